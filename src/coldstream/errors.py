@@ -1,0 +1,116 @@
+"""Every error that reaches a person, and the exit code of the command line for each.
+
+Messages name the thing, the limit and the next step, in at most 400 characters with control characters escaped.
+
+    ColdstreamError                      1
+    ├── ModelFormatError                65   a model file that cannot be trusted; message: file, field, byte offset
+    │   ├── TruncatedError                   the file ends before what it declares
+    │   ├── OverflowedError                  a count or size that does not fit 63 bits
+    │   ├── LimitError                       larger than anything sensible
+    │   ├── DuplicateError                   a key or tensor named twice
+    │   ├── InconsistentError                two statements of the file contradict each other
+    │   └── UnsupportedError                 well-formed, but not something this version runs
+    ├── ModelNotFoundError              66   no such path, hub name or file in it
+    ├── DownloadError                   69   the hub could not be reached or refused
+    ├── GenerationFault                 70   computing failed (NaN logits, a dead worker)
+    ├── OutOfMemoryError                71   a plan that does not fit; message: need, free, advice
+    ├── ModelChangedError               74   the model file shrank or changed while in use
+    ├── ConfigError                      2   an unknown or contradictory setting
+    └── InvalidRequestError              2   a prompt, message list or sampling setting that cannot be served
+        └── TemplateError                    the chat template is absent, failed, or was stopped at its limits
+"""
+
+MAX_MESSAGE_CHARS = 400
+
+
+def escape_controls(text: str) -> str:
+    """`text` with every non-printable character as a backslash escape, so that a hostile file cannot drive a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+class ColdstreamError(Exception):
+    """Root of the tree. `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        message = escape_controls(message)
+        if len(message) > MAX_MESSAGE_CHARS:
+            message = message[: MAX_MESSAGE_CHARS - 1] + "…"
+        super().__init__(message)
+
+
+class ModelFormatError(ColdstreamError):
+    """A model file that cannot be trusted or run."""
+
+    exit_code = 65
+
+
+class TruncatedError(ModelFormatError):
+    """The file ends before what it declares."""
+
+
+class OverflowedError(ModelFormatError):
+    """A count, size or product does not fit 63 bits."""
+
+
+class LimitError(ModelFormatError):
+    """A value beyond anything sensible; nothing was allocated for it."""
+
+
+class DuplicateError(ModelFormatError):
+    """A key or tensor is named twice."""
+
+
+class InconsistentError(ModelFormatError):
+    """Two statements of the file contradict each other."""
+
+
+class UnsupportedError(ModelFormatError):
+    """Well-formed, but not something this version runs."""
+
+
+class ModelNotFoundError(ColdstreamError):
+    """No such path, hub name, or file within it."""
+
+    exit_code = 66
+
+
+class DownloadError(ColdstreamError):
+    """The hub could not be reached or refused."""
+
+    exit_code = 69
+
+
+class GenerationFault(ColdstreamError):
+    """Computing failed: logits that are not finite, a worker that died."""
+
+    exit_code = 70
+
+
+class OutOfMemoryError(ColdstreamError):
+    """A plan that does not fit; the message gives need, free and advice."""
+
+    exit_code = 71
+
+
+class ModelChangedError(ColdstreamError):
+    """The model file shrank or changed while in use."""
+
+    exit_code = 74
+
+
+class ConfigError(ColdstreamError):
+    """An unknown or contradictory setting."""
+
+    exit_code = 2
+
+
+class InvalidRequestError(ColdstreamError):
+    """A prompt, message list or sampling setting that cannot be served."""
+
+    exit_code = 2
+
+
+class TemplateError(InvalidRequestError):
+    """The chat template is absent, failed, or was stopped at its limits."""

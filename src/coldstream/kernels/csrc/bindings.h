@@ -1,0 +1,41 @@
+// Shared by the binding files. Arrays are never converted: every argument says .noconvert().
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+
+namespace nb = nanobind;
+
+namespace coldstream {
+
+// float32 rows with unit stride along the last dimension; the row stride may be larger than the row.
+using array_2d = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
+
+// Keeps a Python object alive for as long as C++ holds the result; releases it with the GIL held.
+inline std::shared_ptr<void> keep(nb::object object) {
+  return {object.release().ptr(), [](void* p) {
+            nb::gil_scoped_acquire gil;
+            Py_DECREF(static_cast<PyObject*>(p));
+          }};
+}
+
+// For an ndarray argument.
+template <typename... A>
+std::shared_ptr<void> keep(const nb::ndarray<A...>& array) {
+  auto* held = new nb::ndarray<A...>(array);
+  return {static_cast<void*>(held), [](void* p) {
+            nb::gil_scoped_acquire gil;
+            delete static_cast<nb::ndarray<A...>*>(p);
+          }};
+}
+
+void bind_runtime(nb::module_& m);  // Runtime, Graph, MappedFile, ModelChangedError, tiers
+void bind_quant(nb::module_& m);    // Weight, linear, embed, routed_experts, quantize_activations, dequantize
+void bind_ops(nb::module_& m);      // rms_norm, add, swiglu, rope_angles, attention, gated_delta_net, router, combine_experts
+
+}  // namespace coldstream

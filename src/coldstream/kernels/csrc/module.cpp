@@ -1,0 +1,8 @@
+#include "bindings.h"
+
+NB_MODULE(_csrc, m) {
+  m.doc() = "CPU kernels of coldstream.";
+  coldstream::bind_runtime(m);
+  coldstream::bind_quant(m);
+  coldstream::bind_ops(m);
+}

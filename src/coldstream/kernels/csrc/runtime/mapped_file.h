@@ -1,0 +1,32 @@
+// A model file mapped read-only. Its bytes are touched only by ops running under a graph, where a vanished page (the
+// file shrank) becomes model_changed_error instead of a dead process.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+namespace coldstream {
+
+struct model_changed_error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+class mapped_file {
+ public:
+  // Maps `size` bytes of an open descriptor (which is not kept). Throws std::system_error.
+  mapped_file(int fd, uint64_t size);
+  mapped_file(const mapped_file&) = delete;
+  mapped_file& operator=(const mapped_file&) = delete;
+  ~mapped_file();
+  const uint8_t* data() const { return data_; }
+  uint64_t size() const { return size_; }
+
+ private:
+  const uint8_t* data_ = nullptr;
+  uint64_t size_ = 0;
+};
+
+}  // namespace coldstream

@@ -1,0 +1,16 @@
+// Instruction-set tiers. A tier is chosen once per runtime and all tiers give the same bits (see docs/arithmetic.md),
+// so the choice changes the speed only.
+#pragma once
+
+namespace coldstream {
+
+enum class tier : int { generic = 0, avx2 = 1, avx512 = 2, amx = 3 };
+
+// The best tier that this machine (CPU and, for amx, kernel permission) can run.
+tier tier_best();
+bool tier_supported(tier t);
+const char* tier_name(tier t);
+// Throws std::invalid_argument naming the known tiers.
+tier tier_from_name(const char* name);
+
+}  // namespace coldstream
