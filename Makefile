@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint sanitize clean
 
 # The stamp files record what is installed, so that a second call costs nothing.
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(shell find src/coldstream/kernels/csrc -type f)
@@ -25,6 +25,25 @@ lint: $(VENV)/.installed-test
 
 test: lint
 	$(BIN)/python -m pytest
+
+# The extension with AddressSanitizer and UndefinedBehaviorSanitizer, under the tests that feed it hostile bytes. The sources
+# are copied beside it, because an editable installation would find the plain extension first.
+SANITIZE := build/sanitize
+SANITIZERS := $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libubsan.so)
+
+sanitize: $(VENV)/.installed-test
+	$(PYTHON) -m venv --without-pip $(SANITIZE)/venv
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo $(SANITIZE)/venv/lib/python3*/site-packages)/installed.pth
+	$(BIN)/pip install -q 'nanobind>=3.1' 'cmake>=3.25' ninja
+	$(BIN)/cmake -S . -B $(SANITIZE)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCOLDSTREAM_SANITIZE=ON \
+		-DCMAKE_BUILD_TYPE=None -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir) > /dev/null
+	$(BIN)/cmake --build $(SANITIZE)/cmake -- -j 2
+	rm -rf $(SANITIZE)/package && mkdir $(SANITIZE)/package && cp -r src/coldstream $(SANITIZE)/package/
+	cp $(SANITIZE)/cmake/_csrc*.so $(SANITIZE)/package/coldstream/kernels/
+	LD_PRELOAD=$(SANITIZERS) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$(SANITIZE)/package \
+		$(SANITIZE)/venv/bin/python -m pytest tests/models/test_damaged_models.py tests/kernels/test_cpu_linear.py \
+		tests/kernels/test_cpu_experts.py tests/kernels/test_cpu_weight.py tests/kernels/test_cpu_attention.py \
+		tests/kernels/test_cpu_gated_delta_net.py
 
 clean:
 	rm -rf build dist $(VENV)

@@ -1,9 +1,10 @@
 """Every error that reaches a person, and the exit code of the command line for each.
 
-Messages name the thing, the limit and the next step, in at most 400 characters with control characters escaped.
+Messages name the thing, the limit and the next step, in at most 400 characters with control characters
+escaped.
 
     ColdstreamError                      1
-    ├── ModelFormatError                65   a model file that cannot be trusted; message: file, field, byte offset
+    ├── ModelFormatError                65   a file that cannot be trusted; message: file, field, offset
     │   ├── TruncatedError                   the file ends before what it declares
     │   ├── OverflowedError                  a count or size that does not fit 63 bits
     │   ├── LimitError                       larger than anything sensible
@@ -24,8 +25,10 @@ MAX_MESSAGE_CHARS = 400
 
 
 def escape_controls(text: str) -> str:
-    """`text` with every non-printable character as a backslash escape, so that a hostile file cannot drive a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+    """`text` with non-printable characters escaped, so that a hostile file cannot drive a terminal."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text
+    )
 
 
 class ColdstreamError(Exception):

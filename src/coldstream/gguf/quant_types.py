@@ -1,8 +1,9 @@
 """The one table of GGUF tensor types: ids and block geometry.
 
-A row of a quantised tensor is a sequence of blocks; a block holds `block_elements` values in `block_bytes` bytes.
-Everything that needs these numbers (reader, reference kernels, C++) takes them from here; a test holds the C++ copy
-against this table. Source: the GGUF specification and the block layouts in ggml's public headers.
+A row of a quantised tensor is a sequence of blocks; a block holds `block_elements` values in `block_bytes`
+bytes. Everything that needs these numbers (reader, reference kernels, C++) takes them from here; a test holds
+the C++ copy against this table. Source: the GGUF specification and the block layouts in ggml's public
+headers.
 """
 
 from enum import IntEnum
@@ -46,8 +47,10 @@ class QuantType(IntEnum):
     MXFP4 = (39, 32, 17)
 
     def row_bytes(self, num_elements: int) -> int:
-        """Bytes of a row of `num_elements` values, which must be a whole number of blocks (ValueError if not)."""
+        """Bytes of a row of `num_elements` values. ValueError if they are not a whole number of blocks."""
         blocks, rest = divmod(num_elements, self.block_elements)
         if rest:
-            raise ValueError(f"{self.name} rows hold multiples of {self.block_elements} values, not {num_elements}")
+            raise ValueError(
+                f"{self.name} rows hold multiples of {self.block_elements} values, not {num_elements}"
+            )
         return blocks * self.block_bytes

@@ -1,0 +1,14 @@
+"""What a model consists of: its numbers, its tensors, and how they are put together."""
+
+from coldstream.models.sanity import check_small_tensors
+from coldstream.models.spec import LayerKind, ModelSpec
+from coldstream.models.tensor_table import block_tensors, global_tensors, validate_tensors
+
+__all__ = [
+    "LayerKind",
+    "ModelSpec",
+    "block_tensors",
+    "check_small_tensors",
+    "global_tensors",
+    "validate_tensors",
+]

@@ -1,0 +1,181 @@
+"""GGUFFile: a model file, or all parts of a split one, opened, checked and read by pread.
+
+Opening reads the headers only. Nothing is mapped here: a file that shrinks makes `read` raise
+ModelChangedError and never kills the process. Whoever maps the weights does it through `descriptor`, with its
+own protection.
+"""
+
+import hashlib
+import os
+import stat
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Final, Self
+
+import numpy as np
+
+from coldstream.errors import ModelChangedError, ModelNotFoundError, UnsupportedError
+from coldstream.gguf.header import Header, TensorInfo, read_header
+from coldstream.gguf.messages import describe, shorten
+from coldstream.gguf.metadata import Metadata
+from coldstream.gguf.shards import check_parts, part_index, shard_paths
+from coldstream.gguf.wire import HeaderBytes
+
+__all__ = ["GGUFFile", "TensorInfo"]
+
+_MAX_READ_BYTES: Final = 1 << 30  # Linux reads at most 2 GiB at once
+
+Identity = tuple[int, int, int, int]  # size, mtime_ns, ctime_ns, inode
+
+
+@dataclass(frozen=True)
+class _Shard:
+    path: Path
+    descriptor: int
+    identity: Identity
+    header: Header
+
+
+class GGUFFile:
+    """An open model. Use as a context manager, or call `close`; reading is safe from several threads.
+
+    metadata     of the first part
+    tensors      name → TensorInfo over all parts, in file order
+    paths        of the parts, in order
+    shard_bytes  sizes of the files at `paths`; num_bytes is their sum
+    fingerprint  32 hex digits over headers and sizes: the same model under another name has the same
+    """
+
+    metadata: Metadata
+    tensors: Mapping[str, TensorInfo]
+    paths: tuple[Path, ...]
+    shard_bytes: tuple[int, ...]
+    num_bytes: int
+    fingerprint: str
+
+    def __init__(self, shards: tuple[_Shard, ...]) -> None:
+        self._shards = shards
+        self._closed = False
+        self.metadata = shards[0].header.metadata
+        merged = {name: info for shard in shards for name, info in shard.header.tensors.items()}
+        self.tensors = MappingProxyType(merged)
+        self.paths = tuple(shard.path for shard in shards)
+        self.shard_bytes = tuple(shard.identity[0] for shard in shards)
+        self.num_bytes = sum(self.shard_bytes)
+        digest = hashlib.blake2b(digest_size=16)
+        for shard in shards:
+            digest.update(shard.header.digest + shard.identity[0].to_bytes(8, "little"))
+        self.fingerprint = digest.hexdigest()
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Opens the model at `path`, which may be any part of a split one (the others must lie beside it).
+
+        Raises ModelNotFoundError when a file is absent or unreadable, and a subclass of ModelFormatError when
+        it is not a regular file or its header is not valid in every respect.
+        """
+        path = Path(path)
+        with ExitStack() as cleanup:
+            named_index = part_index(path)
+            named = _open_shard(path, named_index, cleanup)
+            paths = shard_paths(path, named.header.metadata)
+            shards = tuple(
+                named if index == named_index else _open_shard(part, index, cleanup)
+                for index, part in enumerate(paths)
+            )
+            if len(shards) > 1:
+                check_parts([shard.header for shard in shards])
+            file = cls(shards)
+            cleanup.pop_all()
+        return file
+
+    def descriptor(self, shard: int) -> int:
+        """The open descriptor of a part, valid until `close`; do not close it or move its file position."""
+        return self._shard(shard).descriptor
+
+    def read(self, info: TensorInfo) -> np.ndarray:
+        """The bytes of a tensor as a fresh uint8 [num_bytes]. Raises ModelChangedError when they are gone."""
+        shard = self._shard(info.shard)
+        data = np.empty(info.num_bytes, np.uint8)
+        view = data.data
+        done = 0
+        while done < info.num_bytes:
+            try:
+                count = os.preadv(shard.descriptor, [view[done : done + _MAX_READ_BYTES]], info.offset + done)
+            except OSError as error:
+                reason = f"cannot be read: {error.strerror}"
+                raise ModelChangedError(
+                    describe(shard.path, info.name, info.offset + done, reason)
+                ) from error
+            if count == 0:
+                reason = f"the file ends {info.num_bytes - done} bytes early: it shrank, load it again"
+                raise ModelChangedError(describe(shard.path, info.name, info.offset + done, reason))
+            done += count
+        return data
+
+    def changed(self) -> tuple[Path, ...]:
+        """The parts that are no longer what was opened: gone, replaced, or with another size, mtime or ctime.
+
+        A changed part is a reason to stop trusting it, not a proof that its weights differ.
+        """
+        return tuple(shard.path for shard in self._shards if _identity_at(shard.path) != shard.identity)
+
+    def close(self) -> None:
+        """Closes all descriptors. What `read` returned stays valid; calling twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        for shard in self._shards:
+            os.close(shard.descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _shard(self, index: int) -> _Shard:
+        if self._closed:
+            raise ValueError(f"{self.paths[0]} is closed")
+        return self._shards[index]
+
+
+def _open_shard(path: Path, index: int, cleanup: ExitStack) -> _Shard:
+    """Opens and checks one part; its descriptor is closed by `cleanup`."""
+    try:
+        # Looked at before it is opened, because opening alone makes some devices act; and again after,
+        # because the path may have been replaced in between. O_NONBLOCK: opening a FIFO must not wait for a
+        # writer.
+        _require_regular(path, os.stat(path))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelNotFoundError(f"{shorten(path)}: {reason}. Give the path of a .gguf file") from error
+    cleanup.callback(os.close, descriptor)
+    status = os.fstat(descriptor)
+    _require_regular(path, status)
+    header = read_header(HeaderBytes(descriptor, status.st_size, path), index)
+    return _Shard(path, descriptor, _identity(status), header)
+
+
+def _require_regular(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISREG(status.st_mode):
+        return
+    what = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
+    raise UnsupportedError(f"{shorten(path)} is {what}: give the path of a .gguf file")
+
+
+def _identity(status: os.stat_result) -> Identity:
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def _identity_at(path: Path) -> Identity | None:
+    try:
+        return _identity(os.stat(path))
+    except OSError:
+        return None

@@ -1,0 +1,363 @@
+"""Complete tiny models with random weights, written as GGUF files for tests.
+
+    paths = write_gguf(tmp_path / "tiny.gguf")  # MoE, Q8_0, 4 layers, hidden 256
+    paths = write_gguf(path, "qwen35", quant="Q4_K", types={"*.ffn_down.weight": "Q6_K"}, tied=True)
+    paths = write_gguf(path, num_shards=3, nextn=True, fused_experts=True, dims=Dims(layers=8, experts=32))
+
+The files carry a byte-level tokenizer with a few merges and a ChatML template, and load in llama.cpp. To test
+what a damaged or unusual file does, change the model between the two steps:
+
+    model = make_model("qwen35moe", quant="F32")
+    del model.tensors["blk.0.ssm_a"]
+    model.metadata["qwen35moe.expert_used_count"] = 99
+    write_model(path, model)
+
+`model.tensors` holds float32 arrays in numpy order. F32, F16, BF16 and the types with blocks of 32 encode
+those values; the types that the `gguf` package can't encode get random blocks of the same standard deviation,
+so read the weights back from the file where their values matter.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import gguf
+from gguf import GGMLQuantizationType as GgmlType
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL_TOKENS = {  # token → type: 3 is control, 4 is user-defined
+    "<|endoftext|>": 3,
+    "<|im_start|>": 3,
+    "<|im_end|>": 3,
+    "<think>": 4,
+    "</think>": 4,
+    "<tool_call>": 4,
+    "</tool_call>": 4,
+}
+MERGES = (
+    "Ġ t", "h e", "i n", "r e", "o n", "e r", "n d", "Ġt he", "in g", "Ġ d", "e f", "Ġd ef", "re t",
+    "a n", "an d",
+)  # fmt: skip
+
+# For types that are filled with random blocks: byte offset → factor of each float16 scale within a block. The
+# factor of a minimum is the mean of the codes that it shifts, so that the values are centred on 0.
+_SCALES = {
+    "Q2_K": {80: 1.0, 82: 1.5}, "Q3_K": {108: 1.0}, "Q4_K": {0: 1.0, 2: 7.5}, "Q5_K": {0: 1.0, 2: 15.5},
+    "Q6_K": {208: 1.0}, "IQ1_S": {0: 1.0}, "IQ2_XXS": {0: 1.0}, "IQ2_XS": {0: 1.0}, "IQ2_S": {0: 1.0},
+    "IQ3_XXS": {0: 1.0}, "IQ3_S": {0: 1.0}, "IQ4_NL": {0: 1.0}, "IQ4_XS": {0: 1.0},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Sizes of a tiny model. The defaults make every matrix row a whole number of 256-element blocks."""
+
+    layers: int = 4  # of the trunk
+    interval: int = 4  # layer i attends where (i + 1) % interval == 0, and is a gated DeltaNet elsewhere
+    hidden: int = 256
+    vocab: int = 320
+    context: int = 4096
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    rope_dims: int = 16
+    key_heads: int = 2
+    value_heads: int = 4
+    state: int = 64
+    conv_kernel: int = 4
+    ffn: int = 512
+    experts: int = 8
+    experts_used: int = 2
+    expert_ffn: int = 256
+    shared_ffn: int = 256
+
+
+# A model of some 100 KB (without tokenizer) for tests of the format alone: F32, or types with blocks of 32.
+SMALL = Dims(
+    hidden=32, vocab=16, heads=4, kv_heads=2, head_dim=8, rope_dims=4, key_heads=2, value_heads=4, state=8,
+    ffn=64, experts=4, experts_used=2, expert_ffn=32, shared_ffn=64,
+)  # fmt: skip
+
+
+@dataclass
+class TinyModel:
+    """What will be written: free to be changed before `write_model`."""
+
+    arch: str
+    metadata: dict[str, Any]  # bool, int (written as uint32), float (float32), str, lists of one of them
+    tensors: dict[str, np.ndarray]  # float32
+    types: dict[str, str] = field(default_factory=dict)  # tensor name → type name, F32 unless given
+
+
+def write_gguf(path: Path, arch: str = "qwen35moe", *, num_shards: int = 1, **options: Any) -> list[Path]:
+    """`make_model(arch, **options)` written to `path`; returns the paths of the parts."""
+    return write_model(path, make_model(arch, **options), num_shards)
+
+
+def make_model(
+    arch: str = "qwen35moe",
+    *,
+    dims: Dims = Dims(),
+    quant: str = "Q8_0",
+    types: Mapping[str, str] | None = None,
+    nextn: bool = False,
+    fused_experts: bool = False,
+    fused_attention: bool = False,
+    tied: bool = False,
+    tokenizer: bool = True,
+    seed: int = 0,
+) -> TinyModel:
+    """A model of `arch` ("qwen35" or "qwen35moe").
+
+    quant            type of all matrices but the router, the convolution and the shared expert's gate (F32)
+    types            overrides by pattern of tensor name, {"*_exps.weight": "Q4_K"}; the last match counts
+    nextn            adds an MTP block behind the trunk
+    fused_experts    `ffn_gate_up_exps` instead of `ffn_gate_exps` and `ffn_up_exps`
+    fused_attention  `attn_qkv` instead of `attn_q`, `attn_k`, `attn_v` in attention layers
+    tied             no `output.weight`
+    tokenizer        False leaves out all tokenizer keys, and allows any dims.vocab
+
+    A matrix whose rows are not whole blocks of its type becomes Q8_0 or F16.
+    """
+    rng = np.random.default_rng(seed)
+    metadata = _hyperparameters(arch, dims, nextn)
+    if tokenizer:
+        metadata |= tokenizer_metadata(dims.vocab)
+    tensors: dict[str, np.ndarray] = {"token_embd.weight": rng.normal(0, 1, (dims.vocab, dims.hidden))}
+    for block in range(dims.layers + nextn):
+        is_trunk = block < dims.layers
+        recurrent = is_trunk and (block + 1) % dims.interval != 0
+        parts = _norm(rng, dims.hidden, "attn_norm", "post_attention_norm")
+        parts |= _delta_net(rng, dims) if recurrent else _attention(rng, dims, fused_attention)
+        parts |= _experts(rng, dims, fused_experts) if arch == "qwen35moe" else _dense(rng, dims)
+        parts |= {} if is_trunk else _nextn(rng, dims)
+        tensors |= {f"blk.{block}.{name}": values for name, values in parts.items()}
+    tensors |= _norm(rng, dims.hidden, "output_norm")
+    if not tied:
+        tensors["output.weight"] = 4 * _matrix(rng, dims.vocab, dims.hidden)
+    tensors = {name: np.ascontiguousarray(values, np.float32) for name, values in tensors.items()}
+    return TinyModel(arch, metadata, tensors, _choose_types(tensors, quant, types or {}))
+
+
+def write_model(path: Path, model: TinyModel, num_shards: int = 1) -> list[Path]:
+    """Writes `model` to `path`, or in `num_shards` parts named after it; returns their paths."""
+    per_shard = -(-len(model.tensors) // num_shards)
+    writer = gguf.GGUFWriter(path, model.arch, split_max_tensors=per_shard if num_shards > 1 else 0)
+    for key, value in model.metadata.items():
+        _add_value(writer, key, value)
+    rng = np.random.default_rng(len(model.tensors))
+    for name, values in model.tensors.items():
+        raw_type = GgmlType[model.types.get(name, "F32")]
+        writer.add_tensor(name, encode(values, raw_type.name, rng), raw_dtype=raw_type)
+    paths: list[Path] = writer.format_shard_names(path) if num_shards > 1 else [path]
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return paths
+
+
+def encode(values: np.ndarray, type_name: str, rng: np.random.Generator) -> np.ndarray:
+    """Blocks of `type_name` for float32 `values`: uint8 [..., row bytes], or float32 / float16 as they are.
+
+    Types that the `gguf` package can't encode get random blocks whose values have the same standard
+    deviation.
+    """
+    raw_type = GgmlType[type_name]
+    if type_name == "F32":
+        return values
+    if type_name == "F16":
+        return values.astype(np.float16)
+    if type_name not in _SCALES and type_name not in ("IQ1_M", "MXFP4"):
+        return gguf.quantize(values, raw_type)
+    elements, num_bytes = gguf.GGML_QUANT_SIZES[raw_type]
+    blocks = rng.integers(0, 256, (values.size // elements, num_bytes), np.uint8)
+    _set_scales(blocks, type_name, 1.0)
+    spread = float(gguf.dequantize(blocks, raw_type).std())
+    _set_scales(blocks, type_name, float(values.std()) / spread)
+    return blocks.reshape(*values.shape[:-1], -1)
+
+
+def tokenizer_metadata(vocab_size: int) -> dict[str, Any]:
+    """Keys of a byte-level BPE tokenizer of `vocab_size` (280 or more) tokens; the rest is padding."""
+    tokens = [*_byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
+    types = [1] * len(tokens) + list(SPECIAL_TOKENS.values())
+    tokens += SPECIAL_TOKENS
+    padding = vocab_size - len(tokens)
+    assert padding >= 0, (
+        f"a vocabulary of {vocab_size} is smaller than the {len(tokens)} tokens that it must hold"
+    )
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen35",
+        "tokenizer.ggml.tokens": tokens + [f"[PAD{i}]" for i in range(padding)],
+        "tokenizer.ggml.token_type": types + [5] * padding,
+        "tokenizer.ggml.merges": list(MERGES),
+        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
+        "tokenizer.ggml.padding_token_id": tokens.index("<|endoftext|>"),
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    }
+
+
+def _byte_alphabet() -> list[str]:
+    """The printable stand-ins for bytes 0 … 255 in byte-level BPE, in the order of GPT-2's vocabulary."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = 256 - len(printable)
+    return [chr(code) for code in printable] + [chr(0x100 + i) for i in range(others)]
+
+
+def _hyperparameters(arch: str, dims: Dims, nextn: bool) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "block_count": dims.layers + nextn,
+        "context_length": dims.context,
+        "embedding_length": dims.hidden,
+        "attention.head_count": dims.heads,
+        "attention.head_count_kv": dims.kv_heads,
+        "attention.key_length": dims.head_dim,
+        "attention.value_length": dims.head_dim,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.dimension_count": dims.rope_dims,
+        "rope.dimension_sections": [dims.rope_dims // 2, 0, 0, 0],
+        "rope.freq_base": 1e7,
+        "ssm.conv_kernel": dims.conv_kernel,
+        "ssm.state_size": dims.state,
+        "ssm.group_count": dims.key_heads,
+        "ssm.time_step_rank": dims.value_heads,
+        "ssm.inner_size": dims.value_heads * dims.state,
+        "full_attention_interval": dims.interval,
+    }
+    if nextn:
+        values["nextn_predict_layers"] = 1
+    if arch == "qwen35moe":
+        values |= {
+            "expert_count": dims.experts,
+            "expert_used_count": dims.experts_used,
+            "expert_feed_forward_length": dims.expert_ffn,
+            "expert_shared_feed_forward_length": dims.shared_ffn,
+        }
+    else:
+        values["feed_forward_length"] = dims.ffn
+    return {f"{arch}.{name}": value for name, value in values.items()}
+
+
+def _choose_types(
+    tensors: Mapping[str, np.ndarray], quant: str, overrides: Mapping[str, str]
+) -> dict[str, str]:
+    kept_float = (
+        "*_norm.weight",
+        "*norm.weight",
+        "*ssm_conv1d.weight",
+        "*ffn_gate_inp.weight",
+        "*_inp_shexp.weight",
+    )
+    chosen: dict[str, str] = {}
+    for name, values in tensors.items():
+        is_matrix = values.ndim > 1 and not any(fnmatchcase(name, pattern) for pattern in kept_float)
+        matching = [type_name for pattern, type_name in overrides.items() if fnmatchcase(name, pattern)]
+        chosen[name] = matching[-1] if matching else quant if is_matrix else "F32"
+        if values.shape[-1] % gguf.GGML_QUANT_SIZES[GgmlType[chosen[name]]][0]:
+            chosen[name] = "F16" if values.shape[-1] % 32 else "Q8_0"
+    return chosen
+
+
+def _matrix(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.normal(0, shape[-1] ** -0.5, shape)
+
+
+def _norm(rng: np.random.Generator, size: int, *names: str) -> dict[str, np.ndarray]:
+    return {f"{name}.weight": rng.normal(1, 0.1, size) for name in names}
+
+
+def _attention(rng: np.random.Generator, dims: Dims, fused: bool) -> dict[str, np.ndarray]:
+    width, kv_width = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
+    qkv = [_matrix(rng, rows, dims.hidden) for rows in (2 * width, kv_width, kv_width)]
+    split = {f"attn_{name}.weight": rows for name, rows in zip("qkv", qkv, strict=True)}
+    return {
+        **({"attn_qkv.weight": np.concatenate(qkv)} if fused else split),
+        "attn_output.weight": _matrix(rng, dims.hidden, width),
+        **_norm(rng, dims.head_dim, "attn_q_norm", "attn_k_norm"),
+    }
+
+
+def _delta_net(rng: np.random.Generator, dims: Dims) -> dict[str, np.ndarray]:
+    value_dim = dims.value_heads * dims.state
+    conv_dim = 2 * dims.key_heads * dims.state + value_dim
+    return {
+        "attn_qkv.weight": _matrix(rng, conv_dim, dims.hidden),
+        "attn_gate.weight": _matrix(rng, value_dim, dims.hidden),
+        "ssm_alpha.weight": _matrix(rng, dims.value_heads, dims.hidden),
+        "ssm_beta.weight": _matrix(rng, dims.value_heads, dims.hidden),
+        "ssm_a": -np.exp(rng.uniform(0, 2.5, dims.value_heads)),
+        "ssm_dt.bias": rng.uniform(-4, -1, dims.value_heads),
+        "ssm_conv1d.weight": rng.normal(0, 0.5, (conv_dim, dims.conv_kernel)),
+        **_norm(rng, dims.state, "ssm_norm"),
+        "ssm_out.weight": _matrix(rng, dims.hidden, value_dim),
+    }
+
+
+def _dense(rng: np.random.Generator, dims: Dims) -> dict[str, np.ndarray]:
+    return {
+        "ffn_gate.weight": _matrix(rng, dims.ffn, dims.hidden),
+        "ffn_up.weight": _matrix(rng, dims.ffn, dims.hidden),
+        "ffn_down.weight": _matrix(rng, dims.hidden, dims.ffn),
+    }
+
+
+def _experts(rng: np.random.Generator, dims: Dims, fused: bool) -> dict[str, np.ndarray]:
+    gate = _matrix(rng, dims.experts, dims.expert_ffn, dims.hidden)
+    up = _matrix(rng, dims.experts, dims.expert_ffn, dims.hidden)
+    split = {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}
+    return {
+        **({"ffn_gate_up_exps.weight": np.concatenate([gate, up], axis=1)} if fused else split),
+        "ffn_down_exps.weight": _matrix(rng, dims.experts, dims.hidden, dims.expert_ffn),
+        "ffn_gate_inp.weight": 4 * _matrix(rng, dims.experts, dims.hidden),
+        "ffn_gate_inp_shexp.weight": _matrix(rng, dims.hidden),
+        "ffn_gate_shexp.weight": _matrix(rng, dims.shared_ffn, dims.hidden),
+        "ffn_up_shexp.weight": _matrix(rng, dims.shared_ffn, dims.hidden),
+        "ffn_down_shexp.weight": _matrix(rng, dims.hidden, dims.shared_ffn),
+    }
+
+
+def _nextn(rng: np.random.Generator, dims: Dims) -> dict[str, np.ndarray]:
+    return {
+        "nextn.eh_proj.weight": _matrix(rng, dims.hidden, 2 * dims.hidden),
+        **_norm(rng, dims.hidden, "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm"),
+    }
+
+
+def _set_scales(blocks: np.ndarray, type_name: str, scale: float) -> None:
+    """Overwrites the scales of random blocks (uint8 [blocks, bytes]), to which values are proportional."""
+    if type_name == "MXFP4":
+        blocks[:, 0] = 127 + round(np.log2(scale))
+        return
+    if type_name == "IQ1_M":  # the four nibbles of the scale are the upper ones of four 16-bit words
+        bits = int(np.float16(scale).view(np.uint16))
+        for i in range(4):
+            blocks[:, 49 + 2 * i] = (blocks[:, 49 + 2 * i] & 0x0F) | (bits >> 4 * i & 0x0F) << 4
+        return
+    for offset, factor in _SCALES[type_name].items():
+        blocks[:, offset : offset + 2] = np.frombuffer(np.float16(scale * factor).tobytes(), np.uint8)
+
+
+def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, Sequence):
+        writer.add_array(key, value)
+    else:
+        raise TypeError(f"{key}: {type(value)} is none of the types of TinyModel.metadata")
