@@ -1,0 +1,129 @@
+"""Which files of a repository or folder make up which model: pure functions over file names.
+
+Unit of work: one listing → `ModelFiles`, and one choice among them. Knows neither network nor disk.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from coldstream.errors import DownloadError, ModelNotFoundError
+
+DEFAULT_QUANT = "Q4_K_M"
+SUFFIX = ".gguf"
+MAX_LISTED = 12
+
+_HUB_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<quant>[\w./-]+))?", re.ASCII)
+_SPLIT = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})$")
+_QUANT = re.compile(
+    r"(?:^|[-._])(?P<quant>(?:UD-)?(?:I?Q\d+_\w+?|TQ\d_\d|MXFP4(?:_[A-Z]+)?|NVFP4|BF16|F16|F32))(?=[-.]|$)",
+    re.ASCII | re.IGNORECASE,
+)
+# GGUF files that are parts of another model or by-products: vision towers, lone MTP heads, calibration data.
+_NOT_A_MODEL = re.compile(r"^mmproj|^mtp-|imatrix|[-_.]mmproj", re.ASCII | re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class HubName:
+    """`org/repo[:QUANT]`; a `quant` ending in `.gguf` is the path of a file in the repository."""
+
+    repo: str
+    quant: str | None
+
+    @classmethod
+    def parse(cls, name: str) -> "HubName | None":
+        """The parts of `name`, or None if it isn't a hub name."""
+        match = _HUB_NAME.fullmatch(name)
+        if match is None or any(part.strip(".") == "" for part in match["repo"].split("/")):
+            return None
+        return cls(match["repo"], match["quant"])
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """One model: its files in order, as POSIX paths in the repository. The names claim `num_parts` files."""
+
+    stem: str
+    quant: str | None
+    files: tuple[str, ...]
+    num_parts: int
+
+    @property
+    def complete(self) -> bool:
+        return len(self.files) == self.num_parts
+
+    @property
+    def label(self) -> str:
+        """What a person types after the colon, with a remark if parts are missing."""
+        missing = "" if self.complete else f" ({len(self.files)} of {self.num_parts} parts)"
+        return f"{self.quant or self.files[0]}{missing}"
+
+
+def group_models(paths: Iterable[str]) -> list[ModelFiles]:
+    """The models in a listing of paths, sorted. What is no model (mmproj files, say) is left out."""
+    groups: dict[tuple[str, int], dict[int, str]] = {}
+    for path in paths:
+        if not path.lower().endswith(SUFFIX) or _NOT_A_MODEL.search(PurePosixPath(path).name):
+            continue
+        stem, number, count = path[: -len(SUFFIX)], 1, 1
+        if split := _SPLIT.search(stem):
+            stem, number, count = stem[: split.start()], int(split["number"]), int(split["count"])
+        groups.setdefault((stem, count), {})[number] = path
+    models = [_model_of(stem, count, parts) for (stem, count), parts in groups.items()]
+    return sorted(models, key=lambda model: model.files)
+
+
+def choose(name: HubName, models: Sequence[ModelFiles]) -> ModelFiles:
+    """The model that `name` means: the file or quant it names, else Q4_K_M, else the only one there is.
+
+    Raises `ModelNotFoundError`, listing what there is, when none or several fit or parts are missing.
+    """
+    matches = _matches(name.quant, models)
+    wanted = name.quant or DEFAULT_QUANT
+    if len(matches) > 1:
+        files = enumerate_some(model.files[0] for model in matches)
+        raise ModelNotFoundError(f"{name.repo}: several models are {wanted}: name a file; there is {files}")
+    if not matches or not matches[0].complete:
+        labels = enumerate_some(model.label for model in matches or models)
+        raise ModelNotFoundError(f"{name.repo}: no complete {wanted}; there is {labels}")
+    return matches[0]
+
+
+def choose_only(folder: str, models: Sequence[ModelFiles]) -> ModelFiles:
+    """The one model of a folder. Raises `ModelNotFoundError` for none, several, or only parts of one."""
+    if len(models) != 1 or not models[0].complete:
+        labels = enumerate_some(model.files[0] if model.complete else model.label for model in models)
+        raise ModelNotFoundError(f"{folder}: not one whole model but {labels}: name a file")
+    return models[0]
+
+
+def enumerate_some(names: Iterable[str]) -> str:
+    """The first few of `names` for a message."""
+    listed = list(names)
+    more = f" and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
+    return ", ".join(listed[:MAX_LISTED]) + more if listed else "no model"
+
+
+def check_relative(path: str) -> None:
+    """Raise `DownloadError` unless `path` stays below the folder it is relative to, on every system."""
+    leads_out = any(part in ("", ".", "..") for part in path.split("/"))
+    if leads_out or not path.isprintable() or set(path) & set("\\:"):
+        raise DownloadError(f"the hub lists an unsafe file name: {path[:100]!r}")
+
+
+def _model_of(stem: str, count: int, parts: dict[int, str]) -> ModelFiles:
+    found = [match["quant"].upper() for match in _QUANT.finditer(PurePosixPath(stem).name)]
+    folder = _QUANT.fullmatch(PurePosixPath(stem).parent.name)
+    quant = found[-1] if found else folder["quant"].upper() if folder else None
+    expected = tuple(parts[number] for number in range(1, count + 1) if number in parts)
+    return ModelFiles(stem, quant, expected or tuple(parts.values()), count)
+
+
+def _matches(quant: str | None, models: Sequence[ModelFiles]) -> list[ModelFiles]:
+    if quant is not None and quant.lower().endswith(SUFFIX):
+        return [model for model in models if quant in model.files]
+    wanted = (quant or DEFAULT_QUANT).upper()
+    exact = [model for model in models if model.quant == wanted]
+    matches = exact or [model for model in models if model.quant == f"UD-{wanted}"]
+    return list(models) if not matches and quant is None and len(models) == 1 else matches

@@ -1,0 +1,244 @@
+"""Text ↔ token ids, from the metadata of a GGUF file.
+
+Byte-level BPE by the `tokenizers` library: added tokens are cut out first, the rest is split by the family's
+regular expression, each piece is turned into bytes and merged by rank. Unit of work: one prompt.
+
+llama.cpp is the oracle, id for id. Two choices follow from it:
+- No Unicode normalisation. The Hugging Face files of this family apply NFC first; llama.cpp does not, and
+  without it `decode(encode(text)) == text` holds for every valid text.
+- Contractions ('s, 're, …) are ASCII. A case-insensitive group would also take U+017F (ſ) for an s.
+"""
+
+import codecs
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Tokenizer as BPETokenizer
+
+from coldstream.errors import InvalidRequestError, UnsupportedError
+from coldstream.gguf.vocabulary import BYTE_ALPHABET, TokenKind, Vocabulary, read_merges
+
+# Beyond 10 million retries, about two per blank in a run of blanks, the regular-expression engine panics.
+MAX_TEXT_CHARS = 1 << 22
+# Long texts are encoded in blocks: twice as fast, for what the library notes of each token stays in cache.
+BLOCK_CHARS = 1 << 14
+
+_CONTRACTIONS = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+PRE_TOKENIZERS: Mapping[str, str] = MappingProxyType(
+    {
+        "qwen2": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
+        "qwen35": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    }
+)
+
+# Where a piece of text always ends: no alternative of the expressions matches across, and none that ends here
+# looks at what follows.
+_BLOCK_END = re.compile(r"[0-9]|[A-Za-z](?= )|\n(?=\S)")
+
+# From the byte alphabet to the Latin-1 characters whose encoding is those bytes.
+_TO_LATIN_1 = {ord(char): byte for byte, char in enumerate(BYTE_ALPHABET)}
+
+# A text, and whether it is a control token.
+Segment = tuple[str, bool]
+
+
+class Tokenizer:
+    """Encodes and decodes text. Immutable; may be shared between threads."""
+
+    def __init__(self, vocabulary: Vocabulary, merges: list[tuple[str, str]], pattern: str) -> None:
+        self.vocabulary = vocabulary
+        self._bpe = BPETokenizer(models.BPE(vocab=dict(vocabulary.token_ids), merges=merges))
+        self._bpe.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        self._user_defined = _longest_first(vocabulary.user_defined_ids)
+        self._added = _longest_first({**vocabulary.user_defined_ids, **vocabulary.control_ids})
+        self._longest_token = max(map(len, vocabulary.tokens))
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
+        """Build the tokenizer a model file describes.
+
+        Raises `UnsupportedError` for a model or pre-tokenizer that this version doesn't know, and
+        `InconsistentError`, `DuplicateError` or `LimitError` for one that contradicts itself; all name the
+        field.
+        """
+        vocabulary = Vocabulary.from_metadata(metadata)
+        pre = metadata.get("tokenizer.ggml.pre")
+        if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+            raise UnsupportedError(f"tokenizer.ggml.pre: {pre!r} is not one of {', '.join(PRE_TOKENIZERS)}")
+        return cls(vocabulary, read_merges(metadata, vocabulary), PRE_TOKENIZERS[pre])
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, padding tokens included: the rows of the embedding."""
+        return len(self.vocabulary.tokens)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Every id that ends an answer: the stated end tokens and those known by name."""
+        return self.vocabulary.eos_ids
+
+    @property
+    def bos_id(self) -> int | None:
+        return self.vocabulary.bos_id
+
+    @property
+    def pad_id(self) -> int | None:
+        return self.vocabulary.pad_id
+
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """Id of every added token (control and user-defined) by its text."""
+        return {**self.vocabulary.control_ids, **self.vocabulary.user_defined_ids}
+
+    def encode(self, text: str, parse_special: bool = False, max_tokens: int | None = None) -> list[int]:
+        """Token ids of `text`, led by the BOS only if the file asks for one.
+
+        User-defined tokens are matched in any text, control tokens only if `parse_special`; otherwise their
+        spelling is plain text. Raises `InvalidRequestError` for lone surrogates and for a text of more than
+        `MAX_TEXT_CHARS` characters or `max_tokens` tokens; what can't fit is refused before any work.
+        """
+        self._check_text(text, max_tokens)
+        return self._within(self._leading_bos() + self._encode(text, parse_special), max_tokens)
+
+    def encode_segments(self, segments: Iterable[Segment], max_tokens: int | None = None) -> list[int]:
+        """Token ids of a rendered chat: `(control token, True)` and `(plain text, False)` in order.
+
+        A BOS that the file asks for is added unless the chat begins with it. Raises as `encode` does, and for
+        a segment marked as control that is not a control token.
+        """
+        segments = list(segments)
+        self._check_text("".join(text for text, _ in segments), max_tokens)
+        ids: list[int] = []
+        for text, is_control in segments:
+            if not is_control:
+                ids += self._encode(text, parse_special=False)
+            elif text in self.vocabulary.control_ids:
+                ids.append(self.vocabulary.control_ids[text])
+            else:
+                raise InvalidRequestError(f"{text[:40]!r} is not a control token of this model")
+        bos = self._leading_bos()
+        return self._within(ids if bos and ids[:1] == bos else bos + ids, max_tokens)
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Text of `ids`, without control tokens if `skip_special`. Bytes that aren't UTF-8 become U+FFFD."""
+        return b"".join(self._visible_bytes(index, skip_special) for index in ids).decode("utf-8", "replace")
+
+    def token_bytes(self, index: int) -> bytes:
+        """The bytes of token `index`; unused ids have none. Raises `InvalidRequestError` if out of range."""
+        kind = self._kind(index)
+        token = self.vocabulary.tokens[index]
+        if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED):
+            return token.encode()
+        if kind != TokenKind.NORMAL:
+            return b""
+        try:
+            return token.translate(_TO_LATIN_1).encode("latin-1")
+        except UnicodeEncodeError:  # spelt outside the byte alphabet, so no text merges into it
+            return token.encode()
+
+    def is_control(self, index: int) -> bool:
+        """Whether `index` is a token that plain text never becomes and that decoded text leaves out."""
+        return self._kind(index) in (TokenKind.CONTROL, TokenKind.UNKNOWN)
+
+    def _kind(self, index: int) -> int:
+        if not 0 <= index < self.vocab_size:
+            raise InvalidRequestError(f"token id {index} is outside the vocabulary of {self.vocab_size}")
+        return self.vocabulary.kinds[index]
+
+    def _visible_bytes(self, index: int, skip_special: bool) -> bytes:
+        return b"" if skip_special and self.is_control(index) else self.token_bytes(index)
+
+    def _leading_bos(self) -> list[int]:
+        bos = self.vocabulary.bos_id
+        return [bos] if self.vocabulary.add_bos and bos is not None else []
+
+    def _check_text(self, text: str, max_tokens: int | None) -> None:
+        limit = MAX_TEXT_CHARS
+        if max_tokens is not None:
+            limit = min(limit, max_tokens * self._longest_token)  # a token spells at most its own length
+        if len(text) > limit:
+            raise InvalidRequestError(f"prompt: {len(text)} characters, at most {limit} can be served")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"prompt: character {error.start} is a lone surrogate") from None
+
+    def _within(self, ids: list[int], max_tokens: int | None) -> list[int]:
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise InvalidRequestError(f"prompt: {len(ids)} tokens, the limit is {max_tokens}; see --ctx-size")
+        return ids
+
+    def _encode(self, text: str, parse_special: bool) -> list[int]:
+        ids: list[int] = []
+        for fragment in _cut_out(text, self._added if parse_special else self._user_defined):
+            if isinstance(fragment, int):
+                ids.append(fragment)
+            elif fragment:
+                for block in split_into_blocks(fragment, BLOCK_CHARS):
+                    ids += self._bpe.encode(block, add_special_tokens=False).ids
+        return ids
+
+
+class StreamDecoder:
+    """Decodes one answer token by token; the pieces, joined, are `decode` of all its ids.
+
+    A character whose bytes are split over tokens is held back until it is complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` completes, possibly none."""
+        return self._decoder.decode(self._tokenizer._visible_bytes(token_id, self._skip_special))
+
+    def finish(self) -> str:
+        """What is left at the end: U+FFFD if the answer stops inside a character. Resets the decoder."""
+        rest = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return rest
+
+
+def split_into_blocks(text: str, size: int) -> Iterator[str]:
+    """`text` in blocks of at least `size` characters, the last perhaps of fewer, with the same tokens."""
+    start = 0
+    while block_end := _BLOCK_END.search(text, start + size - 1):
+        yield text[start : block_end.end()]
+        start = block_end.end()
+    yield text[start:]
+
+
+def _longest_first(token_ids: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(token_ids.items(), key=lambda item: (-len(item[0].encode()), item[1]))
+
+
+def _cut_out(text: str, added: Sequence[tuple[str, int]]) -> list[str | int]:
+    """`text` in fragments, added tokens replaced by their ids; longer tokens first, wherever they stand."""
+    fragments: list[str | int] = [text]
+    for token, index in added:
+        if token not in text:
+            continue
+        cut: list[str | int] = []
+        for fragment in fragments:
+            if isinstance(fragment, int):
+                cut.append(fragment)
+                continue
+            first, *rest = fragment.split(token)
+            cut.append(first)
+            for part in rest:
+                cut += (index, part)
+        fragments = cut
+    return fragments

@@ -1,0 +1,350 @@
+"""The tokenizer against llama.cpp and against itself, and reliability statements TK01 to TK04."""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unicodedata import ucd_3_2_0
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from llama_vocab import LlamaVocab
+from vocabularies import (
+    CONTROL_TOKENS,
+    USER_DEFINED_TOKENS,
+    seam_metadata,
+    tokenizer_metadata,
+    write_vocabulary,
+)
+
+from coldstream.errors import InvalidRequestError, UnsupportedError
+from coldstream.gguf.tokenizer import (
+    BLOCK_CHARS,
+    MAX_TEXT_CHARS,
+    PRE_TOKENIZERS,
+    StreamDecoder,
+    Tokenizer,
+    split_into_blocks,
+)
+from coldstream.gguf.vocabulary import BYTE_ALPHABET
+
+# Text in which the alternatives of the expression meet: letters, marks, digits, contractions, blanks.
+AWKWARD = st.sampled_from(
+    [
+        *(
+            "a",
+            "Zz",
+            "é",
+            "e\u0301",
+            "\u0301",
+            "ß",
+            "ſ",
+            "汉",
+            "字",
+            "한",
+            "ا",
+            "हि",
+            "١",
+            "²",
+            "½",
+            "7",
+            "42",
+        ),
+        *(
+            "'",
+            *("'s", "'T", "'re", "'VE", "'m", "'M", "'ll", "'D", "'l", "'v", "'e"),
+            "'LL",
+            "'ſ",
+            "’s",
+            ".",
+            ",",
+            "(",
+            "_",
+            "-",
+            "€",
+            "😀",
+            "👩‍👩‍👧",
+            "\u200b",
+            "\ufeff",
+            "\0",
+            "\x1c",
+        ),
+        *(
+            " ",
+            "  ",
+            "\t",
+            "\n",
+            "\r\n",
+            "\r",
+            "\u00a0",
+            "\u3000",
+            "\u2028",
+            "\u0085",
+            "\x0b",
+            "\x0c",
+            "\u180e",
+        ),
+        *(
+            "\U0010ffff",
+            "\ue000",
+            "\u0378",
+            *CONTROL_TOKENS[:4],
+            *USER_DEFINED_TOKENS,
+            "<|im_",
+            "end|>",
+            "[PAD0]",
+        ),
+    ]
+)
+# Newer characters are of another class in llama.cpp's tables than in the library's. Of large scripts and of
+# the private-use planes, whose characters are all of one class, one in sixteen will do.
+ASSIGNED = [
+    char
+    for code, char in enumerate(map(chr, range(sys.maxunicode)))
+    if (category := ucd_3_2_0.category(char)) not in ("Cn", "Cs")
+    and (category not in ("Lo", "Co") or code % 16 == 0)
+]
+VALID_CHARS = st.characters(exclude_categories=["Cs"])
+TEXTS = st.one_of(
+    st.text(VALID_CHARS, max_size=60),
+    st.lists(AWKWARD, max_size=16).map("".join),
+    st.text(st.characters(codec="ascii")),
+)
+
+
+@pytest.fixture(scope="module", params=sorted(PRE_TOKENIZERS))
+def pre(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(pre: str) -> Tokenizer:
+    return Tokenizer.from_metadata(tokenizer_metadata(pre))
+
+
+@pytest.fixture(scope="module")
+def oracle(pre: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaVocab]:
+    path: Path = tmp_path_factory.mktemp(pre) / "vocabulary.gguf"
+    with LlamaVocab(write_vocabulary(path, tokenizer_metadata(pre))) as vocab:
+        yield vocab
+
+
+@pytest.fixture(scope="module")
+def seams(pre: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tokenizer, LlamaVocab]]:
+    metadata = seam_metadata(pre)
+    with LlamaVocab(write_vocabulary(tmp_path_factory.mktemp(pre) / "seams.gguf", metadata)) as vocab:
+        yield Tokenizer.from_metadata(metadata), vocab
+
+
+@settings(max_examples=250, deadline=None)
+@given(text=TEXTS, parse_special=st.booleans())
+def test_ids_equal_llama_cpp(
+    tokenizer: Tokenizer, oracle: LlamaVocab, text: str, parse_special: bool
+) -> None:
+    assert tokenizer.encode(text, parse_special=parse_special) == oracle.encode(text, parse_special)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), skip_special=st.booleans())
+def test_decoded_bytes_equal_llama_cpp(
+    tokenizer: Tokenizer, oracle: LlamaVocab, data: st.DataObject, skip_special: bool
+) -> None:
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), min_size=1, max_size=20))
+    expected = oracle.decode(ids, skip_special).decode("utf-8", "replace")
+    assert tokenizer.decode(ids, skip_special=skip_special) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXTS, size=st.integers(1, 8))
+def test_blocks_are_split_as_the_whole_is(tokenizer: Tokenizer, text: str, size: int) -> None:
+    pieces = tokenizer._bpe.pre_tokenizer.pre_tokenize_str
+    blocks = list(split_into_blocks(text, size))
+    assert [piece for block in blocks for piece, _ in pieces(block)] == [piece for piece, _ in pieces(text)]
+    assert all(len(block) >= size for block in blocks[:-1])
+
+
+def test_a_text_of_several_blocks_equals_llama_cpp(tokenizer: Tokenizer, oracle: LlamaVocab) -> None:
+    text = inspect.getsource(inspect) + "\n\n  \u3000\r\n汉字\n\x1c\n" * 3000
+    assert len(list(split_into_blocks(text, BLOCK_CHARS))) > 5
+    assert tokenizer.encode(text) == oracle.encode(text)
+
+
+def test_every_character_is_split_as_llama_cpp_does(seams: tuple[Tokenizer, LlamaVocab]) -> None:
+    tokenizer, oracle = seams
+    text = "".join(f"e{c}d.{c}. {c} 7{c}7\n{c}\n'{c}s  {c}{c}\n" for c in ASSIGNED)
+    assert tokenizer.encode(text) == oracle.encode(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.lists(st.one_of(AWKWARD, st.sampled_from(ASSIGNED)), max_size=20).map("".join))
+def test_seams_equal_llama_cpp(seams: tuple[Tokenizer, LlamaVocab], text: str) -> None:
+    tokenizer, oracle = seams
+    assert tokenizer.encode(text) == oracle.encode(text)
+
+
+def test_end_tokens_equal_llama_cpp(tokenizer: Tokenizer, oracle: LlamaVocab) -> None:
+    assert tokenizer.eos_ids == oracle.eos_ids()
+    named = {"<|im_end|>", "<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}
+    assert tokenizer.eos_ids == {tokenizer.special_ids[name] for name in named}
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXTS, parse_special=st.booleans())
+@example(text="e\u0301 is not normalised to \u00e9", parse_special=False)
+def test_tk04_decode_inverts_encode(tokenizer: Tokenizer, text: str, parse_special: bool) -> None:
+    ids = tokenizer.encode(text, parse_special=parse_special)
+    assert tokenizer.decode(ids, skip_special=False) == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), skip_special=st.booleans())
+def test_tk04_streamed_pieces_join_to_the_full_text(
+    tokenizer: Tokenizer, data: st.DataObject, skip_special: bool
+) -> None:
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=24))
+    decoder = StreamDecoder(tokenizer, skip_special)
+    pieces = [decoder.push(index) for index in ids]
+    assert "".join([*pieces, decoder.finish()]) == tokenizer.decode(ids, skip_special)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXTS.filter(lambda text: "\ufffd" not in text))
+def test_tk04_split_characters_never_become_replacements(tokenizer: Tokenizer, text: str) -> None:
+    decoder = StreamDecoder(tokenizer, skip_special=False)
+    bytewise = [tokenizer.vocabulary.token_ids[BYTE_ALPHABET[byte]] for byte in text.encode()]
+    pieces = [decoder.push(index) for index in bytewise]
+    assert "\ufffd" not in "".join(pieces)
+    assert "".join(pieces) == text
+    assert decoder.finish() == ""
+
+
+def test_tk04_a_cut_character_ends_as_one_replacement(tokenizer: Tokenizer) -> None:
+    decoder = StreamDecoder(tokenizer)
+    first_byte = tokenizer.vocabulary.token_ids[BYTE_ALPHABET["汉".encode()[0]]]
+    assert decoder.push(first_byte) == ""
+    assert decoder.finish() == "\ufffd"
+    assert decoder.push(tokenizer.encode("a")[0]) == "a"
+
+
+MEBIBYTE = 1 << 20
+CLASSES = {
+    "letters": "a",
+    "spaces": " ",
+    "spaces and text": " " * 1000 + "x",
+    "newlines": "\n",
+    "dots": ".",
+    "digits": "7",
+    "CJK": "汉",
+    "combining marks": "\u0301",
+    "decomposed": "e\u0301",
+    "emoji joined": "👩‍👩‍👧",
+    "no-break spaces": "\u00a0",
+    "mixed": "def f(x):\n\treturn 'I'll' + 汉字 e\u0301 12\n",
+    "unfinished control tokens": "<|im_",
+    "control tokens": "<|im_end|>",
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("unit", CLASSES.values(), ids=CLASSES.keys())
+def test_tk01_a_mebibyte_of_one_class_is_encoded_whole(unit: str) -> None:
+    tokenizer = Tokenizer.from_metadata(tokenizer_metadata())
+    text = unit * (MEBIBYTE // len(unit.encode()))
+    assert tokenizer.decode(tokenizer.encode(text, parse_special=True), skip_special=False) == text
+
+
+@pytest.mark.parametrize("text", ["A" * 43_000, "汉" * 26_000], ids=["43k letters", "26k CJK"])
+def test_tk01_runs_that_overflow_recursive_engines(text: str) -> None:
+    tokenizer = Tokenizer.from_metadata(tokenizer_metadata())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_tk02_ten_million_tokens_are_refused_before_work(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequestError, match="at most"):
+        tokenizer.encode("7" * 10_000_000)
+    with pytest.raises(InvalidRequestError, match=str(MAX_TEXT_CHARS)):
+        tokenizer.encode(" " * (MAX_TEXT_CHARS + 1))
+
+
+@pytest.mark.timeout(120)
+def test_tk02_the_longest_allowed_run_of_blanks_is_encoded() -> None:
+    """It makes the expression engine try again for every blank; far beyond this length, it gives up."""
+    ids = Tokenizer.from_metadata(tokenizer_metadata()).encode(" " * (MAX_TEXT_CHARS - 1) + "x")
+    assert len(ids) < MAX_TEXT_CHARS
+
+
+def test_tk02_token_limit_is_exact(tokenizer: Tokenizer) -> None:
+    assert len(tokenizer.encode("7" * 100, max_tokens=100)) == 100
+    with pytest.raises(InvalidRequestError, match="101 tokens, the limit is 100"):
+        tokenizer.encode("7" * 101, max_tokens=100)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "b\udc80", "x" * 50 + "\ud83d"])
+def test_tk03_lone_surrogates_are_refused(tokenizer: Tokenizer, text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["\0", "a\0b", "\ufeffstart", "\u202eright to left", "\u0378", "\U0010ffff", "\ufffe"]
+)
+def test_tk03_odd_but_valid_characters_survive(tokenizer: Tokenizer, oracle: LlamaVocab, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert ids == oracle.encode(text)
+
+
+def test_control_tokens_are_text_unless_asked_for(tokenizer: Tokenizer) -> None:
+    end = tokenizer.special_ids["<|im_end|>"]
+    assert end not in tokenizer.encode("a<|im_end|>b")
+    assert tokenizer.encode("a<|im_end|>b", parse_special=True)[1] == end
+    think = tokenizer.special_ids["<think>"]
+    assert think in tokenizer.encode("a<think>b")
+    assert tokenizer.decode([end, think]) == "<think>"
+    assert tokenizer.decode([end, think], skip_special=False) == "<|im_end|><think>"
+
+
+def test_unused_ids_decode_to_nothing(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([tokenizer.vocab_size - 1], skip_special=False) == ""
+
+
+@pytest.mark.parametrize("index", [-1, 1 << 31])
+def test_ids_outside_the_vocabulary_are_refused(tokenizer: Tokenizer, index: int) -> None:
+    with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
+        tokenizer.decode([index])
+
+
+def test_bos_only_when_the_file_asks_for_it() -> None:
+    metadata = tokenizer_metadata()
+    bos = metadata["tokenizer.ggml.tokens"].index("<|endoftext|>")
+    plain = Tokenizer.from_metadata({**metadata, "tokenizer.ggml.bos_token_id": bos})
+    asked = Tokenizer.from_metadata(
+        {**metadata, "tokenizer.ggml.bos_token_id": bos, "tokenizer.ggml.add_bos_token": True}
+    )
+    assert plain.encode("x") == asked.encode("x")[1:]
+    assert asked.encode("x")[0] == bos
+    assert asked.encode_segments([("<|endoftext|>", True), ("x", False)]) == asked.encode("x")
+    assert asked.encode_segments([("x", False)]) == asked.encode("x")
+
+
+def test_segments_must_name_control_tokens(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode_segments([("<|im_end|>", False)]) == tokenizer.encode("<|im_end|>")
+    with pytest.raises(InvalidRequestError, match="not a control token"):
+        tokenizer.encode_segments([("<think>", True)])
+
+
+def test_text_joins_across_plain_segments_of_one_rendering(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_segments([("<|im_start|>", True), ("user\nreturn x", False), ("<|im_end|>", True)])
+    assert ids == tokenizer.encode("<|im_start|>user\nreturn x<|im_end|>", parse_special=True)
+
+
+@pytest.mark.parametrize("pre_name", ["llama-bpe", "", None, 7])
+def test_unknown_pre_tokenizer_lists_the_known_ones(pre_name: object) -> None:
+    with pytest.raises(UnsupportedError, match=r"tokenizer\.ggml\.pre.*qwen2, qwen35"):
+        Tokenizer.from_metadata({**tokenizer_metadata(), "tokenizer.ggml.pre": pre_name})
+
+
+def test_unknown_model_lists_the_known_ones() -> None:
+    with pytest.raises(UnsupportedError, match=r"tokenizer\.ggml\.model.*gpt2"):
+        Tokenizer.from_metadata({**tokenizer_metadata(), "tokenizer.ggml.model": "llama"})
