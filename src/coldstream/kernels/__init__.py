@@ -1,0 +1,4 @@
+"""Operations and what computes them. Knows nothing of models or policies.
+
+`ops.py` is the interface, one folder per operation holds its definition in PyTorch, `csrc/` the C++.
+"""

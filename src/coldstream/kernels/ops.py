@@ -1,30 +1,34 @@
 """The operations a model is written in; every device implements this one interface.
 
-`layers/` and `models/` call nothing else, so a model's forward pass is written once. `ReferenceOps` (plain PyTorch,
-float32, differentiable) defines the meaning; `CpuOps` runs the C++ kernels and can capture a forward pass into a graph.
+`layers/` and `models/` call nothing else, so a model's forward pass is written once. `ReferenceOps` (plain
+PyTorch, float32, differentiable) defines the meaning; `CpuOps` runs the C++ kernels and can capture a forward
+pass into a graph.
 
-Shapes: T rows (tokens, of one or several sequences), E hidden size, H query heads, G key/value heads, D head size,
-C convolution channels, NK / NV key / value heads of the gated DeltaNet, d their head size, K experts per token,
-F an FFN size. Activations are float32 with unit stride along the last dimension.
+Shapes: T rows (tokens, of one or several sequences), E hidden size, H query heads, G key/value heads, D head
+size, C convolution channels, NK / NV key / value heads of the gated DeltaNet, d their head size, K experts
+per token, F an FFN size. Activations are float32 with unit stride along the last dimension.
+
+An `Array` is a torch.Tensor under `ReferenceOps` and a numpy array under `CpuOps` (which so needs neither
+PyTorch's start-up time nor its memory). Layers may index, slice and reshape arrays and ask for their shape;
+all arithmetic goes through `Ops`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 
+Array = Any  # see the module docstring
 Weight = Any  # what `load_weight` of the same Ops returned: opaque to everybody else
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which token of which sequence each row is. Rows of one sequence are adjacent and ascend by one position."""
+    """Which token of which sequence each row is; rows of a sequence are adjacent and in order."""
 
-    positions: torch.Tensor  # int32 [T], absolute
-    slots: torch.Tensor  # int32 [T], index into the leading dimension of every cache tensor
+    positions: Array  # int32 [T], absolute
+    slots: Array  # int32 [T], index into the leading dimension of every cache tensor
 
 
 @dataclass(frozen=True)
@@ -37,95 +41,100 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class DeltaNetWeights:
-    """Small tensors of a gated DeltaNet layer, float32. `key_head_ids[h]` is the key head that value head h reads."""
+    """Small float32 tensors of a gated DeltaNet layer. Value head h reads key head `key_head_ids[h]`."""
 
-    conv_taps: torch.Tensor  # [C, taps]; the last tap multiplies the current token
-    a: torch.Tensor  # [NV], −exp(A_log), all negative
-    dt_bias: torch.Tensor  # [NV]
-    norm: torch.Tensor  # [d]
-    key_head_ids: torch.Tensor  # int32 [NV]
+    conv_taps: Array  # [C, taps]; the last tap multiplies the current token
+    a: Array  # [NV], −exp(A_log), all negative
+    dt_bias: Array  # [NV]
+    norm: Array  # [d]
+    key_head_ids: Array  # int32 [NV]
     num_key_heads: int
     eps: float
 
 
 class Ops(Protocol):
-    """See the module docstring. Every method returns new tensors and mutates only what it says."""
+    """See the module docstring. Every method returns new arrays and mutates only what it says."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """Zeroed memory that outlives a capture, touched as it is used; dtype: float32, float16 or int32."""
+
+    def int_vector(self, values: Sequence[int]) -> Array:
+        """An int32 array [len(values)]."""
 
     def load_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
         """A matrix [out, in], or a stack of them [experts, out, in], of any quantised or float type."""
 
-    def load_vector(self, file: GGUFFile, info: TensorInfo) -> torch.Tensor:
+    def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
+        """A matrix [out, in] as float32 values, whatever its type: where products must not be quantised."""
+
+    def load_vector(self, file: GGUFFile, info: TensorInfo) -> Array:
         """A small tensor as float32, in its logical shape."""
 
     def split_rows(self, weight: Weight, sizes: Sequence[int]) -> tuple[Weight, ...]:
         """Views of `sizes` consecutive output rows each (of every matrix in a stack)."""
 
-    def embed(self, table: Weight, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, table: Weight, token_ids: Array) -> Array:
         """Rows of `table` [vocab, E] by int32 `token_ids` [T], dequantised: [T, E]."""
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """x / sqrt(mean(x²) + eps) · weight over the last dimension of [T, E]."""
 
-    def linear(self, x: torch.Tensor, weights: Sequence[Weight]) -> tuple[torch.Tensor, ...]:
-        """x [T, in] times each of `weights` [out, in]: one [T, out] per weight. x is quantised once for all."""
+    def linear(self, x: Array, weights: Sequence[Weight]) -> tuple[Array, ...]:
+        """x [T, in] times each of `weights` [out, in], one [T, out] per weight; x is quantised once."""
 
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def add(self, x: Array, y: Array) -> Array:
         """x + y."""
 
-    def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def swiglu(self, gate: Array, up: Array) -> Array:
         """silu(gate) · up, both [T, F]."""
 
-    def rope_angles(self, positions: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
-        """cos and sin of position · theta^(−2i/num_dims): [T, num_dims / 2, 2]. Computed in float64, then rounded."""
+    def rope_angles(self, positions: Array, rope: RopeSpec) -> Array:
+        """cos and sin of position · theta^(−2i/num_dims), rounded from float64: [T, num_dims / 2, 2]."""
 
     def attention(
         self,
-        query_gate: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        q_norm: torch.Tensor,
-        k_norm: torch.Tensor,
+        query_gate: Array,
+        key: Array,
+        value: Array,
+        q_norm: Array,
+        k_norm: Array,
         eps: float,
-        angles: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        angles: Array,
+        k_cache: Array,
+        v_cache: Array,
         rows: Rows,
-    ) -> torch.Tensor:
+    ) -> Array:
         """Gated causal attention: [T, H·D].
 
-        query_gate [T, H·2·D] holds per head D query then D gate values; key, value [T, G·D]. Queries and keys are
-        RMS-normed per head, then rotated by `angles`; keys and values are written into the caches [slots, positions,
-        G, D] (float16 or float32) at `rows`; each row attends to positions 0 … its own of its slot, scale 1/sqrt(D);
-        the result is multiplied by sigmoid(gate). Mutates k_cache and v_cache.
+        query_gate [T, H·2·D] holds per head D query then D gate values; key, value [T, G·D]. Queries and keys
+        are RMS-normed per head, then rotated by `angles`; keys and values are written into the caches [slots,
+        positions, G, D] (float16 or float32) at `rows`; each row attends to positions 0 … its own of its
+        slot, scale 1/sqrt(D); the result is multiplied by sigmoid(gate). Mutates k_cache and v_cache.
         """
 
     def gated_delta_net(
         self,
-        qkv: torch.Tensor,
-        z: torch.Tensor,
-        alpha: torch.Tensor,
-        beta: torch.Tensor,
+        qkv: Array,
+        z: Array,
+        alpha: Array,
+        beta: Array,
         weights: DeltaNetWeights,
-        conv_state: torch.Tensor,
-        state: torch.Tensor,
+        conv_state: Array,
+        state: Array,
         rows: Rows,
-    ) -> torch.Tensor:
+    ) -> Array:
         """Causal convolution, SiLU, the gated delta rule and the gated norm: [T, NV·d].
 
-        qkv [T, C] with C = 2·NK·d + NV·d, z [T, NV·d], alpha and beta [T, NV]. conv_state [slots, taps − 1, C] holds
-        the last raw qkv rows, state [slots, NV, d, d] (key dimension first) the recurrent state, both float32; both
-        are advanced over `rows`. Formula: docs of `kernels/gated_delta_net/reference.py`.
+        qkv [T, C] with C = 2·NK·d + NV·d, z [T, NV·d], alpha and beta [T, NV]. conv_state [slots, taps − 1,
+        C] holds the last raw qkv rows, state [slots, NV, d, d] (key dimension first) the recurrent state,
+        both float32; both are advanced over `rows`. Formula: docs of `kernels/gated_delta_net/reference.py`.
         """
 
-    def router(self, x: torch.Tensor, weight: Weight, num_experts_per_tok: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Softmax over all experts, top-k (ties: lowest id), renormalised: int32 ids [T, K] and weights [T, K]."""
+    def router(self, x: Array, weight: Weight, num_experts_per_tok: int) -> tuple[Array, Array]:
+        """Softmax over all experts, top-k (ties: lowest id), renormalised: int32 ids and weights, [T, K]."""
 
-    def routed_experts(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, gate: Weight, up: Weight, down: Weight
-    ) -> torch.Tensor:
+    def routed_experts(self, x: Array, topk_ids: Array, gate: Weight, up: Weight, down: Weight) -> Array:
         """down_e(silu(gate_e x) · up_e x) for each chosen expert, kept apart: [T, K, E]."""
 
-    def combine_experts(
-        self, routed: torch.Tensor, topk_weights: torch.Tensor, shared: torch.Tensor, shared_gate: torch.Tensor
-    ) -> torch.Tensor:
-        """Σ_k weight_k · routed_k in rank order + sigmoid(shared_gate) · shared: [T, E]; shared_gate is [T, 1]."""
+    def combine_experts(self, routed: Array, topk_weights: Array, shared: Array, shared_gate: Array) -> Array:
+        """Σ_k weight_k · routed_k in rank order + sigmoid(shared_gate [T, 1]) · shared: [T, E]."""

@@ -1,0 +1,141 @@
+"""The operations of `Ops` in plain PyTorch: the definition of what every device computes."""
+
+from collections.abc import Sequence
+
+import torch
+
+from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels.arithmetic import reference as exact_arithmetic
+from coldstream.kernels.attention.exact import attention_exact
+from coldstream.kernels.attention.reference import attention
+from coldstream.kernels.dequantize.reference import dequantize
+from coldstream.kernels.experts.reference import combine_experts, multiply_add, routed_experts
+from coldstream.kernels.gated_delta_net.exact import gated_delta_net_exact
+from coldstream.kernels.gated_delta_net.reference import gated_delta_net
+from coldstream.kernels.linear.reference import linear, linear_exact
+from coldstream.kernels.ops import DeltaNetWeights, RopeSpec, Rows, Weight
+from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.kernels.rms_norm.reference import rms_norm, rms_norm_exact
+from coldstream.kernels.rope.reference import rope_angles
+from coldstream.kernels.router.reference import choose_experts, choose_experts_exact
+from coldstream.kernels.swiglu.reference import swiglu, swiglu_exact
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "int32": torch.int32}
+
+
+class ReferenceOps:
+    """`Ops` on the CPU in float32, one PyTorch call after another.
+
+    A weight is a float32 tensor with its values, or with `exact` the quantised blocks as they are. Without
+    `exact` everything is differentiable and rounds as PyTorch does; with it, every operation is that of
+    docs/arithmetic.md to the last bit. An empty batch gives empty results and changes no state.
+    """
+
+    def __init__(self, *, exact: bool = False) -> None:
+        self.exact = exact
+        self._multiply = linear_exact if exact else linear
+        self._rms_norm = rms_norm_exact if exact else rms_norm
+        self._attention = attention_exact if exact else attention
+        self._gated_delta_net = gated_delta_net_exact if exact else gated_delta_net
+        self._choose_experts = choose_experts_exact if exact else choose_experts
+        self._activate = swiglu_exact if exact else swiglu
+        self._fma = exact_arithmetic.fma if exact else multiply_add
+        self._sigmoid = exact_arithmetic.sigmoid if exact else torch.sigmoid
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        return torch.zeros(shape, dtype=DTYPES[dtype])
+
+    def int_vector(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    def load_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
+        tensor = read_tensor(file, info)
+        return tensor if self.exact else dequantize(tensor)
+
+    def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> torch.Tensor:
+        return dequantize(read_tensor(file, info))
+
+    def load_vector(self, file: GGUFFile, info: TensorInfo) -> torch.Tensor:
+        return dequantize(read_tensor(file, info))
+
+    def split_rows(self, weight: Weight, sizes: Sequence[int]) -> tuple[Weight, ...]:
+        if isinstance(weight, QuantTensor):
+            return weight.split_rows(sizes)
+        return tuple(torch.split(weight, list(sizes), dim=-2))
+
+    def embed(self, table: Weight, token_ids: torch.Tensor) -> torch.Tensor:
+        if token_ids.numel() and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < table.shape[0]:
+            raise ValueError(f"token ids must lie in 0 … {table.shape[0] - 1}")
+        if isinstance(table, QuantTensor):
+            return dequantize(table.take_rows(token_ids))
+        return torch.nn.functional.embedding(token_ids, table)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._rms_norm(x, weight, eps)
+
+    def linear(self, x: torch.Tensor, weights: Sequence[Weight]) -> tuple[torch.Tensor, ...]:
+        return tuple(self._multiply(x, weight) for weight in weights)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return self._activate(gate, up)
+
+    def rope_angles(self, positions: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
+        return rope_angles(positions, rope)
+
+    def attention(
+        self,
+        query_gate: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        q_norm: torch.Tensor,
+        k_norm: torch.Tensor,
+        eps: float,
+        angles: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        rows: Rows,
+    ) -> torch.Tensor:
+        return self._attention(query_gate, key, value, q_norm, k_norm, eps, angles, k_cache, v_cache, rows)
+
+    def gated_delta_net(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        alpha: torch.Tensor,
+        beta: torch.Tensor,
+        weights: DeltaNetWeights,
+        conv_state: torch.Tensor,
+        state: torch.Tensor,
+        rows: Rows,
+    ) -> torch.Tensor:
+        return self._gated_delta_net(qkv, z, alpha, beta, weights, conv_state, state, rows)
+
+    def router(
+        self, x: torch.Tensor, weight: Weight, num_experts_per_tok: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # The router's product is one of floats whatever its weight's type.
+        values = dequantize(weight) if isinstance(weight, QuantTensor) else weight
+        logits = exact_arithmetic.dot_lanes(x, values) if self.exact else linear(x, values)
+        return self._choose_experts(logits, num_experts_per_tok)
+
+    def routed_experts(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, gate: Weight, up: Weight, down: Weight
+    ) -> torch.Tensor:
+        return routed_experts(x, topk_ids, gate, up, down, self._multiply, self._activate)
+
+    def combine_experts(
+        self,
+        routed: torch.Tensor,
+        topk_weights: torch.Tensor,
+        shared: torch.Tensor,
+        shared_gate: torch.Tensor,
+    ) -> torch.Tensor:
+        return combine_experts(routed, topk_weights, shared, shared_gate, self._fma, self._sigmoid)
+
+
+def read_tensor(file: GGUFFile, info: TensorInfo) -> QuantTensor:
+    """The bytes of a tensor of the file, copied."""
+    return QuantTensor.from_bytes(torch.from_numpy(file.read(info)), info.quant_type, info.shape)
