@@ -1,0 +1,242 @@
+"""Writes a Qwen3.5 model of `transformers` as a GGUF file, with the variants that converters in use produce.
+
+GGUF differs from the original checkpoint in three ways: norm weights contain their 1, decays are
+−exp(A_log), and the value heads of the gated DeltaNet are tiled (head h reads key head h mod NK) and not
+grouped (h div r).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+from transformers import PreTrainedModel
+
+import gguf
+import llama_cpp
+from gguf import GGMLQuantizationType, GGUFWriter
+
+F32 = GGMLQuantizationType.F32
+NUM_SPECIAL_TOKENS = 2
+Tensors = Iterator[tuple[str, np.ndarray]]
+
+COMMON_NAMES = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
+    "linear_attn.in_proj_z.weight": "attn_gate.weight",
+    "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
+    "linear_attn.in_proj_b.weight": "ssm_beta.weight",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.conv1d.weight": "ssm_conv1d.weight",
+    "linear_attn.norm.weight": "ssm_norm.weight",
+    "linear_attn.out_proj.weight": "ssm_out.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
+    "mlp.shared_expert.gate_proj.weight": "ffn_gate_shexp.weight",
+    "mlp.shared_expert.up_proj.weight": "ffn_up_shexp.weight",
+    "mlp.shared_expert.down_proj.weight": "ffn_down_shexp.weight",
+}
+GLOBAL_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+# Kept in float32 by every converter unless a variant asks for something else.
+SMALL_WEIGHTS = ("norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a file differs from what the mainstream converter writes by default.
+
+    types: GGUF name without block and suffix ("attn_q", "ffn_down_exps") → type; "" is for all other
+    matrices.
+    """
+
+    types: Mapping[str, GGMLQuantizationType] = field(default_factory=lambda: MappingProxyType({}))
+    fused_experts: bool = False
+    fused_qkv: bool = False
+    shared_gate_as_matrix: bool = False
+    ollama: bool = False
+    mtp_block: bool = False
+
+
+def convert(model: PreTrainedModel, path: Path, variant: Variant | None = None) -> Path:
+    """Writes `model` to `path`, which is returned."""
+    variant = variant or Variant()
+    config = model.config
+    is_moe = hasattr(config, "num_experts")
+    writer = GGUFWriter(path, "qwen35moe" if is_moe else "qwen35")
+    add_hyperparameters(writer, config, variant)
+    add_tokenizer(writer, config.vocab_size)
+    for name, values in gguf_tensors(model, variant):
+        add_tensor(writer, name, values, variant)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_hyperparameters(writer: GGUFWriter, config, variant: Variant) -> None:
+    prefix = writer.arch
+    rope = config.rope_parameters
+    num_rotated = int(config.head_dim * rope["partial_rotary_factor"])
+    integers = {
+        "block_count": config.num_hidden_layers + variant.mtp_block,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": num_rotated,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        "full_attention_interval": 4,
+    }
+    if hasattr(config, "num_experts"):
+        integers["expert_count"] = config.num_experts
+        integers["expert_used_count"] = config.num_experts_per_tok
+        integers["expert_feed_forward_length"] = config.moe_intermediate_size
+        integers["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    else:
+        integers["feed_forward_length"] = config.intermediate_size
+    if variant.mtp_block:
+        integers["nextn_predict_layers"] = 1
+    for key, value in integers.items():
+        writer.add_uint32(f"{prefix}.{key}", value)
+    writer.add_float32(f"{prefix}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
+    writer.add_float32(f"{prefix}.rope.freq_base", rope["rope_theta"])
+    writer.add_array(f"{prefix}.rope.dimension_sections", [*rope["mrope_section"], 0])
+    if variant.ollama:
+        is_full = [kind == "full_attention" for kind in config.layer_types]
+        head_counts = [config.num_key_value_heads if full else 0 for full in is_full]
+        writer.add_array(f"{prefix}.attention.head_count_kv", head_counts)
+        writer.add_bool(f"{prefix}.rope.mrope_interleaved", True)
+    else:
+        writer.add_uint32(f"{prefix}.attention.head_count_kv", config.num_key_value_heads)
+
+
+def add_tokenizer(writer: GGUFWriter, vocab_size: int) -> None:
+    """Bytes, then pairs of letters, then two special tokens: enough to tokenise any text."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    pairs = [f"{a} {b}" for a in "etaoins" for b in "rhdlucmfwyg"][: vocab_size - 256 - NUM_SPECIAL_TOKENS]
+    tokens = [alphabet[byte] for byte in range(256)] + [pair.replace(" ", "") for pair in pairs]
+    special = ["<|endoftext|>", "<|im_end|>"]
+    assert len(tokens) + len(special) == vocab_size
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen35")
+    writer.add_token_list(tokens + special)
+    writer.add_token_types([1] * len(tokens) + [3] * len(special))
+    writer.add_token_merges(pairs)
+    writer.add_eos_token_id(vocab_size - 1)
+
+
+def gguf_tensors(model: PreTrainedModel, variant: Variant) -> Tensors:
+    """Names and float32 values of all tensors of the file."""
+    config = model.config
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().numpy()
+        if name in GLOBAL_NAMES:
+            yield GLOBAL_NAMES[name], values + 1 if name == "model.norm.weight" else values
+    for layer in range(config.num_hidden_layers):
+        yield from block_tensors(model, layer, layer, variant)
+    if variant.mtp_block:
+        # Random checkpoints have none; the last layer again, with its own projections, has the right shapes.
+        last = config.num_hidden_layers
+        yield from block_tensors(model, last - 1, last, variant)
+        hidden = config.hidden_size
+        for name, shape in {"eh_proj": (hidden, 2 * hidden), "enorm": hidden, "hnorm": hidden}.items():
+            yield f"blk.{last}.nextn.{name}.weight", np.ones(shape, np.float32)
+        yield f"blk.{last}.nextn.shared_head_norm.weight", np.ones(hidden, np.float32)
+
+
+def block_tensors(model: PreTrainedModel, source: int, block: int, variant: Variant) -> Tensors:
+    """The tensors of layer `source`, as block `block` of the file."""
+    prefix = f"model.layers.{source}."
+    tensors = {
+        COMMON_NAMES[name.removeprefix(prefix)]: transform(
+            name.removeprefix(prefix), parameter.detach().numpy(), model.config, variant
+        )
+        for name, parameter in model.named_parameters()
+        if name.startswith(prefix)
+    }
+    if "ffn_gate_up_exps.weight" in tensors and not variant.fused_experts:
+        gate, up = np.split(tensors.pop("ffn_gate_up_exps.weight"), 2, axis=1)
+        tensors |= {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}
+    if "attn_q.weight" in tensors and variant.fused_qkv:
+        tensors["attn_qkv.weight"] = np.concatenate([tensors.pop(f"attn_{part}.weight") for part in "qkv"])
+    if "ffn_gate_inp_shexp.weight" in tensors and not variant.shared_gate_as_matrix:
+        tensors["ffn_gate_inp_shexp.weight"] = tensors["ffn_gate_inp_shexp.weight"].reshape(-1)
+    if "ssm_dt.bias" in tensors and variant.ollama:
+        tensors["ssm_dt"] = tensors.pop("ssm_dt.bias")
+    for name, values in tensors.items():
+        yield f"blk.{block}.{name}", values
+
+
+def transform(name: str, values: np.ndarray, config, variant: Variant) -> np.ndarray:
+    """A tensor of the checkpoint as GGUF has it."""
+    part = name.removeprefix("linear_attn.")
+    if part == name:
+        return values + 1 if "norm" in name else values
+    if part == "A_log":
+        values = -np.exp(values)
+    elif part == "conv1d.weight":
+        values = values.squeeze(1)
+    if variant.ollama or part == "norm.weight":
+        return values
+    head_dim = config.linear_value_head_dim
+    heads = (config.linear_num_key_heads, config.linear_num_value_heads)
+    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+        keys = 2 * heads[0] * config.linear_key_head_dim
+        return np.concatenate((values[:keys], tile_heads(values[keys:], heads, head_dim, axis=0)))
+    if part == "out_proj.weight":
+        return tile_heads(values, heads, head_dim, axis=1)
+    return tile_heads(values, heads, head_dim if part == "in_proj_z.weight" else 1, axis=0)
+
+
+def tile_heads(values: np.ndarray, heads: tuple[int, int], size: int, axis: int) -> np.ndarray:
+    """Value heads of `size` entries along `axis` from grouped (k·r + j) to tiled (j·NK + k) order."""
+    num_key_heads, num_value_heads = heads
+    per_key_head = num_value_heads // num_key_heads
+    order = [k * per_key_head + j for j in range(per_key_head) for k in range(num_key_heads)]
+    shape = (*values.shape[:axis], num_value_heads, size, *values.shape[axis + 1 :])
+    return values.reshape(shape).take(order, axis=axis).reshape(values.shape)
+
+
+def add_tensor(writer: GGUFWriter, name: str, values: np.ndarray, variant: Variant) -> None:
+    quant_type = tensor_type(name, values, variant)
+    values = np.ascontiguousarray(values, np.float32)
+    if quant_type == F32:
+        writer.add_tensor(name, values)
+    elif quant_type in (GGMLQuantizationType.F16, GGMLQuantizationType.BF16):
+        writer.add_tensor(name, gguf.quants.quantize(values, quant_type), raw_dtype=quant_type)
+    else:
+        writer.add_tensor(name, llama_cpp.quantize(values, int(quant_type)), raw_dtype=quant_type)
+
+
+def tensor_type(name: str, values: np.ndarray, variant: Variant) -> GGMLQuantizationType:
+    stem = name.removesuffix(".weight").split(".")[-1]
+    if values.ndim == 1 and stem not in variant.types:
+        return F32
+    default = F32 if name.endswith(SMALL_WEIGHTS) else variant.types.get("", F32)
+    return variant.types.get(stem, default)

@@ -1,0 +1,77 @@
+"""Tiny random models of both architectures from `transformers`, whose outputs depend on every weight."""
+
+import torch
+from transformers import PreTrainedModel
+from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+
+VOCAB_SIZE = 320
+
+
+def tiny_model(*, moe: bool, value_heads_per_key_head: int, tied: bool = False) -> PreTrainedModel:
+    """Four layers, the last with full attention. All rows are multiples of 256 if the ratio is 2."""
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2 * value_heads_per_key_head,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "tie_word_embeddings": tied,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+        },
+    }
+    torch.manual_seed(0)
+    if moe:
+        config = Qwen3_5MoeTextConfig(
+            **common,
+            moe_intermediate_size=256,
+            shared_expert_intermediate_size=512,
+            num_experts=8,
+            num_experts_per_tok=3,
+        )
+        model = Qwen3_5MoeForCausalLM(config)
+    else:
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**common, intermediate_size=512))
+    randomize(model)
+    return model.eval()
+
+
+@torch.no_grad()
+def randomize(model: PreTrainedModel) -> None:
+    """Weights as large as trained ones, so that a wrong head order or a missing norm shows in the logits."""
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(parameter: torch.Tensor) -> torch.Tensor:
+        return torch.randn(parameter.shape, generator=generator)
+
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) * 3 - 1)
+        elif name.endswith("dt_bias"):
+            parameter.copy_(normal(parameter))
+        elif name.endswith("conv1d.weight"):
+            parameter.copy_(normal(parameter) * 0.5)
+        elif name.endswith("linear_attn.norm.weight"):
+            parameter.copy_(1 + normal(parameter) * 0.2)
+        elif parameter.dim() == 1:  # zero-centred norms
+            parameter.copy_(normal(parameter) * 0.2)
+        elif name.endswith("embed_tokens.weight"):
+            parameter.copy_(normal(parameter))
+        else:
+            parameter.copy_(normal(parameter) * 1.5 * parameter.shape[-1] ** -0.5)
+
+
+@torch.no_grad()
+def hf_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    """float32 [T, vocab]."""
+    return model(torch.tensor([token_ids])).logits[0]

@@ -1,0 +1,64 @@
+"""Shapes, sizes and slots of the cache."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from coldstream.kernels.reference_ops import ReferenceOps
+from coldstream.kvcache.cache import AttentionState, DeltaNetState, ModelCache
+
+
+@dataclass(frozen=True)
+class Shape:
+    layer_kinds: tuple[str, ...] = ("delta_net", "attention", "delta_net")
+    num_kv_heads: int = 2
+    head_dim: int = 8
+    conv_kernel: int = 4
+    conv_dim: int = 24
+    num_value_heads: int = 3
+    ssm_state_size: int = 4
+
+
+def test_shapes_and_bytes() -> None:
+    cache = ModelCache(Shape(), ReferenceOps(), num_slots=5, context_length=100)
+    first, second, third = cache.layers
+    assert isinstance(first, DeltaNetState)
+    assert isinstance(second, AttentionState)
+    assert isinstance(third, DeltaNetState)
+    assert first.conv_state.shape == (5, 3, 24)
+    assert first.state.shape == (5, 3, 4, 4)
+    assert second.k.shape == second.v.shape == (5, 100, 2, 8)
+    assert second.k.dtype == torch.float16
+    assert first.state.dtype == first.conv_state.dtype == torch.float32
+    assert cache.num_bytes == 5 * (2 * 100 * 2 * 8 * 2 + 2 * (3 * 24 + 3 * 4 * 4) * 4)
+    assert ModelCache(Shape(), ReferenceOps(), 5, 100, "float32").layers[1].k.dtype == torch.float32
+
+
+def test_every_tensor_is_its_own() -> None:
+    tensors = ModelCache(Shape(), ReferenceOps(), 2, 10).tensors()
+    assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors) == 6
+
+
+def test_reset_clears_one_slot() -> None:
+    cache = ModelCache(Shape(), ReferenceOps(), 3, 10)
+    for tensor in cache.tensors():
+        tensor.fill_(1.0)
+    cache.reset(1)
+    for layer in cache.layers:
+        if isinstance(layer, DeltaNetState):
+            for tensor in (layer.conv_state, layer.state):
+                assert (tensor[1] == 0).all()
+                assert (tensor[[0, 2]] == 1).all()
+
+
+@pytest.mark.parametrize("slot", [-1, 3])
+def test_there_must_be_such_a_slot(slot: int) -> None:
+    with pytest.raises(IndexError, match="of 3"):
+        ModelCache(Shape(), ReferenceOps(), 3, 10).reset(slot)
+
+
+@pytest.mark.parametrize(("slots", "positions"), [(0, 10), (1, 0), (-1, 10)])
+def test_an_empty_cache_is_refused(slots: int, positions: int) -> None:
+    with pytest.raises(ValueError, match="hold nothing"):
+        ModelCache(Shape(), ReferenceOps(), slots, positions)

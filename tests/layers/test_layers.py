@@ -1,0 +1,107 @@
+"""Layers on the reference operations, against their formulas."""
+
+import pytest
+import torch
+
+from coldstream.kernels.ops import DeltaNetWeights, Rows
+from coldstream.kernels.reference_ops import ReferenceOps
+from coldstream.layers.attention import AttentionWeights, attention
+from coldstream.layers.dense_ffn import DenseFfnWeights, dense_ffn
+from coldstream.layers.gated_delta_net import GatedDeltaNetWeights, gated_delta_net
+from coldstream.layers.moe import MoeWeights, moe
+
+E, F, SHARED_F, EXPERTS, K = 6, 5, 7, 4, 2
+H, G, D = 4, 2, 2
+NK, NV, d, TAPS = 1, 2, 3, 4
+
+
+def matrices(*shapes: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def rows_of(count: int) -> Rows:
+    return Rows(torch.arange(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32))
+
+
+def ffn(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+def moe_weights(seed: int = 0) -> MoeWeights:
+    shapes = [(EXPERTS, E), (EXPERTS, F, E), (EXPERTS, F, E), (EXPERTS, E, F), (1, E)]
+    return MoeWeights(*matrices(*shapes, (SHARED_F, E), (SHARED_F, E), (E, SHARED_F), seed=seed), K)
+
+
+def moe_by_hand(x: torch.Tensor, w: MoeWeights) -> torch.Tensor:
+    """One token [E] at a time."""
+    probabilities = torch.softmax(w.ffn_gate_inp @ x, 0)
+    values, ids = probabilities.topk(K)
+    total = torch.zeros(E)
+    for weight, expert in zip(values / values.sum(), ids.tolist(), strict=True):
+        total += weight * ffn(x, w.ffn_gate_exps[expert], w.ffn_up_exps[expert], w.ffn_down_exps[expert])
+    gate = torch.sigmoid(w.ffn_gate_inp_shexp[0] @ x)
+    return total + gate * ffn(x, w.ffn_gate_shexp, w.ffn_up_shexp, w.ffn_down_shexp)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 9])
+@pytest.mark.parametrize("exact_shared_gate", [0.0, 60.0, -60.0], ids=["mixed", "open", "closed"])
+def test_trap_02_moe_equals_the_formula_for_every_token(num_tokens: int, exact_shared_gate: float) -> None:
+    """The shared expert's gate is one number a token, applied once, whatever else the token does."""
+    weights = moe_weights()
+    (x,) = matrices((num_tokens, E), seed=1)
+    if exact_shared_gate:
+        x[:, 0] = 1.0
+        weights.ffn_gate_inp_shexp.zero_()[0, 0] = exact_shared_gate
+    expected = torch.stack([moe_by_hand(row, weights) for row in x])
+    torch.testing.assert_close(moe(ReferenceOps(), x, weights), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_trap_01_routing_weights_do_not_scale_the_output() -> None:
+    """With equal experts the routed part is one expert's output, and not a few percent of it."""
+    weights = moe_weights()
+    for stack in (weights.ffn_gate_exps, weights.ffn_up_exps, weights.ffn_down_exps):
+        stack.copy_(stack[:1].expand_as(stack))
+    weights.ffn_down_shexp.zero_()
+    (x,) = matrices((3, E), seed=2)
+    expected = ffn(x, weights.ffn_gate_exps[0], weights.ffn_up_exps[0], weights.ffn_down_exps[0])
+    torch.testing.assert_close(moe(ReferenceOps(), x, weights), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_dense_ffn() -> None:
+    gate, up, down, x = matrices((F, E), (F, E), (E, F), (3, E))
+    expected = ffn(x, gate, up, down)
+    torch.testing.assert_close(dense_ffn(ReferenceOps(), x, DenseFfnWeights(gate, up, down)), expected)
+
+
+def test_attention_joins_its_projections() -> None:
+    ops = ReferenceOps()
+    q, k, v, out, q_norm, k_norm, x = matrices(
+        (H * 2 * D, E), (G * D, E), (G * D, E), (E, H * D), (D,), (D,), (5, E)
+    )
+    angles = torch.stack((torch.ones(5, 1), torch.zeros(5, 1)), dim=-1)
+    caches = [torch.full((1, 5, G, D), torch.nan) for _ in range(4)]
+    weights = AttentionWeights(q, k, v, out, q_norm, k_norm, 1e-6)
+    actual = attention(ops, x, weights, angles, *caches[:2], rows_of(5))
+    mixed = ops.attention(x @ q.T, x @ k.T, x @ v.T, q_norm, k_norm, 1e-6, angles, *caches[2:], rows_of(5))
+    torch.testing.assert_close(actual, mixed @ out.T)
+    torch.testing.assert_close(caches[0], caches[2])
+    torch.testing.assert_close(caches[1], (x @ v.T).reshape(1, 5, G, D))
+
+
+def test_gated_delta_net_joins_its_projections() -> None:
+    ops = ReferenceOps()
+    channels = 2 * NK * d + NV * d
+    qkv, gate, alpha, beta, out, x = matrices(
+        (channels, E), (NV * d, E), (NV, E), (NV, E), (E, NV * d), (5, E)
+    )
+    taps, dt_bias, norm = matrices((channels, TAPS), (NV,), (d,), seed=3)
+    key_head_ids = torch.zeros(NV, dtype=torch.int32)
+    rule = DeltaNetWeights(taps, -torch.ones(NV), dt_bias, norm, key_head_ids, NK, 1e-6)
+    states = [(torch.zeros(1, TAPS - 1, channels), torch.zeros(1, NV, d, d)) for _ in range(2)]
+    weights = GatedDeltaNetWeights(qkv, gate, alpha, beta, out, rule)
+    actual = gated_delta_net(ops, x, weights, *states[0], rows_of(5))
+    mixed = ops.gated_delta_net(x @ qkv.T, x @ gate.T, x @ alpha.T, x @ beta.T, rule, *states[1], rows_of(5))
+    torch.testing.assert_close(actual, mixed @ out.T)
+    torch.testing.assert_close(states[0], states[1])
+    assert states[0][1].abs().sum() > 0
