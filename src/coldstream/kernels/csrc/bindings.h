@@ -8,6 +8,9 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <utility>
+
+#include "runtime/runtime.h"
 
 namespace nb = nanobind;
 
@@ -34,7 +37,17 @@ std::shared_ptr<void> keep(const nb::ndarray<A...>& array) {
           }};
 }
 
-void bind_runtime(nb::module_& m);  // Runtime, Graph, MappedFile, ModelChangedError, tiers
+// Hands an op to the runtime: recorded under capture, otherwise run at once without the GIL.
+inline void submit(runtime& rt, std::unique_ptr<op> next, int rows, std::vector<std::shared_ptr<void>> owners) {
+  if (rt.capturing()) {
+    rt.submit(std::move(next), rows, std::move(owners));
+  } else {
+    nb::gil_scoped_release unlocked;
+    rt.submit(std::move(next), rows, std::move(owners));
+  }
+}
+
+void bind_runtime(nb::module_& m);  // Runtime, Graph, MappedFile, touch_pages, supported_tiers
 void bind_quant(nb::module_& m);    // Weight, linear, embed, routed_experts, quantize_activations, dequantize
 void bind_ops(nb::module_& m);      // rms_norm, add, swiglu, rope_angles, attention, gated_delta_net, router, combine_experts
 

@@ -1,4 +1,5 @@
-// A weight matrix, or a stack of them (experts), in GGUF's own block layout where it lies: in a mapped file or an array.
+// A weight matrix, or a stack of them (experts), in GGUF's own block layout where it lies: in a mapped file
+// or an array.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +8,9 @@
 namespace coldstream {
 
 enum class quant_type : int {
-  f32 = 0, f16 = 1, q4_0 = 2, q4_1 = 3, q5_0 = 6, q5_1 = 7, q8_0 = 8, q2_k = 10, q3_k = 11, q4_k = 12, q5_k = 13,
-  q6_k = 14, iq2_xxs = 16, iq2_xs = 17, iq3_xxs = 18, iq1_s = 19, iq4_nl = 20, iq3_s = 21, iq2_s = 22, iq4_xs = 23,
-  iq1_m = 29, bf16 = 30, mxfp4 = 39,
+  f32 = 0, f16 = 1, q4_0 = 2, q4_1 = 3, q5_0 = 6, q5_1 = 7, q8_0 = 8, q2_k = 10, q3_k = 11, q4_k = 12,
+  q5_k = 13, q6_k = 14, iq2_xxs = 16, iq2_xs = 17, iq3_xxs = 18, iq1_s = 19, iq4_nl = 20, iq3_s = 21,
+  iq2_s = 22, iq4_xs = 23, iq1_m = 29, bf16 = 30, mxfp4 = 39,
 };
 
 struct weight {
@@ -19,7 +20,7 @@ struct weight {
   int64_t num_rows;            // output features of one matrix
   int64_t num_cols;            // input features
   int64_t row_bytes;
-  int64_t matrix_bytes;        // num_rows * row_bytes
+  int64_t matrix_bytes;        // from one matrix to the next: more than its rows, for a view of some of them
   std::shared_ptr<void> owner; // keeps `data` valid
 };
 

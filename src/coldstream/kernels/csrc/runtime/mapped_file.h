@@ -1,5 +1,5 @@
-// A model file mapped read-only. Its bytes are touched only by ops running under a graph, where a vanished page (the
-// file shrank) becomes model_changed_error instead of a dead process.
+// A model file mapped read-only. Its bytes are touched only by ops running under a graph, where a vanished
+// page (the file shrank) becomes model_changed_error instead of a dead process.
 #pragma once
 
 #include <cstddef>
@@ -10,14 +10,18 @@
 
 namespace coldstream {
 
+class guarded_region;
+
 struct model_changed_error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 class mapped_file {
  public:
-  // Maps `size` bytes of an open descriptor (which is not kept). Throws std::system_error.
-  mapped_file(int fd, uint64_t size);
+  // Maps the first `size` bytes of an open descriptor (which is not kept); `name` is what errors call the
+  // file. Throws std::system_error, std::invalid_argument for size 0, model_changed_error if the file is
+  // shorter than `size`.
+  mapped_file(int fd, uint64_t size, std::string name = "the model file");
   mapped_file(const mapped_file&) = delete;
   mapped_file& operator=(const mapped_file&) = delete;
   ~mapped_file();
@@ -27,6 +31,7 @@ class mapped_file {
  private:
   const uint8_t* data_ = nullptr;
   uint64_t size_ = 0;
+  std::unique_ptr<guarded_region> guard_;
 };
 
 }  // namespace coldstream

@@ -1,9 +1,11 @@
 // What a kernel launcher implements, and what it may use while it runs.
 //
-// An op is bound to its buffers when it is made and may be run many times with any number of rows up to the capacity
-// of those buffers. It runs in stages: inside a stage the workers take tasks from a shared counter in any order; between
-// stages (and between ops) all workers meet at a barrier, so a later stage sees everything an earlier one wrote.
-// An op must give the same bits whatever the number of workers and the order in which tasks are taken.
+// An op is bound to its buffers when it is made and may be run many times with any number of rows up to the
+// capacity of those buffers. It runs in stages: inside a stage the workers take tasks from a shared counter
+// in any order; a stage is over when all tasks are done, so a later one (and a later op) sees everything an
+// earlier one wrote. Worker 0 takes part in every stage, the others only in those that they are in time for:
+// work is shared out by `take` alone, never by a worker's index. An op must give the same bits whoever does
+// what.
 #pragma once
 
 #include <atomic>
@@ -14,15 +16,16 @@
 
 namespace coldstream {
 
-// A worker's private memory, kept between runs. Grows in `reserve` (called with the GIL held while ops are made, never
-// while they run).
+// Memory kept between runs: private to one worker, or shared by all. The pool grows it before a run, never
+// during one.
 class scratch {
  public:
   scratch() = default;
   scratch(const scratch&) = delete;
   scratch& operator=(const scratch&) = delete;
   ~scratch();
-  void reserve(size_t num_bytes);  // 64-byte aligned; contents are undefined afterwards
+  // 64-byte aligned; contents are undefined afterwards. Throws std::bad_alloc.
+  void reserve(size_t num_bytes);
   std::byte* data() const { return data_; }
   size_t size() const { return size_; }
 
@@ -32,23 +35,37 @@ class scratch {
 };
 
 struct worker {
-  int index;                          // 0 … count - 1; worker 0 is the calling thread
-  int count;
-  std::atomic<int64_t>* next_task;    // zero at the start of each stage
-  scratch* memory;
+  int index;                        // 0 … count - 1; worker 0 is the calling thread
+  int count;                        // at most this many take part
+  std::atomic<int64_t>* next_task;  // zero at the start of each stage
+  scratch* memory;                  // private: undefined at the start of each stage
+  scratch* shared;                  // of all workers: undefined at the start of an op, kept between its stages
+  std::atomic<const char*>* failure;  // null, or what the first failing worker had to say
 
   // The next task of this stage, or a number >= num_tasks when there is none left.
   int64_t take() { return next_task->fetch_add(1, std::memory_order_relaxed); }
+
+  // For data that an op finds out of range (an id, a position): all later stages are skipped and the run ends
+  // in std::invalid_argument with this message, a string literal. The caller still returns from its stage in
+  // order.
+  void fail(const char* message) {
+    const char* none = nullptr;
+    failure->compare_exchange_strong(none, message, std::memory_order_relaxed);
+  }
 };
 
 class op {
  public:
   virtual ~op() = default;
+  // What a profile calls it.
+  virtual const char* name() const = 0;
   virtual int num_stages() const { return 1; }
-  // Bytes of worker-private scratch this op wants.
+  // Bytes this op wants of the workers' private memory (each) and of the shared memory.
   virtual size_t scratch_bytes() const { return 0; }
-  // Runs on every worker. `rows` <= the capacity the op was made with. Must not throw and must not allocate; a stage of
-  // little work may be done by worker 0 alone.
+  virtual size_t shared_bytes() const { return 0; }
+  // Runs on every worker that takes part; `rows` <= the capacity the op was made with. Must not throw, must
+  // not allocate and must hold nothing that needs a destructor while it reads a mapped file: a vanished page
+  // leaves the stage by longjmp. A stage of little work may be done by worker 0 alone.
   virtual void run(int stage, int rows, worker& w) = 0;
 };
 

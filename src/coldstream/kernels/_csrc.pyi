@@ -1,0 +1,169 @@
+"""CPU kernels of coldstream."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+
+
+def supported_tiers() -> list[str]:
+    """Names of the tiers this machine can run, from generic upwards."""
+
+class MappedFile:
+    """A file mapped read-only; only ops read it."""
+
+    def __init__(self, fd: int, size: int, name: str = 'the model file') -> None:
+        """
+        Maps the first `size` bytes of the open descriptor `fd`, which may be closed afterwards; `name` is what errors call the file. Raises OSError, or ModelChangedError if the file is shorter.
+        """
+
+    @property
+    def size(self) -> int: ...
+
+class Graph:
+    """
+    Ops over fixed buffers, captured once and run many times. The buffers must outlive it.
+    """
+
+    @property
+    def num_ops(self) -> int: ...
+
+    @property
+    def capacity(self) -> int: ...
+
+    def run(self, rows: int) -> None:
+        """
+        Runs all ops on the first `rows` rows of their buffers. Raises ValueError for rows outside 1 … capacity or data out of range, ModelChangedError when the model file shrank, GenerationFault after a fork.
+        """
+
+    def profile(self, rows: int) -> list[tuple[str, float]]:
+        """The same as run; returns (op name, seconds) in order."""
+
+class Runtime:
+    """A thread pool, a tier, and the capture of ops into graphs."""
+
+    def __init__(self, threads: int, tier: str = 'auto') -> None:
+        """
+        `threads` workers, the calling thread included. ValueError for a tier that is unknown or that this machine cannot run.
+        """
+
+    @property
+    def tier(self) -> str: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def capturing(self) -> bool: ...
+
+    def begin_capture(self, capacity: int) -> None:
+        """
+        From now on ops called with this runtime are recorded, not run; their arrays must have `capacity` rows.
+        """
+
+    def end_capture(self) -> Graph:
+        """Ends the capture and returns its Graph."""
+
+def touch_pages(runtime: Runtime, file: MappedFile, offset: int, num_bytes: int) -> None:
+    """
+    Reads one byte of every page of the range, on all threads. Raises ModelChangedError when a page is gone.
+    """
+
+class Weight:
+    """
+    A matrix [rows, cols] or a stack of them, in GGUF's block layout where it lies.
+    """
+
+    @staticmethod
+    def from_file(file: MappedFile, offset: int, type_id: int, rows: int, cols: int, matrices: int = 1) -> Weight:
+        """
+        A weight at byte `offset` of a mapped file, read in place. Raises ValueError unless it lies within the file.
+        """
+
+    @staticmethod
+    def from_array(array: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], type_id: int, rows: int, cols: int, matrices: int = 1) -> Weight:
+        """
+        A weight in a uint8 array [bytes], which is kept, not copied. Raises ValueError unless it fits.
+        """
+
+    def rows(self, begin: int, end: int) -> Weight:
+        """
+        A view of these output rows of every matrix. Raises ValueError unless 0 <= begin < end <= num_rows.
+        """
+
+    @property
+    def type_id(self) -> int: ...
+
+    @property
+    def num_matrices(self) -> int: ...
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def num_cols(self) -> int: ...
+
+def quant_geometry() -> list:
+    """(type id, name, elements per block, bytes per block) of every type."""
+
+def linear(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu', writable=False)], weights: Sequence[Weight], outs: Sequence[Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]]) -> None:
+    """
+    x [T, in] times each weight [out, in] into outs, float32 [T, out] each. x is quantised once for all.
+    """
+
+def embed(runtime: Runtime, table: Weight, token_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """
+    Rows of the table by int32 token_ids [T] into out [T, E]. Raises ValueError for an id outside the table.
+    """
+
+def routed_experts(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu', writable=False)], topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu', writable=False)], gate: Weight, up: Weight, down: Weight, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), device='cpu')]) -> None:
+    """
+    down_e(silu(gate_e x) · up_e x) for int32 topk_ids [T, K] into out [T, K, E]. Raises ValueError for an id outside the experts.
+    """
+
+def quantize_activations(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu', writable=False)]) -> tuple:
+    """
+    (int8 [T, 256·G], float32 scales [T, G], int16 sums [T, 16·G]) of x [T, K], padded to whole groups of 256.
+    """
+
+def dequantize(runtime: Runtime, weight: Weight, out: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]) -> None:
+    """
+    All values of a weight into a contiguous float32 array of as many elements.
+    """
+
+def add(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], y: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """out = x + y, all float32 [T, E]. `out` may be x or y."""
+
+def swiglu(runtime: Runtime, gate: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], up: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """out = silu(gate) · up, all float32 [T, F]. `out` may be gate or up."""
+
+def rms_norm(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], weight: Annotated[NDArray[numpy.float32], dict(shape=(None,), device='cpu')], eps: float, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """
+    out = x / sqrt(mean(x²) + eps) · weight; x and out float32 [T, E], weight [E].
+    """
+
+def rope_angles(runtime: Runtime, positions: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], theta: float, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), device='cpu')]) -> None:
+    """
+    cos and sin of position · theta^(−i / pairs) into out, float32 [T, pairs, 2]; positions int32 [T]. ValueError when run with a negative position.
+    """
+
+def combine_experts(runtime: Runtime, routed: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), device='cpu')], topk_weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], shared: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], shared_gate: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """
+    out [T, E] = Σ_k topk_weights[:, k] · routed[:, k] in rank order + sigmoid(shared_gate) · shared; routed [T, K, E], topk_weights [T, K], shared [T, E], shared_gate [T, 1], float32.
+    """
+
+def attention(runtime: Runtime, query_gate: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], key: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], value: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], q_norm: Annotated[NDArray[numpy.float32], dict(shape=(None,), device='cpu')], k_norm: Annotated[NDArray[numpy.float32], dict(shape=(None,), device='cpu')], eps: float, angles: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), device='cpu')], k_cache: Annotated[NDArray, dict(shape=(None, None, None, None), device='cpu')], v_cache: Annotated[NDArray, dict(shape=(None, None, None, None), device='cpu')], positions: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """
+    `Ops.attention`: query_gate [T, H·2·D], key and value [T, G·D], q_norm and k_norm [D], angles [T, pairs, 2], out [T, H·D], float32; caches [slots, positions, G, D] contiguous float16 or float32, written; positions and slots int32 [T]. ValueError when run with one outside the caches; then no row has been read or written out of bounds, but valid rows may have been appended.
+    """
+
+def gated_delta_net(runtime: Runtime, qkv: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], z: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], alpha: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], beta: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], conv_taps: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], a: Annotated[NDArray[numpy.float32], dict(shape=(None,), device='cpu')], dt_bias: Annotated[NDArray[numpy.float32], dict(shape=(None,), device='cpu')], norm: Annotated[NDArray[numpy.float32], dict(shape=(None,), device='cpu')], key_head_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], num_key_heads: int, eps: float, conv_state: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu')], state: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None, None), order='C', device='cpu')], slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """
+    `Ops.gated_delta_net`: qkv [T, C], z and out [T, NV·d], alpha and beta [T, NV], conv_taps [C, taps], a and dt_bias [NV], norm [d], float32; key_head_ids int32 [NV]; conv_state [slots, taps − 1, C] and state [slots, NV, d, d], contiguous float32, advanced; slots int32 [T]. conv_taps and key_head_ids are copied. ValueError when run with a slot outside the states or whose rows are not adjacent; then nothing has changed.
+    """
+
+def router(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], weight: Weight, topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu')], topk_weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """
+    `Ops.router`: x [T, E] float32, weight F32, F16 or BF16 [experts, E]; writes contiguous topk_ids int32 [T, K] and topk_weights float32 [T, K].
+    """

@@ -1,0 +1,196 @@
+// Attention over one chunk of positions: per block of 64, scores = q · keysᵀ, a running maximum, and values
+// weighted by exp(score − maximum). Both products run over float32 copies of the block, so that lanes are
+// positions in the first and head dimensions in the second and every sum is one chain of fma, whichever rows
+// share the loads.
+
+static void rope(float* head, const float* angles, int64_t num_pairs, float scale, int64_t head_size) {
+  for (int64_t i = 0; i < num_pairs; i++) {
+    const float x = head[i], y = head[i + num_pairs];
+    const float cosine = angles[2 * i], sine = angles[2 * i + 1];
+    head[i] = __builtin_fmaf(x, cosine, -(y * sine));
+    head[i + num_pairs] = __builtin_fmaf(y, cosine, x * sine);
+  }
+  const vec16 factor = splat16(scale);
+  for (int64_t i = 0; i < head_size; i += 16) {
+    store16(head + i, mul16(load16(head + i, head_size - i), factor), head_size - i);
+  }
+}
+
+static void convert_to_float16(const float* x, float16* out, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) store16(out + i, load16(x + i, n - i), n - i);
+}
+
+// c[r] ← (scales ? c[r] · scales[r] : 0) + Σ_i a[r, i] · b[i], i ascending, for R rows and V vectors of
+// columns.
+template <int R, int V>
+static inline void accumulate_tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
+                                   float* c, int64_t c_stride, const float* scales, int64_t n) {
+  vec16 sums[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) {
+      sums[r][v] = scales ? mul16(load16(c + r * c_stride + 16 * v), splat16(scales[r])) : zero16();
+    }
+  }
+  for (int64_t i = 0; i < n; i++) {
+    vec16 columns[V];
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) columns[v] = load16(b + i * b_stride + 16 * v);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const vec16 factor = splat16(a[r * a_stride + i]);
+#pragma GCC unroll 2
+      for (int v = 0; v < V; v++) sums[r][v] = fma16(factor, columns[v], sums[r][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) store16(c + r * c_stride + 16 * v, sums[r][v]);
+  }
+}
+
+// As many rows as possible in tiles of R, the rest in smaller ones.
+template <int R, int V>
+static inline void accumulate_rows(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
+                                   float* c, int64_t c_stride, const float* scales, int64_t num_rows,
+                                   int64_t n) {
+  int64_t r = 0;
+  for (; r + R <= num_rows; r += R) {
+    accumulate_tile<R, V>(a + r * a_stride, a_stride, b, b_stride, c + r * c_stride, c_stride,
+                          scales ? scales + r : nullptr, n);
+  }
+  if constexpr (R > 1) {
+    accumulate_rows<R / 2, V>(a + r * a_stride, a_stride, b, b_stride, c + r * c_stride, c_stride,
+                              scales ? scales + r : nullptr, num_rows - r, n);
+  }
+}
+
+// For num_columns a multiple of 16.
+static void accumulate(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
+                       int64_t c_stride, const float* scales, int64_t num_rows, int64_t num_columns,
+                       int64_t n) {
+  int64_t column = 0;
+  for (; column + 16 * TILE_VECTORS <= num_columns; column += 16 * TILE_VECTORS) {
+    accumulate_rows<TILE_ROWS, TILE_VECTORS>(a, a_stride, b + column, b_stride, c + column, c_stride, scales,
+                                             num_rows, n);
+  }
+  for (; column < num_columns; column += 16) {
+    accumulate_rows<TILE_ROWS, 1>(a, a_stride, b + column, b_stride, c + column, c_stride, scales, num_rows,
+                                  n);
+  }
+}
+
+// keys [n, head_size] → [head_size, ATTENTION_BLOCK], columns up to the next multiple of 16 zero.
+template <typename T>
+static void pack_keys(const T* keys, int64_t stride, int64_t n, int64_t head_size, float* packed) {
+  for (int64_t position = 0; position < n; position += 16) {
+    for (int64_t i = 0; i < head_size; i += 16) {
+      vec16 square[16];
+      for (int64_t p = 0; p < 16; p++) {
+        square[p] = position + p < n ? load16(keys + (position + p) * stride + i, head_size - i) : zero16();
+      }
+      transpose16(square);
+      for (int64_t j = 0; j < 16 && i + j < head_size; j++) {
+        store16(packed + (i + j) * ATTENTION_BLOCK + position, square[j]);
+      }
+    }
+  }
+}
+
+// values [n, head_size] → [n, head_floats(head_size)], columns beyond head_size zero.
+template <typename T>
+static void pack_values(const T* values, int64_t stride, int64_t n, int64_t head_size, float* packed) {
+  const int64_t width = head_floats(head_size);
+  for (int64_t position = 0; position < n; position++) {
+    for (int64_t i = 0; i < head_size; i += 16) {
+      store16(packed + position * width + i, load16(values + position * stride + i, head_size - i));
+    }
+  }
+}
+
+// scores [n] → exp(score − maximum), zeros up to ATTENTION_BLOCK. Updates the row's maximum and sum and
+// returns the factor for what it has accumulated so far.
+static inline float advance_softmax(float* scores, int64_t n, bool first, float* maximum, float* sum) {
+  vec16 greatest = splat16(-__builtin_inff());
+  for (int64_t i = 0; i < n; i += 16) {
+    greatest = max16(greatest, keep16(load16(scores + i), n - i, -__builtin_inff()));
+  }
+  const float block_maximum = greatest16(greatest);
+  const float before = *maximum;
+  const float after = first || block_maximum > before ? block_maximum : before;
+  vec16 block_sum = zero16();
+  for (int64_t i = 0; i < ATTENTION_BLOCK; i += 16) {
+    const vec16 weights = keep16(exp16(sub16(load16(scores + i), splat16(after))), n - i, 0.0f);
+    block_sum = add16(block_sum, weights);
+    store16(scores + i, weights);
+  }
+  *maximum = after;
+  if (first) {
+    *sum = sum16(block_sum);
+    return 0.0f;
+  }
+  const float factor = exp_of(before - after);
+  *sum = __builtin_fmaf(*sum, factor, sum16(block_sum));
+  return factor;
+}
+
+template <typename T>
+static void attend(const attention_chunk& chunk) {
+  const int64_t size = chunk.head_size, width = head_floats(size), row_floats = attention_row_floats(size);
+  float* keys = chunk.memory;
+  float* values = keys + ATTENTION_BLOCK * size;
+  float* scores = values + ATTENTION_BLOCK * width;
+  float* factors = scores + ATTENTION_BLOCK * chunk.num_tokens * chunk.group;
+  const int64_t last_position = chunk.first_position + chunk.num_tokens - 1;
+  for (int64_t begin = chunk.begin; begin < chunk.begin + ATTENTION_CHUNK && begin <= last_position;
+       begin += ATTENTION_BLOCK) {
+    const int64_t left = last_position + 1 - begin;
+    const int64_t num_positions = left < ATTENTION_BLOCK ? left : ATTENTION_BLOCK;
+    const int64_t offset = begin * chunk.position_stride;
+    pack_keys(static_cast<const T*>(chunk.keys) + offset, chunk.position_stride, num_positions, size, keys);
+    pack_values(static_cast<const T*>(chunk.values) + offset, chunk.position_stride, num_positions, size,
+                values);
+    int64_t token = begin > chunk.first_position ? begin - chunk.first_position : 0;
+    while (token < chunk.num_tokens) {
+      // Tokens that see the whole block go together; on the diagonal each has its own number of positions.
+      const int64_t seen = chunk.first_position + token + 1 - begin;
+      const int64_t n = seen < ATTENTION_BLOCK ? seen : ATTENTION_BLOCK;
+      const int64_t num_tokens = seen < ATTENTION_BLOCK ? 1 : chunk.num_tokens - token;
+      const int64_t num_rows = num_tokens * chunk.group, first_row = token * chunk.group;
+      const bool first = begin == chunk.begin;
+      accumulate(chunk.q + first_row * size, size, keys, ATTENTION_BLOCK, scores, ATTENTION_BLOCK, nullptr,
+                 num_rows, head_floats(n), size);
+      float* rows = chunk.rows + first_row * row_floats;
+      for (int64_t r = 0; r < num_rows; r++) {
+        float* row = rows + r * row_floats;
+        factors[r] = advance_softmax(scores + r * ATTENTION_BLOCK, n, first, row + width, row + width + 1);
+      }
+      accumulate(scores, ATTENTION_BLOCK, values, width, rows, row_floats, first ? nullptr : factors,
+                 num_rows, width, n);
+      token += num_tokens;
+    }
+  }
+}
+
+static void attend_merge(float* total, const float* row, int64_t head_size) {
+  const int64_t width = head_floats(head_size);
+  const float before = total[width], other = row[width];
+  const float after = other > before ? other : before;
+  const float factor = exp_of(before - after), row_factor = exp_of(other - after);
+  total[width] = after;
+  total[width + 1] = __builtin_fmaf(row[width + 1], row_factor, total[width + 1] * factor);
+  for (int64_t i = 0; i < width; i += 16) {
+    const vec16 kept = mul16(load16(total + i), splat16(factor));
+    store16(total + i, fma16(load16(row + i), splat16(row_factor), kept));
+  }
+}
+
+static void attend_finish(const float* row, const float* gate, float* out, int64_t head_size) {
+  const vec16 inverse = splat16(1.0f / row[head_floats(head_size) + 1]);
+  for (int64_t i = 0; i < head_size; i += 16) {
+    const int64_t left = head_size - i;
+    store16(out + i, mul16(mul16(load16(row + i), inverse), sigmoid16(load16(gate + i, left))), left);
+  }
+}

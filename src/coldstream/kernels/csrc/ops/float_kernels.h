@@ -1,0 +1,109 @@
+// The float32 kernels of one tier: functions over plain pointers, without threads. float_kernels.inl is
+// compiled once per tier; docs/arithmetic.md says what each computes, to the bit. Inline functions are
+// static, so that no tier's copy can become everybody's.
+#pragma once
+
+#include <stdint.h>
+
+#include "tier.h"
+
+namespace coldstream {
+
+struct float16 {
+  uint16_t bits;
+};
+
+struct bfloat16 {
+  uint16_t bits;
+};
+
+// Softmax-weighted values of one query over some of the positions, unnormalised: `head_floats` accumulators,
+// then the maximum and the sum. Rows of these lie `attention_row_floats(head_size)` apart.
+static inline int64_t head_floats(int64_t head_size) { return (head_size + 15) / 16 * 16; }
+static inline int64_t attention_row_floats(int64_t head_size) { return head_floats(head_size) + 16; }
+
+constexpr int64_t ATTENTION_BLOCK = 64;   // positions that share one running maximum
+constexpr int64_t ATTENTION_CHUNK = 256;  // positions accumulated apart from the others
+
+// Consecutive tokens of one slot, the query heads of one key/value head, and one chunk of positions.
+struct attention_chunk {
+  const float* q;  // [num_tokens, group, head_size], prepared
+  int64_t num_tokens, group, head_size;
+  int64_t first_position;  // of the first token
+  int64_t begin;           // of the chunk
+  const void* keys;        // of position 0, in the element type of the function called
+  const void* values;
+  int64_t position_stride;  // in elements
+  float* rows;              // [num_tokens, group] as above; tokens before the chunk are left alone
+  float* memory;            // attention_memory_floats(…)
+};
+
+static inline int64_t attention_memory_floats(int64_t num_rows, int64_t head_size) {
+  return ATTENTION_BLOCK * (head_size + head_floats(head_size) + num_rows) + head_floats(num_rows);
+}
+
+// Consecutive tokens of one slot and a block of value columns of one value head; row strides in floats.
+struct delta_block {
+  int64_t num_rows, head_size, num_columns;
+  const float *q, *k;  // normalised, q scaled
+  const float* v;      // at the block's first column
+  int64_t row_stride;  // of q, k and v
+  const float *decay, *beta;
+  int64_t gate_stride;
+  float* state;  // [head_size, …] at the block's first column
+  int64_t state_stride;
+  float* out;
+  int64_t out_stride;
+  float* memory;  // head_size * delta_columns
+};
+
+struct float_kernels {
+  void (*add)(const float* x, const float* y, float* out, int64_t n);
+  void (*swiglu)(const float* gate, const float* up, float* out, int64_t n);
+  void (*rms_norm)(const float* x, const float* weight, float eps, float* out, int64_t n);
+  // out = rms_norm(x) · silu(z)
+  void (*gated_rms_norm)(const float* x, const float* weight, float eps, const float* z, float* out,
+                         int64_t n);
+  // x ← x / sqrt(Σx² + eps) · scale
+  void (*l2_norm)(float* x, float eps, float scale, int64_t n);
+  // out = s + sigmoid(gate) · shared with s = Σ_k weights[k] · routed[k · stride], k ascending
+  void (*combine)(const float* routed, int64_t stride, const float* weights, int64_t k, const float* shared,
+                  float gate, float* out, int64_t n);
+
+  // Rotates pairs (i, i + num_pairs) by angles [num_pairs, 2] of cos and sin, then multiplies all by scale.
+  void (*rope)(float* head, const float* angles, int64_t num_pairs, float scale, int64_t head_size);
+  void (*to_float16)(const float* x, float16* out, int64_t n);
+  void (*attend_f16)(const attention_chunk& chunk);
+  void (*attend_f32)(const attention_chunk& chunk);
+  // Adds `row` to `total`, both of attention_row_floats.
+  void (*attend_merge)(float* total, const float* row, int64_t head_size);
+  // out = accumulators / sum · sigmoid(gate)
+  void (*attend_finish)(const float* row, const float* gate, float* out, int64_t head_size);
+
+  // out = silu(Σ_j taps[j · tap_stride] · inputs[j]), j ascending
+  void (*convolve)(const float* const* inputs, const float* taps, int64_t tap_stride, int64_t num_taps,
+                   float* out, int64_t n);
+  // decay = exp(a · softplus(alpha + dt_bias)), beta = sigmoid(raw_beta)
+  void (*delta_gates)(const float* alpha, const float* raw_beta, const float* a, const float* dt_bias,
+                      float* decay, float* beta, int64_t n);
+  void (*delta_advance)(const delta_block& block);
+  int64_t delta_columns;  // the most columns of a block
+
+  // out[r, e] = Σ x[r] · weight[e] for a matrix of rows of n elements
+  void (*product_f32)(const float* x, int64_t x_stride, int64_t num_rows, const float* weight,
+                      int64_t num_outputs, float* out, int64_t out_stride, int64_t n);
+  void (*product_f16)(const float* x, int64_t x_stride, int64_t num_rows, const float16* weight,
+                      int64_t num_outputs, float* out, int64_t out_stride, int64_t n);
+  void (*product_bf16)(const float* x, int64_t x_stride, int64_t num_rows, const bfloat16* weight,
+                       int64_t num_outputs, float* out, int64_t out_stride, int64_t n);
+  // Softmax of logits [n] in place, the k most probable (ties: lowest id), their probabilities renormalised.
+  void (*softmax_topk)(float* logits, int64_t n, int64_t k, int32_t* ids, float* weights);
+};
+
+extern const float_kernels float_kernels_generic;
+extern const float_kernels float_kernels_avx2;  // exist on x86-64 only
+extern const float_kernels float_kernels_avx512;
+
+const float_kernels& float_kernels_for(tier t);
+
+}  // namespace coldstream

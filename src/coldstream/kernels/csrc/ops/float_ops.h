@@ -1,0 +1,98 @@
+// The float32 ops: which rows and which parts of them are a task, over the kernels of the runtime's tier.
+// Whoever calls these has checked all shapes; ids and positions are checked here, when they are read.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "ops/float_kernels.h"
+#include "quant/weight.h"
+#include "runtime/op.h"
+
+namespace coldstream {
+
+// Float32 rows with unit stride along the last dimension.
+template <typename T>
+struct rows_view {
+  T* data;
+  int64_t stride;
+  T* row(int64_t r) const { return data + r * stride; }
+};
+using input_rows = rows_view<const float>;
+using output_rows = rows_view<float>;
+
+// Where a row belongs; see `Rows` in kernels/ops.py. `positions` is null for an op that does not need them.
+struct row_places {
+  const int32_t* positions;
+  const int32_t* slots;
+};
+
+std::unique_ptr<op> make_add(const float_kernels& kernels, input_rows x, input_rows y, output_rows out,
+                             int64_t size);
+std::unique_ptr<op> make_swiglu(const float_kernels& kernels, input_rows gate, input_rows up, output_rows out,
+                                int64_t size);
+std::unique_ptr<op> make_rms_norm(const float_kernels& kernels, input_rows x, const float* weight, float eps,
+                                  output_rows out, int64_t size);
+// out [T, num_dims / 2, 2]; a negative position fails the run.
+std::unique_ptr<op> make_rope_angles(const int32_t* positions, int64_t num_dims, double theta,
+                                     output_rows out);
+
+struct combine_arguments {
+  const float* routed;  // [T, K, E]
+  int64_t row_stride, rank_stride;
+  int64_t num_experts_per_tok, size;
+  input_rows weights;      // [T, K]
+  input_rows shared;       // [T, E]
+  input_rows shared_gate;  // [T, 1]
+  output_rows out;
+};
+std::unique_ptr<op> make_combine_experts(const float_kernels& kernels, const combine_arguments& arguments);
+
+struct attention_arguments {
+  int64_t capacity;  // rows
+  int64_t num_heads, num_kv_heads, head_size, num_rope_pairs;
+  input_rows query_gate;  // [T, heads · 2 · head_size]
+  input_rows key, value;  // [T, kv heads · head_size]
+  const float *q_norm, *k_norm;
+  float eps;
+  input_rows angles;        // [T, pairs · 2]
+  void *k_cache, *v_cache;  // [slots, positions, kv heads, head_size], contiguous
+  bool half_cache;          // float16, otherwise float32
+  int64_t num_slots, num_positions;
+  row_places places;
+  output_rows out;  // [T, heads · head_size]
+};
+std::unique_ptr<op> make_attention(const float_kernels& kernels, const attention_arguments& arguments);
+
+struct delta_net_arguments {
+  int64_t capacity;  // rows
+  int64_t num_key_heads, num_value_heads, head_size, num_taps;
+  input_rows qkv;           // [T, channels]
+  input_rows z;             // [T, value heads · head_size]
+  input_rows alpha, beta;   // [T, value heads]
+  std::vector<float> taps;  // [taps, channels]: one row a tap, the current token's last
+  const float *a, *dt_bias, *norm;
+  std::vector<int32_t> key_head_ids;
+  float eps;
+  float* conv_state;  // [slots, taps − 1, channels], contiguous
+  float* state;       // [slots, value heads, head_size, head_size], contiguous
+  int64_t num_slots;
+  row_places places;
+  output_rows out;  // [T, value heads · head_size]
+
+  int64_t num_channels() const { return (2 * num_key_heads + num_value_heads) * head_size; }
+};
+std::unique_ptr<op> make_gated_delta_net(const float_kernels& kernels, delta_net_arguments arguments);
+
+struct router_arguments {
+  int64_t capacity;  // rows
+  input_rows x;      // [T, weight.num_cols]
+  weight matrix;     // f32, f16 or bf16 [experts, size]
+  int64_t num_experts_per_tok;
+  int32_t* topk_ids;    // [T, K], contiguous
+  float* topk_weights;  // [T, K], contiguous
+};
+std::unique_ptr<op> make_router(const float_kernels& kernels, const router_arguments& arguments);
+
+}  // namespace coldstream

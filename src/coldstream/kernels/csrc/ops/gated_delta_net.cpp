@@ -1,0 +1,181 @@
+// The gated DeltaNet: causal convolution and gates, then the recurrence per (slot, value head, block of value
+// columns), then the gated norm. Every token takes the same step, in prefill as in decode.
+#include <algorithm>
+#include <utility>
+
+#include "ops/float_ops.h"
+
+namespace coldstream {
+
+namespace {
+
+constexpr int64_t MAX_TAPS = 16;
+constexpr int64_t GATE_ROWS_PER_TASK = 16;
+constexpr int64_t HEADS_PER_TASK = 8;
+
+// Consecutive rows of one slot.
+struct slot_run {
+  int32_t first_row, num_rows, slot;
+};
+
+class gated_delta_net_op : public op {
+ public:
+  gated_delta_net_op(const float_kernels& kernels, delta_net_arguments arguments)
+      : kernels_(kernels), a_(std::move(arguments)), runs_(a_.capacity), seen_(a_.num_slots) {}
+
+  const char* name() const override { return "gated_delta_net"; }
+  int num_stages() const override { return 4; }
+  size_t scratch_bytes() const override { return sizeof(float) * a_.head_size * kernels_.delta_columns; }
+  size_t shared_bytes() const override {
+    return sizeof(float) * a_.capacity * (a_.num_channels() + 2 * a_.num_value_heads);
+  }
+
+  void run(int stage, int rows, worker& w) override {
+    if (stage == 0) {
+      if (w.index == 0) plan_runs(rows, w);
+    } else if (stage == 1) {
+      convolve_heads(rows, w);
+    } else if (stage == 2) {
+      advance_states(rows, w);
+    } else {
+      norm_heads(rows, w);
+    }
+  }
+
+ private:
+  // Shared memory: convolved channels [rows, channels], then decay and beta [rows, value heads] each.
+  float* convolved(const worker& w, int64_t row) const {
+    return reinterpret_cast<float*>(w.shared->data()) + row * a_.num_channels();
+  }
+  float* decay(const worker& w, int rows, int64_t row) const {
+    return convolved(w, rows) + row * a_.num_value_heads;
+  }
+  float* beta(const worker& w, int rows, int64_t row) const {
+    return decay(w, rows, rows) + row * a_.num_value_heads;
+  }
+
+  void plan_runs(int rows, worker& w) {
+    num_runs_ = 0;
+    std::fill(seen_.begin(), seen_.end(), false);
+    for (int32_t row = 0; row < rows; row++) {
+      const int32_t slot = a_.places.slots[row];
+      if (slot < 0 || slot >= a_.num_slots) {
+        return w.fail("gated_delta_net: a row's slot lies outside the states");
+      }
+      if (num_runs_ > 0 && runs_[num_runs_ - 1].slot == slot) {
+        runs_[num_runs_ - 1].num_rows++;
+        continue;
+      }
+      if (seen_[slot]) return w.fail("gated_delta_net: the rows of a slot must be adjacent");
+      seen_[slot] = true;
+      runs_[num_runs_++] = {row, 1, slot};
+    }
+  }
+
+  void convolve_heads(int rows, worker& w) {
+    const int64_t num_heads = a_.num_channels() / a_.head_size;
+    const int64_t num_tasks = num_heads + (rows + GATE_ROWS_PER_TASK - 1) / GATE_ROWS_PER_TASK;
+    for (int64_t task = w.take(); task < num_tasks; task = w.take()) {
+      if (task < num_heads) {
+        for (int64_t i = 0; i < num_runs_; i++) convolve_head(runs_[i], task, w);
+      } else {
+        open_gates(rows, (task - num_heads) * GATE_ROWS_PER_TASK, w);
+      }
+    }
+  }
+
+  void open_gates(int rows, int64_t first, worker& w) {
+    for (int64_t row = first; row < std::min<int64_t>(first + GATE_ROWS_PER_TASK, rows); row++) {
+      kernels_.delta_gates(a_.alpha.row(row), a_.beta.row(row), a_.a, a_.dt_bias, decay(w, rows, row),
+                           beta(w, rows, row), a_.num_value_heads);
+    }
+  }
+
+  // Raw channels of the token `index` of a run; negative indices are in the state.
+  const float* raw_input(const slot_run& run, int64_t index, int64_t channel) const {
+    if (index >= 0) return a_.qkv.row(run.first_row + index) + channel;
+    return conv_row(run.slot, index + a_.num_taps - 1) + channel;
+  }
+  float* conv_row(int64_t slot, int64_t index) const {
+    return a_.conv_state + (slot * (a_.num_taps - 1) + index) * a_.num_channels();
+  }
+
+  void convolve_head(const slot_run& run, int64_t head, worker& w) {
+    const int64_t channel = head * a_.head_size, taps = a_.num_taps;
+    const float query_scale = 1.0f / __builtin_sqrtf(static_cast<float>(a_.head_size));
+    const float* inputs[MAX_TAPS];
+    for (int64_t token = 0; token < run.num_rows; token++) {
+      for (int64_t j = 0; j < taps; j++) inputs[j] = raw_input(run, token + j - (taps - 1), channel);
+      float* out = convolved(w, run.first_row + token) + channel;
+      kernels_.convolve(inputs, a_.taps.data() + channel, a_.num_channels(), taps, out, a_.head_size);
+      if (head < a_.num_key_heads) {
+        kernels_.l2_norm(out, a_.eps, query_scale, a_.head_size);
+      } else if (head < 2 * a_.num_key_heads) {
+        kernels_.l2_norm(out, a_.eps, 1.0f, a_.head_size);
+      }
+    }
+    // Ascending, so that what moves up within the state is read before it is overwritten.
+    for (int64_t i = 0; i < taps - 1; i++) {
+      const float* from = raw_input(run, run.num_rows + i - (taps - 1), channel);
+      float* to = conv_row(run.slot, i) + channel;
+      if (from != to) std::copy_n(from, a_.head_size, to);
+    }
+  }
+
+  void advance_states(int rows, worker& w) {
+    const int64_t blocks = (a_.head_size + kernels_.delta_columns - 1) / kernels_.delta_columns;
+    const int64_t tasks_per_run = a_.num_value_heads * blocks;
+    for (int64_t task = w.take(); task < num_runs_ * tasks_per_run; task = w.take()) {
+      const int64_t rest = task % tasks_per_run;
+      advance_block(rows, runs_[task / tasks_per_run], rest / blocks, rest % blocks * kernels_.delta_columns,
+                    w);
+    }
+  }
+
+  void advance_block(int rows, const slot_run& run, int64_t head, int64_t column, worker& w) {
+    const int64_t size = a_.head_size, key_head = a_.key_head_ids[head];
+    const float* channels = convolved(w, run.first_row);
+    kernels_.delta_advance({
+        .num_rows = run.num_rows,
+        .head_size = size,
+        .num_columns = std::min(kernels_.delta_columns, size - column),
+        .q = channels + key_head * size,
+        .k = channels + (a_.num_key_heads + key_head) * size,
+        .v = channels + (2 * a_.num_key_heads + head) * size + column,
+        .row_stride = a_.num_channels(),
+        .decay = decay(w, rows, run.first_row) + head,
+        .beta = beta(w, rows, run.first_row) + head,
+        .gate_stride = a_.num_value_heads,
+        .state = a_.state + (run.slot * a_.num_value_heads + head) * size * size + column,
+        .state_stride = size,
+        .out = a_.out.row(run.first_row) + head * size + column,
+        .out_stride = a_.out.stride,
+        .memory = reinterpret_cast<float*>(w.memory->data()),
+    });
+  }
+
+  void norm_heads(int rows, worker& w) {
+    const int64_t tasks_per_row = (a_.num_value_heads + HEADS_PER_TASK - 1) / HEADS_PER_TASK;
+    for (int64_t task = w.take(); task < rows * tasks_per_row; task = w.take()) {
+      const int64_t row = task / tasks_per_row, first = task % tasks_per_row * HEADS_PER_TASK;
+      for (int64_t head = first; head < std::min(first + HEADS_PER_TASK, a_.num_value_heads); head++) {
+        float* out = a_.out.row(row) + head * a_.head_size;
+        kernels_.gated_rms_norm(out, a_.norm, a_.eps, a_.z.row(row) + head * a_.head_size, out, a_.head_size);
+      }
+    }
+  }
+
+  const float_kernels& kernels_;
+  const delta_net_arguments a_;
+  std::vector<slot_run> runs_;
+  std::vector<bool> seen_;
+  int64_t num_runs_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<op> make_gated_delta_net(const float_kernels& kernels, delta_net_arguments arguments) {
+  return std::make_unique<gated_delta_net_op>(kernels, std::move(arguments));
+}
+
+}  // namespace coldstream

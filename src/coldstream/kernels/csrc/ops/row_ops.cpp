@@ -1,0 +1,146 @@
+// Ops that treat each row, or each part of a row, by itself.
+#include <algorithm>
+#include <cmath>
+
+#include "ops/float_ops.h"
+
+namespace coldstream {
+
+namespace {
+
+// What a task should hold at least, so that taking it costs little beside it.
+constexpr int64_t TASK_FLOATS = 4096;
+
+// Calls f(row) for this worker's share of the rows.
+template <typename F>
+void for_each_row(worker& w, int rows, int64_t size, F f) {
+  const int64_t rows_per_task = std::max<int64_t>(1, TASK_FLOATS / std::max<int64_t>(1, size));
+  for (int64_t first = w.take() * rows_per_task; first < rows; first = w.take() * rows_per_task) {
+    for (int64_t row = first; row < std::min<int64_t>(first + rows_per_task, rows); row++) f(row);
+  }
+}
+
+// Calls f(row, begin, count) for this worker's share of the pieces of all rows.
+template <typename F>
+void for_each_piece(worker& w, int rows, int64_t size, F f) {
+  const int64_t pieces = std::max<int64_t>(1, (size + TASK_FLOATS - 1) / TASK_FLOATS);
+  for_each_row(w, static_cast<int>(rows * pieces), std::min(size, TASK_FLOATS), [&](int64_t index) {
+    const int64_t begin = index % pieces * TASK_FLOATS;
+    f(index / pieces, begin, std::min(TASK_FLOATS, size - begin));
+  });
+}
+
+using binary_kernel = void (*)(const float*, const float*, float*, int64_t);
+
+class binary_op : public op {
+ public:
+  binary_op(const char* name, binary_kernel kernel, input_rows x, input_rows y, output_rows out, int64_t size)
+      : name_(name), kernel_(kernel), x_(x), y_(y), out_(out), size_(size) {}
+  const char* name() const override { return name_; }
+  void run(int, int rows, worker& w) override {
+    for_each_piece(w, rows, size_, [&](int64_t row, int64_t begin, int64_t count) {
+      kernel_(x_.row(row) + begin, y_.row(row) + begin, out_.row(row) + begin, count);
+    });
+  }
+
+ private:
+  const char* name_;
+  binary_kernel kernel_;
+  input_rows x_, y_;
+  output_rows out_;
+  int64_t size_;
+};
+
+class rms_norm_op : public op {
+ public:
+  rms_norm_op(const float_kernels& kernels, input_rows x, const float* weight, float eps, output_rows out,
+              int64_t size)
+      : kernels_(kernels), x_(x), weight_(weight), eps_(eps), out_(out), size_(size) {}
+  const char* name() const override { return "rms_norm"; }
+  void run(int, int rows, worker& w) override {
+    for_each_row(w, rows, size_,
+                 [&](int64_t row) { kernels_.rms_norm(x_.row(row), weight_, eps_, out_.row(row), size_); });
+  }
+
+ private:
+  const float_kernels& kernels_;
+  input_rows x_;
+  const float* weight_;
+  float eps_;
+  output_rows out_;
+  int64_t size_;
+};
+
+class rope_angles_op : public op {
+ public:
+  rope_angles_op(const int32_t* positions, int64_t num_dims, double theta, output_rows out)
+      : positions_(positions), out_(out) {
+    for (int64_t i = 0; i < num_dims / 2; i++) {
+      frequencies_.push_back(std::pow(theta, -2.0 * static_cast<double>(i) / static_cast<double>(num_dims)));
+    }
+  }
+  const char* name() const override { return "rope_angles"; }
+  void run(int, int rows, worker& w) override {
+    // A sine and a cosine cost as much as some tens of floats elsewhere.
+    for_each_row(w, rows, static_cast<int64_t>(frequencies_.size()) * 32, [&](int64_t row) {
+      if (positions_[row] < 0) return w.fail("rope_angles: negative position");
+      float* out = out_.row(row);
+      for (double frequency : frequencies_) {
+        const double angle = positions_[row] * frequency;
+        *out++ = static_cast<float>(std::cos(angle));
+        *out++ = static_cast<float>(std::sin(angle));
+      }
+    });
+  }
+
+ private:
+  const int32_t* positions_;
+  std::vector<double> frequencies_;
+  output_rows out_;
+};
+
+class combine_op : public op {
+ public:
+  combine_op(const float_kernels& kernels, const combine_arguments& arguments)
+      : kernels_(kernels), a_(arguments) {}
+  const char* name() const override { return "combine_experts"; }
+  void run(int, int rows, worker& w) override {
+    for_each_piece(w, rows, a_.size, [&](int64_t row, int64_t begin, int64_t count) {
+      kernels_.combine(a_.routed + row * a_.row_stride + begin, a_.rank_stride, a_.weights.row(row),
+                       a_.num_experts_per_tok, a_.shared.row(row) + begin, *a_.shared_gate.row(row),
+                       a_.out.row(row) + begin, count);
+    });
+  }
+
+ private:
+  const float_kernels& kernels_;
+  combine_arguments a_;
+};
+
+}  // namespace
+
+std::unique_ptr<op> make_add(const float_kernels& kernels, input_rows x, input_rows y, output_rows out,
+                             int64_t size) {
+  return std::make_unique<binary_op>("add", kernels.add, x, y, out, size);
+}
+
+std::unique_ptr<op> make_swiglu(const float_kernels& kernels, input_rows gate, input_rows up, output_rows out,
+                                int64_t size) {
+  return std::make_unique<binary_op>("swiglu", kernels.swiglu, gate, up, out, size);
+}
+
+std::unique_ptr<op> make_rms_norm(const float_kernels& kernels, input_rows x, const float* weight, float eps,
+                                  output_rows out, int64_t size) {
+  return std::make_unique<rms_norm_op>(kernels, x, weight, eps, out, size);
+}
+
+std::unique_ptr<op> make_rope_angles(const int32_t* positions, int64_t num_dims, double theta,
+                                     output_rows out) {
+  return std::make_unique<rope_angles_op>(positions, num_dims, theta, out);
+}
+
+std::unique_ptr<op> make_combine_experts(const float_kernels& kernels, const combine_arguments& arguments) {
+  return std::make_unique<combine_op>(kernels, arguments);
+}
+
+}  // namespace coldstream

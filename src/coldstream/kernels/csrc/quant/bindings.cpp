@@ -1,0 +1,255 @@
+#include "bindings.h"
+
+#include <tuple>
+
+#include "quant/blocks.h"
+#include "quant/embed.h"
+#include "quant/experts.h"
+#include "quant/linear.h"
+#include "runtime/mapped_file.h"
+
+namespace coldstream {
+
+namespace {
+
+using namespace nb::literals;
+
+using bytes_1d = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ids_1d = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ids_2d = nb::ndarray<const int32_t, nb::ndim<2>, nb::device::cpu>;
+using input_2d = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+using array_3d = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
+using array_flat = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
+
+[[noreturn]] void invalid(const std::string& message) { throw std::invalid_argument(message); }
+
+std::string shape_text(std::initializer_list<int64_t> sizes) {
+  std::string text = "[";
+  for (int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  return text + "]";
+}
+
+// A weight whose bytes begin at `offset` of `available` bytes.
+weight make_weight(const uint8_t* data, uint64_t available, uint64_t offset, int type_id, int64_t rows,
+                   int64_t cols, int64_t matrices, std::shared_ptr<void> owner) {
+  const quant_geometry* geometry = quant_geometry_find(type_id);
+  if (geometry == nullptr) invalid("unknown tensor type " + std::to_string(type_id));
+  if (rows < 1 || cols < 1 || matrices < 1) invalid("a weight needs at least one matrix, row and column");
+  if (cols % geometry->block_elements != 0) {
+    invalid(std::string(geometry->name) + " rows hold multiples of " +
+            std::to_string(geometry->block_elements) + " values, not " + std::to_string(cols));
+  }
+  int64_t row_bytes, matrix_bytes, total;
+  if (__builtin_mul_overflow(cols / geometry->block_elements, geometry->block_bytes, &row_bytes) ||
+      __builtin_mul_overflow(row_bytes, rows, &matrix_bytes) ||
+      __builtin_mul_overflow(matrix_bytes, matrices, &total) || offset > available ||
+      static_cast<uint64_t>(total) > available - offset) {
+    invalid(std::string(geometry->name) + " weight " + shape_text({matrices, rows, cols}) + " at byte " +
+            std::to_string(offset) + " does not fit into " + std::to_string(available) + " bytes");
+  }
+  const uint8_t* begin = data + offset;
+  if (type_id == static_cast<int>(quant_type::f32) &&
+      reinterpret_cast<uintptr_t>(begin) % alignof(float) != 0) {
+    invalid("F32 weights must begin at a multiple of 4 bytes, not at byte " + std::to_string(offset));
+  }
+  return {begin, geometry->type, matrices, rows, cols, row_bytes, matrix_bytes, std::move(owner)};
+}
+
+weight rows_of(const weight& w, int64_t begin, int64_t end) {
+  if (begin < 0 || begin >= end || end > w.num_rows) {
+    invalid("rows " + std::to_string(begin) + " … " + std::to_string(end) + " of " +
+            std::to_string(w.num_rows));
+  }
+  weight view = w;
+  view.data += begin * w.row_bytes;
+  view.num_rows = end - begin;
+  return view;
+}
+
+template <typename array>
+void check_rows(const array& a, const char* name, int64_t rows, int64_t cols) {
+  const int64_t num_rows = static_cast<int64_t>(a.shape(0)), num_cols = static_cast<int64_t>(a.shape(1));
+  if (num_rows != rows || num_cols != cols) {
+    invalid(std::string(name) + " has shape " + shape_text({num_rows, num_cols}) + " instead of " +
+            shape_text({rows, cols}));
+  }
+  if ((cols > 1 && a.stride(1) != 1) || (rows > 1 && a.stride(0) < cols)) {
+    invalid(std::string(name) +
+            " must have unit stride along its last dimension and rows that do not overlap");
+  }
+}
+
+int num_rows_of(size_t rows) {
+  if (rows > INT32_MAX / 2) invalid("more rows than an op takes");
+  return static_cast<int>(rows);
+}
+
+void check_single(const weight& w, const char* name) {
+  if (w.num_matrices != 1) invalid(std::string(name) + " is a stack of matrices, not one");
+}
+
+void bind_weight(nb::module_& m) {
+  nb::class_<weight>(m, "Weight",
+                     "A matrix [rows, cols] or a stack of them, in GGUF's block layout where it lies.")
+      .def_static(
+          "from_file",
+          [](std::shared_ptr<mapped_file> file, uint64_t offset, int type_id, int64_t rows, int64_t cols,
+             int64_t matrices) {
+            const uint8_t* data = file->data();
+            const uint64_t size = file->size();
+            return make_weight(data, size, offset, type_id, rows, cols, matrices, std::move(file));
+          },
+          "file"_a, "offset"_a, "type_id"_a, "rows"_a, "cols"_a, "matrices"_a = 1,
+          "A weight at byte `offset` of a mapped file, read in place. Raises ValueError unless it lies "
+          "within the file.")
+      .def_static(
+          "from_array",
+          [](bytes_1d array, int type_id, int64_t rows, int64_t cols, int64_t matrices) {
+            return make_weight(array.data(), array.size(), 0, type_id, rows, cols, matrices, keep(array));
+          },
+          nb::arg("array").noconvert(), "type_id"_a, "rows"_a, "cols"_a, "matrices"_a = 1,
+          "A weight in a uint8 array [bytes], which is kept, not copied. Raises ValueError unless it fits.")
+      .def("rows", rows_of, "begin"_a, "end"_a,
+           "A view of these output rows of every matrix. Raises ValueError unless 0 <= begin < end <= "
+           "num_rows.")
+      .def_prop_ro("type_id", [](const weight& w) { return static_cast<int>(w.type); })
+      .def_ro("num_matrices", &weight::num_matrices)
+      .def_ro("num_rows", &weight::num_rows)
+      .def_ro("num_cols", &weight::num_cols);
+}
+
+void linear(runtime& rt, input_2d x, const std::vector<weight>& weights, const std::vector<array_2d>& outs) {
+  if (weights.empty() || weights.size() != outs.size())
+    invalid("linear needs one output for each of one or more weights");
+  const int64_t rows = num_rows_of(x.shape(0)), cols = weights[0].num_cols;
+  check_rows(x, "x", rows, cols);
+  std::vector<linear_part> parts;
+  std::vector<std::shared_ptr<void>> owners = {keep(x)};
+  for (size_t i = 0; i < weights.size(); i++) {
+    check_single(weights[i], "a weight of linear");
+    if (weights[i].num_cols != cols) invalid("the weights of one linear must have the same number of inputs");
+    check_rows(outs[i], "an output of linear", rows, weights[i].num_rows);
+    parts.push_back({weights[i], {outs[i].data(), outs[i].stride(0)}});
+    owners.push_back(keep(outs[i]));
+  }
+  const quant_kernels& kernels = quant_kernels_for(rt.active_tier());
+  const float_rows_in in = {x.data(), x.stride(0)};
+  submit(rt, std::make_unique<linear_op>(kernels, in, cols, std::move(parts), static_cast<int>(rows)),
+         static_cast<int>(rows), std::move(owners));
+}
+
+void embed(runtime& rt, const weight& table, ids_1d token_ids, array_2d out) {
+  check_single(table, "an embedding table");
+  const int rows = num_rows_of(token_ids.shape(0));
+  check_rows(out, "out", rows, table.num_cols);
+  const float_rows_out to = {out.data(), out.stride(0)};
+  submit(rt, std::make_unique<embed_op>(quant_kernels_for(rt.active_tier()), table, token_ids.data(), to),
+         rows, {keep(token_ids), keep(out)});
+}
+
+void routed_experts(runtime& rt, input_2d x, ids_2d topk_ids, const weight& gate, const weight& up,
+                    const weight& down, array_3d out) {
+  const int rows = num_rows_of(x.shape(0));
+  const int64_t ranks = static_cast<int64_t>(topk_ids.shape(1));
+  if (gate.num_matrices != up.num_matrices || gate.num_matrices != down.num_matrices ||
+      gate.num_rows != up.num_rows || gate.num_cols != up.num_cols || down.num_cols != gate.num_rows) {
+    invalid("gate " + shape_text({gate.num_matrices, gate.num_rows, gate.num_cols}) + ", up " +
+            shape_text({up.num_matrices, up.num_rows, up.num_cols}) + " and down " +
+            shape_text({down.num_matrices, down.num_rows, down.num_cols}) + " do not belong together");
+  }
+  check_rows(x, "x", rows, gate.num_cols);
+  check_rows(topk_ids, "topk_ids", rows, ranks);
+  if (ranks < 1 || ranks > 1024 || gate.num_matrices > INT32_MAX / 2 || rows * ranks > INT32_MAX / 2) {
+    invalid("topk_ids " + shape_text({rows, ranks}) + " is outside what routed_experts takes");
+  }
+  if (static_cast<int64_t>(out.shape(0)) != rows || static_cast<int64_t>(out.shape(1)) != ranks ||
+      static_cast<int64_t>(out.shape(2)) != down.num_rows || (down.num_rows > 1 && out.stride(2) != 1) ||
+      (ranks > 1 && out.stride(1) < down.num_rows) ||
+      (rows > 1 && out.stride(0) < (ranks - 1) * out.stride(1) + down.num_rows)) {
+    invalid("out must have shape " + shape_text({rows, ranks, down.num_rows}) +
+            ", unit stride last and no overlaps");
+  }
+  routed_experts_args args = {{x.data(), x.stride(0)},
+                              topk_ids.data(),
+                              topk_ids.stride(0),
+                              static_cast<int>(ranks),
+                              gate,
+                              up,
+                              down,
+                              out.data(),
+                              out.stride(0),
+                              out.stride(1)};
+  submit(rt, std::make_unique<routed_experts_op>(quant_kernels_for(rt.active_tier()), std::move(args), rows),
+         rows, {keep(x), keep(topk_ids), keep(out)});
+}
+
+template <typename T>
+nb::ndarray<nb::numpy, T> new_array(std::initializer_list<size_t> shape) {
+  size_t count = 1;
+  for (size_t size : shape) count *= size;
+  auto* data = new T[count]();
+  nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+  return nb::ndarray<nb::numpy, T>(data, shape.size(), shape.begin(), owner);
+}
+
+nb::tuple quantize_activations(runtime& rt, input_2d x) {
+  const int64_t rows = static_cast<int64_t>(x.shape(0)), cols = static_cast<int64_t>(x.shape(1));
+  check_rows(x, "x", rows, cols);
+  const size_t groups = static_cast<size_t>(num_groups(cols));
+  auto q = new_array<int8_t>({x.shape(0), groups * group_elements});
+  auto scales = new_array<float>({x.shape(0), groups});
+  auto sums = new_array<int16_t>({x.shape(0), groups * 16});
+  scratch memory;
+  memory.reserve(activation_row::bytes(cols));
+  const activation_row row = activation_row::at(memory.data(), cols);
+  for (size_t t = 0; t < x.shape(0); t++) {
+    quant_kernels_for(rt.active_tier())
+        .quantize_row(x.data() + static_cast<int64_t>(t) * x.stride(0), cols, row);
+    std::memcpy(q.data() + t * groups * group_elements, row.q, groups * group_elements);
+    std::memcpy(scales.data() + t * groups, row.scales, groups * sizeof(float));
+    std::memcpy(sums.data() + t * groups * 16, row.sums, groups * 16 * sizeof(int16_t));
+  }
+  return nb::make_tuple(q, scales, sums);
+}
+
+void dequantize(runtime& rt, const weight& w, array_flat out) {
+  if (static_cast<int64_t>(out.size()) != w.num_matrices * w.num_rows * w.num_cols) {
+    invalid("out must hold the " + shape_text({w.num_matrices, w.num_rows, w.num_cols}) +
+            " values of the weight");
+  }
+  submit(rt, std::make_unique<dequantize_op>(quant_kernels_for(rt.active_tier()), w, out.data()), 1,
+         {keep(out)});
+}
+
+nb::list geometry() {
+  nb::list rows;
+  for (const quant_geometry& g : quant_geometries) {
+    rows.append(nb::make_tuple(static_cast<int>(g.type), g.name, g.block_elements, g.block_bytes));
+  }
+  return rows;
+}
+
+}  // namespace
+
+void bind_quant(nb::module_& m) {
+  bind_weight(m);
+  m.def("quant_geometry", geometry, "(type id, name, elements per block, bytes per block) of every type.");
+  m.def(
+      "linear", linear, "runtime"_a, nb::arg("x").noconvert(), "weights"_a, nb::arg("outs").noconvert(),
+      "x [T, in] times each weight [out, in] into outs, float32 [T, out] each. x is quantised once for all.");
+  m.def("embed", embed, "runtime"_a, "table"_a, nb::arg("token_ids").noconvert(), nb::arg("out").noconvert(),
+        "Rows of the table by int32 token_ids [T] into out [T, E]. Raises ValueError for an id outside the "
+        "table.");
+  m.def("routed_experts", routed_experts, "runtime"_a, nb::arg("x").noconvert(),
+        nb::arg("topk_ids").noconvert(), "gate"_a, "up"_a, "down"_a, nb::arg("out").noconvert(),
+        "down_e(silu(gate_e x) · up_e x) for int32 topk_ids [T, K] into out [T, K, E]. Raises ValueError for "
+        "an id outside "
+        "the experts.");
+  m.def("quantize_activations", quantize_activations, "runtime"_a, nb::arg("x").noconvert(),
+        "(int8 [T, 256·G], float32 scales [T, G], int16 sums [T, 16·G]) of x [T, K], padded to whole groups "
+        "of 256.");
+  m.def("dequantize", dequantize, "runtime"_a, "weight"_a, nb::arg("out").noconvert(),
+        "All values of a weight into a contiguous float32 array of as many elements.");
+}
+
+}  // namespace coldstream

@@ -1,0 +1,125 @@
+// Blocks of the integer types to 256-bit registers: 256 codes at a time, in their natural order.
+#pragma once
+
+#include <immintrin.h>
+
+#include "quant/blocks.h"
+
+namespace coldstream {
+
+struct codes_256 {
+  __m256i part[8];  // 32 codes each
+};
+
+static inline __m256i load_256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+
+// For each type: `load`, which reads one super-block (unsigned codes) or eight blocks (signed codes).
+template <quant_type Q>
+struct format_256;
+
+template <>
+struct format_256<quant_type::q4_k> {
+  using block = block_q4_k;
+  static constexpr bool super_block = true, has_mins = true;
+  static codes_256 load(const block* b) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    codes_256 c;
+    for (int k = 0; k < 4; k++) {
+      const __m256i packed = load_256(b->qs + 32 * k);
+      c.part[2 * k] = _mm256_and_si256(packed, mask);
+      c.part[2 * k + 1] = _mm256_and_si256(_mm256_srli_epi16(packed, 4), mask);
+    }
+    return c;
+  }
+};
+
+template <>
+struct format_256<quant_type::q5_k> {
+  using block = block_q5_k;
+  static constexpr bool super_block = true, has_mins = true;
+  static codes_256 load(const block* b) {
+    const __m256i mask = _mm256_set1_epi8(15), sixteen = _mm256_set1_epi8(16), high = load_256(b->qh);
+    codes_256 c;
+    for (int j = 0; j < 8; j++) {
+      const __m256i packed = load_256(b->qs + 32 * (j / 2));
+      const __m256i low = _mm256_and_si256(j % 2 == 0 ? packed : _mm256_srli_epi16(packed, 4), mask);
+      const __m256i bit = _mm256_set1_epi8(static_cast<char>(1 << j));
+      const __m256i is_high = _mm256_cmpeq_epi8(_mm256_and_si256(high, bit), bit);
+      c.part[j] = _mm256_or_si256(low, _mm256_and_si256(is_high, sixteen));
+    }
+    return c;
+  }
+};
+
+template <>
+struct format_256<quant_type::q6_k> {
+  using block = block_q6_k;
+  static constexpr bool super_block = true, has_mins = false;
+  static constexpr int offset_bits = 5;
+  static codes_256 load(const block* b) {
+    const __m256i low_mask = _mm256_set1_epi8(15), high_mask = _mm256_set1_epi8(48);
+    codes_256 c;
+    for (int n = 0; n < 2; n++) {
+      const __m256i first = load_256(b->ql + 64 * n), second = load_256(b->ql + 64 * n + 32);
+      const __m256i high = load_256(b->qh + 32 * n);
+      const __m256i low[4] = {first, second, _mm256_srli_epi16(first, 4), _mm256_srli_epi16(second, 4)};
+      const __m256i top[4] = {_mm256_slli_epi16(high, 4), _mm256_slli_epi16(high, 2), high,
+                              _mm256_srli_epi16(high, 2)};
+      for (int j = 0; j < 4; j++) {
+        c.part[4 * n + j] =
+            _mm256_or_si256(_mm256_and_si256(low[j], low_mask), _mm256_and_si256(top[j], high_mask));
+      }
+    }
+    return c;
+  }
+};
+
+// 16 bytes of nibbles: 16 codes low, the next 16 high.
+static inline __m256i load_nibbles_32(const uint8_t* qs) {
+  const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(qs));
+  return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(packed, 4), packed), _mm256_set1_epi8(15));
+}
+
+template <>
+struct format_256<quant_type::q4_0> {
+  using block = block_q4_0;
+  static constexpr bool super_block = false, has_mins = false;
+  static codes_256 load(const block* b) {
+    codes_256 c;
+    for (int j = 0; j < 8; j++) c.part[j] = _mm256_sub_epi8(load_nibbles_32(b[j].qs), _mm256_set1_epi8(8));
+    return c;
+  }
+};
+
+template <>
+struct format_256<quant_type::q5_0> {
+  using block = block_q5_0;
+  static constexpr bool super_block = false, has_mins = false;
+  static codes_256 load(const block* b) {
+    // Byte i of the 32 bits to lanes 8i … 8i + 7, then bit k of it to lane 8i + k; 16 is taken off where it
+    // is 0.
+    const __m256i spread = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i bits = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
+    codes_256 c;
+    for (int j = 0; j < 8; j++) {
+      const __m256i packed = _mm256_set1_epi32(static_cast<int>(load_u32(b[j].qh)));
+      const __m256i is_low = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(packed, spread), bits),
+                                               _mm256_setzero_si256());
+      c.part[j] = _mm256_sub_epi8(load_nibbles_32(b[j].qs), _mm256_and_si256(is_low, _mm256_set1_epi8(16)));
+    }
+    return c;
+  }
+};
+
+template <>
+struct format_256<quant_type::q8_0> {
+  using block = block_q8_0;
+  static constexpr bool super_block = false, has_mins = false;
+  static codes_256 load(const block* b) {
+    codes_256 c;
+    for (int j = 0; j < 8; j++) c.part[j] = load_256(b[j].qs);
+    return c;
+  }
+};
+
+}  // namespace coldstream

@@ -1,0 +1,9 @@
+#include "quant/dequantize.inl"
+
+namespace coldstream {
+
+void dequantize_row_generic(quant_type type, const uint8_t* data, int64_t cols, float* out) {
+  convert_row(type, data, cols, out);
+}
+
+}  // namespace coldstream

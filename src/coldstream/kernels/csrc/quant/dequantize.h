@@ -1,0 +1,15 @@
+// Rows of any type to float32, every value as kernels/dequantize/reference.py has it.
+#pragma once
+
+#include <cstdint>
+
+#include "quant/weight.h"
+
+namespace coldstream {
+
+// `cols` is a whole number of blocks. Reads nothing beyond them.
+void dequantize_row_generic(quant_type type, const uint8_t* data, int64_t cols, float* out);
+void dequantize_row_avx2(quant_type type, const uint8_t* data, int64_t cols, float* out);
+void dequantize_row_avx512(quant_type type, const uint8_t* data, int64_t cols, float* out);
+
+}  // namespace coldstream

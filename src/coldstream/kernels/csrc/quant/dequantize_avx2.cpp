@@ -1,0 +1,13 @@
+#if defined(__x86_64__)
+
+#include "quant/dequantize.inl"
+
+namespace coldstream {
+
+void dequantize_row_avx2(quant_type type, const uint8_t* data, int64_t cols, float* out) {
+  convert_row(type, data, cols, out);
+}
+
+}  // namespace coldstream
+
+#endif

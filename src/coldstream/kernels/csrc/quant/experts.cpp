@@ -1,0 +1,236 @@
+#include "quant/experts.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "quant/blocks.h"
+
+namespace coldstream {
+
+namespace {
+
+constexpr int64_t max_slice =
+    64;  // weight rows of a task; bounds the gate and up values kept in private memory
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+weight_rows slice_of(const weight& w, int64_t matrix, int64_t begin, int64_t end) {
+  return {w.type, w.data + matrix * w.matrix_bytes + begin * w.row_bytes, w.row_bytes, end - begin,
+          w.num_cols};
+}
+
+}  // namespace
+
+routed_experts_op::routed_experts_op(const quant_kernels& kernels, routed_experts_args args, int capacity)
+    : kernels_(kernels),
+      args_(std::move(args)),
+      tiled_(prefers_tiles(kernels, capacity)),
+      quantize_x_(quant_is_integer(args_.gate.type) || quant_is_integer(args_.up.type)),
+      quantize_h_(quant_is_integer(args_.down.type)),
+      layout_(make_layout(args_, capacity, tiled_)) {}
+
+routed_experts_op::layout routed_experts_op::make_layout(const routed_experts_args& args, int capacity,
+                                                         bool tiled) {
+  const int64_t num_experts = args.gate.num_matrices,
+                num_pairs = int64_t{capacity} * args.num_experts_per_tok;
+  // Every expert in use may end in a tile that is not full.
+  const int64_t max_tiles = num_pairs / tile_rows + std::min(num_experts, num_pairs);
+  const int64_t tile_groups = tiled ? max_tiles : 0;
+  layout l{};
+  const auto place = [&](int64_t count, size_t bytes) {
+    const size_t offset = l.total;
+    l.total += (static_cast<size_t>(count) * bytes + 63) / 64 * 64;
+    return offset;
+  };
+  l.groups = place(1, sizeof(groups));
+  l.jobs = place(max_tiles, sizeof(job));
+  l.tiles = place(max_tiles, sizeof(tile));
+  l.pairs = place(num_pairs, sizeof(int32_t));
+  l.ends = place(num_experts, sizeof(int32_t));
+  l.hidden = place(num_pairs * args.gate.num_rows, sizeof(float));
+  l.x_rows = place(capacity, activation_row::bytes(args.gate.num_cols));
+  l.h_rows = place(num_pairs, activation_row::bytes(args.down.num_cols));
+  l.x_tiles = place(tile_groups * num_groups(args.gate.num_cols), sizeof(activation_tile));
+  l.h_tiles = place(tile_groups * num_groups(args.down.num_cols), sizeof(activation_tile));
+  return l;
+}
+
+size_t routed_experts_op::scratch_bytes() const {
+  const size_t products = multiply_bytes(kernels_, std::max(args_.gate.num_cols, args_.down.num_cols));
+  return products + 2 * static_cast<size_t>(pass_rows * max_slice) * sizeof(float);
+}
+
+void routed_experts_op::run(int stage, int rows, worker& w) {
+  if (!tiled_ && stage > 0) stage++;
+  switch (stage) {
+    case 0:
+      return prepare(rows, w);
+    case 1:
+      return pack_x(w);
+    case 2:
+      return gate_up(w);
+    case 3:
+      return quantize_hidden(w);
+    default:
+      return down(w);
+  }
+}
+
+activation_row routed_experts_op::x_row(const worker& w, int64_t token) const {
+  const int64_t cols = args_.gate.num_cols;
+  return activation_row::at(at<std::byte>(w, layout_.x_rows) + token * activation_row::bytes(cols), cols);
+}
+
+activation_row routed_experts_op::h_row(const worker& w, int64_t pair) const {
+  const int64_t cols = args_.down.num_cols;
+  return activation_row::at(at<std::byte>(w, layout_.h_rows) + pair * activation_row::bytes(cols), cols);
+}
+
+const float* routed_experts_op::hidden_row(const worker& w, int64_t pair) const {
+  return at<float>(w, layout_.hidden) + pair * args_.gate.num_rows;
+}
+
+int64_t routed_experts_op::token_of(const worker& w, int64_t pair) const {
+  return at<int32_t>(w, layout_.pairs)[pair] / args_.num_experts_per_tok;
+}
+
+void routed_experts_op::prepare(int rows, worker& w) const {
+  for (int64_t task = w.take(); task < 1 + (quantize_x_ ? rows : 0); task = w.take()) {
+    if (task == 0) {
+      group_pairs(rows, w);
+    } else {
+      kernels_.quantize_row(args_.x.row(task - 1), args_.gate.num_cols, x_row(w, task - 1));
+    }
+  }
+}
+
+// A counting sort of the pairs by expert; then the jobs and tiles of each expert.
+void routed_experts_op::group_pairs(int rows, worker& w) const {
+  const int ranks = args_.num_experts_per_tok;
+  const int64_t num_experts = args_.gate.num_matrices;
+  auto* ends = at<int32_t>(w, layout_.ends);
+  auto* pairs = at<int32_t>(w, layout_.pairs);
+  std::memset(ends, 0, static_cast<size_t>(num_experts) * sizeof(int32_t));
+  auto& found = *at<groups>(w, layout_.groups);
+  found = {0, 0};
+  for (int t = 0; t < rows; t++) {
+    for (int k = 0; k < ranks; k++) {
+      const int64_t id = args_.topk_ids[t * args_.topk_stride + k];
+      if (id < 0 || id >= num_experts) return w.fail("an expert id lies outside the experts of the layer");
+      ends[id]++;
+    }
+  }
+  for (int32_t e = 0, first = 0; e < num_experts; e++) {
+    const int32_t count = ends[e];
+    for (int32_t i = 0; i < count; i += pass_rows) {
+      const auto in_job = std::min(static_cast<int32_t>(pass_rows), count - i);
+      at<job>(w, layout_.jobs)[found.num_jobs] = {e, first + i, in_job, found.num_tiles};
+      for (int32_t r = 0; r < in_job; r += tile_rows) {
+        const auto in_tile = std::min(tile_rows, in_job - r);
+        at<tile>(w, layout_.tiles)[found.num_tiles++] = {found.num_jobs, first + i + r, in_tile};
+      }
+      found.num_jobs++;
+    }
+    ends[e] = first;
+    first += count;
+  }
+  for (int t = 0; t < rows; t++) {
+    for (int k = 0; k < ranks; k++) pairs[ends[args_.topk_ids[t * args_.topk_stride + k]]++] = t * ranks + k;
+  }
+}
+
+void routed_experts_op::pack_x(worker& w) const {
+  if (!quantize_x_) return;
+  const int64_t num_groups_x = num_groups(args_.gate.num_cols);
+  for (int64_t i = w.take(); i < at<groups>(w, layout_.groups)->num_tiles; i = w.take()) {
+    const tile& next = at<tile>(w, layout_.tiles)[i];
+    if (!is_tiled(at<job>(w, layout_.jobs)[next.job])) continue;
+    activation_row rows[tile_rows];
+    for (int r = 0; r < next.count; r++) rows[r] = x_row(w, token_of(w, next.first_pair + r));
+    kernels_.pack(rows, next.count, args_.gate.num_cols,
+                  at<activation_tile>(w, layout_.x_tiles) + i * num_groups_x);
+  }
+}
+
+// Calls run_slice(job, begin, end) for every slice of `num_rows` weight rows of every job.
+template <typename F>
+void routed_experts_op::for_each_slice(int64_t num_rows, worker& w, F&& run_slice) const {
+  const int64_t num_jobs = at<groups>(w, layout_.groups)->num_jobs;
+  const int64_t even_share = num_jobs * num_rows / (int64_t{16} * w.count);
+  const int64_t slice = std::clamp<int64_t>(even_share / 32 * 32, 32, max_slice);
+  const int64_t slices = ceil_div(num_rows, slice);
+  for (int64_t task = w.take(); task < num_jobs * slices; task = w.take()) {
+    const int64_t begin = task % slices * slice;
+    run_slice(at<job>(w, layout_.jobs)[task / slices], begin, std::min(begin + slice, num_rows));
+  }
+}
+
+void routed_experts_op::gate_up(worker& w) const {
+  for_each_slice(args_.gate.num_rows, w,
+                 [&](const job& j, int64_t begin, int64_t end) { gate_up_slice(j, begin, end, w); });
+}
+
+void routed_experts_op::gate_up_slice(const job& j, int64_t begin, int64_t end, worker& w) const {
+  const float* x[pass_rows];
+  activation_row q[pass_rows];
+  float *gate[pass_rows] = {}, *up[pass_rows] = {};
+  auto* values = reinterpret_cast<float*>(w.memory->data());
+  std::byte* memory = w.memory->data() + 2 * pass_rows * max_slice * sizeof(float);
+  for (int r = 0; r < j.count; r++) {
+    const int64_t token = token_of(w, j.first_pair + r);
+    x[r] = args_.x.row(token);
+    q[r] = x_row(w, token);
+    gate[r] = values + r * max_slice;
+    up[r] = values + (pass_rows + r) * max_slice;
+  }
+  const activation_tile* tiles = nullptr;
+  if (is_tiled(j))
+    tiles = at<activation_tile>(w, layout_.x_tiles) + j.first_tile * num_groups(args_.gate.num_cols);
+  multiply(kernels_, slice_of(args_.gate, j.expert, begin, end), {x, q, tiles, gate, j.count}, memory);
+  multiply(kernels_, slice_of(args_.up, j.expert, begin, end), {x, q, tiles, up, j.count}, memory);
+  auto* hidden = at<float>(w, layout_.hidden);
+  for (int r = 0; r < j.count; r++) {
+    kernels_.swiglu(gate[r], up[r], end - begin, hidden + (j.first_pair + r) * args_.gate.num_rows + begin);
+  }
+}
+
+void routed_experts_op::quantize_hidden(worker& w) const {
+  if (!quantize_h_) return;
+  const int64_t cols = args_.down.num_cols;
+  for (int64_t i = w.take(); i < at<groups>(w, layout_.groups)->num_tiles; i = w.take()) {
+    const tile& next = at<tile>(w, layout_.tiles)[i];
+    activation_row rows[tile_rows];
+    for (int r = 0; r < next.count; r++) {
+      rows[r] = h_row(w, next.first_pair + r);
+      kernels_.quantize_row(hidden_row(w, next.first_pair + r), cols, rows[r]);
+    }
+    if (is_tiled(at<job>(w, layout_.jobs)[next.job])) {
+      kernels_.pack(rows, next.count, cols, at<activation_tile>(w, layout_.h_tiles) + i * num_groups(cols));
+    }
+  }
+}
+
+void routed_experts_op::down(worker& w) const {
+  for_each_slice(args_.down.num_rows, w,
+                 [&](const job& j, int64_t begin, int64_t end) { down_slice(j, begin, end, w); });
+}
+
+void routed_experts_op::down_slice(const job& j, int64_t begin, int64_t end, worker& w) const {
+  const float* x[pass_rows];
+  activation_row q[pass_rows];
+  float* out[pass_rows] = {};
+  for (int r = 0; r < j.count; r++) {
+    const int64_t pair = j.first_pair + r, source = at<int32_t>(w, layout_.pairs)[pair];
+    x[r] = hidden_row(w, pair);
+    q[r] = h_row(w, pair);
+    out[r] = args_.out + source / args_.num_experts_per_tok * args_.out_row_stride +
+             source % args_.num_experts_per_tok * args_.out_rank_stride + begin;
+  }
+  const activation_tile* tiles = nullptr;
+  if (is_tiled(j))
+    tiles = at<activation_tile>(w, layout_.h_tiles) + j.first_tile * num_groups(args_.down.num_cols);
+  multiply(kernels_, slice_of(args_.down, j.expert, begin, end), {x, q, tiles, out, j.count},
+           w.memory->data());
+}
+
+}  // namespace coldstream

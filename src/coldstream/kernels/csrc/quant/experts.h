@@ -1,0 +1,75 @@
+// The routed experts of a batch: down_e(silu(gate_e x) · up_e x) for each (token, expert) pair, kept apart.
+//
+// Pairs are sorted by expert, so that an expert's weights are read once for all of its rows. The rows of one
+// expert are cut into jobs of at most 128 rows, a job into tiles of 16; tasks are (job, slice of weight
+// rows).
+#pragma once
+
+#include "quant/linear.h"
+
+namespace coldstream {
+
+struct routed_experts_args {
+  float_rows_in x;
+  const int32_t* topk_ids;
+  int64_t topk_stride;
+  int num_experts_per_tok;
+  weight gate, up, down;
+  float* out;  // [rows, num_experts_per_tok, down.num_rows]
+  int64_t out_row_stride, out_rank_stride;
+};
+
+class routed_experts_op : public op {
+ public:
+  routed_experts_op(const quant_kernels& kernels, routed_experts_args args, int capacity);
+  const char* name() const override { return "routed_experts"; }
+  int num_stages() const override { return tiled_ ? 5 : 4; }
+  size_t scratch_bytes() const override;
+  size_t shared_bytes() const override { return layout_.total; }
+  void run(int stage, int rows, worker& w) override;
+
+ private:
+  struct job {
+    int32_t expert, first_pair, count, first_tile;
+  };
+  struct tile {
+    int32_t job, first_pair, count;
+  };
+  struct groups {
+    int32_t num_jobs, num_tiles;
+  };
+  // Offsets into the shared memory.
+  struct layout {
+    size_t groups, jobs, tiles, pairs, ends, hidden, x_rows, h_rows, x_tiles, h_tiles, total;
+  };
+
+  static layout make_layout(const routed_experts_args& args, int capacity, bool tiled);
+  template <typename T>
+  T* at(const worker& w, size_t offset) const {
+    return reinterpret_cast<T*>(w.shared->data() + offset);
+  }
+  bool is_tiled(const job& j) const { return tiled_ && prefers_tiles(kernels_, j.count); }
+  activation_row x_row(const worker& w, int64_t token) const;
+  activation_row h_row(const worker& w, int64_t pair) const;
+  const float* hidden_row(const worker& w, int64_t pair) const;
+  int64_t token_of(const worker& w, int64_t pair) const;
+
+  void prepare(int rows, worker& w) const;
+  void group_pairs(int rows, worker& w) const;
+  void pack_x(worker& w) const;
+  void gate_up(worker& w) const;
+  void gate_up_slice(const job& j, int64_t begin, int64_t end, worker& w) const;
+  void quantize_hidden(worker& w) const;
+  void down(worker& w) const;
+  void down_slice(const job& j, int64_t begin, int64_t end, worker& w) const;
+  template <typename F>
+  void for_each_slice(int64_t num_rows, worker& w, F&& run_slice) const;
+
+  const quant_kernels& kernels_;
+  routed_experts_args args_;
+  bool tiled_;  // whether any job may be computed in tiles
+  bool quantize_x_, quantize_h_;
+  layout layout_;
+};
+
+}  // namespace coldstream

@@ -1,0 +1,10 @@
+// See few_avx512.h: the same in 256-bit registers, without VNNI.
+#pragma once
+
+#include "quant/kernels.h"
+
+namespace coldstream {
+
+void few_avx2(const weight_rows& w, const activation_row* x, int num_rows, float* const* out);
+
+}  // namespace coldstream

@@ -1,0 +1,12 @@
+// Products with few activation rows: every byte of the weights is read once, straight from the file, and
+// unpacked once for all rows. Eight super-blocks (or eight blocks of 32) meet in the eight lanes that are the
+// arithmetic's eight accumulators.
+#pragma once
+
+#include "quant/kernels.h"
+
+namespace coldstream {
+
+void few_avx512(const weight_rows& w, const activation_row* x, int num_rows, float* const* out);
+
+}  // namespace coldstream

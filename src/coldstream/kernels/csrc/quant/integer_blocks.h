@@ -1,0 +1,95 @@
+// What the bytes of the integer types mean, in plain loops: signed codes, sub-block scales and minimums.
+#pragma once
+
+#include <cstdint>
+
+#include "quant/blocks.h"
+
+namespace coldstream {
+
+// For each type: its block, whether a block is a super-block of 256, whether it has minimums, and how its
+// codes read.
+template <quant_type Q>
+struct integer_format;
+
+static inline void unpack_nibbles_32(const uint8_t* qs, int offset, int8_t* codes) {
+  for (int i = 0; i < 16; i++) {
+    codes[i] = static_cast<int8_t>((qs[i] & 15) - offset);
+    codes[i + 16] = static_cast<int8_t>((qs[i] >> 4) - offset);
+  }
+}
+
+template <>
+struct integer_format<quant_type::q4_0> {
+  using block = block_q4_0;
+  static constexpr bool super_block = false, has_mins = false;
+  static void codes(const block& b, int8_t* out) { unpack_nibbles_32(b.qs, 8, out); }
+};
+
+template <>
+struct integer_format<quant_type::q5_0> {
+  using block = block_q5_0;
+  static constexpr bool super_block = false, has_mins = false;
+  static void codes(const block& b, int8_t* out) {
+    unpack_nibbles_32(b.qs, 16, out);
+    for (int i = 0; i < 32; i++) out[i] = static_cast<int8_t>(out[i] + (b.qh[i / 8] >> i % 8 & 1) * 16);
+  }
+};
+
+template <>
+struct integer_format<quant_type::q8_0> {
+  using block = block_q8_0;
+  static constexpr bool super_block = false, has_mins = false;
+  static void codes(const block& b, int8_t* out) { std::memcpy(out, b.qs, sizeof b.qs); }
+};
+
+template <typename B>
+struct integer_format_k4 {
+  using block = B;
+  static constexpr bool super_block = true, has_mins = true;
+  // One scale and one minimum for each 16 codes.
+  static void scales(const block& b, int16_t* scales, int16_t* mins) {
+    const scales_k4 bytes = unpack_scales_k4(b.scales);
+    for (int j = 0; j < 16; j++) {
+      scales[j] = static_cast<int16_t>(bytes.scales >> (j / 2 * 8) & 255);
+      mins[j] = static_cast<int16_t>(bytes.mins >> (j / 2 * 8) & 255);
+    }
+  }
+};
+
+template <>
+struct integer_format<quant_type::q4_k> : integer_format_k4<block_q4_k> {
+  static void codes(const block& b, int8_t* out) {
+    for (int i = 0; i < 256; i++) {
+      out[i] = static_cast<int8_t>(b.qs[i / 64 * 32 + i % 32] >> (i % 64 / 32 * 4) & 15);
+    }
+  }
+};
+
+template <>
+struct integer_format<quant_type::q5_k> : integer_format_k4<block_q5_k> {
+  static void codes(const block& b, int8_t* out) {
+    for (int i = 0; i < 256; i++) {
+      const int low = b.qs[i / 64 * 32 + i % 32] >> (i % 64 / 32 * 4) & 15;
+      out[i] = static_cast<int8_t>(low + (b.qh[i % 32] >> i / 32 & 1) * 16);
+    }
+  }
+};
+
+template <>
+struct integer_format<quant_type::q6_k> {
+  using block = block_q6_k;
+  static constexpr bool super_block = true, has_mins = false;
+  static void scales(const block& b, int16_t* scales, int16_t*) {
+    for (int j = 0; j < 16; j++) scales[j] = static_cast<int8_t>(b.scales[j]);
+  }
+  static void codes(const block& b, int8_t* out) {
+    for (int i = 0; i < 256; i++) {
+      const int low = b.ql[i / 128 * 64 + i % 64] >> (i % 128 / 64 * 4) & 15;
+      const int high = b.qh[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3;
+      out[i] = static_cast<int8_t>(low + high * 16 - 32);
+    }
+  }
+};
+
+}  // namespace coldstream

@@ -1,0 +1,60 @@
+// The quantised kernels, one table per tier. All tiers give the same bits, and a row's result does not depend
+// on the rows beside it, so that which kernel computes it is a question of speed only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "quant/activations.h"
+#include "quant/weight.h"
+#include "tier.h"
+
+namespace coldstream {
+
+// Consecutive rows of one weight matrix.
+struct weight_rows {
+  quant_type type;
+  const uint8_t* data;
+  int64_t row_bytes;
+  int64_t count;
+  int64_t cols;
+};
+
+// The most activation rows that the `few` kernels take in one call; `many` takes up to `many_max_tiles`
+// tiles.
+inline constexpr int few_max_rows = 8;
+inline constexpr int many_max_tiles = 8;
+
+struct quant_kernels {
+  void (*quantize_row)(const float* x, int64_t cols, activation_row out);
+
+  // out[t][n] = product of weight row n with activation row t, of an integer type; reads the blocks of `w`
+  // and nothing beyond them.
+  void (*few)(const weight_rows& w, const activation_row* x, int num_rows, float* const* out);
+
+  // The same for tiles of 16 rows, x[tile][group]; `out` has 16 pointers per tile, null for rows that are
+  // padding. Null if the tier has nothing better than `few`. `memory` is 64-byte aligned, `many_bytes` long.
+  void (*many)(const weight_rows& w, const activation_tile* x, int num_tiles, float* const* out,
+               std::byte* memory);
+  size_t many_bytes;
+  int many_min_rows;  // from how many rows on `many` is the faster one
+  // Rows of activations (num_rows <= 16) to one tile per group; missing rows become zeros.
+  void (*pack)(const activation_row* x, int num_rows, int64_t cols, activation_tile* out);
+
+  // out[t][n] for float weights [count][cols] (row stride in floats) and float activations.
+  void (*float_product)(const float* w, int64_t stride, int64_t count, int64_t cols, const float* const* x,
+                        int num_rows, float* const* out);
+  void (*dequantize_row)(quant_type type, const uint8_t* data, int64_t cols, float* out);
+  // out[i] = silu(gate[i]) * up[i]
+  void (*swiglu)(const float* gate, const float* up, int64_t count, float* out);
+};
+
+extern const quant_kernels quant_kernels_generic;
+extern const quant_kernels quant_kernels_avx2;
+extern const quant_kernels quant_kernels_avx512;
+extern const quant_kernels quant_kernels_amx;
+
+// The table of a tier that this machine supports.
+const quant_kernels& quant_kernels_for(tier t);
+
+}  // namespace coldstream

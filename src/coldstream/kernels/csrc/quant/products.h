@@ -1,0 +1,34 @@
+// One weight slice times a batch of activations: chooses the kernel, and cuts the batch into what the kernels
+// take. Used by every op; runs on one worker.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "quant/kernels.h"
+
+namespace coldstream {
+
+// Private memory that `multiply` wants for products over `cols` inputs, 64-byte aligned.
+size_t multiply_bytes(const quant_kernels& k, int64_t cols);
+
+// Whether a batch of this many rows is better packed into tiles.
+inline bool prefers_tiles(const quant_kernels& k, int64_t num_rows) {
+  return k.many != nullptr && num_rows >= k.many_min_rows;
+}
+
+inline constexpr int64_t pass_rows = int64_t{many_max_tiles} * tile_rows;
+
+// Rows of a product: where row t is read from and written to. Any of the sources may be absent if no weight
+// needs it.
+struct product_rows {
+  const float* const* x;         // for float and dequantised weights
+  const activation_row* q;       // for integer types
+  const activation_tile* tiles;  // the same, if packed; then `q` is not read
+  float* const* out;             // element n of the slice goes to out[t][n]
+  int count;                     // at most pass_rows; with tiles, `out` is padded with null to whole tiles
+};
+
+void multiply(const quant_kernels& k, const weight_rows& w, const product_rows& rows, std::byte* memory);
+
+}  // namespace coldstream

@@ -1,0 +1,118 @@
+// The 256-bit tier: quantising activations, float products, SwiGLU, and the table.
+#include <cstring>
+
+#include "arithmetic.h"
+#include "quant/dequantize.h"
+#include "quant/few_avx2.h"
+#include "quant/kernels.h"
+
+#if defined(__AVX2__)
+
+#include <immintrin.h>
+
+namespace coldstream {
+
+namespace {
+
+uint32_t max_lane(__m256i v) {
+  alignas(32) uint32_t lanes[8];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), v);
+  uint32_t max = 0;
+  for (uint32_t lane : lanes) max = lane > max ? lane : max;
+  return max;
+}
+
+void quantize_group(const float* x, int8_t* q, int16_t* sums, float* scale) {
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  __m256i max_bits = _mm256_setzero_si256();  // of absolute values: ordered like them, non-finite ones on top
+  for (int i = 0; i < group_elements; i += 8) {
+    max_bits =
+        _mm256_max_epu32(max_bits, _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(x + i)), magnitude));
+  }
+  const uint32_t bits = max_lane(max_bits);
+  const float max = std::bit_cast<float>(bits);
+  const bool finite = bits < 0x7f800000u, zero = !finite || max < 0x1p-100f;
+  *scale = finite ? (zero ? 0.0f : max / 127.0f) : std::bit_cast<float>(0x7fc00000u);
+  if (zero) {
+    std::memset(q, 0, group_elements);
+    std::memset(sums, 0, 16 * sizeof(int16_t));
+    return;
+  }
+  const __m256 r = _mm256_set1_ps(127.0f / max);
+  for (int i = 0; i < 16; i++) {
+    const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 16 * i), r));
+    const __m256i high = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 16 * i + 8), r));
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * i), bytes);
+    // Sums of unsigned bytes in two halves, after moving the values up by 128.
+    const __m128i halves = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+    sums[i] = static_cast<int16_t>(_mm_extract_epi16(halves, 0) + _mm_extract_epi16(halves, 4) - 16 * 128);
+  }
+}
+
+void quantize_row(const float* x, int64_t cols, activation_row out) {
+  for (int64_t g = 0; g < num_groups(cols); g++) {
+    const int64_t rest = cols - g * group_elements;
+    const float* from = x + g * group_elements;
+    float padded[group_elements] = {};
+    if (rest < group_elements) {
+      std::memcpy(padded, from, static_cast<size_t>(rest) * sizeof(float));
+      from = padded;
+    }
+    quantize_group(from, out.q + g * group_elements, out.sums + g * 16, out.scales + g);
+  }
+}
+
+// ROWS weight rows with one activation row: enough independent sums to hide the latency of fma.
+template <int ROWS>
+void float_dots(const float* w, int64_t stride, int64_t cols, const float* x, float* out) {
+  __m256 low[ROWS], high[ROWS];
+  for (int n = 0; n < ROWS; n++) low[n] = high[n] = _mm256_setzero_ps();
+  int64_t i = 0;
+  for (; i + 16 <= cols; i += 16) {
+    const __m256 x_low = _mm256_loadu_ps(x + i), x_high = _mm256_loadu_ps(x + i + 8);
+    for (int n = 0; n < ROWS; n++) {
+      low[n] = _mm256_fmadd_ps(x_low, _mm256_loadu_ps(w + n * stride + i), low[n]);
+      high[n] = _mm256_fmadd_ps(x_high, _mm256_loadu_ps(w + n * stride + i + 8), high[n]);
+    }
+  }
+  for (int n = 0; n < ROWS; n++) {
+    alignas(32) float p[16];
+    _mm256_store_ps(p, low[n]);
+    _mm256_store_ps(p + 8, high[n]);
+    for (int64_t j = i; j < cols; j++) p[j - i] = fma(x[j], w[n * stride + j], p[j - i]);
+    out[n] = sum_lanes_16(p);
+  }
+}
+
+void float_product(const float* w, int64_t stride, int64_t count, int64_t cols, const float* const* x,
+                   int num_rows, float* const* out) {
+  for (int t = 0; t < num_rows; t++) {
+    int64_t n = 0;
+    for (; n + 4 <= count; n += 4) float_dots<4>(w + n * stride, stride, cols, x[t], out[t] + n);
+    for (; n < count; n++) float_dots<1>(w + n * stride, stride, cols, x[t], out[t] + n);
+  }
+}
+
+void swiglu(const float* gate, const float* up, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i++) out[i] = silu(gate[i]) * up[i];
+}
+
+}  // namespace
+
+constinit const quant_kernels quant_kernels_avx2 = {
+    .quantize_row = quantize_row,
+    .few = few_avx2,
+    .many = nullptr,
+    .many_bytes = 0,
+    .many_min_rows = 0,
+    .pack = nullptr,
+    .float_product = float_product,
+    .dequantize_row = dequantize_row_avx2,
+    .swiglu = swiglu,
+};
+
+}  // namespace coldstream
+
+#endif

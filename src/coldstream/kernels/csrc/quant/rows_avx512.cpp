@@ -1,0 +1,128 @@
+#include "quant/rows_avx512.h"
+
+#if defined(__AVX512VNNI__)
+
+#include "arithmetic.h"
+#include "quant/transpose_avx512.h"
+
+namespace coldstream {
+
+namespace {
+
+void quantize_group(const float* x, int64_t count, int8_t* q, int16_t* sums, float* scale) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  __m512 values[16];
+  __m512i max_bits = _mm512_setzero_si512();  // of absolute values: ordered like them, non-finite ones on top
+  for (int i = 0; i < 16; i++) {
+    const int64_t rest = count - 16 * i;
+    const auto present = static_cast<__mmask16>(rest >= 16 ? 0xffff : rest > 0 ? (1 << rest) - 1 : 0);
+    values[i] = _mm512_maskz_loadu_ps(present, x + 16 * i);
+    max_bits = _mm512_max_epu32(max_bits, _mm512_and_si512(_mm512_castps_si512(values[i]), magnitude));
+  }
+  const uint32_t bits = _mm512_reduce_max_epu32(max_bits);
+  const float max = std::bit_cast<float>(bits);
+  const bool finite = bits < 0x7f800000u, zero = !finite || max < 0x1p-100f;
+  *scale = finite ? (zero ? 0.0f : max / 127.0f) : std::bit_cast<float>(0x7fc00000u);
+  const __m512 r = _mm512_set1_ps(127.0f / max);
+  for (int i = 0; i < 16; i++) {
+    const __m512i rounded = zero ? _mm512_setzero_si512() : _mm512_cvtps_epi32(_mm512_mul_ps(values[i], r));
+    _mm_store_si128(reinterpret_cast<__m128i*>(q + 16 * i), _mm512_cvtepi32_epi8(rounded));
+  }
+  const __m512i ones = _mm512_set1_epi8(1);
+  __m512i quads[4];
+  for (int k = 0; k < 4; k++) {
+    quads[k] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, _mm512_load_si512(q + 64 * k));
+  }
+  // Lane 4l + k holds the sum of part k's 128-bit lane l, which belongs at 4k + l.
+  const __m512i by_lane = merge_64(merge_32(quads[0], quads[1]), merge_32(quads[2], quads[3]));
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m256i ordered = _mm512_cvtepi32_epi16(_mm512_permutexvar_epi32(order, by_lane));
+  _mm256_store_si256(reinterpret_cast<__m256i*>(sums), ordered);
+}
+
+// Weight rows with activation rows: enough independent sums to hide the latency of fma.
+template <int ROWS, int INPUTS>
+void float_dots(const float* w, int64_t stride, int64_t cols, const float* const* x, float* const* out,
+                int64_t n) {
+  __m512 p[ROWS][INPUTS];
+  for (int r = 0; r < ROWS; r++) {
+    for (int t = 0; t < INPUTS; t++) p[r][t] = _mm512_setzero_ps();
+  }
+  for (int64_t i = 0; i < cols; i += 16) {
+    const auto present = static_cast<__mmask16>(cols - i >= 16 ? 0xffff : (1 << (cols - i)) - 1);
+    __m512 value[INPUTS];
+    for (int t = 0; t < INPUTS; t++) value[t] = _mm512_maskz_loadu_ps(present, x[t] + i);
+    for (int r = 0; r < ROWS; r++) {
+      const __m512 weight = _mm512_maskz_loadu_ps(present, w + (n + r) * stride + i);
+      for (int t = 0; t < INPUTS; t++) p[r][t] = _mm512_mask3_fmadd_ps(value[t], weight, p[r][t], present);
+    }
+  }
+  for (int r = 0; r < ROWS; r++) {
+    for (int t = 0; t < INPUTS; t++) {
+      alignas(64) float lanes[16];
+      _mm512_store_ps(lanes, p[r][t]);
+      out[t][n + r] = sum_lanes_16(lanes);
+    }
+  }
+}
+
+}  // namespace
+
+void quantize_row_avx512(const float* x, int64_t cols, activation_row out) {
+  for (int64_t g = 0; g < num_groups(cols); g++) {
+    quantize_group(x + g * group_elements, cols - g * group_elements, out.q + g * group_elements,
+                   out.sums + g * 16, out.scales + g);
+  }
+}
+
+void pack_avx512(const activation_row* x, int num_rows, int64_t cols, activation_tile* out) {
+  const __m512i zero = _mm512_setzero_si512(), ones = _mm512_set1_epi16(1),
+                low_half = _mm512_set1_epi32(0xffff);
+  for (int64_t g = 0; g < num_groups(cols); g++) {
+    activation_tile& tile = out[g];
+    __m512i v[tile_rows];
+    for (int part = 0; part < 4; part++) {
+      for (int t = 0; t < tile_rows; t++) {
+        v[t] = t < num_rows ? _mm512_loadu_si512(x[t].q + g * group_elements + 64 * part) : zero;
+      }
+      transpose_16x16(v);
+      for (int i = 0; i < 16; i++) _mm512_store_si512(tile.q[16 * part + i], v[i]);
+    }
+    for (int t = 0; t < tile_rows; t++) {
+      v[t] = zero;
+      if (t < num_rows) {
+        v[t] =
+            _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x[t].sums + g * 16)));
+      }
+      tile.scales[t] = t < num_rows ? x[t].scales[g] : 0.0f;
+    }
+    transpose_16x16(v);
+    for (int i = 0; i < 8; i++) _mm512_store_si512(tile.sums_16[i], v[i]);
+    for (int i = 0; i < 4; i++) {
+      const __m512i even = _mm512_madd_epi16(v[2 * i], ones), odd = _mm512_madd_epi16(v[2 * i + 1], ones);
+      const __m512i pairs = _mm512_or_si512(_mm512_and_si512(even, low_half), _mm512_slli_epi32(odd, 16));
+      _mm512_store_si512(tile.sums_32[i], pairs);
+    }
+  }
+}
+
+void float_product_avx512(const float* w, int64_t stride, int64_t count, int64_t cols, const float* const* x,
+                          int num_rows, float* const* out) {
+  int64_t n = 0;
+  for (; n + 4 <= count; n += 4) {
+    int t = 0;
+    for (; t + 4 <= num_rows; t += 4) float_dots<4, 4>(w, stride, cols, x + t, out + t, n);
+    for (; t < num_rows; t++) float_dots<4, 1>(w, stride, cols, x + t, out + t, n);
+  }
+  for (; n < count; n++) {
+    for (int t = 0; t < num_rows; t++) float_dots<1, 1>(w, stride, cols, x + t, out + t, n);
+  }
+}
+
+void swiglu_avx512(const float* gate, const float* up, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i++) out[i] = silu(gate[i]) * up[i];
+}
+
+}  // namespace coldstream
+
+#endif

@@ -1,0 +1,15 @@
+// What surrounds the products in the 512-bit tiers: quantising and packing activations, float products,
+// SwiGLU.
+#pragma once
+
+#include "quant/kernels.h"
+
+namespace coldstream {
+
+void quantize_row_avx512(const float* x, int64_t cols, activation_row out);
+void pack_avx512(const activation_row* x, int num_rows, int64_t cols, activation_tile* out);
+void float_product_avx512(const float* w, int64_t stride, int64_t count, int64_t cols, const float* const* x,
+                          int num_rows, float* const* out);
+void swiglu_avx512(const float* gate, const float* up, int64_t count, float* out);
+
+}  // namespace coldstream

@@ -1,0 +1,44 @@
+// Register transposes shared by the 512-bit kernels.
+#pragma once
+
+#include <immintrin.h>
+
+namespace coldstream {
+
+// 16 rows of 16 32-bit values, in place.
+static inline void transpose_16x16(__m512i v[16]) {
+  __m512i a[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  // Now each 128-bit lane of b[4i + c] holds column c (of four) for rows 4i … 4i + 3.
+  __m512i b[16];
+  for (int i = 0; i < 16; i += 4) {
+    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+    b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+    b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+  for (int c = 0; c < 4; c++) {
+    const __m512i low_even = _mm512_shuffle_i32x4(b[c], b[c + 4], 0x88),
+                  low_odd = _mm512_shuffle_i32x4(b[c], b[c + 4], 0xdd);
+    const __m512i high_even = _mm512_shuffle_i32x4(b[c + 8], b[c + 12], 0x88);
+    const __m512i high_odd = _mm512_shuffle_i32x4(b[c + 8], b[c + 12], 0xdd);
+    v[c] = _mm512_shuffle_i32x4(low_even, high_even, 0x88);
+    v[c + 4] = _mm512_shuffle_i32x4(low_odd, high_odd, 0x88);
+    v[c + 8] = _mm512_shuffle_i32x4(low_even, high_even, 0xdd);
+    v[c + 12] = _mm512_shuffle_i32x4(low_odd, high_odd, 0xdd);
+  }
+}
+
+// Pairs of neighbours of a and b summed, so that half as many registers hold twice as many sums.
+static inline __m512i merge_32(__m512i a, __m512i b) {
+  return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+}
+
+static inline __m512i merge_64(__m512i a, __m512i b) {
+  return _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+}
+
+}  // namespace coldstream

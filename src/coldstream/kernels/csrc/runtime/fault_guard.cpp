@@ -1,0 +1,129 @@
+#include "runtime/fault_guard.h"
+
+#include <csetjmp>
+#include <csignal>
+#include <cstdint>
+#include <mutex>
+
+namespace coldstream {
+
+// Entries are never freed, only reused, so that the handler can walk the list at any moment without a lock.
+struct region_entry {
+  std::atomic<uintptr_t> begin{0};
+  std::atomic<uintptr_t> end{0};  // 0: free
+  std::string name;               // under `registry_mutex`
+  region_entry* next = nullptr;
+};
+
+namespace {
+
+std::mutex registry_mutex;
+std::atomic<region_entry*> registry{nullptr};
+struct sigaction previous_action;
+
+struct landing {
+  sigjmp_buf environment;
+  const void* address;
+};
+
+// Initial-exec: the handler must not be the first to touch a lazily allocated thread-local.
+__attribute__((tls_model("initial-exec"))) thread_local landing* active_landing = nullptr;
+
+bool contains(const region_entry& e, uintptr_t address) {
+  return address >= e.begin.load(std::memory_order_acquire) &&
+         address < e.end.load(std::memory_order_acquire);
+}
+
+const region_entry* find_entry(uintptr_t address) {
+  for (const region_entry* e = registry.load(std::memory_order_acquire); e != nullptr; e = e->next) {
+    if (contains(*e, address)) return e;
+  }
+  return nullptr;
+}
+
+void call_previous(int signal, siginfo_t* info, void* context) {
+  if (previous_action.sa_flags & SA_SIGINFO) {
+    previous_action.sa_sigaction(signal, info, context);
+  } else if (previous_action.sa_handler == SIG_DFL ||
+             (previous_action.sa_handler == SIG_IGN && info->si_code > 0)) {
+    // A fault repeats on return and then kills as it would have without us; a sent signal has to be sent
+    // again.
+    ::signal(signal, SIG_DFL);
+    if (info->si_code <= 0) raise(signal);
+  } else if (previous_action.sa_handler != SIG_IGN) {
+    previous_action.sa_handler(signal);
+  }
+}
+
+void on_bus_error(int signal, siginfo_t* info, void* context) {
+  landing* target = active_landing;
+  if (target != nullptr && info->si_code > 0 &&
+      find_entry(reinterpret_cast<uintptr_t>(info->si_addr)) != nullptr) {
+    target->address = info->si_addr;
+    active_landing = nullptr;
+    siglongjmp(target->environment, 1);
+  }
+  call_previous(signal, info, context);
+}
+
+// SA_NODEFER keeps the signal mask as it was, so that leaving by siglongjmp has no mask to restore and the
+// guard costs no system call.
+void install_handler() {
+  struct sigaction action = {};
+  action.sa_sigaction = on_bus_error;
+  action.sa_flags = SA_SIGINFO | SA_NODEFER;
+  sigemptyset(&action.sa_mask);
+  sigaction(SIGBUS, &action, &previous_action);
+}
+
+region_entry* free_entry() {
+  for (region_entry* e = registry.load(std::memory_order_relaxed); e != nullptr; e = e->next) {
+    if (e->end.load(std::memory_order_relaxed) == 0) return e;
+  }
+  if (registry.load(std::memory_order_relaxed) == nullptr) install_handler();
+  auto* fresh = new region_entry;
+  fresh->next = registry.load(std::memory_order_relaxed);
+  registry.store(fresh, std::memory_order_release);
+  return fresh;
+}
+
+}  // namespace
+
+guarded_region::guarded_region(const void* begin, size_t size, std::string name) {
+  std::lock_guard lock(registry_mutex);
+  entry_ = free_entry();
+  entry_->name = std::move(name);
+  entry_->begin.store(reinterpret_cast<uintptr_t>(begin), std::memory_order_release);
+  entry_->end.store(reinterpret_cast<uintptr_t>(begin) + size, std::memory_order_release);
+}
+
+guarded_region::~guarded_region() {
+  std::lock_guard lock(registry_mutex);
+  entry_->end.store(0, std::memory_order_release);
+  entry_->name.clear();
+}
+
+const void* run_guarded(op& next, int stage, int rows, worker& w) {
+  landing here;
+  here.address = nullptr;
+  if (sigsetjmp(here.environment, 0) == 0) {
+    active_landing = &here;
+    next.run(stage, rows, w);
+    active_landing = nullptr;
+    return nullptr;
+  }
+  return here.address;
+}
+
+std::string describe_fault(const void* address) {
+  std::lock_guard lock(registry_mutex);
+  const auto where = reinterpret_cast<uintptr_t>(address);
+  const region_entry* found = find_entry(where);
+  const std::string name = found ? found->name : "the model file";
+  const std::string offset = found ? std::to_string(where - found->begin.load()) : "?";
+  return name + " changed while in use: byte " + offset +
+         " can no longer be read (the file shrank or its disk failed); restore the file and load the model "
+         "again";
+}
+
+}  // namespace coldstream

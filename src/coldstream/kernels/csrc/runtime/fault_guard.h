@@ -1,0 +1,32 @@
+// Turns a page of a mapped file that cannot be read (the file shrank, its disk failed) into a value instead
+// of SIGBUS. The list of mappings and the handler belong to the process: a signal has no other context.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "runtime/op.h"
+
+namespace coldstream {
+
+// A region whose faults are caught, from construction to destruction. Installs the handler on first use;
+// faults outside every region, or outside a guarded stage, go to the handler that was there before.
+class guarded_region {
+ public:
+  guarded_region(const void* begin, size_t size, std::string name);
+  guarded_region(const guarded_region&) = delete;
+  guarded_region& operator=(const guarded_region&) = delete;
+  ~guarded_region();
+
+ private:
+  struct region_entry* entry_;
+};
+
+// Runs one stage on the calling thread; returns the address inside a guarded region that could not be read,
+// or null.
+const void* run_guarded(op& next, int stage, int rows, worker& w);
+
+// For people: which file and byte `address`, a result of `run_guarded`, is.
+std::string describe_fault(const void* address);
+
+}  // namespace coldstream

@@ -1,0 +1,69 @@
+#include "runtime/runtime.h"
+
+#include <stdexcept>
+
+namespace coldstream {
+
+graph::graph(std::shared_ptr<thread_pool> pool, int capacity) : pool_(std::move(pool)), capacity_(capacity) {}
+
+graph::~graph() = default;
+
+void graph::add(std::unique_ptr<op> next) { ops_.push_back(std::move(next)); }
+
+void graph::check_rows(int rows) const {
+  if (rows < 1 || rows > capacity_) {
+    throw std::invalid_argument("a graph captured for " + std::to_string(capacity_) + " rows cannot run " +
+                                std::to_string(rows));
+  }
+}
+
+void graph::run(int rows) {
+  check_rows(rows);
+  pool_->run(ops_, rows);
+}
+
+std::vector<std::pair<std::string, double>> graph::profile(int rows) {
+  check_rows(rows);
+  std::vector<double> seconds(ops_.size());
+  pool_->run(ops_, rows, seconds.data());
+  std::vector<std::pair<std::string, double>> result;
+  for (size_t i = 0; i < ops_.size(); i++) result.emplace_back(ops_[i]->name(), seconds[i]);
+  return result;
+}
+
+runtime::runtime(int threads, tier t) : tier_(t) {
+  if (!tier_supported(t)) {
+    throw std::invalid_argument(std::string("this machine cannot run the ") + tier_name(t) +
+                                " kernels, its best are " + tier_name(tier_best()));
+  }
+  pool_ = std::make_shared<thread_pool>(threads);
+}
+
+runtime::~runtime() = default;
+
+void runtime::begin_capture(int capacity) {
+  if (capturing()) throw std::invalid_argument("a capture is already under way: call end_capture first");
+  if (capacity < 1) throw std::invalid_argument("a graph needs a capacity of at least 1 row");
+  capture_ = std::make_shared<graph>(pool_, capacity);
+}
+
+std::shared_ptr<graph> runtime::end_capture() {
+  if (!capturing()) throw std::invalid_argument("no capture is under way: call begin_capture first");
+  return std::move(capture_);
+}
+
+void runtime::submit(std::unique_ptr<op> next, int rows, std::vector<std::shared_ptr<void>> /*owners*/) {
+  if (capturing()) {
+    if (rows != capture_->capacity()) {
+      throw std::invalid_argument("the graph under capture has " + std::to_string(capture_->capacity()) +
+                                  " rows and the arrays of this call have " + std::to_string(rows));
+    }
+    capture_->add(std::move(next));
+  } else if (rows > 0) {
+    std::vector<std::unique_ptr<op>> ops;
+    ops.push_back(std::move(next));
+    pool_->run(ops, rows);
+  }
+}
+
+}  // namespace coldstream

@@ -1,0 +1,237 @@
+#include "runtime/thread_pool.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <new>
+#include <string>
+
+#include "runtime/fault_guard.h"
+#include "runtime/mapped_file.h"
+
+namespace coldstream {
+
+namespace {
+
+using clock = std::chrono::steady_clock;
+
+// Long enough to bridge the Python between two steps, short enough not to burn a core when nothing comes.
+constexpr auto IDLE_SPIN = std::chrono::microseconds(100);
+// Whoever polls for longer than this may be holding the very core that the awaited thread needs, and yields
+// in between.
+constexpr auto EXCLUSIVE_SPIN = std::chrono::microseconds(5);
+constexpr int POLLS_PER_CLOCK_READ = 16;
+
+// state_: how many helpers are inside the stage, whether it is open for more, whether a run is under way, and
+// the serial number of the last stage. Everybody changes it by addition, so that a helper who comes too late
+// only has to go again.
+constexpr uint64_t INSIDE = 0xffff, OPEN = 0x10000, RUNNING = 0x20000;
+constexpr int SERIAL_SHIFT = 18;
+constexpr uint64_t NEXT_SERIAL = uint64_t{1} << SERIAL_SHIFT;
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+template <typename F>
+bool poll(F done) {
+  for (int i = 0; i < POLLS_PER_CLOCK_READ; i++) {
+    if (done()) return true;
+    relax();
+  }
+  return false;
+}
+
+// Polls `done` for at most `limit`; returns whether it came true.
+template <typename F>
+bool spin(F done, clock::duration limit) {
+  if (poll(done)) return true;
+  const auto start = clock::now();
+  for (auto waited = clock::duration::zero(); waited < limit; waited = clock::now() - start) {
+    if (waited > EXCLUSIVE_SPIN) std::this_thread::yield();
+    if (poll(done)) return true;
+  }
+  return false;
+}
+
+// Signals belong to the threads of the application; only faults must reach the thread that causes them.
+class signals_blocked {
+ public:
+  signals_blocked() {
+    sigset_t all;
+    sigfillset(&all);
+    for (int fault : {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) sigdelset(&all, fault);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~signals_blocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+};
+
+int checked_size(int threads) {
+  if (threads < 1 || threads > thread_pool::MAX_THREADS) {
+    throw std::invalid_argument("threads must be in 1 … " + std::to_string(thread_pool::MAX_THREADS) +
+                                ", not " + std::to_string(threads));
+  }
+  return threads;
+}
+
+}  // namespace
+
+scratch::~scratch() { ::operator delete(data_, std::align_val_t(64)); }
+
+void scratch::reserve(size_t num_bytes) {
+  if (num_bytes <= size_) return;
+  auto* larger = static_cast<std::byte*>(::operator new(num_bytes, std::align_val_t(64)));
+  ::operator delete(data_, std::align_val_t(64));
+  data_ = larger;
+  size_ = num_bytes;
+}
+
+thread_pool::thread_pool(int threads)
+    : size_(checked_size(threads)),
+      owner_(getpid()),
+      memory_(new scratch[threads]),
+      threads_(std::make_unique<std::vector<std::thread>>()) {
+  try {
+    start_workers();
+  } catch (...) {
+    stop_workers();
+    throw;
+  }
+}
+
+thread_pool::~thread_pool() {
+  if (getpid() == owner_) {
+    stop_workers();
+  } else {
+    // In a forked child there is nothing to join, and a joinable std::thread must not be destroyed.
+    static_cast<void>(threads_.release());
+  }
+}
+
+void thread_pool::start_workers() {
+  signals_blocked blocked;
+  threads_->reserve(size_ - 1);
+  for (int i = 1; i < size_; i++) threads_->emplace_back(&thread_pool::help, this, i);
+}
+
+void thread_pool::stop_workers() {
+  stopping_.store(true, std::memory_order_relaxed);
+  calls_.fetch_add(1, std::memory_order_release);
+  calls_.notify_all();
+  for (std::thread& t : *threads_) t.join();
+}
+
+void thread_pool::reserve_memory(const std::vector<std::unique_ptr<op>>& ops) {
+  size_t private_bytes = 0, shared_bytes = 0;
+  for (const auto& next : ops) {
+    private_bytes = std::max(private_bytes, next->scratch_bytes());
+    shared_bytes = std::max(shared_bytes, next->shared_bytes());
+  }
+  for (int i = 0; i < size_; i++) memory_[i].reserve(private_bytes);
+  shared_.reserve(shared_bytes);
+}
+
+void thread_pool::run(const std::vector<std::unique_ptr<op>>& ops, int rows, double* seconds) {
+  if (getpid() != owner_) {
+    throw forked_error(
+        "this Runtime was made before fork() and its threads do not exist here: make a new one in the "
+        "child process, or start it with the 'spawn' method");
+  }
+  if (ops.empty()) return;
+  std::lock_guard turn(turn_);
+  reserve_memory(ops);
+  fault_.store(nullptr, std::memory_order_relaxed);
+  failure_.store(nullptr, std::memory_order_relaxed);
+  walk(ops, rows, seconds);
+  if (const void* address = fault_.load(std::memory_order_relaxed)) {
+    throw model_changed_error(describe_fault(address));
+  }
+  if (const char* message = failure_.load(std::memory_order_relaxed)) throw std::invalid_argument(message);
+}
+
+bool thread_pool::failed() const {
+  return fault_.load(std::memory_order_relaxed) != nullptr ||
+         failure_.load(std::memory_order_relaxed) != nullptr;
+}
+
+void thread_pool::walk(const std::vector<std::unique_ptr<op>>& ops, int rows, double* seconds) {
+  if (size_ > 1) {
+    state_.fetch_add(RUNNING, std::memory_order_relaxed);
+    calls_.fetch_add(1, std::memory_order_release);
+    calls_.notify_all();
+  }
+  auto start = clock::now();
+  bool going = true;
+  for (size_t i = 0; i < ops.size() && going; i++) {
+    const int num_stages = ops[i]->num_stages();
+    for (int stage = 0; stage < num_stages && going; stage++) going = run_stage({ops[i].get(), stage, rows});
+    if (seconds != nullptr) {
+      const auto now = clock::now();
+      seconds[i] = std::chrono::duration<double>(now - start).count();
+      start = now;
+    }
+  }
+  if (size_ > 1) state_.fetch_sub(RUNNING, std::memory_order_relaxed);
+}
+
+// Returns whether the run may go on.
+bool thread_pool::run_stage(const stage_work& work) {
+  work_ = work;
+  next_task_.store(0, std::memory_order_relaxed);
+  if (size_ == 1) {
+    run_share(0);
+    return !failed();
+  }
+  state_.fetch_add(NEXT_SERIAL + OPEN, std::memory_order_release);
+  run_share(0);
+  state_.fetch_sub(OPEN, std::memory_order_relaxed);
+  spin([&] { return (state_.load(std::memory_order_acquire) & INSIDE) == 0; }, clock::duration::max());
+  return !failed();
+}
+
+void thread_pool::run_share(int index) {
+  worker w = {index, size_, &next_task_, &memory_[index], &shared_, &failure_};
+  if (const void* address = run_guarded(*work_.next, work_.stage, work_.rows, w)) {
+    fault_.store(address, std::memory_order_relaxed);
+  }
+}
+
+// Takes part in the open stage, unless there is none or this helper has served it already. Returns whether it
+// did.
+bool thread_pool::join_stage(int index, uint64_t* last_serial) {
+  uint64_t state = state_.load(std::memory_order_relaxed);
+  if ((state & OPEN) == 0 || state >> SERIAL_SHIFT == *last_serial) return false;
+  state = state_.fetch_add(1, std::memory_order_acquire);
+  const bool in_time = (state & OPEN) != 0;
+  if (in_time) {
+    *last_serial = state >> SERIAL_SHIFT;
+    run_share(index);
+  }
+  state_.fetch_sub(1, std::memory_order_release);
+  return in_time;
+}
+
+void thread_pool::help(int index) {
+  uint64_t last_serial = 0;
+  uint32_t seen_calls = 0;
+  for (;;) {
+    if (spin([&] { return join_stage(index, &last_serial); }, IDLE_SPIN)) continue;
+    if (stopping_.load(std::memory_order_relaxed)) return;
+    if ((state_.load(std::memory_order_relaxed) & RUNNING) != 0) continue;
+    // Returns at once after a call that this helper was awake for: it then polls a while longer.
+    calls_.wait(seen_calls, std::memory_order_acquire);
+    seen_calls = calls_.load(std::memory_order_acquire);
+  }
+}
+
+}  // namespace coldstream

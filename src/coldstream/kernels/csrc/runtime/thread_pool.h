@@ -1,0 +1,81 @@
+// Fixed worker threads that help the calling thread through a list of ops. The caller is worker 0 and walks
+// every stage; the others join the stages they find open. A stage ends when the caller finds no task left and
+// everybody who joined has left, so that a helper who is asleep, or whom the system gives no core, is never
+// waited for. A pool of one has no thread.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "runtime/op.h"
+
+namespace coldstream {
+
+// The pool's threads exist only in the process that made it.
+struct forked_error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+class thread_pool {
+ public:
+  // threads in 1 … MAX_THREADS, otherwise std::invalid_argument. Throws std::system_error when the system
+  // refuses one.
+  explicit thread_pool(int threads);
+  thread_pool(const thread_pool&) = delete;
+  thread_pool& operator=(const thread_pool&) = delete;
+  ~thread_pool();
+
+  static constexpr int MAX_THREADS = 1024;
+
+  int size() const { return size_; }
+
+  // Runs `ops` in order and returns when all workers are done; concurrent callers take turns. With `seconds`
+  // [ops.size()], the time of each op. Throws model_changed_error, forked_error, std::bad_alloc, and
+  // std::invalid_argument with the message of an op that failed; the pool stays usable after each of them.
+  void run(const std::vector<std::unique_ptr<op>>& ops, int rows, double* seconds = nullptr);
+
+ private:
+  // What the open stage is; written while no stage is open, read by those who joined it.
+  struct stage_work {
+    op* next = nullptr;
+    int stage = 0;
+    int rows = 0;
+  };
+
+  void start_workers();
+  void stop_workers();
+  void help(int index);
+  bool join_stage(int index, uint64_t* last_serial);
+  void walk(const std::vector<std::unique_ptr<op>>& ops, int rows, double* seconds);
+  bool run_stage(const stage_work& work);
+  void run_share(int index);
+  bool failed() const;
+  void reserve_memory(const std::vector<std::unique_ptr<op>>& ops);
+
+  const int size_;
+  const pid_t owner_;
+  std::unique_ptr<scratch[]> memory_;  // one per worker
+  scratch shared_;
+  std::unique_ptr<std::vector<std::thread>> threads_;
+  std::mutex turn_;
+  stage_work work_;
+
+  // On lines of their own: what all workers poll, and what they take their tasks from.
+  alignas(64) std::atomic<uint64_t> state_{0};  // see thread_pool.cpp
+  alignas(64) std::atomic<int64_t> next_task_{0};
+  alignas(64) std::atomic<uint32_t> calls_{
+      0};  // counts runs, and the end if `stopping_`: what idle workers sleep on
+  std::atomic<bool> stopping_{false};
+  std::atomic<const void*> fault_{nullptr};
+  std::atomic<const char*> failure_{nullptr};
+};
+
+}  // namespace coldstream

@@ -1,0 +1,198 @@
+"""The C++ gated DeltaNet: the reference's values, and the same bits however the rows are cut into calls."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from cpu_cases import Output, Results, random, run_everywhere, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coldstream.kernels import _csrc
+from coldstream.kernels.gated_delta_net.reference import gated_delta_net as gated_delta_net_reference
+from coldstream.kernels.ops import DeltaNetWeights, Rows
+
+Runtimes = list[_csrc.Runtime]
+NUM_SLOTS = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random rows of `slots`, whose states are full of random numbers."""
+
+    num_key_heads: int
+    num_value_heads: int
+    head_dim: int
+    slots: torch.Tensor
+    num_taps: int = 4
+
+    @property
+    def num_channels(self) -> int:
+        return (2 * self.num_key_heads + self.num_value_heads) * self.head_dim
+
+    def inputs(self) -> list[torch.Tensor]:
+        """qkv, z, alpha, beta."""
+        num_rows = len(self.slots)
+        return [
+            random(1, num_rows, self.num_channels),
+            random(2, num_rows, self.num_value_heads * self.head_dim),
+            random(3, num_rows, self.num_value_heads, scale=10),  # beyond the threshold of softplus, too
+            random(4, num_rows, self.num_value_heads),
+        ]
+
+    def weights(self) -> DeltaNetWeights:
+        return DeltaNetWeights(
+            conv_taps=random(5, self.num_channels, self.num_taps),
+            a=-random(6, self.num_value_heads).abs(),
+            dt_bias=random(7, self.num_value_heads),
+            norm=random(8, self.head_dim) + 1,
+            key_head_ids=torch.arange(self.num_value_heads, dtype=torch.int32) % self.num_key_heads,
+            num_key_heads=self.num_key_heads,
+            eps=1e-6,
+        )
+
+    def states(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """conv_state, state."""
+        shape = (NUM_SLOTS, self.num_value_heads, self.head_dim, self.head_dim)
+        return random(9, NUM_SLOTS, self.num_taps - 1, self.num_channels), random(10, *shape, scale=0.1)
+
+
+def call_op(
+    runtime: _csrc.Runtime,
+    case: Case,
+    part: slice,
+    states: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+) -> None:
+    w = case.weights()
+    _csrc.gated_delta_net(
+        runtime, *(x[part] for x in case.inputs()), w.conv_taps, w.a, w.dt_bias, w.norm, w.key_head_ids,
+        w.num_key_heads, w.eps, *states, case.slots[part], out,
+    )  # fmt: skip
+
+
+def run(runtime: _csrc.Runtime, case: Case, cuts: list[int] | None = None) -> Results:
+    """The outputs and both states after calls on the rows between consecutive `cuts`."""
+    states, outputs = case.states(), []
+    cuts = [0, len(case.slots)] if cuts is None else cuts
+    for start, stop in pairwise(cuts):
+        out = Output(stop - start, case.num_value_heads * case.head_dim)
+        call_op(runtime, case, slice(start, stop), states, out.rows)
+        outputs.append(out.checked())
+    return torch.cat(outputs), *states
+
+
+def check_values(case: Case, result: Results) -> None:
+    states = [state.double() for state in case.states()]
+    w = case.weights()
+    exact = DeltaNetWeights(
+        *(x.double() for x in (w.conv_taps, w.a, w.dt_bias, w.norm)), w.key_head_ids, w.num_key_heads, w.eps
+    )
+    inputs = (x.double() for x in case.inputs())
+    rows = Rows(torch.zeros_like(case.slots), case.slots)
+    output = gated_delta_net_reference(*inputs, exact, *states, rows)
+    for got, want in zip(result, (output, *states), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
+def one_slot(num_rows: int, slot: int = 1) -> torch.Tensor:
+    return torch.full((num_rows,), slot, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_head_sizes(runtimes: Runtimes, head_dim: int, num_rows: int) -> None:
+    case = Case(2, 4, head_dim, one_slot(num_rows))
+    check_values(case, run_everywhere(lambda runtime: run(runtime, case), runtimes))
+
+
+@pytest.mark.parametrize(("num_key_heads", "num_value_heads"), [(1, 1), (1, 3), (2, 2), (3, 9), (4, 20)])
+def test_head_groups(runtimes: Runtimes, num_key_heads: int, num_value_heads: int) -> None:
+    case = Case(num_key_heads, num_value_heads, 16, one_slot(18))
+    check_values(case, run_everywhere(lambda runtime: run(runtime, case), runtimes))
+
+
+@pytest.mark.parametrize("num_taps", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 20])
+def test_convolution_state(runtimes: Runtimes, num_taps: int, num_rows: int) -> None:
+    case = Case(1, 2, 8, one_slot(num_rows), num_taps)
+    check_values(case, run_everywhere(lambda runtime: run(runtime, case), runtimes))
+
+
+def test_chunked_prefill_is_token_by_token(fastest: _csrc.Runtime) -> None:
+    case = Case(2, 4, 32, one_slot(100))
+    whole = run(fastest, case)
+    check_values(case, whole)
+    for cuts in (list(range(101)), [0, 1, 3, 64, 66, 100], [0, 50, 100]):
+        for want, got in zip(whole, run(fastest, case, cuts), strict=True):
+            assert same_bits(want, got)
+
+
+@given(cuts=st.sets(st.integers(1, 39), max_size=8))
+@settings(max_examples=25, deadline=None)
+def test_no_cut_changes_a_bit(fastest: _csrc.Runtime, cuts: set[int]) -> None:
+    case = Case(1, 2, 16, one_slot(40))
+    whole, parts = run(fastest, case), run(fastest, case, [0, *sorted(cuts), 40])
+    assert all(same_bits(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 9, 64])
+def test_rows_of_several_slots_do_not_meet(runtimes: Runtimes, num_rows: int) -> None:
+    lengths: list[int] = []
+    while sum(lengths) < num_rows:
+        lengths.append(min(len(lengths) + 1, num_rows - sum(lengths)))
+    runs = [one_slot(length, slot) for slot, length in reversed(list(enumerate(lengths)))]
+    case = Case(2, 4, 16, torch.cat(runs))
+    together = run_everywhere(lambda runtime: run(runtime, case), runtimes)
+    check_values(case, together)
+    alone = run(runtimes[-1], case, list(range(num_rows + 1)))
+    assert all(same_bits(a, b) for a, b in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([0, 0, -1], "slot lies outside the states"),
+        ([12], "slot lies outside the states"),
+        ([2**31 - 1], "slot lies outside the states"),
+        ([-(2**31)], "slot lies outside the states"),
+        ([0, 1, 0], "rows of a slot must be adjacent"),
+    ],
+)
+def test_bad_slots_are_refused_and_change_nothing(runtimes: Runtimes, slots: list[int], message: str) -> None:
+    case = Case(1, 2, 8, torch.tensor(slots, dtype=torch.int32))
+    for runtime in runtimes:
+        states, out = case.states(), Output(len(slots), 16)
+        with pytest.raises(ValueError, match=message):
+            call_op(runtime, case, slice(None), states, out.rows)
+        assert all(same_bits(a, b) for a, b in zip(states, case.states(), strict=True))
+        assert out.rows.isnan().all()
+        run(runtime, Case(1, 2, 8, one_slot(3)))
+
+
+def test_wrong_arrays_are_refused(fastest: _csrc.Runtime) -> None:
+    case = Case(2, 4, 8, one_slot(2))
+    w, (conv_state, state), out = case.weights(), case.states(), torch.zeros(2, 32)
+
+    def call(**changes: torch.Tensor | int) -> None:
+        arguments = {
+            "conv_taps": w.conv_taps,
+            "key_head_ids": w.key_head_ids,
+            "num_key_heads": 2,
+            "conv_state": conv_state,
+            **changes,
+        }
+        _csrc.gated_delta_net(
+            fastest, *case.inputs(), a=w.a, dt_bias=w.dt_bias, norm=w.norm, eps=w.eps, state=state,
+            slots=case.slots, out=out, **arguments,
+        )  # fmt: skip
+
+    with pytest.raises(ValueError, match="1 … 16 taps, not 17"):
+        call(conv_taps=torch.zeros(64, 17))
+    with pytest.raises(ValueError, match=r"key_head_ids\[3\] is 2"):
+        call(key_head_ids=torch.tensor([0, 1, 0, 2], dtype=torch.int32))
+    with pytest.raises(ValueError, match="64 channels, but 2 · 3 key and 4 value heads of 8"):
+        call(num_key_heads=3)
+    with pytest.raises(ValueError, match=r"conv_state must be \[12, 3, 64\]"):
+        call(conv_state=torch.zeros(12, 2, 64))

@@ -1,0 +1,149 @@
+"""The C++ operations equal docs/arithmetic.md, written a second time in PyTorch, bit for bit."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cpu_cases import random
+from random_blocks import random_weight
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels import _csrc
+from coldstream.kernels.cpu_ops import CpuOps
+from coldstream.kernels.ops import DeltaNetWeights, RopeSpec, Rows
+from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.kernels.reference_ops import ReferenceOps
+
+EPS = 1e-6
+
+
+@pytest.fixture(scope="module")
+def exact() -> ReferenceOps:
+    return ReferenceOps(exact=True)
+
+
+@pytest.fixture(scope="module")
+def cpu() -> CpuOps:
+    return CpuOps(2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small cost more to share out than to compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def as_arrays(value: Any) -> Any:
+    """The same argument for CpuOps: tensors as numpy arrays on the same memory."""
+    if isinstance(value, torch.Tensor):
+        return value.numpy()
+    if isinstance(value, QuantTensor):
+        *stack, rows, columns = value.shape
+        data = value.blocks.numpy().reshape(-1)
+        return _csrc.Weight.from_array(data, int(value.quant_type), rows, columns, *stack)
+    if isinstance(value, Rows | DeltaNetWeights):
+        return type(value)(**{name: as_arrays(part) for name, part in vars(value).items()})
+    return [as_arrays(part) for part in value] if isinstance(value, list) else value
+
+
+def assert_same_bits(exact: ReferenceOps, cpu: CpuOps, name: str, *arguments: Any) -> None:
+    """Calls the operation `name` of both, on copies, and compares results and changed arguments."""
+    ours = [value.clone() if isinstance(value, torch.Tensor) else value for value in arguments]
+    theirs = [as_arrays(value.clone() if isinstance(value, torch.Tensor) else value) for value in arguments]
+    results = getattr(exact, name)(*ours), getattr(cpu, name)(*theirs)
+    pairs = list(zip(*((r if isinstance(r, tuple) else (r,)) for r in results), strict=True))
+    pairs += [(a, b) for a, b in zip(ours, theirs, strict=True) if isinstance(a, torch.Tensor)]
+    for a, b in pairs:
+        # == takes −0 for 0: whether an empty lane was added decides the sign of a zero sum.
+        np.testing.assert_array_equal(a.numpy(), b)
+
+
+def rows_at(first: int, count: int, slot: int = 0) -> Rows:
+    positions = torch.arange(first, first + count, dtype=torch.int32)
+    return Rows(positions, torch.full((count,), slot, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("size", [64, 100, 256])
+def test_rms_norm(exact: ReferenceOps, cpu: CpuOps, size: int) -> None:
+    assert_same_bits(exact, cpu, "rms_norm", random(1, 500, size), random(2, size), EPS)
+
+
+def test_swiglu_and_add(exact: ReferenceOps, cpu: CpuOps) -> None:
+    for name in ("swiglu", "add"):
+        assert_same_bits(exact, cpu, name, random(1, 9, 300, scale=20), random(2, 9, 300))
+
+
+@pytest.mark.parametrize(("num_dims", "theta"), [(64, 1e7), (16, 1e7), (32, 1e4)])
+def test_rope_angles(exact: ReferenceOps, cpu: CpuOps, num_dims: int, theta: float) -> None:
+    positions = torch.cat((torch.arange(300), torch.tensor([4095, 65536, 262143]))).int()
+    assert_same_bits(exact, cpu, "rope_angles", positions, RopeSpec(num_dims, theta))
+
+
+@pytest.mark.parametrize("first", [0, 60, 250, 510])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_attention(exact: ReferenceOps, cpu: CpuOps, first: int, dtype: torch.dtype) -> None:
+    """Across the edges of blocks (64 positions) and chunks (256)."""
+    heads, groups, size, count = 4, 2, 32, 9
+    inputs = [
+        random(1, count, 2 * heads * size),
+        random(2, count, groups * size),
+        random(3, count, groups * size),
+    ]
+    caches = [random(seed, 2, 520, groups, size).to(dtype) for seed in (4, 5)]
+    rows = rows_at(first, count, slot=1)
+    angles = exact.rope_angles(rows.positions, RopeSpec(16, 1e4))
+    norms = [random(6, size), random(7, size)]
+    assert_same_bits(exact, cpu, "attention", *inputs, *norms, EPS, angles, *caches, rows)
+
+
+@pytest.mark.parametrize("key_head_ids", [[0, 1, 0, 1], [0, 0, 1, 1]], ids=["tiled", "grouped"])
+def test_gated_delta_net(exact: ReferenceOps, cpu: CpuOps, key_head_ids: list[int]) -> None:
+    key_heads, value_heads, size, count = 2, 4, 32, 9
+    channels = (2 * key_heads + value_heads) * size
+    weights = DeltaNetWeights(
+        conv_taps=random(1, channels, 4),
+        a=-random(2, value_heads).abs(),
+        dt_bias=random(3, value_heads, scale=10),
+        norm=random(4, size),
+        key_head_ids=torch.tensor(key_head_ids, dtype=torch.int32),
+        num_key_heads=key_heads,
+        eps=EPS,
+    )
+    widths = (channels, value_heads * size, value_heads, value_heads)
+    inputs = [random(5 + i, count, width) for i, width in enumerate(widths)]
+    states = [random(9, 2, 3, channels), random(10, 2, value_heads, size, size)]
+    assert_same_bits(exact, cpu, "gated_delta_net", *inputs, weights, *states, rows_at(0, count, slot=1))
+
+
+@pytest.mark.parametrize("quant_type", list(QuantType), ids=lambda t: t.name)
+def test_linear(exact: ReferenceOps, cpu: CpuOps, quant_type: QuantType) -> None:
+    weight = random_weight(quant_type, (7, 512), seed=int(quant_type))
+    assert_same_bits(exact, cpu, "linear", random(1, 3, 512), [weight])
+
+
+@pytest.mark.parametrize("quant_type", [QuantType.F32, QuantType.F16, QuantType.BF16], ids=lambda t: t.name)
+def test_router(exact: ReferenceOps, cpu: CpuOps, quant_type: QuantType) -> None:
+    weight = random_weight(quant_type, (40, 64), seed=1)
+    assert_same_bits(exact, cpu, "router", random(2, 9, 64), weight, 5)
+
+
+def test_routed_experts_and_their_sum(exact: ReferenceOps, cpu: CpuOps) -> None:
+    types = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K)
+    stacks = [random_weight(quant_type, (6, 256, 256), seed=int(quant_type)) for quant_type in types]
+    scores = torch.rand(9, 6, generator=torch.Generator().manual_seed(1))
+    ids = scores.argsort(dim=-1)[:, :3].int().contiguous()
+    assert_same_bits(exact, cpu, "routed_experts", random(2, 9, 256), ids, *stacks)
+    assert_same_bits(
+        exact,
+        cpu,
+        "combine_experts",
+        random(3, 9, 3, 64),
+        scores[:, :3].contiguous(),
+        random(4, 9, 64),
+        random(5, 9, 1),
+    )
