@@ -1,0 +1,214 @@
+"""The operations on the CPU, by C++ kernels: `ops.py` has their meaning, `docs/arithmetic.md` their bits.
+
+Called plainly, a method runs at once. Inside `capture` it only records: the forward pass runs once in Python
+and becomes a graph that C++ replays with any number of rows, without Python between the operations.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from coldstream.errors import UnsupportedError
+from coldstream.gguf.quant_types import QuantType
+from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels import _csrc
+from coldstream.kernels.arena import Arena
+from coldstream.kernels.ops import DeltaNetWeights, RopeSpec, Rows
+
+Array = np.ndarray[Any, Any]
+Outputs = TypeVar("Outputs")
+
+FLOAT32 = np.dtype(np.float32)
+READ_AHEAD_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class CapturedGraph(Generic[Outputs]):
+    """A captured forward pass: write its inputs, `run(rows)`, read the first rows of `outputs`.
+
+    The graph points into the arena, and into inputs, caches and weights that whoever captured it keeps alive.
+    """
+
+    graph: _csrc.Graph
+    outputs: Outputs
+    arena: Arena
+
+    def run(self, rows: int) -> None:
+        """Raises ModelChangedError if a page of the model file has vanished; outputs are then undefined."""
+        self.graph.run(rows)
+
+
+class CpuOps:
+    """`Ops` over the C++ kernels; one thread pool and one instruction-set tier.
+
+    tier is "auto" or one of generic, avx2, avx512, amx; a tier this machine lacks raises UnsupportedError.
+    """
+
+    def __init__(self, threads: int, tier: str = "auto") -> None:
+        try:
+            self._runtime = _csrc.Runtime(threads, tier)
+        except ValueError as error:
+            raise UnsupportedError(str(error)) from error
+        self._arena: Arena | None = None
+        self._maps: dict[tuple[GGUFFile, int], _csrc.MappedFile] = {}
+
+    @property
+    def tier(self) -> str:
+        """The tier that runs."""
+        return str(self._runtime.tier)
+
+    @property
+    def threads(self) -> int:
+        """Threads of the pool, the calling one included."""
+        return int(self._runtime.threads)
+
+    def capture(self, capacity: int, build: Callable[[], Outputs]) -> CapturedGraph[Outputs]:
+        """Records the operations that `build` calls, all on arrays of `capacity` rows."""
+        self._arena = arena = Arena()
+        self._runtime.begin_capture(capacity)
+        try:
+            outputs = build()
+        finally:
+            graph = self._runtime.end_capture()
+            self._arena = None
+        return CapturedGraph(graph, outputs, arena)
+
+    def read_ahead(self, progress: Callable[[int, int], None]) -> None:
+        """Brings every mapped byte into memory; progress is called with (done, total) bytes."""
+        total = sum(mapped.size for mapped in self._maps.values())
+        done = 0
+        for mapped in self._maps.values():
+            for start in range(0, mapped.size, READ_AHEAD_BYTES):
+                count = min(READ_AHEAD_BYTES, mapped.size - start)
+                _csrc.touch_pages(self._runtime, mapped, start, count)
+                done += count
+                progress(done, total)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
+        return np.zeros(shape, dtype)
+
+    def int_vector(self, values: Sequence[int]) -> Array:
+        return np.array(values, np.int32)
+
+    def _empty(self, *shape: int, dtype: np.dtype[Any] = FLOAT32) -> Array:
+        if self._arena is None:
+            return np.empty(shape, dtype)
+        return self._arena.empty(shape, dtype)
+
+    def load_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
+        """The tensor where it lies in the mapped file; nothing is read."""
+        mapped = self._maps.get((file, info.shard))
+        if mapped is None:
+            mapped = _csrc.MappedFile(
+                file.descriptor(info.shard), file.shard_bytes[info.shard], str(file.paths[info.shard])
+            )
+            self._maps[file, info.shard] = mapped
+        *stack, rows, cols = info.shape
+        return _csrc.Weight.from_file(mapped, info.offset, int(info.quant_type), rows, cols, math.prod(stack))
+
+    def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
+        if info.quant_type in (QuantType.F32, QuantType.F16, QuantType.BF16):
+            return self.load_weight(file, info)
+        values = self.load_vector(file, info)
+        return _csrc.Weight.from_array(values.reshape(-1).view(np.uint8), int(QuantType.F32), *info.shape)
+
+    def load_vector(self, file: GGUFFile, info: TensorInfo) -> Array:
+        """A copy as float32."""
+        *rest, cols = info.shape
+        out = np.empty(info.shape, np.float32)
+        weight = _csrc.Weight.from_array(file.read(info), int(info.quant_type), math.prod(rest), cols)
+        _csrc.dequantize(self._runtime, weight, out)
+        return out
+
+    def split_rows(self, weight: _csrc.Weight, sizes: Sequence[int]) -> tuple[_csrc.Weight, ...]:
+        begins = [sum(sizes[:i]) for i in range(len(sizes))]
+        return tuple(weight.rows(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
+
+    def embed(self, table: _csrc.Weight, token_ids: Array) -> Array:
+        out = self._empty(token_ids.shape[0], table.num_cols)
+        _csrc.embed(self._runtime, table, token_ids, out)
+        return out
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        out = self._empty(*x.shape)
+        _csrc.rms_norm(self._runtime, x, weight, eps, out)
+        return out
+
+    def linear(self, x: Array, weights: Sequence[_csrc.Weight]) -> tuple[Array, ...]:
+        outs = [self._empty(x.shape[0], weight.num_rows) for weight in weights]
+        _csrc.linear(self._runtime, x, list(weights), outs)
+        return tuple(outs)
+
+    def add(self, x: Array, y: Array) -> Array:
+        out = self._empty(*x.shape)
+        _csrc.add(self._runtime, x, y, out)
+        return out
+
+    def swiglu(self, gate: Array, up: Array) -> Array:
+        out = self._empty(*gate.shape)
+        _csrc.swiglu(self._runtime, gate, up, out)
+        return out
+
+    def rope_angles(self, positions: Array, rope: RopeSpec) -> Array:
+        out = self._empty(positions.shape[0], rope.num_dims // 2, 2)
+        _csrc.rope_angles(self._runtime, positions, rope.theta, out)
+        return out
+
+    def attention(
+        self,
+        query_gate: Array,
+        key: Array,
+        value: Array,
+        q_norm: Array,
+        k_norm: Array,
+        eps: float,
+        angles: Array,
+        k_cache: Array,
+        v_cache: Array,
+        rows: Rows,
+    ) -> Array:
+        out = self._empty(query_gate.shape[0], query_gate.shape[1] // 2)
+        _csrc.attention(
+            self._runtime, query_gate, key, value, q_norm, k_norm, eps, angles, k_cache, v_cache,
+            rows.positions, rows.slots, out,
+        )  # fmt: skip
+        return out
+
+    def gated_delta_net(
+        self,
+        qkv: Array,
+        z: Array,
+        alpha: Array,
+        beta: Array,
+        weights: DeltaNetWeights,
+        conv_state: Array,
+        state: Array,
+        rows: Rows,
+    ) -> Array:
+        out = self._empty(*z.shape)
+        _csrc.gated_delta_net(
+            self._runtime, qkv, z, alpha, beta, weights.conv_taps, weights.a, weights.dt_bias, weights.norm,
+            weights.key_head_ids, weights.num_key_heads, weights.eps, conv_state, state, rows.slots, out,
+        )  # fmt: skip
+        return out
+
+    def router(self, x: Array, weight: _csrc.Weight, num_experts_per_tok: int) -> tuple[Array, Array]:
+        ids = self._empty(x.shape[0], num_experts_per_tok, dtype=np.dtype(np.int32))
+        topk_weights = self._empty(x.shape[0], num_experts_per_tok)
+        _csrc.router(self._runtime, x, weight, ids, topk_weights)
+        return ids, topk_weights
+
+    def routed_experts(
+        self, x: Array, topk_ids: Array, gate: _csrc.Weight, up: _csrc.Weight, down: _csrc.Weight
+    ) -> Array:
+        out = self._empty(*topk_ids.shape, down.num_rows)
+        _csrc.routed_experts(self._runtime, x, topk_ids, gate, up, down, out)
+        return out
+
+    def combine_experts(self, routed: Array, topk_weights: Array, shared: Array, shared_gate: Array) -> Array:
+        out = self._empty(*shared.shape)
+        _csrc.combine_experts(self._runtime, routed, topk_weights, shared, shared_gate, out)
+        return out
