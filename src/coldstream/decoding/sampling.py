@@ -1,0 +1,191 @@
+"""From logits to a token: penalties, filters, and a draw that is a pure function of (seed, position).
+
+Everything works on one float32 vector [vocab] and returns the same token on any machine, because the draw is
+integer arithmetic. This is the definition that a faster version has to reproduce:
+
+1. *Weight* of a token with logit l, relative to the largest logit m, at temperature T, in float64, every
+   operation rounded on its own: x = (l − m) / T; 0 if x < −28; otherwise ⌊2^40 · exp(x)⌋ with exp as in
+   `_exp`. The largest logit weighs 2^40, and sums of weights are exact in int64 in any order.
+2. *top-k* keeps the k largest logits, of equal ones the lowest ids.
+3. *top-p* orders these by (logit descending, id ascending) and keeps a token if the weights (T = 1) of those
+   before it sum to less than high64(⌊p · 2^64⌋ · total), total being the weight of all kept by top-k; the
+   first always stays. high64(a · b) is ⌊a · b / 2^64⌋.
+4. *min-p* keeps weights (T = 1) of at least min_p · 2^40; where top-p or min-p is on, a weight of 0 goes too.
+5. *Draw*: with weights at temperature T, total W, and a 64-bit r, the token is the first, by ascending id, at
+   which the running sum exceeds high64(r · W).
+6. r = w0 + 2^32 · w1 of Philox4x32-10 with the key (seed mod 2^32, ⌊seed / 2^32⌋) and the counter (position
+   mod 2^32, ⌊position / 2^32⌋, 0, 0). The position is the index that the new token will have in its sequence.
+
+Temperature 0 takes the largest logit. Ties always go to the lowest id.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coldstream.decoding.sampling_params import Logits, SamplingParams
+from coldstream.errors import GenerationFault
+
+WEIGHT_ONE = 2**40
+_MIN_EXPONENT = -28.0  # exp(−28) < 2^−40: beyond it every weight is 0
+_LOG2_E = 1.4426950408889634
+_LN2_HIGH = 6.93147180369123816490e-01  # the upper 32 bits of ln 2, so that n · _LN2_HIGH is exact
+_LN2_LOW = 1.90821492927058770002e-10
+_EXP_COEFFICIENTS = tuple(
+    1.0 / factorial
+    for factorial in (479001600, 39916800, 3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2, 1, 1)
+)
+_FIRST_SORT = 1024
+_MASK32 = 2**32 - 1
+
+
+def sample_token(logits: Logits, context: Sequence[int], params: SamplingParams, seed: int) -> int:
+    """The token that follows `context` (all ids so far) given the model's float32 `logits` [vocab].
+
+    Pure: the arguments are not changed, and `params.seed` is ignored in favour of `seed`. Raises
+    GenerationFault if a logit is not finite, or if the logits processors leave no token.
+    """
+    if not np.isfinite(logits).all():
+        raise GenerationFault(_describe_bad_logits(logits, len(context)))
+    if params.has_penalties:
+        logits = apply_penalties(logits, context, params)
+    for processor in params.logits_processors:
+        logits = processor(context, logits)
+    best = int(np.argmax(logits))  # the first NaN if there is one
+    if not np.isfinite(logits[best]):
+        raise GenerationFault(
+            f"no token can follow at position {len(context)}: the best logit is {logits[best]}"
+        )
+    if params.temperature == 0:
+        return best
+    kept = keep_tokens(logits, params)
+    return draw_token(kept, logits[kept], params.temperature, random_bits(seed, len(context)))
+
+
+def apply_penalties(logits: Logits, context: Sequence[int], params: SamplingParams) -> Logits:
+    """A copy of `logits` [vocab] in which tokens of the last `params.repeat_last_n` of `context` are less
+    likely.
+
+    Positive logits are divided by the repetition penalty, others multiplied; then presence + count ·
+    frequency is subtracted; all in float32. A function of the last tokens alone, so it can be asked at any
+    node of a draft tree.
+    """
+    window = context if params.repeat_last_n is None else context[-params.repeat_last_n :]
+    ids, counts = np.unique(np.asarray(window, dtype=np.int64), return_counts=True)
+    seen = logits[ids]
+    repetition = np.float32(params.repetition_penalty)
+    with np.errstate(over="ignore"):
+        seen = np.where(seen > 0, seen / repetition, seen * repetition)
+    seen -= counts.astype(np.float32) * np.float32(params.frequency_penalty) + np.float32(
+        params.presence_penalty
+    )
+    penalised = logits.copy()
+    penalised[ids] = seen
+    return penalised
+
+
+def keep_tokens(logits: Logits, params: SamplingParams) -> NDArray[np.int64]:
+    """Ids that survive top-k, top-p and min-p, ascending; never empty."""
+    kept = _top_k(logits, params.top_k)
+    if params.top_p == 1 and params.min_p == 0:
+        return kept
+    weights = token_weights(logits[kept], 1.0)
+    total = int(weights.sum())
+    # Dropping min-p's victims first changes nothing, as both keep a prefix of one order, but leaves less to
+    # sort.
+    alive = weights >= max(1, int(np.ceil(params.min_p * WEIGHT_ONE)))
+    kept, weights = kept[alive], weights[alive]
+    if params.top_p == 1:
+        return kept
+    first = _first_by_rank(logits[kept], weights, _high64(int(params.top_p * 2.0**64), total))
+    return kept[np.sort(first)]
+
+
+def draw_token(ids: NDArray[np.int64], logits: Logits, temperature: float, bits: int) -> int:
+    """One of ascending `ids`, whose logits are `logits`, chosen by the 64-bit number `bits`."""
+    sums = np.cumsum(token_weights(logits, temperature))
+    return int(ids[np.searchsorted(sums, _high64(bits, int(sums[-1])), side="right")])
+
+
+def token_weights(logits: Logits, temperature: float) -> NDArray[np.int64]:
+    """⌊2^40 · exp((l − max) / T)⌋ for each logit: int64, the largest exactly 2^40. At least one must be
+    finite.
+    """
+    with np.errstate(over="ignore"):
+        exponents = (logits.astype(np.float64) - np.float64(logits.max())) / temperature
+    weights = np.zeros(len(logits), dtype=np.int64)
+    alive = exponents >= _MIN_EXPONENT
+    weights[alive] = np.floor(_exp(exponents[alive]) * WEIGHT_ONE).astype(np.int64)
+    return weights
+
+
+def random_bits(seed: int, position: int) -> int:
+    """64 uniform bits for the token at `position`, a pure function of its arguments (both below 2^64)."""
+    counter = (position & _MASK32, position >> 32, 0, 0)
+    words = philox4x32(counter, (seed & _MASK32, seed >> 32))
+    return words[0] | words[1] << 32
+
+
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = divmod(0xD2511F53 * c0, 2**32)
+        high1, low1 = divmod(0xCD9E8D57 * c2, 2**32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
+    return c0, c1, c2, c3
+
+
+def _first_by_rank(logits: Logits, weights: NDArray[np.int64], bound: int) -> NDArray[np.int64]:
+    """Indices by (logit descending, index ascending) as long as the weights before one sum to less than
+    `bound`.
+
+    At least one. Sorts only as many of the largest logits as that takes.
+    """
+    num_sorted = _FIRST_SORT
+    while True:
+        largest = _top_k(logits, num_sorted)
+        order = largest[np.argsort(-logits[largest], kind="stable")]
+        sums = np.cumsum(weights[order])
+        if len(order) == len(logits) or sums[-1] >= bound:
+            break
+        num_sorted *= 16
+    num_kept = int(np.count_nonzero(sums - weights[order] < bound))
+    return order[: max(1, num_kept)]
+
+
+def _top_k(logits: Logits, k: int) -> NDArray[np.int64]:
+    if not 0 < k < len(logits):
+        return np.arange(len(logits))
+    threshold = np.partition(logits, -k)[-k]
+    above = np.flatnonzero(logits > threshold)
+    ties = np.flatnonzero(logits == threshold)[: k - len(above)]
+    return np.sort(np.concatenate([above, ties]))
+
+
+def _exp(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """exp for −28 ≤ x ≤ 0: n = rint(x · log2 e), t = (x − n · hi) − n · lo, Horner from 1/12! down, times
+    2^n.
+    """
+    n = np.rint(x * _LOG2_E)
+    t = (x - n * _LN2_HIGH) - n * _LN2_LOW
+    result = np.full_like(t, _EXP_COEFFICIENTS[0])
+    for coefficient in _EXP_COEFFICIENTS[1:]:
+        result *= t
+        result += coefficient
+    return np.ldexp(result, n.astype(np.int32))
+
+
+def _high64(a: int, b: int) -> int:
+    return a * b >> 64
+
+
+def _describe_bad_logits(logits: Logits, position: int) -> str:
+    bad = np.flatnonzero(~np.isfinite(logits))
+    return (
+        f"{len(bad)} of {len(logits)} logits at position {position} are not finite "
+        f"(token {bad[0]}: {logits[bad[0]]}); the model's weights or its state are damaged"
+    )

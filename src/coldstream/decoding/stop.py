@@ -1,0 +1,55 @@
+"""Stop strings in streamed text.
+
+`StopMatcher` takes text in arbitrary pieces and lets through what can no longer be part of a stop string.
+Where the pieces are cut doesn't matter: the text let through is always the same.
+"""
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Finds the stop string that is complete first; of those that end together, the one that starts first.
+
+    The unit of work is `feed`: a piece of text in, the text that is safe to show out.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self._matched: str | None = None
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was found, or None so far."""
+        return self._matched
+
+    def feed(self, text: str) -> str:
+        """Text that is now known to lie before any stop string. Empty once a stop string was found."""
+        if self._matched is not None:
+            return ""
+        self._held += text
+        found = [
+            (start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0
+        ]
+        if found:
+            _, end, self._matched = min(found)
+            kept = 0
+        else:
+            kept = self._num_undecided()
+            end = len(self._held) - kept
+        safe, self._held = self._held[:end], (self._held[end:] if kept else "")
+        return safe
+
+    def flush(self) -> str:
+        """The text still held back, when nothing more will come."""
+        text, self._held = self._held, ""
+        return text
+
+    def _num_undecided(self) -> int:
+        """Length of the longest end of the held text that a stop string begins with."""
+        longest = min(len(self._held), max((len(stop) for stop in self._stops), default=1) - 1)
+        for length in range(longest, 0, -1):
+            end = self._held[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
