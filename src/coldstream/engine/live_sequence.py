@@ -1,0 +1,75 @@
+"""The one sequence whose state the model holds, and when a prompt may continue it.
+
+A recurrent state can't be wound back, so a prompt reuses it only by extending it: all live tokens must be a
+prefix of the prompt, with at least one token left to compute. Anything else starts afresh.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from coldstream.decoding import Logits, Progress
+
+
+class Runner(Protocol):
+    """What a model offers for computing one sequence; `models.runner.ModelRunner` does."""
+
+    @property
+    def position(self) -> int:
+        """Tokens in the state."""
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+
+    def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> Logits:
+        """Append `token_ids` (at least one); logits [vocab] float32 after the last."""
+
+    def decode(self, token_id: int) -> Logits:
+        """Append one token; logits [vocab] float32 after it."""
+
+
+class LiveSequence:
+    """A `TargetModel` over a `Runner` that knows which tokens the state holds.
+
+    If computing is interrupted by any exception, the state counts as unknown and the next prompt starts
+    afresh.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._token_ids: list[int] | None = None  # None: unknown
+        self._num_reused = 0
+
+    @property
+    def num_reused(self) -> int:
+        """Tokens of the last prompt that were already in the state."""
+        return self._num_reused
+
+    def forget(self) -> None:
+        """Make the next prompt start afresh."""
+        self._token_ids = None
+
+    def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> Logits:
+        """Make `token_ids` the sequence, computing what the state lacks; logits [vocab] after the last."""
+        live, self._token_ids = self._token_ids, None
+        self._num_reused = num_live_prefix(live or [], token_ids)
+        if self._num_reused == 0:
+            self._runner.reset()
+        assert self._runner.position == self._num_reused, "nobody else may move the runner"
+        logits = self._runner.prefill(token_ids[self._num_reused :], progress)
+        self._token_ids = list(token_ids)
+        return logits
+
+    def decode(self, token_id: int) -> Logits:
+        """Append `token_id`; logits [vocab] after it. Must follow `prefill`."""
+        live, self._token_ids = self._token_ids, None
+        assert live is not None, "decode needs a known sequence"
+        logits = self._runner.decode(token_id)
+        live.append(token_id)
+        self._token_ids = live
+        return logits
+
+
+def num_live_prefix(live_ids: Sequence[int], prompt_ids: Sequence[int]) -> int:
+    """How many tokens of the prompt the state already holds: all live ones or none."""
+    num_live = len(live_ids)
+    return num_live if num_live < len(prompt_ids) and list(prompt_ids[:num_live]) == list(live_ids) else 0

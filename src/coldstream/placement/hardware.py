@@ -1,0 +1,175 @@
+"""What the machine has, as this process may use it.
+
+Container limits (cgroups, CPU affinity) count: a machine with 64 cores of which two are ours has two. Nothing
+here knows models or tensors. Sources: Linux sysfs, procfs and cgroup v1/v2 files; elsewhere the standard
+library's answers.
+"""
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+_BUFFER_BYTES = 512 * 2**20  # well beyond the last-level cache of the machines this runs on
+_NUM_PASSES = 5
+_FALLBACK_RAM_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine. Only plain values, so `dataclasses.asdict` gives JSON."""
+
+    cpu_name: str
+    cpu_flags: tuple[str, ...]  # as the kernel names them, sorted
+    num_logical_cpus: int  # that this process may run on
+    num_physical_cores: int  # distinct cores among them, at most the CPU quota
+    ram_total_bytes: int  # of the machine or the container, whichever is less
+    ram_available_bytes: int
+    read_bytes_per_s: float | None = None  # memory read bandwidth; None: not measured
+
+    @classmethod
+    def measure(cls, *, root: Path = Path("/"), cpu_ids: Iterable[int] | None = None) -> "Hardware":
+        """Look at the machine; a few milliseconds, no bandwidth.
+
+        `root` is where proc/ and sys/ are, `cpu_ids` the logical CPUs to count (default: this process's
+        affinity).
+        """
+        cpus = sorted(cpu_ids) if cpu_ids is not None else _affinity()
+        groups = _cgroup_directories(root)
+        name, flags = _cpu_name_and_flags(root)
+        cores = _count_cores(root, cpus)
+        quota = min((_cpu_quota(group) for group in groups), default=math.inf)
+        total, available = _system_ram(root)
+        for group in groups:
+            limit, used = _memory_limit(group)
+            total = min(total, limit)
+            available = min(available, max(0, limit - used))
+        return cls(
+            cpu_name=name,
+            cpu_flags=flags,
+            num_logical_cpus=len(cpus),
+            num_physical_cores=max(1, min(cores, math.floor(quota) if quota != math.inf else cores)),
+            ram_total_bytes=total,
+            ram_available_bytes=available,
+        )
+
+    def with_bandwidth(self, num_threads: int) -> "Hardware":
+        """The same machine with `read_bytes_per_s` measured by `num_threads` threads; takes half a second."""
+        num_bytes = min(_BUFFER_BYTES, self.ram_available_bytes // 8)
+        return replace(self, read_bytes_per_s=measure_read_bandwidth(num_threads, num_bytes))
+
+
+def measure_read_bandwidth(num_threads: int, num_bytes: int = _BUFFER_BYTES) -> float:
+    """Bytes per second that `num_threads` threads read from memory together: the best of five passes over a
+    buffer.
+
+    Each thread takes the maximum of its own share of 64-bit words, a loop that memory bounds.
+    """
+    import numpy as np
+
+    words = np.ones(max(num_threads, num_bytes // 8), dtype=np.int64)
+    shares = np.array_split(words, num_threads)
+    best_s = math.inf
+    for _ in range(_NUM_PASSES):
+        threads = [threading.Thread(target=share.max) for share in shares]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        best_s = min(best_s, time.perf_counter() - start)
+    return words.nbytes / best_s
+
+
+def _affinity() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _read(path: Path) -> str:
+    """The text of a kernel file, or nothing where it doesn't exist or may not be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _read_number(path: Path, otherwise: float) -> float:
+    text = _read(path).strip()
+    return float(text) if text.isdecimal() else otherwise
+
+
+def _cpu_name_and_flags(root: Path) -> tuple[str, tuple[str, ...]]:
+    fields: dict[str, str] = {}
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(key.strip(), value.strip())
+    flags = fields.get("flags", fields.get("Features", ""))
+    return fields.get("model name", "unknown CPU"), tuple(sorted(set(flags.split())))
+
+
+def _count_cores(root: Path, cpu_ids: list[int]) -> int:
+    """Cores, telling apart hyper-threads of one core by the kernel's list of siblings."""
+    topology = root / "sys/devices/system/cpu"
+    siblings = {
+        _read(topology / f"cpu{cpu_id}/topology/thread_siblings_list").strip() or str(cpu_id)
+        for cpu_id in cpu_ids
+    }
+    return len(siblings)
+
+
+def _cgroup_directories(root: Path) -> list[Path]:
+    """The directories whose limits bind this process: its own control groups and all above them."""
+    directories: list[Path] = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        for mount in controllers.split(",") if controllers else [""]:
+            if mount not in ("", "memory", "cpu"):
+                continue
+            base = root / "sys/fs/cgroup" / mount
+            group = Path(path.lstrip("/"))
+            directories += [base / part for part in (group, *group.parents) if ".." not in part.parts]
+    return [directory for directory in dict.fromkeys(directories) if directory.is_dir()]
+
+
+def _cpu_quota(group: Path) -> float:
+    """CPUs' worth of time this group may use, by cgroup v2 or v1."""
+    quota, _, period = _read(group / "cpu.max").strip().partition(" ")
+    if quota.isdecimal() and period.isdecimal():
+        return max(1.0, int(quota) / int(period))
+    quota_us = _read_number(group / "cpu.cfs_quota_us", math.inf)
+    return max(1.0, quota_us / _read_number(group / "cpu.cfs_period_us", 100_000))
+
+
+def _memory_limit(group: Path) -> tuple[int, int]:
+    """(limit, bytes in use without what the kernel can drop), by cgroup v2 or v1; a huge limit where there is
+    none.
+    """
+    no_limit = float(2**63 - 1)
+    limit = _read_number(group / "memory.max", _read_number(group / "memory.limit_in_bytes", no_limit))
+    used = _read_number(group / "memory.current", _read_number(group / "memory.usage_in_bytes", 0))
+    statistics = dict(line.split(" ", 1) for line in _read(group / "memory.stat").splitlines() if " " in line)
+    droppable = statistics.get("inactive_file", statistics.get("total_inactive_file", "0"))
+    return int(limit), max(0, int(used) - (int(droppable) if droppable.isdecimal() else 0))
+
+
+def _system_ram(root: Path) -> tuple[int, int]:
+    """(total, available) bytes of the machine."""
+    fields = {}
+    for line in _read(root / "proc/meminfo").splitlines():
+        key, _, value = line.partition(":")
+        amount = value.split()
+        if amount and amount[0].isdecimal():
+            fields[key] = int(amount[0]) * 1024
+    if "MemTotal" in fields:
+        return fields["MemTotal"], fields.get("MemAvailable", fields.get("MemFree", fields["MemTotal"]))
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        total = _FALLBACK_RAM_BYTES
+    return total, total // 2

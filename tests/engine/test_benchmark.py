@@ -1,0 +1,58 @@
+"""The benchmark computes exactly what it says, on real text, and keeps rows by their test."""
+
+import pytest
+
+from coldstream.engine import LLM
+from coldstream.engine.benchmark import BenchmarkResult, BenchmarkTest, benchmark_tokens, run_benchmark
+from coldstream.errors import InvalidRequestError
+from hash_runner import HashRunner
+
+
+@pytest.mark.parametrize(
+    ("test", "name", "num_tokens"),
+    [
+        (BenchmarkTest(512, 0, 0), "pp512", 512),
+        (BenchmarkTest(0, 128, 0), "tg128", 129),
+        (BenchmarkTest(512, 0, 4096), "pp512 @ d4096", 4608),
+        (BenchmarkTest(0, 16, 100), "tg16 @ d100", 117),
+    ],
+)
+def test_names_are_llama_benchs(test: BenchmarkTest, name: str, num_tokens: int) -> None:
+    assert (test.name, test.num_tokens) == (name, num_tokens)
+
+
+@pytest.mark.parametrize("test", [BenchmarkTest(20, 0, 0), BenchmarkTest(20, 0, 7), BenchmarkTest(0, 5, 7)])
+def test_trap_51_every_run_computes_the_same_tokens_after_one_warm_up(
+    llm: LLM, runner: HashRunner, test: BenchmarkTest
+) -> None:
+    token_ids = list(range(1, 100))
+    runs: list[int] = []
+    result = run_benchmark(runner, token_ids, test, 3, runs.append)
+    assert runs == [0, 1, 2, 3]
+    assert result.test is test
+    assert len(result.samples) == 3
+    assert runner.token_ids == token_ids[: test.num_tokens]
+    assert runner.computed == 4 * test.num_tokens
+    assert all(sample > 0 for sample in result.samples)
+
+
+def test_too_little_text_is_refused(runner: HashRunner) -> None:
+    with pytest.raises(InvalidRequestError, match="pp20 needs 20 tokens of text, there are 3"):
+        run_benchmark(runner, [1, 2, 3], BenchmarkTest(20, 0, 0), 1, lambda run: None)
+
+
+def test_the_text_is_real_fixed_by_its_seed_and_long_enough(llm: LLM) -> None:
+    tokenizer = llm.opened.tokenizer
+    first = benchmark_tokens(tokenizer, 3000, seed=0)
+    assert len(first) >= 3000
+    assert first == benchmark_tokens(tokenizer, 3000, seed=0)
+    other = benchmark_tokens(tokenizer, 3000, seed=1)
+    assert other[:3000] != first[:3000]
+    assert "def " in tokenizer.decode(other[:3000])
+
+
+def test_mean_and_deviation() -> None:
+    test = BenchmarkTest(1, 0, 0)
+    assert BenchmarkResult(test, (1.0, 2.0, 3.0)).mean == 2.0
+    assert BenchmarkResult(test, (1.0, 2.0, 3.0)).deviation == 1.0
+    assert BenchmarkResult(test, (5.0,)).deviation == 0.0

@@ -1,0 +1,105 @@
+"""Settings: what is refused and how it is said, and how `auto` becomes concrete."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from builders import Dims, make_model, write_model
+from coldstream.engine.config import DEFAULT_CTX_SIZE, EngineConfig, cache_bytes_per_token, resolve
+from coldstream.errors import ConfigError, OutOfMemoryError
+from coldstream.gguf.reader import GGUFFile
+from coldstream.models.spec import ModelSpec
+from coldstream.placement.hardware import Hardware
+
+MACHINE = Hardware("a CPU", ("avx2",), 8, 4, 32 * 2**30, 16 * 2**30)
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    dims = Dims(layers=4, hidden=32, experts=2, expert_ffn=32, shared_ffn=32, state=32, context=65536)
+    (path,) = write_model(tmp_path_factory.mktemp("spec") / "tiny.gguf", make_model(dims=dims))
+    with GGUFFile.open(Path(path)) as file:
+        return ModelSpec.from_gguf(file.metadata, file.tensors)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ctxsize": 1}, "unknown setting ctxsize: did you mean ctx_size?"),
+        ({"thread": 1}, "did you mean threads?"),
+        ({"zzz": 1}, "unknown setting zzz: there are model, ctx_size"),
+        ({"ctx_size": -1}, "ctx_size must be an integer from 0"),
+        ({"ctx_size": 2**31}, "ctx_size"),
+        ({"ctx_size": 1.5}, "ctx_size"),
+        ({"ctx_size": True}, "ctx_size"),
+        ({"threads": 0}, "threads"),
+        ({"threads": "all"}, "threads"),
+        ({"device": "cuda"}, "CPU only"),
+        ({"device": "tpu"}, "device must be one of cpu"),
+        ({"tier": "sse"}, "tier must be one of auto, generic"),
+        ({"tier": 3}, "tier"),
+        ({"cache_type_k": "q4_0"}, "cache_type_k must be one of f16, f32"),
+        ({"cache_type_k": "f32"}, "must be the same"),
+        ({"seed": -1}, "seed"),
+        ({"offline": "no"}, "offline"),
+        ({"model": ""}, "model"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_options({"model": "m.gguf", **options})
+    assert message in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_resolving_makes_auto_concrete_and_leaves_the_rest(spec: ModelSpec) -> None:
+    config = EngineConfig("m.gguf", seed=3, tier="generic")
+    resolved = resolve(config, spec, MACHINE)
+    assert resolved == replace(config, threads=4, ctx_size=DEFAULT_CTX_SIZE)
+    assert resolve(resolved, spec, MACHINE) == resolved
+    assert json.loads(json.dumps(asdict(resolved)))["threads"] == 4
+    assert resolve(replace(config, threads=7, ctx_size=0), spec, MACHINE).threads == 7
+
+
+def test_the_default_context_fits_model_and_memory(spec: ModelSpec) -> None:
+    config = EngineConfig("m.gguf")
+    small_model = replace(spec, context_length=100)
+    assert resolve(config, small_model, MACHINE).ctx_size == 100
+    token_bytes = cache_bytes_per_token(config, spec)
+    tight = replace(MACHINE, ram_available_bytes=4 * 1000 * token_bytes)
+    assert resolve(config, spec, tight).ctx_size == 1000
+    assert resolve(config, spec, replace(MACHINE, ram_available_bytes=0)).ctx_size == 1
+
+
+@given(st.integers(0, 2**40), st.integers(0, 2**17))
+def test_a_resolved_context_is_never_beyond_model_or_memory(
+    spec: ModelSpec, available: int, wanted: int
+) -> None:
+    machine = replace(MACHINE, ram_available_bytes=available)
+    config = EngineConfig("m.gguf", ctx_size=wanted)
+    try:
+        resolved = resolve(config, spec, machine)
+    except (ConfigError, OutOfMemoryError):
+        assert wanted > spec.context_length or wanted * cache_bytes_per_token(config, spec) > available
+        return
+    assert resolved.ctx_size is not None
+    assert 1 <= resolved.ctx_size <= spec.context_length
+    assert wanted in (0, resolved.ctx_size)
+
+
+def test_an_impossible_context_says_what_is_possible(spec: ModelSpec) -> None:
+    with pytest.raises(ConfigError, match="65537 is beyond the 65536 tokens"):
+        resolve(EngineConfig("m.gguf", ctx_size=65537), spec, MACHINE)
+    with pytest.raises(OutOfMemoryError, match=r"needs .* GiB, .* GiB are free: try --ctx-size \d+"):
+        resolve(EngineConfig("m.gguf", ctx_size=60000), spec, replace(MACHINE, ram_available_bytes=2**20))
+
+
+def test_the_cache_counts_attention_layers_only(spec: ModelSpec) -> None:
+    # One attention layer of 2 key and value heads of 64 elements.
+    assert cache_bytes_per_token(EngineConfig("m.gguf"), spec) == 1 * 2 * 64 * (2 + 2)
+    wide = EngineConfig("m.gguf", cache_type_k="f32", cache_type_v="f32")
+    assert cache_bytes_per_token(wide, spec) == 1 * 2 * 64 * (4 + 4)
