@@ -1,0 +1,1 @@
+"""The terminal: one module per verb. Knows no tensors; generation goes through `coldstream.engine`."""

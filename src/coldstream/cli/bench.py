@@ -1,0 +1,169 @@
+"""`coldstream bench`: the ceiling that memory sets, then llama-bench's table of what is reached."""
+
+import json
+import platform
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import click
+from rich import box
+from rich.table import Table
+
+from coldstream.cli.model_argument import model_or_bundled
+from coldstream.cli.options import Command, common_options, engine_config, engine_options, parse_counts
+from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, table_console
+from coldstream.engine import OpenedModel, open_model
+from coldstream.engine.benchmark import BenchmarkResult, BenchmarkTest, benchmark_tokens, run_benchmark
+from coldstream.engine.config import cache_bytes_per_token
+from coldstream.models.footprint import bytes_per_token, num_parameters
+from coldstream.placement.hardware import Hardware
+
+
+def _counts(name: str, short: str, default: str, text: str) -> Callable[[Command], Command]:
+    return click.option(
+        name, short, type=parse_counts, metavar="N,N…", default=default, show_default=True, help=text
+    )
+
+
+def _number(
+    name: str, short: str, default: int, kind: click.IntRange, text: str
+) -> Callable[[Command], Command]:
+    return click.option(name, short, type=kind, default=default, show_default=True, help=text)
+
+
+@click.command("bench", short_help="Measure prefill and decode speed.")
+@click.argument("model", required=False)
+@_counts("--n-prompt", "-p", "512", "Prompt sizes; 0: none.")
+@_counts("--n-gen", "-n", "128", "Answer sizes; 0: none.")
+@_counts("--n-depth", "-d", "0", "Tokens already in the context.")
+@_number("--repetitions", "-r", 5, click.IntRange(1, 1000), "Counted runs.")
+@_number("--seed", "-s", 0, click.IntRange(0, 2**31), "Which part of the text.")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the table.")
+@engine_options
+@common_options
+def command(
+    model: str | None,
+    n_prompt: tuple[int, ...],
+    n_gen: tuple[int, ...],
+    n_depth: tuple[int, ...],
+    repetitions: int,
+    seed: int,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Time prefill (pp) and decode (tg) of MODEL on real text, after one run that isn't counted.
+
+    Neither tokenising nor sampling is part of the times. Without MODEL: the bundled demo model.
+    """
+    tests = [BenchmarkTest(n, 0, depth) for depth in n_depth for n in n_prompt if n]
+    tests += [BenchmarkTest(0, n, depth) for depth in n_depth for n in n_gen if n]
+    if not tests:
+        raise click.UsageError("nothing to measure: give -p or -n a number above 0")
+    if options["ctx_size"] is None:
+        options["ctx_size"] = max(test.num_tokens for test in tests)
+    with ProgressLine() as line:
+        opened = open_model(engine_config(model_or_bundled(model), options), progress=line.update)
+    try:
+        report = _Report(opened)
+        if not as_json:
+            click.echo(report.describe_ceiling())
+        results = _run_all(opened, tests, repetitions, seed)
+    finally:
+        opened.close()
+    if as_json:
+        click.echo(json.dumps(report.to_json(results, seed)))
+    else:
+        table_console().print(report.to_table(results))
+
+
+class _Report:
+    """What was measured on what, for people and for machines."""
+
+    def __init__(self, opened: OpenedModel) -> None:
+        runner = opened.runner
+        tensors = runner.file.tensors
+        self._name = str(runner.file.metadata.get("general.name") or runner.file.paths[0].stem)
+        self._size_bytes = runner.file.num_bytes
+        self._parameters = num_parameters(tensors.values())
+        self._tier, self._threads = runner.tier, runner.threads
+        self._weight_bytes = bytes_per_token(runner.spec, tensors)
+        self._cache_bytes = cache_bytes_per_token(opened.config, runner.spec)
+        self._hardware = Hardware.measure().with_bandwidth(runner.threads)
+        assert self._hardware.read_bytes_per_s is not None
+        self._bandwidth = self._hardware.read_bytes_per_s
+
+    def ceiling(self, test: BenchmarkTest) -> float | None:
+        """Tokens per second at which reading weights and cache takes all bandwidth; None for prefill."""
+        if test.num_prompt:
+            return None
+        mean_context = test.depth + 1 + test.num_generated / 2
+        return self._bandwidth / (self._weight_bytes + mean_context * self._cache_bytes)
+
+    def describe_ceiling(self) -> str:
+        """What bounds decoding, in one line."""
+        bound = self._bandwidth / self._weight_bytes
+        return (
+            f"decode reads {self._weight_bytes / 1e6:.1f} MB of weights a token; "
+            f"{self._threads} threads read {self._bandwidth / 1e9:.1f} GB/s: at most {bound:.1f} tok/s"
+        )
+
+    def to_table(self, results: Sequence[BenchmarkResult]) -> Table:
+        """One row per test, in llama-bench's columns, and the share of the ceiling."""
+        table = Table(box=box.MARKDOWN, caption=None)
+        for column in ("model", "size", "params", "backend", "threads", "test", "t/s", "of ceiling"):
+            table.add_column(
+                column, justify="left" if column in ("model", "backend") else "right", no_wrap=True
+            )
+        for result in results:
+            ceiling = self.ceiling(result.test)
+            table.add_row(
+                self._name,
+                format_bytes(self._size_bytes),
+                format_count(self._parameters),
+                f"CPU {self._tier}",
+                str(self._threads),
+                result.test.name,
+                f"{result.mean:.2f} ± {result.deviation:.2f}",
+                f"{result.mean / ceiling:.0%}" if ceiling else "",
+            )
+        return table
+
+    def to_json(self, results: Sequence[BenchmarkResult], seed: int) -> dict[str, Any]:
+        """The same as plain values. Speeds are tokens per second."""
+        return {
+            "model": self._name,
+            "size_bytes": self._size_bytes,
+            "parameters": self._parameters,
+            "backend": "CPU",
+            "tier": self._tier,
+            "threads": self._threads,
+            "cpu": self._hardware.cpu_name,
+            "read_bytes_per_s": self._bandwidth,
+            "weight_bytes_per_token": self._weight_bytes,
+            "text": f"standard library of Python {platform.python_version()}",
+            "seed": seed,
+            "warm_up_runs": 1,
+            "tests": [
+                {
+                    "test": result.test.name,
+                    "tokens_per_s_mean": result.mean,
+                    "tokens_per_s_sd": result.deviation,
+                    "samples": list(result.samples),
+                    "ceiling_tokens_per_s": self.ceiling(result.test),
+                }
+                for result in results
+            ],
+        }
+
+
+def _run_all(
+    opened: OpenedModel, tests: Sequence[BenchmarkTest], repetitions: int, seed: int
+) -> list[BenchmarkResult]:
+    token_ids = benchmark_tokens(opened.tokenizer, max(test.num_tokens for test in tests), seed)
+    results = []
+    with ProgressLine() as line:
+        for test in tests:
+            report = partial(line.update, test.name, total=repetitions + 1)
+            results.append(run_benchmark(opened.runner, token_ids, test, repetitions, report))
+    return results

@@ -1,0 +1,181 @@
+"""Options that several verbs share. Parameter names are those of `EngineConfig` and `SamplingParams`.
+
+Every option defaults to None, which means: leave it to the configuration. Names follow llama.cpp where the
+idea is the same; llama.cpp's options that have no counterpart here are answered with what to do instead.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import click
+from click import option
+
+from coldstream.cli.main import Session
+from coldstream.decoding import SamplingParams
+from coldstream.engine.config import CACHE_DTYPES, TIERS, EngineConfig
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+MAX_COUNTS = 32
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+_GRID = "prompts are computed on a fixed grid, so that results don't depend on it; leave it out"
+_FOREIGN_OPTIONS = {
+    ("-m", "--model"): "the model is the first argument, without an option",
+    ("-hf", "--hf-repo"): "the model is the first argument: org/repo or org/repo:QUANT",
+    ("-ngl", "--gpu-layers", "--n-gpu-layers"): "with --device cpu all weights are in RAM; leave it out",
+    ("-cmoe", "--cpu-moe"): "with --device cpu all experts are on the CPU; leave it out",
+    ("-ncmoe", "--n-cpu-moe"): "with --device cpu all experts are on the CPU; leave it out",
+    ("-ot", "--override-tensor"): "coldstream places every tensor by itself; leave it out",
+    ("-b", "--batch-size"): _GRID,
+    ("-ub", "--ubatch-size"): _GRID,
+    ("-no-cnv", "--no-conversation"): "use --raw",
+}
+_FOREIGN_FLAGS = ("-cmoe", "-no-cnv")
+
+
+def parse_size(text: str) -> int:
+    """A whole number with an optional binary unit: 8192, 8k, 10G, 1.5GiB. Raises click.BadParameter."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a size; write for example 4096, 8k or 10G")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_threads(text: str) -> int | str:
+    """A number, or `auto`. Raises click.BadParameter."""
+    if text == "auto":
+        return text
+    if not (text.isascii() and text.isdecimal()):
+        raise click.BadParameter(f"{text!r} is neither a number nor auto")
+    return int(text)
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Numbers separated by commas, for example 128,512. Raises click.BadParameter."""
+    if not re.fullmatch(rf"\d{{1,9}}(,\d{{1,9}}){{0,{MAX_COUNTS - 1}}}", text, re.ASCII):
+        raise click.BadParameter(f"{text!r} is not a list of at most {MAX_COUNTS} numbers such as 128,512")
+    return tuple(int(number) for number in text.split(","))
+
+
+def parse_json_object(text: str) -> dict[str, Any]:
+    """A JSON object. Raises click.BadParameter."""
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise click.BadParameter('not a JSON object such as {"enable_thinking": false}')
+    return parsed
+
+
+def common_options(command: Command) -> Command:
+    """--verbose, and answers to llama.cpp's options that have no counterpart."""
+    for number, (names, answer) in enumerate(_FOREIGN_OPTIONS.items()):
+        command = option(
+            *names,
+            f"foreign_{number}",
+            hidden=True,
+            expose_value=False,
+            is_flag=names[0] in _FOREIGN_FLAGS,
+            callback=_refuse(names[0], answer),
+        )(command)
+    show = option(
+        "--verbose",
+        is_flag=True,
+        expose_value=False,
+        callback=_set_verbose,
+        help="Show settings and tracebacks.",
+    )
+    return show(command)
+
+
+def engine_options(command: Command) -> Command:
+    """The fields of `EngineConfig` other than the model."""
+    cache_types = click.Choice(list(CACHE_DTYPES))
+    return _apply(
+        command,
+        option(
+            "--ctx-size",
+            "-c",
+            type=parse_size,
+            metavar="SIZE",
+            help="Tokens of context [default: what fits].",
+        ),
+        option(
+            "--threads",
+            "-t",
+            type=parse_threads,
+            metavar="N|auto",
+            help="CPU threads [default: auto, one a core].",
+        ),
+        option("--device", metavar="NAME", help="Where to compute [default: cpu]."),
+        option("--cache-type-k", "-ctk", type=cache_types, help="Precision of cached keys [default: f16]."),
+        option("--cache-type-v", "-ctv", type=cache_types, help="Precision of cached values [default: f16]."),
+        option("--tier", type=click.Choice(TIERS), help="CPU kernels [default: auto, the fastest]."),
+        option("--offline", is_flag=True, default=None, help="Use only what is on this machine."),
+    )
+
+
+def sampling_options(command: Command) -> Command:
+    """The fields of `SamplingParams`."""
+    return _apply(
+        command,
+        option(
+            "--n-predict", "--max-tokens", "-n", "max_tokens", type=int, help="Tokens to generate at most."
+        ),
+        option("--temp", "temperature", type=float, help="Temperature; 0 always takes the likeliest token."),
+        option("--top-k", type=int, help="Keep the K likeliest tokens; 0: all."),
+        option("--top-p", type=float, help="Keep the likeliest tokens that make up this probability."),
+        option(
+            "--min-p", type=float, help="Drop tokens below this share of the likeliest one's probability."
+        ),
+        option(
+            "--repeat-penalty", "repetition_penalty", type=float, help="Make repeated tokens less likely."
+        ),
+        option("--repeat-last-n", type=int, help="How far penalties look back; -1: everywhere."),
+        option("--presence-penalty", type=float, help="Subtract from the logits of tokens that occurred."),
+        option("--frequency-penalty", type=float, help="Subtract for every occurrence."),
+        option("--seed", "-s", type=int, help="Same seed, same tokens [default: a fresh one]."),
+        option(
+            "--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times."
+        ),
+        option("--ignore-eos", is_flag=True, default=None, help="Go on after end tokens."),
+    )
+
+
+def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    """The configuration that the given options describe; others keep their defaults."""
+    names = {field.name for field in fields(EngineConfig)} - {"model", "seed"}
+    given = {name: options[name] for name in names if options.get(name) is not None}
+    return EngineConfig.from_options({"model": model, **given})
+
+
+def sampling_params(options: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+    """`defaults` with the given options. As in llama.cpp, −1 lifts `max_tokens` and `repeat_last_n`."""
+    names = {field.name for field in fields(SamplingParams)}
+    given = {name: value for name, value in options.items() if name in names and value not in (None, ())}
+    unlimited = {name: None for name in ("max_tokens", "repeat_last_n") if given.get(name) == -1}
+    return replace(defaults, **{**given, **unlimited})
+
+
+def _apply(command: Command, *decorators: Callable[[Command], Command]) -> Command:
+    for decorate in reversed(decorators):
+        command = decorate(command)
+    return command
+
+
+def _refuse(name: str, answer: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        if value not in (None, False):
+            raise click.UsageError(f"{name}: {answer}", ctx)
+
+    return callback
+
+
+def _set_verbose(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.ensure_object(Session).verbose = True

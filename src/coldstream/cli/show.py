@@ -1,0 +1,164 @@
+"""`coldstream show`: what a model file says about itself. Reads the header only."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import click
+import numpy as np
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from coldstream.cli.options import common_options
+from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, table_console, visible
+from coldstream.errors import UnsupportedError
+from coldstream.gguf.hub import resolve_model
+from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.models.footprint import active_parameters, bytes_per_token, num_parameters
+from coldstream.models.spec import ModelSpec
+
+_MAX_SHOWN_CHARS = 100
+_MAX_SHOWN_ITEMS = 8
+
+
+@click.command("show", short_help="Describe a model file.")
+@click.argument("model")
+@click.option("--tensors", is_flag=True, help="List every tensor.")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of tables.")
+@click.option("--offline", is_flag=True, help="Use only what is on this machine.")
+@common_options
+def command(model: str, tensors: bool, as_json: bool, offline: bool) -> None:
+    """Describe MODEL, a file or org/repo[:QUANT]: numbers, quantisation, metadata. Weights are not read."""
+    with ProgressLine() as line:
+        path = resolve_model(model, offline=offline, progress=line.update)
+    with GGUFFile.open(path) as file:
+        try:
+            spec, problem = ModelSpec.from_gguf(file.metadata, file.tensors), ""
+        except UnsupportedError as error:
+            # A sound file that this version has no code for can still be shown.
+            spec, problem = None, str(error)
+    if as_json:
+        click.echo(json.dumps(_to_json(file, spec, problem, tensors)))
+        return
+    console = table_console()
+    console.print(_pairs(_summary(file, spec, problem)))
+    console.print(_type_table(file.tensors))
+    console.print(_pairs({key: _shorten(value) for key, value in file.metadata.items()}, title="metadata"))
+    if tensors:
+        console.print(_tensor_table(file.tensors))
+
+
+def _summary(file: GGUFFile, spec: ModelSpec | None, problem: str) -> dict[str, str]:
+    facts = {
+        "file": str(file.paths[0])
+        + (f" and {len(file.paths) - 1} more parts" if len(file.paths) > 1 else ""),
+        "size": format_bytes(file.num_bytes),
+        "parameters": format_count(num_parameters(file.tensors.values())),
+    }
+    if spec is None:
+        return {**facts, "cannot run": problem}
+    num_attention = spec.layer_kinds.count("attention")
+    facts |= {
+        "active": f"{format_count(active_parameters(spec, file.tensors))} parameters and "
+        f"{format_bytes(bytes_per_token(spec, file.tensors))} of weights a token",
+        "architecture": spec.architecture,
+        "layers": f"{num_attention} attention and {spec.num_layers - num_attention} gated DeltaNet"
+        + (f"; {spec.num_nextn_layers} for multi-token prediction" if spec.num_nextn_layers else ""),
+        "hidden size": str(spec.hidden_size),
+        "vocabulary": str(spec.vocab_size),
+        "context": str(spec.context_length),
+    }
+    if spec.num_experts:
+        facts["experts"] = f"{spec.num_experts} a layer, {spec.num_experts_per_tok} a token, and a shared one"
+    return facts
+
+
+def _type_rows(tensors: Mapping[str, TensorInfo]) -> list[dict[str, Any]]:
+    """One row per tensor type, the one with the most bytes first."""
+    rows: dict[str, dict[str, Any]] = {}
+    for info in tensors.values():
+        name = info.quant_type.name
+        row = rows.setdefault(name, {"type": name, "tensors": 0, "parameters": 0, "bytes": 0})
+        row["tensors"] += 1
+        row["parameters"] += num_parameters([info])
+        row["bytes"] += info.num_bytes
+    return sorted(rows.values(), key=lambda row: (-row["bytes"], row["type"]))
+
+
+def _type_table(tensors: Mapping[str, TensorInfo]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("type", "tensors", "parameters", "size", "bits per weight"):
+        table.add_column(column, justify="left" if column == "type" else "right")
+    for row in _type_rows(tensors):
+        table.add_row(
+            row["type"],
+            str(row["tensors"]),
+            format_count(row["parameters"]),
+            format_bytes(row["bytes"]),
+            f"{8 * row['bytes'] / max(1, row['parameters']):.2f}",
+        )
+    return table
+
+
+def _tensor_table(tensors: Mapping[str, TensorInfo]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("tensor", "shape", "type", "bytes", "part", "offset"):
+        table.add_column(column, justify="left" if column in ("tensor", "shape", "type") else "right")
+    for info in tensors.values():
+        shape = " × ".join(map(str, info.shape))
+        numbers = (str(info.num_bytes), str(info.shard), str(info.offset))
+        table.add_row(Text(visible(info.name)), shape, info.quant_type.name, *numbers)
+    return table
+
+
+def _pairs(facts: Mapping[str, str], title: str | None = None) -> Table:
+    table = Table(box=None, show_header=False, title=title, title_justify="left", padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, value in facts.items():
+        table.add_row(Text(visible(name)), Text(value))
+    return table
+
+
+def _shorten(value: Any) -> str:
+    """A metadata value in one short line."""
+    if isinstance(value, (list, np.ndarray)):
+        items = ", ".join(_shorten(item)[:20] for item in value[:_MAX_SHOWN_ITEMS])
+        more = f", … {len(value)} in all" if len(value) > _MAX_SHOWN_ITEMS else ""
+        return f"[{items}{more}]"
+    text = visible(str(value)).replace("\n", "\\n").replace("\t", "\\t")
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}… {len(text)} characters"
+
+
+def _to_json(file: GGUFFile, spec: ModelSpec | None, problem: str, tensors: bool) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "paths": [str(path) for path in file.paths],
+        "size_bytes": file.num_bytes,
+        "parameters": num_parameters(file.tensors.values()),
+        "spec": asdict(spec) if spec else None,
+        "problem": problem or None,
+        "types": _type_rows(file.tensors),
+        "metadata": {key: _plain(value) for key, value in file.metadata.items()},
+    }
+    if spec:
+        document["active_parameters"] = active_parameters(spec, file.tensors)
+        document["bytes_per_token"] = bytes_per_token(spec, file.tensors)
+    if tensors:
+        document["tensors"] = [
+            asdict(info) | {"quant_type": info.quant_type.name} for info in file.tensors.values()
+        ]
+    return document
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON can hold; of a long array its length and its first items."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list) and len(value) > 4 * _MAX_SHOWN_ITEMS:
+        return {"length": len(value), "first": value[:_MAX_SHOWN_ITEMS]}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

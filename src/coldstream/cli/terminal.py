@@ -1,0 +1,79 @@
+"""What people see beside an answer: progress, notes, and how tables and numbers look."""
+
+import sys
+import unicodedata
+from types import TracebackType
+from typing import Self
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from coldstream.errors import escape_controls
+
+_UNCUT_WIDTH = 1000
+
+
+class ProgressLine:
+    """A line on standard error that shows how far something is and then vanishes; only on a terminal."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+            self._progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def update(self, what: str, done: int, total: int) -> None:
+        """Show that `done` of `total` of `what` is reached; nothing if it is over before it was shown."""
+        if self._progress is None or (self._task is None and done >= total):
+            return
+        if self._task is None:
+            self._progress.start()
+            self._task = self._progress.add_task(what, total=total)
+        self._progress.update(self._task, description=what, completed=done, total=total)
+
+    def close(self) -> None:
+        """Remove the line; a later update shows it again."""
+        if self._progress is not None and self._task is not None:
+            self._progress.stop()
+            self._progress.remove_task(self._task)
+            self._task = None
+
+
+def visible(text: str) -> str:
+    """`text` with control characters escaped, so that nobody's words drive a terminal; not line ends and
+    tabs.
+    """
+    return "".join(
+        escape_controls(c) if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
+    )
+
+
+def note(text: str) -> None:
+    """A line for people, on standard error, dim on a terminal."""
+    click.secho(text, err=True, dim=True)
+
+
+def table_console() -> Console:
+    """Where tables go: standard output, cut to its width only if that is a terminal."""
+    return Console() if sys.stdout.isatty() else Console(width=_UNCUT_WIDTH)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """As llama-bench writes sizes: 17.32 MiB, 1.95 GiB."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
+
+
+def format_count(count: int) -> str:
+    """As llama-bench writes parameters: 10.48 M, 34.66 B."""
+    return f"{count / 1e9:.2f} B" if count >= 10**9 else f"{count / 1e6:.2f} M"

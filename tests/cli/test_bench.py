@@ -1,0 +1,59 @@
+"""`coldstream bench` on a tiny model: the ceiling first, llama-bench's table, one line of JSON."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from builders import write_gguf
+
+Run = Callable[..., tuple[int, str, str]]
+QUICK = ["-p", "16", "-n", "4", "-r", "2", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_gguf(tmp_path_factory.mktemp("bench") / "tiny.gguf")[0])
+
+
+def test_the_ceiling_comes_first_and_then_the_table(run: Run, path: str) -> None:
+    code, out, _ = run("bench", path, *QUICK, "-d", "0,8")
+    assert code == 0
+    first, *rest = out.splitlines()
+    assert re.fullmatch(
+        r"decode reads \S+ MB of weights a token; 1 threads read \S+ GB/s: at most \S+ tok/s", first
+    )
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in rest if line.startswith("|")]
+    assert rows[0] == ["model", "size", "params", "backend", "threads", "test", "t/s", "of ceiling"]
+    assert [row[5] for row in rows[2:]] == ["pp16", "pp16 @ d8", "tg4", "tg4 @ d8"]
+    for row in rows[2:]:
+        assert row[0] == "tiny"
+        assert re.fullmatch(r"CPU \w+", row[3])
+        assert re.fullmatch(r"\d+\.\d\d ± \d+\.\d\d", row[6])
+    assert [bool(row[7:] and row[7]) for row in rows[2:]] == [False, False, True, True]
+
+
+def test_json_is_one_line_with_the_samples(run: Run, path: str) -> None:
+    code, out, _ = run("bench", path, *QUICK, "--json")
+    assert code == 0
+    assert out.count("\n") == 1
+    report = json.loads(out)
+    assert [row["test"] for row in report["tests"]] == ["pp16", "tg4"]
+    for row in report["tests"]:
+        assert len(row["samples"]) == 2
+        assert min(row["samples"]) <= row["tokens_per_s_mean"] <= max(row["samples"])
+    assert report["tests"][0]["ceiling_tokens_per_s"] is None
+    assert (
+        report["tests"][1]["ceiling_tokens_per_s"]
+        < report["read_bytes_per_s"] / report["weight_bytes_per_token"]
+    )
+    assert report["size_bytes"] == Path(path).stat().st_size
+    assert (report["threads"], report["warm_up_runs"]) == (1, 1)
+
+
+def test_more_context_than_the_model_has_is_refused(run: Run, path: str) -> None:
+    code, out, err = run("bench", path, "-d", "5000")
+    assert (code, out) == (2, "")
+    assert "beyond the 4096 tokens" in err

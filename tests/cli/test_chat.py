@@ -1,0 +1,179 @@
+"""The chat: messages, commands, settings; with scripted lines instead of a terminal."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from coldstream.cli.chat import Chat, complete_message, run_chat
+from coldstream.engine import LLM, SamplingParams
+from coldstream.errors import InvalidRequestError
+
+PARAMS = SamplingParams(seed=4, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def chat(llm: LLM) -> Chat:
+    return Chat(llm, PARAMS)
+
+
+def _script(*lines: str | BaseException) -> Callable[[str], str]:
+    remaining: Iterator[str | BaseException] = iter(lines)
+
+    def read_line(prompt: str) -> str:
+        line = next(remaining, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    return read_line
+
+
+def test_answers_become_part_of_the_conversation(
+    chat: Chat, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_chat(chat, _script("def", "and"), quiet=True) == 0
+    assert [message["role"] for message in chat.messages] == ["user", "assistant", "user", "assistant"]
+    first = llm.chat([{"role": "user", "content": "def"}], PARAMS)
+    second = llm.chat(chat.messages[:3], PARAMS)
+    assert [chat.messages[1]["content"], chat.messages[3]["content"]] == [first.text, second.text]
+    printed = capsys.readouterr()
+    assert printed.out.startswith(first.text)
+    assert second.text in printed.out
+    assert printed.err == ""
+
+
+def test_statistics_follow_every_answer_unless_quiet(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    run_chat(chat, _script("def"), quiet=False)
+    assert "generated 6 tokens" in capsys.readouterr().err
+    run_chat(chat, _script("/stats"), quiet=True)
+    assert "seed 4" in capsys.readouterr().out
+
+
+def test_regen_answers_the_last_message_again(chat: Chat) -> None:
+    run_chat(chat, _script("def", "/set seed 5", "/regen"), quiet=True)
+    assert len(chat.messages) == 2
+    assert chat.messages[0]["content"] == "def"
+    assert chat.params.seed == 5
+
+
+def test_regen_without_a_message_is_an_error_and_the_chat_goes_on(
+    chat: Chat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_chat(chat, _script("/regen", "def"), quiet=True) == 0
+    assert "nothing to answer again" in capsys.readouterr().err
+    assert len(chat.messages) == 2
+
+
+def test_clear_and_system(chat: Chat, llm: LLM) -> None:
+    run_chat(chat, _script("def", "/clear"), quiet=True)
+    assert chat.messages == []
+    run_chat(chat, _script("/system be brief", "def"), quiet=True)
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "def"}]
+    assert chat.messages[1]["content"] == llm.chat(messages, PARAMS).text
+    run_chat(chat, _script("/system", "def"), quiet=True)
+    assert chat.messages[1]["content"] == llm.chat(messages[1:], PARAMS).text
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("/set temperature 0", replace(PARAMS, temperature=0.0)),
+        ("/set top_k 7", replace(PARAMS, top_k=7)),
+        ("/set seed none", replace(PARAMS, seed=None)),
+        ("/set max_tokens none", replace(PARAMS, max_tokens=None)),
+    ],
+)
+def test_set_changes_a_setting(chat: Chat, line: str, expected: SamplingParams) -> None:
+    run_chat(chat, _script(line), quiet=True)
+    assert chat.params == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/set heat 1", "no setting 'heat'"),
+        ("/set temperature hot", "'hot' is not a number"),
+        ("/set temperature -1", "temperature must be"),
+        ("/set temperature none", "temperature must be"),
+        ("/set top_k 1.5", "'1.5' is not a number"),
+        ("/frobnicate", "no command /frobnicate"),
+    ],
+)
+def test_wrong_commands_say_why_and_change_nothing(
+    chat: Chat, line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_chat(chat, _script(line), quiet=True) == 0
+    assert message in capsys.readouterr().err
+    assert chat.params == PARAMS
+
+
+def test_help_and_settings_are_listed(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    run_chat(chat, _script("/help", "/set"), quiet=True)
+    out = capsys.readouterr().out
+    assert "/regen" in out
+    assert "seed 4" in out
+
+
+@pytest.mark.parametrize("command", ["/exit", "/quit", "/bye"])
+def test_exit_leaves_at_once(chat: Chat, command: str) -> None:
+    assert run_chat(chat, _script(command, "def"), quiet=True) == 0
+    assert chat.messages == []
+
+
+def test_ctrl_c_at_the_prompt_stays(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    run_chat(chat, _script(KeyboardInterrupt(), "def"), quiet=True)
+    assert len(chat.messages) == 2
+    assert "Ctrl-D leaves" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["one line"], "one line"),
+        (['"""a', "b", 'c"""'], "a\nb\nc"),
+        (['"""', "a", "", '"""'], "\na\n\n"),
+        (['"""whole"""'], "whole"),
+    ],
+)
+def test_quotes_hold_a_message_of_several_lines(lines: list[str], message: str) -> None:
+    first, *rest = lines
+    assert complete_message(first, _script(*rest)) == message
+
+
+def test_a_quoted_message_may_begin_like_a_command(chat: Chat) -> None:
+    run_chat(chat, _script('"""', "/exit", '"""', "", "def"), quiet=True)
+    assert [message["content"] for message in chat.messages[::2]] == ["/exit", "def"]
+
+
+def test_a_request_that_fails_leaves_the_conversation_as_it_was(chat: Chat, llm: LLM) -> None:
+    run_chat(chat, _script("def", "x" * 5000), quiet=True)
+    assert len(chat.messages) == 2
+
+
+def test_raw_messages_are_completed_on_their_own(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = Chat(llm, PARAMS, raw=True)
+    run_chat(chat, _script("def f"), quiet=True)
+    assert capsys.readouterr().out.rstrip("\n") == llm.generate("def f", PARAMS)[0].text.rstrip("\n")
+    assert chat.messages == []
+    with pytest.raises(InvalidRequestError, match="nothing to answer again"):
+        chat.take_back()
+
+
+def test_raw_text_takes_no_system_prompt(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="chat template"):
+        Chat(llm, PARAMS, "be brief", raw=True)
+    with pytest.raises(InvalidRequestError, match="chat template"):
+        Chat(llm, PARAMS, template_kwargs={"enable_thinking": False}, raw=True)
+    with pytest.raises(InvalidRequestError, match="chat template"):
+        Chat(llm, PARAMS, raw=True).set_system_prompt("be brief")
+
+
+def test_regen_that_fails_keeps_the_conversation(chat: Chat, llm: LLM) -> None:
+    run_chat(chat, _script("def"), quiet=True)
+    before = list(chat.messages)
+    stream = llm.stream("the")
+    next(stream)  # the model is taken, so the next request fails
+    run_chat(chat, _script("/regen"), quiet=True)
+    stream.close()
+    assert chat.messages == before

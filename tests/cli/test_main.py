@@ -1,0 +1,141 @@
+"""The command as a whole: start-up cost, exit codes, broken pipes; real processes where it matters."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from coldstream import __version__, errors
+from coldstream.cli.main import EXIT_BROKEN_PIPE, VERBS
+
+COLDSTREAM = [sys.executable, "-m", "coldstream"]
+
+# Runs the command line and then says on standard error which of the heavy modules it has imported.
+_REPORT_IMPORTS = """
+import sys
+from coldstream.cli.main import main
+code = main(sys.argv[1:])
+print(*sorted({"torch", "numpy", "rich", "jinja2", "huggingface_hub"} & set(sys.modules)), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def _imports(*arguments: str) -> set[str]:
+    command = [sys.executable, "-c", _REPORT_IMPORTS, *arguments]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stderr.split())
+
+
+def test_help_lists_the_verbs_and_imports_nothing_heavy() -> None:
+    assert _imports("--help") == set()
+    shown = subprocess.run([*COLDSTREAM, "--help"], capture_output=True, text=True, check=True).stdout
+    assert all(f"  {verb} " in shown for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_a_verb_needs_no_torch(verb: str) -> None:
+    assert "torch" not in _imports(verb, "--help")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_short_help_in_the_list_is_the_verbs_own(verb: str) -> None:
+    from coldstream.cli.main import cli
+
+    with cli.make_context("coldstream", [verb], resilient_parsing=True) as context:
+        command = cli.get_command(context, verb)
+    assert command is not None
+    assert command.short_help == VERBS[verb]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["frob"], 2, "No such command 'frob'"),
+        (["run", "--no-such-option"], 2, "No such option"),
+        (["run", "x", "-p", "y", "--temp", "hot"], 2, "not a valid float"),
+        (["run", "x", "-p", "y", "--temp", "-1"], 2, "temperature must be a number from 0"),
+        (["run", "x", "-p", "y", "--ctx-size", "8q"], 2, "not a size"),
+        (["run", "x", "-p", "y", "--threads", "0"], 2, "threads must be an integer from 1"),
+        (["run", "x", "-p", "y", "--device", "cuda"], 2, "CPU only"),
+        (["run", "x", "-p", "y", "--chat-template-kwargs", "[1]"], 2, "not a JSON object"),
+        (["run", "x", "-p", "y", "-ngl", "99"], 2, "-ngl: with --device cpu all weights are in RAM"),
+        (["run", "x", "-p", "y", "-ncmoe", "9"], 2, "-ncmoe: with --device cpu all experts are on the CPU"),
+        (["run", "x", "-p", "y", "-ot", "exps=CPU"], 2, "-ot: coldstream places every tensor by itself"),
+        (["run", "-m", "x"], 2, "the model is the first argument"),
+        (["run", "/nonexistent/model.gguf", "-p", "y"], 66, "no such file"),
+        (["show", "/nonexistent/model.gguf"], 66, "no such file"),
+        (["show", "/dev/null"], 65, "not a regular file"),
+        (["pull", "not a name"], 66, "is written org/repo"),
+        (["bench", "x", "-p", "0", "-n", "0"], 2, "nothing to measure"),
+        (["bench", "x", "-p", "1,,2"], 2, "not a list"),
+    ],
+)
+def test_an_error_is_one_line_and_its_exit_code(arguments: list[str], code: int, message: str) -> None:
+    done = subprocess.run([*COLDSTREAM, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_verbose_adds_the_traceback() -> None:
+    arguments = ["show", "/nonexistent/model.gguf", "--verbose"]
+    done = subprocess.run([*COLDSTREAM, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 66
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_version() -> None:
+    done = subprocess.run([*COLDSTREAM, "--version"], capture_output=True, text=True, check=True)
+    assert __version__ in done.stdout
+
+
+def test_a_reader_that_goes_away_ends_the_program_quietly() -> None:
+    # More than a pipe holds, so that writing meets the closed end.
+    many = "import sys; from coldstream.cli import main as m, ls; import click\n"
+    many += "ls.command.callback = lambda as_json: [click.echo('x' * 1000) for _ in range(1000)]\n"
+    many += "sys.exit(m.main(['ls']))"
+    process = subprocess.Popen([sys.executable, "-c", many], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.read(10) == b"x" * 10
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == EXIT_BROKEN_PIPE
+    process.stderr.close()
+
+
+def test_closed_standard_output_is_an_error_and_no_traceback() -> None:
+    done = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *COLDSTREAM, "ls", "--json"],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "error: standard output is closed\n")
+
+
+def test_a_full_device_is_an_error_and_no_traceback() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COLDSTREAM, "ls", "--json"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+
+
+def test_characters_that_the_output_does_not_know_are_escaped() -> None:
+    code = "import sys; from coldstream.cli import ls, main as m\n"
+    code += "ls.command.callback = lambda as_json: print('汉'); sys.exit(m.main(['ls']))"
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+    assert done.stdout == b"\\u6c49\n"
+
+
+def test_every_error_class_has_its_documented_exit_code() -> None:
+    tree = re.findall(r"(\w+(?:Error|Fault)) +(\d+)\b", errors.__doc__ or "")
+    assert len(tree) >= 8
+    for name, code in tree:
+        assert getattr(errors, name).exit_code == int(code), name

@@ -1,0 +1,84 @@
+"""`coldstream show` on complete, foreign and hostile files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from builders import make_model, write_gguf, write_model
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_gguf(tmp_path_factory.mktemp("show") / "tiny.gguf", quant="Q4_K", nextn=True)[0])
+
+
+def test_numbers_types_and_metadata(run: Run, path: str) -> None:
+    code, out, err = run("show", path)
+    assert (code, err) == (0, "")
+    for expected in ("qwen35moe", "1 attention and 3 gated DeltaNet; 1 for multi-token prediction", "4096"):
+        assert expected in out
+    assert "8 a layer, 2 a token" in out
+    assert "Q4_K" in out
+    assert "4.50" in out
+    assert "tokenizer.ggml.eos_token_id" in out
+    assert "blk.0.attn_norm.weight" not in out
+    assert "blk.0.attn_norm.weight" in run("show", path, "--tensors")[1]
+
+
+def test_json_is_one_line_with_everything(run: Run, path: str) -> None:
+    code, out, _ = run("show", path, "--json", "--tensors")
+    assert code == 0
+    assert out.count("\n") == 1
+    shown = json.loads(out)
+    assert shown["spec"]["num_experts"] == 8
+    assert shown["size_bytes"] == Path(path).stat().st_size
+    assert sum(row["bytes"] for row in shown["types"]) == sum(info["num_bytes"] for info in shown["tensors"])
+    assert shown["parameters"] == sum(int(np.prod(info["shape"])) for info in shown["tensors"])
+    assert shown["parameters"] > shown["active_parameters"] > 0
+    assert shown["metadata"]["tokenizer.ggml.tokens"]["length"] == 320
+    assert "tensors" not in json.loads(run("show", path, "--json")[1])
+
+
+def test_a_model_of_another_architecture_is_shown_and_called_what_it_is(run: Run, tmp_path: Path) -> None:
+    model = make_model(quant="F32")
+    model.arch = "llama"
+    (path,) = write_model(tmp_path / "llama.gguf", model)
+    code, out, _ = run("show", str(path))
+    assert code == 0
+    assert "cannot run" in out
+    assert "llama" in out
+    assert json.loads(run("show", str(path), "--json")[1])["spec"] is None
+
+
+def test_names_from_the_file_cannot_drive_the_terminal(run: Run, tmp_path: Path) -> None:
+    model = make_model(quant="F32")
+    model.metadata["general.name"] = "\x1b]0;owned\x07[bold]x[/bold]"
+    (path,) = write_model(tmp_path / "hostile.gguf", model)
+    out = run("show", str(path))[1]
+    assert "\x1b" not in out
+    assert "\\x1b]0;owned\\x07[bold]x[/bold]" in out
+
+
+def test_infinite_numbers_are_still_json(run: Run, tmp_path: Path) -> None:
+    model = make_model(quant="F32")
+    model.metadata["general.sampling.temp"] = float("inf")
+    (path,) = write_model(tmp_path / "inf.gguf", model)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    shown = json.loads(run("show", str(path), "--json")[1], parse_constant=refuse)
+    assert shown["metadata"]["general.sampling.temp"] == "inf"
+
+
+def test_gg01_a_truncated_file_is_one_error(run: Run, path: str, tmp_path: Path) -> None:
+    (tmp_path / "cut.gguf").write_bytes(Path(path).read_bytes()[:1000])
+    code, out, err = run("show", str(tmp_path / "cut.gguf"))
+    assert (code, out) == (65, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
