@@ -1,0 +1,193 @@
+"""Writes random-weight GGUF files of the real model's shape, for benchmarks: the bytes cost what real ones
+cost.
+
+    python bench/random_model.py cut.gguf                 the 4-layer, 16-expert cut of Qwen3.6-35B-A3B, about
+    220 MB
+
+Blocks are random bytes with scales chosen so that weights have a standard deviation near 1/sqrt(inputs):
+activations stay of order one and routing is spread over the experts. Layer kinds, tensor names and metadata
+are the real ones.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import gguf
+
+Q4_K = gguf.GGMLQuantizationType.Q4_K
+Q6_K = gguf.GGMLQuantizationType.Q6_K
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Dimensions of a `qwen35moe` model; the defaults are the cut used for CPU benchmarks."""
+
+    hidden: int = 2048
+    layers: int = 4
+    experts: int = 16
+    experts_per_token: int = 4
+    expert_ffn: int = 512
+    heads: int = 16
+    kv_heads: int = 2
+    head_dim: int = 256
+    key_heads: int = 16
+    value_heads: int = 32
+    state_dim: int = 128
+    vocab: int = 1024
+    context: int = 32768
+
+
+def random_blocks(
+    rng: np.random.Generator, qtype: gguf.GGMLQuantizationType, rows: int, cols: int
+) -> np.ndarray:
+    """Random Q4_K or Q6_K rows [rows, row_bytes], uint8, of weights with a standard deviation near
+    1/sqrt(cols)."""
+    elements, size = gguf.GGML_QUANT_SIZES[qtype]
+    blocks = rng.integers(0, 256, (rows * cols // elements, size), dtype=np.uint8)
+    deviation = cols**-0.5
+    if qtype == Q4_K:
+        # value = d·sc·q − dmin·mn; E[sc] = E[mn] = 31.5 and E[q] = 7.5, so dmin = 7.5·d centres the weights.
+        blocks[:, 0:2] = np.float16(deviation / 160).reshape(1).view(np.uint8)
+        blocks[:, 2:4] = np.float16(7.5 * deviation / 160).reshape(1).view(np.uint8)
+    elif qtype == Q6_K:
+        blocks[:, 192:208] = rng.integers(-64, 64, (len(blocks), 16), dtype=np.int8).view(np.uint8)
+        blocks[:, 208:210] = np.float16(deviation / 700).reshape(1).view(np.uint8)
+    else:
+        raise ValueError(f"no random blocks for {qtype.name}")
+    return blocks.reshape(rows, -1)
+
+
+class RandomModelWriter:
+    """Adds tensors of random content to a GGUF file of `shape`."""
+
+    def __init__(self, path: Path, shape: Shape, seed: int) -> None:
+        self.shape = shape
+        self.rng = np.random.default_rng(seed)
+        self.out = gguf.GGUFWriter(path, "qwen35moe")
+
+    def quantised(self, name: str, qtype: gguf.GGMLQuantizationType, *dims: int) -> None:
+        *stack, rows, cols = dims
+        blocks = random_blocks(self.rng, qtype, int(np.prod(stack, initial=1)) * rows, cols)
+        self.out.add_tensor(name, blocks.reshape(*stack, rows, -1), raw_dtype=qtype)
+
+    def floats(self, name: str, values: np.ndarray) -> None:
+        self.out.add_tensor(name, values.astype(np.float32))
+
+    def normal(self, *dims: int) -> np.ndarray:
+        return self.rng.standard_normal(dims) * dims[-1] ** -0.5
+
+    def metadata(self) -> None:
+        s, out = self.shape, self.out
+        out.add_name("random cut of Qwen3.6-35B-A3B")
+        for key, value in {
+            "block_count": s.layers,
+            "context_length": s.context,
+            "embedding_length": s.hidden,
+            "attention.head_count": s.heads,
+            "attention.head_count_kv": s.kv_heads,
+            "attention.key_length": s.head_dim,
+            "attention.value_length": s.head_dim,
+            "rope.dimension_count": 64,
+            "expert_count": s.experts,
+            "expert_used_count": s.experts_per_token,
+            "expert_feed_forward_length": s.expert_ffn,
+            "expert_shared_feed_forward_length": s.expert_ffn,
+            "ssm.conv_kernel": 4,
+            "ssm.state_size": s.state_dim,
+            "ssm.group_count": s.key_heads,
+            "ssm.time_step_rank": s.value_heads,
+            "ssm.inner_size": s.value_heads * s.state_dim,
+            "full_attention_interval": 4,
+        }.items():
+            out.add_uint32(f"qwen35moe.{key}", value)
+        out.add_float32("qwen35moe.attention.layer_norm_rms_epsilon", 1e-6)
+        out.add_float32("qwen35moe.rope.freq_base", 1e7)
+        out.add_array("qwen35moe.rope.dimension_sections", [11, 11, 10, 0])
+        out.add_file_type(15)
+        out.add_quantization_version(2)
+
+    def tokenizer(self) -> None:
+        """The 256 byte tokens and an end token; the rest of the vocabulary is unused."""
+        letters = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [b for b in range(256) if b not in letters]
+        alphabet = {b: chr(b) for b in letters} | {b: chr(256 + i) for i, b in enumerate(others)}
+        tokens = [alphabet[b] for b in range(256)] + ["<|endoftext|>"]
+        kinds = [1] * 256 + [3]
+        tokens += [f"<unused{i}>" for i in range(self.shape.vocab - len(tokens))]
+        kinds += [5] * (self.shape.vocab - len(kinds))
+        self.out.add_tokenizer_model("gpt2")
+        self.out.add_tokenizer_pre("qwen35")
+        self.out.add_token_list(tokens)
+        self.out.add_token_types(kinds)
+        self.out.add_token_merges(["t h", "h e", "i n"])
+        self.out.add_eos_token_id(256)
+
+    def attention_block(self, name: str) -> None:
+        s = self.shape
+        self.quantised(f"{name}.attn_q.weight", Q4_K, s.heads * s.head_dim * 2, s.hidden)
+        self.quantised(f"{name}.attn_k.weight", Q4_K, s.kv_heads * s.head_dim, s.hidden)
+        self.quantised(f"{name}.attn_v.weight", Q6_K, s.kv_heads * s.head_dim, s.hidden)
+        self.quantised(f"{name}.attn_output.weight", Q4_K, s.hidden, s.heads * s.head_dim)
+        self.floats(f"{name}.attn_q_norm.weight", np.ones(s.head_dim))
+        self.floats(f"{name}.attn_k_norm.weight", np.ones(s.head_dim))
+
+    def delta_net_block(self, name: str) -> None:
+        s = self.shape
+        key_dim, value_dim = s.key_heads * s.state_dim, s.value_heads * s.state_dim
+        self.quantised(f"{name}.attn_qkv.weight", Q4_K, 2 * key_dim + value_dim, s.hidden)
+        self.quantised(f"{name}.attn_gate.weight", Q4_K, value_dim, s.hidden)
+        self.floats(f"{name}.ssm_alpha.weight", self.normal(s.value_heads, s.hidden))
+        self.floats(f"{name}.ssm_beta.weight", self.normal(s.value_heads, s.hidden))
+        self.floats(f"{name}.ssm_a", -self.rng.uniform(0.1, 4, s.value_heads))
+        self.floats(f"{name}.ssm_dt.bias", self.rng.uniform(-4, 1, s.value_heads))
+        self.floats(f"{name}.ssm_conv1d.weight", self.normal(2 * key_dim + value_dim, 4))
+        self.floats(f"{name}.ssm_norm.weight", np.ones(s.state_dim))
+        self.quantised(f"{name}.ssm_out.weight", Q4_K, s.hidden, value_dim)
+
+    def moe(self, name: str, down_type: gguf.GGMLQuantizationType) -> None:
+        s = self.shape
+        self.floats(f"{name}.ffn_gate_inp.weight", self.normal(s.experts, s.hidden))
+        self.floats(f"{name}.ffn_gate_inp_shexp.weight", self.normal(s.hidden))
+        for suffix, stack in (("exps", (s.experts,)), ("shexp", ())):
+            self.quantised(f"{name}.ffn_gate_{suffix}.weight", Q4_K, *stack, s.expert_ffn, s.hidden)
+            self.quantised(f"{name}.ffn_up_{suffix}.weight", Q4_K, *stack, s.expert_ffn, s.hidden)
+            self.quantised(f"{name}.ffn_down_{suffix}.weight", down_type, *stack, s.hidden, s.expert_ffn)
+
+    def write(self) -> None:
+        s = self.shape
+        self.metadata()
+        self.tokenizer()
+        self.quantised("token_embd.weight", Q4_K, s.vocab, s.hidden)
+        self.floats("output_norm.weight", np.ones(s.hidden))
+        self.quantised("output.weight", Q6_K, s.vocab, s.hidden)
+        for layer in range(s.layers):
+            name = f"blk.{layer}"
+            self.floats(f"{name}.attn_norm.weight", np.ones(s.hidden))
+            self.floats(f"{name}.post_attention_norm.weight", np.ones(s.hidden))
+            if (layer + 1) % 4 == 0:
+                self.attention_block(name)
+            else:
+                self.delta_net_block(name)
+            # llama-quantize gives the down projections of the outer layers and of every third layer between
+            # more bits.
+            self.moe(name, Q6_K if layer in (0, s.layers - 1) else Q4_K)
+        self.out.write_header_to_file()
+        self.out.write_kv_data_to_file()
+        self.out.write_tensors_to_file()
+        self.out.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    RandomModelWriter(options.path, Shape(), options.seed).write()
+    print(f"{options.path}: {options.path.stat().st_size / 1e6:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Writes the figures of README.md and docs/performance.md from the JSON files in docs/results.
+
+    python bench/report.py           rewrite the blocks
+    python bench/report.py --check   exit 1 if a block does not say what the JSON files say
+
+A block stands between `<!-- figures: NAME -->` and `<!-- /figures -->`; nothing in it is typed by hand.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "demo_model.md")
+BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
+
+Row = list[str]
+
+
+def load(name: str) -> dict[str, Any]:
+    """One result file."""
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return result
+
+
+def table(header: Row, rows: list[Row]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def speed_rows(result: dict[str, Any], label: str) -> list[Row]:
+    """One row per case of a paired benchmark."""
+    return [
+        [
+            label,
+            f"{result['machine']['num_physical_cores']} cores, {result['ours']['tier']}",
+            name,
+            f"{case['ours_tok_s']:.0f}",
+            f"{case['llama_cpp_tok_s']:.0f}",
+            f"{case['ratio']:.2f}× ({case['ratio_min']:.2f}–{case['ratio_max']:.2f})",
+        ]
+        for name, case in result["cases"].items()
+    ]
+
+
+def speed() -> str:
+    """The paired benchmarks against llama.cpp."""
+    header = ["model", "CPU", "test", "coldstream tok/s", "llama.cpp tok/s", "ratio (min–max of pairs)"]
+    rows = speed_rows(load("cpu_demo"), "bundled demo model") + speed_rows(
+        load("cpu_cut"), "35B-A3B shape, 4 layers, 16 experts"
+    )
+    return table(header, rows)
+
+
+def ceilings() -> str:
+    """What decode could reach by memory bandwidth, and the share it reaches."""
+    header = ["model", "MB a token", "measured GB/s", "ceiling tok/s", "share reached", "command"]
+    rows = []
+    for name in ("cpu_demo", "cpu_cut"):
+        r = load(name)
+        rows.append(
+            [
+                r["model"],
+                f"{r['bytes_per_token'] / 1e6:.1f}",
+                f"{r['read_bandwidth_bytes_s'] / 1e9:.1f}",
+                f"{r['ceiling_tok_s']:.0f}",
+                f"{100 * r['share_of_ceiling']:.0f} %",
+                f"`{r['command']}`",
+            ]
+        )
+    return table(header, rows)
+
+
+def memory() -> str:
+    """Resident memory beside the file's size."""
+    header = ["model", "file MB", "peak RSS MB", "above the file, MB", "command"]
+    rows = []
+    for name in ("memory_demo", "memory_cut"):
+        r = load(name)
+        sizes = [f"{r[key] / 1e6:.0f}" for key in ("file_bytes", "peak_rss_bytes", "above_file_bytes")]
+        rows.append([r["model"], *sizes, f"`{r['command']}`"])
+    return table(header, rows)
+
+
+def agreement() -> str:
+    """Our logits and greedy text beside llama.cpp's on the demo model."""
+    r = load("agreement")
+    rows = [
+        ["positions compared", str(r["positions"])],
+        ["same most likely token", f"{100 * r['top1_agreement']:.2f} %"],
+        ["prompts, greedy tokens each", f"{r['num_prompts']}, {r['tokens_per_prompt']}"],
+        ["equal text", str(r["equal_prompts"])],
+        ["first difference at a near-tie", str(r["near_tie_prompts"])],
+        ["largest gap at a first difference (logits)", f"{r['largest_gap']:.3f}"],
+        ["command", f"`{r['command']}`"],
+    ]
+    return table(["agreement with llama.cpp", ""], rows)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "speed": speed,
+    "ceilings": ceilings,
+    "memory": memory,
+    "agreement": agreement,
+}
+
+
+def rewrite(text: str) -> str:
+    """`text` with every block filled from the result files."""
+    return BLOCK.sub(lambda m: f"{m[1]}{BLOCKS[m[2]]()}{m[3]}", text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    stale = 0
+    for page in PAGES:
+        text = page.read_text()
+        fresh = rewrite(text)
+        if fresh != text:
+            stale += 1
+            print(f"{page.relative_to(ROOT)}: {'out of date' if options.check else 'rewritten'}")
+            if not options.check:
+                page.write_text(fresh)
+    return int(options.check and stale > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
