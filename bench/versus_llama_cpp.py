@@ -18,7 +18,7 @@ import json
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from coldstream.gguf.reader import GGUFFile
@@ -129,7 +129,7 @@ def compare(options: argparse.Namespace) -> dict[str, object]:
         "model": options.model.name,
         "file_bytes": file_bytes,
         "command": f"python bench/versus_llama_cpp.py {options.model.name} --threads {threads}",
-        "machine": Hardware.measure().as_dict(),
+        "machine": asdict(Hardware.measure()),
         "ours": ours.about,
         "peer": peer.about,
         "pairs": options.pairs,

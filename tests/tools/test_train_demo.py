@@ -251,7 +251,7 @@ def test_epochs_hold_every_window_in_a_new_order() -> None:
 
 def test_bundled_model_fits_and_writes_python() -> None:
     assert ASSET.stat().st_size <= convert.MAX_FILE_BYTES
-    with LlamaCpp(ASSET, 256) as llama:
+    with LlamaCpp(ASSET, 256, threads=1) as llama:
         assert llama.vocab_size == DemoConfig().vocab_size
         out = llama.greedy(llama.tokenize("class Stack:\n    def __init__(self):\n"), 24)
     reader = convert.gguf.GGUFReader(str(ASSET))

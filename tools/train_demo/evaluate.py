@@ -49,13 +49,20 @@ def evaluate(work: Path, gguf_file: Path, results: Path) -> None:
     _, held_out = load_tokens(work / "tokens.npz")
     training = json.loads((work / "weights" / "training.json").read_text())
     history = training.pop("history")
+    figures = json.loads(measured.read_text())
+    trained = training["figures"]
+    figures["bits_per_byte"] = {
+        "trained_weights_float_bf16_products": trained["held_out_bits_per_byte"],
+        "trained_weights_rounded_in_training": trained["held_out_bits_per_byte_rounded"],
+        **figures["bits_per_byte"],
+    }
     record = {
         "command": "python -m tools.train_demo build",
         "file": {"path": gguf_file.as_posix(), "bytes": gguf_file.stat().st_size},
         "corpus": json.loads((work / "corpus.json").read_text()),
         "training": training,
         "training_loss_every_100_steps": [row for row in history if row["step"] % 100 == 0],
-        "held_out": json.loads(measured.read_text()),
+        "held_out": figures,
         "llama_cpp": llama_cpp_figures(gguf_file, tokenizer, held_out),
         "window_tokens": WINDOW,
     }

@@ -119,6 +119,53 @@ static inline void advance_token(const delta_block& block, int64_t row, delta_su
   }
 }
 
+// A single token. Its state is read from memory, not from the nearest cache, so whole rows of it pass by in order;
+// and as no other token follows, decaying it a second time is cheaper than keeping it.
+static inline void predict_key(const delta_block& block, int64_t i, vec16 decay, vec16* prediction) {
+#pragma GCC unroll 8
+  for (int v = 0; v < STEP_VECTORS; v++) {
+    const vec16 state = load16(block.state + i * block.state_stride + 16 * v, block.num_columns - 16 * v);
+    prediction[v] = fma16(splat16(block.k[i]), mul16(state, decay), prediction[v]);
+  }
+}
+
+static inline void update_key(const delta_block& block, int64_t i, vec16 decay, const vec16* change,
+                              vec16* output) {
+#pragma GCC unroll 8
+  for (int v = 0; v < STEP_VECTORS; v++) {
+    float* place = block.state + i * block.state_stride + 16 * v;
+    const vec16 decayed = mul16(load16(place, block.num_columns - 16 * v), decay);
+    const vec16 state = fma16(splat16(block.k[i]), change[v], decayed);
+    output[v] = fma16(splat16(block.q[i]), state, output[v]);
+    store16(place, state, block.num_columns - 16 * v);
+  }
+}
+
+static void delta_step(const delta_block& block) {
+  const vec16 decay = splat16(block.decay[0]), beta = splat16(block.beta[0]);
+  vec16 even[STEP_VECTORS], odd[STEP_VECTORS], change[STEP_VECTORS];
+  for (int v = 0; v < STEP_VECTORS; v++) even[v] = odd[v] = zero16();
+  const int64_t size = block.head_size, pairs = size / 2 * 2;
+  for (int64_t i = 0; i < pairs; i += 2) {
+    predict_key(block, i, decay, even);
+    predict_key(block, i + 1, decay, odd);
+  }
+  if (pairs < size) predict_key(block, pairs, decay, even);
+  for (int v = 0; v < STEP_VECTORS; v++) {
+    const vec16 value = load16(block.v + 16 * v, block.num_columns - 16 * v);
+    change[v] = mul16(beta, sub16(value, add16(even[v], odd[v])));
+    even[v] = odd[v] = zero16();
+  }
+  for (int64_t i = 0; i < pairs; i += 2) {
+    update_key(block, i, decay, change, even);
+    update_key(block, i + 1, decay, change, odd);
+  }
+  if (pairs < size) update_key(block, pairs, decay, change, even);
+  for (int v = 0; v < STEP_VECTORS; v++) {
+    store16(block.out + 16 * v, add16(even[v], odd[v]), block.num_columns - 16 * v);
+  }
+}
+
 static void delta_advance(const delta_block& block) {
   delta_sums prediction;
   enter_block(block, prediction);

@@ -13,7 +13,7 @@ namespace {
 #include "ops/vec16_generic.inl"
 
 // Accumulators of a product: TILE_ROWS × TILE_VECTORS vectors of two registers.
-constexpr int TILE_ROWS = 4, TILE_VECTORS = 1, DELTA_VECTORS = 1;
+constexpr int TILE_ROWS = 4, TILE_VECTORS = 1, DELTA_VECTORS = 1, STEP_VECTORS = 2;
 
 #include "ops/float_kernels.inl"
 #include "ops/attention_kernels.inl"
@@ -39,6 +39,8 @@ const float_kernels float_kernels_generic = {
     .delta_gates = delta_gates,
     .delta_advance = delta_advance,
     .delta_columns = 16 * DELTA_VECTORS,
+    .delta_step = delta_step,
+    .step_columns = 16 * STEP_VECTORS,
     .product_f32 = product<float>,
     .product_f16 = product<float16>,
     .product_bf16 = product<bfloat16>,

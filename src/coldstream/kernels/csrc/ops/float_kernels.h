@@ -88,6 +88,9 @@ struct float_kernels {
                       float* decay, float* beta, int64_t n);
   void (*delta_advance)(const delta_block& block);
   int64_t delta_columns;  // the most columns of a block
+  // The same bits for a block of one row, without its memory.
+  void (*delta_step)(const delta_block& block);
+  int64_t step_columns;
 
   // out[r, e] = Σ x[r] · weight[e] for a matrix of rows of n elements
   void (*product_f32)(const float* x, int64_t x_stride, int64_t num_rows, const float* weight,

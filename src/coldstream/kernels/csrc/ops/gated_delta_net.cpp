@@ -123,22 +123,24 @@ class gated_delta_net_op : public op {
   }
 
   void advance_states(int rows, worker& w) {
-    const int64_t blocks = (a_.head_size + kernels_.delta_columns - 1) / kernels_.delta_columns;
+    const bool single = rows == num_runs_;  // decoding: one row for each slot
+    const int64_t columns = single ? kernels_.step_columns : kernels_.delta_columns;
+    const int64_t blocks = (a_.head_size + columns - 1) / columns;
     const int64_t tasks_per_run = a_.num_value_heads * blocks;
     for (int64_t task = w.take(); task < num_runs_ * tasks_per_run; task = w.take()) {
-      const int64_t rest = task % tasks_per_run;
-      advance_block(rows, runs_[task / tasks_per_run], rest / blocks, rest % blocks * kernels_.delta_columns,
-                    w);
+      const int64_t head = task % tasks_per_run / blocks, column = task % blocks * columns;
+      const delta_block block = block_of(rows, runs_[task / tasks_per_run], head, column, columns, w);
+      single ? kernels_.delta_step(block) : kernels_.delta_advance(block);
     }
   }
 
-  void advance_block(int rows, const slot_run& run, int64_t head, int64_t column, worker& w) {
+  delta_block block_of(int rows, const slot_run& run, int64_t head, int64_t column, int64_t columns, worker& w) {
     const int64_t size = a_.head_size, key_head = a_.key_head_ids[head];
     const float* channels = convolved(w, run.first_row);
-    kernels_.delta_advance({
+    return {
         .num_rows = run.num_rows,
         .head_size = size,
-        .num_columns = std::min(kernels_.delta_columns, size - column),
+        .num_columns = std::min(columns, size - column),
         .q = channels + key_head * size,
         .k = channels + (a_.num_key_heads + key_head) * size,
         .v = channels + (2 * a_.num_key_heads + head) * size + column,
@@ -151,7 +153,7 @@ class gated_delta_net_op : public op {
         .out = a_.out.row(run.first_row) + head * size + column,
         .out_stride = a_.out.stride,
         .memory = reinterpret_cast<float*>(w.memory->data()),
-    });
+    };
   }
 
   void norm_heads(int rows, worker& w) {
