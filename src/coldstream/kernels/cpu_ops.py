@@ -20,9 +20,9 @@ from coldstream.kernels.ops import DeltaNetWeights, RopeSpec, Rows
 
 Array = np.ndarray[Any, Any]
 Outputs = TypeVar("Outputs")
+Progress = Callable[[int, int], None]
 
 FLOAT32 = np.dtype(np.float32)
-READ_AHEAD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class CpuOps:
             raise UnsupportedError(str(error)) from error
         self._arena: Arena | None = None
         self._maps: dict[tuple[GGUFFile, int], _csrc.MappedFile] = {}
+        self._mapped_weights: list[tuple[_csrc.MappedFile, TensorInfo]] = []
 
     @property
     def tier(self) -> str:
@@ -76,16 +77,14 @@ class CpuOps:
             self._arena = None
         return CapturedGraph(graph, outputs, arena)
 
-    def read_ahead(self, progress: Callable[[int, int], None]) -> None:
-        """Brings every mapped byte into memory; progress is called with (done, total) bytes."""
-        total = sum(mapped.size for mapped in self._maps.values())
+    def read_ahead(self, progress: Progress) -> None:
+        """Brings the mapped weights into memory; progress is called with (done, total) bytes."""
+        total = sum(info.num_bytes for _, info in self._mapped_weights)
         done = 0
-        for mapped in self._maps.values():
-            for start in range(0, mapped.size, READ_AHEAD_BYTES):
-                count = min(READ_AHEAD_BYTES, mapped.size - start)
-                _csrc.touch_pages(self._runtime, mapped, start, count)
-                done += count
-                progress(done, total)
+        for mapped, info in self._mapped_weights:
+            _csrc.touch_pages(self._runtime, mapped, info.offset, info.num_bytes)
+            done += info.num_bytes
+            progress(done, total)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
         return np.zeros(shape, dtype)
@@ -99,6 +98,11 @@ class CpuOps:
         return self._arena.empty(shape, dtype)
 
     def load_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
+        """A copy in memory of its own, whose large pages make reading all of it faster (5 % of a token)."""
+        rows, cols = info.shape
+        return _csrc.Weight.from_array(file.read(info), int(info.quant_type), rows, cols)
+
+    def map_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
         """The tensor where it lies in the mapped file; nothing is read."""
         mapped = self._maps.get((file, info.shard))
         if mapped is None:
@@ -106,6 +110,7 @@ class CpuOps:
                 file.descriptor(info.shard), file.shard_bytes[info.shard], str(file.paths[info.shard])
             )
             self._maps[file, info.shard] = mapped
+        self._mapped_weights.append((mapped, info))
         *stack, rows, cols = info.shape
         return _csrc.Weight.from_file(mapped, info.offset, int(info.quant_type), rows, cols, math.prod(stack))
 

@@ -62,7 +62,10 @@ class Ops(Protocol):
         """An int32 array [len(values)]."""
 
     def load_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
-        """A matrix [out, in], or a stack of them [experts, out, in], of any quantised or float type."""
+        """A matrix [out, in] that every token multiplies, of any quantised or float type."""
+
+    def map_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
+        """A matrix, or a stack of them [experts, out, in], of which a token reads a part: left in place."""
 
     def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
         """A matrix [out, in] as float32 values, whatever its type: where products must not be quantised."""

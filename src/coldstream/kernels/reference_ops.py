@@ -52,6 +52,9 @@ class ReferenceOps:
         tensor = read_tensor(file, info)
         return tensor if self.exact else dequantize(tensor)
 
+    def map_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
+        return self.load_weight(file, info)
+
     def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> torch.Tensor:
         return dequantize(read_tensor(file, info))
 

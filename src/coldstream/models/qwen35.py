@@ -8,6 +8,7 @@ play it back.
 MTP blocks, which predict further tokens, lie behind the trunk in the file and are not loaded here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -55,7 +56,7 @@ class Qwen35Model:
         the values of its small tensors contradict the conventions of the format.
         """
         loader = Loader(file, spec, ops)
-        token_embd = loader.weight("token_embd")
+        token_embd = loader.weight("token_embd") if spec.tied_output else loader.mapped("token_embd")
         blocks = tuple(loader.block(index) for index in range(spec.num_layers))
         output_norm = loader.vector("output_norm.weight")
         return cls(
@@ -116,16 +117,22 @@ class Loader:
         """The matrix or stack `name`.weight."""
         return self.ops.load_weight(self.file, self.file.tensors[f"{name}.weight"])
 
+    def mapped(self, name: str) -> Weight:
+        """The same, for weights of which a token reads a part."""
+        return self.ops.map_weight(self.file, self.file.tensors[f"{name}.weight"])
+
     def vector(self, name: str) -> Array:
         """The small tensor `name`, suffix included."""
         self.vectors[name] = self.ops.load_vector(self.file, self.file.tensors[name])
         return self.vectors[name]
 
-    def parts(self, names: tuple[str, ...], fused: str, sizes: tuple[int, ...]) -> tuple[Weight, ...]:
+    def parts(
+        self, load: Callable[[str], Weight], names: tuple[str, ...], fused: str, sizes: tuple[int, ...]
+    ) -> tuple[Weight, ...]:
         """The weights `names`, or their `sizes` rows each of the one weight that has them all."""
         if f"{fused}.weight" in self.file.tensors:
-            return self.ops.split_rows(self.weight(fused), sizes)
-        return tuple(self.weight(name) for name in names)
+            return self.ops.split_rows(load(fused), sizes)
+        return tuple(load(name) for name in names)
 
     def block(self, index: int) -> Block:
         prefix = f"blk.{index}."
@@ -139,6 +146,7 @@ class Loader:
 
     def attention(self, prefix: str) -> AttentionWeights:
         attn_q, attn_k, attn_v = self.parts(
+            self.weight,
             (f"{prefix}attn_q", f"{prefix}attn_k", f"{prefix}attn_v"),
             fused=f"{prefix}attn_qkv",
             sizes=(2 * self.spec.query_dim, self.spec.kv_dim, self.spec.kv_dim),
@@ -182,6 +190,7 @@ class Loader:
 
     def moe(self, prefix: str) -> MoeWeights:
         ffn_gate_exps, ffn_up_exps = self.parts(
+            self.mapped,
             (f"{prefix}ffn_gate_exps", f"{prefix}ffn_up_exps"),
             fused=f"{prefix}ffn_gate_up_exps",
             sizes=(self.spec.expert_ffn_size, self.spec.expert_ffn_size),
@@ -195,7 +204,7 @@ class Loader:
             ),
             ffn_gate_exps=ffn_gate_exps,
             ffn_up_exps=ffn_up_exps,
-            ffn_down_exps=self.weight(f"{prefix}ffn_down_exps"),
+            ffn_down_exps=self.mapped(f"{prefix}ffn_down_exps"),
             ffn_gate_inp_shexp=self.ops.load_weight(self.file, shared_gate),
             ffn_gate_shexp=self.weight(f"{prefix}ffn_gate_shexp"),
             ffn_up_shexp=self.weight(f"{prefix}ffn_up_shexp"),
