@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "demo_model.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "tools" / "train_demo" / "README.md")
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 Row = list[str]
@@ -103,11 +103,44 @@ def agreement() -> str:
     return table(["agreement with llama.cpp", ""], rows)
 
 
+def demo_model() -> str:
+    """How well the bundled model predicts held-out files, and how it uses its experts."""
+    r = load("demo_model")
+    held_out, corpus = r["held_out"], r["corpus"]
+    bits, behaviour = held_out["bits_per_byte"], held_out["behaviour"]
+    entropy = behaviour["routing_entropy_bits_per_block"]
+    rows = [
+        ["`xz -9e` of the same files", f"{corpus['xz_9e_bits_per_byte']:.4f} bits per byte"],
+        [
+            "`xz -9e` that has seen the training files",
+            f"{corpus['xz_9e_after_training_files_bits_per_byte']:.4f} bits per byte",
+        ],
+        [
+            "trained weights, before rounding",
+            f"{bits['trained_weights_float_bf16_products']:.4f} bits per byte",
+        ],
+        ["the file, float activations", f"{bits['file']:.4f} bits per byte"],
+        ["… int8 activations, a scale per 256", f"{bits['file_int8_activations_per_256']:.4f} bits per byte"],
+        ["… int8 activations, a scale per 32", f"{bits['file_int8_activations_per_32']:.4f} bits per byte"],
+        ["the file in llama.cpp", f"{r['llama_cpp']['bits_per_byte']:.4f} bits per byte"],
+        [
+            "routing entropy per block",
+            f"{min(entropy):.2f}–{max(entropy):.2f} of {behaviour['routing_entropy_maximum_bits']:.0f} bits",
+        ],
+        ["next token right", f"{100 * behaviour['top1']['trunk_correct']:.1f} %"],
+        ["MTP block agrees with the trunk", f"{100 * behaviour['top1']['mtp_agrees_with_trunk']:.1f} %"],
+        ["held-out files", f"{corpus['held_out']['files']}, {corpus['held_out']['bytes']:,} bytes"],
+        ["command", f"`{r['command']}`"],
+    ]
+    return table(["the demo model on held-out files", ""], rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "speed": speed,
     "ceilings": ceilings,
     "memory": memory,
     "agreement": agreement,
+    "demo_model": demo_model,
 }
 
 
