@@ -15,7 +15,7 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	touch $@
 
 demo: $(VENV)/.installed
-	$(BIN)/coldstream run -p 'def fibonacci(n):' -n 96
+	$(BIN)/coldstream run -p 'def read_lines(path):' -n 96 --temp 0.5 --seed 3
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -135,12 +135,25 @@ def demo_model() -> str:
     return table(["the demo model on held-out files", ""], rows)
 
 
+def startup() -> str:
+    """Seconds before anything is computed."""
+    r = load("startup")
+    opening = f"open a header of {r['header_bytes'] / 1e6:.1f} MB, {r['header_strings']:,} strings"
+    rows = [
+        [opening, f"{r['open_s']:.2f} s (floor {r['floor_s']:.2f})"],
+        ["`coldstream --help`", f"{r['help_s']:.2f} s"],
+        ["command", f"`{r['command']}`"],
+    ]
+    return table(["starting", ""], rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "speed": speed,
     "ceilings": ceilings,
     "memory": memory,
     "agreement": agreement,
     "demo_model": demo_model,
+    "startup": startup,
 }
 
 

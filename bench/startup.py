@@ -1,11 +1,16 @@
-"""How long opening a model takes whose header holds 250k tokens and 250k merges.
+"""Seconds to open a header of 250k tokens and 250k merges, and to print the help of the command line.
 
-    python bench/open_header.py
+    python bench/startup.py --out docs/results/startup.json
 
-Prints the floor first: reading the same bytes, decoding them at once and splitting them into as many strings.
+The floor of opening comes with it: reading the same bytes, decoding them at once and splitting them into as
+many strings.
 """
 
+import argparse
+import json
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -44,18 +49,33 @@ def best_seconds(action: Callable[[], object]) -> float:
     return min(times)
 
 
-def main() -> None:
+def measure() -> dict[str, object]:
+    """Seconds, the best of REPEATS each."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "header.gguf"
         write_header(path)
         with GGUFFile.open(path) as file:
             words = [*file.metadata["tokenizer.ggml.tokens"], *file.metadata["tokenizer.ggml.merges"]]
         joined = "\0".join(words).encode()
-        floor = best_seconds(lambda: (path.read_bytes(), joined.decode().split("\0")))
-        opened = best_seconds(lambda: GGUFFile.open(path).close())
-        print(f"header {path.stat().st_size / 1e6:.1f} MB, {len(words)} strings")
-        print(f"floor  {1e3 * floor:6.1f} ms")
-        print(f"open   {1e3 * opened:6.1f} ms, best of {REPEATS}")
+        help_command = [sys.executable, "-m", "coldstream", "--help"]
+        return {
+            "command": "python bench/startup.py",
+            "header_bytes": path.stat().st_size,
+            "header_strings": len(words),
+            "floor_s": best_seconds(lambda: (path.read_bytes(), joined.decode().split("\0"))),
+            "open_s": best_seconds(lambda: GGUFFile.open(path).close()),
+            "help_s": best_seconds(lambda: subprocess.run(help_command, check=True, capture_output=True)),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    result = measure()
+    print(json.dumps(result))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
