@@ -103,3 +103,12 @@ def test_the_cache_counts_attention_layers_only(spec: ModelSpec) -> None:
     assert cache_bytes_per_token(EngineConfig("m.gguf"), spec) == 1 * 2 * 64 * (2 + 2)
     wide = EngineConfig("m.gguf", cache_type_k="f32", cache_type_v="f32")
     assert cache_bytes_per_token(wide, spec) == 1 * 2 * 64 * (4 + 4)
+
+
+def test_weights_that_do_not_fit_are_refused_and_leave_less_for_the_cache(spec: ModelSpec) -> None:
+    config = EngineConfig("m.gguf")
+    free = MACHINE.ram_available_bytes
+    with pytest.raises(OutOfMemoryError, match="smaller quantisation"):
+        resolve(config, spec, MACHINE, weight_bytes=free + 1)
+    tight = resolve(config, spec, MACHINE, weight_bytes=free - 2**20)
+    assert tight.ctx_size == resolve(config, spec, replace(MACHINE, ram_available_bytes=2**20)).ctx_size

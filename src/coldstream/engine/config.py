@@ -71,13 +71,19 @@ class EngineConfig:
         return cls(**options)
 
 
-def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> EngineConfig:
+def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware, weight_bytes: int = 0) -> EngineConfig:
     """`config` with `ctx_size` and `threads` made concrete for this model and machine. Pure.
 
-    The tier stays as it is: only the compiled kernels know what they hold, and the opened model reports its
-    choice. Raises ConfigError for a context beyond the model's, OutOfMemoryError for one whose cache exceeds
-    the free RAM.
+    weight_bytes is what the weights take that are kept in memory whole. The tier stays as it is: only the
+    compiled kernels know what they hold, and the opened model reports its choice. Raises ConfigError for a
+    context beyond the model's, OutOfMemoryError if weights and cache exceed the free RAM.
     """
+    if weight_bytes > hardware.ram_available_bytes:
+        raise OutOfMemoryError(
+            f"the weights that every token reads need {weight_bytes / 2**30:.1f} GiB, "
+            f"{hardware.ram_available_bytes / 2**30:.1f} GiB are free: choose a smaller quantisation"
+        )
+    hardware = replace(hardware, ram_available_bytes=hardware.ram_available_bytes - weight_bytes)
     threads = hardware.num_physical_cores if config.threads == "auto" else config.threads
     token_bytes = cache_bytes_per_token(config, spec)
     if config.ctx_size:

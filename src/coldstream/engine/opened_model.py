@@ -15,6 +15,7 @@ from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
+from coldstream.models.footprint import dense_bytes
 from coldstream.models.runner import ModelRunner
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import Hardware
@@ -84,7 +85,7 @@ def open_model(config: EngineConfig, progress: OpenProgress | None = None) -> Op
     with ExitStack() as cleanup:
         file = cleanup.enter_context(GGUFFile.open(path))
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        config = resolve(config, spec, Hardware.measure())
+        config = resolve(config, spec, Hardware.measure(), dense_bytes(spec, file.tensors))
         tokenizer = Tokenizer.from_metadata(file.metadata)
         default_sampling = sampling_defaults(file.metadata)
         template = ChatTemplate.from_metadata(file.metadata, tokenizer.vocabulary)

@@ -77,9 +77,14 @@ class CpuOps:
             self._arena = None
         return CapturedGraph(graph, outputs, arena)
 
-    def read_ahead(self, progress: Progress) -> None:
-        """Brings the mapped weights into memory; progress is called with (done, total) bytes."""
+    def read_ahead(self, progress: Progress, free_bytes: int) -> None:
+        """Brings the mapped weights into memory, unless they are more than `free_bytes`.
+
+        progress is called with (done, total) bytes. Raises ModelChangedError if the file shrank.
+        """
         total = sum(info.num_bytes for _, info in self._mapped_weights)
+        if total > free_bytes:
+            return
         done = 0
         for mapped, info in self._mapped_weights:
             _csrc.touch_pages(self._runtime, mapped, info.offset, info.num_bytes)

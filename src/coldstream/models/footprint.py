@@ -27,6 +27,11 @@ def bytes_per_token(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
     return int(sum(_active_share(spec, info) * info.num_bytes for info in tensors.values()))
 
 
+def dense_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
+    """Bytes of the weights that every token reads whole."""
+    return sum(info.num_bytes for info in tensors.values() if _active_share(spec, info) == 1)
+
+
 def _active_share(spec: ModelSpec, info: TensorInfo) -> Fraction:
     block = _BLOCK.match(info.name)
     if block and int(block[1]) >= spec.num_layers:

@@ -19,6 +19,7 @@ from coldstream.kvcache.cache import ModelCache
 from coldstream.models.footprint import bytes_per_token
 from coldstream.models.qwen35 import Qwen35Model
 from coldstream.models.spec import ModelSpec
+from coldstream.placement.hardware import Hardware
 
 # Rows of the captured graph: enough to keep matrix units busy, few enough for activations to stay small.
 CHUNK = 512
@@ -101,7 +102,7 @@ class ModelRunner:
         ops = CpuOps(threads, tier)
         runner = cls(file, spec, ops, context_length, kv_dtype)
         if progress is not None:
-            ops.read_ahead(progress)
+            ops.read_ahead(progress, Hardware.measure().ram_available_bytes)
         return runner
 
     @property
