@@ -16,7 +16,12 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "tools" / "train_demo" / "README.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "text.md",
+    ROOT / "tools" / "train_demo" / "README.md",
+)
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 Row = list[str]
@@ -147,6 +152,22 @@ def startup() -> str:
     return table(["starting", ""], rows)
 
 
+def text() -> str:
+    """Processor seconds of the tokenizer, wall seconds of the chat template."""
+    r = load("text")
+    names = [key.removesuffix("_s_per_mib") for key in r if key.endswith("_s_per_mib")]
+    rows = [["load the vocabulary", f"{r['load_s']:.2f} s", ""]]
+    rows += [
+        [f"encode 1 MiB: {name}", f"{r[f'{name}_s_per_mib']:.2f} s", f"{r[f'{name}_ratio']:.2f}"]
+        for name in names
+    ]
+    rows += [
+        ["render a chat for the first time", f"{r['first_render_s']:.2f} s", ""],
+        ["render it again", f"{1e3 * r['render_s']:.2f} ms", ""],
+    ]
+    return table(["what", "time", "over that of half the text"], rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "speed": speed,
     "ceilings": ceilings,
@@ -154,6 +175,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "agreement": agreement,
     "demo_model": demo_model,
     "startup": startup,
+    "text": text,
 }
 
 

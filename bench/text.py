@@ -9,9 +9,9 @@ wall time.
 import argparse
 import json
 import random
-import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -101,6 +101,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON and nothing else")
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
     arguments = parser.parse_args()
     results = measure()
     if not arguments.json:
@@ -110,8 +111,10 @@ def main() -> None:
         print(f"\nload: {results['load_s']:.2f} s for {NUM_TOKENS} tokens, {NUM_MERGES} merges")
         first_ms, then_ms = results["first_render_s"] * 1e3, results["render_s"] * 1e3
         print(f"render: {first_ms:.0f} ms the first time, then {then_ms:.2f} ms")
-    json.dump({key: round(value, 5) for key, value in results.items()}, sys.stdout)
-    print()
+    line = json.dumps({key: round(value, 5) for key, value in results.items()})
+    print(line)
+    if arguments.out:
+        arguments.out.write_text(line + "\n")
 
 
 if __name__ == "__main__":
