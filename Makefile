@@ -4,8 +4,9 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test lint sanitize clean
 
-# The stamp files record what is installed, so that a second call costs nothing.
-$(VENV)/.installed: pyproject.toml CMakeLists.txt $(shell find src/coldstream/kernels/csrc -type f)
+# The stamp files record what is installed, so that a second call costs nothing. An editable installation knows the packages
+# there were when it was made.
+$(VENV)/.installed: pyproject.toml CMakeLists.txt $(shell find src -path "*/csrc/*" -type f -o -name __init__.py)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -e .
 	touch $@
