@@ -23,28 +23,7 @@ constexpr int TILE_ROWS = 4, TILE_VECTORS = 1, DELTA_VECTORS = 1, STEP_VECTORS =
 }  // namespace
 
 const float_kernels float_kernels_generic = {
-    .add = add,
-    .swiglu = swiglu,
-    .rms_norm = rms_norm,
-    .gated_rms_norm = gated_rms_norm,
-    .l2_norm = l2_norm,
-    .combine = combine,
-    .rope = rope,
-    .to_float16 = convert_to_float16,
-    .attend_f16 = attend<float16>,
-    .attend_f32 = attend<float>,
-    .attend_merge = attend_merge,
-    .attend_finish = attend_finish,
-    .convolve = convolve,
-    .delta_gates = delta_gates,
-    .delta_advance = delta_advance,
-    .delta_columns = 16 * DELTA_VECTORS,
-    .delta_step = delta_step,
-    .step_columns = 16 * STEP_VECTORS,
-    .product_f32 = product<float>,
-    .product_f16 = product<float16>,
-    .product_bf16 = product<bfloat16>,
-    .softmax_topk = softmax_topk,
+#include "ops/float_table.inl"
 };
 
 }  // namespace coldstream
