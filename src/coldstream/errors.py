@@ -15,6 +15,7 @@ escaped.
     ├── DownloadError                   69   the hub could not be reached or refused
     ├── GenerationFault                 70   computing failed (NaN logits, a dead worker)
     ├── OutOfMemoryError                71   a plan that does not fit; message: need, free, advice
+    ├── DeviceError                     72   no GPU, one that is not supported, or one that failed
     ├── ModelChangedError               74   the model file shrank or changed while in use
     ├── ConfigError                      2   an unknown or contradictory setting
     └── InvalidRequestError              2   a prompt, message list or sampling setting that cannot be served
@@ -95,6 +96,12 @@ class OutOfMemoryError(ColdstreamError):
     """A plan that does not fit; the message gives need, free and advice."""
 
     exit_code = 71
+
+
+class DeviceError(ColdstreamError):
+    """No GPU, one that this version does not support, or one that failed in use."""
+
+    exit_code = 72
 
 
 class ModelChangedError(ColdstreamError):

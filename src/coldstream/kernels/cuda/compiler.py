@@ -1,0 +1,121 @@
+"""From a .cu file to machine code, by NVRTC; needs no GPU.
+
+Sources may include each other by their path below `kernels/` and nothing else: NVRTC ships no headers.
+Machine code is kept in the user's cache directory under a hash of everything that it depends on.
+"""
+
+import hashlib
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cuda.bindings import nvrtc
+
+KERNELS = Path(__file__).resolve().parents[1]
+INCLUDE = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
+
+# Every float operation rounds on its own, as docs/arithmetic.md has it.
+OPTIONS = (
+    "--std=c++17",
+    "--fmad=false",
+    "--prec-div=true",
+    "--prec-sqrt=true",
+    "--ftz=false",
+    "-default-device",
+)
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """A cubin and the name that the compiler gave the kernel in it."""
+
+    cubin: bytes
+    symbol: str
+
+
+class CompileError(RuntimeError):
+    """A kernel of this package does not compile: a defect of the package, or of the CUDA installation."""
+
+
+def default_cache() -> Path:
+    """Where machine code is kept."""
+    return Path.home() / ".cache" / "coldstream" / "cuda"
+
+
+def compile_instance(source: Path, instance: str, arch: str, cache: Path | None = None) -> MachineCode:
+    """The template instance or function `instance` of `source` for `arch`, for example sm_90.
+
+    From the directory `cache` (None: the default one) if it was compiled before. Raises CompileError with the
+    compiler's log.
+    """
+    key = _key(source, instance, arch)
+    path = (cache or default_cache()) / f"{source.stem}-{key}.cubin"
+    try:
+        symbol, _, cubin = path.read_bytes().partition(b"\n")
+        return MachineCode(cubin, symbol.decode())
+    except OSError:
+        code = _compile(source, instance, arch)
+    _keep(path, code)
+    return code
+
+
+def _key(source: Path, instance: str, arch: str) -> str:
+    version = _checked(nvrtc.nvrtcVersion())
+    digest = hashlib.sha256(repr((instance, arch, OPTIONS, version)).encode())
+    for path in sorted(_closure(source)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _closure(source: Path) -> set[Path]:
+    """`source` and everything it includes."""
+    found, new = set(), [source]
+    while new:
+        path = new.pop()
+        if path not in found:
+            found.add(path)
+            new += [KERNELS / name.decode() for name in INCLUDE.findall(path.read_bytes())]
+    return found
+
+
+def _keep(path: Path, code: MachineCode) -> None:
+    """Write to the cache under a name that appears only when all is there; no cache is no error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(code.symbol.encode() + b"\n" + code.cubin)
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+def _compile(source: Path, instance: str, arch: str) -> MachineCode:
+    program = _checked(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], []))
+    try:
+        _checked(nvrtc.nvrtcAddNameExpression(program, instance.encode()))
+        options = [*OPTIONS, f"--gpu-architecture={arch}", f"--include-path={KERNELS}"]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError(f"{source.name}, {instance}, {arch}:\n{_log(program)}")
+        symbol = _checked(nvrtc.nvrtcGetLoweredName(program, instance.encode())).decode()
+        cubin = bytes(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+        _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+        return MachineCode(cubin, symbol)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _log(program: Any) -> str:
+    log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+    _checked(nvrtc.nvrtcGetProgramLog(program, log))
+    return log.rstrip(b"\0").decode(errors="replace")
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    status, *values = result
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise CompileError(f"NVRTC: {nvrtc.nvrtcGetErrorString(status)[1].decode()}")
+    return values[0] if values else None

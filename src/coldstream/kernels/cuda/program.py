@@ -1,0 +1,116 @@
+"""Kernels of a .cu file, ready to be launched on PyTorch's current stream.
+
+    program = CudaProgram(Path(__file__).with_name("few.cu"), ("linear_few<1>", "linear_few<2>"))
+    program.kernel("linear_few<1>").launch((grid, 1, 1), 256, (x, weight, 3, 1.5))
+
+Loading a kernel needs its first use outside a graph capture; after that launches are captured like any other.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from coldstream.errors import DeviceError
+from coldstream.kernels.cuda.compiler import MachineCode, compile_instance
+
+Grid = tuple[int, int, int]
+Argument = torch.Tensor | int | float | ctypes.Structure | None
+
+DEFAULT_SHARED_BYTES = 48 * 1024  # what a block may use without asking
+
+
+class Kernel:
+    """One kernel in the current device's memory."""
+
+    def __init__(self, code: MachineCode) -> None:
+        # PyTorch makes the primary context current when it first touches the device.
+        torch.cuda.current_stream()
+        self._module = _checked(driver.cuModuleLoadData(code.cubin))
+        self._function = _checked(driver.cuModuleGetFunction(self._module, code.symbol.encode()))
+        self._shared_limit = DEFAULT_SHARED_BYTES
+        self._can_overlap = torch.cuda.get_device_capability() >= (9, 0)
+        self._overlap = driver.CUlaunchAttribute()
+        self._overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        self._overlap.value.programmaticStreamSerializationAllowed = 1
+
+    def launch(
+        self,
+        grid: Grid,
+        block: int,
+        args: Sequence[Argument],
+        *,
+        shared_bytes: int = 0,
+        overlap: bool = False,
+    ) -> None:
+        """Queue the kernel with `block` threads a block.
+
+        A tensor passes its address, None a null pointer, int an int32, float a float32, a ctypes structure
+        its bytes. shared_bytes is dynamic shared memory. With `overlap` the kernel may start before the one
+        in front of it has ended, and must wait for it itself. Raises DeviceError.
+        """
+        if 0 in grid:
+            return
+        if shared_bytes > self._shared_limit:
+            self._raise_shared_limit(shared_bytes)
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes = shared_bytes
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        if overlap and self._can_overlap:
+            config.attrs = [self._overlap]
+            config.numAttrs = 1
+        values = [_as_c(arg) for arg in args]
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+
+    def _raise_shared_limit(self, num_bytes: int) -> None:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuFuncSetAttribute(self._function, attribute, num_bytes))
+        self._shared_limit = num_bytes
+
+
+class CudaProgram:
+    """The kernels `instances` of `source`: functions, or template instances as C++ writes them.
+
+    Each is compiled and loaded when it is first asked for.
+    """
+
+    def __init__(self, source: Path, instances: Sequence[str]) -> None:
+        self.source = source
+        self.instances = tuple(instances)
+        self._kernels: dict[str, Kernel] = {}
+
+    def kernel(self, instance: str) -> Kernel:
+        """KeyError for an instance that was not listed; CompileError, DeviceError."""
+        kernel = self._kernels.get(instance)
+        if kernel is None:
+            if instance not in self.instances:
+                raise KeyError(f"{self.source.name} lists no instance {instance}")
+            major, minor = torch.cuda.get_device_capability()
+            kernel = Kernel(compile_instance(self.source, instance, f"sm_{major}{minor}"))
+            self._kernels[instance] = kernel
+        return kernel
+
+
+def _as_c(arg: Argument) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return ctypes.c_void_p(arg.data_ptr())
+    if arg is None:
+        return ctypes.c_void_p(0)
+    if isinstance(arg, int):
+        return ctypes.c_int32(arg)
+    if isinstance(arg, float):
+        return ctypes.c_float(arg)
+    return arg
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise DeviceError(f"the GPU driver refused: {driver.cuGetErrorString(status)[1].decode()}")
+    return values[0] if values else None
