@@ -125,7 +125,8 @@ def quantize_activations(x: torch.Tensor) -> QuantActivations:
         is_zero = maximum < SMALLEST_MAXIMUM
         is_finite = maximum.isfinite()
         scale = torch.where(is_zero, 0.0, maximum / LARGEST_CODE)
-        q = torch.round(group * (LARGEST_CODE / maximum))
+        # A Python number divided by a tensor would be a product with the rounded reciprocal.
+        q = torch.round(group * (constant(LARGEST_CODE) / maximum))
         codes.append(torch.where(is_finite & ~is_zero, q, 0.0).to(torch.int8))
         scales.append(torch.where(is_finite, scale, torch.nan))
     q = torch.cat(codes, dim=-1)

@@ -2,7 +2,6 @@
 // for this tier could be the copy that the linker keeps for all.
 #if defined(__x86_64__)
 #include <immintrin.h>
-#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -15,7 +14,7 @@ namespace {
 #include "ops/vec16_avx2.inl"
 
 // Accumulators of a product: TILE_ROWS × TILE_VECTORS vectors of two registers.
-constexpr int TILE_ROWS = 4, TILE_VECTORS = 1, DELTA_VECTORS = 1, STEP_VECTORS = 2;
+constexpr int TILE_ROWS = 4, TILE_VECTORS = 1, DELTA_VECTORS = 1, DELTA_CHAINS = 2, STEP_VECTORS = 2;
 
 #include "ops/float_kernels.inl"
 #include "ops/attention_kernels.inl"

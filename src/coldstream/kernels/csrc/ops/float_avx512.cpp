@@ -2,7 +2,6 @@
 // compiled for this tier could be the copy that the linker keeps for all.
 #if defined(__x86_64__)
 #include <immintrin.h>
-#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -15,7 +14,7 @@ namespace {
 #include "ops/vec16_avx512.inl"
 
 // Accumulators of a product: TILE_ROWS × TILE_VECTORS registers.
-constexpr int TILE_ROWS = 8, TILE_VECTORS = 2, DELTA_VECTORS = 2, STEP_VECTORS = 8;
+constexpr int TILE_ROWS = 8, TILE_VECTORS = 2, DELTA_VECTORS = 2, DELTA_CHAINS = 4, STEP_VECTORS = 8;
 
 #include "ops/float_kernels.inl"
 #include "ops/attention_kernels.inl"

@@ -1,6 +1,5 @@
 // The generic version of the float kernels. Only C headers here: an inline function of the C++ library
 // compiled for this tier could be the copy that the linker keeps for all.
-#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -13,7 +12,7 @@ namespace {
 #include "ops/vec16_generic.inl"
 
 // Accumulators of a product: TILE_ROWS × TILE_VECTORS vectors of two registers.
-constexpr int TILE_ROWS = 4, TILE_VECTORS = 1, DELTA_VECTORS = 1, STEP_VECTORS = 2;
+constexpr int TILE_ROWS = 4, TILE_VECTORS = 1, DELTA_VECTORS = 1, DELTA_CHAINS = 2, STEP_VECTORS = 2;
 
 #include "ops/float_kernels.inl"
 #include "ops/attention_kernels.inl"
