@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import llama_cpp as oracle
 from coldstream import LLM, SamplingParams
 from coldstream.assets import demo_model_path
 from coldstream.gguf import GGUFFile, Tokenizer
-from coldstream.models.runner import ModelRunner
+from coldstream.models.cpu_runner import CpuRunner
+from tools import llama_cpp as oracle
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
@@ -26,8 +26,8 @@ DEMO_LIMIT_BYTES = 32_000_000
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[ModelRunner]:
-    with ModelRunner.open(demo_model_path(), threads=2, context_length=1024) as opened:
+def runner() -> Iterator[CpuRunner]:
+    with CpuRunner.open(demo_model_path(), threads=2, context_length=1024) as opened:
         yield opened
 
 
@@ -42,7 +42,7 @@ def test_it_leaves_room_for_a_drafter() -> None:
     assert demo_model_path().stat().st_size <= DEMO_LIMIT_BYTES
 
 
-def test_most_likely_tokens_are_those_of_llama_cpp(runner: ModelRunner, source_ids: list[int]) -> None:
+def test_most_likely_tokens_are_those_of_llama_cpp(runner: CpuRunner, source_ids: list[int]) -> None:
     ours = runner.logits(source_ids)
     theirs = oracle.logits(demo_model_path(), source_ids)
     different = np.flatnonzero(ours.argmax(axis=1) != theirs.argmax(axis=1))
@@ -51,14 +51,14 @@ def test_most_likely_tokens_are_those_of_llama_cpp(runner: ModelRunner, source_i
     assert all(gap <= NEAR_TIE for gap in gaps), gaps
 
 
-def test_it_knows_python_better_than_chance(runner: ModelRunner, source_ids: list[int]) -> None:
+def test_it_knows_python_better_than_chance(runner: CpuRunner, source_ids: list[int]) -> None:
     logits = runner.logits(source_ids).astype(np.float64)
     log_sums = np.log(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)) + logits.max(axis=1)
     losses = log_sums[:-1] - logits[np.arange(POSITIONS - 1), source_ids[1:]]
     assert losses.mean() < 0.4 * math.log(runner.spec.vocab_size)
 
 
-def test_greedy_text_is_that_of_llama_cpp(runner: ModelRunner, source_ids: list[int]) -> None:
+def test_greedy_text_is_that_of_llama_cpp(runner: CpuRunner, source_ids: list[int]) -> None:
     prompt = source_ids[:64]
     ours, theirs = greedy(runner, prompt, 48), oracle.greedy(demo_model_path(), prompt, 48)
     gap = first_gap(demo_model_path(), prompt, ours, theirs)

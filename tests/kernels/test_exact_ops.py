@@ -129,7 +129,7 @@ def test_linear(exact: ReferenceOps, cpu: CpuOps, quant_type: QuantType) -> None
 @pytest.mark.parametrize("quant_type", [QuantType.F32, QuantType.F16, QuantType.BF16], ids=lambda t: t.name)
 def test_router(exact: ReferenceOps, cpu: CpuOps, quant_type: QuantType) -> None:
     weight = random_weight(quant_type, (40, 64), seed=1)
-    assert_same_bits(exact, cpu, "router", random(2, 9, 64), weight, 5)
+    assert_same_bits(exact, cpu, "choose_experts", random(2, 9, 64), weight, 5)
 
 
 def test_routed_experts_and_their_sum(exact: ReferenceOps, cpu: CpuOps) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coldstream.kernels.ops import DeltaNetWeights, Rows
+from coldstream.kernels.ops import DeltaNetWeights, ExpertWeights, Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.layers.attention import AttentionWeights, attention
 from coldstream.layers.dense_ffn import DenseFfnWeights, dense_ffn
@@ -29,19 +29,27 @@ def ffn(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tenso
 
 
 def moe_weights(seed: int = 0) -> MoeWeights:
-    shapes = [(EXPERTS, E), (EXPERTS, F, E), (EXPERTS, F, E), (EXPERTS, E, F), (1, E)]
-    return MoeWeights(*matrices(*shapes, (SHARED_F, E), (SHARED_F, E), (E, SHARED_F), seed=seed), K)
+    shapes = [(EXPERTS, E), (1, E), (EXPERTS, F, E), (EXPERTS, F, E), (EXPERTS, E, F)]
+    router, shared_gate, *stacks = matrices(*shapes, (SHARED_F, E), (SHARED_F, E), (E, SHARED_F), seed=seed)
+    return MoeWeights(router, shared_gate, ExpertWeights(*stacks), K)
+
+
+def run_moe(x: torch.Tensor, weights: MoeWeights) -> torch.Tensor:
+    """What the layer adds to the residual stream."""
+    ops = ReferenceOps()
+    return ops.add_norm(torch.zeros_like(x), moe(ops, x, weights), torch.ones(E), 0.0)[0]
 
 
 def moe_by_hand(x: torch.Tensor, w: MoeWeights) -> torch.Tensor:
     """One token [E] at a time."""
+    experts = w.experts
     probabilities = torch.softmax(w.ffn_gate_inp @ x, 0)
     values, ids = probabilities.topk(K)
     total = torch.zeros(E)
     for weight, expert in zip(values / values.sum(), ids.tolist(), strict=True):
-        total += weight * ffn(x, w.ffn_gate_exps[expert], w.ffn_up_exps[expert], w.ffn_down_exps[expert])
+        total += weight * ffn(x, experts.gate[expert], experts.up[expert], experts.down[expert])
     gate = torch.sigmoid(w.ffn_gate_inp_shexp[0] @ x)
-    return total + gate * ffn(x, w.ffn_gate_shexp, w.ffn_up_shexp, w.ffn_down_shexp)
+    return total + gate * ffn(x, experts.shared_gate, experts.shared_up, experts.shared_down)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 9])
@@ -54,18 +62,19 @@ def test_trap_02_moe_equals_the_formula_for_every_token(num_tokens: int, exact_s
         x[:, 0] = 1.0
         weights.ffn_gate_inp_shexp.zero_()[0, 0] = exact_shared_gate
     expected = torch.stack([moe_by_hand(row, weights) for row in x])
-    torch.testing.assert_close(moe(ReferenceOps(), x, weights), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(run_moe(x, weights), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_trap_01_routing_weights_do_not_scale_the_output() -> None:
     """With equal experts the routed part is one expert's output, and not a few percent of it."""
     weights = moe_weights()
-    for stack in (weights.ffn_gate_exps, weights.ffn_up_exps, weights.ffn_down_exps):
+    experts = weights.experts
+    for stack in (experts.gate, experts.up, experts.down):
         stack.copy_(stack[:1].expand_as(stack))
-    weights.ffn_down_shexp.zero_()
+    experts.shared_down.zero_()
     (x,) = matrices((3, E), seed=2)
-    expected = ffn(x, weights.ffn_gate_exps[0], weights.ffn_up_exps[0], weights.ffn_down_exps[0])
-    torch.testing.assert_close(moe(ReferenceOps(), x, weights), expected, atol=1e-4, rtol=1e-4)
+    expected = ffn(x, experts.gate[0], experts.up[0], experts.down[0])
+    torch.testing.assert_close(run_moe(x, weights), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_dense_ffn() -> None:

@@ -12,7 +12,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-import llama_cpp
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps
@@ -24,6 +23,7 @@ from coldstream.models.spec import ModelSpec
 from convert_hf import Variant, convert
 from gguf import GGMLQuantizationType as Type
 from hf_models import VOCAB_SIZE, hf_logits, tiny_model
+from tools import llama_cpp
 
 ModelMaker = Callable[[bool, int], PreTrainedModel]
 FileMaker = Callable[..., Path]
@@ -83,7 +83,7 @@ def make_rows(*sequences: tuple[int, int, int]) -> Rows:
 
 
 def cache_for(model: Qwen35Model, slots: int = 1) -> ModelCache:
-    return ModelCache(model.spec, model.ops, slots, context_length=128, kv_dtype="float32")
+    return ModelCache(model.spec, model.ops, slots, context_length=128, kv_type="f32")
 
 
 @torch.no_grad()
@@ -264,7 +264,7 @@ def test_token_ids_out_of_range(token_id, gguf_path) -> None:
 def test_a_nan_in_a_weight_reaches_the_logits(gguf_path, token_ids) -> None:
     """Nothing on the way may turn a broken model into plausible numbers."""
     model = load(gguf_path(True, 2))
-    model.blocks[1].ffn.ffn_down_shexp[3, 5] = math.nan
+    model.blocks[1].ffn.experts.shared_down[3, 5] = math.nan
     assert logits(model, token_ids[:3]).isnan().all()
 
 
@@ -311,7 +311,7 @@ def test_the_model_computes_only_through_ops(moe, gguf_path) -> None:
     with torch.no_grad(), watched:
         watching = replace(model, ops=watched)
         watching.logits(watching.forward(token_ids, rows, cache))
-    assert watched.calls == 2 + 4 * 4 + (4 * 6 if moe else 4 * 3) + 4 * 3 + 2
+    assert watched.calls == 3 + 4 * 5 + 4 * (2 if moe else 3) + 1
 
 
 def test_llama_cpp_oracle_is_consistent(gguf_path, token_ids) -> None:
@@ -323,10 +323,10 @@ def test_llama_cpp_oracle_is_consistent(gguf_path, token_ids) -> None:
     assert rows.shape == (15, 320)
     assert rows[9:14].argmax(-1).tolist() == generated
     with llama_cpp.open_session(path, 64) as session:
-        ids = session.tokenize("the rest, 12\n<|im_end|>é")
-        assert b"".join(session.piece(i) for i in ids) == "the rest, 12\n<|im_end|>é".encode()
+        ids = session.vocabulary.encode("the rest, 12\n<|im_end|>é", parse_special=True)
+        assert b"".join(session.vocabulary.piece(i) for i in ids) == "the rest, 12\n<|im_end|>é".encode()
         assert 319 in ids
-        assert 319 not in session.tokenize("<|im_end|>", special=False)
+        assert 319 not in session.vocabulary.encode("<|im_end|>")
     with pytest.raises(RuntimeError, match="cannot load"):
         llama_cpp.logits("/nonexistent.gguf", [1])
 

@@ -1,4 +1,4 @@
 """Where the bytes of routed experts are, and who computes them.
 
-So far they have one place, the mapped file, which `Ops.routed_experts` reads: the room is still empty.
+So far they have one place, the mapped file, which `Ops.experts` reads: the room is still empty.
 """

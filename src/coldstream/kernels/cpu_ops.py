@@ -16,6 +16,7 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels import _csrc
 from coldstream.kernels.arena import Arena
+from coldstream.kernels.composed_ops import ComposedOps
 from coldstream.kernels.ops import DeltaNetWeights, RopeSpec, Rows
 
 Array = np.ndarray[Any, Any]
@@ -41,7 +42,7 @@ class CapturedGraph(Generic[Outputs]):
         self.graph.run(rows)
 
 
-class CpuOps:
+class CpuOps(ComposedOps):
     """`Ops` over the C++ kernels; one thread pool and one instruction-set tier.
 
     tier is "auto" or one of generic, avx2, avx512, amx; a tier this machine lacks raises UnsupportedError.
@@ -122,16 +123,19 @@ class CpuOps:
     def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
         if info.quant_type in (QuantType.F32, QuantType.F16, QuantType.BF16):
             return self.load_weight(file, info)
-        values = self.load_vector(file, info)
+        values = self.read_values(file, info)
         return _csrc.Weight.from_array(values.reshape(-1).view(np.uint8), int(QuantType.F32), *info.shape)
 
-    def load_vector(self, file: GGUFFile, info: TensorInfo) -> Array:
-        """A copy as float32."""
+    def read_values(self, file: GGUFFile, info: TensorInfo) -> Array:
         *rest, cols = info.shape
         out = np.empty(info.shape, np.float32)
         weight = _csrc.Weight.from_array(file.read(info), int(info.quant_type), math.prod(rest), cols)
         _csrc.dequantize(self._runtime, weight, out)
         return out
+
+    def float_array(self, values: Array) -> Array:
+        """The values themselves."""
+        return values
 
     def split_rows(self, weight: _csrc.Weight, sizes: Sequence[int]) -> tuple[_csrc.Weight, ...]:
         begins = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -205,7 +209,7 @@ class CpuOps:
         )  # fmt: skip
         return out
 
-    def router(self, x: Array, weight: _csrc.Weight, num_experts_per_tok: int) -> tuple[Array, Array]:
+    def choose_experts(self, x: Array, weight: _csrc.Weight, num_experts_per_tok: int) -> tuple[Array, Array]:
         ids = self._empty(x.shape[0], num_experts_per_tok, dtype=np.dtype(np.int32))
         topk_weights = self._empty(x.shape[0], num_experts_per_tok)
         _csrc.router(self._runtime, x, weight, ids, topk_weights)

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 
 Array = Any  # see the module docstring
@@ -52,11 +54,41 @@ class DeltaNetWeights:
     eps: float
 
 
+@dataclass(frozen=True)
+class Routing:
+    """Where each token goes. `shared_gate` is the logit of the shared expert's gate, before its sigmoid."""
+
+    ids: Array  # int32 [T, K], in falling order of weight
+    weights: Array  # [T, K], renormalised
+    shared_gate: Array  # [T, 1]
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The experts of a layer: stacks of the routed ones, and the shared one with an FFN size of its own."""
+
+    gate: Weight  # [experts, F, E]
+    up: Weight  # [experts, F, E]
+    down: Weight  # [experts, E, F]
+    shared_gate: Weight  # [F', E]
+    shared_up: Weight  # [F', E]
+    shared_down: Weight  # [E, F']
+
+
+@dataclass(frozen=True)
+class ExpertOutputs:
+    """What the experts computed, kept apart by rank so that its sum does not depend on who computed what."""
+
+    routed: Array  # [T, K, E]
+    shared: Array  # [T, E]
+    routing: Routing
+
+
 class Ops(Protocol):
     """See the module docstring. Every method returns new arrays and mutates only what it says."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """Zeroed memory that outlives a capture, touched as it is used; dtype: float32, float16 or int32."""
+        """Zeroed memory that outlives a capture, touched as it is used; dtype: one of numpy's names."""
 
     def int_vector(self, values: Sequence[int]) -> Array:
         """An int32 array [len(values)]."""
@@ -70,8 +102,11 @@ class Ops(Protocol):
     def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
         """A matrix [out, in] as float32 values, whatever its type: where products must not be quantised."""
 
-    def load_vector(self, file: GGUFFile, info: TensorInfo) -> Array:
-        """A small tensor as float32, in its logical shape."""
+    def read_values(self, file: GGUFFile, info: TensorInfo) -> np.ndarray[Any, Any]:
+        """A small tensor of any type as float32, in its logical shape, in the host's memory."""
+
+    def float_array(self, values: np.ndarray[Any, Any]) -> Array:
+        """Such values where the kernels read them."""
 
     def split_rows(self, weight: Weight, sizes: Sequence[int]) -> tuple[Weight, ...]:
         """Views of `sizes` consecutive output rows each (of every matrix in a stack)."""
@@ -85,8 +120,13 @@ class Ops(Protocol):
     def linear(self, x: Array, weights: Sequence[Weight]) -> tuple[Array, ...]:
         """x [T, in] times each of `weights` [out, in], one [T, out] per weight; x is quantised once."""
 
-    def add(self, x: Array, y: Array) -> Array:
-        """x + y."""
+    def add_norm(
+        self, x: Array, update: Array | ExpertOutputs, weight: Array, eps: float
+    ) -> tuple[Array, Array]:
+        """x + update, and its `rms_norm`: what lies between two parts of the residual stream.
+
+        The update of experts is Σ_k weight_k · routed_k in rank order + sigmoid(shared_gate) · shared.
+        """
 
     def swiglu(self, gate: Array, up: Array) -> Array:
         """silu(gate) · up, both [T, F]."""
@@ -133,11 +173,11 @@ class Ops(Protocol):
         both float32; both are advanced over `rows`. Formula: docs of `kernels/gated_delta_net/reference.py`.
         """
 
-    def router(self, x: Array, weight: Weight, num_experts_per_tok: int) -> tuple[Array, Array]:
-        """Softmax over all experts, top-k (ties: lowest id), renormalised: int32 ids and weights, [T, K]."""
+    def router(self, x: Array, weight: Weight, shared_gate: Weight, num_experts_per_tok: int) -> Routing:
+        """Softmax of x times `weight` [experts, E], top-k (ties: lowest id), renormalised.
 
-    def routed_experts(self, x: Array, topk_ids: Array, gate: Weight, up: Weight, down: Weight) -> Array:
-        """down_e(silu(gate_e x) · up_e x) for each chosen expert, kept apart: [T, K, E]."""
+        shared_gate is [1, E].
+        """
 
-    def combine_experts(self, routed: Array, topk_weights: Array, shared: Array, shared_gate: Array) -> Array:
-        """Σ_k weight_k · routed_k in rank order + sigmoid(shared_gate [T, 1]) · shared: [T, E]."""
+    def experts(self, x: Array, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
+        """down_e(silu(gate_e x) · up_e x) for each chosen expert and for the shared one."""

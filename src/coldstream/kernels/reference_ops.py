@@ -1,13 +1,16 @@
 """The operations of `Ops` in plain PyTorch: the definition of what every device computes."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.arithmetic import reference as exact_arithmetic
 from coldstream.kernels.attention.exact import attention_exact
 from coldstream.kernels.attention.reference import attention
+from coldstream.kernels.composed_ops import ComposedOps
 from coldstream.kernels.dequantize.reference import dequantize
 from coldstream.kernels.experts.reference import combine_experts, multiply_add, routed_experts
 from coldstream.kernels.gated_delta_net.exact import gated_delta_net_exact
@@ -20,10 +23,15 @@ from coldstream.kernels.rope.reference import rope_angles
 from coldstream.kernels.router.reference import choose_experts, choose_experts_exact
 from coldstream.kernels.swiglu.reference import swiglu, swiglu_exact
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "int32": torch.int32}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "int32": torch.int32,
+    "uint8": torch.uint8,
+}
 
 
-class ReferenceOps:
+class ReferenceOps(ComposedOps):
     """`Ops` on the CPU in float32, one PyTorch call after another.
 
     A weight is a float32 tensor with its values, or with `exact` the quantised blocks as they are. Without
@@ -58,8 +66,12 @@ class ReferenceOps:
     def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> torch.Tensor:
         return dequantize(read_tensor(file, info))
 
-    def load_vector(self, file: GGUFFile, info: TensorInfo) -> torch.Tensor:
-        return dequantize(read_tensor(file, info))
+    def read_values(self, file: GGUFFile, info: TensorInfo) -> np.ndarray[Any, Any]:
+        values: np.ndarray[Any, Any] = dequantize(read_tensor(file, info)).numpy()
+        return values
+
+    def float_array(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(values)
 
     def split_rows(self, weight: Weight, sizes: Sequence[int]) -> tuple[Weight, ...]:
         if isinstance(weight, QuantTensor):
@@ -116,7 +128,7 @@ class ReferenceOps:
     ) -> torch.Tensor:
         return self._gated_delta_net(qkv, z, alpha, beta, weights, conv_state, state, rows)
 
-    def router(
+    def choose_experts(
         self, x: torch.Tensor, weight: Weight, num_experts_per_tok: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # The router's product is one of floats whatever its weight's type.

@@ -16,7 +16,16 @@ import numpy as np
 
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.ops import Array, DeltaNetWeights, Ops, RopeSpec, Rows, Weight
+from coldstream.kernels.ops import (
+    Array,
+    DeltaNetWeights,
+    ExpertOutputs,
+    ExpertWeights,
+    Ops,
+    RopeSpec,
+    Rows,
+    Weight,
+)
 from coldstream.kvcache.cache import AttentionState, LayerState, ModelCache
 from coldstream.layers.attention import AttentionWeights, attention
 from coldstream.layers.dense_ffn import DenseFfnWeights, dense_ffn
@@ -66,7 +75,7 @@ class Qwen35Model:
             blocks=blocks,
             output_norm=output_norm,
             output=token_embd if spec.tied_output else loader.weight("output"),
-            warnings=check_small_tensors(spec, {name: np.asarray(v) for name, v in loader.vectors.items()}),
+            warnings=check_small_tensors(spec, loader.vectors),
         )
 
     def forward(self, token_ids: Array, rows: Rows, cache: ModelCache) -> Array:
@@ -80,10 +89,14 @@ class Qwen35Model:
         ops, eps = self.ops, self.spec.rms_norm_eps
         angles = ops.rope_angles(rows.positions, RopeSpec(self.spec.rope_dims, self.spec.rope_theta))
         x = ops.embed(self.token_embd, token_ids)
-        for block, state in zip(self.blocks, cache.layers, strict=True):
-            x = ops.add(x, self.mix(block, ops.rms_norm(x, block.attn_norm, eps), angles, state, rows))
-            x = ops.add(x, self.feed_forward(block, ops.rms_norm(x, block.post_attention_norm, eps)))
-        return ops.rms_norm(x, self.output_norm, eps)
+        norms = [block.attn_norm for block in self.blocks] + [self.output_norm]
+        normed = ops.rms_norm(x, norms[0], eps)
+        for block, state, next_norm in zip(self.blocks, cache.layers, norms[1:], strict=True):
+            x, normed = ops.add_norm(
+                x, self.mix(block, normed, angles, state, rows), block.post_attention_norm, eps
+            )
+            x, normed = ops.add_norm(x, self.feed_forward(block, normed), next_norm, eps)
+        return normed
 
     def logits(self, hidden: Array) -> Array:
         """What `forward` returned, or some of its rows: [T, E] → [T, vocab]."""
@@ -97,8 +110,8 @@ class Qwen35Model:
         assert not isinstance(state, AttentionState)
         return gated_delta_net(self.ops, x, block.mixer, state.conv_state, state.state, rows)
 
-    def feed_forward(self, block: Block, x: Array) -> Array:
-        """The FFN of a block on normed x [T, E]."""
+    def feed_forward(self, block: Block, x: Array) -> Array | ExpertOutputs:
+        """The FFN of a block on normed x [T, E]: what `Ops.add_norm` adds to the residual stream."""
         if isinstance(block.ffn, MoeWeights):
             return moe(self.ops, x, block.ffn)
         return dense_ffn(self.ops, x, block.ffn)
@@ -111,7 +124,7 @@ class Loader:
     file: GGUFFile
     spec: ModelSpec
     ops: Ops
-    vectors: dict[str, Array] = field(default_factory=dict)
+    vectors: dict[str, np.ndarray] = field(default_factory=dict)
 
     def weight(self, name: str) -> Weight:
         """The matrix or stack `name`.weight."""
@@ -123,8 +136,8 @@ class Loader:
 
     def vector(self, name: str) -> Array:
         """The small tensor `name`, suffix included."""
-        self.vectors[name] = self.ops.load_vector(self.file, self.file.tensors[name])
-        return self.vectors[name]
+        self.vectors[name] = self.ops.read_values(self.file, self.file.tensors[name])
+        return self.ops.float_array(self.vectors[name])
 
     def parts(
         self, load: Callable[[str], Weight], names: tuple[str, ...], fused: str, sizes: tuple[int, ...]
@@ -202,12 +215,14 @@ class Loader:
             ffn_gate_inp=self.ops.load_float_weight(
                 self.file, self.file.tensors[f"{prefix}ffn_gate_inp.weight"]
             ),
-            ffn_gate_exps=ffn_gate_exps,
-            ffn_up_exps=ffn_up_exps,
-            ffn_down_exps=self.mapped(f"{prefix}ffn_down_exps"),
             ffn_gate_inp_shexp=self.ops.load_weight(self.file, shared_gate),
-            ffn_gate_shexp=self.weight(f"{prefix}ffn_gate_shexp"),
-            ffn_up_shexp=self.weight(f"{prefix}ffn_up_shexp"),
-            ffn_down_shexp=self.weight(f"{prefix}ffn_down_shexp"),
+            experts=ExpertWeights(
+                gate=ffn_gate_exps,
+                up=ffn_up_exps,
+                down=self.mapped(f"{prefix}ffn_down_exps"),
+                shared_gate=self.weight(f"{prefix}ffn_gate_shexp"),
+                shared_up=self.weight(f"{prefix}ffn_up_shexp"),
+                shared_down=self.weight(f"{prefix}ffn_down_shexp"),
+            ),
             num_experts_per_tok=self.spec.num_experts_per_tok,
         )

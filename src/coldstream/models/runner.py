@@ -1,11 +1,11 @@
-"""A model on the CPU: weights mapped, forward pass captured once, the state of one sequence.
+"""A model on a device and the state of one sequence: what all devices have in common.
 
-The unit of work is a step: up to CHUNK tokens in, their hidden states out; the head runs only on rows whose
-logits somebody wants. Knows nothing of text, sampling or requests.
+The unit of work is a step: up to `chunk_size` tokens in, their hidden states out; the head runs only on rows
+whose logits somebody wants. Knows nothing of text, sampling or requests.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,145 +13,86 @@ import numpy as np
 
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.cpu_ops import CpuOps
-from coldstream.kernels.ops import Rows
-from coldstream.kvcache.cache import ModelCache
 from coldstream.models.footprint import bytes_per_token
-from coldstream.models.qwen35 import Qwen35Model
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.hardware import Hardware
-
-# Rows of the captured graph: enough to keep matrix units busy, few enough for activations to stay small.
-CHUNK = 512
-HEAD_ROWS = 16
 
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int], None]
 
 
-class ModelRunner:
+class ModelRunner(ABC):
     """One model, one sequence. `position` tokens are in its state; `prefill` and `decode` append to it.
 
-    After an exception the state is empty (`position == 0`), never half-advanced.
+    After an exception the state is empty (`position == 0`), never half-advanced. The runner closes the file.
     """
 
-    def __init__(
-        self, file: GGUFFile, spec: ModelSpec, ops: CpuOps, context_length: int, kv_dtype: str
-    ) -> None:
+    chunk_size: int  # tokens of a step
+    head_rows: int  # rows of one call of the head
+
+    def __init__(self, file: GGUFFile, spec: ModelSpec, context_length: int) -> None:
         self.file = file
         self.spec = spec
         self.context_length = context_length
         self.position = 0
-        self._ops = ops
-        self._model = Qwen35Model.load(file, spec, ops)
-        self._cache = ModelCache(spec, ops, num_slots=1, context_length=context_length, kv_dtype=kv_dtype)
-        self._token_ids = ops.zeros((CHUNK,), "int32")
-        self._rows = Rows(positions=ops.zeros((CHUNK,), "int32"), slots=ops.zeros((CHUNK,), "int32"))
-        self._trunk = ops.capture(
-            CHUNK, lambda: self._model.forward(self._token_ids, self._rows, self._cache)
-        )
-        self._head_input = ops.zeros((HEAD_ROWS, spec.hidden_size), "float32")
-        self._head = ops.capture(HEAD_ROWS, lambda: self._model.logits(self._head_input))
 
-    @classmethod
-    def open(
-        cls,
-        path: Path,
-        *,
-        threads: int,
-        tier: str = "auto",
-        context_length: int = 4096,
-        kv_dtype: str = "float16",
-        progress: Progress | None = None,
-    ) -> Self:
-        """`load` of the model at `path`. Raises ModelNotFoundError and ModelFormatError besides."""
-        file = GGUFFile.open(path)
-        try:
-            spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-            return cls.load(
-                file,
-                spec,
-                threads=threads,
-                tier=tier,
-                context_length=context_length,
-                kv_dtype=kv_dtype,
-                progress=progress,
-            )
-        except BaseException:
-            file.close()
-            raise
+    @abstractmethod
+    def _compute(self, token_ids: Array, first_position: int) -> None:
+        """Advance the state by int32 token_ids [T], T at most `chunk_size`, and keep their hidden states."""
 
-    @classmethod
-    def load(
-        cls,
-        file: GGUFFile,
-        spec: ModelSpec,
-        *,
-        threads: int,
-        tier: str,
-        context_length: int,
-        kv_dtype: str,
-        progress: Progress | None = None,
-    ) -> Self:
-        """Maps the weights of an open file and captures the forward pass; the runner then closes the file.
+    @abstractmethod
+    def _compute_logits(self, first: int, count: int) -> Array:
+        """float32 [count, vocab], valid until the next call, of rows of the last step; count ≤ head_rows."""
 
-        context_length positions are reserved (touched only as they fill). progress is called with (done,
-        total) bytes while the file is read ahead. Raises InconsistentError for weights that contradict the
-        format's conventions, UnsupportedError for a tier this machine lacks; the file stays open then.
-        """
-        ops = CpuOps(threads, tier)
-        runner = cls(file, spec, ops, context_length, kv_dtype)
-        if progress is not None:
-            ops.read_ahead(progress, Hardware.measure().ram_available_bytes)
-        return runner
+    @abstractmethod
+    def _clear(self) -> None:
+        """Make the state that of an empty sequence."""
 
     @property
+    @abstractmethod
     def tier(self) -> str:
-        """The instruction-set tier that runs."""
-        return self._ops.tier
+        """The kernels that run."""
 
     @property
+    @abstractmethod
     def threads(self) -> int:
-        """Threads that compute."""
-        return self._ops.threads
+        """CPU threads that compute."""
+
+    @property
+    @abstractmethod
+    def warnings(self) -> tuple[str, ...]:
+        """What looks wrong with the file and may be right, for people."""
 
     @property
     def bytes_per_token(self) -> int:
         """Weight bytes that decoding one token reads."""
         return bytes_per_token(self.spec, self.file.tensors)
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What looks wrong with the file and may be right, for people."""
-        return self._model.warnings
-
-    @property
-    def activation_bytes(self) -> int:
-        """Memory between the operations of a step."""
-        return self._trunk.arena.num_bytes + self._head.arena.num_bytes
-
     def reset(self) -> None:
         """Forgets the sequence."""
-        self._cache.reset(0)
+        self._clear()
         self.position = 0
 
-    def prefill(self, token_ids: Sequence[int], progress: Progress | None = None) -> Array:
-        """Appends `token_ids` (at least one) and returns the float32 logits [vocab] after the last.
+    def extend(self, token_ids: Sequence[int], progress: Progress | None = None) -> Any:
+        """Appends `token_ids` (at least one); float32 logits [vocab] after the last, valid until a next call.
 
-        progress is called with (tokens done, tokens in all) after each chunk. Raises InvalidRequestError for
-        ids outside the vocabulary or more tokens than the context has left, before anything is computed.
+        They may lie on the device: `numpy.asarray` brings them. progress is called with (tokens done, tokens
+        in all) after each chunk. Raises InvalidRequestError for ids outside the vocabulary or more tokens
+        than the context has left, before anything is computed.
         """
         ids = self._checked(token_ids)
-        for start in range(0, len(ids), CHUNK):
-            chunk = ids[start : start + CHUNK]
+        for start in range(0, len(ids), self.chunk_size):
+            chunk = ids[start : start + self.chunk_size]
             self._step(chunk)
             if progress is not None:
                 progress(start + len(chunk), len(ids))
-        logits: Array = self._logits(len(chunk) - 1, 1)[0].copy()
-        return logits
+        return self._last_logits(len(chunk) - 1)
+
+    def prefill(self, token_ids: Sequence[int], progress: Progress | None = None) -> Array:
+        """`extend`, with logits in an array of their own."""
+        return np.array(self.extend(token_ids, progress))
 
     def decode(self, token_id: int) -> Array:
-        """Appends one token; otherwise as `prefill`."""
+        """`prefill` of one token."""
         return self.prefill((token_id,))
 
     def logits(self, token_ids: Sequence[int]) -> Array:
@@ -159,11 +100,11 @@ class ModelRunner:
         self.reset()
         ids = self._checked(token_ids)
         result = np.empty((len(ids), self.spec.vocab_size), np.float32)
-        for start in range(0, len(ids), CHUNK):
-            chunk = ids[start : start + CHUNK]
+        for start in range(0, len(ids), self.chunk_size):
+            chunk = ids[start : start + self.chunk_size]
             self._step(chunk)
-            for row in range(0, len(chunk), HEAD_ROWS):
-                count = min(HEAD_ROWS, len(chunk) - row)
+            for row in range(0, len(chunk), self.head_rows):
+                count = min(self.head_rows, len(chunk) - row)
                 result[start + row : start + row + count] = self._logits(row, count)
         return result
 
@@ -182,26 +123,23 @@ class ModelRunner:
         return ids.astype(np.int32)
 
     def _step(self, ids: Array) -> None:
-        count = len(ids)
-        self._token_ids[:count] = ids
-        self._rows.positions[:count] = np.arange(self.position, self.position + count)
         try:
-            self._trunk.run(count)
+            self._compute(ids, self.position)
         except BaseException:
             self.reset()
             raise
-        self.position += count
+        self.position += len(ids)
+
+    def _last_logits(self, row: int) -> Any:
+        """What `extend` returns, of row `row` of the last step."""
+        return self._logits(row, 1)[0]
 
     def _logits(self, first: int, count: int) -> Array:
-        """A view of the head's output, valid until the next call."""
-        self._head_input[:count] = self._trunk.outputs[first : first + count]
         try:
-            self._head.run(count)
+            return self._compute_logits(first, count)
         except BaseException:
             self.reset()
             raise
-        logits: Array = self._head.outputs[:count]
-        return logits
 
     def close(self) -> None:
         """Closes the file; the runner cannot be used afterwards."""

@@ -1,0 +1,57 @@
+"""The parts of `Ops` that a device without fused kernels puts together from smaller operations."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from coldstream.kernels.ops import Array, ExpertOutputs, ExpertWeights, Routing, Weight
+
+
+class ComposedOps(ABC):
+    """`add_norm`, `router` and `experts` over one operation at a time."""
+
+    @abstractmethod
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        """See `Ops`."""
+
+    @abstractmethod
+    def linear(self, x: Array, weights: Sequence[Weight]) -> tuple[Array, ...]:
+        """See `Ops`."""
+
+    @abstractmethod
+    def swiglu(self, gate: Array, up: Array) -> Array:
+        """See `Ops`."""
+
+    @abstractmethod
+    def add(self, x: Array, y: Array) -> Array:
+        """x + y."""
+
+    @abstractmethod
+    def choose_experts(self, x: Array, weight: Weight, num_experts_per_tok: int) -> tuple[Array, Array]:
+        """Softmax over all experts, top-k (ties: lowest id), renormalised: int32 ids and weights, [T, K]."""
+
+    @abstractmethod
+    def routed_experts(self, x: Array, topk_ids: Array, gate: Weight, up: Weight, down: Weight) -> Array:
+        """down_e(silu(gate_e x) · up_e x) for each chosen expert, kept apart: [T, K, E]."""
+
+    @abstractmethod
+    def combine_experts(self, routed: Array, topk_weights: Array, shared: Array, shared_gate: Array) -> Array:
+        """Σ_k weight_k · routed_k in rank order + sigmoid(shared_gate [T, 1]) · shared: [T, E]."""
+
+    def add_norm(
+        self, x: Array, update: Array | ExpertOutputs, weight: Array, eps: float
+    ) -> tuple[Array, Array]:
+        if isinstance(update, ExpertOutputs):
+            routing = update.routing
+            update = self.combine_experts(update.routed, routing.weights, update.shared, routing.shared_gate)
+        x = self.add(x, update)
+        return x, self.rms_norm(x, weight, eps)
+
+    def router(self, x: Array, weight: Weight, shared_gate: Weight, num_experts_per_tok: int) -> Routing:
+        ids, weights = self.choose_experts(x, weight, num_experts_per_tok)
+        return Routing(ids, weights, self.linear(x, (shared_gate,))[0])
+
+    def experts(self, x: Array, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
+        routed = self.routed_experts(x, routing.ids, weights.gate, weights.up, weights.down)
+        gate, up = self.linear(x, (weights.shared_gate, weights.shared_up))
+        (shared,) = self.linear(self.swiglu(gate, up), (weights.shared_down,))
+        return ExpertOutputs(routed, shared, routing)

@@ -1,0 +1,123 @@
+"""A model on the CPU: weights mapped, the forward pass captured once and replayed by C++."""
+
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cpu_ops import CpuOps
+from coldstream.kernels.ops import Rows
+from coldstream.kvcache.cache import ModelCache
+from coldstream.models.qwen35 import Qwen35Model
+from coldstream.models.runner import Array, ModelRunner, Progress
+from coldstream.models.spec import ModelSpec
+from coldstream.placement.hardware import Hardware
+
+
+class CpuRunner(ModelRunner):
+    """See `ModelRunner`."""
+
+    # Rows of the captured graph: enough to keep matrix units busy, few enough for activations to stay small.
+    chunk_size = 512
+    head_rows = 16
+
+    def __init__(
+        self, file: GGUFFile, spec: ModelSpec, ops: CpuOps, context_length: int, kv_type: str
+    ) -> None:
+        super().__init__(file, spec, context_length)
+        self._ops = ops
+        self._model = Qwen35Model.load(file, spec, ops)
+        self._cache = ModelCache(spec, ops, num_slots=1, context_length=context_length, kv_type=kv_type)
+        size = self.chunk_size
+        self._token_ids = ops.zeros((size,), "int32")
+        self._rows = Rows(positions=ops.zeros((size,), "int32"), slots=ops.zeros((size,), "int32"))
+        self._trunk = ops.capture(size, lambda: self._model.forward(self._token_ids, self._rows, self._cache))
+        self._head_input = ops.zeros((self.head_rows, spec.hidden_size), "float32")
+        self._head = ops.capture(self.head_rows, lambda: self._model.logits(self._head_input))
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        threads: int,
+        tier: str = "auto",
+        context_length: int = 4096,
+        kv_type: str = "f16",
+        progress: Progress | None = None,
+    ) -> Self:
+        """`load` of the model at `path`. Raises ModelNotFoundError and ModelFormatError besides."""
+        file = GGUFFile.open(path)
+        try:
+            spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+            return cls.load(
+                file,
+                spec,
+                threads=threads,
+                tier=tier,
+                context_length=context_length,
+                kv_type=kv_type,
+                progress=progress,
+            )
+        except BaseException:
+            file.close()
+            raise
+
+    @classmethod
+    def load(
+        cls,
+        file: GGUFFile,
+        spec: ModelSpec,
+        *,
+        threads: int,
+        tier: str,
+        context_length: int,
+        kv_type: str,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Maps the weights of an open file and captures the forward pass; the runner then closes the file.
+
+        context_length positions are reserved (touched only as they fill). progress is called with (done,
+        total) bytes while the file is read ahead. Raises InconsistentError for weights that contradict the
+        format's conventions, UnsupportedError for a tier this machine lacks; the file stays open then.
+        """
+        ops = CpuOps(threads, tier)
+        runner = cls(file, spec, ops, context_length, kv_type)
+        if progress is not None:
+            ops.read_ahead(progress, Hardware.measure().ram_available_bytes)
+        return runner
+
+    @property
+    def tier(self) -> str:
+        """The instruction-set tier that runs."""
+        return self._ops.tier
+
+    @property
+    def threads(self) -> int:
+        """Threads that compute."""
+        return self._ops.threads
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return self._model.warnings
+
+    @property
+    def activation_bytes(self) -> int:
+        """Memory between the operations of a step."""
+        return self._trunk.arena.num_bytes + self._head.arena.num_bytes
+
+    def _clear(self) -> None:
+        self._cache.reset(0)
+
+    def _compute(self, token_ids: Array, first_position: int) -> None:
+        count = len(token_ids)
+        self._token_ids[:count] = token_ids
+        self._rows.positions[:count] = np.arange(first_position, first_position + count)
+        self._trunk.run(count)
+
+    def _compute_logits(self, first: int, count: int) -> Array:
+        self._head_input[:count] = self._trunk.outputs[first : first + count]
+        self._head.run(count)
+        logits: Array = self._head.outputs[:count]
+        return logits

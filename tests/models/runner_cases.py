@@ -1,0 +1,54 @@
+"""Tiny models that runners of every device are held to, and what the definition says of them."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.ops import Rows
+from coldstream.kernels.reference_ops import ReferenceOps
+from coldstream.kvcache.cache import ModelCache
+from coldstream.models.qwen35 import Qwen35Model
+from coldstream.models.spec import ModelSpec
+
+MIX = {
+    "*_exps.weight": "Q4_K",
+    "*.ffn_down_exps.weight": "Q6_K",
+    "*.attn_qkv.weight": "Q5_K",
+    "token_embd.weight": "Q4_0",
+}
+VARIANTS = {
+    "moe": ("qwen35moe", {"types": MIX}),
+    "moe-nextn-fused": (
+        "qwen35moe",
+        {"nextn": True, "fused_experts": True, "fused_attention": True, "quant": "Q4_K"},
+    ),
+    "small-tensors-quantised": (
+        "qwen35moe",
+        {
+            "types": {
+                "*.ffn_gate_inp.weight": "Q8_0",
+                "*.ssm_alpha.weight": "Q4_K",
+                "*.ssm_beta.weight": "F16",
+            }
+        },
+    ),
+    "dense-tied": ("qwen35", {"tied": True, "quant": "Q5_0"}),
+    "float": ("qwen35moe", {"quant": "BF16", "types": {"*_exps.weight": "IQ4_XS"}}),
+}
+
+
+def token_ids(count: int) -> list[int]:
+    return [int(i) for i in np.random.default_rng(count).integers(0, 256, count)]
+
+
+def reference_logits(path: Path, ids: list[int], kv_type: str = "f32") -> torch.Tensor:
+    """What docs/arithmetic.md and the reference operations say."""
+    with GGUFFile.open(path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        ops = ReferenceOps(exact=True)
+        model = Qwen35Model.load(file, spec, ops)
+    cache = ModelCache(spec, ops, num_slots=1, context_length=len(ids), kv_type=kv_type)
+    rows = Rows(torch.arange(len(ids), dtype=torch.int32), torch.zeros(len(ids), dtype=torch.int32))
+    return model.logits(model.forward(torch.tensor(ids, dtype=torch.int32), rows, cache))
