@@ -1,10 +1,15 @@
 """Settings for every test: reproducible properties, and no memory that happens to hold the right answer."""
 
+import os
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available():
+    # Triton asks for this where a kernel is defined, so it must be set before a test imports one.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile(
     "repeatable",
