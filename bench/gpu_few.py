@@ -1,0 +1,195 @@
+"""Times the CUDA C++ kernels for one to eight rows at the shapes of Qwen3.6-35B-A3B, beside their byte floor.
+
+    python bench/gpu_few.py [--rows 1 2 4 8] [--json]
+
+The ceiling comes first: what a copy between buffers of the device reaches. A case runs LAUNCHES times in one
+captured graph, each time on other weights, so that none is in the L2 cache when it is read; the time of one
+launch is the median of the graph's replays. The floor counts every weight byte once. Beside it stands the
+Triton version: one launch for each matrix, and of the experts only the routed ones.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.experts.cuda import ExpertTable, ExpertWeights, PairRows, launch_down, launch_gate_up
+from coldstream.kernels.experts.triton import ExpertMatrices, experts_down, experts_gate_up
+from coldstream.kernels.linear.cuda import linear_few_cuda
+from coldstream.kernels.linear.reference import INTEGER_TYPES
+from coldstream.kernels.linear.triton import linear, linear_float
+from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
+
+HIDDEN, FFN, EXPERTS, TOP_K, VOCAB = 2048, 512, 256, 8, 248320
+LAUNCHES = 24
+REPLAYS = 15
+ROTATION_BYTES = 256 << 20  # several times the L2 cache
+Q4K, Q6K, F32 = QuantType.Q4_K, QuantType.Q6_K, QuantType.F32
+Matrix = tuple[QuantType, int]
+
+LINEAR_CASES: dict[str, tuple[int, list[Matrix]]] = {
+    "DeltaNet qkv+z+alpha+beta": (HIDDEN, [(Q4K, 8192), (Q4K, 4096), (F32, 32), (F32, 32)]),
+    "ssm_out": (4096, [(Q4K, HIDDEN)]),
+    "attention q+k+v": (HIDDEN, [(Q4K, 8192), (Q4K, 512), (Q6K, 512)]),
+    "head": (HIDDEN, [(Q6K, VOCAB)]),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch, as a function of a running number that chooses the weights."""
+
+    name: str
+    num_rows: int
+    launch: Callable[[int], None]
+    triton: Callable[[int], None]
+    num_bytes: int
+
+
+def random_matrix(quant_type: QuantType, *shape: int) -> QuantTensor:
+    """Blocks of random bytes; the values 0 … 63 keep every scale finite."""
+    num_bytes = torch.Size(shape[:-1]).numel() * quant_type.row_bytes(shape[-1])
+    data = torch.randint(0, 64, (num_bytes,), dtype=torch.uint8, device="cuda")
+    return QuantTensor.from_bytes(data, quant_type, shape)
+
+
+def linear_case(name: str, cols: int, matrices: list[Matrix], rows: int) -> Case:
+    num_bytes = sum(quant_type.row_bytes(cols) * size for quant_type, size in matrices)
+    copies = max(1, min(LAUNCHES, -(-ROTATION_BYTES // num_bytes)))
+    weights = [[random_matrix(kind, size, cols) for kind, size in matrices] for _ in range(copies)]
+    x = torch.randn(rows, cols, device="cuda")
+    quantized = empty_activations(rows, cols, x.device)
+    quantize_cuda(x, quantized)
+    outs = [torch.empty(rows, size, device="cuda") for _, size in matrices]
+
+    def launch(i: int) -> None:
+        linear_few_cuda(weights[i % copies], outs, activations=quantized, x=x)
+
+    def launch_triton(i: int) -> None:
+        for weight, out in zip(weights[i % copies], outs, strict=True):
+            if weight.quant_type in INTEGER_TYPES:
+                linear(quantized, weight, out)
+            else:
+                linear_float(x, weight, out)
+
+    return Case(name, rows, launch, launch_triton, num_bytes)
+
+
+def table(quant_type: QuantType, rows: int, cols: int) -> tuple[ExpertTable, torch.Tensor]:
+    stack = random_matrix(quant_type, EXPERTS, rows, cols)
+    step = rows * quant_type.row_bytes(cols)
+    addresses = stack.blocks.data_ptr() + step * torch.arange(EXPERTS, device="cuda")
+    return ExpertTable(addresses, quant_type, rows, cols), stack.blocks
+
+
+def expert_cases(down_type: QuantType, rows: int) -> Iterator[Case]:
+    shapes = [(Q4K, FFN, HIDDEN), (Q4K, FFN, HIDDEN), (down_type, HIDDEN, FFN)]
+    tables, memory = zip(*(table(*shape) for shape in shapes), strict=True)
+    shared = [[random_matrix(*shape) for shape in shapes] for _ in range(LAUNCHES)]
+    layers = [ExpertWeights(*tables, tuple(tensors)) for tensors in shared]
+    # Tokens in a launch share no expert where there are enough of them.
+    order = [torch.randperm(EXPERTS, device="cuda").int()[: rows * TOP_K] for _ in range(LAUNCHES)]
+    ids = [chosen.reshape(rows, TOP_K).contiguous() for chosen in order]
+    x = torch.randn(rows, HIDDEN, device="cuda")
+    quantized = empty_activations(rows, HIDDEN, x.device)
+    quantize_cuda(x, quantized)
+    hidden = PairRows(torch.randn(rows, TOP_K, FFN, device="cuda"), torch.randn(rows, FFN, device="cuda"))
+    outs = PairRows(torch.empty(rows, TOP_K, HIDDEN, device="cuda"), torch.empty(rows, HIDDEN, device="cuda"))
+    expert_bytes = [kind.row_bytes(cols) * size for kind, size, cols in shapes]
+    num_experts = rows * TOP_K + 1
+
+    def gate_up(i: int, keep: object = memory) -> None:
+        launch_gate_up(layers[i % LAUNCHES], ids[i % LAUNCHES], hidden, quantized, None)
+
+    def down(i: int, keep: object = memory) -> None:
+        launch_down(layers[i % LAUNCHES], ids[i % LAUNCHES], hidden, outs)
+
+    matrices = [ExpertMatrices(t.addresses, t.quant_type, t.rows, t.cols) for t in tables]
+    pairs = empty_activations(rows * TOP_K, FFN, x.device)
+    flat = hidden.routed.reshape(-1, FFN)
+
+    def triton_gate_up(i: int) -> None:
+        experts_gate_up(quantized, ids[i % LAUNCHES], matrices[0], matrices[1], flat)
+
+    def triton_down(i: int) -> None:
+        quantize_cuda(flat, pairs)
+        experts_down(pairs, ids[i % LAUNCHES], matrices[2], outs.routed)
+
+    if down_type == Q4K:
+        yield Case("experts gate·up", rows, gate_up, triton_gate_up, num_experts * sum(expert_bytes[:2]))
+    yield Case(f"experts down {down_type.name}", rows, down, triton_down, num_experts * expert_bytes[2])
+
+
+def all_cases(rows: int) -> Iterator[Case]:
+    for name, (cols, matrices) in LINEAR_CASES.items():
+        yield linear_case(name, cols, matrices, rows)
+    for down_type in (Q4K, Q6K):
+        yield from expert_cases(down_type, rows)
+
+
+def microseconds(run: Callable[[], object], count: int) -> float:
+    """Median time of `run` over REPLAYS, divided by `count`."""
+    times = []
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / count)
+    return statistics.median(times)
+
+
+def time_launch(launch: Callable[[int], None], num_bytes: int) -> float:
+    """Microseconds of one launch within a graph of LAUNCHES."""
+    launches = 4 if num_bytes > ROTATION_BYTES else LAUNCHES
+    launch(0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            launch(i)
+    graph.replay()
+    return microseconds(graph.replay, launches)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per microsecond, read and written, of a copy on the device."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").fill_(1)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / microseconds(lambda: target.copy_(source), 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e6:.2f} TB/s")
+    print(
+        f"{'case':28} {'rows':>4} {'MB':>7} {'floor':>8} {'µs':>8} {'TB/s':>6} {'share':>6} {'Triton':>8} x"
+    )
+    results = []
+    for rows in arguments.rows:
+        for case in all_cases(rows):
+            time, floor = time_launch(case.launch, case.num_bytes), case.num_bytes / bandwidth
+            triton_time = time_launch(case.triton, case.num_bytes)
+            megabytes, rate = case.num_bytes / 1e6, case.num_bytes / time / 1e6
+            print(
+                f"{case.name:28} {rows:4} {megabytes:7.1f} {floor:8.2f} {time:8.2f} {rate:6.2f} "
+                f"{floor / time:6.0%} {triton_time:8.2f} {triton_time / time:5.2f}"
+            )
+            results.append(
+                {"case": case.name, "rows": rows, "bytes": case.num_bytes, "us": time, "floor_us": floor}
+            )
+    if arguments.json:
+        print(json.dumps({"copy_bytes_per_us": bandwidth, "cases": results}))
+
+
+if __name__ == "__main__":
+    main()

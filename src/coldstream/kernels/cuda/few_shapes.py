@@ -1,0 +1,163 @@
+"""How the kernels for a few rows walk a weight matrix, and what they need of shared memory.
+
+The numbers of `weight_ring.cuh` and of the products behind it that are not the arithmetic's: how many columns
+are one pass, how many weight rows one unit, and how they lie in the ring.
+"""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+from cuda.bindings import driver
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE
+from coldstream.kernels.linear.reference import INTEGER_TYPES
+
+MAX_ROWS = 8  # rows of activations in one launch
+WARP_SIZE = 32
+COPY_BYTES = 16
+QUAD_ROWS = 4  # weight rows that a group of four lanes works on
+TILE_ROWS = 16  # weight rows of a product of the tensor cores
+BANK_BYTES = 128  # of all banks of shared memory
+NUM_GROUPS = 8  # of four lanes in a warp
+PASS_COLS = {QuantType.F32: 1024, QuantType.F16: 2048, QuantType.BF16: 2048}  # 4 KiB of the one row
+INTEGER_PASS_COLS = NUM_GROUPS * GROUP_SIZE
+FEW_TYPES = INTEGER_TYPES | set(PASS_COLS)
+GROUP_BYTES = GROUP_SIZE + 16 + 4  # codes, sums of 32 and scale of a group of activations in shared memory
+RESERVED_BYTES = 1024  # of shared memory, by the system, per block
+STATIC_BYTES = 1024  # of shared memory that a kernel declares itself, at most
+
+
+class MatrixShape(ctypes.Structure):
+    """As in weight_ring.cuh."""
+
+    _fields_ = (
+        ("type", ctypes.c_int32),
+        ("num_rows", ctypes.c_int32),
+        ("num_cols", ctypes.c_int32),
+        ("row_bytes", ctypes.c_int32),
+        ("pass_bytes", ctypes.c_int32),
+        ("num_passes", ctypes.c_int32),
+        ("unit_rows", ctypes.c_int32),
+        ("slot_stride", ctypes.c_int32),
+        ("spread", ctypes.c_int32),
+    )
+
+    @property
+    def num_units(self) -> int:
+        """What the warps share out."""
+        return -(-int(self.num_rows) // int(self.unit_rows))
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory for one pass of a unit, which may begin anywhere in a chunk."""
+        return _chunk_bytes(self.unit_rows * self.slot_stride) + COPY_BYTES
+
+
+def matrix_shape(quant_type: QuantType, rows: int, cols: int, spread: int | None = None) -> MatrixShape:
+    """The walk of a warp over a matrix [rows, cols]; `spread` is the log2 of the quads it takes at once.
+
+    ValueError for a type outside FEW_TYPES, which must be dequantised first.
+    """
+    spread = natural_spread(quant_type, cols) if spread is None else spread
+    unit_rows = 1 if quant_type in PASS_COLS else QUAD_ROWS << spread
+    shape = _shape(quant_type, rows, cols, unit_rows, spread)
+    # Rows that are copied one by one may each begin anywhere in a chunk.
+    shape.slot_stride = (
+        shape.row_bytes if shape.num_passes == 1 else _chunk_bytes(shape.pass_bytes) + COPY_BYTES
+    )
+    return shape
+
+
+def tile_shape(quant_type: QuantType, rows: int, cols: int) -> MatrixShape:
+    """The walk of a block over a matrix [rows, cols] of an integer type, for several rows of activations."""
+    spread = natural_spread(quant_type, cols)
+    shape = _shape(quant_type, rows, cols, TILE_ROWS << spread, spread)
+    is_aligned = quant_type.block_bytes % COPY_BYTES == 0
+    least = _chunk_bytes(shape.pass_bytes) + (0 if is_aligned else COPY_BYTES)
+    # So that the rows that a warp reads at once begin in different banks.
+    shape.slot_stride = -(-(least - COPY_BYTES) // BANK_BYTES) * BANK_BYTES + COPY_BYTES
+    return shape
+
+
+def _shape(quant_type: QuantType, rows: int, cols: int, unit_rows: int, spread: int) -> MatrixShape:
+    """All but the stride of the ring's rows."""
+    if quant_type not in FEW_TYPES:
+        raise ValueError(f"the kernels for a few rows do not read {quant_type.name}")
+    row_bytes = quant_type.row_bytes(cols)
+    pass_cols = PASS_COLS.get(quant_type, INTEGER_PASS_COLS)
+    return MatrixShape(
+        type=int(quant_type),
+        num_rows=rows,
+        num_cols=cols,
+        row_bytes=row_bytes,
+        pass_bytes=min(quant_type.row_bytes(pass_cols), row_bytes),
+        num_passes=-(-cols // pass_cols),
+        unit_rows=unit_rows,
+        spread=spread,
+    )
+
+
+def _chunk_bytes(num_bytes: int) -> int:
+    return -(-num_bytes // COPY_BYTES) * COPY_BYTES
+
+
+def natural_spread(quant_type: QuantType, cols: int) -> int:
+    """How often the quads of a warp can be doubled before a row's super-blocks have no lanes left."""
+    if quant_type.block_elements != GROUP_SIZE:
+        return 0
+    return max(0, 3 - (cols // GROUP_SIZE - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What a device has for the blocks of a kernel; shared memory in bytes."""
+
+    num_processors: int
+    shared_per_block: int
+    shared_per_processor: int
+
+
+@functools.cache
+def device_limits(index: int) -> DeviceLimits:
+    """Of CUDA device `index`."""
+    names = driver.CUdevice_attribute
+    wanted = (
+        names.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+        names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+        names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
+    )
+    return DeviceLimits(*(int(driver.cuDeviceGetAttribute(name, index)[1]) for name in wanted))
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """Shared memory of a block: its rings with `stages` slots each, then the activations; in bytes."""
+
+    stages: int
+    shared_bytes: int
+    blocks_per_processor: int
+
+
+def plan_ring(limits: DeviceLimits, slot_bytes: int, other_bytes: int, max_blocks: int) -> RingPlan | None:
+    """Two stages where `max_blocks` such blocks fit a processor, otherwise what lets more blocks run.
+
+    slot_bytes: one slot of all rings of the block; other_bytes: everything else. None if no block fits.
+    """
+    plans = [_plan_stages(limits, stages, slot_bytes, other_bytes, max_blocks) for stages in (2, 1)]
+    return max(
+        (plan for plan in plans if plan is not None),
+        key=lambda plan: (plan.blocks_per_processor, plan.stages),
+        default=None,
+    )
+
+
+def _plan_stages(
+    limits: DeviceLimits, stages: int, slot_bytes: int, other_bytes: int, max_blocks: int
+) -> RingPlan | None:
+    shared_bytes = stages * slot_bytes + other_bytes
+    if shared_bytes + STATIC_BYTES > limits.shared_per_block:
+        return None
+    fitting = limits.shared_per_processor // (shared_bytes + STATIC_BYTES + RESERVED_BYTES)
+    return RingPlan(stages, shared_bytes, min(max_blocks, fitting))

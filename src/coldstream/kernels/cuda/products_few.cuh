@@ -1,0 +1,326 @@
+// Products of one row of activations with many weight rows, shared by the linear and the expert kernels; with
+// a matrix of floats, of up to eight rows.
+//
+// A warp takes units of four weight rows times `1 << spread` (of one row for float types), and of each row a
+// pass of columns at a time. The bytes of a pass go through a ring of shared memory that is the warp's own,
+// so that loads of later passes are under way while it computes, without a barrier.
+//
+// In the product of an integer type the group lane / 4 of a lane says which accumulator p of
+// docs/arithmetic.md it has, of one of the quads of weight rows, and s = lane % 4 which row of the quad. Of a
+// super-block the four lanes of a group compute a quarter of each of the four rows, and exchange sums.
+#pragma once
+
+#include "cuda/quantize.cuh"
+#include "cuda/weight_ring.cuh"
+
+namespace coldstream {
+
+// A quantised row of `groups` groups of 256 in shared memory.
+struct SharedRow {
+  uint8_t* codes;  // 16-byte chunks, swizzled
+  uint8_t* sums;   // int16 sums of 32 codes: 16 bytes a group
+  float* scales;
+  int groups;
+};
+
+__device__ __forceinline__ SharedRow shared_row(uint8_t* memory, int groups) {
+  return {memory, memory + 256 * groups, reinterpret_cast<float*>(memory + 272 * groups), groups};
+}
+
+// Where chunk k of a row lies, so that the lanes of any format read different banks.
+__device__ __forceinline__ int swizzled(int k) { return k ^ ((k >> 3 & 1) * 5) ^ (k >> 3 & 2); }
+
+__device__ __forceinline__ uint4 load_chunk(const SharedRow& x, int k) {
+  return load_16(x.codes + swizzled(k) * 16);
+}
+
+// Two words of sums of 16 codes to one of sums of 32.
+__device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
+  const int low = int16_t(a) + (int(a) >> 16), high = int16_t(b) + (int(b) >> 16);
+  return (uint32_t(low) & 0xffff) | uint32_t(high) << 16;
+}
+
+__device__ __forceinline__ void store_sums(uint8_t* pair_sums, float* scales, int group, uint4 a, uint4 b,
+                                           float scale) {
+  const uint4 pairs = {add_pairs(a.x, a.y), add_pairs(a.z, a.w), add_pairs(b.x, b.y), add_pairs(b.z, b.w)};
+  *reinterpret_cast<uint4*>(pair_sums + 16 * group) = pairs;
+  scales[group] = scale;
+}
+
+// A row of quantised activations into shared memory by the whole block.
+// All loads of a thread are under way before the first is waited for.
+__device__ __forceinline__ void copy_row(const SharedRow& x, const int8_t* q, const float* scales,
+                                         const int16_t* sums) {
+  const int count = x.groups * 16;
+  for (int k = threadIdx.x; k < count; k += blockDim.x) {
+    const int group = min(k, x.groups - 1);
+    const uint4 chunk = reinterpret_cast<const uint4*>(q)[k];
+    const uint4 a = reinterpret_cast<const uint4*>(sums)[2 * group];
+    const uint4 b = reinterpret_cast<const uint4*>(sums)[2 * group + 1];
+    const float scale = scales[group];
+    *reinterpret_cast<uint4*>(x.codes + swizzled(k) * 16) = chunk;
+    if (k < x.groups) store_sums(x.sums, x.scales, k, a, b, scale);
+  }
+}
+
+// One row of floats, quantised into shared memory by the whole block.
+__device__ __forceinline__ void quantize_into(const SharedRow& x, const float* values, int cols) {
+  const int lane = threadIdx.x % warp_size;
+  for (int group = threadIdx.x / warp_size; group < x.groups; group += blockDim.x / warp_size) {
+    float share_of[8];
+    load_share(values + group * group_elements, cols - group * group_elements, share_of);
+    const GroupShare share = quantize_group(share_of);
+    uint8_t* chunk = x.codes + swizzled(group * 16 + lane / 2) * 16;
+    reinterpret_cast<uint2*>(chunk)[lane % 2] = share.codes;
+    const int sum = share.sum + __shfl_xor_sync(all_lanes, share.sum, 2);
+    if (lane % 4 == 0) reinterpret_cast<int16_t*>(x.sums)[group * 8 + lane / 4] = int16_t(sum);
+    if (lane == 0) x.scales[group] = share.scale;
+  }
+}
+
+// What is multiplied: one quantised row for integer types, up to T rows of floats for float types.
+struct Inputs {
+  SharedRow quantized;
+  const float* values;
+  int stride;    // of a row of values
+  int num_rows;  // up to T; rows behind the last repeat it
+};
+
+// Sub-block scales of the quarters that a lane computes, from those of the row that it keeps: result i
+// belongs to row s ^ i of the quad. A transposition between the four lanes, two scales wide.
+__device__ __forceinline__ void exchange_scales(const uint32_t (&own)[2], int s, uint32_t (&scales)[4]) {
+  const uint32_t near = s & 2 ? own[1] : own[0], far = s & 2 ? own[0] : own[1];
+  const uint32_t across = __shfl_xor_sync(all_lanes, far, 2);
+  const uint32_t low = __byte_perm(near, across, 0x5410), high = __byte_perm(near, across, 0x7632);
+  const uint32_t kept = s & 1 ? high : low;
+  const uint32_t received = __shfl_xor_sync(all_lanes, s & 1 ? low : high, 1);
+  scales[0] = kept;
+  scales[1] = received;
+  scales[2] = kept >> 16;
+  scales[3] = received >> 16;
+}
+
+// The sum over the four lanes of the row that the lane keeps; part i is the lane's share of row s ^ i.
+__device__ __forceinline__ int exchange_sums(const int (&part)[4]) {
+  const int a = part[0] + __shfl_xor_sync(all_lanes, part[1], 1);
+  return a + __shfl_xor_sync(all_lanes, part[2], 2) + __shfl_xor_sync(all_lanes, part[3], 3);
+}
+
+// Σ minimum · sum over the eight sub-blocks of a super-block.
+__device__ __forceinline__ int dot_mins(const uint32_t (&mins)[2], uint4 sums) {
+  int total = __dp2a_lo(int(sums.x), int(mins[0]), 0);
+  total = __dp2a_hi(int(sums.y), int(mins[0]), total);
+  total = __dp2a_lo(int(sums.z), int(mins[1]), total);
+  return __dp2a_hi(int(sums.w), int(mins[1]), total);
+}
+
+template <typename Format>
+__device__ __forceinline__ void add_super_blocks(const Staged& staged, const MatrixShape& shape, int pass,
+                                                 const SharedRow& x, float& p) {
+  const int lane = threadIdx.x % warp_size, s = lane % 4, group = lane / 4;
+  const int quad = group >> (3 - shape.spread), g = group & ((8 >> shape.spread) - 1);
+  const int super_block = pass * 8 + g;
+  const bool exists = super_block < x.groups;
+  const int offset = exists ? g * Format::bytes : 0, at = exists ? super_block : 0;
+  uint32_t codes_x[16], scales[4];
+#pragma unroll
+  for (int c = 0; c < 4; c++) {
+    const uint4 chunk = load_chunk(x, at * 16 + Format::chunk(s, c));
+    codes_x[4 * c] = chunk.x, codes_x[4 * c + 1] = chunk.y;
+    codes_x[4 * c + 2] = chunk.z, codes_x[4 * c + 3] = chunk.w;
+  }
+  const uint8_t* own = staged.row<Format::is_aligned>(quad * 4 + s) + offset;
+  HeaderK header;
+  if constexpr (Format::has_mins) {
+    header = unpack_header_k(load_16(own));
+    exchange_scales(header.scales, s, scales);
+  } else {
+    header.d = Format::d(own);
+  }
+  int part[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint8_t* block = staged.row<Format::is_aligned>(quad * 4 + (s ^ i)) + offset;
+    if constexpr (!Format::has_mins) scales[i] = Format::scales(block, s);
+    uint32_t codes[16];
+    Format::unpack(block, s, codes);
+    part[i] = Format::dot(codes, codes_x, scales[i]);
+  }
+  const float product = float(exchange_sums(part)), a = x.scales[at];
+  float sum = __fmaf_rn(header.d * a, product, p);
+  if constexpr (Format::has_mins) {
+    const int mins = dot_mins(header.mins, load_16(x.sums + at * 16));
+    sum = __fmaf_rn(-(header.dmin * a), float(mins), sum);
+  }
+  p = exists ? sum : p;
+}
+
+template <typename Format>
+__device__ __forceinline__ void add_blocks(const Staged& staged, const MatrixShape& shape, int pass,
+                                           const SharedRow& x, float& p) {
+  const int lane = threadIdx.x % warp_size, j = lane / 4;
+  const uint8_t* row = staged.row<false>(lane % 4);
+  const int num_groups = min(8, x.groups - pass * 8), num_blocks = shape.num_cols / 32;
+#pragma unroll 2
+  for (int g = 0; g < num_groups; g++) {
+    const int group = pass * 8 + g;
+    if (group * 8 + j >= num_blocks) break;
+    const uint8_t* block = row + (g * 8 + j) * Format::bytes;
+    uint32_t codes[8];
+    Format::unpack(block, codes);
+    const uint4 first = load_chunk(x, group * 16 + 2 * j), second = load_chunk(x, group * 16 + 2 * j + 1);
+    const uint32_t codes_x[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+    p = __fmaf_rn(load_half(block) * x.scales[group], float(dot_block<Format>(codes, codes_x)), p);
+  }
+  __syncwarp();
+}
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+
+struct Half {
+  uint16_t bits;
+};
+struct Bfloat16 {
+  uint16_t bits;
+};
+__device__ __forceinline__ float to_float(Half value) { return half_to_float(value.bits); }
+__device__ __forceinline__ float to_float(Bfloat16 value) { return bfloat16_to_float(value.bits); }
+
+// A lane has accumulator lane % 16, and of the rows of x those with its half of the warp: t = 2 i + lane / 16
+// in p[i].
+template <typename Value, int T>
+__device__ __forceinline__ void add_values(const Staged& staged, const MatrixShape& shape, int pass,
+                                           const Inputs& x, float (&p)[T]) {
+  constexpr int count = T == 1 ? 1 : T / 2;
+  const int lane = threadIdx.x % warp_size, j = lane % 16, half = lane / 16;
+  const int pass_cols = shape.pass_bytes / int(sizeof(Value)), begin = pass * pass_cols;
+  const int cols = min(pass_cols, shape.num_cols - begin);
+  const Value* w = reinterpret_cast<const Value*>(staged.row<false>(0)) + j;
+  const float* values[count];
+#pragma unroll
+  for (int i = 0; i < count; i++)
+    values[i] = x.values + int64_t(min(2 * i + half, x.num_rows - 1)) * x.stride + begin + j;
+  constexpr int batch = T == 1 ? 16 : 8;
+  const int steps = cols / 16, whole = steps / batch * batch;
+  for (int first = 0; first < whole; first += batch) {
+    float weights[batch], inputs[count][batch];
+#pragma unroll
+    for (int k = 0; k < batch; k++) {
+      weights[k] = to_float(w[16 * (first + k)]);
+#pragma unroll
+      for (int i = 0; i < count; i++) inputs[i][k] = values[i][16 * (first + k)];
+    }
+#pragma unroll
+    for (int k = 0; k < batch; k++) {
+#pragma unroll
+      for (int i = 0; i < count; i++) p[i] = __fmaf_rn(inputs[i][k], weights[k], p[i]);
+    }
+  }
+  for (int at = 16 * whole; at + j < cols; at += 16) {
+    const float weight = to_float(w[at]);
+#pragma unroll
+    for (int i = 0; i < count; i++) p[i] = __fmaf_rn(values[i][at], weight, p[i]);
+  }
+  __syncwarp();
+}
+
+// The sums of a unit of a float type: all T in every lane.
+template <int T>
+__device__ __forceinline__ void sum_up_values(float (&p)[T]) {
+  if constexpr (T == 1) {
+    p[0] = sum_of_sixteen_lanes(p[0], 1);
+  } else {
+    const bool is_second = threadIdx.x % warp_size >= 16;
+    float sums[T];
+#pragma unroll
+    for (int i = 0; i < T / 2; i++) {
+      const float own = sum_of_sixteen_lanes(p[i], 1), other = __shfl_xor_sync(all_lanes, own, 16);
+      sums[2 * i] = is_second ? other : own;
+      sums[2 * i + 1] = is_second ? own : other;
+    }
+#pragma unroll
+    for (int t = 0; t < T; t++) p[t] = sums[t];
+  }
+}
+
+// Rows of floats into the first-level cache by the whole block, a sector a thread.
+__device__ __forceinline__ void warm_values(const float* values, int stride, int num_rows, int cols) {
+  for (int t = 0; t < num_rows; t++)
+    for (int i = threadIdx.x * 8; i < cols; i += blockDim.x * 8) {
+      float unused;
+      asm volatile("ld.global.ca.f32 %0, [%1];" : "=f"(unused) : "l"(values + int64_t(t) * stride + i));
+    }
+}
+
+// One pass of one unit. Integer types take one row of x; products_tiles.cuh is for several.
+template <int T>
+__device__ __forceinline__ void add_pass(const Staged& staged, const MatrixShape& shape, int pass,
+                                         const Inputs& x, float (&p)[T]) {
+  if constexpr (T == 1) {
+    switch (shape.type) {
+      case q4_k: return add_super_blocks<FormatQ4K>(staged, shape, pass, x.quantized, p[0]);
+      case q5_k: return add_super_blocks<FormatQ5K>(staged, shape, pass, x.quantized, p[0]);
+      case q6_k: return add_super_blocks<FormatQ6K>(staged, shape, pass, x.quantized, p[0]);
+      case q8_0: return add_blocks<FormatQ8_0>(staged, shape, pass, x.quantized, p[0]);
+      case q4_0: return add_blocks<FormatQ4_0>(staged, shape, pass, x.quantized, p[0]);
+      case q5_0: return add_blocks<FormatQ5_0>(staged, shape, pass, x.quantized, p[0]);
+    }
+  }
+  switch (shape.type) {
+    case f32: return add_values<float>(staged, shape, pass, x, p);
+    case f16: return add_values<Half>(staged, shape, pass, x, p);
+    case bf16: return add_values<Bfloat16>(staged, shape, pass, x, p);
+  }
+}
+
+// The written tree over the accumulators; all lanes of a weight row get the sum. Where a quad has fewer than
+// eight accumulators the others are 0, and adding 0 turns −0 to 0.
+__device__ __forceinline__ float sum_up_groups(float sum, int spread) {
+#pragma unroll
+  for (int step = 0; step < 3; step++) {
+    const float other = __shfl_xor_sync(all_lanes, sum, 16 >> step);
+    sum += step < spread ? 0.0f : other;
+  }
+  return sum;
+}
+
+// All units of the warp. Calls finish(row, sums) with the sums of weight row `row` in the lanes that are to
+// write them; others get a row that does not exist.
+template <int T, typename Finish>
+__device__ __forceinline__ void multiply(const Work& work, const Ring& ring, Cursor ahead, const Inputs& x,
+                                         Finish&& finish) {
+  const MatrixShape& shape = work.shape;
+  const int lane = threadIdx.x % warp_size;
+  float p[T] = {};
+  int index = 0;
+  for (Cursor now = {work.first_unit, 0}; now.unit < work.num_units; now.advance(work)) {
+    const int first_row = now.unit * shape.unit_rows;
+    const uint64_t from = reinterpret_cast<uint64_t>(work.data) + int64_t(first_row) * shape.row_bytes;
+    const uint32_t address = uint32_t(from) + now.pass * shape.pass_bytes;
+    const int row_step = shape.num_passes == 1 ? 0 : shape.row_bytes;
+    ring.wait();
+    add_pass<T>({ring.slot(index), address, shape.slot_stride, row_step}, shape, now.pass, x, p);
+    __syncwarp();
+    ahead.start_copies(work, ring.slot(index));
+    ahead.advance(work);
+    index = ring.after(index);
+    if (now.pass + 1 == shape.num_passes) {
+      int row = first_row;
+      bool writes = lane == 0;
+      if (is_float(shape.type)) {
+        sum_up_values(p);
+      } else {
+        const int group = lane / 4;
+        row += (group >> (3 - shape.spread)) * 4 + lane % 4;
+        writes = (group & ((8 >> shape.spread) - 1)) == 0;
+#pragma unroll
+        for (int t = 0; t < T; t++) p[t] = sum_up_groups(p[t], shape.spread);
+      }
+      finish(writes ? row : shape.num_rows, p);
+#pragma unroll
+      for (int t = 0; t < T; t++) p[t] = 0;
+    }
+  }
+}
+
+}  // namespace coldstream

@@ -1,0 +1,318 @@
+// Products of two to eight rows of activations with many weight rows, on the tensor cores: what
+// products_few.cuh does for one row by dp4a.
+//
+// A block takes units of sixteen weight rows times `1 << spread`, a pass of columns at a time, through one
+// ring of shared memory. Its warps share a unit by accumulator: a warp has one p of docs/arithmetic.md, of
+// all products of sixteen weight rows with all rows of x. The sums over the eight are taken across the warps.
+// In the integer products lane = 4 g + c has of the weights rows g and g + 8, of x row g, and of the results
+// (g, 2 c), (g, 2 c + 1), (g + 8, 2 c) and (g + 8, 2 c + 1).
+#pragma once
+
+#include "cuda/products_few.cuh"
+#include "cuda/tensor_cores.cuh"
+
+namespace coldstream {
+
+constexpr int tile_warps = 8;
+
+// Up to eight quantised rows in shared memory; rows of codes are 16 bytes apart from a multiple of 128.
+struct TileRows {
+  uint8_t* codes;
+  uint8_t* sums;  // as in SharedRows
+  float* scales;
+  int groups;
+  int num_rows;
+
+  __device__ __forceinline__ int row_bytes() const { return groups * 256 + 16; }
+};
+
+__device__ __forceinline__ TileRows tile_rows(uint8_t* memory, int num_rows, int groups) {
+  uint8_t* sums = memory + num_rows * (groups * 256 + 16);
+  return {memory, sums, reinterpret_cast<float*>(sums + num_rows * groups * 16), groups, num_rows};
+}
+
+// By the whole block; a barrier is the caller's. All loads of a thread are under way before the first is
+// waited for.
+__device__ __forceinline__ void copy_tile_rows(const TileRows& x, const int8_t* q, const float* scales,
+                                               const int16_t* sums) {
+  const int row_chunks = x.groups * 16, num_groups = x.num_rows * x.groups;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < x.num_rows * row_chunks; i += blockDim.x) {
+    const int t = i / row_chunks, group = min(i, num_groups - 1);
+    const uint4 chunk = reinterpret_cast<const uint4*>(q)[i];
+    const uint4 a = reinterpret_cast<const uint4*>(sums)[2 * group];
+    const uint4 b = reinterpret_cast<const uint4*>(sums)[2 * group + 1];
+    const float scale = scales[group];
+    *reinterpret_cast<uint4*>(x.codes + t * 16 + i * 16) = chunk;
+    if (i < num_groups) store_sums(x.sums, x.scales, i, a, b, scale);
+  }
+}
+
+// What a lane needs of x under one group of 256.
+struct TileGroup {
+  const uint8_t* codes;  // of row g, from input 4 c
+  uint4 sums[2];         // of rows 2 c and 2 c + 1
+  float scales[2];
+};
+
+__device__ __forceinline__ TileGroup tile_group(const TileRows& x, int group) {
+  const int lane = threadIdx.x % warp_size, c = lane % 4, last = x.num_rows - 1;
+  TileGroup found;
+  found.codes = x.codes + min(lane / 4, last) * x.row_bytes() + group * 256 + 4 * c;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int at = min(2 * c + i, last) * x.groups + group;
+    found.sums[i] = load_16(x.sums + at * 16);
+    found.scales[i] = x.scales[at];
+  }
+  return found;
+}
+
+__device__ __forceinline__ uint32_t load_4(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
+
+// Four bytes at a multiple of 2.
+__device__ __forceinline__ uint32_t load_word(const uint8_t* p) {
+  uint32_t words[1];
+  load_words(p, words);
+  return words[0];
+}
+
+__device__ __forceinline__ int byte_of(uint32_t word, int i) { return int(word >> (8 * i)) & 0xff; }
+
+// sums += scale of the row · d.
+__device__ __forceinline__ void add_scaled(int (&sums)[4], const int (&d)[4], int scale, int scale_8) {
+  sums[0] += scale * d[0];
+  sums[1] += scale * d[1];
+  sums[2] += scale_8 * d[2];
+  sums[3] += scale_8 * d[3];
+}
+
+// p += (d · a) · sums, one fma each; d and d_8 of rows g and g + 8.
+__device__ __forceinline__ void add_products(float (&p)[4], const int (&sums)[4], float d, float d_8,
+                                             const TileGroup& x) {
+  p[0] = __fmaf_rn(d * x.scales[0], float(sums[0]), p[0]);
+  p[1] = __fmaf_rn(d * x.scales[1], float(sums[1]), p[1]);
+  p[2] = __fmaf_rn(d_8 * x.scales[0], float(sums[2]), p[2]);
+  p[3] = __fmaf_rn(d_8 * x.scales[1], float(sums[3]), p[3]);
+}
+
+// Q4_K and Q5_K: two sub-blocks share 32 bytes of low bits; sub-block j has bit j of the bytes of high bits.
+template <bool has_fifth_bit>
+__device__ __forceinline__ void add_block_k(const uint8_t* block, const uint8_t* block_8, const TileGroup& x,
+                                            float (&p)[4]) {
+  const int c = threadIdx.x % 4;
+  const HeaderK header = unpack_header_k(load_16(block)), header_8 = unpack_header_k(load_16(block_8));
+  uint32_t high[4] = {0, 0, 0, 0};
+  if constexpr (has_fifth_bit) {
+    high[0] = load_4(block + 16 + 4 * c), high[1] = load_4(block_8 + 16 + 4 * c);
+    high[2] = load_4(block + 32 + 4 * c), high[3] = load_4(block_8 + 32 + 4 * c);
+  }
+  const int low_at = (has_fifth_bit ? 48 : 16) + 4 * c;
+  int sums[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    const uint32_t words[4] = {load_4(block + low_at + 16 * j), load_4(block_8 + low_at + 16 * j),
+                               load_4(block + low_at + 16 * j + 16), load_4(block_8 + low_at + 16 * j + 16)};
+#pragma unroll
+    for (int k = j; k < j + 2; k++) {
+      uint32_t a[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        a[i] = (words[i] >> (k % 2 * 4)) & 0x0f0f0f0f;
+        if constexpr (has_fifth_bit) a[i] |= (k < 4 ? high[i] << (4 - k) : high[i] >> (k - 4)) & 0x10101010;
+      }
+      int d[4];
+      multiply_bytes(d, a, load_4(x.codes + 32 * k), load_4(x.codes + 32 * k + 16), 0);
+      add_scaled(sums, d, byte_of(header.scales[k / 4], k % 4), byte_of(header_8.scales[k / 4], k % 4));
+    }
+  }
+  const int mins[4] = {dot_mins(header.mins, x.sums[0]), dot_mins(header.mins, x.sums[1]),
+                       dot_mins(header_8.mins, x.sums[0]), dot_mins(header_8.mins, x.sums[1])};
+  add_products(p, sums, header.d, header_8.d, x);
+  p[0] = __fmaf_rn(-(header.dmin * x.scales[0]), float(mins[0]), p[0]);
+  p[1] = __fmaf_rn(-(header.dmin * x.scales[1]), float(mins[1]), p[1]);
+  p[2] = __fmaf_rn(-(header_8.dmin * x.scales[0]), float(mins[2]), p[2]);
+  p[3] = __fmaf_rn(-(header_8.dmin * x.scales[1]), float(mins[3]), p[3]);
+}
+
+// The sixteen int8 scales of a block of Q6_K.
+__device__ __forceinline__ void load_scales_6(const uint8_t* block, uint32_t (&scales)[4]) {
+  load_words(block + 192, scales);
+}
+
+__device__ __forceinline__ void add_block_6(const uint8_t* block, const uint8_t* block_8, const TileGroup& x,
+                                            float (&p)[4]) {
+  const int c = threadIdx.x % 4;
+  uint32_t scales[4], scales_8[4];
+  load_scales_6(block, scales);
+  load_scales_6(block_8, scales_8);
+  int sums[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int part = 0; part < 4; part++) {
+    const int half = part / 2, u = part % 2, low_at = 64 * half + 16 * u + 4 * c;
+    const uint8_t* rows[2] = {block, block_8};
+    uint32_t low[2][2], high[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      low[r][0] = load_word(rows[r] + low_at);
+      low[r][1] = load_word(rows[r] + low_at + 32);
+      high[r] = load_word(rows[r] + 128 + 32 * half + 16 * u + 4 * c);
+    }
+#pragma unroll
+    for (int run = 0; run < 4; run++) {
+      uint32_t a[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const uint32_t bits = low[r][run % 2];
+        a[r] = FormatQ6K::join(run < 2 ? bits << 2 : bits >> 2, high[r] << (6 - 2 * run));
+      }
+      int d[4];
+      const int j = 8 * half + 2 * run + u;
+      multiply_16_bytes(d, a[0], a[1], load_4(x.codes + 16 * j));
+      add_scaled(sums, d, int8_t(byte_of(scales[j / 4], j % 4)), int8_t(byte_of(scales_8[j / 4], j % 4)));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) sums[i] >>= 2;
+  add_products(p, sums, FormatQ6K::d(block), FormatQ6K::d(block_8), x);
+}
+
+// The words of a block of 32 for inputs 4 c … and 16 + 4 c …; a product is shifted right by the format's
+// shift.
+__device__ __forceinline__ void unpack_words(FormatQ8_0, const uint8_t* block, int c, uint32_t& first,
+                                             uint32_t& second) {
+  first = load_word(block + 2 + 4 * c);
+  second = load_word(block + 18 + 4 * c);
+}
+
+__device__ __forceinline__ void unpack_words(FormatQ4_0, const uint8_t* block, int c, uint32_t& first,
+                                             uint32_t& second) {
+  const uint32_t word = load_word(block + 2 + 4 * c);
+  first = ((word << 4) & 0xf0f0f0f0) ^ 0x80808080;
+  second = (word & 0xf0f0f0f0) ^ 0x80808080;
+}
+
+__device__ __forceinline__ void unpack_words(FormatQ5_0, const uint8_t* block, int c, uint32_t& first,
+                                             uint32_t& second) {
+  const uint32_t bits = load_word(block + 2), word = load_word(block + 6 + 4 * c);
+  first = FormatQ5_0::join((word << 3) & 0x78787878, bits >> (4 * c));
+  second = FormatQ5_0::join((word >> 1) & 0x78787878, bits >> (16 + 4 * c));
+}
+
+template <typename Format>
+__device__ __forceinline__ void add_block_32(const uint8_t* block, const uint8_t* block_8, const TileGroup& x,
+                                             int j, float (&p)[4]) {
+  const int c = threadIdx.x % 4;
+  uint32_t a[4];
+  unpack_words(Format{}, block, c, a[0], a[2]);
+  unpack_words(Format{}, block_8, c, a[1], a[3]);
+  int sums[4];
+  multiply_bytes(sums, a, load_4(x.codes + 32 * j), load_4(x.codes + 32 * j + 16), 0);
+#pragma unroll
+  for (int i = 0; i < 4; i++) sums[i] >>= Format::shift;
+  add_products(p, sums, load_half(block), load_half(block_8), x);
+}
+
+template <typename Format>
+__device__ __forceinline__ void add_blocks_32(const uint8_t* row, const uint8_t* row_8, int pass,
+                                              int num_blocks, const TileRows& x, float (&p)[4]) {
+  const int j = threadIdx.x / warp_size;
+  for (int g = 0; g < 8; g++) {
+    const int group = pass * 8 + g, offset = (g * 8 + j) * Format::bytes;
+    if (group * 8 + j >= num_blocks) return;
+    add_block_32<Format>(row + offset, row_8 + offset, tile_group(x, group), j, p);
+  }
+}
+
+// One pass of one unit into the warp's accumulator.
+__device__ __forceinline__ void add_tile(const Staged& staged, const MatrixShape& shape, int pass,
+                                         const TileRows& x, float (&p)[4]) {
+  const int warp = threadIdx.x / warp_size, g = warp & ((8 >> shape.spread) - 1), group = pass * 8 + g;
+  const int first_row = (warp >> (3 - shape.spread)) * 16 + threadIdx.x % warp_size / 4;
+  const uint8_t *row = staged.row<false>(first_row), *row_8 = staged.row<false>(first_row + 8);
+  const int num_blocks = shape.num_cols / 32;
+  if (shape.type == q8_0) return add_blocks_32<FormatQ8_0>(row, row_8, pass, num_blocks, x, p);
+  if (shape.type == q4_0) return add_blocks_32<FormatQ4_0>(row, row_8, pass, num_blocks, x, p);
+  if (shape.type == q5_0) return add_blocks_32<FormatQ5_0>(row, row_8, pass, num_blocks, x, p);
+  if (group >= x.groups) return;
+  const TileGroup inputs = tile_group(x, group);
+  const int bytes = shape.type == q4_k   ? FormatQ4K::bytes
+                    : shape.type == q5_k ? FormatQ5K::bytes
+                                         : FormatQ6K::bytes;
+  const uint8_t *block = row + g * bytes, *block_8 = row_8 + g * bytes;
+  if (shape.type == q4_k) add_block_k<false>(block, block_8, inputs, p);
+  if (shape.type == q5_k) add_block_k<true>(block, block_8, inputs, p);
+  if (shape.type == q6_k) add_block_6(block, block_8, inputs, p);
+}
+
+// Starts the copies of one pass of a unit by the whole block, a row by each warp in turn.
+__device__ __forceinline__ void stage_tile(uint8_t* slot, const MatrixShape& shape, const uint8_t* data,
+                                           int unit, int pass) {
+  const int first_row = unit * shape.unit_rows, rows = min(shape.unit_rows, shape.num_rows - first_row);
+  const int skipped = pass * shape.pass_bytes, bytes = min(shape.pass_bytes, shape.row_bytes - skipped);
+  const uint8_t* first = data + int64_t(first_row) * shape.row_bytes + skipped;
+  for (int r = threadIdx.x / warp_size; r < rows; r += tile_warps) {
+    const uint8_t* row = first + r * shape.row_bytes;
+    const int before = reinterpret_cast<uint64_t>(row) & 15;
+#pragma unroll 3
+    for (int i = threadIdx.x % warp_size * 16; i < bytes + before; i += warp_size * 16)
+      copy_async_16(slot + r * shape.slot_stride + i, row - before + i);
+  }
+}
+
+__device__ __forceinline__ void start_tile_copies(const Work& work, Cursor at, uint8_t* slot) {
+  if (at.unit < work.num_units) stage_tile(slot, work.shape, work.data, at.unit, at.pass);
+  commit_copies();
+}
+
+__device__ __forceinline__ Cursor fill_tile_ring(const Work& work, const Ring& ring) {
+  Cursor ahead = {work.first_unit, 0};
+  for (int i = 0; i < ring.stages; i++) {
+    start_tile_copies(work, ahead, ring.slot(i));
+    ahead.advance(work);
+  }
+  return ahead;
+}
+
+// The sums of a unit from the accumulators of its warps: finish(row of the matrix, t, sum).
+template <typename Finish>
+__device__ __forceinline__ void finish_tile(const float* partial, const MatrixShape& shape, int first_row,
+                                            Finish&& finish) {
+  const int width = 8 >> shape.spread;
+  for (int i = threadIdx.x; i < 8 * shape.unit_rows; i += blockDim.x) {
+    const int part = i / 128, lane = i % 128 / 4, element = i % 4;
+    float p[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) p[j] = j < width ? partial[(part * width + j) * 128 + i % 128] : 0.0f;
+    finish(first_row + part * 16 + lane / 4 + element / 2 * 8, lane % 4 * 2 + element % 2, sum_of_eight(p));
+  }
+}
+
+// All units of the block.
+template <typename Finish>
+__device__ __forceinline__ void multiply_tiles_few(const Work& work, const Ring& ring, Cursor ahead,
+                                                   const TileRows& x, float* partial, Finish&& finish) {
+  const MatrixShape& shape = work.shape;
+  float p[4] = {0, 0, 0, 0};
+  int index = 0;
+  for (Cursor now = {work.first_unit, 0}; now.unit < work.num_units; now.advance(work)) {
+    const int first_row = now.unit * shape.unit_rows;
+    const uint64_t from = reinterpret_cast<uint64_t>(work.data) + int64_t(first_row) * shape.row_bytes;
+    const uint32_t address = uint32_t(from) + now.pass * shape.pass_bytes;
+    ring.wait();
+    __syncthreads();
+    add_tile({ring.slot(index), address, shape.slot_stride, shape.row_bytes}, shape, now.pass, x, p);
+    const bool is_last = now.pass + 1 == shape.num_passes;
+    if (is_last) {
+      reinterpret_cast<float4*>(partial)[threadIdx.x] = {p[0], p[1], p[2], p[3]};
+      p[0] = p[1] = p[2] = p[3] = 0;
+    }
+    __syncthreads();
+    start_tile_copies(work, ahead, ring.slot(index));
+    ahead.advance(work);
+    index = ring.after(index);
+    if (is_last) finish_tile(partial, shape, first_row, finish);
+  }
+}
+
+}  // namespace coldstream

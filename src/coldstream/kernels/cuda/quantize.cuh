@@ -1,0 +1,109 @@
+// Quantised activations (docs/arithmetic.md): groups of 256 inputs become int8 codes, one scale, and the sums
+// of each 16 codes.
+//
+// A row of K inputs takes `padded` = K rounded up to 256 codes, padded / 256 scales and padded / 16 sums; the
+// inputs behind K count as zeros, so their codes and sums are 0. K is a multiple of 8.
+#pragma once
+
+#include "cuda/common.cuh"
+
+namespace coldstream {
+
+constexpr int group_elements = 256;  // inputs that share one scale
+constexpr int sum_elements = 16;     // inputs that share one sum
+
+// What one maximum says about its group: the scale, and the factor that turns inputs into codes.
+struct GroupScale {
+  float scale;
+  float factor;
+};
+
+// `max_bits` is the greatest of the bits of |x|, which are ordered like |x| with everything non-finite on
+// top.
+__device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+__device__ __forceinline__ GroupScale group_scale(uint32_t max_bits) {
+  if (max_bits >= 0x7f800000u) return {__uint_as_float(0x7fc00000u), 0.0f};
+  const float max = __uint_as_float(max_bits);
+  if (max < 0x1p-100f) return {0.0f, 0.0f};
+  return {max / 127.0f, 127.0f / max};
+}
+
+// −127 … 127. With the factor 0 of a group that is not finite, infinity and NaN give NaN, which converts to
+// 0.
+__device__ __forceinline__ int quantize_value(float x, float factor) { return __float2int_rn(x * factor); }
+
+// A lane's share of a group: inputs 8 · lane … 8 · lane + 7.
+struct GroupShare {
+  uint2 codes;  // eight int8
+  float scale;  // of the group, in every lane
+  int sum;      // of the 16 codes that this lane and its neighbour (lane ^ 1) hold
+};
+
+// One group by a whole warp; x holds the lane's eight inputs.
+__device__ __forceinline__ GroupShare quantize_group(const float (&x)[8]) {
+  uint32_t max_bits = 0;
+#pragma unroll
+  for (int i = 0; i < 8; i++) max_bits = max(max_bits, magnitude_bits(x[i]));
+  const GroupScale found = group_scale(__reduce_max_sync(all_lanes, max_bits));
+  uint32_t words[2] = {0, 0};
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const int code = quantize_value(x[i], found.factor);
+    sum += code;
+    words[i / 4] |= (uint32_t(code) & 0xffu) << (8 * (i % 4));
+  }
+  sum += __shfl_xor_sync(all_lanes, sum, 1);
+  return {{words[0], words[1]}, found.scale, sum};
+}
+
+// The lane's eight inputs of a group, of which `count` exist; x is 16-byte aligned (global or shared memory).
+__device__ __forceinline__ void load_share(const float* x, int count, float (&values)[8]) {
+  const int first = 8 * (threadIdx.x % warp_size);
+  float4 low = {0, 0, 0, 0}, high = {0, 0, 0, 0};
+  if (first < count) {
+    low = *reinterpret_cast<const float4*>(x + first);
+    high = *reinterpret_cast<const float4*>(x + first + 4);
+  }
+  values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+  values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+}
+
+// A quantised row in global memory: codes 8-byte aligned.
+struct QuantRow {
+  int8_t* q;
+  float* scales;
+  int16_t* sums;
+};
+
+// Row `row` of activations with `padded` codes a row.
+__device__ __forceinline__ QuantRow quant_row(int8_t* q, float* scales, int16_t* sums, int64_t row,
+                                              int padded) {
+  return {q + row * padded, scales + row * (padded / group_elements), sums + row * (padded / sum_elements)};
+}
+
+// Writes group `group` of a row by a whole warp.
+__device__ __forceinline__ void store_group(const GroupShare& share, QuantRow row, int group) {
+  const int lane = threadIdx.x % warp_size;
+  reinterpret_cast<uint2*>(row.q)[group * (group_elements / 8) + lane] = share.codes;
+  if (lane % 2 == 0) row.sums[group * (group_elements / sum_elements) + lane / 2] = int16_t(share.sum);
+  if (lane == 0) row.scales[group] = share.scale;
+}
+
+// Quantises group `group` of the `cols` inputs x (16-byte aligned) by a whole warp.
+__device__ __forceinline__ void quantize_group_of(const float* x, int cols, int group, QuantRow row) {
+  float values[8];
+  load_share(x + group * group_elements, cols - group * group_elements, values);
+  store_group(quantize_group(values), row, group);
+}
+
+// Quantises the `cols` inputs x (16-byte aligned), a group by each warp of the block in turn. A barrier
+// between the writing of x by other threads and this is the caller's.
+__device__ __forceinline__ void quantize_row(const float* x, int cols, QuantRow row) {
+  const int num_groups = (cols + group_elements - 1) / group_elements;
+  for (int group = threadIdx.x / warp_size; group < num_groups; group += blockDim.x / warp_size)
+    quantize_group_of(x, cols, group, row);
+}
+
+}  // namespace coldstream

@@ -1,0 +1,106 @@
+// How the bytes of a weight matrix come to a warp or a block: by units of rows and passes of columns, through
+// a ring of slots in shared memory.
+#pragma once
+
+#include "cuda/blocks.cuh"
+
+namespace coldstream {
+
+// A weight matrix and how it is walked, as few_shapes.py lays it out.
+struct MatrixShape {
+  int type;
+  int num_rows;
+  int num_cols;
+  int row_bytes;
+  int pass_bytes;   // of a row in one pass
+  int num_passes;
+  int unit_rows;
+  int slot_stride;  // bytes from row to row in the ring
+  int spread;       // log2 of the quads of a unit
+};
+
+__device__ __forceinline__ bool is_float(int type) { return type == f32 || type == f16 || type == bf16; }
+
+// A pass of a unit in shared memory.
+struct Staged {
+  const uint8_t* slot;
+  uint32_t address;  // low bits of where row 0 came from
+  int slot_stride;
+  int row_bytes;     // 0 if all rows were copied as one
+
+  // `is_aligned`: every row begins on 16 bytes.
+  template <bool is_aligned>
+  __device__ __forceinline__ const uint8_t* row(int r) const {
+    return slot + r * slot_stride + (is_aligned ? 0 : (address + r * row_bytes) & 15);
+  }
+};
+
+// Starts the copies of one pass of a unit: all its rows as one where there is only one pass, otherwise row by
+// row. Chunks of 16 aligned bytes are copied that hold a byte of the rows.
+__device__ __forceinline__ void stage(uint8_t* slot, const MatrixShape& shape, const uint8_t* data, int unit,
+                                      int pass) {
+  const int first_row = unit * shape.unit_rows, rows = min(shape.unit_rows, shape.num_rows - first_row);
+  const bool at_once = shape.num_passes == 1;
+  const int skipped = pass * shape.pass_bytes;
+  const int bytes = at_once ? rows * shape.row_bytes : min(shape.pass_bytes, shape.row_bytes - skipped);
+  const uint8_t* from = data + int64_t(first_row) * shape.row_bytes + skipped;
+  for (int r = 0; r < (at_once ? 1 : rows); r++) {
+    const int before = reinterpret_cast<uint64_t>(from) & 15;
+#pragma unroll 4
+    for (int i = threadIdx.x % warp_size * 16; i < bytes + before; i += warp_size * 16)
+      copy_async_16(slot + i, from - before + i);
+    from += shape.row_bytes;
+    slot += shape.slot_stride;
+  }
+}
+
+// A matrix, and which of its units are the warp's (or the block's).
+struct Work {
+  MatrixShape shape;
+  const uint8_t* data;
+  int num_units;
+  int first_unit;
+  int unit_stride;
+};
+
+// The ring of a warp: `stages` slots of `stage_bytes`.
+struct Ring {
+  uint8_t* memory;
+  int stage_bytes;
+  int stages;
+
+  __device__ __forceinline__ uint8_t* slot(int index) const { return memory + index * stage_bytes; }
+  __device__ __forceinline__ int after(int index) const { return index + 1 == stages ? 0 : index + 1; }
+  __device__ __forceinline__ void wait() const {
+    if (stages == 1) wait_for_copies<0>();
+    if (stages == 2) wait_for_copies<1>();
+    if (stages >= 3) wait_for_copies<2>();
+    __syncwarp();
+  }
+};
+
+struct Cursor {
+  int unit, pass;
+
+  __device__ __forceinline__ void advance(const Work& work) {
+    if (++pass < work.shape.num_passes) return;
+    pass = 0;
+    unit += work.unit_stride;
+  }
+  __device__ __forceinline__ void start_copies(const Work& work, uint8_t* slot) const {
+    if (unit < work.num_units) stage(slot, work.shape, work.data, unit, pass);
+    commit_copies();
+  }
+};
+
+// Fills the ring; may run before the previous grid is done. Returns where `multiply` goes on.
+__device__ __forceinline__ Cursor fill_ring(const Work& work, const Ring& ring) {
+  Cursor ahead = {work.first_unit, 0};
+  for (int i = 0; i < ring.stages; i++) {
+    ahead.start_copies(work, ring.slot(i));
+    ahead.advance(work);
+  }
+  return ahead;
+}
+
+}  // namespace coldstream

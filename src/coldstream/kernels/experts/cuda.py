@@ -1,0 +1,231 @@
+"""The FFNs of routed and shared experts for up to eight tokens, in CUDA C++: two launches."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.cuda.few_shapes import (
+    GROUP_BYTES,
+    MAX_ROWS,
+    MatrixShape,
+    device_limits,
+    matrix_shape,
+    natural_spread,
+    plan_ring,
+)
+from coldstream.kernels.cuda.program import Argument, CudaProgram
+from coldstream.kernels.linear.reference import INTEGER_TYPES
+from coldstream.kernels.quant_tensor import QuantTensor
+
+WARPS = 4
+BLOCKS_PER_PROCESSOR = 4
+PROGRAM = CudaProgram(
+    Path(__file__).with_name("few.cu"), ("coldstream::expert_gate_up", "coldstream::expert_down")
+)
+
+
+@dataclass(frozen=True)
+class ExpertTable:
+    """One matrix of every routed expert: where each lies, and what all of them are.
+
+    addresses: int64 [num_experts] on the device; 0 for an expert that is not there. Each points to `rows`
+    adjacent GGUF rows of `cols` values, on 16 bytes for Q4_K and Q5_K, 4 for F32, otherwise 2.
+    """
+
+    addresses: torch.Tensor
+    quant_type: QuantType
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The routed experts of a layer, and its shared expert if there is one.
+
+    shared: gate [Fs, E], up [Fs, E], down [E, Fs]; their types and Fs may differ from those of the routed.
+    """
+
+    gate: ExpertTable
+    up: ExpertTable
+    down: ExpertTable
+    shared: tuple[QuantTensor, QuantTensor, QuantTensor] | None
+
+    def pairs_per_token(self, topk_ids: torch.Tensor) -> int:
+        """Ranks, and the shared expert behind them."""
+        return topk_ids.shape[1] + (self.shared is not None)
+
+
+class _ExpertMatrix(ctypes.Structure):
+    """As in few.cu."""
+
+    _fields_ = (("addresses", ctypes.c_void_p), ("shared", ctypes.c_void_p), ("shape", MatrixShape * 2))
+
+
+class _GateUp(ctypes.Structure):
+    _fields_ = (("matrix", _ExpertMatrix * 2),)
+
+
+class _Down(ctypes.Structure):
+    _fields_ = (("down", _ExpertMatrix),)
+
+
+class _PairRows(ctypes.Structure):
+    _fields_ = (("routed", ctypes.c_void_p), ("shared", ctypes.c_void_p))
+
+
+@dataclass(frozen=True)
+class PairRows:
+    """A row for every (token, rank) pair and, with a shared expert, one for every token."""
+
+    routed: torch.Tensor  # float32 [T, K, width], contiguous, on 16 bytes
+    shared: torch.Tensor | None  # float32 [T, shared width], likewise
+
+    def as_c(self) -> _PairRows:
+        """The two addresses."""
+        return _PairRows(self.routed.data_ptr(), None if self.shared is None else self.shared.data_ptr())
+
+    def check(self, width: int, shared_width: int | None, tokens: int, ranks: int) -> None:
+        """ValueError unless both have their shape and lie as they must."""
+        expected: list[tuple[torch.Tensor, tuple[int, ...]]] = [(self.routed, (tokens, ranks, width))]
+        if self.shared is not None and shared_width is not None:
+            expected.append((self.shared, (tokens, shared_width)))
+        fits = all(tuple(rows.shape) == shape and rows.is_contiguous() for rows, shape in expected)
+        if (self.shared is None) != (shared_width is None) or not fits:
+            raise ValueError(f"rows of {tokens} tokens, {ranks} ranks and {width} values do not fit")
+
+
+def experts_few_cuda(
+    weights: ExpertWeights,
+    topk_ids: torch.Tensor,
+    hidden: PairRows,
+    outs: PairRows,
+    *,
+    activations: QuantActivations | None = None,
+    x: torch.Tensor | None = None,
+) -> None:
+    """down(silu(gate x) · up x) of each chosen expert, kept apart, and of the shared expert. T ≤ 8.
+
+    topk_ids int32 [T, K], contiguous, each an expert of the tables; activations are the rows [T, E] quantised
+    (`quantize/cuda.py`) and are needed for gates and ups of integer types, the float32 x [T, E] for the
+    others. Writes the workspace `hidden` [T, K, F] and [T, Fs], and the results `outs` [T, K, E] and [T, E].
+    Rows of pairs whose expert is not there are left as they are. ValueError for types that must be
+    dequantised first and for shapes that do not fit.
+    """
+    _check(weights, topk_ids, hidden, outs, activations, x)
+    launch_gate_up(weights, topk_ids, hidden, activations, x)
+    launch_down(weights, topk_ids, hidden, outs)
+
+
+def launch_gate_up(
+    weights: ExpertWeights,
+    topk_ids: torch.Tensor,
+    hidden: PairRows,
+    activations: QuantActivations | None,
+    x: torch.Tensor | None,
+) -> None:
+    """The first launch of `experts_few_cuda`, without its checks."""
+    gate_up = _gate_up(weights)
+    shapes = [shape for matrix in gate_up.matrix for shape in matrix.shape]
+    groups = -(-weights.gate.cols // GROUP_SIZE)
+    ranks, pairs = topk_ids.shape[1], weights.pairs_per_token(topk_ids)
+    inputs = [None] * 3 if activations is None else [activations.q, activations.scales, activations.sums]
+    args = [
+        gate_up,
+        hidden.as_c(),
+        topk_ids,
+        ranks,
+        pairs,
+        *inputs,
+        x,
+        0 if x is None else x.stride(0),
+        groups,
+    ]
+    _launch("coldstream::expert_gate_up", WARPS // 2, shapes, groups, topk_ids, pairs, args)
+
+
+def launch_down(weights: ExpertWeights, topk_ids: torch.Tensor, hidden: PairRows, outs: PairRows) -> None:
+    """The second launch; reads the ids before the kernel in front of it is done, which must be the first."""
+    down = _Down(_matrix(weights.down, weights.shared[2] if weights.shared else None))
+    groups = -(-max(shape.num_cols for shape in down.down.shape) // GROUP_SIZE)
+    ranks, pairs = topk_ids.shape[1], weights.pairs_per_token(topk_ids)
+    args: list[Argument] = [down, hidden.as_c(), outs.as_c(), topk_ids, ranks, pairs]
+    _launch("coldstream::expert_down", WARPS, list(down.down.shape), groups, topk_ids, pairs, args)
+
+
+def _launch(
+    name: str,
+    teams: int,
+    shapes: Sequence[MatrixShape],
+    groups: int,
+    topk_ids: torch.Tensor,
+    pairs_per_token: int,
+    args: Sequence[Argument],
+) -> None:
+    limits = device_limits(topk_ids.device.index)
+    stage_bytes = max(shape.stage_bytes for shape in shapes)
+    plan = plan_ring(limits, WARPS * stage_bytes, groups * GROUP_BYTES, BLOCKS_PER_PROCESSOR)
+    if plan is None:
+        raise ValueError(f"a row of {groups * GROUP_SIZE} activations does not fit a block's shared memory")
+    num_pairs = topk_ids.shape[0] * pairs_per_token
+    # One unit per team of warps while the blocks fit the device together, then more.
+    most = -(-max(shape.num_units for shape in shapes) // teams)
+    blocks = min(most, -(-limits.num_processors * plan.blocks_per_processor // num_pairs))
+    PROGRAM.kernel(name).launch(
+        (blocks, num_pairs, 1),
+        WARPS * 32,
+        (*args, stage_bytes, plan.stages),
+        shared_bytes=plan.shared_bytes,
+        overlap=True,
+    )
+
+
+def _matrix(table: ExpertTable, shared: QuantTensor | None, spread: int | None = None) -> _ExpertMatrix:
+    routed_shape = matrix_shape(table.quant_type, table.rows, table.cols, spread)
+    if shared is None:
+        return _ExpertMatrix(table.addresses.data_ptr(), None, (routed_shape, routed_shape))
+    shared_shape = matrix_shape(shared.quant_type, shared.shape[0], shared.shape[1], spread)
+    return _ExpertMatrix(table.addresses.data_ptr(), shared.blocks.data_ptr(), (routed_shape, shared_shape))
+
+
+def _gate_up(weights: ExpertWeights) -> _GateUp:
+    """A warp takes the same rows of gate and up, so that both are cut alike whatever their types."""
+    types = {weights.gate.quant_type, weights.up.quant_type}
+    types |= {tensor.quant_type for tensor in (weights.shared or ())[:2]}
+    spread = min(natural_spread(quant_type, weights.gate.cols) for quant_type in types)
+    gate, up, _ = weights.shared or (None, None, None)
+    return _GateUp((_matrix(weights.gate, gate, spread), _matrix(weights.up, up, spread)))
+
+
+def _check(
+    weights: ExpertWeights,
+    topk_ids: torch.Tensor,
+    hidden: PairRows,
+    outs: PairRows,
+    activations: QuantActivations | None,
+    x: torch.Tensor | None,
+) -> None:
+    tokens, ranks = topk_ids.shape
+    size, cols = weights.gate.rows, weights.gate.cols
+    tables = (weights.up.rows, weights.up.cols, weights.down.rows, weights.down.cols)
+    if tables != (size, cols, cols, size) or not 0 < tokens <= MAX_ROWS:
+        raise ValueError(f"experts of {tables} do not fit gates [{size}, {cols}] and {tokens} tokens")
+    if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous():
+        raise ValueError("expert ids must be contiguous int32")
+    hidden.check(size, weights.shared[0].shape[0] if weights.shared else None, tokens, ranks)
+    outs.check(cols, cols if weights.shared else None, tokens, ranks)
+    first = [(weights.gate.quant_type, weights.up.quant_type)]
+    if weights.shared is not None:
+        gate, up, down = weights.shared
+        first.append((gate.quant_type, up.quant_type))
+        if up.shape != gate.shape or gate.shape[1] != cols or down.shape != (cols, gate.shape[0]):
+            raise ValueError(f"the shared expert's {gate.shape}, {up.shape}, {down.shape} do not fit")
+    for gate_type, up_type in first:
+        if (gate_type in INTEGER_TYPES) != (up_type in INTEGER_TYPES):
+            raise ValueError(f"a gate of {gate_type.name} with an up of {up_type.name} is not one product")
+        if (activations if gate_type in INTEGER_TYPES else x) is None:
+            raise ValueError(f"{gate_type.name} experts need activations of the other kind")

@@ -1,0 +1,237 @@
+"""Products of up to eight rows with several matrices in one launch, in CUDA C++."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.cuda.few_shapes import (
+    GROUP_BYTES,
+    MAX_ROWS,
+    PASS_COLS,
+    DeviceLimits,
+    MatrixShape,
+    RingPlan,
+    device_limits,
+    matrix_shape,
+    plan_ring,
+    tile_shape,
+)
+from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.linear.reference import INTEGER_TYPES
+from coldstream.kernels.quant_tensor import QuantTensor
+
+MAX_MATRICES = 8
+WARPS = 8
+BLOCKS_PER_PROCESSOR = 2
+TILE_BLOCKS_PER_PROCESSOR = 3
+PARTIAL_BYTES = WARPS * 32 * 16  # accumulators that warps exchange
+ROW_BYTES = 16  # between quantised rows in shared memory
+PROGRAM = CudaProgram(
+    Path(__file__).with_name("few.cu"), ("coldstream::linear_one", "coldstream::linear_few")
+)
+
+
+class LinearMatrix(ctypes.Structure):
+    """As in few.cu."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int32),
+        ("residual_stride", ctypes.c_int32),
+        ("first_block", ctypes.c_int32),
+        ("num_blocks", ctypes.c_int32),
+        ("shape", MatrixShape),
+    )
+
+
+class LinearMatrices(ctypes.Structure):
+    """As in few.cu."""
+
+    _fields_ = (("at", LinearMatrix * MAX_MATRICES), ("count", ctypes.c_int32))
+
+
+class LinearInputs(ctypes.Structure):
+    """As in few.cu."""
+
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("stride", ctypes.c_int32),
+        ("num_rows", ctypes.c_int32),
+        ("groups", ctypes.c_int32),
+    )
+
+
+def linear_few_cuda(
+    weights: Sequence[QuantTensor],
+    outs: Sequence[torch.Tensor],
+    *,
+    activations: QuantActivations | None = None,
+    x: torch.Tensor | None = None,
+    residuals: Sequence[torch.Tensor | None] = (),
+) -> None:
+    """Write x [T, K] times each of `weights` [N, K] into the `outs` float32 [T, N], T ≤ 8, in one launch.
+
+    Weights of integer types need the quantised `activations` (laid out as `quantize/cuda.py` has it), F32,
+    F16 and BF16 ones the float32 `x`. A weight's bytes are adjacent; those of Q4_K and Q5_K start on 16
+    bytes, of F32 on 4, others on 2. Where `residuals` has a tensor [T, N], which may be the output itself,
+    the result is that plus the product. Rows of x, outs and residuals may have any stride. ValueError for
+    other types (dequantise them first) and shapes that do not fit.
+    """
+    num_rows, cols = outs[0].shape[0], weights[0].shape[1]
+    residuals = residuals or [None] * len(weights)
+    _check(weights, outs, activations, x, num_rows)
+    limits = device_limits(outs[0].device.index)
+    groups = 0 if activations is None else -(-cols // GROUP_SIZE)
+    step, layout = _layout(limits, weights, num_rows, groups)
+    max_blocks = limits.num_processors * layout.plan.blocks_per_processor
+    for first in range(0, num_rows, step):
+        rows = slice(first, min(first + step, num_rows))
+        table = _matrices(weights, layout.shapes, outs, residuals, rows, max_blocks)
+        _launch(table, _inputs(activations, x, rows, groups), layout)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How one launch is laid out: bytes of a slot for integer types and for the warps' rings of others."""
+
+    shapes: Sequence[MatrixShape]
+    is_tiled: bool
+    stage_bytes: int
+    value_stage_bytes: int
+    plan: RingPlan
+
+
+def _layout(
+    limits: DeviceLimits, weights: Sequence[QuantTensor], num_rows: int, groups: int
+) -> tuple[int, _Layout]:
+    """Rows per launch, fewer than all only where they do not fit shared memory together, and their layout."""
+    step = num_rows
+    while step > 0:
+        layout = _layout_of(limits, weights, step, groups)
+        if layout is not None:
+            return step, layout
+        step //= 2
+    raise ValueError(f"a row of {groups * GROUP_SIZE} activations does not fit a block's shared memory")
+
+
+def _layout_of(
+    limits: DeviceLimits, weights: Sequence[QuantTensor], num_rows: int, groups: int
+) -> _Layout | None:
+    types = [weight.quant_type for weight in weights]
+    walks = [matrix_shape if num_rows == 1 or kind in PASS_COLS else tile_shape for kind in types]
+    shapes = [walk(w.quant_type, w.shape[0], w.shape[1]) for walk, w in zip(walks, weights, strict=True)]
+    stage_bytes = max(
+        (s.stage_bytes for s, kind in zip(shapes, types, strict=True) if kind not in PASS_COLS), default=0
+    )
+    value_bytes = max(
+        (s.stage_bytes for s, kind in zip(shapes, types, strict=True) if kind in PASS_COLS), default=0
+    )
+    # One block where that has a warp for every unit: the kernel behind then finds room beside it, and its
+    # first weights are under way early.
+    units = sum(shape.num_units for shape in shapes)
+    is_small = units <= limits.num_processors * (WARPS if num_rows == 1 else 1)
+    most = BLOCKS_PER_PROCESSOR if num_rows == 1 else TILE_BLOCKS_PER_PROCESSOR
+    max_blocks = 1 if is_small else most
+    if num_rows == 1:
+        stage_bytes = max(stage_bytes, value_bytes)
+        plan = plan_ring(limits, WARPS * stage_bytes, groups * GROUP_BYTES, max_blocks)
+    else:
+        others = num_rows * (groups * GROUP_BYTES + ROW_BYTES) + PARTIAL_BYTES
+        plan = plan_ring(limits, max(stage_bytes, WARPS * value_bytes), others, max_blocks)
+    return None if plan is None else _Layout(shapes, num_rows > 1, stage_bytes, value_bytes, plan)
+
+
+def _inputs(
+    activations: QuantActivations | None, x: torch.Tensor | None, rows: slice, groups: int
+) -> LinearInputs:
+    inputs = LinearInputs(num_rows=rows.stop - rows.start, groups=groups)
+    if activations is not None:
+        inputs.q, inputs.scales = activations.q[rows].data_ptr(), activations.scales[rows].data_ptr()
+        inputs.sums = activations.sums[rows].data_ptr()
+    if x is not None:
+        inputs.values, inputs.stride = x[rows].data_ptr(), x.stride(0)
+    return inputs
+
+
+def _matrices(
+    weights: Sequence[QuantTensor],
+    shapes: Sequence[MatrixShape],
+    outs: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor | None],
+    rows: slice,
+    max_blocks: int,
+) -> LinearMatrices:
+    """The table that the kernel gets: float matrices, whose sums are the longest chains, start first."""
+    order = sorted(range(len(weights)), key=lambda i: weights[i].quant_type not in PASS_COLS)
+    blocks = share_blocks([shapes[i] for i in order], max_blocks)
+    table, first_block = LinearMatrices(count=len(weights)), 0
+    for entry, (i, num_blocks) in zip(table.at, zip(order, blocks, strict=True), strict=False):
+        residual = residuals[i]
+        entry.weight = weights[i].blocks.data_ptr()
+        entry.out, entry.out_stride = outs[i][rows].data_ptr(), outs[i].stride(0)
+        if residual is not None:
+            entry.residual, entry.residual_stride = residual[rows].data_ptr(), residual.stride(0)
+        entry.first_block, entry.num_blocks = first_block, num_blocks
+        entry.shape = shapes[i]
+        first_block += num_blocks
+    return table
+
+
+def share_blocks(shapes: Sequence[MatrixShape], max_blocks: int) -> list[int]:
+    """Blocks for each matrix: at least one, at most one per unit, otherwise by their bytes."""
+    num_bytes = [shape.num_rows * shape.row_bytes for shape in shapes]
+    available = max(max_blocks, len(shapes))
+    return [
+        max(1, min(shape.num_units, available * part // sum(num_bytes)))
+        for shape, part in zip(shapes, num_bytes, strict=True)
+    ]
+
+
+def _launch(table: LinearMatrices, inputs: LinearInputs, layout: _Layout) -> None:
+    last, plan = table.at[table.count - 1], layout.plan
+    name, sizes = "linear_one", [layout.stage_bytes]
+    if layout.is_tiled:
+        name, sizes = "linear_few", [layout.stage_bytes, layout.value_stage_bytes]
+    PROGRAM.kernel(f"coldstream::{name}").launch(
+        (last.first_block + last.num_blocks, 1, 1),
+        WARPS * 32,
+        (table, inputs, *sizes, plan.stages),
+        shared_bytes=plan.shared_bytes,
+        overlap=True,
+    )
+
+
+def _check(
+    weights: Sequence[QuantTensor],
+    outs: Sequence[torch.Tensor],
+    activations: QuantActivations | None,
+    x: torch.Tensor | None,
+    num_rows: int,
+) -> None:
+    if not 0 < len(weights) == len(outs) <= MAX_MATRICES or not 0 < num_rows <= MAX_ROWS:
+        raise ValueError(
+            f"{len(weights)} weights, {len(outs)} outputs and {num_rows} rows are not one launch"
+        )
+    cols = weights[0].shape[1]
+    for weight, out in zip(weights, outs, strict=True):
+        if weight.shape[1] != cols or tuple(out.shape) != (num_rows, weight.shape[0]):
+            raise ValueError(f"a weight {weight.shape} does not give an output {tuple(out.shape)}")
+        if (activations if weight.quant_type in INTEGER_TYPES else x) is None:
+            raise ValueError(f"{weight.quant_type.name} weights need activations of the other kind")
+        if not weight.blocks.is_contiguous() or weight.blocks.data_ptr() % alignment(weight.quant_type):
+            raise ValueError(f"{weight.quant_type.name} weights need adjacent bytes at an aligned address")
+
+
+def alignment(quant_type: QuantType) -> int:
+    """Of a matrix in memory, in bytes."""
+    return 4 if quant_type == QuantType.F32 else quant_type.block_bytes & -quant_type.block_bytes

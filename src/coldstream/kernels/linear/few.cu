@@ -1,0 +1,117 @@
+// y = x · Wᵀ for up to eight rows of x and several matrices in one launch: every weight is read once.
+#include "cuda/products_tiles.cuh"
+
+namespace coldstream {
+
+constexpr int linear_warps = 8;
+constexpr int linear_threads = linear_warps * warp_size;
+constexpr int linear_max_matrices = 8;
+
+// One matrix, and the blocks of the grid that work on it.
+struct LinearMatrix {
+  const uint8_t* weight;
+  float* out;             // [T, out_stride]
+  const float* residual;  // [T, residual_stride], added to the product; or null
+  int out_stride;
+  int residual_stride;
+  int first_block;
+  int num_blocks;
+  MatrixShape shape;
+
+  __device__ __forceinline__ void store(int t, int row, float y) const {
+    if (residual != nullptr) y = residual[int64_t(t) * residual_stride + row] + y;
+    out[int64_t(t) * out_stride + row] = y;
+  }
+};
+
+struct LinearMatrices {
+  LinearMatrix at[linear_max_matrices];
+  int count;
+};
+
+// The rows of x, quantised and as they are; either may be missing.
+struct LinearInputs {
+  const int8_t* q;
+  const float* scales;
+  const int16_t* sums;
+  const float* values;
+  int stride;  // of values
+  int num_rows;
+  int groups;
+};
+
+__device__ __forceinline__ int this_matrix(const LinearMatrices& matrices) {
+  int which = 0;
+  while (which + 1 < matrices.count && int(blockIdx.x) >= matrices.at[which + 1].first_block) which++;
+  return which;
+}
+
+// Units by warps of all blocks of the matrix, or by blocks.
+__device__ __forceinline__ Work share_units(const LinearMatrix& matrix, bool by_warps) {
+  Work work;
+  work.shape = matrix.shape;
+  work.data = matrix.weight;
+  work.num_units = (matrix.shape.num_rows + matrix.shape.unit_rows - 1) / matrix.shape.unit_rows;
+  work.first_unit = blockIdx.x - matrix.first_block;
+  work.unit_stride = matrix.num_blocks;
+  if (by_warps) {
+    work.first_unit += threadIdx.x / warp_size * matrix.num_blocks;
+    work.unit_stride *= linear_warps;
+  }
+  return work;
+}
+
+// One warp a unit: all types for one row, and float types for up to T.
+template <int T>
+__device__ __forceinline__ void multiply_by_warps(const LinearMatrix& matrix, const LinearInputs& x,
+                                                  uint8_t* memory, int stage_bytes, int stages) {
+  const Work work = share_units(matrix, true);
+  const Ring ring = {memory + threadIdx.x / warp_size * stages * stage_bytes, stage_bytes, stages};
+  const Cursor ahead = fill_ring(work, ring);
+  wait_for_previous_grid();
+  const SharedRow row_x = shared_row(memory + linear_warps * stages * stage_bytes, x.groups);
+  const Inputs inputs = {row_x, x.values, x.stride, x.num_rows};
+  if (is_float(matrix.shape.type)) {
+    warm_values(x.values, x.stride, x.num_rows, matrix.shape.num_cols);
+  } else {
+    copy_row(inputs.quantized, x.q, x.scales, x.sums);
+  }
+  __syncthreads();
+  multiply<T>(work, ring, ahead, inputs, [&](int row, const float(&y)[T]) {
+    if (row >= matrix.shape.num_rows) return;
+#pragma unroll
+    for (int t = 0; t < T; t++)
+      if (t < x.num_rows) matrix.store(t, row, y[t]);
+  });
+}
+
+__global__ void __launch_bounds__(linear_threads, 3)
+    linear_one(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs x,
+               int stage_bytes, int stages) {
+  extern __shared__ __align__(16) uint8_t memory[];
+  release_next_grid();
+  multiply_by_warps<1>(matrices.at[this_matrix(matrices)], x, memory, stage_bytes, stages);
+}
+
+// Two to eight rows. `value_stage_bytes` is for the rings of float matrices.
+__global__ void __launch_bounds__(linear_threads, 3)
+    linear_few(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs x,
+               int stage_bytes, int value_stage_bytes, int stages) {
+  extern __shared__ __align__(16) uint8_t memory[];
+  release_next_grid();
+  const LinearMatrix& matrix = matrices.at[this_matrix(matrices)];
+  if (is_float(matrix.shape.type)) return multiply_by_warps<8>(matrix, x, memory, value_stage_bytes, stages);
+  const Work work = share_units(matrix, false);
+  const Ring ring = {memory, stage_bytes, stages};
+  const Cursor ahead = fill_tile_ring(work, ring);
+  wait_for_previous_grid();
+  float* partial = reinterpret_cast<float*>(memory + stages * stage_bytes);
+  uint8_t* behind = reinterpret_cast<uint8_t*>(partial + 4 * linear_threads);
+  const TileRows rows = tile_rows(behind, x.num_rows, x.groups);
+  copy_tile_rows(rows, x.q, x.scales, x.sums);
+  multiply_tiles_few(work, ring, ahead, rows, partial, [&](int row, int t, float y) {
+    if (row < matrix.shape.num_rows && t < x.num_rows) matrix.store(t, row, y);
+  });
+}
+
+}  // namespace coldstream

@@ -1,0 +1,18 @@
+// Quantises rows of activations where no producer did: one warp a group of 256 inputs.
+#include "cuda/quantize.cuh"
+
+namespace coldstream {
+
+constexpr int quantize_threads = 128;
+
+__global__ void __launch_bounds__(quantize_threads)
+    quantize(const float* x, int x_stride, int cols, int padded, int8_t* q, float* scales, int16_t* sums) {
+  release_next_grid();
+  wait_for_previous_grid();
+  const int group = blockIdx.y * (quantize_threads / warp_size) + threadIdx.x / warp_size;
+  if (group >= padded / group_elements) return;
+  const int64_t row = blockIdx.x;
+  quantize_group_of(x + row * x_stride, cols, group, quant_row(q, scales, sums, row, padded));
+}
+
+}  // namespace coldstream

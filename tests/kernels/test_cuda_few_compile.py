@@ -1,0 +1,69 @@
+"""The kernels for a few rows compile for every supported architecture, and keep their state in registers."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+import triton
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.cuda.compiler import KERNELS, compile_instance
+from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MatrixShape, matrix_shape, tile_shape
+from coldstream.kernels.linear.cuda import LinearMatrix, share_blocks
+from coldstream.kernels.linear.reference import INTEGER_TYPES
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+MAX_STACK_BYTES = 16  # a register or two set aside; an array in local memory is more
+INSTANCES = [
+    ("quantize/quantize.cu", "coldstream::quantize"),
+    ("linear/few.cu", "coldstream::linear_one"),
+    ("linear/few.cu", "coldstream::linear_few"),
+    ("experts/few.cu", "coldstream::expert_gate_up"),
+    ("experts/few.cu", "coldstream::expert_down"),
+]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_120"])
+@pytest.mark.parametrize(("source", "instance"), INSTANCES, ids=[name for _, name in INSTANCES])
+def test_kernels_compile_and_stay_in_registers(source: str, instance: str, arch: str, tmp_path: Path) -> None:
+    code = compile_instance(KERNELS / source, instance, arch, tmp_path)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(code.cubin)
+    report = subprocess.run(
+        [CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    lines = report.splitlines()
+    (usage,) = [lines[i + 1] for i, line in enumerate(lines) if f"Function {code.symbol}:" in line]
+    assert int(usage.split("STACK:")[1].split()[0]) <= MAX_STACK_BYTES, usage
+
+
+def test_structures_have_the_sizes_that_device_code_sees() -> None:
+    assert ctypes.sizeof(MatrixShape) == 9 * 4
+    assert ctypes.sizeof(LinearMatrix) == 3 * 8 + 4 * 4 + 9 * 4 + 4
+
+
+@pytest.mark.parametrize("quant_type", sorted(FEW_TYPES), ids=lambda t: t.name)
+def test_a_unit_fits_its_slot_wherever_it_begins(quant_type: QuantType) -> None:
+    step = 1 if quant_type not in INTEGER_TYPES else quant_type.block_elements
+    for cols in range(step, 8192, 7 * step):
+        walks = [matrix_shape(quant_type, 100, cols)]
+        walks += [tile_shape(quant_type, 100, cols)] if quant_type in INTEGER_TYPES else []
+        for shape in walks:
+            is_whole = shape.num_passes == 1
+            last = (shape.unit_rows - 1) * shape.slot_stride
+            assert last + (shape.row_bytes if is_whole else shape.pass_bytes) + 14 <= shape.stage_bytes
+            assert (
+                (shape.num_passes - 1) * shape.pass_bytes
+                < shape.row_bytes
+                <= shape.num_passes * shape.pass_bytes
+            )
+
+
+def test_every_matrix_gets_blocks_and_none_more_than_its_units() -> None:
+    sizes = [(QuantType.Q4_K, 8192), (QuantType.Q4_K, 4096), (QuantType.F32, 32), (QuantType.F32, 3)]
+    shapes = [matrix_shape(quant_type, rows, 2048) for quant_type, rows in sizes]
+    for max_blocks in (1, 100, 132, 264, 100000):
+        blocks = share_blocks(shapes, max_blocks)
+        assert all(1 <= count <= shape.num_units for count, shape in zip(blocks, shapes, strict=True))
+        assert sum(blocks) <= max(max_blocks, len(shapes)) + len(shapes)
