@@ -1,0 +1,40 @@
+"""What travels between two operations on the GPU."""
+
+from dataclasses import dataclass
+
+import torch
+
+from coldstream.kernels.arithmetic.reference import QuantActivations
+from coldstream.kernels.quant_tensor import QuantTensor
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Rows of activations in both forms."""
+
+    values: torch.Tensor  # float32 [T, K]
+    quantised: QuantActivations
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def rows(self, first: int, count: int) -> "Activations":
+        """Views of `count` rows."""
+        part = slice(first, first + count)
+        quantised = self.quantised
+        return Activations(
+            self.values[part],
+            QuantActivations(quantised.q[part], quantised.scales[part], quantised.sums[part]),
+        )
+
+    def copy_(self, other: "Activations") -> None:
+        """Overwrites these with others of the same shape."""
+        self.values.copy_(other.values)
+        for target, source in zip(vars(self.quantised).values(), vars(other.quantised).values(), strict=True):
+            target.copy_(source)
+
+
+def as_floats(weight: QuantTensor) -> torch.Tensor:
+    """The values of an F32 matrix: a view."""
+    return weight.blocks.view(torch.float32)

@@ -1,0 +1,111 @@
+"""The GPU: whether there is one that this package can use, what it is, and what it can move."""
+
+import ctypes
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from coldstream.errors import DeviceError, OutOfMemoryError
+
+MIN_CAPABILITY = (8, 0)  # integer matrix instructions and asynchronous copies
+REQUIRED_PACKAGES = ("triton", "cuda.bindings")
+COPY_BYTES = 2 * 2**30  # far beyond any cache
+NUM_COPIES = 10
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The current CUDA device."""
+
+    name: str
+    capability: tuple[int, int]
+    num_multiprocessors: int
+    total_bytes: int
+    free_bytes: int
+
+
+def gpu_is_visible() -> bool:
+    """Whether the driver sees a device. Cheap: loads nothing but the driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+def find_gpu() -> Gpu:
+    """The current device. Raises DeviceError, saying what is missing, if this package cannot use it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        cause = (
+            f"this PyTorch ({torch.__version__}) has no CUDA; install one that has"
+            if gpu_is_visible()
+            else "the driver shows none; check nvidia-smi"
+        )
+        raise DeviceError(f"device cuda: no GPU to use, {cause}, or use device cpu")
+    for package in REQUIRED_PACKAGES:
+        if not _is_installed(package):
+            raise DeviceError(
+                f"device cuda needs the package {package.split('.')[0]}: pip install 'coldstream[cuda]'"
+            )
+    properties = torch.cuda.get_device_properties()
+    capability = (properties.major, properties.minor)
+    if capability < MIN_CAPABILITY:
+        raise DeviceError(
+            f"{properties.name} has compute capability {capability[0]}.{capability[1]}, this version needs "
+            f"{MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} (Ampere) or later: use device cpu"
+        )
+    with device_errors():
+        free, total = torch.cuda.mem_get_info()
+    return Gpu(properties.name, capability, properties.multi_processor_count, total, free)
+
+
+def measure_copy_bandwidth() -> float:
+    """Bytes per second that a copy within device memory reads and writes together, the best of ten."""
+    import torch
+
+    with device_errors():
+        num_bytes = min(COPY_BYTES, torch.cuda.mem_get_info()[0] // 4)
+        source = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        times = []
+        for _ in range(NUM_COPIES):
+            begin.record()
+            target.copy_(source)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        del source, target
+        torch.cuda.empty_cache()
+    return float(2 * num_bytes / min(times))
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """Turns PyTorch's errors about the device into ours."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        raise OutOfMemoryError(
+            f"the GPU's memory ran out, {free:.1f} GiB are free: another program took some, or the context "
+            "is too long; close it, or choose a smaller --ctx-size"
+        ) from error
+    except torch.AcceleratorError as error:
+        raise DeviceError(
+            f"the GPU failed: {str(error).splitlines()[0]}; the state of this process's GPU work is lost, "
+            "start it again"
+        ) from error
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,113 @@
+"""Weights and caches in device memory: the part of `Ops` that loads.
+
+Over a `MemoryPlan` nothing is read but small tensors, and nothing is allocated. Large tensors are queued and
+copied together by `finish_loading`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels.cuda.memory import Memory, MemoryPlan
+from coldstream.kernels.cuda.upload import Progress, Upload, run_uploads
+from coldstream.kernels.dequantize.reference import dequantize
+from coldstream.kernels.dequantize.triton_blocks import code_table
+from coldstream.kernels.quant_tensor import QuantTensor
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "int32": torch.int32, "uint8": torch.uint8}
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """The matrices [F, E] of a layer's experts, and where each begins: all that kernels see of them."""
+
+    addresses: torch.Tensor  # int64 [experts]
+    quant_type: QuantType
+    shape: tuple[int, int]  # of one matrix
+
+
+CudaWeight = QuantTensor | ExpertStack
+
+
+class CudaLoader:
+    """See `Ops` for the methods."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.planning = isinstance(memory, MemoryPlan)
+        self._uploads: list[Upload] = []
+        self._code_tables: dict[QuantType, torch.Tensor | None] = {}
+
+    def finish_loading(self, progress: Progress | None) -> None:
+        """Copies the weights that were asked for. Raises ModelChangedError if the file ends early."""
+        uploads, self._uploads = self._uploads, []
+        run_uploads(uploads, progress)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        return self.memory.persistent(shape, DTYPES[dtype]).zero_()
+
+    def int_vector(self, values: Sequence[int]) -> torch.Tensor:
+        return self._copied(torch.tensor(values, dtype=torch.int32))
+
+    def load_weight(self, file: GGUFFile, info: TensorInfo) -> CudaWeight:
+        blocks = self.memory.persistent((info.num_bytes,), torch.uint8)
+        if not self.planning:
+            self._uploads.append(Upload(file, info, blocks))
+        if len(info.shape) == 3:
+            return self.stack(blocks, info.quant_type, info.shape)
+        return QuantTensor.from_bytes(blocks, info.quant_type, info.shape)
+
+    def map_weight(self, file: GGUFFile, info: TensorInfo) -> CudaWeight:
+        """As `load_weight`: everything is resident."""
+        return self.load_weight(file, info)
+
+    def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> QuantTensor:
+        """As F32, which the kernel that needs it reads."""
+        values = self.float_array(self.read_values(file, info))
+        return QuantTensor.from_bytes(values.view(torch.uint8), QuantType.F32, info.shape)
+
+    def read_values(self, file: GGUFFile, info: TensorInfo) -> np.ndarray[Any, Any]:
+        data = torch.from_numpy(file.read(info))
+        tensor = QuantTensor.from_bytes(data, info.quant_type, info.shape)
+        values: np.ndarray[Any, Any] = dequantize(tensor).numpy()
+        return values
+
+    def float_array(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
+        return self._copied(torch.from_numpy(values))
+
+    def code_table(self, quant_type: QuantType) -> torch.Tensor | None:
+        """What codes of the type stand for, where that is a table; the same tensor for all weights."""
+        if quant_type not in self._code_tables:
+            table = code_table(quant_type, torch.device("cpu"))
+            self._code_tables[quant_type] = None if table is None else self._copied(table)
+        return self._code_tables[quant_type]
+
+    def split_rows(self, weight: CudaWeight, sizes: Sequence[int]) -> tuple[CudaWeight, ...]:
+        if isinstance(weight, QuantTensor):
+            return weight.split_rows(sizes)
+        row_bytes = weight.quant_type.row_bytes(weight.shape[1])
+        begins = [sum(sizes[:i]) for i in range(len(sizes))]
+        return tuple(
+            ExpertStack(
+                self._copied(weight.addresses + begin * row_bytes),
+                weight.quant_type,
+                (size, weight.shape[1]),
+            )
+            for begin, size in zip(begins, sizes, strict=True)
+        )
+
+    def stack(self, blocks: torch.Tensor, quant_type: QuantType, shape: Sequence[int]) -> ExpertStack:
+        """The experts [experts, rows, cols] in contiguous `blocks`, which the caller keeps alive."""
+        num_experts, rows, cols = shape
+        first = 0 if self.planning else blocks.data_ptr()
+        addresses = torch.arange(num_experts, dtype=torch.int64) * (rows * quant_type.row_bytes(cols)) + first
+        return ExpertStack(self._copied(addresses), quant_type, (rows, cols))
+
+    def _copied(self, values: torch.Tensor) -> torch.Tensor:
+        copy = self.memory.persistent(tuple(values.shape), values.dtype)
+        return copy if self.planning else copy.copy_(values)

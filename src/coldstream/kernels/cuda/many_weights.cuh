@@ -1,0 +1,300 @@
+// Products of one group of 256 inputs for a tile of weight rows and activation rows, on integer tensor cores.
+// A warp takes 16 * mt weight rows (A) and nt * 8 activation rows (B); what it adds to is float32, in the
+// order of docs/arithmetic.md.
+//
+// Q4_K and Q5_K are read as they lie in the file: a word of qs is a fragment of two sub-blocks. The other
+// types may start at any even address, so their codes are unpacked to int8 in shared memory first.
+#pragma once
+
+#include "cuda/tensor_cores.cuh"
+
+namespace coldstream::many {
+
+constexpr int group_size = 256;
+constexpr int code_pitch = group_size + 16;  // eight rows of 16 bytes fall into different banks
+constexpr int sum_pitch = 48;
+constexpr int table_pitch = 48;
+// 1.5 * 2^23: the bits plus an integer below 2^22 become its float by one subtraction.
+constexpr int magic_bits = 0x4B400000;
+constexpr float magic = 12582912.0f;
+
+// super: one block of 256 with integer sub-block scales, otherwise eight blocks of 32 with a float scale
+// each. in_place: aligned to 16 bytes, and multiplied without unpacking. has_sums: the sums of the
+// activations count.
+template <int bytes, bool super_, bool in_place_>
+struct weight_type {
+  static constexpr int group_bytes = bytes;  // of 256 weights
+  static constexpr bool super = super_, in_place = in_place_, has_sums = in_place_;
+  static constexpr int pitch = in_place ? bytes : (bytes + 14 + 15) / 16 * 16;  // whole aligned windows
+};
+
+struct q4_k : weight_type<144, true, true> {};
+struct q5_k : weight_type<176, true, true> {};
+struct q6_k : weight_type<210, true, false> {};
+struct q8_0 : weight_type<8 * 34, false, false> {};
+struct q4_0 : weight_type<8 * 18, false, false> {};
+struct q5_0 : weight_type<8 * 22, false, false> {};
+
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
+
+// Where a thread stands in its block's tile. Lane = 4 * g + t.
+struct place {
+  int lane, g, t;
+  int row;     // the first weight row of the warp
+  int column;  // the first eight activation rows of the warp are column, column + columns, …
+
+  __device__ uint32_t matrix_of_weights(int pitch) const {
+    return (row + lane % 16) * pitch + lane / 16 * 16;
+  }
+  __device__ uint32_t matrix_of_codes() const { return (column * 8 + lane % 8) * code_pitch + lane / 8 * 16; }
+  __device__ uint32_t matrix_of_sums() const {
+    return (column * 8 + lane % 8) * sum_pitch + lane / 8 % 2 * 16;
+  }
+};
+
+__device__ __forceinline__ int unsigned_byte(uint32_t word, int i) {
+  return __byte_perm(word, 0, 0x4440 | i);
+}
+__device__ __forceinline__ int signed_byte(uint32_t word, int i) {
+  int byte;  // a selector of 8 + i takes the sign of byte i, which __byte_perm does not offer
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(byte) : "r"(word), "r"(0x8880 + 0x1111 * i));
+  return byte;
+}
+
+__device__ __forceinline__ void add_scaled(int (&total)[4], const int (&s)[4], int scale, int scale_8) {
+  total[0] += scale * s[0];
+  total[1] += scale * s[1];
+  total[2] += scale_8 * s[2];
+  total[3] += scale_8 * s[3];
+}
+
+// The sub-block scales and minima of Q4_K and Q5_K: eight of each, a byte each, from the first 16 bytes of a
+// block.
+__device__ __forceinline__ void unpack_scales(const uint4& head, uint32_t (&scales)[2]) {
+  scales[0] = head.y & 0x3f3f3f3fu;
+  scales[1] = (head.w & 0x0f0f0f0fu) | ((head.y >> 2) & 0x30303030u);
+}
+
+__device__ __forceinline__ void unpack_minima(const uint4& head, uint32_t (&minima)[2]) {
+  minima[0] = head.z & 0x3f3f3f3fu;
+  minima[1] = ((head.w >> 4) & 0x0f0f0f0fu) | ((head.z >> 2) & 0x30303030u);
+}
+
+// I of the super-blocks: nt tiles of the mt * 16 rows.
+template <class T, int nt>
+__device__ __forceinline__ void integer_sums(
+    const place& at, const uint8_t* stage, int (&total)[T::mt][nt][4]) {
+  using weights = typename T::weights;
+  constexpr bool has_high_bits = is_same<weights, q5_k>;
+  constexpr int codes_at = has_high_bits ? 48 : 16;
+  const uint8_t* base = stage + T::weights_at;
+  const uint32_t a_address = shared_address(base) + at.matrix_of_weights(weights::pitch);
+  const uint32_t b_address = shared_address(stage + T::codes_at) + at.matrix_of_codes();
+  uint32_t scales[T::mt][2][2], high_bits[T::mt][4];
+#pragma unroll
+  for (int m = 0; m < T::mt; m++) {
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+      unpack_scales(
+          *reinterpret_cast<const uint4*>(base + (at.row + 16 * m + 8 * h + at.g) * weights::pitch),
+          scales[m][h]);
+    if constexpr (has_high_bits) load_matrices(high_bits[m], a_address + 16 * m * weights::pitch + 16);
+  }
+#pragma unroll
+  for (int m = 0; m < T::mt; m++)
+#pragma unroll
+    for (int n = 0; n < nt; n++)
+      for (int i = 0; i < 4; i++) total[m][n][i] = 0;
+#pragma unroll 1
+  for (int c = 0; c < 4; c++) {  // 64 inputs: the low nibbles of 32 bytes, then the high ones
+    uint32_t low[T::mt][4], high[T::mt][4];
+#pragma unroll
+    for (int m = 0; m < T::mt; m++) {
+      load_matrices(low[m], a_address + 16 * m * weights::pitch + codes_at + 32 * c);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        high[m][i] = (low[m][i] >> 4) & 0x0f0f0f0fu;
+        low[m][i] &= 0x0f0f0f0fu;
+        if constexpr (has_high_bits) {
+          low[m][i] |= (high_bits[m][i] << 4) & 0x10101010u;
+          high[m][i] |= (high_bits[m][i] << 3) & 0x10101010u;
+          high_bits[m][i] >>= 2;
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < nt; n++) {
+      uint32_t b[4];
+      load_matrices(b, b_address + n * T::columns * 8 * code_pitch + 64 * c);
+#pragma unroll
+      for (int m = 0; m < T::mt; m++) {
+        int s[4];
+        multiply_bytes(s, low[m], b[0], b[1], 0);
+        add_scaled(total[m][n], s, unsigned_byte(scales[m][0][0], 0), unsigned_byte(scales[m][1][0], 0));
+        multiply_bytes(s, high[m], b[2], b[3], 0);
+        add_scaled(total[m][n], s, unsigned_byte(scales[m][0][0], 1), unsigned_byte(scales[m][1][0], 1));
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < T::mt; m++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        scales[m][h][0] = __funnelshift_r(scales[m][h][0], scales[m][h][1], 16);
+        scales[m][h][1] >>= 16;
+      }
+  }
+}
+
+// M by two more products: the bytes of the int16 sums are a row of B, low bytes unsigned, high bytes signed.
+__device__ __forceinline__ void minimum_sums(
+    float (&offsets)[4], const uint32_t (&a_low)[4], const uint32_t (&a_high)[4], const uint32_t (&b)[2]) {
+  int m[4];
+  multiply_bytes(m, a_high, b[0], b[1], 0);
+#pragma unroll
+  for (int i = 0; i < 4; i++) m[i] = m[i] * 256 + magic_bits;
+  add_product_of_unsigned(m, a_low, b[0], b[1]);
+#pragma unroll
+  for (int i = 0; i < 4; i++) offsets[i] = __int_as_float(m[i]) - magic;
+}
+
+// One super-block of Q4_K or Q5_K.
+template <class T, int nt>
+__device__ __forceinline__ void add_in_place(
+    const place& at, const uint8_t* stage, float (&p)[T::mt][T::nt][4]) {
+  int total[T::mt][nt][4];
+  integer_sums<T, nt>(at, stage, total);
+  uint32_t sums[nt][2];
+#pragma unroll
+  for (int n = 0; n < nt; n++)
+    load_two_matrices(
+        sums[n], shared_address(stage + T::sums_at) + at.matrix_of_sums() + n * T::columns * 8 * sum_pitch);
+#pragma unroll
+  for (int m = 0; m < T::mt; m++) {
+    float d[2], dmin[2];
+    uint32_t low[4], high[4];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int row = at.row + 16 * m + 8 * h + at.g;
+      const uint4 head = *reinterpret_cast<const uint4*>(stage + T::weights_at + row * T::weights::pitch);
+      uint32_t minima[2];
+      unpack_minima(head, minima);
+      d[h] = half_to_float(head.x & 0xffff);
+      dmin[h] = half_to_float(head.x >> 16);
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        low[2 * k + h] = __byte_perm(minima[k], 0, 0x4040 | at.t * 0x0101);
+        high[2 * k + h] = low[2 * k + h] << 8;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < nt; n++) {
+      const float2 a = *reinterpret_cast<const float2*>(
+          stage + T::scales_at + 4 * ((n * T::columns + at.column) * 8 + 2 * at.t));
+      float offsets[4];
+      minimum_sums(offsets, low, high, sums[n]);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float scale = i % 2 ? a.y : a.x;
+        float sum = __fmaf_rn(d[i / 2] * scale, float(total[m][n][i]), p[m][n][i]);
+        p[m][n][i] = __fmaf_rn(-(dmin[i / 2] * scale), offsets[i], sum);
+      }
+    }
+  }
+}
+
+// One super-block of Q6_K, unpacked: sixteen sub-blocks of 16.
+template <class T, int nt>
+__device__ __forceinline__ void add_q6_k(
+    const place& at, const uint8_t* stage, const uint8_t* unpacked, float (&p)[T::mt][T::nt][4]) {
+  const uint32_t a_address = shared_address(unpacked) + at.matrix_of_weights(code_pitch);
+  const uint32_t b_address = shared_address(stage + T::codes_at) + at.matrix_of_codes();
+  const uint8_t* table = unpacked + T::rows * code_pitch;
+  int total[T::mt][nt][4];
+#pragma unroll
+  for (int m = 0; m < T::mt; m++)
+#pragma unroll
+    for (int n = 0; n < nt; n++)
+      for (int i = 0; i < 4; i++) total[m][n][i] = 0;
+#pragma unroll 1
+  for (int c = 0; c < 4; c++) {  // 64 inputs; unrolled, it would need more registers than there are
+    uint32_t a[T::mt][2][4], scales[T::mt][2];
+#pragma unroll
+    for (int m = 0; m < T::mt; m++)
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        load_matrices(a[m][k], a_address + 16 * m * code_pitch + 64 * c + 32 * k);
+        scales[m][k] = *reinterpret_cast<const uint32_t*>(
+            table + (at.row + 16 * m + 8 * k + at.g) * table_pitch + 4 * c);
+      }
+#pragma unroll
+    for (int n = 0; n < nt; n++) {
+      uint32_t b[4];
+      load_matrices(b, b_address + n * T::columns * 8 * code_pitch + 64 * c);
+#pragma unroll
+      for (int m = 0; m < T::mt; m++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          int s[4];
+          multiply_16_bytes(s, a[m][k / 2][k % 2 * 2], a[m][k / 2][k % 2 * 2 + 1], b[k]);
+          add_scaled(total[m][n], s, signed_byte(scales[m][0], k), signed_byte(scales[m][1], k));
+        }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < T::mt; m++) {
+    float d[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+      d[h] = *reinterpret_cast<const float*>(table + (at.row + 16 * m + 8 * h + at.g) * table_pitch + 16);
+#pragma unroll
+    for (int n = 0; n < nt; n++) {
+      const float2 a = *reinterpret_cast<const float2*>(
+          stage + T::scales_at + 4 * ((n * T::columns + at.column) * 8 + 2 * at.t));
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        p[m][n][i] = __fmaf_rn(d[i / 2] * (i % 2 ? a.y : a.x), float(total[m][n][i]), p[m][n][i]);
+    }
+  }
+}
+
+// Eight blocks of 32, unpacked, of which the row has `num_blocks`; block b adds to accumulator b.
+template <class T, int nt>
+__device__ __forceinline__ void add_blocks(
+    const place& at, const uint8_t* stage, const uint8_t* unpacked, int num_blocks,
+    float (&p)[8][T::mt][T::nt][4]) {
+  const uint32_t a_address = shared_address(unpacked) + at.matrix_of_weights(code_pitch);
+  const uint32_t b_address = shared_address(stage + T::codes_at) + at.matrix_of_codes();
+  const uint8_t* table = unpacked + T::rows * code_pitch;
+#pragma unroll
+  for (int block = 0; block < 8; block++) {
+    if (block >= num_blocks) break;
+#pragma unroll
+    for (int m = 0; m < T::mt; m++) {
+      uint32_t a[4];
+      float d[2];
+      load_matrices(a, a_address + 16 * m * code_pitch + 32 * block);
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+        d[h] = *reinterpret_cast<const float*>(
+            table + (at.row + 16 * m + 8 * h + at.g) * table_pitch + 4 * block);
+#pragma unroll
+      for (int n = 0; n < nt; n++) {
+        uint32_t b[2];
+        load_two_matrices(b, b_address + n * T::columns * 8 * code_pitch + 32 * block - at.lane / 16 * 32);
+        const float2 x = *reinterpret_cast<const float2*>(
+            stage + T::scales_at + 4 * ((n * T::columns + at.column) * 8 + 2 * at.t));
+        int s[4];
+        multiply_bytes(s, a, b[0], b[1], magic_bits);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          p[block][m][n][i] =
+              __fmaf_rn(d[i / 2] * (i % 2 ? x.y : x.x), __int_as_float(s[i]) - magic, p[block][m][n][i]);
+      }
+    }
+  }
+}
+
+}  // namespace coldstream::many

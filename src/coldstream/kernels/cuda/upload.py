@@ -1,0 +1,82 @@
+"""Tensors of a file into device memory, as fast as the file can be read.
+
+Several threads read (`pread` gives up the interpreter's lock) into page-locked buffers, from which the copies
+run on their own.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from coldstream.errors import ModelChangedError
+from coldstream.gguf.reader import GGUFFile, TensorInfo
+
+PIECE_BYTES = 16 * 2**20
+NUM_READERS = 8
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Upload:
+    """The bytes of a tensor of a file, and where they go: uint8 on the device, as many bytes."""
+
+    file: GGUFFile
+    info: TensorInfo
+    destination: torch.Tensor
+
+
+def run_uploads(uploads: Iterable[Upload], progress: Progress | None = None) -> None:
+    """Copy everything; done when it returns. progress is called with (done, total) bytes.
+
+    Raises ModelChangedError if the file ends early.
+    """
+    pieces = [
+        (upload, start, min(PIECE_BYTES, upload.info.num_bytes - start))
+        for upload in uploads
+        for start in range(0, upload.info.num_bytes, PIECE_BYTES)
+    ]
+    total, done = sum(size for _, _, size in pieces), 0
+    readers = _Readers()
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        for size in pool.map(lambda piece: readers.copy(*piece), pieces):
+            done += size
+            if progress is not None:
+                progress(done, total)
+    torch.cuda.synchronize()
+
+
+class _Readers:
+    """One page-locked buffer and one stream a thread."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def copy(self, upload: Upload, start: int, size: int) -> int:
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+            self._own.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        buffer = self._own.buffer[:size]
+        _read(upload.file, upload.info, start, memoryview(buffer.numpy()))
+        with torch.cuda.stream(self._own.stream):
+            upload.destination[start : start + size].copy_(buffer, non_blocking=True)
+        self._own.stream.synchronize()
+        return size
+
+
+def _read(file: GGUFFile, info: TensorInfo, start: int, target: memoryview) -> None:
+    descriptor, done = file.descriptor(info.shard), 0
+    while done < len(target):
+        try:
+            count = os.preadv(descriptor, [target[done:]], info.offset + start + done)
+        except OSError as error:
+            raise ModelChangedError(
+                f"{info.name}: {file.paths[info.shard]} cannot be read: {error}"
+            ) from error
+        if count == 0:
+            raise ModelChangedError(f"{info.name}: {file.paths[info.shard]} shrank: load it again")
+        done += count

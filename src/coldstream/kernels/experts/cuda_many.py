@@ -1,0 +1,239 @@
+"""The routed experts of many tokens on integer tensor cores: grouping, gate and up with SwiGLU, down."""
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.cuda.many_tiles import BLOCK_SIZE, Activations, Tiling, fitting, least_tiling
+from coldstream.kernels.cuda.program import CudaProgram
+
+GROUP_THREADS, PLAN_THREADS = 1024, 1024
+
+# For groups that seldom exceed the few tokens of a tile, and for large ones.
+TILINGS: Mapping[QuantType, tuple[Tiling, Tiling]] = {
+    small.quant_type: (small, large)
+    for small, large in (
+        (Tiling(QuantType.Q4_K, 1, 2, 8, 1, 3, 2), Tiling(QuantType.Q4_K, 1, 4, 8, 2, 3)),
+        (Tiling(QuantType.Q5_K, 1, 2, 8, 1, 3, 2), Tiling(QuantType.Q5_K, 1, 4, 8, 2, 3)),
+        (Tiling(QuantType.Q6_K, 1, 2, 8, 1, 3, 1), Tiling(QuantType.Q6_K, 1, 4, 4, 2, 2)),
+        (Tiling(QuantType.Q8_0, 1, 2, 8, 1, 3, 1), Tiling(QuantType.Q8_0, 1, 2, 4, 2, 2)),
+        (Tiling(QuantType.Q4_0, 1, 2, 8, 1, 3, 1), Tiling(QuantType.Q4_0, 1, 2, 4, 2, 2)),
+        (Tiling(QuantType.Q5_0, 1, 2, 8, 1, 3, 1), Tiling(QuantType.Q5_0, 1, 2, 4, 2, 2)),
+    )
+}
+SMALL_GROUP = 12  # pairs an expert, on average
+
+
+class ExpertsJob(ctypes.Structure):
+    """`experts_job` of many.cu."""
+
+    _fields_ = (
+        ("x", Activations),
+        ("addresses", ctypes.c_void_p),
+        ("up_addresses", ctypes.c_void_p),
+        ("tiles", ctypes.c_void_p),
+        ("x_rows", ctypes.c_void_p),
+        ("out_rows", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int32),
+        ("num_blocks", ctypes.c_int32),
+        ("row_bytes", ctypes.c_int32),
+        ("out_stride", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True)
+class ExpertTables:
+    """Device addresses of the experts' matrices, 0 where one is not to be computed: int64 [experts] each."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Groups:
+    """P = T · K pairs in the order of their experts; the memory is the caller's.
+
+    pairs, tokens: int32 [P], pair (token · K + rank) and token at each place; counts: int32 [experts, 2];
+    tiles: int32 [max_tiles(P, experts) + 1, 4], the list that the products walk over.
+    """
+
+    pairs: torch.Tensor
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    tiles: torch.Tensor
+
+
+def max_tiles(num_pairs: int, num_experts: int) -> int:
+    """No routing of `num_pairs` pairs needs a longer list of tiles."""
+    return num_pairs // min(tiling.tokens for tiling in ALL_TILINGS) + min(num_pairs, num_experts)
+
+
+def instance(tiling: Tiling, gated: bool) -> str:
+    return f"experts_many<{tiling.name}, {str(gated).lower()}>"
+
+
+ALL_TILINGS = tuple(
+    tiling for pair in TILINGS.values() for tiling in dict.fromkeys((*pair, least_tiling(pair[0].quant_type)))
+)
+PROGRAM = CudaProgram(
+    Path(__file__).with_name("many.cu"),
+    (
+        "group_pairs",
+        "plan_tiles",
+        *(instance(tiling, gated) for tiling in ALL_TILINGS for gated in (True, False)),
+    ),
+)
+
+
+def choose_tilings(num_pairs: int, num_experts: int, *quant_types: QuantType) -> tuple[Tiling, ...]:
+    """Tiles for the products of some types that walk over the same list. KeyError for a type."""
+    which = 0 if num_pairs <= SMALL_GROUP * num_experts else 1
+    return tuple(fitting(TILINGS[quant_type][which]) for quant_type in quant_types)
+
+
+def group_experts(
+    topk_ids: torch.Tensor, tables: ExpertTables, groups: Groups, tile_tokens: int, *, overlap: bool = False
+) -> None:
+    """Write `groups` for int32 `topk_ids` [T, K]: two launches.
+
+    Pairs of one expert are adjacent and in ascending order, experts ascend. A tile has at most `tile_tokens`
+    pairs, which must be no more than any tiling has that walks over the list. Pairs whose id lies outside
+    0 … experts − 1, or whose expert has an address 0 in any table, are in no tile.
+    """
+    num_pairs, num_experts = topk_ids.numel(), len(tables.gate)
+    if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous():
+        raise ValueError("expert ids must be contiguous int32")
+    if len(groups.pairs) < num_pairs or len(groups.tokens) < num_pairs or len(groups.counts) < num_experts:
+        raise ValueError(f"the groups have no room for {num_pairs} pairs of {num_experts} experts")
+    if len(groups.tiles) < 1 + num_pairs // tile_tokens + min(num_pairs, num_experts):
+        raise ValueError(f"{len(groups.tiles)} tiles are too few for {num_pairs} pairs")
+    PROGRAM.kernel("group_pairs").launch(
+        (num_experts, 1, 1),
+        GROUP_THREADS,
+        (topk_ids, num_pairs, topk_ids.shape[-1], groups.counts, groups.pairs, groups.tokens),
+        overlap=overlap,
+    )
+    PROGRAM.kernel("plan_tiles").launch(
+        (1, 1, 1),
+        PLAN_THREADS,
+        (groups.counts, num_experts, tile_tokens, tables.gate, tables.up, tables.down, groups.tiles),
+        overlap=overlap,
+    )
+
+
+def experts_gate_up_many(
+    x: QuantActivations,
+    tables: ExpertTables,
+    tiling: Tiling,
+    ffn_size: int,
+    hidden_size: int,
+    groups: Groups,
+    out: torch.Tensor,
+    *,
+    overlap: bool = False,
+) -> None:
+    """Write silu(gate · x) · (up · x) of the pairs in tiles to `out` float32 [P, F] by place: one launch.
+
+    x has the T tokens; gate and up are [F, E] of the tiling's type. Rows of pairs in no tile are left alone.
+    """
+    job = gate_up_job(x, tables, tiling, ffn_size, hidden_size, groups, out)
+    launch_experts(PROGRAM, tiling, True, job, groups, overlap=overlap)
+
+
+def experts_product_many(
+    x: QuantActivations,
+    addresses: torch.Tensor,
+    tiling: Tiling,
+    num_rows: int,
+    num_values: int,
+    groups: Groups,
+    out: torch.Tensor,
+    *,
+    by_token: bool,
+    overlap: bool = False,
+) -> None:
+    """One product with each expert's matrix [num_rows, num_values] of the tiling's type: one launch.
+
+    By token: x has the T tokens, `out` float32 [P, num_rows] is written by place, for gate and up of two
+    types. Otherwise x has a row per place and `out` is [T · K, num_rows] or [T, K, num_rows] by pair: down.
+    """
+    job = product_job(x, addresses, tiling, num_rows, num_values, groups, out, by_token=by_token)
+    launch_experts(PROGRAM, tiling, False, job, groups, overlap=overlap)
+
+
+def gate_up_job(
+    x: QuantActivations,
+    tables: ExpertTables,
+    tiling: Tiling,
+    ffn_size: int,
+    hidden_size: int,
+    groups: Groups,
+    out: torch.Tensor,
+) -> ExpertsJob:
+    """The arguments of `experts_gate_up_many` as the kernel takes them."""
+    return _job(x, tables.gate, tables.up, tiling, ffn_size, hidden_size, groups, groups.tokens, None, out)
+
+
+def product_job(
+    x: QuantActivations,
+    addresses: torch.Tensor,
+    tiling: Tiling,
+    num_rows: int,
+    num_values: int,
+    groups: Groups,
+    out: torch.Tensor,
+    *,
+    by_token: bool,
+) -> ExpertsJob:
+    """The arguments of `experts_product_many` as the kernel takes them."""
+    x_rows, out_rows = (groups.tokens, None) if by_token else (None, groups.pairs)
+    return _job(x, addresses, None, tiling, num_rows, num_values, groups, x_rows, out_rows, out)
+
+
+def _job(
+    x: QuantActivations,
+    addresses: torch.Tensor,
+    up_addresses: torch.Tensor | None,
+    tiling: Tiling,
+    num_rows: int,
+    num_values: int,
+    groups: Groups,
+    x_rows: torch.Tensor | None,
+    out_rows: torch.Tensor | None,
+    out: torch.Tensor,
+) -> ExpertsJob:
+    if out.dtype != torch.float32 or out.shape[-1] != num_rows or not out.is_contiguous():
+        raise ValueError(f"the output must be contiguous float32 [..., {num_rows}], not {tuple(out.shape)}")
+    if x.scales.shape[-1] != -(-num_values // GROUP_SIZE):
+        raise ValueError(f"activations of {x.scales.shape[-1]} groups do not fit {num_values} values")
+    return ExpertsJob(
+        Activations.of(x),
+        addresses.data_ptr(),
+        None if up_addresses is None else up_addresses.data_ptr(),
+        groups.tiles.data_ptr(),
+        None if x_rows is None else x_rows.data_ptr(),
+        None if out_rows is None else out_rows.data_ptr(),
+        out.data_ptr(),
+        num_rows,
+        num_values // BLOCK_SIZE,
+        tiling.quant_type.row_bytes(num_values),
+        num_rows,
+    )
+
+
+def launch_experts(
+    program: CudaProgram, tiling: Tiling, gated: bool, job: ExpertsJob, groups: Groups, *, overlap: bool
+) -> None:
+    """Queue one of the two products with tiles of one's choice."""
+    tile_rows = tiling.rows // 2 if gated else tiling.rows
+    num_tiles = -(-job.num_rows // tile_rows) * (len(groups.tiles) - 1)
+    program.kernel(instance(tiling, gated)).launch(
+        tiling.grid(num_tiles), tiling.threads, (job,), shared_bytes=tiling.shared_bytes, overlap=overlap
+    )

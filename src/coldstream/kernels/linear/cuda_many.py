@@ -1,0 +1,113 @@
+"""Products of many rows on integer tensor cores."""
+
+import ctypes
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.cuda.many_tiles import BLOCK_SIZE, Activations, Tiling, fitting, least_tiling
+from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.quant_tensor import QuantTensor
+
+TILINGS: Mapping[QuantType, Tiling] = {
+    tiling.quant_type: tiling
+    for tiling in (
+        Tiling(QuantType.Q4_K, 1, 4, 8, 2, stages=3),
+        Tiling(QuantType.Q5_K, 1, 4, 8, 2, stages=3),
+        Tiling(QuantType.Q6_K, 1, 4, 4, 2, stages=2),
+        Tiling(QuantType.Q8_0, 1, 2, 4, 2, stages=2),
+        Tiling(QuantType.Q4_0, 1, 2, 4, 2, stages=2),
+        Tiling(QuantType.Q5_0, 1, 2, 4, 2, stages=2),
+    )
+}
+
+
+class LinearJob(ctypes.Structure):
+    """`linear_job` of many.cu."""
+
+    _fields_ = (
+        ("x", Activations),
+        ("weights", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_int32),
+        ("num_rows", ctypes.c_int32),
+        ("num_blocks", ctypes.c_int32),
+        ("row_bytes", ctypes.c_int32),
+        ("out_stride", ctypes.c_int32),
+        ("residual_stride", ctypes.c_int32),
+    )
+
+
+def instance(tiling: Tiling) -> str:
+    return f"linear_many<{tiling.name}>"
+
+
+PROGRAM = CudaProgram(
+    Path(__file__).with_name("many.cu"),
+    tuple(
+        instance(t)
+        for tiling in TILINGS.values()
+        for t in dict.fromkeys((tiling, least_tiling(tiling.quant_type)))
+    ),
+)
+
+
+def linear_many(
+    x: QuantActivations,
+    weight: QuantTensor,
+    out: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *,
+    overlap: bool = False,
+) -> None:
+    """Write x [T, K] times weight [N, K] (+ residual) to `out`, every bit as docs/arithmetic.md has it.
+
+    x is padded to whole groups of 256; `weight` is of Q4_0, Q5_0, Q8_0, Q4_K, Q5_K or Q6_K with adjacent
+    rows; out and residual are float32 [T, N] with unit stride along the last dimension and may be the same.
+    Any T; efficient from 9 rows on. One launch. Raises ValueError if shapes disagree, KeyError for a type.
+    """
+    launch_linear(PROGRAM, fitting(TILINGS[weight.quant_type]), x, weight, out, residual, overlap=overlap)
+
+
+def launch_linear(
+    program: CudaProgram,
+    tiling: Tiling,
+    x: QuantActivations,
+    weight: QuantTensor,
+    out: torch.Tensor,
+    residual: torch.Tensor | None,
+    *,
+    overlap: bool,
+) -> None:
+    """As `linear_many`, with tiles of one's choice."""
+    num_rows, num_values = weight.shape
+    num_tokens, num_groups = x.scales.shape
+    if num_groups != -(-num_values // GROUP_SIZE) or tuple(out.shape) != (num_tokens, num_rows):
+        raise ValueError(
+            f"activations of {num_groups} groups and an output {tuple(out.shape)} do not fit {weight.shape}"
+        )
+    for rows in (out,) if residual is None else (out, residual):
+        if rows.shape != out.shape or rows.dtype != torch.float32 or (num_rows > 1 and rows.stride(1) != 1):
+            raise ValueError("out and residual must be float32 [T, N] with unit stride along a row")
+    if not weight.blocks.is_contiguous():
+        raise ValueError("the rows of the weight must be adjacent")
+    job = LinearJob(
+        Activations.of(x),
+        weight.blocks.data_ptr(),
+        out.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        num_tokens,
+        num_rows,
+        num_values // BLOCK_SIZE,
+        weight.quant_type.row_bytes(num_values),
+        out.stride(0),
+        0 if residual is None else residual.stride(0),
+    )
+    num_tiles = -(-num_rows // tiling.rows) * -(-num_tokens // tiling.tokens)
+    program.kernel(instance(tiling)).launch(
+        tiling.grid(num_tiles), tiling.threads, (job,), shared_bytes=tiling.shared_bytes, overlap=overlap
+    )
