@@ -1,0 +1,115 @@
+"""RMS norm in CUDA C++, with the sum before it and the quantisation after it in the same launch."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from coldstream.kernels.arithmetic.reference import QuantActivations
+from coldstream.kernels.cuda.program import Argument, CudaProgram
+from coldstream.kernels.ops import ExpertOutputs
+from coldstream.kernels.quantize.cuda import padded_cols
+
+PROGRAM = CudaProgram(
+    Path(__file__).with_name("rms_norm.cu"),
+    tuple(
+        f"{kernel}<{aligned}>"
+        for kernel in ("rms_norm_rows", "add_rms_norm_rows", "combine_rms_norm_rows")
+        for aligned in ("true", "false")
+    ),
+)
+FEW_ROWS = 132  # up to here a row has a multiprocessor for itself
+THREADS_FEW, THREADS_MANY = 512, 128
+
+
+def rms_norm_cuda(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None,
+    quantized: QuantActivations | None,
+) -> None:
+    """The norm of the rows of float32 x [T, E] by `weight` [E], as floats, quantised, or both.
+
+    Writes contiguous float32 `out` [T, E] and `quantized` (see `empty_activations`), where given. Rows of x
+    may be apart. ValueError if shapes disagree.
+    """
+    args: list[Argument] = [x, x.stride(0)]
+    _launch("rms_norm_rows", args, (x,), x.stride(0), weight, eps, out, quantized)
+
+
+def add_rms_norm_cuda(
+    x: torch.Tensor,
+    update: torch.Tensor | ExpertOutputs,
+    total: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None,
+    quantized: QuantActivations | None,
+) -> None:
+    """Writes x + update into `total`, which may be x, and the norm of that as `rms_norm_cuda` does.
+
+    x, total and a plain update are contiguous float32 [T, E]; experts are summed as `combine_experts` does.
+    """
+    if isinstance(update, torch.Tensor):
+        args: list[Argument] = [x, update, total]
+        _launch("add_rms_norm_rows", args, (x, update, total), x.shape[1], weight, eps, out, quantized)
+        return
+    topk_weights, shared_gate = update.routing.weights, update.routing.shared_gate
+    num_ranks = topk_weights.shape[1]
+    if tuple(update.routed.shape) != (x.shape[0], num_ranks, x.shape[1]):
+        raise ValueError(f"outputs of experts {tuple(update.routed.shape)} for rows {tuple(x.shape)}")
+    args = [x, update.routed, topk_weights, num_ranks, update.shared, shared_gate, total]
+    tensors = (x, update.routed, update.shared, total)
+    small = (topk_weights, shared_gate)
+    if not all(tensor.is_contiguous() for tensor in small):
+        raise ValueError("the weights of experts must be contiguous")
+    _launch("combine_rms_norm_rows", args, tensors, x.shape[1], weight, eps, out, quantized)
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("cols", ctypes.c_int32),
+        ("padded", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+    )
+
+
+class _Outputs(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("y", "q", "scales", "sums"))
+
+
+def _launch(
+    kernel: str,
+    args: list[Argument],
+    tensors: tuple[torch.Tensor, ...],
+    stride: int,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None,
+    quantized: QuantActivations | None,
+) -> None:
+    rows, cols = tensors[0].shape
+    padded = padded_cols(cols)
+    outputs = _Outputs()
+    if out is not None:
+        tensors = (*tensors, out)
+        outputs.y = out.data_ptr()
+    if quantized is not None:
+        if tuple(quantized.q.shape) != (rows, padded):
+            raise ValueError(f"codes of shape {tuple(quantized.q.shape)} for rows {(rows, cols)}")
+        outputs.q, outputs.scales = quantized.q.data_ptr(), quantized.scales.data_ptr()
+        outputs.sums = quantized.sums.data_ptr()
+    # Only x of the plain norm may have rows apart.
+    if weight.numel() != cols or not all(t.is_contiguous() for t in tensors[stride != cols :]):
+        raise ValueError(f"rows of {cols} values must be contiguous, and have {weight.numel()} weights")
+    addresses = [tensor.data_ptr() for tensor in (weight, *tensors)]
+    aligned = (cols | stride) % 4 == 0 and all(address % 16 == 0 for address in addresses)
+    PROGRAM.kernel(f"{kernel}<{str(aligned).lower()}>").launch(
+        (rows, 1, 1),
+        THREADS_FEW if rows <= FEW_ROWS else THREADS_MANY,
+        (*args, _Norm(weight.data_ptr(), cols, padded, eps), outputs),
+        shared_bytes=4 * padded,
+        overlap=True,
+    )

@@ -1,0 +1,177 @@
+// RMS norm of rows, with what the step between two blocks of a model needs in the same launch: x + update
+// before it, quantisation after it. One block a row; see cuda.py for the launchers.
+#include "cuda/quantize.cuh"
+#include "cuda/vectors.cuh"
+
+using namespace coldstream;
+
+constexpr int max_threads = 512;
+
+extern __shared__ float4 shared_row[];  // x of the row, or x + update, padded with zeros to whole groups
+
+struct Norm {
+  const float* weight;  // [cols]
+  int cols;
+  int padded;  // cols rounded up to 256
+  float eps;
+};
+
+// Where the results go: [rows, cols], and quantised; either may be null.
+struct Outputs {
+  float* y;
+  int8_t* q;
+  float* scales;
+  int16_t* sums;
+};
+
+// The experts' outputs of one token, kept apart by rank, and the shared expert's.
+struct Experts {
+  const float* routed;   // [ranks, cols]
+  const float* weights;  // [ranks]
+  int num_ranks;
+  const float* shared;       // [cols]
+  const float* shared_gate;  // one
+};
+
+constexpr int ranks_at_once = 8;
+
+// Adds the experts of ranks first … first + 7, as far as they exist. All are read before any is needed.
+template <bool aligned>
+__device__ __forceinline__ float4 add_ranks(const Experts& experts, int first, int i, int cols, float4 sum) {
+  float4 values[ranks_at_once];
+  float weights[ranks_at_once];
+#pragma unroll
+  for (int k = 0; k < ranks_at_once; k++) {
+    if (first + k >= experts.num_ranks) continue;
+    values[k] = load_four<aligned>(experts.routed + int64_t(first + k) * cols, i, cols);
+    weights[k] = experts.weights[first + k];
+  }
+#pragma unroll
+  for (int k = 0; k < ranks_at_once; k++) {
+    if (first + k < experts.num_ranks) sum = fma_four(weights[k], values[k], sum);
+  }
+  return sum;
+}
+
+// The experts' sum at four columns: by rank, then the shared one.
+template <bool aligned>
+__device__ __forceinline__ float4 combine_experts(const Experts& experts, int i, int cols) {
+  const float4 shared = load_four<aligned>(experts.shared, i, cols);
+  const float shared_gate = *experts.shared_gate;
+  float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+  for (int first = 0; first < experts.num_ranks; first += ranks_at_once) {
+    sum = add_ranks<aligned>(experts, first, i, cols, sum);
+  }
+  return fma_four(exact_sigmoid(shared_gate), shared, sum);
+}
+
+// 1 / sqrt(mean of squares + eps) of the row in shared memory, in all lanes of a warp. The next sixteen of an
+// accumulator's chain are read while the last are added.
+__device__ __forceinline__ float inverse_norm(const Norm& norm) {
+  constexpr int steps = group_elements / 16;
+  const float* row = reinterpret_cast<const float*>(shared_row) + threadIdx.x % 16;
+  float x[steps], next[steps];
+#pragma unroll
+  for (int j = 0; j < steps; j++) x[j] = row[j * 16];
+  float p = 0.0f;
+  for (int i = group_elements; i <= norm.padded; i += group_elements) {
+    const int ahead = i < norm.padded ? i : 0;
+#pragma unroll
+    for (int j = 0; j < steps; j++) next[j] = row[ahead + j * 16];
+#pragma unroll
+    for (int j = 0; j < steps; j++) p = __fmaf_rn(x[j], x[j], p);
+#pragma unroll
+    for (int j = 0; j < steps; j++) x[j] = next[j];
+  }
+  return inverse_sqrt(sum_of_sixteen_lanes(p, 1) / float(norm.cols) + norm.eps);
+}
+
+// (x · s) · w of the row in shared memory, a group by each warp in turn; `w` holds those of the warp's first
+// group.
+template <bool aligned>
+__device__ __forceinline__ void scale_row(const Norm& norm, float s, Eight w, const Outputs& out) {
+  const int num_warps = blockDim.x / warp_size, num_groups = norm.padded / group_elements;
+  const int64_t row = blockIdx.x;
+  const QuantRow quantised = quant_row(out.q, out.scales, out.sums, row, norm.padded);
+  for (int group = threadIdx.x / warp_size; group < num_groups; group += num_warps) {
+    const int place = group * (group_elements / 4) + 2 * (threadIdx.x % warp_size);
+    const Eight x = {shared_row[place], shared_row[place + 1]};
+    const float y[8] = {x.low.x * s * w.low.x,   x.low.y * s * w.low.y,   x.low.z * s * w.low.z,
+                        x.low.w * s * w.low.w,   x.high.x * s * w.high.x, x.high.y * s * w.high.y,
+                        x.high.z * s * w.high.z, x.high.w * s * w.high.w};
+    if (out.y) store_eight<aligned>(out.y + row * norm.cols, group, norm.cols, y);
+    if (out.q) store_group(quantize_group(y), quantised, group);
+    if (group + num_warps < num_groups) w = load_eight<aligned>(norm.weight, group + num_warps, norm.cols);
+  }
+}
+
+// One row, once it is in shared memory. The weights of the warp's first group were read before anything was
+// waited for.
+template <bool aligned>
+__device__ __forceinline__ void norm_row(const Norm& norm, Eight first_weights, const Outputs& out) {
+  __shared__ float s;
+  __syncthreads();
+  if (threadIdx.x < warp_size) {
+    const float found = inverse_norm(norm);
+    if (threadIdx.x == 0) s = found;
+  }
+  __syncthreads();
+  scale_row<aligned>(norm, s, first_weights, out);
+}
+
+// grid (rows); dynamic shared memory: 4 · padded bytes.
+template <bool aligned>
+__global__ void __launch_bounds__(max_threads)
+    rms_norm_rows(const float* x, int x_stride, Norm norm, Outputs out) {
+  const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
+  wait_for_previous_grid();
+  release_next_grid();
+  x += int64_t(blockIdx.x) * x_stride;
+  for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
+    float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (i < norm.cols) v = load_four<aligned>(x, i, norm.cols);
+    shared_row[i / 4] = v;
+  }
+  norm_row<aligned>(norm, first_weights, out);
+}
+
+// The same of x + update, which is also written: `sum` may be x.
+template <bool aligned>
+__global__ void __launch_bounds__(max_threads)
+    add_rms_norm_rows(const float* x, const float* update, float* sum, Norm norm, Outputs out) {
+  const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
+  wait_for_previous_grid();
+  release_next_grid();
+  const int64_t begin = int64_t(blockIdx.x) * norm.cols;
+  for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
+    float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (i < norm.cols) {
+      v = load_four<aligned>(x + begin, i, norm.cols) + load_four<aligned>(update + begin, i, norm.cols);
+      store_four<aligned>(sum + begin, i, norm.cols, v);
+    }
+    shared_row[i / 4] = v;
+  }
+  norm_row<aligned>(norm, first_weights, out);
+}
+
+// The same with the sum of the experts as update.
+template <bool aligned>
+__global__ void __launch_bounds__(max_threads)
+    combine_rms_norm_rows(const float* x, const float* routed, const float* topk_weights, int num_ranks,
+                          const float* shared, const float* shared_gate, float* sum, Norm norm, Outputs out) {
+  const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
+  wait_for_previous_grid();
+  release_next_grid();
+  const int64_t token = blockIdx.x, begin = token * norm.cols;
+  const Experts experts{routed + begin * num_ranks, topk_weights + token * num_ranks, num_ranks,
+                        shared + begin, shared_gate + token};
+  for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
+    float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (i < norm.cols) {
+      v = load_four<aligned>(x + begin, i, norm.cols) + combine_experts<aligned>(experts, i, norm.cols);
+      store_four<aligned>(sum + begin, i, norm.cols, v);
+    }
+    shared_row[i / 4] = v;
+  }
+  norm_row<aligned>(norm, first_weights, out);
+}

@@ -1,0 +1,134 @@
+// Softmax, the K largest probabilities and their renormalisation, by one warp.
+#pragma once
+
+#include "cuda/common.cuh"
+
+namespace coldstream {
+
+constexpr int most_chosen = 16;
+constexpr float smallest_sum = 0x1p-14f;  // of the chosen probabilities
+
+// Where a token's choice goes.
+struct Choice {
+  int* ids;        // [count]
+  float* weights;  // [count]
+  int count;
+};
+
+// The largest x of a warp; NaN counts as larger than all.
+__device__ __forceinline__ float max_in_warp(float x) {
+  const int bits = __float_as_int(x);
+  const int largest = __reduce_max_sync(all_lanes, bits ^ (bits >> 31 & 0x7fffffff));
+  return __int_as_float(largest ^ (largest >> 31 & 0x7fffffff));
+}
+
+// exp(logit − max) of the lane's experts (lane, lane + 32, …), and their sum over all; 0 for experts that do
+// not exist. `scratch` has room for 32 · per_lane floats.
+template <int per_lane>
+__device__ __forceinline__ float exponentials(const float* logits, int num_experts, float* scratch,
+                                              float (&values)[per_lane]) {
+  const int lane = threadIdx.x % warp_size;
+  const float minus_infinity = __uint_as_float(0xff800000u);
+#pragma unroll
+  for (int i = 0; i < per_lane; i++) {
+    const int id = i * warp_size + lane;
+    values[i] = id < num_experts ? __ldcg(logits + id) : minus_infinity;
+  }
+  float largest = values[0];
+#pragma unroll
+  for (int i = 1; i < per_lane; i++) largest = fmaxf(largest, values[i]);
+  largest = max_in_warp(largest);
+#pragma unroll
+  for (int i = 0; i < per_lane; i++) {
+    const int id = i * warp_size + lane;
+    values[i] = id < num_experts ? exact_exp(values[i] - largest) : 0.0f;
+    scratch[id] = values[i];
+  }
+  __syncwarp();
+  float p = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 2 * per_lane; i++) p = p + scratch[i * 16 + lane % 16];
+  return sum_of_sixteen_lanes(p, 1);
+}
+
+// Experts in the order of (probability descending, id ascending) as numbers that descend; 0 is none. NaN
+// comes first.
+__device__ __forceinline__ uint64_t expert_key(float probability, int id) {
+  return uint64_t((__float_as_uint(probability) & 0x7fffffffu) + 1) << 32 | uint32_t(~id);
+}
+
+__device__ __forceinline__ int key_id(uint64_t key) { return int(~uint32_t(key)); }
+__device__ __forceinline__ float key_probability(uint64_t key) {
+  return __uint_as_float(uint32_t(key >> 32) - 1);
+}
+
+// A number that at least `count` exponentials are not below, and low enough that whatever is below it has a
+// smaller probability than those, however the divisions round: their quotients differ by more than two units
+// in the last place, be they normal or, for sums of up to 2^10, subnormal.
+template <int per_lane>
+__device__ __forceinline__ float lower_bound(const float (&values)[per_lane], int count) {
+  static_assert(most_chosen <= 16, "two lanes share a value for each that is chosen");
+  float largest = values[0];
+#pragma unroll
+  for (int i = 1; i < per_lane; i++) largest = fmaxf(largest, values[i]);
+  // Of 16 or 8 groups of lanes, each has a value that is not below the smallest of the groups' largest.
+  largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, 16));
+  if (count <= 8) largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, 8));
+  const float bound = __uint_as_float(__reduce_min_sync(all_lanes, __float_as_uint(largest)));
+  return bound * (1.0f - 0x1p-21f) - 0x1p-138f;
+}
+
+// Lists the experts that may be among the chosen: their keys, in any order. Returns how many.
+template <int per_lane>
+__device__ __forceinline__ int list_candidates(const float (&values)[per_lane], float sum, int num_experts,
+                                               int num_chosen, uint64_t* keys) {
+  const int lane = threadIdx.x % warp_size;
+  const float bound = lower_bound(values, num_chosen);
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < per_lane; i++) {
+    const int id = i * warp_size + lane;
+    const bool is_candidate = id < num_experts && !(values[i] < bound);
+    const uint32_t lanes = __ballot_sync(all_lanes, is_candidate);
+    const int place = count + __popc(lanes & ((1u << lane) - 1));
+    if (is_candidate) keys[place] = uint64_t(__float_as_uint(values[i])) << 32 | uint32_t(id);
+    count += __popc(lanes);
+  }
+  __syncwarp();
+  for (int i = lane; i < count; i += warp_size) {
+    keys[i] = expert_key(__uint_as_float(uint32_t(keys[i] >> 32)) / sum, int(uint32_t(keys[i])));
+  }
+  __syncwarp();
+  return count;
+}
+
+template <int per_lane>
+constexpr int scratch_numbers = per_lane * warp_size + most_chosen;
+
+// `scratch` has room for scratch_numbers.
+template <int per_lane>
+__device__ __forceinline__ void choose_experts(const float* logits, int num_experts, uint64_t* scratch,
+                                               const Choice& out) {
+  const int lane = threadIdx.x % warp_size;
+  float values[per_lane];
+  const float sum = exponentials(logits, num_experts, reinterpret_cast<float*>(scratch), values);
+  __syncwarp();
+  const int num_candidates = list_candidates(values, sum, num_experts, out.count, scratch);
+  uint64_t* chosen = scratch + per_lane * warp_size;
+  for (int i = lane; i < num_candidates; i += warp_size) {
+    const uint64_t key = scratch[i];
+    int place = 0;  // how many keys are greater
+#pragma unroll 8
+    for (int j = 0; j < num_candidates; j++) place += scratch[j] > key;
+    if (place < out.count) chosen[place] = key;
+  }
+  __syncwarp();
+  const uint64_t key = lane < out.count ? chosen[lane] : 0;
+  const float probability = lane < out.count ? key_probability(key) : 0.0f;
+  const float total = sum_of_sixteen_lanes(probability, 1);
+  if (lane >= out.count) return;
+  out.ids[lane] = key_id(key);
+  out.weights[lane] = probability / (total < smallest_sum ? smallest_sum : total);
+}
+
+}  // namespace coldstream

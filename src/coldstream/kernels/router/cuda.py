@@ -1,0 +1,147 @@
+"""The router in CUDA C++: for few tokens products and choice in one launch, for many the choice alone."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from coldstream.kernels.cuda.program import CudaProgram
+
+MAX_TOKENS = 8  # of the single launch
+MAX_CHOSEN = 16
+EXPERTS_PER_LANE = (8, 16, 32)
+WARP_SIZE = 32
+THREADS = 512
+NUM_WARPS = THREADS // WARP_SIZE
+MAX_ROWS_PER_BLOCK = 8  # of the weight: fewer blocks meet sooner, and their weights are asked for early
+CHOOSE_THREADS = 256
+TOKENS_PER_BLOCK = CHOOSE_THREADS // WARP_SIZE  # of the choice alone
+ROW_PADDING = 16  # floats behind each row of the weight
+COLUMN_MULTIPLE = 128  # of the columns that a block holds at a time
+SHARED_BYTES = 97 * 1024  # less than a block has on every supported device
+
+PROGRAM = CudaProgram(
+    Path(__file__).with_name("router.cu"),
+    (
+        *(f"router_few<{aligned}, {n}>" for aligned in ("true", "false") for n in EXPERTS_PER_LANE),
+        *(f"router_choose<{n}>" for n in EXPERTS_PER_LANE),
+    ),
+)
+
+
+class _Shares(ctypes.Structure):
+    _fields_ = (
+        ("num_tokens", ctypes.c_int32),
+        ("num_rows", ctypes.c_int32),
+        ("chunk", ctypes.c_int32),
+    )
+
+
+class _Weights(ctypes.Structure):
+    _fields_ = (
+        ("experts", ctypes.c_void_p),
+        ("shared", ctypes.c_void_p),
+        ("num_experts", ctypes.c_int32),
+        ("cols", ctypes.c_int32),
+    )
+
+
+class _Results(ctypes.Structure):
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("shared_gate", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("count", ctypes.c_int32),
+    )
+
+
+def router_few_cuda(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    shared_weight: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    shared_gate: torch.Tensor | None,
+    logits: torch.Tensor,
+    arrivals: torch.Tensor,
+) -> None:
+    """Products, softmax, the K largest and their renormalisation, for up to 8 tokens.
+
+    x float32 [T, E], whose rows may be apart; weight float32 [experts, E] and the shared expert's gate
+    shared_weight [1, E], contiguous. Writes int32 topk_ids [T, K], float32 topk_weights [T, K] and
+    shared_gate [T, 1] (the product, without sigmoid). Workspace: logits float32 [T, experts]; arrivals
+    int32 [1], 0 at first and left 0. K ≤ 16, experts ≤ 1024. ValueError otherwise.
+    """
+    num_tokens, cols = x.shape
+    num_experts = weight.shape[0]
+    if num_tokens > MAX_TOKENS or (shared_weight is None) != (shared_gate is None) or x.stride(1) != 1:
+        raise ValueError(f"not a router's arguments: {num_tokens} tokens (at most {MAX_TOKENS})")
+    per_lane = _experts_per_lane(num_experts, topk_ids, topk_weights)
+    if num_tokens == 0:
+        return
+    addresses = x.data_ptr() | weight.data_ptr() | (0 if shared_weight is None else shared_weight.data_ptr())
+    aligned = addresses % 16 == 0 and (cols | x.stride(0)) % 4 == 0
+    shares, shared_bytes = _share_out(num_tokens, cols)
+    weights = _Weights(weight.data_ptr(), _address(shared_weight), num_experts, cols)
+    count = topk_ids.shape[1]
+    results = _Results(
+        logits.data_ptr(), _address(shared_gate), topk_ids.data_ptr(), topk_weights.data_ptr(), count
+    )
+    PROGRAM.kernel(f"router_few<{str(aligned).lower()}, {per_lane}>").launch(
+        (-(-(num_experts + 1) // shares.num_rows), 1, 1),
+        THREADS,
+        (x, x.stride(0), shares, weights, results, arrivals),
+        shared_bytes=max(shared_bytes, _scratch_bytes(num_tokens, per_lane)),
+        overlap=True,
+    )
+
+
+def router_choose_cuda(logits: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+    """`choose_experts_exact` for float32 logits [T, experts], whose rows may be apart.
+
+    Writes int32 topk_ids and float32 topk_weights, [T, K]. K ≤ 16, experts ≤ 1024. ValueError otherwise.
+    """
+    num_tokens, num_experts = logits.shape
+    per_lane = _experts_per_lane(num_experts, topk_ids, topk_weights)
+    args = (logits, logits.stride(0), num_tokens, num_experts, topk_ids, topk_weights, topk_ids.shape[1])
+    PROGRAM.kernel(f"router_choose<{per_lane}>").launch(
+        (-(-num_tokens // TOKENS_PER_BLOCK), 1, 1),
+        CHOOSE_THREADS,
+        args,
+        shared_bytes=_scratch_bytes(TOKENS_PER_BLOCK, per_lane),
+        overlap=True,
+    )
+
+
+def _experts_per_lane(num_experts: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> int:
+    """The smallest instance for so many experts."""
+    count = topk_ids.shape[1]
+    is_contiguous = topk_ids.is_contiguous() and topk_weights.is_contiguous()
+    if not 1 <= count <= min(MAX_CHOSEN, num_experts) or not is_contiguous:
+        raise ValueError(f"cannot choose {count} of {num_experts} experts (at most {MAX_CHOSEN})")
+    fitting = [n for n in EXPERTS_PER_LANE if n * WARP_SIZE >= num_experts]
+    if not fitting:
+        raise ValueError(
+            f"{num_experts} experts, but at most {EXPERTS_PER_LANE[-1] * WARP_SIZE} are supported"
+        )
+    return fitting[0]
+
+
+def _share_out(num_tokens: int, cols: int) -> tuple[_Shares, int]:
+    """What a block does, and the shared memory that it takes."""
+    # A warp takes one token and two rows.
+    weight_rows = min(MAX_ROWS_PER_BLOCK, NUM_WARPS // num_tokens * 2)
+    num_rows = weight_rows + num_tokens
+    most = (SHARED_BYTES // 4 - weight_rows * ROW_PADDING) // num_rows
+    chunk = min(most // COLUMN_MULTIPLE, -(-cols // COLUMN_MULTIPLE)) * COLUMN_MULTIPLE
+    return _Shares(num_tokens, weight_rows, chunk), 4 * (num_rows * chunk + weight_rows * ROW_PADDING)
+
+
+def _scratch_bytes(num_tokens: int, per_lane: int) -> int:
+    """For the choice: a number for each expert and each that is chosen."""
+    return 8 * num_tokens * (per_lane * WARP_SIZE + MAX_CHOSEN)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

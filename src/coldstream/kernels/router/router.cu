@@ -1,0 +1,148 @@
+// The router; see cuda.py for the launchers.
+#include "cuda/last_block.cuh"
+#include "router/choose.cuh"
+
+using namespace coldstream;
+
+constexpr int block_threads = 512;
+constexpr int choose_threads = 256;
+constexpr int row_padding = 16;       // floats, so that the halves of a warp read different banks
+constexpr int column_multiple = 128;  // columns are staged so many at a time, with zeros behind the last
+
+extern __shared__ float4 dynamic_shared[];
+
+struct Weights {
+  const float* experts;  // [num_experts, cols]
+  const float* shared;   // [cols] or null
+  int num_experts;
+  int cols;
+};
+
+struct Results {
+  float* logits;       // [tokens, num_experts], between the blocks
+  float* shared_gate;  // [tokens]
+  int* ids;            // [tokens, count]
+  float* weights;      // [tokens, count]
+  int count;
+};
+
+// Row r of the experts' and the shared one's weights; null past the end.
+__device__ __forceinline__ const float* weight_row(const Weights& w, int row) {
+  if (row < w.num_experts) return w.experts + int64_t(row) * w.cols;
+  return row == w.num_experts ? w.shared : nullptr;
+}
+
+// Starts copying columns begin … begin + size of a row to shared memory, by the whole block; size is a
+// multiple of 16 and columns past the end become 0.
+template <bool aligned>
+__device__ __forceinline__ void stage(float* shared, const float* row, int begin, int size, int cols) {
+  constexpr int width = aligned ? 4 : 1;
+  for (int i = threadIdx.x * width; i < size; i += block_threads * width) {
+    const bool exists = row && begin + i < cols;
+    if (!exists) {
+      for (int j = 0; j < width; j++) shared[i + j] = 0.0f;
+    } else if (aligned) {
+      copy_async_16(shared + i, row + begin + i);
+    } else {
+      shared[i] = row[begin + i];
+    }
+  }
+}
+
+// A lane's accumulator over `size` columns in shared memory, a multiple of 128. The next of its chain are
+// read while the last are added.
+__device__ __forceinline__ float accumulate(const float* weight, const float* x, int size, float p) {
+  constexpr int steps = column_multiple / 16;
+  float w[steps], v[steps], next_w[steps], next_v[steps];
+#pragma unroll
+  for (int j = 0; j < steps; j++) w[j] = weight[j * 16], v[j] = x[j * 16];
+  for (int i = column_multiple; i <= size; i += column_multiple) {
+    const int ahead = i < size ? i : 0;
+#pragma unroll
+    for (int j = 0; j < steps; j++) next_w[j] = weight[ahead + j * 16], next_v[j] = x[ahead + j * 16];
+#pragma unroll
+    for (int j = 0; j < steps; j++) p = __fmaf_rn(v[j], w[j], p);
+#pragma unroll
+    for (int j = 0; j < steps; j++) w[j] = next_w[j], v[j] = next_v[j];
+  }
+  return p;
+}
+
+// How a block shares out its work: each warp multiplies one token with two rows of the weight, half a warp
+// each.
+struct Shares {
+  int num_tokens;
+  int num_rows;  // of the weight, for each block; even, and num_tokens · num_rows ≤ 2 · warps
+  int chunk;     // columns at a time
+
+  __device__ __forceinline__ int token() const { return threadIdx.x / warp_size % num_tokens; }
+  __device__ __forceinline__ int row() const {  // within the block
+    return threadIdx.x / warp_size / num_tokens * 2 + threadIdx.x % warp_size / 16;
+  }
+};
+
+// The products of the warp's token and rows, each in the lanes of its half.
+template <bool aligned>
+__device__ __forceinline__ float multiply(const float* x, int x_stride, const Shares& shares,
+                                          const Weights& weights) {
+  const int column = threadIdx.x % 16, chunk = shares.chunk;
+  float* shared_weights = reinterpret_cast<float*>(dynamic_shared);
+  float* shared_x = shared_weights + shares.num_rows * (chunk + row_padding);
+  float p = 0.0f;
+  for (int begin = 0; begin < weights.cols; begin += chunk) {
+    const int left = (weights.cols - begin + column_multiple - 1) / column_multiple * column_multiple;
+    const int size = min(chunk, left);
+    if (begin > 0) __syncthreads();
+    for (int r = 0; r < shares.num_rows; r++) {
+      const float* row = weight_row(weights, blockIdx.x * shares.num_rows + r);
+      stage<aligned>(shared_weights + r * (chunk + row_padding), row, begin, size, weights.cols);
+    }
+    if (begin == 0) wait_for_previous_grid();
+    for (int t = 0; t < shares.num_tokens; t++) {
+      stage<aligned>(shared_x + t * chunk, x + int64_t(t) * x_stride, begin, size, weights.cols);
+    }
+    commit_copies();
+    wait_for_copies<0>();
+    __syncthreads();
+    const float* weight = shared_weights + shares.row() * (chunk + row_padding) + column;
+    if (shares.row() < shares.num_rows) {
+      p = accumulate(weight, shared_x + shares.token() * chunk + column, size, p);
+    }
+  }
+  return sum_of_sixteen_lanes(p, 1);
+}
+
+// grid (ceil((num_experts + 1) / shares.num_rows)), up to 8 tokens: the products of each block's rows; then
+// the last block chooses.
+template <bool aligned, int per_lane>
+__global__ void __launch_bounds__(block_threads)
+    router_few(const float* x, int x_stride, Shares shares, Weights weights, Results out,
+               uint32_t* arrivals) {
+  release_next_grid();
+  const float product = multiply<aligned>(x, x_stride, shares, weights);
+  const int row = blockIdx.x * shares.num_rows + shares.row(), token = shares.token();
+  if (shares.row() < shares.num_rows && threadIdx.x % 16 == 0) {
+    if (row < weights.num_experts) out.logits[token * weights.num_experts + row] = product;
+    if (row == weights.num_experts && weights.shared) out.shared_gate[token] = product;
+  }
+  const int warp = threadIdx.x / warp_size;
+  if (!is_last_block(arrivals, gridDim.x) || warp >= shares.num_tokens) return;
+  uint64_t* scratch = reinterpret_cast<uint64_t*>(dynamic_shared) + warp * scratch_numbers<per_lane>;
+  choose_experts<per_lane>(out.logits + warp * weights.num_experts, weights.num_experts, scratch,
+                           {out.ids + warp * out.count, out.weights + warp * out.count, out.count});
+}
+
+// grid (ceil(tokens / 8)): the choice alone.
+template <int per_lane>
+__global__ void __launch_bounds__(choose_threads)
+    router_choose(const float* logits, int logits_stride, int num_tokens, int num_experts, int* ids,
+                  float* weights, int count) {
+  wait_for_previous_grid();
+  release_next_grid();
+  const int warp = threadIdx.x / warp_size;
+  const int64_t token = int64_t(blockIdx.x) * (choose_threads / warp_size) + warp;
+  if (token >= num_tokens) return;
+  uint64_t* scratch = reinterpret_cast<uint64_t*>(dynamic_shared) + warp * scratch_numbers<per_lane>;
+  choose_experts<per_lane>(logits + token * logits_stride, num_experts, scratch,
+                           {ids + token * count, weights + token * count, count});
+}

@@ -1,0 +1,1 @@
+"""Choosing the next token on the device."""

@@ -1,0 +1,133 @@
+"""The router on the GPU, in one launch and from given logits, against the exact reference."""
+
+import pytest
+import torch
+from cuda_row_cases import CUDA, ROW_COUNTS, check_compiles, random, rows_apart
+from triton_interpreter import Guarded, assert_same_bits
+
+from coldstream.kernels.arithmetic.reference import dot_lanes
+from coldstream.kernels.router.cuda import PROGRAM, router_choose_cuda, router_few_cuda
+from coldstream.kernels.router.reference import choose_experts_exact
+
+
+def test_kernels_compile() -> None:
+    check_compiles(PROGRAM)
+
+
+def check_router(tokens: int, experts: int, cols: int, ranks: int, gap: int = 0, *, times: int = 2) -> None:
+    x, weight = random(tokens, tokens, cols), random(experts, experts, cols, scale=cols**-0.5)
+    if experts > 4:
+        weight[experts // 2] = weight[1]  # equal logits: the lower id comes first
+    shared = random(7, 1, cols)
+    ids, weights = choose_experts_exact(dot_lanes(x, weight), ranks)
+    x_device = rows_apart(x, gap) if gap else x.to(CUDA)
+    weight_device, shared_device = weight.to(CUDA), shared.to(CUDA)
+    arrivals = torch.zeros(1, dtype=torch.int32, device=CUDA)
+    for _ in range(times):
+        outs = (
+            Guarded(tokens, ranks, dtype=torch.int32, device=CUDA),
+            Guarded(tokens, ranks, device=CUDA),
+            Guarded(tokens, 1, device=CUDA),
+            Guarded(tokens, experts, device=CUDA),
+        )
+        router_few_cuda(x_device, weight_device, shared_device, *(out.tensor for out in outs), arrivals)
+        for out, expected in zip(
+            outs, (ids, weights, dot_lanes(x, shared), dot_lanes(x, weight)), strict=True
+        ):
+            assert_same_bits(out.checked(), expected)
+        assert arrivals.item() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", range(1, 9))
+@pytest.mark.parametrize(("experts", "ranks"), [(256, 8), (512, 10)])
+def test_full_size_router(tokens: int, experts: int, ranks: int) -> None:
+    check_router(tokens, experts, 2048, ranks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("experts", "cols", "ranks"),
+    [
+        (1, 16, 1),
+        (2, 1, 2),
+        (7, 31, 3),
+        (32, 384, 4),
+        (63, 100, 16),
+        (300, 33, 16),
+        (1024, 48, 16),
+        (8, 5000, 2),
+    ],
+)
+@pytest.mark.parametrize("gap", [0, 1, 4])
+def test_router_of_any_shape(experts: int, cols: int, ranks: int, gap: int) -> None:
+    for tokens in (1, 5, 8):
+        check_router(tokens, experts, cols, ranks, gap)
+
+
+@pytest.mark.gpu
+def test_router_without_a_shared_expert() -> None:
+    x, weight = random(0, 3, 64), random(1, 40, 64)
+    ids, weights = choose_experts_exact(dot_lanes(x, weight), 4)
+    out_ids, out_weights = Guarded(3, 4, dtype=torch.int32, device=CUDA), Guarded(3, 4, device=CUDA)
+    logits, arrivals = torch.empty(3, 40, device=CUDA), torch.zeros(1, dtype=torch.int32, device=CUDA)
+    router_few_cuda(
+        x.to(CUDA), weight.to(CUDA), None, out_ids.tensor, out_weights.tensor, None, logits, arrivals
+    )
+    assert_same_bits(out_ids.checked(), ids)
+    assert_same_bits(out_weights.checked(), weights)
+
+
+def check_choice(logits: torch.Tensor, ranks: int, gap: int = 0) -> None:
+    ids, weights = choose_experts_exact(logits, ranks)
+    tokens = len(logits)
+    out_ids, out_weights = (
+        Guarded(tokens, ranks, dtype=torch.int32, device=CUDA),
+        Guarded(tokens, ranks, device=CUDA),
+    )
+    router_choose_cuda(rows_apart(logits, gap), out_ids.tensor, out_weights.tensor)
+    assert_same_bits(out_ids.checked(), ids)
+    assert_same_bits(out_weights.checked(), weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", ROW_COUNTS)
+@pytest.mark.parametrize(("experts", "ranks"), [(256, 8), (512, 16), (31, 1)])
+def test_choice_from_logits(tokens: int, experts: int, ranks: int) -> None:
+    check_choice(random(tokens, tokens, experts, scale=3), ranks, gap=1)
+
+
+@pytest.mark.gpu
+def test_choice_with_ties_and_extremes() -> None:
+    ties = torch.randint(-2, 3, (500, 256), generator=torch.Generator().manual_seed(0)).float()
+    check_choice(ties, 16)
+    check_choice(random(1, 500, 256, scale=200), 8)
+    check_choice(torch.zeros(3, 512), 8)
+
+
+@pytest.mark.gpu
+def test_probabilities_that_tie_though_their_exponentials_differ() -> None:
+    """The lowest id comes first also where only the division makes two experts equal."""
+    generator = torch.Generator().manual_seed(2)
+    steps = torch.randint(-40, 1, (2000, 256), generator=generator).float() * 2.0**-24
+    check_choice(steps, 16)
+    check_choice(steps - 80 * (torch.rand(2000, 256, generator=generator) < 0.95), 16)
+
+
+@pytest.mark.gpu
+def test_logits_that_are_not_finite_give_ids_of_experts() -> None:
+    logits = torch.full((2, 256), torch.nan, device=CUDA)
+    logits[1] = torch.inf
+    ids, weights = Guarded(2, 8, dtype=torch.int32, device=CUDA), Guarded(2, 8, device=CUDA)
+    router_choose_cuda(logits, ids.tensor, weights.tensor)
+    assert ids.checked().tolist() == [list(range(8))] * 2
+    assert weights.checked().isnan().all()
+
+
+@pytest.mark.gpu
+def test_more_than_it_can_do_is_refused() -> None:
+    ids, weights = torch.empty(1, 17, dtype=torch.int32, device=CUDA), torch.empty(1, 17, device=CUDA)
+    with pytest.raises(ValueError, match="17 of 256 experts"):
+        router_choose_cuda(torch.zeros(1, 256, device=CUDA), ids, weights)
+    with pytest.raises(ValueError, match="1025 experts"):
+        router_choose_cuda(torch.zeros(1, 1025, device=CUDA), ids[:, :1], weights[:, :1])
