@@ -1,0 +1,83 @@
+"""What the launchers of the gated DeltaNet's GPU kernels share: arguments, workspaces, checks."""
+
+from dataclasses import dataclass
+
+import torch
+
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.ops import DeltaNetWeights, Rows
+
+HEAD_SIZES, TAPS = (32, 64, 128), range(2, 9)
+
+
+@dataclass(frozen=True)
+class DeltaNetInputs:
+    """Projections of T rows, float32 with unit stride along the last dimension; rows may be apart.
+
+    qkv [T, C], z [T, NV·d] with every row on 16 bytes, alpha and beta [T, NV].
+    """
+
+    qkv: torch.Tensor
+    z: torch.Tensor
+    alpha: torch.Tensor
+    beta: torch.Tensor
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class PrefillWorkspace:
+    """Contiguous float32 and int32; spans are zero at first and left zero."""
+
+    keys: torch.Tensor  # [T, 2 · NK · d]
+    values: torch.Tensor  # [T, NV · d]
+    gates: torch.Tensor  # [T, NV, 2]
+    raw: torch.Tensor  # [T, NV · d]
+    spans: torch.Tensor  # int32 [slots, 2]
+
+
+def padded_width(width: int) -> int:
+    """Codes in a quantised row of `width` results: whole groups."""
+    return -(-width // GROUP_SIZE) * GROUP_SIZE
+
+
+def sizes(inputs: DeltaNetInputs, weights: DeltaNetWeights, state: torch.Tensor) -> tuple[int, int, int, int]:
+    """Rows, value heads, head size, taps."""
+    return inputs.qkv.shape[0], state.shape[1], state.shape[-1], weights.conv_taps.shape[-1]
+
+
+def check_arguments(
+    inputs: DeltaNetInputs,
+    weights: DeltaNetWeights,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    out: torch.Tensor | None,
+    quantized: QuantActivations | None,
+) -> None:
+    """ValueError if shapes or strides are not those of `Ops.gated_delta_net`, or no kernel has them."""
+    num_rows, num_heads, size, taps = sizes(inputs, weights, state)
+    if size not in HEAD_SIZES or taps not in TAPS:
+        raise ValueError(f"no kernel for heads of {size} and {taps} taps")
+    width, channels = num_heads * size, (2 * weights.num_key_heads + num_heads) * size
+    wanted = {
+        "qkv": (inputs.qkv, (num_rows, channels)),
+        "z": (inputs.z, (num_rows, width)),
+        "alpha": (inputs.alpha, (num_rows, num_heads)),
+        "beta": (inputs.beta, (num_rows, num_heads)),
+        "slots": (inputs.rows.slots, (num_rows,)),
+        "conv_taps": (weights.conv_taps, (channels, taps)),
+        "conv_state": (conv_state, (state.shape[0], taps - 1, channels)),
+        "state": (state, (state.shape[0], num_heads, size, size)),
+    }
+    if out is not None:
+        wanted["out"] = (out, (num_rows, width))
+    if quantized is not None:
+        wanted["codes"] = (quantized.q, (num_rows, padded_width(width)))
+    for name, (tensor, shape) in wanted.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must be {list(shape)}, not {list(tensor.shape)}")
+        if tensor.stride(-1) != 1 or (
+            name not in ("qkv", "z", "alpha", "beta") and not tensor.is_contiguous()
+        ):
+            raise ValueError(f"{name} has strides {tensor.stride()}")
+    if (inputs.z.stride(0) * 4 | inputs.z.data_ptr()) % 16:
+        raise ValueError("rows of z must start on 16 bytes")

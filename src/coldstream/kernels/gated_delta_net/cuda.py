@@ -1,0 +1,182 @@
+"""The gated DeltaNet in CUDA C++: one launch for a few rows a sequence, three for many; the same bits.
+
+Both walk the rows of a sequence in order with one and the same step. Head sizes 32, 64 and 128, 2 to 8 taps,
+and every key head read by some value head.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.gated_delta_net.arguments import (
+    HEAD_SIZES,
+    TAPS,
+    DeltaNetInputs,
+    PrefillWorkspace,
+    check_arguments,
+    padded_width,
+    sizes,
+)
+from coldstream.kernels.ops import DeltaNetWeights
+
+DECODE = CudaProgram(
+    Path(__file__).with_name("decode.cu"), [f"delta_decode<{d}, {taps}>" for d in HEAD_SIZES for taps in TAPS]
+)
+PREFILL = CudaProgram(
+    Path(__file__).with_name("prefill.cu"),
+    [
+        *(f"delta_prepare<{d}, {taps}>" for d in HEAD_SIZES for taps in TAPS),
+        *(f"{kernel}<{d}>" for kernel in ("delta_recurrence", "delta_output") for d in HEAD_SIZES),
+    ],
+)
+# As the kernels have them.
+COLUMNS_PER_BLOCK, THREADS = 32, 128
+BLOCKS_PER_GROUP = GROUP_SIZE // COLUMNS_PER_BLOCK
+TILE_ROWS = 16
+OUTPUT_WARPS = 8
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """raw float32 [T, NV·d]; arrivals int32 [`arrival_count`], zero at first and left zero."""
+
+    raw: torch.Tensor
+    arrivals: torch.Tensor
+
+
+def arrival_count(num_rows: int, num_key_heads: int, value_width: int) -> int:
+    """Entries of `DecodeWorkspace.arrivals` for up to `num_rows` rows; value_width is NV · d."""
+    return num_rows * (num_key_heads + padded_width(value_width) // GROUP_SIZE)
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("conv_taps", "a", "dt_bias", "norm", "key_head_ids")),
+        *((name, ctypes.c_int32) for name in ("num_key_heads", "num_value_heads")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qkv", "z", "alpha", "beta")),
+        *((name, ctypes.c_int32) for name in ("qkv_stride", "z_stride", "alpha_stride", "beta_stride")),
+        ("slots", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int32),
+    )
+
+
+class _States(ctypes.Structure):
+    _fields_ = (
+        ("conv_state", ctypes.c_void_p),
+        ("state", ctypes.c_void_p),
+        ("num_slots", ctypes.c_int32),
+    )
+
+
+class _Outputs(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("y", "q", "scales", "sums")),
+        ("padded", ctypes.c_int32),
+    )
+
+
+class _Pointers2(ctypes.Structure):
+    _fields_ = (("readers", ctypes.c_void_p), ("finished", ctypes.c_void_p))
+
+
+class _Workspace(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "values", "gates", "raw", "spans"))
+
+
+def delta_net_decode_cuda(
+    inputs: DeltaNetInputs,
+    weights: DeltaNetWeights,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    out: torch.Tensor | None,
+    quantized: QuantActivations | None,
+    workspace: DecodeWorkspace,
+) -> None:
+    """`Ops.gated_delta_net` for a few rows a sequence, of any number of sequences: one launch.
+
+    conv_state [slots, taps − 1, C] and state [slots, NV, d, d] are advanced. Writes contiguous float32 `out`
+    [T, NV·d] and `quantized` (see `empty_activations`), where given. Slots must lie within the states, and
+    nothing that may still be in flight may write them. ValueError if shapes disagree or are not supported.
+    """
+    arguments = _arguments(inputs, weights, conv_state, state, out, quantized)
+    num_rows, num_heads, size, taps = sizes(inputs, weights, state)
+    readers = num_rows * weights.num_key_heads
+    if workspace.arrivals.numel() < arrival_count(num_rows, weights.num_key_heads, num_heads * size):
+        raise ValueError(f"{workspace.arrivals.numel()} arrivals for {num_rows} rows")
+    arrivals = workspace.arrivals.data_ptr()
+    DECODE.kernel(f"delta_decode<{size}, {taps}>").launch(
+        (padded_width(num_heads * size) // GROUP_SIZE * BLOCKS_PER_GROUP, num_rows, 1),
+        THREADS,
+        (*arguments, workspace.raw, _Pointers2(arrivals, arrivals + 4 * readers)),
+        overlap=True,
+    )
+
+
+def delta_net_prefill_cuda(
+    inputs: DeltaNetInputs,
+    weights: DeltaNetWeights,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    out: torch.Tensor | None,
+    quantized: QuantActivations | None,
+    workspace: PrefillWorkspace,
+) -> None:
+    """As `delta_net_decode_cuda`, for many rows of a sequence: three launches."""
+    layer, rows, states, outputs = _arguments(inputs, weights, conv_state, state, out, quantized)
+    num_rows, num_heads, size, taps = sizes(inputs, weights, state)
+    work = _Workspace(*(tensor.data_ptr() for tensor in vars(workspace).values()))
+    PREFILL.kernel(f"delta_prepare<{size}, {taps}>").launch(
+        (-(-num_rows // TILE_ROWS), 2 * weights.num_key_heads + num_heads + 1, 1),
+        size,
+        (layer, rows, states, work),
+        overlap=True,
+    )
+    PREFILL.kernel(f"delta_recurrence<{size}>").launch(
+        (num_heads * size // COLUMNS_PER_BLOCK, state.shape[0], 1),
+        THREADS,
+        (layer, rows, states, work, taps),
+        overlap=True,
+    )
+    num_groups = padded_width(num_heads * size) // GROUP_SIZE
+    PREFILL.kernel(f"delta_output<{size}>").launch(
+        (-(-num_rows * num_groups // OUTPUT_WARPS), 1, 1),
+        OUTPUT_WARPS * 32,
+        (layer, rows, states, outputs, work),
+        overlap=True,
+    )
+
+
+def _arguments(
+    inputs: DeltaNetInputs,
+    weights: DeltaNetWeights,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    out: torch.Tensor | None,
+    quantized: QuantActivations | None,
+) -> tuple[_Layer, _Rows, _States, _Outputs]:
+    check_arguments(inputs, weights, conv_state, state, out, quantized)
+    w, i = weights, inputs
+    num_heads, size = state.shape[1], state.shape[-1]
+    tensors = (w.conv_taps, w.a, w.dt_bias, w.norm, w.key_head_ids)
+    layer = _Layer(*(tensor.data_ptr() for tensor in tensors), w.num_key_heads, num_heads, w.eps)
+    projections = (i.qkv, i.z, i.alpha, i.beta)
+    rows = _Rows(
+        *(tensor.data_ptr() for tensor in projections),
+        *(tensor.stride(0) for tensor in projections),
+        i.rows.slots.data_ptr(),
+        i.qkv.shape[0],
+    )
+    parts = (None, None, None) if quantized is None else (quantized.q, quantized.scales, quantized.sums)
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in (out, *parts))
+    outputs = _Outputs(*pointers, padded_width(num_heads * size))
+    return layer, rows, _States(conv_state.data_ptr(), state.data_ptr(), state.shape[0]), outputs

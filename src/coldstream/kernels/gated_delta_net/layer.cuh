@@ -1,0 +1,189 @@
+// What the kernels of the gated DeltaNet are given, and the parts of its arithmetic that are not the
+// recurrence. D is the head size (32, 64 or 128). Channels of qkv: NK query heads, NK key heads, NV value
+// heads of D each.
+#pragma once
+
+#include "cuda/quantize.cuh"
+
+namespace coldstream {
+
+constexpr int block_columns = 32;  // of a head's state, that one block advances
+
+struct DeltaLayer {
+  const float* conv_taps;       // [channels, taps], the last one for the current token
+  const float* a;               // [NV]
+  const float* dt_bias;         // [NV]
+  const float* norm;            // [D]
+  const int32_t* key_head_ids;  // [NV]
+  int num_key_heads, num_value_heads;
+  float eps;
+};
+
+struct DeltaRows {
+  const float *qkv, *z, *alpha, *beta;  // z starts on 16 bytes in every row
+  int qkv_stride, z_stride, alpha_stride, beta_stride;
+  const int32_t* slots;
+  int num_rows;
+};
+
+struct DeltaStates {
+  float* conv_state;  // [slots, taps − 1, channels]
+  float* state;       // [slots, NV, D, D], key dimension first
+  int num_slots;
+};
+
+// Rows of NV · D results; y or q may be null. `padded`: NV · D rounded up to 256.
+struct DeltaOutputs {
+  float* y;
+  int8_t* q;
+  float* scales;
+  int16_t* sums;
+  int padded;
+};
+
+__device__ __forceinline__ float exact_softplus(float x) {
+  const float t = exact_exp(-fabsf(x));
+  const float s = t / (2.0f + t);
+  const float z = s * s;
+  float r = 1.0f / 15.0f;
+  r = __fmaf_rn(r, z, 1.0f / 13.0f);
+  r = __fmaf_rn(r, z, 1.0f / 11.0f);
+  r = __fmaf_rn(r, z, 1.0f / 9.0f);
+  r = __fmaf_rn(r, z, 1.0f / 7.0f);
+  r = __fmaf_rn(r, z, 1.0f / 5.0f);
+  r = __fmaf_rn(r, z, 1.0f / 3.0f);
+  r = __fmaf_rn(r, z, 1.0f);
+  return (x > 0.0f ? x : 0.0f) + (2.0f * s) * r;
+}
+
+// decay and write strength of one token and head.
+__device__ __forceinline__ float2 open_gates(float alpha, float beta, float a, float dt_bias) {
+  return {exact_exp(a * exact_softplus(alpha + dt_bias)), exact_sigmoid(beta)};
+}
+
+// Σ x² of the D floats x by sixteen neighbouring lanes, in all of them.
+template <int D>
+__device__ __forceinline__ float head_sum_of_squares(const float* x) {
+  float p = 0.0f;
+#pragma unroll
+  for (int i = 0; i < D; i += 16) {
+    const float v = x[i + threadIdx.x % 16];
+    p = __fmaf_rn(v, v, p);
+  }
+  return sum_of_sixteen_lanes(p, 1);
+}
+
+// The raw inputs of one channel that precede row `row` of a batch, the oldest first. Those that are not rows
+// of the batch are the last ones of conv_state.
+template <int TAPS>
+__device__ __forceinline__ void load_history(const DeltaRows& rows, const DeltaStates& states, int row,
+                                             int channel, int num_channels, float (&history)[TAPS - 1]) {
+  const int slot = rows.slots[row];
+  int in_batch = 0;
+#pragma unroll
+  for (int j = 1; j < TAPS; j++) {
+    if (in_batch == j - 1 && row >= j && rows.slots[row - j] == slot) in_batch = j;
+  }
+  // What a row of no sequence (slot −1) computes is read by nobody.
+  const float* kept = states.conv_state + int64_t(max(slot, 0)) * (TAPS - 1) * num_channels + channel;
+#pragma unroll
+  for (int i = 0; i < TAPS - 1; i++) {
+    const int back = TAPS - 1 - i;  // rows back from `row`
+    history[i] = back <= in_batch ? rows.qkv[int64_t(row - back) * rows.qkv_stride + channel]
+                                  : kept[int64_t(i + in_batch) * num_channels];
+  }
+}
+
+// silu of the convolution at input x, which then joins the history.
+template <int TAPS>
+__device__ __forceinline__ float convolve(const float (&taps)[TAPS], float (&history)[TAPS - 1], float x) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < TAPS - 1; i++) sum = __fmaf_rn(taps[i], history[i], sum);
+  sum = __fmaf_rn(taps[TAPS - 1], x, sum);
+#pragma unroll
+  for (int i = 0; i < TAPS - 2; i++) history[i] = history[i + 1];
+  history[TAPS - 2] = x;
+  return exact_silu(sum);
+}
+
+// Eight neighbouring columns of a lane in a group of 256.
+struct Eight {
+  float4 low, high;
+};
+
+__device__ __forceinline__ Eight load_eight(const float* x) {
+  return {*reinterpret_cast<const float4*>(x), *(reinterpret_cast<const float4*>(x) + 1)};
+}
+
+// A lane's share of what a row's group of outputs is multiplied by: the norm's weights, and z, once opened
+// silu(z).
+struct OutputFactors {
+  Eight weight, gate;
+};
+
+template <int D>
+__device__ __forceinline__ OutputFactors load_factors(const DeltaLayer& layer, const float* z, int group) {
+  const int lane = threadIdx.x % warp_size, first = group * group_elements + 8 * lane;
+  OutputFactors factors = {load_eight(layer.norm + 8 * lane % D), {{0, 0, 0, 0}, {0, 0, 0, 0}}};
+  if (first < layer.num_value_heads * D) factors.gate = load_eight(z + first);
+  return factors;
+}
+
+__device__ __forceinline__ float4 silu_four(float4 x) {
+  return {exact_silu(x.x), exact_silu(x.y), exact_silu(x.z), exact_silu(x.w)};
+}
+
+__device__ __forceinline__ void open_factors(OutputFactors& factors) {
+  factors.gate = {silu_four(factors.gate.low), silu_four(factors.gate.high)};
+}
+
+__device__ __forceinline__ float4 finish_four(float4 x, float scale, float4 weight, float4 gate) {
+  return {x.x * scale * weight.x * gate.x, x.y * scale * weight.y * gate.y, x.z * scale * weight.z * gate.z,
+          x.w * scale * weight.w * gate.w};
+}
+
+// The end of one row's group of 256 columns by a warp: RMS norm of each head of `raw` (256 floats in shared
+// memory, zeros behind the last column) times the opened factors.
+template <int D>
+__device__ __forceinline__ void finish_group(const float* raw, const OutputFactors& factors,
+                                             const DeltaLayer& layer, int row, int group,
+                                             const DeltaOutputs& out) {
+  const int lane = threadIdx.x % warp_size, size = layer.num_value_heads * D;
+  const int first = group * group_elements + 8 * lane;
+  const int head = 8 * lane / D;  // of the lane's columns, within the group
+  float scale = 0.0f;
+#pragma unroll
+  for (int pair = 0; pair < 128 / D; pair++) {  // half a warp a head
+    const float sum = head_sum_of_squares<D>(raw + (2 * pair + lane / 16) * D);
+    const float found = inverse_sqrt(sum / float(D) + layer.eps);
+    const float other = __shfl_sync(all_lanes, found, head % 2 * 16);
+    if (head / 2 == pair) scale = other;
+  }
+  const Eight x = load_eight(raw + 8 * lane);
+  const float4 low = finish_four(x.low, scale, factors.weight.low, factors.gate.low);
+  const float4 high = finish_four(x.high, scale, factors.weight.high, factors.gate.high);
+  if (out.y && first < size) {
+    float4* to = reinterpret_cast<float4*>(out.y + int64_t(row) * size + first);
+    to[0] = low;
+    to[1] = high;
+  }
+  if (!out.q) return;
+  const float y[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  store_group(quantize_group(y), quant_row(out.q, out.scales, out.sums, row, out.padded), group);
+}
+
+// Brings a row's group of raw outputs, written by other blocks, into `raw` by a warp.
+__device__ __forceinline__ void fetch_group(const float* row, int group, int size, float* raw) {
+  const int lane = threadIdx.x % warp_size, first = group * group_elements + 8 * lane;
+  float4 low = {0, 0, 0, 0}, high = {0, 0, 0, 0};
+  if (first < size) {
+    low = __ldcg(reinterpret_cast<const float4*>(row + first));
+    high = __ldcg(reinterpret_cast<const float4*>(row + first) + 1);
+  }
+  reinterpret_cast<float4*>(raw)[2 * lane] = low;
+  reinterpret_cast<float4*>(raw)[2 * lane + 1] = high;
+  __syncwarp();
+}
+
+}  // namespace coldstream

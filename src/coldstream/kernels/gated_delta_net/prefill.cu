@@ -1,0 +1,334 @@
+// The gated DeltaNet of many rows in three launches: convolution, norms and gates of all tokens at once; the
+// recurrence, a block for 32 columns of one head of one sequence; the norm and gate of all outputs at once.
+#include "gated_delta_net/delta_rule.cuh"
+#include "gated_delta_net/layer.cuh"
+
+using namespace coldstream;
+
+constexpr int tile_rows = 16;  // of the first launch
+constexpr int stage_rows = 8;  // of the recurrence, that are copied together
+constexpr int num_stages = 4;
+constexpr int output_warps = 8;  // of the last launch
+
+// Between the launches.
+struct DeltaWorkspace {
+  float*
+      keys;  // [rows, 2 · NK, D]: query and key heads, normalised, each by chains: i at i % 4 · D / 4 + i / 4
+  float* values;  // [rows, NV, D]
+  float2* gates;  // [rows, NV]: decay and write strength
+  float* raw;     // [rows, NV · D]: outputs before the norm
+  int2* spans;  // [slots]: the first row of the slot's sequence and the one behind its last; all zero between
+                // calls
+};
+
+__device__ __forceinline__ bool is_first_row(const DeltaRows& rows, int row) {
+  return row == 0 || rows.slots[row - 1] != rows.slots[row];
+}
+
+__device__ __forceinline__ bool is_last_row(const DeltaRows& rows, int row) {
+  return row == rows.num_rows - 1 || rows.slots[row + 1] != rows.slots[row];
+}
+
+// Rows first … end − 1: gates of all heads, and where sequences begin and end.
+__device__ __forceinline__ void prepare_gates(const DeltaLayer& layer, const DeltaRows& rows,
+                                              DeltaWorkspace work, int first, int end) {
+  for (int i = threadIdx.x; i < (end - first) * layer.num_value_heads; i += blockDim.x) {
+    const int64_t row = first + i / layer.num_value_heads;
+    const int head = i % layer.num_value_heads;
+    work.gates[row * layer.num_value_heads + head] =
+        open_gates(rows.alpha[row * rows.alpha_stride + head], rows.beta[row * rows.beta_stride + head],
+                   layer.a[head], layer.dt_bias[head]);
+  }
+  for (int row = first + threadIdx.x; row < end; row += blockDim.x) {
+    if (rows.slots[row] < 0) continue;  // a row of no sequence
+    int2* span = work.spans + rows.slots[row];
+    if (is_first_row(rows, row)) span->x = row;
+    if (is_last_row(rows, row)) span->y = row + 1;
+  }
+}
+
+// The convolution of one channel over a tile, into x.
+template <int TAPS>
+__device__ __forceinline__ void convolve_tile(const DeltaRows& rows, const DeltaStates& states, int first,
+                                              int end, int channel, int num_channels,
+                                              const float (&taps)[TAPS], float (&x)[tile_rows]) {
+  float history[TAPS - 1];
+#pragma unroll
+  for (int t = 0; t < tile_rows; t++) {
+    if (first + t < end) x[t] = rows.qkv[int64_t(first + t) * rows.qkv_stride + channel];
+  }
+  load_history<TAPS>(rows, states, first, channel, num_channels, history);
+  const bool is_one_sequence = rows.slots[first] == rows.slots[end - 1];
+#pragma unroll
+  for (int t = 0; t < tile_rows; t++) {
+    const int row = first + t;
+    if (row >= end) break;
+    if (t > 0 && !is_one_sequence && is_first_row(rows, row)) {
+      load_history<TAPS>(rows, states, row, channel, num_channels, history);
+    }
+    x[t] = convolve<TAPS>(taps, history, x[t]);
+  }
+}
+
+// Normalises a tile of one query or key head; the thread has number threadIdx.x of D.
+template <int D>
+__device__ __forceinline__ void norm_tile(const float (&x)[tile_rows], float eps, float factor, int num_rows,
+                                          float* out, int64_t row_stride) {
+  __shared__ float tile[tile_rows][D];
+  __shared__ float scales[tile_rows];
+#pragma unroll
+  for (int t = 0; t < tile_rows; t++) tile[t][threadIdx.x] = t < num_rows ? x[t] : 0.0f;
+  __syncthreads();
+  for (int t = threadIdx.x / 16; t < tile_rows; t += D / 16) {
+    const float sum = head_sum_of_squares<D>(tile[t]);
+    if (threadIdx.x % 16 == 0) scales[t] = inverse_sqrt(sum + eps);
+  }
+  __syncthreads();
+  const int place = threadIdx.x % num_chains * chain_keys<D> + threadIdx.x / num_chains;
+#pragma unroll
+  for (int t = 0; t < tile_rows; t++) {
+    if (t < num_rows) out[t * row_stride + place] = x[t] * scales[t] * factor;
+  }
+}
+
+// grid (row tiles, 2 · NK + NV + 1), D threads: a head of channels a block, and the gates.
+template <int D, int TAPS>
+__global__ void __launch_bounds__(D)
+    delta_prepare(DeltaLayer layer, DeltaRows rows, DeltaStates states, DeltaWorkspace work) {
+  const int num_key_heads = layer.num_key_heads, num_value_heads = layer.num_value_heads;
+  const int num_heads = 2 * num_key_heads + num_value_heads, head = blockIdx.y;
+  const int channel = head * D + threadIdx.x;
+  float taps[TAPS];
+  if (head < num_heads) {
+#pragma unroll
+    for (int i = 0; i < TAPS; i++) taps[i] = layer.conv_taps[int64_t(channel) * TAPS + i];
+  }
+  wait_for_previous_grid();
+  release_next_grid();
+  const int first = blockIdx.x * tile_rows, end = min(first + tile_rows, rows.num_rows);
+  if (head == num_heads) return prepare_gates(layer, rows, work, first, end);
+  float x[tile_rows];
+  convolve_tile<TAPS>(rows, states, first, end, channel, num_heads * D, taps, x);
+  if (head < 2 * num_key_heads) {
+    const float factor = head < num_key_heads ? inverse_sqrt(float(D)) : 1.0f;
+    const int64_t stride = 2 * num_key_heads * D;
+    norm_tile<D>(x, layer.eps, factor, end - first, work.keys + first * stride + head * D, stride);
+    return;
+  }
+  float* out = work.values + (int64_t(first) * num_value_heads + head - 2 * num_key_heads) * D + threadIdx.x;
+#pragma unroll
+  for (int t = 0; t < tile_rows; t++) {
+    if (first + t < end) out[int64_t(t) * num_value_heads * D] = x[t];
+  }
+}
+
+// One token in shared memory.
+template <int D>
+struct Token {
+  alignas(16) float q[vector_floats<D>];
+  alignas(16) float k[vector_floats<D>];
+  alignas(16) float v[block_columns];
+  float2 gates, unused;  // whole 16 bytes
+};
+
+// A ring of tokens, filled stage by stage.
+template <int D>
+struct Tokens {
+  Token<D> ring[num_stages * stage_rows];
+
+  __device__ const Token<D>& at(int t) const { return ring[t % (num_stages * stage_rows)]; }
+};
+
+// Where the block's vectors of its sequence's token 0 lie in the workspace.
+struct Sources {
+  const float *q, *k, *v;
+  const float2* gates;
+  int64_t key_stride, value_stride, gate_stride;
+};
+
+__device__ __forceinline__ void copy_async_8(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global)
+               : "memory");
+}
+
+// Asks for the tokens of stage `stage` of a sequence of `count`, and closes the group of copies. A thread
+// copies the same 16 bytes of query or key of every few tokens, then perhaps a piece of the values or the
+// gates.
+template <int D>
+__device__ __forceinline__ void copy_stage(Tokens<D>& tokens, const Sources& from, int stage, int count) {
+  constexpr int pieces = D / 2, tokens_at_once = delta_threads / pieces, column_pieces = block_columns / 4;
+  const int part = threadIdx.x % (D / 4) * 4, first = stage * stage_rows, left = count - first;
+  const bool is_query = threadIdx.x % pieces < D / 4;
+  const int place = part / chain_keys<D> * chain_floats<D> + part % chain_keys<D>;
+  const float* source = (is_query ? from.q : from.k) + part + first * from.key_stride;
+  Token<D>* stage_tokens = tokens.ring + stage % num_stages * stage_rows;
+#pragma unroll
+  for (int i = 0; i < stage_rows; i += tokens_at_once) {
+    const int t = i + threadIdx.x / pieces;
+    Token<D>& to = stage_tokens[t];
+    if (t < left) copy_async_16((is_query ? to.q : to.k) + place, source + t * from.key_stride);
+  }
+  static_assert(stage_rows * (column_pieces + 1) <= delta_threads, "one piece a thread");
+  const int t = threadIdx.x % stage_rows, piece = threadIdx.x / stage_rows;
+  if (t < left && piece < column_pieces) {
+    copy_async_16(stage_tokens[t].v + piece * 4, from.v + (first + t) * from.value_stride + piece * 4);
+  } else if (t < left && piece == column_pieces) {
+    copy_async_8(&stage_tokens[t].gates, from.gates + (first + t) * from.gate_stride);
+  }
+  commit_copies();
+}
+
+// Entries of a query that are read with the token before: as many as the registers of four blocks on a
+// multiprocessor hold.
+template <int D>
+constexpr int queries_ahead = 8;
+
+// Between two tokens of a walk. A lone warp waits for whatever is not ready, so that everything is asked for
+// early: vectors are read a token ahead, and a token's output is summed while the next token is under way.
+template <int D>
+struct Walk {
+  float state[chain_keys<D>];
+  float q[chain_keys<D>];                       // of the token
+  float change;                                 // that it makes
+  float next_decay, next_value, next_strength;  // of the token after it
+  float last_output;                            // chain of the one before it
+};
+
+// What step t takes from shared memory, but for the keys.
+template <int D>
+__device__ __forceinline__ void read_ahead(const Tokens<D>& tokens, int t, Walk<D>& walk) {
+#pragma unroll
+  for (int m = 0; m < queries_ahead<D>; m += 4) load_four<D>(tokens.at(t).q, m, walk.q);
+  const Token<D>& next = tokens.at(t + 1);
+  walk.next_value = next.v[own_column()];
+  walk.next_decay = next.gates.x;
+  walk.next_strength = next.gates.y;
+}
+
+// Stores an output, summed from its chains, at `out`, the thread's column of its row.
+__device__ __forceinline__ void store_output(float chain, float* out) {
+  const float sum = sum_of_chains(chain);
+  if (own_chain() == 0) *out = sum;
+}
+
+// Token t, the prediction of token t + 1 by next_k, and the output of token t − 1 at `out`. k, its own key,
+// makes room for that of token t + 2. What is read past the end of the sequence is not used.
+template <int D>
+__device__ __forceinline__ void advance(Walk<D>& walk, float (&k)[chain_keys<D>],
+                                        const float (&next_k)[chain_keys<D>], const Tokens<D>& tokens, int t,
+                                        float* out) {
+  if (t > 0) store_output(walk.last_output, out);
+  float prediction;
+  walk.last_output =
+      update_and_predict<D, queries_ahead<D>>(walk.state, k, walk.q, tokens.at(t).q, walk.change, next_k,
+                                              walk.next_decay, tokens.at(t + 2).k, prediction);
+  const float strength = walk.next_strength, value = walk.next_value;
+  read_ahead<D>(tokens, t + 1, walk);
+  walk.change = strength * (value - sum_of_chains(prediction));
+}
+
+// All tokens of a sequence over the block's columns; `out` is the thread's column of token 0.
+template <int D>
+__device__ __forceinline__ void walk_tokens(Walk<D>& walk, Tokens<D>& tokens, const Sources& from, int count,
+                                            float* out, int64_t out_stride) {
+#pragma unroll
+  for (int stage = 0; stage < num_stages - 1; stage++) copy_stage<D>(tokens, from, stage, count);
+  float even_k[chain_keys<D>], odd_k[chain_keys<D>];
+  const int last = count - 1;
+  out -= out_stride;  // the first store is that of token 0, during token 1
+  for (int first = 0; first < count; first += stage_rows) {
+    wait_for_copies<num_stages - 3>();  // this stage and the next, which its last tokens look into
+    __syncthreads();
+    copy_stage<D>(tokens, from, first / stage_rows + num_stages - 1, count);
+    if (first == 0) {
+      const Token<D>& token = tokens.at(0);
+      load_chain<D>(token.k, even_k);
+      load_chain<D>(tokens.at(1).k, odd_k);
+      read_ahead<D>(tokens, 0, walk);
+      const float predicted = sum_of_chains(predict<D>(walk.state, token.k, token.gates.x));
+      walk.change = token.gates.y * (token.v[own_column()] - predicted);
+    }
+    for (int t = first; t < min(first + stage_rows, last); t += 2) {
+      advance<D>(walk, even_k, odd_k, tokens, t, out);
+      out += out_stride;
+      if (t + 1 == last) break;
+      advance<D>(walk, odd_k, even_k, tokens, t + 1, out);
+      out += out_stride;
+    }
+  }
+  if (last > 0) store_output(walk.last_output, out);
+  const Token<D>& token = tokens.at(last);
+  store_output(update<D>(walk.state, token.k, token.q, walk.change), out + out_stride);
+}
+
+// The block's share of the last taps − 1 raw inputs of its sequence: of its value head, and of the query and
+// key head of the same number.
+__device__ __forceinline__ void keep_inputs(const DeltaLayer& layer, const DeltaRows& rows,
+                                            const DeltaStates& states, int slot, int2 span, int head_size,
+                                            int head, int column, int num_taps) {
+  const int kind = threadIdx.x / warp_size;  // value, query, key, none
+  if (kind > 2 || (kind > 0 && head >= layer.num_key_heads)) return;
+  const int num_channels = (2 * layer.num_key_heads + layer.num_value_heads) * head_size;
+  const int first_head = kind == 0 ? 2 * layer.num_key_heads : (kind - 1) * layer.num_key_heads;
+  const int channel = (first_head + head) * head_size + column + threadIdx.x % warp_size;
+  float* kept = states.conv_state + int64_t(slot) * (num_taps - 1) * num_channels + channel;
+  const int num_rows = span.y - span.x;
+  for (int i = 0; i < num_taps - 1; i++) {
+    const int back = num_taps - 1 - i;  // rows back from the end
+    kept[i * num_channels] = back <= num_rows ? rows.qkv[int64_t(span.y - back) * rows.qkv_stride + channel]
+                                              : kept[(i + num_rows) * num_channels];
+  }
+}
+
+// grid (NV · D / 32, slots), 128 threads.
+template <int D>
+__global__ void __launch_bounds__(delta_threads, 4)
+    delta_recurrence(DeltaLayer layer, DeltaRows rows, DeltaStates states, DeltaWorkspace work,
+                     int num_taps) {
+  __shared__ Tokens<D> tokens;
+  constexpr int blocks_per_head = D / block_columns;
+  const int head = blockIdx.x / blocks_per_head, column = blockIdx.x % blocks_per_head * block_columns;
+  const int key_head = layer.key_head_ids[head], slot = blockIdx.y, size = layer.num_value_heads * D;
+  wait_for_previous_grid();
+  release_next_grid();
+  const int2 span = work.spans[slot];
+  if (span.y == 0) return;
+  const int64_t first = span.x, key_stride = 2 * layer.num_key_heads * D;
+  const float* q = work.keys + first * key_stride + key_head * D;
+  const Sources from{q,
+                     q + layer.num_key_heads * D,
+                     work.values + first * size + head * D + column,
+                     work.gates + first * layer.num_value_heads + head,
+                     key_stride,
+                     size,
+                     layer.num_value_heads};
+  float* block_state = states.state + (int64_t(slot) * layer.num_value_heads + head) * D * D + column;
+  Walk<D> walk;
+  load_state<D>(block_state, walk.state);
+  keep_inputs(layer, rows, states, slot, span, D, head, column, num_taps);
+  float* out = work.raw + first * size + head * D + column + own_column();
+  walk_tokens<D>(walk, tokens, from, span.y - span.x, out, size);
+  store_state<D>(block_state, walk.state);
+}
+
+// grid (rows · groups / 8), 256 threads: a group of 256 output columns a warp.
+template <int D>
+__global__ void __launch_bounds__(output_warps* warp_size)
+    delta_output(DeltaLayer layer, DeltaRows rows, DeltaStates states, DeltaOutputs out,
+                 DeltaWorkspace work) {
+  __shared__ alignas(16) float scratch[output_warps][group_elements];
+  wait_for_previous_grid();
+  release_next_grid();
+  if (blockIdx.x == 0) {
+    for (int slot = threadIdx.x; slot < states.num_slots; slot += blockDim.x) work.spans[slot] = {0, 0};
+  }
+  const int num_groups = out.padded / group_elements, warp = threadIdx.x / warp_size;
+  const int64_t item = int64_t(blockIdx.x) * output_warps + warp;
+  const int row = item / num_groups, group = item % num_groups;
+  if (row >= rows.num_rows) return;
+  OutputFactors factors = load_factors<D>(layer, rows.z + int64_t(row) * rows.z_stride, group);
+  open_factors(factors);
+  fetch_group(work.raw + int64_t(row) * layer.num_value_heads * D, group, layer.num_value_heads * D,
+              scratch[warp]);
+  finish_group<D>(scratch[warp], factors, layer, row, group, out);
+}
