@@ -32,7 +32,7 @@ def test_shapes_and_bytes() -> None:
     assert second.k.dtype == torch.float16
     assert first.state.dtype == first.conv_state.dtype == torch.float32
     assert cache.num_bytes == 5 * (2 * 100 * 2 * 8 * 2 + 2 * (3 * 24 + 3 * 4 * 4) * 4)
-    assert ModelCache(Shape(), ReferenceOps(), 5, 100, "float32").layers[1].k.dtype == torch.float32
+    assert ModelCache(Shape(), ReferenceOps(), 5, 100, "f32").layers[1].k.dtype == torch.float32
 
 
 def test_every_tensor_is_its_own() -> None:

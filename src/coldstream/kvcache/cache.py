@@ -7,6 +7,7 @@ recurrent states cannot, and say only what the sequence is now.
 from dataclasses import dataclass
 from typing import Protocol
 
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.ops import Array, Ops
 
 
@@ -31,7 +32,7 @@ class CacheShape(Protocol):
 
 @dataclass(frozen=True)
 class AttentionState:
-    """Keys, after norm and rotation, and values, [slots, positions, G, D] each."""
+    """Keys, after norm and rotation, and values, [slots, positions, G, row] each; see `CacheLayout`."""
 
     k: Array
     v: Array
@@ -51,6 +52,8 @@ LayerState = AttentionState | DeltaNetState
 class ModelCache:
     """The states of all layers for `num_slots` sequences of up to `context_length` positions.
 
+    kv_type is the name of a `CacheLayout`.
+
     layers[i] belongs to layer i of the trunk. Memory of keys and values is taken from the system when a
     position is first written, not before.
     """
@@ -63,18 +66,20 @@ class ModelCache:
         ops: Ops,
         num_slots: int,
         context_length: int,
-        kv_dtype: str = "float16",
+        kv_type: str = "f16",
     ) -> None:
         if num_slots < 1 or context_length < 1:
             raise ValueError(f"a cache of {num_slots} slots and {context_length} positions can hold nothing")
         self.num_slots = num_slots
         self.context_length = context_length
-        self.layers = tuple(self._layer_state(shape, ops, kind, kv_dtype) for kind in shape.layer_kinds)
+        self.layers = tuple(self._layer_state(shape, ops, kind, kv_type) for kind in shape.layer_kinds)
 
-    def _layer_state(self, shape: CacheShape, ops: Ops, kind: str, kv_dtype: str) -> LayerState:
+    def _layer_state(self, shape: CacheShape, ops: Ops, kind: str, kv_type: str) -> LayerState:
         if kind == "attention":
-            kv_shape = (self.num_slots, self.context_length, shape.num_kv_heads, shape.head_dim)
-            return AttentionState(ops.zeros(kv_shape, kv_dtype), ops.zeros(kv_shape, kv_dtype))
+            layout = CACHE_LAYOUTS[kv_type]
+            row = layout.row_elements(shape.head_dim)
+            kv_shape = (self.num_slots, self.context_length, shape.num_kv_heads, row)
+            return AttentionState(ops.zeros(kv_shape, layout.element), ops.zeros(kv_shape, layout.element))
         size = shape.ssm_state_size
         return DeltaNetState(
             ops.zeros((self.num_slots, shape.conv_kernel - 1, shape.conv_dim), "float32"),

@@ -1,8 +1,19 @@
 """The attention of `reference.py` to the last bit, as docs/arithmetic.md has it."""
 
+from collections.abc import Iterator
+
 import torch
 
-from coldstream.kernels.arithmetic.reference import constant, exp, fma, inverse_sqrt, sigmoid, sum_lanes
+from coldstream.kernels.arithmetic.reference import (
+    NUM_LANES,
+    constant,
+    exp,
+    fma,
+    inverse_sqrt,
+    sigmoid,
+    sum_lanes,
+)
+from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.dequantize.integer_blocks import grouped
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.rms_norm.reference import rms_norm_exact
@@ -25,32 +36,45 @@ def attention_exact(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     rows: Rows,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """See `Ops.attention`. Mutates k_cache and v_cache [slots, positions, G, D]."""
-    num_kv_heads, head_dim = k_cache.shape[-2:]
+    """See `reference.attention`. Mutates k_cache and v_cache [slots, positions, G, row]."""
+    num_kv_heads = k_cache.shape[-2]
+    head_dim = key.shape[-1] // num_kv_heads
+    cache_type = CacheType.of(k_cache, head_dim)
     query, gate = grouped(query_gate, -1, 2, head_dim).unbind(-2)  # [T, H, D] each
     query = rotate_exact(rms_norm_exact(query, q_norm, eps), angles) * inverse_sqrt(constant(head_dim))
     key = rotate_exact(rms_norm_exact(grouped(key, num_kv_heads, head_dim), k_norm, eps), angles)
     where = (rows.slots.long(), rows.positions.long())
-    k_cache[where] = key.to(k_cache.dtype)
-    v_cache[where] = grouped(value, num_kv_heads, head_dim).to(v_cache.dtype)
+    k_cache[where] = cache_type.encode(key)
+    v_cache[where] = cache_type.encode(grouped(value, num_kv_heads, head_dim))
     group_size = query.shape[1] // num_kv_heads
     outputs = [query[:0]]
     for q, slot, position in zip(query, rows.slots.tolist(), rows.positions.tolist(), strict=True):
+        first = first_position(position, window)
+        seen = slice(first, position + 1)
         keys, values = (
-            cache[slot, : position + 1].float().repeat_interleave(group_size, dim=1)
+            cache_type.decode(cache[slot, seen], head_dim).repeat_interleave(group_size, dim=1)
             for cache in (k_cache, v_cache)
         )
-        outputs.append(attend(q, keys, values).unsqueeze(0))
+        outputs.append(attend(q, keys, values, first).unsqueeze(0))
     return (torch.cat(outputs) * sigmoid(gate)).flatten(-2)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """One row [H, D] over keys and values [P, H, D]: chunks on their own, then merged in ascending order."""
-    maximum, denominator, numerator = attend_chunk(query, key[:CHUNK_SIZE], value[:CHUNK_SIZE])
-    for start in range(CHUNK_SIZE, key.shape[0], CHUNK_SIZE):
-        part = slice(start, start + CHUNK_SIZE)
-        chunk_maximum, chunk_denominator, chunk_numerator = attend_chunk(query, key[part], value[part])
+def first_position(position: int, window: int | None) -> int:
+    """The first position that a row at `position` attends to."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """One row [H, D] over keys and values [P, H, D] of the positions from `first`.
+
+    Chunks on their own, then merged in ascending order.
+    """
+    parts = list(grid_cells(first, first + key.shape[0], CHUNK_SIZE))
+    maximum, denominator, numerator = attend_chunk(query, key, value, first, parts[0])
+    for part in parts[1:]:
+        chunk_maximum, chunk_denominator, chunk_numerator = attend_chunk(query, key, value, first, part)
         next_maximum = torch.maximum(maximum, chunk_maximum)
         ours, theirs = exp(maximum - next_maximum), exp(chunk_maximum - next_maximum)
         denominator = fma(chunk_denominator, theirs, denominator * ours)
@@ -59,23 +83,33 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
     return numerator * (1 / denominator).unsqueeze(-1)
 
 
-def attend_chunk(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Partial:
+def grid_cells(first: int, end: int, size: int) -> Iterator[range]:
+    """The positions first … end − 1, cut at multiples of `size`."""
+    for start in range(first // size * size, end, size):
+        yield range(max(first, start), min(end, start + size))
+
+
+def attend_chunk(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int, positions: range
+) -> Partial:
     """The blocks of one chunk in ascending order, with a running maximum."""
     maximum = denominator = torch.empty(0)
     numerator = torch.zeros_like(query)
-    for start in range(0, key.shape[0], BLOCK_SIZE):
-        block = slice(start, start + BLOCK_SIZE)
+    for cell in grid_cells(positions.start, positions.stop, BLOCK_SIZE):
+        block = slice(cell.start - first, cell.stop - first)
         scores = score(query, key[block])  # [H, positions]
         block_maximum = scores.amax(dim=-1)
-        next_maximum = torch.maximum(maximum, block_maximum) if start else block_maximum
+        is_first = cell.start == positions.start
+        next_maximum = block_maximum if is_first else torch.maximum(maximum, block_maximum)
         weights = exp(scores - next_maximum.unsqueeze(-1))
-        total = sum_lanes(weights)
-        if start:
+        # Accumulators belong to places on the grid of positions: earlier places count as zeros.
+        total = sum_lanes(torch.nn.functional.pad(weights, (cell.start % NUM_LANES, 0)))
+        if is_first:
+            denominator = total
+        else:
             correction = exp(maximum - next_maximum)
             denominator = fma(denominator, correction, total)
             numerator = numerator * correction.unsqueeze(-1)
-        else:
-            denominator = total
         for weight, v in zip(weights.T, value[block], strict=True):
             numerator = fma(weight.unsqueeze(-1), v, numerator)
         maximum = next_maximum

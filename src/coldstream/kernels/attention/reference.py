@@ -2,11 +2,14 @@
 
 Per head: queries and keys are RMS-normed, then rotated; scores are scaled by 1/sqrt(D); query head h reads
 key/value head h div (H/G); the result is multiplied by the sigmoid of the gate that came with the query.
-The cache holds keys after norm and rotation, and values as they are.
+The cache holds keys after norm and rotation, and values as they are, in one of `cache_types.CACHE_TYPES`.
 """
+
+from collections.abc import Callable
 
 import torch
 
+from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.dequantize.integer_blocks import grouped
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.rms_norm.reference import rms_norm
@@ -25,31 +28,54 @@ def attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     rows: Rows,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """See `Ops.attention`. Differentiable; mutates k_cache and v_cache [slots, positions, G, D]."""
-    num_kv_heads, head_dim = k_cache.shape[-2:]
+    """See `Ops.attention`. Differentiable; mutates k_cache and v_cache [slots, positions, G, row].
+
+    With a window a row attends to the last `window` positions up to its own.
+    """
+    num_kv_heads = k_cache.shape[-2]
+    head_dim = key.shape[-1] // num_kv_heads
+    encode, decode = _codec(k_cache, head_dim)
     query, gate = grouped(query_gate, -1, 2, head_dim).unbind(-2)  # [T, H, D] each
     query = rotate(rms_norm(query, q_norm, eps), angles)
     key = rotate(rms_norm(grouped(key, num_kv_heads, head_dim), k_norm, eps), angles)
     where = (rows.slots.long(), rows.positions.long())
-    k_cache[where] = key.to(k_cache.dtype)
-    v_cache[where] = grouped(value, num_kv_heads, head_dim).to(v_cache.dtype)
+    k_cache[where] = encode(key)
+    v_cache[where] = encode(grouped(value, num_kv_heads, head_dim))
     outputs = [query[:0]]
     for slot, part in sequences(rows):
         positions = rows.positions[part]
         length = int(positions[-1]) + 1
-        outputs.append(attend(query[part], k_cache[slot, :length], v_cache[slot, :length], positions))
+        keys, values = (decode(cache[slot, :length]) for cache in (k_cache, v_cache))
+        outputs.append(attend(query[part], keys, values, positions, window))
     return (torch.cat(outputs) * torch.sigmoid(gate)).flatten(-2)
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Rows [L, H, D] at `positions` [L] of one sequence, over its keys and values [P, G, D]: [L, H, D]."""
     num_rows, num_heads, head_dim = query.shape
     query = query.reshape(num_rows, key.shape[-2], -1, head_dim)
     scores = torch.einsum("lgrd,pgd->grlp", query, key.to(query.dtype)) * head_dim**-0.5
-    is_later = torch.arange(key.shape[0]) > positions.unsqueeze(-1)  # [L, P]
-    weights = scores.masked_fill(is_later, -torch.inf).softmax(dim=-1)
+    distance = positions.unsqueeze(-1) - torch.arange(key.shape[0])  # [L, P]
+    is_outside = (distance < 0) | (distance >= (key.shape[0] if window is None else window))
+    weights = scores.masked_fill(is_outside, -torch.inf).softmax(dim=-1)
     output = torch.einsum("grlp,pgd->lgrd", weights, value.to(query.dtype))
     return output.reshape(num_rows, num_heads, head_dim)
+
+
+Codec = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]
+
+
+def _codec(cache: torch.Tensor, head_dim: int) -> Codec:
+    """From values to rows of the cache, and back to values."""
+    if cache.dtype == torch.uint8:
+        cache_type = CacheType.of(cache, head_dim)
+        return cache_type.encode, lambda rows: cache_type.decode(rows, head_dim)
+    return lambda values: values.to(cache.dtype), lambda rows: rows

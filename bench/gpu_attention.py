@@ -1,0 +1,202 @@
+"""Times attention on the GPU at the shape of Qwen3.6-35B-A3B: 16 query heads, 2 key/value heads of 256.
+
+    python bench/gpu_attention.py [--json]
+
+The ceilings come first: what a copy of device memory reaches, and float32 products at their listed rate. One
+layer at a time, in a captured graph over enough layers that no cache of theirs stays in L2; medians of
+replays. A decoded row reads the keys and values of its context once; a prefilled one computes 4 · D
+operations a head and position. Some cases say how much longer the Triton kernels take.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from coldstream.kernels.attention import triton as triton_kernels
+from coldstream.kernels.attention.cache_types import CACHE_TYPES
+from coldstream.kernels.attention.cuda import (
+    AttentionInputs,
+    AttentionKernels,
+    AttentionShape,
+    Caches,
+    DecodeWorkspace,
+    current_device,
+)
+from coldstream.kernels.ops import RopeSpec, Rows
+from coldstream.kernels.rope.reference import rope_angles
+
+HEADS, KV_HEADS, HEAD_DIM = 16, 2, 256
+ROPE = RopeSpec(64, 1e7)
+DECODE_CONTEXTS = (64, 256, 1024, 4096, 16384, 65536)
+PREFILL_TOKENS = (168, 512, 2048, 8192)
+TRITON_DECODE = (("f16", 1, 256), ("f16", 1, 16384))
+TRITON_PREFILL = (512,)
+PLANNED_POSITIONS = 65536
+FLOAT32_PEAK = 67e12  # an H200's, as listed
+CACHED_BYTES = 150e6  # more than twice what L2 holds
+REPLAYS = 15
+WARM_S = 0.25  # of work before a measurement: an idle GPU runs at a fraction of its clock
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written."""
+    source = torch.ones(1 << 29, device="cuda")
+    target = torch.empty_like(source)
+    seconds = replay_seconds([lambda: target.copy_(source)] * 4)
+    return 2 * source.nbytes / seconds
+
+
+def replay_seconds(calls: list[Callable[[], object]]) -> float:
+    """Seconds of one call, when the calls run one after the other in a captured graph."""
+    for call in calls:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    until = time.perf_counter() + WARM_S
+    while time.perf_counter() < until:
+        graph.replay()
+        torch.cuda.synchronize()
+    times = []
+    for _ in range(REPLAYS):
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return statistics.median(times) / len(calls)
+
+
+class Layer:
+    """Random inputs of `num_rows` rows of one slot that end before position `context`, and their caches."""
+
+    def __init__(self, cache_name: str, num_rows: int, context: int) -> None:
+        shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, CACHE_TYPES[cache_name])
+        self.kernels = AttentionKernels(shape, current_device())
+        self.rows = Rows(
+            torch.arange(context - num_rows, context, dtype=torch.int32).cuda(),
+            torch.zeros(num_rows, dtype=torch.int32).cuda(),
+        )
+        self.inputs = AttentionInputs(
+            *(torch.randn(num_rows, size, device="cuda") for size in (HEADS * 2 * HEAD_DIM, 512, 512)),
+            *(torch.ones(HEAD_DIM, device="cuda") for _ in range(2)),
+            rope_angles(self.rows.positions.cpu(), ROPE).cuda(),
+            1e-6,
+        )
+        block = torch.randn(1, 64, KV_HEADS, HEAD_DIM)
+        rows = shape.cache_type.encode(block).cuda().repeat(1, -(-context // 64), 1, 1)
+        self.caches = Caches(rows, rows.clone())
+        self.query = torch.zeros(num_rows, HEADS, HEAD_DIM, device="cuda")
+        self.out = torch.zeros(num_rows, HEADS * HEAD_DIM, device="cuda")
+
+    def workspace(self, num_positions: int) -> DecodeWorkspace:
+        shapes = DecodeWorkspace.shapes(self.kernels.shape, len(self.out), num_positions)
+        return DecodeWorkspace(*(torch.zeros(shape, device="cuda") for shape in shapes))
+
+    def prepare(self) -> None:
+        self.kernels.prepare(self.inputs, self.caches, self.rows, self.query)
+
+    def decode(self, workspace: DecodeWorkspace) -> None:
+        self.kernels.decode(
+            self.query, self.inputs.query_gate, self.caches, self.rows, workspace, out=self.out
+        )
+
+    def decode_triton(self, workspace: DecodeWorkspace) -> None:
+        kernels, gate = triton_kernels, self.inputs.query_gate
+        kernels.decode(self.kernels.shape, self.query, gate, self.caches, self.rows, workspace, self.out)
+
+    def prefill_triton(self) -> None:
+        kernels, gate = triton_kernels, self.inputs.query_gate
+        kernels.prefill(self.kernels.shape, self.query, gate, self.caches, self.rows, self.out)
+
+    def prefill(self) -> None:
+        self.kernels.prefill(self.query, self.inputs.query_gate, self.caches, self.rows, self.out)
+
+
+def decode_case(cache_name: str, num_rows: int, context: int, bandwidth: float) -> dict[str, object]:
+    row_bytes = CACHE_TYPES[cache_name].row_bytes(HEAD_DIM)
+    num_bytes = 2 * context * KV_HEADS * row_bytes
+    layers = [
+        Layer(cache_name, num_rows, context) for _ in range(max(2, min(24, int(CACHED_BYTES / num_bytes))))
+    ]
+    calls = layers * max(1, 24 // len(layers))
+    workspace = layers[0].workspace(PLANNED_POSITIONS)
+    for layer in layers:
+        layer.prepare()
+
+    def both(layer: Layer) -> None:
+        layer.prepare()
+        layer.decode(workspace)
+
+    alone = replay_seconds([lambda layer=layer: layer.decode(workspace) for layer in calls])  # type: ignore[misc]
+    together = replay_seconds([lambda layer=layer: both(layer) for layer in calls])  # type: ignore[misc]
+    results: dict[str, object] = {
+        "case": f"decode {cache_name} {num_rows} rows at {context}",
+        "us": round(alone * 1e6, 2),
+        "us_with_prepare": round(together * 1e6, 2),
+        "share_of_copy": round(num_bytes / alone / bandwidth, 3),
+    }
+    if (cache_name, num_rows, context) in TRITON_DECODE:
+        slow = replay_seconds([lambda layer=layer: layer.decode_triton(workspace) for layer in layers])  # type: ignore[misc]
+        results["triton"] = round(slow / alone, 1)
+    return results
+
+
+def prefill_case(cache_name: str, num_rows: int) -> dict[str, object]:
+    layer = Layer(cache_name, num_rows, num_rows)
+    prepare = replay_seconds([layer.prepare] * 4)
+    attend = replay_seconds([layer.prefill] * 2)
+    flops = 4 * HEAD_DIM * HEADS * num_rows * (num_rows + 1) / 2
+    results: dict[str, object] = {
+        "case": f"prefill {cache_name} {num_rows}",
+        "us": round(attend * 1e6, 1),
+        "us_with_prepare": round((attend + prepare) * 1e6, 1),
+        "tflops": round(flops / attend / 1e12, 1),
+        "share_of_float32": round(flops / attend / FLOAT32_PEAK, 3),
+    }
+    if num_rows in TRITON_PREFILL:
+        results["triton"] = round(replay_seconds([layer.prefill_triton]) / attend, 1)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="only one line of JSON")
+    json_only = parser.parse_args().json
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    if not json_only:
+        print(f"ceilings: copy {bandwidth / 1e12:.2f} TB/s, float32 {FLOAT32_PEAK / 1e12:.0f} TFLOP/s")
+    results = []
+    cases: list[Callable[[], dict[str, object]]] = [
+        *(
+            lambda name=name, rows=rows, context=context: decode_case(name, rows, context, bandwidth)  # type: ignore[misc]
+            for name, rows, contexts in (
+                ("f16", 1, DECODE_CONTEXTS),
+                ("q8_0", 1, (256, 16384)),
+                ("q4_0", 1, (16384,)),
+                ("f16", 4, (256, 16384)),
+                ("f16", 16, (256, 16384)),
+            )
+            for context in contexts
+        ),
+        *(lambda tokens=tokens: prefill_case("f16", tokens) for tokens in PREFILL_TOKENS),  # type: ignore[misc]
+        lambda: prefill_case("q8_0", 2048),
+    ]
+    for case in cases:
+        results.append(case())
+        torch.cuda.empty_cache()
+        if not json_only:
+            print("  ".join(f"{key} {value}" for key, value in results[-1].items()))
+    device = torch.cuda.get_device_name()
+    print(json.dumps({"device": device, "copy_tb_s": bandwidth / 1e12, "cases": results}))
+
+
+if __name__ == "__main__":
+    main()

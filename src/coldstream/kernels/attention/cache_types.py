@@ -1,0 +1,83 @@
+"""Keys and values in the types of a cache, in PyTorch: see `cache_layout.py` for what a row is."""
+
+from typing import Self
+
+import torch
+
+from coldstream.kernels.arithmetic.reference import SMALLEST_MAXIMUM
+from coldstream.kernels.attention.cache_layout import BLOCK_VALUES, CACHE_LAYOUTS, CacheLayout
+from coldstream.kernels.dequantize.integer_blocks import grouped
+
+
+class CacheType(CacheLayout):
+    """A layout with its values."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor."""
+        dtype: torch.dtype = getattr(torch, self.element)
+        return dtype
+
+    @classmethod
+    def of(cls, cache: torch.Tensor, head_dim: int) -> Self:
+        """The type of a tensor [..., row]. ValueError if it is a cache of heads of `head_dim` of no type."""
+        for cache_type in CACHE_TYPES.values():
+            fits = head_dim % BLOCK_VALUES == 0 or not cache_type.is_quantised
+            if fits and (cache.dtype, cache.shape[-1]) == (
+                cache_type.dtype,
+                cache_type.row_elements(head_dim),
+            ):
+                return cls(**vars(cache_type))
+        raise ValueError(f"rows of {cache.shape[-1]} {cache.dtype} hold no head of {head_dim} values")
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """float32 [..., D] → rows of the tensor, [..., row]."""
+        if not self.is_quantised:
+            return values.to(self.dtype)
+        blocks = grouped(values.float(), -1, BLOCK_VALUES)
+        codes, scales = (_encode_bytes if self.value_bits == 8 else _encode_nibbles)(blocks)
+        row = torch.cat((codes.flatten(-2), scales.to(torch.float16).view(torch.uint8)), dim=-1)
+        return torch.nn.functional.pad(row, (0, self.row_bytes(values.shape[-1]) - row.shape[-1]))
+
+    def decode(self, rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+        """[..., row] → float32 [..., D]."""
+        if not self.is_quantised:
+            return rows.float()
+        code_bytes = head_dim * self.value_bits // 8
+        packed = rows[..., :code_bytes]
+        if self.value_bits == 8:
+            codes = packed.view(torch.int8)
+        else:
+            codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
+        scales = rows[..., code_bytes : code_bytes + head_dim // BLOCK_VALUES * 2].contiguous()
+        blocks = grouped(codes.float(), -1, BLOCK_VALUES)
+        return (blocks * scales.view(torch.float16).float().unsqueeze(-1)).flatten(-2)
+
+
+CACHE_TYPES = {name: CacheType(**vars(layout)) for name, layout in CACHE_LAYOUTS.items()}
+
+
+def _encode_bytes(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., 32] → bytes [..., 32] and scales [...]."""
+    maximum = blocks.abs().amax(dim=-1)
+    codes, scales = _codes(blocks, maximum, maximum / 127, 127 / maximum)
+    return codes.to(torch.int8).view(torch.uint8), scales
+
+
+def _encode_nibbles(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., 32] → bytes [..., 16] and scales [...]."""
+    greatest, least = blocks.amax(dim=-1), blocks.amin(dim=-1)
+    extreme = torch.where(greatest >= -least, greatest, least)
+    codes, scales = _codes(blocks, extreme.abs(), extreme / -8, -8 / extreme)
+    nibbles = (codes.clamp(max=7) + 8).to(torch.uint8)
+    return nibbles[..., ::2] | nibbles[..., 1::2] << 4, scales
+
+
+def _codes(
+    blocks: torch.Tensor, maximum: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes as float32, and the scales; a block of zeros or one that is not finite has codes of 0."""
+    is_zero, is_finite = maximum < SMALLEST_MAXIMUM, maximum.isfinite()
+    codes = torch.round(blocks * factors.unsqueeze(-1))
+    codes = torch.where((is_finite & ~is_zero).unsqueeze(-1), codes, 0.0)
+    return codes, torch.where(is_finite, torch.where(is_zero, 0.0, scales), torch.nan)

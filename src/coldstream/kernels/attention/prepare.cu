@@ -1,0 +1,91 @@
+// The heads of new rows made ready: queries normed, rotated and scaled into a workspace, keys normed and
+// rotated and values into the caches. Half a warp takes a head.
+#include "attention/tile.cuh"
+
+namespace coldstream {
+
+struct prepare_arguments {
+  const float *query_gate, *key, *value, *q_norm, *k_norm, *angles;
+  const int32_t *positions, *slots;
+  float* query;
+  uint8_t *k_cache, *v_cache;
+  cache_places places;
+  int32_t query_gate_stride, key_stride, value_stride;  // elements between rows
+  int32_t num_heads, num_kv_heads, rope_half;
+  float eps;
+};
+
+constexpr int prepare_threads = 128;
+constexpr int lanes_per_head = 16;
+constexpr int heads_per_block = prepare_threads / lanes_per_head;
+
+// x · (1 / rms) · weight into shared memory: one of the sixteen accumulators a lane.
+template <int head_dim>
+__device__ __forceinline__ void norm_head(const float* x, const float* weight, float eps, int lane,
+                                          float* out) {
+  constexpr int steps = (head_dim + lanes_per_head - 1) / lanes_per_head;
+  float values[steps];
+  float squares = 0.0f;
+#pragma unroll
+  for (int step = 0; step < steps; step++) {
+    const int i = step * lanes_per_head + lane;
+    values[step] = i < head_dim ? x[i] : 0.0f;
+    squares = __fmaf_rn(values[step], values[step], squares);
+  }
+  const float mean = sum_of_sixteen_lanes(squares, 1) / float(head_dim);
+  const float scale = inverse_sqrt(mean + eps);
+#pragma unroll
+  for (int step = 0; step < steps; step++) {
+    const int i = step * lanes_per_head + lane;
+    if (i < head_dim) out[i] = values[step] * scale * weight[i];
+  }
+}
+
+// Value i of a normed head after the rotation by `angles` [half, 2].
+__device__ __forceinline__ float rotated(const float* x, const float* angles, int half, int i) {
+  if (i >= 2 * half) return x[i];
+  const int pair = i < half ? i : i - half;
+  const float first = x[pair], second = x[pair + half], cos = angles[2 * pair], sin = angles[2 * pair + 1];
+  return i < half ? __fmaf_rn(first, cos, -(second * sin)) : __fmaf_rn(second, cos, first * sin);
+}
+
+template <class cache, int head_dim>
+__global__ void __launch_bounds__(prepare_threads) attention_prepare(const prepare_arguments a) {
+  __shared__ float heads[heads_per_block][head_dim];
+  wait_for_previous_grid();
+  release_next_grid();
+  const int lane = threadIdx.x % lanes_per_head;
+  float* head = heads[threadIdx.x / lanes_per_head];
+  const int64_t row = blockIdx.x;
+  const int num_units = a.num_heads + 2 * a.num_kv_heads;
+  const int wanted = blockIdx.y * heads_per_block + threadIdx.x / lanes_per_head;
+  const int unit = min(wanted, num_units - 1);  // spare lanes repeat a head and write nothing
+  const bool is_query = unit < a.num_heads, is_value = unit >= a.num_heads + a.num_kv_heads;
+  const int kv_head = is_value ? unit - a.num_heads - a.num_kv_heads : unit - a.num_heads;
+  const float* x = is_query   ? a.query_gate + row * a.query_gate_stride + unit * 2 * head_dim
+                   : is_value ? a.value + row * a.value_stride + kv_head * head_dim
+                              : a.key + row * a.key_stride + kv_head * head_dim;
+  norm_head<head_dim>(x, is_query ? a.q_norm : a.k_norm, a.eps, lane, head);
+  __syncwarp();
+  const float* angles = a.angles + row * a.rope_half * 2;
+  const float query_scale = inverse_sqrt(float(head_dim));
+  uint8_t* cache_row = (is_value ? a.v_cache : a.k_cache) + a.slots[row] * a.places.slot_bytes +
+                       a.positions[row] * a.places.position_bytes +
+                       kv_head * int64_t{kv_tile<cache, head_dim>::row_chunks * 16};
+  for (int i = 8 * lane; i < head_dim && wanted < num_units; i += 8 * lanes_per_head) {
+    float values[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      values[j] = is_value ? x[i + j] : rotated(head, angles, a.rope_half, i + j);
+      if (is_query) values[j] *= query_scale;
+    }
+    if (is_query) {
+      float* out = a.query + (row * a.num_heads + unit) * head_dim;
+      cache_f32::store_eight(reinterpret_cast<uint8_t*>(out), head_dim, i, values);
+    } else if (a.slots[row] >= 0) {
+      cache::store_eight(cache_row, head_dim, i, values);
+    }
+  }
+}
+
+}  // namespace coldstream

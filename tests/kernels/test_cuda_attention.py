@@ -1,0 +1,254 @@
+"""Attention on the GPU: the bits of the exact reference, in decode and in prefill."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from attention_cases import AWKWARD_ROWS, EPS, Case, make_case
+
+from coldstream.kernels.arithmetic.reference import QuantActivations, quantize_activations
+from coldstream.kernels.attention.cache_types import CACHE_TYPES
+from coldstream.kernels.attention.cuda import (
+    MERGE_SHARED_BYTES,
+    AttentionInputs,
+    AttentionKernels,
+    AttentionShape,
+    Caches,
+    DecodeWorkspace,
+    Device,
+    current_device,
+)
+from coldstream.kernels.cuda.compiler import compile_instance
+from coldstream.kernels.ops import Rows
+
+GUARD, SENTINEL = 1024, -1234.5
+H200 = Device(132, 227 * 1024)
+SMALL = Device(84, 99 * 1024)
+
+
+class Guarded:
+    """A tensor between two guard regions."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        count = torch.Size(shape).numel()
+        self.buffer = torch.full((count + 2 * GUARD,), SENTINEL).to(dtype).cuda()
+        self.tensor = self.buffer[GUARD : GUARD + count].view(shape)
+        if dtype.is_floating_point:
+            self.tensor.fill_(torch.nan)
+
+    def checked(self) -> torch.Tensor:
+        sentinel = torch.tensor(SENTINEL).to(self.buffer.dtype)
+        edges = torch.cat((self.buffer[:GUARD], self.buffer[-GUARD:])).cpu()
+        assert edges.eq(sentinel).all(), "something was written outside the output"
+        return self.tensor.cpu()
+
+
+class Runner:
+    """One case on the device, in calls on the rows between cuts."""
+
+    def __init__(self, case: Case, max_positions: int | None = None, device: Device | None = None) -> None:
+        self.case = case
+        shape = AttentionShape(case.num_heads, case.num_kv_heads, case.head_dim, case.cache_type, case.window)
+        self.kernels = AttentionKernels(shape, device or current_device())
+        self.tensors = [tensor.cuda() for tensor in case.inputs()]
+        self.caches = Caches(*(cache.cuda() for cache in case.caches()))
+        num_rows = len(case.positions)
+        values, stats = DecodeWorkspace.shapes(shape, num_rows, max_positions or case.num_positions)
+        self.workspace = DecodeWorkspace(
+            torch.full(values, torch.nan, device="cuda"),
+            torch.full(stats, torch.nan, device="cuda"),
+        )
+
+    def prepare(self, part: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor, Rows]:
+        """Prepared queries, the query_gate they came from, and their rows."""
+        query_gate, key, value, q_norm, k_norm, angles = self.tensors
+        rows = Rows(self.case.positions[part].cuda(), self.case.slots[part].cuda())
+        inputs = AttentionInputs(query_gate[part], key[part], value[part], q_norm, k_norm, angles[part], EPS)
+        query = Guarded((len(rows.slots), self.case.num_heads, self.case.head_dim), torch.float32)
+        self.kernels.prepare(inputs, self.caches, rows, query.tensor)
+        query.checked()
+        return query.tensor, query_gate[part], rows
+
+    def decode(self, part: slice = slice(None)) -> torch.Tensor:
+        query, query_gate, rows = self.prepare(part)
+        out = Guarded((len(query), self.case.num_heads * self.case.head_dim), torch.float32)
+        self.kernels.decode(query, query_gate, self.caches, rows, self.workspace, out=out.tensor)
+        return out.checked()
+
+    def prefill(self, part: slice = slice(None)) -> torch.Tensor:
+        query, query_gate, rows = self.prepare(part)
+        out = Guarded((len(query), self.case.num_heads * self.case.head_dim), torch.float32)
+        self.kernels.prefill(query, query_gate, self.caches, rows, out.tensor)
+        return out.checked()
+
+
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(
+        x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)
+    )
+
+
+def check(case: Case, device: Device | None = None) -> None:
+    out, *caches = case.expected()
+    for call in (Runner.decode, Runner.prefill):
+        runner = Runner(case, device=device)
+        assert same_bits(call(runner), out), call.__name__
+        for got, want in zip((runner.caches.k, runner.caches.v), caches, strict=True):
+            assert same_bits(got.cpu(), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", AWKWARD_ROWS)
+def test_row_counts(count: int) -> None:
+    check(make_case((0, 5, count)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", [0, 62, 63, 64, 191, 254, 255, 256, 257, 511, 700])
+def test_block_and_chunk_edges(first: int) -> None:
+    check(make_case((0, first, 3)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("cache_name", list(CACHE_TYPES))
+def test_head_sizes_and_cache_types(head_dim: int, cache_name: str) -> None:
+    check(make_case((0, 250, 9), head_dim=head_dim, rope_dims=head_dim // 4, cache_name=cache_name))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [8, 40, 80, 512])
+def test_odd_head_sizes(head_dim: int) -> None:
+    check(make_case((0, 250, 9), head_dim=head_dim, rope_dims=8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"), [(1, 1), (3, 3), (4, 2), (6, 2), (16, 2), (8, 1), (7, 1), (20, 2)]
+)
+def test_head_groups(num_heads: int, num_kv_heads: int) -> None:
+    check(make_case((0, 60, 10), num_heads=num_heads, num_kv_heads=num_kv_heads))
+
+
+@pytest.mark.gpu
+def test_rows_of_several_slots() -> None:
+    check(make_case((3, 300, 1), (0, 0, 5), (2, 63, 2), (1, 250, 20), num_heads=16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 3, 64, 100, 300])
+def test_window(window: int) -> None:
+    check(make_case((0, 290, 12), (1, 0, 20), window=window))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_name", ["f16", "q8_0"])
+def test_less_shared_memory_changes_nothing(cache_name: str) -> None:
+    check(make_case((0, 250, 9), head_dim=256, cache_name=cache_name), device=SMALL)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", [Runner.decode, Runner.prefill])
+def test_no_cut_changes_a_bit(call: Callable[[Runner, slice], torch.Tensor]) -> None:
+    case = make_case((0, 0, 600), num_heads=16, head_dim=128)
+    whole = Runner(case).prefill()
+    for cuts in ([0, 7, 15, 16, 64, 65, 200, 320, 600], [0, 599, 600]):
+        runner = Runner(case)
+        parts = [call(runner, slice(start, stop)) for start, stop in pairwise(cuts)]
+        assert same_bits(torch.cat(parts), whole)
+
+
+@pytest.mark.gpu
+def test_long_contexts_have_many_chunks() -> None:
+    # More chunks than fit into one batch of merge factors, and more items than blocks.
+    case = make_case((0, 20000, 2), (1, 40, 1), num_heads=16, head_dim=64)
+    decoded = Runner(case, max_positions=32768).decode()
+    assert same_bits(decoded, Runner(case).prefill())
+    assert not decoded.isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "num_heads"), [(256, 16), (128, 4), (64, 8), (80, 4)])
+def test_quantised_results(head_dim: int, num_heads: int) -> None:
+    case = make_case((0, 300, 5), head_dim=head_dim, num_heads=num_heads)
+    runner, width = Runner(case), num_heads * head_dim
+    query, query_gate, rows = runner.prepare()
+    groups = -(-width // 256)
+    codes, scales = Guarded((5, groups * 256), torch.int8), Guarded((5, groups), torch.float32)
+    sums, out = Guarded((5, groups * 16), torch.int16), Guarded((5, width), torch.float32)
+    quantised = QuantActivations(codes.tensor, scales.tensor, sums.tensor)
+    runner.kernels.decode(
+        query, query_gate, runner.caches, rows, runner.workspace, out=out.tensor, quantised=quantised
+    )
+    expected = quantize_activations(torch.nn.functional.pad(out.checked(), (0, groups * 256 - width)))
+    assert same_bits(codes.checked(), expected.q)
+    assert same_bits(scales.checked(), expected.scales)
+    assert same_bits(sums.checked(), expected.sums)
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_every_length() -> None:
+    case = make_case((0, 0, 1), (1, 0, 1), num_heads=16, head_dim=128)
+    long = make_case((0, 900, 1), (1, 3, 1), num_heads=16, head_dim=128)
+    runner = Runner(long)
+    query, query_gate, rows = runner.prepare()
+    out = torch.zeros(2, 16 * 128, device="cuda")
+
+    def step() -> None:
+        runner.kernels.decode(query, query_gate, runner.caches, rows, runner.workspace, out=out)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for positions in (
+        long.positions,
+        case.positions,
+        torch.tensor([300, 2], dtype=torch.int32),
+        long.positions,
+    ):
+        rows.positions.copy_(positions)
+        graph.replay()
+        replayed = out.clone()
+        step()
+        assert torch.equal(replayed, out)
+    assert same_bits(out.cpu(), long.expected()[0])
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(
+    ("head_dim", "cache_name", "device"), [(256, "f16", H200), (64, "q8_0", SMALL), (80, "f32", SMALL)]
+)
+def test_kernels_compile_without_a_gpu(
+    arch: str, head_dim: int, cache_name: str, device: Device, tmp_path: Path
+) -> None:
+    kernels = AttentionKernels(AttentionShape(16, 2, head_dim, CACHE_TYPES[cache_name]), device)
+    for file, instance in kernels.instances:
+        source = Path(__file__).parents[2] / "src/coldstream/kernels/attention" / file
+        compile_instance(source, instance, arch, tmp_path)
+
+
+@pytest.mark.parametrize("device", [H200, SMALL])
+@pytest.mark.parametrize(
+    ("head_dim", "cache_name"), [(256, "f16"), (256, "q8_0"), (80, "f32"), (160, "q4_0")]
+)
+def test_shared_memory_is_what_the_kernels_take(
+    head_dim: int, cache_name: str, device: Device, tmp_path: Path
+) -> None:
+    kernels = AttentionKernels(AttentionShape(16, 2, head_dim, CACHE_TYPES[cache_name]), device)
+    wide, _ = kernels.shape.decode_heads
+    blocks, stages = kernels.decode_stages
+    head = f"coldstream::cache_{cache_name}, {head_dim}"
+    decoder = f"coldstream::decoder<{head}, {wide}, {blocks}, {stages}>"
+    prefiller = f"coldstream::prefiller<{head}, {kernels.prefill_rows}>"
+    source = tmp_path / "sizes.cu"
+    source.write_text(
+        '#include "attention/decode.cu"\n#include "attention/merge.cu"\n#include "attention/prefill.cu"\n'
+        f"static_assert(coldstream::merge_shared_bytes == {MERGE_SHARED_BYTES});\n"
+        f"static_assert({decoder}::shared_bytes == {kernels.decode_shared_bytes});\n"
+        f"static_assert({prefiller}::shared_bytes == {kernels.prefill_shared_bytes});\n"
+        "template <int> __global__ void empty() {}\n"
+    )
+    compile_instance(source, "empty<0>", "sm_90", tmp_path)
