@@ -40,16 +40,18 @@ class HashRunner:
     def reset(self) -> None:
         self.token_ids = []
 
-    def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> Logits:
+    def extend(self, token_ids: Sequence[int], progress: Progress | None = None) -> Logits:
         for start in range(0, len(token_ids), CHUNK):
             self._append(token_ids[start : start + CHUNK])
             if progress is not None:
                 progress(min(start + CHUNK, len(token_ids)), len(token_ids))
         return self.current_logits()
 
+    def prefill(self, token_ids: Sequence[int], progress: Progress | None = None) -> Logits:
+        return self.extend(token_ids, progress)
+
     def decode(self, token_id: int) -> Logits:
-        self._append([token_id])
-        return self.current_logits()
+        return self.extend([token_id])
 
     def logits(self, token_ids: Sequence[int]) -> Logits:
         self.reset()

@@ -57,10 +57,9 @@ def test_short_help_in_the_list_is_the_verbs_own(verb: str) -> None:
         (["run", "x", "-p", "y", "--temp", "-1"], 2, "temperature must be a number from 0"),
         (["run", "x", "-p", "y", "--ctx-size", "8q"], 2, "not a size"),
         (["run", "x", "-p", "y", "--threads", "0"], 2, "threads must be an integer from 1"),
-        (["run", "x", "-p", "y", "--device", "cuda"], 2, "CPU only"),
         (["run", "x", "-p", "y", "--chat-template-kwargs", "[1]"], 2, "not a JSON object"),
-        (["run", "x", "-p", "y", "-ngl", "99"], 2, "-ngl: with --device cpu all weights are in RAM"),
-        (["run", "x", "-p", "y", "-ncmoe", "9"], 2, "-ncmoe: with --device cpu all experts are on the CPU"),
+        (["run", "x", "-p", "y", "-ngl", "99"], 2, "-ngl: all weights are in the memory of --device"),
+        (["run", "x", "-p", "y", "-ncmoe", "9"], 2, "-ncmoe: all experts are in the memory of --device"),
         (["run", "x", "-p", "y", "-ot", "exps=CPU"], 2, "-ot: coldstream places every tensor by itself"),
         (["run", "-m", "x"], 2, "the model is the first argument"),
         (["run", "/nonexistent/model.gguf", "-p", "y"], 66, "no such file"),
@@ -116,6 +115,15 @@ def test_closed_standard_output_is_an_error_and_no_traceback() -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (1, "error: standard output is closed\n")
+
+
+def test_a_gpu_that_is_not_there_is_an_error_before_anything_else() -> None:
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    arguments = ["run", "/nonexistent/model.gguf", "-p", "y", "--device", "cuda"]
+    done = subprocess.run([*COLDSTREAM, *arguments], capture_output=True, text=True, check=False, env=hidden)
+    assert done.returncode == 72
+    assert done.stderr.startswith("error: device cuda: no GPU to use")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_full_device_is_an_error_and_no_traceback() -> None:

@@ -1,7 +1,9 @@
 """The sampler against its written definition, by properties, known answers and goodness of fit."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from coldstream.decoding.sampling import (
     WEIGHT_ONE,
     apply_penalties,
+    choose_token,
     draw_token,
     keep_tokens,
     philox4x32,
@@ -260,3 +263,47 @@ def test_settings_out_of_range_are_refused_by_name(field: str, value: object) ->
 
 def test_one_stop_string_is_a_list_of_one() -> None:
     assert SamplingParams(stop="ab").stop == SamplingParams(stop=["ab"]).stop == ("ab",)
+
+
+class FarLogits:
+    """Logits that count how often they are brought, and choose by `sample_token` where they are."""
+
+    def __init__(self, values: Logits) -> None:
+        self.values, self.brought = values, 0
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Logits:
+        self.brought += 1
+        return self.values
+
+    def choose(self, context: Sequence[int], *, seed: int, **settings: Any) -> int | None:
+        try:
+            return sample_token(self.values, context, SamplingParams(**settings), seed)
+        except GenerationFault:
+            return None
+
+
+@given(logit_vectors.filter(lambda logits: len(logits) > 3), st.integers(0, 2**64 - 1))
+def test_logits_on_a_device_stay_there_and_give_the_same_token(logits: Logits, seed: int) -> None:
+    context = [1, 2, 3]
+    params = SamplingParams(temperature=0.7, repetition_penalty=1.1)
+    far = FarLogits(logits)
+    assert choose_token(far, context, params, seed) == sample_token(logits, context, params, seed)
+    assert far.brought == 0
+    assert choose_token(logits, context, params, seed) == sample_token(logits, context, params, seed)
+
+
+def test_logits_are_brought_for_processors_and_for_the_message_of_a_fault() -> None:
+    logits = np.array([0.0, 3.0, 1.0], np.float32)
+
+    def forbid_one(context: Sequence[int], values: Logits) -> Logits:
+        return np.where(np.arange(3) == 1, -np.inf, values).astype(np.float32)
+
+    far = FarLogits(logits)
+    assert choose_token(far, [], SamplingParams(temperature=0, logits_processors=(forbid_one,)), 0) == 2
+    assert far.brought == 1
+    broken = FarLogits(np.array([0.0, np.nan], np.float32))
+    with pytest.raises(GenerationFault, match="1 of 2 logits at position 1 are not finite"):
+        choose_token(broken, [5], SamplingParams(temperature=0), 0)

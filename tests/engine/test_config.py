@@ -13,9 +13,8 @@ from coldstream.engine.config import DEFAULT_CTX_SIZE, EngineConfig, cache_bytes
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.hardware import Hardware
 
-MACHINE = Hardware("a CPU", ("avx2",), 8, 4, 32 * 2**30, 16 * 2**30)
+CORES, FREE = 4, 16 * 2**30
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +37,11 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
         ({"ctx_size": True}, "ctx_size"),
         ({"threads": 0}, "threads"),
         ({"threads": "all"}, "threads"),
-        ({"device": "cuda"}, "CPU only"),
-        ({"device": "tpu"}, "device must be one of cpu"),
+        ({"device": "cuda", "tier": "avx2"}, "tier avx2 is one of CPU kernels"),
+        ({"device": "tpu"}, "device must be one of auto, cpu, cuda"),
         ({"tier": "sse"}, "tier must be one of auto, generic"),
         ({"tier": 3}, "tier"),
-        ({"cache_type_k": "q4_0"}, "cache_type_k must be one of f16, f32"),
+        ({"cache_type_k": "q5_0"}, "cache_type_k must be one of f16, f32, q8_0, q4_0"),
         ({"cache_type_k": "f32"}, "must be the same"),
         ({"seed": -1}, "seed"),
         ({"offline": "no"}, "offline"),
@@ -58,31 +57,29 @@ def test_wrong_settings_are_refused_by_name(options: dict[str, object], message:
 
 def test_resolving_makes_auto_concrete_and_leaves_the_rest(spec: ModelSpec) -> None:
     config = EngineConfig("m.gguf", seed=3, tier="generic")
-    resolved = resolve(config, spec, MACHINE)
+    resolved = resolve(config, spec, CORES, FREE)
     assert resolved == replace(config, threads=4, ctx_size=DEFAULT_CTX_SIZE)
-    assert resolve(resolved, spec, MACHINE) == resolved
+    assert resolve(resolved, spec, CORES, FREE) == resolved
     assert json.loads(json.dumps(asdict(resolved)))["threads"] == 4
-    assert resolve(replace(config, threads=7, ctx_size=0), spec, MACHINE).threads == 7
+    assert resolve(replace(config, threads=7, ctx_size=0), spec, CORES, FREE).threads == 7
 
 
 def test_the_default_context_fits_model_and_memory(spec: ModelSpec) -> None:
     config = EngineConfig("m.gguf")
     small_model = replace(spec, context_length=100)
-    assert resolve(config, small_model, MACHINE).ctx_size == 100
+    assert resolve(config, small_model, CORES, FREE).ctx_size == 100
     token_bytes = cache_bytes_per_token(config, spec)
-    tight = replace(MACHINE, ram_available_bytes=4 * 1000 * token_bytes)
-    assert resolve(config, spec, tight).ctx_size == 1000
-    assert resolve(config, spec, replace(MACHINE, ram_available_bytes=0)).ctx_size == 1
+    assert resolve(config, spec, CORES, 4 * 1000 * token_bytes).ctx_size == 1000
+    assert resolve(config, spec, CORES, 0).ctx_size == 1
 
 
 @given(st.integers(0, 2**40), st.integers(0, 2**17))
 def test_a_resolved_context_is_never_beyond_model_or_memory(
     spec: ModelSpec, available: int, wanted: int
 ) -> None:
-    machine = replace(MACHINE, ram_available_bytes=available)
     config = EngineConfig("m.gguf", ctx_size=wanted)
     try:
-        resolved = resolve(config, spec, machine)
+        resolved = resolve(config, spec, CORES, available)
     except (ConfigError, OutOfMemoryError):
         assert wanted > spec.context_length or wanted * cache_bytes_per_token(config, spec) > available
         return
@@ -93,9 +90,11 @@ def test_a_resolved_context_is_never_beyond_model_or_memory(
 
 def test_an_impossible_context_says_what_is_possible(spec: ModelSpec) -> None:
     with pytest.raises(ConfigError, match="65537 is beyond the 65536 tokens"):
-        resolve(EngineConfig("m.gguf", ctx_size=65537), spec, MACHINE)
-    with pytest.raises(OutOfMemoryError, match=r"needs .* GiB, .* GiB are free: try --ctx-size \d+"):
-        resolve(EngineConfig("m.gguf", ctx_size=60000), spec, replace(MACHINE, ram_available_bytes=2**20))
+        resolve(EngineConfig("m.gguf", ctx_size=65537), spec, CORES, FREE)
+    with pytest.raises(
+        OutOfMemoryError, match=r"needs .* GiB of the RAM, .* GiB are free: try --ctx-size \d+"
+    ):
+        resolve(EngineConfig("m.gguf", ctx_size=60000), spec, CORES, 2**20)
 
 
 def test_the_cache_counts_attention_layers_only(spec: ModelSpec) -> None:
@@ -105,10 +104,22 @@ def test_the_cache_counts_attention_layers_only(spec: ModelSpec) -> None:
     assert cache_bytes_per_token(wide, spec) == 1 * 2 * 64 * (4 + 4)
 
 
+def test_quantised_caches_are_for_gpus_and_for_heads_of_whole_blocks(spec: ModelSpec) -> None:
+    config = EngineConfig("m.gguf", device="cpu", cache_type_k="q8_0", cache_type_v="q8_0")
+    with pytest.raises(ConfigError, match="q8_0 is for GPUs: on the CPU use f16 or f32"):
+        resolve(config, spec, CORES, FREE)
+    on_gpu = replace(config, device="cuda")
+    # 64 bytes and two float16 scales, in pieces of 16.
+    assert cache_bytes_per_token(on_gpu, spec) == 1 * 2 * (80 + 80)
+    with pytest.raises(ConfigError, match="q8_0 caches hold heads of multiples of 32 values, not 48"):
+        resolve(on_gpu, replace(spec, head_dim=48), CORES, FREE)
+
+
 def test_weights_that_do_not_fit_are_refused_and_leave_less_for_the_cache(spec: ModelSpec) -> None:
     config = EngineConfig("m.gguf")
-    free = MACHINE.ram_available_bytes
-    with pytest.raises(OutOfMemoryError, match="smaller quantisation"):
-        resolve(config, spec, MACHINE, weight_bytes=free + 1)
-    tight = resolve(config, spec, MACHINE, weight_bytes=free - 2**20)
-    assert tight.ctx_size == resolve(config, spec, replace(MACHINE, ram_available_bytes=2**20)).ctx_size
+    with pytest.raises(OutOfMemoryError, match=r"of the RAM, .* smaller quantisation$"):
+        resolve(config, spec, CORES, FREE, weight_bytes=FREE + 1)
+    with pytest.raises(OutOfMemoryError, match=r"of the GPU's memory, .*, or --device cpu$"):
+        resolve(replace(config, device="cuda"), spec, CORES, FREE, weight_bytes=FREE + 1)
+    tight = resolve(config, spec, CORES, FREE, weight_bytes=FREE - 2**20)
+    assert tight.ctx_size == resolve(config, spec, CORES, 2**20).ctx_size

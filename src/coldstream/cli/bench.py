@@ -16,6 +16,7 @@ from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, ta
 from coldstream.engine import OpenedModel, open_model
 from coldstream.engine.benchmark import BenchmarkResult, BenchmarkTest, benchmark_tokens, run_benchmark
 from coldstream.engine.config import cache_bytes_per_token
+from coldstream.kernels.cuda.device import find_gpu, measure_copy_bandwidth
 from coldstream.models.footprint import bytes_per_token, num_parameters
 from coldstream.placement.hardware import Hardware
 
@@ -89,9 +90,13 @@ class _Report:
         self._tier, self._threads = runner.tier, runner.threads
         self._weight_bytes = bytes_per_token(runner.spec, tensors)
         self._cache_bytes = cache_bytes_per_token(opened.config, runner.spec)
-        self._hardware = Hardware.measure().with_bandwidth(runner.threads)
-        assert self._hardware.read_bytes_per_s is not None
-        self._bandwidth = self._hardware.read_bytes_per_s
+        self._device = opened.config.device
+        if self._device == "cuda":
+            self._machine, self._bandwidth = find_gpu().name, measure_copy_bandwidth()
+        else:
+            hardware = Hardware.measure().with_bandwidth(runner.threads)
+            assert hardware.read_bytes_per_s is not None
+            self._machine, self._bandwidth = hardware.cpu_name, hardware.read_bytes_per_s
 
     def ceiling(self, test: BenchmarkTest) -> float | None:
         """Tokens per second at which reading weights and cache takes all bandwidth; None for prefill."""
@@ -103,9 +108,10 @@ class _Report:
     def describe_ceiling(self) -> str:
         """What bounds decoding, in one line."""
         bound = self._bandwidth / self._weight_bytes
+        reader = "the GPU copies" if self._device == "cuda" else f"{self._threads} threads read"
         return (
             f"decode reads {self._weight_bytes / 1e6:.1f} MB of weights a token; "
-            f"{self._threads} threads read {self._bandwidth / 1e9:.1f} GB/s: at most {bound:.1f} tok/s"
+            f"{reader} {self._bandwidth / 1e9:.1f} GB/s: at most {bound:.1f} tok/s"
         )
 
     def to_table(self, results: Sequence[BenchmarkResult]) -> Table:
@@ -121,7 +127,7 @@ class _Report:
                 self._name,
                 format_bytes(self._size_bytes),
                 format_count(self._parameters),
-                f"CPU {self._tier}",
+                "CUDA" if self._device == "cuda" else f"CPU {self._tier}",
                 str(self._threads),
                 result.test.name,
                 f"{result.mean:.2f} ± {result.deviation:.2f}",
@@ -135,10 +141,10 @@ class _Report:
             "model": self._name,
             "size_bytes": self._size_bytes,
             "parameters": self._parameters,
-            "backend": "CPU",
+            "backend": "CUDA" if self._device == "cuda" else "CPU",
             "tier": self._tier,
             "threads": self._threads,
-            "cpu": self._hardware.cpu_name,
+            "machine": self._machine,
             "read_bytes_per_s": self._bandwidth,
             "weight_bytes_per_token": self._weight_bytes,
             "text": f"standard library of Python {platform.python_version()}",

@@ -15,7 +15,8 @@ from click import option
 
 from coldstream.cli.main import Session
 from coldstream.decoding import SamplingParams
-from coldstream.engine.config import CACHE_DTYPES, TIERS, EngineConfig
+from coldstream.engine.config import TIERS, EngineConfig
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -26,9 +27,9 @@ _GRID = "prompts are computed on a fixed grid, so that results don't depend on i
 _FOREIGN_OPTIONS = {
     ("-m", "--model"): "the model is the first argument, without an option",
     ("-hf", "--hf-repo"): "the model is the first argument: org/repo or org/repo:QUANT",
-    ("-ngl", "--gpu-layers", "--n-gpu-layers"): "with --device cpu all weights are in RAM; leave it out",
-    ("-cmoe", "--cpu-moe"): "with --device cpu all experts are on the CPU; leave it out",
-    ("-ncmoe", "--n-cpu-moe"): "with --device cpu all experts are on the CPU; leave it out",
+    ("-ngl", "--gpu-layers", "--n-gpu-layers"): "all weights are in the memory of --device; leave it out",
+    ("-cmoe", "--cpu-moe"): "all experts are in the memory of --device; leave it out",
+    ("-ncmoe", "--n-cpu-moe"): "all experts are in the memory of --device; leave it out",
     ("-ot", "--override-tensor"): "coldstream places every tensor by itself; leave it out",
     ("-b", "--batch-size"): _GRID,
     ("-ub", "--ubatch-size"): _GRID,
@@ -95,7 +96,7 @@ def common_options(command: Command) -> Command:
 
 def engine_options(command: Command) -> Command:
     """The fields of `EngineConfig` other than the model."""
-    cache_types = click.Choice(list(CACHE_DTYPES))
+    cache_types = click.Choice(list(CACHE_LAYOUTS))
     return _apply(
         command,
         option(
@@ -112,7 +113,7 @@ def engine_options(command: Command) -> Command:
             metavar="N|auto",
             help="CPU threads [default: auto, one a core].",
         ),
-        option("--device", metavar="NAME", help="Where to compute [default: cpu]."),
+        option("--device", metavar="NAME", help="auto, cpu or cuda [default: auto]."),
         option("--cache-type-k", "-ctk", type=cache_types, help="Precision of cached keys [default: f16]."),
         option("--cache-type-v", "-ctv", type=cache_types, help="Precision of cached values [default: f16]."),
         option("--tier", type=click.Choice(TIERS), help="CPU kernels [default: auto, the fastest]."),

@@ -6,7 +6,7 @@ It is the oracle for every faster loop, so it stays this short. It knows token i
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
-from coldstream.decoding.sampling_params import Logits
+from coldstream.decoding.sampling_params import AnyLogits
 from coldstream.errors import GenerationFault
 
 Progress = Callable[[int, int], None]  # called with (tokens done, tokens in all)
@@ -15,17 +15,17 @@ Progress = Callable[[int, int], None]  # called with (tokens done, tokens in all
 class TargetModel(Protocol):
     """A model together with the state of the one sequence it is working on."""
 
-    def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> Logits:
-        """Make `token_ids` (at least one) the whole sequence; logits [vocab] float32 after the last."""
+    def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> AnyLogits:
+        """Make `token_ids` (at least one) the whole sequence; logits [vocab] after the last."""
 
-    def decode(self, token_id: int) -> Logits:
-        """Append `token_id` to the sequence; logits [vocab] float32 after it."""
+    def decode(self, token_id: int) -> AnyLogits:
+        """Append `token_id` to the sequence; logits [vocab] after it, valid until the next call."""
 
 
 def generate_tokens(
     model: TargetModel,
     prompt_ids: Sequence[int],
-    choose: Callable[[Logits, Sequence[int]], int],
+    choose: Callable[[AnyLogits, Sequence[int]], int],
     *,
     end_ids: Collection[int],
     max_tokens: int,

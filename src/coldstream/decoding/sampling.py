@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from coldstream.decoding.sampling_params import Logits, SamplingParams
+from coldstream.decoding.sampling_params import AnyLogits, Logits, SamplingParams
 from coldstream.errors import GenerationFault
 
 WEIGHT_ONE = 2**40
@@ -61,6 +61,28 @@ def sample_token(logits: Logits, context: Sequence[int], params: SamplingParams,
         return best
     kept = keep_tokens(logits, params)
     return draw_token(kept, logits[kept], params.temperature, random_bits(seed, len(context)))
+
+
+def choose_token(logits: AnyLogits, context: Sequence[int], params: SamplingParams, seed: int) -> int:
+    """`sample_token`, done where the logits are if they can stay there."""
+    if isinstance(logits, np.ndarray):
+        return sample_token(logits, context, params, seed)
+    if not params.logits_processors:
+        token_id = logits.choose(
+            context,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repeat_last_n=params.repeat_last_n,
+            seed=seed,
+        )
+        if token_id is not None:
+            return token_id
+    return sample_token(np.asarray(logits), context, params, seed)
 
 
 def apply_penalties(logits: Logits, context: Sequence[int], params: SamplingParams) -> Logits:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from coldstream.engine.live_sequence import Runner
+from coldstream.engine.opened_model import ModelHandle
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.tokenizer import Tokenizer
 
@@ -70,7 +70,7 @@ class BenchmarkResult:
 
 
 def run_benchmark(
-    runner: Runner,
+    runner: ModelHandle,
     token_ids: Sequence[int],
     test: BenchmarkTest,
     repetitions: int,
@@ -102,7 +102,7 @@ def benchmark_tokens(tokenizer: Tokenizer, num_tokens: int, seed: int) -> list[i
     return token_ids
 
 
-def _run_once(runner: Runner, token_ids: Sequence[int], test: BenchmarkTest) -> float:
+def _run_once(runner: ModelHandle, token_ids: Sequence[int], test: BenchmarkTest) -> float:
     runner.reset()
     num_before = test.depth if test.num_prompt else test.depth + 1
     if num_before:

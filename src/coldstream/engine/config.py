@@ -9,18 +9,17 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from coldstream.errors import ConfigError, OutOfMemoryError
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.hardware import Hardware
 
-DEVICES = ("cpu",)
+DEVICES = ("auto", "cpu", "cuda")
 TIERS = ("auto", "generic", "avx2", "avx512", "amx")
-CACHE_DTYPES = {"f16": "float16", "f32": "float32"}
-_CACHE_BYTES = {"f16": 2, "f32": 4}  # per element
+CPU_CACHE_TYPES = ("f16", "f32")
 MAX_THREADS = 1024
 DEFAULT_CTX_SIZE = 32768  # what `ctx_size` resolves to if the model and the memory allow it
-_DEFAULT_CACHE_SHARE = 0.25  # of available RAM, for the cache of a default context
+_DEFAULT_CACHE_SHARE = 0.25  # of available memory, for the cache of a default context
 
-CacheType = Literal["f16", "f32"]
+CacheType = Literal["f16", "f32", "q8_0", "q4_0"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class EngineConfig:
     model: str  # path, or org/repo[:QUANT]
     ctx_size: int | None = None  # tokens, prompt and answer together; None or 0: chosen by `resolve`
     threads: int | Literal["auto"] = "auto"  # auto: one per physical core
-    device: str = "cpu"
+    device: str = "auto"  # auto: cuda if there is a GPU that this version can use
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     tier: str = "auto"  # of CPU kernels; auto: the fastest that this CPU has
@@ -44,12 +43,12 @@ class EngineConfig:
             _check_integer("ctx_size", self.ctx_size, 0, 2**31 - 1)
         if self.threads != "auto":
             _check_integer("threads", self.threads, 1, MAX_THREADS)
-        if self.device == "cuda":
-            raise ConfigError("device cuda: this version computes on the CPU only; use device cpu")
         _check_choice("device", self.device, DEVICES)
         _check_choice("tier", self.tier, TIERS)
-        _check_choice("cache_type_k", self.cache_type_k, CACHE_DTYPES)
-        _check_choice("cache_type_v", self.cache_type_v, CACHE_DTYPES)
+        if self.device == "cuda" and self.tier != "auto":
+            raise ConfigError(f"tier {self.tier} is one of CPU kernels: leave it out, or use device cpu")
+        _check_choice("cache_type_k", self.cache_type_k, CACHE_LAYOUTS)
+        _check_choice("cache_type_v", self.cache_type_v, CACHE_LAYOUTS)
         if self.cache_type_k != self.cache_type_v:
             raise ConfigError(
                 f"cache_type_k {self.cache_type_k} and cache_type_v {self.cache_type_v} must be the same"
@@ -71,46 +70,66 @@ class EngineConfig:
         return cls(**options)
 
 
-def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware, weight_bytes: int = 0) -> EngineConfig:
+def resolve(
+    config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: int, weight_bytes: int = 0
+) -> EngineConfig:
     """`config` with `ctx_size` and `threads` made concrete for this model and machine. Pure.
 
-    weight_bytes is what the weights take that are kept in memory whole. The tier stays as it is: only the
-    compiled kernels know what they hold, and the opened model reports its choice. Raises ConfigError for a
-    context beyond the model's, OutOfMemoryError if weights and cache exceed the free RAM.
+    free_bytes is the free memory of the device, weight_bytes what the weights take of it. The tier stays as
+    it is: only the compiled kernels know what they hold, and the opened model reports its choice. Raises
+    ConfigError for a context beyond the model's, OutOfMemoryError if weights and cache exceed the memory.
     """
-    if weight_bytes > hardware.ram_available_bytes:
+    if weight_bytes > free_bytes:
         raise OutOfMemoryError(
-            f"the weights that every token reads need {weight_bytes / 2**30:.1f} GiB, "
-            f"{hardware.ram_available_bytes / 2**30:.1f} GiB are free: choose a smaller quantisation"
+            f"the weights need {weight_bytes / 2**30:.1f} GiB of the {_place(config)}, "
+            f"{free_bytes / 2**30:.1f} GiB are free: choose a smaller quantisation"
+            + (", or --device cpu" if config.device == "cuda" else "")
         )
-    hardware = replace(hardware, ram_available_bytes=hardware.ram_available_bytes - weight_bytes)
-    threads = hardware.num_physical_cores if config.threads == "auto" else config.threads
-    token_bytes = cache_bytes_per_token(config, spec)
+    if config.device != "cuda" and config.cache_type_k not in CPU_CACHE_TYPES:
+        raise ConfigError(
+            f"cache_type_k {config.cache_type_k} is for GPUs: on the CPU use {' or '.join(CPU_CACHE_TYPES)}"
+        )
+    free_bytes -= weight_bytes
+    threads = num_cores if config.threads == "auto" else config.threads
+    try:
+        token_bytes = cache_bytes_per_token(config, spec)
+    except ValueError as error:
+        raise ConfigError(f"cache_type_k: {error}") from error
     if config.ctx_size:
-        _check_context(config.ctx_size, token_bytes, spec, hardware)
+        _check_context(config, token_bytes, spec, free_bytes)
         return replace(config, threads=threads)
-    affordable = int(hardware.ram_available_bytes * _DEFAULT_CACHE_SHARE) // max(1, token_bytes)
+    affordable = int(free_bytes * _DEFAULT_CACHE_SHARE) // max(1, token_bytes)
     ctx_size = max(1, min(spec.context_length, DEFAULT_CTX_SIZE, affordable))
     return replace(config, threads=threads, ctx_size=ctx_size)
 
 
 def cache_bytes_per_token(config: EngineConfig, spec: ModelSpec) -> int:
-    """Bytes that one more token of context takes in the key and value caches of all attention layers."""
+    """Bytes that one more token of context takes in the key and value caches of all attention layers.
+
+    ValueError if the model's heads do not fit the type.
+    """
     num_attention_layers = sum(kind == "attention" for kind in spec.layer_kinds)
-    element_bytes = _CACHE_BYTES[config.cache_type_k] + _CACHE_BYTES[config.cache_type_v]
-    return num_attention_layers * spec.num_kv_heads * spec.head_dim * element_bytes
+    row_bytes = sum(
+        CACHE_LAYOUTS[name].row_bytes(spec.head_dim) for name in (config.cache_type_k, config.cache_type_v)
+    )
+    return num_attention_layers * spec.num_kv_heads * row_bytes
 
 
-def _check_context(ctx_size: int, token_bytes: int, spec: ModelSpec, hardware: Hardware) -> None:
+def _place(config: EngineConfig) -> str:
+    return "GPU's memory" if config.device == "cuda" else "RAM"
+
+
+def _check_context(config: EngineConfig, token_bytes: int, spec: ModelSpec, free: int) -> None:
+    ctx_size = config.ctx_size or 0
     if ctx_size > spec.context_length:
         raise ConfigError(
             f"ctx_size {ctx_size} is beyond the {spec.context_length} tokens that the model was trained for"
         )
-    need, free = ctx_size * token_bytes, hardware.ram_available_bytes
+    need = ctx_size * token_bytes
     if need > free:
         raise OutOfMemoryError(
-            f"a context of {ctx_size} tokens needs {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: "
-            f"try --ctx-size {max(1, free // 2 // token_bytes)}"
+            f"a context of {ctx_size} tokens needs {need / 2**30:.1f} GiB of the {_place(config)}, "
+            f"{free / 2**30:.1f} GiB are free: try --ctx-size {max(1, free // 2 // token_bytes)}"
         )
 
 

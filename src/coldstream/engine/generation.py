@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from coldstream.decoding import Progress, SamplingParams, StopMatcher, generate_tokens, sample_token
+from coldstream.decoding import Progress, SamplingParams, StopMatcher, choose_token, generate_tokens
 from coldstream.engine.live_sequence import LiveSequence
 from coldstream.engine.request import FinishReason, Piece, Statistics
 from coldstream.gguf.tokenizer import StreamDecoder
@@ -142,7 +142,7 @@ def _tokens(request: Request, model: LiveSequence, progress: Progress) -> Iterat
     return generate_tokens(
         model,
         request.prompt_token_ids,
-        partial(sample_token, params=request.params, seed=request.seed),
+        partial(choose_token, params=request.params, seed=request.seed),
         end_ids=request.end_ids,
         max_tokens=request.max_tokens,
         progress=progress,

@@ -7,7 +7,7 @@ prefix of the prompt, with at least one token left to compute. Anything else sta
 from collections.abc import Sequence
 from typing import Protocol
 
-from coldstream.decoding import Logits, Progress
+from coldstream.decoding import AnyLogits, Progress
 
 
 class Runner(Protocol):
@@ -20,11 +20,8 @@ class Runner(Protocol):
     def reset(self) -> None:
         """Forget the sequence."""
 
-    def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> Logits:
-        """Append `token_ids` (at least one); logits [vocab] float32 after the last."""
-
-    def decode(self, token_id: int) -> Logits:
-        """Append one token; logits [vocab] float32 after it."""
+    def extend(self, token_ids: Sequence[int], progress: Progress | None = None) -> AnyLogits:
+        """Append `token_ids` (at least one); logits [vocab] after the last, valid until the next call."""
 
 
 class LiveSequence:
@@ -48,22 +45,22 @@ class LiveSequence:
         """Make the next prompt start afresh."""
         self._token_ids = None
 
-    def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> Logits:
+    def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> AnyLogits:
         """Make `token_ids` the sequence, computing what the state lacks; logits [vocab] after the last."""
         live, self._token_ids = self._token_ids, None
         self._num_reused = num_live_prefix(live or [], token_ids)
         if self._num_reused == 0:
             self._runner.reset()
         assert self._runner.position == self._num_reused, "nobody else may move the runner"
-        logits = self._runner.prefill(token_ids[self._num_reused :], progress)
+        logits = self._runner.extend(token_ids[self._num_reused :], progress)
         self._token_ids = list(token_ids)
         return logits
 
-    def decode(self, token_id: int) -> Logits:
+    def decode(self, token_id: int) -> AnyLogits:
         """Append `token_id`; logits [vocab] after it. Must follow `prefill`."""
         live, self._token_ids = self._token_ids, None
         assert live is not None, "decode needs a known sequence"
-        logits = self._runner.decode(token_id)
+        logits = self._runner.extend((token_id,))
         live.append(token_id)
         self._token_ids = live
         return logits

@@ -2,21 +2,22 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from coldstream.decoding import Logits, SamplingParams
-from coldstream.engine.config import CACHE_DTYPES, EngineConfig, resolve
+from coldstream.decoding import Logits, Progress, SamplingParams
+from coldstream.engine.config import EngineConfig, resolve
 from coldstream.engine.live_sequence import Runner
-from coldstream.errors import InconsistentError, InvalidRequestError
+from coldstream.errors import DeviceError, InconsistentError, InvalidRequestError
 from coldstream.gguf.chat_template import FIELD as CHAT_TEMPLATE_KEY
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
-from coldstream.models.footprint import dense_bytes
-from coldstream.models.runner import ModelRunner
+from coldstream.kernels.cuda.device import Gpu, find_gpu, gpu_is_visible
+from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.footprint import dense_bytes, trunk_bytes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 
@@ -55,6 +56,12 @@ class ModelHandle(Runner, Protocol):
     def threads(self) -> int:
         """Worker threads in use."""
 
+    def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> Logits:
+        """`extend`, with logits in an array of their own."""
+
+    def decode(self, token_id: int) -> Logits:
+        """`prefill` of one token."""
+
     def logits(self, token_ids: Sequence[int]) -> Logits:
         """Logits after each token, from an empty state: float32 [T, vocab]. Leaves the state unspecified."""
 
@@ -81,28 +88,62 @@ class OpenedModel:
 
 def open_model(config: EngineConfig, progress: OpenProgress | None = None) -> OpenedModel:
     """Find, check and load the model that `config` names. Raises as `LLM` says; nothing stays open then."""
+    config, gpu = choose_device(config)
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with ExitStack() as cleanup:
         file = cleanup.enter_context(GGUFFile.open(path))
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        config = resolve(config, spec, Hardware.measure(), dense_bytes(spec, file.tensors))
+        hardware = Hardware.measure()
+        if gpu is None:
+            free, weights = hardware.ram_available_bytes, dense_bytes(spec, file.tensors)
+        else:
+            free, weights = gpu.free_bytes, trunk_bytes(spec, file.tensors)
+        config = resolve(config, spec, hardware.num_physical_cores, free, weights)
         tokenizer = Tokenizer.from_metadata(file.metadata)
         default_sampling = sampling_defaults(file.metadata)
         template = ChatTemplate.from_metadata(file.metadata, tokenizer.vocabulary)
-        assert isinstance(config.threads, int)
-        assert config.ctx_size
-        runner = ModelRunner.load(
-            file,
-            spec,
-            threads=config.threads,
-            tier=config.tier,
-            context_length=config.ctx_size,
-            kv_dtype=CACHE_DTYPES[config.cache_type_k],
-            progress=partial(progress, "loading") if progress else None,
-        )
+        runner = load_runner(config, file, spec, partial(progress, "loading") if progress else None)
         cleanup.pop_all()
     return OpenedModel(
         config, runner, tokenizer, template, CHAT_TEMPLATE_KEY in file.metadata, default_sampling
+    )
+
+
+def choose_device(config: EngineConfig) -> tuple[EngineConfig, Gpu | None]:
+    """`config` with a concrete device, and the GPU if it is that.
+
+    Raises DeviceError if the configuration asks for a GPU and there is none that this version can use.
+    """
+    if config.device == "cpu" or (config.device == "auto" and not gpu_is_visible()):
+        return replace(config, device="cpu"), None
+    try:
+        return replace(config, device="cuda"), find_gpu()
+    except DeviceError:
+        if config.device == "cuda":
+            raise
+        return replace(config, device="cpu"), None
+
+
+def load_runner(
+    config: EngineConfig, file: GGUFFile, spec: ModelSpec, progress: Progress | None
+) -> ModelHandle:
+    """The model of an open file on the device of a resolved `config`. Raises as the runners' `load`."""
+    assert isinstance(config.threads, int)
+    assert config.ctx_size
+    kv_type = config.cache_type_k
+    if config.device == "cuda":
+        # Imported here because its kernels need packages that a machine without a GPU does not have.
+        from coldstream.models.cuda_runner import CudaRunner
+
+        return CudaRunner.load(file, spec, context_length=config.ctx_size, kv_type=kv_type, progress=progress)
+    return CpuRunner.load(
+        file,
+        spec,
+        threads=config.threads,
+        tier=config.tier,
+        context_length=config.ctx_size,
+        kv_type=kv_type,
+        progress=progress,
     )
 
 

@@ -32,6 +32,11 @@ def dense_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
     return sum(info.num_bytes for info in tensors.values() if _active_share(spec, info) == 1)
 
 
+def trunk_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
+    """Bytes of all weights but those of blocks for multi-token prediction."""
+    return sum(info.num_bytes for info in tensors.values() if _active_share(spec, info) > 0)
+
+
 def _active_share(spec: ModelSpec, info: TensorInfo) -> Fraction:
     block = _BLOCK.match(info.name)
     if block and int(block[1]) >= spec.num_layers:

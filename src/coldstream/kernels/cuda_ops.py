@@ -1,0 +1,379 @@
+"""The operations on a GPU: `ops.py` has their meaning, `docs/arithmetic.md` their bits.
+
+Few rows and many rows have kernels of their own that compute the same bits; everything runs on PyTorch's
+current stream and can be captured into a CUDA graph. Activations between two operations exist in two forms,
+float32 for products with float weights and quantised for the others; whoever makes them writes both.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE, SUM_SIZE, QuantActivations
+from coldstream.kernels.attention.cache_types import CacheType
+from coldstream.kernels.attention.cuda import (
+    AttentionInputs,
+    AttentionKernels,
+    AttentionShape,
+    Caches,
+    DecodeWorkspace,
+    current_device,
+)
+from coldstream.kernels.cuda.activations import Activations, as_floats
+from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight, ExpertStack
+from coldstream.kernels.cuda.memory import Memory
+from coldstream.kernels.dequantize.reference import FLOAT_DTYPES
+from coldstream.kernels.dequantize.triton import dequantize, dequantize_matrices
+from coldstream.kernels.embed.triton import embed
+from coldstream.kernels.experts import cuda as experts_few
+from coldstream.kernels.experts import cuda_many as experts_many
+from coldstream.kernels.gated_delta_net import cuda as delta_net
+from coldstream.kernels.gated_delta_net.arguments import DeltaNetInputs, PrefillWorkspace
+from coldstream.kernels.gated_delta_net.cuda import (
+    arrival_count,
+    delta_net_decode_cuda,
+    delta_net_prefill_cuda,
+)
+from coldstream.kernels.linear.cuda import linear_few_cuda
+from coldstream.kernels.linear.cuda_float_many import float_linear_many
+from coldstream.kernels.linear.cuda_many import linear_many
+from coldstream.kernels.linear.reference import INTEGER_TYPES
+from coldstream.kernels.ops import DeltaNetWeights, ExpertOutputs, ExpertWeights, RopeSpec, Routing, Rows
+from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.kernels.quantize.cuda import quantize_cuda
+from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
+from coldstream.kernels.rope.cuda import gather_angles_cuda
+from coldstream.kernels.rope.reference import rope_angles
+from coldstream.kernels.router.cuda import router_choose_cuda, router_few_cuda
+from coldstream.kernels.swiglu.cuda import swiglu_cuda
+
+PRODUCT_TYPES = INTEGER_TYPES | set(FLOAT_DTYPES)
+FEW_ROWS = 8  # up to which products run without matrix instructions
+FEW_STEPS = 16  # rows up to which attention and the delta rule take the kernels made for decoding
+
+
+class CudaOps(CudaLoader):
+    """`Ops` on the current CUDA device, over tensors of `memory`.
+
+    max_positions bounds the positions that `rope_angles` is asked for. Over a `MemoryPlan` nothing runs.
+    """
+
+    def __init__(self, memory: Memory, max_positions: int) -> None:
+        super().__init__(memory)
+        self._max_positions = max_positions
+        self._rope_tables: dict[RopeSpec, torch.Tensor] = {}
+        self._attention: dict[AttentionShape, AttentionKernels] = {}
+        self._zeroes: dict[tuple[str | int, ...], torch.Tensor] = {}
+
+    def embed(self, table: CudaWeight, token_ids: torch.Tensor) -> torch.Tensor:
+        assert isinstance(table, QuantTensor)
+        out = self._empty(len(token_ids), table.shape[1])
+        self._launch(embed, table, token_ids, out, self.code_table(table.quant_type))
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Activations:
+        out = self.activations(*x.shape)
+        self._launch(rms_norm_cuda, x, weight, eps, out.values, out.quantised)
+        return out
+
+    def add_norm(
+        self, x: torch.Tensor, update: torch.Tensor | ExpertOutputs, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, Activations]:
+        total, out = self._empty(*x.shape), self.activations(*x.shape)
+        self._launch(add_rms_norm_cuda, x, update, total, weight, eps, out.values, out.quantised)
+        return total, out
+
+    def linear(self, x: Activations, weights: Sequence[CudaWeight]) -> tuple[torch.Tensor, ...]:
+        matrices = [self._multipliable(weight) for weight in weights]
+        num_rows = x.shape[0]
+        outs = tuple(self._empty(num_rows, weight.shape[0]) for weight in matrices)
+        if num_rows <= FEW_ROWS:
+            self._launch(self._linear_few, x, matrices, outs)
+            return outs
+        for weight, out in zip(matrices, outs, strict=True):
+            if weight.quant_type in INTEGER_TYPES:
+                self._launch(linear_many, x.quantised, weight, out)
+            else:
+                self._launch(float_linear_many, x.values, weight, out)
+        return outs
+
+    def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> Activations:
+        out = self.activations(*gate.shape)
+        self._launch(swiglu_cuda, gate, up, out.values, out.quantised)
+        return out
+
+    def rope_angles(self, positions: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
+        if rope not in self._rope_tables:
+            self._rope_tables[rope] = self._rope_table(rope)
+        out = self._empty(len(positions), rope.num_dims // 2, 2)
+        self._launch(gather_angles_cuda, self._rope_tables[rope], positions, out)
+        return out
+
+    def _rope_table(self, rope: RopeSpec) -> torch.Tensor:
+        """The angles of all positions, computed on the CPU so that they are the same on every device."""
+        table = self.memory.persistent((self._max_positions, rope.num_dims // 2, 2), torch.float32)
+        if not self.planning:
+            table.copy_(rope_angles(torch.arange(self._max_positions, dtype=torch.int32), rope))
+        return table
+
+    def attention(
+        self,
+        query_gate: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        q_norm: torch.Tensor,
+        k_norm: torch.Tensor,
+        eps: float,
+        angles: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        rows: Rows,
+    ) -> Activations:
+        num_rows, head_dim = key.shape[0], q_norm.shape[0]
+        shape = AttentionShape(
+            query_gate.shape[1] // (2 * head_dim), k_cache.shape[2], head_dim, CacheType.of(k_cache, head_dim)
+        )
+        query = self._empty(num_rows, shape.num_heads, head_dim)
+        out = self.activations(num_rows, shape.num_heads * head_dim)
+        workspace = None
+        if num_rows <= FEW_STEPS:
+            values, stats = DecodeWorkspace.shapes(shape, num_rows, k_cache.shape[1])
+            workspace = DecodeWorkspace(self._empty(*values), self._empty(*stats))
+        inputs = AttentionInputs(query_gate, key, value, q_norm, k_norm, angles, eps)
+        self._launch(self._attend, shape, inputs, Caches(k_cache, v_cache), rows, query, workspace, out)
+        return out
+
+    def gated_delta_net(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        alpha: torch.Tensor,
+        beta: torch.Tensor,
+        weights: DeltaNetWeights,
+        conv_state: torch.Tensor,
+        state: torch.Tensor,
+        rows: Rows,
+    ) -> Activations:
+        num_rows, width = z.shape
+        out = self.activations(num_rows, width)
+        inputs = DeltaNetInputs(qkv, z, alpha, beta, rows)
+        raw = self._empty(num_rows, width)
+        workspace: delta_net.DecodeWorkspace | PrefillWorkspace
+        if num_rows <= FEW_STEPS:
+            launcher: Callable[..., None] = delta_net_decode_cuda
+            count = arrival_count(FEW_STEPS, weights.num_key_heads, width)
+            workspace = delta_net.DecodeWorkspace(raw, self._zeroed("delta net", count))
+        else:
+            launcher = delta_net_prefill_cuda
+            workspace = PrefillWorkspace(
+                self._empty(num_rows, qkv.shape[1] - width),
+                self._empty(num_rows, width),
+                self._empty(num_rows, *alpha.shape[1:], 2),
+                raw,
+                self._zeroed("spans", state.shape[0], 2),
+            )
+        self._launch(launcher, inputs, weights, conv_state, state, out.values, out.quantised, workspace)
+        return out
+
+    def router(
+        self, x: Activations, weight: CudaWeight, shared_gate: CudaWeight, num_experts_per_tok: int
+    ) -> Routing:
+        assert isinstance(weight, QuantTensor)
+        assert isinstance(shared_gate, QuantTensor)
+        num_rows, num_experts = x.shape[0], weight.shape[0]
+        ids = self._empty(num_rows, num_experts_per_tok, dtype=torch.int32)
+        weights = self._empty(num_rows, num_experts_per_tok)
+        if num_rows > FEW_ROWS or shared_gate.quant_type != QuantType.F32:
+            logits, gate = self.linear(x, (weight, shared_gate))
+            self._launch(router_choose_cuda, logits, ids, weights)
+            return Routing(ids, weights, gate)
+        gate, logits = self._empty(num_rows, 1), self._empty(num_rows, num_experts)
+        self._launch(
+            router_few_cuda, x.values, as_floats(weight), as_floats(shared_gate), ids, weights, gate, logits,
+            self._zeroed("router", 1),
+        )  # fmt: skip
+        return Routing(ids, weights, gate)
+
+    def experts(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
+        tokens, ranks = routing.ids.shape
+        routed = self._empty(tokens, ranks, x.shape[1])
+        if any(stack.quant_type not in PRODUCT_TYPES for stack in (weights.gate, weights.up, weights.down)):
+            return self._experts_as_floats(x, routing, weights, routed)
+        if tokens <= FEW_ROWS:
+            outs = experts_few.PairRows(routed, self._empty(*x.shape))
+            hidden = experts_few.PairRows(
+                self._empty(tokens, ranks, weights.gate.shape[0]),
+                self._empty(tokens, weights.shared_gate.shape[0]),
+            )
+            self._launch(self._experts_few, x, routing.ids, weights, hidden, outs)
+            return ExpertOutputs(routed, outs.shared, routing)
+        gate, up = self.linear(x, (weights.shared_gate, weights.shared_up))
+        (shared,) = self.linear(self.swiglu(gate, up), (weights.shared_down,))
+        del gate, up
+        self._routed_many(x, routing.ids, weights, routed)
+        return ExpertOutputs(routed, shared, routing)
+
+    def _experts_as_floats(
+        self, x: Activations, routing: Routing, weights: ExpertWeights, routed: torch.Tensor
+    ) -> ExpertOutputs:
+        """Types without products of their own: each token's experts as float32, one token after the other."""
+        gate, up = self.linear(x, (weights.shared_gate, weights.shared_up))
+        (shared,) = self.linear(self.swiglu(gate, up), (weights.shared_down,))
+        tokens, ranks = routing.ids.shape
+        stacks = (weights.gate, weights.up, weights.down)
+        values = [self._empty(ranks, *stack.shape) for stack in stacks]
+        addresses = [self._empty(ranks, dtype=torch.int64) for _ in stacks]
+        places = self._empty(1, ranks, dtype=torch.int32)
+        hidden = experts_few.PairRows(self._empty(1, ranks, weights.gate.shape[0]), None)
+        for token in range(tokens):
+            part = slice(token, token + 1)
+            self._launch(
+                self._run_as_floats, x.rows(token, 1), routing.ids[part], stacks, values, addresses, places,
+                hidden, routed[part],
+            )  # fmt: skip
+        return ExpertOutputs(routed, shared, routing)
+
+    def _run_as_floats(
+        self,
+        x: Activations,
+        ids: torch.Tensor,
+        stacks: Sequence[ExpertStack],
+        values: Sequence[torch.Tensor],
+        addresses: Sequence[torch.Tensor],
+        places: torch.Tensor,
+        hidden: experts_few.PairRows,
+        routed: torch.Tensor,
+    ) -> None:
+        ranks = ids.shape[1]
+        tables = []
+        for stack, matrices, found in zip(stacks, values, addresses, strict=True):
+            dequantize_matrices(
+                stack.quant_type, stack.addresses, ids[0], matrices, self.code_table(stack.quant_type)
+            )
+            first, step = matrices.data_ptr(), matrices[0].nbytes
+            torch.arange(first, first + ranks * step, step, out=found)
+            tables.append(experts_few.ExpertTable(found, QuantType.F32, *stack.shape))
+        torch.arange(ranks, out=places[0])
+        weights = experts_few.ExpertWeights(tables[0], tables[1], tables[2], shared=None)
+        experts_few.experts_few_cuda(
+            weights, places, hidden, experts_few.PairRows(routed, None), activations=x.quantised, x=x.values
+        )
+
+    def _routed_many(
+        self, x: Activations, ids: torch.Tensor, weights: ExpertWeights, routed: torch.Tensor
+    ) -> None:
+        gate, up, down = weights.gate, weights.up, weights.down
+        num_pairs, num_experts, ffn_size = ids.numel(), len(gate.addresses), gate.shape[0]
+        groups = experts_many.Groups(
+            self._empty(num_pairs, dtype=torch.int32),
+            self._empty(num_pairs, dtype=torch.int32),
+            self._empty(num_experts, 2, dtype=torch.int32),
+            self._empty(experts_many.max_tiles(num_pairs, num_experts) + 1, 4, dtype=torch.int32),
+        )
+        hidden = self.activations(num_pairs, ffn_size)
+        self._launch(self._run_routed_many, x, ids, (gate, up, down), groups, hidden, routed)
+
+    def _run_routed_many(
+        self,
+        x: Activations,
+        ids: torch.Tensor,
+        stacks: tuple[ExpertStack, ExpertStack, ExpertStack],
+        groups: experts_many.Groups,
+        hidden: Activations,
+        routed: torch.Tensor,
+    ) -> None:
+        gate, up, down = stacks
+        ffn_size, hidden_size = gate.shape
+        tables = experts_many.ExpertTables(gate.addresses, up.addresses, down.addresses)
+        first, last = experts_many.choose_tilings(
+            ids.numel(), len(gate.addresses), gate.quant_type, down.quant_type
+        )
+        experts_many.group_experts(ids, tables, groups, min(first.tokens, last.tokens), overlap=True)
+        experts_many.experts_gate_up_many(
+            x.quantised, tables, first, ffn_size, hidden_size, groups, hidden.values, overlap=True
+        )
+        quantize_cuda(hidden.values, hidden.quantised)
+        experts_many.experts_product_many(
+            hidden.quantised, down.addresses, last, hidden_size, ffn_size, groups, routed, by_token=False,
+            overlap=True,
+        )  # fmt: skip
+
+    def _experts_few(
+        self,
+        x: Activations,
+        ids: torch.Tensor,
+        weights: ExpertWeights,
+        hidden: experts_few.PairRows,
+        outs: experts_few.PairRows,
+    ) -> None:
+        gate, up, down = (
+            experts_few.ExpertTable(stack.addresses, stack.quant_type, *stack.shape)
+            for stack in (weights.gate, weights.up, weights.down)
+        )
+        shared = (weights.shared_gate, weights.shared_up, weights.shared_down)
+        experts_few.experts_few_cuda(
+            experts_few.ExpertWeights(gate, up, down, shared), ids, hidden, outs,
+            activations=x.quantised, x=x.values,
+        )  # fmt: skip
+
+    def _linear_few(
+        self, x: Activations, weights: Sequence[QuantTensor], outs: Sequence[torch.Tensor]
+    ) -> None:
+        linear_few_cuda(weights, outs, activations=x.quantised, x=x.values)
+
+    def _attend(
+        self,
+        shape: AttentionShape,
+        inputs: AttentionInputs,
+        caches: Caches,
+        rows: Rows,
+        query: torch.Tensor,
+        workspace: DecodeWorkspace | None,
+        out: Activations,
+    ) -> None:
+        kernels = self._attention.get(shape)
+        if kernels is None:
+            kernels = self._attention[shape] = AttentionKernels(shape, current_device())
+        kernels.prepare(inputs, caches, rows, query)
+        if workspace is not None:
+            kernels.decode(
+                query, inputs.query_gate, caches, rows, workspace, out=out.values, quantised=out.quantised
+            )
+            return
+        kernels.prefill(query, inputs.query_gate, caches, rows, out.values)
+        quantize_cuda(out.values, out.quantised)
+
+    def _multipliable(self, weight: CudaWeight) -> QuantTensor:
+        """The weight itself, or its values as float32 if the products have no kernel for its type."""
+        assert isinstance(weight, QuantTensor)
+        if weight.quant_type in PRODUCT_TYPES:
+            return weight
+        values = self._empty(*weight.shape)
+        self._launch(dequantize, weight, values, self.code_table(weight.quant_type), None)
+        return QuantTensor.from_bytes(values.view(torch.uint8), QuantType.F32, weight.shape)
+
+    def _zeroed(self, purpose: str, *shape: int) -> torch.Tensor:
+        """int32 zeros that kernels count in and leave zero: one tensor for all launches of a purpose."""
+        key: tuple[str | int, ...] = (purpose, *shape)
+        if key not in self._zeroes:
+            self._zeroes[key] = self.zeros(shape, "int32")
+        return self._zeroes[key]
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self.memory.workspace(shape, dtype)
+
+    def activations(self, rows: int, cols: int, *, persistent: bool = False) -> Activations:
+        """Unwritten activations [rows, cols]."""
+        empty = self.memory.persistent if persistent else self.memory.workspace
+        groups = -(-cols // GROUP_SIZE)
+        quantised = QuantActivations(
+            empty((rows, groups * GROUP_SIZE), torch.int8),
+            empty((rows, groups), torch.float32),
+            empty((rows, groups * GROUP_SIZE // SUM_SIZE), torch.int16),
+        )
+        return Activations(empty((rows, cols), torch.float32), quantised)
+
+    def _launch(self, launcher: Callable[..., None], *args: object) -> None:
+        if not self.planning:
+            launcher(*args)

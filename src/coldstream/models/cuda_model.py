@@ -1,0 +1,191 @@
+"""A model on one GPU: what it takes, and its forward pass over memory that was planned.
+
+Everything that is ever allocated on the device is counted before anything is copied, by loading the model and
+running its forward pass over tensors without memory (`kernels/cuda/memory.py`).
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from coldstream.errors import OutOfMemoryError, UnsupportedError
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
+from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.memory import Memory, MemoryPlan
+from coldstream.kernels.cuda_ops import FEW_STEPS, CudaOps
+from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
+from coldstream.kernels.ops import Rows
+from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
+from coldstream.kvcache.cache import ModelCache
+from coldstream.models.cuda_logits import Sampler
+from coldstream.models.qwen35 import Qwen35Model
+from coldstream.models.spec import ModelSpec
+
+CHUNK_SIZES = (8192, 4096, 2048, 1024, 512, 256)
+# Of the memory that weights and caches leave free: what prefill may use for its activations.
+WORKSPACE_SHARE = 0.25
+MAX_DECODE_ROWS = 64
+HEAD_ROWS = 64
+MAX_EXPERTS = EXPERTS_PER_LANE[-1] * WARP_SIZE
+
+# Up to here launching a step from Python takes longer than computing it, so that steps are captured. Graphs
+# are for some sizes only; the rows between are filled with rows of no sequence.
+MAX_GRAPH_ROWS = 2048
+SIZES_PER_DOUBLING = 8
+SMALLEST_PADDED_ROWS = 17
+MAX_GRAPHS = 48
+
+# The driver's own: captured graphs, and loaded kernels.
+GRAPH_BYTES = MAX_GRAPHS * 4 * 2**20
+RESERVE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class CudaMemoryPlan:
+    """What a model takes on the device, in bytes, and how many tokens a step of prefill has."""
+
+    weights: int
+    caches: int
+    workspace: int
+    chunk_size: int
+    graphs: int = GRAPH_BYTES
+    reserve: int = RESERVE_BYTES
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.caches + self.workspace + self.graphs + self.reserve
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much a runner holds: sequences, tokens of each, and the type of their keys and values."""
+
+    num_slots: int
+    context_length: int
+    kv_type: str
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What changes from step to step, in memory that captured graphs point into.
+
+    The token ids, positions and slots of a step of any size lie one behind the other, so that one copy brings
+    them.
+    """
+
+    values: torch.Tensor  # int32 [3 · most rows]
+
+    def of(self, count: int) -> tuple[torch.Tensor, Rows]:
+        """Views of the token ids [count] and of which rows they are, for a step of `count`."""
+        token_ids, positions, slots = self.values[: 3 * count].view(3, count)
+        return token_ids, Rows(positions, slots)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, its caches and its inputs in some memory."""
+
+    ops: CudaOps
+    model: Qwen35Model
+    cache: ModelCache
+    inputs: Inputs
+    hidden: Activations  # [most rows of a graph, E], where captured steps leave their hidden states
+    sampler: Sampler
+    weight_bytes: int
+
+    @classmethod
+    def into(cls, memory: Memory, file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int) -> Self:
+        """Loads into `memory`; over a `MemoryPlan` only small tensors are read."""
+        ops = CudaOps(memory, limits.context_length)
+        model = Qwen35Model.load(file, spec, ops)
+        weight_bytes = memory.persistent_bytes
+        cache = ModelCache(spec, ops, limits.num_slots, limits.context_length, limits.kv_type)
+        rows = max(chunk_size, MAX_DECODE_ROWS)
+        hidden = ops.activations(min(rows, MAX_GRAPH_ROWS), spec.hidden_size, persistent=True)
+        inputs = Inputs(ops.zeros((3 * rows,), "int32"))
+        sampler = Sampler(ops.zeros, limits.context_length)
+        return cls(ops, model, cache, inputs, hidden, sampler, weight_bytes)
+
+    def logits(self, count: int) -> torch.Tensor:
+        """The logits [count, vocab] after the first `count` inputs."""
+        logits: torch.Tensor = self.model.logits(self.step(count))
+        return logits
+
+    def kept_step(self, count: int) -> Activations:
+        """`step`, with the result in `hidden`."""
+        kept = self.hidden.rows(0, count)
+        kept.copy_(self.step(count))
+        return kept
+
+    def step(self, count: int) -> Activations:
+        """The hidden states of the first `count` inputs."""
+        token_ids, rows = self.inputs.of(count)
+        hidden: Activations = self.model.forward(token_ids, rows, self.cache)
+        return hidden
+
+
+def plan_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, free_bytes: int) -> CudaMemoryPlan:
+    """What the model takes, with the largest chunk whose activations are a modest part of what is left.
+
+    Raises OutOfMemoryError if it doesn't fit into `free_bytes`.
+    """
+    for chunk_size in CHUNK_SIZES:
+        memory = MemoryPlan()
+        loaded = Loaded.into(memory, file, spec, limits, chunk_size)
+        for count in (1, FEW_STEPS, MAX_DECODE_ROWS):
+            held = loaded.logits(count)
+            loaded.logits(count)  # a graph is captured while the first step's logits are held
+            del held
+        for count in {padded_rows(min(chunk_size, limits.context_length, MAX_GRAPH_ROWS)), chunk_size}:
+            hidden = loaded.kept_step(count) if count <= MAX_GRAPH_ROWS else loaded.step(count)
+            loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
+            del hidden
+        plan = CudaMemoryPlan(
+            weights=loaded.weight_bytes,
+            caches=memory.persistent_bytes - loaded.weight_bytes,
+            workspace=memory.workspace_bytes,
+            chunk_size=chunk_size,
+        )
+        left = free_bytes - (plan.total - plan.workspace)
+        if plan.workspace <= max(0, left) * WORKSPACE_SHARE:
+            return plan
+    if plan.total <= free_bytes:
+        return plan
+    gib = 2**30
+    raise OutOfMemoryError(
+        f"the GPU needs {plan.total / gib:.2f} GiB, {free_bytes / gib:.2f} GiB are free: weights "
+        f"{plan.weights / gib:.2f}, caches of {limits.context_length} tokens {plan.caches / gib:.2f}, "
+        f"workspace {(plan.total - plan.weights - plan.caches) / gib:.2f}. Choose a smaller quantisation, a "
+        "smaller --ctx-size, or --device cpu"
+    )
+
+
+def check_supported(spec: ModelSpec) -> None:
+    """UnsupportedError if the GPU has no kernels for a model of these dimensions."""
+    wanted = {
+        f"attention heads of {spec.head_dim}: multiples of {HEAD_MULTIPLE} up to {LARGEST_HEAD}": (
+            spec.head_dim % HEAD_MULTIPLE or spec.head_dim > LARGEST_HEAD
+        ),
+        f"DeltaNet heads of {spec.ssm_state_size}: {HEAD_SIZES}": spec.ssm_state_size not in HEAD_SIZES,
+        f"a convolution of {spec.conv_kernel} taps: {TAPS.start} to {TAPS.stop - 1}": (
+            spec.conv_kernel not in TAPS
+        ),
+        f"{spec.num_experts_per_tok} experts a token: at most {MAX_CHOSEN}": (
+            spec.num_experts_per_tok > MAX_CHOSEN
+        ),
+        f"{spec.num_experts} experts: at most {MAX_EXPERTS}": spec.num_experts > MAX_EXPERTS,
+    }
+    for what, is_missing in wanted.items():
+        if is_missing:
+            raise UnsupportedError(f"no GPU kernels for {what} are supported; use --device cpu")
+
+
+def padded_rows(count: int) -> int:
+    """Rows of the graph that computes `count` rows: `count` itself for few rows and for very many."""
+    if not SMALLEST_PADDED_ROWS <= count <= MAX_GRAPH_ROWS:
+        return count
+    step = max(1, 2 ** (count - 1).bit_length() // 2 // SIZES_PER_DOUBLING)
+    rows: int = -(-count // step) * step
+    return rows

@@ -1,0 +1,231 @@
+"""Runs a model on one GPU: few rows and short prompts as captured CUDA graphs, long prompts in chunks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
+from coldstream.kernels.cuda.memory import DeviceMemory, unowned
+from coldstream.models.cuda_logits import CudaLogits
+from coldstream.models.cuda_model import (
+    HEAD_ROWS,
+    MAX_DECODE_ROWS,
+    MAX_GRAPH_ROWS,
+    MAX_GRAPHS,
+    Limits,
+    Loaded,
+    check_supported,
+    padded_rows,
+    plan_memory,
+)
+from coldstream.models.runner import Array, ModelRunner, Progress
+from coldstream.models.spec import ModelSpec
+
+NO_SLOT = -1
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A step of some number of rows as a graph. Its outputs are valid until the next step of any kind."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: Any
+
+
+class CudaRunner(ModelRunner):
+    """See `ModelRunner`; besides, `decode_rows` advances several sequences at once."""
+
+    head_rows = HEAD_ROWS
+
+    def __init__(
+        self, file: GGUFFile, spec: ModelSpec, limits: Limits, gpu: Gpu, progress: Progress | None
+    ) -> None:
+        super().__init__(file, spec, limits.context_length)
+        self.gpu = gpu
+        self.limits = limits
+        check_supported(spec)
+        self.plan = plan_memory(file, spec, limits, gpu.free_bytes)
+        self.chunk_size = self.plan.chunk_size
+        with device_errors():
+            memory = DeviceMemory(self.plan.weights + self.plan.caches, self.plan.workspace)
+            self._loaded = Loaded.into(memory, file, spec, limits, self.chunk_size)
+            self._warnings = self._loaded.model.warnings
+            self._loaded.ops.finish_loading(progress)
+            self._staging = torch.empty_like(self._loaded.inputs.values, device="cpu").pin_memory()
+            self._host_logits = torch.empty((HEAD_ROWS, spec.vocab_size), dtype=torch.float32).pin_memory()
+            self._num_steps = 0
+            self._hidden: Activations | None = None
+            self._graphs: dict[tuple[str, int], CapturedStep] = {}
+            self._logits_on_device: torch.Tensor | None = None
+            self._decode(1)
+            self._clear()
+
+    @classmethod
+    def load(
+        cls,
+        file: GGUFFile,
+        spec: ModelSpec,
+        *,
+        context_length: int,
+        kv_type: str,
+        num_slots: int = 1,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Copies the weights of an open file to the current device; the runner then closes the file.
+
+        progress is called with (done, total) bytes. Raises DeviceError without a usable GPU, OutOfMemoryError
+        before anything is copied if it doesn't fit, InconsistentError for weights that contradict the
+        format's conventions; the file stays open then.
+        """
+        return cls(file, spec, Limits(num_slots, context_length, kv_type), find_gpu(), progress)
+
+    def close(self) -> None:
+        """Gives the device's memory back and closes the file; the runner cannot be used afterwards."""
+        super().close()
+        self._forget_outputs()
+        self._graphs.clear()
+        self.__dict__.pop("_loaded", None)
+        torch.cuda.empty_cache()
+
+    @property
+    def tier(self) -> str:
+        return "cuda"
+
+    @property
+    def threads(self) -> int:
+        """The one that launches."""
+        return 1
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return self._warnings
+
+    def decode_rows(self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> Array:
+        """One token of each of several sequences: float32 logits [rows, vocab].
+
+        Row i puts token_ids[i] at positions[i] of the sequence in slots[i]; slots are distinct. ValueError
+        for more than MAX_DECODE_ROWS rows.
+        """
+        count = len(token_ids)
+        if not 0 < count <= MAX_DECODE_ROWS:
+            raise ValueError(f"a step decodes 1 to {MAX_DECODE_ROWS} rows, not {count}")
+        with device_errors():
+            self._set_inputs(np.asarray([token_ids, positions, slots], np.int32))
+            return self._download(self._decode(count)).copy()
+
+    def reset_slot(self, slot: int) -> None:
+        """Makes `slot` the beginning of a sequence."""
+        with device_errors():
+            self._loaded.cache.reset(slot)
+
+    def _clear(self) -> None:
+        self.reset_slot(0)
+
+    def prefill_slot(self, slot: int, token_ids: Sequence[int], first_position: int) -> Array:
+        """Puts at most `chunk_size` tokens into the sequence in `slot`.
+
+        Returns float32 logits [vocab] after the last.
+        """
+        self._compute_in(slot, np.asarray(token_ids, np.int32), first_position)
+        logits: Array = self._compute_logits(len(token_ids) - 1, 1)[0].copy()
+        return logits
+
+    def _compute(self, token_ids: Array, first_position: int) -> None:
+        self._compute_in(0, token_ids, first_position)
+
+    def _compute_in(self, slot: int, token_ids: Array, first_position: int) -> None:
+        count = len(token_ids)
+        rows = padded_rows(count)
+        values = np.zeros((3, rows), np.int32)
+        values[0, :count] = token_ids
+        values[1, :count] = np.arange(first_position, first_position + count)
+        values[2] = NO_SLOT
+        values[2, :count] = slot
+        with device_errors():
+            self._set_inputs(values)
+            self._num_steps += 1
+            self._forget_outputs()
+            if count == 1:
+                self._logits_on_device = self._decode(1)
+            else:
+                self._hidden = self._prefill(rows)
+
+    def _compute_logits(self, first: int, count: int) -> Array:
+        with device_errors():
+            return self._download(self._logits_of(first, count))
+
+    def _last_logits(self, row: int) -> CudaLogits:
+        with device_errors():
+            values = self._logits_of(row, 1)
+        step = self._num_steps
+        return CudaLogits(
+            values=values,
+            sampler=self._loaded.sampler,
+            position=self.position - 1,
+            is_current=lambda: self._num_steps == step,
+            download=self._download,
+        )
+
+    def _logits_of(self, first: int, count: int) -> torch.Tensor:
+        """Of rows of the last step, on the device."""
+        if self._logits_on_device is not None:
+            return self._logits_on_device[first : first + count]
+        assert self._hidden is not None, "logits belong to a step"
+        logits: torch.Tensor = self._loaded.model.logits(self._hidden.rows(first, count))
+        return logits
+
+    def _set_inputs(self, values: Array) -> None:
+        """Queues the copy of int32 [token ids, positions, slots] to the device."""
+        torch.cuda.current_stream().synchronize()  # the last copy from the staging memory is over
+        staged = self._staging[: values.size]
+        staged.copy_(torch.from_numpy(values.reshape(-1)))
+        self._loaded.inputs.values[: values.size].copy_(staged, non_blocking=True)
+
+    def _forget_outputs(self) -> None:
+        """Gives the memory of the last step's outputs back before it is needed again."""
+        self._hidden = self._logits_on_device = None
+
+    def _decode(self, count: int) -> torch.Tensor:
+        """The logits [count, vocab] after each of the first `count` inputs."""
+        logits: torch.Tensor = self._run(("logits", count), lambda: self._loaded.logits(count), unowned)
+        return logits
+
+    def _prefill(self, count: int) -> Activations:
+        """The hidden states of the first `count` inputs."""
+        if count > MAX_GRAPH_ROWS:
+            return self._loaded.step(count)
+        hidden: Activations = self._run(
+            ("hidden", count), lambda: self._loaded.kept_step(count), lambda hidden: hidden
+        )
+        return hidden
+
+    def _run(
+        self, key: tuple[str, int], step: Callable[[], Any], without_memory: Callable[[Any], Any]
+    ) -> Any:
+        """What `step` returns, from a captured graph once it has run before."""
+        captured = self._graphs.pop(key, None)
+        if captured is None:
+            # The first step of a kind runs plainly, which also loads its kernels; a capture may not.
+            outputs = step()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                repeated = step()
+            if len(self._graphs) == MAX_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            self._graphs[key] = CapturedStep(graph, without_memory(repeated))
+            return outputs
+        self._graphs[key] = captured  # as the one that was used last
+        captured.graph.replay()
+        return captured.outputs
+
+    def _download(self, logits: torch.Tensor) -> Array:
+        host = self._host_logits[: len(logits)]
+        host.copy_(logits, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        result: Array = host.numpy()
+        return result

@@ -1,0 +1,300 @@
+"""CudaRunner: whole models on a GPU, held to the exact definition, to the CPU and to themselves."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from runner_cases import MIX, VARIANTS, reference_logits, token_ids
+
+from builders import Dims, write_gguf
+from coldstream.assets import demo_model_path
+from coldstream.decoding import SamplingParams, choose_token, sample_token
+from coldstream.errors import InvalidRequestError, OutOfMemoryError, UnsupportedError
+from coldstream.gguf.reader import GGUFFile
+from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cuda_model import (
+    CHUNK_SIZES,
+    MAX_GRAPH_ROWS,
+    SIZES_PER_DOUBLING,
+    SMALLEST_PADDED_ROWS,
+    Limits,
+    check_supported,
+    padded_rows,
+    plan_memory,
+)
+from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.spec import ModelSpec
+
+INTEGER_VARIANTS = [name for name in VARIANTS if name != "float"]  # experts of other types: see the refusal
+
+
+def open_cuda(path: Path, context_length: int = 256, num_slots: int = 1, kv_type: str = "f16") -> CudaRunner:
+    file = GGUFFile.open(path)
+    spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+    return CudaRunner.load(file, spec, context_length=context_length, kv_type=kv_type, num_slots=num_slots)
+
+
+@pytest.fixture(scope="module")
+def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "moe.gguf"
+    write_gguf(path, types=MIX)
+    return path
+
+
+@pytest.fixture(scope="module")
+def runner(moe_path: Path) -> Iterator[CudaRunner]:
+    """One sequence of up to 1024 tokens; tests leave it in any state."""
+    with open_cuda(moe_path, context_length=1024) as runner:
+        yield runner
+
+
+@pytest.mark.parametrize("chunk_size", [64, CHUNK_SIZES[0]])
+def test_memory_is_planned_without_a_device(moe_path: Path, chunk_size: int) -> None:
+    with GGUFFile.open(moe_path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        plan = plan_memory(file, spec, Limits(1, 1024, "f16"), free_bytes=40 * 2**30)
+        large = plan_memory(file, spec, Limits(4, 4096, "f16"), free_bytes=40 * 2**30)
+        assert plan.weights >= sum(info.num_bytes for info in file.tensors.values())
+        assert large.weights == plan.weights
+        assert large.caches > 3 * plan.caches
+        with pytest.raises(OutOfMemoryError, match=r"needs .* GiB are free: weights .* --device cpu"):
+            plan_memory(file, spec, Limits(1, 1024, "f16"), free_bytes=plan.weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", INTEGER_VARIANTS)
+def test_the_gpu_computes_what_the_reference_defines(variant: str, tmp_path: Path) -> None:
+    arch, options = VARIANTS[variant]
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, arch, **options)  # type: ignore[arg-type]
+    ids = token_ids(21)
+    expected = reference_logits(path, ids, "f16").numpy()
+    with open_cuda(path) as runner:
+        assert np.array_equal(runner.logits(ids), expected)
+        runner.reset()
+        assert np.array_equal(np.stack([runner.decode(token) for token in ids]), expected)
+
+
+@pytest.mark.gpu
+def test_the_demo_model_has_the_same_bits_on_gpu_and_cpu() -> None:
+    ids = token_ids(300)
+    with CpuRunner.open(demo_model_path(), threads=4, context_length=512) as cpu:
+        expected = cpu.logits(ids)
+    with open_cuda(demo_model_path(), context_length=512) as gpu:
+        assert np.array_equal(gpu.logits(ids), expected)
+
+
+@pytest.mark.gpu
+def test_a_request_alone_and_among_31_others_in_any_chunks(moe_path: Path, runner: CudaRunner) -> None:
+    """Row and chunk invariance, bit for bit: chunks of 64 and of everything, alone and in slot 17 of 32."""
+    prompts = [token_ids(300 + 7 * slot) for slot in range(32)]
+    runner.reset()
+    together = runner.prefill(prompts[17])
+    alone = [runner.decode(token) for token in token_ids(9)]
+    runner.reset()
+    for start in range(0, len(prompts[17]), 64):
+        in_chunks = runner.prefill(prompts[17][start : start + 64])
+    assert np.array_equal(in_chunks, together)
+    with open_cuda(moe_path, context_length=1024, num_slots=32) as crowd:
+        for slot, prompt in enumerate(prompts):
+            crowd.reset_slot(slot)
+            for start in range(0, len(prompt), 100):
+                first = crowd.prefill_slot(slot, prompt[start : start + 100], start)
+            if slot == 17:
+                assert np.array_equal(first, together)
+        for step, token in enumerate(token_ids(9)):
+            positions = [len(prompt) + step for prompt in prompts]
+            rows = crowd.decode_rows([token] * 32, positions, range(32))
+            assert np.array_equal(rows[17], alone[step])
+
+
+@pytest.mark.gpu
+def test_trap_22_a_captured_graph_bakes_nothing_in(runner: CudaRunner) -> None:
+    """The graph of one row serves every position, state and request after the one it was captured for."""
+    ids = token_ids(400)
+    expected = runner.logits(ids)
+    for start in (1, 63, 64, 255, 256, 399):
+        runner.reset()
+        runner.prefill(ids[:start])
+        assert np.array_equal(runner.decode(ids[start]), expected[start])
+
+
+@pytest.mark.gpu
+def test_trap_23_twenty_requests_leave_memory_flat_and_answer_alike(runner: CudaRunner) -> None:
+    def answer() -> np.ndarray:
+        runner.reset()
+        first = runner.prefill(token_ids(130))
+        return np.stack([first, *(runner.decode(token) for token in token_ids(6))])
+
+    expected = answer()
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    for other in range(1, 21):
+        runner.reset()
+        runner.prefill(token_ids(17 * other))
+        assert np.array_equal(answer(), expected)
+    torch.cuda.synchronize()
+    after = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    assert after == before
+
+
+@pytest.mark.gpu
+def test_trap_24_a_reset_leaves_nothing_of_the_last_sequence(moe_path: Path, runner: CudaRunner) -> None:
+    runner.reset()
+    runner.prefill(token_ids(200))
+    runner.reset()
+    used = runner.logits(token_ids(50))
+    with open_cuda(moe_path, context_length=1024) as fresh:
+        assert np.array_equal(fresh.logits(token_ids(50)), used)
+
+
+@pytest.mark.gpu
+def test_trap_24_a_closed_runner_gives_its_memory_back(moe_path: Path) -> None:
+    def free() -> int:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info()[0])
+
+    open_cuda(moe_path).close()
+    before = free()
+    for _ in range(3):
+        with open_cuda(moe_path) as runner:
+            runner.prefill(token_ids(5))
+        del runner
+    assert free() == before
+
+
+@pytest.mark.gpu
+def test_trap_25_every_state_has_memory_of_its_own(moe_path: Path) -> None:
+    """Two sequences with equal prompts, of which one goes on: the other's state has not moved."""
+    with open_cuda(moe_path, num_slots=2) as runner:
+        for slot in (0, 1):
+            runner.reset_slot(slot)
+            runner.prefill_slot(slot, token_ids(20), 0)
+        (expected,) = runner.decode_rows([7], [20], [0])
+        runner.decode_rows([9], [21], [0])
+        (other,) = runner.decode_rows([7], [20], [1])
+    assert np.array_equal(other, expected)
+
+
+@pytest.mark.gpu
+def test_trap_26_inputs_arrive_before_they_are_used_and_results_before_they_are_read(
+    runner: CudaRunner,
+) -> None:
+    """Steps queued without pause: a late copy or an early read would mix neighbouring tokens."""
+    ids = token_ids(60)
+    expected = runner.logits(ids)
+    for _ in range(5):
+        runner.reset()
+        results = [runner.decode(token) for token in ids]
+        assert np.array_equal(np.stack(results), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 33])
+def test_trap_36_positions_mean_the_same_for_one_row_and_for_many(runner: CudaRunner, count: int) -> None:
+    ids = token_ids(40 + count)
+    expected = runner.logits(ids)
+    runner.reset()
+    runner.prefill(ids[:40])
+    assert np.array_equal(runner.prefill(ids[40:]), expected[-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_trap_55_the_shared_gate_of_one_to_four_rows(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "gate.gguf"
+    write_gguf(path, types={**MIX, "*.ffn_gate_inp_shexp.weight": "F16"})
+    ids = token_ids(count)
+    with open_cuda(path) as runner:
+        assert np.array_equal(runner.logits(ids), reference_logits(path, ids, "f16").numpy())
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_computed_is_refused_and_changes_nothing(moe_path: Path) -> None:
+    with open_cuda(moe_path, context_length=16) as runner:
+        runner.prefill(token_ids(8))
+        for bad in ([], token_ids(9), [-1], [runner.spec.vocab_size]):
+            with pytest.raises(InvalidRequestError):
+                runner.prefill(bad)
+        assert runner.position == 8
+        after = runner.decode(5)
+        runner.reset()
+        assert np.array_equal(runner.prefill([*token_ids(8), 5]), after)
+
+
+@pytest.mark.gpu
+def test_too_little_memory_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, dims=Dims())
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(OutOfMemoryError, match=r"the GPU needs .* smaller --ctx-size"):
+        open_cuda(path, context_length=2**31 - 1, num_slots=64)
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_type", ["f32", "q8_0", "q4_0"])
+def test_other_types_of_keys_and_values_have_the_bits_of_the_reference(tmp_path: Path, kv_type: str) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, types=MIX)
+    ids = token_ids(70)
+    with open_cuda(path, kv_type=kv_type) as runner:
+        assert np.array_equal(runner.logits(ids), reference_logits(path, ids, kv_type).numpy())
+
+
+@pytest.mark.gpu
+def test_trap_49_a_token_that_the_gpu_chose_is_one_of_the_vocabulary(runner: CudaRunner) -> None:
+    runner.reset()
+    context: list[int] = []
+    for token in token_ids(20):
+        context.append(token)
+        logits = runner.extend((token,))
+        expected = np.asarray(logits)
+        for params in (SamplingParams(temperature=0), SamplingParams(repetition_penalty=1.3)):
+            chosen = choose_token(logits, context, params, 7)
+            assert 0 <= chosen < runner.spec.vocab_size
+            assert chosen == sample_token(expected, context, params, 7)
+    runner.extend((1,))
+    with pytest.raises(RuntimeError, match="another step"):
+        np.asarray(logits)
+
+
+@given(st.integers(1, 10000))
+def test_rows_are_padded_by_little_and_to_few_sizes(count: int) -> None:
+    rows = padded_rows(count)
+    assert count <= rows <= max(count, count * (1 + 2 / SIZES_PER_DOUBLING))
+    assert padded_rows(rows) == rows
+    assert rows == count or SMALLEST_PADDED_ROWS <= count <= MAX_GRAPH_ROWS
+
+
+def test_there_are_about_as_many_sizes_as_graphs() -> None:
+    sizes = {padded_rows(count) for count in range(SMALLEST_PADDED_ROWS, MAX_GRAPH_ROWS + 1)}
+    assert len(sizes) <= SIZES_PER_DOUBLING * 8
+    assert max(sizes) == MAX_GRAPH_ROWS
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 12}, "attention heads of 12: multiples of 8"),
+        ({"ssm_state_size": 96}, r"DeltaNet heads of 96: \(32, 64, 128\)"),
+        ({"conv_kernel": 9}, "9 taps: 2 to 8"),
+        ({"num_experts_per_tok": 17}, "17 experts a token: at most 16"),
+        ({"num_experts": 2048}, "2048 experts: at most 1024"),
+    ],
+)
+def test_a_model_without_kernels_is_refused_by_name(
+    moe_path: Path, change: dict[str, int], message: str
+) -> None:
+    with GGUFFile.open(moe_path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+    check_supported(spec)
+    with pytest.raises(UnsupportedError, match=message + r".*use --device cpu"):
+        check_supported(replace(spec, **change))
