@@ -9,20 +9,20 @@ differ.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import llama_cpp as oracle
 from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
-from coldstream.models.runner import ModelRunner
+from coldstream.models.cpu_runner import CpuRunner
+from results import write_result
+from tools import llama_cpp as oracle
 
 NEAR_TIE = 0.25
 POSITIONS = 1024
@@ -40,13 +40,13 @@ PROMPTS = (
 )
 
 
-def top1_agreement(model: Path, ids: list[int], runner: ModelRunner) -> float:
+def top1_agreement(model: Path, ids: list[int], runner: CpuRunner) -> float:
     """Share of positions where both sides' most likely next token is the same."""
     ours = runner.logits(ids).argmax(axis=1)
     return float((ours == oracle.logits(model, ids).argmax(axis=1)).mean())
 
 
-def greedy(runner: ModelRunner, ids: list[int], count: int) -> list[int]:
+def greedy(runner: CpuRunner, ids: list[int], count: int) -> list[int]:
     """The `count` most likely tokens after `ids`, one at a time."""
     runner.reset()
     tokens = [int(runner.prefill(ids).argmax())]
@@ -69,7 +69,7 @@ def measure(model: Path, threads: int, tokens: int) -> dict[str, object]:
     """All figures; see the module docstring."""
     with GGUFFile.open(model) as file:
         tokenizer = Tokenizer.from_metadata(file.metadata)
-    runner = ModelRunner.open(model, threads=threads, context_length=2048)
+    runner = CpuRunner.open(model, threads=threads, context_length=2048)
     module: ModuleType = argparse
     ids = tokenizer.encode(Path(str(module.__file__)).read_text())[:POSITIONS]
     gaps = []
@@ -100,9 +100,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     result = measure(options.model, options.threads, options.tokens)
-    print(json.dumps(result))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(result, options.out)
 
 
 if __name__ == "__main__":

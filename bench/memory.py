@@ -6,17 +6,18 @@ A fresh process loads the model, answers a 512-token prompt with 64 tokens, and 
 """
 
 import argparse
-import json
 import subprocess
 import sys
 from pathlib import Path
 
+from results import write_result
+
 PROGRAM = """
 import sys
 from pathlib import Path
-from coldstream.models.runner import ModelRunner
+from coldstream.models.cpu_runner import CpuRunner
 path, threads = sys.argv[1:]
-runner = ModelRunner.open(Path(path), threads=int(threads), context_length=2048)
+runner = CpuRunner.open(Path(path), threads=int(threads), context_length=2048)
 logits = runner.prefill([i % 200 for i in range(512)])
 for _ in range(64):
     logits = runner.decode(int(logits.argmax()))
@@ -45,9 +46,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     result = measure(options.model, options.threads)
-    print(json.dumps(result))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(result, options.out)
 
 
 if __name__ == "__main__":

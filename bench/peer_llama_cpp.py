@@ -13,6 +13,7 @@ import sys
 import time
 
 import llama_cpp
+
 from peer_tokens import random_tokens
 
 

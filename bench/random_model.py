@@ -18,6 +18,7 @@ import numpy as np
 import gguf
 
 Q4_K = gguf.GGMLQuantizationType.Q4_K
+Q5_K = gguf.GGMLQuantizationType.Q5_K
 Q6_K = gguf.GGMLQuantizationType.Q6_K
 
 
@@ -41,23 +42,81 @@ class Shape:
 
 
 def random_blocks(
-    rng: np.random.Generator, qtype: gguf.GGMLQuantizationType, rows: int, cols: int
+    rng: np.random.Generator,
+    qtype: gguf.GGMLQuantizationType,
+    rows: int,
+    cols: int,
+    deviation: float | None = None,
 ) -> np.ndarray:
-    """Random Q4_K or Q6_K rows [rows, row_bytes], uint8, of weights with a standard deviation near
-    1/sqrt(cols)."""
+    """Random Q4_K, Q5_K or Q6_K rows [rows, row_bytes], uint8, of weights with a standard deviation near
+    `deviation`, which is 1/sqrt(cols) if not given."""
     elements, size = gguf.GGML_QUANT_SIZES[qtype]
     blocks = rng.integers(0, 256, (rows * cols // elements, size), dtype=np.uint8)
-    deviation = cols**-0.5
-    if qtype == Q4_K:
-        # value = d·sc·q − dmin·mn; E[sc] = E[mn] = 31.5 and E[q] = 7.5, so dmin = 7.5·d centres the weights.
-        blocks[:, 0:2] = np.float16(deviation / 160).reshape(1).view(np.uint8)
-        blocks[:, 2:4] = np.float16(7.5 * deviation / 160).reshape(1).view(np.uint8)
+    deviation = cols**-0.5 if deviation is None else deviation
+    if qtype in (Q4_K, Q5_K):
+        # value = d·sc·q − dmin·mn; E[sc] = E[mn] = 31.5, so dmin = E[q]·d centres the weights.
+        mean = 7.5 if qtype == Q4_K else 15.5
+        scale = deviation / 160 * 7.5 / mean
+        blocks[:, 0:2] = np.float16(scale).reshape(1).view(np.uint8)
+        blocks[:, 2:4] = np.float16(mean * scale).reshape(1).view(np.uint8)
     elif qtype == Q6_K:
         blocks[:, 192:208] = rng.integers(-64, 64, (len(blocks), 16), dtype=np.int8).view(np.uint8)
         blocks[:, 208:210] = np.float16(deviation / 700).reshape(1).view(np.uint8)
     else:
         raise ValueError(f"no random blocks for {qtype.name}")
     return blocks.reshape(rows, -1)
+
+
+def add_metadata(out: gguf.GGUFWriter, shape: Shape, name: str) -> None:
+    """The model's numbers under their real keys."""
+    out.add_name(name)
+    for key, value in {
+        "block_count": shape.layers,
+        "context_length": shape.context,
+        "embedding_length": shape.hidden,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+        "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
+        "rope.dimension_count": 64,
+        "expert_count": shape.experts,
+        "expert_used_count": shape.experts_per_token,
+        "expert_feed_forward_length": shape.expert_ffn,
+        "expert_shared_feed_forward_length": shape.expert_ffn,
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": shape.state_dim,
+        "ssm.group_count": shape.key_heads,
+        "ssm.time_step_rank": shape.value_heads,
+        "ssm.inner_size": shape.value_heads * shape.state_dim,
+        "full_attention_interval": 4,
+    }.items():
+        out.add_uint32(f"qwen35moe.{key}", value)
+    out.add_float32("qwen35moe.attention.layer_norm_rms_epsilon", 1e-6)
+    out.add_float32("qwen35moe.rope.freq_base", 1e7)
+    out.add_array("qwen35moe.rope.dimension_sections", [11, 11, 10, 0])
+    out.add_file_type(15)
+    out.add_quantization_version(2)
+
+
+def byte_tokens() -> list[str]:
+    """The 256 tokens of one byte, written in the byte-level alphabet."""
+    letters = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in letters]
+    alphabet = {b: chr(b) for b in letters} | {b: chr(256 + i) for i, b in enumerate(others)}
+    return [alphabet[b] for b in range(256)]
+
+
+MERGES = ("t h", "h e", "i n")
+
+
+def add_tokenizer(out: gguf.GGUFWriter, tokens: list[str], kinds: list[int], eos_id: int) -> None:
+    """A vocabulary with three merges; one without their results is none for coldstream's tokenizer."""
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre("qwen35")
+    out.add_token_list(tokens)
+    out.add_token_types(kinds)
+    out.add_token_merges(MERGES)
+    out.add_eos_token_id(eos_id)
 
 
 class RandomModelWriter:
@@ -79,51 +138,13 @@ class RandomModelWriter:
     def normal(self, *dims: int) -> np.ndarray:
         return self.rng.standard_normal(dims) * dims[-1] ** -0.5
 
-    def metadata(self) -> None:
-        s, out = self.shape, self.out
-        out.add_name("random cut of Qwen3.6-35B-A3B")
-        for key, value in {
-            "block_count": s.layers,
-            "context_length": s.context,
-            "embedding_length": s.hidden,
-            "attention.head_count": s.heads,
-            "attention.head_count_kv": s.kv_heads,
-            "attention.key_length": s.head_dim,
-            "attention.value_length": s.head_dim,
-            "rope.dimension_count": 64,
-            "expert_count": s.experts,
-            "expert_used_count": s.experts_per_token,
-            "expert_feed_forward_length": s.expert_ffn,
-            "expert_shared_feed_forward_length": s.expert_ffn,
-            "ssm.conv_kernel": 4,
-            "ssm.state_size": s.state_dim,
-            "ssm.group_count": s.key_heads,
-            "ssm.time_step_rank": s.value_heads,
-            "ssm.inner_size": s.value_heads * s.state_dim,
-            "full_attention_interval": 4,
-        }.items():
-            out.add_uint32(f"qwen35moe.{key}", value)
-        out.add_float32("qwen35moe.attention.layer_norm_rms_epsilon", 1e-6)
-        out.add_float32("qwen35moe.rope.freq_base", 1e7)
-        out.add_array("qwen35moe.rope.dimension_sections", [11, 11, 10, 0])
-        out.add_file_type(15)
-        out.add_quantization_version(2)
-
     def tokenizer(self) -> None:
         """The 256 byte tokens and an end token; the rest of the vocabulary is unused."""
-        letters = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = [b for b in range(256) if b not in letters]
-        alphabet = {b: chr(b) for b in letters} | {b: chr(256 + i) for i, b in enumerate(others)}
-        tokens = [alphabet[b] for b in range(256)] + ["<|endoftext|>"]
+        tokens = [*byte_tokens(), "<|endoftext|>"]
         kinds = [1] * 256 + [3]
         tokens += [f"<unused{i}>" for i in range(self.shape.vocab - len(tokens))]
         kinds += [5] * (self.shape.vocab - len(kinds))
-        self.out.add_tokenizer_model("gpt2")
-        self.out.add_tokenizer_pre("qwen35")
-        self.out.add_token_list(tokens)
-        self.out.add_token_types(kinds)
-        self.out.add_token_merges(["t h", "h e", "i n"])
-        self.out.add_eos_token_id(256)
+        add_tokenizer(self.out, tokens, kinds, 256)
 
     def attention_block(self, name: str) -> None:
         s = self.shape
@@ -158,7 +179,7 @@ class RandomModelWriter:
 
     def write(self) -> None:
         s = self.shape
-        self.metadata()
+        add_metadata(self.out, s, "random cut of Qwen3.6-35B-A3B")
         self.tokenizer()
         self.quantised("token_embd.weight", Q4_K, s.vocab, s.hidden)
         self.floats("output_norm.weight", np.ones(s.hidden))

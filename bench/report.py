@@ -24,6 +24,8 @@ PAGES = (
 )
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
+GPU_CASES = ("pp168", "pp512", "pp2048", "pp8192", "tg128", "tg128 @ d8192", "tg128 @ d16384")
+
 Row = list[str]
 
 
@@ -168,6 +170,71 @@ def text() -> str:
     return table(["what", "time", "over that of half the text"], rows)
 
 
+def gpu_name(case: str) -> str:
+    """The file of a case of gpu.py."""
+    return f"gpu/{case.replace(' @ ', '_')}"
+
+
+def gpu() -> str:
+    """The full-size model on a GPU beside llama.cpp; nothing while it isn't measured."""
+    peer = load("gpu/peer_llama_cpp")["tok_s"]
+    rows, machines = [], set()
+    for case in GPU_CASES:
+        if not (RESULTS / f"{gpu_name(case)}.json").exists():
+            continue
+        r = load(gpu_name(case))
+        machines.add(f"{r['machine']['gpu']}, driver {r['machine']['driver']}, commit {r['commit']}")
+        theirs = peer.get(case)
+        rows.append(
+            [
+                case,
+                f"{r['median_tok_s']:.0f} ± {50 * r['spread']:.1f} %",
+                f"{theirs:.0f}" if theirs else "",
+                f"{r['median_tok_s'] / theirs:.1f}×" if theirs else "",
+                f"{100 * r['share_of_floor']:.0f} %" if "share_of_floor" in r else "",
+            ]
+        )
+    if not rows:
+        return ""
+    header = ["35B-A3B shape, Q4_K_M", "coldstream tok/s", "llama.cpp tok/s", "ratio", "of bandwidth"]
+    return table(header, rows) + f"\n{'; '.join(sorted(machines))}\n"
+
+
+def gpu_profile() -> str:
+    """Where a decoded token's time goes on the GPU; nothing while it isn't measured."""
+    if not (RESULTS / "gpu" / "profile.json").exists():
+        return ""
+    r = load("gpu/profile")
+    rows = [
+        [f"`{kind['kind']}`", str(kind["launches"]), f"{kind['us']:.1f}", f"{kind['us'] / r['step_us']:.1%}"]
+        for kind in r["kinds"]
+    ]
+    summary = [
+        f"{r['launches_per_step']} launches a token, {r['launches_per_layer']:.1f} a layer, in "
+        f"{r['step_us']:.0f} µs, then {r['between_steps_us']:.0f} µs to the next token; weights alone take "
+        f"{r['share_of_bandwidth']:.0%} of the {r['bandwidth_bytes_s'] / 1e12:.2f} TB/s that a copy reaches. "
+        "The largest gaps:",
+        "",
+        *(
+            f"- `{gap['after']}` → `{gap['before']}`: {gap['count']} of {gap['median_us']:.1f} µs, "
+            f"{gap['us']:.0f} µs a token"
+            for gap in r["largest_gaps"]
+        ),
+    ]
+    return table(["kind of kernel", "launches", "µs", "share"], rows) + "\n" + "\n".join(summary) + "\n"
+
+
+def routing() -> str:
+    """Hit rates of LRU caches over the full-size file's routing, beside published ones."""
+    r = load("routing_locality")
+    rows = [
+        [f"{float(share):.0%}", f"{rate:.1%}", f"{r['published_lru_hit_rate'][share]:.1%}"]
+        for share, rate in r["lru_hit_rate"].items()
+    ]
+    rows.append(["command", f"`{r['command']}`", ""])
+    return table(["experts of a layer in the cache", "hit rate in this file", "published"], rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "speed": speed,
     "ceilings": ceilings,
@@ -176,6 +243,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "demo_model": demo_model,
     "startup": startup,
     "text": text,
+    "gpu": gpu,
+    "gpu_profile": gpu_profile,
+    "routing": routing,
 }
 
 

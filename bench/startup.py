@@ -7,7 +7,6 @@ many strings.
 """
 
 import argparse
-import json
 import random
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import gguf
 from coldstream.gguf import GGUFFile
+from results import write_result
 
 NUM_TOKENS = 248320
 NUM_MERGES = 247587
@@ -73,9 +73,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     result = measure()
-    print(json.dumps(result))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(result, options.out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ wall time.
 """
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import numpy as np
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.gguf.vocabulary import BYTE_ALPHABET, TokenKind
+from results import write_result
 
 NUM_TOKENS, NUM_MERGES = 248_320, 247_587
 MEBIBYTE = 1 << 20
@@ -111,10 +111,7 @@ def main() -> None:
         print(f"\nload: {results['load_s']:.2f} s for {NUM_TOKENS} tokens, {NUM_MERGES} merges")
         first_ms, then_ms = results["first_render_s"] * 1e3, results["render_s"] * 1e3
         print(f"render: {first_ms:.0f} ms the first time, then {then_ms:.2f} ms")
-    line = json.dumps({key: round(value, 5) for key, value in results.items()})
-    print(line)
-    if arguments.out:
-        arguments.out.write_text(line + "\n")
+    write_result({key: round(value, 5) for key, value in results.items()}, arguments.out)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from coldstream.gguf.reader import GGUFFile
-from coldstream.models.runner import ModelRunner
+from coldstream.models.cpu_runner import CpuRunner
 from coldstream.placement.hardware import Hardware, measure_read_bandwidth
+from results import write_result
 
 BENCH = Path(__file__).parent
 
@@ -92,7 +93,7 @@ def compare(options: argparse.Namespace) -> dict[str, object]:
     model, threads = str(options.model.resolve()), options.threads
     with GGUFFile.open(options.model) as file:
         file_bytes = file.num_bytes
-    runner = ModelRunner.open(options.model, threads=threads, tier=options.tier, context_length=2048)
+    runner = CpuRunner.open(options.model, threads=threads, tier=options.tier, context_length=2048)
     bytes_per_token = runner.bytes_per_token
     runner.close()
     bandwidth = measure_read_bandwidth(threads)
@@ -150,9 +151,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    result = compare(options)
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(compare(options), options.out)
 
 
 if __name__ == "__main__":

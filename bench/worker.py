@@ -1,4 +1,4 @@
-"""Our side of a paired benchmark: the commands of `peer_llama_cpp.py` over a ModelRunner.
+"""Our side of a paired benchmark: the commands of `peer_llama_cpp.py` over a CpuRunner.
 
 python bench/worker.py MODEL THREADS CONTEXT TIER
 """
@@ -8,13 +8,13 @@ import sys
 import time
 from pathlib import Path
 
-from coldstream.models.runner import ModelRunner
+from coldstream.models.cpu_runner import CpuRunner
 from peer_tokens import random_tokens
 
 
 def main() -> None:
     path, threads, context, tier = sys.argv[1:]
-    runner = ModelRunner.open(Path(path), threads=int(threads), tier=tier, context_length=int(context))
+    runner = CpuRunner.open(Path(path), threads=int(threads), tier=tier, context_length=int(context))
     print(json.dumps({"tier": runner.tier, "threads": runner.threads}), flush=True)
     for line in sys.stdin:
         verb, count = line.split()

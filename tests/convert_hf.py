@@ -14,8 +14,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 import gguf
-import llama_cpp
 from gguf import GGMLQuantizationType, GGUFWriter
+from tools import llama_cpp
 
 F32 = GGMLQuantizationType.F32
 NUM_SPECIAL_TOKENS = 2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llama_vocab import LlamaVocab
+from tools.llama_cpp import Vocabulary, open_vocabulary
 from transformers.utils.chat_template_utils import _compile_jinja_template
 from vocabularies import CONTROL_TOKENS, tokenizer_metadata, write_vocabulary
 
@@ -44,8 +44,8 @@ def chatml(tokenizer: Tokenizer) -> Iterator[ChatTemplate]:
 
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaVocab]:
-    with LlamaVocab(
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vocabulary]:
+    with open_vocabulary(
         write_vocabulary(tmp_path_factory.mktemp("chat") / "v.gguf", tokenizer_metadata())
     ) as vocab:
         yield vocab
@@ -122,7 +122,7 @@ GOLDEN: dict[str, tuple[list[Message], dict[str, Any], str]] = {
 def test_golden_prompts_and_their_ids(
     chatml: ChatTemplate,
     tokenizer: Tokenizer,
-    oracle: LlamaVocab,
+    oracle: Vocabulary,
     messages: list[Message],
     arguments: dict[str, Any],
     expected: str,

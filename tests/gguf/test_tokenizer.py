@@ -9,7 +9,7 @@ from unicodedata import ucd_3_2_0
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from llama_vocab import LlamaVocab
+from tools.llama_cpp import Vocabulary, open_vocabulary
 from vocabularies import (
     CONTROL_TOKENS,
     USER_DEFINED_TOKENS,
@@ -124,23 +124,23 @@ def tokenizer(pre: str) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def oracle(pre: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaVocab]:
+def oracle(pre: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vocabulary]:
     path: Path = tmp_path_factory.mktemp(pre) / "vocabulary.gguf"
-    with LlamaVocab(write_vocabulary(path, tokenizer_metadata(pre))) as vocab:
+    with open_vocabulary(write_vocabulary(path, tokenizer_metadata(pre))) as vocab:
         yield vocab
 
 
 @pytest.fixture(scope="module")
-def seams(pre: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tokenizer, LlamaVocab]]:
+def seams(pre: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tokenizer, Vocabulary]]:
     metadata = seam_metadata(pre)
-    with LlamaVocab(write_vocabulary(tmp_path_factory.mktemp(pre) / "seams.gguf", metadata)) as vocab:
+    with open_vocabulary(write_vocabulary(tmp_path_factory.mktemp(pre) / "seams.gguf", metadata)) as vocab:
         yield Tokenizer.from_metadata(metadata), vocab
 
 
 @settings(max_examples=250, deadline=None)
 @given(text=TEXTS, parse_special=st.booleans())
 def test_ids_equal_llama_cpp(
-    tokenizer: Tokenizer, oracle: LlamaVocab, text: str, parse_special: bool
+    tokenizer: Tokenizer, oracle: Vocabulary, text: str, parse_special: bool
 ) -> None:
     assert tokenizer.encode(text, parse_special=parse_special) == oracle.encode(text, parse_special)
 
@@ -148,7 +148,7 @@ def test_ids_equal_llama_cpp(
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), skip_special=st.booleans())
 def test_decoded_bytes_equal_llama_cpp(
-    tokenizer: Tokenizer, oracle: LlamaVocab, data: st.DataObject, skip_special: bool
+    tokenizer: Tokenizer, oracle: Vocabulary, data: st.DataObject, skip_special: bool
 ) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), min_size=1, max_size=20))
     expected = oracle.decode(ids, skip_special).decode("utf-8", "replace")
@@ -164,13 +164,13 @@ def test_blocks_are_split_as_the_whole_is(tokenizer: Tokenizer, text: str, size:
     assert all(len(block) >= size for block in blocks[:-1])
 
 
-def test_a_text_of_several_blocks_equals_llama_cpp(tokenizer: Tokenizer, oracle: LlamaVocab) -> None:
+def test_a_text_of_several_blocks_equals_llama_cpp(tokenizer: Tokenizer, oracle: Vocabulary) -> None:
     text = inspect.getsource(inspect) + "\n\n  \u3000\r\n汉字\n\x1c\n" * 3000
     assert len(list(split_into_blocks(text, BLOCK_CHARS))) > 5
     assert tokenizer.encode(text) == oracle.encode(text)
 
 
-def test_every_character_is_split_as_llama_cpp_does(seams: tuple[Tokenizer, LlamaVocab]) -> None:
+def test_every_character_is_split_as_llama_cpp_does(seams: tuple[Tokenizer, Vocabulary]) -> None:
     tokenizer, oracle = seams
     text = "".join(f"e{c}d.{c}. {c} 7{c}7\n{c}\n'{c}s  {c}{c}\n" for c in ASSIGNED)
     assert tokenizer.encode(text) == oracle.encode(text)
@@ -178,12 +178,12 @@ def test_every_character_is_split_as_llama_cpp_does(seams: tuple[Tokenizer, Llam
 
 @settings(max_examples=300, deadline=None)
 @given(text=st.lists(st.one_of(AWKWARD, st.sampled_from(ASSIGNED)), max_size=20).map("".join))
-def test_seams_equal_llama_cpp(seams: tuple[Tokenizer, LlamaVocab], text: str) -> None:
+def test_seams_equal_llama_cpp(seams: tuple[Tokenizer, Vocabulary], text: str) -> None:
     tokenizer, oracle = seams
     assert tokenizer.encode(text) == oracle.encode(text)
 
 
-def test_end_tokens_equal_llama_cpp(tokenizer: Tokenizer, oracle: LlamaVocab) -> None:
+def test_end_tokens_equal_llama_cpp(tokenizer: Tokenizer, oracle: Vocabulary) -> None:
     assert tokenizer.eos_ids == oracle.eos_ids()
     named = {"<|im_end|>", "<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}
     assert tokenizer.eos_ids == {tokenizer.special_ids[name] for name in named}
@@ -289,7 +289,7 @@ def test_tk03_lone_surrogates_are_refused(tokenizer: Tokenizer, text: str) -> No
 @pytest.mark.parametrize(
     "text", ["\0", "a\0b", "\ufeffstart", "\u202eright to left", "\u0378", "\U0010ffff", "\ufffe"]
 )
-def test_tk03_odd_but_valid_characters_survive(tokenizer: Tokenizer, oracle: LlamaVocab, text: str) -> None:
+def test_tk03_odd_but_valid_characters_survive(tokenizer: Tokenizer, oracle: Vocabulary, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert ids == oracle.encode(text)

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from tools.llama_cpp import open_session, quantize
 from tools.train_demo import convert, data, file_types, tokenizer
 from tools.train_demo.checkpoint import load_checkpoint, save_checkpoint
 from tools.train_demo.delta_net import CHUNK, delta_rule_chunked, delta_rule_recurrent
 from tools.train_demo.fake_quant import FAKE
 from tools.train_demo.held_out import bits_per_byte, scoring_windows
-from tools.train_demo.llama_cpp import LlamaCpp
 from tools.train_demo.measure import Measurement, round_int8
 from tools.train_demo.model import DemoConfig, DemoModel
 from tools.train_demo.muon import orthogonalise
@@ -140,7 +140,7 @@ def test_bits_per_byte_of_a_uniform_guess() -> None:
 @pytest.mark.parametrize("kind", sorted(FAKE))
 def test_rounding_is_about_as_good_as_the_real_quantiser(kind: str) -> None:
     w = torch.randn(64, 512, generator=torch.Generator().manual_seed(1))
-    blocks = convert.quantise_tensor(w.numpy(), convert.GGMLType[kind])
+    blocks = quantize(w.numpy(), int(convert.GGMLType[kind]))
     real = torch.from_numpy(convert.gguf.quants.dequantize(blocks, convert.GGMLType[kind]))
     real_error, fake_error = ((x - w).square().mean().sqrt() for x in (real, FAKE[kind](w)))
     assert 0 < fake_error < 1.35 * real_error
@@ -184,9 +184,9 @@ def test_converted_model_equals_llama_cpp(tmp_path: Path, tiny_tokenizer: Tokeni
     with torch.no_grad():
         tokens = torch.tensor([ids])
         expected = model.output(model(tokens, tokens).hidden)[0].numpy()
-    with LlamaCpp(path, 256, exact=True) as llama:
-        assert llama.tokenize(TEXT[:2000])[:256] == ids
-        got = llama.logits(ids)
+    with open_session(path, 256) as session:
+        assert session.vocabulary.encode(TEXT[:2000], add_special=False)[:256] == ids
+        got = session.feed(ids)
     assert expected.std() > 0.5
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-3)
 
@@ -251,9 +251,10 @@ def test_epochs_hold_every_window_in_a_new_order() -> None:
 
 def test_bundled_model_fits_and_writes_python() -> None:
     assert ASSET.stat().st_size <= convert.MAX_FILE_BYTES
-    with LlamaCpp(ASSET, 256, threads=1) as llama:
-        assert llama.vocab_size == DemoConfig().vocab_size
-        out = llama.greedy(llama.tokenize("class Stack:\n    def __init__(self):\n"), 24)
+    with open_session(ASSET, 256, num_threads=1, float32_attention=False) as session:
+        assert session.vocabulary.num_tokens == DemoConfig().vocab_size
+        prompt = session.vocabulary.encode("class Stack:\n    def __init__(self):\n", add_special=False)
+        out = session.greedy(prompt, 24)
     reader = convert.gguf.GGUFReader(str(ASSET))
     tokens = reader.fields["tokenizer.ggml.tokens"].contents()
     text = "".join(tokens[i] for i in out).replace("Ġ", " ").replace("Ċ", "\n")

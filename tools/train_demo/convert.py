@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
+from tools.llama_cpp import quantize
 from tools.train_demo.checkpoint import load_checkpoint
 from tools.train_demo.file_types import stored_type
-from tools.train_demo.llama_cpp import quantize
 from tools.train_demo.model import EPS, DemoConfig
 from tools.train_demo.tokenizer import CONTROL_TOKENS, END_OF_TEXT, load_tokenizer, merges_of
 from torch import Tensor
@@ -151,7 +151,7 @@ def write_gguf(
         if kind == GGMLType.F32:
             writer.add_tensor(tensor.name, tensor.values)
         else:
-            writer.add_tensor(tensor.name, quantise_tensor(tensor.values, kind), raw_dtype=kind)
+            writer.add_tensor(tensor.name, quantize(tensor.values, int(kind)), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -162,14 +162,6 @@ def write_gguf(
             f"{path} has {size} bytes, the limit is {MAX_FILE_BYTES}: shrink the experts or their types"
         )
     return size
-
-
-def quantise_tensor(values: np.ndarray, kind: GGMLType) -> np.ndarray:
-    """The blocks of `values [..., columns]` as uint8 of the same leading shape."""
-    elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    row_bytes = values.shape[-1] // elements * block_bytes
-    rows = quantize(values.reshape(-1, values.shape[-1]), int(kind), row_bytes)
-    return rows.reshape(*values.shape[:-1], row_bytes)
 
 
 def convert(work: Path, out: Path) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
+from tools.llama_cpp import open_session
 from tools.train_demo.held_out import bits_per_byte
-from tools.train_demo.llama_cpp import LlamaCpp
 from tools.train_demo.measure import WINDOW, measure
 from tools.train_demo.tokenizer import load_tokenizer
 from tools.train_demo.train import Tokens, load_tokens
@@ -23,20 +23,21 @@ SAMPLE_TOKENS = 96
 
 def llama_cpp_figures(gguf_file: Path, tokenizer: Tokenizer, held_out: Tokens) -> dict[str, Any]:
     """Bits per byte and greedy samples through llama.cpp with its default cache and attention."""
-    with LlamaCpp(gguf_file, WINDOW) as llama:
+    with open_session(gguf_file, WINDOW, float32_attention=False) as session:
 
         def log_probabilities(inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
-            llama.clear()
-            logits = llama.logits(inputs.tolist()).astype(np.float64)
+            session.clear()
+            logits = session.feed(inputs.tolist()).astype(np.float64)
             logits -= logits.max(-1, keepdims=True)
             chosen: np.ndarray = logits[np.arange(len(targets)), targets]
             return chosen - np.log(np.exp(logits).sum(-1))
 
         bits = bits_per_byte(held_out.ids, held_out.num_bytes, WINDOW, log_probabilities)
-        samples = {
-            prompt: tokenizer.decode(llama.greedy(llama.tokenize(prompt), SAMPLE_TOKENS))
-            for prompt in PROMPTS
-        }
+        samples = {}
+        for prompt in PROMPTS:
+            session.clear()
+            ids = session.vocabulary.encode(prompt, add_special=False)
+            samples[prompt] = tokenizer.decode(session.greedy(ids, SAMPLE_TOKENS))
     return {"bits_per_byte": round(bits, 5), "greedy_samples": samples}
 
 

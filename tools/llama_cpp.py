@@ -1,4 +1,5 @@
-"""llama.cpp as an oracle, through the C interface that the extension module of `xllamacpp` exports.
+"""llama.cpp as an oracle for logits, text and tokens, and its quantiser, through the C interface that the
+extension module of `xllamacpp` exports.
 
 The parameter structs of that interface pass by value and grow from version to version. They are treated as
 bytes here: the defaults are fetched, the few fields that matter are changed at known offsets, and the
@@ -48,6 +49,10 @@ CONTEXT_FIELDS = {
 }
 
 
+# Two flags of the model parameters: one that is wanted, and one whose default tells that the layout is known.
+VOCAB_ONLY_OFFSET, USE_EXTRA_BUFFERS_OFFSET = 72, 74
+
+
 class Params(ctypes.Structure):
     _fields_ = [("raw", ctypes.c_uint8 * PARAMS_BYTES)]
 
@@ -87,6 +92,7 @@ class Library:
             "llama_free": (None, [pointer]),
             "llama_model_get_vocab": (pointer, [pointer]),
             "llama_vocab_n_tokens": (i32, [pointer]),
+            "llama_vocab_is_eog": (ctypes.c_bool, [pointer, i32]),
             "llama_n_ctx": (ctypes.c_uint32, [pointer]),
             "llama_batch_init": (Batch, [i32, i32, i32]),
             "llama_batch_free": (None, [Batch]),
@@ -94,6 +100,9 @@ class Library:
             "llama_get_logits_ith": (floats, [pointer, i32]),
             "llama_tokenize": (i32, [pointer, text, i32, ints, i32, ctypes.c_bool, ctypes.c_bool]),
             "llama_token_to_piece": (i32, [pointer, i32, text, i32, i32, ctypes.c_bool]),
+            "llama_detokenize": (i32, [pointer, ints, i32, text, i32, ctypes.c_bool, ctypes.c_bool]),
+            "llama_get_memory": (pointer, [pointer]),
+            "llama_memory_clear": (None, [pointer, ctypes.c_bool]),
             "ggml_quantize_init": (None, [ctypes.c_int]),
             "ggml_quantize_chunk": (
                 ctypes.c_size_t,
@@ -121,6 +130,14 @@ class Library:
             struct.pack_into(CONTEXT_FIELDS[name].format, raw, CONTEXT_FIELDS[name].offset, value)
         return Params.from_buffer_copy(raw)
 
+    def model_params(self, *, vocab_only: bool) -> Params:
+        """The default model parameters, or those for a file without tensors. RuntimeError as above."""
+        params: Params = self.c.llama_model_default_params()
+        if params.raw[USE_EXTRA_BUFFERS_OFFSET] != 1 or params.raw[VOCAB_ONLY_OFFSET] != 0:
+            raise RuntimeError("llama.cpp's model parameters changed")
+        params.raw[VOCAB_ONLY_OFFSET] = vocab_only
+        return params
+
     def failure(self, what: str) -> RuntimeError:
         return RuntimeError(f"llama.cpp: {what}\n{''.join(self.log[-20:])}")
 
@@ -130,13 +147,60 @@ def library() -> Library:
     return Library()
 
 
+class Vocabulary:
+    """The tokenizer of a loaded model."""
+
+    def __init__(self, model: int) -> None:
+        self._vocab = library().c.llama_model_get_vocab(model)
+        self.num_tokens: int = library().c.llama_vocab_n_tokens(self._vocab)
+
+    def encode(self, text: str, parse_special: bool = False, *, add_special: bool = True) -> list[int]:
+        """Token ids. parse_special: the text may name special tokens; add_special: the file may add a BOS."""
+        raw = text.encode()
+        capacity = len(raw) + 8
+        ids = (ctypes.c_int32 * capacity)()
+        count = library().c.llama_tokenize(
+            self._vocab, raw, len(raw), ids, capacity, add_special, parse_special
+        )
+        if count < 0:
+            raise library().failure(f"tokenize returned {count}")
+        return list(ids[:count])
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> bytes:
+        """The text of some tokens."""
+        array = (ctypes.c_int32 * len(ids))(*ids)
+        text = ctypes.create_string_buffer(64 * len(ids) + 8)
+        count = library().c.llama_detokenize(
+            self._vocab, array, len(ids), text, len(text), False, not skip_special
+        )
+        if count < 0:
+            raise library().failure(f"detokenize returned {count}")
+        return text.raw[:count]
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes of one token, special tokens included."""
+        buffer = ctypes.create_string_buffer(1024)
+        count = library().c.llama_token_to_piece(self._vocab, token_id, buffer, len(buffer), 0, True)
+        if count < 0:
+            raise library().failure(f"token_to_piece returned {count}")
+        return buffer.raw[:count]
+
+    def eos_ids(self) -> set[int]:
+        """The tokens that end a generation."""
+        return {i for i in range(self.num_tokens) if library().c.llama_vocab_is_eog(self._vocab, i)}
+
+
 class Session:
     """A model with one context, fed from position 0 on. Use `open_session`."""
 
     def __init__(self, model: int, context: int, batch: Batch, capacity: int) -> None:
-        self._model, self._context, self._batch, self._capacity = model, context, batch, capacity
-        self._vocab = library().c.llama_model_get_vocab(model)
-        self.vocab_size = library().c.llama_vocab_n_tokens(self._vocab)
+        self._context, self._batch, self._capacity = context, batch, capacity
+        self.vocabulary = Vocabulary(model)
+        self.num_tokens = 0
+
+    def clear(self) -> None:
+        """Forgets everything fed so far."""
+        library().c.llama_memory_clear(library().c.llama_get_memory(self._context), True)
         self.num_tokens = 0
 
     def feed(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -161,25 +225,37 @@ class Session:
             raise lib.failure(f"decode returned {status}")
         self.num_tokens += len(token_ids)
         rows = [lib.c.llama_get_logits_ith(self._context, i) for i in range(len(token_ids))]
-        return np.stack([np.ctypeslib.as_array(row, (self.vocab_size,)).copy() for row in rows])
+        return np.stack([np.ctypeslib.as_array(row, (self.vocabulary.num_tokens,)).copy() for row in rows])
 
-    def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids without a leading BOS; `special` lets the text name special tokens."""
-        raw = text.encode()
-        capacity = len(raw) + 8
-        ids = (ctypes.c_int32 * capacity)()
-        count = library().c.llama_tokenize(self._vocab, raw, len(raw), ids, capacity, False, special)
-        if count < 0:
-            raise library().failure(f"tokenize returned {count}")
-        return list(ids[:count])
+    def greedy(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """The next `num_tokens` most likely tokens, one at a time, end tokens included like any other."""
+        generated: list[int] = []
+        pending = list(token_ids)
+        while len(generated) < num_tokens:
+            pending = [int(self.feed(pending)[-1].argmax())]
+            generated += pending
+        return generated
 
-    def piece(self, token_id: int) -> bytes:
-        """The bytes of one token, special tokens included."""
-        buffer = ctypes.create_string_buffer(1024)
-        count = library().c.llama_token_to_piece(self._vocab, token_id, buffer, len(buffer), 0, True)
-        if count < 0:
-            raise library().failure(f"token_to_piece returned {count}")
-        return buffer.raw[:count]
+
+@contextmanager
+def open_model(path: str | Path, *, vocab_only: bool = False) -> Iterator[int]:
+    """A loaded model's handle. RuntimeError with llama.cpp's log if it refuses the file."""
+    lib = library()
+    lib.log.clear()
+    model = lib.c.llama_model_load_from_file(str(path).encode(), lib.model_params(vocab_only=vocab_only))
+    if not model:
+        raise lib.failure(f"cannot load {path}")
+    try:
+        yield model
+    finally:
+        lib.c.llama_model_free(model)
+
+
+@contextmanager
+def open_vocabulary(path: str | Path) -> Iterator[Vocabulary]:
+    """The tokenizer in a file, which needs no tensors."""
+    with open_model(path, vocab_only=True) as model:
+        yield Vocabulary(model)
 
 
 @contextmanager
@@ -192,16 +268,12 @@ def open_session(
     compare float32 results with; otherwise both are as llama.cpp's defaults have them.
     """
     lib = library()
-    lib.log.clear()
     capacity = min(context_length, 512)
     changes = {"n_ctx": context_length, "n_batch": capacity, "n_ubatch": capacity}
     changes |= {"n_threads": num_threads, "n_threads_batch": num_threads}
     if float32_attention:
         changes |= {"type_k": GGML_TYPE_F32, "type_v": GGML_TYPE_F32, "flash_attn_type": 0}
-    model = lib.c.llama_model_load_from_file(str(path).encode(), lib.c.llama_model_default_params())
-    if not model:
-        raise lib.failure(f"cannot load {path}")
-    try:
+    with open_model(path) as model:
         context = lib.c.llama_init_from_model(model, lib.context_params(**changes))
         if not context:
             raise lib.failure("cannot make a context")
@@ -215,8 +287,6 @@ def open_session(
         finally:
             lib.c.llama_batch_free(batch)
             lib.c.llama_free(context)
-    finally:
-        lib.c.llama_model_free(model)
 
 
 def logits(path: str | Path, token_ids: Sequence[int], *, float32_attention: bool = True) -> np.ndarray:
@@ -225,21 +295,10 @@ def logits(path: str | Path, token_ids: Sequence[int], *, float32_attention: boo
         return session.feed(token_ids)
 
 
-def tokenize(path: str | Path, text: str, *, special: bool = True) -> list[int]:
-    """Token ids of `text` by the tokenizer in the file, without a leading BOS."""
-    with open_session(path, 32) as session:
-        return session.tokenize(text, special=special)
-
-
 def greedy(path: str | Path, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """The next `num_tokens` most likely tokens, one at a time, end tokens included like any other."""
-    generated: list[int] = []
+    """`Session.greedy` from an empty context."""
     with open_session(path, len(token_ids) + num_tokens) as session:
-        pending = list(token_ids)
-        while len(generated) < num_tokens:
-            pending = [int(session.feed(pending)[-1].argmax())]
-            generated += pending
-    return generated
+        return session.greedy(token_ids, num_tokens)
 
 
 def quantize(values: np.ndarray, type_id: int) -> np.ndarray:

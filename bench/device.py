@@ -1,0 +1,47 @@
+"""What a device is and what it moves, for the machine's part of a result."""
+
+import platform
+import subprocess
+from typing import Any
+
+import torch
+
+from coldstream.placement.hardware import Hardware, measure_read_bandwidth
+
+
+def describe(device: str) -> dict[str, Any]:
+    """Names and versions of everything under the program."""
+    about = {
+        "cpu": Hardware.measure().cpu_name,
+        "cores": Hardware.measure().num_physical_cores,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if device != "cuda":
+        return about
+    properties = torch.cuda.get_device_properties()
+    return {
+        "gpu": properties.name,
+        "gpu_memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "driver": _driver_version(),
+        "cuda": torch.version.cuda,
+        **about,
+    }
+
+
+def measure_bandwidth(device: str, threads: int) -> float:
+    """Bytes per second of a copy in device memory, read and written together; on the CPU of reading."""
+    if device != "cuda":
+        return measure_read_bandwidth(threads)
+    from coldstream.kernels.cuda.device import measure_copy_bandwidth
+
+    return measure_copy_bandwidth()
+
+
+def _driver_version() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"

@@ -1,0 +1,352 @@
+"""Writes a random-weight file of the shape and types of Qwen3.6-35B-A3B Q4_K_M, about 21 GB, whose routing
+is as local as that of trained models.
+
+    python bench/full_size_model.py full.gguf
+    python bench/full_size_model.py routing.gguf --layers 4 --vocab 32768      the same construction, smaller
+
+Types are those of the files that plain llama-quantize made: 301 tensors F32, 355 Q4_K, 30 Q5_K, 47 Q6_K.
+
+Only the embedding writes the first 256 channels of the residual stream: in matrices that add to the stream
+the rows of these channels have scale 0. So every layer reads them unchanged but for the norm's factor:
+- the first 32 hold a code that drifts slowly from each token id to the next, and routers read nothing else.
+  Which experts a token takes depends on the token alone, and neighbouring ids take similar ones;
+- the others hold a random signature of the token, and the head's row t + 1 is the signature of t. The most
+  likely token after t is t + 1, whatever came before: generation walks through the vocabulary.
+
+All other weights are slices of a pool of random blocks, no two experts of a tensor the same one. Threads
+write them straight from the pool, so that memory stays small and the disk sets the time.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+import gguf
+from random_model import (
+    MERGES,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    Shape,
+    add_metadata,
+    add_tokenizer,
+    byte_tokens,
+    random_blocks,
+)
+
+F32 = gguf.GGMLQuantizationType.F32
+FULL_SHAPE = Shape(layers=40, experts=256, experts_per_token=8, vocab=248320, context=262144)
+
+BLOCK = 256  # elements of a K-quant block
+PROTECTED = 256  # channels that only the embedding writes: one block
+CODE = 32  # of them the code, which routers read; the rest is the signature, which the head reads
+# The code of a token id is a sum of three parts with these shares of its variance, fitted to published hit
+# rates of LRU caches with routing_locality.py.
+SLOW_SHARE, SLOW_IDS = 0.56, 300  # drifts over this many ids
+FAST_SHARE, FAST_IDS = 0.04, 4
+OWN_SHARE = 0.40  # of the token alone
+CODE_STEPS = 3.0  # quantisation steps per standard deviation of the code
+ROUTER_GAIN = 4.0
+
+POOL_BYTES = 48 << 20
+EMBEDDING_DEVIATION = 4.6  # of the protected channels too: levels 0 … 15 in steps of 1
+OUTPUT_GAIN = 0.5  # of matrices that add to the stream, so that the embedding stays a large part of it
+HEAD_NOISE = 1.15 / 16  # of the head's other channels, low enough for the signature, 1.15, to win
+ROWS_PER_PIECE = 4096
+
+Buffers = Sequence[np.ndarray]
+Piece = tuple[int, Callable[[], Buffers]]  # (byte within the tensor, what to write there)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the file, `dims` in numpy order, and the pieces that fill it."""
+
+    name: str
+    qtype: gguf.GGMLQuantizationType
+    dims: tuple[int, ...]
+    pieces: Callable[[], Iterator[Piece]]
+
+    @property
+    def num_bytes(self) -> int:
+        elements, size = gguf.GGML_QUANT_SIZES[self.qtype]
+        return int(np.prod(self.dims)) // elements * size
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Random blocks, uint8 [blocks, block_bytes], and some of them with scale 0, whose weights are 0."""
+
+    blocks: np.ndarray
+    silent: np.ndarray
+
+
+def make_pool(
+    rng: np.random.Generator, qtype: gguf.GGMLQuantizationType, deviation: float, num_silent: int
+) -> Pool:
+    size = gguf.GGML_QUANT_SIZES[qtype][1]
+    blocks = random_blocks(rng, qtype, POOL_BYTES // size, BLOCK, deviation)
+    silent = blocks[:num_silent].copy()
+    scale = slice(208, 210) if qtype == Q6_K else slice(0, 4)
+    silent[:, scale] = 0
+    return Pool(blocks, silent)
+
+
+def takes_more_bits(index: int, count: int) -> bool:
+    """llama-quantize's rule for tensors that it keeps in Q6_K: the outer eighths and every third between."""
+    return index < count // 8 or index >= 7 * count // 8 or (index - count // 8) % 3 == 2
+
+
+def token_levels(rng: np.random.Generator, vocab: int) -> np.ndarray:
+    """The protected channels of every token, uint8 levels 0 … 15 [vocab, PROTECTED]: code, signature."""
+    code = np.sqrt(OWN_SHARE) * rng.standard_normal((vocab, CODE))
+    for share, ids in ((SLOW_SHARE, SLOW_IDS), (FAST_SHARE, FAST_IDS)):
+        keep = np.exp(-1 / ids)
+        steps = rng.standard_normal((vocab, CODE)) * np.sqrt(1 - keep**2)
+        state = rng.standard_normal(CODE)
+        for token_id in range(vocab):
+            state = keep * state + steps[token_id]
+            code[token_id] += np.sqrt(share) * state
+    levels = np.empty((vocab, PROTECTED), np.uint8)
+    levels[:, :CODE] = np.clip(np.rint(7.5 + CODE_STEPS * code), 0, 15)
+    levels[:, CODE:] = rng.integers(0, 16, (vocab, PROTECTED - CODE), dtype=np.uint8)
+    return levels
+
+
+def embedding_blocks(levels: np.ndarray) -> np.ndarray:
+    """Q4_K blocks uint8 [rows, 144] of the values level − 7.5."""
+    blocks = np.empty((len(levels), 144), np.uint8)
+    blocks[:, 0:2] = np.float16(1 / 32).reshape(1).view(np.uint8)
+    blocks[:, 2:4] = np.float16(7.5 / 32).reshape(1).view(np.uint8)
+    blocks[:, 4:12] = 32 | 2 << 6  # with the next four: all sub-blocks have scale and minimum 32
+    blocks[:, 12:16] = 0
+    low, high = levels.reshape(-1, 4, 2, 32).transpose(2, 0, 1, 3)
+    blocks[:, 16:] = (low | high << 4).reshape(-1, 128)
+    return blocks
+
+
+def head_blocks(levels: np.ndarray) -> np.ndarray:
+    """Q6_K blocks uint8 [rows, 210] of the values (level − 7.5) / 4, but 0 for the code."""
+    blocks = np.empty((len(levels), 210), np.uint8)
+    codes = (17 + 2 * levels).reshape(-1, 2, 128)  # the value is d · scale · (code − 32)
+    low, high = codes & 15, codes >> 4
+    blocks[:, :128] = (low[:, :, :64] | low[:, :, 64:] << 4).reshape(-1, 128)
+    quarters = high.reshape(-1, 2, 4, 32)
+    blocks[:, 128:192] = (
+        quarters[:, :, 0] | quarters[:, :, 1] << 2 | quarters[:, :, 2] << 4 | quarters[:, :, 3] << 6
+    ).reshape(-1, 64)
+    blocks[:, 192:208] = np.where(np.arange(16) < CODE // 16, 0, 32)
+    blocks[:, 208:210] = np.float16(1 / 256).reshape(1).view(np.uint8)
+    return blocks
+
+
+class FullSizeWriter:
+    """Plans the tensors of a model of `shape`, then writes them with `threads` threads."""
+
+    def __init__(self, path: Path, shape: Shape, seed: int, threads: int) -> None:
+        self.path, self.shape, self.threads = path, shape, threads
+        self.rng = np.random.default_rng(seed)
+        self.levels = token_levels(self.rng, shape.vocab)
+        self.pools: dict[tuple[gguf.GGMLQuantizationType, float], Pool] = {}
+        self.tensors: list[Tensor] = []
+
+    def pool(self, qtype: gguf.GGMLQuantizationType, deviation: float) -> Pool:
+        """The one pool of this type and deviation."""
+        key = (qtype, deviation)
+        if key not in self.pools:
+            widest = max(
+                self.shape.heads * self.shape.head_dim, self.shape.value_heads * self.shape.state_dim
+            )
+            self.pools[key] = make_pool(self.rng, qtype, deviation, PROTECTED * widest // BLOCK)
+        return self.pools[key]
+
+    def floats(self, name: str, values: np.ndarray) -> None:
+        """A float32 tensor with these values."""
+        values = values.astype(np.float32)
+        self.tensors.append(Tensor(name, F32, values.shape, lambda: iter([(0, lambda: [values])])))
+
+    def matrix(
+        self, name: str, qtype: gguf.GGMLQuantizationType, *dims: int, adds_to_stream: bool = False
+    ) -> None:
+        """A matrix [rows, cols] or a stack; with `adds_to_stream`, rows of protected channels are 0."""
+        *stack, rows, cols = dims
+        pool = self.pool(qtype, cols**-0.5 * (OUTPUT_GAIN if adds_to_stream else 1))
+        row_blocks = cols // BLOCK
+        num_silent = PROTECTED * row_blocks if adds_to_stream else 0
+        num_blocks = rows * row_blocks - num_silent
+        count = int(np.prod(stack, initial=1))
+        firsts = self.rng.choice(len(pool.blocks) - num_blocks, count, replace=False)
+        size = gguf.GGML_QUANT_SIZES[qtype][1]
+
+        def pieces() -> Iterator[Piece]:
+            for index, first in enumerate(firsts):
+                buffers = [pool.silent[:num_silent], pool.blocks[first : first + num_blocks]]
+                yield index * rows * row_blocks * size, lambda buffers=buffers: buffers
+
+        self.tensors.append(Tensor(name, qtype, dims, pieces))
+
+    def table(
+        self,
+        name: str,
+        qtype: gguf.GGMLQuantizationType,
+        levels: np.ndarray,
+        first_blocks: Callable[[np.ndarray], np.ndarray],
+        deviation: float,
+    ) -> None:
+        """A table [vocab, hidden]: the first block of row t says `levels` [t], the others are random."""
+        dims = (self.shape.vocab, self.shape.hidden)
+        pool, others = self.pool(qtype, deviation), self.shape.hidden // BLOCK - 1
+        size = gguf.GGML_QUANT_SIZES[qtype][1]
+        starts = range(0, dims[0], ROWS_PER_PIECE)
+        firsts = self.rng.choice(len(pool.blocks) - ROWS_PER_PIECE * others, len(starts), replace=False)
+
+        def rows(start: int, first: int) -> Buffers:
+            part = levels[start : start + ROWS_PER_PIECE]
+            blocks = np.empty((len(part), 1 + others, size), np.uint8)
+            blocks[:, 0] = first_blocks(part)
+            blocks[:, 1:] = pool.blocks[first : first + len(part) * others].reshape(-1, others, size)
+            return [blocks]
+
+        def pieces() -> Iterator[Piece]:
+            for start, first in zip(starts, firsts, strict=True):
+                yield start * (1 + others) * size, lambda start=start, first=first: rows(start, first)
+
+        self.tensors.append(Tensor(name, qtype, dims, pieces))
+
+    def attention(self, name: str, v_type: gguf.GGMLQuantizationType) -> None:
+        s = self.shape
+        self.matrix(f"{name}.attn_q.weight", Q4_K, s.heads * s.head_dim * 2, s.hidden)
+        self.matrix(f"{name}.attn_k.weight", Q4_K, s.kv_heads * s.head_dim, s.hidden)
+        self.matrix(f"{name}.attn_v.weight", v_type, s.kv_heads * s.head_dim, s.hidden)
+        self.matrix(f"{name}.attn_output.weight", Q4_K, s.hidden, s.heads * s.head_dim, adds_to_stream=True)
+        self.floats(f"{name}.attn_q_norm.weight", np.ones(s.head_dim))
+        self.floats(f"{name}.attn_k_norm.weight", np.ones(s.head_dim))
+
+    def delta_net(self, name: str) -> None:
+        s, rng = self.shape, self.rng
+        key_dim, value_dim = s.key_heads * s.state_dim, s.value_heads * s.state_dim
+        conv_dim = 2 * key_dim + value_dim
+        self.matrix(f"{name}.attn_qkv.weight", Q5_K, conv_dim, s.hidden)
+        self.matrix(f"{name}.attn_gate.weight", Q4_K, value_dim, s.hidden)
+        self.matrix(f"{name}.ssm_alpha.weight", Q4_K, s.value_heads, s.hidden)
+        self.matrix(f"{name}.ssm_beta.weight", Q4_K, s.value_heads, s.hidden)
+        self.floats(f"{name}.ssm_a", -rng.uniform(0.1, 4, s.value_heads))
+        self.floats(f"{name}.ssm_dt.bias", rng.uniform(-4, 1, s.value_heads))
+        self.floats(f"{name}.ssm_conv1d.weight", rng.standard_normal((conv_dim, 4)) / 2)
+        self.floats(f"{name}.ssm_norm.weight", np.ones(s.state_dim))
+        self.matrix(f"{name}.ssm_out.weight", Q4_K, s.hidden, value_dim, adds_to_stream=True)
+
+    def experts(self, name: str, down_type: gguf.GGMLQuantizationType) -> None:
+        s = self.shape
+        router = np.zeros((s.experts, s.hidden))
+        directions = self.rng.standard_normal((s.experts, CODE))
+        router[:, :CODE] = ROUTER_GAIN * directions / np.linalg.norm(directions, axis=1, keepdims=True)
+        self.floats(f"{name}.ffn_gate_inp.weight", router)
+        self.floats(f"{name}.ffn_gate_inp_shexp.weight", self.rng.standard_normal(s.hidden) * s.hidden**-0.5)
+        for suffix, stack in (("exps", (s.experts,)), ("shexp", ())):
+            self.matrix(f"{name}.ffn_gate_{suffix}.weight", Q4_K, *stack, s.expert_ffn, s.hidden)
+            self.matrix(f"{name}.ffn_up_{suffix}.weight", Q4_K, *stack, s.expert_ffn, s.hidden)
+            down = f"{name}.ffn_down_{suffix}.weight"
+            self.matrix(down, down_type, *stack, s.hidden, s.expert_ffn, adds_to_stream=True)
+
+    def plan(self) -> None:
+        """All tensors."""
+        s = self.shape
+        self.table("token_embd.weight", Q4_K, self.levels, embedding_blocks, EMBEDDING_DEVIATION)
+        self.floats("output_norm.weight", np.ones(s.hidden))
+        self.table("output.weight", Q6_K, np.roll(self.levels, 1, axis=0), head_blocks, HEAD_NOISE)
+        for layer in range(s.layers):
+            name = f"blk.{layer}"
+            self.floats(f"{name}.attn_norm.weight", np.ones(s.hidden))
+            self.floats(f"{name}.post_attention_norm.weight", np.ones(s.hidden))
+            if (layer + 1) % 4 == 0:
+                # llama-quantize counts these by themselves, against the layers of both kinds.
+                self.attention(name, Q6_K if takes_more_bits(layer // 4, s.layers) else Q4_K)
+            else:
+                self.delta_net(name)
+            self.experts(name, Q6_K if takes_more_bits(layer, s.layers) else Q4_K)
+
+    def write_header(self, path: Path) -> int:
+        """Everything before the data; returns where the data begins."""
+        out = gguf.GGUFWriter(path, "qwen35moe")
+        add_metadata(out, self.shape, "Qwen3.6-35B-A3B shape, random weights")
+        tokens = [*byte_tokens(), *(merge.replace(" ", "") for merge in MERGES)]
+        tokens += [f"Ġ{token_id}" for token_id in range(len(tokens), self.shape.vocab - 1)]
+        end_id = len(tokens)
+        add_tokenizer(out, [*tokens, "<|endoftext|>"], [1] * end_id + [3], end_id)
+        for tensor in self.tensors:
+            shape = gguf.quants.quant_shape_to_byte_shape(tensor.dims, tensor.qtype)
+            is_float = tensor.qtype == F32
+            dtype = np.dtype(np.float32 if is_float else np.uint8)
+            out.add_tensor_info(
+                tensor.name, tensor.dims if is_float else shape, dtype, tensor.num_bytes, tensor.qtype
+            )
+        out.write_header_to_file()
+        out.write_kv_data_to_file()
+        out.write_ti_data_to_file()
+        out.close()
+        return gguf.GGUFWriter.ggml_pad(path.stat().st_size, gguf.GGUF_DEFAULT_ALIGNMENT)
+
+    def write(self) -> float:
+        """Plans and writes the file, under another name until it is whole; returns the seconds it took.
+
+        Raises OSError if the disk is too small.
+        """
+        started = time.perf_counter()
+        self.plan()
+        need = sum(tensor.num_bytes for tensor in self.tensors)
+        free = shutil.disk_usage(self.path.parent).free
+        if need > free:
+            raise OSError(
+                f"{self.path} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} are free: choose another disk"
+            )
+        unfinished = self.path.with_suffix(".unfinished")
+        offset = self.write_header(unfinished)
+        pieces: list[Piece] = []
+        for tensor in self.tensors:
+            pieces += [(offset + begin, make) for begin, make in tensor.pieces()]
+            offset += gguf.GGUFWriter.ggml_pad(tensor.num_bytes, gguf.GGUF_DEFAULT_ALIGNMENT)
+        os.truncate(unfinished, offset)
+        file = os.open(unfinished, os.O_WRONLY)
+
+        def put(piece: Piece) -> None:
+            begin, make = piece
+            for buffer in make():
+                data = memoryview(np.ascontiguousarray(buffer)).cast("B") if buffer.size else memoryview(b"")
+                while data:
+                    count = os.pwrite(file, data, begin)
+                    begin, data = begin + count, data[count:]
+
+        try:
+            with ThreadPoolExecutor(self.threads) as threads:
+                list(threads.map(put, pieces))
+        finally:
+            os.close(file)
+        unfinished.replace(self.path)
+        return time.perf_counter() - started
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--layers", type=int, default=FULL_SHAPE.layers)
+    parser.add_argument("--vocab", type=int, default=FULL_SHAPE.vocab)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args()
+    shape = replace(FULL_SHAPE, layers=options.layers, vocab=options.vocab)
+    seconds = FullSizeWriter(options.path, shape, options.seed, options.threads).write()
+    print(f"{options.path}: {options.path.stat().st_size / 1e9:.2f} GB in {seconds:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

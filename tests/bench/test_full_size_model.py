@@ -1,0 +1,142 @@
+"""The full-size benchmark file: its types are the real ones, its text walks, and no layer writes the code."""
+
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gguf
+from coldstream.engine import LLM
+from coldstream.gguf.reader import GGUFFile
+from coldstream.models.qwen35 import Qwen35Model
+from coldstream.models.spec import ModelSpec
+from full_size_model import CODE, FULL_SHAPE, PROTECTED, FullSizeWriter, token_levels
+from gpu import FIRST_ID, WALK_TOKENS, check_walk
+from random_model import Shape
+from routing_locality import ListeningOps, RoutingReader, lru_hit_rate, next_token_reuse
+
+SMALL = Shape(
+    hidden=512,
+    layers=4,
+    experts=16,
+    experts_per_token=4,
+    expert_ffn=256,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    key_heads=2,
+    value_heads=4,
+    state_dim=64,
+    vocab=FIRST_ID + 200,
+    context=1024,
+)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "small.gguf"
+    FullSizeWriter(path, SMALL, seed=3, threads=2).write()
+    return path
+
+
+@pytest.fixture(scope="module")
+def tensors(path: Path) -> dict[str, gguf.ReaderTensor]:
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+
+
+def values(tensor: gguf.ReaderTensor) -> np.ndarray:
+    return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+
+
+def test_types_and_size_are_those_of_published_files() -> None:
+    writer = FullSizeWriter(Path("unwritten.gguf"), replace(FULL_SHAPE, vocab=512), seed=0, threads=1)
+    writer.plan()
+    counts = Counter(tensor.qtype.name for tensor in writer.tensors)
+    assert counts == {"F32": 301, "Q4_K": 355, "Q5_K": 30, "Q6_K": 47}
+    tables = {"token_embd.weight", "output.weight"}
+    num_bytes = sum(
+        tensor.num_bytes * (FULL_SHAPE.vocab // 512 if tensor.name in tables else 1)
+        for tensor in writer.tensors
+    )
+    assert round(num_bytes / 2**30, 1) == 19.7
+
+
+def test_text_walks_through_the_vocabulary(path: Path) -> None:
+    with LLM(path, device="cpu", ctx_size=2 * WALK_TOKENS) as llm:
+        check_walk(llm)
+
+
+def test_a_wrong_text_is_no_figure(path: Path, tmp_path: Path) -> None:
+    shuffled = tmp_path / "shuffled.gguf"
+    writer = FullSizeWriter(shuffled, SMALL, seed=3, threads=2)
+    writer.levels = token_levels(np.random.default_rng(1), SMALL.vocab)
+    writer.write()
+    other = GGUFFile.open(path).tensors["output.weight"]
+    with shuffled.open("r+b") as target, path.open("rb") as source:
+        source.seek(other.offset)
+        target.seek(other.offset)
+        target.write(source.read(other.num_bytes))
+    with (
+        LLM(shuffled, device="cpu", ctx_size=2 * WALK_TOKENS) as llm,
+        pytest.raises(RuntimeError, match="not a figure of this model: after 1015 came"),
+    ):
+        check_walk(llm)
+
+
+def test_only_the_embedding_writes_protected_channels(tensors: dict[str, gguf.ReaderTensor]) -> None:
+    names = [name for name in tensors if name.split(".")[-2] in ("attn_output", "ssm_out")]
+    names += [name for name in tensors if ".ffn_down_" in name]
+    assert len(names) == 3 * SMALL.layers
+    for name in names:
+        matrix = values(tensors[name])
+        assert not matrix[..., :PROTECTED, :].any(), name
+        assert matrix[..., PROTECTED:, :].any(axis=-1).all(), name
+
+
+def test_routers_read_the_code_alone(tensors: dict[str, gguf.ReaderTensor]) -> None:
+    for layer in range(SMALL.layers):
+        router = tensors[f"blk.{layer}.ffn_gate_inp.weight"].data
+        assert router[:, :CODE].any(axis=1).all()
+        assert not router[:, CODE:].any()
+
+
+def test_no_two_experts_are_equal(tensors: dict[str, gguf.ReaderTensor]) -> None:
+    for name in (name for name in tensors if "_exps." in name):
+        assert len({expert.tobytes() for expert in tensors[name].data}) == SMALL.experts
+
+
+def test_the_head_is_the_signature_of_the_token_before(tensors: dict[str, gguf.ReaderTensor]) -> None:
+    embedding, head = values(tensors["token_embd.weight"]), values(tensors["output.weight"])
+    signature = slice(CODE, PROTECTED)
+    np.testing.assert_array_equal(4 * head[:, signature], np.roll(embedding, 1, axis=0)[:, signature])
+    assert not head[:, :CODE].any()
+
+
+def test_routing_depends_on_the_token_alone(path: Path) -> None:
+    with GGUFFile.open(path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        ops = ListeningOps(2)
+        reader = RoutingReader(spec, ops, Qwen35Model.load(file, spec, ops))
+    forwards, backwards = (reader.topk_ids(ids) for ids in (range(100, 164), range(163, 99, -1)))
+    assert len(forwards) == SMALL.layers
+    for one, other in zip(forwards, backwards, strict=True):
+        np.testing.assert_array_equal(one, other[::-1])
+
+
+def test_a_full_disk_is_noticed_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
+    writer = FullSizeWriter(tmp_path / "small.gguf", SMALL, seed=0, threads=1)
+    with pytest.raises(OSError, match=r"needs 0\.0 GB, 0\.0 are free"):
+        writer.write()
+    assert not list(tmp_path.iterdir())
+
+
+def test_hit_rates_of_a_hand_counted_trace() -> None:
+    ids = np.array([[0, 1], [0, 2], [3, 0], [1, 0]])
+    assert lru_hit_rate(ids, 2) == 2 / 8
+    assert lru_hit_rate(ids, 4) == 4 / 8
+    assert next_token_reuse(ids) == 0.5
