@@ -14,17 +14,6 @@ from coldstream.kernels.quant_tensor import QuantTensor
 VECTOR_TIERS = tuple(tier for tier in _csrc.supported_tiers() if tier != "generic")
 
 
-def activations(seed: int, rows: int, cols: int) -> torch.Tensor:
-    """float32 [rows, cols] with outliers, rounding ties, a stretch of zeros and one of tiny values."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((rows, cols), dtype=np.float32)
-    x *= np.where(rng.random((rows, cols)) < 0.01, np.float32(50), np.float32(1))
-    x[::3, : cols // 2] = np.round(x[::3, : cols // 2] * 2) / 2
-    x[1::4, :32] = 0
-    x[2::4, -32:] *= np.float32(1e-37)
-    return torch.from_numpy(x)
-
-
 def load(tensor: QuantTensor) -> _csrc.Weight:
     """A matrix, or a stack of them, for the extension; shares memory."""
     *leading, rows, cols = tensor.shape

@@ -1,4 +1,4 @@
-"""Random weights of every type for kernel tests."""
+"""Random weights of every type, and activations, for kernel tests."""
 
 import numpy as np
 import torch
@@ -44,3 +44,14 @@ def random_weight(quant_type: QuantType, shape: tuple[int, ...], seed: int) -> Q
     if quant_type == QuantType.MXFP4:
         blocks[..., 0] = generator.integers(118, 122, blocks.shape[:-1])
     return QuantTensor.from_bytes(torch.from_numpy(blocks), quant_type, shape)
+
+
+def activations(seed: int, rows: int, cols: int) -> torch.Tensor:
+    """float32 [rows, cols] with outliers, rounding ties, a stretch of zeros and one of tiny values."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, cols), dtype=np.float32)
+    x *= np.where(rng.random((rows, cols)) < 0.01, np.float32(50), np.float32(1))
+    x[::3, : cols // 2] = np.round(x[::3, : cols // 2] * 2) / 2
+    x[1::4, :32] = 0
+    x[2::4, -32:] *= np.float32(1e-37)
+    return torch.from_numpy(x)

@@ -6,8 +6,8 @@ The products themselves are held against the reference in test_cpu_linear.py.
 import pytest
 import torch
 from cpu_cases import Output, same_bits
-from quant_cases import VECTOR_TIERS, activations, before_a_hole, linear, load
-from random_blocks import random_weight
+from quant_cases import VECTOR_TIERS, before_a_hole, linear, load
+from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc

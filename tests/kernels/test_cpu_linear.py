@@ -3,8 +3,8 @@
 import pytest
 import torch
 from cpu_cases import AWKWARD_SIZES, same_bits
-from quant_cases import VECTOR_TIERS, activations, before_a_hole, linear, linear_any, load, same_numbers
-from random_blocks import float16_places, random_weight
+from quant_cases import VECTOR_TIERS, before_a_hole, linear, linear_any, load, same_numbers
+from random_blocks import activations, float16_places, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from cpu_cases import AWKWARD_SIZES, Output, same_bits
-from quant_cases import activations, before_a_hole, linear, load, same_numbers
-from random_blocks import random_weight
+from quant_cases import before_a_hole, linear, load, same_numbers
+from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc

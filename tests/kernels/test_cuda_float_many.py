@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_many_cases import GuardedOutput, device_weight
-from quant_cases import activations, same_numbers
-from random_blocks import random_weight
+from quant_cases import same_numbers
+from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.compiler import compile_instance

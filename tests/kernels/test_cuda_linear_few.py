@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from gpu_cases import SENTINEL, Output, activations, assert_same, on_gpu
-from random_blocks import random_weight
+from gpu_cases import SENTINEL, Output, assert_same, on_gpu
+from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import QuantActivations

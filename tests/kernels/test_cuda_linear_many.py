@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_many_cases import GuardedOutput, device_activations, device_weight
-from quant_cases import activations, same_numbers
-from random_blocks import float16_places, random_weight
+from quant_cases import same_numbers
+from random_blocks import activations, float16_places, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import quantize_activations

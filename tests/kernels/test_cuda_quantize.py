@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from gpu_cases import activations, assert_same
+from gpu_cases import assert_same
+from random_blocks import activations
 
 from coldstream.kernels.arithmetic.reference import QuantActivations, quantize_activations
 from coldstream.kernels.quantize.cuda import empty_activations, padded_cols, quantize_cuda

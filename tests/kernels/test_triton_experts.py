@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from quant_cases import activations
-from random_blocks import random_weight
+from random_blocks import activations, random_weight
 from triton_interpreter import DEVICE, Guarded, assert_same_bits, device_activations, on_device
 
 from coldstream.gguf.quant_types import QuantType

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from quant_cases import activations
-from random_blocks import float16_places, random_weight
+from random_blocks import activations, float16_places, random_weight
 from triton_interpreter import DEVICE, Guarded, assert_same_bits, device_activations, on_device
 
 from coldstream.gguf.quant_types import QuantType
