@@ -30,8 +30,6 @@ from coldstream.models.cuda_model import (
 from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.spec import ModelSpec
 
-INTEGER_VARIANTS = [name for name in VARIANTS if name != "float"]  # experts of other types: see the refusal
-
 
 def open_cuda(path: Path, context_length: int = 256, num_slots: int = 1, kv_type: str = "f16") -> CudaRunner:
     file = GGUFFile.open(path)
@@ -67,7 +65,7 @@ def test_memory_is_planned_without_a_device(moe_path: Path, chunk_size: int) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", INTEGER_VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_gpu_computes_what_the_reference_defines(variant: str, tmp_path: Path) -> None:
     arch, options = VARIANTS[variant]
     path = tmp_path / "tiny.gguf"

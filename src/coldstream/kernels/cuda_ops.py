@@ -248,12 +248,17 @@ class CudaOps(CudaLoader):
         ranks = ids.shape[1]
         tables = []
         for stack, matrices, found in zip(stacks, values, addresses, strict=True):
-            dequantize_matrices(
-                stack.quant_type, stack.addresses, ids[0], matrices, self.code_table(stack.quant_type)
-            )
-            first, step = matrices.data_ptr(), matrices[0].nbytes
-            torch.arange(first, first + ranks * step, step, out=found)
-            tables.append(experts_few.ExpertTable(found, QuantType.F32, *stack.shape))
+            quant_type = stack.quant_type
+            if quant_type in PRODUCT_TYPES:
+                torch.index_select(stack.addresses, 0, ids[0], out=found)
+            else:
+                dequantize_matrices(
+                    quant_type, stack.addresses, ids[0], matrices, self.code_table(quant_type)
+                )
+                first, step = matrices.data_ptr(), matrices[0].nbytes
+                torch.arange(first, first + ranks * step, step, out=found)
+                quant_type = QuantType.F32
+            tables.append(experts_few.ExpertTable(found, quant_type, *stack.shape))
         torch.arange(ranks, out=places[0])
         weights = experts_few.ExpertWeights(tables[0], tables[1], tables[2], shared=None)
         experts_few.experts_few_cuda(
