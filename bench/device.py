@@ -1,12 +1,45 @@
 """What a device is and what it moves, for the machine's part of a result."""
 
 import platform
+import statistics
 import subprocess
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from coldstream.placement.hardware import Hardware, measure_read_bandwidth
+
+REPLAYS = 15
+WARM_S = 0.25  # of work before a measurement: an idle GPU runs at a fraction of its clock
+
+
+def graph_seconds(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> float:
+    """Median seconds over `replays` of one of `calls`, captured one after the other in a CUDA graph.
+
+    Let them rotate through more memory than the L2 cache holds.
+    """
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    until = time.perf_counter() + WARM_S
+    while time.perf_counter() < until:
+        graph.replay()
+        torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(replays):
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return statistics.median(times) / len(calls)
 
 
 def describe(device: str) -> dict[str, Any]:

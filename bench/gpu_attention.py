@@ -10,8 +10,6 @@ operations a head and position. Some cases say how much longer the Triton kernel
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -24,10 +22,11 @@ from coldstream.kernels.attention.cuda import (
     AttentionShape,
     Caches,
     DecodeWorkspace,
-    current_device,
 )
+from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.ops import RopeSpec, Rows
 from coldstream.kernels.rope.reference import rope_angles
+from device import graph_seconds, measure_bandwidth
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 2, 256
 ROPE = RopeSpec(64, 1e7)
@@ -38,39 +37,6 @@ TRITON_PREFILL = (512,)
 PLANNED_POSITIONS = 65536
 FLOAT32_PEAK = 67e12  # an H200's, as listed
 CACHED_BYTES = 150e6  # more than twice what L2 holds
-REPLAYS = 15
-WARM_S = 0.25  # of work before a measurement: an idle GPU runs at a fraction of its clock
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second, read and written."""
-    source = torch.ones(1 << 29, device="cuda")
-    target = torch.empty_like(source)
-    seconds = replay_seconds([lambda: target.copy_(source)] * 4)
-    return 2 * source.nbytes / seconds
-
-
-def replay_seconds(calls: list[Callable[[], object]]) -> float:
-    """Seconds of one call, when the calls run one after the other in a captured graph."""
-    for call in calls:
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    until = time.perf_counter() + WARM_S
-    while time.perf_counter() < until:
-        graph.replay()
-        torch.cuda.synchronize()
-    times = []
-    for _ in range(REPLAYS):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
-    return statistics.median(times) / len(calls)
 
 
 class Layer:
@@ -78,7 +44,7 @@ class Layer:
 
     def __init__(self, cache_name: str, num_rows: int, context: int) -> None:
         shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, CACHE_TYPES[cache_name])
-        self.kernels = AttentionKernels(shape, current_device())
+        self.kernels = AttentionKernels(shape, device_limits())
         self.rows = Rows(
             torch.arange(context - num_rows, context, dtype=torch.int32).cuda(),
             torch.zeros(num_rows, dtype=torch.int32).cuda(),
@@ -134,8 +100,8 @@ def decode_case(cache_name: str, num_rows: int, context: int, bandwidth: float) 
         layer.prepare()
         layer.decode(workspace)
 
-    alone = replay_seconds([lambda layer=layer: layer.decode(workspace) for layer in calls])  # type: ignore[misc]
-    together = replay_seconds([lambda layer=layer: both(layer) for layer in calls])  # type: ignore[misc]
+    alone = graph_seconds([lambda layer=layer: layer.decode(workspace) for layer in calls])  # type: ignore[misc]
+    together = graph_seconds([lambda layer=layer: both(layer) for layer in calls])  # type: ignore[misc]
     results: dict[str, object] = {
         "case": f"decode {cache_name} {num_rows} rows at {context}",
         "us": round(alone * 1e6, 2),
@@ -143,15 +109,15 @@ def decode_case(cache_name: str, num_rows: int, context: int, bandwidth: float) 
         "share_of_copy": round(num_bytes / alone / bandwidth, 3),
     }
     if (cache_name, num_rows, context) in TRITON_DECODE:
-        slow = replay_seconds([lambda layer=layer: layer.decode_triton(workspace) for layer in layers])  # type: ignore[misc]
+        slow = graph_seconds([lambda layer=layer: layer.decode_triton(workspace) for layer in layers])  # type: ignore[misc]
         results["triton"] = round(slow / alone, 1)
     return results
 
 
 def prefill_case(cache_name: str, num_rows: int) -> dict[str, object]:
     layer = Layer(cache_name, num_rows, num_rows)
-    prepare = replay_seconds([layer.prepare] * 4)
-    attend = replay_seconds([layer.prefill] * 2)
+    prepare = graph_seconds([layer.prepare] * 4)
+    attend = graph_seconds([layer.prefill] * 2)
     flops = 4 * HEAD_DIM * HEADS * num_rows * (num_rows + 1) / 2
     results: dict[str, object] = {
         "case": f"prefill {cache_name} {num_rows}",
@@ -161,7 +127,7 @@ def prefill_case(cache_name: str, num_rows: int) -> dict[str, object]:
         "share_of_float32": round(flops / attend / FLOAT32_PEAK, 3),
     }
     if num_rows in TRITON_PREFILL:
-        results["triton"] = round(replay_seconds([layer.prefill_triton]) / attend, 1)
+        results["triton"] = round(graph_seconds([layer.prefill_triton]) / attend, 1)
     return results
 
 
@@ -170,7 +136,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="only one line of JSON")
     json_only = parser.parse_args().json
     torch.manual_seed(0)
-    bandwidth = copy_bandwidth()
+    bandwidth = measure_bandwidth("cuda", 0)
     if not json_only:
         print(f"ceilings: copy {bandwidth / 1e12:.2f} TB/s, float32 {FLOAT32_PEAK / 1e12:.0f} TFLOP/s")
     results = []

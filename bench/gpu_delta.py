@@ -10,7 +10,6 @@ in its distance from float64.
 """
 
 import argparse
-import statistics
 from collections.abc import Callable
 
 import torch
@@ -26,6 +25,7 @@ from coldstream.kernels.gated_delta_net.reference import recurrent
 from coldstream.kernels.gated_delta_net.triton import delta_net
 from coldstream.kernels.ops import DeltaNetWeights, Rows
 from coldstream.kernels.quantize.cuda import empty_activations
+from device import graph_seconds, measure_bandwidth
 
 KEY_HEADS, VALUE_HEADS, SIZE, TAPS = 16, 32, 128, 4
 CHANNELS, WIDTH = (2 * KEY_HEADS + VALUE_HEADS) * SIZE, VALUE_HEADS * SIZE
@@ -60,32 +60,6 @@ def random_states(num_layers: int, num_slots: int) -> list[tuple[torch.Tensor, t
     ]
 
 
-def graph_time(calls: list[Callable[[], object]], replays: int = 15) -> float:
-    """Median seconds of one of `calls`, captured one after the other."""
-    for call in calls[:2]:
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3)
-    return statistics.median(times[2:]) / len(calls)
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a kernel; a graph gives a plain copy to another engine."""
-    source = torch.randn(1 << 28, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / graph_time([lambda: torch.neg(source, out=target)] * 3)
-
-
 def decode_time(num_sequences: int, rows_each: int) -> float:
     inputs, weights = random_inputs(num_sequences, rows_each), random_weights()
     states = random_states(max(2, LAYERS // num_sequences), num_sequences)
@@ -93,7 +67,7 @@ def decode_time(num_sequences: int, rows_each: int) -> float:
     quantized = empty_activations(num_rows, WIDTH, torch.device("cuda"))
     arrivals = torch.zeros(arrival_count(num_rows, KEY_HEADS, WIDTH), dtype=torch.int32, device="cuda")
     work = DecodeWorkspace(torch.empty(num_rows, WIDTH, device="cuda"), arrivals)
-    return graph_time(
+    return graph_seconds(
         [lambda s=s: delta_net_decode_cuda(inputs, weights, *s, None, quantized, work) for s in states]
     )
 
@@ -108,7 +82,7 @@ def prefill_time(
     widths = (2 * KEY_HEADS * SIZE, WIDTH, 2 * VALUE_HEADS, WIDTH)
     floats = (torch.empty(num_rows, width, device="cuda") for width in widths)
     work = PrefillWorkspace(*floats, torch.zeros(num_sequences, 2, dtype=torch.int32, device="cuda"))
-    return graph_time([lambda s=s: launch(inputs, weights, *s, None, quantized, work) for s in states])
+    return graph_seconds([lambda s=s: launch(inputs, weights, *s, None, quantized, work) for s in states])
 
 
 def triton_time(num_sequences: int, rows_each: int) -> float:
@@ -146,7 +120,7 @@ def compare_with_fla(num_rows: int) -> None:
             parts = (x[:, :rows] for x in (*inputs, log_decay, strength))
             return chunk_gated_delta_rule(*parts, initial_state=state, output_final_state=True, scale=1.0)
 
-        seconds = graph_time([call] * 3)
+        seconds = graph_seconds([call] * 3)
         few = 512
         exact = (x[0, :few].double().cpu() for x in (*inputs, log_decay, strength))
         want, _ = recurrent(*exact, state[0].double().cpu())
@@ -167,7 +141,7 @@ def main() -> None:
     parser.add_argument("--fla", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    bandwidth = copy_bandwidth()
+    bandwidth = measure_bandwidth("cuda", 0)
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s")
     print(f"{'case':24} {'sequences':>9} {'rows':>6} {'µs':>9} {'floor':>9} {'share':>6} {'ns a row':>9}")
     few = ((1, 1), (8, 1), (64, 1), (1, 2), (1, 8), (1, 64))

@@ -9,25 +9,26 @@ Triton version: one launch for each matrix, and of the experts only the routed o
 """
 
 import argparse
+import functools
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.experts.cuda import ExpertTable, ExpertWeights, PairRows, launch_down, launch_gate_up
+from coldstream.kernels.experts.cuda import ExpertWeights, PairRows, launch_down, launch_gate_up
+from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.experts.triton import ExpertMatrices, experts_down, experts_gate_up
 from coldstream.kernels.linear.cuda import linear_few_cuda
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.linear.triton import linear, linear_float
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
+from device import graph_seconds, measure_bandwidth
 
 HIDDEN, FFN, EXPERTS, TOP_K, VOCAB = 2048, 512, 256, 8, 248320
 LAUNCHES = 24
-REPLAYS = 15
 ROTATION_BYTES = 256 << 20  # several times the L2 cache
 Q4K, Q6K, F32 = QuantType.Q4_K, QuantType.Q6_K, QuantType.F32
 Matrix = tuple[QuantType, int]
@@ -132,36 +133,10 @@ def all_cases(rows: int) -> Iterator[Case]:
         yield from expert_cases(down_type, rows)
 
 
-def microseconds(run: Callable[[], object], count: int) -> float:
-    """Median time of `run` over REPLAYS, divided by `count`."""
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / count)
-    return statistics.median(times)
-
-
 def time_launch(launch: Callable[[int], None], num_bytes: int) -> float:
     """Microseconds of one launch within a graph of LAUNCHES."""
     launches = 4 if num_bytes > ROTATION_BYTES else LAUNCHES
-    launch(0)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(launches):
-            launch(i)
-    graph.replay()
-    return microseconds(graph.replay, launches)
-
-
-def copy_bandwidth() -> float:
-    """Bytes per microsecond, read and written, of a copy on the device."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").fill_(1)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / microseconds(lambda: target.copy_(source), 1)
+    return 1e6 * graph_seconds([functools.partial(launch, i) for i in range(launches)])
 
 
 def main() -> None:
@@ -169,7 +144,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    bandwidth = copy_bandwidth()
+    bandwidth = 1e-6 * measure_bandwidth("cuda", 0)
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e6:.2f} TB/s")
     print(
         f"{'case':28} {'rows':>4} {'MB':>7} {'floor':>8} {'µs':>8} {'TB/s':>6} {'share':>6} {'Triton':>8} x"

@@ -8,8 +8,7 @@ than the caches hold. `TOPS` counts a multiplication and an addition as two.
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -22,30 +21,11 @@ from coldstream.kernels.experts import cuda_many as experts
 from coldstream.kernels.linear import cuda_many as linear
 from coldstream.kernels.linear.cuda_float_many import float_linear_many
 from coldstream.kernels.quant_tensor import QuantTensor
+from device import graph_seconds
 
 LAUNCHES = 20
 CACHE_BYTES = 150 << 20  # more than any level holds
 NUM_EXPERTS, NUM_RANKS, HIDDEN, FFN = 256, 8, 2048, 512
-
-
-def microseconds(launches: Sequence[Callable[[], None]], replays: int) -> float:
-    """Median time of one of `launches` when they run one after another."""
-    for launch in launches:
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    times = []
-    for _ in range(replays + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / len(launches))
-    return statistics.median(times[1:])
 
 
 def random_blocks(quant_type: QuantType, *shape: int) -> QuantTensor:
@@ -79,7 +59,7 @@ def dense(tiling: Tiling, num_rows: int, shape: tuple[int, int], replays: int) -
     def launch(weight: QuantTensor) -> Callable[[], None]:
         return lambda: linear.launch_linear(program, tiling, x, weight, out, None, overlap=True)
 
-    us = microseconds([launch(weights[i % len(weights)]) for i in range(LAUNCHES)], replays)
+    us = 1e6 * graph_seconds([launch(weights[i % len(weights)]) for i in range(LAUNCHES)], replays)
     return line(
         f"dense {shape[0]}x{shape[1]}", tiling, num_rows, us, num_rows * shape[0] * shape[1], num_bytes
     )
@@ -132,12 +112,12 @@ def routed(gate_tiling: Tiling, down_tiling: Tiling, num_rows: int, replays: int
 
     products = num_pairs * HIDDEN * FFN
     return [
-        line("group pairs", gate_tiling, num_rows, microseconds([group] * LAUNCHES, replays), 0, 0),
+        line("group pairs", gate_tiling, num_rows, 1e6 * graph_seconds([group] * LAUNCHES, replays), 0, 0),
         line(
             "gate up",
             gate_tiling,
             num_rows,
-            microseconds([gate_up] * LAUNCHES, replays),
+            1e6 * graph_seconds([gate_up] * LAUNCHES, replays),
             2 * products,
             2 * gate.blocks.numel(),
         ),
@@ -145,7 +125,7 @@ def routed(gate_tiling: Tiling, down_tiling: Tiling, num_rows: int, replays: int
             "down",
             down_tiling,
             num_rows,
-            microseconds([down_product] * LAUNCHES, replays),
+            1e6 * graph_seconds([down_product] * LAUNCHES, replays),
             products,
             down.blocks.numel(),
         ),
@@ -157,7 +137,7 @@ def floats(num_rows: int, shape: tuple[int, int], replays: int) -> dict[str, obj
     values = torch.randn(shape, device="cuda")
     weight = QuantTensor(values.view(torch.uint8), QuantType.F32, shape)
     x, out = torch.randn(num_rows, shape[1], device="cuda"), torch.empty(num_rows, shape[0], device="cuda")
-    us = microseconds([lambda: float_linear_many(x, weight, out, overlap=True)] * LAUNCHES, replays)
+    us = 1e6 * graph_seconds([lambda: float_linear_many(x, weight, out, overlap=True)] * LAUNCHES, replays)
     products = num_rows * shape[0] * shape[1]
     return {
         "what": f"float {shape[0]}x{shape[1]}",

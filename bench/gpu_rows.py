@@ -9,7 +9,6 @@ just written them.
 """
 
 import json
-import statistics
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,8 +21,9 @@ from coldstream.kernels.router.cuda import router_choose_cuda, router_few_cuda
 from coldstream.kernels.sample.cuda import ARGMAX_BYTES, ROW_BYTES, SamplerRows, argmax_cuda, sample_cuda
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
 from coldstream.kernels.swiglu.triton import swiglu
+from device import graph_seconds, measure_bandwidth
 
-LAUNCHES, REPLAYS = 40, 20
+LAUNCHES = 40
 CACHE_BYTES = 150 << 20  # more than any level holds
 HIDDEN, FFN, RANKS, VOCAB = 2048, 512, 8, 248320
 EPS = 1e-6
@@ -34,28 +34,7 @@ Launch = Callable[[], None]
 
 def microseconds(launches: Sequence[Launch]) -> float:
     """Median time of one of `launches` when they run one after another."""
-    launches = [launches[i % len(launches)] for i in range(LAUNCHES)]
-    for launch in launches:
-        launch()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / len(launches))
-    return statistics.median(times)
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written in a microsecond."""
-    source, target = (torch.ones(1 << 28, device=CUDA) for _ in range(2))
-    return 8 * source.numel() / microseconds([lambda: torch.neg(source, out=target)])
+    return 1e6 * graph_seconds([launches[i % len(launches)] for i in range(LAUNCHES)])
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -191,7 +170,7 @@ def samplers(rows: int) -> dict[str, tuple[list[Launch], int]]:
 
 
 def main() -> None:
-    bandwidth = copy_bandwidth()
+    bandwidth = 1e-6 * measure_bandwidth("cuda", 0)
     print(f"copy: {1e-6 * bandwidth:.2f} TB/s")
     for rows in (1, 4, 8, 2048, 8192):
         cases = norms(rows) | activation(rows) | routers(rows, 256) | routers(rows, 512)

@@ -9,7 +9,6 @@ multiplication and an addition as two.
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +30,7 @@ from coldstream.kernels.experts.triton_groups import (
 from coldstream.kernels.linear.triton import linear, linear_float
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.triton import quantize
+from device import graph_seconds
 
 COPY_TBS = 4.3  # measured copy bandwidth of an H200
 CACHE_BYTES = 150 << 20  # more than any level holds
@@ -69,23 +69,9 @@ class Timing:
 
 
 def microseconds(launches: Sequence[Launch], replays: int) -> float:
-    """Median time of one of `launches` when they run one after another."""
-    for launch in launches:
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(max(LAUNCHES, len(launches))):
-            launches[i % len(launches)]()
-    times = []
-    for _ in range(replays + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / max(LAUNCHES, len(launches)))
-    return statistics.median(times[1:])
+    """Time of one of `launches` when they run one after another, at least LAUNCHES of them."""
+    count = max(LAUNCHES, len(launches))
+    return 1e6 * graph_seconds([launches[i % len(launches)] for i in range(count)], replays)
 
 
 def copies_of(num_bytes: int) -> int:

@@ -21,9 +21,9 @@ import torch
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.cuda.activations import Activations
-from coldstream.kernels.cuda.loader import ExpertStack
 from coldstream.kernels.cuda.memory import DeviceMemory
 from coldstream.kernels.cuda_ops import CudaOps
+from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.ops import ExpertWeights, Routing
 from coldstream.kernels.quant_tensor import QuantTensor
@@ -111,7 +111,7 @@ def compare_experts(runtime: Any, ops: CudaOps, quant_type: QuantType) -> int:
 
 
 def run_experts(
-    ops: CudaOps, x: np.ndarray[Any, Any], ids: np.ndarray[Any, Any], stacks: list[ExpertStack]
+    ops: CudaOps, x: np.ndarray[Any, Any], ids: np.ndarray[Any, Any], stacks: list[ExpertTable]
 ) -> torch.Tensor:
     """The routed outputs; the shared expert is a small one of zeros."""
     shared = [

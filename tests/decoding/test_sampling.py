@@ -278,7 +278,9 @@ class FarLogits:
         self.brought += 1
         return self.values
 
-    def choose(self, context: Sequence[int], *, seed: int, **settings: Any) -> int | None:
+    def choose(
+        self, context: Sequence[int], *, seed: int, has_penalties: bool, **settings: Any
+    ) -> int | None:
         try:
             return sample_token(self.values, context, SamplingParams(**settings), seed)
         except GenerationFault:

@@ -7,6 +7,7 @@ from coldstream.kernels.arithmetic.reference import (
     GROUP_SIZE,
     SUM_SIZE,
     QuantActivations,
+    padded_cols,
     quantize_activations,
 )
 from coldstream.kernels.cuda.compiler import compile_instance
@@ -40,7 +41,7 @@ class GuardedActivations:
     """Quantised rows to be written, each part inside a larger buffer."""
 
     def __init__(self, rows: int, cols: int, device: torch.device = CUDA) -> None:
-        padded = -(-cols // GROUP_SIZE) * GROUP_SIZE
+        padded = padded_cols(cols)
         self.q = Guarded(rows, padded, dtype=torch.int8, device=device)
         self.scales = Guarded(rows, padded // GROUP_SIZE, device=device)
         self.sums = Guarded(rows, padded // SUM_SIZE, dtype=torch.int16, device=device)

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from coldstream.kernels.arithmetic.reference import quantize_activations
-from coldstream.kernels.gated_delta_net.arguments import padded_width
+from coldstream.kernels.arithmetic.reference import padded_cols, quantize_activations
 from coldstream.kernels.gated_delta_net.exact import gated_delta_net_exact
 from coldstream.kernels.ops import DeltaNetWeights, Rows
 
@@ -91,7 +90,7 @@ def check_results(
     """Output, its quantised parts and both states, against the exact reference."""
     out, *states = case.expected() if expected is None else expected
     quantized = quantize_activations(
-        torch.nn.functional.pad(out, (0, padded_width(out.shape[1]) - out.shape[1]))
+        torch.nn.functional.pad(out, (0, padded_cols(out.shape[1]) - out.shape[1]))
     )
     wanted = (out, quantized.q, quantized.scales, quantized.sums, *states)
     names = ("y", "q", "scales", "sums", "conv_state", "state")

@@ -17,15 +17,14 @@ from coldstream.kernels.attention.cuda import (
     AttentionShape,
     Caches,
     DecodeWorkspace,
-    Device,
-    current_device,
 )
 from coldstream.kernels.cuda.compiler import compile_instance
+from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
 from coldstream.kernels.ops import Rows
 
 GUARD, SENTINEL = 1024, -1234.5
-H200 = Device(132, 227 * 1024)
-SMALL = Device(84, 99 * 1024)
+H200 = DeviceLimits(132, 227 * 1024, 228 * 1024)
+SMALL = DeviceLimits(84, 99 * 1024, 100 * 1024)
 
 
 class Guarded:
@@ -48,10 +47,12 @@ class Guarded:
 class Runner:
     """One case on the device, in calls on the rows between cuts."""
 
-    def __init__(self, case: Case, max_positions: int | None = None, device: Device | None = None) -> None:
+    def __init__(
+        self, case: Case, max_positions: int | None = None, device: DeviceLimits | None = None
+    ) -> None:
         self.case = case
         shape = AttentionShape(case.num_heads, case.num_kv_heads, case.head_dim, case.cache_type, case.window)
-        self.kernels = AttentionKernels(shape, device or current_device())
+        self.kernels = AttentionKernels(shape, device or device_limits())
         self.tensors = [tensor.cuda() for tensor in case.inputs()]
         self.caches = Caches(*(cache.cuda() for cache in case.caches()))
         num_rows = len(case.positions)
@@ -90,7 +91,7 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     )
 
 
-def check(case: Case, device: Device | None = None) -> None:
+def check(case: Case, device: DeviceLimits | None = None) -> None:
     out, *caches = case.expected()
     for call in (Runner.decode, Runner.prefill):
         runner = Runner(case, device=device)
@@ -222,7 +223,7 @@ def test_one_graph_serves_every_length() -> None:
     ("head_dim", "cache_name", "device"), [(256, "f16", H200), (64, "q8_0", SMALL), (80, "f32", SMALL)]
 )
 def test_kernels_compile_without_a_gpu(
-    arch: str, head_dim: int, cache_name: str, device: Device, tmp_path: Path
+    arch: str, head_dim: int, cache_name: str, device: DeviceLimits, tmp_path: Path
 ) -> None:
     kernels = AttentionKernels(AttentionShape(16, 2, head_dim, CACHE_TYPES[cache_name]), device)
     for file, instance in kernels.instances:
@@ -235,7 +236,7 @@ def test_kernels_compile_without_a_gpu(
     ("head_dim", "cache_name"), [(256, "f16"), (256, "q8_0"), (80, "f32"), (160, "q4_0")]
 )
 def test_shared_memory_is_what_the_kernels_take(
-    head_dim: int, cache_name: str, device: Device, tmp_path: Path
+    head_dim: int, cache_name: str, device: DeviceLimits, tmp_path: Path
 ) -> None:
     kernels = AttentionKernels(AttentionShape(16, 2, head_dim, CACHE_TYPES[cache_name]), device)
     wide, _ = kernels.shape.decode_heads

@@ -7,8 +7,9 @@ from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES
-from coldstream.kernels.experts.cuda import ExpertTable, ExpertWeights, PairRows, experts_few_cuda
+from coldstream.kernels.experts.cuda import ExpertWeights, PairRows, experts_few_cuda
 from coldstream.kernels.experts.reference import routed_experts
+from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda

@@ -7,9 +7,9 @@ import torch
 from delta_cases import DeltaCase, check_results, one_slot, weights_on
 from triton_interpreter import Guarded
 
-from coldstream.kernels.arithmetic.reference import QuantActivations
+from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
 from coldstream.kernels.cuda.compiler import compile_instance
-from coldstream.kernels.gated_delta_net.arguments import DeltaNetInputs, PrefillWorkspace, padded_width
+from coldstream.kernels.gated_delta_net.arguments import DeltaNetInputs, PrefillWorkspace
 from coldstream.kernels.gated_delta_net.cuda import (
     DECODE,
     PREFILL,
@@ -42,7 +42,7 @@ def launch(
     mode: str, case: DeltaCase, inputs: DeltaNetInputs, states: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The output and its quantised parts of one call, which advances `states`."""
-    num_rows, padded = inputs.qkv.shape[0], padded_width(case.value_width)
+    num_rows, padded = inputs.qkv.shape[0], padded_cols(case.value_width)
     shapes = (
         (num_rows, case.value_width),
         (num_rows, padded),

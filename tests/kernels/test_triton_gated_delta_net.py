@@ -7,8 +7,8 @@ import torch
 from delta_cases import DeltaCase, check_results, one_slot, weights_on
 from triton_interpreter import DEVICE, Guarded
 
-from coldstream.kernels.arithmetic.reference import QuantActivations
-from coldstream.kernels.gated_delta_net.arguments import DeltaNetInputs, PrefillWorkspace, padded_width
+from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
+from coldstream.kernels.gated_delta_net.arguments import DeltaNetInputs, PrefillWorkspace
 from coldstream.kernels.gated_delta_net.triton import delta_net
 from coldstream.kernels.ops import Rows
 
@@ -18,7 +18,7 @@ def run(case: DeltaCase, cuts: list[int]) -> list[torch.Tensor]:
     states = [state.to(DEVICE) for state in case.states()]
     tensors = [tensor.to(DEVICE) for tensor in (*case.inputs(), case.slots_tensor())]
     weights = weights_on(case.weights(), DEVICE)
-    padded, results = padded_width(case.value_width), []
+    padded, results = padded_cols(case.value_width), []
     for start, stop in pairwise(cuts):
         count = stop - start
         *projections, slots = (tensor[start:stop] for tensor in tensors)

@@ -78,6 +78,7 @@ def choose_token(logits: AnyLogits, context: Sequence[int], params: SamplingPara
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             repeat_last_n=params.repeat_last_n,
+            has_penalties=params.has_penalties,
             seed=seed,
         )
         if token_id is not None:

@@ -34,6 +34,7 @@ class DeviceLogits(Protocol):
         presence_penalty: float,
         frequency_penalty: float,
         repeat_last_n: int | None,
+        has_penalties: bool,
         seed: int,
     ) -> int | None:
         """The token that `sample_token` would choose to follow `context`; None if it would raise."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE, SUM_SIZE, QuantActivations
 from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.attention.cuda import (
     AttentionInputs,
@@ -18,16 +17,18 @@ from coldstream.kernels.attention.cuda import (
     AttentionShape,
     Caches,
     DecodeWorkspace,
-    current_device,
 )
 from coldstream.kernels.cuda.activations import Activations, as_floats
-from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight, ExpertStack
+from coldstream.kernels.cuda.few_shapes import FEW_TYPES
+from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
+from coldstream.kernels.cuda.limits import device_limits
+from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight
 from coldstream.kernels.cuda.memory import Memory
-from coldstream.kernels.dequantize.reference import FLOAT_DTYPES
 from coldstream.kernels.dequantize.triton import dequantize, dequantize_matrices
 from coldstream.kernels.embed.triton import embed
 from coldstream.kernels.experts import cuda as experts_few
 from coldstream.kernels.experts import cuda_many as experts_many
+from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.gated_delta_net import cuda as delta_net
 from coldstream.kernels.gated_delta_net.arguments import DeltaNetInputs, PrefillWorkspace
 from coldstream.kernels.gated_delta_net.cuda import (
@@ -41,15 +42,13 @@ from coldstream.kernels.linear.cuda_many import linear_many
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.ops import DeltaNetWeights, ExpertOutputs, ExpertWeights, RopeSpec, Routing, Rows
 from coldstream.kernels.quant_tensor import QuantTensor
-from coldstream.kernels.quantize.cuda import quantize_cuda
+from coldstream.kernels.quantize.cuda import activations_from, quantize_cuda
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
 from coldstream.kernels.rope.cuda import gather_angles_cuda
 from coldstream.kernels.rope.reference import rope_angles
 from coldstream.kernels.router.cuda import router_choose_cuda, router_few_cuda
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
 
-PRODUCT_TYPES = INTEGER_TYPES | set(FLOAT_DTYPES)
-FEW_ROWS = 8  # up to which products run without matrix instructions
 FEW_STEPS = 16  # rows up to which attention and the delta rule take the kernels made for decoding
 
 
@@ -88,7 +87,7 @@ class CudaOps(CudaLoader):
         matrices = [self._multipliable(weight) for weight in weights]
         num_rows = x.shape[0]
         outs = tuple(self._empty(num_rows, weight.shape[0]) for weight in matrices)
-        if num_rows <= FEW_ROWS:
+        if num_rows <= MAX_FEW_ROWS:
             self._launch(self._linear_few, x, matrices, outs)
             return outs
         for weight, out in zip(matrices, outs, strict=True):
@@ -184,7 +183,7 @@ class CudaOps(CudaLoader):
         num_rows, num_experts = x.shape[0], weight.shape[0]
         ids = self._empty(num_rows, num_experts_per_tok, dtype=torch.int32)
         weights = self._empty(num_rows, num_experts_per_tok)
-        if num_rows > FEW_ROWS or shared_gate.quant_type != QuantType.F32:
+        if num_rows > MAX_FEW_ROWS or shared_gate.quant_type != QuantType.F32:
             logits, gate = self.linear(x, (weight, shared_gate))
             self._launch(router_choose_cuda, logits, ids, weights)
             return Routing(ids, weights, gate)
@@ -198,12 +197,12 @@ class CudaOps(CudaLoader):
     def experts(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         tokens, ranks = routing.ids.shape
         routed = self._empty(tokens, ranks, x.shape[1])
-        if any(stack.quant_type not in PRODUCT_TYPES for stack in (weights.gate, weights.up, weights.down)):
+        if any(stack.quant_type not in FEW_TYPES for stack in (weights.gate, weights.up, weights.down)):
             return self._experts_as_floats(x, routing, weights, routed)
-        if tokens <= FEW_ROWS:
+        if tokens <= MAX_FEW_ROWS:
             outs = experts_few.PairRows(routed, self._empty(*x.shape))
             hidden = experts_few.PairRows(
-                self._empty(tokens, ranks, weights.gate.shape[0]),
+                self._empty(tokens, ranks, weights.gate.rows),
                 self._empty(tokens, weights.shared_gate.shape[0]),
             )
             self._launch(self._experts_few, x, routing.ids, weights, hidden, outs)
@@ -222,10 +221,10 @@ class CudaOps(CudaLoader):
         (shared,) = self.linear(self.swiglu(gate, up), (weights.shared_down,))
         tokens, ranks = routing.ids.shape
         stacks = (weights.gate, weights.up, weights.down)
-        values = [self._empty(ranks, *stack.shape) for stack in stacks]
+        values = [self._empty(ranks, stack.rows, stack.cols) for stack in stacks]
         addresses = [self._empty(ranks, dtype=torch.int64) for _ in stacks]
         places = self._empty(1, ranks, dtype=torch.int32)
-        hidden = experts_few.PairRows(self._empty(1, ranks, weights.gate.shape[0]), None)
+        hidden = experts_few.PairRows(self._empty(1, ranks, weights.gate.rows), None)
         for token in range(tokens):
             part = slice(token, token + 1)
             self._launch(
@@ -238,7 +237,7 @@ class CudaOps(CudaLoader):
         self,
         x: Activations,
         ids: torch.Tensor,
-        stacks: Sequence[ExpertStack],
+        stacks: Sequence[ExpertTable],
         values: Sequence[torch.Tensor],
         addresses: Sequence[torch.Tensor],
         places: torch.Tensor,
@@ -249,7 +248,7 @@ class CudaOps(CudaLoader):
         tables = []
         for stack, matrices, found in zip(stacks, values, addresses, strict=True):
             quant_type = stack.quant_type
-            if quant_type in PRODUCT_TYPES:
+            if quant_type in FEW_TYPES:
                 torch.index_select(stack.addresses, 0, ids[0], out=found)
             else:
                 dequantize_matrices(
@@ -258,7 +257,7 @@ class CudaOps(CudaLoader):
                 first, step = matrices.data_ptr(), matrices[0].nbytes
                 torch.arange(first, first + ranks * step, step, out=found)
                 quant_type = QuantType.F32
-            tables.append(experts_few.ExpertTable(found, quant_type, *stack.shape))
+            tables.append(ExpertTable(found, quant_type, stack.rows, stack.cols))
         torch.arange(ranks, out=places[0])
         weights = experts_few.ExpertWeights(tables[0], tables[1], tables[2], shared=None)
         experts_few.experts_few_cuda(
@@ -269,7 +268,7 @@ class CudaOps(CudaLoader):
         self, x: Activations, ids: torch.Tensor, weights: ExpertWeights, routed: torch.Tensor
     ) -> None:
         gate, up, down = weights.gate, weights.up, weights.down
-        num_pairs, num_experts, ffn_size = ids.numel(), len(gate.addresses), gate.shape[0]
+        num_pairs, num_experts, ffn_size = ids.numel(), len(gate.addresses), gate.rows
         groups = experts_many.Groups(
             self._empty(num_pairs, dtype=torch.int32),
             self._empty(num_pairs, dtype=torch.int32),
@@ -283,13 +282,13 @@ class CudaOps(CudaLoader):
         self,
         x: Activations,
         ids: torch.Tensor,
-        stacks: tuple[ExpertStack, ExpertStack, ExpertStack],
+        stacks: tuple[ExpertTable, ExpertTable, ExpertTable],
         groups: experts_many.Groups,
         hidden: Activations,
         routed: torch.Tensor,
     ) -> None:
         gate, up, down = stacks
-        ffn_size, hidden_size = gate.shape
+        ffn_size, hidden_size = gate.rows, gate.cols
         tables = experts_many.ExpertTables(gate.addresses, up.addresses, down.addresses)
         first, last = experts_many.choose_tilings(
             ids.numel(), len(gate.addresses), gate.quant_type, down.quant_type
@@ -312,13 +311,9 @@ class CudaOps(CudaLoader):
         hidden: experts_few.PairRows,
         outs: experts_few.PairRows,
     ) -> None:
-        gate, up, down = (
-            experts_few.ExpertTable(stack.addresses, stack.quant_type, *stack.shape)
-            for stack in (weights.gate, weights.up, weights.down)
-        )
         shared = (weights.shared_gate, weights.shared_up, weights.shared_down)
         experts_few.experts_few_cuda(
-            experts_few.ExpertWeights(gate, up, down, shared), ids, hidden, outs,
+            experts_few.ExpertWeights(weights.gate, weights.up, weights.down, shared), ids, hidden, outs,
             activations=x.quantised, x=x.values,
         )  # fmt: skip
 
@@ -339,7 +334,7 @@ class CudaOps(CudaLoader):
     ) -> None:
         kernels = self._attention.get(shape)
         if kernels is None:
-            kernels = self._attention[shape] = AttentionKernels(shape, current_device())
+            kernels = self._attention[shape] = AttentionKernels(shape, device_limits())
         kernels.prepare(inputs, caches, rows, query)
         if workspace is not None:
             kernels.decode(
@@ -352,7 +347,7 @@ class CudaOps(CudaLoader):
     def _multipliable(self, weight: CudaWeight) -> QuantTensor:
         """The weight itself, or its values as float32 if the products have no kernel for its type."""
         assert isinstance(weight, QuantTensor)
-        if weight.quant_type in PRODUCT_TYPES:
+        if weight.quant_type in FEW_TYPES:
             return weight
         values = self._empty(*weight.shape)
         self._launch(dequantize, weight, values, self.code_table(weight.quant_type), None)
@@ -371,13 +366,7 @@ class CudaOps(CudaLoader):
     def activations(self, rows: int, cols: int, *, persistent: bool = False) -> Activations:
         """Unwritten activations [rows, cols]."""
         empty = self.memory.persistent if persistent else self.memory.workspace
-        groups = -(-cols // GROUP_SIZE)
-        quantised = QuantActivations(
-            empty((rows, groups * GROUP_SIZE), torch.int8),
-            empty((rows, groups), torch.float32),
-            empty((rows, groups * GROUP_SIZE // SUM_SIZE), torch.int16),
-        )
-        return Activations(empty((rows, cols), torch.float32), quantised)
+        return Activations(empty((rows, cols), torch.float32), activations_from(empty, rows, cols))
 
     def _launch(self, launcher: Callable[..., None], *args: object) -> None:
         if not self.planning:

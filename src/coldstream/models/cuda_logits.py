@@ -52,10 +52,11 @@ class Sampler:
         if not self._settings.is_meta:
             self._staged, self._host_results = self._staged.pin_memory(), self._host_results.pin_memory()
 
-    def choose(self, logits: torch.Tensor, context: Sequence[int], settings: dict[str, float]) -> int | None:
+    def choose(
+        self, logits: torch.Tensor, context: Sequence[int], settings: dict[str, float], has_penalties: bool
+    ) -> int | None:
         """The token that follows `context`, for logits [1, vocab]; None if there is none to choose."""
         token, faults = self._results[:1], self._results[1:]
-        has_penalties = _has_penalties(settings)
         if settings["temperature"] == 0 and not has_penalties:
             argmax_cuda(logits, token, faults, self._argmax_workspace)
         else:
@@ -108,7 +109,13 @@ class CudaLogits:
             return np.array(self.download(self.values)[0], dtype=dtype)
 
     def choose(
-        self, context: Sequence[int], *, repeat_last_n: int | None, seed: int, **settings: float
+        self,
+        context: Sequence[int],
+        *,
+        repeat_last_n: int | None,
+        has_penalties: bool,
+        seed: int,
+        **settings: float,
     ) -> int | None:
         """See decoding's `DeviceLogits`."""
         self._check()
@@ -123,16 +130,9 @@ class CudaLogits:
                     "position": self.position,
                     "slot": 0,
                 },
+                has_penalties,
             )
 
     def _check(self) -> None:
         if not self.is_current():
             raise RuntimeError("these logits are gone: the model has computed another step since")
-
-
-def _has_penalties(settings: dict[str, float]) -> bool:
-    return (
-        settings["repetition_penalty"] != 1
-        or settings["presence_penalty"] != 0
-        or settings["frequency_penalty"] != 0
-    )

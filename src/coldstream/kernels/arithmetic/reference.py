@@ -117,6 +117,11 @@ class QuantActivations:
     sums: torch.Tensor  # int16 [T, ceil(K / 16)], of q over 16 inputs
 
 
+def padded_cols(cols: int) -> int:
+    """Codes in a row of `cols` activations in a GPU's memory: whole groups."""
+    return -(-cols // GROUP_SIZE) * GROUP_SIZE
+
+
 def quantize_activations(x: torch.Tensor) -> QuantActivations:
     """float32 x [T, K] as int8; a group with an infinite or NaN input has the scale NaN and zero codes."""
     codes, scales = [], []

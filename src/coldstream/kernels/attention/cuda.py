@@ -1,6 +1,6 @@
 """Attention on the GPU: `prepare.cu`, then `decode.cu` and `merge.cu`, or `prefill.cu`: the same bits.
 
-    kernels = AttentionKernels(AttentionShape(16, 2, 256, CACHE_TYPES["f16"]), current_device())
+    kernels = AttentionKernels(AttentionShape(16, 2, 256, CACHE_TYPES["f16"]), device_limits())
     kernels.prepare(inputs, caches, rows, query)
     kernels.decode(query, query_gate, caches, rows, workspace, out=out)       # a few rows, long contexts
     kernels.prefill(query, query_gate, caches, rows, out)                     # many rows
@@ -12,13 +12,13 @@ one captured launch serves every context length. T rows, H query heads, G key/va
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.attention.exact import BLOCK_SIZE, CHUNK_SIZE
+from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
 from coldstream.kernels.ops import Rows
 
@@ -73,20 +73,6 @@ class AttentionShape:
         """Query heads of an item of work when there are many items, and when there are few."""
         wide = min(8, 1 << (self.group_size - 1).bit_length())
         return wide, min(wide, 2)
-
-
-@dataclass(frozen=True)
-class Device:
-    """What launches are fitted to."""
-
-    num_multiprocessors: int
-    shared_bytes: int  # that one block may have
-
-
-def current_device() -> Device:
-    """The device that PyTorch uses now."""
-    found: Any = torch.cuda.get_device_properties()
-    return Device(found.multi_processor_count, found.shared_memory_per_block_optin)
 
 
 @dataclass(frozen=True)
@@ -168,7 +154,7 @@ _PrefillArguments = _structure(
 class AttentionKernels:
     """The kernels for one shape on one device, compiled when first used."""
 
-    def __init__(self, shape: AttentionShape, device: Device) -> None:
+    def __init__(self, shape: AttentionShape, device: DeviceLimits) -> None:
         self.shape = shape
         self.device = device
         self.decode_stages = self._choose_stages()
@@ -238,7 +224,7 @@ class AttentionKernels:
         )  # fmt: skip
         parts = -(-shape.group_size // shape.decode_heads[1])
         most_items = num_rows * max_chunks * shape.num_kv_heads * parts
-        grid = min(most_items, self.device.num_multiprocessors)
+        grid = min(most_items, self.device.num_processors)
         self._kernel(1).launch(
             (grid, 1, 1), DECODE_THREADS, (arguments,), shared_bytes=self.decode_shared_bytes, overlap=True
         )
@@ -291,9 +277,11 @@ class AttentionKernels:
 
     def _choose_stages(self) -> tuple[int, int]:
         for blocks, stages in DECODE_STAGES:
-            if self._decode_bytes(stages) <= self.device.shared_bytes:
+            if self._decode_bytes(stages) <= self.device.shared_per_block:
                 return blocks, stages
-        raise ValueError(f"{self.shape} does not fit into {self.device.shared_bytes} bytes of shared memory")
+        raise ValueError(
+            f"{self.shape} does not fit into {self.device.shared_per_block} bytes of shared memory"
+        )
 
     def _prefill_bytes(self, num_rows: int) -> int:
         queries = num_rows * -(-self.shape.head_dim // 32) * 128
@@ -301,10 +289,12 @@ class AttentionKernels:
 
     def _choose_rows(self) -> int:
         for num_rows in (64, 32):
-            fits = self._prefill_bytes(num_rows) <= self.device.shared_bytes
+            fits = self._prefill_bytes(num_rows) <= self.device.shared_per_block
             if fits and num_rows * self.shape.head_dim <= 64 * 256:
                 return num_rows
-        raise ValueError(f"{self.shape} does not fit into {self.device.shared_bytes} bytes of shared memory")
+        raise ValueError(
+            f"{self.shape} does not fit into {self.device.shared_per_block} bytes of shared memory"
+        )
 
 
 def _addresses(*tensors: torch.Tensor | None) -> list[int | None]:

@@ -5,13 +5,11 @@ are one pass, how many weight rows one unit, and how they lie in the ring.
 """
 
 import ctypes
-import functools
 from dataclasses import dataclass
-
-from cuda.bindings import driver
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE
+from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 
 MAX_ROWS = 8  # rows of activations in one launch
@@ -108,27 +106,6 @@ def natural_spread(quant_type: QuantType, cols: int) -> int:
     if quant_type.block_elements != GROUP_SIZE:
         return 0
     return max(0, 3 - (cols // GROUP_SIZE - 1).bit_length())
-
-
-@dataclass(frozen=True)
-class DeviceLimits:
-    """What a device has for the blocks of a kernel; shared memory in bytes."""
-
-    num_processors: int
-    shared_per_block: int
-    shared_per_processor: int
-
-
-@functools.cache
-def device_limits(index: int) -> DeviceLimits:
-    """Of CUDA device `index`."""
-    names = driver.CUdevice_attribute
-    wanted = (
-        names.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
-        names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
-        names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
-    )
-    return DeviceLimits(*(int(driver.cuDeviceGetAttribute(name, index)[1]) for name in wanted))
 
 
 @dataclass(frozen=True)

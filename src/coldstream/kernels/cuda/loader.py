@@ -5,7 +5,6 @@ copied together by `finish_loading`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,21 +16,13 @@ from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.cuda.upload import Progress, Upload, run_uploads
 from coldstream.kernels.dequantize.reference import dequantize
 from coldstream.kernels.dequantize.triton_blocks import code_table
+from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.quant_tensor import QuantTensor
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "int32": torch.int32, "uint8": torch.uint8}
 
 
-@dataclass(frozen=True)
-class ExpertStack:
-    """The matrices [F, E] of a layer's experts, and where each begins: all that kernels see of them."""
-
-    addresses: torch.Tensor  # int64 [experts]
-    quant_type: QuantType
-    shape: tuple[int, int]  # of one matrix
-
-
-CudaWeight = QuantTensor | ExpertStack
+CudaWeight = QuantTensor | ExpertTable
 
 
 class CudaLoader:
@@ -90,23 +81,21 @@ class CudaLoader:
     def split_rows(self, weight: CudaWeight, sizes: Sequence[int]) -> tuple[CudaWeight, ...]:
         if isinstance(weight, QuantTensor):
             return weight.split_rows(sizes)
-        row_bytes = weight.quant_type.row_bytes(weight.shape[1])
+        row_bytes = weight.quant_type.row_bytes(weight.cols)
         begins = [sum(sizes[:i]) for i in range(len(sizes))]
         return tuple(
-            ExpertStack(
-                self._copied(weight.addresses + begin * row_bytes),
-                weight.quant_type,
-                (size, weight.shape[1]),
+            ExpertTable(
+                self._copied(weight.addresses + begin * row_bytes), weight.quant_type, size, weight.cols
             )
             for begin, size in zip(begins, sizes, strict=True)
         )
 
-    def stack(self, blocks: torch.Tensor, quant_type: QuantType, shape: Sequence[int]) -> ExpertStack:
+    def stack(self, blocks: torch.Tensor, quant_type: QuantType, shape: Sequence[int]) -> ExpertTable:
         """The experts [experts, rows, cols] in contiguous `blocks`, which the caller keeps alive."""
         num_experts, rows, cols = shape
         first = 0 if self.planning else blocks.data_ptr()
         addresses = torch.arange(num_experts, dtype=torch.int64) * (rows * quant_type.row_bytes(cols)) + first
-        return ExpertStack(self._copied(addresses), quant_type, (rows, cols))
+        return ExpertTable(self._copied(addresses), quant_type, rows, cols)
 
     def _copied(self, values: torch.Tensor) -> torch.Tensor:
         copy = self.memory.persistent(tuple(values.shape), values.dtype)

@@ -5,14 +5,12 @@ The kernel checks the shared memory that it is given against its own count.
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
 
 import torch
-from cuda.bindings import driver
 
-from coldstream.errors import DeviceError
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, SUM_SIZE, QuantActivations
+from coldstream.kernels.cuda.limits import device_limits
 
 CODE_PITCH = GROUP_SIZE + 16
 SUM_PITCH = TABLE_PITCH = 48
@@ -74,7 +72,7 @@ class Tiling:
 
     def grid(self, num_tiles: int) -> tuple[int, int, int]:
         """As many blocks as the device holds at a time, or fewer if there are fewer tiles."""
-        return (min(num_tiles, num_multiprocessors(torch.cuda.current_device()) * self.blocks), 1, 1)
+        return (min(num_tiles, device_limits().num_processors * self.blocks), 1, 1)
 
 
 def least_tiling(quant_type: QuantType) -> Tiling:
@@ -84,22 +82,8 @@ def least_tiling(quant_type: QuantType) -> Tiling:
 
 def fitting(tiling: Tiling) -> Tiling:
     """`tiling`, or a smaller one if the current device has not the shared memory for it."""
-    fits = tiling.shared_bytes <= max_shared_bytes(torch.cuda.current_device())
+    fits = tiling.shared_bytes <= device_limits().shared_per_block
     return tiling if fits else least_tiling(tiling.quant_type)
-
-
-@cache
-def max_shared_bytes(device: int) -> int:
-    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    status, num_bytes = driver.cuDeviceGetAttribute(attribute, device)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise DeviceError(f"the GPU driver does not say how much shared memory device {device} has")
-    return int(num_bytes)
-
-
-@cache
-def num_multiprocessors(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class Activations(ctypes.Structure):

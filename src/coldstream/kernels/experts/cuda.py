@@ -7,18 +7,18 @@ from pathlib import Path
 
 import torch
 
-from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.few_shapes import (
     GROUP_BYTES,
     MAX_ROWS,
     MatrixShape,
-    device_limits,
     matrix_shape,
     natural_spread,
     plan_ring,
 )
+from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.program import Argument, CudaProgram
+from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
 
@@ -27,20 +27,6 @@ BLOCKS_PER_PROCESSOR = 4
 PROGRAM = CudaProgram(
     Path(__file__).with_name("few.cu"), ("coldstream::expert_gate_up", "coldstream::expert_down")
 )
-
-
-@dataclass(frozen=True)
-class ExpertTable:
-    """One matrix of every routed expert: where each lies, and what all of them are.
-
-    addresses: int64 [num_experts] on the device; 0 for an expert that is not there. Each points to `rows`
-    adjacent GGUF rows of `cols` values, on 16 bytes for Q4_K and Q5_K, 4 for F32, otherwise 2.
-    """
-
-    addresses: torch.Tensor
-    quant_type: QuantType
-    rows: int
-    cols: int
 
 
 @dataclass(frozen=True)
@@ -166,7 +152,7 @@ def _launch(
     pairs_per_token: int,
     args: Sequence[Argument],
 ) -> None:
-    limits = device_limits(topk_ids.device.index)
+    limits = device_limits()
     stage_bytes = max(shape.stage_bytes for shape in shapes)
     plan = plan_ring(limits, WARPS * stage_bytes, groups * GROUP_BYTES, BLOCKS_PER_PROCESSOR)
     if plan is None:

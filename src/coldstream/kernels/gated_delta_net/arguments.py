@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
 from coldstream.kernels.ops import DeltaNetWeights, Rows
 
 HEAD_SIZES, TAPS = (32, 64, 128), range(2, 9)
@@ -33,11 +33,6 @@ class PrefillWorkspace:
     gates: torch.Tensor  # [T, NV, 2]
     raw: torch.Tensor  # [T, NV · d]
     spans: torch.Tensor  # int32 [slots, 2]
-
-
-def padded_width(width: int) -> int:
-    """Codes in a quantised row of `width` results: whole groups."""
-    return -(-width // GROUP_SIZE) * GROUP_SIZE
 
 
 def sizes(inputs: DeltaNetInputs, weights: DeltaNetWeights, state: torch.Tensor) -> tuple[int, int, int, int]:
@@ -71,7 +66,7 @@ def check_arguments(
     if out is not None:
         wanted["out"] = (out, (num_rows, width))
     if quantized is not None:
-        wanted["codes"] = (quantized.q, (num_rows, padded_width(width)))
+        wanted["codes"] = (quantized.q, (num_rows, padded_cols(width)))
     for name, (tensor, shape) in wanted.items():
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must be {list(shape)}, not {list(tensor.shape)}")

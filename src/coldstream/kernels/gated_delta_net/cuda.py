@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations, padded_cols
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.gated_delta_net.arguments import (
     HEAD_SIZES,
@@ -18,7 +18,6 @@ from coldstream.kernels.gated_delta_net.arguments import (
     DeltaNetInputs,
     PrefillWorkspace,
     check_arguments,
-    padded_width,
     sizes,
 )
 from coldstream.kernels.ops import DeltaNetWeights
@@ -50,7 +49,7 @@ class DecodeWorkspace:
 
 def arrival_count(num_rows: int, num_key_heads: int, value_width: int) -> int:
     """Entries of `DecodeWorkspace.arrivals` for up to `num_rows` rows; value_width is NV · d."""
-    return num_rows * (num_key_heads + padded_width(value_width) // GROUP_SIZE)
+    return num_rows * (num_key_heads + padded_cols(value_width) // GROUP_SIZE)
 
 
 class _Layer(ctypes.Structure):
@@ -115,7 +114,7 @@ def delta_net_decode_cuda(
         raise ValueError(f"{workspace.arrivals.numel()} arrivals for {num_rows} rows")
     arrivals = workspace.arrivals.data_ptr()
     DECODE.kernel(f"delta_decode<{size}, {taps}>").launch(
-        (padded_width(num_heads * size) // GROUP_SIZE * BLOCKS_PER_GROUP, num_rows, 1),
+        (padded_cols(num_heads * size) // GROUP_SIZE * BLOCKS_PER_GROUP, num_rows, 1),
         THREADS,
         (*arguments, workspace.raw, _Pointers2(arrivals, arrivals + 4 * readers)),
         overlap=True,
@@ -147,7 +146,7 @@ def delta_net_prefill_cuda(
         (layer, rows, states, work, taps),
         overlap=True,
     )
-    num_groups = padded_width(num_heads * size) // GROUP_SIZE
+    num_groups = padded_cols(num_heads * size) // GROUP_SIZE
     PREFILL.kernel(f"delta_output<{size}>").launch(
         (-(-num_rows * num_groups // OUTPUT_WARPS), 1, 1),
         OUTPUT_WARPS * 32,
@@ -178,5 +177,5 @@ def _arguments(
     )
     parts = (None, None, None) if quantized is None else (quantized.q, quantized.scales, quantized.sums)
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in (out, *parts))
-    outputs = _Outputs(*pointers, padded_width(num_heads * size))
+    outputs = _Outputs(*pointers, padded_cols(num_heads * size))
     return layer, rows, _States(conv_state.data_ptr(), state.data_ptr(), state.shape[0]), outputs

@@ -5,13 +5,12 @@ import triton
 import triton.language as tl
 
 from coldstream.kernels.arithmetic import triton as arithmetic
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations, padded_cols
 from coldstream.kernels.gated_delta_net import exact
 from coldstream.kernels.gated_delta_net.arguments import (
     DeltaNetInputs,
     PrefillWorkspace,
     check_arguments,
-    padded_width,
     sizes,
 )
 from coldstream.kernels.ops import DeltaNetWeights
@@ -280,7 +279,7 @@ def delta_net(
     )  # fmt: skip
     width, slots = num_heads * size, state.shape[0]
     parts = (None, None, None) if quantized is None else (quantized.q, quantized.scales, quantized.sums)
-    output_kernel[(num_rows, padded_width(width) // GROUP_SIZE)](
+    output_kernel[(num_rows, padded_cols(width) // GROUP_SIZE)](
         work.raw, i.z, w.norm, out, *parts, work.spans, i.z.stride(0), width, w.eps, 2 * slots,
         D=size, GROUP=GROUP_SIZE, SPANS=triton.next_power_of_2(2 * slots),
         FLOATS=out is not None, CODES=quantized is not None, num_warps=1, enable_fp_fusion=False,

@@ -13,14 +13,13 @@ from coldstream.kernels.cuda.few_shapes import (
     GROUP_BYTES,
     MAX_ROWS,
     PASS_COLS,
-    DeviceLimits,
     MatrixShape,
     RingPlan,
-    device_limits,
     matrix_shape,
     plan_ring,
     tile_shape,
 )
+from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
@@ -90,7 +89,7 @@ def linear_few_cuda(
     num_rows, cols = outs[0].shape[0], weights[0].shape[1]
     residuals = residuals or [None] * len(weights)
     _check(weights, outs, activations, x, num_rows)
-    limits = device_limits(outs[0].device.index)
+    limits = device_limits()
     groups = 0 if activations is None else -(-cols // GROUP_SIZE)
     step, layout = _layout(limits, weights, num_rows, groups)
     max_blocks = limits.num_processors * layout.plan.blocks_per_processor

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.cuda.many_tiles import num_multiprocessors
+from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.quant_tensor import QuantTensor
 
@@ -94,4 +94,4 @@ def float_linear_many(
 def choose_tiling(num_tokens: int, num_rows: int) -> FloatTiling:
     """Large tiles if there are enough of them for every multiprocessor. Both give the same bits."""
     columns, rows, _ = LARGE.grid(num_tokens, num_rows)
-    return LARGE if columns * rows >= num_multiprocessors(torch.cuda.current_device()) else SMALL
+    return LARGE if columns * rows >= device_limits().num_processors else SMALL

@@ -1,29 +1,39 @@
 """Quantised activations in CUDA C++, and how they lie in the device's memory."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE, SUM_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.reference import (
+    GROUP_SIZE,
+    SUM_SIZE,
+    QuantActivations,
+    padded_cols,
+)
 from coldstream.kernels.cuda.program import CudaProgram
+
+Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]  # contiguous, contents undefined
 
 PROGRAM = CudaProgram(Path(__file__).with_name("quantize.cu"), ("coldstream::quantize",))
 WARPS_PER_BLOCK = 4
 COLS_MULTIPLE = 32  # every integer type has blocks of 32 or 256
 
 
-def padded_cols(cols: int) -> int:
-    """Codes in a row of `cols` activations on the device: whole groups."""
-    return -(-cols // GROUP_SIZE) * GROUP_SIZE
+def activations_from(empty: Empty, num_rows: int, cols: int) -> QuantActivations:
+    """Unwritten rows from `empty`: q int8 [T, Kp], scales float32 [T, Kp / 256], sums int16 [T, Kp / 16]."""
+    padded = padded_cols(cols)
+    return QuantActivations(
+        empty((num_rows, padded), torch.int8),
+        empty((num_rows, padded // GROUP_SIZE), torch.float32),
+        empty((num_rows, padded // SUM_SIZE), torch.int16),
+    )
 
 
 def empty_activations(num_rows: int, cols: int, device: torch.device) -> QuantActivations:
-    """Unwritten rows: q int8 [T, Kp], scales float32 [T, Kp / 256], sums int16 [T, Kp / 16], contiguous."""
-    padded = padded_cols(cols)
-    return QuantActivations(
-        torch.empty(num_rows, padded, dtype=torch.int8, device=device),
-        torch.empty(num_rows, padded // GROUP_SIZE, device=device),
-        torch.empty(num_rows, padded // SUM_SIZE, dtype=torch.int16, device=device),
+    """`activations_from` PyTorch's own memory on `device`."""
+    return activations_from(
+        lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device), num_rows, cols
     )
 
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import torch
 
-from coldstream.kernels.arithmetic.reference import QuantActivations
+from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
 from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.ops import ExpertOutputs
-from coldstream.kernels.quantize.cuda import padded_cols
 
 PROGRAM = CudaProgram(
     Path(__file__).with_name("rms_norm.cu"),

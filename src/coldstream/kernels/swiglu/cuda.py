@@ -4,9 +4,8 @@ from pathlib import Path
 
 import torch
 
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations, padded_cols
 from coldstream.kernels.cuda.program import CudaProgram
-from coldstream.kernels.quantize.cuda import padded_cols
 
 PROGRAM = CudaProgram(Path(__file__).with_name("swiglu.cu"), ("swiglu_rows<true>", "swiglu_rows<false>"))
 THREADS = 256

@@ -1,0 +1,40 @@
+"""What launches are fitted to."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from cuda.bindings import driver
+
+from coldstream.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What a device has for the blocks of a kernel; shared memory in bytes."""
+
+    num_processors: int
+    shared_per_block: int
+    shared_per_processor: int
+
+
+def device_limits() -> DeviceLimits:
+    """Of the device that PyTorch uses now. Raises DeviceError if the driver does not say."""
+    return _limits_of(torch.cuda.current_device())
+
+
+@functools.cache
+def _limits_of(index: int) -> DeviceLimits:
+    names = driver.CUdevice_attribute
+    return DeviceLimits(
+        _attribute(names.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, index),
+        _attribute(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, index),
+        _attribute(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, index),
+    )
+
+
+def _attribute(name: "driver.CUdevice_attribute", index: int) -> int:
+    status, value = driver.cuDeviceGetAttribute(name, index)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise DeviceError(f"the GPU driver does not say {name.name} of device {index}")
+    return int(value)
