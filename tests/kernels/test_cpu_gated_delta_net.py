@@ -1,11 +1,12 @@
 """The C++ gated DeltaNet: the reference's values, and the same bits however the rows are cut into calls."""
 
-from dataclasses import dataclass
+import functools
 from itertools import pairwise
 
 import pytest
 import torch
-from cpu_cases import Output, Results, random, run_everywhere, same_bits
+from cpu_cases import Output, Results, run_everywhere, same_bits
+from delta_cases import DeltaCase, one_slot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,50 +18,12 @@ Runtimes = list[_csrc.Runtime]
 NUM_SLOTS = 12
 
 
-@dataclass(frozen=True)
-class Case:
-    """Random rows of `slots`, whose states are full of random numbers."""
-
-    num_key_heads: int
-    num_value_heads: int
-    head_dim: int
-    slots: torch.Tensor
-    num_taps: int = 4
-
-    @property
-    def num_channels(self) -> int:
-        return (2 * self.num_key_heads + self.num_value_heads) * self.head_dim
-
-    def inputs(self) -> list[torch.Tensor]:
-        """qkv, z, alpha, beta."""
-        num_rows = len(self.slots)
-        return [
-            random(1, num_rows, self.num_channels),
-            random(2, num_rows, self.num_value_heads * self.head_dim),
-            random(3, num_rows, self.num_value_heads, scale=10),  # beyond the threshold of softplus, too
-            random(4, num_rows, self.num_value_heads),
-        ]
-
-    def weights(self) -> DeltaNetWeights:
-        return DeltaNetWeights(
-            conv_taps=random(5, self.num_channels, self.num_taps),
-            a=-random(6, self.num_value_heads).abs(),
-            dt_bias=random(7, self.num_value_heads),
-            norm=random(8, self.head_dim) + 1,
-            key_head_ids=torch.arange(self.num_value_heads, dtype=torch.int32) % self.num_key_heads,
-            num_key_heads=self.num_key_heads,
-            eps=1e-6,
-        )
-
-    def states(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """conv_state, state."""
-        shape = (NUM_SLOTS, self.num_value_heads, self.head_dim, self.head_dim)
-        return random(9, NUM_SLOTS, self.num_taps - 1, self.num_channels), random(10, *shape, scale=0.1)
+Case = functools.partial(DeltaCase, num_slots=NUM_SLOTS)
 
 
 def call_op(
     runtime: _csrc.Runtime,
-    case: Case,
+    case: DeltaCase,
     part: slice,
     states: tuple[torch.Tensor, torch.Tensor],
     out: torch.Tensor,
@@ -68,11 +31,11 @@ def call_op(
     w = case.weights()
     _csrc.gated_delta_net(
         runtime, *(x[part] for x in case.inputs()), w.conv_taps, w.a, w.dt_bias, w.norm, w.key_head_ids,
-        w.num_key_heads, w.eps, *states, case.slots[part], out,
+        w.num_key_heads, w.eps, *states, case.slots_tensor()[part], out,
     )  # fmt: skip
 
 
-def run(runtime: _csrc.Runtime, case: Case, cuts: list[int] | None = None) -> Results:
+def run(runtime: _csrc.Runtime, case: DeltaCase, cuts: list[int] | None = None) -> Results:
     """The outputs and both states after calls on the rows between consecutive `cuts`."""
     states, outputs = case.states(), []
     cuts = [0, len(case.slots)] if cuts is None else cuts
@@ -83,21 +46,18 @@ def run(runtime: _csrc.Runtime, case: Case, cuts: list[int] | None = None) -> Re
     return torch.cat(outputs), *states
 
 
-def check_values(case: Case, result: Results) -> None:
+def check_values(case: DeltaCase, result: Results) -> None:
     states = [state.double() for state in case.states()]
     w = case.weights()
     exact = DeltaNetWeights(
         *(x.double() for x in (w.conv_taps, w.a, w.dt_bias, w.norm)), w.key_head_ids, w.num_key_heads, w.eps
     )
     inputs = (x.double() for x in case.inputs())
-    rows = Rows(torch.zeros_like(case.slots), case.slots)
+    slots = case.slots_tensor()
+    rows = Rows(torch.zeros_like(slots), slots)
     output = gated_delta_net_reference(*inputs, exact, *states, rows)
     for got, want in zip(result, (output, *states), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
-
-
-def one_slot(num_rows: int, slot: int = 1) -> torch.Tensor:
-    return torch.full((num_rows,), slot, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100])
@@ -143,7 +103,7 @@ def test_rows_of_several_slots_do_not_meet(runtimes: Runtimes, num_rows: int) ->
     while sum(lengths) < num_rows:
         lengths.append(min(len(lengths) + 1, num_rows - sum(lengths)))
     runs = [one_slot(length, slot) for slot, length in reversed(list(enumerate(lengths)))]
-    case = Case(2, 4, 16, torch.cat(runs))
+    case = Case(2, 4, 16, sum(runs, ()))
     together = run_everywhere(lambda runtime: run(runtime, case), runtimes)
     check_values(case, together)
     alone = run(runtimes[-1], case, list(range(num_rows + 1)))
@@ -161,7 +121,7 @@ def test_rows_of_several_slots_do_not_meet(runtimes: Runtimes, num_rows: int) ->
     ],
 )
 def test_bad_slots_are_refused_and_change_nothing(runtimes: Runtimes, slots: list[int], message: str) -> None:
-    case = Case(1, 2, 8, torch.tensor(slots, dtype=torch.int32))
+    case = Case(1, 2, 8, tuple(slots))
     for runtime in runtimes:
         states, out = case.states(), Output(len(slots), 16)
         with pytest.raises(ValueError, match=message):
@@ -185,7 +145,7 @@ def test_wrong_arrays_are_refused(fastest: _csrc.Runtime) -> None:
         }
         _csrc.gated_delta_net(
             fastest, *case.inputs(), a=w.a, dt_bias=w.dt_bias, norm=w.norm, eps=w.eps, state=state,
-            slots=case.slots, out=out, **arguments,
+            slots=case.slots_tensor(), out=out, **arguments,
         )  # fmt: skip
 
     with pytest.raises(ValueError, match="1 … 16 taps, not 17"):

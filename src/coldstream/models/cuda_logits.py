@@ -51,6 +51,7 @@ class Sampler:
         self._host_results = torch.empty(2, dtype=torch.int32)
         if not self._settings.is_meta:
             self._staged, self._host_results = self._staged.pin_memory(), self._host_results.pin_memory()
+        self._staged_rows = _views(self._staged)
 
     def choose(
         self, logits: torch.Tensor, context: Sequence[int], settings: dict[str, float], has_penalties: bool
@@ -60,7 +61,7 @@ class Sampler:
         if settings["temperature"] == 0 and not has_penalties:
             argmax_cuda(logits, token, faults, self._argmax_workspace)
         else:
-            for name, view in _views(self._staged).items():
+            for name, view in self._staged_rows.items():
                 view[0] = settings[name]
             self._settings.copy_(self._staged, non_blocking=True)
             if has_penalties:
