@@ -57,7 +57,7 @@ def dense(tiling: Tiling, num_rows: int, shape: tuple[int, int], replays: int) -
     out = torch.empty(num_rows, shape[0], device="cuda")
 
     def launch(weight: QuantTensor) -> Callable[[], None]:
-        return lambda: linear.launch_linear(program, tiling, x, weight, out, None, overlap=True)
+        return lambda: linear.launch_linear(program, tiling, x, weight, out, None)
 
     us = 1e6 * graph_seconds([launch(weights[i % len(weights)]) for i in range(LAUNCHES)], replays)
     return line(
@@ -100,15 +100,15 @@ def routed(gate_tiling: Tiling, down_tiling: Tiling, num_rows: int, replays: int
     tile_tokens = min(gate_tiling.tokens, down_tiling.tokens)
 
     def group() -> None:
-        experts.group_experts(ids, tables, groups, tile_tokens, overlap=True)
+        experts.group_experts(ids, tables, groups, tile_tokens)
 
     def gate_up() -> None:
         job = experts.gate_up_job(x, tables, gate_tiling, FFN, HIDDEN, groups, hidden)
-        experts.launch_experts(program, gate_tiling, True, job, groups, overlap=True)
+        experts.launch_experts(program, gate_tiling, True, job, groups)
 
     def down_product() -> None:
         job = experts.product_job(h, tables.down, down_tiling, HIDDEN, FFN, groups, out, by_token=False)
-        experts.launch_experts(program, down_tiling, False, job, groups, overlap=True)
+        experts.launch_experts(program, down_tiling, False, job, groups)
 
     products = num_pairs * HIDDEN * FFN
     return [
@@ -137,7 +137,7 @@ def floats(num_rows: int, shape: tuple[int, int], replays: int) -> dict[str, obj
     values = torch.randn(shape, device="cuda")
     weight = QuantTensor(values.view(torch.uint8), QuantType.F32, shape)
     x, out = torch.randn(num_rows, shape[1], device="cuda"), torch.empty(num_rows, shape[0], device="cuda")
-    us = 1e6 * graph_seconds([lambda: float_linear_many(x, weight, out, overlap=True)] * LAUNCHES, replays)
+    us = 1e6 * graph_seconds([lambda: float_linear_many(x, weight, out)] * LAUNCHES, replays)
     products = num_rows * shape[0] * shape[1]
     return {
         "what": f"float {shape[0]}x{shape[1]}",

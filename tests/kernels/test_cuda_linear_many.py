@@ -126,7 +126,5 @@ def test_tiles_of_devices_with_little_shared_memory(quant_type: QuantType) -> No
     out = GuardedOutput(90, 200)
     tiling = least_tiling(quant_type)
     assert tiling.shared_bytes <= 99 * 1024
-    launch_linear(
-        PROGRAM, tiling, device_activations(x), device_weight(weight), out.rows, None, overlap=False
-    )
+    launch_linear(PROGRAM, tiling, device_activations(x), device_weight(weight), out.rows, None)
     assert same_numbers(out.checked(), linear_exact(x, weight))

@@ -225,11 +225,12 @@ class CudaOps(CudaLoader):
         addresses = [self._empty(ranks, dtype=torch.int64) for _ in stacks]
         places = self._empty(1, ranks, dtype=torch.int32)
         hidden = experts_few.PairRows(self._empty(1, ranks, weights.gate.rows), None)
+        codes = [self.code_table(stack.quant_type) for stack in stacks]
         for token in range(tokens):
             part = slice(token, token + 1)
             self._launch(
-                self._run_as_floats, x.rows(token, 1), routing.ids[part], stacks, values, addresses, places,
-                hidden, routed[part],
+                self._run_as_floats, x.rows(token, 1), routing.ids[part], stacks, codes, values, addresses,
+                places, hidden, routed[part],
             )  # fmt: skip
         return ExpertOutputs(routed, shared, routing)
 
@@ -238,6 +239,7 @@ class CudaOps(CudaLoader):
         x: Activations,
         ids: torch.Tensor,
         stacks: Sequence[ExpertTable],
+        codes: Sequence[torch.Tensor | None],
         values: Sequence[torch.Tensor],
         addresses: Sequence[torch.Tensor],
         places: torch.Tensor,
@@ -246,14 +248,12 @@ class CudaOps(CudaLoader):
     ) -> None:
         ranks = ids.shape[1]
         tables = []
-        for stack, matrices, found in zip(stacks, values, addresses, strict=True):
+        for stack, code, matrices, found in zip(stacks, codes, values, addresses, strict=True):
             quant_type = stack.quant_type
             if quant_type in FEW_TYPES:
                 torch.index_select(stack.addresses, 0, ids[0], out=found)
             else:
-                dequantize_matrices(
-                    quant_type, stack.addresses, ids[0], matrices, self.code_table(quant_type)
-                )
+                dequantize_matrices(quant_type, stack.addresses, ids[0], matrices, code)
                 first, step = matrices.data_ptr(), matrices[0].nbytes
                 torch.arange(first, first + ranks * step, step, out=found)
                 quant_type = QuantType.F32
@@ -293,14 +293,13 @@ class CudaOps(CudaLoader):
         first, last = experts_many.choose_tilings(
             ids.numel(), len(gate.addresses), gate.quant_type, down.quant_type
         )
-        experts_many.group_experts(ids, tables, groups, min(first.tokens, last.tokens), overlap=True)
+        experts_many.group_experts(ids, tables, groups, min(first.tokens, last.tokens))
         experts_many.experts_gate_up_many(
-            x.quantised, tables, first, ffn_size, hidden_size, groups, hidden.values, overlap=True
+            x.quantised, tables, first, ffn_size, hidden_size, groups, hidden.values
         )
         quantize_cuda(hidden.values, hidden.quantised)
         experts_many.experts_product_many(
             hidden.quantised, down.addresses, last, hidden_size, ffn_size, groups, routed, by_token=False,
-            overlap=True,
         )  # fmt: skip
 
     def _experts_few(

@@ -18,7 +18,7 @@ import torch
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.attention.exact import BLOCK_SIZE, CHUNK_SIZE
-from coldstream.kernels.cuda.limits import DeviceLimits
+from coldstream.kernels.cuda.limits import DeviceLimits, overlaps
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
 from coldstream.kernels.ops import Rows
 
@@ -195,7 +195,9 @@ class AttentionKernels:
             shape.num_heads, shape.num_kv_heads, inputs.angles.shape[-2], inputs.eps,
         )  # fmt: skip
         blocks = -(-(shape.num_heads + 2 * shape.num_kv_heads) // PREPARE_HEADS)
-        self._kernel(0).launch((num_rows, blocks, 1), PREPARE_THREADS, (arguments,), overlap=True)
+        self._kernel(0).launch(
+            (num_rows, blocks, 1), PREPARE_THREADS, (arguments,), overlap=overlaps(num_rows)
+        )
 
     def decode(
         self,
@@ -251,7 +253,7 @@ class AttentionKernels:
         tiles = -(-num_rows * shape.group_size // self.prefill_rows)
         self._kernel(3).launch(
             (tiles * shape.num_kv_heads, 1, 1), PREFILL_THREADS, (arguments,),
-            shared_bytes=self.prefill_shared_bytes, overlap=True,
+            shared_bytes=self.prefill_shared_bytes,
         )  # fmt: skip
 
     def _kernel(self, index: int) -> Kernel:

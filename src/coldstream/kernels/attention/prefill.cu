@@ -392,8 +392,6 @@ struct prefiller {
 template <class cache, int head_dim, int num_rows>
 __global__ void __launch_bounds__(prefill_threads, 2) attention_prefill(const prefill_arguments a) {
   extern __shared__ __align__(128) uint8_t shared[];
-  wait_for_previous_grid();
-  release_next_grid();
   prefiller<cache, head_dim, num_rows>(a, shared).run();
 }
 

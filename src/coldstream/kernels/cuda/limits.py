@@ -8,6 +8,17 @@ from cuda.bindings import driver
 
 from coldstream.errors import DeviceError
 
+MAX_OVERLAP_ROWS = 64
+
+
+def overlaps(num_rows: int) -> bool:
+    """Whether a kernel over so many rows starts while the one in front of it ends.
+
+    That hides the start of short kernels. Behind long ones the blocks that wait hold the registers and the
+    shared memory of blocks that would compute (docs/log.md).
+    """
+    return num_rows <= MAX_OVERLAP_ROWS
+
 
 @dataclass(frozen=True)
 class DeviceLimits:

@@ -98,9 +98,7 @@ def choose_tilings(num_pairs: int, num_experts: int, *quant_types: QuantType) ->
     return tuple(fitting(TILINGS[quant_type][which]) for quant_type in quant_types)
 
 
-def group_experts(
-    topk_ids: torch.Tensor, tables: ExpertTables, groups: Groups, tile_tokens: int, *, overlap: bool = False
-) -> None:
+def group_experts(topk_ids: torch.Tensor, tables: ExpertTables, groups: Groups, tile_tokens: int) -> None:
     """Write `groups` for int32 `topk_ids` [T, K]: two launches.
 
     Pairs of one expert are adjacent and in ascending order, experts ascend. A tile has at most `tile_tokens`
@@ -118,13 +116,11 @@ def group_experts(
         (num_experts, 1, 1),
         GROUP_THREADS,
         (topk_ids, num_pairs, topk_ids.shape[-1], groups.counts, groups.pairs, groups.tokens),
-        overlap=overlap,
     )
     PROGRAM.kernel("plan_tiles").launch(
         (1, 1, 1),
         PLAN_THREADS,
         (groups.counts, num_experts, tile_tokens, tables.gate, tables.up, tables.down, groups.tiles),
-        overlap=overlap,
     )
 
 
@@ -136,15 +132,13 @@ def experts_gate_up_many(
     hidden_size: int,
     groups: Groups,
     out: torch.Tensor,
-    *,
-    overlap: bool = False,
 ) -> None:
     """Write silu(gate · x) · (up · x) of the pairs in tiles to `out` float32 [P, F] by place: one launch.
 
     x has the T tokens; gate and up are [F, E] of the tiling's type. Rows of pairs in no tile are left alone.
     """
     job = gate_up_job(x, tables, tiling, ffn_size, hidden_size, groups, out)
-    launch_experts(PROGRAM, tiling, True, job, groups, overlap=overlap)
+    launch_experts(PROGRAM, tiling, True, job, groups)
 
 
 def experts_product_many(
@@ -157,7 +151,6 @@ def experts_product_many(
     out: torch.Tensor,
     *,
     by_token: bool,
-    overlap: bool = False,
 ) -> None:
     """One product with each expert's matrix [num_rows, num_values] of the tiling's type: one launch.
 
@@ -165,7 +158,7 @@ def experts_product_many(
     types. Otherwise x has a row per place and `out` is [T · K, num_rows] or [T, K, num_rows] by pair: down.
     """
     job = product_job(x, addresses, tiling, num_rows, num_values, groups, out, by_token=by_token)
-    launch_experts(PROGRAM, tiling, False, job, groups, overlap=overlap)
+    launch_experts(PROGRAM, tiling, False, job, groups)
 
 
 def gate_up_job(
@@ -229,11 +222,11 @@ def _job(
 
 
 def launch_experts(
-    program: CudaProgram, tiling: Tiling, gated: bool, job: ExpertsJob, groups: Groups, *, overlap: bool
+    program: CudaProgram, tiling: Tiling, gated: bool, job: ExpertsJob, groups: Groups
 ) -> None:
     """Queue one of the two products with tiles of one's choice."""
     tile_rows = tiling.rows // 2 if gated else tiling.rows
     num_tiles = -(-job.num_rows // tile_rows) * (len(groups.tiles) - 1)
     program.kernel(instance(tiling, gated)).launch(
-        tiling.grid(num_tiles), tiling.threads, (job,), shared_bytes=tiling.shared_bytes, overlap=overlap
+        tiling.grid(num_tiles), tiling.threads, (job,), shared_bytes=tiling.shared_bytes
     )

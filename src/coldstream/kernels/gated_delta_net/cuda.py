@@ -138,20 +138,17 @@ def delta_net_prefill_cuda(
         (-(-num_rows // TILE_ROWS), 2 * weights.num_key_heads + num_heads + 1, 1),
         size,
         (layer, rows, states, work),
-        overlap=True,
     )
     PREFILL.kernel(f"delta_recurrence<{size}>").launch(
         (num_heads * size // COLUMNS_PER_BLOCK, state.shape[0], 1),
         THREADS,
         (layer, rows, states, work, taps),
-        overlap=True,
     )
     num_groups = padded_cols(num_heads * size) // GROUP_SIZE
     PREFILL.kernel(f"delta_output<{size}>").launch(
         (-(-num_rows * num_groups // OUTPUT_WARPS), 1, 1),
         OUTPUT_WARPS * 32,
         (layer, rows, states, outputs, work),
-        overlap=True,
     )
 
 

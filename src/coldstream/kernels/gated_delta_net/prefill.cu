@@ -103,8 +103,6 @@ __global__ void __launch_bounds__(D)
 #pragma unroll
     for (int i = 0; i < TAPS; i++) taps[i] = layer.conv_taps[int64_t(channel) * TAPS + i];
   }
-  wait_for_previous_grid();
-  release_next_grid();
   const int first = blockIdx.x * tile_rows, end = min(first + tile_rows, rows.num_rows);
   if (head == num_heads) return prepare_gates(layer, rows, work, first, end);
   float x[tile_rows];
@@ -289,8 +287,6 @@ __global__ void __launch_bounds__(delta_threads, 4)
   constexpr int blocks_per_head = D / block_columns;
   const int head = blockIdx.x / blocks_per_head, column = blockIdx.x % blocks_per_head * block_columns;
   const int key_head = layer.key_head_ids[head], slot = blockIdx.y, size = layer.num_value_heads * D;
-  wait_for_previous_grid();
-  release_next_grid();
   const int2 span = work.spans[slot];
   if (span.y == 0) return;
   const int64_t first = span.x, key_stride = 2 * layer.num_key_heads * D;
@@ -317,8 +313,6 @@ __global__ void __launch_bounds__(output_warps* warp_size)
     delta_output(DeltaLayer layer, DeltaRows rows, DeltaStates states, DeltaOutputs out,
                  DeltaWorkspace work) {
   __shared__ alignas(16) float scratch[output_warps][group_elements];
-  wait_for_previous_grid();
-  release_next_grid();
   if (blockIdx.x == 0) {
     for (int slot = threadIdx.x; slot < states.num_slots; slot += blockDim.x) work.spans[slot] = {0, 0};
   }

@@ -58,9 +58,7 @@ class FloatJob(ctypes.Structure):
     )
 
 
-def float_linear_many(
-    x: torch.Tensor, weight: QuantTensor, out: torch.Tensor, *, overlap: bool = False
-) -> None:
+def float_linear_many(x: torch.Tensor, weight: QuantTensor, out: torch.Tensor) -> None:
     """Write float32 x [T, K] times an F32, F16 or BF16 weight [N, K] to float32 `out` [T, N]: one launch.
 
     x and out have unit stride along the last dimension, the weight's rows are adjacent. Any T; efficient from
@@ -87,7 +85,7 @@ def float_linear_many(
     )
     tiling = choose_tiling(num_tokens, num_rows)
     PROGRAM.kernel(tiling.instance(weight.quant_type)).launch(
-        tiling.grid(num_tokens, num_rows), THREADS, (job,), overlap=overlap
+        tiling.grid(num_tokens, num_rows), THREADS, (job,)
     )
 
 

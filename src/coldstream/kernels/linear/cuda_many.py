@@ -61,8 +61,6 @@ def linear_many(
     weight: QuantTensor,
     out: torch.Tensor,
     residual: torch.Tensor | None = None,
-    *,
-    overlap: bool = False,
 ) -> None:
     """Write x [T, K] times weight [N, K] (+ residual) to `out`, every bit as docs/arithmetic.md has it.
 
@@ -70,7 +68,7 @@ def linear_many(
     rows; out and residual are float32 [T, N] with unit stride along the last dimension and may be the same.
     Any T; efficient from 9 rows on. One launch. Raises ValueError if shapes disagree, KeyError for a type.
     """
-    launch_linear(PROGRAM, fitting(TILINGS[weight.quant_type]), x, weight, out, residual, overlap=overlap)
+    launch_linear(PROGRAM, fitting(TILINGS[weight.quant_type]), x, weight, out, residual)
 
 
 def launch_linear(
@@ -80,8 +78,6 @@ def launch_linear(
     weight: QuantTensor,
     out: torch.Tensor,
     residual: torch.Tensor | None,
-    *,
-    overlap: bool,
 ) -> None:
     """As `linear_many`, with tiles of one's choice."""
     num_rows, num_values = weight.shape
@@ -109,5 +105,5 @@ def launch_linear(
     )
     num_tiles = -(-num_rows // tiling.rows) * -(-num_tokens // tiling.tokens)
     program.kernel(instance(tiling)).launch(
-        tiling.grid(num_tiles), tiling.threads, (job,), shared_bytes=tiling.shared_bytes, overlap=overlap
+        tiling.grid(num_tiles), tiling.threads, (job,), shared_bytes=tiling.shared_bytes
     )

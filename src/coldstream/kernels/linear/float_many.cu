@@ -122,8 +122,6 @@ __device__ __forceinline__ float sum_of_lanes(float (&p)[16], int lane) {
 template <class T>
 __global__ void __launch_bounds__(threads, 1) float_many(const __grid_constant__ float_job job) {
   __shared__ typename T::stage stages[2];
-  wait_for_previous_grid();
-  release_next_grid();
   const int first_row = blockIdx.x * T::tile_rows, first_token = blockIdx.y * T::tile_tokens;
   const int group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
   const int row = group % group_columns * T::thread_rows, token = group / group_columns * T::thread_tokens;

@@ -39,7 +39,5 @@ struct linear_job {
 
 template <class T>
 __global__ void __launch_bounds__(T::threads, T::blocks) linear_many(const __grid_constant__ linear_job job) {
-  wait_for_previous_grid();
-  release_next_grid();
   multiply_tiles<T>(job);
 }

@@ -11,6 +11,7 @@ from coldstream.kernels.arithmetic.reference import (
     QuantActivations,
     padded_cols,
 )
+from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]  # contiguous, contents undefined
@@ -53,5 +54,5 @@ def quantize_cuda(x: torch.Tensor, out: QuantActivations) -> None:
         (rows, -(-groups // WARPS_PER_BLOCK), 1),
         WARPS_PER_BLOCK * 32,
         (x, x.stride(0), cols, padded, out.q, out.scales, out.sums),
-        overlap=True,
+        overlap=overlaps(rows),
     )

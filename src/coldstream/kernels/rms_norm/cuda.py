@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
+from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.ops import ExpertOutputs
 
@@ -110,5 +111,5 @@ def _launch(
         THREADS_FEW if rows <= FEW_ROWS else THREADS_MANY,
         (*args, _Norm(weight.data_ptr(), cols, padded, eps), outputs),
         shared_bytes=4 * padded,
-        overlap=True,
+        overlap=overlaps(rows),
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 
 MAX_TOKENS = 8  # of the single launch
@@ -110,7 +111,7 @@ def router_choose_cuda(logits: torch.Tensor, topk_ids: torch.Tensor, topk_weight
         CHOOSE_THREADS,
         args,
         shared_bytes=_scratch_bytes(TOKENS_PER_BLOCK, per_lane),
-        overlap=True,
+        overlap=overlaps(num_tokens),
     )
 
 

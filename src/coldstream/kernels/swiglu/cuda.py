@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations, padded_cols
+from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 
 PROGRAM = CudaProgram(Path(__file__).with_name("swiglu.cu"), ("swiglu_rows<true>", "swiglu_rows<false>"))
@@ -38,5 +39,5 @@ def swiglu_cuda(
         (-(-num_groups // GROUPS_PER_BLOCK), 1, 1),
         THREADS,
         (gate, gate.stride(0), up, up.stride(0), rows, cols, padded, out, *codes),
-        overlap=True,
+        overlap=overlaps(rows),
     )
