@@ -8,8 +8,7 @@ than the caches hold. `TOPS` counts a multiplication and an addition as two.
 
 import argparse
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -152,13 +151,23 @@ def addresses(stack: QuantTensor) -> torch.Tensor:
     return torch.tensor(starts, dtype=torch.int64, device="cuda")
 
 
-def candidates(default: Tiling, choices: str) -> list[Tiling]:
-    """The default and `choices`, each row_products.token_products.warp_rows.warp_columns.stages.blocks."""
-    names = ("row_products", "token_products", "warp_rows", "warp_columns", "stages", "blocks")
-    found = [default]
+def candidates(tilings: Sequence[Tiling], choices: str) -> list[Tiling]:
+    """`tilings` and `choices`: the numbers of a `Tiling` with dots between, the last 1 for warpgroups."""
+    found = list(tilings)
     for choice in filter(None, choices.split(",")):
-        found.append(replace(default, **dict(zip(names, map(int, choice.split(".")), strict=True))))
+        *numbers, by_warpgroups = map(int, choice.split("."))
+        found.append(Tiling(tilings[0].quant_type, *numbers, bool(by_warpgroups)))
     return found
+
+
+def routed_tilings(num_rows: int, down_type: QuantType) -> list[tuple[Tiling, Tiling]]:
+    """For gate and up, and for down: what the engine takes, and what devices without warpgroups take."""
+    chosen = tuple(
+        experts.choose_tilings(num_rows * NUM_RANKS, NUM_EXPERTS, quant_type)[0]
+        for quant_type in (QuantType.Q4_K, down_type)
+    )
+    others = tuple(experts.LARGE_TILINGS[tiling.quant_type][-1] for tiling in chosen)
+    return list(dict.fromkeys(((chosen[0], chosen[1]), (others[0], others[1]))))
 
 
 def show(result: dict[str, object]) -> None:
@@ -182,10 +191,8 @@ def main() -> None:
                 for tiling in candidates(linear.TILINGS[quant_type], arguments.tilings):
                     show(dense(tiling, num_rows, (8192, 2048), arguments.replays))
             if "routed" in arguments.parts:
-                (gate,) = experts.choose_tilings(num_rows * NUM_RANKS, NUM_EXPERTS, QuantType.Q4_K)
-                (down,) = experts.choose_tilings(num_rows * NUM_RANKS, NUM_EXPERTS, quant_type)
-                for choice in candidates(gate, arguments.tilings):
-                    for result in routed(choice, down, num_rows, arguments.replays):
+                for tilings in routed_tilings(num_rows, quant_type):
+                    for result in routed(*tilings, num_rows, arguments.replays):
                         show(result)
 
 

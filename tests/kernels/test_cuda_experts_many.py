@@ -1,5 +1,6 @@
 """The routed experts of many tokens on a GPU: the very bits of the exact reference."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,18 @@ from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.compiler import compile_instance
+from coldstream.kernels.cuda.many_tiles import Tiling, least_tiling
 from coldstream.kernels.experts.cuda_many import (
+    LARGE_TILINGS,
     PROGRAM,
+    SMALL_TILINGS,
     ExpertTables,
     Groups,
     choose_tilings,
     experts_gate_up_many,
     experts_product_many,
     group_experts,
+    instance,
     max_tiles,
 )
 from coldstream.kernels.experts.reference import routed_experts
@@ -28,10 +33,18 @@ from coldstream.kernels.swiglu.reference import swiglu_exact
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 1000)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compiles(arch: str, tmp_path: Path) -> None:
-    for instance in PROGRAM.instances:
-        assert compile_instance(PROGRAM.source, instance, arch, tmp_path).cubin
+    only_there = {
+        instance(t, gated)
+        for tilings in LARGE_TILINGS.values()
+        for t in tilings
+        if t.by_warpgroups
+        for gated in (True, False)
+    }
+    for name in PROGRAM.instances:
+        if arch == "sm_90a" or name not in only_there:
+            assert compile_instance(PROGRAM.source, name, arch, tmp_path).cubin
 
 
 def new_groups(num_pairs: int, num_experts: int) -> Groups:
@@ -66,15 +79,25 @@ class Experts:
         self.down = random_weight(self.down_type, (num_experts, hidden, ffn), 3)
         self.on_device = [device_weight(stack) for stack in (self.gate, self.up, self.down)]
 
-    def run(self, x: torch.Tensor, topk_ids: torch.Tensor, absent: tuple[int, ...] = ()) -> torch.Tensor:
-        """[T, K, E], POISON where nothing was written."""
+    @property
+    def types(self) -> tuple[QuantType, QuantType, QuantType]:
+        return self.gate_type, self.up_type, self.down_type
+
+    def run(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        absent: tuple[int, ...] = (),
+        tilings: Sequence[Tiling] | None = None,
+    ) -> torch.Tensor:
+        """[T, K, E], POISON where nothing was written. With `tilings` for gate, up and down, or the usual."""
         num_experts, ffn, hidden = self.gate.shape
         num_tokens, num_ranks = topk_ids.shape
         num_pairs = topk_ids.numel()
         gate, up, down = self.on_device
         tables = ExpertTables(addresses(gate, absent), addresses(up), addresses(down))
         groups = new_groups(num_pairs, num_experts)
-        tilings = choose_tilings(num_pairs, num_experts, self.gate_type, self.up_type, self.down_type)
+        tilings = tilings or choose_tilings(num_pairs, num_experts, *self.types)
         group_experts(topk_ids.cuda(), tables, groups, min(tiling.tokens for tiling in tilings))
         quantized = device_activations(x)
         hidden_rows = GuardedOutput(num_pairs, ffn)
@@ -134,6 +157,20 @@ def test_every_type(gate: QuantType, up: QuantType, down: QuantType, num_tokens:
     experts = Experts(9, (768, ffn), (up, down), gate)
     x, ids = activations(num_tokens, num_tokens, 768), random_ids(1, num_tokens, 4, 9)
     assert same_numbers(experts.run(x, ids), experts.expected(x, ids))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quant_type", list(SMALL_TILINGS))
+@pytest.mark.parametrize(
+    "choose",
+    [SMALL_TILINGS.__getitem__, lambda quant_type: LARGE_TILINGS[quant_type][-1], least_tiling],
+    ids=["small groups", "large groups", "little shared memory"],
+)
+def test_tilings_of_every_device(quant_type: QuantType, choose: Callable[[QuantType], Tiling]) -> None:
+    experts = Experts(6, (512, 256), (quant_type, quant_type))
+    x, ids = activations(4, 150, 512), random_ids(4, 150, 3, 6)
+    tilings = [choose(quant_type) for quant_type in experts.types]
+    assert same_numbers(experts.run(x, ids, tilings=tilings), experts.expected(x, ids))
 
 
 @pytest.mark.gpu

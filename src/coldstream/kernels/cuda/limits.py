@@ -27,6 +27,7 @@ class DeviceLimits:
     num_processors: int
     shared_per_block: int
     shared_per_processor: int
+    has_warpgroups: bool = False  # products of four warps, which only sm_90 has
 
 
 def device_limits() -> DeviceLimits:
@@ -41,6 +42,7 @@ def _limits_of(index: int) -> DeviceLimits:
         _attribute(names.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, index),
         _attribute(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, index),
         _attribute(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, index),
+        torch.cuda.get_device_capability(index) == (9, 0),
     )
 
 

@@ -4,6 +4,7 @@ The kernel checks the shared memory that it is given against its own count.
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ HEADER_BYTES = 32  # of a stage, with its barriers
 COPYING_WARPS = 4
 IN_PLACE = frozenset({QuantType.Q4_K, QuantType.Q5_K})
 BLOCK_SIZE = 32
+SWIZZLE_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,14 @@ class Tiling:
     warp_columns: int
     stages: int
     blocks: int = 1  # on a multiprocessor
+    by_warpgroups: bool = False
 
     @property
     def name(self) -> str:
         numbers = (self.row_products, self.token_products, self.warp_rows, self.warp_columns)
         arguments = ", ".join(map(str, (*numbers, self.stages, self.blocks)))
-        return f"tiling<{self.quant_type.name.lower()}, {arguments}>"
+        flag = ", true" if self.by_warpgroups else ""
+        return f"tiling<{self.quant_type.name.lower()}, {arguments}{flag}>"
 
     @property
     def rows(self) -> int:
@@ -53,15 +57,19 @@ class Tiling:
 
     @property
     def shared_bytes(self) -> int:
+        in_place = self.quant_type in IN_PLACE
         group_bytes = self.quant_type.row_bytes(GROUP_SIZE)
-        if self.quant_type in IN_PLACE:
-            row_bytes, token_bytes, unpacked_bytes = group_bytes, 4 + SUM_PITCH + CODE_PITCH, 0
+        row_bytes = group_bytes if in_place else round_up(group_bytes + WINDOW - 2, WINDOW)
+        sum_bytes = 0 if not in_place else 2 * GROUP_SIZE // SUM_SIZE if self.by_warpgroups else SUM_PITCH
+        sums_end = HEADER_BYTES + (4 + sum_bytes) * self.tokens + 4 * (not in_place) * self.rows
+        if self.by_warpgroups:
+            codes_end = round_up(sums_end, SWIZZLE_BYTES) + GROUP_SIZE * self.tokens
+            stage_bytes = round_up(codes_end + (row_bytes | WINDOW) * self.rows, SWIZZLE_BYTES)
         else:
-            row_bytes = 4 + -(-(group_bytes + WINDOW - 2) // WINDOW) * WINDOW
-            token_bytes, unpacked_bytes = 4 + CODE_PITCH, CODE_PITCH + TABLE_PITCH
-        stage_bytes = HEADER_BYTES + row_bytes * self.rows + token_bytes * self.tokens
-        waiting_bytes = 4 * self.shared_levels * self.rows * self.tokens
-        return self.stages * stage_bytes + unpacked_bytes * self.rows + waiting_bytes
+            stage_bytes = sums_end + CODE_PITCH * self.tokens + row_bytes * self.rows
+        unpacked_bytes = 0 if in_place or self.by_warpgroups else CODE_PITCH + TABLE_PITCH
+        waiting_bytes = 4 * self.shared_levels * self.tokens
+        return self.stages * stage_bytes + (unpacked_bytes + waiting_bytes) * self.rows
 
     @property
     def shared_levels(self) -> int:
@@ -80,10 +88,18 @@ def least_tiling(quant_type: QuantType) -> Tiling:
     return Tiling(quant_type, 1, 2, 4, 2, stages=2)
 
 
-def fitting(tiling: Tiling) -> Tiling:
-    """`tiling`, or a smaller one if the current device has not the shared memory for it."""
-    fits = tiling.shared_bytes <= device_limits().shared_per_block
-    return tiling if fits else least_tiling(tiling.quant_type)
+def fitting(tilings: Sequence[Tiling]) -> Tiling:
+    """The first of the tilings of one type that the current device can run, or the least one."""
+    device = device_limits()
+    for tiling in tilings:
+        can_run = device.has_warpgroups or not tiling.by_warpgroups
+        if can_run and tiling.shared_bytes <= device.shared_per_block:
+            return tiling
+    return least_tiling(tilings[0].quant_type)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 class Activations(ctypes.Structure):

@@ -6,7 +6,7 @@
 // types may start at any even address, so their codes are unpacked to int8 in shared memory first.
 #pragma once
 
-#include "cuda/tensor_cores.cuh"
+#include "cuda/warpgroups.cuh"
 
 namespace coldstream::many {
 
@@ -148,6 +148,13 @@ __device__ __forceinline__ void integer_sums(
   }
 }
 
+// Of the activation rows 2t and 2t + 1 of tile n.
+template <class T>
+__device__ __forceinline__ float2 scales_of(const place& at, const uint8_t* stage, int n) {
+  return *reinterpret_cast<const float2*>(
+      stage + T::scales_at + 4 * ((n * T::columns + at.column) * 8 + 2 * at.t));
+}
+
 // M by two more products: the bytes of the int16 sums are a row of B, low bytes unsigned, high bytes signed.
 __device__ __forceinline__ void minimum_sums(
     float (&offsets)[4], const uint32_t (&a_low)[4], const uint32_t (&a_high)[4], const uint32_t (&b)[2]) {
@@ -160,21 +167,13 @@ __device__ __forceinline__ void minimum_sums(
   for (int i = 0; i < 4; i++) offsets[i] = __int_as_float(m[i]) - magic;
 }
 
-// One super-block of Q4_K or Q5_K.
-template <class T, int nt>
-__device__ __forceinline__ void add_in_place(
-    const place& at, const uint8_t* stage, float (&p)[T::mt][T::nt][4]) {
-  int total[T::mt][nt][4];
-  integer_sums<T, nt>(at, stage, total);
-  uint32_t sums[nt][2];
-#pragma unroll
-  for (int n = 0; n < nt; n++)
-    load_two_matrices(
-        sums[n], shared_address(stage + T::sums_at) + at.matrix_of_sums() + n * T::columns * 8 * sum_pitch);
-#pragma unroll
-  for (int m = 0; m < T::mt; m++) {
-    float d[2], dmin[2];
-    uint32_t low[4], high[4];
+// The floats of rows g and g + 8 of sixteen of Q4_K or Q5_K, and their minima as factors of the sums.
+template <class T>
+struct minimum_rows {
+  float d[2], dmin[2];
+  uint32_t low[4], high[4];
+
+  __device__ __forceinline__ minimum_rows(const place& at, const uint8_t* stage, int m) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int row = at.row + 16 * m + 8 * h + at.g;
@@ -189,20 +188,48 @@ __device__ __forceinline__ void add_in_place(
         high[2 * k + h] = low[2 * k + h] << 8;
       }
     }
+  }
+
+  // One super-block for the activation rows of tile n, whose I is `total`.
+  __device__ __forceinline__ void add(
+      const place& at, const uint8_t* stage, int n, const int (&total)[4], float (&p)[4]) const {
+    uint32_t sums[2];
+    load_two_matrices(
+        sums, shared_address(stage + T::sums_at) + at.matrix_of_sums() + n * T::columns * 8 * sum_pitch);
+    const float2 a = scales_of<T>(at, stage, n);
+    float offsets[4];
+    minimum_sums(offsets, low, high, sums);
 #pragma unroll
-    for (int n = 0; n < nt; n++) {
-      const float2 a = *reinterpret_cast<const float2*>(
-          stage + T::scales_at + 4 * ((n * T::columns + at.column) * 8 + 2 * at.t));
-      float offsets[4];
-      minimum_sums(offsets, low, high, sums[n]);
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float scale = i % 2 ? a.y : a.x;
-        float sum = __fmaf_rn(d[i / 2] * scale, float(total[m][n][i]), p[m][n][i]);
-        p[m][n][i] = __fmaf_rn(-(dmin[i / 2] * scale), offsets[i], sum);
-      }
+    for (int i = 0; i < 4; i++) {
+      const float scale = i % 2 ? a.y : a.x;
+      const float sum = __fmaf_rn(d[i / 2] * scale, float(total[i]), p[i]);
+      p[i] = __fmaf_rn(-(dmin[i / 2] * scale), offsets[i], sum);
     }
   }
+};
+
+// One super-block of Q4_K or Q5_K.
+template <class T, int nt>
+__device__ __forceinline__ void add_in_place(
+    const place& at, const uint8_t* stage, float (&p)[T::mt][T::nt][4]) {
+  int total[T::mt][nt][4];
+  integer_sums<T, nt>(at, stage, total);
+#pragma unroll
+  for (int m = 0; m < T::mt; m++) {
+    const minimum_rows<T> rows(at, stage, m);
+#pragma unroll
+    for (int n = 0; n < nt; n++) rows.add(at, stage, n, total[m][n], p[m][n]);
+  }
+}
+
+// One super-block of sixteen rows of Q6_K for the activation rows of tile n, whose I is `total`.
+template <class T>
+__device__ __forceinline__ void add_product(
+    const place& at, const uint8_t* stage, const float (&d)[2], int n, const int (&total)[4], float (&p)[4]) {
+  const float2 a = scales_of<T>(at, stage, n);
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    p[i] = __fmaf_rn(d[i / 2] * (i % 2 ? a.y : a.x), float(total[i]), p[i]);
 }
 
 // One super-block of Q6_K, unpacked: sixteen sub-blocks of 16.
@@ -250,13 +277,7 @@ __device__ __forceinline__ void add_q6_k(
     for (int h = 0; h < 2; h++)
       d[h] = *reinterpret_cast<const float*>(table + (at.row + 16 * m + 8 * h + at.g) * table_pitch + 16);
 #pragma unroll
-    for (int n = 0; n < nt; n++) {
-      const float2 a = *reinterpret_cast<const float2*>(
-          stage + T::scales_at + 4 * ((n * T::columns + at.column) * 8 + 2 * at.t));
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        p[m][n][i] = __fmaf_rn(d[i / 2] * (i % 2 ? a.y : a.x), float(total[m][n][i]), p[m][n][i]);
-    }
+    for (int n = 0; n < nt; n++) add_product<T>(at, stage, d, n, total[m][n], p[m][n]);
   }
 }
 

@@ -91,10 +91,15 @@ class CudaProgram:
         if kernel is None:
             if instance not in self.instances:
                 raise KeyError(f"{self.source.name} lists no instance {instance}")
-            major, minor = torch.cuda.get_device_capability()
-            kernel = Kernel(compile_instance(self.source, instance, f"sm_{major}{minor}"))
+            kernel = Kernel(compile_instance(self.source, instance, _architecture()))
             self._kernels[instance] = kernel
         return kernel
+
+
+def _architecture() -> str:
+    """Of the current device, as the compiler names it with all its instructions."""
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
 
 
 def _as_c(arg: Argument) -> Any:

@@ -9,22 +9,36 @@ import torch
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
-from coldstream.kernels.cuda.many_tiles import BLOCK_SIZE, Activations, Tiling, fitting, least_tiling
+from coldstream.kernels.cuda.many_tiles import (
+    BLOCK_SIZE,
+    IN_PLACE,
+    Activations,
+    Tiling,
+    fitting,
+    least_tiling,
+)
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.linear.cuda_many import TILINGS as DENSE_TILINGS
 
 GROUP_THREADS, PLAN_THREADS = 1024, 1024
 
-# For groups that seldom exceed the few tokens of a tile, and for large ones.
-TILINGS: Mapping[QuantType, tuple[Tiling, Tiling]] = {
-    small.quant_type: (small, large)
-    for small, large in (
-        (Tiling(QuantType.Q4_K, 1, 2, 8, 1, 3, 2), Tiling(QuantType.Q4_K, 1, 4, 8, 2, 3)),
-        (Tiling(QuantType.Q5_K, 1, 2, 8, 1, 3, 2), Tiling(QuantType.Q5_K, 1, 4, 8, 2, 3)),
-        (Tiling(QuantType.Q6_K, 1, 2, 8, 1, 3, 1), Tiling(QuantType.Q6_K, 1, 4, 4, 2, 2)),
-        (Tiling(QuantType.Q8_0, 1, 2, 8, 1, 3, 1), Tiling(QuantType.Q8_0, 1, 2, 4, 2, 2)),
-        (Tiling(QuantType.Q4_0, 1, 2, 8, 1, 3, 1), Tiling(QuantType.Q4_0, 1, 2, 4, 2, 2)),
-        (Tiling(QuantType.Q5_0, 1, 2, 8, 1, 3, 1), Tiling(QuantType.Q5_0, 1, 2, 4, 2, 2)),
+# For groups that seldom exceed the few tokens of a tile.
+SMALL_TILINGS: Mapping[QuantType, Tiling] = {
+    tiling.quant_type: tiling
+    for tiling in (
+        Tiling(QuantType.Q4_K, 1, 2, 8, 1, 3, 2),
+        Tiling(QuantType.Q5_K, 1, 2, 8, 1, 3, 2),
+        Tiling(QuantType.Q6_K, 1, 2, 8, 1, 3),
+        Tiling(QuantType.Q8_0, 1, 2, 8, 1, 3),
+        Tiling(QuantType.Q4_0, 1, 2, 8, 1, 3),
+        Tiling(QuantType.Q5_0, 1, 2, 8, 1, 3),
     )
+}
+# Large groups take the tiles of dense products. They do not always fill one, and then the scaled planes of
+# Q4_K and Q5_K cost warpgroups more than they save.
+LARGE_TILINGS: Mapping[QuantType, tuple[Tiling, ...]] = {
+    quant_type: tilings[-1:] if quant_type in IN_PLACE else tilings
+    for quant_type, tilings in DENSE_TILINGS.items()
 }
 SMALL_GROUP = 12  # pairs an expert, on average
 
@@ -80,7 +94,9 @@ def instance(tiling: Tiling, gated: bool) -> str:
 
 
 ALL_TILINGS = tuple(
-    tiling for pair in TILINGS.values() for tiling in dict.fromkeys((*pair, least_tiling(pair[0].quant_type)))
+    tiling
+    for quant_type, small in SMALL_TILINGS.items()
+    for tiling in dict.fromkeys((small, *LARGE_TILINGS[quant_type], least_tiling(quant_type)))
 )
 PROGRAM = CudaProgram(
     Path(__file__).with_name("many.cu"),
@@ -94,8 +110,9 @@ PROGRAM = CudaProgram(
 
 def choose_tilings(num_pairs: int, num_experts: int, *quant_types: QuantType) -> tuple[Tiling, ...]:
     """Tiles for the products of some types that walk over the same list. KeyError for a type."""
-    which = 0 if num_pairs <= SMALL_GROUP * num_experts else 1
-    return tuple(fitting(TILINGS[quant_type][which]) for quant_type in quant_types)
+    if num_pairs <= SMALL_GROUP * num_experts:
+        return tuple(fitting((SMALL_TILINGS[quant_type],)) for quant_type in quant_types)
+    return tuple(fitting(LARGE_TILINGS[quant_type]) for quant_type in quant_types)
 
 
 def group_experts(topk_ids: torch.Tensor, tables: ExpertTables, groups: Groups, tile_tokens: int) -> None:

@@ -12,15 +12,16 @@ from coldstream.kernels.cuda.many_tiles import BLOCK_SIZE, Activations, Tiling, 
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.quant_tensor import QuantTensor
 
-TILINGS: Mapping[QuantType, Tiling] = {
-    tiling.quant_type: tiling
-    for tiling in (
-        Tiling(QuantType.Q4_K, 1, 4, 8, 2, stages=3),
-        Tiling(QuantType.Q5_K, 1, 4, 8, 2, stages=3),
-        Tiling(QuantType.Q6_K, 1, 4, 4, 2, stages=2),
-        Tiling(QuantType.Q8_0, 1, 2, 4, 2, stages=2),
-        Tiling(QuantType.Q4_0, 1, 2, 4, 2, stages=2),
-        Tiling(QuantType.Q5_0, 1, 2, 4, 2, stages=2),
+# The best first.
+TILINGS: Mapping[QuantType, tuple[Tiling, ...]] = {
+    tilings[0].quant_type: tilings
+    for tilings in (
+        (Tiling(QuantType.Q4_K, 1, 8, 8, 1, 3, by_warpgroups=True), Tiling(QuantType.Q4_K, 1, 4, 8, 2, 3)),
+        (Tiling(QuantType.Q5_K, 1, 8, 8, 1, 3, by_warpgroups=True), Tiling(QuantType.Q5_K, 1, 4, 8, 2, 3)),
+        (Tiling(QuantType.Q6_K, 1, 8, 8, 1, 3, by_warpgroups=True), Tiling(QuantType.Q6_K, 1, 4, 4, 2, 2)),
+        (Tiling(QuantType.Q8_0, 1, 2, 4, 2, 2),),
+        (Tiling(QuantType.Q4_0, 1, 2, 4, 2, 2),),
+        (Tiling(QuantType.Q5_0, 1, 2, 4, 2, 2),),
     )
 }
 
@@ -50,8 +51,8 @@ PROGRAM = CudaProgram(
     Path(__file__).with_name("many.cu"),
     tuple(
         instance(t)
-        for tiling in TILINGS.values()
-        for t in dict.fromkeys((tiling, least_tiling(tiling.quant_type)))
+        for tilings in TILINGS.values()
+        for t in dict.fromkeys((*tilings, least_tiling(tilings[0].quant_type)))
     ),
 )
 
