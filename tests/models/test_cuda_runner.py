@@ -88,27 +88,33 @@ def test_the_demo_model_has_the_same_bits_on_gpu_and_cpu() -> None:
 
 
 @pytest.mark.gpu
-def test_a_request_alone_and_among_31_others_in_any_chunks(moe_path: Path, runner: CudaRunner) -> None:
-    """Row and chunk invariance, bit for bit: chunks of 64 and of everything, alone and in slot 17 of 32."""
+def test_a_request_alone_and_among_31_others_in_any_chunks(moe_path: Path) -> None:
+    """Row and chunk invariance, bit for bit: at once and in chunks of 64 and 4096, alone and in slot 17."""
+    context_length, tokens = 4352, token_ids(9)
     prompts = [token_ids(300 + 7 * slot) for slot in range(32)]
-    runner.reset()
-    together = runner.prefill(prompts[17])
-    alone = [runner.decode(token) for token in token_ids(9)]
-    runner.reset()
-    for start in range(0, len(prompts[17]), 64):
-        in_chunks = runner.prefill(prompts[17][start : start + 64])
-    assert np.array_equal(in_chunks, together)
-    with open_cuda(moe_path, context_length=1024, num_slots=32) as crowd:
+    prompts[17] = token_ids(4200)
+    with open_cuda(moe_path, context_length) as alone:
+        assert alone.chunk_size >= len(prompts[17])
+        first = alone.prefill(prompts[17])
+        others = [alone.decode(token) for token in tokens]
+        for size in (64, 4096):
+            alone.reset()
+            for start in range(0, len(prompts[17]), size):
+                in_chunks = alone.prefill(prompts[17][start : start + size])
+            assert np.array_equal(in_chunks, first)
+            assert np.array_equal([alone.decode(token) for token in tokens], others)
+    with open_cuda(moe_path, context_length, num_slots=32) as crowd:
         for slot, prompt in enumerate(prompts):
             crowd.reset_slot(slot)
-            for start in range(0, len(prompt), 100):
-                first = crowd.prefill_slot(slot, prompt[start : start + 100], start)
+            size = 4096 if slot == 17 else 100
+            for start in range(0, len(prompt), size):
+                in_chunks = crowd.prefill_slot(slot, prompt[start : start + size], start)
             if slot == 17:
-                assert np.array_equal(first, together)
-        for step, token in enumerate(token_ids(9)):
+                assert np.array_equal(in_chunks, first)
+        for step, token in enumerate(tokens):
             positions = [len(prompt) + step for prompt in prompts]
             rows = crowd.decode_rows([token] * 32, positions, range(32))
-            assert np.array_equal(rows[17], alone[step])
+            assert np.array_equal(rows[17], others[step])
 
 
 @pytest.mark.gpu
