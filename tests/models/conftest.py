@@ -2,8 +2,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from runner_cases import MIX
 
-from builders import TinyModel, write_model
+from builders import TinyModel, write_gguf, write_model
 from coldstream.gguf import GGUFFile
 from coldstream.models import ModelSpec
 
@@ -19,3 +20,10 @@ def load_spec(tmp_path: Path) -> LoadSpec:
             return ModelSpec.from_gguf(file.metadata, file.tensors)
 
     return load
+
+
+@pytest.fixture(scope="session")
+def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny mixture of experts with weights of several types."""
+    (path,) = write_gguf(tmp_path_factory.mktemp("models") / "moe.gguf", types=MIX)
+    return path

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cuda_runner_cases import open_cuda
 from hypothesis import given
 from hypothesis import strategies as st
 from runner_cases import MIX, VARIANTS, reference_logits, token_ids
 
-from builders import Dims, write_gguf
+from builders import write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.decoding import SamplingParams, choose_token, sample_token
 from coldstream.errors import InvalidRequestError, OutOfMemoryError, UnsupportedError
@@ -29,19 +30,6 @@ from coldstream.models.cuda_model import (
 )
 from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.spec import ModelSpec
-
-
-def open_cuda(path: Path, context_length: int = 256, num_slots: int = 1, kv_type: str = "f16") -> CudaRunner:
-    file = GGUFFile.open(path)
-    spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-    return CudaRunner.load(file, spec, context_length=context_length, kv_type=kv_type, num_slots=num_slots)
-
-
-@pytest.fixture(scope="module")
-def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "moe.gguf"
-    write_gguf(path, types=MIX)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -230,17 +218,6 @@ def test_what_cannot_be_computed_is_refused_and_changes_nothing(moe_path: Path) 
         after = runner.decode(5)
         runner.reset()
         assert np.array_equal(runner.prefill([*token_ids(8), 5]), after)
-
-
-@pytest.mark.gpu
-def test_too_little_memory_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, dims=Dims())
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    with pytest.raises(OutOfMemoryError, match=r"the GPU needs .* smaller --ctx-size"):
-        open_cuda(path, context_length=2**31 - 1, num_slots=64)
-    assert torch.cuda.memory_allocated() == before
 
 
 @pytest.mark.gpu

@@ -51,19 +51,28 @@ class CudaRunner(ModelRunner):
         check_supported(spec)
         self.plan = plan_memory(file, spec, limits, gpu.free_bytes)
         self.chunk_size = self.plan.chunk_size
-        with device_errors():
-            memory = DeviceMemory(self.plan.weights + self.plan.caches, self.plan.workspace)
-            self._loaded = Loaded.into(memory, file, spec, limits, self.chunk_size)
-            self._warnings = self._loaded.model.warnings
-            self._loaded.ops.finish_loading(progress)
-            self._staging = torch.empty_like(self._loaded.inputs.values, device="cpu").pin_memory()
-            self._host_logits = torch.empty((HEAD_ROWS, spec.vocab_size), dtype=torch.float32).pin_memory()
-            self._num_steps = 0
-            self._hidden: Activations | None = None
-            self._graphs: dict[tuple[str, int], CapturedStep] = {}
-            self._logits_on_device: torch.Tensor | None = None
-            self._decode(1)
-            self._clear()
+        self._num_steps = 0
+        self._hidden: Activations | None = None
+        self._graphs: dict[tuple[str, int], CapturedStep] = {}
+        self._logits_on_device: torch.Tensor | None = None
+        try:
+            with device_errors():
+                self._load(progress)
+        except BaseException:
+            self._release()
+            raise
+
+    def _load(self, progress: Progress | None) -> None:
+        """Everything that takes device memory, and the first step."""
+        memory = DeviceMemory(self.plan.weights + self.plan.caches, self.plan.workspace)
+        self._loaded = Loaded.into(memory, self.file, self.spec, self.limits, self.chunk_size)
+        self._warnings = self._loaded.model.warnings
+        self._loaded.ops.finish_loading(progress)
+        self._staging = torch.empty_like(self._loaded.inputs.values, device="cpu").pin_memory()
+        host_logits = torch.empty((HEAD_ROWS, self.spec.vocab_size), dtype=torch.float32)
+        self._host_logits = host_logits.pin_memory()
+        self._decode(1)
+        self._clear()
 
     @classmethod
     def load(
@@ -87,6 +96,10 @@ class CudaRunner(ModelRunner):
     def close(self) -> None:
         """Gives the device's memory back and closes the file; the runner cannot be used afterwards."""
         super().close()
+        self._release()
+
+    def _release(self) -> None:
+        """Gives the device's memory back."""
         self._forget_outputs()
         self._graphs.clear()
         self.__dict__.pop("_loaded", None)

@@ -69,8 +69,8 @@ class ModelRunner(ABC):
 
     def reset(self) -> None:
         """Forgets the sequence."""
-        self._clear()
         self.position = 0
+        self._clear()
 
     def extend(self, token_ids: Sequence[int], progress: Progress | None = None) -> Any:
         """Appends `token_ids` (at least one); float32 logits [vocab] after the last, valid until a next call.

@@ -2,16 +2,21 @@
 
 import ctypes
 import importlib.util
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from coldstream.errors import DeviceError, OutOfMemoryError
+from coldstream.errors import ColdstreamError, DeviceError, OutOfMemoryError
 
 MIN_CAPABILITY = (8, 0)  # integer matrix instructions and asynchronous copies
 REQUIRED_PACKAGES = ("triton", "cuda.bindings")
 COPY_BYTES = 2 * 2**30  # far beyond any cache
 NUM_COPIES = 10
+
+# How errors of the driver begin that Triton raises, and what the driver calls memory that it does not have.
+TRITON_ERROR = "Triton Error [CUDA]"
+MEMORY_ERROR = "out of memory"
 
 
 @dataclass(frozen=True)
@@ -51,15 +56,15 @@ def find_gpu() -> Gpu:
             raise DeviceError(
                 f"device cuda needs the package {package.split('.')[0]}: pip install 'coldstream[cuda]'"
             )
-    properties = torch.cuda.get_device_properties()
+    with device_errors():
+        properties = torch.cuda.get_device_properties()
+        free, total = torch.cuda.mem_get_info()
     capability = (properties.major, properties.minor)
     if capability < MIN_CAPABILITY:
         raise DeviceError(
             f"{properties.name} has compute capability {capability[0]}.{capability[1]}, this version needs "
             f"{MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} (Ampere) or later: use device cpu"
         )
-    with device_errors():
-        free, total = torch.cuda.mem_get_info()
     return Gpu(properties.name, capability, properties.multi_processor_count, total, free)
 
 
@@ -86,22 +91,49 @@ def measure_copy_bandwidth() -> float:
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Turns PyTorch's errors about the device into ours."""
-    import torch
+    """Turns PyTorch's and Triton's errors about the device into ours.
 
+    What had been computed inside is forgotten, so that somebody who keeps the error keeps no device memory.
+    """
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        free = torch.cuda.mem_get_info()[0] / 2**30
-        raise OutOfMemoryError(
-            f"the GPU's memory ran out, {free:.1f} GiB are free: another program took some, or the context "
-            "is too long; close it, or choose a smaller --ctx-size"
-        ) from error
-    except torch.AcceleratorError as error:
-        raise DeviceError(
-            f"the GPU failed: {str(error).splitlines()[0]}; the state of this process's GPU work is lost, "
-            "start it again"
-        ) from error
+    except ColdstreamError as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
+    except RuntimeError as error:
+        ours = _translated(error)
+        if ours is None:
+            raise
+        traceback.clear_frames(error.__traceback__)
+        raise ours from error
+
+
+def out_of_memory() -> OutOfMemoryError:
+    """The error to raise when the device refused memory."""
+    import torch
+
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    return OutOfMemoryError(
+        f"the GPU's memory ran out, {free:.1f} GiB are free: another program took some, or the context "
+        "is too long; close it, or choose a smaller --ctx-size"
+    )
+
+
+def _translated(error: RuntimeError) -> ColdstreamError | None:
+    """The error of ours that `error` means; None if it is not about the device."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return out_of_memory()
+    message = str(error)
+    if not isinstance(error, torch.AcceleratorError) and not message.startswith(TRITON_ERROR):
+        return None
+    if MEMORY_ERROR in message:
+        return out_of_memory()
+    return DeviceError(
+        f"the GPU failed: {message.splitlines()[0]}; the state of this process's GPU work is lost, "
+        "start it again"
+    )
 
 
 def _is_installed(package: str) -> bool:

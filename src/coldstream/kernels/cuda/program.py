@@ -16,6 +16,7 @@ from cuda.bindings import driver
 
 from coldstream.errors import DeviceError
 from coldstream.kernels.cuda.compiler import MachineCode, compile_instance
+from coldstream.kernels.cuda.device import out_of_memory
 
 Grid = tuple[int, int, int]
 Argument = torch.Tensor | int | float | ctypes.Structure | None
@@ -50,7 +51,7 @@ class Kernel:
 
         A tensor passes its address, None a null pointer, int an int32, float a float32, a ctypes structure
         its bytes. shared_bytes is dynamic shared memory. With `overlap` the kernel may start before the one
-        in front of it has ended, and must wait for it itself. Raises DeviceError.
+        in front of it has ended, and must wait for it itself. Raises DeviceError, OutOfMemoryError.
         """
         if 0 in grid:
             return
@@ -86,7 +87,7 @@ class CudaProgram:
         self._kernels: dict[str, Kernel] = {}
 
     def kernel(self, instance: str) -> Kernel:
-        """KeyError for an instance that was not listed; CompileError, DeviceError."""
+        """KeyError for an instance that was not listed; CompileError, DeviceError, OutOfMemoryError."""
         kernel = self._kernels.get(instance)
         if kernel is None:
             if instance not in self.instances:
@@ -116,6 +117,8 @@ def _as_c(arg: Argument) -> Any:
 
 def _checked(result: tuple[Any, ...]) -> Any:
     status, *values = result
+    if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        raise out_of_memory()
     if status != driver.CUresult.CUDA_SUCCESS:
         raise DeviceError(f"the GPU driver refused: {driver.cuGetErrorString(status)[1].decode()}")
     return values[0] if values else None

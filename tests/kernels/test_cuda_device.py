@@ -1,0 +1,63 @@
+"""What goes wrong on a GPU reaches people as an error of ours; simulated here, so that it needs no GPU."""
+
+import pytest
+import torch
+from cuda.bindings import driver
+
+from coldstream.errors import ColdstreamError, DeviceError, OutOfMemoryError
+from coldstream.kernels.cuda import program
+from coldstream.kernels.cuda.device import device_errors
+
+
+@pytest.fixture(autouse=True)
+def _half_a_gibibyte_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**29, 2**33))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "message"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to"), OutOfMemoryError, "0.5 GiB are free"),
+        (torch.AcceleratorError("CUDA error: out of memory\nSearch for"), OutOfMemoryError, "--ctx-size"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), OutOfMemoryError, "0.5 GiB are free"),
+        (torch.AcceleratorError("CUDA error: misaligned address"), DeviceError, "misaligned.*start it again"),
+        (RuntimeError("Triton Error [CUDA]: device not ready"), DeviceError, "not ready.*start it again"),
+    ],
+)
+def test_errors_of_the_device_become_ours(
+    error: Exception, expected: type[ColdstreamError], message: str
+) -> None:
+    with pytest.raises(expected, match=message) as caught, device_errors():
+        raise error
+    assert caught.value.__cause__ is error
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match="shapes differ"), device_errors():
+        raise RuntimeError("shapes differ")
+
+
+def test_a_kernel_that_finds_no_memory_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(program.driver, "cuModuleLoadData", lambda cubin: (status, None))
+    with pytest.raises(OutOfMemoryError, match="GiB are free"):
+        program.Kernel(program.MachineCode(b"", "kernel"))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), DeviceError("broken")])
+def test_an_error_that_is_kept_keeps_no_tensors(error: Exception) -> None:
+    class Tensor:
+        alive = True
+
+        def __del__(self) -> None:
+            Tensor.alive = False
+
+    def step() -> None:
+        tensor = Tensor()
+        assert tensor.alive
+        raise error
+
+    with pytest.raises(ColdstreamError) as caught, device_errors():
+        step()
+    assert not Tensor.alive, caught
