@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint sanitize clean
+.PHONY: demo test lint sanitize sanitize-gpu clean
 
 # The stamp files record what is installed, so that a second call costs nothing. An editable installation knows the packages
 # there were when it was made.
@@ -45,6 +45,10 @@ sanitize: $(VENV)/.installed-test
 		$(SANITIZE)/venv/bin/python -m pytest tests/models/test_damaged_models.py tests/kernels/test_cpu_linear.py \
 		tests/kernels/test_cpu_experts.py tests/kernels/test_cpu_weight.py tests/kernels/test_cpu_attention.py \
 		tests/kernels/test_cpu_gated_delta_net.py
+
+# The GPU's kernels under compute-sanitizer, which comes with the CUDA toolkit; about two minutes.
+sanitize-gpu: $(VENV)/.installed-test
+	$(BIN)/python bench/gpu_sanitizer.py --out docs/results/gpu/sanitizer.json
 
 clean:
 	rm -rf build dist $(VENV)

@@ -224,6 +224,22 @@ def gpu_profile() -> str:
     return table(["kind of kernel", "launches", "µs", "share"], rows) + "\n" + "\n".join(summary) + "\n"
 
 
+def gpu_sanitizer() -> str:
+    """Accesses that memcheck reported; nothing while it has not run."""
+    if not (RESULTS / "gpu" / "sanitizer.json").exists():
+        return ""
+    r = load("gpu/sanitizer")
+    tests = r["tests"]
+    rows = [
+        ["tests of kernels", f"{tests['passed']} passed, {tests['failed']} failed"],
+        ["errors reported", str(r["errors"])],
+        ["options", f"`{r['options']}`, version {r['sanitizer']}"],
+        ["machine", f"{r['machine']['gpu']}, driver {r['machine']['driver']}, commit {r['commit']}"],
+        ["command", f"`{r['command']}`"],
+    ]
+    return table(["compute-sanitizer", ""], rows)
+
+
 def routing() -> str:
     """Hit rates of LRU caches over the full-size file's routing, beside published ones."""
     r = load("routing_locality")
@@ -245,6 +261,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "text": text,
     "gpu": gpu,
     "gpu_profile": gpu_profile,
+    "gpu_sanitizer": gpu_sanitizer,
     "routing": routing,
 }
 
