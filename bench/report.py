@@ -142,6 +142,32 @@ def demo_model() -> str:
     return table(["the demo model on held-out files", ""], rows)
 
 
+def kv_types() -> str:
+    """What each type of keys and values costs the demo model on held-out text."""
+    r = load("kv_types")
+    rows = [
+        [
+            name,
+            f"{figures['bits_per_value']:.0f}",
+            f"{figures['perplexity']:.4f}",
+            f"{100 * figures['loss']:+.3f} % ± {100 * figures['loss_standard_error']:.3f}",
+            f"{figures['logit_distance']:.4f}",
+            f"{100 * figures['same_top1']:.2f} %",
+        ]
+        for name, figures in r["types"].items()
+    ]
+    header = [
+        "keys and values",
+        "bits a value",
+        "perplexity",
+        "above f32",
+        "distance of logits",
+        "same top token",
+    ]
+    size = f"{r['scored_tokens']:,} tokens in windows of {r['window_tokens']}, heads of {r['head_dim']}"
+    return table(header, rows) + f"\n{size}: `{r['command']}`\n"
+
+
 def startup() -> str:
     """Seconds before anything is computed."""
     r = load("startup")
@@ -257,6 +283,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "memory": memory,
     "agreement": agreement,
     "demo_model": demo_model,
+    "kv_types": kv_types,
     "startup": startup,
     "text": text,
     "gpu": gpu,

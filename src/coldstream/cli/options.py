@@ -35,6 +35,7 @@ _FOREIGN_OPTIONS = {
     ("-ub", "--ubatch-size"): _GRID,
     ("-no-cnv", "--no-conversation"): "use --raw",
 }
+_CACHE_HELP = "Type of cached {} [default: f16]; q8_0 and q4_0 need a GPU, q4_0 costs accuracy."
 _FOREIGN_FLAGS = ("-cmoe", "-no-cnv")
 
 
@@ -114,8 +115,8 @@ def engine_options(command: Command) -> Command:
             help="CPU threads [default: auto, one a core].",
         ),
         option("--device", metavar="NAME", help="auto, cpu or cuda [default: auto]."),
-        option("--cache-type-k", "-ctk", type=cache_types, help="Precision of cached keys [default: f16]."),
-        option("--cache-type-v", "-ctv", type=cache_types, help="Precision of cached values [default: f16]."),
+        option("--cache-type-k", "-ctk", type=cache_types, help=_CACHE_HELP.format("keys")),
+        option("--cache-type-v", "-ctv", type=cache_types, help=_CACHE_HELP.format("values")),
         option("--tier", type=click.Choice(TIERS), help="CPU kernels [default: auto, the fastest]."),
         option("--offline", is_flag=True, default=None, help="Use only what is on this machine."),
     )
