@@ -10,8 +10,6 @@ from coldstream.kernels.arithmetic.reference import (
 )
 from coldstream.kernels.quant_tensor import QuantTensor
 
-POISON = 1234.5
-
 
 def padded(values: torch.Tensor, multiple: int) -> torch.Tensor:
     """The last dimension filled up with zeros."""
@@ -35,18 +33,3 @@ def device_weight(tensor: QuantTensor, offset: int = 0) -> QuantTensor:
     place = memory[offset : offset + data.numel()]
     place.copy_(data)
     return QuantTensor(place.view(tensor.blocks.shape), tensor.quant_type, tensor.shape)
-
-
-class GuardedOutput:
-    """float32 rows on the device between others that nobody may write."""
-
-    def __init__(self, num_rows: int, num_cols: int, *, pad: int = 0) -> None:
-        self._memory = torch.full((num_rows + 2, num_cols + pad), POISON, device="cuda")
-        self.rows = self._memory[1:-1, :num_cols]
-
-    def checked(self) -> torch.Tensor:
-        """A copy of the rows on the host; AssertionError if anything around them changed."""
-        rows = self.rows.cpu()
-        self.rows.fill_(POISON)
-        assert (self._memory == POISON).all()
-        return rows

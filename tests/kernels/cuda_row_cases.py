@@ -1,7 +1,8 @@
 """What the tests of the GPU's row-wise kernels share."""
 
 import torch
-from triton_interpreter import Guarded, assert_same_bits
+from guarded import Guarded
+from triton_interpreter import assert_same_bits
 
 from coldstream.kernels.arithmetic.reference import (
     GROUP_SIZE,

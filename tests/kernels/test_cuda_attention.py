@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from attention_cases import AWKWARD_ROWS, EPS, Case, make_case
+from guarded import Guarded
 
 from coldstream.kernels.arithmetic.reference import QuantActivations, quantize_activations
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
@@ -22,26 +23,8 @@ from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
 from coldstream.kernels.ops import Rows
 
-GUARD, SENTINEL = 1024, -1234.5
 H200 = DeviceLimits(132, 227 * 1024, 228 * 1024)
 SMALL = DeviceLimits(84, 99 * 1024, 100 * 1024)
-
-
-class Guarded:
-    """A tensor between two guard regions."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        count = torch.Size(shape).numel()
-        self.buffer = torch.full((count + 2 * GUARD,), SENTINEL).to(dtype).cuda()
-        self.tensor = self.buffer[GUARD : GUARD + count].view(shape)
-        if dtype.is_floating_point:
-            self.tensor.fill_(torch.nan)
-
-    def checked(self) -> torch.Tensor:
-        sentinel = torch.tensor(SENTINEL).to(self.buffer.dtype)
-        edges = torch.cat((self.buffer[:GUARD], self.buffer[-GUARD:])).cpu()
-        assert edges.eq(sentinel).all(), "something was written outside the output"
-        return self.tensor.cpu()
 
 
 class Runner:
@@ -67,20 +50,20 @@ class Runner:
         query_gate, key, value, q_norm, k_norm, angles = self.tensors
         rows = Rows(self.case.positions[part].cuda(), self.case.slots[part].cuda())
         inputs = AttentionInputs(query_gate[part], key[part], value[part], q_norm, k_norm, angles[part], EPS)
-        query = Guarded((len(rows.slots), self.case.num_heads, self.case.head_dim), torch.float32)
+        query = Guarded(len(rows.slots), self.case.num_heads, self.case.head_dim)
         self.kernels.prepare(inputs, self.caches, rows, query.tensor)
         query.checked()
         return query.tensor, query_gate[part], rows
 
     def decode(self, part: slice = slice(None)) -> torch.Tensor:
         query, query_gate, rows = self.prepare(part)
-        out = Guarded((len(query), self.case.num_heads * self.case.head_dim), torch.float32)
+        out = Guarded(len(query), self.case.num_heads * self.case.head_dim)
         self.kernels.decode(query, query_gate, self.caches, rows, self.workspace, out=out.tensor)
         return out.checked()
 
     def prefill(self, part: slice = slice(None)) -> torch.Tensor:
         query, query_gate, rows = self.prepare(part)
-        out = Guarded((len(query), self.case.num_heads * self.case.head_dim), torch.float32)
+        out = Guarded(len(query), self.case.num_heads * self.case.head_dim)
         self.kernels.prefill(query, query_gate, self.caches, rows, out.tensor)
         return out.checked()
 
@@ -177,8 +160,8 @@ def test_quantised_results(head_dim: int, num_heads: int) -> None:
     runner, width = Runner(case), num_heads * head_dim
     query, query_gate, rows = runner.prepare()
     groups = -(-width // 256)
-    codes, scales = Guarded((5, groups * 256), torch.int8), Guarded((5, groups), torch.float32)
-    sums, out = Guarded((5, groups * 16), torch.int16), Guarded((5, width), torch.float32)
+    codes, scales = Guarded(5, groups * 256, dtype=torch.int8), Guarded(5, groups)
+    sums, out = Guarded(5, groups * 16, dtype=torch.int16), Guarded(5, width)
     quantised = QuantActivations(codes.tensor, scales.tensor, sums.tensor)
     runner.kernels.decode(
         query, query_gate, runner.caches, rows, runner.workspace, out=out.tensor, quantised=quantised

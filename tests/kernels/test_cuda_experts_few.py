@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from gpu_cases import SENTINEL, Output, assert_same, on_gpu
+from gpu_cases import assert_same, on_gpu
+from guarded import Guarded
 from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
@@ -65,14 +66,14 @@ class Layer:
             torch.full((tokens, ranks, size), torch.nan, device="cuda"),
             torch.full((tokens, self.shared[0].shape[0]), torch.nan, device="cuda") if self.shared else None,
         )
-        routed = Output(tokens, ranks, cols, gap=0)
-        shared = Output(tokens, cols, gap=0)
+        routed = Guarded(tokens, ranks, cols)
+        shared = Guarded(tokens, cols)
         x = x.cuda()
         quantized = None
         if cols % 32 == 0:
             quantized = empty_activations(tokens, cols, torch.device("cuda"))
             quantize_cuda(x, quantized)
-        outs = PairRows(routed.rows, shared.rows if self.shared else None)
+        outs = PairRows(routed.tensor, shared.tensor if self.shared else None)
         experts_few_cuda(self.weights, ids.cuda(), hidden, outs, activations=quantized, x=x)
         return routed.checked(), shared.checked() if self.shared else None
 
@@ -137,8 +138,8 @@ def test_pairs_whose_expert_is_not_there_are_left_alone() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     layer = Layer((Q4K, Q4K, Q4K), 256, 512, None)
     ids = random_ids(2, 3).cuda()
-    rows = PairRows(torch.full((2, 3, 256), SENTINEL, device="cuda"), None)
-    outs = PairRows(torch.full((2, 3, 512), SENTINEL, device="cuda"), None)
+    rows = PairRows(torch.full((2, 3, 256), torch.nan, device="cuda"), None)
+    outs = PairRows(torch.full((2, 3, 512), torch.nan, device="cuda"), None)
     with pytest.raises(ValueError, match="of the other kind"):
         experts_few_cuda(layer.weights, ids, rows, outs, x=torch.zeros(2, 512, device="cuda"))
     with pytest.raises(ValueError, match="do not fit"):

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_many_cases import POISON, GuardedOutput, device_activations, device_weight
+from cuda_many_cases import device_activations, device_weight
+from guarded import Guarded
 from quant_cases import same_numbers
 from random_blocks import activations, random_weight
 
@@ -30,6 +31,7 @@ from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.swiglu.reference import swiglu_exact
 
+UNWRITTEN = 1234.5
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 1000)
 
 
@@ -90,7 +92,7 @@ class Experts:
         absent: tuple[int, ...] = (),
         tilings: Sequence[Tiling] | None = None,
     ) -> torch.Tensor:
-        """[T, K, E], POISON where nothing was written. With `tilings` for gate, up and down, or the usual."""
+        """[T, K, E], UNWRITTEN where nothing was written. `tilings` are of gate, up and down."""
         num_experts, ffn, hidden = self.gate.shape
         num_tokens, num_ranks = topk_ids.shape
         num_pairs = topk_ids.numel()
@@ -100,21 +102,23 @@ class Experts:
         tilings = tilings or choose_tilings(num_pairs, num_experts, *self.types)
         group_experts(topk_ids.cuda(), tables, groups, min(tiling.tokens for tiling in tilings))
         quantized = device_activations(x)
-        hidden_rows = GuardedOutput(num_pairs, ffn)
         if self.gate_type == self.up_type:
-            experts_gate_up_many(quantized, tables, tilings[0], ffn, hidden, groups, hidden_rows.rows)
-            h = hidden_rows.checked()
+            gated = Guarded(num_pairs, ffn)
+            experts_gate_up_many(quantized, tables, tilings[0], ffn, hidden, groups, gated.tensor)
+            h = gated.checked()
         else:
             halves = []
             for table, tiling in ((tables.gate, tilings[0]), (tables.up, tilings[1])):
+                half = Guarded(num_pairs, ffn)
                 experts_product_many(
-                    quantized, table, tiling, ffn, hidden, groups, hidden_rows.rows, by_token=True
+                    quantized, table, tiling, ffn, hidden, groups, half.tensor, by_token=True
                 )
-                halves.append(hidden_rows.checked())
+                halves.append(half.checked())
             h = swiglu_exact(*halves)
-        out = GuardedOutput(num_pairs, hidden)
+        out = Guarded(num_pairs, hidden)
+        out.tensor.fill_(UNWRITTEN)
         experts_product_many(
-            device_activations(h), tables.down, tilings[2], hidden, ffn, groups, out.rows, by_token=False
+            device_activations(h), tables.down, tilings[2], hidden, ffn, groups, out.tensor, by_token=False
         )
         return out.checked().view(num_tokens, num_ranks, hidden)
 
@@ -201,7 +205,7 @@ def test_pairs_of_absent_experts_are_left_alone() -> None:
     experts = Experts(8, (256, 64), (QuantType.Q4_K, QuantType.Q8_0))
     x, ids = activations(5, 50, 256), random_ids(5, 50, 3, 8)
     expected = experts.expected(x, ids)
-    expected[(ids == 2) | (ids == 7)] = POISON
+    expected[(ids == 2) | (ids == 7)] = UNWRITTEN
     ids_elsewhere = ids.clone()
     ids_elsewhere[ids == 7] = -1
     assert same_numbers(experts.run(x, ids_elsewhere, absent=(2,)), expected)

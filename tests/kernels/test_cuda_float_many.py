@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_many_cases import GuardedOutput, device_weight
+from cuda_many_cases import device_weight
+from guarded import Guarded
 from quant_cases import same_numbers
 from random_blocks import activations, random_weight
 
@@ -31,8 +32,8 @@ def test_compiles(arch: str, tmp_path: Path) -> None:
 def test_every_shape(quant_type: QuantType, num_rows: int, num_tokens: int) -> None:
     x = activations(num_tokens, num_tokens, 100)
     weight = random_weight(quant_type, (num_rows, 100), 5)
-    out = GuardedOutput(num_tokens, num_rows, pad=3)
-    float_linear_many(x.cuda(), device_weight(weight), out.rows)
+    out = Guarded(num_tokens, num_rows, gap=3)
+    float_linear_many(x.cuda(), device_weight(weight), out.tensor)
     assert same_numbers(out.checked(), linear_exact(x, weight))
 
 
@@ -43,8 +44,8 @@ def test_every_depth(num_values: int, num_tokens: int) -> None:
     """With both sizes of tile: few tokens, and enough tiles for every multiprocessor."""
     x = activations(num_values, num_tokens, max(num_values, 64))[:, :num_values]
     weight = random_weight(QuantType.F32, (150, num_values), 5)
-    out = GuardedOutput(num_tokens, 150)
-    float_linear_many(x.cuda(), device_weight(weight, 4 if num_values % 2 else 0), out.rows)
+    out = Guarded(num_tokens, 150)
+    float_linear_many(x.cuda(), device_weight(weight, 4 if num_values % 2 else 0), out.tensor)
     chosen = torch.arange(0, num_tokens, 9)
     assert same_numbers(out.checked()[chosen], linear_exact(x[chosen], weight))
 
@@ -59,8 +60,8 @@ def test_negative_zeros_and_numbers_that_are_not() -> None:
     values = weight.blocks.view(torch.float32)
     values[0] = 1e-30
     values[1] = 0.0
-    out = GuardedOutput(20, 24)
-    float_linear_many(x.cuda(), device_weight(weight), out.rows)
+    out = Guarded(20, 24)
+    float_linear_many(x.cuda(), device_weight(weight), out.tensor)
     expected = linear_exact(x, weight)
     assert torch.signbit(expected[0, 0])
     assert same_numbers(out.checked(), expected)

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from delta_cases import DeltaCase, check_results, one_slot, weights_on
-from triton_interpreter import Guarded
+from guarded import Guarded
 
 from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
 from coldstream.kernels.cuda.compiler import compile_instance

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from gpu_cases import SENTINEL, Output, assert_same, on_gpu
+from gpu_cases import assert_same, on_gpu
+from guarded import Guarded
 from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.gpu
 SUPER_COLS = (256, 512, 768, 1024, 1536, 2048, 2304, 4096, 6144)
 BLOCK_COLS = (32, 160, 384, 1024, 2048, 2080, 4096)
 FLOAT_COLS = (1, 7, 24, 100, 256, 264, 2048, 3000)
+GAP = 16  # elements between the rows of an output
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 1000)
 
 
@@ -39,12 +41,12 @@ def run(
     x: torch.Tensor, weights: Sequence[QuantTensor], residual: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
     """The products, with what each type needs; the first output gets `residual`."""
-    outs = [Output(x.shape[0], weight.shape[0]) for weight in weights]
+    outs = [Guarded(x.shape[0], weight.shape[0], gap=GAP) for weight in weights]
     x = x.cuda()
     is_integer = [weight.quant_type in INTEGER_TYPES for weight in weights]
     linear_few_cuda(
         weights,
-        [out.rows for out in outs],
+        [out.tensor for out in outs],
         activations=quantized(x) if any(is_integer) else None,
         x=None if all(is_integer) else x,
         residuals=() if residual is None else [residual.cuda(), *[None] * (len(weights) - 1)],
@@ -91,9 +93,9 @@ def test_several_matrices_of_different_types(rows: int) -> None:
 def test_the_residual_may_be_the_output() -> None:
     weight, x = random_weight(QuantType.Q4_K, (50, 512), seed=1), activations(1, 3, 512)
     stream = activations(2, 3, 50)
-    out = Output(3, 50)
-    out.rows.copy_(stream)
-    linear_few_cuda([on_gpu(weight)], [out.rows], activations=quantized(x.cuda()), residuals=[out.rows])
+    out = Guarded(3, 50, gap=GAP)
+    out.tensor.copy_(stream)
+    linear_few_cuda([on_gpu(weight)], [out.tensor], activations=quantized(x.cuda()), residuals=[out.tensor])
     assert_same(out.checked(), stream + linear_exact(x, weight))
 
 
@@ -140,7 +142,7 @@ def test_infinite_scales_give_what_ieee_gives() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     weight = on_gpu(random_weight(QuantType.Q4_K, (5, 512), seed=7))
-    out = torch.full((2, 5), SENTINEL, device="cuda")
+    out = torch.full((2, 5), torch.nan, device="cuda")
     with pytest.raises(ValueError, match="of the other kind"):
         linear_few_cuda([weight], [out], x=torch.zeros(2, 512, device="cuda"))
     with pytest.raises(ValueError, match="does not give"):

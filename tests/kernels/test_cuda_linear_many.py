@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_many_cases import GuardedOutput, device_activations, device_weight
+from cuda_many_cases import device_activations, device_weight
+from guarded import Guarded
 from quant_cases import same_numbers
 from random_blocks import activations, float16_places, random_weight
 
@@ -40,8 +41,8 @@ def cols(quant_type: QuantType, groups: int) -> int:
 def test_every_row_count(quant_type: QuantType, num_tokens: int) -> None:
     x = activations(num_tokens, num_tokens, cols(quant_type, 2))
     weight = random_weight(quant_type, (33, x.shape[1]), 5)
-    out = GuardedOutput(num_tokens, 33, pad=3)
-    linear_many(device_activations(x), device_weight(weight), out.rows)
+    out = Guarded(num_tokens, 33, gap=3)
+    linear_many(device_activations(x), device_weight(weight), out.tensor)
     assert same_numbers(out.checked(), linear_exact(x, weight))
 
 
@@ -52,8 +53,8 @@ def test_every_width(quant_type: QuantType, num_rows: int) -> None:
     x = activations(7, 70, cols(quant_type, 1))
     weight = random_weight(quant_type, (num_rows, x.shape[1]), 6)
     offset = 0 if quant_type in ALIGNED else 2 * (num_rows % 8)
-    out = GuardedOutput(70, num_rows)
-    linear_many(device_activations(x), device_weight(weight, offset), out.rows)
+    out = Guarded(70, num_rows)
+    linear_many(device_activations(x), device_weight(weight, offset), out.tensor)
     assert same_numbers(out.checked(), linear_exact(x, weight))
 
 
@@ -64,8 +65,8 @@ def test_every_number_of_groups(quant_type: QuantType, groups: int) -> None:
     x = activations(groups, 37, cols(quant_type, groups))
     weight = random_weight(quant_type, (150, x.shape[1]), groups)
     residual = activations(8, 37, 150)
-    out = GuardedOutput(37, 150, pad=2)
-    linear_many(device_activations(x), device_weight(weight), out.rows, residual.cuda())
+    out = Guarded(37, 150, gap=2)
+    linear_many(device_activations(x), device_weight(weight), out.tensor, residual.cuda())
     assert same_numbers(out.checked(), residual + linear_exact(x, weight))
 
 
@@ -75,8 +76,8 @@ def test_tiles_of_one_block_follow_each_other(quant_type: QuantType) -> None:
     """More tiles than blocks, the last ones ragged on both sides."""
     x = activations(3, 1000, 512)
     weight = random_weight(quant_type, (4100, 512), 9)
-    out = GuardedOutput(1000, 4100)
-    linear_many(device_activations(x), device_weight(weight), out.rows)
+    out = Guarded(1000, 4100)
+    linear_many(device_activations(x), device_weight(weight), out.tensor)
     chosen = torch.arange(0, 1000, 7)
     expected = torch.cat([linear_exact(x[chosen], part) for part in weight.split_rows((2050, 2050))], dim=1)
     assert same_numbers(out.checked()[chosen], expected)
@@ -99,8 +100,8 @@ def test_extreme_codes(quant_type: QuantType) -> None:
         for place in float16_places(quant_type):
             blocks[:, place : place + 2] = kept[:, place : place + 2]
     weight.blocks[4] = 0xFF  # NaN scales
-    out = GuardedOutput(40, 64)
-    linear_many(device_activations(x), device_weight(weight), out.rows)
+    out = Guarded(40, 64)
+    linear_many(device_activations(x), device_weight(weight), out.tensor)
     assert same_numbers(out.checked(), linear_exact(x, weight))
 
 
@@ -136,7 +137,7 @@ def test_least_tilings_fit_every_device(quant_type: QuantType) -> None:
 def test_tilings_of_other_devices(quant_type: QuantType, choose: Callable[[QuantType], Tiling]) -> None:
     x = activations(6, 90, 768)
     weight = random_weight(quant_type, (200, 768), 3)
-    out = GuardedOutput(90, 200)
+    out = Guarded(90, 200)
     tiling = choose(quant_type)
-    launch_linear(PROGRAM, tiling, device_activations(x), device_weight(weight), out.rows, None)
+    launch_linear(PROGRAM, tiling, device_activations(x), device_weight(weight), out.tensor, None)
     assert same_numbers(out.checked(), linear_exact(x, weight))

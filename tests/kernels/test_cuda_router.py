@@ -3,7 +3,8 @@
 import pytest
 import torch
 from cuda_row_cases import CUDA, ROW_COUNTS, check_compiles, random, rows_apart
-from triton_interpreter import Guarded, assert_same_bits
+from guarded import Guarded
+from triton_interpreter import assert_same_bits
 
 from coldstream.kernels.arithmetic.reference import dot_lanes
 from coldstream.kernels.router.cuda import PROGRAM, router_choose_cuda, router_few_cuda

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from cuda_row_cases import CUDA, check_compiles
+from guarded import Guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from triton_interpreter import Guarded
 
 from coldstream.decoding.sampling import sample_token
 from coldstream.decoding.sampling_params import SamplingParams

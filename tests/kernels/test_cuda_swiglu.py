@@ -3,7 +3,8 @@
 import pytest
 import torch
 from cuda_row_cases import CUDA, ROW_COUNTS, GuardedActivations, check_compiles, random, rows_apart, spiky
-from triton_interpreter import Guarded, assert_same_bits
+from guarded import Guarded
+from triton_interpreter import assert_same_bits
 
 from coldstream.kernels.ops import RopeSpec
 from coldstream.kernels.rope import cuda as rope_cuda

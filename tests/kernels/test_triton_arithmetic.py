@@ -4,7 +4,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton_interpreter import DEVICE, Guarded, assert_same_bits
+from guarded import DEVICE, Guarded
+from triton_interpreter import assert_same_bits
 
 from coldstream.kernels.arithmetic import reference
 from coldstream.kernels.arithmetic import triton as arithmetic

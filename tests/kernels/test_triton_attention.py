@@ -2,7 +2,8 @@
 
 import pytest
 from attention_cases import EPS, Case, make_case
-from triton_interpreter import DEVICE, Guarded, assert_same_bits
+from guarded import DEVICE, Guarded
+from triton_interpreter import assert_same_bits
 
 from coldstream.kernels.attention import triton as kernels
 from coldstream.kernels.attention.cache_types import CACHE_TYPES

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from guarded import DEVICE, Guarded
 from random_blocks import activations, float16_places, random_weight
-from triton_interpreter import DEVICE, Guarded, assert_same_bits, device_activations, on_device
+from triton_interpreter import assert_same_bits, device_activations, on_device
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import QuantActivations

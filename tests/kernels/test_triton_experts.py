@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from guarded import DEVICE, Guarded
 from random_blocks import activations, random_weight
-from triton_interpreter import DEVICE, Guarded, assert_same_bits, device_activations, on_device
+from triton_interpreter import assert_same_bits, device_activations, on_device
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import QuantActivations

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from delta_cases import DeltaCase, check_results, one_slot, weights_on
-from triton_interpreter import DEVICE, Guarded
+from guarded import DEVICE, Guarded
 
 from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
 from coldstream.kernels.gated_delta_net.arguments import DeltaNetInputs, PrefillWorkspace

@@ -2,7 +2,8 @@
 
 import pytest
 from cuda_row_cases import GuardedActivations, random, spiky
-from triton_interpreter import DEVICE, Guarded, assert_same_bits
+from guarded import DEVICE, Guarded
+from triton_interpreter import assert_same_bits
 
 from coldstream.kernels.rms_norm.reference import rms_norm_exact
 from coldstream.kernels.rms_norm.triton import rms_norm

@@ -1,6 +1,6 @@
 """Runs Triton kernels in tests: compiled where there is a GPU, otherwise in Triton's interpreter.
 
-A test body is the same for both: it makes its tensors on `DEVICE` and calls the kernel's launcher.
+A test body is the same for both: it makes its tensors on `guarded.DEVICE` and calls the kernel's launcher.
 tests/conftest.py asks for the interpreter before anything imports Triton, because a kernel is bound to it
 where it is defined. The interpreter's own `fma` rounds twice; here it becomes that of docs/arithmetic.md,
 so that results can be compared bit for bit.
@@ -11,16 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from guarded import DEVICE
 from triton.runtime import interpreter
 
 from coldstream.kernels.arithmetic import reference as exact_arithmetic
 from coldstream.kernels.arithmetic.reference import QuantActivations, quantize_activations
 from coldstream.kernels.quant_tensor import QuantTensor
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-GUARD_BYTES = 256
-GUARD_BYTE = 0xA5
-POISON_BYTE = 0xFF  # NaN as float16 and float32, −1 as an integer
 
 
 def exact_fma(_builder: Any, x: Any, y: Any, z: Any) -> Any:
@@ -62,28 +58,6 @@ interpreted_call = interpreter.GridExecutor.__call__
 interpreter.GridExecutor.__call__ = quiet_call
 interpreter.InterpreterBuilder.create_fma = exact_fma
 interpreter.InterpreterBuilder.create_inline_asm = exact_inline_asm
-
-
-class Guarded:
-    """An output or workspace filled with poison inside a larger buffer; `tensor` is what a launcher gets."""
-
-    def __init__(
-        self, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device = DEVICE
-    ) -> None:
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        self.buffer = torch.full((num_bytes + 2 * GUARD_BYTES,), GUARD_BYTE, dtype=torch.uint8, device=device)
-        inner = self.buffer[GUARD_BYTES : GUARD_BYTES + num_bytes]
-        inner.fill_(POISON_BYTE)
-        self.tensor = inner.view(dtype).view(shape)
-
-    def checked(self) -> torch.Tensor:
-        """A CPU copy of the tensor, around which nothing may have been written."""
-        result = self.tensor.cpu().clone()
-        num_bytes = self.tensor.numel() * self.tensor.element_size()
-        before, after = self.buffer[:GUARD_BYTES], self.buffer[GUARD_BYTES + num_bytes :]
-        assert before.eq(GUARD_BYTE).all(), "something was written before the output"
-        assert after.eq(GUARD_BYTE).all(), "something was written after the output"
-        return result
 
 
 def on_device(tensor: QuantTensor, device: torch.device = DEVICE) -> QuantTensor:
