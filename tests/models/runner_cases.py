@@ -35,6 +35,18 @@ VARIANTS = {
         },
     ),
     "dense-tied": ("qwen35", {"tied": True, "quant": "Q5_0"}),
+    "experts-of-floats": ("qwen35moe", {"quant": "F16"}),
+    "gates-and-ups-of-two-types": (
+        "qwen35moe",
+        {
+            "types": {
+                **MIX,
+                "*.ffn_up_exps.weight": "Q5_K",
+                "*.ffn_gate_shexp.weight": "F16",
+                "*.ffn_up_shexp.weight": "Q8_0",
+            }
+        },
+    ),
     "float": ("qwen35moe", {"quant": "BF16", "types": {"*_exps.weight": "IQ4_XS"}}),
 }
 

@@ -25,6 +25,7 @@ from coldstream.models.cuda_model import (
     SMALLEST_PADDED_ROWS,
     Limits,
     check_supported,
+    check_types,
     padded_rows,
     plan_memory,
 )
@@ -279,3 +280,16 @@ def test_a_model_without_kernels_is_refused_by_name(
     check_supported(spec)
     with pytest.raises(UnsupportedError, match=message + r".*use --device cpu"):
         check_supported(replace(spec, **change))
+
+
+def test_gates_and_ups_of_an_integer_and_a_float_type_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, types={"blk.1.ffn_gate_exps.weight": "F16"})
+    with GGUFFile.open(path) as file:
+        tensors = file.tensors
+    with pytest.raises(
+        UnsupportedError,
+        match=r"blk.1.ffn_gate_exps.weight is F16 and .*ffn_up_exps.weight Q8_0.*--device cpu",
+    ):
+        check_types(tensors)
+    check_types({name: info for name, info in tensors.items() if not name.startswith("blk.1.")})

@@ -24,10 +24,16 @@ from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight
 from coldstream.kernels.cuda.memory import Memory
-from coldstream.kernels.dequantize.triton import dequantize, dequantize_matrices
+from coldstream.kernels.dequantize.triton import dequantize
 from coldstream.kernels.embed.triton import embed
-from coldstream.kernels.experts import cuda as experts_few
-from coldstream.kernels.experts import cuda_many as experts_many
+from coldstream.kernels.experts.cuda import PairRows
+from coldstream.kernels.experts.cuda_layer import (
+    all_experts_few,
+    experts_as_floats,
+    is_one_launch,
+    routed_experts_many,
+)
+from coldstream.kernels.experts.cuda_many import Groups, max_tiles
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.gated_delta_net import cuda as delta_net
 from coldstream.kernels.gated_delta_net.arguments import DeltaNetInputs, PrefillWorkspace
@@ -197,124 +203,76 @@ class CudaOps(CudaLoader):
     def experts(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         tokens, ranks = routing.ids.shape
         routed = self._empty(tokens, ranks, x.shape[1])
-        if any(stack.quant_type not in FEW_TYPES for stack in (weights.gate, weights.up, weights.down)):
-            return self._experts_as_floats(x, routing, weights, routed)
-        if tokens <= MAX_FEW_ROWS:
-            outs = experts_few.PairRows(routed, self._empty(*x.shape))
-            hidden = experts_few.PairRows(
-                self._empty(tokens, ranks, weights.gate.rows),
-                self._empty(tokens, weights.shared_gate.shape[0]),
-            )
-            self._launch(self._experts_few, x, routing.ids, weights, hidden, outs)
-            return ExpertOutputs(routed, outs.shared, routing)
+        stacks = (weights.gate, weights.up, weights.down)
+        is_readable = all(stack.quant_type in FEW_TYPES for stack in stacks)
+        if tokens <= MAX_FEW_ROWS and is_readable and is_one_launch(weights):
+            shared = self._empty(*x.shape)
+            self._few_experts(x, routing.ids, weights, routed, shared)
+            return ExpertOutputs(routed, shared, routing)
         gate, up = self.linear(x, (weights.shared_gate, weights.shared_up))
         (shared,) = self.linear(self.swiglu(gate, up), (weights.shared_down,))
         del gate, up
-        self._routed_many(x, routing.ids, weights, routed)
+        if not is_readable:
+            self._experts_as_floats(x, routing.ids, stacks, routed)
+        elif tokens > MAX_FEW_ROWS and all(stack.quant_type in INTEGER_TYPES for stack in stacks):
+            self._routed_many(x, routing.ids, weights, routed)
+        else:
+            for first in range(0, tokens, MAX_FEW_ROWS):
+                part = slice(first, min(first + MAX_FEW_ROWS, tokens))
+                rows = x.rows(first, part.stop - first)
+                self._few_experts(rows, routing.ids[part], weights, routed[part], None)
         return ExpertOutputs(routed, shared, routing)
 
+    def _few_experts(
+        self,
+        x: Activations,
+        ids: torch.Tensor,
+        weights: ExpertWeights,
+        routed: torch.Tensor,
+        shared: torch.Tensor | None,
+    ) -> None:
+        """Of at most MAX_FEW_ROWS tokens; the shared expert too if there is a place for its outputs."""
+        hidden = PairRows(
+            self._empty(*ids.shape, weights.gate.rows),
+            None if shared is None else self._empty(len(ids), weights.shared_gate.shape[0]),
+        )
+        self._launch(all_experts_few, x, ids, weights, hidden, PairRows(routed, shared))
+
     def _experts_as_floats(
-        self, x: Activations, routing: Routing, weights: ExpertWeights, routed: torch.Tensor
-    ) -> ExpertOutputs:
+        self, x: Activations, ids: torch.Tensor, stacks: Sequence[ExpertTable], routed: torch.Tensor
+    ) -> None:
         """Types without products of their own: each token's experts as float32, one token after the other."""
-        gate, up = self.linear(x, (weights.shared_gate, weights.shared_up))
-        (shared,) = self.linear(self.swiglu(gate, up), (weights.shared_down,))
-        tokens, ranks = routing.ids.shape
-        stacks = (weights.gate, weights.up, weights.down)
+        tokens, ranks = ids.shape
         values = [self._empty(ranks, stack.rows, stack.cols) for stack in stacks]
         addresses = [self._empty(ranks, dtype=torch.int64) for _ in stacks]
         places = self._empty(1, ranks, dtype=torch.int32)
-        hidden = experts_few.PairRows(self._empty(1, ranks, weights.gate.rows), None)
+        hidden = PairRows(self._empty(1, ranks, stacks[0].rows), None)
         codes = [self.code_table(stack.quant_type) for stack in stacks]
         for token in range(tokens):
             part = slice(token, token + 1)
             self._launch(
-                self._run_as_floats, x.rows(token, 1), routing.ids[part], stacks, codes, values, addresses,
+                experts_as_floats, x.rows(token, 1), ids[part], stacks, codes, values, addresses,
                 places, hidden, routed[part],
             )  # fmt: skip
-        return ExpertOutputs(routed, shared, routing)
-
-    def _run_as_floats(
-        self,
-        x: Activations,
-        ids: torch.Tensor,
-        stacks: Sequence[ExpertTable],
-        codes: Sequence[torch.Tensor | None],
-        values: Sequence[torch.Tensor],
-        addresses: Sequence[torch.Tensor],
-        places: torch.Tensor,
-        hidden: experts_few.PairRows,
-        routed: torch.Tensor,
-    ) -> None:
-        ranks = ids.shape[1]
-        tables = []
-        for stack, code, matrices, found in zip(stacks, codes, values, addresses, strict=True):
-            quant_type = stack.quant_type
-            if quant_type in FEW_TYPES:
-                torch.index_select(stack.addresses, 0, ids[0], out=found)
-            else:
-                dequantize_matrices(quant_type, stack.addresses, ids[0], matrices, code)
-                first, step = matrices.data_ptr(), matrices[0].nbytes
-                torch.arange(first, first + ranks * step, step, out=found)
-                quant_type = QuantType.F32
-            tables.append(ExpertTable(found, quant_type, stack.rows, stack.cols))
-        torch.arange(ranks, out=places[0])
-        weights = experts_few.ExpertWeights(tables[0], tables[1], tables[2], shared=None)
-        experts_few.experts_few_cuda(
-            weights, places, hidden, experts_few.PairRows(routed, None), activations=x.quantised, x=x.values
-        )
 
     def _routed_many(
         self, x: Activations, ids: torch.Tensor, weights: ExpertWeights, routed: torch.Tensor
     ) -> None:
         gate, up, down = weights.gate, weights.up, weights.down
         num_pairs, num_experts, ffn_size = ids.numel(), len(gate.addresses), gate.rows
-        groups = experts_many.Groups(
+        groups = Groups(
             self._empty(num_pairs, dtype=torch.int32),
             self._empty(num_pairs, dtype=torch.int32),
             self._empty(num_experts, 2, dtype=torch.int32),
-            self._empty(experts_many.max_tiles(num_pairs, num_experts) + 1, 4, dtype=torch.int32),
+            self._empty(max_tiles(num_pairs, num_experts) + 1, 4, dtype=torch.int32),
         )
+        if gate.quant_type == up.quant_type:
+            hidden = self.activations(num_pairs, ffn_size)
+            self._launch(routed_experts_many, x, ids, (gate, up, down), groups, hidden, None, routed)
+            return
+        halves = (self._empty(num_pairs, ffn_size), self._empty(num_pairs, ffn_size))
         hidden = self.activations(num_pairs, ffn_size)
-        self._launch(self._run_routed_many, x, ids, (gate, up, down), groups, hidden, routed)
-
-    def _run_routed_many(
-        self,
-        x: Activations,
-        ids: torch.Tensor,
-        stacks: tuple[ExpertTable, ExpertTable, ExpertTable],
-        groups: experts_many.Groups,
-        hidden: Activations,
-        routed: torch.Tensor,
-    ) -> None:
-        gate, up, down = stacks
-        ffn_size, hidden_size = gate.rows, gate.cols
-        tables = experts_many.ExpertTables(gate.addresses, up.addresses, down.addresses)
-        first, last = experts_many.choose_tilings(
-            ids.numel(), len(gate.addresses), gate.quant_type, down.quant_type
-        )
-        experts_many.group_experts(ids, tables, groups, min(first.tokens, last.tokens))
-        experts_many.experts_gate_up_many(
-            x.quantised, tables, first, ffn_size, hidden_size, groups, hidden.values
-        )
-        quantize_cuda(hidden.values, hidden.quantised)
-        experts_many.experts_product_many(
-            hidden.quantised, down.addresses, last, hidden_size, ffn_size, groups, routed, by_token=False,
-        )  # fmt: skip
-
-    def _experts_few(
-        self,
-        x: Activations,
-        ids: torch.Tensor,
-        weights: ExpertWeights,
-        hidden: experts_few.PairRows,
-        outs: experts_few.PairRows,
-    ) -> None:
-        shared = (weights.shared_gate, weights.shared_up, weights.shared_down)
-        experts_few.experts_few_cuda(
-            experts_few.ExpertWeights(weights.gate, weights.up, weights.down, shared), ids, hidden, outs,
-            activations=x.quantised, x=x.values,
-        )  # fmt: skip
+        self._launch(routed_experts_many, x, ids, (gate, up, down), groups, hidden, halves, routed)
 
     def _linear_few(
         self, x: Activations, weights: Sequence[QuantTensor], outs: Sequence[torch.Tensor]

@@ -4,18 +4,20 @@ Everything that is ever allocated on the device is counted before anything is co
 running its forward pass over tensors without memory (`kernels/cuda/memory.py`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 
 from coldstream.errors import OutOfMemoryError, UnsupportedError
-from coldstream.gguf.reader import GGUFFile
+from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.cuda_ops import FEW_STEPS, CudaOps
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
+from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
 from coldstream.kvcache.cache import ModelCache
@@ -28,6 +30,7 @@ CHUNK_SIZES = (8192, 4096, 2048, 1024, 512, 256)
 WORKSPACE_SHARE = 0.25
 MAX_DECODE_ROWS = 64
 HEAD_ROWS = 64
+GATES, UPS = ".ffn_gate_exps.", ".ffn_up_exps."
 MAX_EXPERTS = EXPERTS_PER_LANE[-1] * WARP_SIZE
 
 # Up to here launching a step from Python takes longer than computing it, so that steps are captured. Graphs
@@ -180,6 +183,19 @@ def check_supported(spec: ModelSpec) -> None:
     for what, is_missing in wanted.items():
         if is_missing:
             raise UnsupportedError(f"no GPU kernels for {what} are supported; use --device cpu")
+
+
+def check_types(tensors: Mapping[str, TensorInfo]) -> None:
+    """UnsupportedError if the GPU has no kernels for tensors of these types together."""
+    for name, gate in tensors.items():
+        up = tensors.get(name.replace(GATES, UPS))
+        if GATES not in name or up is None:
+            continue
+        if (gate.quant_type in INTEGER_TYPES) != (up.quant_type in INTEGER_TYPES):
+            raise UnsupportedError(
+                f"{name} is {gate.quant_type.name} and {up.name} {up.quant_type.name}: no GPU kernels "
+                "multiply by integers and by floats together; use --device cpu"
+            )
 
 
 def padded_rows(count: int) -> int:

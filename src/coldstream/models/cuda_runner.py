@@ -20,6 +20,7 @@ from coldstream.models.cuda_model import (
     Limits,
     Loaded,
     check_supported,
+    check_types,
     padded_rows,
     plan_memory,
 )
@@ -49,6 +50,7 @@ class CudaRunner(ModelRunner):
         self.gpu = gpu
         self.limits = limits
         check_supported(spec)
+        check_types(file.tensors)
         self.plan = plan_memory(file, spec, limits, gpu.free_bytes)
         self.chunk_size = self.plan.chunk_size
         self._num_steps = 0
@@ -88,8 +90,8 @@ class CudaRunner(ModelRunner):
         """Copies the weights of an open file to the current device; the runner then closes the file.
 
         progress is called with (done, total) bytes. Raises DeviceError without a usable GPU, OutOfMemoryError
-        before anything is copied if it doesn't fit, InconsistentError for weights that contradict the
-        format's conventions; the file stays open then.
+        before anything is copied if it doesn't fit, UnsupportedError for sizes and types without kernels,
+        InconsistentError for weights that contradict the format's conventions; the file stays open then.
         """
         return cls(file, spec, Limits(num_slots, context_length, kv_type), find_gpu(), progress)
 
