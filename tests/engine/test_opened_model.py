@@ -1,10 +1,44 @@
-"""What a model file recommends for sampling."""
+"""The device that is chosen, and what a model file recommends for sampling."""
+
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from coldstream.engine import SamplingParams
-from coldstream.engine.opened_model import sampling_defaults
-from coldstream.errors import InconsistentError
+from coldstream.engine import EngineConfig, SamplingParams, opened_model
+from coldstream.engine.opened_model import choose_device, sampling_defaults
+from coldstream.errors import DeviceError, InconsistentError
+from hash_runner import open_hash_model
+
+
+def unusable() -> None:
+    raise DeviceError("device cuda: too old")
+
+
+def test_a_gpu_that_cannot_be_used_is_named_and_the_cpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opened_model, "gpu_is_visible", lambda: True)
+    monkeypatch.setattr(opened_model, "find_gpu", unusable)
+    config, gpu, warnings = choose_device(EngineConfig("m.gguf"))
+    assert (config.device, gpu) == ("cpu", None)
+    assert warnings == ("there is a GPU, but the CPU computes: device cuda: too old",)
+    assert choose_device(EngineConfig("m.gguf", device="cpu"))[2] == ()
+    with pytest.raises(DeviceError, match="too old"):
+        choose_device(EngineConfig("m.gguf", device="cuda"))
+
+
+def test_without_a_gpu_there_is_nothing_to_warn_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opened_model, "gpu_is_visible", lambda: False)
+    config, gpu, warnings = choose_device(EngineConfig("m.gguf"))
+    assert (config.device, gpu, warnings) == ("cpu", None, ())
+
+
+def test_warnings_are_those_of_the_device_and_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = replace(open_hash_model(tmp_path / "tiny.gguf"), device_warnings=("slow",))
+    monkeypatch.setattr(opened.runner, "warnings", ("odd",))
+    assert opened.warnings == ("slow", "odd")
+    opened.close()
 
 
 def test_without_recommendations_the_defaults_hold() -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from coldstream.cli.model_argument import model_or_bundled
 from coldstream.cli.options import Command, common_options, engine_config, engine_options, parse_counts
-from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, table_console
+from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, note, table_console
 from coldstream.engine import OpenedModel, open_model
 from coldstream.engine.benchmark import BenchmarkResult, BenchmarkTest, benchmark_tokens, run_benchmark
 from coldstream.engine.config import cache_bytes_per_token
@@ -65,6 +65,8 @@ def command(
         options["ctx_size"] = max(test.num_tokens for test in tests)
     with ProgressLine() as line:
         opened = open_model(engine_config(model_or_bundled(model), options), progress=line.update)
+    for warning in opened.warnings:
+        note(f"warning: {warning}")
     try:
         report = _Report(opened)
         if not as_json:

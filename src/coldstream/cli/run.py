@@ -90,7 +90,7 @@ def _open(model: str, options: Mapping[str, Any]) -> LLM:
     sampling_params(options, SamplingParams())  # a wrong setting shall not wait for the model to load
     with ProgressLine() as line:
         opened = open_model(config, progress=line.update)
-    for warning in opened.runner.warnings:
+    for warning in opened.warnings:
         note(f"warning: {warning}")
     return LLM.from_opened(opened)
 

@@ -79,6 +79,12 @@ class OpenedModel:
     chat_template: ChatTemplate
     has_chat_template: bool  # if not, `chat_template` says so when used
     default_sampling: SamplingParams
+    device_warnings: tuple[str, ...] = ()  # why the device is not the one that could be expected
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What people should know about the device and about the file."""
+        return self.device_warnings + self.runner.warnings
 
     def close(self) -> None:
         """Release the file, the memory and the process that renders templates."""
@@ -88,7 +94,7 @@ class OpenedModel:
 
 def open_model(config: EngineConfig, progress: OpenProgress | None = None) -> OpenedModel:
     """Find, check and load the model that `config` names. Raises as `LLM` says; nothing stays open then."""
-    config, gpu = choose_device(config)
+    config, gpu, device_warnings = choose_device(config)
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with ExitStack() as cleanup:
         file = cleanup.enter_context(GGUFFile.open(path))
@@ -105,23 +111,29 @@ def open_model(config: EngineConfig, progress: OpenProgress | None = None) -> Op
         runner = load_runner(config, file, spec, partial(progress, "loading") if progress else None)
         cleanup.pop_all()
     return OpenedModel(
-        config, runner, tokenizer, template, CHAT_TEMPLATE_KEY in file.metadata, default_sampling
+        config,
+        runner,
+        tokenizer,
+        template,
+        CHAT_TEMPLATE_KEY in file.metadata,
+        default_sampling,
+        device_warnings,
     )
 
 
-def choose_device(config: EngineConfig) -> tuple[EngineConfig, Gpu | None]:
-    """`config` with a concrete device, and the GPU if it is that.
+def choose_device(config: EngineConfig) -> tuple[EngineConfig, Gpu | None, tuple[str, ...]]:
+    """`config` with a concrete device, the GPU if it is that, and why it isn't if one is there.
 
     Raises DeviceError if the configuration asks for a GPU and there is none that this version can use.
     """
     if config.device == "cpu" or (config.device == "auto" and not gpu_is_visible()):
-        return replace(config, device="cpu"), None
+        return replace(config, device="cpu"), None, ()
     try:
-        return replace(config, device="cuda"), find_gpu()
-    except DeviceError:
+        return replace(config, device="cuda"), find_gpu(), ()
+    except DeviceError as error:
         if config.device == "cuda":
             raise
-        return replace(config, device="cpu"), None
+        return replace(config, device="cpu"), None, (f"there is a GPU, but the CPU computes: {error}",)
 
 
 def load_runner(
