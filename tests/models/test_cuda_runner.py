@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,9 @@ from coldstream.assets import demo_model_path
 from coldstream.decoding import SamplingParams, choose_token, sample_token
 from coldstream.errors import InvalidRequestError, OutOfMemoryError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cuda import limits
+from coldstream.kernels.cuda.limits import DeviceLimits
+from coldstream.kernels.cuda.program import CudaProgram, Kernel, Noted
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.cuda_model import (
     CHUNK_SIZES,
@@ -26,6 +30,7 @@ from coldstream.models.cuda_model import (
     Limits,
     check_supported,
     check_types,
+    kernels_of,
     padded_rows,
     plan_memory,
 )
@@ -293,3 +298,53 @@ def test_gates_and_ups_of_an_integer_and_a_float_type_are_refused_by_name(tmp_pa
     ):
         check_types(tensors)
     check_types({name: info for name, info in tensors.items() if not name.startswith("blk.1.")})
+
+
+@pytest.mark.parametrize("chunk_size", [256, 2048])
+def test_the_kernels_of_a_model_are_known_before_it_runs(
+    moe_path: Path, chunk_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(limits, "_limits_of", lambda index: DeviceLimits(132, 227 * 1024, 228 * 1024))
+    with GGUFFile.open(moe_path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        noted = kernels_of(file, spec, Limits(1, 1024, "q8_0"), chunk_size)
+    names = " ".join(instance for _, instance in noted)
+    for part in ("linear_one", "linear_few", "linear_many<", "expert_gate_up", "experts_many<", "router_few"):
+        assert part in names
+    assert names.count("attention_decode<coldstream::cache_q8_0") == 1
+    assert all(instance in program.instances for program, instance in noted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_is_compiled_once_a_model_is_loaded(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arch, options = VARIANTS[variant]
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, arch, **options)  # type: ignore[arg-type]
+    seen: list[tuple[int, int]] = []
+    used: Noted = set()
+    kernel = CudaProgram.kernel
+
+    def noting(self: CudaProgram, instance: str) -> Kernel:
+        used.add((self, instance))
+        return kernel(self, instance)
+
+    file = GGUFFile.open(path)
+    spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+    load = partial(CudaRunner.load, context_length=1024, kv_type="f16", num_slots=2)
+    with load(file, spec, compiling=lambda done, total: seen.append((done, total))) as runner:
+        loaded = kernels_of(file, spec, runner.limits, runner.chunk_size)
+        assert seen == [(done, len(loaded)) for done in range(1, len(loaded) + 1)]
+        monkeypatch.setattr(CudaProgram, "kernel", noting)
+        for count in (1, 2, 3, 9, 16, 17, 40, 100, 700):
+            runner.reset()
+            logits = runner.extend(token_ids(count))
+            for params in (SamplingParams(temperature=0), SamplingParams(repetition_penalty=1.3)):
+                choose_token(logits, [1, 2], params, 7)
+        runner.reset_slot(1)
+        runner.decode_rows([1, 2], [700, 0], [0, 1])
+    assert used
+    assert used <= loaded

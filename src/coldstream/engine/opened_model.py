@@ -21,7 +21,9 @@ from coldstream.models.footprint import dense_bytes, trunk_bytes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 
-OpenProgress = Callable[[str, int, int], None]  # called with (what is going on, bytes done, bytes in all)
+OpenProgress = Callable[
+    [str, int, int], None
+]  # called with (what is going on, how much is done, of how much)
 
 _SAMPLING_KEYS = {
     "general.sampling.temp": "temperature",
@@ -108,7 +110,7 @@ def open_model(config: EngineConfig, progress: OpenProgress | None = None) -> Op
         tokenizer = Tokenizer.from_metadata(file.metadata)
         default_sampling = sampling_defaults(file.metadata)
         template = ChatTemplate.from_metadata(file.metadata, tokenizer.vocabulary)
-        runner = load_runner(config, file, spec, partial(progress, "loading") if progress else None)
+        runner = load_runner(config, file, spec, progress)
         cleanup.pop_all()
     return OpenedModel(
         config,
@@ -137,17 +139,25 @@ def choose_device(config: EngineConfig) -> tuple[EngineConfig, Gpu | None, tuple
 
 
 def load_runner(
-    config: EngineConfig, file: GGUFFile, spec: ModelSpec, progress: Progress | None
+    config: EngineConfig, file: GGUFFile, spec: ModelSpec, progress: OpenProgress | None
 ) -> ModelHandle:
     """The model of an open file on the device of a resolved `config`. Raises as the runners' `load`."""
     assert isinstance(config.threads, int)
     assert config.ctx_size
     kv_type = config.cache_type_k
+    loading = partial(progress, "loading") if progress else None
     if config.device == "cuda":
         # Imported here because its kernels need packages that a machine without a GPU does not have.
         from coldstream.models.cuda_runner import CudaRunner
 
-        return CudaRunner.load(file, spec, context_length=config.ctx_size, kv_type=kv_type, progress=progress)
+        return CudaRunner.load(
+            file,
+            spec,
+            context_length=config.ctx_size,
+            kv_type=kv_type,
+            progress=loading,
+            compiling=partial(progress, "compiling kernels") if progress else None,
+        )
     return CpuRunner.load(
         file,
         spec,
@@ -155,7 +165,7 @@ def load_runner(
         tier=config.tier,
         context_length=config.ctx_size,
         kv_type=kv_type,
-        progress=progress,
+        progress=loading,
     )
 
 

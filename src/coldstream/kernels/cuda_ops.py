@@ -61,11 +61,13 @@ FEW_STEPS = 16  # rows up to which attention and the delta rule take the kernels
 class CudaOps(CudaLoader):
     """`Ops` on the current CUDA device, over tensors of `memory`.
 
-    max_positions bounds the positions that `rope_angles` is asked for. Over a `MemoryPlan` nothing runs.
+    max_positions bounds the positions that `rope_angles` is asked for. Over a `MemoryPlan` nothing runs; with
+    `notes_kernels` launchers are called there all the same, so that `note_kernels` sees what they choose.
     """
 
-    def __init__(self, memory: Memory, max_positions: int) -> None:
+    def __init__(self, memory: Memory, max_positions: int, *, notes_kernels: bool = False) -> None:
         super().__init__(memory)
+        self._calls_launchers = notes_kernels or not self.planning
         self._max_positions = max_positions
         self._rope_tables: dict[RopeSpec, torch.Tensor] = {}
         self._attention: dict[AttentionShape, AttentionKernels] = {}
@@ -74,7 +76,7 @@ class CudaOps(CudaLoader):
     def embed(self, table: CudaWeight, token_ids: torch.Tensor) -> torch.Tensor:
         assert isinstance(table, QuantTensor)
         out = self._empty(len(token_ids), table.shape[1])
-        self._launch(embed, table, token_ids, out, self.code_table(table.quant_type))
+        self._launch_triton(embed, table, token_ids, out, self.code_table(table.quant_type))
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Activations:
@@ -250,7 +252,7 @@ class CudaOps(CudaLoader):
         codes = [self.code_table(stack.quant_type) for stack in stacks]
         for token in range(tokens):
             part = slice(token, token + 1)
-            self._launch(
+            self._launch_triton(
                 experts_as_floats, x.rows(token, 1), ids[part], stacks, codes, values, addresses,
                 places, hidden, routed[part],
             )  # fmt: skip
@@ -307,7 +309,7 @@ class CudaOps(CudaLoader):
         if weight.quant_type in FEW_TYPES:
             return weight
         values = self._empty(*weight.shape)
-        self._launch(dequantize, weight, values, self.code_table(weight.quant_type), None)
+        self._launch_triton(dequantize, weight, values, self.code_table(weight.quant_type), None)
         return QuantTensor.from_bytes(values.view(torch.uint8), QuantType.F32, weight.shape)
 
     def _zeroed(self, purpose: str, *shape: int) -> torch.Tensor:
@@ -326,5 +328,10 @@ class CudaOps(CudaLoader):
         return Activations(empty((rows, cols), torch.float32), activations_from(empty, rows, cols))
 
     def _launch(self, launcher: Callable[..., None], *args: object) -> None:
+        if self._calls_launchers:
+            launcher(*args)
+
+    def _launch_triton(self, launcher: Callable[..., None], *args: object) -> None:
+        """For what launches kernels in Triton, which compiles them by itself when they first run."""
         if not self.planning:
             launcher(*args)

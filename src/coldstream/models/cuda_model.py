@@ -15,11 +15,13 @@ from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.memory import Memory, MemoryPlan
+from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.cuda_ops import FEW_STEPS, CudaOps
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
+from coldstream.kernels.sample.cuda import PROGRAM as SAMPLER
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.cuda_logits import Sampler
 from coldstream.models.qwen35 import Qwen35Model
@@ -99,9 +101,18 @@ class Loaded:
     weight_bytes: int
 
     @classmethod
-    def into(cls, memory: Memory, file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int) -> Self:
+    def into(
+        cls,
+        memory: Memory,
+        file: GGUFFile,
+        spec: ModelSpec,
+        limits: Limits,
+        chunk_size: int,
+        *,
+        notes_kernels: bool = False,
+    ) -> Self:
         """Loads into `memory`; over a `MemoryPlan` only small tensors are read."""
-        ops = CudaOps(memory, limits.context_length)
+        ops = CudaOps(memory, limits.context_length, notes_kernels=notes_kernels)
         model = Qwen35Model.load(file, spec, ops)
         weight_bytes = memory.persistent_bytes
         cache = ModelCache(spec, ops, limits.num_slots, limits.context_length, limits.kv_type)
@@ -163,6 +174,17 @@ def plan_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, free_bytes: int
         f"workspace {(plan.total - plan.weights - plan.caches) / gib:.2f}. Choose a smaller quantisation, a "
         "smaller --ctx-size, or --device cpu"
     )
+
+
+def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int) -> Noted:
+    """The kernels that steps of any size take, and the sampler's; those in Triton are not among them."""
+    loaded = Loaded.into(MemoryPlan(), file, spec, limits, chunk_size, notes_kernels=True)
+    # Which kernel is taken changes with the number of rows in one direction only.
+    sizes = {2**i for i in range(chunk_size.bit_length())} | {2**i + 1 for i in range(6)}
+    with note_kernels() as noted:
+        for count in sorted(sizes):
+            loaded.model.logits(loaded.step(count).rows(0, min(count, HEAD_ROWS)))
+    return noted | {(SAMPLER, instance) for instance in SAMPLER.instances}
 
 
 def check_supported(spec: ModelSpec) -> None:

@@ -11,6 +11,7 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
+from coldstream.kernels.cuda.program import load_kernels
 from coldstream.models.cuda_logits import CudaLogits
 from coldstream.models.cuda_model import (
     HEAD_ROWS,
@@ -21,6 +22,7 @@ from coldstream.models.cuda_model import (
     Loaded,
     check_supported,
     check_types,
+    kernels_of,
     padded_rows,
     plan_memory,
 )
@@ -28,6 +30,10 @@ from coldstream.models.runner import Array, ModelRunner, Progress
 from coldstream.models.spec import ModelSpec
 
 NO_SLOT = -1
+
+
+def no_progress(done: int, total: int) -> None:
+    """Nobody wants to know."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,13 @@ class CudaRunner(ModelRunner):
     head_rows = HEAD_ROWS
 
     def __init__(
-        self, file: GGUFFile, spec: ModelSpec, limits: Limits, gpu: Gpu, progress: Progress | None
+        self,
+        file: GGUFFile,
+        spec: ModelSpec,
+        limits: Limits,
+        gpu: Gpu,
+        progress: Progress | None,
+        compiling: Progress | None,
     ) -> None:
         super().__init__(file, spec, limits.context_length)
         self.gpu = gpu
@@ -59,6 +71,7 @@ class CudaRunner(ModelRunner):
         self._logits_on_device: torch.Tensor | None = None
         try:
             with device_errors():
+                load_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling or no_progress)
                 self._load(progress)
         except BaseException:
             self._release()
@@ -86,14 +99,17 @@ class CudaRunner(ModelRunner):
         kv_type: str,
         num_slots: int = 1,
         progress: Progress | None = None,
+        compiling: Progress | None = None,
     ) -> Self:
         """Copies the weights of an open file to the current device; the runner then closes the file.
 
-        progress is called with (done, total) bytes. Raises DeviceError without a usable GPU, OutOfMemoryError
-        before anything is copied if it doesn't fit, UnsupportedError for sizes and types without kernels,
-        InconsistentError for weights that contradict the format's conventions; the file stays open then.
+        compiling is called with (done, total) kernels, progress with (done, total) bytes. Raises DeviceError
+        without a usable GPU, OutOfMemoryError before anything is copied if it doesn't fit, UnsupportedError
+        for sizes and types without kernels, InconsistentError for weights that contradict the format's
+        conventions; the file stays open then.
         """
-        return cls(file, spec, Limits(num_slots, context_length, kv_type), find_gpu(), progress)
+        limits = Limits(num_slots, context_length, kv_type)
+        return cls(file, spec, limits, find_gpu(), progress, compiling)
 
     def close(self) -> None:
         """Gives the device's memory back and closes the file; the runner cannot be used afterwards."""

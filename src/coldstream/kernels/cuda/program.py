@@ -4,10 +4,16 @@
     program.kernel("linear_few<1>").launch((grid, 1, 1), 256, (x, weight, 3, 1.5))
 
 Loading a kernel needs its first use outside a graph capture; after that launches are captured like any other.
+Compiling takes up to a second each, so `note_kernels` finds out which ones are needed and `load_kernels`
+compiles them together.
 """
 
 import ctypes
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +81,16 @@ class Kernel:
         self._shared_limit = num_bytes
 
 
+class NotedKernel(Kernel):
+    """Stands for a kernel that is only to be known: a launch does nothing."""
+
+    def __init__(self) -> None:
+        """Takes nothing of the device."""
+
+    def launch(self, *args: object, **options: object) -> None:
+        """Nothing happens."""
+
+
 class CudaProgram:
     """The kernels `instances` of `source`: functions, or template instances as C++ writes them.
 
@@ -89,12 +105,42 @@ class CudaProgram:
     def kernel(self, instance: str) -> Kernel:
         """KeyError for an instance that was not listed; CompileError, DeviceError, OutOfMemoryError."""
         kernel = self._kernels.get(instance)
-        if kernel is None:
+        if kernel is None or _noted.get() is not None:
             if instance not in self.instances:
                 raise KeyError(f"{self.source.name} lists no instance {instance}")
+            if (noted := _noted.get()) is not None:
+                noted.add((self, instance))
+                return NotedKernel()
             kernel = Kernel(compile_instance(self.source, instance, _architecture()))
             self._kernels[instance] = kernel
         return kernel
+
+
+Noted = set[tuple[CudaProgram, str]]
+_noted: ContextVar[Noted | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def note_kernels() -> Iterator[Noted]:
+    """Inside, kernels are noted in the set and not launched, so that tensors need no memory."""
+    noted: Noted = set()
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
+def load_kernels(noted: Collection[tuple[CudaProgram, str]], progress: Callable[[int, int], None]) -> None:
+    """Makes the kernels ready to be launched on the current device, by as many threads as there are cores.
+
+    progress is called with (done, total) kernels. Raises as `CudaProgram.kernel`.
+    """
+    # A thread has the device's context only once it has called it.
+    with ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.synchronize) as pool:
+        loaded = pool.map(lambda kernel: kernel[0].kernel(kernel[1]), noted)
+        for done, _ in enumerate(loaded, start=1):
+            progress(done, len(noted))
 
 
 def _architecture() -> str:
