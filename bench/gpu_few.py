@@ -88,21 +88,24 @@ def table(quant_type: QuantType, rows: int, cols: int) -> tuple[ExpertTable, tor
     return ExpertTable(addresses, quant_type, rows, cols), stack.blocks
 
 
-def expert_cases(down_type: QuantType, rows: int) -> Iterator[Case]:
+def expert_cases(down_type: QuantType, rows: int, with_shared: bool = True) -> Iterator[Case]:
     shapes = [(Q4K, FFN, HIDDEN), (Q4K, FFN, HIDDEN), (down_type, HIDDEN, FFN)]
     tables, memory = zip(*(table(*shape) for shape in shapes), strict=True)
     shared = [[random_matrix(*shape) for shape in shapes] for _ in range(LAUNCHES)]
-    layers = [ExpertWeights(*tables, tuple(tensors)) for tensors in shared]
+    layers = [ExpertWeights(*tables, tuple(tensors) if with_shared else None) for tensors in shared]
     # Tokens in a launch share no expert where there are enough of them.
     order = [torch.randperm(EXPERTS, device="cuda").int()[: rows * TOP_K] for _ in range(LAUNCHES)]
     ids = [chosen.reshape(rows, TOP_K).contiguous() for chosen in order]
     x = torch.randn(rows, HIDDEN, device="cuda")
     quantized = empty_activations(rows, HIDDEN, x.device)
     quantize_cuda(x, quantized)
-    hidden = PairRows(torch.randn(rows, TOP_K, FFN, device="cuda"), torch.randn(rows, FFN, device="cuda"))
-    outs = PairRows(torch.empty(rows, TOP_K, HIDDEN, device="cuda"), torch.empty(rows, HIDDEN, device="cuda"))
+    shared_rows = [
+        torch.randn(rows, width, device="cuda") if with_shared else None for width in (FFN, HIDDEN)
+    ]
+    hidden = PairRows(torch.randn(rows, TOP_K, FFN, device="cuda"), shared_rows[0])
+    outs = PairRows(torch.empty(rows, TOP_K, HIDDEN, device="cuda"), shared_rows[1])
     expert_bytes = [kind.row_bytes(cols) * size for kind, size, cols in shapes]
-    num_experts = rows * TOP_K + 1
+    num_experts = rows * TOP_K + with_shared
 
     def gate_up(i: int, keep: object = memory) -> None:
         launch_gate_up(layers[i % LAUNCHES], ids[i % LAUNCHES], hidden, quantized, None)

@@ -19,7 +19,6 @@ from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
 from coldstream.kernels.rms_norm.triton import rms_norm
 from coldstream.kernels.router.cuda import router_choose_cuda, router_few_cuda
 from coldstream.kernels.sample.cuda import ARGMAX_BYTES, ROW_BYTES, SamplerRows, argmax_cuda, sample_cuda
-from coldstream.kernels.swiglu.cuda import swiglu_cuda
 from coldstream.kernels.swiglu.triton import swiglu
 from device import graph_seconds, measure_bandwidth
 
@@ -115,19 +114,11 @@ def activation(rows: int) -> dict[str, tuple[list[Launch], int]]:
     def one() -> Launch:
         gate_up, codes = random(rows, 2 * FFN), empty_activations(rows, FFN, CUDA)
         gate, up = gate_up.split(FFN, dim=1)
-        return lambda: swiglu_cuda(gate, up, None, codes)
-
-    def one_in_triton() -> Launch:
-        gate_up, codes = random(rows, 2 * FFN), empty_activations(rows, FFN, CUDA)
-        gate, up = gate_up.split(FFN, dim=1)
-        return lambda: swiglu(gate, up, codes)
+        return lambda: swiglu(gate, up, None, codes)
 
     num_bytes = 9 * rows * FFN
     number = copies(num_bytes, rows)
-    return {
-        "swiglu": ([one() for _ in range(number)], num_bytes),
-        "swiglu, Triton": ([one_in_triton() for _ in range(number)], num_bytes),
-    }
+    return {"swiglu": ([one() for _ in range(number)], num_bytes)}
 
 
 def sampler_rows(rows: int, top_k: int, top_p: float, repetition: float) -> SamplerRows:

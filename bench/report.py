@@ -250,6 +250,21 @@ def gpu_profile() -> str:
     return table(["kind of kernel", "launches", "µs", "share"], rows) + "\n" + "\n".join(summary) + "\n"
 
 
+def gpu_tiers() -> str:
+    """Triton and CUDA C++ beside each other; nothing while it isn't measured."""
+    if not (RESULTS / "gpu" / "tiers.json").exists():
+        return ""
+    r = load("gpu/tiers")
+    rows = [
+        [k["kernel"], str(k["rows"]), f"{k['triton_us']:.1f}", f"{k['cuda_us']:.1f}", f"{k['ratio']:.2f}×"]
+        for k in r["kernels"]
+    ]
+    machine = (
+        f"{r['machine']['gpu']}, driver {r['machine']['driver']}, commit {r['commit']}: `{r['command']}`"
+    )
+    return table(["kernel", "rows", "Triton µs", "CUDA C++ µs", "ratio"], rows) + f"\n{machine}\n"
+
+
 def gpu_sanitizer() -> str:
     """Accesses that memcheck reported; nothing while it has not run."""
     if not (RESULTS / "gpu" / "sanitizer.json").exists():
@@ -289,6 +304,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpu": gpu,
     "gpu_profile": gpu_profile,
     "gpu_sanitizer": gpu_sanitizer,
+    "gpu_tiers": gpu_tiers,
     "routing": routing,
 }
 

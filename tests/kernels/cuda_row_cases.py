@@ -31,9 +31,9 @@ def spiky(seed: int, *shape: int) -> torch.Tensor:
     return torch.where(chance > 0.98, x * 1e-37, x)
 
 
-def rows_apart(x: torch.Tensor, gap: int) -> torch.Tensor:
+def rows_apart(x: torch.Tensor, gap: int, device: torch.device = CUDA) -> torch.Tensor:
     """x on the device as a view whose rows have `gap` NaN between them."""
-    wide = torch.full((x.shape[0], x.shape[1] + gap), torch.nan, device=CUDA)
+    wide = torch.full((x.shape[0], x.shape[1] + gap), torch.nan, device=device)
     wide[:, : x.shape[1]] = x
     return wide[:, : x.shape[1]]
 

@@ -61,8 +61,11 @@ interpreter.InterpreterBuilder.create_inline_asm = exact_inline_asm
 
 
 def on_device(tensor: QuantTensor, device: torch.device = DEVICE) -> QuantTensor:
-    """A copy of a weight on the test's device."""
-    return QuantTensor(tensor.blocks.to(device, copy=True), tensor.quant_type, tensor.shape)
+    """A copy of a weight on the test's device, in memory rounded up to 16 bytes as everywhere there."""
+    num_bytes = tensor.blocks.numel()
+    blocks = torch.zeros(-(-num_bytes // 16) * 16, dtype=torch.uint8, device=device)[:num_bytes]
+    blocks.copy_(tensor.blocks.reshape(-1))
+    return QuantTensor(blocks.view(tensor.blocks.shape), tensor.quant_type, tensor.shape)
 
 
 def device_activations(x: torch.Tensor, device: torch.device = DEVICE) -> QuantActivations:

@@ -20,7 +20,7 @@ from coldstream.errors import InvalidRequestError, OutOfMemoryError, Unsupported
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda import limits
 from coldstream.kernels.cuda.limits import DeviceLimits
-from coldstream.kernels.cuda.program import CudaProgram, Kernel, Noted
+from coldstream.kernels.cuda.program import CudaProgram, Kernel
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.cuda_model import (
     CHUNK_SIZES,
@@ -325,11 +325,11 @@ def test_nothing_is_compiled_once_a_model_is_loaded(
     path = tmp_path / "tiny.gguf"
     write_gguf(path, arch, **options)  # type: ignore[arg-type]
     seen: list[tuple[int, int]] = []
-    used: Noted = set()
+    used: set[tuple[Path, str]] = set()
     kernel = CudaProgram.kernel
 
     def noting(self: CudaProgram, instance: str) -> Kernel:
-        used.add((self, instance))
+        used.add((self.source, instance))
         return kernel(self, instance)
 
     file = GGUFFile.open(path)
@@ -347,4 +347,4 @@ def test_nothing_is_compiled_once_a_model_is_loaded(
         runner.reset_slot(1)
         runner.decode_rows([1, 2], [700, 0], [0, 1])
     assert used
-    assert used <= loaded
+    assert used <= {(program.source, instance) for program, instance in loaded}

@@ -24,14 +24,15 @@ from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight
 from coldstream.kernels.cuda.memory import Memory
-from coldstream.kernels.dequantize.triton import dequantize
+from coldstream.kernels.dequantize.triton import dequantize, dequantize_matrices
 from coldstream.kernels.embed.triton import embed
 from coldstream.kernels.experts.cuda import PairRows
 from coldstream.kernels.experts.cuda_layer import (
     all_experts_few,
-    experts_as_floats,
+    down_many,
+    experts_of_values,
+    gate_up_many,
     is_one_launch,
-    routed_experts_many,
 )
 from coldstream.kernels.experts.cuda_many import Groups, max_tiles
 from coldstream.kernels.experts.table import ExpertTable
@@ -53,7 +54,7 @@ from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
 from coldstream.kernels.rope.cuda import gather_angles_cuda
 from coldstream.kernels.rope.reference import rope_angles
 from coldstream.kernels.router.cuda import router_choose_cuda, router_few_cuda
-from coldstream.kernels.swiglu.cuda import swiglu_cuda
+from coldstream.kernels.swiglu.triton import swiglu
 
 FEW_STEPS = 16  # rows up to which attention and the delta rule take the kernels made for decoding
 
@@ -107,7 +108,7 @@ class CudaOps(CudaLoader):
 
     def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> Activations:
         out = self.activations(*gate.shape)
-        self._launch(swiglu_cuda, gate, up, out.values, out.quantised)
+        self._launch_triton(swiglu, gate, up, out.values, out.quantised)
         return out
 
     def rope_angles(self, positions: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
@@ -252,9 +253,14 @@ class CudaOps(CudaLoader):
         codes = [self.code_table(stack.quant_type) for stack in stacks]
         for token in range(tokens):
             part = slice(token, token + 1)
-            self._launch_triton(
-                experts_as_floats, x.rows(token, 1), ids[part], stacks, codes, values, addresses,
-                places, hidden, routed[part],
+            for stack, code, matrices in zip(stacks, codes, values, strict=True):
+                if stack.quant_type not in FEW_TYPES:
+                    self._launch_triton(
+                        dequantize_matrices, stack.quant_type, stack.addresses, ids[token], matrices, code
+                    )
+            self._launch(
+                experts_of_values, x.rows(token, 1), ids[part], stacks, values, addresses, places, hidden,
+                routed[part],
             )  # fmt: skip
 
     def _routed_many(
@@ -268,13 +274,16 @@ class CudaOps(CudaLoader):
             self._empty(num_experts, 2, dtype=torch.int32),
             self._empty(max_tiles(num_pairs, num_experts) + 1, 4, dtype=torch.int32),
         )
+        stacks = (gate, up, down)
         if gate.quant_type == up.quant_type:
             hidden = self.activations(num_pairs, ffn_size)
-            self._launch(routed_experts_many, x, ids, (gate, up, down), groups, hidden, None, routed)
-            return
-        halves = (self._empty(num_pairs, ffn_size), self._empty(num_pairs, ffn_size))
-        hidden = self.activations(num_pairs, ffn_size)
-        self._launch(routed_experts_many, x, ids, (gate, up, down), groups, hidden, halves, routed)
+            self._launch(gate_up_many, x, ids, stacks, groups, (hidden.values,))
+            self._launch(quantize_cuda, hidden.values, hidden.quantised)
+        else:
+            halves = (self._empty(num_pairs, ffn_size), self._empty(num_pairs, ffn_size))
+            self._launch(gate_up_many, x, ids, stacks, groups, halves)
+            hidden = self.swiglu(*halves)
+        self._launch(down_many, hidden, ids, stacks, groups, routed)
 
     def _linear_few(
         self, x: Activations, weights: Sequence[QuantTensor], outs: Sequence[torch.Tensor]

@@ -18,6 +18,7 @@ from coldstream.models.cuda_model import (
     MAX_DECODE_ROWS,
     MAX_GRAPH_ROWS,
     MAX_GRAPHS,
+    SMALLEST_PADDED_ROWS,
     Limits,
     Loaded,
     check_supported,
@@ -87,6 +88,7 @@ class CudaRunner(ModelRunner):
         host_logits = torch.empty((HEAD_ROWS, self.spec.vocab_size), dtype=torch.float32)
         self._host_logits = host_logits.pin_memory()
         self._decode(1)
+        self._loaded.step(SMALLEST_PADDED_ROWS)  # so that Triton's kernels for many rows are compiled too
         self._clear()
 
     @classmethod

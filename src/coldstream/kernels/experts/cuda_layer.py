@@ -7,14 +7,12 @@ import torch
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES
-from coldstream.kernels.dequantize.triton import dequantize_matrices
+from coldstream.kernels.cuda.many_tiles import Tiling
 from coldstream.kernels.experts import cuda as experts_few
 from coldstream.kernels.experts import cuda_many as experts_many
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.ops import ExpertWeights
-from coldstream.kernels.quantize.cuda import quantize_cuda
-from coldstream.kernels.swiglu.cuda import swiglu_cuda
 
 
 def is_one_launch(weights: ExpertWeights) -> bool:
@@ -41,62 +39,69 @@ def all_experts_few(
     )  # fmt: skip
 
 
-def routed_experts_many(
+def gate_up_many(
     x: Activations,
     ids: torch.Tensor,
     stacks: tuple[ExpertTable, ExpertTable, ExpertTable],
     groups: experts_many.Groups,
-    hidden: Activations,
-    halves: tuple[torch.Tensor, torch.Tensor] | None,
-    routed: torch.Tensor,
+    outs: Sequence[torch.Tensor],
 ) -> None:
-    """The routed experts of integer types [T, K, E], for any number of tokens.
+    """Gate and up of the routed experts of any number of tokens, of integer types.
 
-    Gate and up of two types take two products, which leave their outputs in `halves`, [P, F] each.
+    Writes `groups` for ids [T, K], and float32 [T · K, F] by place: of one type the activated product, of two
+    types the products of gate and of up.
     """
     gate, up, down = stacks
     ffn_size, hidden_size = gate.rows, gate.cols
     tables = experts_many.ExpertTables(gate.addresses, up.addresses, down.addresses)
-    first, second, last = experts_many.choose_tilings(
-        ids.numel(), len(gate.addresses), gate.quant_type, up.quant_type, down.quant_type
-    )
+    first, second, last = _tilings(ids, stacks)
     experts_many.group_experts(ids, tables, groups, min(first.tokens, second.tokens, last.tokens))
-    if halves is None:
-        experts_many.experts_gate_up_many(
-            x.quantised, tables, first, ffn_size, hidden_size, groups, hidden.values
+    if len(outs) == 1:
+        experts_many.experts_gate_up_many(x.quantised, tables, first, ffn_size, hidden_size, groups, outs[0])
+        return
+    for stack, tiling, out in zip((gate, up), (first, second), outs, strict=True):
+        experts_many.experts_product_many(
+            x.quantised, stack.addresses, tiling, ffn_size, hidden_size, groups, out, by_token=True
         )
-        quantize_cuda(hidden.values, hidden.quantised)
-    else:
-        for stack, tiling, half in zip((gate, up), (first, second), halves, strict=True):
-            experts_many.experts_product_many(
-                x.quantised, stack.addresses, tiling, ffn_size, hidden_size, groups, half, by_token=True
-            )
-        swiglu_cuda(*halves, hidden.values, hidden.quantised)
+
+
+def down_many(
+    hidden: Activations,
+    ids: torch.Tensor,
+    stacks: tuple[ExpertTable, ExpertTable, ExpertTable],
+    groups: experts_many.Groups,
+    routed: torch.Tensor,
+) -> None:
+    """The rest of `gate_up_many`: hidden [T · K, F] by place → float32 `routed` [T, K, E]."""
+    tiling, down = _tilings(ids, stacks)[-1], stacks[-1]
     experts_many.experts_product_many(
-        hidden.quantised, down.addresses, last, hidden_size, ffn_size, groups, routed, by_token=False,
-    )  # fmt: skip
+        hidden.quantised, down.addresses, tiling, down.rows, down.cols, groups, routed, by_token=False
+    )
 
 
-def experts_as_floats(
+def _tilings(ids: torch.Tensor, stacks: Sequence[ExpertTable]) -> tuple[Tiling, ...]:
+    types = [stack.quant_type for stack in stacks]
+    return experts_many.choose_tilings(ids.numel(), len(stacks[0].addresses), *types)
+
+
+def experts_of_values(
     x: Activations,
     ids: torch.Tensor,
     stacks: Sequence[ExpertTable],
-    codes: Sequence[torch.Tensor | None],
     values: Sequence[torch.Tensor],
     addresses: Sequence[torch.Tensor],
     places: torch.Tensor,
     hidden: experts_few.PairRows,
     routed: torch.Tensor,
 ) -> None:
-    """The routed experts of one token; types without products of their own are float32 first, in `values`."""
+    """The routed experts ids [1, K] of one token; of types without products, their float32 `values`."""
     ranks = ids.shape[1]
     tables = []
-    for stack, code, matrices, found in zip(stacks, codes, values, addresses, strict=True):
+    for stack, matrices, found in zip(stacks, values, addresses, strict=True):
         quant_type = stack.quant_type
         if quant_type in FEW_TYPES:
             torch.index_select(stack.addresses, 0, ids[0], out=found)
         else:
-            dequantize_matrices(quant_type, stack.addresses, ids[0], matrices, code)
             first, step = matrices.data_ptr(), matrices[0].nbytes
             torch.arange(first, first + ranks * step, step, out=found)
             quant_type = QuantType.F32
