@@ -24,7 +24,10 @@ from results import ROOT, write_result
 
 TESTS = "tests/kernels"
 PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider")
-OPTIONS = ("--tool", "memcheck", "--report-api-errors", "no", "--padding", "64", "--error-exitcode", "1")
+OPTIONS = (
+    *("--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "1"),
+    *("--padding", "64", "--destroy-on-device-error", "kernel"),  # so that the next test still runs
+)
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 # Long ones, whose accesses shorter ones make too, and captures, in which PyTorch cannot take uncached memory.
 LEFT_OUT = re.compile("thousand|any_settings|full_vocabulary|large_and_wide|long_contexts|no_cut|graph")

@@ -23,6 +23,7 @@ PASS_COLS = {QuantType.F32: 1024, QuantType.F16: 2048, QuantType.BF16: 2048}  # 
 INTEGER_PASS_COLS = NUM_GROUPS * GROUP_SIZE
 FEW_TYPES = INTEGER_TYPES | set(PASS_COLS)
 GROUP_BYTES = GROUP_SIZE + 16 + 4  # codes, sums of 32 and scale of a group of activations in shared memory
+SLACK_BYTES = 4  # behind the scales, which the compiler loads in pairs: the last may have no second
 RESERVED_BYTES = 1024  # of shared memory, by the system, per block
 STATIC_BYTES = 1024  # of shared memory that a kernel declares itself, at most
 

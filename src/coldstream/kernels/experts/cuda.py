@@ -11,6 +11,7 @@ from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.few_shapes import (
     GROUP_BYTES,
     MAX_ROWS,
+    SLACK_BYTES,
     MatrixShape,
     matrix_shape,
     natural_spread,
@@ -154,7 +155,8 @@ def _launch(
 ) -> None:
     limits = device_limits()
     stage_bytes = max(shape.stage_bytes for shape in shapes)
-    plan = plan_ring(limits, WARPS * stage_bytes, groups * GROUP_BYTES, BLOCKS_PER_PROCESSOR)
+    other_bytes = groups * GROUP_BYTES + SLACK_BYTES
+    plan = plan_ring(limits, WARPS * stage_bytes, other_bytes, BLOCKS_PER_PROCESSOR)
     if plan is None:
         raise ValueError(f"a row of {groups * GROUP_SIZE} activations does not fit a block's shared memory")
     num_pairs = topk_ids.shape[0] * pairs_per_token

@@ -13,6 +13,7 @@ from coldstream.kernels.cuda.few_shapes import (
     GROUP_BYTES,
     MAX_ROWS,
     PASS_COLS,
+    SLACK_BYTES,
     MatrixShape,
     RingPlan,
     matrix_shape,
@@ -143,9 +144,9 @@ def _layout_of(
     max_blocks = 1 if is_small else most
     if num_rows == 1:
         stage_bytes = max(stage_bytes, value_bytes)
-        plan = plan_ring(limits, WARPS * stage_bytes, groups * GROUP_BYTES, max_blocks)
+        plan = plan_ring(limits, WARPS * stage_bytes, groups * GROUP_BYTES + SLACK_BYTES, max_blocks)
     else:
-        others = num_rows * (groups * GROUP_BYTES + ROW_BYTES) + PARTIAL_BYTES
+        others = num_rows * (groups * GROUP_BYTES + ROW_BYTES) + PARTIAL_BYTES + SLACK_BYTES
         plan = plan_ring(limits, max(stage_bytes, WARPS * value_bytes), others, max_blocks)
     return None if plan is None else _Layout(shapes, num_rows > 1, stage_bytes, value_bytes, plan)
 
