@@ -34,6 +34,7 @@ PREFILL = CudaProgram(
 )
 # As the kernels have them.
 COLUMNS_PER_BLOCK, THREADS = 32, 128
+WALK_THREADS = 160
 BLOCKS_PER_GROUP = GROUP_SIZE // COLUMNS_PER_BLOCK
 TILE_ROWS = 16
 OUTPUT_WARPS = 8
@@ -141,7 +142,7 @@ def delta_net_prefill_cuda(
     )
     PREFILL.kernel(f"delta_recurrence<{size}>").launch(
         (num_heads * size // COLUMNS_PER_BLOCK, state.shape[0], 1),
-        THREADS,
+        WALK_THREADS,
         (layer, rows, states, work, taps),
     )
     num_groups = padded_cols(num_heads * size) // GROUP_SIZE

@@ -47,23 +47,6 @@ __device__ __forceinline__ void store_state(float* state, const float (&s)[chain
   for (int m = 0; m < chain_keys<D>; m++) to[m * num_chains * D] = s[m];
 }
 
-// Entries m … m + 3 of the thread's chain of a vector in shared memory. Volatile: the load stays where it is
-// written, ahead of its use, which a lone warp would otherwise wait for.
-template <int D>
-__device__ __forceinline__ void load_four(const float* vector, int m, float (&k)[chain_keys<D>]) {
-  const uint32_t from = shared_address(vector + own_chain() * chain_floats<D> + m);
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(k[m]), "=f"(k[m + 1]), "=f"(k[m + 2]), "=f"(k[m + 3])
-               : "r"(from)
-               : "memory");
-}
-
-template <int D>
-__device__ __forceinline__ void load_chain(const float* vector, float (&k)[chain_keys<D>]) {
-#pragma unroll
-  for (int m = 0; m < chain_keys<D>; m += 4) load_four<D>(vector, m, k);
-}
-
 // Entries 4 m … 4 m + 3 of the thread's chain of a vector in shared memory.
 template <int D>
 __device__ __forceinline__ float4 four_of(const float* vector, int m) {
@@ -102,32 +85,6 @@ __device__ __forceinline__ float update(float (&s)[chain_keys<D>], const float* 
       s[m + i] = __fmaf_rn(k[i], change, s[m + i]);
       output = __fmaf_rn(q[i], s[m + i], output);
     }
-  }
-  return output;
-}
-
-// `update` of one token and `predict` of the next in one visit of the state, so that their chains wait
-// together. The first `ahead` entries of q are there, the others are read from `query` on the way, as is the
-// key after the next one into the place of k.
-template <int D, int ahead>
-__device__ __forceinline__ float update_and_predict(float (&s)[chain_keys<D>], float (&k)[chain_keys<D>],
-                                                    float (&q)[chain_keys<D>], const float* query,
-                                                    float change, const float (&next_k)[chain_keys<D>],
-                                                    float next_decay, const float* key_after,
-                                                    float& prediction) {
-  float output = 0.0f;
-  prediction = 0.0f;
-#pragma unroll
-  for (int m = 0; m < chain_keys<D>; m += 4) {
-    if (m + ahead < chain_keys<D>) load_four<D>(query, m + ahead, q);
-#pragma unroll
-    for (int i = m; i < m + 4; i++) {
-      const float updated = __fmaf_rn(k[i], change, s[i]);
-      output = __fmaf_rn(q[i], updated, output);
-      s[i] = updated * next_decay;
-      prediction = __fmaf_rn(next_k[i], s[i], prediction);
-    }
-    load_four<D>(key_after, m, k);
   }
   return output;
 }

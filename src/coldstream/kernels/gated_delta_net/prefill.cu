@@ -2,12 +2,11 @@
 // recurrence, a block for 32 columns of one head of one sequence; the norm and gate of all outputs at once.
 #include "gated_delta_net/delta_rule.cuh"
 #include "gated_delta_net/layer.cuh"
+#include "gated_delta_net/walk.cuh"
 
 using namespace coldstream;
 
 constexpr int tile_rows = 16;  // of the first launch
-constexpr int stage_rows = 8;  // of the recurrence, that are copied together
-constexpr int num_stages = 4;
 constexpr int output_warps = 8;  // of the last launch
 
 // Between the launches.
@@ -120,145 +119,6 @@ __global__ void __launch_bounds__(D)
   }
 }
 
-// One token in shared memory.
-template <int D>
-struct Token {
-  alignas(16) float q[vector_floats<D>];
-  alignas(16) float k[vector_floats<D>];
-  alignas(16) float v[block_columns];
-  float2 gates, unused;  // whole 16 bytes
-};
-
-// A ring of tokens, filled stage by stage.
-template <int D>
-struct Tokens {
-  Token<D> ring[num_stages * stage_rows];
-
-  __device__ const Token<D>& at(int t) const { return ring[t % (num_stages * stage_rows)]; }
-};
-
-// Where the block's vectors of its sequence's token 0 lie in the workspace.
-struct Sources {
-  const float *q, *k, *v;
-  const float2* gates;
-  int64_t key_stride, value_stride, gate_stride;
-};
-
-__device__ __forceinline__ void copy_async_8(void* shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global)
-               : "memory");
-}
-
-// Asks for the tokens of stage `stage` of a sequence of `count`, and closes the group of copies. A thread
-// copies the same 16 bytes of query or key of every few tokens, then perhaps a piece of the values or the
-// gates.
-template <int D>
-__device__ __forceinline__ void copy_stage(Tokens<D>& tokens, const Sources& from, int stage, int count) {
-  constexpr int pieces = D / 2, tokens_at_once = delta_threads / pieces, column_pieces = block_columns / 4;
-  const int part = threadIdx.x % (D / 4) * 4, first = stage * stage_rows, left = count - first;
-  const bool is_query = threadIdx.x % pieces < D / 4;
-  const int place = part / chain_keys<D> * chain_floats<D> + part % chain_keys<D>;
-  const float* source = (is_query ? from.q : from.k) + part + first * from.key_stride;
-  Token<D>* stage_tokens = tokens.ring + stage % num_stages * stage_rows;
-#pragma unroll
-  for (int i = 0; i < stage_rows; i += tokens_at_once) {
-    const int t = i + threadIdx.x / pieces;
-    Token<D>& to = stage_tokens[t];
-    if (t < left) copy_async_16((is_query ? to.q : to.k) + place, source + t * from.key_stride);
-  }
-  static_assert(stage_rows * (column_pieces + 1) <= delta_threads, "one piece a thread");
-  const int t = threadIdx.x % stage_rows, piece = threadIdx.x / stage_rows;
-  if (t < left && piece < column_pieces) {
-    copy_async_16(stage_tokens[t].v + piece * 4, from.v + (first + t) * from.value_stride + piece * 4);
-  } else if (t < left && piece == column_pieces) {
-    copy_async_8(&stage_tokens[t].gates, from.gates + (first + t) * from.gate_stride);
-  }
-  commit_copies();
-}
-
-// Entries of a query that are read with the token before: as many as the registers of four blocks on a
-// multiprocessor hold.
-template <int D>
-constexpr int queries_ahead = 8;
-
-// Between two tokens of a walk. A lone warp waits for whatever is not ready, so that everything is asked for
-// early: vectors are read a token ahead, and a token's output is summed while the next token is under way.
-template <int D>
-struct Walk {
-  float state[chain_keys<D>];
-  float q[chain_keys<D>];                       // of the token
-  float change;                                 // that it makes
-  float next_decay, next_value, next_strength;  // of the token after it
-  float last_output;                            // chain of the one before it
-};
-
-// What step t takes from shared memory, but for the keys.
-template <int D>
-__device__ __forceinline__ void read_ahead(const Tokens<D>& tokens, int t, Walk<D>& walk) {
-#pragma unroll
-  for (int m = 0; m < queries_ahead<D>; m += 4) load_four<D>(tokens.at(t).q, m, walk.q);
-  const Token<D>& next = tokens.at(t + 1);
-  walk.next_value = next.v[own_column()];
-  walk.next_decay = next.gates.x;
-  walk.next_strength = next.gates.y;
-}
-
-// Stores an output, summed from its chains, at `out`, the thread's column of its row.
-__device__ __forceinline__ void store_output(float chain, float* out) {
-  const float sum = sum_of_chains(chain);
-  if (own_chain() == 0) *out = sum;
-}
-
-// Token t, the prediction of token t + 1 by next_k, and the output of token t − 1 at `out`. k, its own key,
-// makes room for that of token t + 2. What is read past the end of the sequence is not used.
-template <int D>
-__device__ __forceinline__ void advance(Walk<D>& walk, float (&k)[chain_keys<D>],
-                                        const float (&next_k)[chain_keys<D>], const Tokens<D>& tokens, int t,
-                                        float* out) {
-  if (t > 0) store_output(walk.last_output, out);
-  float prediction;
-  walk.last_output =
-      update_and_predict<D, queries_ahead<D>>(walk.state, k, walk.q, tokens.at(t).q, walk.change, next_k,
-                                              walk.next_decay, tokens.at(t + 2).k, prediction);
-  const float strength = walk.next_strength, value = walk.next_value;
-  read_ahead<D>(tokens, t + 1, walk);
-  walk.change = strength * (value - sum_of_chains(prediction));
-}
-
-// All tokens of a sequence over the block's columns; `out` is the thread's column of token 0.
-template <int D>
-__device__ __forceinline__ void walk_tokens(Walk<D>& walk, Tokens<D>& tokens, const Sources& from, int count,
-                                            float* out, int64_t out_stride) {
-#pragma unroll
-  for (int stage = 0; stage < num_stages - 1; stage++) copy_stage<D>(tokens, from, stage, count);
-  float even_k[chain_keys<D>], odd_k[chain_keys<D>];
-  const int last = count - 1;
-  out -= out_stride;  // the first store is that of token 0, during token 1
-  for (int first = 0; first < count; first += stage_rows) {
-    wait_for_copies<num_stages - 3>();  // this stage and the next, which its last tokens look into
-    __syncthreads();
-    copy_stage<D>(tokens, from, first / stage_rows + num_stages - 1, count);
-    if (first == 0) {
-      const Token<D>& token = tokens.at(0);
-      load_chain<D>(token.k, even_k);
-      load_chain<D>(tokens.at(1).k, odd_k);
-      read_ahead<D>(tokens, 0, walk);
-      const float predicted = sum_of_chains(predict<D>(walk.state, token.k, token.gates.x));
-      walk.change = token.gates.y * (token.v[own_column()] - predicted);
-    }
-    for (int t = first; t < min(first + stage_rows, last); t += 2) {
-      advance<D>(walk, even_k, odd_k, tokens, t, out);
-      out += out_stride;
-      if (t + 1 == last) break;
-      advance<D>(walk, odd_k, even_k, tokens, t + 1, out);
-      out += out_stride;
-    }
-  }
-  if (last > 0) store_output(walk.last_output, out);
-  const Token<D>& token = tokens.at(last);
-  store_output(update<D>(walk.state, token.k, token.q, walk.change), out + out_stride);
-}
-
 // The block's share of the last taps − 1 raw inputs of its sequence: of its value head, and of the query and
 // key head of the same number.
 __device__ __forceinline__ void keep_inputs(const DeltaLayer& layer, const DeltaRows& rows,
@@ -278,9 +138,9 @@ __device__ __forceinline__ void keep_inputs(const DeltaLayer& layer, const Delta
   }
 }
 
-// grid (NV · D / 32, slots), 128 threads.
+// grid (NV · D / 32, slots), 160 threads.
 template <int D>
-__global__ void __launch_bounds__(delta_threads, 4)
+__global__ void __launch_bounds__(walk_threads, 1)
     delta_recurrence(DeltaLayer layer, DeltaRows rows, DeltaStates states, DeltaWorkspace work,
                      int num_taps) {
   __shared__ Tokens<D> tokens;
@@ -298,12 +158,16 @@ __global__ void __launch_bounds__(delta_threads, 4)
                      key_stride,
                      size,
                      layer.num_value_heads};
+  const int count = span.y - span.x;
+  if (own_warp() == delta_threads / warp_size) return feed_tokens<D>(tokens, from, count);
   float* block_state = states.state + (int64_t(slot) * layer.num_value_heads + head) * D * D + column;
   Walk<D> walk;
   load_state<D>(block_state, walk.state);
   keep_inputs(layer, rows, states, slot, span, D, head, column, num_taps);
   float* out = work.raw + first * size + head * D + column + own_column();
-  walk_tokens<D>(walk, tokens, from, span.y - span.x, out, size);
+  const uint32_t chain = shared_address(tokens.ring[0].q + own_chain() * chain_floats<D>);
+  const int to_value = shared_address(tokens.ring[0].v + own_column()) - chain;
+  walk_tokens<D>(walk, tokens, {fixed(chain), int(fixed(to_value))}, fixed(count), out, fixed(size));
   store_state<D>(block_state, walk.state);
 }
 
