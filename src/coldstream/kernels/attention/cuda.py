@@ -28,7 +28,7 @@ HEAD_MULTIPLE = 8  # a thread takes eight columns
 
 PREPARE_THREADS, PREPARE_HEADS = 128, 8  # a block
 DECODE_THREADS = 256
-PREFILL_THREADS = 128
+PREFILL_THREADS = 256
 MERGE_SHARED_BYTES = 2 * 32 * GROUP_SIZE * 4  # two batches of 32 chunks
 # Blocks of keys whose scores are computed together, and blocks of keys or values in flight: best first.
 DECODE_STAGES = ((4, 6), (4, 5), (2, 4), (2, 3), (1, 2))

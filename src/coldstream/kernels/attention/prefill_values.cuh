@@ -1,0 +1,244 @@
+// Prefill, the other half of a block's threads: the numerators as a product of tiles with the positions
+// outermost, the merge of chunks, and the results.
+#pragma once
+
+#include "attention/prefill_block.cuh"
+
+namespace coldstream {
+
+template <class shape>
+struct prefill_mixer {
+  using stage_type = typename shape::stage_type;
+  using weights_type = block_weights<shape::num_rows>;
+  // A thread takes `mix_rows` neighbouring rows and two quads of columns, half a head apart.
+  static constexpr int column_lanes = shape::head_quads / 2;
+  static constexpr int mix_lanes =
+      smaller(power_of_two_up_to(role_threads / column_lanes), shape::num_rows / 4);
+  static constexpr int mix_rows = shape::num_rows / mix_lanes;
+
+  const prefill_arguments& a;
+  typename shape::shared_memory& shared;
+  const int thread, mix_lane, column_lane;
+  float numerators[mix_rows][8];
+  int least_last, greatest_last;  // of the rows of `numerators`
+
+  __device__ __forceinline__ prefill_mixer(const prefill_arguments& arguments,
+                                           typename shape::shared_memory& memory)
+      : a(arguments),
+        shared(memory),
+        thread(thread_of_role<role_threads>()),
+        mix_lane(thread / column_lanes),
+        column_lane(thread % column_lanes) {
+    least_last = 0x7fffffff, greatest_last = -1;
+    for (int i = 0; i < mix_rows && mix_lane < mix_lanes; i++) {
+      const int last = shared.lasts[mix_lane * mix_rows + i];
+      if (last >= 0) least_last = min(least_last, last), greatest_last = max(greatest_last, last);
+    }
+  }
+
+  // Weights and values of a place, a row of `values`.
+  struct mix_operands {
+    float e[mix_rows], v[8];
+  };
+  __device__ __forceinline__ void load_place(const float* values, const weights_type& weights, int place,
+                                             mix_operands& to) const {
+    const float4* value_quads = reinterpret_cast<const float4*>(values) + column_lane;
+    *reinterpret_cast<float4*>(to.v) = value_quads[0];
+    *reinterpret_cast<float4*>(to.v + 4) = value_quads[column_lanes];
+    const float4* from = reinterpret_cast<const float4*>(weights.weights + place * shape::num_rows);
+#pragma unroll
+    for (int i = 0; i < mix_rows / 4; i++) {
+      *reinterpret_cast<float4*>(to.e + 4 * i) =
+          from[weights_type::quad_of(mix_lane * (mix_rows / 4) + i, place)];
+    }
+  }
+
+  // Places first … end − 1 for the rows that see them.
+  __device__ __forceinline__ void mix_some(const float* values, const weights_type& weights, int begin,
+                                           int first, int end) {
+#pragma unroll 1
+    for (int place = first; place < end; place++) {
+      mix_operands now;
+      load_place(values + place * shape::head_dim, weights, place, now);
+#pragma unroll
+      for (int r = 0; r < mix_rows; r++) {
+        const int last = shared.lasts[mix_lane * mix_rows + r], position = begin + place;
+        const bool seen = position <= last && position >= first_position(last, a.window);
+#pragma unroll
+        for (int c = 0; c < 8; c++) {
+          const float sum = __fmaf_rn(now.e[r], now.v[c], numerators[r][c]);
+          numerators[r][c] = seen ? sum : numerators[r][c];
+        }
+      }
+    }
+  }
+
+  // Places that all rows see, multiples of four. The next place's are on their way while one is computed.
+  __device__ __forceinline__ void mix_all(const float* values, const weights_type& weights, int first,
+                                          int end) {
+    if (first >= end) return;
+    mix_operands operands[2];
+    load_place(values + first * shape::head_dim, weights, first, operands[0]);
+#pragma unroll 1
+    for (int place = first; place < end; place += 4) {
+      const float* at = values + place * shape::head_dim;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const mix_operands& now = operands[i % 2];
+        load_place(at + (i + 1) * shape::head_dim, weights, place / 4 * 4 + i + 1, operands[(i + 1) % 2]);
+#pragma unroll
+        for (int r = 0; r < mix_rows; r++) {
+#pragma unroll
+          for (int c = 0; c < 8; c++) numerators[r][c] = __fmaf_rn(now.e[r], now.v[c], numerators[r][c]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void correct(const weights_type& weights) {
+#pragma unroll
+    for (int i = 0; i < mix_rows / 4; i++) {
+      const float4 c = reinterpret_cast<const float4*>(weights.corrections)[mix_lane * (mix_rows / 4) + i];
+      const float factors[4] = {c.x, c.y, c.z, c.w};
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+#pragma unroll
+        for (int k = 0; k < 8; k++) numerators[4 * i + r][k] *= factors[r];
+      }
+    }
+  }
+
+  // Part `part` of the block at `begin`.
+  __device__ __forceinline__ void mix(const float* values, const weights_type& weights, int begin,
+                                      int part) {
+    if (greatest_last < begin || mix_lane >= mix_lanes) return;
+    if (part == 0) correct(weights);
+    const int part_begin = part * stage_type::value_positions;
+    const int part_end = part_begin + stage_type::value_positions;
+    values -= part_begin * shape::head_dim;
+    // From `first` on some row sees a position, from `all_first` to `all_end` every row does.
+    const int first = max(first_position(least_last, a.window) - begin, part_begin);
+    const int end = min(greatest_last + 1 - begin, part_end);
+    const int all_first = max((first_position(greatest_last, a.window) - begin + 3) & ~3, part_begin);
+    const int all_end = max(min((least_last + 1 - begin) & ~3, part_end), all_first);
+    mix_some(values, weights, begin, first, min(all_first, end));
+    mix_all(values, weights, all_first, all_end);
+    mix_some(values, weights, begin, max(first, all_end), end);
+  }
+
+  __device__ __forceinline__ float4* out_of(int row) const {
+    return reinterpret_cast<float4*>(a.out) + int64_t{shared.places[row]} * shape::head_quads + column_lane;
+  }
+
+  // Numerators of the chunk into `out`, merged with what is there.
+  __device__ __forceinline__ void merge(const weights_type& weights, int chunk_begin) {
+    constexpr int batch = 4;
+#pragma unroll
+    for (int from = 0; from < mix_rows; from += batch) {
+      asm volatile("" ::: "memory");  // else all batches are read first, and do not fit
+      float4 before[batch][2];
+#pragma unroll
+      for (int r = 0; r < batch; r++) {
+        const int row = mix_lane * mix_rows + from + r;
+        const int last = shared.lasts[row];
+        const bool is_merged = first_position(last, a.window) < chunk_begin && last >= chunk_begin;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          before[r][half] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          if (is_merged) before[r][half] = out_of(row)[half * column_lanes];
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < batch; r++) {
+        const int row = mix_lane * mix_rows + from + r;
+        const int last = shared.lasts[row], first = first_position(last, a.window);
+        if (last < chunk_begin || first >= chunk_begin + chunk_positions) continue;
+        const float ours = weights.ours[row], theirs = weights.theirs[row];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const float* n = numerators[from + r] + 4 * half;
+          float4 x = make_float4(n[0], n[1], n[2], n[3]);
+          if (first < chunk_begin) {
+            x.x = __fmaf_rn(x.x, theirs, before[r][half].x * ours);
+            x.y = __fmaf_rn(x.y, theirs, before[r][half].y * ours);
+            x.z = __fmaf_rn(x.z, theirs, before[r][half].z * ours);
+            x.w = __fmaf_rn(x.w, theirs, before[r][half].w * ours);
+          }
+          out_of(row)[half * column_lanes] = x;
+        }
+      }
+    }
+  }
+
+  // Results of the rows whose last chunk this is, from their merged numerators in `out`: of each thread's own.
+  __device__ __forceinline__ void finish(const weights_type& weights, int chunk_begin) {
+#pragma unroll 1
+    for (int i = 0; i < mix_rows; i += 2) {
+      float4 sums[4];
+      float gates[4][4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const int row = mix_lane * mix_rows + i + k / 2, half = k % 2 * column_lanes;
+        const int64_t token = shared.places[row] / a.num_heads, head = shared.places[row] % a.num_heads;
+        const float* gate = a.query_gate + token * a.query_gate_stride + (2 * head + 1) * shape::head_dim;
+        sums[k] = out_of(row)[half];
+#pragma unroll
+        for (int c = 0; c < 4; c++) gates[k][c] = gate[4 * (column_lane + half) + c];
+      }
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const int row = mix_lane * mix_rows + i + k / 2, half = k % 2 * column_lanes, last = shared.lasts[row];
+        if (last < chunk_begin || last >= chunk_begin + chunk_positions) continue;
+        const float inverse = weights.inverses[row];
+        const float4 x = sums[k];
+        const float* gate = gates[k];
+        out_of(row)[half] =
+            make_float4(x.x * inverse * exact_sigmoid(gate[0]), x.y * inverse * exact_sigmoid(gate[1]),
+                        x.z * inverse * exact_sigmoid(gate[2]), x.w * inverse * exact_sigmoid(gate[3]));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run(const prefill_span& span) {
+    const int64_t stride = a.places.position_bytes;
+    const int num_blocks = span.num_blocks();
+    int begin = span.first_block(), current = 0;
+    {
+      stage_type next;
+      next.fetch_values(span.values + begin * stride, stride, 0, span.first - begin, span.end - begin);
+      next.store_values(shared.values[0]);
+    }
+    wait_at(barrier_of_values, role_threads);
+#pragma unroll 1
+    for (int block = 0; block < num_blocks; block++, begin += block_positions) {
+      if (block == 0 || begin % chunk_positions == 0) {
+#pragma unroll
+        for (int r = 0; r < mix_rows; r++) {
+#pragma unroll
+          for (int c = 0; c < 8; c++) numerators[r][c] = 0.0f;
+        }
+      }
+      const weights_type& weights = shared.weights[block % 2];
+      wait_at(barrier_full + block % 2, 2 * role_threads);
+#pragma unroll 1
+      for (int part = 0; part < stage_type::value_parts; part++, current ^= 1) {
+        const bool is_last = part + 1 == stage_type::value_parts;
+        const int from = is_last ? begin + block_positions : begin;
+        stage_type next;
+        next.fetch_values(span.values + from * stride, stride, is_last ? 0 : part + 1, span.first - from,
+                          span.end - from);
+        mix(shared.values[current], weights, begin, part);
+        next.store_values(shared.values[current ^ 1]);
+        wait_at(barrier_of_values, role_threads);
+      }
+      if (span.ends_chunk(begin) && mix_lane < mix_lanes) {
+        const int chunk = begin / chunk_positions * chunk_positions;
+        merge(weights, chunk);
+        finish(weights, chunk);
+      }
+      if (block + 2 < num_blocks) arrive_at(barrier_empty + block % 2, 2 * role_threads);
+    }
+  }
+};
+
+}  // namespace coldstream
