@@ -30,6 +30,14 @@ PREPARE_THREADS, PREPARE_HEADS = 128, 8  # a block
 DECODE_THREADS = 256
 PREFILL_THREADS = 256
 MERGE_SHARED_BYTES = 2 * 32 * GROUP_SIZE * 4  # two batches of 32 chunks
+# Rows of a block of prefill's threads, and shared memory for a part of its keys and of its values.
+PrefillTile = tuple[int, int, int]
+PREFILL_TILES: tuple[PrefillTile, ...] = (
+    (64, 32768, 16384), (64, 16384, 8192), (32, 32768, 16384), (32, 16384, 8192), (16, 32768, 16384),
+    (16, 16384, 8192), (16, 8192, 8192),
+)  # fmt: skip
+PREFILL_MAX_SUMS = 64 * 256  # of a block: more leave no registers for what is on its way
+PREFILL_BLOCKS = 2, 1  # a processor that the tallest tiles need, and the next
 # Blocks of keys whose scores are computed together, and blocks of keys or values in flight: best first.
 DECODE_STAGES = ((4, 6), (4, 5), (2, 4), (2, 3), (1, 2))
 
@@ -158,12 +166,15 @@ class AttentionKernels:
         self.shape = shape
         self.device = device
         self.decode_stages = self._choose_stages()
-        self.prefill_rows = self._choose_rows()
-        self._programs = [CudaProgram(FOLDER / file, (name,)) for file, name in self.instances]
+        self.prefill_tiles = self._choose_tiles()
+        names: dict[str, list[str]] = {}
+        for file, name in self.instances:
+            names.setdefault(file, []).append(name)
+        self._programs = {file: CudaProgram(FOLDER / file, of_file) for file, of_file in names.items()}
 
     @property
     def instances(self) -> tuple[tuple[str, str], ...]:
-        """Source file and template instance of the four kernels."""
+        """Source file and template instance of the kernels."""
         head = f"coldstream::cache_{self.shape.cache_type.name}, {self.shape.head_dim}"
         wide, narrow = self.shape.decode_heads
         blocks, stages = self.decode_stages
@@ -171,16 +182,12 @@ class AttentionKernels:
             ("prepare.cu", f"coldstream::attention_prepare<{head}>"),
             ("decode.cu", f"coldstream::attention_decode<{head}, {wide}, {narrow}, {blocks}, {stages}>"),
             ("merge.cu", f"coldstream::attention_merge<{self.shape.head_dim}>"),
-            ("prefill.cu", f"coldstream::attention_prefill<{head}, {self.prefill_rows}>"),
+            *(("prefill.cu", self._prefill_instance(tile)) for tile in self.prefill_tiles),
         )
 
     @property
     def decode_shared_bytes(self) -> int:
         return self._decode_bytes(self.decode_stages[1])
-
-    @property
-    def prefill_shared_bytes(self) -> int:
-        return self._prefill_bytes(self.prefill_rows)
 
     def prepare(self, inputs: AttentionInputs, caches: Caches, rows: Rows, query: torch.Tensor) -> None:
         """Writes query float32 [T, H, D], and the rows' places in the caches."""
@@ -195,7 +202,7 @@ class AttentionKernels:
             shape.num_heads, shape.num_kv_heads, inputs.angles.shape[-2], inputs.eps,
         )  # fmt: skip
         blocks = -(-(shape.num_heads + 2 * shape.num_kv_heads) // PREPARE_HEADS)
-        self._kernel(0).launch(
+        self._kernel("prepare.cu").launch(
             (num_rows, blocks, 1), PREPARE_THREADS, (arguments,), overlap=overlaps(num_rows)
         )
 
@@ -227,7 +234,7 @@ class AttentionKernels:
         parts = -(-shape.group_size // shape.decode_heads[1])
         most_items = num_rows * max_chunks * shape.num_kv_heads * parts
         grid = min(most_items, self.device.num_processors)
-        self._kernel(1).launch(
+        self._kernel("decode.cu").launch(
             (grid, 1, 1), DECODE_THREADS, (arguments,), shared_bytes=self.decode_shared_bytes, overlap=True
         )
         codes = (None,) * 3 if quantised is None else (quantised.q, quantised.scales, quantised.sums)
@@ -236,7 +243,7 @@ class AttentionKernels:
             query_gate.stride(0), shape.num_heads, max_chunks, window,
         )  # fmt: skip
         groups = -(-shape.num_heads * shape.head_dim // GROUP_SIZE)
-        self._kernel(2).launch(
+        self._kernel("merge.cu").launch(
             (groups, num_rows, 1), GROUP_SIZE, (merging,), shared_bytes=MERGE_SHARED_BYTES, overlap=True
         )
 
@@ -250,14 +257,34 @@ class AttentionKernels:
             self._places(caches),
             query_gate.stride(0), num_rows, shape.num_heads, shape.num_kv_heads, shape.window or 0,
         )  # fmt: skip
-        tiles = -(-num_rows * shape.group_size // self.prefill_rows)
-        self._kernel(3).launch(
-            (tiles * shape.num_kv_heads, 1, 1), PREFILL_THREADS, (arguments,),
-            shared_bytes=self.prefill_shared_bytes,
+        tile = self.prefill_tile(num_rows)
+        program = self._programs["prefill.cu"]
+        program.kernel(self._prefill_instance(tile)).launch(
+            (self._prefill_blocks(num_rows, tile), 1, 1), PREFILL_THREADS, (arguments,),
+            shared_bytes=self.prefill_shared_bytes(tile),
         )  # fmt: skip
 
-    def _kernel(self, index: int) -> Kernel:
-        program = self._programs[index]
+    def prefill_tile(self, num_rows: int) -> PrefillTile:
+        """The tallest that gives the processors enough to do; the shortest where none does."""
+        for tile, blocks in zip(self.prefill_tiles, PREFILL_BLOCKS, strict=False):
+            if self._prefill_blocks(num_rows, tile) >= blocks * self.device.num_processors:
+                return tile
+        return self.prefill_tiles[-1]
+
+    def prefill_shared_bytes(self, tile: PrefillTile) -> int:
+        num_rows, key_bytes, value_bytes = tile
+        queries, weights = 4 * num_rows * self.shape.head_dim, 4 * num_rows * (BLOCK_SIZE + 4)
+        return queries + 2 * (key_bytes + value_bytes + weights) + 8 * num_rows
+
+    def _prefill_instance(self, tile: PrefillTile) -> str:
+        head = f"coldstream::cache_{self.shape.cache_type.name}, {self.shape.head_dim}"
+        return f"coldstream::attention_prefill<{head}, {', '.join(map(str, tile))}>"
+
+    def _prefill_blocks(self, num_rows: int, tile: PrefillTile) -> int:
+        return -(-num_rows * self.shape.group_size // tile[0]) * self.shape.num_kv_heads
+
+    def _kernel(self, file: str) -> Kernel:
+        program = self._programs[file]
         return program.kernel(program.instances[0])
 
     def _places(self, caches: Caches) -> _Places:
@@ -285,18 +312,18 @@ class AttentionKernels:
             f"{self.shape} does not fit into {self.device.shared_per_block} bytes of shared memory"
         )
 
-    def _prefill_bytes(self, num_rows: int) -> int:
-        queries = num_rows * -(-self.shape.head_dim // 32) * 128
-        return queries + self.shape.block_bytes + BLOCK_SIZE * num_rows * 4 + num_rows * 16
-
-    def _choose_rows(self) -> int:
-        for num_rows in (64, 32):
-            fits = self._prefill_bytes(num_rows) <= self.device.shared_per_block
-            if fits and num_rows * self.shape.head_dim <= 64 * 256:
-                return num_rows
-        raise ValueError(
-            f"{self.shape} does not fit into {self.device.shared_per_block} bytes of shared memory"
-        )
+    def _choose_tiles(self) -> tuple[PrefillTile, ...]:
+        """The best of each height that fits, the tallest first."""
+        best: dict[int, PrefillTile] = {}
+        for tile in PREFILL_TILES:
+            fits = self.prefill_shared_bytes(tile) <= self.device.shared_per_block
+            if fits and tile[0] * self.shape.head_dim <= PREFILL_MAX_SUMS:
+                best.setdefault(tile[0], tile)
+        if not best:
+            raise ValueError(
+                f"{self.shape} does not fit into {self.device.shared_per_block} bytes of shared memory"
+            )
+        return tuple(best.values())
 
 
 def _addresses(*tensors: torch.Tensor | None) -> list[int | None]:

@@ -12,6 +12,7 @@ struct prefill_scorer {
   // A thread takes neighbouring rows and the positions `position_lane` + 8 j.
   static constexpr int score_rows = shape::num_rows * position_lanes / role_threads;
   using weigher_type = weigher<shape::num_rows, score_rows>;
+  static constexpr int ahead = 2;  // dimensions whose operands are on their way
 
   const prefill_arguments& a;
   typename shape::shared_memory& shared;
@@ -47,25 +48,28 @@ struct prefill_scorer {
   // position_lane + 8 j. What the next dimension takes is on its way while one is computed.
   __device__ __forceinline__ void score(float (&scores)[score_rows][weigher_type::positions],
                                         const float* keys, int part) const {
-    constexpr int key_dims = stage_type::key_dims;
+    constexpr int key_dims = stage_type::key_dims, num_rows = shape::num_rows;
     const int first = part * (key_dims / 8), num_eights = min(key_dims, shape::head_dim - part * key_dims) / 8;
-    const float* q_at = shared.queries + 8 * first * shape::num_rows;
-    score_operands operands[2];
-    operands[0].load(q_at + shape::place_of_query(row_lane * score_rows, first),
-                     keys + 4 * stage_type::quad_of_keys(position_lane, 0));
+    const auto query_of = [&](int eight) {
+      return shared.queries + 8 * (first + eight) * num_rows +
+             shape::place_of_query(row_lane * score_rows, first + eight);
+    };
+    const auto key_of = [&](int eight) {
+      return keys + 8 * eight * block_positions + 4 * stage_type::quad_of_keys(position_lane, eight);
+    };
+    const float *q = query_of(0), *k = key_of(0);
+    score_operands operands[2 * ahead];
+#pragma unroll
+    for (int i = 0; i < ahead; i++) operands[i].load(q + i * num_rows, k + i * block_positions);
 #pragma unroll 1
-    for (int eight = 0; eight < num_eights; eight++, q_at += 8 * shape::num_rows, keys += 8 * block_positions) {
-      const float* q = q_at + shape::place_of_query(row_lane * score_rows, first + eight);
-      const float* k = keys + 4 * stage_type::quad_of_keys(position_lane, eight);
+    for (int eight = 0; eight < num_eights; eight++) {
+      const float *next_q = query_of(eight + 1), *next_k = key_of(eight + 1);
 #pragma unroll
       for (int i = 0; i < 8; i++) {
-        if (i == 7) {
-          q = q_at + shape::num_rows + shape::place_of_query(row_lane * score_rows, first + eight + 1);
-          k = keys + block_positions + 4 * stage_type::quad_of_keys(position_lane, eight + 1);
-        }
-        operands[(i + 1) % 2].load(q + (i + 1) % 8 * shape::num_rows + (i == 7 ? 7 * shape::num_rows : 0),
-                                   k + (i + 1) % 8 * block_positions + (i == 7 ? 7 * block_positions : 0));
-        const score_operands& now = operands[i % 2];
+        const int to = i + ahead;
+        operands[to % (2 * ahead)].load(to < 8 ? q + to * num_rows : next_q + (to - 8) * num_rows,
+                                        to < 8 ? k + to * block_positions : next_k + (to - 8) * block_positions);
+        const score_operands& now = operands[i % (2 * ahead)];
 #pragma unroll
         for (int r = 0; r < score_rows; r++) {
 #pragma unroll
@@ -74,6 +78,7 @@ struct prefill_scorer {
           }
         }
       }
+      q = next_q, k = next_k;
     }
   }
 

@@ -52,9 +52,8 @@ struct kv_stage {
 #pragma unroll
     for (int i = 0; i < key_pieces; i++) {
       const key_piece piece = piece_of_key(thread, i);
-      const int chunk = part * key_chunks + piece.chunk;
-      const bool is_there = piece.row >= begin && piece.row < end && chunk < code_chunks;
-      fetch(i, rows + piece.row * position_bytes, chunk, is_there);
+      const int row = piece.row, chunk = part * key_chunks + piece.chunk;
+      fetch(i, rows + row * position_bytes, chunk, row >= begin && row < end && chunk < code_chunks);
     }
   }
 
@@ -64,7 +63,7 @@ struct kv_stage {
     for (int i = 0; i < key_pieces; i++) {
       const key_piece piece = piece_of_key(thread, i);
       if (key_pieces * threads > block_positions * key_chunks && piece.chunk >= key_chunks) return;
-      const int first = piece.chunk * cache::chunk_values;
+      const uint32_t first = piece.chunk * cache::chunk_values;
 #pragma unroll
       for (int quad = 0; quad < chunk_quads; quad++) {
         const float4 x = quad_of(i, quad);
@@ -75,15 +74,15 @@ struct kv_stage {
   }
 
   // Positions lane + 8 j lie in two quads: a thread reads them at once, and eight threads all banks.
-  static __device__ __forceinline__ int place_of_key(int position, int dim) {
+  static __device__ __forceinline__ int place_of_key(uint32_t position, uint32_t dim) {
     return quad_of_keys(position % 8, dim / 8) * 4 + position / 32 * 32 + position / 8 % 4;
   }
-  static __device__ __forceinline__ int quad_of_keys(int lane, int eight_dims) {
+  static __device__ __forceinline__ int quad_of_keys(uint32_t lane, uint32_t eight_dims) {
     return lane ^ (eight_dims & 7);
   }
 
   struct key_piece {
-    int row, chunk;
+    uint32_t row, chunk;
   };
 
   // The eight pieces of a row that follow each other, of four rows, go to different banks.
@@ -91,7 +90,7 @@ struct kv_stage {
     constexpr uint32_t near = key_chunks % 8 == 0 ? 8 : key_chunks;
     const uint32_t piece = thread + i * threads;
     const uint32_t row = piece / (4 * near) % (block_positions / 4), part = piece / (block_positions * near);
-    return {int(row / 8 * 32 + piece / near % 4 * 8 + row % 8), int(part * near + piece % near)};
+    return {row / 8 * 32 + piece / near % 4 * 8 + row % 8, part * near + piece % near};
   }
 
   // The same of the positions of part `part`.

@@ -199,6 +199,14 @@ struct prefill_mixer {
     }
   }
 
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int r = 0; r < mix_rows; r++) {
+#pragma unroll
+      for (int c = 0; c < 8; c++) numerators[r][c] = 0.0f;
+    }
+  }
+
   __device__ __forceinline__ void run(const prefill_span& span) {
     const int64_t stride = a.places.position_bytes;
     const int num_blocks = span.num_blocks();
@@ -209,15 +217,9 @@ struct prefill_mixer {
       next.store_values(shared.values[0]);
     }
     wait_at(barrier_of_values, role_threads);
+    clear();
 #pragma unroll 1
     for (int block = 0; block < num_blocks; block++, begin += block_positions) {
-      if (block == 0 || begin % chunk_positions == 0) {
-#pragma unroll
-        for (int r = 0; r < mix_rows; r++) {
-#pragma unroll
-          for (int c = 0; c < 8; c++) numerators[r][c] = 0.0f;
-        }
-      }
       const weights_type& weights = shared.weights[block % 2];
       wait_at(barrier_full + block % 2, 2 * role_threads);
 #pragma unroll 1
@@ -235,6 +237,7 @@ struct prefill_mixer {
         const int chunk = begin / chunk_positions * chunk_positions;
         merge(weights, chunk);
         finish(weights, chunk);
+        clear();
       }
       if (block + 2 < num_blocks) arrive_at(barrier_empty + block % 2, 2 * role_threads);
     }
