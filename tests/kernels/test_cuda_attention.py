@@ -19,6 +19,7 @@ from coldstream.kernels.attention.cuda import (
     Caches,
     DecodeWorkspace,
 )
+from coldstream.kernels.attention.exact import attention_exact
 from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
 from coldstream.kernels.ops import Rows
@@ -75,18 +76,41 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def check(case: Case, device: DeviceLimits | None = None) -> None:
+    """Decode, and prefill by tiles of every height."""
     out, *caches = case.expected()
-    for call in (Runner.decode, Runner.prefill):
+    runner = Runner(case, device=device)
+    assert same_bits(runner.decode(), out)
+    for got, want in zip((runner.caches.k, runner.caches.v), caches, strict=True):
+        assert same_bits(got.cpu(), want)
+    for tile in runner.kernels.prefill_tiles:
         runner = Runner(case, device=device)
-        assert same_bits(call(runner), out), call.__name__
-        for got, want in zip((runner.caches.k, runner.caches.v), caches, strict=True):
-            assert same_bits(got.cpu(), want)
+        runner.kernels.prefill_tiles = (tile,)
+        assert same_bits(runner.prefill(), out), tile
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", AWKWARD_ROWS)
 def test_row_counts(count: int) -> None:
     check(make_case((0, 5, count)))
+
+
+@pytest.mark.gpu
+def test_a_thousand_rows() -> None:
+    # The reference takes long for each row, and rows do not depend on each other.
+    case = make_case((0, 0, 1000), num_heads=2, num_kv_heads=1, head_dim=32, rope_dims=8)
+    some = torch.tensor([0, 1, 63, 64, 127, 255, 256, 257, 500, 511, 512, 767, 998, 999])
+    runner = Runner(case)
+    decoded = runner.decode()
+    query_gate, key, value, q_norm, k_norm, angles = case.inputs()
+    rows = Rows(case.positions[some], case.slots[some])
+    caches = runner.caches.k.cpu(), runner.caches.v.cpu()
+    expected = attention_exact(
+        query_gate[some], key[some], value[some], q_norm, k_norm, EPS, angles[some], *caches, rows
+    )
+    assert same_bits(decoded[some], expected)
+    for tile in runner.kernels.prefill_tiles:
+        runner.kernels.prefill_tiles = (tile,)
+        assert same_bits(runner.prefill(), decoded), tile
 
 
 @pytest.mark.gpu
@@ -226,13 +250,17 @@ def test_shared_memory_is_what_the_kernels_take(
     blocks, stages = kernels.decode_stages
     head = f"coldstream::cache_{cache_name}, {head_dim}"
     decoder = f"coldstream::decoder<{head}, {wide}, {blocks}, {stages}>"
-    prefiller = f"coldstream::prefiller<{head}, {kernels.prefill_rows}>"
+    prefill = [
+        f"sizeof(coldstream::prefill_shape<{head}, {', '.join(map(str, tile))}>::shared_memory) == "
+        f"{kernels.prefill_shared_bytes(tile)}"
+        for tile in kernels.prefill_tiles
+    ]
     source = tmp_path / "sizes.cu"
     source.write_text(
         '#include "attention/decode.cu"\n#include "attention/merge.cu"\n#include "attention/prefill.cu"\n'
         f"static_assert(coldstream::merge_shared_bytes == {MERGE_SHARED_BYTES});\n"
         f"static_assert({decoder}::shared_bytes == {kernels.decode_shared_bytes});\n"
-        f"static_assert({prefiller}::shared_bytes == {kernels.prefill_shared_bytes});\n"
-        "template <int> __global__ void empty() {}\n"
+        + "".join(f"static_assert({fact});\n" for fact in prefill)
+        + "template <int> __global__ void empty() {}\n"
     )
     compile_instance(source, "empty<0>", "sm_90", tmp_path)

@@ -273,8 +273,12 @@ class AttentionKernels:
 
     def prefill_shared_bytes(self, tile: PrefillTile) -> int:
         num_rows, key_bytes, value_bytes = tile
-        queries, weights = 4 * num_rows * self.shape.head_dim, 4 * num_rows * (BLOCK_SIZE + 4)
-        return queries + 2 * (key_bytes + value_bytes + weights) + 8 * num_rows
+        head_dim = self.shape.head_dim
+        key_dims = min(key_bytes // (4 * BLOCK_SIZE), -(-head_dim // 32) * 32)
+        # After eight dimensions and after a position's weights there are gaps.
+        queries, keys = head_dim // 8 * (8 * num_rows + 4), key_dims // 8 * (8 * BLOCK_SIZE + 4)
+        weights = BLOCK_SIZE * (num_rows + 8) + 4 * num_rows
+        return 4 * (queries + 2 * (keys + weights + value_bytes // 4) + 2 * num_rows)
 
     def _prefill_instance(self, tile: PrefillTile) -> str:
         head = f"coldstream::cache_{self.shape.cache_type.name}, {self.shape.head_dim}"

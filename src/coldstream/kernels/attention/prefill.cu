@@ -40,7 +40,7 @@ struct prefiller {
       // Four rows and eight quads of a warp go to different banks.
       const int row = i / (4 * head_quads) * 4 + i % 4, quad = i / 4 % head_quads;
       const float4 q = from[int64_t{shared.places[row]} * head_quads + quad];
-      float* to = shared.queries + 4 * quad * num_rows + shape::place_of_query(row, quad / 2);
+      float* to = shared.queries + quad / 2 * shape::query_floats + quad % 2 * 4 * num_rows + row;
       to[0] = q.x, to[num_rows] = q.y, to[2 * num_rows] = q.z, to[3 * num_rows] = q.w;
     }
     __syncthreads();
@@ -73,8 +73,8 @@ struct prefiller {
   }
 };
 
-template <class cache, int head_dim, int num_rows, int key_bytes, int value_bytes, int blocks>
-__global__ void __launch_bounds__(2 * role_threads, blocks) attention_prefill(const prefill_arguments a) {
+template <class cache, int head_dim, int num_rows, int key_bytes, int value_bytes>
+__global__ void __launch_bounds__(2 * role_threads, 1) attention_prefill(const prefill_arguments a) {
   extern __shared__ __align__(128) uint8_t shared[];
   prefiller<prefill_shape<cache, head_dim, num_rows, key_bytes, value_bytes>>(a, shared).run();
 }

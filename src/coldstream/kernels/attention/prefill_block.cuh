@@ -31,13 +31,10 @@ __device__ __forceinline__ void arrive_at(int barrier, int threads) {
 // What the scores of a block of positions leave for its values.
 template <int num_rows>
 struct block_weights {
-  float weights[block_positions * num_rows];  // quad c of position p at c ^ 2 (p mod 4)
+  static constexpr int place_floats = num_rows + 8;  // so that weights of neighbouring places go to different banks
+  float weights[block_positions * place_floats];
   float corrections[num_rows];
   float ours[num_rows], theirs[num_rows], inverses[num_rows];  // at a chunk's end; of the denominators
-
-  static __device__ __forceinline__ int quad_of(int quad, int place) {
-    return quad ^ 2 * (place & (smaller(num_rows / 8, 4) - 1));
-  }
 };
 
 template <class cache, int head_dim_, int num_rows_, int key_bytes, int value_bytes>
@@ -46,18 +43,14 @@ struct prefill_shape {
   using stage_type = kv_stage<cache, head_dim, role_threads, key_bytes, value_bytes>;
   static_assert(num_rows % 16 == 0);
 
+  static constexpr int query_floats = 8 * num_rows + 4;  // of eight dimensions, like those of keys
   struct shared_memory {
-    float queries[head_dim * num_rows];                       // [head_dim, num_rows], see `place_of_query`
-    float keys[2][key_bytes / 4], values[2][value_bytes / 4];  // one is read while the other is written
+    float queries[head_dim / 8 * query_floats];  // [head_dim, num_rows] but for the gaps
+    float keys[2][stage_type::key_floats], values[2][value_bytes / 4];  // one is read, the other written
     block_weights<num_rows> weights[2];
     int lasts[num_rows];   // the row's own position, −1 for a row that is not to be written
     int places[num_rows];  // where the row is in `out`, in heads
   };
-
-  // Of a dimension's queries, quad c lies at c ^ (dimension / 8 mod 8).
-  static __device__ __forceinline__ int place_of_query(int row, int eight_dims) {
-    return (row / 4 ^ (eight_dims & (smaller(num_rows / 4, 8) - 1))) * 4 + row % 4;
-  }
 };
 
 // The positions that the rows of a block of threads look at, in one slot and for one key/value head.

@@ -50,25 +50,19 @@ struct prefill_scorer {
                                         const float* keys, int part) const {
     constexpr int key_dims = stage_type::key_dims, num_rows = shape::num_rows;
     const int first = part * (key_dims / 8), num_eights = min(key_dims, shape::head_dim - part * key_dims) / 8;
-    const auto query_of = [&](int eight) {
-      return shared.queries + 8 * (first + eight) * num_rows +
-             shape::place_of_query(row_lane * score_rows, first + eight);
-    };
-    const auto key_of = [&](int eight) {
-      return keys + 8 * eight * block_positions + 4 * stage_type::quad_of_keys(position_lane, eight);
-    };
-    const float *q = query_of(0), *k = key_of(0);
+    const float* q = shared.queries + first * shape::query_floats + row_lane * score_rows;
+    const float* k = keys + 4 * position_lane;
     score_operands operands[2 * ahead];
 #pragma unroll
     for (int i = 0; i < ahead; i++) operands[i].load(q + i * num_rows, k + i * block_positions);
 #pragma unroll 1
-    for (int eight = 0; eight < num_eights; eight++) {
-      const float *next_q = query_of(eight + 1), *next_k = key_of(eight + 1);
+    for (int eight = 0; eight < num_eights;
+         eight++, q += shape::query_floats, k += stage_type::eight_floats) {
 #pragma unroll
       for (int i = 0; i < 8; i++) {
-        const int to = i + ahead;
-        operands[to % (2 * ahead)].load(to < 8 ? q + to * num_rows : next_q + (to - 8) * num_rows,
-                                        to < 8 ? k + to * block_positions : next_k + (to - 8) * block_positions);
+        const int dim = i + ahead;
+        operands[dim % (2 * ahead)].load(q + dim / 8 * shape::query_floats + dim % 8 * num_rows,
+                                         k + dim / 8 * stage_type::eight_floats + dim % 8 * block_positions);
         const score_operands& now = operands[i % (2 * ahead)];
 #pragma unroll
         for (int r = 0; r < score_rows; r++) {
@@ -78,7 +72,6 @@ struct prefill_scorer {
           }
         }
       }
-      q = next_q, k = next_k;
     }
   }
 

@@ -33,6 +33,9 @@ struct kv_stage {
   static constexpr int key_parts = quotient_up(head_dim, key_dims);
   static constexpr int key_chunks = key_dims / cache::chunk_values;
   static constexpr int key_pieces = quotient_up(block_positions * key_chunks, threads);
+  // Of eight dimensions, and a gap, so that eight times eight go to different banks.
+  static constexpr int eight_floats = 8 * block_positions + 4;
+  static constexpr int key_floats = key_dims / 8 * eight_floats;
   static_assert(key_dims % 32 == 0);
 
   // Of values: whole positions.
@@ -67,18 +70,16 @@ struct kv_stage {
 #pragma unroll
       for (int quad = 0; quad < chunk_quads; quad++) {
         const float4 x = quad_of(i, quad);
-        float* to = stage + (first + 4 * quad) * block_positions + place_of_key(piece.row, first + 4 * quad);
+        const uint32_t dim = first + 4 * quad;
+        float* to = stage + dim / 8 * eight_floats + dim % 8 * block_positions + place_of_key(piece.row);
         to[0] = x.x, to[block_positions] = x.y, to[2 * block_positions] = x.z, to[3 * block_positions] = x.w;
       }
     }
   }
 
   // Positions lane + 8 j lie in two quads: a thread reads them at once, and eight threads all banks.
-  static __device__ __forceinline__ int place_of_key(uint32_t position, uint32_t dim) {
-    return quad_of_keys(position % 8, dim / 8) * 4 + position / 32 * 32 + position / 8 % 4;
-  }
-  static __device__ __forceinline__ int quad_of_keys(uint32_t lane, uint32_t eight_dims) {
-    return lane ^ (eight_dims & 7);
+  static __device__ __forceinline__ int place_of_key(uint32_t position) {
+    return position / 32 * 32 + position % 8 * 4 + position / 8 % 4;
   }
 
   struct key_piece {

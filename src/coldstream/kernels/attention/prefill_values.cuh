@@ -15,6 +15,7 @@ struct prefill_mixer {
   static constexpr int mix_lanes =
       smaller(power_of_two_up_to(role_threads / column_lanes), shape::num_rows / 4);
   static constexpr int mix_rows = shape::num_rows / mix_lanes;
+  static constexpr int together = 4;  // places
 
   const prefill_arguments& a;
   typename shape::shared_memory& shared;
@@ -45,11 +46,10 @@ struct prefill_mixer {
     const float4* value_quads = reinterpret_cast<const float4*>(values) + column_lane;
     *reinterpret_cast<float4*>(to.v) = value_quads[0];
     *reinterpret_cast<float4*>(to.v + 4) = value_quads[column_lanes];
-    const float4* from = reinterpret_cast<const float4*>(weights.weights + place * shape::num_rows);
+    const float* from = weights.weights + place * weights_type::place_floats + mix_lane * mix_rows;
 #pragma unroll
-    for (int i = 0; i < mix_rows / 4; i++) {
-      *reinterpret_cast<float4*>(to.e + 4 * i) =
-          from[weights_type::quad_of(mix_lane * (mix_rows / 4) + i, place)];
+    for (int i = 0; i < mix_rows; i += 4) {
+      *reinterpret_cast<float4*>(to.e + i) = *reinterpret_cast<const float4*>(from + i);
     }
   }
 
@@ -73,19 +73,18 @@ struct prefill_mixer {
     }
   }
 
-  // Places that all rows see, multiples of four. The next place's are on their way while one is computed.
+  // Places that all rows see, a multiple of `together`. The next place's are on their way while one is computed.
   __device__ __forceinline__ void mix_all(const float* values, const weights_type& weights, int first,
                                           int end) {
     if (first >= end) return;
     mix_operands operands[2];
     load_place(values + first * shape::head_dim, weights, first, operands[0]);
 #pragma unroll 1
-    for (int place = first; place < end; place += 4) {
-      const float* at = values + place * shape::head_dim;
+    for (int place = first; place < end; place += together) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
+      for (int i = 0; i < together; i++) {
         const mix_operands& now = operands[i % 2];
-        load_place(at + (i + 1) * shape::head_dim, weights, place / 4 * 4 + i + 1, operands[(i + 1) % 2]);
+        load_place(values + (place + i + 1) * shape::head_dim, weights, place + i + 1, operands[(i + 1) % 2]);
 #pragma unroll
         for (int r = 0; r < mix_rows; r++) {
 #pragma unroll
@@ -119,8 +118,9 @@ struct prefill_mixer {
     // From `first` on some row sees a position, from `all_first` to `all_end` every row does.
     const int first = max(first_position(least_last, a.window) - begin, part_begin);
     const int end = min(greatest_last + 1 - begin, part_end);
-    const int all_first = max((first_position(greatest_last, a.window) - begin + 3) & ~3, part_begin);
-    const int all_end = max(min((least_last + 1 - begin) & ~3, part_end), all_first);
+    const int all_first = max(first_position(greatest_last, a.window) - begin, part_begin);
+    const int num_all = max(min(least_last + 1 - begin, part_end) - all_first, 0);
+    const int all_end = all_first + num_all / together * together;
     mix_some(values, weights, begin, first, min(all_first, end));
     mix_all(values, weights, all_first, all_end);
     mix_some(values, weights, begin, max(first, all_end), end);

@@ -158,7 +158,7 @@ struct weigher {
 #pragma unroll
     for (int j = 0; j < positions; j++) {
       const int place = position_lane + position_lanes * j;
-      float* to = weights + place * num_rows + block_weights<num_rows>::quad_of(first / 4, place) * 4 + first % 4;
+      float* to = weights + place * block_weights<num_rows>::place_floats + first;
       if constexpr (rows == 4) {
         *reinterpret_cast<float4*>(to) =
             make_float4(scores[0][j], scores[1][j], scores[2][j], scores[3][j]);
