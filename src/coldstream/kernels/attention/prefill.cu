@@ -1,9 +1,9 @@
 // Many new rows of a few sequences, causal. A block of threads takes `num_rows` rows of the product of tokens
-// and the query heads that share a key/value head, and walks their positions, 64 at a time: half of its threads
-// turns keys into weights while the other half adds the values of the block before. Every sum stays in one
-// register from its first term to its last, so its order is the written one.
+// and the query heads that share a key/value head, and walks their positions, 64 at a time: half of its
+// threads turns keys into weights while the other half adds the values of the block before. Every sum stays
+// in one register from its first term to its last, so its order is the written one.
 //
-// Each half has registers for its own sums and for what they take next; one half's waits are the other's time.
+// Each half has registers for its own sums and for what they take next, and computes while the other waits.
 #include "attention/prefill_scores.cuh"
 #include "attention/prefill_values.cuh"
 
@@ -35,7 +35,7 @@ struct prefiller {
     }
     __syncthreads();
     const float4* from = reinterpret_cast<const float4*>(a.query);
-#pragma unroll 4
+#pragma unroll 8
     for (int i = threadIdx.x; i < num_rows * head_quads; i += 2 * role_threads) {
       // Four rows and eight quads of a warp go to different banks.
       const int row = i / (4 * head_quads) * 4 + i % 4, quad = i / 4 % head_quads;

@@ -31,7 +31,7 @@ __device__ __forceinline__ void arrive_at(int barrier, int threads) {
 // What the scores of a block of positions leave for its values.
 template <int num_rows>
 struct block_weights {
-  static constexpr int place_floats = num_rows + 8;  // so that weights of neighbouring places go to different banks
+  static constexpr int place_floats = num_rows + 8;  // neighbouring places go to different banks
   float weights[block_positions * place_floats];
   float corrections[num_rows];
   float ours[num_rows], theirs[num_rows], inverses[num_rows];  // at a chunk's end; of the denominators
@@ -59,7 +59,9 @@ struct prefill_span {
   int first, end;
 
   __device__ __forceinline__ int first_block() const { return first / block_positions * block_positions; }
-  __device__ __forceinline__ int num_blocks() const { return quotient_up(end - first_block(), block_positions); }
+  __device__ __forceinline__ int num_blocks() const {
+    return quotient_up(end - first_block(), block_positions);
+  }
   __device__ __forceinline__ bool ends_chunk(int begin) const {
     return (begin + block_positions) % chunk_positions == 0 || begin + block_positions >= end;
   }

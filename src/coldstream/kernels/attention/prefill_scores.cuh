@@ -49,7 +49,8 @@ struct prefill_scorer {
   __device__ __forceinline__ void score(float (&scores)[score_rows][weigher_type::positions],
                                         const float* keys, int part) const {
     constexpr int key_dims = stage_type::key_dims, num_rows = shape::num_rows;
-    const int first = part * (key_dims / 8), num_eights = min(key_dims, shape::head_dim - part * key_dims) / 8;
+    const int first = part * (key_dims / 8);
+    const int num_eights = min(key_dims, shape::head_dim - part * key_dims) / 8;
     const float* q = shared.queries + first * shape::query_floats + row_lane * score_rows;
     const float* k = keys + 4 * position_lane;
     score_operands operands[2 * ahead];

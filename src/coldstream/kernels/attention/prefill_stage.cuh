@@ -1,6 +1,6 @@
-// Keys or values of a block of positions as floats in shared memory, a part at a time: the first dimensions of
-// all its keys, then the next, or the first positions' values, then the next. A part goes through registers,
-// where the cache's type is undone once for all rows that read it.
+// Keys or values of a block of positions as floats in shared memory, a part at a time: the first dimensions
+// of all its keys, then the next, or the first positions' values, then the next. A part goes through
+// registers, where the cache's type is undone once for all rows that read it.
 #pragma once
 
 #include "attention/tile.cuh"
@@ -12,8 +12,8 @@ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int larger(int a, int b) { return a < b ? b : a; }
 constexpr int quotient_up(int a, int b) { return (a + b - 1) / b; }
 
-// This thread's place in its role, of which the compiler knows no more than that: else it finds addresses long
-// before they are used, and keeps them in registers that sums need.
+// This thread's place in its role, of which the compiler knows no more than that: else it finds addresses
+// long before they are used, and keeps them in registers that sums need.
 template <int threads>
 __device__ __forceinline__ uint32_t thread_of_role() {
   uint32_t thread = threadIdx.x;
@@ -48,9 +48,9 @@ struct kv_stage {
   uint4 pieces[larger(key_pieces, value_pieces)];
   uint16_t scales[larger(key_pieces, value_pieces)];
 
-  // Begins to read part `part` of the keys of rows begin … end − 1 of the block whose first row is at `rows`.
-  __device__ __forceinline__ void fetch_keys(const uint8_t* rows, int64_t position_bytes,
-                                             int part, int begin, int end) {
+  // Begins to read part `part` of the keys of rows begin … end − 1 of the block that begins at `rows`.
+  __device__ __forceinline__ void fetch_keys(const uint8_t* rows, int64_t position_bytes, int part, int begin,
+                                             int end) {
     const uint32_t thread = thread_of_role<threads>();
 #pragma unroll
     for (int i = 0; i < key_pieces; i++) {
@@ -95,8 +95,8 @@ struct kv_stage {
   }
 
   // The same of the positions of part `part`.
-  __device__ __forceinline__ void fetch_values(const uint8_t* rows, int64_t position_bytes,
-                                               int part, int begin, int end) {
+  __device__ __forceinline__ void fetch_values(const uint8_t* rows, int64_t position_bytes, int part,
+                                               int begin, int end) {
     const uint32_t thread = thread_of_role<threads>();
 #pragma unroll
     for (int i = 0; i < value_pieces; i++) {

@@ -73,7 +73,7 @@ struct prefill_mixer {
     }
   }
 
-  // Places that all rows see, a multiple of `together`. The next place's are on their way while one is computed.
+  // Places that all rows see, a multiple of `together`. The next one's operands come while one is computed.
   __device__ __forceinline__ void mix_all(const float* values, const weights_type& weights, int first,
                                           int end) {
     if (first >= end) return;
@@ -170,31 +170,30 @@ struct prefill_mixer {
     }
   }
 
-  // Results of the rows whose last chunk this is, from their merged numerators in `out`: of each thread's own.
+  // Results of the rows whose last chunk this is, from what this thread has left in `out`.
   __device__ __forceinline__ void finish(const weights_type& weights, int chunk_begin) {
+    constexpr int batch = 4;
 #pragma unroll 1
-    for (int i = 0; i < mix_rows; i += 2) {
-      float4 sums[4];
-      float gates[4][4];
+    for (int from = mix_lane * mix_rows; from < (mix_lane + 1) * mix_rows; from += batch) {
+      float4 sums[2 * batch], gates[2 * batch];
 #pragma unroll
-      for (int k = 0; k < 4; k++) {
-        const int row = mix_lane * mix_rows + i + k / 2, half = k % 2 * column_lanes;
+      for (int i = 0; i < 2 * batch; i++) {
+        const int row = from + i / 2, half = i % 2 * column_lanes;
         const int64_t token = shared.places[row] / a.num_heads, head = shared.places[row] % a.num_heads;
-        const float* gate = a.query_gate + token * a.query_gate_stride + (2 * head + 1) * shape::head_dim;
-        sums[k] = out_of(row)[half];
-#pragma unroll
-        for (int c = 0; c < 4; c++) gates[k][c] = gate[4 * (column_lane + half) + c];
+        const float* gate = a.query_gate + token * a.query_gate_stride + (2 * head + 1) * shape::head_dim +
+                            4 * (column_lane + half);
+        sums[i] = out_of(row)[half];
+        gates[i] = make_float4(gate[0], gate[1], gate[2], gate[3]);
       }
 #pragma unroll
-      for (int k = 0; k < 4; k++) {
-        const int row = mix_lane * mix_rows + i + k / 2, half = k % 2 * column_lanes, last = shared.lasts[row];
+      for (int i = 0; i < 2 * batch; i++) {
+        const int row = from + i / 2, last = shared.lasts[row];
         if (last < chunk_begin || last >= chunk_begin + chunk_positions) continue;
         const float inverse = weights.inverses[row];
-        const float4 x = sums[k];
-        const float* gate = gates[k];
-        out_of(row)[half] =
-            make_float4(x.x * inverse * exact_sigmoid(gate[0]), x.y * inverse * exact_sigmoid(gate[1]),
-                        x.z * inverse * exact_sigmoid(gate[2]), x.w * inverse * exact_sigmoid(gate[3]));
+        const float4 x = sums[i], gate = gates[i];
+        out_of(row)[i % 2 * column_lanes] =
+            make_float4(x.x * inverse * exact_sigmoid(gate.x), x.y * inverse * exact_sigmoid(gate.y),
+                        x.z * inverse * exact_sigmoid(gate.z), x.w * inverse * exact_sigmoid(gate.w));
       }
     }
   }
@@ -236,7 +235,7 @@ struct prefill_mixer {
       if (span.ends_chunk(begin) && mix_lane < mix_lanes) {
         const int chunk = begin / chunk_positions * chunk_positions;
         merge(weights, chunk);
-        finish(weights, chunk);
+        if (least_last < chunk + chunk_positions) finish(weights, chunk);
         clear();
       }
       if (block + 2 < num_blocks) arrive_at(barrier_empty + block % 2, 2 * role_threads);

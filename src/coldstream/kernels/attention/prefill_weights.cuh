@@ -24,15 +24,15 @@ __device__ __forceinline__ float exact_exp_up_to_zero(float x) {
   return r * __uint_as_float((__float_as_uint(shifted) << 23) + 0x3f800000u);
 }
 
-// Threads that share rows, and in them positions: each has two of the sixteen accumulators of a row's sum.
+// Threads that share rows: each has the positions of two of the sixteen accumulators of a row's sum.
 constexpr int position_lanes = 8;
 
-// They are neighbours but for the lowest bit, so that of lanes i, i ^ 1 and i ^ 2 two read the same keys and two
-// the same queries: only then 16 bytes a lane come in two passes.
+// Lanes i and i ^ 1 read the same keys, i and i ^ 2 the same queries: only so 16 bytes a lane come in two
+// passes and not in four.
 __device__ __forceinline__ int position_lane_of(int thread) { return thread / 2 % position_lanes; }
 __device__ __forceinline__ int row_lane_of(int thread) { return thread / 16 * 2 + thread % 2; }
 
-// A thread has scores of `rows` neighbouring rows, and keeps the running maximum and denominator of one of them.
+// A thread has scores of `rows` neighbouring rows, and keeps the running maximum and denominator of one.
 template <int num_rows, int rows>
 struct weigher {
   static constexpr int positions = block_positions / position_lanes;
@@ -49,8 +49,8 @@ struct weigher {
     maximum = denominator = 0.0f;
   }
 
-  // Element r of x, combined over the eight threads, in those that keep row r: halves of the rows go to halves
-  // of the lanes, in the order of a sum's tree.
+  // Element r of x, combined over the eight threads, in those that keep row r: halves of the rows go to
+  // halves of the lanes, in the order of a sum's tree.
   template <class combine>
   __device__ __forceinline__ float scatter(float (&x)[rows], combine both) const {
     int count = rows;
@@ -73,8 +73,7 @@ struct weigher {
 
   // Scores of the block at `begin` become weights; the chunk's running maxima and denominators go on.
   __device__ __forceinline__ void operator()(float (&scores)[rows][positions], int begin, int chunk_begin,
-                                             int window, const int* lasts,
-                                             block_weights<num_rows>& to) {
+                                             int window, const int* lasts, block_weights<num_rows>& to) {
     const bool sees_all =
         last < 0 || (begin + block_positions - 1 <= last && begin >= first_position(last, window));
     uint32_t seen[rows];
@@ -97,8 +96,7 @@ struct weigher {
 
   template <bool masked>
   __device__ __forceinline__ void take(float (&scores)[rows][positions], const uint32_t (&seen)[rows],
-                                       int begin, int chunk_begin, int window,
-                                       block_weights<num_rows>& to) {
+                                       int begin, int chunk_begin, int window, block_weights<num_rows>& to) {
     float greatest[rows];
 #pragma unroll
     for (int r = 0; r < rows; r++) {
