@@ -37,7 +37,7 @@ PREFILL_TILES: tuple[PrefillTile, ...] = (
     (16, 16384, 8192), (16, 8192, 8192),
 )  # fmt: skip
 PREFILL_MAX_SUMS = 64 * 256  # of a block: more leave no registers for what is on its way
-PREFILL_BLOCKS = 1.75, 0.75  # a processor that make the tallest tiles pay, and the next
+PREFILL_BLOCKS = 1.25, 0.75  # a processor that make the tallest tiles pay, and the next
 # Blocks of keys whose scores are computed together, and blocks of keys or values in flight: best first.
 DECODE_STAGES = ((4, 6), (4, 5), (2, 4), (2, 3), (1, 2))
 
