@@ -5,23 +5,10 @@
 
 namespace coldstream {
 
-// `exact_exp` of what is at most zero or NaN.
+// `exact_exp` of what is at most zero or NaN, in fewer instructions.
 __device__ __forceinline__ float exact_exp_up_to_zero(float x) {
-  constexpr float round_to_integer = 12582912.0f;
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-87.33654f));
-  const float shifted = x * 1.44269504088896341f + round_to_integer;
-  const float n = shifted - round_to_integer;
-  const float t = __fmaf_rn(n, 2.12194440e-4f, __fmaf_rn(n, -0.693359375f, x));
-  float r = 1.0f / 5040.0f;
-  r = __fmaf_rn(r, t, 1.0f / 720.0f);
-  r = __fmaf_rn(r, t, 1.0f / 120.0f);
-  r = __fmaf_rn(r, t, 1.0f / 24.0f);
-  r = __fmaf_rn(r, t, 1.0f / 6.0f);
-  r = __fmaf_rn(r, t, 0.5f);
-  r = __fmaf_rn(r, t, 1.0f);
-  r = __fmaf_rn(r, t, 1.0f);
-  // The upper bits of `shifted` leave the word.
-  return r * __uint_as_float((__float_as_uint(shifted) << 23) + 0x3f800000u);
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(least_exponent));
+  return exact_exp_within(x);
 }
 
 // Threads that share rows: each has the positions of two of the sixteen accumulators of a row's sum.

@@ -31,11 +31,11 @@ __device__ __forceinline__ void release_next_grid() {
 #endif
 }
 
-// NaN stays NaN; the result of a finite x is never subnormal, zero or infinite.
-__device__ __forceinline__ float exact_exp(float x) {
+constexpr float least_exponent = -87.33654f, greatest_exponent = 88.37626f;
+
+// Of an x between these two, or NaN.
+__device__ __forceinline__ float exact_exp_within(float x) {
   constexpr float round_to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves no fraction bits, ties to even
-  x = x < -87.33654f ? -87.33654f : x;
-  x = x > 88.37626f ? 88.37626f : x;
   const float shifted = x * 1.44269504088896341f + round_to_integer;
   const float n = shifted - round_to_integer;
   const float t = __fmaf_rn(n, 2.12194440e-4f, __fmaf_rn(n, -0.693359375f, x));
@@ -49,6 +49,13 @@ __device__ __forceinline__ float exact_exp(float x) {
   r = __fmaf_rn(r, t, 1.0f);
   const uint32_t exponent = __float_as_uint(shifted) - __float_as_uint(round_to_integer) + 127u;
   return r * __uint_as_float(exponent << 23);
+}
+
+// NaN stays NaN; the result of a finite x is never subnormal, zero or infinite.
+__device__ __forceinline__ float exact_exp(float x) {
+  x = x < least_exponent ? least_exponent : x;
+  x = x > greatest_exponent ? greatest_exponent : x;
+  return exact_exp_within(x);
 }
 
 __device__ __forceinline__ float exact_sigmoid(float x) { return 1.0f / (1.0f + exact_exp(-x)); }
