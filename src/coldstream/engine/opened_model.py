@@ -21,9 +21,8 @@ from coldstream.models.footprint import dense_bytes, trunk_bytes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 
-OpenProgress = Callable[
-    [str, int, int], None
-]  # called with (what is going on, how much is done, of how much)
+# Called with what is going on, how much of it is done, and of how much.
+OpenProgress = Callable[[str, int, int], None]
 
 _SAMPLING_KEYS = {
     "general.sampling.temp": "temperature",
