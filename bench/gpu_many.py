@@ -56,7 +56,7 @@ def dense(tiling: Tiling, num_rows: int, shape: tuple[int, int], replays: int) -
     out = torch.empty(num_rows, shape[0], device="cuda")
 
     def launch(weight: QuantTensor) -> Callable[[], None]:
-        return lambda: linear.launch_linear(program, tiling, x, weight, out, None)
+        return lambda: linear.launch_linear(program, tiling, x, weight, out)
 
     us = 1e6 * graph_seconds([launch(weights[i % len(weights)]) for i in range(LAUNCHES)], replays)
     return line(

@@ -37,10 +37,8 @@ def cols_of(quant_type: QuantType) -> Sequence[int]:
     return SUPER_COLS if quant_type.block_elements == 256 else BLOCK_COLS
 
 
-def run(
-    x: torch.Tensor, weights: Sequence[QuantTensor], residual: torch.Tensor | None = None
-) -> list[torch.Tensor]:
-    """The products, with what each type needs; the first output gets `residual`."""
+def run(x: torch.Tensor, weights: Sequence[QuantTensor]) -> list[torch.Tensor]:
+    """The products, with what each type needs."""
     outs = [Guarded(x.shape[0], weight.shape[0], gap=GAP) for weight in weights]
     x = x.cuda()
     is_integer = [weight.quant_type in INTEGER_TYPES for weight in weights]
@@ -49,7 +47,6 @@ def run(
         [out.tensor for out in outs],
         activations=quantized(x) if any(is_integer) else None,
         x=None if all(is_integer) else x,
-        residuals=() if residual is None else [residual.cuda(), *[None] * (len(weights) - 1)],
     )
     return [out.checked() for out in outs]
 
@@ -82,21 +79,10 @@ def test_several_matrices_of_different_types(rows: int) -> None:
         for quant_type, size in zip(kinds, (33, 500, 4, 1000, 2, 31, 257, 64), strict=True)
     ]
     x = activations(rows, rows, cols)
-    residual = activations(9, rows, 33)
-    results = run(x, [on_gpu(weight) for weight in weights], residual)
+    results = run(x, [on_gpu(weight) for weight in weights])
     expected = [linear_exact(x, weight) for weight in weights]
-    expected[0] = residual + expected[0]
     for actual, wanted in zip(results, expected, strict=True):
         assert_same(actual, wanted)
-
-
-def test_the_residual_may_be_the_output() -> None:
-    weight, x = random_weight(QuantType.Q4_K, (50, 512), seed=1), activations(1, 3, 512)
-    stream = activations(2, 3, 50)
-    out = Guarded(3, 50, gap=GAP)
-    out.tensor.copy_(stream)
-    linear_few_cuda([on_gpu(weight)], [out.tensor], activations=quantized(x.cuda()), residuals=[out.tensor])
-    assert_same(out.checked(), stream + linear_exact(x, weight))
 
 
 UNALIGNED = [t for t in sorted(FEW_TYPES) if t.block_bytes % 16]

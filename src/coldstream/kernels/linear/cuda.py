@@ -42,9 +42,7 @@ class LinearMatrix(ctypes.Structure):
     _fields_ = (
         ("weight", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
         ("out_stride", ctypes.c_int32),
-        ("residual_stride", ctypes.c_int32),
         ("first_block", ctypes.c_int32),
         ("num_blocks", ctypes.c_int32),
         ("shape", MatrixShape),
@@ -77,18 +75,15 @@ def linear_few_cuda(
     *,
     activations: QuantActivations | None = None,
     x: torch.Tensor | None = None,
-    residuals: Sequence[torch.Tensor | None] = (),
 ) -> None:
     """Write x [T, K] times each of `weights` [N, K] into the `outs` float32 [T, N], T ≤ 8, in one launch.
 
     Weights of integer types need the quantised `activations` (laid out as `quantize/cuda.py` has it), F32,
     F16 and BF16 ones the float32 `x`. A weight's bytes are adjacent; those of Q4_K and Q5_K start on 16
-    bytes, of F32 on 4, others on 2. Where `residuals` has a tensor [T, N], which may be the output itself,
-    the result is that plus the product. Rows of x, outs and residuals may have any stride. ValueError for
-    other types (dequantise them first) and shapes that do not fit.
+    bytes, of F32 on 4, others on 2. Rows of x and outs may have any stride. ValueError for other types
+    (dequantise them first) and shapes that do not fit.
     """
     num_rows, cols = outs[0].shape[0], weights[0].shape[1]
-    residuals = residuals or [None] * len(weights)
     _check(weights, outs, activations, x, num_rows)
     limits = device_limits()
     groups = 0 if activations is None else -(-cols // GROUP_SIZE)
@@ -96,7 +91,7 @@ def linear_few_cuda(
     max_blocks = limits.num_processors * layout.plan.blocks_per_processor
     for first in range(0, num_rows, step):
         rows = slice(first, min(first + step, num_rows))
-        table = _matrices(weights, layout.shapes, outs, residuals, rows, max_blocks)
+        table = _matrices(weights, layout.shapes, outs, rows, max_blocks)
         _launch(table, _inputs(activations, x, rows, groups), layout)
 
 
@@ -167,7 +162,6 @@ def _matrices(
     weights: Sequence[QuantTensor],
     shapes: Sequence[MatrixShape],
     outs: Sequence[torch.Tensor],
-    residuals: Sequence[torch.Tensor | None],
     rows: slice,
     max_blocks: int,
 ) -> LinearMatrices:
@@ -176,11 +170,8 @@ def _matrices(
     blocks = share_blocks([shapes[i] for i in order], max_blocks)
     table, first_block = LinearMatrices(count=len(weights)), 0
     for entry, (i, num_blocks) in zip(table.at, zip(order, blocks, strict=True), strict=False):
-        residual = residuals[i]
         entry.weight = weights[i].blocks.data_ptr()
         entry.out, entry.out_stride = outs[i][rows].data_ptr(), outs[i].stride(0)
-        if residual is not None:
-            entry.residual, entry.residual_stride = residual[rows].data_ptr(), residual.stride(0)
         entry.first_block, entry.num_blocks = first_block, num_blocks
         entry.shape = shapes[i]
         first_block += num_blocks

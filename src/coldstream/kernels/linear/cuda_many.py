@@ -33,13 +33,11 @@ class LinearJob(ctypes.Structure):
         ("x", Activations),
         ("weights", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
         ("num_tokens", ctypes.c_int32),
         ("num_rows", ctypes.c_int32),
         ("num_blocks", ctypes.c_int32),
         ("row_bytes", ctypes.c_int32),
         ("out_stride", ctypes.c_int32),
-        ("residual_stride", ctypes.c_int32),
     )
 
 
@@ -57,19 +55,14 @@ PROGRAM = CudaProgram(
 )
 
 
-def linear_many(
-    x: QuantActivations,
-    weight: QuantTensor,
-    out: torch.Tensor,
-    residual: torch.Tensor | None = None,
-) -> None:
-    """Write x [T, K] times weight [N, K] (+ residual) to `out`, every bit as docs/arithmetic.md has it.
+def linear_many(x: QuantActivations, weight: QuantTensor, out: torch.Tensor) -> None:
+    """Write x [T, K] times weight [N, K] to `out`, every bit as docs/arithmetic.md has it.
 
     x is padded to whole groups of 256; `weight` is of Q4_0, Q5_0, Q8_0, Q4_K, Q5_K or Q6_K with adjacent
-    rows; out and residual are float32 [T, N] with unit stride along the last dimension and may be the same.
+    rows; out is float32 [T, N] with unit stride along the last dimension.
     Any T; efficient from 9 rows on. One launch. Raises ValueError if shapes disagree, KeyError for a type.
     """
-    launch_linear(PROGRAM, fitting(TILINGS[weight.quant_type]), x, weight, out, residual)
+    launch_linear(PROGRAM, fitting(TILINGS[weight.quant_type]), x, weight, out)
 
 
 def launch_linear(
@@ -78,7 +71,6 @@ def launch_linear(
     x: QuantActivations,
     weight: QuantTensor,
     out: torch.Tensor,
-    residual: torch.Tensor | None,
 ) -> None:
     """As `linear_many`, with tiles of one's choice."""
     num_rows, num_values = weight.shape
@@ -87,22 +79,19 @@ def launch_linear(
         raise ValueError(
             f"activations of {num_groups} groups and an output {tuple(out.shape)} do not fit {weight.shape}"
         )
-    for rows in (out,) if residual is None else (out, residual):
-        if rows.shape != out.shape or rows.dtype != torch.float32 or (num_rows > 1 and rows.stride(1) != 1):
-            raise ValueError("out and residual must be float32 [T, N] with unit stride along a row")
+    if out.dtype != torch.float32 or (num_rows > 1 and out.stride(1) != 1):
+        raise ValueError("the output must be float32 with unit stride along a row")
     if not weight.blocks.is_contiguous():
         raise ValueError("the rows of the weight must be adjacent")
     job = LinearJob(
         Activations.of(x),
         weight.blocks.data_ptr(),
         out.data_ptr(),
-        None if residual is None else residual.data_ptr(),
         num_tokens,
         num_rows,
         num_values // BLOCK_SIZE,
         weight.quant_type.row_bytes(num_values),
         out.stride(0),
-        0 if residual is None else residual.stride(0),
     )
     num_tiles = -(-num_rows // tiling.rows) * -(-num_tokens // tiling.tokens)
     program.kernel(instance(tiling)).launch(

@@ -10,16 +10,13 @@ constexpr int linear_max_matrices = 8;
 // One matrix, and the blocks of the grid that work on it.
 struct LinearMatrix {
   const uint8_t* weight;
-  float* out;             // [T, out_stride]
-  const float* residual;  // [T, residual_stride], added to the product; or null
+  float* out;  // [T, out_stride]
   int out_stride;
-  int residual_stride;
   int first_block;
   int num_blocks;
   MatrixShape shape;
 
   __device__ __forceinline__ void store(int t, int row, float y) const {
-    if (residual != nullptr) y = residual[int64_t(t) * residual_stride + row] + y;
     out[int64_t(t) * out_stride + row] = y;
   }
 };

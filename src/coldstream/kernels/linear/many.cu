@@ -8,9 +8,8 @@ struct linear_job {
   activations x;
   const uint8_t* weights;
   float* out;
-  const float* residual;  // null: none
   int num_tokens, num_rows, num_blocks, row_bytes;
-  int out_stride, residual_stride;  // in floats
+  int out_stride;  // in floats
 
   template <class T>
   __device__ source open(int index) const {
@@ -31,9 +30,8 @@ struct linear_job {
   __device__ void store(int64_t token, int first_row, int row, float value, float value_8) const {
     row += first_row;
     float* to = out + token * out_stride + row;
-    const float* from = residual + token * residual_stride + row;
-    if (row < num_rows) *to = residual ? *from + value : value;
-    if (row + 8 < num_rows) to[8] = residual ? from[8] + value_8 : value_8;
+    if (row < num_rows) to[0] = value;
+    if (row + 8 < num_rows) to[8] = value_8;
   }
 };
 
