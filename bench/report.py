@@ -265,6 +265,22 @@ def gpu_tiers() -> str:
     return table(["kernel", "rows", "Triton µs", "CUDA C++ µs", "ratio"], rows) + f"\n{machine}\n"
 
 
+def same_bits() -> str:
+    """What differs between the quantised products of C++ and of the GPU."""
+    r = load("gpu/same_bits")
+    rows = [
+        [name, str(counts["products"]), str(counts["experts"])]
+        for name, counts in r["differing_values"].items()
+    ]
+    tokens = ", ".join(map(str, r["tokens"]))
+    summary = (
+        f"{r['rows']:,} random rows of {r['cols']} weights of each type, by {tokens} rows of activations; "
+        f"experts with {r['expert_rows']:,} rows. {r['machine']['gpu']}, C++ tier {r['cpu_tier']}, commit "
+        f"{r['commit']}: `python bench/same_bits.py`"
+    )
+    return table(["type", "products that differ", "experts' outputs that differ"], rows) + f"\n{summary}\n"
+
+
 def gpu_sanitizer() -> str:
     """Accesses that memcheck reported; nothing while it has not run."""
     if not (RESULTS / "gpu" / "sanitizer.json").exists():
@@ -305,6 +321,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpu_profile": gpu_profile,
     "gpu_sanitizer": gpu_sanitizer,
     "gpu_tiers": gpu_tiers,
+    "same_bits": same_bits,
     "routing": routing,
 }
 

@@ -2,9 +2,10 @@
 
     python bench/same_bits.py --out docs/results/gpu/same_bits.json
 
-For each type 2^20 random weight rows are multiplied by 1, 8 and 16 rows of activations, which takes the GPU's
-kernels for few rows and for many; and stacks of experts, whose gate, up and down matrices have more rows than
-that together, compute whole FFNs. Needs the C++ extension and a GPU; exits with 1 if any bit differs.
+For each type 2^20 random weight rows are multiplied by 1, 8, 16 and 64 rows of activations, which takes the
+GPU's kernels for few rows and for many; and stacks of experts, whose gate, up and down matrices have more
+rows than that together, compute whole FFNs. Needs the C++ extension and a GPU;
+exits with 1 if any bit differs.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from device import describe
 from results import write_result
 
 ROWS, COLS = 2**20, 512
-TOKENS = (1, 8, 16)
+TOKENS = (1, 8, 16, 64)
 EXPERTS, FFN, HIDDEN = 512, 1024, 512
 RANKS = 8
 MEMORY_BYTES = 8 * 2**30
