@@ -41,7 +41,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda"),
         ({"tier": "sse"}, "tier must be one of auto, generic"),
         ({"tier": 3}, "tier"),
-        ({"cache_type_k": "q5_0"}, "cache_type_k must be one of f16, f32, q8_0, q4_0"),
+        ({"cache_type_k": "q5_0"}, "cache_type_k must be one of f16, f32, q8_0, q4_0, tq3_0"),
         ({"cache_type_k": "f32"}, "must be the same"),
         ({"seed": -1}, "seed"),
         ({"offline": "no"}, "offline"),
@@ -111,6 +111,9 @@ def test_quantised_caches_are_for_gpus_and_for_heads_of_whole_blocks(spec: Model
     on_gpu = replace(config, device="cuda")
     # 64 bytes and two float16 scales, in pieces of 16.
     assert cache_bytes_per_token(on_gpu, spec) == 1 * 2 * (80 + 80)
+    smallest = replace(on_gpu, cache_type_k="tq3_0", cache_type_v="tq3_0")
+    # 24 bytes and two float16 scales.
+    assert cache_bytes_per_token(smallest, spec) == 1 * 2 * (32 + 32)
     with pytest.raises(ConfigError, match="q8_0 caches hold heads of multiples of 32 values, not 48"):
         resolve(on_gpu, replace(spec, head_dim=48), CORES, FREE)
 

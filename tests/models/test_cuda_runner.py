@@ -229,7 +229,7 @@ def test_what_cannot_be_computed_is_refused_and_changes_nothing(moe_path: Path) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv_type", ["f32", "q8_0", "q4_0"])
+@pytest.mark.parametrize("kv_type", ["f32", "q8_0", "q4_0", "tq3_0"])
 def test_other_types_of_keys_and_values_have_the_bits_of_the_reference(tmp_path: Path, kv_type: str) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, types=MIX)

@@ -19,7 +19,7 @@ MAX_THREADS = 1024
 DEFAULT_CTX_SIZE = 32768  # what `ctx_size` resolves to if the model and the memory allow it
 _DEFAULT_CACHE_SHARE = 0.25  # of available memory, for the cache of a default context
 
-CacheType = Literal["f16", "f32", "q8_0", "q4_0"]
+CacheType = Literal["f16", "f32", "q8_0", "q4_0", "tq3_0"]
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,14 @@ each; a row holds the codes of all its blocks, then the scales, then unused byte
 that every row can be read in aligned pieces of 16 bytes:
 
     q8_0: a signed byte a value;
-    q4_0: four bits a value, code + 8, even values in the low half of a byte.
+    q4_0: four bits a value, code + 8, even values in the low half of a byte;
+    tq3_0: three bits a value, first the low two of all blocks, eight bytes each, then the highest, four
+           bytes each. Value v = 8p + r of a block has its bits at bit 4r + 2(p mod 2) of the low bytes' word
+           p div 2, and at bit 4r + p of the high bytes' word: a shift and a mask of either leave the codes
+           of eight values in eight nibbles, with which one instruction of a GPU looks up four of them.
 
-A value is code · scale, exact in float32. How codes and scales are chosen: docs/arithmetic.md, Attention.
+A value is code · scale, of tq3_0 level(code) · scale, exact in float32. How codes and scales are chosen:
+docs/arithmetic.md, Attention.
 """
 
 from dataclasses import dataclass
@@ -25,6 +30,7 @@ class CacheLayout:
     name: str
     element: str
     value_bits: int
+    is_turned: bool = False  # holds values after the transformation of `turn.py`
 
     @property
     def is_quantised(self) -> bool:
@@ -55,5 +61,6 @@ CACHE_LAYOUTS = {
         CacheLayout("f32", "float32", 32),
         CacheLayout("q8_0", "uint8", 8),
         CacheLayout("q4_0", "uint8", 4),
+        CacheLayout("tq3_0", "uint8", 3, is_turned=True),
     )
 }

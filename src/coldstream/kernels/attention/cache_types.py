@@ -6,6 +6,7 @@ import torch
 
 from coldstream.kernels.arithmetic.reference import SMALLEST_MAXIMUM
 from coldstream.kernels.attention.cache_layout import BLOCK_VALUES, CACHE_LAYOUTS, CacheLayout
+from coldstream.kernels.attention.levels import decode_levels, encode_levels
 from coldstream.kernels.dequantize.integer_blocks import grouped
 
 
@@ -31,22 +32,25 @@ class CacheType(CacheLayout):
         raise ValueError(f"rows of {cache.shape[-1]} {cache.dtype} hold no head of {head_dim} values")
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """float32 [..., D] → rows of the tensor, [..., row]."""
+        """float32 [..., D] → rows of the tensor, [..., row]; turns them if the type does."""
         if not self.is_quantised:
             return values.to(self.dtype)
         blocks = grouped(values.float(), -1, BLOCK_VALUES)
-        codes, scales = (_encode_bytes if self.value_bits == 8 else _encode_nibbles)(blocks)
-        row = torch.cat((codes.flatten(-2), scales.to(torch.float16).view(torch.uint8)), dim=-1)
+        encode = {8: _encode_bytes, 4: _encode_nibbles, 3: encode_levels}[self.value_bits]
+        codes, scales = encode(blocks)
+        row = torch.cat((codes, scales.to(torch.float16).view(torch.uint8)), dim=-1)
         return torch.nn.functional.pad(row, (0, self.row_bytes(values.shape[-1]) - row.shape[-1]))
 
     def decode(self, rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-        """[..., row] → float32 [..., D]."""
+        """[..., row] → float32 [..., D], still turned if the type turns them."""
         if not self.is_quantised:
             return rows.float()
         code_bytes = head_dim * self.value_bits // 8
         packed = rows[..., :code_bytes]
         if self.value_bits == 8:
             codes = packed.view(torch.int8)
+        elif self.value_bits == 3:
+            codes = decode_levels(packed)
         else:
             codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
         scales = rows[..., code_bytes : code_bytes + head_dim // BLOCK_VALUES * 2].contiguous()
@@ -58,19 +62,19 @@ CACHE_TYPES = {name: CacheType(**vars(layout)) for name, layout in CACHE_LAYOUTS
 
 
 def _encode_bytes(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., 32] → bytes [..., 32] and scales [...]."""
+    """[..., B, 32] → bytes [..., 32 · B] and scales [..., B]."""
     maximum = blocks.abs().amax(dim=-1)
     codes, scales = _codes(blocks, maximum, maximum / 127, 127 / maximum)
-    return codes.to(torch.int8).view(torch.uint8), scales
+    return codes.to(torch.int8).view(torch.uint8).flatten(-2), scales
 
 
 def _encode_nibbles(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., 32] → bytes [..., 16] and scales [...]."""
+    """[..., B, 32] → bytes [..., 16 · B] and scales [..., B]."""
     greatest, least = blocks.amax(dim=-1), blocks.amin(dim=-1)
     extreme = torch.where(greatest >= -least, greatest, least)
     codes, scales = _codes(blocks, extreme.abs(), extreme / -8, -8 / extreme)
     nibbles = (codes.clamp(max=7) + 8).to(torch.uint8)
-    return nibbles[..., ::2] | nibbles[..., 1::2] << 4, scales
+    return (nibbles[..., ::2] | nibbles[..., 1::2] << 4).flatten(-2), scales
 
 
 def _codes(

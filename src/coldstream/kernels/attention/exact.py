@@ -13,7 +13,9 @@ from coldstream.kernels.arithmetic.reference import (
     sigmoid,
     sum_lanes,
 )
+from coldstream.kernels.attention.cache_layout import BLOCK_VALUES
 from coldstream.kernels.attention.cache_types import CacheType
+from coldstream.kernels.attention.turn import turn, turn_back
 from coldstream.kernels.dequantize.integer_blocks import grouped
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.rms_norm.reference import rms_norm_exact
@@ -48,6 +50,8 @@ def attention_exact(
     where = (rows.slots.long(), rows.positions.long())
     k_cache[where] = cache_type.encode(key)
     v_cache[where] = cache_type.encode(grouped(value, num_kv_heads, head_dim))
+    if cache_type.is_turned:
+        query = turn(query) * (1 / BLOCK_VALUES)
     group_size = query.shape[1] // num_kv_heads
     outputs = [query[:0]]
     for q, slot, position in zip(query, rows.slots.tolist(), rows.positions.tolist(), strict=True):
@@ -58,7 +62,10 @@ def attention_exact(
             for cache in (k_cache, v_cache)
         )
         outputs.append(attend(q, keys, values, first).unsqueeze(0))
-    return (torch.cat(outputs) * sigmoid(gate)).flatten(-2)
+    output = torch.cat(outputs)
+    if cache_type.is_turned:
+        output = turn_back(output)
+    return (output * sigmoid(gate)).flatten(-2)
 
 
 def first_position(position: int, window: int | None) -> int:

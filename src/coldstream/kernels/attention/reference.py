@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from coldstream.kernels.attention.cache_types import CacheType
+from coldstream.kernels.attention.turn import turn_back
 from coldstream.kernels.dequantize.integer_blocks import grouped
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.rms_norm.reference import rms_norm
@@ -77,5 +78,7 @@ def _codec(cache: torch.Tensor, head_dim: int) -> Codec:
     """From values to rows of the cache, and back to values."""
     if cache.dtype == torch.uint8:
         cache_type = CacheType.of(cache, head_dim)
+        if cache_type.is_turned:
+            return cache_type.encode, lambda rows: turn_back(cache_type.decode(rows, head_dim))
         return cache_type.encode, lambda rows: cache_type.decode(rows, head_dim)
     return lambda values: values.to(cache.dtype), lambda rows: rows
