@@ -41,6 +41,11 @@ def test_cache_types(cache_name: str) -> None:
     check(make_case((0, 62, 3), cache_name=cache_name, num_heads=2, num_kv_heads=1, head_dim=32))
 
 
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_turned_heads_of_several_blocks(head_dim: int) -> None:
+    check(make_case((0, 254, 3), cache_name="tq3_0", num_heads=2, num_kv_heads=1, head_dim=head_dim))
+
+
 @pytest.mark.parametrize("first", [0, 255, 511])
 def test_chunk_edges(first: int) -> None:
     check(make_case((0, first, 2), num_heads=2, num_kv_heads=1, head_dim=16, rope_dims=8))

@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 
 from coldstream.kernels.arithmetic import triton as arithmetic
+from coldstream.kernels.attention import triton_turned
 from coldstream.kernels.attention.cuda import AttentionInputs, AttentionShape, Caches, DecodeWorkspace
 from coldstream.kernels.attention.triton_blocks import (
     CHUNK,
     NEGATIVE_INFINITY,
+    SCALE_VALUES,
     attend_chunk,
     norm_and_rotate,
     store_values,
@@ -61,6 +63,8 @@ def prepare_kernel(
         x = query_gate + row * query_gate_stride + unit * 2 * HEAD_DIM
         ready = norm_and_rotate(x, q_norm, eps, angles, HEAD_DIM, WIDTH, ROPE_HALF)
         ready = ready * tl.div_rn(1.0, tl.sqrt_rn(tl.full((1,), HEAD_DIM, tl.float32)))
+        if TYPE == "tq3_0":
+            ready = triton_turned.turn(ready) * (1 / SCALE_VALUES)
         tl.store(query + (row * num_heads + unit) * HEAD_DIM + i, ready, mask=i < HEAD_DIM)
     elif unit < num_heads + num_kv_heads:
         head = unit - num_heads
@@ -137,6 +141,7 @@ def merge_kernel(
     window,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    TYPE: tl.constexpr,
 ):
     """One program: the chunks of row program_id(0) and query head program_id(1), in ascending order."""
     token = tl.program_id(0).to(tl.int64)
@@ -158,7 +163,10 @@ def merge_kernel(
         maximum = after
     gate_at = query_gate + token * query_gate_stride + (2 * head + 1) * HEAD_DIM
     gate = tl.load(gate_at + i, mask=i < HEAD_DIM, other=0.0)
-    result = numerators * tl.div_rn(1.0, denominator) * arithmetic.sigmoid(gate)
+    result = numerators * tl.div_rn(1.0, denominator)
+    if TYPE == "tq3_0":
+        result = triton_turned.turn_back(result)
+    result = result * arithmetic.sigmoid(gate)
     tl.store(out + (token * num_heads + head) * HEAD_DIM + i, result, mask=i < HEAD_DIM)
 
 
@@ -226,7 +234,10 @@ def prefill_kernel(
             gate_head = 2 * (kv_head * GROUP + pair % GROUP) + 1
             gate_at = token.to(tl.int64) * query_gate_stride + gate_head * HEAD_DIM
             gate = tl.load(query_gate + gate_at[:, None] + i[None, :], mask=mask, other=0.0)
-            result = numerators * tl.div_rn(1.0, denominators)[:, None] * arithmetic.sigmoid(gate)
+            result = numerators * tl.div_rn(1.0, denominators)[:, None]
+            if TYPE == "tq3_0":
+                result = tl.reshape(triton_turned.turn_back(tl.ravel(result)), (ROWS, WIDTH))
+            result = result * arithmetic.sigmoid(gate)
             tl.store(out + head[:, None] * HEAD_DIM + i[None, :], result, mask=mask)
 
 
@@ -261,11 +272,9 @@ def decode(
         GROUP=shape.group_size, ROWS=triton.next_power_of_2(shape.group_size), SPLITS=DECODE_SPLITS,
         num_warps=NUM_WARPS, **_constants(shape),
     )  # fmt: skip
-    constants = _constants(shape)
-    del constants["TYPE"]
     merge_kernel[(num_rows, shape.num_heads)](
         query_gate, rows.positions, workspace.values, workspace.stats, out, query_gate.stride(0),
-        shape.num_heads, max_chunks, window, num_warps=NUM_WARPS, **constants,
+        shape.num_heads, max_chunks, window, num_warps=NUM_WARPS, **_constants(shape),
     )  # fmt: skip
 
 

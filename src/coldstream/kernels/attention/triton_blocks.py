@@ -5,7 +5,7 @@ import triton.language as tl
 
 from coldstream.kernels.arithmetic import triton as arithmetic
 from coldstream.kernels.arithmetic.triton import INFINITY_BITS, MAGNITUDE_BITS, SMALLEST_MAXIMUM
-from coldstream.kernels.attention import cache_layout, exact
+from coldstream.kernels.attention import cache_layout, exact, triton_turned
 
 BLOCK = tl.constexpr(exact.BLOCK_SIZE)
 CHUNK = tl.constexpr(exact.CHUNK_SIZE)
@@ -14,16 +14,32 @@ NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
 
 @triton.jit
+def scales_begin(HEAD_DIM: tl.constexpr, TYPE: tl.constexpr):
+    """Bytes of a row's codes."""
+    return HEAD_DIM * (8 if TYPE == "q8_0" else 4 if TYPE == "q4_0" else 3) // 8
+
+
+@triton.jit
+def store_scales(to, bits, HEAD_DIM: tl.constexpr):
+    """Float16 bits uint16 [B] to the address `to`, as many as a head has."""
+    block = tl.arange(0, bits.shape[0])
+    tl.store(to + block * 2, (bits & 255).to(tl.uint8), mask=block < HEAD_DIM // SCALE_VALUES)
+    tl.store(to + block * 2 + 1, (bits >> 8).to(tl.uint8), mask=block < HEAD_DIM // SCALE_VALUES)
+
+
+@triton.jit
 def load_values(cache, row, i, mask, HEAD_DIM: tl.constexpr, TYPE: tl.constexpr):
     """Value i of the head rows at element offsets `row`, as float32."""
     if TYPE == "f16" or TYPE == "f32":
         return tl.load(cache + row + i, mask=mask).to(tl.float32)
-    scale_at = cache + row + HEAD_DIM * (8 if TYPE == "q8_0" else 4) // 8 + i // SCALE_VALUES * 2
+    scale_at = cache + row + scales_begin(HEAD_DIM, TYPE) + i // SCALE_VALUES * 2
     low = tl.load(scale_at, mask=mask).to(tl.uint16)
     high = tl.load(scale_at + 1, mask=mask).to(tl.uint16)
     scale = (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
     if TYPE == "q8_0":
         code = tl.load(cache + row + i, mask=mask).to(tl.int8, bitcast=True).to(tl.float32)
+    elif TYPE == "tq3_0":
+        code = triton_turned.load_levels(cache + row, i, mask, HEAD_DIM)
     else:
         byte = tl.load(cache + row + i // 2, mask=mask).to(tl.int32)
         code = ((byte >> (i % 2 * 4)) & 15).to(tl.float32) - 8.0
@@ -38,6 +54,10 @@ def store_values(cache, row, values, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
         tl.store(cache + row + i, values.to(cache.dtype.element_ty), mask=i < HEAD_DIM)
         return
     blocks = tl.reshape(values, (WIDTH // SCALE_VALUES, SCALE_VALUES))
+    if TYPE == "tq3_0":
+        bits = triton_turned.store_levels(cache + row, blocks, HEAD_DIM)
+        store_scales(cache + row + scales_begin(HEAD_DIM, TYPE), bits, HEAD_DIM)
+        return
     max_bits = tl.max(blocks.to(tl.int32, bitcast=True) & MAGNITUDE_BITS, axis=1)
     is_zero = max_bits.to(tl.float32, bitcast=True) < SMALLEST_MAXIMUM
     is_finite = max_bits < INFINITY_BITS
@@ -48,10 +68,7 @@ def store_values(cache, row, values, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
         extreme, largest = tl.where(greatest >= -least, greatest, least), -8.0
     scale = tl.where(is_zero, 0.0, tl.div_rn(extreme, largest))
     bits = tl.where(is_finite, scale, float("nan")).to(tl.float16).to(tl.uint16, bitcast=True)
-    block = tl.arange(0, WIDTH // SCALE_VALUES)
-    scale_at = cache + row + HEAD_DIM * (8 if TYPE == "q8_0" else 4) // 8 + block * 2
-    tl.store(scale_at, (bits & 255).to(tl.uint8), mask=block < HEAD_DIM // SCALE_VALUES)
-    tl.store(scale_at + 1, (bits >> 8).to(tl.uint8), mask=block < HEAD_DIM // SCALE_VALUES)
+    store_scales(cache + row + scales_begin(HEAD_DIM, TYPE), bits, HEAD_DIM)
     rounded = arithmetic.round_to_integer(blocks * tl.div_rn(largest, extreme)[:, None])
     codes = tl.where((is_finite & (is_zero == 0))[:, None], rounded, 0.0).to(tl.int32)
     if TYPE == "q8_0":
