@@ -1,7 +1,7 @@
 // The types of cache_types.py: how a head's row of one position is laid out, written and read.
 //
 // A row is `code_chunks` pieces of 16 bytes with the values' codes, then `scale_chunks` with a float16 scale
-// per 32 values (float types have none).
+// per 32 values (float types have none); the row of a turned type is of another kind, see turned.cuh.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -11,13 +11,18 @@ namespace coldstream {
 constexpr int scale_values = 32;
 constexpr float smallest_maximum = 7.888609052210118e-31f;  // 2^-100
 constexpr float largest_float = 3.402823466e38f;
-constexpr uint16_t half_nan = 0x7e00;
+constexpr uint16_t half_infinity = 0x7c00, half_nan = 0x7e00;
 
 __host__ __device__ constexpr int chunks_of(int num_bytes) { return (num_bytes + 15) / 16; }
 
 // uint8 codes in the lowest bits of `word` as floats: 2^23 + code has the code in its last bits.
 __device__ __forceinline__ float code_to_float(uint32_t code, float offset) {
   return __uint_as_float(code | 0x4b000000u) - (8388608.0f + offset);
+}
+
+// Byte `byte` of `word` less 128, exactly.
+__device__ __forceinline__ float byte_to_float(uint32_t word, int byte) {
+  return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 | byte)) - 8388736.0f;
 }
 
 // Four neighbouring lanes hold the 32 values of a block, eight each.
@@ -47,6 +52,7 @@ __device__ __forceinline__ bool block_is_finite(const float (&x)[8]) {
 }
 
 struct cache_f32 {
+  static constexpr bool is_turned = false;
   static constexpr int chunk_values = 4;
   static constexpr int code_chunks(int head_dim) { return head_dim / 4; }
   static constexpr int scale_chunks(int) { return 0; }
@@ -60,17 +66,13 @@ struct cache_f32 {
     return make_float4(__uint_as_float(chunk.x), __uint_as_float(chunk.y), __uint_as_float(chunk.z),
                        __uint_as_float(chunk.w));
   }
-  static __device__ __forceinline__ void load_eight(const uint8_t* row, int i, float, float (&x)[8]) {
-    const float4 a = *reinterpret_cast<const float4*>(row + 4 * i);
-    const float4 b = *reinterpret_cast<const float4*>(row + 4 * i + 16);
-    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-  }
-  static __device__ __forceinline__ float2 load_two(const uint8_t* row, int i, float) {
+  static __device__ __forceinline__ float2 load_two(const uint8_t* row, int, int i, float) {
     return *reinterpret_cast<const float2*>(row + 4 * i);
   }
 };
 
 struct cache_f16 {
+  static constexpr bool is_turned = false;
   static constexpr int chunk_values = 8;
   static constexpr int code_chunks(int head_dim) { return head_dim / 8; }
   static constexpr int scale_chunks(int) { return 0; }
@@ -89,18 +91,14 @@ struct cache_f16 {
     const uint32_t a = quad ? chunk.z : chunk.x, b = quad ? chunk.w : chunk.y;
     return make_float4(low(a), high(a), low(b), high(b));
   }
-  static __device__ __forceinline__ void load_eight(const uint8_t* row, int i, float, float (&x)[8]) {
-    const uint4 chunk = *reinterpret_cast<const uint4*>(row + 2 * i);
-    const float4 a = four_of(chunk, 0, 1.0f), b = four_of(chunk, 1, 1.0f);
-    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-  }
-  static __device__ __forceinline__ float2 load_two(const uint8_t* row, int i, float) {
+  static __device__ __forceinline__ float2 load_two(const uint8_t* row, int, int i, float) {
     const uint32_t word = *reinterpret_cast<const uint32_t*>(row + 2 * i);
     return make_float2(low(word), high(word));
   }
 };
 
 struct cache_q8_0 {
+  static constexpr bool is_turned = false;
   static constexpr int chunk_values = 16;
   static constexpr int code_chunks(int head_dim) { return head_dim / 16; }
   static constexpr int scale_chunks(int head_dim) { return chunks_of(head_dim / scale_values * 2); }
@@ -121,9 +119,7 @@ struct cache_q8_0 {
     if (i % scale_values == 0) reinterpret_cast<uint16_t*>(row + head_dim)[i / scale_values] = scale.bits;
   }
   static __device__ __forceinline__ float value(uint32_t word, int byte, float scale) {
-    // 2^23 in the upper byte, the code plus 128 in the lowest: exact.
-    const uint32_t bits = __byte_perm(word ^ 0x80808080u, 0x4b000000u, 0x7440 | byte);
-    return (__uint_as_float(bits) - 8388736.0f) * scale;
+    return byte_to_float(word ^ 0x80808080u, byte) * scale;
   }
   static __device__ __forceinline__ float4 four_of_word(uint32_t word, float scale) {
     return make_float4(value(word, 0, scale), value(word, 1, scale), value(word, 2, scale),
@@ -132,18 +128,14 @@ struct cache_q8_0 {
   static __device__ __forceinline__ float4 four_of(const uint4& chunk, int quad, float scale) {
     return four_of_word(quad == 0 ? chunk.x : quad == 1 ? chunk.y : quad == 2 ? chunk.z : chunk.w, scale);
   }
-  static __device__ __forceinline__ void load_eight(const uint8_t* row, int i, float scale, float (&x)[8]) {
-    const uint2 words = *reinterpret_cast<const uint2*>(row + i);
-    const float4 a = four_of_word(words.x, scale), b = four_of_word(words.y, scale);
-    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-  }
-  static __device__ __forceinline__ float2 load_two(const uint8_t* row, int i, float scale) {
+  static __device__ __forceinline__ float2 load_two(const uint8_t* row, int, int i, float scale) {
     const uint32_t word = *reinterpret_cast<const uint16_t*>(row + i);
     return make_float2(value(word, 0, scale), value(word, 1, scale));
   }
 };
 
 struct cache_q4_0 {
+  static constexpr bool is_turned = false;
   static constexpr int chunk_values = 32;
   static constexpr int code_chunks(int head_dim) { return head_dim / 32; }
   static constexpr int scale_chunks(int head_dim) { return chunks_of(head_dim / scale_values * 2); }
@@ -174,12 +166,7 @@ struct cache_q4_0 {
     return make_float4(value(word, first, scale), value(word, first + 1, scale),
                        value(word, first + 2, scale), value(word, first + 3, scale));
   }
-  static __device__ __forceinline__ void load_eight(const uint8_t* row, int i, float scale, float (&x)[8]) {
-    const uint32_t word = *reinterpret_cast<const uint32_t*>(row + i / 2);
-#pragma unroll
-    for (int j = 0; j < 8; j++) x[j] = value(word, j, scale);
-  }
-  static __device__ __forceinline__ float2 load_two(const uint8_t* row, int i, float scale) {
+  static __device__ __forceinline__ float2 load_two(const uint8_t* row, int, int i, float scale) {
     const uint32_t byte = row[i / 2];
     return make_float2(value(byte, 0, scale), value(byte, 1, scale));
   }

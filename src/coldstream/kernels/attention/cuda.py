@@ -1,4 +1,4 @@
-"""Attention on the GPU: `prepare.cu`, then `decode.cu` and `merge.cu`, or `prefill.cu`: the same bits.
+"""Attention on the GPU: `prepare.cu`, then `decode.cu` and `merge.cu`, or `prefill.cu` (and `finish.cu`).
 
     kernels = AttentionKernels(AttentionShape(16, 2, 256, CACHE_TYPES["f16"]), device_limits())
     kernels.prepare(inputs, caches, rows, query)
@@ -29,6 +29,7 @@ HEAD_MULTIPLE = 8  # a thread takes eight columns
 PREPARE_THREADS, PREPARE_HEADS = 128, 8  # a block
 DECODE_THREADS = 256
 PREFILL_THREADS = 256
+FINISH_THREADS = 256
 MERGE_SHARED_BYTES = 2 * 32 * GROUP_SIZE * 4  # two batches of 32 chunks
 # Rows of a block of prefill's threads, and shared memory for a part of its keys and of its values.
 PrefillTile = tuple[int, int, int]
@@ -72,8 +73,11 @@ class AttentionShape:
     @property
     def block_bytes(self) -> int:
         """Shared memory of a block of 64 positions of one key/value head."""
-        code_bytes = self.head_dim * self.cache_type.value_bits // 8
-        scale_bytes = self.cache_type.row_bytes(self.head_dim) - code_bytes
+        row_bytes = self.cache_type.row_bytes(self.head_dim)
+        # A row of turned values lies there as a whole, of others codes and scales on their own.
+        whole = self.cache_type.is_turned
+        code_bytes = row_bytes if whole else self.head_dim * self.cache_type.value_bits // 8
+        scale_bytes = row_bytes - code_bytes
         return BLOCK_SIZE * (-(-code_bytes // 128) * 128 + scale_bytes)
 
     @property
@@ -158,6 +162,10 @@ _PrefillArguments = _structure(
     "query_gate_stride num_tokens num_heads num_kv_heads window",
 )
 
+_FinishArguments = _structure(
+    "_FinishArguments", "out query_gate", "query_gate_stride num_heads", has_places=False
+)
+
 
 class AttentionKernels:
     """The kernels for one shape on one device, compiled when first used."""
@@ -178,11 +186,14 @@ class AttentionKernels:
         head = f"coldstream::cache_{self.shape.cache_type.name}, {self.shape.head_dim}"
         wide, narrow = self.shape.decode_heads
         blocks, stages = self.decode_stages
+        turned = self.shape.cache_type.is_turned
+        is_turned = "true" if turned else "false"
         return (
             ("prepare.cu", f"coldstream::attention_prepare<{head}>"),
             ("decode.cu", f"coldstream::attention_decode<{head}, {wide}, {narrow}, {blocks}, {stages}>"),
-            ("merge.cu", f"coldstream::attention_merge<{self.shape.head_dim}>"),
+            ("merge.cu", f"coldstream::attention_merge<{self.shape.head_dim}, {is_turned}>"),
             *(("prefill.cu", self._prefill_instance(tile)) for tile in self.prefill_tiles),
+            *([("finish.cu", f"coldstream::attention_finish<{self.shape.head_dim}>")] if turned else []),
         )
 
     @property
@@ -263,6 +274,14 @@ class AttentionKernels:
             (self._prefill_blocks(num_rows, tile), 1, 1), PREFILL_THREADS, (arguments,),
             shared_bytes=self.prefill_shared_bytes(tile),
         )  # fmt: skip
+        if shape.cache_type.is_turned:
+            finishing = _FinishArguments(
+                *_addresses(out, query_gate), query_gate.stride(0), shape.num_heads
+            )
+            columns = shape.num_heads * shape.head_dim
+            self._kernel("finish.cu").launch(
+                (-(-columns // FINISH_THREADS), num_rows, 1), FINISH_THREADS, (finishing,)
+            )
 
     def prefill_tile(self, num_rows: int) -> PrefillTile:
         """The tallest that gives the processors enough to do; the shortest where none does."""

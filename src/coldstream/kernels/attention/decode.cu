@@ -177,13 +177,13 @@ struct decoder {
                                                             const int (&rows)[score_positions],
                                                             float (&sums)[score_heads][score_positions]) {
 #pragma unroll 4
-    for (int chunk = 0; chunk < tile::code_chunks; chunk++) {
+    for (int piece = 0; piece < tile::row_pieces; piece++) {
       uint4 keys[score_positions];
       float scales[score_positions];
 #pragma unroll
       for (int j = 0; j < score_positions; j++) {
-        keys[j] = tile::swizzled_chunk(tiles[j], rows[j], chunk);
-        scales[j] = tile::scale(tiles[j], rows[j], chunk * cache::chunk_values);
+        keys[j] = tile::swizzled_piece(tiles[j], rows[j], piece);
+        scales[j] = tile::scale(tiles[j], rows[j], piece * cache::chunk_values, true);
       }
 #pragma unroll
       for (int quad = 0; quad < cache::chunk_values / 4; quad++) {
@@ -193,7 +193,7 @@ struct decoder {
 #pragma unroll
         for (int h = 0; h < score_heads; h++) {
           const float4 q =
-              *reinterpret_cast<const float4*>(query + h * head_dim + chunk * cache::chunk_values + 4 * quad);
+              *reinterpret_cast<const float4*>(query + h * head_dim + piece * cache::chunk_values + 4 * quad);
 #pragma unroll
           for (int j = 0; j < score_positions; j++) {
             float s = __fmaf_rn(q.x, k[j].x, sums[h][j]);
@@ -286,7 +286,8 @@ struct decoder {
     const uint8_t* values = block_at(number);
     auto value_at = [&](int place) {
       const int row = place - first;
-      return cache::load_two(values + row * tile::row_bytes, column, tile::scale(values, row, column));
+      const float scale = tile::scale(values, row, column, false);
+      return cache::load_two(values + row * tile::row_bytes, head_dim, column, scale);
     };
     const float* weight = weights + first_head * chunk_positions;
     int place = begin;

@@ -1,5 +1,5 @@
-// The end of decode.cu: a row's chunks merged in ascending order, divided, gated, and written as float32, as
-// int8 or as both. A block of threads takes 256 columns of a row, that is a group of activations; a thread
+// The end of decode.cu: a row's chunks merged in ascending order, divided, turned back if the cache's type
+// turns values, gated, and written as float32, as int8 or as both. A block of threads takes 256 columns of a row, that is a group of activations; a thread
 // takes one.
 #include "attention/tile.cuh"
 #include "cuda/quantize.cuh"
@@ -117,7 +117,7 @@ struct merger {
   }
 };
 
-template <int head_dim>
+template <int head_dim, bool is_turned>
 __global__ void __launch_bounds__(merge_threads) attention_merge(const merge_arguments a) {
   extern __shared__ __align__(16) float merge_memory[];
   __shared__ merge_batch_factors factors[2][merger<head_dim>::most_heads];
@@ -133,7 +133,9 @@ __global__ void __launch_bounds__(merge_threads) attention_merge(const merge_arg
   m.load(0, num_chunks);
 #pragma unroll 1
   for (int first = 0; first < num_chunks; first += merge_batch) m.merge_batch_of(first, num_chunks);
-  const float result = m.numerator * (1.0f / m.denominator) * exact_sigmoid(gate);
+  float result = m.numerator * (1.0f / m.denominator);
+  if constexpr (is_turned) result = turned_back(result);
+  result *= exact_sigmoid(gate);
   const bool exists = m.first_column + int(threadIdx.x) < m.num_columns;
   if (a.out && exists) a.out[m.row * m.num_columns + column] = result;
   if (!a.codes) return;

@@ -40,6 +40,7 @@ struct block_weights {
 template <class cache, int head_dim_, int num_rows_, int key_bytes, int value_bytes>
 struct prefill_shape {
   static constexpr int head_dim = head_dim_, head_quads = head_dim / 4, num_rows = num_rows_;
+  static constexpr bool is_turned = cache::is_turned;
   using stage_type = kv_stage<cache, head_dim, role_threads, key_bytes, value_bytes>;
   static_assert(num_rows % 16 == 0);
 

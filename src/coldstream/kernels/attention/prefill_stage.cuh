@@ -26,6 +26,7 @@ template <class cache, int head_dim, int threads, int key_bytes, int value_bytes
 struct kv_stage {
   static constexpr int code_chunks = cache::code_chunks(head_dim);
   static constexpr int row_bytes = (code_chunks + cache::scale_chunks(head_dim)) * 16;
+  static constexpr int row_pieces = head_dim / cache::chunk_values;
   static constexpr int chunk_quads = cache::chunk_values / 4;
 
   // Of keys: dimensions in multiples of 32, each with its 64 positions (see `place_of_key`).
@@ -42,7 +43,7 @@ struct kv_stage {
   static constexpr int value_positions =
       smaller(power_of_two_up_to(value_bytes / (4 * head_dim)), block_positions);
   static constexpr int value_parts = block_positions / value_positions;
-  static constexpr int value_pieces = quotient_up(value_positions * code_chunks, threads);
+  static constexpr int value_pieces = quotient_up(value_positions * row_pieces, threads);
   static_assert(value_positions % 4 == 0);
 
   uint4 pieces[larger(key_pieces, value_pieces)];
@@ -56,7 +57,7 @@ struct kv_stage {
     for (int i = 0; i < key_pieces; i++) {
       const key_piece piece = piece_of_key(thread, i);
       const int row = piece.row, chunk = part * key_chunks + piece.chunk;
-      fetch(i, rows + row * position_bytes, chunk, row >= begin && row < end && chunk < code_chunks);
+      fetch(i, rows + row * position_bytes, chunk, row >= begin && row < end && chunk < row_pieces);
     }
   }
 
@@ -101,8 +102,8 @@ struct kv_stage {
 #pragma unroll
     for (int i = 0; i < value_pieces; i++) {
       const uint32_t piece = thread + i * threads;
-      const int row = part * value_positions + piece / code_chunks;
-      fetch(i, rows + row * position_bytes, piece % code_chunks, row >= begin && row < end);
+      const int row = part * value_positions + piece / row_pieces;
+      fetch(i, rows + row * position_bytes, piece % row_pieces, row >= begin && row < end);
     }
   }
 
@@ -111,7 +112,7 @@ struct kv_stage {
 #pragma unroll
     for (int i = 0; i < value_pieces; i++) {
       const uint32_t piece = thread + i * threads;
-      if (value_pieces * threads > value_positions * code_chunks && piece >= value_positions * code_chunks) {
+      if (value_pieces * threads > value_positions * row_pieces && piece >= value_positions * row_pieces) {
         return;
       }
 #pragma unroll
@@ -125,6 +126,12 @@ struct kv_stage {
     pieces[i] = make_uint4(0, 0, 0, 0);
     scales[i] = 0;
     if (!is_there) return;
+    if constexpr (cache::is_turned) {
+      const auto at = [row](int byte) { return row + byte; };
+      pieces[i] = cache::piece_of(at, head_dim, chunk);
+      scales[i] = cache::scale_bits_of(at, head_dim, chunk);
+      return;
+    }
     pieces[i] = reinterpret_cast<const uint4*>(row)[chunk];
     if constexpr (cache::scale_chunks(head_dim) > 0) {
       const auto all = reinterpret_cast<const uint16_t*>(row + code_chunks * 16);
@@ -133,7 +140,7 @@ struct kv_stage {
   }
 
   __device__ __forceinline__ float4 quad_of(int i, int quad) const {
-    const float scale = cache::scale_chunks(head_dim) > 0 ? half_to_float(scales[i]) : 1.0f;
+    const float scale = cache::is_turned || cache::scale_chunks(head_dim) > 0 ? half_to_float(scales[i]) : 1.0f;
     return cache::four_of(pieces[i], quad, scale);
   }
 };

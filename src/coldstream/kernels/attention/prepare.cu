@@ -80,6 +80,11 @@ __global__ void __launch_bounds__(prepare_threads) attention_prepare(const prepa
       if (is_query) values[j] *= query_scale;
     }
     if (is_query) {
+      if constexpr (cache::is_turned) {
+        turn_eight(values, i);
+#pragma unroll
+        for (int j = 0; j < 8; j++) values[j] *= 1.0f / turn_length;
+      }
       float* out = a.query + (row * a.num_heads + unit) * head_dim;
       cache_f32::store_eight(reinterpret_cast<uint8_t*>(out), head_dim, i, values);
     } else if (a.slots[row] >= 0) {

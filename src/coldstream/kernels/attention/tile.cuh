@@ -1,7 +1,7 @@
 // A block of 64 positions of one key/value head in shared memory, and the grid of positions.
 #pragma once
 
-#include "attention/cache.cuh"
+#include "attention/turned.cuh"
 
 namespace coldstream {
 
@@ -28,10 +28,22 @@ struct kv_tile {
   static constexpr int code_chunks = cache::code_chunks(head_dim);
   static constexpr int scale_chunks = cache::scale_chunks(head_dim);
   static constexpr int row_chunks = code_chunks + scale_chunks;  // in global memory
+  static constexpr int row_pieces = head_dim / cache::chunk_values;  // what is undone at once
   static constexpr int row_bytes = (code_chunks + 7) / 8 * 128;  // of codes, in shared memory
   static constexpr int code_bytes = block_positions * row_bytes;
   static constexpr int scale_bytes = scale_chunks * 16;  // of a row
   static constexpr int bytes = code_bytes + block_positions * scale_bytes;
+
+  // Addresses of the bytes of a row.
+  struct places {
+    const uint8_t* tile;
+    int row;
+    bool swizzled;
+
+    __device__ __forceinline__ const uint8_t* operator()(int byte) const {
+      return tile + row * row_bytes + (byte / 16 ^ (swizzled ? row & 7 : 0)) * 16 + byte % 16;
+    }
+  };
 
   // Queues the copies of rows begin … end − 1 of the block whose first row is at `global`.
   template <int threads>
@@ -68,14 +80,20 @@ struct kv_tile {
   }
 
   // The scale of the value `i` of a row.
-  static __device__ __forceinline__ float scale(const uint8_t* tile, int row, int i) {
+  static __device__ __forceinline__ float scale(const uint8_t* tile, int row, int i, bool swizzled) {
+    if constexpr (cache::is_turned) {
+      return half_to_float(cache::scale_bits_of(places{tile, row, swizzled}, head_dim, i / scale_values));
+    }
     if constexpr (scale_chunks == 0) return 1.0f;
     const uint8_t* scales = tile + code_bytes + row * scale_bytes;
     return half_to_float(reinterpret_cast<const uint16_t*>(scales)[i / scale_values]);
   }
 
-  static __device__ __forceinline__ uint4 swizzled_chunk(const uint8_t* tile, int row, int chunk) {
-    return *reinterpret_cast<const uint4*>(tile + row * row_bytes + (chunk ^ (row & 7)) * 16);
+  // The codes of `chunk_values` values of a row of a swizzled tile.
+  static __device__ __forceinline__ uint4 swizzled_piece(const uint8_t* tile, int row, int piece) {
+    const places at = {tile, row, true};
+    if constexpr (cache::is_turned) return cache::piece_of(at, head_dim, piece);
+    return *reinterpret_cast<const uint4*>(at(piece * 16));
   }
 };
 
