@@ -286,8 +286,8 @@ struct decoder {
     const uint8_t* values = block_at(number);
     auto value_at = [&](int place) {
       const int row = place - first;
-      const float scale = tile::scale(values, row, column, false);
-      return cache::load_two(values + row * tile::row_bytes, head_dim, column, scale);
+      return cache::load_two(values + row * tile::row_bytes, head_dim, column,
+                             tile::scale(values, row, column, false));
     };
     const float* weight = weights + first_head * chunk_positions;
     int place = begin;

@@ -191,12 +191,14 @@ struct prefill_mixer {
         if (last < chunk_begin || last >= chunk_begin + chunk_positions) continue;
         const float inverse = weights.inverses[row];
         const float4 x = sums[i], gate = gates[i];
-        float4& out = out_of(row)[i % 2 * column_lanes];
         if constexpr (shape::is_turned) {
-          out = make_float4(x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse);  // finish.cu goes on
+          // finish.cu turns them back and gates them.
+          out_of(row)[i % 2 * column_lanes] =
+              make_float4(x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse);
         } else {
-          out = make_float4(x.x * inverse * exact_sigmoid(gate.x), x.y * inverse * exact_sigmoid(gate.y),
-                            x.z * inverse * exact_sigmoid(gate.z), x.w * inverse * exact_sigmoid(gate.w));
+          out_of(row)[i % 2 * column_lanes] =
+              make_float4(x.x * inverse * exact_sigmoid(gate.x), x.y * inverse * exact_sigmoid(gate.y),
+                          x.z * inverse * exact_sigmoid(gate.z), x.w * inverse * exact_sigmoid(gate.w));
         }
       }
     }
