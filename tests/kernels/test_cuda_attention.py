@@ -1,6 +1,7 @@
 """Attention on the GPU: the bits of the exact reference, in decode and in prefill."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -146,13 +147,21 @@ def test_rows_of_several_slots() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [32, 160])
+def test_turned_heads_of_odd_numbers_of_blocks(head_dim: int) -> None:
+    # Seven heads of 160 leave the last group of activations half empty.
+    case = make_case((3, 300, 1), (0, 0, 5), (1, 250, 20), num_heads=7, num_kv_heads=1, head_dim=head_dim)
+    check(replace(case, cache_name="tq3_0", window=100))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("window", [1, 3, 64, 100, 300])
 def test_window(window: int) -> None:
     check(make_case((0, 290, 12), (1, 0, 20), window=window))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cache_name", ["f16", "q8_0"])
+@pytest.mark.parametrize("cache_name", ["f16", "q8_0", "tq3_0"])
 def test_less_shared_memory_changes_nothing(cache_name: str) -> None:
     check(make_case((0, 250, 9), head_dim=256, cache_name=cache_name), device=SMALL)
 
@@ -227,7 +236,8 @@ def test_one_graph_serves_every_length() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize(
-    ("head_dim", "cache_name", "device"), [(256, "f16", H200), (64, "q8_0", SMALL), (80, "f32", SMALL)]
+    ("head_dim", "cache_name", "device"),
+    [(256, "f16", H200), (64, "q8_0", SMALL), (80, "f32", SMALL), (96, "tq3_0", SMALL), (256, "tq3_0", H200)],
 )
 def test_kernels_compile_without_a_gpu(
     arch: str, head_dim: int, cache_name: str, device: DeviceLimits, tmp_path: Path
@@ -240,7 +250,8 @@ def test_kernels_compile_without_a_gpu(
 
 @pytest.mark.parametrize("device", [H200, SMALL])
 @pytest.mark.parametrize(
-    ("head_dim", "cache_name"), [(256, "f16"), (256, "q8_0"), (80, "f32"), (160, "q4_0")]
+    ("head_dim", "cache_name"),
+    [(256, "f16"), (256, "q8_0"), (80, "f32"), (160, "q4_0"), (160, "tq3_0"), (256, "tq3_0")],
 )
 def test_shared_memory_is_what_the_kernels_take(
     head_dim: int, cache_name: str, device: DeviceLimits, tmp_path: Path

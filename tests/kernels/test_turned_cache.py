@@ -1,5 +1,7 @@
 """The cache type that keeps turned values: its transformation, its levels, and attention over them."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from attention_cases import make_case
@@ -60,7 +62,7 @@ def test_levels_are_the_best_ones_for_a_normal_variable() -> None:
     # Max, "Quantizing for minimum distortion", 1960, table I, eight levels.
     best = torch.tensor([0.2451, 0.7560, 1.3439, 2.1520])
     assert (torch.tensor(LEVELS[:4]) / LEVEL_UNIT - best).abs().max() < 0.005
-    assert [(low + high) / 2 for low, high in zip(LEVELS[:3], LEVELS[1:4], strict=True)] == list(THRESHOLDS)
+    assert [(low + high) / 2 for low, high in pairwise(LEVELS[:4])] == list(THRESHOLDS)
     assert [-level for level in LEVELS[:4]] == list(LEVELS[4:])
 
 
@@ -144,7 +146,7 @@ def test_rows_are_low_bits_then_high_bits_then_scales() -> None:
 
 
 def test_both_references_agree() -> None:
-    """Over turned keys with a turned query, or over keys and values turned back: the same but for rounding."""
+    """Turned keys with a turned query, or keys and values turned back: the same but for rounding."""
     case = make_case((0, 60, 8), cache_name="tq3_0")
     *tensors, angles = case.inputs()
     k_cache, v_cache = case.caches()

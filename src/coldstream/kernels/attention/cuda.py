@@ -275,9 +275,7 @@ class AttentionKernels:
             shared_bytes=self.prefill_shared_bytes(tile),
         )  # fmt: skip
         if shape.cache_type.is_turned:
-            finishing = _FinishArguments(
-                *_addresses(out, query_gate), query_gate.stride(0), shape.num_heads
-            )
+            finishing = _FinishArguments(*_addresses(out, query_gate), query_gate.stride(0), shape.num_heads)
             columns = shape.num_heads * shape.head_dim
             self._kernel("finish.cu").launch(
                 (-(-columns // FINISH_THREADS), num_rows, 1), FINISH_THREADS, (finishing,)

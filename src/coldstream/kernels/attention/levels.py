@@ -15,7 +15,7 @@ THRESHOLDS = (26.5, 55.5, 92.5)  # halfway between; their products with a float1
 
 
 def encode_levels(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [..., B, 32], not turned → the bytes of their codes [..., 12 · B], and float16 scales [..., B]."""
+    """float32 [..., B, 32], not yet turned → bytes of codes [..., 12 · B] and float16 scales [..., B]."""
     turned = turn(blocks)
     # PyTorch's float32 root is off by a last bit for some inputs.
     deviation = (sum_of_squares(turned) / BLOCK_VALUES).double().sqrt().float()

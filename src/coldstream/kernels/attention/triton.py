@@ -73,8 +73,8 @@ def prepare_kernel(
         store_values(k_cache, place + head * head_stride, ready, HEAD_DIM, WIDTH, TYPE)
     else:
         head = unit - num_heads - num_kv_heads
-        x = tl.load(value + row * value_stride + head * HEAD_DIM + i, mask=i < HEAD_DIM, other=0.0)
-        store_values(v_cache, place + head * head_stride, x, HEAD_DIM, WIDTH, TYPE)
+        values = tl.load(value + row * value_stride + head * HEAD_DIM + i, mask=i < HEAD_DIM, other=0.0)
+        store_values(v_cache, place + head * head_stride, values, HEAD_DIM, WIDTH, TYPE)
 
 
 @triton.jit

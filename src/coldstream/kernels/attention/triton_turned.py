@@ -51,7 +51,10 @@ def butterfly(x, STRIDE: tl.constexpr):
 
 @triton.jit
 def store_levels(to, blocks, HEAD_DIM: tl.constexpr):
-    """float32 [B, 32], not turned, to the address `to`: as many codes as a head has. Returns scales uint16 [B]."""
+    """Codes of float32 [B, 32], not yet turned, to the address `to`, as many as a head has.
+
+    Returns the bits of the scales, uint16 [B].
+    """
     y = tl.reshape(turn(tl.ravel(blocks)), blocks.shape)
     first, second = tl.split(tl.permute(tl.reshape(y, (blocks.shape[0], 2, 16)), (0, 2, 1)))
     mean = tl.div_rn(arithmetic.sum_of_sixteen(tl.fma(second, second, first * first)), BLOCK_VALUES * 1.0)
