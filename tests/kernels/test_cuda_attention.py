@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_cases import AWKWARD_ROWS, EPS, Case, make_case
+from attention_cases import AWKWARD_ROWS, EPS, EXTREMES, Case, make_case
 from guarded import Guarded
 
 from coldstream.kernels.arithmetic.reference import QuantActivations, quantize_activations
@@ -125,6 +125,18 @@ def test_block_and_chunk_edges(first: int) -> None:
 @pytest.mark.parametrize("cache_name", list(CACHE_TYPES))
 def test_head_sizes_and_cache_types(head_dim: int, cache_name: str) -> None:
     check(make_case((0, 250, 9), head_dim=head_dim, rope_dims=head_dim // 4, cache_name=cache_name))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_name", ["q8_0", "q4_0", "tq3_0"])
+def test_scales_of_extreme_values(cache_name: str) -> None:
+    case = make_case((0, 0, len(EXTREMES)), cache_name=cache_name)
+    value = case.inputs()[2] * torch.tensor(EXTREMES).unsqueeze(-1)
+    runner = Runner(case, device=H200)
+    runner.tensors[2] = value.cuda()
+    runner.prepare()
+    kept = runner.caches.v[0, : len(EXTREMES)].cpu()
+    assert same_bits(kept, case.cache_type.encode(value.unflatten(-1, (case.num_kv_heads, case.head_dim))))
 
 
 @pytest.mark.gpu

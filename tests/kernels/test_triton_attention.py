@@ -1,7 +1,8 @@
 """Attention in Triton: the bits of the exact reference."""
 
 import pytest
-from attention_cases import EPS, Case, make_case
+import torch
+from attention_cases import EPS, EXTREMES, Case, make_case
 from guarded import DEVICE, Guarded
 from triton_interpreter import assert_same_bits
 
@@ -44,6 +45,21 @@ def test_cache_types(cache_name: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_turned_heads_of_several_blocks(head_dim: int) -> None:
     check(make_case((0, 254, 3), cache_name="tq3_0", num_heads=2, num_kv_heads=1, head_dim=head_dim))
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's, of a block's greatest value
+@pytest.mark.parametrize("cache_name", ["q8_0", "q4_0", "tq3_0"])
+def test_scales_of_extreme_values(cache_name: str) -> None:
+    case = make_case((0, 0, len(EXTREMES)), cache_name=cache_name, num_heads=1, num_kv_heads=1)
+    shape = AttentionShape(1, 1, case.head_dim, case.cache_type)
+    query_gate, key, value, *norms, angles = (tensor.to(DEVICE) for tensor in case.inputs())
+    value = value * torch.tensor(EXTREMES, device=DEVICE).unsqueeze(-1)
+    caches = Caches(*(cache.to(DEVICE) for cache in case.caches()))
+    rows = Rows(case.positions.to(DEVICE), case.slots.to(DEVICE))
+    query = Guarded(len(value), 1, case.head_dim)
+    inputs = AttentionInputs(query_gate, key, value, *norms, angles, EPS)
+    kernels.prepare(shape, inputs, caches, rows, query.tensor)
+    assert_same_bits(caches.v[0, : len(value), 0], case.cache_type.encode(value.cpu()))
 
 
 @pytest.mark.parametrize("first", [0, 255, 511])

@@ -31,8 +31,9 @@ def encode_levels(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def decode_levels(packed: torch.Tensor) -> torch.Tensor:
     """Bytes [..., 12 · B] → levels, int8 [..., 32 · B]."""
-    low, high = packed.split([packed.shape[-1] // 3 * 2, packed.shape[-1] // 3], dim=-1)
-    low, high = grouped(_nibbles(low), -1, 2, 8), grouped(_nibbles(high), -1, 8)
+    low_bytes = packed.shape[-1] // 3 * 2
+    low = grouped(_nibbles(packed[..., :low_bytes]), -1, 2, 8)
+    high = grouped(_nibbles(packed[..., low_bytes:]), -1, 8)
     codes = torch.stack((low & 3, low >> 2), dim=-2).flatten(-3, -2)  # [..., B, 4, 8]
     codes = codes + torch.stack([high >> part & 1 for part in range(4)], dim=-2) * 4
     return torch.tensor(LEVELS, dtype=torch.int8)[codes.flatten(-3).long()]
