@@ -147,6 +147,7 @@ def main() -> None:
                 ("f16", 1, DECODE_CONTEXTS),
                 ("q8_0", 1, (256, 16384)),
                 ("q4_0", 1, (16384,)),
+                ("tq3_0", 1, (256, 16384)),
                 ("f16", 4, (256, 16384)),
                 ("f16", 16, (256, 16384)),
             )
@@ -154,6 +155,7 @@ def main() -> None:
         ),
         *(lambda tokens=tokens: prefill_case("f16", tokens) for tokens in PREFILL_TOKENS),  # type: ignore[misc]
         lambda: prefill_case("q8_0", 2048),
+        lambda: prefill_case("tq3_0", 2048),
     ]
     for case in cases:
         results.append(case())
