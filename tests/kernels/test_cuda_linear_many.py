@@ -64,10 +64,9 @@ def test_every_width(quant_type: QuantType, num_rows: int) -> None:
 def test_every_number_of_groups(quant_type: QuantType, groups: int) -> None:
     x = activations(groups, 37, cols(quant_type, groups))
     weight = random_weight(quant_type, (150, x.shape[1]), groups)
-    residual = activations(8, 37, 150)
     out = Guarded(37, 150, gap=2)
-    linear_many(device_activations(x), device_weight(weight), out.tensor, residual.cuda())
-    assert same_numbers(out.checked(), residual + linear_exact(x, weight))
+    linear_many(device_activations(x), device_weight(weight), out.tensor)
+    assert same_numbers(out.checked(), linear_exact(x, weight))
 
 
 @pytest.mark.gpu

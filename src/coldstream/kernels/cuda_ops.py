@@ -13,10 +13,10 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.attention.cuda import (
     AttentionInputs,
-    AttentionKernels,
     AttentionShape,
     Caches,
     DecodeWorkspace,
+    attention_kernels,
 )
 from coldstream.kernels.cuda.activations import Activations, as_floats
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES
@@ -71,7 +71,6 @@ class CudaOps(CudaLoader):
         self._calls_launchers = notes_kernels or not self.planning
         self._max_positions = max_positions
         self._rope_tables: dict[RopeSpec, torch.Tensor] = {}
-        self._attention: dict[AttentionShape, AttentionKernels] = {}
         self._zeroes: dict[tuple[str | int, ...], torch.Tensor] = {}
 
     def embed(self, table: CudaWeight, token_ids: torch.Tensor) -> torch.Tensor:
@@ -300,9 +299,7 @@ class CudaOps(CudaLoader):
         workspace: DecodeWorkspace | None,
         out: Activations,
     ) -> None:
-        kernels = self._attention.get(shape)
-        if kernels is None:
-            kernels = self._attention[shape] = AttentionKernels(shape, device_limits())
+        kernels = attention_kernels(shape, device_limits())
         kernels.prepare(inputs, caches, rows, query)
         if workspace is not None:
             kernels.decode(

@@ -10,6 +10,7 @@ one captured launch serves every context length. T rows, H query heads, G key/va
 """
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,6 +166,12 @@ _PrefillArguments = _structure(
 _FinishArguments = _structure(
     "_FinishArguments", "out query_gate", "query_gate_stride num_heads", has_places=False
 )
+
+
+@functools.cache
+def attention_kernels(shape: AttentionShape, device: DeviceLimits) -> "AttentionKernels":
+    """The same for all models: what is loaded stays loaded, as the kernels of other operations do."""
+    return AttentionKernels(shape, device)
 
 
 class AttentionKernels:
