@@ -1,6 +1,6 @@
 // The end of decode.cu: a row's chunks merged in ascending order, divided, turned back if the cache's type
-// turns values, gated, and written as float32, as int8 or as both. A block of threads takes 256 columns of a row, that is a group of activations; a thread
-// takes one.
+// turns values, gated, and written as float32, as int8 or as both. A block of threads takes 256 columns of a
+// row, that is a group of activations; a thread takes one.
 #include "attention/tile.cuh"
 #include "cuda/quantize.cuh"
 

@@ -140,7 +140,8 @@ struct kv_stage {
   }
 
   __device__ __forceinline__ float4 quad_of(int i, int quad) const {
-    const float scale = cache::is_turned || cache::scale_chunks(head_dim) > 0 ? half_to_float(scales[i]) : 1.0f;
+    constexpr bool has_scales = cache::is_turned || cache::scale_chunks(head_dim) > 0;
+    const float scale = has_scales ? half_to_float(scales[i]) : 1.0f;
     return cache::four_of(pieces[i], quad, scale);
   }
 };

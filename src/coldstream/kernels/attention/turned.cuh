@@ -8,12 +8,12 @@ namespace coldstream {
 constexpr uint32_t turn_signs = 0x48280955u;  // turn.py says why these
 constexpr float turn_length = scale_values;   // what turning there and back multiplies by
 
-// Bit `i` of turn_signs as the sign bit of a float.
-__device__ __forceinline__ float with_sign_of(float x, int i) {
+// Of value i of a block before it is turned, and of its last step back.
+__device__ __forceinline__ float changed_sign(float x, int i) {
   return __uint_as_float(__float_as_uint(x) ^ (turn_signs >> i << 31));
 }
 
-// One step of the transformation for a thread that holds value i of the pair's; `other` is held elsewhere.
+// One step of the transformation, of a pair of which this thread holds `x` and another one `other`.
 __device__ __forceinline__ float butterfly(float x, float other, bool is_second) {
   return is_second ? other - x : x + other;
 }
@@ -23,7 +23,7 @@ __device__ __forceinline__ uint32_t lanes_of_block() { return 0xfu << (threadIdx
 
 __device__ __forceinline__ void turn_eight(float (&x)[8], int i) {
 #pragma unroll
-  for (int j = 0; j < 8; j++) x[j] = with_sign_of(x[j], i % scale_values + j);
+  for (int j = 0; j < 8; j++) x[j] = changed_sign(x[j], i % scale_values + j);
 #pragma unroll
   for (int stride = 1; stride < 8; stride *= 2) {
 #pragma unroll
@@ -49,7 +49,7 @@ __device__ __forceinline__ float turned_back(float x) {
   for (int stride = 1; stride < warp_size; stride *= 2) {
     x = butterfly(x, __shfl_xor_sync(all_lanes, x, stride), lane & stride);
   }
-  return with_sign_of(x, lane) * (1.0f / turn_length);
+  return changed_sign(x, lane) * (1.0f / turn_length);
 }
 
 struct cache_tq3_0 {
@@ -123,7 +123,8 @@ struct cache_tq3_0 {
   template <class addresses>
   static __device__ __forceinline__ uint4 piece_of(const addresses& at, int head_dim, int block) {
     const uint2 low = *reinterpret_cast<const uint2*>(at(8 * block));
-    return make_uint4(low.x, low.y, *reinterpret_cast<const uint32_t*>(at(high_begin(head_dim) + 4 * block)), 0);
+    const uint32_t high = *reinterpret_cast<const uint32_t*>(at(high_begin(head_dim) + 4 * block));
+    return make_uint4(low.x, low.y, high, 0);
   }
   template <class addresses>
   static __device__ __forceinline__ uint16_t scale_bits_of(const addresses& at, int head_dim, int block) {
