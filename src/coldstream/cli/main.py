@@ -23,6 +23,7 @@ from coldstream.errors import ColdstreamError, escape_controls
 VERBS = {
     "run": "Generate or chat in the terminal.",
     "bench": "Measure prefill and decode speed.",
+    "profile": "Record which experts a text uses.",
     "show": "Describe a model file.",
     "pull": "Download a model.",
     "ls": "List downloaded models.",

@@ -226,3 +226,20 @@ class CpuOps(ComposedOps):
         out = self._empty(*shared.shape)
         _csrc.combine_experts(self._runtime, routed, topk_weights, shared, shared_gate, out)
         return out
+
+
+class RoutingCpuOps(CpuOps):
+    """The same operations, keeping what routers choose.
+
+    Each call of a router adds its ids, int32 [T, K], to `topk_ids`. Held here, their memory serves no later
+    op of a captured graph: after a run they are those of that run.
+    """
+
+    def __init__(self, threads: int, tier: str = "auto") -> None:
+        super().__init__(threads, tier)
+        self.topk_ids: list[Array] = []
+
+    def choose_experts(self, x: Array, weight: _csrc.Weight, num_experts_per_tok: int) -> tuple[Array, Array]:
+        ids, topk_weights = super().choose_experts(x, weight, num_experts_per_tok)
+        self.topk_ids.append(ids)
+        return ids, topk_weights

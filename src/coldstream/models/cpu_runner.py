@@ -6,7 +6,7 @@ from typing import Self
 import numpy as np
 
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.cpu_ops import CpuOps
+from coldstream.kernels.cpu_ops import CpuOps, RoutingCpuOps
 from coldstream.kernels.ops import Rows
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.qwen35 import Qwen35Model
@@ -45,6 +45,7 @@ class CpuRunner(ModelRunner):
         tier: str = "auto",
         context_length: int = 4096,
         kv_type: str = "f16",
+        record_routing: bool = False,
         progress: Progress | None = None,
     ) -> Self:
         """`load` of the model at `path`. Raises ModelNotFoundError and ModelFormatError besides."""
@@ -58,6 +59,7 @@ class CpuRunner(ModelRunner):
                 tier=tier,
                 context_length=context_length,
                 kv_type=kv_type,
+                record_routing=record_routing,
                 progress=progress,
             )
         except BaseException:
@@ -74,15 +76,17 @@ class CpuRunner(ModelRunner):
         tier: str,
         context_length: int,
         kv_type: str,
+        record_routing: bool = False,
         progress: Progress | None = None,
     ) -> Self:
         """Maps the weights of an open file and captures the forward pass; the runner then closes the file.
 
-        context_length positions are reserved (touched only as they fill). progress is called with (done,
-        total) bytes while the file is read ahead. Raises InconsistentError for weights that contradict the
-        format's conventions, UnsupportedError for a tier this machine lacks; the file stays open then.
+        context_length positions are reserved (touched only as they fill). With record_routing, `topk_ids` has
+        what each step's routers chose. progress is called with (done, total) bytes while the file is read
+        ahead. Raises InconsistentError for weights that contradict the format's conventions, UnsupportedError
+        for a tier this machine lacks; the file stays open then.
         """
-        ops = CpuOps(threads, tier)
+        ops = RoutingCpuOps(threads, tier) if record_routing else CpuOps(threads, tier)
         runner = cls(file, spec, ops, context_length, kv_type)
         if progress is not None:
             ops.read_ahead(progress, Hardware.measure().ram_available_bytes)
@@ -106,6 +110,14 @@ class CpuRunner(ModelRunner):
     def activation_bytes(self) -> int:
         """Memory between the operations of a step."""
         return self._trunk.arena.num_bytes + self._head.arena.num_bytes
+
+    def topk_ids(self, count: int) -> Array:
+        """Experts of the first `count` rows of the last step: int32 [count, layers, K], a copy.
+
+        Only for a mixture of experts that was loaded with record_routing.
+        """
+        assert isinstance(self._ops, RoutingCpuOps), "routing is not recorded"
+        return np.stack([ids[:count] for ids in self._ops.topk_ids], axis=1)
 
     def _clear(self) -> None:
         self._cache.reset(0)

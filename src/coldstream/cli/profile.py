@@ -1,0 +1,64 @@
+"""`coldstream profile`: record which experts a model's routers choose for a text."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from coldstream.cli.model_argument import model_or_bundled
+from coldstream.cli.options import common_options, engine_config, parse_size, parse_threads
+from coldstream.cli.terminal import ProgressLine, format_bytes
+from coldstream.errors import InvalidRequestError
+
+MAX_TEXT_BYTES = 16 * 2**20
+
+
+@click.command("profile", short_help="Record which experts a text uses.")
+@click.argument("model", required=False)
+@click.option(
+    "--text", type=click.Path(path_type=Path), metavar="FILE", required=True, help="The text, in UTF-8."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Where the trace goes [default: the model's name with .routing, here].",
+)
+@click.option("--ctx-size", "-c", type=parse_size, metavar="SIZE", help="Cut the text into parts of SIZE.")
+@click.option("--threads", "-t", type=parse_threads, metavar="N|auto", help="CPU threads [default: auto].")
+@click.option("--offline", is_flag=True, default=None, help="Use only what is on this machine.")
+@common_options
+def command(model: str | None, text: Path, out: Path | None, **options: Any) -> None:
+    """Run a text through MODEL and write a trace: the experts of each layer, token by token.
+
+    Without MODEL: the bundled demo model. The CPU computes; a GPU chooses the same experts.
+    """
+    # Imported here because computing is not needed to show how the verb is used.
+    from coldstream.engine.routing_profile import profile_text
+
+    config = engine_config(model_or_bundled(model), {**options, "device": "cpu"})
+    words = read_text(text)
+    with ProgressLine() as line:
+        trace = profile_text(config, words, line.update)
+    out = out or Path(f"{Path(config.model).stem}.routing")
+    trace.save(out)
+    used = (trace.counts() > 0).mean()
+    click.echo(
+        f"{out}: {trace.num_steps} tokens, {trace.model.num_layers} layers, {used:.0%} of the experts used, "
+        f"{format_bytes(out.stat().st_size)}"
+    )
+
+
+def read_text(path: Path) -> str:
+    """The file's content. Raises InvalidRequestError if it cannot be read, is huge or not UTF-8."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_TEXT_BYTES + 1)
+    except OSError as error:
+        raise InvalidRequestError(f"{path}: {error.strerror}; give a text with --text") from error
+    if len(data) > MAX_TEXT_BYTES:
+        raise InvalidRequestError(f"{path} has more than {MAX_TEXT_BYTES} bytes; give a part of it")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"{path} is not UTF-8 text: byte {error.start}") from error

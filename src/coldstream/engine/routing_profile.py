@@ -1,0 +1,94 @@
+"""From a text to the experts that it uses: a `RoutingTrace` of a model.
+
+Tokens go through in chunks, as a prompt does. The engine's promise makes that the routing of decoding the
+same tokens one by one, and the CPU's routing that of a GPU.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from coldstream.decoding import Progress
+from coldstream.engine.config import EngineConfig, resolve
+from coldstream.engine.opened_model import OpenProgress
+from coldstream.errors import InvalidRequestError, UnsupportedError
+from coldstream.gguf.hub import resolve_model
+from coldstream.gguf.messages import shorten
+from coldstream.gguf.reader import GGUFFile
+from coldstream.gguf.tokenizer import Tokenizer
+from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.footprint import dense_bytes
+from coldstream.models.spec import ModelSpec
+from coldstream.placement.hardware import Hardware
+from coldstream.placement.routing_trace import MAX_IDS, RoutedModel, RoutingTrace
+
+
+def routed_model(file: GGUFFile, spec: ModelSpec) -> RoutedModel:
+    """What a trace of the model in `file` is bound to. Raises UnsupportedError for a dense model."""
+    if not spec.is_moe:
+        raise UnsupportedError(
+            f"{shorten(file.paths[0])} is a dense model, no expert is ever chosen: give a mixture of experts"
+        )
+    return RoutedModel(file.fingerprint, spec.num_layers, spec.num_experts, spec.num_experts_per_tok)
+
+
+def profile_text(config: EngineConfig, text: str, progress: OpenProgress | None = None) -> RoutingTrace:
+    """The routing of `text` in the model that `config` names, on the CPU, whatever its device.
+
+    A text longer than the context is cut into parts that each start from nothing. Raises as `open_model`, and
+    InvalidRequestError for a text that is empty or longer than a trace can be.
+    """
+    path = resolve_model(config.model, offline=config.offline, progress=progress)
+    with GGUFFile.open(path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        model = routed_model(file, spec)
+        hardware = Hardware.measure()
+        weight_bytes = dense_bytes(spec, file.tensors)
+        free_bytes = hardware.ram_available_bytes
+        config = resolve(config, spec, hardware.num_physical_cores, free_bytes, weight_bytes)
+        assert isinstance(config.threads, int)
+        assert config.ctx_size
+        token_ids = Tokenizer.from_metadata(file.metadata).encode(text)
+        _check_length(token_ids, model)
+        runner = CpuRunner.load(
+            file,
+            spec,
+            threads=config.threads,
+            tier=config.tier,
+            context_length=min(config.ctx_size, len(token_ids)),
+            kv_type=config.cache_type_k,
+            record_routing=True,
+            progress=partial(progress, "loading") if progress else None,
+        )
+        recording = partial(progress, "recording") if progress else None
+        return record_routing(runner, model, token_ids, recording)
+
+
+def record_routing(
+    runner: CpuRunner, model: RoutedModel, token_ids: Sequence[int], progress: Progress | None = None
+) -> RoutingTrace:
+    """What the routers of a runner that records choose for `token_ids`, at least one; leaves its state there.
+
+    progress is called with (tokens done, tokens in all) after each chunk.
+    """
+    topk_ids = np.empty((len(token_ids), model.num_layers, model.num_experts_per_tok), np.uint16)
+    done = 0
+    while done < len(token_ids):
+        if done % runner.context_length == 0:
+            runner.reset()
+        count = min(runner.chunk_size, runner.context_length - runner.position, len(token_ids) - done)
+        runner.extend(token_ids[done : done + count])
+        topk_ids[done : done + count] = runner.topk_ids(count)
+        done += count
+        if progress is not None:
+            progress(done, len(token_ids))
+    return RoutingTrace(model, topk_ids)
+
+
+def _check_length(token_ids: Sequence[int], model: RoutedModel) -> None:
+    longest = MAX_IDS // model.ids_per_step
+    if not 0 < len(token_ids) <= longest:
+        raise InvalidRequestError(
+            f"the text has {len(token_ids)} tokens, a trace of this model 1 to {longest}: give another text"
+        )
