@@ -1,0 +1,256 @@
+"""Which experts are worth fast memory: policies, and what each would have done over a trace. Pure.
+
+The experts of all layers share one pool of slots, so an expert is a number, layer · num_experts + expert. The
+unit of work is a step, one token through all layers. What a step uses is a hit if it was resident when the
+step began. Then a policy may let in some of what was missed, each for a free slot or for a resident expert
+that the step did not use: a step's own experts are the likeliest of the next.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from coldstream.placement.routing_trace import RoutingTrace
+
+Array = np.ndarray[Any, Any]
+
+DECAY: Final = 0.99  # of frequency, a step
+RECENCY_DECAY: Final = 0.5
+RECENCY_WEIGHT: Final = 16.0  # of a use a moment ago, in uses of which the frequency consists
+HYSTERESIS: Final = 1.10  # of the weakest resident's score
+PAYBACK: Final = 2.0  # uses that a copy has to promise beyond those of what it replaces
+
+_NONE: Final = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What follows from a step: int64 numbers of experts, none twice. Evictions come first."""
+
+    admitted: Array
+    evicted: Array
+
+
+class Policy(ABC):
+    """Keeps a score for each expert; the missed with the highest replace the resident with the lowest.
+
+    Equal scores go by number, the lower one stays or comes in. The same calls give the same changes. At most
+    max_copies experts are let in after a step; None: no limit.
+    """
+
+    scores: Array  # float64 [experts of all layers], set by `start`
+
+    def __init__(self, max_copies: int | None = None) -> None:
+        self.max_copies = max_copies
+
+    @abstractmethod
+    def start(self, profile: Array) -> None:
+        """Forgets all but the uses to expect a step, float64 [experts of all layers]; zeros: none known."""
+
+    @abstractmethod
+    def observe(self, used: Array) -> None:
+        """Brings `scores` up to date with a step that used these experts, each named once."""
+
+    def pays(self, candidates: Array, victims: Array) -> Array:
+        """Which replacements are worth it, by scores of both sides [n]; a free slot has −∞."""
+        return candidates > victims
+
+    def replaceable(self, resident: Array, used: Array) -> Array:
+        """The residents that may go."""
+        mask = resident.copy()
+        mask[used] = False
+        return np.flatnonzero(mask)
+
+    def step(self, used: Array, resident: Array, capacity: int) -> Changes:
+        """What to change after a step that used the experts `used`, int64 without repetition.
+
+        resident: bool [experts of all layers], at most `capacity` of them True; it is not changed.
+        """
+        self.observe(used)
+        missed = used[~resident[used]]
+        count = missed.size if self.max_copies is None else min(missed.size, self.max_copies)
+        if count == 0:
+            return Changes(_NONE, _NONE)
+        num_free = min(count, capacity - int(np.count_nonzero(resident)))
+        # Their numbers negated, so that of equally weak residents the highest goes first.
+        weakest = -_first(-self.replaceable(resident, used), self.scores, count - num_free)
+        strongest = _first(missed, -self.scores, num_free + weakest.size)
+        victims = np.concatenate([np.full(num_free, -np.inf), self.scores[weakest]])
+        # Candidates fall and victims rise, so what pays is a beginning of both.
+        num_paid = int(np.count_nonzero(self.pays(self.scores[strongest], victims)))
+        return Changes(strongest[:num_paid], weakest[: max(0, num_paid - num_free)])
+
+
+class Static(Policy):
+    """What is resident stays."""
+
+    def __init__(self) -> None:
+        super().__init__(max_copies=0)
+
+    def start(self, profile: Array) -> None:
+        self.scores = profile.astype(np.float64)
+
+    def observe(self, used: Array) -> None:
+        """Nothing is learned."""
+
+
+class Lru(Policy):
+    """The least recently used go first, and every miss is let in."""
+
+    def start(self, profile: Array) -> None:
+        self.scores = profile - profile.max() - 1.0  # before any use, the more frequent the later
+        self._clock = 0
+
+    def observe(self, used: Array) -> None:
+        self.scores[used] = np.arange(self._clock, self._clock + used.size)
+        self._clock += used.size
+
+
+class Lfu(Policy):
+    """The least often used since the start go first, and every miss is let in."""
+
+    def start(self, profile: Array) -> None:
+        self.scores = profile / (profile.max() + 1.0)  # less than one use: only the order counts
+
+    def observe(self, used: Array) -> None:
+        self.scores[used] += 1.0
+
+    def pays(self, candidates: Array, victims: Array) -> Array:
+        return np.ones(candidates.size, bool)
+
+
+class DecayedFrequency(Policy):
+    """Frequency over about a hundred steps plus recency over about two, changed only where a copy pays.
+
+    A score is the expected uses over the next 1 / (1 − decay) steps, as far as the past tells.
+    """
+
+    def __init__(
+        self,
+        max_copies: int | None = None,
+        *,
+        decay: float = DECAY,
+        recency_decay: float = RECENCY_DECAY,
+        recency_weight: float = RECENCY_WEIGHT,
+        hysteresis: float = HYSTERESIS,
+        payback: float = PAYBACK,
+    ) -> None:
+        super().__init__(max_copies)
+        self._decay = decay
+        self._recency_decay = recency_decay
+        self._recency_weight = recency_weight
+        self._hysteresis = hysteresis
+        self._payback = payback
+
+    def start(self, profile: Array) -> None:
+        self._frequency = profile / (1.0 - self._decay)
+        self._recency = self._recency_weight * profile / (1.0 - self._recency_decay)
+        self.scores = self._frequency + self._recency
+
+    def observe(self, used: Array) -> None:
+        self._frequency *= self._decay
+        self._recency *= self._recency_decay
+        self._frequency[used] += 1.0
+        self._recency[used] += self._recency_weight
+        np.add(self._frequency, self._recency, out=self.scores)
+
+    def pays(self, candidates: Array, victims: Array) -> Array:
+        return (candidates > self._hysteresis * victims) & (candidates - victims >= self._payback)
+
+
+class Belady(Policy):
+    """The most hits that any policy can have which lets in only what was missed: it knows the trace.
+
+    It keeps what is used soonest. A bound more than a policy: it may drop an expert right after its use.
+    """
+
+    def __init__(self, trace: RoutingTrace) -> None:
+        super().__init__()
+        used = numbers(trace)
+        following = np.full(num_numbers(trace), np.inf)
+        self._next_uses = np.empty(used.shape)
+        for step in range(len(used) - 1, -1, -1):
+            self._next_uses[step] = following[used[step]]
+            following[used[step]] = step
+        self._first_uses = following
+
+    def start(self, profile: Array) -> None:
+        self.scores = -self._first_uses
+        self._steps = iter(self._next_uses)
+
+    def observe(self, used: Array) -> None:
+        self.scores[used] = -next(self._steps)
+
+    def replaceable(self, resident: Array, used: Array) -> Array:
+        return np.flatnonzero(resident)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What happened, by layer: int64 [layers] each. hits + misses are all uses."""
+
+    hits: Array
+    misses: Array
+    copies: Array
+    evictions: Array
+
+    @property
+    def hit_rate(self) -> float:
+        """Of all layers together."""
+        return float(self.hits.sum() / (self.hits.sum() + self.misses.sum()))
+
+
+def simulate(trace: RoutingTrace, policy: Policy, capacity: int, profile: Array | None = None) -> Simulation:
+    """`policy` over `trace` with `capacity` slots: at least one.
+
+    profile: expected uses a step by layer and expert, [layers, experts]; the most used are resident at first.
+    None: nothing is.
+    """
+    if capacity < 1:
+        raise ValueError(f"capacity must be at least 1, not {capacity}")
+    size = num_numbers(trace)
+    expected = np.zeros(size) if profile is None else profile.reshape(size).astype(np.float64)
+    resident = np.zeros(size, bool)
+    if profile is not None:
+        resident[np.argsort(-expected, kind="stable")[:capacity]] = True
+    policy.start(expected)
+    hits, misses, copies, evictions = (np.zeros(size, np.int64) for _ in range(4))
+    for used in numbers(trace):
+        held = resident[used]
+        hits[used[held]] += 1
+        misses[used[~held]] += 1
+        changes = policy.step(used, resident, capacity)
+        resident[changes.evicted] = False
+        resident[changes.admitted] = True
+        evictions[changes.evicted] += 1
+        copies[changes.admitted] += 1
+    by_layer = [
+        counts.reshape(trace.model.num_layers, -1).sum(axis=1) for counts in (hits, misses, copies, evictions)
+    ]
+    return Simulation(*by_layer)
+
+
+def numbers(trace: RoutingTrace) -> Array:
+    """The experts of each step by number, int64 [steps, ids of a step], in the order of layers and ranks."""
+    model = trace.model
+    first = np.arange(model.num_layers, dtype=np.int64)[:, None] * model.num_experts
+    return (trace.topk_ids + first).reshape(trace.num_steps, model.ids_per_step)
+
+
+def num_numbers(trace: RoutingTrace) -> int:
+    """Experts of all layers."""
+    return trace.model.num_layers * trace.model.num_experts
+
+
+def _first(items: Array, scores: Array, count: int) -> Array:
+    """The `count` items of the lowest score, in order; equal ones by number. Items may be numbers negated."""
+    count = min(count, items.size)
+    if count == 0:
+        return _NONE
+    keys = scores[abs(items)]
+    if count < items.size:
+        items = items[keys <= np.partition(keys, count - 1)[count - 1]]
+        keys = scores[abs(items)]
+    return items[np.lexsort((items, keys))[:count]]
