@@ -308,6 +308,31 @@ def routing() -> str:
     return table(["experts of a layer in the cache", "hit rate in this file", "published"], rows)
 
 
+def policies() -> str:
+    """Hit rates of policies of residency, and how far ours is from the best possible."""
+    r = load("policies")
+    rows = []
+    for row in r["rows"]:
+        rates, copies = row["hit_rate"], row["copies_per_token"]
+        names = ("lru", "lfu", "static", "ours", "ours_4_copies", "belady")
+        rows.append(
+            [
+                f"{row['share']:.0%}",
+                *(f"{rates[name]:.1%}" for name in names),
+                f"{100 * (rates['belady'] - rates['ours']):.1f}",
+                f"{copies['lru']:.1f}",
+                f"{copies['ours']:.1f}",
+            ]
+        )
+    header = ["experts in fast memory", "LRU", "LFU", "static", "ours", "ours, 4 copies", "Belady"]
+    header += ["points from ours to Belady", "LRU's copies a token", "ours"]
+    size = (
+        f"{r['model']}, {r['layers']} layers of {r['experts']} experts, {r['experts_per_token']} a token, "
+        f"{r['tokens']:,} tokens: `{r['command']}`"
+    )
+    return table(header, rows) + f"\n{size}\n"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "speed": speed,
     "ceilings": ceilings,
@@ -321,8 +346,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpu_profile": gpu_profile,
     "gpu_sanitizer": gpu_sanitizer,
     "gpu_tiers": gpu_tiers,
-    "same_bits": same_bits,
+    "policies": policies,
     "routing": routing,
+    "same_bits": same_bits,
 }
 
 
