@@ -46,3 +46,10 @@ def test_a_text_that_is_none_is_refused(
     assert (code, shown) == (2, "")
     assert message in error
     assert not (tmp_path / "tiny.routing").exists()
+
+
+@pytest.mark.parametrize("out", [".", "no/such/folder.routing"])
+def test_where_nothing_can_be_written_is_said_first(run: Run, model: Path, out: str) -> None:
+    code, shown, error = run("profile", str(model), "--text", "text.py", "--out", out)
+    assert (code, shown) == (2, "")
+    assert f"{out} cannot be written" in error

@@ -8,7 +8,7 @@ import click
 from coldstream.cli.model_argument import model_or_bundled
 from coldstream.cli.options import common_options, engine_config, parse_size, parse_threads
 from coldstream.cli.terminal import ProgressLine, format_bytes
-from coldstream.errors import InvalidRequestError
+from coldstream.errors import ConfigError, InvalidRequestError
 
 MAX_TEXT_BYTES = 16 * 2**20
 
@@ -37,10 +37,12 @@ def command(model: str | None, text: Path, out: Path | None, **options: Any) -> 
     from coldstream.engine.routing_profile import profile_text
 
     config = engine_config(model_or_bundled(model), {**options, "device": "cpu"})
+    out = out or Path(f"{Path(config.model).name.removesuffix('.gguf')}.routing")
+    if out.is_dir() or not out.parent.is_dir():  # better said now than after the work
+        raise ConfigError(f"{out} cannot be written: give a file in a folder that exists with --out")
     words = read_text(text)
     with ProgressLine() as line:
         trace = profile_text(config, words, line.update)
-    out = out or Path(f"{Path(config.model).stem}.routing")
     trace.save(out)
     used = (trace.counts() > 0).mean()
     click.echo(
