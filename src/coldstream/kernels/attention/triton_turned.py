@@ -30,7 +30,8 @@ def turn_back(y):
 
 @triton.jit
 def change_signs(x):
-    return tl.where((SIGNS >> (tl.arange(0, x.shape[0]) % BLOCK_VALUES)) & 1 != 0, -x, x)
+    signs = tl.full((x.shape[0],), SIGNS, tl.int32) >> (tl.arange(0, x.shape[0]) % BLOCK_VALUES)
+    return tl.where(signs & 1 != 0, -x, x)
 
 
 @triton.jit
