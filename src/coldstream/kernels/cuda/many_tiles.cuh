@@ -32,7 +32,7 @@ __device__ __forceinline__ void add_group_of(
     add_group<T, T::nt>(at, stage, unpacked, num_blocks, sums);
 }
 
-// The warps that multiply, each for itself.
+// The warps that multiply, each for itself or in fours.
 template <class T, class Job>
 __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
   uint8_t* const unpacked = shared + T::stages * T::stage_bytes;
@@ -50,12 +50,15 @@ __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
     wait_barrier(shared_address(stage) + T::full_at, phase);
     const header head = *reinterpret_cast<const header*>(stage);
     if (head.count == 0) return;
-    if constexpr (!T::weights::in_place) {
+    if constexpr (T::unpacks) {
       meet<T::multiplying_threads>();
       unpack_stage<T>(stage, unpacked);
       meet<T::multiplying_threads>();
     }
-    add_group_of<T>(head.count, at, stage, unpacked, head.progress >> 16, sums);
+    if constexpr (T::by_warpgroups)
+      add_group_of_by_warpgroups<T>(head.count, at, stage, sums.p[0][0]);
+    else
+      add_group_of<T>(head.count, at, stage, unpacked, head.progress >> 16, sums);
     __syncwarp();
     if (lane == 0) arrive_barrier(shared_address(stage) + T::empty_at);
     end_group<T>(job, head, at, sums);
@@ -76,15 +79,12 @@ __device__ __forceinline__ void multiply_tiles(const Job& job) {
   __syncthreads();
   const bool is_copying = threadIdx.x >= T::multiplying_threads;
   if constexpr (T::by_warpgroups) {
-    if (is_copying) {
+    if (is_copying)
       give_registers<copying_registers>();
-    } else {
+    else
       take_registers<multiplying_registers>();
-      return multiply_by_warpgroups<T>(job, shared);
-    }
-  } else if (!is_copying) {
-    return multiply<T>(job, shared);
   }
+  if (!is_copying) return multiply<T>(job, shared);
   copier<T, Job>(job, address).run();
 }
 

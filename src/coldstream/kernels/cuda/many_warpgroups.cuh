@@ -219,34 +219,17 @@ __device__ __forceinline__ void add_group_by_warpgroups(
   }
 }
 
-// The warps that multiply, in fours.
-template <class T, class Job>
-__device__ __forceinline__ void multiply_by_warpgroups(const Job& job, uint8_t* shared) {
-  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
-  const place at = {lane, lane / 4, lane % 4, warp * 16, 0};
-  accumulators<T> sums;
-  sums.waiting = reinterpret_cast<float4*>(shared + T::waiting_at) + threadIdx.x;
-  sums.clear();
-  for (int offset = 0, phase = 0;; offset += T::stage_bytes) {
-    if (offset == T::stages * T::stage_bytes) {
-      offset = 0;
-      phase ^= 1;
-    }
-    const uint8_t* stage = shared + offset;
-    wait_barrier(shared_address(stage) + T::full_at, phase);
-    const header head = *reinterpret_cast<const header*>(stage);
-    if (head.count == 0) return;
-    see_copies();
-    if (head.count <= 16)
-      add_group_by_warpgroups<T, 2>(at, stage, sums.p[0][0]);
-    else if (head.count <= 32)
-      add_group_by_warpgroups<T, 4>(at, stage, sums.p[0][0]);
-    else
-      add_group_by_warpgroups<T, 8>(at, stage, sums.p[0][0]);
-    __syncwarp();
-    if (lane == 0) arrive_barrier(shared_address(stage) + T::empty_at);
-    end_group<T>(job, head, at, sums);
-  }
+// The narrowest set of products that covers `count` activation rows.
+template <class T>
+__device__ __forceinline__ void add_group_of_by_warpgroups(
+    int count, const place& at, const uint8_t* stage, float (&p)[T::nt][4]) {
+  see_copies();
+  if (count <= 16)
+    add_group_by_warpgroups<T, 2>(at, stage, p);
+  else if (count <= 32)
+    add_group_by_warpgroups<T, 4>(at, stage, p);
+  else
+    add_group_by_warpgroups<T, 8>(at, stage, p);
 }
 
 }  // namespace coldstream::many
