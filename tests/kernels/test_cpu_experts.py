@@ -116,7 +116,22 @@ def test_one_tensor_of_gate_and_up_rows(tier: str) -> None:
 
 
 @EVERY_TIER
-@pytest.mark.parametrize("bad", [-1, NUM_EXPERTS, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
+def test_pairs_that_somebody_else_computes_are_left_alone(tier: str, share: float) -> None:
+    runtime, weights = _csrc.Runtime(2, tier), experts(QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K)
+    for name in ("one token", "many tokens", "all on one expert"):
+        ids = distributions()[name]
+        x = activations(8, len(ids), E)
+        elsewhere = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < share
+        out = torch.full((*ids.shape, E), 7.0)
+        _csrc.routed_experts(runtime, x, ids.masked_fill(elsewhere, -1), *map(load, weights), out)
+        all_of_them = run(runtime, x, ids, weights)
+        assert same_bits(out[~elsewhere], all_of_them[~elsewhere])
+        assert bool((out[elsewhere] == 7.0).all())
+
+
+@EVERY_TIER
+@pytest.mark.parametrize("bad", [-2, NUM_EXPERTS, 2**31 - 1, -(2**31)])
 def test_hostile_ids_are_refused(tier: str, bad: int) -> None:
     runtime, weights = _csrc.Runtime(2, tier), experts(QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K)
     ids = distributions()["many tokens"].clone()

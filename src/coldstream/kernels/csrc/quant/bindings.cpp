@@ -242,9 +242,8 @@ void bind_quant(nb::module_& m) {
         "table.");
   m.def("routed_experts", routed_experts, "runtime"_a, nb::arg("x").noconvert(),
         nb::arg("topk_ids").noconvert(), "gate"_a, "up"_a, "down"_a, nb::arg("out").noconvert(),
-        "down_e(silu(gate_e x) · up_e x) for int32 topk_ids [T, K] into out [T, K, E]. Raises ValueError for "
-        "an id outside "
-        "the experts.");
+        "down_e(silu(gate_e x) · up_e x) for int32 topk_ids [T, K] into out [T, K, E]. Rows of id -1 are left "
+        "as they are. Raises ValueError for any other id outside the experts.");
   m.def("quantize_activations", quantize_activations, "runtime"_a, nb::arg("x").noconvert(),
         "(int8 [T, 256·G], float32 scales [T, G], int16 sums [T, 16·G]) of x [T, K], padded to whole groups "
         "of 256.");

@@ -116,6 +116,7 @@ void routed_experts_op::group_pairs(int rows, worker& w) const {
   for (int t = 0; t < rows; t++) {
     for (int k = 0; k < ranks; k++) {
       const int64_t id = args_.topk_ids[t * args_.topk_stride + k];
+      if (id == not_here) continue;
       if (id < 0 || id >= num_experts) return w.fail("an expert id lies outside the experts of the layer");
       ends[id]++;
     }
@@ -135,7 +136,10 @@ void routed_experts_op::group_pairs(int rows, worker& w) const {
     first += count;
   }
   for (int t = 0; t < rows; t++) {
-    for (int k = 0; k < ranks; k++) pairs[ends[args_.topk_ids[t * args_.topk_stride + k]]++] = t * ranks + k;
+    for (int k = 0; k < ranks; k++) {
+      const int32_t id = args_.topk_ids[t * args_.topk_stride + k];
+      if (id != not_here) pairs[ends[id]++] = t * ranks + k;
+    }
   }
 }
 

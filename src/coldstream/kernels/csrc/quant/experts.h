@@ -9,6 +9,9 @@
 
 namespace coldstream {
 
+// The id of a pair that somebody else computes: its row of the output is left as it is.
+inline constexpr int32_t not_here = -1;
+
 struct routed_experts_args {
   float_rows_in x;
   const int32_t* topk_ids;
