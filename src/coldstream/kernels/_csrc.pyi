@@ -21,6 +21,10 @@ class MappedFile:
     @property
     def size(self) -> int: ...
 
+    @property
+    def address(self) -> int:
+        """Where it is mapped: for registering with a device, not for reading."""
+
 class Graph:
     """
     Ops over fixed buffers, captured once and run many times. The buffers must outlive it.
@@ -93,6 +97,16 @@ class Weight:
         """
 
     @property
+    def address(self) -> int:
+        """
+        Where the first matrix lies: for a device that has its memory registered, not for reading.
+        """
+
+    @property
+    def matrix_bytes(self) -> int:
+        """From one matrix to the next."""
+
+    @property
     def type_id(self) -> int: ...
 
     @property
@@ -119,7 +133,7 @@ def embed(runtime: Runtime, table: Weight, token_ids: Annotated[NDArray[numpy.in
 
 def routed_experts(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu', writable=False)], topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu', writable=False)], gate: Weight, up: Weight, down: Weight, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), device='cpu')]) -> None:
     """
-    down_e(silu(gate_e x) · up_e x) for int32 topk_ids [T, K] into out [T, K, E]. Raises ValueError for an id outside the experts.
+    down_e(silu(gate_e x) · up_e x) for int32 topk_ids [T, K] into out [T, K, E]. Rows of id -1 are left as they are. Raises ValueError for any other id outside the experts.
     """
 
 def quantize_activations(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu', writable=False)]) -> tuple:
@@ -167,3 +181,27 @@ def router(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(No
     """
     `Ops.router`: x [T, E] float32, weight F32, F16 or BF16 [experts, E]; writes contiguous topk_ids int32 [T, K] and topk_weights float32 [T, K].
     """
+
+class ExpertServer:
+    """
+    Threads that compute routed experts when asked through words in memory.
+    """
+
+    def __init__(self, runtime: Runtime, request: Annotated[NDArray[numpy.uint32], dict(shape=(1), order='C', device='cpu')], done: Annotated[NDArray[numpy.uint32], dict(shape=(1), order='C', device='cpu')], x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu')]) -> None:
+        """
+        Over float32 x [T, E], int32 ids [T, K] and float32 out [T, K, E], which are kept. A client zeroes `done`, then stores (layer + 1) | rows << 16 to `request`; `done` becomes 1. Pairs of id -1 are left as they are.
+        """
+
+    def add_layer(self, gate: Weight, up: Weight, down: Weight) -> int:
+        """The experts of the next layer; returns its number. Not while serving."""
+
+    def begin(self) -> None:
+        """Looks for requests from now on."""
+
+    def end(self) -> None:
+        """Rests: no request comes before the next `begin`."""
+
+    def check(self) -> None:
+        """
+        Raises the first error of a request since the last call: ModelChangedError, ValueError, GenerationFault.
+        """

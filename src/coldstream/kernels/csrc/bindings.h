@@ -51,4 +51,6 @@ void bind_runtime(nb::module_& m);  // Runtime, Graph, MappedFile, touch_pages, 
 void bind_quant(nb::module_& m);    // Weight, linear, embed, routed_experts, quantize_activations, dequantize
 void bind_ops(nb::module_& m);      // rms_norm, add, swiglu, rope_angles, attention, gated_delta_net, router, combine_experts
 
+void bind_hybrid(nb::module_& m);   // ExpertServer
+
 }  // namespace coldstream

@@ -5,4 +5,5 @@ NB_MODULE(_csrc, m) {
   coldstream::bind_runtime(m);
   coldstream::bind_quant(m);
   coldstream::bind_ops(m);
+  coldstream::bind_hybrid(m);
 }

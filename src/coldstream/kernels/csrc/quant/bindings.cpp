@@ -112,6 +112,10 @@ void bind_weight(nb::module_& m) {
       .def("rows", rows_of, "begin"_a, "end"_a,
            "A view of these output rows of every matrix. Raises ValueError unless 0 <= begin < end <= "
            "num_rows.")
+      .def_prop_ro(
+          "address", [](const weight& w) { return reinterpret_cast<uintptr_t>(w.data); },
+          "Where the first matrix lies: for a device that has its memory registered, not for reading.")
+      .def_ro("matrix_bytes", &weight::matrix_bytes, "From one matrix to the next.")
       .def_prop_ro("type_id", [](const weight& w) { return static_cast<int>(w.type); })
       .def_ro("num_matrices", &weight::num_matrices)
       .def_ro("num_rows", &weight::num_rows)

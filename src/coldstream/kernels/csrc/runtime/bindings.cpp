@@ -73,7 +73,10 @@ void bind_runtime(nb::module_& m) {
            "Maps the first `size` bytes of the open descriptor `fd`, which may be closed afterwards; `name` "
            "is what "
            "errors call the file. Raises OSError, or ModelChangedError if the file is shorter.")
-      .def_prop_ro("size", &mapped_file::size);
+      .def_prop_ro("size", &mapped_file::size)
+      .def_prop_ro(
+          "address", [](const mapped_file& file) { return reinterpret_cast<uintptr_t>(file.data()); },
+          "Where it is mapped: for registering with a device, not for reading.");
 
   nb::class_<graph>(m, "Graph",
                     "Ops over fixed buffers, captured once and run many times. The buffers must outlive it.")

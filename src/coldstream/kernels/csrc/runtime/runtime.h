@@ -47,6 +47,7 @@ class runtime {
   ~runtime();
   tier active_tier() const { return tier_; }
   int threads() const { return pool_->size(); }
+  const std::shared_ptr<thread_pool>& pool() const { return pool_; }
 
   // Between these two calls `submit` records instead of running. Nested or unmatched calls are
   // std::invalid_argument.

@@ -1,7 +1,5 @@
 #include "runtime/thread_pool.h"
 
-#include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +9,7 @@
 
 #include "runtime/fault_guard.h"
 #include "runtime/mapped_file.h"
+#include "runtime/spin.h"
 
 namespace coldstream {
 
@@ -20,10 +19,6 @@ using clock = std::chrono::steady_clock;
 
 // Long enough to bridge the Python between two steps, short enough not to burn a core when nothing comes.
 constexpr auto IDLE_SPIN = std::chrono::microseconds(100);
-// Whoever polls for longer than this may be holding the very core that the awaited thread needs, and yields
-// in between.
-constexpr auto EXCLUSIVE_SPIN = std::chrono::microseconds(5);
-constexpr int POLLS_PER_CLOCK_READ = 16;
 
 // state_: how many helpers are inside the stage, whether it is open for more, whether a run is under way, and
 // the serial number of the last stage. Everybody changes it by addition, so that a helper who comes too late
@@ -31,50 +26,6 @@ constexpr int POLLS_PER_CLOCK_READ = 16;
 constexpr uint64_t INSIDE = 0xffff, OPEN = 0x10000, RUNNING = 0x20000;
 constexpr int SERIAL_SHIFT = 18;
 constexpr uint64_t NEXT_SERIAL = uint64_t{1} << SERIAL_SHIFT;
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-template <typename F>
-bool poll(F done) {
-  for (int i = 0; i < POLLS_PER_CLOCK_READ; i++) {
-    if (done()) return true;
-    relax();
-  }
-  return false;
-}
-
-// Polls `done` for at most `limit`; returns whether it came true.
-template <typename F>
-bool spin(F done, clock::duration limit) {
-  if (poll(done)) return true;
-  const auto start = clock::now();
-  for (auto waited = clock::duration::zero(); waited < limit; waited = clock::now() - start) {
-    if (waited > EXCLUSIVE_SPIN) std::this_thread::yield();
-    if (poll(done)) return true;
-  }
-  return false;
-}
-
-// Signals belong to the threads of the application; only faults must reach the thread that causes them.
-class signals_blocked {
- public:
-  signals_blocked() {
-    sigset_t all;
-    sigfillset(&all);
-    for (int fault : {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) sigdelset(&all, fault);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~signals_blocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
- private:
-  sigset_t before_;
-};
 
 int checked_size(int threads) {
   if (threads < 1 || threads > thread_pool::MAX_THREADS) {
@@ -117,6 +68,14 @@ thread_pool::~thread_pool() {
     static_cast<void>(threads_.release());
   }
 }
+
+thread_pool::awake::awake(thread_pool& pool) : pool_(pool) {
+  pool_.sleepless_.fetch_add(1, std::memory_order_relaxed);
+  pool_.calls_.fetch_add(1, std::memory_order_release);
+  pool_.calls_.notify_all();
+}
+
+thread_pool::awake::~awake() { pool_.sleepless_.fetch_sub(1, std::memory_order_relaxed); }
 
 void thread_pool::start_workers() {
   signals_blocked blocked;
@@ -227,7 +186,8 @@ void thread_pool::help(int index) {
   for (;;) {
     if (spin([&] { return join_stage(index, &last_serial); }, IDLE_SPIN)) continue;
     if (stopping_.load(std::memory_order_relaxed)) return;
-    if ((state_.load(std::memory_order_relaxed) & RUNNING) != 0) continue;
+    if ((state_.load(std::memory_order_relaxed) & RUNNING) != 0 || sleepless_.load(std::memory_order_relaxed) > 0)
+      continue;
     // Returns at once after a call that this helper was awake for: it then polls a while longer.
     calls_.wait(seen_calls, std::memory_order_acquire);
     seen_calls = calls_.load(std::memory_order_acquire);

@@ -37,6 +37,18 @@ class thread_pool {
 
   int size() const { return size_; }
 
+  // While one of these exists the threads do not sleep between runs, however long nothing comes.
+  class awake {
+   public:
+    explicit awake(thread_pool& pool);
+    awake(const awake&) = delete;
+    awake& operator=(const awake&) = delete;
+    ~awake();
+
+   private:
+    thread_pool& pool_;
+  };
+
   // Runs `ops` in order and returns when all workers are done; concurrent callers take turns. With `seconds`
   // [ops.size()], the time of each op. Throws model_changed_error, forked_error, std::bad_alloc, and
   // std::invalid_argument with the message of an op that failed; the pool stays usable after each of them.
@@ -73,6 +85,7 @@ class thread_pool {
   alignas(64) std::atomic<int64_t> next_task_{0};
   alignas(64) std::atomic<uint32_t> calls_{
       0};  // counts runs, and the end if `stopping_`: what idle workers sleep on
+  std::atomic<int> sleepless_{0};
   std::atomic<bool> stopping_{false};
   std::atomic<const void*> fault_{nullptr};
   std::atomic<const char*> failure_{nullptr};

@@ -1,0 +1,76 @@
+#include "bindings.h"
+
+#include "hybrid/expert_server.h"
+
+namespace coldstream {
+
+namespace {
+
+using namespace nb::literals;
+
+using word = nb::ndarray<uint32_t, nb::shape<1>, nb::c_contig, nb::device::cpu>;
+using rows_2d = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using ids_2d = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using rows_3d = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+
+// A server and the arrays it works on.
+class bound_server {
+ public:
+  bound_server(runtime& rt, word request, word done, rows_2d x, ids_2d ids, rows_3d out)
+      : arrays_{keep(request), keep(done), keep(x), keep(ids), keep(out)},
+        hidden_size_(static_cast<int64_t>(x.shape(1))),
+        server_(rt.pool(), quant_kernels_for(rt.active_tier()), make_mailbox(request, done, x, ids, out)) {}
+
+  int add_layer(const weight& gate, const weight& up, const weight& down) {
+    const bool belong_together = gate.num_matrices == up.num_matrices &&
+                                 gate.num_matrices == down.num_matrices && gate.num_rows == up.num_rows &&
+                                 down.num_cols == gate.num_rows;
+    if (!belong_together || gate.num_cols != hidden_size_ || up.num_cols != hidden_size_ ||
+        down.num_rows != hidden_size_) {
+      throw std::invalid_argument("gate, up and down must be experts for rows of " +
+                                  std::to_string(hidden_size_) + " values");
+    }
+    return server_.add_layer(gate, up, down);
+  }
+  void begin() { server_.begin(); }
+  void end() { server_.end(); }
+  void check() { server_.check(); }
+
+ private:
+  static mailbox make_mailbox(const word& request, const word& done, const rows_2d& x, const ids_2d& ids,
+                              const rows_3d& out) {
+    const size_t rows = x.shape(0), ranks = ids.shape(1);
+    if (rows < 1 || rows > 0xffff || ranks < 1 || ids.shape(0) != rows || out.shape(0) != rows ||
+        out.shape(1) != ranks || out.shape(2) != x.shape(1)) {
+      throw std::invalid_argument("a mailbox is x [T, E], ids [T, K] and out [T, K, E], T at most 65535");
+    }
+    return {request.data(), done.data(), {x.data(), static_cast<int64_t>(x.shape(1))},
+            ids.data(),     static_cast<int>(ranks), out.data(), static_cast<int>(rows)};
+  }
+
+  std::vector<std::shared_ptr<void>> arrays_;
+  int64_t hidden_size_;
+  expert_server server_;
+};
+
+}  // namespace
+
+void bind_hybrid(nb::module_& m) {
+  nb::class_<bound_server>(m, "ExpertServer",
+                           "Threads that compute routed experts when asked through words in memory.")
+      .def(nb::init<runtime&, word, word, rows_2d, ids_2d, rows_3d>(), "runtime"_a,
+           nb::arg("request").noconvert(), nb::arg("done").noconvert(), nb::arg("x").noconvert(),
+           nb::arg("ids").noconvert(), nb::arg("out").noconvert(),
+           "Over float32 x [T, E], int32 ids [T, K] and float32 out [T, K, E], which are kept. A client "
+           "zeroes `done`, then stores (layer + 1) | rows << 16 to `request`; `done` becomes 1. Pairs of id "
+           "-1 are left as they are.")
+      .def("add_layer", &bound_server::add_layer, "gate"_a, "up"_a, "down"_a,
+           "The experts of the next layer; returns its number. Not while serving.")
+      .def("begin", &bound_server::begin, "Looks for requests from now on.")
+      .def("end", &bound_server::end, "Rests: no request comes before the next `begin`.")
+      .def("check", &bound_server::check,
+           "Raises the first error of a request since the last call: ModelChangedError, ValueError, "
+           "GenerationFault.");
+}
+
+}  // namespace coldstream

@@ -1,0 +1,96 @@
+#include "hybrid/expert_server.h"
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "runtime/spin.h"
+
+namespace coldstream {
+
+namespace {
+
+constexpr int ROWS_SHIFT = 16;
+constexpr uint32_t LAYER_MASK = (1u << ROWS_SHIFT) - 1;
+// How long requests are looked for before anything else is: `end` may take so much longer.
+constexpr auto LOOK = std::chrono::microseconds(200);
+
+}  // namespace
+
+expert_server::expert_server(std::shared_ptr<thread_pool> pool, const quant_kernels& kernels, mailbox box)
+    : pool_(std::move(pool)), kernels_(kernels), box_(box), owner_(getpid()) {
+  std::atomic_ref(*box_.request).store(0, std::memory_order_relaxed);
+  std::atomic_ref(*box_.done).store(1, std::memory_order_release);
+  signals_blocked blocked;
+  thread_ = std::make_unique<std::thread>(&expert_server::serve, this);
+}
+
+expert_server::~expert_server() {
+  if (getpid() != owner_) {
+    // In a forked child there is nothing to join, and a joinable std::thread must not be destroyed.
+    static_cast<void>(thread_.release());
+    return;
+  }
+  phase_.store(STOPPING, std::memory_order_release);
+  phase_.notify_all();
+  thread_->join();
+}
+
+int expert_server::add_layer(const weight& gate, const weight& up, const weight& down) {
+  if (layers_.size() == LAYER_MASK - 1) throw std::invalid_argument("a mailbox has no word for more layers");
+  const int64_t stride = down.num_rows;
+  routed_experts_args args = {box_.x, box_.ids, box_.num_ranks, box_.num_ranks,         gate, up,
+                              down,   box_.out, stride * box_.num_ranks, stride};
+  std::vector<std::unique_ptr<op>> ops;
+  ops.push_back(std::make_unique<routed_experts_op>(kernels_, std::move(args), box_.capacity));
+  layers_.push_back(std::move(ops));
+  return static_cast<int>(layers_.size()) - 1;
+}
+
+void expert_server::begin() {
+  if (getpid() != owner_) throw forked_error("this server of experts was made before fork(): load the model again");
+  phase_.store(SERVING, std::memory_order_release);
+  phase_.notify_all();
+}
+
+void expert_server::end() { phase_.store(RESTING, std::memory_order_release); }
+
+void expert_server::check() {
+  std::lock_guard lock(error_lock_);
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+void expert_server::serve() {
+  for (;;) {
+    phase_.wait(RESTING, std::memory_order_acquire);
+    if (phase_.load(std::memory_order_acquire) == STOPPING) return;
+    thread_pool::awake awake(*pool_);
+    serve_requests();
+  }
+}
+
+void expert_server::serve_requests() {
+  std::atomic_ref request(*box_.request);
+  while (phase_.load(std::memory_order_acquire) == SERVING) {
+    uint32_t found = 0;
+    if (spin([&] { return (found = request.load(std::memory_order_acquire)) != 0; }, LOOK)) answer(found);
+  }
+}
+
+void expert_server::answer(uint32_t found) {
+  std::atomic_ref(*box_.request).store(0, std::memory_order_relaxed);
+  const uint32_t layer = (found & LAYER_MASK) - 1, rows = found >> ROWS_SHIFT;
+  try {
+    if (layer >= layers_.size() || rows < 1 || rows > static_cast<uint32_t>(box_.capacity)) {
+      throw std::invalid_argument("a request for layer " + std::to_string(layer) + " and " +
+                                  std::to_string(rows) + " rows, which the mailbox does not have");
+    }
+    pool_->run(layers_[layer], static_cast<int>(rows));
+  } catch (...) {
+    std::lock_guard lock(error_lock_);
+    if (!error_) error_ = std::current_exception();
+  }
+  std::atomic_ref(*box_.done).store(1, std::memory_order_release);
+}
+
+}  // namespace coldstream

@@ -1,0 +1,69 @@
+// Routed experts for somebody who cannot call: a GPU in the middle of a graph.
+//
+// Both sides see a mailbox in page-locked memory. The client writes rows and expert ids, zeroes `done`, and then
+// stores layer + 1 | rows << 16 to `request`. The server takes the request (the word is 0 again), computes the
+// pairs whose id is not `not_here`, and stores 1 to `done`. One request at a time. Whatever happens, a request
+// is answered: after an error the rows are undefined and `check` throws.
+#pragma once
+
+#include <unistd.h>
+
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "quant/experts.h"
+#include "runtime/thread_pool.h"
+
+namespace coldstream {
+
+struct mailbox {
+  uint32_t* request;
+  uint32_t* done;
+  float_rows_in x;     // [capacity, E]
+  const int32_t* ids;  // [capacity, ranks]
+  int num_ranks;
+  float* out;          // [capacity, ranks, E]
+  int capacity;
+};
+
+class expert_server {
+ public:
+  // The mailbox's memory outlives the server. Throws std::system_error when the system refuses a thread.
+  expert_server(std::shared_ptr<thread_pool> pool, const quant_kernels& kernels, mailbox box);
+  expert_server(const expert_server&) = delete;
+  expert_server& operator=(const expert_server&) = delete;
+  ~expert_server();
+
+  // The experts of one more layer, with E columns; returns its number. Only between `end` and `begin`.
+  int add_layer(const weight& gate, const weight& up, const weight& down);
+
+  // From here to `end` requests are looked for without pause, and the pool's threads stay awake.
+  void begin();
+  void end();
+
+  // Throws the first error since the last call: model_changed_error, forked_error, std::invalid_argument.
+  void check();
+
+ private:
+  void serve();
+  void serve_requests();
+  void answer(uint32_t request);
+
+  std::shared_ptr<thread_pool> pool_;
+  const quant_kernels& kernels_;
+  const mailbox box_;
+  const pid_t owner_;
+  std::vector<std::vector<std::unique_ptr<op>>> layers_;
+  std::mutex error_lock_;
+  std::exception_ptr error_;
+  std::atomic<uint32_t> phase_{RESTING};
+  std::unique_ptr<std::thread> thread_;
+
+  static constexpr uint32_t RESTING = 0, SERVING = 1, STOPPING = 2;
+};
+
+}  // namespace coldstream

@@ -1,0 +1,63 @@
+// Waiting for another thread by polling, and threads that leave signals to the application.
+#pragma once
+
+#include <signal.h>
+
+#include <chrono>
+#include <thread>
+
+namespace coldstream {
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+template <typename F>
+bool poll(F done) {
+  constexpr int polls_per_clock_read = 16;
+  for (int i = 0; i < polls_per_clock_read; i++) {
+    if (done()) return true;
+    relax();
+  }
+  return false;
+}
+
+// Polls `done` for at most `limit`; returns whether it came true.
+template <typename F>
+bool spin(F done, std::chrono::steady_clock::duration limit) {
+  using clock = std::chrono::steady_clock;
+  // Whoever polls for longer than this may be holding the very core that the awaited thread needs, and yields
+  // in between.
+  constexpr auto exclusive = std::chrono::microseconds(5);
+  if (poll(done)) return true;
+  const auto start = clock::now();
+  for (auto waited = clock::duration::zero(); waited < limit; waited = clock::now() - start) {
+    if (waited > exclusive) std::this_thread::yield();
+    if (poll(done)) return true;
+  }
+  return false;
+}
+
+// Threads started while one of these exists take no signals but faults, which must reach the thread that
+// causes them: the others belong to the application's threads.
+class signals_blocked {
+ public:
+  signals_blocked() {
+    sigset_t all;
+    sigfillset(&all);
+    for (int fault : {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) sigdelset(&all, fault);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  signals_blocked(const signals_blocked&) = delete;
+  signals_blocked& operator=(const signals_blocked&) = delete;
+  ~signals_blocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace coldstream

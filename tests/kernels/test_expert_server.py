@@ -1,0 +1,163 @@
+"""Experts computed on request through words in memory: what a GPU asks of the CPU, asked here by Python."""
+
+import os
+import time
+
+import numpy as np
+import pytest
+import torch
+from cpu_cases import same_bits
+from quant_cases import VECTOR_TIERS, load
+from random_blocks import activations, random_weight
+
+from coldstream.errors import ModelChangedError
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels import _csrc
+
+NUM_EXPERTS, E, F, ROWS, RANKS = 6, 512, 256, 8, 3
+LIMIT_S = 20.0  # only for a server that is broken
+Experts = tuple[_csrc.Weight, _csrc.Weight, _csrc.Weight]
+
+
+def experts(seed: int = 1, size: int = F) -> Experts:
+    types = (QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K)
+    shapes = ((NUM_EXPERTS, size, E), (NUM_EXPERTS, size, E), (NUM_EXPERTS, E, size))
+    gate, up, down = (
+        load(random_weight(kind, shape, seed + i))
+        for i, (kind, shape) in enumerate(zip(types, shapes, strict=True))
+    )
+    return gate, up, down
+
+
+class Client:
+    """The other side of the mailbox."""
+
+    def __init__(self, threads: int = 2, tier: str = "auto") -> None:
+        self.request, self.done = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
+        self.x = torch.zeros(ROWS, E)
+        self.ids = torch.zeros(ROWS, RANKS, dtype=torch.int32)
+        self.out = torch.full((ROWS, RANKS, E), 7.0)
+        self.runtime = _csrc.Runtime(threads, tier)
+        self.server = _csrc.ExpertServer(self.runtime, self.request, self.done, self.x, self.ids, self.out)
+
+    def ask(self, layer: int, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        self.out.fill_(7.0)
+        self.x[: len(x)], self.ids[: len(x)] = x, ids
+        self.done[0] = 0
+        self.request[0] = (layer + 1) | len(x) << 16
+        deadline = time.monotonic() + LIMIT_S
+        while self.done[0] == 0:
+            assert time.monotonic() < deadline, "nobody answered"
+        assert self.request[0] == 0
+        return self.out[: len(x)].clone()
+
+
+def plainly(client: Client, x: torch.Tensor, ids: torch.Tensor, weights: Experts) -> torch.Tensor:
+    out = torch.full((*ids.shape, E), 7.0)
+    _csrc.routed_experts(client.runtime, x, ids, *weights, out)
+    return out
+
+
+def random_ids(rows: int, elsewhere: float, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(rows, NUM_EXPERTS, generator=generator).argsort(dim=-1)[:, :RANKS].int()
+    return ids.masked_fill(torch.rand(rows, RANKS, generator=generator) < elsewhere, -1).contiguous()
+
+
+@pytest.mark.parametrize("tier", ["generic", *VECTOR_TIERS])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_every_layer_and_number_of_rows(tier: str, threads: int) -> None:
+    client = Client(threads, tier)
+    layers = [experts(seed=10 * i, size=F * (1 + i % 2)) for i in range(3)]
+    assert [client.server.add_layer(*layer) for layer in layers] == [0, 1, 2]
+    client.server.begin()
+    for rows in (1, 2, 7, 8):
+        for number, layer in enumerate(layers):
+            for elsewhere in (0.0, 0.5, 1.0):
+                x, ids = activations(rows + number, rows, E), random_ids(rows, elsewhere, seed=rows)
+                assert same_bits(client.ask(number, x, ids), plainly(client, x, ids, layer))
+    client.server.end()
+    client.server.check()
+
+
+def test_it_rests_and_serves_again() -> None:
+    client, weights = Client(), experts()
+    client.server.add_layer(*weights)
+    x, ids = activations(1, 2, E), random_ids(2, 0.3)
+    expected = plainly(client, x, ids, weights)
+    for _ in range(50):
+        client.server.begin()
+        assert same_bits(client.ask(0, x, ids), expected)
+        client.server.end()
+        assert same_bits(plainly(client, x, ids, weights), expected)  # the threads serve others in between
+
+
+def test_a_request_that_makes_no_sense_is_answered_and_reported() -> None:
+    client, weights = Client(), experts()
+    client.server.add_layer(*weights)
+    client.server.begin()
+    x, ids = activations(1, 2, E), random_ids(2, 0.3)
+    client.ask(5, x, ids)
+    with pytest.raises(ValueError, match="layer 5 and 2 rows, which the mailbox does not have"):
+        client.server.check()
+    bad = ids.clone()
+    bad[1, 1] = NUM_EXPERTS
+    client.ask(0, x, bad)
+    client.ask(0, x, ids)  # what follows an error is computed, and does not hide it
+    with pytest.raises(ValueError, match="outside the experts"):
+        client.server.check()
+    client.server.check()
+    assert same_bits(client.ask(0, x, ids), plainly(client, x, ids, weights))
+
+
+def test_fl01_a_file_that_shrinks_is_an_error_and_no_hang(tmp_path: os.PathLike[str]) -> None:
+    stacks = [
+        random_weight(kind, shape, seed=1)
+        for kind, shape in (
+            (QuantType.Q4_K, (NUM_EXPERTS, F, E)),
+            (QuantType.Q4_K, (NUM_EXPERTS, F, E)),
+            (QuantType.Q6_K, (NUM_EXPERTS, E, F)),
+        )
+    ]
+    path = os.path.join(tmp_path, "experts")
+    starts = np.cumsum([0, *(stack.blocks.numel() for stack in stacks)])
+    with open(path, "wb") as file:
+        for stack in stacks:
+            file.write(stack.blocks.numpy().tobytes())
+    with open(path, "r+b") as file:
+        mapped = _csrc.MappedFile(file.fileno(), int(starts[-1]), "experts")
+        weights = [
+            _csrc.Weight.from_file(
+                mapped, int(start), int(stack.quant_type), stack.shape[1], stack.shape[2], NUM_EXPERTS
+            )
+            for start, stack in zip(starts, stacks, strict=False)
+        ]
+        client = Client()
+        client.server.add_layer(*weights)
+        client.server.begin()
+        x, ids = activations(1, 2, E), random_ids(2, 0.0)
+        client.ask(0, x, ids)
+        client.server.check()
+        file.truncate(4096)
+        client.ask(0, x, ids)
+        with pytest.raises(ModelChangedError, match="experts"):
+            client.server.check()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    client = Client()
+    gate, up, down = experts()
+    with pytest.raises(ValueError, match="must be experts for rows of 512"):
+        client.server.add_layer(gate, up, gate)
+    with pytest.raises(ValueError, match="a mailbox is x"):
+        _csrc.ExpertServer(
+            client.runtime, client.request, client.done, client.x, client.ids, torch.zeros(ROWS, RANKS, 8)
+        )
+
+
+def test_a_server_that_serves_can_be_given_up() -> None:
+    for _ in range(20):
+        client = Client(threads=3)
+        client.server.add_layer(*experts())
+        client.server.begin()
+        del client
