@@ -63,6 +63,10 @@ class Policy(ABC):
         mask[used] = False
         return np.flatnonzero(mask)
 
+    def anticipated(self, experts: Array) -> Array:
+        """Their scores as if a step had just used them, float64 [n]; `scores` is not changed."""
+        return self.scores[experts]
+
     def step(self, used: Array, resident: Array, capacity: int) -> Changes:
         """What to change after a step that used the experts `used`, int64 without repetition.
 
@@ -70,17 +74,26 @@ class Policy(ABC):
         """
         self.observe(used)
         missed = used[~resident[used]]
-        count = missed.size if self.max_copies is None else min(missed.size, self.max_copies)
-        if count == 0:
+        if missed.size == 0 or self.max_copies == 0:
             return Changes(_NONE, _NONE)
-        num_free = min(count, capacity - int(np.count_nonzero(resident)))
+        num_free = capacity - int(np.count_nonzero(resident))
+        return self.choose(missed, self.scores[missed], self.replaceable(resident, used), num_free)
+
+    def choose(self, candidates: Array, values: Array, residents: Array, num_free: int) -> Changes:
+        """The candidates that are worth a slot, best first, and the residents they replace, weakest first.
+
+        candidates: int64 without repetition, none of them resident; values: their scores, or as
+        `anticipated`, float64; residents: those that may go, int64. The first num_free replace nobody.
+        """
+        count = candidates.size if self.max_copies is None else min(candidates.size, self.max_copies)
+        num_free = min(count, num_free)
         # Their numbers negated, so that of equally weak residents the highest goes first.
-        weakest = -_first(-self.replaceable(resident, used), self.scores, count - num_free)
-        strongest = _first(missed, -self.scores, num_free + weakest.size)
+        weakest = residents[_first(self.scores[residents], -residents, count - num_free)]
+        strongest = _first(-values, candidates, num_free + weakest.size)
         victims = np.concatenate([np.full(num_free, -np.inf), self.scores[weakest]])
         # Candidates fall and victims rise, so what pays is a beginning of both.
-        num_paid = int(np.count_nonzero(self.pays(self.scores[strongest], victims)))
-        return Changes(strongest[:num_paid], weakest[: max(0, num_paid - num_free)])
+        num_paid = int(np.count_nonzero(self.pays(values[strongest], victims)))
+        return Changes(candidates[strongest[:num_paid]], weakest[: max(0, num_paid - num_free)])
 
 
 class Static(Policy):
@@ -107,6 +120,9 @@ class Lru(Policy):
         self.scores[used] = np.arange(self._clock, self._clock + used.size)
         self._clock += used.size
 
+    def anticipated(self, experts: Array) -> Array:
+        return np.full(experts.size, float(self._clock))
+
 
 class Lfu(Policy):
     """The least often used since the start go first, and every miss is let in."""
@@ -116,6 +132,27 @@ class Lfu(Policy):
 
     def observe(self, used: Array) -> None:
         self.scores[used] += 1.0
+
+    def anticipated(self, experts: Array) -> Array:
+        return self.scores[experts] + 1.0
+
+    def pays(self, candidates: Array, victims: Array) -> Array:
+        return np.ones(candidates.size, bool)
+
+
+class Random(Policy):
+    """Every miss is let in, for whom a seeded generator names: what a policy has to be better than."""
+
+    def __init__(self, seed: int = 0, max_copies: int | None = None) -> None:
+        super().__init__(max_copies)
+        self._seed = seed
+
+    def start(self, profile: Array) -> None:
+        self._generator = np.random.default_rng(self._seed)
+        self.scores = self._generator.random(profile.size)
+
+    def observe(self, used: Array) -> None:
+        self._generator.random(out=self.scores)
 
     def pays(self, candidates: Array, victims: Array) -> Array:
         return np.ones(candidates.size, bool)
@@ -155,6 +192,9 @@ class DecayedFrequency(Policy):
         self._frequency[used] += 1.0
         self._recency[used] += self._recency_weight
         np.add(self._frequency, self._recency, out=self.scores)
+
+    def anticipated(self, experts: Array) -> Array:
+        return self.scores[experts] + (1.0 + self._recency_weight)
 
     def pays(self, candidates: Array, victims: Array) -> Array:
         return (candidates > self._hysteresis * victims) & (candidates - victims >= self._payback)
@@ -244,13 +284,10 @@ def num_numbers(trace: RoutingTrace) -> int:
     return trace.model.num_layers * trace.model.num_experts
 
 
-def _first(items: Array, scores: Array, count: int) -> Array:
-    """The `count` items of the lowest score, in order; equal ones by number. Items may be numbers negated."""
-    count = min(count, items.size)
+def _first(keys: Array, ties: Array, count: int) -> Array:
+    """Where the `count` lowest keys are, in order; of equal ones those with the lowest of `ties`."""
+    count = min(count, keys.size)
     if count == 0:
         return _NONE
-    keys = scores[abs(items)]
-    if count < items.size:
-        items = items[keys <= np.partition(keys, count - 1)[count - 1]]
-        keys = scores[abs(items)]
-    return items[np.lexsort((items, keys))[:count]]
+    where = np.flatnonzero(keys <= np.partition(keys, count - 1)[count - 1])
+    return where[np.lexsort((ties[where], keys[where]))[:count]]
