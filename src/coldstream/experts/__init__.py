@@ -1,4 +1,5 @@
-"""Where the bytes of routed experts are, and who computes them.
+"""Where the bytes of routed experts are, and who computes them."""
 
-So far they have one place, the mapped file, which `Ops.experts` reads: the room is still empty.
-"""
+from coldstream.experts.cache import Copy, ExpertCache, StepStart
+
+__all__ = ["Copy", "ExpertCache", "StepStart"]

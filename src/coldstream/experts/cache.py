@@ -1,0 +1,349 @@
+"""ExpertCache: which expert lies in which slot of fast memory, step after step. Pure: no I/O, no clock.
+
+The unit of work is a step: a launch that reads experts through a table which does not change meanwhile.
+Steps may overlap: the caller starts step t + 1 before it knows what step t used. All changes happen
+where a step starts. What may be read from then on has been copied before; what is withdrawn is written again
+only when the last step that could read it has ended. An expert that is not readable is computed elsewhere, so
+the cache changes speed, never results.
+
+    start = cache.start_step()      # change the table, start the copies, launch
+    cache.copied(copy)              # at any time
+    cache.finish_step(step, used)   # may choose what comes and goes from the next start on
+
+An expert is a number, layer · num_experts + expert. Experts of the same size share slots, numbered from 0 in
+each size.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from coldstream.experts.slots import SlotPool, SlotState
+from coldstream.placement.policies import Policy
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A transfer of `expert` into `slot`, one of its size, to begin when step `after_step` has read the slot.
+
+    after_step: None if no step ever could. generation: of the slot's owner; it makes copies distinct.
+    """
+
+    expert: int
+    slot: int
+    generation: int
+    after_step: int | None
+
+
+@dataclass(frozen=True)
+class StepStart:
+    """What has to be done where step `step` starts.
+
+    arrived, slots: int64 [n], the experts that may be read from this step on, and where they are; withdrawn:
+    int64 [m], those that may not any more; copies: those that may begin now.
+    """
+
+    step: int
+    arrived: Array
+    slots: Array
+    withdrawn: Array
+    copies: tuple[Copy, ...]
+
+
+class Counters:
+    """What happened, by layer: int64 [layers] each. Steps that do not train are left out.
+
+    hits, misses: uses of experts that the step could read, or not; copies, copied_bytes: begun;
+    failed_copies: of these; evictions: experts withdrawn; useful_bytes: of prefetched experts that a step
+    then read; wasted_bytes: of those that left before.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.hits = np.zeros(num_layers, np.int64)
+        self.misses = np.zeros(num_layers, np.int64)
+        self.copies = np.zeros(num_layers, np.int64)
+        self.copied_bytes = np.zeros(num_layers, np.int64)
+        self.failed_copies = np.zeros(num_layers, np.int64)
+        self.evictions = np.zeros(num_layers, np.int64)
+        self.useful_bytes = np.zeros(num_layers, np.int64)
+        self.wasted_bytes = np.zeros(num_layers, np.int64)
+
+    @property
+    def hit_rate(self) -> float:
+        """Of all layers together; 0 before the first use."""
+        uses = int(self.hits.sum() + self.misses.sum())
+        return float(self.hits.sum() / uses) if uses else 0.0
+
+
+class ExpertCache:
+    """The slots, what they hold, and what `policy` lets in.
+
+    layer_bytes: of an expert, by layer. num_slots: by the size of an expert in bytes; a size without an entry
+    has none. profile: expected uses a step, [layers, experts]; None: nothing is known. pinned: experts that
+    no other replaces once they are in; they leave only where `resize` takes their slot. max_bytes_per_step:
+    of copies in flight after a step's start, and so of those that begin there; None: no limit.
+    """
+
+    def __init__(
+        self,
+        layer_bytes: Sequence[int],
+        num_experts: int,
+        num_slots: Mapping[int, int],
+        policy: Policy,
+        *,
+        profile: Array | None = None,
+        pinned: Array | None = None,
+        max_bytes_per_step: int | None = None,
+    ) -> None:
+        num_layers = len(layer_bytes)
+        size = num_layers * num_experts
+        self.counters = Counters(num_layers)
+        if unknown := set(num_slots) - set(layer_bytes):
+            raise ValueError(f"no expert has {sorted(unknown)} bytes")
+        self._num_experts = num_experts
+        self._policy = policy
+        self._max_bytes = max_bytes_per_step
+        self._expert_bytes = np.repeat(np.array(layer_bytes, np.int64), num_experts)
+        self._pools = {each: SlotPool(each, num_slots.get(each, 0)) for each in sorted(set(layer_bytes))}
+        self._pool_of = [self._pools[each] for each in layer_bytes]  # by layer
+        self._of_size = {each: self._expert_bytes == each for each in self._pools}
+        self._slot = np.full(size, -1)  # of those that are loading or ready
+        self._absent = np.ones(size, bool)  # neither loading nor ready nor wanted nor given up
+        self._readable = np.zeros(size, bool)  # by the next step, as far as already decided
+        self._replaceable = np.ones(size, bool)
+        if pinned is not None:
+            self._replaceable[pinned] = False
+        self._prefetched = np.zeros(size, bool)  # and not used since
+        self._wanted: deque[int] = deque()  # to be copied, in this order
+        self._failed_once: set[int] = set()
+        self._arrived: list[int] = []
+        self._withdrawn: list[int] = []
+        self._bytes_in_flight = 0
+        self._last_started = self._last_finished = -1
+        self._tables: deque[Array] = deque()  # what steps launched and not finished may read
+        self._last_used = np.empty(0, np.int64)
+        policy.start(np.zeros(size) if profile is None else profile.reshape(size).astype(np.float64))
+
+    def load(self, experts: Iterable[int]) -> tuple[Copy, ...]:
+        """The copies that bring experts in before the first step, whatever they weigh.
+
+        The first of each size get its lowest slots, which `resize` takes last. ValueError if an expert is not
+        absent or finds no slot; then nothing has changed.
+        """
+        chosen = np.fromiter(experts, np.int64)
+        self._check(chosen)
+        if not self._absent[chosen].all():
+            raise ValueError("an expert is already in a slot or on its way")
+        for each, pool in self._pools.items():
+            count = int(np.count_nonzero(self._of_size[each][chosen]))
+            if count > pool.num_free:
+                raise ValueError(f"{count} experts of {each} bytes for {pool.num_free} free slots")
+        self._absent[chosen] = False
+        return tuple(self._begin(expert) for expert in chosen.tolist())
+
+    def start_step(self) -> StepStart:
+        """Called right before a step is launched."""
+        self._last_started += 1
+        arrived, withdrawn = np.array(self._arrived, np.int64), np.array(self._withdrawn, np.int64)
+        self._arrived, self._withdrawn = [], []
+        self._readable[arrived] = True
+        self._tables.append(self._readable.copy())
+        copies, waiting = [], deque[int]()
+        for expert in self._wanted:
+            pool = self._pool_of[expert // self._num_experts]
+            bytes_then = self._bytes_in_flight + pool.slot_bytes
+            if pool.num_free and (self._max_bytes is None or bytes_then <= self._max_bytes):
+                copies.append(self._begin(expert))
+            else:
+                waiting.append(expert)
+        self._wanted = waiting
+        return StepStart(self._last_started, arrived, self._slot[arrived], withdrawn, tuple(copies))
+
+    def copied(self, copy: Copy, ok: bool = True) -> bool:
+        """A copy has ended, and writes no more; one that already had is ignored.
+
+        One that failed is begun again at a later start. False: it had failed before, and the expert stays out
+        for good, which is an error that the caller should raise; all else goes on as before.
+        """
+        layer = copy.expert // self._num_experts
+        pool = self._pool_of[layer]
+        slot = pool.slots[copy.slot]
+        if slot.state is not SlotState.LOADING or slot.generation != copy.generation:
+            return True
+        self._bytes_in_flight -= pool.slot_bytes
+        if ok:
+            self._failed_once.discard(copy.expert)
+            if pool.land(copy.slot):
+                self._arrived.append(copy.expert)
+            else:
+                self._forget(copy.expert)
+            return True
+        pool.release(copy.slot)
+        self._slot[copy.expert] = -1
+        self.counters.failed_copies[layer] += 1
+        if copy.expert in self._failed_once:
+            self._prefetched[copy.expert] = False
+            return False  # and not absent: nobody lets it in again
+        self._failed_once.add(copy.expert)
+        self._wanted.appendleft(copy.expert)
+        self._drop_unplaced(pool)
+        return True
+
+    def finish_step(self, step: int, used: Array, *, trains: bool = True) -> None:
+        """Step `step` has ended and used these experts, int64 without repetition. Steps end in their order.
+
+        trains: whether they tell something of later steps; those of a prefill don't, nor those of a step that
+        failed, and they change nothing.
+        """
+        if step != self._last_finished + 1 or step > self._last_started:
+            raise ValueError(f"step {step} cannot end: {self._last_finished} ended last")
+        self._check(used)
+        self._last_finished = step
+        table = self._tables.popleft()
+        for pool in self._pools.values():
+            pool.finish(step)
+        if not trains:
+            return
+        self._last_used = used
+        self._count_uses(used, table[used])
+        self._policy.observe(used)
+        missed = used[self._absent[used]]
+        values = self._policy.scores[missed]
+        order = np.lexsort((missed, -values))
+        self._admit(missed[order], values[order], used)
+
+    def prefetch(self, predicted: Array, max_copies: int = -1) -> None:
+        """Lets in experts that later steps may use, where the policy would let them in after a use.
+
+        predicted: int64; repetition is demand. Of those that are absent the most demanded come first,
+        max_copies at most; negative: no limit. None replaces another of them, or what the last step used.
+        """
+        if predicted.size and not 0 <= predicted.min() <= predicted.max() < self._absent.size:
+            raise ValueError(f"expert numbers must be in [0, {self._absent.size})")
+        planned = plan_prefetch(predicted[self._absent[predicted]], max_copies)
+        kept = np.concatenate([self._last_used, predicted])
+        admitted = self._admit(planned, self._policy.anticipated(planned), kept)
+        self._prefetched[admitted] = True
+
+    def resize(self, expert_bytes: int, num_slots: int) -> None:
+        """Sets the number of slots of a size. What is in those above is withdrawn at the next start.
+
+        Their memory may serve for something else as soon as `reclaimed` says so: after the last step that
+        was launched before that start, and after the copies in flight.
+        """
+        pool = self._pools[expert_bytes]
+        for index in pool.resize(num_slots):
+            expert = pool.slots[index].expert
+            assert expert is not None
+            self._withdraw(expert)
+        self._drop_unplaced(pool)
+
+    def reclaimed(self, expert_bytes: int) -> bool:
+        """Whether no step reads and no copy writes the slots that `resize` took away."""
+        return self._pools[expert_bytes].reclaimed
+
+    def _check(self, experts: Array) -> None:
+        """ValueError unless these are experts, none twice."""
+        size = self._absent.size
+        if experts.size and not 0 <= experts.min() <= experts.max() < size:
+            raise ValueError(f"expert numbers must be in [0, {size})")
+        seen = np.zeros(size, bool)
+        seen[experts] = True
+        if np.count_nonzero(seen) != experts.size:
+            raise ValueError("an expert is named twice")
+
+    def _count_uses(self, used: Array, held: Array) -> None:
+        layers = used // self._num_experts
+        num_layers = self.counters.hits.size
+        self.counters.hits += np.bincount(layers[held], minlength=num_layers)
+        self.counters.misses += np.bincount(layers[~held], minlength=num_layers)
+        for expert in used[held & self._prefetched[used]].tolist():
+            self._prefetched[expert] = False
+            self.counters.useful_bytes[expert // self._num_experts] += self._expert_bytes[expert]
+
+    def _admit(self, candidates: Array, values: Array, kept: Array) -> Array:
+        """Wants those of the candidates that pay, as far as the limit goes, in their order; withdraws whom
+        they replace, none of `kept`. Returns them.
+        """
+        if candidates.size == 0:
+            return candidates
+        replaceable = self._readable & self._replaceable
+        replaceable[kept] = False
+        chosen = np.zeros(self._absent.size, bool)
+        changes = {}
+        for each, pool in self._pools.items():
+            mine = self._of_size[each][candidates]
+            num_free = pool.num_vacant - self._num_wanted(pool)
+            residents = np.flatnonzero(replaceable & self._of_size[each])
+            changes[each] = self._policy.choose(candidates[mine], values[mine], residents, num_free)
+            chosen[changes[each].admitted] = True
+        admitted = candidates[chosen[candidates]][: self._policy.max_copies]
+        if self._max_bytes is not None:
+            wanted_bytes = sum(self._pool_of[e // self._num_experts].slot_bytes for e in self._wanted)
+            admitted = admitted[np.cumsum(self._expert_bytes[admitted]) <= self._max_bytes - wanted_bytes]
+        for each, change in changes.items():
+            num_placed = change.admitted.size - change.evicted.size  # without replacing anybody
+            num_admitted = int(np.count_nonzero(self._of_size[each][admitted]))
+            for expert in change.evicted[: max(0, num_admitted - num_placed)].tolist():
+                self._withdraw(expert)
+        self._absent[admitted] = False
+        self._wanted.extend(admitted.tolist())
+        return admitted
+
+    def _begin(self, expert: int) -> Copy:
+        """Takes a free slot for it."""
+        layer = expert // self._num_experts
+        pool = self._pool_of[layer]
+        index = pool.acquire(expert)
+        self._slot[expert] = index
+        self._bytes_in_flight += pool.slot_bytes
+        self.counters.copies[layer] += 1
+        self.counters.copied_bytes[layer] += pool.slot_bytes
+        slot = pool.slots[index]
+        return Copy(expert, index, slot.generation, slot.last_reader)
+
+    def _withdraw(self, expert: int) -> None:
+        """Takes its slot from a ready expert, from the next start on."""
+        layer = expert // self._num_experts
+        pool, index = self._pool_of[layer], int(self._slot[expert])
+        if self._readable[expert]:
+            self._readable[expert] = False
+            self._withdrawn.append(expert)
+            pool.withdraw(index, self._last_started)
+            pool.finish(self._last_finished)
+        else:
+            self._arrived.remove(expert)
+            pool.release(index)
+        self.counters.evictions[layer] += 1
+        self._forget(expert)
+
+    def _forget(self, expert: int) -> None:
+        """It is absent again."""
+        if self._prefetched[expert]:
+            self._prefetched[expert] = False
+            self.counters.wasted_bytes[expert // self._num_experts] += self._expert_bytes[expert]
+        self._slot[expert] = -1
+        self._absent[expert] = True
+
+    def _num_wanted(self, pool: SlotPool) -> int:
+        return sum(self._pool_of[expert // self._num_experts] is pool for expert in self._wanted)
+
+    def _drop_unplaced(self, pool: SlotPool) -> None:
+        """No longer wants those, the last first, that would find no slot."""
+        mine = [expert for expert in self._wanted if self._pool_of[expert // self._num_experts] is pool]
+        for expert in mine[pool.num_vacant :]:
+            self._wanted.remove(expert)
+            self._prefetched[expert] = False
+            self._absent[expert] = True
+
+
+def plan_prefetch(predicted: Array, max_copies: int = -1) -> Array:
+    """The experts named most often, most first, equal ones by number; max_copies at most, negative: all."""
+    experts, demand = np.unique(predicted, return_counts=True)
+    order = np.lexsort((experts, -demand))
+    return experts[order if max_copies < 0 else order[:max_copies]]

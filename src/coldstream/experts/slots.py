@@ -1,0 +1,109 @@
+"""Slots of one size in fast memory: who owns each, and when it may be written again. Pure.
+
+    free ──acquire──▶ loading ──land──▶ ready ──withdraw──▶ withdrawn ──(its last reader has ended)──▶ free
+                         └───release───▶ free
+
+A slot has one owner at most. Its generation grows with every owner, so that news of an earlier one is known
+to be stale. The pool may shrink: slots above its size are never acquired again, and keep their state until
+nobody reads or writes them.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from heapq import heapify, heappop, heappush
+
+
+class SlotState(Enum):
+    """What may happen to a slot's bytes."""
+
+    FREE = "free"  # nobody reads or writes them
+    LOADING = "loading"  # a copy writes them, nobody reads
+    READY = "ready"  # they are its expert's
+    WITHDRAWN = "withdrawn"  # steps launched earlier may still read them
+
+
+@dataclass(slots=True)
+class Slot:
+    """expert: the owner, if loading or ready. last_reader: the last step that could ever read it."""
+
+    state: SlotState = SlotState.FREE
+    expert: int | None = None
+    generation: int = 0
+    last_reader: int | None = None
+
+
+class SlotPool:
+    """`size` slots of `slot_bytes` each, numbered from 0; the lowest free one is taken first."""
+
+    def __init__(self, slot_bytes: int, size: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.size = 0
+        self.slots: list[Slot] = []
+        self._free: list[int] = []
+        self._withdrawn: list[int] = []
+        self.resize(size)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be acquired at once."""
+        return len(self._free)
+
+    @property
+    def num_vacant(self) -> int:
+        """Slots that are free or will be when the steps launched so far have ended."""
+        return len(self._free) + sum(index < self.size for index in self._withdrawn)
+
+    @property
+    def reclaimed(self) -> bool:
+        """Whether nobody reads or writes the slots above the pool's size."""
+        return all(slot.state is SlotState.FREE for slot in self.slots[self.size :])
+
+    def acquire(self, expert: int) -> int:
+        """The lowest free slot, now loading for `expert`. There must be one."""
+        index = heappop(self._free)
+        slot = self.slots[index]
+        slot.state, slot.expert, slot.generation = SlotState.LOADING, expert, slot.generation + 1
+        return index
+
+    def land(self, index: int) -> bool:
+        """Its copy is finished. False: the slot lies above the pool's size, and is free instead of ready."""
+        if index >= self.size:
+            self.release(index)
+            return False
+        self.slots[index].state = SlotState.READY
+        return True
+
+    def withdraw(self, index: int, last_reader: int) -> None:
+        """Takes a ready slot from its expert; the steps up to last_reader may still read it."""
+        slot = self.slots[index]
+        slot.state, slot.expert, slot.last_reader = SlotState.WITHDRAWN, None, last_reader
+        self._withdrawn.append(index)
+
+    def release(self, index: int) -> None:
+        """Frees a slot that nobody reads or writes."""
+        slot = self.slots[index]
+        slot.state, slot.expert = SlotState.FREE, None
+        if index < self.size:
+            heappush(self._free, index)
+
+    def finish(self, step: int) -> None:
+        """All steps up to `step` have ended: frees what only they could read."""
+        waiting = []
+        for index in self._withdrawn:
+            last_reader = self.slots[index].last_reader
+            if last_reader is None or last_reader <= step:
+                self.release(index)
+            else:
+                waiting.append(index)
+        self._withdrawn = waiting
+
+    def resize(self, size: int) -> list[int]:
+        """Sets the number of slots; the ready ones above it, which the caller has to withdraw."""
+        if size < 0:
+            raise ValueError(f"the number of slots must not be negative, but is {size}")
+        self.slots += [Slot() for _ in range(size - len(self.slots))]
+        self._free = [index for index in range(size) if self.slots[index].state is SlotState.FREE]
+        heapify(self._free)
+        self.size = size
+        above = range(size, len(self.slots))
+        return [index for index in above if self.slots[index].state is SlotState.READY]

@@ -1,0 +1,96 @@
+"""Slots that hold patterns, and steps that read them: what a wrong decision of the cache would spoil.
+
+A slot under a copy holds nobody's pattern. A launched step keeps its table, and may read all of it at any moment until
+it ends.
+"""
+
+from coldstream.experts import Copy, ExpertCache, StepStart
+
+TORN = -1
+
+
+class FakeDevice:
+    """What a caller of `ExpertCache` has: memory, a table, launched steps and copies in flight."""
+
+    def __init__(self, layer_bytes: list[int], num_experts: int) -> None:
+        self.expert_bytes = [each for each in layer_bytes for _ in range(num_experts)]
+        self.memory: dict[tuple[int, int], int] = {}  # (size, slot) → whose pattern
+        self.table: dict[int, tuple[int, int]] = {}  # expert → (size, slot)
+        self.launched: dict[int, dict[int, tuple[int, int]]] = {}
+        self.copies: list[Copy] = []  # in flight
+        self.ended: list[Copy] = []
+        self.last_finished = -1
+
+    def place(self, copy: Copy) -> tuple[int, int]:
+        return self.expert_bytes[copy.expert], copy.slot
+
+    @property
+    def bytes_in_flight(self) -> int:
+        return sum(self.expert_bytes[copy.expert] for copy in self.copies)
+
+    def launch(self, start: StepStart) -> None:
+        """Changes the table, begins the copies, and lets the step read."""
+        for expert in start.withdrawn.tolist():
+            del self.table[expert]
+        for expert, slot in zip(start.arrived.tolist(), start.slots.tolist(), strict=True):
+            assert expert not in self.table
+            self.table[expert] = self.expert_bytes[expert], slot
+        assert len(set(self.table.values())) == len(self.table), "a slot has one owner"
+        self.launched[start.step] = dict(self.table)
+        for copy in start.copies:
+            self.begin(copy)
+
+    def begin(self, copy: Copy) -> None:
+        place = self.place(copy)
+        assert place not in map(self.place, self.copies), "a slot has one writer"
+        assert copy.expert not in [other.expert for other in self.copies], "an expert is copied once"
+        assert copy.after_step is None or copy.after_step <= self.last_finished
+        for table in self.launched.values():
+            assert place not in table.values(), "a launched step can read what the copy overwrites"
+        for other in self.ended:
+            assert self.place(other) != place or other.generation < copy.generation
+        self.memory[place] = TORN
+        self.copies.append(copy)
+
+    def end(self, copy: Copy, ok: bool) -> None:
+        self.copies.remove(copy)
+        self.ended.append(copy)
+        if ok:
+            self.memory[self.place(copy)] = copy.expert
+
+    def read(self, step: int) -> None:
+        """A step reads all it may: each slot has to hold its own expert's pattern."""
+        for expert, place in self.launched[step].items():
+            assert self.memory[place] == expert
+
+    def finish(self, step: int) -> None:
+        self.read(step)
+        del self.launched[step]
+        self.last_finished = step
+
+
+def check_slots(cache: ExpertCache, device: FakeDevice) -> None:
+    """Every slot is in one state, and the cache's views of it agree with each other and with the device."""
+    holders = {}
+    for size, pool in cache._pools.items():
+        free = set(pool._free)
+        assert len(free) == len(pool._free)
+        for index, slot in enumerate(pool.slots):
+            state = slot.state.value
+            assert (index in free) == (state == "free" and index < pool.size)
+            assert (index in pool._withdrawn) == (state == "withdrawn")
+            assert (slot.expert is None) == (state in ("free", "withdrawn"))
+            writers = [copy for copy in device.copies if device.place(copy) == (size, index)]
+            assert [(c.expert, c.generation) for c in writers] == (
+                [(slot.expert, slot.generation)] if state == "loading" else []
+            )
+            if slot.expert is not None:
+                assert slot.expert not in holders
+                holders[slot.expert] = index
+        assert 0 <= cache._num_wanted(pool) <= pool.num_vacant
+    assert {e: i for e, i in enumerate(cache._slot.tolist()) if i >= 0} == holders
+    assert len(set(cache._wanted)) == len(cache._wanted)
+    assert not set(cache._wanted) & set(holders)
+    absent = set(cache._absent.nonzero()[0].tolist())
+    assert not absent & (set(holders) | set(cache._wanted))
+    assert cache._bytes_in_flight == device.bytes_in_flight
