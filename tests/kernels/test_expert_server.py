@@ -146,7 +146,7 @@ def test_fl01_a_file_that_shrinks_is_an_error_and_no_hang(tmp_path: os.PathLike[
 
 def test_what_does_not_fit_is_refused() -> None:
     client = Client()
-    gate, up, down = experts()
+    gate, up, _ = experts()
     with pytest.raises(ValueError, match="must be experts for rows of 512"):
         client.server.add_layer(gate, up, gate)
     with pytest.raises(ValueError, match="a mailbox is x"):

@@ -193,7 +193,7 @@ class ExpertServer:
         """
 
     def add_layer(self, gate: Weight, up: Weight, down: Weight) -> int:
-        """The experts of the next layer; returns its number. Not while serving."""
+        """The experts of the next layer; returns its number."""
 
     def begin(self) -> None:
         """Looks for requests from now on."""

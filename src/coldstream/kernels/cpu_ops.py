@@ -58,6 +58,11 @@ class CpuOps(ComposedOps):
         self._mapped_weights: list[tuple[_csrc.MappedFile, TensorInfo]] = []
 
     @property
+    def runtime(self) -> _csrc.Runtime:
+        """The threads and the tier, for others that need them."""
+        return self._runtime
+
+    @property
     def tier(self) -> str:
         """The tier that runs."""
         return str(self._runtime.tier)
@@ -110,15 +115,17 @@ class CpuOps(ComposedOps):
 
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
         """The tensor where it lies in the mapped file; nothing is read."""
-        mapped = self._maps.get((file, info.shard))
-        if mapped is None:
-            mapped = _csrc.MappedFile(
-                file.descriptor(info.shard), file.shard_bytes[info.shard], str(file.paths[info.shard])
-            )
-            self._maps[file, info.shard] = mapped
+        mapped = self.mapped_file(file, info.shard)
         self._mapped_weights.append((mapped, info))
         *stack, rows, cols = info.shape
         return _csrc.Weight.from_file(mapped, info.offset, int(info.quant_type), rows, cols, math.prod(stack))
+
+    def mapped_file(self, file: GGUFFile, shard: int) -> _csrc.MappedFile:
+        """A file of the model; mapped once, and as long as these operations live."""
+        if (file, shard) not in self._maps:
+            name = str(file.paths[shard])
+            self._maps[file, shard] = _csrc.MappedFile(file.descriptor(shard), file.shard_bytes[shard], name)
+        return self._maps[file, shard]
 
     def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
         if info.quant_type in (QuantType.F32, QuantType.F16, QuantType.BF16):

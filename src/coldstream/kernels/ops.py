@@ -76,12 +76,21 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True)
+class RowsElsewhere:
+    """Outputs that another processor has computed into memory of its own."""
+
+    ids: Array  # int32 [T, K], −1 for pairs that it has not computed
+    rows: Array  # [T, K, E]
+
+
+@dataclass(frozen=True)
 class ExpertOutputs:
     """What the experts computed, kept apart by rank so that its sum does not depend on who computed what."""
 
     routed: Array  # [T, K, E]
     shared: Array  # [T, E]
     routing: Routing
+    elsewhere: RowsElsewhere | None = None  # what is undefined in `routed`
 
 
 class Ops(Protocol):

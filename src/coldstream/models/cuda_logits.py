@@ -100,6 +100,7 @@ class CudaLogits:
     position: int
     is_current: Callable[[], bool]
     download: Callable[[torch.Tensor], np.ndarray[Any, Any]]
+    ended: Callable[[], None]  # called when the device has done what came before
 
     def __len__(self) -> int:
         return self.values.shape[1]
@@ -121,7 +122,7 @@ class CudaLogits:
         """See decoding's `DeviceLogits`."""
         self._check()
         with device_errors():
-            return self.sampler.choose(
+            token = self.sampler.choose(
                 self.values,
                 context,
                 {
@@ -133,6 +134,8 @@ class CudaLogits:
                 },
                 has_penalties,
             )
+            self.ended()
+        return token
 
     def _check(self) -> None:
         if not self.is_current():

@@ -17,7 +17,10 @@ from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.cuda_ops import FEW_STEPS, CudaOps
+from coldstream.kernels.experts.host import HostExperts
+from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
+from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
@@ -55,21 +58,23 @@ class CudaMemoryPlan:
     caches: int
     workspace: int
     chunk_size: int
+    experts: int = 0  # in slots; those of `weights` are always there
     graphs: int = GRAPH_BYTES
     reserve: int = RESERVE_BYTES
 
     @property
     def total(self) -> int:
-        return self.weights + self.caches + self.workspace + self.graphs + self.reserve
+        return self.weights + self.caches + self.workspace + self.experts + self.graphs + self.reserve
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a runner holds: sequences, tokens of each, and the type of their keys and values."""
+    """How much a runner holds: sequences, tokens of each, the type of their keys and values, and experts."""
 
     num_slots: int
     context_length: int
     kv_type: str
+    expert_bytes: int | None = None  # of the device's memory, for experts; None: all of them are there
 
 
 @dataclass(frozen=True)
@@ -109,10 +114,16 @@ class Loaded:
         limits: Limits,
         chunk_size: int,
         *,
+        host: HostExperts | None = None,
         notes_kernels: bool = False,
     ) -> Self:
-        """Loads into `memory`; over a `MemoryPlan` only small tensors are read."""
-        ops = CudaOps(memory, limits.context_length, notes_kernels=notes_kernels)
+        """Loads into `memory`; over a `MemoryPlan` only small tensors are read, and there is no `host`."""
+        if limits.expert_bytes is None:
+            ops = CudaOps(memory, limits.context_length, notes_kernels=notes_kernels)
+        else:
+            sizes = (spec.num_layers, spec.num_experts_per_tok, spec.hidden_size)
+            mailbox = host.mailbox if host else Mailbox.planned(*sizes)
+            ops = HybridOps(memory, limits.context_length, mailbox, host, notes_kernels=notes_kernels)
         model = Qwen35Model.load(file, spec, ops)
         weight_bytes = memory.persistent_bytes
         cache = ModelCache(spec, ops, limits.num_slots, limits.context_length, limits.kv_type)
@@ -161,6 +172,7 @@ def plan_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, free_bytes: int
             caches=memory.persistent_bytes - loaded.weight_bytes,
             workspace=memory.workspace_bytes,
             chunk_size=chunk_size,
+            experts=limits.expert_bytes or 0,
         )
         left = free_bytes - (plan.total - plan.workspace)
         if plan.workspace <= max(0, left) * WORKSPACE_SHARE:

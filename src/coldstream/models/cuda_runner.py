@@ -12,6 +12,7 @@ from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import load_kernels
+from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.models.cuda_logits import CudaLogits
 from coldstream.models.cuda_model import (
     HEAD_ROWS,
@@ -27,6 +28,7 @@ from coldstream.models.cuda_model import (
     padded_rows,
     plan_memory,
 )
+from coldstream.models.partial_experts import PartialExperts
 from coldstream.models.runner import Array, ModelRunner, Progress
 from coldstream.models.spec import ModelSpec
 
@@ -58,6 +60,8 @@ class CudaRunner(ModelRunner):
         gpu: Gpu,
         progress: Progress | None,
         compiling: Progress | None,
+        threads: int = 1,
+        tier: str = "auto",
     ) -> None:
         super().__init__(file, spec, limits.context_length)
         self.gpu = gpu
@@ -66,6 +70,7 @@ class CudaRunner(ModelRunner):
         check_types(file.tensors)
         self.plan = plan_memory(file, spec, limits, gpu.free_bytes)
         self.chunk_size = self.plan.chunk_size
+        self._partial: PartialExperts | None = None
         self._num_steps = 0
         self._hidden: Activations | None = None
         self._graphs: dict[tuple[str, int], CapturedStep] = {}
@@ -73,6 +78,8 @@ class CudaRunner(ModelRunner):
         try:
             with device_errors():
                 load_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling or no_progress)
+                if limits.expert_bytes is not None:
+                    self._partial = PartialExperts(spec, threads, tier)
                 self._load(progress)
         except BaseException:
             self._release()
@@ -81,15 +88,38 @@ class CudaRunner(ModelRunner):
     def _load(self, progress: Progress | None) -> None:
         """Everything that takes device memory, and the first step."""
         memory = DeviceMemory(self.plan.weights + self.plan.caches, self.plan.workspace)
-        self._loaded = Loaded.into(memory, self.file, self.spec, self.limits, self.chunk_size)
+        host = self._partial.host if self._partial else None
+        self._loaded = Loaded.into(memory, self.file, self.spec, self.limits, self.chunk_size, host=host)
         self._warnings = self._loaded.model.warnings
         self._loaded.ops.finish_loading(progress)
         self._staging = torch.empty_like(self._loaded.inputs.values, device="cpu").pin_memory()
         host_logits = torch.empty((HEAD_ROWS, self.spec.vocab_size), dtype=torch.float32)
         self._host_logits = host_logits.pin_memory()
+        self._start_step(1)
         self._decode(1)
+        self._ended()
+        self._start_step(SMALLEST_PADDED_ROWS)
         self._loaded.step(SMALLEST_PADDED_ROWS)  # so that Triton's kernels for many rows are compiled too
+        self._ended()
+        if self._partial and isinstance(self._loaded.ops, HybridOps):
+            self._partial.fill(self._loaded.ops, self.limits.expert_bytes or 0, self.streamed)
         self._clear()
+
+    streamed: Sequence[int] = (0,) * 17
+
+    def _start_step(self, rows: int) -> None:
+        if self._partial:
+            self._partial.start_step(rows)
+
+    def _launched(self) -> None:
+        if self._partial:
+            self._partial.launched()
+
+    def _ended(self) -> None:
+        """The current stream has done everything."""
+        torch.cuda.current_stream().synchronize()
+        if self._partial:
+            self._partial.ended()
 
     @classmethod
     def load(
@@ -100,6 +130,9 @@ class CudaRunner(ModelRunner):
         context_length: int,
         kv_type: str,
         num_slots: int = 1,
+        expert_bytes: int | None = None,
+        threads: int = 1,
+        tier: str = "auto",
         progress: Progress | None = None,
         compiling: Progress | None = None,
     ) -> Self:
@@ -110,8 +143,8 @@ class CudaRunner(ModelRunner):
         for sizes and types without kernels, InconsistentError for weights that contradict the format's
         conventions; the file stays open then.
         """
-        limits = Limits(num_slots, context_length, kv_type)
-        return cls(file, spec, limits, find_gpu(), progress, compiling)
+        limits = Limits(num_slots, context_length, kv_type, expert_bytes)
+        return cls(file, spec, limits, find_gpu(), progress, compiling, threads, tier)
 
     def close(self) -> None:
         """Gives the device's memory back and closes the file; the runner cannot be used afterwards."""
@@ -122,6 +155,10 @@ class CudaRunner(ModelRunner):
         """Gives the device's memory back."""
         self._forget_outputs()
         self._graphs.clear()
+        if self._partial:
+            torch.cuda.synchronize()
+            self._partial.close()
+            self._partial = None
         self.__dict__.pop("_loaded", None)
         torch.cuda.empty_cache()
 
@@ -149,7 +186,10 @@ class CudaRunner(ModelRunner):
             raise ValueError(f"a step decodes 1 to {MAX_DECODE_ROWS} rows, not {count}")
         with device_errors():
             self._set_inputs(np.asarray([token_ids, positions, slots], np.int32))
-            return self._download(self._decode(count)).copy()
+            self._start_step(count)
+            logits = self._decode(count)
+            self._launched()
+            return self._download(logits).copy()
 
     def reset_slot(self, slot: int) -> None:
         """Makes `slot` the beginning of a sequence."""
@@ -183,10 +223,12 @@ class CudaRunner(ModelRunner):
             self._set_inputs(values)
             self._num_steps += 1
             self._forget_outputs()
+            self._start_step(rows)
             if count == 1:
                 self._logits_on_device = self._decode(1)
             else:
                 self._hidden = self._prefill(rows)
+            self._launched()
 
     def _compute_logits(self, first: int, count: int) -> Array:
         with device_errors():
@@ -202,6 +244,7 @@ class CudaRunner(ModelRunner):
             position=self.position - 1,
             is_current=lambda: self._num_steps == step,
             download=self._download,
+            ended=self._ended,
         )
 
     def _logits_of(self, first: int, count: int) -> torch.Tensor:
@@ -259,6 +302,6 @@ class CudaRunner(ModelRunner):
     def _download(self, logits: torch.Tensor) -> Array:
         host = self._host_logits[: len(logits)]
         host.copy_(logits, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
+        self._ended()
         result: Array = host.numpy()
         return result

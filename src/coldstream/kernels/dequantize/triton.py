@@ -82,7 +82,10 @@ def dequantize_kernel(
         source = tl.load(row_ids + row).to(tl.int64)
     p = weight
     if addresses is not None:
-        p = tl.load(addresses + tl.load(matrix_ids + matrix)).to(tl.pointer_type(tl.uint8))
+        address = tl.load(addresses + tl.load(matrix_ids + matrix))
+        if address == 0:
+            return
+        p = address.to(tl.pointer_type(tl.uint8))
     p += source * row_bytes
     element = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     is_valid = element < num_cols
@@ -116,7 +119,8 @@ def dequantize_matrices(
 ) -> None:
     """Writes the values of the matrices at addresses[matrix_ids[m]] to contiguous float32 `out` [M, N, K].
 
-    addresses is int64 [experts], matrix_ids int32 [M]; each address is that of N adjacent rows of K values.
+    addresses is int64 [experts], matrix_ids int32 [M]; each address is that of N adjacent rows of K values,
+    or 0: then the matrix's values are left as they are.
     """
     num_matrices, num_rows, num_cols = out.shape
     geometry = RowGeometry(quant_type, num_cols)

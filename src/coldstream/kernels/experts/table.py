@@ -1,6 +1,7 @@
 """Experts as GPU kernels see them: addresses."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,9 +14,17 @@ class ExpertTable:
 
     addresses: int64 [num_experts] on the device; 0 for an expert that is not there. Each points to `rows`
     adjacent GGUF rows of `cols` values, on 16 bytes for Q4_K and Q5_K, 4 for F32, otherwise 2.
+
+    Experts that need not all be in the device's memory are in the host's too: `host` is what the CPU's
+    kernels multiply by (`_csrc.Weight`; None while memory is only planned), mapped is where the device reads
+    expert 0 of it over the bus (0: it cannot), step the bytes from one expert to the next.
     """
 
     addresses: torch.Tensor
     quant_type: QuantType
     rows: int
     cols: int
+    is_partial: bool = False
+    host: Any = None
+    mapped: int = 0
+    step: int = 0

@@ -49,7 +49,8 @@ def add_rms_norm_cuda(
 ) -> None:
     """Writes x + update into `total`, which may be x, and the norm of that as `rms_norm_cuda` does.
 
-    x, total and a plain update are contiguous float32 [T, E]; experts are summed as `combine_experts` does.
+    x, total and a plain update are contiguous float32 [T, E]; experts are summed as `combine_experts` does,
+    with rows of the host's memory where the CPU has computed them.
     """
     if isinstance(update, torch.Tensor):
         args: list[Argument] = [x, update, total]
@@ -59,7 +60,11 @@ def add_rms_norm_cuda(
     num_ranks = topk_weights.shape[1]
     if tuple(update.routed.shape) != (x.shape[0], num_ranks, x.shape[1]):
         raise ValueError(f"outputs of experts {tuple(update.routed.shape)} for rows {tuple(x.shape)}")
-    args = [x, update.routed, topk_weights, num_ranks, update.shared, shared_gate, total]
+    elsewhere = update.elsewhere
+    cpu_ids, cpu_rows = (None, None) if elsewhere is None else (elsewhere.ids, elsewhere.rows)
+    args = [
+        x, update.routed, topk_weights, num_ranks, update.shared, shared_gate, cpu_ids, cpu_rows, total
+    ]  # fmt: skip
     tensors = (x, update.routed, update.shared, total)
     small = (topk_weights, shared_gate)
     if not all(tensor.is_contiguous() for tensor in small):

@@ -31,6 +31,8 @@ struct Experts {
   int num_ranks;
   const float* shared;       // [cols]
   const float* shared_gate;  // one
+  const int* cpu_ids;        // [ranks], −1 for what is in `routed`; null: everything is
+  const float* cpu_rows;     // [ranks, cols], in the host's memory
 };
 
 constexpr int ranks_at_once = 8;
@@ -45,6 +47,13 @@ __device__ __forceinline__ float4 add_ranks(const Experts& experts, int first, i
     if (first + k >= experts.num_ranks) continue;
     values[k] = load_four<aligned>(experts.routed + int64_t(first + k) * cols, i, cols);
     weights[k] = experts.weights[first + k];
+  }
+  if (experts.cpu_ids != nullptr) {
+#pragma unroll
+    for (int k = 0; k < ranks_at_once; k++) {
+      if (first + k >= experts.num_ranks || experts.cpu_ids[first + k] < 0) continue;
+      values[k] = load_four<aligned>(experts.cpu_rows + int64_t(first + k) * cols, i, cols);
+    }
   }
 #pragma unroll
   for (int k = 0; k < ranks_at_once; k++) {
@@ -158,13 +167,16 @@ __global__ void __launch_bounds__(max_threads)
 template <bool aligned>
 __global__ void __launch_bounds__(max_threads)
     combine_rms_norm_rows(const float* x, const float* routed, const float* topk_weights, int num_ranks,
-                          const float* shared, const float* shared_gate, float* sum, Norm norm, Outputs out) {
+                          const float* shared, const float* shared_gate, const int* cpu_ids,
+                          const float* cpu_rows, float* sum, Norm norm, Outputs out) {
   const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
   wait_for_previous_grid();
   release_next_grid();
   const int64_t token = blockIdx.x, begin = token * norm.cols;
   const Experts experts{routed + begin * num_ranks, topk_weights + token * num_ranks, num_ranks,
-                        shared + begin, shared_gate + token};
+                        shared + begin, shared_gate + token,
+                        cpu_ids == nullptr ? nullptr : cpu_ids + token * num_ranks,
+                        cpu_rows + begin * num_ranks};
   for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
     float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
     if (i < norm.cols) {

@@ -65,7 +65,7 @@ void bind_hybrid(nb::module_& m) {
            "zeroes `done`, then stores (layer + 1) | rows << 16 to `request`; `done` becomes 1. Pairs of id "
            "-1 are left as they are.")
       .def("add_layer", &bound_server::add_layer, "gate"_a, "up"_a, "down"_a,
-           "The experts of the next layer; returns its number. Not while serving.")
+           "The experts of the next layer; returns its number.")
       .def("begin", &bound_server::begin, "Looks for requests from now on.")
       .def("end", &bound_server::end, "Rests: no request comes before the next `begin`.")
       .def("check", &bound_server::check,

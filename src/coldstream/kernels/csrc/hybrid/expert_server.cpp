@@ -12,8 +12,10 @@ namespace {
 
 constexpr int ROWS_SHIFT = 16;
 constexpr uint32_t LAYER_MASK = (1u << ROWS_SHIFT) - 1;
-// How long requests are looked for before anything else is: `end` may take so much longer.
+// How long requests are looked for before anything else is.
 constexpr auto LOOK = std::chrono::microseconds(200);
+// Between two tokens there is less.
+constexpr auto LINGER = std::chrono::milliseconds(5);
 
 }  // namespace
 
@@ -37,12 +39,13 @@ expert_server::~expert_server() {
 }
 
 int expert_server::add_layer(const weight& gate, const weight& up, const weight& down) {
-  if (layers_.size() == LAYER_MASK - 1) throw std::invalid_argument("a mailbox has no word for more layers");
   const int64_t stride = down.num_rows;
   routed_experts_args args = {box_.x, box_.ids, box_.num_ranks, box_.num_ranks,         gate, up,
                               down,   box_.out, stride * box_.num_ranks, stride};
   std::vector<std::unique_ptr<op>> ops;
   ops.push_back(std::make_unique<routed_experts_op>(kernels_, std::move(args), box_.capacity));
+  std::lock_guard lock(layers_lock_);
+  if (layers_.size() == LAYER_MASK - 1) throw std::invalid_argument("a mailbox has no word for more layers");
   layers_.push_back(std::move(ops));
   return static_cast<int>(layers_.size()) - 1;
 }
@@ -53,7 +56,10 @@ void expert_server::begin() {
   phase_.notify_all();
 }
 
-void expert_server::end() { phase_.store(RESTING, std::memory_order_release); }
+void expert_server::end() {
+  uint32_t serving = SERVING;
+  phase_.compare_exchange_strong(serving, LINGERING, std::memory_order_acq_rel);
+}
 
 void expert_server::check() {
   std::lock_guard lock(error_lock_);
@@ -71,7 +77,16 @@ void expert_server::serve() {
 
 void expert_server::serve_requests() {
   std::atomic_ref request(*box_.request);
-  while (phase_.load(std::memory_order_acquire) == SERVING) {
+  auto last_served = std::chrono::steady_clock::now();
+  for (;;) {
+    uint32_t phase = phase_.load(std::memory_order_acquire);
+    if (phase == STOPPING) return;
+    const auto now = std::chrono::steady_clock::now();
+    if (phase == SERVING) last_served = now;
+    if (phase == LINGERING && now - last_served > LINGER &&
+        phase_.compare_exchange_strong(phase, RESTING, std::memory_order_acq_rel)) {
+      return;
+    }
     uint32_t found = 0;
     if (spin([&] { return (found = request.load(std::memory_order_acquire)) != 0; }, LOOK)) answer(found);
   }
@@ -81,6 +96,7 @@ void expert_server::answer(uint32_t found) {
   std::atomic_ref(*box_.request).store(0, std::memory_order_relaxed);
   const uint32_t layer = (found & LAYER_MASK) - 1, rows = found >> ROWS_SHIFT;
   try {
+    std::lock_guard lock(layers_lock_);
     if (layer >= layers_.size() || rows < 1 || rows > static_cast<uint32_t>(box_.capacity)) {
       throw std::invalid_argument("a request for layer " + std::to_string(layer) + " and " +
                                   std::to_string(rows) + " rows, which the mailbox does not have");

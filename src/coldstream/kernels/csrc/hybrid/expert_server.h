@@ -38,10 +38,11 @@ class expert_server {
   expert_server& operator=(const expert_server&) = delete;
   ~expert_server();
 
-  // The experts of one more layer, with E columns; returns its number. Only between `end` and `begin`.
+  // The experts of one more layer, with E columns; returns its number.
   int add_layer(const weight& gate, const weight& up, const weight& down);
 
-  // From here to `end` requests are looked for without pause, and the pool's threads stay awake.
+  // From here to `end` requests are looked for without pause, and the pool's threads stay awake; and a little
+  // longer, so that the next `begin` need not wake anybody.
   void begin();
   void end();
 
@@ -57,13 +58,14 @@ class expert_server {
   const quant_kernels& kernels_;
   const mailbox box_;
   const pid_t owner_;
+  std::mutex layers_lock_;
   std::vector<std::vector<std::unique_ptr<op>>> layers_;
   std::mutex error_lock_;
   std::exception_ptr error_;
   std::atomic<uint32_t> phase_{RESTING};
   std::unique_ptr<std::thread> thread_;
 
-  static constexpr uint32_t RESTING = 0, SERVING = 1, STOPPING = 2;
+  static constexpr uint32_t RESTING = 0, SERVING = 1, LINGERING = 2, STOPPING = 3;
 };
 
 }  // namespace coldstream

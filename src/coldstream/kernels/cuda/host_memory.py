@@ -1,0 +1,52 @@
+"""The host's memory as the device reads it over the bus."""
+
+import mmap
+from types import TracebackType
+from typing import Self
+
+import torch
+from cuda.bindings import driver
+
+
+class RegisteredMemory:
+    """A mapping of the host's memory that the device may read while this is open: a context manager.
+
+    `offset` is what to add to an address of the host's to have the device's.
+    """
+
+    def __init__(self, address: int, num_bytes: int, device_address: int) -> None:
+        self._address = address
+        self.num_bytes = num_bytes
+        self.offset = device_address - address
+
+    @classmethod
+    def register(cls, address: int, num_bytes: int) -> Self | None:
+        """Locks the pages from `address` on and lets the device read them; None if the system refuses.
+
+        It refuses for more than a process may lock, on platforms that do not share file mappings with
+        devices, and under drivers without read-only registration.
+        """
+        torch.cuda.current_stream()  # makes the device's context current
+        begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+        end = -(-(address + num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        flags = driver.CU_MEMHOSTREGISTER_READ_ONLY | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        (status,) = driver.cuMemHostRegister(begin, end - begin, flags)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            return None
+        status, pointer = driver.cuMemHostGetDevicePointer(begin, 0)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            driver.cuMemHostUnregister(begin)
+            return None
+        return cls(begin, end - begin, int(pointer))
+
+    def close(self) -> None:
+        """Unlocks the pages; nothing on the device may read them any more."""
+        driver.cuMemHostUnregister(self._address)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,78 @@
+"""Memory through which the GPU asks the CPU for experts, and the stream's wait for the answer."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from cuda.bindings import driver
+
+from coldstream.errors import DeviceError
+
+Array = np.ndarray[Any, Any]
+
+MAX_ROWS = 64
+WORDS_PER_LINE = 16  # of a cache line
+ROWS_SHIFT = 16  # of a request: layer + 1 below, the number of rows from here on
+
+
+@dataclass(frozen=True)
+class Mailbox:
+    """Page-locked memory; `csrc/hybrid/expert_server.h` has the protocol.
+
+    words: int32 [32], request and done in cache lines of their own; x: float32 [MAX_ROWS, E], ids: int32
+    [MAX_ROWS, K] and out: float32 [MAX_ROWS, K, E], each written by one side only; used: int32 [layers,
+    MAX_ROWS, K], what the last step's routers chose.
+    """
+
+    words: torch.Tensor
+    x: torch.Tensor
+    ids: torch.Tensor
+    out: torch.Tensor
+    used: torch.Tensor
+
+    @classmethod
+    def create(cls, num_layers: int, num_ranks: int, hidden_size: int) -> Self:
+        """For layers of these sizes."""
+        box = cls._of(num_layers, num_ranks, hidden_size, pin_memory=True)
+        box.done.fill_(1)
+        return box
+
+    @classmethod
+    def planned(cls, num_layers: int, num_ranks: int, hidden_size: int) -> Self:
+        """Without memory."""
+        return cls._of(num_layers, num_ranks, hidden_size, device="meta")
+
+    @classmethod
+    def _of(cls, num_layers: int, num_ranks: int, hidden_size: int, **where: Any) -> Self:
+        return cls(
+            torch.zeros(2 * WORDS_PER_LINE, dtype=torch.int32, **where),
+            torch.zeros(MAX_ROWS, hidden_size, **where),
+            torch.zeros(MAX_ROWS, num_ranks, dtype=torch.int32, **where),
+            torch.zeros(MAX_ROWS, num_ranks, hidden_size, **where),
+            torch.zeros(num_layers, MAX_ROWS, num_ranks, dtype=torch.int32, **where),
+        )
+
+    @property
+    def request(self) -> torch.Tensor:
+        return self.words[:1]
+
+    @property
+    def done(self) -> torch.Tensor:
+        return self.words[WORDS_PER_LINE : WORDS_PER_LINE + 1]
+
+    def arrays(self) -> tuple[Array, Array, Array, Array, Array]:
+        """request, done (uint32 [1]), x, ids and out: the same memory for the CPU."""
+        words = (self.request.numpy().view(np.uint32), self.done.numpy().view(np.uint32))
+        return *words, self.x.numpy(), self.ids.numpy(), self.out.numpy()
+
+    def wait(self) -> None:
+        """Makes the current stream wait until nothing is asked that has not been answered."""
+        stream = torch.cuda.current_stream().cuda_stream
+        flag = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        (status,) = driver.cuStreamWaitValue32(stream, self.done.data_ptr(), 1, flag)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise DeviceError(
+                f"the GPU driver refused to wait for the CPU: {driver.cuGetErrorString(status)[1].decode()}; "
+                "experts that do not fit need this: choose a larger --vram, or --device cpu"
+            )

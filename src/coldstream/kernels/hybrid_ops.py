@@ -1,0 +1,152 @@
+"""The operations on a GPU that does not hold all experts: who computes a pair is decided on the device.
+
+Few rows are computed by the GPU and the CPU together (`experts/partition.py`), which can be captured. The
+experts of many rows are read over the bus where they have no slot.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.few_shapes import FEW_TYPES
+from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
+from coldstream.kernels.cuda.loader import CudaWeight
+from coldstream.kernels.cuda.memory import Memory
+from coldstream.kernels.cuda_ops import CudaOps
+from coldstream.kernels.experts.cuda_layer import is_one_launch
+from coldstream.kernels.experts.host import HostExperts
+from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kernels.experts.partition import MAX_RANKS, Places, partition_experts_cuda
+from coldstream.kernels.experts.table import ExpertTable
+from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
+
+Stacks = tuple[ExpertTable, ExpertTable, ExpertTable]
+
+
+class HybridOps(CudaOps):
+    """`CudaOps` whose routed experts have slots in the device's memory, or lie in the host's.
+
+    Slots are not handed out here: `layers` has the tables of each layer, in the order of the forward pass
+    once that has run, for somebody who fills slots and writes addresses. `streamed` is int32 [MAX_RANKS + 1],
+    see `partition_experts_cuda`. Over a `MemoryPlan` there is no `host`.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        max_positions: int,
+        mailbox: Mailbox,
+        host: HostExperts | None,
+        *,
+        notes_kernels: bool = False,
+    ) -> None:
+        super().__init__(memory, max_positions, notes_kernels=notes_kernels)
+        self._mailbox = mailbox
+        self.host = host
+        self.layers: list[Stacks] = []
+        self._numbers: dict[int, int] = {}
+        self.streamed = self.zeros((MAX_RANKS + 1,), "int32")
+        self._pairs = self.int_vector(range(MAX_ROWS * MAX_RANKS))
+
+    def map_weight(self, file: GGUFFile, info: TensorInfo) -> CudaWeight:
+        """A stack of experts stays where it is; anything else is loaded."""
+        if len(info.shape) != 3:
+            return self.load_weight(file, info)
+        num_experts, rows, cols = info.shape
+        addresses = self.memory.persistent((num_experts,), torch.int64)
+        if self.host is None:
+            return ExpertTable(addresses, info.quant_type, rows, cols, is_partial=True)
+        addresses.zero_()
+        weight, mapped = self.host.map_weight(file, info)
+        return ExpertTable(
+            addresses, info.quant_type, rows, cols, True, weight, mapped, info.num_bytes // num_experts
+        )
+
+    def split_rows(self, weight: CudaWeight, sizes: Sequence[int]) -> tuple[CudaWeight, ...]:
+        if isinstance(weight, ExpertTable) and weight.is_partial:
+            return tuple(self._rows_of(weight, sum(sizes[:i]), size) for i, size in enumerate(sizes))
+        return super().split_rows(weight, sizes)
+
+    def _rows_of(self, table: ExpertTable, begin: int, size: int) -> ExpertTable:
+        addresses = self.memory.persistent(tuple(table.addresses.shape), torch.int64)
+        if self.host is None:
+            return ExpertTable(addresses, table.quant_type, size, table.cols, is_partial=True)
+        addresses.zero_()
+        mapped = table.mapped + begin * table.quant_type.row_bytes(table.cols) if table.mapped else 0
+        return ExpertTable(
+            addresses, table.quant_type, size, table.cols, True, table.host.rows(begin, begin + size), mapped,
+            table.step,
+        )  # fmt: skip
+
+    def experts(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
+        stacks = (weights.gate, weights.up, weights.down)
+        if not weights.gate.is_partial:
+            return super().experts(x, routing, weights)
+        layer = self._number(stacks)
+        if len(routing.ids) > MAX_ROWS:
+            return super().experts(x, routing, self._with_tables(weights, map(self._over_the_bus, stacks)))
+        return self._by_everybody(x, routing, weights, layer)
+
+    def _number(self, stacks: Stacks) -> int:
+        """Of the layer: layers are numbered as they are first computed."""
+        number = self._numbers.setdefault(id(stacks[0]), len(self.layers))
+        if number == len(self.layers):
+            self.layers.append(stacks)
+            if self.host is not None:
+                self.host.add_layer(*(stack.host for stack in stacks))
+        return number
+
+    def _by_everybody(
+        self, x: Activations, routing: Routing, weights: ExpertWeights, layer: int
+    ) -> ExpertOutputs:
+        """At most MAX_ROWS rows by the GPU and the CPU at once."""
+        tokens, ranks = routing.ids.shape
+        stacks = (weights.gate, weights.up, weights.down)
+        places = Places(
+            self._empty(3, tokens, ranks, dtype=torch.int64), self._empty(tokens, ranks, dtype=torch.int32)
+        )
+        self._launch(
+            partition_experts_cuda, routing.ids, stacks, self.streamed, x.values, self._mailbox, layer, places,
+            self._zeroed("partition", 2),
+        )  # fmt: skip
+        # To the kernels every pair is an expert of its own, wherever it lies.
+        addresses = [matrix.view(-1) for matrix in places.addresses]
+        tables = [replace(stack, addresses=a) for stack, a in zip(stacks, addresses, strict=True)]
+        pairs = self._pairs[: tokens * ranks].view(tokens, ranks)
+        of_pairs = self._with_tables(weights, tables)
+        routed = self._empty(tokens, ranks, x.shape[1])
+        if all(stack.quant_type in FEW_TYPES for stack in stacks) and is_one_launch(weights):
+            shared = self._empty(*x.shape)
+            for first in range(0, tokens, MAX_FEW_ROWS):
+                part = slice(first, min(first + MAX_FEW_ROWS, tokens))
+                rows = x.rows(first, part.stop - first)
+                self._few_experts(rows, pairs[part], of_pairs, routed[part], shared[part])
+        else:
+            gate, up = self.linear(x, (weights.shared_gate, weights.shared_up))
+            (shared,) = self.linear(self.swiglu(gate, up), (weights.shared_down,))
+            self._experts_as_floats(x, pairs, tables, routed)
+        if not self.planning:
+            self._mailbox.wait()
+        elsewhere = RowsElsewhere(places.cpu_ids, self._mailbox.out[:tokens])
+        return ExpertOutputs(routed, shared, routing, elsewhere)
+
+    def _over_the_bus(self, stack: ExpertTable) -> ExpertTable:
+        """The stack with the host's memory in place of the slots that there are not."""
+        addresses = self.memory.workspace(tuple(stack.addresses.shape), torch.int64)
+        if not self.planning:
+            self._fill_from_host(stack, addresses)
+        return replace(stack, addresses=addresses)
+
+    @staticmethod
+    def _fill_from_host(stack: ExpertTable, addresses: torch.Tensor) -> None:
+        first, count = stack.mapped, len(addresses)
+        torch.arange(first, first + count * stack.step, stack.step, out=addresses)
+        torch.where(stack.addresses != 0, stack.addresses, addresses, out=addresses)
+
+    @staticmethod
+    def _with_tables(weights: ExpertWeights, tables: Iterable[ExpertTable]) -> ExpertWeights:
+        gate, up, down = tables
+        return replace(weights, gate=gate, up=up, down=down)
