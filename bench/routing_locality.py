@@ -23,9 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels import _csrc
-from coldstream.kernels.cpu_ops import CpuOps
-from coldstream.kernels.ops import Routing, Rows
+from coldstream.kernels.cpu_ops import RoutingCpuOps
+from coldstream.kernels.ops import Rows
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.qwen35 import Qwen35Model
@@ -38,21 +37,6 @@ PROMPT_TOKENS = 8
 # Qwen3-30B-A3B, Q4_K_M, 256 tokens from an empty cache: share of the experts in the cache → hit rate.
 PUBLISHED = {0.06: 0.366, 0.19: 0.741, 0.38: 0.894, 0.73: 0.962}
 PUBLISHED_SOURCE = "https://github.com/kekzl/imp/pull/1374"
-
-
-class ListeningOps(CpuOps):
-    """The CPU's operations, keeping what the routers chose: int32 [T, K] per layer, in order."""
-
-    def __init__(self, threads: int) -> None:
-        super().__init__(threads)
-        self.topk_ids: list[np.ndarray] = []
-
-    def router(
-        self, x: np.ndarray, weight: _csrc.Weight, shared_gate: _csrc.Weight, num_experts_per_tok: int
-    ) -> Routing:
-        routing = super().router(x, weight, shared_gate, num_experts_per_tok)
-        self.topk_ids.append(routing.ids)
-        return routing
 
 
 def generate(runner: CpuRunner, prompt: Sequence[int], count: int) -> list[int]:
@@ -69,7 +53,7 @@ class RoutingReader:
     """A model whose forward pass is called operation by operation, for its routing alone."""
 
     spec: ModelSpec
-    ops: ListeningOps
+    ops: RoutingCpuOps
     model: Qwen35Model
 
     def topk_ids(self, token_ids: Sequence[int]) -> list[np.ndarray]:
@@ -108,7 +92,7 @@ def measure(path: Path, threads: int) -> dict[str, object]:
     """All figures; see the module docstring."""
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        ops = ListeningOps(threads)
+        ops = RoutingCpuOps(threads)
         reader = RoutingReader(spec, ops, Qwen35Model.load(file, spec, ops))
     layers: list[np.ndarray] = []
     walks = 0

@@ -14,13 +14,16 @@ from coldstream.errors import ModelChangedError
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 
-NUM_EXPERTS, E, F, ROWS, RANKS = 6, 512, 256, 8, 3
+NUM_EXPERTS, E, F, ROWS, RANKS = 6, 512, 256, 16, 3
 LIMIT_S = 20.0  # only for a server that is broken
 Experts = tuple[_csrc.Weight, _csrc.Weight, _csrc.Weight]
 
 
-def experts(seed: int = 1, size: int = F) -> Experts:
-    types = (QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K)
+Types = tuple[QuantType, QuantType, QuantType]
+K_TYPES = (QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K)
+
+
+def experts(seed: int = 1, size: int = F, types: Types = K_TYPES) -> Experts:
     shapes = ((NUM_EXPERTS, size, E), (NUM_EXPERTS, size, E), (NUM_EXPERTS, E, size))
     gate, up, down = (
         load(random_weight(kind, shape, seed + i))
@@ -71,13 +74,44 @@ def test_every_layer_and_number_of_rows(tier: str, threads: int) -> None:
     layers = [experts(seed=10 * i, size=F * (1 + i % 2)) for i in range(3)]
     assert [client.server.add_layer(*layer) for layer in layers] == [0, 1, 2]
     client.server.begin()
-    for rows in (1, 2, 7, 8):
+    for rows in (1, 2, 10, 11, 16):  # up to 10 they are few
         for number, layer in enumerate(layers):
             for elsewhere in (0.0, 0.5, 1.0):
                 x, ids = activations(rows + number, rows, E), random_ids(rows, elsewhere, seed=rows)
                 assert same_bits(client.ask(number, x, ids), plainly(client, x, ids, layer))
     client.server.end()
     client.server.check()
+
+
+@pytest.mark.parametrize("tier", ["generic", *VECTOR_TIERS])
+@pytest.mark.parametrize(
+    "types",
+    [
+        (QuantType.F32, QuantType.BF16, QuantType.F16),
+        (QuantType.IQ2_XS, QuantType.Q8_0, QuantType.F32),
+        (QuantType.Q6_K, QuantType.F16, QuantType.IQ4_NL),
+    ],
+    ids=str,
+)
+def test_experts_of_mixed_types(tier: str, types: Types) -> None:
+    client, weights = Client(3, tier), experts(types=types)
+    client.server.add_layer(*weights)
+    client.server.begin()
+    for rows in (1, 3, 16):
+        x, ids = activations(rows, rows, E), random_ids(rows, 0.3, seed=rows)
+        assert same_bits(client.ask(0, x, ids), plainly(client, x, ids, weights))
+
+
+def test_what_was_asked_is_counted() -> None:
+    client = Client()
+    for layer in range(2):
+        client.server.add_layer(*experts(seed=layer))
+    client.server.begin()
+    for rows in (1, 16, 3):
+        client.ask(1, activations(1, rows, E), random_ids(rows, 1.0 if rows == 3 else 0.0))
+    (requests, pairs, seconds), (other_requests, *_) = client.server.work()[1], client.server.work()[0]
+    assert (requests, pairs, other_requests) == (3, 17 * RANKS, 0)
+    assert seconds > 0
 
 
 def test_it_rests_and_serves_again() -> None:

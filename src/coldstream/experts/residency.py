@@ -1,9 +1,8 @@
-"""The experts in a GPU's memory: slots, the copies that fill them, and the tables that kernels find them in."""
+"""The experts in a GPU's memory: slots, copies that fill them, and the tables that kernels find them in."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,37 +31,12 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """By matrix: addresses of the table's first entry, of the host's first expert, and offsets in a slot."""
-
-    tables: Array
-    sources: Array
-    steps: Array
-    sizes: Array
-    offsets: Array
-    slot_bytes: int
-
-    @classmethod
-    def of(cls, stacks: Sequence[ExpertTable]) -> Self:
-        sizes = np.array([_matrix_bytes(stack) for stack in stacks], np.int64)
-        ends = np.cumsum([_aligned(size) for size in sizes])
-        return cls(
-            np.array([stack.addresses.data_ptr() for stack in stacks], np.int64),
-            np.array([stack.host.address for stack in stacks], np.int64),
-            np.array([stack.step for stack in stacks], np.int64),
-            sizes,
-            np.concatenate([[0], ends[:-1]]),
-            int(ends[-1]),
-        )
-
-
 class ExpertResidency:
     """Does what an `ExpertCache` decides, on PyTorch's current stream and a stream of its own.
 
-    layers: the tables of each layer, gate, up and down, whose entries are 0. slots: uint8 [slots, bytes] on the
-    device by the bytes of an expert. used: int32 [layers, rows, K] in the host's memory, the experts of a step
-    once it has run.
+    layers: the tables of each layer, gate, up and down, whose entries are 0. slots: uint8 [slots, bytes] on
+    the device by the bytes of an expert. used: int32 [layers, rows, K] in the host's memory, the experts of a
+    step once it has run.
     """
 
     def __init__(
@@ -73,20 +47,20 @@ class ExpertResidency:
         used: torch.Tensor,
     ) -> None:
         self.cache = cache
-        self._layers = [_Layer.of(stacks) for stacks in layers]
-        self._num_experts = len(layers[0][0].addresses)
+        self._num_layers, self._num_experts = len(layers), len(layers[0][0].addresses)
+        self._places = _Places(layers, slots)
         self._slots = dict(slots)
         self._used = used.numpy()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._in_flight: deque[tuple[Copy, torch.cuda.Event]] = deque()
-        capacity = MATRICES * sum(len(each) for each in self._slots.values())
-        self._writer = AddressWriter(max(1, 2 * capacity))
+        self._writer = AddressWriter(2 * MATRICES * sum(len(each) for each in slots.values()))
         self._running: tuple[int, int] | None = None  # the last step, and its rows if it trains
+        self._ended: tuple[int, Array | None] | None = None  # the one before, and what it used
+        self._waiting: tuple[Copy, ...] = ()
 
     def load(self, experts: Iterable[int]) -> None:
         """Brings experts in before the first step; done when it returns."""
-        copies = self.cache.load(experts)
-        for copy in copies:
+        for copy in self.cache.load(experts):
             self._begin(copy)
         self._stream.synchronize()
         self._collect()
@@ -96,37 +70,41 @@ class ExpertResidency:
 
         rows: 0 for a step that tells nothing of later ones. Raises DeviceError for a copy that failed twice.
         """
-        ended = self._running
-        used = None if ended is None or ended[1] == 0 else self._experts_of(ended[1])
+        if self._running is not None:
+            step, rows_then = self._running
+            self._ended = step, self._used[:, :rows_then].copy() if rows_then else None
         self._collect()
         start = self.cache.start_step()
-        self._write_tables(start.arrived, start.slots, start.withdrawn)
-        if start.copies:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            for copy in start.copies:
-                self._begin(copy)
+        if start.arrived.size + start.withdrawn.size:
+            self._writer.write(*self._places.entries(start.arrived, start.slots, start.withdrawn))
+        self._waiting = start.copies
         self._running = (start.step, rows)
-        self._ended = None if ended is None else (ended[0], used)
 
-    def finish_step(self) -> None:
-        """Right after the launch: makes up its mind about the step before, while this one runs."""
-        if self._ended is None:
-            return
-        step, used = self._ended
-        self._ended = None
-        nothing = np.empty(0, np.int64)
-        self.cache.finish_step(step, nothing if used is None else used, trains=used is not None)
+    def launched(self) -> None:
+        """Right after the launch: what can be done while the step runs.
+
+        The copies that may begin, and making up one's mind about the step before.
+        """
+        # Copies overwrite what the steps before the current one could read, and those have ended.
+        for copy in self._waiting:
+            self._begin(copy)
+        self._waiting = ()
+        if self._ended is not None:
+            step, ids = self._ended
+            self._ended = None
+            used = np.empty(0, np.int64) if ids is None else self._experts_of(ids)
+            self.cache.finish_step(step, used, trains=ids is not None)
 
     def close(self) -> None:
         """Waits for copies in flight; the slots may then be given back."""
         self._stream.synchronize()
         self._in_flight.clear()
 
-    def _experts_of(self, rows: int) -> Array:
-        """The numbers of the experts that the last step used, none twice."""
-        first = np.arange(len(self._layers), dtype=np.int64)[:, None, None] * self._num_experts
-        seen = np.zeros(len(self._layers) * self._num_experts, bool)
-        seen[(self._used[:, :rows] + first).reshape(-1)] = True
+    def _experts_of(self, ids: Array) -> Array:
+        """The numbers of the experts [layers, rows, K] of a step, none twice."""
+        first = np.arange(self._num_layers, dtype=np.int64)[:, None, None] * self._num_experts
+        seen = np.zeros(self._num_layers * self._num_experts, bool)
+        seen[(ids + first).reshape(-1)] = True
         return np.flatnonzero(seen)
 
     def _collect(self) -> None:
@@ -135,15 +113,9 @@ class ExpertResidency:
             self.cache.copied(self._in_flight.popleft()[0])
 
     def _begin(self, copy: Copy) -> None:
-        layer = self._layers[copy.expert // self._num_experts]
-        expert = copy.expert % self._num_experts
-        slot = self._slots[layer.slot_bytes][copy.slot].data_ptr()
-        for source, target, size in zip(
-            layer.sources + expert * layer.steps, slot + layer.offsets, layer.sizes, strict=True
-        ):
-            (status,) = driver.cuMemcpyHtoDAsync(
-                int(target), int(source), int(size), self._stream.cuda_stream
-            )
+        sources, targets, sizes = self._places.of_copy(copy.expert, copy.slot)
+        for source, target, size in zip(sources, targets, sizes, strict=True):
+            (status,) = driver.cuMemcpyHtoDAsync(target, source, size, self._stream.cuda_stream)
             if status != driver.CUresult.CUDA_SUCCESS:
                 raise DeviceError(
                     f"an expert cannot be copied: {driver.cuGetErrorString(status)[1].decode()}"
@@ -152,16 +124,38 @@ class ExpertResidency:
         event.record(self._stream)
         self._in_flight.append((copy, event))
 
-    def _write_tables(self, arrived: Array, slots: Array, withdrawn: Array) -> None:
-        if arrived.size + withdrawn.size == 0:
-            return
-        where, values = [], []
-        for expert in withdrawn.tolist():
-            layer = self._layers[expert // self._num_experts]
-            where.append(layer.tables + 8 * (expert % self._num_experts))
-            values.append(np.zeros(MATRICES, np.int64))
-        for expert, slot in zip(arrived.tolist(), slots.tolist(), strict=True):
-            layer = self._layers[expert // self._num_experts]
-            where.append(layer.tables + 8 * (expert % self._num_experts))
-            values.append(self._slots[layer.slot_bytes][slot].data_ptr() + layer.offsets)
-        self._writer.write(np.concatenate(where), np.concatenate(values))
+
+class _Places:
+    """Addresses of everything by layer and matrix."""
+
+    def __init__(self, layers: Sequence[Sequence[ExpertTable]], slots: Mapping[int, torch.Tensor]) -> None:
+        self._num_experts = len(layers[0][0].addresses)
+        sizes = [[_matrix_bytes(stack) for stack in stacks] for stacks in layers]
+        aligned = np.array([[_aligned(size) for size in of_layer] for of_layer in sizes], np.int64)
+        self._sizes = sizes
+        self._offsets = np.cumsum(aligned, axis=1) - aligned  # in a slot
+        self._slot_bytes = aligned.sum(axis=1)
+        self._first_slots = np.array([slots[size].data_ptr() for size in self._slot_bytes.tolist()], np.int64)
+        self._tables = np.array([[s.addresses.data_ptr() for s in stacks] for stacks in layers], np.int64)
+        self._sources = np.array([[s.host.address for s in stacks] for stacks in layers], np.int64)
+        self._steps = np.array([[s.step for s in stacks] for stacks in layers], np.int64)
+
+    def entries(self, arrived: Array, slots: Array, withdrawn: Array) -> tuple[Array, Array]:
+        """int64 addresses of the tables' entries that change, and what to write there."""
+        experts = np.concatenate([withdrawn, arrived])
+        layers, ids = np.divmod(experts, self._num_experts)
+        where = self._tables[layers] + 8 * ids[:, None]
+        values = np.zeros_like(where)
+        values[withdrawn.size :] = self._slots_at(layers[withdrawn.size :], slots)
+        return where.reshape(-1), values.reshape(-1)
+
+    def of_copy(self, expert: int, slot: int) -> tuple[list[int], list[int], list[int]]:
+        """Where the matrices of an expert come from, where they go, and how long they are."""
+        layer, index = divmod(expert, self._num_experts)
+        sources = self._sources[layer] + index * self._steps[layer]
+        return sources.tolist(), self._slots_at(layer, slot).tolist(), self._sizes[layer]
+
+    def _slots_at(self, layers: Any, slots: Any) -> Array:
+        first = self._first_slots[layers] + slots * self._slot_bytes[layers]
+        places: Array = np.expand_dims(first, -1) + self._offsets[layers]
+        return places

@@ -201,6 +201,11 @@ class ExpertServer:
     def end(self) -> None:
         """Rests: no request comes before the next `begin`."""
 
+    def work(self) -> list:
+        """
+        (requests, pairs, seconds from a request to its answer) of each layer so far.
+        """
+
     def check(self) -> None:
         """
         Raises the first error of a request since the last call: ModelChangedError, ValueError, GenerationFault.

@@ -46,7 +46,14 @@ class ComposedOps(ABC):
         x = self.add(x, update)
         return x, self.rms_norm(x, weight, eps)
 
-    def router(self, x: Array, weight: Weight, shared_gate: Weight, num_experts_per_tok: int) -> Routing:
+    def router(
+        self,
+        x: Array,
+        weight: Weight,
+        shared_gate: Weight,
+        num_experts_per_tok: int,
+        experts: ExpertWeights,
+    ) -> Routing:
         ids, weights = self.choose_experts(x, weight, num_experts_per_tok)
         return Routing(ids, weights, self.linear(x, (shared_gate,))[0])
 

@@ -35,6 +35,7 @@ from coldstream.kernels.experts.cuda_layer import (
     is_one_launch,
 )
 from coldstream.kernels.experts.cuda_many import Groups, max_tiles
+from coldstream.kernels.experts.partition import Sharing, partition_experts_cuda
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.gated_delta_net import cuda as delta_net
 from coldstream.kernels.gated_delta_net.arguments import DeltaNetInputs, PrefillWorkspace
@@ -184,8 +185,24 @@ class CudaOps(CudaLoader):
         return out
 
     def router(
-        self, x: Activations, weight: CudaWeight, shared_gate: CudaWeight, num_experts_per_tok: int
+        self,
+        x: Activations,
+        weight: CudaWeight,
+        shared_gate: CudaWeight,
+        num_experts_per_tok: int,
+        experts: ExpertWeights,
     ) -> Routing:
+        return self.route(x, weight, shared_gate, num_experts_per_tok, None)
+
+    def route(
+        self,
+        x: Activations,
+        weight: CudaWeight,
+        shared_gate: CudaWeight,
+        num_experts_per_tok: int,
+        sharing: Sharing | None,
+    ) -> Routing:
+        """`router`; what it chooses is shared out at once if `sharing` says how."""
         assert isinstance(weight, QuantTensor)
         assert isinstance(shared_gate, QuantTensor)
         num_rows, num_experts = x.shape[0], weight.shape[0]
@@ -194,11 +211,13 @@ class CudaOps(CudaLoader):
         if num_rows > MAX_FEW_ROWS or shared_gate.quant_type != QuantType.F32:
             logits, gate = self.linear(x, (weight, shared_gate))
             self._launch(router_choose_cuda, logits, ids, weights)
+            if sharing is not None:
+                self._launch(partition_experts_cuda, ids, x.values, sharing)
             return Routing(ids, weights, gate)
         gate, logits = self._empty(num_rows, 1), self._empty(num_rows, num_experts)
         self._launch(
             router_few_cuda, x.values, as_floats(weight), as_floats(shared_gate), ids, weights, gate, logits,
-            self._zeroed("router", 1),
+            self._zeroed("router", 1), sharing,
         )  # fmt: skip
         return Routing(ids, weights, gate)
 

@@ -19,7 +19,7 @@ from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.cuda_layer import is_one_launch
 from coldstream.kernels.experts.host import HostExperts
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
-from coldstream.kernels.experts.partition import MAX_RANKS, Places, partition_experts_cuda
+from coldstream.kernels.experts.partition import MAX_RANKS, Places, sharing_of
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
 
@@ -81,14 +81,31 @@ class HybridOps(CudaOps):
             table.step,
         )  # fmt: skip
 
+    def router(
+        self,
+        x: Activations,
+        weight: CudaWeight,
+        shared_gate: CudaWeight,
+        num_experts_per_tok: int,
+        experts: ExpertWeights,
+    ) -> Routing:
+        tokens, ranks = x.shape[0], num_experts_per_tok
+        if not experts.gate.is_partial or tokens > MAX_ROWS:
+            return self.route(x, weight, shared_gate, ranks, None)
+        stacks = (experts.gate, experts.up, experts.down)
+        places = Places(
+            self._empty(3, tokens, ranks, dtype=torch.int64), self._empty(tokens, ranks, dtype=torch.int32)
+        )
+        sharing = sharing_of(stacks, self.streamed, self._mailbox, self._number(stacks), places)
+        return replace(self.route(x, weight, shared_gate, ranks, sharing), places=places)
+
     def experts(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
-        stacks = (weights.gate, weights.up, weights.down)
         if not weights.gate.is_partial:
             return super().experts(x, routing, weights)
-        layer = self._number(stacks)
-        if len(routing.ids) > MAX_ROWS:
+        stacks = (weights.gate, weights.up, weights.down)
+        if routing.places is None:
             return super().experts(x, routing, self._with_tables(weights, map(self._over_the_bus, stacks)))
-        return self._by_everybody(x, routing, weights, layer)
+        return self._by_everybody(x, routing, weights, stacks)
 
     def _number(self, stacks: Stacks) -> int:
         """Of the layer: layers are numbered as they are first computed."""
@@ -100,18 +117,11 @@ class HybridOps(CudaOps):
         return number
 
     def _by_everybody(
-        self, x: Activations, routing: Routing, weights: ExpertWeights, layer: int
+        self, x: Activations, routing: Routing, weights: ExpertWeights, stacks: Stacks
     ) -> ExpertOutputs:
         """At most MAX_ROWS rows by the GPU and the CPU at once."""
         tokens, ranks = routing.ids.shape
-        stacks = (weights.gate, weights.up, weights.down)
-        places = Places(
-            self._empty(3, tokens, ranks, dtype=torch.int64), self._empty(tokens, ranks, dtype=torch.int32)
-        )
-        self._launch(
-            partition_experts_cuda, routing.ids, stacks, self.streamed, x.values, self._mailbox, layer, places,
-            self._zeroed("partition", 2),
-        )  # fmt: skip
+        places: Places = routing.places
         # To the kernels every pair is an expert of its own, wherever it lies.
         addresses = [matrix.view(-1) for matrix in places.addresses]
         tables = [replace(stack, addresses=a) for stack, a in zip(stacks, addresses, strict=True)]
@@ -128,9 +138,7 @@ class HybridOps(CudaOps):
             gate, up = self.linear(x, (weights.shared_gate, weights.shared_up))
             (shared,) = self.linear(self.swiglu(gate, up), (weights.shared_down,))
             self._experts_as_floats(x, pairs, tables, routed)
-        if not self.planning:
-            self._mailbox.wait()
-        elsewhere = RowsElsewhere(places.cpu_ids, self._mailbox.out[:tokens])
+        elsewhere = RowsElsewhere(places.cpu_ids, self._mailbox.out[:tokens], self._mailbox.done)
         return ExpertOutputs(routed, shared, routing, elsewhere)
 
     def _over_the_bus(self, stack: ExpertTable) -> ExpertTable:

@@ -61,6 +61,7 @@ class Routing:
     ids: Array  # int32 [T, K], in falling order of weight
     weights: Array  # [T, K], renormalised
     shared_gate: Array  # [T, 1]
+    places: Any = None  # of who computes what; for the `Ops` that share that out
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class RowsElsewhere:
 
     ids: Array  # int32 [T, K], −1 for pairs that it has not computed
     rows: Array  # [T, K, E]
+    done: Array  # uint32 [2]: nonzero once they are there; whoever waits too long sets the second
 
 
 @dataclass(frozen=True)
@@ -182,10 +184,17 @@ class Ops(Protocol):
         both float32; both are advanced over `rows`. Formula: docs of `kernels/gated_delta_net/reference.py`.
         """
 
-    def router(self, x: Array, weight: Weight, shared_gate: Weight, num_experts_per_tok: int) -> Routing:
+    def router(
+        self,
+        x: Array,
+        weight: Weight,
+        shared_gate: Weight,
+        num_experts_per_tok: int,
+        experts: ExpertWeights,
+    ) -> Routing:
         """Softmax of x times `weight` [experts, E], top-k (ties: lowest id), renormalised.
 
-        shared_gate is [1, E].
+        shared_gate is [1, E]; `experts` are those that are chosen among.
         """
 
     def experts(self, x: Array, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:

@@ -17,5 +17,7 @@ class MoeWeights:
 
 def moe(ops: Ops, x: Array, weights: MoeWeights) -> ExpertOutputs:
     """Every chosen expert's output for x [T, E], which `Ops.add_norm` sums into the residual stream."""
-    routing = ops.router(x, weights.ffn_gate_inp, weights.ffn_gate_inp_shexp, weights.num_experts_per_tok)
+    routing = ops.router(
+        x, weights.ffn_gate_inp, weights.ffn_gate_inp_shexp, weights.num_experts_per_tok, weights.experts
+    )
     return ops.experts(x, routing, weights.experts)

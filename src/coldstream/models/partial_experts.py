@@ -59,12 +59,13 @@ class PartialExperts:
     def launched(self) -> None:
         """Right after it: what can be done while it runs."""
         if self._residency is not None:
-            self._residency.finish_step()
+            self._residency.launched()
 
     def ended(self) -> None:
         """When the step has run. Raises ModelChangedError if an expert of it could not be read."""
         self.host.server.end()
         self.host.server.check()
+        self.host.mailbox.check()
 
     def close(self) -> None:
         """Everything on the device has ended."""

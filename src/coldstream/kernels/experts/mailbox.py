@@ -1,13 +1,12 @@
-"""Memory through which the GPU asks the CPU for experts, and the stream's wait for the answer."""
+"""Memory through which the GPU asks the CPU for experts."""
 
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 import torch
-from cuda.bindings import driver
 
-from coldstream.errors import DeviceError
+from coldstream.errors import GenerationFault
 
 Array = np.ndarray[Any, Any]
 
@@ -35,7 +34,7 @@ class Mailbox:
     def create(cls, num_layers: int, num_ranks: int, hidden_size: int) -> Self:
         """For layers of these sizes."""
         box = cls._of(num_layers, num_ranks, hidden_size, pin_memory=True)
-        box.done.fill_(1)
+        box.done[0] = 1
         return box
 
     @classmethod
@@ -59,20 +58,18 @@ class Mailbox:
 
     @property
     def done(self) -> torch.Tensor:
-        return self.words[WORDS_PER_LINE : WORDS_PER_LINE + 1]
+        """Whether the CPU has answered, and whether the device gave up waiting for it."""
+        return self.words[WORDS_PER_LINE : WORDS_PER_LINE + 2]
 
     def arrays(self) -> tuple[Array, Array, Array, Array, Array]:
         """request, done (uint32 [1]), x, ids and out: the same memory for the CPU."""
-        words = (self.request.numpy().view(np.uint32), self.done.numpy().view(np.uint32))
+        words = (self.request.numpy().view(np.uint32), self.done[:1].numpy().view(np.uint32))
         return *words, self.x.numpy(), self.ids.numpy(), self.out.numpy()
 
-    def wait(self) -> None:
-        """Makes the current stream wait until nothing is asked that has not been answered."""
-        stream = torch.cuda.current_stream().cuda_stream
-        flag = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        (status,) = driver.cuStreamWaitValue32(stream, self.done.data_ptr(), 1, flag)
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise DeviceError(
-                f"the GPU driver refused to wait for the CPU: {driver.cuGetErrorString(status)[1].decode()}; "
-                "experts that do not fit need this: choose a larger --vram, or --device cpu"
+    def check(self) -> None:
+        """When the device has ended: GenerationFault if it has ever waited in vain."""
+        if self.done[1] != 0:
+            raise GenerationFault(
+                "the CPU did not compute an expert in time, and what followed is lost: load the model again; "
+                "if its file lies on a slow disk, try a larger --vram, or one that fits into memory"
             )

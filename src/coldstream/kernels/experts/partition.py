@@ -17,18 +17,14 @@ from coldstream.kernels.experts.mailbox import MAX_ROWS, ROWS_SHIFT, Mailbox
 from coldstream.kernels.experts.table import ExpertTable
 
 PROGRAM = CudaProgram(Path(__file__).with_name("partition.cu"), ("partition_experts",))
-THREADS = 256
+THREADS = 1024
 MAX_RANKS = 16
 
 
 class _Stack(ctypes.Structure):
-    """As in partition.cu."""
+    """As in partition.cuh."""
 
     _fields_ = (("slots", ctypes.c_void_p), ("mapped", ctypes.c_int64), ("step", ctypes.c_int64))
-
-
-class _Experts(ctypes.Structure):
-    _fields_ = (("matrix", _Stack * 3), ("num_experts", ctypes.c_int32), ("streamed", ctypes.c_void_p))
 
 
 class _Places(ctypes.Structure):
@@ -37,6 +33,18 @@ class _Places(ctypes.Structure):
 
 class _Mailbox(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("request", "done", "x", "ids", "used"))
+
+
+class Sharing(ctypes.Structure):
+    """How a layer's pairs are shared out; without fields set, not at all."""
+
+    _fields_ = (
+        ("matrix", _Stack * 3),
+        ("streamed", ctypes.c_void_p),
+        ("places", _Places),
+        ("box", _Mailbox),
+        ("request", ctypes.c_uint32),
+    )
 
 
 @dataclass(frozen=True)
@@ -51,48 +59,42 @@ class Places:
     cpu_ids: torch.Tensor
 
 
-def partition_experts_cuda(
-    topk_ids: torch.Tensor,
-    stacks: Sequence[ExpertTable],
-    streamed: torch.Tensor,
-    x: torch.Tensor,
-    mailbox: Mailbox,
-    layer: int,
-    places: Places,
-    counters: torch.Tensor,
-) -> None:
-    """Writes `places` for int32 topk_ids [T, K], and asks the CPU for its pairs of float32 x [T, E].
+def sharing_of(
+    stacks: Sequence[ExpertTable], streamed: torch.Tensor, mailbox: Mailbox, layer: int, places: Places
+) -> Sharing:
+    """For kernels that share out a layer's pairs.
 
-    The ids are left in `mailbox.used[layer]`.
+    stacks: gate, up, down of the layer, whose addresses are slots; streamed: int32 [K + 1] on the device, how
+    many of n missing experts of a token are read over the bus, where they are mapped. ValueError for sizes.
+    """
+    _, tokens, ranks = places.addresses.shape
+    if not 0 < tokens <= MAX_ROWS or ranks > MAX_RANKS or len(streamed) < ranks + 1:
+        raise ValueError(f"{tokens} tokens of {ranks} experts: at most {MAX_ROWS} of {MAX_RANKS}")
+    parts = (mailbox.request, mailbox.done, mailbox.x, mailbox.ids, mailbox.used[layer])
+    return Sharing(
+        (_Stack * 3)(*(_Stack(t.addresses.data_ptr(), t.mapped, t.step) for t in stacks)),
+        streamed.data_ptr(),
+        _Places(
+            (ctypes.c_void_p * 3)(*(matrix.data_ptr() for matrix in places.addresses)),
+            places.cpu_ids.data_ptr(),
+        ),
+        _Mailbox(*(part.data_ptr() for part in parts)),
+        (layer + 1) | tokens << ROWS_SHIFT,
+    )
 
-    stacks: gate, up, down of a layer, whose addresses are slots; streamed: int32 [K + 1] on the device, how
-    many of n missing experts of a token are read over the bus, where they are mapped; counters: int32 [2],
-    zero before and after. The CPU's answer is there after `mailbox.wait()`. ValueError for sizes.
+
+def partition_experts_cuda(topk_ids: torch.Tensor, x: torch.Tensor, sharing: Sharing) -> None:
+    """Shares out the pairs of int32 topk_ids [T, K] for float32 rows x [T, E].
+
+    Writes the places that `sharing` names, asks the CPU for its pairs, and leaves the ids in the mailbox. The
+    answer is there after `Mailbox.wait`. ValueError for arrays that do not fit.
     """
     tokens, ranks = topk_ids.shape
-    if not 0 < tokens <= MAX_ROWS or ranks > MAX_RANKS or x.shape != (tokens, mailbox.x.shape[1]):
-        raise ValueError(
-            f"a mailbox of {tuple(mailbox.x.shape)} for rows {tuple(x.shape)} of {ranks} experts"
-        )
-    if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous() or x.stride(1) != 1:
+    if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous() or x.stride(1) != 1 or len(x) != tokens:
         raise ValueError("expert ids must be contiguous int32, and rows must have unit stride")
-    if tuple(places.addresses.shape) != (3, tokens, ranks) or len(streamed) < ranks + 1:
-        raise ValueError(f"places {tuple(places.addresses.shape)} for {tokens} tokens of {ranks} experts")
-    experts = _Experts(
-        (_Stack * 3)(*(_Stack(t.addresses.data_ptr(), t.mapped, t.step) for t in stacks)),
-        len(stacks[0].addresses),
-        streamed.data_ptr(),
-    )
-    to = _Places(
-        (ctypes.c_void_p * 3)(*(matrix.data_ptr() for matrix in places.addresses)),
-        places.cpu_ids.data_ptr(),
-    )
-    parts = (mailbox.request, mailbox.done, mailbox.x, mailbox.ids, mailbox.used[layer])
-    box = _Mailbox(*(part.data_ptr() for part in parts))
-    request = (layer + 1) | tokens << ROWS_SHIFT
     PROGRAM.kernel("partition_experts").launch(
-        (tokens, 1, 1),
+        (1, 1, 1),
         THREADS,
-        (topk_ids, ranks, experts, to, x, x.stride(0), x.shape[1], box, request, counters),
+        (topk_ids, tokens, ranks, x, x.stride(0), x.shape[1], sharing),
         overlap=True,
     )

@@ -61,9 +61,12 @@ def add_rms_norm_cuda(
     if tuple(update.routed.shape) != (x.shape[0], num_ranks, x.shape[1]):
         raise ValueError(f"outputs of experts {tuple(update.routed.shape)} for rows {tuple(x.shape)}")
     elsewhere = update.elsewhere
-    cpu_ids, cpu_rows = (None, None) if elsewhere is None else (elsewhere.ids, elsewhere.rows)
+    cpu_ids, cpu_rows, answer = (None, None, _Answer())
+    if elsewhere is not None:
+        cpu_ids, cpu_rows = elsewhere.ids, elsewhere.rows
+        answer = _Answer(elsewhere.done.data_ptr(), elsewhere.done[1:].data_ptr())
     args = [
-        x, update.routed, topk_weights, num_ranks, update.shared, shared_gate, cpu_ids, cpu_rows, total
+        x, update.routed, topk_weights, num_ranks, update.shared, shared_gate, cpu_ids, cpu_rows, answer, total
     ]  # fmt: skip
     tensors = (x, update.routed, update.shared, total)
     small = (topk_weights, shared_gate)
@@ -79,6 +82,10 @@ class _Norm(ctypes.Structure):
         ("padded", ctypes.c_int32),
         ("eps", ctypes.c_float),
     )
+
+
+class _Answer(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("done", "late"))
 
 
 class _Outputs(ctypes.Structure):

@@ -35,6 +35,35 @@ struct Experts {
   const float* cpu_rows;     // [ranks, cols], in the host's memory
 };
 
+// Where the CPU says that its rows are there, and is told that nobody waits for them any more.
+struct Answer {
+  const uint32_t* done;
+  uint32_t* late;
+};
+
+constexpr uint64_t longest_wait_ns = 60'000'000'000;
+
+// By one thread. It sleeps between its looks, so that it costs neither bandwidth nor power to speak of.
+__device__ __forceinline__ void wait_for_answer(const Answer& answer) {
+  uint64_t start = 0;
+  for (;;) {
+    uint32_t done;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];"
+                 : "=r"(done)
+                 : "l"(__cvta_generic_to_global(answer.done))
+                 : "memory");
+    if (done) return;
+    uint64_t now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    if (start == 0) start = now;
+    if (now - start > longest_wait_ns) {
+      *answer.late = 1;
+      return;
+    }
+    __nanosleep(200);
+  }
+}
+
 constexpr int ranks_at_once = 8;
 
 // Adds the experts of ranks first … first + 7, as far as they exist. All are read before any is needed.
@@ -168,14 +197,24 @@ template <bool aligned>
 __global__ void __launch_bounds__(max_threads)
     combine_rms_norm_rows(const float* x, const float* routed, const float* topk_weights, int num_ranks,
                           const float* shared, const float* shared_gate, const int* cpu_ids,
-                          const float* cpu_rows, float* sum, Norm norm, Outputs out) {
+                          const float* cpu_rows, const __grid_constant__ Answer answer, float* sum, Norm norm,
+                          Outputs out) {
   const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
+  // Who computes what was known before the kernel in front of this one began.
+  bool is_waiting = false;
+  if (cpu_ids != nullptr) {
+    is_waiting = __syncthreads_or(threadIdx.x < num_ranks && cpu_ids[blockIdx.x * num_ranks + threadIdx.x] >= 0);
+  }
   wait_for_previous_grid();
   release_next_grid();
+  if (is_waiting) {
+    if (threadIdx.x == 0) wait_for_answer(answer);
+    __syncthreads();
+  }
   const int64_t token = blockIdx.x, begin = token * norm.cols;
   const Experts experts{routed + begin * num_ranks, topk_weights + token * num_ranks, num_ranks,
                         shared + begin, shared_gate + token,
-                        cpu_ids == nullptr ? nullptr : cpu_ids + token * num_ranks,
+                        is_waiting ? cpu_ids + token * num_ranks : nullptr,
                         cpu_rows + begin * num_ranks};
   for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
     float4 v = {0.0f, 0.0f, 0.0f, 0.0f};

@@ -105,9 +105,10 @@ __device__ __forceinline__ int list_candidates(const float (&values)[per_lane], 
 template <int per_lane>
 constexpr int scratch_numbers = per_lane * warp_size + most_chosen;
 
-// `scratch` has room for scratch_numbers.
+// Returns the lane's expert, of the rank of the same number; 0 in lanes behind. `scratch` has room for
+// scratch_numbers.
 template <int per_lane>
-__device__ __forceinline__ void choose_experts(const float* logits, int num_experts, uint64_t* scratch,
+__device__ __forceinline__ int choose_experts(const float* logits, int num_experts, uint64_t* scratch,
                                                const Choice& out) {
   const int lane = threadIdx.x % warp_size;
   float values[per_lane];
@@ -126,9 +127,10 @@ __device__ __forceinline__ void choose_experts(const float* logits, int num_expe
   const uint64_t key = lane < out.count ? chosen[lane] : 0;
   const float probability = lane < out.count ? key_probability(key) : 0.0f;
   const float total = sum_of_sixteen_lanes(probability, 1);
-  if (lane >= out.count) return;
+  if (lane >= out.count) return 0;
   out.ids[lane] = key_id(key);
   out.weights[lane] = probability / (total < smallest_sum ? smallest_sum : total);
+  return key_id(key);
 }
 
 }  // namespace coldstream

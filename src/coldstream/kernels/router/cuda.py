@@ -7,6 +7,7 @@ import torch
 
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.experts.partition import Sharing
 
 MAX_TOKENS = 8  # of the single launch
 MAX_CHOSEN = 16
@@ -66,8 +67,11 @@ def router_few_cuda(
     shared_gate: torch.Tensor | None,
     logits: torch.Tensor,
     arrivals: torch.Tensor,
+    sharing: Sharing | None = None,
 ) -> None:
     """Products, softmax, the K largest and their renormalisation, for up to 8 tokens.
+
+    With `sharing`, the chosen experts are shared out as `partition_experts_cuda` does it.
 
     x float32 [T, E], whose rows may be apart; weight float32 [experts, E] and the shared expert's gate
     shared_weight [1, E], contiguous. Writes int32 topk_ids [T, K], float32 topk_weights [T, K] and
@@ -92,7 +96,7 @@ def router_few_cuda(
     PROGRAM.kernel(f"router_few<{str(aligned).lower()}, {per_lane}>").launch(
         (-(-(num_experts + 1) // shares.num_rows), 1, 1),
         THREADS,
-        (x, x.stride(0), shares, weights, results, arrivals),
+        (x, x.stride(0), shares, weights, results, arrivals, sharing or Sharing()),
         shared_bytes=max(shared_bytes, _scratch_bytes(num_tokens, per_lane)),
         overlap=True,
     )

@@ -1,5 +1,6 @@
 // The router; see cuda.py for the launchers.
 #include "cuda/last_block.cuh"
+#include "experts/partition.cuh"
 #include "router/choose.cuh"
 
 using namespace coldstream;
@@ -113,11 +114,11 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const Sh
 }
 
 // grid (ceil((num_experts + 1) / shares.num_rows)), up to 8 tokens: the products of each block's rows; then
-// the last block chooses.
+// the last block chooses, and shares out what it has chosen.
 template <bool aligned, int per_lane>
 __global__ void __launch_bounds__(block_threads)
-    router_few(const float* x, int x_stride, Shares shares, Weights weights, Results out,
-               uint32_t* arrivals) {
+    router_few(const float* x, int x_stride, Shares shares, Weights weights, Results out, uint32_t* arrivals,
+               const __grid_constant__ Sharing sharing) {
   release_next_grid();
   const float product = multiply<aligned>(x, x_stride, shares, weights);
   const int row = blockIdx.x * shares.num_rows + shares.row(), token = shares.token();
@@ -126,10 +127,18 @@ __global__ void __launch_bounds__(block_threads)
     if (row == weights.num_experts && weights.shared) out.shared_gate[token] = product;
   }
   const int warp = threadIdx.x / warp_size;
-  if (!is_last_block(arrivals, gridDim.x) || warp >= shares.num_tokens) return;
-  uint64_t* scratch = reinterpret_cast<uint64_t*>(dynamic_shared) + warp * scratch_numbers<per_lane>;
-  choose_experts<per_lane>(out.logits + warp * weights.num_experts, weights.num_experts, scratch,
-                           {out.ids + warp * out.count, out.weights + warp * out.count, out.count});
+  if (!is_last_block(arrivals, gridDim.x)) return;
+  bool is_asked = false;
+  if (warp < shares.num_tokens) {
+    uint64_t* scratch = reinterpret_cast<uint64_t*>(dynamic_shared) + warp * scratch_numbers<per_lane>;
+    const int id = choose_experts<per_lane>(
+        out.logits + warp * weights.num_experts, weights.num_experts, scratch,
+        {out.ids + warp * out.count, out.weights + warp * out.count, out.count});
+    if (sharing.request) {
+      is_asked = share_out(sharing, warp, id, out.count, x + int64_t(warp) * x_stride, weights.cols);
+    }
+  }
+  if (sharing.request && __syncthreads_or(is_asked) && threadIdx.x == 0) ask_the_cpu(sharing);
 }
 
 // grid (ceil(tokens / 8)): the choice alone.

@@ -35,6 +35,13 @@ class bound_server {
   void begin() { server_.begin(); }
   void end() { server_.end(); }
   void check() { server_.check(); }
+  nb::list work() {
+    nb::list layers;
+    for (const layer_work& layer : server_.work()) {
+      layers.append(nb::make_tuple(layer.requests, layer.pairs, layer.seconds));
+    }
+    return layers;
+  }
 
  private:
   static mailbox make_mailbox(const word& request, const word& done, const rows_2d& x, const ids_2d& ids,
@@ -68,6 +75,8 @@ void bind_hybrid(nb::module_& m) {
            "The experts of the next layer; returns its number.")
       .def("begin", &bound_server::begin, "Looks for requests from now on.")
       .def("end", &bound_server::end, "Rests: no request comes before the next `begin`.")
+      .def("work", &bound_server::work,
+           "(requests, pairs, seconds from a request to its answer) of each layer so far.")
       .def("check", &bound_server::check,
            "Raises the first error of a request since the last call: ModelChangedError, ValueError, "
            "GenerationFault.");

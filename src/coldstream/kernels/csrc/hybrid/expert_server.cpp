@@ -1,5 +1,7 @@
 #include "hybrid/expert_server.h"
 
+#include <algorithm>
+#include <chrono>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -42,11 +44,13 @@ int expert_server::add_layer(const weight& gate, const weight& up, const weight&
   const int64_t stride = down.num_rows;
   routed_experts_args args = {box_.x, box_.ids, box_.num_ranks, box_.num_ranks,         gate, up,
                               down,   box_.out, stride * box_.num_ranks, stride};
-  std::vector<std::unique_ptr<op>> ops;
-  ops.push_back(std::make_unique<routed_experts_op>(kernels_, std::move(args), box_.capacity));
+  layer next;
+  next.few.push_back(std::make_unique<few_experts_op>(kernels_, args));
+  next.many.push_back(std::make_unique<routed_experts_op>(kernels_, std::move(args), box_.capacity));
   std::lock_guard lock(layers_lock_);
   if (layers_.size() == LAYER_MASK - 1) throw std::invalid_argument("a mailbox has no word for more layers");
-  layers_.push_back(std::move(ops));
+  layers_.push_back(std::move(next));
+  work_.push_back({0, 0, 0.0});
   return static_cast<int>(layers_.size()) - 1;
 }
 
@@ -96,17 +100,33 @@ void expert_server::answer(uint32_t found) {
   std::atomic_ref(*box_.request).store(0, std::memory_order_relaxed);
   const uint32_t layer = (found & LAYER_MASK) - 1, rows = found >> ROWS_SHIFT;
   try {
-    std::lock_guard lock(layers_lock_);
-    if (layer >= layers_.size() || rows < 1 || rows > static_cast<uint32_t>(box_.capacity)) {
-      throw std::invalid_argument("a request for layer " + std::to_string(layer) + " and " +
-                                  std::to_string(rows) + " rows, which the mailbox does not have");
-    }
-    pool_->run(layers_[layer], static_cast<int>(rows));
+    compute(layer, rows);
   } catch (...) {
     std::lock_guard lock(error_lock_);
     if (!error_) error_ = std::current_exception();
   }
   std::atomic_ref(*box_.done).store(1, std::memory_order_release);
+}
+
+void expert_server::compute(uint32_t layer, uint32_t rows) {
+  const auto start = std::chrono::steady_clock::now();
+  std::lock_guard lock(layers_lock_);
+  if (layer >= layers_.size() || rows < 1 || rows > static_cast<uint32_t>(box_.capacity)) {
+    throw std::invalid_argument("a request for layer " + std::to_string(layer) + " and " +
+                                std::to_string(rows) + " rows, which the mailbox does not have");
+  }
+  const bool is_few = rows * box_.num_ranks <= few_experts_op::max_pairs;
+  pool_->run(is_few ? layers_[layer].few : layers_[layer].many, static_cast<int>(rows));
+  const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+  const int64_t num_pairs = int64_t{rows} * box_.num_ranks;
+  work_[layer].requests++;
+  work_[layer].pairs += num_pairs - std::count(box_.ids, box_.ids + num_pairs, not_here);
+  work_[layer].seconds += taken.count();
+}
+
+std::vector<layer_work> expert_server::work() {
+  std::lock_guard lock(layers_lock_);
+  return work_;
 }
 
 }  // namespace coldstream

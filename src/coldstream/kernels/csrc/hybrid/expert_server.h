@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "quant/experts.h"
+#include "quant/few_experts.h"
 #include "runtime/thread_pool.h"
 
 namespace coldstream {
@@ -28,6 +28,12 @@ struct mailbox {
   int num_ranks;
   float* out;          // [capacity, ranks, E]
   int capacity;
+};
+
+// What was asked of a layer so far.
+struct layer_work {
+  int64_t requests, pairs;
+  double seconds;  // from the request's arrival to the answer
 };
 
 class expert_server {
@@ -46,6 +52,8 @@ class expert_server {
   void begin();
   void end();
 
+  std::vector<layer_work> work();
+
   // Throws the first error since the last call: model_changed_error, forked_error, std::invalid_argument.
   void check();
 
@@ -53,13 +61,18 @@ class expert_server {
   void serve();
   void serve_requests();
   void answer(uint32_t request);
+  void compute(uint32_t layer, uint32_t rows);
 
   std::shared_ptr<thread_pool> pool_;
   const quant_kernels& kernels_;
   const mailbox box_;
   const pid_t owner_;
   std::mutex layers_lock_;
-  std::vector<std::vector<std::unique_ptr<op>>> layers_;
+  struct layer {
+    std::vector<std::unique_ptr<op>> few, many;  // one op each: for few pairs, and for any number
+  };
+  std::vector<layer> layers_;
+  std::vector<layer_work> work_;
   std::mutex error_lock_;
   std::exception_ptr error_;
   std::atomic<uint32_t> phase_{RESTING};

@@ -1,0 +1,43 @@
+// The routed experts of a row or two, where the time between the stages counts: what `routed_experts_op`
+// computes, pair by pair, in two stages instead of four. Whoever takes a task quantises what it needs.
+#pragma once
+
+#include "quant/experts.h"
+
+namespace coldstream {
+
+class few_experts_op : public op {
+ public:
+  // At most this many pairs of row and rank.
+  static constexpr int max_pairs = 32;
+
+  few_experts_op(const quant_kernels& kernels, routed_experts_args args);
+  const char* name() const override { return "routed_experts"; }
+  int num_stages() const override { return 2; }
+  size_t scratch_bytes() const override;
+  size_t shared_bytes() const override;
+  void run(int stage, int rows, worker& w) override;
+
+ private:
+  struct pair {
+    int32_t row, rank, expert;
+  };
+  // What a worker has quantised last.
+  struct quantized {
+    const float* source;
+    activation_row row;
+  };
+
+  int list_pairs(int rows, worker& w, pair (&pairs)[max_pairs]) const;
+  template <typename F>
+  void for_each_slice(int num_pairs, int64_t num_rows, worker& w, F&& run_slice) const;
+  const activation_row& quantize(const float* x, int64_t cols, worker& w, quantized& last) const;
+  void gate_up(int rows, worker& w) const;
+  void down(int rows, worker& w) const;
+
+  const quant_kernels& kernels_;
+  routed_experts_args args_;
+  bool quantize_x_, quantize_h_;
+};
+
+}  // namespace coldstream
