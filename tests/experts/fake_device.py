@@ -1,7 +1,7 @@
 """Slots that hold patterns, and steps that read them: what a wrong decision of the cache would spoil.
 
-A slot under a copy holds nobody's pattern. A launched step keeps its table, and may read all of it at any moment until
-it ends.
+A slot under a copy holds nobody's pattern. A launched step keeps its table, and may read all of it at any
+moment until it ends.
 """
 
 from coldstream.experts import Copy, ExpertCache, StepStart
@@ -79,14 +79,15 @@ def check_slots(cache: ExpertCache, device: FakeDevice) -> None:
             state = slot.state.value
             assert (index in free) == (state == "free" and index < pool.size)
             assert (index in pool._withdrawn) == (state == "withdrawn")
-            assert (slot.expert is None) == (state in ("free", "withdrawn"))
+            expert = int(pool.owners[index])
+            assert (expert < 0) == (state in ("free", "withdrawn"))
             writers = [copy for copy in device.copies if device.place(copy) == (size, index)]
             assert [(c.expert, c.generation) for c in writers] == (
-                [(slot.expert, slot.generation)] if state == "loading" else []
+                [(expert, slot.generation)] if state == "loading" else []
             )
-            if slot.expert is not None:
-                assert slot.expert not in holders
-                holders[slot.expert] = index
+            if expert >= 0:
+                assert expert not in holders
+                holders[expert] = index
         assert 0 <= cache._num_wanted(pool) <= pool.num_vacant
     assert {e: i for e, i in enumerate(cache._slot.tolist()) if i >= 0} == holders
     assert len(set(cache._wanted)) == len(cache._wanted)

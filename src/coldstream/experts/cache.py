@@ -237,9 +237,7 @@ class ExpertCache:
         was launched before that start, and after the copies in flight.
         """
         pool = self._pools[expert_bytes]
-        for index in pool.resize(num_slots):
-            expert = pool.slots[index].expert
-            assert expert is not None
+        for expert in pool.resize(num_slots):
             self._withdraw(expert)
         self._drop_unplaced(pool)
 
@@ -279,7 +277,8 @@ class ExpertCache:
         for each, pool in self._pools.items():
             mine = self._of_size[each][candidates]
             num_free = pool.num_vacant - self._num_wanted(pool)
-            residents = np.flatnonzero(replaceable & self._of_size[each])
+            owners = pool.owners[pool.owners >= 0]
+            residents = owners[replaceable[owners]]
             changes[each] = self._policy.choose(candidates[mine], values[mine], residents, num_free)
             chosen[changes[each].admitted] = True
         admitted = candidates[chosen[candidates]][: self._policy.max_copies]
@@ -305,7 +304,7 @@ class ExpertCache:
         self.counters.copies[layer] += 1
         self.counters.copied_bytes[layer] += pool.slot_bytes
         slot = pool.slots[index]
-        return Copy(expert, index, slot.generation, slot.last_reader)
+        return Copy(expert, index, slot.generation, None if slot.last_reader < 0 else slot.last_reader)
 
     def _withdraw(self, expert: int) -> None:
         """Takes its slot from a ready expert, from the next start on."""
@@ -315,7 +314,6 @@ class ExpertCache:
             self._readable[expert] = False
             self._withdrawn.append(expert)
             pool.withdraw(index, self._last_started)
-            pool.finish(self._last_finished)
         else:
             self._arrived.remove(expert)
             pool.release(index)

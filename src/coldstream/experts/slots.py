@@ -8,9 +8,15 @@ to be stale. The pool may shrink: slots above its size are never acquired again,
 nobody reads or writes them.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 from heapq import heapify, heappop, heappush
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
 
 
 class SlotState(Enum):
@@ -24,23 +30,27 @@ class SlotState(Enum):
 
 @dataclass(slots=True)
 class Slot:
-    """expert: the owner, if loading or ready. last_reader: the last step that could ever read it."""
+    """generation: counts the owners. last_reader: the last step that could ever read the slot; −1: none."""
 
     state: SlotState = SlotState.FREE
-    expert: int | None = None
     generation: int = 0
-    last_reader: int | None = None
+    last_reader: int = -1
 
 
 class SlotPool:
-    """`size` slots of `slot_bytes` each, numbered from 0; the lowest free one is taken first."""
+    """`size` slots of `slot_bytes` each, numbered from 0; the lowest free one is taken first.
+
+    owners: whose each slot is while it is loading or ready, int64 [slots that ever were]; −1: nobody's.
+    """
 
     def __init__(self, slot_bytes: int, size: int) -> None:
         self.slot_bytes = slot_bytes
         self.size = 0
         self.slots: list[Slot] = []
+        self.owners: Array = np.empty(0, np.int64)
         self._free: list[int] = []
-        self._withdrawn: list[int] = []
+        self._withdrawn: deque[int] = deque()  # their last readers never fall
+        self._last_finished = -1
         self.resize(size)
 
     @property
@@ -62,7 +72,8 @@ class SlotPool:
         """The lowest free slot, now loading for `expert`. There must be one."""
         index = heappop(self._free)
         slot = self.slots[index]
-        slot.state, slot.expert, slot.generation = SlotState.LOADING, expert, slot.generation + 1
+        slot.state, slot.generation = SlotState.LOADING, slot.generation + 1
+        self.owners[index] = expert
         return index
 
     def land(self, index: int) -> bool:
@@ -76,34 +87,34 @@ class SlotPool:
     def withdraw(self, index: int, last_reader: int) -> None:
         """Takes a ready slot from its expert; the steps up to last_reader may still read it."""
         slot = self.slots[index]
-        slot.state, slot.expert, slot.last_reader = SlotState.WITHDRAWN, None, last_reader
-        self._withdrawn.append(index)
+        slot.state, slot.last_reader = SlotState.WITHDRAWN, last_reader
+        self.owners[index] = -1
+        if last_reader <= self._last_finished:
+            self.release(index)
+        else:
+            self._withdrawn.append(index)
 
     def release(self, index: int) -> None:
         """Frees a slot that nobody reads or writes."""
-        slot = self.slots[index]
-        slot.state, slot.expert = SlotState.FREE, None
+        self.slots[index].state = SlotState.FREE
+        self.owners[index] = -1
         if index < self.size:
             heappush(self._free, index)
 
     def finish(self, step: int) -> None:
         """All steps up to `step` have ended: frees what only they could read."""
-        waiting = []
-        for index in self._withdrawn:
-            last_reader = self.slots[index].last_reader
-            if last_reader is None or last_reader <= step:
-                self.release(index)
-            else:
-                waiting.append(index)
-        self._withdrawn = waiting
+        self._last_finished = step
+        while self._withdrawn and self.slots[self._withdrawn[0]].last_reader <= step:
+            self.release(self._withdrawn.popleft())
 
     def resize(self, size: int) -> list[int]:
-        """Sets the number of slots; the ready ones above it, which the caller has to withdraw."""
+        """Sets the number of slots; the owners of ready ones above it, which the caller has to withdraw."""
         if size < 0:
             raise ValueError(f"the number of slots must not be negative, but is {size}")
         self.slots += [Slot() for _ in range(size - len(self.slots))]
+        self.owners = np.append(self.owners, np.full(len(self.slots) - self.owners.size, -1))
         self._free = [index for index in range(size) if self.slots[index].state is SlotState.FREE]
         heapify(self._free)
         self.size = size
         above = range(size, len(self.slots))
-        return [index for index in above if self.slots[index].state is SlotState.READY]
+        return [int(self.owners[index]) for index in above if self.slots[index].state is SlotState.READY]

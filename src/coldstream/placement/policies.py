@@ -289,5 +289,7 @@ def _first(keys: Array, ties: Array, count: int) -> Array:
     count = min(count, keys.size)
     if count == 0:
         return _NONE
+    if count == keys.size:
+        return np.lexsort((ties, keys))
     where = np.flatnonzero(keys <= np.partition(keys, count - 1)[count - 1])
     return where[np.lexsort((ties[where], keys[where]))[:count]]
