@@ -8,25 +8,33 @@ from coldstream.experts import Copy, ExpertCache, StepStart
 
 TORN = -1
 
+Place = tuple[int, int]  # size and slot
+
 
 class FakeDevice:
     """What a caller of `ExpertCache` has: memory, a table, launched steps and copies in flight."""
 
-    def __init__(self, layer_bytes: list[int], num_experts: int) -> None:
+    def __init__(self, layer_bytes: list[int], num_experts: int, copies_wait: bool = False) -> None:
         self.expert_bytes = [each for each in layer_bytes for _ in range(num_experts)]
-        self.memory: dict[tuple[int, int], int] = {}  # (size, slot) → whose pattern
-        self.table: dict[int, tuple[int, int]] = {}  # expert → (size, slot)
-        self.launched: dict[int, dict[int, tuple[int, int]]] = {}
-        self.copies: list[Copy] = []  # in flight
+        self.copies_wait = copies_wait
+        self.memory: dict[Place, int] = {}  # whose pattern it holds
+        self.table: dict[int, Place] = {}  # by expert
+        self.launched: dict[int, dict[int, Place]] = {}  # table by step
+        self.waiting: list[Copy] = []  # for the slot's last reader
+        self.writing: list[Copy] = []
         self.ended: list[Copy] = []
         self.last_finished = -1
 
-    def place(self, copy: Copy) -> tuple[int, int]:
-        return self.expert_bytes[copy.expert], copy.slot
+    @property
+    def in_flight(self) -> list[Copy]:
+        return self.waiting + self.writing
 
     @property
     def bytes_in_flight(self) -> int:
-        return sum(self.expert_bytes[copy.expert] for copy in self.copies)
+        return sum(self.expert_bytes[copy.expert] for copy in self.in_flight)
+
+    def place(self, copy: Copy) -> Place:
+        return self.expert_bytes[copy.expert], copy.slot
 
     def launch(self, start: StepStart) -> None:
         """Changes the table, begins the copies, and lets the step read."""
@@ -36,24 +44,24 @@ class FakeDevice:
             assert expert not in self.table
             self.table[expert] = self.expert_bytes[expert], slot
         assert len(set(self.table.values())) == len(self.table), "a slot has one owner"
-        self.launched[start.step] = dict(self.table)
         for copy in start.copies:
             self.begin(copy)
+        self.launched[start.step] = dict(self.table)
+        assert not set(self.table.values()) & set(map(self.place, self.in_flight))
 
     def begin(self, copy: Copy) -> None:
         place = self.place(copy)
-        assert place not in map(self.place, self.copies), "a slot has one writer"
-        assert copy.expert not in [other.expert for other in self.copies], "an expert is copied once"
-        assert copy.after_step is None or copy.after_step <= self.last_finished
-        for table in self.launched.values():
-            assert place not in table.values(), "a launched step can read what the copy overwrites"
+        assert place not in map(self.place, self.in_flight), "a slot has one writer"
+        assert copy.expert not in [other.expert for other in self.in_flight], "an expert is copied once"
+        readers = [step for step, table in self.launched.items() if place in table.values()]
+        assert not readers or (self.copies_wait and copy.after_step == max(readers))
         for other in self.ended:
             assert self.place(other) != place or other.generation < copy.generation
-        self.memory[place] = TORN
-        self.copies.append(copy)
+        self.waiting.append(copy)
+        self._write()
 
     def end(self, copy: Copy, ok: bool) -> None:
-        self.copies.remove(copy)
+        self.writing.remove(copy)
         self.ended.append(copy)
         if ok:
             self.memory[self.place(copy)] = copy.expert
@@ -67,6 +75,15 @@ class FakeDevice:
         self.read(step)
         del self.launched[step]
         self.last_finished = step
+        self._write()
+
+    def _write(self) -> None:
+        """Lets those begin whose last reader has ended."""
+        for copy in list(self.waiting):
+            if copy.after_step is None or copy.after_step <= self.last_finished:
+                self.waiting.remove(copy)
+                self.writing.append(copy)
+                self.memory[self.place(copy)] = TORN
 
 
 def check_slots(cache: ExpertCache, device: FakeDevice) -> None:
@@ -81,7 +98,7 @@ def check_slots(cache: ExpertCache, device: FakeDevice) -> None:
             assert (index in pool._withdrawn) == (state == "withdrawn")
             expert = int(pool.owners[index])
             assert (expert < 0) == (state in ("free", "withdrawn"))
-            writers = [copy for copy in device.copies if device.place(copy) == (size, index)]
+            writers = [copy for copy in device.in_flight if device.place(copy) == (size, index)]
             assert [(c.expert, c.generation) for c in writers] == (
                 [(expert, slot.generation)] if state == "loading" else []
             )
@@ -89,6 +106,10 @@ def check_slots(cache: ExpertCache, device: FakeDevice) -> None:
                 assert expert not in holders
                 holders[expert] = index
         assert 0 <= cache._num_wanted(pool) <= pool.num_vacant
+        busy = [device.place(copy) for copy in device.in_flight]
+        busy += [place for table in device.launched.values() for place in table.values()]
+        above = any(place[0] == size and place[1] >= pool.size for place in busy)
+        assert not (above and cache.reclaimed(size))
     assert {e: i for e, i in enumerate(cache._slot.tolist()) if i >= 0} == holders
     assert len(set(cache._wanted)) == len(cache._wanted)
     assert not set(cache._wanted) & set(holders)

@@ -21,6 +21,7 @@ class Simulation:
         policies: list[Policy] = [DecayedFrequency(), DecayedFrequency(2), Lru(), Lfu(), Random(seed)]
         self.max_bytes = (None, 0, 4, 9, 20)[self.rng.integers(5)]
         self.sizes = {3: int(self.rng.integers(0, 12)), 5: int(self.rng.integers(0, 6))}
+        copies_wait = bool(self.rng.integers(2))
         self.cache = ExpertCache(
             LAYER_BYTES,
             NUM_EXPERTS,
@@ -29,8 +30,9 @@ class Simulation:
             profile=self.rng.random((len(LAYER_BYTES), NUM_EXPERTS)),
             pinned=np.array(PINNED),
             max_bytes_per_step=self.max_bytes,
+            copies_wait=copies_wait,
         )
-        self.device = FakeDevice(LAYER_BYTES, NUM_EXPERTS)
+        self.device = FakeDevice(LAYER_BYTES, NUM_EXPERTS, copies_wait)
         self.resized = False
         self.given_up: set[int] = set()
         self.failures: dict[int, int] = {}
@@ -73,9 +75,9 @@ class Simulation:
             self.device.read(step)
 
     def copied(self) -> None:
-        if not self.device.copies:
+        if not self.device.writing:
             return
-        copy = self.device.copies[self.rng.integers(len(self.device.copies))]
+        copy = self.device.writing[self.rng.integers(len(self.device.writing))]
         ok = bool(self.rng.random() < 0.8)
         self.device.end(copy, ok)
         kept_on = self.cache.copied(copy, ok)
@@ -117,9 +119,6 @@ class Simulation:
 
     def quiesce(self) -> None:
         """With all copies and steps ended, shrinking to nothing gives every slot back."""
-        for copy in list(self.device.copies):
-            self.device.end(copy, True)
-            self.cache.copied(copy)
         for size in (3, 5):
             self.cache.resize(size, 0)
         self.device.launch(self.cache.start_step())
@@ -127,6 +126,10 @@ class Simulation:
         for step in sorted(self.device.launched):
             self.device.finish(step)
             self.cache.finish_step(step, np.empty(0, np.int64))
+        assert not self.device.waiting
+        for copy in list(self.device.writing):
+            self.device.end(copy, True)
+            self.cache.copied(copy)
         assert self.cache.reclaimed(3)
         assert self.cache.reclaimed(5)
         check_slots(self.cache, self.device)

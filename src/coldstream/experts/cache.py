@@ -17,6 +17,7 @@ each size.
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,8 @@ class ExpertCache:
     layer_bytes: of an expert, by layer. num_slots: by the size of an expert in bytes; a size without an entry
     has none. profile: expected uses a step, [layers, experts]; None: nothing is known. pinned: experts that
     no other replaces once they are in; they leave only where `resize` takes their slot. max_bytes_per_step:
-    of copies in flight after a step's start, and so of those that begin there; None: no limit.
+    of copies in flight after a step's start, and so of those that begin there; None: no limit. copies_wait:
+    the caller lets each copy wait for its `after_step`, which may still run, and gets slots a step earlier.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class ExpertCache:
         profile: Array | None = None,
         pinned: Array | None = None,
         max_bytes_per_step: int | None = None,
+        copies_wait: bool = False,
     ) -> None:
         num_layers = len(layer_bytes)
         size = num_layers * num_experts
@@ -109,7 +112,9 @@ class ExpertCache:
         self._policy = policy
         self._max_bytes = max_bytes_per_step
         self._expert_bytes = np.repeat(np.array(layer_bytes, np.int64), num_experts)
-        self._pools = {each: SlotPool(each, num_slots.get(each, 0)) for each in sorted(set(layer_bytes))}
+        self._pools = {
+            each: SlotPool(each, num_slots.get(each, 0), copies_wait) for each in sorted(set(layer_bytes))
+        }
         self._pool_of = [self._pools[each] for each in layer_bytes]  # by layer
         self._of_size = {each: self._expert_bytes == each for each in self._pools}
         self._slot = np.full(size, -1)  # of those that are loading or ready
@@ -153,16 +158,8 @@ class ExpertCache:
         self._arrived, self._withdrawn = [], []
         self._readable[arrived] = True
         self._tables.append(self._readable.copy())
-        copies, waiting = [], deque[int]()
-        for expert in self._wanted:
-            pool = self._pool_of[expert // self._num_experts]
-            bytes_then = self._bytes_in_flight + pool.slot_bytes
-            if pool.num_free and (self._max_bytes is None or bytes_then <= self._max_bytes):
-                copies.append(self._begin(expert))
-            else:
-                waiting.append(expert)
-        self._wanted = waiting
-        return StepStart(self._last_started, arrived, self._slot[arrived], withdrawn, tuple(copies))
+        copies = tuple(self._begin(expert) for expert in self._due())
+        return StepStart(self._last_started, arrived, self._slot[arrived], withdrawn, copies)
 
     def copied(self, copy: Copy, ok: bool = True) -> bool:
         """A copy has ended, and writes no more; one that already had is ignored.
@@ -293,6 +290,24 @@ class ExpertCache:
         self._absent[admitted] = False
         self._wanted.extend(admitted.tolist())
         return admitted
+
+    def _due(self) -> list[int]:
+        """The wanted that have a slot and whose bytes may be in flight; no longer wanted."""
+        num_free = {each: pool.num_free for each, pool in self._pools.items()}
+        room = inf if self._max_bytes is None else self._max_bytes - self._bytes_in_flight
+        due, waiting = [], deque[int]()
+        for expert in self._wanted:
+            each = self._pool_of[expert // self._num_experts].slot_bytes
+            if num_free[each] and each <= room:
+                due.append(expert)
+                num_free[each] -= 1
+                room -= each
+            else:
+                waiting.append(expert)
+                if num_free[each]:
+                    room = 0  # or smaller ones would overtake it for ever
+        self._wanted = waiting
+        return due
 
     def _begin(self, expert: int) -> Copy:
         """Takes a free slot for it."""

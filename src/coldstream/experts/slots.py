@@ -4,7 +4,7 @@
                          └───release───▶ free
 
 A slot has one owner at most. Its generation grows with every owner, so that news of an earlier one is known
-to be stale. The pool may shrink: slots above its size are never acquired again, and keep their state until
+to be stale. Where copies wait for a slot's last reader, a withdrawn one is free at once. The pool may shrink: slots above its size are never acquired again, and keep their state until
 nobody reads or writes them.
 """
 
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 class SlotState(Enum):
     """What may happen to a slot's bytes."""
 
-    FREE = "free"  # nobody reads or writes them
+    FREE = "free"  # nobody's
     LOADING = "loading"  # a copy writes them, nobody reads
     READY = "ready"  # they are its expert's
     WITHDRAWN = "withdrawn"  # steps launched earlier may still read them
@@ -43,8 +43,9 @@ class SlotPool:
     owners: whose each slot is while it is loading or ready, int64 [slots that ever were]; −1: nobody's.
     """
 
-    def __init__(self, slot_bytes: int, size: int) -> None:
+    def __init__(self, slot_bytes: int, size: int, copies_wait: bool) -> None:
         self.slot_bytes = slot_bytes
+        self._copies_wait = copies_wait
         self.size = 0
         self.slots: list[Slot] = []
         self.owners: Array = np.empty(0, np.int64)
@@ -66,7 +67,10 @@ class SlotPool:
     @property
     def reclaimed(self) -> bool:
         """Whether nobody reads or writes the slots above the pool's size."""
-        return all(slot.state is SlotState.FREE for slot in self.slots[self.size :])
+        return all(
+            slot.state is SlotState.FREE and slot.last_reader <= self._last_finished
+            for slot in self.slots[self.size :]
+        )
 
     def acquire(self, expert: int) -> int:
         """The lowest free slot, now loading for `expert`. There must be one."""
@@ -89,13 +93,13 @@ class SlotPool:
         slot = self.slots[index]
         slot.state, slot.last_reader = SlotState.WITHDRAWN, last_reader
         self.owners[index] = -1
-        if last_reader <= self._last_finished:
+        if self._copies_wait or last_reader <= self._last_finished:
             self.release(index)
         else:
             self._withdrawn.append(index)
 
     def release(self, index: int) -> None:
-        """Frees a slot that nobody reads or writes."""
+        """Frees a slot that nobody owns any more."""
         self.slots[index].state = SlotState.FREE
         self.owners[index] = -1
         if index < self.size:
