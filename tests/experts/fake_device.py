@@ -4,18 +4,24 @@ A slot under a copy holds nobody's pattern. A launched step keeps its table, and
 moment until it ends.
 """
 
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
 from coldstream.experts import Copy, ExpertCache, StepStart
+from coldstream.placement.policies import Policy
 
 TORN = -1
+NOTHING = np.empty(0, np.int64)
 
 Place = tuple[int, int]  # size and slot
 
 
 class FakeDevice:
-    """What a caller of `ExpertCache` has: memory, a table, launched steps and copies in flight."""
+    """Memory, a table, launched steps and copies in flight."""
 
-    def __init__(self, layer_bytes: list[int], num_experts: int, copies_wait: bool = False) -> None:
-        self.expert_bytes = [each for each in layer_bytes for _ in range(num_experts)]
+    def __init__(self, expert_bytes: list[int], copies_wait: bool) -> None:
+        self.expert_bytes = expert_bytes
         self.copies_wait = copies_wait
         self.memory: dict[Place, int] = {}  # whose pattern it holds
         self.table: dict[int, Place] = {}  # by expert
@@ -86,33 +92,137 @@ class FakeDevice:
                 self.memory[self.place(copy)] = TORN
 
 
-def check_slots(cache: ExpertCache, device: FakeDevice) -> None:
-    """Every slot is in one state, and the cache's views of it agree with each other and with the device."""
-    holders = {}
-    for size, pool in cache._pools.items():
-        free = set(pool._free)
-        assert len(free) == len(pool._free)
-        for index, slot in enumerate(pool.slots):
-            state = slot.state.value
-            assert (index in free) == (state == "free" and index < pool.size)
-            assert (index in pool._withdrawn) == (state == "withdrawn")
-            expert = int(pool.owners[index])
-            assert (expert < 0) == (state in ("free", "withdrawn"))
-            writers = [copy for copy in device.in_flight if device.place(copy) == (size, index)]
-            assert [(c.expert, c.generation) for c in writers] == (
-                [(expert, slot.generation)] if state == "loading" else []
-            )
-            if expert >= 0:
-                assert expert not in holders
-                holders[expert] = index
-        assert 0 <= cache._num_wanted(pool) <= pool.num_vacant
+class Caller:
+    """A cache and a device, and what must hold of the cache's answers, whatever happens to them."""
+
+    def __init__(
+        self,
+        layer_bytes: Sequence[int],
+        num_experts: int,
+        num_slots: dict[int, int],
+        policy: Policy,
+        *,
+        profile: np.ndarray | None = None,
+        pinned: Iterable[int] = (),
+        max_bytes_per_step: int | None = None,
+        copies_wait: bool = False,
+    ) -> None:
+        self.pinned = set(pinned)
+        self.cache = ExpertCache(
+            layer_bytes,
+            num_experts,
+            num_slots,
+            policy,
+            profile=profile,
+            pinned=np.array(sorted(self.pinned), np.int64),
+            max_bytes_per_step=max_bytes_per_step,
+            copies_wait=copies_wait,
+        )
+        self.device = FakeDevice([each for each in layer_bytes for _ in range(num_experts)], copies_wait)
+        self.num_slots = {each: num_slots.get(each, 0) for each in layer_bytes}
+        self.max_bytes = max_bytes_per_step
+        self.failures: dict[int, int] = {}
+        self.given_up: set[int] = set()
+        self.resized = False
+
+    @property
+    def readable(self) -> set[int]:
+        """By the step launched last."""
+        return set(self.device.table)
+
+    def load(self, experts: Iterable[int]) -> None:
+        for copy in self.cache.load(experts):
+            assert copy.after_step is None
+            self.device.begin(copy)
+
+    def launch(self) -> StepStart:
+        before = self.device.bytes_in_flight
+        start = self.cache.start_step()
+        self.device.launch(start)
+        begun = sum(self.device.expert_bytes[copy.expert] for copy in start.copies)
+        assert self.max_bytes is None or not begun or before + begun <= self.max_bytes
+        assert not self.given_up & {copy.expert for copy in start.copies}
+        assert self.resized or not self.pinned & set(start.withdrawn.tolist())
+        for size, slot in self.device.table.values():
+            assert slot < self.num_slots[size]
+        return start
+
+    def finish(self, used: Iterable[int] = (), trains: bool = True) -> None:
+        """The step that was launched first."""
+        step = min(self.device.launched)
+        self.device.finish(step)
+        self.cache.finish_step(step, np.fromiter(used, np.int64), trains=trains)
+
+    def copied(self, copy: Copy, ok: bool = True) -> bool:
+        self.device.end(copy, ok)
+        goes_on = self.cache.copied(copy, ok)
+        self.failures[copy.expert] = 0 if ok else self.failures.get(copy.expert, 0) + 1
+        assert goes_on == (self.failures[copy.expert] < 2)
+        if not goes_on:
+            self.given_up.add(copy.expert)
+        return goes_on
+
+    def copied_again(self, copy: Copy, ok: bool) -> None:
+        """News of a copy that had ended."""
+        assert self.cache.copied(copy, ok)
+
+    def resize(self, size: int, num_slots: int) -> None:
+        self.cache.resize(size, num_slots)
+        self.num_slots[size] = num_slots
+        self.resized = True
+
+    def end_copies(self) -> None:
+        for copy in list(self.device.writing):
+            self.copied(copy)
+
+    def step(self, used: Iterable[int], trains: bool = True) -> StepStart:
+        """One that ends before the next is launched, with copies as quick."""
+        start = self.launch()
+        self.end_copies()
+        self.finish(used, trains)
+        return start
+
+    def quiesce(self) -> None:
+        """With all copies and steps ended, shrinking to nothing gives every slot back."""
+        for size in self.num_slots:
+            self.resize(size, 0)
+        assert not self.launch().copies
+        assert not self.readable
+        while self.device.launched:
+            self.finish()
+        assert not self.device.waiting
+        self.end_copies()
+        self.check()
+        assert all(map(self.cache.reclaimed, self.num_slots))
+
+    def check(self) -> None:
+        """Every slot is in one state, and all views of it agree."""
+        cache, device = self.cache, self.device
         busy = [device.place(copy) for copy in device.in_flight]
         busy += [place for table in device.launched.values() for place in table.values()]
-        above = any(place[0] == size and place[1] >= pool.size for place in busy)
-        assert not (above and cache.reclaimed(size))
-    assert {e: i for e, i in enumerate(cache._slot.tolist()) if i >= 0} == holders
-    assert len(set(cache._wanted)) == len(cache._wanted)
-    assert not set(cache._wanted) & set(holders)
-    absent = set(cache._absent.nonzero()[0].tolist())
-    assert not absent & (set(holders) | set(cache._wanted))
-    assert cache._bytes_in_flight == device.bytes_in_flight
+        holders = {}
+        for size, pool in cache._pools.items():
+            free = set(pool._free)
+            assert len(free) == len(pool._free)
+            for index, slot in enumerate(pool.slots):
+                state, expert = slot.state.value, int(pool.owners[index])
+                assert (index in free) == (state == "free" and index < pool.size)
+                assert (index in pool._withdrawn) == (state == "withdrawn")
+                assert (expert < 0) == (state in ("free", "withdrawn"))
+                writers = [copy for copy in device.in_flight if device.place(copy) == (size, index)]
+                assert [(copy.expert, copy.generation) for copy in writers] == (
+                    [(expert, slot.generation)] if state == "loading" else []
+                )
+                if expert >= 0:
+                    assert expert not in holders
+                    holders[expert] = index
+            assert 0 <= cache._num_wanted(pool) <= pool.num_vacant
+            if cache.reclaimed(size):
+                assert not [place for place in busy if place[0] == size and place[1] >= pool.size]
+        assert {expert: slot for expert, slot in enumerate(cache._slot.tolist()) if slot >= 0} == holders
+        wanted = set(cache._wanted)
+        assert len(wanted) == len(cache._wanted)
+        absent = set(np.flatnonzero(cache._absent).tolist())
+        every = sorted([*wanted, *absent, *holders, *self.given_up])
+        assert every == list(range(cache._absent.size)), "in one of these, and in no two"
+        assert cache._bytes_in_flight == device.bytes_in_flight

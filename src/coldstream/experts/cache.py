@@ -132,6 +132,7 @@ class ExpertCache:
         self._last_started = self._last_finished = -1
         self._tables: deque[Array] = deque()  # what steps launched and not finished may read
         self._last_used = np.empty(0, np.int64)
+        self._predicted: deque[tuple[int, Array]] = deque()  # until which step they are spared
         policy.start(np.zeros(size) if profile is None else profile.reshape(size).astype(np.float64))
 
     def load(self, experts: Iterable[int]) -> tuple[Copy, ...]:
@@ -207,24 +208,27 @@ class ExpertCache:
         if not trains:
             return
         self._last_used = used
+        while self._predicted and self._predicted[0][0] <= step:
+            self._predicted.popleft()
         self._count_uses(used, table[used])
         self._policy.observe(used)
         missed = used[self._absent[used]]
         values = self._policy.scores[missed]
         order = np.lexsort((missed, -values))
-        self._admit(missed[order], values[order], used)
+        self._admit(missed[order], values[order])
 
     def prefetch(self, predicted: Array, max_copies: int = -1) -> None:
         """Lets in experts that later steps may use, where the policy would let them in after a use.
 
         predicted: int64; repetition is demand. Of those that are absent the most demanded come first,
-        max_copies at most; negative: no limit. None replaces another of them, or what the last step used.
+        max_copies at most; negative: no limit. All that are predicted stay until the step after the next to
+        be launched has ended.
         """
         if predicted.size and not 0 <= predicted.min() <= predicted.max() < self._absent.size:
             raise ValueError(f"expert numbers must be in [0, {self._absent.size})")
         planned = plan_prefetch(predicted[self._absent[predicted]], max_copies)
-        kept = np.concatenate([self._last_used, predicted])
-        admitted = self._admit(planned, self._policy.anticipated(planned), kept)
+        self._predicted.append((self._last_started + 2, predicted))
+        admitted = self._admit(planned, self._policy.anticipated(planned))
         self._prefetched[admitted] = True
 
     def resize(self, expert_bytes: int, num_slots: int) -> None:
@@ -261,14 +265,15 @@ class ExpertCache:
             self._prefetched[expert] = False
             self.counters.useful_bytes[expert // self._num_experts] += self._expert_bytes[expert]
 
-    def _admit(self, candidates: Array, values: Array, kept: Array) -> Array:
+    def _admit(self, candidates: Array, values: Array) -> Array:
         """Wants those of the candidates that pay, as far as the limit goes, in their order; withdraws whom
-        they replace, none of `kept`. Returns them.
+        they replace, nobody who was used last or is predicted. Returns them.
         """
         if candidates.size == 0:
             return candidates
         replaceable = self._readable & self._replaceable
-        replaceable[kept] = False
+        for spared in (self._last_used, *(predicted for _, predicted in self._predicted)):
+            replaceable[spared] = False
         chosen = np.zeros(self._absent.size, bool)
         changes = {}
         for each, pool in self._pools.items():

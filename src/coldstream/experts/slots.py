@@ -4,8 +4,8 @@
                          └───release───▶ free
 
 A slot has one owner at most. Its generation grows with every owner, so that news of an earlier one is known
-to be stale. Where copies wait for a slot's last reader, a withdrawn one is free at once. The pool may shrink: slots above its size are never acquired again, and keep their state until
-nobody reads or writes them.
+to be stale. Where copies wait for a slot's last reader, a withdrawn one is free at once. The pool may shrink:
+slots above its size are never acquired again, and keep their state until nobody reads or writes them.
 """
 
 from collections import deque

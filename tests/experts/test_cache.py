@@ -1,0 +1,581 @@
+"""What the cache promises, one promise a test; the order of events is random in the other files."""
+
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import pytest
+from fake_device import NOTHING, Caller
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coldstream.experts import ExpertCache
+from coldstream.experts.cache import plan_prefetch
+from coldstream.placement.policies import (
+    DecayedFrequency,
+    Lfu,
+    Lru,
+    Policy,
+    Random,
+    Static,
+    numbers,
+    simulate,
+)
+from coldstream.placement.routing_trace import RoutedModel, RoutingTrace
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "lru": Lru,
+    "lfu": Lfu,
+    "static": Static,
+    "random": Random,
+    "ours": DecayedFrequency,
+    "ours, 2 copies": lambda: DecayedFrequency(2),
+}
+
+
+def eager() -> DecayedFrequency:
+    """Lets everything in that was used."""
+    return DecayedFrequency(decay=1 - 1e-9, recency_weight=0.0, hysteresis=1e-9, payback=-1e9)
+
+
+def drifting(seed: int, num_layers: int, num_experts: int, num_per_tok: int, num_steps: int) -> RoutingTrace:
+    rng = np.random.default_rng(seed)
+    likes = rng.normal(size=(num_layers, num_experts)) * 1.5
+    topk_ids = np.empty((num_steps, num_layers, num_per_tok), np.uint16)
+    for step in range(num_steps):
+        likes += rng.normal(size=likes.shape) * 0.3
+        order = np.argsort(likes + rng.gumbel(size=likes.shape), axis=1)
+        topk_ids[step] = order[:, -num_per_tok:]
+    return RoutingTrace(RoutedModel("0" * 32, num_layers, num_experts, num_per_tok), topk_ids)
+
+
+def settle(caller: Caller, num_steps: int = 4) -> None:
+    """Lets everything decided so far happen, in steps that use nothing."""
+    for _ in range(num_steps):
+        caller.step([], trains=False)
+
+
+# ---- decisions are the policy's
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+@given(seed=st.integers(0, 1000), capacity=st.integers(1, 24))
+def test_with_time_between_steps_it_holds_what_the_policy_would(kind: str, seed: int, capacity: int) -> None:
+    trace = drifting(seed, 3, 8, 2, 40)
+    profile = drifting(seed + 1, 3, 8, 2, 40).counts() / 40
+    caller = Caller([1, 1, 1], 8, {1: capacity}, POLICIES[kind](), profile=profile)
+    caller.load(np.argsort(-profile.ravel(), kind="stable")[:capacity].tolist())
+    settle(caller)
+    loaded = caller.cache.counters.copies.copy()
+    for used in numbers(trace):
+        caller.step(used)
+        settle(caller, 2)
+    expected, counters = simulate(trace, POLICIES[kind](), capacity, profile), caller.cache.counters
+    for name in ("hits", "misses", "evictions"):
+        assert np.array_equal(getattr(counters, name), getattr(expected, name)), name
+    assert np.array_equal(counters.copies - loaded, expected.copies)
+    assert counters.hit_rate == expected.hit_rate
+
+
+def test_each_size_holds_what_a_cache_of_its_own_would() -> None:
+    """Only the limits of copies are common to them."""
+    trace = drifting(5, 4, 8, 2, 150)
+    sizes, slots = np.array([3, 5, 5, 3]), {3: 5, 5: 4}
+    caller = Caller(sizes.tolist(), 8, slots, DecayedFrequency())
+    for used in numbers(trace):
+        caller.step(used)
+        settle(caller, 2)
+    for size, num_slots in slots.items():
+        part = RoutingTrace(RoutedModel("0" * 32, 2, 8, 2), trace.topk_ids[:, sizes == size])
+        expected = simulate(part, DecayedFrequency(), num_slots)
+        assert np.array_equal(caller.cache.counters.hits[sizes == size], expected.hits)
+        assert np.array_equal(caller.cache.counters.copies[sizes == size], expected.copies)
+        assert expected.evictions.sum() > 10
+
+
+def test_the_same_calls_give_the_same_answers() -> None:
+    def answers() -> list[str]:
+        caller = Caller([3, 5], 8, {3: 3, 5: 2}, DecayedFrequency(), max_bytes_per_step=9)
+        starts = []
+        for used in numbers(drifting(1, 2, 8, 2, 60)):
+            caller.cache.prefetch(used[::2])
+            starts.append(repr(caller.step(used)))
+        return starts
+
+    assert answers() == answers()
+
+
+def test_random_residency_changes_at_nearly_every_step() -> None:
+    caller = Caller([1] * 4, 8, {1: 16}, Random(3))
+    caller.load(range(16))
+    seen = []
+    for used in numbers(drifting(0, 4, 8, 2, 100)):
+        caller.step(used)
+        seen.append(frozenset(caller.readable))
+    assert len(set(seen)) > 80
+    assert set.union(*map(set, seen)) == set(range(32))
+
+
+# ---- copies that fail, are late, or are told of twice
+
+
+def test_ex01_a_failed_copy_is_begun_again_once() -> None:
+    caller = Caller([1], 4, {1: 1}, eager())
+    caller.step([2])
+    (first,) = caller.launch().copies
+    assert caller.copied(first, ok=False)
+    (second,) = caller.launch().copies
+    assert (second.expert, second.slot) == (first.expert, first.slot)
+    assert second.generation > first.generation
+    assert caller.copied(second)
+    caller.copied_again(first, ok=True)  # late news of the first changes nothing
+    caller.launch()
+    assert caller.readable == {2}
+    assert caller.cache.counters.copies.sum() == 2
+    assert caller.cache.counters.failed_copies.sum() == 1
+
+
+def test_ex01_after_a_second_failure_the_expert_stays_out_and_its_slot_serves_others() -> None:
+    caller = Caller([1], 4, {1: 1}, eager())
+    caller.step([2])
+    for goes_on in (True, False):
+        (copy,) = caller.launch().copies
+        assert caller.copied(copy, ok=False) is goes_on
+        caller.finish()
+    for _ in range(5):
+        assert not caller.step([2]).copies
+    caller.step([2, 3])
+    caller.step([])
+    caller.step([])
+    assert caller.readable == {3}
+    caller.quiesce()
+
+
+def test_ex01_a_failure_long_ago_does_not_count() -> None:
+    caller = Caller([1], 4, {1: 1}, eager())
+    for expert in (2, 3, 2, 3):
+        caller.step([expert])
+        (copy,) = caller.launch().copies
+        assert caller.copied(copy, ok=False)
+        caller.finish(trains=False)
+        settle(caller)
+        assert caller.readable == {expert}
+
+
+def test_ex01_a_copy_that_was_loading_when_its_slot_was_taken_away_never_arrives() -> None:
+    for ok in (True, False):
+        caller = Caller([1], 4, {1: 2}, eager())
+        caller.load([0, 1])
+        caller.resize(1, 1)
+        assert not caller.cache.reclaimed(1)
+        caller.copied(caller.device.writing[1], ok)
+        assert caller.cache.reclaimed(1)
+        caller.end_copies()
+        caller.launch()
+        assert caller.readable == {0}
+        caller.check()
+
+
+def test_stale_news_cannot_free_the_slot_of_a_later_copy() -> None:
+    caller = Caller([1], 4, {1: 1}, eager())
+    caller.load([0])
+    first = caller.device.writing[0]
+    caller.copied(first, ok=False)
+    (second,) = caller.launch().copies
+    for ok in (True, False):
+        caller.copied_again(first, ok)
+        caller.check()
+    assert caller.device.writing == [second]
+
+
+# ---- working sets, and slots that are still read
+
+
+@pytest.mark.parametrize("num_slots", [0, 1, 2, 5])
+@pytest.mark.parametrize("copies_wait", [False, True])
+def test_ex02_a_step_that_uses_more_than_there_are_slots(num_slots: int, copies_wait: bool) -> None:
+    caller = Caller([1, 1], 8, {1: num_slots}, eager(), copies_wait=copies_wait)
+    caller.launch()
+    for _ in range(30):
+        caller.launch()
+        caller.end_copies()
+        caller.finish(range(16))
+        assert len(caller.readable) <= num_slots
+    assert len(caller.readable) == num_slots
+    assert caller.cache.counters.evictions.sum() == 0
+    caller.quiesce()
+
+
+def test_trap_13_the_working_set_of_a_launched_step_stays_until_the_step_has_ended() -> None:
+    caller = Caller([1], 16, {1: 4}, eager())
+    caller.load([0, 1, 2, 3])
+    settle(caller)
+    launched = dict(caller.device.launched)
+    caller.launch()  # reads 0 to 3
+    caller.launch()  # and so does this one
+    first, second = sorted(set(caller.device.launched) - set(launched))
+    caller.finish([8, 9, 10, 11])
+    assert caller.launch().withdrawn.tolist() == [3, 2, 1, 0]
+    assert set(caller.device.launched[second]) == {0, 1, 2, 3}
+    assert not caller.device.in_flight
+    caller.finish([0, 1])  # the second: all hits, as launched
+    assert caller.cache.counters.hits.sum() == 2
+    assert [copy.after_step for copy in caller.launch().copies] == [second] * 4
+    assert first < second
+
+
+def test_trap_13_what_the_last_step_used_is_not_replaced() -> None:
+    caller = Caller([1], 8, {1: 2}, Lru())
+    caller.load([0, 1])
+    settle(caller)
+    caller.step([0, 1, 5])
+    for _ in range(3):
+        assert not caller.step([0, 1, 5]).withdrawn.size
+    caller.step([1, 5])
+    assert caller.launch().withdrawn.tolist() == [0]
+
+
+@pytest.mark.parametrize("copies_wait", [False, True])
+def test_trap_14_a_slot_is_not_written_while_a_step_may_read_it(copies_wait: bool) -> None:
+    """A slow step, and copies that would begin at once."""
+    caller = Caller([1], 4, {1: 1}, Lru(), copies_wait=copies_wait)
+    caller.load([0])
+    settle(caller)
+    caller.launch()
+    slow = caller.launch().step
+    caller.finish([3])
+    start = caller.launch()
+    assert start.withdrawn.tolist() == [0]
+    if copies_wait:
+        assert [copy.after_step for copy in start.copies] == [slow]
+        assert not caller.device.writing
+        caller.finish(trains=False)
+    else:
+        assert not start.copies
+        caller.finish(trains=False)
+        assert [copy.after_step for copy in caller.launch().copies] == [slow]
+    assert [copy.expert for copy in caller.device.writing] == [3]
+
+
+def test_trap_17_an_unfinished_copy_is_not_read() -> None:
+    caller = Caller([1], 4, {1: 2}, Lru())
+    caller.cache.prefetch(np.array([3]))
+    caller.launch()
+    caller.launch()
+    assert not caller.readable
+    caller.finish([3])
+    assert caller.cache.counters.misses.sum() == 1
+    caller.end_copies()
+    assert not caller.readable, "not before a step starts"
+    assert caller.launch().arrived.tolist() == [3]
+
+
+def test_ex03_an_expert_on_its_way_is_neither_asked_for_again_nor_replaced() -> None:
+    caller = Caller([1], 4, {1: 1}, eager())
+    caller.cache.prefetch(np.array([2, 2, 2]))
+    caller.cache.prefetch(np.array([2]))
+    assert [copy.expert for copy in caller.launch().copies] == [2]
+    caller.cache.prefetch(np.array([2, 3]))
+    caller.finish([2, 1])
+    start = caller.launch()
+    assert not start.copies
+    assert not start.withdrawn.size
+    caller.check()
+
+
+def test_ex03_an_expert_may_come_back_while_its_old_slot_is_still_read() -> None:
+    caller = Caller([1], 8, {1: 2}, Lru())
+    caller.load([0, 1])
+    settle(caller)
+    caller.launch()
+    caller.launch()
+    caller.finish([7, 1])
+    caller.cache.prefetch(np.array([0]))
+    assert caller.launch().withdrawn.tolist() == [0]
+    caller.finish([0, 1])
+    assert [copy.expert for copy in caller.launch().copies] == [7]
+    caller.end_copies()
+    settle(caller)
+    caller.check()
+
+
+# ---- prefill
+
+
+def test_ex05_a_prefill_that_uses_every_expert_leaves_the_decode_set_alone() -> None:
+    def decode(num_prefills: int) -> tuple[set[int], list[float]]:
+        caller = Caller([1] * 2, 8, {1: 6}, DecayedFrequency())
+        trace = numbers(drifting(2, 2, 8, 2, 40))
+        for used in trace:
+            caller.step(used)
+        settle(caller)
+        before = caller.readable
+        for _ in range(num_prefills):
+            caller.step(range(16), trains=False)
+        assert caller.readable == before
+        assert caller.cache.counters.hits.sum() + caller.cache.counters.misses.sum() == trace.size
+        for used in trace:
+            caller.step(used)
+        return caller.readable, caller.cache.counters.hits.tolist()
+
+    assert decode(0) == decode(20)
+
+
+# ---- policies in bad weather
+
+
+def weather(kind: str, num_steps: int = 300) -> np.ndarray:
+    """16 experts, 4 a step."""
+    rng = np.random.default_rng(7)
+    if kind == "uniform":
+        return np.array([rng.permutation(16)[:4] for _ in range(num_steps)])
+    if kind == "one hot":
+        return np.array([[0, *(1 + rng.permutation(15)[:3])] for _ in range(num_steps)])
+    if kind == "phases":
+        return np.array([rng.permutation(6)[:4] + 6 * (step // 50 % 2) for step in range(num_steps)])
+    return np.array([np.arange(4) + 4 * (step % 4) for step in range(num_steps)])  # all tied
+
+
+@pytest.mark.parametrize("kind", ["uniform", "one hot", "phases", "tied"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "ours", "random"])
+def test_ex06_never_more_evictions_than_misses(kind: str, policy: str) -> None:
+    caller = Caller([1], 16, {1: 6}, POLICIES[policy]())
+    for used in weather(kind):
+        caller.step(used)
+    counters = caller.cache.counters
+    assert counters.evictions.sum() <= counters.copies.sum() <= counters.misses.sum()
+    if kind == "one hot":
+        assert 0 in caller.readable or policy == "random"
+
+
+def test_trap_16_equal_scores_never_swap() -> None:
+    policy = DecayedFrequency(payback=0.0, hysteresis=1.0)
+    policy.start(np.ones(2))
+    equal = policy.choose(np.array([1]), policy.scores[1:], np.array([0]), 0)
+    assert not equal.admitted.size
+    caller = Caller([1], 16, {1: 6}, DecayedFrequency(recency_weight=0.0, payback=0.0))
+    for used in weather("tied"):
+        caller.step(used)
+    assert caller.cache.counters.evictions.sum() == 0, "hysteresis outweighs the decay of three steps"
+
+
+def test_trap_16_scores_decay() -> None:
+    caller = Caller([1], 4, {1: 1}, DecayedFrequency())
+    for expert in [0] * 30 + [1] * 60:
+        caller.step([expert])
+        if expert == 0:
+            assert caller.readable <= {0}
+    assert caller.readable == {1}, "thirty uses long ago weigh less than sixty now"
+
+
+def test_trap_16_prefetch_caps_and_repeated_ids() -> None:
+    predicted = np.array([5, 3, 3, 9, 5, 3, 1, 9])
+    assert plan_prefetch(predicted).tolist() == [3, 5, 9, 1]
+    assert plan_prefetch(predicted, 0).tolist() == []
+    assert plan_prefetch(predicted, 2).tolist() == [3, 5]
+    assert plan_prefetch(predicted, 100).tolist() == plan_prefetch(predicted, -7).tolist() == [3, 5, 9, 1]
+    assert plan_prefetch(NOTHING).tolist() == []
+
+
+# ---- prefetch
+
+
+def test_prefetched_experts_come_in_order_of_demand() -> None:
+    caller = Caller([1], 16, {1: 8}, DecayedFrequency(), max_bytes_per_step=2)
+    caller.cache.prefetch(np.array([5, 3, 3, 9, 5, 3, 1, 9]))
+    assert [copy.expert for copy in caller.launch().copies] == [3, 5]
+    caller.cache.prefetch(np.array([7, 8, 8]), 1)
+    caller.end_copies()
+    assert [copy.expert for copy in caller.launch().copies] == [8]
+
+
+def test_prefetch_replaces_only_whom_a_use_would() -> None:
+    caller = Caller([1], 8, {1: 2}, DecayedFrequency(recency_weight=0.0, payback=0.0))
+    caller.load([0, 1])
+    for used in ([0, 1], [0], [0], [0]):
+        caller.step(used)
+    caller.cache.prefetch(np.array([0]))  # is there
+    caller.cache.prefetch(np.array([6]))  # one use of 6 is not worth more than one of 1, let alone four of 0
+    assert not caller.step([6, 0]).withdrawn.size
+    caller.step([0])
+    caller.cache.prefetch(np.array([6]))  # now two are
+    assert caller.launch().withdrawn.tolist() == [1]
+
+
+def test_prefetch_spares_the_last_step_and_the_predicted() -> None:
+    caller = Caller([1], 8, {1: 3}, eager())
+    caller.load([0, 1, 2])
+    settle(caller)
+    caller.step([0])
+    caller.cache.prefetch(np.array([1, 5, 6, 7]))
+    assert caller.launch().withdrawn.tolist() == [2]
+
+
+def test_useful_and_wasted_bytes_of_prefetch() -> None:
+    caller = Caller([3, 3], 4, {3: 2}, Lru())
+    caller.cache.prefetch(np.array([1, 6]))
+    settle(caller)
+    caller.step([1])
+    caller.step([1])
+    counters = caller.cache.counters
+    assert (counters.useful_bytes.tolist(), counters.wasted_bytes.tolist()) == ([3, 0], [0, 0])
+    caller.step([0, 1])  # replaces 6, which nobody used
+    assert (counters.useful_bytes.tolist(), counters.wasted_bytes.tolist()) == ([3, 0], [0, 3])
+    assert counters.copied_bytes.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("policy", ["ours", "lru"])
+@pytest.mark.parametrize("num_slots", [8, 24, 32, 48])
+def test_trap_15_prefetch_of_what_comes_copies_no_more_than_demand(policy: str, num_slots: int) -> None:
+    copies = {False: 0, True: 0}
+    hit_rate = {False: 0.0, True: 0.0}
+    for seed, prefetch in product(range(4), (False, True)):
+        trace = numbers(drifting(seed, 4, 16, 4, 150))
+        caller = Caller([1] * 4, 16, {1: num_slots}, POLICIES[policy]())
+        for step, used in enumerate(trace):
+            caller.step(used)
+            if prefetch and step + 2 < len(trace):
+                caller.cache.prefetch(trace[step + 2])  # the first step that can read what is copied now
+        copies[prefetch] += int(caller.cache.counters.copies.sum())
+        hit_rate[prefetch] += caller.cache.counters.hit_rate / 4
+    assert copies[True] <= copies[False]
+    assert hit_rate[True] > hit_rate[False]
+    assert hit_rate[True] > 0.85 or num_slots == 8
+
+
+# ---- limits, sizes, pins
+
+
+def test_copies_in_flight_keep_below_the_limit() -> None:
+    caller = Caller([3], 16, {3: 16}, Lfu(), max_bytes_per_step=7)
+    caller.launch()
+    caller.launch()
+    caller.finish(range(8))
+    assert len(caller.launch().copies) == 2
+    assert not caller.launch().copies
+    caller.copied(caller.device.writing[0])
+    assert not caller.launch().copies, "what the limit cut off was not put aside"
+    caller.finish([10, 11, 12])
+    assert [copy.expert for copy in caller.launch().copies] == [10]
+    caller.end_copies()
+    assert [copy.expert for copy in caller.launch().copies] == [11]
+
+
+def test_a_large_expert_is_not_overtaken_for_ever() -> None:
+    caller = Caller([2, 5], 8, {2: 8, 5: 8}, Lru(), max_bytes_per_step=6)
+    caller.launch()
+    caller.finish([0])
+    caller.launch()  # the copy of 0 stays in flight
+    caller.cache.prefetch(np.array([8]))
+    caller.finish([])
+    assert not caller.launch().copies
+    for small in (1, 2, 3):
+        caller.finish([small])
+        assert not caller.launch().copies
+    caller.end_copies()
+    assert [copy.expert for copy in caller.launch().copies] == [8]
+
+
+def test_trap_18_pinned_layers_and_sizes_without_slots_starve_nobody() -> None:
+    pinned = range(8)  # layer 0
+    caller = Caller([3, 3, 5, 4], 8, {3: 10, 4: 1}, Lru(), pinned=pinned, max_bytes_per_step=12)
+    caller.load(pinned)
+    for used in numbers(drifting(0, 4, 8, 4, 60)):
+        caller.step(used)
+    counters = caller.cache.counters
+    assert set(pinned) <= caller.readable
+    assert counters.evictions[0] == 0
+    assert counters.evictions[1] > 5
+    assert counters.evictions[3] > 5
+    assert counters.copies[2] == 0
+    assert counters.misses[2] == 60 * 4
+
+
+def test_numbers_that_are_no_experts_are_refused_before_anything_changes() -> None:
+    caller = Caller([1], 4, {1: 2}, eager())
+    caller.launch()
+    cache = caller.cache
+    for wrong in ([-1], [0, 4], [1, 1]):
+        with pytest.raises(ValueError, match="expert"):
+            cache.finish_step(0, np.array(wrong))
+    with pytest.raises(ValueError, match="expert numbers"):
+        cache.prefetch(np.array([-1]))
+    for step in (-1, 1, 2):
+        with pytest.raises(ValueError, match="cannot end"):
+            cache.finish_step(step, NOTHING)
+    for experts in ([0, 0], [4], [0, 1, 2]):
+        with pytest.raises(ValueError, match="expert"):
+            cache.load(experts)
+    with pytest.raises(ValueError, match="no expert has"):
+        ExpertCache([1], 4, {2: 2}, eager())
+    with pytest.raises(ValueError, match="negative"):
+        cache.resize(1, -1)
+    caller.check()
+    caller.finish([0])
+    with pytest.raises(ValueError, match="already"):
+        cache.load([0])
+    assert [copy.expert for copy in caller.launch().copies] == [0]
+    assert cache.counters.misses.sum() == 1
+
+
+# ---- slots that come and go
+
+
+def test_what_was_loaded_first_is_taken_away_last() -> None:
+    caller = Caller([1], 8, {1: 4}, Static())
+    caller.load([6, 2, 7, 1])
+    settle(caller)
+    for num_slots, left in ((3, {6, 2, 7}), (1, {6}), (0, set())):
+        caller.resize(1, num_slots)
+        caller.launch()
+        assert caller.readable == left
+        caller.finish()
+
+
+def test_memory_taken_away_mid_run_is_given_back_when_nobody_reads_it_and_used_again_later() -> None:
+    caller = Caller([1], 16, {1: 8}, DecayedFrequency(), pinned=[7])
+    caller.load(range(8))
+    settle(caller)
+    caller.launch()
+    caller.launch()
+    caller.resize(1, 3)
+    assert sorted(caller.launch().withdrawn.tolist()) == [3, 4, 5, 6, 7]
+    caller.finish([3, 4, 9])
+    assert not caller.cache.reclaimed(1)
+    caller.finish([3, 4, 9])
+    assert caller.cache.reclaimed(1)
+    for used in ([3, 7], [3, 7], [4, 7], [3, 4]):
+        caller.step(used)
+        assert len(caller.readable) <= 3
+    caller.resize(1, 8)
+    for used in ([3, 9, 5], [4, 7, 8], [3, 4], []):
+        caller.step(used)
+    assert {3, 4, 5, 7, 8, 9} <= caller.readable
+    caller.quiesce()
+
+
+def test_slots_lent_between_prefills() -> None:
+    """The ring of a streamed prefill: its memory is slots as long as nothing streams."""
+    caller = Caller([1], 16, {1: 4}, Lru(), copies_wait=True)
+    for _ in range(3):
+        caller.resize(1, 10)
+        for used in (range(6), range(4, 10), range(10), []):
+            caller.step(used)
+        settle(caller)
+        assert len(caller.readable) == 10
+        caller.resize(1, 4)
+        assert caller.launch().withdrawn.size == 6
+        assert caller.cache.reclaimed(1)
+        caller.finish(range(16), trains=False)
+        assert len(caller.readable) == 4
+
+
+def test_what_was_decided_for_slots_taken_away_is_forgotten() -> None:
+    caller = Caller([1], 16, {1: 4}, Lfu(), max_bytes_per_step=4)
+    caller.launch()
+    caller.finish([0, 1, 2, 3])
+    caller.resize(1, 2)
+    assert [copy.expert for copy in caller.launch().copies] == [0, 1]
+    caller.check()
+    caller.finish([3])
+    assert not caller.launch().copies
