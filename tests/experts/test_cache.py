@@ -461,19 +461,30 @@ def test_copies_in_flight_keep_below_the_limit() -> None:
     assert [copy.expert for copy in caller.launch().copies] == [11]
 
 
-def test_a_large_expert_is_not_overtaken_for_ever() -> None:
-    caller = Caller([2, 5], 8, {2: 8, 5: 8}, Lru(), max_bytes_per_step=6)
+def test_nothing_is_withdrawn_for_what_the_limit_cuts_off() -> None:
+    caller = Caller([3], 16, {3: 6}, Lru(), max_bytes_per_step=9)
+    caller.load(range(5))
+    settle(caller)
     caller.launch()
-    caller.finish([0])
-    caller.launch()  # the copy of 0 stays in flight
-    caller.cache.prefetch(np.array([8]))
-    caller.finish([])
+    caller.finish(range(8, 13))
+    for predicted in (13, 14, 15):
+        caller.cache.prefetch(np.array([predicted]))
+    start = caller.launch()
+    assert len(start.copies) == 3
+    assert start.withdrawn.tolist() == [4, 3], "the third found a free slot"
     assert not caller.launch().copies
-    for small in (1, 2, 3):
-        caller.finish([small])
-        assert not caller.launch().copies
+    caller.check()
+
+
+def test_a_large_expert_is_not_overtaken() -> None:
+    caller = Caller([2, 5], 8, {2: 8, 5: 8}, Lfu(), max_bytes_per_step=8)
+    caller.cache.prefetch(np.array([0, 1]))
+    caller.launch()  # 4 bytes in flight
+    caller.cache.prefetch(np.array([8]))
+    caller.cache.prefetch(np.array([2]))
+    assert not caller.launch().copies
     caller.end_copies()
-    assert [copy.expert for copy in caller.launch().copies] == [8]
+    assert [copy.expert for copy in caller.launch().copies] == [8, 2]
 
 
 def test_trap_18_pinned_layers_and_sizes_without_slots_starve_nobody() -> None:
