@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,7 @@ from coldstream.placement.policies import Policy
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """A transfer of `expert` into `slot`, one of its size, to begin when step `after_step` has read the slot.
 
     after_step: None if no step ever could. generation: of the slot's owner; it makes copies distinct.
@@ -150,7 +149,7 @@ class ExpertCache:
             if count > pool.num_free:
                 raise ValueError(f"{count} experts of {each} bytes for {pool.num_free} free slots")
         self._absent[chosen] = False
-        return tuple(self._begin(expert) for expert in chosen.tolist())
+        return self._begin(chosen.tolist())
 
     def start_step(self) -> StepStart:
         """Called right before a step is launched."""
@@ -159,7 +158,7 @@ class ExpertCache:
         self._arrived, self._withdrawn = [], []
         self._readable[arrived] = True
         self._tables.append(self._readable.copy())
-        copies = tuple(self._begin(expert) for expert in self._due())
+        copies = self._begin(self._due())
         return StepStart(self._last_started, arrived, self._slot[arrived], withdrawn, copies)
 
     def copied(self, copy: Copy, ok: bool = True) -> bool:
@@ -258,7 +257,7 @@ class ExpertCache:
 
     def _count_uses(self, used: Array, held: Array) -> None:
         layers = used // self._num_experts
-        num_layers = self.counters.hits.size
+        num_layers = len(self._pool_of)
         self.counters.hits += np.bincount(layers[held], minlength=num_layers)
         self.counters.misses += np.bincount(layers[~held], minlength=num_layers)
         for expert in used[held & self._prefetched[used]].tolist():
@@ -314,17 +313,21 @@ class ExpertCache:
         self._wanted = waiting
         return due
 
-    def _begin(self, expert: int) -> Copy:
-        """Takes a free slot for it."""
-        layer = expert // self._num_experts
-        pool = self._pool_of[layer]
-        index = pool.acquire(expert)
-        self._slot[expert] = index
-        self._bytes_in_flight += pool.slot_bytes
-        self.counters.copies[layer] += 1
-        self.counters.copied_bytes[layer] += pool.slot_bytes
-        slot = pool.slots[index]
-        return Copy(expert, index, slot.generation, None if slot.last_reader < 0 else slot.last_reader)
+    def _begin(self, experts: list[int]) -> tuple[Copy, ...]:
+        """Takes free slots for them."""
+        copies = []
+        for expert in experts:
+            pool = self._pool_of[expert // self._num_experts]
+            index = pool.acquire(expert)
+            slot = pool.slots[index]
+            self._slot[expert] = index
+            self._bytes_in_flight += pool.slot_bytes
+            after_step = None if slot.last_reader < 0 else slot.last_reader
+            copies.append(Copy(expert, index, slot.generation, after_step))
+        by_layer = np.bincount(np.array(experts, np.int64) // self._num_experts, minlength=len(self._pool_of))
+        self.counters.copies += by_layer
+        self.counters.copied_bytes += by_layer * self._expert_bytes[:: self._num_experts]
+        return tuple(copies)
 
     def _withdraw(self, expert: int) -> None:
         """Takes its slot from a ready expert, from the next start on."""
