@@ -16,18 +16,18 @@ from coldstream.placement.policies import (
     Lfu,
     Lru,
     Policy,
-    Random,
     Static,
     numbers,
     simulate,
 )
 from coldstream.placement.routing_trace import RoutedModel, RoutingTrace
+from random_residency import RandomResidency
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "lru": Lru,
     "lfu": Lfu,
     "static": Static,
-    "random": Random,
+    "random": lambda: RandomResidency(1),
     "ours": DecayedFrequency,
     "ours, 2 copies": lambda: DecayedFrequency(2),
 }
@@ -106,7 +106,7 @@ def test_the_same_calls_give_the_same_answers() -> None:
 
 
 def test_random_residency_changes_at_nearly_every_step() -> None:
-    caller = Caller([1] * 4, 8, {1: 16}, Random(3))
+    caller = Caller([1] * 4, 8, {1: 16}, RandomResidency(3))
     caller.load(range(16))
     seen = []
     for used in numbers(drifting(0, 4, 8, 2, 100)):

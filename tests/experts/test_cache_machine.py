@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coldstream.placement.policies import DecayedFrequency, Lfu, Lru, Policy, Random, Static
+from coldstream.placement.policies import DecayedFrequency, Lfu, Lru, Policy, Static
+from random_residency import RandomResidency
 
 LAYER_BYTES = [3, 3, 5]
 NUM_EXPERTS = 4
@@ -17,7 +18,7 @@ POLICIES = {
     "ours, eager": lambda: DecayedFrequency(hysteresis=1.0, payback=0.0),
     "lru": Lru,
     "lfu": Lfu,
-    "random": Random,
+    "random": lambda: RandomResidency(1),
     "static": Static,
 }
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from fake_device import Caller
 
-from coldstream.placement.policies import DecayedFrequency, Lfu, Lru, Policy, Random
+from coldstream.placement.policies import DecayedFrequency, Lfu, Lru, Policy
+from random_residency import RandomResidency
 
 LAYER_BYTES = [3, 5, 3, 3]
 NUM_EXPERTS = 8
@@ -17,7 +18,13 @@ class Simulation:
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
-        policies: list[Policy] = [DecayedFrequency(), DecayedFrequency(2), Lru(), Lfu(), Random(seed)]
+        policies: list[Policy] = [
+            DecayedFrequency(),
+            DecayedFrequency(2),
+            Lru(),
+            Lfu(),
+            RandomResidency(seed),
+        ]
         self.caller = Caller(
             LAYER_BYTES,
             NUM_EXPERTS,

@@ -140,24 +140,6 @@ class Lfu(Policy):
         return np.ones(candidates.size, bool)
 
 
-class Random(Policy):
-    """Every miss is let in, for whom a seeded generator names: what a policy has to be better than."""
-
-    def __init__(self, seed: int = 0, max_copies: int | None = None) -> None:
-        super().__init__(max_copies)
-        self._seed = seed
-
-    def start(self, profile: Array) -> None:
-        self._generator = np.random.default_rng(self._seed)
-        self.scores = self._generator.random(profile.size)
-
-    def observe(self, used: Array) -> None:
-        self._generator.random(out=self.scores)
-
-    def pays(self, candidates: Array, victims: Array) -> Array:
-        return np.ones(candidates.size, bool)
-
-
 class DecayedFrequency(Policy):
     """Frequency over about a hundred steps plus recency over about two, changed only where a copy pays.
 
