@@ -15,6 +15,7 @@ from coldstream.cli.options import (
 )
 from coldstream.decoding import SamplingParams
 from coldstream.engine import EngineConfig
+from coldstream.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -70,13 +71,20 @@ def test_what_is_no_json_object(text: str) -> None:
 
 def test_only_given_options_change_the_configuration() -> None:
     nothing = dict.fromkeys(
-        ("ctx_size", "threads", "device", "cache_type_k", "cache_type_v", "tier", "offline")
+        ("ctx_size", "vram", "ram", "threads", "device", "cache_type_k", "cache_type_v", "tier", "offline")
     )
     assert engine_config("m.gguf", nothing) == EngineConfig("m.gguf")
     given_options = {**nothing, "ctx_size": 100, "tier": "avx2", "offline": True}
     assert engine_config("m.gguf", given_options) == EngineConfig(
         "m.gguf", ctx_size=100, tier="avx2", offline=True
     )
+
+
+def test_budgets_are_given_as_sizes() -> None:
+    config = engine_config("m.gguf", {"vram": "6G", "ram": "auto"})
+    assert (config.vram, config.ram) == (6 * 2**30, "auto")
+    with pytest.raises(ConfigError, match="--vram"):
+        engine_config("m.gguf", {"vram": "plenty"})
 
 
 def test_only_given_options_change_the_defaults_of_sampling() -> None:

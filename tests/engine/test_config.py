@@ -35,6 +35,14 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
         ({"ctx_size": 2**31}, "ctx_size"),
         ({"ctx_size": 1.5}, "ctx_size"),
         ({"ctx_size": True}, "ctx_size"),
+        ({"vram": "6 apples"}, "vram (--vram) must be a size such as 6G, or auto, not '6 apples'"),
+        ({"ram": "-1"}, "ram (--ram) must be a size"),
+        ({"ram": -1}, "ram (--ram) must be an integer from 0"),
+        ({"vram": 1.5}, "vram (--vram) must be an integer"),
+        ({"vram": True}, "vram (--vram) must be an integer"),
+        ({"vram": None}, "vram (--vram) must be an integer"),
+        ({"vram": "9" * 15 + "T"}, "vram (--vram) must be an integer from 0 to"),
+        ({"vram": "6G", "device": "cpu"}, "vram is the memory of a GPU, and the device is the CPU"),
         ({"threads": 0}, "threads"),
         ({"threads": "all"}, "threads"),
         ({"device": "cuda", "tier": "avx2"}, "tier avx2 is one of CPU kernels"),
@@ -53,6 +61,24 @@ def test_wrong_settings_are_refused_by_name(options: dict[str, object], message:
         EngineConfig.from_options({"model": "m.gguf", **options})
     assert message in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("6G", 6 * 2**30),
+        ("8GiB", 8 * 2**30),
+        ("1.5g", 3 * 2**29),
+        ("500M", 500 * 2**20),
+        ("0", 0),
+        (123, 123),
+        ("auto", "auto"),
+    ],
+)
+def test_budgets_are_bytes_or_auto(text: int | str, num_bytes: int | str) -> None:
+    config = EngineConfig("m.gguf", vram=text, ram=text)
+    assert (config.vram, config.ram) == (num_bytes, num_bytes)
+    assert replace(config, seed=1).vram == num_bytes
 
 
 def test_resolving_makes_auto_concrete_and_leaves_the_rest(spec: ModelSpec) -> None:

@@ -15,22 +15,23 @@ from click import option
 
 from coldstream.cli.main import Session
 from coldstream.decoding import SamplingParams
+from coldstream.engine import sizes
 from coldstream.engine.config import TIERS, EngineConfig
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 MAX_COUNTS = 32
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 _GRID = "prompts are computed on a fixed grid, so that results don't depend on it; leave it out"
+_BUDGET = "experts are placed one by one, by the memory that --vram allows; leave it out"
 _FOREIGN_OPTIONS = {
     ("-m", "--model"): "the model is the first argument, without an option",
     ("-hf", "--hf-repo"): "the model is the first argument: org/repo or org/repo:QUANT",
-    ("-ngl", "--gpu-layers", "--n-gpu-layers"): "all weights are in the memory of --device; leave it out",
-    ("-cmoe", "--cpu-moe"): "all experts are in the memory of --device; leave it out",
-    ("-ncmoe", "--n-cpu-moe"): "all experts are in the memory of --device; leave it out",
-    ("-ot", "--override-tensor"): "coldstream places every tensor by itself; leave it out",
+    ("-ngl", "--gpu-layers", "--n-gpu-layers"): _BUDGET,
+    ("-cmoe", "--cpu-moe"): _BUDGET,
+    ("-ncmoe", "--n-cpu-moe"): _BUDGET,
+    ("-ot", "--override-tensor"): _BUDGET,
     ("-b", "--batch-size"): _GRID,
     ("-ub", "--ubatch-size"): _GRID,
     ("-no-cnv", "--no-conversation"): "use --raw",
@@ -41,10 +42,10 @@ _FOREIGN_FLAGS = ("-cmoe", "-no-cnv")
 
 def parse_size(text: str) -> int:
     """A whole number with an optional binary unit: 8192, 8k, 10G, 1.5GiB. Raises click.BadParameter."""
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)([kmgt]?)(?:i?b)?", text.strip().lower())
-    if match is None:
-        raise click.BadParameter(f"{text!r} is not a size; write for example 4096, 8k or 10G")
-    return int(float(match[1]) * _UNITS[match[2]])
+    try:
+        return sizes.parse_size(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 def parse_threads(text: str) -> int | str:
@@ -107,6 +108,8 @@ def engine_options(command: Command) -> Command:
             metavar="SIZE",
             help="Tokens of context [default: what fits].",
         ),
+        option("--vram", metavar="SIZE|auto", help="GPU memory to use, e.g. 6G [default: what is free]."),
+        option("--ram", metavar="SIZE|auto", help="RAM for weights, e.g. 8G [default: what is free]."),
         option(
             "--threads",
             "-t",

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from coldstream.engine.sizes import parse_size
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.models.spec import ModelSpec
@@ -16,6 +17,7 @@ DEVICES = ("auto", "cpu", "cuda")
 TIERS = ("auto", "generic", "avx2", "avx512", "amx")
 CPU_CACHE_TYPES = ("f16", "f32")
 MAX_THREADS = 1024
+MAX_BYTES = 2**60
 DEFAULT_CTX_SIZE = 32768  # what `ctx_size` resolves to if the model and the memory allow it
 _DEFAULT_CACHE_SHARE = 0.25  # of available memory, for the cache of a default context
 
@@ -28,6 +30,8 @@ class EngineConfig:
 
     model: str  # path, or org/repo[:QUANT]
     ctx_size: int | None = None  # tokens, prompt and answer together; None or 0: chosen by `resolve`
+    vram: int | str = "auto"  # bytes, also as "6G"; kept as an int. auto: what is free
+    ram: int | str = "auto"  # the same for weights in RAM; auto: what is available
     threads: int | Literal["auto"] = "auto"  # auto: one per physical core
     device: str = "auto"  # auto: cuda if there is a GPU that this version can use
     cache_type_k: CacheType = "f16"
@@ -41,12 +45,16 @@ class EngineConfig:
             raise ConfigError(f"model must be a path or org/repo[:QUANT], not {self.model!r}")
         if self.ctx_size is not None:
             _check_integer("ctx_size", self.ctx_size, 0, 2**31 - 1)
+        for name in ("vram", "ram"):
+            object.__setattr__(self, name, _budget(name, getattr(self, name)))
         if self.threads != "auto":
             _check_integer("threads", self.threads, 1, MAX_THREADS)
         _check_choice("device", self.device, DEVICES)
         _check_choice("tier", self.tier, TIERS)
         if self.device == "cuda" and self.tier != "auto":
             raise ConfigError(f"tier {self.tier} is one of CPU kernels: leave it out, or use device cpu")
+        if self.device == "cpu" and self.vram != "auto":
+            raise ConfigError("vram is the memory of a GPU, and the device is the CPU: leave --vram out")
         _check_choice("cache_type_k", self.cache_type_k, CACHE_LAYOUTS)
         _check_choice("cache_type_v", self.cache_type_v, CACHE_LAYOUTS)
         if self.cache_type_k != self.cache_type_v:
@@ -131,6 +139,21 @@ def _check_context(config: EngineConfig, token_bytes: int, spec: ModelSpec, free
             f"a context of {ctx_size} tokens needs {need / 2**30:.1f} GiB of the {_place(config)}, "
             f"{free / 2**30:.1f} GiB are free: try --ctx-size {max(1, free // 2 // token_bytes)}"
         )
+
+
+def _budget(name: str, value: object) -> int | str:
+    """A budget of memory in bytes, or "auto"."""
+    if value == "auto":
+        return "auto"
+    flag = f"{name} (--{name})"
+    if isinstance(value, str):
+        try:
+            value = parse_size(value)
+        except ValueError:
+            raise ConfigError(f"{flag} must be a size such as 6G, or auto, not {value!r}") from None
+    _check_integer(flag, value, 0, MAX_BYTES)
+    assert isinstance(value, int)
+    return value
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
