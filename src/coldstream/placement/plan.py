@@ -1,0 +1,226 @@
+"""PlacementPlan: what lies in the fast memory, to the byte, and which experts begin there. Pure.
+
+The fast memory is the GPU's ("vram"; everything else is computed by the CPU or read over the bus), or RAM
+under a budget ("ram"; the rest is on the disk). Knows sizes, uses and a budget, no tensors and no devices.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from coldstream.errors import OutOfMemoryError
+from coldstream.placement.ranking import assumed_uses, layers_to_pin, ranked, take_fitting
+from coldstream.placement.routing_trace import RoutedModel
+from coldstream.placement.sizes import ModelSizes
+
+Array = np.ndarray[Any, Any]
+Tier = Literal["vram", "ram"]
+
+_RING_SHARE: Final = 8  # the ring takes at most one part in so many of what is left for experts
+_RING_LAYERS: Final = 2  # one is computed while the other arrives
+_MEMORY_NAMES: Final = {"vram": "the GPU's memory", "ram": "RAM"}
+_GIB: Final = 2**30
+
+
+@dataclass(frozen=True)
+class FixedPart:
+    """Bytes that are taken whatever happens to the experts, and what they are for."""
+
+    ctx_size: int  # tokens that the caches hold
+    kv_type: str
+    chunk_size: int  # tokens that prefill computes at once
+    weights: int  # all but the routed experts
+    caches: int  # keys and values, recurrent states
+    workspace: int  # activations
+    drafter: int = 0  # weights and caches of a draft model
+    graphs: int = 0  # captured steps
+    reserve: int = 0  # the driver's own
+
+    def __post_init__(self) -> None:
+        for name, num_bytes in self.parts.items():
+            if num_bytes < 0:
+                raise ValueError(f"{name} cannot be {num_bytes} bytes")
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by name."""
+        names = ("weights", "caches", "workspace", "drafter", "graphs", "reserve")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Choices that are not sizes."""
+
+    num_pinned_layers: int = 0  # layers whose experts are resident and stay: first, last, then from 1
+    min_per_layer: int = 0  # experts of every layer that are resident at first
+    has_ring: bool = True  # whether prefill streams cold experts through a ring
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    """What lies where. Creation raises ValueError for what contradicts itself or exceeds the budget."""
+
+    model: RoutedModel
+    tier: Tier  # the fast memory
+    budget_bytes: int
+    fixed: FixedPart
+    ring_bytes: int  # for experts on their way through prefill
+    expert_bytes: tuple[int, ...]  # of one expert, by layer
+    resident: tuple[tuple[int, ...], ...]  # experts that begin in fast memory, by layer, rising
+    pinned_layers: tuple[int, ...] = field(default=())  # rising; their experts never leave
+
+    def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem:
+            raise ValueError(problem)
+
+    @property
+    def num_resident(self) -> int:
+        """Experts that begin in fast memory, which is as many as it has slots for."""
+        return sum(map(len, self.resident))
+
+    @property
+    def num_all(self) -> int:
+        """Experts of all layers."""
+        return self.model.num_layers * self.model.num_experts
+
+    @property
+    def is_all_resident(self) -> bool:
+        return self.num_resident == self.num_all
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(len(ids) * size for ids, size in zip(self.resident, self.expert_bytes, strict=True))
+
+    @property
+    def total_bytes(self) -> int:
+        return self.fixed.total + self.ring_bytes + self.resident_bytes
+
+    @property
+    def slots(self) -> dict[int, int]:
+        """Number of slots by the size of an expert in bytes, small ones first. All are taken at first."""
+        counts: Counter[int] = Counter()
+        for ids, size in zip(self.resident, self.expert_bytes, strict=True):
+            counts[size] += len(ids)
+        return dict(sorted(counts.items()))
+
+    def resident_numbers(self) -> Array:
+        """The same experts by number, int64, rising."""
+        num_experts = self.model.num_experts
+        numbers = [layer * num_experts + i for layer, ids in enumerate(self.resident) for i in ids]
+        return np.array(numbers, np.int64)
+
+    def _problem(self) -> str | None:
+        num_layers, num_experts = self.model.num_layers, self.model.num_experts
+        if len(self.resident) != num_layers or len(self.expert_bytes) != num_layers:
+            return f"{len(self.resident)} layers with residents, {num_layers} layers"
+        if min(self.budget_bytes, self.ring_bytes, *self.expert_bytes) < 0:
+            return "a size below 0"
+        for layer, ids in enumerate(self.resident):
+            if any(one >= other for one, other in pairwise((-1, *ids, num_experts))):
+                return f"experts of layer {layer} are not rising numbers below {num_experts}"
+        if any(one >= other for one, other in pairwise((-1, *self.pinned_layers, num_layers))):
+            return f"pinned layers are not rising numbers below {num_layers}"
+        if any(len(self.resident[layer]) != num_experts for layer in self.pinned_layers):
+            return "a pinned layer is not all resident"
+        if self.total_bytes > self.budget_bytes:
+            return f"{self.total_bytes} bytes of a budget of {self.budget_bytes}"
+        return None
+
+
+def plan_placement(
+    model: ModelSizes,
+    fixed: FixedPart,
+    budget_bytes: int,
+    *,
+    tier: Tier = "vram",
+    uses: Array | None = None,
+    options: PlanOptions | None = None,
+) -> PlacementPlan:
+    """What of `model` lies in fast memory of `budget_bytes`.
+
+    uses: float [layers, experts], expected uses a step or counts; None: nothing is known. Experts are taken
+    by uses per byte until no more fits; equal ones by rank in the layer, layer and id. If all fit there is no
+    ring. The same arguments give the same plan, and a larger budget never fewer resident bytes. Raises
+    OutOfMemoryError with the minimum, and what it is made of, if the budget is below it.
+    """
+    options = options or PlanOptions()
+    shape = (model.num_layers, model.num_experts)
+    uses = assumed_uses(*shape) if uses is None else np.asarray(uses, np.float64)
+    if uses.shape != shape or not (np.isfinite(uses).all() and (uses >= 0).all()):
+        raise ValueError(f"uses must be numbers from 0 on, of shape {shape}, not {uses.shape}")
+    pinned = sorted(layers_to_pin(model.num_layers, options.num_pinned_layers))
+    left = budget_bytes - fixed.total
+    if left >= model.all_expert_bytes:
+        ring, taken = 0, list(range(uses.size))
+    else:
+        order = ranked(uses, model.expert_bytes)
+        first = _first(order, pinned, options.min_per_layer, model)
+        sizes = np.repeat(np.asarray(model.expert_bytes, np.int64), model.num_experts)
+        first_bytes = int(sizes[first].sum())
+        ring = _ring_bytes(model, left - first_bytes) if options.has_ring else 0
+        if first_bytes + ring > left:
+            raise _too_small(fixed, ring, first_bytes, budget_bytes, tier)
+        chosen = set(first)
+        rest = [number for number in order.tolist() if number not in chosen]
+        taken = first + take_fitting(rest, sizes, left - ring - first_bytes)
+    return PlacementPlan(
+        model=model.routed,
+        tier=tier,
+        budget_bytes=budget_bytes,
+        fixed=fixed,
+        ring_bytes=ring,
+        expert_bytes=model.expert_bytes,
+        resident=_by_layer(taken, model),
+        pinned_layers=tuple(pinned),
+    )
+
+
+def _first(order: Array, pinned: Sequence[int], min_per_layer: int, model: ModelSizes) -> list[int]:
+    """The experts that have to be resident: those of pinned layers, and the best of each other layer."""
+    first = []
+    for layer in range(model.num_layers):
+        count = model.num_experts if layer in pinned else min(min_per_layer, model.num_experts)
+        own = order[order // model.num_experts == layer]
+        first += own[:count].tolist()
+    return first
+
+
+def _smallest_ring(model: ModelSizes) -> int:
+    """Room for one token's experts of a layer while those of the next arrive."""
+    return _RING_LAYERS * model.num_experts_per_tok * max(model.expert_bytes)
+
+
+def _ring_bytes(model: ModelSizes, left: int) -> int:
+    """Two layers, or what of that an eighth of `left` can hold, but never less than it takes to stream."""
+    largest = _RING_LAYERS * model.num_experts * max(model.expert_bytes)
+    return min(largest, max(_smallest_ring(model), left // _RING_SHARE))
+
+
+def _by_layer(numbers: Sequence[int], model: ModelSizes) -> tuple[tuple[int, ...], ...]:
+    ids: list[list[int]] = [[] for _ in range(model.num_layers)]
+    for number in sorted(numbers):
+        layer, expert = divmod(number, model.num_experts)
+        ids[layer].append(expert)
+    return tuple(map(tuple, ids))
+
+
+def _too_small(fixed: FixedPart, ring: int, first: int, budget: int, tier: Tier) -> OutOfMemoryError:
+    names = {"caches": f"caches of {fixed.ctx_size} tokens"}
+    parts = fixed.parts | {"ring": ring, "experts that must be resident": first}
+    listed = ", ".join(
+        f"{names.get(name, name)} {num_bytes / _GIB:.2f}" for name, num_bytes in parts.items() if num_bytes
+    )
+    return OutOfMemoryError(
+        f"--{tier}: {budget / _GIB:.2f} GiB of {_MEMORY_NAMES[tier]} are below the minimum of "
+        f"{(fixed.total + ring + first) / _GIB:.2f} GiB: {listed}. Allow more, or choose a smaller --ctx-size"
+    )

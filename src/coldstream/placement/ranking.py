@@ -1,0 +1,63 @@
+"""In which order experts are worth fast memory, and which of them fit. Pure.
+
+An expert is a number, layer · num_experts + expert, as in `policies.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def assumed_uses(num_layers: int, num_experts: int) -> Array:
+    """Uses to plan with where nothing is known, float64 [layers, experts].
+
+    Which experts are the frequent ones cannot be guessed, that a few make up most uses can. So uses fall with
+    the expert's number, alike in all layers: each gets its share, a little more where experts are small.
+    """
+    return np.tile(1.0 / np.arange(1, num_experts + 1), (num_layers, 1))
+
+
+def ranked(uses: Array, expert_bytes: Sequence[int]) -> Array:
+    """All experts by falling uses per byte, int64 [layers · experts].
+
+    uses: float64 [layers, experts], counts or expected uses a step; expert_bytes of each layer. Of equals the
+    one with more uses comes first, then the one that ranks higher in its layer, then the lower layer, then
+    the lower id.
+    """
+    num_layers, num_experts = uses.shape
+    by_use = np.lexsort((np.broadcast_to(np.arange(num_experts), uses.shape), -uses))
+    ranks = np.empty_like(by_use)
+    np.put_along_axis(ranks, by_use, np.arange(num_experts)[None, :], axis=1)
+    layers = np.repeat(np.arange(num_layers), num_experts)
+    density = uses / np.asarray(expert_bytes, np.float64).reshape(num_layers, 1)
+    # The last key counts most; numpy sorts stably, so equals stay in the order of ids.
+    return np.lexsort((layers, ranks.ravel(), -uses.ravel(), -density.ravel())).astype(np.int64)
+
+
+def layers_to_pin(num_layers: int, count: int) -> tuple[int, ...]:
+    """The first `count` of: the first layer, the last, then from the second on.
+
+    Routing of the outer layers is the flattest, so that a cache helps them least.
+    """
+    order = dict.fromkeys([0, num_layers - 1, *range(1, num_layers)])
+    return tuple(order)[:count]
+
+
+def take_fitting(order: Sequence[int], sizes: Array, num_bytes: int) -> list[int]:
+    """Those of `order` that fit into `num_bytes` when taken in turn; what does not fit any more is passed.
+
+    sizes: bytes by number. More bytes never make less of them used.
+    """
+    taken = []
+    smallest = int(sizes.min()) if sizes.size else 0
+    for number in order:
+        size = int(sizes[number])
+        if size <= num_bytes:
+            taken.append(int(number))
+            num_bytes -= size
+        if num_bytes < smallest:
+            break
+    return taken

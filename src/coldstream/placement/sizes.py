@@ -1,0 +1,35 @@
+"""ModelSizes: a model as placement sees it, in bytes and counts. Knows nothing of files or tensors."""
+
+from dataclasses import dataclass
+
+from coldstream.placement.routing_trace import RoutedModel
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Plain numbers of one model. An expert is its gate, up and down matrices together."""
+
+    fingerprint: str  # of the file, `GGUFFile.fingerprint`
+    num_experts: int  # of a layer; 0: a dense model
+    num_experts_per_tok: int
+    expert_bytes: tuple[int, ...]  # of one expert, by layer
+    dense_bytes: int  # of all other weights that the forward pass needs, embedding included
+    dense_token_bytes: int  # of those, what one token reads
+    kv_token_bytes: int  # keys and values of one token in all layers of full attention, in the cache's type
+    state_bytes: int  # recurrent states of one sequence
+    token_parameters: int  # weights that one token is multiplied with
+    attention_width: int  # elements of all query heads of all layers of full attention
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.expert_bytes)
+
+    @property
+    def all_expert_bytes(self) -> int:
+        """Of all experts of all layers."""
+        return self.num_experts * sum(self.expert_bytes)
+
+    @property
+    def routed(self) -> RoutedModel:
+        """What traces and plans of this model must agree with."""
+        return RoutedModel(self.fingerprint, self.num_layers, self.num_experts, self.num_experts_per_tok)
