@@ -21,6 +21,7 @@ def sizes(*expert_bytes: int, num_experts: int = 4, num_experts_per_tok: int = 1
         kv_token_bytes=4,
         state_bytes=100,
         token_parameters=3000,
+        expert_parameters=10,
         attention_width=64,
     )
 

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from coldstream.gguf.reader import TensorInfo
 from coldstream.models.spec import ModelSpec
+from coldstream.placement.sizes import ModelSizes
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _EMBEDDING = "token_embd.weight"
@@ -35,6 +36,35 @@ def dense_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
 def trunk_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
     """Bytes of all weights but those of blocks for multi-token prediction."""
     return sum(info.num_bytes for info in tensors.values() if _active_share(spec, info) > 0)
+
+
+def model_sizes(
+    spec: ModelSpec, tensors: Mapping[str, TensorInfo], fingerprint: str, kv_token_bytes: int
+) -> ModelSizes:
+    """The model as placement sees it. kv_token_bytes: of all attention layers, in the cache's type."""
+    expert_bytes, parameters = [0] * spec.num_layers, 0
+    for info in tensors.values():
+        block = _BLOCK.match(info.name)
+        if block and "_exps." in info.name and int(block[1]) < spec.num_layers:
+            expert_bytes[int(block[1])] += info.num_bytes // spec.num_experts
+            parameters += math.prod(info.shape)
+    routed_bytes = spec.num_experts * sum(expert_bytes)
+    num_recurrent = spec.layer_kinds.count("delta_net")
+    state = spec.num_value_heads * spec.ssm_state_size**2 + (spec.conv_kernel - 1) * spec.conv_dim
+    chosen_bytes = spec.num_experts_per_tok * sum(expert_bytes)
+    return ModelSizes(
+        fingerprint=fingerprint,
+        num_experts=spec.num_experts,
+        num_experts_per_tok=spec.num_experts_per_tok,
+        expert_bytes=tuple(expert_bytes),
+        dense_bytes=trunk_bytes(spec, tensors) - routed_bytes,
+        dense_token_bytes=bytes_per_token(spec, tensors) - chosen_bytes,
+        kv_token_bytes=kv_token_bytes,
+        state_bytes=4 * num_recurrent * state,
+        token_parameters=active_parameters(spec, tensors),
+        expert_parameters=parameters // max(1, spec.num_layers * spec.num_experts),
+        attention_width=spec.layer_kinds.count("attention") * spec.query_dim,
+    )
 
 
 def _active_share(spec: ModelSpec, info: TensorInfo) -> Fraction:

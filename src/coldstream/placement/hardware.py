@@ -19,6 +19,22 @@ _FALLBACK_RAM_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
+class GpuHardware:
+    """A GPU and its link to RAM. What a figure is None of was not measured."""
+
+    name: str
+    driver: str
+    total_bytes: int
+    free_bytes: int
+    copy_bytes_per_s: float | None = None  # within its memory, read and written together
+    product_ops_per_s: float | None = None  # int8 multiplications and additions in large matrices
+    link_bytes_per_s: float | None = None  # copies from page-locked RAM, alone
+    link_beside_read: float | None = None  # the same while all cores read RAM
+    read_beside_link: float | None = None  # what they read meanwhile
+    handshake_s: float | None = None  # the GPU raises a flag, a CPU thread answers, the GPU goes on
+
+
+@dataclass(frozen=True)
 class Hardware:
     """A machine. Only plain values, so `dataclasses.asdict` gives JSON."""
 
@@ -29,6 +45,7 @@ class Hardware:
     ram_total_bytes: int  # of the machine or the container, whichever is less
     ram_available_bytes: int
     read_bytes_per_s: float | None = None  # memory read bandwidth; None: not measured
+    gpu: GpuHardware | None = None
 
     @classmethod
     def measure(cls, *, root: Path = Path("/"), cpu_ids: Iterable[int] | None = None) -> "Hardware":

@@ -18,6 +18,7 @@ class ModelSizes:
     kv_token_bytes: int  # keys and values of one token in all layers of full attention, in the cache's type
     state_bytes: int  # recurrent states of one sequence
     token_parameters: int  # weights that one token is multiplied with
+    expert_parameters: int  # weights of one expert
     attention_width: int  # elements of all query heads of all layers of full attention
 
     @property

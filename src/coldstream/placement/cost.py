@@ -1,0 +1,185 @@
+"""What a token costs where its experts lie: seconds from bytes, measured rates and hit rates. Pure.
+
+A layer of decode is a part that every token takes (mixer, router, norms: bytes of GPU memory and launches),
+and its experts: what is resident on the GPU beside what the CPU computes where it lies and what the GPU
+reads over the bus. Prefill streams what is cold beside computing; the CPU takes the experts with few tokens.
+
+The constants are shares of the measured rates that the kernels reach, from docs/results/gpu on an H200.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import Any, Final
+
+import numpy as np
+
+from coldstream.placement.rates import Rates
+from coldstream.placement.sizes import ModelSizes
+
+Array = np.ndarray[Any, Any]
+
+LAUNCH_S: Final = 3.4e-6  # a short kernel of a captured graph, its fixed part
+LAYER_LAUNCHES: Final = 8.65
+EXPERT_LAUNCHES: Final = 2  # of them: gate and up, down
+JOIN_LAUNCHES: Final = 2  # raising the flag and waiting for it, in layers that may miss
+VRAM_SHARE: Final = 0.7  # of a copy's rate, in products of one row
+MANY_ROWS_VRAM_SHARE: Final = 0.36  # the same in products of a prompt's rows
+PRODUCT_SHARE: Final = 0.17  # of the rate of large matrices
+FLOAT_SHARE: Final = 0.035  # attention, which computes in float32, against int8
+CPU_SHARE: Final = 0.85  # of the rate at which threads read
+CPU_PRODUCT_SHARE: Final = 0.4
+CPU_STAGE_S: Final = 4e-6  # a stage of the thread pool: handing out tasks and meeting
+CPU_LAYER_STAGES: Final = 10
+BUS_SHARE: Final = 0.87  # kernels that read over the bus, against copies
+
+
+@dataclass(frozen=True)
+class Split:
+    """Who computes the missed experts of a layer, and how long it takes."""
+
+    num_cpu: int
+    num_bus: int
+    seconds: float
+
+
+def split_misses(num_misses: int, expert_bytes: int, rates: Rates) -> Split:
+    """The fastest way to share `num_misses` experts of a token between the CPU and the bus."""
+    splits = [
+        Split(
+            num_misses - num_bus, num_bus, _cold_seconds(num_misses - num_bus, num_bus, expert_bytes, rates)
+        )
+        for num_bus in range(num_misses + 1)
+    ]
+    return min(splits, key=lambda split: (split.seconds, split.num_bus))
+
+
+def decode_seconds(model: ModelSizes, rates: Rates, hit_rates: Sequence[float], context: int = 0) -> float:
+    """Expected seconds a token with a GPU, `context` tokens into a sequence. hit_rates: of each layer."""
+    bytes_read = model.dense_token_bytes + context * model.kv_token_bytes + model.state_bytes
+    launches = model.num_layers * (LAYER_LAUNCHES - EXPERT_LAUNCHES)
+    seconds = launches * LAUNCH_S + bytes_read / (VRAM_SHARE * rates.vram_bytes_per_s)
+    for size, hit_rate in zip(model.expert_bytes, hit_rates, strict=True):
+        odds = _odds_of_misses(model.num_experts_per_tok, 1.0 - hit_rate)
+        seconds += sum(
+            odd * _experts_seconds(model.num_experts_per_tok - misses, misses, size, rates)
+            for misses, odd in enumerate(odds)
+        )
+        if hit_rate < 1.0:
+            seconds += JOIN_LAUNCHES * LAUNCH_S
+    return seconds
+
+
+def decode_seconds_on_cpu(
+    model: ModelSizes, rates: Rates, hit_rates: Sequence[float], context: int = 0
+) -> float:
+    """The same where RAM is the fast memory and misses come from the disk."""
+    read = CPU_SHARE * rates.read_bytes_per_s
+    seconds = (model.dense_token_bytes + context * model.kv_token_bytes + 2 * model.state_bytes) / read
+    seconds += model.num_layers * CPU_LAYER_STAGES * CPU_STAGE_S
+    for size, hit_rate in zip(model.expert_bytes, hit_rates, strict=True):
+        num_bytes = model.num_experts_per_tok * size
+        # A missed expert is computed after it was read.
+        from_disk = (1.0 - hit_rate) * num_bytes * (1 / rates.disk_bytes_per_s + 1 / read)
+        seconds += max(hit_rate * num_bytes / read, from_disk)
+    return seconds
+
+
+def prefill_seconds(
+    model: ModelSizes, rates: Rates, resident: Array, uses: Array | None, num_tokens: int, chunk_size: int
+) -> float:
+    """Seconds for a prompt with a GPU. resident: bool [layers, experts]; uses as in `plan_placement`."""
+    seconds = 0.0
+    for start in range(0, num_tokens, chunk_size):
+        count = min(chunk_size, num_tokens - start)
+        rows = _rows(model, uses, count)
+        touched = _touched(rows, count)
+        stream = _stream_seconds(model, rates, rows[~resident], touched[~resident], _sizes(model)[~resident])
+        moved = float((touched * _sizes(model)).sum()) + model.dense_bytes
+        pairs = count * (start + count / 2) * model.attention_width
+        compute = (
+            model.num_layers * LAYER_LAUNCHES * LAUNCH_S
+            + moved / (MANY_ROWS_VRAM_SHARE * rates.vram_bytes_per_s)
+            + 2 * count * model.token_parameters / (PRODUCT_SHARE * rates.product_ops_per_s)
+            + 4 * pairs / (FLOAT_SHARE * rates.product_ops_per_s)
+        )
+        # Nothing hides the first layer's experts.
+        seconds += max(stream, compute) + stream / model.num_layers
+    return seconds
+
+
+def prefill_seconds_on_cpu(
+    model: ModelSizes, rates: Rates, resident: Array, uses: Array | None, num_tokens: int, chunk_size: int
+) -> float:
+    """The same where RAM is the fast memory and the rest comes from the disk."""
+    seconds = 0.0
+    for start in range(0, num_tokens, chunk_size):
+        count = min(chunk_size, num_tokens - start)
+        touched = _touched(_rows(model, uses, count), count) * _sizes(model)
+        pairs = count * (start + count / 2) * model.attention_width
+        ops = 2 * count * model.token_parameters + 4 * pairs
+        read = (float(touched.sum()) + model.dense_bytes) / (CPU_SHARE * rates.read_bytes_per_s)
+        compute = max(read, ops / (CPU_PRODUCT_SHARE * rates.cpu_ops_per_s))
+        seconds += max(compute, float(touched[~resident].sum()) / rates.disk_bytes_per_s)
+    return seconds
+
+
+def _cold_seconds(num_cpu: int, num_bus: int, expert_bytes: int, rates: Rates) -> float:
+    """Both at once, each slower while the other runs. The bus begins while the CPU is still being asked."""
+    cpu = num_cpu * expert_bytes / (CPU_SHARE * rates.read_bytes_per_s)
+    bus = num_bus * expert_bytes / (BUS_SHARE * rates.link_bytes_per_s)
+    if not num_cpu:
+        return bus
+    answer = rates.handshake_s + EXPERT_LAUNCHES * CPU_STAGE_S
+    cpu_slowdown = rates.read_bytes_per_s / rates.read_beside_link
+    bus_slowdown = rates.link_bytes_per_s / rates.link_beside_read
+    bus = max(0.0, bus - answer)
+    both = min(cpu * cpu_slowdown, bus * bus_slowdown)
+    return answer + both + (cpu - both / cpu_slowdown) + (bus - both / bus_slowdown)
+
+
+def _experts_seconds(num_resident: int, num_misses: int, expert_bytes: int, rates: Rates) -> float:
+    on_gpu = EXPERT_LAUNCHES * LAUNCH_S
+    on_gpu += num_resident * expert_bytes / (VRAM_SHARE * rates.vram_bytes_per_s)
+    return max(on_gpu, split_misses(num_misses, expert_bytes, rates).seconds)
+
+
+def _odds_of_misses(num_experts: int, miss_rate: float) -> list[float]:
+    """Of 0 to `num_experts` misses, as if each missed on its own."""
+    return [
+        comb(num_experts, misses) * miss_rate**misses * (1 - miss_rate) ** (num_experts - misses)
+        for misses in range(num_experts + 1)
+    ]
+
+
+def _sizes(model: ModelSizes) -> Array:
+    sizes = np.asarray(model.expert_bytes, np.float64)[:, None]
+    return np.broadcast_to(sizes, (model.num_layers, model.num_experts))
+
+
+def _rows(model: ModelSizes, uses: Array | None, count: int) -> Array:
+    """Rows that each expert gets of `count` tokens, float64 [layers, experts]."""
+    shape = (model.num_layers, model.num_experts)
+    weights = np.ones(shape) if uses is None else np.asarray(uses, np.float64) + 1e-9
+    odds = model.num_experts_per_tok * weights / weights.sum(axis=1, keepdims=True)
+    return count * np.minimum(odds, 1.0)
+
+
+def _touched(rows: Array, count: int) -> Array:
+    """The odds that an expert gets a row at all, as if tokens chose on their own."""
+    return 1.0 - (1.0 - rows / count) ** count
+
+
+def _stream_seconds(model: ModelSizes, rates: Rates, rows: Array, touched: Array, sizes: Array) -> float:
+    """Until all cold experts [n] were streamed or computed by the CPU, which takes those that suit it best."""
+    if not rows.size:
+        return 0.0
+    by_bus = touched * sizes / rates.link_beside_read
+    by_cpu = np.maximum(
+        touched * sizes / (CPU_SHARE * rates.read_beside_link),
+        2 * rows * model.expert_parameters / (CPU_PRODUCT_SHARE * rates.cpu_ops_per_s),
+    )
+    order = np.argsort(by_cpu / by_bus, kind="stable")
+    on_cpu = np.concatenate([[0.0], np.cumsum(by_cpu[order])])
+    on_bus = by_bus.sum() - np.concatenate([[0.0], np.cumsum(by_bus[order])])
+    return float(np.maximum(on_cpu, on_bus).min())

@@ -1,0 +1,81 @@
+"""What a plan promises: expected speed, and what one more GiB would add. Pure."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from coldstream.placement.cost import (
+    decode_seconds,
+    decode_seconds_on_cpu,
+    prefill_seconds,
+    prefill_seconds_on_cpu,
+)
+from coldstream.placement.hit_rates import HitCurve, expected_hit_rates
+from coldstream.placement.plan import PlacementPlan, PlanOptions, plan_placement
+from coldstream.placement.rates import Rates
+from coldstream.placement.sizes import ModelSizes
+
+Array = np.ndarray[Any, Any]
+
+PROMPT_LENGTHS: Final = (168, 512, 2048, 8192)
+NEXT_BYTES: Final = 2**30
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Expected figures of a plan. Tokens per second of one sequence."""
+
+    hit_rate: float  # of the routed experts that a token uses, in fast memory
+    cold_token_bytes: int  # of experts that a token uses and that are elsewhere
+    decode: float  # at the beginning of a sequence
+    prefill: dict[int, float]  # by the prompt's length; none beyond the context
+
+
+@dataclass(frozen=True)
+class Known:
+    """What forecasts are made from beside the plan."""
+
+    model: ModelSizes
+    rates: Rates
+    curve: HitCurve
+    uses: Array | None = None  # float [layers, experts]; None: nothing is known
+
+
+def forecast(plan: PlacementPlan, known: Known) -> Forecast:
+    """What to expect of `plan`, a plan of `known.model`."""
+    model = known.model
+    counts = [len(ids) for ids in plan.resident]
+    rates = expected_hit_rates(known.curve, counts, model.num_experts)
+    chosen = [model.num_experts_per_tok * size for size in model.expert_bytes]
+    cold = sum((1 - rate) * num_bytes for rate, num_bytes in zip(rates, chosen, strict=True))
+    resident = np.zeros((model.num_layers, model.num_experts), bool)
+    resident.ravel()[plan.resident_numbers()] = True
+    on_gpu = plan.tier == "vram"
+    decode = (decode_seconds if on_gpu else decode_seconds_on_cpu)(model, known.rates, rates)
+    prefill = prefill_seconds if on_gpu else prefill_seconds_on_cpu
+    chunk_size = plan.fixed.chunk_size
+    return Forecast(
+        hit_rate=1 - cold / max(1, sum(chosen)),
+        cold_token_bytes=round(cold),
+        decode=1 / decode,
+        prefill={
+            length: length / prefill(model, known.rates, resident, known.uses, length, chunk_size)
+            for length in PROMPT_LENGTHS
+            if length <= plan.fixed.ctx_size
+        },
+    )
+
+
+def with_more(
+    plan: PlacementPlan, known: Known, options: PlanOptions, num_bytes: int = NEXT_BYTES
+) -> PlacementPlan:
+    """The plan with `num_bytes` more of fast memory."""
+    return plan_placement(
+        known.model,
+        plan.fixed,
+        plan.budget_bytes + num_bytes,
+        tier=plan.tier,
+        uses=known.uses,
+        options=options,
+    )

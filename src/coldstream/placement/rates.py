@@ -1,0 +1,86 @@
+"""Rates: what a machine moves and multiplies in a second, as the cost model wants it. Pure."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from coldstream.placement.hardware import Hardware
+
+_CPU_OPS_PER_CORE: Final = {"amx_int8": 4e11, "avx512_vnni": 1.5e11, "avx2": 4e10}
+_GENERIC_OPS_PER_CORE: Final = 5e9
+
+# For what was not measured: a graphics card with 400 GB/s on PCIe 4, two channels of DDR5, an NVMe disk.
+_ASSUMED: Final = {
+    "read_bytes_per_s": 6e10,
+    "link_bytes_per_s": 2.4e10,
+    "vram_bytes_per_s": 4e11,
+    "product_ops_per_s": 1.5e14,
+    "handshake_s": 1e-5,
+    "disk_bytes_per_s": 2e9,
+}
+
+
+_WORDS: Final = {
+    "read_bytes_per_s": ("RAM", 1e9, "GB/s"),
+    "link_bytes_per_s": ("link", 1e9, "GB/s"),
+    "vram_bytes_per_s": ("GPU memory", 1e9, "GB/s"),
+    "product_ops_per_s": ("GPU products", 1e12, "TOPS"),
+    "handshake_s": ("handshake", 1e-6, "µs"),
+    "disk_bytes_per_s": ("disk", 1e9, "GB/s"),
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes and operations a second. `assumed` names those that were not measured."""
+
+    read_bytes_per_s: float  # CPU threads from RAM, alone
+    link_bytes_per_s: float  # from RAM to the GPU, alone
+    read_beside_link: float  # CPU threads from RAM while the link is busy
+    link_beside_read: float  # the link while the CPU threads read
+    vram_bytes_per_s: float  # what a copy in the GPU's memory reads and writes together
+    product_ops_per_s: float  # int8 multiplications and additions of the GPU in large matrices
+    cpu_ops_per_s: float  # the same of all cores
+    handshake_s: float  # the GPU raises a flag, a thread answers, the GPU goes on
+    disk_bytes_per_s: float
+    assumed: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, hardware: Hardware, disk_bytes_per_s: float | None = None) -> "Rates":
+        """What was measured of `hardware`; the rest is assumed."""
+        gpu = hardware.gpu
+        measured: dict[str, Any] = {
+            "read_bytes_per_s": hardware.read_bytes_per_s,
+            "disk_bytes_per_s": disk_bytes_per_s,
+        }
+        if gpu is not None:
+            measured |= {
+                "link_bytes_per_s": gpu.link_bytes_per_s,
+                "vram_bytes_per_s": gpu.copy_bytes_per_s,
+                "product_ops_per_s": gpu.product_ops_per_s,
+                "handshake_s": gpu.handshake_s,
+            }
+        known = {name: value for name, value in measured.items() if value is not None}
+        values = _ASSUMED | known
+        read, link = values["read_bytes_per_s"], values["link_bytes_per_s"]
+        read_beside = gpu.read_beside_link if gpu else None
+        link_beside = gpu.link_beside_read if gpu else None
+        return cls(
+            **values,
+            # What the link carries comes out of the same memory.
+            read_beside_link=read_beside or max(read / 4, read - link),
+            link_beside_read=link_beside or link,
+            cpu_ops_per_s=hardware.num_physical_cores * _ops_per_core(hardware.cpu_flags),
+            assumed=tuple(name for name in _ASSUMED if name not in known),
+        )
+
+    def describe_assumed(self) -> str:
+        """The assumed values in words, for people; nothing if there are none."""
+        return ", ".join(
+            f"{what} {getattr(self, name) / scale:g} {unit}"
+            for name, (what, scale, unit) in _WORDS.items()
+            if name in self.assumed
+        )
+
+
+def _ops_per_core(flags: tuple[str, ...]) -> float:
+    return next((ops for flag, ops in _CPU_OPS_PER_CORE.items() if flag in flags), _GENERIC_OPS_PER_CORE)
