@@ -23,6 +23,7 @@ from coldstream.errors import ColdstreamError, escape_controls
 VERBS = {
     "run": "Generate or chat in the terminal.",
     "bench": "Measure prefill and decode speed.",
+    "plan": "Show what goes where, and the speed to expect.",
     "profile": "Record which experts a text uses.",
     "show": "Describe a model file.",
     "pull": "Download a model.",

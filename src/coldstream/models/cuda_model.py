@@ -157,23 +157,7 @@ def plan_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, free_bytes: int
     Raises OutOfMemoryError if it doesn't fit into `free_bytes`.
     """
     for chunk_size in CHUNK_SIZES:
-        memory = MemoryPlan()
-        loaded = Loaded.into(memory, file, spec, limits, chunk_size)
-        for count in (1, FEW_STEPS, MAX_DECODE_ROWS):
-            held = loaded.logits(count)
-            loaded.logits(count)  # a graph is captured while the first step's logits are held
-            del held
-        for count in {padded_rows(min(chunk_size, limits.context_length, MAX_GRAPH_ROWS)), chunk_size}:
-            hidden = loaded.kept_step(count) if count <= MAX_GRAPH_ROWS else loaded.step(count)
-            loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
-            del hidden
-        plan = CudaMemoryPlan(
-            weights=loaded.weight_bytes,
-            caches=memory.persistent_bytes - loaded.weight_bytes,
-            workspace=memory.workspace_bytes,
-            chunk_size=chunk_size,
-            experts=limits.expert_bytes or 0,
-        )
+        plan = count_memory(file, spec, limits, chunk_size)
         left = free_bytes - (plan.total - plan.workspace)
         if plan.workspace <= max(0, left) * WORKSPACE_SHARE:
             return plan
@@ -185,6 +169,27 @@ def plan_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, free_bytes: int
         f"{plan.weights / gib:.2f}, caches of {limits.context_length} tokens {plan.caches / gib:.2f}, "
         f"workspace {(plan.total - plan.weights - plan.caches) / gib:.2f}. Choose a smaller quantisation, a "
         "smaller --ctx-size, or --device cpu"
+    )
+
+
+def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int) -> CudaMemoryPlan:
+    """What the model takes with steps of up to `chunk_size` tokens, counted by running it without memory."""
+    memory = MemoryPlan()
+    loaded = Loaded.into(memory, file, spec, limits, chunk_size)
+    for count in (1, FEW_STEPS, MAX_DECODE_ROWS):
+        held = loaded.logits(count)
+        loaded.logits(count)  # a graph is captured while the first step's logits are held
+        del held
+    for count in {padded_rows(min(chunk_size, limits.context_length, MAX_GRAPH_ROWS)), chunk_size}:
+        hidden = loaded.kept_step(count) if count <= MAX_GRAPH_ROWS else loaded.step(count)
+        loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
+        del hidden
+    return CudaMemoryPlan(
+        weights=loaded.weight_bytes,
+        caches=memory.persistent_bytes - loaded.weight_bytes,
+        workspace=memory.workspace_bytes,
+        chunk_size=chunk_size,
+        experts=limits.expert_bytes or 0,
     )
 
 

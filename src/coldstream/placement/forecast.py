@@ -1,6 +1,6 @@
 """What a plan promises: expected speed, and what one more GiB would add. Pure."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np

@@ -37,20 +37,23 @@ class HitCurve:
         return float(np.interp(share, self.shares, self.hit_rates))
 
     @classmethod
-    def from_trace(cls, trace: RoutingTrace, profile: Array) -> "HitCurve":
-        """What this package's policy reaches over the end of a trace, beginning with the most used.
+    def from_trace(cls, trace: RoutingTrace) -> "HitCurve":
+        """What this package's policy holds over the end of a trace, with what the rest was used for at first.
 
-        profile: expected uses a step, [layers, experts]. Takes seconds for a large model.
+        Takes seconds for a large model.
         """
-        end = RoutingTrace(trace.model, trace.topk_ids[-_MAX_STEPS:])
+        cut = max(trace.num_steps - _MAX_STEPS, trace.num_steps // 2)
+        model, end = trace.model, RoutingTrace(trace.model, trace.topk_ids[cut:])
+        profile = np.zeros((model.num_layers, model.num_experts))
+        if cut:
+            profile = RoutingTrace(model, trace.topk_ids[:cut]).counts() / cut
         rates = [
             simulate(end, DecayedFrequency(), max(1, round(share * profile.size)), profile).hit_rate
             for share in _SHARES
         ]
         rising = np.maximum.accumulate(rates).tolist()
-        return cls(
-            (0.0, *_SHARES, 1.0), (0.0, *rising, 1.0), f"replay of the last {end.num_steps} tokens of a trace"
-        )
+        source = f"replay of the last {end.num_steps} tokens of a trace"
+        return cls((0.0, *_SHARES, 1.0), (0.0, *rising, 1.0), source)
 
 
 PUBLISHED: Final = HitCurve(

@@ -102,6 +102,11 @@ class PlacementPlan:
         return sum(len(ids) * size for ids, size in zip(self.resident, self.expert_bytes, strict=True))
 
     @property
+    def cold_bytes(self) -> int:
+        """Of the experts that begin elsewhere."""
+        return self.model.num_experts * sum(self.expert_bytes) - self.resident_bytes
+
+    @property
     def total_bytes(self) -> int:
         return self.fixed.total + self.ring_bytes + self.resident_bytes
 

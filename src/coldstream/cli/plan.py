@@ -1,0 +1,133 @@
+"""`coldstream plan`: what goes where under a budget, the speed to expect, and what more memory would add."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich import box
+from rich.table import Table
+
+from coldstream.cli.model_argument import model_or_bundled
+from coldstream.cli.options import common_options, engine_config, engine_options
+from coldstream.cli.terminal import ProgressLine, format_bytes, note, table_console
+from coldstream.placement.forecast import Forecast, forecast, with_more
+from coldstream.placement.plan import PlacementPlan, PlanOptions
+from coldstream.placement.plan_file import plan_to_json, save_plan
+
+_PART_NAMES = {
+    "weights": "weights of every token",
+    "caches": "keys, values, states",
+    "workspace": "workspace",
+    "drafter": "draft model",
+    "graphs": "captured steps",
+    "reserve": "the driver's reserve",
+}
+_FAST_NAMES = {"vram": "GPU memory", "ram": "RAM"}
+_SLOW_NAMES = {"vram": "RAM", "ram": "disk"}
+
+
+@click.command("plan", short_help="Show what goes where, and the speed to expect.")
+@click.argument("model", required=False)
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path),
+    metavar="TRACE",
+    help="A trace of `coldstream profile`: which experts are used most.",
+)
+@click.option(
+    "--pin-layers", type=click.IntRange(0), default=0, metavar="N", help="Layers that are resident whole."
+)
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write the plan, for --plan.")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the tables.")
+@engine_options
+@common_options
+def command(
+    model: str | None,
+    profile: Path | None,
+    pin_layers: int,
+    out: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Plan the memory for MODEL, whose weights are not read. Without MODEL: the bundled demo model.
+
+    With --vram the plan is for a GPU, also on a machine that has none; what could not be measured is assumed
+    and named.
+    """
+    # Imported here because planning is not needed to show how the verb is used.
+    from coldstream.engine.planning import plan_by_name
+
+    config = engine_config(model_or_bundled(model), options)
+    chosen = PlanOptions(num_pinned_layers=pin_layers)
+    with ProgressLine() as line:
+        planned = plan_by_name(config, chosen, profile, line.update)
+    plan, known = planned.plan, planned.known
+    expected = forecast(plan, known)
+    richer = None if plan.is_all_resident else forecast(with_more(plan, known, chosen), known)
+    if out is not None:
+        save_plan(plan, out)
+    if as_json:
+        document = {
+            "plan": json.loads(plan_to_json(plan)),
+            "hardware": asdict(planned.hardware),
+            "rates": asdict(known.rates),
+            "hit_rates_from": known.curve.source,
+            "forecast": asdict(expected),
+            "forecast_with_next_gib": asdict(richer) if richer else None,
+        }
+        click.echo(json.dumps(document))
+        return
+    console = table_console()
+    console.print(_places(plan))
+    console.print(_speeds(expected, richer))
+    note(f"hit rates: {known.curve.source}")
+    if known.rates.assumed:
+        note(f"not measured on this machine but assumed: {known.rates.describe_assumed()}")
+
+
+def _places(plan: PlacementPlan) -> Table:
+    """One row for each thing that takes memory."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("what")
+    table.add_column("where")
+    table.add_column("size", justify="right")
+    fast, slow = _FAST_NAMES[plan.tier], _SLOW_NAMES[plan.tier]
+    for name, num_bytes in plan.fixed.parts.items():
+        what = _PART_NAMES[name]
+        if name == "caches":
+            what += f" of {plan.fixed.ctx_size} tokens, {plan.fixed.kv_type}"
+        if num_bytes:
+            table.add_row(what, fast, format_bytes(num_bytes))
+    if plan.ring_bytes:
+        table.add_row("experts on their way in prefill", fast, format_bytes(plan.ring_bytes))
+    for size, count in plan.slots.items():
+        if count:
+            what = f"{count} experts of {size / 2**20:.2f} MiB"
+            table.add_row(what, fast, format_bytes(count * size))
+    table.add_row("free", fast, format_bytes(plan.budget_bytes - plan.total_bytes))
+    table.add_row(f"[bold]{fast}[/bold]", "", format_bytes(plan.budget_bytes))
+    num_cold = plan.num_all - plan.num_resident
+    if num_cold:
+        table.add_row(f"{num_cold} of {plan.num_all} experts", slow, format_bytes(plan.cold_bytes))
+    return table
+
+
+def _speeds(expected: Forecast, richer: Forecast | None) -> Table:
+    """Speeds in tokens per second, and with one more GiB."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("expected")
+    table.add_column("of this plan", justify="right")
+    if richer:
+        table.add_column("with 1 GiB more", justify="right")
+    rows = [
+        ("hit rate", *(f"{one.hit_rate:.1%}" for one in (expected, richer) if one)),
+        ("decode, tok/s", *(f"{one.decode:.1f}" for one in (expected, richer) if one)),
+    ]
+    for length in expected.prefill:
+        speeds = (f"{one.prefill[length]:.0f}" for one in (expected, richer) if one)
+        rows.append((f"prefill of {length}, tok/s", *speeds))
+    for row in rows:
+        table.add_row(*row)
+    return table

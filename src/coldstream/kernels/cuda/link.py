@@ -1,0 +1,229 @@
+"""What moves between RAM and the GPU, alone and while CPU threads read: the figures that placement plans with."""
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from cuda.bindings import driver
+
+from coldstream.errors import DeviceError
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels import _csrc
+from coldstream.kernels.cuda.device import device_errors
+
+BUFFER_BYTES = 256 * 2**20
+PIECE_BYTES = 2 * 2**20  # about one expert of a 35B model
+BURST_S = 0.25  # of copies at a time
+NUM_BURSTS = 3
+
+_READER_BYTES = 512 * 2**20  # of RAM, beyond any cache
+_READER_PIECE_WORDS = 2**21  # a few milliseconds for a thread
+_MATRIX_SIZE = 4096
+_NUM_PRODUCTS = 20
+_ROUNDS_PER_BATCH = 64  # three operations each, of 256 that a call takes
+_NUM_BATCHES = 16
+_LIMIT_S = 5.0
+_WORDS_PER_LINE = 16
+_ONE_ROW_OF_LAYER_0 = 1 | 1 << 16
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """Bytes per second."""
+
+    alone: float  # copies from page-locked RAM to the device
+    beside_read: float  # the same while CPU threads read RAM
+    read_beside: float  # what these threads read meanwhile, together
+
+
+def measure_link(num_threads: int) -> LinkRates:
+    """Copies of pieces of the size of experts, and `num_threads` that read; the best of three. About 2 s.
+
+    Raises DeviceError, OutOfMemoryError.
+    """
+    with device_errors():
+        source = torch.zeros(BUFFER_BYTES, dtype=torch.uint8).pin_memory()
+        target = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cuda")
+        _copy_for(source, target, 1)
+        pass_s = _copy_for(source, target, 2) / 2
+        num_passes = max(1, round(BURST_S / pass_s))
+        alone = max(
+            num_passes * BUFFER_BYTES / _copy_for(source, target, num_passes) for _ in range(NUM_BURSTS)
+        )
+        both = []
+        with _Readers.running(num_threads) as readers:
+            for _ in range(NUM_BURSTS):
+                before, start = readers.num_bytes, time.perf_counter()
+                copied = num_passes * BUFFER_BYTES / _copy_for(source, target, num_passes)
+                read = (readers.num_bytes - before) / (time.perf_counter() - start)
+                both.append((copied + read, copied, read))
+        del source, target
+        torch.cuda.empty_cache()
+    _, beside_read, read_beside = max(both)
+    return LinkRates(alone, beside_read, read_beside)
+
+
+def measure_handshake(num_threads: int) -> float:
+    """Seconds for: the device raises a flag, the threads that compute experts answer it, the device goes on.
+
+    The mean of 1024 rounds in a stream, with nothing to compute. Raises DeviceError if the driver has no
+    operations of streams on memory, or if nobody answers.
+    """
+    with device_errors():
+        words = torch.zeros(2 * _WORDS_PER_LINE, dtype=torch.int32, pin_memory=True)
+        request, done = (words[start : start + 1] for start in (0, _WORDS_PER_LINE))
+        server = _idle_server(request, done, num_threads)
+        batch = _rounds(request.data_ptr(), done.data_ptr())
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        server.begin()
+        try:
+            for number in range(_NUM_BATCHES + 1):
+                if number == 1:  # the first batch only wakes everybody
+                    begin.record(stream)
+                _check(driver.cuStreamBatchMemOp(stream.cuda_stream, len(batch), batch, 0))
+            end.record(stream)
+            _wait(end, done)
+        finally:
+            server.end()
+        server.check()
+    return float(begin.elapsed_time(end) / 1e3 / (_NUM_BATCHES * _ROUNDS_PER_BATCH))
+
+
+def measure_products() -> float:
+    """Int8 multiplications and additions per second in products of large matrices, the best of twenty."""
+    with device_errors():
+        shape = (_MATRIX_SIZE, _MATRIX_SIZE)
+        one, other = (torch.ones(shape, dtype=torch.int8, device="cuda") for _ in range(2))
+        times = []
+        for _ in range(_NUM_PRODUCTS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            torch._int_mm(one, other.T)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        del one, other
+        torch.cuda.empty_cache()
+    return float(2 * _MATRIX_SIZE**3 / min(times))
+
+
+def driver_version() -> str:
+    """Of the installed driver, as nvidia-smi shows it; "unknown" where NVIDIA's management library is missing."""
+    text = ctypes.create_string_buffer(80)
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return "unknown"
+    if library.nvmlInit_v2() != 0:
+        return "unknown"
+    known = library.nvmlSystemGetDriverVersion(text, len(text)) == 0
+    library.nvmlShutdown()
+    return text.value.decode() if known else "unknown"
+
+
+class _Readers:
+    """Threads that read RAM, as `measure_read_bandwidth` does, until told to stop."""
+
+    def __init__(self, num_threads: int) -> None:
+        words = np.ones(_READER_BYTES // 8, dtype=np.int64)
+        self._counts = [0] * num_threads
+        self._stopped = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._read, args=(index, share))
+            for index, share in enumerate(np.array_split(words, num_threads))
+        ]
+
+    @classmethod
+    @contextmanager
+    def running(cls, num_threads: int) -> Iterator["_Readers"]:
+        readers = cls(num_threads)
+        for thread in readers._threads:
+            thread.start()
+        try:
+            yield readers
+        finally:
+            readers._stopped.set()
+            for thread in readers._threads:
+                thread.join()
+
+    @property
+    def num_bytes(self) -> int:
+        """Read so far."""
+        return sum(self._counts)
+
+    def _read(self, index: int, share: np.ndarray) -> None:  # type: ignore[type-arg]
+        while not self._stopped.is_set():
+            for start in range(0, len(share), _READER_PIECE_WORDS):
+                piece = share[start : start + _READER_PIECE_WORDS]
+                piece.max()
+                self._counts[index] += piece.nbytes
+
+
+def _copy_for(source: torch.Tensor, target: torch.Tensor, num_passes: int) -> float:
+    """Seconds for so many copies of the whole buffer, piece by piece."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(num_passes):
+        for start in range(0, BUFFER_BYTES, PIECE_BYTES):
+            piece = slice(start, start + PIECE_BYTES)
+            target[piece].copy_(source[piece], non_blocking=True)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end) / 1e3)
+
+
+def _idle_server(request: torch.Tensor, done: torch.Tensor, num_threads: int) -> _csrc.ExpertServer:
+    """The server that decoding uses, with one expert, and a mailbox whose only pair is not for it."""
+    runtime = _csrc.Runtime(num_threads)
+    words = (word.numpy().view(np.uint32) for word in (request, done))
+    rows, ids = np.zeros((1, 32), np.float32), np.full((1, 1), -1, np.int32)
+    server = _csrc.ExpertServer(runtime, *words, rows, ids, np.zeros((1, 1, 32), np.float32))
+    weight = _csrc.Weight.from_array(np.zeros(32 * 32 * 4, np.uint8), QuantType.F32, 32, 32)
+    server.add_layer(weight, weight, weight)
+    return server
+
+
+def _rounds(request: int, done: int) -> list["driver.CUstreamBatchMemOpParams"]:
+    """The operations of `_ROUNDS_PER_BATCH` rounds: nothing is done yet, a request, the wait for its answer."""
+    kinds = driver.CUstreamBatchMemOpType
+    write, wait = (kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32)
+    at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
+    operations = []
+    for _ in range(_ROUNDS_PER_BATCH):
+        for kind, address, value in (
+            (write, done, 0),
+            (write, request, _ONE_ROW_OF_LAYER_0),
+            (wait, done, 1),
+        ):
+            operation = driver.CUstreamBatchMemOpParams()
+            operation.operation = kind
+            part = operation.waitValue if kind == wait else operation.writeValue
+            part.operation = kind
+            part.address, part.value = driver.CUdeviceptr(address), driver.cuuint32_t(value)
+            part.flags = at_least if kind == wait else 0
+            operations.append(operation)
+    return operations
+
+
+def _wait(event: torch.cuda.Event, done: torch.Tensor) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while not event.query():
+        if time.monotonic() > deadline:
+            while not event.query():  # answered in the server's place, or the device would wait for ever
+                done.fill_(1)
+            raise DeviceError(
+                "the CPU does not see the GPU's flags: experts that do not fit cannot be computed"
+            )
+        time.sleep(1e-4)
+
+
+def _check(result: tuple[object, ...]) -> None:
+    status = result[0]
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise DeviceError(f"the GPU driver refused: {driver.cuGetErrorString(status)[1].decode()}")

@@ -1,0 +1,90 @@
+"""What a model takes of the fast memory beside its experts: the `FixedPart` of a placement.
+
+On a GPU it is counted by the dry run that also plans its memory. Where the packages for that are missing, and
+on the CPU, activations are estimated from their widths.
+"""
+
+import importlib.util
+
+from coldstream.gguf.reader import GGUFFile
+from coldstream.models.spec import ModelSpec
+from coldstream.placement.plan import FixedPart
+from coldstream.placement.sizes import ModelSizes
+
+CPU_CHUNK_SIZE = 512
+_GPU_CHUNK_SIZES = (8192, 4096, 2048, 1024, 512, 256)
+_WORKSPACE_SHARE = 0.25  # of what weights and caches leave, for activations
+_GPU_GRAPH_BYTES = 192 * 2**20
+_GPU_RESERVE_BYTES = 256 * 2**20
+_FLOATS_BESIDE_EXPERTS = 16  # activations of a token, in hidden states, beside one for each of its experts
+
+
+def fixed_part_on_gpu(
+    file: GGUFFile, spec: ModelSpec, sizes: ModelSizes, ctx_size: int, kv_type: str, budget_bytes: int
+) -> FixedPart:
+    """With the largest steps of prefill whose activations are a modest part of what is left of the budget."""
+    count = _counted if _can_count() else _estimated
+    for chunk_size in _GPU_CHUNK_SIZES:
+        fixed = count(file, spec, sizes, ctx_size, kv_type, chunk_size)
+        left = budget_bytes - (fixed.total - fixed.workspace)
+        if fixed.workspace <= max(0, left) * _WORKSPACE_SHARE:
+            break
+    return fixed
+
+
+def fixed_part_on_cpu(spec: ModelSpec, sizes: ModelSizes, ctx_size: int, kv_type: str) -> FixedPart:
+    """Keys and values count in full, though they take memory only as a sequence grows."""
+    return FixedPart(
+        ctx_size=ctx_size,
+        kv_type=kv_type,
+        chunk_size=CPU_CHUNK_SIZE,
+        weights=sizes.dense_bytes,
+        caches=_cache_bytes(sizes, ctx_size),
+        workspace=_activation_bytes(spec, CPU_CHUNK_SIZE),
+    )
+
+
+def _can_count() -> bool:
+    return all(importlib.util.find_spec(package) is not None for package in ("torch", "triton", "cuda"))
+
+
+def _counted(
+    file: GGUFFile, spec: ModelSpec, sizes: ModelSizes, ctx_size: int, kv_type: str, chunk_size: int
+) -> FixedPart:
+    # Imported here because its kernels need packages that a machine without a GPU may not have.
+    from coldstream.models.cuda_model import Limits, count_memory
+
+    plan = count_memory(file, spec, Limits(1, ctx_size, kv_type), chunk_size)
+    return FixedPart(
+        ctx_size=ctx_size,
+        kv_type=kv_type,
+        chunk_size=plan.chunk_size,
+        weights=plan.weights - sizes.all_expert_bytes,
+        caches=plan.caches,
+        workspace=plan.workspace,
+        graphs=plan.graphs,
+        reserve=plan.reserve,
+    )
+
+
+def _estimated(
+    file: GGUFFile, spec: ModelSpec, sizes: ModelSizes, ctx_size: int, kv_type: str, chunk_size: int
+) -> FixedPart:
+    return FixedPart(
+        ctx_size=ctx_size,
+        kv_type=kv_type,
+        chunk_size=chunk_size,
+        weights=sizes.dense_bytes,
+        caches=_cache_bytes(sizes, ctx_size),
+        workspace=_activation_bytes(spec, chunk_size),
+        graphs=_GPU_GRAPH_BYTES,
+        reserve=_GPU_RESERVE_BYTES,
+    )
+
+
+def _cache_bytes(sizes: ModelSizes, ctx_size: int) -> int:
+    return ctx_size * sizes.kv_token_bytes + sizes.state_bytes
+
+
+def _activation_bytes(spec: ModelSpec, chunk_size: int) -> int:
+    return 4 * chunk_size * spec.hidden_size * (_FLOATS_BESIDE_EXPERTS + spec.num_experts_per_tok)

@@ -1,0 +1,79 @@
+"""The measured rates of a machine, kept so that they are measured once. Bound to the CPU and the GPU.
+
+A file that is missing, damaged or another machine's is none: its owner measures again.
+"""
+
+import json
+import math
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from coldstream.placement.hardware import Hardware
+
+_VERSION: Final = 1
+_MAX_BYTES: Final = 1 << 16
+_GPU_RATES: Final = (
+    "copy_bytes_per_s",
+    "product_ops_per_s",
+    "link_bytes_per_s",
+    "link_beside_read",
+    "read_beside_link",
+    "handshake_s",
+)
+
+
+def default_path() -> Path:
+    """Where rates are kept."""
+    return Path.home() / ".cache" / "coldstream" / "hardware.json"
+
+
+def with_stored_rates(hardware: Hardware, path: Path) -> Hardware | None:
+    """`hardware` with the rates that the file at `path` has of this machine; None if it has none."""
+    try:
+        with open(path, "rb") as file:
+            document = json.loads(file.read(_MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(document, dict) or document.get("machine") != _machine(hardware):
+        return None
+    rates = document.get("rates")
+    names = ("read_bytes_per_s", *(_GPU_RATES if hardware.gpu else ()))
+    if not isinstance(rates, dict) or not all(_is_rate(rates.get(name)) for name in names):
+        return None
+    gpu = hardware.gpu and replace(hardware.gpu, **{name: rates[name] for name in _GPU_RATES})
+    return replace(hardware, read_bytes_per_s=rates["read_bytes_per_s"], gpu=gpu)
+
+
+def store_rates(hardware: Hardware, path: Path) -> None:
+    """Writes the rates at once: there is the old file or the whole new one. Raises OSError."""
+    rates = {"read_bytes_per_s": hardware.read_bytes_per_s}
+    if hardware.gpu:
+        rates |= {name: getattr(hardware.gpu, name) for name in _GPU_RATES}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "w") as file:
+            json.dump({"machine": _machine(hardware), "rates": rates}, file, indent=2)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _machine(hardware: Hardware) -> dict[str, Any]:
+    """What rates depend on."""
+    return {
+        "version": _VERSION,
+        "cpu": hardware.cpu_name,
+        "cores": hardware.num_physical_cores,
+        "gpu": hardware.gpu.name if hardware.gpu else None,
+        "driver": hardware.gpu.driver if hardware.gpu else None,
+    }
+
+
+def _is_rate(value: object) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value > 0  # type: ignore[arg-type]

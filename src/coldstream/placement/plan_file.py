@@ -1,0 +1,149 @@
+"""A PlacementPlan as JSON, and back: for people and scripts to keep, change and give again.
+
+A plan belongs to one model, known by its fingerprint. What is read is checked as far as a plan can be: a plan
+that exists contradicts neither itself nor the sizes of the model.
+"""
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from coldstream.errors import (
+    InconsistentError,
+    LimitError,
+    ModelFormatError,
+    ModelNotFoundError,
+    TruncatedError,
+    UnsupportedError,
+)
+from coldstream.gguf.messages import shorten
+from coldstream.placement.plan import FixedPart, PlacementPlan
+from coldstream.placement.routing_trace import RoutedModel
+from coldstream.placement.sizes import ModelSizes
+
+FORMAT: Final = "coldstream plan"
+VERSION: Final = 1
+MAX_BYTES: Final = 1 << 24
+_AGAIN: Final = "make it again with `coldstream plan --out`"
+
+
+def plan_to_json(plan: PlacementPlan) -> str:
+    """One line."""
+    return json.dumps({"format": FORMAT, "version": VERSION, **asdict(plan)})
+
+
+def plan_from_json(text: str, sizes: ModelSizes, name: Path | str = "plan") -> PlacementPlan:
+    """The plan that `text` describes, of the model with these sizes. `name` is what errors call it.
+
+    Raises a subclass of ModelFormatError for anything else: no JSON, no plan, another version's or another
+    model's, or one that contradicts itself.
+    """
+    document = _document(text, name)
+    if document["model"] != asdict(sizes.routed):
+        given = document["model"]
+        if isinstance(given, dict) and given.get("fingerprint") != sizes.fingerprint:
+            _refuse(
+                InconsistentError,
+                name,
+                "fingerprint",
+                f"not {sizes.fingerprint}: the plan is another model's",
+            )
+        _refuse(InconsistentError, name, "model", "other numbers of layers or experts than the model has")
+    if document["expert_bytes"] != list(sizes.expert_bytes):
+        _refuse(InconsistentError, name, "expert_bytes", "experts of other sizes than the model has")
+    try:
+        return _plan(document)
+    except (ValueError, TypeError) as error:
+        _refuse(InconsistentError, name, "plan", str(error))
+
+
+def save_plan(plan: PlacementPlan, path: Path) -> None:
+    """Writes the file at once: there is the old one or the whole new one. Raises OSError."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "w") as file:
+            file.write(plan_to_json(plan) + "\n")
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def load_plan(path: Path, sizes: ModelSizes) -> PlacementPlan:
+    """The plan in the file at `path`. Raises ModelNotFoundError if it cannot be read, or as `plan_from_json`."""
+    try:
+        if not path.is_file():  # a pipe would be waited for
+            raise ModelNotFoundError(f"{shorten(path)}: no such file. Give the path of a plan")
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        raise ModelNotFoundError(f"{shorten(path)}: {error}. Give the path of a plan") from error
+    if len(data) > MAX_BYTES:
+        _refuse(LimitError, path, "file", f"more than {MAX_BYTES} bytes")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        _refuse(UnsupportedError, path, "file", "not text: this is not a plan")
+    return plan_from_json(text, sizes, path)
+
+
+def _document(text: str, name: Path | str) -> dict[str, Any]:
+    """The JSON object of a plan of this version, with exactly the fields of a plan."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        is_cut = isinstance(error, json.JSONDecodeError) and error.pos >= len(text.rstrip())
+        _refuse(TruncatedError if is_cut else UnsupportedError, name, "file", f"not JSON: {error}")
+    if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
+        _refuse(UnsupportedError, name, "format", "this is not a plan")
+    version = document.pop("version", None)
+    if version != VERSION:
+        _refuse(UnsupportedError, name, "version", f"{version!r}, this program knows {VERSION}")
+    names = {field.name for field in fields(PlacementPlan)}
+    if document.keys() != names:
+        wrong = ", ".join(sorted(document.keys() ^ names))
+        _refuse(InconsistentError, name, "fields", f"missing or unknown: {wrong}")
+    return document
+
+
+def _plan(document: dict[str, Any]) -> PlacementPlan:
+    """Raises ValueError or TypeError for values that are none of a plan."""
+    fixed = document["fixed"]
+    if not isinstance(fixed, dict) or fixed.keys() != {field.name for field in fields(FixedPart)}:
+        raise ValueError("fixed has other fields than expected")
+    for name, value in fixed.items():
+        if not (isinstance(value, str) if name == "kv_type" else _is_count(value)):
+            raise ValueError(f"{name} is {value!r}")
+    if document["tier"] not in ("vram", "ram"):
+        raise ValueError(f"tier is {document['tier']!r}")
+    for name in ("budget_bytes", "ring_bytes"):
+        if not _is_count(document[name]):
+            raise ValueError(f"{name} is {document[name]!r}")
+    return PlacementPlan(
+        model=RoutedModel(**document["model"]),
+        tier=document["tier"],
+        budget_bytes=document["budget_bytes"],
+        fixed=FixedPart(**fixed),
+        ring_bytes=document["ring_bytes"],
+        expert_bytes=_counts(document["expert_bytes"]),
+        resident=tuple(map(_counts, document["resident"])),
+        pinned_layers=_counts(document["pinned_layers"]),
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _counts(values: object) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(map(_is_count, values)):
+        raise ValueError("a list of numbers is none")
+    return tuple(values)
+
+
+def _refuse(kind: type[ModelFormatError], name: Path | str, field: str, problem: str) -> NoReturn:
+    raise kind(f"{shorten(name)}: {field}: {problem}; {_AGAIN}")
