@@ -12,7 +12,7 @@ from rich.table import Table
 from coldstream.cli.model_argument import model_or_bundled
 from coldstream.cli.options import common_options, engine_config, engine_options
 from coldstream.cli.terminal import ProgressLine, format_bytes, note, table_console
-from coldstream.placement.forecast import Forecast, forecast, with_more
+from coldstream.placement.forecast import Forecast, forecast, rates_used, with_more
 from coldstream.placement.plan import PlacementPlan, PlanOptions
 from coldstream.placement.plan_file import plan_to_json, save_plan
 
@@ -82,9 +82,10 @@ def command(
     console = table_console()
     console.print(_places(plan))
     console.print(_speeds(expected, richer))
-    note(f"hit rates: {known.curve.source}")
-    if known.rates.assumed:
-        note(f"not measured on this machine but assumed: {known.rates.describe_assumed()}")
+    if not plan.is_all_resident:
+        note(f"hit rates: {known.curve.source}")
+    if assumed := known.rates.describe_assumed(rates_used(plan)):
+        note(f"not measured on this machine but assumed: {assumed}")
 
 
 def _places(plan: PlacementPlan) -> Table:

@@ -28,9 +28,8 @@ MANY_ROWS_VRAM_SHARE: Final = 0.36  # the same in products of a prompt's rows
 PRODUCT_SHARE: Final = 0.17  # of the rate of large matrices
 FLOAT_SHARE: Final = 0.035  # attention, which computes in float32, against int8
 CPU_SHARE: Final = 0.85  # of the rate at which threads read
-CPU_PRODUCT_SHARE: Final = 0.4
-CPU_STAGE_S: Final = 4e-6  # a stage of the thread pool: handing out tasks and meeting
-CPU_LAYER_STAGES: Final = 10
+CPU_LAYER_S: Final = 6e-5  # of a layer, what no bytes explain
+CPU_ROW_S: Final = 1.2e-5  # of a layer and a prompt's row, on one core: what no products explain
 BUS_SHARE: Final = 0.87  # kernels that read over the bus, against copies
 
 
@@ -54,6 +53,13 @@ def split_misses(num_misses: int, expert_bytes: int, rates: Rates) -> Split:
     return min(splits, key=lambda split: (split.seconds, split.num_bus))
 
 
+def streamed_by_misses(num_experts_per_tok: int, expert_bytes: int, rates: Rates) -> tuple[int, ...]:
+    """How many of 0 … `num_experts_per_tok` missed experts of a token the GPU reads over the bus."""
+    return tuple(
+        split_misses(misses, expert_bytes, rates).num_bus for misses in range(num_experts_per_tok + 1)
+    )
+
+
 def decode_seconds(model: ModelSizes, rates: Rates, hit_rates: Sequence[float], context: int = 0) -> float:
     """Expected seconds a token with a GPU, `context` tokens into a sequence. hit_rates: of each layer."""
     bytes_read = model.dense_token_bytes + context * model.kv_token_bytes + model.state_bytes
@@ -74,9 +80,9 @@ def decode_seconds_on_cpu(
     model: ModelSizes, rates: Rates, hit_rates: Sequence[float], context: int = 0
 ) -> float:
     """The same where RAM is the fast memory and misses come from the disk."""
-    read = CPU_SHARE * rates.read_bytes_per_s
+    read = _cpu_bytes_per_s(rates)
     seconds = (model.dense_token_bytes + context * model.kv_token_bytes + 2 * model.state_bytes) / read
-    seconds += model.num_layers * CPU_LAYER_STAGES * CPU_STAGE_S
+    seconds += model.num_layers * CPU_LAYER_S
     for size, hit_rate in zip(model.expert_bytes, hit_rates, strict=True):
         num_bytes = model.num_experts_per_tok * size
         # A missed expert is computed after it was read.
@@ -119,23 +125,31 @@ def prefill_seconds_on_cpu(
         pairs = count * (start + count / 2) * model.attention_width
         ops = 2 * count * model.token_parameters + 4 * pairs
         read = (float(touched.sum()) + model.dense_bytes) / (CPU_SHARE * rates.read_bytes_per_s)
-        compute = max(read, ops / (CPU_PRODUCT_SHARE * rates.cpu_ops_per_s))
+        compute = max(
+            read, ops / rates.cpu_ops_per_s + count * model.num_layers * CPU_ROW_S / rates.num_cores
+        )
         seconds += max(compute, float(touched[~resident].sum()) / rates.disk_bytes_per_s)
     return seconds
 
 
 def _cold_seconds(num_cpu: int, num_bus: int, expert_bytes: int, rates: Rates) -> float:
     """Both at once, each slower while the other runs. The bus begins while the CPU is still being asked."""
-    cpu = num_cpu * expert_bytes / (CPU_SHARE * rates.read_bytes_per_s)
+    cpu = num_cpu * expert_bytes / _cpu_bytes_per_s(rates)
     bus = num_bus * expert_bytes / (BUS_SHARE * rates.link_bytes_per_s)
     if not num_cpu:
         return bus
-    answer = rates.handshake_s + EXPERT_LAUNCHES * CPU_STAGE_S
-    cpu_slowdown = rates.read_bytes_per_s / rates.read_beside_link
+    answer = rates.handshake_s
+    cpu_slowdown = _cpu_bytes_per_s(rates) / _cpu_bytes_per_s(rates, beside_link=True)
     bus_slowdown = rates.link_bytes_per_s / rates.link_beside_read
     bus = max(0.0, bus - answer)
     both = min(cpu * cpu_slowdown, bus * bus_slowdown)
     return answer + both + (cpu - both / cpu_slowdown) + (bus - both / bus_slowdown)
+
+
+def _cpu_bytes_per_s(rates: Rates, *, beside_link: bool = False) -> float:
+    """Weights that the CPU multiplies by one row."""
+    read = rates.read_beside_link if beside_link else rates.read_bytes_per_s
+    return min(CPU_SHARE * read, rates.cpu_bytes_per_s)
 
 
 def _experts_seconds(num_resident: int, num_misses: int, expert_bytes: int, rates: Rates) -> float:
@@ -162,22 +176,24 @@ def _rows(model: ModelSizes, uses: Array | None, count: int) -> Array:
     shape = (model.num_layers, model.num_experts)
     weights = np.ones(shape) if uses is None else np.asarray(uses, np.float64) + 1e-9
     odds = model.num_experts_per_tok * weights / weights.sum(axis=1, keepdims=True)
-    return count * np.minimum(odds, 1.0)
+    rows: Array = count * np.minimum(odds, 1.0)
+    return rows
 
 
 def _touched(rows: Array, count: int) -> Array:
     """The odds that an expert gets a row at all, as if tokens chose on their own."""
-    return 1.0 - (1.0 - rows / count) ** count
+    touched: Array = 1.0 - (1.0 - rows / count) ** count
+    return touched
 
 
 def _stream_seconds(model: ModelSizes, rates: Rates, rows: Array, touched: Array, sizes: Array) -> float:
-    """Until all cold experts [n] were streamed or computed by the CPU, which takes those that suit it best."""
+    """Until all cold experts [n] were streamed, or computed by the CPU, which takes those that suit it."""
     if not rows.size:
         return 0.0
     by_bus = touched * sizes / rates.link_beside_read
     by_cpu = np.maximum(
         touched * sizes / (CPU_SHARE * rates.read_beside_link),
-        2 * rows * model.expert_parameters / (CPU_PRODUCT_SHARE * rates.cpu_ops_per_s),
+        2 * rows * model.expert_parameters / rates.cpu_ops_per_s,
     )
     order = np.argsort(by_cpu / by_bus, kind="stable")
     on_cpu = np.concatenate([[0.0], np.cumsum(by_cpu[order])])

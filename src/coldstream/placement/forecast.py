@@ -67,6 +67,15 @@ def forecast(plan: PlacementPlan, known: Known) -> Forecast:
     )
 
 
+def rates_used(plan: PlacementPlan) -> tuple[str, ...]:
+    """Names of the rates that its forecast follows from."""
+    if plan.tier == "ram":
+        return ("read_bytes_per_s",) if plan.is_all_resident else ("read_bytes_per_s", "disk_bytes_per_s")
+    on_gpu = ("vram_bytes_per_s", "product_ops_per_s")
+    cold = ("read_bytes_per_s", "link_bytes_per_s", "handshake_s")
+    return on_gpu if plan.is_all_resident else on_gpu + cold
+
+
 def with_more(
     plan: PlacementPlan, known: Known, options: PlanOptions, num_bytes: int = NEXT_BYTES
 ) -> PlacementPlan:

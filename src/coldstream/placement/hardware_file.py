@@ -75,5 +75,4 @@ def _machine(hardware: Hardware) -> dict[str, Any]:
 
 
 def _is_rate(value: object) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value > 0  # type: ignore[arg-type]
+    return isinstance(value, float) and math.isfinite(value) and value > 0

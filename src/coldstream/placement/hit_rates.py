@@ -1,7 +1,8 @@
-"""HitCurve: what share of the experts used is found in fast memory, by the share that fits. Pure.
+"""HitCurve: what share of the experts that tokens use is in fast memory, by the share that fits. Pure.
 
-PUBLISHED is LRU over 256 tokens of Qwen3-30B-A3B in Q4_K_M (https://github.com/kekzl/imp/pull/1374), which has
-128 experts a layer: 36.6, 74.1, 89.4 and 96.2 % at 6, 19, 38 and 68 %. A trace of the model at hand is better.
+PUBLISHED is LRU over 256 tokens of Qwen3-30B-A3B in Q4_K_M (https://github.com/kekzl/imp/pull/1374), which
+has 128 experts a layer: 36.6, 74.1, 89.4 and 96.2 % at 6, 19, 38 and 68 %. A trace of the model at hand is
+better.
 """
 
 from collections.abc import Sequence
@@ -44,11 +45,10 @@ class HitCurve:
         """
         cut = max(trace.num_steps - _MAX_STEPS, trace.num_steps // 2)
         model, end = trace.model, RoutingTrace(trace.model, trace.topk_ids[cut:])
-        profile = np.zeros((model.num_layers, model.num_experts))
-        if cut:
-            profile = RoutingTrace(model, trace.topk_ids[:cut]).counts() / cut
+        profile = RoutingTrace(model, trace.topk_ids[:cut]).counts() / cut if cut else None
+        num_all = model.num_layers * model.num_experts
         rates = [
-            simulate(end, DecayedFrequency(), max(1, round(share * profile.size)), profile).hit_rate
+            simulate(end, DecayedFrequency(), max(1, round(share * num_all)), profile).hit_rate
             for share in _SHARES
         ]
         rising = np.maximum.accumulate(rates).tolist()

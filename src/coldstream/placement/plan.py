@@ -23,7 +23,6 @@ Tier = Literal["vram", "ram"]
 _RING_SHARE: Final = 8  # the ring takes at most one part in so many of what is left for experts
 _RING_LAYERS: Final = 2  # one is computed while the other arrives
 _MEMORY_NAMES: Final = {"vram": "the GPU's memory", "ram": "RAM"}
-_GIB: Final = 2**30
 
 
 @dataclass(frozen=True)
@@ -222,10 +221,12 @@ def _by_layer(numbers: Sequence[int], model: ModelSizes) -> tuple[tuple[int, ...
 def _too_small(fixed: FixedPart, ring: int, first: int, budget: int, tier: Tier) -> OutOfMemoryError:
     names = {"caches": f"caches of {fixed.ctx_size} tokens"}
     parts = fixed.parts | {"ring": ring, "experts that must be resident": first}
+    unit, name = (2**30, "GiB") if fixed.total >= 2**30 else (2**20, "MiB")
     listed = ", ".join(
-        f"{names.get(name, name)} {num_bytes / _GIB:.2f}" for name, num_bytes in parts.items() if num_bytes
+        f"{names.get(part, part)} {num_bytes / unit:.2f}" for part, num_bytes in parts.items() if num_bytes
     )
     return OutOfMemoryError(
-        f"--{tier}: {budget / _GIB:.2f} GiB of {_MEMORY_NAMES[tier]} are below the minimum of "
-        f"{(fixed.total + ring + first) / _GIB:.2f} GiB: {listed}. Allow more, or choose a smaller --ctx-size"
+        f"--{tier}: {budget / unit:.2f} {name} of {_MEMORY_NAMES[tier]} are below the minimum of "
+        f"{(fixed.total + ring + first) / unit:.2f} {name}: {listed}. Allow more, or choose a smaller "
+        "--ctx-size"
     )

@@ -35,7 +35,7 @@ def plan_to_json(plan: PlacementPlan) -> str:
     return json.dumps({"format": FORMAT, "version": VERSION, **asdict(plan)})
 
 
-def plan_from_json(text: str, sizes: ModelSizes, name: Path | str = "plan") -> PlacementPlan:
+def plan_from_json(text: str, sizes: ModelSizes, name: Path = Path("plan")) -> PlacementPlan:
     """The plan that `text` describes, of the model with these sizes. `name` is what errors call it.
 
     Raises a subclass of ModelFormatError for anything else: no JSON, no plan, another version's or another
@@ -49,7 +49,7 @@ def plan_from_json(text: str, sizes: ModelSizes, name: Path | str = "plan") -> P
                 InconsistentError,
                 name,
                 "fingerprint",
-                f"not {sizes.fingerprint}: the plan is another model's",
+                f"the plan is another model's, not of {sizes.fingerprint}",
             )
         _refuse(InconsistentError, name, "model", "other numbers of layers or experts than the model has")
     if document["expert_bytes"] != list(sizes.expert_bytes):
@@ -74,7 +74,7 @@ def save_plan(plan: PlacementPlan, path: Path) -> None:
 
 
 def load_plan(path: Path, sizes: ModelSizes) -> PlacementPlan:
-    """The plan in the file at `path`. Raises ModelNotFoundError if it cannot be read, or as `plan_from_json`."""
+    """The plan in the file at `path`. Raises as `plan_from_json`, ModelNotFoundError if it cannot be read."""
     try:
         if not path.is_file():  # a pipe would be waited for
             raise ModelNotFoundError(f"{shorten(path)}: no such file. Give the path of a plan")
@@ -91,7 +91,7 @@ def load_plan(path: Path, sizes: ModelSizes) -> PlacementPlan:
     return plan_from_json(text, sizes, path)
 
 
-def _document(text: str, name: Path | str) -> dict[str, Any]:
+def _document(text: str, name: Path) -> dict[str, Any]:
     """The JSON object of a plan of this version, with exactly the fields of a plan."""
     try:
         document = json.loads(text)
@@ -145,5 +145,5 @@ def _counts(values: object) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _refuse(kind: type[ModelFormatError], name: Path | str, field: str, problem: str) -> NoReturn:
+def _refuse(kind: type[ModelFormatError], name: Path, field: str, problem: str) -> NoReturn:
     raise kind(f"{shorten(name)}: {field}: {problem}; {_AGAIN}")

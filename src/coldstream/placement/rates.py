@@ -1,12 +1,19 @@
 """Rates: what a machine moves and multiplies in a second, as the cost model wants it. Pure."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
 from coldstream.placement.hardware import Hardware
 
-_CPU_OPS_PER_CORE: Final = {"amx_int8": 4e11, "avx512_vnni": 1.5e11, "avx2": 4e10}
-_GENERIC_OPS_PER_CORE: Final = 5e9
+# Of one core, from the first instruction set that it has: int8 multiplications and additions per second for
+# many rows, and bytes per second of weights for one row, if memory is no bound. Sapphire Rapids, two cores.
+_CORES: Final = {
+    "amx_int8": (4.4e11, 2e10),
+    "avx512_vnni": (2.8e11, 2e10),
+    "avx2": (6.8e10, 8.5e9),
+}
+_GENERIC_CORE: Final = (5.8e9, 4e8)
 
 # For what was not measured: a graphics card with 400 GB/s on PCIe 4, two channels of DDR5, an NVMe disk.
 _ASSUMED: Final = {
@@ -40,6 +47,8 @@ class Rates:
     vram_bytes_per_s: float  # what a copy in the GPU's memory reads and writes together
     product_ops_per_s: float  # int8 multiplications and additions of the GPU in large matrices
     cpu_ops_per_s: float  # the same of all cores
+    cpu_bytes_per_s: float  # weights that all cores multiply by one row
+    num_cores: int
     handshake_s: float  # the GPU raises a flag, a thread answers, the GPU goes on
     disk_bytes_per_s: float
     assumed: tuple[str, ...] = ()
@@ -61,6 +70,7 @@ class Rates:
             }
         known = {name: value for name, value in measured.items() if value is not None}
         values = _ASSUMED | known
+        ops, num_bytes = _core(hardware.cpu_flags)
         read, link = values["read_bytes_per_s"], values["link_bytes_per_s"]
         read_beside = gpu.read_beside_link if gpu else None
         link_beside = gpu.link_beside_read if gpu else None
@@ -69,18 +79,20 @@ class Rates:
             # What the link carries comes out of the same memory.
             read_beside_link=read_beside or max(read / 4, read - link),
             link_beside_read=link_beside or link,
-            cpu_ops_per_s=hardware.num_physical_cores * _ops_per_core(hardware.cpu_flags),
+            num_cores=hardware.num_physical_cores,
+            cpu_ops_per_s=hardware.num_physical_cores * ops,
+            cpu_bytes_per_s=hardware.num_physical_cores * num_bytes,
             assumed=tuple(name for name in _ASSUMED if name not in known),
         )
 
-    def describe_assumed(self) -> str:
-        """The assumed values in words, for people; nothing if there are none."""
+    def describe_assumed(self, names: Collection[str]) -> str:
+        """Those of `names` that were assumed, in words for people; nothing if none was."""
         return ", ".join(
             f"{what} {getattr(self, name) / scale:g} {unit}"
             for name, (what, scale, unit) in _WORDS.items()
-            if name in self.assumed
+            if name in self.assumed and name in names
         )
 
 
-def _ops_per_core(flags: tuple[str, ...]) -> float:
-    return next((ops for flag, ops in _CPU_OPS_PER_CORE.items() if flag in flags), _GENERIC_OPS_PER_CORE)
+def _core(flags: tuple[str, ...]) -> tuple[float, float]:
+    return next((figures for flag, figures in _CORES.items() if flag in flags), _GENERIC_CORE)

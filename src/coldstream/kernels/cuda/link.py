@@ -1,4 +1,4 @@
-"""What moves between RAM and the GPU, alone and while CPU threads read: the figures that placement plans with."""
+"""What moves between RAM and the GPU, alone and while CPU threads read: what placement plans with."""
 
 import ctypes
 import threading
@@ -114,7 +114,7 @@ def measure_products() -> float:
 
 
 def driver_version() -> str:
-    """Of the installed driver, as nvidia-smi shows it; "unknown" where NVIDIA's management library is missing."""
+    """As nvidia-smi shows it; "unknown" where NVIDIA's library for management is missing."""
     text = ctypes.create_string_buffer(80)
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -157,7 +157,7 @@ class _Readers:
         """Read so far."""
         return sum(self._counts)
 
-    def _read(self, index: int, share: np.ndarray) -> None:  # type: ignore[type-arg]
+    def _read(self, index: int, share: np.ndarray) -> None:
         while not self._stopped.is_set():
             for start in range(0, len(share), _READER_PIECE_WORDS):
                 piece = share[start : start + _READER_PIECE_WORDS]
@@ -181,16 +181,17 @@ def _copy_for(source: torch.Tensor, target: torch.Tensor, num_passes: int) -> fl
 def _idle_server(request: torch.Tensor, done: torch.Tensor, num_threads: int) -> _csrc.ExpertServer:
     """The server that decoding uses, with one expert, and a mailbox whose only pair is not for it."""
     runtime = _csrc.Runtime(num_threads)
-    words = (word.numpy().view(np.uint32) for word in (request, done))
+    flags = [word.numpy().view(np.uint32) for word in (request, done)]
     rows, ids = np.zeros((1, 32), np.float32), np.full((1, 1), -1, np.int32)
-    server = _csrc.ExpertServer(runtime, *words, rows, ids, np.zeros((1, 1, 32), np.float32))
+    out = np.zeros((1, 1, 32), np.float32)
+    server = _csrc.ExpertServer(runtime, flags[0], flags[1], rows, ids, out)
     weight = _csrc.Weight.from_array(np.zeros(32 * 32 * 4, np.uint8), QuantType.F32, 32, 32)
     server.add_layer(weight, weight, weight)
     return server
 
 
 def _rounds(request: int, done: int) -> list["driver.CUstreamBatchMemOpParams"]:
-    """The operations of `_ROUNDS_PER_BATCH` rounds: nothing is done yet, a request, the wait for its answer."""
+    """The operations of `_ROUNDS_PER_BATCH` rounds: nothing is done, a request, the wait for its answer."""
     kinds = driver.CUstreamBatchMemOpType
     write, wait = (kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32)
     at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
@@ -213,9 +214,10 @@ def _rounds(request: int, done: int) -> list["driver.CUstreamBatchMemOpParams"]:
 
 def _wait(event: torch.cuda.Event, done: torch.Tensor) -> None:
     deadline = time.monotonic() + _LIMIT_S
-    while not event.query():
+    while not event.query():  # type: ignore[no-untyped-call]
         if time.monotonic() > deadline:
-            while not event.query():  # answered in the server's place, or the device would wait for ever
+            # Answered in the server's place, or the device would wait for ever.
+            while not event.query():  # type: ignore[no-untyped-call]
                 done.fill_(1)
             raise DeviceError(
                 "the CPU does not see the GPU's flags: experts that do not fit cannot be computed"

@@ -1,0 +1,157 @@
+"""The cost model: it keeps to what it was fitted to, and never says that more memory or speed is slower."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_cases import FINGERPRINT
+
+from coldstream.placement.cost import (
+    decode_seconds,
+    decode_seconds_on_cpu,
+    prefill_seconds,
+    split_misses,
+    streamed_by_misses,
+)
+from coldstream.placement.forecast import Known, forecast, with_more
+from coldstream.placement.hardware import GpuHardware, Hardware
+from coldstream.placement.hit_rates import PUBLISHED
+from coldstream.placement.plan import FixedPart, PlanOptions, plan_placement
+from coldstream.placement.rates import Rates
+from coldstream.placement.sizes import ModelSizes
+
+GIB = 2**30
+Q4_BYTES, Q6_BYTES = 1769472, 2039808
+
+# Qwen3.6-35B-A3B in Q4_K_M and an H200, as docs/results/gpu has them.
+FULL_MODEL = ModelSizes(
+    fingerprint=FINGERPRINT,
+    num_experts=256,
+    num_experts_per_tok=8,
+    expert_bytes=(Q6_BYTES, Q4_BYTES) * 20,
+    dense_bytes=1659517000,
+    dense_token_bytes=1368551000,
+    kv_token_bytes=20480,
+    state_bytes=65863680,
+    token_parameters=3_000_000_000,
+    expert_parameters=3 * 2048 * 512,
+    attention_width=10 * 16 * 256,
+)
+H200 = Rates(
+    read_bytes_per_s=1.5e11,
+    link_bytes_per_s=5.2e10,
+    read_beside_link=1.1e11,
+    link_beside_read=4.5e10,
+    vram_bytes_per_s=4.28e12,
+    product_ops_per_s=1.2e15,
+    num_cores=16,
+    cpu_ops_per_s=16 * 4.4e11,
+    cpu_bytes_per_s=16 * 2e10,
+    handshake_s=6e-6,
+    disk_bytes_per_s=2e9,
+)
+FIXED = FixedPart(16384, "f16", 8192, FULL_MODEL.dense_bytes, GIB // 2, GIB)
+MEASURED_PREFILL = {168: 8392, 512: 16470, 2048: 24507, 8192: 21176}
+
+
+def test_all_resident_is_as_fast_as_it_was_measured() -> None:
+    plan = plan_placement(FULL_MODEL, FIXED, 30 * GIB)
+    expected = forecast(plan, Known(FULL_MODEL, H200, PUBLISHED))
+    assert expected.hit_rate == 1.0
+    assert expected.decode == pytest.approx(539, rel=0.03)
+    for length, measured in MEASURED_PREFILL.items():
+        assert expected.prefill[length] == pytest.approx(measured, rel=0.05)
+
+
+def test_each_gib_makes_it_faster() -> None:
+    known = Known(FULL_MODEL, H200, PUBLISHED)
+    plan = plan_placement(FULL_MODEL, FIXED, FIXED.total + GIB // 4)
+    before = forecast(plan, known)
+    while not plan.is_all_resident:
+        plan = with_more(plan, known, PlanOptions())
+        after = forecast(plan, known)
+        assert after.decode > before.decode
+        assert after.hit_rate > before.hit_rate
+        assert after.cold_token_bytes < before.cold_token_bytes
+        for length, speed in after.prefill.items():
+            assert speed >= before.prefill[length]
+        before = after
+
+
+rates = st.builds(
+    lambda read, link, share, slowed, handshake: replace(
+        H200,
+        read_bytes_per_s=read,
+        link_bytes_per_s=link,
+        read_beside_link=read * share,
+        link_beside_read=link * slowed,
+        handshake_s=handshake,
+    ),
+    st.floats(1e10, 5e11),
+    st.floats(5e9, 1e11),
+    st.floats(0.1, 1.0),
+    st.floats(0.1, 1.0),
+    st.floats(1e-6, 1e-4),
+)
+
+
+@given(st.integers(0, 12), st.integers(10**5, 10**7), rates)
+def test_misses_are_split_no_worse_than_by_one_side_alone(misses: int, size: int, machine: Rates) -> None:
+    split = split_misses(misses, size, machine)
+    assert split.num_cpu + split.num_bus == misses
+    by_bus = misses * size / (0.87 * machine.link_bytes_per_s)
+    assert 0 <= split.seconds <= by_bus * (1 + 1e-9)
+    assert split_misses(misses + 1, size, machine).seconds >= split.seconds * (1 - 1e-9)
+
+
+def test_a_slow_link_leaves_all_to_the_cpu_and_a_slow_cpu_to_the_link() -> None:
+    slow_link = replace(H200, link_bytes_per_s=1e8, link_beside_read=1e8)
+    assert split_misses(8, Q4_BYTES, slow_link).num_bus == 0
+    slow_cpu = replace(H200, cpu_bytes_per_s=1e8)
+    assert split_misses(8, Q4_BYTES, slow_cpu).num_cpu == 0
+    both = split_misses(8, Q4_BYTES, H200)
+    assert min(both.num_cpu, both.num_bus) > 0
+    assert split_misses(0, Q4_BYTES, H200).seconds == 0.0
+    table = streamed_by_misses(8, Q4_BYTES, H200)
+    assert table == tuple(split_misses(misses, Q4_BYTES, H200).num_bus for misses in range(9))
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=2), rates)
+def test_a_higher_hit_rate_is_never_slower(hit_rates: list[float], machine: Rates) -> None:
+    worse, better = sorted(hit_rates)
+    for seconds in (decode_seconds, decode_seconds_on_cpu):
+        slow, fast = (seconds(FULL_MODEL, machine, (rate,) * 40) for rate in (worse, better))
+        assert fast <= slow * (1 + 1e-9)
+
+
+def test_trap_19_context_costs_what_the_cache_holds() -> None:
+    at_start = decode_seconds(FULL_MODEL, H200, (1.0,) * 40)
+    later = decode_seconds(FULL_MODEL, H200, (1.0,) * 40, context=16384)
+    assert later - at_start == pytest.approx(16384 * 20480 / (0.7 * 4.28e12))
+    assert 1 / later == pytest.approx(487, rel=0.05)
+
+
+@given(st.integers(0, 2**32), st.sampled_from([16, 168, 2048]), rates)
+def test_more_residents_never_slow_a_prompt_down(seed: int, length: int, machine: Rates) -> None:
+    rng = np.random.default_rng(seed)
+    resident = rng.random((40, 256)) < 0.3
+    uses = rng.random((40, 256))
+    more = resident | (rng.random((40, 256)) < 0.3)
+    slow, fast = (prefill_seconds(FULL_MODEL, machine, mask, uses, length, 8192) for mask in (resident, more))
+    assert fast <= slow * (1 + 1e-9)
+
+
+def test_what_was_not_measured_is_named() -> None:
+    bare = Hardware("a CPU", ("avx2",), 4, 4, 2**34, 2**33)
+    guessed = Rates.of(bare)
+    assert len(guessed.assumed) == 6
+    assert guessed.describe_assumed(["link_bytes_per_s", "handshake_s"]) == "link 24 GB/s, handshake 10 µs"
+    gpu = GpuHardware("a GPU", "1.0", 2**33, 2**33, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)
+    known = Rates.of(replace(bare, read_bytes_per_s=5e10, gpu=gpu), disk_bytes_per_s=3e9)
+    assert known.assumed == ()
+    assert known.describe_assumed(["link_bytes_per_s"]) == ""
+    assert (known.read_beside_link, known.link_beside_read, known.handshake_s) == (3e10, 2e10, 7e-6)
+    assert known.cpu_ops_per_s == 4 * 6.8e10
+    assert Rates.of(replace(bare, cpu_flags=())).cpu_bytes_per_s < known.cpu_bytes_per_s

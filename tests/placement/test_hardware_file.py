@@ -1,0 +1,68 @@
+"""Rates of a machine: kept for it alone, and measured again where the file is of no use."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coldstream.placement.hardware import GpuHardware, Hardware
+from coldstream.placement.hardware_file import store_rates, with_stored_rates
+
+GPU = GpuHardware("a GPU", "580.1", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)
+BARE_GPU = GpuHardware("a GPU", "580.1", 2**35, 2**33)
+MACHINE = Hardware("a CPU", ("avx2",), 8, 4, 2**36, 2**35)
+
+
+@pytest.mark.parametrize("gpu", [None, GPU])
+def test_rates_come_back_and_what_is_free_stays_of_today(tmp_path: Path, gpu: GpuHardware | None) -> None:
+    path = tmp_path / "new" / "folder" / "hardware.json"
+    store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=gpu), path)
+    today = replace(MACHINE, ram_available_bytes=1, gpu=gpu and BARE_GPU)
+    stored = with_stored_rates(today, path)
+    assert stored == replace(today, read_bytes_per_s=5e10, gpu=gpu and replace(GPU, free_bytes=2**33))
+    assert [child.name for child in path.parent.iterdir()] == ["hardware.json"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(MACHINE, cpu_name="another", gpu=BARE_GPU),
+        replace(MACHINE, num_physical_cores=3, gpu=BARE_GPU),
+        replace(MACHINE, gpu=replace(BARE_GPU, name="another")),
+        replace(MACHINE, gpu=replace(BARE_GPU, driver="580.2")),
+        MACHINE,
+    ],
+)
+def test_another_machines_rates_are_none(tmp_path: Path, other: Hardware) -> None:
+    path = tmp_path / "hardware.json"
+    store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=GPU), path)
+    assert with_stored_rates(other, path) is None
+
+
+def test_a_damaged_file_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "hardware.json"
+    today = replace(MACHINE, gpu=BARE_GPU)
+    assert with_stored_rates(today, path) is None
+    store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=GPU), path)
+    whole = path.read_bytes()
+    assert with_stored_rates(today, path) is not None
+    for length in range(0, len(whole) - 2, 5):
+        path.write_bytes(whole[:length])
+        assert with_stored_rates(today, path) is None
+    for content in (b"\xff", b"[" * 60_000, b"[]", b"null", b'{"machine": 1}', b" " * 2**20 + whole):
+        path.write_bytes(content)
+        assert with_stored_rates(today, path) is None
+    assert with_stored_rates(today, tmp_path) is None
+
+
+@pytest.mark.parametrize("value", [None, 0.0, -1.0, "5e10", True, float("nan"), float("inf"), [], 10**400])
+@pytest.mark.parametrize("name", ["read_bytes_per_s", "handshake_s"])
+def test_a_rate_that_is_none_spoils_the_file(tmp_path: Path, name: str, value: Any) -> None:
+    path = tmp_path / "hardware.json"
+    store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=GPU), path)
+    document = json.loads(path.read_text())
+    document["rates"][name] = value
+    path.write_text(json.dumps(document))
+    assert with_stored_rates(replace(MACHINE, gpu=BARE_GPU), path) is None

@@ -1,0 +1,60 @@
+"""Hit rates expected: published points, replayed traces, and layers that always hit."""
+
+import numpy as np
+import pytest
+
+from coldstream.placement.hit_rates import PUBLISHED, HitCurve, expected_hit_rates
+from coldstream.placement.policies import DecayedFrequency, simulate
+from coldstream.placement.routing_trace import RoutedModel, RoutingTrace
+
+MODEL = RoutedModel("ac98d166eabcd4c77c6349aa95570033", num_layers=3, num_experts=40, num_experts_per_tok=4)
+
+
+def skewed_trace(num_steps: int) -> RoutingTrace:
+    rng = np.random.default_rng(5)
+    keys = rng.exponential(size=(num_steps, 3, 40)) * (1.0 + np.arange(40))
+    return RoutingTrace(MODEL, keys.argsort(axis=2)[:, :, :4].astype(np.uint16))
+
+
+def test_published_points_and_lines_between() -> None:
+    assert [PUBLISHED.at(share) for share in (0.0, 0.19, 0.38, 1.0)] == [0.0, 0.741, 0.894, 1.0]
+    assert PUBLISHED.at(0.125) == pytest.approx((0.366 + 0.741) / 2)
+
+
+@pytest.mark.parametrize("num_steps", [2, 500, 2500])
+def test_a_trace_gives_what_the_policy_holds_of_its_end(num_steps: int) -> None:
+    trace = skewed_trace(num_steps)
+    curve = HitCurve.from_trace(trace)
+    assert curve.hit_rates[0] == 0.0
+    assert curve.hit_rates[-1] == 1.0
+    cut = max(num_steps - 2000, num_steps // 2)
+    assert f"last {num_steps - cut} tokens" in curve.source
+    profile = RoutingTrace(MODEL, trace.topk_ids[:cut]).counts() / cut
+    end = RoutingTrace(MODEL, trace.topk_ids[cut:])
+    replayed = simulate(end, DecayedFrequency(), 60, profile).hit_rate
+    assert curve.at(0.5) >= replayed
+    if num_steps > 2:
+        assert curve.at(0.5) == replayed > 0.5
+
+
+def test_a_trace_of_one_step_is_enough() -> None:
+    assert HitCurve.from_trace(skewed_trace(1)).at(0.5) == 0.0
+
+
+def test_whole_layers_always_hit_and_leave_the_others_as_they_are() -> None:
+    assert expected_hit_rates(PUBLISHED, [40, 10, 5], 40) == (
+        1.0,
+        PUBLISHED.at(15 / 80),
+        PUBLISHED.at(15 / 80),
+    )
+    assert expected_hit_rates(PUBLISHED, [40, 40], 40) == (1.0, 1.0)
+    assert expected_hit_rates(PUBLISHED, [0, 0], 0) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("shares", "hit_rates"),
+    [((0.0, 0.5), (0.0, 1.0)), ((0.0, 1.0), (0.1, 1.0)), ((0.0, 0.6, 0.5, 1.0), (0.0, 0.1, 0.2, 1.0))],
+)
+def test_a_curve_that_is_none(shares: tuple[float, ...], hit_rates: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="rises from 0 to 1"):
+        HitCurve(shares, hit_rates, "nowhere")

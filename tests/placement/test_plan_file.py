@@ -1,0 +1,125 @@
+"""Plans as JSON: what is written is read, and nothing else is taken for a plan of this model."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_cases import fixed, models, random_uses, sizes
+
+from coldstream.errors import (
+    InconsistentError,
+    LimitError,
+    ModelFormatError,
+    ModelNotFoundError,
+    OutOfMemoryError,
+    TruncatedError,
+    UnsupportedError,
+)
+from coldstream.placement import plan_file
+from coldstream.placement.plan import PlanOptions, plan_placement
+from coldstream.placement.plan_file import load_plan, plan_from_json, plan_to_json, save_plan
+from coldstream.placement.sizes import ModelSizes
+
+MODEL = sizes(10, 30, 10)
+PLAN = plan_placement(MODEL, fixed(weights=40, caches=5), 155, options=PlanOptions(num_pinned_layers=1))
+
+
+@given(models(), st.integers(0, 1000), st.integers(0, 9), st.integers(0, 3))
+def test_what_is_written_is_read(model: ModelSizes, budget: int, seed: int, pinned: int) -> None:
+    options = PlanOptions(num_pinned_layers=pinned)
+    try:
+        plan = plan_placement(model, fixed(weights=9), budget, uses=random_uses(model, seed), options=options)
+    except OutOfMemoryError:
+        return
+    text = plan_to_json(plan)
+    assert "\n" not in text
+    assert plan_from_json(text, model) == plan
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(PLAN, path)
+    assert load_plan(path, MODEL) == PLAN
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(OSError, match="No such file"):
+        save_plan(PLAN, tmp_path / "no" / "plan.json")
+
+
+def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda document: document.update(fields)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "said"),
+    [
+        (change(format="other"), UnsupportedError, "format"),
+        (change(version=2), UnsupportedError, "version: 2, this program knows 1"),
+        (change(more=1), InconsistentError, "unknown: more"),
+        (lambda document: document.pop("tier"), InconsistentError, "missing or unknown: tier"),
+        (change(model=None), InconsistentError, "model"),
+        (change(tier="tape"), InconsistentError, "tier is 'tape'"),
+        (change(budget_bytes=100), InconsistentError, "of a budget of 100"),
+        (change(budget_bytes=1.5), InconsistentError, "budget_bytes is 1.5"),
+        (change(budget_bytes=True), InconsistentError, "budget_bytes is True"),
+        (change(ring_bytes=-1), InconsistentError, "ring_bytes is -1"),
+        (change(ring_bytes=2**63), InconsistentError, "ring_bytes"),
+        (change(expert_bytes=[10, 10, 10]), InconsistentError, "expert_bytes: experts of other sizes"),
+        (change(resident=None), InconsistentError, "plan"),
+        (change(resident=[[0], [0]]), InconsistentError, "2 layers with residents"),
+        (change(resident=[[0, 1, 2, 3], [], ["0"]]), InconsistentError, "a list of numbers is none"),
+        (change(resident=[[0, 1, 2, 3], [], [4]]), InconsistentError, "experts of layer 2"),
+        (change(resident=[[0, 1, 2], [], []]), InconsistentError, "pinned layer"),
+        (change(pinned_layers={}), InconsistentError, "a list of numbers is none"),
+        (change(fixed=[]), InconsistentError, "fixed has other fields"),
+        (lambda document: document["fixed"].update(weights="1"), InconsistentError, "weights is '1'"),
+        (lambda document: document["fixed"].update(kv_type=1), InconsistentError, "kv_type is 1"),
+        (lambda document: document["fixed"].pop("caches"), InconsistentError, "fixed has other fields"),
+    ],
+)
+def test_a_plan_that_is_none_is_refused(
+    spoil: Callable[[dict[str, Any]], None], kind: type[ModelFormatError], said: str
+) -> None:
+    document = json.loads(plan_to_json(PLAN))
+    spoil(document)
+    with pytest.raises(kind, match=said) as caught:
+        plan_from_json(json.dumps(document), MODEL, Path("my.json"))
+    assert str(caught.value).startswith("my.json: ")
+    assert str(caught.value).endswith("make it again with `coldstream plan --out`")
+
+
+def test_trap_21_another_models_plan_is_refused() -> None:
+    text = plan_to_json(PLAN)
+    with pytest.raises(InconsistentError, match="the plan is another model's"):
+        plan_from_json(text, replace(MODEL, fingerprint="00" * 16))
+    with pytest.raises(InconsistentError, match="other numbers of layers or experts"):
+        plan_from_json(text, replace(MODEL, num_experts=5))
+
+
+@pytest.mark.parametrize("length", range(0, len(plan_to_json(PLAN)), 7))
+def test_a_plan_that_was_cut_off_is_refused(length: int) -> None:
+    with pytest.raises((TruncatedError, UnsupportedError)):
+        plan_from_json(plan_to_json(PLAN)[:length], MODEL)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "1", "NaN", "{}", "[" * 100_000, "\0", "{}{}"])
+def test_json_that_is_no_plan(text: str) -> None:
+    with pytest.raises(ModelFormatError):
+        plan_from_json(text, MODEL)
+
+
+def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (tmp_path / "none.json", tmp_path, Path("\0")):
+        with pytest.raises(ModelNotFoundError, match="Give the path of a plan"):
+            load_plan(path, MODEL)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    with pytest.raises(UnsupportedError, match="not text"):
+        load_plan(tmp_path / "bytes", MODEL)
+    monkeypatch.setattr(plan_file, "MAX_BYTES", 100)
+    save_plan(PLAN, tmp_path / "plan.json")
+    with pytest.raises(LimitError, match="more than 100 bytes"):
+        load_plan(tmp_path / "plan.json", MODEL)
