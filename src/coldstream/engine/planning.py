@@ -57,10 +57,11 @@ def plan_model(
     if tier == "vram":
         fixed = fixed_part_on_gpu(file, spec, sizes, config.ctx_size, kv_type, budget)
     else:
-        fixed = fixed_part_on_cpu(spec, sizes, config.ctx_size, kv_type)
+        fixed = fixed_part_on_cpu(file, spec, sizes, config.ctx_size, kv_type)
     uses = trace.counts() / trace.num_steps if trace else None
     curve = HitCurve.from_trace(trace) if trace else PUBLISHED
     options = options or PlanOptions()
+    options = replace(options, has_ring=tier == "vram")  # what comes from the disk waits where it is used
     plan = plan_placement(sizes, fixed, budget, tier=tier, uses=uses, options=options)
     known = Known(sizes, Rates.of(hardware), curve, uses)
     return Planned(plan, known, options, config, hardware)

@@ -7,6 +7,7 @@ on the CPU, activations are estimated from their widths.
 import importlib.util
 
 from coldstream.gguf.reader import GGUFFile
+from coldstream.models.footprint import dense_bytes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
@@ -32,13 +33,18 @@ def fixed_part_on_gpu(
     return fixed
 
 
-def fixed_part_on_cpu(spec: ModelSpec, sizes: ModelSizes, ctx_size: int, kv_type: str) -> FixedPart:
-    """Keys and values count in full, though they take memory only as a sequence grows."""
+def fixed_part_on_cpu(
+    file: GGUFFile, spec: ModelSpec, sizes: ModelSizes, ctx_size: int, kv_type: str
+) -> FixedPart:
+    """Keys and values count in full, though they take memory only as a sequence grows.
+
+    An embedding that is not the head as well stays in the file.
+    """
     return FixedPart(
         ctx_size=ctx_size,
         kv_type=kv_type,
         chunk_size=CPU_CHUNK_SIZE,
-        weights=sizes.dense_bytes,
+        weights=dense_bytes(spec, file.tensors),
         caches=_cache_bytes(sizes, ctx_size),
         workspace=_activation_bytes(spec, CPU_CHUNK_SIZE),
     )
@@ -54,12 +60,14 @@ def _counted(
     # Imported here because its kernels need packages that a machine without a GPU may not have.
     from coldstream.models.cuda_model import Limits, count_memory
 
-    plan = count_memory(file, spec, Limits(1, ctx_size, kv_type), chunk_size)
+    # 0 bytes for experts, which the placement counts itself.
+    limits = Limits(1, ctx_size, kv_type, expert_bytes=0 if spec.is_moe else None)
+    plan = count_memory(file, spec, limits, chunk_size)
     return FixedPart(
         ctx_size=ctx_size,
         kv_type=kv_type,
         chunk_size=plan.chunk_size,
-        weights=plan.weights - sizes.all_expert_bytes,
+        weights=plan.weights,
         caches=plan.caches,
         workspace=plan.workspace,
         graphs=plan.graphs,

@@ -11,6 +11,7 @@ from coldstream.placement.sizes import ModelSizes
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _EMBEDDING = "token_embd.weight"
+SLOT_ALIGNMENT = 256  # of each matrix, as of any tensor in a GPU's memory
 
 
 def num_parameters(tensors: Iterable[TensorInfo]) -> int:
@@ -38,20 +39,25 @@ def trunk_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
     return sum(info.num_bytes for info in tensors.values() if _active_share(spec, info) > 0)
 
 
+def slot_bytes(matrix_bytes: int) -> int:
+    """What a matrix of an expert takes in a slot: as much as it has, in whole lines of memory."""
+    return -(-matrix_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
 def model_sizes(
     spec: ModelSpec, tensors: Mapping[str, TensorInfo], fingerprint: str, kv_token_bytes: int
 ) -> ModelSizes:
     """The model as placement sees it. kv_token_bytes: of all attention layers, in the cache's type."""
-    expert_bytes, parameters = [0] * spec.num_layers, 0
+    expert_bytes, routed_bytes, parameters = [0] * spec.num_layers, 0, 0
     for info in tensors.values():
         block = _BLOCK.match(info.name)
         if block and "_exps." in info.name and int(block[1]) < spec.num_layers:
-            expert_bytes[int(block[1])] += info.num_bytes // spec.num_experts
+            expert_bytes[int(block[1])] += slot_bytes(info.num_bytes // spec.num_experts)
+            routed_bytes += info.num_bytes
             parameters += math.prod(info.shape)
-    routed_bytes = spec.num_experts * sum(expert_bytes)
     num_recurrent = spec.layer_kinds.count("delta_net")
     state = spec.num_value_heads * spec.ssm_state_size**2 + (spec.conv_kernel - 1) * spec.conv_dim
-    chosen_bytes = spec.num_experts_per_tok * sum(expert_bytes)
+    chosen_bytes = routed_bytes * spec.num_experts_per_tok // max(1, spec.num_experts)
     return ModelSizes(
         fingerprint=fingerprint,
         num_experts=spec.num_experts,

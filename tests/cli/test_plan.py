@@ -1,0 +1,173 @@
+"""`coldstream plan` on tiny models, on a machine whose rates were stored."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from builders import write_gguf
+from coldstream.engine.machine import measured_hardware
+from coldstream.kernels.cuda.device import gpu_is_visible
+from coldstream.placement.hardware_file import default_path
+
+Run = Callable[..., tuple[int, str, str]]
+
+no_gpu = pytest.mark.skipif(gpu_is_visible(), reason="what a machine without a GPU shows")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home directory with the rates of this machine."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        measured_hardware(None, path=default_path())
+    return home
+
+
+@pytest.fixture
+def model(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.py").write_text("import os\nprint(os.getcwd())\n" * 40)
+    types = {"blk.0.ffn_down_exps.weight": "Q8_0", "*_exps.weight": "Q4_K"}
+    return write_gguf(tmp_path / "tiny.gguf", types=dict(reversed(types.items())))[0]
+
+
+def as_json(run: Run, *arguments: str) -> dict[str, Any]:
+    code, shown, error = run("plan", *arguments, "--json")
+    assert (code, error) == (0, "")
+    assert shown.count("\n") == 1
+    document: dict[str, Any] = json.loads(shown)
+    return document
+
+
+def least(run: Run, model: Path, *arguments: str) -> int:
+    """The minimum that a refusal names, in bytes, and a little for its rounding."""
+    _, _, error = run("plan", str(model), *arguments, "0")
+    match = re.search(r"minimum of ([\d.]+) MiB", error)
+    assert match, error
+    return int(float(match[1]) * 2**20) + 2**13
+
+
+def in_ram(run: Run, model: Path) -> tuple[str, ...]:
+    """Arguments for a plan with about half of the experts in RAM."""
+    arguments = ("--device", "cpu", "-c", "100", "--ram")
+    return (*arguments, str(least(run, model, *arguments) + 2 * 2**20))
+
+
+def test_a_plan_for_ram(run: Run, model: Path) -> None:
+    code, shown, error = run("plan", str(model), *in_ram(run, model))
+    assert code == 0
+    for row in (
+        r"keys, values, states of 100 tokens, f16 +RAM +0\.\d+ MiB",
+        r"\d+ experts of 0\.11 MiB +RAM ",
+        r"\d+ of 32 experts +disk +\d\.\d\d MiB",
+        r"hit rate +\d+\.\d% +100\.0%",
+        r"decode, tok/s +[\d.]+ +[\d.]+",
+    ):
+        assert re.search(row, shown), row
+    assert "prefill of 168" not in shown  # which does not fit the context
+    assert "hit rates: published" in error
+    assert "assumed: disk 2 GB/s" in error
+
+
+@no_gpu
+def test_a_plan_for_a_gpu_that_is_not_there_names_what_it_assumes(run: Run, model: Path) -> None:
+    code, shown, error = run("plan", str(model), "--vram", "500M")
+    assert code == 0
+    assert "the driver's reserve" in shown
+    assert "experts on their way" not in shown
+    assert re.search(r"assumed: GPU memory 400 GB/s, GPU products 150 TOPS\n", error)
+    arguments = ("-c", "64", "--vram")
+    half = str(least(run, model, *arguments) + 2**20)
+    code, shown, error = run("plan", str(model), *arguments, half)
+    assert code == 0
+    assert re.search(r"experts on their way in prefill +GPU memory", shown)
+    assert "link 24 GB/s" in error
+
+
+@no_gpu
+def test_a_plan_as_json_adds_up_and_never_exceeds_the_budget(run: Run, model: Path, tmp_path: Path) -> None:
+    decode = []
+    first = least(run, model, "-c", "64", "--vram")
+    for budget in (first, first + 2**20, first + 2 * 2**20, first + 2**28):
+        document = as_json(run, str(model), "--vram", str(budget), "-c", "64")
+        plan = document["plan"]
+        fixed = sum(
+            value
+            for name, value in plan["fixed"].items()
+            if name not in ("ctx_size", "kv_type", "chunk_size")
+        )
+        resident = sum(
+            len(ids) * size for ids, size in zip(plan["resident"], plan["expert_bytes"], strict=True)
+        )
+        assert fixed + plan["ring_bytes"] + resident <= plan["budget_bytes"] == budget
+        assert document["rates"]["read_bytes_per_s"] > 0
+        assert "link_bytes_per_s" in document["rates"]["assumed"]
+        assert (document["forecast_with_next_gib"] is None) == (resident == 8 * sum(plan["expert_bytes"]))
+        decode.append(document["forecast"]["decode"])
+    assert decode == sorted(decode)
+    assert decode[0] < decode[-1]
+
+
+@no_gpu
+@pytest.mark.parametrize("flag", ["--vram", "--ram"])
+def test_a_budget_below_the_minimum_says_what_it_is_made_of(run: Run, model: Path, flag: str) -> None:
+    code, shown, error = run("plan", str(model), flag, "1M", "-c", "4096")
+    assert (code, shown) == (71, "")
+    assert re.search(rf"{flag}: 1.00 MiB of .* are below the minimum of [\d.]+ MiB: weights", error)
+    assert "caches of 4096 tokens" in error
+    assert error.count("\n") == 1
+
+
+def test_a_trace_says_which_experts_and_how_often_they_are_found(run: Run, model: Path) -> None:
+    assert run("profile", str(model), "--text", "text.py", "--threads", "1")[0] == 0
+    budget = in_ram(run, model)
+    plain = as_json(run, str(model), *budget)
+    profiled = as_json(run, str(model), *budget, "--profile", "tiny.routing")
+    assert "replay of the last" in profiled["hit_rates_from"]
+    assert profiled["plan"]["resident"] != plain["plan"]["resident"]
+    assert profiled["forecast"]["hit_rate"] > 0
+
+
+def test_pinned_layers_and_a_written_plan(run: Run, model: Path, tmp_path: Path) -> None:
+    arguments = (*in_ram(run, model), "--pin-layers", "2", "--out", "my.json")
+    document = as_json(run, str(model), *arguments)
+    assert document["plan"]["pinned_layers"] == [0, 3]
+    assert document["plan"]["resident"][0] == list(range(8))
+    assert json.loads((tmp_path / "my.json").read_text()) == document["plan"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("none.gguf",), 66, "no such file"),
+        (("--profile", "none.routing"), 66, "none.routing"),
+        (("--profile", "text.py"), 65, "not a routing trace"),
+        (("--out", "no/such/folder.json"), 2, "cannot be written"),
+        (("--ram", "plenty"), 2, "--ram"),
+        (("--device", "cpu", "--vram", "1G"), 2, "leave --vram out"),
+        (("-c", "5000"), 2, "beyond the 4096 tokens"),
+        (("--pin-layers", "-1"), 2, "--pin-layers"),
+    ],
+)
+def test_bad_input_is_one_line(
+    run: Run, model: Path, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    named = arguments if arguments[0].endswith(".gguf") else (str(model), *arguments)
+    got, shown, error = run("plan", *named)
+    assert (got, shown) == (code, "")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_dense_model_has_a_plan_too(run: Run, model: Path, tmp_path: Path) -> None:
+    (path,) = write_gguf(tmp_path / "dense.gguf", "qwen35")
+    code, shown, _ = run("plan", str(path), "--device", "cpu")
+    assert code == 0
+    assert "experts" not in shown
+    assert run("plan", str(path), "--device", "cpu", "--profile", "x")[0] == 65

@@ -1,0 +1,72 @@
+"""Rates of the link between RAM and the GPU: what answers and what reads needs no GPU, the figures do."""
+
+import time
+
+import pytest
+import torch
+from cuda.bindings import driver
+
+from coldstream.kernels.cuda import link
+from coldstream.kernels.cuda.device import measure_copy_bandwidth
+from coldstream.kernels.cuda.link import (
+    driver_version,
+    measure_handshake,
+    measure_link,
+    measure_products,
+)
+
+
+def test_the_server_answers_every_request_though_nothing_is_to_compute() -> None:
+    words = torch.zeros(32, dtype=torch.int32)
+    request, done = words[:1], words[16:17]
+    server = link._idle_server(request, done, 2)
+    server.begin()
+    for _ in range(100):
+        done.fill_(0)
+        request.fill_(link._ONE_ROW_OF_LAYER_0)
+        deadline = time.monotonic() + 10
+        while done.item() == 0:
+            assert time.monotonic() < deadline
+    server.end()
+    server.check()
+
+
+def test_a_round_raises_the_flag_after_the_last_answer_is_forgotten() -> None:
+    operations = link._rounds(0x1000, 0x2000)
+    assert len(operations) == 3 * link._ROUNDS_PER_BATCH < 256
+    kinds = driver.CUstreamBatchMemOpType
+    write, wait = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
+    at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
+    for first in range(0, len(operations), 3):
+        forget, ask, answer = operations[first : first + 3]
+        assert [each.operation for each in (forget, ask, answer)] == [write, write, wait]
+        assert [int(forget.writeValue.address), int(forget.writeValue.value)] == [0x2000, 0]
+        assert [int(ask.writeValue.address), int(ask.writeValue.value)] == [0x1000, 1 | 1 << 16]
+        assert [int(answer.waitValue.address), int(answer.waitValue.value)] == [0x2000, 1]
+        assert [forget.writeValue.flags, ask.writeValue.flags, answer.waitValue.flags] == [0, 0, at_least]
+
+
+def test_readers_read_until_they_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "_READER_BYTES", 2**22)
+    with link._Readers.running(2) as readers:
+        deadline = time.monotonic() + 10
+        while readers.num_bytes < 2**25:
+            assert time.monotonic() < deadline
+    total = readers.num_bytes
+    assert all(not thread.is_alive() for thread in readers._threads)
+    assert readers.num_bytes == total
+
+
+def test_the_driver_has_a_version_or_is_unknown() -> None:
+    assert driver_version() == "unknown" or driver_version()[0].isdigit()
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_all_rates() -> None:
+    rates = measure_link(2)
+    assert 1e9 < rates.beside_read <= 1.1 * rates.alone < 1e12
+    assert rates.read_beside > 1e8
+    assert 1e-7 < measure_handshake(2) < 1e-3
+    assert measure_copy_bandwidth() > rates.alone
+    assert measure_products() > 1e12
+    assert driver_version()[0].isdigit()

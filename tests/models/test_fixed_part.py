@@ -1,0 +1,107 @@
+"""Sizes of a model for placement, and what it takes beside its experts, against sums written out by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from builders import Dims, write_gguf
+from coldstream.engine.config import EngineConfig, cache_bytes_per_token
+from coldstream.gguf.reader import GGUFFile
+from coldstream.models import fixed_part
+from coldstream.models.fixed_part import fixed_part_on_cpu, fixed_part_on_gpu
+from coldstream.models.footprint import bytes_per_token, dense_bytes, model_sizes, trunk_bytes
+from coldstream.models.spec import ModelSpec
+from coldstream.placement.sizes import ModelSizes
+
+CTX = 512
+
+
+def read(path: Path, kv_type: str = "f16") -> tuple[GGUFFile, ModelSpec, ModelSizes]:
+    with GGUFFile.open(path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+    config = EngineConfig("m", cache_type_k=kv_type, cache_type_v=kv_type)  # type: ignore[arg-type]
+    kv_bytes = cache_bytes_per_token(config, spec)
+    return file, spec, model_sizes(spec, file.tensors, file.fingerprint, kv_bytes)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("nextn", [False, True])
+def test_sizes_of_a_mixture_of_experts(tmp_path: Path, fused: bool, nextn: bool) -> None:
+    types = {"blk.1.ffn_down_exps.weight": "Q6_K", "*_exps.weight": "Q4_K"}
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, types=dict(reversed(types.items())), fused_experts=fused, nextn=nextn)
+    file, spec, sizes = read(path)
+    q4, q6 = 256 * 256 // 256 * 144, 256 * 256 // 256 * 210
+    assert sizes.expert_bytes == (3 * q4, 2 * q4 + q6, 3 * q4, 3 * q4)
+    assert (sizes.num_experts, sizes.num_experts_per_tok) == (8, 2)
+    assert sizes.dense_bytes + sizes.all_expert_bytes == trunk_bytes(spec, file.tensors)
+    assert sizes.dense_token_bytes + 2 * sum(sizes.expert_bytes) == bytes_per_token(spec, file.tensors)
+    assert sizes.expert_parameters == 3 * 256 * 256
+    assert sizes.attention_width == 1 * 4 * 64
+    assert sizes.fingerprint == file.fingerprint
+    assert sizes.state_bytes == 4 * 3 * (4 * 64 * 64 + 3 * 512)
+
+
+def test_trap_19_the_cache_counts_attention_layers_in_its_own_type(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    for kv_type, row_bytes in (("f16", 128), ("f32", 256), ("q8_0", 80)):
+        file, spec, sizes = read(path, kv_type)
+        assert sizes.kv_token_bytes == 1 * 2 * 2 * row_bytes  # one layer, two heads of keys and of values
+        part = fixed_part_on_cpu(file, spec, sizes, CTX, kv_type)
+        assert part.caches == CTX * sizes.kv_token_bytes + sizes.state_bytes
+        assert part.weights == dense_bytes(spec, file.tensors)
+
+
+def test_matrices_of_odd_sizes_begin_at_whole_lines_of_a_slot(tmp_path: Path) -> None:
+    dims = Dims(hidden=32, expert_ffn=32, shared_ffn=32, state=32)
+    path = tmp_path / "odd.gguf"
+    write_gguf(path, dims=dims, types={"*_exps.weight": "Q8_0"})
+    file, spec, sizes = read(path)
+    matrix = 32 * 34
+    assert sizes.expert_bytes == (3 * 1280,) * 4
+    assert sizes.dense_bytes == trunk_bytes(spec, file.tensors) - 4 * 8 * 3 * matrix
+
+
+def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
+    path = tmp_path / "dense.gguf"
+    write_gguf(path, "qwen35")
+    file, spec, sizes = read(path)
+    assert sizes.expert_bytes == (0,) * 4
+    assert sizes.all_expert_bytes == sizes.expert_parameters == 0
+    assert sizes.dense_bytes == trunk_bytes(spec, file.tensors)
+
+
+@pytest.mark.parametrize("arch", ["qwen35moe", "qwen35"])
+def test_what_is_counted_for_a_gpu_and_what_is_estimated_agree(
+    tmp_path: Path, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, arch)
+    _, spec, sizes = read(path)
+    with GGUFFile.open(path) as file:
+        counted = fixed_part_on_gpu(file, spec, sizes, CTX, "f16", 2**33)
+    monkeypatch.setattr(fixed_part, "_can_count", lambda: False)
+    with GGUFFile.open(path) as file:
+        estimated = fixed_part_on_gpu(file, spec, sizes, CTX, "f16", 2**33)
+    assert estimated == replace(
+        counted, weights=estimated.weights, caches=estimated.caches, workspace=estimated.workspace
+    )
+    assert counted.weights == pytest.approx(estimated.weights, rel=0.1)
+    assert 0.5 < counted.workspace / estimated.workspace < 2
+
+
+def test_a_small_budget_takes_small_steps_of_prefill(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    _, spec, sizes = read(path)
+    chunks = []
+    with GGUFFile.open(path) as file:
+        for budget in (2**20, 500 * 2**20, 600 * 2**20, 2**33):
+            part = fixed_part_on_gpu(file, spec, sizes, CTX, "f16", budget)
+            chunks.append(part.chunk_size)
+            if part.chunk_size > 256:
+                assert part.workspace <= 0.25 * (budget - part.total + part.workspace)
+    assert chunks == sorted(chunks)
+    assert (chunks[0], chunks[-1]) == (256, 8192)
