@@ -71,7 +71,18 @@ def test_what_is_no_json_object(text: str) -> None:
 
 def test_only_given_options_change_the_configuration() -> None:
     nothing = dict.fromkeys(
-        ("ctx_size", "vram", "ram", "threads", "device", "cache_type_k", "cache_type_v", "tier", "offline")
+        (
+            "ctx_size",
+            "vram",
+            "ram",
+            "plan",
+            "threads",
+            "device",
+            "cache_type_k",
+            "cache_type_v",
+            "tier",
+            "offline",
+        )
     )
     assert engine_config("m.gguf", nothing) == EngineConfig("m.gguf")
     given_options = {**nothing, "ctx_size": 100, "tier": "avx2", "offline": True}

@@ -109,6 +109,7 @@ def engine_options(command: Command) -> Command:
             help="Tokens of context [default: what fits].",
         ),
         option("--vram", metavar="SIZE|auto", help="GPU memory to use, e.g. 6G [default: what is free]."),
+        option("--plan", metavar="FILE", help="Do as a file of `coldstream plan --out` says."),
         option("--ram", metavar="SIZE|auto", help="RAM for weights, e.g. 8G [default: what is free]."),
         option(
             "--threads",

@@ -32,6 +32,7 @@ class EngineConfig:
     ctx_size: int | None = None  # tokens, prompt and answer together; None or 0: chosen by `resolve`
     vram: int | str = "auto"  # bytes, also as "6G"; kept as an int. auto: what is free
     ram: int | str = "auto"  # the same for weights in RAM; auto: what is available
+    plan: str | None = None  # a file of `coldstream plan`, instead of budgets, context and cache types
     threads: int | Literal["auto"] = "auto"  # auto: one per physical core
     device: str = "auto"  # auto: cuda if there is a GPU that this version can use
     cache_type_k: CacheType = "f16"
@@ -47,6 +48,8 @@ class EngineConfig:
             _check_integer("ctx_size", self.ctx_size, 0, 2**31 - 1)
         for name in ("vram", "ram"):
             object.__setattr__(self, name, _budget(name, getattr(self, name)))
+        if self.plan is not None:
+            self._check_plan()
         if self.threads != "auto":
             _check_integer("threads", self.threads, 1, MAX_THREADS)
         _check_choice("device", self.device, DEVICES)
@@ -65,6 +68,14 @@ class EngineConfig:
             _check_integer("seed", self.seed, 0, 2**64 - 1)
         if not isinstance(self.offline, bool):
             raise ConfigError(f"offline must be True or False, not {self.offline!r}")
+
+    def _check_plan(self) -> None:
+        if not isinstance(self.plan, str) or not self.plan:
+            raise ConfigError(f"plan (--plan) must be the path of a file, not {self.plan!r}")
+        for name in ("vram", "ram", "ctx_size", "cache_type_k", "cache_type_v"):
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"{name} (--{flag}) is part of the plan: leave it out, or --plan")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":

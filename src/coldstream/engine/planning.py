@@ -2,23 +2,28 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from coldstream.engine.config import EngineConfig, cache_bytes_per_token, resolve
 from coldstream.engine.machine import measured_hardware
 from coldstream.engine.opened_model import OpenProgress, choose_device
 from coldstream.engine.routing_profile import routed_model
+from coldstream.errors import ConfigError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.cuda.device import gpu_is_visible
-from coldstream.models.fixed_part import fixed_part_on_cpu, fixed_part_on_gpu
+from coldstream.models.fixed_part import fixed_part_on_cpu, fixed_part_on_gpu, least_bytes
 from coldstream.models.footprint import model_sizes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.forecast import Known
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.hit_rates import PUBLISHED, HitCurve
 from coldstream.placement.plan import PlacementPlan, PlanOptions, Tier, plan_placement
+from coldstream.placement.plan_file import load_plan
 from coldstream.placement.rates import Rates
 from coldstream.placement.routing_trace import RoutingTrace
+from coldstream.placement.sizes import ModelSizes
 
 
 @dataclass(frozen=True)
@@ -41,30 +46,64 @@ def plan_model(
     trace: RoutingTrace | None = None,
     options: PlanOptions | None = None,
 ) -> Planned:
-    """The placement of an open model by the budgets of `config`, whose device is cpu or cuda.
+    """The placement of an open model, on the device of `config`, which is cpu or cuda.
 
-    Without a budget: what is free. A trace of the model says which experts are used most, and what a cache
-    hits. Raises ConfigError and OutOfMemoryError as `resolve` and `plan_placement`.
+    By the plan that `config` names, or by its budgets; without one, by what is free. A trace of the model
+    says which experts are used most, and what a cache hits. Raises ConfigError and OutOfMemoryError as
+    `resolve` and `plan_placement`, as `load_plan`, and ConfigError for a plan for the other device.
     """
     tier: Tier = "vram" if config.device == "cuda" else "ram"
-    budget = budget_bytes(config, hardware)
-    sizes = model_sizes(spec, file.tensors, file.fingerprint, cache_bytes_per_token(config, spec))
-    # A context that was asked for is not cut to the budget: the plan says what both together need.
-    room = 2**62 if config.ctx_size else max(0, budget - sizes.dense_bytes)
-    config = resolve(config, spec, hardware.num_physical_cores, room)
-    assert config.ctx_size
-    kv_type = config.cache_type_k
-    if tier == "vram":
-        fixed = fixed_part_on_gpu(file, spec, sizes, config.ctx_size, kv_type, budget)
-    else:
-        fixed = fixed_part_on_cpu(file, spec, sizes, config.ctx_size, kv_type)
-    uses = trace.counts() / trace.num_steps if trace else None
-    curve = HitCurve.from_trace(trace) if trace else PUBLISHED
     options = options or PlanOptions()
     options = replace(options, has_ring=tier == "vram")  # what comes from the disk waits where it is used
-    plan = plan_placement(sizes, fixed, budget, tier=tier, uses=uses, options=options)
-    known = Known(sizes, Rates.of(hardware), curve, uses)
-    return Planned(plan, known, options, config, hardware)
+    uses = trace.counts() / trace.num_steps if trace else None
+    curve = HitCurve.from_trace(trace) if trace else PUBLISHED
+    if config.plan is not None:
+        config, plan = _given_plan(config, file, spec, tier)
+        sizes = _sizes(config, file, spec)
+    else:
+        budget = budget_bytes(config, hardware)
+        sizes = _sizes(config, file, spec)
+        # A context that was asked for is not cut to the budget: the plan says what both together need.
+        room = 2**62 if config.ctx_size else max(0, budget - least_bytes(spec, sizes, tier))
+        config = resolve(config, spec, hardware.num_physical_cores, room)
+        assert config.ctx_size
+        memory = (config.ctx_size, config.cache_type_k)
+        if tier == "vram":
+            fixed = fixed_part_on_gpu(file, spec, sizes, *memory, budget)
+        else:
+            fixed = fixed_part_on_cpu(file, spec, sizes, *memory)
+        plan = plan_placement(sizes, fixed, budget, tier=tier, uses=uses, options=options)
+    return Planned(plan, Known(sizes, Rates.of(hardware), curve, uses), options, config, hardware)
+
+
+def _given_plan(
+    config: EngineConfig, file: GGUFFile, spec: ModelSpec, tier: Tier
+) -> tuple[EngineConfig, PlacementPlan]:
+    """The plan that `config` names, and `config` with what the plan says in its place."""
+    assert config.plan is not None
+    plan = load_plan(Path(config.plan), _sizes(config, file, spec))
+    if plan.tier != tier:
+        raise ConfigError(
+            f"{config.plan} is a plan for {'a GPU' if plan.tier == 'vram' else 'the CPU'}, the device is "
+            f"{config.device}: make another with `coldstream plan`, or choose the other --device"
+        )
+    if plan.fixed.kv_type not in CACHE_LAYOUTS or not 0 < plan.fixed.ctx_size <= spec.context_length:
+        raise ConfigError(
+            f"{config.plan} is for {plan.fixed.ctx_size} tokens of {plan.fixed.kv_type}, which this model "
+            "cannot have: make another with `coldstream plan`"
+        )
+    said: dict[str, Any] = {
+        "plan": None,
+        tier: plan.budget_bytes,
+        "ctx_size": plan.fixed.ctx_size,
+        "cache_type_k": plan.fixed.kv_type,
+        "cache_type_v": plan.fixed.kv_type,
+    }
+    return replace(config, **said), plan
+
+
+def _sizes(config: EngineConfig, file: GGUFFile, spec: ModelSpec) -> ModelSizes:
+    return model_sizes(spec, file.tensors, file.fingerprint, cache_bytes_per_token(config, spec))
 
 
 def plan_by_name(

@@ -9,7 +9,7 @@ import importlib.util
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.footprint import dense_bytes
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.plan import FixedPart
+from coldstream.placement.plan import FixedPart, Tier
 from coldstream.placement.sizes import ModelSizes
 
 CPU_CHUNK_SIZE = 512
@@ -48,6 +48,14 @@ def fixed_part_on_cpu(
         caches=_cache_bytes(sizes, ctx_size),
         workspace=_activation_bytes(spec, CPU_CHUNK_SIZE),
     )
+
+
+def least_bytes(spec: ModelSpec, sizes: ModelSizes, tier: Tier) -> int:
+    """About what the smallest fixed part has beside its caches: what a default context must leave."""
+    if tier == "ram":
+        return sizes.dense_bytes + _activation_bytes(spec, CPU_CHUNK_SIZE)
+    reserved = _GPU_GRAPH_BYTES + _GPU_RESERVE_BYTES
+    return sizes.dense_bytes + sizes.state_bytes + reserved + _activation_bytes(spec, _GPU_CHUNK_SIZES[-1])
 
 
 def _can_count() -> bool:

@@ -1,0 +1,91 @@
+"""From a configuration to a plan: budgets, defaults, and a plan that is given back."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from builders import write_gguf
+from coldstream.engine.config import DEFAULT_CTX_SIZE, EngineConfig
+from coldstream.engine.planning import Planned, plan_model
+from coldstream.errors import ConfigError, InconsistentError, ModelNotFoundError, OutOfMemoryError
+from coldstream.gguf.reader import GGUFFile
+from coldstream.models.spec import ModelSpec
+from coldstream.placement.hardware import GpuHardware, Hardware
+from coldstream.placement.plan_file import save_plan
+
+MIB = 2**20
+GPU = GpuHardware("a GPU", "1.0", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)
+MACHINE = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, 5e10, GPU)
+
+Make = Callable[[EngineConfig], Planned]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    (path,) = write_gguf(tmp_path / "tiny.gguf", types={"*_exps.weight": "Q4_K"})
+
+    def make(config: EngineConfig) -> Planned:
+        with GGUFFile.open(path) as file:
+            spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+            return plan_model(config, file, spec, MACHINE)
+
+    return make
+
+
+def test_without_a_budget_all_that_is_free_may_be_used(make: Make) -> None:
+    on_gpu = make(EngineConfig("m", device="cuda"))
+    assert (on_gpu.plan.tier, on_gpu.plan.budget_bytes) == ("vram", 2**34)
+    on_cpu = make(EngineConfig("m", device="cpu"))
+    assert (on_cpu.plan.tier, on_cpu.plan.budget_bytes) == ("ram", 2**33)
+    for planned in (on_gpu, on_cpu):
+        assert planned.plan.is_all_resident
+        assert planned.config.ctx_size == planned.plan.fixed.ctx_size == 4096 < DEFAULT_CTX_SIZE
+    assert on_gpu.known.rates.assumed == ("disk_bytes_per_s",)
+
+
+def test_a_budget_bounds_the_default_context_and_the_experts(make: Make) -> None:
+    whole = make(EngineConfig("m", device="cuda"))
+    fixed = make(EngineConfig("m", device="cuda", vram=480 * MIB)).plan.fixed
+    budget = fixed.total - fixed.caches + MIB
+    small = make(EngineConfig("m", device="cuda", vram=budget))
+    assert small.plan.total_bytes <= budget
+    assert small.plan.fixed.ctx_size < whole.plan.fixed.ctx_size
+    assert 0 < small.plan.num_resident < whole.plan.num_resident
+
+
+def test_a_context_that_was_asked_for_is_not_cut(make: Make) -> None:
+    with pytest.raises(OutOfMemoryError, match="caches of 4096 tokens"):
+        make(EngineConfig("m", device="cpu", ram=MIB, ctx_size=4096))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_plan_is_given_back(make: Make, tmp_path: Path, device: str) -> None:
+    budget = {"cpu": {"ram": 32 * MIB}, "cuda": {"vram": 500 * MIB}}[device]
+    types = {"cache_type_k": "f32", "cache_type_v": "f32"}
+    first = make(EngineConfig("m", device=device, ctx_size=123, **budget, **types))  # type: ignore[arg-type]
+    save_plan(first.plan, tmp_path / "plan.json")
+    again = make(EngineConfig("m", device=device, plan=str(tmp_path / "plan.json")))
+    assert again.plan == first.plan
+    assert again.known == first.known
+    assert again.config == replace(first.config, threads="auto")
+
+
+def test_a_plan_for_something_else_is_refused(make: Make, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    config = EngineConfig("m", device="cpu", plan=str(path))
+    with pytest.raises(ModelNotFoundError):
+        make(config)
+    plan = make(EngineConfig("m", device="cpu")).plan
+    save_plan(plan, path)
+    with pytest.raises(ConfigError, match="a plan for the CPU, the device is cuda"):
+        make(replace(config, device="cuda"))
+    for fixed in (replace(plan.fixed, ctx_size=9999), replace(plan.fixed, kv_type="f99")):
+        save_plan(replace(plan, fixed=fixed), path)
+        with pytest.raises(ConfigError, match="which this model cannot have"):
+            make(config)
+    other = replace(plan, model=replace(plan.model, fingerprint="00" * 16))
+    save_plan(other, path)
+    with pytest.raises(InconsistentError, match="another model's"):
+        make(config)
