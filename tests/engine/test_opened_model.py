@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from coldstream.engine import EngineConfig, SamplingParams, opened_model
-from coldstream.engine.opened_model import choose_device, sampling_defaults
+from coldstream.engine import EngineConfig, SamplingParams, device_choice
+from coldstream.engine.device_choice import choose_device
+from coldstream.engine.opened_model import sampling_defaults
 from coldstream.errors import DeviceError, InconsistentError
 from hash_runner import open_hash_model
 
@@ -16,8 +17,8 @@ def unusable() -> None:
 
 
 def test_a_gpu_that_cannot_be_used_is_named_and_the_cpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opened_model, "gpu_is_visible", lambda: True)
-    monkeypatch.setattr(opened_model, "find_gpu", unusable)
+    monkeypatch.setattr(device_choice, "gpu_is_visible", lambda: True)
+    monkeypatch.setattr(device_choice, "find_gpu", unusable)
     config, gpu, warnings = choose_device(EngineConfig("m.gguf"))
     assert (config.device, gpu) == ("cpu", None)
     assert warnings == ("there is a GPU, but the CPU computes: device cuda: too old",)
@@ -27,7 +28,7 @@ def test_a_gpu_that_cannot_be_used_is_named_and_the_cpu_computes(monkeypatch: py
 
 
 def test_without_a_gpu_there_is_nothing_to_warn_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opened_model, "gpu_is_visible", lambda: False)
+    monkeypatch.setattr(device_choice, "gpu_is_visible", lambda: False)
     config, gpu, warnings = choose_device(EngineConfig("m.gguf"))
     assert (config.device, gpu, warnings) == ("cpu", None, ())
 

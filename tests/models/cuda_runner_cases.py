@@ -2,12 +2,56 @@
 
 from pathlib import Path
 
+from coldstream.engine.routing_profile import routed_model
 from coldstream.gguf.reader import GGUFFile
-from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.cuda_runner import CudaRunner, Placed
+from coldstream.models.footprint import model_sizes
 from coldstream.models.spec import ModelSpec
+from coldstream.placement.plan import FixedPart, PlacementPlan
+from coldstream.placement.policies import Policy
+
+CHUNK_SIZE = 512
 
 
 def open_cuda(path: Path, context_length: int = 256, num_slots: int = 1, kv_type: str = "f16") -> CudaRunner:
     file = GGUFFile.open(path)
     spec = ModelSpec.from_gguf(file.metadata, file.tensors)
     return CudaRunner.load(file, spec, context_length=context_length, kv_type=kv_type, num_slots=num_slots)
+
+
+def open_partly(
+    path: Path,
+    share: float,
+    *,
+    streamed: float = 0.0,
+    policy: Policy | None = None,
+    threads: int = 2,
+    pinned: tuple[int, ...] = (),
+    context_length: int = 256,
+    num_slots: int = 1,
+) -> CudaRunner:
+    """With slots for that share of the experts, and that share of what a token misses read over the bus.
+
+    All experts of `pinned` layers are there besides.
+    """
+    file = GGUFFile.open(path)
+    spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+    sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
+    count = round(share * spec.num_experts)
+    plan = PlacementPlan(
+        model=routed_model(file, spec),
+        tier="vram",
+        budget_bytes=2**40,
+        fixed=FixedPart(context_length, "f16", CHUNK_SIZE, 0, 0, 0),
+        ring_bytes=0,
+        expert_bytes=sizes.expert_bytes,
+        resident=tuple(
+            tuple(range(spec.num_experts if layer in pinned else count)) for layer in range(spec.num_layers)
+        ),
+        pinned_layers=pinned,
+    )
+    by_misses = tuple(round(streamed * misses) for misses in range(spec.num_experts_per_tok + 1))
+    placed = Placed(plan, by_misses, threads, policy=policy)
+    return CudaRunner.load(
+        file, spec, context_length=context_length, kv_type="f16", num_slots=num_slots, placed=placed
+    )

@@ -21,13 +21,7 @@ def measured_hardware(
     there if that is possible. Raises DeviceError, OutOfMemoryError.
     """
     path = path or default_path()
-    hardware = Hardware.measure()
-    if gpu is not None:
-        # Imported here because it needs packages that a machine without a GPU does not have.
-        from coldstream.kernels.cuda.link import driver_version
-
-        facts = GpuHardware(gpu.name, driver_version(), gpu.total_bytes, gpu.free_bytes)
-        hardware = replace(hardware, gpu=facts)
+    hardware = Hardware.measure() if gpu is None else hardware_with(gpu)
     stored = with_stored_rates(hardware, path)
     if stored is not None:
         return stored
@@ -35,6 +29,15 @@ def measured_hardware(
     with suppress(OSError):  # then it is measured again the next time
         store_rates(hardware, path)
     return hardware
+
+
+def hardware_with(gpu: Gpu) -> Hardware:
+    """This machine, with `gpu` as `find_gpu` gave it, and no rates."""
+    # Imported here because it needs packages that a machine without a GPU does not have.
+    from coldstream.kernels.cuda.link import driver_version
+
+    facts = GpuHardware(gpu.name, driver_version(), gpu.total_bytes, gpu.free_bytes)
+    return replace(Hardware.measure(), gpu=facts)
 
 
 def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardware:

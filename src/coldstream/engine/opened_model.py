@@ -1,28 +1,31 @@
 """From a configuration to a model that is ready to compute, with everything around it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from coldstream.decoding import Logits, Progress, SamplingParams
 from coldstream.engine.config import EngineConfig, resolve
+from coldstream.engine.device_choice import OpenProgress, choose_device
 from coldstream.engine.live_sequence import Runner
-from coldstream.errors import DeviceError, InconsistentError, InvalidRequestError
+from coldstream.engine.machine import hardware_with, measured_hardware
+from coldstream.engine.planning import plan_model
+from coldstream.errors import InconsistentError, InvalidRequestError
 from coldstream.gguf.chat_template import FIELD as CHAT_TEMPLATE_KEY
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
-from coldstream.kernels.cuda.device import Gpu, find_gpu, gpu_is_visible
+from coldstream.kernels.cuda.device import Gpu
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.footprint import dense_bytes, trunk_bytes
 from coldstream.models.spec import ModelSpec
+from coldstream.placement.cost import streamed_by_misses
 from coldstream.placement.hardware import Hardware
-
-# Called with what is going on, how much of it is done, and of how much.
-OpenProgress = Callable[[str, int, int], None]
+from coldstream.placement.plan import PlacementPlan
+from coldstream.placement.rates import Rates
 
 _SAMPLING_KEYS = {
     "general.sampling.temp": "temperature",
@@ -100,16 +103,14 @@ def open_model(config: EngineConfig, progress: OpenProgress | None = None) -> Op
     with ExitStack() as cleanup:
         file = cleanup.enter_context(GGUFFile.open(path))
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        hardware = Hardware.measure()
-        if gpu is None:
-            free, weights = hardware.ram_available_bytes, dense_bytes(spec, file.tensors)
+        if gpu is not None and spec.is_moe:
+            config, placed = place_experts(config, file, spec, gpu, progress)
         else:
-            free, weights = gpu.free_bytes, trunk_bytes(spec, file.tensors)
-        config = resolve(config, spec, hardware.num_physical_cores, free, weights)
+            config, placed = resolved(config, file, spec, gpu), None
         tokenizer = Tokenizer.from_metadata(file.metadata)
         default_sampling = sampling_defaults(file.metadata)
         template = ChatTemplate.from_metadata(file.metadata, tokenizer.vocabulary)
-        runner = load_runner(config, file, spec, progress)
+        runner = load_runner(config, file, spec, placed, progress)
         cleanup.pop_all()
     return OpenedModel(
         config,
@@ -122,24 +123,51 @@ def open_model(config: EngineConfig, progress: OpenProgress | None = None) -> Op
     )
 
 
-def choose_device(config: EngineConfig) -> tuple[EngineConfig, Gpu | None, tuple[str, ...]]:
-    """`config` with a concrete device, the GPU if it is that, and why it isn't if one is there.
+def resolved(config: EngineConfig, file: GGUFFile, spec: ModelSpec, gpu: Gpu | None) -> EngineConfig:
+    """`config` without `auto`, for a model whose weights all lie in the device's memory or are mapped."""
+    hardware = Hardware.measure()
+    if gpu is None:
+        free, weights = hardware.ram_available_bytes, dense_bytes(spec, file.tensors)
+    else:
+        free, weights = gpu.free_bytes, trunk_bytes(spec, file.tensors)
+        if isinstance(config.vram, int):
+            free = min(free, config.vram)
+    return resolve(config, spec, hardware.num_physical_cores, free, weights)
 
-    Raises DeviceError if the configuration asks for a GPU, or for memory of one, and there is none that this
-    version can use.
+
+@dataclass(frozen=True)
+class PlacedExperts:
+    """Where the experts lie on a machine with a GPU, and who computes those that are not on it."""
+
+    plan: PlacementPlan
+    streamed: tuple[int, ...]  # see `streamed_by_misses`; empty if all are resident
+    threads: int  # that compute experts
+
+
+def place_experts(
+    config: EngineConfig, file: GGUFFile, spec: ModelSpec, gpu: Gpu, progress: OpenProgress | None
+) -> tuple[EngineConfig, PlacedExperts]:
+    """`config` without `auto`, and what its budget holds. Measures the machine if that was never done and
+    matters. Raises as `plan_model`.
     """
-    if config.device == "cpu" or (config.device == "auto" and not gpu_is_visible()):
-        return replace(config, device="cpu"), None, ()
-    try:
-        return replace(config, device="cuda"), find_gpu(), ()
-    except DeviceError as error:
-        if config.device == "cuda" or config.vram != "auto":
-            raise
-        return replace(config, device="cpu"), None, (f"there is a GPU, but the CPU computes: {error}",)
+    planned = plan_model(config, file, spec, hardware_with(gpu))
+    if planned.plan.is_all_resident:
+        return planned.config, PlacedExperts(planned.plan, (), 0)
+    hardware = measured_hardware(gpu, progress)
+    # One core launches, and waits for the GPU.
+    threads = max(1, hardware.num_physical_cores - 1) if config.threads == "auto" else config.threads
+    streamed = streamed_by_misses(
+        spec.num_experts_per_tok, max(planned.plan.expert_bytes), Rates.of(hardware)
+    )
+    return planned.config, PlacedExperts(planned.plan, streamed, threads)
 
 
 def load_runner(
-    config: EngineConfig, file: GGUFFile, spec: ModelSpec, progress: OpenProgress | None
+    config: EngineConfig,
+    file: GGUFFile,
+    spec: ModelSpec,
+    experts: PlacedExperts | None,
+    progress: OpenProgress | None,
 ) -> ModelHandle:
     """The model of an open file on the device of a resolved `config`. Raises as the runners' `load`."""
     assert isinstance(config.threads, int)
@@ -148,13 +176,14 @@ def load_runner(
     loading = partial(progress, "loading") if progress else None
     if config.device == "cuda":
         # Imported here because its kernels need packages that a machine without a GPU does not have.
-        from coldstream.models.cuda_runner import CudaRunner
+        from coldstream.models.cuda_runner import CudaRunner, Placed
 
         return CudaRunner.load(
             file,
             spec,
             context_length=config.ctx_size,
             kv_type=kv_type,
+            placed=Placed(experts.plan, experts.streamed, experts.threads) if experts else None,
             progress=loading,
             compiling=partial(progress, "compiling kernels") if progress else None,
         )

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from coldstream.engine.config import EngineConfig, cache_bytes_per_token, resolve
+from coldstream.engine.device_choice import OpenProgress, choose_device
 from coldstream.engine.machine import measured_hardware
-from coldstream.engine.opened_model import OpenProgress, choose_device
 from coldstream.engine.routing_profile import routed_model
 from coldstream.errors import ConfigError
 from coldstream.gguf.hub import resolve_model

@@ -11,7 +11,7 @@ import numpy as np
 
 from coldstream.decoding import Progress
 from coldstream.engine.config import EngineConfig, resolve
-from coldstream.engine.opened_model import OpenProgress
+from coldstream.engine.device_choice import OpenProgress
 from coldstream.errors import InvalidRequestError, UnsupportedError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.messages import shorten

@@ -4,7 +4,7 @@ Few rows are computed by the GPU and the CPU together (`experts/partition.py`), 
 experts of many rows are read over the bus where they have no slot.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,8 +30,8 @@ class HybridOps(CudaOps):
     """`CudaOps` whose routed experts have slots in the device's memory, or lie in the host's.
 
     Slots are not handed out here: `layers` has the tables of each layer, in the order of the forward pass
-    once that has run, for somebody who fills slots and writes addresses. `streamed` is int32 [MAX_RANKS + 1],
-    see `partition_experts_cuda`. Over a `MemoryPlan` there is no `host`.
+    once that has run, for somebody who fills slots and writes addresses; those of `whole_layers` are not
+    among them. `streamed` is int32 [MAX_RANKS + 1], see `sharing_of`. Over a `MemoryPlan` there is no `host`.
     """
 
     def __init__(
@@ -40,20 +40,22 @@ class HybridOps(CudaOps):
         max_positions: int,
         mailbox: Mailbox,
         host: HostExperts | None,
+        whole_layers: Collection[int] = (),
         *,
         notes_kernels: bool = False,
     ) -> None:
         super().__init__(memory, max_positions, notes_kernels=notes_kernels)
         self._mailbox = mailbox
         self.host = host
+        self._whole = tuple(f"blk.{layer}." for layer in whole_layers)
         self.layers: list[Stacks] = []
         self._numbers: dict[int, int] = {}
         self.streamed = self.zeros((MAX_RANKS + 1,), "int32")
         self._pairs = self.int_vector(range(MAX_ROWS * MAX_RANKS))
 
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> CudaWeight:
-        """A stack of experts stays where it is; anything else is loaded."""
-        if len(info.shape) != 3:
+        """A stack of experts stays where it is; anything else is loaded, and so are those of whole layers."""
+        if len(info.shape) != 3 or info.name.startswith(self._whole):
             return self.load_weight(file, info)
         num_experts, rows, cols = info.shape
         addresses = self.memory.persistent((num_experts,), torch.int64)

@@ -4,7 +4,7 @@ Everything that is ever allocated on the device is counted before anything is co
 running its forward pass over tensors without memory (`kernels/cuda/memory.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -74,7 +74,8 @@ class Limits:
     num_slots: int
     context_length: int
     kv_type: str
-    expert_bytes: int | None = None  # of the device's memory, for experts; None: all of them are there
+    expert_bytes: int | None = None  # of the device's memory, for slots; None: all experts are there
+    whole_layers: frozenset[int] = frozenset()  # whose experts are all there in any case
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,9 @@ class Loaded:
         else:
             sizes = (spec.num_layers, spec.num_experts_per_tok, spec.hidden_size)
             mailbox = host.mailbox if host else Mailbox.planned(*sizes)
-            ops = HybridOps(memory, limits.context_length, mailbox, host, notes_kernels=notes_kernels)
+            ops = HybridOps(
+                memory, limits.context_length, mailbox, host, limits.whole_layers, notes_kernels=notes_kernels
+            )
         model = Qwen35Model.load(file, spec, ops)
         weight_bytes = memory.persistent_bytes
         cache = ModelCache(spec, ops, limits.num_slots, limits.context_length, limits.kv_type)
@@ -151,12 +154,18 @@ class Loaded:
         return hidden
 
 
-def plan_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, free_bytes: int) -> CudaMemoryPlan:
+def plan_memory(
+    file: GGUFFile,
+    spec: ModelSpec,
+    limits: Limits,
+    free_bytes: int,
+    chunk_sizes: Sequence[int] = CHUNK_SIZES,
+) -> CudaMemoryPlan:
     """What the model takes, with the largest chunk whose activations are a modest part of what is left.
 
     Raises OutOfMemoryError if it doesn't fit into `free_bytes`.
     """
-    for chunk_size in CHUNK_SIZES:
+    for chunk_size in chunk_sizes:
         plan = count_memory(file, spec, limits, chunk_size)
         left = free_bytes - (plan.total - plan.workspace)
         if plan.workspace <= max(0, left) * WORKSPACE_SHARE:
@@ -167,8 +176,9 @@ def plan_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, free_bytes: int
     raise OutOfMemoryError(
         f"the GPU needs {plan.total / gib:.2f} GiB, {free_bytes / gib:.2f} GiB are free: weights "
         f"{plan.weights / gib:.2f}, caches of {limits.context_length} tokens {plan.caches / gib:.2f}, "
-        f"workspace {(plan.total - plan.weights - plan.caches) / gib:.2f}. Choose a smaller quantisation, a "
-        "smaller --ctx-size, or --device cpu"
+        f"experts {plan.experts / gib:.2f}, "
+        f"workspace {(plan.total - plan.weights - plan.caches - plan.experts) / gib:.2f}. Choose a smaller "
+        "--vram, a smaller --ctx-size, or --device cpu"
     )
 
 

@@ -1,12 +1,13 @@
 """Runs a model on one GPU: few rows and short prompts as captured CUDA graphs, long prompts in chunks."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 import torch
 
+from coldstream.experts.cache import ExpertCache
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
@@ -15,6 +16,7 @@ from coldstream.kernels.cuda.program import load_kernels
 from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.models.cuda_logits import CudaLogits
 from coldstream.models.cuda_model import (
+    CHUNK_SIZES,
     HEAD_ROWS,
     MAX_DECODE_ROWS,
     MAX_GRAPH_ROWS,
@@ -31,12 +33,25 @@ from coldstream.models.cuda_model import (
 from coldstream.models.partial_experts import PartialExperts
 from coldstream.models.runner import Array, ModelRunner, Progress
 from coldstream.models.spec import ModelSpec
+from coldstream.placement.plan import PlacementPlan
+from coldstream.placement.policies import Policy
 
 NO_SLOT = -1
 
 
 def no_progress(done: int, total: int) -> None:
     """Nobody wants to know."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where the experts of a model lie, and who computes those that are not on the device."""
+
+    plan: PlacementPlan
+    streamed: tuple[int, ...]  # how many of 0, 1, … missing experts of a token are read over the bus
+    threads: int
+    tier: str = "auto"  # of the CPU's kernels
+    policy: Policy | None = None  # None: the product's
 
 
 @dataclass(frozen=True)
@@ -60,16 +75,17 @@ class CudaRunner(ModelRunner):
         gpu: Gpu,
         progress: Progress | None,
         compiling: Progress | None,
-        threads: int = 1,
-        tier: str = "auto",
+        placed: Placed | None = None,
     ) -> None:
         super().__init__(file, spec, limits.context_length)
         self.gpu = gpu
         self.limits = limits
         check_supported(spec)
         check_types(file.tensors)
-        self.plan = plan_memory(file, spec, limits, gpu.free_bytes)
+        chunk_sizes = CHUNK_SIZES if placed is None else (placed.plan.fixed.chunk_size,)
+        self.plan = plan_memory(file, spec, limits, gpu.free_bytes, chunk_sizes)
         self.chunk_size = self.plan.chunk_size
+        self._placed = placed
         self._partial: PartialExperts | None = None
         self._num_steps = 0
         self._hidden: Activations | None = None
@@ -78,8 +94,8 @@ class CudaRunner(ModelRunner):
         try:
             with device_errors():
                 load_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling or no_progress)
-                if limits.expert_bytes is not None:
-                    self._partial = PartialExperts(spec, threads, tier)
+                if placed is not None and limits.expert_bytes is not None:
+                    self._partial = PartialExperts(spec, placed.threads, placed.tier)
                 self._load(progress)
         except BaseException:
             self._release()
@@ -101,11 +117,12 @@ class CudaRunner(ModelRunner):
         self._start_step(SMALLEST_PADDED_ROWS)
         self._loaded.step(SMALLEST_PADDED_ROWS)  # so that Triton's kernels for many rows are compiled too
         self._ended()
-        if self._partial and isinstance(self._loaded.ops, HybridOps):
-            self._partial.fill(self._loaded.ops, self.limits.expert_bytes or 0, self.streamed)
+        if self._partial and self._placed:
+            assert isinstance(self._loaded.ops, HybridOps)
+            self._partial.fill(
+                self._loaded.ops, self._placed.plan, self._placed.streamed, self._placed.policy
+            )
         self._clear()
-
-    streamed: Sequence[int] = (0,) * 17
 
     def _start_step(self, rows: int) -> None:
         if self._partial:
@@ -130,21 +147,28 @@ class CudaRunner(ModelRunner):
         context_length: int,
         kv_type: str,
         num_slots: int = 1,
-        expert_bytes: int | None = None,
-        threads: int = 1,
-        tier: str = "auto",
+        placed: Placed | None = None,
         progress: Progress | None = None,
         compiling: Progress | None = None,
     ) -> Self:
         """Copies the weights of an open file to the current device; the runner then closes the file.
 
+        placed: which experts lie where; None: all of them are on the device, as far as that has the memory.
         compiling is called with (done, total) kernels, progress with (done, total) bytes. Raises DeviceError
         without a usable GPU, OutOfMemoryError before anything is copied if it doesn't fit, UnsupportedError
         for sizes and types without kernels, InconsistentError for weights that contradict the format's
         conventions; the file stays open then.
         """
-        limits = Limits(num_slots, context_length, kv_type, expert_bytes)
-        return cls(file, spec, limits, find_gpu(), progress, compiling, threads, tier)
+        limits = Limits(num_slots, context_length, kv_type)
+        if placed is not None and not placed.plan.is_all_resident:
+            plan = placed.plan
+            whole = sum(plan.model.num_experts * plan.expert_bytes[layer] for layer in plan.pinned_layers)
+            limits = replace(
+                limits,
+                expert_bytes=plan.resident_bytes - whole,
+                whole_layers=frozenset(plan.pinned_layers),
+            )
+        return cls(file, spec, limits, find_gpu(), progress, compiling, placed)
 
     def close(self) -> None:
         """Gives the device's memory back and closes the file; the runner cannot be used afterwards."""
@@ -168,8 +192,13 @@ class CudaRunner(ModelRunner):
 
     @property
     def threads(self) -> int:
-        """The one that launches."""
-        return 1
+        """The one that launches, and those that compute experts."""
+        return 1 + (self._placed.threads if self._partial and self._placed else 0)
+
+    @property
+    def expert_cache(self) -> ExpertCache | None:
+        """What the slots hold and how often that helped; None if all experts are on the device."""
+        return self._partial.cache if self._partial else None
 
     @property
     def warnings(self) -> tuple[str, ...]:

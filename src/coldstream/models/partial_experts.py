@@ -1,8 +1,8 @@
 """What a runner has besides if its GPU does not hold all experts of the model."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 
 from coldstream.experts.cache import ExpertCache
@@ -11,7 +11,12 @@ from coldstream.kernels.experts.host import HostExperts
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
 from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.models.spec import ModelSpec
+from coldstream.placement.plan import PlacementPlan
 from coldstream.placement.policies import DecayedFrequency, Policy
+
+# What may be on its way to slots while a token is computed. More takes memory bandwidth from the CPU's share
+# (docs/log.md).
+COPY_BYTES_PER_STEP = 64 * 2**20
 
 
 class PartialExperts:
@@ -25,25 +30,35 @@ class PartialExperts:
     def fill(
         self,
         ops: HybridOps,
-        slot_bytes: int,
+        placement: PlacementPlan,
         streamed: Sequence[int],
         policy: Policy | None = None,
     ) -> None:
-        """Takes `slot_bytes` of the device's memory for slots and fills them, when all layers have run once.
+        """Takes the slots of `placement` from the device's memory and fills them, when all layers have run.
 
-        streamed: see `streamed_counts`.
+        streamed: how many of 0, 1, … missing experts of a token are read over the bus. policy: None for the
+        one of the product.
         """
         ops.streamed[: len(streamed)].copy_(torch.tensor(streamed, dtype=torch.int32))
         layer_bytes = [expert_bytes(stacks) for stacks in ops.layers]
-        num_experts = len(ops.layers[0][0].addresses)
-        counts = share_slots(layer_bytes, num_experts, slot_bytes)
-        cache = ExpertCache(layer_bytes, num_experts, counts, policy or DecayedFrequency())
+        num_experts = placement.model.num_experts
+        pinned = set(placement.pinned_layers)
+        residents = [ids for layer, ids in enumerate(placement.resident) if layer not in pinned]
+        planned = [size for layer, size in enumerate(placement.expert_bytes) if layer not in pinned]
+        counts = _slot_counts(layer_bytes, planned, residents)
+        cache = ExpertCache(
+            layer_bytes,
+            num_experts,
+            counts,
+            policy or DecayedFrequency(),
+            max_bytes_per_step=COPY_BYTES_PER_STEP,
+        )
         slots = {
             size: torch.empty((count, size), dtype=torch.uint8, device="cuda")
             for size, count in counts.items()
         }
         self._residency = ExpertResidency(ops.layers, cache, slots, self.host.mailbox.used)
-        self._residency.load(first_residents(layer_bytes, num_experts, counts))
+        self._residency.load(_first_residents(layer_bytes, num_experts, counts, residents))
 
     @property
     def cache(self) -> ExpertCache | None:
@@ -75,23 +90,24 @@ class PartialExperts:
         self.host.close()
 
 
-def share_slots(layer_bytes: Sequence[int], num_experts: int, budget: int) -> dict[int, int]:
-    """Slots by size for `budget` bytes: of each size the same share of its experts."""
-    sizes = sorted(set(layer_bytes))
-    wanted = {size: layer_bytes.count(size) * num_experts for size in sizes}
-    share = min(1.0, budget / sum(size * count for size, count in wanted.items()))
-    return {size: int(share * count) for size, count in wanted.items()}
+def _slot_counts(
+    layer_bytes: Sequence[int], planned_bytes: Sequence[int], residents: Sequence[Sequence[int]]
+) -> dict[int, int]:
+    """Slots by size, in the bytes that were planned for them: alignment makes experts a little larger."""
+    planned: Counter[int] = Counter()
+    for size, planned_size, ids in zip(layer_bytes, planned_bytes, residents, strict=True):
+        planned[size] += planned_size * len(ids)
+    return {size: num_bytes // size for size, num_bytes in planned.items()}
 
 
-def first_residents(
-    layer_bytes: Sequence[int], num_experts: int, slots: dict[int, int]
-) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """As many experts as there are slots, evenly from all layers."""
+def _first_residents(
+    layer_bytes: Sequence[int], num_experts: int, slots: Mapping[int, int], residents: Sequence[Sequence[int]]
+) -> list[int]:
+    """The numbers of the planned residents, as far as there are slots."""
     left = dict(slots)
     chosen = []
-    for expert in range(num_experts):
-        for layer, size in enumerate(layer_bytes):
-            if left[size] > 0:
-                left[size] -= 1
-                chosen.append(layer * num_experts + expert)
-    return np.array(chosen, np.int64)
+    for layer, (size, ids) in enumerate(zip(layer_bytes, residents, strict=True)):
+        count = min(len(ids), left[size])
+        left[size] -= count
+        chosen += [layer * num_experts + expert for expert in ids[:count]]
+    return chosen

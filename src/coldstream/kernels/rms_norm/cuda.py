@@ -66,7 +66,8 @@ def add_rms_norm_cuda(
         cpu_ids, cpu_rows = elsewhere.ids, elsewhere.rows
         answer = _Answer(elsewhere.done.data_ptr(), elsewhere.done[1:].data_ptr())
     args = [
-        x, update.routed, topk_weights, num_ranks, update.shared, shared_gate, cpu_ids, cpu_rows, answer, total
+        x, update.routed, topk_weights, num_ranks, update.shared, shared_gate, cpu_ids, cpu_rows, answer,
+        total,
     ]  # fmt: skip
     tensors = (x, update.routed, update.shared, total)
     small = (topk_weights, shared_gate)

@@ -1,0 +1,174 @@
+"""Experts that the GPU does not hold: residency, the CPU and the bus change speed and no bit."""
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cuda_runner_cases import open_cuda, open_partly
+from runner_cases import VARIANTS, reference_logits, token_ids
+
+from builders import write_gguf
+from coldstream.assets import demo_model_path
+from coldstream.decoding import SamplingParams, choose_token
+from coldstream.errors import ModelChangedError
+from coldstream.models.cuda_runner import CudaRunner
+from random_residency import RandomResidency
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = tuple(range(300, 340))
+GREEDY = SamplingParams(temperature=0)
+SAMPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95)
+Answer = tuple[list[int], np.ndarray]
+
+
+def answer(
+    runner: CudaRunner, sampling: SamplingParams = GREEDY, count: int = 300, prompt: Sequence[int] = PROMPT
+) -> Answer:
+    """The tokens after a prompt, and the logits after the last."""
+    runner.reset()
+    logits = runner.extend(prompt)
+    context = list(prompt)
+    for _ in range(count):
+        token = choose_token(logits, context, sampling, seed=5)
+        assert token is not None
+        context.append(token)
+        logits = runner.extend((token,))
+    return context[len(prompt) :], np.array(logits)
+
+
+def assert_same(actual: Answer, expected: Answer) -> None:
+    assert actual[0] == expected[0]
+    assert np.array_equal(actual[1], expected[1])
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Answer]:
+    """With everything resident."""
+    with open_cuda(demo_model_path(), context_length=512) as runner:
+        return {"greedy": answer(runner), "sampled": answer(runner, SAMPLED)}
+
+
+@pytest.fixture(scope="module")
+def half() -> Iterator[CudaRunner]:
+    with open_partly(demo_model_path(), 0.5, streamed=0.5, context_length=512, num_slots=40) as runner:
+        yield runner
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "dense-tied"])
+@pytest.mark.parametrize(("share", "streamed"), [(0.0, 0.0), (0.0, 1.0), (0.5, 0.5)])
+def test_every_kind_of_model(variant: str, share: float, streamed: float, tmp_path: Path) -> None:
+    arch, options = VARIANTS[variant]
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, arch, **options)  # type: ignore[arg-type]
+    ids = token_ids(70)
+    expected = reference_logits(path, ids, "f16").numpy()
+    with open_partly(path, share, streamed=streamed) as runner:
+        assert np.array_equal(runner.logits(ids), expected)
+        for count in (1, 8, 9, 33, 64):
+            runner.reset()
+            assert np.array_equal(runner.prefill(ids[:count]), expected[count - 1])
+        runner.reset()
+        assert np.array_equal(np.stack([runner.decode(token) for token in ids[:20]]), expected[:20])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.5, 0.75, 1.0])
+def test_trap_10_the_answer_does_not_depend_on_what_is_resident(
+    share: float, expected: dict[str, Answer]
+) -> None:
+    pinned = (0, 3) if share == 0.25 else ()
+    with open_partly(demo_model_path(), share, streamed=0.4, context_length=512, pinned=pinned) as runner:
+        assert_same(answer(runner), expected["greedy"])
+        assert_same(answer(runner, SAMPLED), expected["sampled"])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("streamed", [0.0, 0.5, 1.0])
+def test_ex07_threads_and_who_computes_what_is_missing(
+    threads: int, streamed: float, expected: dict[str, Answer]
+) -> None:
+    with open_partly(
+        demo_model_path(), 0.2, streamed=streamed, threads=threads, context_length=512
+    ) as runner:
+        assert_same(answer(runner), expected["greedy"])
+
+
+def test_ex07_random_residency_at_every_step_and_a_thousand_swaps(expected: dict[str, Answer]) -> None:
+    policy = RandomResidency(seed=3)
+    with open_partly(demo_model_path(), 0.3, streamed=0.3, policy=policy, context_length=512) as runner:
+        for sampling, name in ((GREEDY, "greedy"), (SAMPLED, "sampled")):
+            assert_same(answer(runner, sampling), expected[name])
+        cache = runner.expert_cache
+        assert cache is not None
+        assert cache.counters.evictions.sum() > 1000
+        assert_same(answer(runner), expected["greedy"])
+
+
+def test_trap_23_twenty_requests_and_memory_stays(half: CudaRunner, expected: dict[str, Answer]) -> None:
+    answer(half, count=20)
+    taken = None
+    for _ in range(21):
+        assert_same(answer(half, count=300), expected["greedy"])
+        torch.cuda.synchronize()
+        free = torch.cuda.mem_get_info()[0]
+        taken = free if taken is None else taken
+        assert free == taken
+
+
+@pytest.mark.parametrize("count", [2, 8, 9, 17, 40])
+def test_a_sequence_among_others(half: CudaRunner, count: int) -> None:
+    prompts = [token_ids(10 + i)[: 5 + i % 7] for i in range(count)]
+    alone = []
+    for prompt in prompts:
+        half.reset()
+        half.prefill(prompt)
+        alone.append(half.decode(7))
+    for slot, prompt in enumerate(prompts):
+        half.reset_slot(slot)
+        half.prefill_slot(slot, prompt, 0)
+    positions = [len(prompt) for prompt in prompts]
+    together = half.decode_rows([7] * count, positions, list(range(count)))
+    assert np.array_equal(together, np.stack(alone))
+
+
+@pytest.mark.parametrize("count", [65, 168, 300, 450])
+def test_prompts_of_many_rows(half: CudaRunner, count: int) -> None:
+    ids = token_ids(count)
+    with open_cuda(demo_model_path(), context_length=512) as whole:
+        expected = whole.prefill(ids)
+    half.reset()
+    assert np.array_equal(half.prefill(ids), expected)
+
+
+def test_ex05_a_prompt_does_not_flush_what_decoding_uses(half: CudaRunner) -> None:
+    answer(half, count=50)
+    cache = half.expert_cache
+    assert cache is not None
+    before = cache.counters.copies.sum()
+    half.reset()
+    half.prefill(token_ids(400))
+    assert cache.counters.copies.sum() - before < 20  # what decoding had asked for
+
+
+def test_fl01_a_file_that_shrinks_is_an_error(tmp_path: Path) -> None:
+    path = Path(shutil.copy(demo_model_path(), tmp_path / "demo.gguf"))
+    with open_partly(path, 0.0) as runner:
+        answer(runner, count=3)
+        os.truncate(path, 2**20)
+        with pytest.raises(ModelChangedError, match=r"demo.gguf"):
+            answer(runner, count=3)
+        assert runner.position == 0
+
+
+def test_trap_24_a_closed_runner_gives_its_memory_back() -> None:
+    free = []
+    for _ in range(3):
+        with open_partly(demo_model_path(), 0.5) as runner:
+            answer(runner, count=5)
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info()[0])
+    assert free[1] == free[2]
