@@ -133,10 +133,14 @@ class CudaRunner(ModelRunner):
             self._partial.launched()
 
     def _ended(self) -> None:
-        """The current stream has done everything."""
+        """The current stream has done everything. What could not be computed leaves an empty state."""
         torch.cuda.current_stream().synchronize()
         if self._partial:
-            self._partial.ended()
+            try:
+                self._partial.ended()
+            except BaseException:
+                self.reset()
+                raise
 
     @classmethod
     def load(
@@ -199,6 +203,11 @@ class CudaRunner(ModelRunner):
     def expert_cache(self) -> ExpertCache | None:
         """What the slots hold and how often that helped; None if all experts are on the device."""
         return self._partial.cache if self._partial else None
+
+    @property
+    def cpu_work(self) -> list[tuple[int, int, float]]:
+        """What the CPU was asked for, by layer that may miss: requests, (token, expert) pairs, seconds."""
+        return self._partial.host.server.work() if self._partial else []
 
     @property
     def warnings(self) -> tuple[str, ...]:

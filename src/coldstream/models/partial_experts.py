@@ -57,7 +57,8 @@ class PartialExperts:
             size: torch.empty((count, size), dtype=torch.uint8, device="cuda")
             for size, count in counts.items()
         }
-        self._residency = ExpertResidency(ops.layers, cache, slots, self.host.mailbox.used)
+        used = self.host.mailbox.used[: len(ops.layers)]
+        self._residency = ExpertResidency(ops.layers, cache, slots, used)
         self._residency.load(_first_residents(layer_bytes, num_experts, counts, residents))
 
     @property

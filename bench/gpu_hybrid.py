@@ -1,0 +1,207 @@
+"""Decode speed of the full-size model with memory for a part of its experts, beside floor and forecast.
+
+    python bench/gpu_hybrid.py full.gguf          writes the model file first if it isn't there (21 GB)
+
+For each budget of experts and depth of context, texts that are new to the cache: a prompt, tokens that are not
+timed while the working set comes in, then those that are. Greedy text has to walk through the vocabulary, as
+these files make it do, so that every token is checked.
+"""
+
+import argparse
+import shlex
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coldstream.engine import LLM, EngineConfig
+from coldstream.engine.machine import measured_hardware
+from coldstream.engine.planning import plan_model
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cuda.device import find_gpu
+from coldstream.models.spec import ModelSpec
+from coldstream.placement.forecast import Known, forecast
+from coldstream.placement.hardware import Hardware
+from coldstream.placement.hit_rates import PUBLISHED
+from coldstream.placement.plan import PlacementPlan
+from coldstream.placement.rates import Rates
+from coldstream.placement.sizes import ModelSizes
+from device import describe
+from full_size_model import FULL_SHAPE
+from gpu import write_model
+from results import ROOT, write_result
+
+GIB = 2**30
+SHORT_PROMPT, WARM_TOKENS, TIMED_TOKENS, TEXTS = 64, 192, 256, 3
+TEXT_STEP = 20_011  # from the first id of a text to that of the next
+GREEDY = {"repeat_last_n": None, "has_penalties": False, "seed": 0, "temperature": 0.0}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What does not change between cases."""
+
+    path: Path
+    ctx_size: int
+    hardware: Hardware
+    sizes: ModelSizes
+
+
+def plan_for(machine: Machine, vram: int) -> PlacementPlan:
+    """What `vram` bytes hold."""
+    with GGUFFile.open(machine.path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        config = EngineConfig(str(machine.path), device="cuda", vram=vram, ctx_size=machine.ctx_size)
+        return plan_model(config, file, spec, machine.hardware).plan
+
+
+def budget_for(machine: Machine, expert_bytes: int) -> int:
+    """The least memory, to a thousandth, in which about so many bytes of experts are resident."""
+    fixed = plan_for(machine, 100 * GIB).fixed.total
+    low, high = fixed, fixed + 2 * machine.sizes.all_expert_bytes
+    while high - low > 2**23:
+        middle = (low + high) // 2
+        try:
+            is_enough = plan_for(machine, middle).resident_bytes >= expert_bytes
+        except MemoryError:
+            is_enough = False
+        low, high = (low, middle) if is_enough else (middle, high)
+    return high
+
+
+def generate(llm: LLM, first_id: int, num_prompt: int) -> dict[str, Any]:
+    """One text: seconds a token, and what the cache and the CPU had to do for it."""
+    runner = llm.opened.runner
+    prompt = [(first_id + i) % runner.spec.vocab_size for i in range(num_prompt)]
+    runner.reset()
+    logits = runner.extend(prompt)
+    context = list(prompt)
+    for i in range(WARM_TOKENS + TIMED_TOKENS):
+        if i == WARM_TOKENS:
+            before, start = counted(runner), time.perf_counter()
+        token = logits.choose(context, **GREEDY)
+        context.append(token)
+        logits = runner.extend((token,))
+    np.asarray(logits)
+    seconds = (time.perf_counter() - start) / TIMED_TOKENS
+    expected = [(first_id + i) % runner.spec.vocab_size for i in range(len(context))]
+    if context != expected:
+        raise RuntimeError(f"not a figure of this model: text from {first_id} left the walk")
+    after = counted(runner)
+    return {"seconds": seconds, **{name: (after[name] - before[name]) / TIMED_TOKENS for name in after}}
+
+
+def counted(runner: Any) -> dict[str, float]:
+    """Sums so far: uses that hit and missed, copies, and requests to the CPU with their pairs and seconds."""
+    cache = runner.expert_cache
+    if cache is None:
+        return {}
+    work = np.array(runner.cpu_work, np.float64).reshape(-1, 3).sum(axis=0)
+    counters = cache.counters
+    return {
+        "hits": float(counters.hits.sum()),
+        "misses": float(counters.misses.sum()),
+        "copies": float(counters.copies.sum()),
+        "cpu_requests": float(work[0]),
+        "cpu_pairs": float(work[1]),
+        "cpu_seconds": float(work[2]),
+    }
+
+
+def floor_seconds(machine: Machine, texts: list[dict[str, Any]], num_context: int) -> float:
+    """Of a token, if every byte came at the measured rates and nothing else took time."""
+    sizes, rates = machine.sizes, Rates.of(machine.hardware)
+    mean_bytes = statistics.mean(sizes.expert_bytes)
+    misses = statistics.mean(text.get("misses", 0.0) for text in texts)
+    hits = sizes.num_layers * sizes.num_experts_per_tok - misses
+    dense = sizes.dense_token_bytes + num_context * sizes.kv_token_bytes + sizes.state_bytes
+    both = max(rates.read_bytes_per_s, rates.read_beside_link + rates.link_beside_read)
+    resident_s = hits * mean_bytes / rates.vram_bytes_per_s
+    return dense / rates.vram_bytes_per_s + max(resident_s, misses * mean_bytes / both)
+
+
+def measure(machine: Machine, gib: float | None, depths: list[int], first_ids: Any) -> list[dict[str, Any]]:
+    """All depths with one budget: GiB of experts, None for all of them."""
+    wanted = machine.sizes.all_expert_bytes if gib is None else int(gib * GIB)
+    vram = budget_for(machine, wanted)
+    plan = plan_for(machine, vram)
+    expected = forecast(plan, Known(machine.sizes, Rates.of(machine.hardware), PUBLISHED))
+    rows = []
+    with LLM(machine.path, device="cuda", vram=vram, ctx_size=machine.ctx_size) as llm:
+        for depth in depths:
+            num_prompt = max(SHORT_PROMPT, depth)
+            texts = [generate(llm, next(first_ids), num_prompt) for _ in range(TEXTS)]
+            seconds = statistics.median(text["seconds"] for text in texts)
+            context = num_prompt + WARM_TOKENS + TIMED_TOKENS // 2
+            floor = floor_seconds(machine, texts, context)
+            rows.append(
+                {
+                    "experts_bytes": plan.resident_bytes,
+                    "experts_share": plan.resident_bytes / machine.sizes.all_expert_bytes,
+                    "vram_bytes": vram,
+                    "depth": depth,
+                    "tok_s": 1 / seconds,
+                    "texts": texts,
+                    "hit_rate": statistics.mean(hit_rate(text) for text in texts),
+                    "floor_s": floor,
+                    "share_of_floor": floor / seconds,
+                    "forecast_tok_s": expected.decode,
+                    "forecast_hit_rate": expected.hit_rate,
+                }
+            )
+            print({k: v for k, v in rows[-1].items() if k != "texts"}, flush=True)
+    return rows
+
+
+def hit_rate(text: dict[str, Any]) -> float:
+    if not text.get("hits"):
+        return 0.0 if text.get("misses") else 1.0
+    return text["hits"] / (text["hits"] + text["misses"])
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything; see the module docstring."""
+    write_model(options.model, FULL_SHAPE.layers, FULL_SHAPE.vocab)
+    hardware = measured_hardware(find_gpu())
+    ctx_size = max(options.depths) + SHORT_PROMPT + WARM_TOKENS + TIMED_TOKENS
+    with GGUFFile.open(options.model) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        config = EngineConfig(str(options.model), device="cuda", vram=100 * GIB, ctx_size=ctx_size)
+        known = plan_model(config, file, spec, hardware).known
+    machine = Machine(options.model, ctx_size, hardware, known.model)
+    first_ids = iter(range(1000, spec.vocab_size - 10_000, TEXT_STEP))
+    rows = []
+    for gib in (*options.experts, None):
+        rows += measure(machine, gib, options.depths, first_ids)
+    return {
+        "command": shlex.join(["python", "bench/gpu_hybrid.py", options.model.name]),
+        "machine": describe("cuda"),
+        "hardware": asdict(hardware),
+        "texts": TEXTS,
+        "warm_tokens": WARM_TOKENS,
+        "timed_tokens": TIMED_TOKENS,
+        "rows": rows,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "hybrid.json")
+    parser.add_argument("--experts", type=lambda text: [float(part) for part in text.split(",")],
+                        default=[0, 1.5, 3, 6, 10, 10.67, 15], help="GiB, besides all")  # fmt: skip
+    parser.add_argument(
+        "--depths", type=lambda text: [int(part) for part in text.split(",")], default=[0, 8192]
+    )
+    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    options = parser.parse_args()
+    write_result(run(options), options.out, options.commit)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
