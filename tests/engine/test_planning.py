@@ -45,14 +45,14 @@ def test_without_a_budget_all_that_is_free_may_be_used(make: Make) -> None:
     assert on_gpu.known.rates.assumed == ("disk_bytes_per_s",)
 
 
-def test_a_budget_bounds_the_default_context_and_the_experts(make: Make) -> None:
+def test_a_default_context_leaves_room_for_experts(make: Make) -> None:
     whole = make(EngineConfig("m", device="cuda"))
     fixed = make(EngineConfig("m", device="cuda", vram=480 * MIB)).plan.fixed
     budget = fixed.total - fixed.caches + MIB
     small = make(EngineConfig("m", device="cuda", vram=budget))
     assert small.plan.total_bytes <= budget
     assert small.plan.fixed.ctx_size < whole.plan.fixed.ctx_size
-    assert 0 < small.plan.num_resident < whole.plan.num_resident
+    assert small.plan.num_resident > 0
 
 
 def test_a_context_that_was_asked_for_is_not_cut(make: Make) -> None:

@@ -9,7 +9,7 @@ from builders import Dims, write_gguf
 from coldstream.engine.config import EngineConfig, cache_bytes_per_token
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models import fixed_part
-from coldstream.models.fixed_part import fixed_part_on_cpu, fixed_part_on_gpu
+from coldstream.models.fixed_part import fixed_part_on_cpu, fixed_parts_on_gpu
 from coldstream.models.footprint import bytes_per_token, dense_bytes, model_sizes, trunk_bytes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.sizes import ModelSizes
@@ -81,10 +81,10 @@ def test_what_is_counted_for_a_gpu_and_what_is_estimated_agree(
     write_gguf(path, arch)
     _, spec, sizes = read(path)
     with GGUFFile.open(path) as file:
-        counted = fixed_part_on_gpu(file, spec, sizes, CTX, "f16", 2**33)
+        (counted,) = fixed_parts_on_gpu(file, spec, sizes, CTX, "f16", [2**33])
     monkeypatch.setattr(fixed_part, "_can_count", lambda: False)
     with GGUFFile.open(path) as file:
-        estimated = fixed_part_on_gpu(file, spec, sizes, CTX, "f16", 2**33)
+        (estimated,) = fixed_parts_on_gpu(file, spec, sizes, CTX, "f16", [2**33])
     assert estimated == replace(
         counted, weights=estimated.weights, caches=estimated.caches, workspace=estimated.workspace
     )
@@ -96,12 +96,13 @@ def test_a_small_budget_takes_small_steps_of_prefill(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
     _, spec, sizes = read(path)
-    chunks = []
+    budgets = (2**20, 500 * 2**20, 600 * 2**20, 2**33)
     with GGUFFile.open(path) as file:
-        for budget in (2**20, 500 * 2**20, 600 * 2**20, 2**33):
-            part = fixed_part_on_gpu(file, spec, sizes, CTX, "f16", budget)
-            chunks.append(part.chunk_size)
-            if part.chunk_size > 256:
-                assert part.workspace <= 0.25 * (budget - part.total + part.workspace)
+        parts = fixed_parts_on_gpu(file, spec, sizes, CTX, "f16", budgets)
+        assert [parts[2]] == fixed_parts_on_gpu(file, spec, sizes, CTX, "f16", budgets[2:3])
+    for budget, part in zip(budgets, parts, strict=True):
+        if part.chunk_size > 256:
+            assert part.workspace <= 0.5 * (budget - part.total + part.workspace)
+    chunks = [part.chunk_size for part in parts]
     assert chunks == sorted(chunks)
     assert (chunks[0], chunks[-1]) == (256, 8192)

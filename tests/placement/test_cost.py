@@ -15,10 +15,10 @@ from coldstream.placement.cost import (
     split_misses,
     streamed_by_misses,
 )
-from coldstream.placement.forecast import Known, forecast, with_more
+from coldstream.placement.forecast import NEXT_BYTES, Known, forecast
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hit_rates import PUBLISHED
-from coldstream.placement.plan import FixedPart, PlanOptions, plan_placement
+from coldstream.placement.plan import FixedPart, plan_placement
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes
 
@@ -70,7 +70,7 @@ def test_each_gib_makes_it_faster() -> None:
     plan = plan_placement(FULL_MODEL, FIXED, FIXED.total + GIB // 4)
     before = forecast(plan, known)
     while not plan.is_all_resident:
-        plan = with_more(plan, known, PlanOptions())
+        plan = plan_placement(FULL_MODEL, FIXED, plan.budget_bytes + NEXT_BYTES)
         after = forecast(plan, known)
         assert after.decode > before.decode
         assert after.hit_rate > before.hit_rate

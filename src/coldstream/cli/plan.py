@@ -13,7 +13,7 @@ from coldstream.cli.model_argument import model_or_bundled
 from coldstream.cli.options import common_options, engine_config, engine_options
 from coldstream.cli.terminal import ProgressLine, format_bytes, note, table_console
 from coldstream.errors import ConfigError
-from coldstream.placement.forecast import Forecast, forecast, rates_used, with_more
+from coldstream.placement.forecast import Forecast, forecast, rates_used
 from coldstream.placement.plan import PlacementPlan, PlanOptions
 from coldstream.placement.plan_file import plan_to_json, save_plan
 
@@ -68,7 +68,7 @@ def command(
         planned = plan_by_name(config, chosen, profile, line.update)
     plan, known = planned.plan, planned.known
     expected = forecast(plan, known)
-    richer = None if plan.is_all_resident else forecast(with_more(plan, known, planned.options), known)
+    richer = forecast(planned.next_plan, known) if planned.next_plan else None
     if out is not None:
         save_plan(plan, out)
     if as_json:

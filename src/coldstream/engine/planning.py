@@ -1,6 +1,7 @@
 """From a configuration to a placement: sizes of the model, budget of the machine, and the plan for both."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.cuda.device import gpu_is_visible
-from coldstream.models.fixed_part import fixed_part_on_cpu, fixed_part_on_gpu, least_bytes
+from coldstream.models.fixed_part import fixed_part_on_cpu, fixed_parts_on_gpu, least_bytes
 from coldstream.models.footprint import model_sizes
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.forecast import Known
+from coldstream.placement.forecast import NEXT_BYTES, Known
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.hit_rates import PUBLISHED, HitCurve
 from coldstream.placement.plan import PlacementPlan, PlanOptions, Tier, plan_placement
@@ -28,11 +29,11 @@ from coldstream.placement.sizes import ModelSizes
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan and everything that it follows from."""
+    """A plan, what the next GiB of fast memory would make of it, and everything that both follow from."""
 
     plan: PlacementPlan
+    next_plan: PlacementPlan | None  # None: all is resident already
     known: Known
-    options: PlanOptions
     config: EngineConfig  # with a concrete device and context
     hardware: Hardware
 
@@ -57,23 +58,32 @@ def plan_model(
     options = replace(options, has_ring=tier == "vram")  # what comes from the disk waits where it is used
     uses = trace.counts() / trace.num_steps if trace else None
     curve = HitCurve.from_trace(trace) if trace else PUBLISHED
+    plan = None
     if config.plan is not None:
         config, plan = _given_plan(config, file, spec, tier)
-        sizes = _sizes(config, file, spec)
     else:
-        budget = budget_bytes(config, hardware)
-        sizes = _sizes(config, file, spec)
-        # A context that was asked for is not cut to the budget: the plan says what both together need.
-        room = 2**62 if config.ctx_size else max(0, budget - least_bytes(spec, sizes, tier))
-        config = resolve(config, spec, hardware.num_physical_cores, room)
-        assert config.ctx_size
-        memory = (config.ctx_size, config.cache_type_k)
-        if tier == "vram":
-            fixed = fixed_part_on_gpu(file, spec, sizes, *memory, budget)
-        else:
-            fixed = fixed_part_on_cpu(file, spec, sizes, *memory)
-        plan = plan_placement(sizes, fixed, budget, tier=tier, uses=uses, options=options)
-    return Planned(plan, Known(sizes, Rates.of(hardware), curve, uses), options, config, hardware)
+        config = _with_context(config, file, spec, hardware)
+    sizes = _sizes(config, file, spec)
+    budget = plan.budget_bytes if plan else budget_bytes(config, hardware)
+    assert config.ctx_size
+    memory = (config.ctx_size, config.cache_type_k)
+    if tier == "vram":
+        fixed, next_fixed = fixed_parts_on_gpu(file, spec, sizes, *memory, (budget, budget + NEXT_BYTES))
+    else:
+        fixed = next_fixed = fixed_part_on_cpu(file, spec, sizes, *memory)
+    place = partial(plan_placement, sizes, tier=tier, uses=uses, options=options)
+    plan = plan or place(fixed, budget)
+    next_plan = None if plan.is_all_resident else place(next_fixed, budget + NEXT_BYTES)
+    known = Known(sizes, Rates.of(hardware), curve, uses)
+    return Planned(plan, next_plan, known, config, hardware)
+
+
+def _with_context(config: EngineConfig, file: GGUFFile, spec: ModelSpec, hardware: Hardware) -> EngineConfig:
+    """`config` with a context. One that was asked for is not cut: the plan says what all needs together."""
+    tier: Tier = "vram" if config.device == "cuda" else "ram"
+    room = budget_bytes(config, hardware) - least_bytes(spec, _sizes(config, file, spec), tier)
+    room = 2**62 if config.ctx_size else max(0, room)
+    return resolve(config, spec, hardware.num_physical_cores, room)
 
 
 def _given_plan(

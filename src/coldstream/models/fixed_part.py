@@ -5,6 +5,7 @@ on the CPU, activations are estimated from their widths.
 """
 
 import importlib.util
+from collections.abc import Sequence
 
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.footprint import dense_bytes
@@ -13,24 +14,34 @@ from coldstream.placement.plan import FixedPart, Tier
 from coldstream.placement.sizes import ModelSizes
 
 CPU_CHUNK_SIZE = 512
-_GPU_CHUNK_SIZES = (8192, 4096, 2048, 1024, 512, 256)
-_WORKSPACE_SHARE = 0.25  # of what weights and caches leave, for activations
+# By the tokens of a step of prefill: what share its activations may have of what weights and caches leave.
+# Each step brings all experts that it lacks over the bus once, so that short ones cost more than some slots.
+_WORKSPACE_SHARES = {8192: 0.25, 4096: 0.25, 2048: 0.5, 1024: 0.5, 512: 0.5, 256: 1.0}
 _GPU_GRAPH_BYTES = 192 * 2**20
 _GPU_RESERVE_BYTES = 256 * 2**20
 _FLOATS_BESIDE_EXPERTS = 16  # activations of a token, in hidden states, beside one for each of its experts
 
 
-def fixed_part_on_gpu(
-    file: GGUFFile, spec: ModelSpec, sizes: ModelSizes, ctx_size: int, kv_type: str, budget_bytes: int
-) -> FixedPart:
-    """With the largest steps of prefill whose activations are a modest part of what is left of the budget."""
+def fixed_parts_on_gpu(
+    file: GGUFFile,
+    spec: ModelSpec,
+    sizes: ModelSizes,
+    ctx_size: int,
+    kv_type: str,
+    budgets: Sequence[int],
+) -> list[FixedPart]:
+    """For each budget in bytes, with the largest steps of prefill whose activations are a modest part."""
     count = _counted if _can_count() else _estimated
-    for chunk_size in _GPU_CHUNK_SIZES:
-        fixed = count(file, spec, sizes, ctx_size, kv_type, chunk_size)
-        left = budget_bytes - (fixed.total - fixed.workspace)
-        if fixed.workspace <= max(0, left) * _WORKSPACE_SHARE:
+    chosen: list[FixedPart | None] = [None] * len(budgets)
+    for chunk_size, share in _WORKSPACE_SHARES.items():
+        if None not in chosen:
             break
-    return fixed
+        fixed = count(file, spec, sizes, ctx_size, kv_type, chunk_size)
+        for i, budget in enumerate(budgets):
+            left = budget - (fixed.total - fixed.workspace)
+            if chosen[i] is None and fixed.workspace <= max(0, left) * share:
+                chosen[i] = fixed
+    return [part or fixed for part in chosen]
 
 
 def fixed_part_on_cpu(
@@ -55,7 +66,7 @@ def least_bytes(spec: ModelSpec, sizes: ModelSizes, tier: Tier) -> int:
     if tier == "ram":
         return sizes.dense_bytes + _activation_bytes(spec, CPU_CHUNK_SIZE)
     reserved = _GPU_GRAPH_BYTES + _GPU_RESERVE_BYTES
-    return sizes.dense_bytes + sizes.state_bytes + reserved + _activation_bytes(spec, _GPU_CHUNK_SIZES[-1])
+    return sizes.dense_bytes + sizes.state_bytes + reserved + _activation_bytes(spec, min(_WORKSPACE_SHARES))
 
 
 def _can_count() -> bool:

@@ -12,14 +12,14 @@ from coldstream.placement.cost import (
     prefill_seconds_on_cpu,
 )
 from coldstream.placement.hit_rates import HitCurve, expected_hit_rates
-from coldstream.placement.plan import PlacementPlan, PlanOptions, plan_placement
+from coldstream.placement.plan import PlacementPlan
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes
 
 Array = np.ndarray[Any, Any]
 
 PROMPT_LENGTHS: Final = (168, 512, 2048, 8192)
-NEXT_BYTES: Final = 2**30
+NEXT_BYTES: Final = 2**30  # of fast memory, what a forecast is compared with
 
 
 @dataclass(frozen=True)
@@ -74,17 +74,3 @@ def rates_used(plan: PlacementPlan) -> tuple[str, ...]:
     on_gpu = ("vram_bytes_per_s", "product_ops_per_s")
     cold = ("read_bytes_per_s", "link_bytes_per_s", "handshake_s")
     return on_gpu if plan.is_all_resident else on_gpu + cold
-
-
-def with_more(
-    plan: PlacementPlan, known: Known, options: PlanOptions, num_bytes: int = NEXT_BYTES
-) -> PlacementPlan:
-    """The plan with `num_bytes` more of fast memory."""
-    return plan_placement(
-        known.model,
-        plan.fixed,
-        plan.budget_bytes + num_bytes,
-        tier=plan.tier,
-        uses=known.uses,
-        options=options,
-    )
