@@ -4,11 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from builders import write_gguf
+from coldstream.assets import demo_model_path, demo_profile_path
 from coldstream.engine.config import DEFAULT_CTX_SIZE, EngineConfig
-from coldstream.engine.planning import Planned, plan_model
+from coldstream.engine.planning import Planned, bundled_profile, plan_by_name, plan_model
 from coldstream.errors import ConfigError, InconsistentError, ModelNotFoundError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.spec import ModelSpec
@@ -89,3 +91,32 @@ def test_a_plan_for_something_else_is_refused(make: Make, tmp_path: Path) -> Non
     save_plan(other, path)
     with pytest.raises(InconsistentError, match="another model's"):
         make(config)
+
+
+def test_the_demo_model_has_a_bundled_profile_and_no_other_model_has() -> None:
+    with GGUFFile.open(demo_model_path()) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        trace = bundled_profile(file, spec)
+    assert trace is not None
+    assert trace.num_steps > 5000
+    assert (trace.counts() > 0).all()
+    assert demo_profile_path().stat().st_size < 200_000
+
+
+def test_a_model_without_a_bundled_profile_has_none(tmp_path: Path) -> None:
+    for arch in ("qwen35moe", "qwen35"):
+        (path,) = write_gguf(tmp_path / f"{arch}.gguf", arch)
+        with GGUFFile.open(path) as file:
+            assert bundled_profile(file, ModelSpec.from_gguf(file.metadata, file.tensors)) is None
+
+
+def test_the_demo_model_is_planned_by_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = EngineConfig(str(demo_model_path()), device="cpu", ram=30 * MIB, ctx_size=1000)
+    planned = plan_by_name(config)
+    assert not planned.plan.is_all_resident
+    assert "replay" in planned.known.curve.source
+    assert planned.known.uses is not None
+    resident = np.zeros(planned.known.uses.shape, bool)
+    resident.ravel()[planned.plan.resident_numbers()] = True
+    assert planned.known.uses[resident].min() >= planned.known.uses[~resident].max()

@@ -1,4 +1,7 @@
-"""Files that come with the package: the demo model. How it was made: tools/train_demo in the source."""
+"""Files that come with the package: the demo model, and which experts of it Python's source uses.
+
+How they were made: tools/train_demo and tools/demo_profile.py in the source.
+"""
 
 from importlib import resources
 from pathlib import Path
@@ -12,3 +15,8 @@ def demo_model_path() -> Path:
     if not path.is_file():
         raise ModelNotFoundError("the demo model is not part of this installation: name a model to run")
     return path
+
+
+def demo_profile_path() -> Path:
+    """Where the routing trace of the demo model lies, if the installation has it."""
+    return Path(str(resources.files(__name__) / "demo.routing"))

@@ -5,11 +5,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from coldstream.assets import demo_profile_path
 from coldstream.engine.config import EngineConfig, cache_bytes_per_token, resolve
 from coldstream.engine.device_choice import OpenProgress, choose_device
 from coldstream.engine.machine import measured_hardware
 from coldstream.engine.routing_profile import routed_model
-from coldstream.errors import ConfigError
+from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
@@ -125,12 +126,16 @@ def plan_by_name(
     """`plan_model` of the model that `config` names, on this machine, which is measured if it never was.
 
     Only the model's header is read. With a budget of GPU memory the plan is for a GPU, even if there is none.
-    profile: the path of a trace. Raises as `open_model` besides, and as `RoutingTrace.load`.
+    profile: the path of a trace; None: the bundled one, for the demo model. Raises as `open_model` besides,
+    and as `RoutingTrace.load`.
     """
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        trace = RoutingTrace.load(profile, routed_model(file, spec)) if profile else None
+        if profile is not None:
+            trace = RoutingTrace.load(profile, routed_model(file, spec))
+        else:
+            trace = bundled_profile(file, spec)
         if config.vram != "auto" and not gpu_is_visible():
             config, gpu = replace(config, device="cuda"), None
         else:
@@ -147,3 +152,13 @@ def budget_bytes(config: EngineConfig, hardware: Hardware) -> int:
         assert hardware.gpu is not None, "a configuration for a GPU needs one, or a budget"
         return hardware.gpu.free_bytes
     return config.ram if isinstance(config.ram, int) else hardware.ram_available_bytes
+
+
+def bundled_profile(file: GGUFFile, spec: ModelSpec) -> RoutingTrace | None:
+    """The trace that comes with the package if it is of this model: of the demo model, that is."""
+    if not spec.is_moe:
+        return None
+    try:
+        return RoutingTrace.load(demo_profile_path(), routed_model(file, spec))
+    except (ModelFormatError, ModelNotFoundError):
+        return None
