@@ -2,7 +2,8 @@
 
     python tools/demo_profile.py
 
-The beginnings of evenly spaced files that the model was trained on, a few hundred tokens each. To be run again whenever the demo model is trained again.
+The beginnings of evenly spaced files that the model was trained on, a few hundred tokens each. To be run
+again whenever the demo model is trained again.
 """
 
 import sys

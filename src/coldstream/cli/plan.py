@@ -68,7 +68,7 @@ def command(
         planned = plan_by_name(config, chosen, profile, line.update)
     plan, known = planned.plan, planned.known
     expected = forecast(plan, known)
-    richer = forecast(planned.next_plan, known) if planned.next_plan else None
+    richer = forecast(planned.larger_plan, known) if planned.larger_plan else None
     if out is not None:
         save_plan(plan, out)
     if as_json:

@@ -1,16 +1,18 @@
 """From a configuration to a placement: sizes of the model, budget of the machine, and the plan for both."""
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from coldstream.assets import demo_profile_path
 from coldstream.engine.config import EngineConfig, cache_bytes_per_token, resolve
 from coldstream.engine.device_choice import OpenProgress, choose_device
 from coldstream.engine.machine import measured_hardware
 from coldstream.engine.routing_profile import routed_model
-from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError
+from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError, OutOfMemoryError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
@@ -27,16 +29,25 @@ from coldstream.placement.rates import Rates
 from coldstream.placement.routing_trace import RoutingTrace
 from coldstream.placement.sizes import ModelSizes
 
+Array = np.ndarray[Any, Any]
+
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, what the next GiB of fast memory would make of it, and everything that both follow from."""
+    """A plan, what more memory would make of it, and everything that both follow from."""
 
     plan: PlacementPlan
-    next_plan: PlacementPlan | None  # None: all is resident already
-    known: Known
+    larger_plan: PlacementPlan | None  # None: all is resident already, or nobody asked
+    sizes: ModelSizes
     config: EngineConfig  # with a concrete device and context
     hardware: Hardware
+    trace: RoutingTrace | None
+
+    @cached_property
+    def known(self) -> Known:
+        """For forecasts. With a trace it is replayed, which takes seconds for a large model."""
+        curve = HitCurve.from_trace(self.trace) if self.trace else PUBLISHED
+        return Known(self.sizes, Rates.of(self.hardware), curve, expected_uses(self.trace))
 
 
 def plan_model(
@@ -47,18 +58,18 @@ def plan_model(
     *,
     trace: RoutingTrace | None = None,
     options: PlanOptions | None = None,
+    more_bytes: int = 0,
 ) -> Planned:
     """The placement of an open model, on the device of `config`, which is cpu or cuda.
 
     By the plan that `config` names, or by its budgets; without one, by what is free. A trace of the model
-    says which experts are used most, and what a cache hits. Raises ConfigError and OutOfMemoryError as
-    `resolve` and `plan_placement`, as `load_plan`, and ConfigError for a plan for the other device.
+    says which experts are used most. more_bytes: of fast memory, for a larger plan besides. Raises
+    ConfigError and OutOfMemoryError as `resolve` and `plan_placement`, as `load_plan`, and ConfigError for a
+    plan for the other device.
     """
     tier: Tier = "vram" if config.device == "cuda" else "ram"
     options = options or PlanOptions()
     options = replace(options, has_ring=tier == "vram")  # what comes from the disk waits where it is used
-    uses = trace.counts() / trace.num_steps if trace else None
-    curve = HitCurve.from_trace(trace) if trace else PUBLISHED
     plan = None
     if config.plan is not None:
         config, plan = _given_plan(config, file, spec, tier)
@@ -66,17 +77,22 @@ def plan_model(
         config = _with_context(config, file, spec, hardware)
     sizes = _sizes(config, file, spec)
     budget = plan.budget_bytes if plan else budget_bytes(config, hardware)
+    budgets = [budget, budget + more_bytes] if more_bytes else [budget]
     assert config.ctx_size
     memory = (config.ctx_size, config.cache_type_k)
     if tier == "vram":
-        fixed, next_fixed = fixed_parts_on_gpu(file, spec, sizes, *memory, (budget, budget + NEXT_BYTES))
+        parts = fixed_parts_on_gpu(file, spec, sizes, *memory, budgets)
     else:
-        fixed = next_fixed = fixed_part_on_cpu(file, spec, sizes, *memory)
-    place = partial(plan_placement, sizes, tier=tier, uses=uses, options=options)
-    plan = plan or place(fixed, budget)
-    next_plan = None if plan.is_all_resident else place(next_fixed, budget + NEXT_BYTES)
-    known = Known(sizes, Rates.of(hardware), curve, uses)
-    return Planned(plan, next_plan, known, config, hardware)
+        parts = [fixed_part_on_cpu(file, spec, sizes, *memory)] * len(budgets)
+    place = partial(plan_placement, sizes, tier=tier, uses=expected_uses(trace), options=options)
+    plan = plan or place(parts[0], budget)
+    larger = place(parts[-1], budgets[-1]) if more_bytes and not plan.is_all_resident else None
+    return Planned(plan, larger, sizes, config, hardware, trace)
+
+
+def expected_uses(trace: RoutingTrace | None) -> Array | None:
+    """Uses a step of each expert, float64 [layers, experts]; None if there is no trace."""
+    return trace.counts() / trace.num_steps if trace else None
 
 
 def _with_context(config: EngineConfig, file: GGUFFile, spec: ModelSpec, hardware: Hardware) -> EngineConfig:
@@ -132,16 +148,15 @@ def plan_by_name(
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        trace = bundled_profile(file, spec)
         if profile is not None:
             trace = RoutingTrace.load(profile, routed_model(file, spec))
-        else:
-            trace = bundled_profile(file, spec)
         if config.vram != "auto" and not gpu_is_visible():
             config, gpu = replace(config, device="cuda"), None
         else:
             config, gpu, _ = choose_device(config)
         hardware = measured_hardware(gpu, progress)
-        return plan_model(config, file, spec, hardware, trace=trace, options=options)
+        return plan_model(config, file, spec, hardware, trace=trace, options=options, more_bytes=NEXT_BYTES)
 
 
 def budget_bytes(config: EngineConfig, hardware: Hardware) -> int:
@@ -152,6 +167,18 @@ def budget_bytes(config: EngineConfig, hardware: Hardware) -> int:
         assert hardware.gpu is not None, "a configuration for a GPU needs one, or a budget"
         return hardware.gpu.free_bytes
     return config.ram if isinstance(config.ram, int) else hardware.ram_available_bytes
+
+
+def check_free(plan: PlacementPlan, hardware: Hardware) -> None:
+    """OutOfMemoryError if the machine has not as much memory free as `plan` takes."""
+    free = hardware.ram_available_bytes
+    if plan.tier == "vram":
+        free = hardware.gpu.free_bytes if hardware.gpu else 0
+    if plan.total_bytes > free:
+        raise OutOfMemoryError(
+            f"the plan takes {plan.total_bytes / 2**30:.2f} GiB of {plan.memory_name}, {free / 2**30:.2f} GiB "
+            f"are free: choose a smaller --{plan.tier}, or close what takes the memory"
+        )
 
 
 def bundled_profile(file: GGUFFile, spec: ModelSpec) -> RoutingTrace | None:
