@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -17,6 +18,7 @@ from coldstream.cli.main import Session
 from coldstream.decoding import SamplingParams
 from coldstream.engine import sizes
 from coldstream.engine.config import TIERS, EngineConfig
+from coldstream.errors import ConfigError
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -166,6 +168,12 @@ def sampling_params(options: Mapping[str, Any], defaults: SamplingParams) -> Sam
     given = {name: value for name, value in options.items() if name in names and value not in (None, ())}
     unlimited = {name: None for name in ("max_tokens", "repeat_last_n") if given.get(name) == -1}
     return replace(defaults, **{**given, **unlimited})
+
+
+def check_writable(path: Path | None, option: str) -> None:
+    """ConfigError unless a file can lie at `path`."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ConfigError(f"{path} cannot be written: give a file in a folder that exists with {option}")
 
 
 def _apply(command: Command, *decorators: Callable[[Command], Command]) -> Command:

@@ -10,9 +10,8 @@ from rich import box
 from rich.table import Table
 
 from coldstream.cli.model_argument import model_or_bundled
-from coldstream.cli.options import common_options, engine_config, engine_options
+from coldstream.cli.options import check_writable, common_options, engine_config, engine_options
 from coldstream.cli.terminal import ProgressLine, format_bytes, note, table_console
-from coldstream.errors import ConfigError
 from coldstream.placement.forecast import Forecast, forecast, rates_used
 from coldstream.placement.plan import PlacementPlan, PlanOptions
 from coldstream.placement.plan_file import plan_to_json, save_plan
@@ -62,8 +61,7 @@ def command(
 
     config = engine_config(model_or_bundled(model), options)
     chosen = PlanOptions(num_pinned_layers=pin_layers)
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):  # better said now than after the work
-        raise ConfigError(f"{out} cannot be written: give a file in a folder that exists with --out")
+    check_writable(out, "--out")  # better said now than after the work
     with ProgressLine() as line:
         planned = plan_by_name(config, chosen, profile, line.update)
     plan, known = planned.plan, planned.known

@@ -5,10 +5,11 @@ from typing import Any
 
 import click
 
+from coldstream.cli.heat_map import heat_map_svg
 from coldstream.cli.model_argument import model_or_bundled
-from coldstream.cli.options import common_options, engine_config, parse_size, parse_threads
+from coldstream.cli.options import check_writable, common_options, engine_config, parse_size, parse_threads
 from coldstream.cli.terminal import ProgressLine, format_bytes
-from coldstream.errors import ConfigError, InvalidRequestError
+from coldstream.errors import InvalidRequestError
 
 MAX_TEXT_BYTES = 16 * 2**20
 
@@ -24,26 +25,41 @@ MAX_TEXT_BYTES = 16 * 2**20
     metavar="FILE",
     help="Where the trace goes [default: the model's name with .routing, here].",
 )
+@click.option(
+    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the uses, as SVG: layers × experts."
+)
+@click.option(
+    "--plan", type=click.Path(path_type=Path), metavar="FILE", help="A plan, for --plot: what is resident."
+)
 @click.option("--ctx-size", "-c", type=parse_size, metavar="SIZE", help="Cut the text into parts of SIZE.")
 @click.option("--threads", "-t", type=parse_threads, metavar="N|auto", help="CPU threads [default: auto].")
 @click.option("--offline", is_flag=True, default=None, help="Use only what is on this machine.")
 @common_options
-def command(model: str | None, text: Path, out: Path | None, **options: Any) -> None:
+def command(
+    model: str | None, text: Path, out: Path | None, plot: Path | None, plan: Path | None, **options: Any
+) -> None:
     """Run a text through MODEL and write a trace: the experts of each layer, token by token.
 
     Without MODEL: the bundled demo model. The CPU computes; a GPU chooses the same experts.
     """
     # Imported here because computing is not needed to show how the verb is used.
+    from coldstream.engine.planning import load_plan_by_name
     from coldstream.engine.routing_profile import profile_text
 
+    if plan is not None and plot is None:
+        raise click.UsageError("--plan is for --plot: give a file for the picture too")
     config = engine_config(model_or_bundled(model), {**options, "device": "cpu"})
     out = out or Path(f"{Path(config.model).name.removesuffix('.gguf')}.routing")
-    if out.is_dir() or not out.parent.is_dir():  # better said now than after the work
-        raise ConfigError(f"{out} cannot be written: give a file in a folder that exists with --out")
+    for name, path in (("--out", out), ("--plot", plot)):
+        check_writable(path, name)  # better said now than after the work
     words = read_text(text)
     with ProgressLine() as line:
+        resident = load_plan_by_name(config, plan, line.update).resident if plan else None
         trace = profile_text(config, words, line.update)
     trace.save(out)
+    if plot is not None:
+        title = f"{Path(config.model).name}: experts used by {text.name}, {trace.num_steps} tokens"
+        plot.write_text(heat_map_svg(trace.counts() / trace.num_steps, resident, title), encoding="utf-8")
     used = (trace.counts() > 0).mean()
     click.echo(
         f"{out}: {trace.num_steps} tokens, {trace.model.num_layers} layers, {used:.0%} of the experts used, "

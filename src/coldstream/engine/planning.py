@@ -159,6 +159,16 @@ def plan_by_name(
         return plan_model(config, file, spec, hardware, trace=trace, options=options, more_bytes=NEXT_BYTES)
 
 
+def load_plan_by_name(
+    config: EngineConfig, path: Path, progress: OpenProgress | None = None
+) -> PlacementPlan:
+    """The plan in the file at `path`, of the model that `config` names. Raises as `load_plan`."""
+    model = resolve_model(config.model, offline=config.offline, progress=progress)
+    with GGUFFile.open(model) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        return load_plan(path, _sizes(config, file, spec))
+
+
 def budget_bytes(config: EngineConfig, hardware: Hardware) -> int:
     """Of the fast memory: what the configuration allows, or else what is free."""
     if config.device == "cuda":
@@ -175,9 +185,10 @@ def check_free(plan: PlacementPlan, hardware: Hardware) -> None:
     if plan.tier == "vram":
         free = hardware.gpu.free_bytes if hardware.gpu else 0
     if plan.total_bytes > free:
+        need, has = (f"{num_bytes / 2**30:.2f} GiB" for num_bytes in (plan.total_bytes, free))
         raise OutOfMemoryError(
-            f"the plan takes {plan.total_bytes / 2**30:.2f} GiB of {plan.memory_name}, {free / 2**30:.2f} GiB "
-            f"are free: choose a smaller --{plan.tier}, or close what takes the memory"
+            f"the plan takes {need} of {plan.memory_name}, {has} are free: choose a smaller --{plan.tier}, "
+            "or close what takes the memory"
         )
 
 
