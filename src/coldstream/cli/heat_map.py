@@ -27,7 +27,7 @@ def heat_map_svg(uses: Array, resident: Sequence[Sequence[int]] | None, title: s
     A shade is a range of uses, from 0 to the most that an expert has. Resident experts have a dot.
     """
     num_layers, num_experts = uses.shape
-    cell = min(_CELL, _MAX_WIDTH / num_experts)
+    cell = max(2, min(_CELL, _MAX_WIDTH // num_experts))
     width = max(_MIN_WIDTH, _LEFT + cell * num_experts + _RIGHT)
     height = _TOP + cell * num_layers + _BELOW
     shades = np.ceil(uses / uses.max() * (_NUM_SHADES - 1)).astype(int)
