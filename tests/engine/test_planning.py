@@ -10,7 +10,7 @@ import pytest
 from builders import write_gguf
 from coldstream.assets import demo_model_path, demo_profile_path
 from coldstream.engine.config import DEFAULT_CTX_SIZE, EngineConfig
-from coldstream.engine.planning import Planned, bundled_profile, check_free, plan_by_name, plan_model
+from coldstream.engine.planning import Planned, bundled_profile, plan_by_name, plan_model
 from coldstream.errors import ConfigError, InconsistentError, ModelNotFoundError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.spec import ModelSpec
@@ -120,12 +120,3 @@ def test_the_demo_model_is_planned_by_its_profile(tmp_path: Path, monkeypatch: p
     resident = np.zeros(planned.known.uses.shape, bool)
     resident.ravel()[planned.plan.resident_numbers()] = True
     assert planned.known.uses[resident].min() >= planned.known.uses[~resident].max()
-
-
-def test_a_plan_beyond_what_is_free_is_refused(make: Make) -> None:
-    for device, said in (("cuda", "the GPU's memory"), ("cpu", "RAM")):
-        plan = make(EngineConfig("m", device=device)).plan
-        check_free(plan, MACHINE)
-        full = replace(MACHINE, ram_available_bytes=2**20, gpu=replace(GPU, free_bytes=2**20))
-        with pytest.raises(OutOfMemoryError, match=f"GiB of {said}, 0.00 GiB are free"):
-            check_free(plan, full)

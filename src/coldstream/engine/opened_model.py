@@ -11,7 +11,7 @@ from coldstream.engine.config import EngineConfig, resolve
 from coldstream.engine.device_choice import OpenProgress, choose_device
 from coldstream.engine.live_sequence import Runner
 from coldstream.engine.machine import hardware_with, measured_hardware
-from coldstream.engine.planning import plan_model
+from coldstream.engine.planning import bundled_profile, plan_model
 from coldstream.errors import InconsistentError, InvalidRequestError
 from coldstream.gguf.chat_template import FIELD as CHAT_TEMPLATE_KEY
 from coldstream.gguf.chat_template import ChatTemplate
@@ -150,7 +150,7 @@ def place_experts(
     """`config` without `auto`, and what its budget holds. Measures the machine if that was never done and
     matters. Raises as `plan_model`.
     """
-    planned = plan_model(config, file, spec, hardware_with(gpu))
+    planned = plan_model(config, file, spec, hardware_with(gpu), trace=bundled_profile(file, spec))
     if planned.plan.is_all_resident:
         return planned.config, PlacedExperts(planned.plan, (), 0)
     hardware = measured_hardware(gpu, progress)

@@ -12,7 +12,7 @@ from coldstream.engine.config import EngineConfig, cache_bytes_per_token, resolv
 from coldstream.engine.device_choice import OpenProgress, choose_device
 from coldstream.engine.machine import measured_hardware
 from coldstream.engine.routing_profile import routed_model
-from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError, OutOfMemoryError
+from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
@@ -177,19 +177,6 @@ def budget_bytes(config: EngineConfig, hardware: Hardware) -> int:
         assert hardware.gpu is not None, "a configuration for a GPU needs one, or a budget"
         return hardware.gpu.free_bytes
     return config.ram if isinstance(config.ram, int) else hardware.ram_available_bytes
-
-
-def check_free(plan: PlacementPlan, hardware: Hardware) -> None:
-    """OutOfMemoryError if the machine has not as much memory free as `plan` takes."""
-    free = hardware.ram_available_bytes
-    if plan.tier == "vram":
-        free = hardware.gpu.free_bytes if hardware.gpu else 0
-    if plan.total_bytes > free:
-        need, has = (f"{num_bytes / 2**30:.2f} GiB" for num_bytes in (plan.total_bytes, free))
-        raise OutOfMemoryError(
-            f"the plan takes {need} of {plan.memory_name}, {has} are free: choose a smaller --{plan.tier}, "
-            "or close what takes the memory"
-        )
 
 
 def bundled_profile(file: GGUFFile, spec: ModelSpec) -> RoutingTrace | None:

@@ -83,11 +83,6 @@ class PlacementPlan:
             raise ValueError(problem)
 
     @property
-    def memory_name(self) -> str:
-        """The fast memory, for people."""
-        return _MEMORY_NAMES[self.tier]
-
-    @property
     def num_resident(self) -> int:
         """Experts that begin in fast memory, which is as many as it has slots for."""
         return sum(map(len, self.resident))
