@@ -2,9 +2,9 @@
 
     python bench/gpu_hybrid.py full.gguf          writes the model file first if it isn't there (21 GB)
 
-For each budget of experts and depth of context, texts that are new to the cache: a prompt, tokens that are not
-timed while the working set comes in, then those that are. Greedy text has to walk through the vocabulary, as
-these files make it do, so that every token is checked.
+For each budget of experts and depth of context, texts that are new to the cache: a prompt, tokens that are
+not timed while the working set comes in, then those that are. Greedy text has to walk through the vocabulary,
+as these files make it do, so that every token is checked.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes
 from device import describe
 from full_size_model import FULL_SHAPE
-from gpu import write_model
+from gpu import numbers, write_model
 from results import ROOT, write_result
 
 GIB = 2**30
@@ -188,15 +188,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def sizes(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "hybrid.json")
-    parser.add_argument("--experts", type=lambda text: [float(part) for part in text.split(",")],
-                        default=[0, 1.5, 3, 6, 10, 10.67, 15], help="GiB, besides all")  # fmt: skip
-    parser.add_argument(
-        "--depths", type=lambda text: [int(part) for part in text.split(",")], default=[0, 8192]
-    )
+    parser.add_argument("--experts", type=sizes, default=[0, 1.5, 3, 6, 10, 10.67, 15], help="GiB, then all")
+    parser.add_argument("--depths", type=numbers, default=[0, 8192])
     parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
     write_result(run(options), options.out, options.commit)

@@ -34,7 +34,7 @@ def repeated(measure: Callable[[], Any]) -> dict[str, Any]:
     return {"values": values, "seconds": round(time.perf_counter() - start, 2)}
 
 
-def gpu_figures(threads: int) -> dict[str, Any]:
+def gpu_figures(hardware: Hardware, threads: int) -> dict[str, Any]:
     """Of the current device."""
     from coldstream.kernels.cuda.link import driver_version, measure_handshake, measure_link, measure_products
 
@@ -43,8 +43,8 @@ def gpu_figures(threads: int) -> dict[str, Any]:
         "gpu": asdict(GpuHardware(gpu.name, driver_version(), gpu.total_bytes, gpu.free_bytes)),
         "gpu_copy_bytes_per_s": repeated(measure_copy_bandwidth),
         "product_ops_per_s": repeated(measure_products),
-        "link": repeated(lambda: measure_link(threads)),
-        "link_fewer_threads": repeated(lambda: measure_link(max(1, threads // 2))),
+        "link": repeated(lambda: measure_link(threads, hardware.reader_bytes)),
+        "link_fewer_threads": repeated(lambda: measure_link(max(1, threads // 2), hardware.reader_bytes)),
         "handshake_s": repeated(lambda: measure_handshake(threads)),
         "handshake_one_thread_s": repeated(lambda: measure_handshake(1)),
     }
@@ -66,7 +66,7 @@ def main() -> int:
         "read_bytes_per_s": repeated(lambda: measure_read_bandwidth(threads)),
     }
     try:
-        result |= gpu_figures(threads)
+        result |= gpu_figures(hardware, threads)
     except DeviceError as error:
         result["gpu"] = str(error)
     write_result(result, options.out)

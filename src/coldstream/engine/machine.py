@@ -51,7 +51,7 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
     from coldstream.kernels.cuda.link import measure_handshake, measure_link, measure_products
 
     report("measuring this machine", 1, 4)
-    link = measure_link(threads)
+    link = measure_link(threads, hardware.reader_bytes)
     report("measuring this machine", 2, 4)
     handshake_s = measure_handshake(threads)
     report("measuring this machine", 3, 4)

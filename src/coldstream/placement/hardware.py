@@ -7,14 +7,16 @@ library's answers.
 
 import math
 import os
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-_BUFFER_BYTES = 512 * 2**20  # well beyond the last-level cache of the machines this runs on
-_NUM_PASSES = 5
+from coldstream.kernels.memory_readers import MemoryReaders
+
+_BUFFER_BYTES = 2 * 2**30  # servers have caches of hundreds of megabytes
+_WINDOW_S = 0.15
+_NUM_WINDOWS = 3
 _FALLBACK_RAM_BYTES = 4 * 2**30
 
 
@@ -74,31 +76,24 @@ class Hardware:
         )
 
     def with_bandwidth(self, num_threads: int) -> "Hardware":
-        """The same machine with `read_bytes_per_s` measured by `num_threads` threads; takes half a second."""
-        num_bytes = min(_BUFFER_BYTES, self.ram_available_bytes // 8)
-        return replace(self, read_bytes_per_s=measure_read_bandwidth(num_threads, num_bytes))
+        """The same machine with `read_bytes_per_s` measured by `num_threads` threads in a second or two."""
+        return replace(self, read_bytes_per_s=measure_read_bandwidth(num_threads, self.reader_bytes))
+
+    @property
+    def reader_bytes(self) -> int:
+        """Memory to read for a measurement: beyond any cache, and a modest part of what is free."""
+        return min(_BUFFER_BYTES, self.ram_available_bytes // 8)
 
 
 def measure_read_bandwidth(num_threads: int, num_bytes: int = _BUFFER_BYTES) -> float:
-    """Bytes per second that `num_threads` threads read from memory together: the best of five passes over a
-    buffer.
-
-    Each thread takes the maximum of its own share of 64-bit words, a loop that memory bounds.
-    """
-    import numpy as np
-
-    words = np.ones(max(num_threads, num_bytes // 8), dtype=np.int64)
-    shares = np.array_split(words, num_threads)
-    best_s = math.inf
-    for _ in range(_NUM_PASSES):
-        threads = [threading.Thread(target=share.max) for share in shares]
-        start = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        best_s = min(best_s, time.perf_counter() - start)
-    return words.nbytes / best_s
+    """Bytes per second that `num_threads` threads read from memory together: the best of three windows."""
+    with MemoryReaders.running(num_threads, num_bytes) as readers:
+        rates = []
+        for _ in range(_NUM_WINDOWS):
+            before, start = readers.num_bytes, time.perf_counter()
+            time.sleep(_WINDOW_S)
+            rates.append((readers.num_bytes - before) / (time.perf_counter() - start))
+    return max(rates)
 
 
 def _affinity() -> list[int]:

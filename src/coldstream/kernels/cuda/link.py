@@ -1,10 +1,7 @@
 """What moves between RAM and the GPU, alone and while CPU threads read: what placement plans with."""
 
 import ctypes
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,14 +12,13 @@ from coldstream.errors import DeviceError
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.cuda.device import device_errors
+from coldstream.kernels.memory_readers import MemoryReaders
 
 BUFFER_BYTES = 256 * 2**20
 PIECE_BYTES = 2 * 2**20  # about one expert of a 35B model
 BURST_S = 0.25  # of copies at a time
 NUM_BURSTS = 3
 
-_READER_BYTES = 512 * 2**20  # of RAM, beyond any cache
-_READER_PIECE_WORDS = 2**21  # a few milliseconds for a thread
 _MATRIX_SIZE = 4096
 _NUM_PRODUCTS = 20
 _ROUNDS_PER_BATCH = 64  # three operations each, of 256 that a call takes
@@ -41,10 +37,10 @@ class LinkRates:
     read_beside: float  # what these threads read meanwhile, together
 
 
-def measure_link(num_threads: int) -> LinkRates:
-    """Copies of pieces of the size of experts, and `num_threads` that read; the best of three. About 2 s.
+def measure_link(num_threads: int, reader_bytes: int) -> LinkRates:
+    """Copies of pieces of the size of experts, beside `num_threads` that read; the best of three. About 3 s.
 
-    Raises DeviceError, OutOfMemoryError.
+    reader_bytes: of memory that they read, beyond any cache. Raises DeviceError, OutOfMemoryError.
     """
     with device_errors():
         source = torch.zeros(BUFFER_BYTES, dtype=torch.uint8).pin_memory()
@@ -56,7 +52,7 @@ def measure_link(num_threads: int) -> LinkRates:
             num_passes * BUFFER_BYTES / _copy_for(source, target, num_passes) for _ in range(NUM_BURSTS)
         )
         both = []
-        with _Readers.running(num_threads) as readers:
+        with MemoryReaders.running(num_threads, reader_bytes) as readers:
             for _ in range(NUM_BURSTS):
                 before, start = readers.num_bytes, time.perf_counter()
                 copied = num_passes * BUFFER_BYTES / _copy_for(source, target, num_passes)
@@ -125,44 +121,6 @@ def driver_version() -> str:
     known = library.nvmlSystemGetDriverVersion(text, len(text)) == 0
     library.nvmlShutdown()
     return text.value.decode() if known else "unknown"
-
-
-class _Readers:
-    """Threads that read RAM, as `measure_read_bandwidth` does, until told to stop."""
-
-    def __init__(self, num_threads: int) -> None:
-        words = np.ones(_READER_BYTES // 8, dtype=np.int64)
-        self._counts = [0] * num_threads
-        self._stopped = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._read, args=(index, share))
-            for index, share in enumerate(np.array_split(words, num_threads))
-        ]
-
-    @classmethod
-    @contextmanager
-    def running(cls, num_threads: int) -> Iterator["_Readers"]:
-        readers = cls(num_threads)
-        for thread in readers._threads:
-            thread.start()
-        try:
-            yield readers
-        finally:
-            readers._stopped.set()
-            for thread in readers._threads:
-                thread.join()
-
-    @property
-    def num_bytes(self) -> int:
-        """Read so far."""
-        return sum(self._counts)
-
-    def _read(self, index: int, share: np.ndarray) -> None:
-        while not self._stopped.is_set():
-            for start in range(0, len(share), _READER_PIECE_WORDS):
-                piece = share[start : start + _READER_PIECE_WORDS]
-                piece.max()
-                self._counts[index] += piece.nbytes
 
 
 def _copy_for(source: torch.Tensor, target: torch.Tensor, num_passes: int) -> float:
