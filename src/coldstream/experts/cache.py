@@ -1,10 +1,10 @@
 """ExpertCache: which expert lies in which slot of fast memory, step after step. Pure: no I/O, no clock.
 
 The unit of work is a step: a launch that reads experts through a table which does not change meanwhile.
-Steps may overlap: the caller starts step t + 1 before it knows what step t used. All changes happen
-where a step starts. What may be read from then on has been copied before; what is withdrawn is written again
-only when the last step that could read it has ended. An expert that is not readable is computed elsewhere, so
-the cache changes speed, never results.
+Steps may overlap: the caller starts step t + 1 before it knows what step t used. All changes happen where
+a step starts. What may be read from then on has been copied before; what is withdrawn is written again only
+when the last step that could read it has ended. An expert that is not readable is computed elsewhere, so the
+cache changes speed, never results.
 
     start = cache.start_step()      # change the table, start the copies, launch
     cache.copied(copy)              # at any time
@@ -167,8 +167,7 @@ class ExpertCache:
         One that failed is begun again at a later start. False: it had failed before, and the expert stays out
         for good, which is an error that the caller should raise; all else goes on as before.
         """
-        layer = copy.expert // self._num_experts
-        pool = self._pool_of[layer]
+        pool = self._pool(copy.expert)
         slot = pool.slots[copy.slot]
         if slot.state is not SlotState.LOADING or slot.generation != copy.generation:
             return True
@@ -182,7 +181,7 @@ class ExpertCache:
             return True
         pool.release(copy.slot)
         self._slot[copy.expert] = -1
-        self.counters.failed_copies[layer] += 1
+        self.counters.failed_copies[copy.expert // self._num_experts] += 1
         if copy.expert in self._failed_once:
             self._prefetched[copy.expert] = False
             return False  # and not absent: nobody lets it in again
@@ -245,6 +244,9 @@ class ExpertCache:
         """Whether no step reads and no copy writes the slots that `resize` took away."""
         return self._pools[expert_bytes].reclaimed
 
+    def _pool(self, expert: int) -> SlotPool:
+        return self._pool_of[expert // self._num_experts]
+
     def _check(self, experts: Array) -> None:
         """ValueError unless these are experts, none twice."""
         size = self._absent.size
@@ -284,7 +286,7 @@ class ExpertCache:
             chosen[changes[each].admitted] = True
         admitted = candidates[chosen[candidates]][: self._policy.max_copies]
         if self._max_bytes is not None:
-            wanted_bytes = sum(self._pool_of[e // self._num_experts].slot_bytes for e in self._wanted)
+            wanted_bytes = sum(self._pool(expert).slot_bytes for expert in self._wanted)
             admitted = admitted[np.cumsum(self._expert_bytes[admitted]) <= self._max_bytes - wanted_bytes]
         for each, change in changes.items():
             num_placed = change.admitted.size - change.evicted.size  # without replacing anybody
@@ -301,7 +303,7 @@ class ExpertCache:
         room = inf if self._max_bytes is None else self._max_bytes - self._bytes_in_flight
         due, waiting = [], deque[int]()
         for expert in self._wanted:
-            each = self._pool_of[expert // self._num_experts].slot_bytes
+            each = self._pool(expert).slot_bytes
             if num_free[each] and each <= room:
                 due.append(expert)
                 num_free[each] -= 1
@@ -317,7 +319,7 @@ class ExpertCache:
         """Takes free slots for them."""
         copies = []
         for expert in experts:
-            pool = self._pool_of[expert // self._num_experts]
+            pool = self._pool(expert)
             index = pool.acquire(expert)
             slot = pool.slots[index]
             self._slot[expert] = index
@@ -331,8 +333,7 @@ class ExpertCache:
 
     def _withdraw(self, expert: int) -> None:
         """Takes its slot from a ready expert, from the next start on."""
-        layer = expert // self._num_experts
-        pool, index = self._pool_of[layer], int(self._slot[expert])
+        pool, index = self._pool(expert), int(self._slot[expert])
         if self._readable[expert]:
             self._readable[expert] = False
             self._withdrawn.append(expert)
@@ -340,7 +341,7 @@ class ExpertCache:
         else:
             self._arrived.remove(expert)
             pool.release(index)
-        self.counters.evictions[layer] += 1
+        self.counters.evictions[expert // self._num_experts] += 1
         self._forget(expert)
 
     def _forget(self, expert: int) -> None:
@@ -352,11 +353,11 @@ class ExpertCache:
         self._absent[expert] = True
 
     def _num_wanted(self, pool: SlotPool) -> int:
-        return sum(self._pool_of[expert // self._num_experts] is pool for expert in self._wanted)
+        return sum(self._pool(expert) is pool for expert in self._wanted)
 
     def _drop_unplaced(self, pool: SlotPool) -> None:
         """No longer wants those, the last first, that would find no slot."""
-        mine = [expert for expert in self._wanted if self._pool_of[expert // self._num_experts] is pool]
+        mine = [expert for expert in self._wanted if self._pool(expert) is pool]
         for expert in mine[pool.num_vacant :]:
             self._wanted.remove(expert)
             self._prefetched[expert] = False

@@ -11,7 +11,7 @@ slots above its size are never acquired again, and keep their state until nobody
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class SlotPool:
         self.size = 0
         self.slots: list[Slot] = []
         self.owners: Array = np.empty(0, np.int64)
-        self._free: list[int] = []
+        self._free: list[int] = []  # a heap
         self._withdrawn: deque[int] = deque()  # their last readers never fall
         self._last_finished = -1
         self.resize(size)
@@ -118,7 +118,6 @@ class SlotPool:
         self.slots += [Slot() for _ in range(size - len(self.slots))]
         self.owners = np.append(self.owners, np.full(len(self.slots) - self.owners.size, -1))
         self._free = [index for index in range(size) if self.slots[index].state is SlotState.FREE]
-        heapify(self._free)
         self.size = size
         above = range(size, len(self.slots))
         return [int(self.owners[index]) for index in above if self.slots[index].state is SlotState.READY]
