@@ -502,7 +502,7 @@ def test_trap_18_pinned_layers_and_sizes_without_slots_starve_nobody() -> None:
     assert counters.misses[2] == 60 * 4
 
 
-def test_numbers_that_are_no_experts_are_refused_before_anything_changes() -> None:
+def test_trap_12_numbers_that_are_no_experts_are_refused_before_anything_changes() -> None:
     caller = Caller([1], 4, {1: 2}, eager())
     caller.launch()
     cache = caller.cache
