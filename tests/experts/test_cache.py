@@ -116,6 +116,22 @@ def test_random_residency_changes_at_nearly_every_step() -> None:
     assert set.union(*map(set, seen)) == set(range(32))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_with_steps_launched_ahead_late_copies_ask_for_slower_recency(seed: int) -> None:
+    def run(policy: Policy) -> ExpertCache:
+        caller = Caller([1] * 4, 32, {1: 32}, policy, copies_wait=True)
+        caller.launch()
+        for used in numbers(drifting(seed, 4, 32, 4, 400)):
+            caller.launch()
+            caller.end_copies()
+            caller.finish(used)
+        return caller.cache
+
+    usual, late, lru = map(run, (DecayedFrequency(), DecayedFrequency.for_late_copies(), Lru()))
+    assert late.counters.hit_rate > 0.02 + max(usual.counters.hit_rate, lru.counters.hit_rate)
+    assert late.counters.copies.sum() < 0.3 * usual.counters.copies.sum()
+
+
 # ---- copies that fail, are late, or are told of twice
 
 

@@ -8,7 +8,7 @@ that the step did not use: a step's own experts are the likeliest of the next.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -21,6 +21,11 @@ RECENCY_DECAY: Final = 0.5
 RECENCY_WEIGHT: Final = 16.0  # of a use a moment ago, in uses of which the frequency consists
 HYSTERESIS: Final = 1.10  # of the weakest resident's score
 PAYBACK: Final = 2.0  # uses that a copy has to promise beyond those of what it replaces
+
+# Where a copy can be read only some steps after the use that asked for it, the next use comes too early.
+LATE_RECENCY_DECAY: Final = 0.9
+LATE_RECENCY_WEIGHT: Final = 8.0
+LATE_PAYBACK: Final = 8.0
 
 _NONE: Final = np.empty(0, np.int64)
 
@@ -162,6 +167,16 @@ class DecayedFrequency(Policy):
         self._recency_weight = recency_weight
         self._hysteresis = hysteresis
         self._payback = payback
+
+    @classmethod
+    def for_late_copies(cls, max_copies: int | None = None) -> Self:
+        """For copies that are read some steps after the use that asked for them: those of `ExpertCache`."""
+        return cls(
+            max_copies,
+            recency_decay=LATE_RECENCY_DECAY,
+            recency_weight=LATE_RECENCY_WEIGHT,
+            payback=LATE_PAYBACK,
+        )
 
     def start(self, profile: Array) -> None:
         self._frequency = profile / (1.0 - self._decay)
