@@ -255,6 +255,17 @@ def test_frequency_decays() -> None:
     assert policy.scores.tolist() == [1.5, 0.5, 0.5]
 
 
+def test_what_was_used_long_ago_does_not_become_subnormal() -> None:
+    policy = DecayedFrequency(decay=0.9, recency_decay=0.8)
+    policy.start(np.full(3, 0.1))
+    used = np.array([0])
+    for _ in range(8000):
+        policy.observe(used)
+        assert policy.scores[1] == 0.0 or policy.scores[1] >= np.finfo(np.float64).tiny
+    assert policy.scores[1] == policy.scores[2] == 0.0
+    assert policy.scores[0] > 80.0
+
+
 def test_recency_decides_between_equally_frequent_experts() -> None:
     policy = DecayedFrequency(decay=1 - 1e-9)
     policy.start(np.zeros(2))
