@@ -124,6 +124,7 @@ class Caller:
         self.failures: dict[int, int] = {}
         self.given_up: set[int] = set()
         self.resized = False
+        self.hits = 0
 
     @property
     def readable(self) -> set[int]:
@@ -150,8 +151,12 @@ class Caller:
     def finish(self, used: Iterable[int] = (), trains: bool = True) -> None:
         """The step that was launched first."""
         step = min(self.device.launched)
+        experts = np.fromiter(used, np.int64)
+        if trains:
+            self.hits += len(set(experts.tolist()) & set(self.device.launched[step]))
         self.device.finish(step)
-        self.cache.finish_step(step, np.fromiter(used, np.int64), trains=trains)
+        self.cache.finish_step(step, experts, trains=trains)
+        assert self.cache.counters.hits.sum() == self.hits, "counted against the step's own table"
 
     def copied(self, copy: Copy, ok: bool = True) -> bool:
         self.device.end(copy, ok)

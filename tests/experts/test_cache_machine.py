@@ -32,7 +32,8 @@ class Residency(RuleBasedStateMachine):
         max_bytes=st.sampled_from((None, 0, 3, 8)),
         copies_wait=st.booleans(),
         pinned=st.sets(EXPERTS, max_size=2),
-        loaded=st.lists(EXPERTS, unique=True, max_size=4),
+        loaded=st.lists(EXPERTS, unique=True, max_size=6),
+        readable=st.booleans(),
     )
     def begin(
         self,
@@ -42,6 +43,7 @@ class Residency(RuleBasedStateMachine):
         copies_wait: bool,
         pinned: set[int],
         loaded: list[int],
+        readable: bool,
     ) -> None:
         made: Policy = POLICIES[policy]()
         self.caller = Caller(
@@ -56,6 +58,10 @@ class Residency(RuleBasedStateMachine):
         self.device = self.caller.device
         for size, num_slots in self.caller.num_slots.items():
             self.caller.load([each for each in loaded if self.device.expert_bytes[each] == size][:num_slots])
+        if readable:
+            self.caller.end_copies()
+            self.caller.launch()
+            self.caller.launch()
 
     @precondition(lambda self: len(self.device.launched) < 3)
     @rule()
@@ -66,6 +72,12 @@ class Residency(RuleBasedStateMachine):
     @rule(used=st.lists(EXPERTS, unique=True, max_size=8))
     def finish_step(self, used: list[int]) -> None:
         self.caller.finish(used)
+
+    @precondition(lambda self: self.device.launched)
+    @rule(used=st.lists(EXPERTS, unique=True, min_size=1, max_size=4))
+    def next_step(self, used: list[int]) -> None:
+        self.caller.finish(used)
+        self.caller.launch()
 
     @precondition(lambda self: self.device.launched)
     @rule()
@@ -96,22 +108,20 @@ class Residency(RuleBasedStateMachine):
         for step in self.device.launched:
             self.device.read(step)
 
-    @rule()
-    def progress(self) -> None:
-        """Once the device answers, all that was decided is done within three steps."""
-        if self.caller.max_bytes in (None, 8):
-            for _ in range(8):
-                self.caller.launch()
-                while self.device.launched:
-                    self.caller.finish(trains=False)
-                self.caller.end_copies()
-            assert not self.caller.launch().copies
-            assert not self.device.in_flight
-
     def teardown(self) -> None:
-        if hasattr(self, "caller"):
-            self.caller.quiesce()
+        """Once the device answers, all that was decided is done within a few steps."""
+        if not hasattr(self, "caller"):
+            return
+        for _ in range(6):
+            self.caller.launch()
+            while self.device.launched:
+                self.caller.finish(trains=False)
+            self.caller.end_copies()
+        if self.caller.max_bytes in (None, 8):
+            assert not self.caller.cache._wanted
+            assert not self.caller.launch().copies
+        self.caller.quiesce()
 
 
 TestResidency = Residency.TestCase
-TestResidency.settings = settings(max_examples=250, stateful_step_count=40)
+TestResidency.settings = settings(max_examples=300, stateful_step_count=40)
