@@ -61,8 +61,7 @@ def plan_for(machine: Machine, vram: int) -> PlacementPlan:
 
 def budget_for(machine: Machine, expert_bytes: int) -> int:
     """The least memory, to a thousandth, in which about so many bytes of experts are resident."""
-    fixed = plan_for(machine, 100 * GIB).fixed.total
-    low, high = fixed, fixed + 2 * machine.sizes.all_expert_bytes
+    low, high = 0, 2 * machine.sizes.all_expert_bytes + 16 * GIB
     while high - low > 2**23:
         middle = (low + high) // 2
         try:

@@ -50,8 +50,9 @@ class PartialExperts:
             layer_bytes,
             num_experts,
             counts,
-            policy or DecayedFrequency(),
+            policy or DecayedFrequency.for_late_copies(),
             max_bytes_per_step=COPY_BYTES_PER_STEP,
+            copies_wait=True,
         )
         slots = {
             size: torch.empty((count, size), dtype=torch.uint8, device="cuda")
