@@ -265,6 +265,35 @@ def gpu_tiers() -> str:
     return table(["kernel", "rows", "Triton µs", "CUDA C++ µs", "ratio"], rows) + f"\n{machine}\n"
 
 
+def gpu_hybrid() -> str:
+    """Decoding with a part of the experts on the GPU; nothing while it isn't measured."""
+    if not (RESULTS / "gpu" / "hybrid.json").exists():
+        return ""
+    r, peer = load("gpu/hybrid"), load("gpu/peer_llama_cpp")["partial"]["decode_tok_s"]
+    whole = {row["depth"]: row["tok_s"] for row in r["rows"] if row["experts_share"] >= 1.0}
+    header = [
+        "experts on the GPU", "context", "tok/s", "of all resident", "llama.cpp", "hits", "of the floor", "forecast"
+    ]  # fmt: skip
+    rows = []
+    for row in r["rows"]:
+        share = row["experts_share"]
+        nearest = next((peer[key] for key in peer if abs(float(key) - share) < 0.03), "")
+        rows.append(
+            [
+                f"{row['experts_bytes'] / 2**30:.1f} GiB ({share:.0%})",
+                f"{row['depth'] or 'short'}",
+                f"{row['tok_s']:.0f}",
+                f"{row['tok_s'] / whole[row['depth']]:.2f}",
+                f"{nearest if not row['depth'] else ''}",
+                f"{row['hit_rate']:.1%}",
+                f"{row['share_of_floor']:.0%}",
+                f"{row['forecast_tok_s']:.0f} ({row['forecast_tok_s'] / row['tok_s'] - 1:+.0%})",
+            ]
+        )
+    machine = f"{r['machine']['gpu']}, {r['machine']['cores']} cores, commit {r['commit']}: `{r['command']}`"
+    return table(header, rows) + f"\n{machine}\n"
+
+
 def same_bits() -> str:
     """What differs between the quantised products of C++ and of the GPU."""
     r = load("gpu/same_bits")
@@ -343,6 +372,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "startup": startup,
     "text": text,
     "gpu": gpu,
+    "gpu_hybrid": gpu_hybrid,
     "gpu_profile": gpu_profile,
     "gpu_sanitizer": gpu_sanitizer,
     "gpu_tiers": gpu_tiers,

@@ -16,6 +16,7 @@ from coldstream.kernels.experts.table import ExpertTable
 
 Array = np.ndarray[Any, Any]
 MATRICES = 3  # gate, up, down
+NOTHING = np.empty(0, np.int64)
 
 
 def expert_bytes(stacks: Sequence[ExpertTable]) -> int:
@@ -52,48 +53,56 @@ class ExpertResidency:
         self._slots = dict(slots)
         self._used = used.numpy()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._in_flight: deque[tuple[Copy, torch.cuda.Event]] = deque()
+        self._in_flight: deque[tuple[tuple[Copy, ...], torch.cuda.Event]] = deque()
         self._writer = AddressWriter(2 * MATRICES * sum(len(each) for each in slots.values()))
-        self._running: tuple[int, int] | None = None  # the last step, and its rows if it trains
+        self._next_step = self._prepare()
+        self._running: tuple[int, int] | None = None  # the step launched last, and its rows if it trains
         self._ended: tuple[int, Array | None] | None = None  # the one before, and what it used
-        self._waiting: tuple[Copy, ...] = ()
 
     def load(self, experts: Iterable[int]) -> None:
-        """Brings experts in before the first step; done when it returns."""
-        for copy in self.cache.load(experts):
-            self._begin(copy)
+        """Brings experts in; done when it returns. Raises DeviceError if that fails."""
+        self._begin(self.cache.load(experts))
         self._stream.synchronize()
-        self._collect()
+        # Nothing was launched with the tables as they are.
+        self.cache.finish_step(self._next_step, NOTHING, trains=False)
+        self._next_step = self._prepare()
 
     def start_step(self, rows: int) -> None:
         """Right before a step of `rows` rows is launched, when the last one has ended.
 
-        rows: 0 for a step that tells nothing of later ones. Raises DeviceError for a copy that failed twice.
+        rows: 0 for a step that tells nothing of later ones.
         """
-        if self._running is not None:
+        if self._running is not None and self._running[0] != self._next_step:
             step, rows_then = self._running
             self._ended = step, self._used[:, :rows_then].copy() if rows_then else None
-        self._collect()
-        start = self.cache.start_step()
-        if start.arrived.size + start.withdrawn.size:
-            self._writer.write(*self._places.entries(start.arrived, start.slots, start.withdrawn))
-        self._waiting = start.copies
-        self._running = (start.step, rows)
+        self._running = (self._next_step, rows)
 
     def launched(self) -> None:
-        """Right after the launch: what can be done while the step runs.
+        """Right after the launch: everything that takes time, while the step runs.
 
-        The copies that may begin, and making up one's mind about the step before.
+        Makes up its mind about the step before, and prepares the next one: its tables are written behind the
+        running step, and copies into slots that this one may read wait for its end. Raises DeviceError for a
+        copy that failed twice.
         """
-        # Copies overwrite what the steps before the current one could read, and those have ended.
-        for copy in self._waiting:
-            self._begin(copy)
-        self._waiting = ()
         if self._ended is not None:
             step, ids = self._ended
             self._ended = None
-            used = np.empty(0, np.int64) if ids is None else self._experts_of(ids)
+            used = NOTHING if ids is None else self._experts_of(ids)
             self.cache.finish_step(step, used, trains=ids is not None)
+        self._next_step = self._prepare()
+
+    def _prepare(self) -> int:
+        """What has to be done where the next step starts; its number."""
+        while self._in_flight and self._in_flight[0][1].query():  # type: ignore[no-untyped-call]
+            for copy in self._in_flight.popleft()[0]:
+                self.cache.copied(copy)
+        start = self.cache.start_step()
+        if start.copies:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            self._begin(start.copies)
+        if start.arrived.size + start.withdrawn.size:
+            self._writer.write(*self._places.entries(start.arrived, start.slots, start.withdrawn))
+        return start.step
 
     def close(self) -> None:
         """Waits for copies in flight; the slots may then be given back."""
@@ -107,22 +116,27 @@ class ExpertResidency:
         seen[(ids + first).reshape(-1)] = True
         return np.flatnonzero(seen)
 
-    def _collect(self) -> None:
-        """Tells the cache which copies are over."""
-        while self._in_flight and self._in_flight[0][1].query():  # type: ignore[no-untyped-call]
-            self.cache.copied(self._in_flight.popleft()[0])
+    def _begin(self, copies: tuple[Copy, ...]) -> None:
+        """Queues copies, which are seen to be over together."""
+        queued = []
+        for copy in copies:
+            try:
+                self._queue(copy)
+                queued.append(copy)
+            except DeviceError:
+                if not self.cache.copied(copy, ok=False):
+                    raise
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        self._in_flight.append((tuple(queued), event))
 
-    def _begin(self, copy: Copy) -> None:
+    def _queue(self, copy: Copy) -> None:
         sources, targets, sizes = self._places.of_copy(copy.expert, copy.slot)
         for source, target, size in zip(sources, targets, sizes, strict=True):
             (status,) = driver.cuMemcpyHtoDAsync(target, source, size, self._stream.cuda_stream)
             if status != driver.CUresult.CUDA_SUCCESS:
-                raise DeviceError(
-                    f"an expert cannot be copied: {driver.cuGetErrorString(status)[1].decode()}"
-                )
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        self._in_flight.append((copy, event))
+                reason = driver.cuGetErrorString(status)[1].decode()
+                raise DeviceError(f"an expert cannot be copied to the GPU: {reason}")
 
 
 class _Places:
