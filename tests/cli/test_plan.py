@@ -72,7 +72,6 @@ def test_a_plan_for_ram(run: Run, model: Path) -> None:
         assert re.search(row, shown), row
     assert "prefill of 168" not in shown  # which does not fit the context
     assert "hit rates: published" in error
-    assert "assumed: disk 2 GB/s" in error
 
 
 @no_gpu

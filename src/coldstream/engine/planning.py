@@ -20,6 +20,7 @@ from coldstream.kernels.cuda.device import gpu_is_visible
 from coldstream.models.fixed_part import fixed_part_on_cpu, fixed_parts_on_gpu, least_bytes
 from coldstream.models.footprint import model_sizes
 from coldstream.models.spec import ModelSpec
+from coldstream.placement.disk_rate import measure_disk
 from coldstream.placement.forecast import NEXT_BYTES, Known
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.hit_rates import PUBLISHED, HitCurve
@@ -42,12 +43,15 @@ class Planned:
     config: EngineConfig  # with a concrete device and context
     hardware: Hardware
     trace: RoutingTrace | None
+    disk_bytes_per_s: float | None = None
 
     @cached_property
     def known(self) -> Known:
         """For forecasts. With a trace it is replayed, which takes seconds for a large model."""
         curve = HitCurve.from_trace(self.trace) if self.trace else PUBLISHED
-        return Known(self.sizes, Rates.of(self.hardware), curve, expected_uses(self.trace))
+        return Known(
+            self.sizes, Rates.of(self.hardware, self.disk_bytes_per_s), curve, expected_uses(self.trace)
+        )
 
 
 def plan_model(
@@ -156,7 +160,13 @@ def plan_by_name(
         else:
             config, gpu, _ = choose_device(config)
         hardware = measured_hardware(gpu, progress)
-        return plan_model(config, file, spec, hardware, trace=trace, options=options, more_bytes=NEXT_BYTES)
+        planned = plan_model(
+            config, file, spec, hardware, trace=trace, options=options, more_bytes=NEXT_BYTES
+        )
+    if planned.plan.tier == "ram" and not planned.plan.is_all_resident:
+        matrix_bytes = max(planned.sizes.expert_bytes) // 3
+        planned = replace(planned, disk_bytes_per_s=measure_disk(path, matrix_bytes))
+    return planned
 
 
 def load_plan_by_name(

@@ -1,0 +1,56 @@
+"""How fast a file's disk gives what is not in memory."""
+
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+_PAGE_BYTES: Final = 4096  # what such reads begin and end at
+_NUM_THREADS: Final = 8  # enough requests at once for an NVMe disk
+_LIMIT_S: Final = 0.5
+
+
+def measure_disk(path: Path, piece_bytes: int) -> float | None:
+    """Bytes per second of reading pieces of a file in random order, past the page cache.
+
+    piece_bytes: of one read, rounded up to whole pages. Takes at most half a second. None where that cannot be said: no such reads on this platform or file system, or a file below one piece.
+    """
+    piece_bytes = -(-piece_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    flag = getattr(os, "O_DIRECT", None)
+    num_pieces = path.stat().st_size // piece_bytes
+    if flag is None or num_pieces == 0:
+        return None
+    order = iter(np.random.default_rng(0).permutation(num_pieces).tolist())
+    try:
+        descriptor = os.open(path, os.O_RDONLY | flag)
+    except OSError:
+        return None
+    start = time.perf_counter()
+    try:
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+            readers = [
+                threads.submit(_read_pieces, descriptor, order, piece_bytes, start + _LIMIT_S)
+                for _ in range(min(_NUM_THREADS, num_pieces))
+            ]
+            num_bytes = sum(reader.result() for reader in readers)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return num_bytes / (time.perf_counter() - start)
+
+
+def _read_pieces(descriptor: int, order: Iterator[int], piece_bytes: int, until: float) -> int:
+    """Bytes read; all readers take from one `order`."""
+    num_bytes = 0
+    with mmap.mmap(-1, piece_bytes) as buffer:  # whose address is that of a page, as such reads want it
+        for piece in order:
+            num_bytes += os.preadv(descriptor, [buffer], piece * piece_bytes)
+            if time.perf_counter() > until:
+                break
+    return num_bytes
