@@ -28,6 +28,7 @@ MANY_ROWS_VRAM_SHARE: Final = 0.36  # the same in products of a prompt's rows
 PRODUCT_SHARE: Final = 0.17  # of the rate of large matrices
 FLOAT_SHARE: Final = 0.035  # attention, which computes in float32, against int8
 CPU_SHARE: Final = 0.85  # of the rate at which threads read
+DISK_ROUND_S: Final = 4.5e-4  # of a layer that misses: until readers are awake and the disk has answered
 CPU_LAYER_S: Final = 6e-5  # of a layer, what no bytes explain
 CPU_ROW_S: Final = 1.2e-5  # of a layer and a prompt's row, on one core: what no products explain
 BUS_SHARE: Final = 0.87  # kernels that read over the bus, against copies
@@ -88,6 +89,7 @@ def decode_seconds_on_cpu(
         # A missed expert is computed after it was read.
         from_disk = (1.0 - hit_rate) * num_bytes * (1 / rates.disk_bytes_per_s + 1 / read)
         seconds += max(hit_rate * num_bytes / read, from_disk)
+        seconds += (1.0 - hit_rate**model.num_experts_per_tok) * DISK_ROUND_S
     return seconds
 
 

@@ -18,7 +18,8 @@ _LIMIT_S: Final = 0.5
 def measure_disk(path: Path, piece_bytes: int) -> float | None:
     """Bytes per second of reading pieces of a file in random order, past the page cache.
 
-    piece_bytes: of one read, rounded up to whole pages. Takes at most half a second. None where that cannot be said: no such reads on this platform or file system, or a file below one piece.
+    piece_bytes: of one read, rounded up to whole pages. Takes at most half a second. None where that cannot
+    be said: no such reads on this platform or file system, or a file below one piece.
     """
     piece_bytes = -(-piece_bytes // _PAGE_BYTES) * _PAGE_BYTES
     flag = getattr(os, "O_DIRECT", None)
