@@ -20,14 +20,14 @@ def has_direct_reads(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("num_bytes", [PIECE, PIECE + 1, 100 * PIECE - 1])
-def test_every_whole_piece_is_read_once(
+def test_every_whole_piece_is_read_once_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(os.urandom(num_bytes))
     if not has_direct_reads(path):
         pytest.skip("no reads past the page cache here")
-    monkeypatch.setattr(disk_rate, "_LIMIT_S", 60.0)
+    monkeypatch.setattr(disk_rate, "_PASS_LIMIT_S", 60.0)
     read, preadv = [], os.preadv
 
     def recorded(descriptor: int, buffers: list[memoryview], offset: int) -> int:
@@ -38,7 +38,7 @@ def test_every_whole_piece_is_read_once(
     rate = measure_disk(path, PIECE - 1000)
     assert rate is not None
     assert rate > 0
-    assert sorted(read) == list(range(0, num_bytes - PIECE + 1, PIECE))
+    assert sorted(read) == sorted(3 * list(range(0, num_bytes - PIECE + 1, PIECE)))
 
 
 def test_where_it_cannot_be_said_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
