@@ -106,3 +106,19 @@ def test_a_small_budget_takes_small_steps_of_prefill(tmp_path: Path) -> None:
     chunks = [part.chunk_size for part in parts]
     assert chunks == sorted(chunks)
     assert (chunks[0], chunks[-1]) == (256, 8192)
+
+
+def test_steps_get_shorter_where_that_lets_all_experts_fit(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    _, spec, sizes = read(path)
+    sizes = replace(sizes, expert_bytes=(2**30,) * 4)  # so that activations are a small part of all
+    with GGUFFile.open(path) as file:
+        (largest,) = fixed_parts_on_gpu(file, spec, sizes, CTX, "f16", [2**40])
+        enough = largest.total + sizes.all_expert_bytes
+        least = enough - largest.workspace
+        budgets = [enough, enough - 1, least + largest.workspace // 3, least]
+        parts = fixed_parts_on_gpu(file, spec, sizes, CTX, "f16", budgets)
+    assert [part.chunk_size for part in parts] == [8192, 4096, 2048, 8192]
+    for budget, part in zip(budgets[:3], parts, strict=False):
+        assert part.total + sizes.all_expert_bytes <= budget

@@ -6,6 +6,7 @@ on the CPU, activations are estimated from their widths.
 
 import importlib.util
 from collections.abc import Sequence
+from functools import cache
 
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.footprint import dense_bytes
@@ -17,6 +18,7 @@ CPU_CHUNK_SIZE = 512
 # By the tokens of a step of prefill: what share its activations may have of what weights and caches leave.
 # Each step brings all experts that it lacks over the bus once, so that short ones cost more than some slots.
 _WORKSPACE_SHARES = {8192: 0.25, 4096: 0.25, 2048: 0.5, 1024: 0.5, 512: 0.5, 256: 1.0}
+_SHORT_CHUNK = 2048  # shorter ones don't fill a GPU
 _GPU_GRAPH_BYTES = 192 * 2**20
 _GPU_RESERVE_BYTES = 256 * 2**20
 _FLOATS_BESIDE_EXPERTS = 16  # activations of a token, in hidden states, beside one for each of its experts
@@ -30,18 +32,34 @@ def fixed_parts_on_gpu(
     kv_type: str,
     budgets: Sequence[int],
 ) -> list[FixedPart]:
-    """For each budget in bytes, with the largest steps of prefill whose activations are a modest part."""
+    """For each budget in bytes, with the largest steps of prefill whose activations are a modest part.
+
+    With shorter ones, down to 2048 tokens, if all experts fit beside those.
+    """
     count = _counted if _can_count() else _estimated
-    chosen: list[FixedPart | None] = [None] * len(budgets)
-    for chunk_size, share in _WORKSPACE_SHARES.items():
-        if None not in chosen:
-            break
-        fixed = count(file, spec, sizes, ctx_size, kv_type, chunk_size)
-        for i, budget in enumerate(budgets):
-            left = budget - (fixed.total - fixed.workspace)
-            if chosen[i] is None and fixed.workspace <= max(0, left) * share:
-                chosen[i] = fixed
-    return [part or fixed for part in chosen]
+    chunk_sizes = tuple(_WORKSPACE_SHARES)
+
+    @cache
+    def part(chunk_size: int) -> FixedPart:
+        return count(file, spec, sizes, ctx_size, kv_type, chunk_size)
+
+    def is_modest(chunk_size: int, budget: int) -> bool:
+        left = budget - _without_workspace(part(chunk_size))
+        return part(chunk_size).workspace <= max(0, left) * _WORKSPACE_SHARES[chunk_size]
+
+    def choose(budget: int) -> FixedPart:
+        modest = next((size for size in chunk_sizes if is_modest(size, budget)), chunk_sizes[-1])
+        left = budget - sizes.all_expert_bytes
+        if _without_workspace(part(modest)) < left < part(modest).total:
+            shorter = [size for size in chunk_sizes if _SHORT_CHUNK <= size < modest]
+            return next((part(size) for size in shorter if part(size).total <= left), part(modest))
+        return part(modest)
+
+    return [choose(budget) for budget in budgets]
+
+
+def _without_workspace(part: FixedPart) -> int:
+    return part.total - part.workspace
 
 
 def fixed_part_on_cpu(
