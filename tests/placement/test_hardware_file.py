@@ -15,13 +15,13 @@ BARE_GPU = GpuHardware("a GPU", "580.1", 2**35, 2**33)
 MACHINE = Hardware("a CPU", ("avx2",), 8, 4, 2**36, 2**35)
 
 
-@pytest.mark.parametrize("gpu", [None, GPU])
+@pytest.mark.parametrize("gpu", [None, GPU, replace(GPU, handshake_s=None)])
 def test_rates_come_back_and_what_is_free_stays_of_today(tmp_path: Path, gpu: GpuHardware | None) -> None:
     path = tmp_path / "new" / "folder" / "hardware.json"
     store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=gpu), path)
     today = replace(MACHINE, ram_available_bytes=1, gpu=gpu and BARE_GPU)
     stored = with_stored_rates(today, path)
-    assert stored == replace(today, read_bytes_per_s=5e10, gpu=gpu and replace(GPU, free_bytes=2**33))
+    assert stored == replace(today, read_bytes_per_s=5e10, gpu=gpu and replace(gpu, free_bytes=2**33))
     assert [child.name for child in path.parent.iterdir()] == ["hardware.json"]
 
 
@@ -58,7 +58,7 @@ def test_a_damaged_file_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [None, 0.0, -1.0, "5e10", True, float("nan"), float("inf"), [], 10**400])
-@pytest.mark.parametrize("name", ["read_bytes_per_s", "handshake_s"])
+@pytest.mark.parametrize("name", ["read_bytes_per_s", "link_beside_read"])
 def test_a_rate_that_is_none_spoils_the_file(tmp_path: Path, name: str, value: Any) -> None:
     path = tmp_path / "hardware.json"
     store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=GPU), path)

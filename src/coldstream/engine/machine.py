@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from coldstream.errors import DeviceError
 from coldstream.kernels.cuda.device import Gpu, measure_copy_bandwidth
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hardware_file import default_path, store_rates, with_stored_rates
@@ -53,7 +54,9 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
     report("measuring this machine", 1, 4)
     link = measure_link(threads, hardware.reader_bytes)
     report("measuring this machine", 2, 4)
-    handshake_s = measure_handshake(threads)
+    handshake_s: float | None = None
+    with suppress(DeviceError):  # a driver without such operations; the GPU's work does not depend on them
+        handshake_s = measure_handshake(threads)
     report("measuring this machine", 3, 4)
     gpu = replace(
         hardware.gpu,

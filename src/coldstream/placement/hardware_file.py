@@ -15,6 +15,7 @@ from coldstream.placement.hardware import Hardware
 
 _VERSION: Final = 1
 _MAX_BYTES: Final = 1 << 16
+_OPTIONAL: Final = "handshake_s"  # not every driver can be asked
 _GPU_RATES: Final = (
     "copy_bytes_per_s",
     "product_ops_per_s",
@@ -41,7 +42,9 @@ def with_stored_rates(hardware: Hardware, path: Path) -> Hardware | None:
         return None
     rates = document.get("rates")
     names = ("read_bytes_per_s", *(_GPU_RATES if hardware.gpu else ()))
-    if not isinstance(rates, dict) or not all(_is_rate(rates.get(name)) for name in names):
+    if not isinstance(rates, dict) or not all(
+        name in rates and _is_rate(name, rates[name]) for name in names
+    ):
         return None
     gpu = hardware.gpu and replace(hardware.gpu, **{name: rates[name] for name in _GPU_RATES})
     return replace(hardware, read_bytes_per_s=rates["read_bytes_per_s"], gpu=gpu)
@@ -74,5 +77,7 @@ def _machine(hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def _is_rate(value: object) -> bool:
+def _is_rate(name: str, value: object) -> bool:
+    if value is None:
+        return name == _OPTIONAL
     return isinstance(value, float) and math.isfinite(value) and value > 0
