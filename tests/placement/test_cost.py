@@ -17,8 +17,8 @@ from coldstream.placement.cost import (
 )
 from coldstream.placement.forecast import NEXT_BYTES, Known, forecast
 from coldstream.placement.hardware import GpuHardware, Hardware
-from coldstream.placement.hit_rates import PUBLISHED
-from coldstream.placement.plan import FixedPart, plan_placement
+from coldstream.placement.hit_rates import PUBLISHED, HitCurve
+from coldstream.placement.plan import FixedPart, Tier, plan_placement
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes
 
@@ -141,6 +141,28 @@ def test_more_residents_never_slow_a_prompt_down(seed: int, length: int, machine
     more = resident | (rng.random((40, 256)) < 0.3)
     slow, fast = (prefill_seconds(FULL_MODEL, machine, mask, uses, length, 8192) for mask in (resident, more))
     assert fast <= slow * (1 + 1e-9)
+
+
+@given(st.sampled_from(["vram", "ram"]), st.integers(0, 2**64), st.integers(0, 20 * GIB), rates)
+def test_no_forecast_is_above_the_ceiling(tier: Tier, seed: int, more: int, machine: Rates) -> None:
+    uses = np.random.default_rng(seed).exponential(size=(40, 256))
+    budget = FIXED.total + GIB // 4 + more
+    plan = plan_placement(FULL_MODEL, FIXED, budget, tier=tier, uses=uses)
+    expected = forecast(plan, Known(FULL_MODEL, machine, PUBLISHED, uses))
+    assert expected.decode <= expected.decode_ceiling * (1 + 1e-9)
+    assert list(expected.prefill) == list(expected.prefill_ceiling)
+    for length, speed in expected.prefill.items():
+        assert speed <= expected.prefill_ceiling[length] * (1 + 1e-9)
+
+
+def test_the_ceilings_are_bytes_over_bandwidth() -> None:
+    whole = forecast(plan_placement(FULL_MODEL, FIXED, 30 * GIB), Known(FULL_MODEL, H200, PUBLISHED))
+    assert whole.decode_ceiling == pytest.approx(4.28e12 / (1368551000 + 8 * sum(FULL_MODEL.expert_bytes)))
+    least = plan_placement(FULL_MODEL, FIXED, FIXED.total + GIB // 16)
+    none = forecast(least, Known(FULL_MODEL, H200, HitCurve((0.0, 0.99, 1.0), (0.0, 0.0, 1.0), "never")))
+    assert none.decode_ceiling == pytest.approx((1.1e11 + 4.5e10) / (8 * sum(FULL_MODEL.expert_bytes)))
+    cold = FULL_MODEL.all_expert_bytes - least.resident_bytes
+    assert none.prefill_ceiling[2048] == pytest.approx(2048 / (cold / (1.1e11 + 4.5e10)), rel=0.01)
 
 
 def test_what_was_not_measured_is_named() -> None:

@@ -1,7 +1,9 @@
 """`coldstream plan`: what goes where under a budget, the speed to expect, and what more memory would add."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,19 +119,22 @@ def _places(plan: PlacementPlan) -> Table:
 
 
 def _speeds(expected: Forecast, richer: Forecast | None) -> Table:
-    """Speeds in tokens per second, and with one more GiB."""
+    """Speeds in tokens per second, what bounds them, and with one more GiB."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("expected")
-    table.add_column("of this plan", justify="right")
-    if richer:
-        table.add_column("with 1 GiB more", justify="right")
-    rows = [
-        ("hit rate", *(f"{one.hit_rate:.1%}" for one in (expected, richer) if one)),
-        ("decode, tok/s", *(f"{one.decode:.1f}" for one in (expected, richer) if one)),
-    ]
-    for length in expected.prefill:
-        speeds = (f"{one.prefill[length]:.0f}" for one in (expected, richer) if one)
-        rows.append((f"prefill of {length}, tok/s", *speeds))
-    for row in rows:
-        table.add_row(*row)
+    for name in ("of this plan", "at most", *(["with 1 GiB more"] if richer else [])):
+        table.add_column(name, justify="right")
+
+    def add(name: str, of: Callable[[Forecast], str], ceiling: str = "") -> None:
+        table.add_row(name, of(expected), ceiling, *([of(richer)] if richer else []))
+
+    add("hit rate", lambda one: f"{one.hit_rate:.1%}")
+    add("decode, tok/s", lambda one: f"{one.decode:.1f}", f"{expected.decode_ceiling:.1f}")
+    for length, ceiling in expected.prefill_ceiling.items():
+        speed = partial(_prefill_speed, length)
+        add(f"prefill of {length}, tok/s", speed, f"{ceiling:.0f}")
     return table
+
+
+def _prefill_speed(length: int, forecast: Forecast) -> str:
+    return f"{forecast.prefill[length]:.0f}"

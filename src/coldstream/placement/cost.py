@@ -86,9 +86,9 @@ def decode_seconds_on_cpu(
     seconds += model.num_layers * CPU_LAYER_S
     for size, hit_rate in zip(model.expert_bytes, hit_rates, strict=True):
         num_bytes = model.num_experts_per_tok * size
-        # A missed expert is computed after it was read.
-        from_disk = (1.0 - hit_rate) * num_bytes * (1 / rates.disk_bytes_per_s + 1 / read)
-        seconds += max(hit_rate * num_bytes / read, from_disk)
+        # What is missed is read while the rest is computed, and computed then.
+        missed = (1.0 - hit_rate) * num_bytes
+        seconds += max(num_bytes / read, missed / rates.disk_bytes_per_s + missed / read)
         seconds += (1.0 - hit_rate**model.num_experts_per_tok) * DISK_ROUND_S
     return seconds
 
@@ -100,8 +100,8 @@ def prefill_seconds(
     seconds = 0.0
     for start in range(0, num_tokens, chunk_size):
         count = min(chunk_size, num_tokens - start)
-        rows = _rows(model, uses, count)
-        touched = _touched(rows, count)
+        rows = expected_rows(model, uses, count)
+        touched = expected_touched(rows, count)
         stream = _stream_seconds(model, rates, rows[~resident], touched[~resident], _sizes(model)[~resident])
         moved = float((touched * _sizes(model)).sum()) + model.dense_bytes
         pairs = count * (start + count / 2) * model.attention_width
@@ -123,7 +123,7 @@ def prefill_seconds_on_cpu(
     seconds = 0.0
     for start in range(0, num_tokens, chunk_size):
         count = min(chunk_size, num_tokens - start)
-        touched = _touched(_rows(model, uses, count), count) * _sizes(model)
+        touched = expected_touched(expected_rows(model, uses, count), count) * _sizes(model)
         pairs = count * (start + count / 2) * model.attention_width
         ops = 2 * count * model.token_parameters + 4 * pairs
         read = (float(touched.sum()) + model.dense_bytes) / (CPU_SHARE * rates.read_bytes_per_s)
@@ -173,7 +173,7 @@ def _sizes(model: ModelSizes) -> Array:
     return np.broadcast_to(sizes, (model.num_layers, model.num_experts))
 
 
-def _rows(model: ModelSizes, uses: Array | None, count: int) -> Array:
+def expected_rows(model: ModelSizes, uses: Array | None, count: int) -> Array:
     """Rows that each expert gets of `count` tokens, float64 [layers, experts]."""
     shape = (model.num_layers, model.num_experts)
     weights = np.ones(shape) if uses is None else np.asarray(uses, np.float64) + 1e-9
@@ -182,7 +182,7 @@ def _rows(model: ModelSizes, uses: Array | None, count: int) -> Array:
     return rows
 
 
-def _touched(rows: Array, count: int) -> Array:
+def expected_touched(rows: Array, count: int) -> Array:
     """The odds that an expert gets a row at all, as if tokens chose on their own."""
     touched: Array = 1.0 - (1.0 - rows / count) ** count
     return touched

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from coldstream.placement.ceilings import decode_ceiling, prefill_ceiling
 from coldstream.placement.cost import (
     decode_seconds,
     decode_seconds_on_cpu,
@@ -29,7 +30,9 @@ class Forecast:
     hit_rate: float  # of the routed experts that a token uses, in fast memory
     cold_token_bytes: int  # of experts that a token uses and that are elsewhere
     decode: float  # at the beginning of a sequence
+    decode_ceiling: float  # what bytes and rates allow at most
     prefill: dict[int, float]  # by the prompt's length; none beyond the context
+    prefill_ceiling: dict[int, float]
 
 
 @dataclass(frozen=True)
@@ -54,15 +57,17 @@ def forecast(plan: PlacementPlan, known: Known) -> Forecast:
     on_gpu = plan.tier == "vram"
     decode = (decode_seconds if on_gpu else decode_seconds_on_cpu)(model, known.rates, rates)
     prefill = prefill_seconds if on_gpu else prefill_seconds_on_cpu
+    lengths = [length for length in PROMPT_LENGTHS if length <= plan.fixed.ctx_size]
     chunk_size = plan.fixed.chunk_size
+    given = (model, known.rates, resident, known.uses)
     return Forecast(
         hit_rate=1 - cold / max(1, sum(chosen)),
         cold_token_bytes=round(cold),
         decode=1 / decode,
-        prefill={
-            length: length / prefill(model, known.rates, resident, known.uses, length, chunk_size)
-            for length in PROMPT_LENGTHS
-            if length <= plan.fixed.ctx_size
+        decode_ceiling=decode_ceiling(model, known.rates, rates, plan.tier),
+        prefill={length: length / prefill(*given, length, chunk_size) for length in lengths},
+        prefill_ceiling={
+            length: prefill_ceiling(*given, length, chunk_size, plan.tier) for length in lengths
         },
     )
 

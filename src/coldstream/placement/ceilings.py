@@ -1,0 +1,57 @@
+"""The speed that bytes and measured rates allow at most, whatever the kernels do. Pure.
+
+Beside a forecast it says how much of the machine is used; a forecast is never above it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from coldstream.placement.cost import expected_rows, expected_touched
+from coldstream.placement.plan import Tier
+from coldstream.placement.rates import Rates
+from coldstream.placement.sizes import ModelSizes
+
+Array = np.ndarray[Any, Any]
+
+
+def decode_ceiling(model: ModelSizes, rates: Rates, hit_rates: Sequence[float], tier: Tier) -> float:
+    """Tokens per second: what is read from each place, all places at once. hit_rates: of each layer."""
+    chosen = [model.num_experts_per_tok * size for size in model.expert_bytes]
+    cold = sum((1.0 - rate) * num_bytes for rate, num_bytes in zip(hit_rates, chosen, strict=True))
+    fast = model.dense_token_bytes + sum(chosen) - cold
+    if tier == "vram":
+        return 1 / max(fast / rates.vram_bytes_per_s, cold / _cold_bytes_per_s(rates))
+    return 1 / max((fast + cold) / rates.read_bytes_per_s, cold / rates.disk_bytes_per_s)
+
+
+def prefill_ceiling(
+    model: ModelSizes,
+    rates: Rates,
+    resident: Array,
+    uses: Array | None,
+    num_tokens: int,
+    chunk_size: int,
+    tier: Tier,
+) -> float:
+    """Tokens per second: each step brings its cold experts once, while others are multiplied.
+
+    resident: bool [layers, experts]; uses as in `plan_placement`.
+    """
+    cold_rate = _cold_bytes_per_s(rates) if tier == "vram" else rates.disk_bytes_per_s
+    ops_rate = rates.product_ops_per_s + rates.cpu_ops_per_s if tier == "vram" else rates.cpu_ops_per_s
+    sizes = np.asarray(model.expert_bytes, np.float64)[:, None]
+    seconds = 0.0
+    for start in range(0, num_tokens, chunk_size):
+        count = min(chunk_size, num_tokens - start)
+        touched = expected_touched(expected_rows(model, uses, count), count) * sizes
+        ops = 2 * count * model.token_parameters
+        seconds += max(float(touched[~resident].sum()) / cold_rate, ops / ops_rate)
+    return num_tokens / seconds
+
+
+def _cold_bytes_per_s(rates: Rates) -> float:
+    """Of experts in RAM, by the CPU and over the bus."""
+    both = rates.read_beside_link + rates.link_beside_read
+    return max(rates.read_bytes_per_s, rates.link_bytes_per_s, both)
