@@ -10,6 +10,7 @@ import pytest
 from builders import write_gguf
 from coldstream.assets import demo_model_path, demo_profile_path
 from coldstream.engine.config import DEFAULT_CTX_SIZE, EngineConfig
+from coldstream.engine.opened_model import open_model
 from coldstream.engine.planning import Planned, bundled_profile, plan_by_name, plan_model
 from coldstream.errors import ConfigError, InconsistentError, ModelNotFoundError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
@@ -72,6 +73,18 @@ def test_a_plan_is_given_back(make: Make, tmp_path: Path, device: str) -> None:
     assert again.plan == first.plan
     assert again.known == first.known
     assert again.config == replace(first.config, threads="auto")
+
+
+def test_a_model_is_opened_by_a_plan(tmp_path: Path) -> None:
+    for arch in ("qwen35moe", "qwen35"):
+        (path,) = write_gguf(tmp_path / f"{arch}.gguf", arch)
+        config = EngineConfig(str(path), device="cpu", ctx_size=77, ram=256 * MIB)
+        with GGUFFile.open(path) as file:
+            spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+            save_plan(plan_model(config, file, spec, MACHINE).plan, tmp_path / "plan.json")
+        opened = open_model(EngineConfig(str(path), device="cpu", plan=str(tmp_path / "plan.json")))
+        assert (opened.config.ctx_size, opened.config.ram, opened.config.plan) == (77, 256 * MIB, None)
+        opened.close()
 
 
 def test_a_plan_for_something_else_is_refused(make: Make, tmp_path: Path) -> None:

@@ -126,6 +126,8 @@ def open_model(config: EngineConfig, progress: OpenProgress | None = None) -> Op
 def resolved(config: EngineConfig, file: GGUFFile, spec: ModelSpec, gpu: Gpu | None) -> EngineConfig:
     """`config` without `auto`, for a model whose weights all lie in the device's memory or are mapped."""
     hardware = Hardware.measure()
+    if config.plan is not None:
+        config = plan_model(config, file, spec, hardware).config
     if gpu is None:
         free, weights = hardware.ram_available_bytes, dense_bytes(spec, file.tensors)
     else:
