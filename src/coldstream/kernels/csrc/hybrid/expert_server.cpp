@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "runtime/signals_blocked.h"
 #include "runtime/spin.h"
 
 namespace coldstream {

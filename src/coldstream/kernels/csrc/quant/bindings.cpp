@@ -6,6 +6,7 @@
 #include "quant/embed.h"
 #include "quant/experts.h"
 #include "quant/linear.h"
+#include "quant/pooled_experts.h"
 #include "runtime/mapped_file.h"
 
 namespace coldstream {
@@ -61,7 +62,11 @@ weight rows_of(const weight& w, int64_t begin, int64_t end) {
             std::to_string(w.num_rows));
   }
   weight view = w;
-  view.data += begin * w.row_bytes;
+  if (w.addresses != nullptr) {
+    view.first_byte += begin * w.row_bytes;
+  } else {
+    view.data += begin * w.row_bytes;
+  }
   view.num_rows = end - begin;
   return view;
 }
@@ -84,8 +89,28 @@ int num_rows_of(size_t rows) {
   return static_cast<int>(rows);
 }
 
+void check_in_place(const weight& w) {
+  if (w.addresses != nullptr) invalid("a weight of a pool is for pooled_experts: it may not be in memory");
+}
+
 void check_single(const weight& w, const char* name) {
+  check_in_place(w);
   if (w.num_matrices != 1) invalid(std::string(name) + " is a stack of matrices, not one");
+}
+
+weight weight_of_pool(std::shared_ptr<expert_pool> pool, int layer, int index, int type_id, int64_t rows,
+                      int64_t cols) {
+  const expert_pool::part& p = pool->part_at(layer, index);
+  const int64_t matrices = pool->num_experts();
+  const uint64_t all = p.bytes * static_cast<uint64_t>(matrices);
+  weight w = make_weight(nullptr, p.offset + all, p.offset, type_id, rows, cols, matrices, nullptr);
+  if (static_cast<uint64_t>(w.matrix_bytes) != p.bytes) {
+    invalid("matrices of " + std::to_string(p.bytes) + " bytes are not " + shape_text({rows, cols}));
+  }
+  w.data = nullptr;
+  w.addresses = pool->addresses(layer, index);
+  w.owner = std::move(pool);
+  return w;
 }
 
 void bind_weight(nb::module_& m) {
@@ -109,6 +134,9 @@ void bind_weight(nb::module_& m) {
           },
           nb::arg("array").noconvert(), "type_id"_a, "rows"_a, "cols"_a, "matrices"_a = 1,
           "A weight in a uint8 array [bytes], which is kept, not copied. Raises ValueError unless it fits.")
+      .def_static("from_pool", weight_of_pool, "pool"_a, "layer"_a, "part"_a, "type_id"_a, "rows"_a, "cols"_a,
+                  "A part of a pool's layer: a stack of matrices that are read when they are needed, for "
+                  "pooled_experts alone. Raises ValueError unless it has that size.")
       .def("rows", rows_of, "begin"_a, "end"_a,
            "A view of these output rows of every matrix. Raises ValueError unless 0 <= begin < end <= "
            "num_rows.")
@@ -151,8 +179,8 @@ void embed(runtime& rt, const weight& table, ids_1d token_ids, array_2d out) {
          rows, {keep(token_ids), keep(out)});
 }
 
-void routed_experts(runtime& rt, input_2d x, ids_2d topk_ids, const weight& gate, const weight& up,
-                    const weight& down, array_3d out) {
+routed_experts_args experts_args(const input_2d& x, const ids_2d& topk_ids, const weight& gate, const weight& up,
+                                 const weight& down, const array_3d& out) {
   const int rows = num_rows_of(x.shape(0));
   const int64_t ranks = static_cast<int64_t>(topk_ids.shape(1));
   if (gate.num_matrices != up.num_matrices || gate.num_matrices != down.num_matrices ||
@@ -173,17 +201,53 @@ void routed_experts(runtime& rt, input_2d x, ids_2d topk_ids, const weight& gate
     invalid("out must have shape " + shape_text({rows, ranks, down.num_rows}) +
             ", unit stride last and no overlaps");
   }
-  routed_experts_args args = {{x.data(), x.stride(0)},
-                              topk_ids.data(),
-                              topk_ids.stride(0),
-                              static_cast<int>(ranks),
-                              gate,
-                              up,
-                              down,
-                              out.data(),
-                              out.stride(0),
-                              out.stride(1)};
+  return {{x.data(), x.stride(0)},
+          topk_ids.data(),
+          topk_ids.stride(0),
+          static_cast<int>(ranks),
+          gate,
+          up,
+          down,
+          out.data(),
+          out.stride(0),
+          out.stride(1)};
+}
+
+void routed_experts(runtime& rt, input_2d x, ids_2d topk_ids, const weight& gate, const weight& up,
+                    const weight& down, array_3d out) {
+  routed_experts_args args = experts_args(x, topk_ids, gate, up, down, out);
+  for (const weight* w : {&gate, &up, &down}) check_in_place(*w);
+  const int rows = num_rows_of(x.shape(0));
   submit(rt, std::make_unique<routed_experts_op>(quant_kernels_for(rt.active_tier()), std::move(args), rows),
+         rows, {keep(x), keep(topk_ids), keep(out)});
+}
+
+// The layer of the pool that `experts` is a part of, and the ids that its router chose.
+pooled_layer layer_of(std::shared_ptr<expert_pool> pool, const weight& experts, const ids_2d& topk_ids) {
+  const int layer = pool->layer_of(experts.addresses);
+  if (layer < 0) invalid("the experts do not lie in this pool");
+  const int64_t ranks = static_cast<int64_t>(topk_ids.shape(1));
+  check_rows(topk_ids, "topk_ids", num_rows_of(topk_ids.shape(0)), ranks);
+  if (ranks < 1 || ranks > 1024) invalid("topk_ids have " + std::to_string(ranks) + " columns");
+  return {std::move(pool), layer, topk_ids.data(), topk_ids.stride(0), static_cast<int>(ranks)};
+}
+
+void request_experts(runtime& rt, std::shared_ptr<expert_pool> pool, const weight& gate, ids_2d topk_ids) {
+  submit(rt, std::make_unique<request_experts_op>(layer_of(std::move(pool), gate, topk_ids)),
+         num_rows_of(topk_ids.shape(0)), {keep(topk_ids)});
+}
+
+void pooled_experts(runtime& rt, std::shared_ptr<expert_pool> pool, input_2d x, ids_2d topk_ids,
+                    const weight& gate, const weight& up, const weight& down, array_3d out) {
+  routed_experts_args args = experts_args(x, topk_ids, gate, up, down, out);
+  pooled_layer from = layer_of(pool, gate, topk_ids);
+  if (pool->layer_of(up.addresses) != from.layer || pool->layer_of(down.addresses) != from.layer) {
+    invalid("gate, up and down lie in different layers of the pool");
+  }
+  const int rows = num_rows_of(x.shape(0));
+  submit(rt,
+         std::make_unique<pooled_experts_op>(quant_kernels_for(rt.active_tier()), std::move(args),
+                                             std::move(from), rows),
          rows, {keep(x), keep(topk_ids), keep(out)});
 }
 
@@ -217,6 +281,7 @@ nb::tuple quantize_activations(runtime& rt, input_2d x) {
 }
 
 void dequantize(runtime& rt, const weight& w, array_flat out) {
+  check_in_place(w);
   if (static_cast<int64_t>(out.size()) != w.num_matrices * w.num_rows * w.num_cols) {
     invalid("out must hold the " + shape_text({w.num_matrices, w.num_rows, w.num_cols}) +
             " values of the weight");
@@ -248,6 +313,13 @@ void bind_quant(nb::module_& m) {
         nb::arg("topk_ids").noconvert(), "gate"_a, "up"_a, "down"_a, nb::arg("out").noconvert(),
         "down_e(silu(gate_e x) · up_e x) for int32 topk_ids [T, K] into out [T, K, E]. Rows of id -1 are left "
         "as they are. Raises ValueError for any other id outside the experts.");
+  m.def("request_experts", request_experts, "runtime"_a, "pool"_a, "gate"_a, nb::arg("topk_ids").noconvert(),
+        "Begins to read the experts, int32 topk_ids [T, K], of gate's layer of the pool that are not in memory. "
+        "Raises ValueError for an id outside the experts, ModelChangedError if the file cannot be read.");
+  m.def("pooled_experts", pooled_experts, "runtime"_a, "pool"_a, nb::arg("x").noconvert(),
+        nb::arg("topk_ids").noconvert(), "gate"_a, "up"_a, "down"_a, nb::arg("out").noconvert(),
+        "routed_experts of what request_experts was called for last, each expert as soon as it is there. Raises "
+        "ModelChangedError if the file cannot be read.");
   m.def("quantize_activations", quantize_activations, "runtime"_a, nb::arg("x").noconvert(),
         "(int8 [T, 256·G], float32 scales [T, G], int16 sums [T, 16·G]) of x [T, K], padded to whole groups "
         "of 256.");

@@ -15,8 +15,7 @@ constexpr int64_t max_slice =
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 weight_rows slice_of(const weight& w, int64_t matrix, int64_t begin, int64_t end) {
-  return {w.type, w.data + matrix * w.matrix_bytes + begin * w.row_bytes, w.row_bytes, end - begin,
-          w.num_cols};
+  return {w.type, w.row(matrix, begin), w.row_bytes, end - begin, w.num_cols};
 }
 
 }  // namespace
@@ -95,7 +94,8 @@ int64_t routed_experts_op::token_of(const worker& w, int64_t pair) const {
 }
 
 void routed_experts_op::prepare(int rows, worker& w) const {
-  for (int64_t task = w.take(); task < 1 + (quantize_x_ ? rows : 0); task = w.take()) {
+  const int num_rows = quantize_x_ && !x_is_quantized_ ? rows : 0;
+  for (int64_t task = w.take(); task < 1 + num_rows; task = w.take()) {
     if (task == 0) {
       group_pairs(rows, w);
     } else {

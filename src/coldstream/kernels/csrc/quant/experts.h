@@ -30,6 +30,8 @@ class routed_experts_op : public op {
   size_t scratch_bytes() const override;
   size_t shared_bytes() const override { return layout_.total; }
   void run(int stage, int rows, worker& w) override;
+  // Whether the rows of x lie quantised in the shared memory already, from an earlier run over the same rows.
+  void set_x_quantized(bool is_quantized) { x_is_quantized_ = is_quantized; }
 
  private:
   struct job {
@@ -72,6 +74,7 @@ class routed_experts_op : public op {
   routed_experts_args args_;
   bool tiled_;  // whether any job may be computed in tiles
   bool quantize_x_, quantize_h_;
+  bool x_is_quantized_ = false;
   layout layout_;
 };
 

@@ -67,6 +67,11 @@ class op {
   // not allocate and must hold nothing that needs a destructor while it reads a mapped file: a vanished page
   // leaves the stage by longjmp. A stage of little work may be done by worker 0 alone.
   virtual void run(int stage, int rows, worker& w) = 0;
+  // Asked by worker 0 after the last stage: whether all stages are to be run again, for an op that computes
+  // what it has while it waits for the rest.
+  virtual bool repeats() { return false; }
+  // Called after a run that failed: throws what happened if this op failed for more than a literal can say.
+  virtual void throw_failure() {}
 };
 
 }  // namespace coldstream

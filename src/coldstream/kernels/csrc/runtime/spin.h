@@ -1,7 +1,5 @@
-// Waiting for another thread by polling, and threads that leave signals to the application.
+// Waiting for another thread by polling.
 #pragma once
-
-#include <signal.h>
 
 #include <chrono>
 #include <thread>
@@ -41,23 +39,5 @@ bool spin(F done, std::chrono::steady_clock::duration limit) {
   }
   return false;
 }
-
-// Threads started while one of these exists take no signals but faults, which must reach the thread that
-// causes them: the others belong to the application's threads.
-class signals_blocked {
- public:
-  signals_blocked() {
-    sigset_t all;
-    sigfillset(&all);
-    for (int fault : {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) sigdelset(&all, fault);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  signals_blocked(const signals_blocked&) = delete;
-  signals_blocked& operator=(const signals_blocked&) = delete;
-  ~signals_blocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
- private:
-  sigset_t before_;
-};
 
 }  // namespace coldstream

@@ -9,6 +9,7 @@
 
 #include "runtime/fault_guard.h"
 #include "runtime/mapped_file.h"
+#include "runtime/signals_blocked.h"
 #include "runtime/spin.h"
 
 namespace coldstream {
@@ -115,7 +116,10 @@ void thread_pool::run(const std::vector<std::unique_ptr<op>>& ops, int rows, dou
   if (const void* address = fault_.load(std::memory_order_relaxed)) {
     throw model_changed_error(describe_fault(address));
   }
-  if (const char* message = failure_.load(std::memory_order_relaxed)) throw std::invalid_argument(message);
+  if (const char* message = failure_.load(std::memory_order_relaxed)) {
+    for (const auto& next : ops) next->throw_failure();
+    throw std::invalid_argument(message);
+  }
 }
 
 bool thread_pool::failed() const {
@@ -133,7 +137,10 @@ void thread_pool::walk(const std::vector<std::unique_ptr<op>>& ops, int rows, do
   bool going = true;
   for (size_t i = 0; i < ops.size() && going; i++) {
     const int num_stages = ops[i]->num_stages();
-    for (int stage = 0; stage < num_stages && going; stage++) going = run_stage({ops[i].get(), stage, rows});
+    do {
+      for (int stage = 0; stage < num_stages && going; stage++)
+        going = run_stage({ops[i].get(), stage, rows});
+    } while (going && ops[i]->repeats());
     if (seconds != nullptr) {
       const auto now = clock::now();
       seconds[i] = std::chrono::duration<double>(now - start).count();

@@ -1,0 +1,327 @@
+#include "quant/expert_pool.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <new>
+#include <stdexcept>
+
+namespace coldstream {
+
+namespace {
+
+// Wherever a part begins, its bytes and what must be read around them fit in.
+uint64_t part_room(const expert_pool::part& p) { return io_ceil(p.bytes + io_alignment - 1); }
+
+}  // namespace
+
+expert_pool::expert_pool(std::unique_ptr<file_reader> reader, std::vector<std::vector<part>> layers,
+                         int num_experts)
+    : reader_(std::move(reader)), num_experts_(num_experts) {
+  if (layers.empty() || num_experts < 1) throw std::invalid_argument("a pool needs layers and experts");
+  for (auto& parts : layers) {
+    uint64_t bytes = 0;
+    for (const part& p : parts) {
+      uint64_t all, end;
+      if (p.bytes < 1 || __builtin_mul_overflow(p.bytes, static_cast<uint64_t>(num_experts), &all) ||
+          __builtin_add_overflow(p.offset, all, &end) || end > INT64_MAX / 2) {
+        throw std::invalid_argument("the experts of a layer do not fit into 63 bits");
+      }
+      bytes += part_room(p);
+    }
+    const auto found = std::find(slot_bytes_.begin(), slot_bytes_.end(), bytes);
+    const int size_class = static_cast<int>(found - slot_bytes_.begin());
+    if (found == slot_bytes_.end()) {
+      slot_bytes_.push_back(bytes);
+      classes_.emplace_back().bytes = bytes;
+    }
+    classes_[size_class].num_layers++;
+    const size_t num_addresses = parts.size() * static_cast<size_t>(num_experts);
+    layers_.push_back({std::move(parts), size_class, std::vector<const uint8_t*>(num_addresses), 0});
+  }
+  slot_of_.assign(layers_.size() * static_cast<size_t>(num_experts), -1);
+  counts_.assign(num_experts, 0);
+  round_of_.assign(num_experts, -1);
+  for (auto* list : {&missing_, &loading_, &in_round_}) list->reserve(num_experts);
+  used_.reserve(slot_of_.size());
+}
+
+expert_pool::~expert_pool() {
+  reader_.reset();  // before the memory that it reads into
+  if (memory_ != nullptr) munmap(memory_, memory_bytes_);
+}
+
+const uint8_t* const* expert_pool::addresses(int layer, int index) const {
+  return layers_[layer].addresses.data() + static_cast<int64_t>(index) * num_experts_;
+}
+
+int expert_pool::layer_of(const uint8_t* const* table) const {
+  for (int layer = 0; layer < num_layers(); layer++) {
+    const int num_parts = static_cast<int>(layers_[layer].parts.size());
+    for (int i = 0; i < num_parts; i++) {
+      if (table == addresses(layer, i)) return layer;
+    }
+  }
+  return -1;
+}
+
+void expert_pool::allocate(const std::vector<int>& num_slots, int num_staging) {
+  if (memory_ != nullptr) throw std::invalid_argument("the slots of this pool have been allocated");
+  if (num_slots.size() != classes_.size() || num_staging < 1) {
+    throw std::invalid_argument("a pool needs a number of slots for each size, and at least one to stage in");
+  }
+  uint64_t total = 0;
+  for (size_t c = 0; c < classes_.size(); c++) {
+    if (num_slots[c] < 1) throw std::invalid_argument("a pool needs at least one slot of each size");
+    total += classes_[c].bytes * static_cast<uint64_t>(num_slots[c]);
+  }
+  memory_bytes_ = total;
+  void* memory = mmap(nullptr, memory_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  memory_ = memory;
+  madvise(memory_, memory_bytes_, MADV_HUGEPAGE);
+  auto* next = static_cast<std::byte*>(memory_);
+  for (size_t c = 0; c < classes_.size(); c++) {
+    size_class& of = classes_[c];
+    of.num_slots = num_slots[c];
+    of.max_staging = std::min(num_staging, of.num_slots);
+    of.slots = std::make_unique<slot[]>(of.num_slots);
+    for (int i = 0; i < of.num_slots; i++, next += of.bytes) {
+      of.slots[i].memory = next;
+      of.free.push_back(of.num_slots - 1 - i);
+    }
+    of.staging.reserve(of.num_slots);
+  }
+}
+
+std::vector<int64_t> expert_pool::owners(int size_class) const {
+  const auto& of = classes_[size_class];
+  std::vector<int64_t> result(of.num_slots);
+  for (int i = 0; i < of.num_slots; i++) result[i] = of.slots[i].owner;
+  return result;
+}
+
+void expert_pool::set_order(int size_class, const std::vector<int>& order) {
+  auto& of = classes_[size_class];
+  for (int index : order) {
+    if (index < 0 || index >= of.num_slots) throw std::invalid_argument("the order names no slot of this size");
+  }
+  of.order = order;
+}
+
+void expert_pool::begin_step(bool is_prefill) {
+  settle();
+  step_++;
+  is_prefill_ = is_prefill;
+  used_.clear();
+  for (size_class& of : classes_) {
+    of.next = 0;
+    of.num_staging = 0;
+    of.staging.clear();
+    for (int i = 0; i < of.num_slots; i++) of.slots[i].is_staging = false;
+  }
+}
+
+// Ends what a step that failed has left: reads under way, and the slots that they were for.
+void expert_pool::settle() {
+  reader_->settle();
+  for (int32_t expert : loading_) {
+    slot& from = slot_with(expert);
+    from.is_pinned = false;
+    from.pending = 0;
+    current().free.push_back(slot_of_[number(expert)]);
+    evict(from);
+  }
+  missing_.clear();
+  loading_.clear();
+  release_round();
+}
+
+void expert_pool::clear() {
+  settle();
+  for (size_class& of : classes_) {
+    for (int i = 0; i < of.num_slots; i++) {
+      if (of.slots[i].owner < 0) continue;
+      evict(of.slots[i]);
+      of.free.push_back(i);
+    }
+  }
+}
+
+bool expert_pool::request(int layer, const int32_t* ids, int rows, int ranks, int64_t stride) {
+  release_round();
+  end_round();
+  if (reader_->failed()) return false;
+  for (int t = 0; t < rows; t++) {
+    for (int k = 0; k < ranks; k++) {
+      const int32_t id = ids[t * stride + k];
+      if (id < -1 || id >= num_experts_) return false;
+    }
+  }
+  layer_ = layer;
+  num_rounds_ = 0;
+  std::fill(counts_.begin(), counts_.end(), 0);
+  for (int t = 0; t < rows; t++) {
+    for (int k = 0; k < ranks; k++) {
+      const int32_t id = ids[t * stride + k];
+      if (id < 0 || counts_[id]++ > 0) continue;
+      used_.push_back(number(id));
+      if (slot_of_[number(id)] < 0) {
+        missing_.push_back(id);
+        continue;
+      }
+      slot_with(id).is_pinned = true;
+      slot_with(id).used_step = step_;
+      in_round_.push_back(id);
+    }
+  }
+  counters_.hits += in_round_.size();
+  counters_.misses += missing_.size();
+  // Those with the most rows first: of a prompt, they are what stays in slots that were free.
+  std::sort(missing_.begin(), missing_.end(), [&](int32_t a, int32_t b) {
+    return counts_[a] != counts_[b] ? counts_[a] < counts_[b] : a > b;
+  });
+  load_missing();
+  return true;
+}
+
+bool expert_pool::next_round() {
+  if (num_rounds_++ > 0) {
+    release_round();
+    load_missing();
+  }
+  round_++;
+  const auto landed = [&](int32_t expert) { return has_landed(expert); };
+  if (in_round_.empty() && !loading_.empty()) {
+    const auto started = std::chrono::steady_clock::now();
+    reader_->wait([&] { return std::any_of(loading_.begin(), loading_.end(), landed); });
+    counters_.wait_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+  }
+  const auto first = std::stable_partition(loading_.begin(), loading_.end(), std::not_fn(landed));
+  for (auto next = first; next != loading_.end(); ++next) publish(*next);
+  in_round_.insert(in_round_.end(), first, loading_.end());
+  loading_.erase(first, loading_.end());
+  for (int32_t expert : in_round_) round_of_[expert] = round_;
+  is_chosen_.store(1, std::memory_order_release);
+  is_chosen_.notify_all();
+  return !reader_->failed();
+}
+
+// What has been computed may go.
+void expert_pool::release_round() {
+  for (int32_t expert : in_round_) {
+    slot& from = slot_with(expert);
+    from.is_pinned = false;
+    if (from.is_staging) current().staging.push_back(slot_of_[number(expert)]);
+  }
+  in_round_.clear();
+}
+
+void expert_pool::load_missing() {
+  while (!missing_.empty()) {
+    const int index = take_slot();
+    if (index < 0) return;
+    load(missing_.back(), index);
+    missing_.pop_back();
+  }
+}
+
+void expert_pool::load(int32_t expert, int index) {
+  slot& to = current().slots[index];
+  evict(to);
+  to.owner = number(expert);
+  to.used_step = step_;
+  to.is_pinned = true;
+  slot_of_[to.owner] = index;
+  layer& of = layers_[layer_];
+  of.num_resident++;
+  to.pending.store(static_cast<int>(of.parts.size()), std::memory_order_relaxed);
+  loading_.push_back(expert);
+  std::byte* memory = to.memory;
+  for (const part& p : of.parts) {
+    const uint64_t begin = p.offset + static_cast<uint64_t>(expert) * p.bytes;
+    reader_->submit({p.file, begin, begin + p.bytes, memory, &to.pending});
+    memory += part_room(p);
+  }
+}
+
+void expert_pool::evict(slot& from) {
+  if (from.owner < 0) return;
+  layer& of = layers_[from.owner / num_experts_];
+  const int64_t expert = from.owner % num_experts_;
+  for (size_t i = 0; i < of.parts.size(); i++) of.addresses[i * num_experts_ + expert] = nullptr;
+  slot_of_[from.owner] = -1;
+  of.num_resident--;
+  from.owner = -1;
+}
+
+void expert_pool::publish(int32_t expert) {
+  layer& of = layers_[layer_];
+  const std::byte* memory = slot_with(expert).memory;
+  for (size_t i = 0; i < of.parts.size(); i++) {
+    const part& p = of.parts[i];
+    const uint64_t begin = p.offset + static_cast<uint64_t>(expert) * p.bytes;
+    of.addresses[i * num_experts_ + expert] =
+        reinterpret_cast<const uint8_t*>(memory + (begin - io_floor(begin)));
+    memory += part_room(p);
+  }
+}
+
+// A slot for the running layer, or -1 if it has to wait until some of what it has is computed.
+int expert_pool::take_slot() {
+  size_class& of = current();
+  if (is_prefill_) {
+    // Of an empty pool, every layer gets its share.
+    const bool has_share = layers_[layer_].num_resident < std::max(1, of.num_slots / of.num_layers);
+    const int index = has_share ? take_free(of) : -1;
+    return index >= 0 ? index : take_staging(of);
+  }
+  int index = take_free(of);
+  if (index < 0) index = take_in_order(of, true);
+  return index >= 0 ? index : take_any(of);
+}
+
+int expert_pool::take_staging(size_class& of) {
+  if (!of.staging.empty()) {
+    const int index = of.staging.back();
+    of.staging.pop_back();
+    return index;
+  }
+  if (of.num_staging == of.max_staging) return -1;
+  int index = take_in_order(of, false);
+  if (index < 0) index = take_free(of);
+  if (index < 0) index = take_any(of);
+  if (index < 0) return -1;
+  of.slots[index].is_staging = true;
+  of.num_staging++;
+  return index;
+}
+
+int expert_pool::take_free(size_class& of) {
+  if (of.free.empty()) return -1;
+  const int index = of.free.back();
+  of.free.pop_back();
+  return index;
+}
+
+// With `spare_used`, not from the experts that the step has used: they are the likeliest of the next.
+int expert_pool::take_in_order(size_class& of, bool spare_used) {
+  while (of.next < of.order.size()) {
+    const int index = of.order[of.next++];
+    const slot& from = of.slots[index];
+    if (from.owner >= 0 && !from.is_pinned && !(spare_used && from.used_step == step_)) return index;
+  }
+  return -1;
+}
+
+int expert_pool::take_any(size_class& of) {
+  for (int i = 0; i < of.num_slots; i++) {
+    of.hand = (of.hand + 1) % of.num_slots;
+    if (!of.slots[of.hand].is_pinned && !of.slots[of.hand].is_staging) return of.hand;
+  }
+  return -1;
+}
+
+}  // namespace coldstream

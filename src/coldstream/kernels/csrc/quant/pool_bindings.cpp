@@ -1,0 +1,89 @@
+#include "bindings.h"
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+
+#include <tuple>
+
+#include "quant/expert_pool.h"
+
+namespace coldstream {
+
+namespace {
+
+using namespace nb::literals;
+
+using file_list = std::vector<std::pair<int, std::string>>;
+using part_list = std::vector<std::tuple<int, uint64_t, uint64_t>>;
+
+std::shared_ptr<expert_pool> make_pool(const file_list& files, const std::vector<part_list>& layers,
+                                       int num_experts, int num_threads) {
+  std::vector<int> descriptors;
+  std::vector<std::string> names;
+  for (const auto& [descriptor, name] : files) {
+    descriptors.push_back(descriptor);
+    names.push_back(name);
+  }
+  std::vector<std::vector<expert_pool::part>> parts;
+  for (const part_list& layer : layers) {
+    auto& into = parts.emplace_back();
+    for (const auto& [file, offset, bytes] : layer) {
+      if (file < 0 || file >= static_cast<int>(files.size())) {
+        throw std::invalid_argument("a part lies in file " + std::to_string(file) + " of " +
+                                    std::to_string(files.size()));
+      }
+      into.push_back({file, offset, bytes});
+    }
+  }
+  auto reader = std::make_unique<file_reader>(descriptors, std::move(names), num_threads);
+  return std::make_shared<expert_pool>(std::move(reader), std::move(parts), num_experts);
+}
+
+nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> to_array(const std::vector<int64_t>& values) {
+  auto* copy = new std::vector<int64_t>(values);
+  nb::capsule owner(copy, [](void* p) noexcept { delete static_cast<std::vector<int64_t>*>(p); });
+  return {copy->data(), {copy->size()}, owner};
+}
+
+void set_pool_order(expert_pool& pool, int size_class,
+               nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> order) {
+  pool.set_order(size_class, std::vector<int>(order.data(), order.data() + order.size()));
+}
+
+}  // namespace
+
+void bind_expert_pool(nb::module_& m) {
+  nb::class_<expert_pool>(m, "ExpertPool",
+                          "Experts in a bounded part of memory, read from their file as they are needed.")
+      .def(nb::new_(&make_pool), "files"_a, "layers"_a, "num_experts"_a, "num_threads"_a,
+           "files: (descriptor, name for errors) of each; the descriptors are not kept. layers: for each, the "
+           "(file, offset, bytes) of the matrices of its first expert; those of the others follow at intervals "
+           "of `bytes`. Raises OSError.")
+      .def_prop_ro("slot_bytes", &expert_pool::slot_bytes, "Of each size of slots there is.")
+      .def("class_of", &expert_pool::class_of, "layer"_a, "Index into slot_bytes.")
+      .def("allocate", &expert_pool::allocate, "num_slots"_a, "num_staging"_a,
+           "Takes memory for so many slots of each size. A step of prefill uses at most num_staging of them for "
+           "experts that nobody expects to need again.")
+      .def(
+          "owners",
+          [](const expert_pool& pool, int size_class) { return to_array(pool.owners(size_class)); },
+          "size_class"_a, "int64 [slots] of layer · experts + expert, or -1 for a free slot; a copy.")
+      .def("set_order", set_pool_order, "size_class"_a, nb::arg("order").noconvert(),
+           "int64 indices of slots: those to give to other experts first.")
+      .def("clear", &expert_pool::clear, nb::call_guard<nb::gil_scoped_release>(),
+           "Forgets all experts in memory, as after a change of the file.")
+      .def("begin_step", &expert_pool::begin_step, "is_prefill"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Before each run of a graph. Ends what a failed run has left.")
+      .def_prop_ro(
+          "used", [](const expert_pool& pool) { return to_array(pool.used()); },
+          "int64 numbers of the experts that the step has used, a copy.")
+      .def_prop_ro("is_direct", [](expert_pool& pool) { return pool.reader().is_direct(); },
+                   "Whether all files are read past the page cache.")
+      .def("count", [](expert_pool& pool) {
+        const auto [hits, misses, wait_s] = pool.count();
+        const auto [bytes, retries] = pool.reader().count();
+        return std::make_tuple(hits, misses, wait_s, bytes, retries);
+      }, "(hits, misses, seconds waited, bytes read, reads tried again) since the pool was made.");
+}
+
+}  // namespace coldstream

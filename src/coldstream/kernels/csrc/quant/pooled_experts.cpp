@@ -1,0 +1,61 @@
+#include "quant/pooled_experts.h"
+
+#include "runtime/mapped_file.h"
+
+namespace coldstream {
+
+namespace {
+
+constexpr const char* read_failed = "experts could not be read";
+
+routed_experts_args with_ids(routed_experts_args args, const int32_t* ids) {
+  args.topk_ids = ids;
+  args.topk_stride = args.num_experts_per_tok;
+  return args;
+}
+
+void throw_if_unreadable(expert_pool& pool) {
+  if (pool.reader().failed()) throw model_changed_error(pool.reader().failure());
+}
+
+}  // namespace
+
+void request_experts_op::run(int, int rows, worker& w) {
+  if (w.take() != 0) return;
+  expert_pool& pool = *from_.pool;
+  if (pool.request(from_.layer, from_.topk_ids, rows, from_.num_experts_per_tok, from_.topk_stride)) return;
+  w.fail(pool.reader().failed() ? read_failed : "an expert id lies outside the experts of the layer");
+}
+
+void request_experts_op::throw_failure() { throw_if_unreadable(*from_.pool); }
+
+pooled_experts_op::pooled_experts_op(const quant_kernels& kernels, routed_experts_args args, pooled_layer from,
+                                     int capacity)
+    : from_(std::move(from)),
+      ids_(static_cast<size_t>(capacity) * from_.num_experts_per_tok),
+      experts_(kernels, with_ids(std::move(args), ids_.data()), capacity) {}
+
+void pooled_experts_op::run(int stage, int rows, worker& w) {
+  if (stage == 0) return choose(rows, w);
+  if (stage == num_stages() - 1) from_.pool->end_round();
+  experts_.run(stage - 1, rows, w);
+}
+
+// One worker waits for the disk; the others sleep until it knows.
+void pooled_experts_op::choose(int rows, worker& w) {
+  expert_pool& pool = *from_.pool;
+  if (w.take() != 0) return pool.await_round();
+  if (!pool.next_round()) return w.fail(read_failed);
+  experts_.set_x_quantized(!pool.is_first_round());
+  const int ranks = from_.num_experts_per_tok;
+  for (int t = 0; t < rows; t++) {
+    for (int k = 0; k < ranks; k++) {
+      const int32_t id = from_.topk_ids[t * from_.topk_stride + k];
+      ids_[int64_t{t} * ranks + k] = id >= 0 && pool.is_in_round(id) ? id : not_here;
+    }
+  }
+}
+
+void pooled_experts_op::throw_failure() { throw_if_unreadable(*from_.pool); }
+
+}  // namespace coldstream

@@ -1,0 +1,170 @@
+#include "runtime/file_reader.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+
+#include "runtime/signals_blocked.h"
+
+namespace coldstream {
+
+namespace {
+
+constexpr int max_retries = 1;  // of a read that the system says failed
+
+std::string describe_loss(const std::string& name, uint64_t offset) {
+  return name + " changed while in use: byte " + std::to_string(offset) +
+         " is no longer there (the file shrank); restore the file and load the model again";
+}
+
+std::string describe_error(const std::string& name, uint64_t offset, int error) {
+  return name + " can no longer be read at byte " + std::to_string(offset) + ", twice: " + std::strerror(error) +
+         "; check the disk, then load the model again";
+}
+
+}  // namespace
+
+file_reader::file_reader(const std::vector<int>& descriptors, std::vector<std::string> names, int num_threads)
+    : owner_(getpid()), threads_(std::make_unique<std::vector<std::thread>>()) {
+  if (num_threads < 1 || names.size() != descriptors.size()) {
+    throw std::invalid_argument("reading files needs a name for each and at least one thread");
+  }
+  try {
+    for (size_t i = 0; i < descriptors.size(); i++) {
+      sources_.push_back(std::make_unique<source>());
+      source& next = *sources_.back();
+      next.name = std::move(names[i]);
+      next.plain = fcntl(descriptors[i], F_DUPFD_CLOEXEC, 0);
+      if (next.plain < 0) {
+        throw std::system_error(errno, std::generic_category(), "cannot read " + next.name);
+      }
+      // Opened by descriptor, because another file may have the name by now.
+      const std::string link = "/proc/self/fd/" + std::to_string(next.plain);
+      next.direct = open(link.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
+    }
+    signals_blocked blocked;
+    for (int i = 0; i < num_threads; i++) threads_->emplace_back(&file_reader::serve, this);
+  } catch (...) {
+    stop();
+    throw;
+  }
+}
+
+file_reader::~file_reader() { stop(); }
+
+void file_reader::stop() {
+  if (getpid() == owner_) {
+    {
+      std::lock_guard lock(mutex_);
+      queue_.clear();
+      stopping_ = true;
+    }
+    work_.notify_all();
+    for (std::thread& t : *threads_) t.join();
+  } else {
+    static_cast<void>(threads_.release());  // a forked child has none of them
+  }
+  for (const auto& s : sources_) {
+    if (s->direct >= 0) close(s->direct);
+    if (s->plain >= 0) close(s->plain);
+  }
+}
+
+void file_reader::submit(const request& next) {
+  {
+    std::lock_guard lock(mutex_);
+    queue_.push_back(next);
+  }
+  work_.notify_one();
+}
+
+std::string file_reader::failure() {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+void file_reader::settle() {
+  std::unique_lock lock(mutex_);
+  queue_.clear();
+  progress_.wait(lock, [&] { return num_active_ == 0; });
+  failed_ = false;
+  failure_.clear();
+}
+
+bool file_reader::is_direct() const {
+  for (const auto& s : sources_) {
+    if (s->direct < 0) return false;
+  }
+  return true;
+}
+
+void file_reader::serve() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    work_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
+    if (stopping_) return;
+    const request next = queue_.front();
+    queue_.pop_front();
+    num_active_++;
+    lock.unlock();
+    std::string failure = read(next);
+    lock.lock();
+    num_active_--;
+    bool tell = num_active_ == 0;  // `settle` waits for that
+    if (!failure.empty()) {
+      if (!failed_) failure_ = std::move(failure);
+      failed_ = true;
+      queue_.clear();
+      tell = true;
+    } else if (next.pending->fetch_sub(1, std::memory_order_release) == 1) {
+      tell = true;
+    }
+    if (tell) progress_.notify_all();
+  }
+}
+
+// Returns what went wrong, or nothing.
+std::string file_reader::read(const request& next) {
+  source& from = *sources_[next.file];
+  const uint64_t first = io_floor(next.begin), last = io_ceil(next.end);
+  const int direct = from.direct;
+  uint64_t at = first;
+  int failures = 0;
+  while (direct >= 0 && at < next.end) {
+    const ssize_t count = pread(direct, next.to + (at - first), last - at, static_cast<off_t>(at));
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0 && errno == EINVAL) from.direct = -1;
+    if (count < 0 && errno != EINVAL) failures++;
+    // What a direct read does not bring, be it an error or the end of the file, the plain one sorts out.
+    if (count <= 0) break;
+    at += static_cast<uint64_t>(count);
+    bytes_ += static_cast<uint64_t>(count);
+    if (at < next.end && at % io_alignment != 0) break;
+  }
+  retries_ += failures;
+  return at < next.end ? read_plain(from, next, at, failures) : std::string();
+}
+
+std::string file_reader::read_plain(source& from, const request& next, uint64_t at, int failures) {
+  const uint64_t first = io_floor(next.begin);
+  while (at < next.end) {
+    const ssize_t count = pread(from.plain, next.to + (at - first), next.end - at, static_cast<off_t>(at));
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) {
+      if (++failures > max_retries) return describe_error(from.name, at, errno);
+      retries_++;
+      continue;
+    }
+    if (count == 0) return describe_loss(from.name, at);
+    at += static_cast<uint64_t>(count);
+    bytes_ += static_cast<uint64_t>(count);
+  }
+  posix_fadvise(from.plain, static_cast<off_t>(first), static_cast<off_t>(next.end - first), POSIX_FADV_DONTNEED);
+  return {};
+}
+
+}  // namespace coldstream

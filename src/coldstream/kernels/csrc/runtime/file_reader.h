@@ -1,0 +1,93 @@
+// Reads ranges of files into memory on threads of its own, while others compute. Past the page cache where
+// the file system can (O_DIRECT), so that the file is not in memory twice; otherwise the pages read are given
+// back.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace coldstream {
+
+// What direct reads want of offsets, sizes and memory on any disk in use.
+inline constexpr uint64_t io_alignment = 4096;
+
+constexpr uint64_t io_floor(uint64_t offset) { return offset / io_alignment * io_alignment; }
+constexpr uint64_t io_ceil(uint64_t offset) { return io_floor(offset + io_alignment - 1); }
+
+class file_reader {
+ public:
+  // The bytes from begin to end of a file. `to` is the memory of byte io_floor(begin), aligned and large enough
+  // for whole units of io_alignment. `pending` falls by one when they are there, and never does if they cannot
+  // be read.
+  struct request {
+    int file;
+    uint64_t begin, end;
+    std::byte* to;
+    std::atomic<int>* pending;
+  };
+  struct counters {
+    uint64_t bytes, retries;
+  };
+
+  // Opens the files behind the descriptors once more, so that they are read even after they lost their names.
+  // Throws std::system_error, std::invalid_argument for no thread.
+  file_reader(const std::vector<int>& descriptors, std::vector<std::string> names, int num_threads);
+  file_reader(const file_reader&) = delete;
+  file_reader& operator=(const file_reader&) = delete;
+  ~file_reader();
+
+  void submit(const request& next);
+  // Waits until `landed()` or until a read has failed; returns whether the former. `landed` is asked again
+  // whenever a `pending` has become 0.
+  template <typename F>
+  bool wait(F landed) {
+    std::unique_lock lock(mutex_);
+    progress_.wait(lock, [&] { return landed() || failed_; });
+    return landed();
+  }
+  bool failed() const { return failed_; }
+  // After a failure: what happened, for people; empty if nothing did.
+  std::string failure();
+  // Forgets what has not begun, waits for what has, and forgets a failure.
+  void settle();
+
+  // Whether all files are read past the page cache.
+  bool is_direct() const;
+  counters count() const { return {bytes_, retries_}; }
+
+ private:
+  struct source {
+    std::string name;
+    int plain = -1;                // descriptor through the page cache
+    std::atomic<int> direct = -1;  // past it, or -1 where that is not possible
+  };
+
+  void serve();
+  std::string read(const request& next);
+  std::string read_plain(source& from, const request& next, uint64_t at, int failures);
+  void stop();
+
+  const pid_t owner_;
+  std::vector<std::unique_ptr<source>> sources_;
+  std::unique_ptr<std::vector<std::thread>> threads_;
+  std::mutex mutex_;
+  std::condition_variable work_, progress_;  // for the threads; for who waits
+  std::deque<request> queue_;
+  int num_active_ = 0;
+  bool stopping_ = false;
+  std::atomic<bool> failed_{false};
+  std::string failure_;
+  std::atomic<uint64_t> bytes_{0}, retries_{0};
+};
+
+}  // namespace coldstream
