@@ -123,6 +123,18 @@ class GGUFFile:
         """
         return tuple(shard.path for shard in self._shards if _identity_at(shard.path) != shard.identity)
 
+    def rewritten(self) -> tuple[Path, ...]:
+        """The parts whose bytes may not be those that were opened: with another size or mtime.
+
+        Unlike `changed` it looks at the open files, whatever has their names by now: one that was replaced
+        or renamed is still the same.
+        """
+        return tuple(
+            shard.path
+            for shard in self._shards
+            if _identity(os.fstat(shard.descriptor))[:2] != shard.identity[:2]
+        )
+
     def close(self) -> None:
         """Closes all descriptors. What `read` returned stays valid; calling twice is harmless."""
         if self._closed:

@@ -36,6 +36,12 @@ class Graph:
     @property
     def capacity(self) -> int: ...
 
+    @property
+    def scratch_bytes(self) -> int:
+        """
+        Memory of the threads that a run takes at most; graphs of a runtime share it.
+        """
+
     def run(self, rows: int) -> None:
         """
         Runs all ops on the first `rows` rows of their buffers. Raises ValueError for rows outside 1 … capacity or data out of range, ModelChangedError when the model file shrank, GenerationFault after a fork.
@@ -74,6 +80,54 @@ def touch_pages(runtime: Runtime, file: MappedFile, offset: int, num_bytes: int)
     Reads one byte of every page of the range, on all threads. Raises ModelChangedError when a page is gone.
     """
 
+class ExpertPool:
+    """
+    Experts in a bounded part of memory, read from their file as they are needed.
+    """
+
+    def __init__(self, files: Sequence[tuple[int, str]], layers: Sequence[Sequence[tuple[int, int, int]]], num_experts: int, num_threads: int) -> None:
+        """
+        files: (descriptor, name for errors) of each; the descriptors are not kept. layers: for each, the (file, offset, bytes) of the matrices of its first expert; those of the others follow at intervals of `bytes`. Raises OSError.
+        """
+
+    @property
+    def slot_bytes(self) -> list[int]:
+        """Of each size of slots there is."""
+
+    def class_of(self, layer: int) -> int:
+        """Index into slot_bytes."""
+
+    def allocate(self, num_slots: Sequence[int], num_staging: int) -> None:
+        """
+        Takes memory for so many slots of each size. A step of prefill uses at most num_staging of them for experts that nobody expects to need again.
+        """
+
+    def owners(self, size_class: int) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """
+        int64 [slots] of layer · experts + expert, or -1 for a free slot; a copy.
+        """
+
+    def set_order(self, size_class: int, order: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """int64 indices of slots: those to give to other experts first."""
+
+    def clear(self) -> None:
+        """Forgets all experts in memory, as after a change of the file."""
+
+    def begin_step(self, is_prefill: bool) -> None:
+        """Before each run of a graph. Ends what a failed run has left."""
+
+    def used(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """int64 numbers of the experts that the step has used, a copy."""
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether all files are read past the page cache."""
+
+    def count(self) -> tuple[int, int, float, int, int]:
+        """
+        (hits, misses, seconds waited, bytes read, reads tried again) since the pool was made.
+        """
+
 class Weight:
     """
     A matrix [rows, cols] or a stack of them, in GGUF's block layout where it lies.
@@ -89,6 +143,12 @@ class Weight:
     def from_array(array: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], type_id: int, rows: int, cols: int, matrices: int = 1) -> Weight:
         """
         A weight in a uint8 array [bytes], which is kept, not copied. Raises ValueError unless it fits.
+        """
+
+    @staticmethod
+    def from_pool(pool: ExpertPool, layer: int, part: int, type_id: int, rows: int, cols: int) -> Weight:
+        """
+        A part of a pool's layer: a stack of matrices that are read when they are needed, for pooled_experts alone. Raises ValueError unless it has that size.
         """
 
     def rows(self, begin: int, end: int) -> Weight:
@@ -134,6 +194,16 @@ def embed(runtime: Runtime, table: Weight, token_ids: Annotated[NDArray[numpy.in
 def routed_experts(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu', writable=False)], topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu', writable=False)], gate: Weight, up: Weight, down: Weight, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), device='cpu')]) -> None:
     """
     down_e(silu(gate_e x) · up_e x) for int32 topk_ids [T, K] into out [T, K, E]. Rows of id -1 are left as they are. Raises ValueError for any other id outside the experts.
+    """
+
+def request_experts(runtime: Runtime, pool: ExpertPool, gate: Weight, topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu', writable=False)]) -> None:
+    """
+    Begins to read the experts, int32 topk_ids [T, K], of gate's layer of the pool that are not in memory. Raises ValueError for an id outside the experts, ModelChangedError if the file cannot be read.
+    """
+
+def pooled_experts(runtime: Runtime, pool: ExpertPool, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu', writable=False)], topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu', writable=False)], gate: Weight, up: Weight, down: Weight, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), device='cpu')]) -> None:
+    """
+    routed_experts of what request_experts was called for last, each expert as soon as it is there. Raises ModelChangedError if the file cannot be read.
     """
 
 def quantize_activations(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu', writable=False)]) -> tuple:

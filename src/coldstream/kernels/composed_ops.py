@@ -59,6 +59,9 @@ class ComposedOps(ABC):
 
     def experts(self, x: Array, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         routed = self.routed_experts(x, routing.ids, weights.gate, weights.up, weights.down)
+        return ExpertOutputs(routed, self.shared_expert(x, weights), routing)
+
+    def shared_expert(self, x: Array, weights: ExpertWeights) -> Array:
+        """The expert that every token takes, before its gate: [T, E]."""
         gate, up = self.linear(x, (weights.shared_gate, weights.shared_up))
-        (shared,) = self.linear(self.swiglu(gate, up), (weights.shared_down,))
-        return ExpertOutputs(routed, shared, routing)
+        return self.linear(self.swiglu(gate, up), (weights.shared_down,))[0]

@@ -5,14 +5,18 @@ from typing import Self
 
 import numpy as np
 
+from coldstream.experts.disk_tier import DiskStatistics, DiskTier
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps, RoutingCpuOps
 from coldstream.kernels.ops import Rows
+from coldstream.kernels.pooled_cpu_ops import PooledCpuOps, UnreadCpuOps
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.qwen35 import Qwen35Model
+from coldstream.models.ram_budget import RamNeeds, disk_tier_within
 from coldstream.models.runner import Array, ModelRunner, Progress
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import Hardware
+from coldstream.placement.policies import Policy
 
 
 class CpuRunner(ModelRunner):
@@ -23,10 +27,17 @@ class CpuRunner(ModelRunner):
     head_rows = 16
 
     def __init__(
-        self, file: GGUFFile, spec: ModelSpec, ops: CpuOps, context_length: int, kv_type: str
+        self,
+        file: GGUFFile,
+        spec: ModelSpec,
+        ops: CpuOps,
+        context_length: int,
+        kv_type: str,
+        disk: DiskTier | None = None,
     ) -> None:
         super().__init__(file, spec, context_length)
         self._ops = ops
+        self._disk = disk
         self._model = Qwen35Model.load(file, spec, ops)
         self._cache = ModelCache(spec, ops, num_slots=1, context_length=context_length, kv_type=kv_type)
         size = self.chunk_size
@@ -46,6 +57,8 @@ class CpuRunner(ModelRunner):
         context_length: int = 4096,
         kv_type: str = "f16",
         record_routing: bool = False,
+        ram_bytes: int | None = None,
+        policy: Policy | None = None,
         progress: Progress | None = None,
     ) -> Self:
         """`load` of the model at `path`. Raises ModelNotFoundError and ModelFormatError besides."""
@@ -60,6 +73,8 @@ class CpuRunner(ModelRunner):
                 context_length=context_length,
                 kv_type=kv_type,
                 record_routing=record_routing,
+                ram_bytes=ram_bytes,
+                policy=policy,
                 progress=progress,
             )
         except BaseException:
@@ -77,6 +92,8 @@ class CpuRunner(ModelRunner):
         context_length: int,
         kv_type: str,
         record_routing: bool = False,
+        ram_bytes: int | None = None,
+        policy: Policy | None = None,
         progress: Progress | None = None,
     ) -> Self:
         """Maps the weights of an open file and captures the forward pass; the runner then closes the file.
@@ -85,9 +102,22 @@ class CpuRunner(ModelRunner):
         what each step's routers chose. progress is called with (done, total) bytes while the file is read
         ahead. Raises InconsistentError for weights that contradict the format's conventions, UnsupportedError
         for a tier this machine lacks; the file stays open then.
+
+        ram_bytes bounds weights, caches and activations together. If they are more, experts come from the
+        disk as they are needed, and `policy` (default: `DecayedFrequency`) says which stay; routing is not
+        recorded then. Raises OutOfMemoryError if there is no room for those of one token.
         """
-        ops = RoutingCpuOps(threads, tier) if record_routing else CpuOps(threads, tier)
-        runner = cls(file, spec, ops, context_length, kv_type)
+        disk = None
+        if ram_bytes is not None:
+            unread = cls(file, spec, UnreadCpuOps(threads, tier), context_length, kv_type)
+            needs = RamNeeds.of(file, spec, unread._cache.num_bytes, unread.activation_bytes)
+            disk = disk_tier_within(ram_bytes, needs, file, spec, policy)
+        ops: CpuOps
+        if disk is not None:
+            ops = PooledCpuOps(threads, tier, disk.pool, disk.stacks)
+        else:
+            ops = RoutingCpuOps(threads, tier) if record_routing else CpuOps(threads, tier)
+        runner = cls(file, spec, ops, context_length, kv_type, disk)
         if progress is not None:
             ops.read_ahead(progress, Hardware.measure().ram_available_bytes)
         return runner
@@ -109,7 +139,13 @@ class CpuRunner(ModelRunner):
     @property
     def activation_bytes(self) -> int:
         """Memory between the operations of a step."""
-        return self._trunk.arena.num_bytes + self._head.arena.num_bytes
+        scratch = max(graph.graph.scratch_bytes for graph in (self._trunk, self._head))
+        return self._trunk.arena.num_bytes + self._head.arena.num_bytes + scratch
+
+    @property
+    def disk(self) -> DiskStatistics | None:
+        """What reading experts from the disk has taken; None if all weights are in memory."""
+        return self._disk.statistics() if self._disk else None
 
     def topk_ids(self, count: int) -> Array:
         """Experts of the first `count` rows of the last step: int32 [count, layers, K], a copy.
@@ -126,7 +162,16 @@ class CpuRunner(ModelRunner):
         count = len(token_ids)
         self._token_ids[:count] = token_ids
         self._rows.positions[:count] = np.arange(first_position, first_position + count)
-        self._trunk.run(count)
+        if self._disk is None:
+            self._trunk.run(count)
+            return
+        self._disk.begin_step(count)
+        try:
+            self._trunk.run(count)
+        except BaseException:
+            self._disk.forget()
+            raise
+        self._disk.end_step()
 
     def _compute_logits(self, first: int, count: int) -> Array:
         self._head_input[:count] = self._trunk.outputs[first : first + count]

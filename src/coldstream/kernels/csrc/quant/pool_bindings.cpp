@@ -74,7 +74,7 @@ void bind_expert_pool(nb::module_& m) {
            "Forgets all experts in memory, as after a change of the file.")
       .def("begin_step", &expert_pool::begin_step, "is_prefill"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Before each run of a graph. Ends what a failed run has left.")
-      .def_prop_ro(
+      .def(
           "used", [](const expert_pool& pool) { return to_array(pool.used()); },
           "int64 numbers of the experts that the step has used, a copy.")
       .def_prop_ro("is_direct", [](expert_pool& pool) { return pool.reader().is_direct(); },

@@ -82,6 +82,8 @@ void bind_runtime(nb::module_& m) {
                     "Ops over fixed buffers, captured once and run many times. The buffers must outlive it.")
       .def_prop_ro("num_ops", &graph::num_ops)
       .def_prop_ro("capacity", &graph::capacity)
+      .def_prop_ro("scratch_bytes", &graph::scratch_bytes,
+                   "Memory of the threads that a run takes at most; graphs of a runtime share it.")
       .def("run", &graph::run, "rows"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Runs all ops on the first `rows` rows of their buffers. Raises ValueError for rows outside 1 … "
            "capacity or "

@@ -1,5 +1,6 @@
 #include "runtime/runtime.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace coldstream {
@@ -9,6 +10,15 @@ graph::graph(std::shared_ptr<thread_pool> pool, int capacity) : pool_(std::move(
 graph::~graph() = default;
 
 void graph::add(std::unique_ptr<op> next) { ops_.push_back(std::move(next)); }
+
+size_t graph::scratch_bytes() const {
+  size_t private_bytes = 0, shared_bytes = 0;
+  for (const auto& next : ops_) {
+    private_bytes = std::max(private_bytes, next->scratch_bytes());
+    shared_bytes = std::max(shared_bytes, next->shared_bytes());
+  }
+  return static_cast<size_t>(pool_->size()) * private_bytes + shared_bytes;
+}
 
 void graph::check_rows(int rows) const {
   if (rows < 1 || rows > capacity_) {

@@ -24,6 +24,8 @@ class graph {
   void add(std::unique_ptr<op> next);
   int capacity() const { return capacity_; }
   size_t num_ops() const { return ops_.size(); }
+  // Memory of the threads that a run takes at most, which all graphs of a runtime share.
+  size_t scratch_bytes() const;
   // Runs all ops. Throws std::invalid_argument when rows is not in 1 … capacity, and what thread_pool::run
   // throws. Call without the GIL.
   void run(int rows);

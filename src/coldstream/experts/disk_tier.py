@@ -1,0 +1,148 @@
+"""DiskTier: experts in RAM under a budget, the others on the disk.
+
+A step reads what it needs and does not find, into slots of the pool, while it computes what is there
+(`kernels/csrc/quant/expert_pool.h`). Here is what happens between two steps: the policy learns what was used,
+and the slots are put in the order in which the next step gives them to others: those of the lowest scores
+first. What a step has read is there, so unlike for a copy nobody has to ask whether letting it in pays: an
+expert that was read for one token and scores low is merely the first to go.
+
+The unit of work is a step. Steps of prompts need every expert sooner or later; they teach the policy nothing and
+take only the first few slots in the order. Knows no ops and no model.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from coldstream.errors import ModelChangedError
+from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels import _csrc
+from coldstream.placement.policies import DecayedFrequency, Policy
+
+Array = np.ndarray[Any, Any]
+
+DECODE_TOKENS: Final = 4  # a step of more is one of a prompt
+NUM_READERS: Final = 8  # threads: what keeps the queue of a fast disk full
+
+
+@dataclass(frozen=True)
+class DiskStatistics:
+    """Since the model was opened. hits, misses: experts of a layer that a step found in RAM, or not."""
+
+    hits: int
+    misses: int
+    bytes_read: int
+    wait_s: float  # in which nothing was left to compute
+    retries: int  # of reads that had failed
+    slot_bytes: int  # of RAM for experts
+    num_slots: int  # experts that it holds, of
+    num_experts: int
+    is_direct: bool  # whether reads go past the page cache
+
+    @property
+    def hit_rate(self) -> float:
+        """0 before the first step."""
+        return self.hits / max(1, self.hits + self.misses)
+
+
+class DiskTier:
+    """The experts of an open file, by layer the stacks of their matrices, and who of them lies in RAM.
+
+    stacks: tensors [experts, rows, cols] of each layer. `allocate` once, then `begin_step` and `end_step`
+    around each run of a graph captured over `pool`.
+    """
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        stacks: Sequence[Sequence[TensorInfo]],
+        num_experts_per_tok: int,
+        policy: Policy | None = None,
+    ) -> None:
+        self._file = file
+        self._num_experts = stacks[0][0].shape[0]
+        self._num_experts_per_tok = num_experts_per_tok
+        files = [(file.descriptor(shard), str(path)) for shard, path in enumerate(file.paths)]
+        layers = [
+            [(info.shard, info.offset, info.num_bytes // self._num_experts) for info in layer]
+            for layer in stacks
+        ]
+        self.pool = _csrc.ExpertPool(files, layers, self._num_experts, NUM_READERS)
+        self.stacks: Mapping[str, tuple[int, int]] = {
+            info.name: (number, part) for number, layer in enumerate(stacks) for part, info in enumerate(layer)
+        }
+        classes = [self.pool.class_of(layer) for layer in range(len(layers))]
+        self._class_experts = [self._num_experts * classes.count(c) for c in range(len(self.pool.slot_bytes))]
+        self._policy = policy or DecayedFrequency()
+        self._policy.start(np.zeros(self.num_experts))
+        self._num_slots: list[int] = []
+        self._is_prefill = False
+
+    @property
+    def num_experts(self) -> int:
+        """Of all layers."""
+        return sum(self._class_experts)
+
+    @property
+    def min_bytes(self) -> int:
+        """What `allocate` needs at least: room for the experts of one token in a layer of each size."""
+        return self._num_experts_per_tok * sum(self.pool.slot_bytes)
+
+    @property
+    def max_bytes(self) -> int:
+        """What `allocate` can use: room for all."""
+        return sum(count * size for count, size in zip(self._class_experts, self.pool.slot_bytes, strict=True))
+
+    def allocate(self, num_bytes: int) -> None:
+        """Takes at most `num_bytes` of memory, at least `min_bytes`; all sizes get the same share of theirs.
+
+        Raises MemoryError.
+        """
+        assert num_bytes >= self.min_bytes, "the caller checks the budget"
+        least = self._num_experts_per_tok
+        share = min(1.0, (num_bytes - self.min_bytes) / max(1, self.max_bytes - self.min_bytes))
+        self._num_slots = [least + int((count - least) * share) for count in self._class_experts]
+        self.pool.allocate(self._num_slots, 2 * least)
+
+    def begin_step(self, num_tokens: int) -> None:
+        """Before a graph runs on `num_tokens` rows."""
+        self._is_prefill = num_tokens > DECODE_TOKENS
+        self.pool.begin_step(self._is_prefill)
+
+    def end_step(self) -> None:
+        """After it has: learns, and decides which slots are the next to go.
+
+        Raises ModelChangedError, and forgets all experts, if the file may not hold the bytes any more that it
+        was opened with: what the step computed is worth nothing then.
+        """
+        if rewritten := self._file.rewritten():
+            self.forget()
+            raise ModelChangedError(f"{rewritten[0]} was written to while in use: load the model again")
+        if not self._is_prefill:
+            self._policy.observe(self.pool.used())
+        for size_class in range(len(self._num_slots)):
+            owners = self.pool.owners(size_class)
+            scores = np.where(owners >= 0, self._policy.scores[owners], np.inf)
+            self.pool.set_order(size_class, np.argsort(scores, kind="stable"))
+
+    def forget(self) -> None:
+        """After a step that failed: nothing that was read is trusted any more."""
+        self.pool.clear()
+
+    def statistics(self) -> DiskStatistics:
+        """What the tier has done so far."""
+        hits, misses, wait_s, bytes_read, retries = self.pool.count()
+        sizes = self.pool.slot_bytes
+        return DiskStatistics(
+            hits=hits,
+            misses=misses,
+            bytes_read=bytes_read,
+            wait_s=wait_s,
+            retries=retries,
+            slot_bytes=sum(count * size for count, size in zip(self._num_slots, sizes, strict=True)),
+            num_slots=sum(self._num_slots),
+            num_experts=self.num_experts,
+            is_direct=self.pool.is_direct,
+        )

@@ -1,0 +1,54 @@
+"""The operations on the CPU for a model whose experts don't fit into memory.
+
+The stacks of routed experts are parts of a pool that reads them from the file as routers choose them; all
+else is as in `CpuOps`, and so are the bits.
+"""
+
+from collections.abc import Mapping
+
+from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels import _csrc
+from coldstream.kernels.cpu_ops import Array, CpuOps
+from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
+
+
+class PooledCpuOps(CpuOps):
+    """`CpuOps` over `pool`; stacks: by tensor name, which (layer, part) of the pool it is.
+
+    The pool has to be given its slots, and before each run of a captured graph a step has to begin there.
+    """
+
+    def __init__(
+        self, threads: int, tier: str, pool: _csrc.ExpertPool, stacks: Mapping[str, tuple[int, int]]
+    ) -> None:
+        super().__init__(threads, tier)
+        self._pool = pool
+        self._stacks = stacks
+
+    def map_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
+        if info.name not in self._stacks:
+            return super().map_weight(file, info)
+        layer, part = self._stacks[info.name]
+        _, rows, cols = info.shape
+        return _csrc.Weight.from_pool(self._pool, layer, part, int(info.quant_type), rows, cols)
+
+    def experts(self, x: Array, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
+        """What is missing is read while the shared expert and those in memory are computed."""
+        _csrc.request_experts(self._runtime, self._pool, weights.gate, routing.ids)
+        shared = self.shared_expert(x, weights)
+        routed = self.routed_experts(x, routing.ids, weights.gate, weights.up, weights.down)
+        return ExpertOutputs(routed, shared, routing)
+
+    def routed_experts(
+        self, x: Array, topk_ids: Array, gate: _csrc.Weight, up: _csrc.Weight, down: _csrc.Weight
+    ) -> Array:
+        out = self._empty(*topk_ids.shape, down.num_rows)
+        _csrc.pooled_experts(self._runtime, self._pool, x, topk_ids, gate, up, down, out)
+        return out
+
+
+class UnreadCpuOps(CpuOps):
+    """`CpuOps` that read no weight: to find out what a captured forward pass takes, not to run it."""
+
+    def load_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
+        return self.map_weight(file, info)
