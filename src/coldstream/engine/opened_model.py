@@ -27,6 +27,8 @@ from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlacementPlan
 from coldstream.placement.rates import Rates
 
+_AUTO_RAM_SHARE = 0.9  # of what is available, where no budget is given
+
 _SAMPLING_KEYS = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -128,7 +130,11 @@ def resolved(config: EngineConfig, file: GGUFFile, spec: ModelSpec, gpu: Gpu | N
     hardware = Hardware.measure()
     if config.plan is not None:
         config = plan_model(config, file, spec, hardware).config
-    if gpu is None:
+    if gpu is None and isinstance(config.ram, int):
+        # The runner says what a budget has to be. A context that was asked for is not cut to it.
+        left = max(0, config.ram - dense_bytes(spec, file.tensors))
+        free, weights = 2**62 if config.ctx_size else left, 0
+    elif gpu is None:
         free, weights = hardware.ram_available_bytes, dense_bytes(spec, file.tensors)
     else:
         free, weights = gpu.free_bytes, trunk_bytes(spec, file.tensors)
@@ -196,8 +202,17 @@ def load_runner(
         tier=config.tier,
         context_length=config.ctx_size,
         kv_type=kv_type,
+        ram_bytes=ram_budget(config, trunk_bytes(spec, file.tensors)),
         progress=loading,
     )
+
+
+def ram_budget(config: EngineConfig, weight_bytes: int) -> int | None:
+    """Bytes that a model on the CPU may take; None for one that is far from what is free."""
+    if isinstance(config.ram, int):
+        return config.ram
+    budget = int(Hardware.measure().ram_available_bytes * _AUTO_RAM_SHARE)
+    return None if weight_bytes < budget // 2 else budget
 
 
 def sampling_defaults(metadata: Mapping[str, Any]) -> SamplingParams:
