@@ -71,7 +71,9 @@ class DiskTier:
         ]
         self.pool = _csrc.ExpertPool(files, layers, self._num_experts, NUM_READERS)
         self.stacks: Mapping[str, tuple[int, int]] = {
-            info.name: (number, part) for number, layer in enumerate(stacks) for part, info in enumerate(layer)
+            info.name: (number, part)
+            for number, layer in enumerate(stacks)
+            for part, info in enumerate(layer)
         }
         classes = [self.pool.class_of(layer) for layer in range(len(layers))]
         self._class_experts = [self._num_experts * classes.count(c) for c in range(len(self.pool.slot_bytes))]
@@ -93,7 +95,9 @@ class DiskTier:
     @property
     def max_bytes(self) -> int:
         """What `allocate` can use: room for all."""
-        return sum(count * size for count, size in zip(self._class_experts, self.pool.slot_bytes, strict=True))
+        return sum(
+            count * size for count, size in zip(self._class_experts, self.pool.slot_bytes, strict=True)
+        )
 
     def allocate(self, num_bytes: int) -> None:
         """Takes at most `num_bytes` of memory, at least `min_bytes`; all sizes get the same share of theirs.
@@ -124,8 +128,9 @@ class DiskTier:
             self._policy.observe(self.pool.used())
         for size_class in range(len(self._num_slots)):
             owners = self.pool.owners(size_class)
-            scores = np.where(owners >= 0, self._policy.scores[owners], np.inf)
-            self.pool.set_order(size_class, np.argsort(scores, kind="stable"))
+            in_use = np.flatnonzero(owners >= 0)
+            scores = self._policy.scores[owners[in_use]]
+            self.pool.set_order(size_class, in_use[np.argsort(scores, kind="stable")])
 
     def forget(self) -> None:
         """After a step that failed: nothing that was read is trusted any more."""

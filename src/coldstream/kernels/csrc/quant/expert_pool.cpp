@@ -12,6 +12,8 @@ namespace coldstream {
 
 namespace {
 
+constexpr const char* read_failed = "experts could not be read";
+
 // Wherever a part begins, its bytes and what must be read around them fit in.
 uint64_t part_room(const expert_pool::part& p) { return io_ceil(p.bytes + io_alignment - 1); }
 
@@ -150,14 +152,15 @@ void expert_pool::clear() {
   }
 }
 
-bool expert_pool::request(int layer, const int32_t* ids, int rows, int ranks, int64_t stride) {
+const char* expert_pool::request(int layer, const int32_t* ids, int rows, int ranks, int64_t stride) {
   release_round();
   end_round();
-  if (reader_->failed()) return false;
+  if (memory_ == nullptr) return "the pool has no slots: call allocate first";
+  if (reader_->failed()) return read_failed;
   for (int t = 0; t < rows; t++) {
     for (int k = 0; k < ranks; k++) {
       const int32_t id = ids[t * stride + k];
-      if (id < -1 || id >= num_experts_) return false;
+      if (id < -1 || id >= num_experts_) return "an expert id lies outside the experts of the layer";
     }
   }
   layer_ = layer;
@@ -184,10 +187,10 @@ bool expert_pool::request(int layer, const int32_t* ids, int rows, int ranks, in
     return counts_[a] != counts_[b] ? counts_[a] < counts_[b] : a > b;
   });
   load_missing();
-  return true;
+  return nullptr;
 }
 
-bool expert_pool::next_round() {
+const char* expert_pool::next_round() {
   if (num_rounds_++ > 0) {
     release_round();
     load_missing();
@@ -206,7 +209,7 @@ bool expert_pool::next_round() {
   for (int32_t expert : in_round_) round_of_[expert] = round_;
   is_chosen_.store(1, std::memory_order_release);
   is_chosen_.notify_all();
-  return !reader_->failed();
+  return reader_->failed() ? read_failed : nullptr;
 }
 
 // What has been computed may go.
@@ -290,8 +293,8 @@ int expert_pool::take_staging(size_class& of) {
     return index;
   }
   if (of.num_staging == of.max_staging) return -1;
-  int index = take_in_order(of, false);
-  if (index < 0) index = take_free(of);
+  int index = take_free(of);
+  if (index < 0) index = take_in_order(of, false);
   if (index < 0) index = take_any(of);
   if (index < 0) return -1;
   of.slots[index].is_staging = true;
@@ -311,7 +314,8 @@ int expert_pool::take_in_order(size_class& of, bool spare_used) {
   while (of.next < of.order.size()) {
     const int index = of.order[of.next++];
     const slot& from = of.slots[index];
-    if (from.owner >= 0 && !from.is_pinned && !(spare_used && from.used_step == step_)) return index;
+    const bool is_taken = from.owner < 0 || from.is_pinned || from.is_staging;
+    if (!is_taken && !(spare_used && from.used_step == step_)) return index;
   }
   return -1;
 }

@@ -69,10 +69,10 @@ class expert_pool {
   // Experts that this step has used so far, by number.
   const std::vector<int64_t>& used() const { return used_; }
 
-  // Both return false if reading has failed, and `request` if an id lies outside the experts: then nothing has
-  // changed. Ids of -1 are nobody's.
-  bool request(int layer, const int32_t* ids, int rows, int ranks, int64_t stride);
-  bool next_round();
+  // Both return why the step cannot go on, a literal, or null. If `request` does, nothing has changed. Ids of -1
+  // are nobody's.
+  const char* request(int layer, const int32_t* ids, int rows, int ranks, int64_t stride);
+  const char* next_round();
   // For other threads while one is in `next_round`: sleeps until it knows. `end_round` must come in between.
   void await_round() { is_chosen_.wait(0, std::memory_order_acquire); }
   void end_round() { is_chosen_.store(0, std::memory_order_relaxed); }

@@ -6,8 +6,6 @@ namespace coldstream {
 
 namespace {
 
-constexpr const char* read_failed = "experts could not be read";
-
 routed_experts_args with_ids(routed_experts_args args, const int32_t* ids) {
   args.topk_ids = ids;
   args.topk_stride = args.num_experts_per_tok;
@@ -23,8 +21,9 @@ void throw_if_unreadable(expert_pool& pool) {
 void request_experts_op::run(int, int rows, worker& w) {
   if (w.take() != 0) return;
   expert_pool& pool = *from_.pool;
-  if (pool.request(from_.layer, from_.topk_ids, rows, from_.num_experts_per_tok, from_.topk_stride)) return;
-  w.fail(pool.reader().failed() ? read_failed : "an expert id lies outside the experts of the layer");
+  const char* problem =
+      pool.request(from_.layer, from_.topk_ids, rows, from_.num_experts_per_tok, from_.topk_stride);
+  if (problem != nullptr) w.fail(problem);
 }
 
 void request_experts_op::throw_failure() { throw_if_unreadable(*from_.pool); }
@@ -45,7 +44,7 @@ void pooled_experts_op::run(int stage, int rows, worker& w) {
 void pooled_experts_op::choose(int rows, worker& w) {
   expert_pool& pool = *from_.pool;
   if (w.take() != 0) return pool.await_round();
-  if (!pool.next_round()) return w.fail(read_failed);
+  if (const char* problem = pool.next_round()) return w.fail(problem);
   experts_.set_x_quantized(!pool.is_first_round());
   const int ranks = from_.num_experts_per_tok;
   for (int t = 0; t < rows; t++) {

@@ -1,0 +1,226 @@
+"""CpuRunner with experts from the disk: the bits of the mapped run, whatever fits into memory."""
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runner_cases import MIX, VARIANTS, token_ids
+
+from builders import Dims, write_gguf
+from coldstream.assets import demo_model_path
+from coldstream.errors import ModelChangedError, OutOfMemoryError
+from coldstream.experts.disk_tier import DiskStatistics
+from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.runner import Array
+from coldstream.placement.policies import DecayedFrequency, Lru, Policy
+
+CONTEXT = CpuRunner.chunk_size + 64
+SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
+
+
+class RandomPolicy(Policy):
+    """Other experts are worth keeping after every step."""
+
+    def start(self, profile: Array) -> None:
+        self._rng = np.random.default_rng(1)
+        self.scores = profile.copy()
+
+    def observe(self, used: Array) -> None:
+        self.scores[:] = self._rng.random(self.scores.size)
+
+
+def least_ram(path: Path, context_length: int = CONTEXT, threads: int = 2) -> int:
+    """The smallest budget that is accepted, as the error for a smaller one says."""
+    with pytest.raises(OutOfMemoryError) as caught:
+        CpuRunner.open(path, threads=threads, context_length=context_length, ram_bytes=1)
+    return int(str(caught.value).split("--ram ")[1].split("M")[0]) * 2**20
+
+
+def expert_bytes(path: Path) -> int:
+    with CpuRunner.open(path, threads=1, context_length=16) as runner:
+        return sum(info.num_bytes for name, info in runner.file.tensors.items() if "_exps." in name)
+
+
+def statistics(runner: CpuRunner) -> DiskStatistics:
+    """Of a runner that has experts on the disk."""
+    assert runner.disk is not None
+    return runner.disk
+
+
+@pytest.fixture(scope="module")
+def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny mixture of experts in two sizes: large enough for experts to matter beside activations."""
+    path = tmp_path_factory.mktemp("models") / "moe.gguf"
+    types = {**MIX, "blk.1.ffn_down_exps.weight": "Q4_K", "blk.2.ffn_down_exps.weight": "Q4_K"}
+    write_gguf(path, types=types, dims=Dims(experts=64, experts_used=4))
+    return path
+
+
+@pytest.fixture(scope="module")
+def mapped(moe_path: Path) -> tuple[Array, list[Array]]:
+    """Logits after each token of a prompt of two chunks, and those of tokens decoded after it."""
+    with CpuRunner.open(moe_path, threads=2, context_length=CONTEXT) as runner:
+        logits = runner.logits(token_ids(CONTEXT - 40))
+        return logits, [runner.decode(token) for token in token_ids(40)]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("share", SHARES)
+def test_ex07_logits_do_not_depend_on_the_budget(
+    moe_path: Path, mapped: tuple[Array, list[Array]], share: float, threads: int
+) -> None:
+    budget = least_ram(moe_path, threads=threads) + int(share * expert_bytes(moe_path))
+    with CpuRunner.open(moe_path, threads=threads, context_length=CONTEXT, ram_bytes=budget) as runner:
+        assert np.array_equal(runner.logits(token_ids(CONTEXT - 40)), mapped[0])
+        for token, expected in zip(token_ids(40), mapped[1], strict=True):
+            assert np.array_equal(runner.decode(token), expected)
+        disk = statistics(runner)
+        assert disk.num_slots < disk.num_experts
+        assert disk.slot_bytes <= budget
+        assert disk.bytes_read > 0
+
+
+@pytest.mark.parametrize("variant", [name for name, (arch, _) in VARIANTS.items() if arch == "qwen35moe"])
+def test_models_of_every_kind(tmp_path: Path, variant: str) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, **VARIANTS[variant][1])  # type: ignore[arg-type]
+    ids = token_ids(40)
+    with CpuRunner.open(path, threads=2, context_length=64) as runner:
+        expected = runner.logits(ids)
+    budget = least_ram(path, 64)
+    with CpuRunner.open(path, threads=2, context_length=64, ram_bytes=budget) as runner:
+        assert runner.disk is not None
+        assert np.array_equal(runner.logits(ids), expected)
+        runner.reset()
+        assert np.array_equal(np.stack([runner.decode(token) for token in ids]), expected)
+
+
+def test_the_parts_of_a_split_file_are_read(tmp_path: Path) -> None:
+    paths = write_gguf(tmp_path / "split.gguf", types=MIX, num_shards=3)
+    with CpuRunner.open(paths[0], threads=2, context_length=64) as runner:
+        expected = runner.logits(token_ids(20))
+    budget = least_ram(paths[0], 64)
+    with CpuRunner.open(paths[0], threads=2, context_length=64, ram_bytes=budget) as runner:
+        assert np.array_equal(runner.logits(token_ids(20)), expected)
+
+
+@pytest.mark.parametrize("make_policy", [RandomPolicy, Lru, DecayedFrequency])
+def test_ex07_generation_of_the_demo_model_is_the_mapped_one(make_policy: type[Policy]) -> None:
+    def generate(runner: CpuRunner) -> Iterator[Array]:
+        logits = runner.prefill(prompt)
+        for step, other in enumerate(token_ids(300)):  # now and then one that nobody would expect
+            yield logits
+            logits = runner.decode(int(logits.argmax()) if step % 4 else other)
+
+    path, prompt = demo_model_path(), token_ids(30)
+    with CpuRunner.open(path, threads=2, context_length=512) as runner:
+        expected = list(generate(runner))
+    budget = least_ram(path, 512) + (3 << 20)
+    with CpuRunner.open(
+        path, threads=2, context_length=512, ram_bytes=budget, policy=make_policy()
+    ) as runner:
+        for actual, wanted in zip(generate(runner), expected, strict=True):
+            assert np.array_equal(actual, wanted)
+        assert statistics(runner).misses > 1000
+
+
+def test_twenty_requests_answer_like_the_first_and_take_no_more_memory(moe_path: Path) -> None:
+    budget = least_ram(moe_path) + (2 << 20)
+    with CpuRunner.open(moe_path, threads=2, context_length=CONTEXT, ram_bytes=budget) as runner:
+        expected = runner.prefill(token_ids(33))
+        runner.prefill(token_ids(CpuRunner.chunk_size))
+        peak = 0
+        for request in range(1, 25):
+            runner.reset()
+            runner.prefill(token_ids(7 * request))
+            runner.reset()
+            assert np.array_equal(runner.prefill(token_ids(33)), expected)
+            if request == 4:
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss <= peak + 512  # KiB
+
+
+def test_ex05_a_prompt_leaves_what_decoding_needs(moe_path: Path) -> None:
+    def misses_of_a_request() -> int:
+        runner.reset()
+        before = statistics(runner).misses
+        for token in (3, 4, 5):
+            runner.decode(token)
+        return statistics(runner).misses - before
+
+    budget = least_ram(moe_path) + expert_bytes(moe_path) // 3
+    with CpuRunner.open(moe_path, threads=2, context_length=CONTEXT, ram_bytes=budget) as runner:
+        assert misses_of_a_request() > 0
+        for _ in range(20):
+            assert misses_of_a_request() == 0
+        before = statistics(runner).misses
+        runner.prefill(token_ids(CpuRunner.chunk_size))
+        assert statistics(runner).misses - before > statistics(runner).num_slots
+        assert misses_of_a_request() == 0
+
+
+def test_what_fits_is_mapped_and_what_cannot_says_the_minimum(moe_path: Path, tmp_path: Path) -> None:
+    with CpuRunner.open(moe_path, threads=2, context_length=16, ram_bytes=1 << 32) as runner:
+        assert runner.disk is None
+    parts = r"weights that every token reads, .* context, .* activations, .* experts of one token in a layer"
+    with pytest.raises(OutOfMemoryError, match=parts):
+        CpuRunner.open(moe_path, threads=2, context_length=16, ram_bytes=1 << 20)
+    need = least_ram(moe_path, 16)
+    CpuRunner.open(moe_path, threads=2, context_length=16, ram_bytes=need).close()
+    with pytest.raises(OutOfMemoryError, match=f"--ram {need >> 20}M"):
+        CpuRunner.open(moe_path, threads=2, context_length=16, ram_bytes=need - (1 << 20))
+    dense = tmp_path / "dense.gguf"
+    write_gguf(dense, "qwen35")
+    with pytest.raises(OutOfMemoryError, match="--ram"):
+        CpuRunner.open(dense, threads=2, context_length=16, ram_bytes=1 << 20)
+
+
+@pytest.fixture
+def own_copy(moe_path: Path, tmp_path: Path) -> Path:
+    """Of the model, to be damaged."""
+    return Path(shutil.copy2(moe_path, tmp_path / "copy.gguf"))
+
+
+def test_fl01_a_file_that_shrinks_fails_the_request_and_the_runner_goes_on(
+    own_copy: Path, mapped: tuple[Array, list[Array]]
+) -> None:
+    content, times = own_copy.read_bytes(), own_copy.stat()
+    ids = token_ids(CONTEXT - 40)
+    with CpuRunner.open(own_copy, threads=2, context_length=CONTEXT, ram_bytes=least_ram(own_copy)) as runner:
+        runner.prefill(ids[:5])
+        os.truncate(own_copy, len(content) // 2)
+        for _ in range(3):
+            with pytest.raises(ModelChangedError, match=r"copy\.gguf"):
+                runner.prefill(ids)
+            assert runner.position == 0
+        own_copy.write_bytes(content)
+        os.utime(own_copy, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert np.array_equal(runner.logits(ids), mapped[0])
+
+
+def test_fl02_a_file_that_is_replaced_or_unlinked_stays_the_one_that_was_opened(
+    own_copy: Path, tmp_path: Path, mapped: tuple[Array, list[Array]]
+) -> None:
+    ids = token_ids(CONTEXT - 40)
+    with CpuRunner.open(own_copy, threads=2, context_length=CONTEXT, ram_bytes=least_ram(own_copy)) as runner:
+        write_gguf(tmp_path / "other.gguf", types=MIX, seed=5)
+        (tmp_path / "other.gguf").replace(own_copy)
+        assert np.array_equal(runner.logits(ids), mapped[0])
+        own_copy.unlink()
+        assert np.array_equal(runner.logits(ids), mapped[0])
+
+
+def test_fl03_a_file_that_is_written_to_yields_no_token(own_copy: Path) -> None:
+    with CpuRunner.open(own_copy, threads=2, context_length=CONTEXT, ram_bytes=least_ram(own_copy)) as runner:
+        runner.prefill(token_ids(5))
+        with own_copy.open("r+b") as stream:
+            stream.seek(runner.file.tensors["blk.2.ffn_up_exps.weight"].offset)
+            stream.write(b"\xff" * 100_000)
+        for _ in range(2):
+            with pytest.raises(ModelChangedError, match="was written to while in use"):
+                runner.prefill(token_ids(40))
+            assert runner.position == 0
