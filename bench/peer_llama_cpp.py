@@ -1,29 +1,36 @@
 """A llama.cpp worker for paired benchmarks; runs under any interpreter that has `llama-cpp-python`.
 
-    python bench/peer_llama_cpp.py MODEL THREADS CONTEXT FLASH_ATTENTION MMAP
+    python bench/peer_llama_cpp.py MODEL THREADS CONTEXT FLASH_ATTENTION MMAP [REPACK RANDOM]
 
-Commands on standard input, one a line, each answered by one line of JSON:
+REPACK 0: no copies of weights in another layout, which would not be in the file. RANDOM 1: the mapping is advised
+not to be read ahead. Commands on standard input, one a line, each answered by one line of JSON:
     prefill N     clears the state, feeds N tokens                → {"seconds": s}
     decode N      feeds N single tokens, reading the logits each   → {"seconds": s}
+    generate N    N more tokens, the most likely each              → {"seconds": s, "tokens": [...]}
 """
 
 import ctypes
 import json
+import mmap
 import sys
 import time
 
 import llama_cpp
+import numpy as np
 
-from peer_tokens import random_tokens
+from peer_tokens import FIRST_TOKEN, random_tokens
 
 
 class Peer:
     """One model in one llama.cpp context."""
 
-    def __init__(self, path: str, threads: int, context: int, flash_attention: bool, mmap: bool) -> None:
+    def __init__(
+        self, path: str, threads: int, context: int, flash_attention: bool, use_mmap: bool, repack: bool
+    ) -> None:
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
-        model_params.use_mmap = mmap
+        model_params.use_mmap = use_mmap
+        model_params.use_extra_bufts = repack
         self.model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = context
@@ -31,6 +38,8 @@ class Peer:
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = int(flash_attention)
         self.context = llama_cpp.llama_init_from_model(self.model, params)
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.next_token = FIRST_TOKEN
 
     def feed(self, tokens: list[int]) -> None:
         ids = (ctypes.c_int32 * len(tokens))(*tokens)
@@ -49,10 +58,34 @@ class Peer:
             self.feed([token])
             _ = llama_cpp.llama_get_logits_ith(self.context, -1)[0]
 
+    def generate(self, count: int) -> list[int]:
+        tokens = []
+        for _ in range(count):
+            self.feed([self.next_token])
+            logits = llama_cpp.llama_get_logits_ith(self.context, -1)
+            self.next_token = int(np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
+            tokens.append(self.next_token)
+        return tokens
+
+
+def advise_random(path: str) -> None:
+    """Tells the system that pages of the mapped file will be needed one by one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            if line.rstrip().endswith(path):
+                begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+                if libc.madvise(begin, end - begin, mmap.MADV_RANDOM):
+                    raise OSError(ctypes.get_errno(), "madvise")
+
 
 def main() -> None:
-    path, threads, context, flash_attention, mmap = sys.argv[1:]
-    peer = Peer(path, int(threads), int(context), bool(int(flash_attention)), bool(int(mmap)))
+    path, threads, context, flash_attention, use_mmap, *more = sys.argv[1:]
+    repack, random = (bool(int(flag)) for flag in more or ("1", "0"))
+    peer = Peer(path, int(threads), int(context), bool(int(flash_attention)), bool(int(use_mmap)), repack)
+    if random:
+        advise_random(path)
     print(
         json.dumps(
             {"version": llama_cpp.__version__, "system": llama_cpp.llama_print_system_info().decode()}
@@ -62,8 +95,10 @@ def main() -> None:
     for line in sys.stdin:
         verb, count = line.split()
         started = time.perf_counter()
-        getattr(peer, {"prefill": "prefill", "decode": "decode"}[verb])(int(count))
-        print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
+        verbs = {"prefill": peer.prefill, "decode": peer.decode, "generate": peer.generate}
+        tokens = verbs[verb](int(count))
+        answer = {"seconds": time.perf_counter() - started} | ({"tokens": tokens} if tokens else {})
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The token sequence both sides of a paired benchmark are fed; plain Python for any interpreter."""
 
+FIRST_TOKEN = 1000  # where generation begins
+
 
 def random_tokens(count: int, seed: int) -> list[int]:
     """`count` ids in 0 … 255 from a 64-bit linear congruential generator."""

@@ -20,6 +20,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.cpu_runner import CpuRunner
@@ -51,12 +52,16 @@ class Side:
                 return answer
         raise RuntimeError(f"worker ended with {self.process.wait()}: {self.process.args!r}")
 
-    def rate(self, verb: str, count: int) -> float:
-        """Tokens per second of one command."""
+    def ask(self, verb: str, count: int) -> dict[str, Any]:
+        """The answer to one command."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{verb} {count}\n")
         self.process.stdin.flush()
-        return count / float(str(self.answer()["seconds"]))
+        return self.answer()
+
+    def rate(self, verb: str, count: int) -> float:
+        """Tokens per second of one command."""
+        return count / float(self.ask(verb, count)["seconds"])
 
     def close(self) -> None:
         assert self.process.stdin is not None

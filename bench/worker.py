@@ -1,31 +1,55 @@
 """Our side of a paired benchmark: the commands of `peer_llama_cpp.py` over a CpuRunner.
 
-python bench/worker.py MODEL THREADS CONTEXT TIER
+python bench/worker.py MODEL THREADS CONTEXT TIER [RAM_BYTES]
+
+An answer to `generate` has the statistics of the disk tier besides.
 """
 
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from coldstream.models.cpu_runner import CpuRunner
-from peer_tokens import random_tokens
+from peer_tokens import FIRST_TOKEN, random_tokens
+
+
+def generate(runner: CpuRunner, token: int, count: int) -> list[int]:
+    """`count` tokens after `token`, the most likely each."""
+    tokens = []
+    for _ in range(count):
+        token = int(runner.decode(token).argmax())
+        tokens.append(token)
+    return tokens
 
 
 def main() -> None:
-    path, threads, context, tier = sys.argv[1:]
-    runner = CpuRunner.open(Path(path), threads=int(threads), tier=tier, context_length=int(context))
+    path, threads, context, tier, *ram = sys.argv[1:]
+    runner = CpuRunner.open(
+        Path(path),
+        threads=int(threads),
+        tier=tier,
+        context_length=int(context),
+        ram_bytes=int(ram[0]) if ram else None,
+    )
     print(json.dumps({"tier": runner.tier, "threads": runner.threads}), flush=True)
+    next_token = FIRST_TOKEN
     for line in sys.stdin:
         verb, count = line.split()
+        answer: dict[str, object] = {}
         started = time.perf_counter()
         if verb == "prefill":
             runner.reset()
             runner.prefill(random_tokens(int(count), 1))
+        elif verb == "generate":
+            tokens = generate(runner, next_token, int(count))
+            next_token = tokens[-1]
+            answer = {"tokens": tokens, "disk": asdict(runner.disk) if runner.disk else None}
         else:
             for token in random_tokens(int(count), 2):
                 runner.decode(token)
-        print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
+        print(json.dumps({"seconds": time.perf_counter() - started, **answer}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,43 @@
+"""A memory cgroup of our own, below the one we are in, for processes that a benchmark starts. Linux, root."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """What a process in `directory` may take, page cache and mapped files included."""
+
+    directory: Path
+    num_bytes: int
+
+    def command(self, *command: str) -> Sequence[str]:
+        """`command`, started inside the limit."""
+        join = f'echo $$ > "{self.directory}/cgroup.procs" && exec "$@"'
+        return ("sh", "-c", join, "sh", *command)
+
+
+@contextmanager
+def memory_limit(name: str, num_bytes: int) -> Iterator[MemoryLimit]:
+    """A cgroup of v1 or v2; it must be empty again at the end. Raises OSError where we may make none."""
+    parent, file = _own_cgroup()
+    directory = parent / f"coldstream-{name}"
+    directory.mkdir()
+    try:
+        (directory / file).write_text(str(num_bytes))
+        yield MemoryLimit(directory, num_bytes)
+    finally:
+        directory.rmdir()
+
+
+def _own_cgroup() -> tuple[Path, str]:
+    """The directory of the cgroup that this process is in, and the file with its limit."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return _ROOT / "memory" / path.lstrip("/"), "memory.limit_in_bytes"
+    return _ROOT / path.lstrip("/"), "memory.max"
