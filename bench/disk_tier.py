@@ -3,10 +3,10 @@
     python bench/full_size_model.py tier.gguf --layers 10 --vocab 32768                     5.2 GB
     python bench/disk_tier.py tier.gguf --peer-python PEER/bin/python --out docs/results/disk_tier.json
 
-Both run under a memory cgroup with the same limit, half of the file by default, and generate in turn, each the
-next tokens of its own text; ratios are taken pair by pair. Both texts must be that of a run of ours without a
-limit. llama.cpp runs without copies of weights in another layout, for which there is no room, and with the
-better of two settings: read-ahead as the system does it, and none.
+Both run under a memory cgroup with the same limit, half of the file by default, and generate in turn, each
+the next tokens of its own text; ratios are taken pair by pair. Both texts must be that of a run of ours
+without a limit. llama.cpp runs without copies of weights in another layout, for which there is no room, and
+with the better of two settings: read-ahead as the system does it, and none.
 
 Beside the figures stand their floors: what a token costs with all weights in memory, and the bytes that it
 missed at the rate at which the disk gives pieces of that size to as many threads as ours has.

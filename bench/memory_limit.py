@@ -1,5 +1,6 @@
 """A memory cgroup of our own, below the one we are in, for processes that a benchmark starts. Linux, root."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ class MemoryLimit:
 def memory_limit(name: str, num_bytes: int) -> Iterator[MemoryLimit]:
     """A cgroup of v1 or v2; it must be empty again at the end. Raises OSError where we may make none."""
     parent, file = _own_cgroup()
-    directory = parent / f"coldstream-{name}"
+    directory = parent / f"coldstream-{name}-{os.getpid()}"
     directory.mkdir()
     try:
         (directory / file).write_text(str(num_bytes))

@@ -2,8 +2,8 @@
 
     python bench/peer_llama_cpp.py MODEL THREADS CONTEXT FLASH_ATTENTION MMAP [REPACK RANDOM]
 
-REPACK 0: no copies of weights in another layout, which would not be in the file. RANDOM 1: the mapping is advised
-not to be read ahead. Commands on standard input, one a line, each answered by one line of JSON:
+REPACK 0: no copies of weights in another layout, which would not be in the file. RANDOM 1: the mapping is
+advised not to be read ahead. Commands on standard input, one a line, each answered by one line of JSON:
     prefill N     clears the state, feeds N tokens                → {"seconds": s}
     decode N      feeds N single tokens, reading the logits each   → {"seconds": s}
     generate N    N more tokens, the most likely each              → {"seconds": s, "tokens": [...]}

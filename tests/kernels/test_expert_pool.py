@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pool_cases import ExpertFile, owners
 from quant_cases import VECTOR_TIERS, load
 from random_blocks import activations, random_weight
-from test_cpu_experts import E, EVERY_TIER, F, NUM_EXPERTS, distributions, experts, run
+from test_cpu_experts import EVERY_TIER, NUM_EXPERTS, E, F, distributions, experts, run
 
 from coldstream.errors import ModelChangedError
 from coldstream.gguf.quant_types import QuantType
@@ -166,6 +166,21 @@ def test_an_empty_pool_is_filled_by_prefill_layer_by_layer(expert_file: ExpertFi
     found = [owner // NUM_EXPERTS for owner in owners(pool)]
     assert found.count(0) >= 2
     assert found.count(2) >= 3
+
+
+def test_ex03_a_slot_in_use_by_prefill_is_given_to_nobody_else(expert_file: ExpertFile) -> None:
+    """Also not if it was free when the order was set, and is named there."""
+    pool, runtime = expert_file.pool(4, num_staging=3), _csrc.Runtime(2)
+    ids = distributions()["many tokens"]
+    x = activations(14, len(ids), E)
+    for size_class in range(2):
+        pool.set_order(size_class, np.arange(4))
+    for _ in range(2):
+        pool.begin_step(True)
+        for layer in range(3):
+            expected = run(runtime, x, ids, expert_file.layers[layer])
+            assert same_bits(expert_file.run(runtime, pool, layer, x, ids), expected)
+            owners(pool)
 
 
 @pytest.mark.parametrize("bad", [-2, NUM_EXPERTS, 2**31 - 1, -(2**31)])

@@ -6,8 +6,8 @@ and the slots are put in the order in which the next step gives them to others: 
 first. What a step has read is there, so unlike for a copy nobody has to ask whether letting it in pays: an
 expert that was read for one token and scores low is merely the first to go.
 
-The unit of work is a step. Steps of prompts need every expert sooner or later; they teach the policy nothing and
-take only the first few slots in the order. Knows no ops and no model.
+The unit of work is a step. Steps of prompts need every expert sooner or later; they teach the policy nothing
+and take only the first few slots in the order. Knows no ops and no model.
 """
 
 from collections.abc import Mapping, Sequence

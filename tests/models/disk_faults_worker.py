@@ -1,0 +1,31 @@
+"""One runner with experts on the disk, in a process whose pread may be faulty.
+
+python disk_faults_worker.py MODEL RAM_BYTES REQUESTS
+
+Prints a line for each of the requests, all the same: the digest of their logits or the name of the error;
+then the number of reads that were tried again and whether they went past the page cache.
+"""
+
+import hashlib
+import sys
+from pathlib import Path
+
+from coldstream.errors import ColdstreamError
+from coldstream.models.cpu_runner import CpuRunner
+
+
+def main() -> None:
+    path, ram_bytes, requests = sys.argv[1:]
+    with CpuRunner.open(Path(path), threads=2, context_length=64, ram_bytes=int(ram_bytes)) as runner:
+        for _ in range(int(requests)):
+            try:
+                print(hashlib.sha256(runner.logits(list(range(40))).tobytes()).hexdigest())
+            except ColdstreamError as error:
+                assert runner.position == 0
+                print(type(error).__name__)
+        if runner.disk is not None:
+            print(runner.disk.retries, runner.disk.is_direct)
+
+
+if __name__ == "__main__":
+    main()
