@@ -24,6 +24,7 @@ class HashRunner:
     tier = "hash"
     threads = 1
     warnings: tuple[str, ...] = ()
+    disk = None
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file

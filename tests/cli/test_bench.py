@@ -35,6 +35,16 @@ def test_the_ceiling_comes_first_and_then_the_table(run: Run, path: str) -> None
     assert [bool(row[7:] and row[7]) for row in rows[2:]] == [False, False, True, True]
 
 
+def test_a_budget_of_ram_shows_what_came_from_the_disk(run: Run) -> None:
+    code, out, _ = run("bench", *QUICK, "--ram", "30M", "--ctx-size", "64", "--device", "cpu")
+    assert code == 0
+    assert re.search(r"\d+ of 256 experts fit into RAM; \d+% of their uses", out)
+    code, out, _ = run("bench", *QUICK, "--ram", "30M", "--ctx-size", "64", "--device", "cpu", "--json")
+    disk = json.loads(out)["experts_on_disk"]
+    assert 0 < disk["num_slots"] < disk["num_experts"] == 256
+    assert disk["bytes_read"] > 0
+
+
 def test_json_is_one_line_with_the_samples(run: Run, path: str) -> None:
     code, out, _ = run("bench", path, *QUICK, "--json")
     assert code == 0

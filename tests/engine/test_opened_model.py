@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from coldstream.engine import EngineConfig, SamplingParams, device_choice
+from coldstream.assets import demo_model_path
+from coldstream.engine import EngineConfig, SamplingParams, device_choice, open_model, opened_model
 from coldstream.engine.device_choice import choose_device
-from coldstream.engine.opened_model import sampling_defaults
-from coldstream.errors import DeviceError, InconsistentError
+from coldstream.engine.opened_model import ram_budget, sampling_defaults
+from coldstream.errors import DeviceError, InconsistentError, OutOfMemoryError
+from coldstream.placement.hardware import Hardware
 from hash_runner import open_hash_model
 
 
@@ -40,6 +42,28 @@ def test_warnings_are_those_of_the_device_and_of_the_file(
     monkeypatch.setattr(opened.runner, "warnings", ("odd",))
     assert opened.warnings == ("slow", "odd")
     opened.close()
+
+
+def test_a_budget_of_ram_leaves_experts_on_the_disk() -> None:
+    config = EngineConfig(str(demo_model_path()), device="cpu", ram="30M", ctx_size=64)
+    opened = open_model(config)
+    assert opened.runner.disk is not None
+    assert opened.runner.disk.num_slots < opened.runner.disk.num_experts
+    opened.close()
+    opened = open_model(replace(config, ram="1G"))
+    assert opened.runner.disk is None
+    opened.close()
+    for ctx_size in (64, None):
+        with pytest.raises(OutOfMemoryError, match=r"of RAM and may take 2\.0 MiB: .* try --ram \d+M"):
+            open_model(replace(config, ram="2M", ctx_size=ctx_size))
+
+
+def test_without_a_budget_of_ram_a_model_may_take_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = replace(Hardware.measure(), ram_available_bytes=1000)
+    monkeypatch.setattr(Hardware, "measure", lambda: hardware)
+    assert ram_budget(EngineConfig("m.gguf"), weight_bytes=449) is None
+    assert ram_budget(EngineConfig("m.gguf"), weight_bytes=2000) == 900
+    assert ram_budget(EngineConfig("m.gguf", ram=700), weight_bytes=1) == 700
 
 
 def test_without_recommendations_the_defaults_hold() -> None:

@@ -3,6 +3,7 @@
 import json
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, no
 from coldstream.engine import OpenedModel, open_model
 from coldstream.engine.benchmark import BenchmarkResult, BenchmarkTest, benchmark_tokens, run_benchmark
 from coldstream.engine.config import cache_bytes_per_token
+from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.kernels.cuda.device import find_gpu, measure_copy_bandwidth
 from coldstream.models.footprint import bytes_per_token, num_parameters
 from coldstream.placement.hardware import Hardware
@@ -72,12 +74,24 @@ def command(
         if not as_json:
             click.echo(report.describe_ceiling())
         results = _run_all(opened, tests, repetitions, seed)
+        disk = opened.runner.disk
     finally:
         opened.close()
     if as_json:
-        click.echo(json.dumps(report.to_json(results, seed)))
-    else:
-        table_console().print(report.to_table(results))
+        experts = {"experts_on_disk": asdict(disk) if disk else None}
+        click.echo(json.dumps(report.to_json(results, seed) | experts))
+        return
+    table_console().print(report.to_table(results))
+    if disk:
+        click.echo(describe_disk(disk))
+
+
+def describe_disk(disk: DiskStatistics) -> str:
+    """Where experts were found, in one line."""
+    return (
+        f"{disk.num_slots} of {disk.num_experts} experts fit into RAM; {disk.hit_rate:.0%} of their uses found "
+        f"them there, {disk.bytes_read / 1e9:.2f} GB were read, {disk.wait_s:.2f} s waited for the disk"
+    )
 
 
 class _Report:

@@ -13,6 +13,7 @@ from coldstream.engine.live_sequence import Runner
 from coldstream.engine.machine import hardware_with, measured_hardware
 from coldstream.engine.planning import bundled_profile, plan_model
 from coldstream.errors import InconsistentError, InvalidRequestError
+from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.gguf.chat_template import FIELD as CHAT_TEMPLATE_KEY
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.hub import resolve_model
@@ -61,6 +62,10 @@ class ModelHandle(Runner, Protocol):
     @property
     def threads(self) -> int:
         """Worker threads in use."""
+
+    @property
+    def disk(self) -> DiskStatistics | None:
+        """What reading experts from the disk has taken; None if all weights are in memory."""
 
     def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> Logits:
         """`extend`, with logits in an array of their own."""

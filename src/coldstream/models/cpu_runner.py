@@ -144,7 +144,6 @@ class CpuRunner(ModelRunner):
 
     @property
     def disk(self) -> DiskStatistics | None:
-        """What reading experts from the disk has taken; None if all weights are in memory."""
         return self._disk.statistics() if self._disk else None
 
     def topk_ids(self, count: int) -> Array:

@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from coldstream.errors import InvalidRequestError
+from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.footprint import bytes_per_token
 from coldstream.models.spec import ModelSpec
@@ -61,6 +62,11 @@ class ModelRunner(ABC):
     @abstractmethod
     def warnings(self) -> tuple[str, ...]:
         """What looks wrong with the file and may be right, for people."""
+
+    @property
+    def disk(self) -> DiskStatistics | None:
+        """What reading experts from the disk has taken; None if all weights are in memory."""
+        return None
 
     @property
     def bytes_per_token(self) -> int:
