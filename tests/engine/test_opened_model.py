@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coldstream.assets import demo_model_path
-from coldstream.engine import EngineConfig, SamplingParams, device_choice, open_model, opened_model
+from coldstream.engine import EngineConfig, SamplingParams, device_choice, open_model
 from coldstream.engine.device_choice import choose_device
 from coldstream.engine.opened_model import ram_budget, sampling_defaults
 from coldstream.errors import DeviceError, InconsistentError, OutOfMemoryError

@@ -12,7 +12,7 @@ from runner_cases import MIX, VARIANTS, token_ids
 
 from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
-from coldstream.errors import ModelChangedError, OutOfMemoryError
+from coldstream.errors import GenerationFault, ModelChangedError, OutOfMemoryError
 from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.runner import Array
@@ -224,3 +224,23 @@ def test_fl03_a_file_that_is_written_to_yields_no_token(own_copy: Path) -> None:
             with pytest.raises(ModelChangedError, match="was written to while in use"):
                 runner.prefill(token_ids(40))
             assert runner.position == 0
+
+
+def test_pr04_a_forked_child_gets_an_error_and_the_parent_goes_on(
+    moe_path: Path, mapped: tuple[Array, list[Array]]
+) -> None:
+    ids = token_ids(CONTEXT - 40)
+    budget = least_ram(moe_path)
+    with CpuRunner.open(moe_path, threads=2, context_length=CONTEXT, ram_bytes=budget) as runner:
+        runner.prefill(ids[:3])
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                runner.prefill(ids[3:5])
+            except GenerationFault as error:
+                status = 0 if "before fork()" in str(error) else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert np.array_equal(runner.logits(ids), mapped[0])

@@ -89,8 +89,8 @@ def command(
 def describe_disk(disk: DiskStatistics) -> str:
     """Where experts were found, in one line."""
     return (
-        f"{disk.num_slots} of {disk.num_experts} experts fit into RAM; {disk.hit_rate:.0%} of their uses found "
-        f"them there, {disk.bytes_read / 1e9:.2f} GB were read, {disk.wait_s:.2f} s waited for the disk"
+        f"{disk.num_slots} of {disk.num_experts} experts fit into RAM; {disk.hit_rate:.0%} of their uses "
+        f"found them there, {disk.bytes_read / 1e9:.2f} GB were read, {disk.wait_s:.2f} s waited for the disk"
     )
 
 

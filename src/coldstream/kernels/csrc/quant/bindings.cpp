@@ -179,8 +179,8 @@ void embed(runtime& rt, const weight& table, ids_1d token_ids, array_2d out) {
          rows, {keep(token_ids), keep(out)});
 }
 
-routed_experts_args experts_args(const input_2d& x, const ids_2d& topk_ids, const weight& gate, const weight& up,
-                                 const weight& down, const array_3d& out) {
+routed_experts_args experts_args(const input_2d& x, const ids_2d& topk_ids, const weight& gate,
+                                 const weight& up, const weight& down, const array_3d& out) {
   const int rows = num_rows_of(x.shape(0));
   const int64_t ranks = static_cast<int64_t>(topk_ids.shape(1));
   if (gate.num_matrices != up.num_matrices || gate.num_matrices != down.num_matrices ||
@@ -314,12 +314,13 @@ void bind_quant(nb::module_& m) {
         "down_e(silu(gate_e x) · up_e x) for int32 topk_ids [T, K] into out [T, K, E]. Rows of id -1 are left "
         "as they are. Raises ValueError for any other id outside the experts.");
   m.def("request_experts", request_experts, "runtime"_a, "pool"_a, "gate"_a, nb::arg("topk_ids").noconvert(),
-        "Begins to read the experts, int32 topk_ids [T, K], of gate's layer of the pool that are not in memory. "
-        "Raises ValueError for an id outside the experts, ModelChangedError if the file cannot be read.");
+        "Begins to read the experts, int32 topk_ids [T, K], of gate's layer of the pool that are not in "
+        "memory. Raises ValueError for an id outside the experts, ModelChangedError if the file cannot be "
+        "read.");
   m.def("pooled_experts", pooled_experts, "runtime"_a, "pool"_a, nb::arg("x").noconvert(),
         nb::arg("topk_ids").noconvert(), "gate"_a, "up"_a, "down"_a, nb::arg("out").noconvert(),
-        "routed_experts of what request_experts was called for last, each expert as soon as it is there. Raises "
-        "ModelChangedError if the file cannot be read.");
+        "routed_experts of what request_experts was called for last, each expert as soon as it is there. "
+        "Raises ModelChangedError if the file cannot be read.");
   m.def("quantize_activations", quantize_activations, "runtime"_a, nb::arg("x").noconvert(),
         "(int8 [T, 256·G], float32 scales [T, G], int16 sums [T, 16·G]) of x [T, K], padded to whole groups "
         "of 256.");

@@ -108,7 +108,9 @@ std::vector<int64_t> expert_pool::owners(int size_class) const {
 void expert_pool::set_order(int size_class, const std::vector<int>& order) {
   auto& of = classes_[size_class];
   for (int index : order) {
-    if (index < 0 || index >= of.num_slots) throw std::invalid_argument("the order names no slot of this size");
+    if (index < 0 || index >= of.num_slots) {
+      throw std::invalid_argument("the order names no slot of this size");
+    }
   }
   of.order = order;
 }

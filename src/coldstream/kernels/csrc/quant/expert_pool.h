@@ -6,10 +6,10 @@
 // been computed yet, until all have. A slot belongs to one expert at a time: one is given to another expert
 // only when nobody reads it, and nobody reads it before all of its bytes have come.
 //
-// Which slots to give away is decided between steps, by whoever sets the order. A step of decoding takes as many
-// as it needs, and none that it has used itself as long as there are others. A step of prefill, which may need
-// every expert, takes the few that come first in the order and uses them again and again, so that what
-// decoding needs stays.
+// Which slots to give away is decided between steps, by whoever sets the order. A step of decoding takes as
+// many as it needs, and none that it has used itself as long as there are others. A step of prefill, which
+// may need every expert, takes the few that come first in the order and uses them again and again, so that
+// what decoding needs stays.
 //
 // Not for several threads: one thread of a stage calls it, or nobody runs.
 #pragma once
@@ -47,8 +47,8 @@ class expert_pool {
   int num_layers() const { return static_cast<int>(layers_.size()); }
   int num_experts() const { return num_experts_; }
   int class_of(int layer) const { return layers_[layer].size_class; }
-  // Where the experts of a layer lie, [num_experts]; null for those that are not here. Entries change as `next_round`
-  // returns.
+  // Where the experts of a layer lie, [num_experts]; null for those that are not here. `request` and
+  // `next_round` change entries.
   const uint8_t* const* addresses(int layer, int index) const;
   // Throws std::out_of_range.
   const part& part_at(int layer, int index) const { return layers_.at(layer).parts.at(index); }
@@ -59,7 +59,8 @@ class expert_pool {
   void allocate(const std::vector<int>& num_slots, int num_staging);
   // Who owns the slots of a size: layer · num_experts + expert, or -1.
   std::vector<int64_t> owners(int size_class) const;
-  // The order in which slots of a size, by their index in `owners`, are given to others. Holds until it is set again.
+  // The order in which slots of a size, by their index in `owners`, are given to others. Holds until it is
+  // set again.
   void set_order(int size_class, const std::vector<int>& order);
 
   // Nothing is in memory any more.
@@ -69,8 +70,8 @@ class expert_pool {
   // Experts that this step has used so far, by number.
   const std::vector<int64_t>& used() const { return used_; }
 
-  // Both return why the step cannot go on, a literal, or null. If `request` does, nothing has changed. Ids of -1
-  // are nobody's.
+  // Both return why the step cannot go on, a literal, or null. If `request` does, nothing has changed. Ids of
+  // -1 are nobody's.
   const char* request(int layer, const int32_t* ids, int rows, int ranks, int64_t stride);
   const char* next_round();
   // For other threads while one is in `next_round`: sleeps until it knows. `end_round` must come in between.

@@ -56,14 +56,14 @@ void bind_expert_pool(nb::module_& m) {
   nb::class_<expert_pool>(m, "ExpertPool",
                           "Experts in a bounded part of memory, read from their file as they are needed.")
       .def(nb::new_(&make_pool), "files"_a, "layers"_a, "num_experts"_a, "num_threads"_a,
-           "files: (descriptor, name for errors) of each; the descriptors are not kept. layers: for each, the "
-           "(file, offset, bytes) of the matrices of its first expert; those of the others follow at intervals "
-           "of `bytes`. Raises OSError.")
+           "files: (descriptor, name for errors) of each; the descriptors are not kept. layers: for each, "
+           "the (file, offset, bytes) of the matrices of its first expert; those of the others follow at "
+           "intervals of `bytes`. Raises OSError.")
       .def_prop_ro("slot_bytes", &expert_pool::slot_bytes, "Of each size of slots there is.")
       .def("class_of", &expert_pool::class_of, "layer"_a, "Index into slot_bytes.")
       .def("allocate", &expert_pool::allocate, "num_slots"_a, "num_staging"_a,
-           "Takes memory for so many slots of each size. A step of prefill uses at most num_staging of them for "
-           "experts that nobody expects to need again.")
+           "Takes memory for so many slots of each size. A step of prefill uses at most num_staging of them "
+           "for experts that nobody expects to need again.")
       .def(
           "owners",
           [](const expert_pool& pool, int size_class) { return to_array(pool.owners(size_class)); },

@@ -28,8 +28,8 @@ void request_experts_op::run(int, int rows, worker& w) {
 
 void request_experts_op::throw_failure() { throw_if_unreadable(*from_.pool); }
 
-pooled_experts_op::pooled_experts_op(const quant_kernels& kernels, routed_experts_args args, pooled_layer from,
-                                     int capacity)
+pooled_experts_op::pooled_experts_op(const quant_kernels& kernels, routed_experts_args args,
+                                     pooled_layer from, int capacity)
     : from_(std::move(from)),
       ids_(static_cast<size_t>(capacity) * from_.num_experts_per_tok),
       experts_(kernels, with_ids(std::move(args), ids_.data()), capacity) {}

@@ -1,5 +1,5 @@
-// The ops of a layer whose experts lie in a pool: one that asks for them, and one that computes each as soon as
-// it is there. What lies between the two in a graph is computed while the disk reads.
+// The ops of a layer whose experts lie in a pool: one that asks for them, and one that computes each as soon
+// as it is there. What lies between the two in a graph is computed while the disk reads.
 #pragma once
 
 #include <memory>

@@ -23,7 +23,7 @@ struct weight {
   int64_t matrix_bytes;        // from one matrix to the next: more than its rows, for a view of some of them
   std::shared_ptr<void> owner; // keeps `data` or `addresses` valid
   const uint8_t* const* addresses = nullptr;  // [num_matrices] if each lies where its entry says
-  int64_t first_byte = 0;      // from a matrix's address to its first row here: not 0 for a view of later rows
+  int64_t first_byte = 0;      // from a matrix's address to the first row: not 0 for a view of later ones
 
   const uint8_t* row(int64_t matrix, int64_t index) const {
     const uint8_t* first = addresses ? addresses[matrix] + first_byte : data + matrix * matrix_bytes;

@@ -9,6 +9,8 @@
 #include <system_error>
 
 #include "runtime/signals_blocked.h"
+#include "runtime/spin.h"
+#include "runtime/thread_pool.h"
 
 namespace coldstream {
 
@@ -22,8 +24,8 @@ std::string describe_loss(const std::string& name, uint64_t offset) {
 }
 
 std::string describe_error(const std::string& name, uint64_t offset, int error) {
-  return name + " can no longer be read at byte " + std::to_string(offset) + ", twice: " + std::strerror(error) +
-         "; check the disk, then load the model again";
+  return name + " can no longer be read at byte " + std::to_string(offset) +
+         ", twice: " + std::strerror(error) + "; check the disk, then load the model again";
 }
 
 }  // namespace
@@ -88,6 +90,11 @@ std::string file_reader::failure() {
 }
 
 void file_reader::settle() {
+  if (getpid() != owner_) {
+    throw forked_error(
+        "this model was opened before fork() and the threads that read it do not exist here: open it again in "
+        "the child process, or start it with the 'spawn' method");
+  }
   std::unique_lock lock(mutex_);
   queue_.clear();
   progress_.wait(lock, [&] { return num_active_ == 0; });
@@ -163,7 +170,8 @@ std::string file_reader::read_plain(source& from, const request& next, uint64_t 
     at += static_cast<uint64_t>(count);
     bytes_ += static_cast<uint64_t>(count);
   }
-  posix_fadvise(from.plain, static_cast<off_t>(first), static_cast<off_t>(next.end - first), POSIX_FADV_DONTNEED);
+  const auto length = static_cast<off_t>(next.end - first);
+  posix_fadvise(from.plain, static_cast<off_t>(first), length, POSIX_FADV_DONTNEED);
   return {};
 }
 

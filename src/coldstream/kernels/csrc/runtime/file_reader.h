@@ -26,9 +26,9 @@ constexpr uint64_t io_ceil(uint64_t offset) { return io_floor(offset + io_alignm
 
 class file_reader {
  public:
-  // The bytes from begin to end of a file. `to` is the memory of byte io_floor(begin), aligned and large enough
-  // for whole units of io_alignment. `pending` falls by one when they are there, and never does if they cannot
-  // be read.
+  // The bytes from begin to end of a file. `to` is the memory of byte io_floor(begin), aligned and large
+  // enough for whole units of io_alignment. `pending` falls by one when they are there, and never does if
+  // they cannot be read.
   struct request {
     int file;
     uint64_t begin, end;
@@ -58,7 +58,7 @@ class file_reader {
   bool failed() const { return failed_; }
   // After a failure: what happened, for people; empty if nothing did.
   std::string failure();
-  // Forgets what has not begun, waits for what has, and forgets a failure.
+  // Forgets what has not begun, waits for what has, and forgets a failure. Throws forked_error.
   void settle();
 
   // Whether all files are read past the page cache.
