@@ -36,6 +36,12 @@ class Graph:
     @property
     def capacity(self) -> int: ...
 
+    @property
+    def scratch_bytes(self) -> int:
+        """
+        Memory of the threads that a run takes at most; graphs of a runtime share it.
+        """
+
     def run(self, rows: int) -> None:
         """
         Runs all ops on the first `rows` rows of their buffers. Raises ValueError for rows outside 1 … capacity or data out of range, ModelChangedError when the model file shrank, GenerationFault after a fork.
@@ -110,7 +116,6 @@ class ExpertPool:
     def begin_step(self, is_prefill: bool) -> None:
         """Before each run of a graph. Ends what a failed run has left."""
 
-    @property
     def used(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
         """int64 numbers of the experts that the step has used, a copy."""
 
