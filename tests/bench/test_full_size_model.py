@@ -11,12 +11,13 @@ import pytest
 import gguf
 from coldstream.engine import LLM
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cpu_ops import RoutingCpuOps
 from coldstream.models.qwen35 import Qwen35Model
 from coldstream.models.spec import ModelSpec
 from full_size_model import CODE, FULL_SHAPE, PROTECTED, FullSizeWriter, token_levels
 from gpu import FIRST_ID, WALK_TOKENS, check_walk
 from random_model import Shape
-from routing_locality import ListeningOps, RoutingReader, lru_hit_rate, next_token_reuse
+from routing_locality import RoutingReader, lru_hit_rate, next_token_reuse
 
 SMALL = Shape(
     hidden=512,
@@ -118,7 +119,7 @@ def test_the_head_is_the_signature_of_the_token_before(tensors: dict[str, gguf.R
 def test_routing_depends_on_the_token_alone(path: Path) -> None:
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        ops = ListeningOps(2)
+        ops = RoutingCpuOps(2)
         reader = RoutingReader(spec, ops, Qwen35Model.load(file, spec, ops))
     forwards, backwards = (reader.topk_ids(ids) for ids in (range(100, 164), range(163, 99, -1)))
     assert len(forwards) == SMALL.layers
