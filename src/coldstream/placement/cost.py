@@ -4,8 +4,7 @@ A layer of decode is a part that every token takes (mixer, router, norms: bytes 
 and its experts: what is resident on the GPU beside what the CPU computes where it lies and what the GPU
 reads over the bus. Prefill streams what is cold beside computing; the CPU takes the experts with few tokens.
 
-The constants are shares of the measured rates that the kernels reach: those of GPUs from an H200 with 16
-cores, those of the CPU alone and of the disk from two cores.
+The constants are shares of the measured rates that the kernels reach, from docs/results/gpu on an H200.
 """
 
 from collections.abc import Sequence
@@ -23,14 +22,12 @@ Array = np.ndarray[Any, Any]
 LAUNCH_S: Final = 3.4e-6  # a short kernel of a captured graph, its fixed part
 LAYER_LAUNCHES: Final = 8.65
 EXPERT_LAUNCHES: Final = 2  # of them: gate and up, down
+JOIN_LAUNCHES: Final = 2  # raising the flag and waiting for it, in layers that may miss
 VRAM_SHARE: Final = 0.7  # of a copy's rate, in products of one row
 MANY_ROWS_VRAM_SHARE: Final = 0.36  # the same in products of a prompt's rows
-PRODUCT_SHARE: Final = 0.248  # of the rate of large matrices
-FLOAT_SHARE: Final = 0.051  # attention, which computes in float32, against int8
+PRODUCT_SHARE: Final = 0.17  # of the rate of large matrices
+FLOAT_SHARE: Final = 0.035  # attention, which computes in float32, against int8
 CPU_SHARE: Final = 0.85  # of the rate at which threads read
-FEW_EXPERTS_SHARE: Final = 0.55  # the same where all cores share few experts, and some are done earlier
-REQUEST_S: Final = 1.7e-5  # beside the handshake: rows to the CPU and back, tasks for the threads
-RESIDENCY_S: Final = 1.4e-4  # a token: what is done between steps where experts come and go
 DISK_ROUND_S: Final = 4.5e-4  # of a layer that misses: until readers are awake and the disk has answered
 CPU_LAYER_S: Final = 6e-5  # of a layer, what no bytes explain
 CPU_ROW_S: Final = 1.2e-5  # of a layer and a prompt's row, on one core: what no products explain
@@ -75,14 +72,16 @@ def decode_seconds(model: ModelSizes, rates: Rates, hit_rates: Sequence[float], 
             odd * _experts_seconds(model.num_experts_per_tok - misses, misses, size, rates)
             for misses, odd in enumerate(odds)
         )
-    return seconds + (RESIDENCY_S if min(hit_rates) < 1.0 else 0.0)
+        if hit_rate < 1.0:
+            seconds += JOIN_LAUNCHES * LAUNCH_S
+    return seconds
 
 
 def decode_seconds_on_cpu(
     model: ModelSizes, rates: Rates, hit_rates: Sequence[float], context: int = 0
 ) -> float:
     """The same where RAM is the fast memory and misses come from the disk."""
-    read = min(CPU_SHARE * rates.read_bytes_per_s, rates.cpu_bytes_per_s)
+    read = _cpu_bytes_per_s(rates)
     seconds = (model.dense_token_bytes + context * model.kv_token_bytes + 2 * model.state_bytes) / read
     seconds += model.num_layers * CPU_LAYER_S
     for size, hit_rate in zip(model.expert_bytes, hit_rates, strict=True):
@@ -137,17 +136,22 @@ def prefill_seconds_on_cpu(
 
 def _cold_seconds(num_cpu: int, num_bus: int, expert_bytes: int, rates: Rates) -> float:
     """Both at once, each slower while the other runs. The bus begins while the CPU is still being asked."""
-    alone = min(FEW_EXPERTS_SHARE * rates.read_bytes_per_s, rates.cpu_bytes_per_s)
-    cpu = num_cpu * expert_bytes / alone
+    cpu = num_cpu * expert_bytes / _cpu_bytes_per_s(rates)
     bus = num_bus * expert_bytes / (BUS_SHARE * rates.link_bytes_per_s)
     if not num_cpu:
         return bus
-    answer = rates.handshake_s + REQUEST_S
-    cpu_slowdown = alone / min(alone, CPU_SHARE * rates.read_beside_link)
+    answer = rates.handshake_s
+    cpu_slowdown = _cpu_bytes_per_s(rates) / _cpu_bytes_per_s(rates, beside_link=True)
     bus_slowdown = rates.link_bytes_per_s / rates.link_beside_read
     bus = max(0.0, bus - answer)
     both = min(cpu * cpu_slowdown, bus * bus_slowdown)
     return answer + both + (cpu - both / cpu_slowdown) + (bus - both / bus_slowdown)
+
+
+def _cpu_bytes_per_s(rates: Rates, *, beside_link: bool = False) -> float:
+    """Weights that the CPU multiplies by one row."""
+    read = rates.read_beside_link if beside_link else rates.read_bytes_per_s
+    return min(CPU_SHARE * read, rates.cpu_bytes_per_s)
 
 
 def _experts_seconds(num_resident: int, num_misses: int, expert_bytes: int, rates: Rates) -> float:
