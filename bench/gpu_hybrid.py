@@ -21,6 +21,7 @@ import numpy as np
 from coldstream.engine import LLM, EngineConfig
 from coldstream.engine.machine import measured_hardware
 from coldstream.engine.planning import plan_model
+from coldstream.errors import OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.spec import ModelSpec
@@ -36,7 +37,7 @@ from gpu import numbers, write_model
 from results import ROOT, write_result
 
 GIB = 2**30
-SHORT_PROMPT, WARM_TOKENS, TIMED_TOKENS, TEXTS = 64, 192, 256, 3
+SHORT_PROMPT, WARM_TOKENS, TIMED_TOKENS, TEXTS = 64, 512, 256, 3
 TEXT_STEP = 20_011  # from the first id of a text to that of the next
 GREEDY = {"repeat_last_n": None, "has_penalties": False, "seed": 0, "temperature": 0.0}
 
@@ -66,7 +67,7 @@ def budget_for(machine: Machine, expert_bytes: int) -> int:
         middle = (low + high) // 2
         try:
             is_enough = plan_for(machine, middle).resident_bytes >= expert_bytes
-        except MemoryError:
+        except OutOfMemoryError:
             is_enough = False
         low, high = (low, middle) if is_enough else (middle, high)
     return high
