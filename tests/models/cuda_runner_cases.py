@@ -27,6 +27,7 @@ def open_partly(
     policy: Policy | None = None,
     threads: int = 2,
     pinned: tuple[int, ...] = (),
+    ring_bytes: int = 8 * 2**20,
     context_length: int = 256,
     num_slots: int = 1,
 ) -> CudaRunner:
@@ -43,7 +44,7 @@ def open_partly(
         tier="vram",
         budget_bytes=2**40,
         fixed=FixedPart(context_length, "f16", CHUNK_SIZE, 0, 0, 0),
-        ring_bytes=0,
+        ring_bytes=ring_bytes,
         expert_bytes=sizes.expert_bytes,
         resident=tuple(
             tuple(range(spec.num_experts if layer in pinned else count)) for layer in range(spec.num_layers)

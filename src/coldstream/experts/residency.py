@@ -55,6 +55,7 @@ class ExpertResidency:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._in_flight: deque[tuple[tuple[Copy, ...], torch.cuda.Event]] = deque()
         self._writer = AddressWriter(2 * MATRICES * sum(len(each) for each in slots.values()))
+        self.resident = np.zeros((len(layers), len(layers[0][0].addresses)), bool)  # for the next step
         self._next_step = self._prepare()
         self._running: tuple[int, int] | None = None  # the step launched last, and its rows if it trains
         self._ended: tuple[int, Array | None] | None = None  # the one before, and what it used
@@ -102,6 +103,8 @@ class ExpertResidency:
             self._begin(start.copies)
         if start.arrived.size + start.withdrawn.size:
             self._writer.write(*self._places.entries(start.arrived, start.slots, start.withdrawn))
+            self.resident.reshape(-1)[start.withdrawn] = False
+            self.resident.reshape(-1)[start.arrived] = True
         return start.step
 
     def close(self) -> None:

@@ -266,6 +266,7 @@ class CudaOps(CudaLoader):
         tokens, ranks = ids.shape
         values = [self._empty(ranks, stack.rows, stack.cols) for stack in stacks]
         addresses = [self._empty(ranks, dtype=torch.int64) for _ in stacks]
+        there = self._empty(ranks, dtype=torch.int64)
         places = self._empty(1, ranks, dtype=torch.int32)
         hidden = PairRows(self._empty(1, ranks, stacks[0].rows), None)
         codes = [self.code_table(stack.quant_type) for stack in stacks]
@@ -277,8 +278,8 @@ class CudaOps(CudaLoader):
                         dequantize_matrices, stack.quant_type, stack.addresses, ids[token], matrices, code
                     )
             self._launch(
-                experts_of_values, x.rows(token, 1), ids[part], stacks, values, addresses, places, hidden,
-                routed[part],
+                experts_of_values, x.rows(token, 1), ids[part], stacks, values, addresses, there, places,
+                hidden, routed[part],
             )  # fmt: skip
 
     def _routed_many(

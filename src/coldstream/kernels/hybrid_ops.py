@@ -1,7 +1,7 @@
 """The operations on a GPU that does not hold all experts: who computes a pair is decided on the device.
 
 Few rows are computed by the GPU and the CPU together (`experts/partition.py`), which can be captured. The
-experts of many rows are read over the bus where they have no slot.
+missing experts of many rows come by (`streamed_ops.py`), as the host decides layer by layer.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -15,18 +15,16 @@ from coldstream.kernels.cuda.few_shapes import FEW_TYPES
 from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import Memory
-from coldstream.kernels.cuda_ops import CudaOps
-from coldstream.kernels.experts.cuda_layer import is_one_launch
+from coldstream.kernels.experts.cuda_layer import Stacks, is_one_launch
 from coldstream.kernels.experts.host import HostExperts
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
 from coldstream.kernels.experts.partition import MAX_RANKS, Places, sharing_of
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
+from coldstream.kernels.streamed_ops import StreamedOps
 
-Stacks = tuple[ExpertTable, ExpertTable, ExpertTable]
 
-
-class HybridOps(CudaOps):
+class HybridOps(StreamedOps):
     """`CudaOps` whose routed experts have slots in the device's memory, or lie in the host's.
 
     Slots are not handed out here: `layers` has the tables of each layer, in the order of the forward pass
@@ -41,12 +39,12 @@ class HybridOps(CudaOps):
         mailbox: Mailbox,
         host: HostExperts | None,
         whole_layers: Collection[int] = (),
+        ring_bytes: int = 0,
         *,
         notes_kernels: bool = False,
     ) -> None:
-        super().__init__(memory, max_positions, notes_kernels=notes_kernels)
+        super().__init__(memory, max_positions, host, ring_bytes, notes_kernels=notes_kernels)
         self._mailbox = mailbox
-        self.host = host
         self._whole = tuple(f"blk.{layer}." for layer in whole_layers)
         self.layers: list[Stacks] = []
         self._numbers: dict[int, int] = {}
@@ -106,7 +104,7 @@ class HybridOps(CudaOps):
             return super().experts(x, routing, weights)
         stacks = (weights.gate, weights.up, weights.down)
         if routing.places is None:
-            return super().experts(x, routing, self._with_tables(weights, map(self._over_the_bus, stacks)))
+            return self._streamed_experts(x, routing, weights, self._number(stacks))
         return self._by_everybody(x, routing, weights, stacks)
 
     def _number(self, stacks: Stacks) -> int:
@@ -116,6 +114,8 @@ class HybridOps(CudaOps):
             self.layers.append(stacks)
             if self.host is not None:
                 self.host.add_layer(*(stack.host for stack in stacks))
+            if self.stream is not None:
+                self.stream.add_layer(stacks)
         return number
 
     def _by_everybody(
@@ -142,19 +142,6 @@ class HybridOps(CudaOps):
             self._experts_as_floats(x, pairs, tables, routed)
         elsewhere = RowsElsewhere(places.cpu_ids, self._mailbox.out[:tokens], self._mailbox.done)
         return ExpertOutputs(routed, shared, routing, elsewhere)
-
-    def _over_the_bus(self, stack: ExpertTable) -> ExpertTable:
-        """The stack with the host's memory in place of the slots that there are not."""
-        addresses = self.memory.workspace(tuple(stack.addresses.shape), torch.int64)
-        if not self.planning:
-            self._fill_from_host(stack, addresses)
-        return replace(stack, addresses=addresses)
-
-    @staticmethod
-    def _fill_from_host(stack: ExpertTable, addresses: torch.Tensor) -> None:
-        first, count = stack.mapped, len(addresses)
-        torch.arange(first, first + count * stack.step, stack.step, out=addresses)
-        torch.where(stack.addresses != 0, stack.addresses, addresses, out=addresses)
 
     @staticmethod
     def _with_tables(weights: ExpertWeights, tables: Iterable[ExpertTable]) -> ExpertWeights:

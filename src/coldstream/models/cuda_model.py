@@ -18,7 +18,7 @@ from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.cuda_ops import FEW_STEPS, CudaOps
 from coldstream.kernels.experts.host import HostExperts
-from coldstream.kernels.experts.mailbox import Mailbox
+from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.kernels.linear.reference import INTEGER_TYPES
@@ -76,6 +76,11 @@ class Limits:
     kv_type: str
     expert_bytes: int | None = None  # of the device's memory, for slots; None: all experts are there
     whole_layers: frozenset[int] = frozenset()  # whose experts are all there in any case
+    ring_bytes: int = 0  # through which other experts come by
+
+    def is_captured(self, rows: int) -> bool:
+        """Whether steps of so many rows are graphs: not if the host shares out their experts."""
+        return rows <= (MAX_GRAPH_ROWS if self.expert_bytes is None else MAX_ROWS)
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,13 @@ class Loaded:
             sizes = (spec.num_layers, spec.num_experts_per_tok, spec.hidden_size)
             mailbox = host.mailbox if host else Mailbox.planned(*sizes)
             ops = HybridOps(
-                memory, limits.context_length, mailbox, host, limits.whole_layers, notes_kernels=notes_kernels
+                memory,
+                limits.context_length,
+                mailbox,
+                host,
+                limits.whole_layers,
+                limits.ring_bytes,
+                notes_kernels=notes_kernels,
             )
         model = Qwen35Model.load(file, spec, ops)
         weight_bytes = memory.persistent_bytes
@@ -191,7 +202,7 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
         loaded.logits(count)  # a graph is captured while the first step's logits are held
         del held
     for count in {padded_rows(min(chunk_size, limits.context_length, MAX_GRAPH_ROWS)), chunk_size}:
-        hidden = loaded.kept_step(count) if count <= MAX_GRAPH_ROWS else loaded.step(count)
+        hidden = loaded.kept_step(count) if limits.is_captured(count) else loaded.step(count)
         loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
         del hidden
     return CudaMemoryPlan(

@@ -1,25 +1,28 @@
 """Runs a model on one GPU: few rows and short prompts as captured CUDA graphs, long prompts in chunks."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 import torch
 
+from coldstream.errors import ColdstreamError
 from coldstream.experts.cache import ExpertCache
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import load_kernels
+from coldstream.kernels.experts.mailbox import MAX_ROWS
+from coldstream.kernels.experts.streaming import StreamCounters
 from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.models.cuda_logits import CudaLogits
 from coldstream.models.cuda_model import (
     CHUNK_SIZES,
     HEAD_ROWS,
     MAX_DECODE_ROWS,
-    MAX_GRAPH_ROWS,
     MAX_GRAPHS,
     SMALLEST_PADDED_ROWS,
     Limits,
@@ -95,7 +98,7 @@ class CudaRunner(ModelRunner):
             with device_errors():
                 load_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling or no_progress)
                 if placed is not None and limits.expert_bytes is not None:
-                    self._partial = PartialExperts(spec, placed.threads, placed.tier)
+                    self._partial = PartialExperts(spec, placed.threads, placed.tier, self.chunk_size)
                 self._load(progress)
         except BaseException:
             self._release()
@@ -106,6 +109,9 @@ class CudaRunner(ModelRunner):
         memory = DeviceMemory(self.plan.weights + self.plan.caches, self.plan.workspace)
         host = self._partial.host if self._partial else None
         self._loaded = Loaded.into(memory, self.file, self.spec, self.limits, self.chunk_size, host=host)
+        if self._partial:
+            assert isinstance(self._loaded.ops, HybridOps)
+            self._partial.attach(self._loaded.ops)
         self._warnings = self._loaded.model.warnings
         self._loaded.ops.finish_loading(progress)
         self._staging = torch.empty_like(self._loaded.inputs.values, device="cpu").pin_memory()
@@ -114,14 +120,12 @@ class CudaRunner(ModelRunner):
         self._start_step(1)
         self._decode(1)
         self._ended()
-        self._start_step(SMALLEST_PADDED_ROWS)
-        self._loaded.step(SMALLEST_PADDED_ROWS)  # so that Triton's kernels for many rows are compiled too
+        many = MAX_ROWS + 1 if self._partial else SMALLEST_PADDED_ROWS
+        self._start_step(many)
+        self._loaded.step(many)  # so that Triton's kernels for many rows are compiled too
         self._ended()
         if self._partial and self._placed:
-            assert isinstance(self._loaded.ops, HybridOps)
-            self._partial.fill(
-                self._loaded.ops, self._placed.plan, self._placed.streamed, self._placed.policy
-            )
+            self._partial.fill(self._placed.plan, self._placed.streamed, self._placed.policy)
         self._clear()
 
     def _start_step(self, rows: int) -> None:
@@ -171,6 +175,7 @@ class CudaRunner(ModelRunner):
                 limits,
                 expert_bytes=plan.resident_bytes - whole,
                 whole_layers=frozenset(plan.pinned_layers),
+                ring_bytes=plan.ring_bytes,
             )
         return cls(file, spec, limits, find_gpu(), progress, compiling, placed)
 
@@ -203,6 +208,11 @@ class CudaRunner(ModelRunner):
     def expert_cache(self) -> ExpertCache | None:
         """What the slots hold and how often that helped; None if all experts are on the device."""
         return self._partial.cache if self._partial else None
+
+    @property
+    def stream_counters(self) -> StreamCounters | None:
+        """What became of experts that long prompts missed; None if all experts are on the device."""
+        return self._partial.stream_counters if self._partial else None
 
     @property
     def cpu_work(self) -> list[tuple[int, int, float]]:
@@ -251,7 +261,7 @@ class CudaRunner(ModelRunner):
 
     def _compute_in(self, slot: int, token_ids: Array, first_position: int) -> None:
         count = len(token_ids)
-        rows = padded_rows(count)
+        rows = padded_rows(count) if self.limits.is_captured(count) else count
         values = np.zeros((3, rows), np.int32)
         values[0, :count] = token_ids
         values[1, :count] = np.arange(first_position, first_position + count)
@@ -264,9 +274,21 @@ class CudaRunner(ModelRunner):
             self._start_step(rows)
             if count == 1:
                 self._logits_on_device = self._decode(1)
-            else:
+            elif self.limits.is_captured(rows):
                 self._hidden = self._prefill(rows)
+            else:
+                self._hidden = self._uncaptured(rows)
             self._launched()
+
+    def _uncaptured(self, count: int) -> Activations:
+        """The hidden states of more inputs than a graph has. After an error the state is empty."""
+        try:
+            return self._loaded.step(count)
+        except ColdstreamError:
+            with suppress(ColdstreamError):
+                self._ended()
+            self.reset()
+            raise
 
     def _compute_logits(self, first: int, count: int) -> Array:
         with device_errors():
@@ -311,8 +333,6 @@ class CudaRunner(ModelRunner):
 
     def _prefill(self, count: int) -> Activations:
         """The hidden states of the first `count` inputs."""
-        if count > MAX_GRAPH_ROWS:
-            return self._loaded.step(count)
         hidden: Activations = self._run(
             ("hidden", count), lambda: self._loaded.kept_step(count), lambda hidden: hidden
         )

@@ -9,6 +9,7 @@ from coldstream.experts.cache import ExpertCache
 from coldstream.experts.residency import ExpertResidency, expert_bytes
 from coldstream.kernels.experts.host import HostExperts
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kernels.experts.streaming import ExpertStream, StreamCounters
 from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import PlacementPlan
@@ -17,19 +18,27 @@ from coldstream.placement.policies import DecayedFrequency, Policy
 # What may be on its way to slots while a token is computed. More takes memory bandwidth from the CPU's share
 # (docs/log.md).
 COPY_BYTES_PER_STEP = 64 * 2**20
+# Rows up to which the CPU takes a part of a prompt's experts; beyond, the GPU takes longer than the bus.
+MAX_CPU_ROWS = 2048
 
 
 class PartialExperts:
     """Experts in slots and in the host's memory, and who computes them from step to step."""
 
-    def __init__(self, spec: ModelSpec, threads: int, tier: str) -> None:
-        mailbox = Mailbox.create(spec.num_layers, spec.num_experts_per_tok, spec.hidden_size)
-        self.host = HostExperts(threads, tier, mailbox)
+    def __init__(self, spec: ModelSpec, threads: int, tier: str, chunk_size: int) -> None:
+        ranks, size = spec.num_experts_per_tok, spec.hidden_size
+        mailbox = Mailbox.create(spec.num_layers, ranks, size)
+        bulk = Mailbox.create(0, ranks, size, min(MAX_CPU_ROWS, chunk_size))
+        self.host = HostExperts(threads, tier, mailbox, bulk, chunk_size)
+        self._ops: HybridOps | None = None
         self._residency: ExpertResidency | None = None
+
+    def attach(self, ops: HybridOps) -> None:
+        """Before the first step of `ops`."""
+        self._ops = ops
 
     def fill(
         self,
-        ops: HybridOps,
         placement: PlacementPlan,
         streamed: Sequence[int],
         policy: Policy | None = None,
@@ -39,6 +48,8 @@ class PartialExperts:
         streamed: how many of 0, 1, … missing experts of a token are read over the bus. policy: None for the
         one of the product.
         """
+        ops = self._ops
+        assert ops is not None, "slots are for the layers of attached operations"
         ops.streamed[: len(streamed)].copy_(torch.tensor(streamed, dtype=torch.int32))
         layer_bytes = [expert_bytes(stacks) for stacks in ops.layers]
         num_experts = placement.model.num_experts
@@ -66,12 +77,20 @@ class PartialExperts:
     def cache(self) -> ExpertCache | None:
         return None if self._residency is None else self._residency.cache
 
+    @property
+    def stream_counters(self) -> StreamCounters | None:
+        return None if self._stream is None else self._stream.counters
+
     def start_step(self, rows: int) -> None:
         """Right before a step of `rows` rows, when the last one has ended."""
         if self._residency is not None:
             self._residency.start_step(rows if rows <= MAX_ROWS else 0)
         if rows <= MAX_ROWS:
             self.host.server.begin()
+        elif self._stream is not None:
+            if self._residency is not None:
+                self._stream.resident = self._residency.resident
+            self._stream.start_step(rows)
 
     def launched(self) -> None:
         """Right after it: what can be done while it runs."""
@@ -80,15 +99,23 @@ class PartialExperts:
 
     def ended(self) -> None:
         """When the step has run. Raises ModelChangedError if an expert of it could not be read."""
+        if self._stream is not None:
+            self._stream.end_step()
         self.host.server.end()
         self.host.server.check()
         self.host.mailbox.check()
+
+    @property
+    def _stream(self) -> ExpertStream | None:
+        return None if self._ops is None else self._ops.stream
 
     def close(self) -> None:
         """Everything on the device has ended."""
         if self._residency is not None:
             self._residency.close()
-        self._residency = None
+        if self._stream is not None:
+            self._stream.close()
+        self._residency = self._ops = None
         self.host.close()
 
 

@@ -4,6 +4,7 @@ The kernel checks the shared memory that it is given against its own count.
 """
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class Tiling:
     blocks: int = 1  # on a multiprocessor
     by_warpgroups: bool = False
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         numbers = (self.row_products, self.token_products, self.warp_rows, self.warp_columns)
         arguments = ", ".join(map(str, (*numbers, self.stages, self.blocks)))
@@ -55,7 +56,7 @@ class Tiling:
     def threads(self) -> int:
         return 32 * (self.warp_rows * self.warp_columns + COPYING_WARPS)
 
-    @property
+    @functools.cached_property
     def shared_bytes(self) -> int:
         in_place = self.quant_type in IN_PLACE
         group_bytes = self.quant_type.row_bytes(GROUP_SIZE)

@@ -13,6 +13,15 @@ from typing import Any
 
 import torch
 
+# As the CUDA array interface names them; a tensor of another type takes two views more.
+_TYPES = {
+    torch.float32: "<f4",
+    torch.int64: "<i8",
+    torch.int32: "<i4",
+    torch.int16: "<i2",
+    torch.int8: "|i1",
+    torch.uint8: "|u1",
+}
 ALIGNMENT = 256  # of every tensor: what cudaMalloc gives, and enough for any vector load
 
 
@@ -73,18 +82,20 @@ class Memory(ABC):
         """Contiguous, contents undefined."""
         num_bytes = _aligned(math.prod(shape) * dtype.itemsize)
         start = self._workspace.take(num_bytes)
-        data = self._workspace_bytes(start, num_bytes)
+        tensor = self._workspace_part(start, num_bytes, shape, dtype)
         # Views share the storage, so its end is the end of the last of them.
-        weakref.finalize(data.untyped_storage(), self._workspace.give_back, start, num_bytes).atexit = False
-        return _shaped(data, shape, dtype)
+        weakref.finalize(tensor.untyped_storage(), self._workspace.give_back, start, num_bytes).atexit = False
+        return tensor
 
     @abstractmethod
     def _persistent_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
         """That part of the persistent memory."""
 
     @abstractmethod
-    def _workspace_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
-        """That part of the workspace, with a storage of its own."""
+    def _workspace_part(
+        self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A tensor at the beginning of that part of the workspace, with a storage of its own."""
 
 
 class MemoryPlan(Memory):
@@ -93,7 +104,10 @@ class MemoryPlan(Memory):
     def _persistent_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
 
-    _workspace_bytes = _persistent_bytes
+    def _workspace_part(
+        self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        return _shaped(self._persistent_bytes(start, num_bytes), shape, dtype)
 
 
 class DeviceMemory(Memory):
@@ -109,29 +123,42 @@ class DeviceMemory(Memory):
     def _persistent_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
         return self._part(self._blocks[0], start, num_bytes)
 
-    def _workspace_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
-        return self._part(self._blocks[1], start, num_bytes)
+    def _workspace_part(
+        self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        part = self._part(self._blocks[1], start, num_bytes, _TYPES.get(dtype), shape)
+        return part if dtype in _TYPES else _shaped(part, shape, dtype)
 
-    def _part(self, block: torch.Tensor, start: int, num_bytes: int) -> torch.Tensor:
+    def _part(
+        self,
+        block: torch.Tensor,
+        start: int,
+        num_bytes: int,
+        type_name: str | None = None,
+        shape: tuple[int, ...] = (),
+    ) -> torch.Tensor:
+        """All bytes of it, or a tensor of a type and shape at its beginning."""
         if start + num_bytes > block.numel():
             raise MemoryError(f"{start + num_bytes} bytes of a plan for {block.numel()}")
         # A tensor with a storage of its own, unlike a slice of the block.
-        return torch.as_tensor(_Bytes(block.data_ptr() + start, num_bytes), device="cuda")
+        address = block.data_ptr() + start
+        array = _Array(address, shape, type_name) if type_name else _Array(address, (num_bytes,), "|u1")
+        return torch.as_tensor(array, device="cuda")
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
     """The same contiguous device memory, without keeping it: what a captured graph writes at each replay."""
-    data = torch.as_tensor(_Bytes(tensor.data_ptr(), tensor.nbytes), device="cuda")
+    data = torch.as_tensor(_Array(tensor.data_ptr(), (tensor.nbytes,), "|u1"), device="cuda")
     return data.view(tensor.dtype).view(tensor.shape)
 
 
-class _Bytes:
+class _Array:
     """Device memory at an address, in the CUDA array interface (version 3)."""
 
-    def __init__(self, address: int, num_bytes: int) -> None:
+    def __init__(self, address: int, shape: tuple[int, ...], type_name: str) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
+            "shape": shape,
+            "typestr": type_name,
             "data": (address, False),
             "version": 3,
         }

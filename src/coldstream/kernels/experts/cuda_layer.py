@@ -14,6 +14,8 @@ from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.ops import ExpertWeights
 
+Stacks = tuple[ExpertTable, ExpertTable, ExpertTable]
+
 
 def is_one_launch(weights: ExpertWeights) -> bool:
     """Whether the kernels for few rows take the shared expert along."""
@@ -42,7 +44,7 @@ def all_experts_few(
 def gate_up_many(
     x: Activations,
     ids: torch.Tensor,
-    stacks: tuple[ExpertTable, ExpertTable, ExpertTable],
+    stacks: Stacks,
     groups: experts_many.Groups,
     outs: Sequence[torch.Tensor],
 ) -> None:
@@ -51,11 +53,24 @@ def gate_up_many(
     Writes `groups` for ids [T, K], and float32 [T · K, F] by place: of one type the activated product, of two
     types the products of gate and of up.
     """
+    experts_many.group_pairs(ids, len(stacks[0].addresses), groups)
+    gate_up_grouped(x, ids, stacks, groups, outs)
+
+
+def gate_up_grouped(
+    x: Activations,
+    ids: torch.Tensor,
+    stacks: Stacks,
+    groups: experts_many.Groups,
+    outs: Sequence[torch.Tensor],
+) -> None:
+    """The same once the pairs are grouped, of the experts that are there: writes tiles and their places."""
     gate, up, down = stacks
     ffn_size, hidden_size = gate.rows, gate.cols
     tables = experts_many.ExpertTables(gate.addresses, up.addresses, down.addresses)
     first, second, last = _tilings(ids, stacks)
-    experts_many.group_experts(ids, tables, groups, min(first.tokens, second.tokens, last.tokens))
+    tile_tokens = min(first.tokens, second.tokens, last.tokens)
+    experts_many.plan_tiles(ids.numel(), tables, groups, tile_tokens)
     if len(outs) == 1:
         experts_many.experts_gate_up_many(x.quantised, tables, first, ffn_size, hidden_size, groups, outs[0])
         return
@@ -68,11 +83,11 @@ def gate_up_many(
 def down_many(
     hidden: Activations,
     ids: torch.Tensor,
-    stacks: tuple[ExpertTable, ExpertTable, ExpertTable],
+    stacks: Stacks,
     groups: experts_many.Groups,
     routed: torch.Tensor,
 ) -> None:
-    """The rest of `gate_up_many`: hidden [T · K, F] by place → float32 `routed` [T, K, E]."""
+    """The rest, of the tiles of `groups`: hidden [T · K, F] by place → float32 `routed` [T, K, E]."""
     tiling, down = _tilings(ids, stacks)[-1], stacks[-1]
     experts_many.experts_product_many(
         hidden.quantised, down.addresses, tiling, down.rows, down.cols, groups, routed, by_token=False
@@ -90,11 +105,15 @@ def experts_of_values(
     stacks: Sequence[ExpertTable],
     values: Sequence[torch.Tensor],
     addresses: Sequence[torch.Tensor],
+    there: torch.Tensor,
     places: torch.Tensor,
     hidden: experts_few.PairRows,
     routed: torch.Tensor,
 ) -> None:
-    """The routed experts ids [1, K] of one token; of types without products, their float32 `values`."""
+    """The routed experts ids [1, K] of one token; of types without products, their float32 `values`.
+
+    Pairs whose expert is not there are left alone. addresses and there: memory for int64 [K].
+    """
     ranks = ids.shape[1]
     tables = []
     for stack, matrices, found in zip(stacks, values, addresses, strict=True):
@@ -103,7 +122,9 @@ def experts_of_values(
             torch.index_select(stack.addresses, 0, ids[0], out=found)
         else:
             first, step = matrices.data_ptr(), matrices[0].nbytes
+            torch.index_select(stack.addresses, 0, ids[0], out=there)
             torch.arange(first, first + ranks * step, step, out=found)
+            found.mul_(there.sign_())
             quant_type = QuantType.F32
         tables.append(ExpertTable(found, quant_type, stack.rows, stack.cols))
     torch.arange(ranks, out=places[0])

@@ -116,24 +116,38 @@ def choose_tilings(num_pairs: int, num_experts: int, *quant_types: QuantType) ->
 
 
 def group_experts(topk_ids: torch.Tensor, tables: ExpertTables, groups: Groups, tile_tokens: int) -> None:
-    """Write `groups` for int32 `topk_ids` [T, K]: two launches.
+    """Write `groups` for int32 `topk_ids` [T, K]: `group_pairs`, then `plan_tiles`."""
+    group_pairs(topk_ids, len(tables.gate), groups)
+    plan_tiles(topk_ids.numel(), tables, groups, tile_tokens)
 
-    Pairs of one expert are adjacent and in ascending order, experts ascend. A tile has at most `tile_tokens`
-    pairs, which must be no more than any tiling has that walks over the list. Pairs whose id lies outside
-    0 … experts − 1, or whose expert has an address 0 in any table, are in no tile.
+
+def group_pairs(topk_ids: torch.Tensor, num_experts: int, groups: Groups) -> None:
+    """Write the pairs, tokens and counts of `groups` for int32 `topk_ids` [T, K]: one launch.
+
+    Pairs of one expert are adjacent and in ascending order, experts ascend. Pairs whose id lies outside
+    0 … experts − 1 belong to none.
     """
-    num_pairs, num_experts = topk_ids.numel(), len(tables.gate)
+    num_pairs = topk_ids.numel()
     if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous():
         raise ValueError("expert ids must be contiguous int32")
     if len(groups.pairs) < num_pairs or len(groups.tokens) < num_pairs or len(groups.counts) < num_experts:
         raise ValueError(f"the groups have no room for {num_pairs} pairs of {num_experts} experts")
-    if len(groups.tiles) < 1 + num_pairs // tile_tokens + min(num_pairs, num_experts):
-        raise ValueError(f"{len(groups.tiles)} tiles are too few for {num_pairs} pairs")
     PROGRAM.kernel("group_pairs").launch(
         (num_experts, 1, 1),
         GROUP_THREADS,
         (topk_ids, num_pairs, topk_ids.shape[-1], groups.counts, groups.pairs, groups.tokens),
     )
+
+
+def plan_tiles(num_pairs: int, tables: ExpertTables, groups: Groups, tile_tokens: int) -> None:
+    """Write the tiles of `groups`, whose `num_pairs` pairs are grouped: one launch.
+
+    A tile has at most `tile_tokens` pairs, which must be no more than any tiling has that walks over the
+    list. Pairs whose expert has an address 0 in any table are in no tile.
+    """
+    num_experts = len(tables.gate)
+    if len(groups.tiles) < 1 + num_pairs // tile_tokens + min(num_pairs, num_experts):
+        raise ValueError(f"{len(groups.tiles)} tiles are too few for {num_pairs} pairs")
     PROGRAM.kernel("plan_tiles").launch(
         (1, 1, 1),
         PLAN_THREADS,

@@ -1,25 +1,37 @@
 """Experts in the host's memory: a mapped file that the GPU reads over the bus, and CPU threads."""
 
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
+import torch
 
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels import _csrc
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
-from coldstream.kernels.experts.mailbox import Mailbox
+from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
 
 
 class HostExperts:
-    """The experts of one model, and threads that compute them when `mailbox` asks.
+    """The experts of one model, and threads that compute them when a mailbox asks.
 
-    Raises UnsupportedError for a tier this machine lacks.
+    `mailbox` is for the few rows of a captured step; `bulk` is for up to `max_rows` rows of a prompt, asked
+    for by the host itself, which sees in `wanted_ids` the experts that the rows of a step want, at most
+    `chunk_size` rows. Raises UnsupportedError for a tier this machine lacks.
     """
 
-    def __init__(self, threads: int, tier: str, mailbox: Mailbox) -> None:
+    def __init__(self, threads: int, tier: str, mailbox: Mailbox, bulk: Mailbox, chunk_size: int) -> None:
         self.ops = CpuOps(threads, tier)
-        self.mailbox = mailbox
-        self.server = _csrc.ExpertServer(self.ops.runtime, *self.mailbox.arrays())
+        self.mailbox, self.bulk = mailbox, bulk
+        self.server = _csrc.ExpertServer(self.ops.runtime, *mailbox.arrays())
+        self.bulk_server = _csrc.ExpertServer(self.ops.runtime, *bulk.arrays())
+        self.bulk_request, self.bulk_done = bulk.arrays()[:2]
+        self.max_rows = len(bulk.x)
+        ranks = bulk.ids.shape[1]
+        self.wanted_ids = torch.zeros((chunk_size, ranks), dtype=torch.int32, pin_memory=True)
         self._registered: dict[int, RegisteredMemory | None] = {}
+        self._places: dict[int, tuple[GGUFFile, int, int]] = {}  # address → file, shard, bytes
 
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> tuple[Any, int]:
         """The stack of experts where it lies, and the device's address of it: 0 if it has none."""
@@ -27,6 +39,7 @@ class HostExperts:
         mapped = self.ops.mapped_file(file, info.shard)
         if mapped.address not in self._registered:
             self._registered[mapped.address] = RegisteredMemory.register(mapped.address, mapped.size)
+            self._places[mapped.address] = (file, info.shard, mapped.size)
         registered = self._registered[mapped.address]
         return weight, 0 if registered is None else weight.address + registered.offset
 
@@ -35,14 +48,39 @@ class HostExperts:
         """Whether the device reads all of it."""
         return all(registered is not None for registered in self._registered.values())
 
+    def locate(self, address: int) -> tuple[GGUFFile, int, int]:
+        """The file, its part and the byte of it that are mapped at `address`. ValueError if none is."""
+        for begin, (file, shard, size) in self._places.items():
+            if begin <= address < begin + size:
+                return file, shard, address - begin
+        raise ValueError(f"no model file is mapped at {address:#x}")
+
     def add_layer(self, gate: Any, up: Any, down: Any) -> int:
         """The experts of the next layer, for requests by its number."""
+        self.bulk_server.add_layer(gate, up, down)
         layer: int = self.server.add_layer(gate, up, down)
         return layer
+
+    @property
+    def bulk_seconds(self) -> float:
+        """How long the CPU has worked for `bulk` so far."""
+        return float(sum(seconds for _, _, seconds in self.bulk_server.work()))
+
+    def ask_bulk(self, layer: int, ids: "np.ndarray[Any, Any]", experts: Sequence[int]) -> None:
+        """Asks for all pairs of some experts, among int32 ids [T, K]; the rows of x are in `bulk` already.
+
+        Nothing else may be under way there. The answer is there when `bulk.done` says so.
+        """
+        mine = np.zeros(int(ids.max(initial=0)) + 1, bool)
+        mine[[expert for expert in experts if expert < len(mine)]] = True
+        self.bulk.ids[: len(ids)].numpy()[:] = np.where(mine[ids], ids, -1)
+        self.bulk_done[0] = 0
+        self.bulk_request[0] = (layer + 1) | len(ids) << ROWS_SHIFT
 
     def close(self) -> None:
         """Nothing on the device may read the experts any more, and nothing may be asked."""
         self.server.end()
+        self.bulk_server.end()
         for registered in self._registered.values():
             if registered is not None:
                 registered.close()

@@ -19,9 +19,9 @@ ROWS_SHIFT = 16  # of a request: layer + 1 below, the number of rows from here o
 class Mailbox:
     """Page-locked memory; `csrc/hybrid/expert_server.h` has the protocol.
 
-    words: int32 [32], request and done in cache lines of their own; x: float32 [MAX_ROWS, E], ids: int32
-    [MAX_ROWS, K] and out: float32 [MAX_ROWS, K, E], each written by one side only; used: int32 [layers,
-    MAX_ROWS, K], what the last step's routers chose.
+    words: int32 [32], request and done in cache lines of their own; x: float32 [rows, E], ids: int32 [rows,
+    K] and out: float32 [rows, K, E], each written by one side only; used: int32 [layers, rows, K], what the
+    last step's routers chose.
     """
 
     words: torch.Tensor
@@ -31,25 +31,25 @@ class Mailbox:
     used: torch.Tensor
 
     @classmethod
-    def create(cls, num_layers: int, num_ranks: int, hidden_size: int) -> Self:
-        """For layers of these sizes."""
-        box = cls._of(num_layers, num_ranks, hidden_size, pin_memory=True)
+    def create(cls, num_layers: int, num_ranks: int, hidden_size: int, rows: int = MAX_ROWS) -> Self:
+        """For layers of these sizes and at most so many rows."""
+        box = cls._of(num_layers, num_ranks, hidden_size, rows, pin_memory=True)
         box.done[0] = 1
         return box
 
     @classmethod
     def planned(cls, num_layers: int, num_ranks: int, hidden_size: int) -> Self:
         """Without memory."""
-        return cls._of(num_layers, num_ranks, hidden_size, device="meta")
+        return cls._of(num_layers, num_ranks, hidden_size, MAX_ROWS, device="meta")
 
     @classmethod
-    def _of(cls, num_layers: int, num_ranks: int, hidden_size: int, **where: Any) -> Self:
+    def _of(cls, num_layers: int, num_ranks: int, hidden_size: int, rows: int, **where: Any) -> Self:
         return cls(
             torch.zeros(2 * WORDS_PER_LINE, dtype=torch.int32, **where),
-            torch.zeros(MAX_ROWS, hidden_size, **where),
-            torch.zeros(MAX_ROWS, num_ranks, dtype=torch.int32, **where),
-            torch.zeros(MAX_ROWS, num_ranks, hidden_size, **where),
-            torch.zeros(num_layers, MAX_ROWS, num_ranks, dtype=torch.int32, **where),
+            torch.zeros(rows, hidden_size, **where),
+            torch.zeros(rows, num_ranks, dtype=torch.int32, **where),
+            torch.zeros(rows, num_ranks, hidden_size, **where),
+            torch.zeros(num_layers, rows, num_ranks, dtype=torch.int32, **where),
         )
 
     @property

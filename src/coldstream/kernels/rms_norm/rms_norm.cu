@@ -1,5 +1,6 @@
 // RMS norm of rows, with what the step between two blocks of a model needs in the same launch: x + update
 // before it, quantisation after it. One block a row; see cuda.py for the launchers.
+#include "cuda/answer.cuh"
 #include "cuda/quantize.cuh"
 #include "cuda/vectors.cuh"
 
@@ -34,35 +35,6 @@ struct Experts {
   const int* cpu_ids;        // [ranks], −1 for what is in `routed`; null: everything is
   const float* cpu_rows;     // [ranks, cols], in the host's memory
 };
-
-// Where the CPU says that its rows are there, and is told that nobody waits for them any more.
-struct Answer {
-  const uint32_t* done;
-  uint32_t* late;
-};
-
-constexpr uint64_t longest_wait_ns = 60'000'000'000;
-
-// By one thread. It sleeps between its looks, so that it costs neither bandwidth nor power to speak of.
-__device__ __forceinline__ void wait_for_answer(const Answer& answer) {
-  uint64_t start = 0;
-  for (;;) {
-    uint32_t done;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];"
-                 : "=r"(done)
-                 : "l"(__cvta_generic_to_global(answer.done))
-                 : "memory");
-    if (done) return;
-    uint64_t now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    if (start == 0) start = now;
-    if (now - start > longest_wait_ns) {
-      *answer.late = 1;
-      return;
-    }
-    __nanosleep(200);
-  }
-}
 
 constexpr int ranks_at_once = 8;
 

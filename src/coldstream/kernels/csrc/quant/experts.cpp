@@ -98,10 +98,16 @@ void routed_experts_op::prepare(int rows, worker& w) const {
   for (int64_t task = w.take(); task < 1 + num_rows; task = w.take()) {
     if (task == 0) {
       group_pairs(rows, w);
-    } else {
+    } else if (has_pair(task - 1)) {
       kernels_.quantize_row(args_.x.row(task - 1), args_.gate.num_cols, x_row(w, task - 1));
     }
   }
+}
+
+// Whether any pair of the row is computed here.
+bool routed_experts_op::has_pair(int64_t row) const {
+  const int32_t* ids = args_.topk_ids + row * args_.topk_stride;
+  return std::any_of(ids, ids + args_.num_experts_per_tok, [](int32_t id) { return id != not_here; });
 }
 
 // A counting sort of the pairs by expert; then the jobs and tiles of each expert.

@@ -60,6 +60,7 @@ class routed_experts_op : public op {
   int64_t token_of(const worker& w, int64_t pair) const;
 
   void prepare(int rows, worker& w) const;
+  bool has_pair(int64_t row) const;
   void group_pairs(int rows, worker& w) const;
   void pack_x(worker& w) const;
   void gate_up(worker& w) const;

@@ -1,0 +1,181 @@
+"""Copies of experts into the device's memory, on a stream of their own.
+
+From a mapping that is registered with the device they are the copy engine's alone. Where the system refuses
+that, threads read the file into page-locked buffers first, which is as fast as they are.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from cuda.bindings import driver
+
+from coldstream.errors import DeviceError, ModelChangedError
+from coldstream.kernels.experts.host import HostExperts
+from coldstream.kernels.experts.landing import Copy
+
+NUM_BUFFERS = 2
+NUM_READERS = 8
+READ_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Landed:
+    """The event behind the last copy of a group, and how long it took once it was its turn."""
+
+    event: torch.cuda.Event
+    begun: torch.cuda.Event | float  # on the copies' stream, or seconds that reading the file took
+
+    @property
+    def seconds(self) -> float:
+        """When the event has happened."""
+        if isinstance(self.begun, float):
+            return self.begun
+        return float(self.begun.elapsed_time(self.event) / 1e3)
+
+
+class Transfer:
+    """A group of `num_bytes` on its way."""
+
+    def __init__(self, num_bytes: int, landed: "Landed | Future[Landed]") -> None:
+        self.num_bytes = num_bytes
+        self._landed = landed
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether `wait` returns at once."""
+        return not isinstance(self._landed, Future) or self._landed.done()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the bytes are there."""
+        return self.is_queued and bool(self._result().event.query())  # type: ignore[no-untyped-call]
+
+    @property
+    def seconds(self) -> float:
+        """How long they took; when they are there."""
+        return self._result().seconds
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the bytes. Raises ModelChangedError, DeviceError."""
+        torch.cuda.current_stream().wait_event(self._result().event)
+
+    def _result(self) -> Landed:
+        return self._landed.result() if isinstance(self._landed, Future) else self._landed
+
+
+class Copies(Protocol):
+    """Brings bytes of the host's to the device, in the order in which they are begun."""
+
+    def begin(self, copies: Sequence[Copy], landing: int, after: torch.cuda.Event | None) -> Transfer:
+        """Copies to the device address `landing`, once `after` has happened."""
+
+    def close(self) -> None:
+        """Nothing is on its way any more when this returns."""
+
+
+class DirectCopies:
+    """`Copies` from registered memory."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def begin(self, copies: Sequence[Copy], landing: int, after: torch.cuda.Event | None) -> Transfer:
+        if after is not None:
+            self._stream.wait_event(after)
+        begun = _recorded(self._stream)
+        for copy in copies:
+            copy_to_device(landing + copy.offset, copy.source, copy.size, self._stream)
+        return Transfer(num_bytes_of(copies), Landed(_recorded(self._stream), begun))
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+class StagedCopies:
+    """`Copies` of what threads read from the file, by way of buffers of `landing_bytes`."""
+
+    def __init__(self, host: HostExperts, landing_bytes: int) -> None:
+        self._host = host
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._buffers = [
+            torch.empty(landing_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(NUM_BUFFERS)
+        ]
+        self._free: list[torch.cuda.Event | None] = [None] * NUM_BUFFERS
+        self._count = 0
+        # A thread has the device's context only once it has called it.
+        self._in_order = ThreadPoolExecutor(1, initializer=torch.cuda.synchronize)
+        self._readers = ThreadPoolExecutor(NUM_READERS)
+
+    def begin(self, copies: Sequence[Copy], landing: int, after: torch.cuda.Event | None) -> Transfer:
+        index, self._count = self._count % NUM_BUFFERS, self._count + 1
+        future = self._in_order.submit(self._bring, index, copies, landing, after)
+        return Transfer(num_bytes_of(copies), future)
+
+    def _bring(
+        self, index: int, copies: Sequence[Copy], landing: int, after: torch.cuda.Event | None
+    ) -> Landed:
+        buffer, free = self._buffers[index], self._free[index]
+        if free is not None:
+            free.synchronize()
+        begun = time.perf_counter()
+        target = buffer.numpy()
+        pieces = [
+            (
+                copy.source + begin,
+                target[copy.offset + begin : copy.offset + min(begin + READ_BYTES, copy.size)],
+            )
+            for copy in copies
+            for begin in range(0, copy.size, READ_BYTES)
+        ]
+        list(self._readers.map(lambda piece: read_host(self._host, *piece), pieces))
+        seconds = time.perf_counter() - begun
+        if after is not None:
+            self._stream.wait_event(after)
+        for copy in copies:
+            copy_to_device(landing + copy.offset, buffer.data_ptr() + copy.offset, copy.size, self._stream)
+        self._free[index] = landed = _recorded(self._stream)
+        return Landed(landed, seconds)
+
+    def close(self) -> None:
+        self._in_order.shutdown()
+        self._readers.shutdown()
+        self._stream.synchronize()
+
+
+def num_bytes_of(copies: Sequence[Copy]) -> int:
+    return sum(copy.size for copy in copies)
+
+
+def copy_to_device(target: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
+    """Queues a copy from page-locked memory; a refusal is retried once. Raises DeviceError."""
+    for _ in range(2):
+        (status,) = driver.cuMemcpyHtoDAsync(target, source, size, stream.cuda_stream)
+        if status == driver.CUresult.CUDA_SUCCESS:
+            return
+    raise DeviceError(f"experts cannot be copied: {driver.cuGetErrorString(status)[1].decode()}")
+
+
+def read_host(host: HostExperts, address: int, target: np.ndarray[Any, Any]) -> None:
+    """Reads what is mapped at `address` from the file instead. Raises ModelChangedError."""
+    file, shard, offset = host.locate(address)
+    descriptor, view, done = file.descriptor(shard), target.data, 0
+    while done < len(view):
+        try:
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+        except OSError as error:
+            raise ModelChangedError(f"{file.paths[shard]} cannot be read: {error}") from error
+        if count == 0:
+            raise ModelChangedError(f"{file.paths[shard]} shrank: load it again")
+        done += count
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event

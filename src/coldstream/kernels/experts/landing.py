@@ -1,0 +1,180 @@
+"""Which experts of a layer land where in a ring of memory, and which are left to the CPU. Pure.
+
+The ring has landings of equal size, taken in turn. A landing holds a group of experts, matrix by matrix, so
+that experts adjacent in the file stay adjacent: one copy brings a run of them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+ALIGNMENT = 256
+MATRICES = 3  # gate, up, down
+MAX_GROUP = 64  # experts, as the kernel that writes their addresses takes them
+MIN_LANDINGS = 3  # one is read, one is written, and one waits
+LANDING_BYTES = 32 * 2**20
+FIRST_BUS_RATE, FIRST_CPU_RATE = 20e9, 10e9  # bytes a second, before any was measured
+
+
+class Copy(NamedTuple):
+    """Bytes of a group: from an address of the host's to an offset in the landing."""
+
+    source: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The experts of a layer on the host: addresses of the first expert's matrices, from there to the next
+    expert's, and bytes of each. By matrix.
+    """
+
+    sources: tuple[int, ...]
+    steps: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def capacity(self, landing_bytes: int) -> int:
+        """How many experts a landing holds; 0 if not even one."""
+        return min(MAX_GROUP, (landing_bytes - MATRICES * ALIGNMENT) // sum(self.sizes))
+
+    def offsets(self, count: int) -> tuple[int, ...]:
+        """Where the matrices of a group of `count` experts begin in its landing."""
+        ends = np.cumsum([-(-count * size // ALIGNMENT) * ALIGNMENT for size in self.sizes])
+        return (0, *ends[:-1].tolist())
+
+    def copies(self, experts: Sequence[int]) -> Iterator[Copy]:
+        """What brings a group of ascending experts."""
+        if self.steps == self.sizes:
+            runs = list(adjacent_runs(experts))
+        else:
+            runs = [(place, expert, 1) for place, expert in enumerate(experts)]
+        matrices = zip(self.sources, self.steps, self.sizes, self.offsets(len(experts)), strict=True)
+        for source, step, size, offset in matrices:
+            for place, expert, count in runs:
+                yield Copy(source + expert * step, offset + place * size, count * size)
+
+
+def adjacent_runs(experts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(place of the first, the first, how many) of each run of consecutive numbers."""
+    first = 0
+    for end in range(1, len(experts) + 1):
+        if end == len(experts) or experts[end] != experts[end - 1] + 1:
+            yield first, experts[first], end - first
+            first = end
+
+
+@dataclass(frozen=True)
+class RingShape:
+    """`count` landings of `landing_bytes` each."""
+
+    count: int
+    landing_bytes: int
+
+    @classmethod
+    def of(cls, ring_bytes: int) -> Self:
+        count = max(MIN_LANDINGS, ring_bytes // LANDING_BYTES)
+        return cls(count, ring_bytes // count // ALIGNMENT * ALIGNMENT)
+
+
+def least_ring(expert_bytes: int) -> int:
+    """The smallest ring through which experts of that size fit, one at a time."""
+    landing = -(-(expert_bytes + MATRICES * ALIGNMENT) // ALIGNMENT) * ALIGNMENT
+    return MIN_LANDINGS * landing
+
+
+class Ring:
+    """Whose turn it is: a landing is free once the reader of its last group has been launched."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._begun = self._read = 0
+
+    @property
+    def num_free(self) -> int:
+        return self.count - (self._begun - self._read)
+
+    def take(self) -> int:
+        """The next landing; ValueError if none is free."""
+        if self.num_free == 0:
+            raise ValueError("all landings hold groups that nobody has read")
+        self._begun += 1
+        return (self._begun - 1) % self.count
+
+    def give_back(self, landing: int) -> None:
+        """The reader of its group has been launched; groups are read in the order of their landings."""
+        if self._begun == self._read or landing != self._read % self.count:
+            raise ValueError(f"landing {landing} is not the next to be read")
+        self._read += 1
+
+
+def bus_order(counts: Array, missing: Array, with_cpu: bool) -> list[int]:
+    """The experts that are `missing` (bool [experts]) and have tokens, by int counts [experts].
+
+    With the CPU at the other end the most wanted come first, otherwise as they lie.
+    """
+    wanted = np.flatnonzero(missing & (counts > 0))
+    if with_cpu:
+        wanted = wanted[np.argsort(-counts[wanted], kind="stable")]
+    return wanted.tolist()
+
+
+def likely_order(last_counts: Array, missing: Array, with_cpu: bool) -> list[int]:
+    """The experts that are `missing`, in the order in which to bring them before it is known who wants them.
+
+    last_counts: int [experts], tokens of the step before. With the CPU at work only half of those that had
+    any: what the bus need not have brought is the CPU's part.
+    """
+    likely = bus_order(last_counts, missing, with_cpu)
+    if with_cpu and likely:
+        return likely[: -(-len(likely) // 2)]
+    return likely + np.flatnonzero(missing & (last_counts == 0)).tolist()
+
+
+class CpuShare:
+    """How many experts of a layer the CPU takes, so that it is done when the last of the others have landed.
+
+    From the rates of the layers before; those of steps of about as many rows, as an expert takes longer with
+    more of them.
+    """
+
+    def __init__(self) -> None:
+        self._bus_rate = FIRST_BUS_RATE
+        self._cpu_seconds: dict[int, float] = {}  # of an expert, by the magnitude of the rows of a step
+
+    def learn_bus(self, num_bytes: int, seconds: float) -> None:
+        """So many bytes were on their way for so long."""
+        if seconds > 0:
+            self._bus_rate = (self._bus_rate + num_bytes / seconds) / 2
+
+    def learn_cpu(self, rows: int, num_experts: int, seconds: float) -> None:
+        """The CPU took so long for experts of a step of `rows` rows."""
+        magnitude, measured = rows.bit_length(), seconds / num_experts
+        self._cpu_seconds[magnitude] = (self._cpu_seconds.get(magnitude, measured) + measured) / 2
+
+    def split(self, rows: int, num_experts: int, expert_bytes: int, bytes_on_their_way: int) -> int:
+        """Of `num_experts` experts, at least one so that its rate stays known."""
+        if num_experts == 0:
+            return 0
+        on_cpu = self._cpu_seconds.get(rows.bit_length(), expert_bytes / FIRST_CPU_RATE)
+        on_bus = expert_bytes / self._bus_rate
+        waiting = bytes_on_their_way / self._bus_rate
+        return max(1, min(num_experts, round((waiting + num_experts * on_bus) / (on_cpu + on_bus))))
+
+
+class Lookahead:
+    """How many groups are begun before it is known who wants them: what keeps the bus busy until then."""
+
+    def __init__(self) -> None:
+        self.count = 1
+
+    def learn(self, num_on_their_way: int, most: int) -> None:
+        """When it is known: how many had not landed."""
+        if num_on_their_way == 0:
+            self.count = min(2 * self.count, most)
+        elif num_on_their_way > 1:
+            self.count = max(1, self.count - 1)

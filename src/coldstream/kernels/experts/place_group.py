@@ -1,0 +1,52 @@
+"""The address table of a group of experts that lie one behind the other: one launch, no copy."""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.experts.landing import MATRICES, MAX_GROUP
+
+PROGRAM = CudaProgram(Path(__file__).with_name("place_group.cu"), ("place_group",))
+THREADS = 256
+
+
+class _Group(ctypes.Structure):
+    """As in place_group.cu."""
+
+    _fields_ = (
+        ("first", ctypes.c_int64 * MATRICES),
+        ("size", ctypes.c_int64 * MATRICES),
+        ("count", ctypes.c_int32),
+        ("numbers", ctypes.c_uint16 * MAX_GROUP),
+    )
+
+
+class _Tables(ctypes.Structure):
+    _fields_ = (("addresses", ctypes.c_void_p * MATRICES),)
+
+
+def place_group_cuda(
+    experts: Sequence[int],
+    first: Sequence[int],
+    sizes: Sequence[int],
+    tables: Sequence[torch.Tensor],
+    *,
+    clears: bool,
+) -> None:
+    """Writes the address first[m] + i · sizes[m] for matrix m of experts[i]; `clears`: 0 for all others.
+
+    tables: int64 [num_experts] on the device for gate, up and down. ValueError for too many experts.
+    """
+    if len(experts) > MAX_GROUP:
+        raise ValueError(f"{len(experts)} experts in a group, but at most {MAX_GROUP}")
+    group = _Group(
+        (ctypes.c_int64 * MATRICES)(*first),
+        (ctypes.c_int64 * MATRICES)(*sizes),
+        len(experts),
+        (ctypes.c_uint16 * MAX_GROUP)(*experts),
+    )
+    to = _Tables((ctypes.c_void_p * MATRICES)(*(table.data_ptr() for table in tables)))
+    PROGRAM.kernel("place_group").launch((1, 1, 1), THREADS, (group, to, len(tables[0]), int(clears)))

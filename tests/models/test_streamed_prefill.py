@@ -1,0 +1,198 @@
+"""Long prompts on a GPU that does not hold all experts: the bits of one that does, whoever computes what."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda.bindings import driver
+from cuda_runner_cases import open_cuda, open_partly
+from runner_cases import VARIANTS, token_ids
+
+from builders import write_gguf
+from coldstream.assets import demo_model_path
+from coldstream.errors import DeviceError, ModelChangedError
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cuda.host_memory import RegisteredMemory
+from coldstream.kernels.experts import copies
+from coldstream.kernels.experts.copies import DirectCopies
+from coldstream.kernels.experts.landing import CpuShare, least_ring
+from coldstream.models.cuda_model import Limits, plan_memory
+from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.spec import ModelSpec
+
+CONTEXT = 640
+LENGTHS = (65, 168, 300, 513)
+CPU_SHARES: dict[str, Callable[..., int]] = {
+    "none": lambda self, rows, num_experts, *rest: 0,
+    "some": lambda self, rows, num_experts, *rest: num_experts // 3,
+    "all": lambda self, rows, num_experts, *rest: num_experts,
+}
+MIB = 2**20
+
+
+def least_ring_of(path: Path) -> int:
+    with GGUFFile.open(path) as file:
+        experts = [info for info in file.tensors.values() if "_exps." in info.name]
+        layers = {info.name.split(".")[1] for info in experts}
+        return max(
+            least_ring(sum(i.num_bytes // i.shape[0] for i in experts if i.name.split(".")[1] == layer))
+            for layer in layers
+        )
+
+
+def outputs(runner: CudaRunner, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logits after each token of a prompt, and after some that follow it."""
+    runner.reset()
+    logits = runner.logits(token_ids(length)).copy()
+    return logits, np.stack([runner.decode(token) for token in token_ids(7)])
+
+
+@pytest.fixture(scope="module")
+def demo() -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """With all experts resident."""
+    with open_cuda(demo_model_path(), CONTEXT) as runner:
+        return {length: outputs(runner, length) for length in LENGTHS}
+
+
+def check_demo(runner: CudaRunner, demo: dict[int, tuple[np.ndarray, np.ndarray]]) -> None:
+    for length, expected in demo.items():
+        for found, wanted in zip(outputs(runner, length), expected, strict=True):
+            assert np.array_equal(found, wanted), length
+
+
+@pytest.mark.parametrize("ring_bytes", [3 * MIB, 256 * MIB])
+def test_the_ring_is_planned(ring_bytes: int) -> None:
+    with GGUFFile.open(demo_model_path()) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        plan, small = (
+            plan_memory(file, spec, Limits(1, CONTEXT, "f16", 0, ring_bytes=size), free_bytes=40 * 2**30)
+            for size in (ring_bytes, MIB)
+        )
+        assert plan.total - small.total == ring_bytes - MIB
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.9])
+@pytest.mark.parametrize("ring_bytes", ["least", 4 * MIB, 64 * MIB])
+def test_any_residency_ring_and_share_of_the_cpu(
+    share: float,
+    ring_bytes: int | str,
+    demo: dict[int, tuple[np.ndarray, np.ndarray]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size = least_ring_of(demo_model_path()) if isinstance(ring_bytes, str) else ring_bytes
+    with open_partly(demo_model_path(), share, context_length=CONTEXT, ring_bytes=size) as runner:
+        check_demo(runner, demo)
+        for split in CPU_SHARES.values():
+            monkeypatch.setattr(CpuShare, "split", split)
+            check_demo(runner, demo)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", [name for name, (arch, _) in VARIANTS.items() if arch == "qwen35moe"])
+def test_weights_of_all_types(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arch, options = VARIANTS[variant]
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, arch, **options)  # type: ignore[arg-type]
+    with open_cuda(path, CONTEXT) as runner:
+        expected = outputs(runner, 66)
+    with open_partly(path, 0.0, context_length=CONTEXT, ring_bytes=least_ring_of(path)) as runner:
+        for split in CPU_SHARES.values():
+            monkeypatch.setattr(CpuShare, "split", split)
+            for found, wanted in zip(outputs(runner, 66), expected, strict=True):
+                assert np.array_equal(found, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ring_bytes", [4 * MIB, 64 * MIB])
+def test_a_system_that_shares_no_file_with_the_device(
+    ring_bytes: int,
+    demo: dict[int, tuple[np.ndarray, np.ndarray]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RegisteredMemory, "register", classmethod(lambda cls, address, size: None))
+    with open_partly(demo_model_path(), 0.0, context_length=CONTEXT, ring_bytes=ring_bytes) as runner:
+        check_demo(runner, demo)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", ["copies", "products"])
+def test_nothing_is_read_before_it_landed_or_overwritten_before_it_was_read(
+    late: str, demo: dict[int, tuple[np.ndarray, np.ndarray]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EX04: with a ring of three experts, each of them late, old bytes would be in the logits."""
+    begin = DirectCopies.begin
+
+    def begin_late(self: DirectCopies, *args: Any) -> Any:
+        stream = self._stream if late == "copies" else torch.cuda.current_stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(300_000)
+        return begin(self, *args)
+
+    monkeypatch.setattr(DirectCopies, "begin", begin_late)
+    with open_partly(
+        demo_model_path(), 0.0, context_length=CONTEXT, ring_bytes=least_ring_of(demo_model_path())
+    ) as runner:
+        check_demo(runner, {168: demo[168]})
+
+
+@pytest.mark.gpu
+def test_a_copy_that_is_refused_once_is_repeated_and_twice_an_error(
+    demo: dict[int, tuple[np.ndarray, np.ndarray]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EX01: the step fails with a typed error, and the next one has its bits."""
+    copy, calls, refused = driver.cuMemcpyHtoDAsync, [0], set[int]()
+
+    def refuse(*args: Any) -> Any:
+        calls[0] += 1
+        return (driver.CUresult.CUDA_ERROR_NOT_READY,) if calls[0] in refused else copy(*args)
+
+    refusing = SimpleNamespace(
+        CUresult=driver.CUresult, cuGetErrorString=driver.cuGetErrorString, cuMemcpyHtoDAsync=refuse
+    )
+    with open_partly(demo_model_path(), 0.0, context_length=CONTEXT, ring_bytes=4 * MIB) as runner:
+        monkeypatch.setattr(copies, "driver", refusing)
+        for times in (1, 2):
+            calls[0], refused = 0, {30 + i for i in range(times)}
+            if times == 1:
+                check_demo(runner, {300: demo[300]})
+                continue
+            with pytest.raises(DeviceError, match="cannot be copied"):
+                outputs(runner, 300)
+            check_demo(runner, {300: demo[300]})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cpu", ["none", "all"])
+def test_a_file_that_shrinks_is_an_error(cpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FL01: whoever reads it, the reading threads or the CPU's."""
+    path = tmp_path / "demo.gguf"
+    shutil.copyfile(demo_model_path(), path)
+    monkeypatch.setattr(RegisteredMemory, "register", classmethod(lambda cls, address, size: None))
+    monkeypatch.setattr(CpuShare, "split", CPU_SHARES[cpu])
+    with open_partly(path, 0.0, context_length=CONTEXT, ring_bytes=4 * MIB) as runner:
+        os.truncate(path, path.stat().st_size // 4)
+        with pytest.raises(ModelChangedError):
+            outputs(runner, 168)
+
+
+@pytest.mark.gpu
+def test_prompts_leave_the_experts_of_decoding_alone(
+    demo: dict[int, tuple[np.ndarray, np.ndarray]],
+) -> None:
+    """EX05: nothing comes or goes, and nothing is learnt."""
+    with open_partly(demo_model_path(), 0.25, context_length=CONTEXT, ring_bytes=4 * MIB) as runner:
+        cache = runner.expert_cache
+        assert cache is not None
+        before = cache.counters.copies.copy()
+        for _ in range(3):
+            runner.reset()
+            runner.prefill(token_ids(500))
+        assert np.array_equal(cache.counters.copies, before)
+        assert cache.counters.hits.sum() + cache.counters.misses.sum() == 0
