@@ -1,0 +1,191 @@
+"""Prefill speed of the full-size model with memory for a part of its experts, beside what bandwidth allows.
+
+    python bench/gpu_streaming.py full.gguf       writes the model file first if it isn't there (21 GB)
+
+For each budget of experts and length, prompts that are new to the model. Two floors stand beside a figure:
+the missing experts that its tokens want, once, over the bus alone; and the same bytes read by bus and CPU
+together, or the time with all experts resident where that is longer. The token after a prompt is known in
+these files, so that every prompt is checked.
+"""
+
+import argparse
+import itertools
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coldstream.engine.machine import measured_hardware
+from coldstream.engine.routing_profile import routed_model
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cuda.device import find_gpu
+from coldstream.models.cuda_model import Limits, count_memory
+from coldstream.models.cuda_runner import CudaRunner, Placed
+from coldstream.models.footprint import model_sizes
+from coldstream.models.spec import ModelSpec
+from coldstream.placement.plan import FixedPart, PlacementPlan
+from coldstream.placement.rates import Rates
+from device import describe
+from full_size_model import FULL_SHAPE
+from gpu import numbers, write_model
+from results import ROOT, write_result
+
+GIB, MIB = 2**30, 2**20
+KV_TYPE = "f16"
+TEXT_STEP = 20_011  # from the first id of a text to that of the next
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all cases have in common."""
+
+    path: Path
+    rates: Rates
+    threads: int
+    ring_bytes: int
+    chunk_size: int
+    lengths: list[int]
+    texts: int
+
+
+def open_runner(setting: Setting, gib: float | None) -> CudaRunner:
+    """With so many GiB of experts, the same number of each layer; None: all of them."""
+    file = GGUFFile.open(setting.path)
+    spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+    ctx_size = max(setting.lengths) + 1
+    if gib is None:
+        return CudaRunner.load(file, spec, context_length=ctx_size, kv_type=KV_TYPE)
+    sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
+    count = int(gib * GIB / sizes.all_expert_bytes * spec.num_experts)
+    counted = count_memory(file, spec, Limits(1, ctx_size, KV_TYPE, expert_bytes=0), setting.chunk_size)
+    plan = PlacementPlan(
+        model=routed_model(file, spec),
+        tier="vram",
+        budget_bytes=find_gpu().free_bytes,
+        fixed=FixedPart(
+            ctx_size, KV_TYPE, setting.chunk_size, counted.weights, counted.caches, counted.workspace
+        ),
+        ring_bytes=setting.ring_bytes,
+        expert_bytes=sizes.expert_bytes,
+        resident=(tuple(range(count)),) * spec.num_layers,
+    )
+    placed = Placed(plan, (0,) * (spec.num_experts_per_tok + 1), setting.threads)
+    return CudaRunner.load(file, spec, context_length=ctx_size, kv_type=KV_TYPE, placed=placed)
+
+
+def prefill(runner: CudaRunner, first_id: int, length: int) -> float:
+    """Seconds of one prompt."""
+    prompt = [(first_id + i) % runner.spec.vocab_size for i in range(length)]
+    runner.reset()
+    start = time.perf_counter()
+    logits = runner.prefill(prompt)
+    seconds = time.perf_counter() - start
+    if int(np.argmax(logits)) != (prompt[-1] + 1) % runner.spec.vocab_size:
+        raise RuntimeError(f"not a figure of this model: {prompt[-1]} is not followed by the next id")
+    return seconds
+
+
+def counted_experts(runner: CudaRunner) -> dict[str, float]:
+    """Sums so far, of all layers."""
+    counters = runner.stream_counters
+    return {} if counters is None else {name: float(each.sum()) for name, each in vars(counters).items()}
+
+
+def measure(
+    setting: Setting, gib: float | None, resident_s: dict[int, float], first_ids: Iterator[int]
+) -> Iterator[dict[str, Any]]:
+    """All lengths with one budget."""
+    with open_runner(setting, gib) as runner:
+        sizes = model_sizes(runner.spec, runner.file.tensors, runner.file.fingerprint, 0)
+        mean_bytes = statistics.mean(sizes.expert_bytes)
+        for length in setting.lengths:
+            prefill(runner, next(first_ids), length)
+            before = counted_experts(runner)
+            samples = [prefill(runner, next(first_ids), length) for _ in range(setting.texts)]
+            after = counted_experts(runner)
+            seconds = statistics.median(samples)
+            resident_s.setdefault(length, seconds)
+            row = {
+                "experts_gib": gib,
+                "tokens": length,
+                "tok_s": length / seconds,
+                "samples_s": samples,
+                "resident_s": resident_s[length],
+                "total_bytes": runner.plan.total,
+            }
+            if after:
+                row |= {name: (after[name] - before[name]) / setting.texts for name in after}
+                row |= floors(setting.rates, row["wanted"] * mean_bytes, resident_s[length])
+                row["share_of_floor"] = row["floor_s"] / seconds
+            print({name: value for name, value in row.items() if name != "samples_s"}, flush=True)
+            yield row
+
+
+def floors(rates: Rates, num_bytes: float, resident_s: float) -> dict[str, float]:
+    """See the module docstring."""
+    together = max(rates.read_bytes_per_s, rates.read_beside_link + rates.link_beside_read)
+    return {
+        "wanted_bytes": num_bytes,
+        "bus_alone_s": num_bytes / rates.link_bytes_per_s,
+        "floor_s": max(num_bytes / together, resident_s),
+    }
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything; see the module docstring."""
+    write_model(options.model, FULL_SHAPE.layers, FULL_SHAPE.vocab)
+    hardware = measured_hardware(find_gpu())
+    setting = Setting(
+        path=options.model,
+        rates=Rates.of(hardware),
+        threads=options.threads or hardware.num_physical_cores - 1,
+        ring_bytes=options.ring * MIB,
+        chunk_size=options.chunk_size,
+        lengths=options.prompts,
+        texts=options.texts,
+    )
+    last = FULL_SHAPE.vocab - max(options.prompts)
+    first_ids = (i * TEXT_STEP % last for i in itertools.count(1))
+    rows: list[dict[str, Any]] = []
+    resident_s: dict[int, float] = {}
+    for gib in (None, *options.experts):
+        rows += measure(setting, gib, resident_s, first_ids)
+    return {
+        "command": shlex.join(["python", "bench/gpu_streaming.py", options.model.name]),
+        "machine": describe("cuda"),
+        "hardware": asdict(hardware),
+        "threads": setting.threads,
+        "ring_bytes": setting.ring_bytes,
+        "chunk_size": setting.chunk_size,
+        "rows": rows,
+    }
+
+
+def budgets(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "streaming.json")
+    parser.add_argument("--experts", type=budgets, default=[0, 3, 10], help="GiB; all of them come first")
+    parser.add_argument("--prompts", type=numbers, default=[168, 512, 2048, 8192])
+    parser.add_argument("--ring", type=int, default=256, help="MiB")
+    parser.add_argument("--chunk-size", type=int, default=8192)
+    parser.add_argument("--threads", type=int, help="of the CPU's part")
+    parser.add_argument("--texts", type=int, default=5)
+    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    options = parser.parse_args()
+    write_result(run(options), options.out, options.commit)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
