@@ -8,12 +8,14 @@ as these files make it do, so that every token is checked.
 """
 
 import argparse
+import itertools
 import shlex
 import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,8 @@ from coldstream.models.spec import ModelSpec
 from coldstream.placement.forecast import Known, forecast
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.hit_rates import PUBLISHED
-from coldstream.placement.plan import PlacementPlan
+from coldstream.placement.plan import PlacementPlan, plan_placement
+from coldstream.placement.plan_file import save_plan
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes
 from device import describe
@@ -37,6 +40,7 @@ from gpu import numbers, write_model
 from results import ROOT, write_result
 
 GIB = 2**30
+ROOM_BYTES = 5 * GIB  # for all but the experts
 SHORT_PROMPT, WARM_TOKENS, TIMED_TOKENS, TEXTS = 64, 512, 256, 3
 TEXT_STEP = 20_011  # from the first id of a text to that of the next
 GREEDY = {"repeat_last_n": None, "has_penalties": False, "seed": 0, "temperature": 0.0}
@@ -52,25 +56,24 @@ class Machine:
     sizes: ModelSizes
 
 
-def plan_for(machine: Machine, vram: int) -> PlacementPlan:
-    """What `vram` bytes hold."""
+def plan_with(machine: Machine, expert_bytes: int) -> PlacementPlan:
+    """The plan for the least memory, to a few MiB, in which about so many bytes of experts are resident."""
+    wanted = min(expert_bytes, machine.sizes.all_expert_bytes)
     with GGUFFile.open(machine.path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        config = EngineConfig(str(machine.path), device="cuda", vram=vram, ctx_size=machine.ctx_size)
-        return plan_model(config, file, spec, machine.hardware).plan
-
-
-def budget_for(machine: Machine, expert_bytes: int) -> int:
-    """The least memory, to a thousandth, in which about so many bytes of experts are resident."""
-    low, high = 0, 2 * machine.sizes.all_expert_bytes + 16 * GIB
-    while high - low > 2**23:
+        config = EngineConfig(
+            str(machine.path), device="cuda", vram=wanted + ROOM_BYTES, ctx_size=machine.ctx_size
+        )
+        fixed = plan_model(config, file, spec, machine.hardware).plan.fixed
+    low, high = fixed.total, fixed.total + 2 * machine.sizes.all_expert_bytes
+    while high - low > 2**22:
         middle = (low + high) // 2
         try:
-            is_enough = plan_for(machine, middle).resident_bytes >= expert_bytes
+            is_enough = plan_placement(machine.sizes, fixed, middle).resident_bytes >= wanted
         except OutOfMemoryError:
             is_enough = False
         low, high = (low, middle) if is_enough else (middle, high)
-    return high
+    return plan_placement(machine.sizes, fixed, high)
 
 
 def generate(llm: LLM, first_id: int, num_prompt: int) -> dict[str, Any]:
@@ -127,11 +130,14 @@ def floor_seconds(machine: Machine, texts: list[dict[str, Any]], num_context: in
 def measure(machine: Machine, gib: float | None, depths: list[int], first_ids: Any) -> list[dict[str, Any]]:
     """All depths with one budget: GiB of experts, None for all of them."""
     wanted = machine.sizes.all_expert_bytes if gib is None else int(gib * GIB)
-    vram = budget_for(machine, wanted)
-    plan = plan_for(machine, vram)
+    plan = plan_with(machine, wanted)
     expected = forecast(plan, Known(machine.sizes, Rates.of(machine.hardware), PUBLISHED))
     rows = []
-    with LLM(machine.path, device="cuda", vram=vram, ctx_size=machine.ctx_size) as llm:
+    with TemporaryDirectory() as folder:
+        kept = Path(folder) / "plan.json"
+        save_plan(plan, kept)
+        llm = LLM(machine.path, device="cuda", plan=str(kept))
+    with llm:
         for depth in depths:
             num_prompt = max(SHORT_PROMPT, depth)
             texts = [generate(llm, next(first_ids), num_prompt) for _ in range(TEXTS)]
@@ -142,7 +148,7 @@ def measure(machine: Machine, gib: float | None, depths: list[int], first_ids: A
                 {
                     "experts_bytes": plan.resident_bytes,
                     "experts_share": plan.resident_bytes / machine.sizes.all_expert_bytes,
-                    "vram_bytes": vram,
+                    "vram_bytes": plan.total_bytes,
                     "depth": depth,
                     "tok_s": 1 / seconds,
                     "texts": texts,
@@ -173,7 +179,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         config = EngineConfig(str(options.model), device="cuda", vram=100 * GIB, ctx_size=ctx_size)
         known = plan_model(config, file, spec, hardware).known
     machine = Machine(options.model, ctx_size, hardware, known.model)
-    first_ids = iter(range(1000, spec.vocab_size - 10_000, TEXT_STEP))
+    last_id = spec.vocab_size - max(options.depths) - 10_000
+    first_ids = (1000 + number * TEXT_STEP % last_id for number in itertools.count())
     rows = []
     for gib in (*options.experts, None):
         rows += measure(machine, gib, options.depths, first_ids)

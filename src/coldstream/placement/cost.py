@@ -28,6 +28,7 @@ MANY_ROWS_VRAM_SHARE: Final = 0.36  # the same in products of a prompt's rows
 PRODUCT_SHARE: Final = 0.17  # of the rate of large matrices
 FLOAT_SHARE: Final = 0.035  # attention, which computes in float32, against int8
 CPU_SHARE: Final = 0.85  # of the rate at which threads read
+MISSES_SHARE: Final = 0.7  # the same for the few experts of a layer that a GPU asks for
 DISK_ROUND_S: Final = 4.5e-4  # of a layer that misses: until readers are awake and the disk has answered
 CPU_LAYER_S: Final = 6e-5  # of a layer, what no bytes explain
 CPU_ROW_S: Final = 1.2e-5  # of a layer and a prompt's row, on one core: what no products explain
@@ -136,22 +137,27 @@ def prefill_seconds_on_cpu(
 
 def _cold_seconds(num_cpu: int, num_bus: int, expert_bytes: int, rates: Rates) -> float:
     """Both at once, each slower while the other runs. The bus begins while the CPU is still being asked."""
-    cpu = num_cpu * expert_bytes / _cpu_bytes_per_s(rates)
+    cpu = num_cpu * expert_bytes / _misses_per_s(rates)
     bus = num_bus * expert_bytes / (BUS_SHARE * rates.link_bytes_per_s)
     if not num_cpu:
         return bus
     answer = rates.handshake_s
-    cpu_slowdown = _cpu_bytes_per_s(rates) / _cpu_bytes_per_s(rates, beside_link=True)
+    cpu_slowdown = _misses_per_s(rates) / _misses_per_s(rates, beside_link=True)
     bus_slowdown = rates.link_bytes_per_s / rates.link_beside_read
     bus = max(0.0, bus - answer)
     both = min(cpu * cpu_slowdown, bus * bus_slowdown)
     return answer + both + (cpu - both / cpu_slowdown) + (bus - both / bus_slowdown)
 
 
-def _cpu_bytes_per_s(rates: Rates, *, beside_link: bool = False) -> float:
+def _cpu_bytes_per_s(rates: Rates) -> float:
     """Weights that the CPU multiplies by one row."""
+    return min(CPU_SHARE * rates.read_bytes_per_s, rates.cpu_bytes_per_s)
+
+
+def _misses_per_s(rates: Rates, *, beside_link: bool = False) -> float:
+    """The same of the experts that a GPU asks for, in bytes."""
     read = rates.read_beside_link if beside_link else rates.read_bytes_per_s
-    return min(CPU_SHARE * read, rates.cpu_bytes_per_s)
+    return min(MISSES_SHARE * read, rates.cpu_bytes_per_s)
 
 
 def _experts_seconds(num_resident: int, num_misses: int, expert_bytes: int, rates: Rates) -> float:
