@@ -9,8 +9,12 @@ from coldstream.assets import demo_model_path
 from coldstream.engine import EngineConfig, SamplingParams, device_choice, open_model
 from coldstream.engine.device_choice import choose_device
 from coldstream.engine.opened_model import ram_budget, sampling_defaults
+from coldstream.engine.planning import plan_model
 from coldstream.errors import DeviceError, InconsistentError, OutOfMemoryError
+from coldstream.gguf import GGUFFile
+from coldstream.models import ModelSpec
 from coldstream.placement.hardware import Hardware
+from coldstream.placement.plan_file import save_plan
 from hash_runner import open_hash_model
 
 
@@ -56,6 +60,17 @@ def test_a_budget_of_ram_leaves_experts_on_the_disk() -> None:
     for ctx_size in (64, None):
         with pytest.raises(OutOfMemoryError, match=r"of RAM and may take 2\.0 MiB: .* try --ram \d+M"):
             open_model(replace(config, ram="2M", ctx_size=ctx_size))
+
+
+def test_a_plan_for_the_cpu_is_a_budget_of_ram(tmp_path: Path) -> None:
+    config = EngineConfig(str(demo_model_path()), device="cpu", ram="30M", ctx_size=64)
+    with GGUFFile.open(demo_model_path()) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        save_plan(plan_model(config, file, spec, Hardware.measure()).plan, tmp_path / "plan.json")
+    opened = open_model(EngineConfig(config.model, device="cpu", plan=str(tmp_path / "plan.json")))
+    assert (opened.config.ram, opened.config.ctx_size) == (30 << 20, 64)
+    assert opened.runner.disk is not None
+    opened.close()
 
 
 def test_without_a_budget_of_ram_a_model_may_take_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
