@@ -283,6 +283,10 @@ def test_bad_arguments_are_named(expert_file: ExpertFile) -> None:
         _csrc.Weight.from_pool(pool, 0, 3, int(QuantType.Q4_K), F, E)
     with pytest.raises(ValueError, match="no slot of this size"):
         pool.set_order(0, np.array([1]))
+    with pytest.raises(ValueError, match="needs parts"):
+        _csrc.ExpertPool([(0, "x")], [[]], 1, 1)
+    with pytest.raises(MemoryError):
+        _csrc.ExpertPool([(0, "x")], [[(0, 0, 2**50)]], 1, 1).allocate([2**30], 1)
     with pytest.raises(ValueError, match="63 bits"):
         _csrc.ExpertPool([(0, "x")], [[(0, 2**62, 1)]], 1, 1)
     with pytest.raises(ValueError, match="file 1 of 1"):

@@ -24,6 +24,7 @@ expert_pool::expert_pool(std::unique_ptr<file_reader> reader, std::vector<std::v
     : reader_(std::move(reader)), num_experts_(num_experts) {
   if (layers.empty() || num_experts < 1) throw std::invalid_argument("a pool needs layers and experts");
   for (auto& parts : layers) {
+    if (parts.empty()) throw std::invalid_argument("a layer of a pool needs parts");
     uint64_t bytes = 0;
     for (const part& p : parts) {
       uint64_t all, end;
@@ -77,7 +78,11 @@ void expert_pool::allocate(const std::vector<int>& num_slots, int num_staging) {
   uint64_t total = 0;
   for (size_t c = 0; c < classes_.size(); c++) {
     if (num_slots[c] < 1) throw std::invalid_argument("a pool needs at least one slot of each size");
-    total += classes_[c].bytes * static_cast<uint64_t>(num_slots[c]);
+    uint64_t bytes;
+    if (__builtin_mul_overflow(classes_[c].bytes, static_cast<uint64_t>(num_slots[c]), &bytes) ||
+        __builtin_add_overflow(total, bytes, &total)) {
+      throw std::bad_alloc();
+    }
   }
   memory_bytes_ = total;
   void* memory = mmap(nullptr, memory_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
