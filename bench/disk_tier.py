@@ -83,8 +83,8 @@ def our_command(options: argparse.Namespace, *ram: str) -> tuple[str, ...]:
     return (sys.executable, "worker.py", *model, "auto", *ram)
 
 
-def better_advice(options: argparse.Namespace, limit: MemoryLimit) -> bool:
-    """Whether llama.cpp generates faster if the mapping is not read ahead."""
+def rates_by_advice(options: argparse.Namespace, limit: MemoryLimit) -> dict[bool, float]:
+    """llama.cpp's tokens per second, by whether the mapping is not read ahead."""
     rates = {}
     for is_random in (False, True):
         forget_pages(options.model)
@@ -92,7 +92,7 @@ def better_advice(options: argparse.Namespace, limit: MemoryLimit) -> bool:
             side.ask("generate", options.tokens)
             rates[is_random] = side.rate("generate", options.tokens)
     print(f"llama.cpp with read-ahead {rates[False]:.2f} tok/s, without {rates[True]:.2f}", flush=True)
-    return rates[True] > rates[False]
+    return rates
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
@@ -106,7 +106,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     piece = -(-piece // 4096) * 4096
     rate = disk_rate(options.model, piece)
     with memory_limit("ours", limit_bytes) as our_limit, memory_limit("peer", limit_bytes) as peer_limit:
-        is_random = better_advice(options, peer_limit)
+        by_advice = rates_by_advice(options, peer_limit)
+        is_random = by_advice[True] > by_advice[False]
         forget_pages(options.model)
         ours = Side(*our_limit.command(*our_command(options, str(limit_bytes - HEADROOM))))
         peer = peer_side(options, peer_limit, is_random)
@@ -130,6 +131,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "ours": ours.about,
         "peer": peer.about,
         "peer_read_ahead": not is_random,
+        "peer_tuning_tok_s": {"read_ahead": by_advice[False], "no_read_ahead": by_advice[True]},
         "read_ahead_bytes": read_ahead_bytes(options.model),
         "tokens_per_pair": options.tokens,
         "pairs": options.pairs,

@@ -398,6 +398,7 @@ def disk_tier() -> str:
         ["file, memory limit", f"{r['file_bytes'] / 1e9:.2f} GB, {r['limit_bytes'] / 1e9:.2f} GB"],
         ["coldstream", f"{r['ours_tok_s']:.1f} tok/s"],
         [f"llama.cpp, mmap {advice}", f"{r['llama_cpp_tok_s']:.2f} tok/s"],
+        ["text", "of both that of a run without a limit"],
         ["ratio (min–max of pairs)", f"{r['ratio']:.1f}× ({r['ratio_min']:.1f}–{r['ratio_max']:.1f})"],
         ["coldstream, all in memory", f"{r['in_memory_tok_s']:.1f} tok/s"],
         [
@@ -405,7 +406,7 @@ def disk_tier() -> str:
             f"{r['slot_share']:.0%}, {r['hit_rate']:.1%}",
         ],
         [
-            "read a token, waited for it",
+            "read a token, waited for",
             f"{r['read_bytes_per_token'] / 1e6:.1f} MB, {1000 * r['wait_s_per_token']:.1f} ms",
         ],
         [
