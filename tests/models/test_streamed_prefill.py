@@ -4,7 +4,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -147,19 +146,16 @@ def test_a_copy_that_is_refused_once_is_repeated_and_twice_an_error(
     demo: dict[int, tuple[np.ndarray, np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """EX01: the step fails with a typed error, and the next one has its bits."""
-    copy, calls, refused = driver.cuMemcpyHtoDAsync, [0], set[int]()
+    copy, calls, refused = driver.cuMemcpyBatchAsync, [0], set[int]()
 
     def refuse(*args: Any) -> Any:
         calls[0] += 1
         return (driver.CUresult.CUDA_ERROR_NOT_READY,) if calls[0] in refused else copy(*args)
 
-    refusing = SimpleNamespace(
-        CUresult=driver.CUresult, cuGetErrorString=driver.cuGetErrorString, cuMemcpyHtoDAsync=refuse
-    )
     with open_partly(demo_model_path(), 0.0, context_length=CONTEXT, ring_bytes=4 * MIB) as runner:
-        monkeypatch.setattr(copies, "driver", refusing)
+        monkeypatch.setattr(copies.driver, "cuMemcpyBatchAsync", refuse)
         for times in (1, 2):
-            calls[0], refused = 0, {30 + i for i in range(times)}
+            calls[0], refused = 0, {8 + i for i in range(times)}
             if times == 1:
                 check_demo(runner, {300: demo[300]})
                 continue

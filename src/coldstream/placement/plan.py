@@ -21,6 +21,7 @@ Array = np.ndarray[Any, Any]
 Tier = Literal["vram", "ram"]
 
 _RING_SHARE: Final = 8  # the ring takes at most one part in so many of what is left for experts
+_GOOD_RING_BYTES: Final = 256 * 2**20  # smaller ones cost prompts up to half of their speed (docs/log.md)
 _RING_LAYERS: Final = 2  # one is computed while the other arrives
 _MEMORY_NAMES: Final = {"vram": "the GPU's memory", "ram": "RAM"}
 
@@ -205,9 +206,13 @@ def _smallest_ring(model: ModelSizes) -> int:
 
 
 def _ring_bytes(model: ModelSizes, left: int) -> int:
-    """Two layers, or what of that an eighth of `left` can hold, but never less than it takes to stream."""
+    """Two layers, or what of that an eighth of `left` can hold, but no less than prompts stream well through.
+
+    That may be half of `left`; beneath it is what it takes to stream at all.
+    """
     largest = _RING_LAYERS * model.num_experts * max(model.expert_bytes)
-    return min(largest, max(_smallest_ring(model), left // _RING_SHARE))
+    good = min(_GOOD_RING_BYTES, left // 2)
+    return min(largest, max(_smallest_ring(model), good, left // _RING_SHARE))
 
 
 def _by_layer(numbers: Sequence[int], model: ModelSizes) -> tuple[tuple[int, ...], ...]:

@@ -1,7 +1,6 @@
 """The host's memory as the device reads it over the bus."""
 
 import mmap
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -9,7 +8,7 @@ from cuda.bindings import driver
 
 
 class RegisteredMemory:
-    """A mapping of the host's memory that the device may read while this is open: a context manager.
+    """A mapping of the host's memory that the device may read until `close`.
 
     `offset` is what to add to an address of the host's to have the device's.
     """
@@ -42,11 +41,3 @@ class RegisteredMemory:
     def close(self) -> None:
         """Unlocks the pages; nothing on the device may read them any more."""
         driver.cuMemHostUnregister(self._address)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

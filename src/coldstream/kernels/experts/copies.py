@@ -89,8 +89,7 @@ class DirectCopies:
         if after is not None:
             self._stream.wait_event(after)
         begun = _recorded(self._stream)
-        for copy in copies:
-            copy_to_device(landing + copy.offset, copy.source, copy.size, self._stream)
+        copy_to_device(copies, landing, self._stream)
         return Transfer(num_bytes_of(copies), Landed(_recorded(self._stream), begun))
 
     def close(self) -> None:
@@ -137,8 +136,7 @@ class StagedCopies:
         seconds = time.perf_counter() - begun
         if after is not None:
             self._stream.wait_event(after)
-        for copy in copies:
-            copy_to_device(landing + copy.offset, buffer.data_ptr() + copy.offset, copy.size, self._stream)
+        copy_to_device(copies, landing, self._stream, buffer.data_ptr())
         self._free[index] = landed = _recorded(self._stream)
         return Landed(landed, seconds)
 
@@ -152,10 +150,25 @@ def num_bytes_of(copies: Sequence[Copy]) -> int:
     return sum(copy.size for copy in copies)
 
 
-def copy_to_device(target: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
-    """Queues a copy from page-locked memory; a refusal is retried once. Raises DeviceError."""
+def copy_to_device(
+    copies: Sequence[Copy], landing: int, stream: torch.cuda.Stream, first_source: int | None = None
+) -> None:
+    """Queues copies from page-locked memory, in any order; a refusal is repeated once. Raises DeviceError.
+
+    first_source: where a copy of the whole landing is; None: at the copies' sources.
+    """
+    targets = [driver.CUdeviceptr(landing + copy.offset) for copy in copies]
+    sources = [
+        driver.CUdeviceptr(copy.source if first_source is None else first_source + copy.offset)
+        for copy in copies
+    ]
+    sizes = [copy.size for copy in copies]
+    access = driver.CUmemcpyAttributes()
+    access.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     for _ in range(2):
-        (status,) = driver.cuMemcpyHtoDAsync(target, source, size, stream.cuda_stream)
+        (status,) = driver.cuMemcpyBatchAsync(
+            targets, sources, sizes, len(copies), [access], [0], 1, stream.cuda_stream
+        )
         if status == driver.CUresult.CUDA_SUCCESS:
             return
     raise DeviceError(f"experts cannot be copied: {driver.cuGetErrorString(status)[1].decode()}")

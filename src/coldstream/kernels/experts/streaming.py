@@ -33,6 +33,8 @@ from coldstream.kernels.ops import RowsElsewhere
 
 Array = np.ndarray[Any, Any]
 
+FEW_ROWS = 1024
+
 
 @dataclass(frozen=True)
 class LandedGroup:
@@ -172,7 +174,7 @@ class ExpertStream:
             self._x_there.synchronize()
             self._asked = tokens, num_on_cpu, self._host.bulk_seconds
             self._host.ask_bulk(layer, ids, on_cpu)
-        self._stream(layer, streamed, counts, compute)
+        self._stream(layer, streamed, counts, tokens <= FEW_ROWS, compute)
         self._begin_ahead(layer + 1, with_cpu)
         torch.cuda.current_stream().wait_event(self._x_there)
         if not on_cpu:
@@ -195,15 +197,20 @@ class ExpertStream:
             self._asked = None
             self._cpu_share.learn_cpu(tokens, num_experts, self._host.bulk_seconds - before)
 
-    def _stream(self, layer: int, experts: Sequence[int], counts: Array, compute: Compute) -> None:
-        """Has groups copied and computed, those first that were begun before."""
+    def _stream(
+        self, layer: int, experts: Sequence[int], counts: Array, few_rows: bool, compute: Compute
+    ) -> None:
+        """Has groups copied and computed, those first that were begun before.
+
+        Few rows are computed sooner than launched: what has not landed when all is begun is one launch.
+        """
         groups = deque(self._groups_of(layer, experts))
         ends = np.cumsum(counts)
         while groups or self._waiting:
             can_begin = groups and self._ring.num_free
             if can_begin:
                 self._begin(layer, groups.popleft())
-            num_landed = self._num_landed()
+            num_landed = len(self._waiting) if few_rows and not groups else self._num_landed()
             if self._waiting and (num_landed or not can_begin):
                 landed = [self._waiting.popleft() for _ in range(max(1, num_landed))]
                 self._compute(layer, landed, counts, ends, compute)
