@@ -77,6 +77,7 @@ def plan_model(
     plan = None
     if config.plan is not None:
         config, plan = _given_plan(config, file, spec, tier)
+        config = resolve(config, spec, hardware.num_physical_cores, 2**62)
     else:
         config = _with_context(config, file, spec, hardware)
     sizes = _sizes(config, file, spec)
