@@ -94,11 +94,11 @@ int64_t routed_experts_op::token_of(const worker& w, int64_t pair) const {
 }
 
 void routed_experts_op::prepare(int rows, worker& w) const {
-  const int num_rows = quantize_x_ && !x_is_quantized_ ? rows : 0;
+  const int num_rows = quantize_x_ && quantized_rows_ != x_rows::none ? rows : 0;
   for (int64_t task = w.take(); task < 1 + num_rows; task = w.take()) {
     if (task == 0) {
       group_pairs(rows, w);
-    } else if (has_pair(task - 1)) {
+    } else if (quantized_rows_ == x_rows::all || has_pair(task - 1)) {
       kernels_.quantize_row(args_.x.row(task - 1), args_.gate.num_cols, x_row(w, task - 1));
     }
   }

@@ -30,8 +30,10 @@ class routed_experts_op : public op {
   size_t scratch_bytes() const override;
   size_t shared_bytes() const override { return layout_.total; }
   void run(int stage, int rows, worker& w) override;
-  // Whether the rows of x lie quantised in the shared memory already, from an earlier run over the same rows.
-  void set_x_quantized(bool is_quantized) { x_is_quantized_ = is_quantized; }
+  // Which rows of x a run quantises: those that it needs, unless the same rows are run again for other pairs.
+  // Then the first run may do all, and the others, whose shared memory is still that of the first, none.
+  enum class x_rows { needed, all, none };
+  void set_quantized_rows(x_rows which) { quantized_rows_ = which; }
 
  private:
   struct job {
@@ -75,7 +77,7 @@ class routed_experts_op : public op {
   routed_experts_args args_;
   bool tiled_;  // whether any job may be computed in tiles
   bool quantize_x_, quantize_h_;
-  bool x_is_quantized_ = false;
+  x_rows quantized_rows_ = x_rows::needed;
   layout layout_;
 };
 

@@ -45,7 +45,8 @@ void pooled_experts_op::choose(int rows, worker& w) {
   expert_pool& pool = *from_.pool;
   if (w.take() != 0) return pool.await_round();
   if (const char* problem = pool.next_round()) return w.fail(problem);
-  experts_.set_x_quantized(!pool.is_first_round());
+  using x_rows = routed_experts_op::x_rows;
+  experts_.set_quantized_rows(pool.is_first_round() ? x_rows::all : x_rows::none);
   const int ranks = from_.num_experts_per_tok;
   for (int t = 0; t < rows; t++) {
     for (int k = 0; k < ranks; k++) {
