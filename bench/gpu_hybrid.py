@@ -185,7 +185,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for gib in (*options.experts, None):
         rows += measure(machine, gib, options.depths, first_ids)
     return {
-        "command": shlex.join(["python", "bench/gpu_hybrid.py", options.model.name]),
+        "command": command(options),
         "machine": describe("cuda"),
         "hardware": asdict(hardware),
         "texts": TEXTS,
@@ -193,6 +193,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "timed_tokens": TIMED_TOKENS,
         "rows": rows,
     }
+
+
+def command(options: argparse.Namespace) -> str:
+    """What measures the same again."""
+    words = ["python", "bench/gpu_hybrid.py", options.model.name]
+    for name in ("experts", "depths"):
+        words += [f"--{name}", ",".join(f"{number:g}" for number in getattr(options, name))]
+    return shlex.join(words)
 
 
 def sizes(text: str) -> list[float]:

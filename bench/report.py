@@ -274,7 +274,7 @@ def gpu_hybrid() -> str:
     header = ["experts on the GPU", "context", "tok/s", "of all resident"]
     header += ["llama.cpp", "hits", "of the floor", "forecast"]
     rows = []
-    for row in r["rows"]:
+    for row in sorted(r["rows"], key=lambda row: (row["depth"], row["experts_share"])):
         share = row["experts_share"]
         nearest = next((peer[key] for key in peer if abs(float(key) - share) < 0.03), "")
         rows.append(
