@@ -7,15 +7,16 @@ A block stands between `<!-- figures: NAME -->` and `<!-- /figures -->`; nothing
 """
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from report_gpu import gpu, gpu_hybrid, gpu_profile, gpu_sanitizer, gpu_streaming, gpu_tiers, same_bits
+from report_tables import Row, load, table
+
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "docs" / "results"
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "performance.md",
@@ -23,22 +24,6 @@ PAGES = (
     ROOT / "tools" / "train_demo" / "README.md",
 )
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
-
-GPU_CASES = ("pp168", "pp512", "pp2048", "pp8192", "tg128", "tg128 @ d8192", "tg128 @ d16384")
-
-Row = list[str]
-
-
-def load(name: str) -> dict[str, Any]:
-    """One result file."""
-    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return result
-
-
-def table(header: Row, rows: list[Row]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def speed_rows(result: dict[str, Any], label: str) -> list[Row]:
@@ -194,164 +179,6 @@ def text() -> str:
         ["render it again", f"{1e3 * r['render_s']:.2f} ms", ""],
     ]
     return table(["what", "time", "over that of half the text"], rows)
-
-
-def gpu_name(case: str) -> str:
-    """The file of a case of gpu.py."""
-    return f"gpu/{case.replace(' @ ', '_')}"
-
-
-def gpu() -> str:
-    """The full-size model on a GPU beside llama.cpp; nothing while it isn't measured."""
-    peer = load("gpu/peer_llama_cpp")["tok_s"]
-    rows, machines = [], set()
-    for case in GPU_CASES:
-        if not (RESULTS / f"{gpu_name(case)}.json").exists():
-            continue
-        r = load(gpu_name(case))
-        machines.add(f"{r['machine']['gpu']}, driver {r['machine']['driver']}, commit {r['commit']}")
-        theirs = peer.get(case)
-        rows.append(
-            [
-                case,
-                f"{r['median_tok_s']:.0f} ± {50 * r['spread']:.1f} %",
-                f"{theirs:.0f}" if theirs else "",
-                f"{r['median_tok_s'] / theirs:.1f}×" if theirs else "",
-                f"{100 * r['share_of_floor']:.0f} %" if "share_of_floor" in r else "",
-            ]
-        )
-    if not rows:
-        return ""
-    header = ["35B-A3B shape, Q4_K_M", "coldstream tok/s", "llama.cpp tok/s", "ratio", "of bandwidth"]
-    return table(header, rows) + f"\n{'; '.join(sorted(machines))}\n"
-
-
-def gpu_profile() -> str:
-    """Where a decoded token's time goes on the GPU; nothing while it isn't measured."""
-    if not (RESULTS / "gpu" / "profile.json").exists():
-        return ""
-    r = load("gpu/profile")
-    rows = [
-        [f"`{kind['kind']}`", str(kind["launches"]), f"{kind['us']:.1f}", f"{kind['us'] / r['step_us']:.1%}"]
-        for kind in r["kinds"]
-    ]
-    summary = [
-        f"{r['launches_per_step']} launches a token, {r['launches_per_layer']:.1f} a layer, in "
-        f"{r['step_us']:.0f} µs, then {r['between_steps_us']:.0f} µs to the next token; weights alone take "
-        f"{r['share_of_bandwidth']:.0%} of the {r['bandwidth_bytes_s'] / 1e12:.2f} TB/s that a copy reaches. "
-        "The largest gaps:",
-        "",
-        *(
-            f"- `{gap['after']}` → `{gap['before']}`: {gap['count']} of {gap['median_us']:.1f} µs, "
-            f"{gap['us']:.0f} µs a token"
-            for gap in r["largest_gaps"]
-        ),
-    ]
-    return table(["kind of kernel", "launches", "µs", "share"], rows) + "\n" + "\n".join(summary) + "\n"
-
-
-def gpu_tiers() -> str:
-    """Triton and CUDA C++ beside each other; nothing while it isn't measured."""
-    if not (RESULTS / "gpu" / "tiers.json").exists():
-        return ""
-    r = load("gpu/tiers")
-    rows = [
-        [k["kernel"], str(k["rows"]), f"{k['triton_us']:.1f}", f"{k['cuda_us']:.1f}", f"{k['ratio']:.2f}×"]
-        for k in r["kernels"]
-    ]
-    machine = (
-        f"{r['machine']['gpu']}, driver {r['machine']['driver']}, commit {r['commit']}: `{r['command']}`"
-    )
-    return table(["kernel", "rows", "Triton µs", "CUDA C++ µs", "ratio"], rows) + f"\n{machine}\n"
-
-
-def gpu_hybrid() -> str:
-    """Decoding with a part of the experts on the GPU; nothing while it isn't measured."""
-    if not (RESULTS / "gpu" / "hybrid.json").exists():
-        return ""
-    r, peer = load("gpu/hybrid"), load("gpu/peer_llama_cpp")["partial"]["decode_tok_s"]
-    whole = {row["depth"]: row["tok_s"] for row in r["rows"] if row["experts_share"] >= 1.0}
-    header = ["experts on the GPU", "context", "tok/s", "of all resident"]
-    header += ["llama.cpp", "hits", "of the floor", "forecast"]
-    rows = []
-    for row in sorted(r["rows"], key=lambda row: (row["depth"], row["experts_share"])):
-        share = row["experts_share"]
-        nearest = next((peer[key] for key in peer if abs(float(key) - share) < 0.03), "")
-        rows.append(
-            [
-                f"{row['experts_bytes'] / 2**30:.1f} GiB ({share:.0%})",
-                f"{row['depth'] or 'short'}",
-                f"{row['tok_s']:.0f}",
-                f"{row['tok_s'] / whole[row['depth']]:.2f}",
-                f"{nearest if not row['depth'] else ''}",
-                f"{row['hit_rate']:.1%}",
-                f"{row['share_of_floor']:.0%}",
-                f"{row['forecast_tok_s']:.0f} ({row['forecast_tok_s'] / row['tok_s'] - 1:+.0%})",
-            ]
-        )
-    machine = f"{r['machine']['gpu']}, {r['machine']['cores']} cores, commit {r['commit']}: `{r['command']}`"
-    return table(header, rows) + f"\n{machine}\n"
-
-
-def gpu_streaming() -> str:
-    """Prefill with a part of the experts on the GPU."""
-    r = load("gpu/streaming")
-    none_resident = load("gpu/peer_llama_cpp")["partial"]["prefill_tok_s_none_resident"]
-    header = ["experts on the GPU", "tokens", "tok/s", "spread", "bus alone", "of the floor", "llama.cpp"]
-    rows = []
-    for row in r["rows"]:
-        seconds, samples = row["tokens"] / row["tok_s"], row["samples_s"]
-        is_whole = row["experts_gib"] is None
-        peer = none_resident[str(row["tokens"])] if row["experts_gib"] == 0 else ""
-        rows.append(
-            [
-                "all" if is_whole else f"{row['experts_gib']:g} GiB",
-                str(row["tokens"]),
-                f"{row['tok_s']:.0f}",
-                f"{(max(samples) - min(samples)) / seconds:.0%}",
-                "" if is_whole else f"{row['tokens'] / row['bus_alone_s']:.0f}",
-                "" if is_whole else f"{row['share_of_floor']:.0%}",
-                str(peer),
-            ]
-        )
-    machine = (
-        f"A ring of {r['ring_bytes'] / 2**20:.0f} MiB, chunks of {r['chunk_size']} tokens, {r['threads']} "
-        f"threads. {r['machine']['gpu']}, {r['machine']['cores']} cores, commit {r['commit']}: "
-        f"`{r['command']}`"
-    )
-    return table(header, rows) + f"\n{machine}\n"
-
-
-def same_bits() -> str:
-    """What differs between the quantised products of C++ and of the GPU."""
-    r = load("gpu/same_bits")
-    rows = [
-        [name, str(counts["products"]), str(counts["experts"])]
-        for name, counts in r["differing_values"].items()
-    ]
-    tokens = ", ".join(map(str, r["tokens"]))
-    summary = (
-        f"{r['rows']:,} random rows of {r['cols']} weights of each type, by {tokens} rows of activations; "
-        f"experts with {r['expert_rows']:,} rows. {r['machine']['gpu']}, C++ tier {r['cpu_tier']}, commit "
-        f"{r['commit']}: `python bench/same_bits.py`"
-    )
-    return table(["type", "products that differ", "experts' outputs that differ"], rows) + f"\n{summary}\n"
-
-
-def gpu_sanitizer() -> str:
-    """Accesses that memcheck reported; nothing while it has not run."""
-    if not (RESULTS / "gpu" / "sanitizer.json").exists():
-        return ""
-    r = load("gpu/sanitizer")
-    tests = r["tests"]
-    rows = [
-        ["tests of kernels", f"{tests['passed']} passed, {tests['failed']} failed"],
-        ["errors reported", str(r["errors"])],
-        ["options", f"`{r['options']}`, version {r['sanitizer']}"],
-        ["machine", f"{r['machine']['gpu']}, driver {r['machine']['driver']}, commit {r['commit']}"],
-        ["command", f"`{r['command']}`"],
-    ]
-    return table(["compute-sanitizer", ""], rows)
 
 
 def routing() -> str:

@@ -10,7 +10,8 @@ import pytest
 from test_full_size_model import SMALL
 
 import gpu
-import report
+import report_gpu
+import report_tables
 import results
 from full_size_model import FullSizeWriter
 
@@ -61,13 +62,13 @@ def test_the_table_sets_figures_beside_the_peers(
     shutil.copytree(out, tmp_path / "gpu")
     peer = {"tok_s": {"pp20": 1.0}}
     (tmp_path / "gpu" / "peer_llama_cpp.json").write_text(json.dumps(peer))
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(report, "GPU_CASES", ("pp20", "tg4 @ d50", "tg4 @ d99"))
+    monkeypatch.setattr(report_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(report_gpu, "GPU_CASES", ("pp20", "tg4 @ d50", "tg4 @ d99"))
     for path in (tmp_path / "gpu").glob("[pt]?[24]*.json"):
         result = json.loads(path.read_text())
         result["machine"] |= {"gpu": "Some GPU", "driver": "1.2"}
         path.write_text(json.dumps(result))
-    lines = report.gpu().splitlines()
+    lines = report_gpu.gpu().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert [row[0] for row in cells[2:]] == ["pp20", "tg4 @ d50"]
     assert cells[2][2] == "1"
@@ -79,10 +80,10 @@ def test_the_table_sets_figures_beside_the_peers(
 
 def test_without_figures_there_is_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gpu").mkdir()
-    shutil.copy(report.RESULTS / "gpu" / "peer_llama_cpp.json", tmp_path / "gpu")
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    assert report.gpu() == ""
-    assert report.gpu_profile() == ""
+    shutil.copy(report_tables.RESULTS / "gpu" / "peer_llama_cpp.json", tmp_path / "gpu")
+    monkeypatch.setattr(report_tables, "RESULTS", tmp_path)
+    assert report_gpu.gpu() == ""
+    assert report_gpu.gpu_profile() == ""
 
 
 def test_results_name_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import gpu_profile
-import report
+import report_gpu
+import report_tables
 from gpu_profile import Launch, read_trace, split_steps, summarise, table
 
 
@@ -72,8 +73,8 @@ def test_the_pages_table_is_made_of_the_result(tmp_path: Path, monkeypatch: pyte
     result = summarise([step(0), step(100)], 2) | {"share_of_bandwidth": 0.5, "bandwidth_bytes_s": 4.3e12}
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "profile.json").write_text(json.dumps(result))
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    page = report.gpu_profile()
+    monkeypatch.setattr(report_tables, "RESULTS", tmp_path)
+    page = report_gpu.gpu_profile()
     assert "| `attention` | 2 | 16.0 | 35.6% |" in page
     assert "7 launches a token, 3.5 a layer, in 45 µs" in page
     assert page.count("\n- `") == gpu_profile.NUM_GAPS

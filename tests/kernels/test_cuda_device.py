@@ -40,6 +40,7 @@ def test_other_errors_stay_what_they_are() -> None:
 def test_a_kernel_that_finds_no_memory_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     status = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(program.driver, "cuModuleLoadData", lambda cubin: (status, None))
     with pytest.raises(OutOfMemoryError, match="GiB are free"):
         program.Kernel(program.MachineCode(b"", "kernel"))

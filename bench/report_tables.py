@@ -1,0 +1,26 @@
+"""What the figures of all pages are made with: results in, Markdown out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+
+Row = list[str]
+
+
+def has(name: str) -> bool:
+    """Whether there is such a result file."""
+    return (RESULTS / f"{name}.json").exists()
+
+
+def load(name: str) -> dict[str, Any]:
+    """One result file."""
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return result
+
+
+def table(header: Row, rows: list[Row]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
