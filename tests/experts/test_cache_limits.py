@@ -193,7 +193,7 @@ def test_what_was_loaded_first_is_taken_away_last() -> None:
         caller.finish()
 
 
-def test_memory_taken_away_mid_run_is_given_back_when_nobody_reads_it_and_used_again_later() -> None:
+def test_mm03_memory_taken_away_mid_run_is_given_back_when_nobody_reads_it_and_used_again_later() -> None:
     caller = Caller([1], 16, {1: 8}, DecayedFrequency(), pinned=[7])
     caller.load(range(8))
     settle(caller)

@@ -117,7 +117,7 @@ def test_one_tensor_of_gate_and_up_rows(tier: str) -> None:
 
 @EVERY_TIER
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
-def test_pairs_that_somebody_else_computes_are_left_alone(tier: str, share: float) -> None:
+def test_trap_04_pairs_that_somebody_else_computes_are_left_alone(tier: str, share: float) -> None:
     runtime, weights = _csrc.Runtime(2, tier), experts(QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K)
     for name in ("one token", "many tokens", "all on one expert"):
         ids = distributions()[name]

@@ -119,7 +119,7 @@ def test_row_views_keep_to_their_rows() -> None:
         ((12, 1, 256, 2**62), "does not fit"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(arguments: tuple[int, ...], message: str) -> None:
+def test_trap_11_weights_that_do_not_fit_are_refused(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _csrc.Weight.from_array(torch.zeros(144, dtype=torch.uint8), *arguments)
 

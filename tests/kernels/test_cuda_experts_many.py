@@ -187,7 +187,7 @@ def test_odd_sizes(ffn: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_experts", [1, 40, 1500])
-def test_all_rows_on_one_expert(num_experts: int) -> None:
+def test_trap_05_all_rows_on_one_expert(num_experts: int) -> None:
     experts = Experts(num_experts, (256, 32), (QuantType.Q4_K, QuantType.Q8_0))
     x, ids = activations(3, 200, 256), torch.full((200, 1), num_experts - 1, dtype=torch.int32)
     assert same_numbers(experts.run(x, ids), experts.expected(x, ids))

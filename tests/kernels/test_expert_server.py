@@ -1,6 +1,8 @@
 """Experts computed on request through words in memory: what a GPU asks of the CPU, asked here by Python."""
 
 import os
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -195,3 +197,23 @@ def test_a_server_that_serves_can_be_given_up() -> None:
         client.server.add_layer(*experts())
         client.server.begin()
         del client
+
+
+ON_ONE_CPU = """
+import os
+os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]})
+from test_expert_server import Client, activations, experts, plainly, random_ids, same_bits
+client, weights = Client(threads=4), experts()
+client.server.add_layer(*weights)
+client.server.begin()
+for number in range(40):
+    x, ids = activations(number, 2, 512), random_ids(2, 0.3, seed=number)
+    assert same_bits(client.ask(0, x, ids), plainly(client, x, ids, weights))
+client.server.check()
+"""
+
+
+def test_ex08_one_cpu_for_more_threads_than_that() -> None:
+    """Whoever polls gives the core away, or the client and the threads would starve each other."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", ON_ONE_CPU], check=True, timeout=5 * LIMIT_S, env=environment)

@@ -22,7 +22,7 @@ from coldstream.models.cuda_runner import CudaRunner
 
 
 @pytest.mark.gpu
-def test_too_little_memory_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
+def test_mm01_too_little_memory_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, dims=Dims())
     torch.cuda.empty_cache()
@@ -51,7 +51,7 @@ def no_memory_left() -> Iterator[None]:
 
 
 @pytest.mark.gpu
-def test_memory_taken_away_in_mid_run_is_an_error_and_not_the_end(moe_path: Path) -> None:
+def test_mm03_memory_taken_away_in_mid_run_is_an_error_and_not_the_end(moe_path: Path) -> None:
     prompts = [token_ids(size) for size in sorted({padded_rows(count) for count in range(17, 2049)})]
 
     def run_all(runner: CudaRunner) -> None:

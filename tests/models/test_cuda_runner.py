@@ -58,6 +58,18 @@ def test_memory_is_planned_without_a_device(moe_path: Path, chunk_size: int) -> 
             plan_memory(file, spec, Limits(1, 1024, "f16"), free_bytes=plan.weights)
 
 
+@pytest.mark.parametrize("expert_bytes", [None, 0, 10**6])
+def test_mm01_a_byte_short_is_refused(moe_path: Path, expert_bytes: int | None) -> None:
+    """With everything counted that is ever taken, slots for experts included."""
+    limits = Limits(1, 1024, "f16", expert_bytes)
+    with GGUFFile.open(moe_path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        need = plan_memory(file, spec, limits, 40 * 2**30, (256,)).total
+        assert plan_memory(file, spec, limits, need, (256,)).total == need
+        with pytest.raises(OutOfMemoryError, match=r"needs .* GiB, .* are free: .*--vram"):
+            plan_memory(file, spec, limits, need - 1, (256,))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_gpu_computes_what_the_reference_defines(variant: str, tmp_path: Path) -> None:
