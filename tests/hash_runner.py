@@ -25,6 +25,7 @@ class HashRunner:
     threads = 1
     warnings: tuple[str, ...] = ()
     disk = None
+    gpu_experts = None
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file

@@ -18,6 +18,7 @@ from coldstream.engine import OpenedModel, open_model
 from coldstream.engine.benchmark import BenchmarkResult, BenchmarkTest, benchmark_tokens, run_benchmark
 from coldstream.engine.config import cache_bytes_per_token
 from coldstream.experts.disk_tier import DiskStatistics
+from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.kernels.cuda.device import find_gpu, measure_copy_bandwidth
 from coldstream.models.footprint import bytes_per_token, num_parameters
 from coldstream.placement.hardware import Hardware
@@ -74,16 +75,21 @@ def command(
         if not as_json:
             click.echo(report.describe_ceiling())
         results = _run_all(opened, tests, repetitions, seed)
-        disk = opened.runner.disk
+        disk, on_gpu = opened.runner.disk, opened.runner.gpu_experts
     finally:
         opened.close()
     if as_json:
-        experts = {"experts_on_disk": asdict(disk) if disk else None}
+        experts = {
+            "experts_on_disk": asdict(disk) if disk else None,
+            "experts_on_gpu": asdict(on_gpu) if on_gpu else None,
+        }
         click.echo(json.dumps(report.to_json(results, seed) | experts))
         return
     table_console().print(report.to_table(results))
     if disk:
         click.echo(describe_disk(disk))
+    if on_gpu:
+        click.echo(describe_gpu(on_gpu))
 
 
 def describe_disk(disk: DiskStatistics) -> str:
@@ -91,6 +97,17 @@ def describe_disk(disk: DiskStatistics) -> str:
     return (
         f"{disk.num_slots} of {disk.num_experts} experts fit into RAM; {disk.hit_rate:.0%} of their uses "
         f"found them there, {disk.bytes_read / 1e9:.2f} GB were read, {disk.wait_s:.2f} s waited for the disk"
+    )
+
+
+def describe_gpu(experts: GpuExpertStatistics) -> str:
+    """The same of a GPU that does not hold all experts."""
+    return (
+        f"{experts.num_slots} of {experts.num_experts} experts fit into the GPU's memory; "
+        f"{experts.hit_rate:.0%} of their uses by decoded tokens found them there, "
+        f"{sum(experts.copied_bytes) / 1e9:.2f} GB were copied, the CPU computed {sum(experts.cpu_pairs)} in "
+        f"{sum(experts.cpu_s):.2f} s; of prompts {sum(experts.prompt_streamed)} came over the bus, "
+        f"{sum(experts.prompt_on_cpu)} went to the CPU"
     )
 
 

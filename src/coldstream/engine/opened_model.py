@@ -14,6 +14,7 @@ from coldstream.engine.machine import hardware_with, measured_hardware
 from coldstream.engine.planning import bundled_profile, plan_model
 from coldstream.errors import InconsistentError, InvalidRequestError
 from coldstream.experts.disk_tier import DiskStatistics
+from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.gguf.chat_template import FIELD as CHAT_TEMPLATE_KEY
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.hub import resolve_model
@@ -66,6 +67,10 @@ class ModelHandle(Runner, Protocol):
     @property
     def disk(self) -> DiskStatistics | None:
         """What reading experts from the disk has taken; None if all weights are in memory."""
+
+    @property
+    def gpu_experts(self) -> GpuExpertStatistics | None:
+        """What became of experts that the GPU does not hold; None if it holds all, or if there is none."""
 
     def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> Logits:
         """`extend`, with logits in an array of their own."""

@@ -48,9 +48,10 @@ class ExpertResidency:
         used: torch.Tensor,
     ) -> None:
         self.cache = cache
-        self._num_layers, self._num_experts = len(layers), len(layers[0][0].addresses)
+        self._num_layers, self.num_experts = len(layers), len(layers[0][0].addresses)
         self._places = _Places(layers, slots)
         self._slots = dict(slots)
+        self.num_slots = sum(len(each) for each in slots.values())
         self._used = used.numpy()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._in_flight: deque[tuple[tuple[Copy, ...], torch.cuda.Event]] = deque()
@@ -114,8 +115,8 @@ class ExpertResidency:
 
     def _experts_of(self, ids: Array) -> Array:
         """The numbers of the experts [layers, rows, K] of a step, none twice."""
-        first = np.arange(self._num_layers, dtype=np.int64)[:, None, None] * self._num_experts
-        seen = np.zeros(self._num_layers * self._num_experts, bool)
+        first = np.arange(self._num_layers, dtype=np.int64)[:, None, None] * self.num_experts
+        seen = np.zeros(self._num_layers * self.num_experts, bool)
         seen[(ids + first).reshape(-1)] = True
         return np.flatnonzero(seen)
 

@@ -10,6 +10,7 @@ import torch
 
 from coldstream.errors import ColdstreamError
 from coldstream.experts.cache import ExpertCache
+from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
@@ -203,6 +204,10 @@ class CudaRunner(ModelRunner):
     def threads(self) -> int:
         """The one that launches, and those that compute experts."""
         return 1 + (self._placed.threads if self._partial and self._placed else 0)
+
+    @property
+    def gpu_experts(self) -> GpuExpertStatistics | None:
+        return self._partial.statistics() if self._partial else None
 
     @property
     def expert_cache(self) -> ExpertCache | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from coldstream.experts.cache import ExpertCache
+from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.residency import ExpertResidency, expert_bytes
 from coldstream.kernels.experts.host import HostExperts
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
@@ -80,6 +81,21 @@ class PartialExperts:
     @property
     def stream_counters(self) -> StreamCounters | None:
         return None if self._stream is None else self._stream.counters
+
+    def statistics(self) -> GpuExpertStatistics | None:
+        """What became of missing experts so far; None before the slots are filled."""
+        if self._residency is None or self._stream is None:
+            return None
+        cache, stream = self._residency.cache, self._stream.counters
+        num_experts = len(cache.counters.hits) * self._residency.num_experts
+        return GpuExpertStatistics.of(
+            self._residency.num_slots,
+            num_experts,
+            cache.counters,
+            self.host.server.work(),
+            stream.streamed,
+            stream.on_cpu,
+        )
 
     def start_step(self, rows: int) -> None:
         """Right before a step of `rows` rows, when the last one has ended."""

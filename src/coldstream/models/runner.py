@@ -13,6 +13,7 @@ import numpy as np
 
 from coldstream.errors import InvalidRequestError
 from coldstream.experts.disk_tier import DiskStatistics
+from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.footprint import bytes_per_token
 from coldstream.models.spec import ModelSpec
@@ -66,6 +67,11 @@ class ModelRunner(ABC):
     @property
     def disk(self) -> DiskStatistics | None:
         """What reading experts from the disk has taken; None if all weights are in memory."""
+        return None
+
+    @property
+    def gpu_experts(self) -> GpuExpertStatistics | None:
+        """What became of experts that the GPU does not hold; None if it holds all, or if there is none."""
         return None
 
     @property

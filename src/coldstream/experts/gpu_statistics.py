@@ -1,0 +1,70 @@
+"""What became of the experts that a GPU does not hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from coldstream.experts.cache import Counters
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class GpuExpertStatistics:
+    """Since the model was opened, by layer that may miss an expert.
+
+    hits, misses: uses by decoded tokens; copies, copied_bytes, evictions: of slots. cpu_pairs: (token,
+    expert) pairs in cpu_requests that the CPU computed in cpu_s, while the GPU computed others.
+    prompt_streamed, prompt_on_cpu: experts of long prompts that came over the bus, or were computed by the
+    CPU.
+    """
+
+    num_slots: int
+    num_experts: int
+    hits: tuple[int, ...]
+    misses: tuple[int, ...]
+    copies: tuple[int, ...]
+    copied_bytes: tuple[int, ...]
+    evictions: tuple[int, ...]
+    cpu_requests: tuple[int, ...]
+    cpu_pairs: tuple[int, ...]
+    cpu_s: tuple[float, ...]
+    prompt_streamed: tuple[int, ...]
+    prompt_on_cpu: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        num_slots: int,
+        num_experts: int,
+        counters: Counters,
+        cpu_work: Sequence[tuple[int, int, float]],
+        prompt_streamed: Array,
+        prompt_on_cpu: Array,
+    ) -> Self:
+        """From what a cache counted, what the CPU did by layer, and what prompts brought and left to it."""
+        return cls(
+            num_slots=num_slots,
+            num_experts=num_experts,
+            hits=_plain(counters.hits),
+            misses=_plain(counters.misses),
+            copies=_plain(counters.copies),
+            copied_bytes=_plain(counters.copied_bytes),
+            evictions=_plain(counters.evictions),
+            cpu_requests=tuple(requests for requests, _, _ in cpu_work),
+            cpu_pairs=tuple(pairs for _, pairs, _ in cpu_work),
+            cpu_s=tuple(seconds for _, _, seconds in cpu_work),
+            prompt_streamed=_plain(prompt_streamed),
+            prompt_on_cpu=_plain(prompt_on_cpu),
+        )
+
+    @property
+    def hit_rate(self) -> float:
+        """Of all layers together; 0 before the first decoded token."""
+        return sum(self.hits) / max(1, sum(self.hits) + sum(self.misses))
+
+
+def _plain(counts: Array) -> tuple[int, ...]:
+    return tuple(int(count) for count in counts)
