@@ -62,7 +62,7 @@ def distributions() -> dict[str, torch.Tensor]:
 
 @EVERY_TIER
 @pytest.mark.parametrize("name", list(distributions()))
-def test_every_distribution_of_pairs(tier: str, name: str) -> None:
+def test_kn01_every_distribution_of_pairs(tier: str, name: str) -> None:
     ids = distributions()[name]
     x = activations(1, len(ids), E)
     weights = experts(QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K)

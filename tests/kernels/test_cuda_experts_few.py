@@ -103,7 +103,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_every_number_of_tokens(name: str) -> None:
+def test_kn01_every_number_of_tokens(name: str) -> None:
     types, size, cols, shared_types, shared_size = MIXES[name]
     layer = Layer(types, size, cols, shared_types, shared_size)
     for tokens in range(1, 9):

@@ -136,7 +136,7 @@ def random_ids(seed: int, num_tokens: int, num_ranks: int, num_experts: int) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", SIZES)
-def test_every_token_count(num_tokens: int) -> None:
+def test_kn01_every_token_count(num_tokens: int) -> None:
     experts = Experts(12, (256, 256), (QuantType.Q4_K, QuantType.Q6_K))
     x, ids = activations(num_tokens, num_tokens, 256), random_ids(num_tokens, num_tokens, 3, 12)
     assert same_numbers(experts.run(x, ids), experts.expected(x, ids))
