@@ -26,6 +26,7 @@ class HashRunner:
     warnings: tuple[str, ...] = ()
     disk = None
     gpu_experts = None
+    expert_uses: tuple[int, int] | None = None
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file

@@ -9,6 +9,7 @@ import pytest
 
 from builders import make_model, write_gguf, write_model
 from coldstream import LLM, SamplingParams
+from coldstream.assets import demo_model_path
 from coldstream.errors import ConfigError, InconsistentError, ModelNotFoundError, TemplateError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -109,3 +110,16 @@ def test_a_files_sampling_recommendations_are_the_defaults(tmp_path: Path) -> No
     (path,) = write_model(tmp_path / "absurd.gguf", model)
     with pytest.raises(InconsistentError, match="top_p must be a number from 0 to 1"):
         LLM(path, threads=1)
+
+
+def test_statistics_say_how_often_experts_were_at_hand() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    with LLM(demo_model_path(), device="cpu", ctx_size=64, ram="30M") as llm:
+        (answer,) = llm.generate("import os", params)
+        rate = answer.statistics.expert_hit_rate
+        assert rate is not None
+        assert 0 < rate < 1
+    with LLM(demo_model_path(), device="cpu", ctx_size=64) as llm:
+        (mapped,) = llm.generate("import os", params)
+        assert mapped.statistics.expert_hit_rate is None
+    assert mapped.token_ids == answer.token_ids

@@ -25,10 +25,11 @@ class Answer:
         """One line: speeds, why it ended, and what ran."""
         s = self.statistics
         reused = f" ({s.reused_tokens} reused)" if s.reused_tokens else ""
+        hits = "" if s.expert_hit_rate is None else f"{s.expert_hit_rate:.0%} of experts at hand · "
         return (
             f"prompt {s.prompt_tokens} tokens{reused}, {s.prompt_tokens_per_s:.1f} tok/s · "
             f"generated {s.generated_tokens} tokens, {s.generated_tokens_per_s:.1f} tok/s · "
-            f"first token {s.time_to_first_token_s:.2f} s · {self.finish_reason} · "
+            f"first token {s.time_to_first_token_s:.2f} s · {self.finish_reason} · {hits}"
             f"{s.tier}, {s.threads} threads · seed {s.seed}"
         )
 

@@ -72,6 +72,7 @@ def generate_pieces(
     """Yield a piece per token and a last one with the statistics. Raises what computing raises."""
     matcher = StopMatcher(request.params.stop)
     clock = _Clock()
+    uses_before = model.expert_uses
     reason: FinishReason = "length"
     last_ids: tuple[int, ...] = ()
     text = ""
@@ -91,7 +92,8 @@ def generate_pieces(
     except _CancelledError:
         reason = "cancelled"
     text += matcher.feed(decoder.finish()) + matcher.flush()
-    yield Piece(text, last_ids, reason, clock.statistics(request, model.num_reused))
+    statistics = clock.statistics(request, model.num_reused, _hit_rate(uses_before, model.expert_uses))
+    yield Piece(text, last_ids, reason, statistics)
 
 
 class _Cancellation:
@@ -125,7 +127,7 @@ class _Clock:
         if self._num_tokens == 1:
             self._first = self._last
 
-    def statistics(self, request: Request, num_reused: int) -> Statistics:
+    def statistics(self, request: Request, num_reused: int, hit_rate: float | None) -> Statistics:
         return Statistics(
             prompt_tokens=len(request.prompt_token_ids),
             reused_tokens=num_reused,
@@ -135,7 +137,16 @@ class _Clock:
             tier=request.tier,
             threads=request.threads,
             seed=request.seed,
+            expert_hit_rate=hit_rate,
         )
+
+
+def _hit_rate(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
+    """Of the uses between two counts of hits and misses; None without any."""
+    if before is None or after is None or after == before:
+        return None
+    hits, misses = after[0] - before[0], after[1] - before[1]
+    return hits / (hits + misses)
 
 
 def _tokens(request: Request, model: LiveSequence, progress: Progress) -> Iterator[int]:

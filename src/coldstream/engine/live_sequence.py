@@ -17,6 +17,10 @@ class Runner(Protocol):
     def position(self) -> int:
         """Tokens in the state."""
 
+    @property
+    def expert_uses(self) -> tuple[int, int] | None:
+        """Uses of experts so far that found them in fast memory, and that did not; None: all are there."""
+
     def reset(self) -> None:
         """Forget the sequence."""
 
@@ -35,6 +39,11 @@ class LiveSequence:
         self._runner = runner
         self._token_ids: list[int] | None = None  # None: unknown
         self._num_reused = 0
+
+    @property
+    def expert_uses(self) -> tuple[int, int] | None:
+        """See `Runner`."""
+        return self._runner.expert_uses
 
     @property
     def num_reused(self) -> int:

@@ -21,6 +21,9 @@ class Statistics:
     tier: str  # of CPU kernels
     threads: int
     seed: int  # gives the same tokens again
+    expert_hit_rate: float | None = (
+        None  # of uses that found their expert in fast memory; None: all are there
+    )
 
     @property
     def prompt_tokens_per_s(self) -> float:

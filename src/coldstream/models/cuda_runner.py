@@ -210,6 +210,13 @@ class CudaRunner(ModelRunner):
         return self._partial.statistics() if self._partial else None
 
     @property
+    def expert_uses(self) -> tuple[int, int] | None:
+        if self.expert_cache is None:
+            return None
+        counters = self.expert_cache.counters
+        return int(counters.hits.sum()), int(counters.misses.sum())
+
+    @property
     def expert_cache(self) -> ExpertCache | None:
         """What the slots hold and how often that helped; None if all experts are on the device."""
         return self._partial.cache if self._partial else None

@@ -75,6 +75,11 @@ class ModelRunner(ABC):
         return None
 
     @property
+    def expert_uses(self) -> tuple[int, int] | None:
+        """Uses of experts so far that found them in fast memory, and that did not; None: all are there."""
+        return None if self.disk is None else (self.disk.hits, self.disk.misses)
+
+    @property
     def bytes_per_token(self) -> int:
         """Weight bytes that decoding one token reads."""
         return bytes_per_token(self.spec, self.file.tensors)
