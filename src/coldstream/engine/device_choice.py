@@ -20,8 +20,15 @@ def choose_device(config: EngineConfig) -> tuple[EngineConfig, Gpu | None, tuple
     if config.device == "cpu" or (config.device == "auto" and not gpu_is_visible()):
         return replace(config, device="cpu"), None, ()
     try:
-        return replace(config, device="cuda"), find_gpu(), ()
+        return replace(config, device="cuda"), find_gpu(), _unused_on_gpu(config)
     except DeviceError as error:
         if config.device == "cuda" or config.vram != "auto":
             raise
         return replace(config, device="cpu"), None, (f"there is a GPU, but the CPU computes: {error}",)
+
+
+def _unused_on_gpu(config: EngineConfig) -> tuple[str, ...]:
+    """What the configuration asks for in vain."""
+    if config.ram == "auto":
+        return ()
+    return ("--ram bounds models on the CPU: with a GPU, experts beyond --vram stay in the mapped file",)
