@@ -23,7 +23,6 @@ from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.cuda_model import (
-    CHUNK_SIZES,
     MAX_GRAPH_ROWS,
     SIZES_PER_DOUBLING,
     SMALLEST_PADDED_ROWS,
@@ -35,6 +34,7 @@ from coldstream.models.cuda_model import (
     plan_memory,
 )
 from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.fixed_part import CHUNK_SIZES
 from coldstream.models.spec import ModelSpec
 
 

@@ -27,10 +27,10 @@ from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SI
 from coldstream.kernels.sample.cuda import PROGRAM as SAMPLER
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.cuda_logits import Sampler
+from coldstream.models.fixed_part import CHUNK_SIZES, GRAPH_BYTES, RESERVE_BYTES
 from coldstream.models.qwen35 import Qwen35Model
 from coldstream.models.spec import ModelSpec
 
-CHUNK_SIZES = (8192, 4096, 2048, 1024, 512, 256)
 # Of the memory that weights and caches leave free: what prefill may use for its activations.
 WORKSPACE_SHARE = 0.25
 MAX_DECODE_ROWS = 64
@@ -43,11 +43,6 @@ MAX_EXPERTS = EXPERTS_PER_LANE[-1] * WARP_SIZE
 MAX_GRAPH_ROWS = 2048
 SIZES_PER_DOUBLING = 8
 SMALLEST_PADDED_ROWS = 17
-MAX_GRAPHS = 48
-
-# The driver's own: captured graphs, and loaded kernels.
-GRAPH_BYTES = MAX_GRAPHS * 4 * 2**20
-RESERVE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)

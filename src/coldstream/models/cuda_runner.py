@@ -21,10 +21,8 @@ from coldstream.kernels.experts.streaming import StreamCounters
 from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.models.cuda_logits import CudaLogits
 from coldstream.models.cuda_model import (
-    CHUNK_SIZES,
     HEAD_ROWS,
     MAX_DECODE_ROWS,
-    MAX_GRAPHS,
     SMALLEST_PADDED_ROWS,
     Limits,
     Loaded,
@@ -34,6 +32,7 @@ from coldstream.models.cuda_model import (
     padded_rows,
     plan_memory,
 )
+from coldstream.models.fixed_part import CHUNK_SIZES, MAX_GRAPHS
 from coldstream.models.partial_experts import PartialExperts
 from coldstream.models.runner import Array, ModelRunner, Progress
 from coldstream.models.spec import ModelSpec

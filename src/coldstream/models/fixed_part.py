@@ -18,9 +18,12 @@ CPU_CHUNK_SIZE = 512
 # By the tokens of a step of prefill: what share its activations may have of what weights and caches leave.
 # Each step brings all experts that it lacks over the bus once, so that short ones cost more than some slots.
 _WORKSPACE_SHARES = {8192: 0.25, 4096: 0.25, 2048: 0.5, 1024: 0.5, 512: 0.5, 256: 1.0}
+CHUNK_SIZES = tuple(_WORKSPACE_SHARES)
 _SHORT_CHUNK = 2048  # shorter ones don't fill a GPU
-_GPU_GRAPH_BYTES = 192 * 2**20
-_GPU_RESERVE_BYTES = 256 * 2**20
+# The driver's own: captured graphs, and loaded kernels.
+MAX_GRAPHS = 48
+GRAPH_BYTES = MAX_GRAPHS * 4 * 2**20
+RESERVE_BYTES = 256 * 2**20
 _FLOATS_BESIDE_EXPERTS = 16  # activations of a token, in hidden states, beside one for each of its experts
 
 
@@ -37,7 +40,6 @@ def fixed_parts_on_gpu(
     With shorter ones, down to 2048 tokens, if all experts fit beside those.
     """
     count = _counted if _can_count() else _estimated
-    chunk_sizes = tuple(_WORKSPACE_SHARES)
 
     @cache
     def part(chunk_size: int) -> FixedPart:
@@ -48,10 +50,10 @@ def fixed_parts_on_gpu(
         return part(chunk_size).workspace <= max(0, left) * _WORKSPACE_SHARES[chunk_size]
 
     def choose(budget: int) -> FixedPart:
-        modest = next((size for size in chunk_sizes if is_modest(size, budget)), chunk_sizes[-1])
+        modest = next((size for size in CHUNK_SIZES if is_modest(size, budget)), CHUNK_SIZES[-1])
         left = budget - sizes.all_expert_bytes
         if _without_workspace(part(modest)) < left < part(modest).total:
-            shorter = [size for size in chunk_sizes if _SHORT_CHUNK <= size < modest]
+            shorter = [size for size in CHUNK_SIZES if _SHORT_CHUNK <= size < modest]
             return next((part(size) for size in shorter if part(size).total <= left), part(modest))
         return part(modest)
 
@@ -83,8 +85,8 @@ def least_bytes(spec: ModelSpec, sizes: ModelSizes, tier: Tier) -> int:
     """About what the smallest fixed part has beside its caches: what a default context must leave."""
     if tier == "ram":
         return sizes.dense_bytes + _activation_bytes(spec, CPU_CHUNK_SIZE)
-    reserved = _GPU_GRAPH_BYTES + _GPU_RESERVE_BYTES
-    return sizes.dense_bytes + sizes.state_bytes + reserved + _activation_bytes(spec, min(_WORKSPACE_SHARES))
+    reserved = GRAPH_BYTES + RESERVE_BYTES
+    return sizes.dense_bytes + sizes.state_bytes + reserved + _activation_bytes(spec, CHUNK_SIZES[-1])
 
 
 def _can_count() -> bool:
@@ -122,8 +124,8 @@ def _estimated(
         weights=sizes.dense_bytes,
         caches=_cache_bytes(sizes, ctx_size),
         workspace=_activation_bytes(spec, chunk_size),
-        graphs=_GPU_GRAPH_BYTES,
-        reserve=_GPU_RESERVE_BYTES,
+        graphs=GRAPH_BYTES,
+        reserve=RESERVE_BYTES,
     )
 
 

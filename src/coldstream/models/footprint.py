@@ -7,11 +7,10 @@ from fractions import Fraction
 
 from coldstream.gguf.reader import TensorInfo
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.sizes import ModelSizes
+from coldstream.placement.sizes import ModelSizes, slot_bytes
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _EMBEDDING = "token_embd.weight"
-SLOT_ALIGNMENT = 256  # of each matrix, as of any tensor in a GPU's memory
 
 
 def num_parameters(tensors: Iterable[TensorInfo]) -> int:
@@ -37,11 +36,6 @@ def dense_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
 def trunk_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
     """Bytes of all weights but those of blocks for multi-token prediction."""
     return sum(info.num_bytes for info in tensors.values() if _active_share(spec, info) > 0)
-
-
-def slot_bytes(matrix_bytes: int) -> int:
-    """What a matrix of an expert takes in a slot: as much as it has, in whole lines of memory."""
-    return -(-matrix_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 def model_sizes(

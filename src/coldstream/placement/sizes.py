@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from coldstream.placement.routing_trace import RoutedModel
 
+SLOT_ALIGNMENT = 256  # of each matrix in a slot, as of any tensor in a GPU's memory
+
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -34,3 +36,8 @@ class ModelSizes:
     def routed(self) -> RoutedModel:
         """What traces and plans of this model must agree with."""
         return RoutedModel(self.fingerprint, self.num_layers, self.num_experts, self.num_experts_per_tok)
+
+
+def slot_bytes(matrix_bytes: int) -> int:
+    """What a matrix of an expert takes in a slot: as much as it has, in whole lines of memory."""
+    return -(-matrix_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT

@@ -13,9 +13,8 @@ class RegisteredMemory:
     `offset` is what to add to an address of the host's to have the device's.
     """
 
-    def __init__(self, address: int, num_bytes: int, device_address: int) -> None:
+    def __init__(self, address: int, device_address: int) -> None:
         self._address = address
-        self.num_bytes = num_bytes
         self.offset = device_address - address
 
     @classmethod
@@ -36,7 +35,7 @@ class RegisteredMemory:
         if status != driver.CUresult.CUDA_SUCCESS:
             driver.cuMemHostUnregister(begin)
             return None
-        return cls(begin, end - begin, int(pointer))
+        return cls(begin, int(pointer))
 
     def close(self) -> None:
         """Unlocks the pages; nothing on the device may read them any more."""

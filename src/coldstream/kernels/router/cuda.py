@@ -7,10 +7,10 @@ import torch
 
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
-from coldstream.kernels.experts.partition import Sharing
+from coldstream.kernels.experts.partition import MAX_RANKS, Sharing
 
 MAX_TOKENS = 8  # of the single launch
-MAX_CHOSEN = 16
+MAX_CHOSEN = MAX_RANKS
 EXPERTS_PER_LANE = (8, 16, 32)
 WARP_SIZE = 32
 THREADS = 512

@@ -14,10 +14,6 @@ constexpr int64_t max_slice =
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-weight_rows slice_of(const weight& w, int64_t matrix, int64_t begin, int64_t end) {
-  return {w.type, w.row(matrix, begin), w.row_bytes, end - begin, w.num_cols};
-}
-
 }  // namespace
 
 routed_experts_op::routed_experts_op(const quant_kernels& kernels, routed_experts_args args, int capacity)

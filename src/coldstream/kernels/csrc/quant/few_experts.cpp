@@ -13,11 +13,6 @@ constexpr int64_t slice_multiple = 4;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-weight_rows slice_of(const weight& w, int64_t matrix, int64_t begin, int64_t end) {
-  return {w.type, w.data + matrix * w.matrix_bytes + begin * w.row_bytes, w.row_bytes, end - begin,
-          w.num_cols};
-}
-
 }  // namespace
 
 few_experts_op::few_experts_op(const quant_kernels& kernels, routed_experts_args args)

@@ -20,6 +20,11 @@ struct weight_rows {
   int64_t cols;
 };
 
+// Rows begin … end of one matrix of a stack.
+inline weight_rows slice_of(const weight& w, int64_t matrix, int64_t begin, int64_t end) {
+  return {w.type, w.row(matrix, begin), w.row_bytes, end - begin, w.num_cols};
+}
+
 // The most activation rows that the `few` kernels take in one call; `many` takes up to `many_max_tiles`
 // tiles.
 inline constexpr int few_max_rows = 8;
