@@ -17,6 +17,7 @@ from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import load_kernels
 from coldstream.kernels.experts.mailbox import MAX_ROWS
+from coldstream.kernels.experts.prefetch import Prefetching
 from coldstream.kernels.experts.streaming import StreamCounters
 from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.models.cuda_logits import CudaLogits
@@ -55,6 +56,7 @@ class Placed:
     threads: int
     tier: str = "auto"  # of the CPU's kernels
     policy: Policy | None = None  # None: the product's
+    prefetching: Prefetching | None = None
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ class CudaRunner(ModelRunner):
                 expert_bytes=plan.resident_bytes - whole,
                 whole_layers=frozenset(plan.pinned_layers),
                 ring_bytes=plan.ring_bytes,
+                prefetching=placed.prefetching,
             )
         return cls(file, spec, limits, find_gpu(), progress, compiling, placed)
 
