@@ -20,6 +20,7 @@ from coldstream.kernels.experts.host import HostExperts
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
 from coldstream.kernels.experts.partition import MAX_RANKS, Places, sharing_of
 from coldstream.kernels.experts.prefetch import PrefetchRing, PrefetchSizes
+from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
 from coldstream.kernels.quant_tensor import QuantTensor
@@ -32,7 +33,8 @@ class HybridOps(StreamedOps):
 
     Slots are not handed out here: `layers` has the tables of each layer, in the order of the forward pass
     once that has run, for somebody who fills slots and writes addresses; those of `whole_layers` are not
-    among them. `streamed` is int32 [MAX_RANKS + 1], see `sharing_of`. Over a `MemoryPlan` there is no `host`.
+    among them. `streamed` is int32 [MAX_RANKS + 1], see `sharing_of`; `stamps` int64 [layers, WORDS], see
+    `experts/stamps.py`. Over a `MemoryPlan` there is no `host`.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class HybridOps(StreamedOps):
         self.layers: list[Stacks] = []
         self._numbers: dict[int, int] = {}
         self.streamed = self.zeros((MAX_RANKS + 1,), "int32")
+        self.stamps = memory.persistent((len(mailbox.used), WORDS), torch.int64).zero_()
         self._pairs = self.int_vector(range(MAX_ROWS * MAX_RANKS))
         self.prefetch = None if prefetched is None else PrefetchRing(prefetched, self.zeros)
         self._routers: dict[int, QuantTensor] = {}
@@ -104,12 +107,15 @@ class HybridOps(StreamedOps):
         if not experts.gate.is_partial or tokens > MAX_ROWS:
             return self.route(x, weight, shared_gate, ranks, None)
         stacks = (experts.gate, experts.up, experts.down)
-        places = Places(
-            self._empty(3, tokens, ranks, dtype=torch.int64), self._empty(tokens, ranks, dtype=torch.int32)
-        )
         layer = self._number(stacks)
-        assert isinstance(weight, QuantTensor)
-        self._routers[layer] = weight
+        places = Places(
+            self._empty(3, tokens, ranks, dtype=torch.int64),
+            self._empty(tokens, ranks, dtype=torch.int32),
+            self.stamps[layer] if self.routes_at_once(tokens, shared_gate) else None,
+        )
+        if self.routes_at_once(1, shared_gate):
+            assert isinstance(weight, QuantTensor)
+            self._routers[layer] = weight
         ring = self._step_ring
         if ring is None:
             sharing = sharing_of(stacks, self.streamed, self._mailbox, layer, places)
@@ -152,7 +158,8 @@ class HybridOps(StreamedOps):
         if self.prefetch is not None and not self._can_prefetch and self._routers:
             # All layers have run, and the ring can be told of them.
             is_readable = self.host is None or all(s.mapped for stacks in self.layers for s in stacks)
-            if is_readable and len({weight.shape for weight in self._routers.values()}) == 1:
+            shapes = {weight.shape for weight in self._routers.values()}
+            if is_readable and len(self._routers) == len(self.layers) and len(shapes) == 1:
                 self.prefetch.set_targets(self.layers)
                 self._can_prefetch = True
 
@@ -197,7 +204,8 @@ class HybridOps(StreamedOps):
             gate, up = self.linear(x, (weights.shared_gate, weights.shared_up))
             (shared,) = self.linear(self.swiglu(gate, up), (weights.shared_down,))
             self._experts_as_floats(x, pairs, tables, routed)
-        elsewhere = RowsElsewhere(places.cpu_ids, self._mailbox.out[:tokens], self._mailbox.done)
+        box = self._mailbox
+        elsewhere = RowsElsewhere(places.cpu_ids, box.out[:tokens], box.done, places.stamps)
         return ExpertOutputs(routed, shared, routing, elsewhere)
 
     @staticmethod

@@ -209,7 +209,8 @@ class CudaRunner(ModelRunner):
 
     @property
     def gpu_experts(self) -> GpuExpertStatistics | None:
-        return self._partial.statistics() if self._partial else None
+        with device_errors():
+            return self._partial.statistics() if self._partial else None
 
     @property
     def expert_uses(self) -> tuple[int, int] | None:

@@ -2,7 +2,7 @@
 // through the mailbox. See partition.py.
 #pragma once
 
-#include "cuda/common.cuh"
+#include "cuda/stamps.cuh"
 
 namespace coldstream {
 
@@ -53,6 +53,7 @@ struct Sharing {
   const int* streamed;  // [ranks + 1]: how many of a token's n missing experts are read over the bus
   Places places;
   Mailbox box;
+  LayerStamps* stamps;  // or null
   uint32_t request;  // what to ask: the layer and the number of rows; 0: nothing is shared out
   Prefetched prefetched;
   PrefetchNotes notes;
@@ -160,7 +161,11 @@ __device__ __forceinline__ bool share_out(const Sharing& sharing, int token, int
     sharing.places.cpu_ids[pair] = sharing.box.ids[pair] = is_on_cpu ? id : -1;
     sharing.box.used[pair] = id;
   }
-  if (!__any_sync(all_lanes, is_on_cpu)) return false;
+  const uint32_t on_cpu = __ballot_sync(all_lanes, is_on_cpu);
+  if (sharing.stamps && lane == 0 && missing != on_cpu) {
+    add_up(&sharing.stamps->router.pairs, __popc(missing & ~on_cpu));
+  }
+  if (on_cpu == 0) return false;
   send_row(x, sharing.box.x + int64_t(token) * cols, cols);
   __threadfence_system();
   return true;

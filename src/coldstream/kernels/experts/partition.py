@@ -67,6 +67,7 @@ class Sharing(ctypes.Structure):
         ("streamed", ctypes.c_void_p),
         ("places", _Places),
         ("box", _Mailbox),
+        ("stamps", ctypes.c_void_p),
         ("request", ctypes.c_uint32),
         ("prefetched", Prefetched),
         ("notes", PrefetchNotes),
@@ -78,11 +79,13 @@ class Places:
     """Where the pairs of a step are computed, T ≤ MAX_ROWS.
 
     addresses: int64 [3, T, K], of gate, up and down as the GPU reads them, 0 for the CPU's; cpu_ids: int32
-    [T, K], the experts that the CPU computes, −1 for the others.
+    [T, K], the experts that the CPU computes, −1 for the others; stamps: int64 [WORDS], where the layer's
+    time is kept (`stamps.py`), or None.
     """
 
     addresses: torch.Tensor
     cpu_ids: torch.Tensor
+    stamps: torch.Tensor | None = None
 
 
 def stack_of(table: ExpertTable) -> Stack:
@@ -116,6 +119,7 @@ def sharing_of(
             places.cpu_ids.data_ptr(),
         ),
         _Mailbox(*(part.data_ptr() for part in parts)),
+        None if places.stamps is None else places.stamps.data_ptr(),
         (layer + 1) | tokens << ROWS_SHIFT,
         prefetched or Prefetched(),
         notes or PrefetchNotes(),

@@ -94,10 +94,11 @@ struct Shares {
   }
 };
 
-// The products of the warp's token and rows, each in the lanes of its half.
+// The products of the warp's token and rows, each in the lanes of its half. `begins`, which is null for all
+// threads but one, is when x was there.
 template <bool aligned>
 __device__ __forceinline__ float multiply(const float* x, int x_stride, const Shares& shares,
-                                          const Weights& weights, const Ahead& ahead) {
+                                          const Weights& weights, const Ahead& ahead, uint64_t* begins) {
   const int column = threadIdx.x % 16, chunk = shares.chunk;
   float* shared_weights = reinterpret_cast<float*>(dynamic_shared);
   float* shared_x = shared_weights + shares.num_rows * (chunk + row_padding);
@@ -110,7 +111,10 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const Sh
       const float* row = weight_row(weights, ahead, blockIdx.x * shares.num_rows + r);
       stage<aligned>(shared_weights + r * (chunk + row_padding), row, begin, size, weights.cols);
     }
-    if (begin == 0) wait_for_previous_grid();
+    if (begin == 0) {
+      wait_for_previous_grid();
+      if (begins) *begins = now_ns();
+    }
     for (int t = 0; t < shares.num_tokens; t++) {
       stage<aligned>(shared_x + t * chunk, x + int64_t(t) * x_stride, begin, size, weights.cols);
     }
@@ -132,7 +136,9 @@ __global__ void __launch_bounds__(block_threads)
     router_few(const float* x, int x_stride, Shares shares, Weights weights, Results out, uint32_t* arrivals,
                const __grid_constant__ Sharing sharing, const __grid_constant__ Ahead ahead) {
   release_next_grid();
-  const float product = multiply<aligned>(x, x_stride, shares, weights, ahead);
+  const bool keeps_time = sharing.stamps && blockIdx.x == 0 && threadIdx.x == 0;
+  uint64_t* begins = keeps_time ? &sharing.stamps->router.begins : nullptr;
+  const float product = multiply<aligned>(x, x_stride, shares, weights, ahead, begins);
   const int row = blockIdx.x * shares.num_rows + shares.row(), token = shares.token();
   if (shares.row() < shares.num_rows && threadIdx.x % 16 == 0) {
     if (row < weights.num_experts) out.logits[token * weights.num_experts + row] = product;
@@ -163,6 +169,7 @@ __global__ void __launch_bounds__(block_threads)
   if (!sharing.request) return;
   if (__syncthreads_or(is_asked) && threadIdx.x == 0) ask_the_cpu(sharing);
   make_room(sharing);
+  if (sharing.stamps && threadIdx.x == 0) sharing.stamps->router.ends = now_ns();
 }
 
 // grid (ceil(tokens / 8)): the choice alone.
