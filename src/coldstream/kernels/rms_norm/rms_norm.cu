@@ -170,8 +170,8 @@ template <bool aligned>
 __global__ void __launch_bounds__(max_threads)
     combine_rms_norm_rows(const float* x, const float* routed, const float* topk_weights, int num_ranks,
                           const float* shared, const float* shared_gate, const int* cpu_ids,
-                          const float* cpu_rows, const __grid_constant__ Answer answer, LayerStamps* stamps, float* sum,
-                          Norm norm, Outputs out) {
+                          const float* cpu_rows, const __grid_constant__ Answer answer, LayerStamps* stamps,
+                          float* sum, Norm norm, Outputs out) {
   const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
   // Who computes what was known before the kernel in front of this one began, and when.
   const bool keeps_time = stamps != nullptr && blockIdx.x == 0 && threadIdx.x == 0;
