@@ -46,12 +46,11 @@ def ring_of(distance: int, count: int, quant_type: QuantType) -> PrefetchRing:
 
 
 def fetch(ring: PrefetchRing, layer: int, rows: int, stacks: Sequence[ExpertTable], reached: int) -> None:
-    """A step whose last target is `layer`, when so many layers have been shared out."""
-    ring.set_targets([stacks] * (layer + 1))
-    ring.begin_step()
-    ring._progress[0] = reached
-    ring.fetch(rows)
+    """When so many layers have been shared out."""
+    ring._reached.fill_(reached)
+    ring.fetch(layer, rows, stacks)
     torch.cuda.synchronize()
+    assert not ring._arrivals.any()
 
 
 def wanted(guesses: Sequence[int], with_slots: set[int], count: int) -> list[int]:
@@ -118,9 +117,7 @@ def test_nothing_arrives_once_its_layer_has_been_shared_out() -> None:
     ring.guesses[4, 0].copy_(torch.tensor([7, 8, 9, 10], dtype=torch.int32))
     fetch(ring, 4, 1, stacks, reached=5)
     assert brought(ring, 4, memories) == []
-    fetch(ring, 4, 1, stacks, reached=2)
-    assert brought(ring, 4, memories) == []  # its guesses were not there yet
-    fetch(ring, 4, 1, stacks, reached=3)
+    fetch(ring, 4, 1, stacks, reached=4)
     assert brought(ring, 4, memories) == [7, 8, 9]
 
 

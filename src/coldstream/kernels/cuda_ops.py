@@ -228,11 +228,8 @@ class CudaOps(CudaLoader):
         )  # fmt: skip
         return Routing(ids, weights, gate)
 
-    def begin_step(self, num_rows: int) -> None:
-        """Before the first operation of a step over `num_rows` rows, what runs beside all of it begins."""
-
     def finish_step(self) -> None:
-        """After the last one, that is waited for."""
+        """After the last operation of a step: what runs beside the current stream is waited for there."""
 
     def experts(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         tokens, ranks = routing.ids.shape

@@ -59,11 +59,11 @@ class HybridOps(StreamedOps):
         self._pairs = self.int_vector(range(MAX_ROWS * MAX_RANKS))
         self.prefetch = None if prefetched is None else PrefetchRing(prefetched, self.zeros)
         self._routers: dict[int, QuantTensor] = {}
-        self._beside: torch.cuda.Stream | None = None
+        self._beside: torch.cuda.Stream | None = None  # for what a step waits for only at its end
         if self.prefetch is not None and not self.planning:
             self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._can_prefetch = False
-        self._step_ring: PrefetchRing | None = None  # of the step that is being queued
+        self._has_forked = False  # whether the step that is being queued has something there
 
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> CudaWeight:
         """A stack of experts stays where it is; anything else is loaded, and so are those of whole layers."""
@@ -116,16 +116,21 @@ class HybridOps(StreamedOps):
         if self.routes_at_once(1, shared_gate):
             assert isinstance(weight, QuantTensor)
             self._routers[layer] = weight
-        ring = self._step_ring
-        if ring is None:
+        ring = self.prefetch
+        if ring is None or not self._can_prefetch or tokens > MAX_FEW_ROWS:
             sharing = sharing_of(stacks, self.streamed, self._mailbox, layer, places)
             return replace(self.route(x, weight, shared_gate, ranks, sharing), places=places)
         later = layer + ring.distance
-        prefetched = ring.prefetched(layer, stacks)
-        notes = ring.notes(layer, is_guessing=later < len(self.layers))
-        sharing = sharing_of(stacks, self.streamed, self._mailbox, layer, places, prefetched, notes)
-        ahead = self._ahead(ring, later, tokens, ranks) if later < len(self.layers) else None
-        return replace(self.route(x, weight, shared_gate, ranks, sharing, ahead), places=places)
+        is_guessing = later < len(self.layers)
+        sharing = sharing_of(
+            stacks, self.streamed, self._mailbox, layer, places, ring.prefetched(layer, stacks),
+            ring.notes(layer, is_guessing=is_guessing),
+        )  # fmt: skip
+        ahead = self._ahead(ring, later, tokens, ranks) if is_guessing else None
+        routing = self.route(x, weight, shared_gate, ranks, sharing, ahead)
+        if is_guessing:
+            self._fetch(ring, later, tokens)
+        return replace(routing, places=places)
 
     def _ahead(self, ring: PrefetchRing, later: int, tokens: int, ranks: int) -> Ahead:
         return Ahead(
@@ -136,32 +141,25 @@ class HybridOps(StreamedOps):
             self._empty(tokens, ranks),
         )
 
-    def begin_step(self, num_rows: int) -> None:
-        ring = self.prefetch
-        if ring is None or not self._can_prefetch or num_rows > MAX_FEW_ROWS:
-            return
+    def _fetch(self, ring: PrefetchRing, later: int, tokens: int) -> None:
+        """Beside the layers between, none of which waits for it."""
         if self._beside is None:
-            self._launch(ring.fetch, num_rows)
-        elif torch.cuda.is_current_stream_capturing():
-            ring.begin_step()
-            self._beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._beside):
-                ring.fetch(num_rows)
-        else:
+            self._launch(ring.fetch, later, tokens, self.layers[later])
             return
-        self._step_ring = ring
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            ring.fetch(later, tokens, self.layers[later])
+        self._has_forked = True
 
     def finish_step(self) -> None:
-        if self._step_ring is not None and self._beside is not None:
+        if self._has_forked and self._beside is not None:
             torch.cuda.current_stream().wait_stream(self._beside)
-        self._step_ring = None
-        if self.prefetch is not None and not self._can_prefetch and self._routers:
-            # All layers have run, and the ring can be told of them.
+        self._has_forked = False
+        if not self._can_prefetch and self._routers:
+            # All layers have run, so that it is known which ones come later.
             is_readable = self.host is None or all(s.mapped for stacks in self.layers for s in stacks)
             shapes = {weight.shape for weight in self._routers.values()}
-            if is_readable and len(self._routers) == len(self.layers) and len(shapes) == 1:
-                self.prefetch.set_targets(self.layers)
-                self._can_prefetch = True
+            self._can_prefetch = is_readable and len(self._routers) == len(self.layers) and len(shapes) == 1
 
     def experts(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         if not weights.gate.is_partial:

@@ -160,7 +160,6 @@ class Loaded:
     def step(self, count: int) -> Activations:
         """The hidden states of the first `count` inputs."""
         token_ids, rows = self.inputs.of(count)
-        self.ops.begin_step(count)
         hidden: Activations = self.model.forward(token_ids, rows, self.cache)
         self.ops.finish_step()
         return hidden

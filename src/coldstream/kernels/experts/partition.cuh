@@ -95,6 +95,7 @@ __device__ __forceinline__ void send_row(const float* from, float* to, int cols)
 __device__ __forceinline__ bool find_prefetched(const Sharing& sharing, int id,
                                                 int64_t (&slots)[num_matrices]) {
   const Prefetched& fetched = sharing.prefetched;
+#pragma unroll 1
   for (int place = 0; place < fetched.count; place++) {
     uint32_t key;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
@@ -112,8 +113,8 @@ __device__ __forceinline__ bool find_prefetched(const Sharing& sharing, int id,
   return false;
 }
 
-// By a block, after all warps have shared out their tokens and guessed at a later layer's: what was fetched
-// into places that are filled next is counted and forgotten; then they may be filled.
+// By a block, after all warps have shared out their tokens: what was fetched into places that are filled next
+// is counted and forgotten. They are filled when the kernel has ended.
 __device__ __forceinline__ void make_room(const Sharing& sharing) {
   const PrefetchNotes& notes = sharing.notes;
   if (notes.reached == nullptr) return;
@@ -124,12 +125,7 @@ __device__ __forceinline__ void make_room(const Sharing& sharing) {
     if (key & used_bit) atomicAdd(tally + 1, 1);
     notes.emptied[threadIdx.x] = 0;
   }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  __threadfence();
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(notes.reached)),
-               "r"(sharing.layer() + 1)
-               : "memory");
+  if (threadIdx.x == 0) *reinterpret_cast<volatile uint32_t*>(notes.reached) = sharing.layer() + 1;
 }
 
 // Places the pairs of a token by one warp, whose lane k has the id of rank k. If the CPU computes any of them, it

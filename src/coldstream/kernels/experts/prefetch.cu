@@ -5,62 +5,23 @@ using namespace coldstream;
 
 constexpr int loads_at_once = 16;  // of each lane, so that enough is on its way over the bus
 constexpr int most_guesses = 128;
-constexpr uint64_t longest_wait_ns = 50'000'000;  // without it nothing is lost but speed
+constexpr uint32_t one_failed = 1u << 16;  // in `arrivals`, above the number of blocks
 
-// A layer that is guessed at.
+// The layer that is guessed at.
 struct Target {
-  const int* guesses;  // [tokens, ranks], the likeliest of each token first; the same expert may be there twice
-  int num_experts;
+  const int* guesses;  // [num_guesses], the likeliest of each token first; the same expert may be there twice
+  int num_guesses, num_experts;
   uint32_t layer;
   Stack matrix[num_matrices];
   int64_t bytes[num_matrices];  // of an expert
   Prefetched places;
+  const uint32_t* reached;  // how many layers of this step have been shared out
+  uint32_t* arrivals;       // [places.count], blocks that are done with a place: 0 at first and again afterwards
 };
-
-// What is zero when the step begins, and counts up.
-struct Progress {
-  const uint32_t* reached;  // layers that were shared out
-  uint32_t* finished;       // [targets], blocks that are done with one
-  uint32_t* arrivals;       // [targets, places.count], blocks that have copied their share of a place, or given up
-};
-
-struct Step {
-  const Target* targets;
-  int num_targets;
-  int distance;     // in layers, from the router that guesses to the one that knows
-  int num_guesses;  // of a target
-  Progress progress;
-};
-
-constexpr uint32_t one_failed = 1u << 16;  // in `arrivals`, above the number of blocks
-
-__device__ __forceinline__ uint32_t acquire(const uint32_t* word) {
-  uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-               : "=r"(value)
-               : "l"(__cvta_generic_to_global(word))
-               : "memory");
-  return value;
-}
-
-// By a whole warp; false if that takes too long.
-__device__ __forceinline__ bool wait_until(const uint32_t* word, uint32_t value) {
-  uint64_t start = 0;
-  while (acquire(word) < value) {
-    uint64_t now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    if (start == 0) start = now;
-    if (now - start > longest_wait_ns) return false;
-    __nanosleep(100);
-  }
-  __syncwarp();
-  return true;
-}
 
 // The experts to bring: those that have no slot, most wanted first. Returns how many.
-__device__ __forceinline__ int choose_missing(const Target& target, int num_guesses, int* missing, int* demand,
-                                              int* chosen) {
-  const int lane = threadIdx.x;
+__device__ __forceinline__ int choose_missing(const Target& target, int* missing, int* demand, int* chosen) {
+  const int lane = threadIdx.x, num_guesses = target.num_guesses;
   for (int i = lane; i < num_guesses; i += warp_size) {
     const int guess = __ldcg(target.guesses + i);
     bool is_missing = guess >= 0 && guess < target.num_experts;
@@ -127,28 +88,30 @@ __device__ __forceinline__ bool copy_share(const uint8_t* from, uint8_t* to, int
 }
 
 // The block's share of all matrices of an expert.
-__device__ __forceinline__ bool copy_expert(const Target& target, int id, int place, const uint32_t* reached) {
+__device__ __forceinline__ bool copy_expert(const Target& target, int id, int place) {
   for (int i = 0; i < num_matrices; i++) {
     const int64_t from = target.matrix[i].mapped + id * target.matrix[i].step, bytes = target.bytes[i];
     const int64_t to = target.places.data + place * target.places.place_bytes + target.places.offsets[i];
     const uint8_t* source = reinterpret_cast<const uint8_t*>(from);
     uint8_t* copy = reinterpret_cast<uint8_t*>(to);
     const bool is_whole = (from | bytes) % 16 == 0
-                              ? copy_share<uint4>(source, copy, bytes, reached, target.layer)
-                              : copy_share<uint16_t>(source, copy, bytes, reached, target.layer);
+                              ? copy_share<uint4>(source, copy, bytes, target.reached, target.layer)
+                              : copy_share<uint16_t>(source, copy, bytes, target.reached, target.layer);
     if (!is_whole) return false;
   }
   return true;
 }
 
 // By all blocks, once each for every chosen expert: the last to come says that it is there, if all of it is.
-__device__ __forceinline__ void arrive(const Target& target, int id, int place, bool is_whole,
-                                       uint32_t* arrivals) {
+__device__ __forceinline__ void arrive(const Target& target, int id, int place, bool is_whole) {
   __syncwarp();
   if (threadIdx.x != 0) return;
   const uint32_t mine = is_whole ? 1 : 1 + one_failed;
   __threadfence();
-  if (atomicAdd(arrivals + place, mine) + mine != gridDim.x) return;
+  const uint32_t all = atomicAdd(target.arrivals + place, mine) + mine;
+  if (all % one_failed < gridDim.x) return;
+  target.arrivals[place] = 0;
+  if (all != gridDim.x) return;
   __threadfence();
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(
                    __cvta_generic_to_global(target.places.keys + place)),
@@ -156,26 +119,14 @@ __device__ __forceinline__ void arrive(const Target& target, int id, int place, 
                : "memory");
 }
 
-// One warp a block, any number of blocks, which share each expert. Runs beside the layers of one step.
+// One warp a block, any number of blocks, which share each expert.
 extern "C" __global__ void __launch_bounds__(warp_size)
-    prefetch_experts(const __grid_constant__ Step step) {
+    prefetch_experts(const __grid_constant__ Target target) {
   __shared__ int missing[most_guesses], demand[most_guesses], chosen[most_guesses];
-  for (int i = 0; i < step.num_targets; i++) {
-    const Target& target = step.targets[i];
-    const int same_places = i - (step.distance + 1);
-    // Whoever is late may still write what nobody will read; it must not write over what comes now.
-    if (same_places >= 0 && !wait_until(step.progress.finished + same_places, gridDim.x)) return;
-    if (!wait_until(step.progress.reached, target.layer - step.distance + 1)) return;
-    const int count = choose_missing(target, step.num_guesses, missing, demand, chosen);
-    bool is_whole = true;
-    for (int place = 0; place < count; place++) {
-      is_whole = is_whole && copy_expert(target, chosen[place], place, step.progress.reached);
-      arrive(target, chosen[place], place, is_whole, step.progress.arrivals + i * target.places.count);
-    }
-    __syncwarp();
-    if (threadIdx.x == 0) {
-      __threadfence();
-      atomicAdd(step.progress.finished + i, 1);
-    }
+  const int count = choose_missing(target, missing, demand, chosen);
+  bool is_whole = true;
+  for (int place = 0; place < count; place++) {
+    is_whole = is_whole && copy_expert(target, chosen[place], place);
+    arrive(target, chosen[place], place, is_whole);
   }
 }

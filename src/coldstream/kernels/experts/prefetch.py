@@ -1,10 +1,10 @@
 """Experts that come over the bus before their layer's router has run: what its router would choose now.
 
 The router of a later layer is also applied to this layer's input, in the launch of this layer's own
-(`router/cuda.py`). What it chooses and no slot holds is copied into a ring of places, by one kernel that runs
-beside all layers of a step. Where the later layer's pairs are shared out, an expert in a place is as good as
-one in a slot; one that is still on its way is computed elsewhere, and its copy is given up. So no answer
-waits for a guess, or depends on one.
+(`router/cuda.py`). What it chooses and no slot holds is copied into a ring of places, on a branch of its own
+of the step's graph, while the layers between are computed. Where the later layer's pairs are shared out, an
+expert in a place is as good as one in a slot; one that is still on its way is computed elsewhere, and its
+copy is given up. So no answer waits for a guess, or depends on one.
 
 What lies where is said by keys, one for each place. Those of a layer's places are emptied where the layer
 `distance` before it is shared out, and are only set after that, so that a key is true for as long as the step
@@ -27,7 +27,7 @@ from coldstream.kernels.experts.table import ExpertTable
 
 PROGRAM = CudaProgram(Path(__file__).with_name("prefetch.cu"), ("prefetch_experts",))
 THREADS = 32
-BLOCKS = 16  # enough for the bus, and few enough for the kernels beside it
+BLOCKS = 32  # enough for the bus, and few enough for the kernels beside it
 MAX_PLACES = 8
 
 
@@ -76,55 +76,30 @@ class PrefetchRing:
         self._place_bytes = sizes.expert_bytes
         self._data = zeros((self._depth, self._count * sizes.expert_bytes), "uint8")
         self._keys = zeros((self._depth, self._count), "int32")
-        layers = sizes.num_layers
-        # Layers shared out; for each target the blocks that finished it; the same for each of its places.
-        self._progress = zeros((1 + layers + layers * self._count,), "int32")
-        self._targets = zeros((layers, ctypes.sizeof(_Target)), "uint8")
-        self._num_targets = 0
-        self.guesses = zeros((layers, MAX_FEW_ROWS, sizes.num_ranks), "int32")
-        self.tallies = zeros((layers, 2), "int32")
+        self._arrivals = zeros((self._count,), "int32")
+        self._reached = zeros((1,), "int32")
+        self.guesses = zeros((sizes.num_layers, MAX_FEW_ROWS, sizes.num_ranks), "int32")
+        self.tallies = zeros((sizes.num_layers, 2), "int32")
 
-    def set_targets(self, layers: Sequence[Sequence[ExpertTable]]) -> None:
-        """Takes gate, up and down of all layers, in their order, from host memory that the device reads."""
-        targets = [self._target(layer, layers[layer]) for layer in range(self.distance, len(layers))]
-        self._num_targets = len(targets)
-        if targets and not self._targets.is_meta:
-            data = torch.frombuffer(bytearray(b"".join(map(bytes, targets))), dtype=torch.uint8)
-            self._targets[: len(targets)].copy_(data.view(len(targets), -1))
+    def fetch(self, layer: int, rows: int, stacks: Sequence[ExpertTable]) -> None:
+        """Queues the copies for a step of `rows` rows, on a stream that has waited for the guesses.
 
-    def _target(self, layer: int, stacks: Sequence[ExpertTable]) -> "_Target":
-        return _Target(
-            self.guesses[layer].data_ptr(),
+        stacks: gate, up and down of the layer, which the device reads over the bus. Nothing else may be under
+        way on the stream.
+        """
+        guesses = self.guesses[layer]
+        target = _Target(
+            guesses.data_ptr(),
+            rows * guesses.shape[1],
             len(stacks[0].addresses),
             layer,
             (Stack * MATRICES)(*map(stack_of, stacks)),
             (ctypes.c_int64 * MATRICES)(*map(_matrix_bytes, stacks)),
             self.prefetched(layer, stacks),
+            self._reached.data_ptr(),
+            self._arrivals.data_ptr(),
         )
-
-    def begin_step(self) -> None:
-        """Queues that nothing has been shared out yet; `fetch` and the routers come after it."""
-        self._progress.zero_()
-
-    def fetch(self, rows: int) -> None:
-        """Queues what runs beside the layers of a step of `rows` rows, on a stream of its own.
-
-        It waits for each layer to be shared out, so that only a graph may hold it: between launches from the
-        host the driver may wait for it in turn. Where kernels do not run side by side, as under some tools,
-        it gives up after a moment.
-        """
-        if self._num_targets == 0:
-            return
-        counts = [1, 1 + self._targets.shape[0]]
-        progress = (self._progress, self._progress[counts[0] :], self._progress[counts[1] :])
-        step = _Step(
-            self._targets.data_ptr(),
-            self._num_targets,
-            self.distance,
-            rows * self.guesses.shape[2],
-            (ctypes.c_void_p * 3)(*(part.data_ptr() for part in progress)),
-        )
-        PROGRAM.kernel("prefetch_experts").launch((BLOCKS, 1, 1), THREADS, (step,))
+        PROGRAM.kernel("prefetch_experts").launch((BLOCKS, 1, 1), THREADS, (target,))
 
     def prefetched(self, layer: int, stacks: Sequence[ExpertTable]) -> Prefetched:
         """Where the experts of `layer` may lie: nowhere for the first, which nobody could guess.
@@ -144,7 +119,7 @@ class PrefetchRing:
     def notes(self, layer: int, *, is_guessing: bool) -> PrefetchNotes:
         """What the sharing out of `layer` does; is_guessing: whether it guesses at a later layer."""
         emptied = self._part(layer + self.distance)[0].data_ptr() if is_guessing else None
-        return PrefetchNotes(emptied, self._count, self._progress.data_ptr(), self.tallies.data_ptr())
+        return PrefetchNotes(emptied, self._count, self._reached.data_ptr(), self.tallies.data_ptr())
 
     def _part(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and the places of a layer."""
@@ -156,21 +131,14 @@ class _Target(ctypes.Structure):
 
     _fields_ = (
         ("guesses", ctypes.c_void_p),
+        ("num_guesses", ctypes.c_int32),
         ("num_experts", ctypes.c_int32),
         ("layer", ctypes.c_uint32),
         ("matrix", Stack * MATRICES),
         ("bytes", ctypes.c_int64 * MATRICES),
         ("places", Prefetched),
-    )
-
-
-class _Step(ctypes.Structure):
-    _fields_ = (
-        ("targets", ctypes.c_void_p),
-        ("num_targets", ctypes.c_int32),
-        ("distance", ctypes.c_int32),
-        ("num_guesses", ctypes.c_int32),
-        ("progress", ctypes.c_void_p * 3),
+        ("reached", ctypes.c_void_p),
+        ("arrivals", ctypes.c_void_p),
     )
 
 

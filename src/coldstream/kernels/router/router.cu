@@ -151,20 +151,21 @@ __global__ void __launch_bounds__(block_threads)
   const int warp = threadIdx.x / warp_size;
   if (!is_last_block(arrivals, gridDim.x)) return;
   bool is_asked = false;
-  uint64_t* scratch = reinterpret_cast<uint64_t*>(dynamic_shared) + warp * scratch_numbers<per_lane>;
-  if (warp < shares.num_tokens) {
-    const int id = choose_experts<per_lane>(
-        out.logits + warp * weights.num_experts, weights.num_experts, scratch,
-        {out.ids + warp * out.count, out.weights + warp * out.count, out.count});
-    if (sharing.request) {
-      is_asked = share_out(sharing, warp, id, out.count, x + int64_t(warp) * x_stride, weights.cols);
+  const bool is_guess = warp >= shares.num_tokens;
+  if (warp < (ahead.experts ? 2 : 1) * shares.num_tokens) {
+    uint64_t* scratch = reinterpret_cast<uint64_t*>(dynamic_shared) + warp * scratch_numbers<per_lane>;
+    const int place = is_guess ? warp - shares.num_tokens : warp, lane = threadIdx.x % warp_size;
+    const float* logits = is_guess ? ahead.logits : out.logits;
+    int* ids = is_guess ? ahead.ids : out.ids;
+    float* kept = is_guess ? ahead.weights : out.weights;
+    // One place in the code for both: it is long, and what is not in the cache of instructions is waited for.
+    const int id = choose_experts<per_lane>(logits + place * weights.num_experts, weights.num_experts, scratch,
+                                            {ids + place * out.count, kept + place * out.count, out.count});
+    if (is_guess) {
+      if (lane < out.count) ahead.seen[place * out.count + lane] = id;
+    } else if (sharing.request) {
+      is_asked = share_out(sharing, place, id, out.count, x + int64_t(place) * x_stride, weights.cols);
     }
-  } else if (ahead.experts && warp < 2 * shares.num_tokens) {
-    const int token = warp - shares.num_tokens, lane = threadIdx.x % warp_size;
-    const int id = choose_experts<per_lane>(
-        ahead.logits + token * weights.num_experts, weights.num_experts, scratch,
-        {ahead.ids + token * out.count, ahead.weights + token * out.count, out.count});
-    if (lane < out.count) ahead.seen[token * out.count + lane] = id;
   }
   if (!sharing.request) return;
   if (__syncthreads_or(is_asked) && threadIdx.x == 0) ask_the_cpu(sharing);
