@@ -24,6 +24,7 @@ from coldstream.engine import LLM, EngineConfig
 from coldstream.engine.machine import measured_hardware
 from coldstream.engine.planning import plan_model
 from coldstream.errors import OutOfMemoryError
+from coldstream.experts.step_times import PARTS
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.spec import ModelSpec
@@ -99,10 +100,13 @@ def generate(llm: LLM, first_id: int, num_prompt: int) -> dict[str, Any]:
 
 
 def counted(runner: Any) -> dict[str, float]:
-    """Sums so far: uses that hit and missed, copies, and requests to the CPU with their pairs and seconds."""
-    cache = runner.expert_cache
-    if cache is None:
+    """Sums so far: uses that hit and missed, copies, requests to the CPU with their pairs and seconds, pairs
+    that came over the bus, and seconds of the parts of all layers.
+    """
+    cache, on_gpu = runner.expert_cache, runner.gpu_experts
+    if cache is None or on_gpu is None:
         return {}
+    times = on_gpu.step_times
     work = np.array(runner.cpu_work, np.float64).reshape(-1, 3).sum(axis=0)
     counters = cache.counters
     return {
@@ -112,7 +116,18 @@ def counted(runner: Any) -> dict[str, float]:
         "cpu_requests": float(work[0]),
         "cpu_pairs": float(work[1]),
         "cpu_seconds": float(work[2]),
+        "bus_pairs": float(sum(times.bus_pairs)),
+        **{f"{part}_seconds": seconds for part, seconds in times.parts.items()},
     }
+
+
+def parts_of(texts: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean seconds of a token in each part of its layers, and in the `rest` of it; {} if unknown."""
+    if not all(f"{part}_seconds" in text for text in texts for part in PARTS):
+        return {}
+    parts = {part: statistics.mean(text[f"{part}_seconds"] for text in texts) for part in PARTS}
+    whole = statistics.mean(text["seconds"] for text in texts)
+    return {**parts, "rest": whole - sum(parts.values())}
 
 
 def floor_seconds(machine: Machine, texts: list[dict[str, Any]], num_context: int) -> float:
@@ -152,6 +167,7 @@ def measure(machine: Machine, gib: float | None, depths: list[int], first_ids: A
                     "depth": depth,
                     "tok_s": 1 / seconds,
                     "texts": texts,
+                    "parts_s": parts_of(texts),
                     "hit_rate": statistics.mean(hit_rate(text) for text in texts),
                     "floor_s": floor,
                     "share_of_floor": floor / seconds,

@@ -13,7 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from report_gpu import gpu, gpu_hybrid, gpu_profile, gpu_sanitizer, gpu_streaming, gpu_tiers, same_bits
+from report_gpu import (
+    gpu,
+    gpu_hybrid,
+    gpu_parts,
+    gpu_profile,
+    gpu_sanitizer,
+    gpu_streaming,
+    gpu_tiers,
+    same_bits,
+)
 from report_tables import Row, load, table
 
 ROOT = Path(__file__).parent.parent
@@ -259,6 +268,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "text": text,
     "gpu": gpu,
     "gpu_hybrid": gpu_hybrid,
+    "gpu_parts": gpu_parts,
     "gpu_streaming": gpu_streaming,
     "gpu_profile": gpu_profile,
     "gpu_sanitizer": gpu_sanitizer,

@@ -102,6 +102,25 @@ def gpu_hybrid() -> str:
     return table(header, rows) + f"\n{machine}\n"
 
 
+def gpu_parts() -> str:
+    """Where a token's time goes with a part of the experts on the GPU; nothing while it isn't measured."""
+    rows = [row for row in load("gpu/hybrid")["rows"] if row.get("parts_s")] if has("gpu/hybrid") else []
+    if not rows:
+        return ""
+    rows.sort(key=lambda row: (row["depth"], row["experts_share"]))
+    header = ["experts on the GPU", "context", *(f"{part} µs" for part in rows[0]["parts_s"]), "token µs"]
+    lines = [
+        [
+            f"{row['experts_bytes'] / 2**30:.1f} GiB ({row['experts_share']:.0%})",
+            f"{row['depth'] or 'short'}",
+            *(f"{1e6 * seconds:.0f}" for seconds in row["parts_s"].values()),
+            f"{1e6 * sum(row['parts_s'].values()):.0f}",
+        ]
+        for row in rows
+    ]
+    return table(header, lines)
+
+
 def gpu_streaming() -> str:
     """Prefill with a part of the experts on the GPU."""
     r = load("gpu/streaming")

@@ -5,9 +5,17 @@ from dataclasses import asdict
 
 import numpy as np
 
-from coldstream.cli.bench import describe_gpu
+from coldstream.cli.bench import describe_gpu, describe_times
 from coldstream.experts.cache import Counters
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
+from coldstream.experts.step_times import StepTimes
+
+# Two layers, in milliseconds: the second one read a pair over the bus.
+SUMS = np.zeros((2, 2, 6), np.uint64)
+SUMS[0, 0] = [1, *(ms * 10**6 for ms in (100, 101, 103, 103, 104))]
+SUMS[1, 1] = [1, *(ms * 10**6 for ms in (109, 110, 114, 119, 120))]
+TIMES = StepTimes.of(SUMS, np.array([0, 1], np.uint64))
+NO_TIMES = StepTimes.of(np.zeros((2, 2, 6), np.uint64), np.zeros(2, np.uint64))
 
 
 def statistics() -> GpuExpertStatistics:
@@ -16,7 +24,7 @@ def statistics() -> GpuExpertStatistics:
     counters.misses[:] = (2, 1)
     counters.copied_bytes[:] = (10**9, 5 * 10**8)
     work = [(3, 5, 0.5), (0, 0, 0.0)]
-    return GpuExpertStatistics.of(4, 512, counters, work, np.array([7, 8]), np.array([1, 0]))
+    return GpuExpertStatistics.of(4, 512, counters, work, np.array([7, 8]), np.array([1, 0]), TIMES)
 
 
 def test_everything_is_plain_values_by_layer() -> None:
@@ -24,11 +32,15 @@ def test_everything_is_plain_values_by_layer() -> None:
     assert values["hits"] == [6, 1]
     assert values["cpu_pairs"] == [5, 0]
     assert values["prompt_streamed"] == [7, 8]
+    assert values["step_times"]["wait"] == [0.0, 0.005]
+    assert values["step_times"]["bus_pairs"] == [0, 1]
     assert statistics().hit_rate == 0.7
 
 
 def test_without_a_decoded_token_nothing_was_hit() -> None:
-    empty = GpuExpertStatistics.of(0, 512, Counters(2), [], np.zeros(2, np.int64), np.zeros(2, np.int64))
+    empty = GpuExpertStatistics.of(
+        0, 512, Counters(2), [], np.zeros(2, np.int64), np.zeros(2, np.int64), NO_TIMES
+    )
     assert empty.hit_rate == 0
     assert empty.cpu_requests == ()
 
@@ -37,3 +49,10 @@ def test_one_line_says_it_all() -> None:
     line = describe_gpu(statistics())
     assert line.startswith("4 of 512 experts fit into the GPU's memory; 70% of their uses")
     assert "1.50 GB were copied, the CPU computed 5 in 0.50 s" in line
+
+
+def test_one_line_says_where_the_time_went() -> None:
+    assert describe_times(TIMES) == (
+        "a token's layers take 20.00 ms on the GPU: other 25%, router 10%, resident 10%, bus 20%, wait 25%, "
+        "combine 10%"
+    )

@@ -9,6 +9,7 @@ from cuda.bindings import driver
 
 from coldstream.engine.routing_profile import routed_model
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.experts.prefetch import Prefetching
 from coldstream.models.cuda_runner import CudaRunner, Placed
 from coldstream.models.footprint import model_sizes
 from coldstream.models.spec import ModelSpec
@@ -35,6 +36,7 @@ def open_partly(
     ring_bytes: int = 8 * 2**20,
     context_length: int = 256,
     num_slots: int = 1,
+    prefetching: Prefetching | None = None,
 ) -> CudaRunner:
     """With slots for that share of the experts, and that share of what a token misses read over the bus.
 
@@ -57,7 +59,7 @@ def open_partly(
         pinned_layers=pinned,
     )
     by_misses = tuple(round(streamed * misses) for misses in range(spec.num_experts_per_tok + 1))
-    placed = Placed(plan, by_misses, threads, policy=policy)
+    placed = Placed(plan, by_misses, threads, policy=policy, prefetching=prefetching)
     return CudaRunner.load(
         file, spec, context_length=context_length, kv_type="f16", num_slots=num_slots, placed=placed
     )

@@ -16,6 +16,8 @@ from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.errors import OutOfMemoryError
 from coldstream.experts.segments import SlotSegments
+from coldstream.kernels.experts.prefetch import Prefetching
+from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.models import partial_experts
 from coldstream.models.captured_steps import CapturedStep
 from coldstream.models.cuda_model import Loaded
@@ -86,6 +88,29 @@ def test_mm03_a_capture_that_finds_no_memory_takes_some_from_slots(
     for size, want in expected.items():
         assert np.array_equal(after_prompt(shrinking, size), want), size
     assert num_slots(shrinking) == left
+
+
+def test_mm03_a_capture_that_ends_in_its_middle_leaves_nothing_running_beside_the_next(
+    expected: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial_experts, "SlotSegments", partial(SlotSegments, segment_bytes=MIB))
+    experts, calls = HybridOps.experts, count()
+
+    def failing_once(ops: HybridOps, *args: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing() and next(calls) == 2:
+            more_than_there_is()
+        return experts(ops, *args)
+
+    with open_partly(
+        demo_model_path(), 0.5, streamed=0.5, context_length=512, prefetching=Prefetching(1, 4)
+    ) as runner:
+        slots = num_slots(runner)
+        with monkeypatch.context() as patch:
+            patch.setattr(HybridOps, "experts", failing_once)
+            assert np.array_equal(after_prompt(runner, 7), expected[7])
+        assert num_slots(runner) < slots
+        for size, want in expected.items():
+            assert np.array_equal(after_prompt(runner, size), want), size
 
 
 def test_mm03_captures_go_on_until_no_slot_is_left_and_then_fail_their_request_alone(

@@ -16,6 +16,7 @@ from builders import write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.decoding import SamplingParams, choose_token
 from coldstream.errors import ModelChangedError
+from coldstream.kernels.experts.prefetch import Prefetching
 from coldstream.models.cuda_runner import CudaRunner
 from random_residency import RandomResidency
 
@@ -61,14 +62,25 @@ def half() -> Iterator[CudaRunner]:
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "dense-tied"])
-@pytest.mark.parametrize(("share", "streamed"), [(0.0, 0.0), (0.0, 1.0), (0.5, 0.5)])
-def test_every_kind_of_model(variant: str, share: float, streamed: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("share", "streamed", "prefetching"),
+    [
+        (0.0, 0.0, None),
+        (0.0, 1.0, None),
+        (0.5, 0.5, None),
+        (0.25, 0.0, Prefetching(1, 8)),
+        (0.0, 0.5, Prefetching(2, 2)),
+    ],
+)
+def test_every_kind_of_model(
+    variant: str, share: float, streamed: float, prefetching: Prefetching | None, tmp_path: Path
+) -> None:
     arch, options = VARIANTS[variant]
     path = tmp_path / "tiny.gguf"
     write_gguf(path, arch, **options)  # type: ignore[arg-type]
     ids = token_ids(70)
     expected = reference_logits(path, ids, "f16").numpy()
-    with open_partly(path, share, streamed=streamed) as runner:
+    with open_partly(path, share, streamed=streamed, prefetching=prefetching) as runner:
         assert np.array_equal(runner.logits(ids), expected)
         for count in (1, 8, 9, 33, 64):
             runner.reset()
@@ -118,9 +130,14 @@ def test_ex07_threads_and_who_computes_what_is_missing(
         assert_same(answer(runner), expected["greedy"])
 
 
-def test_ex07_random_residency_at_every_step_and_a_thousand_swaps(expected: dict[str, Answer]) -> None:
+@pytest.mark.parametrize("prefetching", [None, Prefetching(2, 3)])
+def test_ex07_random_residency_at_every_step_and_a_thousand_swaps(
+    prefetching: Prefetching | None, expected: dict[str, Answer]
+) -> None:
     policy = RandomResidency(seed=3)
-    with open_partly(demo_model_path(), 0.3, streamed=0.3, policy=policy, context_length=512) as runner:
+    with open_partly(
+        demo_model_path(), 0.3, streamed=0.3, policy=policy, context_length=512, prefetching=prefetching
+    ) as runner:
         for sampling, name in ((GREEDY, "greedy"), (SAMPLED, "sampled")):
             assert_same(answer(runner, sampling), expected[name])
         cache = runner.expert_cache
@@ -138,6 +155,21 @@ def test_trap_23_twenty_requests_and_memory_stays(half: CudaRunner, expected: di
         free = torch.cuda.mem_get_info()[0]
         taken = free if taken is None else taken
         assert free == taken
+
+
+@pytest.mark.parametrize("prefetching", [Prefetching(1, 1), Prefetching(1, 4), Prefetching(3, 8)])
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_prefetching_changes_no_bit(
+    share: float, prefetching: Prefetching, expected: dict[str, Answer]
+) -> None:
+    with open_partly(
+        demo_model_path(), share, streamed=0.5, context_length=512, num_slots=40, prefetching=prefetching
+    ) as runner:
+        assert_same(answer(runner), expected["greedy"])
+        assert_same(answer(runner, SAMPLED), expected["sampled"])
+        for count in (2, 8, 9, 3):
+            test_a_sequence_among_others(runner, count)
+            assert_same(answer(runner, count=300), expected["greedy"])
 
 
 @pytest.mark.parametrize("count", [2, 8, 9, 17, 40])

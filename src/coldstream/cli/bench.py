@@ -19,6 +19,7 @@ from coldstream.engine.benchmark import BenchmarkResult, BenchmarkTest, benchmar
 from coldstream.engine.config import cache_bytes_per_token
 from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
+from coldstream.experts.step_times import StepTimes, describe_parts
 from coldstream.kernels.cuda.device import find_gpu, measure_copy_bandwidth
 from coldstream.models.footprint import bytes_per_token, num_parameters
 from coldstream.placement.hardware import Hardware
@@ -90,6 +91,8 @@ def command(
         click.echo(describe_disk(disk))
     if on_gpu:
         click.echo(describe_gpu(on_gpu))
+        if on_gpu.step_times.steps:
+            click.echo(describe_times(on_gpu.step_times))
 
 
 def describe_disk(disk: DiskStatistics) -> str:
@@ -108,6 +111,14 @@ def describe_gpu(experts: GpuExpertStatistics) -> str:
         f"{sum(experts.copied_bytes) / 1e9:.2f} GB were copied, the CPU computed {sum(experts.cpu_pairs)} in "
         f"{sum(experts.cpu_s):.2f} s; of prompts {sum(experts.prompt_streamed)} came over the bus, "
         f"{sum(experts.prompt_on_cpu)} went to the CPU"
+    )
+
+
+def describe_times(times: StepTimes) -> str:
+    """Where the layers of decoded tokens spent their time."""
+    return (
+        f"a token's layers take {1e3 * times.seconds / times.steps:.2f} ms on the GPU: "
+        f"{describe_parts(times.parts)}"
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 import numpy as np
 
 from coldstream.experts.cache import Counters
+from coldstream.experts.step_times import StepTimes
 
 Array = np.ndarray[Any, Any]
 
@@ -18,7 +19,7 @@ class GpuExpertStatistics:
     hits, misses: uses by decoded tokens; copies, copied_bytes, evictions: of slots. cpu_pairs: (token,
     expert) pairs in cpu_requests that the CPU computed in cpu_s, while the GPU computed others.
     prompt_streamed, prompt_on_cpu: experts of long prompts that came over the bus, or were computed by the
-    CPU.
+    CPU. step_times: where the time of decoded tokens went.
     """
 
     num_slots: int
@@ -33,6 +34,7 @@ class GpuExpertStatistics:
     cpu_s: tuple[float, ...]
     prompt_streamed: tuple[int, ...]
     prompt_on_cpu: tuple[int, ...]
+    step_times: StepTimes
 
     @classmethod
     def of(
@@ -43,8 +45,9 @@ class GpuExpertStatistics:
         cpu_work: Sequence[tuple[int, int, float]],
         prompt_streamed: Array,
         prompt_on_cpu: Array,
+        step_times: StepTimes,
     ) -> Self:
-        """From what a cache counted, what the CPU did by layer, and what prompts brought and left to it."""
+        """From what a cache counted, what the CPU did by layer, prompts brought and left to it."""
         return cls(
             num_slots=num_slots,
             num_experts=num_experts,
@@ -58,6 +61,7 @@ class GpuExpertStatistics:
             cpu_s=tuple(seconds for _, _, seconds in cpu_work),
             prompt_streamed=_plain(prompt_streamed),
             prompt_on_cpu=_plain(prompt_on_cpu),
+            step_times=step_times,
         )
 
     @property

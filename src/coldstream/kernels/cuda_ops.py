@@ -54,7 +54,7 @@ from coldstream.kernels.quantize.cuda import activations_from, quantize_cuda
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
 from coldstream.kernels.rope.cuda import gather_angles_cuda
 from coldstream.kernels.rope.reference import rope_angles
-from coldstream.kernels.router.cuda import router_choose_cuda, router_few_cuda
+from coldstream.kernels.router.cuda import Ahead, router_choose_cuda, router_few_cuda
 from coldstream.kernels.swiglu.triton import swiglu
 
 FEW_STEPS = 16  # rows up to which attention and the delta rule take the kernels made for decoding
@@ -194,6 +194,12 @@ class CudaOps(CudaLoader):
     ) -> Routing:
         return self.route(x, weight, shared_gate, num_experts_per_tok, None)
 
+    @staticmethod
+    def routes_at_once(num_rows: int, shared_gate: CudaWeight) -> bool:
+        """Whether `route` is a single launch, which may also look `ahead`."""
+        assert isinstance(shared_gate, QuantTensor)
+        return num_rows <= MAX_FEW_ROWS and shared_gate.quant_type == QuantType.F32
+
     def route(
         self,
         x: Activations,
@@ -201,6 +207,7 @@ class CudaOps(CudaLoader):
         shared_gate: CudaWeight,
         num_experts_per_tok: int,
         sharing: Sharing | None,
+        ahead: Ahead | None = None,
     ) -> Routing:
         """`router`; what it chooses is shared out at once if `sharing` says how."""
         assert isinstance(weight, QuantTensor)
@@ -208,7 +215,7 @@ class CudaOps(CudaLoader):
         num_rows, num_experts = x.shape[0], weight.shape[0]
         ids = self._empty(num_rows, num_experts_per_tok, dtype=torch.int32)
         weights = self._empty(num_rows, num_experts_per_tok)
-        if num_rows > MAX_FEW_ROWS or shared_gate.quant_type != QuantType.F32:
+        if not self.routes_at_once(num_rows, shared_gate):
             logits, gate = self.linear(x, (weight, shared_gate))
             self._launch(router_choose_cuda, logits, ids, weights)
             if sharing is not None:
@@ -217,9 +224,15 @@ class CudaOps(CudaLoader):
         gate, logits = self._empty(num_rows, 1), self._empty(num_rows, num_experts)
         self._launch(
             router_few_cuda, x.values, as_floats(weight), as_floats(shared_gate), ids, weights, gate, logits,
-            self._zeroed("router", 1), sharing,
+            self._zeroed("router", 1), sharing, ahead,
         )  # fmt: skip
         return Routing(ids, weights, gate)
+
+    def begin_step(self, num_rows: int) -> None:
+        """Before the first operation of a step over `num_rows` rows, what runs beside all of it begins."""
+
+    def finish_step(self) -> None:
+        """After the last one, that is waited for."""
 
     def experts(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         tokens, ranks = routing.ids.shape

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from coldstream.gguf.reader import GGUFFile, TensorInfo
-from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.activations import Activations, as_floats
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES
 from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
 from coldstream.kernels.cuda.loader import CudaWeight
@@ -19,8 +19,12 @@ from coldstream.kernels.experts.cuda_layer import Stacks, is_one_launch
 from coldstream.kernels.experts.host import HostExperts
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
 from coldstream.kernels.experts.partition import MAX_RANKS, Places, sharing_of
+from coldstream.kernels.experts.prefetch import PrefetchRing, PrefetchSizes
+from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
+from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.kernels.router.cuda import Ahead
 from coldstream.kernels.streamed_ops import StreamedOps
 
 
@@ -29,7 +33,8 @@ class HybridOps(StreamedOps):
 
     Slots are not handed out here: `layers` has the tables of each layer, in the order of the forward pass
     once that has run, for somebody who fills slots and writes addresses; those of `whole_layers` are not
-    among them. `streamed` is int32 [MAX_RANKS + 1], see `sharing_of`. Over a `MemoryPlan` there is no `host`.
+    among them. `streamed` is int32 [MAX_RANKS + 1], see `sharing_of`; `stamps` int64 [layers, WORDS], see
+    `experts/stamps.py`. Over a `MemoryPlan` there is no `host`.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class HybridOps(StreamedOps):
         host: HostExperts | None,
         whole_layers: Collection[int] = (),
         ring_bytes: int = 0,
+        prefetched: PrefetchSizes | None = None,
         *,
         notes_kernels: bool = False,
     ) -> None:
@@ -49,7 +55,15 @@ class HybridOps(StreamedOps):
         self.layers: list[Stacks] = []
         self._numbers: dict[int, int] = {}
         self.streamed = self.zeros((MAX_RANKS + 1,), "int32")
+        self.stamps = memory.persistent((len(mailbox.used), WORDS), torch.int64).zero_()
         self._pairs = self.int_vector(range(MAX_ROWS * MAX_RANKS))
+        self.prefetch = None if prefetched is None else PrefetchRing(prefetched, self.zeros)
+        self._routers: dict[int, QuantTensor] = {}
+        self._beside: torch.cuda.Stream | None = None
+        if self.prefetch is not None and not self.planning:
+            self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._can_prefetch = False
+        self._step_ring: PrefetchRing | None = None  # of the step that is being queued
 
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> CudaWeight:
         """A stack of experts stays where it is; anything else is loaded, and so are those of whole layers."""
@@ -93,11 +107,61 @@ class HybridOps(StreamedOps):
         if not experts.gate.is_partial or tokens > MAX_ROWS:
             return self.route(x, weight, shared_gate, ranks, None)
         stacks = (experts.gate, experts.up, experts.down)
+        layer = self._number(stacks)
         places = Places(
-            self._empty(3, tokens, ranks, dtype=torch.int64), self._empty(tokens, ranks, dtype=torch.int32)
+            self._empty(3, tokens, ranks, dtype=torch.int64),
+            self._empty(tokens, ranks, dtype=torch.int32),
+            self.stamps[layer] if self.routes_at_once(tokens, shared_gate) else None,
         )
-        sharing = sharing_of(stacks, self.streamed, self._mailbox, self._number(stacks), places)
-        return replace(self.route(x, weight, shared_gate, ranks, sharing), places=places)
+        if self.routes_at_once(1, shared_gate):
+            assert isinstance(weight, QuantTensor)
+            self._routers[layer] = weight
+        ring = self._step_ring
+        if ring is None:
+            sharing = sharing_of(stacks, self.streamed, self._mailbox, layer, places)
+            return replace(self.route(x, weight, shared_gate, ranks, sharing), places=places)
+        later = layer + ring.distance
+        prefetched = ring.prefetched(layer, stacks)
+        notes = ring.notes(layer, is_guessing=later < len(self.layers))
+        sharing = sharing_of(stacks, self.streamed, self._mailbox, layer, places, prefetched, notes)
+        ahead = self._ahead(ring, later, tokens, ranks) if later < len(self.layers) else None
+        return replace(self.route(x, weight, shared_gate, ranks, sharing, ahead), places=places)
+
+    def _ahead(self, ring: PrefetchRing, later: int, tokens: int, ranks: int) -> Ahead:
+        return Ahead(
+            as_floats(self._routers[later]),
+            ring.guesses[later, :tokens],
+            self._mailbox.guessed[later, :tokens],
+            self._empty(tokens, self._routers[later].shape[0]),
+            self._empty(tokens, ranks),
+        )
+
+    def begin_step(self, num_rows: int) -> None:
+        ring = self.prefetch
+        if ring is None or not self._can_prefetch or num_rows > MAX_FEW_ROWS:
+            return
+        if self._beside is None:
+            self._launch(ring.fetch, num_rows)
+        elif torch.cuda.is_current_stream_capturing():
+            ring.begin_step()
+            self._beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._beside):
+                ring.fetch(num_rows)
+        else:
+            return
+        self._step_ring = ring
+
+    def finish_step(self) -> None:
+        if self._step_ring is not None and self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
+        self._step_ring = None
+        if self.prefetch is not None and not self._can_prefetch and self._routers:
+            # All layers have run, and the ring can be told of them.
+            is_readable = self.host is None or all(s.mapped for stacks in self.layers for s in stacks)
+            shapes = {weight.shape for weight in self._routers.values()}
+            if is_readable and len(self._routers) == len(self.layers) and len(shapes) == 1:
+                self.prefetch.set_targets(self.layers)
+                self._can_prefetch = True
 
     def experts(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         if not weights.gate.is_partial:
@@ -140,7 +204,8 @@ class HybridOps(StreamedOps):
             gate, up = self.linear(x, (weights.shared_gate, weights.shared_up))
             (shared,) = self.linear(self.swiglu(gate, up), (weights.shared_down,))
             self._experts_as_floats(x, pairs, tables, routed)
-        elsewhere = RowsElsewhere(places.cpu_ids, self._mailbox.out[:tokens], self._mailbox.done)
+        box = self._mailbox
+        elsewhere = RowsElsewhere(places.cpu_ids, box.out[:tokens], box.done, places.stamps)
         return ExpertOutputs(routed, shared, routing, elsewhere)
 
     @staticmethod

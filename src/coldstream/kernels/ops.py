@@ -83,6 +83,7 @@ class RowsElsewhere:
     ids: Array  # int32 [T, K], −1 for pairs that it has not computed
     rows: Array  # [T, K, E]
     done: Array  # uint32 [2]: nonzero once they are there; whoever waits too long sets the second
+    stamps: Any = None  # where the time of the layer is kept; for the `Ops` that keep it
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from coldstream.errors import OutOfMemoryError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
 from coldstream.kernels.cuda.activations import Activations
-from coldstream.kernels.cuda.memory import Memory, MemoryPlan
+from coldstream.kernels.cuda.memory import ALIGNMENT, Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.cuda_ops import FEW_STEPS, CudaOps
 from coldstream.kernels.experts.host import HostExperts
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kernels.experts.prefetch import Prefetching, PrefetchSizes
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.kernels.linear.reference import INTEGER_TYPES
@@ -28,6 +29,7 @@ from coldstream.kernels.sample.cuda import PROGRAM as SAMPLER
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.cuda_logits import Sampler
 from coldstream.models.fixed_part import CHUNK_SIZES, GRAPH_BYTES, RESERVE_BYTES
+from coldstream.models.footprint import model_sizes
 from coldstream.models.qwen35 import Qwen35Model
 from coldstream.models.spec import ModelSpec
 
@@ -72,6 +74,7 @@ class Limits:
     expert_bytes: int | None = None  # of the device's memory, for slots; None: all experts are there
     whole_layers: frozenset[int] = frozenset()  # whose experts are all there in any case
     ring_bytes: int = 0  # through which other experts come by
+    prefetching: Prefetching | None = None  # of experts before their layer's router has run
 
     def is_captured(self, rows: int) -> bool:
         """Whether steps of so many rows are graphs: not if the host shares out their experts."""
@@ -131,6 +134,7 @@ class Loaded:
                 host,
                 limits.whole_layers,
                 limits.ring_bytes,
+                prefetch_sizes(file, spec, limits.prefetching),
                 notes_kernels=notes_kernels,
             )
         model = Qwen35Model.load(file, spec, ops)
@@ -156,8 +160,21 @@ class Loaded:
     def step(self, count: int) -> Activations:
         """The hidden states of the first `count` inputs."""
         token_ids, rows = self.inputs.of(count)
-        hidden: Activations = self.model.forward(token_ids, rows, self.cache)
+        self.ops.begin_step(count)
+        try:
+            hidden: Activations = self.model.forward(token_ids, rows, self.cache)
+        finally:
+            self.ops.finish_step()  # what runs beside it must be over before a capture can be given up
         return hidden
+
+
+def prefetch_sizes(file: GGUFFile, spec: ModelSpec, prefetching: Prefetching | None) -> PrefetchSizes | None:
+    """What the ring takes of this model's experts."""
+    if prefetching is None:
+        return None
+    largest = max(model_sizes(spec, file.tensors, file.fingerprint, 0).expert_bytes)
+    # Gate and up may be one tensor, which is rounded up once for both.
+    return PrefetchSizes(prefetching, spec.num_layers, spec.num_experts_per_tok, largest + ALIGNMENT)
 
 
 def plan_memory(

@@ -17,6 +17,7 @@ from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import load_kernels
 from coldstream.kernels.experts.mailbox import MAX_ROWS
+from coldstream.kernels.experts.prefetch import Prefetching
 from coldstream.kernels.experts.streaming import StreamCounters
 from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.models.captured_steps import CapturedSteps
@@ -56,6 +57,7 @@ class Placed:
     threads: int
     tier: str = "auto"  # of the CPU's kernels
     policy: Policy | None = None  # None: the product's
+    prefetching: Prefetching | None = None
 
 
 class CudaRunner(ModelRunner):
@@ -174,6 +176,7 @@ class CudaRunner(ModelRunner):
                 expert_bytes=plan.resident_bytes - whole,
                 whole_layers=frozenset(plan.pinned_layers),
                 ring_bytes=plan.ring_bytes,
+                prefetching=placed.prefetching,
             )
         return cls(file, spec, limits, find_gpu(), progress, compiling, placed)
 
@@ -204,7 +207,8 @@ class CudaRunner(ModelRunner):
 
     @property
     def gpu_experts(self) -> GpuExpertStatistics | None:
-        return self._partial.statistics() if self._partial else None
+        with device_errors():
+            return self._partial.statistics() if self._partial else None
 
     @property
     def expert_uses(self) -> tuple[int, int] | None:

@@ -9,8 +9,10 @@ from coldstream.experts.cache import ExpertCache
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.residency import ExpertResidency, expert_bytes
 from coldstream.experts.segments import SlotSegments
+from coldstream.experts.step_times import StepTimes
 from coldstream.kernels.experts.host import HostExperts
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kernels.experts.stamps import read_stamps
 from coldstream.kernels.experts.streaming import ExpertStream, StreamCounters
 from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.models.spec import ModelSpec
@@ -71,6 +73,7 @@ class PartialExperts:
         used = self.host.mailbox.used[: len(ops.layers)]
         self._residency = ExpertResidency(ops.layers, cache, slots, used)
         self._residency.load(_first_residents(layer_bytes, num_experts, counts, residents))
+        ops.stamps.zero_()
 
     @property
     def cache(self) -> ExpertCache | None:
@@ -81,8 +84,12 @@ class PartialExperts:
         return None if self._stream is None else self._stream.counters
 
     def statistics(self) -> GpuExpertStatistics | None:
-        """What became of missing experts so far; None before the slots are filled."""
-        if self._residency is None or self._stream is None:
+        """What became of missing experts so far; None before the slots are filled.
+
+        Waits for a step that is running.
+        """
+        ops = self._ops
+        if self._residency is None or self._stream is None or ops is None:
             return None
         cache, stream = self._residency.cache, self._stream.counters
         num_experts = len(cache.counters.hits) * self._residency.num_experts
@@ -93,7 +100,16 @@ class PartialExperts:
             self.host.server.work(),
             stream.streamed,
             stream.on_cpu,
+            self._step_times(ops),
         )
+
+    @staticmethod
+    def _step_times(ops: HybridOps) -> StepTimes:
+        """Where the time of steps of few rows went; from here on if a step failed before."""
+        times = StepTimes.of(*read_stamps(ops.stamps[: len(ops.layers)]))
+        if times.steps == 0:
+            ops.stamps.zero_()
+        return times
 
     def start_step(self, rows: int) -> None:
         """Right before a step of `rows` rows, when the last one has ended."""

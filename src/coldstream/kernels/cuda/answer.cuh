@@ -1,7 +1,7 @@
 // The answer of a CPU that was asked for experts; see experts/mailbox.py.
 #pragma once
 
-#include "cuda/common.cuh"
+#include "cuda/stamps.cuh"
 
 namespace coldstream {
 
@@ -23,8 +23,7 @@ __device__ __forceinline__ void wait_for_answer(const Answer& answer) {
                  : "l"(__cvta_generic_to_global(answer.done))
                  : "memory");
     if (done) return;
-    uint64_t now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    const uint64_t now = now_ns();
     if (start == 0) start = now;
     if (now - start > longest_wait_ns) {
       *answer.late = 1;

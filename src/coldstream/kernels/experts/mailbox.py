@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from coldstream.errors import GenerationFault
+from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
 
 Array = np.ndarray[Any, Any]
 
@@ -21,7 +22,8 @@ class Mailbox:
 
     words: int32 [32], request and done in cache lines of their own; x: float32 [rows, E], ids: int32 [rows,
     K] and out: float32 [rows, K, E], each written by one side only; used: int32 [layers, rows, K], what the
-    last step's routers chose.
+    last step's routers chose; guessed: int32 [layers, MAX_FEW_ROWS, K], what earlier layers' inputs made of
+    it, where that was asked for.
     """
 
     words: torch.Tensor
@@ -29,6 +31,7 @@ class Mailbox:
     ids: torch.Tensor
     out: torch.Tensor
     used: torch.Tensor
+    guessed: torch.Tensor
 
     @classmethod
     def create(cls, num_layers: int, num_ranks: int, hidden_size: int, rows: int = MAX_ROWS) -> Self:
@@ -50,6 +53,7 @@ class Mailbox:
             torch.zeros(rows, num_ranks, dtype=torch.int32, **where),
             torch.zeros(rows, num_ranks, hidden_size, **where),
             torch.zeros(num_layers, rows, num_ranks, dtype=torch.int32, **where),
+            torch.zeros(num_layers, MAX_FEW_ROWS, num_ranks, dtype=torch.int32, **where),
         )
 
     @property

@@ -6,7 +6,7 @@ using namespace coldstream;
 constexpr int partition_threads = 1024;
 
 // grid (1): a warp for each token in turn.
-extern "C" __global__ void __launch_bounds__(partition_threads)
+extern "C" __global__ void __launch_bounds__(partition_threads, 1)
     partition_experts(const int* ids, int num_tokens, int num_ranks, const float* x, int x_stride, int cols,
                       const __grid_constant__ Sharing sharing) {
   wait_for_previous_grid();

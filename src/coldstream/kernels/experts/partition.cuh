@@ -2,7 +2,7 @@
 // through the mailbox. See partition.py.
 #pragma once
 
-#include "cuda/common.cuh"
+#include "cuda/stamps.cuh"
 
 namespace coldstream {
 
@@ -31,26 +31,105 @@ struct Mailbox {
   int* used;  // [capacity, ranks]: all experts of the layer's tokens, for whoever keeps the slots
 };
 
+// Experts of one layer that have come over the bus before its router ran; see prefetch.py.
+struct Prefetched {
+  uint32_t* keys;  // [count], of the expert in each place: 0 until all of it is there
+  int64_t data;    // of the first place
+  int64_t place_bytes;
+  int64_t offsets[num_matrices];  // in a place
+  int count;                      // 0: none ever
+};
+
+// What prefetching has to know of the layer that is shared out.
+struct PrefetchNotes {
+  uint32_t* emptied;  // keys [count] of the places that are filled next, for another layer; null: none are
+  int count;
+  uint32_t* reached;  // gets the layer's number + 1; null: nobody wants to know
+  int* tallies;       // int [layers, 2]: experts that came in time or late, and those of them that were used
+};
+
 struct Sharing {
   Stack matrix[num_matrices];
   const int* streamed;  // [ranks + 1]: how many of a token's n missing experts are read over the bus
   Places places;
   Mailbox box;
+  LayerStamps* stamps;  // or null
   uint32_t request;  // what to ask: the layer and the number of rows; 0: nothing is shared out
+  Prefetched prefetched;
+  PrefetchNotes notes;
+
+  __device__ __forceinline__ uint32_t layer() const { return (request & 0xffff) - 1; }
 };
+
+constexpr uint32_t used_bit = 1u << 31;  // of a key
+
+// Never 0.
+__device__ __forceinline__ uint32_t prefetch_key(uint32_t layer, int id) { return (layer << 16 | id) + 1; }
+__device__ __forceinline__ uint32_t layer_of_key(uint32_t key) { return ((key & ~used_bit) - 1) >> 16; }
 
 // A row by one warp, to memory that is far away.
 __device__ __forceinline__ void send_row(const float* from, float* to, int cols) {
+  constexpr int at_once = 8;  // loads, all of which are on their way before the first is stored
   const int lane = threadIdx.x % warp_size;
   const uint64_t alignment = reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(to);
-  if (alignment % 16 == 0 && cols % 4 == 0) {
-#pragma unroll 16
-    for (int i = lane; i < cols / 4; i += warp_size) {
-      reinterpret_cast<float4*>(to)[i] = reinterpret_cast<const float4*>(from)[i];
-    }
-  } else {
+  if (alignment % 16 != 0 || cols % 4 != 0) {
     for (int i = lane; i < cols; i += warp_size) to[i] = from[i];
+    return;
   }
+  for (int first = lane; first < cols / 4; first += at_once * warp_size) {
+    float4 values[at_once];
+#pragma unroll
+    for (int i = 0; i < at_once; i++) {
+      const int place = first + i * warp_size;
+      if (place < cols / 4) values[i] = reinterpret_cast<const float4*>(from)[place];
+    }
+#pragma unroll
+    for (int i = 0; i < at_once; i++) {
+      const int place = first + i * warp_size;
+      if (place < cols / 4) reinterpret_cast<float4*>(to)[place] = values[i];
+    }
+  }
+}
+
+// Whether an expert has been fetched; `slots` says then where.
+__device__ __forceinline__ bool find_prefetched(const Sharing& sharing, int id,
+                                                int64_t (&slots)[num_matrices]) {
+  const Prefetched& fetched = sharing.prefetched;
+  for (int place = 0; place < fetched.count; place++) {
+    uint32_t key;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                 : "=r"(key)
+                 : "l"(__cvta_generic_to_global(fetched.keys + place))
+                 : "memory");
+    if ((key & ~used_bit) != prefetch_key(sharing.layer(), id)) continue;
+    if (!(key & used_bit)) atomicOr(fetched.keys + place, used_bit);
+#pragma unroll
+    for (int i = 0; i < num_matrices; i++) {
+      slots[i] = fetched.data + place * fetched.place_bytes + fetched.offsets[i];
+    }
+    return true;
+  }
+  return false;
+}
+
+// By a block, after all warps have shared out their tokens and guessed at a later layer's: what was fetched
+// into places that are filled next is counted and forgotten; then they may be filled.
+__device__ __forceinline__ void make_room(const Sharing& sharing) {
+  const PrefetchNotes& notes = sharing.notes;
+  if (notes.reached == nullptr) return;
+  if (notes.emptied != nullptr && int(threadIdx.x) < notes.count && notes.emptied[threadIdx.x] != 0) {
+    const uint32_t key = notes.emptied[threadIdx.x];
+    int* tally = notes.tallies + 2 * layer_of_key(key);
+    atomicAdd(tally, 1);
+    if (key & used_bit) atomicAdd(tally + 1, 1);
+    notes.emptied[threadIdx.x] = 0;
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(notes.reached)),
+               "r"(sharing.layer() + 1)
+               : "memory");
 }
 
 // Places the pairs of a token by one warp, whose lane k has the id of rank k. If the CPU computes any of them, it
@@ -64,7 +143,8 @@ __device__ __forceinline__ bool share_out(const Sharing& sharing, int token, int
 #pragma unroll
     for (int i = 0; i < num_matrices; i++) slots[i] = sharing.matrix[i].slots[id];
   }
-  const bool is_missing = exists && (slots[0] == 0 || slots[1] == 0 || slots[2] == 0);
+  bool is_missing = exists && (slots[0] == 0 || slots[1] == 0 || slots[2] == 0);
+  if (is_missing) is_missing = !find_prefetched(sharing, id, slots);
   const uint32_t missing = __ballot_sync(all_lanes, is_missing);
   const int before = __popc(missing & ((1u << lane) - 1));
   bool is_on_cpu = is_missing;
@@ -81,7 +161,11 @@ __device__ __forceinline__ bool share_out(const Sharing& sharing, int token, int
     sharing.places.cpu_ids[pair] = sharing.box.ids[pair] = is_on_cpu ? id : -1;
     sharing.box.used[pair] = id;
   }
-  if (!__any_sync(all_lanes, is_on_cpu)) return false;
+  const uint32_t on_cpu = __ballot_sync(all_lanes, is_on_cpu);
+  if (sharing.stamps && lane == 0 && missing != on_cpu) {
+    add_up(&sharing.stamps->router.pairs, __popc(missing & ~on_cpu));
+  }
+  if (on_cpu == 0) return false;
   send_row(x, sharing.box.x + int64_t(token) * cols, cols);
   __threadfence_system();
   return true;

@@ -19,31 +19,58 @@ from coldstream.kernels.experts.table import ExpertTable
 PROGRAM = CudaProgram(Path(__file__).with_name("partition.cu"), ("partition_experts",))
 THREADS = 1024
 MAX_RANKS = 16
+MATRICES = 3  # gate, up, down
 
 
-class _Stack(ctypes.Structure):
+class Stack(ctypes.Structure):
     """As in partition.cuh."""
 
     _fields_ = (("slots", ctypes.c_void_p), ("mapped", ctypes.c_int64), ("step", ctypes.c_int64))
 
 
 class _Places(ctypes.Structure):
-    _fields_ = (("addresses", ctypes.c_void_p * 3), ("cpu_ids", ctypes.c_void_p))
+    _fields_ = (("addresses", ctypes.c_void_p * MATRICES), ("cpu_ids", ctypes.c_void_p))
 
 
 class _Mailbox(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("request", "done", "x", "ids", "used"))
 
 
+class Prefetched(ctypes.Structure):
+    """Where experts of a layer may lie that no slot holds; see prefetch.py. Without fields set, nowhere."""
+
+    _fields_ = (
+        ("keys", ctypes.c_void_p),
+        ("data", ctypes.c_int64),
+        ("place_bytes", ctypes.c_int64),
+        ("offsets", ctypes.c_int64 * MATRICES),
+        ("count", ctypes.c_int32),
+    )
+
+
+class PrefetchNotes(ctypes.Structure):
+    """What prefetching has to know of a layer that is shared out; without fields set, nothing."""
+
+    _fields_ = (
+        ("emptied", ctypes.c_void_p),
+        ("count", ctypes.c_int32),
+        ("reached", ctypes.c_void_p),
+        ("tallies", ctypes.c_void_p),
+    )
+
+
 class Sharing(ctypes.Structure):
     """How a layer's pairs are shared out; without fields set, not at all."""
 
     _fields_ = (
-        ("matrix", _Stack * 3),
+        ("matrix", Stack * MATRICES),
         ("streamed", ctypes.c_void_p),
         ("places", _Places),
         ("box", _Mailbox),
+        ("stamps", ctypes.c_void_p),
         ("request", ctypes.c_uint32),
+        ("prefetched", Prefetched),
+        ("notes", PrefetchNotes),
     )
 
 
@@ -52,15 +79,28 @@ class Places:
     """Where the pairs of a step are computed, T ≤ MAX_ROWS.
 
     addresses: int64 [3, T, K], of gate, up and down as the GPU reads them, 0 for the CPU's; cpu_ids: int32
-    [T, K], the experts that the CPU computes, −1 for the others.
+    [T, K], the experts that the CPU computes, −1 for the others; stamps: int64 [WORDS], where the layer's
+    time is kept (`stamps.py`), or None.
     """
 
     addresses: torch.Tensor
     cpu_ids: torch.Tensor
+    stamps: torch.Tensor | None = None
+
+
+def stack_of(table: ExpertTable) -> Stack:
+    """One matrix of a layer's experts."""
+    return Stack(table.addresses.data_ptr(), table.mapped, table.step)
 
 
 def sharing_of(
-    stacks: Sequence[ExpertTable], streamed: torch.Tensor, mailbox: Mailbox, layer: int, places: Places
+    stacks: Sequence[ExpertTable],
+    streamed: torch.Tensor,
+    mailbox: Mailbox,
+    layer: int,
+    places: Places,
+    prefetched: Prefetched | None = None,
+    notes: PrefetchNotes | None = None,
 ) -> Sharing:
     """For kernels that share out a layer's pairs.
 
@@ -72,14 +112,17 @@ def sharing_of(
         raise ValueError(f"{tokens} tokens of {ranks} experts: at most {MAX_ROWS} of {MAX_RANKS}")
     parts = (mailbox.request, mailbox.done, mailbox.x, mailbox.ids, mailbox.used[layer])
     return Sharing(
-        (_Stack * 3)(*(_Stack(t.addresses.data_ptr(), t.mapped, t.step) for t in stacks)),
+        (Stack * MATRICES)(*map(stack_of, stacks)),
         streamed.data_ptr(),
         _Places(
-            (ctypes.c_void_p * 3)(*(matrix.data_ptr() for matrix in places.addresses)),
+            (ctypes.c_void_p * MATRICES)(*(matrix.data_ptr() for matrix in places.addresses)),
             places.cpu_ids.data_ptr(),
         ),
         _Mailbox(*(part.data_ptr() for part in parts)),
+        None if places.stamps is None else places.stamps.data_ptr(),
         (layer + 1) | tokens << ROWS_SHIFT,
+        prefetched or Prefetched(),
+        notes or PrefetchNotes(),
     )
 
 

@@ -50,7 +50,7 @@ def add_rms_norm_cuda(
     """Writes x + update into `total`, which may be x, and the norm of that as `rms_norm_cuda` does.
 
     x, total and a plain update are contiguous float32 [T, E]; experts are summed as `combine_experts` does,
-    with rows of the host's memory where the CPU has computed them.
+    with rows of the host's memory where the CPU has computed them, and the layer's time kept where they say.
     """
     if isinstance(update, torch.Tensor):
         args: list[Argument] = [x, update, total]
@@ -61,13 +61,13 @@ def add_rms_norm_cuda(
     if tuple(update.routed.shape) != (x.shape[0], num_ranks, x.shape[1]):
         raise ValueError(f"outputs of experts {tuple(update.routed.shape)} for rows {tuple(x.shape)}")
     elsewhere = update.elsewhere
-    cpu_ids, cpu_rows, answer = (None, None, _Answer())
+    cpu_ids, cpu_rows, answer, stamps = (None, None, _Answer(), None)
     if elsewhere is not None:
-        cpu_ids, cpu_rows = elsewhere.ids, elsewhere.rows
+        cpu_ids, cpu_rows, stamps = elsewhere.ids, elsewhere.rows, elsewhere.stamps
         answer = _Answer(elsewhere.done.data_ptr(), elsewhere.done[1:].data_ptr())
     args = [
         x, update.routed, topk_weights, num_ranks, update.shared, shared_gate, cpu_ids, cpu_rows, answer,
-        total,
+        stamps, total,
     ]  # fmt: skip
     tensors = (x, update.routed, update.shared, total)
     small = (topk_weights, shared_gate)

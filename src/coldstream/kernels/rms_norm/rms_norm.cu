@@ -164,23 +164,34 @@ __global__ void __launch_bounds__(max_threads)
   norm_row<aligned>(norm, first_weights, out);
 }
 
-// The same with the sum of the experts as update.
+// The same with the sum of the experts as update. The first thread of all keeps the time of the layer, if that
+// has stamps: its own row's sum stands for those of other rows.
 template <bool aligned>
 __global__ void __launch_bounds__(max_threads)
     combine_rms_norm_rows(const float* x, const float* routed, const float* topk_weights, int num_ranks,
                           const float* shared, const float* shared_gate, const int* cpu_ids,
-                          const float* cpu_rows, const __grid_constant__ Answer answer, float* sum, Norm norm,
-                          Outputs out) {
+                          const float* cpu_rows, const __grid_constant__ Answer answer, LayerStamps* stamps,
+                          float* sum, Norm norm, Outputs out) {
   const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
-  // Who computes what was known before the kernel in front of this one began.
+  // Who computes what was known before the kernel in front of this one began, and when.
+  const bool keeps_time = stamps != nullptr && blockIdx.x == 0 && threadIdx.x == 0;
+  RouterStamps router{};
+  if (keeps_time) router = stamps->router;
   bool is_waiting = false;
   if (cpu_ids != nullptr) {
     is_waiting = __syncthreads_or(threadIdx.x < num_ranks && cpu_ids[blockIdx.x * num_ranks + threadIdx.x] >= 0);
   }
+  uint64_t* sums = nullptr;
+  if (keeps_time) sums = note_router(stamps, router);
+  uint64_t begins = 0, answered = 0;
   wait_for_previous_grid();
   release_next_grid();
+  if (keeps_time) begins = answered = now_ns();
   if (is_waiting) {
-    if (threadIdx.x == 0) wait_for_answer(answer);
+    if (threadIdx.x == 0) {
+      wait_for_answer(answer);
+      if (keeps_time) answered = now_ns();
+    }
     __syncthreads();
   }
   const int64_t token = blockIdx.x, begin = token * norm.cols;
@@ -197,4 +208,5 @@ __global__ void __launch_bounds__(max_threads)
     shared_row[i / 4] = v;
   }
   norm_row<aligned>(norm, first_weights, out);
+  if (keeps_time) note_end(sums, begins, answered);
 }

@@ -1,6 +1,7 @@
 """The router in CUDA C++: for few tokens products and choice in one launch, for many the choice alone."""
 
 import ctypes
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -48,6 +49,10 @@ class _Weights(ctypes.Structure):
     )
 
 
+class _Ahead(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("experts", "logits", "ids", "weights", "seen"))
+
+
 class _Results(ctypes.Structure):
     _fields_ = (
         ("logits", ctypes.c_void_p),
@@ -56,6 +61,29 @@ class _Results(ctypes.Structure):
         ("weights", ctypes.c_void_p),
         ("count", ctypes.c_int32),
     )
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A later layer's router, which is applied to the same x: a guess at what it will choose.
+
+    weight: float32, of the same shape as this layer's, contiguous. ids: int32 [T, K]; seen: the same in the
+    host's memory. Workspace: logits float32 [T, experts], weights float32 [T, K].
+    """
+
+    weight: torch.Tensor
+    ids: torch.Tensor
+    seen: torch.Tensor
+    logits: torch.Tensor
+    weights: torch.Tensor
+
+    def check(self, shape: torch.Size, topk_ids: torch.Tensor) -> None:
+        """ValueError unless it fits a router of this shape."""
+        outputs = (self.ids, self.seen, self.weights)
+        if self.weight.shape != shape or any(each.shape != topk_ids.shape for each in outputs):
+            raise ValueError(f"a router of {tuple(self.weight.shape)} beside one of {tuple(shape)}")
+        if not all(each.is_contiguous() for each in (self.weight, *outputs)):
+            raise ValueError("what a later layer may choose must be contiguous")
 
 
 def router_few_cuda(
@@ -68,10 +96,12 @@ def router_few_cuda(
     logits: torch.Tensor,
     arrivals: torch.Tensor,
     sharing: Sharing | None = None,
+    ahead: Ahead | None = None,
 ) -> None:
     """Products, softmax, the K largest and their renormalisation, for up to 8 tokens.
 
-    With `sharing`, the chosen experts are shared out as `partition_experts_cuda` does it.
+    With `sharing`, the chosen experts are shared out as `partition_experts_cuda` does it. `ahead` changes
+    nothing else.
 
     x float32 [T, E], whose rows may be apart; weight float32 [experts, E] and the shared expert's gate
     shared_weight [1, E], contiguous. Writes int32 topk_ids [T, K], float32 topk_weights [T, K] and
@@ -85,19 +115,23 @@ def router_few_cuda(
     per_lane = _experts_per_lane(num_experts, topk_ids, topk_weights)
     if num_tokens == 0:
         return
+    if ahead is not None:
+        ahead.check(weight.shape, topk_ids)
     addresses = x.data_ptr() | weight.data_ptr() | (0 if shared_weight is None else shared_weight.data_ptr())
+    addresses |= 0 if ahead is None else ahead.weight.data_ptr()
     aligned = addresses % 16 == 0 and (cols | x.stride(0)) % 4 == 0
     shares, shared_bytes = _share_out(num_tokens, cols)
     weights = _Weights(weight.data_ptr(), _address(shared_weight), num_experts, cols)
     count = topk_ids.shape[1]
+    num_rows, num_choices = (num_experts, num_tokens) if ahead is None else (2 * num_experts, 2 * num_tokens)
     results = _Results(
         logits.data_ptr(), _address(shared_gate), topk_ids.data_ptr(), topk_weights.data_ptr(), count
     )
     PROGRAM.kernel(f"router_few<{str(aligned).lower()}, {per_lane}>").launch(
-        (-(-(num_experts + 1) // shares.num_rows), 1, 1),
+        (-(-(num_rows + 1) // shares.num_rows), 1, 1),
         THREADS,
-        (x, x.stride(0), shares, weights, results, arrivals, sharing or Sharing()),
-        shared_bytes=max(shared_bytes, _scratch_bytes(num_tokens, per_lane)),
+        (x, x.stride(0), shares, weights, results, arrivals, sharing or Sharing(), _ahead_of(ahead)),
+        shared_bytes=max(shared_bytes, _scratch_bytes(num_choices, per_lane)),
         overlap=True,
     )
 
@@ -146,6 +180,13 @@ def _share_out(num_tokens: int, cols: int) -> tuple[_Shares, int]:
 def _scratch_bytes(num_tokens: int, per_lane: int) -> int:
     """For the choice: a number for each expert and each that is chosen."""
     return 8 * num_tokens * (per_lane * WARP_SIZE + MAX_CHOSEN)
+
+
+def _ahead_of(ahead: Ahead | None) -> _Ahead:
+    if ahead is None:
+        return _Ahead()
+    parts = (ahead.weight, ahead.logits, ahead.ids, ahead.weights, ahead.seen)
+    return _Ahead(*(part.data_ptr() for part in parts))
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

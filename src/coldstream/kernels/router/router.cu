@@ -27,10 +27,22 @@ struct Results {
   int count;
 };
 
-// Row r of the experts' and the shared one's weights; null past the end.
-__device__ __forceinline__ const float* weight_row(const Weights& w, int row) {
+// The router of a later layer, of the same shape, which sees this layer's x already: what it chooses is a guess
+// at what it will.
+struct Ahead {
+  const float* experts;  // [num_experts, cols]; null: there is none
+  float* logits;         // [tokens, num_experts]
+  int* ids;              // [tokens, count]
+  float* weights;        // [tokens, count]
+  int* seen;             // [tokens, count]: the ids in the host's memory
+};
+
+// Row r of the weights: the experts', the shared one's, those of the later layer; null past the end.
+__device__ __forceinline__ const float* weight_row(const Weights& w, const Ahead& ahead, int row) {
   if (row < w.num_experts) return w.experts + int64_t(row) * w.cols;
-  return row == w.num_experts ? w.shared : nullptr;
+  if (row == w.num_experts) return w.shared;
+  row -= w.num_experts + 1;
+  return ahead.experts && row < w.num_experts ? ahead.experts + int64_t(row) * w.cols : nullptr;
 }
 
 // Starts copying columns begin … begin + size of a row to shared memory, by the whole block; size is a
@@ -82,10 +94,11 @@ struct Shares {
   }
 };
 
-// The products of the warp's token and rows, each in the lanes of its half.
+// The products of the warp's token and rows, each in the lanes of its half. `begins`, which is null for all
+// threads but one, is when x was there.
 template <bool aligned>
 __device__ __forceinline__ float multiply(const float* x, int x_stride, const Shares& shares,
-                                          const Weights& weights) {
+                                          const Weights& weights, const Ahead& ahead, uint64_t* begins) {
   const int column = threadIdx.x % 16, chunk = shares.chunk;
   float* shared_weights = reinterpret_cast<float*>(dynamic_shared);
   float* shared_x = shared_weights + shares.num_rows * (chunk + row_padding);
@@ -95,10 +108,13 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const Sh
     const int size = min(chunk, left);
     if (begin > 0) __syncthreads();
     for (int r = 0; r < shares.num_rows; r++) {
-      const float* row = weight_row(weights, blockIdx.x * shares.num_rows + r);
+      const float* row = weight_row(weights, ahead, blockIdx.x * shares.num_rows + r);
       stage<aligned>(shared_weights + r * (chunk + row_padding), row, begin, size, weights.cols);
     }
-    if (begin == 0) wait_for_previous_grid();
+    if (begin == 0) {
+      wait_for_previous_grid();
+      if (begins) *begins = now_ns();
+    }
     for (int t = 0; t < shares.num_tokens; t++) {
       stage<aligned>(shared_x + t * chunk, x + int64_t(t) * x_stride, begin, size, weights.cols);
     }
@@ -113,32 +129,47 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const Sh
   return sum_of_sixteen_lanes(p, 1);
 }
 
-// grid (ceil((num_experts + 1) / shares.num_rows)), up to 8 tokens: the products of each block's rows; then
-// the last block chooses, and shares out what it has chosen.
+// grid (ceil((num_experts + 1) / shares.num_rows)), with a later layer twice the experts; up to 8 tokens: the
+// products of each block's rows; then the last block chooses, and shares out what it has chosen.
 template <bool aligned, int per_lane>
 __global__ void __launch_bounds__(block_threads)
     router_few(const float* x, int x_stride, Shares shares, Weights weights, Results out, uint32_t* arrivals,
-               const __grid_constant__ Sharing sharing) {
+               const __grid_constant__ Sharing sharing, const __grid_constant__ Ahead ahead) {
   release_next_grid();
-  const float product = multiply<aligned>(x, x_stride, shares, weights);
+  const bool keeps_time = sharing.stamps && blockIdx.x == 0 && threadIdx.x == 0;
+  uint64_t* begins = keeps_time ? &sharing.stamps->router.begins : nullptr;
+  const float product = multiply<aligned>(x, x_stride, shares, weights, ahead, begins);
   const int row = blockIdx.x * shares.num_rows + shares.row(), token = shares.token();
   if (shares.row() < shares.num_rows && threadIdx.x % 16 == 0) {
     if (row < weights.num_experts) out.logits[token * weights.num_experts + row] = product;
     if (row == weights.num_experts && weights.shared) out.shared_gate[token] = product;
+    const int later = row - weights.num_experts - 1;
+    if (ahead.experts && later >= 0 && later < weights.num_experts) {
+      ahead.logits[token * weights.num_experts + later] = product;
+    }
   }
   const int warp = threadIdx.x / warp_size;
   if (!is_last_block(arrivals, gridDim.x)) return;
   bool is_asked = false;
+  uint64_t* scratch = reinterpret_cast<uint64_t*>(dynamic_shared) + warp * scratch_numbers<per_lane>;
   if (warp < shares.num_tokens) {
-    uint64_t* scratch = reinterpret_cast<uint64_t*>(dynamic_shared) + warp * scratch_numbers<per_lane>;
     const int id = choose_experts<per_lane>(
         out.logits + warp * weights.num_experts, weights.num_experts, scratch,
         {out.ids + warp * out.count, out.weights + warp * out.count, out.count});
     if (sharing.request) {
       is_asked = share_out(sharing, warp, id, out.count, x + int64_t(warp) * x_stride, weights.cols);
     }
+  } else if (ahead.experts && warp < 2 * shares.num_tokens) {
+    const int token = warp - shares.num_tokens, lane = threadIdx.x % warp_size;
+    const int id = choose_experts<per_lane>(
+        ahead.logits + token * weights.num_experts, weights.num_experts, scratch,
+        {ahead.ids + token * out.count, ahead.weights + token * out.count, out.count});
+    if (lane < out.count) ahead.seen[token * out.count + lane] = id;
   }
-  if (sharing.request && __syncthreads_or(is_asked) && threadIdx.x == 0) ask_the_cpu(sharing);
+  if (!sharing.request) return;
+  if (__syncthreads_or(is_asked) && threadIdx.x == 0) ask_the_cpu(sharing);
+  make_room(sharing);
+  if (sharing.stamps && threadIdx.x == 0) sharing.stamps->router.ends = now_ns();
 }
 
 // grid (ceil(tokens / 8)): the choice alone.

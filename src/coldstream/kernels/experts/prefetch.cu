@@ -1,0 +1,181 @@
+// Brings experts over the bus before the router that is to choose them has run; see prefetch.py.
+#include "experts/partition.cuh"
+
+using namespace coldstream;
+
+constexpr int loads_at_once = 16;  // of each lane, so that enough is on its way over the bus
+constexpr int most_guesses = 128;
+constexpr uint64_t longest_wait_ns = 50'000'000;  // without it nothing is lost but speed
+
+// A layer that is guessed at.
+struct Target {
+  const int* guesses;  // [tokens, ranks], the likeliest of each token first; the same expert may be there twice
+  int num_experts;
+  uint32_t layer;
+  Stack matrix[num_matrices];
+  int64_t bytes[num_matrices];  // of an expert
+  Prefetched places;
+};
+
+// What is zero when the step begins, and counts up.
+struct Progress {
+  const uint32_t* reached;  // layers that were shared out
+  uint32_t* finished;       // [targets], blocks that are done with one
+  uint32_t* arrivals;       // [targets, places.count], blocks that have copied their share of a place, or given up
+};
+
+struct Step {
+  const Target* targets;
+  int num_targets;
+  int distance;     // in layers, from the router that guesses to the one that knows
+  int num_guesses;  // of a target
+  Progress progress;
+};
+
+constexpr uint32_t one_failed = 1u << 16;  // in `arrivals`, above the number of blocks
+
+__device__ __forceinline__ uint32_t acquire(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(__cvta_generic_to_global(word))
+               : "memory");
+  return value;
+}
+
+// By a whole warp; false if that takes too long.
+__device__ __forceinline__ bool wait_until(const uint32_t* word, uint32_t value) {
+  uint64_t start = 0;
+  while (acquire(word) < value) {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    if (start == 0) start = now;
+    if (now - start > longest_wait_ns) return false;
+    __nanosleep(100);
+  }
+  __syncwarp();
+  return true;
+}
+
+// The experts to bring: those that have no slot, most wanted first. Returns how many.
+__device__ __forceinline__ int choose_missing(const Target& target, int num_guesses, int* missing, int* demand,
+                                              int* chosen) {
+  const int lane = threadIdx.x;
+  for (int i = lane; i < num_guesses; i += warp_size) {
+    const int guess = __ldcg(target.guesses + i);
+    bool is_missing = guess >= 0 && guess < target.num_experts;
+    if (is_missing) {
+      bool has_slot = true;
+#pragma unroll
+      for (int m = 0; m < num_matrices; m++) has_slot &= target.matrix[m].slots[guess] != 0;
+      is_missing = !has_slot;
+    }
+    missing[i] = is_missing ? guess : -1;
+  }
+  __syncwarp();
+  int num_missing = 0;
+  for (int first = 0; first < num_guesses; first += warp_size) {
+    const int i = first + lane;
+    const int id = i < num_guesses ? missing[i] : -1;
+    int uses = 0;
+    for (int j = 0; j < num_guesses && id >= 0; j++) {
+      uses += missing[j] == id;
+      if (j < i && missing[j] == id) {
+        uses = 0;
+        break;
+      }
+    }
+    if (i < num_guesses) demand[i] = uses;  // 0 but for the first of equals
+    num_missing += __popc(__ballot_sync(all_lanes, uses > 0));
+  }
+  __syncwarp();
+  for (int i = lane; i < num_guesses; i += warp_size) {
+    if (demand[i] == 0) continue;
+    int place = 0;
+    for (int j = 0; j < num_guesses; j++) place += demand[j] > demand[i] || (demand[j] == demand[i] && j < i);
+    if (place < target.places.count) chosen[place] = missing[i];
+  }
+  __syncwarp();
+  return min(num_missing, target.places.count);
+}
+
+// Copies the block's share of `bytes`, a multiple of sizeof(Word); false if it gave up because the layer has
+// been shared out.
+template <typename Word>
+__device__ __forceinline__ bool copy_share(const uint8_t* from, uint8_t* to, int64_t bytes,
+                                           const uint32_t* reached, uint32_t layer) {
+  constexpr int64_t at_once = loads_at_once * warp_size;
+  const int64_t num_words = bytes / int64_t(sizeof(Word));
+  const Word* source = reinterpret_cast<const Word*>(from);
+  Word* copy = reinterpret_cast<Word*>(to);
+  for (int64_t begin = blockIdx.x * at_once; begin < num_words; begin += gridDim.x * at_once) {
+    const bool is_too_late = *reinterpret_cast<const volatile uint32_t*>(reached) > layer;
+    Word words[loads_at_once];
+#pragma unroll
+    for (int i = 0; i < loads_at_once; i++) {
+      const int64_t place = begin + i * warp_size + threadIdx.x;
+      if (place < num_words) words[i] = __ldcs(source + place);
+    }
+    if (__any_sync(all_lanes, is_too_late)) return false;
+#pragma unroll
+    for (int i = 0; i < loads_at_once; i++) {
+      const int64_t place = begin + i * warp_size + threadIdx.x;
+      if (place < num_words) __stcg(copy + place, words[i]);
+    }
+  }
+  return true;
+}
+
+// The block's share of all matrices of an expert.
+__device__ __forceinline__ bool copy_expert(const Target& target, int id, int place, const uint32_t* reached) {
+  for (int i = 0; i < num_matrices; i++) {
+    const int64_t from = target.matrix[i].mapped + id * target.matrix[i].step, bytes = target.bytes[i];
+    const int64_t to = target.places.data + place * target.places.place_bytes + target.places.offsets[i];
+    const uint8_t* source = reinterpret_cast<const uint8_t*>(from);
+    uint8_t* copy = reinterpret_cast<uint8_t*>(to);
+    const bool is_whole = (from | bytes) % 16 == 0
+                              ? copy_share<uint4>(source, copy, bytes, reached, target.layer)
+                              : copy_share<uint16_t>(source, copy, bytes, reached, target.layer);
+    if (!is_whole) return false;
+  }
+  return true;
+}
+
+// By all blocks, once each for every chosen expert: the last to come says that it is there, if all of it is.
+__device__ __forceinline__ void arrive(const Target& target, int id, int place, bool is_whole,
+                                       uint32_t* arrivals) {
+  __syncwarp();
+  if (threadIdx.x != 0) return;
+  const uint32_t mine = is_whole ? 1 : 1 + one_failed;
+  __threadfence();
+  if (atomicAdd(arrivals + place, mine) + mine != gridDim.x) return;
+  __threadfence();
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(
+                   __cvta_generic_to_global(target.places.keys + place)),
+               "r"(prefetch_key(target.layer, id))
+               : "memory");
+}
+
+// One warp a block, any number of blocks, which share each expert. Runs beside the layers of one step.
+extern "C" __global__ void __launch_bounds__(warp_size)
+    prefetch_experts(const __grid_constant__ Step step) {
+  __shared__ int missing[most_guesses], demand[most_guesses], chosen[most_guesses];
+  for (int i = 0; i < step.num_targets; i++) {
+    const Target& target = step.targets[i];
+    const int same_places = i - (step.distance + 1);
+    // Whoever is late may still write what nobody will read; it must not write over what comes now.
+    if (same_places >= 0 && !wait_until(step.progress.finished + same_places, gridDim.x)) return;
+    if (!wait_until(step.progress.reached, target.layer - step.distance + 1)) return;
+    const int count = choose_missing(target, step.num_guesses, missing, demand, chosen);
+    bool is_whole = true;
+    for (int place = 0; place < count; place++) {
+      is_whole = is_whole && copy_expert(target, chosen[place], place, step.progress.reached);
+      arrive(target, chosen[place], place, is_whole, step.progress.arrivals + i * target.places.count);
+    }
+    __syncwarp();
+    if (threadIdx.x == 0) {
+      __threadfence();
+      atomicAdd(step.progress.finished + i, 1);
+    }
+  }
+}

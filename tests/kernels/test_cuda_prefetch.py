@@ -1,0 +1,195 @@
+"""Experts that come ahead of their router: what is chosen, what arrives whole, who finds it."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from cuda_row_cases import CUDA, check_compiles, random
+from triton_interpreter import assert_same_bits
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import dot_lanes
+from coldstream.kernels.cuda.memory import ALIGNMENT
+from coldstream.kernels.experts.mailbox import Mailbox
+from coldstream.kernels.experts.partition import Places, partition_experts_cuda, sharing_of
+from coldstream.kernels.experts.prefetch import MAX_PLACES, PROGRAM, Prefetching, PrefetchRing, PrefetchSizes
+from coldstream.kernels.experts.table import ExpertTable
+from coldstream.kernels.router.cuda import Ahead, router_few_cuda
+from coldstream.kernels.router.reference import choose_experts_exact
+
+EXPERTS, RANKS, COLS = 40, 4, 64
+ROWS = {QuantType.F32: 6, QuantType.Q8_0: 5}  # gate and up; those of Q8_0 are no multiple of 16 bytes
+
+
+def zeros(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    return torch.zeros(shape, dtype=getattr(torch, dtype), device=CUDA)
+
+
+def stacks_of(quant_type: QuantType, seed: int) -> tuple[tuple[ExpertTable, ...], list[torch.Tensor]]:
+    """Gate, up and down of a layer without slots, and their bytes in the host's memory, by expert."""
+    tables, memories = [], []
+    for i, rows in enumerate((ROWS[quant_type], ROWS[quant_type], 3)):
+        step = rows * quant_type.row_bytes(COLS)
+        generator = torch.Generator().manual_seed(seed + i)
+        data = torch.randint(256, (EXPERTS, step), dtype=torch.uint8, generator=generator).pin_memory()
+        addresses = torch.zeros(EXPERTS, dtype=torch.int64, device=CUDA)
+        tables.append(ExpertTable(addresses, quant_type, rows, COLS, True, None, data.data_ptr(), step))
+        memories.append(data)
+    return tuple(tables), memories
+
+
+def ring_of(distance: int, count: int, quant_type: QuantType) -> PrefetchRing:
+    sizes = [rows * quant_type.row_bytes(COLS) for rows in (ROWS[quant_type], ROWS[quant_type], 3)]
+    expert_bytes = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+    return PrefetchRing(PrefetchSizes(Prefetching(distance, count), 6, RANKS, expert_bytes), zeros)
+
+
+def fetch(ring: PrefetchRing, layer: int, rows: int, stacks: Sequence[ExpertTable], reached: int) -> None:
+    """A step whose last target is `layer`, when so many layers have been shared out."""
+    ring.set_targets([stacks] * (layer + 1))
+    ring.begin_step()
+    ring._progress[0] = reached
+    ring.fetch(rows)
+    torch.cuda.synchronize()
+
+
+def wanted(guesses: Sequence[int], with_slots: set[int], count: int) -> list[int]:
+    """The most wanted that have no slot; of equals, the first guessed."""
+    missing = [guess for guess in guesses if 0 <= guess < EXPERTS and guess not in with_slots]
+    demand = Counter(missing)
+    return sorted(demand, key=lambda expert: (-demand[expert], missing.index(expert)))[:count]
+
+
+def brought(ring: PrefetchRing, layer: int, memories: list[torch.Tensor]) -> list[int]:
+    """The experts in the places of a layer, whose bytes must be theirs."""
+    keys, data = ring._part(layer)
+    experts = []
+    for key, place in zip(keys.cpu().tolist(), data.cpu().view(len(keys), -1), strict=True):
+        if key == 0:
+            continue
+        number, expert = divmod((key & 0x7FFFFFFF) - 1, 1 << 16)
+        assert number == layer
+        offset = 0
+        for memory in memories:
+            size = memory.shape[1]
+            assert torch.equal(place[offset : offset + size], memory[expert])
+            offset += -(-size // ALIGNMENT) * ALIGNMENT
+        experts.append(expert)
+    return experts
+
+
+def test_kernels_compile() -> None:
+    check_compiles(PROGRAM)
+
+
+def test_sizes_are_checked() -> None:
+    for distance, experts in ((0, 1), (1, 0), (1, MAX_PLACES + 1)):
+        with pytest.raises(ValueError, match="at least 1 layer ahead"):
+            Prefetching(distance, experts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize("quant_type", list(ROWS))
+def test_trap_16_the_most_wanted_without_a_slot_arrive_whole(rows: int, quant_type: QuantType) -> None:
+    """Repeated and impossible guesses among them, and caps below, at and above the demand."""
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        count = 1 + seed % MAX_PLACES
+        ring, (stacks, memories) = ring_of(1, count, quant_type), stacks_of(quant_type, seed)
+        guesses = torch.randint(-2, EXPERTS + 2, (rows, RANKS), dtype=torch.int32, generator=generator)
+        with_slots = set(torch.randperm(EXPERTS, generator=generator)[: 5 * seed].tolist())
+        for expert in with_slots:
+            stacks[seed % 3].addresses[expert] = 1  # counts only if all three are there
+        if with_slots and seed % 2:
+            for stack in stacks:
+                stack.addresses[sorted(with_slots)] = 1
+        else:
+            with_slots = set()
+        ring.guesses[3, :rows].copy_(guesses)
+        fetch(ring, 3, rows, stacks, 3)
+        assert brought(ring, 3, memories) == wanted(guesses.view(-1).tolist(), with_slots, count)
+
+
+@pytest.mark.gpu
+def test_nothing_arrives_once_its_layer_has_been_shared_out() -> None:
+    ring, (stacks, memories) = ring_of(2, 3, QuantType.F32), stacks_of(QuantType.F32, 1)
+    ring.guesses[4, 0].copy_(torch.tensor([7, 8, 9, 10], dtype=torch.int32))
+    fetch(ring, 4, 1, stacks, reached=5)
+    assert brought(ring, 4, memories) == []
+    fetch(ring, 4, 1, stacks, reached=2)
+    assert brought(ring, 4, memories) == []  # its guesses were not there yet
+    fetch(ring, 4, 1, stacks, reached=3)
+    assert brought(ring, 4, memories) == [7, 8, 9]
+
+
+def share_out(ring: PrefetchRing, layer: int, ids: torch.Tensor, stacks: Sequence[ExpertTable]) -> Places:
+    """The places of pairs of a layer that nobody guesses further from."""
+    tokens = len(ids)
+    places = Places(
+        torch.zeros(3, tokens, RANKS, dtype=torch.int64, device=CUDA),
+        torch.zeros(tokens, RANKS, dtype=torch.int32, device=CUDA),
+    )
+    mailbox = Mailbox.create(6, RANKS, COLS)
+    streamed = torch.zeros(RANKS + 1, dtype=torch.int32, device=CUDA)
+    sharing = sharing_of(
+        stacks, streamed, mailbox, layer, places, ring.prefetched(layer, stacks),
+        ring.notes(layer, is_guessing=False),
+    )  # fmt: skip
+    partition_experts_cuda(ids.to(CUDA), random(0, tokens, COLS).to(CUDA), sharing)
+    torch.cuda.synchronize()
+    return places
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_trap_17_an_expert_is_found_once_all_of_it_is_there(tokens: int) -> None:
+    ring, (stacks, _) = ring_of(1, 4, QuantType.F32), stacks_of(QuantType.F32, 2)
+    ids = torch.tensor([[3, 9, 20, 31]] * tokens, dtype=torch.int32)
+    assert (share_out(ring, 2, ids, stacks).cpu_ids.cpu() == ids).all()
+    ring.guesses[2, 0].copy_(torch.tensor([9, 31, 5, 6], dtype=torch.int32))
+    fetch(ring, 2, 1, stacks, reached=2)
+    places = share_out(ring, 2, ids, stacks)
+    assert (places.cpu_ids.cpu() == torch.tensor([[3, -1, 20, -1]])).all()
+    prefetched = ring.prefetched(2, stacks)
+    for rank, place in ((1, 0), (3, 1)):
+        for matrix in range(3):
+            expected = prefetched.data + place * prefetched.place_bytes + prefetched.offsets[matrix]
+            assert (places.addresses[matrix, :, rank] == expected).all()
+    # Nor by another layer whose places are the same.
+    assert (share_out(ring, 4, ids, stacks).cpu_ids.cpu() == ids).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", range(1, 9))
+@pytest.mark.parametrize("experts", [256, 33])
+def test_a_later_router_sees_the_same_rows_and_disturbs_nothing(tokens: int, experts: int) -> None:
+    x, weight, later = (random(seed, n, 512) for seed, n in ((1, tokens), (2, experts), (3, experts)))
+    shared = random(4, 1, 512)
+    outs = [
+        torch.empty(tokens, cols, dtype=dtype, device=CUDA)
+        for cols, dtype in (
+            (8, torch.int32),
+            (8, torch.float32),
+            (1, torch.float32),
+            (experts, torch.float32),
+        )
+    ]
+    seen = torch.zeros(tokens, 8, dtype=torch.int32).pin_memory()
+    ahead = Ahead(
+        later.to(CUDA), torch.zeros(tokens, 8, dtype=torch.int32, device=CUDA), seen,
+        torch.empty(tokens, experts, device=CUDA), torch.empty(tokens, 8, device=CUDA),
+    )  # fmt: skip
+    arrivals = torch.zeros(1, dtype=torch.int32, device=CUDA)
+    for _ in range(2):
+        router_few_cuda(x.to(CUDA), weight.to(CUDA), shared.to(CUDA), *outs, arrivals, None, ahead)
+    torch.cuda.synchronize()
+    ids, weights = choose_experts_exact(dot_lanes(x, weight), 8)
+    assert_same_bits(outs[0].cpu(), ids)
+    assert_same_bits(outs[1].cpu(), weights)
+    assert_same_bits(outs[2].cpu(), dot_lanes(x, shared))
+    guessed, _ = choose_experts_exact(dot_lanes(x, later), 8)
+    assert_same_bits(ahead.ids.cpu(), guessed)
+    assert_same_bits(seen, guessed)
+    assert arrivals.item() == 0

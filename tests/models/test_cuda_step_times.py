@@ -1,0 +1,89 @@
+"""Where the time of decoded tokens goes on a GPU that holds some of the experts."""
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from cuda_runner_cases import open_partly
+from runner_cases import token_ids
+
+from coldstream.assets import demo_model_path
+from coldstream.experts.step_times import PARTS, StepTimes
+from coldstream.models.cuda_runner import CudaRunner
+
+pytestmark = pytest.mark.gpu
+
+COUNT = 40
+
+
+@pytest.fixture(params=[(0.0, 0.0), (0.0, 1.0), (0.5, 0.5), (0.9, 1.0)], ids=str)
+def runner(request: pytest.FixtureRequest) -> Iterator[CudaRunner]:
+    """With some share of the experts, and some share of the missing ones read over the bus."""
+    share, streamed = request.param
+    with open_partly(demo_model_path(), share, streamed=streamed, num_slots=16) as opened:
+        yield opened
+
+
+def times_of(runner: CudaRunner) -> StepTimes:
+    statistics = runner.gpu_experts
+    assert statistics is not None
+    return statistics.step_times
+
+
+def decode(runner: CudaRunner, count: int = COUNT) -> None:
+    for token in token_ids(count):
+        runner.decode(token)
+
+
+def test_parts_of_every_layer_add_up_to_the_span_of_its_steps(runner: CudaRunner) -> None:
+    before, start = times_of(runner), time.perf_counter()
+    decode(runner)
+    elapsed = time.perf_counter() - start
+    times = times_of(runner)
+    assert (before.steps, times.steps) == (0, COUNT)
+    for part in PARTS:
+        values = np.array(getattr(times, part))
+        assert values.shape == (runner.spec.num_layers,)
+        assert (values >= 0).all(), part
+    for part in ("router", "combine"):
+        assert min(getattr(times, part)) > 0
+    assert times.other[0] == 0 < min(times.other[1:])
+    assert np.add(times.resident, times.bus).min() > 0
+    assert sum(times.parts.values()) == times.seconds
+    assert 0 < times.seconds <= elapsed  # both are seconds
+
+
+def test_a_layer_that_asks_nobody_waits_for_nobody(runner: CudaRunner) -> None:
+    before = [requests for requests, _, _ in runner.cpu_work]
+    decode(runner)
+    asked = np.array([requests for requests, _, _ in runner.cpu_work]) - before
+    wait = np.array(times_of(runner).wait)
+    assert (wait[asked == 0] == 0).all()
+    assert wait.sum() > 0 or not asked.any()
+
+
+def test_bus_pairs_are_what_slots_and_the_cpu_leave_over(runner: CudaRunner) -> None:
+    pairs_before = np.array([pairs for _, pairs, _ in runner.cpu_work])
+    cache = runner.expert_cache
+    assert cache is not None
+    misses_before = cache.counters.misses.copy()
+    decode(runner)
+    runner.prefill(token_ids(100))  # the last token is counted when the next step has begun
+    on_cpu = np.array([pairs for _, pairs, _ in runner.cpu_work]) - pairs_before
+    misses = cache.counters.misses - misses_before
+    times = times_of(runner)
+    assert (np.array(times.bus_pairs) == misses - on_cpu).all()
+    assert (np.array(times.bus_steps) <= times.bus_pairs).all()
+    assert [b > 0 for b in times.bus] == [count > 0 for count in times.bus_steps]
+
+
+def test_steps_of_more_rows_than_one_router_takes_are_left_out(runner: CudaRunner) -> None:
+    decode(runner, 3)
+    for count in (9, 16, 64, 100):
+        runner.reset()
+        runner.prefill(token_ids(count))
+    assert times_of(runner).steps == 3
+    runner.reset()
+    runner.prefill(token_ids(8))
+    assert times_of(runner).steps == 4
