@@ -31,8 +31,9 @@ SHAPE = Shape(
 RAM = 120 * MIB
 # Beyond --ram: the interpreter, its packages, and pages of files that the system keeps while it has room.
 HEADROOM = 128 * MIB
-# At a temperature like this one nearly any change of the logits is one of the text.
-REQUEST = ("-p", "the cat", "-n", "48", "--temp", "2", "--seed", "7", "--ignore-eos", "--ctx-size", "256")
+# So hot that this model's text, which else walks through its vocabulary, is any of very many.
+HOT = ("--temp", "12", "--top-k", "0", "--top-p", "1", "--min-p", "0", "--seed", "7")
+REQUEST = ("-p", "the cat", "-n", "64", "--ignore-eos", "--ctx-size", "256", *HOT)
 
 
 @pytest.fixture(scope="module", autouse=True)
