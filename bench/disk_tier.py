@@ -68,6 +68,7 @@ def disk_rate(path: Path, piece: int) -> float:
 def forget_pages(path: Path) -> None:
     """Drops the file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)  # what is not written yet stays
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
 

@@ -16,6 +16,21 @@ class MemoryLimit:
     directory: Path
     num_bytes: int
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most that all processes inside had at once so far."""
+        return int(self._read("memory.max_usage_in_bytes", "memory.peak"))
+
+    @property
+    def num_kills(self) -> int:
+        """Processes inside that the system ended because they wanted more."""
+        lines = self._read("memory.oom_control", "memory.events").splitlines()
+        return int(dict(line.split() for line in lines)["oom_kill"])
+
+    def _read(self, v1: str, v2: str) -> str:
+        first = self.directory / v1
+        return (first if first.exists() else self.directory / v2).read_text()
+
     def command(self, *command: str) -> Sequence[str]:
         """`command`, started inside the limit."""
         join = f'echo $$ > "{self.directory}/cgroup.procs" && exec "$@"'

@@ -14,13 +14,17 @@ escaped.
     ├── ModelNotFoundError              66   no such path, hub name or file in it
     ├── DownloadError                   69   the hub could not be reached or refused
     ├── GenerationFault                 70   computing failed (NaN logits, a dead worker)
-    ├── OutOfMemoryError                71   a plan that does not fit; message: need, free, advice
+    ├── OutOfMemoryError                71   what does not fit; message: need, free, advice
     ├── DeviceError                     72   no GPU, one that is not supported, or one that failed
     ├── ModelChangedError               74   the model file shrank or changed while in use
     ├── ConfigError                      2   an unknown or contradictory setting
     └── InvalidRequestError              2   a prompt, message list or sampling setting that cannot be served
         └── TemplateError                    the chat template is absent, failed, or was stopped at its limits
 """
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 MAX_MESSAGE_CHARS = 400
 
@@ -93,7 +97,7 @@ class GenerationFault(ColdstreamError):
 
 
 class OutOfMemoryError(ColdstreamError):
-    """A plan that does not fit; the message gives need, free and advice."""
+    """Something that does not fit; the message gives need, free and advice."""
 
     exit_code = 71
 
@@ -124,3 +128,24 @@ class InvalidRequestError(ColdstreamError):
 
 class TemplateError(InvalidRequestError):
     """The chat template is absent, failed, or was stopped at its limits."""
+
+
+@contextmanager
+def host_memory_errors() -> Iterator[None]:
+    """Raises OutOfMemoryError for what Python and the system raise when the machine has no memory left."""
+    try:
+        yield
+    except MemoryError as error:
+        raise _host_out_of_memory(str(error)) from error
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise _host_out_of_memory(str(error.strerror)) from error
+
+
+def _host_out_of_memory(what: str) -> OutOfMemoryError:
+    reason = f": {what}" if what else ""
+    return OutOfMemoryError(
+        f"this machine's memory ran out{reason}; close other programs, or choose a smaller --ram or "
+        "--ctx-size"
+    )

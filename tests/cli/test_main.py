@@ -38,6 +38,11 @@ def test_the_help_of_a_verb_needs_no_torch(verb: str) -> None:
     assert "torch" not in _imports(verb, "--help")
 
 
+def test_generating_on_the_cpu_needs_no_torch() -> None:
+    """Whose import takes longer than a small model's answer, and more memory than many a model."""
+    assert "torch" not in _imports("run", "-p", "def", "-n", "1", "--device", "cpu", "--quiet")
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_short_help_in_the_list_is_the_verbs_own(verb: str) -> None:
     from coldstream.cli.main import cli

@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings")
 
-from coldstream.experts.residency import MATRICES, _Places, expert_bytes
+from coldstream.experts import residency
+from coldstream.experts.cache import ExpertCache
+from coldstream.experts.residency import MATRICES, ExpertResidency, _Places, expert_bytes
+from coldstream.experts.segments import SlotSegments
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.table import ExpertTable
+from random_residency import RandomResidency
 
 NUM_EXPERTS = 5
 
@@ -55,9 +59,19 @@ def read(address: int, num_bytes: int) -> bytes:
     return ctypes.string_at(address, num_bytes)
 
 
-@given(st.lists(st.integers(0, 3 * NUM_EXPERTS - 1), unique=True, min_size=1, max_size=6))
-def test_trap_20_tables_lead_to_the_bytes_of_their_experts(experts: list[int]) -> None:
-    slots = {size: torch.zeros((8, size), dtype=torch.uint8) for size in SIZES}
+def slots_on_host(segment_bytes: int) -> SlotSegments:
+    """Eight of each size."""
+    return SlotSegments(
+        dict.fromkeys(SIZES, 8), lambda size: torch.zeros(size, dtype=torch.uint8), segment_bytes
+    )
+
+
+@given(
+    st.lists(st.integers(0, 3 * NUM_EXPERTS - 1), unique=True, min_size=1, max_size=6),
+    st.sampled_from([1, 2 * min(SIZES), 2**30]),
+)
+def test_trap_20_tables_lead_to_the_bytes_of_their_experts(experts: list[int], segment_bytes: int) -> None:
+    slots = slots_on_host(segment_bytes)
     places = _Places(LAYERS, slots)
     numbers = {expert: index for index, expert in enumerate(experts)}
     for expert, slot in numbers.items():
@@ -81,3 +95,143 @@ def test_trap_20_tables_lead_to_the_bytes_of_their_experts(experts: list[int]) -
     for address in where.tolist():
         ctypes.c_int64.from_address(address).value = 0
     assert not any(stack.addresses.any() for stacks in LAYERS for stack in stacks)
+
+
+class HostStream:
+    """Everything happens at once."""
+
+    cuda_stream = 0
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+class HostEvent:
+    def record(self, stream: HostStream) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class HostWriter:
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+
+    def write(self, where: np.ndarray, values: np.ndarray) -> None:
+        assert len(where) <= self._capacity
+        for address, value in zip(where.tolist(), values.tolist(), strict=True):
+            ctypes.c_int64.from_address(address).value = value
+
+
+def copy_now(target: int, source: int, size: int, stream: int) -> tuple[object]:
+    ctypes.memmove(target, source, size)
+    return (residency.driver.CUresult.CUDA_SUCCESS,)
+
+
+@pytest.fixture
+def host_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's memory and its clock in place of the device's."""
+    stream = HostStream()
+    monkeypatch.setattr(torch.cuda, "Stream", HostStream)
+    monkeypatch.setattr(torch.cuda, "Event", HostEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(residency, "AddressWriter", HostWriter)
+    monkeypatch.setattr(residency.driver, "cuMemcpyHtoDAsync", copy_now)
+
+
+class Steps:
+    """Steps on a device whose memory shrinks now and then; each must find what its tables lead to."""
+
+    def __init__(self, segment_bytes: int, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.used = torch.zeros((3, 2, 2), dtype=torch.int32)
+        self.slots = slots_on_host(segment_bytes)
+        cache = ExpertCache(SIZES, NUM_EXPERTS, self.slots.num_slots, RandomResidency(seed), copies_wait=True)
+        for stacks in LAYERS:
+            for stack in stacks:
+                stack.addresses.zero_()
+        self.residency = ExpertResidency(LAYERS, cache, self.slots, self.used)
+        self.residency.load(range(4))
+
+    def compute(self) -> None:
+        """What a step reads, of everything that is in a slot."""
+        places = {size: self.slots.addresses(size) for size in SIZES}
+        for number in range(3 * NUM_EXPERTS):
+            layer, expert = divmod(number, NUM_EXPERTS)
+            found = [int(stack.addresses[expert]) for stack in LAYERS[layer]]
+            assert bool(found[0]) == self.residency.resident[layer, expert]
+            if not found[0]:
+                assert not any(found)
+                continue
+            assert found[0] in places[SIZES[layer]]
+            for stack, address in zip(LAYERS[layer], found, strict=True):
+                expected = stack.host.values[expert].numpy().tobytes()
+                assert read(address, len(expected)) == expected
+        self.used[:] = torch.from_numpy(self.rng.integers(0, NUM_EXPERTS, self.used.shape))
+
+    def shrink(self) -> bool:
+        before, size = self.slots.num_slots, self.slots.largest
+        freed = self.residency.shrink()
+        after = self.slots.num_slots
+        assert (freed > 0) == (size is not None)
+        if size is not None:
+            assert before[size] - after[size] == freed // size
+        assert sum(after.values()) == self.residency.num_slots
+        return freed > 0
+
+
+@given(
+    segment_bytes=st.sampled_from([1, 2 * min(SIZES), 3 * max(SIZES), 2**30]),
+    events=st.lists(
+        st.sampled_from(["step", "step", "step", "prompt", "shrink", "shrink in a step", "failed step"]),
+        max_size=40,
+    ),
+    seed=st.integers(0, 3),
+)
+def test_mm03_memory_given_back_at_any_moment_changes_no_byte_that_a_step_reads(
+    host_device: None, segment_bytes: int, events: list[str], seed: int
+) -> None:
+    steps = Steps(segment_bytes, seed)
+    for event in events:
+        if event == "shrink":
+            steps.shrink()
+            continue
+        rows = 0 if event == "prompt" else 2
+        steps.residency.start_step(rows)
+        steps.compute()
+        if event == "failed step":
+            continue  # never launched
+        if event == "shrink in a step":
+            steps.shrink()
+            steps.residency.start_step(rows)
+            steps.compute()
+        steps.residency.launched()
+    while steps.shrink():
+        steps.residency.start_step(2)
+        steps.compute()
+        steps.residency.launched()
+    assert not steps.residency.resident.any()
+    steps.residency.start_step(2)
+    steps.compute()
+    steps.residency.launched()
+
+
+def test_mm03_what_a_step_used_counts_once_when_memory_is_given_back_in_its_middle(host_device: None) -> None:
+    steps = Steps(1, seed=1)
+    uses = [0]
+    for step in range(12):
+        steps.residency.start_step(2)
+        steps.compute()
+        if step % 3 == 1:
+            steps.shrink()
+        steps.residency.launched()
+        counters = steps.residency.cache.counters
+        uses.append(int(counters.hits.sum() + counters.misses.sum()))
+    counted = np.diff(uses)
+    assert counted[0] == 0  # a step is known when the next one runs
+    assert (counted[1:] > 0).all()
+    assert (counted <= 3 * NUM_EXPERTS).all()

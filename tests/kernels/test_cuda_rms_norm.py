@@ -7,8 +7,9 @@ from guarded import Guarded
 from triton_interpreter import assert_same_bits
 
 from coldstream.kernels.arithmetic import reference as exact_arithmetic
+from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.reference import combine_experts
-from coldstream.kernels.ops import ExpertOutputs, Routing
+from coldstream.kernels.ops import ExpertOutputs, Routing, RowsElsewhere
 from coldstream.kernels.rms_norm.cuda import PROGRAM, add_rms_norm_cuda, rms_norm_cuda
 from coldstream.kernels.rms_norm.reference import rms_norm_exact
 
@@ -112,6 +113,51 @@ def test_norm_of_a_sum_of_experts(ranks: int, rows: int, cols: int) -> None:
     assert_same_bits(total.checked(), x + update)
     assert_same_bits(out.checked(), expected)
     codes.check(expected)
+
+
+def on_cpu(share: float, rows: int, ranks: int) -> torch.Tensor:
+    """Which pairs the CPU computes: bool [rows, ranks], whole rows of either kind among mixed ones."""
+    chance = torch.rand(rows, ranks, generator=torch.Generator().manual_seed(rows))
+    mine = chance < share
+    if 0 < share < 1 and rows > 2:
+        mine[0], mine[-1] = True, False
+    return mine
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("unused", [0.0, torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize(("ranks", "cols"), [(8, 2048), (9, 100), (4, 63)])
+@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+def test_trap_3_what_the_other_processor_left_out_does_not_leak(
+    rows: int, ranks: int, cols: int, share: float, unused: float
+) -> None:
+    x, weight = spiky(1, rows, cols), random(2, cols)
+    outputs, shared = spiky(3, rows, ranks, cols), spiky(4, rows, cols)
+    topk_weights, gate = random(5, rows, ranks).softmax(-1), random(6, rows, 1, scale=4)
+    mine = on_cpu(share, rows, ranks)
+    # Of whom nobody uses the outputs: a weight of zero would not stop them.
+    routed = outputs.masked_fill(mine[..., None], unused)
+    box = Mailbox.create(0, ranks, cols, rows)
+    box.out.copy_(outputs.masked_fill(~mine[..., None], unused))
+    ids = torch.arange(rows * ranks, dtype=torch.int32).view(rows, ranks).masked_fill(~mine, -1)
+    elsewhere = RowsElsewhere(ids.to(CUDA), box.out, box.done)
+    update = combine_experts(
+        outputs, topk_weights, shared, gate, exact_arithmetic.fma, exact_arithmetic.sigmoid
+    )
+    total, out, codes = (
+        Guarded(rows, cols, device=CUDA),
+        Guarded(rows, cols, device=CUDA),
+        GuardedActivations(rows, cols),
+    )
+    routing = Routing(*(part.to(CUDA) for part in (ids, topk_weights, gate)))
+    experts = ExpertOutputs(routed.to(CUDA), shared.to(CUDA), routing, elsewhere)
+    add_rms_norm_cuda(x.to(CUDA), experts, total.tensor, weight.to(CUDA), EPS, out.tensor, codes.out)
+    expected = rms_norm_exact(x + update, weight, EPS)
+    assert_same_bits(total.checked(), x + update)
+    assert_same_bits(out.checked(), expected)
+    codes.check(expected)
+    box.check()
 
 
 @pytest.mark.gpu

@@ -81,6 +81,42 @@ def test_gate_and_up_may_be_rows_of_one_part(tmp_path: Path) -> None:
     assert same_bits(out, run(runtime, x, ids, (gate, up, down)))
 
 
+@EVERY_TIER
+@pytest.mark.parametrize("num_slots", [1, 2, 4])
+def test_trap_3_nan_in_slots_experts_and_rows_that_a_pair_does_not_use(
+    tmp_path: Path, tier: str, num_slots: int
+) -> None:
+    """Whoever reads more than its own expert, row and place finds NaN there."""
+    good, gone = experts(*TYPES[0]), NUM_EXPERTS - 1
+    spoilt = [QuantTensor(stack.blocks.clone(), stack.quant_type, stack.shape) for stack in good]
+    for stack in spoilt:
+        stack.blocks[gone] = 255  # scales of NaN
+    nothing = [
+        QuantTensor(torch.full_like(stack.blocks, 255), stack.quant_type, stack.shape) for stack in good
+    ]
+    layers = [(stacks[0], stacks[1], stacks[2]) for stacks in (spoilt, nothing)]
+    file, runtime = ExpertFile(tmp_path / "nan.bin", layers), _csrc.Runtime(2, tier)
+    pool, ids = file.pool(num_slots), distributions()["many tokens"].clone()
+    ids[::5] = -1
+    x = activations(15, len(ids), E)
+    x[::5] = torch.nan
+    is_used = (ids >= 0) & (ids != gone)
+    assert is_used.any(dim=-1).sum() > (ids == gone).sum() > 0
+    expected = torch.full((*ids.shape, E), torch.nan)
+    _csrc.routed_experts(runtime, x, ids.masked_fill(~is_used, -1), *map(load, good), expected)
+    assert not expected[is_used].isnan().any()
+    for is_prefill in (False, True, False):
+        pool.begin_step(is_prefill)
+        for layer in (1, 0, 1):
+            out = torch.full((*ids.shape, E), torch.nan)
+            out[ids < 0] = 7.0
+            gate, up, down = file.weights(pool, layer)
+            _csrc.request_experts(runtime, pool, gate, ids)
+            _csrc.pooled_experts(runtime, pool, x, ids, gate, up, down, out)
+            assert bool((out[ids < 0] == 7.0).all())
+            assert layer == 1 or same_bits(out[is_used], expected[is_used])
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_ex03_ex07_any_order_of_steps_gives_the_same_bits(

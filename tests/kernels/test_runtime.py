@@ -1,6 +1,7 @@
 """The thread pool, graph capture and the guard around mapped files, seen from Python."""
 
 import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -178,6 +179,35 @@ def test_shrunk_file_raises_and_the_pool_stays_usable(runtime: _csrc.Runtime, mo
     _csrc.touch_pages(runtime, mapped, 0, MIB)
     os.truncate(model_path, 4 * MIB)
     _csrc.touch_pages(runtime, mapped, 0, mapped.size)
+
+
+def test_fl06_advice_about_bytes_that_are_gone_succeeds_and_proves_nothing(
+    runtime: _csrc.Runtime, model_path: Path
+) -> None:
+    mapped = map_file(model_path)
+    with model_path.open("rb") as file:
+        same = mmap.mmap(file.fileno(), 4 * MIB, access=mmap.ACCESS_READ)
+    os.truncate(model_path, MIB)
+    same.madvise(mmap.MADV_WILLNEED, 2 * MIB, MIB)  # the system reports success
+    same.close()
+    mapped.read_ahead(0, mapped.size)
+    mapped.read_ahead(2 * MIB, MIB)
+    for offset in (0, 2 * MIB):
+        with pytest.raises(ModelChangedError, match=r"model\.gguf changed while in use: byte \d+"):
+            _csrc.touch_pages(runtime, mapped, offset, MIB + 1)
+    _csrc.touch_pages(runtime, mapped, 0, MIB)
+
+
+def test_read_ahead_takes_any_range_of_the_file_and_refuses_more(
+    runtime: _csrc.Runtime, model_path: Path
+) -> None:
+    mapped = map_file(model_path)
+    for offset, num_bytes in [(0, 4 * MIB), (1, 1), (mmap.PAGESIZE - 1, 2), (4 * MIB - 1, 1), (4 * MIB, 0)]:
+        mapped.read_ahead(offset, num_bytes)
+        _csrc.touch_pages(runtime, mapped, offset, num_bytes)
+    for offset, num_bytes in [(0, 4 * MIB + 1), (4 * MIB + 1, 0), (1, 2**64 - 1), (2**64 - 1, 2)]:
+        with pytest.raises(ValueError, match="outside a mapping of 4194304 bytes"):
+            mapped.read_ahead(offset, num_bytes)
 
 
 def test_fault_names_the_file_it_happened_in(

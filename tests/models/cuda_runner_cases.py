@@ -1,6 +1,11 @@
-"""Opening a model on a GPU."""
+"""Opening a model on a GPU, and a GPU without memory."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
+from cuda.bindings import driver
 
 from coldstream.engine.routing_profile import routed_model
 from coldstream.gguf.reader import GGUFFile
@@ -58,3 +63,21 @@ def open_partly(
     return CudaRunner.load(
         file, spec, context_length=context_length, kv_type="f16", num_slots=num_slots, placed=placed
     )
+
+
+@contextmanager
+def no_memory_left() -> Iterator[None]:
+    """Another program has taken all of the device's memory."""
+    torch.cuda.empty_cache()
+    taken, size = [], 2**36
+    while size >= 2**12:
+        status, address = driver.cuMemAlloc(size)
+        if status == driver.CUresult.CUDA_SUCCESS:
+            taken.append(address)
+        else:
+            size //= 2
+    try:
+        yield
+    finally:
+        for address in taken:
+            driver.cuMemFree(address)

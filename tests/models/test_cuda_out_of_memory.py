@@ -1,14 +1,11 @@
 """CudaRunner when the device's memory is gone: refused, or an error that leaves process and runner usable."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from cuda.bindings import driver
-from cuda_runner_cases import open_cuda
+from cuda_runner_cases import no_memory_left, open_cuda
 from runner_cases import reference_logits, token_ids
 
 from builders import Dims, write_gguf
@@ -30,24 +27,6 @@ def test_mm01_too_little_memory_is_refused_before_anything_is_copied(tmp_path: P
     with pytest.raises(OutOfMemoryError, match=r"the GPU needs .* smaller --ctx-size"):
         open_cuda(path, context_length=2**31 - 1, num_slots=64)
     assert torch.cuda.memory_allocated() == before
-
-
-@contextmanager
-def no_memory_left() -> Iterator[None]:
-    """Another program has taken all of the device's memory."""
-    torch.cuda.empty_cache()
-    taken, size = [], 2**36
-    while size >= 2**12:
-        status, address = driver.cuMemAlloc(size)
-        if status == driver.CUresult.CUDA_SUCCESS:
-            taken.append(address)
-        else:
-            size //= 2
-    try:
-        yield
-    finally:
-        for address in taken:
-            driver.cuMemFree(address)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,6 +97,26 @@ def test_trap_10_the_answer_does_not_depend_on_what_is_resident(
     with open_partly(demo_model_path(), share, streamed=0.4, context_length=512, pinned=pinned) as runner:
         assert_same(answer(runner), expected["greedy"])
         assert_same(answer(runner, SAMPLED), expected["sampled"])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_trap_3_memory_that_nobody_wrote_holds_nan_and_leaks_none(
+    share: float, expected: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+
+    def poisoned(*size: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*size, **options)
+        return tensor.fill_(255) if tensor.dtype == torch.uint8 else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    with open_partly(demo_model_path(), share, streamed=0.4, context_length=512) as runner:
+        assert_same(answer(runner), expected["greedy"])
+        prompt = token_ids(300)
+        runner.reset()
+        actual = runner.prefill(prompt)
+    with open_cuda(demo_model_path(), context_length=512) as whole:
+        assert np.array_equal(actual, whole.prefill(prompt))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])

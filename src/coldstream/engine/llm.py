@@ -23,7 +23,7 @@ from coldstream.engine.generation import Request, Stream, generate_pieces
 from coldstream.engine.live_sequence import LiveSequence
 from coldstream.engine.opened_model import OpenedModel, open_model
 from coldstream.engine.request import Piece, RequestOutput
-from coldstream.errors import InvalidRequestError, OutOfMemoryError
+from coldstream.errors import InvalidRequestError, OutOfMemoryError, host_memory_errors
 from coldstream.gguf.tokenizer import StreamDecoder
 from coldstream.placement.hardware import Hardware
 
@@ -117,6 +117,7 @@ class LLM:
         """`chat`, piece by piece. A conversation that extends the previous one computes only what is new."""
         return self._stream(self._chat_request(messages, params, template_kwargs), progress)
 
+    @host_memory_errors()
     def logits(self, token_ids: Sequence[int]) -> Logits:
         """Logits after each of `token_ids`, from an empty context: float32 [T, vocab].
 
@@ -141,6 +142,7 @@ class LLM:
         assert self._opened.config.ctx_size, "an opened model has a concrete context"
         return self._opened.config.ctx_size
 
+    @host_memory_errors()
     def _chat_request(
         self, messages: Messages, params: SamplingParams | None, template_kwargs: Mapping[str, Any] | None
     ) -> Request:
@@ -152,6 +154,7 @@ class LLM:
         token_ids = self._opened.tokenizer.encode_segments(chat.segments, max_tokens=self._ctx_size - 1)
         return self._with_params(None, token_ids, params)
 
+    @host_memory_errors()
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         self._check_open()
         if isinstance(prompt, str):
@@ -199,7 +202,7 @@ class LLM:
 
     def _stream(self, request: Request, progress: Progress | None = None) -> Stream:
         def pieces(is_cancelled: Callable[[], bool]) -> Generator[Piece, None, None]:
-            with self._exclusive():
+            with host_memory_errors(), self._exclusive():
                 decoder = StreamDecoder(self._opened.tokenizer)
                 for piece in generate_pieces(request, self._sequence, decoder, is_cancelled, progress):
                     yield piece
@@ -207,6 +210,7 @@ class LLM:
 
         return Stream(pieces)
 
+    @host_memory_errors()
     def _complete(self, request: Request) -> RequestOutput:
         pieces = list(self._stream(request))
         finish_reason, statistics = pieces[-1].ending()

@@ -12,7 +12,7 @@ from coldstream.engine.device_choice import OpenProgress, choose_device
 from coldstream.engine.live_sequence import Runner
 from coldstream.engine.machine import hardware_with, measured_hardware
 from coldstream.engine.planning import bundled_profile, plan_model
-from coldstream.errors import InconsistentError, InvalidRequestError
+from coldstream.errors import InconsistentError, InvalidRequestError, host_memory_errors
 from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.gguf.chat_template import FIELD as CHAT_TEMPLATE_KEY
@@ -108,6 +108,7 @@ class OpenedModel:
         self.runner.close()
 
 
+@host_memory_errors()
 def open_model(config: EngineConfig, progress: OpenProgress | None = None) -> OpenedModel:
     """Find, check and load the model that `config` names. Raises as `LLM` says; nothing stays open then."""
     config, gpu, device_warnings = choose_device(config)

@@ -1,7 +1,7 @@
 """The experts in a GPU's memory: slots, copies that fill them, and the tables that kernels find them in."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from cuda.bindings import driver
 
 from coldstream.errors import DeviceError
 from coldstream.experts.cache import Copy, ExpertCache
+from coldstream.experts.segments import SlotSegments
 from coldstream.kernels.experts.addresses import AddressWriter
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.placement.sizes import slot_bytes
@@ -31,31 +32,34 @@ def _matrix_bytes(stack: ExpertTable) -> int:
 class ExpertResidency:
     """Does what an `ExpertCache` decides, on PyTorch's current stream and a stream of its own.
 
-    layers: the tables of each layer, gate, up and down, whose entries are 0. slots: uint8 [slots, bytes] on
-    the device by the bytes of an expert. used: int32 [layers, rows, K] in the host's memory, the experts of a
-    step once it has run.
+    layers: the tables of each layer, gate, up and down, whose entries are 0. slots: as many as the cache has;
+    used: int32 [layers, rows, K] in the host's memory, the experts of a step once it has run.
     """
 
     def __init__(
         self,
         layers: Sequence[Sequence[ExpertTable]],
         cache: ExpertCache,
-        slots: Mapping[int, torch.Tensor],
+        slots: SlotSegments,
         used: torch.Tensor,
     ) -> None:
         self.cache = cache
         self._num_layers, self.num_experts = len(layers), len(layers[0][0].addresses)
+        self._slots = slots
         self._places = _Places(layers, slots)
-        self._slots = dict(slots)
-        self.num_slots = sum(len(each) for each in slots.values())
         self._used = used.numpy()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._in_flight: deque[tuple[tuple[Copy, ...], torch.cuda.Event]] = deque()
-        self._writer = AddressWriter(2 * MATRICES * sum(len(each) for each in slots.values()))
+        self._writer = AddressWriter(2 * MATRICES * self.num_slots)
         self.resident = np.zeros((len(layers), len(layers[0][0].addresses)), bool)  # for the next step
         self._next_step = self._prepare()
         self._running: tuple[int, int] | None = None  # the step launched last, and its rows if it trains
         self._ended: tuple[int, Array | None] | None = None  # the one before, and what it used
+
+    @property
+    def num_slots(self) -> int:
+        """Of all sizes."""
+        return sum(self._slots.num_slots.values())
 
     def load(self, experts: Iterable[int]) -> None:
         """Brings experts in; done when it returns. Raises DeviceError if that fails."""
@@ -82,12 +86,44 @@ class ExpertResidency:
         running step, and copies into slots that this one may read wait for its end. Raises DeviceError for a
         copy that failed twice.
         """
-        if self._ended is not None:
-            step, ids = self._ended
-            self._ended = None
-            used = NOTHING if ids is None else self._experts_of(ids)
-            self.cache.finish_step(step, used, trains=ids is not None)
+        self._finish_ended()
         self._next_step = self._prepare()
+
+    def shrink(self) -> int:
+        """Gives the memory of some slots back, whose experts are missing then; the bytes, 0 if none is left.
+
+        The device must have done everything. A step that was under way, and not `launched` yet, may be
+        repeated or go on: nothing tells of what it used until it ends.
+        """
+        size = self._slots.largest
+        if size is None:
+            return 0
+        self._stream.synchronize()
+        self.cache.resize(size, self._slots.without_last(size))
+        self._finish_ended()
+        if self._running is not None and self._running[0] != self._next_step:
+            step, rows = self._running
+            self._running, self._ended = None, (step, self._used[:, :rows].copy() if rows else None)
+            self._finish_ended()
+        # Whoever comes next, a repeated step or another one, has new tables, and is a step of its own.
+        self.cache.finish_step(self._next_step, NOTHING, trains=False)
+        self._next_step = self._prepare()
+        if self._running is not None:
+            self._running = (self._next_step, self._running[1])
+        torch.cuda.current_stream().synchronize()  # the tables are written
+        assert self.cache.reclaimed(size), "nobody reads or writes slots between two steps"
+        freed = self._slots.drop_last(size)
+        torch.cuda.empty_cache()
+        return freed
+
+    def _finish_ended(self) -> None:
+        """Makes up its mind about the step before the running one."""
+        if self._ended is None:
+            return
+        step, ids = self._ended
+        self._ended = None
+        used = NOTHING if ids is None else self._experts_of(ids)
+        self.cache.finish_step(step, used, trains=ids is not None)
 
     def _prepare(self) -> int:
         """What has to be done where the next step starts; its number."""
@@ -140,16 +176,19 @@ class ExpertResidency:
 
 
 class _Places:
-    """Addresses of everything by layer and matrix."""
+    """Addresses of everything by layer and matrix, of slots also after they were given back."""
 
-    def __init__(self, layers: Sequence[Sequence[ExpertTable]], slots: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, layers: Sequence[Sequence[ExpertTable]], slots: SlotSegments) -> None:
         self._num_experts = len(layers[0][0].addresses)
         sizes = [[_matrix_bytes(stack) for stack in stacks] for stacks in layers]
         aligned = np.array([[slot_bytes(size) for size in of_layer] for of_layer in sizes], np.int64)
         self._sizes = sizes
         self._offsets = np.cumsum(aligned, axis=1) - aligned  # in a slot
-        self._slot_bytes = aligned.sum(axis=1)
-        self._first_slots = np.array([slots[size].data_ptr() for size in self._slot_bytes.tolist()], np.int64)
+        layer_bytes = aligned.sum(axis=1).tolist()
+        counts = {size: slots.num_slots[size] for size in sorted(set(layer_bytes))}
+        ends = dict(zip(counts, np.cumsum(list(counts.values())).tolist(), strict=True))
+        self._slots = np.concatenate([slots.addresses(size) for size in counts])
+        self._first_slots = np.array([ends[size] - counts[size] for size in layer_bytes])
         self._tables = np.array([[s.addresses.data_ptr() for s in stacks] for stacks in layers], np.int64)
         self._sources = np.array([[s.host.address for s in stacks] for stacks in layers], np.int64)
         self._steps = np.array([[s.step for s in stacks] for stacks in layers], np.int64)
@@ -170,6 +209,6 @@ class _Places:
         return sources.tolist(), self._slots_at(layer, slot).tolist(), self._sizes[layer]
 
     def _slots_at(self, layers: Any, slots: Any) -> Array:
-        first = self._first_slots[layers] + slots * self._slot_bytes[layers]
-        places: Array = np.expand_dims(first, -1) + self._offsets[layers]
+        begin = self._slots[self._first_slots[layers] + slots]
+        places: Array = np.expand_dims(begin, -1) + self._offsets[layers]
         return places

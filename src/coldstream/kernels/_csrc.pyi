@@ -25,6 +25,11 @@ class MappedFile:
     def address(self) -> int:
         """Where it is mapped: for registering with a device, not for reading."""
 
+    def read_ahead(self, offset: int, num_bytes: int) -> None:
+        """
+        Asks the system to read the range soon. Returns nothing: it is no proof that the bytes can be read, which touch_pages gives. Raises ValueError for a range outside the mapping.
+        """
+
 class Graph:
     """
     Ops over fixed buffers, captured once and run many times. The buffers must outlive it.

@@ -5,6 +5,7 @@ from typing import Self
 
 import numpy as np
 
+from coldstream.errors import host_memory_errors
 from coldstream.experts.disk_tier import DiskStatistics, DiskTier
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps, RoutingCpuOps
@@ -48,6 +49,7 @@ class CpuRunner(ModelRunner):
         self._head = ops.capture(self.head_rows, lambda: self._model.logits(self._head_input))
 
     @classmethod
+    @host_memory_errors()
     def open(
         cls,
         path: Path,
@@ -82,6 +84,7 @@ class CpuRunner(ModelRunner):
             raise
 
     @classmethod
+    @host_memory_errors()
     def load(
         cls,
         file: GGUFFile,
@@ -105,7 +108,7 @@ class CpuRunner(ModelRunner):
 
         ram_bytes bounds weights, caches and activations together. If they are more, experts come from the
         disk as they are needed, and `policy` (default: `DecayedFrequency`) says which stay; routing is not
-        recorded then. Raises OutOfMemoryError if there is no room for those of one token.
+        recorded then. Raises OutOfMemoryError if there is no room for those of one token, or no memory.
         """
         disk = None
         if ram_bytes is not None:

@@ -160,8 +160,10 @@ class Loaded:
     def step(self, count: int) -> Activations:
         """The hidden states of the first `count` inputs."""
         token_ids, rows = self.inputs.of(count)
-        hidden: Activations = self.model.forward(token_ids, rows, self.cache)
-        self.ops.finish_step()
+        try:
+            hidden: Activations = self.model.forward(token_ids, rows, self.cache)
+        finally:
+            self.ops.finish_step()  # what runs beside it must be over before a capture can be given up
         return hidden
 
 

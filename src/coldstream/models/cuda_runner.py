@@ -1,14 +1,14 @@
 """Runs a model on one GPU: few rows and short prompts as captured CUDA graphs, long prompts in chunks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
 
-from coldstream.errors import ColdstreamError
+from coldstream.errors import ColdstreamError, OutOfMemoryError
 from coldstream.experts.cache import ExpertCache
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.gguf.reader import GGUFFile
@@ -20,6 +20,7 @@ from coldstream.kernels.experts.mailbox import MAX_ROWS
 from coldstream.kernels.experts.prefetch import Prefetching
 from coldstream.kernels.experts.streaming import StreamCounters
 from coldstream.kernels.hybrid_ops import HybridOps
+from coldstream.models.captured_steps import CapturedSteps
 from coldstream.models.cuda_logits import CudaLogits
 from coldstream.models.cuda_model import (
     HEAD_ROWS,
@@ -33,7 +34,7 @@ from coldstream.models.cuda_model import (
     padded_rows,
     plan_memory,
 )
-from coldstream.models.fixed_part import CHUNK_SIZES, MAX_GRAPHS
+from coldstream.models.fixed_part import CHUNK_SIZES
 from coldstream.models.partial_experts import PartialExperts
 from coldstream.models.runner import Array, ModelRunner, Progress
 from coldstream.models.spec import ModelSpec
@@ -59,16 +60,12 @@ class Placed:
     prefetching: Prefetching | None = None
 
 
-@dataclass(frozen=True)
-class CapturedStep:
-    """A step of some number of rows as a graph. Its outputs are valid until the next step of any kind."""
-
-    graph: torch.cuda.CUDAGraph
-    outputs: Any
-
-
 class CudaRunner(ModelRunner):
-    """See `ModelRunner`; besides, `decode_rows` advances several sequences at once."""
+    """See `ModelRunner`; besides, `decode_rows` advances several sequences at once.
+
+    Where not all experts are on the device, a step that finds no memory there, because another program has
+    taken it, gets some that slots of experts give back.
+    """
 
     head_rows = HEAD_ROWS
 
@@ -94,8 +91,9 @@ class CudaRunner(ModelRunner):
         self._partial: PartialExperts | None = None
         self._num_steps = 0
         self._hidden: Activations | None = None
-        self._graphs: dict[tuple[str, int], CapturedStep] = {}
+        self._steps = CapturedSteps()
         self._logits_on_device: torch.Tensor | None = None
+        self._can_make_room = False
         try:
             with device_errors():
                 load_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling or no_progress)
@@ -190,7 +188,7 @@ class CudaRunner(ModelRunner):
     def _release(self) -> None:
         """Gives the device's memory back."""
         self._forget_outputs()
-        self._graphs.clear()
+        self._steps.clear()
         if self._partial:
             torch.cuda.synchronize()
             self._partial.close()
@@ -286,14 +284,36 @@ class CudaRunner(ModelRunner):
             self._set_inputs(values)
             self._num_steps += 1
             self._forget_outputs()
-            self._start_step(rows)
-            if count == 1:
-                self._logits_on_device = self._decode(1)
-            elif self.limits.is_captured(rows):
-                self._hidden = self._prefill(rows)
-            else:
-                self._hidden = self._uncaptured(rows)
-            self._launched()
+        try:
+            with device_errors():
+                self._launch(count, rows)
+        except OutOfMemoryError:
+            # What it has left of any other state than an empty one is not known.
+            if first_position != 0 or not self._make_room():
+                raise
+            with device_errors():
+                self._loaded.cache.reset(slot)
+                self._launch(count, rows)
+
+    def _launch(self, count: int, rows: int) -> None:
+        """A step of the inputs that are set, `count` of its `rows` rows being of the sequence."""
+        self._start_step(rows)
+        if count == 1:
+            self._logits_on_device = self._decode(1)
+        elif self.limits.is_captured(rows):
+            self._hidden = self._prefill(rows)
+        else:
+            self._hidden = self._uncaptured(rows)
+        self._launched()
+
+    def _make_room(self) -> bool:
+        """Whether slots of experts gave memory back, which they do once a step. Raises as `_ended`."""
+        if self._partial is None or not self._can_make_room:
+            return False
+        self._can_make_room = False
+        with device_errors():
+            self._ended()
+            return self._partial.shrink() > 0
 
     def _uncaptured(self, count: int) -> Activations:
         """The hidden states of more inputs than a graph has. After an error the state is empty."""
@@ -336,6 +356,7 @@ class CudaRunner(ModelRunner):
         staged = self._staging[: values.size]
         staged.copy_(torch.from_numpy(values.reshape(-1)))
         self._loaded.inputs.values[: values.size].copy_(staged, non_blocking=True)
+        self._can_make_room = True
 
     def _forget_outputs(self) -> None:
         """Gives the memory of the last step's outputs back before it is needed again."""
@@ -343,34 +364,17 @@ class CudaRunner(ModelRunner):
 
     def _decode(self, count: int) -> torch.Tensor:
         """The logits [count, vocab] after each of the first `count` inputs."""
-        logits: torch.Tensor = self._run(("logits", count), lambda: self._loaded.logits(count), unowned)
+        logits: torch.Tensor = self._steps.run(
+            ("logits", count), lambda: self._loaded.logits(count), unowned, self._make_room
+        )
         return logits
 
     def _prefill(self, count: int) -> Activations:
         """The hidden states of the first `count` inputs."""
-        hidden: Activations = self._run(
-            ("hidden", count), lambda: self._loaded.kept_step(count), lambda hidden: hidden
+        hidden: Activations = self._steps.run(
+            ("hidden", count), lambda: self._loaded.kept_step(count), lambda hidden: hidden, self._make_room
         )
         return hidden
-
-    def _run(
-        self, key: tuple[str, int], step: Callable[[], Any], without_memory: Callable[[Any], Any]
-    ) -> Any:
-        """What `step` returns, from a captured graph once it has run before."""
-        captured = self._graphs.pop(key, None)
-        if captured is None:
-            # The first step of a kind runs plainly, which also loads its kernels; a capture may not.
-            outputs = step()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                repeated = step()
-            if len(self._graphs) == MAX_GRAPHS:
-                del self._graphs[next(iter(self._graphs))]
-            self._graphs[key] = CapturedStep(graph, without_memory(repeated))
-            return outputs
-        self._graphs[key] = captured  # as the one that was used last
-        captured.graph.replay()
-        return captured.outputs
 
     def _download(self, logits: torch.Tensor) -> Array:
         host = self._host_logits[: len(logits)]

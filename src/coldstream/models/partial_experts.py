@@ -8,6 +8,7 @@ import torch
 from coldstream.experts.cache import ExpertCache
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.residency import ExpertResidency, expert_bytes
+from coldstream.experts.segments import SlotSegments
 from coldstream.experts.step_times import StepTimes
 from coldstream.kernels.experts.host import HostExperts
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
@@ -68,10 +69,7 @@ class PartialExperts:
             max_bytes_per_step=COPY_BYTES_PER_STEP,
             copies_wait=True,
         )
-        slots = {
-            size: torch.empty((count, size), dtype=torch.uint8, device="cuda")
-            for size, count in counts.items()
-        }
+        slots = SlotSegments(counts, lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"))
         used = self.host.mailbox.used[: len(ops.layers)]
         self._residency = ExpertResidency(ops.layers, cache, slots, used)
         self._residency.load(_first_residents(layer_bytes, num_experts, counts, residents))
@@ -128,6 +126,10 @@ class PartialExperts:
         """Right after it: what can be done while it runs."""
         if self._residency is not None:
             self._residency.launched()
+
+    def shrink(self) -> int:
+        """When the device has done everything: gives the memory of some slots back; the bytes, 0 if none."""
+        return 0 if self._residency is None else self._residency.shrink()
 
     def ended(self) -> None:
         """When the step has run. Raises ModelChangedError if an expert of it could not be read."""

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from coldstream.errors import InvalidRequestError
+from coldstream.errors import InvalidRequestError, host_memory_errors
 from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.gguf.reader import GGUFFile
@@ -89,12 +89,13 @@ class ModelRunner(ABC):
         self.position = 0
         self._clear()
 
+    @host_memory_errors()
     def extend(self, token_ids: Sequence[int], progress: Progress | None = None) -> Any:
         """Appends `token_ids` (at least one); float32 logits [vocab] after the last, valid until a next call.
 
         They may lie on the device: `numpy.asarray` brings them. progress is called with (tokens done, tokens
         in all) after each chunk. Raises InvalidRequestError for ids outside the vocabulary or more tokens
-        than the context has left, before anything is computed.
+        than the context has left, before anything is computed, and OutOfMemoryError.
         """
         ids = self._checked(token_ids)
         for start in range(0, len(ids), self.chunk_size):
@@ -112,8 +113,12 @@ class ModelRunner(ABC):
         """`prefill` of one token."""
         return self.prefill((token_id,))
 
+    @host_memory_errors()
     def logits(self, token_ids: Sequence[int]) -> Array:
-        """float32 logits [T, vocab] after each token of a fresh sequence, which is left as the state."""
+        """float32 logits [T, vocab] after each token of a fresh sequence, which is left as the state.
+
+        Raises as `extend`.
+        """
         self.reset()
         ids = self._checked(token_ids)
         result = np.empty((len(ids), self.spec.vocab_size), np.float32)

@@ -1,5 +1,7 @@
 """Experts in the host's memory: a mapped file that the GPU reads over the bus, and CPU threads."""
 
+import mmap
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +40,9 @@ class HostExperts:
         weight = self.ops.map_weight(file, info)
         mapped = self.ops.mapped_file(file, info.shard)
         if mapped.address not in self._registered:
+            if mapped.size < os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
+                # Locking alone would wait for the disk page by page.
+                mapped.read_ahead(0, mapped.size)
             self._registered[mapped.address] = RegisteredMemory.register(mapped.address, mapped.size)
             self._places[mapped.address] = (file, info.shard, mapped.size)
         registered = self._registered[mapped.address]

@@ -4,10 +4,12 @@ Kept of steps whose router is a single launch (of up to eight rows) and shares p
 such an addition, and nothing comes to the host until somebody asks.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 Array = np.ndarray[Any, Any]
 
@@ -25,7 +27,7 @@ LAYER_STAMPS = np.dtype(
 WORDS = LAYER_STAMPS.itemsize // 8
 
 
-def read_stamps(words: torch.Tensor) -> tuple[Array, Array]:
+def read_stamps(words: "torch.Tensor") -> tuple[Array, Array]:
     """The sums uint64 [layers, 2, SUMS], modulo 2^64, and the pairs that came over the bus, uint64 [layers].
 
     words: int64 [layers, WORDS] on the device. Waits for what is queued on PyTorch's current stream.

@@ -76,7 +76,11 @@ void bind_runtime(nb::module_& m) {
       .def_prop_ro("size", &mapped_file::size)
       .def_prop_ro(
           "address", [](const mapped_file& file) { return reinterpret_cast<uintptr_t>(file.data()); },
-          "Where it is mapped: for registering with a device, not for reading.");
+          "Where it is mapped: for registering with a device, not for reading.")
+      .def("read_ahead", &mapped_file::read_ahead, "offset"_a, "num_bytes"_a,
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Asks the system to read the range soon. Returns nothing: it is no proof that the bytes can be "
+           "read, which touch_pages gives. Raises ValueError for a range outside the mapping.");
 
   nb::class_<graph>(m, "Graph",
                     "Ops over fixed buffers, captured once and run many times. The buffers must outlive it.")

@@ -2,13 +2,27 @@
 
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <system_error>
 
 #include "runtime/fault_guard.h"
 
 namespace coldstream {
+
+namespace {
+
+// Of one request: a system reads no more of it than its window for reading ahead, which is at least this.
+constexpr uint64_t READ_AHEAD_BYTES = 128 << 10;
+
+}  // namespace
+
+uint64_t page_bytes() {
+  static const uint64_t bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
 
 mapped_file::mapped_file(int fd, uint64_t size, std::string name) : size_(size) {
   struct stat status;
@@ -33,6 +47,21 @@ mapped_file::mapped_file(int fd, uint64_t size, std::string name) : size_(size) 
 mapped_file::~mapped_file() {
   guard_.reset();
   munmap(const_cast<uint8_t*>(data_), size_);
+}
+
+void mapped_file::check_range(uint64_t offset, uint64_t num_bytes) const {
+  if (offset <= size_ && num_bytes <= size_ - offset) return;
+  throw std::invalid_argument("bytes " + std::to_string(offset) + " + " + std::to_string(num_bytes) +
+                              " lie outside a mapping of " + std::to_string(size_) + " bytes");
+}
+
+void mapped_file::read_ahead(uint64_t offset, uint64_t num_bytes) const {
+  check_range(offset, num_bytes);
+  const uint64_t step = std::max(READ_AHEAD_BYTES, page_bytes());
+  for (uint64_t first = offset / page_bytes() * page_bytes(); first < offset + num_bytes; first += step) {
+    const uint64_t count = std::min(step, offset + num_bytes - first);
+    madvise(const_cast<uint8_t*>(data_) + first, count, MADV_WILLNEED);
+  }
 }
 
 }  // namespace coldstream

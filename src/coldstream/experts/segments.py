@@ -1,0 +1,76 @@
+"""The memory of slots, in pieces that can be given back one by one while the others stay where they are."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+Array = np.ndarray[Any, Any]
+
+SEGMENT_BYTES = 256 * 2**20
+GRANULE_BYTES = 2 * 2**20  # in which a driver hands memory out
+
+
+def segment_slots(num_slots: int, slot_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> list[int]:
+    """How many slots each segment holds: as many as fit into `segment_bytes`, at least one, or a few less.
+
+    Of these numbers it is the one that leaves the least of the driver's granules unused. The first segment
+    has the rest: it is the last to go. Pure.
+    """
+    most = max(1, segment_bytes // slot_bytes)
+    candidates = range(most, most // 2, -1)
+    each = min(candidates, key=lambda count: -count * slot_bytes % GRANULE_BYTES / count)
+    whole, rest = divmod(num_slots, each)
+    return [rest] * (rest > 0) + [each] * whole
+
+
+class SlotSegments:
+    """Slots by the bytes of an expert, numbered from 0 in each size; the last segments go first.
+
+    num_slots: by size. allocate: returns uint8 [bytes] on the device; what it raises is passed on, and
+    nothing is kept then.
+    """
+
+    def __init__(
+        self,
+        num_slots: Mapping[int, int],
+        allocate: Callable[[int], torch.Tensor],
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        self._segments = {
+            size: [allocate(slots * size) for slots in segment_slots(count, size, segment_bytes)]
+            for size, count in num_slots.items()
+        }
+
+    @property
+    def num_slots(self) -> dict[int, int]:
+        """By size."""
+        return {
+            size: sum(segment.numel() for segment in segments) // size
+            for size, segments in self._segments.items()
+        }
+
+    def addresses(self, size: int) -> Array:
+        """Of the slots of a size: int64 [slots]."""
+        first = [
+            segment.data_ptr() + size * np.arange(segment.numel() // size, dtype=np.int64)
+            for segment in self._segments[size]
+        ]
+        return np.concatenate([np.empty(0, np.int64), *first])
+
+    @property
+    def largest(self) -> int | None:
+        """The size whose slots have most of the memory; None if there are none left."""
+        taken = {
+            size: sum(segment.numel() for segment in segments) for size, segments in self._segments.items()
+        }
+        return max((size for size in taken if taken[size]), key=lambda size: taken[size], default=None)
+
+    def without_last(self, size: int) -> int:
+        """How many slots of a size there are but for those of its last segment."""
+        return self.num_slots[size] - self._segments[size][-1].numel() // size
+
+    def drop_last(self, size: int) -> int:
+        """Gives the last segment of a size back, which nobody may read or write any more; its bytes."""
+        return self._segments[size].pop().numel()
