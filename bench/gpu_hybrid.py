@@ -24,6 +24,7 @@ from coldstream.engine import LLM, EngineConfig
 from coldstream.engine.machine import measured_hardware
 from coldstream.engine.planning import plan_model
 from coldstream.errors import OutOfMemoryError
+from coldstream.experts.prefetch_statistics import PrefetchStatistics
 from coldstream.experts.step_times import PARTS
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
@@ -53,6 +54,7 @@ class Machine:
 
     path: Path
     ctx_size: int
+    vocab_size: int
     hardware: Hardware
     sizes: ModelSizes
 
@@ -142,8 +144,10 @@ def floor_seconds(machine: Machine, texts: list[dict[str, Any]], num_context: in
     return dense / rates.vram_bytes_per_s + max(resident_s, misses * mean_bytes / both)
 
 
-def measure(machine: Machine, gib: float | None, depths: list[int], first_ids: Any) -> list[dict[str, Any]]:
-    """All depths with one budget: GiB of experts, None for all of them."""
+def measure(machine: Machine, gib: float | None, depths: list[int], prefetch: int) -> list[dict[str, Any]]:
+    """All depths with one budget: GiB of experts, None for all of them. The texts are the same for each."""
+    last_id = machine.vocab_size - max(depths) - 10_000
+    first_ids = (1000 + number * TEXT_STEP % last_id for number in itertools.count())
     wanted = machine.sizes.all_expert_bytes if gib is None else int(gib * GIB)
     plan = plan_with(machine, wanted)
     expected = forecast(plan, Known(machine.sizes, Rates.of(machine.hardware), PUBLISHED))
@@ -151,7 +155,7 @@ def measure(machine: Machine, gib: float | None, depths: list[int], first_ids: A
     with TemporaryDirectory() as folder:
         kept = Path(folder) / "plan.json"
         save_plan(plan, kept)
-        llm = LLM(machine.path, device="cuda", plan=str(kept))
+        llm = LLM(machine.path, device="cuda", plan=str(kept), prefetch=prefetch)
     with llm:
         for depth in depths:
             num_prompt = max(SHORT_PROMPT, depth)
@@ -165,6 +169,8 @@ def measure(machine: Machine, gib: float | None, depths: list[int], first_ids: A
                     "experts_share": plan.resident_bytes / machine.sizes.all_expert_bytes,
                     "vram_bytes": plan.total_bytes,
                     "depth": depth,
+                    "prefetch": prefetch,
+                    "guesses": asdict(guesses) if (guesses := guesses_of(llm)) else None,
                     "tok_s": 1 / seconds,
                     "texts": texts,
                     "parts_s": parts_of(texts),
@@ -175,8 +181,14 @@ def measure(machine: Machine, gib: float | None, depths: list[int], first_ids: A
                     "forecast_hit_rate": expected.hit_rate,
                 }
             )
-            print({k: v for k, v in rows[-1].items() if k != "texts"}, flush=True)
+            print({k: v for k, v in rows[-1].items() if k not in ("texts", "guesses")}, flush=True)
     return rows
+
+
+def guesses_of(llm: LLM) -> PrefetchStatistics | None:
+    """Of all texts so far; None if nothing came ahead."""
+    experts = llm.opened.runner.gpu_experts
+    return experts.prefetch if experts else None
 
 
 def hit_rate(text: dict[str, Any]) -> float:
@@ -194,12 +206,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         config = EngineConfig(str(options.model), device="cuda", vram=100 * GIB, ctx_size=ctx_size)
         known = plan_model(config, file, spec, hardware).known
-    machine = Machine(options.model, ctx_size, hardware, known.model)
-    last_id = spec.vocab_size - max(options.depths) - 10_000
-    first_ids = (1000 + number * TEXT_STEP % last_id for number in itertools.count())
+    machine = Machine(options.model, ctx_size, spec.vocab_size, hardware, known.model)
     rows = []
-    for gib in (*options.experts, None):
-        rows += measure(machine, gib, options.depths, first_ids)
+    for gib, prefetch in itertools.product(options.experts, options.prefetch):
+        rows += measure(machine, gib, options.depths, prefetch)
+    rows += measure(machine, None, options.depths, prefetch=0)
     return {
         "command": command(options),
         "machine": describe("cuda"),
@@ -214,7 +225,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def command(options: argparse.Namespace) -> str:
     """What measures the same again."""
     words = ["python", "bench/gpu_hybrid.py", options.model.name]
-    for name in ("experts", "depths"):
+    for name in ("experts", "depths", "prefetch"):
         words += [f"--{name}", ",".join(f"{number:g}" for number in getattr(options, name))]
     return shlex.join(words)
 
@@ -229,6 +240,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "hybrid.json")
     parser.add_argument("--experts", type=sizes, default=[0, 1.5, 3, 6, 10, 10.67, 15], help="GiB, then all")
     parser.add_argument("--depths", type=numbers, default=[0, 8192])
+    parser.add_argument("--prefetch", type=numbers, default=[0], help="experts of a layer that come ahead")
     parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
     write_result(run(options), options.out, options.commit)

@@ -9,7 +9,7 @@ from cuda.bindings import driver
 
 from coldstream.engine.routing_profile import routed_model
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.experts.prefetch import Prefetching
+from coldstream.kernels.experts.prefetching import Prefetching
 from coldstream.models.cuda_runner import CudaRunner, Placed
 from coldstream.models.footprint import model_sizes
 from coldstream.models.spec import ModelSpec

@@ -16,7 +16,7 @@ from builders import write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.decoding import SamplingParams, choose_token
 from coldstream.errors import ModelChangedError
-from coldstream.kernels.experts.prefetch import Prefetching
+from coldstream.kernels.experts.prefetching import Prefetching
 from coldstream.models.cuda_runner import CudaRunner
 from random_residency import RandomResidency
 
@@ -167,6 +167,11 @@ def test_prefetching_changes_no_bit(
     ) as runner:
         assert_same(answer(runner), expected["greedy"])
         assert_same(answer(runner, SAMPLED), expected["sampled"])
+        statistics = runner.gpu_experts
+        assert statistics is not None
+        assert statistics.prefetch is not None
+        assert statistics.prefetch.recall > 0.5
+        assert sum(statistics.prefetch.fetched) >= sum(statistics.prefetch.used) > 0
         for count in (2, 8, 9, 3):
             test_a_sequence_among_others(runner, count)
             assert_same(answer(runner, count=300), expected["greedy"])

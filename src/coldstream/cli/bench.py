@@ -19,6 +19,7 @@ from coldstream.engine.benchmark import BenchmarkResult, BenchmarkTest, benchmar
 from coldstream.engine.config import cache_bytes_per_token
 from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
+from coldstream.experts.prefetch_statistics import PrefetchStatistics
 from coldstream.experts.step_times import StepTimes, describe_parts
 from coldstream.kernels.cuda.device import find_gpu, measure_copy_bandwidth
 from coldstream.models.footprint import bytes_per_token, num_parameters
@@ -93,6 +94,8 @@ def command(
         click.echo(describe_gpu(on_gpu))
         if on_gpu.step_times.steps:
             click.echo(describe_times(on_gpu.step_times))
+        if on_gpu.prefetch:
+            click.echo(describe_prefetch(on_gpu.prefetch))
 
 
 def describe_disk(disk: DiskStatistics) -> str:
@@ -100,6 +103,15 @@ def describe_disk(disk: DiskStatistics) -> str:
     return (
         f"{disk.num_slots} of {disk.num_experts} experts fit into RAM; {disk.hit_rate:.0%} of their uses "
         f"found them there, {disk.bytes_read / 1e9:.2f} GB were read, {disk.wait_s:.2f} s waited for the disk"
+    )
+
+
+def describe_prefetch(prefetch: PrefetchStatistics) -> str:
+    """How well experts were guessed, and what came of it."""
+    return (
+        f"{prefetch.recall:.0%} of their uses were guessed; {sum(prefetch.fetched)} experts were fetched "
+        f"ahead, of which {sum(prefetch.used)} were used, {sum(prefetch.given_up)} came too late, and "
+        f"{sum(prefetch.wasted_bytes) / 1e9:.2f} GB were for nothing"
     )
 
 

@@ -20,6 +20,7 @@ from coldstream.engine import sizes
 from coldstream.engine.config import TIERS, EngineConfig
 from coldstream.errors import ConfigError
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
+from coldstream.kernels.experts.prefetching import MAX_PREFETCHED
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -113,6 +114,12 @@ def engine_options(command: Command) -> Command:
         option("--vram", metavar="SIZE|auto", help="GPU memory to use, e.g. 6G [default: what is free]."),
         option("--plan", metavar="FILE", help="Do as a file of `coldstream plan --out` says."),
         option("--ram", metavar="SIZE|auto", help="RAM for weights, e.g. 8G [default: what is free]."),
+        option(
+            "--prefetch",
+            type=click.IntRange(0, MAX_PREFETCHED),
+            metavar="N",
+            help="Experts of each layer that the GPU fetches before they are chosen, at most [default: 0].",
+        ),
         option(
             "--threads",
             "-t",

@@ -21,6 +21,7 @@ from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.kernels.cuda.device import Gpu
+from coldstream.kernels.experts.prefetching import LAYERS_AHEAD, Prefetching
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.footprint import dense_bytes, trunk_bytes
 from coldstream.models.spec import ModelSpec
@@ -197,12 +198,16 @@ def load_runner(
         # Imported here because its kernels need packages that a machine without a GPU does not have.
         from coldstream.models.cuda_runner import CudaRunner, Placed
 
+        placed = None
+        if experts is not None:
+            ahead = Prefetching(LAYERS_AHEAD, config.prefetch) if config.prefetch else None
+            placed = Placed(experts.plan, experts.streamed, experts.threads, prefetching=ahead)
         return CudaRunner.load(
             file,
             spec,
             context_length=config.ctx_size,
             kv_type=kv_type,
-            placed=Placed(experts.plan, experts.streamed, experts.threads) if experts else None,
+            placed=placed,
             progress=loading,
             compiling=partial(progress, "compiling kernels") if progress else None,
         )

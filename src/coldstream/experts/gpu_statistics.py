@@ -7,6 +7,7 @@ from typing import Any, Self
 import numpy as np
 
 from coldstream.experts.cache import Counters
+from coldstream.experts.prefetch_statistics import PrefetchStatistics
 from coldstream.experts.step_times import StepTimes
 
 Array = np.ndarray[Any, Any]
@@ -19,7 +20,7 @@ class GpuExpertStatistics:
     hits, misses: uses by decoded tokens; copies, copied_bytes, evictions: of slots. cpu_pairs: (token,
     expert) pairs in cpu_requests that the CPU computed in cpu_s, while the GPU computed others.
     prompt_streamed, prompt_on_cpu: experts of long prompts that came over the bus, or were computed by the
-    CPU. step_times: where the time of decoded tokens went.
+    CPU. step_times: where the time of decoded tokens went. prefetch: None if nothing is prefetched.
     """
 
     num_slots: int
@@ -35,6 +36,7 @@ class GpuExpertStatistics:
     prompt_streamed: tuple[int, ...]
     prompt_on_cpu: tuple[int, ...]
     step_times: StepTimes
+    prefetch: PrefetchStatistics | None = None
 
     @classmethod
     def of(
@@ -46,6 +48,7 @@ class GpuExpertStatistics:
         prompt_streamed: Array,
         prompt_on_cpu: Array,
         step_times: StepTimes,
+        prefetch: PrefetchStatistics | None = None,
     ) -> Self:
         """From what a cache counted, what the CPU did by layer, prompts brought and left to it."""
         return cls(
@@ -62,6 +65,7 @@ class GpuExpertStatistics:
             prompt_streamed=_plain(prompt_streamed),
             prompt_on_cpu=_plain(prompt_on_cpu),
             step_times=step_times,
+            prefetch=prefetch,
         )
 
     @property

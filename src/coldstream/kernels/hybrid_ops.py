@@ -19,7 +19,8 @@ from coldstream.kernels.experts.cuda_layer import Stacks, is_one_launch
 from coldstream.kernels.experts.host import HostExperts
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
 from coldstream.kernels.experts.partition import MAX_RANKS, Places, sharing_of
-from coldstream.kernels.experts.prefetch import PrefetchRing, PrefetchSizes
+from coldstream.kernels.experts.prefetch import PrefetchRing
+from coldstream.kernels.experts.prefetching import Prefetching
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
@@ -45,7 +46,7 @@ class HybridOps(StreamedOps):
         host: HostExperts | None,
         whole_layers: Collection[int] = (),
         ring_bytes: int = 0,
-        prefetched: PrefetchSizes | None = None,
+        prefetching: Prefetching | None = None,
         *,
         notes_kernels: bool = False,
     ) -> None:
@@ -57,7 +58,11 @@ class HybridOps(StreamedOps):
         self.streamed = self.zeros((MAX_RANKS + 1,), "int32")
         self.stamps = memory.persistent((len(mailbox.used), WORDS), torch.int64).zero_()
         self._pairs = self.int_vector(range(MAX_ROWS * MAX_RANKS))
-        self.prefetch = None if prefetched is None else PrefetchRing(prefetched, self.zeros)
+        self.prefetch: PrefetchRing | None = None
+        if prefetching is not None:
+            num_layers, _, num_ranks = mailbox.used.shape
+            # Long prompts, which need the ring, and steps of few rows take turns.
+            self.prefetch = PrefetchRing(prefetching, self.ring, self.zeros, num_layers, num_ranks)
         self._routers: dict[int, QuantTensor] = {}
         self._beside: torch.cuda.Stream | None = None  # for what a step waits for only at its end
         if self.prefetch is not None and not self.planning:
@@ -117,7 +122,7 @@ class HybridOps(StreamedOps):
             assert isinstance(weight, QuantTensor)
             self._routers[layer] = weight
         ring = self.prefetch
-        if ring is None or not self._can_prefetch or tokens > MAX_FEW_ROWS:
+        if ring is None or not self.guesses(tokens):
             sharing = sharing_of(stacks, self.streamed, self._mailbox, layer, places)
             return replace(self.route(x, weight, shared_gate, ranks, sharing), places=places)
         later = layer + ring.distance
@@ -131,6 +136,10 @@ class HybridOps(StreamedOps):
         if is_guessing:
             self._fetch(ring, later, tokens)
         return replace(routing, places=places)
+
+    def guesses(self, num_rows: int) -> bool:
+        """Whether a step of so many rows that is queued now guesses at later layers' experts."""
+        return self._can_prefetch and num_rows <= MAX_FEW_ROWS
 
     def _ahead(self, ring: PrefetchRing, later: int, tokens: int, ranks: int) -> Ahead:
         return Ahead(
@@ -155,7 +164,7 @@ class HybridOps(StreamedOps):
         if self._has_forked and self._beside is not None:
             torch.cuda.current_stream().wait_stream(self._beside)
         self._has_forked = False
-        if not self._can_prefetch and self._routers:
+        if self.prefetch is not None and not self._can_prefetch and self._routers:
             # All layers have run, so that it is known which ones come later.
             is_readable = self.host is None or all(s.mapped for stacks in self.layers for s in stacks)
             shapes = {weight.shape for weight in self._routers.values()}

@@ -61,8 +61,8 @@ class StreamedOps(CudaOps):
     ) -> None:
         super().__init__(memory, max_positions, notes_kernels=notes_kernels)
         self.host = host
-        ring = memory.persistent((ring_bytes,), torch.uint8)
-        self.stream = None if host is None else ExpertStream(host, ring)
+        self.ring = memory.persistent((ring_bytes,), torch.uint8)
+        self.stream = None if host is None else ExpertStream(host, self.ring)
 
     def _streamed_experts(
         self, x: Activations, routing: Routing, weights: ExpertWeights, layer: int

@@ -19,7 +19,7 @@ from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.cuda_ops import FEW_STEPS, CudaOps
 from coldstream.kernels.experts.host import HostExperts
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
-from coldstream.kernels.experts.prefetch import Prefetching, PrefetchSizes
+from coldstream.kernels.experts.prefetching import Prefetching
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.kernels.linear.reference import INTEGER_TYPES
@@ -134,7 +134,7 @@ class Loaded:
                 host,
                 limits.whole_layers,
                 limits.ring_bytes,
-                prefetch_sizes(file, spec, limits.prefetching),
+                fitting_prefetch(file, spec, limits),
                 notes_kernels=notes_kernels,
             )
         model = Qwen35Model.load(file, spec, ops)
@@ -167,13 +167,13 @@ class Loaded:
         return hidden
 
 
-def prefetch_sizes(file: GGUFFile, spec: ModelSpec, prefetching: Prefetching | None) -> PrefetchSizes | None:
-    """What the ring takes of this model's experts."""
-    if prefetching is None:
+def fitting_prefetch(file: GGUFFile, spec: ModelSpec, limits: Limits) -> Prefetching | None:
+    """What of `limits.prefetching` finds places in the ring."""
+    if limits.prefetching is None:
         return None
     largest = max(model_sizes(spec, file.tensors, file.fingerprint, 0).expert_bytes)
     # Gate and up may be one tensor, which is rounded up once for both.
-    return PrefetchSizes(prefetching, spec.num_layers, spec.num_experts_per_tok, largest + ALIGNMENT)
+    return limits.prefetching.fitting(limits.ring_bytes, largest + 2 * ALIGNMENT)
 
 
 def plan_memory(

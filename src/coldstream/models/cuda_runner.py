@@ -17,7 +17,7 @@ from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import load_kernels
 from coldstream.kernels.experts.mailbox import MAX_ROWS
-from coldstream.kernels.experts.prefetch import Prefetching
+from coldstream.kernels.experts.prefetching import Prefetching
 from coldstream.kernels.experts.streaming import StreamCounters
 from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.models.captured_steps import CapturedSteps

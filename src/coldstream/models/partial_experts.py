@@ -7,6 +7,7 @@ import torch
 
 from coldstream.experts.cache import ExpertCache
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
+from coldstream.experts.prefetch_statistics import GuessCounter, PrefetchStatistics
 from coldstream.experts.residency import ExpertResidency, expert_bytes
 from coldstream.experts.segments import SlotSegments
 from coldstream.experts.step_times import StepTimes
@@ -36,10 +37,15 @@ class PartialExperts:
         self.host = HostExperts(threads, tier, mailbox, bulk, chunk_size)
         self._ops: HybridOps | None = None
         self._residency: ExpertResidency | None = None
+        self._guesses: GuessCounter | None = None
+        self._guessed_rows = 0  # of the step that runs; 0: it does not guess
 
     def attach(self, ops: HybridOps) -> None:
         """Before the first step of `ops`."""
         self._ops = ops
+        if ops.prefetch is not None:
+            guessed, used = self.host.mailbox.guessed.numpy(), self.host.mailbox.used.numpy()
+            self._guesses = GuessCounter(guessed, used, ops.prefetch.distance)
 
     def fill(
         self,
@@ -101,7 +107,16 @@ class PartialExperts:
             stream.streamed,
             stream.on_cpu,
             self._step_times(ops),
+            self._prefetch_statistics(ops),
         )
+
+    def _prefetch_statistics(self, ops: HybridOps) -> PrefetchStatistics | None:
+        if ops.prefetch is None or self._guesses is None:
+            return None
+        # Layers whose experts are all there come after those that may miss one.
+        layer_bytes = [expert_bytes(stacks) for stacks in ops.layers]
+        layer_bytes += [0] * (len(ops.prefetch.tallies) - len(layer_bytes))
+        return PrefetchStatistics.of(self._guesses, ops.prefetch.tallies.cpu().numpy(), layer_bytes)
 
     @staticmethod
     def _step_times(ops: HybridOps) -> StepTimes:
@@ -113,6 +128,10 @@ class PartialExperts:
 
     def start_step(self, rows: int) -> None:
         """Right before a step of `rows` rows, when the last one has ended."""
+        if self._guesses is not None and self._ops is not None:
+            if self._guessed_rows:
+                self._guesses.note(self._guessed_rows)
+            self._guessed_rows = rows if self._ops.guesses(rows) else 0
         if self._residency is not None:
             self._residency.start_step(rows if rows <= MAX_ROWS else 0)
         if rows <= MAX_ROWS:
@@ -124,6 +143,8 @@ class PartialExperts:
 
     def launched(self) -> None:
         """Right after it: what can be done while it runs."""
+        if self._guesses is not None:
+            self._guesses.count()
         if self._residency is not None:
             self._residency.launched()
 

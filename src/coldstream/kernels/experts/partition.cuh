@@ -7,6 +7,7 @@
 namespace coldstream {
 
 constexpr int num_matrices = 3;  // gate, up, down
+constexpr int num_tallies = 3;
 
 // The experts of a layer: slots by expert (0: none), and the host's memory as the device sees it, or 0.
 struct Stack {
@@ -45,7 +46,8 @@ struct PrefetchNotes {
   uint32_t* emptied;  // keys [count] of the places that are filled next, for another layer; null: none are
   int count;
   uint32_t* reached;  // gets the layer's number + 1; null: nobody wants to know
-  int* tallies;       // int [layers, 2]: experts that came in time or late, and those of them that were used
+  int* tallies;       // [layers, num_tallies]: experts that came whole, those of them that were used, and those
+                      // that were given up on the way
 };
 
 struct Sharing {
@@ -120,7 +122,7 @@ __device__ __forceinline__ void make_room(const Sharing& sharing) {
   if (notes.reached == nullptr) return;
   if (notes.emptied != nullptr && int(threadIdx.x) < notes.count && notes.emptied[threadIdx.x] != 0) {
     const uint32_t key = notes.emptied[threadIdx.x];
-    int* tally = notes.tallies + 2 * layer_of_key(key);
+    int* tally = notes.tallies + num_tallies * layer_of_key(key);
     atomicAdd(tally, 1);
     if (key & used_bit) atomicAdd(tally + 1, 1);
     notes.emptied[threadIdx.x] = 0;

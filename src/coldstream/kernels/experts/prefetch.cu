@@ -17,6 +17,7 @@ struct Target {
   Prefetched places;
   const uint32_t* reached;  // how many layers of this step have been shared out
   uint32_t* arrivals;       // [places.count], blocks that are done with a place: 0 at first and again afterwards
+  int* tallies;             // see PrefetchNotes
 };
 
 // The experts to bring: those that have no slot, most wanted first. Returns how many.
@@ -111,7 +112,10 @@ __device__ __forceinline__ void arrive(const Target& target, int id, int place, 
   const uint32_t all = atomicAdd(target.arrivals + place, mine) + mine;
   if (all % one_failed < gridDim.x) return;
   target.arrivals[place] = 0;
-  if (all != gridDim.x) return;
+  if (all != gridDim.x) {
+    atomicAdd(target.tallies + num_tallies * target.layer + 2, 1);
+    return;
+  }
   __threadfence();
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(
                    __cvta_generic_to_global(target.places.keys + place)),

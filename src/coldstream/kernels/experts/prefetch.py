@@ -13,7 +13,6 @@ asks for it: the places are not filled again before the layer's experts have bee
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -23,38 +22,13 @@ from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.experts.partition import MATRICES, Prefetched, PrefetchNotes, Stack, stack_of
+from coldstream.kernels.experts.prefetching import Prefetching
 from coldstream.kernels.experts.table import ExpertTable
 
 PROGRAM = CudaProgram(Path(__file__).with_name("prefetch.cu"), ("prefetch_experts",))
 THREADS = 32
+TALLIES = ("fetched", "used", "given_up")  # experts of a layer
 BLOCKS = 32  # enough for the bus, and few enough for the kernels beside it
-MAX_PLACES = 8
-
-
-@dataclass(frozen=True)
-class Prefetching:
-    """How far ahead experts are guessed, in layers, and how many of a layer are brought at most."""
-
-    distance: int
-    experts: int
-
-    def __post_init__(self) -> None:
-        if self.distance < 1 or not 1 <= self.experts <= MAX_PLACES:
-            raise ValueError(f"{self}: at least 1 layer ahead, and 1 to {MAX_PLACES} experts")
-
-
-@dataclass(frozen=True)
-class PrefetchSizes:
-    """`prefetching` for a model.
-
-    num_layers: at least those that may miss an expert; expert_bytes: of the largest expert, the rounding up
-    of each matrix to ALIGNMENT included.
-    """
-
-    prefetching: Prefetching
-    num_layers: int
-    num_ranks: int
-    expert_bytes: int
 
 
 class Zeros(Protocol):
@@ -66,20 +40,23 @@ class Zeros(Protocol):
 class PrefetchRing:
     """Places for the experts of the layers whose routers have yet to run, and who lies in them.
 
-    `guesses` is int32 [layers, MAX_FEW_ROWS, K]; `tallies` int32 [layers, 2], how many experts came and how
-    many of them were used.
+    data: uint8 on the device, which is shared out in places, and may serve for something else between two
+    steps. num_layers: at least those that may miss an expert. `guesses` is int32 [layers, MAX_FEW_ROWS, K];
+    `tallies` int32 [layers, TALLIES].
     """
 
-    def __init__(self, sizes: PrefetchSizes, zeros: Zeros) -> None:
-        self.distance, self._count = sizes.prefetching.distance, sizes.prefetching.experts
+    def __init__(
+        self, prefetching: Prefetching, data: torch.Tensor, zeros: Zeros, num_layers: int, num_ranks: int
+    ) -> None:
+        self.distance, self._count = prefetching.distance, prefetching.experts
         self._depth = self.distance + 1
-        self._place_bytes = sizes.expert_bytes
-        self._data = zeros((self._depth, self._count * sizes.expert_bytes), "uint8")
+        self._place_bytes = len(data) // (self._depth * self._count) // ALIGNMENT * ALIGNMENT
+        self._data = data
         self._keys = zeros((self._depth, self._count), "int32")
         self._arrivals = zeros((self._count,), "int32")
         self._reached = zeros((1,), "int32")
-        self.guesses = zeros((sizes.num_layers, MAX_FEW_ROWS, sizes.num_ranks), "int32")
-        self.tallies = zeros((sizes.num_layers, 2), "int32")
+        self.guesses = zeros((num_layers, MAX_FEW_ROWS, num_ranks), "int32")
+        self.tallies = zeros((num_layers, len(TALLIES)), "int32")
 
     def fetch(self, layer: int, rows: int, stacks: Sequence[ExpertTable]) -> None:
         """Queues the copies for a step of `rows` rows, on a stream that has waited for the guesses.
@@ -98,6 +75,7 @@ class PrefetchRing:
             self.prefetched(layer, stacks),
             self._reached.data_ptr(),
             self._arrivals.data_ptr(),
+            self.tallies.data_ptr(),
         )
         PROGRAM.kernel("prefetch_experts").launch((BLOCKS, 1, 1), THREADS, (target,))
 
@@ -123,7 +101,8 @@ class PrefetchRing:
 
     def _part(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and the places of a layer."""
-        return self._keys[layer % self._depth], self._data[layer % self._depth]
+        part, num_bytes = layer % self._depth, self._count * self._place_bytes
+        return self._keys[part], self._data[part * num_bytes : (part + 1) * num_bytes]
 
 
 class _Target(ctypes.Structure):
@@ -139,6 +118,7 @@ class _Target(ctypes.Structure):
         ("places", Prefetched),
         ("reached", ctypes.c_void_p),
         ("arrivals", ctypes.c_void_p),
+        ("tallies", ctypes.c_void_p),
     )
 
 

@@ -1,0 +1,69 @@
+"""How good the guesses at later layers' experts are, and what came of fetching them. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class PrefetchStatistics:
+    """Since the model was opened, by layer that may miss an expert.
+
+    guessed: uses that were guessed at; right: of these, those that the layer's router then chose. fetched:
+    experts that came whole before they were guessed at anew; used: of these, those that a step found there;
+    given_up: those still on their way when their layer was shared out; wasted_bytes: of the fetched that were
+    not used.
+    """
+
+    guessed: tuple[int, ...]
+    right: tuple[int, ...]
+    fetched: tuple[int, ...]
+    used: tuple[int, ...]
+    given_up: tuple[int, ...]
+    wasted_bytes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, guesses: "GuessCounter", tallies: Array, layer_bytes: Sequence[int]) -> Self:
+        """tallies: int [layers, 3], fetched, used, given up; layer_bytes: of an expert, by layer."""
+        fetched, used, given_up = tallies.astype(np.int64).T
+        columns = (guesses.guessed, guesses.right, fetched, used, given_up)
+        wasted = (fetched - used) * np.array(layer_bytes, np.int64)
+        return cls(*(tuple(column.tolist()) for column in (*columns, wasted)))
+
+    @property
+    def recall(self) -> float:
+        """Share of uses that were guessed right; as many are guessed as are chosen. 0 before the first."""
+        return sum(self.right) / max(1, sum(self.guessed))
+
+
+class GuessCounter:
+    """Compares guesses with what routers chose.
+
+    guessed: int32 [layers, most rows, K], used: int32 [layers, rows, K], both of the step that ended last.
+    The first `distance` layers have no guesses.
+    """
+
+    def __init__(self, guessed: Array, used: Array, distance: int) -> None:
+        self._guessed, self._used = guessed[distance:], used[distance:]
+        self._distance = distance
+        self._noted: tuple[Array, Array] | None = None
+        self.guessed = np.zeros(len(used), np.int64)
+        self.right = np.zeros(len(used), np.int64)
+
+    def note(self, num_rows: int) -> None:
+        """A step of so many rows has ended. Takes a copy, which `count` needs time for."""
+        self._noted = self._guessed[:, :num_rows].copy(), self._used[:, :num_rows].copy()
+
+    def count(self) -> None:
+        """What was noted last, once."""
+        if self._noted is None:
+            return
+        guessed, used = self._noted
+        self._noted = None
+        hits = (guessed[..., :, None] == used[..., None, :]).any(axis=-1)
+        self.guessed[self._distance :] += guessed[0].size if len(guessed) else 0
+        self.right[self._distance :] += hits.sum(axis=(1, 2))

@@ -1,0 +1,43 @@
+"""What is counted of guesses."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coldstream.experts.prefetch_statistics import GuessCounter, PrefetchStatistics
+
+
+@given(st.integers(1, 5), st.integers(0, 6), st.integers(1, 8), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_right_guesses_are_counted_as_sets_are_compared(
+    distance: int, num_layers: int, rows: int, ranks: int, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    chosen = [
+        np.stack([[generator.permutation(9)[:ranks] for _ in range(8)] for _ in range(num_layers)])
+        if num_layers
+        else np.zeros((0, 8, ranks), np.int64)
+        for _ in range(2)
+    ]
+    guessed, used = chosen
+    counter = GuessCounter(guessed, used, distance)
+    counter.note(rows)
+    for _ in range(2):
+        counter.count()
+    for layer in range(num_layers):
+        right = sum(len(set(guessed[layer, row]) & set(used[layer, row])) for row in range(rows))
+        is_guessed = layer >= distance
+        assert counter.right[layer] == (right if is_guessed else 0)
+        assert counter.guessed[layer] == (rows * ranks if is_guessed else 0)
+
+
+def test_what_was_fetched_in_vain_is_wasted() -> None:
+    guessed = np.array([[[9, 9]], [[1, 2]], [[3, 4]]])
+    counter = GuessCounter(guessed, np.array([[[9, 9]], [[2, 5]], [[4, 3]]]), 1)
+    counter.note(1)
+    counter.count()
+    statistics = PrefetchStatistics.of(counter, np.array([[0, 0, 0], [2, 1, 1], [3, 3, 0]]), [10, 20, 30])
+    assert statistics.right == (0, 1, 2)
+    assert statistics.recall == 0.75
+    assert statistics.wasted_bytes == (0, 20, 0)
+    assert statistics.given_up == (0, 1, 0)
+    assert PrefetchStatistics.of(GuessCounter(guessed, guessed, 1), np.zeros((3, 3)), [1, 1, 1]).recall == 0
