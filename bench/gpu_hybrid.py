@@ -29,7 +29,7 @@ from coldstream.experts.step_times import PARTS
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.forecast import Known, forecast
+from coldstream.placement.forecast import Forecast, Known, forecast
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.hit_rates import PUBLISHED
 from coldstream.placement.plan import PlacementPlan, plan_placement
@@ -44,7 +44,7 @@ from results import ROOT, write_result
 GIB = 2**30
 ROOM_BYTES = 5 * GIB  # for all but the experts
 SHORT_PROMPT, WARM_TOKENS, TIMED_TOKENS, TEXTS = 64, 512, 256, 3
-TEXT_STEP = 20_011  # from the first id of a text to that of the next
+FIRST_ID, TEXT_STEP = 1000, 20_011  # of the first generated ids of texts
 GREEDY = {"repeat_last_n": None, "has_penalties": False, "seed": 0, "temperature": 0.0}
 
 
@@ -79,9 +79,10 @@ def plan_with(machine: Machine, expert_bytes: int) -> PlacementPlan:
     return plan_placement(machine.sizes, fixed, high)
 
 
-def generate(llm: LLM, first_id: int, num_prompt: int) -> dict[str, Any]:
-    """One text: seconds a token, and what the cache and the CPU had to do for it."""
+def generate(llm: LLM, next_id: int, num_prompt: int) -> dict[str, Any]:
+    """The text from an id on, behind a prompt of any length: seconds a token, and what it took of whom."""
     runner = llm.opened.runner
+    first_id = next_id - num_prompt
     prompt = [(first_id + i) % runner.spec.vocab_size for i in range(num_prompt)]
     runner.reset()
     logits = runner.extend(prompt)
@@ -146,43 +147,49 @@ def floor_seconds(machine: Machine, texts: list[dict[str, Any]], num_context: in
 
 def measure(machine: Machine, gib: float | None, depths: list[int], prefetch: int) -> list[dict[str, Any]]:
     """All depths with one budget: GiB of experts, None for all of them. The texts are the same for each."""
-    last_id = machine.vocab_size - max(depths) - 10_000
-    first_ids = (1000 + number * TEXT_STEP % last_id for number in itertools.count())
+    first_id = max(depths) + FIRST_ID
+    last_id = machine.vocab_size - 10_000
+    next_ids = [first_id + number * TEXT_STEP % (last_id - first_id) for number in range(TEXTS)]
     wanted = machine.sizes.all_expert_bytes if gib is None else int(gib * GIB)
     plan = plan_with(machine, wanted)
-    expected = forecast(plan, Known(machine.sizes, Rates.of(machine.hardware), PUBLISHED))
+    known = Known(machine.sizes, Rates.of(machine.hardware), PUBLISHED)
     rows = []
     with TemporaryDirectory() as folder:
         kept = Path(folder) / "plan.json"
         save_plan(plan, kept)
-        llm = LLM(machine.path, device="cuda", plan=str(kept), prefetch=prefetch)
-    with llm:
         for depth in depths:
-            num_prompt = max(SHORT_PROMPT, depth)
-            texts = [generate(llm, next(first_ids), num_prompt) for _ in range(TEXTS)]
-            seconds = statistics.median(text["seconds"] for text in texts)
+            # Opened anew, so that the cache knows nothing of the texts.
+            with LLM(machine.path, device="cuda", plan=str(kept), prefetch=prefetch) as llm:
+                num_prompt = max(SHORT_PROMPT, depth)
+                texts = [generate(llm, next_id, num_prompt) for next_id in next_ids]
+                guesses = guesses_of(llm)
             context = num_prompt + WARM_TOKENS + TIMED_TOKENS // 2
-            floor = floor_seconds(machine, texts, context)
-            rows.append(
-                {
-                    "experts_bytes": plan.resident_bytes,
-                    "experts_share": plan.resident_bytes / machine.sizes.all_expert_bytes,
-                    "vram_bytes": plan.total_bytes,
-                    "depth": depth,
-                    "prefetch": prefetch,
-                    "guesses": asdict(guesses) if (guesses := guesses_of(llm)) else None,
-                    "tok_s": 1 / seconds,
-                    "texts": texts,
-                    "parts_s": parts_of(texts),
-                    "hit_rate": statistics.mean(hit_rate(text) for text in texts),
-                    "floor_s": floor,
-                    "share_of_floor": floor / seconds,
-                    "forecast_tok_s": expected.decode,
-                    "forecast_hit_rate": expected.hit_rate,
-                }
-            )
+            row = row_of(plan, machine, texts, context, forecast(plan, known, context))
+            asked = {"depth": depth, "prefetch": prefetch, "guesses": asdict(guesses) if guesses else None}
+            rows.append(asked | row)
             print({k: v for k, v in rows[-1].items() if k not in ("texts", "guesses")}, flush=True)
     return rows
+
+
+def row_of(
+    plan: PlacementPlan, machine: Machine, texts: list[dict[str, Any]], context: int, expected: Forecast
+) -> dict[str, Any]:
+    """What was measured of one budget and depth, beside what was to be expected."""
+    seconds = statistics.median(text["seconds"] for text in texts)
+    floor = floor_seconds(machine, texts, context)
+    return {
+        "experts_bytes": plan.resident_bytes,
+        "experts_share": plan.resident_bytes / machine.sizes.all_expert_bytes,
+        "vram_bytes": plan.total_bytes,
+        "tok_s": 1 / seconds,
+        "texts": texts,
+        "parts_s": parts_of(texts),
+        "hit_rate": statistics.mean(hit_rate(text) for text in texts),
+        "floor_s": floor,
+        "share_of_floor": floor / seconds,
+        "forecast_tok_s": expected.decode,
+        "forecast_hit_rate": expected.hit_rate,
+    }
 
 
 def guesses_of(llm: LLM) -> PrefetchStatistics | None:

@@ -17,10 +17,12 @@ from report_gpu import (
     gpu,
     gpu_hybrid,
     gpu_parts,
+    gpu_prefetch,
     gpu_profile,
     gpu_sanitizer,
     gpu_streaming,
     gpu_tiers,
+    guess_recall,
     same_bits,
 )
 from report_tables import Row, load, table
@@ -269,6 +271,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpu": gpu,
     "gpu_hybrid": gpu_hybrid,
     "gpu_parts": gpu_parts,
+    "gpu_prefetch": gpu_prefetch,
+    "guess_recall": guess_recall,
     "gpu_streaming": gpu_streaming,
     "gpu_profile": gpu_profile,
     "gpu_sanitizer": gpu_sanitizer,

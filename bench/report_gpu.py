@@ -1,5 +1,8 @@
 """The figures of the GPU, from the JSON files in docs/results/gpu."""
 
+import statistics
+from typing import Any
+
 from report_tables import has, load, table
 
 GPU_CASES = ("pp168", "pp512", "pp2048", "pp8192", "tg128", "tg128 @ d8192", "tg128 @ d16384")
@@ -98,8 +101,73 @@ def gpu_hybrid() -> str:
                 f"{row['forecast_tok_s']:.0f} ({row['forecast_tok_s'] / row['tok_s'] - 1:+.0%})",
             ]
         )
-    machine = f"{r['machine']['gpu']}, {r['machine']['cores']} cores, commit {r['commit']}: `{r['command']}`"
-    return table(header, rows) + f"\n{machine}\n"
+    return table(header, rows) + f"\n{_machine(r)}\n"
+
+
+def _machine(r: dict[str, Any]) -> str:
+    """Where experts were placed: its rates bound what is missing."""
+    ram, link = r["hardware"]["read_bytes_per_s"], r["hardware"]["gpu"]["link_bytes_per_s"]
+    rates = f"RAM {ram / 1e9:.0f} GB/s, bus {link / 1e9:.0f} GB/s"
+    machine = f"{r['machine']['gpu']}, {r['machine']['cores']} cores, {rates}"
+    return f"{machine}, commit {r['commit']}: `{r['command']}`"
+
+
+def gpu_prefetch() -> str:
+    """Decoding with and without experts that come ahead of their router; nothing while it isn't measured."""
+    if not has("gpu/hybrid_prefetch"):
+        return ""
+    r = load("gpu/hybrid_prefetch")
+    header = [
+        "experts on the GPU",
+        "prefetched",
+        "tok/s",
+        "pairs left to the CPU and the bus",
+        "guessed right",
+    ]
+    header += ["fetched in time", "given up", "fetched for nothing"]
+    rows = []
+    for row in r["rows"]:
+        if row["experts_share"] >= 1.0:
+            continue
+        left = statistics.mean(text["cpu_pairs"] + text["bus_pairs"] for text in row["texts"])
+        rows.append(
+            [
+                f"{row['experts_bytes'] / 2**30:.1f} GiB ({row['experts_share']:.0%})",
+                f"up to {row['prefetch']} a layer" if row["prefetch"] else "none",
+                f"{row['tok_s']:.0f}",
+                f"{left:.1f} a token",
+                *_guesses(row["guesses"], sum(row["guesses"]["guessed"]) if row["guesses"] else 0),
+            ]
+        )
+    return table(header, rows) + f"\n{_machine(r)}\n"
+
+
+def _guesses(guesses: dict[str, list[int]] | None, num_guessed: int) -> list[str]:
+    """Cells: of all guesses the right ones, and what came of those that no slot held."""
+    if guesses is None:
+        return ["", "", "", ""]
+    fetched, given_up = sum(guesses["fetched"]), sum(guesses["given_up"])
+    begun = fetched + given_up
+    return [
+        f"{sum(guesses['right']) / num_guessed:.0%}",
+        f"{sum(guesses['used']) / begun:.0%}",
+        f"{given_up / begun:.0%}",
+        f"{(fetched - sum(guesses['used'])) / begun:.0%}",
+    ]
+
+
+def guess_recall() -> str:
+    """How well routers guess ahead on the bundled model."""
+    r = load("guess_recall")
+    header = [
+        "layers ahead",
+        "guessed right",
+        f"of experts unused for {r['recent']} tokens",
+        "right of those guesses",
+    ]
+    names = ("recall", "recall_of_unused", "precision_of_unused")
+    rows = [[str(row["layers_ahead"]), *(f"{row[name]:.0%}" for name in names)] for row in r["rows"]]
+    return table(header, rows) + f"\nThe bundled model, {r['tokens']} tokens: `{r['command']}`\n"
 
 
 def gpu_parts() -> str:

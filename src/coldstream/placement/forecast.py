@@ -29,7 +29,7 @@ class Forecast:
 
     hit_rate: float  # of the routed experts that a token uses, in fast memory
     cold_token_bytes: int  # of experts that a token uses and that are elsewhere
-    decode: float  # at the beginning of a sequence
+    decode: float  # behind as many tokens as was asked
     decode_ceiling: float  # what bytes and rates allow at most
     prefill: dict[int, float]  # by the prompt's length; none beyond the context
     prefill_ceiling: dict[int, float]
@@ -45,8 +45,8 @@ class Known:
     uses: Array | None = None  # float [layers, experts]; None: nothing is known
 
 
-def forecast(plan: PlacementPlan, known: Known) -> Forecast:
-    """What to expect of `plan`, a plan of `known.model`."""
+def forecast(plan: PlacementPlan, known: Known, context: int = 0) -> Forecast:
+    """What to expect of `plan`, a plan of `known.model`; of decoding behind `context` tokens."""
     model = known.model
     counts = [len(ids) for ids in plan.resident]
     rates = expected_hit_rates(known.curve, counts, model.num_experts)
@@ -55,7 +55,7 @@ def forecast(plan: PlacementPlan, known: Known) -> Forecast:
     resident = np.zeros((model.num_layers, model.num_experts), bool)
     resident.ravel()[plan.resident_numbers()] = True
     on_gpu = plan.tier == "vram"
-    decode = (decode_seconds if on_gpu else decode_seconds_on_cpu)(model, known.rates, rates)
+    decode = (decode_seconds if on_gpu else decode_seconds_on_cpu)(model, known.rates, rates, context)
     prefill = prefill_seconds if on_gpu else prefill_seconds_on_cpu
     lengths = [length for length in PROMPT_LENGTHS if length <= plan.fixed.ctx_size]
     chunk_size = plan.fixed.chunk_size
