@@ -57,6 +57,26 @@ def test_every_distribution_has_the_bits_of_experts_in_memory(
         assert len(owners(pool)) <= 2 * num_slots
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 9, 16, 24, 64, 128])
+def test_trap_4_all_in_memory_none_of_it_and_all_rows_on_one_expert(
+    expert_file: ExpertFile, rows: int
+) -> None:
+    """Each twice: what the second step needs is in memory as far as there are slots."""
+    runtime, x = _csrc.Runtime(2, FASTEST), activations(rows, rows, E)
+    generator = torch.Generator().manual_seed(rows)
+    batches = (
+        torch.rand(rows, NUM_EXPERTS, generator=generator).argsort(dim=-1)[:, :3].int().contiguous(),
+        torch.full((rows, 2), 4, dtype=torch.int32),
+    )
+    for ids in batches:
+        expected = run(runtime, x, ids, expert_file.layers[0])
+        for num_slots in (1, NUM_EXPERTS):
+            pool = expert_file.pool(num_slots)
+            for _ in range(2):
+                pool.begin_step(False)
+                assert same_bits(expert_file.run(runtime, pool, 0, x, ids), expected)
+
+
 @EVERY_TIER
 def test_experts_of_floats_and_of_several_types(tmp_path: Path, tier: str) -> None:
     runtime, ids = _csrc.Runtime(2, tier), distributions()["many tokens"]

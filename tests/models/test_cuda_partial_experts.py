@@ -193,6 +193,17 @@ def test_a_sequence_among_others(half: CudaRunner, count: int) -> None:
     assert np.array_equal(together, np.stack(alone))
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_trap_4_all_hot_all_cold_and_the_same_experts_for_all_rows(share: float) -> None:
+    """Batches that leave nothing to one of the places, and rows that all choose alike."""
+    with open_partly(demo_model_path(), share) as runner, open_cuda(demo_model_path()) as whole:
+        for count in (1, 2, 4, 5, 8, 9, 16, 24, 64, 128):
+            for ids in (token_ids(count), [7] * count):
+                runner.reset()
+                whole.reset()
+                assert np.array_equal(runner.prefill(ids), whole.prefill(ids))
+
+
 @pytest.mark.parametrize("count", [65, 168, 300, 450])
 def test_prompts_of_many_rows(half: CudaRunner, count: int) -> None:
     ids = token_ids(count)
