@@ -183,11 +183,19 @@ class Steps:
         assert sum(after.values()) == self.residency.num_slots
         return freed > 0
 
+    def grow(self) -> None:
+        before, missing = self.residency.num_slots, self.residency.missing_bytes
+        if missing:
+            self.residency.grow()
+        assert (self.residency.num_slots > before) == (missing > 0)
+
 
 @given(
     segment_bytes=st.sampled_from([1, 2 * min(SIZES), 3 * max(SIZES), 2**30]),
     events=st.lists(
-        st.sampled_from(["step", "step", "step", "prompt", "shrink", "shrink in a step", "failed step"]),
+        st.sampled_from(
+            ["step", "step", "step", "prompt", "shrink", "shrink in a step", "failed step", "grow"]
+        ),
         max_size=40,
     ),
     seed=st.integers(0, 3),
@@ -197,8 +205,8 @@ def test_mm03_memory_given_back_at_any_moment_changes_no_byte_that_a_step_reads(
 ) -> None:
     steps = Steps(segment_bytes, seed)
     for event in events:
-        if event == "shrink":
-            steps.shrink()
+        if event in ("shrink", "grow"):
+            getattr(steps, event)()
             continue
         rows = 0 if event == "prompt" else 2
         steps.residency.start_step(rows)
@@ -215,9 +223,17 @@ def test_mm03_memory_given_back_at_any_moment_changes_no_byte_that_a_step_reads(
         steps.compute()
         steps.residency.launched()
     assert not steps.residency.resident.any()
-    steps.residency.start_step(2)
-    steps.compute()
-    steps.residency.launched()
+    while steps.residency.missing_bytes:
+        steps.residency.start_step(2)
+        steps.compute()
+        steps.residency.launched()
+        steps.grow()
+    assert steps.residency.num_slots == 8 * len(set(SIZES))
+    for _ in range(8):
+        steps.residency.start_step(2)
+        steps.compute()
+        steps.residency.launched()
+    assert steps.residency.resident.any()
 
 
 def test_mm03_what_a_step_used_counts_once_when_memory_is_given_back_in_its_middle(host_device: None) -> None:

@@ -60,6 +60,11 @@ def test_slots_lie_apart_and_stay_where_they_are_when_others_go(
         for each in counts:
             assert np.array_equal(segments.addresses(each), first[each][: segments.num_slots[each]])
     assert set(segments.num_slots.values()) <= {0}
+    while segments.dropped_bytes:
+        before, taken = segments.num_slots, segments.dropped_bytes
+        size = segments.restore_last()
+        assert segments.num_slots == before | {size: before[size] + taken // size}
+    assert segments.num_slots == counts
 
 
 def test_mm02_a_segment_that_cannot_be_had_leaves_none_behind() -> None:
@@ -74,3 +79,17 @@ def test_mm02_a_segment_that_cannot_be_had_leaves_none_behind() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         SlotSegments({LINE: 10}, allocate, 2 * LINE)
     assert taken == [2 * LINE] * 3
+
+
+def test_mm03_a_segment_that_cannot_be_had_again_is_still_missing() -> None:
+    segments = SlotSegments({LINE: 4}, on_host, 2 * LINE)
+    segments.drop_last(LINE)
+    segments._allocate = no_memory
+    with pytest.raises(torch.OutOfMemoryError):
+        segments.restore_last()
+    assert segments.dropped_bytes == 2 * LINE
+    assert segments.num_slots == {LINE: 2}
+
+
+def no_memory(num_bytes: int) -> torch.Tensor:
+    raise torch.OutOfMemoryError(f"no memory for {num_bytes} bytes")

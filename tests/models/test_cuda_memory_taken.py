@@ -16,7 +16,7 @@ from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.errors import OutOfMemoryError
 from coldstream.experts.segments import SlotSegments
-from coldstream.kernels.experts.prefetch import Prefetching
+from coldstream.kernels.experts.prefetching import Prefetching
 from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.models import partial_experts
 from coldstream.models.captured_steps import CapturedStep
@@ -88,6 +88,26 @@ def test_mm03_a_capture_that_finds_no_memory_takes_some_from_slots(
     for size, want in expected.items():
         assert np.array_equal(after_prompt(shrinking, size), want), size
     assert num_slots(shrinking) == left
+
+
+def test_mm03_memory_that_is_free_again_is_taken_for_slots(
+    shrinking: CudaRunner, expected: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = num_slots(shrinking)
+    with monkeypatch.context() as patch:
+        every_other_capture_fails(patch)
+        assert np.array_equal(after_prompt(shrinking, 9), expected[9])
+    assert num_slots(shrinking) < slots
+    monkeypatch.setattr(partial_experts, "STEPS_BEFORE_GROWTH", 2)
+    shrinking.reset()
+    shrinking.prefill(token_ids(9))
+    for _ in range(600):
+        if shrinking.position > 500:
+            shrinking.reset()
+        shrinking.decode(7)
+    assert num_slots(shrinking) == slots
+    for size, want in expected.items():
+        assert np.array_equal(after_prompt(shrinking, size), want), size
 
 
 def test_mm03_a_capture_that_ends_in_its_middle_leaves_nothing_running_beside_the_next(

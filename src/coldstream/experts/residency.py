@@ -116,6 +116,21 @@ class ExpertResidency:
         torch.cuda.empty_cache()
         return freed
 
+    @property
+    def missing_bytes(self) -> int:
+        """What `grow` would take; 0 if it has all slots that it began with."""
+        return self._slots.dropped_bytes
+
+    def grow(self) -> None:
+        """Takes the memory of slots again that `shrink` gave back last; some must be missing.
+
+        Raises torch.OutOfMemoryError; nothing has changed then. Slots that nobody owns disturb no step, so
+        that one may run.
+        """
+        size = self._slots.restore_last()
+        self._places.find_slots(size, self._slots)
+        self.cache.resize(size, self._slots.num_slots[size])
+
     def _finish_ended(self) -> None:
         """Makes up its mind about the step before the running one."""
         if self._ended is None:
@@ -188,10 +203,16 @@ class _Places:
         counts = {size: slots.num_slots[size] for size in sorted(set(layer_bytes))}
         ends = dict(zip(counts, np.cumsum(list(counts.values())).tolist(), strict=True))
         self._slots = np.concatenate([slots.addresses(size) for size in counts])
-        self._first_slots = np.array([ends[size] - counts[size] for size in layer_bytes])
+        self._first_of_size = {size: ends[size] - counts[size] for size in counts}
+        self._first_slots = np.array([self._first_of_size[size] for size in layer_bytes])
         self._tables = np.array([[s.addresses.data_ptr() for s in stacks] for stacks in layers], np.int64)
         self._sources = np.array([[s.host.address for s in stacks] for stacks in layers], np.int64)
         self._steps = np.array([[s.step for s in stacks] for stacks in layers], np.int64)
+
+    def find_slots(self, size: int, slots: SlotSegments) -> None:
+        """Some slots of a size, of no more than there were at first, may lie elsewhere now."""
+        addresses, first = slots.addresses(size), self._first_of_size[size]
+        self._slots[first : first + len(addresses)] = addresses
 
     def entries(self, arrived: Array, slots: Array, withdrawn: Array) -> tuple[Array, Array]:
         """int64 addresses of the tables' entries that change, and what to write there."""

@@ -1,4 +1,4 @@
-"""The memory of slots, in pieces that can be given back one by one while the others stay where they are."""
+"""The memory of slots, in pieces that can be given back, and taken again, while the others stay in place."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -38,10 +38,12 @@ class SlotSegments:
         allocate: Callable[[int], torch.Tensor],
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
+        self._allocate = allocate
         self._segments = {
             size: [allocate(slots * size) for slots in segment_slots(count, size, segment_bytes)]
             for size, count in num_slots.items()
         }
+        self._dropped: list[tuple[int, int]] = []  # sizes of slots, and bytes, the last one last
 
     @property
     def num_slots(self) -> dict[int, int]:
@@ -73,4 +75,21 @@ class SlotSegments:
 
     def drop_last(self, size: int) -> int:
         """Gives the last segment of a size back, which nobody may read or write any more; its bytes."""
-        return self._segments[size].pop().numel()
+        num_bytes = self._segments[size].pop().numel()
+        self._dropped.append((size, num_bytes))
+        return num_bytes
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Of the segment that was given back last; 0 if all are here."""
+        return self._dropped[-1][1] if self._dropped else 0
+
+    def restore_last(self) -> int:
+        """Allocates the segment that was given back last again, perhaps elsewhere; the size of its slots.
+
+        There must be one. What `allocate` raises is passed on, and nothing has changed then.
+        """
+        size, num_bytes = self._dropped[-1]
+        self._segments[size].append(self._allocate(num_bytes))
+        self._dropped.pop()
+        return size

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -23,6 +24,8 @@ from coldstream.placement.policies import DecayedFrequency, Policy
 # What may be on its way to slots while a token is computed. More takes memory bandwidth from the CPU's share
 # (docs/log.md).
 COPY_BYTES_PER_STEP = 64 * 2**20
+# After memory of slots was given back: steps until it is looked for again, since asking takes a moment.
+STEPS_BEFORE_GROWTH = 256
 # Rows up to which the CPU takes a part of a prompt's experts; beyond, the GPU takes longer than the bus.
 MAX_CPU_ROWS = 2048
 
@@ -39,6 +42,7 @@ class PartialExperts:
         self._residency: ExpertResidency | None = None
         self._guesses: GuessCounter | None = None
         self._guessed_rows = 0  # of the step that runs; 0: it does not guess
+        self._steps_until_growth = 0  # 0: all slots are there
 
     def attach(self, ops: HybridOps) -> None:
         """Before the first step of `ops`."""
@@ -147,10 +151,23 @@ class PartialExperts:
             self._guesses.count()
         if self._residency is not None:
             self._residency.launched()
+            self._grow_in_time(self._residency)
 
     def shrink(self) -> int:
         """When the device has done everything: gives the memory of some slots back; the bytes, 0 if none."""
+        self._steps_until_growth = STEPS_BEFORE_GROWTH
         return 0 if self._residency is None else self._residency.shrink()
+
+    def _grow_in_time(self, residency: ExpertResidency) -> None:
+        """Takes memory of slots again once as much more is free, which somebody else may want."""
+        if self._steps_until_growth == 0:
+            return
+        self._steps_until_growth -= 1
+        if self._steps_until_growth == 0 and residency.missing_bytes:
+            if torch.cuda.mem_get_info()[0] >= 2 * residency.missing_bytes:
+                with suppress(torch.OutOfMemoryError):
+                    residency.grow()
+            self._steps_until_growth = STEPS_BEFORE_GROWTH
 
     def ended(self) -> None:
         """When the step has run. Raises ModelChangedError if an expert of it could not be read."""
