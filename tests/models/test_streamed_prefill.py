@@ -21,6 +21,7 @@ from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from coldstream.kernels.experts import copies
 from coldstream.kernels.experts.copies import DirectCopies
 from coldstream.kernels.experts.landing import CpuShare, least_ring
+from coldstream.kernels.experts.prefetching import Prefetching
 from coldstream.models.cuda_model import Limits, plan_memory
 from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.spec import ModelSpec
@@ -162,6 +163,40 @@ def test_a_copy_that_is_refused_once_is_repeated_and_twice_an_error(
             with pytest.raises(DeviceError, match="cannot be copied"):
                 outputs(runner, 300)
             check_demo(runner, {300: demo[300]})
+
+
+@pytest.mark.gpu
+def test_ex04_what_a_failed_step_still_copies_is_no_expert_that_came_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its groups are on their way into the ring when decoding begins, which prefetches into it."""
+    copy, begin, calls = driver.cuMemcpyBatchAsync, DirectCopies.begin, [0]
+
+    def begin_late(self: DirectCopies, *args: Any) -> Any:
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(3_000_000)
+        return begin(self, *args)
+
+    def refuse(*args: Any) -> Any:
+        calls[0] += 1
+        return (driver.CUresult.CUDA_ERROR_NOT_READY,) if calls[0] >= 8 else copy(*args)
+
+    def decoded(runner: CudaRunner) -> np.ndarray:
+        runner.reset()
+        return np.stack([np.array(runner.decode(token)) for token in token_ids(30)])
+
+    with open_cuda(demo_model_path(), CONTEXT) as whole:
+        expected = decoded(whole)
+    with open_partly(
+        demo_model_path(), 0.0, context_length=CONTEXT, ring_bytes=4 * MIB, prefetching=Prefetching(1, 8)
+    ) as runner:
+        assert np.array_equal(decoded(runner), expected)
+        with monkeypatch.context() as patch:
+            patch.setattr(DirectCopies, "begin", begin_late)
+            patch.setattr(copies.driver, "cuMemcpyBatchAsync", refuse)
+            with pytest.raises(DeviceError, match="cannot be copied"):
+                runner.prefill(token_ids(300))
+        assert np.array_equal(decoded(runner), expected)
 
 
 @pytest.mark.gpu

@@ -42,6 +42,7 @@ class PartialExperts:
         self._residency: ExpertResidency | None = None
         self._guesses: GuessCounter | None = None
         self._guessed_rows = 0  # of the step that runs; 0: it does not guess
+        self._has_streamed = False  # whether the last step did
         self._steps_until_growth = 0  # 0: all slots are there
 
     def attach(self, ops: HybridOps) -> None:
@@ -139,8 +140,12 @@ class PartialExperts:
         if self._residency is not None:
             self._residency.start_step(rows if rows <= MAX_ROWS else 0)
         if rows <= MAX_ROWS:
+            if self._guesses is not None and self._has_streamed and self._stream is not None:
+                self._stream.settle()  # its ring is where experts come ahead
+            self._has_streamed = False
             self.host.server.begin()
         elif self._stream is not None:
+            self._has_streamed = True
             if self._residency is not None:
                 self._stream.resident = self._residency.resident
             self._stream.start_step(rows)

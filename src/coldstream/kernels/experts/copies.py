@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from cuda.bindings import driver
 
-from coldstream.errors import DeviceError, ModelChangedError
+from coldstream.errors import ColdstreamError, DeviceError, ModelChangedError
 from coldstream.kernels.experts.host import HostExperts
 from coldstream.kernels.experts.landing import Copy
 
@@ -64,6 +65,11 @@ class Transfer:
     def wait(self) -> None:
         """Makes the current stream wait for the bytes. Raises ModelChangedError, DeviceError."""
         torch.cuda.current_stream().wait_event(self._result().event)
+
+    def finish(self) -> None:
+        """Returns when nothing of it is written any more, whether or not it came."""
+        with suppress(ColdstreamError):
+            self._result().event.synchronize()
 
     def _result(self) -> Landed:
         return self._landed.result() if isinstance(self._landed, Future) else self._landed

@@ -131,6 +131,11 @@ class ExpertStream:
         self._host.bulk_server.check()
         self._host.bulk.check()
 
+    def settle(self) -> None:
+        """Returns when nothing writes to the ring any more, also of a step that failed; others may use it."""
+        for transfer in self._moving:
+            transfer.finish()
+
     def close(self) -> None:
         """Nothing is copied any more."""
         if self._copies is not None:
@@ -272,11 +277,12 @@ class ExpertStream:
         return (ascending[begin : begin + size] for begin in range(0, len(ascending), size))
 
     def _drop_groups(self) -> None:
-        """Of a step that failed."""
+        """Of a step that failed; the device has done everything else."""
+        self.settle()
         self._asked = None
         self._moving.clear()
         self._waiting.clear()
-        self._ring = Ring(self._shape.count)  # the device has done everything, and copies keep their order
+        self._ring = Ring(self._shape.count)
 
     def _address(self, landing: int) -> int:
         return self._ring_memory.data_ptr() + landing * self._shape.landing_bytes
