@@ -16,6 +16,7 @@ from typing import Any
 from report_gpu import (
     gpu,
     gpu_hybrid,
+    gpu_hybrid_short,
     gpu_parts,
     gpu_prefetch,
     gpu_profile,
@@ -270,6 +271,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "text": text,
     "gpu": gpu,
     "gpu_hybrid": gpu_hybrid,
+    "gpu_hybrid_short": gpu_hybrid_short,
     "gpu_parts": gpu_parts,
     "gpu_prefetch": gpu_prefetch,
     "guess_recall": guess_recall,

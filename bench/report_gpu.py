@@ -77,7 +77,12 @@ def gpu_tiers() -> str:
     return table(["kernel", "rows", "Triton µs", "CUDA C++ µs", "ratio"], rows) + f"\n{machine}\n"
 
 
-def gpu_hybrid() -> str:
+def gpu_hybrid_short() -> str:
+    """`gpu_hybrid` at the beginning of a sequence."""
+    return gpu_hybrid(most_depth=0)
+
+
+def gpu_hybrid(most_depth: int = 2**31) -> str:
     """Decoding with a part of the experts on the GPU; nothing while it isn't measured."""
     if not has("gpu/hybrid"):
         return ""
@@ -88,6 +93,8 @@ def gpu_hybrid() -> str:
     rows = []
     for row in sorted(r["rows"], key=lambda row: (row["depth"], row["experts_share"])):
         share = row["experts_share"]
+        if row["depth"] > most_depth:
+            continue
         nearest = next((peer[key] for key in peer if abs(float(key) - share) < 0.03), "")
         rows.append(
             [
