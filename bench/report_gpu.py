@@ -163,6 +163,28 @@ def _guesses(guesses: dict[str, list[int]] | None, num_guessed: int) -> list[str
     ]
 
 
+def gpu_layer_step() -> str:
+    """One layer's step with missing experts; nothing while it isn't measured."""
+    if not has("gpu/prefetch"):
+        return ""
+    r = load("gpu/prefetch")
+    header = ["missing", "time before, µs", "resident µs", "on demand µs", "prefetched µs", "saved µs"]
+    header += ["bus alone µs", "in time", "copied, on demand and prefetched"]
+    rows = [
+        [
+            str(row["missing"]),
+            f"{row['window_us']:.0f}",
+            *(f"{row[f'{name}_us']:.1f}" for name in ("resident", "on_demand", "prefetched", "saved")),
+            f"{row['link_floor_us']:.0f}",
+            f"{row['used'] / row['missing']:.0%}",
+            f"{row['on_demand_bytes'] / 1e6:.1f} and {row['prefetched_bytes'] / 1e6:.1f} MB",
+        ]
+        for row in r["rows"]
+    ]
+    machine = f"{r['machine']['gpu']}, commit {r['commit']}: `{r['command']}`"
+    return table(header, rows) + f"\n{machine}\n"
+
+
 def guess_recall() -> str:
     """How well routers guess ahead on the bundled model."""
     r = load("guess_recall")
