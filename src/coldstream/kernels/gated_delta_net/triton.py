@@ -5,7 +5,13 @@ import triton
 import triton.language as tl
 
 from coldstream.kernels.arithmetic import triton as arithmetic
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations, padded_cols
+from coldstream.kernels.arithmetic.reference import (
+    GROUP_SIZE,
+    QuantActivations,
+    constant,
+    inverse_sqrt,
+    padded_cols,
+)
 from coldstream.kernels.gated_delta_net import exact
 from coldstream.kernels.gated_delta_net.arguments import (
     DeltaNetInputs,
@@ -269,7 +275,7 @@ def delta_net(
         i.qkv, i.alpha, i.beta, w.conv_taps, w.a, w.dt_bias, conv_state, i.rows.slots,
         work.keys, work.values, work.gates, work.spans,
         i.qkv.stride(0), i.alpha.stride(0), i.beta.stride(0), num_rows, w.num_key_heads, num_heads, w.eps,
-        1 / torch.tensor(size, dtype=torch.float32).sqrt().item(),
+        inverse_sqrt(constant(size)).item(),
         D=size, TAPS=taps, HEADS=triton.next_power_of_2(num_heads), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     recurrence_kernel[(num_heads * size // COLUMNS_PER_PROGRAM, state.shape[0])](
