@@ -143,20 +143,20 @@ def gpu_prefetch() -> str:
                 f"up to {row['prefetch']} a layer" if row["prefetch"] else "none",
                 f"{row['tok_s']:.0f}",
                 f"{left:.1f} a token",
-                *_guesses(row["guesses"], sum(row["guesses"]["guessed"]) if row["guesses"] else 0),
+                *_guesses(row["guesses"]),
             ]
         )
     return table(header, rows) + f"\n{_machine(r)}\n"
 
 
-def _guesses(guesses: dict[str, list[int]] | None, num_guessed: int) -> list[str]:
+def _guesses(guesses: dict[str, list[int]] | None) -> list[str]:
     """Cells: of all guesses the right ones, and what came of those that no slot held."""
     if guesses is None:
         return ["", "", "", ""]
     fetched, given_up = sum(guesses["fetched"]), sum(guesses["given_up"])
     begun = fetched + given_up
     return [
-        f"{sum(guesses['right']) / num_guessed:.0%}",
+        f"{sum(guesses['right']) / sum(guesses['guessed']):.0%}",
         f"{sum(guesses['used']) / begun:.0%}",
         f"{given_up / begun:.0%}",
         f"{(fetched - sum(guesses['used'])) / begun:.0%}",

@@ -12,9 +12,10 @@ pytest.importorskip("cuda.bindings")
 
 from coldstream.experts import residency
 from coldstream.experts.cache import ExpertCache
-from coldstream.experts.residency import MATRICES, ExpertResidency, _Places, expert_bytes
+from coldstream.experts.residency import ExpertResidency, _Places, expert_bytes
 from coldstream.experts.segments import SlotSegments
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.experts.landing import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
 from random_residency import RandomResidency
 

@@ -12,21 +12,17 @@ from coldstream.errors import DeviceError
 from coldstream.experts.cache import Copy, ExpertCache
 from coldstream.experts.segments import SlotSegments
 from coldstream.kernels.experts.addresses import AddressWriter
+from coldstream.kernels.experts.landing import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.placement.sizes import slot_bytes
 
 Array = np.ndarray[Any, Any]
-MATRICES = 3  # gate, up, down
 NOTHING = np.empty(0, np.int64)
 
 
 def expert_bytes(stacks: Sequence[ExpertTable]) -> int:
     """What an expert of a layer takes in a slot."""
-    return sum(slot_bytes(_matrix_bytes(stack)) for stack in stacks)
-
-
-def _matrix_bytes(stack: ExpertTable) -> int:
-    return stack.rows * stack.quant_type.row_bytes(stack.cols)
+    return sum(slot_bytes(stack.matrix_bytes) for stack in stacks)
 
 
 class ExpertResidency:
@@ -195,7 +191,7 @@ class _Places:
 
     def __init__(self, layers: Sequence[Sequence[ExpertTable]], slots: SlotSegments) -> None:
         self._num_experts = len(layers[0][0].addresses)
-        sizes = [[_matrix_bytes(stack) for stack in stacks] for stacks in layers]
+        sizes = [[stack.matrix_bytes for stack in stacks] for stacks in layers]
         aligned = np.array([[slot_bytes(size) for size in of_layer] for of_layer in sizes], np.int64)
         self._sizes = sizes
         self._offsets = np.cumsum(aligned, axis=1) - aligned  # in a slot

@@ -121,8 +121,8 @@ class HybridOps(StreamedOps):
         if self.routes_at_once(1, shared_gate):
             assert isinstance(weight, QuantTensor)
             self._routers[layer] = weight
-        ring = self.prefetch
-        if ring is None or not self.guesses(tokens):
+        ring = self.prefetch if self.guesses(tokens) else None
+        if ring is None:
             sharing = sharing_of(stacks, self.streamed, self._mailbox, layer, places)
             return replace(self.route(x, weight, shared_gate, ranks, sharing), places=places)
         later = layer + ring.distance

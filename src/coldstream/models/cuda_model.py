@@ -162,9 +162,9 @@ class Loaded:
         token_ids, rows = self.inputs.of(count)
         try:
             hidden: Activations = self.model.forward(token_ids, rows, self.cache)
+            return hidden
         finally:
             self.ops.finish_step()  # what runs beside it must be over before a capture can be given up
-        return hidden
 
 
 def fitting_prefetch(file: GGUFFile, spec: ModelSpec, limits: Limits) -> Prefetching | None:

@@ -21,7 +21,8 @@ import torch
 from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.cuda.program import CudaProgram
-from coldstream.kernels.experts.partition import MATRICES, Prefetched, PrefetchNotes, Stack, stack_of
+from coldstream.kernels.experts.landing import MATRICES
+from coldstream.kernels.experts.partition import Prefetched, PrefetchNotes, Stack, stack_of
 from coldstream.kernels.experts.prefetching import Prefetching
 from coldstream.kernels.experts.table import ExpertTable
 
@@ -71,7 +72,7 @@ class PrefetchRing:
             len(stacks[0].addresses),
             layer,
             (Stack * MATRICES)(*map(stack_of, stacks)),
-            (ctypes.c_int64 * MATRICES)(*map(_matrix_bytes, stacks)),
+            (ctypes.c_int64 * MATRICES)(*(stack.matrix_bytes for stack in stacks)),
             self.prefetched(layer, stacks),
             self._reached.data_ptr(),
             self._arrivals.data_ptr(),
@@ -86,8 +87,7 @@ class PrefetchRing:
         """
         if layer < self.distance:
             return Prefetched()
-        sizes = [_matrix_bytes(stack) for stack in stacks]
-        aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        aligned = [-(-stack.matrix_bytes // ALIGNMENT) * ALIGNMENT for stack in stacks]
         if sum(aligned) > self._place_bytes:
             raise ValueError(f"an expert of {sum(aligned)} bytes for places of {self._place_bytes}")
         offsets = (ctypes.c_int64 * MATRICES)(*(sum(aligned[:i]) for i in range(MATRICES)))
@@ -120,7 +120,3 @@ class _Target(ctypes.Structure):
         ("arrivals", ctypes.c_void_p),
         ("tallies", ctypes.c_void_p),
     )
-
-
-def _matrix_bytes(stack: ExpertTable) -> int:
-    return stack.rows * stack.quant_type.row_bytes(stack.cols)

@@ -101,7 +101,7 @@ class ExpertStream:
         shape = LayerShape(
             tuple(stack.host.address for stack in stacks),
             tuple(stack.step for stack in stacks),
-            tuple(stack.rows * stack.quant_type.row_bytes(stack.cols) for stack in stacks),
+            tuple(stack.matrix_bytes for stack in stacks),
         )
         if shape.capacity(self._shape.landing_bytes) < 1:
             raise ValueError(

@@ -28,3 +28,8 @@ class ExpertTable:
     host: Any = None
     mapped: int = 0
     step: int = 0
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of one expert."""
+        return self.rows * self.quant_type.row_bytes(self.cols)
