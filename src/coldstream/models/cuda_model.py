@@ -6,8 +6,9 @@ running its forward pass over tensors without memory (`kernels/cuda/memory.py`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import torch
 
 from coldstream.errors import OutOfMemoryError, UnsupportedError
@@ -16,6 +17,7 @@ from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.memory import ALIGNMENT, Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
+from coldstream.kernels.cuda.staged import StagedMemory
 from coldstream.kernels.cuda_ops import FEW_STEPS, CudaOps
 from coldstream.kernels.experts.host import HostExperts
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
@@ -89,11 +91,19 @@ class Inputs:
     them.
     """
 
-    values: torch.Tensor  # int32 [3 · most rows]
+    memory: StagedMemory  # [3 · most rows]
 
-    def of(self, count: int) -> tuple[torch.Tensor, Rows]:
-        """Views of the token ids [count] and of which rows they are, for a step of `count`."""
-        token_ids, positions, slots = self.values[: 3 * count].view(3, count)
+    def on_host(self, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Token ids, positions and slots [3, count], which the next step of `count` rows will take.
+
+        To be written when the last step has ended.
+        """
+        return self.memory.on_host[: 3 * count].reshape(3, count)
+
+    def take(self, count: int) -> tuple[torch.Tensor, Rows]:
+        """Brings what is `on_host`: the token ids [count] and which rows they are, on the device."""
+        self.memory.copy(3 * count)
+        token_ids, positions, slots = self.memory.values[: 3 * count].view(3, count)
         return token_ids, Rows(positions, slots)
 
 
@@ -142,7 +152,7 @@ class Loaded:
         cache = ModelCache(spec, ops, limits.num_slots, limits.context_length, limits.kv_type)
         rows = max(chunk_size, MAX_DECODE_ROWS)
         hidden = ops.activations(min(rows, MAX_GRAPH_ROWS), spec.hidden_size, persistent=True)
-        inputs = Inputs(ops.zeros((3 * rows,), "int32"))
+        inputs = Inputs(StagedMemory(ops.zeros((3 * rows,), "int32")))
         sampler = Sampler(ops.zeros, limits.context_length)
         return cls(ops, model, cache, inputs, hidden, sampler, weight_bytes)
 
@@ -159,7 +169,7 @@ class Loaded:
 
     def step(self, count: int) -> Activations:
         """The hidden states of the first `count` inputs."""
-        token_ids, rows = self.inputs.of(count)
+        token_ids, rows = self.inputs.take(count)
         try:
             hidden: Activations = self.model.forward(token_ids, rows, self.cache)
             return hidden

@@ -114,7 +114,6 @@ class CudaRunner(ModelRunner):
             self._partial.attach(self._loaded.ops)
         self._warnings = self._loaded.model.warnings
         self._loaded.ops.finish_loading(progress)
-        self._staging = torch.empty_like(self._loaded.inputs.values, device="cpu").pin_memory()
         host_logits = torch.empty((HEAD_ROWS, self.spec.vocab_size), dtype=torch.float32)
         self._host_logits = host_logits.pin_memory()
         self._start_step(1)
@@ -246,7 +245,7 @@ class CudaRunner(ModelRunner):
         if not 0 < count <= MAX_DECODE_ROWS:
             raise ValueError(f"a step decodes 1 to {MAX_DECODE_ROWS} rows, not {count}")
         with device_errors():
-            self._set_inputs(np.asarray([token_ids, positions, slots], np.int32))
+            self._next_inputs(count)[:] = token_ids, positions, slots
             self._start_step(count)
             logits = self._decode(count)
             self._launched()
@@ -275,15 +274,14 @@ class CudaRunner(ModelRunner):
     def _compute_in(self, slot: int, token_ids: Array, first_position: int) -> None:
         count = len(token_ids)
         rows = padded_rows(count) if self.limits.is_captured(count) else count
-        values = np.zeros((3, rows), np.int32)
-        values[0, :count] = token_ids
-        values[1, :count] = np.arange(first_position, first_position + count)
-        values[2] = NO_SLOT
-        values[2, :count] = slot
         with device_errors():
-            self._set_inputs(values)
+            inputs = self._next_inputs(rows)
             self._num_steps += 1
             self._forget_outputs()
+        inputs[0, :count] = token_ids
+        inputs[1, :count] = np.arange(first_position, first_position + count)
+        inputs[2, :count] = slot
+        inputs[:, count:] = [[0], [0], [NO_SLOT]]
         try:
             with device_errors():
                 self._launch(count, rows)
@@ -350,13 +348,11 @@ class CudaRunner(ModelRunner):
         logits: torch.Tensor = self._loaded.model.logits(self._hidden.rows(first, count))
         return logits
 
-    def _set_inputs(self, values: Array) -> None:
-        """Queues the copy of int32 [token ids, positions, slots] to the device."""
-        torch.cuda.current_stream().synchronize()  # the last copy from the staging memory is over
-        staged = self._staging[: values.size]
-        staged.copy_(torch.from_numpy(values.reshape(-1)))
-        self._loaded.inputs.values[: values.size].copy_(staged, non_blocking=True)
+    def _next_inputs(self, rows: int) -> Array:
+        """Where the inputs of the next step belong, int32 [3, rows], when the last one has ended."""
+        torch.cuda.current_stream().synchronize()
         self._can_make_room = True
+        return self._loaded.inputs.on_host(rows)
 
     def _forget_outputs(self) -> None:
         """Gives the memory of the last step's outputs back before it is needed again."""

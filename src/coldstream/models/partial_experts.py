@@ -176,7 +176,7 @@ class PartialExperts:
 
     def ended(self) -> None:
         """When the step has run. Raises ModelChangedError if an expert of it could not be read."""
-        if self._stream is not None:
+        if self._stream is not None and self._has_streamed:
             self._stream.end_step()
         self.host.server.end()
         self.host.server.check()

@@ -3,9 +3,8 @@
 import ctypes
 import importlib.util
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 
 from coldstream.errors import ColdstreamError, DeviceError, OutOfMemoryError
 
@@ -89,23 +88,29 @@ def measure_copy_bandwidth() -> float:
     return float(2 * num_bytes / min(times))
 
 
-@contextmanager
-def device_errors() -> Iterator[None]:
+class device_errors:
     """Turns PyTorch's and Triton's errors about the device into ours.
 
     What had been computed inside is forgotten, so that somebody who keeps the error keeps no device memory.
+    No generator makes it, since a step enters it several times while the device waits.
     """
-    try:
-        yield
-    except ColdstreamError as error:
-        traceback.clear_frames(error.__traceback__)
-        raise
-    except RuntimeError as error:
-        ours = _translated(error)
-        if ours is None:
-            raise
-        traceback.clear_frames(error.__traceback__)
-        raise ours from error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, ColdstreamError):
+            traceback.clear_frames(trace)
+        elif isinstance(error, RuntimeError):
+            ours = _translated(error)
+            if ours is not None:
+                traceback.clear_frames(trace)
+                try:
+                    raise ours from error
+                finally:
+                    del ours, error, trace  # which would keep each other, and all frames, until a collection
 
 
 def out_of_memory() -> OutOfMemoryError:

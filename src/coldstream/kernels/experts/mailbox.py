@@ -72,7 +72,7 @@ class Mailbox:
 
     def check(self) -> None:
         """When the device has ended: GenerationFault if it has ever waited in vain."""
-        if self.done[1] != 0:
+        if self.words.numpy()[WORDS_PER_LINE + 1] != 0:
             raise GenerationFault(
                 "the CPU did not compute an expert in time, and what followed is lost: load the model again; "
                 "if its file lies on a slow disk, try a larger --vram, or one that fits into memory"
