@@ -1,6 +1,7 @@
 """Planned device memory: the allocation itself needs no device."""
 
 import gc
+from collections.abc import Iterator
 
 import torch
 from hypothesis import strategies as st
@@ -68,3 +69,34 @@ def test_persistent_memory_stays() -> None:
         memory.persistent((3,), torch.float16)
     assert memory.persistent_bytes == 3 * ALIGNMENT
     assert memory.workspace_bytes == 0
+
+
+class Cycle:
+    """Keeps a tensor until the garbage collector finds out."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.itself = tensor, self
+
+
+class Collecting(dict[int, int]):
+    """Whoever looks through it is interrupted by the collector."""
+
+    def items(self) -> Iterator[tuple[int, int]]:  # type: ignore[override]
+        for item in super().items():
+            gc.collect()
+            yield item
+
+
+def test_tensors_may_die_while_memory_is_searched() -> None:
+    memory = MemoryPlan()
+    memory._workspace._free = Collecting()
+    for step in range(20):
+        held = [memory.workspace((1 + 100 * (step + i) % 7,), torch.float32) for i in range(6)]
+        Cycle(held.pop(step % 6))
+        Cycle(held.pop(step % 5))
+        del held[step % 4]
+    held.clear()
+    gc.collect()
+    size = memory.workspace_bytes
+    everything = memory.workspace((size,), torch.uint8)
+    assert memory.workspace_bytes == size, everything.shape

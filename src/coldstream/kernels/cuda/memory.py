@@ -8,6 +8,7 @@ the *workspace* holds what lives between the operations of one step, and serves 
 import math
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,12 +60,14 @@ class Memory(ABC):
     """Hands out tensors of a persistent part, which stay, and of a workspace, which come back.
 
     Workspace comes back when neither the tensor nor a view of it is alive. That is safe because everything
-    runs in the order of one stream: whoever gets the memory next writes it after its last reader.
+    runs in the order of one stream: whoever gets the memory next writes it after its last reader. Tensors may
+    die at any moment, in the middle of a search for memory too: what they had is given back before the next.
     """
 
     def __init__(self) -> None:
         self.persistent_bytes = 0
         self._workspace = Intervals()
+        self._returned: deque[tuple[int, int]] = deque()
 
     @property
     def workspace_bytes(self) -> int:
@@ -81,10 +84,12 @@ class Memory(ABC):
     def workspace(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Contiguous, contents undefined."""
         num_bytes = _aligned(math.prod(shape) * dtype.itemsize)
+        while self._returned:
+            self._workspace.give_back(*self._returned.popleft())
         start = self._workspace.take(num_bytes)
         tensor = self._workspace_part(start, num_bytes, shape, dtype)
         # Views share the storage, so its end is the end of the last of them.
-        weakref.finalize(tensor.untyped_storage(), self._workspace.give_back, start, num_bytes).atexit = False
+        weakref.finalize(tensor.untyped_storage(), self._returned.append, (start, num_bytes)).atexit = False
         return tensor
 
     @abstractmethod
