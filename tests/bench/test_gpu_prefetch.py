@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda import limits
+from coldstream.kernels.cuda.few_shapes import instance_for
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.experts.prefetching import Prefetching
 from gpu_prefetch import (
@@ -69,8 +70,8 @@ def test_a_step_that_prefetches_takes_one_kernel_more_and_the_rings_memory(layer
     assert {instance for _, instance in plain} == {
         "rms_norm_rows<true>",
         "router_few<true, 8>",
-        "coldstream::expert_gate_up",
-        "coldstream::expert_down",
+        instance_for("coldstream::expert_gate_up", {QuantType.Q4_K}),
+        instance_for("coldstream::expert_down", {QuantType.Q4_K}),
         "combine_rms_norm_rows<true>",
     }
     ring_bytes = []

@@ -9,7 +9,7 @@ import triton
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.compiler import KERNELS, compile_instance
-from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MatrixShape, matrix_shape, tile_shape
+from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MatrixShape, instance_for, matrix_shape, tile_shape
 from coldstream.kernels.linear.cuda import LinearMatrix, share_blocks
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 
@@ -17,10 +17,16 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 MAX_STACK_BYTES = 16  # a register or two set aside; an array in local memory is more
 INSTANCES = [
     ("quantize/quantize.cu", "coldstream::quantize"),
-    ("linear/few.cu", "coldstream::linear_one"),
-    ("linear/few.cu", "coldstream::linear_few"),
-    ("experts/few.cu", "coldstream::expert_gate_up"),
-    ("experts/few.cu", "coldstream::expert_down"),
+    *(
+        (source, instance_for(f"coldstream::{name}", types))
+        for types in (FEW_TYPES, {QuantType.Q4_K}, {QuantType.Q6_K, QuantType.F32}, {QuantType.Q8_0})
+        for source, name in (
+            ("linear/few.cu", "linear_one"),
+            ("linear/few.cu", "linear_few"),
+            ("experts/few.cu", "expert_gate_up"),
+            ("experts/few.cu", "expert_down"),
+        )
+    ),
 ]
 
 

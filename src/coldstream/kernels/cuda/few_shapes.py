@@ -5,6 +5,7 @@ are one pass, how many weight rows one unit, and how they lie in the ring.
 """
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coldstream.gguf.quant_types import QuantType
@@ -26,6 +27,11 @@ GROUP_BYTES = GROUP_SIZE + 16 + 4  # codes, sums of 32 and scale of a group of a
 SLACK_BYTES = 4  # behind the scales, which the compiler loads in pairs: the last may have no second
 RESERVED_BYTES = 1024  # of shared memory, by the system, per block
 STATIC_BYTES = 1024  # of shared memory that a kernel declares itself, at most
+
+
+def instance_for(kernel: str, types: Iterable[int]) -> str:
+    """The instance of a kernel that reads weights of these types, given by their numbers."""
+    return f"{kernel}<{sum(1 << number for number in {int(each) for each in types})}u>"
 
 
 class MatrixShape(ctypes.Structure):

@@ -253,24 +253,22 @@ __device__ __forceinline__ void warm_values(const float* values, int stride, int
 }
 
 // One pass of one unit. Integer types take one row of x; products_tiles.cuh is for several.
-template <int T>
+template <Types types, int T>
 __device__ __forceinline__ void add_pass(const Staged& staged, const MatrixShape& shape, int pass,
                                          const Inputs& x, float (&p)[T]) {
+  const int type = shape.type;
   if constexpr (T == 1) {
-    switch (shape.type) {
-      case q4_k: return add_super_blocks<FormatQ4K>(staged, shape, pass, x.quantized, p[0]);
-      case q5_k: return add_super_blocks<FormatQ5K>(staged, shape, pass, x.quantized, p[0]);
-      case q6_k: return add_super_blocks<FormatQ6K>(staged, shape, pass, x.quantized, p[0]);
-      case q8_0: return add_blocks<FormatQ8_0>(staged, shape, pass, x.quantized, p[0]);
-      case q4_0: return add_blocks<FormatQ4_0>(staged, shape, pass, x.quantized, p[0]);
-      case q5_0: return add_blocks<FormatQ5_0>(staged, shape, pass, x.quantized, p[0]);
-    }
+    const SharedRow& row = x.quantized;
+    if (is_type<types, q4_k>(type)) return add_super_blocks<FormatQ4K>(staged, shape, pass, row, p[0]);
+    if (is_type<types, q5_k>(type)) return add_super_blocks<FormatQ5K>(staged, shape, pass, row, p[0]);
+    if (is_type<types, q6_k>(type)) return add_super_blocks<FormatQ6K>(staged, shape, pass, row, p[0]);
+    if (is_type<types, q8_0>(type)) return add_blocks<FormatQ8_0>(staged, shape, pass, row, p[0]);
+    if (is_type<types, q4_0>(type)) return add_blocks<FormatQ4_0>(staged, shape, pass, row, p[0]);
+    if (is_type<types, q5_0>(type)) return add_blocks<FormatQ5_0>(staged, shape, pass, row, p[0]);
   }
-  switch (shape.type) {
-    case f32: return add_values<float>(staged, shape, pass, x, p);
-    case f16: return add_values<Half>(staged, shape, pass, x, p);
-    case bf16: return add_values<Bfloat16>(staged, shape, pass, x, p);
-  }
+  if (is_type<types, f32>(type)) return add_values<float>(staged, shape, pass, x, p);
+  if (is_type<types, f16>(type)) return add_values<Half>(staged, shape, pass, x, p);
+  if (is_type<types, bf16>(type)) return add_values<Bfloat16>(staged, shape, pass, x, p);
 }
 
 // The written tree over the accumulators; all lanes of a weight row get the sum. Where a quad has fewer than
@@ -286,7 +284,7 @@ __device__ __forceinline__ float sum_up_groups(float sum, int spread) {
 
 // All units of the warp. Calls finish(row, sums) with the sums of weight row `row` in the lanes that are to
 // write them; others get a row that does not exist.
-template <int T, typename Finish>
+template <Types types, int T, typename Finish>
 __device__ __forceinline__ void multiply(const Work& work, const Ring& ring, Cursor ahead, const Inputs& x,
                                          Finish&& finish) {
   const MatrixShape& shape = work.shape;
@@ -299,7 +297,7 @@ __device__ __forceinline__ void multiply(const Work& work, const Ring& ring, Cur
     const uint32_t address = uint32_t(from) + now.pass * shape.pass_bytes;
     const int row_step = shape.num_passes == 1 ? 0 : shape.row_bytes;
     ring.wait();
-    add_pass<T>({ring.slot(index), address, shape.slot_stride, row_step}, shape, now.pass, x, p);
+    add_pass<types, T>({ring.slot(index), address, shape.slot_stride, row_step}, shape, now.pass, x, p);
     __syncwarp();
     ahead.start_copies(work, ring.slot(index));
     ahead.advance(work);
@@ -307,7 +305,7 @@ __device__ __forceinline__ void multiply(const Work& work, const Ring& ring, Cur
     if (now.pass + 1 == shape.num_passes) {
       int row = first_row;
       bool writes = lane == 0;
-      if (is_float(shape.type)) {
+      if (is_float<types>(shape.type)) {
         sum_up_values(p);
       } else {
         const int group = lane / 4;

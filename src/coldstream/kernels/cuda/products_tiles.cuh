@@ -225,24 +225,24 @@ __device__ __forceinline__ void add_blocks_32(const uint8_t* row, const uint8_t*
 }
 
 // One pass of one unit into the warp's accumulator.
+template <Types types>
 __device__ __forceinline__ void add_tile(const Staged& staged, const MatrixShape& shape, int pass,
                                          const TileRows& x, float (&p)[4]) {
   const int warp = threadIdx.x / warp_size, g = warp & ((8 >> shape.spread) - 1), group = pass * 8 + g;
   const int first_row = (warp >> (3 - shape.spread)) * 16 + threadIdx.x % warp_size / 4;
   const uint8_t *row = staged.row<false>(first_row), *row_8 = staged.row<false>(first_row + 8);
-  const int num_blocks = shape.num_cols / 32;
-  if (shape.type == q8_0) return add_blocks_32<FormatQ8_0>(row, row_8, pass, num_blocks, x, p);
-  if (shape.type == q4_0) return add_blocks_32<FormatQ4_0>(row, row_8, pass, num_blocks, x, p);
-  if (shape.type == q5_0) return add_blocks_32<FormatQ5_0>(row, row_8, pass, num_blocks, x, p);
+  const int num_blocks = shape.num_cols / 32, type = shape.type;
+  if (is_type<types, q8_0>(type)) return add_blocks_32<FormatQ8_0>(row, row_8, pass, num_blocks, x, p);
+  if (is_type<types, q4_0>(type)) return add_blocks_32<FormatQ4_0>(row, row_8, pass, num_blocks, x, p);
+  if (is_type<types, q5_0>(type)) return add_blocks_32<FormatQ5_0>(row, row_8, pass, num_blocks, x, p);
   if (group >= x.groups) return;
   const TileGroup inputs = tile_group(x, group);
-  const int bytes = shape.type == q4_k   ? FormatQ4K::bytes
-                    : shape.type == q5_k ? FormatQ5K::bytes
-                                         : FormatQ6K::bytes;
+  const bool is_q4 = is_type<types, q4_k>(type), is_q5 = is_type<types, q5_k>(type);
+  const int bytes = is_q4 ? FormatQ4K::bytes : is_q5 ? FormatQ5K::bytes : FormatQ6K::bytes;
   const uint8_t *block = row + g * bytes, *block_8 = row_8 + g * bytes;
-  if (shape.type == q4_k) add_block_k<false>(block, block_8, inputs, p);
-  if (shape.type == q5_k) add_block_k<true>(block, block_8, inputs, p);
-  if (shape.type == q6_k) add_block_6(block, block_8, inputs, p);
+  if (is_q4) add_block_k<false>(block, block_8, inputs, p);
+  if (is_q5) add_block_k<true>(block, block_8, inputs, p);
+  if (is_type<types, q6_k>(type)) add_block_6(block, block_8, inputs, p);
 }
 
 // Starts the copies of one pass of a unit by the whole block, a row by each warp in turn.
@@ -289,7 +289,7 @@ __device__ __forceinline__ void finish_tile(const float* partial, const MatrixSh
 }
 
 // All units of the block.
-template <typename Finish>
+template <Types types, typename Finish>
 __device__ __forceinline__ void multiply_tiles_few(const Work& work, const Ring& ring, Cursor ahead,
                                                    const TileRows& x, float* partial, Finish&& finish) {
   const MatrixShape& shape = work.shape;
@@ -301,7 +301,7 @@ __device__ __forceinline__ void multiply_tiles_few(const Work& work, const Ring&
     const uint32_t address = uint32_t(from) + now.pass * shape.pass_bytes;
     ring.wait();
     __syncthreads();
-    add_tile({ring.slot(index), address, shape.slot_stride, shape.row_bytes}, shape, now.pass, x, p);
+    add_tile<types>({ring.slot(index), address, shape.slot_stride, shape.row_bytes}, shape, now.pass, x, p);
     const bool is_last = now.pass + 1 == shape.num_passes;
     if (is_last) {
       reinterpret_cast<float4*>(partial)[threadIdx.x] = {p[0], p[1], p[2], p[3]};

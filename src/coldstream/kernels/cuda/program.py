@@ -96,19 +96,20 @@ class NotedKernel(Kernel):
 class CudaProgram:
     """The kernels `instances` of `source`: functions, or template instances as C++ writes them.
 
-    Each is compiled and loaded when it is first asked for.
+    Each is compiled and loaded when it is first asked for, other instances of the same templates too.
     """
 
     def __init__(self, source: Path, instances: Sequence[str]) -> None:
         self.source = source
         self.instances = tuple(instances)
+        self._names = {_function(instance) for instance in instances}
         self._kernels: dict[str, Kernel] = {}
 
     def kernel(self, instance: str) -> Kernel:
-        """KeyError for an instance that was not listed; CompileError, DeviceError, OutOfMemoryError."""
+        """KeyError for one of a function that was not listed; CompileError, DeviceError, OutOfMemoryError."""
         kernel = self._kernels.get(instance)
         if kernel is None or _noted.get() is not None:
-            if instance not in self.instances:
+            if _function(instance) not in self._names:
                 raise KeyError(f"{self.source.name} lists no instance {instance}")
             if (noted := _noted.get()) is not None:
                 noted.add((self, instance))
@@ -143,6 +144,10 @@ def load_kernels(noted: Collection[tuple[CudaProgram, str]], progress: Callable[
         loaded = pool.map(lambda kernel: kernel[0].kernel(kernel[1]), noted)
         for done, _ in enumerate(loaded, start=1):
             progress(done, len(noted))
+
+
+def _function(instance: str) -> str:
+    return instance.partition("<")[0]
 
 
 def _architecture() -> str:

@@ -19,7 +19,25 @@ struct MatrixShape {
   int spread;       // log2 of the quads of a unit
 };
 
-__device__ __forceinline__ bool is_float(int type) { return type == f32 || type == f16 || type == bf16; }
+// The types that a kernel is compiled for, a bit for each. What a model does not have is not there to be fetched
+// by the processors, whose caches of instructions hold little more than a layer runs.
+using Types = uint32_t;
+constexpr Types float_types = 1u << f32 | 1u << f16 | 1u << bf16;
+
+template <Types types, int type>
+constexpr bool has_type = types >> type & 1;
+
+// Whether `type`, one of `types`, is `which`.
+template <Types types, int which>
+__device__ __forceinline__ bool is_type(int type) {
+  return has_type<types, which> && (types == 1u << which || type == which);
+}
+
+template <Types types>
+__device__ __forceinline__ bool is_float(int type) {
+  if ((types & float_types) == 0 || (types & ~float_types) == 0) return (types & float_types) != 0;
+  return type == f32 || type == f16 || type == bf16;
+}
 
 // A pass of a unit in shared memory.
 struct Staged {

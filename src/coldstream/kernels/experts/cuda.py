@@ -9,10 +9,12 @@ import torch
 
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.few_shapes import (
+    FEW_TYPES,
     GROUP_BYTES,
     MAX_ROWS,
     SLACK_BYTES,
     MatrixShape,
+    instance_for,
     matrix_shape,
     natural_spread,
     plan_ring,
@@ -25,8 +27,9 @@ from coldstream.kernels.quant_tensor import QuantTensor
 
 WARPS = 4
 BLOCKS_PER_PROCESSOR = 4
+GATE_UP, DOWN = "coldstream::expert_gate_up", "coldstream::expert_down"
 PROGRAM = CudaProgram(
-    Path(__file__).with_name("few.cu"), ("coldstream::expert_gate_up", "coldstream::expert_down")
+    Path(__file__).with_name("few.cu"), tuple(instance_for(name, FEW_TYPES) for name in (GATE_UP, DOWN))
 )
 
 
@@ -132,7 +135,7 @@ def launch_gate_up(
         0 if x is None else x.stride(0),
         groups,
     ]
-    _launch("coldstream::expert_gate_up", WARPS // 2, shapes, groups, topk_ids, pairs, args)
+    _launch(GATE_UP, WARPS // 2, shapes, groups, topk_ids, pairs, args)
 
 
 def launch_down(weights: ExpertWeights, topk_ids: torch.Tensor, hidden: PairRows, outs: PairRows) -> None:
@@ -141,7 +144,7 @@ def launch_down(weights: ExpertWeights, topk_ids: torch.Tensor, hidden: PairRows
     groups = -(-max(shape.num_cols for shape in down.down.shape) // GROUP_SIZE)
     ranks, pairs = topk_ids.shape[1], weights.pairs_per_token(topk_ids)
     args: list[Argument] = [down, hidden.as_c(), outs.as_c(), topk_ids, ranks, pairs]
-    _launch("coldstream::expert_down", WARPS, list(down.down.shape), groups, topk_ids, pairs, args)
+    _launch(DOWN, WARPS, list(down.down.shape), groups, topk_ids, pairs, args)
 
 
 def _launch(
@@ -163,7 +166,8 @@ def _launch(
     # One unit per team of warps while the blocks fit the device together, then more.
     most = -(-max(shape.num_units for shape in shapes) // teams)
     blocks = min(most, -(-limits.num_processors * plan.blocks_per_processor // num_pairs))
-    PROGRAM.kernel(name).launch(
+    types = (shape.type for shape in shapes)
+    PROGRAM.kernel(instance_for(name, types)).launch(
         (blocks, num_pairs, 1),
         WARPS * 32,
         (*args, stage_bytes, plan.stages),

@@ -75,6 +75,7 @@ __device__ __forceinline__ void sync_pair(int pair) {
 
 // h = silu(gate x) · (up x). Of two neighbouring warps one has the rows of a unit of gate, the other those of
 // up.
+template <Types types>
 __global__ void __launch_bounds__(expert_threads, 6)
     expert_gate_up(const __grid_constant__ GateUp matrices, const __grid_constant__ PairRows h,
                    const int* ids, int num_ranks, int pairs_per_token, const int8_t* q, const float* scales,
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(expert_threads, 6)
 
   const Inputs inputs = {shared_row(behind_rings(memory, stage_bytes, stages), groups),
                          x + int64_t(pair.token) * x_stride, 0, 1};
-  if (is_here && is_float(shape.type)) {
+  if (is_here && is_float<types>(shape.type)) {
     warm_values(inputs.values, 0, 1, shape.num_cols);
   } else if (is_here) {
     const int64_t token = pair.token;
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(expert_threads, 6)
   __syncthreads();
   float* out = row_of(h, pair, num_ranks, shape.num_rows);
   int turn = 0;
-  multiply<1>(work, ring, ahead, inputs, [&](int row, const float(&y)[1]) {
+  multiply<types, 1>(work, ring, ahead, inputs, [&](int row, const float(&y)[1]) {
     float* kept = &gates[team][turn][row & (expert_max_unit_rows - 1)];
     const bool exists = row < shape.num_rows;
     if (!is_up && exists) *kept = y[0];
@@ -121,6 +122,7 @@ __global__ void __launch_bounds__(expert_threads, 6)
 }
 
 // The down projection of every h, which is quantised on the way. Launched right behind `expert_gate_up`.
+template <Types types>
 __global__ void __launch_bounds__(expert_threads, 6)
     expert_down(const __grid_constant__ Down matrices, const __grid_constant__ PairRows h,
                 const __grid_constant__ PairRows out, const int* ids, int num_ranks, int pairs_per_token,
@@ -138,10 +140,10 @@ __global__ void __launch_bounds__(expert_threads, 6)
   const int cols = shape.num_cols, groups = (cols + group_elements - 1) / group_elements;
   const float* values = row_of(h, pair, num_ranks, cols);
   const Inputs inputs = {shared_row(behind_rings(memory, stage_bytes, stages), groups), values, 0, 1};
-  if (work.num_units > 0 && !is_float(shape.type)) quantize_into(inputs.quantized, values, cols);
+  if (work.num_units > 0 && !is_float<types>(shape.type)) quantize_into(inputs.quantized, values, cols);
   __syncthreads();
   float* y_row = row_of(out, pair, num_ranks, shape.num_rows);
-  multiply<1>(work, ring, ahead, inputs, [&](int row, const float(&y)[1]) {
+  multiply<types, 1>(work, ring, ahead, inputs, [&](int row, const float(&y)[1]) {
     if (row < shape.num_rows) y_row[row] = y[0];
   });
 }

@@ -10,12 +10,14 @@ import torch
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.few_shapes import (
+    FEW_TYPES,
     GROUP_BYTES,
     MAX_ROWS,
     PASS_COLS,
     SLACK_BYTES,
     MatrixShape,
     RingPlan,
+    instance_for,
     matrix_shape,
     plan_ring,
     tile_shape,
@@ -32,7 +34,8 @@ TILE_BLOCKS_PER_PROCESSOR = 3
 PARTIAL_BYTES = WARPS * 32 * 16  # accumulators that warps exchange
 ROW_BYTES = 16  # between quantised rows in shared memory
 PROGRAM = CudaProgram(
-    Path(__file__).with_name("few.cu"), ("coldstream::linear_one", "coldstream::linear_few")
+    Path(__file__).with_name("few.cu"),
+    tuple(instance_for(f"coldstream::linear_{rows}", FEW_TYPES) for rows in ("one", "few")),
 )
 
 
@@ -190,10 +193,11 @@ def share_blocks(shapes: Sequence[MatrixShape], max_blocks: int) -> list[int]:
 
 def _launch(table: LinearMatrices, inputs: LinearInputs, layout: _Layout) -> None:
     last, plan = table.at[table.count - 1], layout.plan
-    name, sizes = "linear_one", [layout.stage_bytes]
+    name, sizes = "coldstream::linear_one", [layout.stage_bytes]
     if layout.is_tiled:
-        name, sizes = "linear_few", [layout.stage_bytes, layout.value_stage_bytes]
-    PROGRAM.kernel(f"coldstream::{name}").launch(
+        name, sizes = "coldstream::linear_few", [layout.stage_bytes, layout.value_stage_bytes]
+    types = (shape.type for shape in layout.shapes)
+    PROGRAM.kernel(instance_for(name, types)).launch(
         (last.first_block + last.num_blocks, 1, 1),
         WARPS * 32,
         (table, inputs, *sizes, plan.stages),

@@ -59,7 +59,7 @@ __device__ __forceinline__ Work share_units(const LinearMatrix& matrix, bool by_
 }
 
 // One warp a unit: all types for one row, and float types for up to T.
-template <int T>
+template <Types types, int T>
 __device__ __forceinline__ void multiply_by_warps(const LinearMatrix& matrix, const LinearInputs& x,
                                                   uint8_t* memory, int stage_bytes, int stages) {
   const Work work = share_units(matrix, true);
@@ -68,13 +68,13 @@ __device__ __forceinline__ void multiply_by_warps(const LinearMatrix& matrix, co
   wait_for_previous_grid();
   const SharedRow row_x = shared_row(memory + linear_warps * stages * stage_bytes, x.groups);
   const Inputs inputs = {row_x, x.values, x.stride, x.num_rows};
-  if (is_float(matrix.shape.type)) {
+  if (is_float<types>(matrix.shape.type)) {
     warm_values(x.values, x.stride, x.num_rows, matrix.shape.num_cols);
   } else {
     copy_row(inputs.quantized, x.q, x.scales, x.sums);
   }
   __syncthreads();
-  multiply<T>(work, ring, ahead, inputs, [&](int row, const float(&y)[T]) {
+  multiply<types, T>(work, ring, ahead, inputs, [&](int row, const float(&y)[T]) {
     if (row >= matrix.shape.num_rows) return;
 #pragma unroll
     for (int t = 0; t < T; t++)
@@ -82,22 +82,26 @@ __device__ __forceinline__ void multiply_by_warps(const LinearMatrix& matrix, co
   });
 }
 
+template <Types types>
 __global__ void __launch_bounds__(linear_threads, 3)
     linear_one(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs x,
                int stage_bytes, int stages) {
   extern __shared__ __align__(16) uint8_t memory[];
   release_next_grid();
-  multiply_by_warps<1>(matrices.at[this_matrix(matrices)], x, memory, stage_bytes, stages);
+  multiply_by_warps<types, 1>(matrices.at[this_matrix(matrices)], x, memory, stage_bytes, stages);
 }
 
 // Two to eight rows. `value_stage_bytes` is for the rings of float matrices.
+template <Types types>
 __global__ void __launch_bounds__(linear_threads, 3)
     linear_few(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs x,
                int stage_bytes, int value_stage_bytes, int stages) {
   extern __shared__ __align__(16) uint8_t memory[];
   release_next_grid();
   const LinearMatrix& matrix = matrices.at[this_matrix(matrices)];
-  if (is_float(matrix.shape.type)) return multiply_by_warps<8>(matrix, x, memory, value_stage_bytes, stages);
+  if (is_float<types>(matrix.shape.type)) {
+    return multiply_by_warps<types & float_types, 8>(matrix, x, memory, value_stage_bytes, stages);
+  }
   const Work work = share_units(matrix, false);
   const Ring ring = {memory, stage_bytes, stages};
   const Cursor ahead = fill_tile_ring(work, ring);
@@ -106,7 +110,7 @@ __global__ void __launch_bounds__(linear_threads, 3)
   uint8_t* behind = reinterpret_cast<uint8_t*>(partial + 4 * linear_threads);
   const TileRows rows = tile_rows(behind, x.num_rows, x.groups);
   copy_tile_rows(rows, x.q, x.scales, x.sums);
-  multiply_tiles_few(work, ring, ahead, rows, partial, [&](int row, int t, float y) {
+  multiply_tiles_few<types>(work, ring, ahead, rows, partial, [&](int row, int t, float y) {
     if (row < matrix.shape.num_rows && t < x.num_rows) matrix.store(t, row, y);
   });
 }
