@@ -75,9 +75,11 @@ __device__ __forceinline__ void send_row(const float* from, float* to, int cols)
   const int lane = threadIdx.x % warp_size;
   const uint64_t alignment = reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(to);
   if (alignment % 16 != 0 || cols % 4 != 0) {
+#pragma unroll 1
     for (int i = lane; i < cols; i += warp_size) to[i] = from[i];
     return;
   }
+#pragma unroll 1
   for (int first = lane; first < cols / 4; first += at_once * warp_size) {
     float4 values[at_once];
 #pragma unroll
@@ -90,6 +92,18 @@ __device__ __forceinline__ void send_row(const float* from, float* to, int cols)
       const int place = first + i * warp_size;
       if (place < cols / 4) reinterpret_cast<float4*>(to)[place] = values[i];
     }
+  }
+}
+
+// Brings the tables of slots near, by a block with a thread for every line of them: since they were last read,
+// the weights of a whole token have passed through the cache. They change between two steps only.
+__device__ __forceinline__ void bring_slots_near(const Sharing& sharing, int num_experts) {
+  constexpr int per_line = 128 / sizeof(int64_t);
+  const int first = threadIdx.x * per_line;
+  if (sharing.request == 0 || first >= num_experts) return;
+#pragma unroll
+  for (int i = 0; i < num_matrices; i++) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(sharing.matrix[i].slots + first)));
   }
 }
 

@@ -84,6 +84,7 @@ __device__ __forceinline__ float inverse_norm(const Norm& norm) {
 #pragma unroll
   for (int j = 0; j < steps; j++) x[j] = row[j * 16];
   float p = 0.0f;
+#pragma unroll 1
   for (int i = group_elements; i <= norm.padded; i += group_elements) {
     const int ahead = i < norm.padded ? i : 0;
 #pragma unroll

@@ -95,6 +95,7 @@ __device__ __forceinline__ int list_candidates(const float (&values)[per_lane], 
     count += __popc(lanes);
   }
   __syncwarp();
+#pragma unroll 1
   for (int i = lane; i < count; i += warp_size) {
     keys[i] = expert_key(__uint_as_float(uint32_t(keys[i] >> 32)) / sum, int(uint32_t(keys[i])));
   }
@@ -116,10 +117,11 @@ __device__ __forceinline__ int choose_experts(const float* logits, int num_exper
   __syncwarp();
   const int num_candidates = list_candidates(values, sum, num_experts, out.count, scratch);
   uint64_t* chosen = scratch + per_lane * warp_size;
+#pragma unroll 1
   for (int i = lane; i < num_candidates; i += warp_size) {
     const uint64_t key = scratch[i];
     int place = 0;  // how many keys are greater
-#pragma unroll 8
+#pragma unroll 4
     for (int j = 0; j < num_candidates; j++) place += scratch[j] > key;
     if (place < out.count) chosen[place] = key;
   }

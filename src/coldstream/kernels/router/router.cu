@@ -50,6 +50,7 @@ __device__ __forceinline__ const float* weight_row(const Weights& w, const Ahead
 template <bool aligned>
 __device__ __forceinline__ void stage(float* shared, const float* row, int begin, int size, int cols) {
   constexpr int width = aligned ? 4 : 1;
+#pragma unroll 1
   for (int i = threadIdx.x * width; i < size; i += block_threads * width) {
     const bool exists = row && begin + i < cols;
     if (!exists) {
@@ -69,6 +70,7 @@ __device__ __forceinline__ float accumulate(const float* weight, const float* x,
   float w[steps], v[steps], next_w[steps], next_v[steps];
 #pragma unroll
   for (int j = 0; j < steps; j++) w[j] = weight[j * 16], v[j] = x[j * 16];
+#pragma unroll 1
   for (int i = column_multiple; i <= size; i += column_multiple) {
     const int ahead = i < size ? i : 0;
 #pragma unroll
@@ -103,10 +105,12 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const Sh
   float* shared_weights = reinterpret_cast<float*>(dynamic_shared);
   float* shared_x = shared_weights + shares.num_rows * (chunk + row_padding);
   float p = 0.0f;
+#pragma unroll 1
   for (int begin = 0; begin < weights.cols; begin += chunk) {
     const int left = (weights.cols - begin + column_multiple - 1) / column_multiple * column_multiple;
     const int size = min(chunk, left);
     if (begin > 0) __syncthreads();
+#pragma unroll 1
     for (int r = 0; r < shares.num_rows; r++) {
       const float* row = weight_row(weights, ahead, blockIdx.x * shares.num_rows + r);
       stage<aligned>(shared_weights + r * (chunk + row_padding), row, begin, size, weights.cols);
@@ -115,6 +119,7 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const Sh
       wait_for_previous_grid();
       if (begins) *begins = now_ns();
     }
+#pragma unroll 1
     for (int t = 0; t < shares.num_tokens; t++) {
       stage<aligned>(shared_x + t * chunk, x + int64_t(t) * x_stride, begin, size, weights.cols);
     }
@@ -136,6 +141,7 @@ __global__ void __launch_bounds__(block_threads)
     router_few(const float* x, int x_stride, Shares shares, Weights weights, Results out, uint32_t* arrivals,
                const __grid_constant__ Sharing sharing, const __grid_constant__ Ahead ahead) {
   release_next_grid();
+  if (blockIdx.x == 0) bring_slots_near(sharing, weights.num_experts);
   const bool keeps_time = sharing.stamps && blockIdx.x == 0 && threadIdx.x == 0;
   uint64_t* begins = keeps_time ? &sharing.stamps->router.begins : nullptr;
   const float product = multiply<aligned>(x, x_stride, shares, weights, ahead, begins);
