@@ -1,4 +1,7 @@
 // The router; see cuda.py for the launchers.
+//
+// Loops that run once or twice are not unrolled: the last block's warp runs all of its code for the first time,
+// and waits for what is not in the cache of instructions.
 #include "cuda/last_block.cuh"
 #include "experts/partition.cuh"
 #include "router/choose.cuh"
