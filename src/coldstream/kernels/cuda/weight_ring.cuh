@@ -19,18 +19,15 @@ struct MatrixShape {
   int spread;       // log2 of the quads of a unit
 };
 
-// The types that a kernel is compiled for, a bit for each. What a model does not have is not there to be fetched
-// by the processors, whose caches of instructions hold little more than a layer runs.
+// The types that a kernel is compiled for, a bit for each: code for others would only be in the way of a layer's
+// other kernels, which take turns in the caches of instructions (docs/log.md).
 using Types = uint32_t;
 constexpr Types float_types = 1u << f32 | 1u << f16 | 1u << bf16;
-
-template <Types types, int type>
-constexpr bool has_type = types >> type & 1;
 
 // Whether `type`, one of `types`, is `which`.
 template <Types types, int which>
 __device__ __forceinline__ bool is_type(int type) {
-  return has_type<types, which> && (types == 1u << which || type == which);
+  return (types >> which & 1) && (types == 1u << which || type == which);
 }
 
 template <Types types>

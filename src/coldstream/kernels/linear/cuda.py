@@ -33,9 +33,9 @@ BLOCKS_PER_PROCESSOR = 2
 TILE_BLOCKS_PER_PROCESSOR = 3
 PARTIAL_BYTES = WARPS * 32 * 16  # accumulators that warps exchange
 ROW_BYTES = 16  # between quantised rows in shared memory
+ONE, FEW = "coldstream::linear_one", "coldstream::linear_few"
 PROGRAM = CudaProgram(
-    Path(__file__).with_name("few.cu"),
-    tuple(instance_for(f"coldstream::linear_{rows}", FEW_TYPES) for rows in ("one", "few")),
+    Path(__file__).with_name("few.cu"), tuple(instance_for(name, FEW_TYPES) for name in (ONE, FEW))
 )
 
 
@@ -193,9 +193,9 @@ def share_blocks(shapes: Sequence[MatrixShape], max_blocks: int) -> list[int]:
 
 def _launch(table: LinearMatrices, inputs: LinearInputs, layout: _Layout) -> None:
     last, plan = table.at[table.count - 1], layout.plan
-    name, sizes = "coldstream::linear_one", [layout.stage_bytes]
+    name, sizes = ONE, [layout.stage_bytes]
     if layout.is_tiled:
-        name, sizes = "coldstream::linear_few", [layout.stage_bytes, layout.value_stage_bytes]
+        name, sizes = FEW, [layout.stage_bytes, layout.value_stage_bytes]
     types = (shape.type for shape in layout.shapes)
     PROGRAM.kernel(instance_for(name, types)).launch(
         (last.first_block + last.num_blocks, 1, 1),
