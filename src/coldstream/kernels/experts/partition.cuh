@@ -144,6 +144,15 @@ __device__ __forceinline__ void make_room(const Sharing& sharing) {
   if (threadIdx.x == 0) *reinterpret_cast<volatile uint32_t*>(notes.reached) = sharing.layer() + 1;
 }
 
+// Where the lane's pair is, for the GPU and for the CPU.
+__device__ __forceinline__ void place_pair(const Sharing& sharing, int pair, int id,
+                                           const int64_t (&addresses)[num_matrices], int cpu_id) {
+#pragma unroll
+  for (int i = 0; i < num_matrices; i++) sharing.places.addresses[i][pair] = addresses[i];
+  sharing.places.cpu_ids[pair] = sharing.box.ids[pair] = cpu_id;
+  sharing.box.used[pair] = id;
+}
+
 // Places the pairs of a token by one warp, whose lane k has the id of rank k. If the CPU computes any of them, it
 // gets the token's x, and the result is true in all lanes.
 __device__ __forceinline__ bool share_out(const Sharing& sharing, int token, int id, int num_ranks,
@@ -156,6 +165,11 @@ __device__ __forceinline__ bool share_out(const Sharing& sharing, int token, int
     for (int i = 0; i < num_matrices; i++) slots[i] = sharing.matrix[i].slots[id];
   }
   bool is_missing = exists && (slots[0] == 0 || slots[1] == 0 || slots[2] == 0);
+  // A way of its own, since most tokens of most layers go it.
+  if (!__any_sync(all_lanes, is_missing)) {
+    if (exists) place_pair(sharing, pair, id, slots, -1);
+    return false;
+  }
   if (is_missing) is_missing = !find_prefetched(sharing, id, slots);
   const uint32_t missing = __ballot_sync(all_lanes, is_missing);
   const int before = __popc(missing & ((1u << lane) - 1));
@@ -164,14 +178,13 @@ __device__ __forceinline__ bool share_out(const Sharing& sharing, int token, int
     is_on_cpu = is_missing && before >= sharing.streamed[__popc(missing)];
   }
   if (exists) {
+    if (is_missing) {
 #pragma unroll
-    for (int i = 0; i < num_matrices; i++) {
-      const Stack& stack = sharing.matrix[i];
-      const int64_t missed = is_on_cpu ? 0 : stack.mapped + id * stack.step;
-      sharing.places.addresses[i][pair] = is_missing ? missed : slots[i];
+      for (int i = 0; i < num_matrices; i++) {
+        slots[i] = is_on_cpu ? 0 : sharing.matrix[i].mapped + id * sharing.matrix[i].step;
+      }
     }
-    sharing.places.cpu_ids[pair] = sharing.box.ids[pair] = is_on_cpu ? id : -1;
-    sharing.box.used[pair] = id;
+    place_pair(sharing, pair, id, slots, is_on_cpu ? id : -1);
   }
   const uint32_t on_cpu = __ballot_sync(all_lanes, is_on_cpu);
   if (sharing.stamps && lane == 0 && missing != on_cpu) {
