@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -145,14 +145,16 @@ def floor_seconds(machine: Machine, texts: list[dict[str, Any]], num_context: in
     return dense / rates.vram_bytes_per_s + max(resident_s, misses * mean_bytes / both)
 
 
-def measure(machine: Machine, gib: float | None, depths: list[int], prefetch: int) -> list[dict[str, Any]]:
+def measure(
+    machine: Machine, gib: float | None, depths: list[int], prefetch: int | Literal["auto"]
+) -> list[dict[str, Any]]:
     """All depths with one budget: GiB of experts, None for all of them. The texts are the same for each."""
     first_id = max(depths) + FIRST_ID
     last_id = machine.vocab_size - 10_000
     next_ids = [first_id + number * TEXT_STEP % (last_id - first_id) for number in range(TEXTS)]
     wanted = machine.sizes.all_expert_bytes if gib is None else int(gib * GIB)
     plan = plan_with(machine, wanted)
-    known = Known(machine.sizes, Rates.of(machine.hardware), PUBLISHED)
+    known = Known(machine.sizes, Rates.of(machine.hardware), PUBLISHED, may_prefetch=prefetch != 0)
     rows = []
     with TemporaryDirectory() as folder:
         kept = Path(folder) / "plan.json"
@@ -162,10 +164,10 @@ def measure(machine: Machine, gib: float | None, depths: list[int], prefetch: in
             with LLM(machine.path, device="cuda", plan=str(kept), prefetch=prefetch) as llm:
                 num_prompt = max(SHORT_PROMPT, depth)
                 texts = [generate(llm, next_id, num_prompt) for next_id in next_ids]
-                guesses = guesses_of(llm)
+                guesses, count = guesses_of(llm), llm.opened.config.prefetch
             context = num_prompt + WARM_TOKENS + TIMED_TOKENS // 2
             row = row_of(plan, machine, texts, context, forecast(plan, known, context))
-            asked = {"depth": depth, "prefetch": prefetch, "guesses": asdict(guesses) if guesses else None}
+            asked = {"depth": depth, "prefetch": count, "guesses": asdict(guesses) if guesses else None}
             rows.append(asked | row)
             print({k: v for k, v in rows[-1].items() if k not in ("texts", "guesses")}, flush=True)
     return rows
@@ -233,12 +235,16 @@ def command(options: argparse.Namespace) -> str:
     """What measures the same again."""
     words = ["python", "bench/gpu_hybrid.py", options.model.name]
     for name in ("experts", "depths", "prefetch"):
-        words += [f"--{name}", ",".join(f"{number:g}" for number in getattr(options, name))]
+        words += [f"--{name}", ",".join(map(str, getattr(options, name)))]
     return shlex.join(words)
 
 
-def sizes(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+def sizes(text: str) -> list[float | int]:
+    return [float(part) if "." in part else int(part) for part in text.split(",")]
+
+
+def counts(text: str) -> list[int | Literal["auto"]]:
+    return ["auto" if part == "auto" else int(part) for part in text.split(",")]
 
 
 def main() -> int:
@@ -247,7 +253,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "hybrid.json")
     parser.add_argument("--experts", type=sizes, default=[0, 1.5, 3, 6, 10, 10.67, 15], help="GiB, then all")
     parser.add_argument("--depths", type=numbers, default=[0, 8192])
-    parser.add_argument("--prefetch", type=numbers, default=[0], help="experts of a layer that come ahead")
+    parser.add_argument(
+        "--prefetch", type=counts, default=["auto"], help="experts of a layer that come ahead, or auto"
+    )
     parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
     write_result(run(options), options.out, options.commit)

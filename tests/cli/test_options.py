@@ -9,8 +9,8 @@ from coldstream.cli.options import (
     engine_config,
     parse_counts,
     parse_json_object,
+    parse_number_or_auto,
     parse_size,
-    parse_threads,
     sampling_params,
 )
 from coldstream.decoding import SamplingParams
@@ -57,10 +57,10 @@ def test_what_is_no_list_of_counts(text: str) -> None:
 
 
 def test_threads() -> None:
-    assert (parse_threads("auto"), parse_threads("12")) == ("auto", 12)
+    assert (parse_number_or_auto("auto"), parse_number_or_auto("12")) == ("auto", 12)
     for text in ("all", "-1", "1.5", "²", ""):
         with pytest.raises(click.BadParameter):
-            parse_threads(text)
+            parse_number_or_auto(text)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "1", "[" * 100_000])

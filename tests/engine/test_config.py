@@ -57,6 +57,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
         ({"cache_type_k": "q5_0"}, "cache_type_k must be one of f16, f32, q8_0, q4_0, tq3_0"),
         ({"cache_type_k": "f32"}, "must be the same"),
         ({"prefetch": 9}, "prefetch must be"),
+        ({"prefetch": "some"}, "prefetch must be"),
         ({"prefetch": 1, "device": "cpu"}, "prefetch is over the bus of a GPU"),
         ({"seed": -1}, "seed"),
         ({"offline": "no"}, "offline"),

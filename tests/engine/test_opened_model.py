@@ -8,7 +8,7 @@ import pytest
 from coldstream.assets import demo_model_path
 from coldstream.engine import EngineConfig, SamplingParams, device_choice, open_model
 from coldstream.engine.device_choice import choose_device
-from coldstream.engine.opened_model import ram_budget, sampling_defaults
+from coldstream.engine.opened_model import ram_budget, sampling_defaults, with_prefetch
 from coldstream.engine.planning import plan_model
 from coldstream.errors import DeviceError, InconsistentError, OutOfMemoryError
 from coldstream.gguf import GGUFFile
@@ -50,6 +50,12 @@ def test_without_a_gpu_there_is_nothing_to_warn_of(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(device_choice, "gpu_is_visible", lambda: False)
     config, gpu, warnings = choose_device(EngineConfig("m.gguf"))
     assert (config.device, gpu, warnings) == ("cpu", None, ())
+
+
+def test_prefetching_is_decided_where_nothing_was_said() -> None:
+    assert with_prefetch(EngineConfig("m.gguf"), 2).prefetch == 2
+    assert with_prefetch(EngineConfig("m.gguf", prefetch=0), 2).prefetch == 0
+    assert with_prefetch(EngineConfig("m.gguf", prefetch=3), 0).prefetch == 3
 
 
 def test_warnings_are_those_of_the_device_and_of_the_file(

@@ -11,6 +11,7 @@ from plan_cases import FINGERPRINT
 from coldstream.placement.cost import (
     decode_seconds,
     decode_seconds_on_cpu,
+    prefetch_gain,
     prefill_seconds,
     split_misses,
     streamed_by_misses,
@@ -60,7 +61,7 @@ def test_all_resident_is_as_fast_as_it_was_measured() -> None:
     plan = plan_placement(FULL_MODEL, FIXED, 30 * GIB)
     expected = forecast(plan, Known(FULL_MODEL, H200, PUBLISHED))
     assert expected.hit_rate == 1.0
-    assert expected.decode == pytest.approx(539, rel=0.03)
+    assert expected.decode == pytest.approx(569, rel=0.03)
     for length, measured in MEASURED_PREFILL.items():
         assert expected.prefill[length] == pytest.approx(measured, rel=0.05)
 
@@ -126,11 +127,41 @@ def test_a_higher_hit_rate_is_never_slower(hit_rates: list[float], machine: Rate
         assert fast <= slow * (1 + 1e-9)
 
 
+def test_prefetching_pays_where_the_bus_has_time_for_it_and_enough_is_missing() -> None:
+    def gain(hit_rate: float, machine: Rates = H200) -> float:
+        return prefetch_gain(FULL_MODEL, machine, (hit_rate,) * 40)
+
+    for pays, hit_rates in ((True, (0.9, 0.94, 0.97)), (False, (0.4, 0.7, 0.995))):
+        for hit_rate in hit_rates:
+            assert (gain(hit_rate) > 0) == pays, hit_rate
+    assert gain(1.0) == 0.0
+    slow_link = replace(H200, link_bytes_per_s=5e9, link_beside_read=5e9)
+    assert all(gain(hit_rate, slow_link) < 0 for hit_rate in (0.4, 0.9, 0.97))
+
+
+@given(st.floats(0, 1), rates)
+def test_prefetching_gains_less_than_more_memory(hit_rate: float, machine: Rates) -> None:
+    before = decode_seconds(FULL_MODEL, machine, (hit_rate,) * 40)
+    whole = decode_seconds(FULL_MODEL, machine, (1.0,) * 40)
+    assert prefetch_gain(FULL_MODEL, machine, (hit_rate,) * 40) <= (before - whole) * (1 + 1e-9)
+
+
+def test_a_forecast_counts_prefetching_where_it_pays_and_is_allowed() -> None:
+    known = Known(FULL_MODEL, H200, PUBLISHED)
+    for gib, pays in ((2, False), (10, True), (30, False)):
+        plan = plan_placement(FULL_MODEL, FIXED, FIXED.total + gib * GIB)
+        free, forbidden = forecast(plan, known), forecast(plan, replace(known, may_prefetch=False))
+        assert free.prefetch_gain_s == forbidden.prefetch_gain_s
+        gain = 1 / forbidden.decode - 1 / free.decode
+        assert gain == pytest.approx(max(0.0, free.prefetch_gain_s), abs=1e-12)
+        assert (gain > 1e-9) == pays
+
+
 def test_trap_19_context_costs_what_the_cache_holds() -> None:
     at_start = decode_seconds(FULL_MODEL, H200, (1.0,) * 40)
     later = decode_seconds(FULL_MODEL, H200, (1.0,) * 40, context=16384)
-    assert later - at_start == pytest.approx(16384 * 20480 / (0.7 * 4.28e12))
-    assert 1 / later == pytest.approx(487, rel=0.05)
+    assert later - at_start == pytest.approx(16384 * 20480 / (0.45 * 4.28e12))
+    assert later / at_start == pytest.approx(539 / 487, rel=0.03)
 
 
 @given(st.integers(0, 2**32), st.sampled_from([16, 168, 2048]), rates)

@@ -20,7 +20,6 @@ from coldstream.engine import sizes
 from coldstream.engine.config import TIERS, EngineConfig
 from coldstream.errors import ConfigError
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
-from coldstream.kernels.experts.prefetching import MAX_PREFETCHED
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -51,7 +50,7 @@ def parse_size(text: str) -> int:
         raise click.BadParameter(str(error)) from error
 
 
-def parse_threads(text: str) -> int | str:
+def parse_number_or_auto(text: str) -> int | str:
     """A number, or `auto`. Raises click.BadParameter."""
     if text == "auto":
         return text
@@ -116,14 +115,15 @@ def engine_options(command: Command) -> Command:
         option("--ram", metavar="SIZE|auto", help="RAM for weights, e.g. 8G [default: what is free]."),
         option(
             "--prefetch",
-            type=click.IntRange(0, MAX_PREFETCHED),
-            metavar="N",
-            help="Experts of each layer that the GPU fetches before they are chosen, at most [default: 0].",
+            type=parse_number_or_auto,
+            metavar="N|auto",
+            help="Experts of each layer that the GPU fetches before they are chosen, at most [default: auto, "
+            "where it should pay].",
         ),
         option(
             "--threads",
             "-t",
-            type=parse_threads,
+            type=parse_number_or_auto,
             metavar="N|auto",
             help="CPU threads [default: auto, one a core].",
         ),

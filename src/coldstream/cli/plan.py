@@ -130,10 +130,16 @@ def _speeds(expected: Forecast, richer: Forecast | None) -> Table:
 
     add("hit rate", lambda one: f"{one.hit_rate:.1%}")
     add("decode, tok/s", lambda one: f"{one.decode:.1f}", f"{expected.decode_ceiling:.1f}")
+    if expected.prefetch_gain_s:
+        add("saved by prefetching, µs a token", _prefetch_gain)
     for length, ceiling in expected.prefill_ceiling.items():
         speed = partial(_prefill_speed, length)
         add(f"prefill of {length}, tok/s", speed, f"{ceiling:.0f}")
     return table
+
+
+def _prefetch_gain(forecast: Forecast) -> str:
+    return f"{forecast.prefetch_gain_s * 1e6:.0f}" if forecast.prefetch_gain_s > 0 else "none"
 
 
 def _prefill_speed(length: int, forecast: Forecast) -> str:

@@ -7,7 +7,13 @@ import click
 
 from coldstream.cli.heat_map import heat_map_svg
 from coldstream.cli.model_argument import model_or_bundled
-from coldstream.cli.options import check_writable, common_options, engine_config, parse_size, parse_threads
+from coldstream.cli.options import (
+    check_writable,
+    common_options,
+    engine_config,
+    parse_number_or_auto,
+    parse_size,
+)
 from coldstream.cli.terminal import ProgressLine, format_bytes
 from coldstream.errors import InvalidRequestError
 
@@ -32,7 +38,9 @@ MAX_TEXT_BYTES = 16 * 2**20
     "--plan", type=click.Path(path_type=Path), metavar="FILE", help="A plan, for --plot: what is resident."
 )
 @click.option("--ctx-size", "-c", type=parse_size, metavar="SIZE", help="Cut the text into parts of SIZE.")
-@click.option("--threads", "-t", type=parse_threads, metavar="N|auto", help="CPU threads [default: auto].")
+@click.option(
+    "--threads", "-t", type=parse_number_or_auto, metavar="N|auto", help="CPU threads [default: auto]."
+)
 @click.option("--offline", is_flag=True, default=None, help="Use only what is on this machine.")
 @common_options
 def command(

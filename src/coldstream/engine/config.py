@@ -39,7 +39,8 @@ class EngineConfig:
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     tier: str = "auto"  # of CPU kernels; auto: the fastest that this CPU has
-    prefetch: int = 0  # experts of a layer that a GPU fetches before its router has run, at most
+    # Experts of a layer that a GPU fetches before its router has run, at most; auto: where that should pay.
+    prefetch: int | Literal["auto"] = "auto"
     seed: int | None = None  # for requests that name none; None: a fresh one for each
     offline: bool = False  # never ask the hub; only local files and its cache
 
@@ -60,8 +61,9 @@ class EngineConfig:
             raise ConfigError(f"tier {self.tier} is one of CPU kernels: leave it out, or use device cpu")
         if self.device == "cpu" and self.vram != "auto":
             raise ConfigError("vram is the memory of a GPU, and the device is the CPU: leave --vram out")
-        _check_integer("prefetch", self.prefetch, 0, MAX_PREFETCHED)
-        if self.device == "cpu" and self.prefetch:
+        if self.prefetch != "auto":
+            _check_integer("prefetch", self.prefetch, 0, MAX_PREFETCHED)
+        if self.device == "cpu" and self.prefetch not in ("auto", 0):
             raise ConfigError("prefetch is over the bus of a GPU, and the device is the CPU: leave it out")
         _check_choice("cache_type_k", self.cache_type_k, CACHE_LAYOUTS)
         _check_choice("cache_type_v", self.cache_type_v, CACHE_LAYOUTS)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,10 +25,10 @@ from coldstream.kernels.experts.prefetching import LAYERS_AHEAD, Prefetching
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.footprint import dense_bytes, trunk_bytes
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.cost import streamed_by_misses
+from coldstream.placement.cost import PREFETCHED, streamed_by_misses
+from coldstream.placement.forecast import forecast
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlacementPlan
-from coldstream.placement.rates import Rates
 
 _AUTO_RAM_SHARE = 0.9  # of what is available, where no budget is given
 
@@ -121,6 +121,7 @@ def open_model(config: EngineConfig, progress: OpenProgress | None = None) -> Op
             config, placed = place_experts(config, file, spec, gpu, progress)
         else:
             config, placed = resolved(config, file, spec, gpu), None
+        config = with_prefetch(config, 0)  # unless it was decided with the placement
         tokenizer = Tokenizer.from_metadata(file.metadata)
         default_sampling = sampling_defaults(file.metadata)
         template = ChatTemplate.from_metadata(file.metadata, tokenizer.vocabulary)
@@ -173,13 +174,20 @@ def place_experts(
     planned = plan_model(config, file, spec, hardware_with(gpu), trace=bundled_profile(file, spec))
     if planned.plan.is_all_resident:
         return planned.config, PlacedExperts(planned.plan, (), 0)
-    hardware = measured_hardware(gpu, progress)
+    planned = replace(planned, hardware=measured_hardware(gpu, progress))
     # One core launches, and waits for the GPU.
-    threads = max(1, hardware.num_physical_cores - 1) if config.threads == "auto" else config.threads
-    streamed = streamed_by_misses(
-        spec.num_experts_per_tok, max(planned.plan.expert_bytes), Rates.of(hardware)
-    )
-    return planned.config, PlacedExperts(planned.plan, streamed, threads)
+    num_cores = planned.hardware.num_physical_cores
+    threads = max(1, num_cores - 1) if config.threads == "auto" else config.threads
+    known = planned.known
+    streamed = streamed_by_misses(spec.num_experts_per_tok, max(planned.plan.expert_bytes), known.rates)
+    gains = forecast(planned.plan, known).prefetch_gain_s > 0
+    resolved = with_prefetch(planned.config, PREFETCHED if gains else 0)
+    return resolved, PlacedExperts(planned.plan, streamed, threads)
+
+
+def with_prefetch(config: EngineConfig, count: int) -> EngineConfig:
+    """`config` with so many prefetched experts in place of `auto`."""
+    return replace(config, prefetch=count) if config.prefetch == "auto" else config
 
 
 def load_runner(
@@ -191,6 +199,7 @@ def load_runner(
 ) -> ModelHandle:
     """The model of an open file on the device of a resolved `config`. Raises as the runners' `load`."""
     assert isinstance(config.threads, int)
+    assert isinstance(config.prefetch, int)
     assert config.ctx_size
     kv_type = config.cache_type_k
     loading = partial(progress, "loading") if progress else None

@@ -50,7 +50,11 @@ class Planned:
         """For forecasts. With a trace it is replayed, which takes seconds for a large model."""
         curve = HitCurve.from_trace(self.trace) if self.trace else PUBLISHED
         return Known(
-            self.sizes, Rates.of(self.hardware, self.disk_bytes_per_s), curve, expected_uses(self.trace)
+            self.sizes,
+            Rates.of(self.hardware, self.disk_bytes_per_s),
+            curve,
+            expected_uses(self.trace),
+            may_prefetch=self.config.prefetch != 0,
         )
 
 

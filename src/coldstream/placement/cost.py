@@ -8,7 +8,7 @@ The constants are shares of the measured rates that the kernels reach, from docs
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 from typing import Any, Final
 
@@ -19,11 +19,12 @@ from coldstream.placement.sizes import ModelSizes
 
 Array = np.ndarray[Any, Any]
 
-LAUNCH_S: Final = 3.4e-6  # a short kernel of a captured graph, its fixed part
+LAUNCH_S: Final = 3.1e-6  # a short kernel of a captured graph, its fixed part
 LAYER_LAUNCHES: Final = 8.65
 EXPERT_LAUNCHES: Final = 2  # of them: gate and up, down
-JOIN_LAUNCHES: Final = 2  # raising the flag and waiting for it, in layers that may miss
+JOIN_S: Final = 1.1e-6  # of a layer that may miss: sharing its experts out, and looking for an answer
 VRAM_SHARE: Final = 0.7  # of a copy's rate, in products of one row
+KV_SHARE: Final = 0.45  # the same in attention of one row
 MANY_ROWS_VRAM_SHARE: Final = 0.36  # the same in products of a prompt's rows
 PRODUCT_SHARE: Final = 0.17  # of the rate of large matrices
 FLOAT_SHARE: Final = 0.035  # attention, which computes in float32, against int8
@@ -33,6 +34,11 @@ DISK_ROUND_S: Final = 4.5e-4  # of a layer that misses: until readers are awake 
 CPU_LAYER_S: Final = 6e-5  # of a layer, what no bytes explain
 CPU_ROW_S: Final = 1.2e-5  # of a layer and a prompt's row, on one core: what no products explain
 BUS_SHARE: Final = 0.87  # kernels that read over the bus, against copies
+PREFETCHED: Final = 2  # experts of a layer that are worth guessing
+GUESSED: Final = (
+    0.74  # of missing experts, two layers ahead: a trained model's (docs/results/guess_recall.json)
+)
+GUESS_S: Final = 1.8e-6  # of a layer: a second router in the launch of its own, and a branch of the graph
 
 
 @dataclass(frozen=True)
@@ -64,9 +70,10 @@ def streamed_by_misses(num_experts_per_tok: int, expert_bytes: int, rates: Rates
 
 def decode_seconds(model: ModelSizes, rates: Rates, hit_rates: Sequence[float], context: int = 0) -> float:
     """Expected seconds a token with a GPU, `context` tokens into a sequence. hit_rates: of each layer."""
-    bytes_read = model.dense_token_bytes + context * model.kv_token_bytes + model.state_bytes
     launches = model.num_layers * (LAYER_LAUNCHES - EXPERT_LAUNCHES)
-    seconds = launches * LAUNCH_S + bytes_read / (VRAM_SHARE * rates.vram_bytes_per_s)
+    seconds = launches * LAUNCH_S
+    seconds += (model.dense_token_bytes + model.state_bytes) / (VRAM_SHARE * rates.vram_bytes_per_s)
+    seconds += context * model.kv_token_bytes / (KV_SHARE * rates.vram_bytes_per_s)
     for size, hit_rate in zip(model.expert_bytes, hit_rates, strict=True):
         odds = _odds_of_misses(model.num_experts_per_tok, 1.0 - hit_rate)
         seconds += sum(
@@ -74,8 +81,40 @@ def decode_seconds(model: ModelSizes, rates: Rates, hit_rates: Sequence[float], 
             for misses, odd in enumerate(odds)
         )
         if hit_rate < 1.0:
-            seconds += JOIN_LAUNCHES * LAUNCH_S
+            seconds += JOIN_S
     return seconds
+
+
+def prefetch_gain(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -> float:
+    """Seconds a token that guessing at up to PREFETCHED experts of a layer saves; negative if it costs more.
+
+    Guessed experts come in time as far as they leave the bus free. Those that are missed nevertheless share
+    it with them.
+    """
+    layer_s = decode_seconds(model, rates, hit_rates) / model.num_layers
+    chosen = model.num_experts_per_tok
+    gain = 0.0
+    for size, hit_rate in zip(model.expert_bytes, hit_rates, strict=True):
+        if hit_rate == 1.0:
+            continue
+        odds = _odds_of_misses(chosen, 1.0 - hit_rate)
+        fetched = [min(misses, PREFETCHED) for misses in range(chosen + 1)]
+        on_bus = sum(odd * count for odd, count in zip(odds, fetched, strict=True))
+        busy = min(1.0, on_bus * size / (BUS_SHARE * rates.link_bytes_per_s) / layer_s)
+        in_time = GUESSED * (1.0 - busy)
+        shared = replace(
+            rates,
+            link_bytes_per_s=rates.link_bytes_per_s / (1.0 + busy),
+            link_beside_read=rates.link_beside_read / (1.0 + busy),
+        )
+        for misses, odd in enumerate(odds):
+            before = _experts_seconds(chosen - misses, misses, size, rates)
+            late = _experts_seconds(chosen - misses, misses, size, shared)
+            left = misses - fetched[misses]
+            early = _experts_seconds(chosen - left, left, size, shared)
+            gain += odd * (before - in_time * early - (1.0 - in_time) * late)
+        gain -= GUESS_S
+    return gain
 
 
 def decode_seconds_on_cpu(

@@ -9,6 +9,7 @@ from coldstream.placement.ceilings import decode_ceiling, prefill_ceiling
 from coldstream.placement.cost import (
     decode_seconds,
     decode_seconds_on_cpu,
+    prefetch_gain,
     prefill_seconds,
     prefill_seconds_on_cpu,
 )
@@ -29,8 +30,9 @@ class Forecast:
 
     hit_rate: float  # of the routed experts that a token uses, in fast memory
     cold_token_bytes: int  # of experts that a token uses and that are elsewhere
-    decode: float  # behind as many tokens as was asked
+    decode: float  # behind as many tokens as was asked, with prefetching if it saves time and is allowed
     decode_ceiling: float  # what bytes and rates allow at most
+    prefetch_gain_s: float  # of a token, see `prefetch_gain`; 0 without a GPU
     prefill: dict[int, float]  # by the prompt's length; none beyond the context
     prefill_ceiling: dict[int, float]
 
@@ -43,6 +45,7 @@ class Known:
     rates: Rates
     curve: HitCurve
     uses: Array | None = None  # float [layers, experts]; None: nothing is known
+    may_prefetch: bool = True
 
 
 def forecast(plan: PlacementPlan, known: Known, context: int = 0) -> Forecast:
@@ -56,6 +59,9 @@ def forecast(plan: PlacementPlan, known: Known, context: int = 0) -> Forecast:
     resident.ravel()[plan.resident_numbers()] = True
     on_gpu = plan.tier == "vram"
     decode = (decode_seconds if on_gpu else decode_seconds_on_cpu)(model, known.rates, rates, context)
+    gain = prefetch_gain(model, known.rates, rates) if on_gpu else 0.0
+    if known.may_prefetch:
+        decode -= max(0.0, gain)
     prefill = prefill_seconds if on_gpu else prefill_seconds_on_cpu
     lengths = [length for length in PROMPT_LENGTHS if length <= plan.fixed.ctx_size]
     chunk_size = plan.fixed.chunk_size
@@ -65,6 +71,7 @@ def forecast(plan: PlacementPlan, known: Known, context: int = 0) -> Forecast:
         cold_token_bytes=round(cold),
         decode=1 / decode,
         decode_ceiling=decode_ceiling(model, known.rates, rates, plan.tier),
+        prefetch_gain_s=gain,
         prefill={length: length / prefill(*given, length, chunk_size) for length in lengths},
         prefill_ceiling={
             length: prefill_ceiling(*given, length, chunk_size, plan.tier) for length in lengths
