@@ -3,6 +3,7 @@
 import statistics
 from typing import Any
 
+from full_size_forecast import expected_tok_s
 from report_tables import has, load, table
 
 GPU_CASES = ("pp168", "pp512", "pp2048", "pp8192", "tg128", "tg128 @ d8192", "tg128 @ d16384")
@@ -95,6 +96,7 @@ def gpu_hybrid(most_depth: int = 2**31) -> str:
         share = row["experts_share"]
         if row["depth"] > most_depth:
             continue
+        expected = expected_tok_s(r, row)
         nearest = next((peer[key] for key in peer if abs(float(key) - share) < 0.03), "")
         rows.append(
             [
@@ -106,7 +108,7 @@ def gpu_hybrid(most_depth: int = 2**31) -> str:
                 f"{row['hit_rate']:.1%}",
                 f"{row['prefetch'] or ''}",
                 f"{row['share_of_floor']:.0%}",
-                f"{row['forecast_tok_s']:.0f} ({row['forecast_tok_s'] / row['tok_s'] - 1:+.0%})",
+                f"{expected:.0f} ({expected / row['tok_s'] - 1:+.0%})",
             ]
         )
     return table(header, rows) + f"\n{_machine(r)}\n"

@@ -4,7 +4,8 @@ A layer of decode is a part that every token takes (mixer, router, norms: bytes 
 and its experts: what is resident on the GPU beside what the CPU computes where it lies and what the GPU
 reads over the bus. Prefill streams what is cold beside computing; the CPU takes the experts with few tokens.
 
-The constants are shares of the measured rates that the kernels reach, from docs/results/gpu on an H200.
+The constants are shares of the measured rates that the kernels reach, from docs/results/gpu on H200s,
+and what routers guess, from docs/results/guess_recall.json.
 """
 
 from collections.abc import Sequence
@@ -29,15 +30,14 @@ MANY_ROWS_VRAM_SHARE: Final = 0.36  # the same in products of a prompt's rows
 PRODUCT_SHARE: Final = 0.17  # of the rate of large matrices
 FLOAT_SHARE: Final = 0.035  # attention, which computes in float32, against int8
 CPU_SHARE: Final = 0.85  # of the rate at which threads read
-MISSES_SHARE: Final = 0.7  # the same for the few experts of a layer that a GPU asks for
+MISSES_SHARE: Final = 0.6  # the same for the few experts of a layer that a GPU asks for
 DISK_ROUND_S: Final = 4.5e-4  # of a layer that misses: until readers are awake and the disk has answered
 CPU_LAYER_S: Final = 6e-5  # of a layer, what no bytes explain
 CPU_ROW_S: Final = 1.2e-5  # of a layer and a prompt's row, on one core: what no products explain
-BUS_SHARE: Final = 0.87  # kernels that read over the bus, against copies
+BUS_SHARE: Final = 0.85  # kernels that read over the bus, against copies
+BUS_BESIDE_SHARE: Final = 0.72  # the same while the CPU computes
 PREFETCHED: Final = 2  # experts of a layer that are worth guessing
-GUESSED: Final = (
-    0.74  # of missing experts, two layers ahead: a trained model's (docs/results/guess_recall.json)
-)
+GUESSED: Final = 0.74  # of missing experts, two layers ahead, by a trained model's routers
 GUESS_S: Final = 1.8e-6  # of a layer: a second router in the launch of its own, and a branch of the graph
 
 
@@ -99,13 +99,15 @@ def prefetch_gain(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -
             continue
         odds = _odds_of_misses(chosen, 1.0 - hit_rate)
         fetched = [min(misses, PREFETCHED) for misses in range(chosen + 1)]
-        on_bus = sum(odd * count for odd, count in zip(odds, fetched, strict=True))
-        busy = min(1.0, on_bus * size / (BUS_SHARE * rates.link_bytes_per_s) / layer_s)
+        read = streamed_by_misses(chosen, size, rates)
+        expert_s = size / (BUS_SHARE * rates.link_bytes_per_s)
+        busy = min(1.0, _mean(odds, fetched) * expert_s / layer_s)
         in_time = GUESSED * (1.0 - busy)
+        slowdown = 1.0 + min(1.0, busy + _mean(odds, read) * expert_s / layer_s)
         shared = replace(
             rates,
-            link_bytes_per_s=rates.link_bytes_per_s / (1.0 + busy),
-            link_beside_read=rates.link_beside_read / (1.0 + busy),
+            link_bytes_per_s=rates.link_bytes_per_s / slowdown,
+            link_beside_read=rates.link_beside_read / slowdown,
         )
         for misses, odd in enumerate(odds):
             before = _experts_seconds(chosen - misses, misses, size, rates)
@@ -182,7 +184,7 @@ def _cold_seconds(num_cpu: int, num_bus: int, expert_bytes: int, rates: Rates) -
         return bus
     answer = rates.handshake_s
     cpu_slowdown = _misses_per_s(rates) / _misses_per_s(rates, beside_link=True)
-    bus_slowdown = rates.link_bytes_per_s / rates.link_beside_read
+    bus_slowdown = BUS_SHARE * rates.link_bytes_per_s / (BUS_BESIDE_SHARE * rates.link_beside_read)
     bus = max(0.0, bus - answer)
     both = min(cpu * cpu_slowdown, bus * bus_slowdown)
     return answer + both + (cpu - both / cpu_slowdown) + (bus - both / bus_slowdown)
@@ -211,6 +213,10 @@ def _odds_of_misses(num_experts: int, miss_rate: float) -> list[float]:
         comb(num_experts, misses) * miss_rate**misses * (1 - miss_rate) ** (num_experts - misses)
         for misses in range(num_experts + 1)
     ]
+
+
+def _mean(odds: Sequence[float], values: Sequence[float]) -> float:
+    return sum(odd * value for odd, value in zip(odds, values, strict=True))
 
 
 def _sizes(model: ModelSizes) -> Array:

@@ -1,5 +1,6 @@
 """What a plan promises: expected speed, and what one more GiB would add. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -58,10 +59,10 @@ def forecast(plan: PlacementPlan, known: Known, context: int = 0) -> Forecast:
     resident = np.zeros((model.num_layers, model.num_experts), bool)
     resident.ravel()[plan.resident_numbers()] = True
     on_gpu = plan.tier == "vram"
-    decode = (decode_seconds if on_gpu else decode_seconds_on_cpu)(model, known.rates, rates, context)
-    gain = prefetch_gain(model, known.rates, rates) if on_gpu else 0.0
-    if known.may_prefetch:
-        decode -= max(0.0, gain)
+    if on_gpu:
+        decode, gain = decode_forecast(known, rates, context), prefetch_gain(model, known.rates, rates)
+    else:
+        decode, gain = decode_seconds_on_cpu(model, known.rates, rates, context), 0.0
     prefill = prefill_seconds if on_gpu else prefill_seconds_on_cpu
     lengths = [length for length in PROMPT_LENGTHS if length <= plan.fixed.ctx_size]
     chunk_size = plan.fixed.chunk_size
@@ -77,6 +78,13 @@ def forecast(plan: PlacementPlan, known: Known, context: int = 0) -> Forecast:
             length: prefill_ceiling(*given, length, chunk_size, plan.tier) for length in lengths
         },
     )
+
+
+def decode_forecast(known: Known, hit_rates: Sequence[float], context: int = 0) -> float:
+    """Expected seconds a token with a GPU, of `known.model` with these hit rates, one a layer."""
+    seconds = decode_seconds(known.model, known.rates, hit_rates, context)
+    gain = prefetch_gain(known.model, known.rates, hit_rates)
+    return seconds - max(0.0, gain) if known.may_prefetch else seconds
 
 
 def rates_used(plan: PlacementPlan) -> tuple[str, ...]:

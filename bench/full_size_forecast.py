@@ -1,0 +1,40 @@
+"""What `coldstream plan` now expects of the full-size model, on the machine of a result file."""
+
+from typing import Any
+
+from coldstream.placement.forecast import Known, decode_forecast
+from coldstream.placement.hardware import GpuHardware, Hardware
+from coldstream.placement.hit_rates import PUBLISHED
+from coldstream.placement.rates import Rates
+from coldstream.placement.sizes import ModelSizes
+
+# The file of full_size_model.py as placement sees it, with keys and values in float16.
+FULL_SIZES = ModelSizes(
+    fingerprint="ac98d166eabcd4c77c6349aa95570033",
+    num_experts=256,
+    num_experts_per_tok=8,
+    expert_bytes=(2039808,) * 5 + (1769472, 1769472, 2039808) * 9 + (1769472,) * 2 + (2039808,) * 6,
+    dense_bytes=1654614528,
+    dense_token_bytes=1368551040,
+    kv_token_bytes=20480,
+    state_bytes=65863680,
+    token_parameters=2946431616,
+    expert_parameters=3145728,
+    attention_width=40960,
+)
+
+
+def hardware_of(result: dict[str, Any]) -> Hardware:
+    """The measured machine that a result of gpu_hybrid.py names."""
+    facts = result["hardware"]
+    cpu = {**facts, "cpu_flags": tuple(facts["cpu_flags"]), "gpu": None}
+    return Hardware(**{**cpu, "gpu": GpuHardware(**facts["gpu"])})
+
+
+def expected_tok_s(result: dict[str, Any], row: dict[str, Any], short_prompt: int = 64) -> float:
+    """Decoding in a row of it, where hit rates are the published ones."""
+    share = row["experts_share"]
+    hit_rate = PUBLISHED.at(share) if share < 1.0 else 1.0
+    known = Known(FULL_SIZES, Rates.of(hardware_of(result)), PUBLISHED, may_prefetch=row["prefetch"] != 0)
+    context = max(short_prompt, row["depth"]) + result["warm_tokens"] + result["timed_tokens"] // 2
+    return 1 / decode_forecast(known, (hit_rate,) * FULL_SIZES.num_layers, context)

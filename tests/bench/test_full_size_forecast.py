@@ -1,0 +1,37 @@
+"""Forecasts of the full-size model: for the file that the benchmarks write, and near what they measured."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+import gguf
+from coldstream.gguf.reader import GGUFFile
+from coldstream.models.footprint import model_sizes
+from coldstream.models.spec import ModelSpec
+from full_size_forecast import FULL_SIZES, expected_tok_s
+from full_size_model import FULL_SHAPE, FullSizeWriter
+from report_tables import load
+
+
+def test_the_sizes_are_those_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "header.gguf"
+    writer = FullSizeWriter(path, FULL_SHAPE, seed=0, threads=1)
+    writer.plan()
+    size = writer.write_header(path)
+    for tensor in writer.tensors:
+        size += gguf.GGUFWriter.ggml_pad(tensor.num_bytes, gguf.GGUF_DEFAULT_ALIGNMENT)
+    os.truncate(path, size)  # a hole where the weights are
+    with GGUFFile.open(path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        sizes = model_sizes(spec, file.tensors, FULL_SIZES.fingerprint, FULL_SIZES.kv_token_bytes)
+    assert sizes == FULL_SIZES
+
+
+@pytest.mark.parametrize("name", ["gpu/hybrid", "gpu/hybrid_prefetch"])
+def test_forecasts_are_within_a_fifth_of_what_was_measured(name: str) -> None:
+    result = load(name)
+    for row in result["rows"]:
+        expected = expected_tok_s(result, row)
+        case = (row["experts_share"], row["depth"], row["prefetch"])
+        assert expected == pytest.approx(row["tok_s"], rel=0.2), case
