@@ -180,9 +180,9 @@ def place_experts(
     threads = max(1, num_cores - 1) if config.threads == "auto" else config.threads
     known = planned.known
     streamed = streamed_by_misses(spec.num_experts_per_tok, max(planned.plan.expert_bytes), known.rates)
-    gains = forecast(planned.plan, known).prefetch_gain_s > 0
-    resolved = with_prefetch(planned.config, PREFETCHED if gains else 0)
-    return resolved, PlacedExperts(planned.plan, streamed, threads)
+    pays = forecast(planned.plan, known).prefetch_gain_s > 0
+    config = with_prefetch(planned.config, PREFETCHED if pays else 0)
+    return config, PlacedExperts(planned.plan, streamed, threads)
 
 
 def with_prefetch(config: EngineConfig, count: int) -> EngineConfig:
