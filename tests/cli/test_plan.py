@@ -86,6 +86,7 @@ def test_a_plan_for_a_gpu_that_is_not_there_names_what_it_assumes(run: Run, mode
     code, shown, error = run("plan", str(model), *arguments, half)
     assert code == 0
     assert re.search(r"experts on their way in prefill +GPU memory", shown)
+    assert re.search(r"saved by prefetching, µs a token +(none|\d+) ", shown)
     assert "link 24 GB/s" in error
 
 
