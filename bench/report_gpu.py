@@ -90,7 +90,7 @@ def gpu_hybrid(most_depth: int = 2**31) -> str:
     r, peer = load("gpu/hybrid"), load("gpu/peer_llama_cpp")["partial"]["decode_tok_s"]
     whole = {row["depth"]: row["tok_s"] for row in r["rows"] if row["experts_share"] >= 1.0}
     header = ["experts on the GPU", "context", "tok/s", "of all resident"]
-    header += ["llama.cpp", "hits", "prefetched", "of the floor", "forecast"]
+    header += ["llama.cpp", "hits", "prefetched a layer", "of the floor", "forecast"]
     rows = []
     for row in sorted(r["rows"], key=lambda row: (row["depth"], row["experts_share"])):
         share = row["experts_share"]
