@@ -8,9 +8,11 @@ from coldstream.placement.hit_rates import PUBLISHED
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes
 
+SHORT_PROMPT = 64  # tokens of a prompt at depth 0
+
 # The file of full_size_model.py as placement sees it, with keys and values in float16.
 FULL_SIZES = ModelSizes(
-    fingerprint="ac98d166eabcd4c77c6349aa95570033",
+    fingerprint="00" * 16,  # any file of these sizes
     num_experts=256,
     num_experts_per_tok=8,
     expert_bytes=(2039808,) * 5 + (1769472, 1769472, 2039808) * 9 + (1769472,) * 2 + (2039808,) * 6,
@@ -27,14 +29,20 @@ FULL_SIZES = ModelSizes(
 def hardware_of(result: dict[str, Any]) -> Hardware:
     """The measured machine that a result of gpu_hybrid.py names."""
     facts = result["hardware"]
-    cpu = {**facts, "cpu_flags": tuple(facts["cpu_flags"]), "gpu": None}
-    return Hardware(**{**cpu, "gpu": GpuHardware(**facts["gpu"])})
+    parts = {"cpu_flags": tuple(facts["cpu_flags"]), "gpu": GpuHardware(**facts["gpu"])}
+    return Hardware(**{**facts, **parts})
 
 
-def expected_tok_s(result: dict[str, Any], row: dict[str, Any], short_prompt: int = 64) -> float:
+def mean_context(depth: int, warm_tokens: int, timed_tokens: int) -> int:
+    """Tokens before a timed one, on average."""
+    return max(SHORT_PROMPT, depth) + warm_tokens + timed_tokens // 2
+
+
+def expected_tok_s(result: dict[str, Any], row: dict[str, Any]) -> float:
     """Decoding in a row of it, where hit rates are the published ones."""
     share = row["experts_share"]
     hit_rate = PUBLISHED.at(share) if share < 1.0 else 1.0
     known = Known(FULL_SIZES, Rates.of(hardware_of(result)), PUBLISHED, may_prefetch=row["prefetch"] != 0)
-    context = max(short_prompt, row["depth"]) + result["warm_tokens"] + result["timed_tokens"] // 2
-    return 1 / decode_forecast(known, (hit_rate,) * FULL_SIZES.num_layers, context)
+    context = mean_context(row["depth"], result["warm_tokens"], result["timed_tokens"])
+    seconds, _ = decode_forecast(known, (hit_rate,) * FULL_SIZES.num_layers, context)
+    return 1 / seconds

@@ -1,10 +1,10 @@
-"""Decode speed of the full-size model with memory for a part of its experts, beside floor and forecast.
+"""Decode speed of the full-size model with memory for a part of its experts, beside the floor.
 
     python bench/gpu_hybrid.py full.gguf          writes the model file first if it isn't there (21 GB)
 
 For each budget of experts and depth of context, texts that are new to the cache: a prompt, tokens that are
 not timed while the working set comes in, then those that are. Greedy text has to walk through the vocabulary,
-as these files make it do, so that every token is checked.
+as these files make it do, so that every token is checked. The report adds the forecast of `coldstream plan`.
 """
 
 import argparse
@@ -29,21 +29,20 @@ from coldstream.experts.step_times import PARTS
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.forecast import Forecast, Known, forecast
 from coldstream.placement.hardware import Hardware
-from coldstream.placement.hit_rates import PUBLISHED
 from coldstream.placement.plan import PlacementPlan, plan_placement
 from coldstream.placement.plan_file import save_plan
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes
 from device import describe
+from full_size_forecast import SHORT_PROMPT, mean_context
 from full_size_model import FULL_SHAPE
 from gpu import numbers, write_model
 from results import ROOT, write_result
 
 GIB = 2**30
 ROOM_BYTES = 5 * GIB  # for all but the experts
-SHORT_PROMPT, WARM_TOKENS, TIMED_TOKENS, TEXTS = 64, 512, 256, 3
+WARM_TOKENS, TIMED_TOKENS, TEXTS = 512, 256, 3
 FIRST_ID, TEXT_STEP = 1000, 20_011  # of the first generated ids of texts
 GREEDY = {"repeat_last_n": None, "has_penalties": False, "seed": 0, "temperature": 0.0}
 
@@ -154,7 +153,6 @@ def measure(
     next_ids = [first_id + number * TEXT_STEP % (last_id - first_id) for number in range(TEXTS)]
     wanted = machine.sizes.all_expert_bytes if gib is None else int(gib * GIB)
     plan = plan_with(machine, wanted)
-    known = Known(machine.sizes, Rates.of(machine.hardware), PUBLISHED, may_prefetch=prefetch != 0)
     rows = []
     with TemporaryDirectory() as folder:
         kept = Path(folder) / "plan.json"
@@ -165,8 +163,7 @@ def measure(
                 num_prompt = max(SHORT_PROMPT, depth)
                 texts = [generate(llm, next_id, num_prompt) for next_id in next_ids]
                 guesses, count = guesses_of(llm), llm.opened.config.prefetch
-            context = num_prompt + WARM_TOKENS + TIMED_TOKENS // 2
-            row = row_of(plan, machine, texts, context, forecast(plan, known, context))
+            row = row_of(plan, machine, texts, mean_context(depth, WARM_TOKENS, TIMED_TOKENS))
             asked = {"depth": depth, "prefetch": count, "guesses": asdict(guesses) if guesses else None}
             rows.append(asked | row)
             print({k: v for k, v in rows[-1].items() if k not in ("texts", "guesses")}, flush=True)
@@ -174,9 +171,9 @@ def measure(
 
 
 def row_of(
-    plan: PlacementPlan, machine: Machine, texts: list[dict[str, Any]], context: int, expected: Forecast
+    plan: PlacementPlan, machine: Machine, texts: list[dict[str, Any]], context: int
 ) -> dict[str, Any]:
-    """What was measured of one budget and depth, beside what was to be expected."""
+    """What was measured of one budget and depth."""
     seconds = statistics.median(text["seconds"] for text in texts)
     floor = floor_seconds(machine, texts, context)
     return {
@@ -189,8 +186,6 @@ def row_of(
         "hit_rate": statistics.mean(hit_rate(text) for text in texts),
         "floor_s": floor,
         "share_of_floor": floor / seconds,
-        "forecast_tok_s": expected.decode,
-        "forecast_hit_rate": expected.hit_rate,
     }
 
 
@@ -235,12 +230,13 @@ def command(options: argparse.Namespace) -> str:
     """What measures the same again."""
     words = ["python", "bench/gpu_hybrid.py", options.model.name]
     for name in ("experts", "depths", "prefetch"):
-        words += [f"--{name}", ",".join(map(str, getattr(options, name)))]
+        values = getattr(options, name)
+        words += [f"--{name}", ",".join(v if isinstance(v, str) else f"{v:g}" for v in values)]
     return shlex.join(words)
 
 
-def sizes(text: str) -> list[float | int]:
-    return [float(part) if "." in part else int(part) for part in text.split(",")]
+def sizes(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
 
 
 def counts(text: str) -> list[int | Literal["auto"]]:

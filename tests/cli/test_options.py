@@ -56,7 +56,7 @@ def test_what_is_no_list_of_counts(text: str) -> None:
         parse_counts(text)
 
 
-def test_threads() -> None:
+def test_a_number_or_auto() -> None:
     assert (parse_number_or_auto("auto"), parse_number_or_auto("12")) == ("auto", 12)
     for text in ("all", "-1", "1.5", "²", ""):
         with pytest.raises(click.BadParameter):

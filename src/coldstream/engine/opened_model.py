@@ -25,10 +25,11 @@ from coldstream.kernels.experts.prefetching import LAYERS_AHEAD, Prefetching
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.footprint import dense_bytes, trunk_bytes
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.cost import PREFETCHED, streamed_by_misses
-from coldstream.placement.forecast import forecast
+from coldstream.placement.cost import PREFETCHED, prefetch_gain, streamed_by_misses
+from coldstream.placement.forecast import hit_rates_of
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlacementPlan
+from coldstream.placement.rates import Rates
 
 _AUTO_RAM_SHARE = 0.9  # of what is available, where no budget is given
 
@@ -178,10 +179,14 @@ def place_experts(
     # One core launches, and waits for the GPU.
     num_cores = planned.hardware.num_physical_cores
     threads = max(1, num_cores - 1) if config.threads == "auto" else config.threads
-    known = planned.known
-    streamed = streamed_by_misses(spec.num_experts_per_tok, max(planned.plan.expert_bytes), known.rates)
-    pays = forecast(planned.plan, known).prefetch_gain_s > 0
-    config = with_prefetch(planned.config, PREFETCHED if pays else 0)
+    streamed = streamed_by_misses(
+        spec.num_experts_per_tok, max(planned.plan.expert_bytes), Rates.of(planned.hardware)
+    )
+    config = planned.config
+    if config.prefetch == "auto":
+        known = planned.known
+        gain = prefetch_gain(known.model, known.rates, hit_rates_of(planned.plan, known))
+        config = with_prefetch(config, PREFETCHED if gain > 0 else 0)
     return config, PlacedExperts(planned.plan, streamed, threads)
 
 

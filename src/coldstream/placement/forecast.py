@@ -52,15 +52,14 @@ class Known:
 def forecast(plan: PlacementPlan, known: Known, context: int = 0) -> Forecast:
     """What to expect of `plan`, a plan of `known.model`; of decoding behind `context` tokens."""
     model = known.model
-    counts = [len(ids) for ids in plan.resident]
-    rates = expected_hit_rates(known.curve, counts, model.num_experts)
+    rates = hit_rates_of(plan, known)
     chosen = [model.num_experts_per_tok * size for size in model.expert_bytes]
     cold = sum((1 - rate) * num_bytes for rate, num_bytes in zip(rates, chosen, strict=True))
     resident = np.zeros((model.num_layers, model.num_experts), bool)
     resident.ravel()[plan.resident_numbers()] = True
     on_gpu = plan.tier == "vram"
     if on_gpu:
-        decode, gain = decode_forecast(known, rates, context), prefetch_gain(model, known.rates, rates)
+        decode, gain = decode_forecast(known, rates, context)
     else:
         decode, gain = decode_seconds_on_cpu(model, known.rates, rates, context), 0.0
     prefill = prefill_seconds if on_gpu else prefill_seconds_on_cpu
@@ -80,11 +79,16 @@ def forecast(plan: PlacementPlan, known: Known, context: int = 0) -> Forecast:
     )
 
 
-def decode_forecast(known: Known, hit_rates: Sequence[float], context: int = 0) -> float:
-    """Expected seconds a token with a GPU, of `known.model` with these hit rates, one a layer."""
+def hit_rates_of(plan: PlacementPlan, known: Known) -> tuple[float, ...]:
+    """Expected ones, by layer."""
+    return expected_hit_rates(known.curve, [len(ids) for ids in plan.resident], known.model.num_experts)
+
+
+def decode_forecast(known: Known, hit_rates: Sequence[float], context: int = 0) -> tuple[float, float]:
+    """Of `known.model` with a GPU and these hit rates, one a layer: seconds a token, and `prefetch_gain`."""
     seconds = decode_seconds(known.model, known.rates, hit_rates, context)
     gain = prefetch_gain(known.model, known.rates, hit_rates)
-    return seconds - max(0.0, gain) if known.may_prefetch else seconds
+    return seconds - (max(0.0, gain) if known.may_prefetch else 0.0), gain
 
 
 def rates_used(plan: PlacementPlan) -> tuple[str, ...]:
