@@ -1,30 +1,25 @@
 PYTHON ?= python3
-VENV := .venv
+VENV := $(if $(OLDEST),.venv-oldest,.venv)
 BIN := $(VENV)/bin
+INSTALL := $(PYTHON) tools/install.py $(VENV)
 
-.PHONY: demo test lint sanitize sanitize-gpu clean
+.PHONY: demo test test-gpu lint sanitize sanitize-gpu clean install-test
 
-# The stamp files record what is installed, so that a second call costs nothing. An editable installation knows the packages
-# there were when it was made.
-$(VENV)/.installed: pyproject.toml CMakeLists.txt $(shell find src -path "*/csrc/*" -type f -o -name __init__.py)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -e .
-	touch $@
-
-$(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/pip install -q -e '.[test]'
-	touch $@
-
-demo: $(VENV)/.installed
+demo:
+	@$(INSTALL)
 	$(BIN)/coldstream run -p 'def read_lines(path):' -n 96 --temp 0.5 --seed 3
 
-lint: $(VENV)/.installed-test
+install-test:
+	@$(INSTALL) test $(if $(OLDEST),--oldest)
+
+lint: install-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint
+# With OLDEST=1: on the oldest versions that pyproject.toml allows, in an environment of its own; types are those of the newest.
+test: $(if $(OLDEST),install-test,lint)
 	$(BIN)/python -m pytest
 
 # The extension with AddressSanitizer and UndefinedBehaviorSanitizer, under the tests that feed it hostile bytes. The sources
@@ -32,7 +27,7 @@ test: lint
 SANITIZE := build/sanitize
 SANITIZERS := $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libubsan.so)
 
-sanitize: $(VENV)/.installed-test
+sanitize: install-test
 	$(PYTHON) -m venv --without-pip $(SANITIZE)/venv
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo $(SANITIZE)/venv/lib/python3*/site-packages)/installed.pth
 	$(BIN)/pip install -q 'nanobind>=3.1' 'cmake>=3.25' ninja
@@ -46,9 +41,13 @@ sanitize: $(VENV)/.installed-test
 		tests/kernels/test_cpu_experts.py tests/kernels/test_cpu_weight.py tests/kernels/test_cpu_attention.py \
 		tests/kernels/test_cpu_gated_delta_net.py
 
-# The GPU's kernels under compute-sanitizer, which comes with the CUDA toolkit; about two minutes.
-sanitize-gpu: $(VENV)/.installed-test
+# The tests that need a GPU, counted into the file that docs/performance.md is made from.
+test-gpu: install-test
+	$(BIN)/python bench/gpu_tests.py --out docs/results/gpu/tests.json
+
+# The GPU's kernels under compute-sanitizer, which comes with the CUDA toolkit; about ten minutes.
+sanitize-gpu: install-test
 	$(BIN)/python bench/gpu_sanitizer.py --out docs/results/gpu/sanitizer.json
 
 clean:
-	rm -rf build dist $(VENV)
+	rm -rf build dist .venv .venv-oldest

@@ -5,7 +5,7 @@
 The ceilings come first: what a copy of device memory reaches, and float32 products at their listed rate. One
 layer at a time, in a captured graph over enough layers that no cache of theirs stays in L2; medians of
 replays. A decoded row reads the keys and values of its context once; a prefilled one computes 4 · D
-operations a head and position. Some cases say how much longer the Triton kernels take.
+operations a head and position.
 """
 
 import argparse
@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import torch
 
-from coldstream.kernels.attention import triton as triton_kernels
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.cuda import (
     AttentionInputs,
@@ -32,8 +31,6 @@ HEADS, KV_HEADS, HEAD_DIM = 16, 2, 256
 ROPE = RopeSpec(64, 1e7)
 DECODE_CONTEXTS = (64, 256, 1024, 4096, 16384, 65536)
 PREFILL_TOKENS = (168, 512, 2048, 8192)
-TRITON_DECODE = (("f16", 1, 256), ("f16", 1, 16384))
-TRITON_PREFILL = (512,)
 PLANNED_POSITIONS = 65536
 FLOAT32_PEAK = 67e12  # an H200's, as listed
 CACHED_BYTES = 150e6  # more than twice what L2 holds
@@ -73,14 +70,6 @@ class Layer:
             self.query, self.inputs.query_gate, self.caches, self.rows, workspace, out=self.out
         )
 
-    def decode_triton(self, workspace: DecodeWorkspace) -> None:
-        kernels, gate = triton_kernels, self.inputs.query_gate
-        kernels.decode(self.kernels.shape, self.query, gate, self.caches, self.rows, workspace, self.out)
-
-    def prefill_triton(self) -> None:
-        kernels, gate = triton_kernels, self.inputs.query_gate
-        kernels.prefill(self.kernels.shape, self.query, gate, self.caches, self.rows, self.out)
-
     def prefill(self) -> None:
         self.kernels.prefill(self.query, self.inputs.query_gate, self.caches, self.rows, self.out)
 
@@ -102,16 +91,12 @@ def decode_case(cache_name: str, num_rows: int, context: int, bandwidth: float) 
 
     alone = graph_seconds([lambda layer=layer: layer.decode(workspace) for layer in calls])  # type: ignore[misc]
     together = graph_seconds([lambda layer=layer: both(layer) for layer in calls])  # type: ignore[misc]
-    results: dict[str, object] = {
+    return {
         "case": f"decode {cache_name} {num_rows} rows at {context}",
         "us": round(alone * 1e6, 2),
         "us_with_prepare": round(together * 1e6, 2),
         "share_of_copy": round(num_bytes / alone / bandwidth, 3),
     }
-    if (cache_name, num_rows, context) in TRITON_DECODE:
-        slow = graph_seconds([lambda layer=layer: layer.decode_triton(workspace) for layer in layers])  # type: ignore[misc]
-        results["triton"] = round(slow / alone, 1)
-    return results
 
 
 def prefill_case(cache_name: str, num_rows: int) -> dict[str, object]:
@@ -119,16 +104,13 @@ def prefill_case(cache_name: str, num_rows: int) -> dict[str, object]:
     prepare = graph_seconds([layer.prepare] * 4)
     attend = graph_seconds([layer.prefill] * 2)
     flops = 4 * HEAD_DIM * HEADS * num_rows * (num_rows + 1) / 2
-    results: dict[str, object] = {
+    return {
         "case": f"prefill {cache_name} {num_rows}",
         "us": round(attend * 1e6, 1),
         "us_with_prepare": round((attend + prepare) * 1e6, 1),
         "tflops": round(flops / attend / 1e12, 1),
         "share_of_float32": round(flops / attend / FLOAT32_PEAK, 3),
     }
-    if num_rows in TRITON_PREFILL:
-        results["triton"] = round(graph_seconds([layer.prefill_triton]) / attend, 1)
-    return results
 
 
 def main() -> None:

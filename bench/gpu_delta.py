@@ -22,7 +22,6 @@ from coldstream.kernels.gated_delta_net.cuda import (
     delta_net_prefill_cuda,
 )
 from coldstream.kernels.gated_delta_net.reference import recurrent
-from coldstream.kernels.gated_delta_net.triton import delta_net
 from coldstream.kernels.ops import DeltaNetWeights, Rows
 from coldstream.kernels.quantize.cuda import empty_activations
 from device import graph_seconds, measure_bandwidth
@@ -85,10 +84,6 @@ def prefill_time(
     return graph_seconds([lambda s=s: launch(inputs, weights, *s, None, quantized, work) for s in states])
 
 
-def triton_time(num_sequences: int, rows_each: int) -> float:
-    return prefill_time(num_sequences, rows_each, delta_net)
-
-
 def floor_of(num_sequences: int, rows_each: int, bandwidth: float) -> float:
     """Seconds that a call takes at least."""
     state_elements = num_sequences * VALUE_HEADS * SIZE * SIZE
@@ -148,7 +143,6 @@ def main() -> None:
     many = ((1, 8), (1, 64), (1, 168), (1, 512), (1, 2048), (1, 8192), (4, 512), (8, 1024))
     cases = [("decode", decode_time, *case) for case in few]
     cases += [("prefill", prefill_time, *case) for case in many]
-    cases += [("triton", triton_time, *case) for case in ((1, 1), (8, 1), (1, 168), (1, 2048), (4, 512))]
     for name, measure, sequences, rows in cases:
         seconds, floor = measure(sequences, rows), floor_of(sequences, rows, bandwidth)
         print(

@@ -1,34 +1,43 @@
 """Times the CUDA C++ kernels for one to eight rows at the shapes of Qwen3.6-35B-A3B, beside their byte floor.
 
-    python bench/gpu_few.py [--rows 1 2 4 8] [--json]
+    python bench/gpu_few.py [--rows 1 2 4 8] [--kernels-from DIR] [--all-types] [--json]
 
 The ceiling comes first: what a copy between buffers of the device reaches. A case runs LAUNCHES times in one
 captured graph, each time on other weights, so that none is in the L2 cache when it is read; the time of one
-launch is the median of the graph's replays. The floor counts every weight byte once. Beside it stands the
-Triton version: one launch for each matrix, and of the experts only the routed ones.
+launch is the median of the graph's replays. The floor counts every weight byte once.
+
+With --kernels-from the CUDA sources of another tree, whose kernels take the same arguments, are timed in
+turns with this tree's; DIR is its src/coldstream/kernels. With --all-types experts go through kernels for
+every type at once, which no model takes.
 """
 
 import argparse
 import functools
 import json
+import statistics
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.cuda import compiler
+from coldstream.kernels.cuda.few_shapes import FEW_TYPES, instance_for
+from coldstream.kernels.cuda.program import Kernel
+from coldstream.kernels.experts import cuda as experts
 from coldstream.kernels.experts.cuda import ExpertWeights, PairRows, launch_down, launch_gate_up
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.experts.triton import ExpertMatrices, experts_down, experts_gate_up
+from coldstream.kernels.linear import cuda as linear
 from coldstream.kernels.linear.cuda import linear_few_cuda
-from coldstream.kernels.linear.reference import INTEGER_TYPES
-from coldstream.kernels.linear.triton import linear, linear_float
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
 from device import graph_seconds, measure_bandwidth
 
 HIDDEN, FFN, EXPERTS, TOP_K, VOCAB = 2048, 512, 256, 8, 248320
 LAUNCHES = 24
+TURNS = 5  # of each tree's kernels
 ROTATION_BYTES = 256 << 20  # several times the L2 cache
 Q4K, Q6K, F32 = QuantType.Q4_K, QuantType.Q6_K, QuantType.F32
 Matrix = tuple[QuantType, int]
@@ -48,7 +57,6 @@ class Case:
     name: str
     num_rows: int
     launch: Callable[[int], None]
-    triton: Callable[[int], None]
     num_bytes: int
 
 
@@ -71,14 +79,7 @@ def linear_case(name: str, cols: int, matrices: list[Matrix], rows: int) -> Case
     def launch(i: int) -> None:
         linear_few_cuda(weights[i % copies], outs, activations=quantized, x=x)
 
-    def launch_triton(i: int) -> None:
-        for weight, out in zip(weights[i % copies], outs, strict=True):
-            if weight.quant_type in INTEGER_TYPES:
-                linear(quantized, weight, out)
-            else:
-                linear_float(x, weight, out)
-
-    return Case(name, rows, launch, launch_triton, num_bytes)
+    return Case(name, rows, launch, num_bytes)
 
 
 def table(quant_type: QuantType, rows: int, cols: int) -> tuple[ExpertTable, torch.Tensor]:
@@ -113,20 +114,9 @@ def expert_cases(down_type: QuantType, rows: int, with_shared: bool = True) -> I
     def down(i: int, keep: object = memory) -> None:
         launch_down(layers[i % LAUNCHES], ids[i % LAUNCHES], hidden, outs)
 
-    matrices = [ExpertMatrices(t.addresses, t.quant_type, t.rows, t.cols) for t in tables]
-    pairs = empty_activations(rows * TOP_K, FFN, x.device)
-    flat = hidden.routed.reshape(-1, FFN)
-
-    def triton_gate_up(i: int) -> None:
-        experts_gate_up(quantized, ids[i % LAUNCHES], matrices[0], matrices[1], flat)
-
-    def triton_down(i: int) -> None:
-        quantize_cuda(flat, pairs)
-        experts_down(pairs, ids[i % LAUNCHES], matrices[2], outs.routed)
-
     if down_type == Q4K:
-        yield Case("experts gate·up", rows, gate_up, triton_gate_up, num_experts * sum(expert_bytes[:2]))
-    yield Case(f"experts down {down_type.name}", rows, down, triton_down, num_experts * expert_bytes[2])
+        yield Case("experts gate·up", rows, gate_up, num_experts * sum(expert_bytes[:2]))
+    yield Case(f"experts down {down_type.name}", rows, down, num_experts * expert_bytes[2])
 
 
 def all_cases(rows: int) -> Iterator[Case]:
@@ -142,29 +132,78 @@ def time_launch(launch: Callable[[int], None], num_bytes: int) -> float:
     return 1e6 * graph_seconds([functools.partial(launch, i) for i in range(launches)])
 
 
+class OtherSources:
+    """The kernels for few rows of another tree, in place of this one's while `used`."""
+
+    def __init__(self, kernels: Path) -> None:
+        self._kernels = kernels
+        self._compiled: list[dict[str, Kernel]] = [{} for _ in (linear.PROGRAM, experts.PROGRAM)]
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        ours, programs = compiler.KERNELS, (linear.PROGRAM, experts.PROGRAM)
+        kept = [(program.source, program._kernels) for program in programs]
+        compiler.KERNELS = self._kernels
+        for program, compiled in zip(programs, self._compiled, strict=True):
+            program.source, program._kernels = (
+                self._kernels / program.source.resolve().relative_to(ours),
+                compiled,
+            )
+        try:
+            yield
+        finally:
+            compiler.KERNELS = ours
+            for program, (source, compiled) in zip(programs, kept, strict=True):
+                program.source, program._kernels = source, compiled
+
+
+def compare(case: Case, other: OtherSources) -> tuple[float, float, list[float]]:
+    """Medians of this tree's and the other's microseconds, and the ratio other / ours of each turn."""
+    ours, theirs = [], []
+    for _ in range(TURNS):
+        ours.append(time_launch(case.launch, case.num_bytes))
+        with other.used():
+            theirs.append(time_launch(case.launch, case.num_bytes))
+    ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+    return statistics.median(ours), statistics.median(theirs), ratios
+
+
+def all_types_instance(kernel: str, _types: object) -> str:
+    return instance_for(kernel, FEW_TYPES)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--kernels-from", type=Path)
+    parser.add_argument("--all-types", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    other = OtherSources(arguments.kernels_from.resolve()) if arguments.kernels_from else None
+    if arguments.all_types:
+        experts.instance_for = all_types_instance
     bandwidth = 1e-6 * measure_bandwidth("cuda", 0)
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e6:.2f} TB/s")
-    print(
-        f"{'case':28} {'rows':>4} {'MB':>7} {'floor':>8} {'µs':>8} {'TB/s':>6} {'share':>6} {'Triton':>8} x"
-    )
+    print(f"{'case':28} {'rows':>4} {'MB':>7} {'floor':>8} {'µs':>8} {'TB/s':>6} {'share':>6} {'other':>8} x")
     results = []
     for rows in arguments.rows:
         for case in all_cases(rows):
-            time, floor = time_launch(case.launch, case.num_bytes), case.num_bytes / bandwidth
-            triton_time = time_launch(case.triton, case.num_bytes)
-            megabytes, rate = case.num_bytes / 1e6, case.num_bytes / time / 1e6
+            floor = case.num_bytes / bandwidth
+            result = {"case": case.name, "rows": rows, "bytes": case.num_bytes, "floor_us": floor}
+            beside = ""
+            if other is None:
+                time = time_launch(case.launch, case.num_bytes)
+            else:
+                time, other_time, ratios = compare(case, other)
+                result |= {"other_us": other_time, "ratios": ratios}
+                beside = f"{other_time:8.2f} {statistics.median(ratios):5.3f}"
             print(
-                f"{case.name:28} {rows:4} {megabytes:7.1f} {floor:8.2f} {time:8.2f} {rate:6.2f} "
-                f"{floor / time:6.0%} {triton_time:8.2f} {triton_time / time:5.2f}"
+                f"{case.name:28} {rows:4} {case.num_bytes / 1e6:7.1f} {floor:8.2f} {time:8.2f} "
+                f"{case.num_bytes / time / 1e6:6.2f} {floor / time:6.0%} {beside}"
             )
-            results.append(
-                {"case": case.name, "rows": rows, "bytes": case.num_bytes, "us": time, "floor_us": floor}
-            )
+            results.append(result | {"us": time})
     if arguments.json:
         print(json.dumps({"copy_bytes_per_us": bandwidth, "cases": results}))
 

@@ -16,10 +16,9 @@ import torch
 from coldstream.kernels.ops import ExpertOutputs, Routing
 from coldstream.kernels.quantize.cuda import empty_activations
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
-from coldstream.kernels.rms_norm.triton import rms_norm
 from coldstream.kernels.router.cuda import router_choose_cuda, router_few_cuda
 from coldstream.kernels.sample.cuda import ARGMAX_BYTES, ROW_BYTES, SamplerRows, argmax_cuda, sample_cuda
-from coldstream.kernels.swiglu.triton import swiglu
+from coldstream.kernels.swiglu.cuda import swiglu_cuda
 from device import graph_seconds, measure_bandwidth
 
 LAUNCHES = 40
@@ -50,9 +49,9 @@ def norms(rows: int) -> dict[str, tuple[list[Launch], int]]:
     weight, size = random(HIDDEN), 4 * rows * HIDDEN
     both = size + size // 4
 
-    def plain(norm: Callable[..., None]) -> Launch:
+    def plain() -> Launch:
         x, out, codes = random(rows, HIDDEN), random(rows, HIDDEN), empty_activations(rows, HIDDEN, CUDA)
-        return lambda: norm(x, weight, EPS, out, codes)
+        return lambda: rms_norm_cuda(x, weight, EPS, out, codes)
 
     def after_sum() -> Launch:
         x, update, out = random(rows, HIDDEN), 1e-3 * random(rows, HIDDEN), random(rows, HIDDEN)
@@ -67,8 +66,7 @@ def norms(rows: int) -> dict[str, tuple[list[Launch], int]]:
         return lambda: add_rms_norm_cuda(x, experts, x, weight, EPS, out, codes)
 
     return {
-        "norm": ([plain(rms_norm_cuda) for _ in range(copies(size + both, rows))], size + both),
-        "norm, Triton": ([plain(rms_norm) for _ in range(copies(size + both, rows))], size + both),
+        "norm": ([plain() for _ in range(copies(size + both, rows))], size + both),
         "add, norm": ([after_sum() for _ in range(copies(3 * size + both, rows))], 3 * size + both),
         "combine, norm": (
             [after_experts() for _ in range(copies((RANKS + 3) * size + both, rows))],
@@ -114,7 +112,7 @@ def activation(rows: int) -> dict[str, tuple[list[Launch], int]]:
     def one() -> Launch:
         gate_up, codes = random(rows, 2 * FFN), empty_activations(rows, FFN, CUDA)
         gate, up = gate_up.split(FFN, dim=1)
-        return lambda: swiglu(gate, up, None, codes)
+        return lambda: swiglu_cuda(gate, up, None, codes)
 
     num_bytes = 9 * rows * FFN
     number = copies(num_bytes, rows)

@@ -1,10 +1,12 @@
-"""The GPU tests of the kernels under compute-sanitizer's memcheck: `make sanitize-gpu`, where there is a GPU.
+"""The GPU tests of the kernels under compute-sanitizer: `make sanitize-gpu`, where there is a GPU.
 
     python bench/gpu_sanitizer.py --out docs/results/gpu/sanitizer.json
 
-One parameter set of every test, or a few evenly spaced ones, because the sanitizer slows every access down.
-PyTorch takes each tensor from the driver by itself, with a gap behind it, so that an access beyond a tensor
-is one beyond an allocation. The exit code is 0 if no test failed and nothing was reported.
+Its four tools run beside each other: memcheck looks for accesses out of bounds, racecheck for hazards in
+shared memory, initcheck for reads of device memory that was never written, synccheck for barriers that not
+all threads reach. One parameter set of every test, or a few evenly spaced ones, because every access is
+slowed down. PyTorch takes each tensor from the driver by itself, with a gap behind it, so that an access
+beyond a tensor is one beyond an allocation. The exit code is 0 if no test failed and nothing was reported.
 """
 
 import argparse
@@ -15,23 +17,37 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
+from cuda_sources import digests
 from device import describe
+from gpu_tests import OUTCOMES, count_tests, in_all
 from results import ROOT, write_result
 
 TESTS = "tests/kernels"
 PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider")
-OPTIONS = (
-    *("--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "1"),
-    *("--padding", "64", "--destroy-on-device-error", "kernel"),  # so that the next test still runs
-)
+TOOLS: dict[str, tuple[str, ...]] = {
+    # A failed kernel ends no process, so that the next test still runs.
+    "memcheck": ("--report-api-errors", "no", "--padding", "64", "--destroy-on-device-error", "kernel"),
+    "racecheck": ("--print-limit", "1000000"),
+    "initcheck": (),
+    "synccheck": (),
+}
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-# Long ones, whose accesses shorter ones make too, and captures, in which PyTorch cannot take uncached memory.
-LEFT_OUT = re.compile("thousand|any_settings|full_vocabulary|large_and_wide|long_contexts|no_cut|graph")
-SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
+# racecheck does not follow bar.arrive, by which half of a block of this kernel tells the other that weights
+# are there, and sees its reads ahead, of operands that the last step drops. It is counted apart.
+NOT_FOLLOWED = "attention_prefill<"
+# Long ones, whose accesses shorter ones make too, captures, in which PyTorch cannot take uncached memory, and
+# measurements.
+LEFT_OUT = re.compile(
+    "all_rates|thousand|any_settings|full_vocabulary|large_and_wide|long_contexts|no_cut|graph"
+)
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
+RACE = re.compile(r"^=+ (?:Error|Warning): Race reported between .*", re.MULTILINE)
 
 
 def choose(test_ids: Iterable[str], count: int) -> list[str]:
@@ -54,41 +70,51 @@ def collect() -> list[str]:
     return [line for line in output.splitlines() if "::" in line]
 
 
-def count_tests(junit_xml: str) -> dict[str, int]:
-    """Passed, skipped and failed tests."""
-    counts = {"passed": 0, "skipped": 0, "failed": 0}
-    for case in ElementTree.fromstring(junit_xml).iter("testcase"):
-        outcomes = {child.tag for child in case}
-        counts[
-            "failed" if outcomes & {"failure", "error"} else "skipped" if "skipped" in outcomes else "passed"
-        ] += 1
-    return counts
-
-
-def count_errors(log: str) -> int:
-    """What the sanitizer reported. ValueError if it didn't come to its end."""
+def count_errors(log: str) -> dict[str, int]:
+    """What the sanitizer reported, races in NOT_FOLLOWED apart. ValueError if it didn't come to its end."""
     found = SUMMARY.findall(log)
     if not found:
         raise ValueError(f"the sanitizer wrote no summary: {log[-500:]}")
-    return sum(map(int, found))
+    apart = sum(NOT_FOLLOWED in race for race in RACE.findall(log))
+    return {"errors": sum(map(int, found)) - apart, "not_followed": apart}
 
 
-def run(sanitizer: str, test_ids: Sequence[str]) -> dict[str, object]:
-    """Runs the tests and counts."""
+def run(sanitizer: str, tool: str, test_ids: Sequence[str]) -> Counter[str]:
+    """Outcomes of the tests under one tool, and the `errors` that it reported, which are shown."""
     with tempfile.TemporaryDirectory() as folder:
         log, report = Path(folder, "log"), Path(folder, "report.xml")
-        command = [sanitizer, *OPTIONS, "--log-file", str(log), *PYTEST, f"--junit-xml={report}", *test_ids]
-        start = time.perf_counter()
-        subprocess.run(command, cwd=ROOT, env=os.environ | UNCACHED, check=False)
-        wall_s = time.perf_counter() - start
+        unpoisoned = ["--unpoisoned"] if tool == "initcheck" else []
+        command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "1", "--log-file", str(log)]
+        command += [*PYTEST, *unpoisoned, "--durations=5", f"--junit-xml={report}", *test_ids]
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | UNCACHED, check=False, capture_output=True, text=True
+        )
         text = log.read_text() if log.exists() else ""
-        errors = count_errors(text)
-        if errors:
-            print(text[:4000], file=sys.stderr)
         if not report.exists():
-            sys.exit(f"the tests did not come to their end, {errors} errors were reported")
-        tests = count_tests(report.read_text())
-    return {"tests": tests, "errors": errors, "wall_s": round(wall_s, 1)}
+            sys.exit(f"the tests did not come to their end under {tool}: {done.stdout[-2000:]}{text[-2000:]}")
+        counts = Counter(in_all(count_tests(report.read_text()).values()), **count_errors(text))
+    shown = text[:8000] if counts["errors"] else ""
+    print(f"{tool}, {len(test_ids)} tests:\n{done.stdout[-2000:]}\n{shown}", file=sys.stderr, flush=True)
+    return counts
+
+
+def run_all(sanitizer: str, tools: Sequence[str], test_ids: Sequence[str], jobs: int) -> dict[str, Any]:
+    """Each tool's counts; its tests are dealt out to so many processes."""
+    parts = [(tool, test_ids[i::jobs]) for tool in tools for i in range(jobs)]
+    totals: dict[str, Counter[str]] = {tool: Counter() for tool in tools}
+    with ThreadPoolExecutor(len(parts)) as pool:
+        counts = pool.map(lambda part: run(sanitizer, *part), parts)
+        for (tool, _), outcomes in zip(parts, counts, strict=True):
+            totals[tool].update(outcomes)
+    return {
+        tool: {
+            "options": " ".join(TOOLS[tool]),
+            "tests": {name: total[name] for name in OUTCOMES},
+            "errors": total["errors"],
+            "not_followed": total["not_followed"],
+        }
+        for tool, total in totals.items()
+    }
 
 
 def main() -> int:
@@ -96,6 +122,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--per-test", type=int, default=1, help="parameter sets of a test")
+    parser.add_argument("--jobs", type=int, default=1, help="processes of a tool at a time")
+    parser.add_argument("--tool", choices=TOOLS, action="append", help="only this one; may be repeated")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="of these sources, where there is no repository")
     arguments = parser.parse_args()
@@ -103,19 +131,20 @@ def main() -> int:
     if sanitizer is None:
         sys.exit("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
-    counts = run(sanitizer, choose(collect(), arguments.per_test))
+    start = time.perf_counter()
+    test_ids = choose(collect(), arguments.per_test)
+    tools = run_all(sanitizer, arguments.tool or list(TOOLS), test_ids, arguments.jobs)
     result = {
         "command": "python bench/gpu_sanitizer.py",
         "machine": describe("cuda"),
         "sanitizer": version.split("Version ")[-1].split()[0],
-        "options": " ".join(OPTIONS),
         "per_test": arguments.per_test,
-        **counts,
+        "tools": tools,
+        "wall_s": round(time.perf_counter() - start, 1),
+        "cuda_sources": digests(),
     }
     write_result(result, arguments.out, arguments.commit)
-    tests = counts["tests"]
-    assert isinstance(tests, dict)
-    return int(bool(counts["errors"] or tests["failed"] or not tests["passed"]))
+    return int(any(r["errors"] or r["tests"]["failed"] or not r["tests"]["passed"] for r in tools.values()))
 
 
 if __name__ == "__main__":

@@ -13,27 +13,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from report_first_page import first_page
 from report_gpu import (
     gpu,
+    gpu_first_token,
     gpu_hybrid,
-    gpu_hybrid_short,
     gpu_layer_step,
     gpu_parts,
     gpu_prefetch,
     gpu_profile,
-    gpu_sanitizer,
+    gpu_spills,
     gpu_streaming,
-    gpu_tiers,
     guess_recall,
     same_bits,
 )
 from report_tables import Row, load, table
+from report_tests import gpu_sanitizer, gpu_tests, planted_faults
 
 ROOT = Path(__file__).parent.parent
 PAGES = (
     ROOT / "README.md",
+    ROOT / "docs" / "install.md",
     ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "testing.md",
     ROOT / "docs" / "text.md",
+    ROOT / "docs" / "chat_templates.md",
     ROOT / "tools" / "train_demo" / "README.md",
 )
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -178,6 +182,36 @@ def startup() -> str:
     return table(["starting", ""], rows)
 
 
+def install() -> str:
+    """What each kind of installation downloads, and what it takes."""
+    r = load("install")
+    build, machine = r["build"], r["machine"]
+    rows = [
+        [
+            "the wheel, compiled from a checkout",
+            "",
+            f"{r['wheel_bytes'] / 1e6:.0f}",
+            "",
+            f"{build['wall_s']:.0f} s",
+        ]
+    ]
+    names = {"cpu": "`coldstream`", "cuda": "`coldstream[cuda]`", "test": "`coldstream[test]`"}
+    rows += [
+        [
+            names[kind],
+            f"{figures['download_bytes'] / 1e6:.0f}",
+            f"{figures['disk_bytes'] / 1e6:.0f}",
+            str(figures["packages"]),
+            f"{figures['wall_s']:.0f} s",
+        ]
+        for kind, figures in r["installs"].items()
+    ]
+    where = f"Python {machine['python']}, {machine['num_physical_cores']} cores, "
+    where += f"at a load of {machine['load_average']:.0f}"
+    header = ["what", "downloads, MB", "on disk, MB", "packages", "time"]
+    return table(header, rows) + f"\n{where}, commit {r['commit']}: `{r['command']}`\n"
+
+
 def text() -> str:
     """Processor seconds of the tokenizer, wall seconds of the chat template."""
     r = load("text")
@@ -192,6 +226,19 @@ def text() -> str:
         ["render it again", f"{1e3 * r['render_s']:.2f} ms", ""],
     ]
     return table(["what", "time", "over that of half the text"], rows)
+
+
+def templates() -> str:
+    """Published chat templates beside `transformers`, and forged control tokens, by family."""
+    r = load("templates")
+    header = ["family", "templates", "conversations", "equal", "refused", "forged", "refused", "through"]
+    keys = ("templates", "conversations", "equal", "refused", "forged", "forged_refused", "forged_through")
+    keys += ("through_by_parsing",)
+    counts = {family: [row[key] for key in keys] for family, row in r["families"].items()}
+    counts["all"] = [sum(column) for column in zip(*counts.values(), strict=True)]
+    rows = [[family, *(f"{number:,}" for number in numbers)] for family, numbers in counts.items()]
+    versions = ", ".join(f"{name} {r[name]}" for name in ("transformers", "jinja2", "tokenizers"))
+    return table([*header, "by parsing"], rows) + f"\n{versions}, commit {r['commit']}: `{r['command']}`\n"
 
 
 def routing() -> str:
@@ -261,26 +308,31 @@ def disk_tier() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    "first_page": first_page,
     "speed": speed,
     "ceilings": ceilings,
     "memory": memory,
     "agreement": agreement,
     "demo_model": demo_model,
     "disk_tier": disk_tier,
+    "install": install,
     "kv_types": kv_types,
     "startup": startup,
+    "templates": templates,
     "text": text,
     "gpu": gpu,
+    "gpu_first_token": gpu_first_token,
     "gpu_hybrid": gpu_hybrid,
-    "gpu_hybrid_short": gpu_hybrid_short,
     "gpu_parts": gpu_parts,
     "gpu_prefetch": gpu_prefetch,
     "gpu_layer_step": gpu_layer_step,
     "guess_recall": guess_recall,
+    "gpu_spills": gpu_spills,
     "gpu_streaming": gpu_streaming,
     "gpu_profile": gpu_profile,
     "gpu_sanitizer": gpu_sanitizer,
-    "gpu_tiers": gpu_tiers,
+    "gpu_tests": gpu_tests,
+    "planted_faults": planted_faults,
     "policies": policies,
     "routing": routing,
     "same_bits": same_bits,

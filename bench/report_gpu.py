@@ -63,27 +63,7 @@ def gpu_profile() -> str:
     return table(["kind of kernel", "launches", "µs", "share"], rows) + "\n" + "\n".join(summary) + "\n"
 
 
-def gpu_tiers() -> str:
-    """Triton and CUDA C++ beside each other; nothing while it isn't measured."""
-    if not has("gpu/tiers"):
-        return ""
-    r = load("gpu/tiers")
-    rows = [
-        [k["kernel"], str(k["rows"]), f"{k['triton_us']:.1f}", f"{k['cuda_us']:.1f}", f"{k['ratio']:.2f}×"]
-        for k in r["kernels"]
-    ]
-    machine = (
-        f"{r['machine']['gpu']}, driver {r['machine']['driver']}, commit {r['commit']}: `{r['command']}`"
-    )
-    return table(["kernel", "rows", "Triton µs", "CUDA C++ µs", "ratio"], rows) + f"\n{machine}\n"
-
-
-def gpu_hybrid_short() -> str:
-    """`gpu_hybrid` at the beginning of a sequence."""
-    return gpu_hybrid(most_depth=0)
-
-
-def gpu_hybrid(most_depth: int = 2**31) -> str:
+def gpu_hybrid() -> str:
     """Decoding with a part of the experts on the GPU; nothing while it isn't measured."""
     if not has("gpu/hybrid"):
         return ""
@@ -94,8 +74,6 @@ def gpu_hybrid(most_depth: int = 2**31) -> str:
     rows = []
     for row in sorted(r["rows"], key=lambda row: (row["depth"], row["experts_share"])):
         share = row["experts_share"]
-        if row["depth"] > most_depth:
-            continue
         expected = expected_tok_s(r, row)
         nearest = next((peer[key] for key in peer if abs(float(key) - share) < 0.03), "")
         rows.append(
@@ -266,17 +244,37 @@ def same_bits() -> str:
     return table(["type", "products that differ", "experts' outputs that differ"], rows) + f"\n{summary}\n"
 
 
-def gpu_sanitizer() -> str:
-    """Accesses that memcheck reported; nothing while it has not run."""
-    if not has("gpu/sanitizer"):
+def gpu_first_token() -> str:
+    """Seconds from the command to the first token, and the phases of one start; nothing if not measured."""
+    if not has("gpu/first_token"):
         return ""
-    r = load("gpu/sanitizer")
-    tests = r["tests"]
+    r = load("gpu/first_token")
+    later = r["later_starts_s"]
     rows = [
-        ["tests of kernels", f"{tests['passed']} passed, {tests['failed']} failed"],
-        ["errors reported", str(r["errors"])],
-        ["options", f"`{r['options']}`, version {r['sanitizer']}"],
-        ["machine", f"{r['machine']['gpu']}, driver {r['machine']['driver']}, commit {r['commit']}"],
-        ["command", f"`{r['command']}`"],
+        ["first start, nothing kept", f"{r['first_start_s']:.1f}"],
+        ["later starts", f"{min(later):.1f}–{max(later):.1f}"],
+        ["one more, to the end of the program, of which:", f"{r['profiled_run_s']:.1f}"],
     ]
-    return table(["compute-sanitizer", ""], rows)
+    rows += [[f"… {phase}", f"{seconds:.2f}"] for phase, seconds in r["phases_s"].items()]
+    machine = f"{r['machine']['gpu']}, {r['machine']['cores']} cores, commit {r['commit']}: `{r['command']}`"
+    note = f" ({r['note']})" if "note" in r else ""
+    return table(["from the command to the first token", "s"], rows) + f"\n{machine}{note}\n"
+
+
+def gpu_spills() -> str:
+    """Kernels that set registers aside, before and after they did not; nothing if not measured."""
+    if not has("gpu/spills"):
+        return ""
+    r = load("gpu/spills")
+    rows = [
+        [
+            row["case"],
+            str(row["rows"]),
+            f"{row['before_us']:.2f}",
+            f"{row['after_us']:.2f}",
+            f"{min(row['ratios']):.2f}–{max(row['ratios']):.2f}×",
+        ]
+        for row in r["rows"]
+    ]
+    where = f"{r['machine']['gpu']}, commits {r['before']} and {r['commit']}: `{r['command']}`"
+    return table(["kernel", "rows", "before µs", "after µs", "before : after"], rows) + f"\n{where}\n"

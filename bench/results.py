@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ ROOT = Path(__file__).parent.parent
 SOURCES = ("src", "bench", "CMakeLists.txt", "pyproject.toml")  # what figures depend on
 
 
-def commit() -> str:
-    """The commit of this checkout, marked if its sources differ; "unknown" where there is no repository."""
+def commit(sources: Sequence[str] = SOURCES) -> str:
+    """The commit of this checkout, marked if `sources` differ; "unknown" where there is no repository."""
     try:
         name = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", *SOURCES)
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", *sources)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{name}-changed" if changed else name

@@ -1,15 +1,13 @@
 """Settings for every test: reproducible properties, and no memory that happens to hold the right answer."""
 
-import os
+import sys
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-
-if not torch.cuda.is_available():
-    # Triton asks for this where a kernel is defined, so it must be set before a test imports one.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile(
     "repeatable",
@@ -22,9 +20,19 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--unpoisoned",
+        action="store_true",
+        help="leave torch.empty unwritten, for tools that see reads of it",
+    )
+
+
 @pytest.fixture(autouse=True)
-def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.empty` returns NaN, so that an element nobody wrote shows."""
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Memory that nobody wrote shows: `torch.empty` returns NaN, and to this package `np.empty` does."""
+    if request.config.getoption("--unpoisoned"):
+        return
     empty = torch.empty
 
     def poisoned(*size: Any, **options: Any) -> torch.Tensor:
@@ -32,6 +40,24 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
     monkeypatch.setattr(torch, "empty", poisoned)
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(np, name, _poisoned_for_the_package(getattr(np, name)))
+
+
+def _poisoned_for_the_package(make: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    def poisoned(*arguments: Any, **options: Any) -> np.ndarray:
+        array = make(*arguments, **options)
+        caller = sys._getframe(1).f_globals["__name__"]
+        if caller.split(".")[0] == "coldstream":
+            poison(array)
+        return array
+
+    return poisoned
+
+
+def poison(array: np.ndarray) -> None:
+    """Fill with NaN or the largest integer. Bytes of that make NaN of floats that are laid over them."""
+    array.fill(np.nan if array.dtype.kind in "fc" else np.iinfo(array.dtype).max)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

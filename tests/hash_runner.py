@@ -10,6 +10,7 @@ import numpy as np
 from builders import Dims, write_gguf
 from coldstream.decoding import Logits, Progress
 from coldstream.engine import EngineConfig, OpenedModel, SamplingParams
+from coldstream.engine.opened_model import ModelHandle
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
@@ -61,6 +62,7 @@ class HashRunner:
         return np.stack([self.decode(token_id) for token_id in token_ids])
 
     def close(self) -> None:
+        assert not self.closed, "closed twice"
         self.closed = True
         self.file.close()
 
@@ -81,13 +83,20 @@ def open_hash_model(
     (path,) = write_gguf(
         path, dims=Dims(layers=1, hidden=32, experts=2, expert_ffn=32, shared_ffn=32, state=32)
     )
-    file = GGUFFile.open(path)
-    tokenizer = Tokenizer.from_metadata(file.metadata)
+    return opened_with(HashRunner(GGUFFile.open(path)), ctx_size, default_sampling)
+
+
+def opened_with(
+    runner: ModelHandle, ctx_size: int, default_sampling: SamplingParams | None = None
+) -> OpenedModel:
+    """The tokenizer and the template of a runner's file around it."""
+    metadata = runner.file.metadata
+    tokenizer = Tokenizer.from_metadata(metadata)
     return OpenedModel(
-        config=EngineConfig(str(path), ctx_size=ctx_size, threads=1),
-        runner=HashRunner(file),
+        config=EngineConfig(str(runner.file.paths[0]), ctx_size=ctx_size, threads=1),
+        runner=runner,
         tokenizer=tokenizer,
-        chat_template=ChatTemplate.from_metadata(file.metadata, tokenizer.vocabulary),
+        chat_template=ChatTemplate.from_metadata(metadata, tokenizer.vocabulary),
         has_chat_template=True,
         default_sampling=default_sampling or SamplingParams(),
     )

@@ -1,19 +1,90 @@
-"""coldstream: Mixture-of-Experts language models larger than the GPU, from GGUF files."""
+"""coldstream: Mixture-of-Experts language models larger than the GPU, from GGUF files.
+
+    from coldstream import LLM, SamplingParams
+
+    with LLM("model.gguf", vram="8GiB") as llm:
+        for output in llm.generate(["def fibonacci(n):"], SamplingParams(temperature=0, max_tokens=64)):
+            print(output.outputs[0].text)
+        for piece in llm.stream("import os"):
+            print(piece.text, end="")
+
+`LLM` opens a model; `generate` and `chat` give a list of `RequestOutput`, `stream` and `stream_chat` a
+`Stream` of `Piece`. The same prompt and seed give the same tokens, on a GPU or a CPU, whatever the memory
+budget. All errors are children of `ColdstreamError`. docs/python.md shows all of it.
+"""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coldstream.decoding import SamplingParams
-    from coldstream.engine import LLM, Piece, RequestOutput
+    from coldstream.engine import (
+        LLM,
+        CompletionOutput,
+        Logprob,
+        Piece,
+        RequestOutput,
+        SamplingParams,
+        Statistics,
+        Stream,
+        TextPrompt,
+        TokensPrompt,
+    )
+    from coldstream.errors import (
+        ColdstreamError,
+        ConfigError,
+        DeviceError,
+        DownloadError,
+        GenerationFault,
+        InvalidRequestError,
+        ModelChangedError,
+        ModelFormatError,
+        ModelNotFoundError,
+        OutOfMemoryError,
+        TemplateError,
+        UnsupportedError,
+    )
 
-__all__ = ["LLM", "Piece", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "ColdstreamError",
+    "CompletionOutput",
+    "ConfigError",
+    "DeviceError",
+    "DownloadError",
+    "GenerationFault",
+    "InvalidRequestError",
+    "Logprob",
+    "ModelChangedError",
+    "ModelFormatError",
+    "ModelNotFoundError",
+    "OutOfMemoryError",
+    "Piece",
+    "RequestOutput",
+    "SamplingParams",
+    "Statistics",
+    "Stream",
+    "TemplateError",
+    "TextPrompt",
+    "TokensPrompt",
+    "UnsupportedError",
+    "__version__",
+]
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    """The public names, imported when first asked for: the command line's help must not pay for them."""
-    if name in __all__:
+if not TYPE_CHECKING:  # or any name at all would pass a type checker
+
+    def __getattr__(name: str) -> Any:
+        """The public names, imported when first asked for: the command line's help must not pay for them."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from coldstream import errors
+
+        if hasattr(errors, name):
+            return getattr(errors, name)
         from coldstream import engine
 
         return getattr(engine, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        """What `help` and completion list; the names in `__all__` are not there before they are asked for."""
+        return sorted({*globals(), *__all__})

@@ -16,13 +16,16 @@ escaped.
     ├── GenerationFault                 70   computing failed (NaN logits, a dead worker)
     ├── OutOfMemoryError                71   what does not fit; message: need, free, advice
     ├── DeviceError                     72   no GPU, one that is not supported, or one that failed
+    ├── StorageError                    73   a file that could not be written; message: file, reason, advice
     ├── ModelChangedError               74   the model file shrank or changed while in use
     ├── ConfigError                      2   an unknown or contradictory setting
     └── InvalidRequestError              2   a prompt, message list or sampling setting that cannot be served
+        ├── ContextFullError                 a prompt with more tokens than the context has room for
         └── TemplateError                    the chat template is absent, failed, or was stopped at its limits
 """
 
 import errno
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,6 +37,18 @@ def escape_controls(text: str) -> str:
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text
     )
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
+def shown(value: object) -> str:
+    """A caller's value as messages show it: short, and never an error of its own."""
+    try:
+        return _SHORT.repr(value)
+    except Exception:  # such as the text of an integer of ten thousand digits
+        return f"a value of type {type(value).__name__}"
 
 
 class ColdstreamError(Exception):
@@ -108,6 +123,12 @@ class DeviceError(ColdstreamError):
     exit_code = 72
 
 
+class StorageError(ColdstreamError):
+    """A file that could not be written: no space, no permission; what was there before still is."""
+
+    exit_code = 73
+
+
 class ModelChangedError(ColdstreamError):
     """The model file shrank or changed while in use."""
 
@@ -124,6 +145,10 @@ class InvalidRequestError(ColdstreamError):
     """A prompt, message list or sampling setting that cannot be served."""
 
     exit_code = 2
+
+
+class ContextFullError(InvalidRequestError):
+    """A prompt with more tokens than the context has room for."""
 
 
 class TemplateError(InvalidRequestError):

@@ -63,6 +63,26 @@ def test_json_is_one_line_with_the_samples(run: Run, path: str) -> None:
     assert (report["threads"], report["warm_up_runs"]) == (1, 1)
 
 
+@pytest.mark.parametrize("context", [(), ("-c", "64")])
+def test_a_plan_made_by_plan_is_measured(
+    run: Run, path: str, tmp_path: Path, context: tuple[str, ...]
+) -> None:
+    plan = str(tmp_path / "my.plan")
+    assert run("plan", path, "--device", "cpu", "--out", plan, *context)[0] == 0
+    code, out, err = run("bench", path, "--plan", plan, *QUICK, "--device", "cpu", "--json")
+    assert (code, err) == (0, "")
+    assert [row["test"] for row in json.loads(out)["tests"]] == ["pp16", "tg4"]
+
+
+def test_a_test_that_needs_more_context_than_there_is_is_named(run: Run, path: str, tmp_path: Path) -> None:
+    plan = str(tmp_path / "my.plan")
+    assert run("plan", path, "--device", "cpu", "--out", plan, "-c", "64")[0] == 0
+    for context in (("--plan", plan), ("-c", "64")):
+        code, out, err = run("bench", path, "--device", "cpu", *context, "-n", "4,99")
+        assert (code, out) == (2, "")
+        assert "pp512 needs a context of 512 tokens, there are 64" in err
+
+
 def test_more_context_than_the_model_has_is_refused(run: Run, path: str) -> None:
     code, out, err = run("bench", path, "-d", "5000")
     assert (code, out) == (2, "")

@@ -1,5 +1,6 @@
 """The chat: messages, commands, settings; with scripted lines instead of a terminal."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import pytest
 
 from coldstream.cli.chat import Chat, complete_message, run_chat
 from coldstream.engine import LLM, SamplingParams
-from coldstream.errors import InvalidRequestError
+from coldstream.errors import ContextFullError, InvalidRequestError
 
 PARAMS = SamplingParams(seed=4, max_tokens=6, ignore_eos=True)
 
@@ -34,8 +35,8 @@ def test_answers_become_part_of_the_conversation(
 ) -> None:
     assert run_chat(chat, _script("def", "and"), quiet=True) == 0
     assert [message["role"] for message in chat.messages] == ["user", "assistant", "user", "assistant"]
-    first = llm.chat([{"role": "user", "content": "def"}], PARAMS)
-    second = llm.chat(chat.messages[:3], PARAMS)
+    (first,) = llm.chat([{"role": "user", "content": "def"}], PARAMS)
+    (second,) = llm.chat(chat.messages[:3], PARAMS)
     assert [chat.messages[1]["content"], chat.messages[3]["content"]] == [first.text, second.text]
     printed = capsys.readouterr()
     assert printed.out.startswith(first.text)
@@ -70,9 +71,9 @@ def test_clear_and_system(chat: Chat, llm: LLM) -> None:
     assert chat.messages == []
     run_chat(chat, _script("/system be brief", "def"), quiet=True)
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "def"}]
-    assert chat.messages[1]["content"] == llm.chat(messages, PARAMS).text
+    assert chat.messages[1]["content"] == llm.chat(messages, PARAMS)[0].text
     run_chat(chat, _script("/system", "def"), quiet=True)
-    assert chat.messages[1]["content"] == llm.chat(messages[1:], PARAMS).text
+    assert chat.messages[1]["content"] == llm.chat(messages[1:], PARAMS)[0].text
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,12 @@ def test_help_and_settings_are_listed(chat: Chat, capsys: pytest.CaptureFixture[
     run_chat(chat, _script("/help", "/set"), quiet=True)
     out = capsys.readouterr().out
     assert "/regen" in out
-    assert "seed 4" in out
+    assert "seed 4\n" in out
+    assert "max_tokens 6\n" in out
+    run_chat(chat, _script("/set max_tokens none", "/set max_tokens", "/set heat"), quiet=True)
+    out, err = capsys.readouterr()
+    assert out == "max_tokens none\n"
+    assert "no setting 'heat'" in err
 
 
 @pytest.mark.parametrize("command", ["/exit", "/quit", "/bye"])
@@ -155,9 +161,105 @@ def test_raw_messages_are_completed_on_their_own(llm: LLM, capsys: pytest.Captur
     chat = Chat(llm, PARAMS, raw=True)
     run_chat(chat, _script("def f"), quiet=True)
     assert capsys.readouterr().out.rstrip("\n") == llm.generate("def f", PARAMS)[0].text.rstrip("\n")
+    run_chat(chat, _script("/drop"), quiet=True)
+    assert "no conversation" in capsys.readouterr().err
+
+
+def test_regen_continues_the_last_raw_text_again(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = Chat(llm, PARAMS, raw=True)
+    run_chat(chat, _script("and", "def f", "/set seed 5", "/regen", "/regen"), quiet=True)
+    out, err = capsys.readouterr()
+    again = llm.generate("def f", replace(PARAMS, seed=5))[0].text.rstrip("\n")
+    assert out.count(again) == 2
+    assert err == ""
+    run_chat(chat, _script("/clear", "/regen"), quiet=True)
+    assert "nothing to answer again" in capsys.readouterr().err
+
+
+@pytest.fixture
+def full_chat(chat: Chat) -> Chat:
+    """A conversation that has no room for a message of 60 characters."""
+    while True:
+        try:
+            chat.ask("y" * 60).close()
+        except ContextFullError:
+            return chat
+        run_chat(chat, _script("x" * 10), quiet=True)
+        assert 0 < chat.num_turns < 50
+
+
+@pytest.mark.parametrize("reply", ["", "y", " Yes "])
+def test_a_full_context_offers_to_forget_the_oldest_messages(
+    full_chat: Chat, reply: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, num_turns = full_chat.messages, full_chat.num_turns
+    asked: list[str] = []
+    lines = iter(["y" * 60, reply])
+
+    def read_line(prompt: str) -> str:
+        asked.append(prompt)
+        if (line := next(lines, None)) is None:
+            raise EOFError
+        return line
+
+    assert run_chat(full_chat, read_line, quiet=True) == 0
+    match = re.fullmatch(
+        rf"forget the (\d+) oldest messages and their answers, of {num_turns}\? \[Y/n\] ", asked[1]
+    )
+    assert match, asked
+    dropped = int(match[1])
+    assert 1 < dropped < num_turns
+    assert full_chat.messages[:-2] == before[2 * dropped :]
+    assert full_chat.messages[-2]["content"] == "y" * 60
+    assert "error" not in capsys.readouterr().err
+
+
+def test_who_forgets_nothing_is_told_what_else_there_is(
+    full_chat: Chat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = full_chat.messages
+    run_chat(full_chat, _script("y" * 60, "n"), quiet=True)
+    assert full_chat.messages == before
+    assert "was not sent: /drop forgets the oldest messages, /clear all of them" in capsys.readouterr().err
+    run_chat(full_chat, _script("/drop 2", "/drop"), quiet=True)
+    assert full_chat.messages == before[6:]
+    assert f"{full_chat.num_turns} messages left" in capsys.readouterr().out
+    run_chat(full_chat, _script(f"/drop {full_chat.num_turns - 1}"), quiet=True)
+    assert capsys.readouterr().out == "1 message left\n"
+    full_chat.messages = before[6:]
+    for command, problem in (
+        ("/drop 0", "/drop 0: give a number from 1 to"),
+        ("/drop 99", "/drop 99: give a number from 1 to"),
+        ("/drop x", "/drop x: not a number of messages"),
+    ):
+        run_chat(full_chat, _script(command), quiet=True)
+        assert problem in capsys.readouterr().err
+    assert full_chat.messages == before[6:]
+
+
+def test_a_message_that_never_fits_is_not_asked_about(
+    full_chat: Chat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = full_chat.messages
+    run_chat(full_chat, _script("y" * 400), quiet=True)
+    err = capsys.readouterr().err
+    assert re.search(r"this message alone has \d+ tokens, the context holds 256", err)
+    assert full_chat.messages == before
+    run_chat(full_chat, _script("/clear", "y" * 400), quiet=True)
+    assert "the limit is 255: shorten it, or choose a larger --ctx-size" in capsys.readouterr().err
+
+
+def test_an_answer_that_ends_with_the_context_says_so(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = Chat(llm, replace(PARAMS, max_tokens=None))
+    run_chat(chat, _script("def"), quiet=False)
+    assert "context 256 of 256" in capsys.readouterr().err.replace("\n", " ")
+    run_chat(chat, _script("/regen"), quiet=True)
+    assert "the context is full: /drop forgets the oldest messages" in capsys.readouterr().err
+
+
+def test_white_space_is_no_message(chat: Chat) -> None:
+    run_chat(chat, _script("", "   ", '"""', "\t", '"""'), quiet=True)
     assert chat.messages == []
-    with pytest.raises(InvalidRequestError, match="nothing to answer again"):
-        chat.take_back()
 
 
 def test_raw_text_takes_no_system_prompt(llm: LLM) -> None:

@@ -63,3 +63,10 @@ def test_pictures_stay_small(shape: tuple[int, int]) -> None:
     assert len(svg) < 3000 + 50 * uses.size
     width = float(ElementTree.fromstring(svg).attrib["width"])
     assert width < 1700
+
+
+def test_the_legend_goes_from_nothing_to_the_most_uses() -> None:
+    svg = heat_map_svg(np.array([[0.25, 3.5, 1.0]]), None, "t")
+    words = [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+    assert "0" in words
+    assert "3.5 uses a token" in words

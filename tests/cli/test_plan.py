@@ -153,6 +153,7 @@ def test_pinned_layers_and_a_written_plan(run: Run, model: Path, tmp_path: Path)
         (("--device", "cpu", "--vram", "1G"), 2, "leave --vram out"),
         (("-c", "5000"), 2, "beyond the 4096 tokens"),
         (("--pin-layers", "-1"), 2, "--pin-layers"),
+        (("--pin-layers", "99"), 2, "--pin-layers 99: the model has 4 layers, so it can be 0 to 4"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -1,6 +1,9 @@
 """`coldstream run` as a process: one answer, a pipe, a chat on a terminal, Ctrl-C."""
 
+import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +13,10 @@ from terminals import Terminal
 
 from builders import make_model, write_gguf, write_model
 from coldstream import LLM, SamplingParams
+from coldstream.assets import demo_model_path
 from coldstream.cli.main import EXIT_INTERRUPTED
 from coldstream.cli.terminal import visible
+from coldstream.cli.text_input import MAX_TEXT_BYTES
 
 RUN = [sys.executable, "-m", "coldstream", "run"]
 ENDLESS = ["--ignore-eos", "--seed", "1", "--threads", "1"]
@@ -45,10 +50,10 @@ def test_one_answer_to_a_prompt(model: str) -> None:
     done = _run(model, "-p", "def", *SHORT)
     with LLM(model, threads=1) as llm:
         params = SamplingParams(max_tokens=8, ignore_eos=True, seed=1)
-        expected = llm.chat([{"role": "user", "content": "def"}], params).text
+        expected = llm.chat([{"role": "user", "content": "def"}], params)[0].text
         with_system = llm.chat(
             [{"role": "system", "content": "brief"}, {"role": "user", "content": "def"}], params
-        ).text
+        )[0].text
         completion = llm.generate("def", params)[0].text
     assert (done.returncode, done.stdout) == (0, f"{expected}\n".encode())
     assert b"generated 8 tokens" in done.stderr
@@ -64,6 +69,59 @@ def test_piped_text_is_the_prompt_and_the_output_is_plain(model: str) -> None:
     assert piped.returncode == 0
     assert piped.stdout == _run(model, "-p", "def", *SHORT).stdout
     assert b"\x1b" not in piped.stderr
+
+
+def test_a_prompt_and_piped_text_are_one_prompt(model: str, tmp_path: Path) -> None:
+    both = _run(model, "-p", "x\ndef", *SHORT).stdout
+    (tmp_path / "x.txt").write_text("x\n")
+    assert _run(model, "-p", "def", *SHORT, stdin=b"x\n").stdout == both
+    assert _run(model, "-p", "def", "-f", str(tmp_path / "x.txt"), *SHORT, stdin=b"ignored").stdout == both
+    assert _run(model, "-p", "def", "-f", "-", *SHORT, stdin=b"x\n").stdout == both
+    assert _run(model, "--file", "-", *SHORT, stdin=b"x\ndef").stdout == both
+    (tmp_path / "x.txt").write_text("x\ndef\n")
+    assert _run(model, "-f", str(tmp_path / "x.txt"), *SHORT).stdout == both
+    with open(tmp_path / "x.txt", "w+") as file:  # standard input may be a file too
+        file.write("x")
+        file.seek(0)
+        done = subprocess.run([*RUN, model, "-p", "def", *SHORT], stdin=file, capture_output=True, check=True)
+    assert done.stdout == both
+    assert _run(model, "-p", "def", *SHORT, stdin=b"").stdout == _run(model, "-p", "def", *SHORT).stdout
+
+
+def test_a_socket_that_somebody_left_open_is_not_waited_for(model: str) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [*RUN, model, "-p", "def", *SHORT]
+        done = subprocess.run(command, stdin=theirs, capture_output=True, check=True, timeout=300)
+    assert done.stdout == _run(model, "-p", "def", *SHORT).stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", b"x.txt is empty: give a file with a prompt"),
+        (b"\n", b"x.txt is empty: give a file with a prompt"),
+        (b"ab\xff", b"x.txt is not UTF-8 text: byte 2"),
+        (b"a" * (MAX_TEXT_BYTES + 1), b"x.txt has more than 16777216 bytes; give a part of it"),
+        (None, b"x.txt: No such file or directory; give a text file with -f"),
+    ],
+    ids=["empty", "a line", "no text", "too long", "not there"],
+)
+def test_tk03_a_file_that_is_no_prompt(tmp_path: Path, content: bytes | None, message: bytes) -> None:
+    if content is not None:
+        (tmp_path / "x.txt").write_bytes(content)
+    done = _run("-f", str(tmp_path / "x.txt"), *SHORT)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert message in done.stderr
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_minus_one_generates_until_the_context_is_full(model: str) -> None:
+    done = _run(model, "-p", "def", "-n", "-1", "-c", "40", *ENDLESS, "--raw")
+    with LLM(model, threads=1, ctx_size=40) as llm:
+        (expected,) = llm.generate("def", SamplingParams(ignore_eos=True, seed=1))
+    assert len(expected.prompt_token_ids) + len(expected.token_ids) == 40
+    assert done.stdout.removesuffix(b"\n") == expected.text.encode().removesuffix(b"\n")
 
 
 def test_a_model_without_template_completes(plain_model: str) -> None:
@@ -103,6 +161,26 @@ def test_without_a_model_the_bundled_one_completes() -> None:
     assert b"length" in done.stderr or b"stop" in done.stderr
 
 
+def test_the_bundled_model_completes_by_whatever_path_it_is_named(tmp_path: Path) -> None:
+    shutil.copy(demo_model_path(), tmp_path / "copy.gguf")
+    arguments = ("-p", "def fibonacci(n):", "-n", "12", "--temp", "0", "--threads", "1")
+    expected = _run(*arguments).stdout
+    assert expected
+    for path in (str(demo_model_path()), str(tmp_path / "copy.gguf")):
+        assert _run(path, *arguments).stdout == expected
+    assert b"this one continues text" in _run(path, *arguments, "-sys", "brief").stderr
+
+
+@pytest.mark.parametrize(("count", "line"), [("1", rb"d 1 token "), ("2", rb"2 tokens, [\d.]+ tok/s")])
+def test_a_speed_is_shown_only_where_there_is_one(model: str, count: str, line: bytes) -> None:
+    done = _run(model, "-p", "def", "-n", count, *ENDLESS, "--raw", "-c", "50")
+    assert re.search(line, done.stderr)
+    assert b" 0.0 tok/s" not in done.stderr
+    (prompt_tokens,) = re.findall(rb"prompt (\d+) tokens?, ", done.stderr)
+    assert b"context %d of 50" % (int(prompt_tokens) + int(count)) in done.stderr
+    assert b"1 thread " in done.stderr
+
+
 @pytest.mark.parametrize(("arguments", "code"), [(["-p", ""], 2), (["", "-p", "def"], 2)])
 def test_empty_texts_are_no_prompt_and_no_model(arguments: list[str], code: int) -> None:
     done = _run(*arguments)
@@ -138,7 +216,7 @@ def test_ctrl_c_ends_the_answer_and_the_program(model: str) -> None:
 def test_ctrl_c_in_a_chat_stops_the_answer_and_keeps_the_session(model: str, tmp_path: Path) -> None:
     with LLM(model, threads=1) as llm:
         params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
-        answer = visible(llm.chat([{"role": "user", "content": "def"}], params).text).replace("\n", "\r\n")
+        answer = visible(llm.chat([{"role": "user", "content": "def"}], params)[0].text).replace("\n", "\r\n")
     with Terminal([*RUN, model, *ENDLESS], home=str(tmp_path)) as terminal:
         start = terminal.read_until(">>>")
         terminal.type("def\r")

@@ -82,3 +82,33 @@ def test_gg01_a_truncated_file_is_one_error(run: Run, path: str, tmp_path: Path)
     assert (code, out) == (65, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "problem"),
+    [
+        ("", 2, "model must be a path or org/repo[:QUANT], not ''"),
+        ("empty", 66, "empty: a folder with no model in it: name a GGUF file"),
+        ("several", 66, "several: a folder with several models: a.gguf, b.gguf: name a file"),
+        ("part", 66, "part: the model in this folder is not complete: m-00001-of-00002.gguf (1 of 2 parts)"),
+        ("short.gguf", 65, "short.gguf: magic at byte 0: b'abcd', not b'GGUF': this is not a GGUF file"),
+        ("cut.gguf", 65, "cut.gguf: header at byte 4: needs 20 bytes, the file has 2 left"),
+        ("text.gguf", 65, "this is not a GGUF file"),
+        ("none.gguf", 66, "none.gguf: no such file"),
+    ],
+)
+def test_what_is_no_model_is_called_what_it_is(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int, problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in ("several/a.gguf", "several/b.gguf", "part/m-00001-of-00002.gguf"):
+        Path(file).parent.mkdir(exist_ok=True)
+        Path(file).write_bytes(b"x")
+    Path("empty").mkdir()
+    Path("short.gguf").write_bytes(b"abcdef")
+    Path("cut.gguf").write_bytes(b"GGUF\3\0")
+    Path("text.gguf").write_text("Once upon a time there was a model.\n")
+    got, out, err = run("show", name)
+    assert (got, out) == (code, "")
+    assert problem in err
+    assert err.count("\n") == 1

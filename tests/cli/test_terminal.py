@@ -1,8 +1,12 @@
 """What reaches a terminal."""
 
 import io
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from terminals import Terminal
 
 from coldstream.cli.answer import AnswerWriter
 from coldstream.cli.terminal import format_bytes, format_count, visible
@@ -41,6 +45,15 @@ def test_an_answer_ends_its_line_once(pieces: list[str], written: str) -> None:
         writer.write(piece)
     writer.end_line()
     assert out.getvalue() == written
+
+
+def test_notes_are_broken_between_words_on_a_terminal_only(tmp_path: Path) -> None:
+    code = "from coldstream.cli.terminal import note; note('several words in a line\\nand another')"
+    command = [sys.executable, "-c", code]
+    with Terminal(command, home=str(tmp_path), columns=14) as terminal:
+        assert terminal.read_to_the_end() == "several words\nin a line\nand another\n"
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == "several words in a line\nand another\n"
 
 
 def test_sizes_and_counts_read_as_in_llama_bench() -> None:

@@ -15,6 +15,7 @@ from coldstream.decoding.sampling import (
     WEIGHT_ONE,
     apply_penalties,
     choose_token,
+    derived_seed,
     draw_token,
     keep_tokens,
     philox4x32,
@@ -230,41 +231,6 @@ def test_trap_50_a_processor_that_leaves_no_token_is_a_fault(bad: float) -> None
         sample_token(np.zeros(4, dtype=np.float32), [0], replace(PLAIN, logits_processors=(ruin,)), seed=0)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *[
-            (name, value)
-            for name in ("temperature", "top_p", "min_p")
-            for value in (-1, math.nan, math.inf, True, "1")
-        ],
-        ("top_p", 1.5),
-        ("top_k", -1),
-        ("top_k", 1.0),
-        ("top_k", 2**64),
-        ("repetition_penalty", 0),
-        ("presence_penalty", 2.5),
-        ("frequency_penalty", -3),
-        ("repeat_last_n", -1),
-        ("seed", -1),
-        ("seed", 2**64),
-        ("max_tokens", 0),
-        ("max_tokens", True),
-        ("stop", [""]),
-        ("stop", 3),
-        ("stop", ["a"] * 65),
-        ("stop", ["a" * 1025]),
-    ],
-)
-def test_settings_out_of_range_are_refused_by_name(field: str, value: object) -> None:
-    with pytest.raises(InvalidRequestError, match=field.split("_")[0]):
-        SamplingParams(**{field: value})  # type: ignore[arg-type]
-
-
-def test_one_stop_string_is_a_list_of_one() -> None:
-    assert SamplingParams(stop="ab").stop == SamplingParams(stop=["ab"]).stop == ("ab",)
-
-
 class FarLogits:
     """Logits that count how often they are brought, and choose by `sample_token` where they are."""
 
@@ -309,3 +275,125 @@ def test_logits_are_brought_for_processors_and_for_the_message_of_a_fault() -> N
     broken = FarLogits(np.array([0.0, np.nan], np.float32))
     with pytest.raises(GenerationFault, match="1 of 2 logits at position 1 are not finite"):
         choose_token(broken, [5], SamplingParams(temperature=0), 0)
+
+
+@given(logit_vectors, st.lists(st.integers(0, 39), max_size=45), st.integers(0, 2**64 - 1))
+def test_a_forbidden_token_is_as_if_its_logit_were_minus_infinity(
+    logits: Logits, ids: list[int], seed: int
+) -> None:
+    forbidden = {token_id % len(logits) for token_id in ids}
+    before = logits.copy()
+
+    def forbid(context: Sequence[int], values: Logits) -> Logits:
+        return np.where(np.isin(np.arange(len(values)), list(forbidden)), -np.inf, values).astype(np.float32)
+
+    params = SamplingParams(temperature=0.7, repetition_penalty=1.2, top_k=5)
+    if len(forbidden) == len(logits):
+        with pytest.raises(GenerationFault, match="no token can follow"):
+            sample_token(logits, [0], params, seed, forbidden)
+        return
+    token_id = sample_token(logits, [0], params, seed, forbidden)
+    assert token_id not in forbidden
+    assert token_id == sample_token(logits, [0], replace(params, logits_processors=(forbid,)), seed)
+    assert (logits == before).all()
+
+
+def test_forbidden_tokens_bring_the_logits_of_a_device() -> None:
+    far = FarLogits(np.array([0.0, 3.0, 1.0], np.float32))
+    greedy = SamplingParams(temperature=0)
+    assert choose_token(far, [], greedy, 0, {1}) == 2
+    assert far.brought == 1
+    assert choose_token(far, [], greedy, 0, ()) == 1
+    assert far.brought == 1
+
+
+def test_a_processor_may_write_into_what_it_is_given() -> None:
+    def forbid_best(context: Sequence[int], values: Logits) -> Logits:
+        values[np.argmax(values)] = -np.inf
+        return values
+
+    logits = np.array([9.0, 1.0, 2.0], dtype=np.float32)
+    params = SamplingParams(temperature=0, logits_processors=[forbid_best, forbid_best])
+    assert sample_token(logits, [0], params, 0) == 1
+    assert logits.tolist() == [9.0, 1.0, 2.0]
+
+
+def fail(context: Sequence[int], values: Logits) -> Logits:
+    raise KeyError("lost")
+
+
+@pytest.mark.parametrize(
+    ("processor", "message"),
+    [
+        (fail, r"logits_processors\[1\] \('fail'\) raised KeyError: 'lost'"),
+        (lambda context, values: None, r"logits_processors\[1\] .* returned a NoneType, not an array"),
+        (lambda context, values: values.tolist(), r"returned a list, not an array"),
+        (lambda context, values: values[1:], r"returned float32 of shape \(2,\), not float32 of \(3,\)"),
+        (lambda context, values: values.astype(np.float64), r"returned float64 of shape \(3,\)"),
+        (lambda context: context, r"raised TypeError"),
+    ],
+    ids=["raises", "none", "list", "shape", "dtype", "arguments"],
+)
+def test_a_processor_that_misbehaves_is_named(processor: Any, message: str) -> None:
+    def sound(context: Sequence[int], values: Logits) -> Logits:
+        return values
+
+    params = SamplingParams(logits_processors=(sound, processor))
+    with pytest.raises(InvalidRequestError, match=message):
+        sample_token(np.zeros(3, np.float32), [0], params, 0)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(1, 2**32 - 1), st.integers(1, 2**32 - 1))
+def test_derived_seeds_differ_by_index_and_fit_into_json(seed: int, index: int, other: int) -> None:
+    assert derived_seed(seed, 0) == seed
+    assert 0 <= derived_seed(seed, index) < 2**53
+    assert (derived_seed(seed, index) == derived_seed(seed, other)) == (index == other)
+
+
+def test_derived_seeds_known_answers() -> None:
+    words = philox4x32((3, 0, 1, 0), (7, 1))
+    assert derived_seed(7 + 2**32, 3) == (words[0] + words[1] * 2**32) % 2**53
+    assert derived_seed(0, 1) != random_bits(0, 1) % 2**53
+
+
+@given(st.integers(0, 6), st.integers(0, 2**64 - 1))
+def test_equal_logits_share_the_numbers_equally(log_count: int, bits: int) -> None:
+    """Each of 2^n tokens is drawn by 2^(64 − n) of the 64-bit numbers, those in turn, to the last one."""
+    count = 1 << log_count
+    ids, logits = np.arange(count) * 3, np.zeros(count, np.float32)
+    share = 2**64 >> log_count
+    first = bits // share * share
+    for number in (first, bits, first + share - 1):
+        assert draw_token(ids, logits, 1.0, number) == 3 * (first // share)
+
+
+@given(st.integers(0, 11), st.data())
+def test_top_p_stops_where_the_sum_is_reached_exactly(log_count: int, data: st.DataObject) -> None:
+    count = 1 << log_count
+    num_kept = data.draw(st.integers(0, count - 1))
+    params = replace(PLAIN, top_p=num_kept / count)
+    kept = keep_tokens(np.zeros(count, np.float32), params)
+    assert kept.tolist() == list(range(max(1, num_kept)))
+
+
+def test_a_device_is_told_every_setting_by_its_name() -> None:
+    settings = {
+        "temperature": 0.25,
+        "top_k": 5,
+        "top_p": 0.5,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.75,
+        "frequency_penalty": -0.5,
+        "repeat_last_n": 7,
+    }
+    told: dict[str, Any] = {}
+
+    class Listening(FarLogits):
+        def choose(self, context: Sequence[int], **given: Any) -> int:
+            told.update(given)
+            return 2
+
+    params = SamplingParams(**settings)
+    assert choose_token(Listening(np.zeros(3, np.float32)), [0, 1], params, 9) == 2
+    assert told == {**settings, "has_penalties": True, "seed": 9}

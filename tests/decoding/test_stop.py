@@ -40,6 +40,30 @@ def test_nothing_is_withheld_without_need(stops: list[str], text: str) -> None:
         assert not held or any(stop.startswith(held) for stop in stops)
 
 
+@given(stop_lists, st.lists(texts, max_size=8), st.lists(texts, max_size=8))
+def test_a_stop_string_that_may_not_end_yet_is_text(
+    stops: list[str], early: list[str], late: list[str]
+) -> None:
+    matcher = StopMatcher(stops)
+    shown = "".join(matcher.feed(piece, may_end=False) for piece in early)
+    shown += "".join(matcher.feed(piece) for piece in late) + matcher.flush()
+    text, boundary = "".join(early + late), len("".join(early))
+    for end in range(boundary + 1, len(text) + 1):
+        if complete := [stop for stop in stops if text[:end].endswith(stop)]:
+            longest = max(complete, key=len)
+            assert (shown, matcher.matched) == (text[: end - len(longest)], longest)
+            return
+    assert (shown, matcher.matched) == (text, None)
+
+
+@given(stop_lists, st.lists(texts, max_size=8))
+def test_an_included_stop_string_is_shown_and_nothing_after_it(stops: list[str], pieces: list[str]) -> None:
+    matcher = StopMatcher(stops, include=True)
+    shown = "".join(matcher.feed(piece) for piece in pieces) + matcher.flush()
+    before, matched = _by_definition(stops, "".join(pieces))
+    assert (shown, matcher.matched) == (before + (matched or ""), matched)
+
+
 @pytest.mark.parametrize(
     ("pieces", "shown"),
     [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coldstream.engine import LLM
+from coldstream.engine import LLM, benchmark
 from coldstream.engine.benchmark import BenchmarkResult, BenchmarkTest, benchmark_tokens, run_benchmark
 from coldstream.errors import InvalidRequestError
 from hash_runner import HashRunner
@@ -56,3 +56,22 @@ def test_mean_and_deviation() -> None:
     assert BenchmarkResult(test, (1.0, 2.0, 3.0)).mean == 2.0
     assert BenchmarkResult(test, (1.0, 2.0, 3.0)).deviation == 1.0
     assert BenchmarkResult(test, (5.0,)).deviation == 0.0
+
+
+def test_the_run_that_warms_up_is_not_for_the_record(
+    runner: HashRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs take 1, 2, 4 and 8 seconds of a clock that the test turns."""
+    now = 0.0
+    durations = iter((1.0, 2.0, 4.0, 8.0))
+    prefill = runner.prefill
+
+    def slow(*arguments: object) -> object:
+        nonlocal now
+        now += next(durations)
+        return prefill(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner, "prefill", slow)
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now)
+    result = run_benchmark(runner, list(range(8)), BenchmarkTest(8, 0, 0), 3, lambda run: None)
+    assert result.samples == (4.0, 2.0, 1.0)

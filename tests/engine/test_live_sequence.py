@@ -37,6 +37,7 @@ def test_logits_never_depend_on_what_was_live(
         assert (logits == shared_runner.current_logits()).all()
         for token_id in answer:
             sequence.decode(token_id)
+            sequence.trust()
             expected.append(token_id)
             assert shared_runner.token_ids == expected
         if interrupt:
@@ -52,6 +53,47 @@ def test_forget_makes_the_next_prompt_start_afresh(tmp_path: Path) -> None:
     runner = open_hash_model(tmp_path / "tiny.gguf").runner
     sequence = LiveSequence(runner)
     sequence.prefill([1, 2], None)
+    sequence.trust()
     sequence.forget()
+    sequence.prefill([1, 2, 3], None)
+    assert (sequence.num_reused, runner.position) == (0, 3)
+
+
+def test_a_state_whose_last_logits_nobody_trusted_is_not_extended(tmp_path: Path) -> None:
+    runner = open_hash_model(tmp_path / "tiny.gguf").runner
+    sequence = LiveSequence(runner)
+    for is_trusted in (False, True, False):
+        sequence.prefill([1, 2], None)
+        sequence.trust()
+        sequence.decode(3)
+        if is_trusted:
+            sequence.trust()
+        sequence.prefill([1, 2, 3, 4], None)
+        assert (sequence.num_reused, runner.position) == (3 if is_trusted else 0, 4)
+        sequence.prefill([1, 2, 3, 4, 5], None)
+        assert (sequence.num_reused, runner.position) == (0, 5)
+
+
+def test_a_prompt_that_fails_leaves_nothing_of_the_one_before(tmp_path: Path) -> None:
+    runner = open_hash_model(tmp_path / "tiny.gguf").runner
+    assert isinstance(runner, HashRunner)
+    sequence = LiveSequence(runner)
+    sequence.prefill([1, 2], None)
+    sequence.trust()
+    runner.fail_at = 0
+    with pytest.raises(RuntimeError):
+        sequence.prefill([1, 2, 3], None)
+    runner.fail_at = None
+    sequence.trust()  # of logits that there are not
+    sequence.prefill([1, 2, 3, 4], None)
+    assert (sequence.num_reused, runner.position) == (0, 4)
+
+
+def test_a_runner_that_emptied_its_state_itself_is_not_extended(tmp_path: Path) -> None:
+    runner = open_hash_model(tmp_path / "tiny.gguf").runner
+    sequence = LiveSequence(runner)
+    sequence.prefill([1, 2], None)
+    sequence.trust()
+    runner.reset()
     sequence.prefill([1, 2, 3], None)
     assert (sequence.num_reused, runner.position) == (0, 3)

@@ -58,7 +58,7 @@ def test_threads_and_tier_change_no_token(path: Path, llm: LLM) -> None:
 def test_a_stream_and_a_chat(llm: LLM) -> None:
     messages = [{"role": "user", "content": "def"}]
     text = "".join(piece.text for piece in llm.stream_chat(messages, SEEDED))
-    assert text == llm.chat(messages, SEEDED).text
+    assert text == llm.chat(messages, SEEDED)[0].text
     assert len(text) > 0
 
 

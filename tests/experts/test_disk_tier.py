@@ -1,7 +1,6 @@
 """DiskTier: what its slots take, and whom they are given to."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,17 +76,3 @@ def test_decoding_teaches_the_policy_and_prompts_do_not(file: GGUFFile) -> None:
     assert sorted(np.flatnonzero(scores >= 0)) == [2 * NUM_EXPERTS + 3, 2 * NUM_EXPERTS + 4]
     assert tier.statistics().misses == 4
     assert tier.statistics().hit_rate == 0.0
-
-
-def test_fl03_a_file_that_was_written_to_is_not_trusted(tmp_path: Path) -> None:
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path)
-    with GGUFFile.open(path) as file:
-        assert file.rewritten() == ()
-        (tmp_path / "moved.gguf").hardlink_to(path)
-        path.unlink()
-        assert file.rewritten() == ()
-        assert file.changed() == (path,)
-        with (tmp_path / "moved.gguf").open("ab") as stream:
-            stream.write(b"x")
-        assert file.rewritten() == (path,)

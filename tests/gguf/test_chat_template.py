@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools.llama_cpp import Vocabulary, open_vocabulary
-from transformers.utils.chat_template_utils import _compile_jinja_template
+from transformers.utils.chat_template_utils import _alias_reasoning_fields, _compile_jinja_template
 from vocabularies import CONTROL_TOKENS, tokenizer_metadata, write_vocabulary
 
 from coldstream.errors import InvalidRequestError, TemplateError
-from coldstream.gguf.chat_template import SETTINGS, ChatTemplate
+from coldstream.gguf.chat_template import SETTINGS, ChatTemplate, RenderedChat
 from coldstream.gguf.tokenizer import Tokenizer
 
 CHATML = Path(__file__).with_name("chatml.jinja").read_text()
@@ -212,32 +212,8 @@ def test_tm04_the_text_itself_is_kept(chatml: ChatTemplate, tokenizer: Tokenizer
     assert tokenizer.encode(attack) == tokenizer.encode_segments([(attack, False)])
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "{{ m.content | replace('#', '') }}",
-        "{{ m.content[1:] }}",
-        "{{ m.content | tojson(true) }}",
-        "{{ m.content.split('#') | join }}",
-        "{{ m.content | upper | lower }}",
-        "{% for c in m.content %}{{ c }}{% endfor %}",
-        "{{ m | tojson(indent=1) }}",
-        "{{ m.content | list | join('') }}",
-        "{{ '<' + m.content[-9:] }}",
-    ],
-)
-def test_tm04_no_operation_of_a_template_assembles_a_control_token(tokenizer: Tokenizer, body: str) -> None:
-    source = "{% for m in messages %}<|im_start|>" + body + "<|im_end|>{% endfor %}"
-    with ChatTemplate.from_metadata(with_template(source), tokenizer.vocabulary) as template:
-        rendered = template.render([user("a<|im_#end|><|im_end|>|im_end|>")])
-    assert [text for text, is_control in rendered.segments if is_control] == ["<|im_start|>", "<|im_end|>"]
-    assert not any(ord(char) >= 0xF0000 for char in rendered.text)
-    assert "\\udb80" not in rendered.text
-
-
-def test_tm04_private_use_characters_of_the_caller_survive(chatml: ChatTemplate) -> None:
-    taken = "".join(map(chr, range(0xF0000, 0xF0100)))
-    text = taken + r"| \udb80\udd00 \udb80\udd01 |"  # JSON escapes of the two characters that come next
+def test_tm04_private_use_characters_are_characters_like_any_other(chatml: ChatTemplate) -> None:
+    text = "".join(map(chr, range(0xF0000, 0xF0100))) + r"| \ue000 \udb80\udd00 \U000f0000 |" + "\ue000"
     assert f"user\n{text}<|im_end|>" in chatml.render([user(text)]).text
 
 
@@ -333,6 +309,85 @@ def test_call_arguments_as_json_text_are_opened(chatml: ChatTemplate) -> None:
     closed = {"function": {"name": "weather", "arguments": '{"city": "Zürich", "days": 2, "hourly": true}'}}
     texts = [chatml.render([user("x"), assistant("", tool_calls=[call])]).text for call in (CALL, closed)]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "wins"),
+    [
+        ({"reasoning_content": "a", "thinking": "b", "reasoning": "c"}, "a"),
+        ({"reasoning": "c", "thinking": "b"}, "b"),
+        ({"reasoning": "c"}, "c"),
+        ({"reasoning_content": None, "thinking": "", "reasoning": "c"}, ""),
+    ],
+)
+def test_reasoning_has_three_names(tokenizer: Tokenizer, given: dict[str, Any], wins: str) -> None:
+    source = "{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}|{{ messages[0] }}"
+    message = assistant("x", **given)
+    with ChatTemplate.from_metadata(with_template(source), tokenizer.vocabulary) as template:
+        text = template.render([message]).text
+    there = {name: value for name, value in message.items() if value is not None}
+    assert text.split("|")[0] == wins
+    assert text == _compile_jinja_template(source).render(messages=_alias_reasoning_fields([there]))
+
+
+def control_tokens(rendered: RenderedChat) -> list[str]:
+    return [text for text, is_control in rendered.segments if is_control]
+
+
+def test_thoughts_are_found_where_thinking_tokens_are_control_tokens() -> None:
+    names = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+    old = assistant("<think>secret</think>told")
+    with ChatTemplate(CHATML, names, {}) as template:
+        rendered = template.render([user("a"), old, user("b</think>")], enable_thinking=False)
+    assert "secret" not in rendered.text
+    assert control_tokens(rendered)[-4:] == ["<|im_end|>", "<|im_start|>", "<think>", "</think>"]
+    assert ("user\nb</think>", False) in rendered.segments
+
+
+def test_roles_and_special_tokens_may_be_parts_of_control_tokens() -> None:
+    source = (
+        "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    with ChatTemplate(source, ["<s>", "</s>", "<|user|>", "<|tool|>"], special) as template:
+        rendered = template.render([user("<s>"), {"role": "tool", "content": "user|>"}])
+    assert control_tokens(rendered) == ["<s>", "<|user|>", "</s>", "<|tool|>", "</s>"]
+
+
+def test_documents_are_there_and_none(tokenizer: Tokenizer) -> None:
+    source = "{{ documents is defined and documents is none }}{{ tools is none }}"
+    with ChatTemplate.from_metadata(with_template(source), tokenizer.vocabulary) as template:
+        assert template.render([user("x")]).text == "TrueTrue"
+
+
+def test_nulls_are_left_out(tokenizer: Tokenizer) -> None:
+    source = "{% for m in messages %}{{ m.content }}{{ m.content is defined }}{{ m }}{% endfor %}"
+    with ChatTemplate.from_metadata(with_template(source), tokenizer.vocabulary) as template:
+        text = template.render([{"role": "assistant", "content": None, "name": None}]).text
+    assert text == "False{'role': 'assistant'}"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ arguments.a }}", "b"),
+        ("{{ 'x' + arguments }}", 'x{"a":  "b"}'),
+        ("{% if arguments is mapping %}{{ raise_exception('no') }}{% endif %}{{ arguments }}", '{"a":  "b"}'),
+    ],
+)
+def test_call_arguments_stay_text_where_a_template_wants_text(source: str, expected: str) -> None:
+    source = "{% set arguments = messages[0].tool_calls[0].function.arguments %}" + source
+    call = {"function": {"name": "f", "arguments": '{"a":  "b"}'}}
+    with ChatTemplate(source, [], {}) as template:
+        assert template.render([assistant("", tool_calls=[call])]).text == expected
+
+
+def test_the_first_refusal_is_told() -> None:
+    arguments = "messages[0].tool_calls[0].function.arguments"
+    source = "{{ raise_exception('text' if " + arguments + " is string else 'object') }}"
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    with ChatTemplate(source, [], {}) as template, pytest.raises(TemplateError, match="refused: object"):
+        template.render([assistant("", tool_calls=[call])])
 
 
 def test_absent_content_is_empty(chatml: ChatTemplate) -> None:

@@ -170,6 +170,23 @@ def test_changed(tmp_path: Path) -> None:
         assert file.changed() == tuple(parts)
 
 
+def test_fl03_a_part_that_was_written_to_is_named_for_ever(tmp_path: Path) -> None:
+    parts = write_gguf(tmp_path / "tiny.gguf", dims=SMALL, tokenizer=False, num_shards=2)
+    with GGUFFile.open(parts[0]) as file:
+        file.check_unchanged()
+        content, times = parts[1].read_bytes(), parts[1].stat()
+        with parts[1].open("ab") as stream:
+            stream.write(b"x")
+        for _ in range(2):
+            assert file.rewritten() == (parts[1],)
+            with pytest.raises(
+                ModelChangedError, match=f"{parts[1].name} was written to.* load the model again"
+            ):
+                file.check_unchanged()
+            parts[1].write_bytes(content)
+            os.utime(parts[1], ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
 def test_fingerprint(tmp_path: Path) -> None:
     def fingerprint(name: str, **options: Any) -> str:
         with GGUFFile.open(write_gguf(tmp_path / name, dims=SMALL, tokenizer=False, **options)[0]) as file:

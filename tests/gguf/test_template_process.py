@@ -6,10 +6,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from template_snippets import CHAT, SNIPPETS
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from coldstream.errors import InvalidRequestError, TemplateError
 from coldstream.gguf import template_process
@@ -96,7 +99,7 @@ def render() -> Iterator[Callable[..., str]]:
 
     def render(source: str, limits: TemplateLimits | None = None, **variables: Any) -> str:
         started.append(TemplateProcess(source, limits))
-        return started[-1].render(variables)
+        return started[-1].render(variables).text
 
     yield render
     for process in started:
@@ -133,7 +136,7 @@ def test_tm01_payloads_in_what_the_caller_gives_are_text() -> None:
     for payload in [*PAYLOADS, *STATEMENTS]:
         text = "{{ " + payload + " }}"
         given = {"messages": [{"content": text}], "tools": [{"name": text}], "reasoning_effort": text}
-        assert process.render(given) == text * 3
+        assert process.render(given).text == text * 3
     process.close()
 
 
@@ -210,10 +213,10 @@ def test_tm02_limits_stop_a_template(render: Callable[..., str], source: str, re
 def test_tm02_a_stopped_template_renders_again() -> None:
     process = TemplateProcess("{% if loop_forever %}" + ENDLESS + "{% endif %}ok", TemplateLimits(cpu_s=0.2))
     try:
-        assert process.render({}) == "ok"
+        assert process.render({}).text == "ok"
         with pytest.raises(TemplateError, match=r"more than 0\.2 s of processor time"):
             process.render({"loop_forever": True})
-        assert process.render({}) == "ok"
+        assert process.render({}).text == "ok"
     finally:
         process.close()
 
@@ -251,12 +254,37 @@ def test_names_of_hugging_face_work(render: Callable[..., str]) -> None:
     assert render(source) == '5{"b": "<é>", "a": 1}[\n  1\n]' + time.strftime("%Y")
 
 
+def test_nothing_that_the_environment_offers_is_denied(render: Callable[..., str]) -> None:
+    source = "\n".join(SNIPPETS)
+    assert render(source, **CHAT) == _compile_jinja_template(source).render(**CHAT)
+    assert len(render("{{ lipsum() }}")) > 100
+    assert render("{{ '<b>x</b> &lt;y' | striptags }}") == "x <y"
+
+
+def test_what_the_template_wrote_is_told() -> None:
+    process = TemplateProcess("<|{{ m }}|>{{ own }}{{ messages[0].role }}{{ m }}")
+    messages = [{"role": "user"}]
+    chat = process.render({"m": "m|", "messages": messages}, {"own": "own"}, ["user"])
+    assert chat.text == "<|m||>ownuserm|"
+    assert [chat.text[start:end] for start, end in chat.written] == ["<|", "|>ownuser"]
+    chat = process.render({"m": "", "messages": messages, "own": "x"})
+    assert [chat.text[start:end] for start, end in chat.written] == ["<||>"]
+    process.close()
+
+
+def test_an_answer_of_the_longest_escapes_and_shortest_runs_has_room() -> None:
+    process = TemplateProcess("{% for c in text %}{{ c }}\U0001f600{{ c }}\U0001f600{% endfor %}")
+    text = "\U0001f600" * 20_000
+    assert process.render({"text": text}).text == "\U0001f600" * 80_000
+    process.close()
+
+
 def test_threads_take_turns() -> None:
     process = TemplateProcess("{{ text }}")
     results: dict[int, list[str]] = {}
 
     def run(number: int) -> None:
-        results[number] = [process.render({"text": f"{number} {turn}"}) for turn in range(20)]
+        results[number] = [process.render({"text": f"{number} {turn}"}).text for turn in range(20)]
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -280,9 +308,49 @@ def test_the_process_ends_with_its_owner() -> None:
 
 def test_a_process_that_was_killed_is_replaced() -> None:
     process = TemplateProcess("x")
-    assert process.render({}) == "x"
+    assert process.render({}).text == "x"
     assert process._process is not None
     process._process.kill()
     process._process.wait()
-    assert process.render({}) == "x"
+    assert process.render({}).text == "x"
     process.close()
+
+
+def test_a_process_that_answered_is_kept_and_one_without_a_whole_answer_is_not() -> None:
+    """What an abandoned rendering writes later must not be taken for the next one's text."""
+    slow = "{% for a in range(99999) %}{% for b in range(9) %}{% endfor %}{% endfor %}"
+    source = (
+        "{% if number == 1 %}"
+        + slow
+        + "{% endif %}{% if number == 2 %}{{ raise_exception('no') }}{% endif %}{{ number }}"
+    )
+    limits = TemplateLimits(cpu_s=30.0)
+    process = TemplateProcess(source, limits)
+    try:
+        assert process.render({"number": 0}).text == "0"
+        first = process._process
+        with pytest.raises(TemplateError, match="it refused: no"):
+            process.render({"number": 2})
+        assert process.render({"number": 3}).text == "3"
+        assert process._process is first is not None
+        process._limits = replace(limits, wall_s=0.0)
+        with pytest.raises(TemplateError, match="no answer in 0 s, stopped"):
+            process.render({"number": 1})
+        assert process._process is None
+        assert first.returncode is not None
+        process._limits = limits
+        assert process.render({"number": 4}).text == "4"
+    finally:
+        process.close()
+
+
+def test_a_process_that_ran_out_of_memory_is_ended_with_its_answer() -> None:
+    process = TemplateProcess("{% if large %}{{ 'a' * 10 ** 9 }}{% endif %}ok")
+    try:
+        assert process.render({}).text == "ok"
+        with pytest.raises(TemplateError, match="more memory than it may have"):
+            process.render({"large": True})
+        assert process._process is None
+        assert process.render({}).text == "ok"
+    finally:
+        process.close()

@@ -16,6 +16,8 @@ from coldstream.gguf.vocabulary import BYTE_ALPHABET
 CONTROL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
     *("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
+    *("<|audio_start|>", "<|audio_end|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>"),
+    *("<tts_text_bos_single>", "<|audio_pad|>"),
 )
 USER_DEFINED_TOKENS = (
     *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),

@@ -1,10 +1,18 @@
 """Compiling CUDA C++ at run time, which needs no GPU."""
 
+import struct
 from pathlib import Path
 
 import pytest
+from cuda.bindings import nvrtc
 
-from coldstream.kernels.cuda.compiler import CompileError, compile_instance
+from coldstream.kernels.cuda.compiler import (
+    CompileError,
+    MachineCode,
+    compile_instance,
+    default_cache,
+)
+from coldstream.kernels.cuda.kernel_cache import KernelCache
 
 SOURCE = """
 #include "cuda/common.cuh"
@@ -43,6 +51,56 @@ def test_machine_code_is_compiled_once(source: Path, tmp_path: Path) -> None:
     assert len(list(cache.iterdir())) == 3
 
 
+def test_a_damaged_entry_is_compiled_again(source: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = compile_instance(source, "add<3>", "sm_90", cache)
+    (entry,) = cache.iterdir()
+    good = entry.read_bytes()
+    entry.write_bytes(good[: len(good) // 2])
+    again = compile_instance(source, "add<3>", "sm_90", cache)
+    assert instructions(again) == instructions(first)
+    assert len(entry.read_bytes()) == len(good)
+    assert compile_instance(source, "add<3>", "sm_90", cache) == again
+
+
+def test_an_unsafe_directory_is_not_used(source: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = compile_instance(source, "add<3>", "sm_90", cache)
+    (entry,) = cache.iterdir()
+    KernelCache(cache).put(entry.name, b"add\nplanted")
+    assert compile_instance(source, "add<3>", "sm_90", cache) == MachineCode(b"planted", "add")
+    cache.chmod(0o777)
+    again = compile_instance(source, "add<3>", "sm_90", cache)
+    assert instructions(again) == instructions(first)
+    cache.chmod(0o700)
+    assert KernelCache(cache).get(entry.name) == b"add\nplanted"
+
+
+def test_without_a_home_kernels_compile_and_it_is_said(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", no_home)
+    default_cache.cache_clear()
+    try:
+        assert compile_instance(source, "add<3>", "sm_90").cubin.startswith(b"\x7fELF")
+        assert "no home" in str(default_cache().problem)
+    finally:
+        default_cache.cache_clear()
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_another_compiler_compiles_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    compile_instance(source, "add<3>", "sm_80", cache)
+    status, major, minor = nvrtc.nvrtcVersion()
+    monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: (status, major, minor + 1))
+    compile_instance(source, "add<3>", "sm_80", cache)
+    assert len(list(cache.iterdir())) == 2
+
+
 def test_a_directory_that_cannot_be_written_is_no_error(source: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
@@ -60,4 +118,19 @@ def test_float_operations_are_not_contracted(source: Path, tmp_path: Path) -> No
     source.write_text(fused)
     plain = compile_instance(source, "add<3>", "sm_90", tmp_path)
     source.write_text(fused.replace("x[1] * x[2] + x[3]", "__fmaf_rn(x[1], x[2], x[3])"))
-    assert compile_instance(source, "add<3>", "sm_90", tmp_path).cubin != plain.cubin
+    assert instructions(compile_instance(source, "add<3>", "sm_90", tmp_path)) != instructions(plain)
+    source.write_text(fused.replace("x[1] * x[2] + x[3]", "__fadd_rn(__fmul_rn(x[1], x[2]), x[3])"))
+    assert instructions(compile_instance(source, "add<3>", "sm_90", tmp_path)) == instructions(plain)
+
+
+def instructions(code: MachineCode) -> bytes:
+    """Of the kernel: what of two compilations of the same source is the same."""
+    elf = code.cubin
+    (sections,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names = struct.unpack_from("<3H", elf, 0x3A)
+    headers = [struct.unpack_from("<2I4Q", elf, sections + i * size) for i in range(count)]
+    wanted = f".text.{code.symbol}\0".encode()
+    for name, _, _, _, offset, num_bytes in headers:
+        if elf.startswith(wanted, headers[names][4] + name):
+            return elf[offset : offset + num_bytes]
+    raise AssertionError(f"{code.symbol} is not there")

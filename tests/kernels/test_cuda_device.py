@@ -19,9 +19,7 @@ def _half_a_gibibyte_free(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to"), OutOfMemoryError, "0.5 GiB are free"),
         (torch.AcceleratorError("CUDA error: out of memory\nSearch for"), OutOfMemoryError, "--ctx-size"),
-        (RuntimeError("Triton Error [CUDA]: out of memory"), OutOfMemoryError, "0.5 GiB are free"),
         (torch.AcceleratorError("CUDA error: misaligned address"), DeviceError, "misaligned.*start it again"),
-        (RuntimeError("Triton Error [CUDA]: device not ready"), DeviceError, "not ready.*start it again"),
     ],
 )
 def test_errors_of_the_device_become_ours(

@@ -51,6 +51,7 @@ def test_the_driver_has_a_version_or_is_unknown() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_gpu_has_all_rates() -> None:
     rates = measure_link(2, 2**28)
     assert 1e9 < rates.beside_read <= 1.1 * rates.alone < 1e12

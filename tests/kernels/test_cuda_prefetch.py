@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 from cuda_row_cases import CUDA, check_compiles, random
-from triton_interpreter import assert_same_bits
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import dot_lanes
@@ -18,6 +17,7 @@ from coldstream.kernels.experts.prefetching import MAX_PREFETCHED, Prefetching
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.router.cuda import Ahead, router_few_cuda
 from coldstream.kernels.router.reference import choose_experts_exact
+from same_bits import assert_same_bits
 
 EXPERTS, RANKS, COLS = 40, 4, 64
 ROWS = {QuantType.F32: 6, QuantType.Q8_0: 5}  # gate and up; those of Q8_0 are no multiple of 16 bytes

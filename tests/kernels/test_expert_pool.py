@@ -349,3 +349,33 @@ def test_bad_arguments_are_named(expert_file: ExpertFile) -> None:
         _csrc.ExpertPool([(0, "x")], [[(1, 0, 1)]], 1, 1)
     with pytest.raises(OSError, match="cannot read nothing"):
         _csrc.ExpertPool([(999_999, "nothing")], [[(0, 0, 1)]], 1, 1)
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_reads_of_an_abandoned_step_spoil_no_later_one(tmp_path: Path, num_threads: int) -> None:
+    """Neither those that have not begun nor those under way: their slots are other experts' by then."""
+    file = ExpertFile(tmp_path / "abandoned.bin", [experts(*types) for types in TYPES], num_threads)
+    pool, runtime = file.pool(NUM_EXPERTS), _csrc.Runtime(1)
+    x, everything = activations(16, 1, E), ids_of(tuple(range(NUM_EXPERTS)))
+    for turn in range(60):
+        pool.begin_step(False)
+        _csrc.request_experts(runtime, pool, file.weights(pool, 0)[0], everything)
+        pool.clear()
+        pool.begin_step(False)
+        layer, ids = (0, 2)[turn % 2], ids_of((turn % NUM_EXPERTS, (turn + 1) % NUM_EXPERTS))
+        assert same_bits(file.run(runtime, pool, layer, x, ids), run(runtime, x, ids, file.layers[layer]))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_prompt_leaves_the_experts_of_most_rows_in_free_slots(
+    expert_file: ExpertFile, turned: bool
+) -> None:
+    """The others pass through a slot for staging."""
+    pool, runtime = expert_file.pool(6, num_staging=1), _csrc.Runtime(1)
+    order = range(NUM_EXPERTS)[:: -1 if turned else 1]
+    rows = [(expert,) for rank, expert in enumerate(order) for _ in range(rank + 1)]
+    pool.begin_step(True)
+    x = activations(17, len(rows), E)
+    expert_file.run(runtime, pool, 0, x, ids_of(*rows))
+    share = 6 // 2  # two layers have experts of this size
+    assert set(order[-share:]) <= set(owners(pool))

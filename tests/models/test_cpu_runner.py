@@ -84,12 +84,17 @@ def test_what_cannot_be_computed_is_refused_and_changes_nothing(moe_path: Path) 
 def test_fl01_a_file_that_shrinks_is_an_error_and_the_process_lives(tmp_path: Path) -> None:
     path = tmp_path / "shrinking.gguf"
     write_gguf(path, types=MIX)
-    with CpuRunner.open(path, threads=2, context_length=16) as runner:
-        runner.prefill(token_ids(4))
+
+    def shrink(done: int, total: int) -> None:
         os.truncate(path, 4096)
-        with pytest.raises(ModelChangedError, match=r"shrinking\.gguf"):
-            runner.prefill(token_ids(4))
+
+    ids = token_ids(CpuRunner.chunk_size + 4)
+    with CpuRunner.open(path, threads=2, context_length=len(ids)) as runner:
+        with pytest.raises(ModelChangedError, match=r"shrinking\.gguf changed while in use: byte \d+"):
+            runner.prefill(ids, shrink)
         assert runner.position == 0
+        with pytest.raises(ModelChangedError, match=r"shrinking\.gguf was written to while in use"):
+            runner.prefill(ids)
 
 
 def test_an_unknown_tier_is_refused_by_name(moe_path: Path) -> None:

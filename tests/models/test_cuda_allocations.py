@@ -18,7 +18,7 @@ from coldstream.models import partial_experts
 from coldstream.models.captured_steps import CapturedStep
 from coldstream.models.cuda_runner import CudaRunner
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 NEVER = 0
 PROMPTS = (5, 40, 90)

@@ -23,7 +23,7 @@ from coldstream.models.captured_steps import CapturedStep
 from coldstream.models.cuda_model import Loaded
 from coldstream.models.cuda_runner import CudaRunner
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 MIB = 2**20
 SIZES = (1, 2, 7, 9, 17, 40, 64, 70, 200)

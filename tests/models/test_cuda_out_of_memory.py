@@ -19,6 +19,7 @@ from coldstream.models.cuda_runner import CudaRunner
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_mm01_too_little_memory_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, dims=Dims())
@@ -30,6 +31,7 @@ def test_mm01_too_little_memory_is_refused_before_anything_is_copied(tmp_path: P
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_mm03_memory_taken_away_in_mid_run_is_an_error_and_not_the_end(moe_path: Path) -> None:
     prompts = [token_ids(size) for size in sorted({padded_rows(count) for count in range(17, 2049)})]
 
@@ -55,6 +57,7 @@ def test_mm03_memory_taken_away_in_mid_run_is_an_error_and_not_the_end(moe_path:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_memory_taken_away_while_a_model_is_loaded(moe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -68,6 +71,7 @@ def test_memory_taken_away_while_a_model_is_loaded(moe_path: Path, monkeypatch: 
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_capture_that_runs_out_of_memory_leaves_the_runner_usable(
     moe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,8 +20,10 @@ from coldstream.errors import InvalidRequestError, OutOfMemoryError, Unsupported
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda import limits
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES, instance_for
+from coldstream.kernels.cuda.kernel_cache import KernelCache
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
+from coldstream.models import cuda_runner
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.cuda_model import (
     MAX_GRAPH_ROWS,
@@ -136,6 +138,7 @@ def test_trap_22_a_captured_graph_bakes_nothing_in(runner: CudaRunner) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_trap_23_twenty_requests_leave_memory_flat_and_answer_alike(runner: CudaRunner) -> None:
     def answer() -> np.ndarray:
         runner.reset()
@@ -167,6 +170,7 @@ def test_trap_24_a_reset_leaves_nothing_of_the_last_sequence(moe_path: Path, run
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_trap_24_a_closed_runner_gives_its_memory_back(moe_path: Path) -> None:
     def free() -> int:
         torch.cuda.synchronize()
@@ -180,6 +184,17 @@ def test_trap_24_a_closed_runner_gives_its_memory_back(moe_path: Path) -> None:
             runner.prefill(token_ids(5))
         del runner
     assert free() == before
+
+
+@pytest.mark.gpu
+def test_compiled_kernels_that_are_not_kept_are_a_warning(
+    moe_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    homeless = KernelCache(None)
+    homeless.put("add.cubin", b"")
+    monkeypatch.setattr(cuda_runner, "default_cache", lambda: homeless)
+    with open_cuda(moe_path) as runner:
+        assert [warning for warning in runner.warnings if "compiled kernels are not kept" in warning]
 
 
 @pytest.mark.gpu

@@ -92,3 +92,35 @@ def test_a_file_system_without_direct_reads_is_read_through_the_page_cache(
 ) -> None:
     path, budget, answer = model
     assert run(path, budget, 2, faulty_pread, f"direct 0 {EVER}") == [answer, answer, "0 False"]
+
+
+@pytest.fixture(scope="module")
+def direct(model: tuple[Path, int, str]) -> None:
+    """Skips where no file can be read past the page cache."""
+    path, budget, _ = model
+    if run(path, budget, 1)[-1] != "0 True":
+        pytest.skip("NOT SHOWN: the file system of temporary files has no direct reads")
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("fault", [f"short 0 {EVER}", f"page 0 {EVER}"])
+def test_after_a_short_read_direct_reads_go_on(
+    model: tuple[Path, int, str], faulty_pread: Path, fault: str
+) -> None:
+    """One that ends inside a page is completed by a plain read, and is no reason to give direct ones up; one
+    that ends with a page is read on directly.
+    """
+    path, budget, answer = model
+    assert run(path, budget, 2, faulty_pread, fault) == [answer, answer, "0 True"]
+
+
+@pytest.mark.parametrize("first", [0, 3, 20])
+def test_ex01_a_read_of_a_failed_request_that_comes_late_spoils_no_other(
+    model: tuple[Path, int, str], faulty_pread: Path, first: int
+) -> None:
+    """Its slot is given to nobody before it has come. Requests go on for longer than it takes."""
+    path, budget, answer = model
+    *answers, _ = run(path, budget, 80, faulty_pread, f"late {first} 21")
+    assert answers[0] == "ModelChangedError"
+    assert answers[-1] == answer
+    assert set(answers) == {"ModelChangedError", answer}

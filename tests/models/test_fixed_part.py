@@ -82,7 +82,7 @@ def test_what_is_counted_for_a_gpu_and_what_is_estimated_agree(
     _, spec, sizes = read(path)
     with GGUFFile.open(path) as file:
         (counted,) = fixed_parts_on_gpu(file, spec, sizes, CTX, "f16", [2**33])
-    monkeypatch.setattr(fixed_part, "_can_count", lambda: False)
+    monkeypatch.setattr(fixed_part, "missing_packages", lambda: ("torch",))
     with GGUFFile.open(path) as file:
         (estimated,) = fixed_parts_on_gpu(file, spec, sizes, CTX, "f16", [2**33])
     assert estimated == replace(

@@ -17,6 +17,7 @@ from coldstream.errors import (
     ModelFormatError,
     ModelNotFoundError,
     OutOfMemoryError,
+    StorageError,
     TruncatedError,
     UnsupportedError,
 )
@@ -46,7 +47,7 @@ def test_files(tmp_path: Path) -> None:
     save_plan(PLAN, path)
     assert load_plan(path, MODEL) == PLAN
     assert list(tmp_path.iterdir()) == [path]
-    with pytest.raises(OSError, match="No such file"):
+    with pytest.raises(StorageError, match="No such file"):
         save_plan(PLAN, tmp_path / "no" / "plan.json")
 
 

@@ -319,3 +319,24 @@ def test_candidates_of_a_callers_own_are_chosen_best_first() -> None:
 def test_no_slots_are_refused() -> None:
     with pytest.raises(ValueError, match="capacity must be at least 1, not 0"):
         simulate(make_trace(0), Lru(), 0)
+
+
+@pytest.mark.parametrize(
+    ("hysteresis", "payback", "candidate", "victim", "pays"),
+    [
+        (1.5, 0.0, 3.0, 2.0, False),  # as much as the hysteresis asks is not enough
+        (1.5, 0.0, 3.25, 2.0, True),
+        (1.0, 2.0, 4.0, 2.0, True),  # as much as the copy costs is
+        (1.0, 2.0, 3.75, 2.0, False),
+        (1.5, 2.0, 100.0, 97.0, False),  # pays the copy back, and is hardly better
+        (1.5, 2.0, 2.0, 1.0, False),  # twice as good, and does not
+        (1.5, 2.0, 3.0, 0.0, True),
+        (1.5, 2.0, 2.0, 3.0, False),
+        (1.5, 2.0, 0.0, -np.inf, True),  # a free slot
+    ],
+)
+def test_a_copy_pays_if_it_is_better_by_a_share_and_by_what_it_costs(
+    hysteresis: float, payback: float, candidate: float, victim: float, pays: bool
+) -> None:
+    policy = DecayedFrequency(hysteresis=hysteresis, payback=payback)
+    assert policy.pays(np.array([candidate]), np.array([victim])).tolist() == [pays]

@@ -5,7 +5,9 @@ import os
 import re
 import tracemalloc
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from struct import pack_into
 
@@ -20,6 +22,7 @@ from coldstream.errors import (
     LimitError,
     ModelFormatError,
     ModelNotFoundError,
+    StorageError,
     TruncatedError,
     UnsupportedError,
 )
@@ -220,8 +223,70 @@ def test_a_failed_save_leaves_what_was_there(path: Path, monkeypatch: pytest.Mon
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("coldstream.placement.routing_trace.os.replace", refuse)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr("coldstream.files.os.replace", refuse)
+    with pytest.raises(StorageError, match="No space left"):
         random_trace(MODEL, 60).save(path)
     assert path.read_bytes() == before
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_save_that_fails_or_is_interrupted_leaves_nothing_else(
+    path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    before = path.read_bytes()
+    monkeypatch.setattr("coldstream.files.os.replace", fail)
+    with pytest.raises((StorageError, KeyboardInterrupt)):
+        random_trace(MODEL, 60).save(path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ids: zlib.compress(ids[:-1]),
+        lambda ids: zlib.compress(ids + b"\0"),
+        lambda ids: zlib.compress(ids + bytes(1 << 24)),
+        lambda ids: zlib.compress(ids)[:-1],  # all ids, and not the stream's own checksum
+        lambda ids: zlib.compress(ids) + b"\0",
+    ],
+    ids=["one less", "one more", "many more", "no end", "a rest"],
+)
+def test_ids_that_are_not_all_there_is_are_refused(path: Path, change: Callable[[bytes], bytes]) -> None:
+    content = path.read_bytes()
+    ids = zlib.decompress(content[52:-16])
+    path.write_bytes(resealed(content[:52] + change(ids) + bytes(16)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(InconsistentError, match=f"not {len(ids)} bytes unpacked"):
+            RoutingTrace.load(path, MODEL)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("num_experts", [256, 257])
+@pytest.mark.parametrize("num_steps", [0, 1, 10, 11, 12, 2**63])
+def test_a_number_of_steps_is_refused_from_the_first_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, num_experts: int, num_steps: int
+) -> None:
+    """There are between 1 and so many ids, and zlib packs at most so many bytes into one."""
+    model = replace(MODEL, num_experts=num_experts)
+    num_bytes = num_steps * 12 * (1 if num_experts == 256 else 2)
+    monkeypatch.setattr(routing_trace, "MAX_IDS", 11 * 12)
+    monkeypatch.setattr(routing_trace, "_MAX_RATIO", 12)
+    payload_bytes = num_bytes // 12
+    check = partial(routing_trace._check_size, Path("x"), num_steps, model=model)
+    if 1 <= num_steps <= 11:
+        check(payload_bytes)
+        with pytest.raises(
+            InconsistentError, match=f"{num_steps} steps cannot lie in {payload_bytes - 1} bytes"
+        ):
+            check(payload_bytes - 1)
+    else:
+        with pytest.raises(LimitError, match="a trace has 1 to 132 ids"):
+            check(payload_bytes)

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TextIO
 
+from coldstream.cli.main import current_interrupts
+from coldstream.cli.tables import width_of, wrap
 from coldstream.cli.terminal import ProgressLine, note, visible
 from coldstream.engine import Statistics, Stream
 from coldstream.engine.request import FinishReason
+
+SEPARATOR = " · "
 
 
 @dataclass(frozen=True)
@@ -20,18 +24,32 @@ class Answer:
     text: str
     finish_reason: FinishReason
     statistics: Statistics
+    ctx_size: int
+
+    @property
+    def fills_context(self) -> bool:
+        """Whether there is no room for another token."""
+        return self.statistics.prompt_tokens + self.statistics.generated_tokens >= self.ctx_size
 
     def describe(self) -> str:
-        """One line: speeds, why it ended, and what ran."""
+        """One line: speeds, why it ended, how full the context is, and what ran.
+
+        Speeds that nothing was measured for are left out: that of generating needs a second token.
+        """
         s = self.statistics
         reused = f" ({s.reused_tokens} reused)" if s.reused_tokens else ""
-        hits = "" if s.expert_hit_rate is None else f"{s.expert_hit_rate:.0%} of experts at hand · "
-        return (
-            f"prompt {s.prompt_tokens} tokens{reused}, {s.prompt_tokens_per_s:.1f} tok/s · "
-            f"generated {s.generated_tokens} tokens, {s.generated_tokens_per_s:.1f} tok/s · "
-            f"first token {s.time_to_first_token_s:.2f} s · {self.finish_reason} · {hits}"
-            f"{s.tier}, {s.threads} threads · seed {s.seed}"
-        )
+        used = s.prompt_tokens + s.generated_tokens
+        parts = [
+            f"prompt {_count(s.prompt_tokens, 'token')}{reused}{_speed(s.prompt_tokens_per_s)}",
+            f"generated {_count(s.generated_tokens, 'token')}{_speed(s.generated_tokens_per_s)}",
+            f"first token {s.time_to_first_token_s:.2f} s" if s.generated_tokens else "",
+            self.finish_reason,
+            f"context {used} of {self.ctx_size}",
+            "" if s.expert_hit_rate is None else f"{s.expert_hit_rate:.0%} of experts at hand",
+            f"{s.tier}, {_count(s.threads, 'thread')}",
+            f"seed {s.seed}",
+        ]
+        return SEPARATOR.join(filter(None, parts))
 
 
 class AnswerWriter:
@@ -54,10 +72,10 @@ class AnswerWriter:
             self.write("\n")
 
 
-def show_answer(stream: Stream, line: ProgressLine, quiet: bool, before: str = "") -> Answer:
+def show_answer(stream: Stream, line: ProgressLine, quiet: bool, ctx_size: int, before: str = "") -> Answer:
     """Write the answer as it comes, after the text `before`, then the statistics; Ctrl-C ends it early.
 
-    `line` vanishes with the first piece.
+    `line` vanishes with the first piece. ctx_size: tokens that the context holds.
     """
     writer = AnswerWriter(sys.stdout)
     written: list[str] = []
@@ -68,22 +86,32 @@ def show_answer(stream: Stream, line: ProgressLine, quiet: bool, before: str = "
             before = ""
             written.append(piece.text)
     writer.end_line()
-    answer = Answer("".join(written), *piece.ending())
+    answer = Answer("".join(written), *piece.ending(), ctx_size)
     if not quiet:
-        note(answer.describe())
+        note("\n".join(wrap(answer.describe(), width_of(sys.stderr), SEPARATOR)))
     return answer
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _speed(tokens_per_s: float) -> str:
+    return f", {tokens_per_s:.1f} tok/s" if tokens_per_s else ""
 
 
 @contextmanager
 def cancelled_by_interrupt(stream: Stream) -> Iterator[None]:
-    """Let the first Ctrl-C cancel the stream and the second one raise KeyboardInterrupt."""
+    """Let Ctrl-C cancel the stream; at a second one before it has ended, the program ends."""
+    interrupts = current_interrupts()
 
     def handle(signal_number: int, frame: FrameType | None) -> None:
         stream.cancel()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     previous = signal.signal(signal.SIGINT, handle)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+        if interrupts:
+            interrupts.forget()

@@ -8,15 +8,15 @@ from functools import partial
 from typing import Any
 
 import click
-from rich import box
-from rich.table import Table
 
 from coldstream.cli.model_argument import model_or_bundled
 from coldstream.cli.options import Command, common_options, engine_config, engine_options, parse_counts
-from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, note, table_console
+from coldstream.cli.tables import print_table
+from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, note, visible
 from coldstream.engine import OpenedModel, open_model
 from coldstream.engine.benchmark import BenchmarkResult, BenchmarkTest, benchmark_tokens, run_benchmark
 from coldstream.engine.config import cache_bytes_per_token
+from coldstream.errors import ConfigError
 from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.prefetch_statistics import PrefetchStatistics
@@ -35,16 +35,16 @@ def _counts(name: str, short: str, default: str, text: str) -> Callable[[Command
 def _number(
     name: str, short: str, default: int, kind: click.IntRange, text: str
 ) -> Callable[[Command], Command]:
-    return click.option(name, short, type=kind, default=default, show_default=True, help=text)
+    return click.option(name, short, type=kind, metavar="N", default=default, show_default=True, help=text)
 
 
 @click.command("bench", short_help="Measure prefill and decode speed.")
 @click.argument("model", required=False)
-@_counts("--n-prompt", "-p", "512", "Prompt sizes; 0: none.")
-@_counts("--n-gen", "-n", "128", "Answer sizes; 0: none.")
-@_counts("--n-depth", "-d", "0", "Tokens already in the context.")
-@_number("--repetitions", "-r", 5, click.IntRange(1, 1000), "Counted runs.")
-@_number("--seed", "-s", 0, click.IntRange(0, 2**31), "Which part of the text.")
+@_counts("--n-prompt", "-p", "512", "Prefill so many tokens; 0: no such test.")
+@_counts("--n-gen", "-n", "128", "Decode so many tokens; 0: no such test.")
+@_counts("--n-depth", "-d", "0", "Do so after so many others.")
+@_number("--repetitions", "-r", 5, click.IntRange(1, 1000), "Runs of each test that are counted.")
+@_number("--seed", "-s", 0, click.IntRange(0, 2**31), "Which part of the text is read.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the table.")
 @engine_options
 @common_options
@@ -66,13 +66,14 @@ def command(
     tests += [BenchmarkTest(0, n, depth) for depth in n_depth for n in n_gen if n]
     if not tests:
         raise click.UsageError("nothing to measure: give -p or -n a number above 0")
-    if options["ctx_size"] is None:
+    if options["ctx_size"] is None and options["plan"] is None:
         options["ctx_size"] = max(test.num_tokens for test in tests)
     with ProgressLine() as line:
         opened = open_model(engine_config(model_or_bundled(model), options), progress=line.update)
     for warning in opened.warnings:
         note(f"warning: {warning}")
     try:
+        _check_room(tests, opened.config.ctx_size or 0)
         report = _Report(opened)
         if not as_json:
             click.echo(report.describe_ceiling())
@@ -87,7 +88,7 @@ def command(
         }
         click.echo(json.dumps(report.to_json(results, seed) | experts))
         return
-    table_console().print(report.to_table(results))
+    report.print_table(results)
     if disk:
         click.echo(describe_disk(disk))
     if on_gpu:
@@ -96,6 +97,17 @@ def command(
             click.echo(describe_times(on_gpu.step_times))
         if on_gpu.prefetch:
             click.echo(describe_prefetch(on_gpu.prefetch))
+
+
+def _check_room(tests: Sequence[BenchmarkTest], ctx_size: int) -> None:
+    """ConfigError, before anything is measured, if a test needs more context than there is."""
+    largest = max(tests, key=lambda test: test.num_tokens)
+    if largest.num_tokens > ctx_size:
+        raise ConfigError(
+            f"{largest.name} needs a context of {largest.num_tokens} tokens, there are {ctx_size}: choose "
+            "smaller tests with -p, -n and -d, or a larger --ctx-size (of `coldstream plan`, where there is "
+            "a --plan)"
+        )
 
 
 def describe_disk(disk: DiskStatistics) -> str:
@@ -170,26 +182,25 @@ class _Report:
             f"{reader} {self._bandwidth / 1e9:.1f} GB/s: at most {bound:.1f} tok/s"
         )
 
-    def to_table(self, results: Sequence[BenchmarkResult]) -> Table:
+    def print_table(self, results: Sequence[BenchmarkResult]) -> None:
         """One row per test, in llama-bench's columns, and the share of the ceiling."""
-        table = Table(box=box.MARKDOWN, caption=None)
-        for column in ("model", "size", "params", "backend", "threads", "test", "t/s", "of ceiling"):
-            table.add_column(
-                column, justify="left" if column in ("model", "backend") else "right", no_wrap=True
-            )
+        rows = []
         for result in results:
             ceiling = self.ceiling(result.test)
-            table.add_row(
-                self._name,
-                format_bytes(self._size_bytes),
-                format_count(self._parameters),
-                "CUDA" if self._device == "cuda" else f"CPU {self._tier}",
-                str(self._threads),
-                result.test.name,
-                f"{result.mean:.2f} ± {result.deviation:.2f}",
-                f"{result.mean / ceiling:.0%}" if ceiling else "",
+            rows.append(
+                (
+                    visible(self._name),
+                    format_bytes(self._size_bytes),
+                    format_count(self._parameters),
+                    "CUDA" if self._device == "cuda" else f"CPU {self._tier}",
+                    str(self._threads),
+                    result.test.name,
+                    f"{result.mean:.2f} ± {result.deviation:.2f}",
+                    f"{result.mean / ceiling:.0%}" if ceiling else "",
+                )
             )
-        return table
+        columns = ("model", "size", "params", "backend", "threads", "test", "t/s", "of ceiling")
+        print_table(columns, rows, left=("model", "backend"), markdown=True)
 
     def to_json(self, results: Sequence[BenchmarkResult], seed: int) -> dict[str, Any]:
         """The same as plain values. Speeds are tokens per second."""

@@ -2,41 +2,52 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from coldstream.cli.answer import show_answer
+from coldstream.cli.answer import SEPARATOR, show_answer
+from coldstream.cli.main import current_interrupts
+from coldstream.cli.tables import pair_lines, width_of, wrap
 from coldstream.cli.terminal import ProgressLine, note
 from coldstream.decoding import Progress
 from coldstream.engine import LLM, SamplingParams, Stream
-from coldstream.errors import ColdstreamError, InvalidRequestError
+from coldstream.errors import ColdstreamError, ContextFullError, InvalidRequestError
 
 ReadLine = Callable[[str], str]  # prompt → line; EOFError at the end, KeyboardInterrupt on Ctrl-C
 
 _QUOTES = '"""'
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _COUNTS = ("top_k", "repeat_last_n", "seed", "max_tokens")
-_NEED_TEMPLATE = "can only be given to a model with a chat template, and without --raw"
-_HELP = f"""\
-/help               this list
-/exit               leave (also Ctrl-D)
-/clear              forget the conversation
-/system TEXT        set the system prompt and start afresh; without TEXT: none
-/set NAME VALUE     change a sampling setting; none for no value; without arguments: list them
-/regen              answer the last message again
-/stats              statistics of the last answer
-{_QUOTES}                 begins and ends a message of several lines
-Ctrl-C              stop the answer; what was said so far stays"""
+_NEED_TEMPLATE = (
+    "can only be given to a model that answers by a chat template, without --raw; this one continues text"
+)
+_ROOM_SHARE = 0.75  # of the context, what a conversation may take after its oldest messages are dropped
+_MAKE_ROOM = "/drop forgets the oldest messages, /clear all of them"
+_COMMANDS = {
+    "/help": "this list",
+    "/exit": "leave (also Ctrl-D)",
+    "/clear": "forget the conversation",
+    "/drop N": "forget the N oldest messages and their answers; without N: one",
+    "/system TEXT": "set the system prompt and start afresh; without TEXT: none",
+    "/set NAME VALUE": "change a sampling setting; none: no value; without VALUE, or NAME: show them",
+    "/regen": "answer the last message again; with a fixed seed the answer is the same",
+    "/stats": "statistics of the last answer, and how full the context is",
+    _QUOTES: "begins and ends a message of several lines, or one that begins with /",
+    "Ctrl-C": "stop the answer; what was said so far stays",
+}
 
 
 class Chat:
     """A conversation with a model: its messages, settings and last statistics. Knows no terminal.
 
-    With `raw` there is no conversation: each message is a text to be continued.
+    With `raw` there is no conversation: each message is a text to be continued, and only the last is kept, to
+    be continued again.
     """
 
     def __init__(
@@ -58,17 +69,61 @@ class Chat:
         self.messages: list[dict[str, str]] = []
         self.last_statistics = ""
 
+    @property
+    def ctx_size(self) -> int:
+        """Tokens of context, for the whole conversation or, with `raw`, for a text and what continues it."""
+        ctx_size = self._llm.opened.config.ctx_size
+        assert ctx_size, "an opened model has a concrete context"
+        return ctx_size
+
+    @property
+    def num_turns(self) -> int:
+        """Messages with their answers that the conversation holds."""
+        return 0 if self.raw else len(self.messages) // 2
+
     def ask(self, text: str, progress: Progress | None = None) -> Stream:
-        """The stream of the answer to `text`. Becomes part of the conversation only by `keep`."""
+        """The stream of the answer to `text`. Becomes part of the conversation only by `keep`.
+
+        Raises ContextFullError if the conversation with `text` is longer than the context.
+        """
         if self.raw:
             return self._llm.stream(text, self.params, progress=progress)
-        messages = [*self._opening(), *self.messages, {"role": "user", "content": text}]
-        return self._llm.stream_chat(messages, self.params, self._template_kwargs, progress=progress)
+        messages = self._with_turns(self.messages, text)
+        return self._llm.stream_chat(
+            messages, self.params, chat_template_kwargs=self._template_kwargs, progress=progress
+        )
 
     def keep(self, text: str, answer: str) -> None:
         """Make a message and its answer, complete or not, part of the conversation, if there is one."""
-        if not self.raw:
-            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        turn = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        self.messages = turn if self.raw else self.messages + turn
+
+    def drop(self, num_turns: int) -> None:
+        """Forget so many of the oldest messages, with their answers. Raises InvalidRequestError beyond those
+        that there are.
+        """
+        if not self.num_turns:
+            raise InvalidRequestError("there is no conversation to forget messages of")
+        if not 1 <= num_turns <= self.num_turns:
+            raise InvalidRequestError(f"/drop {num_turns}: give a number from 1 to {self.num_turns}")
+        self.messages = self.messages[2 * num_turns :]
+
+    def num_turns_to_drop(self, text: str) -> int:
+        """How many of the oldest messages make room for `text` and some answers when they are forgotten.
+
+        All of them if not even that makes much room. Raises ContextFullError if `text` alone has no room.
+        """
+        num_tokens = self._num_tokens([], text)
+        if num_tokens >= self.ctx_size:
+            raise ContextFullError(
+                f"this message alone has {num_tokens} tokens, the context holds {self.ctx_size}: shorten it, "
+                "or start again with a larger --ctx-size"
+            )
+
+        def leaves_room(count: int) -> bool:
+            return self._num_tokens(self.messages[2 * count :], text) <= _ROOM_SHARE * self.ctx_size
+
+        return bisect_left(range(self.num_turns), True, lo=min(1, self.num_turns), key=leaves_room)
 
     def take_back(self) -> str:
         """Remove the last exchange and return its message. Raises InvalidRequestError if there is none."""
@@ -90,13 +145,8 @@ class Chat:
 
     def set_param(self, name: str, value: str) -> None:
         """Change a sampling setting given as text. Raises InvalidRequestError naming what is wrong."""
-        parse: Callable[[str], Any]
-        if name in _NUMBERS:
-            parse = float
-        elif name in _COUNTS:
-            parse = int
-        else:
-            raise InvalidRequestError(f"no setting {name!r}: there are {', '.join(_NUMBERS + _COUNTS)}")
+        _check_setting(name)
+        parse: Callable[[str], Any] = float if name in _NUMBERS else int
         try:
             parsed: Any = None if value == "none" else parse(value)
         except ValueError:
@@ -105,17 +155,38 @@ class Chat:
 
     def describe_params(self) -> str:
         """All settings, one a line."""
-        return "\n".join(f"{name} {getattr(self.params, name)}" for name in _NUMBERS + _COUNTS)
+        return "\n".join(map(self.describe_param, _NUMBERS + _COUNTS))
+
+    def describe_param(self, name: str) -> str:
+        """A setting and its value, as `set_param` takes them. Raises InvalidRequestError if there is none."""
+        _check_setting(name)
+        value = getattr(self.params, name)
+        return f"{name} {'none' if value is None else value}"
+
+    def _with_turns(self, turns: Sequence[Mapping[str, str]], text: str) -> list[Mapping[str, str]]:
+        return [*self._opening(), *turns, {"role": "user", "content": text}]
+
+    def _num_tokens(self, turns: Sequence[Mapping[str, str]], text: str) -> int:
+        """Of a conversation of these turns, asked `text`."""
+        opened = self._llm.opened
+        settings = self._template_kwargs or {}
+        rendered = opened.chat_template.render(self._with_turns(turns, text), **settings)
+        return len(opened.tokenizer.encode_segments(rendered.segments))
 
     def _opening(self) -> list[dict[str, str]]:
         return [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
+
+
+def _check_setting(name: str) -> None:
+    if name not in _NUMBERS + _COUNTS:
+        raise InvalidRequestError(f"no setting {name!r}: there are {', '.join(_NUMBERS + _COUNTS)}")
 
 
 def chat_in_terminal(chat: Chat, quiet: bool) -> int:
     """Chat until the user leaves; returns the exit code."""
     note("/help lists the commands, Ctrl-D leaves")
     if chat.raw:
-        note("this model continues text; every message starts afresh")
+        note("this model continues text: type how it begins; every message starts afresh")
     return run_chat(chat, _terminal_reader(), quiet)
 
 
@@ -128,13 +199,15 @@ def run_chat(chat: Chat, read_line: ReadLine, quiet: bool) -> int:
         try:
             line = read_line(">>> ")
             if line.startswith("/"):
-                if not _obey(chat, line, quiet):
+                if not _obey(chat, line, read_line, quiet):
                     return 0
-            elif text := complete_message(line, read_line).strip("\n"):
-                _answer(chat, text, quiet)
+            elif (text := complete_message(line, read_line).strip("\n")).strip():
+                _answer(chat, text, read_line, quiet)
         except EOFError:
             return 0
         except KeyboardInterrupt:
+            if interrupts := current_interrupts():
+                interrupts.forget()
             note("/exit or Ctrl-D leaves")
         except ColdstreamError as error:
             click.echo(f"error: {error}", err=True)
@@ -150,24 +223,55 @@ def complete_message(line: str, read_line: ReadLine) -> str:
     return "\n".join(lines).removesuffix(_QUOTES)
 
 
-def _answer(chat: Chat, text: str, quiet: bool) -> None:
+def _answer(chat: Chat, text: str, read_line: ReadLine, quiet: bool) -> None:
     with ProgressLine() as line:
-        answer = show_answer(chat.ask(text, partial(line.update, "reading the prompt")), line, quiet)
+        progress = partial(line.update, "reading the prompt")
+        try:
+            stream = chat.ask(text, progress)
+        except ContextFullError as error:
+            _make_room(chat, text, error, read_line)
+            stream = chat.ask(text, progress)
+        answer = show_answer(stream, line, quiet, chat.ctx_size)
     chat.last_statistics = answer.describe()
     if answer.text or answer.finish_reason != "cancelled":
         chat.keep(text, answer.text)
+    if answer.fills_context and chat.num_turns:
+        note(f"the context is full: {_MAKE_ROOM}")
 
 
-def _answer_again(chat: Chat, quiet: bool) -> None:
+def _make_room(chat: Chat, text: str, error: ContextFullError, read_line: ReadLine) -> None:
+    """Forget the oldest messages, if the user wants to, so that there is room for `text`.
+
+    Raises ContextFullError, which says what else can be done, if that is not wanted or does not help.
+    """
+    if not chat.num_turns:
+        raise error
+    count = chat.num_turns_to_drop(text)
+    oldest = "oldest message and its answer" if count == 1 else f"{count} oldest messages and their answers"
+    note(f"the context of {chat.ctx_size} tokens is full")
+    reply = read_line(f"forget the {oldest}, of {chat.num_turns}? [Y/n] ").strip().lower()
+    if reply not in ("", "y", "yes"):
+        raise ContextFullError(f"the message has no room and was not sent: {_MAKE_ROOM}")
+    chat.drop(count)
+
+
+def _answer_again(chat: Chat, read_line: ReadLine, quiet: bool) -> None:
     before = chat.messages
     try:
-        _answer(chat, chat.take_back(), quiet)
+        _answer(chat, chat.take_back(), read_line, quiet)
     except BaseException:
         chat.messages = before
         raise
 
 
-def _obey(chat: Chat, text: str, quiet: bool) -> bool:
+def _drop(chat: Chat, argument: str) -> None:
+    if not (argument.isascii() and argument.isdecimal()):
+        raise InvalidRequestError(f"/drop {argument}: not a number of messages")
+    chat.drop(int(argument))
+    click.echo(f"{chat.num_turns} message{'' if chat.num_turns == 1 else 's'} left")
+
+
+def _obey(chat: Chat, text: str, read_line: ReadLine, quiet: bool) -> bool:
     """Carry out a command; False if it was the one to leave."""
     name, _, argument = text.strip().partition(" ")
     argument = argument.strip()
@@ -175,20 +279,26 @@ def _obey(chat: Chat, text: str, quiet: bool) -> bool:
         case "/exit" | "/quit" | "/bye":
             return False
         case "/help" | "/?":
-            click.echo(_HELP)
+            click.echo("\n".join(pair_lines(_COMMANDS, width_of(sys.stdout))))
         case "/clear":
             chat.clear()
+        case "/drop":
+            _drop(chat, argument or "1")
         case "/system":
             chat.set_system_prompt(argument)
         case "/stats":
-            click.echo(chat.last_statistics or "no answer yet")
+            statistics = chat.last_statistics or "no answer yet"
+            click.echo("\n".join(wrap(statistics, width_of(sys.stdout), SEPARATOR)))
         case "/regen":
-            _answer_again(chat, quiet)
+            _answer_again(chat, read_line, quiet)
         case "/set" if not argument:
             click.echo(chat.describe_params())
         case "/set":
             setting, _, value = argument.partition(" ")
-            chat.set_param(setting, value.strip())
+            if value.strip():
+                chat.set_param(setting, value.strip())
+            else:
+                click.echo(chat.describe_param(setting))
         case _:
             raise InvalidRequestError(f"no command {name}: /help lists them")
     return True
@@ -209,4 +319,12 @@ def _terminal_reader() -> ReadLine:
     except OSError:
         note("the history of this chat is not kept: no place to write it")
     session: PromptSession[str] = PromptSession(history=history)
-    return session.prompt
+
+    def read_line(prompt: str) -> str:
+        try:
+            return session.prompt(prompt)
+        finally:
+            if interrupts := current_interrupts():
+                interrupts.watch_again()
+
+    return read_line

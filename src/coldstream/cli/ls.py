@@ -3,12 +3,10 @@
 import json
 
 import click
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from coldstream.cli.options import common_options
-from coldstream.cli.terminal import format_bytes, note, table_console, visible
+from coldstream.cli.tables import print_table
+from coldstream.cli.terminal import format_bytes, note, visible
 from coldstream.gguf import hub
 
 
@@ -33,10 +31,8 @@ def command(as_json: bool) -> None:
     elif not models:
         note("no model downloaded yet: `coldstream pull org/repo:QUANT`")
     else:
-        table = Table(box=box.SIMPLE_HEAD)
-        for column in ("name", "size", "downloaded"):
-            table.add_column(column, justify="right" if column == "size" else "left", no_wrap=True)
-        for model in models:
-            size = format_bytes(model.num_bytes)
-            table.add_row(Text(visible(model.name)), size, f"{model.modified:%Y-%m-%d %H:%M}")
-        table_console().print(table)
+        rows = [
+            (visible(model.name), format_bytes(model.num_bytes), f"{model.modified:%Y-%m-%d %H:%M}")
+            for model in models
+        ]
+        print_table(("name", "size", "downloaded"), rows, left=("name", "downloaded"))

@@ -3,21 +3,29 @@
 Each verb is a module of this room with a click command named `command`, imported only when asked for, so that
 `coldstream --help` costs no more than Python and click.
 
-Exit codes: 0 done · 2 wrong usage or setting · 130 interrupted · 141 the reader of the output went away · the
-others stand in `coldstream.errors`.
+Exit codes: 0 done · 2 wrong usage or setting · 130 interrupted · 141 the reader of the output went away · 143
+terminated · the others stand in `coldstream.errors`.
 """
 
+import difflib
 import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import click
 
 from coldstream import __version__
+from coldstream.cli.interrupts import (
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    Interrupts,
+    TerminatedError,
+)
 from coldstream.errors import ColdstreamError, escape_controls
 
 VERBS = {
@@ -29,7 +37,23 @@ VERBS = {
     "pull": "Download a model.",
     "ls": "List downloaded models.",
 }
-EXIT_INTERRUPTED = 130
+_OTHER_NAMES = {
+    "chat": "run",
+    "generate": "run",
+    "list": "ls",
+    "download": "pull",
+    "info": "show",
+    "inspect": "show",
+    "benchmark": "bench",
+}
+_FIRST_STEPS = f"""\
+coldstream {__version__} runs Mixture-of-Experts language models from GGUF files, also larger than the GPU.
+
+  coldstream run                      try the bundled demo model, which completes Python code
+  coldstream run model.gguf           chat with a model
+  coldstream run org/repo:Q4_K_M      download a model and chat
+  coldstream plan model.gguf          what goes into which memory, and the speed to expect
+  coldstream --help                   all commands"""
 EXIT_BROKEN_PIPE = 141
 
 
@@ -38,6 +62,14 @@ class Session:
     """What the whole invocation shares."""
 
     verbose: bool = False
+    interrupts: Interrupts | None = None
+
+
+def current_interrupts() -> Interrupts | None:
+    """How signals are handled in the running command; None outside of one."""
+    context = click.get_current_context(silent=True)
+    session = context.find_object(Session) if context else None
+    return session.interrupts if session else None
 
 
 class OutputClosedError(Exception):
@@ -55,20 +87,49 @@ class _Verbs(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name in VERBS or ctx.resilient_parsing or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        close = difflib.get_close_matches(name, VERBS, n=1)
+        if "/" in name or name.endswith(".gguf"):
+            advice = f"did you mean coldstream run {name}?"
+        elif verb := _OTHER_NAMES.get(name, close[0] if close else None):
+            advice = f"did you mean {verb}?"
+        else:
+            advice = f"there are {', '.join(VERBS)}"
+        raise click.UsageError(f"no command {name}: {advice}", ctx)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(VERBS.items()))
 
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
+        with _broken_pipes():  # which --help and --version may meet
+            return super().make_context(*arguments, **options)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _broken_pipes():
             return super().invoke(ctx)
-        except BrokenPipeError as error:  # click would leave with its own exit code
-            raise OutputClosedError from error
 
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@contextmanager
+def _broken_pipes() -> Iterator[None]:
+    """As OutputClosedError; at a BrokenPipeError click would leave with its own exit code."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise OutputClosedError from error
+
+
+@click.group(
+    cls=_Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(__version__, prog_name="coldstream")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Run Mixture-of-Experts language models larger than the GPU, fast and exactly, from GGUF files.
 
     \b
@@ -76,11 +137,22 @@ def cli() -> None:
     coldstream run org/repo:Q4_K_M            download a model and chat
     coldstream run model.gguf -p "Hello"      one answer
     """
+    if ctx.invoked_subcommand is None:
+        click.echo(_FIRST_STEPS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line (default: `sys.argv`); returns the exit code and never raises."""
-    session = Session()
+    """Run the command line (default: `sys.argv`), in the main thread; returns the exit code, never raises."""
+    try:
+        with Interrupts() as interrupts:
+            return _run(arguments, Session(interrupts=interrupts))
+    except (click.Abort, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    except TerminatedError:
+        return EXIT_TERMINATED
+
+
+def _run(arguments: Sequence[str] | None, session: Session) -> int:
     if sys.stdout is None:
         return _fail("standard output is closed", 1)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -91,17 +163,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OutputClosedError, BrokenPipeError):
         _discard_output()
         return EXIT_BROKEN_PIPE
-    except (click.Abort, KeyboardInterrupt):
-        return EXIT_INTERRUPTED
+    except click.Abort:
+        raise
     except click.UsageError as error:
         verb = error.ctx.command_path if error.ctx else "coldstream"
         return _fail(f"{error.format_message().rstrip('.')} (see {verb} --help)", error.exit_code)
     except Exception as error:
-        if session.verbose:
-            import traceback
-
-            traceback.print_exc()
-        return _fail(*_describe(error))
+        failed = _fail(*_describe(error), verbose=session.verbose)
+        _discard_output()
+        return failed
     return code if isinstance(code, int) else 0
 
 
@@ -118,12 +188,28 @@ def _describe(error: Exception) -> tuple[str, int]:
     return f"unexpected {type(error).__name__}: {error} (--verbose shows where; please report it)", 1
 
 
-def _fail(message: str, code: int) -> int:
-    if sys.stderr is not None:
-        click.echo(f"error: {escape_controls(message)}", err=True)
+def _fail(message: str, code: int, verbose: bool = False) -> int:
+    """Tell people, if they can be reached; in an `except` clause `verbose` adds the traceback."""
+    try:
+        if verbose:
+            import traceback
+
+            traceback.print_exc()
+        if sys.stderr is not None:
+            click.echo(f"error: {escape_controls(message)}", err=True)
+    except BrokenPipeError:
+        _discard_output()
     return code
 
 
 def _discard_output() -> None:
-    """Send what is still buffered nowhere, so that the interpreter doesn't complain on leaving."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Send nowhere what a closed pipe or a full disk does not take.
+
+    Else the interpreter complains as it leaves, with an exit code of its own.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,7 +1,7 @@
 """Options that several verbs share. Parameter names are those of `EngineConfig` and `SamplingParams`.
 
 Every option defaults to None, which means: leave it to the configuration. Names follow llama.cpp where the
-idea is the same; llama.cpp's options that have no counterpart here are answered with what to do instead.
+idea is the same.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import click
 from click import option
 
+from coldstream.cli.foreign_options import foreign_options
 from coldstream.cli.main import Session
 from coldstream.decoding import SamplingParams
 from coldstream.engine import sizes
@@ -25,21 +26,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 MAX_COUNTS = 32
 
-_GRID = "prompts are computed on a fixed grid, so that results don't depend on it; leave it out"
-_BUDGET = "experts are placed one by one, by the memory that --vram allows; leave it out"
-_FOREIGN_OPTIONS = {
-    ("-m", "--model"): "the model is the first argument, without an option",
-    ("-hf", "--hf-repo"): "the model is the first argument: org/repo or org/repo:QUANT",
-    ("-ngl", "--gpu-layers", "--n-gpu-layers"): _BUDGET,
-    ("-cmoe", "--cpu-moe"): _BUDGET,
-    ("-ncmoe", "--n-cpu-moe"): _BUDGET,
-    ("-ot", "--override-tensor"): _BUDGET,
-    ("-b", "--batch-size"): _GRID,
-    ("-ub", "--ubatch-size"): _GRID,
-    ("-no-cnv", "--no-conversation"): "use --raw",
-}
 _CACHE_HELP = "Type of cached {} [default: f16]; q8_0 and q4_0 need a GPU, q4_0 costs accuracy."
-_FOREIGN_FLAGS = ("-cmoe", "-no-cnv")
 
 
 def parse_size(text: str) -> int:
@@ -56,6 +43,16 @@ def parse_number_or_auto(text: str) -> int | str:
         return text
     if not (text.isascii() and text.isdecimal()):
         raise click.BadParameter(f"{text!r} is neither a number nor auto")
+    return int(text)
+
+
+def parse_num_tokens(text: str) -> int:
+    """A number of tokens to generate, −1 for all that the context has room for. Raises click.BadParameter."""
+    if not re.fullmatch(r"-1|0*[1-9]\d{0,8}", text, re.ASCII):
+        raise click.BadParameter(
+            f"{text!r} is not a number of tokens: give one from 1 to 999999999, or -1 for all that the "
+            "context has room for"
+        )
     return int(text)
 
 
@@ -79,23 +76,14 @@ def parse_json_object(text: str) -> dict[str, Any]:
 
 def common_options(command: Command) -> Command:
     """--verbose, and answers to llama.cpp's options that have no counterpart."""
-    for number, (names, answer) in enumerate(_FOREIGN_OPTIONS.items()):
-        command = option(
-            *names,
-            f"foreign_{number}",
-            hidden=True,
-            expose_value=False,
-            is_flag=names[0] in _FOREIGN_FLAGS,
-            callback=_refuse(names[0], answer),
-        )(command)
     show = option(
         "--verbose",
         is_flag=True,
         expose_value=False,
         callback=_set_verbose,
-        help="Show settings and tracebacks.",
+        help="Show the settings, and tracebacks of errors.",
     )
-    return show(command)
+    return show(foreign_options(command))
 
 
 def engine_options(command: Command) -> Command:
@@ -111,14 +99,20 @@ def engine_options(command: Command) -> Command:
             help="Tokens of context [default: what fits].",
         ),
         option("--vram", metavar="SIZE|auto", help="GPU memory to use, e.g. 6G [default: what is free]."),
-        option("--plan", metavar="FILE", help="Do as a file of `coldstream plan --out` says."),
-        option("--ram", metavar="SIZE|auto", help="RAM for weights, e.g. 8G [default: what is free]."),
+        option(
+            "--plan", metavar="FILE", help="Place weights as FILE says, which `coldstream plan --out` wrote."
+        ),
+        option(
+            "--ram",
+            metavar="SIZE|auto",
+            help="RAM for weights, e.g. 8G; experts beyond it come from the disk [default: what is free].",
+        ),
         option(
             "--prefetch",
             type=parse_number_or_auto,
             metavar="N|auto",
-            help="Experts of each layer that the GPU fetches before they are chosen, at most [default: auto, "
-            "where it should pay].",
+            help="How many experts of each layer the GPU fetches before they are chosen, at most [default: "
+            "auto, where it should pay].",
         ),
         option(
             "--threads",
@@ -127,11 +121,17 @@ def engine_options(command: Command) -> Command:
             metavar="N|auto",
             help="CPU threads [default: auto, one a core].",
         ),
-        option("--device", metavar="NAME", help="auto, cpu or cuda [default: auto]."),
+        option("--device", metavar="NAME", help="Where to compute: auto, cpu or cuda [default: auto]."),
         option("--cache-type-k", "-ctk", type=cache_types, help=_CACHE_HELP.format("keys")),
         option("--cache-type-v", "-ctv", type=cache_types, help=_CACHE_HELP.format("values")),
-        option("--tier", type=click.Choice(TIERS), help="CPU kernels [default: auto, the fastest]."),
-        option("--offline", is_flag=True, default=None, help="Use only what is on this machine."),
+        option(
+            "--tier",
+            type=click.Choice(TIERS),
+            help="Instruction set of CPU kernels [default: auto, the best there is].",
+        ),
+        option(
+            "--offline", is_flag=True, default=None, help="Never ask the hub; use what is on this machine."
+        ),
     )
 
 
@@ -140,21 +140,37 @@ def sampling_options(command: Command) -> Command:
     return _apply(
         command,
         option(
-            "--n-predict", "--max-tokens", "-n", "max_tokens", type=int, help="Tokens to generate at most."
+            "--n-predict",
+            "--max-tokens",
+            "-n",
+            "max_tokens",
+            type=parse_num_tokens,
+            metavar="N",
+            help="Tokens to generate at most; -1: until the context is full [default: -1].",
         ),
-        option("--temp", "temperature", type=float, help="Temperature; 0 always takes the likeliest token."),
+        option(
+            "--temp",
+            "temperature",
+            type=float,
+            help="Temperature: higher is more varied; 0 always takes the likeliest token.",
+        ),
         option("--top-k", type=int, help="Keep the K likeliest tokens; 0: all."),
         option("--top-p", type=float, help="Keep the likeliest tokens that make up this probability."),
         option(
             "--min-p", type=float, help="Drop tokens below this share of the likeliest one's probability."
         ),
         option(
-            "--repeat-penalty", "repetition_penalty", type=float, help="Make repeated tokens less likely."
+            "--repeat-penalty",
+            "repetition_penalty",
+            type=float,
+            help="Above 1: make tokens that occurred less likely.",
         ),
-        option("--repeat-last-n", type=int, help="How far penalties look back; -1: everywhere."),
-        option("--presence-penalty", type=float, help="Subtract from the logits of tokens that occurred."),
-        option("--frequency-penalty", type=float, help="Subtract for every occurrence."),
-        option("--seed", "-s", type=int, help="Same seed, same tokens [default: a fresh one]."),
+        option("--repeat-last-n", type=int, help="How many tokens penalties look back on; -1: all."),
+        option(
+            "--presence-penalty", type=float, help="Subtract this from the logits of tokens that occurred."
+        ),
+        option("--frequency-penalty", type=float, help="Subtract this for each time that a token occurred."),
+        option("--seed", "-s", type=int, help="The same seed gives the same tokens [default: a fresh one]."),
         option(
             "--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times."
         ),
@@ -187,14 +203,6 @@ def _apply(command: Command, *decorators: Callable[[Command], Command]) -> Comma
     for decorate in reversed(decorators):
         command = decorate(command)
     return command
-
-
-def _refuse(name: str, answer: str) -> Callable[[click.Context, click.Parameter, Any], None]:
-    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-        if value not in (None, False):
-            raise click.UsageError(f"{name}: {answer}", ctx)
-
-    return callback
 
 
 def _set_verbose(ctx: click.Context, param: click.Parameter, value: bool) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
-from rich.table import Table
 
 from coldstream.cli.model_argument import model_or_bundled
 from coldstream.cli.options import check_writable, common_options, engine_config, engine_options
-from coldstream.cli.terminal import ProgressLine, format_bytes, note, table_console
+from coldstream.cli.tables import print_table
+from coldstream.cli.terminal import ProgressLine, format_bytes, note
 from coldstream.placement.forecast import Forecast, forecast, rates_used
 from coldstream.placement.plan import PlacementPlan, PlanOptions
 from coldstream.placement.plan_file import plan_to_json, save_plan
@@ -36,12 +35,21 @@ _SLOW_NAMES = {"vram": "RAM", "ram": "disk"}
     "--profile",
     type=click.Path(path_type=Path),
     metavar="TRACE",
-    help="A trace of `coldstream profile`: which experts are used most.",
+    help="A file that `coldstream profile` wrote: which experts are used most.",
 )
 @click.option(
-    "--pin-layers", type=click.IntRange(0), default=0, metavar="N", help="Layers that are resident whole."
+    "--pin-layers",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="Layers whose experts all stay in fast memory: the first, the last, then from the second on.",
 )
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write the plan, for --plan.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the plan to FILE, for --plan of run and bench.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the tables.")
 @engine_options
 @common_options
@@ -66,6 +74,8 @@ def command(
     check_writable(out, "--out")  # better said now than after the work
     with ProgressLine() as line:
         planned = plan_by_name(config, chosen, profile, line.update)
+    for warning in planned.warnings:
+        note(f"warning: {warning}")
     plan, known = planned.plan, planned.known
     expected = forecast(plan, known)
     richer = forecast(planned.larger_plan, known) if planned.larger_plan else None
@@ -82,60 +92,56 @@ def command(
         }
         click.echo(json.dumps(document))
         return
-    console = table_console()
-    console.print(_places(plan))
-    console.print(_speeds(expected, richer))
+    _print_places(plan)
+    _print_speeds(expected, richer)
     if not plan.is_all_resident:
         note(f"hit rates: {known.curve.source}")
     if assumed := known.rates.describe_assumed(rates_used(plan)):
         note(f"not measured on this machine but assumed: {assumed}")
 
 
-def _places(plan: PlacementPlan) -> Table:
+def _print_places(plan: PlacementPlan) -> None:
     """One row for each thing that takes memory."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("what")
-    table.add_column("where")
-    table.add_column("size", justify="right")
     fast, slow = _FAST_NAMES[plan.tier], _SLOW_NAMES[plan.tier]
+    rows = []
     for name, num_bytes in plan.fixed.parts.items():
         what = _PART_NAMES[name]
         if name == "caches":
             what += f" of {plan.fixed.ctx_size} tokens, {plan.fixed.kv_type}"
         if num_bytes:
-            table.add_row(what, fast, format_bytes(num_bytes))
+            rows.append((what, fast, format_bytes(num_bytes)))
     if plan.ring_bytes:
-        table.add_row("experts on their way in prefill", fast, format_bytes(plan.ring_bytes))
+        rows.append(("experts on their way in prefill", fast, format_bytes(plan.ring_bytes)))
     for size, count in plan.slots.items():
         if count:
             what = f"{count} experts of {size / 2**20:.2f} MiB"
-            table.add_row(what, fast, format_bytes(count * size))
-    table.add_row("free", fast, format_bytes(plan.budget_bytes - plan.total_bytes))
-    table.add_row(f"[bold]{fast}[/bold]", "", format_bytes(plan.budget_bytes))
+            rows.append((what, fast, format_bytes(count * size)))
+    rows.append(("free", fast, format_bytes(plan.budget_bytes - plan.total_bytes)))
+    rows.append(("together", fast, format_bytes(plan.budget_bytes)))
     num_cold = plan.num_all - plan.num_resident
     if num_cold:
-        table.add_row(f"{num_cold} of {plan.num_all} experts", slow, format_bytes(plan.cold_bytes))
-    return table
+        rows.append((f"{num_cold} of {plan.num_all} experts", slow, format_bytes(plan.cold_bytes)))
+    print_table(("what", "where", "size"), rows, left=("what", "where"))
 
 
-def _speeds(expected: Forecast, richer: Forecast | None) -> Table:
+def _print_speeds(expected: Forecast, richer: Forecast | None) -> None:
     """Speeds in tokens per second, what bounds them, and with one more GiB."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("expected")
-    for name in ("of this plan", "at most", *(["with 1 GiB more"] if richer else [])):
-        table.add_column(name, justify="right")
+    more = [richer] if richer else []
 
-    def add(name: str, of: Callable[[Forecast], str], ceiling: str = "") -> None:
-        table.add_row(name, of(expected), ceiling, *([of(richer)] if richer else []))
+    def row(name: str, of: Callable[[Forecast], str], ceiling: str = "") -> list[str]:
+        return [name, of(expected), ceiling, *map(of, more)]
 
-    add("hit rate", lambda one: f"{one.hit_rate:.1%}")
-    add("decode, tok/s", lambda one: f"{one.decode:.1f}", f"{expected.decode_ceiling:.1f}")
+    rows = [
+        row("hit rate", lambda one: f"{one.hit_rate:.1%}"),
+        row("decode, tok/s", lambda one: f"{one.decode:.1f}", f"{expected.decode_ceiling:.1f}"),
+    ]
     if expected.prefetch_gain_s:
-        add("saved by prefetching, µs a token", _prefetch_gain)
+        rows.append(row("saved by prefetching, µs a token", _prefetch_gain))
     for length, ceiling in expected.prefill_ceiling.items():
         speed = partial(_prefill_speed, length)
-        add(f"prefill of {length}, tok/s", speed, f"{ceiling:.0f}")
-    return table
+        rows.append(row(f"prefill of {length}, tok/s", speed, f"{ceiling:.0f}"))
+    columns = ("expected", "of this plan", "at most", *(["with 1 GiB more"] if richer else []))
+    print_table(columns, rows, left=("expected",))
 
 
 def _prefetch_gain(forecast: Forecast) -> str:

@@ -15,15 +15,18 @@ from coldstream.cli.options import (
     parse_size,
 )
 from coldstream.cli.terminal import ProgressLine, format_bytes
-from coldstream.errors import InvalidRequestError
-
-MAX_TEXT_BYTES = 16 * 2**20
+from coldstream.cli.text_input import read_text
+from coldstream.files import write_file
 
 
 @click.command("profile", short_help="Record which experts a text uses.")
 @click.argument("model", required=False)
 @click.option(
-    "--text", type=click.Path(path_type=Path), metavar="FILE", required=True, help="The text, in UTF-8."
+    "--text",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    required=True,
+    help="The text to read, in UTF-8.",
 )
 @click.option(
     "--out",
@@ -32,16 +35,26 @@ MAX_TEXT_BYTES = 16 * 2**20
     help="Where the trace goes [default: the model's name with .routing, here].",
 )
 @click.option(
-    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the uses, as SVG: layers × experts."
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw how often each expert of each layer is used, as SVG.",
 )
 @click.option(
-    "--plan", type=click.Path(path_type=Path), metavar="FILE", help="A plan, for --plot: what is resident."
+    "--plan",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A plan; --plot marks what is resident by it.",
 )
 @click.option("--ctx-size", "-c", type=parse_size, metavar="SIZE", help="Cut the text into parts of SIZE.")
 @click.option(
-    "--threads", "-t", type=parse_number_or_auto, metavar="N|auto", help="CPU threads [default: auto]."
+    "--threads",
+    "-t",
+    type=parse_number_or_auto,
+    metavar="N|auto",
+    help="CPU threads [default: auto, one a core].",
 )
-@click.option("--offline", is_flag=True, default=None, help="Use only what is on this machine.")
+@click.option("--offline", is_flag=True, default=None, help="Never ask the hub; use what is on this machine.")
 @common_options
 def command(
     model: str | None, text: Path, out: Path | None, plot: Path | None, plan: Path | None, **options: Any
@@ -60,31 +73,16 @@ def command(
     out = out or Path(f"{Path(config.model).name.removesuffix('.gguf')}.routing")
     for name, path in (("--out", out), ("--plot", plot)):
         check_writable(path, name)  # better said now than after the work
-    words = read_text(text)
+    words = read_text(text, "--text")
     with ProgressLine() as line:
         resident = load_plan_by_name(config, plan, line.update).resident if plan else None
         trace = profile_text(config, words, line.update)
     trace.save(out)
     if plot is not None:
         title = f"{Path(config.model).name}: experts used by {text.name}, {trace.num_steps} tokens"
-        plot.write_text(heat_map_svg(trace.counts() / trace.num_steps, resident, title), encoding="utf-8")
+        write_file(plot, heat_map_svg(trace.counts() / trace.num_steps, resident, title).encode())
     used = (trace.counts() > 0).mean()
     click.echo(
         f"{out}: {trace.num_steps} tokens, {trace.model.num_layers} layers, {used:.0%} of the experts used, "
         f"{format_bytes(out.stat().st_size)}"
     )
-
-
-def read_text(path: Path) -> str:
-    """The file's content. Raises InvalidRequestError if it cannot be read, is huge or not UTF-8."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_TEXT_BYTES + 1)
-    except OSError as error:
-        raise InvalidRequestError(f"{path}: {error.strerror}; give a text with --text") from error
-    if len(data) > MAX_TEXT_BYTES:
-        raise InvalidRequestError(f"{path} has more than {MAX_TEXT_BYTES} bytes; give a part of it")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"{path} is not UTF-8 text: byte {error.start}") from error

@@ -1,17 +1,20 @@
 """`coldstream run`: one answer to a prompt or to piped text, or a chat."""
 
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
 
 from coldstream.cli.answer import show_answer
 from coldstream.cli.chat import Chat, chat_in_terminal
-from coldstream.cli.main import EXIT_INTERRUPTED, Session
-from coldstream.cli.model_argument import model_or_bundled
+from coldstream.cli.interrupts import EXIT_INTERRUPTED
+from coldstream.cli.main import Session
+from coldstream.cli.model_argument import is_bundled, model_or_bundled
 from coldstream.cli.options import (
     common_options,
     engine_config,
@@ -21,27 +24,59 @@ from coldstream.cli.options import (
     sampling_params,
 )
 from coldstream.cli.terminal import ProgressLine, note
+from coldstream.cli.text_input import prompt_of
 from coldstream.engine import LLM, SamplingParams, open_model
-from coldstream.errors import InvalidRequestError
 
-MAX_PIPED_BYTES = 16 * 2**20
+MAX_QUOTED_CHARS = 60
 
 
-@click.command("run", short_help="Generate or chat in the terminal.")
+class _OneModel(click.Command):
+    """Tells those who write a prompt as an argument which option it is."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True
+        extra = super().parse_args(ctx, args)
+        if extra and not ctx.resilient_parsing:
+            raise _not_an_argument(extra, ctx)
+        return extra
+
+
+def _not_an_argument(words: Sequence[str], ctx: click.Context) -> click.UsageError:
+    text = " ".join(words)
+    short = text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}…"
+    return click.UsageError(f"a prompt is given with -p: did you mean -p {shlex.quote(short)}?", ctx)
+
+
+@click.command("run", cls=_OneModel, short_help="Generate or chat in the terminal.")
 @click.argument("model", required=False)
-@click.option("--prompt", "-p", help="Answer this and leave.")
+@click.option("--prompt", "-p", metavar="TEXT", help="Answer TEXT and exit.")
 @click.option(
-    "--system-prompt", "-sys", "system_prompt", help="What the model is told before the conversation."
+    "--file",
+    "-f",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Answer the text in FILE and exit; -: standard input.",
 )
-@click.option("--raw", is_flag=True, help="Complete the text as it is, without the chat template.")
-@click.option("--echo/--no-echo", default=None, help="Repeat a completed text before its completion.")
+@click.option(
+    "--system-prompt",
+    "-sys",
+    "system_prompt",
+    metavar="TEXT",
+    help="What the model is told before the conversation.",
+)
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
+@click.option(
+    "--echo/--no-echo",
+    default=None,
+    help="Print the prompt before what continues it [default: on a terminal].",
+)
 @click.option(
     "--chat-template-kwargs",
     type=parse_json_object,
     metavar="JSON",
     help="Variables for the chat template, as JSON.",
 )
-@click.option("--quiet", "-q", is_flag=True, help="No statistics.")
+@click.option("--quiet", "-q", is_flag=True, help="Print no statistics.")
 @sampling_options
 @engine_options
 @common_options
@@ -51,6 +86,7 @@ def command(
     /,
     model: str | None,
     prompt: str | None,
+    file: Path | None,
     system_prompt: str | None,
     raw: bool,
     echo: bool | None,
@@ -58,7 +94,9 @@ def command(
     quiet: bool,
     **options: Any,
 ) -> int:
-    """Answer PROMPT, or the text piped in, or chat if there is neither.
+    """Answer a prompt, or chat if there is none and this is a terminal.
+
+    The prompt is -p, or what is piped in, or both: the piped text (or that of -f), and -p on a line below.
 
     MODEL is a file or org/repo[:QUANT] on the hub; without it, the bundled demo model completes Python code.
     A model with a chat template answers; any other one, or --raw, continues the text.
@@ -66,22 +104,22 @@ def command(
     Sampling settings that are not given are the model file's, or temperature 0.8, top-k 40, top-p 0.95 and
     min-p 0.05.
     """
-    if prompt is None and not (sys.stdin and sys.stdin.isatty()):
-        prompt = read_piped()
-    if prompt == "":
-        raise InvalidRequestError("the prompt is empty")
+    if model is not None and len(model.split()) > 1 and not Path(model).exists():
+        raise _not_an_argument([model], click.get_current_context())
+    prompt = prompt_of(prompt, file)
     with _open(model_or_bundled(model), options) as llm:
         if session.verbose:
             note("\n".join(f"{name}: {value}" for name, value in asdict(llm.opened.config).items()))
         params = sampling_params(options, llm.opened.default_sampling)
-        raw = raw or model is None or not llm.opened.has_chat_template
+        raw = raw or not llm.opened.has_chat_template or is_bundled(llm.opened.runner.file)
         chat = Chat(llm, params, system_prompt, chat_template_kwargs, raw=raw)
         if prompt is None:
             return chat_in_terminal(chat, quiet)
         should_echo = raw and (sys.stdout.isatty() if echo is None else echo)
         with ProgressLine() as line:
             stream = chat.ask(prompt, partial(line.update, "reading the prompt"))
-            answer = show_answer(stream, line, quiet, before=prompt if should_echo else "")
+            before = prompt if should_echo else ""
+            answer = show_answer(stream, line, quiet, chat.ctx_size, before)
     return EXIT_INTERRUPTED if answer.finish_reason == "cancelled" else 0
 
 
@@ -93,20 +131,3 @@ def _open(model: str, options: Mapping[str, Any]) -> LLM:
     for warning in opened.warnings:
         note(f"warning: {warning}")
     return LLM.from_opened(opened)
-
-
-def read_piped() -> str:
-    """Standard input without its last line end. Raises InvalidRequestError if it is empty, huge, no UTF-8."""
-    data = sys.stdin.buffer.read(MAX_PIPED_BYTES + 1) if sys.stdin else b""
-    if len(data) > MAX_PIPED_BYTES:
-        raise InvalidRequestError(
-            f"standard input is longer than {MAX_PIPED_BYTES} bytes; shorten the prompt"
-        )
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"standard input is not UTF-8 text: byte {error.start}") from error
-    text = text.removesuffix("\n")
-    if not text:
-        raise InvalidRequestError("standard input is empty: pipe a prompt in, or give one with -p")
-    return text

@@ -8,12 +8,10 @@ from typing import Any
 
 import click
 import numpy as np
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
-from coldstream.cli.options import common_options
-from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, table_console, visible
+from coldstream.cli.options import common_options, engine_config
+from coldstream.cli.tables import print_pairs, print_table
+from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, visible
 from coldstream.errors import UnsupportedError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile, TensorInfo
@@ -28,12 +26,13 @@ _MAX_SHOWN_ITEMS = 8
 @click.argument("model")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of tables.")
-@click.option("--offline", is_flag=True, help="Use only what is on this machine.")
+@click.option("--offline", is_flag=True, help="Never ask the hub; use what is on this machine.")
 @common_options
 def command(model: str, tensors: bool, as_json: bool, offline: bool) -> None:
     """Describe MODEL, a file or org/repo[:QUANT]: numbers, quantisation, metadata. Weights are not read."""
     with ProgressLine() as line:
-        path = resolve_model(model, offline=offline, progress=line.update)
+        config = engine_config(model, {"offline": offline})
+        path = resolve_model(config.model, offline=offline, progress=line.update)
     with GGUFFile.open(path) as file:
         try:
             spec, problem = ModelSpec.from_gguf(file.metadata, file.tensors), ""
@@ -43,17 +42,17 @@ def command(model: str, tensors: bool, as_json: bool, offline: bool) -> None:
     if as_json:
         click.echo(json.dumps(_to_json(file, spec, problem, tensors)))
         return
-    console = table_console()
-    console.print(_pairs(_summary(file, spec, problem)))
-    console.print(_type_table(file.tensors))
-    console.print(_pairs({key: _shorten(value) for key, value in file.metadata.items()}, title="metadata"))
+    print_pairs(_summary(file, spec, problem))
+    _print_types(file.tensors)
+    metadata = {visible(key): _shorten(value) for key, value in file.metadata.items()}
+    print_pairs(metadata, title="metadata:")
     if tensors:
-        console.print(_tensor_table(file.tensors))
+        _print_tensors(file.tensors)
 
 
 def _summary(file: GGUFFile, spec: ModelSpec | None, problem: str) -> dict[str, str]:
     facts = {
-        "file": str(file.paths[0])
+        "file": visible(str(file.paths[0]))
         + (f" and {len(file.paths) - 1} more parts" if len(file.paths) > 1 else ""),
         "size": format_bytes(file.num_bytes),
         "parameters": format_count(num_parameters(file.tensors.values())),
@@ -88,39 +87,34 @@ def _type_rows(tensors: Mapping[str, TensorInfo]) -> list[dict[str, Any]]:
     return sorted(rows.values(), key=lambda row: (-row["bytes"], row["type"]))
 
 
-def _type_table(tensors: Mapping[str, TensorInfo]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("type", "tensors", "parameters", "size", "bits per weight"):
-        table.add_column(column, justify="left" if column == "type" else "right")
-    for row in _type_rows(tensors):
-        table.add_row(
+def _print_types(tensors: Mapping[str, TensorInfo]) -> None:
+    rows = [
+        (
             row["type"],
             str(row["tensors"]),
             format_count(row["parameters"]),
             format_bytes(row["bytes"]),
             f"{8 * row['bytes'] / max(1, row['parameters']):.2f}",
         )
-    return table
+        for row in _type_rows(tensors)
+    ]
+    print_table(("type", "tensors", "parameters", "size", "bits per weight"), rows, left=("type",))
 
 
-def _tensor_table(tensors: Mapping[str, TensorInfo]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("tensor", "shape", "type", "bytes", "part", "offset"):
-        table.add_column(column, justify="left" if column in ("tensor", "shape", "type") else "right")
-    for info in tensors.values():
-        shape = " × ".join(map(str, info.shape))
-        numbers = (str(info.num_bytes), str(info.shard), str(info.offset))
-        table.add_row(Text(visible(info.name)), shape, info.quant_type.name, *numbers)
-    return table
-
-
-def _pairs(facts: Mapping[str, str], title: str | None = None) -> Table:
-    table = Table(box=None, show_header=False, title=title, title_justify="left", padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for name, value in facts.items():
-        table.add_row(Text(visible(name)), Text(value))
-    return table
+def _print_tensors(tensors: Mapping[str, TensorInfo]) -> None:
+    rows = [
+        (
+            visible(info.name),
+            " × ".join(map(str, info.shape)),
+            info.quant_type.name,
+            str(info.num_bytes),
+            str(info.shard),
+            str(info.offset),
+        )
+        for info in tensors.values()
+    ]
+    columns = ("tensor", "shape", "type", "bytes", "part", "offset")
+    print_table(columns, rows, left=("tensor", "shape", "type"))
 
 
 def _shorten(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What people see beside an answer: progress, notes, and how tables and numbers look."""
+"""What people see beside an answer: progress, notes, and how numbers look."""
 
 import sys
 import unicodedata
@@ -9,16 +9,21 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from coldstream.cli.tables import width_of, wrap
 from coldstream.errors import escape_controls
 
-_UNCUT_WIDTH = 1000
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Called where a BrokenPipeError is caught: it goes on, as `Console` would end the program itself."""
+        raise
 
 
 class ProgressLine:
     """A line on standard error that shows how far something is and then vanishes; only on a terminal."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
+        console = _Console(stderr=True)
         self._progress: Progress | None = None
         if console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
@@ -60,13 +65,10 @@ def visible(text: str) -> str:
 
 
 def note(text: str) -> None:
-    """A line for people, on standard error, dim on a terminal."""
-    click.secho(text, err=True, dim=True)
-
-
-def table_console() -> Console:
-    """Where tables go: standard output, cut to its width only if that is a terminal."""
-    return Console() if sys.stdout.isatty() else Console(width=_UNCUT_WIDTH)
+    """Lines for people, on standard error; on a terminal dim, and broken between words."""
+    width = width_of(sys.stderr)
+    lines = [part for line in text.split("\n") for part in wrap(line, width)]
+    click.secho("\n".join(lines), err=True, dim=True)
 
 
 def format_bytes(num_bytes: int) -> str:

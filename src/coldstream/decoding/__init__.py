@@ -1,7 +1,9 @@
 """Logits to tokens: sampling, stop strings, the autoregressive loop. Knows token ids, not tensors."""
 
 from coldstream.decoding.autoregressive import Progress, TargetModel, generate_tokens
-from coldstream.decoding.sampling import choose_token, sample_token
+from coldstream.decoding.choice import TokenChooser
+from coldstream.decoding.logprobs import RankedLogprob
+from coldstream.decoding.sampling import SEED_BITS, choose_token, derived_seed, sample_token
 from coldstream.decoding.sampling_params import (
     AnyLogits,
     DeviceLogits,
@@ -12,15 +14,19 @@ from coldstream.decoding.sampling_params import (
 from coldstream.decoding.stop import StopMatcher
 
 __all__ = [
+    "SEED_BITS",
     "AnyLogits",
     "DeviceLogits",
     "Logits",
     "LogitsProcessor",
     "Progress",
+    "RankedLogprob",
     "SamplingParams",
     "StopMatcher",
     "TargetModel",
+    "TokenChooser",
     "choose_token",
+    "derived_seed",
     "generate_tokens",
     "sample_token",
 ]

@@ -17,15 +17,19 @@ integer arithmetic. This is the definition that a faster version has to reproduc
    mod 2^32, ⌊position / 2^32⌋, 0, 0). The position is the index that the new token will have in its sequence.
 
 Temperature 0 takes the largest logit. Ties always go to the lowest id.
+
+Before that, a logit is changed by penalties, then by logits processors, and set to −inf where the token is
+forbidden. Answers after a prompt's first draw with seeds of their own, see `derived_seed`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coldstream.decoding.sampling_params import AnyLogits, Logits, SamplingParams
-from coldstream.errors import GenerationFault
+from coldstream.decoding.sampling_params import AnyLogits, Logits, LogitsProcessor, SamplingParams
+from coldstream.errors import GenerationFault, InvalidRequestError, shown
+from coldstream.models.sanity import check_logits
 
 WEIGHT_ONE = 2**40
 _MIN_EXPONENT = -28.0  # exp(−28) < 2^−40: beyond it every weight is 0
@@ -36,22 +40,32 @@ _EXP_COEFFICIENTS = tuple(
     1.0 / factorial
     for factorial in (479001600, 39916800, 3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2, 1, 1)
 )
+SEED_BITS = 53  # of seeds that are not the caller's: what a number in JSON holds
 _FIRST_SORT = 1024
 _MASK32 = 2**32 - 1
 
 
-def sample_token(logits: Logits, context: Sequence[int], params: SamplingParams, seed: int) -> int:
+def sample_token(
+    logits: Logits,
+    context: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    forbidden_ids: Collection[int] = (),
+) -> int:
     """The token that follows `context` (all ids so far) given the model's float32 `logits` [vocab].
 
-    Pure: the arguments are not changed, and `params.seed` is ignored in favour of `seed`. Raises
-    GenerationFault if a logit is not finite, or if the logits processors leave no token.
+    Never one of `forbidden_ids`. Pure: the arguments are not changed, and `params.seed` is ignored in favour
+    of `seed`. Raises GenerationFault if a logit is not finite, or if no token is left, InvalidRequestError if
+    a logits processor raises or returns something else than logits.
     """
-    if not np.isfinite(logits).all():
-        raise GenerationFault(_describe_bad_logits(logits, len(context)))
+    check_logits(logits, len(context))
     if params.has_penalties:
         logits = apply_penalties(logits, context, params)
-    for processor in params.logits_processors:
-        logits = processor(context, logits)
+    if params.logits_processors:
+        logits = _processed(logits, context, params.logits_processors)
+    if forbidden_ids:
+        logits = logits.copy()
+        logits[list(forbidden_ids)] = -np.inf
     best = int(np.argmax(logits))  # the first NaN if there is one
     if not np.isfinite(logits[best]):
         raise GenerationFault(
@@ -63,11 +77,17 @@ def sample_token(logits: Logits, context: Sequence[int], params: SamplingParams,
     return draw_token(kept, logits[kept], params.temperature, random_bits(seed, len(context)))
 
 
-def choose_token(logits: AnyLogits, context: Sequence[int], params: SamplingParams, seed: int) -> int:
+def choose_token(
+    logits: AnyLogits,
+    context: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    forbidden_ids: Collection[int] = (),
+) -> int:
     """`sample_token`, done where the logits are if they can stay there."""
     if isinstance(logits, np.ndarray):
-        return sample_token(logits, context, params, seed)
-    if not params.logits_processors:
+        return sample_token(logits, context, params, seed, forbidden_ids)
+    if not params.logits_processors and not forbidden_ids:
         token_id = logits.choose(
             context,
             temperature=params.temperature,
@@ -83,7 +103,7 @@ def choose_token(logits: AnyLogits, context: Sequence[int], params: SamplingPara
         )
         if token_id is not None:
             return token_id
-    return sample_token(np.asarray(logits), context, params, seed)
+    return sample_token(np.asarray(logits), context, params, seed, forbidden_ids)
 
 
 def apply_penalties(logits: Logits, context: Sequence[int], params: SamplingParams) -> Logits:
@@ -110,7 +130,7 @@ def apply_penalties(logits: Logits, context: Sequence[int], params: SamplingPara
 
 def keep_tokens(logits: Logits, params: SamplingParams) -> NDArray[np.int64]:
     """Ids that survive top-k, top-p and min-p, ascending; never empty."""
-    kept = _top_k(logits, params.top_k)
+    kept = top_k_ids(logits, params.top_k)
     if params.top_p == 1 and params.min_p == 0:
         return kept
     weights = token_weights(logits[kept], 1.0)
@@ -150,6 +170,18 @@ def random_bits(seed: int, position: int) -> int:
     return words[0] | words[1] << 32
 
 
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of answer `index` (below 2^32) to a prompt whose first answer has `seed`, which is that of 0.
+
+    The lower 53 bits, so that it survives a trip through JSON, of w0 + 2^32 · w1 of Philox4x32-10 with the
+    key of `seed` and the counter (index, 0, 1, 0), which no draw uses.
+    """
+    if index == 0:
+        return seed
+    words = philox4x32((index, 0, 1, 0), (seed & _MASK32, seed >> 32))
+    return (words[0] | words[1] << 32) & ((1 << SEED_BITS) - 1)
+
+
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
     """Philox4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
     c0, c1, c2, c3 = counter
@@ -170,7 +202,7 @@ def _first_by_rank(logits: Logits, weights: NDArray[np.int64], bound: int) -> ND
     """
     num_sorted = _FIRST_SORT
     while True:
-        largest = _top_k(logits, num_sorted)
+        largest = top_k_ids(logits, num_sorted)
         order = largest[np.argsort(-logits[largest], kind="stable")]
         sums = np.cumsum(weights[order])
         if len(order) == len(logits) or sums[-1] >= bound:
@@ -180,7 +212,8 @@ def _first_by_rank(logits: Logits, weights: NDArray[np.int64], bound: int) -> ND
     return order[: max(1, num_kept)]
 
 
-def _top_k(logits: Logits, k: int) -> NDArray[np.int64]:
+def top_k_ids(logits: Logits, k: int) -> NDArray[np.int64]:
+    """Ids of the k largest logits, of equal ones the lowest, ascending; all of them for k = 0."""
     if not 0 < k < len(logits):
         return np.arange(len(logits))
     threshold = np.partition(logits, -k)[-k]
@@ -206,9 +239,20 @@ def _high64(a: int, b: int) -> int:
     return a * b >> 64
 
 
-def _describe_bad_logits(logits: Logits, position: int) -> str:
-    bad = np.flatnonzero(~np.isfinite(logits))
-    return (
-        f"{len(bad)} of {len(logits)} logits at position {position} are not finite "
-        f"(token {bad[0]}: {logits[bad[0]]}); the model's weights or its state are damaged"
-    )
+def _processed(logits: Logits, context: Sequence[int], processors: Sequence[LogitsProcessor]) -> Logits:
+    """What the processors make of a copy of `logits` [vocab]."""
+    context = tuple(context)
+    processed = logits.copy()
+    for index, processor in enumerate(processors):
+        name = f"logits_processors[{index}] ({shown(getattr(processor, '__name__', processor))})"
+        try:
+            processed = processor(context, processed)
+        except Exception as error:
+            raise InvalidRequestError(f"{name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(processed, np.ndarray):
+            raise InvalidRequestError(f"{name} returned a {type(processed).__name__}, not an array of logits")
+        if processed.shape != logits.shape or processed.dtype != np.float32:
+            raise InvalidRequestError(
+                f"{name} returned {processed.dtype} of shape {processed.shape}, not float32 of {logits.shape}"
+            )
+    return processed

@@ -1,16 +1,17 @@
-"""How one request picks its tokens. Numbers only: this module knows neither text processing nor models.
+"""How one request picks its tokens and when it ends. This module knows neither text processing nor models.
 
 Names and defaults are llama.cpp's where the idea is the same, the Python spellings vLLM's.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coldstream.errors import InvalidRequestError
+from coldstream.errors import InvalidRequestError, shown
 
 Logits = NDArray[np.float32]  # [vocab]
 
@@ -43,13 +44,18 @@ class DeviceLogits(Protocol):
 AnyLogits = Logits | DeviceLogits
 
 LogitsProcessor = Callable[[Sequence[int], Logits], Logits]
-"""Takes the token ids so far and float32 logits [vocab]; returns logits of the same shape. May write −inf to
-forbid a token; must not change its arguments.
+"""Takes the token ids so far and float32 logits [vocab]; returns float32 logits of the same shape. May write
+−inf to forbid a token, and may write into the logits that it is given, which are a copy. One that raises or
+returns anything else ends the request with InvalidRequestError.
 """
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
 MAX_SEED = 2**64 - 1
+MAX_N = 1024
+MAX_LOGPROBS = 1024
+_MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -57,13 +63,17 @@ class SamplingParams:
     """One request's sampling settings, checked on creation (InvalidRequestError names the field and its
     range).
 
-    The steps run in this order: penalties, logits processors, top-k, top-p, min-p, temperature. `temperature`
-    0 takes the largest logit after penalties and processors. Meaning of each step:
-    `coldstream.decoding.sampling`.
+    The steps run in this order: penalties, logits processors, tokens that `min_tokens` forbids, top-k, top-p,
+    min-p, temperature. `temperature` 0 takes the largest logit that is left before top-k. Meaning of each
+    step: `coldstream.decoding.sampling`. Neither `n` nor `logprobs` changes a token of the first answer.
+
+    Where something has to be known of all logits (`logprobs`, `logits_processors`, and `min_tokens` for as
+    long as it forbids tokens), a GPU's logits are brought to the host and the token is chosen there, by the
+    same definition and with the same result.
     """
 
     temperature: float = 0.8
-    top_k: int = 40  # 0: off
+    top_k: int = 40  # 0 or −1: off, kept as 0
     top_p: float = 0.95  # 1: off
     min_p: float = 0.05  # 0: off
     repetition_penalty: float = 1.0  # 1: off
@@ -72,9 +82,23 @@ class SamplingParams:
     repeat_last_n: int | None = 64  # tokens that penalties look back on, prompt included; None: all of them
     seed: int | None = None  # None: a fresh one, reported with the result
     max_tokens: int | None = None  # None: until an end token or the end of the context
-    stop: Sequence[str] = ()  # generation ends before the first of these in the text
+    # Generation ends before the first of these in the text: one string or several, kept as a tuple.
+    stop: Sequence[str] | None = None
     ignore_eos: bool = False  # treat end tokens like any other
-    logits_processors: tuple[LogitsProcessor, ...] = ()
+    logits_processors: Sequence[LogitsProcessor] | None = None  # kept as a tuple
+    # Generation ends after one of these, whose text is left out; kept as a tuple.
+    stop_token_ids: Sequence[int] | None = None
+    # Tokens before which no end token (unless ignored) and none of `stop_token_ids` is chosen; a stop string
+    # counts if it ends in the text of a later one.
+    min_tokens: int = 0
+    include_stop_str_in_output: bool = False  # the stop string or stop token that ended the text stays in it
+    # Answers to the prompt. The first is that of n = 1, the one with index i that of seed
+    # `derived_seed(seed, i)`.
+    n: int = 1
+    # For each token: this many of the likeliest and the chosen one, by the model's own logits, which no
+    # penalty, filter or temperature has changed.
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None  # not served: see `LLM.logits`
 
     def __post_init__(self) -> None:
         _check_real("temperature", self.temperature, 0, 1e6)
@@ -83,14 +107,32 @@ class SamplingParams:
         _check_real("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _check_real("presence_penalty", self.presence_penalty, -2, 2)
         _check_real("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check_integer("top_k", self.top_k, 0, 2**31)
-        if self.repeat_last_n is not None:
-            _check_integer("repeat_last_n", self.repeat_last_n, 0, 2**31)
-        if self.seed is not None:
-            _check_integer("seed", self.seed, 0, MAX_SEED)
-        if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1, 2**31)
+        _check_integer("top_k", self.top_k, -1, _MAX_COUNT)
+        object.__setattr__(self, "top_k", max(0, self.top_k))
+        _check_integer("repeat_last_n", self.repeat_last_n, 0, _MAX_COUNT, optional=True)
+        _check_integer("seed", self.seed, 0, MAX_SEED, optional=True)
+        _check_integer("max_tokens", self.max_tokens, 1, _MAX_COUNT, optional=True)
+        _check_integer("min_tokens", self.min_tokens, 0, _MAX_COUNT)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens must be at most max_tokens, {self.max_tokens}, not {self.min_tokens}"
+            )
+        _check_flag("ignore_eos", self.ignore_eos)
+        _check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
+        _check_integer("n", self.n, 1, MAX_N)
+        if self.n > 1 and self.temperature == 0:
+            raise InvalidRequestError(
+                f"n must be 1 at temperature 0, where all answers are the same, not {self.n}"
+            )
+        _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        if self.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                f"prompt_logprobs must be None, not {shown(self.prompt_logprobs)}: LLM.logits(token_ids) "
+                "gives the logits after each token of a prompt"
+            )
         object.__setattr__(self, "stop", _checked_stop(self.stop))
+        object.__setattr__(self, "stop_token_ids", _checked_stop_token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logits_processors", _checked_processors(self.logits_processors))
 
     @property
     def has_penalties(self) -> bool:
@@ -101,21 +143,58 @@ class SamplingParams:
 
 def _check_real(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")
+        raise InvalidRequestError(f"{name} must be a number from {low:g} to {high:g}, not {shown(value)}")
 
 
-def _check_integer(name: str, value: object, low: int, high: int) -> None:
+def _check_integer(name: str, value: object, low: int, high: int, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be an integer from {low} to {high}, not {value!r}")
+        none = ", or None" if optional else ""
+        raise InvalidRequestError(f"{name} must be an integer from {low} to {high}{none}, not {shown(value)}")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name} must be True or False, not {shown(value)}")
 
 
 def _checked_stop(stop: object) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
-        raise InvalidRequestError(f"stop must be a string or a list of strings, not {stop!r}")
+    stops = _as_tuple("stop", "a string or a list of strings", (stop,) if isinstance(stop, str) else stop)
+    if not all(isinstance(text, str) for text in stops):
+        raise InvalidRequestError(f"stop must be a string or a list of strings, not {shown(stop)}")
     if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(f"at most {MAX_STOP_STRINGS} stop strings, not {len(stops)}")
+        raise InvalidRequestError(f"stop: at most {MAX_STOP_STRINGS} stop strings, not {len(stops)}")
     for text in stops:
         if not 1 <= len(text) <= MAX_STOP_CHARS:
-            raise InvalidRequestError(f"a stop string has 1 to {MAX_STOP_CHARS} characters, not {len(text)}")
-    return tuple(stops)
+            raise InvalidRequestError(
+                f"stop: a stop string has 1 to {MAX_STOP_CHARS} characters, not {len(text)}"
+            )
+    return stops
+
+
+def _checked_stop_token_ids(ids: object) -> tuple[int, ...]:
+    ids = _as_tuple("stop_token_ids", "a list of token ids", ids)
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequestError(f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS} ids, not {len(ids)}")
+    for token_id in ids:
+        is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+        if not is_integer or not 0 <= token_id <= _MAX_COUNT:
+            raise InvalidRequestError(f"stop_token_ids: {shown(token_id)} is not a token id")
+    return tuple(int(token_id) for token_id in ids)
+
+
+def _checked_processors(processors: object) -> tuple[LogitsProcessor, ...]:
+    processors = _as_tuple("logits_processors", "a list of functions", processors)
+    for processor in processors:
+        if not callable(processor):
+            raise InvalidRequestError(f"logits_processors: {shown(processor)} is not a function")
+    return processors
+
+
+def _as_tuple(name: str, wanted: str, values: object) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray):
+        raise InvalidRequestError(f"{name} must be {wanted}, not {shown(values)}")
+    return tuple(values)

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 class StopMatcher:
     """Finds the stop string that is complete first; of those that end together, the one that starts first.
 
-    The unit of work is `feed`: a piece of text in, the text that is safe to show out.
+    The unit of work is `feed`: a piece of text in, the text that is safe to show out. With `include` a stop
+    string that was found is shown too.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
+        self._include = include
         self._held = ""
+        self._num_passed = 0  # characters at the beginning of the held text in which no stop string may end
         self._matched: str | None = None
 
     @property
@@ -23,21 +26,30 @@ class StopMatcher:
         """The stop string that was found, or None so far."""
         return self._matched
 
-    def feed(self, text: str) -> str:
-        """Text that is now known to lie before any stop string. Empty once a stop string was found."""
+    def feed(self, text: str, *, may_end: bool = True) -> str:
+        """Text that is now known to lie before any stop string. Empty once a stop string was found.
+
+        Unless `may_end`, no stop string ends in `text`; one may begin there.
+        """
         if self._matched is not None:
             return ""
         self._held += text
+        if not may_end:
+            self._num_passed = len(self._held)
         found = [
-            (start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := self._held.find(stop, max(0, self._num_passed - len(stop) + 1))) >= 0
         ]
+        kept = 0
         if found:
-            _, end, self._matched = min(found)
-            kept = 0
+            after, end, self._matched = min(found)
+            end = after if self._include else end
         else:
             kept = self._num_undecided()
             end = len(self._held) - kept
         safe, self._held = self._held[:end], (self._held[end:] if kept else "")
+        self._num_passed = max(0, self._num_passed - end)
         return safe
 
     def flush(self) -> str:

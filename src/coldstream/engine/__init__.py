@@ -2,19 +2,24 @@
 
 from coldstream.decoding import SamplingParams
 from coldstream.engine.config import EngineConfig
-from coldstream.engine.generation import Stream
 from coldstream.engine.llm import LLM
 from coldstream.engine.opened_model import OpenedModel, open_model
-from coldstream.engine.request import Piece, RequestOutput, Statistics
+from coldstream.engine.prompts import TextPrompt, TokensPrompt
+from coldstream.engine.request import CompletionOutput, Logprob, Piece, RequestOutput, Statistics
+from coldstream.engine.stream import Stream
 
 __all__ = [
     "LLM",
+    "CompletionOutput",
     "EngineConfig",
+    "Logprob",
     "OpenedModel",
     "Piece",
     "RequestOutput",
     "SamplingParams",
     "Statistics",
     "Stream",
+    "TextPrompt",
+    "TokensPrompt",
     "open_model",
 ]

@@ -4,12 +4,13 @@ Field names are the keyword arguments of `LLM` and, with dashes, the command lin
 """
 
 import difflib
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from coldstream.engine.sizes import parse_size
-from coldstream.errors import ConfigError, OutOfMemoryError
+from coldstream.errors import ConfigError, OutOfMemoryError, shown
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.experts.prefetching import MAX_PREFETCHED
 from coldstream.models.spec import ModelSpec
@@ -46,7 +47,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model must be a path or org/repo[:QUANT], not {self.model!r}")
+            raise ConfigError(f"model must be a path or org/repo[:QUANT], not {shown(self.model)}")
         if self.ctx_size is not None:
             _check_integer("ctx_size", self.ctx_size, 0, 2**31 - 1)
         for name in ("vram", "ram"):
@@ -74,11 +75,11 @@ class EngineConfig:
         if self.seed is not None:
             _check_integer("seed", self.seed, 0, 2**64 - 1)
         if not isinstance(self.offline, bool):
-            raise ConfigError(f"offline must be True or False, not {self.offline!r}")
+            raise ConfigError(f"offline must be True or False, not {shown(self.offline)}")
 
     def _check_plan(self) -> None:
         if not isinstance(self.plan, str) or not self.plan:
-            raise ConfigError(f"plan (--plan) must be the path of a file, not {self.plan!r}")
+            raise ConfigError(f"plan (--plan) must be the path of a file, not {shown(self.plan)}")
         for name in ("vram", "ram", "ctx_size", "cache_type_k", "cache_type_v"):
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 flag = name.replace("_", "-")
@@ -86,14 +87,22 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":
-        """The configuration with these fields. Raises ConfigError, with advice, for a key that is none."""
+        """The configuration with these fields; `model` and `plan` may be path objects.
+
+        Raises ConfigError, with advice, for a key that is none.
+        """
         names = [field.name for field in fields(cls)]
         for key in options:
             if key not in names:
                 close = difflib.get_close_matches(key, names, n=1)
                 advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
                 raise ConfigError(f"unknown setting {key}: {advice}")
-        return cls(**options)
+        paths = {
+            name: os.fspath(options[name])
+            for name in ("model", "plan")
+            if isinstance(options.get(name), os.PathLike)
+        }
+        return cls(**{**options, **paths})
 
 
 def resolve(
@@ -168,7 +177,7 @@ def _budget(name: str, value: object) -> int | str:
         try:
             value = parse_size(value)
         except ValueError:
-            raise ConfigError(f"{flag} must be a size such as 6G, or auto, not {value!r}") from None
+            raise ConfigError(f"{flag} must be a size such as 6G, or auto, not {shown(value)}") from None
     _check_integer(flag, value, 0, MAX_BYTES)
     assert isinstance(value, int)
     return value
@@ -176,9 +185,9 @@ def _budget(name: str, value: object) -> int | str:
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name} must be an integer from {low} to {high}, not {value!r}")
+        raise ConfigError(f"{name} must be an integer from {low} to {high}, not {shown(value)}")
 
 
 def _check_choice(name: str, value: object, choices: Collection[str]) -> None:
     if not isinstance(value, str) or value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {shown(value)}")

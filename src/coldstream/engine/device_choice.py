@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from coldstream.engine.config import EngineConfig
 from coldstream.errors import DeviceError
-from coldstream.kernels.cuda.device import Gpu, find_gpu, gpu_is_visible
+from coldstream.kernels.cuda.device import INSTALL, Gpu, find_gpu, gpu_is_visible, missing_packages
 
 # Called with what is going on, how much of it is done, and of how much.
 OpenProgress = Callable[[str, int, int], None]
@@ -17,14 +17,35 @@ def choose_device(config: EngineConfig) -> tuple[EngineConfig, Gpu | None, tuple
     Raises DeviceError if the configuration asks for a GPU, or for memory of one, and there is none that this
     version can use.
     """
-    if config.device == "cpu" or (config.device == "auto" and not gpu_is_visible()):
+    if config.device == "cpu" or (not _asks_for_a_gpu(config) and not gpu_is_visible()):
         return replace(config, device="cpu"), None, ()
     try:
         return replace(config, device="cuda"), find_gpu(), _unused_on_gpu(config)
     except DeviceError as error:
-        if config.device == "cuda" or config.vram != "auto":
+        if _asks_for_a_gpu(config):
             raise
         return replace(config, device="cpu"), None, (f"there is a GPU, but the CPU computes: {error}",)
+
+
+def device_to_plan_for(config: EngineConfig) -> tuple[EngineConfig, Gpu | None, tuple[str, ...]]:
+    """`choose_device`, but with a budget of a GPU's memory the GPU need not be there or usable.
+
+    Then the device is cuda without a GPU, and it is said what is estimated. Raises as `choose_device`.
+    """
+    missing = missing_packages()
+    if config.vram == "auto" or (gpu_is_visible() and not missing):
+        return choose_device(config)
+    config = replace(config, device="cuda")
+    if not missing:
+        return config, None, ()
+    estimated = f"packages are missing ({', '.join(missing)}), so activations are estimated"
+    if gpu_is_visible():
+        estimated += f", and the GPU is not measured: {INSTALL}"
+    return config, None, (estimated,)
+
+
+def _asks_for_a_gpu(config: EngineConfig) -> bool:
+    return config.device == "cuda" or config.vram != "auto"
 
 
 def _unused_on_gpu(config: EngineConfig) -> tuple[str, ...]:

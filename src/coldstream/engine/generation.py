@@ -3,22 +3,35 @@
 Knows tokens, text and clocks; not how the prompt came about, nor where the model computes.
 """
 
+import itertools
+import math
 import time
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
-from functools import partial
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 
-from coldstream.decoding import Progress, SamplingParams, StopMatcher, choose_token, generate_tokens
+from coldstream.decoding import (
+    AnyLogits,
+    Progress,
+    SamplingParams,
+    StopMatcher,
+    TokenChooser,
+    generate_tokens,
+)
 from coldstream.engine.live_sequence import LiveSequence
-from coldstream.engine.request import FinishReason, Piece, Statistics
-from coldstream.gguf.tokenizer import StreamDecoder
+from coldstream.engine.request import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    Piece,
+    Statistics,
+    TokenLogprobs,
+)
+from coldstream.gguf.tokenizer import StreamDecoder, Tokenizer
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, ready to compute. `end_ids` is empty if end tokens are to be ignored."""
+    """A prompt, ready to compute one answer. `end_ids` is empty if end tokens are to be ignored."""
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
@@ -26,87 +39,119 @@ class Request:
     seed: int
     max_tokens: int
     end_ids: frozenset[int]
+    stop_token_ids: frozenset[int]
     tier: str
     threads: int
-
-
-class Stream(Iterator[Piece]):
-    """The pieces of one answer. The last has the finish reason and the statistics.
-
-    Nothing is computed before the first piece is asked for. `close` (also by `with`, or by dropping the
-    stream) ends it at once; after `cancel`, which any thread or signal handler may call, the next piece is
-    the last.
-    """
-
-    def __init__(self, start: Callable[[Callable[[], bool]], Generator[Piece, None, None]]) -> None:
-        self._cancellation = _Cancellation()
-        self._pieces = start(self._cancellation.is_requested)
-
-    def __next__(self) -> Piece:
-        return next(self._pieces)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def cancel(self) -> None:
-        """Finish with reason `cancelled` at the next token, or the next chunk of a long prompt."""
-        self._cancellation.request()
-
-    def close(self) -> None:
-        """Give the model free. The stream ends without a last piece."""
-        self._pieces.close()
 
 
 def generate_pieces(
     request: Request,
     model: LiveSequence,
-    decoder: StreamDecoder,
+    tokenizer: Tokenizer,
     is_cancelled: Callable[[], bool],
     progress: Progress | None = None,
 ) -> Generator[Piece, None, None]:
     """Yield a piece per token and a last one with the statistics. Raises what computing raises."""
-    matcher = StopMatcher(request.params.stop)
     clock = _Clock()
     uses_before = model.expert_uses
+    all_end_ids = request.end_ids | request.stop_token_ids
+    chooser = TokenChooser(request.params, request.seed, len(request.prompt_token_ids), all_end_ids)
+
+    def choose(logits: AnyLogits, context: Sequence[int]) -> int:
+        token_id = chooser(logits, context)
+        model.trust()
+        return token_id
+
+    text = _AnswerText(request, tokenizer)
     reason: FinishReason = "length"
-    last_ids: tuple[int, ...] = ()
-    text = ""
+    last = _no_token(request)
     try:
-        for token_id in _tokens(request, model, _watched(progress, is_cancelled)):
+        for token_id in generate_tokens(
+            model,
+            request.prompt_token_ids,
+            choose,
+            end_ids=all_end_ids,
+            max_tokens=request.max_tokens,
+            progress=_watched(progress, is_cancelled),
+        ):
             clock.count_token()
-            is_end = token_id in request.end_ids
-            text = matcher.feed(decoder.finish() if is_end else decoder.push(token_id))
-            if is_end or matcher.matched is not None:
-                reason, last_ids = "stop", (token_id,)
+            piece = Piece(text.push(token_id), (token_id,), _logprobs(chooser, tokenizer))
+            if text.has_ended:
+                reason, last = "stop", piece
                 break
-            yield Piece(text, (token_id,))
-            text = ""
+            yield piece
             if is_cancelled():
                 reason = "cancelled"
                 break
     except _CancelledError:
         reason = "cancelled"
-    text += matcher.feed(decoder.finish()) + matcher.flush()
-    statistics = clock.statistics(request, model.num_reused, _hit_rate(uses_before, model.expert_uses))
-    yield Piece(text, last_ids, reason, statistics)
+    yield replace(
+        last,
+        text=last.text + text.finish(),
+        finish_reason=reason,
+        stop_reason=text.stop_reason,
+        statistics=clock.statistics(request, model.num_reused, _hit_rate(uses_before, model.expert_uses)),
+    )
 
 
-class _Cancellation:
-    """A flag apart from the stream: pieces that referred to their own stream would outlive its last user."""
+def cancelled_piece(request: Request) -> Piece:
+    """The only piece of a request that was cancelled before it had the model."""
+    statistics = _Clock().statistics(request, 0, None)
+    return replace(_no_token(request), finish_reason="cancelled", statistics=statistics)
 
-    def __init__(self) -> None:
-        self._requested = False
 
-    def request(self) -> None:
-        self._requested = True
+def completion(index: int, pieces: Sequence[Piece]) -> CompletionOutput:
+    """The answer that came in `pieces`."""
+    reason, statistics = pieces[-1].ending()
+    token_ids = tuple(itertools.chain.from_iterable(piece.token_ids for piece in pieces))
+    logprobs = cumulative = None
+    if pieces[-1].logprobs is not None:
+        logprobs = tuple(itertools.chain.from_iterable(piece.logprobs or () for piece in pieces))
+        chosen = zip(logprobs, token_ids, strict=True)
+        cumulative = math.fsum(by_id[token_id].logprob for by_id, token_id in chosen)
+    return CompletionOutput(
+        index,
+        "".join(piece.text for piece in pieces),
+        token_ids,
+        reason,
+        pieces[-1].stop_reason,
+        logprobs,
+        cumulative,
+        statistics,
+    )
 
-    def is_requested(self) -> bool:
-        return self._requested
+
+class _AnswerText:
+    """The text of one answer, and whether it has come to its end."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self._request = request
+        self._include_stop = request.params.include_stop_str_in_output
+        self._decoder = StreamDecoder(tokenizer)
+        self._matcher = StopMatcher(request.params.stop or (), include=self._include_stop)
+        self._num_tokens = 0
+        self.has_ended = False
+        self.stop_reason: int | str | None = None
+
+    def push(self, token_id: int) -> str:
+        """The text that may be shown now that `token_id` is there."""
+        self._num_tokens += 1
+        is_end = token_id in self._request.end_ids
+        if is_end or token_id in self._request.stop_token_ids:
+            self.has_ended = True
+            is_asked_for = not is_end
+            self.stop_reason = token_id if is_asked_for else None
+            own = self._decoder.push(token_id) if is_asked_for and self._include_stop else ""
+            return self._matcher.feed(own + self._decoder.finish())
+        may_end = self._num_tokens > self._request.params.min_tokens
+        text = self._matcher.feed(self._decoder.push(token_id), may_end=may_end)
+        self.stop_reason = self._matcher.matched
+        self.has_ended = self.stop_reason is not None
+        return text
+
+    def finish(self) -> str:
+        """The text that was still held back."""
+        return self._matcher.feed(self._decoder.finish()) + self._matcher.flush()
 
 
 class _CancelledError(Exception):
@@ -149,14 +194,19 @@ def _hit_rate(before: tuple[int, int] | None, after: tuple[int, int] | None) -> 
     return hits / (hits + misses)
 
 
-def _tokens(request: Request, model: LiveSequence, progress: Progress) -> Iterator[int]:
-    return generate_tokens(
-        model,
-        request.prompt_token_ids,
-        partial(choose_token, params=request.params, seed=request.seed),
-        end_ids=request.end_ids,
-        max_tokens=request.max_tokens,
-        progress=progress,
+def _no_token(request: Request) -> Piece:
+    return Piece("", logprobs=None if request.params.logprobs is None else ())
+
+
+def _logprobs(chooser: TokenChooser, tokenizer: Tokenizer) -> tuple[TokenLogprobs] | None:
+    """What a piece says of its one token, the last choice."""
+    if chooser.logprobs is None:
+        return None
+    return (
+        {
+            token_id: Logprob(logprob, rank, tokenizer.decode((token_id,), skip_special=False))
+            for token_id, logprob, rank in chooser.logprobs
+        },
     )
 
 

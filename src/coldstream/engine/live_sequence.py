@@ -2,6 +2,10 @@
 
 A recurrent state can't be wound back, so a prompt reuses it only by extending it: all live tokens must be a
 prefix of the prompt, with at least one token left to compute. Anything else starts afresh.
+
+Whether a state is sound shows in its logits, and not before somebody has looked at them: a NaN in it makes
+them NaN, and on a GPU they may not even be computed yet. So a later prompt extends a state only if a token
+was chosen from its last logits, which fails unless all of them are finite.
 """
 
 from collections.abc import Sequence
@@ -31,13 +35,14 @@ class Runner(Protocol):
 class LiveSequence:
     """A `TargetModel` over a `Runner` that knows which tokens the state holds.
 
-    If computing is interrupted by any exception, the state counts as unknown and the next prompt starts
-    afresh.
+    If computing is interrupted by any exception, or nobody says `trust` after it, the state counts as unknown
+    and the next prompt starts afresh.
     """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._token_ids: list[int] | None = None  # None: unknown
+        self._is_trusted = False
         self._num_reused = 0
 
     @property
@@ -50,27 +55,39 @@ class LiveSequence:
         """Tokens of the last prompt that were already in the state."""
         return self._num_reused
 
+    def trust(self) -> None:
+        """The last logits were sound, and so is the state behind them: a prompt may extend it."""
+        self._is_trusted = True
+
     def forget(self) -> None:
         """Make the next prompt start afresh."""
         self._token_ids = None
 
     def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> AnyLogits:
         """Make `token_ids` the sequence, computing what the state lacks; logits [vocab] after the last."""
-        live, self._token_ids = self._token_ids, None
-        self._num_reused = num_live_prefix(live or [], token_ids)
+        live = self._taken() or []
+        # A runner empties a state that it cannot vouch for itself.
+        is_sound = self._is_trusted and self._runner.position == len(live)
+        self._num_reused = num_live_prefix(live, token_ids) if is_sound else 0
         if self._num_reused == 0:
             self._runner.reset()
-        assert self._runner.position == self._num_reused, "nobody else may move the runner"
-        logits = self._runner.extend(token_ids[self._num_reused :], progress)
-        self._token_ids = list(token_ids)
-        return logits
+        return self._extended(list(token_ids[: self._num_reused]), token_ids[self._num_reused :], progress)
 
     def decode(self, token_id: int) -> AnyLogits:
         """Append `token_id`; logits [vocab] after it. Must follow `prefill`."""
-        live, self._token_ids = self._token_ids, None
+        live = self._taken()
         assert live is not None, "decode needs a known sequence"
-        logits = self._runner.extend((token_id,))
-        live.append(token_id)
+        return self._extended(live, (token_id,), None)
+
+    def _taken(self) -> list[int] | None:
+        """The live tokens, which are unknown until `_extended` has succeeded."""
+        live, self._token_ids = self._token_ids, None
+        return live
+
+    def _extended(self, live: list[int], new_ids: Sequence[int], progress: Progress | None) -> AnyLogits:
+        self._is_trusted = False
+        logits = self._runner.extend(new_ids, progress)
+        live += new_ids
         self._token_ids = live
         return logits
 

@@ -1,49 +1,110 @@
 """`LLM`: the engine for people who write Python.
 
     llm = LLM("model.gguf", threads=8)
-    print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].text)
+    print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].outputs[0].text)
     for piece in llm.stream("Once upon a time"):
         print(piece.text, end="")
 
-Keyword arguments are the fields of `EngineConfig`. One request computes at a time.
+One request computes at a time; those of other threads wait in the order in which they came.
 """
 
 import os
 import secrets
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from numbers import Integral
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Literal, Never, Self, overload
 
-from coldstream.decoding import Logits, Progress, SamplingParams
-from coldstream.engine.config import EngineConfig
-from coldstream.engine.generation import Request, Stream, generate_pieces
+from coldstream.decoding import SEED_BITS, Logits, Progress, SamplingParams, derived_seed
+from coldstream.engine.config import CacheType, EngineConfig
+from coldstream.engine.generation import Request, cancelled_piece, completion, generate_pieces
 from coldstream.engine.live_sequence import LiveSequence
 from coldstream.engine.opened_model import OpenedModel, open_model
+from coldstream.engine.prompts import (
+    Conversation,
+    Prompt,
+    TokenIds,
+    as_conversations,
+    as_prompts,
+    checked_ids,
+    one_params,
+    params_of_each,
+    read_prompt,
+    template_settings,
+)
 from coldstream.engine.request import Piece, RequestOutput
-from coldstream.errors import InvalidRequestError, OutOfMemoryError, host_memory_errors
-from coldstream.gguf.tokenizer import StreamDecoder
+from coldstream.engine.stream import Stream
+from coldstream.engine.turns import Turns
+from coldstream.errors import InvalidRequestError, OutOfMemoryError, host_memory_errors, shown
 from coldstream.placement.hardware import Hardware
 
-Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
-
-_RENDERER_ARGUMENTS = {"messages", "tools", "add_generation_prompt"}
-_SEED_BITS = 53  # so that a drawn seed survives a trip through JSON
+Tools = Sequence[Mapping[str, Any]]
 
 
 class LLM:
     """A model, ready to generate. Also a context manager; `close` gives the file and the memory back.
 
-    Raises any of coldstream's errors on opening: ConfigError for an unknown or impossible setting,
-    ModelNotFoundError, DownloadError, ModelFormatError and its children, OutOfMemoryError.
+    All methods may be called from any thread. Raises any of coldstream's errors on opening: ConfigError for
+    an unknown or impossible setting, ModelNotFoundError, DownloadError, ModelFormatError and its children,
+    OutOfMemoryError.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
-        config = EngineConfig.from_options({"model": os.fspath(model), **options})
-        self._take(open_model(config))
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        ctx_size: int | None = None,
+        vram: int | str = "auto",
+        ram: int | str = "auto",
+        plan: str | os.PathLike[str] | None = None,
+        threads: int | Literal["auto"] = "auto",
+        device: str = "auto",
+        cache_type_k: CacheType = "f16",
+        cache_type_v: CacheType = "f16",
+        tier: str = "auto",
+        prefetch: int | Literal["auto"] = "auto",
+        seed: int | None = None,
+        offline: bool = False,
+        **unknown: Never,
+    ) -> None:
+        """Open a model. The settings are the command line's flags.
+
+        model: a path, or org/repo[:QUANT] on the hub.
+        ctx_size: tokens of context, prompt and answer together; None: what model and memory allow, at most
+            32768.
+        vram: bytes of the GPU's memory, also as "6G"; auto: what is free.
+        ram: the same for weights in RAM; auto: what is available.
+        plan: a file of `coldstream plan --out`, instead of budgets, context and cache types.
+        threads: of the CPU; auto: one per physical core.
+        device: cpu, cuda, or auto: a GPU that can be used, or the CPU.
+        cache_type_k, cache_type_v: types of cached keys and values, the same for both.
+        tier: kernels of the CPU; auto: the fastest that it has.
+        prefetch: experts of a layer that a GPU fetches before they are chosen, at most; auto: where that
+            should pay.
+        seed: for requests that name none; None: a fresh one for each.
+        offline: never ask the hub.
+        """
+        settings = {
+            "model": model,
+            "ctx_size": ctx_size,
+            "vram": vram,
+            "ram": ram,
+            "plan": plan,
+            "threads": threads,
+            "device": device,
+            "cache_type_k": cache_type_k,
+            "cache_type_v": cache_type_v,
+            "tier": tier,
+            "prefetch": prefetch,
+            "seed": seed,
+            "offline": offline,
+        }
+        opened = open_model(EngineConfig.from_options({**settings, **unknown}))
+        for warning in opened.device_warnings:
+            warnings.warn(warning, stacklevel=2)
+        self._take(opened)
 
     @classmethod
     def from_opened(cls, opened: OpenedModel) -> Self:
@@ -55,8 +116,9 @@ class LLM:
     def _take(self, opened: OpenedModel) -> None:
         self._opened = opened
         self._sequence = LiveSequence(opened.runner)
-        self._computing = threading.Lock()
-        self._closed = False
+        self._turns = Turns()
+        self._closing = threading.Lock()
+        self._is_released = False
 
     def __enter__(self) -> Self:
         return self
@@ -72,60 +134,135 @@ class LLM:
         return self._opened
 
     def close(self) -> None:
-        """Release the model; not while another thread computes with it. Closing twice is allowed.
+        """Release the model, once the token or chunk that another thread computes is done. Closing twice is
+        allowed.
 
-        Later requests, and streams that go on, raise InvalidRequestError.
+        Later requests, those that wait, and streams that go on raise InvalidRequestError.
         """
-        if not self._closed:
-            self._closed = True
-            self._opened.close()
+        self._turns.end()
+        with self._closing:
+            if not self._is_released:
+                self._is_released = True
+                self._opened.close()
+
+    # Two signatures, because a type checker cannot tell what the items of a list are from the union of both.
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]: ...
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt, a text or a list of token ids, one after the other.
+        """Complete each prompt, one after the other; a single prompt is a list of one.
 
-        `params` None: the model file's own sampling defaults. A given seed serves every prompt. Raises
-        InvalidRequestError before computing anything if any prompt can't be served.
+        A prompt is a text, token ids, `{"prompt": …}` or `{"prompt_token_ids": …}`. `sampling_params`: one
+        for all prompts, one for each, or None for the model file's own sampling defaults. A given seed serves
+        every prompt. Raises InvalidRequestError before computing anything if any prompt can't be served.
         """
-        requests = [self._request(prompt, params) for prompt in _as_list(prompts)]
+        self._turns.check()
+        items = as_prompts(prompts)
+        names = [f"prompts[{index}]" for index in range(len(items))] if len(items) > 1 else ["prompt"]
+        params = params_of_each(sampling_params, len(items), self._opened.default_sampling)
+        requests = [self._request(*each) for each in zip(items, names, params, strict=False)]
         return [self._complete(request) for request in requests]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, progress: Progress | None = None
-    ) -> Stream:
-        """Complete one prompt piece by piece. `progress` hears (prompt tokens done, prompt tokens in all)."""
-        return self._stream(self._request(prompt, params), progress)
-
-    def chat(
         self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> RequestOutput:
-        """Answer a conversation of `{"role": …, "content": …}`, written out by the model's chat template."""
-        return self._complete(self._chat_request(messages, params, template_kwargs))
-
-    def stream_chat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
         *,
         progress: Progress | None = None,
     ) -> Stream:
-        """`chat`, piece by piece. A conversation that extends the previous one computes only what is new."""
-        return self._stream(self._chat_request(messages, params, template_kwargs), progress)
+        """Complete one prompt piece by piece. `progress` hears (prompt tokens done, prompt tokens in all)."""
+        self._turns.check()
+        params = one_params(sampling_params, self._opened.default_sampling)
+        return self._stream(self._request(prompt, "prompt", params), progress)
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]: ...
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation of `{"role": …, "content": …}`, or each of a list of conversations.
+
+        The model's chat template writes them out; `tools` are functions in the shape of OpenAI's API, for
+        that template. Otherwise as `generate`.
+        """
+        self._turns.check()
+        settings = template_settings(chat_template_kwargs, tools, add_generation_prompt)
+        conversations = as_conversations(messages)
+        params = params_of_each(sampling_params, len(conversations), self._opened.default_sampling)
+        requests = [
+            self._chat_request(conversation, each, settings)
+            for conversation, each in zip(conversations, params, strict=True)
+        ]
+        return [self._complete(request) for request in requests]
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+    ) -> Stream:
+        """`chat` with one conversation, piece by piece. One that extends the previous conversation computes
+        only what is new.
+        """
+        self._turns.check()
+        settings = template_settings(chat_template_kwargs, tools, add_generation_prompt)
+        params = one_params(sampling_params, self._opened.default_sampling)
+        return self._stream(self._chat_request(messages, params, settings), progress)
 
     @host_memory_errors()
-    def logits(self, token_ids: Sequence[int]) -> Logits:
+    def logits(self, token_ids: TokenIds) -> Logits:
         """Logits after each of `token_ids`, from an empty context: float32 [T, vocab].
 
         Raises InvalidRequestError for an id out of range or more ids than the context holds, OutOfMemoryError
         if the result wouldn't fit.
         """
-        self._check_open()
-        ids = self._checked_ids(token_ids, self._ctx_size)
+        self._turns.check()
+        ids = self._checked_ids(token_ids, "token_ids", self._ctx_size)
         need = len(ids) * self._opened.tokenizer.vocab_size * 4
         free = Hardware.measure().ram_available_bytes
         if need > free:
@@ -133,7 +270,7 @@ class LLM:
                 f"logits of {len(ids)} tokens need {need / 2**30:.1f} GiB, "
                 f"{free / 2**30:.1f} GiB are free: ask for fewer tokens at a time"
             )
-        with self._exclusive():
+        with self._turns.turn():
             self._sequence.forget()
             return self._opened.runner.logits(ids)
 
@@ -144,34 +281,41 @@ class LLM:
 
     @host_memory_errors()
     def _chat_request(
-        self, messages: Messages, params: SamplingParams | None, template_kwargs: Mapping[str, Any] | None
+        self, messages: Conversation, params: SamplingParams, settings: Mapping[str, Any]
     ) -> Request:
-        self._check_open()
-        settings = dict(template_kwargs or {})
-        if reserved := _RENDERER_ARGUMENTS & settings.keys():
-            raise InvalidRequestError(f"chat template setting {min(reserved)!r}: reserved for the renderer")
         chat = self._opened.chat_template.render(messages, **settings)
         token_ids = self._opened.tokenizer.encode_segments(chat.segments, max_tokens=self._ctx_size - 1)
-        return self._with_params(None, token_ids, params)
+        return self._with_params(None, token_ids, "prompt", params)
 
     @host_memory_errors()
-    def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
-        self._check_open()
-        if isinstance(prompt, str):
-            tokenizer = self._opened.tokenizer
-            token_ids = tokenizer.encode(prompt, parse_special=True, max_tokens=self._ctx_size - 1)
-            return self._with_params(prompt, token_ids, params)
-        return self._with_params(None, self._checked_ids(prompt, self._ctx_size - 1), params)
+    def _request(self, prompt: object, name: str, params: SamplingParams) -> Request:
+        read = read_prompt(prompt, name)
+        if read.token_ids is not None:
+            token_ids = self._checked_ids(read.token_ids, name, self._ctx_size - 1)
+        else:
+            token_ids = self._encoded(read.text or "", name)
+        return self._with_params(read.text, token_ids, name, params)
+
+    def _encoded(self, text: str, name: str) -> list[int]:
+        try:
+            return self._opened.tokenizer.encode(text, parse_special=True, max_tokens=self._ctx_size - 1)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(str(error).replace("prompt", name, 1)) from error
 
     def _with_params(
-        self, prompt: str | None, token_ids: Sequence[int], params: SamplingParams | None
+        self, prompt: str | None, token_ids: Sequence[int], name: str, params: SamplingParams
     ) -> Request:
         if not token_ids:
-            raise InvalidRequestError("the prompt is empty")
+            raise InvalidRequestError(f"{name}: it is empty, give at least one character or token")
         opened = self._opened
-        params = params or opened.default_sampling
+        stop_token_ids = frozenset(params.stop_token_ids or ())
+        if stop_token_ids and max(stop_token_ids) >= opened.tokenizer.vocab_size:
+            raise InvalidRequestError(
+                f"stop_token_ids: {max(stop_token_ids)} is not a token id of a vocabulary of "
+                f"{opened.tokenizer.vocab_size}"
+            )
         room = self._ctx_size - len(token_ids)
-        seeds = (params.seed, opened.config.seed, secrets.randbits(_SEED_BITS))
+        seeds = (params.seed, opened.config.seed, secrets.randbits(SEED_BITS))
         return Request(
             prompt=prompt,
             prompt_token_ids=tuple(token_ids),
@@ -179,64 +323,47 @@ class LLM:
             seed=next(seed for seed in seeds if seed is not None),
             max_tokens=min(room, params.max_tokens or room),
             end_ids=frozenset() if params.ignore_eos else opened.tokenizer.eos_ids,
+            stop_token_ids=stop_token_ids,
             tier=opened.runner.tier,
             threads=opened.runner.threads,
         )
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InvalidRequestError("this LLM is closed")
-
-    def _checked_ids(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        if not 1 <= len(token_ids) <= max_tokens:
-            raise InvalidRequestError(
-                f"{len(token_ids)} tokens: a context of {self._ctx_size} has room for 1 to {max_tokens}; "
-                "shorten the prompt or raise ctx_size (--ctx-size)"
-            )
-        vocab_size = self._opened.tokenizer.vocab_size
-        for token_id in token_ids:
-            is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
-            if not is_integer or not 0 <= token_id < vocab_size:
-                raise InvalidRequestError(f"{token_id!r} is not a token id of a vocabulary of {vocab_size}")
-        return [int(token_id) for token_id in token_ids]
+    def _checked_ids(self, token_ids: object, name: str, max_tokens: int) -> list[int]:
+        return checked_ids(
+            token_ids,
+            name,
+            max_tokens=max_tokens,
+            ctx_size=self._ctx_size,
+            vocab_size=self._opened.tokenizer.vocab_size,
+        )
 
     def _stream(self, request: Request, progress: Progress | None = None) -> Stream:
-        def pieces(is_cancelled: Callable[[], bool]) -> Generator[Piece, None, None]:
-            with host_memory_errors(), self._exclusive():
-                decoder = StreamDecoder(self._opened.tokenizer)
-                for piece in generate_pieces(request, self._sequence, decoder, is_cancelled, progress):
-                    yield piece
-                    self._check_open()
+        if progress is not None and not callable(progress):
+            raise InvalidRequestError(f"progress must be a function, not {shown(progress)}")
 
-        return Stream(pieces)
+        def heard(done: int, total: int) -> None:
+            self._turns.check()
+            if progress is not None:
+                progress(done, total)
+
+        def pieces(is_cancelled: Callable[[], bool]) -> Generator[Piece, None, None]:
+            with host_memory_errors(), self._turns.turn(is_cancelled) as is_mine:
+                if not is_mine:
+                    yield cancelled_piece(request)
+                    return
+                tokenizer = self._opened.tokenizer
+                for piece in generate_pieces(request, self._sequence, tokenizer, is_cancelled, heard):
+                    self._turns.pause()
+                    yield piece
+                    self._turns.resume()
+
+        return Stream(pieces, self._turns.wake)
 
     @host_memory_errors()
     def _complete(self, request: Request) -> RequestOutput:
-        pieces = list(self._stream(request))
-        finish_reason, statistics = pieces[-1].ending()
-        return RequestOutput(
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            text="".join(piece.text for piece in pieces),
-            token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
-            finish_reason=finish_reason,
-            statistics=statistics,
-        )
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Hold the model for one request; a second is refused, as two sequences would mix in one state."""
-        if not self._computing.acquire(blocking=False):
-            raise InvalidRequestError("another request is computing: finish or close its stream first")
-        try:
-            self._check_open()
-            yield
-        finally:
-            self._computing.release()
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Several prompts as they are; one, a text or something that begins with a token id, as a list of one."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
-        return [cast(Prompt, prompts)]
-    return cast(Sequence[Prompt], prompts)
+        """All answers to a prompt; each is a request with a seed of its own."""
+        outputs = []
+        for index in range(request.params.n):
+            own = replace(request, seed=derived_seed(request.seed, index))
+            outputs.append(completion(index, list(self._stream(own))))
+        return RequestOutput(request.prompt, request.prompt_token_ids, tuple(outputs))

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from coldstream.errors import DeviceError
+from coldstream.errors import DeviceError, StorageError
 from coldstream.kernels.cuda.device import Gpu, measure_copy_bandwidth
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hardware_file import default_path, store_rates, with_stored_rates
@@ -27,7 +27,7 @@ def measured_hardware(
     if stored is not None:
         return stored
     hardware = measure_rates(hardware, progress)
-    with suppress(OSError):  # then it is measured again the next time
+    with suppress(StorageError):  # then it is measured again the next time
         store_rates(hardware, path)
     return hardware
 

@@ -9,14 +9,13 @@ import numpy as np
 
 from coldstream.assets import demo_profile_path
 from coldstream.engine.config import EngineConfig, cache_bytes_per_token, resolve
-from coldstream.engine.device_choice import OpenProgress, choose_device
+from coldstream.engine.device_choice import OpenProgress, device_to_plan_for
 from coldstream.engine.machine import measured_hardware
 from coldstream.engine.routing_profile import routed_model
 from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
-from coldstream.kernels.cuda.device import gpu_is_visible
 from coldstream.models.fixed_part import fixed_part_on_cpu, fixed_parts_on_gpu, least_bytes
 from coldstream.models.footprint import model_sizes
 from coldstream.models.spec import ModelSpec
@@ -44,6 +43,7 @@ class Planned:
     hardware: Hardware
     trace: RoutingTrace | None
     disk_bytes_per_s: float | None = None
+    warnings: tuple[str, ...] = ()  # about the device, for people
 
     @cached_property
     def known(self) -> Known:
@@ -73,10 +73,15 @@ def plan_model(
     By the plan that `config` names, or by its budgets; without one, by what is free. A trace of the model
     says which experts are used most. more_bytes: of fast memory, for a larger plan besides. Raises
     ConfigError and OutOfMemoryError as `resolve` and `plan_placement`, as `load_plan`, and ConfigError for a
-    plan for the other device.
+    plan for the other device and for more pinned layers than there are.
     """
     tier: Tier = "vram" if config.device == "cuda" else "ram"
     options = options or PlanOptions()
+    if options.num_pinned_layers > spec.num_layers:
+        raise ConfigError(
+            f"--pin-layers {options.num_pinned_layers}: the model has {spec.num_layers} layers, so it can be "
+            f"0 to {spec.num_layers}"
+        )
     options = replace(options, has_ring=tier == "vram")  # what comes from the disk waits where it is used
     plan = None
     if config.plan is not None:
@@ -160,14 +165,12 @@ def plan_by_name(
         trace = bundled_profile(file, spec)
         if profile is not None:
             trace = RoutingTrace.load(profile, routed_model(file, spec))
-        if config.vram != "auto" and not gpu_is_visible():
-            config, gpu = replace(config, device="cuda"), None
-        else:
-            config, gpu, _ = choose_device(config)
+        config, gpu, warnings = device_to_plan_for(config)
         hardware = measured_hardware(gpu, progress)
         planned = plan_model(
             config, file, spec, hardware, trace=trace, options=options, more_bytes=NEXT_BYTES
         )
+    planned = replace(planned, warnings=warnings)
     if planned.plan.tier == "ram" and not planned.plan.is_all_resident:
         matrix_bytes = max(planned.sizes.expert_bytes) // 3
         planned = replace(planned, disk_bytes_per_s=measure_disk(path, matrix_bytes))

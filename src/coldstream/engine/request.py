@@ -1,5 +1,9 @@
-"""What a request gives back: pieces of text as they come, and the whole with its statistics."""
+"""What a request gives back: pieces of text as they come, and the whole with its statistics.
 
+Names of fields are vLLM's where the idea is the same.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,16 +41,31 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class Logprob:
+    """How likely the model found a token, by its own logits (see `SamplingParams.logprobs`)."""
+
+    logprob: float  # natural logarithm
+    rank: int  # 1: the likeliest
+    decoded_token: str  # bytes that are no text by themselves become U+FFFD
+
+
+TokenLogprobs = Mapping[int, Logprob]
+"""By token id, in the order of rank."""
+
+
+@dataclass(frozen=True)
 class Piece:
     """A piece of streamed text. The last one has a finish reason and statistics; its text may be empty.
 
     `token_ids` are those decided since the piece before; text may lag behind them, as a character can need
-    several tokens and a possible stop string is held back.
+    several tokens and a possible stop string is held back. `logprobs` has an entry for each of them.
     """
 
     text: str
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # None unless they were asked for
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # see `CompletionOutput`
     statistics: Statistics | None = None
 
     def ending(self) -> tuple[FinishReason, Statistics]:
@@ -57,15 +76,46 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class RequestOutput:
-    """A finished request. `text` ends before a stop string or end token; `token_ids` are all generated."""
+class CompletionOutput:
+    """One answer. `text` ends before a stop string or end token; `token_ids` are all generated."""
 
-    prompt: str | None  # None if the prompt was given as token ids
-    prompt_token_ids: tuple[int, ...]
+    index: int  # among the answers to the prompt
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    stop_reason: int | str | None  # the stop string, or the one of `stop_token_ids`, that ended it
+    logprobs: tuple[TokenLogprobs, ...] | None  # for each token; None unless they were asked for
+    cumulative_logprob: float | None  # of the generated tokens together; None as `logprobs`
     statistics: Statistics
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A finished request: a prompt and its answers, `SamplingParams.n` of them."""
+
+    prompt: str | None  # None if the prompt was given as token ids
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+
+    @property
+    def text(self) -> str:
+        """Text of the first answer."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens of the first answer."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the first answer ended."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def statistics(self) -> Statistics:
+        """Statistics of the first answer; each answer has its own."""
+        return self.outputs[0].statistics
 
 
 def _rate(count: int, seconds: float) -> float:

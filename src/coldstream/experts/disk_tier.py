@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from coldstream.errors import ModelChangedError
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels import _csrc
 from coldstream.placement.policies import DecayedFrequency, Policy
@@ -61,7 +60,6 @@ class DiskTier:
         num_experts_per_tok: int,
         policy: Policy | None = None,
     ) -> None:
-        self._file = file
         self._num_experts = stacks[0][0].shape[0]
         self._num_experts_per_tok = num_experts_per_tok
         files = [(file.descriptor(shard), str(path)) for shard, path in enumerate(file.paths)]
@@ -116,14 +114,7 @@ class DiskTier:
         self.pool.begin_step(self._is_prefill)
 
     def end_step(self) -> None:
-        """After it has: learns, and decides which slots are the next to go.
-
-        Raises ModelChangedError, and forgets all experts, if the file may not hold the bytes any more that it
-        was opened with: what the step computed is worth nothing then.
-        """
-        if rewritten := self._file.rewritten():
-            self.forget()
-            raise ModelChangedError(f"{rewritten[0]} was written to while in use: load the model again")
+        """After it has: learns, and decides which slots are the next to go."""
         if not self._is_prefill:
             self._policy.observe(self.pool.used())
         for size_class in range(len(self._num_slots)):

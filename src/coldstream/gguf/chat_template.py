@@ -3,15 +3,22 @@
 Unit of work: one conversation. Knows no token ids: it returns text in which the control tokens are told
 apart, and `Tokenizer.encode_segments` makes ids of it. The template itself runs in `template_process.py`.
 
-**Why no message can forge a turn.** Templates write control tokens as plain characters, so in the finished
-text nothing distinguishes a template's `<|im_end|>` from a user's. Therefore, before rendering, each
-character that is needed to spell a control token (for this family `|` alone) is replaced, in everything that
-comes from the caller, by a private-use character that occurs nowhere in the conversation or the template. In
-the output only the template's own control tokens can match; then the replaced characters are put back. One
-character stands for one character, so no trimming, splitting, slicing or joining inside the template can undo
-it, and lengths stay true. Conversations without these characters are rendered exactly as they are, so ids
-equal those of any other implementation. The price: a template that looks for such a character in a message
-does not find it.
+**Why no message can forge a turn.** Templates write control tokens as plain characters, so nothing in a
+finished text distinguishes a template's `<|im_end|>` from a user's. Therefore the renderer notes who wrote
+each character (`template_environment.py`), and a control token counts only if the template wrote all of it:
+its source, the special tokens of the file, or a message's role, which is one of `ROLES`. A forged token would
+need a character that the caller gave and that counts as written, and there is none: text from the caller
+(contents, reasoning, names, arguments, keys, tools, settings) enters as given, what is computed from given
+text alone stays given whatever the operation, and text of both origins keeps them character by character or
+becomes given altogether. So it doesn't matter where a token's pieces lie, what joins, cuts, trims, replaces
+or re-cases them, whether they were printed as JSON or as a list, or that a template's `<|im_` stands before a
+message's `end|>`. Numbers and dates that a template prints count as given too.
+
+Nothing is hidden from the template: it sees the very messages, and takes the decisions that it would take
+anywhere. So the text of a prompt equals that of other implementations, forged tokens included, and the ids
+differ exactly where they parse what a caller spelt. A token that the file calls user-defined (`<think>` in
+Qwen's) is no control token: any text may hold it. The price: a template's own control token counts as text if
+it went through an operation that keeps no origins, such as `tojson` or `%`.
 """
 
 import json
@@ -22,7 +29,7 @@ from types import TracebackType
 from typing import Any
 
 from coldstream.errors import InvalidRequestError, TemplateError
-from coldstream.gguf.template_process import TemplateLimits, TemplateProcess
+from coldstream.gguf.template_process import Rendering, TemplateLimits, TemplateProcess
 from coldstream.gguf.tokenizer import Segment
 from coldstream.gguf.vocabulary import Vocabulary
 
@@ -35,9 +42,8 @@ SETTINGS: Mapping[str, type] = {
     "thinking": bool,
     "reasoning_effort": str,
 }
-# Preferred for telling control tokens apart: the tests inside templates rarely look for them.
-PREFERRED_MARKED = "|｜"
-PRIVATE_USE = range(0xF0000, 0xFFFFE)
+# The names of a message's reasoning; the first that is there wins.
+REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,6 @@ class ChatTemplate:
         self._special_texts = dict(special_texts)
         names = sorted(control_tokens, key=len, reverse=True)
         self._control = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
-        self._marked = _characters_to_mark(names)
         self._process = TemplateProcess(source, limits) if isinstance(source, str) else None
         self._source = source
 
@@ -107,14 +112,20 @@ class ChatTemplate:
         _check_settings(settings)
         checked = [_checked_message(*item) for item in enumerate(_as_list("messages", messages))]
         tool_list = None if tools is None else _as_list("tools", tools)
-        request = {"messages": checked, "tools": tool_list, **settings}
-        try:
-            marks = self._choose_marks(request)
-            variables = _replaced(request, marks)
-        except RecursionError:
-            raise InvalidRequestError("messages: nested too deeply") from None
+        request = {"messages": checked, "tools": tool_list, "documents": None, **settings}
         own = {"add_generation_prompt": add_generation_prompt, **self._special_texts}
-        return RenderedChat(tuple(self._segments(process.render({**variables, **own}), marks)))
+        opened = [_with_opened_arguments(message) for message in checked]
+        try:
+            rendering = process.render({**request, "messages": opened}, own, ROLES)
+        except TemplateError as error:
+            # Older templates, DeepSeek's among them, write arguments as the text that they came in.
+            if opened == checked:
+                raise
+            try:
+                rendering = process.render(request, own, ROLES)
+            except TemplateError:
+                raise error from None
+        return RenderedChat(tuple(self._segments(rendering)))
 
     def close(self) -> None:
         """End the process that renders, if it was started."""
@@ -138,65 +149,23 @@ class ChatTemplate:
             )
         return self._process
 
-    def _choose_marks(self, request: Mapping[str, Any]) -> dict[str, str]:
-        """For each character to mark, a private-use character that neither request nor template holds.
+    def _segments(self, rendering: Rendering) -> Iterator[Segment]:
+        text, end = rendering.text, 0
+        for start, stop in self._control_tokens(rendering):
+            if end < start:
+                yield text[end:start], False
+            yield text[start:stop], True
+            end = stop
+        if end < len(text):
+            yield text[end:], False
 
-        Neither in itself nor as a JSON escape, which is what becomes of it where a template asks for ASCII.
-        """
-        taken = "\n".join([*_strings(request), str(self._source)])
-        chars = map(chr, PRIVATE_USE)
-        free = (char for char in chars if char not in taken and _escape(char) not in taken)
-        return dict(zip(self._marked, free, strict=False))
-
-    def _segments(self, output: str, marks: Mapping[str, str]) -> Iterator[Segment]:
-        output = _replaced(output, {_escape(mark): mark for mark in marks.values()})
-        originals = {mark: char for char, mark in marks.items()}
-        parts = self._control.split(output) if self._control is not None else [output]
-        for index, part in enumerate(parts):
-            if part:
-                yield (part, True) if index % 2 else (_replaced(part, originals), False)
-
-
-def _characters_to_mark(names: Sequence[str]) -> str:
-    """A few characters of which every control token holds at least one."""
-    marked = ""
-    for name in names:
-        if not any(char in name for char in marked):
-            preferred = (char for char in PREFERRED_MARKED if char in name)
-            punctuation = (char for char in name if not char.isalnum())
-            marked += next(preferred, None) or next(punctuation, name[0])
-    return marked
-
-
-def _escape(char: str) -> str:
-    return json.dumps(char)[1:-1]
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Every string in a JSON value, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
-
-
-def _replaced(value: Any, replacements: Mapping[str, str]) -> Any:
-    """A copy of a JSON value in which all strings, keys included, have their characters replaced."""
-    if isinstance(value, str):
-        for old, new in replacements.items():
-            value = value.replace(old, new)
-        return value
-    if isinstance(value, Mapping):
-        keys = (_replaced(key, replacements) if isinstance(key, str) else key for key in value)
-        return dict(zip(keys, (_replaced(item, replacements) for item in value.values()), strict=True))
-    if isinstance(value, list | tuple):
-        return [_replaced(item, replacements) for item in value]
-    return value
+    def _control_tokens(self, rendering: Rendering) -> Iterator[tuple[int, int]]:
+        """Where the template wrote control tokens."""
+        if self._control is None:
+            return
+        for start, stop in rendering.written:
+            for match in self._control.finditer(rendering.text, start, stop):
+                yield match.span()
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
@@ -217,20 +186,25 @@ def _as_list(name: str, values: object) -> list[Any]:
 
 
 def _checked_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: content is one string, the arguments of its calls are objects."""
+    """A message as templates expect it, except for the arguments of its calls.
+
+    Content is one string. What is null is left out: templates would print it as "None".
+    """
     role = message.get("role")
     if role not in ROLES:
         raise InvalidRequestError(f"messages[{index}].role: {role!r} is not one of {', '.join(ROLES)}")
-    checked = {**message, "content": _plain_content(index, message.get("content"))}
-    if message.get("tool_calls"):
-        calls = _as_list(f"messages[{index}].tool_calls", message["tool_calls"])
-        checked["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
-    return checked
+    checked = {name: value for name, value in message.items() if value is not None}
+    if "content" in checked:
+        checked["content"] = _plain_content(index, checked["content"])
+    if checked.get("tool_calls"):
+        checked["tool_calls"] = _as_list(f"messages[{index}].tool_calls", checked["tool_calls"])
+    reasoning = next((checked[name] for name in REASONING_NAMES if name in checked), None)
+    if reasoning is None:
+        return checked
+    return {"thinking": reasoning, **checked, "reasoning_content": reasoning}  # gpt-oss reads `thinking`
 
 
 def _plain_content(index: int, content: object) -> str:
-    if content is None:
-        return ""
     if isinstance(content, str):
         return content
     parts = _as_list(f"messages[{index}].content", content)
@@ -240,17 +214,19 @@ def _plain_content(index: int, content: object) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI's API carries arguments as JSON text; templates walk through them as objects."""
+def _with_opened_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """OpenAI's API carries the arguments of calls as JSON text; templates walk through them as objects."""
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+
+
+def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return dict(call)
+        return call
     try:
         arguments = json.loads(function["arguments"])
     except (ValueError, RecursionError):
-        return dict(call)
-    return (
-        {**call, "function": {**function, "arguments": arguments}}
-        if isinstance(arguments, dict)
-        else dict(call)
-    )
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

@@ -91,10 +91,10 @@ def read_header(source: HeaderBytes, shard: int) -> Header:
 
 
 def _read_counts(source: HeaderBytes) -> tuple[int, int]:
-    source.need(_FIXED_BYTES, "header")
     magic = source.take(4, "magic")
     if magic != b"GGUF":
         raise source.error(UnsupportedError, "magic", f"{magic!r}, not b'GGUF': this is not a GGUF file", 0)
+    source.need(_FIXED_BYTES - 4, "header")
     version = source.u32("version")
     if version not in (2, 3):
         big_endian = version.to_bytes(4, "little") in (b"\0\0\0\2", b"\0\0\0\3")

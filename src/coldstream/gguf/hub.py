@@ -1,20 +1,30 @@
 """Model names → files on this machine, by way of the Hugging Face cache that other tools share.
 
 Unit of work: one name. A name is a path, or `org/repo[:QUANT]`; what is cached needs no network. Knows
-nothing of what is inside the files. Downloading, the layout of the cache and tokens are the matter of
-`huggingface_hub`, which is imported only when a hub name is used: it writes a file under a temporary name and
-moves it when it is whole.
+nothing of what is inside the files. The layout of the cache and tokens are the matter of
+`huggingface_hub`, which is imported only when a hub name is used; how a file gets there whole, of
+`hub_download.py`.
 """
 
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import difflib
+import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from coldstream.errors import DownloadError, ModelNotFoundError
+from coldstream.gguf.hub_download import (
+    TIMEOUT_S,
+    ListedFile,
+    Notice,
+    Progress,
+    RemoteFile,
+    RepoFolder,
+    fetch,
+)
+from coldstream.gguf.hub_errors import hub_errors
 from coldstream.gguf.hub_files import (
     SUFFIX,
     HubName,
@@ -25,11 +35,7 @@ from coldstream.gguf.hub_files import (
     group_models,
 )
 
-# Called with a file's name, its bytes so far and its size in bytes.
-Progress = Callable[[str, int, int], None]
-
-TIMEOUT_S = 15.0
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+MAX_REPOS = 1000  # of an owner, that a misspelt name is compared with
 
 
 @dataclass(frozen=True)
@@ -71,14 +77,24 @@ def resolve_model(
     if hub_name is None or (name.lower().endswith(SUFFIX) and ":" not in name):
         raise ModelNotFoundError(f"{name}: no such file; a model of the hub is written org/repo[:QUANT]")
     hub = hub or Hub()
-    snapshot = _snapshot(_repo_folder(hub, hub_name.repo))
+    snapshot = RepoFolder(hub.folder(), hub_name.repo).snapshot()
     try:
         cached = choose(hub_name, _models_below(snapshot))
     except ModelNotFoundError as error:
         if offline:
-            raise ModelNotFoundError(f"not in the cache: {error}; run `coldstream pull {name}`") from None
+            problem = _why_not_cached(hub_name, snapshot, error)
+            raise ModelNotFoundError(f"{problem}; run `coldstream pull {name}`") from None
         return pull(name, progress=progress, hub=hub)
     return snapshot / cached.files[0]
+
+
+def _why_not_cached(name: HubName, snapshot: Path, error: ModelNotFoundError) -> str:
+    try:
+        named = choose(name, _models_below(snapshot, with_vanished=True))
+    except ModelNotFoundError:
+        return f"not in the cache: {error}"
+    gone = next(file for file in named.files if not _has_bytes(snapshot / file))
+    return f"{name.repo}: the cache names {gone}, but its bytes are gone"
 
 
 def _local_model(name: str) -> Path | None:
@@ -92,34 +108,45 @@ def _local_model(name: str) -> Path | None:
         raise ModelNotFoundError(f"{name}: {error}") from None
 
 
-def pull(name: str, *, progress: Progress | None = None, hub: Hub | None = None) -> Path:
-    """Download what is missing of `org/repo[:QUANT]` as it is on the hub now; returns its first file.
+def pull(
+    name: str, *, progress: Progress | None = None, notice: Notice | None = None, hub: Hub | None = None
+) -> Path:
+    """Make `org/repo[:QUANT]` whole as it is on the hub now; returns its first file.
 
-    Raises `ModelNotFoundError` when the hub has no such model, `DownloadError` when it can't be reached,
-    refuses, or delivers something else than it lists. Nothing half-written stays behind.
+    What is cached is read and checked against the hub's digests; what is damaged or missing is downloaded,
+    and what an earlier attempt left is continued. `notice` hears what was found and done. Raises
+    `ModelNotFoundError` when the hub has no such model, `DownloadError` when it can't be reached, refuses, or
+    delivers something else than it lists, `StorageError` when the disk is full.
     """
     hub_name = HubName.parse(name)
     if hub_name is None:
         raise ModelNotFoundError(f"{name}: a model of the hub is written org/repo[:QUANT]")
     hub = hub or Hub()
-    with _hub_errors(hub_name.repo):
-        sizes = _list_files(hub, hub_name.repo)
-        model = choose(hub_name, group_models(sizes))
-        paths = [_download(hub, hub_name.repo, file, sizes[file], progress) for file in model.files]
+    repo = hub_name.repo
+    progress, notice = progress or _ignore, notice or _ignore
+    with hub_errors(repo, partial(_similar, hub, repo)):
+        listed = _list_files(hub, repo)
+        model = choose(hub_name, group_models(listed))
+        remotes = [RemoteFile.ask(repo, file, listed[file], hub.endpoint) for file in model.files]
+        folder = RepoFolder(hub.folder(), repo)
+        if freed := folder.clean_up(file.sha256 for file in listed.values() if file.sha256):
+            notice(f"{repo}: removed {freed:,} bytes that interrupted downloads left")
+        folder.require_space(remotes)
+        paths = [_download(hub, folder, remote, progress, notice) for remote in remotes]
     if len({path.parent for path in paths}) != 1:
-        raise DownloadError(f"{hub_name.repo} changed during the download: pull it again")
+        raise DownloadError(f"{repo} changed during the download: pull it again")
     return paths[0]
 
 
 def list_cached(hub: Hub | None = None) -> list[CachedModel]:
     """Every complete model in the cache, sorted by name. Needs no network."""
     cached = []
-    for folder in sorted((hub or Hub()).folder().glob("models--*--*")):
-        repo = folder.name.removeprefix("models--").replace("--", "/", 1)
-        snapshot = _snapshot(folder)
+    for path in sorted((hub or Hub()).folder().glob("models--*--*")):
+        snapshot = RepoFolder(path.parent, _repo_of(path)).snapshot()
         for model in _models_below(snapshot):
             if model.complete:
-                cached.append(_describe(repo, model, snapshot))
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    cached.append(_describe(_repo_of(path), model, snapshot))
     return cached
 
 
@@ -135,104 +162,70 @@ def _describe(repo: str, model: ModelFiles, snapshot: Path) -> CachedModel:
     )
 
 
-def _repo_folder(hub: Hub, repo: str) -> Path:
-    from huggingface_hub.file_download import repo_folder_name
+def _models_below(snapshot: Path, with_vanished: bool = False) -> list[ModelFiles]:
+    """The models of a snapshot; `with_vanished` also those of links that lead nowhere."""
+    paths = (path for path in snapshot.rglob("*") if path.suffix.lower() == SUFFIX)
+    return group_models(
+        path.relative_to(snapshot).as_posix() for path in paths if with_vanished or _has_bytes(path)
+    )
 
-    return hub.folder() / repo_folder_name(repo_id=repo, repo_type="model")
 
-
-def _snapshot(repo_folder: Path) -> Path:
-    """The folder of the files that `main` named when it was last asked for; it need not exist."""
+def _has_bytes(path: Path) -> bool:
+    """Whether there is something; a machine that lost its power may leave an empty file."""
     try:
-        commit = (repo_folder / "refs" / "main").read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        commit = ""
-    return repo_folder / "snapshots" / (commit if _COMMIT.fullmatch(commit) else "none")
+        status = path.stat()
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_size > 0
 
 
-def _models_below(snapshot: Path) -> list[ModelFiles]:
-    files = (path for path in snapshot.rglob("*") if path.suffix.lower() == SUFFIX and path.is_file())
-    return group_models(path.relative_to(snapshot).as_posix() for path in files)
-
-
-def _list_files(hub: Hub, repo: str) -> dict[str, int]:
-    """Size in bytes of every file of a repository by its path, none of which leads out of it."""
+def _list_files(hub: Hub, repo: str) -> dict[str, ListedFile]:
+    """What the hub says of every file of a repository by its path, none of which leads out of it."""
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=hub.endpoint)
     try:
         files = api.model_info(repo, files_metadata=True, timeout=TIMEOUT_S).siblings or []
-        sizes = {str(file.rfilename): int(file.size or 0) for file in files}
+        listed = {
+            str(file.rfilename): ListedFile(int(file.size or 0), str(file.lfs.sha256) if file.lfs else None)
+            for file in files
+        }
     except (LookupError, TypeError, AttributeError) as error:
         raise DownloadError(f"{repo}: the hub's list of files makes no sense: {error!r}") from error
-    for path in sizes:
+    for path in listed:
         check_relative(path)
-    return sizes
+    return listed
 
 
-def _download(hub: Hub, repo: str, file: str, size: int, progress: Progress | None) -> Path:
+def _download(hub: Hub, folder: RepoFolder, remote: RemoteFile, progress: Progress, notice: Notice) -> Path:
+    """Make the file whole, and let `huggingface_hub` give it its name in the cache."""
     from huggingface_hub import hf_hub_download
 
-    path = Path(
-        hf_hub_download(
-            repo,
-            file,
-            cache_dir=hub.folder(),
-            endpoint=hub.endpoint,
-            tqdm_class=_bar_class(file, size, progress),
-        )
-    )
-    if path.stat().st_size != size:
-        raise DownloadError(f"{repo}/{file}: {path.stat().st_size} bytes, listed as {size}: pull it again")
-    if progress is not None:
-        progress(file, size, size)
+    fetch(folder, remote, progress, notice)
+    path = Path(hf_hub_download(remote.repo, remote.name, cache_dir=hub.folder(), endpoint=hub.endpoint))
+    if path.stat().st_size != remote.num_bytes:
+        problem = f"{path.stat().st_size} bytes, listed as {remote.num_bytes}"
+        raise DownloadError(f"{remote.repo}/{remote.name}: {problem}: pull it again")
+    progress(remote.name, remote.num_bytes, remote.num_bytes)
     return path
 
 
-def _bar_class(file: str, size: int, progress: Progress | None) -> type:
-    """A stand-in for the progress bar of `huggingface_hub`, which wants a class to make one from."""
+def _similar(hub: Hub, repo: str) -> list[str]:
+    """Repositories with names like `repo`: of the same owner on the hub, and in the cache."""
+    from huggingface_hub import HfApi, errors
 
-    class Bar:
-        def __init__(self, initial: int = 0, **options: Any) -> None:
-            self.done = initial
-
-        def __enter__(self) -> "Bar":
-            return self
-
-        def __exit__(self, *error: object) -> None: ...
-
-        def update(self, num_bytes: int = 1) -> None:
-            self.done += num_bytes
-            if progress is not None:
-                progress(file, self.done, size)
-
-        def update_transfer(self, num_bytes: int) -> None:
-            """Bytes on the wire, which are counted again as bytes of the file."""
-
-        def set_postfix_str(self, *text: object, **options: object) -> None: ...
-
-        def set_transfer_postfix_str(self, *text: object, **options: object) -> None: ...
-
-        def close(self) -> None: ...
-
-    return Bar
+    owner = repo.split("/")[0]
+    names = {_repo_of(folder) for folder in hub.folder().glob("models--*--*")}
+    # A list that can't be had is no further problem of somebody who already has one.
+    with suppress(errors.HTTPError, OSError, ValueError, LookupError, TypeError):  # type: ignore[attr-defined]
+        listed = HfApi(endpoint=hub.endpoint).list_models(author=owner, limit=MAX_REPOS)
+        names |= {str(model.id) for model in listed}
+    return difflib.get_close_matches(repo, sorted(names - {repo}), n=3, cutoff=0.7)
 
 
-@contextmanager
-def _hub_errors(repo: str) -> Iterator[None]:
-    """Everything that `huggingface_hub` raises, as one of ours."""
-    from huggingface_hub import errors
+def _repo_of(folder: Path) -> str:
+    return folder.name.removeprefix("models--").replace("--", "/", 1)
 
-    try:
-        yield
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        if status == 404:
-            raise ModelNotFoundError(f"{repo}: the hub has no such repository or file") from error
-        private = status in (401, 403)
-        advice = "private, gated or misspelt; see `hf auth login`" if private else "try again later"
-        raise DownloadError(f"{repo}: the hub answered {status}: {advice}") from error
-    except (errors.XetDownloadError, OSError, ValueError, RuntimeError) as error:
-        raise DownloadError(f"{repo}: download failed: {error or type(error).__name__}") from error
-    except errors.HTTPError as error:  # type: ignore[attr-defined]  # its HTTP library's, whichever that is
-        raise DownloadError(f"{repo}: download failed: {error or type(error).__name__}") from error
+
+def _ignore(*_: object) -> None:
+    """Nobody wants to know."""

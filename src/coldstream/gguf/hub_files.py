@@ -3,6 +3,7 @@
 Unit of work: one listing → `ModelFiles`, and one choice among them. Knows neither network nor disk.
 """
 
+import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from coldstream.errors import DownloadError, ModelNotFoundError
 DEFAULT_QUANT = "Q4_K_M"
 SUFFIX = ".gguf"
 MAX_LISTED = 12
+_SIMILAR = 0.8  # a slip of one letter in five
 
 _HUB_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<quant>[\w./-]+))?", re.ASCII)
 _SPLIT = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})$")
@@ -86,15 +88,20 @@ def choose(name: HubName, models: Sequence[ModelFiles]) -> ModelFiles:
         raise ModelNotFoundError(f"{name.repo}: several models are {wanted}: name a file; there is {files}")
     if not matches or not matches[0].complete:
         labels = enumerate_some(model.label for model in matches or models)
-        raise ModelNotFoundError(f"{name.repo}: no complete {wanted}; there is {labels}")
+        meant = _similar(wanted, [] if matches else models)
+        raise ModelNotFoundError(f"{name.repo}: no complete {wanted}{meant}; there is {labels}")
     return matches[0]
 
 
 def choose_only(folder: str, models: Sequence[ModelFiles]) -> ModelFiles:
     """The one model of a folder. Raises `ModelNotFoundError` for none, several, or only parts of one."""
-    if len(models) != 1 or not models[0].complete:
-        labels = enumerate_some(model.files[0] if model.complete else model.label for model in models)
-        raise ModelNotFoundError(f"{folder}: not one whole model but {labels}: name a file")
+    if not models:
+        raise ModelNotFoundError(f"{folder}: a folder with no model in it: name a GGUF file")
+    labels = enumerate_some(model.files[0] if model.complete else model.label for model in models)
+    if len(models) > 1:
+        raise ModelNotFoundError(f"{folder}: a folder with several models: {labels}: name a file")
+    if not models[0].complete:
+        raise ModelNotFoundError(f"{folder}: the model in this folder is not complete: {labels}")
     return models[0]
 
 
@@ -110,6 +117,13 @@ def check_relative(path: str) -> None:
     leads_out = any(part in ("", ".", "..") for part in path.split("/"))
     if leads_out or not path.isprintable() or set(path) & set("\\:"):
         raise DownloadError(f"the hub lists an unsafe file name: {path[:100]!r}")
+
+
+def _similar(wanted: str, models: Sequence[ModelFiles]) -> str:
+    """What may have been meant, for a message."""
+    labels = {model.label.upper(): model.label for model in models}
+    close = difflib.get_close_matches(wanted.upper(), labels, n=2, cutoff=_SIMILAR)
+    return f" (did you mean {' or '.join(labels[label] for label in close)}?)" if close else ""
 
 
 def _model_of(stem: str, count: int, parts: dict[int, str]) -> ModelFiles:

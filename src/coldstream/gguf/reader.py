@@ -21,6 +21,7 @@ from coldstream.errors import ModelChangedError, ModelNotFoundError, Unsupported
 from coldstream.gguf.header import Header, TensorInfo, read_header
 from coldstream.gguf.messages import describe, shorten
 from coldstream.gguf.metadata import Metadata
+from coldstream.gguf.open_file import OpenFile, state_at
 from coldstream.gguf.shards import check_parts, part_index, shard_paths
 from coldstream.gguf.wire import HeaderBytes
 
@@ -28,14 +29,11 @@ __all__ = ["GGUFFile", "TensorInfo"]
 
 _MAX_READ_BYTES: Final = 1 << 30  # Linux reads at most 2 GiB at once
 
-Identity = tuple[int, int, int, int]  # size, mtime_ns, ctime_ns, inode
-
 
 @dataclass(frozen=True)
 class _Shard:
     path: Path
-    descriptor: int
-    identity: Identity
+    file: OpenFile
     header: Header
 
 
@@ -63,11 +61,11 @@ class GGUFFile:
         merged = {name: info for shard in shards for name, info in shard.header.tensors.items()}
         self.tensors = MappingProxyType(merged)
         self.paths = tuple(shard.path for shard in shards)
-        self.shard_bytes = tuple(shard.identity[0] for shard in shards)
+        self.shard_bytes = tuple(shard.file.opened.size for shard in shards)
         self.num_bytes = sum(self.shard_bytes)
         digest = hashlib.blake2b(digest_size=16)
         for shard in shards:
-            digest.update(shard.header.digest + shard.identity[0].to_bytes(8, "little"))
+            digest.update(shard.header.digest + shard.file.opened.size.to_bytes(8, "little"))
         self.fingerprint = digest.hexdigest()
 
     @classmethod
@@ -94,7 +92,7 @@ class GGUFFile:
 
     def descriptor(self, shard: int) -> int:
         """The open descriptor of a part, valid until `close`; do not close it or move its file position."""
-        return self._shard(shard).descriptor
+        return self._shard(shard).file.descriptor
 
     def read(self, info: TensorInfo) -> np.ndarray:
         """The bytes of a tensor as a fresh uint8 [num_bytes]. Raises ModelChangedError when they are gone."""
@@ -104,7 +102,9 @@ class GGUFFile:
         done = 0
         while done < info.num_bytes:
             try:
-                count = os.preadv(shard.descriptor, [view[done : done + _MAX_READ_BYTES]], info.offset + done)
+                count = os.preadv(
+                    shard.file.descriptor, [view[done : done + _MAX_READ_BYTES]], info.offset + done
+                )
             except OSError as error:
                 reason = f"cannot be read: {error.strerror}"
                 raise ModelChangedError(
@@ -117,23 +117,32 @@ class GGUFFile:
         return data
 
     def changed(self) -> tuple[Path, ...]:
-        """The parts that are no longer what was opened: gone, replaced, or with another size, mtime or ctime.
+        """The parts that are no longer what was opened: gone, replaced, or changed in content or inode.
 
         A changed part is a reason to stop trusting it, not a proof that its weights differ.
-        """
-        return tuple(shard.path for shard in self._shards if _identity_at(shard.path) != shard.identity)
-
-    def rewritten(self) -> tuple[Path, ...]:
-        """The parts whose bytes may not be those that were opened: with another size or mtime.
-
-        Unlike `changed` it looks at the open files, whatever has their names by now: one that was replaced
-        or renamed is still the same.
         """
         return tuple(
             shard.path
             for shard in self._shards
-            if _identity(os.fstat(shard.descriptor))[:2] != shard.identity[:2]
+            if (now := state_at(shard.path)) is None
+            or (now.content, now.ctime_ns) != (shard.file.opened.content, shard.file.opened.ctime_ns)
         )
+
+    def rewritten(self) -> tuple[Path, ...]:
+        """The parts whose bytes may not be those that were opened; see `OpenFile`.
+
+        Unlike `changed` it looks at the open files, whatever has their names by now: one that was replaced
+        or renamed is still the same. Not for several threads at once.
+        """
+        return tuple(self._shard(i).path for i, shard in enumerate(self._shards) if shard.file.is_rewritten())
+
+    def check_unchanged(self) -> None:
+        """Raises ModelChangedError if there is a part in `rewritten`, now and ever after."""
+        if rewritten := self.rewritten():
+            raise ModelChangedError(
+                f"{shorten(rewritten[0])} was written to while in use, and its weights may be others now: "
+                "restore the file if that was a mistake, and load the model again"
+            )
 
     def close(self) -> None:
         """Closes all descriptors. What `read` returned stays valid; calling twice is harmless."""
@@ -141,7 +150,7 @@ class GGUFFile:
             return
         self._closed = True
         for shard in self._shards:
-            os.close(shard.descriptor)
+            os.close(shard.file.descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -172,7 +181,7 @@ def _open_shard(path: Path, index: int, cleanup: ExitStack) -> _Shard:
     status = os.fstat(descriptor)
     _require_regular(path, status)
     header = read_header(HeaderBytes(descriptor, status.st_size, path), index)
-    return _Shard(path, descriptor, _identity(status), header)
+    return _Shard(path, OpenFile(path, descriptor, status), header)
 
 
 def _require_regular(path: Path, status: os.stat_result) -> None:
@@ -180,14 +189,3 @@ def _require_regular(path: Path, status: os.stat_result) -> None:
         return
     what = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
     raise UnsupportedError(f"{shorten(path)} is {what}: give the path of a .gguf file")
-
-
-def _identity(status: os.stat_result) -> Identity:
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
-
-
-def _identity_at(path: Path) -> Identity | None:
-    try:
-        return _identity(os.stat(path))
-    except OSError:
-        return None

@@ -14,10 +14,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ MAX_REQUEST_CHARS = 8 << 20
 # A rendering may write four times what it was given, and this much more of the template's own words.
 OUTPUT_PER_INPUT = 4
 EXTRA_OUTPUT_CHARS = 1 << 16
-JSON_CHARS_PER_CHAR = 12  # the longest escape: a surrogate pair
+# The longest escape, a surrogate pair, and the shortest run: one digit, comma and blank.
+JSON_CHARS_PER_CHAR = 12 + 3
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,14 @@ class TemplateLimits:
     cpu_s: float = 2.0
     wall_s: float = 30.0
     memory_bytes: int = 256 << 20
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A template's output, and the ranges `[start, end)` of it that the template itself wrote, in order."""
+
+    text: str
+    written: tuple[tuple[int, int], ...]
 
 
 class TemplateProcess:
@@ -58,15 +68,22 @@ class TemplateProcess:
         with self._lock:
             self._running()
 
-    def render(self, variables: Mapping[str, Any]) -> str:
-        """The template's output for `variables`, which must be JSON values.
+    def render(
+        self, variables: Mapping[str, Any], own: Mapping[str, Any] | None = None, roles: Sequence[str] = ()
+    ) -> Rendering:
+        """The template's output for `variables` and `own`, which must be JSON values.
 
-        Raises `InvalidRequestError` for variables that aren't or are too large, `TemplateError` when the
-        template fails, refuses or reaches a limit.
+        What of `own` stands in the output counts as written by the template, and so do the roles of
+        `variables["messages"]` that are among `roles`; all else in `variables` is the caller's. Raises
+        `InvalidRequestError` for values that aren't JSON or are too large, `TemplateError` when the template
+        fails, refuses or reaches a limit.
         """
+        given = {"variables": variables, "own": own or {}, "roles": roles, "now": datetime.now().isoformat()}
         try:
-            request = json.dumps({"variables": variables, "now": datetime.now().isoformat()})
-        except (TypeError, ValueError, RecursionError) as error:
+            request = json.dumps(given)
+        except RecursionError:
+            raise InvalidRequestError("messages: nested too deeply") from None
+        except (TypeError, ValueError) as error:
             raise InvalidRequestError(f"messages: not plain JSON values: {error}") from None
         if len(request) > MAX_REQUEST_CHARS:
             raise InvalidRequestError(f"messages: {len(request)} bytes, allowed are {MAX_REQUEST_CHARS}")
@@ -76,7 +93,8 @@ class TemplateProcess:
             answer = self._exchange(self._running(), line, JSON_CHARS_PER_CHAR * max_chars)
         if "error" in answer:
             raise TemplateError(f"chat template: {answer['error']}")
-        return str(answer["text"])
+        ends = (0, *accumulate(answer["runs"]))
+        return Rendering(answer["text"], tuple(zip(ends[1::2], ends[2::2], strict=False)))
 
     def close(self) -> None:
         """End the process. A later rendering would start a new one."""
@@ -101,7 +119,7 @@ class TemplateProcess:
 
     def _compile(self, process: subprocess.Popen[bytes]) -> None:
         settings = {
-            "paths": _import_paths("jinja2", "markupsafe"),
+            "paths": [*_import_paths("jinja2", "markupsafe"), str(Path(__file__).parent)],
             "memory_bytes": self._limits.memory_bytes,
             "cpu_s": self._limits.cpu_s,
         }

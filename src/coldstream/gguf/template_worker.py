@@ -7,10 +7,13 @@ file, socket, import or command; no file descriptor to be had beyond the three p
 on processor time per rendering, after which the kernel ends the process.
 
 Protocol: one JSON object per line on standard input, one back on standard output. The first, which has no
-answer, is `{"paths", "memory_bytes", "cpu_s"}`, the second `{"source"}`, all others `{"variables", "now",
-"max_chars"}`. Answers are `{"text"}` or `{"error"}`; after one with `fatal` the process ends.
+answer, is `{"paths", "memory_bytes", "cpu_s"}`, the second `{"source"}`, all others `{"variables", "own",
+"roles", "now", "max_chars"}`. `own` are variables whose text counts as the template's, `roles` those of
+messages that do. Answers are `{"text", "runs"}` or `{"error"}`; after one with `fatal` the process ends.
+`runs` are lengths: of text that the caller gave, that the template wrote, that the caller gave, and so on.
 """
 
+import importlib
 import json
 import resource
 import signal
@@ -28,60 +31,20 @@ HARMLESS_EVENTS = frozenset(
 )
 
 
-class Refusal(Exception):
-    """`raise_exception` was called: the template doesn't accept these messages."""
-
-
-def build_environment() -> Any:
-    """A sandbox with the names that Hugging Face gives to chat templates, and nothing else."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class GenerationBlock(Extension):
-        """`{% generation %}` marks text for training; for rendering it is its body."""
-
-        tags = {"generation"}  # noqa: RUF012  Jinja's own class attribute
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        """Plain JSON: no HTML escapes, characters as they are unless the template asks for ASCII."""
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
-
-    def raise_exception(message: object) -> None:
-        raise Refusal(str(message))
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    return environment
-
-
 def import_what_rendering_imports_late() -> None:
     """After `confine` nothing can be imported, and Jinja leaves these until they are first used."""
     import codecs
+    import html
     import pprint
+    import random
     import textwrap
     import time
 
+    import jinja2.constants
     import jinja2.debug
 
     codecs.lookup("unicode-escape")
-    assert all((pprint, textwrap, time, jinja2.debug))
+    assert all((html, pprint, random, textwrap, time, jinja2.constants, jinja2.debug))
 
 
 def confine(memory_bytes: int) -> None:
@@ -99,17 +62,26 @@ def confine(memory_bytes: int) -> None:
     sys.addaudithook(deny)
 
 
-def render(template: Any, request: dict[str, Any]) -> dict[str, Any]:
+def render(tracing: Any, template: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Render once; output that exceeds `max_chars` is not even joined."""
+    variables = request["variables"]
+    for message in variables["messages"] if request["roles"] else ():
+        if message["role"] in request["roles"]:
+            message["role"] = tracing.written(message["role"])
+    own = {
+        name: tracing.written(value) if isinstance(value, str) else value
+        for name, value in request["own"].items()
+    }
     now = datetime.fromisoformat(request["now"])
     pieces: list[str] = []
     room = request["max_chars"]
-    for piece in template.generate(request["variables"], strftime_now=now.strftime):
+    for piece in template.generate({**variables, **own}, strftime_now=now.strftime):
         room -= len(piece)
         if room < 0:
             return {"error": f"it wrote more than {request['max_chars']} characters"}
         pieces.append(piece)
-    return {"text": "".join(pieces)}
+    text = tracing.joined(pieces)
+    return {"text": text, "runs": tracing.runs(text)}
 
 
 def attempt(work: Callable[[dict[str, Any]], dict[str, Any]], line: bytes, cpu_s: float) -> dict[str, Any]:
@@ -117,14 +89,13 @@ def attempt(work: Callable[[dict[str, Any]], dict[str, Any]], line: bytes, cpu_s
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         return work(json.loads(line))
-    except Refusal as refusal:
-        return {"error": f"it refused: {refusal}"[:400]}
     except MemoryError:
         return {"error": "it needed more memory than it may have", "fatal": True}
     except RecursionError:
         return {"error": "it is nested too deeply"}
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"[:400]}
+        refused = type(error).__name__ == "Refusal"
+        return {"error": f"{'it refused' if refused else type(error).__name__}: {error}"[:400]}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -132,7 +103,8 @@ def attempt(work: Callable[[dict[str, Any]], dict[str, Any]], line: bytes, cpu_s
 def main() -> None:
     settings = json.loads(sys.stdin.buffer.readline())
     sys.path += settings["paths"]
-    environment = build_environment()
+    tracing = importlib.import_module("template_environment")
+    environment = tracing.TracingEnvironment()
     import_what_rendering_imports_late()
     confine(settings["memory_bytes"])
     templates: list[Any] = []
@@ -142,7 +114,7 @@ def main() -> None:
         return {"text": ""}
 
     def render_template(request: dict[str, Any]) -> dict[str, Any]:
-        return render(templates[0], request)
+        return render(tracing, templates[0], request)
 
     for line in sys.stdin.buffer:
         answer = attempt(render_template if templates else compile_source, line, settings["cpu_s"])

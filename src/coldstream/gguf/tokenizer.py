@@ -18,7 +18,7 @@ from typing import Any
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as BPETokenizer
 
-from coldstream.errors import InvalidRequestError, UnsupportedError
+from coldstream.errors import ContextFullError, InvalidRequestError, UnsupportedError
 from coldstream.gguf.vocabulary import BYTE_ALPHABET, TokenKind, Vocabulary, read_merges
 
 # Beyond 10 million retries, about two per blank in a run of blanks, the regular-expression engine panics.
@@ -106,7 +106,8 @@ class Tokenizer:
 
         User-defined tokens are matched in any text, control tokens only if `parse_special`; otherwise their
         spelling is plain text. Raises `InvalidRequestError` for lone surrogates and for a text of more than
-        `MAX_TEXT_CHARS` characters or `max_tokens` tokens; what can't fit is refused before any work.
+        `MAX_TEXT_CHARS` characters, `ContextFullError` for one of more than `max_tokens` tokens; what can't
+        fit is refused before any work.
         """
         self._check_text(text, max_tokens)
         return self._within(self._leading_bos() + self._encode(text, parse_special), max_tokens)
@@ -164,11 +165,17 @@ class Tokenizer:
         return [bos] if self.vocabulary.add_bos and bos is not None else []
 
     def _check_text(self, text: str, max_tokens: int | None) -> None:
-        limit = MAX_TEXT_CHARS
+        if len(text) > MAX_TEXT_CHARS:
+            raise InvalidRequestError(
+                f"prompt: {len(text)} characters, at most {MAX_TEXT_CHARS} can be served"
+            )
         if max_tokens is not None:
-            limit = min(limit, max_tokens * self._longest_token)  # a token spells at most its own length
-        if len(text) > limit:
-            raise InvalidRequestError(f"prompt: {len(text)} characters, at most {limit} can be served")
+            limit = max_tokens * self._longest_token  # a token spells at most its own length
+            if len(text) > limit:
+                raise ContextFullError(
+                    f"prompt: {len(text)} characters, at most {limit} can fit into {max_tokens} tokens: "
+                    "shorten it, or choose a larger --ctx-size"
+                )
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -176,7 +183,10 @@ class Tokenizer:
 
     def _within(self, ids: list[int], max_tokens: int | None) -> list[int]:
         if max_tokens is not None and len(ids) > max_tokens:
-            raise InvalidRequestError(f"prompt: {len(ids)} tokens, the limit is {max_tokens}; see --ctx-size")
+            raise ContextFullError(
+                f"prompt: {len(ids)} tokens, the limit is {max_tokens}: shorten it, or choose a "
+                "larger --ctx-size"
+            )
         return ids
 
     def _encode(self, text: str, parse_special: bool) -> list[int]:

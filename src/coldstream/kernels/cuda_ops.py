@@ -24,8 +24,8 @@ from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight
 from coldstream.kernels.cuda.memory import Memory
-from coldstream.kernels.dequantize.triton import dequantize, dequantize_matrices
-from coldstream.kernels.embed.triton import embed
+from coldstream.kernels.dequantize.cuda import dequantize_cuda, dequantize_matrices_cuda
+from coldstream.kernels.embed.cuda import embed_cuda
 from coldstream.kernels.experts.cuda import PairRows
 from coldstream.kernels.experts.cuda_layer import (
     all_experts_few,
@@ -55,7 +55,7 @@ from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
 from coldstream.kernels.rope.cuda import gather_angles_cuda
 from coldstream.kernels.rope.reference import rope_angles
 from coldstream.kernels.router.cuda import Ahead, router_choose_cuda, router_few_cuda
-from coldstream.kernels.swiglu.triton import swiglu
+from coldstream.kernels.swiglu.cuda import swiglu_cuda
 
 FEW_STEPS = 16  # rows up to which attention and the delta rule take the kernels made for decoding
 
@@ -77,7 +77,7 @@ class CudaOps(CudaLoader):
     def embed(self, table: CudaWeight, token_ids: torch.Tensor) -> torch.Tensor:
         assert isinstance(table, QuantTensor)
         out = self._empty(len(token_ids), table.shape[1])
-        self._launch_triton(embed, table, token_ids, out, self.code_table(table.quant_type))
+        self._launch(embed_cuda, table, token_ids, out, self.code_table(table.quant_type))
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Activations:
@@ -108,7 +108,7 @@ class CudaOps(CudaLoader):
 
     def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> Activations:
         out = self.activations(*gate.shape)
-        self._launch_triton(swiglu, gate, up, out.values, out.quantised)
+        self._launch(swiglu_cuda, gate, up, out.values, out.quantised)
         return out
 
     def rope_angles(self, positions: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
@@ -284,8 +284,13 @@ class CudaOps(CudaLoader):
             part = slice(token, token + 1)
             for stack, code, matrices in zip(stacks, codes, values, strict=True):
                 if stack.quant_type not in FEW_TYPES:
-                    self._launch_triton(
-                        dequantize_matrices, stack.quant_type, stack.addresses, ids[token], matrices, code
+                    self._launch(
+                        dequantize_matrices_cuda,
+                        stack.quant_type,
+                        stack.addresses,
+                        ids[token],
+                        matrices,
+                        code,
                     )
             self._launch(
                 experts_of_values, x.rows(token, 1), ids[part], stacks, values, addresses, there, places,
@@ -345,7 +350,7 @@ class CudaOps(CudaLoader):
         if weight.quant_type in FEW_TYPES:
             return weight
         values = self._empty(*weight.shape)
-        self._launch_triton(dequantize, weight, values, self.code_table(weight.quant_type), None)
+        self._launch(dequantize_cuda, weight, values, self.code_table(weight.quant_type), None)
         return QuantTensor.from_bytes(values.view(torch.uint8), QuantType.F32, weight.shape)
 
     def _zeroed(self, purpose: str, *shape: int) -> torch.Tensor:
@@ -365,9 +370,4 @@ class CudaOps(CudaLoader):
 
     def _launch(self, launcher: Callable[..., None], *args: object) -> None:
         if self._calls_launchers:
-            launcher(*args)
-
-    def _launch_triton(self, launcher: Callable[..., None], *args: object) -> None:
-        """For what launches kernels in Triton, which compiles them by itself when they first run."""
-        if not self.planning:
             launcher(*args)

@@ -23,7 +23,7 @@ from coldstream.kernels.experts.streaming import ExpertStream, LandedGroup
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
 from coldstream.kernels.quantize.cuda import quantize_cuda
-from coldstream.kernels.swiglu.triton import swiglu
+from coldstream.kernels.swiglu.cuda import swiglu_cuda
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class StreamedOps(CudaOps):
             self._launch(quantize_cuda, part.values, part.quantised)
         else:
             gate, up = (product[places] for product in products)
-            self._launch_triton(swiglu, gate, up, part.values, part.quantised)
+            self._launch(swiglu_cuda, gate, up, part.values, part.quantised)
         self._launch(down_many, hidden, pairs.ids, stacks, groups, pairs.routed)
 
     def _compute_ungrouped(self, pairs: _Pairs, weights: ExpertWeights) -> None:

@@ -121,9 +121,15 @@ class CpuRunner(ModelRunner):
         else:
             ops = RoutingCpuOps(threads, tier) if record_routing else CpuOps(threads, tier)
         runner = cls(file, spec, ops, context_length, kv_type, disk)
+        runner._check_file()
         if progress is not None:
             ops.read_ahead(progress, Hardware.measure().ram_available_bytes)
         return runner
+
+    @property
+    def reads_file(self) -> bool:
+        """Experts and the embedding stay in it."""
+        return True
 
     @property
     def tier(self) -> str:
@@ -178,5 +184,6 @@ class CpuRunner(ModelRunner):
     def _compute_logits(self, first: int, count: int) -> Array:
         self._head_input[:count] = self._trunk.outputs[first : first + count]
         self._head.run(count)
+        self._check_file()
         logits: Array = self._head.outputs[:count]
         return logits

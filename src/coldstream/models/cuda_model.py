@@ -236,7 +236,7 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
 
 
 def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int) -> Noted:
-    """The kernels that steps of any size take, and the sampler's; those in Triton are not among them."""
+    """The kernels that steps of any size take, and the sampler's."""
     loaded = Loaded.into(MemoryPlan(), file, spec, limits, chunk_size, notes_kernels=True)
     # Which kernel is taken changes with the number of rows in one direction only.
     sizes = {2**i for i in range(chunk_size.bit_length())} | {2**i + 1 for i in range(6)}

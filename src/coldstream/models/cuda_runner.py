@@ -13,6 +13,7 @@ from coldstream.experts.cache import ExpertCache
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.compiler import default_cache
 from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import load_kernels
@@ -112,8 +113,10 @@ class CudaRunner(ModelRunner):
         if self._partial:
             assert isinstance(self._loaded.ops, HybridOps)
             self._partial.attach(self._loaded.ops)
-        self._warnings = self._loaded.model.warnings
+        problem = default_cache().problem
+        self._warnings = self._loaded.model.warnings + ((problem,) if problem else ())
         self._loaded.ops.finish_loading(progress)
+        self.file.check_unchanged()  # or what was copied is of two files
         host_logits = torch.empty((HEAD_ROWS, self.spec.vocab_size), dtype=torch.float32)
         self._host_logits = host_logits.pin_memory()
         self._start_step(1)
@@ -121,7 +124,7 @@ class CudaRunner(ModelRunner):
         self._ended()
         many = MAX_ROWS + 1 if self._partial else SMALLEST_PADDED_ROWS
         self._start_step(many)
-        self._loaded.step(many)  # so that Triton's kernels for many rows are compiled too
+        self._loaded.step(many)  # so that no prompt pays for the first step of its kind
         self._ended()
         if self._partial and self._placed:
             self._partial.fill(self._placed.plan, self._placed.streamed, self._placed.policy)
@@ -139,11 +142,9 @@ class CudaRunner(ModelRunner):
         """The current stream has done everything. What could not be computed leaves an empty state."""
         torch.cuda.current_stream().synchronize()
         if self._partial:
-            try:
+            with self._whole_or_empty():
                 self._partial.ended()
-            except BaseException:
-                self.reset()
-                raise
+                self._check_file()
 
     @classmethod
     def load(
@@ -194,6 +195,11 @@ class CudaRunner(ModelRunner):
             self._partial = None
         self.__dict__.pop("_loaded", None)
         torch.cuda.empty_cache()
+
+    @property
+    def reads_file(self) -> bool:
+        """Only for experts that are not on the device."""
+        return self._partial is not None
 
     @property
     def tier(self) -> str:

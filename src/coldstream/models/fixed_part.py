@@ -4,11 +4,11 @@ On a GPU it is counted by the dry run that also plans its memory. Where the pack
 on the CPU, activations are estimated from their widths.
 """
 
-import importlib.util
 from collections.abc import Sequence
 from functools import cache
 
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cuda.device import missing_packages
 from coldstream.models.footprint import dense_bytes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import FixedPart, Tier
@@ -39,7 +39,7 @@ def fixed_parts_on_gpu(
 
     With shorter ones, down to 2048 tokens, if all experts fit beside those.
     """
-    count = _counted if _can_count() else _estimated
+    count = _estimated if missing_packages() else _counted
 
     @cache
     def part(chunk_size: int) -> FixedPart:
@@ -87,10 +87,6 @@ def least_bytes(spec: ModelSpec, sizes: ModelSizes, tier: Tier) -> int:
         return sizes.dense_bytes + _activation_bytes(spec, CPU_CHUNK_SIZE)
     reserved = GRAPH_BYTES + RESERVE_BYTES
     return sizes.dense_bytes + sizes.state_bytes + reserved + _activation_bytes(spec, CHUNK_SIZES[-1])
-
-
-def _can_count() -> bool:
-    return all(importlib.util.find_spec(package) is not None for package in ("torch", "triton", "cuda"))
 
 
 def _counted(

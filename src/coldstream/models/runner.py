@@ -5,7 +5,8 @@ whose logits somebody wants. Knows nothing of text, sampling or requests.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.footprint import bytes_per_token
+from coldstream.models.sanity import check_logits
 from coldstream.models.spec import ModelSpec
 
 Array = np.ndarray[Any, Any]
@@ -26,6 +28,10 @@ class ModelRunner(ABC):
     """One model, one sequence. `position` tokens are in its state; `prefill` and `decode` append to it.
 
     After an exception the state is empty (`position == 0`), never half-advanced. The runner closes the file.
+
+    A file that steps read from is looked at before anything is computed, and again before logits are given
+    out: all that went into them are the bytes that were opened, or there is a ModelChangedError, now and from
+    then on.
     """
 
     chunk_size: int  # tokens of a step
@@ -43,11 +49,21 @@ class ModelRunner(ABC):
 
     @abstractmethod
     def _compute_logits(self, first: int, count: int) -> Array:
-        """float32 [count, vocab], valid until the next call, of rows of the last step; count ≤ head_rows."""
+        """float32 [count, vocab], valid until the next call, of rows of the last step; count ≤ head_rows.
+
+        Ends with `_check_file`.
+        """
 
     @abstractmethod
     def _clear(self) -> None:
         """Make the state that of an empty sequence."""
+
+    @property
+    @abstractmethod
+    def reads_file(self) -> bool:
+        """Whether steps read weights from the file. If not, loading has copied them all, and what becomes of
+        the file changes nothing.
+        """
 
     @property
     @abstractmethod
@@ -95,15 +111,17 @@ class ModelRunner(ABC):
 
         They may lie on the device: `numpy.asarray` brings them. progress is called with (tokens done, tokens
         in all) after each chunk. Raises InvalidRequestError for ids outside the vocabulary or more tokens
-        than the context has left, before anything is computed, and OutOfMemoryError.
+        than the context has left, before anything is computed, OutOfMemoryError, and ModelChangedError.
         """
         ids = self._checked(token_ids)
-        for start in range(0, len(ids), self.chunk_size):
-            chunk = ids[start : start + self.chunk_size]
-            self._step(chunk)
-            if progress is not None:
-                progress(start + len(chunk), len(ids))
-        return self._last_logits(len(chunk) - 1)
+        with self._whole_or_empty():
+            self._check_file()
+            for start in range(0, len(ids), self.chunk_size):
+                chunk = ids[start : start + self.chunk_size]
+                self._step(chunk)
+                if progress is not None:
+                    progress(start + len(chunk), len(ids))
+            return self._last_logits(len(chunk) - 1)
 
     def prefill(self, token_ids: Sequence[int], progress: Progress | None = None) -> Array:
         """`extend`, with logits in an array of their own."""
@@ -117,17 +135,21 @@ class ModelRunner(ABC):
     def logits(self, token_ids: Sequence[int]) -> Array:
         """float32 logits [T, vocab] after each token of a fresh sequence, which is left as the state.
 
-        Raises as `extend`.
+        Raises as `extend`, and GenerationFault if a logit is not finite.
         """
         self.reset()
         ids = self._checked(token_ids)
         result = np.empty((len(ids), self.spec.vocab_size), np.float32)
-        for start in range(0, len(ids), self.chunk_size):
-            chunk = ids[start : start + self.chunk_size]
-            self._step(chunk)
-            for row in range(0, len(chunk), self.head_rows):
-                count = min(self.head_rows, len(chunk) - row)
-                result[start + row : start + row + count] = self._logits(row, count)
+        with self._whole_or_empty():
+            self._check_file()
+            for start in range(0, len(ids), self.chunk_size):
+                chunk = ids[start : start + self.chunk_size]
+                self._step(chunk)
+                for row in range(0, len(chunk), self.head_rows):
+                    count = min(self.head_rows, len(chunk) - row)
+                    rows = result[start + row : start + row + count]
+                    rows[:] = self._compute_logits(row, count)
+                    check_logits(rows, start + row + 1)
         return result
 
     def _checked(self, token_ids: Sequence[int]) -> Array:
@@ -145,23 +167,26 @@ class ModelRunner(ABC):
         return ids.astype(np.int32)
 
     def _step(self, ids: Array) -> None:
-        try:
-            self._compute(ids, self.position)
-        except BaseException:
-            self.reset()
-            raise
+        self._compute(ids, self.position)
         self.position += len(ids)
 
     def _last_logits(self, row: int) -> Any:
         """What `extend` returns, of row `row` of the last step."""
-        return self._logits(row, 1)[0]
+        return self._compute_logits(row, 1)[0]
 
-    def _logits(self, first: int, count: int) -> Array:
+    @contextmanager
+    def _whole_or_empty(self) -> Iterator[None]:
+        """What is interrupted inside leaves an empty state."""
         try:
-            return self._compute_logits(first, count)
+            yield
         except BaseException:
             self.reset()
             raise
+
+    def _check_file(self) -> None:
+        """Raises ModelChangedError if steps read a file that may have other bytes than it was opened with."""
+        if self.reads_file:
+            self.file.check_unchanged()
 
     def close(self) -> None:
         """Closes the file; the runner cannot be used afterwards."""

@@ -1,15 +1,19 @@
-"""Checks on the values of small tensors that tell a wrongly converted model before it talks nonsense.
+"""Checks on values: of small tensors, before a wrongly converted model talks nonsense, and of logits.
 
 A wrong convention leaves shapes intact and makes fluent garbage. Two conventions show in the values
 themselves: norm weights are stored with the 1 added, and `ssm_a` is stored as −exp(A_log). The second is
 certain, the first a likelihood, so it only warns.
+
+Weights of experts are not looked at: there are too many, and a NaN among them shows in the logits of the
+tokens that it reaches.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from coldstream.errors import InconsistentError
+from coldstream.errors import GenerationFault, InconsistentError
 from coldstream.models.spec import ModelSpec
 
 # Halfway to the values that a norm weight is centred on when the 1 was never added (0) or was added twice
@@ -44,3 +48,21 @@ def check_small_tensors(spec: ModelSpec, tensors: Mapping[str, np.ndarray]) -> t
             f"may have {cause} the norm weights. If the text is garbled, convert the checkpoint again",
         )
     return ()
+
+
+def check_logits(logits: np.ndarray[Any, Any], position: int) -> None:
+    """Raises GenerationFault unless all float32 logits [vocab], or [rows, vocab], are finite.
+
+    position: of the token that the (first row of) logits are for, as the error names it.
+    """
+    finite = np.isfinite(logits)
+    if finite.all():
+        return
+    rows, finite = np.atleast_2d(logits), np.atleast_2d(finite)
+    row = int(np.argmin(finite.all(axis=1)))
+    bad = np.flatnonzero(~finite[row])
+    raise GenerationFault(
+        f"{len(bad)} of {rows.shape[1]} logits at position {position + row} are not finite "
+        f"(token {bad[0]}: {rows[row, bad[0]]}); the model's weights or its state are damaged. The next "
+        "request starts from an empty state; if it fails too, download the model again"
+    )

@@ -5,12 +5,12 @@ A file that is missing, damaged or another machine's is none: its owner measures
 
 import json
 import math
-import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from coldstream.errors import StorageError
+from coldstream.files import write_file
 from coldstream.placement.hardware import Hardware
 
 _VERSION: Final = 1
@@ -51,19 +51,16 @@ def with_stored_rates(hardware: Hardware, path: Path) -> Hardware | None:
 
 
 def store_rates(hardware: Hardware, path: Path) -> None:
-    """Writes the rates at once: there is the old file or the whole new one. Raises OSError."""
+    """Writes the rates at once: there is the old file or the whole new one. Raises StorageError."""
     rates = {"read_bytes_per_s": hardware.read_bytes_per_s}
     if hardware.gpu:
         rates |= {name: getattr(hardware.gpu, name) for name in _GPU_RATES}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    document = {"machine": _machine(hardware), "rates": rates}
     try:
-        with open(handle, "w") as file:
-            json.dump({"machine": _machine(hardware), "rates": rates}, file, indent=2)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{path}: no folder for it: {error.strerror}") from error
+    write_file(path, json.dumps(document, indent=2).encode())
 
 
 def _machine(hardware: Hardware) -> dict[str, Any]:

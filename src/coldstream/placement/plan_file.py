@@ -5,8 +5,6 @@ that exists contradicts neither itself nor the sizes of the model.
 """
 
 import json
-import os
-import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -19,6 +17,7 @@ from coldstream.errors import (
     TruncatedError,
     UnsupportedError,
 )
+from coldstream.files import write_file
 from coldstream.gguf.messages import shorten
 from coldstream.placement.plan import FixedPart, PlacementPlan
 from coldstream.placement.routing_trace import RoutedModel
@@ -61,16 +60,8 @@ def plan_from_json(text: str, sizes: ModelSizes, name: Path = Path("plan")) -> P
 
 
 def save_plan(plan: PlacementPlan, path: Path) -> None:
-    """Writes the file at once: there is the old one or the whole new one. Raises OSError."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "w") as file:
-            file.write(plan_to_json(plan) + "\n")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    """Writes the file at once: there is the old one or the whole new one. Raises StorageError."""
+    write_file(path, f"{plan_to_json(plan)}\n".encode())
 
 
 def load_plan(path: Path, sizes: ModelSizes) -> PlacementPlan:

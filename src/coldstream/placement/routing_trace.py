@@ -11,7 +11,6 @@ that is before it. Length and hash are checked before anything else is believed.
 import hashlib
 import os
 import stat
-import tempfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from coldstream.errors import (
     TruncatedError,
     UnsupportedError,
 )
+from coldstream.files import write_file
 from coldstream.gguf.messages import describe, shorten
 
 Array = np.ndarray[Any, Any]
@@ -86,19 +86,11 @@ class RoutingTrace:
         return counts.reshape(model.num_layers, model.num_experts)
 
     def save(self, path: Path) -> None:
-        """Writes the file at once: there is the old one or the whole new one. Raises OSError."""
+        """Writes the file at once: there is the old one or the whole new one. Raises StorageError."""
         ids = self.topk_ids.astype(_stored_type(self.model.num_experts))
         payload = zlib.compress(ids.tobytes(), level=6)
         content = _header(self.model, self.num_steps, len(payload)) + payload
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with open(handle, "wb") as file:
-                file.write(content + _hash(content))
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_file(path, content + _hash(content))
 
     @classmethod
     def load(cls, path: Path, model: RoutedModel) -> Self:

@@ -7,10 +7,9 @@
 #pragma once
 
 #include "cuda/common.cuh"
+#include "cuda/quant_types.cuh"
 
 namespace coldstream {
-
-enum QuantType { f32 = 0, f16 = 1, q4_0 = 2, q5_0 = 6, q8_0 = 8, q4_k = 12, q5_k = 13, q6_k = 14, bf16 = 30 };
 
 __device__ __forceinline__ int dot_signed(uint32_t weights, uint32_t x, int sum) {
   return __dp4a(int(weights), int(x), sum);

@@ -1,15 +1,7 @@
-// docs/arithmetic.md in CUDA C++: the pieces that every kernel shares. Compiled without contraction, so that
-// `a * b + c` rounds twice and only __fmaf_rn rounds once.
+// The pieces that every kernel shares: what a kernel has of the launches around it, of lanes and of memory.
 #pragma once
 
-using int8_t = signed char;
-using uint8_t = unsigned char;
-using int16_t = short;
-using uint16_t = unsigned short;
-using int32_t = int;
-using uint32_t = unsigned int;
-using int64_t = long long;
-using uint64_t = unsigned long long;
+#include "cuda/arithmetic.cuh"
 
 namespace coldstream {
 
@@ -31,52 +23,9 @@ __device__ __forceinline__ void release_next_grid() {
 #endif
 }
 
-constexpr float least_exponent = -87.33654f, greatest_exponent = 88.37626f;
-
-// Of an x between these two, or NaN.
-__device__ __forceinline__ float exact_exp_within(float x) {
-  constexpr float round_to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves no fraction bits, ties to even
-  const float shifted = x * 1.44269504088896341f + round_to_integer;
-  const float n = shifted - round_to_integer;
-  const float t = __fmaf_rn(n, 2.12194440e-4f, __fmaf_rn(n, -0.693359375f, x));
-  float r = 1.0f / 5040.0f;
-  r = __fmaf_rn(r, t, 1.0f / 720.0f);
-  r = __fmaf_rn(r, t, 1.0f / 120.0f);
-  r = __fmaf_rn(r, t, 1.0f / 24.0f);
-  r = __fmaf_rn(r, t, 1.0f / 6.0f);
-  r = __fmaf_rn(r, t, 0.5f);
-  r = __fmaf_rn(r, t, 1.0f);
-  r = __fmaf_rn(r, t, 1.0f);
-  const uint32_t exponent = __float_as_uint(shifted) - __float_as_uint(round_to_integer) + 127u;
-  return r * __uint_as_float(exponent << 23);
-}
-
-// NaN stays NaN; the result of a finite x is never subnormal, zero or infinite.
-__device__ __forceinline__ float exact_exp(float x) {
-  x = x < least_exponent ? least_exponent : x;
-  x = x > greatest_exponent ? greatest_exponent : x;
-  return exact_exp_within(x);
-}
-
-__device__ __forceinline__ float exact_sigmoid(float x) { return 1.0f / (1.0f + exact_exp(-x)); }
-__device__ __forceinline__ float exact_silu(float x) { return x * exact_sigmoid(x); }
-__device__ __forceinline__ float exact_swiglu(float gate, float up) { return exact_silu(gate) * up; }
-__device__ __forceinline__ float inverse_sqrt(float x) { return 1.0f / sqrtf(x); }
-
-// The final order of every sum: eight accumulators to one, sixteen to one.
-__device__ __forceinline__ float sum_of_eight(const float* p) {
-  return ((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7]));
-}
-
-__device__ __forceinline__ float sum_of_sixteen(const float* p) {
-  float q[8];
-#pragma unroll
-  for (int j = 0; j < 8; j++) q[j] = p[j] + p[j + 8];
-  return sum_of_eight(q);
-}
-
-// The same trees over lanes: accumulator j is held by the lanes whose index has j in the bits from `stride` up;
-// every lane of the eight (sixteen) groups gets the sum. Addition commutes, so all get the same bits.
+// The trees of sum_of_eight and sum_of_sixteen over lanes: accumulator j is held by the lanes whose index has j
+// in the bits from `stride` up; every lane of the eight (sixteen) groups gets the sum. Addition commutes, so all
+// get the same bits.
 __device__ __forceinline__ float sum_of_eight_lanes(float p, int stride) {
   p += __shfl_xor_sync(all_lanes, p, 4 * stride);
   p += __shfl_xor_sync(all_lanes, p, 2 * stride);
@@ -100,8 +49,6 @@ __device__ __forceinline__ uint16_t float_to_half(float f) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
   return h;
 }
-
-__device__ __forceinline__ float bfloat16_to_float(uint16_t h) { return __uint_as_float(uint32_t(h) << 16); }
 
 // Asynchronous copies from global to shared memory, 16 aligned bytes a thread.
 __device__ __forceinline__ uint32_t shared_address(const void* p) {

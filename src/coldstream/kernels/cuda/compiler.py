@@ -1,18 +1,20 @@
 """From a .cu file to machine code, by NVRTC; needs no GPU.
 
 Sources may include each other by their path below `kernels/` and nothing else: NVRTC ships no headers.
-Machine code is kept in the user's cache directory under a hash of everything that it depends on.
+Machine code is kept in the user's cache directory under a hash of everything that it depends on; see
+`kernel_cache.py` for what is trusted there.
 """
 
 import hashlib
-import os
 import re
-import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from cuda.bindings import nvrtc
+
+from coldstream.kernels.cuda.kernel_cache import KernelCache
 
 KERNELS = Path(__file__).resolve().parents[1]
 INCLUDE = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
@@ -40,30 +42,34 @@ class CompileError(RuntimeError):
     """A kernel of this package does not compile: a defect of the package, or of the CUDA installation."""
 
 
-def default_cache() -> Path:
-    """Where machine code is kept."""
-    return Path.home() / ".cache" / "coldstream" / "cuda"
+@cache
+def default_cache() -> KernelCache:
+    """Where this process keeps machine code; it knows what was in the way of that."""
+    try:
+        home = Path.home()
+    except RuntimeError:  # neither the environment nor the system knows of one
+        return KernelCache(None)
+    return KernelCache(home / ".cache" / "coldstream" / "cuda")
 
 
-def compile_instance(source: Path, instance: str, arch: str, cache: Path | None = None) -> MachineCode:
+def compile_instance(source: Path, instance: str, arch: str, directory: Path | None = None) -> MachineCode:
     """The template instance or function `instance` of `source` for `arch`, for example sm_90.
 
-    From the directory `cache` (None: the default one) if it was compiled before. Raises CompileError with the
-    compiler's log.
+    From the cache in `directory` (None: the default one) if it was compiled before. A cache that cannot be
+    used is no error. Raises CompileError with the compiler's log.
     """
-    key = _key(source, instance, arch)
-    path = (cache or default_cache()) / f"{source.stem}-{key}.cubin"
-    try:
-        symbol, _, cubin = path.read_bytes().partition(b"\n")
+    kept = default_cache() if directory is None else KernelCache(directory)
+    name = f"{source.stem}-{_key(source, instance, arch)}.cubin"
+    if (payload := kept.get(name)) is not None:
+        symbol, _, cubin = payload.partition(b"\n")
         return MachineCode(cubin, symbol.decode())
-    except OSError:
-        code = _compile(source, instance, arch)
-    _keep(path, code)
+    code = _compile(source, instance, arch)
+    kept.put(name, code.symbol.encode() + b"\n" + code.cubin)
     return code
 
 
 def _key(source: Path, instance: str, arch: str) -> str:
-    version = _checked(nvrtc.nvrtcVersion())
+    _, *version = nvrtc.nvrtcVersion()  # major and minor
     digest = hashlib.sha256(repr((instance, arch, OPTIONS, version)).encode())
     for path in sorted(_closure(source)):
         digest.update(path.read_bytes())
@@ -79,17 +85,6 @@ def _closure(source: Path) -> set[Path]:
             found.add(path)
             new += [KERNELS / name.decode() for name in INCLUDE.findall(path.read_bytes())]
     return found
-
-
-def _keep(path: Path, code: MachineCode) -> None:
-    """Write to the cache under a name that appears only when all is there; no cache is no error."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code.symbol.encode() + b"\n" + code.cubin)
-        os.replace(file.name, path)
-    except OSError:
-        return
 
 
 def _compile(source: Path, instance: str, arch: str) -> MachineCode:

@@ -9,13 +9,12 @@ from types import TracebackType
 from coldstream.errors import ColdstreamError, DeviceError, OutOfMemoryError
 
 MIN_CAPABILITY = (8, 0)  # integer matrix instructions and asynchronous copies
-REQUIRED_PACKAGES = ("triton", "cuda.bindings")
+REQUIRED_PACKAGES = {"torch": "torch", "cuda.bindings": "cuda-bindings"}  # as imported, as installed
+INSTALL = "pip install 'coldstream[cuda]' (in a checkout, on a machine with a GPU: make demo)"
 COPY_BYTES = 2 * 2**30  # far beyond any cache
 NUM_COPIES = 10
 
-# How errors of the driver begin that Triton raises, and what the driver calls memory that it does not have.
-TRITON_ERROR = "Triton Error [CUDA]"
-MEMORY_ERROR = "out of memory"
+MEMORY_ERROR = "out of memory"  # what the driver calls memory that it does not have
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,18 @@ def gpu_is_visible() -> bool:
     return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
+def missing_packages() -> tuple[str, ...]:
+    """Of the packages that the extra `cuda` brings: those that are not installed. Imports none of them."""
+    return tuple(name for module, name in REQUIRED_PACKAGES.items() if not _is_installed(module))
+
+
 def find_gpu() -> Gpu:
     """The current device. Raises DeviceError, saying what is missing, if this package cannot use it."""
+    if missing := missing_packages():
+        no_gpu = "" if gpu_is_visible() else ", and the driver shows no GPU (check nvidia-smi)"
+        raise DeviceError(
+            f"device cuda: packages are missing ({', '.join(missing)}){no_gpu}: {INSTALL}, or use device cpu"
+        )
     import torch
 
     if not torch.cuda.is_available():
@@ -50,11 +59,6 @@ def find_gpu() -> Gpu:
             else "the driver shows none; check nvidia-smi"
         )
         raise DeviceError(f"device cuda: no GPU to use, {cause}, or use device cpu")
-    for package in REQUIRED_PACKAGES:
-        if not _is_installed(package):
-            raise DeviceError(
-                f"device cuda needs the package {package.split('.')[0]}: pip install 'coldstream[cuda]'"
-            )
     with device_errors():
         properties = torch.cuda.get_device_properties()
         free, total = torch.cuda.mem_get_info()
@@ -89,7 +93,7 @@ def measure_copy_bandwidth() -> float:
 
 
 class device_errors:
-    """Turns PyTorch's and Triton's errors about the device into ours.
+    """Turns PyTorch's errors about the device into ours.
 
     What had been computed inside is forgotten, so that somebody who keeps the error keeps no device memory.
     No generator makes it, since a step enters it several times while the device waits.
@@ -130,9 +134,9 @@ def _translated(error: RuntimeError) -> ColdstreamError | None:
 
     if isinstance(error, torch.OutOfMemoryError):
         return out_of_memory()
-    message = str(error)
-    if not isinstance(error, torch.AcceleratorError) and not message.startswith(TRITON_ERROR):
+    if not isinstance(error, torch.AcceleratorError):
         return None
+    message = str(error)
     if MEMORY_ERROR in message:
         return out_of_memory()
     return DeviceError(

@@ -14,8 +14,8 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.cuda.upload import Progress, Upload, run_uploads
+from coldstream.kernels.dequantize.code_tables import code_table
 from coldstream.kernels.dequantize.reference import dequantize
-from coldstream.kernels.dequantize.triton_blocks import code_table
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.quant_tensor import QuantTensor
 
@@ -74,7 +74,7 @@ class CudaLoader:
     def code_table(self, quant_type: QuantType) -> torch.Tensor | None:
         """What codes of the type stand for, where that is a table; the same tensor for all weights."""
         if quant_type not in self._code_tables:
-            table = code_table(quant_type, torch.device("cpu"))
+            table = code_table(quant_type)
             self._code_tables[quant_type] = None if table is None else self._copied(table)
         return self._code_tables[quant_type]
 

@@ -9,6 +9,14 @@ constexpr int expert_warps = 4;
 constexpr int expert_threads = expert_warps * warp_size;
 constexpr int expert_max_unit_rows = 32;
 
+// Blocks on a processor at once, which decide how many registers a thread may have. A launch reads one type or
+// two; code for more than three keeps so much at hand that it would spill.
+constexpr int expert_blocks(Types types) {
+  int num_types = 0;
+  for (; types != 0; types &= types - 1) num_types++;
+  return num_types > 3 ? 4 : 6;
+}
+
 // A matrix of every routed expert and of the shared one: shapes in that order.
 struct ExpertMatrix {
   const int64_t* addresses;
@@ -76,7 +84,7 @@ __device__ __forceinline__ void sync_pair(int pair) {
 // h = silu(gate x) · (up x). Of two neighbouring warps one has the rows of a unit of gate, the other those of
 // up.
 template <Types types>
-__global__ void __launch_bounds__(expert_threads, 6)
+__global__ void __launch_bounds__(expert_threads, expert_blocks(types))
     expert_gate_up(const __grid_constant__ GateUp matrices, const __grid_constant__ PairRows h,
                    const int* ids, int num_ranks, int pairs_per_token, const int8_t* q, const float* scales,
                    const int16_t* sums, const float* x, int x_stride, int groups, int stage_bytes,
@@ -123,7 +131,7 @@ __global__ void __launch_bounds__(expert_threads, 6)
 
 // The down projection of every h, which is quantised on the way. Launched right behind `expert_gate_up`.
 template <Types types>
-__global__ void __launch_bounds__(expert_threads, 6)
+__global__ void __launch_bounds__(expert_threads, expert_blocks(types))
     expert_down(const __grid_constant__ Down matrices, const __grid_constant__ PairRows h,
                 const __grid_constant__ PairRows out, const int* ids, int num_ranks, int pairs_per_token,
                 int stage_bytes, int stages) {

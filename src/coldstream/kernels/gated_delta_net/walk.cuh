@@ -110,8 +110,10 @@ __device__ __forceinline__ uint32_t fixed(uint32_t x) {
   return __shfl_sync(all_lanes, x, threadIdx.x % warp_size);
 }
 
+// Not bar.sync, which wants all lanes of a warp to come together: the copying warp's may come one part after
+// the other, when a part of them had nothing to copy.
 __device__ __forceinline__ void meet_all_warps() {
-  asm volatile("bar.sync 1, %0;" ::"n"(walk_threads) : "memory");
+  asm volatile("barrier.cta.sync 1, %0;" ::"n"(walk_threads) : "memory");
 }
 
 // The copying warp's part. The walking warps meet it before every stage: that one and the next, which its

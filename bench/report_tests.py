@@ -1,0 +1,70 @@
+"""The blocks on tests: those that ran on a GPU, on which sources, and faults planted for tests to find."""
+
+from pathlib import Path
+from typing import Any
+
+from cuda_sources import digests, unseen
+from report_tables import has, load, table
+
+NOT_RUN = "No run is recorded yet: what is said of these sources on a GPU rests on older ones.\n"
+
+
+def gpu_tests() -> str:
+    """Tests by folder, and the sources that are newer."""
+    if not has("gpu/tests"):
+        return NOT_RUN
+    r = load("gpu/tests")
+    rows = [
+        [f"`tests/{folder}`", *(str(counts[name]) for name in ("passed", "failed", "skipped"))]
+        for folder, counts in sorted(r["folders"].items())
+    ]
+    rows.append(["all", *(str(r["tests"][name]) for name in ("passed", "failed", "skipped"))])
+    return table(["tests that need a GPU", "passed", "failed", "skipped"], rows) + "\n" + _where(r)
+
+
+def gpu_sanitizer() -> str:
+    """What each tool reported."""
+    if not has("gpu/sanitizer"):
+        return NOT_RUN
+    r = load("gpu/sanitizer")
+    rows = [
+        [
+            tool,
+            *(str(run["tests"][name]) for name in ("passed", "failed")),
+            *(str(run[name]) for name in ("errors", "not_followed")),
+        ]
+        for tool, run in r["tools"].items()
+    ]
+    header = [f"compute-sanitizer {r['sanitizer']}", "tests passed", "failed", "reported", "apart"]
+    return table(header, rows) + "\n" + _where(r)
+
+
+def planted_faults() -> str:
+    """How many faults were planted in each room, and how many its tests caught; nothing while none was."""
+    if not has("planted_faults"):
+        return ""
+    r = load("planted_faults")
+    rows = []
+    for room in dict.fromkeys(fault["room"] for fault in r["faults"]):
+        faults = [fault for fault in r["faults"] if fault["room"] == room]
+        files = sorted({Path(fault["file"]).name for fault in faults})
+        caught = sum(fault["caught"] for fault in faults)
+        rows.append([f"`{room}`", ", ".join(f"`{file}`" for file in files), str(len(faults)), str(caught)])
+    rows.append(["all", "", str(len(r["faults"])), str(sum(fault["caught"] for fault in r["faults"]))])
+    missed = [f"- `{fault['name']}`: not caught" for fault in r["faults"] if not fault["caught"]]
+    commits = ", ".join(dict.fromkeys(fault["commit"] for fault in r["faults"]))
+    end = "".join(f"{line}\n" for line in [*missed, "", f"`{r['command']}`, commit {commits}"])
+    return table(["room", "files", "planted", "caught"], rows) + end
+
+
+def _where(result: dict[str, Any]) -> str:
+    """Machine, commit and command of a run, and what it has not seen."""
+    machine = result["machine"]
+    line = (
+        f"{machine['gpu']}, driver {machine['driver']}, PyTorch {machine['torch']}, "
+        f"commit {result['commit']}: `{result['command']}`. "
+    )
+    newer = unseen(result["cuda_sources"], digests())
+    if not newer:
+        return line + "No CUDA source has changed since.\n"
+    return line + "CUDA sources that are newer than this run: " + ", ".join(f"`{p}`" for p in newer) + ".\n"

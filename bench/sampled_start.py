@@ -1,0 +1,101 @@
+"""Runs a command line of coldstream and says where its main thread's time went: `first_token.py` calls this.
+
+    python bench/sampled_start.py phases.json run model.gguf -p ... -n 1
+
+A thread looks every few milliseconds at what the main thread is doing. Imports nothing else, so that little
+but the command line is timed.
+"""
+
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from types import CodeType, FrameType
+
+SAMPLE_S = 0.002
+# Where a sample counts: the first of these (module, function) that is on its stack.
+PHASES: dict[str, tuple[tuple[str, str], ...]] = {
+    "import": (("importlib", "_find_and_load"),),
+    "compile or load kernels": (("kernels.cuda.program", "load_kernels"),),
+    "copy weights to the GPU": (("kernels.cuda.loader", "CudaLoader.finish_loading"),),
+    "page-lock the file": (("kernels.cuda.host_memory", "RegisteredMemory.register"),),
+    "map the file": (("kernels.experts.host", "HostExperts.map_weight"),),
+    "fill the experts' slots": (("models.partial_experts", "PartialExperts.fill"),),
+    "dry runs: kernels and memory": (
+        ("models.cuda_model", "kernels_of"),
+        ("models.cuda_model", "count_memory"),
+    ),
+    "measure the machine": (("engine.machine", "measured_hardware"),),
+    "plan": (("engine.opened_model", "place_experts"), ("engine.planning", "plan_model")),
+    "tokenizer": (("gguf.tokenizer", "Tokenizer.from_metadata"),),
+    "read the header": (("gguf.reader", "GGUFFile.open"), ("models.spec", "ModelSpec.from_gguf")),
+    "first steps of each kind": (("models.cuda_runner", "CudaRunner._load"),),
+    "look for a GPU": (("kernels.cuda.device", "find_gpu"),),
+    "load, other": (("engine.opened_model", "open_model"),),
+    "prompt and first token": (("cli.answer", "show_answer"),),
+}
+
+
+class Sampler(threading.Thread):
+    """Adds up, every SAMPLE_S, the seconds of the phase that the main thread is in."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.wall_s: Counter[str] = Counter()
+        self._main = threading.main_thread().ident
+        self.ends = threading.Event()
+
+    def run(self) -> None:
+        last = time.perf_counter()
+        while not self.ends.wait(SAMPLE_S):
+            frame = sys._current_frames().get(self._main or 0)
+            now = time.perf_counter()
+            self.wall_s[phase_of(frame)] += now - last
+            last = now
+
+
+def phase_of(frame: FrameType | None) -> str:
+    """The phase of a stack."""
+    on_stack = set()
+    while frame is not None:
+        on_stack.add(_name(frame.f_code))
+        frame = frame.f_back
+    return next(
+        (phase for phase, names in PHASES.items() if any(name in on_stack for name in names)), "other"
+    )
+
+
+def _name(code: CodeType) -> tuple[str, str]:
+    path = Path(code.co_filename)
+    if "coldstream" in path.parts:
+        inside = path.parts[len(path.parts) - path.parts[::-1].index("coldstream") :]
+        return ".".join(inside).removesuffix(".py"), code.co_qualname
+    return ("importlib", code.co_qualname) if "importlib" in code.co_filename else ("", "")
+
+
+def profile(argv: list[str], out: Path) -> None:
+    """Runs the command line in this process under a `Sampler`; seconds by phase go to `out`."""
+    sampler = Sampler()
+    begin = time.perf_counter()
+    sampler.start()
+    from coldstream.cli.main import main as coldstream
+
+    sys.argv = ["coldstream", *argv]
+    try:
+        coldstream()
+    except SystemExit as end:
+        if end.code:
+            raise
+    finally:
+        total = time.perf_counter() - begin
+        sampler.ends.set()
+        sampler.join()
+    seconds = dict(sampler.wall_s)
+    seconds["other"] = max(0.0, total - sum(s for phase, s in seconds.items() if phase != "other"))
+    out.write_text(json.dumps(seconds))
+
+
+if __name__ == "__main__":
+    profile(sys.argv[2:], Path(sys.argv[1]))

@@ -1,0 +1,60 @@
+"""llama.cpp's options that have no counterpart of the same name: each is answered with what to do instead."""
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_MODEL = "the model is the first argument, without an option"
+_LAYERS = (
+    "use --vram SIZE (8G, for example) to say how much of the GPU's memory may be used, and leave it out for "
+    "all that is free; --device cpu uses no GPU"
+)
+_EXPERTS = (
+    "use --vram SIZE: the GPU holds the experts that fit into SIZE, the CPU computes the others; "
+    "`coldstream plan` shows which SIZE holds how many"
+)
+_GRID = "prompts are computed on a fixed grid, so that results don't depend on it; leave it out"
+_MAPPED = "experts are read where the file is mapped, other weights are copied; --ram SIZE bounds the memory"
+
+ANSWERS: Final = {
+    ("-m", "--model"): _MODEL,
+    ("-hf", "--hf-repo"): "the model is the first argument: org/repo or org/repo:QUANT",
+    ("-ngl", "--gpu-layers", "--n-gpu-layers"): _LAYERS,
+    ("-cmoe", "--cpu-moe"): _EXPERTS,
+    ("-ncmoe", "--n-cpu-moe"): _EXPERTS,
+    ("-ot", "--override-tensor"): _EXPERTS,
+    ("-b", "--batch-size"): _GRID,
+    ("-ub", "--ubatch-size"): _GRID,
+    ("-fa", "--flash-attn"): "attention never stores its scores; leave it out",
+    ("--mlock",): _MAPPED,
+    ("--no-mmap",): _MAPPED,
+    ("--jinja",): "chat templates are always Jinja's; leave it out",
+    ("-cnv", "--conversation"): "a model with a chat template chats; leave it out",
+    ("-no-cnv", "--no-conversation"): "use --raw",
+}
+
+
+def foreign_options(command: Command) -> Command:
+    """Hidden options that refuse with an answer, whether or not a value is given with them."""
+    for number, (names, answer) in enumerate(ANSWERS.items()):
+        command = click.option(
+            *names,
+            f"foreign_{number}",
+            hidden=True,
+            expose_value=False,
+            is_flag=False,
+            flag_value="given",
+            callback=_refuse(names[0], answer),
+        )(command)
+    return command
+
+
+def _refuse(name: str, answer: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        if value is not None:
+            raise click.UsageError(f"{name}: {answer}", ctx)
+
+    return callback

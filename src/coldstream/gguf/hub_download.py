@@ -1,0 +1,333 @@
+"""One file of the hub → one whole, checked file in the cache.
+
+The layout of the cache, its locks and the transfer are the matter of `huggingface_hub`, which starts a file
+from nothing after its process was killed. Here what came is kept as `blobs/ETAG.incomplete`, continued by the
+next attempt, and named `blobs/ETAG` once size and digest are what the hub says. Knows nothing of models.
+"""
+
+import hashlib
+import importlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from coldstream.errors import DownloadError, StorageError
+from coldstream.files import free_bytes, sync_folder
+
+# Called with a file's name, its bytes so far and its size in bytes.
+Progress = Callable[[str, int, int], None]
+# Called with one line for people.
+Notice = Callable[[str], None]
+
+TIMEOUT_S = 15.0
+LOCK_PATIENCE_S = 0.5  # then it is said who is waited for
+# What no process has written to for so long is nobody's, even where locks don't work.
+IDLE_S = 3600.0
+HASH_CHUNK_BYTES = 1 << 24
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_ETAG = re.compile(r"[\w-]{1,128}", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_BARS = "huggingface_hub.http_get"
+
+
+@dataclass(frozen=True)
+class ListedFile:
+    """What the hub's list of files says of one. `sha256` is None for a file that is kept in git itself."""
+
+    num_bytes: int
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of the hub at one commit. `digest` is its SHA-256, or git's SHA-1 of it, or unknown."""
+
+    repo: str
+    name: str
+    url: str
+    num_bytes: int
+    etag: str
+    commit: str
+    digest: str | None
+
+    @classmethod
+    def ask(cls, repo: str, name: str, listed: ListedFile, endpoint: str | None) -> "RemoteFile":
+        """What the hub says of the file now. Raises DownloadError if that contradicts its list."""
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+        url = hf_hub_url(repo, name, endpoint=endpoint)
+        said = get_hf_file_metadata(url, timeout=TIMEOUT_S)
+        # Both become names in the cache.
+        commit, etag = said.commit_hash or "", said.etag or ""
+        if not _COMMIT.fullmatch(commit) or not _ETAG.fullmatch(etag):
+            raise DownloadError(f"{repo}/{name}: the hub's description makes no sense: {str(said)[:100]}")
+        if said.size is not None and said.size != listed.num_bytes:
+            problem = f"{said.size} bytes, listed as {listed.num_bytes}"
+            raise DownloadError(f"{repo}/{name}: {problem}: pull it again")
+        digest = etag if _DIGEST.fullmatch(etag) else listed.sha256
+        return cls(repo, name, url, listed.num_bytes, etag, commit, digest)
+
+    def problem(self, path: Path, progress: Progress) -> str | None:
+        """How the file at `path` differs from this one; None if it doesn't. Reads all of it."""
+        num_bytes = path.stat().st_size
+        if num_bytes != self.num_bytes:
+            return f"{num_bytes} bytes, the hub lists {self.num_bytes}"
+        if self.digest is None:
+            return None
+        name, digest = "SHA-256", hashlib.sha256()
+        if len(self.digest) == 40:
+            name, digest = "SHA-1", hashlib.sha1(f"blob {num_bytes}\0".encode(), usedforsecurity=False)
+        with open(path, "rb") as file:
+            while chunk := file.read(HASH_CHUNK_BYTES):
+                digest.update(chunk)
+                progress(f"checking {self.name}", file.tell(), num_bytes)
+        found = digest.hexdigest()
+        return None if found == self.digest else f"{name} {found[:12]}…, the hub lists {self.digest[:12]}…"
+
+
+class RepoFolder:
+    """The folder of one repository in the cache, which may not exist yet."""
+
+    def __init__(self, cache: Path, repo: str) -> None:
+        from huggingface_hub.file_download import repo_folder_name
+
+        name = repo_folder_name(repo_id=repo, repo_type="model")
+        self.path = cache / name
+        self.blobs = self.path / "blobs"
+        self._locks = cache / ".locks" / name
+
+    def snapshot(self) -> Path:
+        """The folder of the files that `main` named when it was last asked for; it need not exist."""
+        try:
+            commit = (self.path / "refs" / "main").read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            commit = ""
+        return self.path / "snapshots" / (commit if _COMMIT.fullmatch(commit) else "none")
+
+    def copies(self, remote: RemoteFile) -> list[Path]:
+        """Where the cache has the file, whole or damaged."""
+        linked = self.path / "snapshots" / remote.commit / remote.name
+        # Where a file system has no links, the file itself lies there.
+        copies = [] if linked.is_symlink() else [linked]
+        return [path for path in (self.blobs / remote.etag, *copies) if path.is_file()]
+
+    def part(self, remote: RemoteFile) -> Path:
+        """What came of the file so far."""
+        return self.blobs / f"{remote.etag}.incomplete"
+
+    def missing_bytes(self, remote: RemoteFile) -> int:
+        """What has to come of the file still."""
+        part = self.part(remote)
+        if self.copies(remote):
+            return 0
+        return max(0, remote.num_bytes - (part.stat().st_size if part.is_file() else 0))
+
+    def require_space(self, remotes: Iterable[RemoteFile]) -> None:
+        """Raises StorageError unless what is missing of all these fits onto the disk."""
+        self.blobs.mkdir(parents=True, exist_ok=True)
+        missing = {remote.name: self.missing_bytes(remote) for remote in remotes}
+        need, free = sum(missing.values()), free_bytes(self.blobs)
+        if free is not None and need > free:
+            raise StorageError(
+                f"{next(name for name, count in missing.items() if count)}: {need:,} bytes are to come, "
+                f"{free:,} are free in {self.blobs}: free some, or let HF_HOME be a folder on another disk"
+            )
+
+    @contextmanager
+    def locked(self, etag: str, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+        """Hold the lock that every download to this cache holds, other tools' too.
+
+        If another process has it, call `waiting` and wait; without `waiting` raise `filelock.Timeout`.
+        """
+        from filelock import Timeout
+        from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+        self._locks.mkdir(parents=True, exist_ok=True)
+        path = self._locks / f"{etag}.lock"
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(WeakFileLock(path, timeout=LOCK_PATIENCE_S))
+            except Timeout:
+                if waiting is None:
+                    raise
+                waiting()
+                stack.enter_context(WeakFileLock(path))
+            yield
+
+    def clean_up(self, resumable: Iterable[str]) -> int:
+        """Remove what killed downloads left and nobody can continue; returns how many bytes.
+
+        What is kept: anything touched within the last hour or under a lock, as it may be another process's,
+        and the parts of files whose digests are `resumable`.
+        """
+        from filelock import Timeout
+
+        kept = {f"{etag}.incomplete" for etag in resumable}
+        left = [*self.blobs.glob("*.incomplete"), *self.blobs.glob("tmp_*")]
+        left += [*self.path.glob("tmp_*"), *(self.path / "refs").glob("*.tmp")]
+        freed = 0
+        for path in left:
+            with suppress(FileNotFoundError, Timeout):
+                status = path.stat()
+                if path.name not in kept and time.time() - status.st_mtime > IDLE_S:
+                    with self.locked(path.name.split(".")[0]):
+                        path.unlink()
+                        freed += status.st_size
+        return freed
+
+
+def fetch(folder: RepoFolder, remote: RemoteFile, progress: Progress, notice: Notice) -> None:
+    """Make the blob of `remote` whole: check it, download what is missing of it, or repair it.
+
+    Raises DownloadError, StorageError and what `huggingface_hub` raises; what came so far then stays for the
+    next attempt, under a name that nobody takes for a whole file.
+    """
+
+    def waiting() -> None:
+        notice(f"{remote.name}: waiting for another process that downloads it")
+
+    if remote.digest is None:
+        notice(f"{remote.name}: the hub gives no digest of it, so that only its size is checked")
+    folder.blobs.mkdir(parents=True, exist_ok=True)
+    with folder.locked(remote.etag, waiting):
+        problems = {path: remote.problem(path, progress) for path in folder.copies(remote)}
+        for path, problem in problems.items():
+            if problem:
+                notice(f"{remote.name} is damaged ({problem}): repairing it")
+                path.unlink()
+        if None not in problems.values():
+            _fetch_blob(folder, remote, progress, notice)
+        if any(problems.values()):
+            notice(f"{remote.name} is repaired")
+
+
+def _fetch_blob(folder: RepoFolder, remote: RemoteFile, progress: Progress, notice: Notice) -> None:
+    from huggingface_hub import constants
+
+    folder.require_space([remote])
+    if remote.num_bytes > constants.MAX_HTTP_DOWNLOAD_SIZE:
+        # Left to `hf_hub_download` and its other transfer.
+        notice(f"{remote.name}: so large a file starts from nothing if it is interrupted")
+        return
+    part = folder.part(remote)
+    _fetch_part(part, remote, progress, notice)
+    os.replace(part, folder.blobs / remote.etag)
+    sync_folder(folder.blobs)
+
+
+def _fetch_part(part: Path, remote: RemoteFile, progress: Progress, notice: Notice) -> None:
+    """Make `part` all of the file. What was there is continued, and given up only if that leads nowhere."""
+    size = part.stat().st_size if part.is_file() else 0
+    if size > remote.num_bytes:
+        part.unlink()
+        size = 0
+    if size:
+        notice(f"{remote.name}: going on at {size:,} of {remote.num_bytes:,} bytes")
+    _transfer(part, remote, progress)
+    problem = remote.problem(part, progress)
+    if problem and size:
+        notice(f"{remote.name}: what was there was damaged ({problem}): starting again")
+        part.unlink()
+        _transfer(part, remote, progress)
+        problem = remote.problem(part, progress)
+    if problem:
+        part.unlink()
+        raise DownloadError(f"{remote.repo}/{remote.name}: what came is damaged: {problem}: pull it again")
+
+
+def _transfer(part: Path, remote: RemoteFile, progress: Progress) -> None:
+    """Append to `part` what is missing, as long as the hub gives any; then bring it to the disk."""
+    from huggingface_hub import errors
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+    try:
+        while True:
+            with _storage_errors(part, remote), open(part, "ab") as file, _no_bars():
+                start = file.tell()
+                reported = _ReportedFile(file, part, remote, progress)
+                size, name = remote.num_bytes, remote.name
+                try:
+                    http_get(
+                        remote.url,
+                        reported,  # type: ignore[arg-type]  # the part of a file that it uses
+                        resume_size=start,
+                        headers=headers,
+                        expected_size=size,
+                        displayed_filename=name,
+                    )
+                except (errors.HfHubHTTPError, ConnectionError):
+                    raise
+                except OSError as error:
+                    if error.errno is not None:
+                        raise
+                    # More or less came than was announced, which the file's check will say.
+                except errors.HTTPError:  # type: ignore[attr-defined]  # its HTTP library's, whichever that is
+                    if file.tell() <= start:
+                        raise
+                    continue
+                os.fsync(file.fileno())
+            return
+    finally:
+        if part.is_file() and part.stat().st_size == 0:
+            part.unlink()
+
+
+class _ReportedFile:
+    """What a transfer writes to. Every write is told to `progress`."""
+
+    def __init__(self, file: BinaryIO, path: Path, remote: RemoteFile, progress: Progress) -> None:
+        self._file, self._path, self._remote, self._progress = file, path, remote, progress
+        # The file is open for appending, so that they all mean its end.
+        self.tell, self.seek, self.truncate = file.tell, file.seek, file.truncate
+
+    def write(self, data: bytes) -> int:
+        with _storage_errors(self._path, self._remote):
+            count = self._file.write(data)
+            self._file.flush()
+        self._progress(self._remote.name, self._file.tell(), self._remote.num_bytes)
+        return count
+
+
+@contextmanager
+def _storage_errors(part: Path, remote: RemoteFile) -> Iterator[None]:
+    """What the disk refuses, as a StorageError. Errors of the network have no number of the system's."""
+    try:
+        yield
+    except OSError as error:
+        # A broken pipe is the caller's, who tells somebody of the progress.
+        if error.errno is None or _is_http(error) or isinstance(error, BrokenPipeError):
+            raise
+        done = part.stat().st_size if part.is_file() else 0
+        need, free = remote.num_bytes - done, free_bytes(part.parent) or 0
+        raise StorageError(
+            f"{remote.name}: {error.strerror} in {part.parent}: {need:,} bytes are to come, {free:,} free: "
+            "free some and pull again, which goes on from here"
+        ) from error
+
+
+def _is_http(error: Exception) -> bool:
+    from huggingface_hub import errors
+
+    return isinstance(error, errors.HfHubHTTPError)
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without the bars of `huggingface_hub`'s own, as there is `progress`."""
+    utils: Any = importlib.import_module("huggingface_hub.utils")
+    was_off = utils.are_progress_bars_disabled(_BARS)
+    if not was_off:
+        utils.disable_progress_bars(_BARS)
+    try:
+        yield
+    finally:
+        if not was_off:
+            utils.enable_progress_bars(_BARS)

@@ -1,0 +1,80 @@
+"""What the file system says of an open file: whether its bytes may have changed since it was opened.
+
+Nothing is read for it, so it is cheap enough to ask for every token. What it can't tell: a write that leaves
+no trace in the times, as one through a mapping that was written to before the file was opened, or one within
+the same tick of the clock as the last write before that; what a network file system has not told this machine
+yet; and a write whose time was put back by somebody who also renamed the file before it was looked at again.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What changes with the bytes (content), without them (others), and with or without them (ctime_ns)."""
+
+    content: tuple[int, int, int, int]  # device, inode, size, mtime_ns
+    ctime_ns: int
+    others: tuple[int, int, int, int]  # number of names, mode, owner, group
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Self:
+        """Of what `os.stat` or `os.fstat` returned."""
+        return cls(
+            (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns),
+            status.st_ctime_ns,
+            (status.st_nlink, status.st_mode, status.st_uid, status.st_gid),
+        )
+
+    @property
+    def size(self) -> int:
+        return self.content[2]
+
+
+class OpenFile:
+    """A descriptor, and the state in which its file was when it was opened by the name `path`.
+
+    Another size or time of writing means that bytes may have changed. So does a change of the inode (ctime)
+    that nothing explains: somebody may have written and put the time of writing back. It is explained, and of
+    no matter, if the number of names, the mode or the owner changed too, or if `path` has come to name the
+    file, or has ceased to: linking, renaming, deleting and chmod leave the bytes alone.
+    """
+
+    def __init__(self, path: Path, descriptor: int, status: os.stat_result) -> None:
+        self.path = Path(os.path.abspath(path))
+        self.descriptor = descriptor
+        self.opened = self._seen = FileState.of(status)
+        self._was_named = True
+        self._is_rewritten = False
+
+    def is_rewritten(self) -> bool:
+        """Whether bytes may not be those that were opened. Once they may not, they never are again."""
+        if not self._is_rewritten:
+            now = FileState.of(os.fstat(self.descriptor))
+            if now.content != self.opened.content:
+                self._is_rewritten = True
+            elif now != self._seen:
+                self._look_closer(now)
+        return self._is_rewritten
+
+    def _look_closer(self, now: FileState) -> None:
+        is_named = self._is_named()
+        is_explained = now.others != self._seen.others or is_named != self._was_named
+        self._is_rewritten = now.ctime_ns != self._seen.ctime_ns and not is_explained
+        self._seen, self._was_named = now, is_named
+
+    def _is_named(self) -> bool:
+        """Whether `path` names this file."""
+        state = state_at(self.path)
+        return state is not None and state.content[:2] == self.opened.content[:2]
+
+
+def state_at(path: Path) -> FileState | None:
+    """Of the file that `path` names now; None if that cannot be found out."""
+    try:
+        return FileState.of(os.stat(path))
+    except OSError:
+        return None

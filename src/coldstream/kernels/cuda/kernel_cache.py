@@ -1,0 +1,162 @@
+"""Machine code that was compiled before, in a directory of the user's own.
+
+Whoever can write there decides what the GPU runs, since a digest is as easily written as what it is of. So
+what protects is who may write: the directory and the one that it lies in are made for the user alone, and
+used only if they belong to the user, are no links, and are nobody else's to write to; so are the entries. If
+not, nothing is read or kept, and `problem` says why.
+
+The digest in front of an entry tells of damage: a disk that was full, bits that have changed, an entry under
+the name of another one. What is damaged is as good as absent, and replaced.
+
+The unit of work is an entry. Threads and processes may use one directory at the same time.
+"""
+
+import fcntl
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+
+MAX_BYTES = 2**26  # of an entry; a kernel takes less than a thousandth
+OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+TEMPORARY = ".tmp"
+
+
+class KernelCache:
+    """Bytes by name in `directory`, an absolute path that need not exist yet; None: there is no place.
+
+    problem: why something was not read or not kept, for people; None as long as nothing was in the way.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._path = directory
+        self._is_clean = False
+        self.problem: str | None = None
+
+    def get(self, name: str) -> bytes | None:
+        """What was put under `name`; None if there is nothing, or nothing that can be trusted."""
+        try:
+            with self._opened() as directory:
+                data = _read(name, directory)
+        except OSError as error:
+            self._note(error)
+            return None
+        payload = data[hashlib.sha256().digest_size :]
+        return payload if data == _digest(name, payload) + payload else None
+
+    def put(self, name: str, payload: bytes) -> None:
+        """Keep `payload` under `name`, at once or not at all. What cannot be kept is no error."""
+        try:
+            with self._opened() as directory:
+                _write(name, _digest(name, payload) + payload, directory)
+        except OSError as error:
+            self._note(error)
+
+    def _note(self, error: OSError) -> None:
+        reason = f"{self._path}: {error.strerror}" if error.strerror else str(error)
+        self.problem = f"compiled kernels are not kept, and will be compiled again at every start: {reason}"
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """A descriptor of the directory, made if need be. Raises OSError if it may not be used."""
+        if self._path is None:
+            raise FileNotFoundError("this user has no home directory")
+        above = self._path.parent
+        above.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _open_own(above) as parent, _open_own(self._path, parent) as directory:
+            if not self._is_clean:
+                _remove_leftovers(directory)
+                self._is_clean = True
+            yield directory
+
+
+@contextmanager
+def _open_own(path: Path, parent: int | None = None) -> Iterator[int]:
+    """A descriptor of the directory `path`, which lies in the open one `parent`."""
+    name = path if parent is None else path.name
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=parent)
+    if stat.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+        raise PermissionError(f"{path} is a link; remove it")
+    descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            raise PermissionError(f"{path} belongs to another user; remove it")
+        if status.st_mode & OTHERS_MAY_WRITE:
+            raise PermissionError(
+                f"others may write to {path}; remove it, or chmod go-w it if you trust them"
+            )
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _digest(name: str, payload: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + b"\0" + payload).digest()
+
+
+def _read(name: str, directory: int) -> bytes:
+    """The bytes of an entry; none if it is absent, damaged beyond reading, or not the user's own."""
+    with suppress(OSError), _opened_entry(name, directory) as descriptor:
+        status = os.fstat(descriptor)
+        is_own = status.st_uid == os.geteuid() and not status.st_mode & OTHERS_MAY_WRITE
+        if stat.S_ISREG(status.st_mode) and is_own:
+            with open(descriptor, "rb", closefd=False) as file:
+                return file.read(MAX_BYTES)
+    return b""
+
+
+@contextmanager
+def _opened_entry(name: str, directory: int) -> Iterator[int]:
+    """A descriptor to read from. Raises OSError, for a link too."""
+    # O_NONBLOCK: opening a FIFO must not wait for a writer.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(name, flags, dir_fd=directory)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _write(name: str, data: bytes, directory: int) -> None:
+    """The name appears, or changes what it stands for, when all bytes are there."""
+    with _temporary(name, directory) as (file, temporary):
+        done = 0
+        while done < len(data):
+            done += file.write(data[done:])
+        os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+
+
+@contextmanager
+def _temporary(name: str, directory: int) -> Iterator[tuple[FileIO, str]]:
+    """A new file and its name. Its lock says that whoever writes it is alive; after an error it is gone."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        temporary = f".{name}.{secrets.token_hex(8)}{TEMPORARY}"
+        with FileIO(os.open(temporary, flags, 0o600, dir_fd=directory), "w") as file:
+            with suppress(OSError):  # not every file system has locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_nlink == 0:
+                continue  # taken for a leftover before it was locked
+            try:
+                yield file, temporary
+            except BaseException:
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=directory)
+                raise
+            return
+
+
+def _remove_leftovers(directory: int) -> None:
+    """Of writers that were killed: nobody holds the lock."""
+    for name in os.listdir(directory):
+        if not (name.startswith(".") and name.endswith(TEMPORARY)):
+            continue
+        with suppress(OSError), _opened_entry(name, directory) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(name, dir_fd=directory)

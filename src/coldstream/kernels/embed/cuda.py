@@ -1,0 +1,17 @@
+"""Rows of the embedding table, from its quantised blocks."""
+
+import torch
+
+from coldstream.kernels.dequantize.cuda import dequantize_cuda
+from coldstream.kernels.quant_tensor import QuantTensor
+
+
+def embed_cuda(
+    table: QuantTensor, token_ids: torch.Tensor, out: torch.Tensor, codes: torch.Tensor | None
+) -> None:
+    """Writes the values of the rows `token_ids` (int32 [T]) of `table` [vocab, E] to float32 `out` [T, E].
+
+    The ids must name rows of the table, which a kernel cannot refuse; `codes` is the table's
+    `code_table`.
+    """
+    dequantize_cuda(table, out, codes, token_ids)

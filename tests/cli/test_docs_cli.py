@@ -1,0 +1,140 @@
+"""docs/cli.md and README.md are true: sessions, exit codes, and fields of JSON."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doc_sessions import Session, masked, play, sessions
+
+from builders import make_model, write_model
+from coldstream import errors
+from coldstream.assets import demo_model_path
+from coldstream.cli.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
+from coldstream.cli.main import EXIT_BROKEN_PIPE, VERBS
+from coldstream.experts.gpu_statistics import GpuExpertStatistics
+from coldstream.experts.prefetch_statistics import PrefetchStatistics
+from coldstream.experts.step_times import StepTimes
+from coldstream.placement.hardware import GpuHardware
+from hub_server import HubServer
+
+Run = Callable[..., tuple[int, str, str]]
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "cli.md").read_text()
+SESSIONS = sessions(PAGE)
+FIRST_PAGE_SESSIONS = sessions((ROOT / "README.md").read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Where the page's commands run, one after the other, and the environment: a hub, and no GPU."""
+    folder = tmp_path_factory.mktemp("page")
+    shutil.copy(demo_model_path(), folder / "demo.gguf")
+    with HubServer({"tiny-Q4_K_M.gguf": demo_model_path().read_bytes()}) as hub:
+        cache = {"HF_HUB_CACHE": str(folder / "cache"), "HF_HUB_DISABLE_XET": "1"}
+        yield folder, {"HF_ENDPOINT": hub.endpoint, "CUDA_VISIBLE_DEVICES": "", **cache}
+
+
+def test_every_session_prints_what_the_page_says(
+    folder: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the page's order, as a later one may use what an earlier one wrote."""
+    path, environment = folder
+    monkeypatch.chdir(path)
+    assert FIRST_PAGE_SESSIONS
+    for session in [*SESSIONS, *FIRST_PAGE_SESSIONS]:
+        printed = play(session, environment, path)
+        assert masked(printed) == masked(session.expected), session.command
+
+
+def test_the_page_has_a_session_of_every_verb() -> None:
+    used = {verb for session in SESSIONS for verb in re.findall(r"\bcoldstream (\w+)", session.command)}
+    assert used == set(VERBS)
+    assert sum(session.is_chat for session in SESSIONS) == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("generated 3 tokens, 4.5 tok/s", "generated 3 tokens, 99.0 tok/s", True),
+        ("generated 3 tokens, 4.5 tok/s", "generated 4 tokens, 4.5 tok/s", False),
+        ("decode, tok/s      1.0    2.0", "decode, tok/s   1303.7   10.0", True),
+        ("a  b\n─  ─\n1  2", "a    b\n───  ─\n1    2", True),
+        ("a  b\n─  ─\n1  2", "a    b\n───  ─\n1    3", False),
+        ("    x = 1", "  x = 1", False),
+        ("| avx2 | 1.5 ± 0.1 | 3% |", "| amx | 20.5 ± 9.1 | 30% |", True),
+    ],
+)
+def test_only_what_belongs_to_the_machine_is_masked(one: str, other: str, same: bool) -> None:
+    assert (masked(one) == masked(other)) == same
+
+
+def test_every_exit_code_is_documented_with_its_errors() -> None:
+    rows = dict(re.findall(r"^\| (\d+) \| [^|]+ \| ([^|]*)\|$", PAGE, re.MULTILINE))
+    documented = {code: set(re.findall(r"`(\w+)`", names)) for code, names in rows.items()}
+    signals = (EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_BROKEN_PIPE)
+    actual: dict[str, set[str]] = {"0": set(), **{str(code): set() for code in signals}}
+    for error in vars(errors).values():
+        if isinstance(error, type) and issubclass(error, errors.ColdstreamError):
+            actual.setdefault(str(error.exit_code), set()).add(error.__name__)
+    assert documented == actual
+
+
+def paths_of(value: Any, path: str = "") -> set[str]:
+    """The names of all values in a document: a.b for an object's, a[].b for those of a list of objects."""
+    if isinstance(value, dict):
+        named = ((f"{path}.{key}" if path else key, inner) for key, inner in value.items())
+        return {name for key, inner in named for name in paths_of(inner, key)}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return {name for inner in value for name in paths_of(inner, f"{path}[]")}
+    return {path}
+
+
+def paths_on_a_gpu(prefix: str, kind: type) -> set[str]:
+    """Those of a dataclass that only a machine with a GPU prints."""
+    inner = {"step_times": StepTimes, "prefetch": PrefetchStatistics}
+    paths = set()
+    for field in fields(kind):
+        name = f"{prefix}.{field.name}"
+        paths |= paths_on_a_gpu(name, inner[field.name]) if field.name in inner else {name}
+    return paths
+
+
+def test_every_field_of_json_is_documented_and_exists(
+    run: Run, tmp_path: Path, folder: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documented: dict[str, set[str]] = {}
+    for verb, path in re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", PAGE, re.MULTILINE):
+        documented.setdefault(verb, set()).add(path)
+    foreign = make_model(quant="F32")
+    foreign.arch = "llama"
+    (llama,) = write_model(tmp_path / "llama.gguf", foreign)
+    demo, on_cpu = str(demo_model_path()), ("--device", "cpu")
+    quick = ("bench", *on_cpu, "-p", "8", "-n", "2", "-r", "1", "-c", "64")
+    commands = {
+        "show": [("show", demo, "--tensors"), ("show", str(llama))],
+        "bench": [quick, (*quick, "--ram", "30M")],
+        "plan": [("plan", *on_cpu), ("plan", *on_cpu, "--ram", "24M", "-c", "512")],
+    }
+    actual = {verb: set[str]() for verb in commands}
+    for verb, calls in commands.items():
+        for call in calls:
+            code, out, error = run(*call, "--json")
+            assert (code, error) == (0, "")
+            actual[verb] |= paths_of(json.loads(out))
+    path, environment = folder
+    play(Session("coldstream pull org/tiny-GGUF", ""), environment, path)
+    actual["ls"] = paths_of(json.loads(play(Session("coldstream ls --json", ""), environment, path)))
+    actual["bench"] |= paths_on_a_gpu("experts_on_gpu", GpuExpertStatistics) | {"experts_on_gpu.prefetch"}
+    actual["plan"] |= paths_on_a_gpu("hardware.gpu", GpuHardware)
+    for verb, paths in documented.items():
+        patterns = {path: re.compile(re.escape(path).replace(r"\*", ".+")) for path in paths}
+        unknown = {path for path in actual[verb] if not any(one.fullmatch(path) for one in patterns.values())}
+        assert not unknown, f"{verb}: not in the page"
+        absent = {path for path, one in patterns.items() if not any(map(one.fullmatch, actual[verb]))}
+        assert not absent, f"{verb}: only in the page"
+    assert documented.keys() == actual.keys()

@@ -1,0 +1,47 @@
+// The package's scalar device code as functions that ctypes can call.
+#include "dequantize/values.cuh"
+
+using namespace coldstream;
+
+// Values of `count` blocks (of a row of `count` floats) of the type that the file is compiled for.
+extern "C" void dequantize_blocks(const uint8_t* blocks, int count, const int8_t* table, float* out) {
+  if constexpr (BLOCK_ELEMENTS == 1) {
+    for (int i = 0; i < count; i++) out[i] = load_float<TYPE>(blocks, i);
+  } else {
+    for (int64_t i = 0; i < count; i++)
+      for (int r = 0; r < BLOCK_ELEMENTS / run_values; r++) {
+        float values[run_values];
+        load_run<TYPE, BLOCK_ELEMENTS>(blocks + i * BLOCK_BYTES, r, table, values);
+        __builtin_memcpy(out + i * BLOCK_ELEMENTS + r * run_values, values, sizeof values);
+      }
+  }
+}
+
+extern "C" void swiglu(const float* gate, const float* up, int count, float* out) {
+  for (int i = 0; i < count; i++) out[i] = exact_swiglu(gate[i], up[i]);
+}
+
+extern "C" void exp_of(const float* x, int count, float* out) {
+  for (int i = 0; i < count; i++) out[i] = exact_exp(x[i]);
+}
+
+extern "C" void sigmoid(const float* x, int count, float* out) {
+  for (int i = 0; i < count; i++) out[i] = exact_sigmoid(x[i]);
+}
+
+extern "C" void silu(const float* x, int count, float* out) {
+  for (int i = 0; i < count; i++) out[i] = exact_silu(x[i]);
+}
+
+extern "C" void one_over_sqrt(const float* x, int count, float* out) {
+  for (int i = 0; i < count; i++) out[i] = inverse_sqrt(x[i]);
+}
+
+// Sums of rows of eight, and of sixteen.
+extern "C" void sum_eights(const float* x, int count, float* out) {
+  for (int i = 0; i < count; i++) out[i] = sum_of_eight(x + 8 * i);
+}
+
+extern "C" void sum_sixteens(const float* x, int count, float* out) {
+  for (int i = 0; i < count; i++) out[i] = sum_of_sixteen(x + 16 * i);
+}

@@ -1,0 +1,55 @@
+"""The GPU's scalar device code compiled for the host, so that its bits are compared without a GPU."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import torch
+from guarded import Guarded
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.cuda.compiler import KERNELS
+from coldstream.kernels.quant_tensor import QuantTensor
+
+HOST = Path(__file__).with_name("host")
+CPU = torch.device("cpu")
+OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC")
+
+
+class HostCode:
+    """`host/scalar_code.cpp` with the unpackers of one type."""
+
+    def __init__(self, quant_type: QuantType, directory: Path) -> None:
+        """Compiled into `directory`; an earlier one of the type there is used again."""
+        library = directory / f"{quant_type.name}.so"
+        macros = {
+            "TYPE": int(quant_type),
+            "BLOCK_ELEMENTS": quant_type.block_elements,
+            "BLOCK_BYTES": quant_type.block_bytes,
+        }
+        if not library.exists():
+            defines = [f"-D{name}={value}" for name, value in macros.items()]
+            includes = [f"-I{HOST}", f"-I{KERNELS}"]  # in this order: the host's cuda/common.cuh goes first
+            command = ["c++", *OPTIONS, *defines, *includes, HOST / "scalar_code.cpp", "-o", library]
+            subprocess.run(command, check=True)
+        self._library = ctypes.CDLL(str(library))
+
+    def dequantize(self, weight: QuantTensor, table: torch.Tensor | None) -> torch.Tensor:
+        """float32 values of a contiguous matrix."""
+        out = Guarded(*weight.shape, device=CPU)
+        count = out.tensor.numel() // weight.quant_type.block_elements
+        address = None if table is None else ctypes.c_void_p(table.data_ptr())
+        self._library.dequantize_blocks(_address(weight.blocks), count, address, _address(out.tensor))
+        return out.checked()
+
+    def of_floats(self, function: str, *inputs: torch.Tensor, each: int = 1) -> torch.Tensor:
+        """float32 results, one of every `each` elements of the contiguous inputs."""
+        out = Guarded(inputs[0].numel() // each, device=CPU)
+        arguments = (*map(_address, inputs), len(out.tensor), _address(out.tensor))
+        getattr(self._library, function)(*arguments)
+        return out.checked()
+
+
+def _address(tensor: torch.Tensor) -> ctypes.c_void_p:
+    assert tensor.is_contiguous()
+    return ctypes.c_void_p(tensor.data_ptr())

@@ -1,0 +1,108 @@
+"""The operations on a GPU with weights of types that no product reads: they are turned into floats first."""
+
+import pytest
+import torch
+from cuda_row_cases import CUDA
+from gpu_cases import on_gpu
+from random_blocks import activations, random_weight
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.few_shapes import FEW_TYPES
+from coldstream.kernels.cuda.memory import DeviceMemory, MemoryPlan
+from coldstream.kernels.cuda.program import note_kernels
+from coldstream.kernels.cuda_ops import CudaOps
+from coldstream.kernels.dequantize.cuda import PROGRAM as DEQUANTIZE
+from coldstream.kernels.dequantize.cuda import instance_of
+from coldstream.kernels.experts.reference import routed_experts
+from coldstream.kernels.experts.table import ExpertTable
+from coldstream.kernels.linear.reference import linear_exact
+from coldstream.kernels.ops import ExpertWeights, Routing
+from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.kernels.quantize.cuda import quantize_cuda
+from coldstream.kernels.swiglu.cuda import PROGRAM as SWIGLU
+from coldstream.kernels.swiglu.reference import swiglu_exact
+from same_bits import assert_same_bits
+
+OTHER_TYPES = sorted(set(QuantType) - FEW_TYPES)
+EVERY_OTHER_TYPE = pytest.mark.parametrize("quant_type", OTHER_TYPES, ids=lambda t: t.name)
+NUM_EXPERTS, RANKS, HIDDEN, FFN = 6, 2, 512, 256
+
+
+def device_ops() -> CudaOps:
+    return CudaOps(DeviceMemory(1 << 20, 64 << 20), 16)
+
+
+def on_device(ops: CudaOps, x: torch.Tensor) -> Activations:
+    rows = ops.activations(*x.shape)
+    rows.values.copy_(x)
+    quantize_cuda(rows.values, rows.quantised)
+    return rows
+
+
+def stack_on_gpu(stack: QuantTensor) -> tuple[ExpertTable, list[QuantTensor]]:
+    """Each expert in memory of its own, which the caller keeps."""
+    copies = [on_gpu(stack[expert]) for expert in range(stack.shape[0])]
+    addresses = torch.tensor([copy.blocks.data_ptr() for copy in copies], device=CUDA)
+    return ExpertTable(addresses, stack.quant_type, *stack.shape[1:]), copies
+
+
+@pytest.mark.parametrize("quant_type", list(QuantType), ids=lambda t: t.name)
+def test_kernels_are_known_before_anything_runs(quant_type: QuantType) -> None:
+    ops = CudaOps(MemoryPlan(), 16, notes_kernels=True)
+    blocks = ops.memory.persistent((50, quant_type.row_bytes(512)), torch.uint8)
+    with note_kernels() as noted:
+        x = ops.embed(QuantTensor(blocks, quant_type, (50, 512)), ops.memory.workspace((3,), torch.int32))
+        ops.swiglu(x, x)
+    assert noted == {(DEQUANTIZE, instance_of(quant_type)), (SWIGLU, "swiglu_rows<true>")}
+
+
+@pytest.mark.gpu
+@EVERY_OTHER_TYPE
+@pytest.mark.parametrize("rows", [1, 9, 100])
+def test_products(quant_type: QuantType, rows: int) -> None:
+    ops, x = device_ops(), activations(rows, rows, HIDDEN)
+    weight = random_weight(quant_type, (48, HIDDEN), 3)
+    (product,) = ops.linear(on_device(ops, x), (on_gpu(weight),))
+    assert_same_bits(product.cpu(), linear_exact(x, weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 16, 64])
+def test_products_in_a_graph_wait_for_the_values_of_their_weight(rows: int) -> None:
+    """In a graph, where launches may overlap; the weights take turns in the same memory."""
+    ops, x = device_ops(), activations(rows, rows, HIDDEN)
+    weights = [random_weight(QuantType.IQ4_XS, (2048, HIDDEN), seed) for seed in range(2)]
+    on_device_x, copies = on_device(ops, x), [on_gpu(weight) for weight in weights]
+    for copy in copies:
+        ops.linear(on_device_x, (copy,))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        products = [ops.linear(on_device_x, (copies[i % 2],))[0] for i in range(20)]
+    graph.replay()
+    for i, product in enumerate(products):
+        assert_same_bits(product.cpu(), linear_exact(x, weights[i % 2]))
+
+
+@pytest.mark.gpu
+@EVERY_OTHER_TYPE
+@pytest.mark.parametrize("tokens", [1, 11])
+def test_experts(quant_type: QuantType, tokens: int) -> None:
+    """Gates and downs of the type, ups of one that a product reads."""
+    ops, x = device_ops(), activations(tokens, tokens, HIDDEN)
+    shapes = ((quant_type, FFN, HIDDEN), (QuantType.F16, FFN, HIDDEN), (quant_type, HIDDEN, FFN))
+    stacks = [random_weight(kind, (NUM_EXPERTS, *shape), i) for i, (kind, *shape) in enumerate(shapes)]
+    shared = [random_weight(kind, tuple(shape), 9 + i) for i, (kind, *shape) in enumerate(shapes)]
+    tables, kept = zip(*map(stack_on_gpu, stacks), strict=True)
+    scores = torch.rand(tokens, NUM_EXPERTS, generator=torch.Generator().manual_seed(tokens))
+    ids = scores.argsort(dim=1)[:, :RANKS].int().contiguous()
+    weights = torch.full((tokens, RANKS), 0.5, device=CUDA)
+    routing = Routing(ids.to(CUDA), weights, torch.zeros(tokens, 1, device=CUDA))
+    outputs = ops.experts(on_device(ops, x), routing, ExpertWeights(*tables, *map(on_gpu, shared)))
+    expected = routed_experts(x, ids, *stacks, linear_exact, swiglu_exact)
+    assert_same_bits(outputs.routed.cpu(), expected)
+    gate, up, down = shared
+    hidden = swiglu_exact(linear_exact(x, gate), linear_exact(x, up))
+    assert_same_bits(outputs.shared.cpu(), linear_exact(hidden, down))
+    del kept

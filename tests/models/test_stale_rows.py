@@ -1,0 +1,89 @@
+"""Keys and values that a sequence has left behind, or that another one has, never reach a sum.
+
+A NaN times a weight of 0 is a NaN: what is masked must not be multiplied.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_runner_cases import open_cuda
+from runner_cases import token_ids
+
+from coldstream.kernels import _csrc
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
+from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.runner import ModelRunner
+
+CONTEXT = 700
+# Around blocks of 64 positions, chunks of 256, and steps of few rows.
+SIZES = (1, 2, 7, 9, 17, 63, 64, 65, 130, 256, 257, 600)
+CPU_SIZES = (1, 9, 65, 257, 600)
+GPU_SLOTS = 4
+
+
+def fill_with_nan(tensors: Sequence[Any], slot: int) -> None:
+    """All positions of the slot; the scales of integer types, which are float16 in bytes, become NaN too."""
+    for tensor in tensors:
+        tensor[slot, ...] = np.nan if "float" in str(tensor.dtype) else 255
+
+
+def answers(runner: ModelRunner, size: int) -> list[np.ndarray]:
+    """Logits after a prompt, and after three tokens more."""
+    logits = [np.array(runner.prefill(token_ids(size)))]
+    return logits + [np.array(runner.decode(token)) for token in (3, 1, 4)]
+
+
+def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    assert np.isfinite(expected).all()
+    assert np.array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "f32"])
+@pytest.mark.parametrize("tier", _csrc.supported_tiers())
+def test_nf01_what_a_reset_leaves_behind_on_a_cpu(moe_path: Path, tier: str, kv_type: str) -> None:
+    with CpuRunner.open(moe_path, threads=2, tier=tier, context_length=CONTEXT, kv_type=kv_type) as runner:
+        for size in CPU_SIZES:
+            runner.reset()
+            expected = answers(runner, size)
+            fill_with_nan(runner._cache.tensors(), 0)
+            assert np.isnan(runner.prefill([5])).all()
+            runner.reset()
+            assert_same(answers(runner, size), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_type", CACHE_LAYOUTS)
+def test_nf01_what_a_reset_leaves_behind_on_a_gpu(moe_path: Path, kv_type: str) -> None:
+    with open_cuda(moe_path, context_length=CONTEXT, kv_type=kv_type) as runner:
+        for size in (*SIZES, *SIZES):  # plainly, then from captured graphs
+            runner.reset()
+            expected = answers(runner, size)
+            fill_with_nan(runner._loaded.cache.tensors(), 0)
+            assert np.isnan(runner.prefill([5])).all()
+            runner.reset()
+            assert_same(answers(runner, size), expected)
+
+
+@pytest.mark.gpu
+def test_nf01_sequences_beside_a_damaged_one_keep_their_bits(moe_path: Path) -> None:
+    """In the same step, plainly and from a captured graph."""
+    prompts = [token_ids(size) for size in (5, 70, 300, 33)]
+    next_ids = (3, 1, 4, 1)
+    with open_cuda(moe_path, context_length=CONTEXT, num_slots=GPU_SLOTS) as runner:
+        for _ in range(3):
+            alone = []
+            for slot, prompt in enumerate(prompts):
+                runner.reset_slot(slot)
+                runner.prefill_slot(slot, prompt, 0)
+                alone.append(runner.decode_rows([next_ids[slot]], [len(prompt)], [slot])[0])
+            for slot, prompt in enumerate(prompts):
+                runner.reset_slot(slot)
+                runner.prefill_slot(slot, prompt, 0)
+            fill_with_nan(runner._loaded.cache.tensors(), 1)
+            together = runner.decode_rows(next_ids, [len(prompt) for prompt in prompts], range(GPU_SLOTS))
+            assert np.isnan(together[1]).all()
+            for slot in (0, 2, 3):
+                assert np.array_equal(together[slot], alone[slot])

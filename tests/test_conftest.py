@@ -1,0 +1,49 @@
+"""The settings of the tests themselves: memory is poisoned, and what hangs is ended."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TEST_THAT_HANGS = """
+import ctypes
+
+def test_that_hangs_in_c():
+    ctypes.{loader}({library!r}).hang()
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int8", "uint8", "int64", "uint16"])
+@pytest.mark.parametrize("call", ["np.empty((2, 3), dtype)", "np.empty_like(np.zeros(3, dtype))"])
+def test_arrays_that_the_package_leaves_empty_are_poisoned(dtype: str, call: str) -> None:
+    array = eval(call, {"np": np, "dtype": dtype, "__name__": "coldstream.somewhere"})
+    assert array.dtype == dtype
+    if array.dtype.kind == "f":
+        assert np.isnan(array).all()
+    else:
+        assert (array == np.iinfo(array.dtype).max).all()
+
+
+def test_floats_over_empty_bytes_are_not_numbers() -> None:
+    array = eval("np.empty(8, np.uint8)", {"np": np, "__name__": "coldstream.somewhere"})
+    for dtype in ("float16", "float32", "float64"):
+        assert np.isnan(array.view(dtype)).all()
+
+
+@pytest.mark.parametrize("loader", ["PyDLL", "CDLL"])  # holding Python's lock, and without it
+def test_a_test_that_hangs_in_compiled_code_is_named_and_ended(loader: str, tmp_path: Path) -> None:
+    source, library = tmp_path / "hang.c", tmp_path / "hang.so"
+    source.write_text("#include <unistd.h>\nvoid hang(void) { for (;;) pause(); }\n")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    test = tmp_path / "test_hang.py"
+    test.write_text(TEST_THAT_HANGS.format(loader=loader, library=str(library)))
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
+    command += ["-o", "timeout=1", "-o", "faulthandler_timeout=2", str(test)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert "Timeout (0:00:02)!" in done.stderr
+    assert "in test_that_hangs_in_c" in done.stderr
+    assert "passed" not in done.stdout

@@ -1,0 +1,198 @@
+"""What Python sees of the package: its help, its signatures, its types."""
+
+import inspect
+import os
+import pydoc
+import subprocess
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+import coldstream
+from coldstream import ConfigError
+from coldstream.cli.run import command as run_command
+from coldstream.engine import LLM, EngineConfig
+
+ROOT = Path(__file__).parent.parent
+
+RIGHT = """\
+import numpy as np
+
+from coldstream import (
+    LLM, ColdstreamError, CompletionOutput, Piece, RequestOutput, SamplingParams, TextPrompt, TokensPrompt,
+)
+
+
+def answers(llm: LLM, texts: list[str], ids: list[list[int]]) -> list[str]:
+    params = SamplingParams(temperature=0, stop="end", stop_token_ids=[1], logprobs=2)
+    outputs: list[RequestOutput] = llm.generate(texts, params)
+    outputs += llm.generate(ids, sampling_params=[params, params])
+    outputs += llm.generate(np.array([1, 2]))
+    outputs += llm.generate([TextPrompt(prompt="a"), TokensPrompt(prompt_token_ids=[1]), "b", [2], (3, 4)])
+    outputs += llm.generate({"prompt_token_ids": [1, 2]})
+    outputs += llm.chat([{"role": "user", "content": "a"}], params, chat_template_kwargs={"thinking": True})
+    outputs += llm.chat([[{"role": "user", "content": "a"}]], tools=[{"type": "function"}])
+    first: CompletionOutput = outputs[0].outputs[0]
+    for by_id in first.logprobs or ():
+        total: float = sum(found.logprob for found in by_id.values())
+        print(total)
+    return [output.text for output in outputs]
+
+
+def show(model: str) -> None:
+    try:
+        with LLM(model, ctx_size=512, vram="6G", threads="auto", seed=3) as llm, llm.stream("a") as stream:
+            for piece in stream:
+                piece_text: Piece = piece
+                print(piece_text.text, piece.stop_reason)
+    except ColdstreamError as error:
+        print(error, error.exit_code)
+"""
+
+WRONG = {
+    'LLM("model.gguf", thread=2)': "arg-type",
+    'LLM("model.gguf", threads="all")': "arg-type",
+    "LLM(5)": "arg-type",
+    'LLM("model.gguf").generate(None)': "call-overload",
+    'LLM("model.gguf").generate("a", params=SamplingParams())': "call-overload",
+    'LLM("model.gguf").chat("a")': "arg-type",
+    'SamplingParams(temperature="hot")': "arg-type",
+    "SamplingParams(heat=1)": "call-arg",
+    "coldstream.Llm": "attr-defined",
+}
+
+
+@pytest.fixture(scope="module")
+def help_text() -> str:
+    return pydoc.plain(pydoc.render_doc(coldstream))
+
+
+@pytest.mark.parametrize("name", [name for name in coldstream.__all__ if name != "__version__"])
+def test_help_shows_every_public_name(help_text: str, name: str) -> None:
+    assert f"    class {name}(" in help_text or f"    class {name}\n" in help_text
+    assert getattr(coldstream, name).__name__ == name
+    assert name in dir(coldstream)
+
+
+def test_help_shows_signatures_and_how_to_begin(help_text: str) -> None:
+    assert "from coldstream import LLM, SamplingParams" in help_text
+    assert "ctx_size: int | None = None" in help_text
+    assert "temperature: float = 0.8" in help_text
+
+
+def test_what_is_not_there_is_said_as_python_does() -> None:
+    with pytest.raises(AttributeError, match="module 'coldstream' has no attribute 'Llm'"):
+        coldstream.Llm  # noqa: B018
+
+
+def test_errors_do_not_wait_for_the_engine() -> None:
+    code = "import coldstream, sys; coldstream.ConfigError; print('coldstream.engine' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_the_settings_of_llm_are_the_fields_of_its_configuration() -> None:
+    parameters = dict(inspect.signature(LLM.__init__).parameters)
+    del parameters["self"]
+    assert parameters.pop("unknown").kind is inspect.Parameter.VAR_KEYWORD
+    hints = get_type_hints(LLM.__init__)
+    assert list(parameters) == [field.name for field in fields(EngineConfig)]
+    for field, parameter in zip(fields(EngineConfig), parameters.values(), strict=True):
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        assert (field.name, parameter.default) == (field.name, default)
+        accepted = get_type_hints(EngineConfig)[field.name]
+        if field.name in ("model", "plan"):
+            accepted = accepted | os.PathLike[str]
+        assert (field.name, hints[field.name]) == (field.name, accepted)
+        assert field.name == "model" or parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        assert f"{field.name}" in (LLM.__init__.__doc__ or "")
+
+
+def test_the_settings_of_llm_are_flags_of_the_command_line() -> None:
+    flags = {flag for parameter in run_command.params for flag in parameter.opts}
+    for field in fields(EngineConfig):
+        assert field.name == "model" or f"--{field.name.replace('_', '-')}" in flags
+
+
+def test_every_setting_reaches_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each value differs from its default; opening stops as soon as the configuration is there."""
+
+    class Seen(Exception):
+        pass
+
+    def stop(config: EngineConfig) -> None:
+        raise Seen(config)
+
+    settings: dict[str, Any] = {
+        "model": Path("m.gguf"),
+        "ctx_size": 5,
+        "vram": 6,
+        "ram": 7,
+        "threads": 2,
+        "device": "cuda",
+        "cache_type_k": "q8_0",
+        "cache_type_v": "q8_0",
+        "prefetch": 1,
+        "seed": 4,
+        "offline": True,
+    }
+    monkeypatch.setattr("coldstream.engine.llm.open_model", stop)
+    for given in (settings, {"model": "m", "plan": Path("p.json")}, {"model": "m", "tier": "avx2"}):
+        with pytest.raises(Seen) as caught:
+            LLM(**given)
+        expected = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
+        assert caught.value.args == (EngineConfig(**expected),)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (5, {}, "model must be a path or org/repo[:QUANT], not 5"),
+        (None, {}, "model must be a path or org/repo[:QUANT], not None"),
+        ("", {}, "model must be a path or org/repo[:QUANT], not ''"),
+        (b"m.gguf", {}, "model must be a path or org/repo[:QUANT], not b'm.gguf'"),
+        ("m.gguf", {"plan": 5}, "plan (--plan) must be the path of a file, not 5"),
+        ("m.gguf", {"thread": 2}, "unknown setting thread: did you mean threads?"),
+        (
+            "m.gguf",
+            {"seed": 10**5000},
+            "seed must be an integer from 0 to 18446744073709551615, not a value of type int",
+        ),
+    ],
+)
+def test_wrong_settings_are_typed_errors(model: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(model, **settings)
+    assert message in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def complaints(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a strict mypy says of `RIGHT`, and of `WRONG` line by line."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "right.py").write_text(RIGHT)
+    lines = ["import coldstream", "from coldstream import LLM, SamplingParams", *WRONG]
+    (folder / "wrong.py").write_text("\n".join(lines) + "\n")
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
+    done = subprocess.run(
+        [*command, str(folder / "right.py"), str(folder / "wrong.py")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_user_code_passes_a_strict_type_checker(complaints: str) -> None:
+    assert [line for line in complaints.splitlines() if "right.py" in line] == []
+
+
+@pytest.mark.parametrize(("number", "line"), enumerate(WRONG, start=3), ids=list(WRONG))
+def test_wrong_user_code_does_not_pass(complaints: str, number: int, line: str) -> None:
+    found = [text for text in complaints.splitlines() if f"wrong.py:{number}: error" in text]
+    assert [text for text in found if text.endswith(f"[{WRONG[line]}]")], complaints

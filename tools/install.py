@@ -1,0 +1,195 @@
+"""Installs this checkout into a virtual environment, saying what that brings; does nothing where it is done.
+
+    python3 tools/install.py .venv                 what running takes: with PyTorch if there is a GPU
+    python3 tools/install.py .venv test            with the extra `test`
+    python3 tools/install.py .venv test --oldest   and with the oldest versions that pyproject.toml allows
+
+What is there stays: an environment with the extra `test` keeps it. Needs nothing but Python, and says so
+where that is too old.
+"""
+
+from __future__ import annotations  # an old Python shall get as far as the message
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections import deque
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = ROOT / "docs" / "results" / "install.json"
+MIN_PYTHON = (3, 11)
+COMPILERS = ("c++", "g++", "clang++")
+# Of what pip prints where no terminal shows its progress bars: what says how far it is.
+TELLING = re.compile(
+    r"\s*(Downloading (?!.*\.metadata)|Building|Installing|Successfully|Attempting|ERROR|WARNING)"
+)
+TAIL_LINES = 60  # of its output, for when it fails
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("extras", nargs="*")
+    parser.add_argument("--oldest", action="store_true")
+    options = parser.parse_args()
+    problem = what_is_missing()
+    if problem:
+        print(problem, file=sys.stderr)
+        return 1
+    extras = set(options.extras) or ({"cuda"} if has_gpu() else set())
+    return install(options.folder, extras, options.oldest)
+
+
+def what_is_missing() -> str | None:
+    """Of what this machine must bring: the first thing that it lacks, and how to get it."""
+    if sys.version_info < MIN_PYTHON:
+        found = ".".join(map(str, sys.version_info[:3]))
+        return (
+            f"coldstream needs Python 3.11 or newer, and {sys.executable} is {found}: "
+            "install one and name it, for example make PYTHON=python3.11 demo"
+        )
+    if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
+        return (
+            f"{sys.executable} cannot make a virtual environment: sudo apt install python3-venv, "
+            "or name another Python, for example make PYTHON=python3.11 demo"
+        )
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return f"{sys.executable} has no headers to compile an extension with: sudo apt install python3-dev"
+    compiler = os.environ.get("CXX", "").split()[:1] or COMPILERS
+    if not any(shutil.which(name) for name in compiler):
+        return f"there is no C++ compiler ({', '.join(compiler)}): sudo apt install g++"
+    return None
+
+
+def has_gpu() -> bool:
+    """Whether the package would find a GPU."""
+    sys.path.insert(0, str(ROOT / "src"))
+    from coldstream.kernels.cuda.device import gpu_is_visible
+
+    return gpu_is_visible()
+
+
+def install(folder: Path, extras: set[str], oldest: bool) -> int:
+    """Make `folder` an environment with the extras, unless it is one of this state of the checkout."""
+    stamp = folder / ".installed"
+    state, done = digest(oldest), read_stamp(stamp)
+    there = set(done.get("extras", []))
+    if done.get("digest") == state and extras <= with_implied(there):
+        return 0
+    extras = without_implied(extras | there)
+    print(announcement(folder, extras, oldest), flush=True)
+    stamp.unlink(missing_ok=True)
+    if not ((folder / "bin" / "python").exists() and (folder / "bin" / "pip").exists()):
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    target = f"{ROOT}[{','.join(sorted(extras))}]" if extras else str(ROOT)
+    code = install_oldest(folder, target) if oldest else pip(folder, "-e", target)
+    if code == 0:
+        stamp.write_text(json.dumps({"digest": state, "extras": sorted(extras)}))
+    return code
+
+
+def with_implied(extras: set[str]) -> set[str]:
+    """The extra `test` has all of `cuda`."""
+    return extras | {"cuda"} if "test" in extras else extras
+
+
+def without_implied(extras: set[str]) -> set[str]:
+    return extras - {"cuda"} if "test" in extras else extras
+
+
+def read_stamp(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def digest(oldest: bool) -> str:
+    """Of all that an editable installation depends on: it knows the packages there were when it was made."""
+    sources = [
+        path for path in ROOT.glob("src/**/csrc/**/*") if path.is_file() and "__pycache__" not in path.parts
+    ]
+    sources += [ROOT / "pyproject.toml", ROOT / "CMakeLists.txt", *ROOT.glob("src/**/dequantize/grids.py")]
+    state = hashlib.sha256(repr((oldest, sys.version_info[:2])).encode())
+    for path in sorted(sources):
+        state.update(f"{path.relative_to(ROOT)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    for path in sorted(ROOT.glob("src/**/__init__.py")):
+        state.update(f"{path.relative_to(ROOT)}\n".encode())
+    return state.hexdigest()
+
+
+def announcement(folder: Path, extras: set[str], oldest: bool) -> str:
+    """What comes, in one line, with the sizes that were measured."""
+    what = "coldstream" + (f" with the extra {', '.join(sorted(extras))}" if extras else "")
+    if oldest:
+        what += ", in the oldest versions allowed,"
+    kind = "test" if "test" in extras else "cuda" if "cuda" in extras else "cpu"
+    size = json.loads(SIZES.read_text())["installs"][kind]
+    return (
+        f"Installing {what} into {folder}: downloads up to {size['download_bytes'] / 1e6:.0f} MB, "
+        f"takes {size['disk_bytes'] / 1e6:.0f} MB of disk; compiling takes about a minute"
+    )
+
+
+def install_oldest(folder: Path, target: str) -> int:
+    """With every direct dependency, also for building, in its oldest version. The exit code."""
+    project = read_project()
+    constraints = folder / "oldest.txt"
+    constraints.write_text("".join(f"{pin}\n" for pin in oldest_versions(project)))
+    build = [oldest_version(requirement) for requirement in project["build-system"]["requires"]]
+    # Without isolation, because constraints do not reach an isolated build.
+    return pip(folder, *build, "cmake>=3.25", "ninja") or pip(
+        folder, "--no-build-isolation", "-c", str(constraints), "-e", target
+    )
+
+
+def read_project() -> dict:
+    import tomllib  # which an old Python lacks
+
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def oldest_versions(project: dict) -> list[str]:
+    """Pins of all direct dependencies, extras included, to their lower bounds."""
+    requirements = list(project["project"]["dependencies"])
+    for extra in project["project"]["optional-dependencies"].values():
+        requirements += extra
+    own = re.compile(re.escape(project["project"]["name"]) + r"\[")
+    return sorted({oldest_version(requirement) for requirement in requirements if not own.match(requirement)})
+
+
+def oldest_version(requirement: str) -> str:
+    """`name>=1.2,<3; marker` → `name==1.2; marker`. Raises ValueError for one without a lower bound."""
+    match = re.fullmatch(r"([\w.-]+)\s*>=\s*([\w.]+)(?:,[^;]*)?(;.*)?", requirement)
+    if match is None:
+        raise ValueError(f"pyproject.toml: {requirement!r} has no lower bound (name>=version)")
+    return f"{match[1]}=={match[2]}{match[3] or ''}"
+
+
+def pip(folder: Path, *arguments: str) -> int:
+    """Run `pip install`: with progress bars on a terminal, else showing the lines that say how far it is."""
+    command = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install"]
+    if sys.stdout.isatty():
+        return subprocess.run([*command, *arguments]).returncode
+    command += ["--progress-bar", "off", *arguments]
+    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout or ():
+            tail.append(line)
+            if TELLING.match(line):
+                print(line, end="", flush=True)
+    if process.returncode:
+        print("pip failed; its last lines:", *tail, sep="\n", file=sys.stderr)
+    return process.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
