@@ -53,6 +53,28 @@ sys.exit(main())
 """
 
 
+# Chats, and sends itself SIGTERM when its line editor draws: in callbacks of an event loop too.
+_CHAT = """
+import asyncio, os, signal, sys
+from prompt_toolkit.renderer import Renderer
+from coldstream.__main__ import main
+from coldstream.cli import interrupts
+def send():
+    os.kill(os.getpid(), signal.SIGTERM)
+    sys.stdout.write("sent")
+render = Renderer.render
+def render_and_send(*arguments, **options):
+    %s
+    return render(*arguments, **options)
+Renderer.render = render_and_send
+sys.argv = ["coldstream", *sys.argv[1:]]
+sys.exit(main())
+"""
+_DRAWING = _CHAT % "send()"
+_IN_A_CALLBACK = _CHAT % "asyncio.get_running_loop().call_soon(send)"
+_IN_A_LOOP_THAT_HANGS = _CHAT % "interrupts.GRACE_S = 0.01; send(); signal.pause()"
+
+
 def _until(is_so: Callable[[], object]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not is_so():
@@ -170,8 +192,8 @@ def test_two_quick_ctrl_c_end_a_long_prompt_and_show_the_cursor_again(tmp_path: 
         terminal.read_until("reading the prompt")
         _deliver(terminal.pid, signal.SIGINT)
         _deliver(terminal.pid, signal.SIGINT)
+        terminal.read_to_the_end()
         assert terminal.wait() == 130
-        terminal.read_rest()
     assert terminal.screen.rindex("\x1b[?25h") > terminal.screen.rindex("\x1b[?25l")
     assert "Traceback" not in terminal.screen
 
@@ -185,7 +207,18 @@ def test_sigterm_leaves_a_chat_and_the_terminal_as_it_was(model: str, tmp_path: 
             terminal.type(keys)
             start = terminal.read_until("\n", start)
         os.kill(terminal.pid, signal.SIGTERM)
+        terminal.read_to_the_end()
         assert terminal.wait() == 143
         assert terminal.reads_lines()
-        terminal.read_rest()
+    assert "Traceback" not in terminal.screen
+
+
+@pytest.mark.parametrize("program", [_DRAWING, _IN_A_CALLBACK, _IN_A_LOOP_THAT_HANGS])
+def test_sigterm_ends_a_chat_where_its_line_editor_would_not_let_it(
+    model: str, tmp_path: Path, program: str
+) -> None:
+    with Terminal([sys.executable, "-c", program, "run", model, *ENDLESS], home=str(tmp_path)) as terminal:
+        terminal.read_to_the_end()
+        assert terminal.wait() == 143
+        assert terminal.reads_lines()
     assert "Traceback" not in terminal.screen

@@ -7,17 +7,21 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from coldstream.cli.answer import SEPARATOR, show_answer
+from coldstream.cli.interrupts import EXIT_TERMINATED, TerminatedError
 from coldstream.cli.main import current_interrupts
 from coldstream.cli.tables import pair_lines, width_of, wrap
 from coldstream.cli.terminal import ProgressLine, note
 from coldstream.decoding import Progress
 from coldstream.engine import LLM, SamplingParams, Stream
 from coldstream.errors import ColdstreamError, ContextFullError, InvalidRequestError
+
+if TYPE_CHECKING:  # which takes long, and only a chat needs
+    from prompt_toolkit.application import Application
 
 ReadLine = Callable[[str], str]  # prompt → line; EOFError at the end, KeyboardInterrupt on Ctrl-C
 
@@ -320,11 +324,27 @@ def _terminal_reader() -> ReadLine:
         note("the history of this chat is not kept: no place to write it")
     session: PromptSession[str] = PromptSession(history=history)
 
+    interrupts = current_interrupts()
+    if interrupts is None:
+        return session.prompt
+    watched = interrupts
+    leave = partial(_leave, session.app)
+
     def read_line(prompt: str) -> str:
         try:
-            return session.prompt(prompt)
+            return session.prompt(prompt, pre_run=lambda: watched.defer(leave))
         finally:
-            if interrupts := current_interrupts():
-                interrupts.watch_again()
+            watched.watch_again()
 
     return read_line
+
+
+def _leave(application: "Application[str]") -> None:
+    """End a line editor at SIGTERM, from outside of its event loop."""
+
+    def leave() -> None:
+        if not application.is_done:
+            application.exit(exception=TerminatedError(EXIT_TERMINATED))
+
+    if application.loop is not None:
+        application.loop.call_soon_threadsafe(leave)

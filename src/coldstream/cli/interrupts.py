@@ -2,8 +2,8 @@
 
 The first one raises KeyboardInterrupt or TerminatedError in the main thread, which cleans up. That has to
 wait for the end of a long computation; so a thread of its own watches, and ends the process on the spot at
-the second Ctrl-C, or when SIGTERM has been waiting for too long. Child processes end with their standard
-input.
+the second Ctrl-C, or when SIGTERM has been waiting for too long, because of a computation or because what it
+raised was swallowed (by a finalizer, say). Child processes end with their standard input.
 """
 
 import os
@@ -11,6 +11,8 @@ import select
 import signal
 import termios
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Final, NoReturn, Self
@@ -19,11 +21,13 @@ EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 EXIT_TERMINATED: Final = 128 + signal.SIGTERM
 GRACE_S: Final = 5.0  # what SIGTERM leaves for cleaning up
 _HANDLED: Final = b"\0"  # no signal has this number
+_TERMINATED: Final = b"\xff"  # nor this one
+_SIGTERM: Final = bytes([signal.SIGTERM])
 _SHOW_CURSOR: Final = b"\x1b[?25h"
 _STDIN, _STDERR = 0, 2
 
 
-class TerminatedError(BaseException):
+class TerminatedError(SystemExit):
     """SIGTERM asked the process to end. No Exception, so that nobody takes it for a fault of theirs."""
 
 
@@ -34,6 +38,7 @@ class Interrupts:
         self._interrupted = self._terminated = False
         self._previous: dict[int, signal._HANDLER] = {}
         self._previous_wakeup = -1
+        self._leave: Callable[[], None] | None = None
         self._read = self._write = -1
         self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._terminal = _Terminal()
@@ -57,9 +62,23 @@ class Interrupts:
         self._watcher.join()
         os.close(self._read)
 
+    def defer(self, leave: Callable[[], None]) -> None:
+        """Until `watch_again`, SIGTERM calls `leave` instead of raising TerminatedError.
+
+        For a line editor, whose event loop would swallow what is raised in a callback. `leave` is called
+        between two instructions of the main thread.
+        """
+        self._leave = leave
+
     def watch_again(self) -> None:
-        """Take the signals back from a line editor, which watches them in its own way while it reads."""
+        """Take the signals back from a line editor, which watches them in its own way while it reads.
+
+        Raises TerminatedError if SIGTERM came meanwhile.
+        """
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._leave = None
+        if self._terminated:
+            raise TerminatedError(EXIT_TERMINATED)
 
     def forget(self) -> None:
         """The last Ctrl-C has had its effect: the next one is a first one again."""
@@ -74,7 +93,10 @@ class Interrupts:
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         if not self._terminated:
             self._terminated = True
-            raise TerminatedError
+            os.write(self._write, _TERMINATED)  # a line editor keeps the signal itself from the watcher
+            if self._leave is None:
+                raise TerminatedError(EXIT_TERMINATED)
+            self._leave()
 
     def _watch(self) -> None:
         interrupts = 0
@@ -85,11 +107,20 @@ class Interrupts:
                 interrupts += 1
                 if interrupts == 2:
                     self._end(EXIT_INTERRUPTED)
-            elif data[0] == signal.SIGTERM:
-                is_ready, _, _ = select.select([self._read], [], [], GRACE_S)
-                if is_ready and not os.read(self._read, 1):
-                    return  # all is cleaned up
-                self._end(EXIT_TERMINATED)
+            elif data in (_SIGTERM, _TERMINATED):
+                self._await_cleanup()
+                return
+
+    def _await_cleanup(self) -> None:
+        """Return when all is cleaned up; end the process at another signal, or when it takes too long."""
+        deadline = time.monotonic() + GRACE_S
+        while select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            data = os.read(self._read, 1)
+            if not data:
+                return
+            if data not in (_HANDLED, _TERMINATED):
+                break
+        self._end(EXIT_TERMINATED)
 
     def _end(self, code: int) -> NoReturn:
         self._terminal.restore()
