@@ -22,7 +22,7 @@ from coldstream.kernels.ops import ExpertWeights, Routing
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kernels.sequences import Rows
 from coldstream.kvcache.cache import ModelCache
-from coldstream.models.qwen35 import Qwen35Model
+from coldstream.models.causal_lm import CausalLM
 from coldstream.models.spec import ModelSpec
 from device import describe
 from results import ROOT, write_result
@@ -78,7 +78,7 @@ def run() -> dict[str, Any]:
     ops = SeenOps()
     with GGUFFile.open(demo_model_path()) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        model = Qwen35Model.load(file, spec, ops)
+        model = CausalLM.load(file, spec, ops)
         text = inspect.getsource(argparse)
         ids = Tokenizer.from_metadata(file.metadata).encode(text)[-TOKENS:]
         cache = ModelCache(spec, ops, 1, len(ids), "f32")

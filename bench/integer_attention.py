@@ -34,7 +34,7 @@ from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kernels.rms_norm.reference import rms_norm
 from coldstream.kernels.rope.reference import rotate
 from coldstream.kvcache.cache import ModelCache
-from coldstream.models.qwen35 import Qwen35Model
+from coldstream.models.causal_lm import CausalLM
 from coldstream.models.spec import ModelSpec
 from kv_types import WINDOW, Loss, held_out_stream
 from results import write_result
@@ -191,7 +191,7 @@ def text_distances(num_windows: int) -> dict[str, dict[str, float]]:
     ops = TriedOps()
     with GGUFFile.open(demo_model_path()) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        model = Qwen35Model.load(file, spec, ops)
+        model = CausalLM.load(file, spec, ops)
         tokenizer = Tokenizer.from_metadata(file.metadata)
     ids = held_out_stream(tokenizer, load_corpus().held_out)
     every = list(scoring_windows(len(ids), WINDOW))
@@ -209,7 +209,7 @@ def text_distances(num_windows: int) -> dict[str, dict[str, float]]:
     return {name: losses[name].figures(losses["float"]) for name in DEFINITIONS}
 
 
-def _logits(model: Qwen35Model, token_ids: torch.Tensor) -> torch.Tensor:
+def _logits(model: CausalLM, token_ids: torch.Tensor) -> torch.Tensor:
     count = len(token_ids)
     cache = ModelCache(model.spec, model.ops, num_slots=1, context_length=count, kv_type="f32")
     rows = Rows(torch.arange(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32))

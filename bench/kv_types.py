@@ -30,7 +30,7 @@ from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache.cache import ModelCache
-from coldstream.models.qwen35 import Qwen35Model
+from coldstream.models.causal_lm import CausalLM
 from coldstream.models.spec import ModelSpec
 from results import write_result
 
@@ -76,7 +76,7 @@ def held_out_stream(tokenizer: Tokenizer, files: Sequence[SourceFile]) -> np.nda
     return np.array(ids)
 
 
-def window_logits(model: Qwen35Model, token_ids: torch.Tensor, kv_type: str) -> torch.Tensor:
+def window_logits(model: CausalLM, token_ids: torch.Tensor, kv_type: str) -> torch.Tensor:
     """float32 logits [T, vocab] after each token of a fresh sequence."""
     count = len(token_ids)
     cache = ModelCache(model.spec, model.ops, num_slots=1, context_length=count, kv_type=kv_type)
@@ -86,7 +86,7 @@ def window_logits(model: Qwen35Model, token_ids: torch.Tensor, kv_type: str) -> 
 
 
 @torch.no_grad()
-def measure(model: Qwen35Model, ids: np.ndarray, windows: Sequence[Window]) -> dict[str, Loss]:
+def measure(model: CausalLM, ids: np.ndarray, windows: Sequence[Window]) -> dict[str, Loss]:
     """The losses over the tokens that `windows` score, by type."""
     losses = {kv_type: Loss() for kv_type in TYPES}
     for window in windows:
@@ -110,7 +110,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with GGUFFile.open(demo_model_path()) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        model = Qwen35Model.load(file, spec, ReferenceOps())
+        model = CausalLM.load(file, spec, ReferenceOps())
         tokenizer = Tokenizer.from_metadata(file.metadata)
     ids = held_out_stream(tokenizer, load_corpus().held_out)
     every = list(scoring_windows(len(ids), WINDOW))

@@ -26,8 +26,8 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import RoutingCpuOps
 from coldstream.kernels.ops import Rows
 from coldstream.kvcache.cache import ModelCache
+from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.qwen35 import Qwen35Model
 from coldstream.models.spec import ModelSpec
 from results import write_result
 
@@ -54,7 +54,7 @@ class RoutingReader:
 
     spec: ModelSpec
     ops: RoutingCpuOps
-    model: Qwen35Model
+    model: CausalLM
 
     def topk_ids(self, token_ids: Sequence[int]) -> list[np.ndarray]:
         """What each layer chose for each token: [T, K] per layer."""
@@ -93,7 +93,7 @@ def measure(path: Path, threads: int) -> dict[str, object]:
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         ops = RoutingCpuOps(threads)
-        reader = RoutingReader(spec, ops, Qwen35Model.load(file, spec, ops))
+        reader = RoutingReader(spec, ops, CausalLM.load(file, spec, ops))
     layers: list[np.ndarray] = []
     walks = 0
     with CpuRunner.open(path, threads=threads, context_length=1024) as runner:

@@ -12,7 +12,7 @@ import gguf
 from coldstream.engine import LLM
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import RoutingCpuOps
-from coldstream.models.qwen35 import Qwen35Model
+from coldstream.models.causal_lm import CausalLM
 from coldstream.models.spec import ModelSpec
 from full_size_model import CODE, FULL_SHAPE, PROTECTED, FullSizeWriter, token_levels
 from gpu import FIRST_ID, WALK_TOKENS, check_walk
@@ -120,7 +120,7 @@ def test_routing_depends_on_the_token_alone(path: Path) -> None:
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         ops = RoutingCpuOps(2)
-        reader = RoutingReader(spec, ops, Qwen35Model.load(file, spec, ops))
+        reader = RoutingReader(spec, ops, CausalLM.load(file, spec, ops))
     forwards, backwards = (reader.topk_ids(ids) for ids in (range(100, 164), range(163, 99, -1)))
     assert len(forwards) == SMALL.layers
     for one, other in zip(forwards, backwards, strict=True):

@@ -8,7 +8,7 @@ from tools.train_demo.held_out import scoring_windows
 from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.reference_ops import ReferenceOps
-from coldstream.models.qwen35 import Qwen35Model
+from coldstream.models.causal_lm import CausalLM
 from coldstream.models.spec import ModelSpec
 from kv_types import EXACT, TYPES, Loss, measure
 
@@ -32,7 +32,7 @@ def test_figures_of_two_tokens() -> None:
 def test_every_type_is_measured_and_fewer_bits_are_further_away() -> None:
     with GGUFFile.open(demo_model_path()) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        model = Qwen35Model.load(file, spec, ReferenceOps())
+        model = CausalLM.load(file, spec, ReferenceOps())
     ids = np.random.default_rng(0).integers(0, spec.vocab_size, 60)
     losses = measure(model, ids, list(scoring_windows(len(ids), 40)))
     assert set(losses) == set(TYPES)

@@ -36,12 +36,22 @@ def test_json_is_one_line_with_everything(run: Run, path: str) -> None:
     assert out.count("\n") == 1
     shown = json.loads(out)
     assert shown["spec"]["num_experts"] == 8
+    assert shown["spec"]["layer_kinds"] == ["delta_net"] * 3 + ["attention"]
+    assert (shown["spec"]["head_dim"], shown["spec"]["rope_dims"]) == (64, 16)
+    assert (shown["spec"]["ssm_state_size"], shown["spec"]["num_value_heads"]) == (64, 4)
+    assert (shown["spec"]["intermediate_size"], shown["spec"]["expert_ffn_size"]) == (None, 256)
     assert shown["size_bytes"] == Path(path).stat().st_size
     assert sum(row["bytes"] for row in shown["types"]) == sum(info["num_bytes"] for info in shown["tensors"])
     assert shown["parameters"] == sum(int(np.prod(info["shape"])) for info in shown["tensors"])
     assert shown["parameters"] > shown["active_parameters"] > 0
     assert shown["metadata"]["tokenizer.ggml.tokens"]["length"] == 320
     assert "tensors" not in json.loads(run("show", path, "--json")[1])
+
+
+def test_json_of_a_dense_model(run: Run, tmp_path: Path) -> None:
+    (path,) = write_gguf(tmp_path / "dense.gguf", "qwen35", tokenizer=False)
+    spec = json.loads(run("show", str(path), "--json")[1])["spec"]
+    assert (spec["intermediate_size"], spec["num_experts"], spec["expert_ffn_size"]) == (512, 0, 0)
 
 
 def test_a_model_of_another_architecture_is_shown_and_called_what_it_is(run: Run, tmp_path: Path) -> None:

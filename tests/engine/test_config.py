@@ -12,7 +12,9 @@ from builders import Dims, make_model, write_model
 from coldstream.engine.config import DEFAULT_CTX_SIZE, EngineConfig, cache_bytes_per_token, resolve
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
+from coldstream.models.layer_specs import AttentionSpec
 from coldstream.models.spec import ModelSpec
+from specs import with_layers
 
 CORES, FREE = 4, 16 * 2**30
 
@@ -149,7 +151,7 @@ def test_quantised_caches_are_for_gpus_and_for_heads_of_whole_blocks(spec: Model
     # 24 bytes and two float16 scales.
     assert cache_bytes_per_token(smallest, spec) == 1 * 2 * (32 + 32)
     with pytest.raises(ConfigError, match="q8_0 caches hold heads of multiples of 32 values, not 48"):
-        resolve(on_gpu, replace(spec, head_dim=48), CORES, FREE)
+        resolve(on_gpu, with_layers(spec, AttentionSpec, head_dim=48), CORES, FREE)
 
 
 def test_weights_that_do_not_fit_are_refused_and_leave_less_for_the_cache(spec: ModelSpec) -> None:

@@ -17,8 +17,8 @@ from coldstream.kernels.ops import Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models import ModelSpec
+from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.qwen35 import Qwen35Model
 from coldstream.placement import RoutingTrace
 
 CHUNK = CpuRunner.chunk_size
@@ -62,7 +62,7 @@ def test_the_routing_is_what_the_definition_chooses(path: Path) -> None:
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         ops = ListeningOps()
-        model = Qwen35Model.load(file, spec, ops)
+        model = CausalLM.load(file, spec, ops)
     cache = ModelCache(spec, ops, num_slots=1, context_length=len(ids), kv_type="f16")
     rows = Rows(torch.arange(len(ids), dtype=torch.int32), torch.zeros(len(ids), dtype=torch.int32))
     model.forward(torch.tensor(ids, dtype=torch.int32), rows, cache)

@@ -9,7 +9,7 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache.cache import ModelCache
-from coldstream.models.qwen35 import Qwen35Model
+from coldstream.models.causal_lm import CausalLM
 from coldstream.models.spec import ModelSpec
 
 MIX = {
@@ -60,7 +60,7 @@ def reference_logits(path: Path, ids: list[int], kv_type: str = "f32") -> torch.
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         ops = ReferenceOps(exact=True)
-        model = Qwen35Model.load(file, spec, ops)
+        model = CausalLM.load(file, spec, ops)
     cache = ModelCache(spec, ops, num_slots=1, context_length=len(ids), kv_type=kv_type)
     rows = Rows(torch.arange(len(ids), dtype=torch.int32), torch.zeros(len(ids), dtype=torch.int32))
     return model.logits(model.forward(torch.tensor(ids, dtype=torch.int32), rows, cache))

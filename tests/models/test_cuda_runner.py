@@ -1,7 +1,6 @@
 """CudaRunner: whole models on a GPU, held to the exact definition, to the CPU and to themselves."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +37,9 @@ from coldstream.models.cuda_model import (
 )
 from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.fixed_part import CHUNK_SIZES
+from coldstream.models.layer_specs import AttentionSpec, DeltaNetSpec, MoeSpec
 from coldstream.models.spec import ModelSpec
+from specs import with_layers
 
 
 @pytest.fixture(scope="module")
@@ -298,23 +299,23 @@ def test_there_are_about_as_many_sizes_as_graphs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("kind", "change", "message"),
     [
-        ({"head_dim": 12}, "attention heads of 12: multiples of 8"),
-        ({"ssm_state_size": 96}, r"DeltaNet heads of 96: \(32, 64, 128\)"),
-        ({"conv_kernel": 9}, "9 taps: 2 to 8"),
-        ({"num_experts_per_tok": 17}, "17 experts a token: at most 16"),
-        ({"num_experts": 2048}, "2048 experts: at most 1024"),
+        (AttentionSpec, {"head_dim": 12}, "attention heads of 12: multiples of 8"),
+        (DeltaNetSpec, {"state_size": 96}, r"DeltaNet heads of 96: \(32, 64, 128\)"),
+        (DeltaNetSpec, {"conv_kernel": 9}, "9 taps: 2 to 8"),
+        (MoeSpec, {"num_experts_per_tok": 17}, "17 experts a token: at most 16"),
+        (MoeSpec, {"num_experts": 2048}, "2048 experts: at most 1024"),
     ],
 )
 def test_a_model_without_kernels_is_refused_by_name(
-    moe_path: Path, change: dict[str, int], message: str
+    moe_path: Path, kind: type, change: dict[str, int], message: str
 ) -> None:
     with GGUFFile.open(moe_path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
     check_supported(spec)
     with pytest.raises(UnsupportedError, match=message + r".*use --device cpu"):
-        check_supported(replace(spec, **change))
+        check_supported(with_layers(spec, kind, **change))
 
 
 def test_gates_and_ups_of_an_integer_and_a_float_type_are_refused_by_name(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache.cache import ModelCache
-from coldstream.models.qwen35 import Qwen35Model
+from coldstream.models.causal_lm import CausalLM
 from coldstream.models.spec import ModelSpec
 from convert_hf import Variant, convert
 from gguf import GGMLQuantizationType as Type
@@ -69,10 +69,10 @@ def token_ids() -> list[int]:
     return np.random.default_rng(0).integers(0, VOCAB_SIZE - 2, 70).tolist()
 
 
-def load(path: Path, *, exact: bool = False) -> Qwen35Model:
+def load(path: Path, *, exact: bool = False) -> CausalLM:
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        return Qwen35Model.load(file, spec, ReferenceOps(exact=exact))
+        return CausalLM.load(file, spec, ReferenceOps(exact=exact))
 
 
 def make_rows(*sequences: tuple[int, int, int]) -> Rows:
@@ -82,16 +82,16 @@ def make_rows(*sequences: tuple[int, int, int]) -> Rows:
     return Rows(torch.tensor(positions, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32))
 
 
-def cache_for(model: Qwen35Model, slots: int = 1) -> ModelCache:
+def cache_for(model: CausalLM, slots: int = 1) -> ModelCache:
     return ModelCache(model.spec, model.ops, slots, context_length=128, kv_type="f32")
 
 
 @torch.no_grad()
-def feed(model: Qwen35Model, cache: ModelCache, token_ids: list[int], rows: Rows) -> torch.Tensor:
+def feed(model: CausalLM, cache: ModelCache, token_ids: list[int], rows: Rows) -> torch.Tensor:
     return model.logits(model.forward(torch.tensor(token_ids, dtype=torch.int32), rows, cache))
 
 
-def logits(model: Qwen35Model, token_ids: list[int]) -> torch.Tensor:
+def logits(model: CausalLM, token_ids: list[int]) -> torch.Tensor:
     return feed(model, cache_for(model), token_ids, make_rows((0, 0, len(token_ids))))
 
 
@@ -211,7 +211,7 @@ def test_cpu_logits_are_the_exact_reference_bit_for_bit(gguf_path, token_ids) ->
     path, count = gguf_path(True, 2, Variant(INTEGER_TYPES)), 6
     ops = CpuOps(2)
     with GGUFFile.open(path) as file:
-        model = Qwen35Model.load(file, ModelSpec.from_gguf(file.metadata, file.tensors), ops)
+        model = CausalLM.load(file, ModelSpec.from_gguf(file.metadata, file.tensors), ops)
         cache = ModelCache(model.spec, ops, num_slots=1, context_length=count)
         rows = Rows(ops.int_vector(range(count)), ops.int_vector([0] * count))
         actual = model.logits(model.forward(ops.int_vector(token_ids[:count]), rows, cache))

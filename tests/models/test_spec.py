@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from builders import SMALL, Dims, TinyModel, make_model
 from coldstream.errors import InconsistentError, LimitError, ModelFormatError, UnsupportedError
+from coldstream.kernels.ops import RopeSpec
 from coldstream.models import ModelSpec
+from coldstream.models.layer_specs import (
+    AttentionSpec,
+    DeltaNetSpec,
+    DenseFfnSpec,
+    LayerSpec,
+    MoeSpec,
+)
+from specs import with_layers
 
 LoadSpec = Callable[[TinyModel], ModelSpec]
 
@@ -39,40 +48,39 @@ def rename(model: TinyModel, old: str, new: str) -> None:
 def test_moe(load_spec: LoadSpec) -> None:
     spec = load_spec(tiny())
     assert spec.rms_norm_eps == pytest.approx(1e-6)
+    attention = AttentionSpec(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rope=RopeSpec(4, 1e7),
+        output_gate=True,
+        qk_norm="head",
+    )
+    delta_net = DeltaNetSpec(
+        conv_kernel=4, state_size=8, num_key_heads=2, num_value_heads=4, value_heads_grouped=False
+    )
+    ffn = MoeSpec(num_experts=4, num_experts_per_tok=2, ffn_size=32, shared="gated", shared_ffn_size=64)
     assert spec == ModelSpec(
         architecture="qwen35moe",
-        num_layers=4,
-        num_nextn_layers=0,
         hidden_size=32,
         vocab_size=16,
         context_length=4096,
         rms_norm_eps=spec.rms_norm_eps,
         tied_output=False,
-        layer_kinds=("delta_net", "delta_net", "delta_net", "attention"),
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rope_dims=4,
-        rope_theta=1e7,
-        conv_kernel=4,
-        ssm_state_size=8,
-        num_key_heads=2,
-        num_value_heads=4,
-        value_heads_grouped=False,
-        intermediate_size=None,
-        num_experts=4,
-        num_experts_per_tok=2,
-        expert_ffn_size=32,
-        shared_expert_ffn_size=64,
+        layers=(*[LayerSpec(delta_net, ffn)] * 3, LayerSpec(attention, ffn)),
     )
-    assert (spec.is_moe, spec.num_blocks, spec.query_dim, spec.kv_dim) == (True, 4, 32, 16)
-    assert (spec.key_dim, spec.value_dim, spec.conv_dim) == (16, 32, 64)
+    assert (spec.is_moe, spec.num_layers, spec.num_blocks) == (True, 4, 4)
+    assert (spec.num_kv_heads, spec.head_dim, spec.query_dim, attention.kv_dim) == (2, 8, 32, 16)
+    assert (spec.num_value_heads, spec.ssm_state_size, spec.conv_kernel, spec.conv_dim) == (4, 8, 4, 64)
+    assert (delta_net.key_dim, delta_net.value_dim) == (16, 32)
+    assert (spec.num_experts, spec.num_experts_per_tok) == (4, 2)
 
 
 def test_dense(load_spec: LoadSpec) -> None:
     spec = load_spec(tiny("qwen35", tied=True))
     assert (spec.architecture, spec.is_moe, spec.tied_output) == ("qwen35", False, True)
-    assert (spec.intermediate_size, spec.num_experts, spec.num_experts_per_tok) == (64, 0, 0)
+    assert {layer.ffn for layer in spec.blocks} == {DenseFfnSpec(64)}
+    assert (spec.num_experts, spec.num_experts_per_tok) == (0, 0)
 
 
 @pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
@@ -82,7 +90,7 @@ def test_mtp_block_is_not_part_of_the_trunk(load_spec: LoadSpec, arch: str, key:
     spec = load_spec(changed({"nextn_predict_layers": key}, arch, nextn=True))
     assert (spec.num_layers, spec.num_nextn_layers, spec.num_blocks) == (4, 1, 5)
     assert len(spec.layer_kinds) == 4
-    assert spec.block_kind(4) == "attention"
+    assert spec.blocks[4].kind == "attention"
 
 
 def test_mtp_declared_but_absent(load_spec: LoadSpec) -> None:
@@ -191,13 +199,13 @@ def ollama(arch: str, reordered: bool | None) -> TinyModel:
 @pytest.mark.parametrize(("reordered", "grouped"), [(True, False), (False, True), (None, True)])
 def test_ollama_files(load_spec: LoadSpec, arch: str, reordered: bool | None, grouped: bool) -> None:
     spec = load_spec(ollama(arch, reordered))
-    assert spec == replace(load_spec(tiny(arch)), value_heads_grouped=grouped)
-    assert spec.key_head_ids == ((0, 0, 1, 1) if grouped else (0, 1, 0, 1))
+    assert spec == with_layers(load_spec(tiny(arch)), DeltaNetSpec, value_heads_grouped=grouped)
+    assert spec.delta_net.key_head_ids == ((0, 0, 1, 1) if grouped else (0, 1, 0, 1))
 
 
 def test_trap_01_value_heads_are_tiled(load_spec: LoadSpec) -> None:
     dims = replace(SMALL, key_heads=2, value_heads=6)
-    assert load_spec(tiny(dims=dims)).key_head_ids == (0, 1, 0, 1, 0, 1)
+    assert load_spec(tiny(dims=dims)).delta_net.key_head_ids == (0, 1, 0, 1, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -207,11 +215,18 @@ def test_trap_01_value_heads_are_tiled(load_spec: LoadSpec) -> None:
         ({"general.type": "mmproj"}, "a vision projector"),
         ({"general.type": "adapter"}, "a LoRA adapter"),
         ({"general.type": "imatrix"}, "an importance matrix"),
-        ({"general.architecture": "llama"}, "architecture 'llama': supported are qwen35 and qwen35moe"),
+        (
+            {"general.architecture": "llama"},
+            "'llama': supported are qwen35 and qwen35moe",
+        ),
         ({"general.architecture": " "}, "architecture ' '"),
         ({"general.architecture": "x" * 10_000_000}, "architecture 'xxx"),
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "unscaled rotary embeddings"),
-        ({"expert_gating_func": 2}, "expert_gating_func"),
+        ({"expert_gating_func": 2}, r"expert_gating_func at byte \d+: 2, supported: softmax \(1\)"),
+        ({"expert_gating_func": 9}, r"expert_gating_func at byte \d+: 9, known: 1 to 4"),
+        ({"expert_group_count": 4}, r"expert_group_count at byte \d+: 4, supported: 1"),
+        ({"attention.sliding_window": 128}, r"sliding_window at byte \d+: 128, supported: attention to all"),
+        ({"attention.scale": 0.5}, r"attention.scale at byte \d+: 0.5, supported: 1 / sqrt"),
         ({"expert_weights_scale": 2.5}, "expert_weights_scale"),
         ({"expert_weights_norm": False}, "normalised expert weights"),
         ({"norm_top_k_prob": False}, "normalised expert weights"),
@@ -220,6 +235,21 @@ def test_trap_01_value_heads_are_tiled(load_spec: LoadSpec) -> None:
 def test_what_is_not_supported(load_spec: LoadSpec, changes: dict[str, Any], what: str) -> None:
     with pytest.raises(UnsupportedError, match=what):
         load_spec(changed(changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"expert_gating_func": 0, "expert_weights_scale": 0.0, "expert_group_count": 0},
+        {"expert_gating_func": 1, "expert_weights_scale": 1.0, "expert_group_count": 1},
+        {"attention.sliding_window": 0, "attention.scale": 0.0},
+        {"attention.sliding_window": 4096, "attention.scale": 8**-0.5},
+        {"rope.scaling.type": "none", "expert_weights_norm": True},
+    ],
+)
+def test_keys_that_state_the_usual(load_spec: LoadSpec, changes: dict[str, Any]) -> None:
+    """Among them a window that is as long as the context."""
+    assert load_spec(changed(changes)) == load_spec(tiny())
 
 
 @pytest.mark.parametrize(
@@ -377,6 +407,9 @@ def test_any_dimensions_give_them_back(
     assert [kind == "attention" for kind in spec.layer_kinds] == [
         (i + 1) % interval == 0 for i in range(layers)
     ]
-    assert (spec.num_heads, spec.num_kv_heads) == (dims.heads, kv_heads)
-    assert sorted(spec.key_head_ids) == sorted(list(range(key_heads)) * values_per_key)
+    attends, has_delta_net = layers >= interval or switches["nextn"], interval > 1
+    expected = (dims.heads, kv_heads) if attends else (0, 0)
+    assert (spec.attention.num_heads, spec.num_kv_heads) == expected
+    expected_ids = sorted(list(range(key_heads)) * values_per_key) if has_delta_net else []
+    assert sorted(spec.delta_net.key_head_ids) == expected_ids
     assert spec.tied_output == switches["tied"]

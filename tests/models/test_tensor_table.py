@@ -10,7 +10,9 @@ import pytest
 from builders import SMALL, TinyModel, make_model, write_model
 from coldstream.errors import InconsistentError, ModelFormatError, UnsupportedError
 from coldstream.gguf import GGUFFile, QuantType
-from coldstream.models import LayerKind, ModelSpec, block_tensors, global_tensors, validate_tensors
+from coldstream.kernels.ops import RopeSpec
+from coldstream.models import ModelSpec, block_tensors, global_tensors, validate_tensors
+from coldstream.models.layer_specs import AttentionSpec, DeltaNetSpec, DenseFfnSpec, LayerSpec, MoeSpec
 
 LoadSpec = Callable[[TinyModel], ModelSpec]
 
@@ -19,38 +21,35 @@ def tiny(arch: str = "qwen35moe", **options: Any) -> TinyModel:
     return make_model(arch, dims=SMALL, quant="F32", tokenizer=False, **options)
 
 
-def layer_kinds(num_layers: int) -> tuple[LayerKind, ...]:
-    return tuple("attention" if i % 4 == 3 else "delta_net" for i in range(num_layers))
-
-
 def qwen36(is_moe: bool, num_nextn_layers: int = 0) -> ModelSpec:
     """The published numbers of Qwen3.6-35B-A3B and Qwen3.6-27B."""
-    num_layers = 40 if is_moe else 64
+    attention = AttentionSpec(
+        num_heads=16 if is_moe else 24,
+        num_kv_heads=2 if is_moe else 4,
+        head_dim=256,
+        rope=RopeSpec(64, 1e7),
+        output_gate=True,
+        qk_norm="head",
+    )
+    delta_net = DeltaNetSpec(
+        conv_kernel=4,
+        state_size=128,
+        num_key_heads=16,
+        num_value_heads=32 if is_moe else 48,
+        value_heads_grouped=False,
+    )
+    moe = MoeSpec(num_experts=256, num_experts_per_tok=8, ffn_size=512, shared="gated", shared_ffn_size=512)
+    ffn = moe if is_moe else DenseFfnSpec(17408)
+    period = (*[LayerSpec(delta_net, ffn)] * 3, LayerSpec(attention, ffn))
     return ModelSpec(
         architecture="qwen35moe" if is_moe else "qwen35",
-        num_layers=num_layers,
-        num_nextn_layers=num_nextn_layers,
         hidden_size=2048 if is_moe else 5120,
         vocab_size=248320,
         context_length=262144,
         rms_norm_eps=1e-6,
         tied_output=False,
-        layer_kinds=layer_kinds(num_layers),
-        num_heads=16 if is_moe else 24,
-        num_kv_heads=2 if is_moe else 4,
-        head_dim=256,
-        rope_dims=64,
-        rope_theta=1e7,
-        conv_kernel=4,
-        ssm_state_size=128,
-        num_key_heads=16,
-        num_value_heads=32 if is_moe else 48,
-        value_heads_grouped=False,
-        intermediate_size=None if is_moe else 17408,
-        num_experts=256 if is_moe else 0,
-        num_experts_per_tok=8 if is_moe else 0,
-        expert_ffn_size=512 if is_moe else 0,
-        shared_expert_ffn_size=512 if is_moe else 0,
+        layers=period * (10 if is_moe else 16),
+        nextn_layers=(LayerSpec(attention, ffn),) * num_nextn_layers,
     )
 
 

@@ -16,6 +16,7 @@ from coldstream.errors import UnsupportedError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.models.footprint import active_parameters, bytes_per_token, num_parameters
+from coldstream.models.layer_specs import DenseFfnSpec
 from coldstream.models.spec import ModelSpec
 
 _MAX_SHOWN_CHARS = 100
@@ -132,7 +133,7 @@ def _to_json(file: GGUFFile, spec: ModelSpec | None, problem: str, tensors: bool
         "paths": [str(path) for path in file.paths],
         "size_bytes": file.num_bytes,
         "parameters": num_parameters(file.tensors.values()),
-        "spec": asdict(spec) if spec else None,
+        "spec": _spec_to_json(spec) if spec else None,
         "problem": problem or None,
         "types": _type_rows(file.tensors),
         "metadata": {key: _plain(value) for key, value in file.metadata.items()},
@@ -145,6 +146,38 @@ def _to_json(file: GGUFFile, spec: ModelSpec | None, problem: str, tensors: bool
             asdict(info) | {"quant_type": info.quant_type.name} for info in file.tensors.values()
         ]
     return document
+
+
+def _spec_to_json(spec: ModelSpec) -> dict[str, Any]:
+    """The numbers of the model and of its layers, each once: layers of a kind are alike."""
+    attention, delta_net, moe = spec.attention, spec.delta_net, spec.moe
+    dense = [layer.ffn.size for layer in spec.layers if isinstance(layer.ffn, DenseFfnSpec)]
+    return {
+        "architecture": spec.architecture,
+        "num_layers": spec.num_layers,
+        "num_nextn_layers": spec.num_nextn_layers,
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "context_length": spec.context_length,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "tied_output": spec.tied_output,
+        "layer_kinds": spec.layer_kinds,
+        "num_heads": attention.num_heads,
+        "num_kv_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "rope_dims": attention.rope.num_dims,
+        "rope_theta": attention.rope.theta,
+        "conv_kernel": delta_net.conv_kernel,
+        "ssm_state_size": delta_net.state_size,
+        "num_key_heads": delta_net.num_key_heads,
+        "num_value_heads": delta_net.num_value_heads,
+        "value_heads_grouped": delta_net.value_heads_grouped,
+        "intermediate_size": dense[0] if dense else None,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.num_experts_per_tok,
+        "expert_ffn_size": moe.ffn_size,
+        "shared_expert_ffn_size": moe.shared_ffn_size,
+    }
 
 
 def _plain(value: Any) -> Any:

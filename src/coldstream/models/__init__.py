@@ -1,7 +1,8 @@
 """What a model consists of: its numbers, its tensors, and how they are put together."""
 
+from coldstream.models.layer_specs import LayerKind
 from coldstream.models.sanity import check_small_tensors
-from coldstream.models.spec import LayerKind, ModelSpec
+from coldstream.models.spec import ModelSpec
 from coldstream.models.tensor_table import block_tensors, global_tensors, validate_tensors
 
 __all__ = [

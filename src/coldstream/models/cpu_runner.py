@@ -12,7 +12,7 @@ from coldstream.kernels.cpu_ops import CpuOps, RoutingCpuOps
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.pooled_cpu_ops import PooledCpuOps, UnreadCpuOps
 from coldstream.kvcache.cache import ModelCache
-from coldstream.models.qwen35 import Qwen35Model
+from coldstream.models.causal_lm import CausalLM
 from coldstream.models.ram_budget import RamNeeds, disk_tier_within
 from coldstream.models.runner import Array, ModelRunner, Progress
 from coldstream.models.spec import ModelSpec
@@ -39,7 +39,7 @@ class CpuRunner(ModelRunner):
         super().__init__(file, spec, context_length)
         self._ops = ops
         self._disk = disk
-        self._model = Qwen35Model.load(file, spec, ops)
+        self._model = CausalLM.load(file, spec, ops)
         self._cache = ModelCache(spec, ops, num_slots=1, context_length=context_length, kv_type=kv_type)
         size = self.chunk_size
         self._token_ids = ops.zeros((size,), "int32")

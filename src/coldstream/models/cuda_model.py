@@ -29,10 +29,10 @@ from coldstream.kernels.ops import Rows
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
 from coldstream.kernels.sample.cuda import PROGRAM as SAMPLER
 from coldstream.kvcache.cache import ModelCache
+from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cuda_logits import Sampler
 from coldstream.models.fixed_part import CHUNK_SIZES, GRAPH_BYTES, RESERVE_BYTES
 from coldstream.models.footprint import model_sizes
-from coldstream.models.qwen35 import Qwen35Model
 from coldstream.models.spec import ModelSpec
 
 # Of the memory that weights and caches leave free: what prefill may use for its activations.
@@ -112,7 +112,7 @@ class Loaded:
     """A model, its caches and its inputs in some memory."""
 
     ops: CudaOps
-    model: Qwen35Model
+    model: CausalLM
     cache: ModelCache
     inputs: Inputs
     hidden: Activations  # [most rows of a graph, E], where captured steps leave their hidden states
@@ -147,7 +147,7 @@ class Loaded:
                 fitting_prefetch(file, spec, limits),
                 notes_kernels=notes_kernels,
             )
-        model = Qwen35Model.load(file, spec, ops)
+        model = CausalLM.load(file, spec, ops)
         weight_bytes = memory.persistent_bytes
         cache = ModelCache(spec, ops, limits.num_slots, limits.context_length, limits.kv_type)
         rows = max(chunk_size, MAX_DECODE_ROWS)
@@ -248,13 +248,16 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
 
 def check_supported(spec: ModelSpec) -> None:
     """UnsupportedError if the GPU has no kernels for a model of these dimensions."""
+    has_delta_net = "delta_net" in spec.layer_kinds
     wanted = {
         f"attention heads of {spec.head_dim}: multiples of {HEAD_MULTIPLE} up to {LARGEST_HEAD}": (
             spec.head_dim % HEAD_MULTIPLE or spec.head_dim > LARGEST_HEAD
         ),
-        f"DeltaNet heads of {spec.ssm_state_size}: {HEAD_SIZES}": spec.ssm_state_size not in HEAD_SIZES,
+        f"DeltaNet heads of {spec.ssm_state_size}: {HEAD_SIZES}": (
+            has_delta_net and spec.ssm_state_size not in HEAD_SIZES
+        ),
         f"a convolution of {spec.conv_kernel} taps: {TAPS.start} to {TAPS.stop - 1}": (
-            spec.conv_kernel not in TAPS
+            has_delta_net and spec.conv_kernel not in TAPS
         ),
         f"{spec.num_experts_per_tok} experts a token: at most {MAX_CHOSEN}": (
             spec.num_experts_per_tok > MAX_CHOSEN

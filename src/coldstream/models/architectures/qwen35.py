@@ -1,0 +1,63 @@
+"""Qwen3.5 and Qwen3.6: `qwen35moe`, and `qwen35` with a dense feed-forward network.
+
+Most layers have a gated DeltaNet, the others gated full attention. The converters of llama.cpp tile the value
+heads of the DeltaNet; Ollama's leave other traces, by which its files are told apart.
+"""
+
+from functools import partial
+from typing import Final
+
+from coldstream.models.architectures.architecture import Architecture
+from coldstream.models.hyperparameters import Hyperparameters
+from coldstream.models.layer_keys import (
+    hybrid_layers,
+    read_attention,
+    read_delta_net,
+    read_dense_ffn,
+    read_moe,
+)
+from coldstream.models.layer_specs import AttentionSpec, DeltaNetSpec, LayerSpec
+from coldstream.models.layer_tensors import Requirement, each, hybrid_block_tensors
+
+# Keys that only Ollama's converters write.
+_OLLAMA_KEYS: Final = ("mrope_sections", "rope.mrope_section", "rope.mrope_interleaved", "vision.block_count")
+
+
+def _moe_layers(keys: Hyperparameters) -> tuple[LayerSpec, ...]:
+    return hybrid_layers(keys, *_mixers(keys), read_moe(keys, shared="gated"))
+
+
+def _dense_layers(keys: Hyperparameters) -> tuple[LayerSpec, ...]:
+    return hybrid_layers(keys, *_mixers(keys), read_dense_ffn(keys))
+
+
+def _mixers(keys: Hyperparameters) -> tuple[AttentionSpec, DeltaNetSpec]:
+    attention = read_attention(keys, output_gate=True, qk_norm="head")
+    return attention, read_delta_net(keys, value_heads_grouped=_value_heads_grouped(keys))
+
+
+def _value_heads_grouped(keys: Hyperparameters) -> bool:
+    """Whether the value heads of the DeltaNet are in the order of the original checkpoint.
+
+    Ollama's converters record that they have reordered them; their files without the record have not been,
+    while all other converters reorder and record nothing.
+    """
+    if "ssm.v_head_reordered" in keys:
+        return not keys.flag("ssm.v_head_reordered")
+    return any(key in keys for key in _OLLAMA_KEYS)
+
+
+def _projections(spec: DeltaNetSpec, hidden: int) -> tuple[Requirement, ...]:
+    return each(
+        {
+            "attn_qkv.weight": (spec.conv_dim, hidden),
+            "attn_gate.weight": (spec.value_dim, hidden),
+            "ssm_alpha.weight": (spec.num_value_heads, hidden),
+            "ssm_beta.weight": (spec.num_value_heads, hidden),
+        }
+    )
+
+
+_block_tensors = partial(hybrid_block_tensors, projections=_projections)
+QWEN35: Final = Architecture("qwen35", _dense_layers, _block_tensors)
+QWEN35MOE: Final = Architecture("qwen35moe", _moe_layers, _block_tensors)

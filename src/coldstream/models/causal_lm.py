@@ -1,0 +1,96 @@
+"""The forward pass of every model, driven by the specs of its layers.
+
+A block is x + mixer(norm(x)), then + FFN(norm): the mixer is full attention or a gated DeltaNet, the FFN a
+mixture of experts or dense. Written once over `Ops`; the forward pass calls nothing else and does no
+arithmetic of its own, so that an implementation of `Ops` may record it and play it back.
+
+MTP blocks, which predict further tokens, lie behind the trunk in the file and are not loaded here.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+from coldstream.errors import InvalidRequestError
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.ops import Array, ExpertOutputs, Ops, Rows, Weight
+from coldstream.kvcache.cache import AttentionState, LayerState, ModelCache
+from coldstream.layers.attention import AttentionWeights, attention
+from coldstream.layers.dense_ffn import dense_ffn
+from coldstream.layers.gated_delta_net import gated_delta_net
+from coldstream.layers.moe import MoeWeights, moe
+from coldstream.models.loader import Block, Loader
+from coldstream.models.sanity import check_small_tensors
+from coldstream.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """The weights of a model, and the operations they were loaded for."""
+
+    spec: ModelSpec
+    ops: Ops
+    token_embd: Weight  # [vocab, E]
+    blocks: tuple[Block, ...]
+    output_norm: Array  # [E]
+    output: Weight  # [vocab, E]; token_embd itself if the file has no other
+    warnings: tuple[str, ...]  # what looks wrong with the file and may be right
+
+    @classmethod
+    def load(cls, file: GGUFFile, spec: ModelSpec, ops: Ops) -> Self:
+        """All weights of the trunk by their names in the file, which `spec` has been checked against.
+
+        Raises ModelChangedError if the file is not what it was when it was opened, and InconsistentError if
+        the values of its small tensors contradict the conventions of the format.
+        """
+        loader = Loader(file, spec, ops)
+        token_embd = loader.weight("token_embd") if spec.tied_output else loader.mapped("token_embd")
+        blocks = tuple(loader.block(index) for index in range(spec.num_layers))
+        output_norm = loader.vector("output_norm.weight")
+        return cls(
+            spec=spec,
+            ops=ops,
+            token_embd=token_embd,
+            blocks=blocks,
+            output_norm=output_norm,
+            output=token_embd if spec.tied_output else loader.weight("output"),
+            warnings=check_small_tensors(spec, loader.vectors),
+        )
+
+    def forward(self, token_ids: Array, rows: Rows, cache: ModelCache) -> Array:
+        """Hidden states after the last norm, [T, E], of int32 token_ids [T] at `rows`.
+
+        Advances the states of the slots in `cache` that `rows` names. InvalidRequestError if there are no
+        rows.
+        """
+        if token_ids.shape[0] == 0:
+            raise InvalidRequestError("there are no tokens to compute: a forward pass needs at least one")
+        ops, eps = self.ops, self.spec.rms_norm_eps
+        attends = "attention" in self.spec.layer_kinds
+        angles = ops.rope_angles(rows.positions, self.spec.attention.rope) if attends else None
+        x = ops.embed(self.token_embd, token_ids)
+        norms = [block.attn_norm for block in self.blocks] + [self.output_norm]
+        normed = ops.rms_norm(x, norms[0], eps)
+        for block, state, next_norm in zip(self.blocks, cache.layers, norms[1:], strict=True):
+            x, normed = ops.add_norm(
+                x, self.mix(block, normed, angles, state, rows), block.post_attention_norm, eps
+            )
+            x, normed = ops.add_norm(x, self.feed_forward(block, normed), next_norm, eps)
+        return normed
+
+    def logits(self, hidden: Array) -> Array:
+        """What `forward` returned, or some of its rows: [T, E] → [T, vocab]."""
+        return self.ops.linear(hidden, (self.output,))[0]
+
+    def mix(self, block: Block, x: Array, angles: Array, state: LayerState, rows: Rows) -> Array:
+        """The mixer of a block on normed x [T, E]; advances `state`."""
+        if isinstance(block.mixer, AttentionWeights):
+            assert isinstance(state, AttentionState)
+            return attention(self.ops, x, block.mixer, angles, state.k, state.v, rows)
+        assert not isinstance(state, AttentionState)
+        return gated_delta_net(self.ops, x, block.mixer, state.conv_state, state.state, rows)
+
+    def feed_forward(self, block: Block, x: Array) -> Array | ExpertOutputs:
+        """The FFN of a block on normed x [T, E]: what `Ops.add_norm` adds to the residual stream."""
+        if isinstance(block.ffn, MoeWeights):
+            return moe(self.ops, x, block.ffn)
+        return dense_ffn(self.ops, x, block.ffn)

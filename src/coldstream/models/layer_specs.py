@@ -1,0 +1,138 @@
+"""What a layer computes, as numbers and choices: a record for the mixer, and one for the FFN.
+
+The records can say more than any kernel computes. `kernel_support.py` compares them with the kernels once,
+when a model is opened, so that whoever runs a layer has nothing left to choose.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from coldstream.kernels.ops import RopeSpec
+
+LayerKind = Literal["attention", "delta_net"]
+QkNorm = Literal["none", "head", "projection"]
+Gating = Literal["softmax", "sigmoid", "softmax of the chosen", "square root of softplus"]
+Activation = Literal["swiglu", "clamped swiglu"]
+SharedExpert = Literal["none", "plain", "gated"]
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Softmax attention of `num_heads` query heads over `num_kv_heads` heads of keys and values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeSpec
+    rope_scaling: str = "none"  # as the file names it
+    output_gate: bool = False  # the query projection holds per head its query, then a gate of the output
+    qk_norm: QkNorm = "none"  # RMS norm of queries and keys: of each head, or of the whole projection
+    bias: bool = False  # of the four projections
+    scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    window: int | None = None  # positions that a token sees, its own included; None: all
+    sinks: bool = False  # a logit of each head that takes a share of the softmax and has no value
+
+    @property
+    def query_dim(self) -> int:
+        """Width of all query heads together; with a gate the query projection has twice as many rows."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of all keys (or values) together."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class DeltaNetSpec:
+    """A gated DeltaNet: causal convolution, gated delta rule, gated norm."""
+
+    conv_kernel: int  # taps
+    state_size: int  # head size of keys and of values
+    num_key_heads: int
+    num_value_heads: int
+    value_heads_grouped: bool
+
+    @property
+    def key_dim(self) -> int:
+        """Width of all keys (or queries) together."""
+        return self.num_key_heads * self.state_size
+
+    @property
+    def value_dim(self) -> int:
+        """Width of all values together."""
+        return self.num_value_heads * self.state_size
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_dim + self.value_dim
+
+    @property
+    def value_heads_per_key_head(self) -> int:
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def key_head_ids(self) -> tuple[int, ...]:
+        """Which key head each value head reads, [num_value_heads].
+
+        Grouped (head h reads key head h div the number of value heads per key head), as the checkpoints have
+        them, or tiled (h mod num_key_heads), as most GGUF writers of `qwen35` reorder them.
+        """
+        heads = range(self.num_value_heads)
+        if self.value_heads_grouped:
+            return tuple(head // self.value_heads_per_key_head for head in heads)
+        return tuple(head % self.num_key_heads for head in heads)
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """How a token chooses its experts: scores by `gating`, the best of them, weights of the chosen."""
+
+    gating: Gating = "softmax"
+    selection_bias: bool = False  # added to the scores for choosing, and not to the weights
+    normalised: bool = True  # the weights of the chosen are divided by their sum
+    scale: float = 1.0  # of the weights, after that
+    num_groups: int = 1  # of experts, of which the best are chosen first
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """Routed experts of one size, and at most one shared expert that every token takes."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    ffn_size: int
+    router: RouterSpec = RouterSpec()
+    activation: Activation = "swiglu"
+    bias: bool = False  # of the experts' matrices
+    shared: SharedExpert = "none"  # added as it is, or times the sigmoid of a gate
+    shared_ffn_size: int = 0
+
+
+@dataclass(frozen=True)
+class DenseFfnSpec:
+    """A feed-forward network that every token takes whole."""
+
+    size: int
+    activation: Activation = "swiglu"
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """x + mixer(norm(x)), then + ffn(norm(x))."""
+
+    mixer: AttentionSpec | DeltaNetSpec
+    ffn: MoeSpec | DenseFfnSpec
+
+    @property
+    def kind(self) -> LayerKind:
+        return "attention" if isinstance(self.mixer, AttentionSpec) else "delta_net"
+
+
+# What stands for the kinds of layer that a model has not.
+NO_ATTENTION = AttentionSpec(num_heads=0, num_kv_heads=0, head_dim=0, rope=RopeSpec(0, 1.0))
+NO_DELTA_NET = DeltaNetSpec(
+    conv_kernel=0, state_size=0, num_key_heads=0, num_value_heads=0, value_heads_grouped=False
+)
+NO_EXPERTS = MoeSpec(num_experts=0, num_experts_per_tok=0, ffn_size=0)

@@ -1,0 +1,121 @@
+"""The tensors of the parts of a layer, by the names that families share, with their shapes.
+
+Shapes are in numpy order: a weight is [out, in], a stack of experts [experts, out, in]. What converters do
+differently is written as alternatives: fused or split matrices, a shape with or without a leading 1, a name
+with or without `.bias`.
+"""
+
+from collections.abc import Callable, Mapping
+
+from coldstream.models.layer_specs import AttentionSpec, DeltaNetSpec, DenseFfnSpec, LayerSpec, MoeSpec
+
+Shape = tuple[int, ...]
+Group = dict[str, tuple[Shape, ...]]  # tensors that come together: name → the shapes it may have
+Requirement = tuple[
+    Group, ...
+]  # alternatives, of which the file must hold one; an empty group makes it optional
+
+
+def each(shapes: Mapping[str, Shape]) -> tuple[Requirement, ...]:
+    """Every one of these tensors, on its own, with one shape."""
+    return tuple(({name: (shape,)},) for name, shape in shapes.items())
+
+
+def together(shapes: Mapping[str, Shape]) -> Group:
+    """These tensors as one alternative, each with one shape."""
+    return {name: (shape,) for name, shape in shapes.items()}
+
+
+def hybrid_block_tensors(
+    layer: LayerSpec, hidden: int, projections: Callable[[DeltaNetSpec, int], tuple[Requirement, ...]]
+) -> tuple[Requirement, ...]:
+    """A block with attention or a gated DeltaNet, whose `projections` of the input a family lays out."""
+    mixer = (
+        _attention_tensors(layer.mixer, hidden)
+        if isinstance(layer.mixer, AttentionSpec)
+        else (*_delta_net_rule_tensors(layer.mixer, hidden), *projections(layer.mixer, hidden))
+    )
+    ffn = (
+        _moe_tensors(layer.ffn, hidden)
+        if isinstance(layer.ffn, MoeSpec)
+        else _dense_ffn_tensors(layer.ffn, hidden)
+    )
+    return (*_norm_tensors(hidden), *mixer, *ffn)
+
+
+def _norm_tensors(hidden: int) -> tuple[Requirement, ...]:
+    """The norms before the mixer and before the feed-forward network."""
+    return each({"attn_norm.weight": (hidden,), "post_attention_norm.weight": (hidden,)})
+
+
+def _attention_tensors(spec: AttentionSpec, hidden: int) -> tuple[Requirement, ...]:
+    query_rows = (1 + spec.output_gate) * spec.query_dim  # each head's query, then its gate
+    split = together(
+        {
+            "attn_q.weight": (query_rows, hidden),
+            "attn_k.weight": (spec.kv_dim, hidden),
+            "attn_v.weight": (spec.kv_dim, hidden),
+        }
+    )
+    fused = together({"attn_qkv.weight": (query_rows + 2 * spec.kv_dim, hidden)})
+    others = {
+        "attn_output.weight": (hidden, spec.query_dim),
+        "attn_q_norm.weight": (spec.head_dim,),
+        "attn_k_norm.weight": (spec.head_dim,),
+    }
+    return ((split, fused), *each(others))
+
+
+def _delta_net_rule_tensors(spec: DeltaNetSpec, hidden: int) -> tuple[Requirement, ...]:
+    """All but the projections of the input, which families lay out in ways of their own."""
+    heads = spec.num_value_heads
+    bias: Requirement = ({"ssm_dt.bias": ((heads,),)}, {"ssm_dt": ((heads,),)})
+    others = {
+        "ssm_a": (heads,),
+        "ssm_conv1d.weight": (spec.conv_dim, spec.conv_kernel),
+        "ssm_norm.weight": (spec.state_size,),
+        "ssm_out.weight": (hidden, spec.value_dim),
+    }
+    return (bias, *each(others))
+
+
+def _dense_ffn_tensors(spec: DenseFfnSpec, hidden: int) -> tuple[Requirement, ...]:
+    return each(
+        {
+            "ffn_gate.weight": (spec.size, hidden),
+            "ffn_up.weight": (spec.size, hidden),
+            "ffn_down.weight": (hidden, spec.size),
+        }
+    )
+
+
+def _moe_tensors(spec: MoeSpec, hidden: int) -> tuple[Requirement, ...]:
+    experts, size, shared = spec.num_experts, spec.ffn_size, spec.shared_ffn_size
+    split = together(
+        {"ffn_gate_exps.weight": (experts, size, hidden), "ffn_up_exps.weight": (experts, size, hidden)}
+    )
+    fused = together(
+        {"ffn_gate_up_exps.weight": (experts, 2 * size, hidden)}
+    )  # of each expert gate rows, then up
+    shared_gate: Group = {"ffn_gate_inp_shexp.weight": ((hidden,), (1, hidden))}
+    others = {
+        "ffn_gate_inp.weight": (experts, hidden),
+        "ffn_down_exps.weight": (experts, hidden, size),
+        "ffn_gate_shexp.weight": (shared, hidden),
+        "ffn_up_shexp.weight": (shared, hidden),
+        "ffn_down_shexp.weight": (hidden, shared),
+    }
+    return ((split, fused), (shared_gate,), *each(others))
+
+
+def nextn_tensors(hidden: int, vocab_size: int) -> tuple[Requirement, ...]:
+    """What a block for multi-token prediction has beside its layer; its tables may be the model's own."""
+    table = (vocab_size, hidden)
+    required = {
+        "nextn.eh_proj.weight": (hidden, 2 * hidden),
+        "nextn.enorm.weight": (hidden,),
+        "nextn.hnorm.weight": (hidden,),
+        "nextn.shared_head_norm.weight": (hidden,),
+    }
+    own_tables = {"nextn.embed_tokens.weight": table, "nextn.shared_head_head.weight": table}
+    return (*each(required), *((*requirement, {}) for requirement in each(own_tables)))

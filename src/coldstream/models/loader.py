@@ -1,0 +1,138 @@
+"""The weights of a model, found in a file by the names and layouts of its architecture."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.ops import Array, DeltaNetWeights, ExpertWeights, Ops, Weight
+from coldstream.layers.attention import AttentionWeights
+from coldstream.layers.dense_ffn import DenseFfnWeights
+from coldstream.layers.gated_delta_net import GatedDeltaNetWeights
+from coldstream.layers.moe import MoeWeights
+from coldstream.models.layer_specs import AttentionSpec, DeltaNetSpec, MoeSpec
+from coldstream.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer of the trunk."""
+
+    attn_norm: Array  # [E]
+    mixer: AttentionWeights | GatedDeltaNetWeights
+    post_attention_norm: Array  # [E]; before the FFN, not after the mixer
+    ffn: MoeWeights | DenseFfnWeights
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Finds weights by name, in whichever of their forms the file has them, and remembers the small ones."""
+
+    file: GGUFFile
+    spec: ModelSpec
+    ops: Ops
+    vectors: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def weight(self, name: str) -> Weight:
+        """The matrix `name`.weight."""
+        return self.ops.load_weight(self.file, self.file.tensors[f"{name}.weight"])
+
+    def mapped(self, name: str) -> Weight:
+        """The same, for weights of which a token reads a part."""
+        return self.ops.map_weight(self.file, self.file.tensors[f"{name}.weight"])
+
+    def vector(self, name: str) -> Array:
+        """The small tensor `name`, suffix included."""
+        self.vectors[name] = self.ops.read_values(self.file, self.file.tensors[name])
+        return self.ops.float_array(self.vectors[name])
+
+    def parts(
+        self, load: Callable[[str], Weight], names: tuple[str, ...], fused: str, sizes: tuple[int, ...]
+    ) -> tuple[Weight, ...]:
+        """The weights `names`, or their `sizes` rows each of the one weight that has them all."""
+        if f"{fused}.weight" in self.file.tensors:
+            return self.ops.split_rows(load(fused), sizes)
+        return tuple(load(name) for name in names)
+
+    def block(self, index: int) -> Block:
+        """The weights of layer `index` of the trunk."""
+        prefix, layer = f"blk.{index}.", self.spec.layers[index]
+        return Block(
+            attn_norm=self.vector(f"{prefix}attn_norm.weight"),
+            mixer=self.attention(prefix, layer.mixer)
+            if isinstance(layer.mixer, AttentionSpec)
+            else self.gated_delta_net(prefix, layer.mixer),
+            post_attention_norm=self.vector(f"{prefix}post_attention_norm.weight"),
+            ffn=self.moe(prefix, layer.ffn) if isinstance(layer.ffn, MoeSpec) else self.dense_ffn(prefix),
+        )
+
+    def attention(self, prefix: str, spec: AttentionSpec) -> AttentionWeights:
+        attn_q, attn_k, attn_v = self.parts(
+            self.weight,
+            (f"{prefix}attn_q", f"{prefix}attn_k", f"{prefix}attn_v"),
+            fused=f"{prefix}attn_qkv",
+            sizes=((1 + spec.output_gate) * spec.query_dim, spec.kv_dim, spec.kv_dim),
+        )
+        return AttentionWeights(
+            attn_q=attn_q,
+            attn_k=attn_k,
+            attn_v=attn_v,
+            attn_output=self.weight(f"{prefix}attn_output"),
+            attn_q_norm=self.vector(f"{prefix}attn_q_norm.weight"),
+            attn_k_norm=self.vector(f"{prefix}attn_k_norm.weight"),
+            eps=self.spec.rms_norm_eps,
+        )
+
+    def gated_delta_net(self, prefix: str, spec: DeltaNetSpec) -> GatedDeltaNetWeights:
+        bias = f"{prefix}ssm_dt.bias"
+        rule = DeltaNetWeights(
+            conv_taps=self.vector(f"{prefix}ssm_conv1d.weight"),
+            a=self.vector(f"{prefix}ssm_a"),
+            dt_bias=self.vector(bias if bias in self.file.tensors else f"{prefix}ssm_dt"),
+            norm=self.vector(f"{prefix}ssm_norm.weight"),
+            key_head_ids=self.ops.int_vector(spec.key_head_ids),
+            num_key_heads=spec.num_key_heads,
+            eps=self.spec.rms_norm_eps,
+        )
+        return GatedDeltaNetWeights(
+            attn_qkv=self.weight(f"{prefix}attn_qkv"),
+            attn_gate=self.weight(f"{prefix}attn_gate"),
+            ssm_alpha=self.weight(f"{prefix}ssm_alpha"),
+            ssm_beta=self.weight(f"{prefix}ssm_beta"),
+            ssm_out=self.weight(f"{prefix}ssm_out"),
+            rule=rule,
+        )
+
+    def dense_ffn(self, prefix: str) -> DenseFfnWeights:
+        return DenseFfnWeights(
+            ffn_gate=self.weight(f"{prefix}ffn_gate"),
+            ffn_up=self.weight(f"{prefix}ffn_up"),
+            ffn_down=self.weight(f"{prefix}ffn_down"),
+        )
+
+    def moe(self, prefix: str, spec: MoeSpec) -> MoeWeights:
+        ffn_gate_exps, ffn_up_exps = self.parts(
+            self.mapped,
+            (f"{prefix}ffn_gate_exps", f"{prefix}ffn_up_exps"),
+            fused=f"{prefix}ffn_gate_up_exps",
+            sizes=(spec.ffn_size, spec.ffn_size),
+        )
+        # Some files store the one row of this matrix as a vector.
+        shared_gate = self.file.tensors[f"{prefix}ffn_gate_inp_shexp.weight"]
+        shared_gate = replace(shared_gate, shape=(1, self.spec.hidden_size))
+        return MoeWeights(
+            ffn_gate_inp=self.ops.load_float_weight(
+                self.file, self.file.tensors[f"{prefix}ffn_gate_inp.weight"]
+            ),
+            ffn_gate_inp_shexp=self.ops.load_weight(self.file, shared_gate),
+            experts=ExpertWeights(
+                gate=ffn_gate_exps,
+                up=ffn_up_exps,
+                down=self.mapped(f"{prefix}ffn_down_exps"),
+                shared_gate=self.weight(f"{prefix}ffn_gate_shexp"),
+                shared_up=self.weight(f"{prefix}ffn_up_shexp"),
+                shared_down=self.weight(f"{prefix}ffn_down_shexp"),
+            ),
+            num_experts_per_tok=spec.num_experts_per_tok,
+        )

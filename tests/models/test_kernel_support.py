@@ -1,0 +1,93 @@
+"""Whatever a layer may ask for and no kernel computes is refused, with its value."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from builders import SMALL, make_model, write_model
+from coldstream.errors import UnsupportedError
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.ops import RopeSpec
+from coldstream.models.hyperparameters import Hyperparameters
+from coldstream.models.kernel_support import check_kernels
+from coldstream.models.layer_specs import AttentionSpec, DeltaNetSpec, LayerSpec, MoeSpec, RouterSpec
+from coldstream.models.spec import ModelSpec
+from specs import with_layers
+
+Opened = tuple[ModelSpec, Hyperparameters]
+
+# Every field that is a choice and not a size, with a value that no kernel computes.
+CHOICES: list[tuple[type, dict[str, Any], str]] = [
+    (AttentionSpec, {"output_gate": False}, "output gate False, supported: attention with an output gate"),
+    (AttentionSpec, {"qk_norm": "none"}, "q/k norm none, supported: a norm of each head"),
+    (AttentionSpec, {"qk_norm": "projection"}, "q/k norm projection"),
+    (AttentionSpec, {"bias": True}, "bias True"),
+    (AttentionSpec, {"scale": 0.5}, "scale 0.5"),
+    (AttentionSpec, {"window": 128}, "window 128, supported: attention to all positions"),
+    (AttentionSpec, {"sinks": True}, "sinks True"),
+    (AttentionSpec, {"rope_scaling": "yarn"}, "rope yarn, supported: unscaled"),
+    (MoeSpec, {"activation": "clamped swiglu"}, "activation clamped swiglu, supported: swiglu"),
+    (MoeSpec, {"bias": True}, "expert bias True"),
+    (MoeSpec, {"shared": "none"}, "shared expert none, supported: one shared expert with a gate"),
+    (MoeSpec, {"shared": "plain"}, "shared expert plain"),
+    (MoeSpec, {"router": RouterSpec(gating="sigmoid")}, r"router sigmoid, supported: softmax"),
+    (MoeSpec, {"router": RouterSpec(gating="softmax of the chosen")}, "router softmax of the chosen"),
+    (MoeSpec, {"router": RouterSpec(selection_bias=True)}, "selection bias True"),
+    (MoeSpec, {"router": RouterSpec(normalised=False)}, "normalised False"),
+    (MoeSpec, {"router": RouterSpec(scale=2.5)}, "scale 2.5"),
+    (MoeSpec, {"router": RouterSpec(num_groups=8)}, "groups 8"),
+]
+SIZES = {
+    AttentionSpec: {"num_heads", "num_kv_heads", "head_dim", "rope"},
+    MoeSpec: {"num_experts", "num_experts_per_tok", "ffn_size", "shared_ffn_size", "router"},
+    RouterSpec: set(),
+}
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Opened:
+    """A sound model and its keys."""
+    path = write_model(tmp_path / "tiny.gguf", make_model(dims=SMALL, quant="F32", tokenizer=False))[0]
+    with GGUFFile.open(path) as file:
+        keys = Hyperparameters(file.metadata, file.tensors, "qwen35moe")
+        return ModelSpec.from_gguf(file.metadata, file.tensors), keys
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), CHOICES, ids=lambda value: str(value)[:60])
+def test_what_no_kernel_computes(opened: Opened, kind: type, changes: dict[str, Any], message: str) -> None:
+    spec, keys = opened
+    check_kernels(spec.layers, keys)
+    with pytest.raises(UnsupportedError, match=rf"tiny\.gguf: blk\.[03] of qwen35moe: .*{message}"):
+        check_kernels(with_layers(spec, kind, **changes).layers, keys)
+
+
+def test_every_choice_is_in_the_list_above() -> None:
+    """A new field of a spec is a size, or something that somebody has to decide about."""
+    tried = {(kind, name) for kind, changes, _ in CHOICES for name in changes if name != "router"}
+    routers = [changes["router"] for _, changes, _ in CHOICES if "router" in changes]
+    default = RouterSpec()
+    for field in fields(RouterSpec):
+        if any(getattr(router, field.name) != getattr(default, field.name) for router in routers):
+            tried.add((RouterSpec, field.name))
+    for kind, sizes in SIZES.items():
+        assert {field.name for field in fields(kind)} - sizes == {name for k, name in tried if k is kind}
+
+
+def test_layers_of_a_kind_are_alike(opened: Opened) -> None:
+    spec, keys = opened
+    first, *others, last = spec.layers
+    assert isinstance(first.mixer, DeltaNetSpec)
+    assert isinstance(last.mixer, AttentionSpec)
+    assert isinstance(last.ffn, MoeSpec)
+    wider = LayerSpec(replace(last.mixer, rope=RopeSpec(2, 1e6)), last.ffn)
+    grouped = LayerSpec(replace(first.mixer, value_heads_grouped=True), first.ffn)
+    narrow = LayerSpec(first.mixer, replace(last.ffn, ffn_size=8))
+    for layers, what in {
+        (first, *others, last, wider): "attention",
+        (grouped, *others, last): "gated DeltaNet",
+        (narrow, *others, last): "feed-forward",
+    }.items():
+        with pytest.raises(UnsupportedError, match=rf"tiny\.gguf: the {what} layers of qwen35moe differ"):
+            check_kernels(layers, keys)
