@@ -25,7 +25,7 @@ CHOICES: list[tuple[type, dict[str, Any], str]] = [
     (AttentionSpec, {"qk_norm": "projection"}, "q/k norm projection"),
     (AttentionSpec, {"bias": True}, "bias True"),
     (AttentionSpec, {"scale": 0.5}, "scale 0.5"),
-    (AttentionSpec, {"window": 128}, "window 128, supported: attention to all positions"),
+    (AttentionSpec, {"window": 128}, "window 128, supported: all positions"),
     (AttentionSpec, {"sinks": True}, "sinks True"),
     (AttentionSpec, {"rope_scaling": "yarn"}, "rope yarn, supported: unscaled"),
     (MoeSpec, {"activation": "clamped swiglu"}, "activation clamped swiglu, supported: swiglu"),

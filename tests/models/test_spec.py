@@ -225,11 +225,14 @@ def test_trap_01_value_heads_are_tiled(load_spec: LoadSpec) -> None:
         ({"expert_gating_func": 2}, r"expert_gating_func at byte \d+: 2, supported: softmax \(1\)"),
         ({"expert_gating_func": 9}, r"expert_gating_func at byte \d+: 9, known: 1 to 4"),
         ({"expert_group_count": 4}, r"expert_group_count at byte \d+: 4, supported: 1"),
-        ({"attention.sliding_window": 128}, r"sliding_window at byte \d+: 128, supported: attention to all"),
+        ({"attention.sliding_window": 128}, r"sliding_window at byte \d+: 128, supported: all positions"),
         ({"attention.scale": 0.5}, r"attention.scale at byte \d+: 0.5, supported: 1 / sqrt"),
         ({"expert_weights_scale": 2.5}, "expert_weights_scale"),
-        ({"expert_weights_norm": False}, "normalised expert weights"),
-        ({"norm_top_k_prob": False}, "normalised expert weights"),
+        (
+            {"expert_weights_norm": False},
+            r"weights_norm at byte \d+: False, supported: normalised",
+        ),
+        ({"norm_top_k_prob": False}, r"top_k_prob at byte \d+: False, supported: normalised expert"),
     ],
 )
 def test_what_is_not_supported(load_spec: LoadSpec, changes: dict[str, Any], what: str) -> None:
@@ -305,6 +308,7 @@ def test_keys_that_state_the_usual(load_spec: LoadSpec, changes: dict[str, Any])
         ({"ssm.inner_size": 31}, InconsistentError),
         ({"full_attention_interval": 0}, InconsistentError),
         ({"nextn_predict_layers": 100}, LimitError),
+        ({"expert_weights_norm": True, "norm_top_k_prob": False}, InconsistentError),
     ],
 )
 def test_gg12_hyper_parameters(

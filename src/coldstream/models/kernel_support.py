@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from coldstream.errors import UnsupportedError
 from coldstream.gguf.messages import shorten
 from coldstream.models.hyperparameters import Hyperparameters
+from coldstream.models.layer_keys import NORM_KEYS
 from coldstream.models.layer_specs import (
     AttentionSpec,
     DeltaNetSpec,
@@ -28,7 +29,7 @@ class Choice:
     value: object
     is_supported: bool
     supported: str
-    key: str = ""  # that says so in the file, if one does
+    keys: tuple[str, ...] = ()  # of which one says so in the file, if any does
 
 
 def check_kernels(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:
@@ -40,9 +41,10 @@ def check_kernels(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:
         for choice in (*_mixer_choices(layer.mixer), *_ffn_choices(layer.ffn)):
             if choice.is_supported:
                 continue
-            if choice.key in keys:
-                problem = f"{keys.value(choice.key)}, supported: {choice.supported}"
-                raise keys.error(UnsupportedError, choice.key, problem)
+            for key in choice.keys:
+                if key in keys:
+                    problem = f"{keys.value(key)}, supported: {choice.supported}"
+                    raise keys.error(UnsupportedError, key, problem)
             raise UnsupportedError(
                 f"{shorten(keys.path)}: blk.{index} of {keys.architecture}: {choice.what} {choice.value}, "
                 f"supported: {choice.supported}"
@@ -58,9 +60,9 @@ def _mixer_choices(spec: AttentionSpec | DeltaNetSpec) -> Iterator[Choice]:
     yield Choice("q/k norm", spec.qk_norm, spec.qk_norm == "head", "a norm of each head")
     yield Choice("bias", spec.bias, not spec.bias, "attention without biases")
     yield Choice("sinks", spec.sinks, not spec.sinks, "attention without sinks")
-    yield Choice("scale", spec.scale, spec.scale is None, "1 / sqrt(head size)", "attention.scale")
-    yield Choice("window", window, window is None, "attention to all positions", "attention.sliding_window")
-    yield Choice("rope", scaling, scaling == "none", "unscaled rotary embeddings", "rope.scaling.type")
+    yield Choice("scale", spec.scale, spec.scale is None, "1 / sqrt(head size)", ("attention.scale",))
+    yield Choice("window", window, window is None, "all positions", ("attention.sliding_window",))
+    yield Choice("rope", scaling, scaling == "none", "unscaled rotary embeddings", ("rope.scaling.type",))
 
 
 def _ffn_choices(spec: MoeSpec | DenseFfnSpec) -> Iterator[Choice]:
@@ -75,11 +77,11 @@ def _ffn_choices(spec: MoeSpec | DenseFfnSpec) -> Iterator[Choice]:
 def _router_choices(spec: RouterSpec) -> Iterator[Choice]:
     gating, unbiased, normalised = spec.gating, not spec.selection_bias, spec.normalised
     weights = "normalised expert weights"
-    yield Choice("router", gating, gating == "softmax", "softmax (1)", "expert_gating_func")
+    yield Choice("router", gating, gating == "softmax", "softmax (1)", ("expert_gating_func",))
     yield Choice("selection bias", spec.selection_bias, unbiased, "a router without a bias")
-    yield Choice("normalised", normalised, normalised, weights, "expert_weights_norm")
-    yield Choice("scale", spec.scale, spec.scale == 1, "1", "expert_weights_scale")
-    yield Choice("groups", spec.num_groups, spec.num_groups == 1, "1", "expert_group_count")
+    yield Choice("normalised", normalised, normalised, weights, NORM_KEYS)
+    yield Choice("scale", spec.scale, spec.scale == 1, "1", ("expert_weights_scale",))
+    yield Choice("groups", spec.num_groups, spec.num_groups == 1, "1", ("expert_group_count",))
 
 
 def _check_alike(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:

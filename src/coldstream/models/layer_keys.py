@@ -36,6 +36,8 @@ _GATING: Final[Mapping[int, Gating]] = MappingProxyType(
         4: "square root of softplus",
     }
 )
+# Ollama's converter has a name of its own for the same key.
+NORM_KEYS: Final = ("expert_weights_norm", "norm_top_k_prob")
 
 
 def read_attention(keys: Hyperparameters, *, output_gate: bool, qk_norm: QkNorm) -> AttentionSpec:
@@ -110,11 +112,12 @@ def read_router(keys: Hyperparameters) -> RouterSpec:
     gating = keys.integer("expert_gating_func", 0, 1 << 32, 0)
     if gating not in _GATING:
         raise keys.error(UnsupportedError, "expert_gating_func", f"{gating}, known: 1 to {max(_GATING)}")
-    # Ollama's converter has a name of its own for the same key.
-    names = ("expert_weights_norm", "norm_top_k_prob")
+    norms = {name: keys.flag(name) for name in NORM_KEYS if name in keys}
+    if len(set(norms.values())) > 1:
+        raise keys.inconsistent(NORM_KEYS[1], f"{norms[NORM_KEYS[1]]}, but {NORM_KEYS[0]} says otherwise")
     return RouterSpec(
         gating=_GATING[gating],
-        normalised=all(keys.flag(name, True) for name in names),
+        normalised=all(norms.values()),
         scale=keys.number("expert_weights_scale", 0.0, 1e6, 1.0) or 1.0,  # 0 says that there is none
         num_groups=keys.integer("expert_group_count", 0, 4096, 1) or 1,
     )
