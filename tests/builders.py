@@ -111,17 +111,19 @@ def make_model(
     nextn: bool = False,
     fused_experts: bool = False,
     fused_attention: bool = False,
+    ssm_in: bool = False,
     tied: bool = False,
     tokenizer: bool = True,
     seed: int = 0,
 ) -> TinyModel:
-    """A model of `arch` ("qwen35" or "qwen35moe").
+    """A model of `arch` ("qwen35", "qwen35moe" or "qwen3next").
 
     quant            type of all matrices but the router, the convolution and the shared expert's gate (F32)
     types            overrides by pattern of tensor name, {"*_exps.weight": "Q4_K"}; the last match counts
     nextn            adds an MTP block behind the trunk
     fused_experts    `ffn_gate_up_exps` instead of `ffn_gate_exps` and `ffn_up_exps`
     fused_attention  `attn_qkv` instead of `attn_q`, `attn_k`, `attn_v` in attention layers
+    ssm_in           of qwen3next: one `ssm_in` instead of `attn_qkv` and `attn_gate` in DeltaNet layers
     tied             no `output.weight`
     tokenizer        False leaves out all tokenizer keys, and allows any dims.vocab
 
@@ -137,7 +139,9 @@ def make_model(
         recurrent = is_trunk and (block + 1) % dims.interval != 0
         parts = _norm(rng, dims.hidden, "attn_norm", "post_attention_norm")
         parts |= _delta_net(rng, dims) if recurrent else _attention(rng, dims, fused_attention)
-        parts |= _experts(rng, dims, fused_experts) if arch == "qwen35moe" else _dense(rng, dims)
+        if recurrent and arch == "qwen3next":
+            parts = _by_key_head(parts, dims, ssm_in)
+        parts |= _dense(rng, dims) if arch == "qwen35" else _experts(rng, dims, fused_experts)
         parts |= {} if is_trunk else _nextn(rng, dims)
         tensors |= {f"blk.{block}.{name}": values for name, values in parts.items()}
     tensors |= _norm(rng, dims.hidden, "output_norm")
@@ -237,7 +241,9 @@ def _hyperparameters(arch: str, dims: Dims, nextn: bool) -> dict[str, Any]:
     }
     if nextn:
         values["nextn_predict_layers"] = 1
-    if arch == "qwen35moe":
+    if arch == "qwen3next":
+        del values["rope.dimension_sections"]
+    if arch != "qwen35":
         values |= {
             "expert_count": dims.experts,
             "expert_used_count": dims.experts_used,
@@ -302,6 +308,23 @@ def _delta_net(rng: np.random.Generator, dims: Dims) -> dict[str, np.ndarray]:
         **_norm(rng, dims.state, "ssm_norm"),
         "ssm_out.weight": _matrix(rng, dims.hidden, value_dim),
     }
+
+
+def _by_key_head(parts: dict[str, np.ndarray], dims: Dims, ssm_in: bool) -> dict[str, np.ndarray]:
+    """DeltaNet projections as `qwen3next` has them: the rows of a key head together. Value heads grouped."""
+
+    def together(*names: str) -> np.ndarray:
+        by_head = [parts.pop(name).reshape(dims.key_heads, -1, dims.hidden) for name in names]
+        return np.concatenate(by_head, axis=1).reshape(-1, dims.hidden)
+
+    parts = dict(parts)
+    parts["ssm_ba.weight"] = together("ssm_beta.weight", "ssm_alpha.weight")
+    if ssm_in:
+        keys = dims.key_heads * dims.state
+        qkv = np.split(parts.pop("attn_qkv.weight"), (keys, 2 * keys))
+        parts |= dict(zip("qkv", qkv, strict=True))
+        parts["ssm_in.weight"] = together(*"qkv", "attn_gate.weight")
+    return parts
 
 
 def _dense(rng: np.random.Generator, dims: Dims) -> dict[str, np.ndarray]:

@@ -1,8 +1,8 @@
-"""Writes a Qwen3.5 model of `transformers` as a GGUF file, with the variants that converters in use produce.
+"""Writes a model of `transformers` as a GGUF file, with the variants that converters in use produce.
 
 GGUF differs from the original checkpoint in three ways: norm weights contain their 1, decays are
-−exp(A_log), and the value heads of the gated DeltaNet are tiled (head h reads key head h mod NK) and not
-grouped (h div r).
+−exp(A_log), and in Qwen3.5 the value heads of the gated DeltaNet are tiled (head h reads key head h mod NK)
+and not grouped (h div r). Qwen3-Next keeps them grouped.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,6 +19,7 @@ from tools import llama_cpp
 
 F32 = GGMLQuantizationType.F32
 NUM_SPECIAL_TOKENS = 2
+ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"}
 Tensors = Iterator[tuple[str, np.ndarray]]
 
 COMMON_NAMES = {
@@ -32,6 +33,8 @@ COMMON_NAMES = {
     "self_attn.k_norm.weight": "attn_k_norm.weight",
     "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
     "linear_attn.in_proj_z.weight": "attn_gate.weight",
+    "linear_attn.in_proj_qkvz.weight": "ssm_in.weight",
+    "linear_attn.in_proj_ba.weight": "ssm_ba.weight",
     "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
     "linear_attn.in_proj_b.weight": "ssm_beta.weight",
     "linear_attn.A_log": "ssm_a",
@@ -68,6 +71,7 @@ class Variant:
     """
 
     types: Mapping[str, GGMLQuantizationType] = field(default_factory=lambda: MappingProxyType({}))
+    ssm_in: bool = False  # as the first converters of Qwen3-Next; later ones take it apart
     fused_experts: bool = False
     fused_qkv: bool = False
     shared_gate_as_matrix: bool = False
@@ -79,8 +83,7 @@ def convert(model: PreTrainedModel, path: Path, variant: Variant | None = None) 
     """Writes `model` to `path`, which is returned."""
     variant = variant or Variant()
     config = model.config
-    is_moe = hasattr(config, "num_experts")
-    writer = GGUFWriter(path, "qwen35moe" if is_moe else "qwen35")
+    writer = GGUFWriter(path, ARCHITECTURES[config.model_type])
     add_hyperparameters(writer, config, variant)
     add_tokenizer(writer, config.vocab_size)
     for name, values in gguf_tensors(model, variant):
@@ -124,7 +127,8 @@ def add_hyperparameters(writer: GGUFWriter, config, variant: Variant) -> None:
         writer.add_uint32(f"{prefix}.{key}", value)
     writer.add_float32(f"{prefix}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
     writer.add_float32(f"{prefix}.rope.freq_base", rope["rope_theta"])
-    writer.add_array(f"{prefix}.rope.dimension_sections", [*rope["mrope_section"], 0])
+    if "mrope_section" in rope:
+        writer.add_array(f"{prefix}.rope.dimension_sections", [*rope["mrope_section"], 0])
     if variant.ollama:
         is_full = [kind == "full_attention" for kind in config.layer_types]
         head_counts = [config.num_key_value_heads if full else 0 for full in is_full]
@@ -187,6 +191,8 @@ def block_tensors(model: PreTrainedModel, source: int, block: int, variant: Vari
         tensors["attn_qkv.weight"] = np.concatenate([tensors.pop(f"attn_{part}.weight") for part in "qkv"])
     if "ffn_gate_inp_shexp.weight" in tensors and not variant.shared_gate_as_matrix:
         tensors["ffn_gate_inp_shexp.weight"] = tensors["ffn_gate_inp_shexp.weight"].reshape(-1)
+    if "ssm_in.weight" in tensors and not variant.ssm_in:
+        tensors |= apart(tensors.pop("ssm_in.weight"), model.config)
     if "ssm_dt.bias" in tensors and variant.ollama:
         tensors["ssm_dt"] = tensors.pop("ssm_dt.bias")
     for name, values in tensors.items():
@@ -202,7 +208,7 @@ def transform(name: str, values: np.ndarray, config, variant: Variant) -> np.nda
         values = -np.exp(values)
     elif part == "conv1d.weight":
         values = values.squeeze(1)
-    if variant.ollama or part == "norm.weight":
+    if variant.ollama or part == "norm.weight" or config.model_type == "qwen3_next":
         return values
     head_dim = config.linear_value_head_dim
     heads = (config.linear_num_key_heads, config.linear_num_value_heads)
@@ -212,6 +218,16 @@ def transform(name: str, values: np.ndarray, config, variant: Variant) -> np.nda
     if part == "out_proj.weight":
         return tile_heads(values, heads, head_dim, axis=1)
     return tile_heads(values, heads, head_dim if part == "in_proj_z.weight" else 1, axis=0)
+
+
+def apart(qkvz: np.ndarray, config) -> dict[str, np.ndarray]:
+    """`attn_qkv` and `attn_gate` of rows that lie key head by key head: query, key, values and gates."""
+    num_heads, size = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // num_heads * config.linear_value_head_dim
+    by_head = qkvz.reshape(num_heads, -1, qkvz.shape[-1])
+    parts = np.split(by_head, (size, 2 * size, 2 * size + values), axis=1)
+    *qkv, gate = (part.reshape(-1, qkvz.shape[-1]) for part in parts)
+    return {"attn_qkv.weight": np.concatenate(qkv), "attn_gate.weight": gate}
 
 
 def tile_heads(values: np.ndarray, heads: tuple[int, int], size: int, axis: int) -> np.ndarray:

@@ -1,9 +1,10 @@
-"""Tiny random models of both architectures from `transformers`, whose outputs depend on every weight."""
+"""Tiny random models of every architecture from `transformers`, whose outputs depend on every weight."""
 
 import torch
 from transformers import PreTrainedModel
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 
 VOCAB_SIZE = 320
 
@@ -42,6 +43,31 @@ def tiny_model(*, moe: bool, value_heads_per_key_head: int, tied: bool = False) 
         model = Qwen3_5MoeForCausalLM(config)
     else:
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**common, intermediate_size=512))
+    randomize(model)
+    return model.eval()
+
+
+def tiny_qwen3next(value_heads_per_key_head: int) -> PreTrainedModel:
+    """Four layers, the last with full attention. All rows are multiples of 256 if the ratio is 2."""
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2 * value_heads_per_key_head,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        moe_intermediate_size=256,
+        shared_expert_intermediate_size=512,
+        num_experts=8,
+        num_experts_per_tok=3,
+    )
+    model = Qwen3NextForCausalLM(config)
     randomize(model)
     return model.eval()
 

@@ -47,6 +47,8 @@ VARIANTS = {
             }
         },
     ),
+    "qwen3next": ("qwen3next", {"types": {**MIX, "*.ssm_ba.weight": "Q8_0"}}),
+    "qwen3next-first-converters": ("qwen3next", {"ssm_in": True, "quant": "Q4_K", "nextn": True}),
     "float": ("qwen35moe", {"quant": "BF16", "types": {"*_exps.weight": "IQ4_XS"}}),
 }
 

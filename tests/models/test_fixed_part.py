@@ -73,7 +73,7 @@ def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
     assert sizes.dense_bytes == trunk_bytes(spec, file.tensors)
 
 
-@pytest.mark.parametrize("arch", ["qwen35moe", "qwen35"])
+@pytest.mark.parametrize("arch", ["qwen35moe", "qwen35", "qwen3next"])
 def test_what_is_counted_for_a_gpu_and_what_is_estimated_agree(
     tmp_path: Path, arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels import _csrc
 from coldstream.kernels.arena import Arena
 from coldstream.kernels.composed_ops import ComposedOps
+from coldstream.kernels.gathered_rows import read_rows
 from coldstream.kernels.ops import DeltaNetWeights, RopeSpec, Rows
 
 Array = np.ndarray[Any, Any]
@@ -112,6 +113,10 @@ class CpuOps(ComposedOps):
         """A copy in memory of its own, whose large pages make reading all of it faster (5 % of a token)."""
         rows, cols = info.shape
         return _csrc.Weight.from_array(file.read(info), int(info.quant_type), rows, cols)
+
+    def load_rows(self, file: GGUFFile, info: TensorInfo, row_ids: Sequence[int]) -> _csrc.Weight:
+        blocks, quant_type = read_rows(file, info, row_ids), int(info.quant_type)
+        return _csrc.Weight.from_array(blocks, quant_type, len(row_ids), info.shape[1])
 
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
         """The tensor where it lies in the mapped file; nothing is read."""

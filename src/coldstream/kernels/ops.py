@@ -108,6 +108,12 @@ class Ops(Protocol):
     def load_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
         """A matrix [out, in] that every token multiplies, of any quantised or float type."""
 
+    def load_rows(self, file: GGUFFile, info: TensorInfo, row_ids: Sequence[int]) -> Weight:
+        """The rows `row_ids` of a matrix, in that order, as a matrix [len(row_ids), in] of the same type.
+
+        For files that interleave the rows of several matrices. Otherwise as `load_weight`.
+        """
+
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
         """A matrix, or a stack of them [experts, out, in], of which a token reads a part: left in place."""
 

@@ -4,7 +4,7 @@ The stacks of routed experts are parts of a pool that reads them from the file a
 else is as in `CpuOps`, and so are the bits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels import _csrc
@@ -52,3 +52,7 @@ class UnreadCpuOps(CpuOps):
 
     def load_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
         return self.map_weight(file, info)
+
+    def load_rows(self, file: GGUFFile, info: TensorInfo, row_ids: Sequence[int]) -> _csrc.Weight:
+        """As many rows, from the first one."""
+        return self.map_weight(file, info).rows(0, len(row_ids))

@@ -60,6 +60,10 @@ class ReferenceOps(ComposedOps):
         tensor = read_tensor(file, info)
         return tensor if self.exact else dequantize(tensor)
 
+    def load_rows(self, file: GGUFFile, info: TensorInfo, row_ids: Sequence[int]) -> Weight:
+        tensor = read_tensor(file, info).take_rows(torch.tensor(row_ids))
+        return tensor if self.exact else dequantize(tensor)
+
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
         return self.load_weight(file, info)
 

@@ -1,6 +1,6 @@
 """The weights of a model, found in a file by the names and layouts of its architecture."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,6 +11,7 @@ from coldstream.layers.attention import AttentionWeights
 from coldstream.layers.dense_ffn import DenseFfnWeights
 from coldstream.layers.gated_delta_net import GatedDeltaNetWeights
 from coldstream.layers.moe import MoeWeights
+from coldstream.models.architectures import ARCHITECTURES, Architecture, GatheredRows
 from coldstream.models.layer_specs import AttentionSpec, DeltaNetSpec, MoeSpec
 from coldstream.models.spec import ModelSpec
 
@@ -34,9 +35,20 @@ class Loader:
     ops: Ops
     vectors: dict[str, np.ndarray] = field(default_factory=dict)
 
+    @property
+    def architecture(self) -> Architecture:
+        return ARCHITECTURES[self.spec.architecture]
+
     def weight(self, name: str) -> Weight:
         """The matrix `name`.weight."""
         return self.ops.load_weight(self.file, self.file.tensors[f"{name}.weight"])
+
+    def block_weight(self, prefix: str, name: str, gathered: Mapping[str, GatheredRows]) -> Weight:
+        """The matrix `name` of the block `prefix`: a tensor of its own, or `gathered` rows of another."""
+        if f"{prefix}{name}.weight" in self.file.tensors:
+            return self.weight(f"{prefix}{name}")
+        rows = gathered[name]
+        return self.ops.load_rows(self.file, self.file.tensors[f"{prefix}{rows.source}.weight"], rows.row_ids)
 
     def mapped(self, name: str) -> Weight:
         """The same, for weights of which a token reads a part."""
@@ -62,7 +74,7 @@ class Loader:
             attn_norm=self.vector(f"{prefix}attn_norm.weight"),
             mixer=self.attention(prefix, layer.mixer)
             if isinstance(layer.mixer, AttentionSpec)
-            else self.gated_delta_net(prefix, layer.mixer),
+            else self.gated_delta_net(prefix, layer.mixer, self.architecture.gathered(layer)),
             post_attention_norm=self.vector(f"{prefix}post_attention_norm.weight"),
             ffn=self.moe(prefix, layer.ffn) if isinstance(layer.ffn, MoeSpec) else self.dense_ffn(prefix),
         )
@@ -84,7 +96,9 @@ class Loader:
             eps=self.spec.rms_norm_eps,
         )
 
-    def gated_delta_net(self, prefix: str, spec: DeltaNetSpec) -> GatedDeltaNetWeights:
+    def gated_delta_net(
+        self, prefix: str, spec: DeltaNetSpec, gathered: Mapping[str, GatheredRows]
+    ) -> GatedDeltaNetWeights:
         bias = f"{prefix}ssm_dt.bias"
         rule = DeltaNetWeights(
             conv_taps=self.vector(f"{prefix}ssm_conv1d.weight"),
@@ -96,10 +110,10 @@ class Loader:
             eps=self.spec.rms_norm_eps,
         )
         return GatedDeltaNetWeights(
-            attn_qkv=self.weight(f"{prefix}attn_qkv"),
-            attn_gate=self.weight(f"{prefix}attn_gate"),
-            ssm_alpha=self.weight(f"{prefix}ssm_alpha"),
-            ssm_beta=self.weight(f"{prefix}ssm_beta"),
+            attn_qkv=self.block_weight(prefix, "attn_qkv", gathered),
+            attn_gate=self.block_weight(prefix, "attn_gate", gathered),
+            ssm_alpha=self.block_weight(prefix, "ssm_alpha", gathered),
+            ssm_beta=self.block_weight(prefix, "ssm_beta", gathered),
             ssm_out=self.weight(f"{prefix}ssm_out"),
             rule=rule,
         )

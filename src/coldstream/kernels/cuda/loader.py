@@ -17,6 +17,7 @@ from coldstream.kernels.cuda.upload import Progress, Upload, run_uploads
 from coldstream.kernels.dequantize.code_tables import code_table
 from coldstream.kernels.dequantize.reference import dequantize
 from coldstream.kernels.experts.table import ExpertTable
+from coldstream.kernels.gathered_rows import read_rows
 from coldstream.kernels.quant_tensor import QuantTensor
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "int32": torch.int32, "uint8": torch.uint8}
@@ -52,6 +53,14 @@ class CudaLoader:
         if len(info.shape) == 3:
             return self.stack(blocks, info.quant_type, info.shape)
         return QuantTensor.from_bytes(blocks, info.quant_type, info.shape)
+
+    def load_rows(self, file: GGUFFile, info: TensorInfo, row_ids: Sequence[int]) -> QuantTensor:
+        shape = (len(row_ids), info.shape[1])
+        num_bytes = len(row_ids) * info.quant_type.row_bytes(info.shape[1])
+        blocks = self.memory.persistent((num_bytes,), torch.uint8)
+        if not self.planning:
+            blocks.copy_(torch.from_numpy(read_rows(file, info, row_ids)))
+        return QuantTensor.from_bytes(blocks, info.quant_type, shape)
 
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> CudaWeight:
         """As `load_weight`: everything is resident."""

@@ -1,11 +1,25 @@
 """What a family of models has of its own: how its keys become layers, and where its tensors are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from coldstream.models.hyperparameters import Hyperparameters
 from coldstream.models.layer_specs import LayerSpec
 from coldstream.models.layer_tensors import Requirement
+
+
+@dataclass(frozen=True)
+class GatheredRows:
+    """A matrix that a file has as rows of another tensor of the block."""
+
+    source: str  # without `.weight`
+    row_ids: tuple[int, ...]
+
+
+def nothing_gathered(_: LayerSpec) -> Mapping[str, GatheredRows]:
+    """For families whose matrices are tensors of their own, or lie in others as consecutive rows."""
+    return MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -14,8 +28,11 @@ class Architecture:
 
     read_layers    the layers of all blocks, those for multi-token prediction last
     block_tensors  (layer, hidden size) → the tensors of its block, without those of multi-token prediction
+    gathered       layer → the matrices (named without `.weight`) that may be rows of other tensors; a tensor
+                   of the name itself goes before
     """
 
     name: str
     read_layers: Callable[[Hyperparameters], tuple[LayerSpec, ...]]
     block_tensors: Callable[[LayerSpec, int], tuple[Requirement, ...]]
+    gathered: Callable[[LayerSpec], Mapping[str, GatheredRows]] = nothing_gathered
