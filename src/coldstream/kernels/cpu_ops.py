@@ -18,7 +18,7 @@ from coldstream.kernels import _csrc
 from coldstream.kernels.arena import Arena
 from coldstream.kernels.composed_ops import ComposedOps
 from coldstream.kernels.gathered_rows import read_rows
-from coldstream.kernels.ops import DeltaNetWeights, RopeSpec, Rows
+from coldstream.kernels.ops import BatchRows, DeltaNetWeights, RopeSpec, Rows
 
 Array = np.ndarray[Any, Any]
 Outputs = TypeVar("Outputs")
@@ -199,7 +199,7 @@ class CpuOps(ComposedOps):
         out = self._empty(query_gate.shape[0], query_gate.shape[1] // 2)
         _csrc.attention(
             self._runtime, query_gate, key, value, q_norm, k_norm, eps, angles, k_cache, v_cache,
-            rows.positions, rows.slots, out,
+            rows.positions, rows.slots, out, batch_rows(rows.batch),
         )  # fmt: skip
         return out
 
@@ -215,9 +215,12 @@ class CpuOps(ComposedOps):
         rows: Rows,
     ) -> Array:
         out = self._empty(*z.shape)
+        inputs = rows.batch.inputs if rows.batch else None
+        kept = (inputs.qkv, inputs.alpha, inputs.beta) if inputs else None
         _csrc.gated_delta_net(
             self._runtime, qkv, z, alpha, beta, weights.conv_taps, weights.a, weights.dt_bias, weights.norm,
             weights.key_head_ids, weights.num_key_heads, weights.eps, conv_state, state, rows.slots, out,
+            batch_rows(rows.batch), kept,
         )  # fmt: skip
         return out
 
@@ -238,6 +241,13 @@ class CpuOps(ComposedOps):
         out = self._empty(*shared.shape)
         _csrc.combine_experts(self._runtime, routed, topk_weights, shared, shared_gate, out)
         return out
+
+
+def batch_rows(rows: BatchRows | None) -> _csrc.BatchRows | None:
+    """As the kernels take them; the arrays are not copied."""
+    if rows is None:
+        return None
+    return _csrc.BatchRows(rows.segments, rows.tables, rows.indices, rows.parents, rows.kept)
 
 
 class RoutingCpuOps(CpuOps):

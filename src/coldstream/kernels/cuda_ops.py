@@ -138,6 +138,7 @@ class CudaOps(CudaLoader):
         v_cache: torch.Tensor,
         rows: Rows,
     ) -> Activations:
+        assert rows.batch is None, "these kernels compute chains told apart by slot"
         num_rows, head_dim = key.shape[0], q_norm.shape[0]
         shape = AttentionShape(
             query_gate.shape[1] // (2 * head_dim), k_cache.shape[2], head_dim, CacheType.of(k_cache, head_dim)
@@ -163,6 +164,7 @@ class CudaOps(CudaLoader):
         state: torch.Tensor,
         rows: Rows,
     ) -> Activations:
+        assert rows.batch is None, "these kernels compute chains told apart by slot"
         num_rows, width = z.shape
         out = self.activations(num_rows, width)
         inputs = DeltaNetInputs(qkv, z, alpha, beta, rows)

@@ -14,7 +14,7 @@ all arithmetic goes through `Ops`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,12 +25,51 @@ Array = Any  # see the module docstring
 Weight = Any  # what `load_weight` of the same Ops returned: opaque to everybody else
 
 
+BLOCK_POSITIONS = 256  # of a block of keys and values, and of a chunk that attention sums up on its own
+MAX_TREE_ROWS = 64
+
+
+@dataclass(frozen=True)
+class KeptInputs:
+    """What a gated DeltaNet was given for rows of draft trees, so that an accepted path can be run again."""
+
+    qkv: Array  # [R, C]
+    alpha: Array  # [R, NV]
+    beta: Array  # [R, NV]
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """Chains and draft trees of several sequences, one segment each, over caches in blocks of positions.
+
+    A chain's rows come one after the other behind what the sequence has committed, and advance its states. A
+    row of a tree, of which there are at most MAX_TREE_ROWS, follows an earlier row of its segment or what is
+    committed, and changes no state: row i of the segment has its key and value kept at index committed + i of
+    the sequence, and its inputs to the gated DeltaNet in row kept[i] of `inputs`. The caches are
+    [blocks, BLOCK_POSITIONS, G, row].
+    """
+
+    segments: Array  # int32 [T], row of `tables`; rows of a segment are adjacent
+    tables: Array  # int32 [segments, blocks], where the blocks of a sequence are, in order of position
+    indices: (
+        Array  # int32 [T], where in its sequence a row's key and value are kept: a chain's at its position
+    )
+    parents: Array  # int32 [T], the row of the batch that it follows, −1: what the sequence has committed
+    kept: Array  # int32 [T], −1 for a row of a chain
+    inputs: KeptInputs | None = None  # of the layer; None for attention
+
+
 @dataclass(frozen=True)
 class Rows:
     """Which token of which sequence each row is; rows of a sequence are adjacent and in order."""
 
     positions: Array  # int32 [T], absolute
-    slots: Array  # int32 [T], index into the leading dimension of every cache tensor
+    slots: Array  # int32 [T], index into the leading dimension of every cache tensor; with a batch, of states
+    batch: BatchRows | None = None  # None: chains, told apart by slot, each at consecutive positions
+
+    def keeping(self, inputs: KeptInputs | None) -> "Rows":
+        """The same rows for a layer that keeps its inputs there."""
+        return self if self.batch is None else replace(self, batch=replace(self.batch, inputs=inputs))
 
 
 @dataclass(frozen=True)
@@ -170,7 +209,8 @@ class Ops(Protocol):
         query_gate [T, H·2·D] holds per head D query then D gate values; key, value [T, G·D]. Queries and keys
         are RMS-normed per head, then rotated by `angles`; keys and values are written into the caches [slots,
         positions, G, D] (float16 or float32) at `rows`; each row attends to positions 0 … its own of its
-        slot, scale 1/sqrt(D); the result is multiplied by sigmoid(gate). Mutates k_cache and v_cache.
+        slot, in a batch to what its sequence has committed, its ancestors and itself, scale 1/sqrt(D); the
+        result is multiplied by sigmoid(gate). Mutates k_cache and v_cache.
         """
 
     def gated_delta_net(
@@ -188,7 +228,8 @@ class Ops(Protocol):
 
         qkv [T, C] with C = 2·NK·d + NV·d, z [T, NV·d], alpha and beta [T, NV]. conv_state [slots, taps − 1,
         C] holds the last raw qkv rows, state [slots, NV, d, d] (key dimension first) the recurrent state,
-        both float32; both are advanced over `rows`. Formula: docs of `kernels/gated_delta_net/reference.py`.
+        both float32; both are advanced over `rows`, but not over rows of trees, each of which starts from the
+        states after its parent. Formula: docs of `kernels/gated_delta_net/reference.py`.
         """
 
     def router(

@@ -13,6 +13,7 @@ from coldstream.kernels.attention.reference import attention
 from coldstream.kernels.composed_ops import ComposedOps
 from coldstream.kernels.dequantize.reference import dequantize
 from coldstream.kernels.experts.reference import combine_experts, multiply_add, routed_experts
+from coldstream.kernels.gated_delta_net.batch import gated_delta_net_batch
 from coldstream.kernels.gated_delta_net.exact import gated_delta_net_exact
 from coldstream.kernels.gated_delta_net.reference import gated_delta_net
 from coldstream.kernels.linear.reference import linear, linear_exact
@@ -130,7 +131,10 @@ class ReferenceOps(ComposedOps):
         state: torch.Tensor,
         rows: Rows,
     ) -> torch.Tensor:
-        return self._gated_delta_net(qkv, z, alpha, beta, weights, conv_state, state, rows)
+        operands = (qkv, z, alpha, beta, weights, conv_state, state, rows)
+        if rows.batch is None:
+            return self._gated_delta_net(*operands)
+        return gated_delta_net_batch(self._gated_delta_net, *operands)
 
     def choose_experts(
         self, x: torch.Tensor, weight: Weight, num_experts_per_tok: int

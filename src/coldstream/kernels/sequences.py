@@ -1,16 +1,55 @@
-"""Which rows of a batch belong together."""
+"""Which rows of a batch belong together, and what each of them sees."""
 
 from collections.abc import Iterator
 
 import torch
 
-from coldstream.kernels.ops import Rows
+from coldstream.kernels.ops import BLOCK_POSITIONS, Rows
+
+Places = tuple[torch.Tensor, torch.Tensor]  # int64 indices into the first two dimensions of a cache
 
 
 def sequences(rows: Rows) -> Iterator[tuple[int, slice]]:
-    """The cache slot and the rows of each sequence in a batch, in order; nothing for an empty batch."""
-    slots, counts = torch.unique_consecutive(rows.slots, return_counts=True)
+    """The slot and the rows of each sequence in a batch, in order; nothing for an empty batch."""
+    groups = rows.slots if rows.batch is None else rows.batch.segments
+    _, counts = torch.unique_consecutive(groups, return_counts=True)
     start = 0
-    for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
-        yield slot, slice(start, start + count)
+    for count in counts.tolist():
+        yield int(rows.slots[start]), slice(start, start + count)
         start += count
+
+
+def is_tree(rows: Rows, part: slice) -> bool:
+    """Whether the rows of one sequence are a draft tree, which changes no state."""
+    return rows.batch is not None and int(rows.batch.kept[part.start]) >= 0
+
+
+def path(rows: Rows, row: int) -> list[int]:
+    """A row of a batch and its ancestors in it, the first one first."""
+    assert rows.batch is not None
+    result = [row]
+    while (parent := int(rows.batch.parents[result[0]])) >= 0:
+        result.insert(0, parent)
+    return result
+
+
+def written(rows: Rows) -> Places:
+    """Where the keys and values of all rows go."""
+    if rows.batch is None:
+        return rows.slots.long(), rows.positions.long()
+    indices = rows.batch.indices.long()
+    return rows.batch.tables[
+        rows.batch.segments.long(), indices // BLOCK_POSITIONS
+    ].long(), indices % BLOCK_POSITIONS
+
+
+def seen(rows: Rows, row: int) -> Places:
+    """Where the keys and values of positions 0 … its own lie for a row, in order of position."""
+    if rows.batch is None:
+        positions = torch.arange(int(rows.positions[row]) + 1)
+        return torch.full_like(positions, int(rows.slots[row])), positions
+    ancestors = path(rows, row)
+    committed = torch.arange(int(rows.positions[ancestors[0]]))
+    indices = torch.cat((committed, rows.batch.indices[ancestors].long()))
+    table = rows.batch.tables[int(rows.batch.segments[row])].long()
+    return table[indices // BLOCK_POSITIONS], indices % BLOCK_POSITIONS

@@ -1,5 +1,19 @@
 """Keys, values and recurrent states of the sequences in flight. Knows nothing of sampling."""
 
-from coldstream.kvcache.cache import AttentionState, DeltaNetState, LayerState, ModelCache
+from coldstream.kvcache.batch import Batch, Segment
+from coldstream.kvcache.cache import AttentionState, CacheSize, DeltaNetState, LayerState, ModelCache
+from coldstream.kvcache.sequence import Checkpoint, Sequence
+from coldstream.kvcache.sequence_cache import SequenceCache
 
-__all__ = ["AttentionState", "DeltaNetState", "LayerState", "ModelCache"]
+__all__ = [
+    "AttentionState",
+    "Batch",
+    "CacheSize",
+    "Checkpoint",
+    "DeltaNetState",
+    "LayerState",
+    "ModelCache",
+    "Segment",
+    "Sequence",
+    "SequenceCache",
+]

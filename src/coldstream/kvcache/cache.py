@@ -1,14 +1,15 @@
 """The memory of a model between steps: keys and values per position, and the recurrent states.
 
-A slot holds one sequence. Keys and values may be cut back to any earlier position by overwriting; the
-recurrent states cannot, and say only what the sequence is now.
+Keys and values lie in one piece for each slot, which then holds one sequence, or in blocks of positions
+that sequences are made of. They may be cut back to any earlier position by overwriting; the recurrent states
+cannot, and say only what the sequence is now.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
-from coldstream.kernels.ops import Array, Ops
+from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS, Array, KeptInputs, Ops
 
 
 class CacheShape(Protocol):
@@ -44,15 +45,31 @@ class DeltaNetState:
 
     conv_state: Array  # [slots, taps − 1, C]
     state: Array  # [slots, NV, d, d], key dimension first
+    kept: KeptInputs | None = None  # of rows of draft trees; None where there are none
 
 
 LayerState = AttentionState | DeltaNetState
 
 
+@dataclass(frozen=True)
+class CacheSize:
+    """How much sequences in blocks of positions can hold together."""
+
+    num_blocks: int  # of keys and values, BLOCK_POSITIONS each
+    num_states: int  # recurrent states: one a sequence, one a checkpoint
+    num_tree_rows: int = 0  # rows of draft trees that wait for a commit
+
+    @classmethod
+    def of(cls, num_sequences: int, context_length: int, num_trees: int = 0) -> Self:
+        """For so many sequences of up to `context_length` positions each, `num_trees` of them with a tree."""
+        num_blocks = num_sequences * -(-context_length // BLOCK_POSITIONS)
+        return cls(num_blocks, num_sequences, num_trees * MAX_TREE_ROWS)
+
+
 class ModelCache:
     """The states of all layers for `num_slots` sequences of up to `context_length` positions.
 
-    kv_type is the name of a `CacheLayout`.
+    kv_type is the name of a `CacheLayout`. `in_blocks` makes one of blocks instead.
 
     layers[i] belongs to layer i of the trunk. Memory of keys and values is taken from the system when a
     position is first written, not before.
@@ -72,23 +89,53 @@ class ModelCache:
             raise ValueError(f"a cache of {num_slots} slots and {context_length} positions can hold nothing")
         self.num_slots = num_slots
         self.context_length = context_length
-        self.layers = tuple(self._layer_state(shape, ops, kind, kv_type) for kind in shape.layer_kinds)
+        self._allocate(shape, ops, kv_type, (num_slots, context_length), 0)
 
-    def _layer_state(self, shape: CacheShape, ops: Ops, kind: str, kv_type: str) -> LayerState:
-        if kind == "attention":
-            layout = CACHE_LAYOUTS[kv_type]
-            row = layout.row_elements(shape.head_dim)
-            kv_shape = (self.num_slots, self.context_length, shape.num_kv_heads, row)
-            return AttentionState(ops.zeros(kv_shape, layout.element), ops.zeros(kv_shape, layout.element))
-        size = shape.ssm_state_size
-        return DeltaNetState(
-            ops.zeros((self.num_slots, shape.conv_kernel - 1, shape.conv_dim), "float32"),
-            ops.zeros((self.num_slots, shape.num_value_heads, size, size), "float32"),
-        )
+    @classmethod
+    def in_blocks(cls, shape: CacheShape, ops: Ops, size: CacheSize, kv_type: str = "f16") -> Self:
+        """Keys and values [blocks, BLOCK_POSITIONS, G, row]; a slot is one of `size.num_states`."""
+        if min(size.num_blocks, size.num_states) < 1 or size.num_tree_rows < 0:
+            raise ValueError(
+                f"a cache of {size.num_blocks} blocks and {size.num_states} states holds nothing"
+            )
+        cache = cls.__new__(cls)
+        cache.num_slots = size.num_states
+        cache.context_length = size.num_blocks * BLOCK_POSITIONS
+        cache._allocate(shape, ops, kv_type, (size.num_blocks, BLOCK_POSITIONS), size.num_tree_rows)
+        return cache
+
+    def _allocate(
+        self, shape: CacheShape, ops: Ops, kv_type: str, places: tuple[int, int], num_tree_rows: int
+    ) -> None:
+        layout = CACHE_LAYOUTS[kv_type]
+
+        def layer_state(kind: str) -> LayerState:
+            if kind == "attention":
+                kv_shape = (*places, shape.num_kv_heads, layout.row_elements(shape.head_dim))
+                return AttentionState(
+                    ops.zeros(kv_shape, layout.element), ops.zeros(kv_shape, layout.element)
+                )
+            size = shape.ssm_state_size
+            return DeltaNetState(
+                ops.zeros((self.num_slots, shape.conv_kernel - 1, shape.conv_dim), "float32"),
+                ops.zeros((self.num_slots, shape.num_value_heads, size, size), "float32"),
+                kept_inputs() if num_tree_rows else None,
+            )
+
+        def kept_inputs() -> KeptInputs:
+            widths = (shape.conv_dim, shape.num_value_heads, shape.num_value_heads)
+            return KeptInputs(*(ops.zeros((num_tree_rows, width), "float32") for width in widths))
+
+        self.layers = tuple(layer_state(kind) for kind in shape.layer_kinds)
 
     def tensors(self) -> tuple[Array, ...]:
         """All arrays, layer by layer."""
-        return tuple(tensor for layer in self.layers for tensor in vars(layer).values())
+        parts: list[LayerState | KeptInputs] = []
+        for layer in self.layers:
+            parts.append(layer)
+            if isinstance(layer, DeltaNetState) and layer.kept is not None:
+                parts.append(layer.kept)
+        return tuple(tensor for part in parts for name, tensor in vars(part).items() if name != "kept")
 
     @property
     def num_bytes(self) -> int:
@@ -106,3 +153,28 @@ class ModelCache:
             if isinstance(layer, DeltaNetState):
                 layer.conv_state[slot, ...] = 0
                 layer.state[slot, ...] = 0
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Makes the recurrent states of slot `target` those of `source`."""
+        for layer in self.layers:
+            if isinstance(layer, DeltaNetState):
+                layer.conv_state[target, ...] = layer.conv_state[source]
+                layer.state[target, ...] = layer.state[source]
+
+    def copy_block(self, source: int, target: int, num_positions: int) -> None:
+        """Copies keys and values of the first `num_positions` of a block to another."""
+        for layer in self.layers:
+            if isinstance(layer, AttentionState):
+                layer.k[target, :num_positions] = layer.k[source, :num_positions]
+                layer.v[target, :num_positions] = layer.v[source, :num_positions]
+
+    def move_rows(self, blocks: Array, sources: Array, targets: Array) -> None:
+        """Keys and values at indices `sources` of a sequence become those at `targets`, all at once.
+
+        blocks: int64, the sequence's, in order; sources and targets: int64, as many of each.
+        """
+        old, new = (divmod(indices, BLOCK_POSITIONS) for indices in (sources, targets))
+        for layer in self.layers:
+            if isinstance(layer, AttentionState):
+                for tensor in (layer.k, layer.v):
+                    tensor[blocks[new[0]], new[1]] = tensor[blocks[old[0]], old[1]]

@@ -7,16 +7,17 @@ arithmetic of its own, so that an implementation of `Ops` may record it and play
 MTP blocks, which predict further tokens, lie behind the trunk in the file and are not loaded here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.ops import Array, ExpertOutputs, Ops, Rows, Weight
-from coldstream.kvcache.cache import AttentionState, LayerState, ModelCache
+from coldstream.kvcache.cache import AttentionState, DeltaNetState, LayerState, ModelCache
 from coldstream.layers.attention import AttentionWeights, attention
 from coldstream.layers.dense_ffn import dense_ffn
-from coldstream.layers.gated_delta_net import gated_delta_net
+from coldstream.layers.gated_delta_net import GatedDeltaNetWeights, gated_delta_net
 from coldstream.layers.moe import MoeWeights, moe
 from coldstream.models.loader import Block, Loader
 from coldstream.models.sanity import check_small_tensors
@@ -77,6 +78,23 @@ class CausalLM:
             x, normed = ops.add_norm(x, self.feed_forward(block, normed), next_norm, eps)
         return normed
 
+    def replay(self, kept: Sequence[int], slot: int, cache: ModelCache) -> None:
+        """Advances the recurrent states of `slot` over rows of draft trees, whose inputs `cache` has kept."""
+        count = len(kept)
+        rows = Rows(self.ops.int_vector(range(count)), self.ops.int_vector([slot] * count))
+        for block, state in zip(self.blocks, cache.layers, strict=True):
+            if not isinstance(state, DeltaNetState):
+                continue
+            assert isinstance(block.mixer, GatedDeltaNetWeights)
+            assert state.kept is not None
+            qkv, alpha, beta = (
+                values[kept] for values in (state.kept.qkv, state.kept.alpha, state.kept.beta)
+            )
+            # What it puts out has been used already, and z is for that alone.
+            z = self.ops.zeros((count, state.state.shape[1] * state.state.shape[-1]), "float32")
+            rule = block.mixer.rule
+            self.ops.gated_delta_net(qkv, z, alpha, beta, rule, state.conv_state, state.state, rows)
+
     def logits(self, hidden: Array) -> Array:
         """What `forward` returned, or some of its rows: [T, E] → [T, vocab]."""
         return self.ops.linear(hidden, (self.output,))[0]
@@ -87,6 +105,7 @@ class CausalLM:
             assert isinstance(state, AttentionState)
             return attention(self.ops, x, block.mixer, angles, state.k, state.v, rows)
         assert not isinstance(state, AttentionState)
+        rows = rows.keeping(state.kept)
         return gated_delta_net(self.ops, x, block.mixer, state.conv_state, state.state, rows)
 
     def feed_forward(self, block: Block, x: Array) -> Array | ExpertOutputs:

@@ -1,5 +1,7 @@
 """A model on the CPU: weights mapped, the forward pass captured once and replayed by C++."""
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -9,9 +11,11 @@ from coldstream.errors import host_memory_errors
 from coldstream.experts.disk_tier import DiskStatistics, DiskTier
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps, RoutingCpuOps
-from coldstream.kernels.ops import Rows
 from coldstream.kernels.pooled_cpu_ops import PooledCpuOps, UnreadCpuOps
-from coldstream.kvcache.cache import ModelCache
+from coldstream.kvcache.batch import Batch, BatchInputs, BatchLimits, CheckedSegment, Segment, check_batch
+from coldstream.kvcache.cache import CacheSize
+from coldstream.kvcache.sequence import Checkpoint, Sequence
+from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.ram_budget import RamNeeds, disk_tier_within
 from coldstream.models.runner import Array, ModelRunner, Progress
@@ -21,7 +25,10 @@ from coldstream.placement.policies import Policy
 
 
 class CpuRunner(ModelRunner):
-    """See `ModelRunner`."""
+    """See `ModelRunner`, whose one sequence is among those that `step` takes.
+
+    After an exception from the middle of a step or a commit the sequences that took part are empty.
+    """
 
     # Rows of the captured graph: enough to keep matrix units busy, few enough for activations to stay small.
     chunk_size = 512
@@ -35,16 +42,20 @@ class CpuRunner(ModelRunner):
         context_length: int,
         kv_type: str,
         disk: DiskTier | None = None,
+        cache_size: CacheSize | None = None,
     ) -> None:
         super().__init__(file, spec, context_length)
         self._ops = ops
         self._disk = disk
         self._model = CausalLM.load(file, spec, ops)
-        self._cache = ModelCache(spec, ops, num_slots=1, context_length=context_length, kv_type=kv_type)
-        size = self.chunk_size
-        self._token_ids = ops.zeros((size,), "int32")
-        self._rows = Rows(positions=ops.zeros((size,), "int32"), slots=ops.zeros((size,), "int32"))
-        self._trunk = ops.capture(size, lambda: self._model.forward(self._token_ids, self._rows, self._cache))
+        self._sequences = SequenceCache(spec, ops, cache_size or CacheSize.of(1, context_length), kv_type)
+        self._cache = self._sequences.tensors
+        self._own = self._sequences.new()
+        self._limits = BatchLimits(spec.vocab_size, context_length, self.chunk_size)
+        self._inputs = inputs = BatchInputs(ops, self._limits)
+        self._trunk = ops.capture(
+            self.chunk_size, lambda: self._model.forward(inputs.token_ids, inputs.rows, self._cache)
+        )
         self._head_input = ops.zeros((self.head_rows, spec.hidden_size), "float32")
         self._head = ops.capture(self.head_rows, lambda: self._model.logits(self._head_input))
 
@@ -62,6 +73,7 @@ class CpuRunner(ModelRunner):
         ram_bytes: int | None = None,
         policy: Policy | None = None,
         progress: Progress | None = None,
+        cache_size: CacheSize | None = None,
     ) -> Self:
         """`load` of the model at `path`. Raises ModelNotFoundError and ModelFormatError besides."""
         file = GGUFFile.open(path)
@@ -78,6 +90,7 @@ class CpuRunner(ModelRunner):
                 ram_bytes=ram_bytes,
                 policy=policy,
                 progress=progress,
+                cache_size=cache_size,
             )
         except BaseException:
             file.close()
@@ -98,10 +111,12 @@ class CpuRunner(ModelRunner):
         ram_bytes: int | None = None,
         policy: Policy | None = None,
         progress: Progress | None = None,
+        cache_size: CacheSize | None = None,
     ) -> Self:
         """Maps the weights of an open file and captures the forward pass; the runner then closes the file.
 
-        context_length positions are reserved (touched only as they fill). With record_routing, `topk_ids` has
+        context_length bounds a sequence, and cache_size what all of them hold together (default: one of that
+        length, and no draft trees); memory is touched only as it fills. With record_routing, `topk_ids` has
         what each step's routers chose. progress is called with (done, total) bytes while the file is read
         ahead. Raises InconsistentError for weights that contradict the format's conventions, UnsupportedError
         for a tier this machine lacks; the file stays open then.
@@ -112,7 +127,7 @@ class CpuRunner(ModelRunner):
         """
         disk = None
         if ram_bytes is not None:
-            unread = cls(file, spec, UnreadCpuOps(threads, tier), context_length, kv_type)
+            unread = cls(file, spec, UnreadCpuOps(threads, tier), context_length, kv_type, None, cache_size)
             needs = RamNeeds.of(file, spec, unread._cache.num_bytes, unread.activation_bytes)
             disk = disk_tier_within(ram_bytes, needs, file, spec, policy)
         ops: CpuOps
@@ -120,7 +135,7 @@ class CpuRunner(ModelRunner):
             ops = PooledCpuOps(threads, tier, disk.pool, disk.stacks)
         else:
             ops = RoutingCpuOps(threads, tier) if record_routing else CpuOps(threads, tier)
-        runner = cls(file, spec, ops, context_length, kv_type, disk)
+        runner = cls(file, spec, ops, context_length, kv_type, disk, cache_size)
         runner._check_file()
         if progress is not None:
             ops.read_ahead(progress, Hardware.measure().ram_available_bytes)
@@ -163,13 +178,94 @@ class CpuRunner(ModelRunner):
         assert isinstance(self._ops, RoutingCpuOps), "routing is not recorded"
         return np.stack([ids[:count] for ids in self._ops.topk_ids], axis=1)
 
+    def new_sequence(self) -> Sequence:
+        """An empty sequence. It takes no memory before its first step."""
+        return self._sequences.new()
+
+    def branch(self, sequence: Sequence) -> Sequence:
+        """A sequence of its own with the same tokens; what they share is copied when it is first written to.
+
+        Raises InvalidRequestError, as all methods that take a sequence do, if it has been released or is of
+        another runner, and where no tree may be pending if one is.
+        """
+        return self._sequences.branch(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives back all that the sequence has; it can't be used afterwards."""
+        self._sequences.release(sequence)
+
+    def checkpoint(self, sequence: Sequence) -> Checkpoint:
+        """What `restore` goes back to. It takes a recurrent state as soon as the sequence goes on."""
+        return self._sequences.checkpoint(sequence)
+
+    def restore(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
+        """Cuts the sequence back to its checkpoint, which stays; those made after it are dropped."""
+        self._sequences.restore(sequence, checkpoint)
+
+    def drop(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
+        """Forgets a checkpoint of the sequence."""
+        self._sequences.drop(sequence, checkpoint)
+
+    @host_memory_errors()
+    def step(self, batch: Batch) -> tuple[Array, ...]:
+        """Computes the rows of a batch. For each segment float32 logits [wanted rows, vocab], its own array.
+
+        Chains are committed, trees wait for `commit`. Raises InvalidRequestError for what cannot be computed
+        and OutOfMemoryError for what there is no room for, both before anything changes, and
+        ModelChangedError.
+        """
+        segments = check_batch(batch, self._sequences, self._limits)
+        self._check_file()
+        with self._advancing(segments):
+            return self._wanted_logits(segments)
+
+    @host_memory_errors()
+    def commit(self, sequence: Sequence, rows: Collection[int]) -> None:
+        """Keeps a path of the sequence's pending tree, each row the parent of the next, and forgets the rest.
+
+        No rows forget all. Raises InvalidRequestError if rows is no path or no tree is pending, and
+        OutOfMemoryError if the sequence shares its recurrent state and there is no room for another; nothing
+        has changed then.
+        """
+        kept = self._sequences.accept(sequence, rows)
+        if kept:
+            assert sequence.state is not None
+            with self._whole_or_cleared([sequence]):
+                self._model.replay(kept, sequence.state, self._cache)
+        self._sequences.settle(sequence, len(kept))
+
     def _clear(self) -> None:
-        self._cache.reset(0)
+        self._sequences.clear(self._own)
 
     def _compute(self, token_ids: Array, first_position: int) -> None:
-        count = len(token_ids)
-        self._token_ids[:count] = token_ids
-        self._rows.positions[:count] = np.arange(first_position, first_position + count)
+        segment = Segment(self._own, token_ids, wanted=())
+        with self._advancing(check_batch(Batch((segment,)), self._sequences, self._limits)):
+            pass
+
+    @contextmanager
+    def _whole_or_cleared(self, sequences: Collection[Sequence]) -> Iterator[None]:
+        """What is interrupted inside leaves empty sequences."""
+        try:
+            yield
+        except BaseException:
+            for sequence in sequences:
+                self._sequences.clear(sequence)
+            raise
+
+    @contextmanager
+    def _advancing(self, segments: list[CheckedSegment]) -> Iterator[None]:
+        """Runs the trunk over the segments; inside, its outputs are there. Then commits the chains."""
+        demands = [segment.demand for segment in segments]
+        self._sequences.check_room(demands)
+        with self._whole_or_cleared([segment.sequence for segment in segments]):
+            self._sequences.reserve(demands)
+            self._run_trunk(self._inputs.write(segments))
+            yield
+        for segment in segments:
+            if segment.parents is None:
+                self._sequences.append(segment.sequence, len(segment.token_ids))
+
+    def _run_trunk(self, count: int) -> None:
         if self._disk is None:
             self._trunk.run(count)
             return
@@ -181,9 +277,26 @@ class CpuRunner(ModelRunner):
             raise
         self._disk.end_step()
 
+    def _wanted_logits(self, segments: list[CheckedSegment]) -> tuple[Array, ...]:
+        counts = [len(segment.token_ids) for segment in segments]
+        starts = np.cumsum(counts) - counts
+        rows = np.concatenate([start + each.wanted for start, each in zip(starts, segments, strict=True)])
+        logits = np.empty((len(rows), self.spec.vocab_size), np.float32)
+        for start in range(0, len(rows), self.head_rows):
+            part = rows[start : start + self.head_rows]
+            self._head_input[: len(part)] = self._trunk.outputs[part]
+            logits[start : start + len(part)] = self._run_head(len(part))
+        self._check_file()
+        return tuple(np.split(logits, np.cumsum([len(segment.wanted) for segment in segments])[:-1]))
+
     def _compute_logits(self, first: int, count: int) -> Array:
         self._head_input[:count] = self._trunk.outputs[first : first + count]
-        self._head.run(count)
+        logits = self._run_head(count)
         self._check_file()
+        return logits
+
+    def _run_head(self, count: int) -> Array:
+        """Logits of the first `count` rows of its input, valid until the next call."""
+        self._head.run(count)
         logits: Array = self._head.outputs[:count]
         return logits

@@ -20,6 +20,7 @@ from coldstream.kernels.dequantize.integer_blocks import grouped
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.rms_norm.reference import rms_norm_exact
 from coldstream.kernels.rope.reference import rotate_exact
+from coldstream.kernels.sequences import seen, written
 
 CHUNK_SIZE = 256  # positions
 BLOCK_SIZE = 64
@@ -47,18 +48,20 @@ def attention_exact(
     query, gate = grouped(query_gate, -1, 2, head_dim).unbind(-2)  # [T, H, D] each
     query = rotate_exact(rms_norm_exact(query, q_norm, eps), angles) * inverse_sqrt(constant(head_dim))
     key = rotate_exact(rms_norm_exact(grouped(key, num_kv_heads, head_dim), k_norm, eps), angles)
-    where = (rows.slots.long(), rows.positions.long())
+    where = written(rows)
     k_cache[where] = cache_type.encode(key)
     v_cache[where] = cache_type.encode(grouped(value, num_kv_heads, head_dim))
     if cache_type.is_turned:
         query = turn(query) * (1 / BLOCK_VALUES)
     group_size = query.shape[1] // num_kv_heads
     outputs = [query[:0]]
-    for q, slot, position in zip(query, rows.slots.tolist(), rows.positions.tolist(), strict=True):
+    for row, (q, position) in enumerate(zip(query, rows.positions.tolist(), strict=True)):
         first = first_position(position, window)
-        seen = slice(first, position + 1)
+        slots, places = seen(rows, row)
         keys, values = (
-            cache_type.decode(cache[slot, seen], head_dim).repeat_interleave(group_size, dim=1)
+            cache_type.decode(cache[slots[first:], places[first:]], head_dim).repeat_interleave(
+                group_size, dim=1
+            )
             for cache in (k_cache, v_cache)
         )
         outputs.append(attend(q, keys, values, first).unsqueeze(0))

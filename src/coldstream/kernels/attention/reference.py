@@ -15,7 +15,7 @@ from coldstream.kernels.dequantize.integer_blocks import grouped
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.rms_norm.reference import rms_norm
 from coldstream.kernels.rope.reference import rotate
-from coldstream.kernels.sequences import sequences
+from coldstream.kernels.sequences import is_tree, seen, sequences, written
 
 
 def attention(
@@ -41,15 +41,19 @@ def attention(
     query, gate = grouped(query_gate, -1, 2, head_dim).unbind(-2)  # [T, H, D] each
     query = rotate(rms_norm(query, q_norm, eps), angles)
     key = rotate(rms_norm(grouped(key, num_kv_heads, head_dim), k_norm, eps), angles)
-    where = (rows.slots.long(), rows.positions.long())
+    where = written(rows)
     k_cache[where] = encode(key)
     v_cache[where] = encode(grouped(value, num_kv_heads, head_dim))
     outputs = [query[:0]]
-    for slot, part in sequences(rows):
-        positions = rows.positions[part]
-        length = int(positions[-1]) + 1
-        keys, values = (decode(cache[slot, :length]) for cache in (k_cache, v_cache))
-        outputs.append(attend(query[part], keys, values, positions, window))
+    for _, part in sequences(rows):
+        # The last row of a chain sees what all of it sees; rows of a tree see what none of the others does.
+        parts = (
+            [slice(row, row + 1) for row in range(part.start, part.stop)] if is_tree(rows, part) else [part]
+        )
+        for each in parts:
+            where = seen(rows, each.stop - 1)
+            keys, values = (decode(cache[where]) for cache in (k_cache, v_cache))
+            outputs.append(attend(query[each], keys, values, rows.positions[each], window))
     return (torch.cat(outputs) * torch.sigmoid(gate)).flatten(-2)
 
 

@@ -4,7 +4,12 @@
 //
 // Few rows: every chunk of positions is a task of its own, and a last stage merges them. Many rows: a task
 // walks the chunks of its tile and merges as it goes. The order of the merges, and so every bit, is the same.
+//
+// A row of a draft tree sees what its sequence has committed and its own ancestors, which do not lie at their
+// positions. From the chunk on that holds the first of them, what it sees is gathered in order of position into
+// memory of the worker, and the same kernel runs over that.
 #include <algorithm>
+#include <cstring>
 
 #include "ops/float_ops.h"
 
@@ -16,9 +21,11 @@ constexpr int64_t ROWS_PER_TILE = 64;  // (token, query head) pairs that share t
 constexpr int64_t SPLIT_ROWS = 8;      // up to this many rows, chunks are apart
 constexpr int64_t HEADS_PER_TASK = 8;
 
-// Consecutive tokens of one slot.
+// Consecutive tokens of one sequence, or some rows of a tree.
 struct token_tile {
   int32_t first_row, num_tokens;
+  int32_t first_position;           // of the first token; in a tree, how many positions are committed
+  int32_t gathered_from, num_chunks;  // chunks from the first of these on are gathered, row by row
 };
 
 class attention_op : public op {
@@ -29,16 +36,15 @@ class attention_op : public op {
         group_(a_.num_heads / a_.num_kv_heads),
         tile_tokens_(std::max<int64_t>(1, ROWS_PER_TILE / group_)),
         row_floats_(attention_row_floats(a_.head_size)),
-        max_chunks_((a_.num_positions + ATTENTION_CHUNK - 1) / ATTENTION_CHUNK),
+        max_chunks_((max_positions() + ATTENTION_CHUNK - 1) / ATTENTION_CHUNK),
         tiles_(a_.capacity) {}
 
   const char* name() const override { return "attention"; }
   int num_stages() const override { return 3; }
 
   size_t scratch_bytes() const override {
-    const int64_t rows = tile_tokens_ * group_;
-    const int64_t attending = attention_memory_floats(rows, a_.head_size) + 2 * rows * row_floats_;
-    return sizeof(float) * std::max(attending, head_floats(a_.head_size));
+    const int64_t gathered = a_.places.in_batch() ? 2 * gathered_bytes() : 0;
+    return sizeof(float) * std::max(attending_floats(), head_floats(a_.head_size)) + gathered;
   }
 
   size_t shared_bytes() const override {
@@ -49,7 +55,7 @@ class attention_op : public op {
 
   void run(int stage, int rows, worker& w) override {
     if (stage == 0) {
-      if (w.index == 0) plan_tiles(rows);
+      if (w.index == 0) plan_tiles(rows, w);
       append_rows(rows, w);
     } else if (rows > SPLIT_ROWS) {
       if (stage == 1) attend_tiles(rows, w);
@@ -63,6 +69,18 @@ class attention_op : public op {
  private:
   const int32_t* positions() const { return a_.places.positions; }
   const int32_t* slots() const { return a_.places.slots; }
+  const batch_places& batch() const { return a_.places.batch; }
+  int64_t max_positions() const {
+    return a_.places.in_batch() ? batch().num_blocks * ATTENTION_CHUNK : a_.num_positions;
+  }
+
+  // Private memory: of the tile that attends, then the gathered keys and the gathered values of one row.
+  int64_t attending_floats() const {
+    const int64_t rows = tile_tokens_ * group_;
+    return attention_memory_floats(rows, a_.head_size) + 2 * rows * row_floats_;
+  }
+  int64_t element_bytes() const { return a_.half_cache ? sizeof(float16) : sizeof(float); }
+  int64_t gathered_bytes() const { return ATTENTION_CHUNK * a_.head_size * element_bytes(); }
 
   // Shared memory: prepared queries [kv heads, rows, group, head_size], then partial results
   // [chunks, kv heads, rows, group, row_floats].
@@ -77,24 +95,83 @@ class attention_op : public op {
     return a_.query_gate.row(row) + (2 * head + 1) * a_.head_size;
   }
 
-  int64_t cache_offset(int64_t slot, int64_t position, int64_t kv_head) const {
-    return ((slot * a_.num_positions + position) * a_.num_kv_heads + kv_head) * a_.head_size;
+  // Where in its sequence the row's key and value are kept.
+  int64_t index(int64_t row) const { return a_.places.in_batch() ? batch().indices[row] : positions()[row]; }
+  // In elements, of an index in the sequence of `row`.
+  int64_t cache_offset(int64_t row, int64_t index, int64_t kv_head) const {
+    int64_t slot = slots()[row];
+    if (a_.places.in_batch()) {
+      slot = batch().tables[batch().segments[row] * batch().num_blocks + index / ATTENTION_CHUNK];
+      index %= ATTENTION_CHUNK;
+    }
+    return ((slot * a_.num_positions + index) * a_.num_kv_heads + kv_head) * a_.head_size;
   }
   void* cache_at(void* cache, int64_t offset) const {
-    return static_cast<std::byte*>(cache) + offset * (a_.half_cache ? sizeof(float16) : sizeof(float));
+    return static_cast<std::byte*>(cache) + offset * element_bytes();
   }
 
-  void plan_tiles(int rows) {
+  void plan_tiles(int32_t rows, worker& w) {
     num_tiles_ = 0;
-    for (int32_t row = 0; row < rows; row++) {
-      const bool follows = row > 0 && slots()[row] == slots()[row - 1] &&
-                           positions()[row] == int64_t{positions()[row - 1]} + 1;
+    for (int32_t first = 0, end; first < rows; first = end) {
+      end = group_end(a_.places, first, rows);
+      if (a_.places.in_batch()) {
+        if (const char* fault = segment_fault(first, end)) return w.fail(fault);
+      }
+      a_.places.in_tree(first) ? plan_tree(first, end) : plan_chain(first, end);
+    }
+  }
+
+  void plan_chain(int32_t first, int32_t end) {
+    for (int32_t row = first; row < end; row++) {
+      const bool follows = row > first && positions()[row] == int64_t{positions()[row - 1]} + 1;
       if (follows && tiles_[num_tiles_ - 1].num_tokens < tile_tokens_) {
         tiles_[num_tiles_ - 1].num_tokens++;
       } else {
-        tiles_[num_tiles_++] = {row, 1};
+        tiles_[num_tiles_++] = {row, 1, positions()[row], INT32_MAX, 0};
+      }
+      tiles_[num_tiles_ - 1].num_chunks = last_chunk(row) + 1;
+    }
+  }
+
+  void plan_tree(int32_t first, int32_t end) {
+    const int32_t committed = batch().indices[first];
+    const auto gathered_from = static_cast<int32_t>(committed / ATTENTION_CHUNK);
+    for (int32_t row = first; row < end; row++) {
+      if ((row - first) % tile_tokens_ == 0) tiles_[num_tiles_++] = {row, 0, committed, gathered_from, 0};
+      token_tile& tile = tiles_[num_tiles_ - 1];
+      tile.num_tokens++;
+      tile.num_chunks = std::max(tile.num_chunks, last_chunk(row) + 1);
+    }
+  }
+
+  // Null, or what is wrong with the rows of one segment. Nothing is read or written through a table before.
+  const char* segment_fault(int32_t first, int32_t end) const {
+    if (const char* fault = parents_fault(a_.places, first, end)) return fault;
+    const int64_t committed = index(first);
+    for (int32_t row = first; row < end; row++) {
+      const int32_t parent = batch().parents[row];
+      const int64_t position = parent < 0 ? committed : int64_t{positions()[parent]} + 1;
+      if (index(row) != committed + row - first || positions()[row] != position) {
+        return "attention: a row of a batch is not at the position after its parent";
       }
     }
+    if (!is_valid_place(first) || !is_valid_place(end - 1)) {
+      return "attention: a row's segment or position lies outside its table";
+    }
+    const int32_t* table = batch().tables + batch().segments[first] * batch().num_blocks;
+    for (int64_t block = 0; block <= index(end - 1) / ATTENTION_CHUNK; block++) {
+      if (table[block] < 0 || table[block] >= a_.num_slots) {
+        return "attention: a table names a block that there is not";
+      }
+    }
+    return nullptr;
+  }
+
+  bool is_valid_place(int64_t row) const {
+    if (positions()[row] < 0 || positions()[row] >= max_positions()) return false;
+    if (!a_.places.in_batch()) return slots()[row] >= 0 && slots()[row] < a_.num_slots;
+    const int32_t segment = batch().segments[row];
+    return segment >= 0 && segment < batch().num_segments && index(row) >= 0 && index(row) < max_positions();
   }
 
   void append_rows(int rows, worker& w) {
@@ -102,8 +179,7 @@ class attention_op : public op {
     const int64_t tasks_per_row = (num_units + HEADS_PER_TASK - 1) / HEADS_PER_TASK;
     for (int64_t task = w.take(); task < rows * tasks_per_row; task = w.take()) {
       const int64_t row = task / tasks_per_row;
-      if (slots()[row] < 0 || slots()[row] >= a_.num_slots || positions()[row] < 0 ||
-          positions()[row] >= a_.num_positions) {
+      if (!is_valid_place(row)) {
         return w.fail("attention: a row's slot or position lies outside the caches");
       }
       const int64_t first = task % tasks_per_row * HEADS_PER_TASK;
@@ -128,7 +204,10 @@ class attention_op : public op {
     auto* key = reinterpret_cast<float*>(w.memory->data());
     kernels_.rms_norm(a_.key.row(row) + kv_head * a_.head_size, a_.k_norm, a_.eps, key, a_.head_size);
     kernels_.rope(key, a_.angles.row(row), a_.num_rope_pairs, 1.0f, a_.head_size);
-    const int64_t offset = cache_offset(slots()[row], positions()[row], kv_head);
+    const int64_t offset = cache_offset(row, index(row), kv_head);
+    if (offset < 0 || offset >= a_.num_slots * a_.num_positions * a_.num_kv_heads * a_.head_size) {
+      return w.fail("attention: a table names a block that there is not");
+    }
     store(key, cache_at(a_.k_cache, offset));
     store(a_.value.row(row) + kv_head * a_.head_size, cache_at(a_.v_cache, offset));
   }
@@ -141,29 +220,76 @@ class attention_op : public op {
     }
   }
 
+  // One chunk of positions for all tokens of a tile.
   void attend(int rows, const token_tile& tile, int64_t kv_head, int64_t chunk, float* out, float* memory,
               worker& w) {
-    const int64_t offset = cache_offset(slots()[tile.first_row], 0, kv_head);
-    const attention_chunk work = {
-        .q = query(w, rows, kv_head, tile.first_row),
-        .num_tokens = tile.num_tokens,
-        .group = group_,
-        .head_size = a_.head_size,
-        .first_position = positions()[tile.first_row],
-        .begin = chunk * ATTENTION_CHUNK,
-        .keys = cache_at(a_.k_cache, offset),
-        .values = cache_at(a_.v_cache, offset),
-        .position_stride = a_.num_kv_heads * a_.head_size,
-        .rows = out,
-        .memory = memory,
+    if (chunk >= tile.gathered_from) {
+      for (int64_t token = 0; token < tile.num_tokens; token++) {
+        const int64_t row = tile.first_row + token;
+        if (chunk > last_chunk(row)) continue;
+        attend_gathered(rows, row, kv_head, chunk, out + token * group_ * row_floats_, memory, w);
+      }
+      return;
+    }
+    const int64_t offset = cache_offset(tile.first_row, chunk * ATTENTION_CHUNK, kv_head);
+    attention_chunk work = chunk_of(rows, tile.first_row, kv_head, chunk, out, memory, w);
+    work.num_tokens = tile.num_tokens;
+    work.first_position = tile.first_position;
+    work.keys = cache_at(a_.k_cache, offset);
+    work.values = cache_at(a_.v_cache, offset);
+    work.position_stride = a_.num_kv_heads * a_.head_size;
+    run_kernel(work);
+  }
+
+  void attend_gathered(int rows, int64_t row, int64_t kv_head, int64_t chunk, float* out, float* memory,
+                       worker& w) {
+    std::byte* keys = w.memory->data() + sizeof(float) * attending_floats();
+    std::byte* values = keys + gathered_bytes();
+    gather(row, kv_head, chunk, keys, values);
+    attention_chunk work = chunk_of(rows, row, kv_head, chunk, out, memory, w);
+    work.num_tokens = 1;
+    work.first_position = positions()[row];
+    work.keys = keys;
+    work.values = values;
+    work.position_stride = a_.head_size;
+    run_kernel(work);
+  }
+
+  // Keys and values that `row` of a tree sees in a chunk, in order of position.
+  void gather(int64_t row, int64_t kv_head, int64_t chunk, std::byte* keys, std::byte* values) const {
+    const int64_t begin = chunk * ATTENTION_CHUNK, bytes = a_.head_size * element_bytes();
+    const auto take = [&](int64_t position, int64_t from) {
+      const int64_t offset = cache_offset(row, from, kv_head);
+      std::memcpy(keys + (position - begin) * bytes, cache_at(a_.k_cache, offset), bytes);
+      std::memcpy(values + (position - begin) * bytes, cache_at(a_.v_cache, offset), bytes);
     };
+    int64_t committed = 0;
+    for (int64_t ancestor = row; ancestor >= 0; ancestor = batch().parents[ancestor]) {
+      committed = positions()[ancestor];
+      if (committed >= begin && committed < begin + ATTENTION_CHUNK) take(committed, index(ancestor));
+    }
+    for (int64_t position = begin; position < std::min(committed, begin + ATTENTION_CHUNK); position++) {
+      take(position, position);
+    }
+  }
+
+  attention_chunk chunk_of(int rows, int64_t row, int64_t kv_head, int64_t chunk, float* out, float* memory,
+                           const worker& w) const {
+    attention_chunk work = {};
+    work.q = query(w, rows, kv_head, row);
+    work.group = group_;
+    work.head_size = a_.head_size;
+    work.begin = chunk * ATTENTION_CHUNK;
+    work.rows = out;
+    work.memory = memory;
+    return work;
+  }
+
+  void run_kernel(const attention_chunk& work) const {
     (a_.half_cache ? kernels_.attend_f16 : kernels_.attend_f32)(work);
   }
 
-  int64_t last_chunk(int64_t row) const { return positions()[row] / ATTENTION_CHUNK; }
-  int64_t last_chunk(const token_tile& tile) const {
-    return last_chunk(tile.first_row + tile.num_tokens - 1);
-  }
+  int32_t last_chunk(int64_t row) const { return positions()[row] / static_cast<int32_t>(ATTENTION_CHUNK); }
 
   void finish(const float* result, int64_t row, int64_t head) {
     kernels_.attend_finish(result, gate(row, head), a_.out.row(row) + head * a_.head_size, a_.head_size);
@@ -173,11 +299,11 @@ class attention_op : public op {
     auto* memory = reinterpret_cast<float*>(w.memory->data());
     const int64_t num_units = num_tiles_ * a_.num_kv_heads;
     int64_t num_chunks = 0;
-    for (int64_t i = 0; i < num_tiles_; i++) num_chunks = std::max(num_chunks, last_chunk(tiles_[i]) + 1);
+    for (int64_t i = 0; i < num_tiles_; i++) num_chunks = std::max<int64_t>(num_chunks, tiles_[i].num_chunks);
     for (int64_t task = w.take(); task < num_units * num_chunks; task = w.take()) {
       const token_tile& tile = tiles_[task % num_units / a_.num_kv_heads];
       const int64_t chunk = task / num_units, kv_head = task % a_.num_kv_heads;
-      if (chunk > last_chunk(tile)) continue;
+      if (chunk >= tile.num_chunks) continue;
       attend(rows, tile, kv_head, chunk, partial(w, rows, chunk, kv_head, tile.first_row), memory, w);
     }
   }
@@ -208,7 +334,7 @@ class attention_op : public op {
     float* results = totals + tile_tokens_ * group_ * row_floats_;
     float* memory = results + tile_tokens_ * group_ * row_floats_;
     attend(rows, tile, kv_head, 0, totals, memory, w);
-    for (int64_t chunk = 1; chunk <= last_chunk(tile); chunk++) {
+    for (int64_t chunk = 1; chunk < tile.num_chunks; chunk++) {
       attend(rows, tile, kv_head, chunk, results, memory, w);
       for (int64_t token = 0; token < tile.num_tokens; token++) {
         if (last_chunk(tile.first_row + token) < chunk) continue;

@@ -148,7 +148,7 @@ static void attend(const attention_chunk& chunk) {
        begin += ATTENTION_BLOCK) {
     const int64_t left = last_position + 1 - begin;
     const int64_t num_positions = left < ATTENTION_BLOCK ? left : ATTENTION_BLOCK;
-    const int64_t offset = begin * chunk.position_stride;
+    const int64_t offset = (begin - chunk.begin) * chunk.position_stride;
     pack_keys(static_cast<const T*>(chunk.keys) + offset, chunk.position_stride, num_positions, size, keys);
     pack_values(static_cast<const T*>(chunk.values) + offset, chunk.position_stride, num_positions, size,
                 values);

@@ -31,7 +31,7 @@ struct attention_chunk {
   int64_t num_tokens, group, head_size;
   int64_t first_position;  // of the first token
   int64_t begin;           // of the chunk
-  const void* keys;        // of position 0, in the element type of the function called
+  const void* keys;        // of position `begin`, in the element type of the function called
   const void* values;
   int64_t position_stride;  // in elements
   float* rows;              // [num_tokens, group] as above; tokens before the chunk are left alone

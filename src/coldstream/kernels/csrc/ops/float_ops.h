@@ -22,11 +22,33 @@ struct rows_view {
 using input_rows = rows_view<const float>;
 using output_rows = rows_view<float>;
 
+constexpr int64_t MAX_TREE_ROWS = 64;  // of one draft tree
+
+// See `BatchRows` in kernels/ops.py. All null for rows that are not of a batch: chains, told apart by slot.
+struct batch_places {
+  const int32_t* segments = nullptr;  // [rows]
+  const int32_t* tables = nullptr;    // [num_segments, num_blocks], contiguous
+  int64_t num_segments = 0, num_blocks = 0;
+  const int32_t *indices = nullptr, *parents = nullptr, *kept = nullptr;  // [rows]
+};
+
 // Where a row belongs; see `Rows` in kernels/ops.py. `positions` is null for an op that does not need them.
 struct row_places {
   const int32_t* positions;
   const int32_t* slots;
+  batch_places batch = {};
+
+  bool in_batch() const { return batch.segments != nullptr; }
+  // Adjacent rows of one group belong to one sequence.
+  int32_t group(int64_t row) const { return in_batch() ? batch.segments[row] : slots[row]; }
+  bool same_group(int64_t row, int64_t other) const { return group(row) == group(other); }
+  bool in_tree(int64_t row) const { return in_batch() && batch.kept[row] >= 0; }
 };
+
+// The end of the group of rows that begins at `first`.
+int32_t group_end(const row_places& places, int32_t first, int32_t rows);
+// Null, or what is wrong with the parents of the rows first … end − 1, one group of a batch.
+const char* parents_fault(const row_places& places, int32_t first, int32_t end);
 
 std::unique_ptr<op> make_add(const float_kernels& kernels, input_rows x, input_rows y, output_rows out,
                              int64_t size);
@@ -57,13 +79,20 @@ struct attention_arguments {
   const float *q_norm, *k_norm;
   float eps;
   input_rows angles;        // [T, pairs · 2]
-  void *k_cache, *v_cache;  // [slots, positions, kv heads, head_size], contiguous
-  bool half_cache;          // float16, otherwise float32
+  // [slots, positions, kv heads, head_size], contiguous; for a batch, blocks of ATTENTION_CHUNK positions
+  void *k_cache, *v_cache;
+  bool half_cache;  // float16, otherwise float32
   int64_t num_slots, num_positions;
   row_places places;
   output_rows out;  // [T, heads · head_size]
 };
 std::unique_ptr<op> make_attention(const float_kernels& kernels, const attention_arguments& arguments);
+
+// Raw inputs of rows of trees, contiguous: [num_rows, channels], and [num_rows, value heads] twice.
+struct kept_inputs {
+  float *qkv = nullptr, *alpha = nullptr, *beta = nullptr;
+  int64_t num_rows = 0;
+};
 
 struct delta_net_arguments {
   int64_t capacity;  // rows
@@ -79,6 +108,7 @@ struct delta_net_arguments {
   float* state;       // [slots, value heads, head_size, head_size], contiguous
   int64_t num_slots;
   row_places places;
+  kept_inputs kept;
   output_rows out;  // [T, value heads · head_size]
 
   int64_t num_channels() const { return (2 * num_key_heads + num_value_heads) * head_size; }

@@ -1,5 +1,8 @@
 // The gated DeltaNet: causal convolution and gates, then the recurrence per (slot, value head, block of value
 // columns), then the gated norm. Every token takes the same step, in prefill as in decode.
+//
+// Rows of a draft tree leave the states of their slot alone: each starts from a copy of its parent's, in memory of
+// the worker, and its raw inputs are kept, so that the accepted rows can be run again as a chain.
 #include <algorithm>
 #include <utility>
 
@@ -13,19 +16,25 @@ constexpr int64_t MAX_TAPS = 16;
 constexpr int64_t GATE_ROWS_PER_TASK = 16;
 constexpr int64_t HEADS_PER_TASK = 8;
 
-// Consecutive rows of one slot.
+// The rows of one sequence: a chain, which advances its slot, or a draft tree.
 struct slot_run {
   int32_t first_row, num_rows, slot;
+  bool is_tree;
 };
+
+enum class slot_use : uint8_t { none, read, advanced };
 
 class gated_delta_net_op : public op {
  public:
   gated_delta_net_op(const float_kernels& kernels, delta_net_arguments arguments)
-      : kernels_(kernels), a_(std::move(arguments)), runs_(a_.capacity), seen_(a_.num_slots) {}
+      : kernels_(kernels), a_(std::move(arguments)), runs_(a_.capacity), uses_(a_.num_slots) {}
 
   const char* name() const override { return "gated_delta_net"; }
   int num_stages() const override { return 4; }
-  size_t scratch_bytes() const override { return sizeof(float) * a_.head_size * kernels_.delta_columns; }
+  size_t scratch_bytes() const override {
+    const int64_t num_states = 1 + (a_.kept.num_rows > 0 ? MAX_TREE_ROWS : 0);
+    return sizeof(float) * num_states * block_floats();
+  }
   size_t shared_bytes() const override {
     return sizeof(float) * a_.capacity * (a_.num_channels() + 2 * a_.num_value_heads);
   }
@@ -43,6 +52,8 @@ class gated_delta_net_op : public op {
   }
 
  private:
+  int64_t block_floats() const { return a_.head_size * kernels_.delta_columns; }
+
   // Shared memory: convolved channels [rows, channels], then decay and beta [rows, value heads] each.
   float* convolved(const worker& w, int64_t row) const {
     return reinterpret_cast<float*>(w.shared->data()) + row * a_.num_channels();
@@ -54,22 +65,34 @@ class gated_delta_net_op : public op {
     return decay(w, rows, rows) + row * a_.num_value_heads;
   }
 
-  void plan_runs(int rows, worker& w) {
+  void plan_runs(int32_t rows, worker& w) {
     num_runs_ = 0;
-    std::fill(seen_.begin(), seen_.end(), false);
-    for (int32_t row = 0; row < rows; row++) {
-      const int32_t slot = a_.places.slots[row];
-      if (slot < 0 || slot >= a_.num_slots) {
-        return w.fail("gated_delta_net: a row's slot lies outside the states");
-      }
-      if (num_runs_ > 0 && runs_[num_runs_ - 1].slot == slot) {
-        runs_[num_runs_ - 1].num_rows++;
-        continue;
-      }
-      if (seen_[slot]) return w.fail("gated_delta_net: the rows of a slot must be adjacent");
-      seen_[slot] = true;
-      runs_[num_runs_++] = {row, 1, slot};
+    std::fill(uses_.begin(), uses_.end(), slot_use::none);
+    for (int32_t first = 0, end; first < rows; first = end) {
+      end = group_end(a_.places, first, rows);
+      const slot_run run = {first, end - first, a_.places.slots[first], a_.places.in_tree(first)};
+      if (const char* fault = run_fault(run)) return w.fail(fault);
+      uses_[run.slot] = run.is_tree ? slot_use::read : slot_use::advanced;
+      runs_[num_runs_++] = run;
     }
+  }
+
+  // Null, or what is wrong with a run after those before it.
+  const char* run_fault(const slot_run& run) const {
+    if (run.slot < 0 || run.slot >= a_.num_slots) {
+      return "gated_delta_net: a row's slot lies outside the states";
+    }
+    if (uses_[run.slot] == slot_use::advanced || (uses_[run.slot] == slot_use::read && !run.is_tree)) {
+      return "gated_delta_net: the rows of a slot must be adjacent";
+    }
+    if (!a_.places.in_batch()) return nullptr;
+    for (int32_t row = run.first_row; row < run.first_row + run.num_rows; row++) {
+      if (a_.places.slots[row] != run.slot) return "gated_delta_net: a segment's rows have two slots";
+      if (a_.places.batch.kept[row] >= a_.kept.num_rows) {
+        return "gated_delta_net: a row of a tree lies outside the kept inputs";
+      }
+    }
+    return parents_fault(a_.places, run.first_row, run.first_row + run.num_rows);
   }
 
   void convolve_heads(int rows, worker& w) {
@@ -77,7 +100,9 @@ class gated_delta_net_op : public op {
     const int64_t num_tasks = num_heads + (rows + GATE_ROWS_PER_TASK - 1) / GATE_ROWS_PER_TASK;
     for (int64_t task = w.take(); task < num_tasks; task = w.take()) {
       if (task < num_heads) {
-        for (int64_t i = 0; i < num_runs_; i++) convolve_head(runs_[i], task, w);
+        for (int64_t i = 0; i < num_runs_; i++) {
+          runs_[i].is_tree ? convolve_tree(runs_[i], task, w) : convolve_chain(runs_[i], task, w);
+        }
       } else {
         open_gates(rows, (task - num_heads) * GATE_ROWS_PER_TASK, w);
       }
@@ -88,6 +113,10 @@ class gated_delta_net_op : public op {
     for (int64_t row = first; row < std::min<int64_t>(first + GATE_ROWS_PER_TASK, rows); row++) {
       kernels_.delta_gates(a_.alpha.row(row), a_.beta.row(row), a_.a, a_.dt_bias, decay(w, rows, row),
                            beta(w, rows, row), a_.num_value_heads);
+      if (!a_.places.in_tree(row)) continue;
+      const int64_t kept = a_.places.batch.kept[row] * a_.num_value_heads;
+      std::copy_n(a_.alpha.row(row), a_.num_value_heads, a_.kept.alpha + kept);
+      std::copy_n(a_.beta.row(row), a_.num_value_heads, a_.kept.beta + kept);
     }
   }
 
@@ -100,19 +129,25 @@ class gated_delta_net_op : public op {
     return a_.conv_state + (slot * (a_.num_taps - 1) + index) * a_.num_channels();
   }
 
-  void convolve_head(const slot_run& run, int64_t head, worker& w) {
-    const int64_t channel = head * a_.head_size, taps = a_.num_taps;
+  // The head of one row, from the raw channels of the tokens up to its own.
+  void convolve_head(const float* const* inputs, int64_t row, int64_t head, worker& w) {
     const float query_scale = 1.0f / __builtin_sqrtf(static_cast<float>(a_.head_size));
+    const int64_t channel = head * a_.head_size;
+    float* out = convolved(w, row) + channel;
+    kernels_.convolve(inputs, a_.taps.data() + channel, a_.num_channels(), a_.num_taps, out, a_.head_size);
+    if (head < a_.num_key_heads) {
+      kernels_.l2_norm(out, a_.eps, query_scale, a_.head_size);
+    } else if (head < 2 * a_.num_key_heads) {
+      kernels_.l2_norm(out, a_.eps, 1.0f, a_.head_size);
+    }
+  }
+
+  void convolve_chain(const slot_run& run, int64_t head, worker& w) {
+    const int64_t channel = head * a_.head_size, taps = a_.num_taps;
     const float* inputs[MAX_TAPS];
     for (int64_t token = 0; token < run.num_rows; token++) {
       for (int64_t j = 0; j < taps; j++) inputs[j] = raw_input(run, token + j - (taps - 1), channel);
-      float* out = convolved(w, run.first_row + token) + channel;
-      kernels_.convolve(inputs, a_.taps.data() + channel, a_.num_channels(), taps, out, a_.head_size);
-      if (head < a_.num_key_heads) {
-        kernels_.l2_norm(out, a_.eps, query_scale, a_.head_size);
-      } else if (head < 2 * a_.num_key_heads) {
-        kernels_.l2_norm(out, a_.eps, 1.0f, a_.head_size);
-      }
+      convolve_head(inputs, run.first_row + token, head, w);
     }
     // Ascending, so that what moves up within the state is read before it is overwritten.
     for (int64_t i = 0; i < taps - 1; i++) {
@@ -122,16 +157,70 @@ class gated_delta_net_op : public op {
     }
   }
 
+  void convolve_tree(const slot_run& run, int64_t head, worker& w) {
+    const int64_t channel = head * a_.head_size, taps = a_.num_taps;
+    const float* inputs[MAX_TAPS];
+    for (int64_t row = run.first_row; row < run.first_row + run.num_rows; row++) {
+      int64_t ancestor = row, before = taps - 1;  // rows of the state that come before the path
+      for (int64_t j = taps - 1; j >= 0; j--) {
+        if (ancestor < 0) {
+          inputs[j] = conv_row(run.slot, --before) + channel;
+        } else {
+          inputs[j] = a_.qkv.row(ancestor) + channel;
+          ancestor = a_.places.batch.parents[ancestor];
+        }
+      }
+      convolve_head(inputs, row, head, w);
+      std::copy_n(a_.qkv.row(row) + channel, a_.head_size,
+                  a_.kept.qkv + a_.places.batch.kept[row] * a_.num_channels() + channel);
+    }
+  }
+
   void advance_states(int rows, worker& w) {
-    const bool single = rows == num_runs_;  // decoding: one row for each slot
+    bool single = rows == num_runs_;  // decoding: one row for each slot
+    for (int64_t i = 0; i < num_runs_; i++) single = single && !runs_[i].is_tree;
     const int64_t columns = single ? kernels_.step_columns : kernels_.delta_columns;
     const int64_t blocks = (a_.head_size + columns - 1) / columns;
     const int64_t tasks_per_run = a_.num_value_heads * blocks;
     for (int64_t task = w.take(); task < num_runs_ * tasks_per_run; task = w.take()) {
+      const slot_run& run = runs_[task / tasks_per_run];
       const int64_t head = task % tasks_per_run / blocks, column = task % blocks * columns;
-      const delta_block block = block_of(rows, runs_[task / tasks_per_run], head, column, columns, w);
-      single ? kernels_.delta_step(block) : kernels_.delta_advance(block);
+      const delta_block block = block_of(rows, run, head, column, columns, w);
+      if (run.is_tree) {
+        walk_tree(block, run, columns, w);
+      } else {
+        single ? kernels_.delta_step(block) : kernels_.delta_advance(block);
+      }
     }
+  }
+
+  // block: of all rows of the run. Each row takes one step from its parent's state.
+  void walk_tree(const delta_block& block, const slot_run& run, int64_t columns, worker& w) {
+    for (int64_t i = 0; i < run.num_rows; i++) {
+      const int64_t parent = a_.places.batch.parents[run.first_row + i];
+      delta_block step = block;
+      step.num_rows = 1;
+      step.q += i * block.row_stride;
+      step.k += i * block.row_stride;
+      step.v += i * block.row_stride;
+      step.decay += i * block.gate_stride;
+      step.beta += i * block.gate_stride;
+      step.out += i * block.out_stride;
+      step.state = node_state(i, w);
+      step.state_stride = columns;
+      const bool is_root = parent < 0;
+      const float* from = is_root ? block.state : node_state(parent - run.first_row, w);
+      const int64_t stride = is_root ? block.state_stride : columns;
+      for (int64_t key = 0; key < a_.head_size; key++) {
+        std::copy_n(from + key * stride, block.num_columns, step.state + key * columns);
+      }
+      kernels_.delta_advance(step);
+    }
+  }
+
+  // Private memory: what delta_advance takes, then the states of a tree's rows [head_size, columns].
+  float* node_state(int64_t index, const worker& w) const {
+    return reinterpret_cast<float*>(w.memory->data()) + (1 + index) * block_floats();
   }
 
   delta_block block_of(int rows, const slot_run& run, int64_t head, int64_t column, int64_t columns, worker& w) {
@@ -170,7 +259,7 @@ class gated_delta_net_op : public op {
   const float_kernels& kernels_;
   const delta_net_arguments a_;
   std::vector<slot_run> runs_;
-  std::vector<bool> seen_;
+  std::vector<slot_use> uses_;
   int64_t num_runs_ = 0;
 };
 

@@ -1,0 +1,83 @@
+// What the bindings of the float32 ops share: shapes and strides are checked here, once.
+#pragma once
+
+#include "bindings.h"
+
+#include "ops/float_ops.h"
+
+namespace coldstream {
+
+using array_1d = nb::ndarray<float, nb::ndim<1>, nb::device::cpu>;
+using array_3d = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
+using ids_1d = nb::ndarray<int32_t, nb::ndim<1>, nb::device::cpu>;
+using ids_2d = nb::ndarray<int32_t, nb::ndim<2>, nb::device::cpu>;
+
+[[noreturn]] inline void refuse(const std::string& message) { throw std::invalid_argument(message); }
+
+template <typename A>
+int64_t size_of(const A& array, size_t dim) {
+  return static_cast<int64_t>(array.shape(dim));
+}
+
+inline std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string text;
+  for (int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + text + "]";
+}
+
+// The array must have this shape, unit stride in its last dimension, and rows that do not overlap.
+template <typename A>
+void check(const A& array, const char* name, const std::vector<int64_t>& shape) {
+  std::vector<int64_t> actual;
+  for (size_t i = 0; i < array.ndim(); i++) actual.push_back(size_of(array, i));
+  if (actual != shape) {
+    refuse(std::string(name) + " must be " + shape_text(shape) + ", not " + shape_text(actual));
+  }
+  int64_t extent = 1;
+  for (size_t i = array.ndim(); i-- > 0;) {
+    const bool last = i + 1 == array.ndim();
+    if (shape[i] > 1 && (last ? array.stride(i) != 1 : array.stride(i) < extent)) {
+      refuse(std::string(name) + " must have unit stride in its last dimension and rows that do not overlap");
+    }
+    extent = last ? shape[i] : array.stride(i) * shape[i];
+  }
+}
+
+template <typename A>
+void check_contiguous(const A& array, const char* name, const std::vector<int64_t>& shape) {
+  check(array, name, shape);
+  int64_t extent = 1;
+  for (size_t i = array.ndim(); i-- > 0; extent *= shape[i]) {
+    if (shape[i] > 1 && array.stride(i) != extent) refuse(std::string(name) + " must be contiguous");
+  }
+}
+
+inline input_rows input(const array_2d& array, const char* name, int64_t rows, int64_t cols) {
+  check(array, name, {rows, cols});
+  return {array.data(), array.stride(0)};
+}
+
+inline output_rows output(const array_2d& array, const char* name, int64_t rows, int64_t cols) {
+  check(array, name, {rows, cols});
+  return {array.data(), array.stride(0)};
+}
+
+inline const float* vector(const array_1d& array, const char* name, int64_t size) {
+  check(array, name, {size});
+  return array.data();
+}
+
+inline const int32_t* ids(const ids_1d& array, const char* name, int64_t size) {
+  check(array, name, {size});
+  return array.data();
+}
+
+template <typename... A>
+void submit_with(runtime& rt, std::unique_ptr<op> next, int64_t rows, const A&... arrays) {
+  if (rows > INT32_MAX / 1024) refuse(std::to_string(rows) + " rows are more than one call takes");
+  submit(rt, std::move(next), static_cast<int>(rows), {keep(arrays)...});
+}
+
+inline const float_kernels& kernels_of(const runtime& rt) { return float_kernels_for(rt.active_tier()); }
+
+}  // namespace coldstream

@@ -1,0 +1,230 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+
+#include <optional>
+#include <tuple>
+
+#include "ops/binding_checks.h"
+
+namespace coldstream {
+
+namespace {
+
+using namespace nb::literals;
+
+using cache_4d = nb::ndarray<nb::ndim<4>, nb::device::cpu>;
+using state_3d = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using state_4d = nb::ndarray<float, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
+
+void check_head_size(int64_t size, const char* what) {
+  if (size < 1 || size > 4096) {
+    refuse(std::string(what) + " must be in 1 … 4096, not " + std::to_string(size));
+  }
+}
+
+// Whether the caches are float16; they must be of one type and shape, and contiguous.
+bool check_caches(const cache_4d& k_cache, const cache_4d& v_cache) {
+  const bool half =
+      k_cache.dtype() == nb::dlpack::dtype{static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
+  if ((!half && k_cache.dtype() != nb::dtype<float>()) || v_cache.dtype() != k_cache.dtype()) {
+    refuse("k_cache and v_cache must both be float16 or both float32");
+  }
+  const std::vector<int64_t> shape = {size_of(k_cache, 0), size_of(k_cache, 1), size_of(k_cache, 2),
+                                      size_of(k_cache, 3)};
+  check_contiguous(k_cache, "k_cache", shape);
+  check_contiguous(v_cache, "v_cache", shape);
+  return half;
+}
+
+// `BatchRows` of kernels/ops.py; whoever captures it keeps its arrays.
+struct batch_rows {
+  ids_1d segments;
+  ids_2d tables;
+  ids_1d indices, parents, kept;
+};
+using optional_kept = std::optional<std::tuple<array_2d, array_2d, array_2d>>;
+
+row_places places_of(const int32_t* positions, const int32_t* slots, const batch_rows* rows, int64_t num_rows) {
+  row_places places = {positions, slots};
+  if (rows == nullptr) return places;
+  const int64_t num_segments = size_of(rows->tables, 0), num_blocks = size_of(rows->tables, 1);
+  check_contiguous(rows->tables, "tables", {num_segments, num_blocks});
+  places.batch = {
+      .segments = ids(rows->segments, "segments", num_rows),
+      .tables = rows->tables.data(),
+      .num_segments = num_segments,
+      .num_blocks = num_blocks,
+      .indices = ids(rows->indices, "indices", num_rows),
+      .parents = ids(rows->parents, "parents", num_rows),
+      .kept = ids(rows->kept, "kept", num_rows),
+  };
+  return places;
+}
+
+kept_inputs kept_of(const optional_kept& kept, int64_t channels, int64_t heads) {
+  if (!kept) return {};
+  const auto& [qkv, alpha, beta] = *kept;
+  const int64_t num_rows = size_of(qkv, 0);
+  check_contiguous(qkv, "kept qkv", {num_rows, channels});
+  check_contiguous(alpha, "kept alpha", {num_rows, heads});
+  check_contiguous(beta, "kept beta", {num_rows, heads});
+  return {qkv.data(), alpha.data(), beta.data(), num_rows};
+}
+
+void attention(runtime& rt, const array_2d& query_gate, const array_2d& key, const array_2d& value,
+               const array_1d& q_norm, const array_1d& k_norm, float eps, const array_3d& angles,
+               const cache_4d& k_cache, const cache_4d& v_cache, const ids_1d& positions, const ids_1d& slots,
+               const array_2d& out, const batch_rows* batch) {
+  const bool half = check_caches(k_cache, v_cache);
+  const int64_t rows = size_of(key, 0), kv_heads = size_of(k_cache, 2), size = size_of(k_cache, 3);
+  check_head_size(size, "the head size of k_cache");
+  const int64_t heads = size_of(out, 1) / size, num_pairs = size_of(angles, 1);
+  if (kv_heads < 1 || heads < 1 || heads % kv_heads != 0 || heads / kv_heads > 1024) {
+    refuse(std::to_string(heads) + " query heads cannot share " + std::to_string(kv_heads) +
+           " key/value heads");
+  }
+  if (batch != nullptr && size_of(k_cache, 1) != ATTENTION_CHUNK) {
+    refuse("a batch needs caches in blocks of " + std::to_string(ATTENTION_CHUNK) + " positions, not " +
+           std::to_string(size_of(k_cache, 1)));
+  }
+  if (2 * num_pairs > size) refuse("angles rotate more dimensions than a head has");
+  check_contiguous(angles, "angles", {rows, num_pairs, 2});
+  const attention_arguments arguments = {
+      .capacity = rows,
+      .num_heads = heads,
+      .num_kv_heads = kv_heads,
+      .head_size = size,
+      .num_rope_pairs = num_pairs,
+      .query_gate = input(query_gate, "query_gate", rows, heads * 2 * size),
+      .key = input(key, "key", rows, kv_heads * size),
+      .value = input(value, "value", rows, kv_heads * size),
+      .q_norm = vector(q_norm, "q_norm", size),
+      .k_norm = vector(k_norm, "k_norm", size),
+      .eps = eps,
+      .angles = {angles.data(), 2 * num_pairs},
+      .k_cache = k_cache.data(),
+      .v_cache = v_cache.data(),
+      .half_cache = half,
+      .num_slots = size_of(k_cache, 0),
+      .num_positions = size_of(k_cache, 1),
+      .places = places_of(ids(positions, "positions", rows), ids(slots, "slots", rows), batch, rows),
+      .out = output(out, "out", rows, heads * size),
+  };
+  submit_with(rt, make_attention(kernels_of(rt), arguments), rows, query_gate, key, value, q_norm, k_norm,
+              angles, k_cache, v_cache, positions, slots, out);
+}
+
+// [channels, taps] as one contiguous row per tap.
+std::vector<float> taps_by_tap(const array_2d& conv_taps) {
+  const int64_t channels = size_of(conv_taps, 0), taps = size_of(conv_taps, 1);
+  std::vector<float> result(channels * taps);
+  for (int64_t c = 0; c < channels; c++) {
+    for (int64_t j = 0; j < taps; j++) {
+      result[j * channels + c] = conv_taps.data()[c * conv_taps.stride(0) + j];
+    }
+  }
+  return result;
+}
+
+std::vector<int32_t> checked_key_heads(const ids_1d& key_head_ids, int64_t num_value_heads,
+                                       int64_t num_key_heads) {
+  const int32_t* heads = ids(key_head_ids, "key_head_ids", num_value_heads);
+  for (int64_t i = 0; i < num_value_heads; i++) {
+    if (heads[i] < 0 || heads[i] >= num_key_heads) {
+      refuse("key_head_ids[" + std::to_string(i) + "] is " + std::to_string(heads[i]) + ", but there are " +
+             std::to_string(num_key_heads) + " key heads");
+    }
+  }
+  return {heads, heads + num_value_heads};
+}
+
+void gated_delta_net(runtime& rt, const array_2d& qkv, const array_2d& z, const array_2d& alpha,
+                     const array_2d& beta, const array_2d& conv_taps, const array_1d& a,
+                     const array_1d& dt_bias, const array_1d& norm, const ids_1d& key_head_ids,
+                     int64_t num_key_heads, float eps, const state_3d& conv_state, const state_4d& state,
+                     const ids_1d& slots, const array_2d& out, const batch_rows* batch,
+                     const optional_kept& kept) {
+  const int64_t rows = size_of(qkv, 0), channels = size_of(qkv, 1), num_slots = size_of(state, 0);
+  const int64_t heads = size_of(state, 1), size = size_of(state, 2), taps = size_of(conv_taps, 1);
+  check_head_size(size, "the head size of state");
+  if (heads < 1 || num_key_heads < 1) {
+    refuse("gated_delta_net needs at least one key head and one value head");
+  }
+  if (taps < 1 || taps > 16) refuse("conv_taps must have 1 … 16 taps, not " + std::to_string(taps));
+  if (num_key_heads > channels || (2 * num_key_heads + heads) * size != channels) {
+    refuse("qkv has " + std::to_string(channels) + " channels, but 2 · " + std::to_string(num_key_heads) +
+           " key and " + std::to_string(heads) + " value heads of " + std::to_string(size) +
+           " need another number");
+  }
+  check(state, "state", {num_slots, heads, size, size});
+  check(conv_state, "conv_state", {num_slots, taps - 1, channels});
+  check(conv_taps, "conv_taps", {channels, taps});
+  delta_net_arguments arguments = {
+      .capacity = rows,
+      .num_key_heads = num_key_heads,
+      .num_value_heads = heads,
+      .head_size = size,
+      .num_taps = taps,
+      .qkv = input(qkv, "qkv", rows, channels),
+      .z = input(z, "z", rows, heads * size),
+      .alpha = input(alpha, "alpha", rows, heads),
+      .beta = input(beta, "beta", rows, heads),
+      .taps = taps_by_tap(conv_taps),
+      .a = vector(a, "a", heads),
+      .dt_bias = vector(dt_bias, "dt_bias", heads),
+      .norm = vector(norm, "norm", size),
+      .key_head_ids = checked_key_heads(key_head_ids, heads, num_key_heads),
+      .eps = eps,
+      .conv_state = conv_state.data(),
+      .state = state.data(),
+      .num_slots = num_slots,
+      .places = places_of(nullptr, ids(slots, "slots", rows), batch, rows),
+      .kept = kept_of(kept, channels, heads),
+      .out = output(out, "out", rows, heads * size),
+  };
+  submit_with(rt, make_gated_delta_net(kernels_of(rt), std::move(arguments)), rows, qkv, z, alpha, beta, a,
+              dt_bias, norm, conv_state, state, slots, out);
+}
+
+}  // namespace
+
+void bind_mixers(nb::module_& m) {
+  nb::class_<batch_rows>(m, "BatchRows", "`BatchRows` of kernels/ops.py, of arrays that others keep.")
+      .def(
+          "__init__",
+          [](batch_rows* self, const ids_1d& segments, const ids_2d& tables, const ids_1d& indices,
+             const ids_1d& parents, const ids_1d& kept) {
+            new (self) batch_rows{segments, tables, indices, parents, kept};
+          },
+          nb::arg("segments").noconvert(), nb::arg("tables").noconvert(), nb::arg("indices").noconvert(),
+          nb::arg("parents").noconvert(), nb::arg("kept").noconvert(),
+          "int32 arrays: tables [segments, blocks], contiguous, the others [T].");
+  m.def("attention", attention, "runtime"_a, nb::arg("query_gate").noconvert(), nb::arg("key").noconvert(),
+        nb::arg("value").noconvert(), nb::arg("q_norm").noconvert(), nb::arg("k_norm").noconvert(), "eps"_a,
+        nb::arg("angles").noconvert(), nb::arg("k_cache").noconvert(), nb::arg("v_cache").noconvert(),
+        nb::arg("positions").noconvert(), nb::arg("slots").noconvert(), nb::arg("out").noconvert(),
+        nb::arg("batch").none() = nb::none(),
+        "`Ops.attention`: query_gate [T, H·2·D], key and value [T, G·D], q_norm and k_norm [D], angles [T, "
+        "pairs, 2], "
+        "out [T, H·D], float32; caches [slots, positions, G, D] contiguous float16 or float32, written; "
+        "positions and "
+        "slots int32 [T]. With batch, the caches are [blocks, 256, G, D] and slots is not read. ValueError when run with one outside the caches; then no row has been read or "
+        "written out of "
+        "bounds, but valid rows may have been appended.");
+  m.def("gated_delta_net", gated_delta_net, "runtime"_a, nb::arg("qkv").noconvert(), nb::arg("z").noconvert(),
+        nb::arg("alpha").noconvert(), nb::arg("beta").noconvert(), nb::arg("conv_taps").noconvert(),
+        nb::arg("a").noconvert(), nb::arg("dt_bias").noconvert(), nb::arg("norm").noconvert(),
+        nb::arg("key_head_ids").noconvert(), "num_key_heads"_a, "eps"_a, nb::arg("conv_state").noconvert(),
+        nb::arg("state").noconvert(), nb::arg("slots").noconvert(), nb::arg("out").noconvert(),
+        nb::arg("batch").none() = nb::none(), nb::arg("kept").noconvert().none() = nb::none(),
+        "`Ops.gated_delta_net`: qkv [T, C], z and out [T, NV·d], alpha and beta [T, NV], conv_taps [C, "
+        "taps], a and "
+        "dt_bias [NV], norm [d], float32; key_head_ids int32 [NV]; conv_state [slots, taps − 1, C] and state "
+        "[slots, NV, d, d], contiguous float32, advanced; slots int32 [T]. conv_taps and key_head_ids are "
+        "copied. With batch, rows of trees leave both states alone and are written to kept: qkv [R, C], alpha and "
+        "beta [R, NV], contiguous float32. "
+        "ValueError when run with a slot outside the states or whose rows are not adjacent; then nothing has "
+        "changed.");
+}
+
+}  // namespace coldstream

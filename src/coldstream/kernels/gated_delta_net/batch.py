@@ -1,0 +1,50 @@
+"""The gated DeltaNet of a batch of chains and draft trees, in PyTorch: what a row of a tree means.
+
+Its result is that of a chain of its ancestors and itself, run from copies of the sequence's states.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from coldstream.kernels.ops import DeltaNetWeights, Rows
+from coldstream.kernels.sequences import is_tree, path, sequences
+
+GatedDeltaNet = Callable[..., torch.Tensor]  # as `Ops.gated_delta_net`, for chains
+
+
+def gated_delta_net_batch(
+    chain: GatedDeltaNet,
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    weights: DeltaNetWeights,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    rows: Rows,
+) -> torch.Tensor:
+    """See `Ops.gated_delta_net`. Mutates conv_state and state for chains, `rows.batch.inputs` for trees."""
+    assert rows.batch is not None
+
+    def run(
+        part: slice | list[int], slot: int, conv_state: torch.Tensor, state: torch.Tensor
+    ) -> torch.Tensor:
+        positions = rows.positions[part]
+        inputs = (values[part] for values in (qkv, z, alpha, beta))
+        return chain(*inputs, weights, conv_state, state, Rows(positions, torch.full_like(positions, slot)))
+
+    outputs = [z[:0]]
+    for slot, part in sequences(rows):
+        if not is_tree(rows, part):
+            outputs.append(run(part, slot, conv_state, state))
+            continue
+        outputs += [
+            run(path(rows, row), 0, conv_state[slot : slot + 1].clone(), state[slot : slot + 1].clone())[-1:]
+            for row in range(part.start, part.stop)
+        ]
+        inputs, kept = rows.batch.inputs, rows.batch.kept[part].long()
+        assert inputs is not None, "rows of a tree need a place to keep their inputs"
+        for values, place in ((qkv, inputs.qkv), (alpha, inputs.alpha), (beta, inputs.beta)):
+            place[kept] = values[part]
+    return torch.cat(outputs)

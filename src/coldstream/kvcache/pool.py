@@ -1,0 +1,57 @@
+"""Which blocks of a fixed number are in use, and by how many. Pure: knows numbers, not memory."""
+
+from collections.abc import Sequence
+
+from coldstream.errors import OutOfMemoryError
+
+
+class BlockPool:
+    """Blocks 0 … num_blocks − 1 with reference counts.
+
+    what names the blocks and advice the next step in the error of a pool that has too few left.
+    """
+
+    def __init__(self, num_blocks: int, what: str, advice: str) -> None:
+        self.num_blocks = num_blocks
+        self._what = what
+        self._advice = advice
+        self._counts = [0] * num_blocks
+        self._free = list(range(num_blocks))[::-1]
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def check(self, count: int) -> None:
+        """Raises OutOfMemoryError if fewer than `count` blocks are free."""
+        if count > self.num_free:
+            raise OutOfMemoryError(
+                f"{count} more {self._what} are needed and {self.num_free} of {self.num_blocks} are free: "
+                f"{self._advice}"
+            )
+
+    def take(self, count: int) -> list[int]:
+        """Blocks that were free, with one reference each. Raises OutOfMemoryError, having taken none."""
+        self.check(count)
+        taken = [self._free.pop() for _ in range(count)]
+        for block in taken:
+            self._counts[block] = 1
+        return taken
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """One reference more to each of `blocks`, which are in use."""
+        assert all(self._counts[block] for block in blocks), "a free block has nothing to share"
+        for block in blocks:
+            self._counts[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One reference less to each of `blocks`; those without any are free."""
+        assert all(self._counts[block] for block in blocks), "a free block has no reference to give up"
+        for block in blocks:
+            self._counts[block] -= 1
+            if not self._counts[block]:
+                self._free.append(block)
+
+    def count(self, block: int) -> int:
+        """References to `block`."""
+        return self._counts[block]

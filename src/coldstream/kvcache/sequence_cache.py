@@ -1,0 +1,265 @@
+"""The sequences of a model: what each has committed, what they share, and what waits for a commit.
+
+Blocks of keys and values and recurrent states have reference counts. A branch shares both with what it was
+made from; whoever writes to something shared writes to a copy of its own. Every method checks what it is
+given, and that there is room, before it changes anything.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from coldstream.errors import InvalidRequestError
+from coldstream.kernels.ops import BLOCK_POSITIONS, Ops
+from coldstream.kvcache.cache import CacheShape, CacheSize, ModelCache
+from coldstream.kvcache.pool import BlockPool
+from coldstream.kvcache.sequence import Checkpoint, PendingTree, Sequence
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Rows that a step writes for a sequence; parents: of a draft tree, None for a chain."""
+
+    sequence: Sequence
+    num_rows: int
+    parents: tuple[int, ...] | None = None
+
+
+class SequenceCache:
+    """Sequences over a `ModelCache` in blocks, `tensors`."""
+
+    def __init__(self, shape: CacheShape, ops: Ops, size: CacheSize, kv_type: str = "f16") -> None:
+        self.tensors = ModelCache.in_blocks(shape, ops, size, kv_type)
+        self.blocks = BlockPool(
+            size.num_blocks,
+            f"blocks of {BLOCK_POSITIONS} positions",
+            "release sequences, or open the model with more blocks",
+        )
+        self.states = BlockPool(
+            size.num_states,
+            "recurrent states",
+            "release sequences and checkpoints, or open the model with more states",
+        )
+        self.tree_rows = BlockPool(
+            size.num_tree_rows,
+            "rows of draft trees",
+            "commit trees that are pending, or open the model with room for more",
+        )
+
+    def new(self) -> Sequence:
+        """An empty sequence. It takes no memory before its first step."""
+        return Sequence(self)
+
+    def branch(self, sequence: Sequence) -> Sequence:
+        """A sequence of its own with the same tokens; nothing is copied. Checkpoints stay with the other."""
+        self._check_settled(sequence)
+        copy = Sequence(self, sequence.length, list(sequence.blocks), sequence.state)
+        self.blocks.share(copy.blocks)
+        self.states.share(_slots(copy.state))
+        return copy
+
+    def checkpoint(self, sequence: Sequence) -> Checkpoint:
+        """Keeps the recurrent state as it is now; nothing is copied."""
+        self._check_settled(sequence)
+        checkpoint = Checkpoint(sequence.length, sequence.state)
+        self.states.share(_slots(checkpoint.state))
+        sequence.checkpoints.append(checkpoint)
+        return checkpoint
+
+    def restore(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
+        """Cuts the sequence back to the checkpoint, which stays; those that were made after it are dropped.
+
+        Raises InvalidRequestError for a checkpoint that the sequence does not have.
+        """
+        self._check_settled(sequence)
+        self._check_checkpoint(sequence, checkpoint)
+        later = sequence.checkpoints[sequence.checkpoints.index(checkpoint) + 1 :]
+        for each in later:
+            self.drop(sequence, each)
+        self.states.share(_slots(checkpoint.state))
+        self.states.release(_slots(sequence.state))
+        sequence.state, sequence.length = checkpoint.state, checkpoint.length
+        self._trim(sequence)
+
+    def drop(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
+        """Forgets a checkpoint of the sequence. Raises InvalidRequestError if it does not have it."""
+        self._check(sequence)
+        self._check_checkpoint(sequence, checkpoint)
+        sequence.checkpoints.remove(checkpoint)
+        self.states.release(_slots(checkpoint.state))
+
+    def clear(self, sequence: Sequence) -> None:
+        """Makes the sequence an empty one without checkpoints, whatever it was in the middle of."""
+        self._check(sequence)
+        for checkpoint in tuple(sequence.checkpoints):
+            self.drop(sequence, checkpoint)
+        self._forget_tree(sequence)
+        sequence.length = 0
+        self._trim(sequence)
+        slots, sequence.state = _slots(sequence.state), None
+        self.states.release(slots)
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives back all that the sequence has; it can't be used afterwards."""
+        self.clear(sequence)
+        sequence.is_released = True
+
+    def check(self, sequence: Sequence) -> None:
+        """Raises InvalidRequestError if the sequence can't take part in a step."""
+        self._check_settled(sequence)
+
+    def reserve(self, demands: Collection[Demand]) -> None:
+        """Gives every sequence, each named once, the memory that its rows are written to, and to it alone.
+
+        There has to be room (`check_room`). Rows of trees are pending afterwards.
+        """
+        for demand in demands:
+            sequence = demand.sequence
+            self._own_last_block(sequence)
+            sequence.blocks += self.blocks.take(
+                _num_blocks(sequence.length + demand.num_rows) - len(sequence.blocks)
+            )
+            if sequence.state is None:
+                (sequence.state,) = self.states.take(1)
+                self.tensors.reset(sequence.state)
+            if demand.parents is None:
+                self._own_state(sequence)
+            else:
+                sequence.pending = PendingTree(demand.parents, tuple(self.tree_rows.take(demand.num_rows)))
+
+    def append(self, sequence: Sequence, num_rows: int) -> None:
+        """Commits a chain of rows that a step has computed."""
+        sequence.length += num_rows
+
+    def accept(self, sequence: Sequence, rows: Collection[int]) -> list[int]:
+        """Brings keys and values of a path of the pending tree to their positions.
+
+        Returns where the layers keep the path's inputs to the recurrence. The sequence's state, which is its
+        own then, has to be advanced by them before `settle`. Raises InvalidRequestError if rows is no path,
+        or no tree is pending, and OutOfMemoryError if there is no room for a state of its own.
+        """
+        self._check(sequence)
+        if sequence.pending is None:
+            raise InvalidRequestError(
+                "there are no rows to commit: no draft tree of this sequence is pending"
+            )
+        path = list(rows)
+        _check_path(path, sequence.pending.parents)
+        if path:
+            self._own_state(sequence)
+            sources = sequence.length + np.array(path, np.int64)
+            targets = sequence.length + np.arange(len(path), dtype=np.int64)
+            self.tensors.move_rows(np.array(sequence.blocks, np.int64), sources, targets)
+        return [sequence.pending.kept[row] for row in path]
+
+    def settle(self, sequence: Sequence, num_rows: int) -> None:
+        """Commits the first `num_rows` positions behind what is committed, and forgets the pending tree."""
+        self._forget_tree(sequence)
+        sequence.length += num_rows
+        self._trim(sequence)
+
+    def _check(self, sequence: Sequence) -> None:
+        if sequence.owner is not self:
+            raise InvalidRequestError("the sequence belongs to another model: make one with new_sequence()")
+        if sequence.is_released:
+            raise InvalidRequestError("the sequence has been released: make another with new_sequence()")
+
+    def _check_settled(self, sequence: Sequence) -> None:
+        self._check(sequence)
+        if sequence.pending is not None:
+            raise InvalidRequestError(
+                f"{len(sequence.pending.parents)} rows of a draft tree wait for a commit: commit some or none"
+            )
+
+    def _check_checkpoint(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
+        if checkpoint not in sequence.checkpoints:
+            raise InvalidRequestError(
+                f"the sequence has no such checkpoint of {checkpoint.length} tokens: it was dropped, was "
+                "made after one that was restored, or is another sequence's"
+            )
+
+    def check_room(self, demands: Collection[Demand]) -> None:
+        """Raises OutOfMemoryError if there is none for what `reserve` would take."""
+        num_blocks = num_states = num_tree_rows = 0
+        given_up: Counter[int] = Counter()  # references to blocks, by those before in the list
+        states_given_up: Counter[int] = Counter()
+        for demand in demands:
+            sequence = demand.sequence
+            num_blocks += _num_blocks(sequence.length + demand.num_rows) - len(sequence.blocks)
+            for block in _last_block(sequence):
+                if self.blocks.count(block) - given_up[block] > 1:
+                    given_up[block] += 1
+                    num_blocks += 1
+            if sequence.state is None:
+                num_states += 1
+            elif (
+                demand.parents is None
+                and self.states.count(sequence.state) - states_given_up[sequence.state] > 1
+            ):
+                states_given_up[sequence.state] += 1
+                num_states += 1
+            num_tree_rows += 0 if demand.parents is None else demand.num_rows
+        self.blocks.check(num_blocks)
+        self.states.check(num_states)
+        self.tree_rows.check(num_tree_rows)
+
+    def _own_last_block(self, sequence: Sequence) -> None:
+        for block in _last_block(sequence):
+            if self.blocks.count(block) > 1:
+                (copy,) = self.blocks.take(1)
+                self.tensors.copy_block(block, copy, sequence.length % BLOCK_POSITIONS)
+                sequence.blocks[-1] = copy
+                self.blocks.release([block])
+
+    def _own_state(self, sequence: Sequence) -> None:
+        assert sequence.state is not None
+        if self.states.count(sequence.state) > 1:
+            (copy,) = self.states.take(1)
+            self.tensors.copy_state(sequence.state, copy)
+            shared, sequence.state = sequence.state, copy
+            self.states.release([shared])
+
+    def _forget_tree(self, sequence: Sequence) -> None:
+        if sequence.pending is not None:
+            kept, sequence.pending = sequence.pending.kept, None
+            self.tree_rows.release(kept)
+
+    def _trim(self, sequence: Sequence) -> None:
+        count = _num_blocks(sequence.length)
+        behind = sequence.blocks[count:]
+        del sequence.blocks[count:]
+        self.blocks.release(behind)
+
+
+def _num_blocks(length: int) -> int:
+    return -(-length // BLOCK_POSITIONS)
+
+
+def _last_block(sequence: Sequence) -> list[int]:
+    """The block that has committed positions and room for more, if there is one."""
+    return sequence.blocks[sequence.length // BLOCK_POSITIONS :]
+
+
+def _slots(state: int | None) -> list[int]:
+    return [] if state is None else [state]
+
+
+def _check_path(path: list[int], parents: tuple[int, ...]) -> None:
+    before = -1
+    for row in path:
+        if not 0 <= row < len(parents):
+            raise InvalidRequestError(
+                f"row {row} cannot be committed: the pending tree has {len(parents)} rows"
+            )
+        if parents[row] != before:
+            raise InvalidRequestError(
+                f"row {row} cannot be committed after {_row_name(before)}: it follows "
+                f"{_row_name(parents[row])}; a path begins at what is committed and goes from parent to child"
+            )
+        before = row
+
+
+def _row_name(row: int) -> str:
+    return "what is committed" if row < 0 else f"row {row}"

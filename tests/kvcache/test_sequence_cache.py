@@ -1,0 +1,232 @@
+"""Blocks, states and pending rows of sequences under any order of calls, against lists of tokens."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from test_cache import Shape
+
+from coldstream.errors import InvalidRequestError, OutOfMemoryError
+from coldstream.kernels.cpu_ops import CpuOps
+from coldstream.kernels.ops import BLOCK_POSITIONS
+from coldstream.kvcache.cache import AttentionState, CacheSize, DeltaNetState
+from coldstream.kvcache.pool import BlockPool
+from coldstream.kvcache.sequence import Checkpoint, Sequence
+from coldstream.kvcache.sequence_cache import Demand, SequenceCache
+
+SIZE = CacheSize(num_blocks=9, num_states=5, num_tree_rows=70)
+COUNTS = st.sampled_from((1, 2, 63, 200, BLOCK_POSITIONS - 1, BLOCK_POSITIONS, BLOCK_POSITIONS + 1))
+
+
+class Sequences(RuleBasedStateMachine):
+    """Every token is a number of its own; keys hold it, and a state the sum of the numbers before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = SequenceCache(Shape(), CpuOps(1), SIZE, "f32")
+        self.tokens: dict[Sequence, list[int]] = {}
+        self.trees: dict[Sequence, list[int]] = {}
+        self.kept: dict[Checkpoint, list[int]] = {}
+        self.num_tokens = 0
+
+    @property
+    def recurrent(self) -> DeltaNetState:
+        layer = self.cache.tensors.layers[0]
+        assert isinstance(layer, DeltaNetState)
+        return layer
+
+    @property
+    def attention(self) -> AttentionState:
+        layer = self.cache.tensors.layers[1]
+        assert isinstance(layer, AttentionState)
+        return layer
+
+    def draw(self, data: st.DataObject) -> Sequence:
+        return data.draw(st.sampled_from(list(self.tokens)))
+
+    def fresh(self, count: int) -> list[int]:
+        self.num_tokens += count
+        return list(range(self.num_tokens - count + 1, self.num_tokens + 1))
+
+    def write(self, sequence: Sequence, tokens: list[int]) -> None:
+        """What attention does: keys and values at the indices behind what is committed."""
+        indices = sequence.length + np.arange(len(tokens))
+        blocks = np.array(sequence.blocks)[indices // BLOCK_POSITIONS]
+        for tensor in (self.attention.k, self.attention.v):
+            tensor[blocks, indices % BLOCK_POSITIONS] = np.array(tokens)[:, None, None]
+
+    def advance(self, sequence: Sequence, tokens: list[int]) -> None:
+        """What the recurrence does."""
+        self.recurrent.state[sequence.state] += sum(tokens)
+        self.recurrent.conv_state[sequence.state] += sum(tokens)
+
+    def reserve(self, *demands: Demand) -> bool:
+        before = self.snapshot()
+        try:
+            self.cache.check_room(demands)
+        except OutOfMemoryError:
+            assert self.snapshot() == before
+            return False
+        self.cache.reserve(demands)
+        return True
+
+    def snapshot(self) -> object:
+        return [
+            (each.length, tuple(each.blocks), each.state) for each in self.tokens
+        ], self.cache.blocks.num_free
+
+    @rule()
+    def new(self) -> None:
+        self.tokens[self.cache.new()] = []
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), counts=st.lists(COUNTS, min_size=1, max_size=3))
+    def chains(self, data: st.DataObject, counts: list[int]) -> None:
+        settled = [each for each in self.tokens if each not in self.trees]
+        chosen = data.draw(st.lists(st.sampled_from(settled), unique=True, max_size=3)) if settled else []
+        demands = [Demand(sequence, count) for sequence, count in zip(chosen, counts, strict=False)]
+        if self.reserve(*demands):
+            for demand in demands:
+                tokens = self.fresh(demand.num_rows)
+                self.write(demand.sequence, tokens)
+                self.advance(demand.sequence, tokens)
+                self.cache.append(demand.sequence, demand.num_rows)
+                self.tokens[demand.sequence] += tokens
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), count=st.integers(1, 64))
+    def tree(self, data: st.DataObject, count: int) -> None:
+        sequence = self.draw(data)
+        if sequence in self.trees:
+            with pytest.raises(InvalidRequestError, match="wait for a commit"):
+                self.cache.check(sequence)
+            return
+        parents = tuple(data.draw(st.integers(max(-1, row - 3), row - 1)) for row in range(count))
+        if self.reserve(Demand(sequence, count, parents)):
+            self.trees[sequence] = self.fresh(count)
+            self.write(sequence, self.trees[sequence])
+
+    @precondition(lambda self: self.trees)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(list(self.trees)))
+        assert sequence.pending is not None
+        parents = sequence.pending.parents
+        row = data.draw(st.integers(-1, len(parents) - 1))
+        path: list[int] = []
+        while row >= 0:
+            path.insert(0, row)
+            row = parents[row]
+        if len(path) > 1:
+            with pytest.raises(InvalidRequestError, match="cannot be committed"):
+                self.cache.accept(sequence, path[1:])
+        kept = sequence.pending.kept
+        try:
+            assert self.cache.accept(sequence, path) == [kept[row] for row in path]
+        except OutOfMemoryError:
+            assert sequence.pending is not None
+            return
+        tree = self.trees.pop(sequence)
+        tokens = [tree[row] for row in path]
+        if path:
+            self.advance(sequence, tokens)
+        self.cache.settle(sequence, len(path))
+        self.tokens[sequence] += tokens
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def branch(self, data: st.DataObject) -> None:
+        sequence = self.draw(data)
+        if sequence in self.trees:
+            with pytest.raises(InvalidRequestError, match="wait for a commit"):
+                self.cache.branch(sequence)
+        else:
+            self.tokens[self.cache.branch(sequence)] = list(self.tokens[sequence])
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def checkpoint(self, data: st.DataObject) -> None:
+        sequence = self.draw(data)
+        if sequence not in self.trees:
+            self.kept[self.cache.checkpoint(sequence)] = list(self.tokens[sequence])
+
+    @precondition(lambda self: self.kept and self.tokens)
+    @rule(data=st.data())
+    def restore(self, data: st.DataObject) -> None:
+        sequence, checkpoint = self.draw(data), data.draw(st.sampled_from(list(self.kept)))
+        if sequence in self.trees:
+            return
+        if checkpoint not in sequence.checkpoints:
+            with pytest.raises(InvalidRequestError, match="no such checkpoint"):
+                self.cache.restore(sequence, checkpoint)
+            return
+        self.cache.restore(sequence, checkpoint)
+        self.tokens[sequence] = list(self.kept[checkpoint])
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), for_good=st.booleans())
+    def clear(self, data: st.DataObject, for_good: bool) -> None:
+        sequence = self.draw(data)
+        self.trees.pop(sequence, None)
+        if for_good:
+            self.cache.release(sequence)
+            del self.tokens[sequence]
+            with pytest.raises(InvalidRequestError, match="released"):
+                self.cache.branch(sequence)
+        else:
+            self.cache.clear(sequence)
+            self.tokens[sequence] = []
+
+    @invariant()
+    def every_sequence_holds_its_tokens(self) -> None:
+        for sequence, tokens in self.tokens.items():
+            assert sequence.length == len(tokens)
+            indices = np.arange(len(tokens))
+            blocks = np.array(sequence.blocks, np.int64)[indices // BLOCK_POSITIONS]
+            for tensor in (self.attention.k, self.attention.v):
+                held = tensor[blocks, indices % BLOCK_POSITIONS]
+                assert (held == np.array(tokens).reshape(-1, 1, 1)).all()
+            if tokens:
+                assert (self.recurrent.state[sequence.state] == sum(tokens)).all()
+                assert (self.recurrent.conv_state[sequence.state] == sum(tokens)).all()
+
+    @invariant()
+    def counts_are_those_of_the_holders(self) -> None:
+        blocks = [block for each in self.tokens for block in each.blocks]
+        holders = [held for each in self.tokens for held in (each, *each.checkpoints)]
+        states = [holder.state for holder in holders if holder.state is not None]
+        rows = [row for each in self.tokens if each.pending for row in each.pending.kept]
+        for pool, held in (
+            (self.cache.blocks, blocks),
+            (self.cache.states, states),
+            (self.cache.tree_rows, rows),
+        ):
+            assert [pool.count(block) for block in range(pool.num_blocks)] == [
+                held.count(block) for block in range(pool.num_blocks)
+            ]
+            assert pool.num_free == pool.num_blocks - len(set(held))
+        assert len(set(rows)) == len(rows)
+
+
+TestSequences = Sequences.TestCase
+TestSequences.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+
+def test_a_pool_says_how_many_blocks_there_are_and_what_to_do() -> None:
+    pool = BlockPool(3, "blocks", "release some")
+    taken = pool.take(2)
+    with pytest.raises(OutOfMemoryError, match="2 more blocks are needed and 1 of 3 are free: release some"):
+        pool.take(2)
+    assert pool.num_free == 1
+    pool.share(taken)
+    pool.release(taken)
+    assert pool.num_free == 1
+    pool.release(taken)
+    assert sorted(pool.take(3)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("size", [CacheSize(0, 1), CacheSize(1, 0), CacheSize(1, 1, -1)])
+def test_a_cache_of_nothing_is_refused(size: CacheSize) -> None:
+    with pytest.raises(ValueError, match="holds nothing"):
+        SequenceCache(Shape(), CpuOps(1), size)

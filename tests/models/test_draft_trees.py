@@ -1,0 +1,194 @@
+"""Rows of draft trees have the bits of plain decoding, and so has what follows a commit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from runner_cases import MIX, VARIANTS
+from tree_cases import CONTEXT, LENGTHS, Oracle, Prompts, Tree, check_batch_of_trees, prompt, random_tree
+
+from builders import Dims, write_gguf
+from coldstream.assets import demo_model_path
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels import _csrc
+from coldstream.kernels.cpu_ops import CpuOps
+from coldstream.kernels.ops import BatchRows, Rows
+from coldstream.kernels.reference_ops import ReferenceOps
+from coldstream.kvcache import Batch, CacheSize, Segment, Sequence, SequenceCache
+from coldstream.kvcache.batch import BatchInputs, BatchLimits, check_batch
+from coldstream.models.causal_lm import CausalLM
+from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.spec import ModelSpec
+
+SIZE = CacheSize.of(len(LENGTHS) + 64, CONTEXT, num_trees=8)
+
+
+def open_runner(path: Path, **options: object) -> CpuRunner:
+    return CpuRunner.open(path, context_length=CONTEXT, cache_size=SIZE, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer of each kind, since many trees are to be computed."""
+    (path,) = write_gguf(
+        tmp_path_factory.mktemp("models") / "small.gguf", types=MIX, dims=Dims(layers=2, interval=2)
+    )
+    return path
+
+
+@pytest.fixture(scope="module", params=["f16", "f32"])
+def oracle(request: pytest.FixtureRequest, small_path: Path) -> Iterator[tuple[str, Oracle]]:
+    with open_runner(small_path, threads=1, kv_type=request.param) as runner:
+        yield request.param, Oracle(runner)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("tier", _csrc.supported_tiers())
+def test_trees_do_not_depend_on_tier_or_threads(
+    small_path: Path, oracle: tuple[str, Oracle], tier: str, threads: int
+) -> None:
+    kv_type, plain = oracle
+    random = Random(f"{tier} {threads} {kv_type}")
+    with open_runner(small_path, threads=threads, tier=tier, kv_type=kv_type) as runner:
+        prompts = Prompts(runner)
+        for _ in range(3 if tier == "generic" else 16):
+            check_batch_of_trees(prompts, plain, random)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_trees_of_every_kind_of_model(tmp_path: Path, name: str) -> None:
+    arch, options = VARIANTS[name]
+    (path,) = write_gguf(tmp_path / "tiny.gguf", arch, **options)  # type: ignore[arg-type]
+    with open_runner(path, threads=2) as runner, open_runner(path, threads=1) as plain:
+        prompts, oracle, random = Prompts(runner), Oracle(plain), Random(name)
+        for _ in range(3):
+            check_batch_of_trees(prompts, oracle, random)
+
+
+def test_trees_of_a_model_whose_experts_come_from_the_disk(
+    small_path: Path, oracle: tuple[str, Oracle]
+) -> None:
+    kv_type, plain = oracle
+    weights = plain.runner._cache.num_bytes + plain.runner.activation_bytes + small_path.stat().st_size
+    budget = weights - small_path.stat().st_size // 8
+    with open_runner(small_path, threads=2, kv_type=kv_type, ram_bytes=budget) as runner:
+        assert runner.disk is not None
+        prompts = Prompts(runner)
+        for seed in range(2):
+            check_batch_of_trees(prompts, plain, Random(seed))
+        assert runner.disk.misses > 0
+
+
+def test_trees_of_the_demo_model() -> None:
+    with (
+        open_runner(demo_model_path(), threads=2) as runner,
+        open_runner(demo_model_path(), threads=1) as plain,
+    ):
+        prompts, oracle = Prompts(runner), Oracle(plain)
+        check_batch_of_trees(prompts, oracle, Random(0))
+
+
+def test_the_oracle_is_plain_decoding(small_path: Path, oracle: tuple[str, Oracle]) -> None:
+    kv_type, plain = oracle
+    tokens = [5, 6, 7, 8]
+    with CpuRunner.open(small_path, threads=1, context_length=CONTEXT, kv_type=kv_type) as runner:
+        for length in LENGTHS:
+            runner.reset()
+            if length:
+                runner.prefill(prompt(length))
+            assert np.array_equal(
+                plain.logits(length, tokens)[0], np.stack([runner.decode(t) for t in tokens])
+            )
+
+
+def torch_rows(rows: Rows, count: int) -> Rows:
+    """The first rows, over the same memory."""
+    batch = rows.batch
+    assert batch is not None
+    segments, indices, parents, kept, positions, slots = (
+        torch.from_numpy(values[:count])
+        for values in (batch.segments, batch.indices, batch.parents, batch.kept, rows.positions, rows.slots)
+    )
+    tables = torch.from_numpy(batch.tables)
+    return Rows(positions, slots, BatchRows(segments, tables, indices, parents, kept))
+
+
+class Reference:
+    """Two sequences over the operations in PyTorch."""
+
+    def __init__(self, path: Path, exact: bool) -> None:
+        ops = ReferenceOps(exact=exact)
+        with GGUFFile.open(path) as file:
+            spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+            self.model = CausalLM.load(file, spec, ops)
+        self.limits = BatchLimits(spec.vocab_size, 300, 128)
+        self.cache = SequenceCache(spec, ops, CacheSize.of(2, 300, 1), "f32")
+        self.inputs = BatchInputs(CpuOps(1), self.limits)
+        self.sequences = [self.cache.new() for _ in range(2)]
+
+    def step(self, batch: Batch) -> np.ndarray:
+        """Logits of all rows."""
+        checked = check_batch(batch, self.cache, self.limits)
+        self.cache.reserve([segment.demand for segment in checked])
+        count = self.inputs.write(checked)
+        ids = torch.from_numpy(self.inputs.token_ids[:count])
+        hidden = self.model.forward(ids, torch_rows(self.inputs.rows, count), self.cache.tensors)
+        for segment in checked:
+            if segment.parents is None:
+                self.cache.append(segment.sequence, len(segment.token_ids))
+        return np.asarray(self.model.logits(hidden))
+
+    def commit(self, sequence: Sequence, path: list[int]) -> None:
+        kept = self.cache.accept(sequence, path)
+        assert sequence.state is not None
+        self.model.replay(kept, sequence.state, self.cache.tensors)
+        self.cache.settle(sequence, len(path))
+
+
+def branching_tree(seed: int) -> Tree:
+    random = Random(seed)
+    return next(tree for tree in iter(lambda: random_tree(random), None) if 4 < len(set(tree.parents)) < 20)
+
+
+def test_a_tree_means_what_the_reference_defines(moe_path: Path) -> None:
+    """A chain and a tree in one step, a commit, and a step of both after it, to the last bit."""
+    reference, tree = Reference(moe_path, exact=True), branching_tree(3)
+    path = tree.path(len(tree.parents) - 1)
+    steps: list[list[tuple[list[int], list[int] | None]]] = [
+        [(prompt(29), None), (prompt(3), None)],
+        [(tree.token_ids, tree.parents), (prompt(4), None)],
+        [([9], None), ([9], None)],
+    ]
+    with CpuRunner.open(
+        moe_path, threads=2, context_length=300, kv_type="f32", cache_size=CacheSize.of(2, 300, 1)
+    ) as runner:
+        ours = [runner.new_sequence() for _ in range(2)]
+
+        def batch(sequences: list[Sequence], rows: list[tuple[list[int], list[int] | None]]) -> Batch:
+            pairs = zip(sequences, rows, strict=True)
+            return Batch(
+                tuple(Segment(each, ids, parents, range(len(ids))) for each, (ids, parents) in pairs)
+            )
+
+        for rows in steps:
+            actual = np.concatenate(runner.step(batch(ours, rows)))
+            assert np.array_equal(actual, reference.step(batch(reference.sequences, rows)))
+            if rows[0][1] is not None:
+                runner.commit(ours[0], path)
+                reference.commit(reference.sequences[0], path)
+
+
+def test_the_reference_that_rounds_as_pytorch_does_knows_trees(moe_path: Path) -> None:
+    reference, tree = Reference(moe_path, exact=False), branching_tree(4)
+    first, second = reference.sequences
+    reference.step(Batch((Segment(first, prompt(20)), Segment(second, prompt(20)))))
+    path = tree.path(len(tree.parents) - 1)
+    of_tree = reference.step(Batch((Segment(first, tree.token_ids, tree.parents),)))
+    of_chain = reference.step(Batch((Segment(second, [tree.token_ids[row] for row in path]),)))
+    assert np.allclose(of_tree[path], of_chain, rtol=0, atol=1e-3)
+    reference.commit(first, path)
+    after = reference.step(Batch((Segment(first, [5]), Segment(second, [5]))))
+    assert np.allclose(after[0], after[1], rtol=0, atol=1e-3)
