@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -54,6 +54,12 @@ class CheckedSegment:
     parents: tuple[int, ...] | None
     wanted: Array  # int64
     depths: Array  # int32 [rows], of each row behind what is committed
+
+    @classmethod
+    def chain(cls, sequence: Sequence, token_ids: Array) -> Self:
+        """Of int32 ids that are known to be good and to fit, of which no logits are wanted here."""
+        depths = np.arange(len(token_ids), dtype=np.int32)
+        return cls(sequence, token_ids, None, np.empty(0, np.int64), depths)
 
     @property
     def demand(self) -> Demand:

@@ -12,7 +12,7 @@ from coldstream.experts.disk_tier import DiskStatistics, DiskTier
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps, RoutingCpuOps
 from coldstream.kernels.pooled_cpu_ops import PooledCpuOps, UnreadCpuOps
-from coldstream.kvcache.batch import Batch, BatchInputs, BatchLimits, CheckedSegment, Segment, check_batch
+from coldstream.kvcache.batch import Batch, BatchInputs, BatchLimits, CheckedSegment, check_batch
 from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence import Checkpoint, Sequence
 from coldstream.kvcache.sequence_cache import SequenceCache
@@ -238,8 +238,7 @@ class CpuRunner(ModelRunner):
         self._sequences.clear(self._own)
 
     def _compute(self, token_ids: Array, first_position: int) -> None:
-        segment = Segment(self._own, token_ids, wanted=())
-        with self._advancing(check_batch(Batch((segment,)), self._sequences, self._limits)):
+        with self._advancing([CheckedSegment.chain(self._own, token_ids)]):
             pass
 
     @contextmanager
