@@ -1,6 +1,9 @@
-"""Where experts lie on a device: what is copied and what is written into the tables, without a device."""
+"""Where experts lie on a device: what is copied, what is written into the tables, and in which order."""
 
 import ctypes
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -10,70 +13,29 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings")
 
-from coldstream.experts import residency
+from residency_cases import LAYERS, NUM_EXPERTS, SIZES, SLOTS_OF_A_SIZE, make_slots, read
+
+from coldstream.errors import DeviceError
 from coldstream.experts.cache import ExpertCache
-from coldstream.experts.residency import ExpertResidency, _Places, expert_bytes
-from coldstream.experts.segments import SlotSegments
-from coldstream.gguf.quant_types import QuantType
+from coldstream.experts.residency import ExpertResidency, _Places
 from coldstream.kernels.experts.landing import MATRICES
-from coldstream.kernels.experts.table import ExpertTable
+from device_model import ModelDevice, Operation, Pieces, range_of
+from device_seams import any_schedule, model_device, seeds
 from random_residency import RandomResidency
 
-NUM_EXPERTS = 5
-
-
-class Host:
-    """The experts of a matrix in the host's memory."""
-
-    def __init__(self, table: torch.Tensor) -> None:
-        self.values = table
-        self.address = table.data_ptr()
-
-
-def layer(rows: int, cols: int, down: QuantType, seed: int) -> list[ExpertTable]:
-    stacks = []
-    for number, (quant_type, size) in enumerate(
-        ((QuantType.Q4_K, (rows, cols)), (QuantType.Q4_K, (rows, cols)), (down, (cols, rows)))
-    ):
-        step = size[0] * quant_type.row_bytes(size[1])
-        values = torch.randint(
-            0,
-            256,
-            (NUM_EXPERTS, step),
-            dtype=torch.uint8,
-            generator=torch.Generator().manual_seed(seed + number),
-        )
-        table = torch.zeros(NUM_EXPERTS, dtype=torch.int64)
-        stacks.append(ExpertTable(table, quant_type, *size, True, Host(values), 0, step))
-    return stacks
-
-
-LAYERS = [
-    layer(256, 256, QuantType.Q6_K, 0),
-    layer(256, 512, QuantType.Q4_K, 9),
-    layer(256, 256, QuantType.Q6_K, 5),
-]
-SIZES = [expert_bytes(stacks) for stacks in LAYERS]
-
-
-def read(address: int, num_bytes: int) -> bytes:
-    return ctypes.string_at(address, num_bytes)
-
-
-def slots_on_host(segment_bytes: int) -> SlotSegments:
-    """Eight of each size."""
-    return SlotSegments(
-        dict.fromkeys(SIZES, 8), lambda size: torch.zeros(size, dtype=torch.uint8), segment_bytes
-    )
+ONE_SEGMENT = 2**16
+segments = st.sampled_from([1, 2 * min(SIZES), 3 * max(SIZES), ONE_SEGMENT])
+ROWS, RANKS = 2, 2
 
 
 @given(
     st.lists(st.integers(0, 3 * NUM_EXPERTS - 1), unique=True, min_size=1, max_size=6),
-    st.sampled_from([1, 2 * min(SIZES), 2**30]),
+    st.sampled_from([1, 2 * min(SIZES), ONE_SEGMENT]),
 )
 def test_trap_20_tables_lead_to_the_bytes_of_their_experts(experts: list[int], segment_bytes: int) -> None:
-    slots = slots_on_host(segment_bytes)
-    places = _Places(LAYERS, slots)
+    with model_device(0):
+        slots = make_slots(segment_bytes)
+        places = _Places(LAYERS, slots)
     numbers = {expert: index for index, expert in enumerate(experts)}
     for expert, slot in numbers.items():
         for source, target, size in zip(*places.of_copy(expert, slot), strict=True):
@@ -98,83 +60,102 @@ def test_trap_20_tables_lead_to_the_bytes_of_their_experts(experts: list[int], s
     assert not any(stack.addresses.any() for stacks in LAYERS for stack in stacks)
 
 
-class HostStream:
-    """Everything happens at once."""
+class Refusals:
+    """A driver that refuses some copies, and how often it did so in a row, by expert."""
 
-    cuda_stream = 0
+    def __init__(self, share: float, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._share = share
+        self.in_a_row = Counter[int]()
+        self._copied = Counter[int]()  # matrices of the copy that is being queued
 
-    def synchronize(self) -> None:
-        pass
+    def __call__(self, pieces: Pieces) -> bool:
+        ((_, source, _),) = pieces
+        expert = next(
+            layer * NUM_EXPERTS + (source - stack.host.address) // stack.step
+            for layer, stacks in enumerate(LAYERS)
+            for stack in stacks
+            if 0 <= source - stack.host.address < stack.host.values.numel()
+        )
+        if self._rng.random() < self._share:
+            self.in_a_row[expert] += 1
+            self._copied[expert] = 0
+            return True
+        self._copied[expert] += 1
+        if self._copied[expert] == MATRICES:
+            self._copied[expert] = self.in_a_row[expert] = 0
+        return False
 
-    def wait_stream(self, other: object) -> None:
-        pass
-
-
-class HostEvent:
-    def record(self, stream: HostStream) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
-class HostWriter:
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-
-    def write(self, where: np.ndarray, values: np.ndarray) -> None:
-        assert len(where) <= self._capacity
-        for address, value in zip(where.tolist(), values.tolist(), strict=True):
-            ctypes.c_int64.from_address(address).value = value
-
-
-def copy_now(target: int, source: int, size: int, stream: int) -> tuple[object]:
-    ctypes.memmove(target, source, size)
-    return (residency.driver.CUresult.CUDA_SUCCESS,)
-
-
-@pytest.fixture
-def host_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's memory and its clock in place of the device's."""
-    stream = HostStream()
-    monkeypatch.setattr(torch.cuda, "Stream", HostStream)
-    monkeypatch.setattr(torch.cuda, "Event", HostEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(residency, "AddressWriter", HostWriter)
-    monkeypatch.setattr(residency.driver, "cuMemcpyHtoDAsync", copy_now)
+    @property
+    def given_up(self) -> set[int]:
+        return {expert for expert, count in self.in_a_row.items() if count >= 2}
 
 
 class Steps:
-    """Steps on a device whose memory shrinks now and then; each must find what its tables lead to."""
+    """Steps of a runner; each must find what its tables lead to."""
 
-    def __init__(self, segment_bytes: int, seed: int) -> None:
+    def __init__(self, device: ModelDevice, segment_bytes: int, seed: int, refused: float = 0.0) -> None:
+        self.device = device
         self.rng = np.random.default_rng(seed)
-        self.used = torch.zeros((3, 2, 2), dtype=torch.int32)
-        self.slots = slots_on_host(segment_bytes)
+        self.used = torch.zeros((3, ROWS, RANKS), dtype=torch.int32)
+        self.slots = make_slots(segment_bytes)
         cache = ExpertCache(SIZES, NUM_EXPERTS, self.slots.num_slots, RandomResidency(seed), copies_wait=True)
         for stacks in LAYERS:
             for stack in stacks:
                 stack.addresses.zero_()
         self.residency = ExpertResidency(LAYERS, cache, self.slots, self.used)
         self.residency.load(range(4))
+        assert np.flatnonzero(self.residency.resident).tolist() == [0, 1, 2, 3]
+        self.refusals = device.refuses = Refusals(refused, seed)
+        self.known: set[int] = set()  # who was given up, as far as an error said it
 
-    def compute(self) -> None:
-        """What a step reads, of everything that is in a slot."""
-        places = {size: self.slots.addresses(size) for size in SIZES}
-        for number in range(3 * NUM_EXPERTS):
-            layer, expert = divmod(number, NUM_EXPERTS)
-            found = [int(stack.addresses[expert]) for stack in LAYERS[layer]]
-            assert bool(found[0]) == self.residency.resident[layer, expert]
-            if not found[0]:
-                assert not any(found)
-                continue
-            assert found[0] in places[SIZES[layer]]
-            for stack, address in zip(LAYERS[layer], found, strict=True):
-                expected = stack.host.values[expert].numpy().tobytes()
-                assert read(address, len(expected)) == expected
-        self.used[:] = torch.from_numpy(self.rng.integers(0, NUM_EXPERTS, self.used.shape))
+    def launch(self, rows: int = ROWS) -> None:
+        """A step of a runner, up to where its work is queued."""
+        self.device.current.synchronize()
+        self.residency.start_step(rows)
+        self.queue()
+
+    def queue(self) -> None:
+        """What a step reads, of everything that is in a slot; in the end it tells what it used."""
+        resident = self.residency.resident.copy()
+        used = torch.from_numpy(self.rng.integers(0, NUM_EXPERTS, self.used.shape, np.int32))
+
+        def compute(operation: Operation) -> None:
+            for number in range(3 * NUM_EXPERTS):
+                layer, expert = divmod(number, NUM_EXPERTS)
+                stacks = LAYERS[layer]
+                found = [int(stack.addresses[expert]) for stack in stacks]
+                assert [address != 0 for address in found] == [resident[layer, expert]] * MATRICES
+                for stack, address in zip(stacks, found, strict=True):
+                    if address:
+                        self.device.touch(operation, reads=[(address, stack.step)])
+                        expected = stack.host.values[expert].numpy().tobytes()
+                        assert read(address, stack.step) == expected, f"the bytes of expert {number}"
+            self.used[:] = used
+
+        self.device.queue(
+            "step",
+            reads=[range_of(stack.addresses) for stacks in LAYERS for stack in stacks],
+            host_writes=[range_of(self.used)],
+            effect=compute,
+        )
+
+    def launched(self) -> None:
+        """A copy that was refused twice is an error, and everything else goes on."""
+        try:
+            self.residency.launched()
+        except DeviceError:
+            assert self.refusals.given_up > self.known
+        else:
+            assert self.refusals.given_up == self.known
+        self.known = self.refusals.given_up
+
+    def step(self, rows: int = ROWS) -> None:
+        self.launch(rows)
+        self.launched()
 
     def shrink(self) -> bool:
+        self.device.current.synchronize()
         before, size = self.slots.num_slots, self.slots.largest
         freed = self.residency.shrink()
         after = self.slots.num_slots
@@ -191,64 +172,100 @@ class Steps:
         assert (self.residency.num_slots > before) == (missing > 0)
 
 
+@contextmanager
+def steps_of(segment_bytes: int, seed: int, refused: float = 0.0) -> Iterator[Steps]:
+    """In the end slots are given back."""
+    with model_device(seed) as device:
+        steps = Steps(device, segment_bytes, seed, refused)
+        yield steps
+        device.current.synchronize()
+        steps.residency.close()
+        del steps.residency, steps.slots
+
+
+@any_schedule
 @given(
-    segment_bytes=st.sampled_from([1, 2 * min(SIZES), 3 * max(SIZES), 2**30]),
+    segment_bytes=segments,
     events=st.lists(
         st.sampled_from(
             ["step", "step", "step", "prompt", "shrink", "shrink in a step", "failed step", "grow"]
         ),
-        max_size=40,
+        max_size=20,
     ),
-    seed=st.integers(0, 3),
+    seed=seeds,
+    refused=st.sampled_from([0.0, 0.0, 0.1]),
 )
 def test_mm03_memory_given_back_at_any_moment_changes_no_byte_that_a_step_reads(
-    host_device: None, segment_bytes: int, events: list[str], seed: int
+    segment_bytes: int, events: list[str], seed: int, refused: float
 ) -> None:
-    steps = Steps(segment_bytes, seed)
-    for event in events:
-        if event in ("shrink", "grow"):
-            getattr(steps, event)()
-            continue
-        rows = 0 if event == "prompt" else 2
-        steps.residency.start_step(rows)
-        steps.compute()
-        if event == "failed step":
-            continue  # never launched
-        if event == "shrink in a step":
-            steps.shrink()
-            steps.residency.start_step(rows)
-            steps.compute()
-        steps.residency.launched()
-    while steps.shrink():
-        steps.residency.start_step(2)
-        steps.compute()
-        steps.residency.launched()
-    assert not steps.residency.resident.any()
-    while steps.residency.missing_bytes:
-        steps.residency.start_step(2)
-        steps.compute()
-        steps.residency.launched()
-        steps.grow()
-    assert steps.residency.num_slots == 8 * len(set(SIZES))
-    for _ in range(8):
-        steps.residency.start_step(2)
-        steps.compute()
-        steps.residency.launched()
-    assert steps.residency.resident.any()
+    with steps_of(segment_bytes, seed, refused) as steps:
+        for event in events:
+            if event in ("shrink", "grow"):
+                getattr(steps, event)()
+                continue
+            rows = 0 if event == "prompt" else ROWS
+            steps.launch(rows)
+            if event == "failed step":
+                continue  # never launched
+            if event == "shrink in a step":
+                steps.shrink()
+                steps.residency.start_step(rows)
+                steps.queue()
+            steps.launched()
+        while steps.shrink():
+            steps.step()
+        assert not steps.residency.resident.any()
+        while steps.residency.missing_bytes:
+            steps.step()
+            steps.grow()
+        assert steps.residency.num_slots == SLOTS_OF_A_SIZE * len(set(SIZES))
+        for _ in range(8):
+            steps.step()
+            steps.device.synchronize()
+        given_up = steps.refusals.given_up
+        assert steps.residency.resident.any() or len(given_up) > NUM_EXPERTS
+        assert not steps.residency.resident.reshape(-1)[sorted(given_up)].any()
 
 
-def test_mm03_what_a_step_used_counts_once_when_memory_is_given_back_in_its_middle(host_device: None) -> None:
-    steps = Steps(1, seed=1)
-    uses = [0]
-    for step in range(12):
-        steps.residency.start_step(2)
-        steps.compute()
-        if step % 3 == 1:
-            steps.shrink()
-        steps.residency.launched()
+@any_schedule
+@given(seed=seeds)
+def test_ex04_experts_come_and_go_while_steps_read_others(seed: int) -> None:
+    with steps_of(ONE_SEGMENT, seed) as steps:
+        for _ in range(25):
+            steps.step()
         counters = steps.residency.cache.counters
-        uses.append(int(counters.hits.sum() + counters.misses.sum()))
-    counted = np.diff(uses)
-    assert counted[0] == 0  # a step is known when the next one runs
-    assert (counted[1:] > 0).all()
-    assert (counted <= 3 * NUM_EXPERTS).all()
+        assert not counters.failed_copies.any()
+        if steps.device.is_eager:
+            assert counters.evictions.sum() > 10
+
+
+@any_schedule
+@given(seed=seeds)
+def test_ex01_a_copy_that_is_refused_twice_is_an_error_and_all_else_goes_on(seed: int) -> None:
+    with steps_of(ONE_SEGMENT, seed, refused=0.3) as steps:
+        for _ in range(20):
+            steps.step()
+        assert steps.known
+        device, residency = steps.device, steps.residency
+        device.refuses = lambda pieces: False
+        for _ in range(5):
+            steps.step(rows=0)  # which lets nobody in
+            device.synchronize()
+        in_slots = residency.cache._slot >= 0
+        assert np.array_equal(residency.resident.reshape(-1), in_slots), "no copy is under way for ever"
+
+
+def test_mm03_what_a_step_used_counts_once_when_memory_is_given_back_in_its_middle() -> None:
+    with steps_of(1, seed=1) as steps:
+        uses = [0]
+        for step in range(12):
+            steps.launch()
+            if step % 3 == 1:
+                steps.shrink()
+            steps.residency.launched()
+            counters = steps.residency.cache.counters
+            uses.append(int(counters.hits.sum() + counters.misses.sum()))
+        counted = np.diff(uses)
+        assert counted[0] == 0  # a step is known when the next one runs
+        assert (counted[1:] > 0).all()
+        assert (counted <= 3 * NUM_EXPERTS).all()

@@ -48,6 +48,7 @@ class ExpertResidency:
         self._in_flight: deque[tuple[tuple[Copy, ...], torch.cuda.Event]] = deque()
         self._writer = AddressWriter(2 * MATRICES * self.num_slots)
         self.resident = np.zeros((len(layers), len(layers[0][0].addresses)), bool)  # for the next step
+        self._failure: DeviceError | None = None  # of a copy that nobody has heard of
         self._next_step = self._prepare()
         self._running: tuple[int, int] | None = None  # the step launched last, and its rows if it trains
         self._ended: tuple[int, Array | None] | None = None  # the one before, and what it used
@@ -64,6 +65,7 @@ class ExpertResidency:
         # Nothing was launched with the tables as they are.
         self.cache.finish_step(self._next_step, NOTHING, trains=False)
         self._next_step = self._prepare()
+        self._raise_failure()
 
     def start_step(self, rows: int) -> None:
         """Right before a step of `rows` rows is launched, when the last one has ended.
@@ -80,10 +82,11 @@ class ExpertResidency:
 
         Makes up its mind about the step before, and prepares the next one: its tables are written behind the
         running step, and copies into slots that this one may read wait for its end. Raises DeviceError for a
-        copy that failed twice.
+        copy that failed twice, also of one that `shrink` began, once all of that is done: steps may follow.
         """
         self._finish_ended()
         self._next_step = self._prepare()
+        self._raise_failure()
 
     def shrink(self) -> int:
         """Gives the memory of some slots back, whose experts are missing then; the bytes, 0 if none is left.
@@ -151,6 +154,11 @@ class ExpertResidency:
             self.resident.reshape(-1)[start.arrived] = True
         return start.step
 
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
     def close(self) -> None:
         """Waits for copies in flight; the slots may then be given back."""
         self._stream.synchronize()
@@ -164,15 +172,15 @@ class ExpertResidency:
         return np.flatnonzero(seen)
 
     def _begin(self, copies: tuple[Copy, ...]) -> None:
-        """Queues copies, which are seen to be over together."""
+        """Queues copies, which are seen to be over together; keeps the error if one of them failed twice."""
         queued = []
         for copy in copies:
             try:
                 self._queue(copy)
                 queued.append(copy)
-            except DeviceError:
+            except DeviceError as error:
                 if not self.cache.copied(copy, ok=False):
-                    raise
+                    self._failure = error
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         self._in_flight.append((tuple(queued), event))
