@@ -3,14 +3,11 @@
 A stream is a queue of operations. They run one at a time, whenever a seeded scheduler likes: as soon as they
 may, or not before somebody waits for them. "Device" memory is the host's, so that copies move real bytes.
 
-Two things are looked for. *Races*, by vector clocks: an operation's clock says which operations and which
-calls of the host come before it for certain; two that touch the same bytes, one of them writing, must be
-ordered, whatever the schedule made of them. *Host memory*: what an operation reads must not change between
-the call that queues it and its turn; what it writes holds rubbish until then. Either is a `Violation`, which
-no code under test catches, and which comes again at every later call and at the end.
-
-All threads of the host are one to the clocks. Keys that kernels set and test themselves are no order here: an
-operation that relies on them names whom it `acquires`.
+Two things are looked for. *Races*, by vector clocks: a clock says which operations come before for certain;
+two that touch the same bytes, one of them writing, must be ordered, whatever the schedule made of them. *Host
+memory*: what an operation reads must not change between the call that queues it and its turn; what it writes
+holds rubbish from when it may run until it has. Either is a `Violation`, which no code under test catches,
+and which comes again at every later call and at the end. All threads of the host are one to the clocks.
 """
 
 import ctypes
@@ -26,14 +23,13 @@ from random import Random
 import numpy as np
 import torch
 
-HOST = -1  # beside the numbers of streams
 RUBBISH = 0xA5
 _VERBS = {True: "writes", False: "reads"}
 WAIT_LIMIT_S = 20.0  # for threads of the host, only where something is broken
 
 Range = tuple[int, int]  # address and bytes
 Pieces = Sequence[tuple[int, int, int]]  # of a copy: target, source, bytes
-Clock = dict[int, int]  # by stream: how many of its operations come before; of the host: calls
+Clock = dict[int, int]  # by stream: how many of its operations come before
 
 
 class Violation(AssertionError):
@@ -49,6 +45,7 @@ class Operation:
         self.effect: Callable[[Operation], None] | None = None
         self.is_ready: Callable[[], bool] | None = None
         self.host_reads: list[tuple[int, bytes]] = []
+        self.host_writes: list[Range] = []  # until it begins
         self.ended_at: int | None = None
 
     @property
@@ -74,7 +71,7 @@ class ModelDevice:
         self._own = threading.local()
         self._streams: list[ModelStream] = []
         self.default = ModelStream(self)
-        self._clock: Clock = {HOST: 0}
+        self._clock: Clock = {}
         self._accesses: list[_Access] = []
         self._most_accesses = 32
         self._memory: list[np.ndarray] = []  # kept, so that no address is given out twice
@@ -84,6 +81,7 @@ class ModelDevice:
         self._gone: list[Range] = []
         self.refuses: Callable[[Pieces], bool] = lambda pieces: False
         self.free_bytes = 2**40
+        self.registers = True  # memory of the host
         self.kernels: dict[str, Callable[..., None]] = {}
 
     # ---- what the host calls
@@ -134,8 +132,8 @@ class ModelDevice:
             operation.effect, operation.is_ready = effect, is_ready
             operation.host_reads = [(address, _bytes(address, size)) for address, size in host_reads]
             self.touch(operation, reads=[*reads, *host_reads], writes=[*writes, *host_writes])
-            for address, size in host_writes:
-                ctypes.memset(address, RUBBISH, size)
+            operation.host_writes = list(host_writes)
+            self._begin()
             return operation
 
     def touch(self, operation: Operation, reads: Sequence[Range] = (), writes: Sequence[Range] = ()) -> None:
@@ -219,13 +217,20 @@ class ModelDevice:
 
     # ---- what the scheduler does
 
+    def _begin(self) -> None:
+        """What may run may be in the middle of writing."""
+        for stream in self._streams:
+            if stream.queued and stream.queued[0].host_writes and stream.queued[0].can_run:
+                for address, size in stream.queued[0].host_writes:
+                    ctypes.memset(address, RUBBISH, size)
+                stream.queued[0].host_writes = []
+
     def _advance(self) -> None:
         """A call of the host: time passes, in which some of what may run does."""
         self.check()
-        self._clock[HOST] += 1
+        self._begin()
         while self._random.random() < self._eagerness:
-            ready = [stream.queued[0] for stream in self._streams if stream.queued]
-            ready = [operation for operation in ready if operation.can_run]
+            ready = [each.queued[0] for each in self._streams if each.queued and each.queued[0].can_run]
             if not ready:
                 return
             self._run(self._random.choice(ready))
@@ -257,6 +262,7 @@ class ModelDevice:
                 operation.effect(operation)
             except AssertionError as error:
                 self._violate(f"{operation.name}: {error}")
+        self._begin()
 
     # ---- what must not be
 

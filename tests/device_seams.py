@@ -20,6 +20,7 @@ from device_model import ModelDevice, ModelEvent, ModelStream, Operation, range_
 # The seed of a schedule has no simpler one, so that nothing is gained by looking for it.
 seeds = st.integers(0, 2**32 - 1)
 any_schedule = settings(max_examples=30, phases=(Phase.explicit, Phase.generate))
+DEVICE_OFFSET = 2**46  # from where the host sees registered memory to where the device does
 DONE, REFUSED = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_NOT_READY
 
 
@@ -49,6 +50,9 @@ def _replace(patch: pytest.MonkeyPatch, device: ModelDevice) -> None:
     patch.setattr(torch.Tensor, "copy_", _copying(torch.Tensor.copy_, device))
     patch.setattr(driver, "cuMemcpyHtoDAsync", partial(_copy, device))
     patch.setattr(driver, "cuMemcpyBatchAsync", partial(_copy_batch, device))
+    patch.setattr(driver, "cuMemHostRegister", lambda *_: (DONE if device.registers else REFUSED,))
+    patch.setattr(driver, "cuMemHostGetDevicePointer", lambda address, _: (DONE, address + DEVICE_OFFSET))
+    patch.setattr(driver, "cuMemHostUnregister", lambda *_: (DONE,))
     patch.setattr(driver, "cuGetErrorString", lambda status: (DONE, b"refused"))
     patch.setattr(CudaProgram, "kernel", lambda program, instance: _Kernel(device, instance))
 

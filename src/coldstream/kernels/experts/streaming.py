@@ -243,7 +243,8 @@ class ExpertStream:
         """Has groups read; their landings are free behind that."""
         shape = self._layers[layer]
         used = sorted(expert for group in groups for expert in group.experts if counts[expert])
-        groups[-1].transfer.wait()
+        for group in groups:
+            group.transfer.wait()  # the last is behind all others, but does not tell of their errors
         num_streamed = sum(len(group.experts) for group in groups)
         self.counters.streamed[layer] += num_streamed
         self.counters.unused[layer] += num_streamed - len(used)

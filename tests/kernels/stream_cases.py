@@ -1,0 +1,135 @@
+"""Steps of many rows whose experts come by in a ring, on the model of a device."""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels import _csrc
+from coldstream.kernels.experts.host import HostExperts
+from coldstream.kernels.experts.landing import MATRICES
+from coldstream.kernels.experts.mailbox import Mailbox
+from coldstream.kernels.experts.streaming import ExpertStream, LandedGroup
+from coldstream.kernels.experts.table import ExpertTable
+from device_model import ModelDevice, Operation, range_of
+
+NUM_LAYERS, NUM_EXPERTS, RANKS, SIZE = 3, 8, 3, 256
+MAX_CPU_ROWS, CHUNK = 6, 10
+LANDING = 2 * 3 * 256 * 272 + 1024  # two experts
+
+
+def open_host(file: GGUFFile) -> tuple[HostExperts, list[tuple[ExpertTable, ...]]]:
+    """The experts of a file, and their tables, without slots."""
+    bulk = Mailbox.create(0, RANKS, SIZE, MAX_CPU_ROWS)
+    host = HostExperts(1, "generic", Mailbox.create(NUM_LAYERS, RANKS, SIZE), bulk, CHUNK)
+    layers = []
+    for layer in range(NUM_LAYERS):
+        stacks = []
+        for name in ("gate", "up", "down"):
+            info = file.tensors[f"blk.{layer}.ffn_{name}_exps.weight"]
+            weight, mapped = host.map_weight(file, info)
+            num_experts, rows, cols = info.shape
+            table = torch.zeros(num_experts, dtype=torch.int64)
+            step = info.num_bytes // num_experts
+            stacks.append(ExpertTable(table, info.quant_type, rows, cols, True, weight, mapped, step))
+        host.add_layer(*(stack.host for stack in stacks))
+        layers.append(tuple(stacks))
+    return host, layers
+
+
+class Prompts:
+    """Steps of an `ExpertStream`, all of whose pairs must be computed once, of their own experts' bytes."""
+
+    def __init__(self, device: ModelDevice, path: Path, seed: int) -> None:
+        self.device, self.rng = device, np.random.default_rng(seed)
+        self.file = GGUFFile.open(path)
+        self.host, self.layers = open_host(self.file)
+        self.ring = torch.empty(3 * LANDING, dtype=torch.uint8, device="cuda")
+        self.stream = ExpertStream(self.host, self.ring)
+        for stacks in self.layers:
+            self.stream.add_layer(stacks)
+        self.stream.resident = self.rng.random((NUM_LAYERS, NUM_EXPERTS)) < 0.2
+        # One layer after the other uses the same memory.
+        self.x = torch.zeros(CHUNK, SIZE)
+        self.ids = torch.zeros(CHUNK, RANKS, dtype=torch.int32)
+
+    def step(self, rows: int) -> None:
+        self.stream.start_step(rows)
+        for layer in range(NUM_LAYERS):
+            self._layer(layer, rows)
+        self.device.current.synchronize()
+        self.stream.end_step()
+
+    def _layer(self, layer: int, rows: int) -> None:
+        width = self.rng.integers(RANKS, NUM_EXPERTS + 1)  # few experts for all tokens, or many
+        chosen = np.stack([self.rng.permutation(width)[:RANKS] for _ in range(rows)]).astype(np.int32)
+        values = self.rng.normal(size=(rows, SIZE)).astype(np.float32)
+        x, ids = self.x[:rows], self.ids[:rows]
+
+        def route(operation: Operation) -> None:
+            x.numpy()[:], ids.numpy()[:] = values, chosen
+
+        self.device.queue("router", writes=[range_of(x), range_of(ids)], effect=route)
+        self.stream.ask(x, ids)
+        counts = np.bincount(chosen.reshape(-1), minlength=NUM_EXPERTS)
+        computed: list[int] = []
+
+        def compute(groups: Sequence[LandedGroup], places: slice) -> None:
+            self._compute(layer, groups)
+            mine = [expert for group in groups for expert in group.experts if counts[expert]]
+            ends = np.cumsum(counts)
+            assert all(places.start <= ends[i] - counts[i] and ends[i] <= places.stop for i in mine)
+            computed.extend(mine)
+
+        elsewhere = self.stream.share_out(layer, rows, compute)
+        resident = self.stream.resident[layer].copy()
+        assert len(set(computed)) == len(computed)
+        on_gpu = np.isin(chosen, computed) | resident[chosen]
+        if elsewhere is None:
+            assert on_gpu.all()
+            return
+
+        def combine(operation: Operation) -> None:
+            on_cpu = elsewhere.ids.numpy()
+            assert np.array_equal(on_cpu, np.where(on_gpu, -1, chosen)), "every pair is computed once"
+            expected = torch.zeros(rows, RANKS, SIZE)
+            runtime = _csrc.Runtime(1, "generic")
+            weights = [stack.host for stack in self.layers[layer]]
+            _csrc.routed_experts(
+                runtime, torch.from_numpy(values), torch.from_numpy(on_cpu), *weights, expected
+            )
+            rows_there = elsewhere.rows[torch.from_numpy(~on_gpu)]
+            assert torch.equal(rows_there, expected[torch.from_numpy(~on_gpu)]), "the CPU's rows"
+
+        self.device.queue(
+            "combine", reads=[range_of(elsewhere.rows), range_of(elsewhere.ids)], effect=combine
+        )
+
+    def _compute(self, layer: int, groups: Sequence[LandedGroup]) -> None:
+        """Reads all of the groups."""
+        places = [
+            (group.first[m] + i * group.sizes[m], self.layers[layer][m], expert)
+            for group in groups
+            for i, expert in enumerate(group.experts)
+            for m in range(MATRICES)
+        ]
+
+        def read(operation: Operation) -> None:
+            for address, stack, expert in places:
+                source = stack.host.address + expert * stack.step
+                found, expected = (ctypes.string_at(each, stack.step) for each in (address, source))
+                assert found == expected, f"the bytes of expert {expert} of layer {layer}"
+
+        self.device.queue(
+            "experts", reads=[(address, stack.step) for address, stack, _ in places], effect=read
+        )
+
+    def close(self) -> None:
+        self.device.current.synchronize()
+        self.stream.close()
+        del self.stream, self.ring
+        self.host.close()
+        self.file.close()

@@ -1,0 +1,189 @@
+"""The order of what a long prompt's experts go through: copies, landings, the CPU's part. Without a GPU."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("cuda.bindings")
+
+from stream_cases import CHUNK, LANDING, MAX_CPU_ROWS, Prompts, open_host
+
+from builders import write_gguf
+from coldstream.errors import DeviceError, ModelChangedError
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cuda.host_memory import RegisteredMemory
+from coldstream.kernels.experts import streaming
+from coldstream.kernels.experts.landing import CpuShare
+from device_model import Pieces
+from device_seams import any_schedule, model_device, seeds
+
+SHARES: dict[str, Callable[..., int]] = {
+    "none": lambda self, rows, num_experts, *rest: 0,
+    "some": lambda self, rows, num_experts, *rest: num_experts // 3,
+    "all": lambda self, rows, num_experts, *rest: num_experts,
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    write_gguf(path)
+    return path
+
+
+@contextmanager
+def prompts_of(path: Path, seed: int, registers: bool = True) -> Iterator[Prompts]:
+    """In the end the ring is given back."""
+    with model_device(seed) as device:
+        device.registers = registers
+        prompts = Prompts(device, path, seed)
+        yield prompts
+        prompts.close()
+
+
+@any_schedule
+@given(
+    seed=seeds,
+    share=st.sampled_from(sorted(SHARES)),
+    registers=st.booleans(),
+    few_rows=st.sampled_from([4, 1024]),
+)
+def test_ex04_every_pair_is_computed_once_of_bytes_that_have_landed(
+    path: Path, seed: int, share: str, registers: bool, few_rows: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuShare, "split", SHARES[share])
+        patch.setattr(streaming, "FEW_ROWS", few_rows)
+        with prompts_of(path, seed, registers) as prompts:
+            for rows in (MAX_CPU_ROWS, CHUNK, 3, MAX_CPU_ROWS):
+                prompts.step(rows)
+            counters = prompts.stream.counters
+            used = counters.streamed - counters.unused
+            assert np.array_equal(used + counters.on_cpu, counters.wanted)
+            assert (counters.on_cpu.sum() == 0) == (share == "none")
+
+
+@any_schedule
+@given(seed=seeds, first=st.integers(0, 20), registers=st.booleans())
+def test_ex01_a_copy_refused_twice_is_an_error_and_the_next_step_is_right(
+    path: Path, seed: int, first: int, registers: bool
+) -> None:
+    with prompts_of(path, seed, registers) as prompts:
+        calls = [0]
+
+        def refuses(pieces: Pieces) -> bool:
+            calls[0] += 1
+            return first < calls[0] <= first + 2
+
+        prompts.device.refuses = refuses
+        for _ in range(3):
+            try:
+                prompts.step(CHUNK)
+            except DeviceError:
+                assert calls[0] >= first + 2
+                break
+        prompts.device.refuses = lambda pieces: False
+        # The runner waits for what the failed step has launched.
+        prompts.device.current.synchronize()
+        prompts.step(MAX_CPU_ROWS)
+        prompts.step(CHUNK)
+
+
+@any_schedule
+@given(seed=seeds, registers=st.booleans())
+def test_ex01_a_copy_refused_once_is_repeated(path: Path, seed: int, registers: bool) -> None:
+    with prompts_of(path, seed, registers) as prompts:
+        calls = [0]
+
+        def refuses(pieces: Pieces) -> bool:
+            calls[0] += 1
+            return calls[0] % 2 == 1
+
+        prompts.device.refuses = refuses
+        prompts.step(CHUNK)
+        prompts.step(MAX_CPU_ROWS)
+
+
+@any_schedule
+@given(seed=seeds, registers=st.booleans())
+def test_ex04_a_settled_ring_may_be_written_by_others(path: Path, seed: int, registers: bool) -> None:
+    """Also while groups of a failed step are on their way."""
+    with prompts_of(path, seed, registers) as prompts:
+        prompts.step(CHUNK)
+        prompts.stream.start_step(CHUNK)
+        prompts._layer(0, CHUNK)  # the first groups of the next layer have begun
+        prompts.device.current.synchronize()
+        prompts.stream.settle()
+        prompts.device.queue("prefetch", writes=[(prompts.ring.data_ptr(), prompts.ring.numel())])
+        prompts.device.current.synchronize()
+        prompts.step(CHUNK)
+
+
+def test_fl01_a_file_that_shrank_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    content = path.read_bytes()
+    with prompts_of(path, seed=1, registers=False) as prompts:
+        prompts.step(CHUNK)
+        with path.open("r+b") as file:
+            file.truncate(4096)
+        with pytest.raises(ModelChangedError, match="shrank"):
+            prompts.step(CHUNK)
+        path.write_bytes(content)
+        prompts.device.current.synchronize()
+        prompts.step(CHUNK)
+
+
+def test_fl02_a_read_that_brings_less_than_asked_for_goes_on(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, views, offset: read(file, [views[0][:9999]], offset))
+    with prompts_of(path, seed=1, registers=False) as prompts:
+        prompts.step(CHUNK)
+
+
+def test_an_address_belongs_to_the_file_that_is_mapped_there(path: Path) -> None:
+    with prompts_of(path, seed=1) as prompts:
+        host, size = prompts.host, path.stat().st_size
+        mapped = host.ops.mapped_file(prompts.file, 0)
+        for offset in (0, 1, size - 1):
+            assert host.locate(mapped.address + offset) == (prompts.file, 0, offset)
+        for outside in (mapped.address - 1, mapped.address + size):
+            with pytest.raises(ValueError, match="no model file is mapped"):
+                host.locate(outside)
+
+
+@pytest.mark.parametrize("refused", [set(), {0}, {1}, {0, 1}])
+def test_the_device_reads_all_of_a_model_or_not(refused: set[int], tmp_path: Path) -> None:
+    """Of two parts, of which the system may refuse one."""
+
+    parts = write_gguf(tmp_path / "tiny.gguf", num_shards=2)
+    calls: list[int] = []
+    register = RegisteredMemory.register
+
+    def registered(address: int, num_bytes: int) -> RegisteredMemory | None:
+        calls.append(address)
+        return None if len(calls) - 1 in refused else register(address, num_bytes)
+
+    with model_device(0), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RegisteredMemory, "register", registered)
+        with GGUFFile.open(parts[0]) as file:
+            host, layers = open_host(file)
+            assert len(calls) == 2
+            assert host.is_readable == (not refused)
+            mapped = [stack.mapped for stacks in layers for stack in stacks]
+            assert any(mapped) == (len(refused) < 2)
+            assert all(mapped) == (not refused)
+            host.close()
+
+
+def test_a_ring_that_no_expert_fits_into_is_refused(path: Path) -> None:
+    with prompts_of(path, seed=1) as prompts, pytest.raises(ValueError, match="too small"):
+        streaming.ExpertStream(prompts.host, prompts.ring[: LANDING // 2]).add_layer(prompts.layers[0])
