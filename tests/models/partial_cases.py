@@ -1,0 +1,119 @@
+"""Steps of a GPU that holds some experts, as its runner queues them, on the model of a device."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cuda.memory import Memory
+from coldstream.kernels.experts.landing import MATRICES
+from coldstream.kernels.experts.prefetching import Prefetching
+from coldstream.kernels.hybrid_ops import HybridOps
+from coldstream.kernels.ops import ExpertWeights
+from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.models.partial_experts import PartialExperts
+from coldstream.models.spec import ModelSpec
+from device_model import ModelDevice, Operation, range_of
+
+RING_BYTES = 2**22
+CHUNK = 80
+
+
+class HostMemory(Memory):
+    """The host's in place of the device's; nothing is used again."""
+
+    def _persistent_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def _workspace_part(
+        self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+
+class FewRows:
+    """Routers and experts of few rows, which prefetch; of each launch what matters to the order is noted."""
+
+    def __init__(self, device: ModelDevice, path: Path, seed: int, prefetching: Prefetching) -> None:
+        self.device, self.rng = device, np.random.default_rng(seed)
+        device.kernels |= {"router_few": self._route, "prefetch_experts": self._fetch}
+        self.file = GGUFFile.open(path)
+        self.spec = ModelSpec.from_gguf(self.file.metadata, self.file.tensors)
+        self.partial = PartialExperts(self.spec, 1, "generic", CHUNK)
+        host = self.partial.host
+        self.ops = HybridOps(
+            HostMemory(), 256, host.mailbox, host, ring_bytes=RING_BYTES, prefetching=prefetching
+        )
+        self.partial.attach(self.ops)
+        self.weights = [self._layer(layer) for layer in range(self.spec.num_layers)]
+        self.fetches: dict[int, Operation] = {}  # of the running step, by layer
+        self.sharing: Any = None
+
+    def _layer(self, layer: int) -> ExpertWeights:
+        names = ("gate", "up", "down")
+        routed = [self.file.tensors[f"blk.{layer}.ffn_{name}_exps.weight"] for name in names]
+        stacks = [self.ops.map_weight(self.file, info) for info in routed]
+        return ExpertWeights(*stacks, None, None, None)
+
+    def _floats(self, rows: int) -> QuantTensor:
+        data = torch.zeros(4 * rows * self.spec.hidden_size, dtype=torch.uint8)
+        return QuantTensor.from_bytes(data, QuantType.F32, (rows, self.spec.hidden_size))
+
+    def queue(self, rows: int) -> None:
+        """All layers of a step."""
+        self.fetches.clear()
+        for layer, weights in enumerate(self.weights):
+            x = self.ops.activations(rows, self.spec.hidden_size)
+            self.ops.router(
+                x,
+                self._floats(self.spec.num_experts),
+                self._floats(1),
+                self.spec.num_experts_per_tok,
+                weights,
+            )
+            places = self.sharing.prefetched
+            if places.keys and layer in self.fetches and self.rng.random() < 0.6:
+                # A key that a kernel has seen orders its reads behind the copy; else nobody waits.
+                place = (places.data, places.count * places.place_bytes)
+                self.device.queue(f"experts {layer}", reads=[place], after=[self.fetches[layer]])
+        self.ops.finish_step()
+
+    def step(self, rows: int) -> None:
+        """One of a runner."""
+        self.device.current.synchronize()
+        self.partial.start_step(rows)
+        self.queue(rows)
+        self.partial.launched()
+        self.device.current.synchronize()
+        self.partial.ended()
+
+    def _route(self, *args: Any) -> None:
+        """As router.cu: guesses at a later layer's experts. Keys are words that kernels exchange: no race."""
+        *_, self.sharing, ahead = args
+        writes = []
+        if ahead.ids:
+            assert self.sharing.notes.emptied, "keys are emptied where a later layer is guessed at"
+            num_guesses = (self.sharing.request >> 16) * self.spec.num_experts_per_tok
+            writes.append((ahead.ids, 4 * num_guesses))
+        self.device.queue("router", writes=writes)
+
+    def _fetch(self, target: Any) -> None:
+        """As prefetch.cu: fills places with what the guesses name."""
+        places, ring = target.places, range_of(self.ops.ring)
+        size = places.count * places.place_bytes
+        assert ring[0] <= places.data
+        assert places.data + size <= sum(ring)
+        assert sum(-(-target.bytes[m] // 256) * 256 for m in range(MATRICES)) <= places.place_bytes
+        self.fetches[target.layer] = self.device.queue(
+            f"fetch {target.layer}",
+            reads=[(target.guesses, 4 * target.num_guesses)],
+            writes=[(places.data, size), (target.arrivals, 4)],
+        )
+
+    def close(self) -> None:
+        self.device.synchronize()
+        self.partial.close()
+        self.file.close()

@@ -1,0 +1,205 @@
+"""What a step does beside the model where the GPU does not hold all experts, without a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("cuda.bindings")
+
+from partial_cases import FewRows
+
+from builders import write_gguf
+from coldstream.errors import GenerationFault
+from coldstream.kernels.experts.landing import MATRICES
+from coldstream.kernels.experts.mailbox import MAX_ROWS, WORDS_PER_LINE, Mailbox
+from coldstream.kernels.experts.prefetching import Prefetching
+from coldstream.models import partial_experts
+from coldstream.models.partial_experts import _first_residents, _slot_counts
+from device_seams import any_schedule, model_device, seeds
+
+prefetchings = st.builds(Prefetching, st.integers(1, 3), st.integers(1, 4))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    write_gguf(path)
+    return path
+
+
+@contextmanager
+def few_rows_of(path: Path, seed: int = 0, prefetching: Prefetching | None = None) -> Iterator[FewRows]:
+    with model_device(seed) as device:
+        runner = FewRows(device, path, seed, prefetching or Prefetching(1, 2))
+        yield runner
+        runner.close()
+
+
+@any_schedule
+@given(seed=seeds, prefetching=prefetchings, rows=st.lists(st.integers(1, 8), min_size=3, max_size=5))
+def test_ex04_no_place_is_filled_while_its_layer_may_read_it(
+    path: Path, seed: int, prefetching: Prefetching, rows: list[int]
+) -> None:
+    with few_rows_of(path, seed, prefetching) as runner:
+        later = list(range(prefetching.distance, runner.spec.num_layers))
+        for step, count in enumerate(rows):
+            runner.step(count)
+            # Which layers come later is known once all have run.
+            assert sorted(runner.fetches) == (later if step else [])
+            # What has been waited for includes what ran beside the step.
+            runner.device.queue("another", writes=[(runner.ops.ring.data_ptr(), runner.ops.ring.numel())])
+
+
+@any_schedule
+@given(seed=seeds)
+def test_ex04_copies_of_a_failed_prompt_are_over_before_experts_come_ahead(path: Path, seed: int) -> None:
+    """Both go into the ring."""
+    with few_rows_of(path, seed) as runner:
+        runner.step(1)
+        runner.device.current.synchronize()
+        rows, stream = MAX_ROWS + 1, runner.ops.stream
+        assert stream is not None
+        runner.partial.start_step(rows)
+        ids = torch.arange(rows * runner.spec.num_experts_per_tok, dtype=torch.int32) % 8
+        stream.ask(torch.zeros(rows, runner.spec.hidden_size), ids.view(rows, -1))
+        stream.share_out(0, rows, lambda groups, places: None)
+        # It ends here, when groups of the next layer have begun.
+        runner.device.current.synchronize()
+        runner.partial.ended()
+        runner.step(1)
+        runner.step(2)
+
+
+def test_a_layer_that_nobody_could_guess_at_has_no_places(path: Path) -> None:
+    with few_rows_of(path, prefetching=Prefetching(2, 2)) as runner:
+        ring, stacks = runner.ops.prefetch, runner.weights[0]
+        assert ring is not None
+        tables = (stacks.gate, stacks.up, stacks.down)
+        assert [bool(ring.prefetched(layer, tables).keys) for layer in range(4)] == [False, False, True, True]
+        offsets = list(ring.prefetched(2, tables).offsets)
+        sizes = [table.matrix_bytes for table in tables]
+        assert all(offset % 256 == 0 for offset in offsets)
+        ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+        assert all(ends[m] <= offsets[m + 1] for m in range(MATRICES - 1))
+        assert offsets[0] == 0
+        assert not ring.notes(1, is_guessing=False).emptied
+        assert ring.notes(1, is_guessing=True).emptied == ring.prefetched(3, tables).keys
+
+
+@pytest.mark.parametrize("place", ["mailbox", "bulk"])
+def test_an_answer_that_came_too_late_is_an_error(path: Path, place: str) -> None:
+    with few_rows_of(path) as runner:
+        box: Mailbox = getattr(runner.partial.host, place)
+        runner.partial.start_step(1 if place == "mailbox" else MAX_ROWS + 1)
+        box.words[WORDS_PER_LINE + 1] = 3
+        with pytest.raises(GenerationFault, match="in time"):
+            runner.partial.ended()
+        box.words[WORDS_PER_LINE + 1] = 0
+        runner.partial.ended()
+
+
+def test_a_mailbox_is_answered_at_first_and_shared_with_the_host(path: Path) -> None:
+    with model_device(0):
+        box = Mailbox.create(3, 2, 8, 5)
+        assert box.done.tolist() == [1, 0]
+        assert box.request.tolist() == [0]
+        assert abs(box.done.data_ptr() - box.request.data_ptr()) >= 64
+        request, done, x, ids, out = box.arrays()
+        request[0], done[0], x[4, 7], ids[4, 1], out[4, 1, 7] = 1, 2, 3, 4, 5
+        assert (int(box.request[0]), int(box.done[0])) == (1, 2)
+        assert (float(box.x[4, 7]), int(box.ids[4, 1]), float(box.out[4, 1, 7])) == (3, 4, 5)
+        assert box.used.shape == (3, 5, 2)
+        assert box.guessed.shape == (3, 8, 2)
+        box.check()
+
+
+class Residency:
+    """What is asked of an `ExpertResidency` where memory is short."""
+
+    missing_bytes = 0
+    grown = 0
+    fails = False
+
+    def start_step(self, rows: int) -> None:
+        self.rows = rows
+
+    def launched(self) -> None:
+        pass
+
+    def shrink(self) -> int:
+        self.missing_bytes += 100
+        return 100
+
+    def grow(self) -> None:
+        self.grown += 1
+        if self.fails:
+            raise torch.OutOfMemoryError
+        self.missing_bytes -= 100
+
+    close = launched
+
+
+@pytest.mark.parametrize(("free", "fails", "grows"), [(199, False, 0), (200, False, 1), (10**6, True, 1)])
+def test_mm03_slots_come_back_once_twice_their_memory_is_free(
+    path: Path, monkeypatch: pytest.MonkeyPatch, free: int, fails: bool, grows: int
+) -> None:
+    monkeypatch.setattr(partial_experts, "STEPS_BEFORE_GROWTH", 3)
+    with few_rows_of(path) as runner:
+        residency = Residency()
+        residency.fails = fails
+        runner.device.free_bytes = free
+        runner.partial._residency = residency  # type: ignore[assignment]
+        for _ in range(5):
+            runner.partial.launched()
+        assert residency.grown == 0, "nothing is missing"
+        assert runner.partial.shrink() == 100
+        grown = []
+        for _ in range(7):
+            runner.partial.launched()
+            grown.append(residency.grown)
+        again = 2 if fails else grows
+        assert grown == [0, 0, grows, grows, grows, again, again]
+
+
+def test_ex05_steps_of_many_rows_teach_nothing(path: Path) -> None:
+    with few_rows_of(path) as runner:
+        residency = Residency()
+        residency.resident = np.zeros((4, 8), bool)  # type: ignore[attr-defined]
+        runner.partial._residency = residency  # type: ignore[assignment]
+        for rows, taught in ((1, 1), (MAX_ROWS, MAX_ROWS), (MAX_ROWS + 1, 0)):
+            runner.partial.start_step(rows)
+            assert residency.rows == taught
+
+
+sizes = st.sampled_from([256, 512, 1024])
+
+
+@given(
+    st.lists(st.tuples(sizes, st.integers(0, 60), st.sets(st.integers(0, 7))), min_size=1, max_size=6),
+)
+def test_slots_take_what_was_planned_for_them_and_residents_find_one(
+    layers: list[tuple[int, int, set[int]]],
+) -> None:
+    """Alignment makes an expert larger than planned, so that some planned residents have no slot."""
+    layer_bytes = [size for size, _, _ in layers]
+    planned = [size - less for size, less, _ in layers]
+    residents = [sorted(ids) for _, _, ids in layers]
+    counts = _slot_counts(layer_bytes, planned, residents)
+    for size in set(layer_bytes):
+        budget = sum(
+            p * len(ids) for s, p, ids in zip(layer_bytes, planned, residents, strict=True) if s == size
+        )
+        assert counts[size] * size <= budget < (counts[size] + 1) * size
+    first = _first_residents(layer_bytes, 8, counts, residents)
+    assert len(set(first)) == len(first)
+    assert all(expert % 8 in residents[expert // 8] for expert in first)
+    for size in set(layer_bytes):
+        mine = [expert for expert in first if layer_bytes[expert // 8] == size]
+        wanted = sum(len(ids) for s, ids in zip(layer_bytes, residents, strict=True) if s == size)
+        assert len(mine) == min(wanted, counts[size])
