@@ -13,7 +13,10 @@ from coldstream.kernels.quant_tensor import QuantTensor
 
 HOST = Path(__file__).with_name("host")
 CPU = torch.device("cpu")
-OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC")
+OPTIONS = (
+    *("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC"),
+    *(f"-I{HOST}", f"-I{KERNELS}"),  # in this order: the host's cuda/instructions.cuh goes first
+)
 
 
 class HostCode:
@@ -29,8 +32,7 @@ class HostCode:
         }
         if not library.exists():
             defines = [f"-D{name}={value}" for name, value in macros.items()]
-            includes = [f"-I{HOST}", f"-I{KERNELS}"]  # in this order: the host's cuda/common.cuh goes first
-            command = ["c++", *OPTIONS, *defines, *includes, HOST / "scalar_code.cpp", "-o", library]
+            command = ["c++", *OPTIONS, "-shared", *defines, HOST / "scalar_code.cpp", "-o", library]
             subprocess.run(command, check=True)
         self._library = ctypes.CDLL(str(library))
 

@@ -1,4 +1,6 @@
 // The package's scalar device code as functions that ctypes can call.
+#include "device.h"
+
 #include "dequantize/values.cuh"
 
 using namespace coldstream;

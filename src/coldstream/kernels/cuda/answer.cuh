@@ -17,12 +17,7 @@ constexpr uint64_t longest_wait_ns = 60'000'000'000;
 __device__ __forceinline__ void wait_for_answer(const Answer& answer) {
   uint64_t start = 0;
   for (;;) {
-    uint32_t done;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];"
-                 : "=r"(done)
-                 : "l"(__cvta_generic_to_global(answer.done))
-                 : "memory");
-    if (done) return;
+    if (load_acquire_system(answer.done)) return;
     const uint64_t now = now_ns();
     if (start == 0) start = now;
     if (now - start > longest_wait_ns) {

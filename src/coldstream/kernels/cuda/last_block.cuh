@@ -12,14 +12,7 @@ __device__ __forceinline__ bool is_last_block(uint32_t* arrivals, uint32_t num_b
   __shared__ bool is_last;
   // The barriers extend what one thread's release and acquire order to its whole block.
   __syncthreads();
-  if (threadIdx.x == 0) {
-    uint32_t before;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "l"(__cvta_generic_to_global(arrivals)), "r"(num_blocks - 1)
-                 : "memory");
-    is_last = before == num_blocks - 1;
-  }
+  if (threadIdx.x == 0) is_last = count_up_to(arrivals, num_blocks - 1) == num_blocks - 1;
   __syncthreads();
   return is_last;
 }

@@ -25,17 +25,6 @@ struct LayerStamps {
 };
 static_assert(sizeof(LayerStamps) == 16 * 8);
 
-__device__ __forceinline__ uint64_t now_ns() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
-
-// An addition whose result nobody waits for.
-__device__ __forceinline__ void add_up(uint64_t* sum, uint64_t value) {
-  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(sum)), "l"(value));
-}
-
 // By one thread, which has read what the router left. Returns the sums that `note_end` completes.
 __device__ __forceinline__ uint64_t* note_router(LayerStamps* stamps, const RouterStamps& router) {
   uint64_t* sums = stamps->sums[router.pairs != 0];

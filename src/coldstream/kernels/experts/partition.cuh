@@ -102,9 +102,7 @@ __device__ __forceinline__ void bring_slots_near(const Sharing& sharing, int num
   const int first = threadIdx.x * per_line;
   if (sharing.request == 0 || first >= num_experts) return;
 #pragma unroll
-  for (int i = 0; i < num_matrices; i++) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(sharing.matrix[i].slots + first)));
-  }
+  for (int i = 0; i < num_matrices; i++) bring_near(sharing.matrix[i].slots + first);
 }
 
 // Whether an expert has been fetched; `slots` says then where.
@@ -113,11 +111,7 @@ __device__ __forceinline__ bool find_prefetched(const Sharing& sharing, int id,
   const Prefetched& fetched = sharing.prefetched;
 #pragma unroll 1
   for (int place = 0; place < fetched.count; place++) {
-    uint32_t key;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                 : "=r"(key)
-                 : "l"(__cvta_generic_to_global(fetched.keys + place))
-                 : "memory");
+    const uint32_t key = load_acquire(fetched.keys + place);
     if ((key & ~used_bit) != prefetch_key(sharing.layer(), id)) continue;
     if (!(key & used_bit)) atomicOr(fetched.keys + place, used_bit);
 #pragma unroll
@@ -198,10 +192,8 @@ __device__ __forceinline__ bool share_out(const Sharing& sharing, int token, int
 
 // By one thread, after all warps have shared out their tokens.
 __device__ __forceinline__ void ask_the_cpu(const Sharing& sharing) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], 0;" ::"l"(__cvta_generic_to_global(sharing.box.done)) : "memory");
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(sharing.box.request)),
-               "r"(sharing.request)
-               : "memory");
+  store_relaxed_system(sharing.box.done, 0);
+  store_release_system(sharing.box.request, sharing.request);
 }
 
 }  // namespace coldstream

@@ -117,10 +117,7 @@ __device__ __forceinline__ void arrive(const Target& target, int id, int place, 
     return;
   }
   __threadfence();
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(
-                   __cvta_generic_to_global(target.places.keys + place)),
-               "r"(prefetch_key(target.layer, id))
-               : "memory");
+  store_release(target.places.keys + place, prefetch_key(target.layer, id));
 }
 
 // One warp a block, any number of blocks, which share each expert.

@@ -1,0 +1,113 @@
+// What CUDA C++ has no words for: how a kernel overlaps with the launches around it, accesses to memory that are
+// ordered between threads, asynchronous copies, the clock. Each is one or two instructions, so that all the rest
+// is C++ which tests compile for the host, with a file like this one in its place.
+#pragma once
+
+#include "cuda/arithmetic.cuh"
+
+namespace coldstream {
+
+// Programmatic dependent launch: a kernel that was launched with `overlap` may run before the kernels in front
+// of it are done, and touches nothing they read or write until it has waited. Without `overlap` both do nothing,
+// as on devices before sm_90.
+__device__ __forceinline__ void wait_for_previous_grid() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void release_next_grid() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// In the device's memory, for its threads. What was written before a release is seen after the acquire that
+// reads it.
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(__cvta_generic_to_global(from))
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release(uint32_t* to, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(value) : "memory");
+}
+
+// One more, or 0 after `last`; acquires and releases. Returns what was there.
+__device__ __forceinline__ uint32_t count_up_to(uint32_t* count, uint32_t last) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(__cvta_generic_to_global(count)), "r"(last)
+               : "memory");
+  return before;
+}
+
+// An addition whose result nobody waits for.
+__device__ __forceinline__ void add_up(uint64_t* sum, uint64_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(sum)), "l"(value));
+}
+
+// In memory that the host's threads see too.
+__device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* from) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(__cvta_generic_to_global(from))
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_relaxed_system(uint32_t* to, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_release_system(uint32_t* to, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(value) : "memory");
+}
+
+// Asks for the line of cache in which `from` lies.
+__device__ __forceinline__ void bring_near(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
+}
+
+// Of the device's clock.
+__device__ __forceinline__ uint64_t now_ns() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+__device__ __forceinline__ float half_to_float(uint16_t h) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+  return f;
+}
+
+__device__ __forceinline__ uint16_t float_to_half(float f) {
+  uint16_t h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+  return h;
+}
+
+// Asynchronous copies from global to shared memory, 16 aligned bytes a thread.
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int pending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+}  // namespace coldstream

@@ -1,0 +1,41 @@
+// Stands for the package's cuda/instructions.cuh where its kernels are compiled for the host. Threads take turns,
+// so that memory is in order by itself; copies come as late as they may, and the clock goes on with whoever looks.
+#pragma once
+
+#include "cuda/arithmetic.cuh"
+
+namespace coldstream {
+
+inline void wait_for_previous_grid() {}
+inline void release_next_grid() {}
+
+inline uint32_t load_acquire(const uint32_t* from) { return *from; }
+inline void store_release(uint32_t* to, uint32_t value) { *to = value; }
+inline uint32_t count_up_to(uint32_t* count, uint32_t last) {
+  const uint32_t before = *count;
+  *count = before >= last ? 0 : before + 1;
+  return before;
+}
+inline void add_up(uint64_t* sum, uint64_t value) { *sum += value; }
+inline uint32_t load_acquire_system(const uint32_t* from) { return __atomic_load_n(from, __ATOMIC_ACQUIRE); }
+inline void store_relaxed_system(uint32_t* to, uint32_t value) { __atomic_store_n(to, value, __ATOMIC_RELAXED); }
+inline void store_release_system(uint32_t* to, uint32_t value) { __atomic_store_n(to, value, __ATOMIC_RELEASE); }
+inline void bring_near(const void* from) { __builtin_prefetch(from); }
+inline uint64_t now_ns() { return look_at_clock(); }
+
+inline float half_to_float(uint16_t bits) {
+  const float sign = bits >> 15 ? -1.0f : 1.0f;
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  if (exponent == 31) return sign * (fraction ? __builtin_nanf("") : __builtin_inff());
+  if (exponent == 0) return sign * float(fraction) * 0x1p-24f;
+  return sign * __uint_as_float(uint32_t(exponent + 112) << 23 | uint32_t(fraction) << 13);
+}
+
+inline void copy_async_16(void* shared, const void* global) { begin_copy(shared, global); }
+inline void commit_copies() { end_group_of_copies(); }
+template <int pending>
+void wait_for_copies() {
+  wait_for_groups(pending);
+}
+
+}  // namespace coldstream

@@ -1,0 +1,141 @@
+// What CUDA C++ has of itself, for the host's compiler: included before every source, and without headers of the
+// system, since kernels define the integer types themselves.
+#pragma once
+
+#include "threads.h"
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __shared__ thread_local  // a variable of its own for every block that runs; see grid.cpp
+
+struct int2 {
+  int x, y;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(16) uint4 {
+  unsigned int x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+inline void __syncthreads() { meet_in_block(false, 0); }
+inline int __syncthreads_or(int value) { return meet_in_block(true, value); }
+inline void __syncwarp() { meet_in_warp(meeting::sync, 0xffffffffu, 0, 0); }
+
+template <class T>
+T shuffle(meeting how, unsigned int lanes, T value, unsigned int argument) {
+  unsigned long long bits = 0;
+  __builtin_memcpy(&bits, &value, sizeof value);
+  bits = meet_in_warp(how, lanes, bits, argument);
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+template <class T>
+T __shfl_xor_sync(unsigned int lanes, T value, int mask) {
+  return shuffle(meeting::shuffle_xor, lanes, value, mask);
+}
+template <class T>
+T __shfl_up_sync(unsigned int lanes, T value, int distance) {
+  return shuffle(meeting::shuffle_up, lanes, value, distance);
+}
+inline unsigned int __ballot_sync(unsigned int lanes, bool value) {
+  return meet_in_warp(meeting::ballot, lanes, value, 0);
+}
+inline int __any_sync(unsigned int lanes, bool value) { return __ballot_sync(lanes, value) != 0; }
+inline unsigned int __reduce_add_sync(unsigned int lanes, unsigned int value) {
+  return meet_in_warp(meeting::add, lanes, value, 0);
+}
+inline unsigned int __reduce_min_sync(unsigned int lanes, unsigned int value) {
+  return meet_in_warp(meeting::least, lanes, value, 0);
+}
+inline int __reduce_max_sync(unsigned int lanes, int value) {
+  return meet_in_warp(meeting::greatest_signed, lanes, static_cast<unsigned int>(value), 0);
+}
+
+// A thread runs until it meets others, so that nothing comes between.
+template <class T>
+T atomicAdd(T* to, T value) {
+  const T before = *to;
+  *to += value;
+  return before;
+}
+template <class T>
+T atomicExch(T* to, T value) {
+  const T before = *to;
+  *to = value;
+  return before;
+}
+inline unsigned int atomicAdd(unsigned int* to, unsigned int value) { return atomicAdd<unsigned int>(to, value); }
+inline unsigned long long atomicExch(unsigned long long* to, unsigned long long value) {
+  return atomicExch<unsigned long long>(to, value);
+}
+inline unsigned int atomicExch(unsigned int* to, unsigned int value) { return atomicExch<unsigned int>(to, value); }
+inline unsigned long long atomicMax(unsigned long long* to, unsigned long long value) {
+  const unsigned long long before = *to;
+  if (value > before) *to = value;
+  return before;
+}
+inline unsigned int atomicOr(unsigned int* to, unsigned int value) {
+  const unsigned int before = *to;
+  *to |= value;
+  return before;
+}
+inline void __threadfence() {}
+inline void __threadfence_system() {}
+
+template <class T>
+T __ldcg(const T* from) {
+  return *from;
+}
+template <class T>
+T __ldcs(const T* from) {
+  return *from;
+}
+template <class T>
+void __stcg(T* to, T value) {
+  *to = value;
+}
+
+template <class To, class From>
+To same_bits(From value) {
+  static_assert(sizeof(To) == sizeof(From), "a cast of bits");
+  To bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+inline unsigned int __float_as_uint(float value) { return same_bits<unsigned int>(value); }
+inline int __float_as_int(float value) { return same_bits<int>(value); }
+inline float __uint_as_float(unsigned int bits) { return same_bits<float>(bits); }
+inline float __int_as_float(int bits) { return same_bits<float>(bits); }
+inline double __longlong_as_double(long long bits) { return same_bits<double>(bits); }
+
+inline int __popc(unsigned int bits) { return __builtin_popcount(bits); }
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+  return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+}
+inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline float sqrtf(float x) { return __builtin_sqrtf(x); }
+inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
+inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
+inline double rint(double x) { return __builtin_rint(x); }
+inline double floor(double x) { return __builtin_floor(x); }
+inline double ceil(double x) { return __builtin_ceil(x); }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline unsigned long long max(unsigned long long a, unsigned long long b) { return a > b ? a : b; }
+
+// Declared for functions that are not called here.
+int __dp4a(int a, int b, int sum);
+unsigned int __funnelshift_r(unsigned int low, unsigned int high, unsigned int shift);
+unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned int selector);

@@ -1,0 +1,28 @@
+// The threads of a kernel on the host, as kernels see them and as grid.cpp runs them.
+#pragma once
+
+struct dim3 {
+  unsigned int x, y, z;
+};
+
+// Of the thread that runs.
+extern dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+// How the threads of a warp or a block meet: each gives a value, and goes on with what all values make of it.
+enum class meeting { sync, shuffle_xor, shuffle_up, ballot, add, least, greatest_signed };
+unsigned long long meet_in_warp(meeting how, unsigned int lanes, unsigned long long value, unsigned int argument);
+int meet_in_block(bool counts, int value);
+
+// Lets others run, and the clock go on.
+void __nanosleep(unsigned int ns);
+unsigned long long look_at_clock();
+
+// Copies of 16 bytes, which are done when the thread has waited for them; see grid.cpp.
+void begin_copy(void* to, const void* from);
+void end_group_of_copies();
+void wait_for_groups(int pending);  // all but the last `pending`
+
+// A launch: null, or what the threads did that they must not. `arguments` are addresses of the kernel's arguments,
+// `dynamic` is the block's shared memory of `available` bytes, of which the launch has given it some.
+const char* run_grid(void (*kernel)(void**), void** arguments, const unsigned int* grid, unsigned int threads,
+                     unsigned char* dynamic, unsigned long given, unsigned long available, unsigned long long seed);
