@@ -1,0 +1,355 @@
+// Runs the threads of a kernel's grid on one thread of the host, each as a fiber that runs until it meets others.
+//
+// In which order is random but for what barriers say: between two barriers of a block one warp after another runs
+// as far as it can, so that what is missing between a write and a read of two warps, or of two lanes, is seen.
+// Up to three blocks are under way at a time; others of them run where a block's threads have met. A block's
+// shared memory is what the kernels' library has of memory for each thread: it is brought in and out with the
+// block, full of poison at first. Unit of work: one launch.
+#include <link.h>
+#include <setjmp.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "threads.h"
+
+dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+void touch_shared_memory();  // of the library
+
+namespace {
+
+constexpr size_t stack_bytes = 64 << 10, most_blocks = 3;
+constexpr int warp_size = 32;
+constexpr unsigned char poison = 0xa5;
+constexpr unsigned long long tick_ns = 1000;
+
+enum class state { ready, in_warp, in_block, ended };
+
+using copy_group = std::vector<std::pair<void*, const void*>>;
+
+// Runs one thread after another, until one of them is left where it waits.
+struct fiber {
+  dim3 thread;
+  bool is_started = false;
+  state now = state::ready;
+  meeting how;
+  unsigned int lanes, argument;
+  unsigned long long value, result;
+  bool counts;
+  copy_group open_copies;
+  std::vector<copy_group> copies;
+  jmp_buf place;
+  unsigned char* stack = nullptr;
+};
+
+struct block {
+  dim3 index;
+  std::vector<fiber*> threads;
+  std::vector<unsigned char> shared;
+};
+
+struct failure {
+  std::string text;
+};
+
+std::mt19937_64 random_numbers;
+jmp_buf scheduler;
+fiber* running = nullptr;
+unsigned long long clock_ns = 0;
+void (*kernel)(void**) = nullptr;
+void** kernel_arguments = nullptr;
+std::string error;
+
+void yield() {
+  if (!_setjmp(running->place)) _longjmp(scheduler, 1);
+}
+
+void run_threads() {
+  for (;;) {
+    kernel(kernel_arguments);
+    running->now = state::ended;
+    yield();
+  }
+}
+
+void start(fiber& thread) {
+  if (!thread.stack) {
+    void* memory = mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw failure{"no memory for a stack"};
+    thread.stack = static_cast<unsigned char*>(memory);
+  }
+  thread.is_started = true;
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = thread.stack;
+  context.uc_stack.ss_size = stack_bytes;
+  context.uc_link = nullptr;
+  makecontext(&context, run_threads, 0);
+  setcontext(&context);
+}
+
+// Until it meets others or ends.
+void resume(fiber& thread) {
+  running = &thread;
+  threadIdx = thread.thread;
+  if (_setjmp(scheduler)) return;
+  if (!thread.is_started) start(thread);
+  _longjmp(thread.place, 1);
+}
+
+// The one of this number, for a new thread; they stay for the next launch.
+fiber& fiber_for(size_t number, dim3 thread) {
+  static std::vector<std::unique_ptr<fiber>> fibers;
+  while (fibers.size() <= number) fibers.push_back(std::make_unique<fiber>());
+  fiber& found = *fibers[number];
+  if (found.now != state::ended) found.is_started = false;
+  found.thread = thread;
+  found.now = state::ready;
+  found.open_copies.clear();
+  found.copies.clear();
+  return found;
+}
+
+[[noreturn]] void fail(const block& at, const fiber& thread, const char* what) {
+  throw failure{"block " + std::to_string(at.index.x) + ", " + std::to_string(at.index.y) + ", thread " +
+                std::to_string(thread.thread.x) + ": " + what};
+}
+
+// The values of the warp's lanes that meet, made into what each gets.
+void answer(const std::vector<fiber*>& warp, unsigned int lanes) {
+  unsigned long long ballot = 0, sum = 0, least = ~0ull;
+  int greatest_signed = -0x80000000ll;
+  for (size_t i = 0; i < warp.size(); i++) {
+    if (!(lanes >> i & 1)) continue;
+    const unsigned long long value = warp[i]->value;
+    ballot |= static_cast<unsigned long long>(value != 0) << i;
+    sum += value;
+    least = std::min(least, value);
+    greatest_signed = std::max(greatest_signed, static_cast<int>(value));
+  }
+  for (size_t i = 0; i < warp.size(); i++) {
+    if (!(lanes >> i & 1)) continue;
+    fiber& thread = *warp[i];
+    size_t from = i;
+    switch (thread.how) {
+      case meeting::sync: break;
+      case meeting::ballot: thread.result = ballot; break;
+      case meeting::add: thread.result = sum; break;
+      case meeting::least: thread.result = least; break;
+      case meeting::greatest_signed: thread.result = static_cast<unsigned int>(greatest_signed); break;
+      case meeting::shuffle_xor: from = i ^ thread.argument; break;
+      case meeting::shuffle_up: from = i >= thread.argument ? i - thread.argument : i; break;
+    }
+    if (thread.how == meeting::shuffle_xor || thread.how == meeting::shuffle_up) {
+      // A lane that does not meet the others has no value to give.
+      thread.result = lanes >> from & 1 ? warp[from]->value : 0xa5a5a5a5a5a5a5a5ull;
+    }
+    thread.now = state::ready;
+  }
+}
+
+// Lets lanes that wait for each other go on; false if none could.
+bool meet(const block& at, const std::vector<fiber*>& warp) {
+  bool any = false;
+  for (fiber* first : warp) {
+    if (first->now != state::in_warp) continue;
+    bool are_there = true;
+    for (int i = 0; i < warp_size; i++) {
+      if (!(first->lanes >> i & 1)) continue;
+      if (i >= int(warp.size()) || warp[i]->now == state::ended) fail(at, *first, "waits for a lane that is not there");
+      if (warp[i]->now == state::in_block) fail(at, *first, "waits for a lane that waits for the block");
+      are_there &= warp[i]->now == state::in_warp;
+    }
+    if (!are_there) continue;
+    for (int i = 0; i < warp_size; i++) {
+      if (!(first->lanes >> i & 1)) continue;
+      if (warp[i]->how != first->how || warp[i]->lanes != first->lanes) fail(at, *first, "meets other instructions");
+    }
+    answer(warp, first->lanes);
+    any = true;
+  }
+  return any;
+}
+
+// One warp, as far as it gets without the others of its block.
+void run_warp(const block& at, const std::vector<fiber*>& warp) {
+  std::vector<fiber*> order = warp;
+  do {
+    std::shuffle(order.begin(), order.end(), random_numbers);
+    for (fiber* thread : order) {
+      if (thread->now == state::ready) resume(*thread);
+    }
+  } while (meet(at, warp) ||
+           std::any_of(warp.begin(), warp.end(), [](fiber* thread) { return thread->now == state::ready; }));
+}
+
+// All warps of the block to its next barrier; false at the end.
+bool run_block(block& at) {
+  std::vector<std::vector<fiber*>> warps;
+  for (size_t i = 0; i < at.threads.size(); i += warp_size) {
+    const size_t end = std::min(i + warp_size, at.threads.size());
+    warps.emplace_back(at.threads.begin() + i, at.threads.begin() + end);
+  }
+  std::shuffle(warps.begin(), warps.end(), random_numbers);
+  for (const auto& warp : warps) run_warp(at, warp);
+  const fiber* first = nullptr;
+  int any = 0;
+  for (const fiber* thread : at.threads) {
+    if (thread->now == state::ended) continue;
+    if (thread->now != state::in_block) fail(at, *thread, "waits for lanes that do not come");
+    if (!first) first = thread;
+    if (thread->counts != first->counts) fail(at, *thread, "meets other instructions");
+    any |= thread->value != 0;
+  }
+  for (fiber* thread : at.threads) {
+    if (thread->now == state::ended) continue;
+    thread->result = any;
+    thread->now = state::ready;
+  }
+  return first != nullptr;
+}
+
+struct shared_memory {
+  unsigned char* data;
+  size_t size;
+};
+
+// What this library has of memory for each thread of the host.
+shared_memory find_shared_memory() {
+  touch_shared_memory();
+  shared_memory found = {nullptr, 0};
+  dl_iterate_phdr(
+      [](dl_phdr_info* library, size_t, void* to) {
+        bool is_ours = false;
+        size_t size = 0;
+        for (int i = 0; i < library->dlpi_phnum; i++) {
+          const auto& part = library->dlpi_phdr[i];
+          const auto begin = library->dlpi_addr + part.p_vaddr, own = reinterpret_cast<ElfW(Addr)>(&find_shared_memory);
+          if (part.p_type == PT_LOAD) is_ours |= begin <= own && own < begin + part.p_memsz;
+          if (part.p_type == PT_TLS) size = part.p_memsz;
+        }
+        if (is_ours) *static_cast<shared_memory*>(to) = {static_cast<unsigned char*>(library->dlpi_tls_data), size};
+        return int(is_ours);
+      },
+      &found);
+  if (!found.data) throw failure{"the library has no shared memory"};
+  return found;
+}
+
+class grid_run {
+ public:
+  grid_run(dim3 grid, unsigned int threads, unsigned char* dynamic, size_t given, size_t available)
+      : dynamic_(dynamic), given_(given), available_(available), shared_(find_shared_memory()), threads_(threads) {
+    for (unsigned int y = 0; y < grid.y; y++)
+      for (unsigned int x = 0; x < grid.x; x++) waiting_.push_back({x, y, 0});
+    std::shuffle(waiting_.begin(), waiting_.end(), random_numbers);
+  }
+
+  void run() {
+    const size_t at_once = 1 + random_numbers() % most_blocks;
+    for (;;) {
+      while (active_.size() < at_once && !waiting_.empty()) begin_block();
+      if (active_.empty()) return;
+      const size_t which = random_numbers() % active_.size();
+      block& at = active_[which].first;
+      memcpy(shared_.data, at.shared.data(), shared_.size);
+      blockIdx = at.index;
+      const bool goes_on = run_block(at);
+      check_dynamic(at);
+      memcpy(at.shared.data(), shared_.data, shared_.size);
+      if (goes_on) continue;
+      free_.push_back(active_[which].second);
+      active_.erase(active_.begin() + which);
+    }
+  }
+
+ private:
+  void begin_block() {
+    size_t place = active_.size();
+    if (!free_.empty()) {
+      place = free_.back();
+      free_.pop_back();
+    }
+    block next = {waiting_.back(), {}, std::vector<unsigned char>(shared_.size, poison)};
+    waiting_.pop_back();
+    for (unsigned int i = 0; i < threads_; i++) next.threads.push_back(&fiber_for(place * 1024 + i, {i, 0, 0}));
+    active_.emplace_back(std::move(next), place);
+  }
+
+  // Behind what the launch gave it.
+  void check_dynamic(const block& at) const {
+    for (size_t i = given_; i < available_; i++) {
+      if (dynamic_[i] != poison) fail(at, *at.threads[0], "something was written behind the dynamic shared memory");
+    }
+  }
+
+  unsigned char* dynamic_;
+  size_t given_, available_;
+  shared_memory shared_;
+  unsigned int threads_;
+  std::vector<dim3> waiting_;
+  std::vector<std::pair<block, size_t>> active_;
+  std::vector<size_t> free_;
+};
+
+}  // namespace
+
+unsigned long long meet_in_warp(meeting how, unsigned int lanes, unsigned long long value, unsigned int argument) {
+  running->how = how;
+  running->lanes = lanes;
+  running->value = value;
+  running->argument = argument;
+  running->now = state::in_warp;
+  yield();
+  return running->result;
+}
+
+int meet_in_block(bool counts, int value) {
+  running->counts = counts;
+  running->value = value != 0;
+  running->now = state::in_block;
+  yield();
+  return int(running->result);
+}
+
+void __nanosleep(unsigned int ns) {
+  clock_ns += ns;
+  yield();
+}
+
+unsigned long long look_at_clock() { return clock_ns += tick_ns; }
+
+void begin_copy(void* to, const void* from) { running->open_copies.emplace_back(to, from); }
+
+void end_group_of_copies() { running->copies.push_back(std::exchange(running->open_copies, {})); }
+
+void wait_for_groups(int pending) {
+  auto& groups = running->copies;
+  for (; int(groups.size()) > pending; groups.erase(groups.begin()))
+    for (auto [to, from] : groups.front()) memcpy(to, from, 16);
+}
+
+const char* run_grid(void (*function)(void**), void** arguments, const unsigned int* grid, unsigned int threads,
+                     unsigned char* dynamic, unsigned long given, unsigned long available, unsigned long long seed) {
+  if (given > available) return "more dynamic shared memory than a block has";
+  random_numbers.seed(seed);
+  kernel = function;
+  kernel_arguments = arguments;
+  gridDim = {grid[0], grid[1], grid[2]};
+  blockDim = {threads, 1, 1};
+  try {
+    grid_run({grid[0], grid[1], grid[2]}, threads, dynamic, given, available).run();
+  } catch (const failure& what) {
+    error = what.text;
+    return error.c_str();
+  }
+  return nullptr;
+}

@@ -1,0 +1,92 @@
+"""The GPU's kernels on the host: real launchers, real kernels compiled for it, threads that take turns.
+
+A launch ends before it returns, and fails if threads wait for what does not come. `host/grid.cpp` has what is
+seen of barriers; a GPU's own instructions are only on a GPU (`host/cuda/instructions.cuh`).
+"""
+
+import ctypes
+import hashlib
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from host_code import HOST, OPTIONS
+
+from coldstream.kernels.cuda import compiler, program
+from coldstream.kernels.cuda.program import Argument, CudaProgram, Grid
+
+# What of a file is not compiled: products of tensor cores, which are instructions of their own.
+LEFT_OUT = ("experts_many<",)
+HEADERS = [HOST / name for name in ("device.h", "threads.h", "cuda/instructions.cuh")]
+
+
+class HostDevice:
+    """Kernels are compiled into `directory` when they are first launched, by content."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._libraries: dict[Path, ctypes.CDLL] = {}
+        self.launches = 0  # each has an order of threads of its own
+
+    @contextmanager
+    def installed(self) -> Iterator["HostDevice"]:
+        """Inside, every `CudaProgram` is launched here."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CudaProgram, "kernel", lambda own, instance: HostKernel(self, own, instance))
+            yield self
+
+    def library(self, source: Path, kernels: Sequence[str]) -> ctypes.CDLL:
+        """The kernels of a file, in this order."""
+        if source not in self._libraries:
+            instances = ", ".join(f"&run_thread_of<&{name}>" for name in kernels)
+            options = [f'-DSOURCE="{source}"', f"-DKERNELS={instances}", "-shared", HOST / "kernels.cpp"]
+            sources = [HOST / "kernels.cpp", *sorted(compiler._closure(source))]
+            grid = HOST / "grid.cpp"
+            grid = self._compiled("grid.o", [grid], ["-O2", "-U_FORTIFY_SOURCE", "-c", grid])
+            library = ctypes.CDLL(str(self._compiled(f"{source.stem}.so", sources, [*options, grid])))
+            library.launch.restype = ctypes.c_char_p
+            self._libraries[source] = library
+        return self._libraries[source]
+
+    def _compiled(self, name: str, sources: Sequence[Path], options: Sequence[str | Path]) -> Path:
+        """A file that depends on these sources and options."""
+        digest = hashlib.sha256(repr((OPTIONS, options)).encode())
+        for path in (*sources, *HEADERS):
+            digest.update(path.read_bytes())
+        file = self._directory / f"{digest.hexdigest()[:16]}-{name}"
+        if not file.exists():
+            part = file.with_suffix(f".{os.getpid()}")
+            subprocess.run(["c++", *OPTIONS, *options, "-o", part], check=True)
+            part.rename(file)
+        return file
+
+
+class HostKernel:
+    """One kernel of a program."""
+
+    def __init__(self, device: HostDevice, own: CudaProgram, instance: str) -> None:
+        kernels = [each for each in own.instances if not each.startswith(LEFT_OUT)]
+        self._device, self._name = device, instance
+        self._library, self._index = device.library(own.source, kernels), kernels.index(instance)
+
+    def launch(
+        self,
+        grid: Grid,
+        block: int,
+        args: Sequence[Argument],
+        *,
+        shared_bytes: int = 0,
+        overlap: bool = False,
+    ) -> None:
+        """As `Kernel.launch`. AssertionError for what threads must not do."""
+        if 0 in grid:
+            return
+        values = [program._as_c(arg) for arg in args]
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        self._device.launches += 1
+        order, size = ctypes.c_uint64(self._device.launches), (ctypes.c_uint * 3)(*grid)
+        failure = self._library.launch(self._index, pointers, size, block, shared_bytes, order)
+        assert failure is None, f"{self._name}: {failure.decode()}"

@@ -1,0 +1,133 @@
+"""The sampler's kernels on the host: the very tokens of decoding's sampler, whatever the order of threads."""
+
+import numpy as np
+import pytest
+import torch
+from host_device import HostDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sample_cases import Case, check_argmax, check_choices, random_case, random_logits, sample_all
+
+from coldstream.decoding.sampling_params import SamplingParams
+from coldstream.kernels.sample.cuda import ARGMAX_BYTES, ROW_BYTES, argmax_cuda
+
+CPU = torch.device("cpu")
+PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("vocab", [1, 2, 3, 31, 100, 511, 2047, 2048, 2049, 5000])
+def test_random_cases(vocab: int) -> None:
+    """With one workspace, as a captured step has it."""
+    rng = np.random.default_rng(vocab)
+    workspace = torch.zeros(4, ROW_BYTES, dtype=torch.uint8)
+    for gap in range(8):
+        check_choices([random_case(rng, vocab) for _ in range(4)], CPU, workspace, gap % 3)
+
+
+@pytest.mark.usefixtures("host")
+@given(
+    logits=st.lists(
+        st.one_of(st.integers(-4, 4).map(float), st.floats(-30, 30, width=32)), min_size=1, max_size=40
+    ),
+    context=st.lists(st.integers(0, 0), min_size=1, max_size=5),
+    temperature=st.floats(0, 10),
+    top_k=st.integers(0, 45),
+    top_p=st.floats(0, 1),
+    min_p=st.floats(0, 1),
+    penalty=st.sampled_from([1.0, 1.5, 0.5]),
+    window=st.sampled_from([None, 0, 1, 3]),
+    seed=st.integers(0, 2**64 - 1),
+)
+@settings(max_examples=300)
+def test_any_settings(
+    logits: list[float],
+    context: list[int],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    penalty: float,
+    window: int | None,
+    seed: int,
+) -> None:
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=penalty,
+        presence_penalty=0.25,
+        frequency_penalty=0.5,
+        repeat_last_n=window,
+    )
+    check_choices([Case(np.array(logits, dtype=np.float32), context, params, seed)], CPU)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_many_seeds_draw_what_the_definition_draws(temperature: float) -> None:
+    """Of a few tokens that are about as likely, so that each draw decides something."""
+    logits = np.array([0.0, 0.1, -0.2, 0.1, -30.0, 0.05], dtype=np.float32)
+    params = SamplingParams(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
+    seeds = [number * 0x9E3779B97F4A7C15 % 2**64 for number in range(150)]
+    cases = [Case(logits, [0] * (1 + number % 7), params, seed) for number, seed in enumerate(seeds)]
+    check_choices(cases, CPU)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("spread", [0.0, 0.01, 2.0])
+def test_cuts_within_crowded_bins(spread: float) -> None:
+    """More tokens than the list holds may lie where top-k or top-p ends."""
+    logits = (np.random.default_rng(2).standard_normal(10_000) * spread).astype(np.float32)
+    every = [
+        SamplingParams(temperature=1.5, top_k=top_k, top_p=top_p, min_p=0.0)
+        for top_k, top_p in ((0, 0.9), (40, 1.0), (40, 0.3), (9_000, 0.9))
+    ]
+    check_choices([Case(logits, [0] * n, params, n) for n, params in enumerate(every, 1)], CPU)
+
+
+@pytest.mark.usefixtures("host")
+def test_a_row_does_not_depend_on_the_others() -> None:
+    rng = np.random.default_rng(3)
+    cases = [random_case(rng, 300) for _ in range(12)]
+    together, _ = sample_all(cases, CPU)
+    assert [sample_all([case], CPU)[0][0] for case in cases] == together
+
+
+@pytest.mark.usefixtures("host")
+def test_faults_are_counted() -> None:
+    good = np.zeros(3000, dtype=np.float32)
+    bad, infinite = good.copy(), good.copy()
+    bad[[1, 2047, 2999]] = [np.nan, np.inf, -np.inf]
+    infinite[:] = np.finfo(np.float32).max
+    boosted = SamplingParams(repetition_penalty=0.5)
+    cases = [Case(good, [0], PLAIN, 0), Case(bad, [0], boosted, 0), Case(infinite, [3], boosted, 0)]
+    tokens, faults = sample_all(cases, CPU)
+    assert faults == [0, 3, -1]
+    assert all(0 <= token < 3000 for token in tokens)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("vocab", [1, 2, 3, 33, 2047, 2048, 2049, 10_000])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_argmax(vocab: int, rows: int) -> None:
+    rng = np.random.default_rng(vocab + rows)
+    check_argmax(np.stack([random_logits(rng, vocab) for _ in range(rows)]), CPU)
+
+
+@pytest.mark.usefixtures("host")
+def test_argmax_counts_what_is_not_finite() -> None:
+    logits = torch.zeros(2, 5000)
+    logits[1, ::50] = torch.nan
+    tokens, faults = (torch.full((2,), -1, dtype=torch.int32) for _ in range(2))
+    argmax_cuda(logits, tokens, faults, torch.zeros(2, ARGMAX_BYTES, dtype=torch.uint8))
+    assert faults.tolist() == [0, 100]
+    assert tokens[0] == 0
+    assert 0 <= int(tokens[1]) < 5000
+
+
+def test_a_launch_has_other_orders_of_threads_each_time(host: HostDevice) -> None:
+    before = host.launches
+    check_argmax(np.zeros((1, 3), dtype=np.float32), CPU)
+    assert host.launches == before + 2
