@@ -1,0 +1,235 @@
+"""What Python lays out for kernels lies where they read it, and numbers that both sides have are the same.
+
+CUDA's own compiler compares: a file of kernels is compiled with an assertion for every field and number.
+"""
+
+import ctypes
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE
+from coldstream.kernels.attention import cuda as attention
+from coldstream.kernels.attention.cache_layout import BLOCK_VALUES, CACHE_LAYOUTS, ROW_ALIGNMENT
+from coldstream.kernels.cuda import few_shapes, many_tiles
+from coldstream.kernels.cuda.compiler import KERNELS, CompileError, _compile
+from coldstream.kernels.experts import cuda as experts_few
+from coldstream.kernels.experts import cuda_many as experts_many
+from coldstream.kernels.experts import (
+    landing,
+    partition,
+    place_group,
+    prefetch,
+    stamps,
+    wait_answer,
+)
+from coldstream.kernels.gated_delta_net import cuda as delta_net
+from coldstream.kernels.linear import cuda as linear_few
+from coldstream.kernels.linear import cuda_float_many as float_many
+from coldstream.kernels.linear import cuda_many as linear_many
+from coldstream.kernels.rms_norm import cuda as rms_norm
+from coldstream.kernels.router import cuda as router
+from coldstream.kernels.router.reference import SMALLEST_SUM
+from coldstream.kernels.sample import cuda as sample
+
+Layout = type[ctypes.Structure] | np.dtype  # type: ignore[type-arg]
+
+TILING = "coldstream::many::{}"
+SHARED_OUT = {
+    "Stack": partition.Stack,
+    "Places": partition._Places,
+    "Mailbox": partition._Mailbox,
+    "Prefetched": partition.Prefetched,
+    "PrefetchNotes": partition.PrefetchNotes,
+    "Sharing": partition.Sharing,
+    "LayerStamps": stamps.LAYER_STAMPS,
+}
+ANSWER = {"Answer": rms_norm._Answer}
+DELTA_NET = {
+    "DeltaLayer": delta_net._Layer,
+    "DeltaRows": delta_net._Rows,
+    "DeltaStates": delta_net._States,
+    "DeltaOutputs": delta_net._Outputs,
+}
+STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
+    "attention/prepare.cu": {
+        "prepare_arguments": attention._PrepareArguments,
+        "cache_places": attention._Places,
+    },
+    "attention/decode.cu": {"decode_arguments": attention._DecodeArguments},
+    "attention/merge.cu": {"merge_arguments": attention._MergeArguments},
+    "attention/prefill.cu": {"prefill_arguments": attention._PrefillArguments},
+    "attention/finish.cu": {"finish_arguments": attention._FinishArguments},
+    "experts/few.cu": {
+        "ExpertMatrix": experts_few._ExpertMatrix,
+        "GateUp": experts_few._GateUp,
+        "Down": experts_few._Down,
+        "PairRows": experts_few._PairRows,
+        "MatrixShape": few_shapes.MatrixShape,
+    },
+    "experts/many.cu": {
+        "experts_job<true>": experts_many.ExpertsJob,
+        "experts_job<false>": experts_many.ExpertsJob,
+        "activations": many_tiles.Activations,
+    },
+    "experts/partition.cu": SHARED_OUT,
+    "experts/place_group.cu": {"group": place_group._Group, "tables": place_group._Tables},
+    "experts/prefetch.cu": {**SHARED_OUT, "Target": prefetch._Target},
+    "experts/wait_answer.cu": {"Answer": wait_answer._Answer},
+    "experts/write_addresses.cu": {"Entry": np.dtype([("where", np.int64), ("value", np.int64)])},
+    "gated_delta_net/decode.cu": {**DELTA_NET, "Arrivals": delta_net._Pointers2},
+    "gated_delta_net/prefill.cu": {**DELTA_NET, "DeltaWorkspace": delta_net._Workspace},
+    "linear/few.cu": {
+        "LinearMatrix": linear_few.LinearMatrix,
+        "LinearMatrices": linear_few.LinearMatrices,
+        "LinearInputs": linear_few.LinearInputs,
+    },
+    "linear/float_many.cu": {"float_job": float_many.FloatJob},
+    "linear/many.cu": {"linear_job": linear_many.LinearJob},
+    "rms_norm/rms_norm.cu": {"Norm": rms_norm._Norm, "Outputs": rms_norm._Outputs, **ANSWER},
+    "router/router.cu": {
+        "Shares": router._Shares,
+        "Weights": router._Weights,
+        "Results": router._Results,
+        "Ahead": router._Ahead,
+        "Sharing": partition.Sharing,
+    },
+    "sample/sample.cu": {"Logits": sample._Logits, "Settings": sample._Settings},
+}
+NUMBERS: Mapping[str, Mapping[str, float]] = {
+    "attention/prepare.cu": {
+        "scale_values": BLOCK_VALUES,
+        "sizeof(uint4)": ROW_ALIGNMENT,
+        **{
+            f"(cache_{name}::code_chunks(256) + cache_{name}::scale_chunks(256)) * 16": layout.row_bytes(256)
+            for name, layout in CACHE_LAYOUTS.items()
+        },
+    },
+    "experts/many.cu": {
+        "group_threads": experts_many.GROUP_THREADS,
+        "plan_threads": experts_many.PLAN_THREADS,
+        "copying_threads": 32 * many_tiles.COPYING_WARPS,
+        **{
+            f"{TILING.format(tiling.name)}::{number}": getattr(tiling, number)
+            for tiling in experts_many.ALL_TILINGS
+            for number in ("rows", "tokens", "threads", "shared_bytes")
+        },
+    },
+    "experts/partition.cu": {
+        "num_matrices": landing.MATRICES,
+        "num_tallies": len(prefetch.TALLIES),
+        "partition_threads": partition.THREADS,
+        "sizeof(LayerStamps) / 8": stamps.WORDS,
+        "num_sums": len(stamps.SUMS),
+    },
+    "experts/place_group.cu": {"max_group": landing.MAX_GROUP, "place_threads": place_group.THREADS},
+    "experts/prefetch.cu": {
+        "warp_size": prefetch.THREADS,
+        "most_guesses": few_shapes.MAX_ROWS * partition.MAX_RANKS,
+    },
+    "linear/many.cu": {
+        f"{TILING.format(tiling.name)}::{number}": getattr(tiling, number)
+        for tilings in linear_many.TILINGS.values()
+        for tiling in tilings
+        for number in ("rows", "tokens", "threads", "shared_bytes")
+    },
+    "linear/few.cu": {
+        "linear_max_matrices": linear_few.MAX_MATRICES,
+        **{f"int({each.name.lower()})": int(each) for each in QuantType},
+    },
+    "rms_norm/rms_norm.cu": {"group_elements": GROUP_SIZE},
+    "router/router.cu": {
+        "most_chosen": partition.MAX_RANKS,
+        "block_threads": router.THREADS,
+        "choose_threads": router.CHOOSE_THREADS,
+        "row_padding": router.ROW_PADDING,
+        "column_multiple": router.COLUMN_MULTIPLE,
+        "smallest_sum": SMALLEST_SUM,
+        "sizeof(uint64_t) * scratch_numbers<8>": router._scratch_bytes(1, 8),
+    },
+    "sample/sample.cu": {
+        "sizeof(SamplerRow)": sample.ROW_BYTES,
+        "sizeof(ArgmaxRow)": sample.ARGMAX_BYTES,
+        "block_threads": sample.THREADS,
+        "block_items": sample.BLOCK_TOKENS,
+        "int64_t(block_items) * block_items": sample.MAX_VOCAB,
+    },
+}
+
+
+def fields_of(layout: Layout) -> list[tuple[str, int, int]]:
+    """Name, offset and bytes of each."""
+    if isinstance(layout, np.dtype):
+        assert layout.fields is not None
+        return [(name, offset, dtype.itemsize) for name, (dtype, offset, *_) in layout.fields.items()]
+    names = [name for name, *_ in layout._fields_]
+    return [(name, getattr(layout, name).offset, getattr(layout, name).size) for name in names]
+
+
+def size_of(layout: Layout) -> int:
+    return layout.itemsize if isinstance(layout, np.dtype) else ctypes.sizeof(layout)
+
+
+def assertions(structures: Mapping[str, Layout], numbers: Mapping[str, float]) -> list[str]:
+    lines = []
+    for name, layout in structures.items():
+        lines.append(f'static_assert(sizeof({name}) == {size_of(layout)}, "the size of {name}");')
+        for field, offset, num_bytes in fields_of(layout):
+            lines.append(
+                # What `offsetof` is to this compiler.
+                f"static_assert(__INTADDR__(&(({name}*)0)->{field}) == {offset} && "
+                f'sizeof({name}::{field}) == {num_bytes}, "{field} of {name}");'
+            )
+    return [
+        *lines,
+        *(f'static_assert({text} == {value}, "{text} is {value}");' for text, value in numbers.items()),
+    ]
+
+
+def compile_with(file: str, lines: Sequence[str], directory: Path) -> None:
+    """CompileError with the assertions that do not hold."""
+    opened = ("using namespace coldstream;", "using namespace coldstream::many;")
+    many = opened if "many" in file and "float" not in file else opened[:1]
+    source = directory / "layouts.cu"
+    source.write_text(
+        "\n".join([f'#include "{file}"', *many, *lines, "template <int> __global__ void none() {}"])
+    )
+    _compile(source, "none<0>", "compute_90")
+
+
+@pytest.mark.parametrize("file", STRUCTURES)
+def test_arguments_and_numbers(file: str, tmp_path: Path) -> None:
+    compile_with(file, assertions(STRUCTURES[file], NUMBERS.get(file, {})), tmp_path)
+
+
+def test_every_structure_is_compared() -> None:
+    """Of all modules of kernels, which are imported above."""
+    known = {layout for structures in STRUCTURES.values() for layout in structures.values()}
+    made = {each for each in ctypes.Structure.__subclasses__() if each.__module__.startswith("coldstream.")}
+    assert made
+    assert made <= known
+    modules = {path for path in KERNELS.rglob("*.py") if "ctypes.Structure)" in path.read_text()}
+    assert {sys.modules[each.__module__].__file__ for each in made} >= {str(path) for path in modules}
+
+
+def swapped(layout: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    """With the first two fields in the other order."""
+    first, second, *others = layout._fields_
+    return type(layout.__name__, (ctypes.Structure,), {"_fields_": [second, first, *others]})
+
+
+@pytest.mark.parametrize(("name", "layout"), [("Mailbox", partition._Mailbox), ("Stack", partition.Stack)])
+def test_fields_in_another_order_are_refused(
+    name: str, layout: type[ctypes.Structure], tmp_path: Path
+) -> None:
+    with pytest.raises(CompileError, match=f"{layout._fields_[0][0]} of {name}"):
+        compile_with("experts/partition.cu", assertions({name: swapped(layout)}, {}), tmp_path)
+
+
+def test_another_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match="max_group is 65"):
+        compile_with("experts/place_group.cu", assertions({}, {"max_group": 65}), tmp_path)
