@@ -18,8 +18,6 @@ from host_code import HOST, OPTIONS
 from coldstream.kernels.cuda import compiler, program
 from coldstream.kernels.cuda.program import Argument, CudaProgram, Grid
 
-# What of a file is not compiled: products of tensor cores, which are instructions of their own.
-LEFT_OUT = ("experts_many<",)
 HEADERS = [HOST / name for name in ("device.h", "threads.h", "cuda/instructions.cuh")]
 
 
@@ -68,9 +66,9 @@ class HostKernel:
     """One kernel of a program."""
 
     def __init__(self, device: HostDevice, own: CudaProgram, instance: str) -> None:
-        kernels = [each for each in own.instances if not each.startswith(LEFT_OUT)]
         self._device, self._name = device, instance
-        self._library, self._index = device.library(own.source, kernels), kernels.index(instance)
+        self._library = device.library(own.source, own.instances)
+        self._index = own.instances.index(instance)
 
     def launch(
         self,

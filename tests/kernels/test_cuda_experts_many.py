@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_many_cases import device_activations, device_weight
+from cuda_row_cases import check_compiles
 from guarded import Guarded
 from quant_cases import same_numbers
 from random_blocks import activations, random_weight
@@ -14,6 +15,7 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.cuda.many_tiles import Tiling, least_tiling
 from coldstream.kernels.experts.cuda_many import (
+    GROUP_PROGRAM,
     LARGE_TILINGS,
     PROGRAM,
     SMALL_TILINGS,
@@ -44,6 +46,7 @@ def test_compiles(arch: str, tmp_path: Path) -> None:
         if t.by_warpgroups
         for gated in (True, False)
     }
+    check_compiles(GROUP_PROGRAM)
     for name in PROGRAM.instances:
         if arch == "sm_90a" or name not in only_there:
             assert compile_instance(PROGRAM.source, name, arch, tmp_path).cubin

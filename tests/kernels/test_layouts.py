@@ -110,14 +110,16 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         },
     },
     "experts/many.cu": {
-        "group_threads": experts_many.GROUP_THREADS,
-        "plan_threads": experts_many.PLAN_THREADS,
         "copying_threads": 32 * many_tiles.COPYING_WARPS,
         **{
             f"{TILING.format(tiling.name)}::{number}": getattr(tiling, number)
             for tiling in experts_many.ALL_TILINGS
             for number in ("rows", "tokens", "threads", "shared_bytes")
         },
+    },
+    "experts/group.cu": {
+        "group_threads": experts_many.GROUP_THREADS,
+        "plan_threads": experts_many.PLAN_THREADS,
     },
     "experts/partition.cu": {
         "num_matrices": landing.MATRICES,
@@ -201,9 +203,9 @@ def compile_with(file: str, lines: Sequence[str], directory: Path) -> None:
     _compile(source, "none<0>", "compute_90")
 
 
-@pytest.mark.parametrize("file", STRUCTURES)
+@pytest.mark.parametrize("file", sorted({*STRUCTURES, *NUMBERS}))
 def test_arguments_and_numbers(file: str, tmp_path: Path) -> None:
-    compile_with(file, assertions(STRUCTURES[file], NUMBERS.get(file, {})), tmp_path)
+    compile_with(file, assertions(STRUCTURES.get(file, {}), NUMBERS.get(file, {})), tmp_path)
 
 
 def test_every_structure_is_compared() -> None:

@@ -29,7 +29,7 @@ namespace {
 constexpr size_t stack_bytes = 64 << 10, most_blocks = 3;
 constexpr int warp_size = 32;
 constexpr unsigned char poison = 0xa5;
-constexpr unsigned long long tick_ns = 1000;
+constexpr unsigned long long tick_ns = 1'000'000;
 
 enum class state { ready, in_warp, in_block, ended };
 

@@ -100,12 +100,9 @@ ALL_TILINGS = tuple(
 )
 PROGRAM = CudaProgram(
     Path(__file__).with_name("many.cu"),
-    (
-        "group_pairs",
-        "plan_tiles",
-        *(instance(tiling, gated) for tiling in ALL_TILINGS for gated in (True, False)),
-    ),
+    [instance(tiling, gated) for tiling in ALL_TILINGS for gated in (True, False)],
 )
+GROUP_PROGRAM = CudaProgram(Path(__file__).with_name("group.cu"), ("group_pairs", "plan_tiles"))
 
 
 def choose_tilings(num_pairs: int, num_experts: int, *quant_types: QuantType) -> tuple[Tiling, ...]:
@@ -132,7 +129,7 @@ def group_pairs(topk_ids: torch.Tensor, num_experts: int, groups: Groups) -> Non
         raise ValueError("expert ids must be contiguous int32")
     if len(groups.pairs) < num_pairs or len(groups.tokens) < num_pairs or len(groups.counts) < num_experts:
         raise ValueError(f"the groups have no room for {num_pairs} pairs of {num_experts} experts")
-    PROGRAM.kernel("group_pairs").launch(
+    GROUP_PROGRAM.kernel("group_pairs").launch(
         (num_experts, 1, 1),
         GROUP_THREADS,
         (topk_ids, num_pairs, topk_ids.shape[-1], groups.counts, groups.pairs, groups.tokens),
@@ -148,7 +145,7 @@ def plan_tiles(num_pairs: int, tables: ExpertTables, groups: Groups, tile_tokens
     num_experts = len(tables.gate)
     if len(groups.tiles) < 1 + num_pairs // tile_tokens + min(num_pairs, num_experts):
         raise ValueError(f"{len(groups.tiles)} tiles are too few for {num_pairs} pairs")
-    PROGRAM.kernel("plan_tiles").launch(
+    GROUP_PROGRAM.kernel("plan_tiles").launch(
         (1, 1, 1),
         PLAN_THREADS,
         (groups.counts, num_experts, tile_tokens, tables.gate, tables.up, tables.down, groups.tiles),

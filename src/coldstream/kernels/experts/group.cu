@@ -1,0 +1,92 @@
+// Pairs (token, rank) grouped by expert, and the groups cut into tiles; see cuda_many.py.
+#include "cuda/common.cuh"
+
+using namespace coldstream;
+
+// Group `blockIdx.x`: counts[e] = {pairs of expert e, pairs of experts before it}, and the pairs themselves
+// in ascending order from there on, with the token of each. Ids outside 0 … gridDim.x − 1 belong to no group.
+constexpr int group_threads = 1024, group_warps = group_threads / warp_size;
+
+__device__ void count_segment(const int* ids, int begin, int end, int expert, int& before, int& equal) {
+  before = equal = 0;
+#pragma unroll 8
+  for (int pair = begin + int(threadIdx.x % warp_size); pair < end; pair += warp_size) {
+    const int id = ids[pair];
+    before += id >= 0 && id < expert;
+    equal += id == expert;
+  }
+  before = __reduce_add_sync(all_lanes, before);
+  equal = __reduce_add_sync(all_lanes, equal);
+}
+
+extern "C" __global__ void __launch_bounds__(group_threads)
+    group_pairs(const int* ids, int num_pairs, int num_ranks, int2* counts, int* pairs, int* tokens) {
+  __shared__ int before_of[group_warps], equal_of[group_warps];
+  const int expert = blockIdx.x, warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+  const int segment = (num_pairs + group_threads - 1) / group_threads * warp_size;
+  const int begin = min(warp * segment, num_pairs), end = min(begin + segment, num_pairs);
+  int before, equal;
+  count_segment(ids, begin, end, expert, before, equal);
+  if (lane == 0) {
+    before_of[warp] = before;
+    equal_of[warp] = equal;
+  }
+  __syncthreads();
+  int start = 0, count = 0, at = 0;
+  for (int w = 0; w < group_warps; w++) {
+    start += before_of[w];
+    count += equal_of[w];
+    if (w < warp) at += equal_of[w];
+  }
+  at += start;
+  if (threadIdx.x == 0) counts[expert] = make_int2(count, start);
+  if (equal == 0) return;
+#pragma unroll 4
+  for (int base = begin; base < end; base += warp_size) {
+    const int pair = base + lane;
+    const bool mine = pair < end && ids[pair] == expert;
+    const uint32_t lanes = __ballot_sync(all_lanes, mine);
+    if (mine) {
+      const int to = at + __popc(lanes & ((1u << lane) - 1));
+      pairs[to] = pair;
+      tokens[to] = pair / num_ranks;
+    }
+    at += __popc(lanes);
+  }
+}
+
+// Groups cut into tiles of at most `tile_tokens` pairs: tiles[0].x is their number, then {pairs, first,
+// expert, 0} each. An expert with an address 0 in any table has none. One block of plan_threads.
+constexpr int plan_threads = 1024;
+
+extern "C" __global__ void __launch_bounds__(plan_threads) plan_tiles(
+    const int2* counts, int num_experts, int tile_tokens, const int64_t* gate, const int64_t* up,
+    const int64_t* down, int4* tiles) {
+  __shared__ int ends[plan_threads / warp_size];
+  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+  int total = 0;
+  for (int first = 0; first < num_experts; first += plan_threads) {
+    const int expert = first + threadIdx.x;
+    int2 group = make_int2(0, 0);
+    if (expert < num_experts && gate[expert] && up[expert] && down[expert]) group = counts[expert];
+    const int num_tiles = (group.x + tile_tokens - 1) / tile_tokens;
+    int end = num_tiles;  // inclusive sum over the experts so far
+    for (int step = 1; step < warp_size; step *= 2) {
+      const int other = __shfl_up_sync(all_lanes, end, step);
+      if (lane >= step) end += other;
+    }
+    __syncthreads();
+    if (lane == warp_size - 1) ends[warp] = end;
+    __syncthreads();
+    int chunk_total = 0;
+    for (int w = 0; w < plan_threads / warp_size; w++) {
+      if (w < warp) end += ends[w];
+      chunk_total += ends[w];
+    }
+    for (int i = 0; i < num_tiles; i++)
+      tiles[1 + total + end - num_tiles + i] =
+          make_int4(min(group.x - i * tile_tokens, tile_tokens), group.y + i * tile_tokens, expert, 0);
+    total += chunk_total;
+  }
+  if (threadIdx.x == 0) tiles[0] = make_int4(total, 0, 0, 0);
+}

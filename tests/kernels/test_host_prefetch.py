@@ -1,0 +1,129 @@
+"""Experts that come ahead of their router, on the host: which ones, whole or not at all, and who is told."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_cuda_prefetch import wanted
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.cuda.memory import ALIGNMENT
+from coldstream.kernels.experts.prefetch import TALLIES, PrefetchRing
+from coldstream.kernels.experts.prefetching import MAX_PREFETCHED, Prefetching
+from coldstream.kernels.experts.table import ExpertTable
+
+pytestmark = pytest.mark.usefixtures("host")
+
+EXPERTS, RANKS, LAYERS, COLS = 40, 4, 6, 64
+# Of gate, up and down: their bytes are a multiple of 16, or of 2 only.
+ROWS = {QuantType.F32: (6, 6, 3), QuantType.Q8_0: (5, 5, 3)}
+
+
+def _no_slots() -> torch.Tensor:
+    return torch.zeros(EXPERTS, dtype=torch.int64)
+
+
+class Memory:
+    """Experts of a layer without slots in the host's memory."""
+
+    def __init__(self, quant_type: QuantType, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        sizes = [rows * quant_type.row_bytes(COLS) for rows in ROWS[quant_type]]
+        self.bytes = [
+            torch.randint(256, (EXPERTS, size), dtype=torch.uint8, generator=generator) for size in sizes
+        ]
+        self.stacks = [
+            ExpertTable(
+                torch.zeros(EXPERTS).long(), quant_type, rows, COLS, True, None, data.data_ptr(), size
+            )
+            for rows, data, size in zip(ROWS[quant_type], self.bytes, sizes, strict=True)
+        ]
+        self.place_bytes = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+
+
+def ring_of(distance: int, count: int, memory: Memory) -> PrefetchRing:
+    def zeros(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        return torch.zeros(shape, dtype=getattr(torch, dtype))
+
+    data = zeros(((distance + 1) * count * memory.place_bytes + 100,), "uint8")
+    return PrefetchRing(Prefetching(distance, count), data, zeros, LAYERS, RANKS)
+
+
+def fetch(
+    ring: PrefetchRing, layer: int, guesses: Sequence[Sequence[int]], memory: Memory, reached: int
+) -> None:
+    """When so many layers have been shared out."""
+    ring.guesses[layer, : len(guesses)] = torch.tensor(guesses, dtype=torch.int32)
+    ring._reached.fill_(reached)
+    ring.fetch(layer, len(guesses), memory.stacks)
+    assert not ring._arrivals.any(), "blocks are counted from 0 next time"
+
+
+def brought(ring: PrefetchRing, layer: int, memory: Memory) -> list[int]:
+    """The experts in the places of a layer, whose bytes must be theirs."""
+    keys, data = ring._part(layer)
+    experts = []
+    for key, place in zip(keys.tolist(), data.view(len(keys), -1), strict=True):
+        if key == 0:
+            continue
+        number, expert = divmod(key - 1, 1 << 16)
+        assert number == layer
+        offset = 0
+        for matrix in memory.bytes:
+            size = matrix.shape[1]
+            assert torch.equal(place[offset : offset + size], matrix[expert])
+            offset += -(-size // ALIGNMENT) * ALIGNMENT
+        experts.append(expert)
+    return experts
+
+
+guess_rows = st.lists(
+    st.lists(st.integers(-2, EXPERTS + 1), min_size=RANKS, max_size=RANKS), min_size=1, max_size=8
+)
+
+
+@given(
+    guesses=guess_rows,
+    count=st.integers(1, MAX_PREFETCHED),
+    distance=st.integers(1, 2),
+    quant_type=st.sampled_from(list(ROWS)),
+    with_slots=st.sets(st.integers(0, EXPERTS - 1)),
+    with_some=st.dictionaries(st.integers(0, EXPERTS - 1), st.integers(0, 2)),
+)
+@settings(max_examples=60)
+def test_the_most_wanted_without_a_slot_arrive_whole(
+    guesses: list[list[int]],
+    count: int,
+    distance: int,
+    quant_type: QuantType,
+    with_slots: set[int],
+    with_some: dict[int, int],
+) -> None:
+    """Repeated and impossible guesses among them. An expert with one slot of three is missing."""
+    memory, layer = Memory(quant_type, count), 3
+    for expert in with_slots:
+        for stack in memory.stacks:
+            stack.addresses[expert] = 1
+    for expert, matrix in with_some.items():
+        if expert not in with_slots:
+            memory.stacks[matrix].addresses[expert] = 1
+    ring = ring_of(distance, count, memory)
+    fetch(ring, layer, guesses, memory, reached=layer)
+    flat = [guess for row in guesses for guess in row]
+    assert brought(ring, layer, memory) == wanted(flat, with_slots, count)
+    others = [each for each in range(distance + 1) if each != layer % (distance + 1)]
+    assert not ring._keys[others].any(), "nor any place of another layer"
+
+
+def test_nothing_arrives_once_its_layer_has_been_shared_out() -> None:
+    memory = Memory(QuantType.F32, 1)
+    ring = ring_of(2, 3, memory)
+    fetch(ring, 4, [[7, 8, 9, 10]], memory, reached=5)
+    assert brought(ring, 4, memory) == []
+    assert ring.tallies[4].tolist() == [0, 0, 3]
+    fetch(ring, 4, [[7, 8, 9, 10]], memory, reached=4)
+    assert brought(ring, 4, memory) == [7, 8, 9]
+    assert ring.tallies.sum() == 3
+    assert len(TALLIES) == ring.tallies.shape[1]
