@@ -135,7 +135,7 @@ def layers(draw: st.DrawFn) -> tuple[Layer, list[list[int]]]:
 
 @pytest.mark.usefixtures("host")
 @given(drawn=layers(), cols=st.sampled_from([1, 4, 31, 64, 1100]), gap=st.sampled_from([0, 1, 4]))
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_every_pair_goes_to_the_place_that_is_its(
     drawn: tuple[Layer, list[list[int]]], cols: int, gap: int
 ) -> None:

@@ -39,7 +39,7 @@ def test_random_cases(vocab: int) -> None:
     window=st.sampled_from([None, 0, 1, 3]),
     seed=st.integers(0, 2**64 - 1),
 )
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_any_settings(
     logits: list[float],
     context: list[int],

@@ -1,0 +1,174 @@
+"""The choice of experts on the host: the exact reference's ids and weights, whatever the logits."""
+
+import ctypes
+
+import pytest
+import torch
+from guarded import Guarded
+from host_device import HostDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_host_partition import USED
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import dot_lanes
+from coldstream.kernels.experts.landing import MATRICES
+from coldstream.kernels.experts.mailbox import Mailbox
+from coldstream.kernels.experts.partition import Places, Prefetched, PrefetchNotes, sharing_of
+from coldstream.kernels.experts.prefetch import TALLIES
+from coldstream.kernels.experts.stamps import WORDS
+from coldstream.kernels.experts.table import ExpertTable
+from coldstream.kernels.router.cuda import Ahead, router_choose_cuda, router_few_cuda
+from coldstream.kernels.router.reference import choose_experts_exact
+from same_bits import assert_same_bits
+
+CPU = torch.device("cpu")
+
+
+def check_choice(logits: torch.Tensor, ranks: int) -> None:
+    ids, weights = choose_experts_exact(logits, ranks)
+    out_ids = Guarded(len(logits), ranks, dtype=torch.int32, device=CPU)
+    out_weights = Guarded(len(logits), ranks, device=CPU)
+    wide = torch.full((len(logits), logits.shape[1] + 3), torch.nan)
+    wide[:, : logits.shape[1]] = logits
+    router_choose_cuda(wide[:, : logits.shape[1]], out_ids.tensor, out_weights.tensor)
+    assert_same_bits(out_ids.checked(), ids)
+    assert_same_bits(out_weights.checked(), weights)
+
+
+@st.composite
+def logit_rows(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
+    """Ties, −inf, values that differ by a unit in the last place, and ranges beyond those of exp."""
+    experts = draw(st.sampled_from([1, 2, 7, 31, 32, 33, 64, 200, 256, 300, 512, 1024]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    kind = draw(st.sampled_from(["any", "ties", "near", "wide", "few", "equal"]))
+    x = torch.randn(draw(st.integers(1, 9)), experts, generator=generator)
+    chance = torch.rand(x.shape, generator=generator)
+    rows = {
+        "any": 3 * x,
+        "ties": x.round(),
+        "near": (x * 20).round().clamp(max=0) * 2.0**-24 - 80 * (chance < 0.5),
+        "wide": 200 * x,
+        "few": torch.where(chance < 0.9, -torch.inf, x),
+        "equal": torch.zeros_like(x),
+    }[kind]
+    rows[:, -1] = rows[:, -1].clamp(min=-100)  # one is finite
+    return rows, draw(st.integers(1, min(16, experts)))
+
+
+@pytest.mark.usefixtures("host")
+@given(drawn=logit_rows())
+@settings(max_examples=100)
+def test_choice(drawn: tuple[torch.Tensor, int]) -> None:
+    check_choice(*drawn)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("experts", [17, 256])
+def test_logits_that_are_not_finite_give_ids_of_experts(experts: int) -> None:
+    logits = torch.randn(4, experts, generator=torch.Generator().manual_seed(0))
+    logits[0], logits[1] = torch.nan, torch.inf
+    logits[2, 5] = torch.nan
+    logits[3, 6] = torch.inf
+    ids, weights = Guarded(4, 8, dtype=torch.int32, device=CPU), Guarded(4, 8, device=CPU)
+    router_choose_cuda(logits, ids.tensor, weights.tensor)
+    for row in ids.checked().tolist():
+        assert len(set(row)) == 8
+        assert set(row) <= set(range(experts))
+    assert ids.checked()[:2].tolist() == [list(range(8))] * 2
+    assert weights.checked().isnan().any(dim=1).all()
+
+
+class Outputs:
+    """What the single launch writes, and its workspace."""
+
+    def __init__(self, tokens: int, ranks: int, experts: int) -> None:
+        self.ids = Guarded(tokens, ranks, dtype=torch.int32, device=CPU)
+        self.weights = Guarded(tokens, ranks, device=CPU)
+        self.gate = Guarded(tokens, 1, device=CPU)
+        self.logits = Guarded(tokens, experts, device=CPU)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(each.tensor for each in (self.ids, self.weights, self.gate, self.logits))
+
+    def check(self, x: torch.Tensor, weight: torch.Tensor, shared: torch.Tensor) -> None:
+        ids, weights = choose_experts_exact(dot_lanes(x, weight), self.ids.tensor.shape[1])
+        assert_same_bits(self.logits.checked(), dot_lanes(x, weight))
+        assert_same_bits(self.gate.checked(), dot_lanes(x, shared))
+        assert_same_bits(self.ids.checked(), ids)
+        assert_same_bits(self.weights.checked(), weights)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize(
+    ("experts", "cols", "ranks"),
+    [(1, 16, 1), (7, 31, 3), (40, 384, 4), (63, 100, 16), (300, 33, 16), (8, 5000, 2)],
+)
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("gap", [0, 1])
+def test_router_of_any_shape(experts: int, cols: int, ranks: int, tokens: int, gap: int) -> None:
+    """Twice with one counter of arrivals; with a later layer's router beside it the second time."""
+    generator = torch.Generator().manual_seed(experts)
+    x = torch.randn(tokens, cols + gap, generator=generator)[:, :cols]
+    weight, later = (torch.randn(experts, cols, generator=generator) * cols**-0.5 for _ in range(2))
+    weight[experts // 2] = weight[min(1, experts - 1)]  # equal logits: the lower id comes first
+    shared = torch.randn(1, cols, generator=generator)
+    arrivals = torch.zeros(1, dtype=torch.int32)
+    guesses = Outputs(tokens, ranks, experts)
+    seen = Guarded(tokens, ranks, dtype=torch.int32, device=CPU)
+    ahead = Ahead(later, guesses.ids.tensor, seen.tensor, guesses.logits.tensor, guesses.weights.tensor)
+    for beside in (None, ahead):
+        outs = Outputs(tokens, ranks, experts)
+        router_few_cuda(x, weight, shared, *outs.tensors, arrivals, None, beside)
+        outs.check(x, weight, shared)
+        assert arrivals.item() == 0
+    guessed, _ = choose_experts_exact(dot_lanes(x, later), ranks)
+    assert_same_bits(guesses.ids.checked(), guessed)
+    assert_same_bits(seen.checked(), guessed)
+
+
+def test_what_is_chosen_is_shared_out_and_the_ring_emptied(host: HostDevice) -> None:
+    """The places that are filled next are counted by their layers and forgotten; the next kernel is told."""
+    tokens, ranks, experts, cols, layer = 3, 4, 20, 48, 2
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (
+        torch.randn(tokens, cols, generator=generator),
+        torch.randn(experts, cols, generator=generator),
+    )
+    shared, outs = torch.randn(1, cols, generator=generator), Outputs(tokens, ranks, experts)
+    slots = (torch.arange(experts) % 2) * 1000
+    stacks = [ExpertTable(slots, QuantType.F32, 1, 4, True) for _ in range(MATRICES)]
+    box = Mailbox._of(5, ranks, cols, tokens)
+    places = Places(
+        torch.full((MATRICES, tokens, ranks), -7), torch.full((tokens, ranks), -7).int(),
+        torch.zeros(WORDS, dtype=torch.int64),
+    )  # fmt: skip
+    ids, _ = choose_experts_exact(dot_lanes(x, weight), ranks)
+    come = int(ids[ids % 2 == 0][0])
+    here, next_layer = (layer << 16 | come) + 1, (layer + 1) << 16
+    keys = torch.tensor([0, here, 0, 0], dtype=torch.int32)
+    prefetched = Prefetched(keys.data_ptr(), 1 << 30, 4096, (ctypes.c_int64 * MATRICES)(0, 256, 512), 4)
+    # In the places of the layer after the next: one that was used, one that was not, and an empty one.
+    used = next_layer + 6 | USED
+    emptied = torch.tensor([used - (1 << 32), next_layer + 8, 0], dtype=torch.int32)
+    reached, tallies = torch.zeros(1, dtype=torch.int32), torch.zeros(5, len(TALLIES), dtype=torch.int32)
+    notes = PrefetchNotes(emptied.data_ptr(), 3, reached.data_ptr(), tallies.data_ptr())
+    sharing = sharing_of(stacks, torch.zeros(ranks + 1).int(), box, layer, places, prefetched, notes)
+    arrivals = torch.zeros(1, dtype=torch.int32)
+    router_few_cuda(x, weight, shared, *outs.tensors, arrivals, sharing)
+    outs.check(x, weight, shared)
+    on_cpu = (ids % 2 == 0) & (ids != come)
+    assert on_cpu.any()
+    assert torch.equal(places.cpu_ids, torch.where(on_cpu, ids, -1))
+    there = torch.where(ids == come, (1 << 30) + 4096 + 256, 1000)
+    assert torch.equal(places.addresses[1], torch.where(on_cpu, 0, there))
+    assert torch.equal(box.used[layer], ids)
+    assert torch.equal(box.x, torch.where(on_cpu.any(dim=1, keepdim=True), x, 0.0))
+    assert box.request.item() == (layer + 1) | tokens << 16
+    assert not emptied.any()
+    assert tallies.tolist() == [[0] * 3] * 3 + [[2, 1, 0]] + [[0] * 3]
+    assert reached.item() == layer + 1
+    assert keys.tolist() == [0, (here | USED) - (1 << 32), 0, 0], "whoever was used is marked"
+    assert places.stamps is not None
+    assert 0 < places.stamps[0] < places.stamps[1]
