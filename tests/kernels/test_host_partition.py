@@ -169,18 +169,19 @@ def test_every_pair_goes_to_the_place_that_is_its(
 
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("tokens", [33, 64])
-def test_more_tokens_than_warps(tokens: int) -> None:
-    """Each warp takes several; one token of the last asks for all."""
+@pytest.mark.parametrize("asking", [0, -1])
+def test_more_tokens_than_warps(tokens: int, asking: int) -> None:
+    """Each warp takes several; one token asks for all, the first or the last of its warp."""
     num_experts, ranks = 12, 8
     slots = [[1000 * (m + 1) + e for e in range(num_experts)] for m in range(MATRICES)]
     for matrix in slots:
         matrix[11] = 0
     layer = Layer(2, slots, [0] * MATRICES, [0] * (ranks + 1))
     rows = [[(token + rank) % 11 for rank in range(ranks)] for token in range(tokens)]
-    rows[-1][3] = 11
+    rows[asking][3] = 11
     x = torch.randn(tokens, 40, generator=torch.Generator().manual_seed(tokens))
     shared = Shared(layer, torch.tensor(rows, dtype=torch.int32), x)
-    assert shared.places.cpu_ids.ge(0).nonzero().tolist() == [[tokens - 1, 3]]
+    assert shared.places.cpu_ids.ge(0).nonzero().tolist() == [[asking % tokens, 3]]
     assert shared.box.request.item() == 3 | tokens << ROWS_SHIFT
     assert shared.box.used[2].tolist() == rows
 

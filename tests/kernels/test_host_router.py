@@ -64,6 +64,16 @@ def test_choice(drawn: tuple[torch.Tensor, int]) -> None:
 
 
 @pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("ranks", [8, 9, 16])
+def test_probabilities_that_tie_though_their_exponentials_differ(ranks: int) -> None:
+    """The lowest id comes first also where only the division makes two experts equal."""
+    generator = torch.Generator().manual_seed(2)
+    steps = torch.randint(-40, 1, (150, 256), generator=generator).float() * 2.0**-24
+    check_choice(steps, ranks)
+    check_choice(steps - 80 * (torch.rand(150, 256, generator=generator) < 0.95), ranks)
+
+
+@pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("experts", [17, 256])
 def test_logits_that_are_not_finite_give_ids_of_experts(experts: int) -> None:
     logits = torch.randn(4, experts, generator=torch.Generator().manual_seed(0))

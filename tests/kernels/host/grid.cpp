@@ -2,7 +2,7 @@
 //
 // In which order is random but for what barriers say: between two barriers of a block one warp after another runs
 // as far as it can, so that what is missing between a write and a read of two warps, or of two lanes, is seen.
-// Up to three blocks are under way at a time; others of them run where a block's threads have met. A block's
+// Up to three blocks are under way at a time, and take turns after some warps. A block's
 // shared memory is what the kernels' library has of memory for each thread: it is brought in and out with the
 // block, full of poison at first. Unit of work: one launch.
 #include <link.h>
@@ -27,7 +27,7 @@ void touch_shared_memory();  // of the library
 namespace {
 
 constexpr size_t stack_bytes = 64 << 10, most_blocks = 3;
-constexpr int warp_size = 32;
+constexpr int warp_size = 32, warps_at_once = 8;
 constexpr unsigned char poison = 0xa5;
 constexpr unsigned long long tick_ns = 1'000'000;
 
@@ -53,6 +53,7 @@ struct fiber {
 struct block {
   dim3 index;
   std::vector<fiber*> threads;
+  std::vector<std::vector<fiber*>> warps;  // that have yet to come to the next barrier
   std::vector<unsigned char> shared;
 };
 
@@ -191,15 +192,22 @@ void run_warp(const block& at, const std::vector<fiber*>& warp) {
            std::any_of(warp.begin(), warp.end(), [](fiber* thread) { return thread->now == state::ready; }));
 }
 
-// All warps of the block to its next barrier; false at the end.
-bool run_block(block& at) {
-  std::vector<std::vector<fiber*>> warps;
+void begin_warps(block& at) {
   for (size_t i = 0; i < at.threads.size(); i += warp_size) {
     const size_t end = std::min(i + warp_size, at.threads.size());
-    warps.emplace_back(at.threads.begin() + i, at.threads.begin() + end);
+    at.warps.emplace_back(at.threads.begin() + i, at.threads.begin() + end);
   }
-  std::shuffle(warps.begin(), warps.end(), random_numbers);
-  for (const auto& warp : warps) run_warp(at, warp);
+  std::shuffle(at.warps.begin(), at.warps.end(), random_numbers);
+}
+
+// Some warps, or all to the block's next barrier; false at the end.
+bool run_block(block& at) {
+  if (at.warps.empty()) begin_warps(at);
+  while (!at.warps.empty()) {
+    run_warp(at, at.warps.back());
+    at.warps.pop_back();
+    if (random_numbers() % warps_at_once == 0) return true;
+  }
   const fiber* first = nullptr;
   int any = 0;
   for (const fiber* thread : at.threads) {
@@ -278,7 +286,7 @@ class grid_run {
       place = free_.back();
       free_.pop_back();
     }
-    block next = {waiting_.back(), {}, std::vector<unsigned char>(shared_.size, poison)};
+    block next = {waiting_.back(), {}, {}, std::vector<unsigned char>(shared_.size, poison)};
     waiting_.pop_back();
     for (unsigned int i = 0; i < threads_; i++) next.threads.push_back(&fiber_for(place * 1024 + i, {i, 0, 0}));
     active_.emplace_back(std::move(next), place);

@@ -1,0 +1,79 @@
+"""Running kernels on the host shows the faults that it is there for."""
+
+import pytest
+import torch
+from host_code import HOST
+from host_device import HostDevice
+
+from coldstream.kernels.cuda.program import Argument, CudaProgram
+
+SWITCHED = ("pass_on", "pass_on_in_warp", "add_blocks", "copy")
+KERNELS = (
+    *(f"{name}<{flag}>" for name in SWITCHED for flag in ("true", "false")),
+    *("leave_half", "meet_differently", "write_behind"),
+)
+PROGRAM = CudaProgram(HOST / "faulty.cu", KERNELS)
+LAUNCHES = 20
+
+
+def launch(kernel: str, threads: int, *args: Argument, blocks: int = 1, shared_bytes: int = 0) -> None:
+    PROGRAM.kernel(kernel).launch((blocks, 1, 1), threads, args, shared_bytes=shared_bytes)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize(("kernel", "distance"), [("pass_on", 32), ("pass_on_in_warp", 0)])
+def test_a_missing_barrier_is_seen(kernel: str, distance: int) -> None:
+    values = torch.arange(256, dtype=torch.int32)
+    expected = values.roll(-distance) if distance else values ^ 1
+    right = {"true": 0, "false": 0}
+    for flag in right:
+        for _ in range(LAUNCHES):
+            out = torch.zeros(256, dtype=torch.int32)
+            launch(f"{kernel}<{flag}>", 256, values, out)
+            right[flag] += torch.equal(out, expected)
+    assert right == {"true": LAUNCHES, "false": 0}
+
+
+@pytest.mark.usefixtures("host")
+def test_what_a_block_writes_after_it_has_arrived_is_missed() -> None:
+    sums: dict[str, list[int]] = {"true": [], "false": []}
+    for flag in sums:
+        for _ in range(LAUNCHES):
+            parts, total, arrivals = (torch.zeros(n, dtype=torch.int32) for n in (7, 1, 1))
+            launch(f"add_blocks<{flag}>", 256, parts, total, arrivals, blocks=7)
+            sums[flag].append(int(total))
+    assert sums["false"] == [7] * LAUNCHES
+    assert min(sums["true"]) < 7
+
+
+@pytest.mark.usefixtures("host")
+def test_lanes_that_do_not_come_are_reported() -> None:
+    with pytest.raises(AssertionError, match=r"leave_half.*waits for a lane that is not there"):
+        launch("leave_half", 32)
+    with pytest.raises(AssertionError, match=r"meet_differently.*meets other instructions"):
+        launch("meet_differently", 32, torch.zeros(32, dtype=torch.int32))
+    values, out = torch.arange(256, dtype=torch.int32), torch.zeros(256, dtype=torch.int32)
+    launch("pass_on<true>", 256, values, out)
+    assert torch.equal(out, values.roll(-32)), "a launch after one that failed is as any other"
+
+
+@pytest.mark.usefixtures("host")
+def test_a_copy_is_there_for_who_waits_for_it() -> None:
+    values, out = torch.full((4,), 3.0), torch.zeros(1)
+    launch("copy<true>", 1, values, out, shared_bytes=16)
+    assert out.item() == 3.0
+    launch("copy<false>", 1, values, out, shared_bytes=16)
+    assert out.item() != 3.0
+
+
+@pytest.mark.usefixtures("host")
+def test_writes_behind_the_shared_memory_are_reported() -> None:
+    launch("write_behind", 1, 3, shared_bytes=16)
+    with pytest.raises(AssertionError, match="written behind the dynamic shared memory"):
+        launch("write_behind", 1, 4, shared_bytes=16)
+
+
+def test_each_launch_has_an_order_of_its_own(host: HostDevice) -> None:
+    before = host.launches
+    launch("write_behind", 1, 3, shared_bytes=16)
+    assert host.launches == before + 1
