@@ -57,7 +57,8 @@ class HostDevice:
         file = self._directory / f"{digest.hexdigest()[:16]}-{name}"
         if not file.exists():
             part = file.with_suffix(f".{os.getpid()}")
-            subprocess.run(["c++", *OPTIONS, *options, "-o", part], check=True)
+            # Hidden, so that variables of inline functions are not those of another library.
+            subprocess.run(["c++", *OPTIONS, "-fvisibility=hidden", *options, "-o", part], check=True)
             part.rename(file)
         return file
 

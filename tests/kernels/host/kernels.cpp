@@ -41,8 +41,9 @@ void run_thread_of(void** arguments) {
 static void (*const kernels[])(void**) = {KERNELS};
 
 // Null, or what the threads did wrong. `seed` decides in which order they run.
-extern "C" const char* launch(int kernel, void** arguments, const unsigned int* grid, unsigned int threads,
-                              unsigned int shared_bytes, unsigned long long seed) {
+extern "C" __attribute__((visibility("default"))) const char* launch(
+    int kernel, void** arguments, const unsigned int* grid, unsigned int threads, unsigned int shared_bytes,
+    unsigned long long seed) {
   return run_grid(kernels[kernel], arguments, grid, threads, reinterpret_cast<unsigned char*>(dynamic_shared),
                   shared_bytes, sizeof dynamic_shared, seed);
 }
