@@ -13,7 +13,7 @@ import shlex
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -22,7 +22,7 @@ import numpy as np
 
 from coldstream.engine import LLM, EngineConfig
 from coldstream.engine.machine import measured_hardware
-from coldstream.engine.planning import plan_model
+from coldstream.engine.planning import plan_model, with_workers
 from coldstream.errors import OutOfMemoryError
 from coldstream.experts.prefetch_statistics import PrefetchStatistics
 from coldstream.experts.step_times import PARTS
@@ -33,6 +33,7 @@ from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlacementPlan, plan_placement
 from coldstream.placement.plan_file import save_plan
 from coldstream.placement.rates import Rates
+from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
 from device import describe
 from full_size_forecast import SHORT_PROMPT, mean_context
@@ -58,7 +59,7 @@ class Machine:
     sizes: ModelSizes
 
 
-def plan_with(machine: Machine, expert_bytes: int) -> PlacementPlan:
+def plan_with(machine: Machine, expert_bytes: int) -> RunPlan:
     """The plan for the least memory, to a few MiB, in which about so many bytes of experts are resident."""
     wanted = min(expert_bytes, machine.sizes.all_expert_bytes)
     with GGUFFile.open(machine.path) as file:
@@ -66,7 +67,8 @@ def plan_with(machine: Machine, expert_bytes: int) -> PlacementPlan:
         config = EngineConfig(
             str(machine.path), device="cuda", vram=wanted + ROOM_BYTES, ctx_size=machine.ctx_size
         )
-        fixed = plan_model(config, file, spec, machine.hardware).plan.fixed
+        planned = plan_model(config, file, spec, machine.hardware)
+    fixed = planned.plan.fixed
     low, high = fixed.total, fixed.total + 2 * machine.sizes.all_expert_bytes
     while high - low > 2**22:
         middle = (low + high) // 2
@@ -75,7 +77,8 @@ def plan_with(machine: Machine, expert_bytes: int) -> PlacementPlan:
         except OutOfMemoryError:
             is_enough = False
         low, high = (low, middle) if is_enough else (middle, high)
-    return plan_placement(machine.sizes, fixed, high)
+    placement = plan_placement(machine.sizes, fixed, high)
+    return with_workers(replace(planned, run=RunPlan(placement, 0)), config, None).run
 
 
 def generate(llm: LLM, next_id: int, num_prompt: int) -> dict[str, Any]:
@@ -152,18 +155,18 @@ def measure(
     last_id = machine.vocab_size - 10_000
     next_ids = [first_id + number * TEXT_STEP % (last_id - first_id) for number in range(TEXTS)]
     wanted = machine.sizes.all_expert_bytes if gib is None else int(gib * GIB)
-    plan = plan_with(machine, wanted)
+    run = plan_with(machine, wanted)
     rows = []
     with TemporaryDirectory() as folder:
         kept = Path(folder) / "plan.json"
-        save_plan(plan, kept)
+        save_plan(run, kept)
         for depth in depths:
             # Opened anew, so that the cache knows nothing of the texts.
             with LLM(machine.path, device="cuda", plan=str(kept), prefetch=prefetch) as llm:
                 num_prompt = max(SHORT_PROMPT, depth)
                 texts = [generate(llm, next_id, num_prompt) for next_id in next_ids]
                 guesses, count = guesses_of(llm), llm.opened.config.prefetch
-            row = row_of(plan, machine, texts, mean_context(depth, WARM_TOKENS, TIMED_TOKENS))
+            row = row_of(run.placement, machine, texts, mean_context(depth, WARM_TOKENS, TIMED_TOKENS))
             asked = {"depth": depth, "prefetch": count, "guesses": asdict(guesses) if guesses else None}
             rows.append(asked | row)
             print({k: v for k, v in rows[-1].items() if k not in ("texts", "guesses")}, flush=True)

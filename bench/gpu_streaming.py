@@ -31,6 +31,7 @@ from coldstream.models.footprint import model_sizes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import FixedPart, PlacementPlan
 from coldstream.placement.rates import Rates
+from coldstream.placement.run_plan import RunPlan
 from device import describe
 from full_size_model import FULL_SHAPE
 from gpu import numbers, write_model
@@ -75,7 +76,7 @@ def open_runner(setting: Setting, gib: float | None) -> CudaRunner:
         expert_bytes=sizes.expert_bytes,
         resident=(tuple(range(count)),) * spec.num_layers,
     )
-    placed = Placed(plan, (0,) * (spec.num_experts_per_tok + 1), setting.threads)
+    placed = Placed(RunPlan(plan, setting.threads, streamed=(0,) * (spec.num_experts_per_tok + 1)))
     return CudaRunner.load(file, spec, context_length=ctx_size, kv_type=KV_TYPE, placed=placed)
 
 

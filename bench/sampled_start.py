@@ -28,7 +28,7 @@ PHASES: dict[str, tuple[tuple[str, str], ...]] = {
         ("models.cuda_model", "count_memory"),
     ),
     "measure the machine": (("engine.machine", "measured_hardware"),),
-    "plan": (("engine.opened_model", "place_experts"), ("engine.planning", "plan_model")),
+    "plan": (("engine.planning", "plan_model"),),
     "tokenizer": (("gguf.tokenizer", "Tokenizer.from_metadata"),),
     "read the header": (("gguf.reader", "GGUFFile.open"), ("models.spec", "ModelSpec.from_gguf")),
     "first steps of each kind": (("models.cuda_runner", "CudaRunner._load"),),

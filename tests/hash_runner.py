@@ -14,7 +14,10 @@ from coldstream.engine.opened_model import ModelHandle
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
+from coldstream.models.cpu_runner import ALL_BYTES, CpuRunner
 from coldstream.models.spec import ModelSpec
+from coldstream.placement.plan import PlanOptions
+from coldstream.placement.run_plan import RunPlan
 
 CHUNK = 8
 
@@ -92,8 +95,11 @@ def opened_with(
     """The tokenizer and the template of a runner's file around it."""
     metadata = runner.file.metadata
     tokenizer = Tokenizer.from_metadata(metadata)
+    needs = CpuRunner.needs(runner.file, runner.spec, 1, "auto", ctx_size, "f16")
+    placement = needs.place(ALL_BYTES, None, PlanOptions())
     return OpenedModel(
         config=EngineConfig(str(runner.file.paths[0]), ctx_size=ctx_size, threads=1),
+        plan=RunPlan(placement, threads=1),
         runner=runner,
         tokenizer=tokenizer,
         chat_template=ChatTemplate.from_metadata(metadata, tokenizer.vocabulary),

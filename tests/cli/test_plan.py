@@ -64,7 +64,7 @@ def test_a_plan_for_ram(run: Run, model: Path) -> None:
     assert code == 0
     for row in (
         r"keys, values, states of 100 tokens, f16 +RAM +0\.\d+ MiB",
-        r"\d+ experts of 0\.11 MiB +RAM ",
+        r"\d+ experts of 0\.12 MiB +RAM ",
         r"\d+ of 32 experts +disk +\d\.\d\d MiB",
         r"hit rate +\d+\.\d% +100\.0%",
         r"decode, tok/s +[\d.]+ +[\d.]+ +[\d.]+",

@@ -152,13 +152,3 @@ def test_quantised_caches_are_for_gpus_and_for_heads_of_whole_blocks(spec: Model
     assert cache_bytes_per_token(smallest, spec) == 1 * 2 * (32 + 32)
     with pytest.raises(ConfigError, match="q8_0 caches hold heads of multiples of 32 values, not 48"):
         resolve(on_gpu, with_layers(spec, AttentionSpec, head_dim=48), CORES, FREE)
-
-
-def test_weights_that_do_not_fit_are_refused_and_leave_less_for_the_cache(spec: ModelSpec) -> None:
-    config = EngineConfig("m.gguf")
-    with pytest.raises(OutOfMemoryError, match=r"of the RAM, .* smaller quantisation$"):
-        resolve(config, spec, CORES, FREE, weight_bytes=FREE + 1)
-    with pytest.raises(OutOfMemoryError, match=r"of the GPU's memory, .*, or --device cpu$"):
-        resolve(replace(config, device="cuda"), spec, CORES, FREE, weight_bytes=FREE + 1)
-    tight = resolve(config, spec, CORES, FREE, weight_bytes=FREE - 2**20)
-    assert tight.ctx_size == resolve(config, spec, CORES, 2**20).ctx_size

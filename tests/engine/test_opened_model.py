@@ -8,8 +8,8 @@ import pytest
 from coldstream.assets import demo_model_path
 from coldstream.engine import EngineConfig, SamplingParams, device_choice, open_model
 from coldstream.engine.device_choice import choose_device
-from coldstream.engine.opened_model import ram_budget, sampling_defaults, with_prefetch
-from coldstream.engine.planning import plan_model
+from coldstream.engine.opened_model import sampling_defaults
+from coldstream.engine.planning import plan_model, with_prefetch
 from coldstream.errors import DeviceError, InconsistentError, OutOfMemoryError
 from coldstream.gguf import GGUFFile
 from coldstream.kernels.cuda.device import Gpu
@@ -77,7 +77,7 @@ def test_a_budget_of_ram_leaves_experts_on_the_disk() -> None:
     assert opened.runner.disk is None
     opened.close()
     for ctx_size in (64, None):
-        with pytest.raises(OutOfMemoryError, match=r"of RAM and may take 2\.0 MiB: .* try --ram \d+M"):
+        with pytest.raises(OutOfMemoryError, match=r"2\.00 MiB of RAM are below .*; try --ram \d+M"):
             open_model(replace(config, ram="2M", ctx_size=ctx_size))
 
 
@@ -85,19 +85,23 @@ def test_a_plan_for_the_cpu_is_a_budget_of_ram(tmp_path: Path) -> None:
     config = EngineConfig(str(demo_model_path()), device="cpu", ram="30M", ctx_size=64)
     with GGUFFile.open(demo_model_path()) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        save_plan(plan_model(config, file, spec, Hardware.measure()).plan, tmp_path / "plan.json")
+        save_plan(plan_model(config, file, spec, Hardware.measure()).run, tmp_path / "plan.json")
     opened = open_model(EngineConfig(config.model, device="cpu", plan=str(tmp_path / "plan.json")))
     assert (opened.config.ram, opened.config.ctx_size) == (30 << 20, 64)
     assert opened.runner.disk is not None
     opened.close()
 
 
-def test_without_a_budget_of_ram_a_model_may_take_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    hardware = replace(Hardware.measure(), ram_available_bytes=1000)
-    monkeypatch.setattr(Hardware, "measure", lambda: hardware)
-    assert ram_budget(EngineConfig("m.gguf"), weight_bytes=449) is None
-    assert ram_budget(EngineConfig("m.gguf"), weight_bytes=2000) == 900
-    assert ram_budget(EngineConfig("m.gguf", ram=700), weight_bytes=1) == 700
+def test_without_a_budget_of_ram_a_model_may_take_most_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for free, has_disk in ((2**32, False), (34 << 20, True)):
+        hardware = replace(Hardware.measure(), ram_available_bytes=free)
+        monkeypatch.setattr(Hardware, "measure", lambda hardware=hardware: hardware)
+        opened = open_model(EngineConfig(str(demo_model_path()), device="cpu", ctx_size=64))
+        assert opened.plan.placement.budget_bytes == int(0.9 * free)
+        assert (opened.runner.disk is not None) == has_disk
+        opened.close()
 
 
 def test_without_recommendations_the_defaults_hold() -> None:

@@ -37,11 +37,11 @@ def make(tmp_path: Path) -> Make:
     return make
 
 
-def test_without_a_budget_all_that_is_free_may_be_used(make: Make) -> None:
+def test_without_a_budget_what_is_free_may_be_used_but_for_a_part_of_ram(make: Make) -> None:
     on_gpu = make(EngineConfig("m", device="cuda"))
     assert (on_gpu.plan.tier, on_gpu.plan.budget_bytes) == ("vram", 2**34)
     on_cpu = make(EngineConfig("m", device="cpu"))
-    assert (on_cpu.plan.tier, on_cpu.plan.budget_bytes) == ("ram", 2**33)
+    assert (on_cpu.plan.tier, on_cpu.plan.budget_bytes) == ("ram", int(0.9 * 2**33))
     for planned in (on_gpu, on_cpu):
         assert planned.plan.is_all_resident
         assert planned.config.ctx_size == planned.plan.fixed.ctx_size == 4096 < DEFAULT_CTX_SIZE
@@ -68,9 +68,9 @@ def test_a_plan_is_given_back(make: Make, tmp_path: Path, device: str) -> None:
     budget = {"cpu": {"ram": 32 * MIB}, "cuda": {"vram": 500 * MIB}}[device]
     types = {"cache_type_k": "f32", "cache_type_v": "f32"}
     first = make(EngineConfig("m", device=device, ctx_size=123, **budget, **types))  # type: ignore[arg-type]
-    save_plan(first.plan, tmp_path / "plan.json")
+    save_plan(first.run, tmp_path / "plan.json")
     again = make(EngineConfig("m", device=device, plan=str(tmp_path / "plan.json")))
-    assert again.plan == first.plan
+    assert again.run == first.run
     assert again.known == first.known
     assert again.config == first.config
 
@@ -81,7 +81,7 @@ def test_a_model_is_opened_by_a_plan(tmp_path: Path) -> None:
         config = EngineConfig(str(path), device="cpu", ctx_size=77, ram=256 * MIB)
         with GGUFFile.open(path) as file:
             spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-            save_plan(plan_model(config, file, spec, MACHINE).plan, tmp_path / "plan.json")
+            save_plan(plan_model(config, file, spec, MACHINE).run, tmp_path / "plan.json")
         opened = open_model(EngineConfig(str(path), device="cpu", plan=str(tmp_path / "plan.json")))
         assert (opened.config.ctx_size, opened.config.ram, opened.config.plan) == (77, 256 * MIB, None)
         opened.close()
@@ -92,16 +92,17 @@ def test_a_plan_for_something_else_is_refused(make: Make, tmp_path: Path) -> Non
     config = EngineConfig("m", device="cpu", plan=str(path))
     with pytest.raises(ModelNotFoundError):
         make(config)
-    plan = make(EngineConfig("m", device="cpu")).plan
-    save_plan(plan, path)
+    run = make(EngineConfig("m", device="cpu")).run
+    plan = run.placement
+    save_plan(run, path)
     with pytest.raises(ConfigError, match="a plan for the CPU, the device is cuda"):
         make(replace(config, device="cuda"))
     for fixed in (replace(plan.fixed, ctx_size=9999), replace(plan.fixed, kv_type="f99")):
-        save_plan(replace(plan, fixed=fixed), path)
+        save_plan(replace(run, placement=replace(plan, fixed=fixed)), path)
         with pytest.raises(ConfigError, match="which this model cannot have"):
             make(config)
     other = replace(plan, model=replace(plan.model, fingerprint="00" * 16))
-    save_plan(other, path)
+    save_plan(replace(run, placement=other), path)
     with pytest.raises(InconsistentError, match="another model's"):
         make(config)
 

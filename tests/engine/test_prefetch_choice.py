@@ -6,17 +6,15 @@ from pathlib import Path
 import pytest
 
 from coldstream.assets import demo_model_path
-from coldstream.engine import LLM, EngineConfig, SamplingParams, opened_model
+from coldstream.engine import LLM, EngineConfig, SamplingParams, planning
 from coldstream.engine.machine import hardware_with
-from coldstream.engine.opened_model import place_experts
 from coldstream.engine.planning import plan_model
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.cuda.device import Gpu, find_gpu
+from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.cost import PREFETCHED
 from coldstream.placement.hardware import GpuHardware, Hardware
 
-GPU = Gpu("a GPU", (9, 0), 1, 2**35, 2**34)
 MACHINE = Hardware(
     "a CPU", ("avx2",), 4, 4, 2**35, 2**33, 5e10,
     GpuHardware("a GPU", "1.0", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6),
@@ -44,21 +42,36 @@ def test_auto_is_a_number_once_a_model_is_open() -> None:
 
 @pytest.mark.parametrize("asked", ["auto", 0, 3])
 def test_only_what_is_left_open_is_decided(asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opened_model, "hardware_with", lambda gpu: MACHINE)
-    monkeypatch.setattr(opened_model, "measured_hardware", lambda gpu, progress: MACHINE)
-    gains = iter([1e-5, -1e-5])
-    monkeypatch.setattr(opened_model, "prefetch_gain", lambda *of: next(gains))
     vram = budget_for_a_part_of_the_experts(MACHINE)
+    gains = iter([1e-5, -1e-5])
+    monkeypatch.setattr(planning, "prefetch_gain", lambda *of: next(gains))
     config = EngineConfig(
         str(demo_model_path()), device="cuda", vram=vram, ctx_size=256, prefetch=asked, threads=3
     )
     with GGUFFile.open(demo_model_path()) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        decided = [place_experts(config, file, spec, GPU, None) for _ in range(2)]
-    assert [config.prefetch for config, _ in decided] == ([PREFETCHED, 0] if asked == "auto" else [asked] * 2)
-    for _, placed in decided:
-        assert placed.threads == 3
-        assert len(placed.streamed) == spec.num_experts_per_tok + 1
+        unmeasured = replace(MACHINE, read_bytes_per_s=None)
+        decided = [plan_model(config, file, spec, unmeasured, measured=lambda: MACHINE) for _ in range(2)]
+    wanted = [PREFETCHED, 0] if asked == "auto" else [asked] * 2
+    assert [planned.config.prefetch for planned in decided] == wanted
+    assert [planned.run.prefetch for planned in decided] == wanted
+    for planned in decided:
+        assert planned.hardware == MACHINE
+        assert planned.run.threads == 3
+        assert len(planned.run.streamed) == spec.num_experts_per_tok + 1
+
+
+def test_a_machine_is_not_measured_for_a_plan_that_does_not_need_it() -> None:
+    def measured() -> Hardware:
+        raise AssertionError("nothing follows from rates")
+
+    with GGUFFile.open(demo_model_path()) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        for config in (
+            EngineConfig(str(demo_model_path()), device="cuda", vram="64G"),
+            EngineConfig(str(demo_model_path()), device="cpu", ram="30M"),
+        ):
+            plan_model(config, file, spec, MACHINE, measured=measured)
 
 
 @pytest.mark.gpu

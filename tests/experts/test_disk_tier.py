@@ -13,7 +13,7 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels import _csrc
 from coldstream.models.ram_budget import expert_stacks
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.policies import Lru
+from coldstream.placement.policies import DecayedFrequency, Lru, Policy
 
 NUM_EXPERTS, PER_TOKEN = 16, 2
 
@@ -28,38 +28,43 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GGUFFile]:
         yield opened
 
 
-def make_tier(file: GGUFFile) -> DiskTier:
-    return DiskTier(
-        file, expert_stacks(file, ModelSpec.from_gguf(file.metadata, file.tensors)), PER_TOKEN, Lru()
-    )
+def make_tier(file: GGUFFile, policy: Policy | None = None) -> DiskTier:
+    stacks = expert_stacks(file, ModelSpec.from_gguf(file.metadata, file.tensors))
+    return DiskTier(file, stacks, PER_TOKEN, policy or Lru())
 
 
 @settings(max_examples=50, deadline=None)
-@given(data=st.data())
-def test_slots_take_no_more_than_they_may_and_at_least_a_token_fits(
-    file: GGUFFile, data: st.DataObject
-) -> None:
+@given(many=st.integers(PER_TOKEN, 3 * NUM_EXPERTS), few=st.integers(PER_TOKEN, NUM_EXPERTS))
+def test_slots_are_those_of_the_plan(file: GGUFFile, many: int, few: int) -> None:
     tier = make_tier(file)
-    assert tier.num_experts == 4 * NUM_EXPERTS
-    budget = data.draw(st.integers(tier.min_bytes, 2 * tier.max_bytes))
-    tier.allocate(budget)
+    small, large = tier.expert_bytes[0], tier.expert_bytes[1]
+    assert tier.expert_bytes == (small, large, small, small)
+    tier.allocate({small: many, large: few})
     statistics = tier.statistics()
-    assert tier.min_bytes <= statistics.slot_bytes <= min(budget, tier.max_bytes)
-    assert min(len(tier.pool.owners(c)) for c in range(2)) >= PER_TOKEN
-    if budget >= tier.max_bytes:
-        assert statistics.num_slots == tier.num_experts
+    assert statistics.slot_bytes == many * small + few * large
+    assert (statistics.num_slots, statistics.num_experts) == (many + few, 4 * NUM_EXPERTS)
+    assert [len(tier.pool.owners(tier.pool.class_of(layer))) for layer in (0, 1)] == [many, few]
 
 
-def test_all_sizes_get_the_same_share(file: GGUFFile) -> None:
-    tier = make_tier(file)
-    tier.allocate(tier.max_bytes // 2)
-    many, few = sorted((len(tier.pool.owners(c)) for c in range(2)), reverse=True)
-    assert abs(many - 3 * few) <= 3 * PER_TOKEN
+def test_what_a_plan_expects_is_loaded_and_scored_and_no_miss(file: GGUFFile) -> None:
+    tier = make_tier(file, DecayedFrequency())
+    small, large = tier.expert_bytes[0], tier.expert_bytes[1]
+    uses = np.random.default_rng(0).random((4, NUM_EXPERTS))
+    tier.allocate({small: 9, large: 3}, uses)
+    done: list[tuple[int, int]] = []
+    tier.load([[0, 3], [5], [15], []], lambda *progress: done.append(progress))
+    assert done == [(2, 4), (3, 4), (4, 4)]
+    held = [set(tier.pool.owners(tier.pool.class_of(layer)).tolist()) - {-1} for layer in (0, 1)]
+    assert held == [{0, 3, 2 * NUM_EXPERTS + 15}, {NUM_EXPERTS + 5}]
+    assert np.array_equal(np.argsort(tier._policy.scores), np.argsort(uses.ravel()))
+    statistics = tier.statistics()
+    assert (statistics.hits, statistics.misses) == (0, 0)
+    assert statistics.bytes_read > 0
 
 
 def test_decoding_teaches_the_policy_and_prompts_do_not(file: GGUFFile) -> None:
     tier = make_tier(file)
-    tier.allocate(tier.min_bytes)
+    tier.allocate(dict.fromkeys(tier.expert_bytes, PER_TOKEN))
     runtime = _csrc.Runtime(1)
     info = file.tensors["blk.2.ffn_gate_exps.weight"]
     gate = _csrc.Weight.from_pool(tier.pool, 2, 0, int(info.quant_type), *info.shape[1:])

@@ -9,12 +9,13 @@ from cuda.bindings import driver
 
 from coldstream.engine.routing_profile import routed_model
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.experts.prefetching import Prefetching
+from coldstream.kernels.experts.prefetching import LAYERS_AHEAD, Prefetching
 from coldstream.models.cuda_runner import CudaRunner, Placed
 from coldstream.models.footprint import model_sizes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import FixedPart, PlacementPlan
 from coldstream.placement.policies import Policy
+from coldstream.placement.run_plan import RunPlan
 
 CHUNK_SIZE = 512
 
@@ -59,7 +60,9 @@ def open_partly(
         pinned_layers=pinned,
     )
     by_misses = tuple(round(streamed * misses) for misses in range(spec.num_experts_per_tok + 1))
-    placed = Placed(plan, by_misses, threads, policy=policy, prefetching=prefetching)
+    run = RunPlan(plan, threads, streamed=by_misses, prefetch=prefetching.experts if prefetching else 0)
+    ahead = prefetching.distance if prefetching else LAYERS_AHEAD
+    placed = Placed(run, policy=policy, layers_ahead=ahead)
     return CudaRunner.load(
         file, spec, context_length=context_length, kv_type="f16", num_slots=num_slots, placed=placed
     )

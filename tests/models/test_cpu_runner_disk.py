@@ -15,7 +15,9 @@ from coldstream.errors import GenerationFault, ModelChangedError, OutOfMemoryErr
 from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.runner import Array
+from coldstream.placement.plan import BudgetTooSmallError
 from coldstream.placement.policies import DecayedFrequency, Lru, Policy
+from ram_budgets import least_ram
 
 CONTEXT = CpuRunner.chunk_size + 64
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
@@ -30,13 +32,6 @@ class RandomPolicy(Policy):
 
     def observe(self, used: Array) -> None:
         self.scores[:] = self._rng.random(self.scores.size)
-
-
-def least_ram(path: Path, context_length: int = CONTEXT, threads: int = 2) -> int:
-    """The smallest budget that is accepted, as the error for a smaller one says."""
-    with pytest.raises(OutOfMemoryError) as caught:
-        CpuRunner.open(path, threads=threads, context_length=context_length, ram_bytes=1)
-    return int(str(caught.value).split("--ram ")[1].split("M")[0]) * 2**20
 
 
 def expert_bytes(path: Path) -> int:
@@ -72,7 +67,9 @@ def mapped(moe_path: Path) -> tuple[Array, list[Array]]:
 def test_ex07_logits_do_not_depend_on_the_budget(
     moe_path: Path, mapped: tuple[Array, list[Array]], share: float, threads: int
 ) -> None:
-    budget = least_ram(moe_path, threads=threads) + int(share * expert_bytes(moe_path))
+    budget = least_ram(moe_path, context_length=CONTEXT, threads=threads) + int(
+        share * expert_bytes(moe_path)
+    )
     with CpuRunner.open(moe_path, threads=threads, context_length=CONTEXT, ram_bytes=budget) as runner:
         assert np.array_equal(runner.logits(token_ids(CONTEXT - 40)), mapped[0])
         for token, expected in zip(token_ids(40), mapped[1], strict=True):
@@ -91,7 +88,7 @@ def test_models_of_every_kind(tmp_path: Path, variant: str) -> None:
     ids = token_ids(40)
     with CpuRunner.open(path, threads=2, context_length=64) as runner:
         expected = runner.logits(ids)
-    budget = least_ram(path, 64)
+    budget = least_ram(path, context_length=64)
     with CpuRunner.open(path, threads=2, context_length=64, ram_bytes=budget) as runner:
         assert runner.disk is not None
         assert np.array_equal(runner.logits(ids), expected)
@@ -103,7 +100,7 @@ def test_the_parts_of_a_split_file_are_read(tmp_path: Path) -> None:
     paths = write_gguf(tmp_path / "split.gguf", types=MIX, num_shards=3)
     with CpuRunner.open(paths[0], threads=2, context_length=64) as runner:
         expected = runner.logits(token_ids(20))
-    budget = least_ram(paths[0], 64)
+    budget = least_ram(paths[0], context_length=64)
     with CpuRunner.open(paths[0], threads=2, context_length=64, ram_bytes=budget) as runner:
         assert np.array_equal(runner.logits(token_ids(20)), expected)
 
@@ -119,7 +116,7 @@ def test_ex07_generation_of_the_demo_model_is_the_mapped_one(make_policy: type[P
     path, prompt = demo_model_path(), token_ids(30)
     with CpuRunner.open(path, threads=2, context_length=512) as runner:
         expected = list(generate(runner))
-    budget = least_ram(path, 512) + (3 << 20)
+    budget = least_ram(path, context_length=512) + (3 << 20)
     with CpuRunner.open(
         path, threads=2, context_length=512, ram_bytes=budget, policy=make_policy()
     ) as runner:
@@ -129,7 +126,7 @@ def test_ex07_generation_of_the_demo_model_is_the_mapped_one(make_policy: type[P
 
 
 def test_twenty_requests_answer_like_the_first(moe_path: Path) -> None:
-    budget = least_ram(moe_path) + (2 << 20)
+    budget = least_ram(moe_path, context_length=CONTEXT) + (2 << 20)
     with CpuRunner.open(moe_path, threads=2, context_length=CONTEXT, ram_bytes=budget) as runner:
         expected = runner.prefill(token_ids(33))
         runner.prefill(token_ids(CpuRunner.chunk_size))
@@ -148,7 +145,7 @@ def test_ex05_a_prompt_leaves_what_decoding_needs(moe_path: Path) -> None:
             runner.decode(token)
         return statistics(runner).misses - before
 
-    budget = least_ram(moe_path) + expert_bytes(moe_path) // 3
+    budget = least_ram(moe_path, context_length=CONTEXT) + expert_bytes(moe_path) // 3
     with CpuRunner.open(moe_path, threads=2, context_length=CONTEXT, ram_bytes=budget) as runner:
         assert misses_of_a_request() > 0
         for _ in range(20):
@@ -162,12 +159,12 @@ def test_ex05_a_prompt_leaves_what_decoding_needs(moe_path: Path) -> None:
 def test_what_fits_is_mapped_and_what_cannot_says_the_minimum(moe_path: Path, tmp_path: Path) -> None:
     with CpuRunner.open(moe_path, threads=2, context_length=16, ram_bytes=1 << 32) as runner:
         assert runner.disk is None
-    parts = r"weights that every token reads, .* context, .* activations, .* experts of one token in a layer"
+    parts = r"weights of every token .*, caches of 16 tokens .*, workspace .*, experts that must be resident"
     with pytest.raises(OutOfMemoryError, match=parts):
         CpuRunner.open(moe_path, threads=2, context_length=16, ram_bytes=1 << 20)
-    need = least_ram(moe_path, 16)
+    need = least_ram(moe_path, context_length=16)
     CpuRunner.open(moe_path, threads=2, context_length=16, ram_bytes=need).close()
-    with pytest.raises(OutOfMemoryError, match=f"--ram {need >> 20}M"):
+    with pytest.raises(BudgetTooSmallError, match=r"--ram: .* MiB of RAM are below the minimum of"):
         CpuRunner.open(moe_path, threads=2, context_length=16, ram_bytes=need - (1 << 20))
     dense = tmp_path / "dense.gguf"
     write_gguf(dense, "qwen35")
@@ -188,7 +185,9 @@ def test_fl01_a_file_that_shrinks_fails_the_request_and_those_after_it(own_copy:
     def shrink(done: int, total: int) -> None:
         os.truncate(own_copy, len(content) // 2)
 
-    with CpuRunner.open(own_copy, threads=2, context_length=CONTEXT, ram_bytes=least_ram(own_copy)) as runner:
+    with CpuRunner.open(
+        own_copy, threads=2, context_length=CONTEXT, ram_bytes=least_ram(own_copy, context_length=CONTEXT)
+    ) as runner:
         with pytest.raises(ModelChangedError, match=r"copy\.gguf changed while in use: byte \d+"):
             runner.prefill(ids, shrink)
         assert runner.position == 0
@@ -204,7 +203,9 @@ def test_fl02_a_file_that_is_replaced_or_unlinked_stays_the_one_that_was_opened(
     own_copy: Path, tmp_path: Path, mapped: tuple[Array, list[Array]]
 ) -> None:
     ids = token_ids(CONTEXT - 40)
-    with CpuRunner.open(own_copy, threads=2, context_length=CONTEXT, ram_bytes=least_ram(own_copy)) as runner:
+    with CpuRunner.open(
+        own_copy, threads=2, context_length=CONTEXT, ram_bytes=least_ram(own_copy, context_length=CONTEXT)
+    ) as runner:
         write_gguf(tmp_path / "other.gguf", types=MIX, seed=5)
         (tmp_path / "other.gguf").replace(own_copy)
         assert np.array_equal(runner.logits(ids), mapped[0])
@@ -216,7 +217,7 @@ def test_pr04_a_forked_child_gets_an_error_and_the_parent_goes_on(
     moe_path: Path, mapped: tuple[Array, list[Array]]
 ) -> None:
     ids = token_ids(CONTEXT - 40)
-    budget = least_ram(moe_path)
+    budget = least_ram(moe_path, context_length=CONTEXT)
     with CpuRunner.open(moe_path, threads=2, context_length=CONTEXT, ram_bytes=budget) as runner:
         runner.prefill(ids[:3])
         child = os.fork()

@@ -53,13 +53,13 @@ def runner(moe_path: Path) -> Iterator[CudaRunner]:
 def test_memory_is_planned_without_a_device(moe_path: Path, chunk_size: int) -> None:
     with GGUFFile.open(moe_path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        plan = plan_memory(file, spec, Limits(1, 1024, "f16"), free_bytes=40 * 2**30)
-        large = plan_memory(file, spec, Limits(4, 4096, "f16"), free_bytes=40 * 2**30)
+        plan = plan_memory(file, spec, Limits(1, 1024, "f16"), 40 * 2**30, chunk_size)
+        large = plan_memory(file, spec, Limits(4, 4096, "f16"), 40 * 2**30, chunk_size)
         assert plan.weights >= sum(info.num_bytes for info in file.tensors.values())
         assert large.weights == plan.weights
         assert large.caches > 3 * plan.caches
         with pytest.raises(OutOfMemoryError, match=r"needs .* GiB are free: weights .* --device cpu"):
-            plan_memory(file, spec, Limits(1, 1024, "f16"), free_bytes=plan.weights)
+            plan_memory(file, spec, Limits(1, 1024, "f16"), plan.weights, chunk_size)
 
 
 @pytest.mark.parametrize("expert_bytes", [None, 0, 10**6])
@@ -68,10 +68,10 @@ def test_mm01_a_byte_short_is_refused(moe_path: Path, expert_bytes: int | None) 
     limits = Limits(1, 1024, "f16", expert_bytes)
     with GGUFFile.open(moe_path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        need = plan_memory(file, spec, limits, 40 * 2**30, (256,)).total
-        assert plan_memory(file, spec, limits, need, (256,)).total == need
+        need = plan_memory(file, spec, limits, 40 * 2**30, 256).total
+        assert plan_memory(file, spec, limits, need, 256).total == need
         with pytest.raises(OutOfMemoryError, match=r"needs .* GiB, .* are free: .*--vram"):
-            plan_memory(file, spec, limits, need - 1, (256,))
+            plan_memory(file, spec, limits, need - 1, 256)
 
 
 @pytest.mark.gpu

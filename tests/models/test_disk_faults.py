@@ -10,8 +10,7 @@ import pytest
 from runner_cases import MIX
 
 from builders import Dims, write_gguf
-from coldstream.errors import OutOfMemoryError
-from coldstream.models.cpu_runner import CpuRunner
+from ram_budgets import least_ram
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("cc")
@@ -33,9 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     """A model, a budget for a third of its experts, and what a request answers."""
     path = tmp_path_factory.mktemp("models") / "moe.gguf"
     write_gguf(path, types=MIX, dims=Dims(experts=24))
-    with pytest.raises(OutOfMemoryError) as caught:
-        CpuRunner.open(path, threads=2, context_length=64, ram_bytes=1)
-    budget = (int(str(caught.value).split("--ram ")[1].split("M")[0]) + 4) << 20
+    budget = least_ram(path, context_length=64) + (4 << 20)
     (answer,) = run(path, 1 << 32, 1)
     return path, budget, answer
 

@@ -17,7 +17,6 @@ from coldstream.errors import ModelChangedError
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.experts.prefetching import Prefetching
 from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.ram_budget import RamNeeds
 from coldstream.models.runner import ModelRunner
 from file_changes import overwrite_experts
 
@@ -33,12 +32,7 @@ def open_mapped(path: Path) -> ModelRunner:
 
 def open_with_ram(path: Path) -> ModelRunner:
     """Room for some experts, the others on the disk."""
-    with CpuRunner.open(path, threads=2, context_length=CONTEXT) as runner:
-        needs = RamNeeds.of(runner.file, runner.spec, runner._cache.num_bytes, runner.activation_bytes)
-        experts = sum(info.num_bytes for name, info in runner.file.tensors.items() if "_exps." in name)
-    runner = CpuRunner.open(
-        path, threads=2, context_length=CONTEXT, ram_bytes=needs.fixed_bytes + experts // 2
-    )
+    runner = CpuRunner.open(path, threads=2, context_length=CONTEXT, ram_bytes=30 << 20)
     assert runner.disk is not None
     return runner
 

@@ -71,7 +71,7 @@ def test_the_ring_is_planned(ring_bytes: int) -> None:
     with GGUFFile.open(demo_model_path()) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         plan, small = (
-            plan_memory(file, spec, Limits(1, CONTEXT, "f16", 0, ring_bytes=size), free_bytes=40 * 2**30)
+            plan_memory(file, spec, Limits(1, CONTEXT, "f16", 0, ring_bytes=size), 40 * 2**30, 8192)
             for size in (ring_bytes, MIB)
         )
         assert plan.total - small.total == ring_bytes - MIB

@@ -24,28 +24,34 @@ from coldstream.errors import (
 from coldstream.placement import plan_file
 from coldstream.placement.plan import PlanOptions, plan_placement
 from coldstream.placement.plan_file import load_plan, plan_from_json, plan_to_json, save_plan
+from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 MODEL = sizes(10, 30, 10)
-PLAN = plan_placement(MODEL, fixed(weights=40, caches=5), 155, options=PlanOptions(num_pinned_layers=1))
+PLACEMENT = plan_placement(MODEL, fixed(weights=40, caches=5), 155, options=PlanOptions(num_pinned_layers=1))
+USES = tuple((0.5, 0.25, 0.0, 1 / 3) for _ in range(3))
+PLAN = RunPlan(PLACEMENT, threads=3, uses=USES, streamed=(0, 1), prefetch=2)
 
 
 @given(models(), st.integers(0, 1000), st.integers(0, 9), st.integers(0, 3))
 def test_what_is_written_is_read(model: ModelSizes, budget: int, seed: int, pinned: int) -> None:
     options = PlanOptions(num_pinned_layers=pinned)
     try:
-        plan = plan_placement(model, fixed(weights=9), budget, uses=random_uses(model, seed), options=options)
+        uses = random_uses(model, seed)
+        placement = plan_placement(model, fixed(weights=9), budget, uses=uses, options=options)
     except OutOfMemoryError:
         return
-    text = plan_to_json(plan)
-    assert "\n" not in text
-    assert plan_from_json(text, model) == plan
+    for known in (None, tuple(map(tuple, uses.tolist()))):
+        plan = RunPlan(placement, seed, known)
+        text = plan_to_json(plan)
+        assert "\n" not in text
+        assert plan_from_json(text, [model]) == plan
 
 
 def test_files(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     save_plan(PLAN, path)
-    assert load_plan(path, MODEL) == PLAN
+    assert load_plan(path, [MODEL]) == PLAN
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(StorageError, match="No such file"):
         save_plan(PLAN, tmp_path / "no" / "plan.json")
@@ -59,7 +65,7 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
     ("spoil", "kind", "said"),
     [
         (change(format="other"), UnsupportedError, "format"),
-        (change(version=2), UnsupportedError, "version: 2, this program knows 1"),
+        (change(version=1), UnsupportedError, "version: 1, this program knows 2"),
         (change(more=1), InconsistentError, "unknown: more"),
         (lambda document: document.pop("tier"), InconsistentError, "missing or unknown: tier"),
         (change(model=None), InconsistentError, "model"),
@@ -80,6 +86,14 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
         (lambda document: document["fixed"].update(weights="1"), InconsistentError, "weights is '1'"),
         (lambda document: document["fixed"].update(kv_type=1), InconsistentError, "kv_type is 1"),
         (lambda document: document["fixed"].pop("caches"), InconsistentError, "fixed has other fields"),
+        (change(threads=1.0), InconsistentError, "threads is 1.0"),
+        (change(prefetch=-1), InconsistentError, "prefetch is -1"),
+        (change(streamed=[0, 2]), InconsistentError, "more experts are streamed than are missing"),
+        (change(uses=0.5), InconsistentError, "plan"),
+        (change(uses=[[0.5] * 4] * 2), InconsistentError, "not those of every expert"),
+        (change(uses=[[0.5] * 3 + [True]] * 3), InconsistentError, "uses are not lists of numbers"),
+        (change(uses=[[0.5] * 3 + [-0.5]] * 3), InconsistentError, "a use that is no number"),
+        (change(uses=[[0.5] * 3 + [float("nan")]] * 3), InconsistentError, "a use that is no number"),
     ],
 )
 def test_a_plan_that_is_none_is_refused(
@@ -88,7 +102,7 @@ def test_a_plan_that_is_none_is_refused(
     document = json.loads(plan_to_json(PLAN))
     spoil(document)
     with pytest.raises(kind, match=said) as caught:
-        plan_from_json(json.dumps(document), MODEL, Path("my.json"))
+        plan_from_json(json.dumps(document), [MODEL], Path("my.json"))
     assert str(caught.value).startswith("my.json: ")
     assert str(caught.value).endswith("make it again with `coldstream plan --out`")
 
@@ -96,31 +110,31 @@ def test_a_plan_that_is_none_is_refused(
 def test_trap_21_another_models_plan_is_refused() -> None:
     text = plan_to_json(PLAN)
     with pytest.raises(InconsistentError, match="the plan is another model's"):
-        plan_from_json(text, replace(MODEL, fingerprint="00" * 16))
+        plan_from_json(text, [replace(MODEL, fingerprint="00" * 16)])
     with pytest.raises(InconsistentError, match="other numbers of layers or experts"):
-        plan_from_json(text, replace(MODEL, num_experts=5))
+        plan_from_json(text, [replace(MODEL, num_experts=5)])
 
 
 @pytest.mark.parametrize("length", range(0, len(plan_to_json(PLAN)), 7))
 def test_a_plan_that_was_cut_off_is_refused(length: int) -> None:
     with pytest.raises((TruncatedError, UnsupportedError)):
-        plan_from_json(plan_to_json(PLAN)[:length], MODEL)
+        plan_from_json(plan_to_json(PLAN)[:length], [MODEL])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "1", "NaN", "{}", "[" * 100_000, "\0", "{}{}"])
 def test_json_that_is_no_plan(text: str) -> None:
     with pytest.raises(ModelFormatError):
-        plan_from_json(text, MODEL)
+        plan_from_json(text, [MODEL])
 
 
 def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in (tmp_path / "none.json", tmp_path, Path("\0")):
         with pytest.raises(ModelNotFoundError, match="Give the path of a plan"):
-            load_plan(path, MODEL)
+            load_plan(path, [MODEL])
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(UnsupportedError, match="not text"):
-        load_plan(tmp_path / "bytes", MODEL)
+        load_plan(tmp_path / "bytes", [MODEL])
     monkeypatch.setattr(plan_file, "MAX_BYTES", 100)
     save_plan(PLAN, tmp_path / "plan.json")
     with pytest.raises(LimitError, match="more than 100 bytes"):
-        load_plan(tmp_path / "plan.json", MODEL)
+        load_plan(tmp_path / "plan.json", [MODEL])

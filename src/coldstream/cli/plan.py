@@ -80,10 +80,10 @@ def command(
     expected = forecast(plan, known)
     richer = forecast(planned.larger_plan, known) if planned.larger_plan else None
     if out is not None:
-        save_plan(plan, out)
+        save_plan(planned.run, out)
     if as_json:
         document = {
-            "plan": json.loads(plan_to_json(plan)),
+            "plan": json.loads(plan_to_json(planned.run)),
             "hardware": asdict(planned.hardware),
             "rates": asdict(known.rates),
             "hit_rates_from": known.curve.source,

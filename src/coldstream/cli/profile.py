@@ -75,7 +75,7 @@ def command(
         check_writable(path, name)  # better said now than after the work
     words = read_text(text, "--text")
     with ProgressLine() as line:
-        resident = load_plan_by_name(config, plan, line.update).resident if plan else None
+        resident = load_plan_by_name(config, plan, line.update).placement.resident if plan else None
         trace = profile_text(config, words, line.update)
     trace.save(out)
     if plot is not None:

@@ -21,7 +21,7 @@ CPU_CACHE_TYPES = ("f16", "f32")
 MAX_THREADS = 1024
 MAX_BYTES = 2**60
 DEFAULT_CTX_SIZE = 32768  # what `ctx_size` resolves to if the model and the memory allow it
-_DEFAULT_CACHE_SHARE = 0.25  # of available memory, for the cache of a default context
+DEFAULT_CACHE_SHARE = 0.25  # of available memory, for the cache of a default context
 
 CacheType = Literal["f16", "f32", "q8_0", "q4_0", "tq3_0"]
 
@@ -105,26 +105,17 @@ class EngineConfig:
         return cls(**{**options, **paths})
 
 
-def resolve(
-    config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: int, weight_bytes: int = 0
-) -> EngineConfig:
+def resolve(config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: int) -> EngineConfig:
     """`config` with `ctx_size` and `threads` made concrete for this model and machine. Pure.
 
-    free_bytes is the free memory of the device, weight_bytes what the weights take of it. The tier stays as
-    it is: only the compiled kernels know what they hold, and the opened model reports its choice. Raises
-    ConfigError for a context beyond the model's, OutOfMemoryError if weights and cache exceed the memory.
+    free_bytes is what of the device's memory caches may be chosen from. The tier stays as it is: only the
+    compiled kernels know what they hold, and the opened model reports its choice. Raises ConfigError for a
+    context beyond the model's, OutOfMemoryError if caches exceed the memory.
     """
-    if weight_bytes > free_bytes:
-        raise OutOfMemoryError(
-            f"the weights need {weight_bytes / 2**30:.1f} GiB of the {_place(config)}, "
-            f"{free_bytes / 2**30:.1f} GiB are free: choose a smaller quantisation"
-            + (", or --device cpu" if config.device == "cuda" else "")
-        )
     if config.device != "cuda" and config.cache_type_k not in CPU_CACHE_TYPES:
         raise ConfigError(
             f"cache_type_k {config.cache_type_k} is for GPUs: on the CPU use {' or '.join(CPU_CACHE_TYPES)}"
         )
-    free_bytes -= weight_bytes
     threads = num_cores if config.threads == "auto" else config.threads
     try:
         token_bytes = cache_bytes_per_token(config, spec)
@@ -133,7 +124,7 @@ def resolve(
     if config.ctx_size:
         _check_context(config, token_bytes, spec, free_bytes)
         return replace(config, threads=threads)
-    affordable = int(free_bytes * _DEFAULT_CACHE_SHARE) // max(1, token_bytes)
+    affordable = int(free_bytes * DEFAULT_CACHE_SHARE) // max(1, token_bytes)
     ctx_size = max(1, min(spec.context_length, DEFAULT_CTX_SIZE, affordable))
     return replace(config, threads=threads, ctx_size=ctx_size)
 

@@ -5,6 +5,7 @@ same tokens one by one, and the CPU's routing that of a GPU.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,11 +18,12 @@ from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.messages import shorten
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
-from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.footprint import dense_bytes
+from coldstream.models.cpu_runner import ALL_BYTES, CpuRunner
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import Hardware
+from coldstream.placement.plan import PlanOptions
 from coldstream.placement.routing_trace import MAX_IDS, RoutedModel, RoutingTrace
+from coldstream.placement.run_plan import RunPlan
 
 
 def routed_model(file: GGUFFile, spec: ModelSpec) -> RoutedModel:
@@ -43,21 +45,19 @@ def profile_text(config: EngineConfig, text: str, progress: OpenProgress | None 
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         model = routed_model(file, spec)
-        hardware = Hardware.measure()
-        weight_bytes = dense_bytes(spec, file.tensors)
-        free_bytes = hardware.ram_available_bytes
-        config = resolve(config, spec, hardware.num_physical_cores, free_bytes, weight_bytes)
+        num_cores = Hardware.measure().num_physical_cores
+        config = resolve(replace(config, device="cpu"), spec, num_cores, ALL_BYTES)
         assert isinstance(config.threads, int)
         assert config.ctx_size
         token_ids = Tokenizer.from_metadata(file.metadata).encode(text)
         _check_length(token_ids, model)
+        context = min(config.ctx_size, len(token_ids))
+        needs = CpuRunner.needs(file, spec, config.threads, config.tier, context, config.cache_type_k)
         runner = CpuRunner.load(
             file,
             spec,
-            threads=config.threads,
+            RunPlan(needs.place(ALL_BYTES, None, PlanOptions()), config.threads),
             tier=config.tier,
-            context_length=min(config.ctx_size, len(token_ids)),
-            kv_type=config.cache_type_k,
             record_routing=True,
             progress=partial(progress, "loading") if progress else None,
         )

@@ -4,13 +4,14 @@ A step reads what it needs and does not find, into slots of the pool, while it c
 (`kernels/csrc/quant/expert_pool.h`). Here is what happens between two steps: the policy learns what was used,
 and the slots are put in the order in which the next step gives them to others: those of the lowest scores
 first. What a step has read is there, so unlike for a copy nobody has to ask whether letting it in pays: an
-expert that was read for one token and scores low is merely the first to go.
+expert that was read for one token and scores low is merely the first to go. How many slots there are, and who
+is loaded before the first step, is the plan's choice.
 
 The unit of work is a step. Steps of prompts need every expert sooner or later; they teach the policy nothing
 and take only the first few slots in the order. Knows no ops and no model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from coldstream.kernels import _csrc
 from coldstream.placement.policies import DecayedFrequency, Policy
 
 Array = np.ndarray[Any, Any]
+Progress = Callable[[int, int], None]
 
 DECODE_TOKENS: Final = 4  # a step of more is one of a prompt
 NUM_READERS: Final = 8  # threads: what keeps the queue of a fast disk full
@@ -49,8 +51,8 @@ class DiskStatistics:
 class DiskTier:
     """The experts of an open file, by layer the stacks of their matrices, and who of them lies in RAM.
 
-    stacks: tensors [experts, rows, cols] of each layer. `allocate` once, then `begin_step` and `end_step`
-    around each run of a graph captured over `pool`.
+    stacks: tensors [experts, rows, cols] of each layer. `allocate` once, perhaps `load`, then `begin_step`
+    and `end_step` around each run of a graph captured over `pool`.
     """
 
     def __init__(
@@ -86,27 +88,40 @@ class DiskTier:
         return sum(self._class_experts)
 
     @property
-    def min_bytes(self) -> int:
-        """What `allocate` needs at least: room for the experts of one token in a layer of each size."""
-        return self._num_experts_per_tok * sum(self.pool.slot_bytes)
+    def expert_bytes(self) -> tuple[int, ...]:
+        """What an expert takes in a slot, by layer."""
+        num_layers = self.num_experts // self._num_experts
+        return tuple(self.pool.slot_bytes[self.pool.class_of(layer)] for layer in range(num_layers))
 
-    @property
-    def max_bytes(self) -> int:
-        """What `allocate` can use: room for all."""
-        return sum(
-            count * size for count, size in zip(self._class_experts, self.pool.slot_bytes, strict=True)
-        )
+    def allocate(
+        self, num_slots: Mapping[int, int], uses: Array | None = None, pinned_layers: Sequence[int] = ()
+    ) -> None:
+        """Takes memory for so many slots by the size of an expert in bytes, each at least for one token.
 
-    def allocate(self, num_bytes: int) -> None:
-        """Takes at most `num_bytes` of memory, at least `min_bytes`; all sizes get the same share of theirs.
-
-        Raises MemoryError.
+        uses: expected ones a step, float64 [layers, experts]; None: nothing is known. pinned_layers: whose
+        experts stay once they are there; there must be slots for all of them besides. Raises MemoryError.
         """
-        assert num_bytes >= self.min_bytes, "the caller checks the budget"
         least = self._num_experts_per_tok
-        share = min(1.0, (num_bytes - self.min_bytes) / max(1, self.max_bytes - self.min_bytes))
-        self._num_slots = [least + int((count - least) * share) for count in self._class_experts]
+        self._num_slots = [num_slots[size] for size in self.pool.slot_bytes]
+        assert min(self._num_slots) >= least, "a plan has room for the experts of one token"
         self.pool.allocate(self._num_slots, 2 * least)
+        for layer in pinned_layers:
+            self.pool.keep(layer)
+        if uses is not None:
+            self._policy.start(uses.ravel())
+
+    def load(self, experts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
+        """Reads these experts, by layer, into free slots, which there must be. Raises ModelChangedError.
+
+        progress is called with (experts read, experts in all).
+        """
+        done, num_all = 0, sum(map(len, experts))
+        for layer, ids in enumerate(experts):
+            self.pool.preload(layer, list(ids))
+            done += len(ids)
+            if progress is not None and ids:
+                progress(done, num_all)
+        self._order_slots()
 
     def begin_step(self, num_tokens: int) -> None:
         """Before a graph runs on `num_tokens` rows."""
@@ -117,6 +132,10 @@ class DiskTier:
         """After it has: learns, and decides which slots are the next to go."""
         if not self._is_prefill:
             self._policy.observe(self.pool.used())
+        self._order_slots()
+
+    def _order_slots(self) -> None:
+        """Those whose experts score lowest are given to others first."""
         for size_class in range(len(self._num_slots)):
             owners = self.pool.owners(size_class)
             in_use = np.flatnonzero(owners >= 0)

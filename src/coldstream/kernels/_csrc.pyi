@@ -115,6 +115,16 @@ class ExpertPool:
     def set_order(self, size_class: int, order: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
         """int64 indices of slots: those to give to other experts first."""
 
+    def preload(self, layer: int, experts: Sequence[int]) -> None:
+        """
+        Between steps: reads these experts of a layer into free slots. Raises ValueError if there are too few, ModelChangedError if the file cannot be read.
+        """
+
+    def keep(self, layer: int) -> None:
+        """
+        From now on the layer's experts give their slots to no other. There must be slots for all of them.
+        """
+
     def clear(self) -> None:
         """Forgets all experts in memory, as after a change of the file."""
 

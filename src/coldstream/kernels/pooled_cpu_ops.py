@@ -56,3 +56,14 @@ class UnreadCpuOps(CpuOps):
     def load_rows(self, file: GGUFFile, info: TensorInfo, row_ids: Sequence[int]) -> _csrc.Weight:
         """As many rows, from the first one."""
         return self.map_weight(file, info).rows(0, len(row_ids))
+
+
+class UnreadPooledCpuOps(PooledCpuOps):
+    """The same for `PooledCpuOps`, whose pool needs no slots then."""
+
+    def load_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
+        return self.map_weight(file, info)
+
+    def load_rows(self, file: GGUFFile, info: TensorInfo, row_ids: Sequence[int]) -> _csrc.Weight:
+        """As many rows, from the first one."""
+        return self.map_weight(file, info).rows(0, len(row_ids))

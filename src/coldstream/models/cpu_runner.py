@@ -11,17 +11,22 @@ from coldstream.errors import host_memory_errors
 from coldstream.experts.disk_tier import DiskStatistics, DiskTier
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps, RoutingCpuOps
-from coldstream.kernels.pooled_cpu_ops import PooledCpuOps, UnreadCpuOps
+from coldstream.kernels.pooled_cpu_ops import PooledCpuOps, UnreadCpuOps, UnreadPooledCpuOps
 from coldstream.kvcache.batch import Batch, BatchInputs, BatchLimits, CheckedSegment, check_batch
 from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence import Checkpoint, Sequence
 from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.ram_budget import RamNeeds, disk_tier_within
+from coldstream.models.footprint import dense_bytes
+from coldstream.models.ram_budget import RamNeeds, disk_tier_of
 from coldstream.models.runner import Array, ModelRunner, Progress
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import Hardware
+from coldstream.placement.plan import FixedPart, PlanOptions
 from coldstream.placement.policies import Policy
+from coldstream.placement.run_plan import RunPlan
+
+ALL_BYTES = 2**62  # a budget that bounds nothing
 
 
 class CpuRunner(ModelRunner):
@@ -75,19 +80,21 @@ class CpuRunner(ModelRunner):
         progress: Progress | None = None,
         cache_size: CacheSize | None = None,
     ) -> Self:
-        """`load` of the model at `path`. Raises ModelNotFoundError and ModelFormatError besides."""
+        """`load` of the model at `path`, within ram_bytes if they are given, nothing being known of uses.
+
+        Raises ModelNotFoundError, ModelFormatError and OutOfMemoryError besides.
+        """
         file = GGUFFile.open(path)
         try:
             spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+            needs = cls.needs(file, spec, threads, tier, context_length, kv_type, cache_size=cache_size)
+            placement = needs.place(ALL_BYTES if ram_bytes is None else ram_bytes, None, PlanOptions())
             return cls.load(
                 file,
                 spec,
-                threads=threads,
+                RunPlan(placement, threads),
                 tier=tier,
-                context_length=context_length,
-                kv_type=kv_type,
                 record_routing=record_routing,
-                ram_bytes=ram_bytes,
                 policy=policy,
                 progress=progress,
                 cache_size=cache_size,
@@ -102,44 +109,74 @@ class CpuRunner(ModelRunner):
         cls,
         file: GGUFFile,
         spec: ModelSpec,
+        plan: RunPlan,
         *,
-        threads: int,
-        tier: str,
-        context_length: int,
-        kv_type: str,
+        tier: str = "auto",
         record_routing: bool = False,
-        ram_bytes: int | None = None,
         policy: Policy | None = None,
         progress: Progress | None = None,
         cache_size: CacheSize | None = None,
     ) -> Self:
-        """Maps the weights of an open file and captures the forward pass; the runner then closes the file.
+        """Does what `plan` says with an open file: maps weights, makes slots for experts and fills them,
+        captures the forward pass. The runner then closes the file.
 
-        context_length bounds a sequence, and cache_size what all of them hold together (default: one of that
-        length, and no draft trees); memory is touched only as it fills. With record_routing, `topk_ids` has
-        what each step's routers chose. progress is called with (done, total) bytes while the file is read
-        ahead. Raises InconsistentError for weights that contradict the format's conventions, UnsupportedError
-        for a tier this machine lacks; the file stays open then.
+        The plan's context bounds a sequence, and cache_size what all of them hold together (default: one of
+        that length, and no draft trees); memory is touched only as it fills. tier: of the kernels. With
+        record_routing, `topk_ids` has what each step's routers chose, if all experts are mapped. `policy`
+        says which experts stay in slots (default: `DecayedFrequency`). progress is called with (done, total)
+        while the file is read.
 
-        ram_bytes bounds weights, caches and activations together. If they are more, experts come from the
-        disk as they are needed, and `policy` (default: `DecayedFrequency`) says which stay; routing is not
-        recorded then. Raises OutOfMemoryError if there is no room for those of one token, or no memory.
+        Raises InconsistentError for weights that contradict the format's conventions, UnsupportedError
+        for a tier this machine lacks, OutOfMemoryError; the file stays open then.
         """
-        disk = None
-        if ram_bytes is not None:
-            unread = cls(file, spec, UnreadCpuOps(threads, tier), context_length, kv_type, None, cache_size)
-            needs = RamNeeds.of(file, spec, unread._cache.num_bytes, unread.activation_bytes)
-            disk = disk_tier_within(ram_bytes, needs, file, spec, policy)
+        fixed = plan.placement.fixed
+        disk = disk_tier_of(plan, file, spec, policy)
         ops: CpuOps
         if disk is not None:
-            ops = PooledCpuOps(threads, tier, disk.pool, disk.stacks)
+            ops = PooledCpuOps(plan.threads, tier, disk.pool, disk.stacks)
         else:
-            ops = RoutingCpuOps(threads, tier) if record_routing else CpuOps(threads, tier)
-        runner = cls(file, spec, ops, context_length, kv_type, disk, cache_size)
+            ops = RoutingCpuOps(plan.threads, tier) if record_routing else CpuOps(plan.threads, tier)
+        runner = cls(file, spec, ops, fixed.ctx_size, fixed.kv_type, disk, cache_size)
+        assert runner.chunk_size == fixed.chunk_size, "a plan for this runner has its steps"
+        if disk is not None:
+            disk.load(plan.loaded, progress)
         runner._check_file()
         if progress is not None:
             ops.read_ahead(progress, Hardware.measure().ram_available_bytes)
         return runner
+
+    @classmethod
+    def needs(
+        cls,
+        file: GGUFFile,
+        spec: ModelSpec,
+        threads: int,
+        tier: str,
+        context_length: int,
+        kv_type: str,
+        kv_token_bytes: int = 0,
+        cache_size: CacheSize | None = None,
+    ) -> RamNeeds:
+        """What the runner would take of RAM, counted by runners that read no weights.
+
+        Raises UnsupportedError for a tier this machine lacks.
+        """
+
+        def count(disk: DiskTier | None) -> FixedPart:
+            ops: CpuOps = UnreadCpuOps(threads, tier)
+            if disk is not None:
+                ops = UnreadPooledCpuOps(threads, tier, disk.pool, disk.stacks)
+            unread = cls(file, spec, ops, context_length, kv_type, disk, cache_size)
+            return FixedPart(
+                ctx_size=context_length,
+                kv_type=kv_type,
+                chunk_size=cls.chunk_size,
+                weights=dense_bytes(spec, file.tensors),
+                caches=unread._cache.num_bytes,
+                workspace=unread.activation_bytes,
+            )
+
+        return RamNeeds.of(file, spec, kv_token_bytes, count)
 
     @property
     def reads_file(self) -> bool:

@@ -4,7 +4,7 @@ Everything that is ever allocated on the device is counted before anything is co
 running its forward pass over tensors without memory (`kernels/cuda/memory.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -31,12 +31,10 @@ from coldstream.kernels.sample.cuda import PROGRAM as SAMPLER
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cuda_logits import Sampler
-from coldstream.models.fixed_part import CHUNK_SIZES, GRAPH_BYTES, RESERVE_BYTES
+from coldstream.models.fixed_part import GRAPH_BYTES, RESERVE_BYTES
 from coldstream.models.footprint import model_sizes
 from coldstream.models.spec import ModelSpec
 
-# Of the memory that weights and caches leave free: what prefill may use for its activations.
-WORKSPACE_SHARE = 0.25
 MAX_DECODE_ROWS = 64
 HEAD_ROWS = 64
 GATES, UPS = ".ffn_gate_exps.", ".ffn_up_exps."
@@ -187,21 +185,13 @@ def fitting_prefetch(file: GGUFFile, spec: ModelSpec, limits: Limits) -> Prefetc
 
 
 def plan_memory(
-    file: GGUFFile,
-    spec: ModelSpec,
-    limits: Limits,
-    free_bytes: int,
-    chunk_sizes: Sequence[int] = CHUNK_SIZES,
+    file: GGUFFile, spec: ModelSpec, limits: Limits, free_bytes: int, chunk_size: int
 ) -> CudaMemoryPlan:
-    """What the model takes, with the largest chunk whose activations are a modest part of what is left.
+    """What the model takes with steps of up to `chunk_size` tokens.
 
     Raises OutOfMemoryError if it doesn't fit into `free_bytes`.
     """
-    for chunk_size in chunk_sizes:
-        plan = count_memory(file, spec, limits, chunk_size)
-        left = free_bytes - (plan.total - plan.workspace)
-        if plan.workspace <= max(0, left) * WORKSPACE_SHARE:
-            return plan
+    plan = count_memory(file, spec, limits, chunk_size)
     if plan.total <= free_bytes:
         return plan
     gib = 2**30

@@ -18,7 +18,7 @@ from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import load_kernels
 from coldstream.kernels.experts.mailbox import MAX_ROWS
-from coldstream.kernels.experts.prefetching import Prefetching
+from coldstream.kernels.experts.prefetching import LAYERS_AHEAD, Prefetching
 from coldstream.kernels.experts.streaming import StreamCounters
 from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.models.captured_steps import CapturedSteps
@@ -35,12 +35,12 @@ from coldstream.models.cuda_model import (
     padded_rows,
     plan_memory,
 )
-from coldstream.models.fixed_part import CHUNK_SIZES
+from coldstream.models.fixed_part import chosen_chunk_size
 from coldstream.models.partial_experts import PartialExperts
 from coldstream.models.runner import Array, ModelRunner, Progress
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.plan import PlacementPlan
 from coldstream.placement.policies import Policy
+from coldstream.placement.run_plan import RunPlan
 
 NO_SLOT = -1
 
@@ -51,14 +51,16 @@ def no_progress(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where the experts of a model lie, and who computes those that are not on the device."""
+    """Where the experts of a model lie, who computes those that are not on the device, and with what."""
 
-    plan: PlacementPlan
-    streamed: tuple[int, ...]  # how many of 0, 1, … missing experts of a token are read over the bus
-    threads: int
+    plan: RunPlan
     tier: str = "auto"  # of the CPU's kernels
     policy: Policy | None = None  # None: the product's
-    prefetching: Prefetching | None = None
+    layers_ahead: int = LAYERS_AHEAD  # that experts are guessed, if the plan has some fetched
+
+    @property
+    def prefetching(self) -> Prefetching | None:
+        return Prefetching(self.layers_ahead, self.plan.prefetch) if self.plan.prefetch else None
 
 
 class CudaRunner(ModelRunner):
@@ -85,8 +87,11 @@ class CudaRunner(ModelRunner):
         self.limits = limits
         check_supported(spec)
         check_types(file.tensors)
-        chunk_sizes = CHUNK_SIZES if placed is None else (placed.plan.fixed.chunk_size,)
-        self.plan = plan_memory(file, spec, limits, gpu.free_bytes, chunk_sizes)
+        if placed is None:
+            chunk_size = chosen_chunk_size(file, spec, limits.context_length, limits.kv_type, gpu.free_bytes)
+        else:
+            chunk_size = placed.plan.placement.fixed.chunk_size
+        self.plan = plan_memory(file, spec, limits, gpu.free_bytes, chunk_size)
         self.chunk_size = self.plan.chunk_size
         self._placed = placed
         self._partial: PartialExperts | None = None
@@ -99,7 +104,7 @@ class CudaRunner(ModelRunner):
             with device_errors():
                 load_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling or no_progress)
                 if placed is not None and limits.expert_bytes is not None:
-                    self._partial = PartialExperts(spec, placed.threads, placed.tier, self.chunk_size)
+                    self._partial = PartialExperts(spec, placed.plan.threads, placed.tier, self.chunk_size)
                 self._load(progress)
         except BaseException:
             self._release()
@@ -127,7 +132,7 @@ class CudaRunner(ModelRunner):
         self._loaded.step(many)  # so that no prompt pays for the first step of its kind
         self._ended()
         if self._partial and self._placed:
-            self._partial.fill(self._placed.plan, self._placed.streamed, self._placed.policy)
+            self._partial.fill(self._placed.plan, self._placed.policy)
         self._clear()
 
     def _start_step(self, rows: int) -> None:
@@ -168,8 +173,8 @@ class CudaRunner(ModelRunner):
         conventions; the file stays open then.
         """
         limits = Limits(num_slots, context_length, kv_type)
-        if placed is not None and not placed.plan.is_all_resident:
-            plan = placed.plan
+        if placed is not None and not placed.plan.placement.is_all_resident:
+            plan = placed.plan.placement
             whole = sum(plan.model.num_experts * plan.expert_bytes[layer] for layer in plan.pinned_layers)
             limits = replace(
                 limits,
@@ -208,7 +213,7 @@ class CudaRunner(ModelRunner):
     @property
     def threads(self) -> int:
         """The one that launches, and those that compute experts."""
-        return 1 + (self._placed.threads if self._partial and self._placed else 0)
+        return 1 + (self._placed.plan.threads if self._partial and self._placed else 0)
 
     @property
     def gpu_experts(self) -> GpuExpertStatistics | None:

@@ -1,7 +1,7 @@
-"""What a model takes of the fast memory beside its experts: the `FixedPart` of a placement.
+"""What a model takes of a GPU's memory beside its experts: the `FixedPart` of a placement.
 
-On a GPU it is counted by the dry run that also plans its memory. Where the packages for that are missing, and
-on the CPU, activations are estimated from their widths.
+It is counted by the dry run that also plans the GPU's memory. Where the packages for that are missing,
+activations are estimated from their widths. On the CPU `CpuRunner.needs` counts.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,11 @@ from functools import cache
 
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import missing_packages
-from coldstream.models.footprint import dense_bytes
+from coldstream.models.footprint import model_sizes
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.plan import FixedPart, Tier
+from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
 
-CPU_CHUNK_SIZE = 512
 # By the tokens of a step of prefill: what share its activations may have of what weights and caches leave.
 # Each step brings all experts that it lacks over the bus once, so that short ones cost more than some slots.
 _WORKSPACE_SHARES = {8192: 0.25, 4096: 0.25, 2048: 0.5, 1024: 0.5, 512: 0.5, 256: 1.0}
@@ -60,31 +59,19 @@ def fixed_parts_on_gpu(
     return [choose(budget) for budget in budgets]
 
 
+def chosen_chunk_size(file: GGUFFile, spec: ModelSpec, ctx_size: int, kv_type: str, free_bytes: int) -> int:
+    """Tokens of a step of prefill where no plan says them: the choice of `fixed_parts_on_gpu`."""
+    sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
+    (part,) = fixed_parts_on_gpu(file, spec, sizes, ctx_size, kv_type, [free_bytes])
+    return part.chunk_size
+
+
 def _without_workspace(part: FixedPart) -> int:
     return part.total - part.workspace
 
 
-def fixed_part_on_cpu(
-    file: GGUFFile, spec: ModelSpec, sizes: ModelSizes, ctx_size: int, kv_type: str
-) -> FixedPart:
-    """Keys and values count in full, though they take memory only as a sequence grows.
-
-    An embedding that is not the head as well stays in the file.
-    """
-    return FixedPart(
-        ctx_size=ctx_size,
-        kv_type=kv_type,
-        chunk_size=CPU_CHUNK_SIZE,
-        weights=dense_bytes(spec, file.tensors),
-        caches=_cache_bytes(sizes, ctx_size),
-        workspace=_activation_bytes(spec, CPU_CHUNK_SIZE),
-    )
-
-
-def least_bytes(spec: ModelSpec, sizes: ModelSizes, tier: Tier) -> int:
+def least_bytes(spec: ModelSpec, sizes: ModelSizes) -> int:
     """About what the smallest fixed part has beside its caches: what a default context must leave."""
-    if tier == "ram":
-        return sizes.dense_bytes + _activation_bytes(spec, CPU_CHUNK_SIZE)
     reserved = GRAPH_BYTES + RESERVE_BYTES
     return sizes.dense_bytes + sizes.state_bytes + reserved + _activation_bytes(spec, CHUNK_SIZES[-1])
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 
 from coldstream.gguf.reader import TensorInfo
@@ -10,6 +10,7 @@ from coldstream.models.spec import ModelSpec
 from coldstream.placement.sizes import ModelSizes, slot_bytes
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
+_GATE_UP = "ffn_gate_up_exps."  # two matrices in one, which lie apart in slots
 _EMBEDDING = "token_embd.weight"
 
 
@@ -38,15 +39,29 @@ def trunk_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
     return sum(info.num_bytes for info in tensors.values() if _active_share(spec, info) > 0)
 
 
+def file_bytes(matrix_bytes: int) -> int:
+    """What a matrix of an expert takes where it is mapped: what it has in the file."""
+    return matrix_bytes
+
+
 def model_sizes(
-    spec: ModelSpec, tensors: Mapping[str, TensorInfo], fingerprint: str, kv_token_bytes: int
+    spec: ModelSpec,
+    tensors: Mapping[str, TensorInfo],
+    fingerprint: str,
+    kv_token_bytes: int,
+    matrix_room: Callable[[int], int] = slot_bytes,
 ) -> ModelSizes:
-    """The model as placement sees it. kv_token_bytes: of all attention layers, in the cache's type."""
+    """The model as placement sees it. kv_token_bytes: of all attention layers, in the cache's type.
+
+    matrix_room: what a matrix of so many bytes takes in fast memory; by default in a slot on a GPU.
+    """
     expert_bytes, routed_bytes, parameters = [0] * spec.num_layers, 0, 0
     for info in tensors.values():
         block = _BLOCK.match(info.name)
         if block and "_exps." in info.name and int(block[1]) < spec.num_layers:
-            expert_bytes[int(block[1])] += slot_bytes(info.num_bytes // spec.num_experts)
+            num_matrices = 2 if _GATE_UP in info.name else 1
+            matrix_bytes = info.num_bytes // spec.num_experts // num_matrices
+            expert_bytes[int(block[1])] += num_matrices * matrix_room(matrix_bytes)
             routed_bytes += info.num_bytes
             parameters += math.prod(info.shape)
     num_recurrent = spec.layer_kinds.count("delta_net")

@@ -1,7 +1,5 @@
 """What a runner has besides if its GPU does not hold all experts of the model."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -11,6 +9,7 @@ from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.prefetch_statistics import GuessCounter, PrefetchStatistics
 from coldstream.experts.residency import ExpertResidency, expert_bytes
 from coldstream.experts.segments import SlotSegments
+from coldstream.experts.slot_shares import slot_shares
 from coldstream.experts.step_times import StepTimes
 from coldstream.kernels.experts.host import HostExperts
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
@@ -18,8 +17,8 @@ from coldstream.kernels.experts.stamps import read_stamps
 from coldstream.kernels.experts.streaming import ExpertStream, StreamCounters
 from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.plan import PlacementPlan
 from coldstream.placement.policies import DecayedFrequency, Policy
+from coldstream.placement.run_plan import RunPlan
 
 # What may be on its way to slots while a token is computed. More takes memory bandwidth from the CPU's share
 # (docs/log.md).
@@ -52,38 +51,30 @@ class PartialExperts:
             guessed, used = self.host.mailbox.guessed.numpy(), self.host.mailbox.used.numpy()
             self._guesses = GuessCounter(guessed, used, ops.prefetch.distance)
 
-    def fill(
-        self,
-        placement: PlacementPlan,
-        streamed: Sequence[int],
-        policy: Policy | None = None,
-    ) -> None:
-        """Takes the slots of `placement` from the device's memory and fills them, when all layers have run.
+    def fill(self, plan: RunPlan, policy: Policy | None = None) -> None:
+        """Takes the slots of `plan` from the device's memory and fills them, when all layers have run.
 
-        streamed: how many of 0, 1, … missing experts of a token are read over the bus. policy: None for the
-        one of the product.
+        policy: None for the one of the product.
         """
         ops = self._ops
         assert ops is not None, "slots are for the layers of attached operations"
-        ops.streamed[: len(streamed)].copy_(torch.tensor(streamed, dtype=torch.int32))
-        layer_bytes = [expert_bytes(stacks) for stacks in ops.layers]
-        num_experts = placement.model.num_experts
-        pinned = set(placement.pinned_layers)
-        residents = [ids for layer, ids in enumerate(placement.resident) if layer not in pinned]
-        planned = [size for layer, size in enumerate(placement.expert_bytes) if layer not in pinned]
-        counts = _slot_counts(layer_bytes, planned, residents)
+        ops.streamed[: len(plan.streamed)].copy_(torch.tensor(plan.streamed, dtype=torch.int32))
+        shares = slot_shares(plan)
+        assert shares.layer_bytes == [expert_bytes(stacks) for stacks in ops.layers], "a plan has their sizes"
+        counts = shares.num_slots
         cache = ExpertCache(
-            layer_bytes,
-            num_experts,
+            shares.layer_bytes,
+            plan.placement.model.num_experts,
             counts,
             policy or DecayedFrequency.for_late_copies(),
+            profile=shares.uses,
             max_bytes_per_step=COPY_BYTES_PER_STEP,
             copies_wait=True,
         )
         slots = SlotSegments(counts, lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"))
         used = self.host.mailbox.used[: len(ops.layers)]
         self._residency = ExpertResidency(ops.layers, cache, slots, used)
-        self._residency.load(_first_residents(layer_bytes, num_experts, counts, residents))
+        self._residency.load(shares.residents)
         ops.stamps.zero_()
 
     @property
@@ -194,26 +185,3 @@ class PartialExperts:
             self._stream.close()
         self._residency = self._ops = None
         self.host.close()
-
-
-def _slot_counts(
-    layer_bytes: Sequence[int], planned_bytes: Sequence[int], residents: Sequence[Sequence[int]]
-) -> dict[int, int]:
-    """Slots by size, in the bytes that were planned for them: alignment makes experts a little larger."""
-    planned: Counter[int] = Counter()
-    for size, planned_size, ids in zip(layer_bytes, planned_bytes, residents, strict=True):
-        planned[size] += planned_size * len(ids)
-    return {size: num_bytes // size for size, num_bytes in planned.items()}
-
-
-def _first_residents(
-    layer_bytes: Sequence[int], num_experts: int, slots: Mapping[int, int], residents: Sequence[Sequence[int]]
-) -> list[int]:
-    """The numbers of the planned residents, as far as there are slots."""
-    left = dict(slots)
-    chosen = []
-    for layer, (size, ids) in enumerate(zip(layer_bytes, residents, strict=True)):
-        count = min(len(ids), left[size])
-        left[size] -= count
-        chosen += [layer * num_experts + expert for expert in ids[:count]]
-    return chosen

@@ -1,14 +1,28 @@
-"""What a model takes of RAM, and what of it may be left on the disk."""
+"""What a model takes of RAM on the CPU, and what of it may be left on the disk.
 
-from dataclasses import dataclass
-from typing import Self
+Two things may run: the whole model, whose experts are mapped from the file, or some of its experts in the
+slots of a pool. Both are counted by capturing a forward pass that reads no weights, so that the counts are
+those of the runner. Rows of an embedding that is not the head as well stay in the file, and are not counted.
+"""
 
-from coldstream.errors import OutOfMemoryError
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
 from coldstream.experts.disk_tier import DiskTier
 from coldstream.gguf.reader import GGUFFile, TensorInfo
-from coldstream.models.footprint import dense_bytes, trunk_bytes
+from coldstream.models.footprint import file_bytes, model_sizes
 from coldstream.models.spec import ModelSpec
+from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions, least_budget, plan_placement
 from coldstream.placement.policies import Policy
+from coldstream.placement.run_plan import RunPlan
+from coldstream.placement.sizes import ModelSizes
+
+Array = np.ndarray[Any, Any]
+# The fixed part of the model with its experts mapped, or with those of a tier.
+CountFixed = Callable[[DiskTier | None], FixedPart]
 
 _STACKS = ("ffn_gate_up_exps", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
@@ -21,57 +35,78 @@ def expert_stacks(file: GGUFFile, spec: ModelSpec) -> list[list[TensorInfo]]:
 
 @dataclass(frozen=True)
 class RamNeeds:
-    """Bytes of a model on the CPU. What lies between the three and `all_bytes` may come from the disk."""
+    """Sizes of a model in RAM and what it takes beside experts, with all of them mapped or some in slots.
 
-    dense_bytes: int  # weights that every token reads
-    cache_bytes: int  # of the whole context
-    activation_bytes: int
-    all_bytes: int  # with all weights
+    fixed_in_slots: None for a dense model, whose `in_slots` is `mapped`.
+    """
+
+    mapped: ModelSizes
+    fixed_mapped: FixedPart
+    in_slots: ModelSizes
+    fixed_in_slots: FixedPart | None
 
     @classmethod
-    def of(cls, file: GGUFFile, spec: ModelSpec, cache_bytes: int, activation_bytes: int) -> Self:
-        """Of the model in `file`."""
-        return cls(
-            dense_bytes=dense_bytes(spec, file.tensors),
-            cache_bytes=cache_bytes,
-            activation_bytes=activation_bytes,
-            all_bytes=trunk_bytes(spec, file.tensors) + cache_bytes + activation_bytes,
-        )
+    def of(cls, file: GGUFFile, spec: ModelSpec, kv_token_bytes: int, count: CountFixed) -> "RamNeeds":
+        """Of the model in `file`, with what `count` counts. kv_token_bytes as for `model_sizes`."""
+        mapped, in_slots = sizes_in_ram(file, spec, kv_token_bytes)
+        tier = disk_tier(file, spec) if spec.is_moe else None
+        return cls(mapped, count(None), in_slots, count(tier) if tier else None)
+
+    def least_bytes(self, options: PlanOptions) -> int:
+        """The smallest budget that `place` accepts."""
+        if self.fixed_in_slots is None:
+            return self._whole_bytes
+        in_slots = least_budget(self.in_slots, self.fixed_in_slots, self._slot_options(options))
+        return min(self._whole_bytes, in_slots)
+
+    def parts_for(self, placement: PlacementPlan) -> tuple[ModelSizes, FixedPart]:
+        """The sizes and the fixed part that `placement`, a plan of this model, has to have."""
+        if placement.is_all_resident or self.fixed_in_slots is None:
+            return self.mapped, self.fixed_mapped
+        return self.in_slots, self.fixed_in_slots
+
+    def place(self, budget_bytes: int, uses: Array | None, options: PlanOptions) -> PlacementPlan:
+        """What lies in RAM: all experts if that is within the budget. Raises as `plan_placement`."""
+        if self.fixed_in_slots is None or self._whole_bytes <= max(budget_bytes, self.least_bytes(options)):
+            sizes, fixed = self.mapped, self.fixed_mapped
+            options = replace(options, min_per_size=sizes.num_experts * sizes.num_layers, has_ring=False)
+        else:
+            sizes, fixed, options = self.in_slots, self.fixed_in_slots, self._slot_options(options)
+        return plan_placement(sizes, fixed, budget_bytes, tier="ram", uses=uses, options=options)
 
     @property
-    def fixed_bytes(self) -> int:
-        """All but routed experts."""
-        return self.dense_bytes + self.cache_bytes + self.activation_bytes
+    def _whole_bytes(self) -> int:
+        return self.fixed_mapped.total + self.mapped.all_expert_bytes
 
-    def too_much(self, ram_bytes: int, min_expert_bytes: int) -> OutOfMemoryError:
-        """The error for a budget that leaves less than `min_expert_bytes` for experts."""
-        need = self.fixed_bytes + min_expert_bytes
-        return OutOfMemoryError(
-            f"this model needs {_mebibytes(need)} of RAM and may take {_mebibytes(ram_bytes)}: "
-            f"{_mebibytes(self.dense_bytes)} for weights that every token reads, "
-            f"{_mebibytes(self.cache_bytes)} for the context, {_mebibytes(self.activation_bytes)} for "
-            f"activations, {_mebibytes(min_expert_bytes)} for the experts of one token in a layer; try "
-            f"--ram {-(-need // 2**20)}M or a smaller --ctx-size"
-        )
+    def _slot_options(self, options: PlanOptions) -> PlanOptions:
+        """A token needs slots for its experts of a layer; what comes from the disk waits where it is used."""
+        return replace(options, min_per_size=self.in_slots.num_experts_per_tok, has_ring=False)
 
 
-def disk_tier_within(
-    ram_bytes: int, needs: RamNeeds, file: GGUFFile, spec: ModelSpec, policy: Policy | None = None
-) -> DiskTier | None:
-    """A tier for the experts that `ram_bytes` has no room for, with its memory; None if there is for all.
-
-    Raises OutOfMemoryError if there is none for what each token needs.
-    """
-    if needs.all_bytes <= ram_bytes:
-        return None
+def sizes_in_ram(file: GGUFFile, spec: ModelSpec, kv_token_bytes: int) -> tuple[ModelSizes, ModelSizes]:
+    """The model with its experts mapped, and with experts in slots of a pool; the same if it is dense."""
+    mapped = model_sizes(spec, file.tensors, file.fingerprint, kv_token_bytes, file_bytes)
     if not spec.is_moe:
-        raise needs.too_much(ram_bytes, 0)
-    tier = DiskTier(file, expert_stacks(file, spec), spec.num_experts_per_tok, policy)
-    if ram_bytes - needs.fixed_bytes < tier.min_bytes:
-        raise needs.too_much(ram_bytes, tier.min_bytes)
-    tier.allocate(ram_bytes - needs.fixed_bytes)
+        return mapped, mapped
+    return mapped, replace(mapped, expert_bytes=disk_tier(file, spec).expert_bytes)
+
+
+def disk_tier(file: GGUFFile, spec: ModelSpec, policy: Policy | None = None) -> DiskTier:
+    """A tier for the experts of the model in `file`, without slots."""
+    return DiskTier(file, expert_stacks(file, spec), spec.num_experts_per_tok, policy)
+
+
+def disk_tier_of(
+    plan: RunPlan, file: GGUFFile, spec: ModelSpec, policy: Policy | None = None
+) -> DiskTier | None:
+    """A tier with the slots of `plan`, a plan for RAM; None if it leaves nothing on the disk.
+
+    Nothing is loaded yet. Raises MemoryError.
+    """
+    placement = plan.placement
+    if placement.is_all_resident:
+        return None
+    tier = disk_tier(file, spec, policy)
+    assert tier.expert_bytes == placement.expert_bytes, "a plan for RAM has the sizes of its slots"
+    tier.allocate(placement.slots, plan.expected_uses, placement.pinned_layers)
     return tier
-
-
-def _mebibytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"

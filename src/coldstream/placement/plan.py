@@ -62,7 +62,30 @@ class PlanOptions:
 
     num_pinned_layers: int = 0  # layers whose experts are resident and stay: first, last, then from 1
     min_per_layer: int = 0  # experts of every layer that are resident at first
+    min_per_size: int = 0  # the same of each size that a layer has which is not pinned
     has_ring: bool = True  # whether prefill streams cold experts through a ring
+
+
+class BudgetTooSmallError(OutOfMemoryError):
+    """A budget below `least_bytes`, the smallest that does, and what that is made of."""
+
+    def __init__(
+        self, model: ModelSizes, fixed: FixedPart, options: PlanOptions, budget: int, tier: Tier
+    ) -> None:
+        self.least_bytes = least_budget(model, fixed, options)
+        ring, first = _least_of_experts(model, options)
+        names = {"weights": "weights of every token", "caches": f"caches of {fixed.ctx_size} tokens"}
+        parts = fixed.parts | {"ring": ring, "experts that must be resident": first}
+        unit, name = (2**30, "GiB") if fixed.total >= 2**30 else (2**20, "MiB")
+        listed = ", ".join(
+            f"{names.get(part, part)} {num_bytes / unit:.2f}"
+            for part, num_bytes in parts.items()
+            if num_bytes
+        )
+        super().__init__(
+            f"--{tier}: {budget / unit:.2f} {name} of {_MEMORY_NAMES[tier]} are below the minimum of "
+            f"{self.least_bytes / unit:.2f} {name}: {listed}"
+        )
 
 
 @dataclass(frozen=True)
@@ -156,7 +179,7 @@ def plan_placement(
     uses: float [layers, experts], expected uses a step or counts; None: nothing is known. Experts are taken
     by uses per byte until no more fits; equal ones by rank in the layer, layer and id. If all fit there is no
     ring. The same arguments give the same plan, and a larger budget never fewer resident bytes. Raises
-    OutOfMemoryError with the minimum, and what it is made of, if the budget is below it.
+    BudgetTooSmallError if the budget is below `least_budget`.
     """
     options = options or PlanOptions()
     shape = (model.num_layers, model.num_experts)
@@ -169,12 +192,12 @@ def plan_placement(
         ring, taken = 0, list(range(uses.size))
     else:
         order = ranked(uses, model.expert_bytes)
-        first = _first(order, pinned, options.min_per_layer, model)
+        first = _first(order, pinned, options, model)
         sizes = np.repeat(np.asarray(model.expert_bytes, np.int64), model.num_experts)
         first_bytes = int(sizes[first].sum())
         ring = _ring_bytes(model, left - first_bytes) if options.has_ring else 0
         if first_bytes + ring > left:
-            raise _too_small(fixed, ring, first_bytes, budget_bytes, tier)
+            raise BudgetTooSmallError(model, fixed, options, budget_bytes, tier)
         chosen = set(first)
         rest = [number for number in order.tolist() if number not in chosen]
         taken = first + take_fitting(rest, sizes, left - ring - first_bytes)
@@ -190,14 +213,37 @@ def plan_placement(
     )
 
 
-def _first(order: Array, pinned: Sequence[int], min_per_layer: int, model: ModelSizes) -> list[int]:
-    """The experts that have to be resident: those of pinned layers, and the best of each other layer."""
+def least_budget(model: ModelSizes, fixed: FixedPart, options: PlanOptions) -> int:
+    """The smallest budget in bytes that `plan_placement` accepts."""
+    return fixed.total + sum(_least_of_experts(model, options))
+
+
+def _least_of_experts(model: ModelSizes, options: PlanOptions) -> tuple[int, int]:
+    """Bytes of the smallest ring, and of the experts that have to be resident; of all if that is less."""
+    order = np.arange(model.num_layers * model.num_experts)
+    pinned = layers_to_pin(model.num_layers, options.num_pinned_layers)
+    layers = [number // model.num_experts for number in _first(order, pinned, options, model)]
+    first = sum(model.expert_bytes[layer] for layer in layers)
+    ring = _smallest_ring(model) if options.has_ring else 0
+    return (ring, first) if ring + first < model.all_expert_bytes else (0, model.all_expert_bytes)
+
+
+def _first(order: Array, pinned: Sequence[int], options: PlanOptions, model: ModelSizes) -> list[int]:
+    """The experts that have to be resident, of `order`: those of pinned layers, the best of each other
+    layer, and of each size that other layers have.
+    """
     first = []
     for layer in range(model.num_layers):
-        count = model.num_experts if layer in pinned else min(min_per_layer, model.num_experts)
+        count = model.num_experts if layer in pinned else min(options.min_per_layer, model.num_experts)
         own = order[order // model.num_experts == layer]
         first += own[:count].tolist()
-    return first
+    if options.min_per_size:
+        sizes = np.repeat(np.asarray(model.expert_bytes, np.int64), model.num_experts)
+        is_free = ~np.isin(order // model.num_experts, pinned)
+        for size in sorted(set(model.expert_bytes)):
+            own = order[is_free & (sizes[order] == size)]
+            first += own[: options.min_per_size].tolist()
+    return list(dict.fromkeys(first))
 
 
 def _smallest_ring(model: ModelSizes) -> int:
@@ -221,17 +267,3 @@ def _by_layer(numbers: Sequence[int], model: ModelSizes) -> tuple[tuple[int, ...
         layer, expert = divmod(number, model.num_experts)
         ids[layer].append(expert)
     return tuple(map(tuple, ids))
-
-
-def _too_small(fixed: FixedPart, ring: int, first: int, budget: int, tier: Tier) -> OutOfMemoryError:
-    names = {"caches": f"caches of {fixed.ctx_size} tokens"}
-    parts = fixed.parts | {"ring": ring, "experts that must be resident": first}
-    unit, name = (2**30, "GiB") if fixed.total >= 2**30 else (2**20, "MiB")
-    listed = ", ".join(
-        f"{names.get(part, part)} {num_bytes / unit:.2f}" for part, num_bytes in parts.items() if num_bytes
-    )
-    return OutOfMemoryError(
-        f"--{tier}: {budget / unit:.2f} {name} of {_MEMORY_NAMES[tier]} are below the minimum of "
-        f"{(fixed.total + ring + first) / unit:.2f} {name}: {listed}. Allow more, or choose a smaller "
-        "--ctx-size"
-    )

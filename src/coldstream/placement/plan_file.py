@@ -1,10 +1,11 @@
-"""A PlacementPlan as JSON, and back: for people and scripts to keep, change and give again.
+"""A RunPlan as JSON, and back: for people and scripts to keep, change and give again.
 
 A plan belongs to one model, known by its fingerprint. What is read is checked as far as a plan can be: a plan
 that exists contradicts neither itself nor the sizes of the model.
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -21,37 +22,41 @@ from coldstream.files import write_file
 from coldstream.gguf.messages import shorten
 from coldstream.placement.plan import FixedPart, PlacementPlan
 from coldstream.placement.routing_trace import RoutedModel
+from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 FORMAT: Final = "coldstream plan"
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_BYTES: Final = 1 << 24
 _AGAIN: Final = "make it again with `coldstream plan --out`"
 
 
-def plan_to_json(plan: PlacementPlan) -> str:
+def plan_to_json(plan: RunPlan) -> str:
     """One line."""
-    return json.dumps({"format": FORMAT, "version": VERSION, **asdict(plan)})
+    run = asdict(plan)
+    placement = run.pop("placement")
+    return json.dumps({"format": FORMAT, "version": VERSION, **placement, **run})
 
 
-def plan_from_json(text: str, sizes: ModelSizes, name: Path = Path("plan")) -> PlacementPlan:
-    """The plan that `text` describes, of the model with these sizes. `name` is what errors call it.
+def plan_from_json(text: str, sizes: Collection[ModelSizes], name: Path = Path("plan")) -> RunPlan:
+    """The plan that `text` describes, of the model of these sizes. `name` is what errors call it.
 
-    Raises a subclass of ModelFormatError for anything else: no JSON, no plan, another version's or another
-    model's, or one that contradicts itself.
+    sizes: of one model, as its experts lie in different memories. Raises a subclass of ModelFormatError for
+    anything else: no JSON, no plan, another version's or another model's, or one that contradicts itself.
     """
     document = _document(text, name)
-    if document["model"] != asdict(sizes.routed):
+    routed = next(iter(sizes)).routed
+    if document["model"] != asdict(routed):
         given = document["model"]
-        if isinstance(given, dict) and given.get("fingerprint") != sizes.fingerprint:
+        if isinstance(given, dict) and given.get("fingerprint") != routed.fingerprint:
             _refuse(
                 InconsistentError,
                 name,
                 "fingerprint",
-                f"the plan is another model's, not of {sizes.fingerprint}",
+                f"the plan is another model's, not of {routed.fingerprint}",
             )
         _refuse(InconsistentError, name, "model", "other numbers of layers or experts than the model has")
-    if document["expert_bytes"] != list(sizes.expert_bytes):
+    if document["expert_bytes"] not in [list(each.expert_bytes) for each in sizes]:
         _refuse(InconsistentError, name, "expert_bytes", "experts of other sizes than the model has")
     try:
         return _plan(document)
@@ -59,12 +64,12 @@ def plan_from_json(text: str, sizes: ModelSizes, name: Path = Path("plan")) -> P
         _refuse(InconsistentError, name, "plan", str(error))
 
 
-def save_plan(plan: PlacementPlan, path: Path) -> None:
+def save_plan(plan: RunPlan, path: Path) -> None:
     """Writes the file at once: there is the old one or the whole new one. Raises StorageError."""
     write_file(path, f"{plan_to_json(plan)}\n".encode())
 
 
-def load_plan(path: Path, sizes: ModelSizes) -> PlacementPlan:
+def load_plan(path: Path, sizes: Collection[ModelSizes]) -> RunPlan:
     """The plan in the file at `path`. Raises as `plan_from_json`, ModelNotFoundError if it cannot be read."""
     try:
         if not path.is_file():  # a pipe would be waited for
@@ -94,14 +99,28 @@ def _document(text: str, name: Path) -> dict[str, Any]:
     version = document.pop("version", None)
     if version != VERSION:
         _refuse(UnsupportedError, name, "version", f"{version!r}, this program knows {VERSION}")
-    names = {field.name for field in fields(PlacementPlan)}
+    names = {field.name for kind in (PlacementPlan, RunPlan) for field in fields(kind)} - {"placement"}
     if document.keys() != names:
         wrong = ", ".join(sorted(document.keys() ^ names))
         _refuse(InconsistentError, name, "fields", f"missing or unknown: {wrong}")
     return document
 
 
-def _plan(document: dict[str, Any]) -> PlacementPlan:
+def _plan(document: dict[str, Any]) -> RunPlan:
+    """Raises ValueError or TypeError for values that are none of a plan."""
+    for name in ("threads", "prefetch"):
+        if not _is_count(document[name]):
+            raise ValueError(f"{name} is {document[name]!r}")
+    return RunPlan(
+        placement=_placement(document),
+        threads=document["threads"],
+        uses=None if document["uses"] is None else tuple(map(_uses, document["uses"])),
+        streamed=_counts(document["streamed"]),
+        prefetch=document["prefetch"],
+    )
+
+
+def _placement(document: dict[str, Any]) -> PlacementPlan:
     """Raises ValueError or TypeError for values that are none of a plan."""
     fixed = document["fixed"]
     if not isinstance(fixed, dict) or fixed.keys() != {field.name for field in fields(FixedPart)}:
@@ -133,6 +152,12 @@ def _is_count(value: object) -> bool:
 def _counts(values: object) -> tuple[int, ...]:
     if not isinstance(values, list) or not all(map(_is_count, values)):
         raise ValueError("a list of numbers is none")
+    return tuple(values)
+
+
+def _uses(values: object) -> tuple[float, ...]:
+    if not isinstance(values, list) or not all(isinstance(value, float) for value in values):
+        raise ValueError("uses are not lists of numbers")
     return tuple(values)
 
 

@@ -13,6 +13,8 @@ namespace coldstream {
 namespace {
 
 constexpr const char* read_failed = "experts could not be read";
+constexpr const char* no_slots = "the pool has no slots: call allocate first";
+constexpr const char* bad_id = "an expert id lies outside the experts of the layer";
 
 // Wherever a part begins, its bytes and what must be read around them fit in.
 uint64_t part_room(const expert_pool::part& p) { return io_ceil(p.bytes + io_alignment - 1); }
@@ -42,7 +44,7 @@ expert_pool::expert_pool(std::unique_ptr<file_reader> reader, std::vector<std::v
     }
     classes_[size_class].num_layers++;
     const size_t num_addresses = parts.size() * static_cast<size_t>(num_experts);
-    layers_.push_back({std::move(parts), size_class, std::vector<const uint8_t*>(num_addresses), 0});
+    layers_.push_back({std::move(parts), size_class, std::vector<const uint8_t*>(num_addresses)});
   }
   slot_of_.assign(layers_.size() * static_cast<size_t>(num_experts), -1);
   counts_.assign(num_experts, 0);
@@ -159,15 +161,43 @@ void expert_pool::clear() {
   }
 }
 
+const char* expert_pool::preload(int layer, const std::vector<int32_t>& experts) {
+  if (memory_ == nullptr) return no_slots;
+  layers_.at(layer);
+  settle();
+  layer_ = layer;
+  for (int32_t expert : experts) {
+    if (expert < 0 || expert >= num_experts_) return bad_id;
+  }
+  for (int32_t expert : experts) {
+    if (slot_of_[number(expert)] >= 0) continue;
+    const int index = take_free(current());
+    if (index < 0) return "the layer's size has no free slot left";
+    load(expert, index);
+  }
+  reader_->wait([&] {
+    return std::all_of(loading_.begin(), loading_.end(), [&](int32_t e) { return has_landed(e); });
+  });
+  if (reader_->failed()) return read_failed;
+  for (int32_t expert : loading_) {
+    publish(expert);
+    slot_with(expert).is_pinned = false;
+  }
+  loading_.clear();
+  return nullptr;
+}
+
+void expert_pool::keep(int layer) { layers_.at(layer).is_kept = true; }
+
 const char* expert_pool::request(int layer, const int32_t* ids, int rows, int ranks, int64_t stride) {
   release_round();
   end_round();
-  if (memory_ == nullptr) return "the pool has no slots: call allocate first";
+  if (memory_ == nullptr) return no_slots;
   if (reader_->failed()) return read_failed;
   for (int t = 0; t < rows; t++) {
     for (int k = 0; k < ranks; k++) {
       const int32_t id = ids[t * stride + k];
-      if (id < -1 || id >= num_experts_) return "an expert id lies outside the experts of the layer";
+      if (id < -1 || id >= num_experts_) return bad_id;
     }
   }
   layer_ = layer;
@@ -282,7 +312,7 @@ void expert_pool::publish(int32_t expert) {
 // A slot for the running layer, or -1 if it has to wait until some of what it has is computed.
 int expert_pool::take_slot() {
   size_class& of = current();
-  if (is_prefill_) {
+  if (is_prefill_ && !layers_[layer_].is_kept) {
     // Of an empty pool, every layer gets its share.
     const bool has_share = layers_[layer_].num_resident < std::max(1, of.num_slots / of.num_layers);
     const int index = has_share ? take_free(of) : -1;
@@ -290,7 +320,8 @@ int expert_pool::take_slot() {
   }
   int index = take_free(of);
   if (index < 0) index = take_in_order(of, true);
-  return index >= 0 ? index : take_any(of);
+  if (index < 0) index = take_any(of);
+  return index < 0 && is_prefill_ ? take_staging(of) : index;
 }
 
 int expert_pool::take_staging(size_class& of) {
@@ -321,7 +352,7 @@ int expert_pool::take_in_order(size_class& of, bool spare_used) {
   while (of.next < of.order.size()) {
     const int index = of.order[of.next++];
     const slot& from = of.slots[index];
-    const bool is_taken = from.owner < 0 || from.is_pinned || from.is_staging;
+    const bool is_taken = from.owner < 0 || from.is_pinned || from.is_staging || has_kept(from);
     if (!is_taken && !(spare_used && from.used_step == step_)) return index;
   }
   return -1;
@@ -330,7 +361,8 @@ int expert_pool::take_in_order(size_class& of, bool spare_used) {
 int expert_pool::take_any(size_class& of) {
   for (int i = 0; i < of.num_slots; i++) {
     of.hand = (of.hand + 1) % of.num_slots;
-    if (!of.slots[of.hand].is_pinned && !of.slots[of.hand].is_staging) return of.hand;
+    const slot& from = of.slots[of.hand];
+    if (!from.is_pinned && !from.is_staging && !has_kept(from)) return of.hand;
   }
   return -1;
 }

@@ -9,7 +9,7 @@
 // Which slots to give away is decided between steps, by whoever sets the order. A step of decoding takes as
 // many as it needs, and none that it has used itself as long as there are others. A step of prefill, which
 // may need every expert, takes the few that come first in the order and uses them again and again, so that
-// what decoding needs stays.
+// what decoding needs stays. Experts of a layer that is kept go only if a prompt finds no other slot for them.
 //
 // Not for several threads: one thread of a stage calls it, or nobody runs.
 #pragma once
@@ -63,6 +63,14 @@ class expert_pool {
   // set again.
   void set_order(int size_class, const std::vector<int>& order);
 
+  // Between steps: reads these experts of a layer into free slots, and returns when they are there. Returns
+  // why that cannot be, a literal, or null; what a failure leaves under way ends with the next step. Throws
+  // std::out_of_range for no layer.
+  const char* preload(int layer, const std::vector<int32_t>& experts);
+  // From now on no slot is taken from this layer's experts. There must be slots of its size for them all, and
+  // for others if other layers share them.
+  void keep(int layer);
+
   // Nothing is in memory any more.
   void clear();
 
@@ -91,6 +99,7 @@ class expert_pool {
     int size_class;
     std::vector<const uint8_t*> addresses;  // [parts][experts]
     int num_resident = 0;
+    bool is_kept = false;
   };
   struct slot {
     std::byte* memory;
@@ -118,6 +127,7 @@ class expert_pool {
   bool has_landed(int32_t expert) {
     return slot_with(expert).pending.load(std::memory_order_acquire) == 0;
   }
+  bool has_kept(const slot& of) const { return of.owner >= 0 && layers_[of.owner / num_experts_].is_kept; }
   void settle();
   void release_round();
   void load_missing();

@@ -2,10 +2,12 @@
 
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <tuple>
 
 #include "quant/expert_pool.h"
+#include "runtime/mapped_file.h"
 
 namespace coldstream {
 
@@ -50,6 +52,12 @@ void set_pool_order(expert_pool& pool, int size_class,
   pool.set_order(size_class, std::vector<int>(order.data(), order.data() + order.size()));
 }
 
+void preload(expert_pool& pool, int layer, const std::vector<int32_t>& experts) {
+  const char* problem = pool.preload(layer, experts);
+  if (pool.reader().failed()) throw model_changed_error(pool.reader().failure());
+  if (problem != nullptr) throw std::invalid_argument(problem);
+}
+
 }  // namespace
 
 void bind_expert_pool(nb::module_& m) {
@@ -70,6 +78,11 @@ void bind_expert_pool(nb::module_& m) {
           "size_class"_a, "int64 [slots] of layer · experts + expert, or -1 for a free slot; a copy.")
       .def("set_order", set_pool_order, "size_class"_a, nb::arg("order").noconvert(),
            "int64 indices of slots: those to give to other experts first.")
+      .def("preload", preload, "layer"_a, "experts"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Between steps: reads these experts of a layer into free slots. Raises ValueError if there are too few, "
+           "ModelChangedError if the file cannot be read.")
+      .def("keep", &expert_pool::keep, "layer"_a,
+           "From now on the layer's experts give their slots to no other. There must be slots for all of them.")
       .def("clear", &expert_pool::clear, nb::call_guard<nb::gil_scoped_release>(),
            "Forgets all experts in memory, as after a change of the file.")
       .def("begin_step", &expert_pool::begin_step, "is_prefill"_a, nb::call_guard<nb::gil_scoped_release>(),

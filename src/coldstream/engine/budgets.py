@@ -1,0 +1,53 @@
+"""How much of the fast memory a model may take, and what to advise where that is too little."""
+
+from collections.abc import Callable
+
+from coldstream.engine.config import DEFAULT_CACHE_SHARE, EngineConfig, cache_bytes_per_token
+from coldstream.errors import OutOfMemoryError
+from coldstream.models.spec import ModelSpec
+from coldstream.placement.hardware import Hardware
+from coldstream.placement.plan import BudgetTooSmallError
+
+_AUTO_RAM_SHARE = 0.9  # of what is available: the rest is for everything else that runs
+_WORTHWHILE_CTX_SIZE = 512  # tokens, of which a default context is that an advised budget allows
+_UNIT = 2**20
+
+
+def budget_bytes(config: EngineConfig, hardware: Hardware) -> int:
+    """Of the fast memory: what the configuration allows, or else what is free."""
+    if config.device == "cuda":
+        if isinstance(config.vram, int):
+            return config.vram
+        assert hardware.gpu is not None, "a configuration for a GPU needs one, or a budget"
+        return hardware.gpu.free_bytes
+    return config.ram if isinstance(config.ram, int) else int(hardware.ram_available_bytes * _AUTO_RAM_SHARE)
+
+
+def advised(
+    error: BudgetTooSmallError, config: EngineConfig, spec: ModelSpec, attempt: Callable[[int], None]
+) -> OutOfMemoryError:
+    """`error` with what to do. `attempt` plans with a budget, and raises as `error` if it is too small.
+
+    If `config` has a budget, the advice is one that was tried, of whole MiB.
+    """
+    name = "vram" if config.device == "cuda" else "ram"
+    if not isinstance(getattr(config, name), int):
+        other = ", or --device cpu" if name == "vram" else "; more of it is free when other programs end"
+        return OutOfMemoryError(f"{error}. Choose a smaller --ctx-size or a smaller quantisation{other}")
+    least = error.least_bytes
+    if not config.ctx_size:
+        ctx_size = min(_WORTHWHILE_CTX_SIZE, spec.context_length)
+        least += int(ctx_size * cache_bytes_per_token(config, spec) / DEFAULT_CACHE_SHARE)
+    budget = -(-least // _UNIT)
+    while (problem := _problem(attempt, budget * _UNIT)) is not None:
+        budget = max(budget + 1, -(-problem.least_bytes // _UNIT))
+    other = ", or a smaller --ctx-size" if config.ctx_size else ""
+    return OutOfMemoryError(f"{error}; try --{name} {budget}M{other}")
+
+
+def _problem(attempt: Callable[[int], None], budget: int) -> BudgetTooSmallError | None:
+    try:
+        attempt(budget)
+    except BudgetTooSmallError as error:
+        return error
+    return None

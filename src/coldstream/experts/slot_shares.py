@@ -1,0 +1,43 @@
+"""What a plan says of the layers whose experts come and go in a GPU's slots. Pure.
+
+Experts of pinned layers are weights like any other there, outside of slots. The other layers are numbered
+from 0 on, and so are their experts, as in `cache.py`.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from coldstream.placement.run_plan import RunPlan
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class SlotShares:
+    """Slots, who begins in them, and what is expected of their layers."""
+
+    layer_bytes: list[int]  # of an expert, by layer
+    num_slots: dict[int, int]  # by the size of an expert in bytes
+    residents: list[int]  # numbers of experts, rising
+    uses: Array | None  # expected ones a step, float64 [layers, experts]; None: nothing is known
+
+
+def slot_shares(plan: RunPlan) -> SlotShares:
+    """Those of `plan`, a plan for a GPU."""
+    placement = plan.placement
+    layers = [layer for layer in range(placement.model.num_layers) if layer not in placement.pinned_layers]
+    counts: Counter[int] = Counter()
+    residents = []
+    for number, layer in enumerate(layers):
+        counts[placement.expert_bytes[layer]] += len(plan.loaded[layer])
+        residents += [number * placement.model.num_experts + expert for expert in plan.loaded[layer]]
+    uses = plan.expected_uses
+    return SlotShares(
+        layer_bytes=[placement.expert_bytes[layer] for layer in layers],
+        num_slots=dict(counts),
+        residents=residents,
+        uses=None if uses is None else uses[layers],
+    )

@@ -1,0 +1,59 @@
+"""RunPlan: everything that is chosen before the first token. Pure.
+
+It is made once, by `engine/planning.py`, from a configuration, a model and a machine; `coldstream plan`
+prints it, and runners do what it says. Knows numbers only, no tensors and no devices.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from coldstream.placement.plan import PlacementPlan
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What lies where, and who computes it. Creation raises ValueError for what contradicts itself."""
+
+    placement: PlacementPlan
+    threads: int  # of the CPU that compute; 0: the GPU holds all experts
+    # Expected uses a step of each expert, [layers][experts]; None: nothing is known.
+    uses: tuple[tuple[float, ...], ...] | None = None
+    # How many of 0, 1, … missing experts of a token the GPU reads over the bus; none if it misses none.
+    streamed: tuple[int, ...] = ()
+    prefetch: int = 0  # experts of a layer that the GPU fetches before its router has run, at most
+
+    def __post_init__(self) -> None:
+        model = self.placement.model
+        if min(self.threads, self.prefetch, *self.streamed, 0) < 0:
+            raise ValueError("a number below 0")
+        if any(count > misses for misses, count in enumerate(self.streamed)):
+            raise ValueError("more experts are streamed than are missing")
+        if self.uses is not None:
+            shape = [len(row) for row in self.uses]
+            if shape != [model.num_experts] * model.num_layers:
+                raise ValueError("uses are not those of every expert")
+            if not all(0 <= use < np.inf for row in self.uses for use in row):
+                raise ValueError("a use that is no number from 0 on")
+
+    @property
+    def expected_uses(self) -> Array | None:
+        """`uses` as float64 [layers, experts]."""
+        return None if self.uses is None else np.array(self.uses, np.float64)
+
+    @property
+    def loaded(self) -> tuple[tuple[int, ...], ...]:
+        """Experts that are brought into slots before the first step, by layer.
+
+        The residents; but in RAM, where what a prompt uses most fills free slots, only pinned layers if
+        nothing is known of the others.
+        """
+        placement = self.placement
+        if placement.tier == "vram" or self.uses is not None:
+            return placement.resident
+        return tuple(
+            ids if layer in placement.pinned_layers else () for layer, ids in enumerate(placement.resident)
+        )
