@@ -124,6 +124,21 @@ def test_a_budget_below_the_minimum_says_what_it_is_made_of(run: Run, model: Pat
     assert error.count("\n") == 1
 
 
+def test_rates_are_named_with_their_date_and_measured_again_on_request(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, _, error = run("plan", str(model), "--device", "cpu")
+    assert code == 0
+    assert re.search(r"measured \d{4}-\d\d-\d\d \d\d:\d\d UTC: RAM [\d.e+]+ GB/s; --measure does", error)
+    document = json.loads(default_path().read_text())
+    document["rates"]["read_bytes_per_s"] = 5e3
+    default_path().write_text(json.dumps(document))
+    assert as_json(run, str(model), "--device", "cpu")["rates"]["read_bytes_per_s"] == 5e3
+    assert as_json(run, str(model), "--device", "cpu", "--measure")["rates"]["read_bytes_per_s"] > 1e6
+    assert as_json(run, str(model), "--device", "cpu")["rates"]["read_bytes_per_s"] > 1e6
+
+
 def test_a_trace_says_which_experts_and_how_often_they_are_found(run: Run, model: Path) -> None:
     assert run("profile", str(model), "--text", "text.py", "--threads", "1")[0] == 0
     budget = in_ram(run, model)

@@ -12,16 +12,21 @@ from coldstream.placement.hardware_file import store_rates, with_stored_rates
 
 GPU = GpuHardware("a GPU", "580.1", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)
 BARE_GPU = GpuHardware("a GPU", "580.1", 2**35, 2**33)
-MACHINE = Hardware("a CPU", ("avx2",), 8, 4, 2**36, 2**35)
+MACHINE = Hardware("a CPU", ("avx2",), 8, 4, 2**36, 2**35, measured_at="2026-01-02 03:04 UTC")
 
 
 @pytest.mark.parametrize("gpu", [None, GPU, replace(GPU, handshake_s=None)])
 def test_rates_come_back_and_what_is_free_stays_of_today(tmp_path: Path, gpu: GpuHardware | None) -> None:
     path = tmp_path / "new" / "folder" / "hardware.json"
     store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=gpu), path)
-    today = replace(MACHINE, ram_available_bytes=1, gpu=gpu and BARE_GPU)
+    today = replace(MACHINE, ram_available_bytes=1, measured_at=None, gpu=gpu and BARE_GPU)
     stored = with_stored_rates(today, path)
-    assert stored == replace(today, read_bytes_per_s=5e10, gpu=gpu and replace(gpu, free_bytes=2**33))
+    assert stored == replace(
+        today,
+        read_bytes_per_s=5e10,
+        gpu=gpu and replace(gpu, free_bytes=2**33),
+        measured_at=MACHINE.measured_at,
+    )
     assert [child.name for child in path.parent.iterdir()] == ["hardware.json"]
 
 

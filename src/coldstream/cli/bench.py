@@ -16,6 +16,7 @@ from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, no
 from coldstream.engine import OpenedModel, open_model
 from coldstream.engine.benchmark import BenchmarkResult, BenchmarkTest, benchmark_tokens, run_benchmark
 from coldstream.engine.config import cache_bytes_per_token
+from coldstream.engine.machine import reconsider_rates
 from coldstream.errors import ConfigError
 from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
@@ -81,6 +82,8 @@ def command(
         disk, on_gpu = opened.runner.disk, opened.runner.gpu_experts
     finally:
         opened.close()
+    if opened.config.device == "cpu":
+        reconsider_rates(report.read_bytes_per_s(results, is_in_ram=disk is None))
     if as_json:
         experts = {
             "experts_on_disk": asdict(disk) if disk else None,
@@ -172,6 +175,11 @@ class _Report:
             return None
         mean_context = test.depth + 1 + test.num_generated / 2
         return self._bandwidth / (self._weight_bytes + mean_context * self._cache_bytes)
+
+    def read_bytes_per_s(self, results: Sequence[BenchmarkResult], *, is_in_ram: bool) -> float:
+        """The fastest that memory was read: when that was measured, or by a test that decodes from RAM."""
+        tests = [result for result in results if is_in_ram and not result.test.num_prompt]
+        return max([self._bandwidth, *(result.mean * self._weight_bytes for result in tests)])
 
     def describe_ceiling(self) -> str:
         """What bounds decoding, in one line."""

@@ -50,6 +50,9 @@ _SLOW_NAMES = {"vram": "RAM", "ram": "disk"}
     metavar="FILE",
     help="Write the plan to FILE, for --plan of run and bench.",
 )
+@click.option(
+    "--measure", is_flag=True, help="Measure this machine again, instead of taking the rates that were kept."
+)
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the tables.")
 @engine_options
 @common_options
@@ -58,6 +61,7 @@ def command(
     profile: Path | None,
     pin_layers: int,
     out: Path | None,
+    measure: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -73,7 +77,7 @@ def command(
     chosen = PlanOptions(num_pinned_layers=pin_layers)
     check_writable(out, "--out")  # better said now than after the work
     with ProgressLine() as line:
-        planned = plan_by_name(config, chosen, profile, line.update)
+        planned = plan_by_name(config, chosen, profile, line.update, measure=measure)
     for warning in planned.warnings:
         note(f"warning: {warning}")
     plan, known = planned.plan, planned.known
@@ -96,6 +100,8 @@ def command(
     _print_speeds(expected, richer)
     if not plan.is_all_resident:
         note(f"hit rates: {known.curve.source}")
+    if measured := known.rates.describe_measured(rates_used(plan)):
+        note(f"measured {planned.hardware.measured_at}: {measured}; --measure does it again")
     if assumed := known.rates.describe_assumed(rates_used(plan)):
         note(f"not measured on this machine but assumed: {assumed}")
 

@@ -1,35 +1,67 @@
-"""The machine with measured rates: they are measured once and kept in the user's cache directory."""
+"""The machine with measured rates, which are kept in the user's cache directory.
+
+They are measured once, again when somebody asks for it, and when a run was far faster than they allow: what
+else ran while they were measured cannot be known.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 from coldstream.errors import DeviceError, StorageError
 from coldstream.kernels.cuda.device import Gpu, measure_copy_bandwidth
 from coldstream.placement.hardware import GpuHardware, Hardware
-from coldstream.placement.hardware_file import default_path, store_rates, with_stored_rates
+from coldstream.placement.hardware_file import default_path, fastest_run, store_rates, with_stored_rates
 
 Progress = Callable[[str, int, int], None]
 
+_FAR: Final = 1.5  # times as fast as the kept rate, and something was wrong when that was measured
+
 
 def measured_hardware(
-    gpu: Gpu | None, progress: Progress | None = None, path: Path | None = None
+    gpu: Gpu | None, progress: Progress | None = None, path: Path | None = None, *, again: bool = False
 ) -> Hardware:
     """This machine, with `gpu` as `find_gpu` gave it, and its rates.
 
     They come from the file at `path` (None: the default one), or are measured in a few seconds and stored
-    there if that is possible. Raises DeviceError, OutOfMemoryError.
+    there if that is possible; again: measured in any case. Raises DeviceError, OutOfMemoryError.
     """
     path = path or default_path()
     hardware = Hardware.measure() if gpu is None else hardware_with(gpu)
-    stored = with_stored_rates(hardware, path)
+    stored = None if again else with_stored_rates(hardware, path)
     if stored is not None:
         return stored
     hardware = measure_rates(hardware, progress)
     with suppress(StorageError):  # then it is measured again the next time
         store_rates(hardware, path)
     return hardware
+
+
+def reconsider_rates(run_bytes_per_s: float, path: Path | None = None) -> bool:
+    """Measures the CPU's memory again if a run has read weights far faster than the kept rate says.
+
+    The better of both rates is kept from then on. Once for a run as fast: small models lie in caches, which
+    are faster than memory. Returns whether it was measured.
+    """
+    path = path or default_path()
+    stored = with_stored_rates(Hardware.measure(), path)
+    if stored is None or stored.read_bytes_per_s is None:
+        return False
+    if run_bytes_per_s <= _FAR * max(stored.read_bytes_per_s, fastest_run(stored, path)):
+        return False
+    again = _dated(stored.with_bandwidth(stored.num_physical_cores))
+    assert again.read_bytes_per_s is not None
+    better = replace(again, read_bytes_per_s=max(again.read_bytes_per_s, stored.read_bytes_per_s))
+    with suppress(StorageError):
+        store_rates(better, path, run_bytes_per_s)
+    return True
+
+
+def _dated(hardware: Hardware) -> Hardware:
+    return replace(hardware, measured_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
 
 
 def hardware_with(gpu: Gpu) -> Hardware:
@@ -46,7 +78,7 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
     threads = hardware.num_physical_cores
     report = progress or (lambda what, done, total: None)
     report("measuring this machine", 0, 4)
-    hardware = hardware.with_bandwidth(threads)
+    hardware = _dated(hardware.with_bandwidth(threads))
     if hardware.gpu is None:
         return hardware
     from coldstream.kernels.cuda.link import measure_handshake, measure_link, measure_products

@@ -294,12 +294,14 @@ def plan_by_name(
     options: PlanOptions | None = None,
     profile: Path | None = None,
     progress: OpenProgress | None = None,
+    *,
+    measure: bool = False,
 ) -> Planned:
     """`plan_model` of the model that `config` names, on this machine, which is measured if it never was.
 
     Of the model only the header and small tensors are read. With a budget of GPU memory the plan is for a
     GPU, even if there is none. profile: the path of a trace; None: the bundled one, for the demo model.
-    Raises as `open_model` besides, and as `RoutingTrace.load`.
+    measure: whether the machine is measured again. Raises as `open_model` and `RoutingTrace.load` besides.
     """
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with GGUFFile.open(path) as file:
@@ -308,7 +310,7 @@ def plan_by_name(
         if profile is not None:
             trace = RoutingTrace.load(profile, routed_model(file, spec))
         config, gpu, warnings = device_to_plan_for(config)
-        hardware = measured_hardware(gpu, progress)
+        hardware = measured_hardware(gpu, progress, again=measure)
         planned = plan_model(
             config, file, spec, hardware, trace=trace, options=options, more_bytes=NEXT_BYTES
         )

@@ -16,7 +16,7 @@ from coldstream.kernels.memory_readers import MemoryReaders
 
 _BUFFER_BYTES = 2 * 2**30  # servers have caches of hundreds of megabytes
 _WINDOW_S = 0.15
-_NUM_WINDOWS = 3
+_NUM_WINDOWS = 8  # over a second, as other programs come and go
 _FALLBACK_RAM_BYTES = 4 * 2**30
 
 
@@ -48,6 +48,7 @@ class Hardware:
     ram_available_bytes: int
     read_bytes_per_s: float | None = None  # memory read bandwidth; None: not measured
     gpu: GpuHardware | None = None
+    measured_at: str | None = None  # when the rates were, in UTC
 
     @classmethod
     def measure(cls, *, root: Path = Path("/"), cpu_ids: Iterable[int] | None = None) -> "Hardware":
@@ -76,7 +77,7 @@ class Hardware:
         )
 
     def with_bandwidth(self, num_threads: int) -> "Hardware":
-        """The same machine with `read_bytes_per_s` measured by `num_threads` threads in a second or two."""
+        """The same machine with `read_bytes_per_s` measured by `num_threads` threads in about two seconds."""
         return replace(self, read_bytes_per_s=measure_read_bandwidth(num_threads, self.reader_bytes))
 
     @property
@@ -86,7 +87,7 @@ class Hardware:
 
 
 def measure_read_bandwidth(num_threads: int, num_bytes: int = _BUFFER_BYTES) -> float:
-    """Bytes per second that `num_threads` threads read from memory together: the best of three windows."""
+    """Bytes per second that `num_threads` threads read from memory together: the best of several windows."""
     with MemoryReaders.running(num_threads, num_bytes) as readers:
         rates = []
         for _ in range(_NUM_WINDOWS):

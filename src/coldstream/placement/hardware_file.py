@@ -1,4 +1,4 @@
-"""The measured rates of a machine, kept so that they are measured once. Bound to the CPU and the GPU.
+"""The measured rates of a machine and when they were measured, to be kept. Bound to the CPU and the GPU.
 
 A file that is missing, damaged or another machine's is none: its owner measures again.
 """
@@ -13,7 +13,7 @@ from coldstream.errors import StorageError
 from coldstream.files import write_file
 from coldstream.placement.hardware import Hardware
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _MAX_BYTES: Final = 1 << 16
 _OPTIONAL: Final = "handshake_s"  # not every driver can be asked
 _GPU_RATES: Final = (
@@ -33,34 +33,52 @@ def default_path() -> Path:
 
 def with_stored_rates(hardware: Hardware, path: Path) -> Hardware | None:
     """`hardware` with the rates that the file at `path` has of this machine; None if it has none."""
-    try:
-        with open(path, "rb") as file:
-            document = json.loads(file.read(_MAX_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(document, dict) or document.get("machine") != _machine(hardware):
-        return None
-    rates = document.get("rates")
+    document = _document(hardware, path)
+    rates, measured_at = document.get("rates"), document.get("measured_at")
     names = ("read_bytes_per_s", *(_GPU_RATES if hardware.gpu else ()))
-    if not isinstance(rates, dict) or not all(
-        name in rates and _is_rate(name, rates[name]) for name in names
+    if (
+        not isinstance(measured_at, str)
+        or not isinstance(rates, dict)
+        or not all(name in rates and _is_rate(name, rates[name]) for name in names)
     ):
         return None
     gpu = hardware.gpu and replace(hardware.gpu, **{name: rates[name] for name in _GPU_RATES})
-    return replace(hardware, read_bytes_per_s=rates["read_bytes_per_s"], gpu=gpu)
+    return replace(hardware, read_bytes_per_s=rates["read_bytes_per_s"], gpu=gpu, measured_at=measured_at)
 
 
-def store_rates(hardware: Hardware, path: Path) -> None:
-    """Writes the rates at once: there is the old file or the whole new one. Raises StorageError."""
+def fastest_run(hardware: Hardware, path: Path) -> float:
+    """Bytes per second of the fastest run for which the rates at `path` were measured again; 0: none."""
+    value = _document(hardware, path).get("fastest_run")
+    return value if isinstance(value, float) and math.isfinite(value) else 0.0
+
+
+def store_rates(hardware: Hardware, path: Path, fastest_run: float = 0.0) -> None:
+    """Writes the measured rates at once: there is the old file or the whole new one. Raises StorageError."""
     rates = {"read_bytes_per_s": hardware.read_bytes_per_s}
     if hardware.gpu:
         rates |= {name: getattr(hardware.gpu, name) for name in _GPU_RATES}
-    document = {"machine": _machine(hardware), "rates": rates}
+    document = {
+        "machine": _machine(hardware),
+        "measured_at": hardware.measured_at,
+        "rates": rates,
+        "fastest_run": fastest_run,
+    }
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{path}: no folder for it: {error.strerror}") from error
     write_file(path, json.dumps(document, indent=2).encode())
+
+
+def _document(hardware: Hardware, path: Path) -> dict[str, Any]:
+    """What the file at `path` says of this machine; nothing if it is damaged, or another's."""
+    try:
+        with open(path, "rb") as file:
+            document = json.loads(file.read(_MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    is_ours = isinstance(document, dict) and document.get("machine") == _machine(hardware)
+    return document if is_ours else {}
 
 
 def _machine(hardware: Hardware) -> dict[str, Any]:

@@ -87,10 +87,17 @@ class Rates:
 
     def describe_assumed(self, names: Collection[str]) -> str:
         """Those of `names` that were assumed, in words for people; nothing if none was."""
+        return self._describe([name for name in names if name in self.assumed])
+
+    def describe_measured(self, names: Collection[str]) -> str:
+        """The same of those that were measured and are kept; the disk is measured for each plan."""
+        return self._describe([name for name in names if name not in (*self.assumed, "disk_bytes_per_s")])
+
+    def _describe(self, names: Collection[str]) -> str:
         return ", ".join(
-            f"{what} {getattr(self, name) / scale:g} {unit}"
+            f"{what} {getattr(self, name) / scale:.3g} {unit}"
             for name, (what, scale, unit) in _WORDS.items()
-            if name in self.assumed and name in names
+            if name in names
         )
 
 
