@@ -84,7 +84,7 @@ def refusal(config: EngineConfig) -> str:
     return str(planning.value)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data(), number=st.integers(0, 2), ctx_size=st.sampled_from([None, 1, 100, 700]))
 def test_a_plan_and_the_opened_model_agree_to_the_byte_and_the_slot(
     models: list[Path], data: st.DataObject, number: int, ctx_size: int | None
@@ -199,6 +199,7 @@ def test_a_saved_plan_that_other_threads_do_not_fit_is_refused(tmp_path: Path) -
         open_model(replace(given, threads=3))
 
 
+@settings(max_examples=10, deadline=None)
 @given(left=st.integers(1, 20 << 20))
 def test_a_default_context_takes_a_share_of_what_the_rest_leaves(left: int) -> None:
     config = replace(CONFIG, ctx_size=1)
