@@ -18,7 +18,7 @@ PLACEMENT = PlacementPlan(
     fixed=FixedPart(16, "f16", 8, 0, 0, 0),
     ring_bytes=0,
     expert_bytes=(256, 512, 256),
-    resident=((0, 1, 2, 3), (0, 1), (2, 3)),
+    resident=((0, 1, 2, 3), (0, 1), (1, 2, 3)),
     pinned_layers=(0,),
 )
 
@@ -30,8 +30,8 @@ def shares(uses: tuple[tuple[float, ...], ...] | None) -> SlotShares:
 def test_pinned_layers_are_outside_of_slots() -> None:
     found = shares(USES)
     assert found.layer_bytes == [512, 256]
-    assert found.num_slots == {512: 2, 256: 2}
-    assert found.residents == [0, 1, 6, 7]
+    assert found.num_slots == {512: 2, 256: 3}
+    assert found.residents == [0, 1, 5, 6, 7]
     assert np.array_equal(found.uses, USES[1:])  # type: ignore[arg-type]
     assert shares(None).uses is None
 

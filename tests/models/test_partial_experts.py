@@ -20,7 +20,6 @@ from coldstream.kernels.experts.landing import MATRICES
 from coldstream.kernels.experts.mailbox import MAX_ROWS, WORDS_PER_LINE, Mailbox
 from coldstream.kernels.experts.prefetching import Prefetching
 from coldstream.models import partial_experts
-from coldstream.models.partial_experts import _first_residents, _slot_counts
 from device_seams import any_schedule, model_device, seeds
 
 prefetchings = st.builds(Prefetching, st.integers(1, 3), st.integers(1, 4))
@@ -175,31 +174,3 @@ def test_ex05_steps_of_many_rows_teach_nothing(path: Path) -> None:
         for rows, taught in ((1, 1), (MAX_ROWS, MAX_ROWS), (MAX_ROWS + 1, 0)):
             runner.partial.start_step(rows)
             assert residency.rows == taught
-
-
-sizes = st.sampled_from([256, 512, 1024])
-
-
-@given(
-    st.lists(st.tuples(sizes, st.integers(0, 60), st.sets(st.integers(0, 7))), min_size=1, max_size=6),
-)
-def test_slots_take_what_was_planned_for_them_and_residents_find_one(
-    layers: list[tuple[int, int, set[int]]],
-) -> None:
-    """Alignment makes an expert larger than planned, so that some planned residents have no slot."""
-    layer_bytes = [size for size, _, _ in layers]
-    planned = [size - less for size, less, _ in layers]
-    residents = [sorted(ids) for _, _, ids in layers]
-    counts = _slot_counts(layer_bytes, planned, residents)
-    for size in set(layer_bytes):
-        budget = sum(
-            p * len(ids) for s, p, ids in zip(layer_bytes, planned, residents, strict=True) if s == size
-        )
-        assert counts[size] * size <= budget < (counts[size] + 1) * size
-    first = _first_residents(layer_bytes, 8, counts, residents)
-    assert len(set(first)) == len(first)
-    assert all(expert % 8 in residents[expert // 8] for expert in first)
-    for size in set(layer_bytes):
-        mine = [expert for expert in first if layer_bytes[expert // 8] == size]
-        wanted = sum(len(ids) for s, ids in zip(layer_bytes, residents, strict=True) if s == size)
-        assert len(mine) == min(wanted, counts[size])
