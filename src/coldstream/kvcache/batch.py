@@ -13,6 +13,8 @@ from coldstream.kvcache.sequence_cache import Demand, SequenceCache
 
 Array = np.ndarray[Any, Any]
 
+_NONE_WANTED = np.empty(0, np.int64)
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -53,13 +55,12 @@ class CheckedSegment:
     token_ids: Array  # int32 [rows]
     parents: tuple[int, ...] | None
     wanted: Array  # int64
-    depths: Array  # int32 [rows], of each row behind what is committed
+    depths: Array | None  # int32 [rows], of each row of a tree behind what is committed
 
     @classmethod
     def chain(cls, sequence: Sequence, token_ids: Array) -> Self:
         """Of int32 ids that are known to be good and to fit, of which no logits are wanted here."""
-        depths = np.arange(len(token_ids), dtype=np.int32)
-        return cls(sequence, token_ids, None, np.empty(0, np.int64), depths)
+        return cls(sequence, token_ids, None, _NONE_WANTED, None)
 
     @property
     def demand(self) -> Demand:
@@ -96,7 +97,7 @@ def _check_segment(segment: Segment, cache: SequenceCache, limits: BatchLimits) 
         )
     wanted = segment.wanted
     if segment.parents is None:
-        parents, depths = None, np.arange(count, dtype=np.int32)
+        parents = depths = None
         wanted = (count - 1,) if wanted is None else wanted
     else:
         parents = tuple(_integers(segment.parents, "parents").tolist())
@@ -140,6 +141,7 @@ class BatchInputs:
     def __init__(self, ops: Ops, limits: BatchLimits) -> None:
         size = limits.num_rows
         self._values: Array = ops.zeros((7, size), "int32")
+        self._numbers = np.arange(-1, size, dtype=np.int32)
         self._tables: Array = ops.zeros((size, -(-limits.context_length // BLOCK_POSITIONS)), "int32")
         self.token_ids, positions, slots, segments, indices, parents, kept = self._values
         self.rows = Rows(positions, slots, BatchRows(segments, self._tables, indices, parents, kept))
@@ -150,13 +152,14 @@ class BatchInputs:
         for number, segment in enumerate(segments):
             sequence, count = segment.sequence, len(segment.token_ids)
             rows = self._values[:, start : start + count]
+            indices = self._numbers[1 : count + 1] + sequence.length
             rows[0] = segment.token_ids
-            rows[1] = sequence.length + segment.depths
+            rows[1] = indices if segment.depths is None else sequence.length + segment.depths
             rows[2] = sequence.state
             rows[3] = number
-            rows[4] = np.arange(sequence.length, sequence.length + count)
+            rows[4] = indices
             if sequence.pending is None:
-                rows[5] = np.arange(start - 1, start + count - 1)
+                rows[5] = self._numbers[start : start + count]
                 rows[5, 0] = -1
                 rows[6] = -1
             else:

@@ -5,7 +5,6 @@ made from; whoever writes to something shared writes to a copy of its own. Every
 given, and that there is room, before it changes anything.
 """
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -183,23 +182,23 @@ class SequenceCache:
     def check_room(self, demands: Collection[Demand]) -> None:
         """Raises OutOfMemoryError if there is none for what `reserve` would take."""
         num_blocks = num_states = num_tree_rows = 0
-        given_up: Counter[int] = Counter()  # references to blocks, by those before in the list
-        states_given_up: Counter[int] = Counter()
+        given_up: dict[int, int] = {}  # references to blocks, by those before in the list
+        states_given_up: dict[int, int] = {}
         for demand in demands:
             sequence = demand.sequence
             num_blocks += _num_blocks(sequence.length + demand.num_rows) - len(sequence.blocks)
             for block in _last_block(sequence):
-                if self.blocks.count(block) - given_up[block] > 1:
-                    given_up[block] += 1
+                before = given_up.get(block, 0)
+                if self.blocks.count(block) - before > 1:
+                    given_up[block] = before + 1
                     num_blocks += 1
             if sequence.state is None:
                 num_states += 1
-            elif (
-                demand.parents is None
-                and self.states.count(sequence.state) - states_given_up[sequence.state] > 1
-            ):
-                states_given_up[sequence.state] += 1
-                num_states += 1
+            elif demand.parents is None:
+                before = states_given_up.get(sequence.state, 0)
+                if self.states.count(sequence.state) - before > 1:
+                    states_given_up[sequence.state] = before + 1
+                    num_states += 1
             num_tree_rows += 0 if demand.parents is None else demand.num_rows
         self.blocks.check(num_blocks)
         self.states.check(num_states)

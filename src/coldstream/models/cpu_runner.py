@@ -253,8 +253,13 @@ class CpuRunner(ModelRunner):
         """
         segments = check_batch(batch, self._sequences, self._limits)
         self._check_file()
-        with self._advancing(segments):
-            return self._wanted_logits(segments)
+        self._run(segments)
+        with self._whole_or_cleared([segment.sequence for segment in segments]):
+            logits = self._wanted_logits(segments)
+        for segment in segments:
+            if segment.parents is None:
+                self._sequences.append(segment.sequence, len(segment.token_ids))
+        return logits
 
     @host_memory_errors()
     def commit(self, sequence: Sequence, rows: Collection[int]) -> None:
@@ -275,8 +280,8 @@ class CpuRunner(ModelRunner):
         self._sequences.clear(self._own)
 
     def _compute(self, token_ids: Array, first_position: int) -> None:
-        with self._advancing([CheckedSegment.chain(self._own, token_ids)]):
-            pass
+        self._run([CheckedSegment.chain(self._own, token_ids)])
+        self._sequences.append(self._own, len(token_ids))
 
     @contextmanager
     def _whole_or_cleared(self, sequences: Collection[Sequence]) -> Iterator[None]:
@@ -288,18 +293,13 @@ class CpuRunner(ModelRunner):
                 self._sequences.clear(sequence)
             raise
 
-    @contextmanager
-    def _advancing(self, segments: list[CheckedSegment]) -> Iterator[None]:
-        """Runs the trunk over the segments; inside, its outputs are there. Then commits the chains."""
+    def _run(self, segments: list[CheckedSegment]) -> None:
+        """Computes the rows of the segments. Chains are still to be committed."""
         demands = [segment.demand for segment in segments]
         self._sequences.check_room(demands)
         with self._whole_or_cleared([segment.sequence for segment in segments]):
             self._sequences.reserve(demands)
             self._run_trunk(self._inputs.write(segments))
-            yield
-        for segment in segments:
-            if segment.parents is None:
-                self._sequences.append(segment.sequence, len(segment.token_ids))
 
     def _run_trunk(self, count: int) -> None:
         if self._disk is None:
