@@ -252,6 +252,11 @@ def combine_experts(runtime: Runtime, routed: Annotated[NDArray[numpy.float32], 
     out [T, E] = Σ_k topk_weights[:, k] · routed[:, k] in rank order + sigmoid(shared_gate) · shared; routed [T, K, E], topk_weights [T, K], shared [T, E], shared_gate [T, 1], float32.
     """
 
+def router(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], weight: Weight, topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu')], topk_weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """
+    `Ops.router`: x [T, E] float32, weight F32, F16 or BF16 [experts, E]; writes contiguous topk_ids int32 [T, K] and topk_weights float32 [T, K].
+    """
+
 class BatchRows:
     """`BatchRows` of kernels/ops.py, of arrays that others keep."""
 
@@ -266,11 +271,6 @@ def attention(runtime: Runtime, query_gate: Annotated[NDArray[numpy.float32], di
 def gated_delta_net(runtime: Runtime, qkv: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], z: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], alpha: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], beta: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], conv_taps: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], a: Annotated[NDArray[numpy.float32], dict(shape=(None,), device='cpu')], dt_bias: Annotated[NDArray[numpy.float32], dict(shape=(None,), device='cpu')], norm: Annotated[NDArray[numpy.float32], dict(shape=(None,), device='cpu')], key_head_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], num_key_heads: int, eps: float, conv_state: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu')], state: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None, None), order='C', device='cpu')], slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], batch: BatchRows | None = None, kept: tuple[Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]] | None = None) -> None:
     """
     `Ops.gated_delta_net`: qkv [T, C], z and out [T, NV·d], alpha and beta [T, NV], conv_taps [C, taps], a and dt_bias [NV], norm [d], float32; key_head_ids int32 [NV]; conv_state [slots, taps − 1, C] and state [slots, NV, d, d], contiguous float32, advanced; slots int32 [T]. conv_taps and key_head_ids are copied. With batch, rows of trees leave both states alone and are written to kept: qkv [R, C], alpha and beta [R, NV], contiguous float32. ValueError when run with a slot outside the states or whose rows are not adjacent; then nothing has changed.
-    """
-
-def router(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], weight: Weight, topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu')], topk_weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
-    """
-    `Ops.router`: x [T, E] float32, weight F32, F16 or BF16 [experts, E]; writes contiguous topk_ids int32 [T, K] and topk_weights float32 [T, K].
     """
 
 class ExpertServer:
