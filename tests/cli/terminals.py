@@ -11,7 +11,6 @@ import subprocess
 import termios
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -94,12 +93,6 @@ class Terminal:
         """Whether the terminal shows and edits what is typed by itself, as it does for a shell."""
         flags = termios.tcgetattr(self._controller)[3]
         return bool(flags & termios.ECHO and flags & termios.ICANON)
-
-    def read_rest(self) -> None:
-        """Read until the program has closed the terminal."""
-        with suppress(OSError):  # how Linux reports that the other end is gone
-            while data := os.read(self._controller, 65536):
-                self.screen += data.decode(errors="replace")
 
     def wait(self) -> int:
         """The exit code."""
