@@ -25,7 +25,7 @@ from typing import Any
 
 from cuda_sources import digests
 from device import describe
-from gpu_tests import OUTCOMES, count_tests, in_all
+from gpu_tests import ONE_THREAD, OUTCOMES, count_tests, in_all
 from results import ROOT, write_result
 
 TESTS = "tests/kernels"
@@ -86,9 +86,8 @@ def run(sanitizer: str, tool: str, test_ids: Sequence[str]) -> Counter[str]:
         unpoisoned = ["--unpoisoned"] if tool == "initcheck" else []
         command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "1", "--log-file", str(log)]
         command += [*PYTEST, *unpoisoned, "--durations=5", f"--junit-xml={report}", *test_ids]
-        done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | UNCACHED, check=False, capture_output=True, text=True
-        )
+        environment = os.environ | ONE_THREAD | UNCACHED
+        done = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
         text = log.read_text() if log.exists() else ""
         if not report.exists():
             sys.exit(f"the tests did not come to their end under {tool}: {done.stdout[-2000:]}{text[-2000:]}")
