@@ -79,6 +79,12 @@ def count_errors(log: str) -> dict[str, int]:
     return {"errors": sum(map(int, found)) - apart, "not_followed": apart}
 
 
+def reports(log: str) -> str:
+    """What the sanitizer reported, without races in NOT_FOLLOWED."""
+    parts = re.split(r"^=+ *\n", log, flags=re.MULTILINE)
+    return "\n".join(part for part in parts if not any(NOT_FOLLOWED in race for race in RACE.findall(part)))
+
+
 def run(sanitizer: str, tool: str, test_ids: Sequence[str]) -> Counter[str]:
     """Outcomes of the tests under one tool, and the `errors` that it reported, which are shown."""
     with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +98,7 @@ def run(sanitizer: str, tool: str, test_ids: Sequence[str]) -> Counter[str]:
         if not report.exists():
             sys.exit(f"the tests did not come to their end under {tool}: {done.stdout[-2000:]}{text[-2000:]}")
         counts = Counter(in_all(count_tests(report.read_text()).values()), **count_errors(text))
-    shown = text[:8000] if counts["errors"] else ""
+    shown = reports(text)[:8000] if counts["errors"] else ""
     print(f"{tool}, {len(test_ids)} tests:\n{done.stdout[-2000:]}\n{shown}", file=sys.stderr, flush=True)
     return counts
 

@@ -177,12 +177,20 @@ class ModelDevice:
         )
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """uint8, full of rubbish. Whoever gives it back must know that nothing touches it any more."""
+        """uint8, full of rubbish. Whoever gives it back must know that nothing touches it any more.
+
+        Like PyTorch's, it may have been another tensor's, which work of the current stream still writes.
+        """
         with self._lock:
             memory = np.full(max(1, num_bytes), RUBBISH, np.uint8)
             self._memory.append(memory)
             tensor = torch.from_numpy(memory)[:num_bytes]
-        place = (tensor.data_ptr(), num_bytes)
+            place = (tensor.data_ptr(), num_bytes)
+            self.queue(
+                "the tensor before it",
+                writes=[place],
+                effect=lambda operation: memory.fill(RUBBISH),
+            )
         weakref.finalize(tensor.untyped_storage(), self._given_back, place).atexit = False
         return tensor
 

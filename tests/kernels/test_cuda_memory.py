@@ -63,6 +63,32 @@ def test_workspace_comes_back_with_the_last_view() -> None:
     assert held.shape == (20, 100)
 
 
+def test_what_outlives_its_step_takes_nothing_of_the_next() -> None:
+    memory = MemoryPlan()
+    kept = []
+    for _ in range(5):
+        memory.start_step()
+        first = memory.workspace((100,), torch.float32)
+        kept.append(memory.workspace((1,), torch.float32))  # lies between what comes back
+        del first
+        memory.workspace((200,), torch.float32)
+    peak = memory.workspace_bytes
+    memory.start_step()
+    everything = memory.workspace((peak,), torch.uint8)
+    kept.clear()  # gives nothing back of what the new step has
+    gc.collect()
+    other = memory.workspace((1,), torch.float32)
+    assert memory.workspace_bytes == peak + ALIGNMENT, (everything.shape, other.shape)
+
+
+def test_the_largest_step_is_planned_for() -> None:
+    memory = MemoryPlan()
+    for size, largest in ((3, 3), (5, 5), (2, 5)):
+        memory.start_step()
+        memory.workspace((size * ALIGNMENT,), torch.uint8)
+        assert memory.workspace_bytes == largest * ALIGNMENT
+
+
 def test_persistent_memory_stays() -> None:
     memory = MemoryPlan()
     for _ in range(3):

@@ -21,6 +21,7 @@ from coldstream.kernels.cuda import limits
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES, instance_for
 from coldstream.kernels.cuda.kernel_cache import KernelCache
 from coldstream.kernels.cuda.limits import DeviceLimits
+from coldstream.kernels.cuda.memory import MemoryPlan
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
 from coldstream.models import cuda_runner
 from coldstream.models.cpu_runner import CpuRunner
@@ -29,8 +30,10 @@ from coldstream.models.cuda_model import (
     SIZES_PER_DOUBLING,
     SMALLEST_PADDED_ROWS,
     Limits,
+    Loaded,
     check_supported,
     check_types,
+    count_memory,
     kernels_of,
     padded_rows,
     plan_memory,
@@ -60,6 +63,26 @@ def test_memory_is_planned_without_a_device(moe_path: Path, chunk_size: int) -> 
         assert large.caches > 3 * plan.caches
         with pytest.raises(OutOfMemoryError, match=r"needs .* GiB are free: weights .* --device cpu"):
             plan_memory(file, spec, Limits(1, 1024, "f16"), plan.weights, chunk_size)
+
+
+@pytest.mark.parametrize("expert_bytes", [None, 0])
+def test_nf01_what_an_error_keeps_takes_no_memory_of_the_next_step(
+    moe_path: Path, expert_bytes: int | None
+) -> None:
+    """The traceback of a failed request keeps logits, which must not stand in the way of what was planned."""
+    limits = Limits(1, 1024, "f16", expert_bytes)
+    with GGUFFile.open(moe_path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        memory = MemoryPlan()
+        loaded = Loaded.into(memory, file, spec, limits, 512)
+        kept = []
+        peaks = []
+        for count in (512, 108, 512, 108, 512):
+            hidden = loaded.step(count)
+            kept.append(loaded.model.logits(hidden.rows(count - 1, 1)))
+            peaks.append(memory.workspace_bytes)
+        assert len(set(peaks)) == 1
+        assert peaks[0] <= count_memory(file, spec, limits, 512).workspace
 
 
 @pytest.mark.parametrize("expert_bytes", [None, 0, 10**6])

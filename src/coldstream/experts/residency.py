@@ -60,6 +60,8 @@ class ExpertResidency:
 
     def load(self, experts: Iterable[int]) -> None:
         """Brings experts in; done when it returns. Raises DeviceError if that fails."""
+        # Slots may be memory that work of the current stream still writes for the tensor that had it before.
+        self._stream.wait_stream(torch.cuda.current_stream())
         self._begin(self.cache.load(experts))
         self._stream.synchronize()
         # Nothing was launched with the tables as they are.

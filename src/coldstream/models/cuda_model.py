@@ -109,6 +109,7 @@ class Inputs:
 class Loaded:
     """A model, its caches and its inputs in some memory."""
 
+    memory: Memory
     ops: CudaOps
     model: CausalLM
     cache: ModelCache
@@ -152,7 +153,7 @@ class Loaded:
         hidden = ops.activations(min(rows, MAX_GRAPH_ROWS), spec.hidden_size, persistent=True)
         inputs = Inputs(StagedMemory(ops.zeros((3 * rows,), "int32")))
         sampler = Sampler(ops.zeros, limits.context_length)
-        return cls(ops, model, cache, inputs, hidden, sampler, weight_bytes)
+        return cls(memory, ops, model, cache, inputs, hidden, sampler, weight_bytes)
 
     def logits(self, count: int) -> torch.Tensor:
         """The logits [count, vocab] after the first `count` inputs."""
@@ -166,7 +167,8 @@ class Loaded:
         return kept
 
     def step(self, count: int) -> Activations:
-        """The hidden states of the first `count` inputs."""
+        """The hidden states of the first `count` inputs, valid until the next step."""
+        self.memory.start_step()
         token_ids, rows = self.inputs.take(count)
         try:
             hidden: Activations = self.model.forward(token_ids, rows, self.cache)
@@ -209,13 +211,10 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
     memory = MemoryPlan()
     loaded = Loaded.into(memory, file, spec, limits, chunk_size)
     for count in (1, FEW_STEPS, MAX_DECODE_ROWS):
-        held = loaded.logits(count)
-        loaded.logits(count)  # a graph is captured while the first step's logits are held
-        del held
+        loaded.logits(count)
     for count in {padded_rows(min(chunk_size, limits.context_length, MAX_GRAPH_ROWS)), chunk_size}:
         hidden = loaded.kept_step(count) if limits.is_captured(count) else loaded.step(count)
         loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
-        del hidden
     return CudaMemoryPlan(
         weights=loaded.weight_bytes,
         caches=memory.persistent_bytes - loaded.weight_bytes,

@@ -59,20 +59,31 @@ class Intervals:
 class Memory(ABC):
     """Hands out tensors of a persistent part, which stay, and of a workspace, which come back.
 
-    Workspace comes back when neither the tensor nor a view of it is alive. That is safe because everything
+    Workspace comes back when neither the tensor nor a view of it is alive, and all of it when the next step
+    starts, so that what a step takes does not depend on the steps before. That is safe because everything
     runs in the order of one stream: whoever gets the memory next writes it after its last reader. Tensors may
     die at any moment, in the middle of a search for memory too: what they had is given back before the next.
     """
 
     def __init__(self) -> None:
         self.persistent_bytes = 0
+        self._most_of_a_step = 0
         self._workspace = Intervals()
         self._returned: deque[tuple[int, int]] = deque()
+
+    def start_step(self) -> None:
+        """Takes back what the tensors of earlier steps have, whose contents nobody may want any more.
+
+        A tensor may outlive its step, in the traceback of an error for example.
+        """
+        self._most_of_a_step = self.workspace_bytes
+        self._workspace = Intervals()
+        self._returned = deque()
 
     @property
     def workspace_bytes(self) -> int:
         """The most that was ever in use at once."""
-        return self._workspace.size
+        return max(self._most_of_a_step, self._workspace.size)
 
     def persistent(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Contiguous, contents undefined."""
