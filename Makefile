@@ -19,8 +19,9 @@ lint: install-test
 	$(BIN)/lint-imports
 
 # With OLDEST=1: on the oldest versions that pyproject.toml allows, in an environment of its own; types are those of the newest.
+# With JOBS=N: in so many processes, a file of tests in each; where there is a GPU, tests of its memory want it to themselves.
 test: $(if $(OLDEST),install-test,lint)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(if $(JOBS),-n $(JOBS) --dist loadfile)
 
 # The extension with AddressSanitizer and UndefinedBehaviorSanitizer, under the tests that feed it hostile bytes. The sources
 # are copied beside it, because an editable installation would find the plain extension first.

@@ -22,7 +22,8 @@ from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlanOptions
 from coldstream.placement.plan_file import save_plan
 
-CONFIG = EngineConfig(str(demo_model_path()), device="cpu", ram=1, threads=2)
+# What kernels take besides weights depends on the tier, and budgets here are near what is needed.
+CONFIG = EngineConfig(str(demo_model_path()), device="cpu", ram=1, threads=2, tier="generic")
 MACHINE = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33)
 MIB = 2**20
 SHARE = 0.25  # of what the rest leaves, for a default context
@@ -205,7 +206,7 @@ def test_a_default_context_takes_a_share_of_what_the_rest_leaves(left: int) -> N
     config = replace(CONFIG, ctx_size=1)
     with GGUFFile.open(demo_model_path()) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        needs = CpuRunner.needs(file, spec, 2, "auto", 1, "f16")
+        needs = CpuRunner.needs(file, spec, 2, CONFIG.tier, 1, "f16")
     least = needs.least_bytes(PlanOptions())
     assert plan(replace(config, ram=least)).plan.num_resident == spec.num_experts_per_tok
     ctx_size = plan(replace(config, ctx_size=None, ram=least + left)).config.ctx_size

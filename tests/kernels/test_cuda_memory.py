@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -113,6 +114,16 @@ class Collecting(dict[int, int]):
             yield item
 
 
+@pytest.fixture
+def few_to_collect() -> Iterator[None]:
+    """The collector looks only through what the test makes, not through all that other tests have loaded."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("few_to_collect")
 def test_tensors_may_die_while_memory_is_searched() -> None:
     memory = MemoryPlan()
     memory._workspace._free = Collecting()
