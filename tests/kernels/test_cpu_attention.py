@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldstream.kernels import _csrc
+from coldstream.kernels.attention.exact import attention_exact
 from coldstream.kernels.attention.reference import attention as attention_reference
 from coldstream.kernels.ops import RopeSpec, Rows
 from coldstream.kernels.rope.reference import rope_angles
@@ -105,6 +106,33 @@ def test_head_sizes(runtimes: Runtimes, head_dim: int, dtype: torch.dtype) -> No
 def test_head_groups(runtimes: Runtimes, num_heads: int, num_kv_heads: int, count: int) -> None:
     case = make_case(60, count, num_heads=num_heads, num_kv_heads=num_kv_heads)
     check_values(case, run_everywhere(lambda runtime: run(runtime, case), runtimes))
+
+
+@pytest.mark.parametrize("head_dim", [3, 16, 33])
+@pytest.mark.parametrize("count", [1, 20])
+def test_without_a_gate_it_is_as_with_gates_that_are_open(
+    runtimes: Runtimes, head_dim: int, count: int
+) -> None:
+    """A sigmoid of 1 changes no bit. Also as the written arithmetic has it."""
+    case = make_case(60, count, head_dim=head_dim, rope_dims=head_dim // 2 * 2)
+    query_gate, *others, angles = case.inputs()
+    open_gates = query_gate.clone().reshape(count, case.num_heads, 2, head_dim)
+    open_gates[:, :, 1] = 1e9
+    queries = open_gates[:, :, 0].reshape(count, -1)
+
+    def attend(runtime: _csrc.Runtime, query_gate: torch.Tensor) -> Results:
+        out, caches = Output(count, case.num_heads * head_dim), case.caches()
+        _csrc.attention(
+            runtime, query_gate, *others[:4], EPS, angles, *caches, case.positions, case.slots, out.rows
+        )
+        return (out.checked(), *caches)
+
+    expected = run_everywhere(lambda runtime: attend(runtime, open_gates.reshape(count, -1)), runtimes)
+    actual = run_everywhere(lambda runtime: attend(runtime, queries), runtimes)
+    rows = Rows(case.positions, case.slots)
+    exact = attention_exact(queries, *others, EPS, angles, *case.caches(), rows, output_gate=False)
+    assert all(same_bits(want, got) for want, got in zip(expected, actual, strict=True))
+    assert same_bits(exact, actual[0])
 
 
 @pytest.mark.parametrize("first", [0, 1, 62, 63, 64, 254, 255, 256, 257, 700])
@@ -210,5 +238,7 @@ def test_wrong_arrays_are_refused(fastest: _csrc.Runtime) -> None:
         call(cache.repeat(1, 2, 1, 1)[:, ::2], cache, out)
     with pytest.raises(ValueError, match="3 query heads cannot share 2"):
         call(cache, cache, torch.zeros(2, 48))
+    with pytest.raises(ValueError, match=r"query_gate must be \[2, 64\], not \[2, 128\]"):
+        call(cache[..., :8].contiguous(), cache[..., :8].contiguous(), out[:, :32])
     with pytest.raises(ValueError, match="more dimensions than a head has"):
         call(cache, cache, out, torch.zeros(2, 9, 2))

@@ -73,11 +73,12 @@ def test_rope_angles_are_float64_angles_rounded(runtimes: Runtimes, num_dims: in
 
 @pytest.mark.parametrize("size", [*AWKWARD_SIZES, 5000])
 @pytest.mark.parametrize("num_experts_per_tok", [1, 4, 8])
+@pytest.mark.parametrize("has_shared", [True, False], ids=["shared", "routed alone"])
 def test_combine_experts_has_the_bits_of_the_written_arithmetic(
-    runtimes: Runtimes, size: int, num_experts_per_tok: int
+    runtimes: Runtimes, size: int, num_experts_per_tok: int, has_shared: bool
 ) -> None:
     routed, weights = random(7, 3, num_experts_per_tok, size), random(8, 3, num_experts_per_tok).softmax(-1)
-    shared, shared_gate = random(9, 3, size), random(10, 3, 1)
+    shared, shared_gate = (random(9, 3, size), random(10, 3, 1)) if has_shared else (None, None)
 
     def call(runtime: _csrc.Runtime) -> Results:
         out = Output(3, size)
@@ -144,3 +145,5 @@ def test_wrong_arrays_are_refused(fastest: _csrc.Runtime) -> None:
         _csrc.rms_norm(fastest, x, torch.zeros(9), EPS, x)
     with pytest.raises(ValueError, match=r"shared_gate must be \[2, 1\]"):
         _csrc.combine_experts(fastest, torch.zeros(2, 3, 8), torch.zeros(2, 3), x, torch.zeros(2, 2), x)
+    with pytest.raises(ValueError, match="a shared expert comes with its gate"):
+        _csrc.combine_experts(fastest, torch.zeros(2, 3, 8), torch.zeros(2, 3), x, None, x)

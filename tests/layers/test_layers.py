@@ -48,6 +48,8 @@ def moe_by_hand(x: torch.Tensor, w: MoeWeights) -> torch.Tensor:
     total = torch.zeros(E)
     for weight, expert in zip(values / values.sum(), ids.tolist(), strict=True):
         total += weight * ffn(x, experts.gate[expert], experts.up[expert], experts.down[expert])
+    if w.ffn_gate_inp_shexp is None:
+        return total
     gate = torch.sigmoid(w.ffn_gate_inp_shexp[0] @ x)
     return total + gate * ffn(x, experts.shared_gate, experts.shared_up, experts.shared_down)
 
@@ -61,6 +63,16 @@ def test_trap_02_moe_equals_the_formula_for_every_token(num_tokens: int, exact_s
     if exact_shared_gate:
         x[:, 0] = 1.0
         weights.ffn_gate_inp_shexp.zero_()[0, 0] = exact_shared_gate
+    expected = torch.stack([moe_by_hand(row, weights) for row in x])
+    torch.testing.assert_close(run_moe(x, weights), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_moe_without_a_shared_expert_is_its_routed_part(num_tokens: int) -> None:
+    gated = moe_weights()
+    routed = ExpertWeights(gated.experts.gate, gated.experts.up, gated.experts.down)
+    weights = MoeWeights(gated.ffn_gate_inp, None, routed, K)
+    (x,) = matrices((num_tokens, E), seed=1)
     expected = torch.stack([moe_by_hand(row, weights) for row in x])
     torch.testing.assert_close(run_moe(x, weights), expected, atol=1e-4, rtol=1e-4)
 
@@ -83,16 +95,18 @@ def test_dense_ffn() -> None:
     torch.testing.assert_close(dense_ffn(ReferenceOps(), x, DenseFfnWeights(gate, up, down)), expected)
 
 
-def test_attention_joins_its_projections() -> None:
+@pytest.mark.parametrize("output_gate", [True, False], ids=["gated", "without a gate"])
+def test_attention_joins_its_projections(output_gate: bool) -> None:
     ops = ReferenceOps()
     q, k, v, out, q_norm, k_norm, x = matrices(
-        (H * 2 * D, E), (G * D, E), (G * D, E), (E, H * D), (D,), (D,), (5, E)
+        (H * (1 + output_gate) * D, E), (G * D, E), (G * D, E), (E, H * D), (D,), (D,), (5, E)
     )
     angles = torch.stack((torch.ones(5, 1), torch.zeros(5, 1)), dim=-1)
     caches = [torch.full((1, 5, G, D), torch.nan) for _ in range(4)]
-    weights = AttentionWeights(q, k, v, out, q_norm, k_norm, 1e-6)
+    weights = AttentionWeights(q, k, v, out, q_norm, k_norm, 1e-6, output_gate)
     actual = attention(ops, x, weights, angles, *caches[:2], rows_of(5))
-    mixed = ops.attention(x @ q.T, x @ k.T, x @ v.T, q_norm, k_norm, 1e-6, angles, *caches[2:], rows_of(5))
+    operands = (x @ q.T, x @ k.T, x @ v.T, q_norm, k_norm, 1e-6, angles, *caches[2:], rows_of(5))
+    mixed = ops.attention(*operands, output_gate=output_gate)
     torch.testing.assert_close(actual, mixed @ out.T)
     torch.testing.assert_close(caches[0], caches[2])
     torch.testing.assert_close(caches[1], (x @ v.T).reshape(1, 5, G, D))

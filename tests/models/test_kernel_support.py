@@ -10,8 +10,9 @@ from builders import SMALL, make_model, write_model
 from coldstream.errors import UnsupportedError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.ops import RopeSpec
+from coldstream.models.cuda_model import check_supported
 from coldstream.models.hyperparameters import Hyperparameters
-from coldstream.models.kernel_support import check_kernels
+from coldstream.models.kernel_support import check_gpu_kernels, check_kernels
 from coldstream.models.layer_specs import AttentionSpec, DeltaNetSpec, LayerSpec, MoeSpec, RouterSpec
 from coldstream.models.spec import ModelSpec
 from specs import with_layers
@@ -20,7 +21,6 @@ Opened = tuple[ModelSpec, Hyperparameters]
 
 # Every field that is a choice and not a size, with a value that no kernel computes.
 CHOICES: list[tuple[type, dict[str, Any], str]] = [
-    (AttentionSpec, {"output_gate": False}, "output gate False, supported: attention with an output gate"),
     (AttentionSpec, {"qk_norm": "none"}, "q/k norm none, supported: a norm of each head"),
     (AttentionSpec, {"qk_norm": "projection"}, "q/k norm projection"),
     (AttentionSpec, {"bias": True}, "bias True"),
@@ -30,14 +30,18 @@ CHOICES: list[tuple[type, dict[str, Any], str]] = [
     (AttentionSpec, {"rope_scaling": "yarn"}, "rope yarn, supported: unscaled"),
     (MoeSpec, {"activation": "clamped swiglu"}, "activation clamped swiglu, supported: swiglu"),
     (MoeSpec, {"bias": True}, "expert bias True"),
-    (MoeSpec, {"shared": "none"}, "shared expert none, supported: one shared expert with a gate"),
-    (MoeSpec, {"shared": "plain"}, "shared expert plain"),
+    (MoeSpec, {"shared": "plain"}, "shared expert plain, supported: none, or one with a gate"),
     (MoeSpec, {"router": RouterSpec(gating="sigmoid")}, r"router sigmoid, supported: softmax"),
     (MoeSpec, {"router": RouterSpec(gating="softmax of the chosen")}, "router softmax of the chosen"),
     (MoeSpec, {"router": RouterSpec(selection_bias=True)}, "selection bias True"),
     (MoeSpec, {"router": RouterSpec(normalised=False)}, "normalised False"),
     (MoeSpec, {"router": RouterSpec(scale=2.5)}, "scale 2.5"),
     (MoeSpec, {"router": RouterSpec(num_groups=8)}, "groups 8"),
+]
+# Likewise, with values that only the CPU's kernels compute.
+GPU_CHOICES: list[tuple[type, dict[str, Any], str]] = [
+    (AttentionSpec, {"output_gate": False}, "blk.3 needs attention without an output gate"),
+    (MoeSpec, {"shared": "none"}, "blk.0 needs experts without a shared one"),
 ]
 SIZES = {
     AttentionSpec: {"num_heads", "num_kv_heads", "head_dim", "rope"},
@@ -63,9 +67,26 @@ def test_what_no_kernel_computes(opened: Opened, kind: type, changes: dict[str, 
         check_kernels(with_layers(spec, kind, **changes).layers, keys)
 
 
-def test_every_choice_is_in_the_list_above() -> None:
+@pytest.mark.parametrize(("kind", "changes", "message"), GPU_CHOICES, ids=lambda value: str(value)[:60])
+def test_what_no_gpu_kernel_computes(
+    opened: Opened, kind: type, changes: dict[str, Any], message: str
+) -> None:
+    """It is refused where a runner is made for a GPU, and not when the file is opened."""
+    spec, keys = opened
+    check_gpu_kernels(spec.layers)
+    other = with_layers(spec, kind, **changes)
+    check_kernels(other.layers, keys)
+    refused = pytest.raises(UnsupportedError, match=f"{message}: no GPU kernels .*; use --device cpu")
+    with refused:
+        check_gpu_kernels(other.layers)
+    with refused:
+        check_supported(other)
+
+
+def test_every_choice_is_in_the_lists_above() -> None:
     """A new field of a spec is a size, or something that somebody has to decide about."""
-    tried = {(kind, name) for kind, changes, _ in CHOICES for name in changes if name != "router"}
+    choices = (*CHOICES, *GPU_CHOICES)
+    tried = {(kind, name) for kind, changes, _ in choices for name in changes if name != "router"}
     routers = [changes["router"] for _, changes, _ in CHOICES if "router" in changes]
     default = RouterSpec()
     for field in fields(RouterSpec):

@@ -34,8 +34,13 @@ class ComposedOps(ABC):
         """down_e(silu(gate_e x) · up_e x) for each chosen expert, kept apart: [T, K, E]."""
 
     @abstractmethod
-    def combine_experts(self, routed: Array, topk_weights: Array, shared: Array, shared_gate: Array) -> Array:
-        """Σ_k weight_k · routed_k in rank order + sigmoid(shared_gate [T, 1]) · shared: [T, E]."""
+    def combine_experts(
+        self, routed: Array, topk_weights: Array, shared: Array | None, shared_gate: Array | None
+    ) -> Array:
+        """Σ_k weight_k · routed_k in rank order + sigmoid(shared_gate [T, 1]) · shared: [T, E].
+
+        The sum alone if both are None.
+        """
 
     def add_norm(
         self, x: Array, update: Array | ExpertOutputs, weight: Array, eps: float
@@ -55,13 +60,16 @@ class ComposedOps(ABC):
         experts: ExpertWeights,
     ) -> Routing:
         ids, weights = self.choose_experts(x, weight, num_experts_per_tok)
-        return Routing(ids, weights, self.linear(x, (shared_gate,))[0])
+        gate = None if shared_gate is None else self.linear(x, (shared_gate,))[0]
+        return Routing(ids, weights, gate)
 
     def experts(self, x: Array, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         routed = self.routed_experts(x, routing.ids, weights.gate, weights.up, weights.down)
         return ExpertOutputs(routed, self.shared_expert(x, weights), routing)
 
-    def shared_expert(self, x: Array, weights: ExpertWeights) -> Array:
-        """The expert that every token takes, before its gate: [T, E]."""
+    def shared_expert(self, x: Array, weights: ExpertWeights) -> Array | None:
+        """The expert that every token takes, before its gate: [T, E]; None if there is none."""
+        if weights.shared_gate is None:
+            return None
         gate, up = self.linear(x, (weights.shared_gate, weights.shared_up))
         return self.linear(self.swiglu(gate, up), (weights.shared_down,))[0]

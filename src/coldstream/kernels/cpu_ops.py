@@ -195,8 +195,10 @@ class CpuOps(ComposedOps):
         k_cache: Array,
         v_cache: Array,
         rows: Rows,
+        *,
+        output_gate: bool,
     ) -> Array:
-        out = self._empty(query_gate.shape[0], query_gate.shape[1] // 2)
+        out = self._empty(query_gate.shape[0], query_gate.shape[1] // (2 if output_gate else 1))
         _csrc.attention(
             self._runtime, query_gate, key, value, q_norm, k_norm, eps, angles, k_cache, v_cache,
             rows.positions, rows.slots, out, batch_rows(rows.batch),
@@ -237,8 +239,10 @@ class CpuOps(ComposedOps):
         _csrc.routed_experts(self._runtime, x, topk_ids, gate, up, down, out)
         return out
 
-    def combine_experts(self, routed: Array, topk_weights: Array, shared: Array, shared_gate: Array) -> Array:
-        out = self._empty(*shared.shape)
+    def combine_experts(
+        self, routed: Array, topk_weights: Array, shared: Array | None, shared_gate: Array | None
+    ) -> Array:
+        out = self._empty(routed.shape[0], routed.shape[2])
         _csrc.combine_experts(self._runtime, routed, topk_weights, shared, shared_gate, out)
         return out
 

@@ -137,8 +137,11 @@ class CudaOps(CudaLoader):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         rows: Rows,
+        *,
+        output_gate: bool,
     ) -> Activations:
         assert rows.batch is None, "these kernels compute chains told apart by slot"
+        assert output_gate, "`check_gpu_kernels` refuses a model without"
         num_rows, head_dim = key.shape[0], q_norm.shape[0]
         shape = AttentionShape(
             query_gate.shape[1] // (2 * head_dim), k_cache.shape[2], head_dim, CacheType.of(k_cache, head_dim)

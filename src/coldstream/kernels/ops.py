@@ -99,20 +99,23 @@ class Routing:
 
     ids: Array  # int32 [T, K], in falling order of weight
     weights: Array  # [T, K], renormalised
-    shared_gate: Array  # [T, 1]
+    shared_gate: Array  # [T, 1]; None without a shared expert
     places: Any = None  # of who computes what; for the `Ops` that share that out
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The experts of a layer: stacks of the routed ones, and the shared one with an FFN size of its own."""
+    """The experts of a layer: stacks of the routed ones, and the shared one with an FFN size of its own.
+
+    All three matrices of the shared expert are None in a layer that has none.
+    """
 
     gate: Weight  # [experts, F, E]
     up: Weight  # [experts, F, E]
     down: Weight  # [experts, E, F]
-    shared_gate: Weight  # [F', E]
-    shared_up: Weight  # [F', E]
-    shared_down: Weight  # [E, F']
+    shared_gate: Weight = None  # [F', E]
+    shared_up: Weight = None  # [F', E]
+    shared_down: Weight = None  # [E, F']
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ class ExpertOutputs:
     """What the experts computed, kept apart by rank so that its sum does not depend on who computed what."""
 
     routed: Array  # [T, K, E]
-    shared: Array  # [T, E]
+    shared: Array  # [T, E]; None without a shared expert
     routing: Routing
     elsewhere: RowsElsewhere | None = None  # what is undefined in `routed`
 
@@ -182,7 +185,8 @@ class Ops(Protocol):
     ) -> tuple[Array, Array]:
         """x + update, and its `rms_norm`: what lies between two parts of the residual stream.
 
-        The update of experts is Σ_k weight_k · routed_k in rank order + sigmoid(shared_gate) · shared.
+        The update of experts is Σ_k weight_k · routed_k in rank order + sigmoid(shared_gate) · shared, the
+        last only where there is a shared expert.
         """
 
     def swiglu(self, gate: Array, up: Array) -> Array:
@@ -203,14 +207,17 @@ class Ops(Protocol):
         k_cache: Array,
         v_cache: Array,
         rows: Rows,
+        *,
+        output_gate: bool,
     ) -> Array:
-        """Gated causal attention: [T, H·D].
+        """Causal attention: [T, H·D].
 
-        query_gate [T, H·2·D] holds per head D query then D gate values; key, value [T, G·D]. Queries and keys
-        are RMS-normed per head, then rotated by `angles`; keys and values are written into the caches [slots,
-        positions, G, D] (float16 or float32) at `rows`; each row attends to positions 0 … its own of its
-        slot, in a batch to what its sequence has committed, its ancestors and itself, scale 1/sqrt(D); the
-        result is multiplied by sigmoid(gate). Mutates k_cache and v_cache.
+        query_gate [T, H·2·D] holds per head D query then D gate values, without `output_gate` [T, H·D] the
+        queries alone; key, value [T, G·D]. Queries and keys are RMS-normed per head, then rotated by
+        `angles`; keys and values are written into the caches [slots, positions, G, D] (float16 or float32) at
+        `rows`; each row attends to positions 0 … its own of its slot, in a batch to what its sequence has
+        committed, its ancestors and itself, scale 1/sqrt(D); the result is multiplied by sigmoid(gate) if
+        there is one. Mutates k_cache and v_cache.
         """
 
     def gated_delta_net(
@@ -242,8 +249,8 @@ class Ops(Protocol):
     ) -> Routing:
         """Softmax of x times `weight` [experts, E], top-k (ties: lowest id), renormalised.
 
-        shared_gate is [1, E]; `experts` are those that are chosen among.
+        shared_gate is [1, E], None without a shared expert; `experts` are those that are chosen among.
         """
 
     def experts(self, x: Array, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
-        """down_e(silu(gate_e x) · up_e x) for each chosen expert and for the shared one."""
+        """down_e(silu(gate_e x) · up_e x) for each chosen expert, and for the shared one if there is one."""

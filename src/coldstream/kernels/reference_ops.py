@@ -117,8 +117,11 @@ class ReferenceOps(ComposedOps):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         rows: Rows,
+        *,
+        output_gate: bool,
     ) -> torch.Tensor:
-        return self._attention(query_gate, key, value, q_norm, k_norm, eps, angles, k_cache, v_cache, rows)
+        operands = (query_gate, key, value, q_norm, k_norm, eps, angles, k_cache, v_cache, rows)
+        return self._attention(*operands, output_gate=output_gate)
 
     def gated_delta_net(
         self,
@@ -153,8 +156,8 @@ class ReferenceOps(ComposedOps):
         self,
         routed: torch.Tensor,
         topk_weights: torch.Tensor,
-        shared: torch.Tensor,
-        shared_gate: torch.Tensor,
+        shared: torch.Tensor | None,
+        shared_gate: torch.Tensor | None,
     ) -> torch.Tensor:
         return combine_experts(routed, topk_weights, shared, shared_gate, self._fma, self._sigmoid)
 

@@ -1,4 +1,4 @@
-"""Full attention with an output gate, from normed hidden states to what is added to the residual stream."""
+"""Full attention, from normed hidden states to what is added to the residual stream."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,16 @@ from coldstream.kernels.ops import Array, Ops, Rows, Weight
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Named as in the file. attn_q holds per head D rows of the query, then D rows of the gate."""
+    """Named as in the file. attn_q holds per head D rows of the query, then of the gate if there is one."""
 
-    attn_q: Weight  # [H · 2 · D, E]
+    attn_q: Weight  # [H · 2 · D, E], or [H · D, E]
     attn_k: Weight  # [G · D, E]
     attn_v: Weight  # [G · D, E]
     attn_output: Weight  # [E, H · D]
     attn_q_norm: Array  # [D]
     attn_k_norm: Array  # [D]
     eps: float
+    output_gate: bool
 
 
 def attention(
@@ -40,5 +41,6 @@ def attention(
         k_cache,
         v_cache,
         rows,
+        output_gate=weights.output_gate,
     )
     return ops.linear(mixed, (weights.attn_output,))[0]

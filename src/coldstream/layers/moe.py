@@ -1,4 +1,4 @@
-"""The mixture-of-experts FFN: a router, routed experts, and one shared expert behind a scalar gate."""
+"""The mixture-of-experts FFN: a router, routed experts, and perhaps a shared one behind a scalar gate."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class MoeWeights:
     """ffn_gate_inp is the router and ffn_gate_inp_shexp the shared expert's gate, as named in the file."""
 
     ffn_gate_inp: Weight  # [experts, E]
-    ffn_gate_inp_shexp: Weight  # [1, E]
+    ffn_gate_inp_shexp: Weight  # [1, E]; None without a shared expert
     experts: ExpertWeights
     num_experts_per_tok: int
 

@@ -72,9 +72,7 @@ class CausalLM:
         norms = [block.attn_norm for block in self.blocks] + [self.output_norm]
         normed = ops.rms_norm(x, norms[0], eps)
         for block, state, next_norm in zip(self.blocks, cache.layers, norms[1:], strict=True):
-            x, normed = ops.add_norm(
-                x, self.mix(block, normed, angles, state, rows), block.post_attention_norm, eps
-            )
+            x, normed = ops.add_norm(x, self.mix(block, normed, angles, state, rows), block.ffn_norm, eps)
             x, normed = ops.add_norm(x, self.feed_forward(block, normed), next_norm, eps)
         return normed
 

@@ -33,6 +33,7 @@ from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cuda_logits import Sampler
 from coldstream.models.fixed_part import GRAPH_BYTES, RESERVE_BYTES
 from coldstream.models.footprint import model_sizes
+from coldstream.models.kernel_support import check_gpu_kernels
 from coldstream.models.spec import ModelSpec
 
 MAX_DECODE_ROWS = 64
@@ -237,6 +238,7 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
 
 def check_supported(spec: ModelSpec) -> None:
     """UnsupportedError if the GPU has no kernels for a model of these dimensions."""
+    check_gpu_kernels(spec.layers)
     has_delta_net = "delta_net" in spec.layer_kinds
     wanted = {
         f"attention heads of {spec.head_dim}: multiples of {HEAD_MULTIPLE} up to {LARGEST_HEAD}": (

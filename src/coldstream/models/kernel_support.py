@@ -1,7 +1,8 @@
-"""Compares what the layers of a file ask for with what the kernels of every device compute.
+"""Compares what the layers of a file ask for with what kernels compute.
 
 A file that asks for anything else is refused before a weight is read: computed without it, its text would be
-fluent and wrong. What only the kernels of one device lack is said where that device is chosen.
+fluent and wrong. What the kernels of every device lack is said when the file is opened, what only those of a
+GPU lack once that device is chosen.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,11 +53,26 @@ def check_kernels(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:
     _check_alike(layers, keys)
 
 
+def check_gpu_kernels(layers: Sequence[LayerSpec]) -> None:
+    """Raises UnsupportedError for the first choice of `layers` that only the CPU's kernels compute."""
+    for index, layer in enumerate(layers):
+        for what in _missing_on_gpu(layer):
+            raise UnsupportedError(
+                f"blk.{index} needs {what}: no GPU kernels for that are supported; use --device cpu"
+            )
+
+
+def _missing_on_gpu(layer: LayerSpec) -> Iterator[str]:
+    if isinstance(layer.mixer, AttentionSpec) and not layer.mixer.output_gate:
+        yield "attention without an output gate"
+    if isinstance(layer.ffn, MoeSpec) and layer.ffn.shared == "none":
+        yield "experts without a shared one"
+
+
 def _mixer_choices(spec: AttentionSpec | DeltaNetSpec) -> Iterator[Choice]:
     if isinstance(spec, DeltaNetSpec):
         return
     scaling, window = spec.rope_scaling, spec.window
-    yield Choice("output gate", spec.output_gate, spec.output_gate, "attention with an output gate")
     yield Choice("q/k norm", spec.qk_norm, spec.qk_norm == "head", "a norm of each head")
     yield Choice("bias", spec.bias, not spec.bias, "attention without biases")
     yield Choice("sinks", spec.sinks, not spec.sinks, "attention without sinks")
@@ -71,7 +87,8 @@ def _ffn_choices(spec: MoeSpec | DenseFfnSpec) -> Iterator[Choice]:
         return
     yield from _router_choices(spec.router)
     yield Choice("expert bias", spec.bias, not spec.bias, "experts without biases")
-    yield Choice("shared expert", spec.shared, spec.shared == "gated", "one shared expert with a gate")
+    has_kernels, supported = spec.shared in ("none", "gated"), "none, or one with a gate"
+    yield Choice("shared expert", spec.shared, has_kernels, supported)
 
 
 def _router_choices(spec: RouterSpec) -> Iterator[Choice]:

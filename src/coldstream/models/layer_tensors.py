@@ -29,27 +29,33 @@ def together(shapes: Mapping[str, Shape]) -> Group:
 def hybrid_block_tensors(
     layer: LayerSpec, hidden: int, projections: Callable[[DeltaNetSpec, int], tuple[Requirement, ...]]
 ) -> tuple[Requirement, ...]:
-    """A block with attention or a gated DeltaNet, whose `projections` of the input a family lays out."""
+    """A block with attention or a gated DeltaNet, whose `projections` of the input a family lays out.
+
+    As all functions here without the block's norms.
+    """
     mixer = (
-        _attention_tensors(layer.mixer, hidden)
+        attention_tensors(layer.mixer, hidden)
         if isinstance(layer.mixer, AttentionSpec)
         else (*_delta_net_rule_tensors(layer.mixer, hidden), *projections(layer.mixer, hidden))
     )
-    ffn = (
-        _moe_tensors(layer.ffn, hidden)
-        if isinstance(layer.ffn, MoeSpec)
-        else _dense_ffn_tensors(layer.ffn, hidden)
-    )
-    return (*_norm_tensors(hidden), *mixer, *ffn)
+    return (*mixer, *ffn_tensors(layer, hidden))
 
 
-def _norm_tensors(hidden: int) -> tuple[Requirement, ...]:
-    """The norms before the mixer and before the feed-forward network."""
-    return each({"attn_norm.weight": (hidden,), "post_attention_norm.weight": (hidden,)})
+def norm_tensors(ffn_norm: str, hidden: int) -> tuple[Requirement, ...]:
+    """The norms before the mixer and before the feed-forward network, which is named `ffn_norm`."""
+    return each({"attn_norm.weight": (hidden,), f"{ffn_norm}.weight": (hidden,)})
 
 
-def _attention_tensors(spec: AttentionSpec, hidden: int) -> tuple[Requirement, ...]:
-    query_rows = (1 + spec.output_gate) * spec.query_dim  # each head's query, then its gate
+def ffn_tensors(layer: LayerSpec, hidden: int) -> tuple[Requirement, ...]:
+    """The feed-forward network of a block."""
+    if isinstance(layer.ffn, MoeSpec):
+        return _moe_tensors(layer.ffn, hidden)
+    return _dense_ffn_tensors(layer.ffn, hidden)
+
+
+def attention_tensors(spec: AttentionSpec, hidden: int) -> tuple[Requirement, ...]:
+    """Projections, fused or apart, and the norms of queries and keys."""
+    query_rows = (1 + spec.output_gate) * spec.query_dim  # each head's query, then its gate if there is one
     split = together(
         {
             "attn_q.weight": (query_rows, hidden),
@@ -90,22 +96,29 @@ def _dense_ffn_tensors(spec: DenseFfnSpec, hidden: int) -> tuple[Requirement, ..
 
 
 def _moe_tensors(spec: MoeSpec, hidden: int) -> tuple[Requirement, ...]:
-    experts, size, shared = spec.num_experts, spec.ffn_size, spec.shared_ffn_size
+    experts, size = spec.num_experts, spec.ffn_size
     split = together(
         {"ffn_gate_exps.weight": (experts, size, hidden), "ffn_up_exps.weight": (experts, size, hidden)}
     )
     fused = together(
         {"ffn_gate_up_exps.weight": (experts, 2 * size, hidden)}
     )  # of each expert gate rows, then up
-    shared_gate: Group = {"ffn_gate_inp_shexp.weight": ((hidden,), (1, hidden))}
     others = {
         "ffn_gate_inp.weight": (experts, hidden),
         "ffn_down_exps.weight": (experts, hidden, size),
-        "ffn_gate_shexp.weight": (shared, hidden),
-        "ffn_up_shexp.weight": (shared, hidden),
-        "ffn_down_shexp.weight": (hidden, shared),
     }
-    return ((split, fused), (shared_gate,), *each(others))
+    shared = () if spec.shared == "none" else _gated_shared_expert_tensors(spec.shared_ffn_size, hidden)
+    return ((split, fused), *each(others), *shared)
+
+
+def _gated_shared_expert_tensors(size: int, hidden: int) -> tuple[Requirement, ...]:
+    gate: Group = {"ffn_gate_inp_shexp.weight": ((hidden,), (1, hidden))}
+    others = {
+        "ffn_gate_shexp.weight": (size, hidden),
+        "ffn_up_shexp.weight": (size, hidden),
+        "ffn_down_shexp.weight": (hidden, size),
+    }
+    return ((gate,), *each(others))
 
 
 def nextn_tensors(hidden: int, vocab_size: int) -> tuple[Requirement, ...]:

@@ -22,7 +22,7 @@ class Block:
 
     attn_norm: Array  # [E]
     mixer: AttentionWeights | GatedDeltaNetWeights
-    post_attention_norm: Array  # [E]; before the FFN, not after the mixer
+    ffn_norm: Array  # [E]; before the FFN, whatever the file calls it
     ffn: MoeWeights | DenseFfnWeights
 
 
@@ -75,7 +75,7 @@ class Loader:
             mixer=self.attention(prefix, layer.mixer)
             if isinstance(layer.mixer, AttentionSpec)
             else self.gated_delta_net(prefix, layer.mixer, self.architecture.gathered(layer)),
-            post_attention_norm=self.vector(f"{prefix}post_attention_norm.weight"),
+            ffn_norm=self.vector(f"{prefix}{self.architecture.ffn_norm}.weight"),
             ffn=self.moe(prefix, layer.ffn) if isinstance(layer.ffn, MoeSpec) else self.dense_ffn(prefix),
         )
 
@@ -94,6 +94,7 @@ class Loader:
             attn_q_norm=self.vector(f"{prefix}attn_q_norm.weight"),
             attn_k_norm=self.vector(f"{prefix}attn_k_norm.weight"),
             eps=self.spec.rms_norm_eps,
+            output_gate=spec.output_gate,
         )
 
     def gated_delta_net(
@@ -132,21 +133,24 @@ class Loader:
             fused=f"{prefix}ffn_gate_up_exps",
             sizes=(spec.ffn_size, spec.ffn_size),
         )
-        # Some files store the one row of this matrix as a vector.
-        shared_gate = self.file.tensors[f"{prefix}ffn_gate_inp_shexp.weight"]
-        shared_gate = replace(shared_gate, shape=(1, self.spec.hidden_size))
+        experts = ExpertWeights(ffn_gate_exps, ffn_up_exps, self.mapped(f"{prefix}ffn_down_exps"))
+        ffn_gate_inp_shexp = None
+        if spec.shared != "none":
+            experts = replace(
+                experts,
+                shared_gate=self.weight(f"{prefix}ffn_gate_shexp"),
+                shared_up=self.weight(f"{prefix}ffn_up_shexp"),
+                shared_down=self.weight(f"{prefix}ffn_down_shexp"),
+            )
+            # Some files store the one row of this matrix as a vector.
+            gate = self.file.tensors[f"{prefix}ffn_gate_inp_shexp.weight"]
+            gate = replace(gate, shape=(1, self.spec.hidden_size))
+            ffn_gate_inp_shexp = self.ops.load_weight(self.file, gate)
         return MoeWeights(
             ffn_gate_inp=self.ops.load_float_weight(
                 self.file, self.file.tensors[f"{prefix}ffn_gate_inp.weight"]
             ),
-            ffn_gate_inp_shexp=self.ops.load_weight(self.file, shared_gate),
-            experts=ExpertWeights(
-                gate=ffn_gate_exps,
-                up=ffn_up_exps,
-                down=self.mapped(f"{prefix}ffn_down_exps"),
-                shared_gate=self.weight(f"{prefix}ffn_gate_shexp"),
-                shared_up=self.weight(f"{prefix}ffn_up_shexp"),
-                shared_down=self.weight(f"{prefix}ffn_down_shexp"),
-            ),
+            ffn_gate_inp_shexp=ffn_gate_inp_shexp,
+            experts=experts,
             num_experts_per_tok=spec.num_experts_per_tok,
         )

@@ -17,7 +17,7 @@ from coldstream.errors import InconsistentError, UnsupportedError
 from coldstream.gguf.messages import INCOMPLETE, RECONVERT, shorten
 from coldstream.gguf.reader import TensorInfo
 from coldstream.models.architectures import ARCHITECTURES
-from coldstream.models.layer_tensors import Group, Requirement, Shape, nextn_tensors
+from coldstream.models.layer_tensors import Group, Requirement, Shape, nextn_tensors, norm_tensors
 
 if TYPE_CHECKING:
     from coldstream.models.spec import ModelSpec
@@ -39,11 +39,13 @@ def global_tensors(spec: "ModelSpec") -> tuple[Requirement, ...]:
 def block_tensors(spec: "ModelSpec", block: int) -> tuple[Requirement, ...]:
     """The tensors of one block: of the trunk, or from `spec.num_layers` on an MTP block."""
     prefix = f"blk.{block}."
-    requirements = ARCHITECTURES[spec.architecture].block_tensors(spec.blocks[block], spec.hidden_size)
+    architecture = ARCHITECTURES[spec.architecture]
+    norms = norm_tensors(architecture.ffn_norm, spec.hidden_size)
+    parts = architecture.block_tensors(spec.blocks[block], spec.hidden_size)
     nextn = nextn_tensors(spec.hidden_size, spec.vocab_size) if block >= spec.num_layers else ()
     return tuple(
         tuple({prefix + name: shapes for name, shapes in group.items()} for group in requirement)
-        for requirement in (*requirements, *nextn)
+        for requirement in (*norms, *parts, *nextn)
     )
 
 

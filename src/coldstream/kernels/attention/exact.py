@@ -15,6 +15,7 @@ from coldstream.kernels.arithmetic.reference import (
 )
 from coldstream.kernels.attention.cache_layout import BLOCK_VALUES
 from coldstream.kernels.attention.cache_types import CacheType
+from coldstream.kernels.attention.reference import split_gate
 from coldstream.kernels.attention.turn import turn, turn_back
 from coldstream.kernels.dequantize.integer_blocks import grouped
 from coldstream.kernels.ops import Rows
@@ -40,12 +41,14 @@ def attention_exact(
     v_cache: torch.Tensor,
     rows: Rows,
     window: int | None = None,
+    *,
+    output_gate: bool = True,
 ) -> torch.Tensor:
     """See `reference.attention`. Mutates k_cache and v_cache [slots, positions, G, row]."""
     num_kv_heads = k_cache.shape[-2]
     head_dim = key.shape[-1] // num_kv_heads
     cache_type = CacheType.of(k_cache, head_dim)
-    query, gate = grouped(query_gate, -1, 2, head_dim).unbind(-2)  # [T, H, D] each
+    query, gate = split_gate(query_gate, head_dim, output_gate)
     query = rotate_exact(rms_norm_exact(query, q_norm, eps), angles) * inverse_sqrt(constant(head_dim))
     key = rotate_exact(rms_norm_exact(grouped(key, num_kv_heads, head_dim), k_norm, eps), angles)
     where = written(rows)
@@ -68,7 +71,7 @@ def attention_exact(
     output = torch.cat(outputs)
     if cache_type.is_turned:
         output = turn_back(output)
-    return (output * sigmoid(gate)).flatten(-2)
+    return (output if gate is None else output * sigmoid(gate)).flatten(-2)
 
 
 def first_position(position: int, window: int | None) -> int:

@@ -1,7 +1,8 @@
-"""Gated causal attention with grouped key/value heads over a cache.
+"""Causal attention with grouped key/value heads over a cache.
 
 Per head: queries and keys are RMS-normed, then rotated; scores are scaled by 1/sqrt(D); query head h reads
-key/value head h div (H/G); the result is multiplied by the sigmoid of the gate that came with the query.
+key/value head h div (H/G); the result is multiplied by the sigmoid of the gate that came with the query, if
+one did.
 The cache holds keys after norm and rotation, and values as they are, in one of `cache_types.CACHE_TYPES`.
 """
 
@@ -30,6 +31,8 @@ def attention(
     v_cache: torch.Tensor,
     rows: Rows,
     window: int | None = None,
+    *,
+    output_gate: bool = True,
 ) -> torch.Tensor:
     """See `Ops.attention`. Differentiable; mutates k_cache and v_cache [slots, positions, G, row].
 
@@ -38,7 +41,7 @@ def attention(
     num_kv_heads = k_cache.shape[-2]
     head_dim = key.shape[-1] // num_kv_heads
     encode, decode = _codec(k_cache, head_dim)
-    query, gate = grouped(query_gate, -1, 2, head_dim).unbind(-2)  # [T, H, D] each
+    query, gate = split_gate(query_gate, head_dim, output_gate)
     query = rotate(rms_norm(query, q_norm, eps), angles)
     key = rotate(rms_norm(grouped(key, num_kv_heads, head_dim), k_norm, eps), angles)
     where = written(rows)
@@ -54,7 +57,18 @@ def attention(
             where = seen(rows, each.stop - 1)
             keys, values = (decode(cache[where]) for cache in (k_cache, v_cache))
             outputs.append(attend(query[each], keys, values, rows.positions[each], window))
-    return (torch.cat(outputs) * torch.sigmoid(gate)).flatten(-2)
+    output = torch.cat(outputs)
+    return (output if gate is None else output * torch.sigmoid(gate)).flatten(-2)
+
+
+def split_gate(
+    query_gate: torch.Tensor, head_dim: int, output_gate: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Queries [T, H, D] and, of rows that hold it behind each head's query, the gate [T, H, D]."""
+    if not output_gate:
+        return grouped(query_gate, -1, head_dim), None
+    query, gate = grouped(query_gate, -1, 2, head_dim).unbind(-2)
+    return query, gate
 
 
 def attend(

@@ -58,16 +58,17 @@ def multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Ten
 def combine_experts(
     routed: torch.Tensor,
     topk_weights: torch.Tensor,
-    shared: torch.Tensor,
-    shared_gate: torch.Tensor,
+    shared: torch.Tensor | None,
+    shared_gate: torch.Tensor | None,
     fma: Function = multiply_add,
     sigmoid: Function = torch.sigmoid,
 ) -> torch.Tensor:
     """Σ_k weight_k · routed_k in rank order, then + sigmoid(shared_gate) · shared.
 
-    routed [T, K, E], topk_weights [T, K], shared [T, E], shared_gate [T, 1] → [T, E].
+    routed [T, K, E], topk_weights [T, K], shared [T, E], shared_gate [T, 1] → [T, E]. With None for
+    the last two the sum alone.
     """
-    total = torch.zeros_like(shared)
+    total = torch.zeros_like(routed[:, 0])
     for rank in range(routed.shape[1]):
         total = fma(topk_weights[:, rank : rank + 1], routed[:, rank], total)
-    return fma(sigmoid(shared_gate), shared, total)
+    return total if shared is None else fma(sigmoid(shared_gate), shared, total)

@@ -27,12 +27,15 @@ class Architecture:
     """One value of `general.architecture`. Tensors are named without `blk.N.`.
 
     read_layers    the layers of all blocks, those for multi-token prediction last
-    block_tensors  (layer, hidden size) → the tensors of its block, without those of multi-token prediction
+    block_tensors  (layer, hidden size) → the tensors of its block, without its norms and without those of
+                   multi-token prediction
     gathered       layer → the matrices (named without `.weight`) that may be rows of other tensors; a tensor
                    of the name itself goes before
+    ffn_norm       the norm before the feed-forward network, without `.weight`
     """
 
     name: str
     read_layers: Callable[[Hyperparameters], tuple[LayerSpec, ...]]
     block_tensors: Callable[[LayerSpec, int], tuple[Requirement, ...]]
     gathered: Callable[[LayerSpec], Mapping[str, GatheredRows]] = nothing_gathered
+    ffn_norm: str = "post_attention_norm"

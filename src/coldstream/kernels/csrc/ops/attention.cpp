@@ -1,6 +1,6 @@
-// Gated causal attention. First all heads are normed, rotated and appended to the caches; then tiles of
-// tokens attend, reading the caches only, so that a token finds the same keys whether its predecessors came
-// with it or before it.
+// Causal attention, with or without a gate of its output. First all heads are normed, rotated and appended to
+// the caches; then tiles of tokens attend, reading the caches only, so that a token finds the same keys whether
+// its predecessors came with it or before it.
 //
 // Few rows: every chunk of positions is a task of its own, and a last stage merges them. Many rows: a task
 // walks the chunks of its tile and merges as it goes. The order of the merges, and so every bit, is the same.
@@ -91,8 +91,9 @@ class attention_op : public op {
     float* base = query(w, rows, a_.num_kv_heads, 0);
     return base + ((chunk * a_.num_kv_heads + kv_head) * rows + row) * group_ * row_floats_;
   }
+  // Null without a gate.
   const float* gate(int64_t row, int64_t head) const {
-    return a_.query_gate.row(row) + (2 * head + 1) * a_.head_size;
+    return a_.has_gate ? a_.query_gate.row(row) + (2 * head + 1) * a_.head_size : nullptr;
   }
 
   // Where in its sequence the row's key and value are kept.
@@ -195,7 +196,8 @@ class attention_op : public op {
 
   void prepare_query(int rows, int64_t row, int64_t head, worker& w) {
     float* out = query(w, rows, head / group_, row) + head % group_ * a_.head_size;
-    kernels_.rms_norm(a_.query_gate.row(row) + 2 * head * a_.head_size, a_.q_norm, a_.eps, out, a_.head_size);
+    const float* raw = a_.query_gate.row(row) + head * a_.query_floats();
+    kernels_.rms_norm(raw, a_.q_norm, a_.eps, out, a_.head_size);
     const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(a_.head_size));
     kernels_.rope(out, a_.angles.row(row), a_.num_rope_pairs, scale, a_.head_size);
   }

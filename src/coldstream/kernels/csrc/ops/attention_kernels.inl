@@ -191,6 +191,7 @@ static void attend_finish(const float* row, const float* gate, float* out, int64
   const vec16 inverse = splat16(1.0f / row[head_floats(head_size) + 1]);
   for (int64_t i = 0; i < head_size; i += 16) {
     const int64_t left = head_size - i;
-    store16(out + i, mul16(mul16(load16(row + i), inverse), sigmoid16(load16(gate + i, left))), left);
+    const vec16 value = mul16(load16(row + i), inverse);
+    store16(out + i, gate == nullptr ? value : mul16(value, sigmoid16(load16(gate + i, left))), left);
   }
 }

@@ -1,3 +1,7 @@
+#include <nanobind/stl/optional.h>
+
+#include <optional>
+
 #include "ops/binding_checks.h"
 
 namespace coldstream {
@@ -36,9 +40,11 @@ void rope_angles(runtime& rt, const ids_1d& positions, double theta, const array
 }
 
 void combine_experts(runtime& rt, const array_3d& routed, const array_2d& topk_weights,
-                     const array_2d& shared, const array_2d& shared_gate, const array_2d& out) {
+                     const std::optional<array_2d>& shared, const std::optional<array_2d>& shared_gate,
+                     const array_2d& out) {
   const int64_t rows = size_of(routed, 0), k = size_of(routed, 1), size = size_of(routed, 2);
   check(routed, "routed", {rows, k, size});
+  if (shared.has_value() != shared_gate.has_value()) refuse("a shared expert comes with its gate");
   const combine_arguments arguments = {
       .routed = routed.data(),
       .row_stride = routed.stride(0),
@@ -46,12 +52,16 @@ void combine_experts(runtime& rt, const array_3d& routed, const array_2d& topk_w
       .num_experts_per_tok = k,
       .size = size,
       .weights = input(topk_weights, "topk_weights", rows, k),
-      .shared = input(shared, "shared", rows, size),
-      .shared_gate = input(shared_gate, "shared_gate", rows, 1),
+      .shared = shared ? input(*shared, "shared", rows, size) : input_rows{},
+      .shared_gate = shared_gate ? input(*shared_gate, "shared_gate", rows, 1) : input_rows{},
       .out = output(out, "out", rows, size),
   };
-  submit_with(rt, make_combine_experts(kernels_of(rt), arguments), rows, routed, topk_weights, shared,
-              shared_gate, out);
+  auto next = make_combine_experts(kernels_of(rt), arguments);
+  if (shared) {
+    submit_with(rt, std::move(next), rows, routed, topk_weights, *shared, *shared_gate, out);
+  } else {
+    submit_with(rt, std::move(next), rows, routed, topk_weights, out);
+  }
 }
 
 void check_router_weight(const weight& matrix) {
@@ -99,11 +109,12 @@ void bind_row_ops(nb::module_& m) {
         "ValueError "
         "when run with a negative position.");
   m.def("combine_experts", combine_experts, "runtime"_a, nb::arg("routed").noconvert(),
-        nb::arg("topk_weights").noconvert(), nb::arg("shared").noconvert(),
-        nb::arg("shared_gate").noconvert(), nb::arg("out").noconvert(),
+        nb::arg("topk_weights").noconvert(), nb::arg("shared").noconvert().none(),
+        nb::arg("shared_gate").noconvert().none(), nb::arg("out").noconvert(),
         "out [T, E] = Σ_k topk_weights[:, k] · routed[:, k] in rank order + sigmoid(shared_gate) · shared; "
         "routed "
-        "[T, K, E], topk_weights [T, K], shared [T, E], shared_gate [T, 1], float32.");
+        "[T, K, E], topk_weights [T, K], shared [T, E], shared_gate [T, 1], float32. With shared and "
+        "shared_gate None, the sum alone.");
   m.def("router", router, "runtime"_a, nb::arg("x").noconvert(), "weight"_a, nb::arg("topk_ids").noconvert(),
         nb::arg("topk_weights").noconvert(),
         "`Ops.router`: x [T, E] float32, weight F32, F16 or BF16 [experts, E]; writes contiguous topk_ids "

@@ -66,9 +66,10 @@ struct float_kernels {
                          int64_t n);
   // x ← x / sqrt(Σx² + eps) · scale
   void (*l2_norm)(float* x, float eps, float scale, int64_t n);
-  // out = s + sigmoid(gate) · shared with s = Σ_k weights[k] · routed[k · stride], k ascending
+  // out = s + sigmoid(*gate) · shared with s = Σ_k weights[k] · routed[k · stride], k ascending; s alone if
+  // shared is null
   void (*combine)(const float* routed, int64_t stride, const float* weights, int64_t k, const float* shared,
-                  float gate, float* out, int64_t n);
+                  const float* gate, float* out, int64_t n);
 
   // Rotates pairs (i, i + num_pairs) by angles [num_pairs, 2] of cos and sin, then multiplies all by scale.
   void (*rope)(float* head, const float* angles, int64_t num_pairs, float scale, int64_t head_size);
@@ -77,7 +78,7 @@ struct float_kernels {
   void (*attend_f32)(const attention_chunk& chunk);
   // Adds `row` to `total`, both of attention_row_floats.
   void (*attend_merge)(float* total, const float* row, int64_t head_size);
-  // out = accumulators / sum · sigmoid(gate)
+  // out = accumulators / sum · sigmoid(gate); without the last factor if gate is null
   void (*attend_finish)(const float* row, const float* gate, float* out, int64_t head_size);
 
   // out = silu(Σ_j taps[j · tap_stride] · inputs[j]), j ascending

@@ -86,13 +86,14 @@ static void l2_norm(float* x, float eps, float scale, int64_t n) {
 }
 
 static void combine(const float* routed, int64_t stride, const float* weights, int64_t k, const float* shared,
-                    float gate, float* out, int64_t n) {
-  const vec16 shared_weight = sigmoid16(splat16(gate));
+                    const float* gate, float* out, int64_t n) {
+  const vec16 shared_weight = shared == nullptr ? zero16() : sigmoid16(splat16(*gate));
   for (int64_t i = 0; i < n; i += 16) {
     vec16 sum = zero16();
     for (int64_t j = 0; j < k; j++) {
       sum = fma16(splat16(weights[j]), load16(routed + j * stride + i, n - i), sum);
     }
-    store16(out + i, fma16(shared_weight, load16(shared + i, n - i), sum), n - i);
+    if (shared != nullptr) sum = fma16(shared_weight, load16(shared + i, n - i), sum);
+    store16(out + i, sum, n - i);
   }
 }

@@ -65,8 +65,8 @@ struct combine_arguments {
   int64_t row_stride, rank_stride;
   int64_t num_experts_per_tok, size;
   input_rows weights;      // [T, K]
-  input_rows shared;       // [T, E]
-  input_rows shared_gate;  // [T, 1]
+  input_rows shared;       // [T, E]; null without a shared expert
+  input_rows shared_gate;  // [T, 1]; likewise
   output_rows out;
 };
 std::unique_ptr<op> make_combine_experts(const float_kernels& kernels, const combine_arguments& arguments);
@@ -74,7 +74,8 @@ std::unique_ptr<op> make_combine_experts(const float_kernels& kernels, const com
 struct attention_arguments {
   int64_t capacity;  // rows
   int64_t num_heads, num_kv_heads, head_size, num_rope_pairs;
-  input_rows query_gate;  // [T, heads · 2 · head_size]
+  input_rows query_gate;  // [T, heads · query_floats()]
+  bool has_gate;
   input_rows key, value;  // [T, kv heads · head_size]
   const float *q_norm, *k_norm;
   float eps;
@@ -85,6 +86,9 @@ struct attention_arguments {
   int64_t num_slots, num_positions;
   row_places places;
   output_rows out;  // [T, heads · head_size]
+
+  // Of each head: its query, then its gate if there is one.
+  int64_t query_floats() const { return (has_gate ? 2 : 1) * head_size; }
 };
 std::unique_ptr<op> make_attention(const float_kernels& kernels, const attention_arguments& arguments);
 

@@ -89,13 +89,15 @@ void attention(runtime& rt, const array_2d& query_gate, const array_2d& key, con
   }
   if (2 * num_pairs > size) refuse("angles rotate more dimensions than a head has");
   check_contiguous(angles, "angles", {rows, num_pairs, 2});
+  const bool has_gate = size_of(query_gate, 1) != heads * size;
   const attention_arguments arguments = {
       .capacity = rows,
       .num_heads = heads,
       .num_kv_heads = kv_heads,
       .head_size = size,
       .num_rope_pairs = num_pairs,
-      .query_gate = input(query_gate, "query_gate", rows, heads * 2 * size),
+      .query_gate = input(query_gate, "query_gate", rows, (has_gate ? 2 : 1) * heads * size),
+      .has_gate = has_gate,
       .key = input(key, "key", rows, kv_heads * size),
       .value = input(value, "value", rows, kv_heads * size),
       .q_norm = vector(q_norm, "q_norm", size),
@@ -204,8 +206,8 @@ void bind_mixers(nb::module_& m) {
         nb::arg("angles").noconvert(), nb::arg("k_cache").noconvert(), nb::arg("v_cache").noconvert(),
         nb::arg("positions").noconvert(), nb::arg("slots").noconvert(), nb::arg("out").noconvert(),
         nb::arg("batch").none() = nb::none(),
-        "`Ops.attention`: query_gate [T, H·2·D], key and value [T, G·D], q_norm and k_norm [D], angles [T, "
-        "pairs, 2], "
+        "`Ops.attention`: query_gate [T, H·2·D], or [T, H·D] without a gate, key and value [T, G·D], q_norm "
+        "and k_norm [D], angles [T, pairs, 2], "
         "out [T, H·D], float32; caches [slots, positions, G, D] contiguous float16 or float32, written; "
         "positions and "
         "slots int32 [T]. With batch, the caches are [blocks, 256, G, D] and slots is not read. ValueError when run with one outside the caches; then no row has been read or "

@@ -107,8 +107,9 @@ class combine_op : public op {
   void run(int, int rows, worker& w) override {
     for_each_piece(w, rows, a_.size, [&](int64_t row, int64_t begin, int64_t count) {
       kernels_.combine(a_.routed + row * a_.row_stride + begin, a_.rank_stride, a_.weights.row(row),
-                       a_.num_experts_per_tok, a_.shared.row(row) + begin, *a_.shared_gate.row(row),
-                       a_.out.row(row) + begin, count);
+                       a_.num_experts_per_tok, a_.shared.data ? a_.shared.row(row) + begin : nullptr,
+                       a_.shared_gate.data ? a_.shared_gate.row(row) : nullptr, a_.out.row(row) + begin,
+                       count);
     });
   }
 
