@@ -116,7 +116,7 @@ def make_model(
     tokenizer: bool = True,
     seed: int = 0,
 ) -> TinyModel:
-    """A model of `arch` ("qwen35", "qwen35moe" or "qwen3next").
+    """A model of `arch` ("qwen35", "qwen35moe", "qwen3next" or "qwen3moe").
 
     quant            type of all matrices but the router, the convolution and the shared expert's gate (F32)
     types            overrides by pattern of tensor name, {"*_exps.weight": "Q4_K"}; the last match counts
@@ -131,17 +131,18 @@ def make_model(
     """
     rng = np.random.default_rng(seed)
     metadata = _hyperparameters(arch, dims, nextn)
+    is_hybrid = arch != "qwen3moe"  # with DeltaNet layers, and then gates of attention and a shared expert
     if tokenizer:
         metadata |= tokenizer_metadata(dims.vocab)
     tensors: dict[str, np.ndarray] = {"token_embd.weight": rng.normal(0, 1, (dims.vocab, dims.hidden))}
     for block in range(dims.layers + nextn):
         is_trunk = block < dims.layers
-        recurrent = is_trunk and (block + 1) % dims.interval != 0
-        parts = _norm(rng, dims.hidden, "attn_norm", "post_attention_norm")
-        parts |= _delta_net(rng, dims) if recurrent else _attention(rng, dims, fused_attention)
+        recurrent = is_hybrid and is_trunk and (block + 1) % dims.interval != 0
+        parts = _norm(rng, dims.hidden, "attn_norm", "post_attention_norm" if is_hybrid else "ffn_norm")
+        parts |= _delta_net(rng, dims) if recurrent else _attention(rng, dims, fused_attention, is_hybrid)
         if recurrent and arch == "qwen3next":
             parts = _by_key_head(parts, dims, ssm_in)
-        parts |= _dense(rng, dims) if arch == "qwen35" else _experts(rng, dims, fused_experts)
+        parts |= _dense(rng, dims) if arch == "qwen35" else _experts(rng, dims, fused_experts, is_hybrid)
         parts |= {} if is_trunk else _nextn(rng, dims)
         tensors |= {f"blk.{block}.{name}": values for name, values in parts.items()}
     tensors |= _norm(rng, dims.hidden, "output_norm")
@@ -241,7 +242,7 @@ def _hyperparameters(arch: str, dims: Dims, nextn: bool) -> dict[str, Any]:
     }
     if nextn:
         values["nextn_predict_layers"] = 1
-    if arch == "qwen3next":
+    if arch != "qwen35" and arch != "qwen35moe":
         del values["rope.dimension_sections"]
     if arch != "qwen35":
         values |= {
@@ -252,6 +253,9 @@ def _hyperparameters(arch: str, dims: Dims, nextn: bool) -> dict[str, Any]:
         }
     else:
         values["feed_forward_length"] = dims.ffn
+    if arch == "qwen3moe":
+        others = ("ssm.", "full_attention_interval", "rope.dimension_count", "expert_shared_")
+        values = {name: value for name, value in values.items() if not name.startswith(others)}
     return {f"{arch}.{name}": value for name, value in values.items()}
 
 
@@ -283,9 +287,9 @@ def _norm(rng: np.random.Generator, size: int, *names: str) -> dict[str, np.ndar
     return {f"{name}.weight": rng.normal(1, 0.1, size) for name in names}
 
 
-def _attention(rng: np.random.Generator, dims: Dims, fused: bool) -> dict[str, np.ndarray]:
+def _attention(rng: np.random.Generator, dims: Dims, fused: bool, gated: bool) -> dict[str, np.ndarray]:
     width, kv_width = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
-    qkv = [_matrix(rng, rows, dims.hidden) for rows in (2 * width, kv_width, kv_width)]
+    qkv = [_matrix(rng, rows, dims.hidden) for rows in ((1 + gated) * width, kv_width, kv_width)]
     split = {f"attn_{name}.weight": rows for name, rows in zip("qkv", qkv, strict=True)}
     return {
         **({"attn_qkv.weight": np.concatenate(qkv)} if fused else split),
@@ -335,14 +339,18 @@ def _dense(rng: np.random.Generator, dims: Dims) -> dict[str, np.ndarray]:
     }
 
 
-def _experts(rng: np.random.Generator, dims: Dims, fused: bool) -> dict[str, np.ndarray]:
+def _experts(rng: np.random.Generator, dims: Dims, fused: bool, shared: bool) -> dict[str, np.ndarray]:
     gate = _matrix(rng, dims.experts, dims.expert_ffn, dims.hidden)
     up = _matrix(rng, dims.experts, dims.expert_ffn, dims.hidden)
     split = {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}
-    return {
+    routed = {
         **({"ffn_gate_up_exps.weight": np.concatenate([gate, up], axis=1)} if fused else split),
         "ffn_down_exps.weight": _matrix(rng, dims.experts, dims.hidden, dims.expert_ffn),
         "ffn_gate_inp.weight": 4 * _matrix(rng, dims.experts, dims.hidden),
+    }
+    if not shared:
+        return routed
+    return routed | {
         "ffn_gate_inp_shexp.weight": _matrix(rng, dims.hidden),
         "ffn_gate_shexp.weight": _matrix(rng, dims.shared_ffn, dims.hidden),
         "ffn_up_shexp.weight": _matrix(rng, dims.shared_ffn, dims.hidden),

@@ -2,7 +2,7 @@
 
 GGUF differs from the original checkpoint in three ways: norm weights contain their 1, decays are
 −exp(A_log), and in Qwen3.5 the value heads of the gated DeltaNet are tiled (head h reads key head h mod NK)
-and not grouped (h div r). Qwen3-Next keeps them grouped.
+and not grouped (h div r). Qwen3-Next keeps them grouped. Norm weights of Qwen3-MoE have nothing to add.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,12 @@ from tools import llama_cpp
 
 F32 = GGMLQuantizationType.F32
 NUM_SPECIAL_TOKENS = 2
-ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"}
+ARCHITECTURES = {
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
+}
 Tensors = Iterator[tuple[str, np.ndarray]]
 
 COMMON_NAMES = {
@@ -98,7 +103,6 @@ def convert(model: PreTrainedModel, path: Path, variant: Variant | None = None) 
 def add_hyperparameters(writer: GGUFWriter, config, variant: Variant) -> None:
     prefix = writer.arch
     rope = config.rope_parameters
-    num_rotated = int(config.head_dim * rope["partial_rotary_factor"])
     integers = {
         "block_count": config.num_hidden_layers + variant.mtp_block,
         "context_length": config.max_position_embeddings,
@@ -106,19 +110,16 @@ def add_hyperparameters(writer: GGUFWriter, config, variant: Variant) -> None:
         "attention.head_count": config.num_attention_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
-        "rope.dimension_count": num_rotated,
-        "ssm.conv_kernel": config.linear_conv_kernel_dim,
-        "ssm.state_size": config.linear_key_head_dim,
-        "ssm.group_count": config.linear_num_key_heads,
-        "ssm.time_step_rank": config.linear_num_value_heads,
-        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
-        "full_attention_interval": 4,
     }
+    if prefix != "qwen3moe":
+        integers["rope.dimension_count"] = int(config.head_dim * rope["partial_rotary_factor"])
+        integers |= delta_net_hyperparameters(config)
     if hasattr(config, "num_experts"):
         integers["expert_count"] = config.num_experts
         integers["expert_used_count"] = config.num_experts_per_tok
         integers["expert_feed_forward_length"] = config.moe_intermediate_size
-        integers["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+        if hasattr(config, "shared_expert_intermediate_size"):
+            integers["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
     else:
         integers["feed_forward_length"] = config.intermediate_size
     if variant.mtp_block:
@@ -136,6 +137,17 @@ def add_hyperparameters(writer: GGUFWriter, config, variant: Variant) -> None:
         writer.add_bool(f"{prefix}.rope.mrope_interleaved", True)
     else:
         writer.add_uint32(f"{prefix}.attention.head_count_kv", config.num_key_value_heads)
+
+
+def delta_net_hyperparameters(config) -> dict[str, int]:
+    return {
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        "full_attention_interval": 4,
+    }
 
 
 def add_tokenizer(writer: GGUFWriter, vocab_size: int) -> None:
@@ -161,7 +173,7 @@ def gguf_tensors(model: PreTrainedModel, variant: Variant) -> Tensors:
     for name, parameter in model.named_parameters():
         values = parameter.detach().numpy()
         if name in GLOBAL_NAMES:
-            yield GLOBAL_NAMES[name], values + 1 if name == "model.norm.weight" else values
+            yield GLOBAL_NAMES[name], transform(name, values, config, variant)
     for layer in range(config.num_hidden_layers):
         yield from block_tensors(model, layer, layer, variant)
     if variant.mtp_block:
@@ -184,6 +196,8 @@ def block_tensors(model: PreTrainedModel, source: int, block: int, variant: Vari
         for name, parameter in model.named_parameters()
         if name.startswith(prefix)
     }
+    if model.config.model_type == "qwen3_moe":
+        tensors["ffn_norm.weight"] = tensors.pop("post_attention_norm.weight")
     if "ffn_gate_up_exps.weight" in tensors and not variant.fused_experts:
         gate, up = np.split(tensors.pop("ffn_gate_up_exps.weight"), 2, axis=1)
         tensors |= {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}
@@ -203,7 +217,7 @@ def transform(name: str, values: np.ndarray, config, variant: Variant) -> np.nda
     """A tensor of the checkpoint as GGUF has it."""
     part = name.removeprefix("linear_attn.")
     if part == name:
-        return values + 1 if "norm" in name else values
+        return values + 1 if "norm" in name and config.model_type != "qwen3_moe" else values
     if part == "A_log":
         values = -np.exp(values)
     elif part == "conv1d.weight":

@@ -4,6 +4,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 
 VOCAB_SIZE = 320
@@ -72,9 +73,33 @@ def tiny_qwen3next(value_heads_per_key_head: int) -> PreTrainedModel:
     return model.eval()
 
 
+def tiny_qwen3moe() -> PreTrainedModel:
+    """Two layers. All rows are multiples of 256."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        moe_intermediate_size=256,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    randomize(model, norm_center=1.0)
+    return model.eval()
+
+
 @torch.no_grad()
-def randomize(model: PreTrainedModel) -> None:
-    """Weights as large as trained ones, so that a wrong head order or a missing norm shows in the logits."""
+def randomize(model: PreTrainedModel, norm_center: float = 0.0) -> None:
+    """Weights as large as trained ones, so that a wrong head order or a missing norm shows in the logits.
+
+    norm_center: of the weights of norms, 0 where the model adds 1 to them.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def normal(parameter: torch.Tensor) -> torch.Tensor:
@@ -89,8 +114,8 @@ def randomize(model: PreTrainedModel) -> None:
             parameter.copy_(normal(parameter) * 0.5)
         elif name.endswith("linear_attn.norm.weight"):
             parameter.copy_(1 + normal(parameter) * 0.2)
-        elif parameter.dim() == 1:  # zero-centred norms
-            parameter.copy_(normal(parameter) * 0.2)
+        elif parameter.dim() == 1:
+            parameter.copy_(norm_center + normal(parameter) * 0.2)
         elif name.endswith("embed_tokens.weight"):
             parameter.copy_(normal(parameter))
         else:

@@ -1,6 +1,7 @@
 """`coldstream show` on complete, foreign and hostile files."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,6 +47,13 @@ def test_json_is_one_line_with_everything(run: Run, path: str) -> None:
     assert shown["parameters"] > shown["active_parameters"] > 0
     assert shown["metadata"]["tokenizer.ggml.tokens"]["length"] == 320
     assert "tensors" not in json.loads(run("show", path, "--json")[1])
+
+
+def test_a_model_is_not_said_to_have_what_it_lacks(run: Run, tmp_path: Path) -> None:
+    (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen3moe", tokenizer=False)
+    out = run("show", str(path))[1]
+    assert re.search(r"^layers +4 attention$", out, re.MULTILINE)
+    assert re.search(r"^experts +8 a layer, 2 a token$", out, re.MULTILINE)
 
 
 def test_json_of_a_dense_model(run: Run, tmp_path: Path) -> None:

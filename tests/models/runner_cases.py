@@ -51,6 +51,15 @@ VARIANTS = {
     "qwen3next-first-converters": ("qwen3next", {"ssm_in": True, "quant": "Q4_K", "nextn": True}),
     "float": ("qwen35moe", {"quant": "BF16", "types": {"*_exps.weight": "IQ4_XS"}}),
 }
+# Those, and models that no GPU kernels compute.
+CPU_VARIANTS = {
+    **VARIANTS,
+    "qwen3moe": ("qwen3moe", {"types": MIX}),
+    "qwen3moe-fused-tied": (
+        "qwen3moe",
+        {"fused_experts": True, "fused_attention": True, "tied": True, "quant": "Q4_K"},
+    ),
+}
 
 
 def token_ids(count: int) -> list[int]:

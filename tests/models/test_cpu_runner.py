@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runner_cases import MIX, VARIANTS, reference_logits, token_ids
+from runner_cases import CPU_VARIANTS, MIX, reference_logits, token_ids
 
 from builders import Dims, write_gguf
 from coldstream.errors import InvalidRequestError, ModelChangedError, UnsupportedError
@@ -13,9 +13,9 @@ from coldstream.kernels import _csrc
 from coldstream.models.cpu_runner import CpuRunner
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=list(VARIANTS))
+@pytest.fixture(scope="module", params=CPU_VARIANTS, ids=list(CPU_VARIANTS))
 def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    arch, options = VARIANTS[request.param]
+    arch, options = CPU_VARIANTS[request.param]
     path = tmp_path_factory.mktemp("models") / "tiny.gguf"
     write_gguf(path, arch, **options)  # type: ignore[arg-type]
     return path
@@ -28,6 +28,15 @@ def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module", params=["moe", "qwen3moe"])
+def hybrid_or_attention(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts behind layers of both kinds of mixer, and behind attention alone."""
+    arch, options = CPU_VARIANTS[request.param]
+    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+    write_gguf(path, arch, **options)  # type: ignore[arg-type]
+    return path
+
+
 def test_the_graph_computes_what_the_reference_defines(model_path: Path) -> None:
     ids = token_ids(7)
     with CpuRunner.open(model_path, threads=2, context_length=64, kv_type="f32") as runner:
@@ -36,11 +45,14 @@ def test_the_graph_computes_what_the_reference_defines(model_path: Path) -> None
 
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
 @pytest.mark.parametrize("threads", [1, 3])
-def test_tokens_do_not_depend_on_tier_threads_or_chunks(moe_path: Path, tier: str, threads: int) -> None:
+def test_tokens_do_not_depend_on_tier_threads_or_chunks(
+    hybrid_or_attention: Path, tier: str, threads: int
+) -> None:
+    path = hybrid_or_attention
     ids = token_ids(CpuRunner.chunk_size + 9)
-    with CpuRunner.open(moe_path, threads=2, tier="generic", context_length=len(ids)) as runner:
+    with CpuRunner.open(path, threads=2, tier="generic", context_length=len(ids)) as runner:
         expected = runner.prefill(ids)
-    with CpuRunner.open(moe_path, threads=threads, tier=tier, context_length=len(ids)) as runner:
+    with CpuRunner.open(path, threads=threads, tier=tier, context_length=len(ids)) as runner:
         assert np.array_equal(runner.prefill(ids), expected)
         runner.reset()
         start = 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runner_cases import MIX, VARIANTS, token_ids
+from runner_cases import CPU_VARIANTS, MIX, token_ids
 
 from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
@@ -45,12 +45,12 @@ def statistics(runner: CpuRunner) -> DiskStatistics:
     return runner.disk
 
 
-@pytest.fixture(scope="module")
-def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen35moe", "qwen3moe"])
+def moe_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny mixture of experts in two sizes: large enough for experts to matter beside activations."""
     path = tmp_path_factory.mktemp("models") / "moe.gguf"
     types = {**MIX, "blk.1.ffn_down_exps.weight": "Q4_K", "blk.2.ffn_down_exps.weight": "Q4_K"}
-    write_gguf(path, types=types, dims=Dims(experts=64, experts_used=4))
+    write_gguf(path, request.param, types=types, dims=Dims(experts=64, experts_used=4))
     return path
 
 
@@ -80,10 +80,10 @@ def test_ex07_logits_do_not_depend_on_the_budget(
         assert disk.bytes_read > 0
 
 
-@pytest.mark.parametrize("variant", [name for name, (arch, _) in VARIANTS.items() if arch != "qwen35"])
+@pytest.mark.parametrize("variant", [name for name, (arch, _) in CPU_VARIANTS.items() if arch != "qwen35"])
 def test_models_of_every_kind(tmp_path: Path, variant: str) -> None:
     path = tmp_path / "tiny.gguf"
-    arch, options = VARIANTS[variant]
+    arch, options = CPU_VARIANTS[variant]
     write_gguf(path, arch, **options)  # type: ignore[arg-type]
     ids = token_ids(40)
     with CpuRunner.open(path, threads=2, context_length=64) as runner:

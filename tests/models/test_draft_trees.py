@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from runner_cases import MIX, VARIANTS
+from runner_cases import CPU_VARIANTS, MIX
 from tree_cases import CONTEXT, LENGTHS, Oracle, Prompts, Tree, check_batch_of_trees, prompt, random_tree
 
 from builders import Dims, write_gguf
@@ -58,9 +58,9 @@ def test_trees_do_not_depend_on_tier_or_threads(
             check_batch_of_trees(prompts, plain, random)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", CPU_VARIANTS)
 def test_trees_of_every_kind_of_model(tmp_path: Path, name: str) -> None:
-    arch, options = VARIANTS[name]
+    arch, options = CPU_VARIANTS[name]
     (path,) = write_gguf(tmp_path / "tiny.gguf", arch, **options)  # type: ignore[arg-type]
     with open_runner(path, threads=2) as runner, open_runner(path, threads=1) as plain:
         prompts, oracle, random = Prompts(runner), Oracle(plain), Random(name)

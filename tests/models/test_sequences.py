@@ -6,8 +6,10 @@ from random import Random
 
 import numpy as np
 import pytest
+from runner_cases import CPU_VARIANTS
 from tree_cases import prompt
 
+from builders import write_gguf
 from coldstream.errors import InvalidRequestError, OutOfMemoryError
 from coldstream.kvcache import Batch, CacheSize, Segment, Sequence
 from coldstream.models.cpu_runner import CpuRunner
@@ -16,9 +18,18 @@ CONTEXT = 600
 SIZE = CacheSize.of(8, CONTEXT, num_trees=2)
 
 
+@pytest.fixture(scope="module", params=["moe", "qwen3moe"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts behind layers of both kinds of mixer, and behind attention alone."""
+    arch, options = CPU_VARIANTS[request.param]
+    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+    write_gguf(path, arch, **options)  # type: ignore[arg-type]
+    return path
+
+
 @pytest.fixture
-def runner(moe_path: Path) -> Iterator[CpuRunner]:
-    with CpuRunner.open(moe_path, threads=2, context_length=CONTEXT, cache_size=SIZE) as opened:
+def runner(path: Path) -> Iterator[CpuRunner]:
+    with CpuRunner.open(path, threads=2, context_length=CONTEXT, cache_size=SIZE) as opened:
         yield opened
 
 
@@ -45,11 +56,11 @@ def assert_holds(runner: CpuRunner, sequence: Sequence, ids: list[int]) -> None:
     runner.reset()
 
 
-def test_32_sequences_in_one_batch_are_each_what_they_are_alone(moe_path: Path) -> None:
+def test_32_sequences_in_one_batch_are_each_what_they_are_alone(path: Path) -> None:
     random = Random(32)
     prompts = [[random.randrange(256) for _ in range(random.randint(1, 290))] for _ in range(32)]
     size = CacheSize.of(33, 300)
-    with CpuRunner.open(moe_path, threads=2, context_length=300, cache_size=size) as runner:
+    with CpuRunner.open(path, threads=2, context_length=300, cache_size=size) as runner:
         sequences = [runner.new_sequence() for _ in prompts]
         for sequence, ids in zip(sequences, prompts, strict=True):
             step(runner, sequence, ids[: len(ids) // 2 + 1])
@@ -170,20 +181,20 @@ def test_a_pending_tree_waits_for_a_path(runner: CpuRunner) -> None:
 
 
 def test_sequences_that_were_released_or_are_of_another_runner_are_refused(
-    runner: CpuRunner, moe_path: Path
+    runner: CpuRunner, path: Path
 ) -> None:
     gone = runner.new_sequence()
     runner.release(gone)
-    with CpuRunner.open(moe_path, threads=1, context_length=16) as other:
+    with CpuRunner.open(path, threads=1, context_length=16) as other:
         for sequence, message in ((gone, "released"), (other.new_sequence(), "another model")):
             for call in (runner.branch, runner.release, lambda s: step(runner, s, [1])):
                 with pytest.raises(InvalidRequestError, match=message):
                     call(sequence)
 
 
-def test_a_step_without_room_changes_nothing(moe_path: Path) -> None:
+def test_a_step_without_room_changes_nothing(path: Path) -> None:
     size = CacheSize(num_blocks=3, num_states=2, num_tree_rows=4)
-    with CpuRunner.open(moe_path, threads=1, context_length=CONTEXT, cache_size=size) as runner:
+    with CpuRunner.open(path, threads=1, context_length=CONTEXT, cache_size=size) as runner:
         sequence = runner.new_sequence()
         step(runner, sequence, prompt(300))
         branch, third = runner.branch(sequence), runner.branch(sequence)

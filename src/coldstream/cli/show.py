@@ -60,19 +60,23 @@ def _summary(file: GGUFFile, spec: ModelSpec | None, problem: str) -> dict[str, 
     }
     if spec is None:
         return {**facts, "cannot run": problem}
-    num_attention = spec.layer_kinds.count("attention")
+    counts = {
+        "attention": spec.layer_kinds.count("attention"),
+        "gated DeltaNet": spec.layer_kinds.count("delta_net"),
+    }
     facts |= {
         "active": f"{format_count(active_parameters(spec, file.tensors))} parameters and "
         f"{format_bytes(bytes_per_token(spec, file.tensors))} of weights a token",
         "architecture": spec.architecture,
-        "layers": f"{num_attention} attention and {spec.num_layers - num_attention} gated DeltaNet"
+        "layers": " and ".join(f"{count} {mixer}" for mixer, count in counts.items() if count)
         + (f"; {spec.num_nextn_layers} for multi-token prediction" if spec.num_nextn_layers else ""),
         "hidden size": str(spec.hidden_size),
         "vocabulary": str(spec.vocab_size),
         "context": str(spec.context_length),
     }
     if spec.num_experts:
-        facts["experts"] = f"{spec.num_experts} a layer, {spec.num_experts_per_tok} a token, and a shared one"
+        shared = "" if spec.moe.shared == "none" else ", and a shared one"
+        facts["experts"] = f"{spec.num_experts} a layer, {spec.num_experts_per_tok} a token{shared}"
     return facts
 
 

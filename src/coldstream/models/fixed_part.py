@@ -10,6 +10,7 @@ from functools import cache
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import missing_packages
 from coldstream.models.footprint import model_sizes
+from coldstream.models.kernel_support import check_gpu_kernels
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
@@ -36,8 +37,10 @@ def fixed_parts_on_gpu(
 ) -> list[FixedPart]:
     """For each budget in bytes, with the largest steps of prefill whose activations are a modest part.
 
-    With shorter ones, down to 2048 tokens, if all experts fit beside those.
+    With shorter ones, down to 2048 tokens, if all experts fit beside those. Raises UnsupportedError for
+    layers that no GPU kernels compute.
     """
+    check_gpu_kernels(spec.layers)
     count = _estimated if missing_packages() else _counted
 
     @cache

@@ -40,8 +40,10 @@ _GATING: Final[Mapping[int, Gating]] = MappingProxyType(
 NORM_KEYS: Final = ("expert_weights_norm", "norm_top_k_prob")
 
 
-def read_attention(keys: Hyperparameters, *, output_gate: bool, qk_norm: QkNorm) -> AttentionSpec:
-    """The attention of all layers that attend."""
+def read_attention(
+    keys: Hyperparameters, *, output_gate: bool, qk_norm: QkNorm, rotates_whole_heads: bool = False
+) -> AttentionSpec:
+    """The attention of all layers that attend. A family that `rotates_whole_heads` need not say how much."""
     num_heads = keys.uniform("attention.head_count", MAX_HEADS)
     num_kv_heads = keys.uniform("attention.head_count_kv", num_heads)
     if num_heads % num_kv_heads:
@@ -50,7 +52,8 @@ def read_attention(keys: Hyperparameters, *, output_gate: bool, qk_norm: QkNorm)
     value_length = keys.integer("attention.value_length", 1, 1024, head_dim)
     if value_length != head_dim:
         raise keys.inconsistent("attention.value_length", f"{value_length}, the keys have {head_dim}")
-    rope_dims = keys.integer("rope.dimension_count", 2, head_dim)
+    default_rope_dims = head_dim if rotates_whole_heads else None
+    rope_dims = keys.integer("rope.dimension_count", 2, head_dim, default_rope_dims)
     if rope_dims % 2:
         raise keys.inconsistent("rope.dimension_count", f"{rope_dims}, expected an even number")
     keys.number("rope.scaling.factor", 1e-3, 1e6, 1.0)

@@ -1,0 +1,27 @@
+"""Qwen3 with experts: `qwen3moe`, such as Qwen3-30B-A3B, Qwen3-235B-A22B and Qwen3-Coder-30B-A3B.
+
+Every layer attends, without an output gate, and has experts, none of them shared. Norm weights are as in the
+checkpoint, which multiplies by them; nothing was added. Some files state that the shared expert has a size of
+0. Source: the converter of llama.cpp, and `Qwen3MoeForCausalLM` of transformers.
+"""
+
+from typing import Final
+
+from coldstream.models.architectures.architecture import Architecture
+from coldstream.models.hyperparameters import Hyperparameters
+from coldstream.models.layer_keys import read_attention, read_moe
+from coldstream.models.layer_specs import AttentionSpec, LayerSpec
+from coldstream.models.layer_tensors import Requirement, attention_tensors, ffn_tensors
+
+
+def _layers(keys: Hyperparameters) -> tuple[LayerSpec, ...]:
+    attention = read_attention(keys, output_gate=False, qk_norm="head", rotates_whole_heads=True)
+    return (LayerSpec(attention, read_moe(keys, shared="none")),) * keys.num_blocks
+
+
+def _block_tensors(layer: LayerSpec, hidden: int) -> tuple[Requirement, ...]:
+    assert isinstance(layer.mixer, AttentionSpec)
+    return (*attention_tensors(layer.mixer, hidden), *ffn_tensors(layer, hidden))
+
+
+QWEN3MOE: Final = Architecture("qwen3moe", _layers, _block_tensors, ffn_norm="ffn_norm")

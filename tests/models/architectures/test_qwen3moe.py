@@ -1,0 +1,174 @@
+"""Qwen3-MoE against `transformers` and llama.cpp, and what its files may say."""
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from builders import SMALL, TinyModel, make_model, write_model
+from coldstream.errors import InconsistentError, UnsupportedError
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.ops import RopeSpec
+from coldstream.models import ModelSpec, block_tensors, global_tensors
+from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.layer_specs import AttentionSpec, LayerSpec, MoeSpec
+from convert_hf import Variant, convert
+from gguf import GGMLQuantizationType as Type
+from hf_models import VOCAB_SIZE, hf_logits, tiny_qwen3moe
+from tools import llama_cpp
+
+hf_model = functools.cache(tiny_qwen3moe)
+EVERY_VARIANT = pytest.mark.parametrize(
+    "variant", [Variant(), Variant(fused_qkv=True, fused_experts=True)], ids=["apart", "fused"]
+)
+K_TYPES = {"": Type.Q4_K, "ffn_down_exps": Type.Q6_K, "output": Type.Q6_K}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small cost more to share out than to compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def random_ids(count: int) -> list[int]:
+    return [int(i) for i in np.random.default_rng(count).integers(0, VOCAB_SIZE - 2, count)]
+
+
+def cpu_logits(path: Path, token_ids: list[int], kv_type: str = "f16") -> np.ndarray:
+    with CpuRunner.open(path, threads=2, context_length=len(token_ids), kv_type=kv_type) as runner:
+        return runner.logits(token_ids)
+
+
+@EVERY_VARIANT
+def test_logits_equal_transformers(variant: Variant, tmp_path: Path) -> None:
+    """Over more than one chunk of positions."""
+    ids, model = random_ids(300), hf_model()
+    expected = hf_logits(model, ids).numpy()
+    assert expected.std() > 1
+    path = convert(model, tmp_path / "model.gguf", variant)
+    assert np.abs(cpu_logits(path, ids, "f32") - expected).max() < 1e-4
+
+
+def test_logits_equal_llama_cpp(tmp_path: Path) -> None:
+    ids = random_ids(300)
+    path = convert(hf_model(), tmp_path / "model.gguf")
+    assert np.abs(cpu_logits(path, ids, "f32") - llama_cpp.logits(path, ids)).max() < 1e-4
+
+
+def test_a_quantised_file_chooses_the_tokens_that_llama_cpp_chooses(tmp_path: Path) -> None:
+    """Both round activations, in ways of their own: where the two best logits are as good as equal, either
+    may be first."""
+    ids = random_ids(800)
+    path = convert(hf_model(), tmp_path / "model.gguf", Variant(K_TYPES))
+    theirs = llama_cpp.logits(path, ids)
+    second, first = np.sort(theirs, axis=-1)[:, -2:].T
+    is_clear = first - second > 0.1
+    assert is_clear.sum() >= 500
+    alike = cpu_logits(path, ids).argmax(-1) == theirs.argmax(-1)
+    assert alike.mean() > 0.95
+    assert alike[is_clear].mean() >= 0.99
+
+
+def qwen3_30b() -> ModelSpec:
+    """The published numbers of Qwen3-30B-A3B."""
+    attention = AttentionSpec(32, 4, 128, RopeSpec(128, 1e6), qk_norm="head")
+    return ModelSpec(
+        architecture="qwen3moe",
+        hidden_size=2048,
+        vocab_size=151936,
+        context_length=40960,
+        rms_norm_eps=1e-6,
+        tied_output=False,
+        layers=(LayerSpec(attention, MoeSpec(128, 8, 768)),) * 48,
+    )
+
+
+def test_tensors_of_published_files() -> None:
+    spec = qwen3_30b()
+    requirements = [*global_tensors(spec)]
+    for block in range(spec.num_blocks):
+        requirements += block_tensors(spec, block)
+    shapes = {name: shapes[0] for first, *_ in requirements for name, shapes in first.items()}
+    assert len(shapes) == 579
+    assert shapes["blk.47.attn_q.weight"] == (4096, 2048)
+    assert shapes["blk.0.attn_k.weight"] == (512, 2048)
+    assert shapes["blk.0.ffn_norm.weight"] == (2048,)
+    assert shapes["blk.0.ffn_down_exps.weight"] == (128, 2048, 768)
+    assert not any("shexp" in name for name in shapes)
+
+
+def tiny() -> TinyModel:
+    return make_model("qwen3moe", dims=SMALL, quant="F32", tokenizer=False)
+
+
+@pytest.fixture
+def spec_of(tmp_path: Path) -> Callable[[TinyModel], ModelSpec]:
+    def read(model: TinyModel) -> ModelSpec:
+        with GGUFFile.open(write_model(tmp_path / "tiny.gguf", model)[0]) as file:
+            return ModelSpec.from_gguf(file.metadata, file.tensors)
+
+    return read
+
+
+def test_the_spec_of_a_file(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+    """Whole heads rotate unless a key says otherwise, and a shared expert of size 0 is none."""
+    spec = spec_of(tiny())
+    assert spec.layer_kinds == ("attention",) * 4
+    assert spec.attention == AttentionSpec(4, 2, 8, RopeSpec(8, 1e7), qk_norm="head")
+    assert spec.moe == MoeSpec(4, 2, 32)
+    as_coder = tiny()
+    as_coder.metadata["qwen3moe.expert_shared_feed_forward_length"] = 0
+    assert spec_of(as_coder) == spec
+    partial = tiny()
+    partial.metadata["qwen3moe.rope.dimension_count"] = 4
+    assert spec_of(partial).attention.rope == RopeSpec(4, 1e7)
+
+
+def test_every_tensor_is_required(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+    for name in tiny().tensors:
+        if name == "output.weight":
+            continue  # without it the output is tied
+        model = tiny()
+        del model.tensors[name]
+        with pytest.raises(InconsistentError, match=name.replace(".", r"\.") + ".* is missing"):
+            spec_of(model)
+
+
+def test_a_query_with_a_gate_has_another_shape(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+    model = tiny()
+    model.tensors["blk.1.attn_q.weight"] = np.zeros((64, 32), np.float32)
+    with pytest.raises(InconsistentError, match=r"blk\.1\.attn_q\.weight"):
+        spec_of(model)
+
+
+@pytest.mark.parametrize("name", ["post_attention_norm.weight", "ffn_gate_shexp.weight"])
+def test_tensors_of_other_families_are_refused(name: str, spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+    other = make_model("qwen35moe", dims=SMALL, quant="F32", tokenizer=False)
+    model = tiny()
+    model.tensors[f"blk.0.{name}"] = other.tensors[f"blk.0.{name}"]
+    with pytest.raises(UnsupportedError, match=rf"blk\.0\.{name} .* in a qwen3moe block"):
+        spec_of(model)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("norm_top_k_prob", False, "supported: normalised expert weights"),
+        ("expert_weights_norm", False, "supported: normalised expert weights"),
+        ("expert_gating_func", 2, r"supported: softmax \(1\)"),
+        ("rope.scaling.type", "yarn", "supported: unscaled rotary embeddings"),
+    ],
+)
+def test_what_a_file_may_not_ask_for(
+    key: str, value: bool | int | str, message: str, spec_of: Callable[[TinyModel], ModelSpec]
+) -> None:
+    model = tiny()
+    model.metadata[f"qwen3moe.{key}"] = value
+    with pytest.raises(UnsupportedError, match=rf"qwen3moe\.{key}.*{message}"):
+        spec_of(model)
