@@ -30,12 +30,11 @@ def open_runner(path: Path, **options: object) -> CpuRunner:
     return CpuRunner.open(path, context_length=CONTEXT, cache_size=SIZE, **options)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer of each kind, since many trees are to be computed."""
-    (path,) = write_gguf(
-        tmp_path_factory.mktemp("models") / "small.gguf", types=MIX, dims=Dims(layers=2, interval=2)
-    )
+@pytest.fixture(scope="module", params=["qwen35moe", "qwen3moe"])
+def small_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer of each kind, or two of attention, since many trees are to be computed."""
+    path, dims = tmp_path_factory.mktemp("models") / "small.gguf", Dims(layers=2, interval=2)
+    write_gguf(path, request.param, types=MIX, dims=dims)
     return path
 
 
@@ -153,9 +152,9 @@ def branching_tree(seed: int) -> Tree:
     return next(tree for tree in iter(lambda: random_tree(random), None) if 4 < len(set(tree.parents)) < 20)
 
 
-def test_a_tree_means_what_the_reference_defines(moe_path: Path) -> None:
+def test_a_tree_means_what_the_reference_defines(small_path: Path) -> None:
     """A chain and a tree in one step, a commit, and a step of both after it, to the last bit."""
-    reference, tree = Reference(moe_path, exact=True), branching_tree(3)
+    reference, tree = Reference(small_path, exact=True), branching_tree(3)
     path = tree.path(len(tree.parents) - 1)
     steps: list[list[tuple[list[int], list[int] | None]]] = [
         [(prompt(29), None), (prompt(3), None)],
@@ -163,7 +162,7 @@ def test_a_tree_means_what_the_reference_defines(moe_path: Path) -> None:
         [([9], None), ([9], None)],
     ]
     with CpuRunner.open(
-        moe_path, threads=2, context_length=300, kv_type="f32", cache_size=CacheSize.of(2, 300, 1)
+        small_path, threads=2, context_length=300, kv_type="f32", cache_size=CacheSize.of(2, 300, 1)
     ) as runner:
         ours = [runner.new_sequence() for _ in range(2)]
 
@@ -181,8 +180,8 @@ def test_a_tree_means_what_the_reference_defines(moe_path: Path) -> None:
                 reference.commit(reference.sequences[0], path)
 
 
-def test_the_reference_that_rounds_as_pytorch_does_knows_trees(moe_path: Path) -> None:
-    reference, tree = Reference(moe_path, exact=False), branching_tree(4)
+def test_the_reference_that_rounds_as_pytorch_does_knows_trees(small_path: Path) -> None:
+    reference, tree = Reference(small_path, exact=False), branching_tree(4)
     first, second = reference.sequences
     reference.step(Batch((Segment(first, prompt(20)), Segment(second, prompt(20)))))
     path = tree.path(len(tree.parents) - 1)
