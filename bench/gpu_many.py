@@ -99,7 +99,8 @@ def routed(gate_tiling: Tiling, down_tiling: Tiling, num_rows: int, replays: int
     tile_tokens = min(gate_tiling.tokens, down_tiling.tokens)
 
     def group() -> None:
-        experts.group_experts(ids, tables, groups, tile_tokens)
+        experts.group_pairs(ids, len(tables.gate), groups)
+        experts.plan_tiles(ids.numel(), tables, groups, tile_tokens)
 
     def gate_up() -> None:
         job = experts.gate_up_job(x, tables, gate_tiling, FFN, HIDDEN, groups, hidden)

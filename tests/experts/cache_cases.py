@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from fake_device import Caller
 
+from coldstream.experts import ExpertCache
 from coldstream.placement.policies import (
     DecayedFrequency,
     Lfu,
@@ -47,4 +48,7 @@ def settle(caller: Caller, num_steps: int = 4) -> None:
         caller.step([], trains=False)
 
 
-# ---- decisions are the policy's
+def hit_rate(cache: ExpertCache) -> float:
+    """Of all layers together."""
+    hits, misses = cache.counters.hits.sum(), cache.counters.misses.sum()
+    return float(hits / (hits + misses))

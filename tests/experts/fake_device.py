@@ -103,18 +103,15 @@ class Caller:
         policy: Policy,
         *,
         profile: np.ndarray | None = None,
-        pinned: Iterable[int] = (),
         max_bytes_per_step: int | None = None,
         copies_wait: bool = False,
     ) -> None:
-        self.pinned = set(pinned)
         self.cache = ExpertCache(
             layer_bytes,
             num_experts,
             num_slots,
             policy,
             profile=profile,
-            pinned=np.array(sorted(self.pinned), np.int64),
             max_bytes_per_step=max_bytes_per_step,
             copies_wait=copies_wait,
         )
@@ -123,7 +120,6 @@ class Caller:
         self.max_bytes = max_bytes_per_step
         self.failures: dict[int, int] = {}
         self.given_up: set[int] = set()
-        self.resized = False
         self.hits = 0
 
     @property
@@ -143,7 +139,6 @@ class Caller:
         begun = sum(self.device.expert_bytes[copy.expert] for copy in start.copies)
         assert self.max_bytes is None or not begun or before + begun <= self.max_bytes
         assert not self.given_up & {copy.expert for copy in start.copies}
-        assert self.resized or not self.pinned & set(start.withdrawn.tolist())
         for size, slot in self.device.table.values():
             assert slot < self.num_slots[size]
         return start
@@ -174,7 +169,6 @@ class Caller:
     def resize(self, size: int, num_slots: int) -> None:
         self.cache.resize(size, num_slots)
         self.num_slots[size] = num_slots
-        self.resized = True
 
     def end_copies(self) -> None:
         for copy in list(self.device.writing):

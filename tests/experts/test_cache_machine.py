@@ -1,6 +1,5 @@
 """The cache under any order of events, small enough that a failure shrinks to a few lines."""
 
-import numpy as np
 from fake_device import Caller
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -31,7 +30,6 @@ class Residency(RuleBasedStateMachine):
         slots=st.tuples(st.integers(0, 6), st.integers(0, 3)),
         max_bytes=st.sampled_from((None, 0, 3, 8)),
         copies_wait=st.booleans(),
-        pinned=st.sets(EXPERTS, max_size=2),
         loaded=st.lists(EXPERTS, unique=True, max_size=6),
         readable=st.booleans(),
     )
@@ -41,7 +39,6 @@ class Residency(RuleBasedStateMachine):
         slots: tuple[int, int],
         max_bytes: int | None,
         copies_wait: bool,
-        pinned: set[int],
         loaded: list[int],
         readable: bool,
     ) -> None:
@@ -51,7 +48,6 @@ class Residency(RuleBasedStateMachine):
             NUM_EXPERTS,
             {3: slots[0], 5: slots[1]},
             made,
-            pinned=pinned,
             max_bytes_per_step=max_bytes,
             copies_wait=copies_wait,
         )
@@ -93,10 +89,6 @@ class Residency(RuleBasedStateMachine):
     @rule(data=st.data(), ok=st.booleans())
     def copied_again(self, data: st.DataObject, ok: bool) -> None:
         self.caller.copied_again(data.draw(st.sampled_from(self.device.ended)), ok)
-
-    @rule(predicted=st.lists(EXPERTS, max_size=6), max_copies=st.integers(-1, 3))
-    def prefetch(self, predicted: list[int], max_copies: int) -> None:
-        self.caller.cache.prefetch(np.array(predicted, np.int64), max_copies)
 
     @rule(size=st.sampled_from((3, 5)), num_slots=st.integers(0, 7))
     def resize(self, size: int, num_slots: int) -> None:

@@ -10,7 +10,6 @@ from random_residency import RandomResidency
 LAYER_BYTES = [3, 5, 3, 3]
 NUM_EXPERTS = 8
 NUM_NUMBERS = len(LAYER_BYTES) * NUM_EXPERTS
-PINNED = [0, 1, 8]
 
 
 class Simulation:
@@ -31,7 +30,6 @@ class Simulation:
             {3: int(self.rng.integers(0, 12)), 5: int(self.rng.integers(0, 6))},
             policies[self.rng.integers(len(policies))],
             profile=self.rng.random((len(LAYER_BYTES), NUM_EXPERTS)),
-            pinned=PINNED,
             max_bytes_per_step=(None, 0, 4, 9, 20)[self.rng.integers(5)],
             copies_wait=bool(self.rng.integers(2)),
         )
@@ -41,9 +39,9 @@ class Simulation:
     def load(self) -> None:
         chosen: list[int] = []
         room = dict(self.caller.num_slots)
-        for expert in [*PINNED, *self.rng.permutation(NUM_NUMBERS).tolist()]:
+        for expert in self.rng.permutation(NUM_NUMBERS).tolist():
             size = self.device.expert_bytes[expert]
-            if expert not in chosen and room[size]:
+            if room[size]:
                 room[size] -= 1
                 chosen.append(expert)
         self.caller.load(chosen[: self.rng.integers(len(chosen) + 1)])
@@ -75,22 +73,17 @@ class Simulation:
             copy = self.device.ended[self.rng.integers(len(self.device.ended))]
             self.caller.copied_again(copy, ok=bool(self.rng.integers(2)))
 
-    def prefetch(self) -> None:
-        predicted = self.rng.integers(0, NUM_NUMBERS, size=self.rng.integers(0, 12))
-        self.caller.cache.prefetch(predicted, int(self.rng.integers(-1, 5)))
-
     def resize(self) -> None:
         self.caller.resize((3, 5)[self.rng.integers(2)], int(self.rng.integers(0, 14)))
 
     def run(self, num_events: int) -> None:
         self.load()
         events = {
-            self.launch: 0.27,
-            self.finish: 0.25,
+            self.launch: 0.3,
+            self.finish: 0.28,
             self.copied: 0.25,
             self.read: 0.08,
             self.copied_again: 0.06,
-            self.prefetch: 0.06,
             self.resize: 0.03,
         }
         for index in self.rng.choice(len(events), size=num_events, p=list(events.values())):

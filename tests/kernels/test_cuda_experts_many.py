@@ -24,9 +24,10 @@ from coldstream.kernels.experts.cuda_many import (
     choose_tilings,
     experts_gate_up_many,
     experts_product_many,
-    group_experts,
+    group_pairs,
     instance,
     max_tiles,
+    plan_tiles,
 )
 from coldstream.kernels.experts.reference import routed_experts
 from coldstream.kernels.linear.reference import linear_exact
@@ -103,7 +104,8 @@ class Experts:
         tables = ExpertTables(addresses(gate, absent), addresses(up), addresses(down))
         groups = new_groups(num_pairs, num_experts)
         tilings = tilings or choose_tilings(num_pairs, num_experts, *self.types)
-        group_experts(topk_ids.cuda(), tables, groups, min(tiling.tokens for tiling in tilings))
+        group_pairs(topk_ids.cuda(), num_experts, groups)
+        plan_tiles(num_pairs, tables, groups, min(tiling.tokens for tiling in tilings))
         quantized = device_activations(x)
         if self.gate_type == self.up_type:
             gated = Guarded(num_pairs, ffn)
@@ -219,7 +221,8 @@ def test_groups_are_stable() -> None:
     ids = random_ids(9, 1000, 8, 32)
     tables = ExpertTables(*[torch.ones(32, dtype=torch.int64, device="cuda")] * 3)
     groups = new_groups(8000, 32)
-    group_experts(ids.cuda(), tables, groups, 64)
+    group_pairs(ids.cuda(), 32, groups)
+    plan_tiles(8000, tables, groups, 64)
     order = ids.flatten().argsort(stable=True).int()
     assert torch.equal(groups.pairs.cpu(), order)
     assert torch.equal(groups.tokens.cpu(), order // 8)

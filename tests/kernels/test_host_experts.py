@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldstream.kernels.experts.addresses import AddressWriter
-from coldstream.kernels.experts.cuda_many import ExpertTables, Groups, group_experts, plan_tiles
+from coldstream.kernels.experts.cuda_many import ExpertTables, Groups, group_pairs, plan_tiles
 from coldstream.kernels.experts.landing import MAX_GROUP
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.place_group import place_group_cuda
@@ -56,7 +56,8 @@ def test_groups_and_tiles(
     for matrix, expert in absent:
         tables[matrix, expert % num_experts] = 0
     memory = GuardedGroups(ids.numel(), num_experts, tile_tokens)
-    group_experts(ids, ExpertTables(*tables), memory.groups, tile_tokens)
+    group_pairs(ids, num_experts, memory.groups)
+    plan_tiles(ids.numel(), ExpertTables(*tables), memory.groups, tile_tokens)
     pairs, tokens, counts, tiles = (part.checked() for part in memory.parts)
     flat, start, expected_tiles = ids.view(-1), 0, []
     for expert in range(num_experts):

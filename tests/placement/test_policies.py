@@ -283,37 +283,17 @@ def test_the_profile_chooses_who_is_resident_at_first() -> None:
     assert simulate(trace, Static(), 2).misses.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [Lru(), Lfu(), DecayedFrequency(decay=1 - 1e-12, recency_decay=1 - 1e-12)],
-    ids=["lru", "lfu", "ours"],
-)
-def test_an_anticipated_score_is_the_one_after_a_use(policy: Policy) -> None:
-    """But for what the others lose to decay in that step."""
-    policy.start(np.zeros(6))
-    for used in ([0, 1], [1, 2], [0, 1]):
-        policy.observe(np.array(used))
-    for expert in (1, 5):
-        before = policy.scores.copy()
-        (anticipated,) = policy.anticipated(np.array([expert]))
-        assert np.array_equal(policy.scores, before)
-        policy.observe(np.array([expert]))
-        assert policy.scores[expert] == pytest.approx(anticipated)
-
-
 def test_candidates_of_a_callers_own_are_chosen_best_first() -> None:
     policy = DecayedFrequency(2, payback=0.0, hysteresis=1.0)
-    policy.start(np.array([0.1, 0.2, 0.3, 0.0, 0.0, 0.0]))
     candidates, residents = np.array([3, 5, 4]), np.array([2, 0, 1])
-    weakest, strongest = policy.scores[0], policy.scores[2]
-    changes = policy.choose(candidates, weakest + np.array([1.0, 0.5, 9.0]), residents, 1)
-    assert (changes.admitted.tolist(), changes.evicted.tolist()) == ([4, 3], [0])
-    changes = policy.choose(candidates, np.full(3, strongest), residents, 0)
-    assert (changes.admitted.tolist(), changes.evicted.tolist()) == ([3, 4], [0, 1])
-    changes = policy.choose(candidates, np.full(3, strongest), residents, 5)
-    assert (changes.admitted.tolist(), changes.evicted.tolist()) == ([3, 4], [])
-    changes = policy.choose(candidates, policy.scores[candidates], residents, 0)
-    assert not changes.admitted.size
+    policy.start(np.array([0.1, 0.2, 0.3, 0.4, 0.9, 0.35]))
+    for num_free, evicted in ((1, [0]), (0, [0, 1]), (5, [])):
+        changes = policy.choose(candidates, residents, num_free)
+        assert (changes.admitted.tolist(), changes.evicted.tolist()) == ([4, 3], evicted)
+    policy.start(np.array([0.1, 0.2, 0.3, 0.4, 0.4, 0.4]))
+    assert policy.choose(candidates, residents, 0).admitted.tolist() == [3, 4]
+    policy.start(np.array([0.1, 0.2, 0.3, 0.0, 0.0, 0.0]))
+    assert not policy.choose(candidates, residents, 0).admitted.size
 
 
 def test_no_slots_are_refused() -> None:

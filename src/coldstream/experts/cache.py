@@ -59,8 +59,7 @@ class Counters:
     """What happened, by layer: int64 [layers] each. Steps that do not train are left out.
 
     hits, misses: uses of experts that the step could read, or not; copies, copied_bytes: begun;
-    failed_copies: of these; evictions: experts withdrawn; useful_bytes: of prefetched experts that a step
-    then read; wasted_bytes: of those that left before.
+    failed_copies: of these; evictions: experts withdrawn.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -70,22 +69,13 @@ class Counters:
         self.copied_bytes = np.zeros(num_layers, np.int64)
         self.failed_copies = np.zeros(num_layers, np.int64)
         self.evictions = np.zeros(num_layers, np.int64)
-        self.useful_bytes = np.zeros(num_layers, np.int64)
-        self.wasted_bytes = np.zeros(num_layers, np.int64)
-
-    @property
-    def hit_rate(self) -> float:
-        """Of all layers together; 0 before the first use."""
-        uses = int(self.hits.sum() + self.misses.sum())
-        return float(self.hits.sum() / uses) if uses else 0.0
 
 
 class ExpertCache:
     """The slots, what they hold, and what `policy` lets in.
 
     layer_bytes: of an expert, by layer. num_slots: by the size of an expert in bytes; a size without an entry
-    has none. profile: expected uses a step, [layers, experts]; None: nothing is known. pinned: experts that
-    no other replaces once they are in; they leave only where `resize` takes their slot. max_bytes_per_step:
+    has none. profile: expected uses a step, [layers, experts]; None: nothing is known. max_bytes_per_step:
     of copies in flight after a step's start, and so of those that begin there; None: no limit. copies_wait:
     the caller lets each copy wait for its `after_step`, which may still run, and gets slots a step earlier.
     """
@@ -98,7 +88,6 @@ class ExpertCache:
         policy: Policy,
         *,
         profile: Array | None = None,
-        pinned: Array | None = None,
         max_bytes_per_step: int | None = None,
         copies_wait: bool = False,
     ) -> None:
@@ -119,10 +108,6 @@ class ExpertCache:
         self._slot = np.full(size, -1)  # of those that are loading or ready
         self._absent = np.ones(size, bool)  # neither loading nor ready nor wanted nor given up
         self._readable = np.zeros(size, bool)  # by the next step, as far as already decided
-        self._replaceable = np.ones(size, bool)
-        if pinned is not None:
-            self._replaceable[pinned] = False
-        self._prefetched = np.zeros(size, bool)  # and not used since
         self._wanted: deque[int] = deque()  # to be copied, in this order
         self._failed_once: set[int] = set()
         self._arrived: list[int] = []
@@ -131,7 +116,6 @@ class ExpertCache:
         self._last_started = self._last_finished = -1
         self._tables: deque[Array] = deque()  # what steps launched and not finished may read
         self._last_used = np.empty(0, np.int64)
-        self._predicted: deque[tuple[int, Array]] = deque()  # until which step they are spared
         policy.start(np.zeros(size) if profile is None else profile.reshape(size).astype(np.float64))
 
     def load(self, experts: Iterable[int]) -> tuple[Copy, ...]:
@@ -183,7 +167,6 @@ class ExpertCache:
         self._slot[copy.expert] = -1
         self.counters.failed_copies[copy.expert // self._num_experts] += 1
         if copy.expert in self._failed_once:
-            self._prefetched[copy.expert] = False
             return False  # and not absent: nobody lets it in again
         self._failed_once.add(copy.expert)
         self._wanted.appendleft(copy.expert)
@@ -206,28 +189,10 @@ class ExpertCache:
         if not trains:
             return
         self._last_used = used
-        while self._predicted and self._predicted[0][0] <= step:
-            self._predicted.popleft()
         self._count_uses(used, table[used])
         self._policy.observe(used)
         missed = used[self._absent[used]]
-        values = self._policy.scores[missed]
-        order = np.lexsort((missed, -values))
-        self._admit(missed[order], values[order])
-
-    def prefetch(self, predicted: Array, max_copies: int = -1) -> None:
-        """Lets in experts that later steps may use, where the policy would let them in after a use.
-
-        predicted: int64; repetition is demand. Of those that are absent the most demanded come first,
-        max_copies at most; negative: no limit. All that are predicted stay until the step after the next to
-        be launched has ended.
-        """
-        if predicted.size and not 0 <= predicted.min() <= predicted.max() < self._absent.size:
-            raise ValueError(f"expert numbers must be in [0, {self._absent.size})")
-        planned = plan_prefetch(predicted[self._absent[predicted]], max_copies)
-        self._predicted.append((self._last_started + 2, predicted))
-        admitted = self._admit(planned, self._policy.anticipated(planned))
-        self._prefetched[admitted] = True
+        self._admit(missed[np.lexsort((missed, -self._policy.scores[missed]))])
 
     def resize(self, expert_bytes: int, num_slots: int) -> None:
         """Sets the number of slots of a size. What is in those above is withdrawn at the next start.
@@ -262,19 +227,15 @@ class ExpertCache:
         num_layers = len(self._pool_of)
         self.counters.hits += np.bincount(layers[held], minlength=num_layers)
         self.counters.misses += np.bincount(layers[~held], minlength=num_layers)
-        for expert in used[held & self._prefetched[used]].tolist():
-            self._prefetched[expert] = False
-            self.counters.useful_bytes[expert // self._num_experts] += self._expert_bytes[expert]
 
-    def _admit(self, candidates: Array, values: Array) -> Array:
+    def _admit(self, candidates: Array) -> None:
         """Wants those of the candidates that pay, as far as the limit goes, in their order; withdraws whom
-        they replace, nobody who was used last or is predicted. Returns them.
+        they replace, nobody who was used last.
         """
         if candidates.size == 0:
-            return candidates
-        replaceable = self._readable & self._replaceable
-        for spared in (self._last_used, *(predicted for _, predicted in self._predicted)):
-            replaceable[spared] = False
+            return
+        replaceable = self._readable.copy()
+        replaceable[self._last_used] = False
         chosen = np.zeros(self._absent.size, bool)
         changes = {}
         for each, pool in self._pools.items():
@@ -282,7 +243,7 @@ class ExpertCache:
             num_free = pool.num_vacant - self._num_wanted(pool)
             owners = pool.owners[pool.owners >= 0]
             residents = owners[replaceable[owners]]
-            changes[each] = self._policy.choose(candidates[mine], values[mine], residents, num_free)
+            changes[each] = self._policy.choose(candidates[mine], residents, num_free)
             chosen[changes[each].admitted] = True
         admitted = candidates[chosen[candidates]][: self._policy.max_copies]
         if self._max_bytes is not None:
@@ -295,7 +256,6 @@ class ExpertCache:
                 self._withdraw(expert)
         self._absent[admitted] = False
         self._wanted.extend(admitted.tolist())
-        return admitted
 
     def _due(self) -> list[int]:
         """The wanted that have a slot and whose bytes may be in flight; no longer wanted."""
@@ -346,9 +306,6 @@ class ExpertCache:
 
     def _forget(self, expert: int) -> None:
         """It is absent again."""
-        if self._prefetched[expert]:
-            self._prefetched[expert] = False
-            self.counters.wasted_bytes[expert // self._num_experts] += self._expert_bytes[expert]
         self._slot[expert] = -1
         self._absent[expert] = True
 
@@ -360,12 +317,4 @@ class ExpertCache:
         mine = [expert for expert in self._wanted if self._pool(expert) is pool]
         for expert in mine[pool.num_vacant :]:
             self._wanted.remove(expert)
-            self._prefetched[expert] = False
             self._absent[expert] = True
-
-
-def plan_prefetch(predicted: Array, max_copies: int = -1) -> Array:
-    """The experts named most often, most first, equal ones by number; max_copies at most, negative: all."""
-    experts, demand = np.unique(predicted, return_counts=True)
-    order = np.lexsort((experts, -demand))
-    return experts[order if max_copies < 0 else order[:max_copies]]

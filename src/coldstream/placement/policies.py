@@ -69,10 +69,6 @@ class Policy(ABC):
         mask[used] = False
         return np.flatnonzero(mask)
 
-    def anticipated(self, experts: Array) -> Array:
-        """Their scores as if a step had just used them, float64 [n]; `scores` is not changed."""
-        return self.scores[experts]
-
     def step(self, used: Array, resident: Array, capacity: int) -> Changes:
         """What to change after a step that used the experts `used`, int64 without repetition.
 
@@ -83,14 +79,15 @@ class Policy(ABC):
         if missed.size == 0 or self.max_copies == 0:
             return Changes(_NONE, _NONE)
         num_free = capacity - int(np.count_nonzero(resident))
-        return self.choose(missed, self.scores[missed], self.replaceable(resident, used), num_free)
+        return self.choose(missed, self.replaceable(resident, used), num_free)
 
-    def choose(self, candidates: Array, values: Array, residents: Array, num_free: int) -> Changes:
+    def choose(self, candidates: Array, residents: Array, num_free: int) -> Changes:
         """The candidates that are worth a slot, best first, and the residents they replace, weakest first.
 
-        candidates: int64 without repetition, none of them resident; values: their scores, or as
-        `anticipated`, float64; residents: those that may go, int64. The first num_free replace nobody.
+        candidates: int64 without repetition, none of them resident; residents: those that may go, int64. The
+        first num_free replace nobody.
         """
+        values = self.scores[candidates]
         count = candidates.size if self.max_copies is None else min(candidates.size, self.max_copies)
         num_free = min(count, num_free)
         # Their numbers negated, so that of equally weak residents the highest goes first.
@@ -126,9 +123,6 @@ class Lru(Policy):
         self.scores[used] = np.arange(self._clock, self._clock + used.size)
         self._clock += used.size
 
-    def anticipated(self, experts: Array) -> Array:
-        return np.full(experts.size, float(self._clock))
-
 
 class Lfu(Policy):
     """The least often used since the start go first, and every miss is let in."""
@@ -138,9 +132,6 @@ class Lfu(Policy):
 
     def observe(self, used: Array) -> None:
         self.scores[used] += 1.0
-
-    def anticipated(self, experts: Array) -> Array:
-        return self.scores[experts] + 1.0
 
     def pays(self, candidates: Array, victims: Array) -> Array:
         return np.ones(candidates.size, bool)
@@ -196,9 +187,6 @@ class DecayedFrequency(Policy):
         self._frequency[used] += 1.0
         self._recency[used] += self._recency_weight
         np.add(self._frequency, self._recency, out=self.scores)
-
-    def anticipated(self, experts: Array) -> Array:
-        return self.scores[experts] + (1.0 + self._recency_weight)
 
     def pays(self, candidates: Array, victims: Array) -> Array:
         return (candidates > self._hysteresis * victims) & (candidates - victims >= self._payback)

@@ -112,12 +112,6 @@ def choose_tilings(num_pairs: int, num_experts: int, *quant_types: QuantType) ->
     return tuple(fitting(LARGE_TILINGS[quant_type]) for quant_type in quant_types)
 
 
-def group_experts(topk_ids: torch.Tensor, tables: ExpertTables, groups: Groups, tile_tokens: int) -> None:
-    """Write `groups` for int32 `topk_ids` [T, K]: `group_pairs`, then `plan_tiles`."""
-    group_pairs(topk_ids, len(tables.gate), groups)
-    plan_tiles(topk_ids.numel(), tables, groups, tile_tokens)
-
-
 def group_pairs(topk_ids: torch.Tensor, num_experts: int, groups: Groups) -> None:
     """Write the pairs, tokens and counts of `groups` for int32 `topk_ids` [T, K]: one launch.
 
