@@ -27,16 +27,16 @@ import numpy as np
 import torch
 
 from coldstream.engine.machine import measured_hardware
+from coldstream.experts.hybrid_ops import HybridOps
+from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kernels.cuda.memory import ALIGNMENT, DeviceMemory, Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, load_kernels, note_kernels
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.prefetch import TALLIES
-from coldstream.kernels.experts.prefetching import Prefetching
 from coldstream.kernels.experts.stamps import read_stamps
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.kernels.ops import ExpertWeights
 from coldstream.kernels.quant_tensor import QuantTensor
 from device import describe, graph_seconds

@@ -21,7 +21,7 @@ PHASES: dict[str, tuple[tuple[str, str], ...]] = {
     "compile or load kernels": (("kernels.cuda.program", "load_kernels"),),
     "copy weights to the GPU": (("kernels.cuda.loader", "CudaLoader.finish_loading"),),
     "page-lock the file": (("kernels.cuda.host_memory", "RegisteredMemory.register"),),
-    "map the file": (("kernels.experts.host", "HostExperts.map_weight"),),
+    "map the file": (("experts.host", "HostExperts.map_weight"),),
     "fill the experts' slots": (("models.partial_experts", "PartialExperts.fill"),),
     "dry runs: kernels and memory": (
         ("models.cuda_model", "kernels_of"),

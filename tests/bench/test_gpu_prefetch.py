@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda import limits
 from coldstream.kernels.cuda.few_shapes import instance_for
 from coldstream.kernels.cuda.limits import DeviceLimits
-from coldstream.kernels.experts.prefetching import Prefetching
 from gpu_prefetch import (
     NUM_LAYERS,
     STEPS,

@@ -18,7 +18,7 @@ from residency_cases import LAYERS, NUM_EXPERTS, SIZES, SLOTS_OF_A_SIZE, make_sl
 from coldstream.errors import DeviceError
 from coldstream.experts.cache import ExpertCache
 from coldstream.experts.residency import ExpertResidency, _Places
-from coldstream.kernels.experts.landing import MATRICES
+from coldstream.kernels.experts.shapes import MATRICES
 from device_model import ModelDevice, Operation, Pieces, range_of
 from device_seams import any_schedule, model_device, seeds
 from random_residency import RandomResidency

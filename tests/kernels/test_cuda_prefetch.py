@@ -7,13 +7,14 @@ import pytest
 import torch
 from cuda_row_cases import CUDA, check_compiles, random
 
+from coldstream.experts.prefetch_ring import PrefetchRing
+from coldstream.experts.prefetching import MAX_PREFETCHED, Prefetching
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import dot_lanes
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.partition import Places, partition_experts_cuda, sharing_of
-from coldstream.kernels.experts.prefetch import PROGRAM, PrefetchRing
-from coldstream.kernels.experts.prefetching import MAX_PREFETCHED, Prefetching
+from coldstream.kernels.experts.prefetch import PROGRAM
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.router.cuda import Ahead, router_few_cuda
 from coldstream.kernels.router.reference import choose_experts_exact

@@ -9,12 +9,11 @@ import torch
 from builders import make_model, write_model
 from coldstream.errors import ModelChangedError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.cpu_ops import CpuOps
+from coldstream.kernels.cpu_ops import CpuOps, UnreadCpuOps
 from coldstream.kernels.cuda.loader import CudaLoader
 from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.dequantize.reference import dequantize
 from coldstream.kernels.gathered_rows import read_rows
-from coldstream.kernels.pooled_cpu_ops import UnreadCpuOps
 from coldstream.kernels.reference_ops import ReferenceOps
 
 NAME = "blk.0.attn_qkv.weight"  # [512, 256]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from coldstream.kernels.experts.addresses import AddressWriter
 from coldstream.kernels.experts.cuda_many import ExpertTables, Groups, group_pairs, plan_tiles
-from coldstream.kernels.experts.landing import MAX_GROUP
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.place_group import place_group_cuda
+from coldstream.kernels.experts.shapes import MAX_GROUP
 from coldstream.kernels.experts.wait_answer import wait_answer_cuda
 
 CPU = torch.device("cpu")

@@ -16,7 +16,6 @@ from test_expert_server import E as WIDTH
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
-from coldstream.kernels.experts.landing import MATRICES
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
 from coldstream.kernels.experts.partition import (
     Places,
@@ -24,6 +23,7 @@ from coldstream.kernels.experts.partition import (
     partition_experts_cuda,
     sharing_of,
 )
+from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.table import ExpertTable
 from same_bits import assert_same_bits

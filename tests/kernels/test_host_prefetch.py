@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cuda_prefetch import wanted
 
+from coldstream.experts.prefetch_ring import PrefetchRing
+from coldstream.experts.prefetching import MAX_PREFETCHED, Prefetching
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.memory import ALIGNMENT
-from coldstream.kernels.experts.prefetch import TALLIES, PrefetchRing
-from coldstream.kernels.experts.prefetching import MAX_PREFETCHED, Prefetching
+from coldstream.kernels.experts.prefetch import TALLIES
 from coldstream.kernels.experts.table import ExpertTable
 
 pytestmark = pytest.mark.usefixtures("host")

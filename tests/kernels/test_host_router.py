@@ -12,10 +12,10 @@ from test_host_partition import USED
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import dot_lanes
-from coldstream.kernels.experts.landing import MATRICES
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.partition import Places, Prefetched, PrefetchNotes, sharing_of
 from coldstream.kernels.experts.prefetch import TALLIES
+from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.router.cuda import Ahead, router_choose_cuda, router_few_cuda

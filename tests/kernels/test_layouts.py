@@ -20,10 +20,10 @@ from coldstream.kernels.cuda.compiler import KERNELS, CompileError, _compile
 from coldstream.kernels.experts import cuda as experts_few
 from coldstream.kernels.experts import cuda_many as experts_many
 from coldstream.kernels.experts import (
-    landing,
     partition,
     place_group,
     prefetch,
+    shapes,
     stamps,
     wait_answer,
 )
@@ -122,13 +122,13 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "plan_threads": experts_many.PLAN_THREADS,
     },
     "experts/partition.cu": {
-        "num_matrices": landing.MATRICES,
+        "num_matrices": shapes.MATRICES,
         "num_tallies": len(prefetch.TALLIES),
         "partition_threads": partition.THREADS,
         "sizeof(LayerStamps) / 8": stamps.WORDS,
         "num_sums": len(stamps.SUMS),
     },
-    "experts/place_group.cu": {"max_group": landing.MAX_GROUP, "place_threads": place_group.THREADS},
+    "experts/place_group.cu": {"max_group": shapes.MAX_GROUP, "place_threads": place_group.THREADS},
     "experts/prefetch.cu": {
         "warp_size": prefetch.THREADS,
         "most_guesses": few_shapes.MAX_ROWS * partition.MAX_RANKS,

@@ -8,8 +8,8 @@ import torch
 from cuda.bindings import driver
 
 from coldstream.engine.routing_profile import routed_model
+from coldstream.experts.prefetching import LAYERS_AHEAD, Prefetching
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.experts.prefetching import LAYERS_AHEAD, Prefetching
 from coldstream.models.cuda_runner import CudaRunner, Placed
 from coldstream.models.footprint import model_sizes
 from coldstream.models.spec import ModelSpec

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from coldstream.experts.hybrid_ops import HybridOps
+from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.memory import Memory
-from coldstream.kernels.experts.landing import MATRICES
-from coldstream.kernels.experts.prefetching import Prefetching
-from coldstream.kernels.hybrid_ops import HybridOps
+from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.ops import ExpertWeights
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.models.partial_experts import PartialExperts

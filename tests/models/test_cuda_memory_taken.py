@@ -15,9 +15,9 @@ from runner_cases import MIX, token_ids
 from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.errors import OutOfMemoryError
+from coldstream.experts.hybrid_ops import HybridOps
+from coldstream.experts.prefetching import Prefetching
 from coldstream.experts.segments import SlotSegments
-from coldstream.kernels.experts.prefetching import Prefetching
-from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.models import partial_experts
 from coldstream.models.captured_steps import CapturedStep
 from coldstream.models.cuda_model import Loaded

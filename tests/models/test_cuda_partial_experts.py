@@ -16,8 +16,8 @@ from builders import write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.decoding import SamplingParams, choose_token
 from coldstream.errors import ModelChangedError
+from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.experts.prefetching import Prefetching
 from coldstream.models.cuda_runner import CudaRunner
 from random_residency import RandomResidency
 

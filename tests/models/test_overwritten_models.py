@@ -14,8 +14,8 @@ from runner_cases import token_ids
 
 from coldstream.assets import demo_model_path
 from coldstream.errors import ModelChangedError
+from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile, TensorInfo
-from coldstream.kernels.experts.prefetching import Prefetching
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.runner import ModelRunner
 from file_changes import overwrite_experts

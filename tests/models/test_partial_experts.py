@@ -16,9 +16,9 @@ from partial_cases import FewRows
 
 from builders import write_gguf
 from coldstream.errors import GenerationFault
-from coldstream.kernels.experts.landing import MATRICES
+from coldstream.experts.prefetching import Prefetching
 from coldstream.kernels.experts.mailbox import MAX_ROWS, WORDS_PER_LINE, Mailbox
-from coldstream.kernels.experts.prefetching import Prefetching
+from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.models import partial_experts
 from device_seams import any_schedule, model_device, seeds
 

@@ -18,7 +18,7 @@ from runner_cases import MIX, token_ids
 from builders import Dims, write_gguf
 from coldstream import LLM, SamplingParams
 from coldstream.errors import GenerationFault
-from coldstream.kernels.experts.prefetching import Prefetching
+from coldstream.experts.prefetching import Prefetching
 from coldstream.models.cpu_runner import CpuRunner
 from hash_runner import opened_with
 

@@ -16,12 +16,12 @@ from runner_cases import VARIANTS, token_ids
 from builders import write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.errors import DeviceError, ModelChangedError
+from coldstream.experts import copies
+from coldstream.experts.copies import DirectCopies
+from coldstream.experts.landing import CpuShare, least_ring
+from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
-from coldstream.kernels.experts import copies
-from coldstream.kernels.experts.copies import DirectCopies
-from coldstream.kernels.experts.landing import CpuShare, least_ring
-from coldstream.kernels.experts.prefetching import Prefetching
 from coldstream.models.cuda_model import Limits, plan_memory
 from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.spec import ModelSpec

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from coldstream.engine.sizes import parse_size
 from coldstream.errors import ConfigError, OutOfMemoryError, shown
+from coldstream.experts.prefetching import MAX_PREFETCHED
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
-from coldstream.kernels.experts.prefetching import MAX_PREFETCHED
 from coldstream.models.spec import ModelSpec
 
 DEVICES = ("auto", "cpu", "cuda")

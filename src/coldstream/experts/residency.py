@@ -12,7 +12,7 @@ from coldstream.errors import DeviceError
 from coldstream.experts.cache import Copy, ExpertCache
 from coldstream.experts.segments import SlotSegments
 from coldstream.kernels.experts.addresses import AddressWriter
-from coldstream.kernels.experts.landing import MATRICES
+from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.placement.sizes import slot_bytes
 

@@ -247,6 +247,17 @@ class CpuOps(ComposedOps):
         return out
 
 
+class UnreadCpuOps(CpuOps):
+    """`CpuOps` that read no weight: to find out what a captured forward pass takes, not to run it."""
+
+    def load_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
+        return self.map_weight(file, info)
+
+    def load_rows(self, file: GGUFFile, info: TensorInfo, row_ids: Sequence[int]) -> _csrc.Weight:
+        """As many rows, from the first one."""
+        return self.map_weight(file, info).rows(0, len(row_ids))
+
+
 def batch_rows(rows: BatchRows | None) -> _csrc.BatchRows | None:
     """As the kernels take them; the arrays are not copied."""
     if rows is None:

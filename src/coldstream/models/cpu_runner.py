@@ -9,9 +9,9 @@ import numpy as np
 
 from coldstream.errors import host_memory_errors
 from coldstream.experts.disk_tier import DiskStatistics, DiskTier
+from coldstream.experts.pooled_cpu_ops import PooledCpuOps, UnreadPooledCpuOps
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.cpu_ops import CpuOps, RoutingCpuOps
-from coldstream.kernels.pooled_cpu_ops import PooledCpuOps, UnreadCpuOps, UnreadPooledCpuOps
+from coldstream.kernels.cpu_ops import CpuOps, RoutingCpuOps, UnreadCpuOps
 from coldstream.kvcache.batch import Batch, BatchInputs, BatchLimits, CheckedSegment, check_batch
 from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence import Checkpoint, Sequence

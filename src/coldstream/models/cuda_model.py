@@ -12,6 +12,9 @@ import numpy as np
 import torch
 
 from coldstream.errors import OutOfMemoryError, UnsupportedError
+from coldstream.experts.host import HostExperts
+from coldstream.experts.hybrid_ops import HybridOps
+from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
 from coldstream.kernels.cuda.activations import Activations
@@ -19,11 +22,8 @@ from coldstream.kernels.cuda.memory import ALIGNMENT, Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.cuda.staged import StagedMemory
 from coldstream.kernels.cuda_ops import FEW_STEPS, CudaOps
-from coldstream.kernels.experts.host import HostExperts
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
-from coldstream.kernels.experts.prefetching import Prefetching
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
-from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE

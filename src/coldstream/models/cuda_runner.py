@@ -11,6 +11,9 @@ import torch
 from coldstream.errors import ColdstreamError, OutOfMemoryError
 from coldstream.experts.cache import ExpertCache
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
+from coldstream.experts.hybrid_ops import HybridOps
+from coldstream.experts.prefetching import LAYERS_AHEAD, Prefetching
+from coldstream.experts.streaming import StreamCounters
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.compiler import default_cache
@@ -18,9 +21,6 @@ from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import load_kernels
 from coldstream.kernels.experts.mailbox import MAX_ROWS
-from coldstream.kernels.experts.prefetching import LAYERS_AHEAD, Prefetching
-from coldstream.kernels.experts.streaming import StreamCounters
-from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.models.captured_steps import CapturedSteps
 from coldstream.models.cuda_logits import CudaLogits
 from coldstream.models.cuda_model import (

@@ -6,16 +6,16 @@ import torch
 
 from coldstream.experts.cache import ExpertCache
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
+from coldstream.experts.host import HostExperts
+from coldstream.experts.hybrid_ops import HybridOps
 from coldstream.experts.prefetch_statistics import GuessCounter, PrefetchStatistics
 from coldstream.experts.residency import ExpertResidency, expert_bytes
 from coldstream.experts.segments import SlotSegments
 from coldstream.experts.slot_shares import slot_shares
 from coldstream.experts.step_times import StepTimes
-from coldstream.kernels.experts.host import HostExperts
+from coldstream.experts.streaming import ExpertStream, StreamCounters
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
 from coldstream.kernels.experts.stamps import read_stamps
-from coldstream.kernels.experts.streaming import ExpertStream, StreamCounters
-from coldstream.kernels.hybrid_ops import HybridOps
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.policies import DecayedFrequency, Policy
 from coldstream.placement.run_plan import RunPlan

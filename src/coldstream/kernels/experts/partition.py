@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from coldstream.kernels.cuda.program import CudaProgram
-from coldstream.kernels.experts.landing import MATRICES
 from coldstream.kernels.experts.mailbox import MAX_ROWS, ROWS_SHIFT, Mailbox
+from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
 
 PROGRAM = CudaProgram(Path(__file__).with_name("partition.cu"), ("partition_experts",))

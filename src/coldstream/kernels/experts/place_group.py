@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from coldstream.kernels.cuda.program import CudaProgram
-from coldstream.kernels.experts.landing import MATRICES, MAX_GROUP
+from coldstream.kernels.experts.shapes import MATRICES, MAX_GROUP
 
 PROGRAM = CudaProgram(Path(__file__).with_name("place_group.cu"), ("place_group",))
 THREADS = 256

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.kernels.experts.prefetching import MAX_PREFETCHED, Prefetching
+from coldstream.experts.prefetching import MAX_PREFETCHED, Prefetching
 
 
 @pytest.mark.parametrize(("distance", "experts"), [(0, 1), (1, 0), (1, MAX_PREFETCHED + 1)])

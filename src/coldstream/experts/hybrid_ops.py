@@ -1,7 +1,7 @@
 """The operations on a GPU that does not hold all experts: who computes a pair is decided on the device.
 
-Few rows are computed by the GPU and the CPU together (`experts/partition.py`), which can be captured. The
-missing experts of many rows come by (`streamed_ops.py`), as the host decides layer by layer.
+Few rows are computed by the GPU and the CPU together (`kernels/experts/partition.py`), which can be captured.
+The missing experts of many rows come by (`streamed_ops.py`), as the host decides layer by layer.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -9,6 +9,10 @@ from dataclasses import replace
 
 import torch
 
+from coldstream.experts.host import HostExperts
+from coldstream.experts.prefetch_ring import PrefetchRing
+from coldstream.experts.prefetching import Prefetching
+from coldstream.experts.streamed_ops import StreamedOps
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cuda.activations import Activations, as_floats
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES
@@ -16,17 +20,13 @@ from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.experts.cuda_layer import Stacks, is_one_launch
-from coldstream.kernels.experts.host import HostExperts
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
 from coldstream.kernels.experts.partition import MAX_RANKS, Places, sharing_of
-from coldstream.kernels.experts.prefetch import PrefetchRing
-from coldstream.kernels.experts.prefetching import Prefetching
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.router.cuda import Ahead
-from coldstream.kernels.streamed_ops import StreamedOps
 
 
 class HybridOps(StreamedOps):
@@ -35,7 +35,7 @@ class HybridOps(StreamedOps):
     Slots are not handed out here: `layers` has the tables of each layer, in the order of the forward pass
     once that has run, for somebody who fills slots and writes addresses; those of `whole_layers` are not
     among them. `streamed` is int32 [MAX_RANKS + 1], see `sharing_of`; `stamps` int64 [layers, WORDS], see
-    `experts/stamps.py`. Over a `MemoryPlan` there is no `host`.
+    `kernels/experts/stamps.py`. Over a `MemoryPlan` there is no `host`.
     """
 
     def __init__(

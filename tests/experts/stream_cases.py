@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from coldstream.experts.host import HostExperts
+from coldstream.experts.streaming import ExpertStream, LandedGroup
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels import _csrc
-from coldstream.kernels.experts.host import HostExperts
-from coldstream.kernels.experts.landing import MATRICES
 from coldstream.kernels.experts.mailbox import Mailbox
-from coldstream.kernels.experts.streaming import ExpertStream, LandedGroup
+from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
 from device_model import ModelDevice, Operation, range_of
 

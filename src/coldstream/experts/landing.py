@@ -10,17 +10,17 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from coldstream.kernels.experts.shapes import MATRICES, MAX_GROUP
+
 Array = np.ndarray[Any, Any]
 
 ALIGNMENT = 256
-MATRICES = 3  # gate, up, down
-MAX_GROUP = 64  # experts, as the kernel that writes their addresses takes them
 MIN_LANDINGS = 3  # one is read, one is written, and one waits
 LANDING_BYTES = 32 * 2**20
 FIRST_BUS_RATE, FIRST_CPU_RATE = 20e9, 10e9  # bytes a second, before any was measured
 
 
-class Copy(NamedTuple):
+class LandingCopy(NamedTuple):
     """Bytes of a group: from an address of the host's to an offset in the landing."""
 
     source: int
@@ -47,7 +47,7 @@ class LayerShape:
         ends = np.cumsum([-(-count * size // ALIGNMENT) * ALIGNMENT for size in self.sizes])
         return (0, *ends[:-1].tolist())
 
-    def copies(self, experts: Sequence[int]) -> Iterator[Copy]:
+    def copies(self, experts: Sequence[int]) -> Iterator[LandingCopy]:
         """What brings a group of ascending experts."""
         if self.steps == self.sizes:
             runs = list(adjacent_runs(experts))
@@ -56,7 +56,7 @@ class LayerShape:
         matrices = zip(self.sources, self.steps, self.sizes, self.offsets(len(experts)), strict=True)
         for source, step, size, offset in matrices:
             for place, expert, count in runs:
-                yield Copy(source + expert * step, offset + place * size, count * size)
+                yield LandingCopy(source + expert * step, offset + place * size, count * size)
 
 
 def adjacent_runs(experts: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -17,8 +17,8 @@ import torch
 from cuda.bindings import driver
 
 from coldstream.errors import ColdstreamError, DeviceError, ModelChangedError
-from coldstream.kernels.experts.host import HostExperts
-from coldstream.kernels.experts.landing import Copy
+from coldstream.experts.host import HostExperts
+from coldstream.experts.landing import LandingCopy
 
 NUM_BUFFERS = 2
 NUM_READERS = 8
@@ -78,7 +78,7 @@ class Transfer:
 class Copies(Protocol):
     """Brings bytes of the host's to the device, in the order in which they are begun."""
 
-    def begin(self, copies: Sequence[Copy], landing: int, after: torch.cuda.Event | None) -> Transfer:
+    def begin(self, copies: Sequence[LandingCopy], landing: int, after: torch.cuda.Event | None) -> Transfer:
         """Copies to the device address `landing`, once `after` has happened."""
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class DirectCopies:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def begin(self, copies: Sequence[Copy], landing: int, after: torch.cuda.Event | None) -> Transfer:
+    def begin(self, copies: Sequence[LandingCopy], landing: int, after: torch.cuda.Event | None) -> Transfer:
         if after is not None:
             self._stream.wait_event(after)
         begun = _recorded(self._stream)
@@ -117,13 +117,13 @@ class StagedCopies:
         self._in_order = ThreadPoolExecutor(1, initializer=torch.cuda.synchronize)
         self._readers = ThreadPoolExecutor(NUM_READERS)
 
-    def begin(self, copies: Sequence[Copy], landing: int, after: torch.cuda.Event | None) -> Transfer:
+    def begin(self, copies: Sequence[LandingCopy], landing: int, after: torch.cuda.Event | None) -> Transfer:
         index, self._count = self._count % NUM_BUFFERS, self._count + 1
         future = self._in_order.submit(self._bring, index, copies, landing, after)
         return Transfer(num_bytes_of(copies), future)
 
     def _bring(
-        self, index: int, copies: Sequence[Copy], landing: int, after: torch.cuda.Event | None
+        self, index: int, copies: Sequence[LandingCopy], landing: int, after: torch.cuda.Event | None
     ) -> Landed:
         buffer, free = self._buffers[index], self._free[index]
         if free is not None:
@@ -152,12 +152,12 @@ class StagedCopies:
         self._stream.synchronize()
 
 
-def num_bytes_of(copies: Sequence[Copy]) -> int:
+def num_bytes_of(copies: Sequence[LandingCopy]) -> int:
     return sum(copy.size for copy in copies)
 
 
 def copy_to_device(
-    copies: Sequence[Copy], landing: int, stream: torch.cuda.Stream, first_source: int | None = None
+    copies: Sequence[LandingCopy], landing: int, stream: torch.cuda.Stream, first_source: int | None = None
 ) -> None:
     """Queues copies from page-locked memory, in any order; a refusal is repeated once. Raises DeviceError.
 

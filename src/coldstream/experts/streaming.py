@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from coldstream.kernels.experts.copies import Copies, DirectCopies, StagedCopies, Transfer
-from coldstream.kernels.experts.host import HostExperts
-from coldstream.kernels.experts.landing import (
+from coldstream.experts.copies import Copies, DirectCopies, StagedCopies, Transfer
+from coldstream.experts.host import HostExperts
+from coldstream.experts.landing import (
     CpuShare,
     LayerShape,
     Lookahead,

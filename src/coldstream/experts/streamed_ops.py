@@ -1,6 +1,6 @@
 """The operations on a GPU that sees most experts of a long prompt only as they come by.
 
-`experts/streaming.py` decides when and where; what is computed of a group that has landed is here.
+`streaming.py` decides when and where; what is computed of a group that has landed is here.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,8 @@ from functools import partial
 
 import torch
 
+from coldstream.experts.host import HostExperts
+from coldstream.experts.streaming import ExpertStream, LandedGroup
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES
 from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
@@ -16,10 +18,8 @@ from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.cuda_layer import Stacks, down_many, gate_up_grouped
 from coldstream.kernels.experts.cuda_many import Groups, group_pairs, max_tiles
-from coldstream.kernels.experts.host import HostExperts
-from coldstream.kernels.experts.landing import MATRICES
 from coldstream.kernels.experts.place_group import place_group_cuda
-from coldstream.kernels.experts.streaming import ExpertStream, LandedGroup
+from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
 from coldstream.kernels.quantize.cuda import quantize_cuda

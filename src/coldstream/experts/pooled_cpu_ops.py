@@ -47,19 +47,8 @@ class PooledCpuOps(CpuOps):
         return out
 
 
-class UnreadCpuOps(CpuOps):
-    """`CpuOps` that read no weight: to find out what a captured forward pass takes, not to run it."""
-
-    def load_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
-        return self.map_weight(file, info)
-
-    def load_rows(self, file: GGUFFile, info: TensorInfo, row_ids: Sequence[int]) -> _csrc.Weight:
-        """As many rows, from the first one."""
-        return self.map_weight(file, info).rows(0, len(row_ids))
-
-
 class UnreadPooledCpuOps(PooledCpuOps):
-    """The same for `PooledCpuOps`, whose pool needs no slots then."""
+    """`UnreadCpuOps` for `PooledCpuOps`, whose pool needs no slots then."""
 
     def load_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
         return self.map_weight(file, info)

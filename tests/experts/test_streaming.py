@@ -16,10 +16,10 @@ from stream_cases import CHUNK, LANDING, MAX_CPU_ROWS, Prompts, open_host
 
 from builders import write_gguf
 from coldstream.errors import DeviceError, ModelChangedError
+from coldstream.experts import streaming
+from coldstream.experts.landing import CpuShare
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
-from coldstream.kernels.experts import streaming
-from coldstream.kernels.experts.landing import CpuShare
 from device_model import Pieces
 from device_seams import any_schedule, model_device, seeds
 
