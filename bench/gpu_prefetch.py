@@ -127,14 +127,15 @@ def make_layers(shape: Shape, device: str, keep: Callable[[torch.Tensor], torch.
     )
 
 
-def make_ops(memory: Memory, mailbox: Mailbox, shape: Shape, prefetching: Prefetching | None) -> HybridOps:
+def make_ops(memory: Memory, mailbox: Mailbox, layers: Layers, prefetching: Prefetching | None) -> HybridOps:
     """Without a CPU; all missing experts of a token are read over the bus."""
-    ring_bytes = 0
+    shape, ring_bytes = layers.shape, 0
     if prefetching is not None:
         aligned = expert_bytes(shape) + len(matrices_of(shape)) * ALIGNMENT
         ring_bytes = (prefetching.distance + 1) * prefetching.experts * aligned
     is_plan = isinstance(memory, MemoryPlan)
     ops = HybridOps(memory, 1, mailbox, None, (), ring_bytes, prefetching, notes_kernels=is_plan)
+    ops.number_layers(layers.experts)
     if not is_plan:
         ops.streamed.copy_(torch.arange(len(ops.streamed)))
     return ops
@@ -161,7 +162,7 @@ def plan_steps(layers: Layers, prefetching: Prefetching | None) -> tuple[MemoryP
     """The memory of a step while the outputs of two others are held, and the kernels that it takes."""
     shape, memory = layers.shape, MemoryPlan()
     mailbox = Mailbox.planned(NUM_LAYERS, shape.experts_per_token, shape.hidden)
-    ops = make_ops(memory, mailbox, shape, prefetching)
+    ops = make_ops(memory, mailbox, layers, prefetching)
     with note_kernels() as noted:
         _ = [run_step(ops, layers, no_pause) for _ in range(3)]
     return memory, noted
@@ -182,7 +183,7 @@ class Stepper:
         shape = layers.shape
         mailbox = Mailbox.create(NUM_LAYERS, shape.experts_per_token, shape.hidden)
         memory = DeviceMemory(planned.persistent_bytes, planned.workspace_bytes)
-        stepper = cls(make_ops(memory, mailbox, shape, prefetching), mailbox, layers)
+        stepper = cls(make_ops(memory, mailbox, layers, prefetching), mailbox, layers)
         for _ in range(2):
             run_step(stepper.ops, layers, no_pause)
         torch.cuda.synchronize()

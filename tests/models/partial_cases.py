@@ -1,5 +1,6 @@
 """Steps of a GPU that holds some experts, as its runner queues them, on the model of a device."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +38,24 @@ class HostMemory(Memory):
 class FewRows:
     """Routers and experts of few rows, which prefetch; of each launch what matters to the order is noted."""
 
-    def __init__(self, device: ModelDevice, path: Path, seed: int, prefetching: Prefetching) -> None:
+    def __init__(
+        self,
+        device: ModelDevice,
+        path: Path,
+        seed: int,
+        prefetching: Prefetching,
+        whole_layers: Collection[int] = (),
+    ) -> None:
         self.device, self.rng = device, np.random.default_rng(seed)
         device.kernels |= {"router_few": self._route, "prefetch_experts": self._fetch}
         self.file = GGUFFile.open(path)
         self.spec = ModelSpec.from_gguf(self.file.metadata, self.file.tensors)
         self.partial = PartialExperts(self.spec, 1, "generic", CHUNK)
         host = self.partial.host
-        self.ops = HybridOps(
-            HostMemory(), 256, host.mailbox, host, ring_bytes=RING_BYTES, prefetching=prefetching
-        )
+        self.ops = HybridOps(HostMemory(), 256, host.mailbox, host, whole_layers, RING_BYTES, prefetching)
         self.partial.attach(self.ops)
         self.weights = [self._layer(layer) for layer in range(self.spec.num_layers)]
+        self.ops.number_layers(self.weights)
         self.fetches: dict[int, Operation] = {}  # of the running step, by layer
         self.sharing: Any = None
 
@@ -65,21 +72,25 @@ class FewRows:
     def queue(self, rows: int) -> None:
         """All layers of a step."""
         self.fetches.clear()
-        for layer, weights in enumerate(self.weights):
-            x = self.ops.activations(rows, self.spec.hidden_size)
-            self.ops.router(
-                x,
-                self._floats(self.spec.num_experts),
-                self._floats(1),
-                self.spec.num_experts_per_tok,
-                weights,
-            )
+        for layer in range(len(self.weights)):
+            self.route(layer, rows)
             places = self.sharing.prefetched
             if places.keys and layer in self.fetches and self.rng.random() < 0.6:
                 # A key that a kernel has seen orders its reads behind the copy; else nobody waits.
                 place = (places.data, places.count * places.place_bytes)
                 self.device.queue(f"experts {layer}", reads=[place], after=[self.fetches[layer]])
         self.ops.finish_step()
+
+    def route(self, layer: int, rows: int) -> None:
+        """The router of a layer."""
+        x = self.ops.activations(rows, self.spec.hidden_size)
+        self.ops.router(
+            x,
+            self._floats(self.spec.num_experts),
+            self._floats(1),
+            self.spec.num_experts_per_tok,
+            self.weights[layer],
+        )
 
     def step(self, rows: int) -> None:
         """One of a runner."""

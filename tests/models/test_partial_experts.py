@@ -1,6 +1,6 @@
 """What a step does beside the model where the GPU does not hold all experts, without a GPU."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,9 +33,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def few_rows_of(path: Path, seed: int = 0, prefetching: Prefetching | None = None) -> Iterator[FewRows]:
+def few_rows_of(
+    path: Path, seed: int = 0, prefetching: Prefetching | None = None, whole_layers: Collection[int] = ()
+) -> Iterator[FewRows]:
     with model_device(seed) as device:
-        runner = FewRows(device, path, seed, prefetching or Prefetching(1, 2))
+        runner = FewRows(device, path, seed, prefetching or Prefetching(1, 2), whole_layers)
         yield runner
         runner.close()
 
@@ -49,7 +51,7 @@ def test_ex04_no_place_is_filled_while_its_layer_may_read_it(
         later = list(range(prefetching.distance, runner.spec.num_layers))
         for step, count in enumerate(rows):
             runner.step(count)
-            # Which layers come later is known once all have run.
+            # A layer's router is known once it has run.
             assert sorted(runner.fetches) == (later if step else [])
             # What has been waited for includes what ran beside the step.
             runner.device.queue("another", writes=[(runner.ops.ring.data_ptr(), runner.ops.ring.numel())])
@@ -73,6 +75,18 @@ def test_ex04_copies_of_a_failed_prompt_are_over_before_experts_come_ahead(path:
         runner.partial.ended()
         runner.step(1)
         runner.step(2)
+
+
+def test_layers_have_their_numbers_before_any_has_run(path: Path) -> None:
+    with few_rows_of(path, whole_layers=[1]) as runner:
+        partial = [0, 2, 3]
+        assert [stacks[2] for stacks in runner.ops.layers] == [runner.weights[i].down for i in partial]
+        assert len(runner.partial.host.server.work()) == len(partial)
+        assert runner.ops.stream is not None
+        assert len(runner.ops.stream.resident) == len(partial)
+        for number, layer in reversed(list(enumerate(partial))):
+            runner.route(layer, 2)
+            assert runner.sharing.request == (number + 1) | 2 << 16
 
 
 def test_a_layer_that_nobody_could_guess_at_has_no_places(path: Path) -> None:

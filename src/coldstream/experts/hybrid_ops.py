@@ -32,10 +32,10 @@ from coldstream.kernels.router.cuda import Ahead
 class HybridOps(StreamedOps):
     """`CudaOps` whose routed experts have slots in the device's memory, or lie in the host's.
 
-    Slots are not handed out here: `layers` has the tables of each layer, in the order of the forward pass
-    once that has run, for somebody who fills slots and writes addresses; those of `whole_layers` are not
-    among them. `streamed` is int32 [MAX_RANKS + 1], see `sharing_of`; `stamps` int64 [layers, WORDS], see
-    `kernels/experts/stamps.py`. Over a `MemoryPlan` there is no `host`.
+    Slots are not handed out here: `layers` has the tables of each layer, in the model's order, for somebody
+    who fills slots and writes addresses; those of `whole_layers` are not among them. `number_layers` comes
+    before the first step. `streamed` is int32 [MAX_RANKS + 1], see `sharing_of`; `stamps` int64 [layers,
+    WORDS], see `kernels/experts/stamps.py`. Over a `MemoryPlan` there is no `host`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class HybridOps(StreamedOps):
         self._mailbox = mailbox
         self._whole = tuple(f"blk.{layer}." for layer in whole_layers)
         self.layers: list[Stacks] = []
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}  # by the identity of a layer's first table
         self.streamed = self.zeros((MAX_RANKS + 1,), "int32")
         self.stamps = memory.persistent((len(mailbox.used), WORDS), torch.int64).zero_()
         self._pairs = self.int_vector(range(MAX_ROWS * MAX_RANKS))
@@ -100,6 +100,23 @@ class HybridOps(StreamedOps):
             table.step,
         )  # fmt: skip
 
+    def number_layers(self, experts: Iterable[ExpertWeights]) -> None:
+        """Once, when they are loaded: the experts of all layers, in the model's order.
+
+        Those that may miss an expert are numbered from 0 on, as in `slot_shares`. ValueError for experts that
+        do not fit into the ring.
+        """
+        for weights in experts:
+            if not weights.gate.is_partial:
+                continue
+            stacks = (weights.gate, weights.up, weights.down)
+            self._numbers[id(weights.gate)] = len(self.layers)
+            self.layers.append(stacks)
+            if self.host is not None:
+                self.host.add_layer(*(stack.host for stack in stacks))
+            if self.stream is not None:
+                self.stream.add_layer(stacks)
+
     def router(
         self,
         x: Activations,
@@ -112,7 +129,7 @@ class HybridOps(StreamedOps):
         if not experts.gate.is_partial or tokens > MAX_ROWS:
             return self.route(x, weight, shared_gate, ranks, None)
         stacks = (experts.gate, experts.up, experts.down)
-        layer = self._number(stacks)
+        layer = self._numbers[id(experts.gate)]
         places = Places(
             self._empty(3, tokens, ranks, dtype=torch.int64),
             self._empty(tokens, ranks, dtype=torch.int32),
@@ -165,7 +182,7 @@ class HybridOps(StreamedOps):
             torch.cuda.current_stream().wait_stream(self._beside)
         self._has_forked = False
         if self.prefetch is not None and not self._can_prefetch and self._routers:
-            # All layers have run, so that it is known which ones come later.
+            # A layer's router is known once it has run.
             is_readable = self.host is None or all(s.mapped for stacks in self.layers for s in stacks)
             shapes = {weight.shape for weight in self._routers.values()}
             self._can_prefetch = is_readable and len(self._routers) == len(self.layers) and len(shapes) == 1
@@ -175,19 +192,8 @@ class HybridOps(StreamedOps):
             return super().experts(x, routing, weights)
         stacks = (weights.gate, weights.up, weights.down)
         if routing.places is None:
-            return self._streamed_experts(x, routing, weights, self._number(stacks))
+            return self._streamed_experts(x, routing, weights, self._numbers[id(weights.gate)])
         return self._by_everybody(x, routing, weights, stacks)
-
-    def _number(self, stacks: Stacks) -> int:
-        """Of the layer: layers are numbered as they are first computed."""
-        number = self._numbers.setdefault(id(stacks[0]), len(self.layers))
-        if number == len(self.layers):
-            self.layers.append(stacks)
-            if self.host is not None:
-                self.host.add_layer(*(stack.host for stack in stacks))
-            if self.stream is not None:
-                self.stream.add_layer(stacks)
-        return number
 
     def _by_everybody(
         self, x: Activations, routing: Routing, weights: ExpertWeights, stacks: Stacks

@@ -29,6 +29,7 @@ from coldstream.kernels.ops import Rows
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
 from coldstream.kernels.sample.cuda import PROGRAM as SAMPLER
 from coldstream.kvcache.cache import ModelCache
+from coldstream.layers.moe import MoeWeights
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cuda_logits import Sampler
 from coldstream.models.fixed_part import GRAPH_BYTES, RESERVE_BYTES
@@ -148,6 +149,10 @@ class Loaded:
                 notes_kernels=notes_kernels,
             )
         model = CausalLM.load(file, spec, ops)
+        if isinstance(ops, HybridOps):
+            ops.number_layers(
+                block.ffn.experts for block in model.blocks if isinstance(block.ffn, MoeWeights)
+            )
         weight_bytes = memory.persistent_bytes
         cache = ModelCache(spec, ops, limits.num_slots, limits.context_length, limits.kv_type)
         rows = max(chunk_size, MAX_DECODE_ROWS)

@@ -52,7 +52,7 @@ class PartialExperts:
             self._guesses = GuessCounter(guessed, used, ops.prefetch.distance)
 
     def fill(self, plan: RunPlan, policy: Policy | None = None) -> None:
-        """Takes the slots of `plan` from the device's memory and fills them, when all layers have run.
+        """Takes the slots of `plan` from the device's memory and fills them, after the first step.
 
         policy: None for the one of the product.
         """
