@@ -22,7 +22,7 @@ PHASES: dict[str, tuple[tuple[str, str], ...]] = {
     "copy weights to the GPU": (("kernels.cuda.loader", "CudaLoader.finish_loading"),),
     "page-lock the file": (("kernels.cuda.host_memory", "RegisteredMemory.register"),),
     "map the file": (("experts.host", "HostExperts.map_weight"),),
-    "fill the experts' slots": (("models.partial_experts", "PartialExperts.fill"),),
+    "fill the experts' slots": (("experts.partial_experts", "PartialExperts.fill"),),
     "dry runs: kernels and memory": (
         ("models.cuda_model", "kernels_of"),
         ("models.cuda_model", "count_memory"),

@@ -13,8 +13,8 @@ from cuda_runner_cases import open_partly
 from runner_cases import token_ids
 
 from coldstream.errors import OutOfMemoryError
+from coldstream.experts import partial_experts
 from coldstream.experts.segments import SlotSegments
-from coldstream.models import partial_experts
 from coldstream.models.captured_steps import CapturedStep
 from coldstream.models.cuda_runner import CudaRunner
 

@@ -15,10 +15,10 @@ from runner_cases import MIX, token_ids
 from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.errors import OutOfMemoryError
+from coldstream.experts import partial_experts
 from coldstream.experts.hybrid_ops import HybridOps
 from coldstream.experts.prefetching import Prefetching
 from coldstream.experts.segments import SlotSegments
-from coldstream.models import partial_experts
 from coldstream.models.captured_steps import CapturedStep
 from coldstream.models.cuda_model import Loaded
 from coldstream.models.cuda_runner import CudaRunner

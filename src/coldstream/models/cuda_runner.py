@@ -12,6 +12,7 @@ from coldstream.errors import ColdstreamError, OutOfMemoryError
 from coldstream.experts.cache import ExpertCache
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.hybrid_ops import HybridOps
+from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.prefetching import LAYERS_AHEAD, Prefetching
 from coldstream.experts.streaming import StreamCounters
 from coldstream.gguf.reader import GGUFFile
@@ -20,7 +21,7 @@ from coldstream.kernels.cuda.compiler import default_cache
 from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import load_kernels
-from coldstream.kernels.experts.mailbox import MAX_ROWS
+from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
 from coldstream.models.captured_steps import CapturedSteps
 from coldstream.models.cuda_logits import CudaLogits
 from coldstream.models.cuda_model import (
@@ -36,7 +37,6 @@ from coldstream.models.cuda_model import (
     plan_memory,
 )
 from coldstream.models.fixed_part import chosen_chunk_size
-from coldstream.models.partial_experts import PartialExperts
 from coldstream.models.runner import Array, ModelRunner, Progress
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.policies import Policy
@@ -104,7 +104,8 @@ class CudaRunner(ModelRunner):
             with device_errors():
                 load_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling or no_progress)
                 if placed is not None and limits.expert_bytes is not None:
-                    self._partial = PartialExperts(spec, placed.plan.threads, placed.tier, self.chunk_size)
+                    mailbox = Mailbox.create(spec.num_layers, spec.num_experts_per_tok, spec.hidden_size)
+                    self._partial = PartialExperts(mailbox, placed.plan.threads, placed.tier, self.chunk_size)
                 self._load(progress)
         except BaseException:
             self._release()

@@ -16,10 +16,10 @@ from partial_cases import FewRows
 
 from builders import write_gguf
 from coldstream.errors import GenerationFault
+from coldstream.experts import partial_experts
 from coldstream.experts.prefetching import Prefetching
 from coldstream.kernels.experts.mailbox import MAX_ROWS, WORDS_PER_LINE, Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
-from coldstream.models import partial_experts
 from device_seams import any_schedule, model_device, seeds
 
 prefetchings = st.builds(Prefetching, st.integers(1, 3), st.integers(1, 4))

@@ -1,4 +1,4 @@
-"""What a runner has besides if its GPU does not hold all experts of the model."""
+"""What a model's steps have besides if its GPU does not hold all experts."""
 
 from contextlib import suppress
 
@@ -16,7 +16,6 @@ from coldstream.experts.step_times import StepTimes
 from coldstream.experts.streaming import ExpertStream, StreamCounters
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
 from coldstream.kernels.experts.stamps import read_stamps
-from coldstream.models.spec import ModelSpec
 from coldstream.placement.policies import DecayedFrequency, Policy
 from coldstream.placement.run_plan import RunPlan
 
@@ -30,12 +29,15 @@ MAX_CPU_ROWS = 2048
 
 
 class PartialExperts:
-    """Experts in slots and in the host's memory, and who computes them from step to step."""
+    """Experts in slots and in the host's memory, and who computes them from step to step.
 
-    def __init__(self, spec: ModelSpec, threads: int, tier: str, chunk_size: int) -> None:
-        ranks, size = spec.num_experts_per_tok, spec.hidden_size
-        mailbox = Mailbox.create(spec.num_layers, ranks, size)
-        bulk = Mailbox.create(0, ranks, size, min(MAX_CPU_ROWS, chunk_size))
+    mailbox: for all layers of the model; threads, tier: with which the CPU computes its share; chunk_size:
+    the most rows of a step.
+    """
+
+    def __init__(self, mailbox: Mailbox, threads: int, tier: str, chunk_size: int) -> None:
+        ranks, hidden_size = mailbox.ids.shape[1], mailbox.x.shape[1]
+        bulk = Mailbox.create(0, ranks, hidden_size, min(MAX_CPU_ROWS, chunk_size))
         self.host = HostExperts(threads, tier, mailbox, bulk, chunk_size)
         self._ops: HybridOps | None = None
         self._residency: ExpertResidency | None = None

@@ -8,14 +8,15 @@ import numpy as np
 import torch
 
 from coldstream.experts.hybrid_ops import HybridOps
+from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.memory import Memory
+from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.ops import ExpertWeights
 from coldstream.kernels.quant_tensor import QuantTensor
-from coldstream.models.partial_experts import PartialExperts
 from coldstream.models.spec import ModelSpec
 from device_model import ModelDevice, Operation, range_of
 
@@ -50,7 +51,8 @@ class FewRows:
         device.kernels |= {"router_few": self._route, "prefetch_experts": self._fetch}
         self.file = GGUFFile.open(path)
         self.spec = ModelSpec.from_gguf(self.file.metadata, self.file.tensors)
-        self.partial = PartialExperts(self.spec, 1, "generic", CHUNK)
+        mailbox = Mailbox.create(self.spec.num_layers, self.spec.num_experts_per_tok, self.spec.hidden_size)
+        self.partial = PartialExperts(mailbox, 1, "generic", CHUNK)
         host = self.partial.host
         self.ops = HybridOps(HostMemory(), 256, host.mailbox, host, whole_layers, RING_BYTES, prefetching)
         self.partial.attach(self.ops)
