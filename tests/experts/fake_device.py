@@ -20,9 +20,8 @@ Place = tuple[int, int]  # size and slot
 class FakeDevice:
     """Memory, a table, launched steps and copies in flight."""
 
-    def __init__(self, expert_bytes: list[int], copies_wait: bool) -> None:
+    def __init__(self, expert_bytes: list[int]) -> None:
         self.expert_bytes = expert_bytes
-        self.copies_wait = copies_wait
         self.memory: dict[Place, int] = {}  # whose pattern it holds
         self.table: dict[int, Place] = {}  # by expert
         self.launched: dict[int, dict[int, Place]] = {}  # table by step
@@ -60,7 +59,7 @@ class FakeDevice:
         assert place not in map(self.place, self.in_flight), "a slot has one writer"
         assert copy.expert not in [other.expert for other in self.in_flight], "an expert is copied once"
         readers = [step for step, table in self.launched.items() if place in table.values()]
-        assert not readers or (self.copies_wait and copy.after_step == max(readers))
+        assert not readers or copy.after_step == max(readers)
         for other in self.ended:
             assert self.place(other) != place or other.generation < copy.generation
         self.waiting.append(copy)
@@ -104,7 +103,6 @@ class Caller:
         *,
         profile: np.ndarray | None = None,
         max_bytes_per_step: int | None = None,
-        copies_wait: bool = False,
     ) -> None:
         self.cache = ExpertCache(
             layer_bytes,
@@ -113,9 +111,8 @@ class Caller:
             policy,
             profile=profile,
             max_bytes_per_step=max_bytes_per_step,
-            copies_wait=copies_wait,
         )
-        self.device = FakeDevice([each for each in layer_bytes for _ in range(num_experts)], copies_wait)
+        self.device = FakeDevice([each for each in layer_bytes for _ in range(num_experts)])
         self.num_slots = {each: num_slots.get(each, 0) for each in layer_bytes}
         self.max_bytes = max_bytes_per_step
         self.failures: dict[int, int] = {}
@@ -206,8 +203,7 @@ class Caller:
             for index, slot in enumerate(pool.slots):
                 state, expert = slot.state.value, int(pool.owners[index])
                 assert (index in free) == (state == "free" and index < pool.size)
-                assert (index in pool._withdrawn) == (state == "withdrawn")
-                assert (expert < 0) == (state in ("free", "withdrawn"))
+                assert (expert < 0) == (state == "free")
                 writers = [copy for copy in device.in_flight if device.place(copy) == (size, index)]
                 assert [(copy.expert, copy.generation) for copy in writers] == (
                     [(expert, slot.generation)] if state == "loading" else []
@@ -215,7 +211,7 @@ class Caller:
                 if expert >= 0:
                     assert expert not in holders
                     holders[expert] = index
-            assert 0 <= cache._num_wanted(pool) <= pool.num_vacant
+            assert 0 <= cache._num_wanted(pool) <= pool.num_free
             if cache.reclaimed(size):
                 assert not [place for place in busy if place[0] == size and place[1] >= pool.size]
         assert {expert: slot for expert, slot in enumerate(cache._slot.tolist()) if slot >= 0} == holders

@@ -132,7 +132,7 @@ def test_mm03_memory_taken_away_mid_run_is_given_back_when_nobody_reads_it_and_u
 
 def test_slots_lent_between_prefills() -> None:
     """The ring of a streamed prefill: its memory is slots as long as nothing streams."""
-    caller = Caller([1], 16, {1: 4}, Lru(), copies_wait=True)
+    caller = Caller([1], 16, {1: 4}, Lru())
     for _ in range(3):
         caller.resize(1, 10)
         for used in (range(6), range(4, 10), range(10), []):

@@ -29,7 +29,6 @@ class Residency(RuleBasedStateMachine):
         policy=st.sampled_from(sorted(POLICIES)),
         slots=st.tuples(st.integers(0, 6), st.integers(0, 3)),
         max_bytes=st.sampled_from((None, 0, 3, 8)),
-        copies_wait=st.booleans(),
         loaded=st.lists(EXPERTS, unique=True, max_size=6),
         readable=st.booleans(),
     )
@@ -38,7 +37,6 @@ class Residency(RuleBasedStateMachine):
         policy: str,
         slots: tuple[int, int],
         max_bytes: int | None,
-        copies_wait: bool,
         loaded: list[int],
         readable: bool,
     ) -> None:
@@ -49,7 +47,6 @@ class Residency(RuleBasedStateMachine):
             {3: slots[0], 5: slots[1]},
             made,
             max_bytes_per_step=max_bytes,
-            copies_wait=copies_wait,
         )
         self.device = self.caller.device
         for size, num_slots in self.caller.num_slots.items():

@@ -31,7 +31,6 @@ class Simulation:
             policies[self.rng.integers(len(policies))],
             profile=self.rng.random((len(LAYER_BYTES), NUM_EXPERTS)),
             max_bytes_per_step=(None, 0, 4, 9, 20)[self.rng.integers(5)],
-            copies_wait=bool(self.rng.integers(2)),
         )
         self.device = self.caller.device
         self.likes = self.rng.normal(size=NUM_NUMBERS)

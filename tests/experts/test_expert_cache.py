@@ -78,7 +78,7 @@ def test_random_residency_changes_at_nearly_every_step() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_with_steps_launched_ahead_late_copies_ask_for_slower_recency(seed: int) -> None:
     def run(policy: Policy) -> ExpertCache:
-        caller = Caller([1] * 4, 32, {1: 32}, policy, copies_wait=True)
+        caller = Caller([1] * 4, 32, {1: 32}, policy)
         caller.launch()
         for used in numbers(drifting(seed, 4, 32, 4, 400)):
             caller.launch()
@@ -168,9 +168,8 @@ def test_stale_news_cannot_free_the_slot_of_a_later_copy() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [0, 1, 2, 5])
-@pytest.mark.parametrize("copies_wait", [False, True])
-def test_ex02_a_step_that_uses_more_than_there_are_slots(num_slots: int, copies_wait: bool) -> None:
-    caller = Caller([1, 1], 8, {1: num_slots}, eager(), copies_wait=copies_wait)
+def test_ex02_a_step_that_uses_more_than_there_are_slots(num_slots: int) -> None:
+    caller = Caller([1, 1], 8, {1: num_slots}, eager())
     caller.launch()
     for _ in range(30):
         caller.launch()
@@ -191,12 +190,14 @@ def test_trap_13_the_working_set_of_a_launched_step_stays_until_the_step_has_end
     caller.launch()  # and so does this one
     first, second = sorted(set(caller.device.launched) - set(launched))
     caller.finish([8, 9, 10, 11])
-    assert caller.launch().withdrawn.tolist() == [3, 2, 1, 0]
+    start = caller.launch()
+    assert start.withdrawn.tolist() == [3, 2, 1, 0]
+    assert [copy.after_step for copy in start.copies] == [second] * 4
     assert set(caller.device.launched[second]) == {0, 1, 2, 3}
-    assert not caller.device.in_flight
+    assert not caller.device.writing
     caller.finish([0, 1])  # the second: all hits, as launched
     assert caller.cache.counters.hits.sum() == 2
-    assert [copy.after_step for copy in caller.launch().copies] == [second] * 4
+    assert len(caller.device.writing) == 4
     assert first < second
 
 
@@ -211,10 +212,9 @@ def test_trap_13_what_the_last_step_used_is_not_replaced() -> None:
     assert caller.launch().withdrawn.tolist() == [0]
 
 
-@pytest.mark.parametrize("copies_wait", [False, True])
-def test_trap_14_a_slot_is_not_written_while_a_step_may_read_it(copies_wait: bool) -> None:
+def test_trap_14_a_slot_is_not_written_while_a_step_may_read_it() -> None:
     """A slow step, and copies that would begin at once."""
-    caller = Caller([1], 4, {1: 1}, Lru(), copies_wait=copies_wait)
+    caller = Caller([1], 4, {1: 1}, Lru())
     caller.load([0])
     settle(caller)
     caller.launch()
@@ -222,14 +222,9 @@ def test_trap_14_a_slot_is_not_written_while_a_step_may_read_it(copies_wait: boo
     caller.finish([3])
     start = caller.launch()
     assert start.withdrawn.tolist() == [0]
-    if copies_wait:
-        assert [copy.after_step for copy in start.copies] == [slow]
-        assert not caller.device.writing
-        caller.finish(trains=False)
-    else:
-        assert not start.copies
-        caller.finish(trains=False)
-        assert [copy.after_step for copy in caller.launch().copies] == [slow]
+    assert [copy.after_step for copy in start.copies] == [slow]
+    assert not caller.device.writing
+    caller.finish(trains=False)
     assert [copy.expert for copy in caller.device.writing] == [3]
 
 
@@ -267,9 +262,10 @@ def test_ex03_an_expert_may_come_back_while_its_old_slot_is_still_read() -> None
     caller.launch()
     caller.launch()
     caller.finish([7, 1])
-    assert caller.launch().withdrawn.tolist() == [0]
+    start = caller.launch()
+    assert start.withdrawn.tolist() == [0]
+    assert [copy.expert for copy in start.copies] == [7]
     caller.finish([0, 1])
-    assert [copy.expert for copy in caller.launch().copies] == [7]
     caller.end_copies()
     settle(caller)
     caller.step([0, 1])

@@ -99,7 +99,7 @@ class Steps:
         self.rng = np.random.default_rng(seed)
         self.used = torch.zeros((3, ROWS, RANKS), dtype=torch.int32)
         self.slots = make_slots(segment_bytes)
-        cache = ExpertCache(SIZES, NUM_EXPERTS, self.slots.num_slots, RandomResidency(seed), copies_wait=True)
+        cache = ExpertCache(SIZES, NUM_EXPERTS, self.slots.num_slots, RandomResidency(seed))
         for stacks in LAYERS:
             for stack in stacks:
                 stack.addresses.zero_()

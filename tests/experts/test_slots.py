@@ -9,7 +9,7 @@ from coldstream.experts.slots import SlotPool
 @given(size=st.integers(1, 12), data=st.data())
 def test_the_lowest_free_slot_is_acquired(size: int, data: st.DataObject) -> None:
     """High slots are the first that a smaller pool gives up, so they are the last to be filled."""
-    pool = SlotPool(1, size, copies_wait=True)
+    pool = SlotPool(1, size)
     free, owned = set(range(size)), set[int]()
     for expert in range(data.draw(st.integers(1, 30), "events")):
         if owned and (not free or data.draw(st.booleans(), "release")):

@@ -2,9 +2,9 @@
 
 The unit of work is a step: a launch that reads experts through a table which does not change meanwhile.
 Steps may overlap: the caller starts step t + 1 before it knows what step t used. All changes happen where
-a step starts. What may be read from then on has been copied before; what is withdrawn is written again only
-when the last step that could read it has ended. An expert that is not readable is computed elsewhere, so the
-cache changes speed, never results.
+a step starts. What may be read from then on has been copied before; what is withdrawn is written again by
+copies that the caller lets wait for the last step that could read it. An expert that is not readable is
+computed elsewhere, so the cache changes speed, never results.
 
     start = cache.start_step()      # change the table, start the copies, launch
     cache.copied(copy)              # at any time
@@ -45,7 +45,7 @@ class StepStart:
     """What has to be done where step `step` starts.
 
     arrived, slots: int64 [n], the experts that may be read from this step on, and where they are; withdrawn:
-    int64 [m], those that may not any more; copies: those that may begin now.
+    int64 [m], those that may not any more; copies: those to be queued now, each for its `after_step`.
     """
 
     step: int
@@ -76,8 +76,7 @@ class ExpertCache:
 
     layer_bytes: of an expert, by layer. num_slots: by the size of an expert in bytes; a size without an entry
     has none. profile: expected uses a step, [layers, experts]; None: nothing is known. max_bytes_per_step:
-    of copies in flight after a step's start, and so of those that begin there; None: no limit. copies_wait:
-    the caller lets each copy wait for its `after_step`, which may still run, and gets slots a step earlier.
+    of copies in flight after a step's start, and so of those that begin there; None: no limit.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class ExpertCache:
         *,
         profile: Array | None = None,
         max_bytes_per_step: int | None = None,
-        copies_wait: bool = False,
     ) -> None:
         num_layers = len(layer_bytes)
         size = num_layers * num_experts
@@ -100,9 +98,7 @@ class ExpertCache:
         self._policy = policy
         self._max_bytes = max_bytes_per_step
         self._expert_bytes = np.repeat(np.array(layer_bytes, np.int64), num_experts)
-        self._pools = {
-            each: SlotPool(each, num_slots.get(each, 0), copies_wait) for each in sorted(set(layer_bytes))
-        }
+        self._pools = {each: SlotPool(each, num_slots.get(each, 0)) for each in sorted(set(layer_bytes))}
         self._pool_of = [self._pools[each] for each in layer_bytes]  # by layer
         self._of_size = {each: self._expert_bytes == each for each in self._pools}
         self._slot = np.full(size, -1)  # of those that are loading or ready
@@ -240,7 +236,7 @@ class ExpertCache:
         changes = {}
         for each, pool in self._pools.items():
             mine = self._of_size[each][candidates]
-            num_free = pool.num_vacant - self._num_wanted(pool)
+            num_free = pool.num_free - self._num_wanted(pool)
             owners = pool.owners[pool.owners >= 0]
             residents = owners[replaceable[owners]]
             changes[each] = self._policy.choose(candidates[mine], residents, num_free)
@@ -315,6 +311,6 @@ class ExpertCache:
     def _drop_unplaced(self, pool: SlotPool) -> None:
         """No longer wants those, the last first, that would find no slot."""
         mine = [expert for expert in self._wanted if self._pool(expert) is pool]
-        for expert in mine[pool.num_vacant :]:
+        for expert in mine[pool.num_free :]:
             self._wanted.remove(expert)
             self._absent[expert] = True

@@ -71,7 +71,6 @@ class PartialExperts:
             policy or DecayedFrequency.for_late_copies(),
             profile=shares.uses,
             max_bytes_per_step=COPY_BYTES_PER_STEP,
-            copies_wait=True,
         )
         slots = SlotSegments(counts, lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"))
         used = self.host.mailbox.used[: len(ops.layers)]

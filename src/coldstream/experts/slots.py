@@ -1,14 +1,13 @@
 """Slots of one size in fast memory: who owns each, and when it may be written again. Pure.
 
-    free ──acquire──▶ loading ──land──▶ ready ──withdraw──▶ withdrawn ──(its last reader has ended)──▶ free
+    free ──acquire──▶ loading ──land──▶ ready ──withdraw──▶ free
                          └───release───▶ free
 
 A slot has one owner at most. Its generation grows with every owner, so that news of an earlier one is known
-to be stale. Where copies wait for a slot's last reader, a withdrawn one is free at once. The pool may shrink:
-slots above its size are never acquired again, and keep their state until nobody reads or writes them.
+to be stale. A slot is free as soon as it is withdrawn: the copy that fills it waits for its last reader. The
+pool may shrink: slots above its size are never acquired again.
 """
 
-from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 from heapq import heappop, heappush
@@ -22,10 +21,9 @@ Array = np.ndarray[Any, Any]
 class SlotState(Enum):
     """What may happen to a slot's bytes."""
 
-    FREE = "free"  # nobody's
+    FREE = "free"  # nobody's, though steps launched earlier may still read them
     LOADING = "loading"  # a copy writes them, nobody reads
     READY = "ready"  # they are its expert's
-    WITHDRAWN = "withdrawn"  # steps launched earlier may still read them
 
 
 @dataclass(slots=True)
@@ -43,14 +41,12 @@ class SlotPool:
     owners: whose each slot is while it is loading or ready, int64 [slots that ever were]; −1: nobody's.
     """
 
-    def __init__(self, slot_bytes: int, size: int, copies_wait: bool) -> None:
+    def __init__(self, slot_bytes: int, size: int) -> None:
         self.slot_bytes = slot_bytes
-        self._copies_wait = copies_wait
         self.size = 0
         self.slots: list[Slot] = []
         self.owners: Array = np.empty(0, np.int64)
         self._free: list[int] = []  # a heap
-        self._withdrawn: deque[int] = deque()  # their last readers never fall
         self._last_finished = -1
         self.resize(size)
 
@@ -58,11 +54,6 @@ class SlotPool:
     def num_free(self) -> int:
         """Slots that can be acquired at once."""
         return len(self._free)
-
-    @property
-    def num_vacant(self) -> int:
-        """Slots that are free or will be when the steps launched so far have ended."""
-        return len(self._free) + sum(index < self.size for index in self._withdrawn)
 
     @property
     def reclaimed(self) -> bool:
@@ -90,13 +81,8 @@ class SlotPool:
 
     def withdraw(self, index: int, last_reader: int) -> None:
         """Takes a ready slot from its expert; the steps up to last_reader may still read it."""
-        slot = self.slots[index]
-        slot.state, slot.last_reader = SlotState.WITHDRAWN, last_reader
-        self.owners[index] = -1
-        if self._copies_wait or last_reader <= self._last_finished:
-            self.release(index)
-        else:
-            self._withdrawn.append(index)
+        self.slots[index].last_reader = last_reader
+        self.release(index)
 
     def release(self, index: int) -> None:
         """Frees a slot that nobody owns any more."""
@@ -106,10 +92,8 @@ class SlotPool:
             heappush(self._free, index)
 
     def finish(self, step: int) -> None:
-        """All steps up to `step` have ended: frees what only they could read."""
+        """All steps up to `step` have ended."""
         self._last_finished = step
-        while self._withdrawn and self.slots[self._withdrawn[0]].last_reader <= step:
-            self.release(self._withdrawn.popleft())
 
     def resize(self, size: int) -> list[int]:
         """Sets the number of slots; the owners of ready ones above it, which the caller has to withdraw."""
