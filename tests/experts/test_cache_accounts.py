@@ -1,9 +1,21 @@
-"""What the cache counts of copies that fail, and whom it begins first."""
+"""What the cache counts of steps and of copies that fail, and whom it begins first."""
 
-from cache_cases import eager
+from cache_cases import eager, settle
 from fake_device import Caller
 
-from coldstream.placement.policies import Lru
+from coldstream.placement.policies import Lru, Static
+
+
+def test_a_whole_step_uses_a_layer_and_misses_nothing_of_it() -> None:
+    caller = Caller([1, 1, 1], 4, {1: 3}, Static())
+    caller.load([0, 1, 4])
+    settle(caller)
+    counters = caller.cache.counters
+    for used, whole in (([0, 1, 4], [1, 1, 0]), ([0, 2, 4], [1, 2, 0]), ([5], [1, 2, 0]), ([1], [2, 2, 0])):
+        caller.step(used)
+        assert counters.whole_steps.tolist() == whole
+    caller.step([0, 4], trains=False)
+    assert counters.whole_steps.tolist() == [2, 2, 0]
 
 
 def test_ex01_failed_copies_are_counted_in_their_layer() -> None:

@@ -22,16 +22,21 @@ def statistics() -> GpuExpertStatistics:
     counters = Counters(2)
     counters.hits[:] = (6, 1)
     counters.misses[:] = (2, 1)
+    counters.whole_steps[:] = (5, 4)
     counters.copied_bytes[:] = (10**9, 5 * 10**8)
     work = [(3, 5, 0.5), (0, 0, 0.0)]
-    return GpuExpertStatistics.of(4, 512, counters, work, np.array([7, 8]), np.array([1, 0]), TIMES)
+    prompts = np.array([7, 8]), np.array([3, 2]), np.array([1, 0])
+    return GpuExpertStatistics.of(4, 512, counters, work, *prompts, TIMES)
 
 
 def test_everything_is_plain_values_by_layer() -> None:
     values = json.loads(json.dumps(asdict(statistics())))
     assert values["hits"] == [6, 1]
     assert values["cpu_pairs"] == [5, 0]
+    assert values["whole_steps"] == [5, 4]
     assert values["prompt_streamed"] == [7, 8]
+    assert values["prompt_unused"] == [3, 2]
+    assert values["prompt_on_cpu"] == [1, 0]
     assert values["step_times"]["wait"] == [0.0, 0.005]
     assert values["step_times"]["bus_pairs"] == [0, 1]
     assert statistics().hit_rate == 0.7
@@ -39,7 +44,7 @@ def test_everything_is_plain_values_by_layer() -> None:
 
 def test_without_a_decoded_token_nothing_was_hit() -> None:
     empty = GpuExpertStatistics.of(
-        0, 512, Counters(2), [], np.zeros(2, np.int64), np.zeros(2, np.int64), NO_TIMES
+        0, 512, Counters(2), [], *(np.zeros(2, np.int64) for _ in range(3)), NO_TIMES
     )
     assert empty.hit_rate == 0
     assert empty.cpu_requests == ()

@@ -58,13 +58,15 @@ class StepStart:
 class Counters:
     """What happened, by layer: int64 [layers] each. Steps that do not train are left out.
 
-    hits, misses: uses of experts that the step could read, or not; copies, copied_bytes: begun;
-    failed_copies: of these; evictions: experts withdrawn.
+    hits, misses: uses of experts that the step could read, or not; whole_steps: steps that used experts of
+    the layer and missed none; copies, copied_bytes: begun; failed_copies: of these; evictions: experts
+    withdrawn.
     """
 
     def __init__(self, num_layers: int) -> None:
         self.hits = np.zeros(num_layers, np.int64)
         self.misses = np.zeros(num_layers, np.int64)
+        self.whole_steps = np.zeros(num_layers, np.int64)
         self.copies = np.zeros(num_layers, np.int64)
         self.copied_bytes = np.zeros(num_layers, np.int64)
         self.failed_copies = np.zeros(num_layers, np.int64)
@@ -221,8 +223,11 @@ class ExpertCache:
     def _count_uses(self, used: Array, held: Array) -> None:
         layers = used // self._num_experts
         num_layers = len(self._pool_of)
-        self.counters.hits += np.bincount(layers[held], minlength=num_layers)
-        self.counters.misses += np.bincount(layers[~held], minlength=num_layers)
+        hits = np.bincount(layers[held], minlength=num_layers)
+        misses = np.bincount(layers[~held], minlength=num_layers)
+        self.counters.hits += hits
+        self.counters.misses += misses
+        self.counters.whole_steps += (hits > 0) & (misses == 0)
 
     def _admit(self, candidates: Array) -> None:
         """Wants those of the candidates that pay, as far as the limit goes, in their order; withdraws whom

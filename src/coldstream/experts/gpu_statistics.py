@@ -17,16 +17,19 @@ Array = np.ndarray[Any, Any]
 class GpuExpertStatistics:
     """Since the model was opened, by layer that may miss an expert.
 
-    hits, misses: uses by decoded tokens; copies, copied_bytes, evictions: of slots. cpu_pairs: (token,
-    expert) pairs in cpu_requests that the CPU computed in cpu_s, while the GPU computed others.
-    prompt_streamed, prompt_on_cpu: experts of long prompts that came over the bus, or were computed by the
-    CPU. step_times: where the time of decoded tokens went. prefetch: None if nothing is prefetched.
+    hits, misses: uses by decoded tokens; whole_steps: steps of these that missed no expert of the layer;
+    copies, copied_bytes, evictions: of slots. cpu_pairs: (token, expert) pairs in cpu_requests that the CPU
+    computed in cpu_s, while the GPU computed others. prompt_streamed: experts of long prompts that came over
+    the bus; prompt_unused: of these, those that no token wanted, brought before that was known;
+    prompt_on_cpu: those that the CPU computed. step_times: where the time of decoded tokens went. prefetch:
+    None if nothing is prefetched.
     """
 
     num_slots: int
     num_experts: int
     hits: tuple[int, ...]
     misses: tuple[int, ...]
+    whole_steps: tuple[int, ...]
     copies: tuple[int, ...]
     copied_bytes: tuple[int, ...]
     evictions: tuple[int, ...]
@@ -34,6 +37,7 @@ class GpuExpertStatistics:
     cpu_pairs: tuple[int, ...]
     cpu_s: tuple[float, ...]
     prompt_streamed: tuple[int, ...]
+    prompt_unused: tuple[int, ...]
     prompt_on_cpu: tuple[int, ...]
     step_times: StepTimes
     prefetch: PrefetchStatistics | None = None
@@ -46,6 +50,7 @@ class GpuExpertStatistics:
         counters: Counters,
         cpu_work: Sequence[tuple[int, int, float]],
         prompt_streamed: Array,
+        prompt_unused: Array,
         prompt_on_cpu: Array,
         step_times: StepTimes,
         prefetch: PrefetchStatistics | None = None,
@@ -56,6 +61,7 @@ class GpuExpertStatistics:
             num_experts=num_experts,
             hits=_plain(counters.hits),
             misses=_plain(counters.misses),
+            whole_steps=_plain(counters.whole_steps),
             copies=_plain(counters.copies),
             copied_bytes=_plain(counters.copied_bytes),
             evictions=_plain(counters.evictions),
@@ -63,6 +69,7 @@ class GpuExpertStatistics:
             cpu_pairs=tuple(pairs for _, pairs, _ in cpu_work),
             cpu_s=tuple(seconds for _, _, seconds in cpu_work),
             prompt_streamed=_plain(prompt_streamed),
+            prompt_unused=_plain(prompt_unused),
             prompt_on_cpu=_plain(prompt_on_cpu),
             step_times=step_times,
             prefetch=prefetch,

@@ -102,6 +102,7 @@ class PartialExperts:
             cache.counters,
             self.host.server.work(),
             stream.streamed,
+            stream.unused,
             stream.on_cpu,
             self._step_times(ops),
             self._prefetch_statistics(ops),
