@@ -70,6 +70,35 @@ def test_ex04_every_pair_is_computed_once_of_bytes_that_have_landed(
 
 
 @any_schedule
+@given(seed=seeds, share=st.sampled_from(sorted(SHARES)), registers=st.booleans())
+def test_trap_15_copies_are_no_more_than_on_demand_but_for_what_is_counted_as_unused(
+    path: Path, seed: int, share: str, registers: bool
+) -> None:
+    """And groups that were begun and not read are never more than the ring has bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuShare, "split", SHARES[share])
+        with prompts_of(path, seed, registers) as prompts:
+            copied = [0]
+
+            def note(pieces: Pieces) -> bool:
+                begun = sum(size for _, _, size in pieces)
+                copied[0] += begun
+                if registers:  # or a thread begins copies later than the stream does
+                    waiting = sum(group.transfer.num_bytes for group in prompts.stream._waiting)
+                    assert waiting + begun <= prompts.ring.numel()
+                return False
+
+            prompts.device.refuses = note
+            for rows in (CHUNK, MAX_CPU_ROWS, CHUNK, CHUNK):
+                prompts.step(rows)
+            prompts.stream.settle()
+            counters = prompts.stream.counters
+            experts = counters.wanted - counters.on_cpu + counters.unused
+            sizes = [sum(stack.matrix_bytes for stack in stacks) for stacks in prompts.layers]
+            assert copied[0] == sum(experts * sizes)
+
+
+@any_schedule
 @given(seed=seeds, first=st.integers(0, 20), registers=st.booleans())
 def test_ex01_a_copy_refused_twice_is_an_error_and_the_next_step_is_right(
     path: Path, seed: int, first: int, registers: bool
