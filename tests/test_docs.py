@@ -1,13 +1,25 @@
-"""The figures in the pages are those of the result files."""
+"""The figures in the pages are those of the result files, and what pages name is there."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 
 
 def test_every_figure_in_the_pages_is_generated() -> None:
     command = [sys.executable, "bench/report.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}: run python bench/report.py"
+
+
+def test_every_stop_on_the_ways_through_the_package_is_there() -> None:
+    stops = re.findall(r"`([a-z_]+/[\w/]+\.\w+)`,\s+`([\w.]+)`", (DOCS / "structure.md").read_text())
+    assert len(stops) > 30
+    for file, name in stops:
+        source = (ROOT / "src" / "coldstream" / file).read_text()
+        defined = r"\b(def|class) " if file.endswith(".py") else r"\b"
+        for part in name.split("."):
+            assert re.search(rf"{defined}{part}\b", source), f"{part} of {file}"
