@@ -1,7 +1,8 @@
 """The operations on a GPU that does not hold all experts: who computes a pair is decided on the device.
 
 Few rows are computed by the GPU and the CPU together (`kernels/experts/partition.py`), which can be captured.
-The missing experts of many rows come by (`streamed_ops.py`), as the host decides layer by layer.
+The missing experts of many rows are brought to a ring (`streamed_ops.py`), as the host decides layer by
+layer.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -193,12 +194,12 @@ class HybridOps(StreamedOps):
         stacks = (weights.gate, weights.up, weights.down)
         if routing.places is None:
             return self._streamed_experts(x, routing, weights, self._numbers[id(weights.gate)])
-        return self._by_everybody(x, routing, weights, stacks)
+        return self._by_gpu_and_cpu(x, routing, weights, stacks)
 
-    def _by_everybody(
+    def _by_gpu_and_cpu(
         self, x: Activations, routing: Routing, weights: ExpertWeights, stacks: Stacks
     ) -> ExpertOutputs:
-        """At most MAX_ROWS rows by the GPU and the CPU at once."""
+        """At most MAX_ROWS rows, computed by the GPU and the CPU at the same time."""
         tokens, ranks = routing.ids.shape
         places: Places = routing.places
         # To the kernels every pair is an expert of its own, wherever it lies.

@@ -1,4 +1,4 @@
-"""The operations on a GPU that sees most experts of a long prompt only as they come by.
+"""The operations on a GPU that has most experts of a long prompt only for a moment, in a ring.
 
 `streaming.py` decides when and where; what is computed of a group that has landed is here.
 """
@@ -48,7 +48,7 @@ class _Pairs:
 
 
 class StreamedOps(CudaOps):
-    """`CudaOps` with routed experts in slots, coming by in a ring of `ring_bytes`, or left to the CPU."""
+    """`CudaOps` with routed experts in slots, in a ring of `ring_bytes` in turn, or left to the CPU."""
 
     def __init__(
         self,

@@ -48,8 +48,8 @@ class LandedGroup:
 class StreamCounters:
     """What happened to the missing experts of long prompts, by layer: int64 [layers] each.
 
-    wanted: by any token of a step; streamed: brought over the bus, of them `unused` in vain; on_cpu: computed
-    by the CPU.
+    wanted: by any token of a step; streamed: brought over the bus; unused: of these, wanted by no token;
+    on_cpu: computed by the CPU.
     """
 
     def __init__(self, num_layers: int) -> None:
