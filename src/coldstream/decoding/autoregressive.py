@@ -22,6 +22,40 @@ class TargetModel(Protocol):
         """Append `token_id` to the sequence; logits [vocab] after it, valid until the next call."""
 
 
+class Continuation:
+    """The ids of a prompt and of the tokens chosen after it, and whether there is to be another.
+
+    It ends with a token of `end_ids`, or with `max_tokens` (≥ 1) of them.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        choose: Callable[[AnyLogits, Sequence[int]], int],
+        *,
+        end_ids: Collection[int],
+        max_tokens: int,
+    ) -> None:
+        """`choose(logits, context)` picks the next id, `context` being all ids so far."""
+        self.ids = list(prompt_ids)
+        self.has_ended = False
+        self._choose = choose
+        self._end_ids = end_ids
+        self._most = len(self.ids) + max_tokens
+
+    def append(self, logits: AnyLogits) -> int:
+        """The token chosen by the logits [vocab] after all ids so far, now one of them.
+
+        Raises GenerationFault if its id is not one of the vocabulary's, and whatever `choose` raises.
+        """
+        token_id = self._choose(logits, self.ids)
+        if not 0 <= token_id < len(logits):
+            raise GenerationFault(f"token {token_id} was chosen from a vocabulary of {len(logits)}")
+        self.ids.append(token_id)
+        self.has_ended = token_id in self._end_ids or len(self.ids) == self._most
+        return token_id
+
+
 def generate_tokens(
     model: TargetModel,
     prompt_ids: Sequence[int],
@@ -31,20 +65,16 @@ def generate_tokens(
     max_tokens: int,
     progress: Progress | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens that continue `prompt_ids`, an end token included, at most `max_tokens` (≥ 1) of them.
+    """Yield the tokens of a `Continuation` of `prompt_ids` one by one.
 
-    `choose(logits, context)` picks the next id, `context` being all ids so far. When this iterator ends or is
-    closed, the model holds the prompt and every yielded token but the last. Raises GenerationFault if a
-    chosen id is not one of the vocabulary's, and whatever `model` and `choose` raise.
+    When this iterator ends or is closed, the model holds the prompt and every yielded token but the last.
+    Raises whatever `Continuation.append` and `model` raise.
     """
-    context = list(prompt_ids)
-    logits = model.prefill(context, progress)
+    tokens = Continuation(prompt_ids, choose, end_ids=end_ids, max_tokens=max_tokens)
+    logits = model.prefill(tokens.ids, progress)
     while True:
-        token_id = choose(logits, context)
-        if not 0 <= token_id < len(logits):
-            raise GenerationFault(f"token {token_id} was chosen from a vocabulary of {len(logits)}")
+        token_id = tokens.append(logits)
         yield token_id
-        context.append(token_id)
-        if token_id in end_ids or len(context) == len(prompt_ids) + max_tokens:
+        if tokens.has_ended:
             return
         logits = model.decode(token_id)

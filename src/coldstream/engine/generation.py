@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from coldstream.decoding import (
     AnyLogits,
@@ -15,6 +16,7 @@ from coldstream.decoding import (
     SamplingParams,
     StopMatcher,
     TokenChooser,
+    derived_seed,
     generate_tokens,
 )
 from coldstream.engine.live_sequence import LiveSequence
@@ -43,6 +45,15 @@ class Request:
     tier: str
     threads: int
 
+    @property
+    def all_end_ids(self) -> frozenset[int]:
+        """Tokens that end the answer."""
+        return self.end_ids | self.stop_token_ids
+
+    def answers(self) -> list[Self]:
+        """The `params.n` answers to the prompt, each a request with a seed of its own."""
+        return [replace(self, seed=derived_seed(self.seed, index)) for index in range(self.params.n)]
+
 
 def generate_pieces(
     request: Request,
@@ -52,32 +63,25 @@ def generate_pieces(
     progress: Progress | None = None,
 ) -> Generator[Piece, None, None]:
     """Yield a piece per token and a last one with the statistics. Raises what computing raises."""
-    clock = _Clock()
-    uses_before = model.expert_uses
-    all_end_ids = request.end_ids | request.stop_token_ids
-    chooser = TokenChooser(request.params, request.seed, len(request.prompt_token_ids), all_end_ids)
+    answer = Answer(request, tokenizer, model.expert_uses)
 
     def choose(logits: AnyLogits, context: Sequence[int]) -> int:
-        token_id = chooser(logits, context)
+        token_id = answer.choose(logits, context)
         model.trust()
         return token_id
 
-    text = _AnswerText(request, tokenizer)
     reason: FinishReason = "length"
-    last = _no_token(request)
     try:
         for token_id in generate_tokens(
             model,
             request.prompt_token_ids,
             choose,
-            end_ids=all_end_ids,
+            end_ids=request.all_end_ids,
             max_tokens=request.max_tokens,
             progress=_watched(progress, is_cancelled),
         ):
-            clock.count_token()
-            piece = Piece(text.push(token_id), (token_id,), _logprobs(chooser, tokenizer))
-            if text.has_ended:
-                reason, last = "stop", piece
+            piece = answer.push(token_id)
+            if answer.has_stopped:
                 break
             yield piece
             if is_cancelled():
@@ -85,13 +89,53 @@ def generate_pieces(
                 break
     except _CancelledError:
         reason = "cancelled"
-    yield replace(
-        last,
-        text=last.text + text.finish(),
-        finish_reason=reason,
-        stop_reason=text.stop_reason,
-        statistics=clock.statistics(request, model.num_reused, _hit_rate(uses_before, model.expert_uses)),
-    )
+    yield answer.last_piece(reason, model.num_reused, model.expert_uses)
+
+
+class Answer:
+    """What becomes of the tokens of one answer: how they are chosen, their pieces, text, counts and times.
+
+    The clock starts when it is made.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, expert_uses: tuple[int, int] | None) -> None:
+        """expert_uses: those of the model so far, see `Runner`."""
+        self._request = request
+        self._tokenizer = tokenizer
+        self._uses_before = expert_uses
+        self._clock = _Clock()
+        self._text = _AnswerText(request, tokenizer)
+        self._stop_piece = _no_token(request)
+        self.choose = TokenChooser(
+            request.params, request.seed, len(request.prompt_token_ids), request.all_end_ids
+        )
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether an end token or a stop string has come up."""
+        return self._text.has_ended
+
+    def push(self, token_id: int) -> Piece:
+        """The piece of the token that was chosen last; part of `last_piece`, and none before it, if the
+        answer has stopped.
+        """
+        self._clock.count_token()
+        piece = Piece(self._text.push(token_id), (token_id,), _logprobs(self.choose, self._tokenizer))
+        if self.has_stopped:
+            self._stop_piece = piece
+        return piece
+
+    def last_piece(self, reason: FinishReason, num_reused: int, expert_uses: tuple[int, int] | None) -> Piece:
+        """The last piece, of an answer that ends for `reason` unless it has stopped."""
+        return replace(
+            self._stop_piece,
+            text=self._stop_piece.text + self._text.finish(),
+            finish_reason="stop" if self.has_stopped else reason,
+            stop_reason=self._text.stop_reason,
+            statistics=self._clock.statistics(
+                self._request, num_reused, _hit_rate(self._uses_before, expert_uses)
+            ),
+        )
 
 
 def cancelled_piece(request: Request) -> Piece:

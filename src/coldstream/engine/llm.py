@@ -13,11 +13,10 @@ import secrets
 import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Never, Self, overload
 
-from coldstream.decoding import SEED_BITS, Logits, Progress, SamplingParams, derived_seed
+from coldstream.decoding import SEED_BITS, Logits, Progress, SamplingParams
 from coldstream.engine.config import CacheType, EngineConfig
 from coldstream.engine.generation import Request, cancelled_piece, completion, generate_pieces
 from coldstream.engine.live_sequence import LiveSequence
@@ -361,9 +360,6 @@ class LLM:
 
     @host_memory_errors()
     def _complete(self, request: Request) -> RequestOutput:
-        """All answers to a prompt; each is a request with a seed of its own."""
-        outputs = []
-        for index in range(request.params.n):
-            own = replace(request, seed=derived_seed(request.seed, index))
-            outputs.append(completion(index, list(self._stream(own))))
+        """All answers to a prompt, one after the other."""
+        outputs = [completion(index, list(self._stream(own))) for index, own in enumerate(request.answers())]
         return RequestOutput(request.prompt, request.prompt_token_ids, tuple(outputs))
