@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coldstream.kernels.reference_ops import ReferenceOps
-from coldstream.kvcache.cache import AttentionState, DeltaNetState, ModelCache
+from coldstream.kvcache.cache import MAX_SEQUENCES, AttentionState, CacheSize, DeltaNetState, ModelCache
 
 
 @dataclass(frozen=True)
@@ -62,3 +62,26 @@ def test_there_must_be_such_a_slot(slot: int) -> None:
 def test_an_empty_cache_is_refused(slots: int, positions: int) -> None:
     with pytest.raises(ValueError, match="hold nothing"):
         ModelCache(Shape(), ReferenceOps(), slots, positions)
+
+
+@pytest.mark.parametrize(
+    ("num_positions", "is_scarce", "expected"),
+    [
+        (1, False, CacheSize(1, 1)),
+        (700, False, CacheSize(3, 3)),
+        (2**20, False, CacheSize(4096, MAX_SEQUENCES)),
+        (700, True, CacheSize(3, 1)),
+        (100 * 256, True, CacheSize(100, 5)),
+        (2**20, True, CacheSize(4096, MAX_SEQUENCES)),
+    ],
+)
+def test_sequences_share_the_blocks_of_one(num_positions: int, is_scarce: bool, expected: CacheSize) -> None:
+    """Of scarce memory all states but one take a quarter of what keys and values take at most."""
+    shape = Shape(ssm_state_size=64)  # a state is as large as 6 blocks
+    assert CacheSize.shared(shape, num_positions, "f16", is_scarce=is_scarce) == expected
+
+
+def test_without_recurrent_states_nothing_is_scarce_and_without_keys_everything() -> None:
+    attention, recurrent = Shape(("attention",)), Shape(("delta_net",), num_kv_heads=0, head_dim=0)
+    assert CacheSize.shared(attention, 700, "f16", is_scarce=True) == CacheSize(3, 3)
+    assert CacheSize.shared(recurrent, 700, "f16", is_scarce=True) == CacheSize(3, 1)

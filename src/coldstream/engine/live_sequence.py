@@ -9,9 +9,11 @@ was chosen from its last logits, which fails unless all of them are finite.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from coldstream.decoding import AnyLogits, Progress
+from coldstream import kvcache
+from coldstream.decoding import AnyLogits, Logits, Progress
+from coldstream.kvcache import Batch, CacheSize
 
 
 class Runner(Protocol):
@@ -30,6 +32,32 @@ class Runner(Protocol):
 
     def extend(self, token_ids: Sequence[int], progress: Progress | None = None) -> AnyLogits:
         """Append `token_ids` (at least one); logits [vocab] after the last, valid until the next call."""
+
+
+@runtime_checkable
+class BatchRunner(Runner, Protocol):
+    """What a model offers for computing several sequences in a step; `models.cpu_runner.CpuRunner` does."""
+
+    cache_size: CacheSize
+    chunk_size: int  # rows of a step
+
+    def step(self, batch: Batch) -> tuple[Logits, ...]:
+        """Compute a batch; logits [wanted rows, vocab] of each segment."""
+
+    def new_sequence(self) -> kvcache.Sequence:
+        """An empty one."""
+
+    def branch(self, sequence: kvcache.Sequence) -> kvcache.Sequence:
+        """One with the same tokens."""
+
+    def release(self, sequence: kvcache.Sequence) -> None:
+        """Give its memory back."""
+
+    def detach(self) -> kvcache.Sequence:
+        """The sequence that `extend` appends to; the runner begins another."""
+
+    def attach(self, sequence: kvcache.Sequence) -> None:
+        """Make it the one that `extend` appends to."""
 
 
 class LiveSequence:
@@ -63,12 +91,21 @@ class LiveSequence:
         """Make the next prompt start afresh."""
         self._token_ids = None
 
-    def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> AnyLogits:
-        """Make `token_ids` the sequence, computing what the state lacks; logits [vocab] after the last."""
+    def hand_over(self) -> list[int]:
+        """The live tokens, none if no prompt may extend them. They are unknown until `hold` or `prefill`."""
         live = self._taken() or []
         # A runner empties a state that it cannot vouch for itself.
-        is_sound = self._is_trusted and self._runner.position == len(live)
-        self._num_reused = num_live_prefix(live, token_ids) if is_sound else 0
+        return live if self._is_trusted and self._runner.position == len(live) else []
+
+    def hold(self, token_ids: list[int]) -> None:
+        """The state has been made that of `token_ids`, and a token was chosen from its logits."""
+        self._token_ids = token_ids
+        self._is_trusted = True
+
+    def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> AnyLogits:
+        """Make `token_ids` the sequence, computing what the state lacks; logits [vocab] after the last."""
+        live = self.hand_over()
+        self._num_reused = num_live_prefix(live, token_ids)
         if self._num_reused == 0:
             self._runner.reset()
         return self._extended(list(token_ids[: self._num_reused]), token_ids[self._num_reused :], progress)

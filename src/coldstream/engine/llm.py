@@ -5,7 +5,8 @@
     for piece in llm.stream("Once upon a time"):
         print(piece.text, end="")
 
-One request computes at a time; those of other threads wait in the order in which they came.
+One request computes at a time, and a list of prompts is one on the CPU; those of other threads wait in the
+order in which they came.
 """
 
 import os
@@ -19,7 +20,7 @@ from typing import Any, Literal, Never, Self, overload
 from coldstream.decoding import SEED_BITS, Logits, Progress, SamplingParams
 from coldstream.engine.config import CacheType, EngineConfig
 from coldstream.engine.generation import Request, cancelled_piece, completion, generate_pieces
-from coldstream.engine.live_sequence import LiveSequence
+from coldstream.engine.live_sequence import BatchRunner, LiveSequence
 from coldstream.engine.opened_model import OpenedModel, open_model
 from coldstream.engine.prompts import (
     Conversation,
@@ -34,6 +35,7 @@ from coldstream.engine.prompts import (
     template_settings,
 )
 from coldstream.engine.request import Piece, RequestOutput
+from coldstream.engine.side_by_side import generate_side_by_side
 from coldstream.engine.stream import Stream
 from coldstream.engine.turns import Turns
 from coldstream.errors import InvalidRequestError, OutOfMemoryError, host_memory_errors, shown
@@ -164,7 +166,10 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt, one after the other; a single prompt is a list of one.
+        """Complete each prompt; a single prompt is a list of one.
+
+        On the CPU those that there is memory for are computed side by side, on a GPU one after the other. An
+        answer is the same either way. The error of an answer is raised in place of all of them.
 
         A prompt is a text, token ids, `{"prompt": …}` or `{"prompt_token_ids": …}`. `sampling_params`: one
         for all prompts, one for each, or None for the model file's own sampling defaults. A given seed serves
@@ -175,7 +180,7 @@ class LLM:
         names = [f"prompts[{index}]" for index in range(len(items))] if len(items) > 1 else ["prompt"]
         params = params_of_each(sampling_params, len(items), self._opened.default_sampling)
         requests = [self._request(*each) for each in zip(items, names, params, strict=False)]
-        return [self._complete(request) for request in requests]
+        return self._complete_all(requests)
 
     def stream(
         self,
@@ -233,7 +238,7 @@ class LLM:
             self._chat_request(conversation, each, settings)
             for conversation, each in zip(conversations, params, strict=True)
         ]
-        return [self._complete(request) for request in requests]
+        return self._complete_all(requests)
 
     def stream_chat(
         self,
@@ -359,6 +364,21 @@ class LLM:
         return Stream(pieces, self._turns.wake)
 
     @host_memory_errors()
+    def _complete_all(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """All answers to each prompt: together on a runner that can, otherwise one after the other."""
+        runner = self._opened.runner
+        if not isinstance(runner, BatchRunner) or sum(request.params.n for request in requests) <= 1:
+            return [self._complete(request) for request in requests]
+
+        def between_steps() -> None:
+            self._turns.pause()
+            self._turns.resume()
+
+        with self._turns.turn():
+            return generate_side_by_side(
+                requests, self._sequence, runner, self._opened.tokenizer, between_steps
+            )
+
     def _complete(self, request: Request) -> RequestOutput:
         """All answers to a prompt, one after the other."""
         outputs = [completion(index, list(self._stream(own))) for index, own in enumerate(request.answers())]

@@ -1,7 +1,14 @@
 """Keys, values and recurrent states of the sequences in flight. Knows nothing of sampling."""
 
 from coldstream.kvcache.batch import Batch, Segment
-from coldstream.kvcache.cache import AttentionState, CacheSize, DeltaNetState, LayerState, ModelCache
+from coldstream.kvcache.cache import (
+    AttentionState,
+    CacheSize,
+    DeltaNetState,
+    LayerState,
+    ModelCache,
+    num_blocks_of,
+)
 from coldstream.kvcache.sequence import Checkpoint, Sequence
 from coldstream.kvcache.sequence_cache import SequenceCache
 
@@ -16,4 +23,5 @@ __all__ = [
     "Segment",
     "Sequence",
     "SequenceCache",
+    "num_blocks_of",
 ]

@@ -11,6 +11,8 @@ from typing import Protocol, Self
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS, Array, KeptInputs, Ops
 
+MAX_SEQUENCES = 16
+
 
 class CacheShape(Protocol):
     """What the cache needs to know of a model; `ModelSpec` has it."""
@@ -51,6 +53,11 @@ class DeltaNetState:
 LayerState = AttentionState | DeltaNetState
 
 
+def num_blocks_of(length: int) -> int:
+    """Blocks that so many positions of a sequence lie in."""
+    return -(-length // BLOCK_POSITIONS)
+
+
 @dataclass(frozen=True)
 class CacheSize:
     """How much sequences in blocks of positions can hold together."""
@@ -62,8 +69,26 @@ class CacheSize:
     @classmethod
     def of(cls, num_sequences: int, context_length: int, num_trees: int = 0) -> Self:
         """For so many sequences of up to `context_length` positions each, `num_trees` of them with a tree."""
-        num_blocks = num_sequences * -(-context_length // BLOCK_POSITIONS)
+        num_blocks = num_sequences * num_blocks_of(context_length)
         return cls(num_blocks, num_sequences, num_trees * MAX_TREE_ROWS)
+
+    @classmethod
+    def shared(cls, shape: CacheShape, context_length: int, kv_type: str, *, is_scarce: bool) -> Self:
+        """For one sequence of up to `context_length` positions, or for several that share its blocks.
+
+        Where memory that is never written costs nothing, there are states for as many sequences as there are
+        blocks, up to MAX_SEQUENCES, beyond which another one makes no step's rows much cheaper. Where memory
+        is scarce, because whatever the cache has experts have not, all states but one take at most a
+        quarter of what keys and values take: a state of a large model is as large as thousands of positions,
+        and one sequence alone should lose next to nothing.
+        """
+        num_blocks = num_blocks_of(context_length)
+        num_states = min(num_blocks, MAX_SEQUENCES)
+        state_bytes = _state_bytes(shape)
+        if is_scarce and state_bytes:
+            kv_bytes = num_blocks * BLOCK_POSITIONS * _kv_bytes(shape, kv_type)
+            num_states = min(num_states, 1 + kv_bytes // 4 // state_bytes)
+        return cls(num_blocks, num_states)
 
 
 class ModelCache:
@@ -178,3 +203,17 @@ class ModelCache:
             if isinstance(layer, AttentionState):
                 for tensor in (layer.k, layer.v):
                     tensor[blocks[new[0]], new[1]] = tensor[blocks[old[0]], old[1]]
+
+
+def _state_bytes(shape: CacheShape) -> int:
+    """Of the recurrent states of one sequence."""
+    size = shape.num_value_heads * shape.ssm_state_size**2 + (shape.conv_kernel - 1) * shape.conv_dim
+    return 4 * shape.layer_kinds.count("delta_net") * size
+
+
+def _kv_bytes(shape: CacheShape, kv_type: str) -> int:
+    """Of the keys and values of one position."""
+    num_layers = shape.layer_kinds.count("attention")
+    if not num_layers:
+        return 0
+    return 2 * num_layers * shape.num_kv_heads * CACHE_LAYOUTS[kv_type].row_bytes(shape.head_dim)

@@ -12,7 +12,7 @@ import numpy as np
 
 from coldstream.errors import InvalidRequestError
 from coldstream.kernels.ops import BLOCK_POSITIONS, Ops
-from coldstream.kvcache.cache import CacheShape, CacheSize, ModelCache
+from coldstream.kvcache.cache import CacheShape, CacheSize, ModelCache, num_blocks_of
 from coldstream.kvcache.pool import BlockPool
 from coldstream.kvcache.sequence import Checkpoint, PendingTree, Sequence
 
@@ -118,7 +118,7 @@ class SequenceCache:
             sequence = demand.sequence
             self._own_last_block(sequence)
             sequence.blocks += self.blocks.take(
-                _num_blocks(sequence.length + demand.num_rows) - len(sequence.blocks)
+                num_blocks_of(sequence.length + demand.num_rows) - len(sequence.blocks)
             )
             if sequence.state is None:
                 (sequence.state,) = self.states.take(1)
@@ -186,7 +186,7 @@ class SequenceCache:
         states_given_up: dict[int, int] = {}
         for demand in demands:
             sequence = demand.sequence
-            num_blocks += _num_blocks(sequence.length + demand.num_rows) - len(sequence.blocks)
+            num_blocks += num_blocks_of(sequence.length + demand.num_rows) - len(sequence.blocks)
             for block in _last_block(sequence):
                 before = given_up.get(block, 0)
                 if self.blocks.count(block) - before > 1:
@@ -226,14 +226,10 @@ class SequenceCache:
             self.tree_rows.release(kept)
 
     def _trim(self, sequence: Sequence) -> None:
-        count = _num_blocks(sequence.length)
+        count = num_blocks_of(sequence.length)
         behind = sequence.blocks[count:]
         del sequence.blocks[count:]
         self.blocks.release(behind)
-
-
-def _num_blocks(length: int) -> int:
-    return -(-length // BLOCK_POSITIONS)
 
 
 def _last_block(sequence: Sequence) -> list[int]:

@@ -53,7 +53,11 @@ class CpuRunner(ModelRunner):
         self._ops = ops
         self._disk = disk
         self._model = CausalLM.load(file, spec, ops)
-        self._sequences = SequenceCache(spec, ops, cache_size or CacheSize.of(1, context_length), kv_type)
+        # What a cache of slots' memory has, experts have not; without slots unwritten memory is not taken.
+        self.cache_size = cache_size or CacheSize.shared(
+            spec, context_length, kv_type, is_scarce=disk is not None
+        )
+        self._sequences = SequenceCache(spec, ops, self.cache_size, kv_type)
         self._cache = self._sequences.tensors
         self._own = self._sequences.new()
         self._limits = BatchLimits(spec.vocab_size, context_length, self.chunk_size)
@@ -120,8 +124,8 @@ class CpuRunner(ModelRunner):
         """Does what `plan` says with an open file: maps weights, makes slots for experts and fills them,
         captures the forward pass. The runner then closes the file.
 
-        The plan's context bounds a sequence, and cache_size what all of them hold together (default: one of
-        that length, and no draft trees); memory is touched only as it fills. tier: of the kernels. With
+        The plan's context bounds a sequence, and cache_size what all of them hold together (default:
+        `CacheSize.shared`); memory is touched only as it fills. tier: of the kernels. With
         record_routing, `topk_ids` has what each step's routers chose, if all experts are mapped. `policy`
         says which experts stay in slots (default: `DecayedFrequency`). progress is called with (done, total)
         while the file is read.
@@ -230,6 +234,19 @@ class CpuRunner(ModelRunner):
     def release(self, sequence: Sequence) -> None:
         """Gives back all that the sequence has; it can't be used afterwards."""
         self._sequences.release(sequence)
+
+    def detach(self) -> Sequence:
+        """The runner's one sequence, for `step` and its like; the runner begins another."""
+        sequence, self._own = self._own, self._sequences.new()
+        self.position = 0
+        return sequence
+
+    def attach(self, sequence: Sequence) -> None:
+        """Makes `sequence`, of which no tree may be pending, the runner's one, in place of the one it has."""
+        self._sequences.check(sequence)
+        self._sequences.release(self._own)
+        self._own = sequence
+        self.position = sequence.length
 
     def checkpoint(self, sequence: Sequence) -> Checkpoint:
         """What `restore` goes back to. It takes a recurrent state as soon as the sequence goes on."""
