@@ -182,6 +182,23 @@ def startup() -> str:
     return table(["starting", ""], rows)
 
 
+def side_by_side() -> str:
+    """Lists of prompts on the CPU, both ways."""
+    r = load("side_by_side")
+    rows = [
+        [
+            str(each["num_prompts"]),
+            f"{each['apart_tok_s']:.0f}",
+            f"{each['together_tok_s']:.0f}",
+            f"{each['ratio']:.2f} ({each['ratios'][0]:.2f}–{each['ratios'][-1]:.2f})",
+        ]
+        for each in r["lists"]
+    ]
+    header = ["prompts", "one after the other, tok/s", "side by side, tok/s", "ratio (least–most)"]
+    conditions = f"{r['new_tokens']} tokens each, {r['threads']} threads, {r['cpu']}: `{r['command']}`"
+    return table(header, rows) + f"\n{conditions}\n"
+
+
 def install() -> str:
     """What each kind of installation downloads, and what it takes."""
     r = load("install")
@@ -317,6 +334,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "disk_tier": disk_tier,
     "install": install,
     "kv_types": kv_types,
+    "side_by_side": side_by_side,
     "startup": startup,
     "templates": templates,
     "text": text,
