@@ -14,7 +14,12 @@ import pytest
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE
 from coldstream.kernels.attention import cuda as attention
-from coldstream.kernels.attention.cache_layout import BLOCK_VALUES, CACHE_LAYOUTS, ROW_ALIGNMENT
+from coldstream.kernels.attention.cache_layout import (
+    BLOCK_VALUES,
+    CACHE_LAYOUTS,
+    GPU_CACHE_TYPES,
+    ROW_ALIGNMENT,
+)
 from coldstream.kernels.cuda import few_shapes, many_tiles
 from coldstream.kernels.cuda.compiler import KERNELS, CompileError, _compile
 from coldstream.kernels.experts import cuda as experts_few
@@ -105,8 +110,10 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "scale_values": BLOCK_VALUES,
         "sizeof(uint4)": ROW_ALIGNMENT,
         **{
-            f"(cache_{name}::code_chunks(256) + cache_{name}::scale_chunks(256)) * 16": layout.row_bytes(256)
-            for name, layout in CACHE_LAYOUTS.items()
+            f"(cache_{name}::code_chunks(256) + cache_{name}::scale_chunks(256)) * 16": (
+                CACHE_LAYOUTS[name].row_bytes(256)
+            )
+            for name in GPU_CACHE_TYPES
         },
     },
     "experts/many.cu": {

@@ -13,7 +13,7 @@ from cuda_runner_cases import open_cuda
 from runner_cases import token_ids
 
 from coldstream.kernels import _csrc
-from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
+from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.runner import ModelRunner
 
@@ -56,7 +56,7 @@ def test_nf01_what_a_reset_leaves_behind_on_a_cpu(moe_path: Path, tier: str, kv_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv_type", CACHE_LAYOUTS)
+@pytest.mark.parametrize("kv_type", GPU_CACHE_TYPES)
 def test_nf01_what_a_reset_leaves_behind_on_a_gpu(moe_path: Path, kv_type: str) -> None:
     with open_cuda(moe_path, context_length=CONTEXT, kv_type=kv_type) as runner:
         for size in (*SIZES, *SIZES):  # plainly, then from captured graphs

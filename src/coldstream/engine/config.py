@@ -12,18 +12,17 @@ from typing import Any, Literal
 from coldstream.engine.sizes import parse_size
 from coldstream.errors import ConfigError, OutOfMemoryError, shown
 from coldstream.experts.prefetching import MAX_PREFETCHED
-from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, CPU_CACHE_TYPES, GPU_CACHE_TYPES
 from coldstream.models.spec import ModelSpec
 
 DEVICES = ("auto", "cpu", "cuda")
 TIERS = ("auto", "generic", "avx2", "avx512", "amx")
-CPU_CACHE_TYPES = ("f16", "f32")
 MAX_THREADS = 1024
 MAX_BYTES = 2**60
 DEFAULT_CTX_SIZE = 32768  # what `ctx_size` resolves to if the model and the memory allow it
 DEFAULT_CACHE_SHARE = 0.25  # of available memory, for the cache of a default context
 
-CacheType = Literal["f16", "f32", "q8_0", "q4_0", "tq3_0"]
+CacheType = Literal["f16", "f32", "q8_0", "q4_0", "tq3_0", "i16", "i8"]
 
 
 @dataclass(frozen=True)
@@ -112,9 +111,12 @@ def resolve(config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: i
     compiled kernels know what they hold, and the opened model reports its choice. Raises ConfigError for a
     context beyond the model's, OutOfMemoryError if caches exceed the memory.
     """
-    if config.device != "cuda" and config.cache_type_k not in CPU_CACHE_TYPES:
+    device, cache_types = (
+        ("a GPU", GPU_CACHE_TYPES) if config.device == "cuda" else ("the CPU", CPU_CACHE_TYPES)
+    )
+    if config.cache_type_k not in cache_types:
         raise ConfigError(
-            f"cache_type_k {config.cache_type_k} is for GPUs: on the CPU use {' or '.join(CPU_CACHE_TYPES)}"
+            f"cache_type_k {config.cache_type_k} is not for {device}: use {' or '.join(cache_types)}"
         )
     threads = num_cores if config.threads == "auto" else config.threads
     try:

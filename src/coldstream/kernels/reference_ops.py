@@ -28,6 +28,7 @@ DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "int32": torch.int32,
+    "int8": torch.int8,
     "uint8": torch.uint8,
 }
 

@@ -16,6 +16,7 @@ from coldstream.experts.host import HostExperts
 from coldstream.experts.hybrid_ops import HybridOps
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
 from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.memory import ALIGNMENT, Memory, MemoryPlan
@@ -77,6 +78,14 @@ class Limits:
     whole_layers: frozenset[int] = frozenset()  # whose experts are all there in any case
     ring_bytes: int = 0  # through which other experts come by
     prefetching: Prefetching | None = None  # of experts before their layer's router has run
+
+    def __post_init__(self) -> None:
+        """UnsupportedError if there are no GPU kernels for the type of keys and values."""
+        if self.kv_type not in GPU_CACHE_TYPES:
+            raise UnsupportedError(
+                f"no GPU kernels for keys and values in {self.kv_type} are supported: use "
+                f"{' or '.join(GPU_CACHE_TYPES)}, or --device cpu"
+            )
 
     def is_captured(self, rows: int) -> bool:
         """Whether steps of so many rows are graphs: not if the host shares out their experts."""

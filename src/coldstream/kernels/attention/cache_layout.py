@@ -1,9 +1,9 @@
 """The types that keys and values are kept in, and how a row of them lies in memory.
 
 A cache is an array [slots, positions, G, row]: `row` is D numbers for the float types and `row_bytes(D)`
-bytes (uint8) for the quantised ones. Those cut a head's D values into blocks of 32 with one float16 scale
-each; a row holds the codes of all its blocks, then the scales, then unused bytes up to a multiple of 16, so
-that every row can be read in aligned pieces of 16 bytes:
+bytes for the others. The quantised ones (uint8) cut a head's D values into blocks of 32 with one float16
+scale each; a row holds the codes of all its blocks, then the scales, then unused bytes up to a multiple of
+16, so that every row can be read in aligned pieces of 16 bytes:
 
     q8_0: a signed byte a value;
     q4_0: four bits a value, code + 8, even values in the low half of a byte;
@@ -12,15 +12,27 @@ that every row can be read in aligned pieces of 16 bytes:
            p div 2, and at bit 4r + p of the high bytes' word: a shift and a mask of either leave the codes
            of eight values in eight nibbles, with which one instruction of a GPU looks up four of them.
 
-A value is code · scale, of tq3_0 level(code) · scale, exact in float32. How codes and scales are chosen:
-docs/arithmetic.md, Attention.
+A value is code · scale, of tq3_0 level(code) · scale, exact in float32. Attention over these types and the
+float ones is one of floats.
+
+The integer types (int8) are for attention over integers. They keep a head's D values, after a Hadamard
+rotation, as D signed bytes a plane, plane after plane, then one float32 scale, then zeros up to a multiple of
+16 bytes:
+
+    i16: two planes, high and low; a value is (high + low / 256) · scale;
+    i8: one plane; a value is code · scale.
+
+How codes and scales are chosen: docs/arithmetic.md, Attention.
 """
 
 from dataclasses import dataclass
 
 BLOCK_VALUES = 32  # that share one scale
 ROW_ALIGNMENT = 16  # bytes
-ELEMENT_BYTES = {"float16": 2, "float32": 4, "uint8": 1}
+ELEMENT_BYTES = {"float16": 2, "float32": 4, "int8": 1, "uint8": 1}
+INTEGER_MULTIPLE = 16  # of values in a head that integer types keep, so that every plane can be read likewise
+# Products of 512 pairs of 16-bit codes, as attention over integers adds them, still fit 32 bits.
+LARGEST_INTEGER_HEAD = 512
 
 
 @dataclass(frozen=True)
@@ -30,20 +42,39 @@ class CacheLayout:
     name: str
     element: str
     value_bits: int
-    is_turned: bool = False  # holds values after the transformation of `turn.py`
+    is_turned: bool = False  # holds values after a transformation of `turn.py`
 
     @property
     def is_quantised(self) -> bool:
         return self.element == "uint8"
 
+    @property
+    def is_integer(self) -> bool:
+        """Whether attention over it is one of integers."""
+        return self.element == "int8"
+
+    @property
+    def num_planes(self) -> int:
+        """Of an integer type: signed bytes of a value."""
+        return self.value_bits // 8
+
+    def holds(self, head_dim: int) -> bool:
+        """Whether heads of so many values have a row."""
+        if self.is_integer:
+            return head_dim in range(INTEGER_MULTIPLE, LARGEST_INTEGER_HEAD + 1, INTEGER_MULTIPLE)
+        return head_dim >= 1 and head_dim % (BLOCK_VALUES if self.is_quantised else 1) == 0
+
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one head's keys or values at one position. ValueError if the head has no such row."""
-        multiple = BLOCK_VALUES if self.is_quantised else 1
-        if head_dim < 1 or head_dim % multiple:
+        if not self.holds(head_dim):
+            multiple = INTEGER_MULTIPLE if self.is_integer else BLOCK_VALUES if self.is_quantised else 1
+            most = f" up to {LARGEST_INTEGER_HEAD}" if self.is_integer else ""
             raise ValueError(
-                f"{self.name} caches hold heads of multiples of {multiple} values, not {head_dim}"
+                f"{self.name} caches hold heads of multiples of {multiple} values{most}, not {head_dim}"
             )
         num_bytes = head_dim * self.value_bits // 8
+        if self.is_integer:
+            return num_bytes + ROW_ALIGNMENT
         if not self.is_quantised:
             return num_bytes
         num_bytes += head_dim // BLOCK_VALUES * 2
@@ -62,5 +93,11 @@ CACHE_LAYOUTS = {
         CacheLayout("q8_0", "uint8", 8),
         CacheLayout("q4_0", "uint8", 4),
         CacheLayout("tq3_0", "uint8", 3, is_turned=True),
+        CacheLayout("i16", "int8", 16, is_turned=True),
+        CacheLayout("i8", "int8", 8, is_turned=True),
     )
 }
+CPU_CACHE_TYPES = tuple(
+    name for name, layout in CACHE_LAYOUTS.items() if not layout.is_quantised and not layout.is_integer
+)
+GPU_CACHE_TYPES = tuple(name for name, layout in CACHE_LAYOUTS.items() if not layout.is_integer)

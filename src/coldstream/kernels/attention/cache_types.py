@@ -7,6 +7,8 @@ import torch
 from coldstream.kernels.arithmetic.reference import SMALLEST_MAXIMUM
 from coldstream.kernels.attention.cache_layout import BLOCK_VALUES, CACHE_LAYOUTS, CacheLayout
 from coldstream.kernels.attention.levels import decode_levels, encode_levels
+from coldstream.kernels.attention.planes import LOW_UNIT, Planes, round_planes
+from coldstream.kernels.attention.turn import head_block, turn, turn_back, turn_head, turn_head_back
 from coldstream.kernels.dequantize.integer_blocks import grouped
 
 
@@ -23,8 +25,7 @@ class CacheType(CacheLayout):
     def of(cls, cache: torch.Tensor, head_dim: int) -> Self:
         """The type of a tensor [..., row]. ValueError if it is a cache of heads of `head_dim` of no type."""
         for cache_type in CACHE_TYPES.values():
-            fits = head_dim % BLOCK_VALUES == 0 or not cache_type.is_quantised
-            if fits and (cache.dtype, cache.shape[-1]) == (
+            if cache_type.holds(head_dim) and (cache.dtype, cache.shape[-1]) == (
                 cache_type.dtype,
                 cache_type.row_elements(head_dim),
             ):
@@ -33,6 +34,8 @@ class CacheType(CacheLayout):
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """float32 [..., D] → rows of the tensor, [..., row]; turns them if the type does."""
+        if self.is_integer:
+            return self._encode_planes(round_planes(turn_head(values.float()), self.num_planes))
         if not self.is_quantised:
             return values.to(self.dtype)
         blocks = grouped(values.float(), -1, BLOCK_VALUES)
@@ -43,6 +46,8 @@ class CacheType(CacheLayout):
 
     def decode(self, rows: torch.Tensor, head_dim: int) -> torch.Tensor:
         """[..., row] → float32 [..., D], still turned if the type turns them."""
+        if self.is_integer:
+            return self.planes(rows, head_dim).values()
         if not self.is_quantised:
             return rows.float()
         code_bytes = head_dim * self.value_bits // 8
@@ -56,6 +61,35 @@ class CacheType(CacheLayout):
         scales = rows[..., code_bytes : code_bytes + head_dim // BLOCK_VALUES * 2].contiguous()
         blocks = grouped(codes.float(), -1, BLOCK_VALUES)
         return (blocks * scales.view(torch.float16).float().unsqueeze(-1)).flatten(-2)
+
+    def planes(self, rows: torch.Tensor, head_dim: int) -> Planes:
+        """[..., row] of an integer type → the planes [..., D] and scales [...] of what is there."""
+        planes = grouped(rows[..., : head_dim * self.num_planes].int(), self.num_planes, head_dim)
+        high, low = planes[..., 0, :], planes[..., -1, :]
+        scales = rows[..., head_dim * self.num_planes :][..., :4].contiguous().view(torch.float32)
+        return Planes(
+            high if self.num_planes == 1 else LOW_UNIT * high + low, scales.squeeze(-1), self.num_planes
+        )
+
+    def _encode_planes(self, planes: Planes) -> torch.Tensor:
+        parts = [planes.high] if self.num_planes == 1 else [planes.high, planes.low]
+        scales = planes.scale.unsqueeze(-1).view(torch.int8)
+        row = torch.cat((*(part.to(torch.int8) for part in parts), scales), dim=-1)
+        return torch.nn.functional.pad(row, (0, self.row_bytes(planes.codes.shape[-1]) - row.shape[-1]))
+
+    def turn_query(self, query: torch.Tensor) -> torch.Tensor:
+        """float32 [..., D] whose product with turned keys is that of `query` with the keys themselves."""
+        if not self.is_turned:
+            return query
+        if self.is_integer:
+            return turn_head(query) * (1 / head_block(query.shape[-1]))
+        return turn(query) * (1 / BLOCK_VALUES)
+
+    def turn_back(self, values: torch.Tensor) -> torch.Tensor:
+        """What was turned to float32 [..., D], or what is a sum of such."""
+        if not self.is_turned:
+            return values
+        return turn_head_back(values) if self.is_integer else turn_back(values)
 
 
 CACHE_TYPES = {name: CacheType(**vars(layout)) for name, layout in CACHE_LAYOUTS.items()}

@@ -1,6 +1,11 @@
-"""The attention of `reference.py` to the last bit, as docs/arithmetic.md has it."""
+"""The attention of `reference.py` to the last bit, as docs/arithmetic.md has it.
+
+What a head does with the positions of a block is of floats here, and of integers in `exact_integers.py`.
+"""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -13,10 +18,9 @@ from coldstream.kernels.arithmetic.reference import (
     sigmoid,
     sum_lanes,
 )
-from coldstream.kernels.attention.cache_layout import BLOCK_VALUES
 from coldstream.kernels.attention.cache_types import CacheType
+from coldstream.kernels.attention.exact_integers import IntegerHeads
 from coldstream.kernels.attention.reference import split_gate
-from coldstream.kernels.attention.turn import turn, turn_back
 from coldstream.kernels.dequantize.integer_blocks import grouped
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.rms_norm.reference import rms_norm_exact
@@ -27,6 +31,48 @@ CHUNK_SIZE = 256  # positions
 BLOCK_SIZE = 64
 
 Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # maximum [H], denominator [H], numerator [H, D]
+
+
+class Heads(Protocol):
+    """The queries of one row, and the keys and values of all positions that it sees, in order."""
+
+    @property
+    def num_positions(self) -> int: ...
+
+    def scores(self, block: slice) -> torch.Tensor:
+        """float32 [H, n] of the n positions of a block, counted from the first that the row sees."""
+        ...
+
+    def add(self, weights: torch.Tensor, block: slice, numerator: torch.Tensor) -> torch.Tensor:
+        """numerator [H, D] and the values of a block times weights [H, n]."""
+        ...
+
+
+@dataclass(frozen=True)
+class FloatHeads:
+    """`Heads` of a cache type whose attention is one of floats."""
+
+    query: torch.Tensor  # [H, D]
+    key: torch.Tensor  # [P, H, D]
+    value: torch.Tensor  # [P, H, D]
+
+    @property
+    def num_positions(self) -> int:
+        return self.key.shape[0]
+
+    def scores(self, block: slice) -> torch.Tensor:
+        """One chain of fma over each head's dimensions."""
+        key = self.key[block]
+        scores = torch.zeros(self.query.shape[0], key.shape[0])
+        for i in range(self.query.shape[-1]):
+            scores = fma(self.query[:, i : i + 1], key[..., i].T, scores)
+        return scores
+
+    def add(self, weights: torch.Tensor, block: slice, numerator: torch.Tensor) -> torch.Tensor:
+        """One chain of fma over the positions."""
+        for weight, v in zip(weights.T, self.value[block], strict=True):
+            numerator = fma(weight.unsqueeze(-1), v, numerator)
+        return numerator
 
 
 def attention_exact(
@@ -54,24 +100,24 @@ def attention_exact(
     where = written(rows)
     k_cache[where] = cache_type.encode(key)
     v_cache[where] = cache_type.encode(grouped(value, num_kv_heads, head_dim))
-    if cache_type.is_turned:
-        query = turn(query) * (1 / BLOCK_VALUES)
-    group_size = query.shape[1] // num_kv_heads
+    query = cache_type.turn_query(query)
     outputs = [query[:0]]
     for row, (q, position) in enumerate(zip(query, rows.positions.tolist(), strict=True)):
         first = first_position(position, window)
         slots, places = seen(rows, row)
-        keys, values = (
-            cache_type.decode(cache[slots[first:], places[first:]], head_dim).repeat_interleave(
-                group_size, dim=1
-            )
-            for cache in (k_cache, v_cache)
-        )
-        outputs.append(attend(q, keys, values, first).unsqueeze(0))
-    output = torch.cat(outputs)
-    if cache_type.is_turned:
-        output = turn_back(output)
+        keys, values = (cache[slots[first:], places[first:]] for cache in (k_cache, v_cache))
+        outputs.append(attend(heads_of(cache_type, q, keys, values), first).unsqueeze(0))
+    output = cache_type.turn_back(torch.cat(outputs))
     return (output if gate is None else output * sigmoid(gate)).flatten(-2)
+
+
+def heads_of(cache_type: CacheType, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Heads:
+    """Turned queries [H, D] of a row over rows [P, G, row] of its caches."""
+    head_dim, group_size = query.shape[-1], query.shape[0] // keys.shape[-2]
+    keys, values = (rows.repeat_interleave(group_size, dim=1) for rows in (keys, values))
+    if cache_type.is_integer:
+        return IntegerHeads.of(query, cache_type.planes(keys, head_dim), cache_type.planes(values, head_dim))
+    return FloatHeads(query, cache_type.decode(keys, head_dim), cache_type.decode(values, head_dim))
 
 
 def first_position(position: int, window: int | None) -> int:
@@ -79,15 +125,15 @@ def first_position(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """One row [H, D] over keys and values [P, H, D] of the positions from `first`.
+def attend(heads: Heads, first: int = 0) -> torch.Tensor:
+    """The result [H, D] of one row that sees the positions from `first`.
 
     Chunks on their own, then merged in ascending order.
     """
-    parts = list(grid_cells(first, first + key.shape[0], CHUNK_SIZE))
-    maximum, denominator, numerator = attend_chunk(query, key, value, first, parts[0])
+    parts = list(grid_cells(first, first + heads.num_positions, CHUNK_SIZE))
+    maximum, denominator, numerator = attend_chunk(heads, first, parts[0])
     for part in parts[1:]:
-        chunk_maximum, chunk_denominator, chunk_numerator = attend_chunk(query, key, value, first, part)
+        chunk_maximum, chunk_denominator, chunk_numerator = attend_chunk(heads, first, part)
         next_maximum = torch.maximum(maximum, chunk_maximum)
         ours, theirs = exp(maximum - next_maximum), exp(chunk_maximum - next_maximum)
         denominator = fma(chunk_denominator, theirs, denominator * ours)
@@ -102,15 +148,13 @@ def grid_cells(first: int, end: int, size: int) -> Iterator[range]:
         yield range(max(first, start), min(end, start + size))
 
 
-def attend_chunk(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int, positions: range
-) -> Partial:
+def attend_chunk(heads: Heads, first: int, positions: range) -> Partial:
     """The blocks of one chunk in ascending order, with a running maximum."""
     maximum = denominator = torch.empty(0)
-    numerator = torch.zeros_like(query)
+    numerator = torch.zeros(1, 1)
     for cell in grid_cells(positions.start, positions.stop, BLOCK_SIZE):
         block = slice(cell.start - first, cell.stop - first)
-        scores = score(query, key[block])  # [H, positions]
+        scores = heads.scores(block)  # [H, positions]
         block_maximum = scores.amax(dim=-1)
         is_first = cell.start == positions.start
         next_maximum = block_maximum if is_first else torch.maximum(maximum, block_maximum)
@@ -123,15 +167,6 @@ def attend_chunk(
             correction = exp(maximum - next_maximum)
             denominator = fma(denominator, correction, total)
             numerator = numerator * correction.unsqueeze(-1)
-        for weight, v in zip(weights.T, value[block], strict=True):
-            numerator = fma(weight.unsqueeze(-1), v, numerator)
+        numerator = heads.add(weights, block, numerator)
         maximum = next_maximum
     return maximum, denominator, numerator
-
-
-def score(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """One chain of fma over each head's dimensions: [H, D], [P, H, D] → [H, P]."""
-    scores = torch.zeros(query.shape[0], key.shape[0])
-    for i in range(query.shape[-1]):
-        scores = fma(query[:, i : i + 1], key[..., i].T, scores)
-    return scores

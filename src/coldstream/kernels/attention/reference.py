@@ -4,6 +4,7 @@ Per head: queries and keys are RMS-normed, then rotated; scores are scaled by 1/
 key/value head h div (H/G); the result is multiplied by the sigmoid of the gate that came with the query, if
 one did.
 The cache holds keys after norm and rotation, and values as they are, in one of `cache_types.CACHE_TYPES`.
+Everything else is of floats here, over caches of the integer types too.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from collections.abc import Callable
 import torch
 
 from coldstream.kernels.attention.cache_types import CacheType
-from coldstream.kernels.attention.turn import turn_back
 from coldstream.kernels.dequantize.integer_blocks import grouped
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.rms_norm.reference import rms_norm
@@ -94,9 +94,7 @@ Codec = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], t
 
 def _codec(cache: torch.Tensor, head_dim: int) -> Codec:
     """From values to rows of the cache, and back to values."""
-    if cache.dtype == torch.uint8:
+    if not cache.is_floating_point():
         cache_type = CacheType.of(cache, head_dim)
-        if cache_type.is_turned:
-            return cache_type.encode, lambda rows: turn_back(cache_type.decode(rows, head_dim))
-        return cache_type.encode, lambda rows: cache_type.decode(rows, head_dim)
+        return cache_type.encode, lambda rows: cache_type.turn_back(cache_type.decode(rows, head_dim))
     return lambda values: values.to(cache.dtype), lambda rows: rows

@@ -1,6 +1,9 @@
-"""The transformation after which `tq3_0` keeps keys and values: of 32 values each, its own inverse but for
-signs and a factor. It leaves scalar products as they are, up to that factor, and makes 32 values of any
-distribution look like draws of one, the normal, for which the levels are best.
+"""The transformations after which caches keep keys and values: Walsh–Hadamard ones of consecutive values,
+each its own inverse but for signs and a factor. They leave scalar products as they are, up to that factor,
+and make values of any distribution look like draws of one, the normal.
+
+`tq3_0`, whose levels are the best for that one, has blocks of 32 values and changes signs first; the integer
+types, whose scale belongs to a head, have the largest blocks that the head can be cut into.
 """
 
 import torch
@@ -25,14 +28,29 @@ def turn_back(turned: torch.Tensor) -> torch.Tensor:
     return (blocks * (1 / BLOCK_VALUES)).flatten(-2)
 
 
+def head_block(head_dim: int) -> int:
+    """Values that `turn_head` turns together: the greatest power of two that divides those of a head."""
+    return head_dim & -head_dim
+
+
+def turn_head(values: torch.Tensor) -> torch.Tensor:
+    """H(x) of each `head_block(D)` consecutive values: [..., D] → [..., D], any float type."""
+    return _butterflies(grouped(values, -1, head_block(values.shape[-1]))).flatten(-2)
+
+
+def turn_head_back(turned: torch.Tensor) -> torch.Tensor:
+    """What `turn_head` was given, exact but for what the additions round."""
+    return turn_head(turned) * (1 / head_block(turned.shape[-1]))
+
+
 def _signs(like: torch.Tensor) -> torch.Tensor:
     return torch.tensor([-1 if SIGNS >> i & 1 else 1 for i in range(BLOCK_VALUES)], dtype=like.dtype)
 
 
 def _butterflies(blocks: torch.Tensor) -> torch.Tensor:
-    """The unnormalised Walsh–Hadamard transform over the last dimension, strides 1, 2, 4, 8, 16."""
+    """The unnormalised Walsh–Hadamard transform over the last dimension, strides 1, 2, 4, … in turn."""
     stride = 1
-    while stride < BLOCK_VALUES:
+    while stride < blocks.shape[-1]:
         first, second = grouped(blocks, -1, 2, stride).unbind(-2)
         blocks = torch.stack((first + second, first - second), dim=-2).flatten(-3)
         stride *= 2

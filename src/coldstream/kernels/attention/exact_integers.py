@@ -1,0 +1,50 @@
+"""What one row's heads do with a block of positions over a cache of an integer type, to the last bit.
+
+Scores and weighted values are products of planes, exact in integers, that meet float32 once for each position
+and once for each block: docs/arithmetic.md, Attention over integers.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from coldstream.kernels.arithmetic.reference import fma
+from coldstream.kernels.attention.planes import LOW_UNIT, Planes, multiply_planes, round_planes
+
+NUM_PLANES = 2  # of queries and of weights, whatever the type of the cache
+
+
+@dataclass(frozen=True)
+class IntegerHeads:
+    """`exact.Heads` of an integer type."""
+
+    query: Planes  # [H, D], turned
+    key: Planes  # [P, H, D]
+    value: Planes  # [P, H, D]
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key: Planes, value: Planes) -> Self:
+        """Of turned float32 queries [H, D]."""
+        return cls(round_planes(query, NUM_PLANES), key, value)
+
+    @property
+    def num_positions(self) -> int:
+        return self.key.codes.shape[0]
+
+    def scores(self, block: slice) -> torch.Tensor:
+        """float32 [H, n]: the product, times the query's scale, times the key's."""
+        key = _positions(self.key, block)
+        products = multiply_planes("hd,phd->hp", self.query, key)
+        return products * (self.query.scale * (1 / LOW_UNIT)).unsqueeze(-1) * key.scale.T
+
+    def add(self, weights: torch.Tensor, block: slice, numerator: torch.Tensor) -> torch.Tensor:
+        """Weights [H, n] times the values' scales are rounded; their product meets float32 in one fma."""
+        value = _positions(self.value, block)
+        scaled = round_planes(weights * value.scale.T, NUM_PLANES)
+        products = multiply_planes("hp,phd->hd", scaled, value)
+        return fma((scaled.scale * (1 / LOW_UNIT)).unsqueeze(-1), products, numerator)
+
+
+def _positions(planes: Planes, block: slice) -> Planes:
+    return Planes(planes.codes[block], planes.scale[block], planes.num_planes)
