@@ -142,7 +142,7 @@ def test_the_cache_counts_attention_layers_only(spec: ModelSpec) -> None:
 
 def test_quantised_caches_are_for_gpus_and_for_heads_of_whole_blocks(spec: ModelSpec) -> None:
     config = EngineConfig("m.gguf", device="cpu", cache_type_k="q8_0", cache_type_v="q8_0")
-    with pytest.raises(ConfigError, match="q8_0 is not for the CPU: use f16 or f32"):
+    with pytest.raises(ConfigError, match="q8_0 is not for the CPU: use f16 or f32 or i16 or i8"):
         resolve(config, spec, CORES, FREE)
     on_gpu = replace(config, device="cuda")
     for kv_type, row_bytes in (("i16", 2 * 64 + 16), ("i8", 64 + 16)):
@@ -150,6 +150,7 @@ def test_quantised_caches_are_for_gpus_and_for_heads_of_whole_blocks(spec: Model
         assert cache_bytes_per_token(integers, spec) == 1 * 2 * 2 * row_bytes
         with pytest.raises(ConfigError, match=f"{kv_type} is not for a GPU: use f16 or f32 or q8_0 or"):
             resolve(integers, spec, CORES, FREE)
+        assert resolve(replace(integers, device="cpu"), spec, CORES, FREE).cache_type_k == kv_type
     # 64 bytes and two float16 scales, in pieces of 16.
     assert cache_bytes_per_token(on_gpu, spec) == 1 * 2 * (80 + 80)
     smallest = replace(on_gpu, cache_type_k="tq3_0", cache_type_v="tq3_0")

@@ -228,9 +228,9 @@ def test_wrong_arrays_are_refused(fastest: _csrc.Runtime) -> None:
             fastest, query_gate, key, value, q_norm, k_norm, EPS, angles, k_cache, v_cache, place, place, out
         )
 
-    with pytest.raises(ValueError, match="both be float16 or both float32"):
+    with pytest.raises(ValueError, match="both be float16, both float32 or both int8"):
         call(cache, cache.half(), out)
-    with pytest.raises(ValueError, match="both be float16 or both float32"):
+    with pytest.raises(ValueError, match="both be float16, both float32 or both int8"):
         call(cache.bfloat16(), cache.bfloat16(), out)
     with pytest.raises(ValueError, match="v_cache must be"):
         call(cache, cache[:, :4], out)

@@ -37,10 +37,11 @@ def hybrid_or_attention(request: pytest.FixtureRequest, tmp_path_factory: pytest
     return path
 
 
-def test_the_graph_computes_what_the_reference_defines(model_path: Path) -> None:
+@pytest.mark.parametrize("kv_type", ["f32", "i16"])
+def test_the_graph_computes_what_the_reference_defines(model_path: Path, kv_type: str) -> None:
     ids = token_ids(7)
-    with CpuRunner.open(model_path, threads=2, context_length=64, kv_type="f32") as runner:
-        assert np.array_equal(runner.logits(ids), reference_logits(model_path, ids).numpy())
+    with CpuRunner.open(model_path, threads=2, context_length=64, kv_type=kv_type) as runner:
+        assert np.array_equal(runner.logits(ids), reference_logits(model_path, ids, kv_type).numpy())
 
 
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())

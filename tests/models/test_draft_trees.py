@@ -14,6 +14,7 @@ from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels import _csrc
+from coldstream.kernels.attention.cache_layout import CPU_CACHE_TYPES
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.ops import BatchRows, Rows
 from coldstream.kernels.reference_ops import ReferenceOps
@@ -38,7 +39,7 @@ def small_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return path
 
 
-@pytest.fixture(scope="module", params=["f16", "f32"])
+@pytest.fixture(scope="module", params=CPU_CACHE_TYPES)
 def oracle(request: pytest.FixtureRequest, small_path: Path) -> Iterator[tuple[str, Oracle]]:
     with open_runner(small_path, threads=1, kv_type=request.param) as runner:
         yield request.param, Oracle(runner)
@@ -118,13 +119,13 @@ def torch_rows(rows: Rows, count: int) -> Rows:
 class Reference:
     """Two sequences over the operations in PyTorch."""
 
-    def __init__(self, path: Path, exact: bool) -> None:
+    def __init__(self, path: Path, exact: bool, kv_type: str = "f32") -> None:
         ops = ReferenceOps(exact=exact)
         with GGUFFile.open(path) as file:
             spec = ModelSpec.from_gguf(file.metadata, file.tensors)
             self.model = CausalLM.load(file, spec, ops)
         self.limits = BatchLimits(spec.vocab_size, 300, 128)
-        self.cache = SequenceCache(spec, ops, CacheSize.of(2, 300, 1), "f32")
+        self.cache = SequenceCache(spec, ops, CacheSize.of(2, 300, 1), kv_type)
         self.inputs = BatchInputs(CpuOps(1), self.limits)
         self.sequences = [self.cache.new() for _ in range(2)]
 
@@ -152,9 +153,10 @@ def branching_tree(seed: int) -> Tree:
     return next(tree for tree in iter(lambda: random_tree(random), None) if 4 < len(set(tree.parents)) < 20)
 
 
-def test_a_tree_means_what_the_reference_defines(small_path: Path) -> None:
+@pytest.mark.parametrize("kv_type", ["f32", "i16"])
+def test_a_tree_means_what_the_reference_defines(small_path: Path, kv_type: str) -> None:
     """A chain and a tree in one step, a commit, and a step of both after it, to the last bit."""
-    reference, tree = Reference(small_path, exact=True), branching_tree(3)
+    reference, tree = Reference(small_path, True, kv_type), branching_tree(3)
     path = tree.path(len(tree.parents) - 1)
     steps: list[list[tuple[list[int], list[int] | None]]] = [
         [(prompt(29), None), (prompt(3), None)],
@@ -162,7 +164,7 @@ def test_a_tree_means_what_the_reference_defines(small_path: Path) -> None:
         [([9], None), ([9], None)],
     ]
     with CpuRunner.open(
-        small_path, threads=2, context_length=300, kv_type="f32", cache_size=CacheSize.of(2, 300, 1)
+        small_path, threads=2, context_length=300, kv_type=kv_type, cache_size=CacheSize.of(2, 300, 1)
     ) as runner:
         ours = [runner.new_sequence() for _ in range(2)]
 

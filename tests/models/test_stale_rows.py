@@ -13,7 +13,7 @@ from cuda_runner_cases import open_cuda
 from runner_cases import token_ids
 
 from coldstream.kernels import _csrc
-from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
+from coldstream.kernels.attention.cache_layout import CPU_CACHE_TYPES, GPU_CACHE_TYPES
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.runner import ModelRunner
 
@@ -25,9 +25,11 @@ GPU_SLOTS = 4
 
 
 def fill_with_nan(tensors: Sequence[Any], slot: int) -> None:
-    """All positions of the slot; the scales of integer types, which are float16 in bytes, become NaN too."""
+    """All positions of the slot; the scales of integer types, which are floats in bytes, become NaN too."""
     for tensor in tensors:
-        tensor[slot, ...] = np.nan if "float" in str(tensor.dtype) else 255
+        tensor[slot, ...] = (
+            np.nan if "float" in str(tensor.dtype) else -1 if str(tensor.dtype) == "int8" else 255
+        )
 
 
 def answers(runner: ModelRunner, size: int) -> list[np.ndarray]:
@@ -41,7 +43,7 @@ def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
     assert np.array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "f32"])
+@pytest.mark.parametrize("kv_type", CPU_CACHE_TYPES)
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
 def test_nf01_what_a_reset_leaves_behind_on_a_cpu(moe_path: Path, tier: str, kv_type: str) -> None:
     with CpuRunner.open(moe_path, threads=2, tier=tier, context_length=CONTEXT, kv_type=kv_type) as runner:

@@ -15,9 +15,9 @@ scale each; a row holds the codes of all its blocks, then the scales, then unuse
 A value is code · scale, of tq3_0 level(code) · scale, exact in float32. Attention over these types and the
 float ones is one of floats.
 
-The integer types (int8) are for attention over integers. They keep a head's D values, after a Hadamard
-rotation, as D signed bytes a plane, plane after plane, then one float32 scale, then zeros up to a multiple of
-16 bytes:
+The integer types (int8), for CPUs alone so far, are for attention over integers. They keep a head's D
+values, after a Hadamard rotation, as D signed bytes a plane, plane after plane, then one float32 scale, then
+zeros up to a multiple of 16 bytes:
 
     i16: two planes, high and low; a value is (high + low / 256) · scale;
     i8: one plane; a value is code · scale.
@@ -97,7 +97,5 @@ CACHE_LAYOUTS = {
         CacheLayout("i8", "int8", 8, is_turned=True),
     )
 }
-CPU_CACHE_TYPES = tuple(
-    name for name, layout in CACHE_LAYOUTS.items() if not layout.is_quantised and not layout.is_integer
-)
+CPU_CACHE_TYPES = tuple(name for name, layout in CACHE_LAYOUTS.items() if not layout.is_quantised)
 GPU_CACHE_TYPES = tuple(name for name, layout in CACHE_LAYOUTS.items() if not layout.is_integer)

@@ -32,10 +32,13 @@ class attention_op : public op {
  public:
   attention_op(const float_kernels& kernels, const attention_arguments& arguments)
       : kernels_(kernels),
+        cache_(kernels.caches[static_cast<int>(arguments.type)]),
         a_(arguments),
         group_(a_.num_heads / a_.num_kv_heads),
         tile_tokens_(std::max<int64_t>(1, ROWS_PER_TILE / group_)),
         row_floats_(attention_row_floats(a_.head_size)),
+        query_ints_(is_integer() ? integer_query_ints(a_.head_size) : a_.head_size),
+        cache_row_(cache_row_elements(a_.type, a_.head_size)),
         max_chunks_((max_positions() + ATTENTION_CHUNK - 1) / ATTENTION_CHUNK),
         tiles_(a_.capacity) {}
 
@@ -48,7 +51,7 @@ class attention_op : public op {
   }
 
   size_t shared_bytes() const override {
-    const int64_t queries = a_.capacity * a_.num_heads * a_.head_size;
+    const int64_t queries = a_.capacity * a_.num_heads * query_ints_;
     const int64_t split_rows = std::min(a_.capacity, SPLIT_ROWS);
     return sizeof(float) * (queries + split_rows * a_.num_heads * max_chunks_ * row_floats_);
   }
@@ -79,16 +82,19 @@ class attention_op : public op {
     const int64_t rows = tile_tokens_ * group_;
     return attention_memory_floats(rows, a_.head_size) + 2 * rows * row_floats_;
   }
-  int64_t element_bytes() const { return a_.half_cache ? sizeof(float16) : sizeof(float); }
-  int64_t gathered_bytes() const { return ATTENTION_CHUNK * a_.head_size * element_bytes(); }
+  bool is_integer() const { return a_.type == cache_type::i16 || a_.type == cache_type::i8; }
+  int64_t element_bytes() const {
+    return is_integer() ? 1 : a_.type == cache_type::f16 ? sizeof(float16) : sizeof(float);
+  }
+  int64_t gathered_bytes() const { return ATTENTION_CHUNK * cache_row_ * element_bytes(); }
 
-  // Shared memory: prepared queries [kv heads, rows, group, head_size], then partial results
+  // Shared memory: prepared queries [kv heads, rows, group, query_ints], then partial results
   // [chunks, kv heads, rows, group, row_floats].
-  float* query(const worker& w, int rows, int64_t kv_head, int64_t row) const {
-    return reinterpret_cast<float*>(w.shared->data()) + (kv_head * rows + row) * group_ * a_.head_size;
+  int32_t* query(const worker& w, int rows, int64_t kv_head, int64_t row) const {
+    return reinterpret_cast<int32_t*>(w.shared->data()) + (kv_head * rows + row) * group_ * query_ints_;
   }
   float* partial(const worker& w, int rows, int64_t chunk, int64_t kv_head, int64_t row) const {
-    float* base = query(w, rows, a_.num_kv_heads, 0);
+    auto* base = reinterpret_cast<float*>(query(w, rows, a_.num_kv_heads, 0));
     return base + ((chunk * a_.num_kv_heads + kv_head) * rows + row) * group_ * row_floats_;
   }
   // Null without a gate.
@@ -105,7 +111,7 @@ class attention_op : public op {
       slot = batch().tables[batch().segments[row] * batch().num_blocks + index / ATTENTION_CHUNK];
       index %= ATTENTION_CHUNK;
     }
-    return ((slot * a_.num_positions + index) * a_.num_kv_heads + kv_head) * a_.head_size;
+    return ((slot * a_.num_positions + index) * a_.num_kv_heads + kv_head) * cache_row_;
   }
   void* cache_at(void* cache, int64_t offset) const {
     return static_cast<std::byte*>(cache) + offset * element_bytes();
@@ -195,31 +201,26 @@ class attention_op : public op {
   }
 
   void prepare_query(int rows, int64_t row, int64_t head, worker& w) {
-    float* out = query(w, rows, head / group_, row) + head % group_ * a_.head_size;
+    auto* values = reinterpret_cast<float*>(w.memory->data());
     const float* raw = a_.query_gate.row(row) + head * a_.query_floats();
-    kernels_.rms_norm(raw, a_.q_norm, a_.eps, out, a_.head_size);
+    kernels_.rms_norm(raw, a_.q_norm, a_.eps, values, a_.head_size);
     const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(a_.head_size));
-    kernels_.rope(out, a_.angles.row(row), a_.num_rope_pairs, scale, a_.head_size);
+    kernels_.rope(values, a_.angles.row(row), a_.num_rope_pairs, scale, a_.head_size);
+    int32_t* out = query(w, rows, head / group_, row) + head % group_ * query_ints_;
+    cache_.prepare_query(values, out, a_.head_size);
   }
 
   void append_key_value(int64_t row, int64_t kv_head, worker& w) {
-    auto* key = reinterpret_cast<float*>(w.memory->data());
-    kernels_.rms_norm(a_.key.row(row) + kv_head * a_.head_size, a_.k_norm, a_.eps, key, a_.head_size);
-    kernels_.rope(key, a_.angles.row(row), a_.num_rope_pairs, 1.0f, a_.head_size);
+    auto* values = reinterpret_cast<float*>(w.memory->data());
     const int64_t offset = cache_offset(row, index(row), kv_head);
-    if (offset < 0 || offset >= a_.num_slots * a_.num_positions * a_.num_kv_heads * a_.head_size) {
+    if (offset < 0 || offset >= a_.num_slots * a_.num_positions * a_.num_kv_heads * cache_row_) {
       return w.fail("attention: a table names a block that there is not");
     }
-    store(key, cache_at(a_.k_cache, offset));
-    store(a_.value.row(row) + kv_head * a_.head_size, cache_at(a_.v_cache, offset));
-  }
-
-  void store(const float* from, void* to) const {
-    if (a_.half_cache) {
-      kernels_.to_float16(from, static_cast<float16*>(to), a_.head_size);
-    } else {
-      std::copy_n(from, a_.head_size, static_cast<float*>(to));
-    }
+    kernels_.rms_norm(a_.key.row(row) + kv_head * a_.head_size, a_.k_norm, a_.eps, values, a_.head_size);
+    kernels_.rope(values, a_.angles.row(row), a_.num_rope_pairs, 1.0f, a_.head_size);
+    cache_.store(values, cache_at(a_.k_cache, offset), a_.head_size);
+    std::copy_n(a_.value.row(row) + kv_head * a_.head_size, a_.head_size, values);
+    cache_.store(values, cache_at(a_.v_cache, offset), a_.head_size);
   }
 
   // One chunk of positions for all tokens of a tile.
@@ -239,8 +240,8 @@ class attention_op : public op {
     work.first_position = tile.first_position;
     work.keys = cache_at(a_.k_cache, offset);
     work.values = cache_at(a_.v_cache, offset);
-    work.position_stride = a_.num_kv_heads * a_.head_size;
-    run_kernel(work);
+    work.position_stride = a_.num_kv_heads * cache_row_;
+    cache_.attend(work);
   }
 
   void attend_gathered(int rows, int64_t row, int64_t kv_head, int64_t chunk, float* out, float* memory,
@@ -253,13 +254,13 @@ class attention_op : public op {
     work.first_position = positions()[row];
     work.keys = keys;
     work.values = values;
-    work.position_stride = a_.head_size;
-    run_kernel(work);
+    work.position_stride = cache_row_;
+    cache_.attend(work);
   }
 
   // Keys and values that `row` of a tree sees in a chunk, in order of position.
   void gather(int64_t row, int64_t kv_head, int64_t chunk, std::byte* keys, std::byte* values) const {
-    const int64_t begin = chunk * ATTENTION_CHUNK, bytes = a_.head_size * element_bytes();
+    const int64_t begin = chunk * ATTENTION_CHUNK, bytes = cache_row_ * element_bytes();
     const auto take = [&](int64_t position, int64_t from) {
       const int64_t offset = cache_offset(row, from, kv_head);
       std::memcpy(keys + (position - begin) * bytes, cache_at(a_.k_cache, offset), bytes);
@@ -287,14 +288,10 @@ class attention_op : public op {
     return work;
   }
 
-  void run_kernel(const attention_chunk& work) const {
-    (a_.half_cache ? kernels_.attend_f16 : kernels_.attend_f32)(work);
-  }
-
   int32_t last_chunk(int64_t row) const { return positions()[row] / static_cast<int32_t>(ATTENTION_CHUNK); }
 
   void finish(const float* result, int64_t row, int64_t head) {
-    kernels_.attend_finish(result, gate(row, head), a_.out.row(row) + head * a_.head_size, a_.head_size);
+    cache_.finish(result, gate(row, head), a_.out.row(row) + head * a_.head_size, a_.head_size);
   }
 
   void attend_chunks(int rows, worker& w) {
@@ -351,8 +348,9 @@ class attention_op : public op {
   }
 
   const float_kernels& kernels_;
+  const cache_kernels& cache_;
   const attention_arguments a_;
-  const int64_t group_, tile_tokens_, row_floats_, max_chunks_;
+  const int64_t group_, tile_tokens_, row_floats_, query_ints_, cache_row_, max_chunks_;
   std::vector<token_tile> tiles_;
   int64_t num_tiles_ = 0;
 };

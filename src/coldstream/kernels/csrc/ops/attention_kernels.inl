@@ -16,9 +16,14 @@ static void rope(float* head, const float* angles, int64_t num_pairs, float scal
   }
 }
 
-static void convert_to_float16(const float* x, float16* out, int64_t n) {
-  for (int64_t i = 0; i < n; i += 16) store16(out + i, load16(x + i, n - i), n - i);
+static void store_float16(float* head, void* to, int64_t n) {
+  auto* out = static_cast<float16*>(to);
+  for (int64_t i = 0; i < n; i += 16) store16(out + i, load16(head + i, n - i), n - i);
 }
+
+static void store_float(float* head, void* to, int64_t n) { memcpy(to, head, sizeof(float) * n); }
+
+static void keep_query(float* head, int32_t* query, int64_t n) { memcpy(query, head, sizeof(float) * n); }
 
 // c[r] ← (scales ? c[r] · scales[r] : 0) + Σ_i a[r, i] · b[i], i ascending, for R rows and V vectors of
 // columns.
@@ -136,42 +141,50 @@ static inline float advance_softmax(float* scores, int64_t n, bool first, float*
   return factor;
 }
 
-template <typename T>
-static void attend(const attention_chunk& chunk) {
-  const int64_t size = chunk.head_size, width = head_floats(size), row_floats = attention_row_floats(size);
-  float* keys = chunk.memory;
-  float* values = keys + ATTENTION_BLOCK * size;
-  float* scores = values + ATTENTION_BLOCK * width;
-  float* factors = scores + ATTENTION_BLOCK * chunk.num_tokens * chunk.group;
+// The blocks of a chunk that some row sees: pack(offset, n) of its n positions, then step(first_row, num_rows,
+// n, first) for rows that see n of them alike, `first` in the first block.
+template <typename Pack, typename Step>
+static inline void walk_blocks(const attention_chunk& chunk, const Pack& pack, const Step& step) {
   const int64_t last_position = chunk.first_position + chunk.num_tokens - 1;
   for (int64_t begin = chunk.begin; begin < chunk.begin + ATTENTION_CHUNK && begin <= last_position;
        begin += ATTENTION_BLOCK) {
     const int64_t left = last_position + 1 - begin;
-    const int64_t num_positions = left < ATTENTION_BLOCK ? left : ATTENTION_BLOCK;
-    const int64_t offset = (begin - chunk.begin) * chunk.position_stride;
-    pack_keys(static_cast<const T*>(chunk.keys) + offset, chunk.position_stride, num_positions, size, keys);
-    pack_values(static_cast<const T*>(chunk.values) + offset, chunk.position_stride, num_positions, size,
-                values);
+    pack((begin - chunk.begin) * chunk.position_stride, left < ATTENTION_BLOCK ? left : ATTENTION_BLOCK);
     int64_t token = begin > chunk.first_position ? begin - chunk.first_position : 0;
     while (token < chunk.num_tokens) {
       // Tokens that see the whole block go together; on the diagonal each has its own number of positions.
       const int64_t seen = chunk.first_position + token + 1 - begin;
       const int64_t n = seen < ATTENTION_BLOCK ? seen : ATTENTION_BLOCK;
       const int64_t num_tokens = seen < ATTENTION_BLOCK ? 1 : chunk.num_tokens - token;
-      const int64_t num_rows = num_tokens * chunk.group, first_row = token * chunk.group;
-      const bool first = begin == chunk.begin;
-      accumulate(chunk.q + first_row * size, size, keys, ATTENTION_BLOCK, scores, ATTENTION_BLOCK, nullptr,
-                 num_rows, head_floats(n), size);
-      float* rows = chunk.rows + first_row * row_floats;
-      for (int64_t r = 0; r < num_rows; r++) {
-        float* row = rows + r * row_floats;
-        factors[r] = advance_softmax(scores + r * ATTENTION_BLOCK, n, first, row + width, row + width + 1);
-      }
-      accumulate(scores, ATTENTION_BLOCK, values, width, rows, row_floats, first ? nullptr : factors,
-                 num_rows, width, n);
+      step(token * chunk.group, num_tokens * chunk.group, n, begin == chunk.begin);
       token += num_tokens;
     }
   }
+}
+
+template <typename T>
+static void attend(const attention_chunk& chunk) {
+  const int64_t size = chunk.head_size, width = head_floats(size), row_floats = attention_row_floats(size);
+  const auto* queries = static_cast<const float*>(chunk.q);
+  float* keys = chunk.memory;
+  float* values = keys + ATTENTION_BLOCK * size;
+  float* scores = values + ATTENTION_BLOCK * width;
+  float* factors = scores + ATTENTION_BLOCK * chunk.num_tokens * chunk.group;
+  const auto pack = [&](int64_t offset, int64_t n) {
+    pack_keys(static_cast<const T*>(chunk.keys) + offset, chunk.position_stride, n, size, keys);
+    pack_values(static_cast<const T*>(chunk.values) + offset, chunk.position_stride, n, size, values);
+  };
+  walk_blocks(chunk, pack, [&](int64_t first_row, int64_t num_rows, int64_t n, bool first) {
+    accumulate(queries + first_row * size, size, keys, ATTENTION_BLOCK, scores, ATTENTION_BLOCK, nullptr,
+               num_rows, head_floats(n), size);
+    float* rows = chunk.rows + first_row * row_floats;
+    for (int64_t r = 0; r < num_rows; r++) {
+      float* row = rows + r * row_floats;
+      factors[r] = advance_softmax(scores + r * ATTENTION_BLOCK, n, first, row + width, row + width + 1);
+    }
+    accumulate(scores, ATTENTION_BLOCK, values, width, rows, row_floats, first ? nullptr : factors, num_rows,
+               width, n);
+  });
 }
 
 static void attend_merge(float* total, const float* row, int64_t head_size) {

@@ -12,12 +12,14 @@ namespace coldstream {
 namespace {
 
 #include "ops/vec16_avx2.inl"
+#include "ops/integer_lanes_avx2.inl"
 
 // Accumulators of a product: TILE_ROWS × TILE_VECTORS vectors of two registers.
 constexpr int TILE_ROWS = 4, TILE_VECTORS = 1, DELTA_VECTORS = 1, DELTA_CHAINS = 2, STEP_VECTORS = 2;
 
 #include "ops/float_kernels.inl"
 #include "ops/attention_kernels.inl"
+#include "ops/integer_attention_kernels.inl"
 #include "ops/delta_net_kernels.inl"
 #include "ops/router_kernels.inl"
 

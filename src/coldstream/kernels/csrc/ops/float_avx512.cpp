@@ -12,12 +12,14 @@ namespace coldstream {
 namespace {
 
 #include "ops/vec16_avx512.inl"
+#include "ops/integer_lanes_avx512.inl"
 
 // Accumulators of a product: TILE_ROWS × TILE_VECTORS registers.
 constexpr int TILE_ROWS = 8, TILE_VECTORS = 2, DELTA_VECTORS = 2, DELTA_CHAINS = 4, STEP_VECTORS = 8;
 
 #include "ops/float_kernels.inl"
 #include "ops/attention_kernels.inl"
+#include "ops/integer_attention_kernels.inl"
 #include "ops/delta_net_kernels.inl"
 #include "ops/router_kernels.inl"
 

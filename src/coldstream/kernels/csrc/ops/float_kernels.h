@@ -27,19 +27,46 @@ constexpr int64_t ATTENTION_CHUNK = 256;  // positions accumulated apart from th
 
 // Consecutive tokens of one slot, the query heads of one key/value head, and one chunk of positions.
 struct attention_chunk {
-  const float* q;  // [num_tokens, group, head_size], prepared
+  const void* q;  // [num_tokens, group, query_ints(head_size)], prepared for the type of the caches
   int64_t num_tokens, group, head_size;
   int64_t first_position;  // of the first token
   int64_t begin;           // of the chunk
-  const void* keys;        // of position `begin`, in the element type of the function called
+  const void* keys;        // of position `begin`, as the type of the caches has them
   const void* values;
   int64_t position_stride;  // in elements
   float* rows;              // [num_tokens, group] as above; tokens before the chunk are left alone
   float* memory;            // attention_memory_floats(…)
 };
 
+// The types of caches that there are kernels for: `CacheLayout` of kernels/attention/cache_layout.py. A row of
+// an integer type has one or two planes of bytes, and INTEGER_ROW_TAIL bytes for the scale.
+enum class cache_type : int { f16 = 0, f32 = 1, i16 = 2, i8 = 3 };
+constexpr int NUM_CACHE_TYPES = 4;
+constexpr int64_t INTEGER_ROW_TAIL = 16;
+constexpr int64_t INTEGER_MULTIPLE = 16, LARGEST_INTEGER_HEAD = 512;  // of values in a head
+
+// Elements of one head's keys or values at one position.
+static inline int64_t cache_row_elements(cache_type type, int64_t head_size) {
+  if (type == cache_type::i16) return 2 * head_size + INTEGER_ROW_TAIL;
+  return type == cache_type::i8 ? head_size + INTEGER_ROW_TAIL : head_size;
+}
+
+// Operands, a scale, and padding.
+static inline int64_t integer_query_ints(int64_t head_size) { return head_size + 16; }
+
+// What depends on the type of the caches. `head` is one head's float32 numbers, which may be changed.
+struct cache_kernels {
+  void (*prepare_query)(float* head, int32_t* query, int64_t head_size);
+  void (*store)(float* head, void* row, int64_t head_size);
+  void (*attend)(const attention_chunk& chunk);
+  // out = accumulators / sum · sigmoid(gate), turned back in between if the type turns; without the last factor
+  // if gate is null
+  void (*finish)(const float* row, const float* gate, float* out, int64_t head_size);
+};
+
 static inline int64_t attention_memory_floats(int64_t num_rows, int64_t head_size) {
-  return ATTENTION_BLOCK * (head_size + head_floats(head_size) + num_rows) + head_floats(num_rows);
+  const int64_t of_rows = 2 * ATTENTION_BLOCK + 2;  // scores, weights, a factor and a scale
+  return ATTENTION_BLOCK * (head_size + head_floats(head_size) + 2) + of_rows * num_rows;
 }
 
 // Consecutive tokens of one slot and a block of value columns of one value head; row strides in floats.
@@ -73,13 +100,9 @@ struct float_kernels {
 
   // Rotates pairs (i, i + num_pairs) by angles [num_pairs, 2] of cos and sin, then multiplies all by scale.
   void (*rope)(float* head, const float* angles, int64_t num_pairs, float scale, int64_t head_size);
-  void (*to_float16)(const float* x, float16* out, int64_t n);
-  void (*attend_f16)(const attention_chunk& chunk);
-  void (*attend_f32)(const attention_chunk& chunk);
+  cache_kernels caches[NUM_CACHE_TYPES];
   // Adds `row` to `total`, both of attention_row_floats.
   void (*attend_merge)(float* total, const float* row, int64_t head_size);
-  // out = accumulators / sum · sigmoid(gate); without the last factor if gate is null
-  void (*attend_finish)(const float* row, const float* gate, float* out, int64_t head_size);
 
   // out = silu(Σ_j taps[j · tap_stride] · inputs[j]), j ascending
   void (*convolve)(const float* const* inputs, const float* taps, int64_t tap_stride, int64_t num_taps,

@@ -80,9 +80,9 @@ struct attention_arguments {
   const float *q_norm, *k_norm;
   float eps;
   input_rows angles;        // [T, pairs · 2]
-  // [slots, positions, kv heads, head_size], contiguous; for a batch, blocks of ATTENTION_CHUNK positions
+  // [slots, positions, kv heads, row], contiguous; for a batch, blocks of ATTENTION_CHUNK positions
   void *k_cache, *v_cache;
-  bool half_cache;  // float16, otherwise float32
+  cache_type type;
   int64_t num_slots, num_positions;
   row_places places;
   output_rows out;  // [T, heads · head_size]

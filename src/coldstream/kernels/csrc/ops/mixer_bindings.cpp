@@ -22,18 +22,27 @@ void check_head_size(int64_t size, const char* what) {
   }
 }
 
-// Whether the caches are float16; they must be of one type and shape, and contiguous.
-bool check_caches(const cache_4d& k_cache, const cache_4d& v_cache) {
-  const bool half =
-      k_cache.dtype() == nb::dlpack::dtype{static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
-  if ((!half && k_cache.dtype() != nb::dtype<float>()) || v_cache.dtype() != k_cache.dtype()) {
-    refuse("k_cache and v_cache must both be float16 or both float32");
+// The type of caches of heads of `size`; they must be of one type and shape, and contiguous.
+cache_type check_caches(const cache_4d& k_cache, const cache_4d& v_cache, int64_t size) {
+  const nb::dlpack::dtype half = {static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
+  const bool is_integer = k_cache.dtype() == nb::dtype<int8_t>();
+  if ((!is_integer && k_cache.dtype() != half && k_cache.dtype() != nb::dtype<float>()) ||
+      v_cache.dtype() != k_cache.dtype()) {
+    refuse("k_cache and v_cache must both be float16, both float32 or both int8");
   }
   const std::vector<int64_t> shape = {size_of(k_cache, 0), size_of(k_cache, 1), size_of(k_cache, 2),
                                       size_of(k_cache, 3)};
   check_contiguous(k_cache, "k_cache", shape);
   check_contiguous(v_cache, "v_cache", shape);
-  return half;
+  const bool is_head = size <= LARGEST_INTEGER_HEAD && size % INTEGER_MULTIPLE == 0;
+  for (const cache_type type : {cache_type::i16, cache_type::i8}) {
+    if (is_integer && is_head && shape[3] == cache_row_elements(type, size)) return type;
+  }
+  if (is_integer || shape[3] != size) {
+    refuse("rows of " + std::to_string(shape[3]) + " elements in k_cache hold no heads of " +
+           std::to_string(size));
+  }
+  return k_cache.dtype() == half ? cache_type::f16 : cache_type::f32;
 }
 
 // `BatchRows` of kernels/ops.py; whoever captures it keeps its arrays.
@@ -75,9 +84,9 @@ void attention(runtime& rt, const array_2d& query_gate, const array_2d& key, con
                const array_1d& q_norm, const array_1d& k_norm, float eps, const array_3d& angles,
                const cache_4d& k_cache, const cache_4d& v_cache, const ids_1d& positions, const ids_1d& slots,
                const array_2d& out, const batch_rows* batch) {
-  const bool half = check_caches(k_cache, v_cache);
-  const int64_t rows = size_of(key, 0), kv_heads = size_of(k_cache, 2), size = size_of(k_cache, 3);
-  check_head_size(size, "the head size of k_cache");
+  const int64_t rows = size_of(key, 0), kv_heads = size_of(k_cache, 2), size = size_of(q_norm, 0);
+  check_head_size(size, "the head size of q_norm");
+  const cache_type type = check_caches(k_cache, v_cache, size);
   const int64_t heads = size_of(out, 1) / size, num_pairs = size_of(angles, 1);
   if (kv_heads < 1 || heads < 1 || heads % kv_heads != 0 || heads / kv_heads > 1024) {
     refuse(std::to_string(heads) + " query heads cannot share " + std::to_string(kv_heads) +
@@ -106,7 +115,7 @@ void attention(runtime& rt, const array_2d& query_gate, const array_2d& key, con
       .angles = {angles.data(), 2 * num_pairs},
       .k_cache = k_cache.data(),
       .v_cache = v_cache.data(),
-      .half_cache = half,
+      .type = type,
       .num_slots = size_of(k_cache, 0),
       .num_positions = size_of(k_cache, 1),
       .places = places_of(ids(positions, "positions", rows), ids(slots, "slots", rows), batch, rows),
@@ -208,9 +217,10 @@ void bind_mixers(nb::module_& m) {
         nb::arg("batch").none() = nb::none(),
         "`Ops.attention`: query_gate [T, H·2·D], or [T, H·D] without a gate, key and value [T, G·D], q_norm "
         "and k_norm [D], angles [T, pairs, 2], "
-        "out [T, H·D], float32; caches [slots, positions, G, D] contiguous float16 or float32, written; "
+        "out [T, H·D], float32; caches [slots, positions, G, row] contiguous, written, rows of D float16 or "
+        "float32, or of a head's int8 as `CacheLayout` has them; "
         "positions and "
-        "slots int32 [T]. With batch, the caches are [blocks, 256, G, D] and slots is not read. ValueError when run with one outside the caches; then no row has been read or "
+        "slots int32 [T]. With batch, the caches are [blocks, 256, G, row] and slots is not read. ValueError when run with one outside the caches; then no row has been read or "
         "written out of "
         "bounds, but valid rows may have been appended.");
   m.def("gated_delta_net", gated_delta_net, "runtime"_a, nb::arg("qkv").noconvert(), nb::arg("z").noconvert(),

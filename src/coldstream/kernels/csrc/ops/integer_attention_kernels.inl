@@ -1,0 +1,280 @@
+// Attention over integers: a head's numbers as planes of bytes, and both products of a block of positions as
+// sums of int32. A lane multiplies two pairs of int16 at once: over two planes those are (high, low) of the
+// query or the weight and (code, high) of the key or the value, which makes high · (256 · high + low) + low ·
+// high; over one plane they are the codes of two neighbours.
+
+constexpr float TWO_PLANE_LIMIT = 32639.0f, ONE_PLANE_LIMIT = 127.0f;
+
+// The Walsh–Hadamard transform of each block of the greatest power of two that divides n, a multiple of 16.
+static void turn_head(float* head, int64_t n) {
+  for (int64_t begin = 0; begin < n; begin += 256) {
+    const int64_t count = n - begin < 256 ? (n - begin) / 16 : 16;
+    vec16 square[16];
+    for (int64_t i = 0; i < 16; i++) square[i] = i < count ? load16(head + begin + 16 * i) : zero16();
+    transpose16(square);
+    for (int stride = 1; stride < 16; stride *= 2) {
+      for (int i = 0; i < 16; i++) {
+        if (i & stride) continue;
+        const vec16 first = square[i], second = square[i + stride];
+        square[i] = add16(first, second);
+        square[i + stride] = sub16(first, second);
+      }
+    }
+    transpose16(square);
+    for (int64_t i = 0; i < count; i++) store16(head + begin + 16 * i, square[i]);
+  }
+  for (int64_t stride = 16; stride < (n & -n); stride *= 2) {
+    for (int64_t i = 0; i < n; i += 16) {
+      if (i & stride) continue;
+      const vec16 first = load16(head + i), second = load16(head + i + stride);
+      store16(head + i, add16(first, second));
+      store16(head + i + stride, sub16(first, second));
+    }
+  }
+}
+
+static inline float head_factor(int64_t head_size) {
+  return 1.0f / static_cast<float>(head_size & -head_size);
+}
+
+// Numbers times `factor` are their codes; with a factor of 0 all codes are 0.
+struct plane_scale {
+  float factor, scale;
+};
+
+// For n numbers, a multiple of 16, whose greatest code is `limit` of `unit`.
+static inline plane_scale scale_planes(const float* x, int64_t n, float limit, float unit) {
+  vec16 greatest = zero16(), poison = zero16();
+  for (int64_t i = 0; i < n; i += 16) {
+    const vec16 v = load16(x + i);
+    greatest = max16(greatest, max16(v, sub16(zero16(), v)));
+    poison = fma16(v, zero16(), poison);
+  }
+  const float maximum = greatest16(greatest);
+  // Zero times what is not finite is NaN.
+  if (sum16(poison) != 0.0f) return {0.0f, __builtin_nanf("")};
+  if (maximum < 0x1p-100f) return {0.0f, 0.0f};
+  return {limit / maximum, maximum / (limit * unit)};
+}
+
+static inline plane_scale scale_two_planes(const float* x, int64_t n) {
+  return scale_planes(x, n, TWO_PLANE_LIMIT, 1.0f / 256);
+}
+
+static inline ints16 codes_of(const float* x, float factor) {
+  if (factor == 0.0f) return splat_ints(0);
+  const vec16 magic = splat16(0x1.8p23f);  // adding it rounds to an integer, which the low bits then hold
+  return sub_ints(bits_of_floats(add16(mul16(load16(x), splat16(factor)), magic)), bits_of_floats(magic));
+}
+
+static inline ints16 high_of(ints16 codes) { return over_256(add_ints(codes, splat_ints(128))); }
+
+// 16 codes of two planes as the operands that meet a cache of PLANES.
+template <int PLANES>
+static inline void store_operands(ints16 codes, int32_t* out, int64_t at) {
+  if constexpr (PLANES == 2) {
+    const ints16 high = high_of(codes);
+    store_ints(out + at, join_ints(high, sub_ints(codes, times_256(high))));
+  } else {
+    int32_t lanes[16];
+    store_ints(lanes, codes);
+    for (int i = 0; i < 8; i++) out[at / 2 + i] = (lanes[2 * i] & 0xffff) | lanes[2 * i + 1] * 65536;
+  }
+}
+
+// Numbers [n], a multiple of 16, in two planes → operands; returns the scale over 256.
+template <int PLANES>
+static inline float round_operands(const float* x, int64_t n, int32_t* out) {
+  const plane_scale to = scale_two_planes(x, n);
+  for (int64_t i = 0; i < n; i += 16) store_operands<PLANES>(codes_of(x + i, to.factor), out, i);
+  return to.scale * (1.0f / 256);
+}
+
+// head is turned in place; query: operands [n], then the scale over 256.
+template <int PLANES>
+static void round_query(float* head, int32_t* query, int64_t n) {
+  turn_head(head, n);
+  const vec16 factor = splat16(head_factor(n));
+  for (int64_t i = 0; i < n; i += 16) store16(head + i, mul16(load16(head + i), factor));
+  const float scale = round_operands<PLANES>(head, n, query);
+  memcpy(query + n, &scale, sizeof(scale));
+}
+
+// head is turned in place; row: planes, scale, zeros, as cache_layout.py has them.
+template <int PLANES>
+static void store_planes(float* head, void* to, int64_t n) {
+  turn_head(head, n);
+  auto* row = static_cast<int8_t*>(to);
+  const plane_scale scale =
+      PLANES == 2 ? scale_two_planes(head, n) : scale_planes(head, n, ONE_PLANE_LIMIT, 1.0f);
+  for (int64_t i = 0; i < n; i += 16) {
+    const ints16 codes = codes_of(head + i, scale.factor);
+    const ints16 high = PLANES == 2 ? high_of(codes) : codes;
+    store_bytes(row + i, high);
+    if (PLANES == 2) store_bytes(row + n + i, sub_ints(codes, times_256(high)));
+  }
+  const float tail[4] = {scale.scale};
+  memcpy(row + PLANES * n, tail, sizeof(tail));
+}
+
+// Operands of 16 numbers in two planes, or of 32 in one.
+template <int PLANES>
+static inline ints16 load_operands(const int8_t* row, int64_t at, int64_t head_size) {
+  if constexpr (PLANES == 1) return widen_byte_pairs(row + 2 * at);
+  const ints16 high = widen_bytes(row + at);
+  return join_ints(add_ints(times_256(high), widen_bytes(row + head_size + at)), high);
+}
+
+template <int PLANES>
+static inline void load_scales(const int8_t* rows, int64_t stride, int64_t n, int64_t head_size,
+                               float* scales) {
+  for (int64_t p = 0; p < ATTENTION_BLOCK; p++) {
+    scales[p] = 0.0f;
+    if (p < n) memcpy(scales + p, rows + p * stride + PLANES * head_size, sizeof(float));
+  }
+}
+
+// keys [n] → operands [head_size · PLANES / 2, ATTENTION_BLOCK], those of positions from n on undefined.
+template <int PLANES>
+static inline void pack_integer_keys(const int8_t* keys, int64_t stride, int64_t n, int64_t head_size,
+                                     int32_t* packed) {
+  const int64_t num_steps = head_size * PLANES / 2;
+  for (int64_t position = 0; position < n; position += 16) {
+    for (int64_t i = 0; i < num_steps; i += 16) {
+      vec16 square[16];
+      for (int64_t p = 0; p < 16; p++) {
+        const int64_t at = position + p < n ? position + p : n - 1;
+        square[p] = floats_of_bits(load_operands<PLANES>(keys + at * stride, i, head_size));
+      }
+      transpose16(square);
+      for (int64_t j = 0; j < 16 && i + j < num_steps; j++) {
+        store_ints(packed + (i + j) * ATTENTION_BLOCK + position, bits_of_floats(square[j]));
+      }
+    }
+  }
+}
+
+// values [n] → operands [n, head_size] of two planes, [(n + 1) / 2, head_size] of one, an absent neighbour 0.
+template <int PLANES>
+static inline void pack_integer_values(const int8_t* values, int64_t stride, int64_t n, int64_t head_size,
+                                       int32_t* packed) {
+  for (int64_t p = 0; p < n; p += 3 - PLANES) {
+    const int8_t* row = values + p * stride;
+    for (int64_t i = 0; i < head_size; i += 16, packed += 16) {
+      if constexpr (PLANES == 2) {
+        store_ints(packed, load_operands<PLANES>(row, i, head_size));
+      } else {
+        store_ints(packed, join_ints(widen_bytes(row + i),
+                                     p + 1 < n ? widen_bytes(row + stride + i) : splat_ints(0)));
+      }
+    }
+  }
+}
+
+// finish(row, column, sums) for all rows and each 16 columns, with the sums of Σ_i a[row, i] · b[i, column].
+template <int R, int V, typename Finish>
+static inline void multiply_rows(const int32_t* a, int64_t a_stride, const int32_t* b, int64_t b_stride,
+                                 int64_t num_rows, int64_t n, int64_t row, int64_t column,
+                                 const Finish& finish) {
+  for (; row + R <= num_rows; row += R) {
+    ints16 sums[R][V];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 2
+      for (int v = 0; v < V; v++) sums[r][v] = splat_ints(0);
+    }
+    for (int64_t i = 0; i < n; i++) {
+      ints16 columns[V];
+#pragma GCC unroll 2
+      for (int v = 0; v < V; v++) columns[v] = load_ints(b + i * b_stride + column + 16 * v);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const ints16 factor = splat_ints(a[(row + r) * a_stride + i]);
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) sums[r][v] = add_products(factor, columns[v], sums[r][v]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 2
+      for (int v = 0; v < V; v++) finish(row + r, column + 16 * v, ints_to_floats(sums[r][v]));
+    }
+  }
+  if constexpr (R > 1) {
+    multiply_rows<R / 2, V>(a, a_stride, b, b_stride, num_rows, n, row, column, finish);
+  }
+}
+
+// For num_columns a multiple of 16.
+template <typename Finish>
+static inline void multiply_integers(const int32_t* a, int64_t a_stride, const int32_t* b, int64_t b_stride,
+                                     int64_t num_rows, int64_t num_columns, int64_t n, const Finish& finish) {
+  int64_t column = 0;
+  for (; column + 16 * TILE_VECTORS <= num_columns; column += 16 * TILE_VECTORS) {
+    multiply_rows<TILE_ROWS, TILE_VECTORS>(a, a_stride, b, b_stride, num_rows, n, 0, column, finish);
+  }
+  for (; column < num_columns; column += 16) {
+    multiply_rows<TILE_ROWS, 1>(a, a_stride, b, b_stride, num_rows, n, 0, column, finish);
+  }
+}
+
+template <int PLANES>
+static void attend_integers(const attention_chunk& chunk) {
+  const int64_t size = chunk.head_size, row_floats = attention_row_floats(size);
+  const int64_t query_ints = integer_query_ints(size), num_rows_all = chunk.num_tokens * chunk.group;
+  const auto* queries = static_cast<const int32_t*>(chunk.q);
+  float* scores = chunk.memory;
+  float* key_scales = scores + ATTENTION_BLOCK * num_rows_all;
+  float* value_scales = key_scales + ATTENTION_BLOCK;
+  float* factors = value_scales + ATTENTION_BLOCK;
+  float* weight_scales = factors + num_rows_all;
+  // The same memory holds floats before and operands behind.
+  auto* keys = reinterpret_cast<int32_t*>(weight_scales + num_rows_all);
+  int32_t* values = keys + ATTENTION_BLOCK * size;
+  int32_t* weights = values + ATTENTION_BLOCK * size;
+  const auto pack = [&](int64_t offset, int64_t n) {
+    const int8_t* rows[2] = {static_cast<const int8_t*>(chunk.keys) + offset,
+                             static_cast<const int8_t*>(chunk.values) + offset};
+    pack_integer_keys<PLANES>(rows[0], chunk.position_stride, n, size, keys);
+    pack_integer_values<PLANES>(rows[1], chunk.position_stride, n, size, values);
+    load_scales<PLANES>(rows[0], chunk.position_stride, n, size, key_scales);
+    load_scales<PLANES>(rows[1], chunk.position_stride, n, size, value_scales);
+  };
+  walk_blocks(chunk, pack, [&](int64_t first_row, int64_t num_rows, int64_t n, bool first) {
+    const int32_t* q = queries + first_row * query_ints;
+    multiply_integers(q, query_ints, keys, ATTENTION_BLOCK, num_rows, head_floats(n), size * PLANES / 2,
+                      [&](int64_t r, int64_t column, vec16 products) {
+                        float scale;
+                        memcpy(&scale, q + r * query_ints + size, sizeof(scale));
+                        store16(scores + r * ATTENTION_BLOCK + column,
+                                mul16(mul16(products, splat16(scale)), load16(key_scales + column)));
+                      });
+    float* rows = chunk.rows + first_row * row_floats;
+    for (int64_t r = 0; r < num_rows; r++) {
+      float *row = rows + r * row_floats + size, *row_scores = scores + r * ATTENTION_BLOCK;
+      factors[r] = advance_softmax(row_scores, n, first, row, row + 1);
+      for (int64_t i = 0; i < ATTENTION_BLOCK; i += 16) {
+        const vec16 scaled = mul16(load16(row_scores + i), load16(value_scales + i));
+        store16(row_scores + i, keep16(scaled, n - i, 0.0f));
+      }
+      weight_scales[r] =
+          round_operands<PLANES>(row_scores, ATTENTION_BLOCK, weights + r * ATTENTION_BLOCK);
+    }
+    multiply_integers(weights, ATTENTION_BLOCK, values, size, num_rows, size, PLANES == 2 ? n : (n + 1) / 2,
+                      [&](int64_t r, int64_t column, vec16 products) {
+                        float* o = rows + r * row_floats + column;
+                        const vec16 kept = first ? zero16() : mul16(load16(o), splat16(factors[r]));
+                        store16(o, fma16(splat16(weight_scales[r]), products, kept));
+                      });
+  });
+}
+
+static void attend_finish_turned(const float* row, const float* gate, float* out, int64_t head_size) {
+  const vec16 inverse = splat16(1.0f / row[head_size + 1]), factor = splat16(head_factor(head_size));
+  for (int64_t i = 0; i < head_size; i += 16) store16(out + i, mul16(load16(row + i), inverse));
+  turn_head(out, head_size);
+  for (int64_t i = 0; i < head_size; i += 16) {
+    const vec16 value = mul16(load16(out + i), factor);
+    store16(out + i, gate == nullptr ? value : mul16(value, sigmoid16(load16(gate + i))));
+  }
+}

@@ -1,0 +1,66 @@
+// Sixteen int32 lanes as two 256-bit registers. Meaning: integer_lanes_generic.inl.
+
+struct ints16 {
+  __m256i lo, hi;
+};
+
+static inline ints16 load_ints(const int32_t* p) {
+  const auto* halves = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
+}
+
+static inline void store_ints(int32_t* p, ints16 v) {
+  auto* halves = reinterpret_cast<__m256i*>(p);
+  _mm256_storeu_si256(halves, v.lo);
+  _mm256_storeu_si256(halves + 1, v.hi);
+}
+
+static inline ints16 splat_ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+
+static inline ints16 add_ints(ints16 a, ints16 b) {
+  return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
+}
+
+static inline ints16 sub_ints(ints16 a, ints16 b) {
+  return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)};
+}
+
+static inline ints16 times_256(ints16 a) { return {_mm256_slli_epi32(a.lo, 8), _mm256_slli_epi32(a.hi, 8)}; }
+static inline ints16 over_256(ints16 a) { return {_mm256_srai_epi32(a.lo, 8), _mm256_srai_epi32(a.hi, 8)}; }
+
+static inline ints16 widen_bytes(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+}
+
+static inline ints16 widen_byte_pairs(const int8_t* p) {
+  const auto* halves = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128(halves)), _mm256_cvtepi8_epi16(_mm_loadu_si128(halves + 1))};
+}
+
+static inline ints16 join_ints(ints16 low, ints16 high) {
+  return {_mm256_blend_epi16(low.lo, _mm256_slli_epi32(high.lo, 16), 0xaa),
+          _mm256_blend_epi16(low.hi, _mm256_slli_epi32(high.hi, 16), 0xaa)};
+}
+
+static inline ints16 add_products(ints16 a, ints16 b, ints16 sum) {
+  return {_mm256_add_epi32(sum.lo, _mm256_madd_epi16(a.lo, b.lo)),
+          _mm256_add_epi32(sum.hi, _mm256_madd_epi16(a.hi, b.hi))};
+}
+
+static inline ints16 bits_of_floats(vec16 v) {
+  return {_mm256_castps_si256(v.lo), _mm256_castps_si256(v.hi)};
+}
+
+static inline vec16 floats_of_bits(ints16 v) {
+  return {_mm256_castsi256_ps(v.lo), _mm256_castsi256_ps(v.hi)};
+}
+
+static inline vec16 ints_to_floats(ints16 v) { return {_mm256_cvtepi32_ps(v.lo), _mm256_cvtepi32_ps(v.hi)}; }
+
+static inline void store_bytes(int8_t* p, ints16 v) {
+  // The packs take lanes of 128 bits each on their own: words 0–3, 8–11, 4–7, 12–15.
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(v.lo, v.hi), 0xd8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}

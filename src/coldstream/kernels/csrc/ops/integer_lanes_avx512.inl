@@ -1,0 +1,38 @@
+// Sixteen int32 lanes as one 512-bit register. Meaning: integer_lanes_generic.inl.
+
+struct ints16 {
+  __m512i all;
+};
+
+static inline ints16 load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+static inline void store_ints(int32_t* p, ints16 v) { _mm512_storeu_si512(p, v.all); }
+
+static inline ints16 splat_ints(int32_t x) { return {_mm512_set1_epi32(x)}; }
+static inline ints16 add_ints(ints16 a, ints16 b) { return {_mm512_add_epi32(a.all, b.all)}; }
+static inline ints16 sub_ints(ints16 a, ints16 b) { return {_mm512_sub_epi32(a.all, b.all)}; }
+static inline ints16 times_256(ints16 a) { return {_mm512_slli_epi32(a.all, 8)}; }
+static inline ints16 over_256(ints16 a) { return {_mm512_srai_epi32(a.all, 8)}; }
+
+static inline ints16 widen_bytes(const int8_t* p) {
+  return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+
+static inline ints16 widen_byte_pairs(const int8_t* p) {
+  return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+
+static inline ints16 join_ints(ints16 low, ints16 high) {
+  return {_mm512_mask_blend_epi16(0xaaaaaaaa, low.all, _mm512_slli_epi32(high.all, 16))};
+}
+
+static inline ints16 add_products(ints16 a, ints16 b, ints16 sum) {
+  return {_mm512_dpwssd_epi32(sum.all, a.all, b.all)};
+}
+
+static inline ints16 bits_of_floats(vec16 v) { return {_mm512_castps_si512(v.all)}; }
+static inline vec16 floats_of_bits(ints16 v) { return {_mm512_castsi512_ps(v.all)}; }
+static inline vec16 ints_to_floats(ints16 v) { return {_mm512_cvtepi32_ps(v.all)}; }
+
+static inline void store_bytes(int8_t* p, ints16 v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v.all));
+}

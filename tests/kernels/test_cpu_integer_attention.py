@@ -1,0 +1,146 @@
+"""C++ attention over integers: its definition's bits on every tier, however rows are cut into calls."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import EPS, EXTREMES, Case, make_case
+from cpu_cases import Output, Results, run_everywhere, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coldstream.kernels import _csrc
+from coldstream.kernels.attention.exact import attention_exact
+
+Runtimes = list[_csrc.Runtime]
+INTEGER_TYPES = ("i16", "i8")
+
+
+def run(
+    runtime: _csrc.Runtime,
+    case: Case,
+    inputs: list[torch.Tensor] | None = None,
+    cuts: list[int] | None = None,
+) -> Results:
+    """The outputs and both caches after calls on the rows between consecutive `cuts`."""
+    query_gate, key, value, q_norm, k_norm, angles = inputs or case.inputs()
+    caches = case.caches()
+    outputs = []
+    for start, stop in pairwise(cuts or [0, len(key)]):
+        part = slice(start, stop)
+        out = Output(stop - start, case.num_heads * case.head_dim)
+        _csrc.attention(
+            runtime, query_gate[part], key[part], value[part], q_norm, k_norm, EPS, angles[part],
+            *caches, case.positions[part], case.slots[part], out.rows,
+        )  # fmt: skip
+        outputs.append(out.rows.clone())
+    return torch.cat(outputs), *caches
+
+
+def check(runtimes: Runtimes, case: Case) -> None:
+    got = run_everywhere(lambda runtime: run(runtime, case), runtimes)
+    for want, each in zip(case.expected(), got, strict=True):
+        assert same_bits(want, each)
+
+
+@pytest.mark.parametrize("name", INTEGER_TYPES)
+@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 112, 128, 192, 256, 272, 512])
+def test_head_sizes(runtimes: Runtimes, name: str, head_dim: int) -> None:
+    check(runtimes, make_case((0, 61, 9), cache_name=name, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("name", INTEGER_TYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 3), (6, 1), (8, 2), (70, 1)])
+@pytest.mark.parametrize("count", [1, 20])
+def test_head_groups(runtimes: Runtimes, name: str, num_heads: int, num_kv_heads: int, count: int) -> None:
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    check(runtimes, make_case((0, 60, count), cache_name=name, **heads))
+
+
+@pytest.mark.parametrize("name", INTEGER_TYPES)
+@pytest.mark.parametrize("first", [0, 1, 62, 63, 64, 254, 255, 256, 257, 520])
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_block_and_chunk_edges(runtimes: Runtimes, name: str, first: int, count: int) -> None:
+    check(runtimes, make_case((0, first, count), cache_name=name, head_dim=16))
+
+
+@pytest.mark.parametrize("name", INTEGER_TYPES)
+def test_many_rows(runtimes: Runtimes, name: str) -> None:
+    check(runtimes, make_case((0, 220, 64), cache_name=name, num_heads=8, num_kv_heads=1))
+
+
+@pytest.mark.parametrize("name", INTEGER_TYPES)
+def test_rows_of_several_slots_do_not_meet(runtimes: Runtimes, name: str) -> None:
+    check(runtimes, make_case((2, 63, 3), (0, 0, 5), (1, 250, 12), cache_name=name))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    name=st.sampled_from(INTEGER_TYPES),
+    first=st.integers(0, 600),
+    count=st.integers(1, 64),
+    head_dim=st.sampled_from([16, 48, 64, 128, 256]),
+    cuts=st.sets(st.integers(1, 63), max_size=5),
+    tier=st.sampled_from(_csrc.supported_tiers()),
+)
+def test_no_cut_and_no_tier_changes_a_bit(
+    runtimes: Runtimes, name: str, first: int, count: int, head_dim: int, cuts: set[int], tier: str
+) -> None:
+    case = make_case((0, first, count), cache_name=name, head_dim=head_dim)
+    (alone,) = [each for each in runtimes if each.tier == tier and each.threads == 1]
+    parts = run(alone, case, cuts=[0, *sorted(cut for cut in cuts if cut < count), count])
+    whole = run(runtimes[-1], case)
+    assert all(same_bits(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    name=st.sampled_from(INTEGER_TYPES),
+    first=st.integers(0, 520),
+    count=st.integers(1, 12),
+    head_dim=st.sampled_from([16, 64, 80, 128, 256]),
+)
+def test_any_rows_have_the_bits_of_the_definition(
+    runtimes: Runtimes, name: str, first: int, count: int, head_dim: int
+) -> None:
+    check(runtimes, make_case((0, first, count), cache_name=name, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("name", INTEGER_TYPES)
+@pytest.mark.parametrize("value", EXTREMES)
+@pytest.mark.parametrize("spoiled", [1, 2])
+def test_extreme_keys_and_values_have_the_bits_of_the_definition(
+    runtimes: Runtimes, name: str, value: float, spoiled: int
+) -> None:
+    """Of a row in the middle of a block; NaN is NaN, whatever its bits."""
+    case = make_case((0, 62, 5), cache_name=name)
+    inputs = case.inputs()
+    inputs[spoiled][2] *= value
+    got = run_everywhere(lambda runtime: run(runtime, case, inputs), runtimes)
+    *tensors, angles = inputs
+    caches = case.caches()
+    out = attention_exact(*tensors, EPS, angles, *caches, case.rows)
+    np.testing.assert_array_equal(got[0].numpy(), out.numpy())
+    for want, each in zip(caches, got[1:], strict=True):
+        assert same_bits(want, each)
+
+
+def test_rows_that_hold_no_such_heads_are_refused(fastest: _csrc.Runtime) -> None:
+    case = make_case((0, 0, 2), cache_name="i16")
+    query_gate, key, value, q_norm, k_norm, angles = case.inputs()
+
+    def call(row: int, dtype: torch.dtype = torch.int8) -> None:
+        caches = [torch.zeros(1, 5, 2, row, dtype=dtype) for _ in range(2)]
+        _csrc.attention(
+            fastest, query_gate, key, value, q_norm, k_norm, EPS, angles, *caches, case.positions, case.slots,
+            torch.zeros(2, 256),
+        )  # fmt: skip
+
+    call(2 * 64 + 16)
+    call(64 + 16)
+    for row in (64, 128, 143):
+        with pytest.raises(ValueError, match=f"rows of {row} elements in k_cache hold no heads of 64"):
+            call(row)
+    with pytest.raises(ValueError, match="both be float16, both float32 or both int8"):
+        call(80, torch.uint8)
