@@ -116,7 +116,7 @@ def test_extreme_keys_and_values_have_the_bits_of_the_definition(
     """Of a row in the middle of a block; NaN is NaN, whatever its bits."""
     case = make_case((0, 62, 5), cache_name=name)
     inputs = case.inputs()
-    inputs[spoiled][2] *= value
+    inputs[spoiled][3] *= value  # which the row before does not see, in the same block
     got = run_everywhere(lambda runtime: run(runtime, case, inputs), runtimes)
     *tensors, angles = inputs
     caches = case.caches()
