@@ -26,7 +26,7 @@ class HostDevice:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._libraries: dict[Path, ctypes.CDLL] = {}
+        self._libraries: dict[tuple[Path, tuple[str, ...]], ctypes.CDLL] = {}
         self.launches = 0  # each has an order of threads of its own
 
     @contextmanager
@@ -38,7 +38,8 @@ class HostDevice:
 
     def library(self, source: Path, kernels: Sequence[str]) -> ctypes.CDLL:
         """The kernels of a file, in this order."""
-        if source not in self._libraries:
+        key = source, tuple(kernels)
+        if key not in self._libraries:
             instances = ", ".join(f"&run_thread_of<&{name}>" for name in kernels)
             options = [f'-DSOURCE="{source}"', f"-DKERNELS={instances}", "-shared", HOST / "kernels.cpp"]
             sources = [HOST / "kernels.cpp", *sorted(compiler._closure(source))]
@@ -46,8 +47,8 @@ class HostDevice:
             grid = self._compiled("grid.o", [grid], ["-O2", "-U_FORTIFY_SOURCE", "-c", grid])
             library = ctypes.CDLL(str(self._compiled(f"{source.stem}.so", sources, [*options, grid])))
             library.launch.restype = ctypes.c_char_p
-            self._libraries[source] = library
-        return self._libraries[source]
+            self._libraries[key] = library
+        return self._libraries[key]
 
     def _compiled(self, name: str, sources: Sequence[Path], options: Sequence[str | Path]) -> Path:
         """A file that depends on these sources and options."""

@@ -14,12 +14,15 @@ import pytest
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE
 from coldstream.kernels.attention import cuda as attention
+from coldstream.kernels.attention import cuda_integers as integers
 from coldstream.kernels.attention.cache_layout import (
     BLOCK_VALUES,
     CACHE_LAYOUTS,
     GPU_CACHE_TYPES,
     ROW_ALIGNMENT,
 )
+from coldstream.kernels.attention.exact import BLOCK_SIZE
+from coldstream.kernels.attention.planes import LARGEST_TWO_PLANE_CODE, LOW_UNIT
 from coldstream.kernels.cuda import few_shapes, many_tiles
 from coldstream.kernels.cuda.compiler import KERNELS, CompileError, _compile
 from coldstream.kernels.experts import cuda as experts_few
@@ -36,6 +39,7 @@ from coldstream.kernels.gated_delta_net import cuda as delta_net
 from coldstream.kernels.linear import cuda as linear_few
 from coldstream.kernels.linear import cuda_float_many as float_many
 from coldstream.kernels.linear import cuda_many as linear_many
+from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS
 from coldstream.kernels.rms_norm import cuda as rms_norm
 from coldstream.kernels.router import cuda as router
 from coldstream.kernels.router.reference import SMALLEST_SUM
@@ -65,6 +69,12 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "prepare_arguments": attention._PrepareArguments,
         "cache_places": attention._Places,
     },
+    "attention/integers_prepare.cu": {
+        "prepare_integers_arguments": integers.PrepareIntegersArguments,
+        "batch_rows": integers.BatchArguments,
+        "block_places": integers.BlockPlaces,
+    },
+    "attention/integers.cu": {"integers_arguments": integers.IntegersArguments},
     "attention/decode.cu": {"decode_arguments": attention._DecodeArguments},
     "attention/merge.cu": {"merge_arguments": attention._MergeArguments},
     "attention/prefill.cu": {"prefill_arguments": attention._PrefillArguments},
@@ -114,6 +124,28 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
                 CACHE_LAYOUTS[name].row_bytes(256)
             )
             for name in GPU_CACHE_TYPES
+        },
+    },
+    "attention/integers_prepare.cu": {
+        "chunk_positions": BLOCK_POSITIONS,
+        "max_tree_rows": MAX_TREE_ROWS,
+        "prepare_threads": attention.PREPARE_THREADS,
+        "heads_per_block": attention.PREPARE_HEADS,
+        "low_unit": LOW_UNIT,
+        "two_plane_limit": LARGEST_TWO_PLANE_CODE,
+    },
+    "attention/integers.cu": {
+        "pairs": integers.PAIRS,
+        "block_positions": BLOCK_SIZE,
+        **{
+            f"(integer_attention<{planes}, {head_dim}, {warps}, true>::{number})": value
+            for name, planes in (("i16", 2), ("i8", 1))
+            for head_dim in (64, 256)
+            for warps in integers.WARPS
+            for number, value in (
+                ("row_bytes", CACHE_LAYOUTS[name].row_bytes(head_dim)),
+                ("shared_bytes", integers.shared_bytes(CACHE_LAYOUTS[name], head_dim, warps)),
+            )
         },
     },
     "experts/many.cu": {

@@ -15,6 +15,9 @@
 struct int2 {
   int x, y;
 };
+struct alignas(8) uint2 {
+  unsigned int x, y;
+};
 struct alignas(16) int4 {
   int x, y, z, w;
 };
@@ -24,7 +27,11 @@ struct alignas(16) uint4 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+struct alignas(8) float2 {
+  float x, y;
+};
 inline int2 make_int2(int x, int y) { return {x, y}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
@@ -48,6 +55,10 @@ T __shfl_xor_sync(unsigned int lanes, T value, int mask) {
 template <class T>
 T __shfl_up_sync(unsigned int lanes, T value, int distance) {
   return shuffle(meeting::shuffle_up, lanes, value, distance);
+}
+template <class T>
+T __shfl_sync(unsigned int lanes, T value, int from) {
+  return shuffle(meeting::shuffle_from, lanes, value, from);
 }
 inline unsigned int __ballot_sync(unsigned int lanes, bool value) {
   return meet_in_warp(meeting::ballot, lanes, value, 0);
@@ -133,9 +144,17 @@ inline double floor(double x) { return __builtin_floor(x); }
 inline double ceil(double x) { return __builtin_ceil(x); }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline unsigned int max(unsigned int a, unsigned int b) { return a > b ? a : b; }
+inline int __float2int_rn(float x) { return int(__builtin_rintf(x)); }
+// Four bytes of eight, by the low nibbles of the selector.
+inline unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned int selector) {
+  const unsigned long long bytes = static_cast<unsigned long long>(high) << 32 | low;
+  unsigned int result = 0;
+  for (int i = 0; i < 4; i++) result |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return result;
+}
 inline unsigned long long max(unsigned long long a, unsigned long long b) { return a > b ? a : b; }
 
 // Declared for functions that are not called here.
 int __dp4a(int a, int b, int sum);
 unsigned int __funnelshift_r(unsigned int low, unsigned int high, unsigned int shift);
-unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned int selector);

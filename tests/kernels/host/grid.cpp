@@ -126,11 +126,12 @@ fiber& fiber_for(size_t number, dim3 thread) {
 
 // The values of the warp's lanes that meet, made into what each gets.
 void answer(const std::vector<fiber*>& warp, unsigned int lanes) {
+  static unsigned long long values[warp_size];
   unsigned long long ballot = 0, sum = 0, least = ~0ull;
   int greatest_signed = -0x80000000ll;
   for (size_t i = 0; i < warp.size(); i++) {
     if (!(lanes >> i & 1)) continue;
-    const unsigned long long value = warp[i]->value;
+    const unsigned long long value = values[i] = warp[i]->value;
     ballot |= static_cast<unsigned long long>(value != 0) << i;
     sum += value;
     least = std::min(least, value);
@@ -146,10 +147,13 @@ void answer(const std::vector<fiber*>& warp, unsigned int lanes) {
       case meeting::add: thread.result = sum; break;
       case meeting::least: thread.result = least; break;
       case meeting::greatest_signed: thread.result = static_cast<unsigned int>(greatest_signed); break;
+      case meeting::gather: thread.result = reinterpret_cast<unsigned long long>(values); break;
       case meeting::shuffle_xor: from = i ^ thread.argument; break;
+      case meeting::shuffle_from: from = thread.argument; break;
       case meeting::shuffle_up: from = i >= thread.argument ? i - thread.argument : i; break;
     }
-    if (thread.how == meeting::shuffle_xor || thread.how == meeting::shuffle_up) {
+    if (thread.how == meeting::shuffle_xor || thread.how == meeting::shuffle_up ||
+        thread.how == meeting::shuffle_from) {
       // A lane that does not meet the others has no value to give.
       thread.result = lanes >> from & 1 ? warp[from]->value : 0xa5a5a5a5a5a5a5a5ull;
     }

@@ -8,8 +8,9 @@ struct dim3 {
 // Of the thread that runs.
 extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
-// How the threads of a warp or a block meet: each gives a value, and goes on with what all values make of it.
-enum class meeting { sync, shuffle_xor, shuffle_up, ballot, add, least, greatest_signed };
+// How the threads of a warp or a block meet: each gives a value, and goes on with what all values make of it; after
+// `gather` that is the address of all 32, until the warp meets again.
+enum class meeting { sync, shuffle_xor, shuffle_up, shuffle_from, ballot, add, least, greatest_signed, gather };
 unsigned long long meet_in_warp(meeting how, unsigned int lanes, unsigned long long value, unsigned int argument);
 int meet_in_block(bool counts, int value);
 

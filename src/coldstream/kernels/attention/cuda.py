@@ -168,6 +168,28 @@ _FinishArguments = _structure(
 )
 
 
+def launch_merge(
+    kernel: Kernel,
+    shape: AttentionShape,
+    workspace: DecodeWorkspace,
+    query_gate: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    quantised: QuantActivations | None = None,
+) -> None:
+    """Merges the chunks in `workspace` of rows at `positions`; see `AttentionKernels.decode`."""
+    codes = (None,) * 3 if quantised is None else (quantised.q, quantised.scales, quantised.sums)
+    arguments = _MergeArguments(
+        *_addresses(workspace.values, query_gate, workspace.stats, positions, out, *codes),
+        query_gate.stride(0), shape.num_heads, workspace.values.shape[2], shape.window or 0,
+    )  # fmt: skip
+    groups = -(-shape.num_heads * shape.head_dim // GROUP_SIZE)
+    kernel.launch(
+        (groups, len(positions), 1), GROUP_SIZE, (arguments,), shared_bytes=MERGE_SHARED_BYTES, overlap=True
+    )
+
+
 @functools.cache
 def attention_kernels(shape: AttentionShape, device: DeviceLimits) -> "AttentionKernels":
     """The same for all models: what is loaded stays loaded, as the kernels of other operations do."""
@@ -194,11 +216,14 @@ class AttentionKernels:
         wide, narrow = self.shape.decode_heads
         blocks, stages = self.decode_stages
         turned = self.shape.cache_type.is_turned
-        is_turned = "true" if turned else "false"
+        rotation = "of_32" if turned else "none"
         return (
             ("prepare.cu", f"coldstream::attention_prepare<{head}>"),
             ("decode.cu", f"coldstream::attention_decode<{head}, {wide}, {narrow}, {blocks}, {stages}>"),
-            ("merge.cu", f"coldstream::attention_merge<{self.shape.head_dim}, {is_turned}>"),
+            (
+                "merge.cu",
+                f"coldstream::attention_merge<{self.shape.head_dim}, coldstream::rotation::{rotation}>",
+            ),
             *(("prefill.cu", self._prefill_instance(tile)) for tile in self.prefill_tiles),
             *([("finish.cu", f"coldstream::attention_finish<{self.shape.head_dim}>")] if turned else []),
         )
@@ -255,14 +280,14 @@ class AttentionKernels:
         self._kernel("decode.cu").launch(
             (grid, 1, 1), DECODE_THREADS, (arguments,), shared_bytes=self.decode_shared_bytes, overlap=True
         )
-        codes = (None,) * 3 if quantised is None else (quantised.q, quantised.scales, quantised.sums)
-        merging = _MergeArguments(
-            *_addresses(workspace.values, query_gate, workspace.stats, rows.positions, out, *codes),
-            query_gate.stride(0), shape.num_heads, max_chunks, window,
-        )  # fmt: skip
-        groups = -(-shape.num_heads * shape.head_dim // GROUP_SIZE)
-        self._kernel("merge.cu").launch(
-            (groups, num_rows, 1), GROUP_SIZE, (merging,), shared_bytes=MERGE_SHARED_BYTES, overlap=True
+        launch_merge(
+            self._kernel("merge.cu"),
+            shape,
+            workspace,
+            query_gate,
+            rows.positions,
+            out=out,
+            quantised=quantised,
         )
 
     def prefill(

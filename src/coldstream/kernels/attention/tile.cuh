@@ -1,15 +1,10 @@
-// A block of 64 positions of one key/value head in shared memory, and the grid of positions.
+// A block of 64 positions of one key/value head in shared memory.
 #pragma once
 
+#include "attention/grid.cuh"
 #include "attention/turned.cuh"
 
 namespace coldstream {
-
-constexpr int block_positions = 64;
-constexpr int chunk_positions = 256;
-constexpr int chunk_blocks = chunk_positions / block_positions;
-
-__device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
 
 // `copy_async_16` to an address of shared memory.
 __device__ __forceinline__ void copy_async_to(uint32_t shared, const void* global) {
@@ -96,10 +91,6 @@ struct kv_tile {
     return *reinterpret_cast<const uint4*>(at(piece * 16));
   }
 };
-
-__device__ __forceinline__ int first_position(int position, int window) {
-  return window > 0 ? max(0, position - window + 1) : 0;
-}
 
 // What a chain of merges multiplies: what came before by `ours`, what is added by `theirs`.
 struct merge_factors {

@@ -2,21 +2,11 @@
 #pragma once
 
 #include "attention/cache.cuh"
+#include "attention/rotation.cuh"
 
 namespace coldstream {
 
-constexpr uint32_t turn_signs = 0x48280955u;  // turn.py says why these
-constexpr float turn_length = scale_values;   // what turning there and back multiplies by
-
-// Of value i of a block before it is turned, and of its last step back.
-__device__ __forceinline__ float changed_sign(float x, int i) {
-  return __uint_as_float(__float_as_uint(x) ^ (turn_signs >> i << 31));
-}
-
-// One step of the transformation, of a pair of which this thread holds `x` and another one `other`.
-__device__ __forceinline__ float butterfly(float x, float other, bool is_second) {
-  return is_second ? other - x : x + other;
-}
+static_assert(turn_length == scale_values);
 
 // Four neighbouring lanes hold a block: values i … i + 7, with i the same modulo 32 as 8 times the lane.
 __device__ __forceinline__ uint32_t lanes_of_block() { return 0xfu << (threadIdx.x % warp_size & ~3); }
@@ -40,16 +30,6 @@ __device__ __forceinline__ void turn_eight(float (&x)[8], int i) {
       x[j] = butterfly(x[j], __shfl_xor_sync(lanes_of_block(), x[j], distance), i & 8 * distance);
     }
   }
-}
-
-// The lanes of a warp hold a block, value i by lane i: what it was before it was turned.
-__device__ __forceinline__ float turned_back(float x) {
-  const int lane = threadIdx.x % warp_size;
-#pragma unroll
-  for (int stride = 1; stride < warp_size; stride *= 2) {
-    x = butterfly(x, __shfl_xor_sync(all_lanes, x, stride), lane & stride);
-  }
-  return changed_sign(x, lane) * (1.0f / turn_length);
 }
 
 struct cache_tq3_0 {

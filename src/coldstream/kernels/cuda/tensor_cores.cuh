@@ -29,6 +29,14 @@ __device__ __forceinline__ void multiply_bytes(
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c));
 }
 
+// d += a b over 32 signed bytes.
+__device__ __forceinline__ void add_product(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // d += a b over 32 bytes, those of b unsigned.
 __device__ __forceinline__ void add_product_of_unsigned(
     int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -1,0 +1,113 @@
+// The heads of new rows made ready for attention over integers: queries normed, rotated by their positions and by a
+// Hadamard matrix, and rounded into a workspace; keys the same and values into the caches. Half a warp takes a head.
+#include "attention/heads.cuh"
+#include "attention/integers_tile.cuh"
+
+namespace coldstream {
+
+struct prepare_integers_arguments {
+  const float *query_gate, *key, *value, *q_norm, *k_norm, *angles;
+  int8_t* query;        // [T, H, 2, D]
+  float* query_scales;  // [T, H]
+  uint8_t *k_cache, *v_cache;
+  batch_rows rows;
+  block_places places;
+  int32_t query_gate_stride, key_stride, value_stride;  // elements between rows
+  int32_t num_heads, num_kv_heads, rope_half;
+  float eps;
+};
+
+constexpr int prepare_threads = 128;
+constexpr int heads_per_block = prepare_threads / lanes_per_head;
+
+// The Walsh–Hadamard transform of each of the largest blocks that the head can be cut into, in place.
+template <int head_dim>
+__device__ __forceinline__ void rotate_head(float* head, int lane) {
+  constexpr int size = head_dim & -head_dim;
+#pragma unroll 1
+  for (int stride = 1; stride < size; stride *= 2) {
+    for (int pair = lane; pair < head_dim / 2; pair += lanes_per_head) {
+      float* const first = head + pair / stride * 2 * stride + pair % stride;
+      const float a = first[0], b = first[stride];
+      first[0] = a + b;
+      first[stride] = a - b;
+    }
+    __syncwarp();
+  }
+}
+
+// Rounds a head to planes, one behind the other, and leaves its scale.
+template <int planes, int head_dim>
+__device__ __forceinline__ float store_planes(const float* head, int lane, int8_t* to) {
+  uint32_t greatest = 0;
+  for (int i = lane; i < head_dim; i += lanes_per_head) greatest = max(greatest, magnitude(head[i]));
+#pragma unroll
+  for (int distance = lanes_per_head / 2; distance > 0; distance /= 2)
+    greatest = max(greatest, __shfl_xor_sync(all_lanes, greatest, distance));
+  const plane_scale by = scale_of_planes<planes>(greatest);
+  if (!to) return by.scale;
+  for (int i = lane; i < head_dim; i += lanes_per_head) {
+    const int code = code_of(head[i], by);
+    to[i] = int8_t(planes == 1 ? code : high_plane(code));
+    if (planes == 2) to[head_dim + i] = int8_t(low_plane(code));
+  }
+  return by.scale;
+}
+
+template <int planes, int head_dim>
+__global__ void __launch_bounds__(prepare_threads) attention_prepare_integers(const prepare_integers_arguments a) {
+  __shared__ float heads[heads_per_block][head_dim];
+  wait_for_previous_grid();
+  release_next_grid();
+  const int lane = threadIdx.x % lanes_per_head;
+  float* const head = heads[threadIdx.x / lanes_per_head];
+  const int64_t row = blockIdx.x;
+  const int num_units = a.num_heads + 2 * a.num_kv_heads;
+  const int wanted = blockIdx.y * heads_per_block + threadIdx.x / lanes_per_head;
+  const int unit = min(wanted, num_units - 1);  // spare lanes repeat a head and write nothing
+  const bool is_query = unit < a.num_heads, is_value = unit >= a.num_heads + a.num_kv_heads;
+  const int kv_head = is_value ? unit - a.num_heads - a.num_kv_heads : unit - a.num_heads;
+  const float* x = is_query   ? a.query_gate + row * a.query_gate_stride + unit * 2 * head_dim
+                   : is_value ? a.value + row * a.value_stride + kv_head * head_dim
+                              : a.key + row * a.key_stride + kv_head * head_dim;
+  norm_head<head_dim>(x, is_query ? a.q_norm : a.k_norm, a.eps, lane, head);
+  __syncwarp();
+  const float* angles = a.angles + row * a.rope_half * 2;
+  const float query_scale = inverse_sqrt(float(head_dim));
+  float values[head_dim / lanes_per_head];
+#pragma unroll
+  for (int i = 0; i < head_dim / lanes_per_head; i++) {
+    const int at = i * lanes_per_head + lane;
+    values[i] = is_value ? x[at] : rotated(head, angles, a.rope_half, at);
+    if (is_query) values[i] *= query_scale;
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < head_dim / lanes_per_head; i++) head[i * lanes_per_head + lane] = values[i];
+  __syncwarp();
+  rotate_head<head_dim>(head, lane);
+  if (is_query) {
+    constexpr float factor = 1.0f / (head_dim & -head_dim);
+    for (int i = lane; i < head_dim; i += lanes_per_head) head[i] *= factor;
+  }
+  __syncwarp();
+  const int64_t pair = row * a.num_heads + unit;
+  const int segment = a.rows.segments[row], index = a.rows.indices[row];
+  constexpr int row_bytes = planes * head_dim + scale_bytes_of_row;
+  uint8_t* to = nullptr;
+  if (!is_query && segment >= 0) {
+    const int block = a.rows.tables[int64_t{segment} * a.rows.table_stride + index / chunk_positions];
+    to = (is_value ? a.v_cache : a.k_cache) + block * a.places.block_bytes +
+         index % chunk_positions * a.places.position_bytes + int64_t{kv_head} * row_bytes;
+  }
+  const bool writes = wanted < num_units;
+  // Lanes of a query and of a key may be of one warp, so that both take both ways.
+  const float of_query = store_planes<2, head_dim>(head, lane, writes && is_query ? a.query + pair * 2 * head_dim : nullptr);
+  const float of_cache = store_planes<planes, head_dim>(head, lane, writes ? reinterpret_cast<int8_t*>(to) : nullptr);
+  if (!writes) return;
+  if (is_query && lane == 0) a.query_scales[pair] = of_query;
+  // The scale, and zeros behind it.
+  if (to && lane < 4) reinterpret_cast<float*>(to + planes * head_dim)[lane] = lane == 0 ? of_cache : 0.0f;
+}
+
+}  // namespace coldstream

@@ -1,0 +1,97 @@
+// What a block of threads takes of attention over integers: rows of a batch next to each other, which are told
+// apart by sequence, and a block of 64 keys or values of one of them in shared memory.
+#pragma once
+
+#include "attention/grid.cuh"
+#include "attention/integers.cuh"
+
+namespace coldstream {
+
+constexpr int max_tree_rows = 64;
+
+// `BatchRows` of kernels/ops.py.
+struct batch_rows {
+  const int32_t *positions, *segments, *tables, *indices, *parents, *kept;
+  int32_t num_rows, table_stride;
+};
+
+// Bytes between blocks of 256 positions, and between positions.
+struct block_places {
+  int64_t block_bytes, position_bytes;
+};
+
+// Rows begin … end − 1 of a batch, of one sequence; a draft tree's first row is `start`.
+struct row_run {
+  int begin, end, segment, start, committed, num_kept;
+  bool is_tree;
+
+  __device__ row_run(const batch_rows& rows, int first, int limit) : begin(first), end(first + 1) {
+    segment = rows.segments[first];
+    while (end < limit && rows.segments[end] == segment) end++;
+    is_tree = rows.kept[first] >= 0;
+    start = first;
+    int after = end;
+    if (is_tree) {
+      while (start > 0 && rows.segments[start - 1] == segment) start--;
+      while (after < rows.num_rows && rows.segments[after] == segment) after++;
+    }
+    committed = is_tree ? rows.indices[start] : rows.positions[end - 1] + 1;
+    num_kept = committed + (is_tree ? after - start : 0);
+  }
+
+  // The last tile of indices that holds keys of positions in the tile number `tile`.
+  __device__ int last_tile(int tile) const {
+    const bool has_drafts = is_tree && (tile + 1) * block_positions > committed;
+    return has_drafts ? (num_kept - 1) / block_positions : tile;
+  }
+};
+
+// What one row sees.
+struct row_view {
+  int first = 0, position = -1;  // positions of its window; none
+  uint64_t ancestors = 0;        // the rows of its tree that it follows, and itself
+
+  __device__ row_view() {}
+  __device__ row_view(const batch_rows& rows, const row_run& run, int row, int window)
+      : first(first_position(rows.positions[row], window)), position(rows.positions[row]) {
+    if (!run.is_tree) return;
+    for (int at = row; at >= 0; at = rows.parents[at]) ancestors |= uint64_t{1} << (at - run.start);
+  }
+
+  // Whether it has a position in tile `tile`.
+  __device__ bool meets(int tile) const {
+    return position >= first && tile >= first / block_positions && tile <= position / block_positions;
+  }
+
+  // The position whose key is kept at `index`, if the row sees it in tile `tile`; −1 otherwise. `drafts` has the
+  // positions of the tree's rows.
+  __device__ int position_in(int tile, int index, const row_run& run, const int32_t* drafts) const {
+    int found = index;
+    if (run.is_tree && index >= run.committed) {
+      const int number = index - run.committed;
+      if (index >= run.num_kept || !(ancestors >> number & 1)) return -1;
+      found = drafts[number];
+    }
+    return found >= first && found <= position && found / block_positions == tile ? found : -1;
+  }
+};
+
+// Queues the copies of the rows of `tile` that are kept into shared memory.
+template <int row_bytes, int threads>
+__device__ __forceinline__ void load_tile(uint8_t* to, const uint8_t* cache, const block_places& places,
+                                          const batch_rows& rows, const row_run& run, int kv_head, int tile) {
+  constexpr int pieces = row_bytes / 16;
+  const int first = tile * block_positions, count = min(block_positions, run.num_kept - first);
+  const int block = rows.tables[int64_t{run.segment} * rows.table_stride + first / chunk_positions];
+  const uint8_t* from = cache + block * places.block_bytes +
+                        first % chunk_positions * places.position_bytes + int64_t{kv_head} * row_bytes;
+  for (int i = threadIdx.x; i < count * pieces; i += threads)
+    copy_async_16(to + i * 16, from + i / pieces * places.position_bytes + i % pieces * 16);
+}
+
+template <int row_bytes>
+__device__ __forceinline__ float scale_of_row(const uint8_t* row) {
+  return *reinterpret_cast<const float*>(row + row_bytes - scale_bytes_of_row);
+}
+
+}  // namespace coldstream

@@ -1,0 +1,81 @@
+// Stands for the package's cuda/tensor_cores.cuh where its kernels are compiled for the host: the same products, by
+// loops. A warp's lanes meet with what they have of the operands, read each other's, and meet again before they go on.
+#pragma once
+
+#include "cuda/common.cuh"
+
+extern thread_local float4 dynamic_shared[];
+
+namespace coldstream {
+
+inline uint32_t shared_address(const void* p) {
+  return uint32_t(static_cast<const uint8_t*>(p) - reinterpret_cast<const uint8_t*>(dynamic_shared));
+}
+
+// What all lanes have given, by lane.
+template <class T>
+struct all_of_warp {
+  const unsigned long long* addresses;
+
+  explicit all_of_warp(const T& own)
+      : addresses(reinterpret_cast<const unsigned long long*>(
+            meet_in_warp(meeting::gather, 0xffffffffu, reinterpret_cast<unsigned long long>(&own), 0))) {}
+  ~all_of_warp() { __syncwarp(); }
+  const T& operator[](int lane) const { return *reinterpret_cast<const T*>(addresses[lane]); }
+};
+
+template <int count>
+void load_matrices_of(uint32_t (&r)[count], uint32_t address) {
+  const int lane = threadIdx.x % 32;
+  uint32_t loaded[count];
+  {
+    const all_of_warp<uint32_t> rows(address);
+    for (int i = 0; i < count; i++) {
+      const uint8_t* row = reinterpret_cast<const uint8_t*>(dynamic_shared) + rows[8 * i + lane / 4];
+      __builtin_memcpy(&loaded[i], row + lane % 4 * 4, 4);
+    }
+  }
+  for (int i = 0; i < count; i++) r[i] = loaded[i];
+}
+
+inline void load_matrices(uint32_t (&r)[4], uint32_t address) { load_matrices_of(r, address); }
+inline void load_two_matrices(uint32_t (&r)[2], uint32_t address) { load_matrices_of(r, address); }
+
+struct product_operands {
+  uint32_t a[4], b[2];
+};
+
+// Of four bytes.
+template <class A, class B>
+int sum_of_products(uint32_t x, uint32_t y) {
+  int sum = 0;
+  for (int i = 0; i < 32; i += 8) sum += A(x >> i) * B(y >> i);
+  return sum;
+}
+
+// d += a b over 32 bytes, those of a signed.
+template <class B>
+void add_product_of_bytes(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const product_operands own = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+  const all_of_warp<product_operands> all(own);
+  for (int i = 0; i < 4; i++) {
+    unsigned int sum = d[i];
+    for (int word = 0; word < 8; word++) {
+      const uint32_t x = all[4 * g + word % 4].a[word / 4 * 2 + i / 2];
+      const uint32_t y = all[(2 * t + i % 2) * 4 + word % 4].b[word / 4];
+      sum += static_cast<unsigned int>(sum_of_products<int8_t, B>(x, y));
+    }
+    d[i] = int(sum);
+  }
+}
+
+inline void add_product(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  add_product_of_bytes<int8_t>(d, a, b0, b1);
+}
+
+inline void add_product_of_unsigned(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  add_product_of_bytes<uint8_t>(d, a, b0, b1);
+}
+
+}  // namespace coldstream

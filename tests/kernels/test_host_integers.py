@@ -1,0 +1,222 @@
+"""Attention over integers as the GPU's kernels compute it, on the host: chunks have the definition's bits."""
+
+from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
+from random import Random
+from typing import TypeVar
+
+import pytest
+import torch
+from host_device import HostDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coldstream.kernels.arithmetic.reference import quantize_activations
+from coldstream.kernels.attention.cache_types import CACHE_TYPES
+from coldstream.kernels.attention.cuda import AttentionInputs, AttentionShape, Caches, DecodeWorkspace
+from coldstream.kernels.attention.cuda_integers import IntegerKernels, IntegerQueries
+from coldstream.kernels.attention.exact import (
+    attend_chunk,
+    attention_exact,
+    first_position,
+    grid_cells,
+    heads_of,
+)
+from coldstream.kernels.attention.exact_integers import NUM_PLANES
+from coldstream.kernels.attention.planes import round_planes
+from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
+from coldstream.kernels.ops import BLOCK_POSITIONS, BatchRows, RopeSpec, Rows
+from coldstream.kernels.quantize.cuda import empty_activations
+from coldstream.kernels.rope.reference import rope_angles
+from coldstream.kernels.sequences import seen
+
+T = TypeVar("T")
+LIMITS = DeviceLimits(5, 99 << 10, 100 << 10)
+MOST_POSITIONS = 3 * BLOCK_POSITIONS
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one sequence: behind `committed` positions a chain, or a draft tree of these parents."""
+
+    committed: int
+    num_rows: int
+    parents: tuple[int, ...] | None = None
+
+
+def batch_of(parts: list[Part], random: Random) -> Rows:
+    """Rows whose sequences have blocks in random order."""
+    order = list(range(len(parts) * (MOST_POSITIONS // BLOCK_POSITIONS)))
+    random.shuffle(order)
+    values: list[list[int]] = [[], [], [], [], []]
+    for number, part in enumerate(parts):
+        start = len(values[0])
+        depths: list[int] = []
+        for i in range(part.num_rows):
+            parent = i - 1 if part.parents is None else part.parents[i]
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+            row = (part.committed + depths[i], number, part.committed + i)
+            kept = -1 if part.parents is None else start + i
+            for column, value in zip(
+                values, (*row, start + parent if parent >= 0 else -1, kept), strict=True
+            ):
+                column.append(value)
+    positions, segments, indices, parents, kept = (torch.tensor(v, dtype=torch.int32) for v in values)
+    tables = torch.tensor(order, dtype=torch.int32).view(len(parts), -1)
+    return Rows(positions, segments, BatchRows(segments, tables, indices, parents, kept))
+
+
+def check(
+    parts: list[Part], cache_name: str, heads: tuple[int, int, int], window: int | None, seed: int
+) -> None:
+    random, generator = Random(seed), torch.Generator().manual_seed(seed)
+    rows, (num_heads, num_kv_heads, head_dim) = batch_of(parts, random), heads
+    cache_type, num_rows = CACHE_TYPES[cache_name], len(rows.positions)
+    blocks = (len(parts) * MOST_POSITIONS // BLOCK_POSITIONS, BLOCK_POSITIONS, num_kv_heads)
+    k, v = (cache_type.encode(torch.randn(*blocks, head_dim, generator=generator)) for _ in range(2))
+    query = 3 * torch.randn(num_rows, num_heads, head_dim, generator=generator) / head_dim
+    planes = round_planes(query, NUM_PLANES)
+    codes = torch.stack((planes.high, planes.low), dim=-2).to(torch.int8)
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, cache_type, window)
+    workspace = DecodeWorkspace(
+        *(torch.full(size, torch.nan) for size in DecodeWorkspace.shapes(shape, num_rows, MOST_POSITIONS))
+    )
+    has_trees = any(part.parents is not None for part in parts)
+    IntegerKernels(shape, LIMITS).attend(
+        IntegerQueries(codes, planes.scale), Caches(k, v), rows, workspace, has_trees=has_trees
+    )
+    for row, position in enumerate(rows.positions.tolist()):
+        first = first_position(position, window)
+        places = tuple(index[first:] for index in seen(rows, row))
+        exact = heads_of(cache_type, query[row], k[places], v[places])
+        cells = list(grid_cells(first, position + 1, BLOCK_POSITIONS))
+        for chunk, cell in enumerate(cells):
+            maximum, denominator, numerator = attend_chunk(exact, first, cell)
+            found = workspace.stats[row, :, chunk]
+            assert torch.equal(found[:, 0], maximum), (row, chunk)
+            assert torch.equal(found[:, 1], denominator), (row, chunk)
+            assert torch.equal(workspace.values[row, :, chunk], numerator), (row, chunk)
+        assert workspace.stats[row, :, len(cells) :].isnan().all()
+        assert workspace.values[row, :, len(cells) :].isnan().all()
+
+
+def on(device: str, of: T) -> T:
+    """The same tensors there."""
+    if isinstance(of, torch.Tensor):
+        return of.to(device)
+    return replace(of, **{k: on(device, v) for k, v in vars(of).items()}) if is_dataclass(of) else of  # type: ignore[type-var, return-value]
+
+
+def check_whole(
+    parts: list[Part],
+    cache_name: str,
+    heads: tuple[int, int, int],
+    window: int | None,
+    seed: int,
+    limits: DeviceLimits = LIMITS,
+    device: str = "cpu",
+) -> None:
+    """From projections to what the next product reads, and what is left in the caches."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, (num_heads, num_kv_heads, head_dim) = batch_of(parts, Random(seed)), heads
+    cache_type, num_rows = CACHE_TYPES[cache_name], len(rows.positions)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    blocks = (len(parts) * MOST_POSITIONS // BLOCK_POSITIONS, BLOCK_POSITIONS, num_kv_heads)
+    caches = Caches(*(cache_type.encode(random(*blocks, head_dim)) for _ in range(2)))
+    expected_caches = Caches(caches.k.clone(), caches.v.clone())
+    inputs = AttentionInputs(
+        2 * random(num_rows, num_heads * 2 * head_dim),
+        *(random(num_rows, num_kv_heads * head_dim) for _ in "kv"),
+        *(random(head_dim) + 1 for _ in "qk"), rope_angles(rows.positions, RopeSpec(16, 1e4)), 1e-6,
+    )  # fmt: skip
+    expected = attention_exact(
+        inputs.query_gate, inputs.key, inputs.value, inputs.q_norm, inputs.k_norm, inputs.eps, inputs.angles,
+        expected_caches.k, expected_caches.v, rows, window,
+    )  # fmt: skip
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, cache_type, window)
+    kernels = IntegerKernels(shape, limits)
+    empty = partial(torch.empty, device=device)
+    queries = IntegerQueries(
+        empty((num_rows, num_heads, 2, head_dim), dtype=torch.int8), empty(num_rows, num_heads)
+    )
+    workspace = DecodeWorkspace(
+        *(empty(size) for size in DecodeWorkspace.shapes(shape, num_rows, MOST_POSITIONS))
+    )
+    width = num_heads * head_dim
+    out, quantised = empty(num_rows, width), empty_activations(num_rows, width, torch.device(device))
+    inputs, caches, rows = (on(device, each) for each in (inputs, caches, rows))
+    kernels.prepare(inputs, caches, rows, queries)
+    has_trees = any(part.parents is not None for part in parts)
+    kernels.attend(queries, caches, rows, workspace, has_trees=has_trees)
+    kernels.merge(inputs.query_gate, rows, workspace, out=out, quantised=quantised)
+    assert torch.equal(caches.k.cpu(), expected_caches.k)
+    assert torch.equal(caches.v.cpu(), expected_caches.v)
+    assert torch.equal(out.cpu(), expected)
+    padded = torch.nn.functional.pad(expected, (0, quantised.q.shape[1] - expected.shape[1]))
+    for found, wanted in zip(
+        vars(quantised).values(), vars(quantize_activations(padded)).values(), strict=True
+    ):
+        assert torch.equal(found.cpu(), wanted)
+
+
+@st.composite
+def some_parts(draw: st.DrawFn) -> list[Part]:
+    parts = []
+    for _ in range(draw(st.integers(1, 3))):
+        committed = draw(st.sampled_from([0, 1, 40, 63, 64, 65, 191, 200, 255, 256, 300]))
+        num_rows = draw(st.integers(1, 9))
+        tree = draw(st.booleans())
+        parents = tuple(draw(st.integers(-1, i - 1)) for i in range(num_rows)) if tree else None
+        parts.append(Part(committed, num_rows, parents))
+    return parts
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("cache_name", ["i16", "i8"])
+@pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (8, 1, 96)])
+def test_chunks_have_the_bits_of_the_definition(cache_name: str, heads: tuple[int, int, int]) -> None:
+    @settings(max_examples=8)
+    @given(parts=some_parts(), window=st.sampled_from([None, None, 1, 60, 300]), seed=st.integers(0, 99))
+    def check_all(parts: list[Part], window: int | None, seed: int) -> None:
+        check(parts, cache_name, heads, window, seed)
+
+    check_all()
+
+
+def test_a_tree_of_64_rows_across_blocks(host: HostDevice) -> None:
+    random = Random(4)
+    parents = tuple(random.randint(max(-1, i - 4), i - 1) for i in range(64))
+    for committed in (0, 30, 250):
+        check([Part(committed, 64, parents)], "i16", (4, 2, 64), None, seed=committed)
+
+
+def test_the_heads_of_the_full_size_model(host: HostDevice) -> None:
+    check([Part(70, 2), Part(5, 3, (-1, 0, 0))], "i16", (16, 2, 256), None, seed=1)
+    check([Part(130, 1)], "i8", (16, 2, 256), 100, seed=2)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("cache_name", ["i16", "i8"])
+@pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (5, 1, 96)])
+def test_attention_has_the_bits_of_the_definition(cache_name: str, heads: tuple[int, int, int]) -> None:
+    @settings(max_examples=5)
+    @given(parts=some_parts(), window=st.sampled_from([None, 60]), seed=st.integers(0, 99))
+    def check_all(parts: list[Part], window: int | None, seed: int) -> None:
+        check_whole(parts, cache_name, heads, window, seed)
+
+    check_all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_name", ["i16", "i8"])
+@pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (5, 1, 96), (16, 2, 256)])
+def test_a_gpu_has_them_too(cache_name: str, heads: tuple[int, int, int]) -> None:
+    @settings(max_examples=20)
+    @given(parts=some_parts(), window=st.sampled_from([None, 60]), seed=st.integers(0, 99))
+    def check_all(parts: list[Part], window: int | None, seed: int) -> None:
+        check_whole(parts, cache_name, heads, window, seed, device_limits(), "cuda")
+
+    check_all()
