@@ -8,6 +8,7 @@ from coldstream.kvcache.cache import (
     LayerState,
     ModelCache,
     num_blocks_of,
+    state_bytes,
 )
 from coldstream.kvcache.sequence import Checkpoint, Sequence
 from coldstream.kvcache.sequence_cache import SequenceCache
@@ -24,4 +25,5 @@ __all__ = [
     "Sequence",
     "SequenceCache",
     "num_blocks_of",
+    "state_bytes",
 ]

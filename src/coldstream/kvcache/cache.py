@@ -84,10 +84,10 @@ class CacheSize:
         """
         num_blocks = num_blocks_of(context_length)
         num_states = min(num_blocks, MAX_SEQUENCES)
-        state_bytes = _state_bytes(shape)
-        if is_scarce and state_bytes:
+        one_state = state_bytes(shape)
+        if is_scarce and one_state:
             kv_bytes = num_blocks * BLOCK_POSITIONS * _kv_bytes(shape, kv_type)
-            num_states = min(num_states, 1 + kv_bytes // 4 // state_bytes)
+            num_states = min(num_states, 1 + kv_bytes // 4 // one_state)
         return cls(num_blocks, num_states)
 
 
@@ -205,7 +205,7 @@ class ModelCache:
                     tensor[blocks[new[0]], new[1]] = tensor[blocks[old[0]], old[1]]
 
 
-def _state_bytes(shape: CacheShape) -> int:
+def state_bytes(shape: CacheShape) -> int:
     """Of the recurrent states of one sequence."""
     size = shape.num_value_heads * shape.ssm_state_size**2 + (shape.conv_kernel - 1) * shape.conv_dim
     return 4 * shape.layer_kinds.count("delta_net") * size

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 
 from coldstream.gguf.reader import TensorInfo
+from coldstream.kvcache import state_bytes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.sizes import ModelSizes, slot_bytes
 
@@ -64,8 +65,6 @@ def model_sizes(
             expert_bytes[int(block[1])] += num_matrices * matrix_room(matrix_bytes)
             routed_bytes += info.num_bytes
             parameters += math.prod(info.shape)
-    num_recurrent = spec.layer_kinds.count("delta_net")
-    state = spec.num_value_heads * spec.ssm_state_size**2 + (spec.conv_kernel - 1) * spec.conv_dim
     chosen_bytes = routed_bytes * spec.num_experts_per_tok // max(1, spec.num_experts)
     return ModelSizes(
         fingerprint=fingerprint,
@@ -75,7 +74,7 @@ def model_sizes(
         dense_bytes=trunk_bytes(spec, tensors) - routed_bytes,
         dense_token_bytes=bytes_per_token(spec, tensors) - chosen_bytes,
         kv_token_bytes=kv_token_bytes,
-        state_bytes=4 * num_recurrent * state,
+        state_bytes=state_bytes(spec),
         token_parameters=active_parameters(spec, tensors),
         expert_parameters=parameters // max(1, spec.num_layers * spec.num_experts),
         attention_width=spec.layer_kinds.count("attention") * spec.query_dim,
