@@ -239,6 +239,8 @@ def test_wrong_arrays_are_refused(fastest: _csrc.Runtime) -> None:
     with pytest.raises(ValueError, match="3 query heads cannot share 2"):
         call(cache, cache, torch.zeros(2, 48))
     with pytest.raises(ValueError, match=r"query_gate must be \[2, 64\], not \[2, 128\]"):
-        call(cache[..., :8].contiguous(), cache[..., :8].contiguous(), out[:, :32])
+        call(cache, cache, torch.zeros(2, 32))
+    with pytest.raises(ValueError, match="rows of 8 elements in k_cache hold no heads of 16"):
+        call(cache[..., :8].contiguous(), cache[..., :8].contiguous(), out)
     with pytest.raises(ValueError, match="more dimensions than a head has"):
         call(cache, cache, out, torch.zeros(2, 9, 2))
