@@ -84,8 +84,6 @@ class ModelDevice:
         self.registers = True  # memory of the host
         self.kernels: dict[str, Callable[..., None]] = {}
 
-    # ---- what the host calls
-
     @property
     def is_eager(self) -> bool:
         """Whether most operations run before anybody waits for them."""
@@ -177,9 +175,8 @@ class ModelDevice:
         )
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """uint8, full of rubbish. Whoever gives it back must know that nothing touches it any more.
-
-        Like PyTorch's, it may have been another tensor's, which work of the current stream still writes.
+        """uint8, full of rubbish; work of the current stream may still write it for another tensor, as with
+        PyTorch's. Whoever gives it back must know that nothing touches it any more.
         """
         with self._lock:
             memory = np.full(max(1, num_bytes), RUBBISH, np.uint8)
@@ -222,8 +219,6 @@ class ModelDevice:
         """Raises the first Violation again."""
         if self._violation is not None:
             raise self._violation
-
-    # ---- what the scheduler does
 
     def _begin(self) -> None:
         """What may run may be in the middle of writing."""
@@ -271,8 +266,6 @@ class ModelDevice:
             except AssertionError as error:
                 self._violate(f"{operation.name}: {error}")
         self._begin()
-
-    # ---- what must not be
 
     def _note(self, new: _Access) -> None:
         kept = []

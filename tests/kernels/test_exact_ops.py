@@ -51,11 +51,11 @@ def as_arrays(value: Any) -> Any:
     return [as_arrays(part) for part in value] if isinstance(value, list) else value
 
 
-def assert_same_bits(exact: ReferenceOps, cpu: CpuOps, name: str, *arguments: Any) -> None:
+def assert_same_bits(exact: ReferenceOps, cpu: CpuOps, name: str, *arguments: Any, **options: Any) -> None:
     """Calls the operation `name` of both, on copies, and compares results and changed arguments."""
     ours = [value.clone() if isinstance(value, torch.Tensor) else value for value in arguments]
     theirs = [as_arrays(value.clone() if isinstance(value, torch.Tensor) else value) for value in arguments]
-    results = getattr(exact, name)(*ours), getattr(cpu, name)(*theirs)
+    results = getattr(exact, name)(*ours, **options), getattr(cpu, name)(*theirs, **options)
     pairs = list(zip(*((r if isinstance(r, tuple) else (r,)) for r in results), strict=True))
     pairs += [(a, b) for a, b in zip(ours, theirs, strict=True) if isinstance(a, torch.Tensor)]
     for a, b in pairs:
@@ -98,7 +98,7 @@ def test_attention(exact: ReferenceOps, cpu: CpuOps, first: int, dtype: torch.dt
     rows = rows_at(first, count, slot=1)
     angles = exact.rope_angles(rows.positions, RopeSpec(16, 1e4))
     norms = [random(6, size), random(7, size)]
-    assert_same_bits(exact, cpu, "attention", *inputs, *norms, EPS, angles, *caches, rows)
+    assert_same_bits(exact, cpu, "attention", *inputs, *norms, EPS, angles, *caches, rows, output_gate=True)
 
 
 @pytest.mark.parametrize("key_head_ids", [[0, 1, 0, 1], [0, 0, 1, 1]], ids=["tiled", "grouped"])

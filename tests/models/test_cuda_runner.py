@@ -15,13 +15,12 @@ from runner_cases import MIX, VARIANTS, reference_logits, token_ids
 from builders import write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.decoding import SamplingParams, choose_token, sample_token
-from coldstream.errors import InvalidRequestError, OutOfMemoryError, UnsupportedError
+from coldstream.errors import InvalidRequestError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda import limits
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES, instance_for
 from coldstream.kernels.cuda.kernel_cache import KernelCache
 from coldstream.kernels.cuda.limits import DeviceLimits
-from coldstream.kernels.cuda.memory import MemoryPlan
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
 from coldstream.models import cuda_runner
 from coldstream.models.cpu_runner import CpuRunner
@@ -30,16 +29,12 @@ from coldstream.models.cuda_model import (
     SIZES_PER_DOUBLING,
     SMALLEST_PADDED_ROWS,
     Limits,
-    Loaded,
     check_supported,
     check_types,
-    count_memory,
     kernels_of,
     padded_rows,
-    plan_memory,
 )
 from coldstream.models.cuda_runner import CudaRunner
-from coldstream.models.fixed_part import CHUNK_SIZES
 from coldstream.models.layer_specs import AttentionSpec, DeltaNetSpec, MoeSpec
 from coldstream.models.spec import ModelSpec
 from specs import with_layers
@@ -50,51 +45,6 @@ def runner(moe_path: Path) -> Iterator[CudaRunner]:
     """One sequence of up to 1024 tokens; tests leave it in any state."""
     with open_cuda(moe_path, context_length=1024) as runner:
         yield runner
-
-
-@pytest.mark.parametrize("chunk_size", [64, CHUNK_SIZES[0]])
-def test_memory_is_planned_without_a_device(moe_path: Path, chunk_size: int) -> None:
-    with GGUFFile.open(moe_path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        plan = plan_memory(file, spec, Limits(1, 1024, "f16"), 40 * 2**30, chunk_size)
-        large = plan_memory(file, spec, Limits(4, 4096, "f16"), 40 * 2**30, chunk_size)
-        assert plan.weights >= sum(info.num_bytes for info in file.tensors.values())
-        assert large.weights == plan.weights
-        assert large.caches > 3 * plan.caches
-        with pytest.raises(OutOfMemoryError, match=r"needs .* GiB are free: weights .* --device cpu"):
-            plan_memory(file, spec, Limits(1, 1024, "f16"), plan.weights, chunk_size)
-
-
-@pytest.mark.parametrize("expert_bytes", [None, 0])
-def test_nf01_what_an_error_keeps_takes_no_memory_of_the_next_step(
-    moe_path: Path, expert_bytes: int | None
-) -> None:
-    """The traceback of a failed request keeps logits, which must not stand in the way of what was planned."""
-    limits = Limits(1, 1024, "f16", expert_bytes)
-    with GGUFFile.open(moe_path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        memory = MemoryPlan()
-        loaded = Loaded.into(memory, file, spec, limits, 512)
-        kept = []
-        peaks = []
-        for count in (512, 108, 512, 108, 512):
-            hidden = loaded.step(count)
-            kept.append(loaded.model.logits(hidden.rows(count - 1, 1)))
-            peaks.append(memory.workspace_bytes)
-        assert len(set(peaks)) == 1
-        assert peaks[0] <= count_memory(file, spec, limits, 512).workspace
-
-
-@pytest.mark.parametrize("expert_bytes", [None, 0, 10**6])
-def test_mm01_a_byte_short_is_refused(moe_path: Path, expert_bytes: int | None) -> None:
-    """With everything counted that is ever taken, slots for experts included."""
-    limits = Limits(1, 1024, "f16", expert_bytes)
-    with GGUFFile.open(moe_path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        need = plan_memory(file, spec, limits, 40 * 2**30, 256).total
-        assert plan_memory(file, spec, limits, need, 256).total == need
-        with pytest.raises(OutOfMemoryError, match=r"needs .* GiB, .* are free: .*--vram"):
-            plan_memory(file, spec, limits, need - 1, 256)
 
 
 @pytest.mark.gpu

@@ -228,4 +228,4 @@ def _repo_of(folder: Path) -> str:
 
 
 def _ignore(*_: object) -> None:
-    """Nobody wants to know."""
+    """For callers that show no progress."""

@@ -46,7 +46,7 @@ NO_SLOT = -1
 
 
 def no_progress(done: int, total: int) -> None:
-    """Nobody wants to know."""
+    """For callers that show no progress."""
 
 
 @dataclass(frozen=True)
