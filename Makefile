@@ -40,7 +40,7 @@ sanitize: install-test
 	LD_PRELOAD=$(SANITIZERS) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$(SANITIZE)/package \
 		$(SANITIZE)/venv/bin/python -m pytest tests/models/test_damaged_models.py tests/kernels/test_cpu_linear.py \
 		tests/kernels/test_cpu_experts.py tests/kernels/test_cpu_weight.py tests/kernels/test_cpu_attention.py \
-		tests/kernels/test_cpu_gated_delta_net.py
+		tests/kernels/test_cpu_integer_attention.py tests/kernels/test_cpu_gated_delta_net.py
 
 # The tests that need a GPU, counted into the file that docs/performance.md is made from.
 test-gpu: install-test
