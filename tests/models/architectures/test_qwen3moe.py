@@ -1,48 +1,26 @@
 """Qwen3-MoE against `transformers` and llama.cpp, and what its files may say."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from family_cases import K_TYPES, assert_chooses_like_llama_cpp, cpu_logits, random_ids
 
-from builders import SMALL, TinyModel, make_model, write_model
+from builders import SMALL, TinyModel, make_model
 from coldstream.errors import InconsistentError, UnsupportedError
-from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.ops import RopeSpec
 from coldstream.models import ModelSpec, block_tensors, global_tensors
-from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.layer_specs import AttentionSpec, LayerSpec, MoeSpec
 from convert_hf import Variant, convert
-from gguf import GGMLQuantizationType as Type
-from hf_models import VOCAB_SIZE, hf_logits, tiny_qwen3moe
+from hf_models import hf_logits, tiny_qwen3moe
 from tools import llama_cpp
 
 hf_model = functools.cache(tiny_qwen3moe)
 EVERY_VARIANT = pytest.mark.parametrize(
     "variant", [Variant(), Variant(fused_qkv=True, fused_experts=True)], ids=["apart", "fused"]
 )
-K_TYPES = {"": Type.Q4_K, "ffn_down_exps": Type.Q6_K, "output": Type.Q6_K}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small cost more to share out than to compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def random_ids(count: int) -> list[int]:
-    return [int(i) for i in np.random.default_rng(count).integers(0, VOCAB_SIZE - 2, count)]
-
-
-def cpu_logits(path: Path, token_ids: list[int], kv_type: str = "f16") -> np.ndarray:
-    with CpuRunner.open(path, threads=2, context_length=len(token_ids), kv_type=kv_type) as runner:
-        return runner.logits(token_ids)
 
 
 @EVERY_VARIANT
@@ -62,17 +40,8 @@ def test_logits_equal_llama_cpp(tmp_path: Path) -> None:
 
 
 def test_a_quantised_file_chooses_the_tokens_that_llama_cpp_chooses(tmp_path: Path) -> None:
-    """Both round activations, in ways of their own: where the two best logits are as good as equal, either
-    may be first."""
-    ids = random_ids(800)
     path = convert(hf_model(), tmp_path / "model.gguf", Variant(K_TYPES))
-    theirs = llama_cpp.logits(path, ids)
-    second, first = np.sort(theirs, axis=-1)[:, -2:].T
-    is_clear = first - second > 0.1
-    assert is_clear.sum() >= 500
-    alike = cpu_logits(path, ids).argmax(-1) == theirs.argmax(-1)
-    assert alike.mean() > 0.95
-    assert alike[is_clear].mean() >= 0.99
+    assert_chooses_like_llama_cpp(path)
 
 
 def qwen3_30b() -> ModelSpec:
@@ -105,15 +74,6 @@ def test_tensors_of_published_files() -> None:
 
 def tiny() -> TinyModel:
     return make_model("qwen3moe", dims=SMALL, quant="F32", tokenizer=False)
-
-
-@pytest.fixture
-def spec_of(tmp_path: Path) -> Callable[[TinyModel], ModelSpec]:
-    def read(model: TinyModel) -> ModelSpec:
-        with GGUFFile.open(write_model(tmp_path / "tiny.gguf", model)[0]) as file:
-            return ModelSpec.from_gguf(file.metadata, file.tensors)
-
-    return read
 
 
 def test_the_spec_of_a_file(spec_of: Callable[[TinyModel], ModelSpec]) -> None:

@@ -1,12 +1,12 @@
 """Qwen3-Next against `transformers` and llama.cpp, in both layouts that converters write."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from family_cases import K_TYPES, assert_chooses_like_llama_cpp, cpu_logits, random_ids
 
 from builders import SMALL, Dims, TinyModel, make_model, write_model
 from coldstream.errors import InconsistentError, UnsupportedError
@@ -16,11 +16,10 @@ from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.models import ModelSpec, block_tensors, global_tensors
 from coldstream.models.architectures.qwen3next import QWEN3NEXT
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.layer_specs import AttentionSpec, DeltaNetSpec, LayerSpec, MoeSpec
 from convert_hf import Variant, convert
 from gguf import GGMLQuantizationType as Type
-from hf_models import VOCAB_SIZE, hf_logits, tiny_qwen3next
+from hf_models import hf_logits, tiny_qwen3next
 from tools import llama_cpp
 
 hf_model = functools.cache(tiny_qwen3next)
@@ -31,25 +30,6 @@ VARIANTS = {
 }
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 BY_KEY_HEAD = pytest.mark.parametrize("ssm_in", [False, True], ids=["apart", "by key head"])
-K_TYPES = {"": Type.Q4_K, "ffn_down_exps": Type.Q6_K, "output": Type.Q6_K}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small cost more to share out than to compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def random_ids(count: int) -> list[int]:
-    return [int(i) for i in np.random.default_rng(count).integers(0, VOCAB_SIZE - 2, count)]
-
-
-def cpu_logits(path: Path, token_ids: list[int], kv_type: str = "f16") -> np.ndarray:
-    with CpuRunner.open(path, threads=2, context_length=len(token_ids), kv_type=kv_type) as runner:
-        return runner.logits(token_ids)
 
 
 @EVERY_VARIANT
@@ -72,17 +52,9 @@ def test_logits_equal_llama_cpp(ssm_in: bool, tmp_path: Path) -> None:
 
 @BY_KEY_HEAD
 def test_a_quantised_file_chooses_the_tokens_that_llama_cpp_chooses(ssm_in: bool, tmp_path: Path) -> None:
-    """Both round activations, in ways of their own: where the two best logits are as good as equal, either
-    may be first. A wrong order of rows or of heads leaves a fifth of the choices alike."""
-    ids = random_ids(800)
+    """A wrong order of rows or of heads leaves a fifth of the choices alike."""
     path = convert(hf_model(2), tmp_path / "model.gguf", Variant(K_TYPES, ssm_in=ssm_in))
-    theirs = llama_cpp.logits(path, ids)
-    second, first = np.sort(theirs, axis=-1)[:, -2:].T
-    is_clear = first - second > 0.1
-    assert is_clear.sum() >= 500
-    alike = cpu_logits(path, ids).argmax(-1) == theirs.argmax(-1)
-    assert alike.mean() > 0.95
-    assert alike[is_clear].mean() >= 0.99
+    assert_chooses_like_llama_cpp(path)
 
 
 @pytest.mark.parametrize("quant_type", [Type.Q4_K, Type.Q8_0, Type.BF16], ids=lambda kind: kind.name)
@@ -112,15 +84,6 @@ def test_rows_of_every_part() -> None:
 
 def tiny(**options: bool) -> TinyModel:
     return make_model("qwen3next", dims=SMALL, quant="F32", tokenizer=False, **options)
-
-
-@pytest.fixture
-def spec_of(tmp_path: Path) -> Callable[[TinyModel], ModelSpec]:
-    def read(model: TinyModel) -> ModelSpec:
-        with GGUFFile.open(write_model(tmp_path / "tiny.gguf", model)[0]) as file:
-            return ModelSpec.from_gguf(file.metadata, file.tensors)
-
-    return read
 
 
 def qwen3next_80b() -> ModelSpec:

@@ -13,8 +13,8 @@ extern __shared__ float4 dynamic_shared[];
 namespace coldstream {
 
 struct integers_arguments {
-  const int8_t* query;         // [T, H, 2, D], high planes and low planes
-  const float* query_scales;   // [T, H]
+  const int8_t* query;        // [T, H, 2, D], high planes and low planes
+  const float* query_scales;  // [T, H]
   const uint8_t *k_cache, *v_cache;
   float* values;  // [T, H, max_chunks, D], numerators
   float2* stats;  // [T, H, max_chunks], maximum and denominator
@@ -22,7 +22,6 @@ struct integers_arguments {
   block_places places;
   int32_t num_heads, num_kv_heads, max_chunks, window;
 };
-
 
 template <int planes, int head_dim, int warps, bool has_trees>
 struct integer_attention {
@@ -300,7 +299,7 @@ struct integer_attention {
     }
   }
 
-  __device__ void attend_tile(const row_run& run, int kv_head, int tile) {
+  __device__ void attend_tile(const row_run& run, int tile) {
     const int num_tiles = run.last_tile(tile) - tile + 1;
     float scores[most_tiles][columns][4];
     uint32_t visible[most_tiles];
@@ -348,7 +347,7 @@ struct integer_attention {
       view[i] = is_own ? row_view(a.rows, run, row[i], a.window) : row_view();
     }
     const int begin = max(first, chunk * chunk_blocks), end = min(last, chunk * chunk_blocks + chunk_blocks - 1);
-    for (int tile = begin; tile <= end; tile++) attend_tile(run, kv_head, tile);
+    for (int tile = begin; tile <= end; tile++) attend_tile(run, tile);
   }
 
   __device__ void leave() const {

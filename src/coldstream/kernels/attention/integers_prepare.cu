@@ -62,14 +62,8 @@ __global__ void __launch_bounds__(prepare_threads) attention_prepare_integers(co
   const int lane = threadIdx.x % lanes_per_head;
   float* const head = heads[threadIdx.x / lanes_per_head];
   const int64_t row = blockIdx.x;
-  const int num_units = a.num_heads + 2 * a.num_kv_heads;
   const int wanted = blockIdx.y * heads_per_block + threadIdx.x / lanes_per_head;
-  const int unit = min(wanted, num_units - 1);  // spare lanes repeat a head and write nothing
-  const bool is_query = unit < a.num_heads, is_value = unit >= a.num_heads + a.num_kv_heads;
-  const int kv_head = is_value ? unit - a.num_heads - a.num_kv_heads : unit - a.num_heads;
-  const float* x = is_query   ? a.query_gate + row * a.query_gate_stride + unit * 2 * head_dim
-                   : is_value ? a.value + row * a.value_stride + kv_head * head_dim
-                              : a.key + row * a.key_stride + kv_head * head_dim;
+  const auto [unit, kv_head, is_spare, is_query, is_value, x] = new_head::of<head_dim>(a, row, wanted);
   norm_head<head_dim>(x, is_query ? a.q_norm : a.k_norm, a.eps, lane, head);
   __syncwarp();
   const float* angles = a.angles + row * a.rope_half * 2;
@@ -95,17 +89,15 @@ __global__ void __launch_bounds__(prepare_threads) attention_prepare_integers(co
   const int segment = a.rows.segments[row], index = a.rows.indices[row];
   constexpr int row_bytes = planes * head_dim + scale_bytes_of_row;
   uint8_t* to = nullptr;
-  if (!is_query && segment >= 0) {
+  if (!is_query && !is_spare) {
     const int block = a.rows.tables[int64_t{segment} * a.rows.table_stride + index / chunk_positions];
     to = (is_value ? a.v_cache : a.k_cache) + block * a.places.block_bytes +
          index % chunk_positions * a.places.position_bytes + int64_t{kv_head} * row_bytes;
   }
-  const bool writes = wanted < num_units;
   // Lanes of a query and of a key may be of one warp, so that both take both ways.
-  const float of_query = store_planes<2, head_dim>(head, lane, writes && is_query ? a.query + pair * 2 * head_dim : nullptr);
-  const float of_cache = store_planes<planes, head_dim>(head, lane, writes ? reinterpret_cast<int8_t*>(to) : nullptr);
-  if (!writes) return;
-  if (is_query && lane == 0) a.query_scales[pair] = of_query;
+  const float of_query = store_planes<2, head_dim>(head, lane, is_query && !is_spare ? a.query + pair * 2 * head_dim : nullptr);
+  const float of_cache = store_planes<planes, head_dim>(head, lane, reinterpret_cast<int8_t*>(to));
+  if (is_query && !is_spare && lane == 0) a.query_scales[pair] = of_query;
   // The scale, and zeros behind it.
   if (to && lane < 4) reinterpret_cast<float*>(to + planes * head_dim)[lane] = lane == 0 ? of_cache : 0.0f;
 }

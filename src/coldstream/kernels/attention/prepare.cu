@@ -27,14 +27,8 @@ __global__ void __launch_bounds__(prepare_threads) attention_prepare(const prepa
   const int lane = threadIdx.x % lanes_per_head;
   float* head = heads[threadIdx.x / lanes_per_head];
   const int64_t row = blockIdx.x;
-  const int num_units = a.num_heads + 2 * a.num_kv_heads;
   const int wanted = blockIdx.y * heads_per_block + threadIdx.x / lanes_per_head;
-  const int unit = min(wanted, num_units - 1);  // spare lanes repeat a head and write nothing
-  const bool is_query = unit < a.num_heads, is_value = unit >= a.num_heads + a.num_kv_heads;
-  const int kv_head = is_value ? unit - a.num_heads - a.num_kv_heads : unit - a.num_heads;
-  const float* x = is_query   ? a.query_gate + row * a.query_gate_stride + unit * 2 * head_dim
-                   : is_value ? a.value + row * a.value_stride + kv_head * head_dim
-                              : a.key + row * a.key_stride + kv_head * head_dim;
+  const auto [unit, kv_head, is_spare, is_query, is_value, x] = new_head::of<head_dim>(a, row, wanted);
   norm_head<head_dim>(x, is_query ? a.q_norm : a.k_norm, a.eps, lane, head);
   __syncwarp();
   const float* angles = a.angles + row * a.rope_half * 2;
@@ -42,7 +36,7 @@ __global__ void __launch_bounds__(prepare_threads) attention_prepare(const prepa
   uint8_t* cache_row = (is_value ? a.v_cache : a.k_cache) + a.slots[row] * a.places.slot_bytes +
                        a.positions[row] * a.places.position_bytes +
                        kv_head * int64_t{kv_tile<cache, head_dim>::row_chunks * 16};
-  for (int i = 8 * lane; i < head_dim && wanted < num_units; i += 8 * lanes_per_head) {
+  for (int i = 8 * lane; i < head_dim && !is_spare; i += 8 * lanes_per_head) {
     float values[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) {
