@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from coldstream.engine.opened_model import ModelHandle
+import numpy as np
+
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.tokenizer import Tokenizer
+from coldstream.models.runner import ModelRunner
 
 _TEXT_MODULES = (
     "argparse",
@@ -70,15 +72,15 @@ class BenchmarkResult:
 
 
 def run_benchmark(
-    runner: ModelHandle,
+    runner: ModelRunner,
     token_ids: Sequence[int],
     test: BenchmarkTest,
     repetitions: int,
     report: Callable[[int], None],
 ) -> BenchmarkResult:
     """Run `test` over `token_ids` once to warm up and `repetitions` times for the record, calling
-    `report(run)` before each run. Leaves the runner's state at the end of the last run. Raises
-    InvalidRequestError for too few tokens.
+    `report(run)` before each run, in a sequence of its own each. Raises InvalidRequestError for too few
+    tokens.
     """
     if len(token_ids) < test.num_tokens:
         raise InvalidRequestError(
@@ -102,19 +104,22 @@ def benchmark_tokens(tokenizer: Tokenizer, num_tokens: int, seed: int) -> list[i
     return token_ids
 
 
-def _run_once(runner: ModelHandle, token_ids: Sequence[int], test: BenchmarkTest) -> float:
-    runner.reset()
-    num_before = test.depth if test.num_prompt else test.depth + 1
-    if num_before:
-        runner.prefill(token_ids[:num_before], None)
-    timed_ids = token_ids[num_before : test.num_tokens]
-    start = time.perf_counter()
-    if test.num_prompt:
-        runner.prefill(timed_ids, None)
-    else:
-        for token_id in timed_ids:
-            runner.decode(token_id)
-    return len(timed_ids) / (time.perf_counter() - start)
+def _run_once(runner: ModelRunner, token_ids: Sequence[int], test: BenchmarkTest) -> float:
+    sequence = runner.new_sequence()
+    try:
+        num_before = test.depth if test.num_prompt else test.depth + 1
+        if num_before:
+            np.asarray(runner.extend(sequence, token_ids[:num_before]))
+        timed_ids = token_ids[num_before : test.num_tokens]
+        start = time.perf_counter()
+        if test.num_prompt:
+            np.asarray(runner.extend(sequence, timed_ids))
+        else:
+            for token_id in timed_ids:
+                np.asarray(runner.extend(sequence, (token_id,)))
+        return len(timed_ids) / (time.perf_counter() - start)
+    finally:
+        runner.release(sequence)
 
 
 def _source(module_name: str) -> str:

@@ -9,73 +9,29 @@ was chosen from its last logits, which fails unless all of them are finite.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 from coldstream import kvcache
-from coldstream.decoding import AnyLogits, Logits, Progress
-from coldstream.kvcache import Batch, CacheSize
-
-
-class Runner(Protocol):
-    """What a model offers for computing one sequence; `models.runner.ModelRunner` does."""
-
-    @property
-    def position(self) -> int:
-        """Tokens in the state."""
-
-    @property
-    def expert_uses(self) -> tuple[int, int] | None:
-        """Uses of experts so far that found them in fast memory, and that did not; None: all are there."""
-
-    def reset(self) -> None:
-        """Forget the sequence."""
-
-    def extend(self, token_ids: Sequence[int], progress: Progress | None = None) -> AnyLogits:
-        """Append `token_ids` (at least one); logits [vocab] after the last, valid until the next call."""
-
-
-@runtime_checkable
-class BatchRunner(Runner, Protocol):
-    """What a model offers for computing several sequences in a step; `models.cpu_runner.CpuRunner` does."""
-
-    cache_size: CacheSize
-    chunk_size: int  # rows of a step
-
-    def step(self, batch: Batch) -> tuple[Logits, ...]:
-        """Compute a batch; logits [wanted rows, vocab] of each segment."""
-
-    def new_sequence(self) -> kvcache.Sequence:
-        """An empty one."""
-
-    def branch(self, sequence: kvcache.Sequence) -> kvcache.Sequence:
-        """One with the same tokens."""
-
-    def release(self, sequence: kvcache.Sequence) -> None:
-        """Give its memory back."""
-
-    def detach(self) -> kvcache.Sequence:
-        """The sequence that `extend` appends to; the runner begins another."""
-
-    def attach(self, sequence: kvcache.Sequence) -> None:
-        """Make it the one that `extend` appends to."""
+from coldstream.decoding import AnyLogits, Progress
+from coldstream.models.runner import ModelRunner
 
 
 class LiveSequence:
-    """A `TargetModel` over a `Runner` that knows which tokens the state holds.
+    """A `TargetModel` over one sequence of a runner, which knows which tokens it holds.
 
     If computing is interrupted by any exception, or nobody says `trust` after it, the state counts as unknown
     and the next prompt starts afresh.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self._sequence = runner.new_sequence()
         self._token_ids: list[int] | None = None  # None: unknown
         self._is_trusted = False
         self._num_reused = 0
 
     @property
     def expert_uses(self) -> tuple[int, int] | None:
-        """See `Runner`."""
+        """See `ModelRunner`."""
         return self._runner.expert_uses
 
     @property
@@ -88,26 +44,32 @@ class LiveSequence:
         self._is_trusted = True
 
     def forget(self) -> None:
-        """Make the next prompt start afresh."""
+        """Give the sequence's memory back; the next prompt starts afresh."""
         self._token_ids = None
+        self._runner.clear(self._sequence)
 
-    def hand_over(self) -> list[int]:
-        """The live tokens, none if no prompt may extend them. They are unknown until `hold` or `prefill`."""
-        live = self._taken() or []
-        # A runner empties a state that it cannot vouch for itself.
-        return live if self._is_trusted and self._runner.position == len(live) else []
+    def hand_over(self) -> tuple[list[int], kvcache.Sequence]:
+        """The live tokens, none if no prompt may extend them, and their sequence, which is the caller's now.
 
-    def hold(self, token_ids: list[int]) -> None:
-        """The state has been made that of `token_ids`, and a token was chosen from its logits."""
+        Until `hold` the live sequence is an empty one.
+        """
+        live, sequence = self._extendable(), self._sequence
+        self._sequence = self._runner.new_sequence()
+        return live, sequence
+
+    def hold(self, token_ids: list[int], sequence: kvcache.Sequence) -> None:
+        """Make `sequence`, which has `token_ids` and from whose logits a token was chosen, the live one."""
+        self._runner.release(self._sequence)
+        self._sequence = sequence
         self._token_ids = token_ids
         self._is_trusted = True
 
     def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> AnyLogits:
         """Make `token_ids` the sequence, computing what the state lacks; logits [vocab] after the last."""
-        live = self.hand_over()
+        live = self._extendable()
         self._num_reused = num_live_prefix(live, token_ids)
         if self._num_reused == 0:
-            self._runner.reset()
+            self._runner.clear(self._sequence)
         return self._extended(list(token_ids[: self._num_reused]), token_ids[self._num_reused :], progress)
 
     def decode(self, token_id: int) -> AnyLogits:
@@ -116,6 +78,11 @@ class LiveSequence:
         assert live is not None, "decode needs a known sequence"
         return self._extended(live, (token_id,), None)
 
+    def _extendable(self) -> list[int]:
+        live = self._taken() or []
+        # A runner empties a sequence that it cannot vouch for itself.
+        return live if self._is_trusted and self._sequence.length == len(live) else []
+
     def _taken(self) -> list[int] | None:
         """The live tokens, which are unknown until `_extended` has succeeded."""
         live, self._token_ids = self._token_ids, None
@@ -123,7 +90,7 @@ class LiveSequence:
 
     def _extended(self, live: list[int], new_ids: Sequence[int], progress: Progress | None) -> AnyLogits:
         self._is_trusted = False
-        logits = self._runner.extend(new_ids, progress)
+        logits: AnyLogits = self._runner.extend(self._sequence, new_ids, progress)
         live += new_ids
         self._token_ids = live
         return logits

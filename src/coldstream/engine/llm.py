@@ -5,8 +5,8 @@
     for piece in llm.stream("Once upon a time"):
         print(piece.text, end="")
 
-One request computes at a time, and a list of prompts is one on the CPU; those of other threads wait in the
-order in which they came.
+One request computes at a time, and a list of prompts is one; those of other threads wait in the order in
+which they came.
 """
 
 import os
@@ -20,7 +20,7 @@ from typing import Any, Literal, Never, Self, overload
 from coldstream.decoding import SEED_BITS, Logits, Progress, SamplingParams
 from coldstream.engine.config import CacheType, EngineConfig
 from coldstream.engine.generation import Request, cancelled_piece, completion, generate_pieces
-from coldstream.engine.live_sequence import BatchRunner, LiveSequence
+from coldstream.engine.live_sequence import LiveSequence
 from coldstream.engine.opened_model import OpenedModel, open_model
 from coldstream.engine.prompts import (
     Conversation,
@@ -168,8 +168,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; a single prompt is a list of one.
 
-        On the CPU those that there is memory for are computed side by side, on a GPU one after the other. An
-        answer is the same either way. The error of an answer is raised in place of all of them.
+        Those that there is memory for are computed side by side; each answer is what it is alone. The error
+        of an answer is raised in place of all of them.
 
         A prompt is a text, token ids, `{"prompt": …}` or `{"prompt_token_ids": …}`. `sampling_params`: one
         for all prompts, one for each, or None for the model file's own sampling defaults. A given seed serves
@@ -365,9 +365,9 @@ class LLM:
 
     @host_memory_errors()
     def _complete_all(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """All answers to each prompt: together on a runner that can, otherwise one after the other."""
+        """All answers to each prompt, together if there are several."""
         runner = self._opened.runner
-        if not isinstance(runner, BatchRunner) or sum(request.params.n for request in requests) <= 1:
+        if sum(request.params.n for request in requests) <= 1:
             return [self._complete(request) for request in requests]
 
         def between_steps() -> None:

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from coldstream.decoding import Logits, Progress, SamplingParams
 from coldstream.engine.config import EngineConfig
 from coldstream.engine.device_choice import OpenProgress, choose_device
-from coldstream.engine.live_sequence import Runner
 from coldstream.engine.machine import hardware_with, measured_hardware
 from coldstream.engine.planning import bundled_profile, plan_model
 from coldstream.errors import InconsistentError, InvalidRequestError, host_memory_errors
@@ -21,6 +20,7 @@ from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.runner import ModelRunner
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.run_plan import RunPlan
@@ -35,57 +35,13 @@ _SAMPLING_KEYS = {
 }
 
 
-class ModelHandle(Runner, Protocol):
-    """An open model: a runner, facts about how it runs, and a way to close it."""
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The model's numbers."""
-
-    @property
-    def file(self) -> GGUFFile:
-        """The open file."""
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What looks wrong with the file and may be right, for people."""
-
-    @property
-    def tier(self) -> str:
-        """Of the CPU kernels in use."""
-
-    @property
-    def threads(self) -> int:
-        """Worker threads in use."""
-
-    @property
-    def disk(self) -> DiskStatistics | None:
-        """What reading experts from the disk has taken; None if all weights are in memory."""
-
-    @property
-    def gpu_experts(self) -> GpuExpertStatistics | None:
-        """What became of experts that the GPU does not hold; None if it holds all, or if there is none."""
-
-    def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> Logits:
-        """`extend`, with logits in an array of their own."""
-
-    def decode(self, token_id: int) -> Logits:
-        """`prefill` of one token."""
-
-    def logits(self, token_ids: Sequence[int]) -> Logits:
-        """Logits after each token, from an empty state: float32 [T, vocab]. Leaves the state unspecified."""
-
-    def close(self) -> None:
-        """Release file and memory."""
-
-
 @dataclass(frozen=True)
 class OpenedModel:
     """A model ready to compute and what belongs to it. `config` has no `auto` left."""
 
     config: EngineConfig
     plan: RunPlan
-    runner: ModelHandle
+    runner: ModelRunner
     tokenizer: Tokenizer
     chat_template: ChatTemplate
     has_chat_template: bool  # if not, `chat_template` says so when used
@@ -143,7 +99,7 @@ def load_runner(
     spec: ModelSpec,
     plan: RunPlan,
     progress: OpenProgress | None,
-) -> ModelHandle:
+) -> ModelRunner:
     """The model of an open file on the device of a resolved `config`, as `plan` says.
 
     Raises as the runners' `load`.

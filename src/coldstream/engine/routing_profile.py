@@ -68,21 +68,22 @@ def profile_text(config: EngineConfig, text: str, progress: OpenProgress | None 
 def record_routing(
     runner: CpuRunner, model: RoutedModel, token_ids: Sequence[int], progress: Progress | None = None
 ) -> RoutingTrace:
-    """What the routers of a runner that records choose for `token_ids`, at least one; leaves its state there.
+    """What the routers of a runner that records choose for `token_ids`, at least one.
 
     progress is called with (tokens done, tokens in all) after each chunk.
     """
     topk_ids = np.empty((len(token_ids), model.num_layers, model.num_experts_per_tok), np.uint16)
-    done = 0
+    sequence, done = runner.new_sequence(), 0
     while done < len(token_ids):
-        if done % runner.context_length == 0:
-            runner.reset()
-        count = min(runner.chunk_size, runner.context_length - runner.position, len(token_ids) - done)
-        runner.extend(token_ids[done : done + count])
+        if sequence.length == runner.context_length:
+            runner.clear(sequence)
+        count = min(runner.chunk_size, runner.context_length - sequence.length, len(token_ids) - done)
+        runner.extend(sequence, token_ids[done : done + count])
         topk_ids[done : done + count] = runner.topk_ids(count)
         done += count
         if progress is not None:
             progress(done, len(token_ids))
+    runner.release(sequence)
     return RoutingTrace(model, topk_ids)
 
 

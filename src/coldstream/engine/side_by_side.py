@@ -12,17 +12,18 @@ from coldstream import kvcache
 from coldstream.decoding import AnyLogits, Continuation
 from coldstream.engine.batching import Need, Room, next_turn, share_rows
 from coldstream.engine.generation import Answer, Request, completion
-from coldstream.engine.live_sequence import BatchRunner, LiveSequence, num_live_prefix
+from coldstream.engine.live_sequence import LiveSequence, num_live_prefix
 from coldstream.engine.request import Piece, RequestOutput
 from coldstream.errors import ColdstreamError
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.kvcache import Batch, Segment
+from coldstream.models.runner import ModelRunner
 
 
 def generate_side_by_side(
     requests: Sequence[Request],
     live: LiveSequence,
-    runner: BatchRunner,
+    runner: ModelRunner,
     tokenizer: Tokenizer,
     between_steps: Callable[[], None],
 ) -> list[RequestOutput]:
@@ -86,7 +87,7 @@ class _Job:
         is_shared = self._leader is None and self.request.params.n > 1
         return len(self.request.prompt_token_ids) - 1 if is_shared else 0
 
-    def accept(self, logits: AnyLogits, runner: BatchRunner) -> None:
+    def accept(self, logits: AnyLogits, runner: ModelRunner) -> None:
         """Logits [vocab] after all tokens give the next one, and may finish the answer."""
         assert self.answer is not None
         piece = self.answer.push(self._tokens.append(logits))
@@ -107,7 +108,7 @@ class _SideBySide:
     """
 
     def __init__(
-        self, requests: Sequence[Request], live: LiveSequence, runner: BatchRunner, tokenizer: Tokenizer
+        self, requests: Sequence[Request], live: LiveSequence, runner: ModelRunner, tokenizer: Tokenizer
     ) -> None:
         self._runner = runner
         self._live = live
@@ -126,8 +127,7 @@ class _SideBySide:
         self._error: ColdstreamError | None = None
 
     def __enter__(self) -> "_SideBySide":
-        token_ids = self._live.hand_over()
-        sequence = self._runner.detach()
+        token_ids, sequence = self._live.hand_over()
         if token_ids:
             self._kept.append(_Held(-1, token_ids, sequence))
         else:
@@ -137,8 +137,7 @@ class _SideBySide:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         for held in self._kept:
             if kind is None and held.order == len(self._jobs) - 1:
-                self._runner.attach(held.sequence)
-                self._live.hold(list(held.token_ids[: held.sequence.length]))
+                self._live.hold(list(held.token_ids[: held.sequence.length]), held.sequence)
             else:
                 self._runner.release(held.sequence)
         for job in self.unfinished:

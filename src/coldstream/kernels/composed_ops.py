@@ -3,11 +3,44 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from coldstream.kernels.ops import Array, ExpertOutputs, ExpertWeights, Routing, Weight
+from coldstream.kernels.ops import (
+    BLOCK_POSITIONS,
+    Array,
+    CommittedPath,
+    DeltaNetWeights,
+    ExpertOutputs,
+    ExpertWeights,
+    KeptInputs,
+    Routing,
+    Rows,
+    Weight,
+)
 
 
 class ComposedOps(ABC):
-    """`add_norm`, `router` and `experts` over one operation at a time."""
+    """`add_norm`, `router`, `experts` and commits over one operation at a time."""
+
+    @abstractmethod
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """See `Ops`."""
+
+    @abstractmethod
+    def int_vector(self, values: Sequence[int]) -> Array:
+        """See `Ops`."""
+
+    @abstractmethod
+    def gated_delta_net(
+        self,
+        qkv: Array,
+        z: Array,
+        alpha: Array,
+        beta: Array,
+        weights: DeltaNetWeights,
+        conv_state: Array,
+        state: Array,
+        rows: Rows,
+    ) -> Array:
+        """See `Ops`."""
 
     @abstractmethod
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
@@ -73,3 +106,23 @@ class ComposedOps(ABC):
             return None
         gate, up = self.linear(x, (weights.shared_gate, weights.shared_up))
         return self.linear(self.swiglu(gate, up), (weights.shared_down,))[0]
+
+    def commit_attention(self, k_cache: Array, v_cache: Array, path: CommittedPath) -> None:
+        count, first = int(path.count[0]), int(path.first[0])
+        old = first + path.sources[:count]
+        new = self.int_vector(range(first, first + count))
+        for cache in (k_cache, v_cache):
+            blocks, positions = path.table[new // BLOCK_POSITIONS], new % BLOCK_POSITIONS
+            cache[blocks, positions] = cache[path.table[old // BLOCK_POSITIONS], old % BLOCK_POSITIONS]
+
+    def commit_delta_net(
+        self, weights: DeltaNetWeights, conv_state: Array, state: Array, kept: KeptInputs, path: CommittedPath
+    ) -> None:
+        count, slot = int(path.count[0]), int(path.slot[0])
+        if not count:
+            return
+        qkv, alpha, beta = (values[path.kept[:count]] for values in (kept.qkv, kept.alpha, kept.beta))
+        # What it puts out has been used already, and z is for that alone.
+        z = self.zeros((count, state.shape[1] * state.shape[-1]), "float32")
+        rows = Rows(self.int_vector(range(count)), self.int_vector([slot] * count))
+        self.gated_delta_net(qkv, z, alpha, beta, weights, conv_state, state, rows)

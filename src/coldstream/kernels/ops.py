@@ -27,6 +27,7 @@ Weight = Any  # what `load_weight` of the same Ops returned: opaque to everybody
 
 BLOCK_POSITIONS = 256  # of a block of keys and values, and of a chunk that attention sums up on its own
 MAX_TREE_ROWS = 64
+MAX_SHORT_CHAIN = 16  # rows of a chain up to which a step is not one of a prompt
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,22 @@ class BatchRows:
     parents: Array  # int32 [T], the row of the batch that it follows, −1: what the sequence has committed
     kept: Array  # int32 [T], −1 for a row of a chain
     inputs: KeptInputs | None = None  # of the layer; None for attention
+    # Known before the arrays are, for who launches kernels: whether there may be rows of trees, and chains of
+    # more than MAX_SHORT_CHAIN rows.
+    has_trees: bool = True
+    has_prompts: bool = True
+
+
+@dataclass(frozen=True)
+class CommittedPath:
+    """A path of a draft tree that its sequence keeps: int32 arrays, each row the parent of the next."""
+
+    slot: Array  # [1], of the sequence's recurrent states
+    count: Array  # [1], rows of the path; 0: nothing is done
+    first: Array  # [1], index in the sequence of the first row of the tree: what was committed before
+    sources: Array  # [MAX_TREE_ROWS], the path's rows in the tree, so that they are kept at first + source
+    kept: Array  # [MAX_TREE_ROWS], where layers keep the rows' inputs to the gated DeltaNet
+    table: Array  # [blocks], where the blocks of the sequence are, in order of position
 
 
 @dataclass(frozen=True)
@@ -237,6 +254,19 @@ class Ops(Protocol):
         C] holds the last raw qkv rows, state [slots, NV, d, d] (key dimension first) the recurrent state,
         both float32; both are advanced over `rows`, but not over rows of trees, each of which starts from the
         states after its parent. Formula: docs of `kernels/gated_delta_net/reference.py`.
+        """
+
+    def commit_attention(self, k_cache: Array, v_cache: Array, path: CommittedPath) -> None:
+        """Keys and values of the path's rows become those at the positions behind what was committed.
+
+        Mutates both caches, [blocks, BLOCK_POSITIONS, G, row].
+        """
+
+    def commit_delta_net(
+        self, weights: DeltaNetWeights, conv_state: Array, state: Array, kept: KeptInputs, path: CommittedPath
+    ) -> None:
+        """Advances the states at `path.slot` over the path's rows, whose inputs were kept, as a chain of
+        them would have.
         """
 
     def router(

@@ -7,13 +7,14 @@ from typing import Any, Self
 import numpy as np
 
 from coldstream.errors import InvalidRequestError
-from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS, BatchRows, Ops, Rows
+from coldstream.kernels.ops import MAX_SHORT_CHAIN, MAX_TREE_ROWS, BatchRows, CommittedPath, Rows
 from coldstream.kvcache.sequence import Sequence
-from coldstream.kvcache.sequence_cache import Demand, SequenceCache
+from coldstream.kvcache.sequence_cache import AcceptedPath, Demand, SequenceCache
 
 Array = np.ndarray[Any, Any]
 
 _NONE_WANTED = np.empty(0, np.int64)
+_COLUMNS = 7  # of `BatchArrays`: token ids and the six arrays of `Rows`
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class BatchLimits:
     vocab_size: int
     context_length: int
     num_rows: int  # of a step
+    num_segments: int
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ class CheckedSegment:
     def demand(self) -> Demand:
         return Demand(self.sequence, len(self.token_ids), self.parents)
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it is a long chain."""
+        return self.parents is None and len(self.token_ids) > MAX_SHORT_CHAIN
+
 
 def check_batch(batch: Batch, cache: SequenceCache, limits: BatchLimits) -> list[CheckedSegment]:
     """Raises InvalidRequestError for what cannot be computed, naming the segment."""
@@ -73,7 +80,12 @@ def check_batch(batch: Batch, cache: SequenceCache, limits: BatchLimits) -> list
         raise InvalidRequestError("a batch needs at least one segment")
     if len({id(segment.sequence) for segment in batch.segments}) < len(batch.segments):
         raise InvalidRequestError("two segments of a batch are of one sequence: put their rows into one")
-    checked = [_check_segment(segment, cache, limits) for segment in batch.segments]
+    if len(batch.segments) > limits.num_segments:
+        raise InvalidRequestError(
+            f"a batch of {len(batch.segments)} segments, but a step takes {limits.num_segments}: make several"
+            " steps of it"
+        )
+    checked = [check_segment(segment, cache, limits) for segment in batch.segments]
     num_rows = sum(len(segment.token_ids) for segment in checked)
     if num_rows > limits.num_rows:
         raise InvalidRequestError(
@@ -82,7 +94,8 @@ def check_batch(batch: Batch, cache: SequenceCache, limits: BatchLimits) -> list
     return checked
 
 
-def _check_segment(segment: Segment, cache: SequenceCache, limits: BatchLimits) -> CheckedSegment:
+def check_segment(segment: Segment, cache: SequenceCache, limits: BatchLimits) -> CheckedSegment:
+    """A segment of any number of rows. Raises InvalidRequestError for what cannot be computed."""
     cache.check(segment.sequence)
     ids = _integers(segment.token_ids, "token ids")
     count, length = len(ids), segment.sequence.length
@@ -135,31 +148,47 @@ def _depths(parents: tuple[int, ...], count: int) -> Array:
     return np.array(depths, np.int32)
 
 
-class BatchInputs:
-    """The arrays that a captured forward pass reads a batch from: int32 [num_rows] each, and block tables."""
+@dataclass(frozen=True)
+class BatchSize:
+    """How many rows, of how many segments, with sequences of how many blocks, there is room for."""
 
-    def __init__(self, ops: Ops, limits: BatchLimits) -> None:
-        size = limits.num_rows
-        self._values: Array = ops.zeros((7, size), "int32")
-        self._numbers = np.arange(-1, size, dtype=np.int32)
-        self._tables: Array = ops.zeros((size, -(-limits.context_length // BLOCK_POSITIONS)), "int32")
+    num_rows: int
+    num_segments: int
+    num_blocks: int
+
+    @property
+    def num_values(self) -> int:
+        """int32 values of a `BatchArrays`."""
+        return _COLUMNS * self.num_rows + self.num_segments * self.num_blocks
+
+
+class BatchArrays:
+    """What a forward pass reads a batch from: int32 arrays, one piece of memory.
+
+    The memory, [size.num_values], is of the host or of a device; only the host's is written here.
+    """
+
+    def __init__(self, memory: Array, size: BatchSize) -> None:
+        columns = _COLUMNS * size.num_rows
+        self._values: Array = memory[:columns].reshape(_COLUMNS, size.num_rows)
+        self._tables: Array = memory[columns : size.num_values].reshape(size.num_segments, size.num_blocks)
         self.token_ids, positions, slots, segments, indices, parents, kept = self._values
         self.rows = Rows(positions, slots, BatchRows(segments, self._tables, indices, parents, kept))
 
-    def write(self, segments: list[CheckedSegment]) -> int:
+    def write(self, segments: Collection[CheckedSegment]) -> int:
         """Puts the rows there, after their memory was reserved. Returns how many there are."""
         start = 0
         for number, segment in enumerate(segments):
             sequence, count = segment.sequence, len(segment.token_ids)
             rows = self._values[:, start : start + count]
-            indices = self._numbers[1 : count + 1] + sequence.length
+            indices = np.arange(sequence.length, sequence.length + count, dtype=np.int32)
             rows[0] = segment.token_ids
             rows[1] = indices if segment.depths is None else sequence.length + segment.depths
             rows[2] = sequence.state
             rows[3] = number
             rows[4] = indices
             if sequence.pending is None:
-                rows[5] = self._numbers[start : start + count]
+                rows[5] = np.arange(start - 1, start + count - 1, dtype=np.int32)
                 rows[5, 0] = -1
                 rows[6] = -1
             else:
@@ -169,3 +198,34 @@ class BatchInputs:
             self._tables[number, : len(sequence.blocks)] = sequence.blocks
             start += count
         return start
+
+    def pad(self, count: int) -> None:
+        """Makes all rows behind the first `count` rows of no sequence, at position −1 and in slot −1."""
+        self._values[1:, count:] = -1
+        self.token_ids[count:] = 0
+
+
+_SINGLE_VALUES = 3  # of a path
+
+
+class PathArrays:
+    """What a commit reads an accepted path from: int32 arrays, one piece of memory [`num_values`]."""
+
+    def __init__(self, memory: Array, num_blocks: int) -> None:
+        slot, count, first = (memory[i : i + 1] for i in range(_SINGLE_VALUES))
+        rows = memory[_SINGLE_VALUES : _SINGLE_VALUES + 2 * MAX_TREE_ROWS].reshape(2, MAX_TREE_ROWS)
+        table = memory[_SINGLE_VALUES + 2 * MAX_TREE_ROWS : self.num_values(num_blocks)]
+        self.path = CommittedPath(slot, count, first, rows[0], rows[1], table)
+
+    @staticmethod
+    def num_values(num_blocks: int) -> int:
+        """int32 values for sequences of up to `num_blocks` blocks."""
+        return _SINGLE_VALUES + 2 * MAX_TREE_ROWS + num_blocks
+
+    def write(self, accepted: AcceptedPath) -> None:
+        """Puts the path there, in memory of the host."""
+        count = len(accepted.rows)
+        self.path.slot[0], self.path.count[0], self.path.first[0] = accepted.state, count, accepted.first
+        self.path.sources[:count] = accepted.rows
+        self.path.kept[:count] = accepted.kept
+        self.path.table[: len(accepted.blocks)] = accepted.blocks

@@ -193,17 +193,6 @@ class ModelCache:
                 layer.k[target, :num_positions] = layer.k[source, :num_positions]
                 layer.v[target, :num_positions] = layer.v[source, :num_positions]
 
-    def move_rows(self, blocks: Array, sources: Array, targets: Array) -> None:
-        """Keys and values at indices `sources` of a sequence become those at `targets`, all at once.
-
-        blocks: int64, the sequence's, in order; sources and targets: int64, as many of each.
-        """
-        old, new = (divmod(indices, BLOCK_POSITIONS) for indices in (sources, targets))
-        for layer in self.layers:
-            if isinstance(layer, AttentionState):
-                for tensor in (layer.k, layer.v):
-                    tensor[blocks[new[0]], new[1]] = tensor[blocks[old[0]], old[1]]
-
 
 def state_bytes(shape: CacheShape) -> int:
     """Of the recurrent states of one sequence."""

@@ -8,8 +8,6 @@ given, and that there is room, before it changes anything.
 from collections.abc import Collection
 from dataclasses import dataclass
 
-import numpy as np
-
 from coldstream.errors import InvalidRequestError
 from coldstream.kernels.ops import BLOCK_POSITIONS, Ops
 from coldstream.kvcache.cache import CacheShape, CacheSize, ModelCache, num_blocks_of
@@ -24,6 +22,17 @@ class Demand:
     sequence: Sequence
     num_rows: int
     parents: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class AcceptedPath:
+    """Rows of a draft tree that a sequence keeps, each the parent of the next."""
+
+    rows: tuple[int, ...]
+    kept: tuple[int, ...]  # where the layers keep their inputs to the recurrence
+    first: int  # what was committed before
+    state: int
+    blocks: tuple[int, ...]
 
 
 class SequenceCache:
@@ -132,26 +141,25 @@ class SequenceCache:
         """Commits a chain of rows that a step has computed."""
         sequence.length += num_rows
 
-    def accept(self, sequence: Sequence, rows: Collection[int]) -> list[int]:
-        """Brings keys and values of a path of the pending tree to their positions.
+    def accept(self, sequence: Sequence, rows: Collection[int]) -> AcceptedPath:
+        """A path of the pending tree, for which the sequence's state, if there are rows, is its own then.
 
-        Returns where the layers keep the path's inputs to the recurrence. The sequence's state, which is its
-        own then, has to be advanced by them before `settle`. Raises InvalidRequestError if rows is no path,
-        or no tree is pending, and OutOfMemoryError if there is no room for a state of its own.
+        Keys, values and the state have to be brought to what the path has made of them before `settle`.
+        Raises InvalidRequestError if rows is no path, or no tree is pending, and OutOfMemoryError if there is
+        no room for a state of its own.
         """
         self._check(sequence)
         if sequence.pending is None:
             raise InvalidRequestError(
                 "there are no rows to commit: no draft tree of this sequence is pending"
             )
-        path = list(rows)
+        path = tuple(rows)
         _check_path(path, sequence.pending.parents)
         if path:
             self._own_state(sequence)
-            sources = sequence.length + np.array(path, np.int64)
-            targets = sequence.length + np.arange(len(path), dtype=np.int64)
-            self.tensors.move_rows(np.array(sequence.blocks, np.int64), sources, targets)
-        return [sequence.pending.kept[row] for row in path]
+        assert sequence.state is not None
+        kept = tuple(sequence.pending.kept[row] for row in path)
+        return AcceptedPath(path, kept, sequence.length, sequence.state, tuple(sequence.blocks))
 
     def settle(self, sequence: Sequence, num_rows: int) -> None:
         """Commits the first `num_rows` positions behind what is committed, and forgets the pending tree."""
@@ -241,7 +249,7 @@ def _slots(state: int | None) -> list[int]:
     return [] if state is None else [state]
 
 
-def _check_path(path: list[int], parents: tuple[int, ...]) -> None:
+def _check_path(path: tuple[int, ...], parents: tuple[int, ...]) -> None:
     before = -1
     for row in path:
         if not 0 <= row < len(parents):

@@ -7,14 +7,13 @@ arithmetic of its own, so that an implementation of `Ops` may record it and play
 MTP blocks, which predict further tokens, lie behind the trunk in the file and are not loaded here.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.ops import Array, ExpertOutputs, Ops, Rows, Weight
-from coldstream.kvcache.cache import AttentionState, DeltaNetState, LayerState, ModelCache
+from coldstream.kernels.ops import Array, CommittedPath, ExpertOutputs, Ops, Rows, Weight
+from coldstream.kvcache.cache import AttentionState, LayerState, ModelCache
 from coldstream.layers.attention import AttentionWeights, attention
 from coldstream.layers.dense_ffn import dense_ffn
 from coldstream.layers.gated_delta_net import GatedDeltaNetWeights, gated_delta_net
@@ -76,22 +75,15 @@ class CausalLM:
             x, normed = ops.add_norm(x, self.feed_forward(block, normed), next_norm, eps)
         return normed
 
-    def replay(self, kept: Sequence[int], slot: int, cache: ModelCache) -> None:
-        """Advances the recurrent states of `slot` over rows of draft trees, whose inputs `cache` has kept."""
-        count = len(kept)
-        rows = Rows(self.ops.int_vector(range(count)), self.ops.int_vector([slot] * count))
+    def commit(self, path: CommittedPath, cache: ModelCache) -> None:
+        """Makes keys, values and recurrent states what a chain of the path's rows would have made of them."""
         for block, state in zip(self.blocks, cache.layers, strict=True):
-            if not isinstance(state, DeltaNetState):
+            if isinstance(state, AttentionState):
+                self.ops.commit_attention(state.k, state.v, path)
                 continue
             assert isinstance(block.mixer, GatedDeltaNetWeights)
-            assert state.kept is not None
-            qkv, alpha, beta = (
-                values[kept] for values in (state.kept.qkv, state.kept.alpha, state.kept.beta)
-            )
-            # What it puts out has been used already, and z is for that alone.
-            z = self.ops.zeros((count, state.state.shape[1] * state.state.shape[-1]), "float32")
-            rule = block.mixer.rule
-            self.ops.gated_delta_net(qkv, z, alpha, beta, rule, state.conv_state, state.state, rows)
+            assert state.kept is not None, "a cache for draft trees keeps their inputs"
+            self.ops.commit_delta_net(block.mixer.rule, state.conv_state, state.state, state.kept, path)
 
     def logits(self, hidden: Array) -> Array:
         """What `forward` returned, or some of its rows: [T, E] → [T, vocab]."""

@@ -1,7 +1,6 @@
 """A model on the CPU: weights mapped, the forward pass captured once and replayed by C++."""
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import Self
 
@@ -12,10 +11,9 @@ from coldstream.experts.disk_tier import DiskStatistics, DiskTier
 from coldstream.experts.pooled_cpu_ops import PooledCpuOps, UnreadPooledCpuOps
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps, RoutingCpuOps, UnreadCpuOps
-from coldstream.kvcache.batch import Batch, BatchInputs, BatchLimits, CheckedSegment, check_batch
-from coldstream.kvcache.cache import CacheSize
-from coldstream.kvcache.sequence import Checkpoint, Sequence
-from coldstream.kvcache.sequence_cache import SequenceCache
+from coldstream.kvcache.batch import BatchArrays, BatchLimits, BatchSize, CheckedSegment, PathArrays
+from coldstream.kvcache.cache import CacheSize, num_blocks_of
+from coldstream.kvcache.sequence_cache import AcceptedPath, SequenceCache
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.footprint import dense_bytes
 from coldstream.models.ram_budget import RamNeeds, disk_tier_of
@@ -30,10 +28,7 @@ ALL_BYTES = 2**62  # a budget that bounds nothing
 
 
 class CpuRunner(ModelRunner):
-    """See `ModelRunner`, whose one sequence is among those that `step` takes.
-
-    After an exception from the middle of a step or a commit the sequences that took part are empty.
-    """
+    """See `ModelRunner`."""
 
     # Rows of the captured graph: enough to keep matrix units busy, few enough for activations to stay small.
     chunk_size = 512
@@ -58,12 +53,13 @@ class CpuRunner(ModelRunner):
             spec, context_length, kv_type, is_scarce=disk is not None
         )
         self._sequences = SequenceCache(spec, ops, self.cache_size, kv_type)
-        self._cache = self._sequences.tensors
-        self._own = self._sequences.new()
-        self._limits = BatchLimits(spec.vocab_size, context_length, self.chunk_size)
-        self._inputs = inputs = BatchInputs(ops, self._limits)
+        caches, num_blocks = self._sequences.tensors, num_blocks_of(context_length)
+        self._limits = BatchLimits(spec.vocab_size, context_length, self.chunk_size, self.chunk_size)
+        size = BatchSize(self.chunk_size, self.chunk_size, num_blocks)
+        self._inputs = inputs = BatchArrays(ops.zeros((size.num_values,), "int32"), size)
+        self._path = PathArrays(ops.zeros((PathArrays.num_values(num_blocks),), "int32"), num_blocks)
         self._trunk = ops.capture(
-            self.chunk_size, lambda: self._model.forward(inputs.token_ids, inputs.rows, self._cache)
+            self.chunk_size, lambda: self._model.forward(inputs.token_ids, inputs.rows, caches)
         )
         self._head_input = ops.zeros((self.head_rows, spec.hidden_size), "float32")
         self._head = ops.capture(self.head_rows, lambda: self._model.logits(self._head_input))
@@ -176,7 +172,7 @@ class CpuRunner(ModelRunner):
                 kv_type=kv_type,
                 chunk_size=cls.chunk_size,
                 weights=dense_bytes(spec, file.tensors),
-                caches=unread._cache.num_bytes,
+                caches=unread._sequences.tensors.num_bytes,
                 workspace=unread.activation_bytes,
             )
 
@@ -219,104 +215,9 @@ class CpuRunner(ModelRunner):
         assert isinstance(self._ops, RoutingCpuOps), "routing is not recorded"
         return np.stack([ids[:count] for ids in self._ops.topk_ids], axis=1)
 
-    def new_sequence(self) -> Sequence:
-        """An empty sequence. It takes no memory before its first step."""
-        return self._sequences.new()
-
-    def branch(self, sequence: Sequence) -> Sequence:
-        """A sequence of its own with the same tokens; what they share is copied when it is first written to.
-
-        Raises InvalidRequestError, as all methods that take a sequence do, if it has been released or is of
-        another runner, and where no tree may be pending if one is.
-        """
-        return self._sequences.branch(sequence)
-
-    def release(self, sequence: Sequence) -> None:
-        """Gives back all that the sequence has; it can't be used afterwards."""
-        self._sequences.release(sequence)
-
-    def detach(self) -> Sequence:
-        """The runner's one sequence, for `step` and its like; the runner begins another."""
-        sequence, self._own = self._own, self._sequences.new()
-        self.position = 0
-        return sequence
-
-    def attach(self, sequence: Sequence) -> None:
-        """Makes `sequence`, of which no tree may be pending, the runner's one, in place of the one it has."""
-        self._sequences.check(sequence)
-        self._sequences.release(self._own)
-        self._own = sequence
-        self.position = sequence.length
-
-    def checkpoint(self, sequence: Sequence) -> Checkpoint:
-        """What `restore` goes back to. It takes a recurrent state as soon as the sequence goes on."""
-        return self._sequences.checkpoint(sequence)
-
-    def restore(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
-        """Cuts the sequence back to its checkpoint, which stays; those made after it are dropped."""
-        self._sequences.restore(sequence, checkpoint)
-
-    def drop(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
-        """Forgets a checkpoint of the sequence."""
-        self._sequences.drop(sequence, checkpoint)
-
-    @host_memory_errors()
-    def step(self, batch: Batch) -> tuple[Array, ...]:
-        """Computes the rows of a batch. For each segment float32 logits [wanted rows, vocab], its own array.
-
-        Chains are committed, trees wait for `commit`. Raises InvalidRequestError for what cannot be computed
-        and OutOfMemoryError for what there is no room for, both before anything changes, and
-        ModelChangedError.
-        """
-        segments = check_batch(batch, self._sequences, self._limits)
-        self._check_file()
-        self._run(segments)
-        with self._whole_or_cleared([segment.sequence for segment in segments]):
-            logits = self._wanted_logits(segments)
-        for segment in segments:
-            if segment.parents is None:
-                self._sequences.append(segment.sequence, len(segment.token_ids))
-        return logits
-
-    @host_memory_errors()
-    def commit(self, sequence: Sequence, rows: Collection[int]) -> None:
-        """Keeps a path of the sequence's pending tree, each row the parent of the next, and forgets the rest.
-
-        No rows forget all. Raises InvalidRequestError if rows is no path or no tree is pending, and
-        OutOfMemoryError if the sequence shares its recurrent state and there is no room for another; nothing
-        has changed then.
-        """
-        kept = self._sequences.accept(sequence, rows)
-        if kept:
-            assert sequence.state is not None
-            with self._whole_or_cleared([sequence]):
-                self._model.replay(kept, sequence.state, self._cache)
-        self._sequences.settle(sequence, len(kept))
-
-    def _clear(self) -> None:
-        self._sequences.clear(self._own)
-
-    def _compute(self, token_ids: Array, first_position: int) -> None:
-        self._run([CheckedSegment.chain(self._own, token_ids)])
-        self._sequences.append(self._own, len(token_ids))
-
-    @contextmanager
-    def _whole_or_cleared(self, sequences: Collection[Sequence]) -> Iterator[None]:
-        """What is interrupted inside leaves empty sequences."""
-        try:
-            yield
-        except BaseException:
-            for sequence in sequences:
-                self._sequences.clear(sequence)
-            raise
-
-    def _run(self, segments: list[CheckedSegment]) -> None:
-        """Computes the rows of the segments. Chains are still to be committed."""
-        demands = [segment.demand for segment in segments]
-        self._sequences.check_room(demands)
-        with self._whole_or_cleared([segment.sequence for segment in segments]):
-            self._sequences.reserve(demands)
-            self._run_trunk(self._inputs.write(segments))
+    def _launch(self, segments: Collection[CheckedSegment]) -> None:
+        self._sequences.reserve([segment.demand for segment in segments])
+        self._run_trunk(self._inputs.write(segments))
 
     def _run_trunk(self, count: int) -> None:
         if self._disk is None:
@@ -330,26 +231,16 @@ class CpuRunner(ModelRunner):
             raise
         self._disk.end_step()
 
-    def _wanted_logits(self, segments: list[CheckedSegment]) -> tuple[Array, ...]:
-        counts = [len(segment.token_ids) for segment in segments]
-        starts = np.cumsum(counts) - counts
-        rows = np.concatenate([start + each.wanted for start, each in zip(starts, segments, strict=True)])
+    def _logits_of(self, rows: Array) -> Array:
         logits = np.empty((len(rows), self.spec.vocab_size), np.float32)
         for start in range(0, len(rows), self.head_rows):
             part = rows[start : start + self.head_rows]
             self._head_input[: len(part)] = self._trunk.outputs[part]
-            logits[start : start + len(part)] = self._run_head(len(part))
-        self._check_file()
-        return tuple(np.split(logits, np.cumsum([len(segment.wanted) for segment in segments])[:-1]))
-
-    def _compute_logits(self, first: int, count: int) -> Array:
-        self._head_input[:count] = self._trunk.outputs[first : first + count]
-        logits = self._run_head(count)
+            self._head.run(len(part))
+            logits[start : start + len(part)] = self._head.outputs[: len(part)]
         self._check_file()
         return logits
 
-    def _run_head(self, count: int) -> Array:
-        """Logits of the first `count` rows of its input, valid until the next call."""
-        self._head.run(count)
-        logits: Array = self._head.outputs[:count]
-        return logits
+    def _commit(self, path: AcceptedPath) -> None:
+        self._path.write(path)
+        self._model.commit(self._path.path, self._sequences.tensors)

@@ -1,21 +1,26 @@
-"""A model on a device and the state of one sequence: what all devices have in common.
+"""A model on a device and the sequences that it computes: what all devices have in common.
 
-The unit of work is a step: up to `chunk_size` tokens in, their hidden states out; the head runs only on rows
-whose logits somebody wants. Knows nothing of text, sampling or requests.
+The unit of work is a step over a `Batch` of up to `chunk_size` rows; the head runs only on rows whose logits
+somebody wants. Knows nothing of text, sampling or requests.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as TokenIds
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from coldstream.errors import InvalidRequestError, host_memory_errors
+from coldstream.errors import host_memory_errors
 from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kvcache.batch import Batch, BatchLimits, CheckedSegment, Segment, check_batch, check_segment
+from coldstream.kvcache.cache import CacheSize
+from coldstream.kvcache.sequence import Checkpoint, Sequence
+from coldstream.kvcache.sequence_cache import AcceptedPath, SequenceCache
 from coldstream.models.footprint import bytes_per_token
 from coldstream.models.sanity import check_logits
 from coldstream.models.spec import ModelSpec
@@ -25,38 +30,41 @@ Progress = Callable[[int, int], None]
 
 
 class ModelRunner(ABC):
-    """One model, one sequence. `position` tokens are in its state; `prefill` and `decode` append to it.
+    """One model, and sequences whose state its memory holds. The runner closes the file.
 
-    After an exception the state is empty (`position == 0`), never half-advanced. The runner closes the file.
+    After an exception from the middle of a step or a commit the sequences that took part are empty, never
+    half-advanced. What comes before anything has changed leaves them as they were.
 
     A file that steps read from is looked at before anything is computed, and again before logits are given
     out: all that went into them are the bytes that were opened, or there is a ModelChangedError, now and from
     then on.
     """
 
-    chunk_size: int  # tokens of a step
+    chunk_size: int  # rows of a step
     head_rows: int  # rows of one call of the head
+    cache_size: CacheSize  # what all sequences hold together
+    _sequences: SequenceCache
+    _limits: BatchLimits
 
     def __init__(self, file: GGUFFile, spec: ModelSpec, context_length: int) -> None:
         self.file = file
         self.spec = spec
         self.context_length = context_length
-        self.position = 0
 
     @abstractmethod
-    def _compute(self, token_ids: Array, first_position: int) -> None:
-        """Advance the state by int32 token_ids [T], T at most `chunk_size`, and keep their hidden states."""
+    def _launch(self, segments: Collection[CheckedSegment]) -> None:
+        """Reserve memory for the rows, for which there is room, compute them and keep their hidden states."""
 
     @abstractmethod
-    def _compute_logits(self, first: int, count: int) -> Array:
-        """float32 [count, vocab], valid until the next call, of rows of the last step; count ≤ head_rows.
+    def _logits_of(self, rows: Array) -> Any:
+        """float32 logits [n, vocab] of rows of the last step, int64 [n] in any order.
 
-        Ends with `_check_file`.
+        `_check_file` comes before anybody sees them.
         """
 
     @abstractmethod
-    def _clear(self) -> None:
-        """Make the state that of an empty sequence."""
+    def _commit(self, path: AcceptedPath) -> None:
+        """Make caches and states what a chain of the path's rows would have made of them."""
 
     @property
     @abstractmethod
@@ -100,87 +108,138 @@ class ModelRunner(ABC):
         """Weight bytes that decoding one token reads."""
         return bytes_per_token(self.spec, self.file.tensors)
 
-    def reset(self) -> None:
-        """Forgets the sequence."""
-        self.position = 0
-        self._clear()
+    def new_sequence(self) -> Sequence:
+        """An empty sequence. It takes no memory before its first step."""
+        return self._sequences.new()
+
+    def branch(self, sequence: Sequence) -> Sequence:
+        """A sequence of its own with the same tokens; what they share is copied when it is first written to.
+
+        Raises InvalidRequestError, as all methods that take a sequence do, if it has been released or is of
+        another runner, and where no tree may be pending if one is.
+        """
+        return self._sequences.branch(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives back all that the sequence has; it can't be used afterwards."""
+        self._sequences.release(sequence)
+
+    def clear(self, sequence: Sequence) -> None:
+        """Makes the sequence an empty one without checkpoints."""
+        self._sequences.clear(sequence)
+
+    def checkpoint(self, sequence: Sequence) -> Checkpoint:
+        """What `restore` goes back to. It takes a recurrent state as soon as the sequence goes on."""
+        return self._sequences.checkpoint(sequence)
+
+    def restore(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
+        """Cuts the sequence back to its checkpoint, which stays; those made after it are dropped."""
+        self._sequences.restore(sequence, checkpoint)
+
+    def drop(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
+        """Forgets a checkpoint of the sequence."""
+        self._sequences.drop(sequence, checkpoint)
 
     @host_memory_errors()
-    def extend(self, token_ids: Sequence[int], progress: Progress | None = None) -> Any:
-        """Appends `token_ids` (at least one); float32 logits [vocab] after the last, valid until a next call.
+    def step(self, batch: Batch) -> tuple[Any, ...]:
+        """Computes the rows of a batch. For each segment float32 logits [wanted rows, vocab].
 
-        They may lie on the device: `numpy.asarray` brings them. progress is called with (tokens done, tokens
-        in all) after each chunk. Raises InvalidRequestError for ids outside the vocabulary or more tokens
-        than the context has left, before anything is computed, OutOfMemoryError, and ModelChangedError.
+        They may lie on a device, valid until the next step: `numpy.asarray` brings them. Chains are
+        committed, trees wait for `commit`. Raises InvalidRequestError for what cannot be computed and
+        OutOfMemoryError for what there is no room for, both before anything changes, and ModelChangedError.
         """
-        ids = self._checked(token_ids)
-        with self._whole_or_empty():
-            self._check_file()
-            for start in range(0, len(ids), self.chunk_size):
-                chunk = ids[start : start + self.chunk_size]
-                self._step(chunk)
+        segments = check_batch(batch, self._sequences, self._limits)
+        self._sequences.check_room([segment.demand for segment in segments])
+        self._check_file()
+        with self._typed_errors(), self._whole_or_cleared([segment.sequence for segment in segments]):
+            self._launch(segments)
+            counts = [len(segment.token_ids) for segment in segments]
+            starts = np.cumsum(counts) - counts
+            wanted = [start + segment.wanted for start, segment in zip(starts, segments, strict=True)]
+            logits = self._logits_of(np.concatenate(wanted))
+        for segment in segments:
+            if segment.parents is None:
+                self._sequences.append(segment.sequence, len(segment.token_ids))
+        ends = np.cumsum([len(rows) for rows in wanted])
+        return tuple(logits[end - len(rows) : end] for end, rows in zip(ends, wanted, strict=True))
+
+    @host_memory_errors()
+    def commit(self, sequence: Sequence, rows: Collection[int]) -> None:
+        """Keeps a path of the sequence's pending tree, each row the parent of the next, and forgets the rest.
+
+        No rows forget all. Raises InvalidRequestError if rows is no path or no tree is pending, and
+        OutOfMemoryError if the sequence shares its recurrent state and there is no room for another; nothing
+        has changed then.
+        """
+        with self._typed_errors():
+            path = self._sequences.accept(sequence, rows)
+            if path.rows:
+                with self._whole_or_cleared([sequence]):
+                    self._commit(path)
+        self._sequences.settle(sequence, len(path.rows))
+
+    @host_memory_errors()
+    def extend(self, sequence: Sequence, token_ids: TokenIds[int], progress: Progress | None = None) -> Any:
+        """Appends any number of tokens, at least one, in steps; the logits [vocab] after the last.
+
+        progress is called with (tokens done, tokens in all) after each step; what it raises, as any error
+        after the first step, leaves the sequence empty. Raises as `step`.
+        """
+        chunks = self._chunks(sequence, token_ids)
+        with self._whole_or_cleared([sequence]):
+            done = 0
+            for chunk in chunks:
+                done += len(chunk)
+                wanted = None if done == len(token_ids) else ()
+                (logits,) = self.step(Batch((Segment(sequence, chunk, wanted=wanted),)))
                 if progress is not None:
-                    progress(start + len(chunk), len(ids))
-            return self._last_logits(len(chunk) - 1)
-
-    def prefill(self, token_ids: Sequence[int], progress: Progress | None = None) -> Array:
-        """`extend`, with logits in an array of their own."""
-        return np.array(self.extend(token_ids, progress))
-
-    def decode(self, token_id: int) -> Array:
-        """`prefill` of one token."""
-        return self.prefill((token_id,))
+                    progress(done, len(token_ids))
+        return logits[0]
 
     @host_memory_errors()
-    def logits(self, token_ids: Sequence[int]) -> Array:
-        """float32 logits [T, vocab] after each token of a fresh sequence, which is left as the state.
+    def logits(self, token_ids: TokenIds[int]) -> Array:
+        """float32 logits [T, vocab] after each token of a sequence of its own.
 
-        Raises as `extend`, and GenerationFault if a logit is not finite.
+        Raises as `step`, and GenerationFault if a logit is not finite.
         """
-        self.reset()
-        ids = self._checked(token_ids)
-        result = np.empty((len(ids), self.spec.vocab_size), np.float32)
-        with self._whole_or_empty():
+        sequence = self.new_sequence()
+        chunks = self._chunks(sequence, token_ids)
+        result = np.empty((len(token_ids), self.spec.vocab_size), np.float32)
+        try:
             self._check_file()
-            for start in range(0, len(ids), self.chunk_size):
-                chunk = ids[start : start + self.chunk_size]
-                self._step(chunk)
-                for row in range(0, len(chunk), self.head_rows):
-                    count = min(self.head_rows, len(chunk) - row)
-                    rows = result[start + row : start + row + count]
-                    rows[:] = self._compute_logits(row, count)
-                    check_logits(rows, start + row + 1)
+            with self._typed_errors():
+                for chunk in chunks:
+                    self._launch([CheckedSegment.chain(sequence, chunk)])
+                    for row in range(0, len(chunk), self.head_rows):
+                        first, count = sequence.length + row, min(self.head_rows, len(chunk) - row)
+                        rows = result[first : first + count]
+                        rows[:] = np.asarray(self._logits_of(np.arange(row, row + count)))
+                        check_logits(rows, first + 1)
+                    self._sequences.append(sequence, len(chunk))
+        finally:
+            self.release(sequence)
         return result
 
-    def _checked(self, token_ids: Sequence[int]) -> Array:
-        left = self.context_length - self.position
-        if not 0 < len(token_ids) <= left:
-            raise InvalidRequestError(
-                f"{len(token_ids)} tokens, but between 1 and {left} fit: the context holds "
-                f"{self.context_length} and {self.position} are in use; try a larger --ctx-size"
-            )
-        ids = np.asarray(token_ids, dtype=np.int64)
-        if ids.min() < 0 or ids.max() >= self.spec.vocab_size:
-            raise InvalidRequestError(
-                f"token ids must be in 0 … {self.spec.vocab_size - 1}, found {ids.min()} … {ids.max()}"
-            )
-        return ids.astype(np.int32)
+    def _chunks(self, sequence: Sequence, token_ids: TokenIds[int]) -> list[Array]:
+        """Tokens that `sequence` has room for, as int32, step by step. Raises as `step`."""
+        segment = check_segment(Segment(sequence, token_ids), self._sequences, self._limits)
+        self._sequences.check_room([segment.demand])
+        ids = segment.token_ids
+        return [ids[start : start + self.chunk_size] for start in range(0, len(ids), self.chunk_size)]
 
-    def _step(self, ids: Array) -> None:
-        self._compute(ids, self.position)
-        self.position += len(ids)
-
-    def _last_logits(self, row: int) -> Any:
-        """What `extend` returns, of row `row` of the last step."""
-        return self._compute_logits(row, 1)[0]
+    def _typed_errors(self) -> AbstractContextManager[None]:
+        """Around what uses a device: whatever that raises becomes one of coldstream's errors."""
+        return nullcontext()
 
     @contextmanager
-    def _whole_or_empty(self) -> Iterator[None]:
-        """What is interrupted inside leaves an empty state."""
+    def _whole_or_cleared(self, sequences: Collection[Sequence]) -> Iterator[None]:
+        """What is interrupted inside leaves empty sequences."""
         try:
             yield
         except BaseException:
-            self.reset()
+            for sequence in sequences:
+                if not sequence.is_released:
+                    self._sequences.clear(sequence)
             raise
 
     def _check_file(self) -> None:
