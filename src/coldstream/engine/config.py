@@ -36,8 +36,8 @@ class EngineConfig:
     plan: str | None = None  # a file of `coldstream plan`, instead of budgets, context and cache types
     threads: int | Literal["auto"] = "auto"  # auto: one per physical core
     device: str = "auto"  # auto: cuda if there is a GPU that this version can use
-    cache_type_k: CacheType = "f16"
-    cache_type_v: CacheType = "f16"
+    cache_type_k: CacheType = "i16"
+    cache_type_v: CacheType = "i16"
     tier: str = "auto"  # of CPU kernels; auto: the fastest that this CPU has
     # Experts of a layer that a GPU fetches before its router has run, at most; auto: where that should pay.
     prefetch: int | Literal["auto"] = "auto"

@@ -1,19 +1,17 @@
 """From a configuration to a model that is ready to compute, with everything around it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from coldstream.decoding import Logits, Progress, SamplingParams
+from coldstream.decoding import SamplingParams
 from coldstream.engine.config import EngineConfig
 from coldstream.engine.device_choice import OpenProgress, choose_device
 from coldstream.engine.machine import hardware_with, measured_hardware
 from coldstream.engine.planning import bundled_profile, plan_model
 from coldstream.errors import InconsistentError, InvalidRequestError, host_memory_errors
-from coldstream.experts.disk_tier import DiskStatistics
-from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.gguf.chat_template import FIELD as CHAT_TEMPLATE_KEY
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.hub import resolve_model

@@ -43,6 +43,7 @@ class HybridOps(StreamedOps):
         self,
         memory: Memory,
         max_positions: int,
+        max_rows: int,
         mailbox: Mailbox,
         host: HostExperts | None,
         whole_layers: Collection[int] = (),
@@ -51,7 +52,7 @@ class HybridOps(StreamedOps):
         *,
         notes_kernels: bool = False,
     ) -> None:
-        super().__init__(memory, max_positions, host, ring_bytes, notes_kernels=notes_kernels)
+        super().__init__(memory, max_positions, max_rows, host, ring_bytes, notes_kernels=notes_kernels)
         self._mailbox = mailbox
         self._whole = tuple(f"blk.{layer}." for layer in whole_layers)
         self.layers: list[Stacks] = []

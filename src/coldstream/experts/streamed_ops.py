@@ -54,12 +54,13 @@ class StreamedOps(CudaOps):
         self,
         memory: Memory,
         max_positions: int,
+        max_rows: int,
         host: HostExperts | None,
         ring_bytes: int,
         *,
         notes_kernels: bool = False,
     ) -> None:
-        super().__init__(memory, max_positions, notes_kernels=notes_kernels)
+        super().__init__(memory, max_positions, max_rows, notes_kernels=notes_kernels)
         self.host = host
         self.ring = memory.persistent((ring_bytes,), torch.uint8)
         self.stream = None if host is None else ExpertStream(host, self.ring)

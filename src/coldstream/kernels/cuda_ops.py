@@ -11,13 +11,9 @@ import torch
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.attention.cache_types import CacheType
-from coldstream.kernels.attention.cuda import (
-    AttentionInputs,
-    AttentionShape,
-    Caches,
-    DecodeWorkspace,
-    attention_kernels,
-)
+from coldstream.kernels.attention.cuda import AttentionInputs, AttentionShape, Caches, DecodeWorkspace
+from coldstream.kernels.attention.cuda_integers import IntegerQueries, integer_kernels
+from coldstream.kernels.attention.move_rows import move_rows_cuda
 from coldstream.kernels.cuda.activations import Activations, as_floats
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES
 from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
@@ -43,12 +39,22 @@ from coldstream.kernels.gated_delta_net.cuda import (
     arrival_count,
     delta_net_decode_cuda,
     delta_net_prefill_cuda,
+    delta_net_replay_cuda,
 )
 from coldstream.kernels.linear.cuda import linear_few_cuda
 from coldstream.kernels.linear.cuda_float_many import float_linear_many
 from coldstream.kernels.linear.cuda_many import linear_many
 from coldstream.kernels.linear.reference import INTEGER_TYPES
-from coldstream.kernels.ops import DeltaNetWeights, ExpertOutputs, ExpertWeights, RopeSpec, Routing, Rows
+from coldstream.kernels.ops import (
+    CommittedPath,
+    DeltaNetWeights,
+    ExpertOutputs,
+    ExpertWeights,
+    KeptInputs,
+    RopeSpec,
+    Routing,
+    Rows,
+)
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import activations_from, quantize_cuda
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
@@ -57,18 +63,20 @@ from coldstream.kernels.rope.reference import rope_angles
 from coldstream.kernels.router.cuda import Ahead, router_choose_cuda, router_few_cuda
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
 
-FEW_STEPS = 16  # rows up to which attention and the delta rule take the kernels made for decoding
-
 
 class CudaOps(CudaLoader):
     """`Ops` on the current CUDA device, over tensors of `memory`.
 
-    max_positions bounds the positions that `rope_angles` is asked for. Over a `MemoryPlan` nothing runs; with
-    `notes_kernels` launchers are called there all the same, so that `note_kernels` sees what they choose.
+    max_positions bounds the positions that `rope_angles` is asked for, max_rows the rows of a step. Over a
+    `MemoryPlan` nothing runs; with `notes_kernels` launchers are called there all the same, so that
+    `note_kernels` sees what they choose.
     """
 
-    def __init__(self, memory: Memory, max_positions: int, *, notes_kernels: bool = False) -> None:
+    def __init__(
+        self, memory: Memory, max_positions: int, max_rows: int, *, notes_kernels: bool = False
+    ) -> None:
         super().__init__(memory)
+        self._max_rows = max_rows
         self._calls_launchers = notes_kernels or not self.planning
         self._max_positions = max_positions
         self._rope_tables: dict[RopeSpec, torch.Tensor] = {}
@@ -140,21 +148,36 @@ class CudaOps(CudaLoader):
         *,
         output_gate: bool,
     ) -> Activations:
-        assert rows.batch is None, "these kernels compute chains told apart by slot"
-        assert output_gate, "`check_gpu_kernels` refuses a model without"
+        assert rows.batch is not None, "a step's rows lie in blocks"
         num_rows, head_dim = key.shape[0], q_norm.shape[0]
-        shape = AttentionShape(
-            query_gate.shape[1] // (2 * head_dim), k_cache.shape[2], head_dim, CacheType.of(k_cache, head_dim)
+        num_heads = query_gate.shape[1] // (2 * head_dim if output_gate else head_dim)
+        shape = AttentionShape(num_heads, k_cache.shape[2], head_dim, CacheType.of(k_cache, head_dim))
+        queries = IntegerQueries(
+            self._empty(num_rows, num_heads, 2, head_dim, dtype=torch.int8), self._empty(num_rows, num_heads)
         )
-        query = self._empty(num_rows, shape.num_heads, head_dim)
-        out = self.activations(num_rows, shape.num_heads * head_dim)
-        workspace = None
-        if num_rows <= FEW_STEPS:
-            values, stats = DecodeWorkspace.shapes(shape, num_rows, k_cache.shape[1])
-            workspace = DecodeWorkspace(self._empty(*values), self._empty(*stats))
+        out = self.activations(num_rows, num_heads * head_dim)
+        num_positions = rows.batch.tables.shape[1] * k_cache.shape[1]
+        values, stats = DecodeWorkspace.shapes(shape, num_rows, num_positions)
+        workspace = DecodeWorkspace(self._empty(*values), self._empty(*stats))
         inputs = AttentionInputs(query_gate, key, value, q_norm, k_norm, angles, eps)
-        self._launch(self._attend, shape, inputs, Caches(k_cache, v_cache), rows, query, workspace, out)
+        self._launch(self._attend, shape, inputs, Caches(k_cache, v_cache), rows, queries, workspace, out)
         return out
+
+    @staticmethod
+    def _attend(
+        shape: AttentionShape,
+        inputs: AttentionInputs,
+        caches: Caches,
+        rows: Rows,
+        queries: IntegerQueries,
+        workspace: DecodeWorkspace,
+        out: Activations,
+    ) -> None:
+        assert rows.batch is not None
+        kernels = integer_kernels(shape, device_limits())
+        kernels.prepare(inputs, caches, rows, queries)
+        kernels.attend(queries, caches, rows, workspace, has_trees=rows.batch.has_trees)
+        kernels.merge(inputs.query_gate, rows, workspace, out=out.values, quantised=out.quantised)
 
     def gated_delta_net(
         self,
@@ -167,18 +190,13 @@ class CudaOps(CudaLoader):
         state: torch.Tensor,
         rows: Rows,
     ) -> Activations:
-        assert rows.batch is None, "these kernels compute chains told apart by slot"
+        assert rows.batch is not None, "a step's rows lie in blocks"
         num_rows, width = z.shape
         out = self.activations(num_rows, width)
         inputs = DeltaNetInputs(qkv, z, alpha, beta, rows)
+        operands = (inputs, weights, conv_state, state, out.values, out.quantised)
         raw = self._empty(num_rows, width)
-        workspace: delta_net.DecodeWorkspace | PrefillWorkspace
-        if num_rows <= FEW_STEPS:
-            launcher: Callable[..., None] = delta_net_decode_cuda
-            count = arrival_count(FEW_STEPS, weights.num_key_heads, width)
-            workspace = delta_net.DecodeWorkspace(raw, self._zeroed("delta net", count))
-        else:
-            launcher = delta_net_prefill_cuda
+        if rows.batch.has_prompts:
             workspace = PrefillWorkspace(
                 self._empty(num_rows, qkv.shape[1] - width),
                 self._empty(num_rows, width),
@@ -186,8 +204,25 @@ class CudaOps(CudaLoader):
                 raw,
                 self._zeroed("spans", state.shape[0], 2),
             )
-        self._launch(launcher, inputs, weights, conv_state, state, out.values, out.quantised, workspace)
+            self._launch(delta_net_prefill_cuda, *operands, workspace)
+        if rows.batch.has_trees or not rows.batch.has_prompts:
+            count = arrival_count(self._max_rows, weights.num_key_heads, width)
+            few = delta_net.DecodeWorkspace(raw, self._zeroed("delta net", count))
+            self._launch(delta_net_decode_cuda, *operands, few, chains=not rows.batch.has_prompts)
         return out
+
+    def commit_attention(self, k_cache: torch.Tensor, v_cache: torch.Tensor, path: CommittedPath) -> None:
+        self._launch(move_rows_cuda, k_cache, v_cache, path)
+
+    def commit_delta_net(
+        self,
+        weights: DeltaNetWeights,
+        conv_state: torch.Tensor,
+        state: torch.Tensor,
+        kept: KeptInputs,
+        path: CommittedPath,
+    ) -> None:
+        self._launch(delta_net_replay_cuda, weights, conv_state, state, kept, path)
 
     def router(
         self,
@@ -329,26 +364,6 @@ class CudaOps(CudaLoader):
     ) -> None:
         linear_few_cuda(weights, outs, activations=x.quantised, x=x.values)
 
-    def _attend(
-        self,
-        shape: AttentionShape,
-        inputs: AttentionInputs,
-        caches: Caches,
-        rows: Rows,
-        query: torch.Tensor,
-        workspace: DecodeWorkspace | None,
-        out: Activations,
-    ) -> None:
-        kernels = attention_kernels(shape, device_limits())
-        kernels.prepare(inputs, caches, rows, query)
-        if workspace is not None:
-            kernels.decode(
-                query, inputs.query_gate, caches, rows, workspace, out=out.values, quantised=out.quantised
-            )
-            return
-        kernels.prefill(query, inputs.query_gate, caches, rows, out.values)
-        quantize_cuda(out.values, out.quantised)
-
     def _multipliable(self, weight: CudaWeight) -> QuantTensor:
         """The weight itself, or its values as float32 if the products have no kernel for its type."""
         assert isinstance(weight, QuantTensor)
@@ -373,6 +388,6 @@ class CudaOps(CudaLoader):
         empty = self.memory.persistent if persistent else self.memory.workspace
         return Activations(empty((rows, cols), torch.float32), activations_from(empty, rows, cols))
 
-    def _launch(self, launcher: Callable[..., None], *args: object) -> None:
+    def _launch(self, launcher: Callable[..., None], *args: object, **options: object) -> None:
         if self._calls_launchers:
-            launcher(*args)
+            launcher(*args, **options)

@@ -168,10 +168,10 @@ class BatchArrays:
     The memory, [size.num_values], is of the host or of a device; only the host's is written here.
     """
 
-    def __init__(self, memory: Array, size: BatchSize) -> None:
+    def __init__(self, memory: Any, size: BatchSize) -> None:
         columns = _COLUMNS * size.num_rows
-        self._values: Array = memory[:columns].reshape(_COLUMNS, size.num_rows)
-        self._tables: Array = memory[columns : size.num_values].reshape(size.num_segments, size.num_blocks)
+        self._values = memory[:columns].reshape(_COLUMNS, size.num_rows)
+        self._tables = memory[columns : size.num_values].reshape(size.num_segments, size.num_blocks)
         self.token_ids, positions, slots, segments, indices, parents, kept = self._values
         self.rows = Rows(positions, slots, BatchRows(segments, self._tables, indices, parents, kept))
 
@@ -211,7 +211,7 @@ _SINGLE_VALUES = 3  # of a path
 class PathArrays:
     """What a commit reads an accepted path from: int32 arrays, one piece of memory [`num_values`]."""
 
-    def __init__(self, memory: Array, num_blocks: int) -> None:
+    def __init__(self, memory: Any, num_blocks: int) -> None:
         slot, count, first = (memory[i : i + 1] for i in range(_SINGLE_VALUES))
         rows = memory[_SINGLE_VALUES : _SINGLE_VALUES + 2 * MAX_TREE_ROWS].reshape(2, MAX_TREE_ROWS)
         table = memory[_SINGLE_VALUES + 2 * MAX_TREE_ROWS : self.num_values(num_blocks)]

@@ -108,7 +108,7 @@ class ModelCache:
         ops: Ops,
         num_slots: int,
         context_length: int,
-        kv_type: str = "f16",
+        kv_type: str = "i16",
     ) -> None:
         if num_slots < 1 or context_length < 1:
             raise ValueError(f"a cache of {num_slots} slots and {context_length} positions can hold nothing")
@@ -117,7 +117,7 @@ class ModelCache:
         self._allocate(shape, ops, kv_type, (num_slots, context_length), 0)
 
     @classmethod
-    def in_blocks(cls, shape: CacheShape, ops: Ops, size: CacheSize, kv_type: str = "f16") -> Self:
+    def in_blocks(cls, shape: CacheShape, ops: Ops, size: CacheSize, kv_type: str = "i16") -> Self:
         """Keys and values [blocks, BLOCK_POSITIONS, G, row]; a slot is one of `size.num_states`."""
         if min(size.num_blocks, size.num_states) < 1 or size.num_tree_rows < 0:
             raise ValueError(

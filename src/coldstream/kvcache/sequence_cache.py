@@ -38,7 +38,7 @@ class AcceptedPath:
 class SequenceCache:
     """Sequences over a `ModelCache` in blocks, `tensors`."""
 
-    def __init__(self, shape: CacheShape, ops: Ops, size: CacheSize, kv_type: str = "f16") -> None:
+    def __init__(self, shape: CacheShape, ops: Ops, size: CacheSize, kv_type: str = "i16") -> None:
         self.tensors = ModelCache.in_blocks(shape, ops, size, kv_type)
         self.blocks = BlockPool(
             size.num_blocks,

@@ -10,7 +10,7 @@ from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.device import device_errors
 from coldstream.models.fixed_part import MAX_GRAPHS
 
-Key = tuple[str, int]  # what is computed, of how many rows
+Key = tuple[str, object]  # what is computed, and of what shape
 Step = Callable[[], Any]
 WithoutMemory = Callable[[Any], Any]
 

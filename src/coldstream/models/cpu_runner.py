@@ -73,7 +73,7 @@ class CpuRunner(ModelRunner):
         threads: int,
         tier: str = "auto",
         context_length: int = 4096,
-        kv_type: str = "f16",
+        kv_type: str = "i16",
         record_routing: bool = False,
         ram_bytes: int | None = None,
         policy: Policy | None = None,

@@ -5,10 +5,10 @@ running its forward pass over tensors without memory (`kernels/cuda/memory.py`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Self
 
-import numpy as np
 import torch
 
 from coldstream.errors import OutOfMemoryError, UnsupportedError
@@ -22,14 +22,16 @@ from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.memory import ALIGNMENT, Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.cuda.staged import StagedMemory
-from coldstream.kernels.cuda_ops import FEW_STEPS, CudaOps
+from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.linear.reference import INTEGER_TYPES
-from coldstream.kernels.ops import Rows
+from coldstream.kernels.ops import MAX_SHORT_CHAIN, CommittedPath, Ops, Rows
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
 from coldstream.kernels.sample.cuda import PROGRAM as SAMPLER
-from coldstream.kvcache.cache import ModelCache
+from coldstream.kvcache.batch import BatchArrays, BatchSize, PathArrays
+from coldstream.kvcache.cache import CacheSize, num_blocks_of
+from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.layers.moe import MoeWeights
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cuda_logits import Sampler
@@ -38,8 +40,9 @@ from coldstream.models.footprint import model_sizes
 from coldstream.models.kernel_support import check_gpu_kernels
 from coldstream.models.spec import ModelSpec
 
-MAX_DECODE_ROWS = 64
+MAX_DECODE_ROWS = 64  # of a step whose head is captured with it
 HEAD_ROWS = 64
+MAX_SEGMENTS = 64
 GATES, UPS = ".ffn_gate_exps.", ".ffn_up_exps."
 MAX_EXPERTS = EXPERTS_PER_LANE[-1] * WARP_SIZE
 
@@ -68,10 +71,24 @@ class CudaMemoryPlan:
 
 
 @dataclass(frozen=True)
+class StepShape:
+    """What is known of a step before its inputs are, and the same for all that one captured graph serves."""
+
+    num_rows: int
+    has_trees: bool = False  # whether there may be rows of draft trees
+    has_prompts: bool = False  # whether a chain may be a long one
+
+    @classmethod
+    def prompt(cls, num_rows: int) -> Self:
+        """One chain."""
+        return cls(num_rows, has_prompts=num_rows > MAX_SHORT_CHAIN)
+
+
+@dataclass(frozen=True)
 class Limits:
     """How much a runner holds: sequences, tokens of each, the type of their keys and values, and experts."""
 
-    num_slots: int
+    cache_size: CacheSize
     context_length: int
     kv_type: str
     expert_bytes: int | None = None  # of the device's memory, for slots; None: all experts are there
@@ -87,6 +104,11 @@ class Limits:
                 f"{' or '.join(GPU_CACHE_TYPES)}, or --device cpu"
             )
 
+    @property
+    def has_trees(self) -> bool:
+        """Whether rows of draft trees may be computed."""
+        return self.cache_size.num_tree_rows > 0
+
     def is_captured(self, rows: int) -> bool:
         """Whether steps of so many rows are graphs: not if the host shares out their experts."""
         return rows <= (MAX_GRAPH_ROWS if self.expert_bytes is None else MAX_ROWS)
@@ -96,24 +118,59 @@ class Limits:
 class Inputs:
     """What changes from step to step, in memory that captured graphs point into.
 
-    The token ids, positions and slots of a step of any size lie one behind the other, so that one copy brings
-    them.
+    The arrays of a step of any size lie one behind the other, so that one copy brings them.
     """
 
-    memory: StagedMemory  # [3 · most rows]
+    memory: StagedMemory
+    num_blocks: int  # of a sequence, at most
 
-    def on_host(self, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Token ids, positions and slots [3, count], which the next step of `count` rows will take.
+    @classmethod
+    def into(cls, ops: Ops, num_rows: int, context_length: int) -> Self:
+        """For steps of up to `num_rows` rows."""
+        num_blocks = num_blocks_of(context_length)
+        size = BatchSize(num_rows, min(num_rows, MAX_SEGMENTS), num_blocks)
+        return cls(StagedMemory(ops.zeros((size.num_values,), "int32")), num_blocks)
 
-        To be written when the last step has ended.
-        """
-        return self.memory.on_host[: 3 * count].reshape(3, count)
+    def _size(self, num_rows: int) -> BatchSize:
+        return BatchSize(num_rows, min(num_rows, MAX_SEGMENTS), self.num_blocks)
 
-    def take(self, count: int) -> tuple[torch.Tensor, Rows]:
-        """Brings what is `on_host`: the token ids [count] and which rows they are, on the device."""
-        self.memory.copy(3 * count)
-        token_ids, positions, slots = self.memory.values[: 3 * count].view(3, count)
-        return token_ids, Rows(positions, slots)
+    def on_host(self, num_rows: int) -> BatchArrays:
+        """What the next step of `num_rows` rows will take, to be written when the last step has ended."""
+        return BatchArrays(self.memory.on_host, self._size(num_rows))
+
+    def take(self, shape: StepShape) -> tuple[torch.Tensor, Rows]:
+        """Brings what is `on_host`: the token ids [rows] and which rows they are, on the device."""
+        size = self._size(shape.num_rows)
+        self.memory.copy(size.num_values)
+        arrays = BatchArrays(self.memory.values, size)
+        rows = arrays.rows
+        assert rows.batch is not None
+        batch = replace(rows.batch, has_trees=shape.has_trees, has_prompts=shape.has_prompts)
+        return arrays.token_ids, replace(rows, batch=batch)
+
+
+@dataclass(frozen=True)
+class Commits:
+    """The path of a draft tree that is committed next, in memory that a captured graph points into."""
+
+    memory: StagedMemory
+    num_blocks: int
+
+    @classmethod
+    def into(cls, ops: Ops, context_length: int) -> Self:
+        """For sequences of up to `context_length` positions."""
+        num_blocks = num_blocks_of(context_length)
+        return cls(StagedMemory(ops.zeros((PathArrays.num_values(num_blocks),), "int32")), num_blocks)
+
+    @property
+    def on_host(self) -> PathArrays:
+        """To be written when the last step has ended."""
+        return PathArrays(self.memory.on_host, self.num_blocks)
+
+    def take(self) -> CommittedPath:
+        """Brings what is `on_host`."""
+        self.memory.copy(PathArrays.num_values(self.num_blocks))
+        return PathArrays(self.memory.values, self.num_blocks).path
 
 
 @dataclass(frozen=True)
@@ -123,8 +180,9 @@ class Loaded:
     memory: Memory
     ops: CudaOps
     model: CausalLM
-    cache: ModelCache
+    sequences: SequenceCache
     inputs: Inputs
+    commits: Commits
     hidden: Activations  # [most rows of a graph, E], where captured steps leave their hidden states
     sampler: Sampler
     weight_bytes: int
@@ -142,14 +200,16 @@ class Loaded:
         notes_kernels: bool = False,
     ) -> Self:
         """Loads into `memory`; over a `MemoryPlan` only small tensors are read, and there is no `host`."""
+        rows = max(chunk_size, MAX_DECODE_ROWS)
         if limits.expert_bytes is None:
-            ops = CudaOps(memory, limits.context_length, notes_kernels=notes_kernels)
+            ops = CudaOps(memory, limits.context_length, rows, notes_kernels=notes_kernels)
         else:
             sizes = (spec.num_layers, spec.num_experts_per_tok, spec.hidden_size)
             mailbox = host.mailbox if host else Mailbox.planned(*sizes)
             ops = HybridOps(
                 memory,
                 limits.context_length,
+                rows,
                 mailbox,
                 host,
                 limits.whole_layers,
@@ -163,33 +223,37 @@ class Loaded:
                 block.ffn.experts for block in model.blocks if isinstance(block.ffn, MoeWeights)
             )
         weight_bytes = memory.persistent_bytes
-        cache = ModelCache(spec, ops, limits.num_slots, limits.context_length, limits.kv_type)
-        rows = max(chunk_size, MAX_DECODE_ROWS)
+        sequences = SequenceCache(spec, ops, limits.cache_size, limits.kv_type)
+        inputs = Inputs.into(ops, rows, limits.context_length)
+        commits = Commits.into(ops, limits.context_length)
         hidden = ops.activations(min(rows, MAX_GRAPH_ROWS), spec.hidden_size, persistent=True)
-        inputs = Inputs(StagedMemory(ops.zeros((3 * rows,), "int32")))
         sampler = Sampler(ops.zeros, limits.context_length)
-        return cls(memory, ops, model, cache, inputs, hidden, sampler, weight_bytes)
+        return cls(memory, ops, model, sequences, inputs, commits, hidden, sampler, weight_bytes)
 
-    def logits(self, count: int) -> torch.Tensor:
-        """The logits [count, vocab] after the first `count` inputs."""
-        logits: torch.Tensor = self.model.logits(self.step(count))
+    def logits(self, shape: StepShape) -> torch.Tensor:
+        """The logits [rows, vocab] after each row of the inputs."""
+        logits: torch.Tensor = self.model.logits(self.step(shape))
         return logits
 
-    def kept_step(self, count: int) -> Activations:
+    def kept_step(self, shape: StepShape) -> Activations:
         """`step`, with the result in `hidden`."""
-        kept = self.hidden.rows(0, count)
-        kept.copy_(self.step(count))
+        kept = self.hidden.rows(0, shape.num_rows)
+        kept.copy_(self.step(shape))
         return kept
 
-    def step(self, count: int) -> Activations:
-        """The hidden states of the first `count` inputs, valid until the next step."""
+    def step(self, shape: StepShape) -> Activations:
+        """The hidden states of the inputs, valid until the next step."""
         self.memory.start_step()
-        token_ids, rows = self.inputs.take(count)
+        token_ids, rows = self.inputs.take(shape)
         try:
-            hidden: Activations = self.model.forward(token_ids, rows, self.cache)
+            hidden: Activations = self.model.forward(token_ids, rows, self.sequences.tensors)
             return hidden
         finally:
             self.ops.finish_step()  # what runs beside it must be over before a capture can be given up
+
+    def commit(self) -> None:
+        """Advances what the caches hold of a sequence by the rows in `commits`."""
+        self.model.commit(self.commits.take(), self.sequences.tensors)
 
 
 def fitting_prefetch(file: GGUFFile, spec: ModelSpec, limits: Limits) -> Prefetching | None:
@@ -225,10 +289,12 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
     """What the model takes with steps of up to `chunk_size` tokens, counted by running it without memory."""
     memory = MemoryPlan()
     loaded = Loaded.into(memory, file, spec, limits, chunk_size)
-    for count in (1, FEW_STEPS, MAX_DECODE_ROWS):
-        loaded.logits(count)
+    has_trees = limits.has_trees
+    for count in (1, MAX_SHORT_CHAIN, MAX_DECODE_ROWS):
+        loaded.logits(StepShape(count, has_trees))
     for count in {padded_rows(min(chunk_size, limits.context_length, MAX_GRAPH_ROWS)), chunk_size}:
-        hidden = loaded.kept_step(count) if limits.is_captured(count) else loaded.step(count)
+        shape = replace(StepShape.prompt(count), has_trees=has_trees)
+        hidden = loaded.kept_step(shape) if limits.is_captured(count) else loaded.step(shape)
         loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
     return CudaMemoryPlan(
         weights=loaded.weight_bytes,
@@ -245,8 +311,11 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
     # Which kernel is taken changes with the number of rows in one direction only.
     sizes = {2**i for i in range(chunk_size.bit_length())} | {2**i + 1 for i in range(6)}
     with note_kernels() as noted:
-        for count in sorted(sizes):
-            loaded.model.logits(loaded.step(count).rows(0, min(count, HEAD_ROWS)))
+        for count, has_trees, is_prompt in product(sorted(sizes), {False, limits.has_trees}, (False, True)):
+            hidden = loaded.step(StepShape(count, has_trees, is_prompt))
+            loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
+        if limits.has_trees:
+            loaded.commit()
     return noted | {(SAMPLER, instance) for instance in SAMPLER.instances}
 
 

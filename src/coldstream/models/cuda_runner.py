@@ -1,7 +1,7 @@
-"""Runs a model on one GPU: few rows and short prompts as captured CUDA graphs, long prompts in chunks."""
+"""Runs a model on one GPU: steps of up to some thousand rows as captured CUDA graphs, longer ones without."""
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Collection
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -22,14 +22,20 @@ from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import load_kernels
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kvcache.batch import BatchLimits, CheckedSegment
+from coldstream.kvcache.cache import CacheSize
+from coldstream.kvcache.sequence import Sequence
+from coldstream.kvcache.sequence_cache import AcceptedPath
 from coldstream.models.captured_steps import CapturedSteps
 from coldstream.models.cuda_logits import CudaLogits
 from coldstream.models.cuda_model import (
     HEAD_ROWS,
     MAX_DECODE_ROWS,
+    MAX_SEGMENTS,
     SMALLEST_PADDED_ROWS,
     Limits,
     Loaded,
+    StepShape,
     check_supported,
     check_types,
     kernels_of,
@@ -41,8 +47,6 @@ from coldstream.models.runner import Array, ModelRunner, Progress
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
-
-NO_SLOT = -1
 
 
 def no_progress(done: int, total: int) -> None:
@@ -64,7 +68,7 @@ class Placed:
 
 
 class CudaRunner(ModelRunner):
-    """See `ModelRunner`; besides, `decode_rows` advances several sequences at once.
+    """See `ModelRunner`. Logits are on the device, valid until the next step.
 
     Where not all experts are on the device, a step that finds no memory there, because another program has
     taken it, gets some that slots of experts give back.
@@ -85,6 +89,7 @@ class CudaRunner(ModelRunner):
         super().__init__(file, spec, limits.context_length)
         self.gpu = gpu
         self.limits = limits
+        self.cache_size = limits.cache_size
         check_supported(spec)
         check_types(file.tensors)
         if placed is None:
@@ -93,9 +98,11 @@ class CudaRunner(ModelRunner):
             chunk_size = placed.plan.placement.fixed.chunk_size
         self.plan = plan_memory(file, spec, limits, gpu.free_bytes, chunk_size)
         self.chunk_size = self.plan.chunk_size
+        self._limits = BatchLimits(spec.vocab_size, limits.context_length, self.chunk_size, MAX_SEGMENTS)
         self._placed = placed
         self._partial: PartialExperts | None = None
         self._num_steps = 0
+        self._in_flight: tuple[Sequence, ...] = ()  # whose last step may not have ended
         self._hidden: Activations | None = None
         self._steps = CapturedSteps()
         self._logits_on_device: torch.Tensor | None = None
@@ -116,6 +123,7 @@ class CudaRunner(ModelRunner):
         memory = DeviceMemory(self.plan.weights + self.plan.caches, self.plan.workspace)
         host = self._partial.host if self._partial else None
         self._loaded = Loaded.into(memory, self.file, self.spec, self.limits, self.chunk_size, host=host)
+        self._sequences = self._loaded.sequences
         if self._partial:
             assert isinstance(self._loaded.ops, HybridOps)
             self._partial.attach(self._loaded.ops)
@@ -125,30 +133,21 @@ class CudaRunner(ModelRunner):
         self.file.check_unchanged()  # or what was copied is of two files
         host_logits = torch.empty((HEAD_ROWS, self.spec.vocab_size), dtype=torch.float32)
         self._host_logits = host_logits.pin_memory()
-        self._start_step(1)
-        self._decode(1)
-        self._ended()
-        many = MAX_ROWS + 1 if self._partial else SMALLEST_PADDED_ROWS
-        self._start_step(many)
-        self._loaded.step(many)  # so that no prompt pays for the first step of its kind
-        self._ended()
+        # So that no prompt pays for the first step of its kind; their rows are of no sequence.
+        many = StepShape.prompt(MAX_ROWS + 1 if self._partial else SMALLEST_PADDED_ROWS)
+        for shape, compute in ((StepShape(1), self._computed_logits), (many, self._loaded.step)):
+            self._loaded.inputs.on_host(shape.num_rows).pad(0)
+            self._start_step(shape)
+            compute(shape)
+            self._ended()
         if self._partial and self._placed:
             self._partial.fill(self._placed.plan, self._placed.policy)
-        self._clear()
-
-    def _start_step(self, rows: int) -> None:
-        if self._partial:
-            self._partial.start_step(rows)
-
-    def _launched(self) -> None:
-        if self._partial:
-            self._partial.launched()
 
     def _ended(self) -> None:
-        """The current stream has done everything. What could not be computed leaves an empty state."""
+        """The current stream has done everything. What could not be computed leaves sequences empty."""
         torch.cuda.current_stream().synchronize()
         if self._partial:
-            with self._whole_or_empty():
+            with self._whole_or_cleared(self._in_flight):
                 self._partial.ended()
                 self._check_file()
 
@@ -160,20 +159,22 @@ class CudaRunner(ModelRunner):
         *,
         context_length: int,
         kv_type: str,
-        num_slots: int = 1,
+        cache_size: CacheSize | None = None,
         placed: Placed | None = None,
         progress: Progress | None = None,
         compiling: Progress | None = None,
     ) -> Self:
         """Copies the weights of an open file to the current device; the runner then closes the file.
 
-        placed: which experts lie where; None: all of them are on the device, as far as that has the memory.
-        compiling is called with (done, total) kernels, progress with (done, total) bytes. Raises DeviceError
-        without a usable GPU, OutOfMemoryError before anything is copied if it doesn't fit, UnsupportedError
-        for sizes and types without kernels, InconsistentError for weights that contradict the format's
-        conventions; the file stays open then.
+        cache_size: what all sequences hold together (default: `CacheSize.shared`), context_length bounding
+        each. placed: which experts lie where; None: all of them are on the device, as far as that has the
+        memory. compiling is called with (done, total) kernels, progress with (done, total) bytes. Raises
+        DeviceError without a usable GPU, OutOfMemoryError before anything is copied if it doesn't fit,
+        UnsupportedError for sizes and types without kernels, InconsistentError for weights that contradict
+        the format's conventions; the file stays open then.
         """
-        limits = Limits(num_slots, context_length, kv_type)
+        cache_size = cache_size or CacheSize.shared(spec, context_length, kv_type, is_scarce=True)
+        limits = Limits(cache_size, context_length, kv_type)
         if placed is not None and not placed.plan.placement.is_all_resident:
             plan = placed.plan.placement
             whole = sum(plan.model.num_experts * plan.expert_bytes[layer] for layer in plan.pinned_layers)
@@ -247,74 +248,73 @@ class CudaRunner(ModelRunner):
     def warnings(self) -> tuple[str, ...]:
         return self._warnings
 
-    def decode_rows(self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> Array:
-        """One token of each of several sequences: float32 logits [rows, vocab].
+    def _typed_errors(self) -> AbstractContextManager[None]:
+        return device_errors()
 
-        Row i puts token_ids[i] at positions[i] of the sequence in slots[i]; slots are distinct. ValueError
-        for more than MAX_DECODE_ROWS rows.
-        """
-        count = len(token_ids)
-        if not 0 < count <= MAX_DECODE_ROWS:
-            raise ValueError(f"a step decodes 1 to {MAX_DECODE_ROWS} rows, not {count}")
-        with device_errors():
-            self._next_inputs(count)[:] = token_ids, positions, slots
-            self._start_step(count)
-            logits = self._decode(count)
-            self._launched()
-            return self._download(logits).copy()
-
-    def reset_slot(self, slot: int) -> None:
-        """Makes `slot` the beginning of a sequence."""
-        with device_errors():
-            self._loaded.cache.reset(slot)
-
-    def _clear(self) -> None:
-        self.reset_slot(0)
-
-    def prefill_slot(self, slot: int, token_ids: Sequence[int], first_position: int) -> Array:
-        """Puts at most `chunk_size` tokens into the sequence in `slot`.
-
-        Returns float32 logits [vocab] after the last.
-        """
-        self._compute_in(slot, np.asarray(token_ids, np.int32), first_position)
-        logits: Array = self._compute_logits(len(token_ids) - 1, 1)[0].copy()
-        return logits
-
-    def _compute(self, token_ids: Array, first_position: int) -> None:
-        self._compute_in(0, token_ids, first_position)
-
-    def _compute_in(self, slot: int, token_ids: Array, first_position: int) -> None:
-        count = len(token_ids)
-        rows = padded_rows(count) if self.limits.is_captured(count) else count
-        with device_errors():
-            inputs = self._next_inputs(rows)
-            self._num_steps += 1
-            self._forget_outputs()
-        inputs[0, :count] = token_ids
-        inputs[1, :count] = np.arange(first_position, first_position + count)
-        inputs[2, :count] = slot
-        inputs[:, count:] = [[0], [0], [NO_SLOT]]
+    def _launch(self, segments: Collection[CheckedSegment]) -> None:
+        torch.cuda.current_stream().synchronize()  # nothing reads the inputs any more
+        self._num_steps += 1
+        self._forget_outputs()
+        self._in_flight = tuple(segment.sequence for segment in segments)
+        self._sequences.reserve([segment.demand for segment in segments])
+        shape = self._shape_of(segments)
+        wants_all = all(len(segment.wanted) == len(segment.token_ids) for segment in segments)
+        with_head = wants_all and shape.num_rows <= MAX_DECODE_ROWS
+        inputs = self._loaded.inputs.on_host(shape.num_rows)
+        inputs.pad(inputs.write(segments))
+        self._can_make_room = True
         try:
-            with device_errors():
-                self._launch(count, rows)
+            self._run(shape, with_head=with_head)
         except OutOfMemoryError:
             # What it has left of any other state than an empty one is not known.
-            if first_position != 0 or not self._make_room():
+            if any(segment.sequence.length for segment in segments) or not self._make_room():
                 raise
-            with device_errors():
-                self._loaded.cache.reset(slot)
-                self._launch(count, rows)
+            for segment in segments:
+                assert segment.sequence.state is not None
+                self._sequences.tensors.reset(segment.sequence.state)
+            self._run(shape, with_head=with_head)
 
-    def _launch(self, count: int, rows: int) -> None:
-        """A step of the inputs that are set, `count` of its `rows` rows being of the sequence."""
-        self._start_step(rows)
-        if count == 1:
-            self._logits_on_device = self._decode(1)
-        elif self.limits.is_captured(rows):
-            self._hidden = self._prefill(rows)
+    def _shape_of(self, segments: Collection[CheckedSegment]) -> StepShape:
+        count = sum(len(segment.token_ids) for segment in segments)
+        return StepShape(
+            padded_rows(count) if self.limits.is_captured(count) else count,
+            has_trees=any(segment.parents is not None for segment in segments),
+            has_prompts=any(segment.is_prompt for segment in segments),
+        )
+
+    def _start_step(self, shape: StepShape) -> None:
+        if self._partial:
+            self._partial.start_step(shape.num_rows)
+
+    def _run(self, shape: StepShape, *, with_head: bool) -> None:
+        """A step of the inputs that are set: their hidden states, or their logits."""
+        self._start_step(shape)
+        if with_head:
+            self._logits_on_device = self._computed_logits(shape)
+        elif self.limits.is_captured(shape.num_rows):
+            self._hidden = self._steps.run(
+                ("hidden", shape), lambda: self._loaded.kept_step(shape), lambda kept: kept, self._make_room
+            )
         else:
-            self._hidden = self._uncaptured(rows)
-        self._launched()
+            self._hidden = self._uncaptured(shape)
+        if self._partial:
+            self._partial.launched()
+
+    def _computed_logits(self, shape: StepShape) -> torch.Tensor:
+        """Logits [rows, vocab] after each row of the inputs that are set."""
+        logits: torch.Tensor = self._steps.run(
+            ("logits", shape), lambda: self._loaded.logits(shape), unowned, self._make_room
+        )
+        return logits
+
+    def _uncaptured(self, shape: StepShape) -> Activations:
+        """The hidden states of more inputs than a graph has."""
+        try:
+            return self._loaded.step(shape)
+        except ColdstreamError:
+            with suppress(ColdstreamError):
+                self._ended()
+            raise
 
     def _make_room(self) -> bool:
         """Whether slots of experts gave memory back, which they do once a step. Raises as `_ended`."""
@@ -325,68 +325,52 @@ class CudaRunner(ModelRunner):
             self._ended()
             return self._partial.shrink() > 0
 
-    def _uncaptured(self, count: int) -> Activations:
-        """The hidden states of more inputs than a graph has. After an error the state is empty."""
-        try:
-            return self._loaded.step(count)
-        except ColdstreamError:
-            with suppress(ColdstreamError):
-                self._ended()
-            self.reset()
-            raise
+    def _commit(self, path: AcceptedPath) -> None:
+        torch.cuda.current_stream().synchronize()
+        self._loaded.commits.on_host.write(path)
+        self._can_make_room = True
+        self._steps.run(("commit", None), self._loaded.commit, lambda nothing: nothing, self._make_room)
 
-    def _compute_logits(self, first: int, count: int) -> Array:
-        with device_errors():
-            return self._download(self._logits_of(first, count))
+    def _logits_of(self, rows: Array) -> CudaLogits | Array:
+        if len(rows) <= HEAD_ROWS:
+            return self._lazily(self._on_device(rows))
+        parts = [rows[start : start + HEAD_ROWS] for start in range(0, len(rows), HEAD_ROWS)]
+        return np.concatenate([self._download(self._on_device(part)) for part in parts])
 
-    def _last_logits(self, row: int) -> CudaLogits:
-        with device_errors():
-            values = self._logits_of(row, 1)
+    def _on_device(self, rows: Array) -> torch.Tensor:
+        """Logits of at most HEAD_ROWS rows of the last step."""
+        count = len(rows)
+        if not count:
+            return torch.empty((0, self.spec.vocab_size), device="cuda")
+        first = int(rows[0])
+        indices = None
+        if not np.array_equal(rows, np.arange(first, first + count)):
+            indices = torch.from_numpy(rows).cuda()
+        if self._logits_on_device is not None:
+            logits = self._logits_on_device
+            return logits[first : first + count] if indices is None else logits.index_select(0, indices)
+        assert self._hidden is not None, "logits belong to a step"
+        hidden = self._hidden.rows(first, count) if indices is None else self._hidden.take(indices)
+        result: torch.Tensor = self._loaded.model.logits(hidden)
+        return result
+
+    def _lazily(self, values: torch.Tensor) -> CudaLogits:
         step = self._num_steps
         return CudaLogits(
             values=values,
             sampler=self._loaded.sampler,
-            position=self.position - 1,
             is_current=lambda: self._num_steps == step,
             download=self._download,
             ended=self._ended,
         )
 
-    def _logits_of(self, first: int, count: int) -> torch.Tensor:
-        """Of rows of the last step, on the device."""
-        if self._logits_on_device is not None:
-            return self._logits_on_device[first : first + count]
-        assert self._hidden is not None, "logits belong to a step"
-        logits: torch.Tensor = self._loaded.model.logits(self._hidden.rows(first, count))
-        return logits
-
-    def _next_inputs(self, rows: int) -> Array:
-        """Where the inputs of the next step belong, int32 [3, rows], when the last one has ended."""
-        torch.cuda.current_stream().synchronize()
-        self._can_make_room = True
-        return self._loaded.inputs.on_host(rows)
-
     def _forget_outputs(self) -> None:
         """Gives the memory of the last step's outputs back before it is needed again."""
         self._hidden = self._logits_on_device = None
 
-    def _decode(self, count: int) -> torch.Tensor:
-        """The logits [count, vocab] after each of the first `count` inputs."""
-        logits: torch.Tensor = self._steps.run(
-            ("logits", count), lambda: self._loaded.logits(count), unowned, self._make_room
-        )
-        return logits
-
-    def _prefill(self, count: int) -> Activations:
-        """The hidden states of the first `count` inputs."""
-        hidden: Activations = self._steps.run(
-            ("hidden", count), lambda: self._loaded.kept_step(count), lambda hidden: hidden, self._make_room
-        )
-        return hidden
-
     def _download(self, logits: torch.Tensor) -> Array:
+        """A copy of at most HEAD_ROWS rows."""
         host = self._host_logits[: len(logits)]
         host.copy_(logits, non_blocking=True)
         self._ended()
-        result: Array = host.numpy()
-        return result
+        return host.numpy().copy()

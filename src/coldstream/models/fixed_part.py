@@ -9,6 +9,7 @@ from functools import cache
 
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import missing_packages
+from coldstream.kvcache.cache import CacheSize
 from coldstream.models.footprint import model_sizes
 from coldstream.models.kernel_support import check_gpu_kernels
 from coldstream.models.spec import ModelSpec
@@ -86,7 +87,8 @@ def _counted(
     from coldstream.models.cuda_model import Limits, count_memory
 
     # 0 bytes for experts, which the placement counts itself.
-    limits = Limits(1, ctx_size, kv_type, expert_bytes=0 if spec.is_moe else None)
+    cache_size = CacheSize.shared(spec, ctx_size, kv_type, is_scarce=True)
+    limits = Limits(cache_size, ctx_size, kv_type, expert_bytes=0 if spec.is_moe else None)
     plan = count_memory(file, spec, limits, chunk_size)
     return FixedPart(
         ctx_size=ctx_size,

@@ -98,4 +98,4 @@ CACHE_LAYOUTS = {
     )
 }
 CPU_CACHE_TYPES = tuple(name for name, layout in CACHE_LAYOUTS.items() if not layout.is_quantised)
-GPU_CACHE_TYPES = tuple(name for name, layout in CACHE_LAYOUTS.items() if not layout.is_integer)
+GPU_CACHE_TYPES = tuple(name for name, layout in CACHE_LAYOUTS.items() if layout.is_integer)

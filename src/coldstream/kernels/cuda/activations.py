@@ -28,6 +28,11 @@ class Activations:
             QuantActivations(quantised.q[part], quantised.scales[part], quantised.sums[part]),
         )
 
+    def take(self, indices: torch.Tensor) -> "Activations":
+        """Copies of the rows `indices`, int64 [n], in memory of PyTorch's own."""
+        parts = (part.index_select(0, indices) for part in vars(self.quantised).values())
+        return Activations(self.values.index_select(0, indices), QuantActivations(*parts))
+
     def copy_(self, other: "Activations") -> None:
         """Overwrites these with others of the same shape."""
         self.values.copy_(other.values)
