@@ -16,6 +16,7 @@ from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.cuda import AttentionInputs, AttentionShape, Caches, DecodeWorkspace
 from coldstream.kernels.attention.cuda_integers import IntegerKernels, IntegerQueries
 from coldstream.kernels.attention.exact import (
+    CHUNK_SIZE,
     attend_chunk,
     attention_exact,
     first_position,
@@ -63,7 +64,9 @@ def batch_of(parts: list[Part], random: Random) -> Rows:
                 column.append(value)
     positions, segments, indices, parents, kept = (torch.tensor(v, dtype=torch.int32) for v in values)
     tables = torch.tensor(order, dtype=torch.int32).view(len(parts), -1)
-    return Rows(positions, segments, BatchRows(segments, tables, indices, parents, kept))
+    has_trees = bool((kept >= 0).any())
+    batch = BatchRows(segments, tables, indices, parents, kept, has_trees=has_trees)
+    return Rows(positions, segments, batch)
 
 
 def check(
@@ -81,10 +84,7 @@ def check(
     workspace = DecodeWorkspace(
         *(torch.full(size, torch.nan) for size in DecodeWorkspace.shapes(shape, num_rows, MOST_POSITIONS))
     )
-    has_trees = any(part.parents is not None for part in parts)
-    IntegerKernels(shape, LIMITS).attend(
-        IntegerQueries(codes, planes.scale), Caches(k, v), rows, workspace, has_trees=has_trees
-    )
+    IntegerKernels(shape, LIMITS).attend(IntegerQueries(codes, planes.scale), Caches(k, v), rows, workspace)
     for row, position in enumerate(rows.positions.tolist()):
         first = first_position(position, window)
         places = tuple(index[first:] for index in seen(rows, row))
@@ -143,14 +143,18 @@ def check_whole(
         empty((num_rows, num_heads, 2, head_dim), dtype=torch.int8), empty(num_rows, num_heads)
     )
     workspace = DecodeWorkspace(
-        *(empty(size) for size in DecodeWorkspace.shapes(shape, num_rows, MOST_POSITIONS))
+        *(
+            empty(size)
+            for size in DecodeWorkspace.shapes(
+                shape, num_rows, CHUNK_SIZE * kernels.num_chunks(num_rows, MOST_POSITIONS)
+            )
+        )
     )
     width = num_heads * head_dim
     out, quantised = empty(num_rows, width), empty_activations(num_rows, width, torch.device(device))
     inputs, caches, rows = (on(device, each) for each in (inputs, caches, rows))
     kernels.prepare(inputs, caches, rows, queries)
-    has_trees = any(part.parents is not None for part in parts)
-    kernels.attend(queries, caches, rows, workspace, has_trees=has_trees)
+    kernels.attend(queries, caches, rows, workspace)
     kernels.merge(inputs.query_gate, rows, workspace, out=out, quantised=quantised)
     assert torch.equal(caches.k.cpu(), expected_caches.k)
     assert torch.equal(caches.v.cpu(), expected_caches.v)
@@ -210,6 +214,22 @@ def test_attention_has_the_bits_of_the_definition(cache_name: str, heads: tuple[
     check_all()
 
 
+MANY = (
+    ([Part(250, 70)], None),
+    ([Part(0, 40), Part(300, 30, tuple(range(-1, 29))), Part(700, 3)], None),
+    ([Part(500, 66)], 100),
+)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("cache_name", ["i16", "i8"])
+@pytest.mark.parametrize(("parts", "window"), MANY)
+def test_many_rows_have_the_bits_of_the_definition(
+    cache_name: str, parts: list[Part], window: int | None
+) -> None:
+    check_whole(parts, cache_name, (4, 2, 64), window, seed=3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache_name", ["i16", "i8"])
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (5, 1, 96), (16, 2, 256)])
@@ -220,3 +240,13 @@ def test_a_gpu_has_them_too(cache_name: str, heads: tuple[int, int, int]) -> Non
         check_whole(parts, cache_name, heads, window, seed, device_limits(), "cuda")
 
     check_all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_name", ["i16", "i8"])
+@pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (16, 2, 256)])
+@pytest.mark.parametrize(("parts", "window"), MANY)
+def test_a_gpu_has_those_of_many_rows_too(
+    cache_name: str, heads: tuple[int, int, int], parts: list[Part], window: int | None
+) -> None:
+    check_whole(parts, cache_name, heads, window, 3, device_limits(), "cuda")

@@ -208,7 +208,7 @@ class CudaOps(CudaLoader):
         if rows.batch.has_trees or not rows.batch.has_prompts:
             count = arrival_count(self._max_rows, weights.num_key_heads, width)
             few = delta_net.DecodeWorkspace(raw, self._zeroed("delta net", count))
-            self._launch(delta_net_decode_cuda, *operands, few, chains=not rows.batch.has_prompts)
+            self._launch(delta_net_decode_cuda, *operands, few, computes_chains=not rows.batch.has_prompts)
         return out
 
     def commit_attention(self, k_cache: torch.Tensor, v_cache: torch.Tensor, path: CommittedPath) -> None:
@@ -222,7 +222,8 @@ class CudaOps(CudaLoader):
         kept: KeptInputs,
         path: CommittedPath,
     ) -> None:
-        self._launch(delta_net_replay_cuda, weights, conv_state, state, kept, path)
+        readers = self._zeroed("delta net replay", weights.num_key_heads)
+        self._launch(delta_net_replay_cuda, weights, conv_state, state, kept, path, readers)
 
     def router(
         self,

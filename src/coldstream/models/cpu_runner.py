@@ -120,8 +120,8 @@ class CpuRunner(ModelRunner):
         """Does what `plan` says with an open file: maps weights, makes slots for experts and fills them,
         captures the forward pass. The runner then closes the file.
 
-        The plan's context bounds a sequence, and cache_size what all of them hold together (default:
-        `CacheSize.shared`); memory is touched only as it fills. tier: of the kernels. With
+        The plan's context bounds a sequence, and cache_size what all of them hold together (default: the
+        plan's, one context of positions); memory is touched only as it fills. tier: of the kernels. With
         record_routing, `topk_ids` has what each step's routers chose, if all experts are mapped. `policy`
         says which experts stay in slots (default: `DecayedFrequency`). progress is called with (done, total)
         while the file is read.
@@ -136,6 +136,7 @@ class CpuRunner(ModelRunner):
             ops = PooledCpuOps(plan.threads, tier, disk.pool, disk.stacks)
         else:
             ops = RoutingCpuOps(plan.threads, tier) if record_routing else CpuOps(plan.threads, tier)
+        cache_size = cache_size or CacheSize(num_blocks_of(fixed.ctx_size), fixed.num_sequences)
         runner = cls(file, spec, ops, fixed.ctx_size, fixed.kv_type, disk, cache_size)
         assert runner.chunk_size == fixed.chunk_size, "a plan for this runner has its steps"
         if disk is not None:
@@ -174,6 +175,7 @@ class CpuRunner(ModelRunner):
                 weights=dense_bytes(spec, file.tensors),
                 caches=unread._sequences.tensors.num_bytes,
                 workspace=unread.activation_bytes,
+                num_sequences=unread.cache_size.num_states,
             )
 
         return RamNeeds.of(file, spec, kv_token_bytes, count)

@@ -23,7 +23,7 @@ from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import load_kernels
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
 from coldstream.kvcache.batch import BatchLimits, CheckedSegment
-from coldstream.kvcache.cache import CacheSize
+from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.kvcache.sequence import Sequence
 from coldstream.kvcache.sequence_cache import AcceptedPath
 from coldstream.models.captured_steps import CapturedSteps
@@ -166,14 +166,16 @@ class CudaRunner(ModelRunner):
     ) -> Self:
         """Copies the weights of an open file to the current device; the runner then closes the file.
 
-        cache_size: what all sequences hold together (default: `CacheSize.shared`), context_length bounding
-        each. placed: which experts lie where; None: all of them are on the device, as far as that has the
-        memory. compiling is called with (done, total) kernels, progress with (done, total) bytes. Raises
-        DeviceError without a usable GPU, OutOfMemoryError before anything is copied if it doesn't fit,
-        UnsupportedError for sizes and types without kernels, InconsistentError for weights that contradict
-        the format's conventions; the file stays open then.
+        cache_size: what all sequences hold together (default: one context of positions, and the plan's
+        number of sequences), context_length bounding each. placed: which experts lie where; None: all of
+        them are on the device, as far as that has the memory. compiling is called with (done, total) kernels,
+        progress with (done, total) bytes. Raises DeviceError without a usable GPU, OutOfMemoryError before
+        anything is copied if it doesn't fit, UnsupportedError for sizes and types without kernels,
+        InconsistentError for weights that contradict the format's conventions; the file stays open then.
         """
-        cache_size = cache_size or CacheSize.shared(spec, context_length, kv_type, is_scarce=True)
+        if cache_size is None:
+            num_sequences = placed.plan.placement.fixed.num_sequences if placed else 1
+            cache_size = CacheSize(num_blocks_of(context_length), num_sequences)
         limits = Limits(cache_size, context_length, kv_type)
         if placed is not None and not placed.plan.placement.is_all_resident:
             plan = placed.plan.placement

@@ -38,21 +38,28 @@ def fixed_parts_on_gpu(
 ) -> list[FixedPart]:
     """For each budget in bytes, with the largest steps of prefill whose activations are a modest part.
 
-    With shorter ones, down to 2048 tokens, if all experts fit beside those. Raises UnsupportedError for
-    layers that no GPU kernels compute.
+    With shorter ones, down to 2048 tokens, if all experts fit beside those, and with states for as many
+    sequences as serve a step if those fit as well. Raises UnsupportedError for layers that no GPU kernels
+    compute.
     """
     check_gpu_kernels(spec.layers)
     count = _estimated if missing_packages() else _counted
 
     @cache
-    def part(chunk_size: int) -> FixedPart:
-        return count(file, spec, sizes, ctx_size, kv_type, chunk_size)
+    def part(chunk_size: int, is_scarce: bool = True) -> FixedPart:
+        cache_size = CacheSize.shared(spec, ctx_size, kv_type, is_scarce=is_scarce)
+        return count(file, spec, sizes, cache_size, ctx_size, kv_type, chunk_size)
 
     def is_modest(chunk_size: int, budget: int) -> bool:
         left = budget - _without_workspace(part(chunk_size))
         return part(chunk_size).workspace <= max(0, left) * _WORKSPACE_SHARES[chunk_size]
 
     def choose(budget: int) -> FixedPart:
+        chosen = choose_chunk(budget)
+        generous = part(chosen.chunk_size, is_scarce=False)
+        return generous if generous.total + sizes.all_expert_bytes <= budget else chosen
+
+    def choose_chunk(budget: int) -> FixedPart:
         modest = next((size for size in CHUNK_SIZES if is_modest(size, budget)), CHUNK_SIZES[-1])
         left = budget - sizes.all_expert_bytes
         if _without_workspace(part(modest)) < left < part(modest).total:
@@ -81,13 +88,18 @@ def least_bytes(spec: ModelSpec, sizes: ModelSizes) -> int:
 
 
 def _counted(
-    file: GGUFFile, spec: ModelSpec, sizes: ModelSizes, ctx_size: int, kv_type: str, chunk_size: int
+    file: GGUFFile,
+    spec: ModelSpec,
+    sizes: ModelSizes,
+    cache_size: CacheSize,
+    ctx_size: int,
+    kv_type: str,
+    chunk_size: int,
 ) -> FixedPart:
     # Imported here because its kernels need packages that a machine without a GPU may not have.
     from coldstream.models.cuda_model import Limits, count_memory
 
     # 0 bytes for experts, which the placement counts itself.
-    cache_size = CacheSize.shared(spec, ctx_size, kv_type, is_scarce=True)
     limits = Limits(cache_size, ctx_size, kv_type, expert_bytes=0 if spec.is_moe else None)
     plan = count_memory(file, spec, limits, chunk_size)
     return FixedPart(
@@ -99,26 +111,30 @@ def _counted(
         workspace=plan.workspace,
         graphs=plan.graphs,
         reserve=plan.reserve,
+        num_sequences=cache_size.num_states,
     )
 
 
 def _estimated(
-    file: GGUFFile, spec: ModelSpec, sizes: ModelSizes, ctx_size: int, kv_type: str, chunk_size: int
+    file: GGUFFile,
+    spec: ModelSpec,
+    sizes: ModelSizes,
+    cache_size: CacheSize,
+    ctx_size: int,
+    kv_type: str,
+    chunk_size: int,
 ) -> FixedPart:
     return FixedPart(
         ctx_size=ctx_size,
         kv_type=kv_type,
         chunk_size=chunk_size,
         weights=sizes.dense_bytes,
-        caches=_cache_bytes(sizes, ctx_size),
+        caches=ctx_size * sizes.kv_token_bytes + cache_size.num_states * sizes.state_bytes,
         workspace=_activation_bytes(spec, chunk_size),
         graphs=GRAPH_BYTES,
         reserve=RESERVE_BYTES,
+        num_sequences=cache_size.num_states,
     )
-
-
-def _cache_bytes(sizes: ModelSizes, ctx_size: int) -> int:
-    return ctx_size * sizes.kv_token_bytes + sizes.state_bytes
 
 
 def _activation_bytes(spec: ModelSpec, chunk_size: int) -> int:

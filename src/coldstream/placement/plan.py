@@ -39,6 +39,7 @@ class FixedPart:
     drafter: int = 0  # weights and caches of a draft model
     graphs: int = 0  # captured steps
     reserve: int = 0  # the driver's own
+    num_sequences: int = 1  # that the caches have recurrent states for
 
     def __post_init__(self) -> None:
         for name, num_bytes in self.parts.items():

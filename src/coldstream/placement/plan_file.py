@@ -26,7 +26,7 @@ from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 FORMAT: Final = "coldstream plan"
-VERSION: Final = 2
+VERSION: Final = 3
 MAX_BYTES: Final = 1 << 24
 _AGAIN: Final = "make it again with `coldstream plan --out`"
 

@@ -1,8 +1,9 @@
-"""Attention over caches of an integer type on the GPU: `integers_prepare.cu`, `integers.cu` and `merge.cu`.
+"""Attention over caches of an integer type on the GPU: `integers_prepare.cu`, then `integers_few.cu` for few
+rows or `integers.cu` for many, then `merge.cu`.
 
     kernels = IntegerKernels(AttentionShape(16, 2, 256, CACHE_TYPES["i16"]), device_limits())
     kernels.prepare(inputs, caches, rows, queries)
-    kernels.attend(queries, caches, rows, workspace, has_trees=False)
+    kernels.attend(queries, caches, rows, workspace)
     kernels.merge(query_gate, rows, workspace, out=out)
 
 Nothing here allocates, synchronises or looks at device data. T rows, H query heads, G key/value heads, D
@@ -10,6 +11,8 @@ values a head.
 """
 
 import ctypes
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +20,6 @@ import torch
 
 from coldstream.errors import UnsupportedError
 from coldstream.kernels.arithmetic.reference import QuantActivations
-from coldstream.kernels.attention.cache_layout import CacheLayout
 from coldstream.kernels.attention.cuda import (
     PREPARE_HEADS,
     PREPARE_THREADS,
@@ -27,14 +29,19 @@ from coldstream.kernels.attention.cuda import (
     DecodeWorkspace,
     launch_merge,
 )
-from coldstream.kernels.attention.exact import BLOCK_SIZE
+from coldstream.kernels.attention.exact import BLOCK_SIZE, CHUNK_SIZE
 from coldstream.kernels.cuda.limits import DeviceLimits, overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.ops import MAX_TREE_ROWS, Rows
 
 FOLDER = Path(__file__).parent
 PAIRS = 16  # of a row and a query head, which a warp takes
-WARPS = (4, 2, 1)  # of a block of threads: the first that fit
+MANY_WARPS = (8, 4, 2, 1)  # of a block of threads: the first that fit
+FEW_WARPS = (4, 2, 1)
+FEW_GROUPS = (1, 2)  # of as many pairs
+FEW_ROWS = 64  # up to which the chunks of a row are computed beside each other
+RESERVED_SHARED_BYTES = 1024  # by the driver, of each block
+EXCHANGED_STRIDE, SHARE_BYTES = 36, 20  # floats of a pair's sums, and what warps tell of a pair
 HEAD_MULTIPLE = 32
 LARGEST_HEAD = 256
 
@@ -123,22 +130,37 @@ class IntegerKernels:
             )
         self.shape = shape
         self.device = device
-        fitting = [warps for warps in WARPS if self._shared_bytes(warps) <= device.shared_per_block]
-        if not fitting or PAIRS * fitting[0] < shape.group_size:
-            raise UnsupportedError(
-                f"{shape.group_size} heads of {shape.head_dim} values on one key/value head: the GPU's "
-                "attention over integers has no tile for so many; choose another type for keys and values"
-            )
-        self.warps = fitting[0]
+        self._many = {trees: self._first_fitting(many_forms(shape, trees)) for trees in (False, True)}
+        self._few = {
+            (groups, trees): self._first_fitting(few_forms(shape, groups, trees))
+            for groups in FEW_GROUPS
+            if groups * PAIRS >= shape.group_size
+            for trees in (False, True)
+        }
+        self._programs = {
+            file: CudaProgram(FOLDER / file, tuple(sorted({form.instance for form in forms})))
+            for file, forms in (("integers.cu", self._many.values()), ("integers_few.cu", self._few.values()))
+        }
         planes, head_dim = shape.cache_type.num_planes, shape.head_dim
         prepare = f"coldstream::attention_prepare_integers<{planes}, {head_dim}>"
         merge = f"coldstream::attention_merge<{head_dim}, coldstream::rotation::of_head>"
         self._prepare = CudaProgram(FOLDER / "integers_prepare.cu", (prepare,))
-        self._attend = CudaProgram(FOLDER / "integers.cu", (self._instance(False), self._instance(True)))
         self._merge = CudaProgram(FOLDER / "merge.cu", (merge,))
 
-    def _shared_bytes(self, warps: int) -> int:
-        return shared_bytes(self.shape.cache_type, self.shape.head_dim, warps)
+    def _first_fitting(self, forms: Iterable["Form"]) -> "Form":
+        """Raises UnsupportedError if there is none."""
+        for form in forms:
+            if form.shared_bytes <= self.device.shared_per_block and form.num_pairs >= self.shape.group_size:
+                return form
+        raise UnsupportedError(
+            f"{self.shape.group_size} heads of {self.shape.head_dim} values on one key/value head: the GPU's "
+            "attention over integers has no tile for so many; choose another type for keys and values"
+        )
+
+    @staticmethod
+    def num_chunks(num_rows: int, num_positions: int) -> int:
+        """Of the workspace, for contexts of up to `num_positions`: many rows have theirs merged at once."""
+        return -(-num_positions // CHUNK_SIZE) if num_rows <= FEW_ROWS else 1
 
     def prepare(self, inputs: AttentionInputs, caches: Caches, rows: Rows, queries: IntegerQueries) -> None:
         """Writes `queries`, and the rows' places in the caches [blocks, 256, G, row].
@@ -182,21 +204,12 @@ class IntegerKernels:
         kernel = self._merge.kernel(self._merge.instances[0])
         launch_merge(kernel, self.shape, workspace, query_gate, rows.positions, out=out, quantised=quantised)
 
-    def attend(
-        self,
-        queries: IntegerQueries,
-        caches: Caches,
-        rows: Rows,
-        workspace: DecodeWorkspace,
-        *,
-        has_trees: bool,
-    ) -> None:
-        """What each chunk of 256 positions leaves of each row and head, in `workspace`.
+    def attend(self, queries: IntegerQueries, caches: Caches, rows: Rows, workspace: DecodeWorkspace) -> None:
+        """What the chunks of 256 positions leave of each row and head, in `workspace` with `num_chunks`.
 
-        caches: [blocks, 256, G, row]. has_trees: whether there may be draft trees among the rows. ValueError
-        for rows without block tables.
+        caches: [blocks, 256, G, row]. ValueError for rows without block tables.
         """
-        shape = self.shape
+        shape, num_rows = self.shape, len(rows.positions)
         max_chunks = workspace.values.shape[2]
         arguments = IntegersArguments(
             *(
@@ -209,26 +222,65 @@ class IntegerKernels:
             _places(caches),
             shape.num_heads, shape.num_kv_heads, max_chunks, shape.window or 0,
         )  # fmt: skip
-        tiles = -(-len(rows.positions) // (PAIRS * self.warps // shape.group_size))
-        grid = min(tiles * max_chunks * shape.num_kv_heads, self.device.num_processors)
-        self._attend.kernel(self._instance(has_trees)).launch(
-            (grid, 1, 1),
-            32 * self.warps,
+        assert rows.batch is not None
+        if num_rows > FEW_ROWS:
+            file, form, num_items = "integers.cu", self._many[rows.batch.has_trees], 1
+        else:
+            groups = 1 if num_rows * shape.group_size <= PAIRS else FEW_GROUPS[-1]
+            file, form, num_items = "integers_few.cu", self._few[groups, rows.batch.has_trees], max_chunks
+        num_items *= -(-num_rows // (form.num_pairs // shape.group_size)) * shape.num_kv_heads
+        at_once = max(1, self.device.shared_per_processor // (form.shared_bytes + RESERVED_SHARED_BYTES))
+        self._programs[file].kernel(form.instance).launch(
+            (min(num_items, at_once * self.device.num_processors), 1, 1),
+            32 * form.warps,
             (arguments,),
-            shared_bytes=self._shared_bytes(self.warps),
+            shared_bytes=form.shared_bytes,
             overlap=True,
         )
 
-    def _instance(self, has_trees: bool) -> str:
-        shape = self.shape
-        numbers = f"{shape.cache_type.num_planes}, {shape.head_dim}, {self.warps}"
-        return f"coldstream::attention_integers<{numbers}, {str(has_trees).lower()}>"
+
+@dataclass(frozen=True)
+class Form:
+    """An instance of a kernel: what a block of threads takes at once, and the shared memory for that."""
+
+    instance: str
+    warps: int
+    num_pairs: int
+    shared_bytes: int
 
 
-def shared_bytes(layout: CacheLayout, head_dim: int, warps: int) -> int:
-    """Two blocks of keys or values, queries and weights of each warp, and the positions of a tree's rows."""
-    per_warp = PAIRS * (2 * head_dim + 16 + 4 * BLOCK_SIZE)
-    return 2 * BLOCK_SIZE * layout.row_bytes(head_dim) + warps * per_warp + 4 * MAX_TREE_ROWS
+def many_forms(shape: AttentionShape, trees: bool) -> Iterator[Form]:
+    """Of integers.cu, the best first."""
+    row_bytes = shape.cache_type.row_bytes(shape.head_dim)
+    for warps in MANY_WARPS:
+        num_pairs = PAIRS * warps
+        # Two tiles; queries; weights and positions of draft trees.
+        shared = 2 * BLOCK_SIZE * row_bytes + num_pairs * (2 * shape.head_dim + 16)
+        shared += num_pairs * BLOCK_SIZE * 4 + MAX_TREE_ROWS * 4 if trees else 0
+        yield Form(_instance("attention_integers", shape, warps, trees), warps, num_pairs, shared)
+
+
+def few_forms(shape: AttentionShape, groups: int, trees: bool) -> Iterator[Form]:
+    """Of integers_few.cu, the best first. groups: of 16 pairs."""
+    row_bytes, num_pairs = shape.cache_type.row_bytes(shape.head_dim), PAIRS * groups
+    for warps in FEW_WARPS:
+        # A tile a warp, or two; queries; what warps tell each other; weights and positions of draft trees.
+        shared = (2 if trees else 1) * warps * BLOCK_SIZE * row_bytes + num_pairs * (2 * shape.head_dim + 16)
+        shared += warps * num_pairs * (2 * EXCHANGED_STRIDE * 4 + SHARE_BYTES)
+        shared += warps * PAIRS * BLOCK_SIZE * 4 + MAX_TREE_ROWS * 4 if trees else 0
+        instance = _instance("attention_integers_few", shape, warps, groups, trees)
+        yield Form(instance, warps, num_pairs, shared)
+
+
+def _instance(kernel: str, shape: AttentionShape, *parameters: int) -> str:
+    numbers = (shape.cache_type.num_planes, shape.head_dim, *parameters)
+    return f"coldstream::{kernel}<{', '.join(str(number).lower() for number in numbers)}>"
+
+
+@functools.cache
+def integer_kernels(shape: AttentionShape, device: DeviceLimits) -> IntegerKernels:
+    """The same for all models: what is loaded stays loaded, as the kernels of other operations do."""
+    return IntegerKernels(shape, device)
 
 
 def _places(caches: Caches) -> BlockPlaces:

@@ -37,14 +37,4 @@ __device__ __forceinline__ int low_plane(int code) { return code - low_unit * hi
 
 __device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
-// Bytes i of four words, for every i: out[i] holds them in the order of the words.
-__device__ __forceinline__ void transpose_bytes(const uint32_t (&x)[4], uint32_t (&out)[4]) {
-  const uint32_t low_01 = __byte_perm(x[0], x[1], 0x5140), low_23 = __byte_perm(x[2], x[3], 0x5140);
-  const uint32_t high_01 = __byte_perm(x[0], x[1], 0x7362), high_23 = __byte_perm(x[2], x[3], 0x7362);
-  out[0] = __byte_perm(low_01, low_23, 0x5410);
-  out[1] = __byte_perm(low_01, low_23, 0x7632);
-  out[2] = __byte_perm(high_01, high_23, 0x5410);
-  out[3] = __byte_perm(high_01, high_23, 0x7632);
-}
-
 }  // namespace coldstream

@@ -45,15 +45,4 @@ __device__ __forceinline__ void sum_in_order(const float (&weights)[block_positi
   }
 }
 
-// Four words of a plane of values: columns 4g … 4g + 3 of `from` on, in the rows 2t, 2t + 1, 2t + 8 and 2t + 9 that a
-// word of weights has, column by column.
-template <int row_bytes>
-__device__ __forceinline__ void load_values(const uint8_t* from, int t, uint32_t (&out)[4]) {
-  uint32_t words[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    words[i] = *reinterpret_cast<const uint32_t*>(from + (i / 2 * 8 + 2 * t + i % 2) * row_bytes);
-  transpose_bytes(words, out);
-}
-
 }  // namespace coldstream

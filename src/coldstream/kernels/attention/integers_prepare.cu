@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(prepare_threads) attention_prepare_integers(co
   const int segment = a.rows.segments[row], index = a.rows.indices[row];
   constexpr int row_bytes = planes * head_dim + scale_bytes_of_row;
   uint8_t* to = nullptr;
-  if (!is_query && !is_spare) {
+  if (!is_query && !is_spare && a.rows.positions[row] >= 0) {
     const int block = a.rows.tables[int64_t{segment} * a.rows.table_stride + index / chunk_positions];
     to = (is_value ? a.v_cache : a.k_cache) + block * a.places.block_bytes +
          index % chunk_positions * a.places.position_bytes + int64_t{kv_head} * row_bytes;

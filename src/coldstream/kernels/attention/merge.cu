@@ -149,7 +149,8 @@ __global__ void __launch_bounds__(merge_threads) attention_merge(const merge_arg
   const float* gates = a.query_gate + m.row * a.query_gate_stride + (2 * m.head + 1) * head_dim;
   const float gate = gates[column % head_dim];
   const int first_chunk = first_position(position, a.window) / chunk_positions;
-  const int num_chunks = position / chunk_positions - first_chunk + 1;
+  // None of a row of no sequence; where a workspace has one, all are merged in it.
+  const int num_chunks = position < 0 ? 0 : min(position / chunk_positions - first_chunk + 1, a.max_chunks);
   m.load(0, num_chunks);
 #pragma unroll 1
   for (int first = 0; first < num_chunks; first += merge_batch) m.merge_batch_of(first, num_chunks);

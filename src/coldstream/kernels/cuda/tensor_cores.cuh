@@ -14,6 +14,13 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address
                : "r"(address));
 }
 
+// Four 8 x 8 matrices of pairs of bytes, transposed: lane 4g + t gets pair g of rows 2t and 2t + 1 of each.
+__device__ __forceinline__ void load_transposed_pairs(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
 __device__ __forceinline__ void load_two_matrices(uint32_t (&r)[2], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(r[0]), "=r"(r[1])

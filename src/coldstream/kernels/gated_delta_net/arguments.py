@@ -40,6 +40,11 @@ def sizes(inputs: DeltaNetInputs, weights: DeltaNetWeights, state: torch.Tensor)
     return inputs.qkv.shape[0], state.shape[1], state.shape[-1], weights.conv_taps.shape[-1]
 
 
+def has_trees(rows: Rows) -> bool:
+    """Whether there may be draft trees among the rows."""
+    return rows.batch is not None and rows.batch.has_trees
+
+
 def check_arguments(
     inputs: DeltaNetInputs,
     weights: DeltaNetWeights,

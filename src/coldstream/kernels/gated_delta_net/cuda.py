@@ -1,7 +1,7 @@
-"""The gated DeltaNet in CUDA C++: one launch for a few rows a sequence, three for many; the same bits.
+"""The gated DeltaNet in CUDA C++: one launch for short chains and draft trees, three for long chains.
 
-Both walk the rows of a sequence in order with one and the same step. Head sizes 32, 64 and 128, 2 to 8 taps,
-and every key head read by some value head.
+All walk the rows of a sequence in order with one and the same step, so that their bits are the same. Head
+sizes 32, 64 and 128, 2 to 8 taps, and every key head read by some value head.
 """
 
 import ctypes
@@ -18,12 +18,22 @@ from coldstream.kernels.gated_delta_net.arguments import (
     DeltaNetInputs,
     PrefillWorkspace,
     check_arguments,
+    has_trees,
     sizes,
 )
-from coldstream.kernels.ops import DeltaNetWeights
+from coldstream.kernels.ops import CommittedPath, DeltaNetWeights, KeptInputs
 
 DECODE = CudaProgram(
-    Path(__file__).with_name("decode.cu"), [f"delta_decode<{d}, {taps}>" for d in HEAD_SIZES for taps in TAPS]
+    Path(__file__).with_name("decode.cu"),
+    [
+        f"delta_decode<{d}, {taps}, {trees}>"
+        for d in HEAD_SIZES
+        for taps in TAPS
+        for trees in ("false", "true")
+    ],
+)
+REPLAY = CudaProgram(
+    Path(__file__).with_name("replay.cu"), [f"delta_replay<{d}, {taps}>" for d in HEAD_SIZES for taps in TAPS]
 )
 PREFILL = CudaProgram(
     Path(__file__).with_name("prefill.cu"),
@@ -65,7 +75,10 @@ class _Rows(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("qkv", "z", "alpha", "beta")),
         *((name, ctypes.c_int32) for name in ("qkv_stride", "z_stride", "alpha_stride", "beta_stride")),
-        ("slots", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("slots", "segments", "parents", "kept", "kept_qkv", "kept_alpha", "kept_beta")
+        ),
         ("num_rows", ctypes.c_int32),
     )
 
@@ -89,6 +102,14 @@ class _Pointers2(ctypes.Structure):
     _fields_ = (("readers", ctypes.c_void_p), ("finished", ctypes.c_void_p))
 
 
+class _Kept(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("qkv", "alpha", "beta"))
+
+
+class _Path(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("slot", "count", "kept"))
+
+
 class _Workspace(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "values", "gates", "raw", "spans"))
 
@@ -101,12 +122,16 @@ def delta_net_decode_cuda(
     out: torch.Tensor | None,
     quantized: QuantActivations | None,
     workspace: DecodeWorkspace,
+    *,
+    computes_chains: bool = True,
 ) -> None:
-    """`Ops.gated_delta_net` for a few rows a sequence, of any number of sequences: one launch.
+    """`Ops.gated_delta_net` for chains of a few rows and for draft trees: one launch.
 
-    conv_state [slots, taps − 1, C] and state [slots, NV, d, d] are advanced. Writes contiguous float32 `out`
-    [T, NV·d] and `quantized` (see `empty_activations`), where given. Slots must lie within the states, and
-    nothing that may still be in flight may write them. ValueError if shapes disagree or are not supported.
+    conv_state [slots, taps − 1, C] and state [slots, NV, d, d] are advanced by chains, and the inputs of
+    trees kept. Writes contiguous float32 `out` [T, NV·d] and `quantized` (see `empty_activations`), where
+    given, zeros for rows in slot −1; without computes_chains only the rows of trees. What rows are must lie
+    within the states, and nothing that may still be in flight may write it. ValueError if shapes disagree or
+    are not supported, or trees have no place for their inputs.
     """
     arguments = _arguments(inputs, weights, conv_state, state, out, quantized)
     num_rows, num_heads, size, taps = sizes(inputs, weights, state)
@@ -114,10 +139,38 @@ def delta_net_decode_cuda(
     if workspace.arrivals.numel() < arrival_count(num_rows, weights.num_key_heads, num_heads * size):
         raise ValueError(f"{workspace.arrivals.numel()} arrivals for {num_rows} rows")
     arrivals = workspace.arrivals.data_ptr()
-    DECODE.kernel(f"delta_decode<{size}, {taps}>").launch(
+    trees = str(has_trees(inputs.rows)).lower()
+    DECODE.kernel(f"delta_decode<{size}, {taps}, {trees}>").launch(
         (padded_cols(num_heads * size) // GROUP_SIZE * BLOCKS_PER_GROUP, num_rows, 1),
         THREADS,
-        (*arguments, workspace.raw, _Pointers2(arrivals, arrivals + 4 * readers)),
+        (*arguments, workspace.raw, _Pointers2(arrivals, arrivals + 4 * readers), int(computes_chains)),
+        overlap=True,
+    )
+
+
+def delta_net_replay_cuda(
+    weights: DeltaNetWeights,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    kept: KeptInputs,
+    path: CommittedPath,
+    readers: torch.Tensor,
+) -> None:
+    """`Ops.commit_delta_net`: one launch, whatever the path. readers: int32 [NK], zero before and after."""
+    num_heads, size, taps = state.shape[1], state.shape[-1], weights.conv_taps.shape[-1]
+    if size not in HEAD_SIZES or taps not in TAPS:
+        raise ValueError(f"no kernel for heads of {size} and {taps} taps")
+    layer, states = _layer(weights, num_heads), _States(conv_state.data_ptr(), state.data_ptr(), len(state))
+    REPLAY.kernel(f"delta_replay<{size}, {taps}>").launch(
+        (num_heads * size // COLUMNS_PER_BLOCK, 1, 1),
+        THREADS,
+        (
+            layer,
+            _Kept(kept.qkv.data_ptr(), kept.alpha.data_ptr(), kept.beta.data_ptr()),
+            states,
+            _Path(path.slot.data_ptr(), path.count.data_ptr(), path.kept.data_ptr()),
+            readers,
+        ),
         overlap=True,
     )
 
@@ -131,7 +184,7 @@ def delta_net_prefill_cuda(
     quantized: QuantActivations | None,
     workspace: PrefillWorkspace,
 ) -> None:
-    """As `delta_net_decode_cuda`, for many rows of a sequence: three launches."""
+    """As `delta_net_decode_cuda`, for chains of many rows: three launches. Rows of trees are left alone."""
     layer, rows, states, outputs = _arguments(inputs, weights, conv_state, state, out, quantized)
     num_rows, num_heads, size, taps = sizes(inputs, weights, state)
     work = _Workspace(*(tensor.data_ptr() for tensor in vars(workspace).values()))
@@ -162,18 +215,30 @@ def _arguments(
     quantized: QuantActivations | None,
 ) -> tuple[_Layer, _Rows, _States, _Outputs]:
     check_arguments(inputs, weights, conv_state, state, out, quantized)
-    w, i = weights, inputs
+    i, batch = inputs, inputs.rows.batch
     num_heads, size = state.shape[1], state.shape[-1]
-    tensors = (w.conv_taps, w.a, w.dt_bias, w.norm, w.key_head_ids)
-    layer = _Layer(*(tensor.data_ptr() for tensor in tensors), w.num_key_heads, num_heads, w.eps)
     projections = (i.qkv, i.z, i.alpha, i.beta)
+    slots = i.rows.slots
+    segments = slots if batch is None else batch.segments
+    trees: tuple[torch.Tensor | None, ...] = (None,) * 5
+    if batch is not None and has_trees(i.rows):
+        if batch.inputs is None:
+            raise ValueError("rows of draft trees need a place to keep their inputs")
+        trees = (batch.parents, batch.kept, batch.inputs.qkv, batch.inputs.alpha, batch.inputs.beta)
     rows = _Rows(
         *(tensor.data_ptr() for tensor in projections),
         *(tensor.stride(0) for tensor in projections),
-        i.rows.slots.data_ptr(),
+        *(None if tensor is None else tensor.data_ptr() for tensor in (slots, segments, *trees)),
         i.qkv.shape[0],
     )
     parts = (None, None, None) if quantized is None else (quantized.q, quantized.scales, quantized.sums)
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in (out, *parts))
     outputs = _Outputs(*pointers, padded_cols(num_heads * size))
-    return layer, rows, _States(conv_state.data_ptr(), state.data_ptr(), state.shape[0]), outputs
+    states = _States(conv_state.data_ptr(), state.data_ptr(), state.shape[0])
+    return _layer(weights, num_heads), rows, states, outputs
+
+
+def _layer(weights: DeltaNetWeights, num_heads: int) -> _Layer:
+    w = weights
+    tensors = (w.conv_taps, w.a, w.dt_bias, w.norm, w.key_head_ids)
+    return _Layer(*(tensor.data_ptr() for tensor in tensors), w.num_key_heads, num_heads, w.eps)

@@ -1,229 +1,93 @@
-// The gated DeltaNet of one or a few rows a sequence in one launch. A block advances 32 columns of one head's
+// The gated DeltaNet of short chains and of draft trees in one launch. A block advances 32 columns of one head's
 // state; the blocks of a group of 256 output columns then finish it together.
-#include "gated_delta_net/delta_rule.cuh"
 #include "gated_delta_net/gather.cuh"
-#include "gated_delta_net/layer.cuh"
+#include "gated_delta_net/row_steps.cuh"
 
 using namespace coldstream;
 
-// What one block works on.
-template <int D>
-struct Place {
-  int head, key_head, column;  // the first of its columns within the head
-  int first_row, num_rows, slot;
-
-  __device__ int64_t state_offset(const DeltaLayer& layer) const {
-    return (int64_t(slot) * layer.num_value_heads + head) * D * D + column;
-  }
-};
-
 // Sequences overtake each other where a multiprocessor holds several blocks.
-template <int D>
 constexpr int blocks_per_multiprocessor = 3;
 
-// Channels that a block convolves: its query head, its key head, its own value columns. Thread t has number
-// t, t + 128, … of them.
-template <int D>
-constexpr int block_channels = 2 * D + block_columns;
-
-template <int D>
-constexpr int thread_channels = (block_channels<D> + delta_threads - 1) / delta_threads;
-
-template <int D>
-__device__ __forceinline__ int channel_of(const Place<D>& place, const DeltaLayer& layer, int number) {
-  if (number < D) return place.key_head * D + number;
-  if (number < 2 * D) return (layer.num_key_heads + place.key_head) * D + number - D;
-  return (2 * layer.num_key_heads + place.head) * D + place.column + number - 2 * D;
-}
-
-// The thread's channels: taps, and the inputs before the current row.
-template <int D, int TAPS>
-struct Channels {
-  static constexpr int count = thread_channels<D>;
-  int channel[count];
-  float taps[count][TAPS];
-  float history[count][TAPS - 1];
-  float input[count];  // of the next row
-
-  __device__ static bool exists(int j) { return threadIdx.x + j * delta_threads < block_channels<D>; }
-
-  // What the previous kernels do not write.
-  __device__ void load_taps(const Place<D>& place, const DeltaLayer& layer) {
-#pragma unroll
-    for (int j = 0; j < count; j++) {
-      if (!exists(j)) continue;
-      channel[j] = channel_of<D>(place, layer, threadIdx.x + j * delta_threads);
-#pragma unroll
-      for (int i = 0; i < TAPS; i++) taps[j][i] = layer.conv_taps[int64_t(channel[j]) * TAPS + i];
-    }
-  }
-
-  __device__ float* kept(const DeltaStates& states, int slot, int num_channels, int j) const {
-    return states.conv_state + int64_t(slot) * (TAPS - 1) * num_channels + channel[j];
-  }
-
-  __device__ void load(const DeltaStates& states, int slot, int num_channels) {
-#pragma unroll
-    for (int j = 0; j < count; j++) {
-      if (!exists(j)) continue;
-#pragma unroll
-      for (int i = 0; i < TAPS - 1; i++)
-        history[j][i] = kept(states, slot, num_channels, j)[i * num_channels];
-    }
-  }
-
-  __device__ void load_inputs(const DeltaRows& rows, int row) {
-#pragma unroll
-    for (int j = 0; j < count; j++) {
-      if (exists(j)) input[j] = rows.qkv[int64_t(row) * rows.qkv_stride + channel[j]];
-    }
-  }
-
-  // Value channels belong to this block alone; those of the key head to whoever is told to store them.
-  __device__ void store(const DeltaStates& states, int slot, int num_channels, bool stores_key_head) const {
-#pragma unroll
-    for (int j = 0; j < count; j++) {
-      const bool is_value = threadIdx.x + j * delta_threads >= 2 * D;
-      if (!exists(j) || !(is_value || stores_key_head)) continue;
-#pragma unroll
-      for (int i = 0; i < TAPS - 1; i++)
-        kept(states, slot, num_channels, j)[i * num_channels] = history[j][i];
-    }
-  }
-};
-
-// One row's vectors in shared memory.
-template <int D>
-struct Vectors {
-  alignas(16) float q[vector_floats<D>];
-  alignas(16) float k[vector_floats<D>];
-  float v[block_columns];
-  float raw[2 * D];  // query and key before their norm
-};
-
-// Convolves and normalises the row whose inputs have been loaded into `vectors`. Two barriers; at the first
-// one all threads have used their history.
-template <int D, int TAPS>
-__device__ __forceinline__ void mix_row(Channels<D, TAPS>& channels, float eps, Vectors<D>& vectors) {
-  float mixed[thread_channels<D>];
-#pragma unroll
-  for (int j = 0; j < thread_channels<D>; j++) {
-    if (!channels.exists(j)) continue;
-    mixed[j] = convolve<TAPS>(channels.taps[j], channels.history[j], channels.input[j]);
-    const int number = threadIdx.x + j * delta_threads;
-    if (number < 2 * D) vectors.raw[number] = mixed[j];
-  }
-  __syncthreads();
-  // Query in the lower half of every warp, key in the upper.
-  const float sum = head_sum_of_squares<D>(vectors.raw + threadIdx.x % warp_size / 16 * D);
-  const float scale = inverse_sqrt(sum + eps);
-  const float q_scale = __shfl_sync(all_lanes, scale, 0), k_scale = __shfl_sync(all_lanes, scale, 16);
-#pragma unroll
-  for (int j = 0; j < thread_channels<D>; j++) {
-    const int number = threadIdx.x + j * delta_threads;
-    const int place = number % num_chains * chain_floats<D> + number % D / num_chains;
-    if (number < D) {
-      vectors.q[place] = mixed[j] * q_scale * inverse_sqrt(float(D));
-    } else if (number < 2 * D) {
-      vectors.k[place] = mixed[j] * k_scale;
-    } else if (channels.exists(j)) {
-      vectors.v[number - 2 * D] = mixed[j];
-    }
-  }
-  __syncthreads();
-}
-
-// One token: advances the state and returns the output of the thread's column.
-template <int D>
-__device__ __forceinline__ float step(float (&state)[chain_keys<D>], const Vectors<D>& vectors,
-                                      float2 gates) {
-  const float predicted = sum_of_chains(predict<D>(state, vectors.k, gates.x));
-  const float change = gates.y * (vectors.v[own_column()] - predicted);
-  return sum_of_chains(update<D>(state, vectors.k, vectors.q, change));
-}
-
-// Blocks of this sequence that read key head `key_head`, for a whole warp.
-template <int D>
-__device__ __forceinline__ uint32_t count_readers(const DeltaLayer& layer, int key_head) {
-  int heads = 0;
-  for (int first = 0; first < layer.num_value_heads; first += warp_size) {
-    const int head = first + threadIdx.x % warp_size;
-    const bool reads = head < layer.num_value_heads && layer.key_head_ids[head] == key_head;
-    heads += __popc(__ballot_sync(all_lanes, reads));
-  }
-  return heads * (D / block_columns);
-}
-
-// Rows of the sequence that begins with row `first`, for a whole warp; 0 if that row is not the first of its
-// sequence.
-__device__ __forceinline__ int count_rows(const DeltaRows& rows, int first) {
-  const int slot = rows.slots[first];
-  if (first > 0 && rows.slots[first - 1] == slot) return 0;
-  for (int count = 0;; count += warp_size) {
-    const int row = first + count + threadIdx.x % warp_size;
-    const uint32_t others = __ballot_sync(all_lanes, row >= rows.num_rows || rows.slots[row] != slot);
-    if (others) return count + __ffs(others) - 1;
-  }
-}
-
-// Brings the block's part of the state near before it may be read: whatever else is done to it, the L2 cache
-// has the latest.
-template <int D>
-__device__ __forceinline__ void prefetch_state(const float* block_state) {
-  if (threadIdx.x < D) asm volatile("prefetch.global.L2 [%0];" ::"l"(block_state + threadIdx.x * D));
-}
-
-// grid (groups · 8, rows), 128 threads; `raw` and `arrivals` are workspace. Reads `slots` before it waits:
-// nothing in flight may write them.
-template <int D, int TAPS>
-__global__ void __launch_bounds__(delta_threads, blocks_per_multiprocessor<D>) GATHER_CLUSTER
+// grid (groups · 8, rows), 128 threads: of chains the blocks of the first row, of trees those of the leaves do something. `raw`
+// and `arrivals` are workspace. has_trees: whether there may be trees. Without computes_chains, rows of chains and of no
+// sequence are left alone. Reads what rows are before it waits: nothing in flight may write that.
+template <int D, int TAPS, bool has_trees>
+__global__ void __launch_bounds__(delta_threads, blocks_per_multiprocessor) GATHER_CLUSTER
     delta_decode(DeltaLayer layer, DeltaRows rows, DeltaStates states, DeltaOutputs out, float* raw,
-                 Arrivals arrivals) {
+                 Arrivals arrivals, int computes_chains) {
   __shared__ Vectors<D> vectors;
   __shared__ bool stores_key_head;
+  __shared__ int path[has_trees ? max_tree_rows : 1];
   constexpr int blocks_per_head = D / block_columns;
   const int size = layer.num_value_heads * D, num_channels = 2 * layer.num_key_heads * D + size;
-  const int head = blockIdx.x / blocks_per_head, first = blockIdx.y, num_rows = count_rows(rows, first);
-  if (num_rows == 0 || head >= layer.num_value_heads) return;
-  const Place<D> place{
-      head,     layer.key_head_ids[head], int(blockIdx.x) % blocks_per_head * block_columns, first,
-      num_rows, rows.slots[first]};
+  const int head = blockIdx.x / blocks_per_head, first = blockIdx.y, slot = rows.slots[first];
+  const bool is_of_tree = has_trees && rows.is_of_tree(first);
+  if (!is_of_tree && has_trees && !computes_chains) return;
+  if (slot < 0) {
+    wait_for_previous_grid();
+    release_next_grid();
+    const int group = blockIdx.x / group_blocks;
+    if (blockIdx.x % group_blocks == 0 && threadIdx.x < warp_size) clear_group<D>(layer, first, group, out);
+    return;
+  }
+  Route route{first, 0, 0, nullptr};
+  if (is_of_tree) route = route_to_leaf(rows, first, path);
+  else route.count = count_rows(rows, first);
+  if (route.count == 0 || head >= layer.num_value_heads) return;
+  const Place<D> place{head, layer.key_head_ids[head], int(blockIdx.x) % blocks_per_head * block_columns, slot};
   float* block_state = states.state + place.state_offset(layer);
   prefetch_state<D>(block_state);
   Channels<D, TAPS> channels;
   channels.load_taps(place, layer);
   const float a = layer.a[head], dt_bias = layer.dt_bias[head];
-  const uint32_t num_readers = count_readers<D>(layer, place.key_head);
+  const uint32_t num_readers = count_readers(layer, place.key_head, layer.num_value_heads) * blocks_per_head;
+  const bool is_first_reader =
+      is_of_tree && place.column == 0 && count_readers(layer, place.key_head, head) == 0;
   Gather<D> gather(layer, raw, arrivals.finished, first, head * D + place.column);
 
   wait_for_previous_grid();
   release_next_grid();
   float state[chain_keys<D>];
-  channels.load_inputs(rows, first);
-  channels.load(states, place.slot, num_channels);
-  load_state<D>(block_state, state);
   uint32_t ticket = 0;
-  const int end = first + num_rows;
-  for (int part = first; part < end; part += gather.gathered_rows()) {
-    const int part_end = min(end, part + gather.gathered_rows());
-    if (part > first) gather.begin_again();
-    gather.begin(layer, rows, part, part_end);
-    for (int row = part; row < part_end; row++) {
-      const float2 gates = open_gates(rows.alpha[int64_t(row) * rows.alpha_stride + head],
-                                      rows.beta[int64_t(row) * rows.beta_stride + head], a, dt_bias);
-      mix_row<D, TAPS>(channels, layer.eps, vectors);
-      // The history has been used; its place may be written by the last block that comes here.
-      if (row == first && threadIdx.x == 0) {
-        ticket = atomicInc(arrivals.readers + first * layer.num_key_heads + place.key_head, num_readers - 1);
-      }
-      if (row + 1 < end) channels.load_inputs(rows, row + 1);
-      gather.put(part, row, step<D>(state, vectors, gates));
+  auto bring = [&](int i) {
+    const int row = route.row(i);
+    channels.load_inputs(rows, row);
+    if (!has_trees || !is_of_tree || i < route.first_owned) return;
+    const int64_t kept = rows.kept[row];
+    channels.keep_inputs(rows.kept_qkv + kept * num_channels, is_first_reader);
+    if (place.column > 0 || threadIdx.x > 0) return;
+    rows.kept_alpha[kept * layer.num_value_heads + head] = rows.alpha[int64_t(row) * rows.alpha_stride + head];
+    rows.kept_beta[kept * layer.num_value_heads + head] = rows.beta[int64_t(row) * rows.beta_stride + head];
+  };
+  auto advance = [&](int i) {
+    const int row = route.row(i);
+    const float2 gates = open_gates(rows.alpha[int64_t(row) * rows.alpha_stride + head],
+                                    rows.beta[int64_t(row) * rows.beta_stride + head], a, dt_bias);
+    mix_row<D, TAPS>(channels, layer.eps, vectors);
+    // The history has been used; its place may be written by the last block that comes here.
+    if (i == 0 && threadIdx.x == 0 && !is_of_tree) {
+      ticket = atomicInc(arrivals.readers + first * layer.num_key_heads + place.key_head, num_readers - 1);
     }
-    gather.announce();
-    if (part_end == end) store_state<D>(block_state, state);
-    gather.finish(layer, rows, part, part_end, out);
+    if (i + 1 < route.count) bring(i + 1);
+    return step<D>(state, vectors, gates);
+  };
+  bring(0);
+  channels.load(states, slot, num_channels);
+  load_state<D>(block_state, state);
+  if (has_trees) {
+    for (int i = 0; i < route.first_owned; i++) advance(i);
   }
+  for (int part = route.first_owned; part < route.count; part += gather.gathered_rows()) {
+    const int end = min(route.count, part + gather.gathered_rows());
+    if (part > route.first_owned) gather.begin_again();
+    gather.begin(layer, rows, route, part, end);
+    for (int i = part; i < end; i++) gather.put(route, part, i, advance(i));
+    gather.announce();
+    if (end == route.count && !is_of_tree) store_state<D>(block_state, state);
+    gather.finish(layer, rows, route, part, end, out);
+  }
+  if (is_of_tree) return;
   if (threadIdx.x == 0) stores_key_head = ticket == num_readers - 1;
   __syncthreads();
-  channels.store(states, place.slot, num_channels, stores_key_head);
+  channels.store(states, slot, num_channels, stores_key_head);
 }

@@ -1,13 +1,14 @@
-// How the blocks of a group of 256 output columns bring rows together, each with 32 columns of them: `put`
-// the columns of a row, and after up to `gathered_rows()` of them, or at the end, `finish`.
+// How the blocks of a group of 256 output columns bring rows of a route together, each with 32 columns of them:
+// `put` the columns of a row, and after up to `gathered_rows()` of them, or at the end, `finish`.
 //
-// From sm_90 on the blocks of a group are a cluster and write into each other's shared memory: row i into
-// that of block i modulo their number, whose warps take a row each. Before, they write to global memory, and
+// From sm_90 on the blocks of a group are a cluster and write into each other's shared memory: step i of the route
+// into that of block i modulo their number, whose warps take a row each. Before, they write to global memory, and
 // the last one to be done finishes all rows.
 #pragma once
 
 #include "gated_delta_net/delta_rule.cuh"
 #include "gated_delta_net/layer.cuh"
+#include "gated_delta_net/route.cuh"
 
 namespace coldstream {
 
@@ -59,17 +60,18 @@ struct Gather {
 
   __device__ int gathered_rows() const { return num_blocks * (delta_threads / warp_size); }
 
-  // The row that the warp finishes, of those that begin with `first`.
-  __device__ int own_row(int first) const { return first + threadIdx.x / warp_size * num_blocks + rank; }
+  // The step of the route that the warp finishes, of those that begin with `first`.
+  __device__ int own_step(int first) const { return first + threadIdx.x / warp_size * num_blocks + rank; }
 
-  // Before the rows first … end − 1, at most gathered_rows(), are put.
-  __device__ void begin(const DeltaLayer& layer, const DeltaRows& rows, int first, int end) {
-    const int row = own_row(first);
-    if (row < end) factors = load_factors<D>(layer, rows.z + int64_t(row) * rows.z_stride, group);
+  // Before steps first … end − 1 of the route, at most gathered_rows(), are put.
+  __device__ void begin(const DeltaLayer& layer, const DeltaRows& rows, const Route& route, int first, int end) {
+    const int step = own_step(first);
+    if (step >= end) return;
+    factors = load_factors<D>(layer, rows.z + int64_t(route.row(step)) * rows.z_stride, group);
   }
 
-  __device__ void put(int first, int row, float x) {
-    const int i = row - first;
+  __device__ void put(const Route&, int first, int step, float x) {
+    const int i = step - first;
     float* place = values + i / num_blocks * group_elements + rank * block_columns + own_column();
     if (own_chain() == 0) store_remote(place, i % num_blocks, x);
   }
@@ -80,13 +82,14 @@ struct Gather {
     arrive_at_cluster();
   }
 
-  __device__ void finish(const DeltaLayer& layer, const DeltaRows&, int first, int end,
+  __device__ void finish(const DeltaLayer& layer, const DeltaRows&, const Route& route, int first, int end,
                          const DeltaOutputs& out) {
-    const int row = own_row(first);
+    const int step = own_step(first);
     open_factors(factors);
     wait_for_cluster();
-    if (row < end) {
-      finish_group<D>(values + threadIdx.x / warp_size * group_elements, factors, layer, row, group, out);
+    if (step < end) {
+      const float* of_row = values + threadIdx.x / warp_size * group_elements;
+      finish_group<D>(of_row, factors, layer, route.row(step), group, out);
     }
     __syncwarp();
   }
@@ -115,15 +118,15 @@ struct Gather {
   }
 
   __device__ int gathered_rows() const { return 1 << 30; }
-  __device__ void begin(const DeltaLayer&, const DeltaRows&, int, int) {}
+  __device__ void begin(const DeltaLayer&, const DeltaRows&, const Route&, int, int) {}
   __device__ void begin_again() {}
   __device__ void announce() { __threadfence(); }
 
-  __device__ void put(int, int row, float x) {
-    if (own_chain() == 0) raw[int64_t(row) * size + column + own_column()] = x;
+  __device__ void put(const Route& route, int, int step, float x) {
+    if (own_chain() == 0) raw[int64_t(route.row(step)) * size + column + own_column()] = x;
   }
 
-  __device__ void finish(const DeltaLayer& layer, const DeltaRows& rows, int first, int end,
+  __device__ void finish(const DeltaLayer& layer, const DeltaRows& rows, const Route& route, int first, int end,
                          const DeltaOutputs& out) {
     __shared__ alignas(16) float values[delta_threads / warp_size][group_elements];
     __shared__ bool is_last;
@@ -134,7 +137,8 @@ struct Gather {
     if (!is_last) return;
     __threadfence();
     const int warp = threadIdx.x / warp_size;
-    for (int row = first + warp; row < end; row += delta_threads / warp_size) {
+    for (int step = first + warp; step < end; step += delta_threads / warp_size) {
+      const int row = route.row(step);
       OutputFactors factors = load_factors<D>(layer, rows.z + int64_t(row) * rows.z_stride, group);
       open_factors(factors);
       fetch_group(raw + int64_t(row) * size, group, size, values[warp]);

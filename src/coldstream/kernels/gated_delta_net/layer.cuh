@@ -22,8 +22,17 @@ struct DeltaLayer {
 struct DeltaRows {
   const float *qkv, *z, *alpha, *beta;  // z starts on 16 bytes in every row
   int qkv_stride, z_stride, alpha_stride, beta_stride;
-  const int32_t* slots;
+  const int32_t* slots;     // −1 for a row of no sequence
+  const int32_t* segments;  // rows of a sequence are adjacent
+  // Of draft trees, null where there are none: the row of the batch that a row follows, −1 for what is
+  // committed, and where its inputs are kept, −1 for a row of a chain.
+  const int32_t *parents, *kept;
+  float *kept_qkv, *kept_alpha, *kept_beta;  // [kept rows, channels], [kept rows, NV] twice
   int num_rows;
+
+  __device__ bool is_of_tree(int row) const { return kept && kept[row] >= 0; }
+  __device__ bool is_first(int row) const { return row == 0 || segments[row - 1] != segments[row]; }
+  __device__ bool is_last(int row) const { return row == num_rows - 1 || segments[row + 1] != segments[row]; }
 };
 
 struct DeltaStates {
@@ -78,11 +87,11 @@ __device__ __forceinline__ float head_sum_of_squares(const float* x) {
 template <int TAPS>
 __device__ __forceinline__ void load_history(const DeltaRows& rows, const DeltaStates& states, int row,
                                              int channel, int num_channels, float (&history)[TAPS - 1]) {
-  const int slot = rows.slots[row];
+  const int slot = rows.slots[row], segment = rows.segments[row];
   int in_batch = 0;
 #pragma unroll
   for (int j = 1; j < TAPS; j++) {
-    if (in_batch == j - 1 && row >= j && rows.slots[row - j] == slot) in_batch = j;
+    if (in_batch == j - 1 && row >= j && rows.segments[row - j] == segment) in_batch = j;
   }
   // What a row of no sequence (slot −1) computes is read by nobody.
   const float* kept = states.conv_state + int64_t(max(slot, 0)) * (TAPS - 1) * num_channels + channel;
@@ -171,6 +180,20 @@ __device__ __forceinline__ void finish_group(const float* raw, const OutputFacto
   if (!out.q) return;
   const float y[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
   store_group(quantize_group(y), quant_row(out.q, out.scales, out.sums, row, out.padded), group);
+}
+
+// The group of 256 columns of a row of no sequence, zeros, by a warp.
+template <int D>
+__device__ __forceinline__ void clear_group(const DeltaLayer& layer, int row, int group,
+                                            const DeltaOutputs& out) {
+  const int size = layer.num_value_heads * D;
+  const int first = group * group_elements + 8 * (threadIdx.x % warp_size);
+  if (out.y && first < size) {
+    float4* to = reinterpret_cast<float4*>(out.y + int64_t(row) * size + first);
+    to[0] = to[1] = {0, 0, 0, 0};
+  }
+  const float zeros[8] = {};
+  if (out.q) store_group(quantize_group(zeros), quant_row(out.q, out.scales, out.sums, row, out.padded), group);
 }
 
 // Brings a row's group of raw outputs, written by other blocks, into `raw` by a warp.

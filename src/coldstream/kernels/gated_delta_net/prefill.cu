@@ -1,5 +1,6 @@
-// The gated DeltaNet of many rows in three launches: convolution, norms and gates of all tokens at once; the
-// recurrence, a block for 32 columns of one head of one sequence; the norm and gate of all outputs at once.
+// The gated DeltaNet of long chains in three launches: convolution, norms and gates of all tokens at once; the
+// recurrence, a block for 32 columns of one head of one sequence; the norm and gate of all outputs at once. Rows of
+// draft trees are left to decode.cu.
 #include "gated_delta_net/delta_rule.cuh"
 #include "gated_delta_net/layer.cuh"
 #include "gated_delta_net/walk.cuh"
@@ -20,14 +21,6 @@ struct DeltaWorkspace {
                 // calls
 };
 
-__device__ __forceinline__ bool is_first_row(const DeltaRows& rows, int row) {
-  return row == 0 || rows.slots[row - 1] != rows.slots[row];
-}
-
-__device__ __forceinline__ bool is_last_row(const DeltaRows& rows, int row) {
-  return row == rows.num_rows - 1 || rows.slots[row + 1] != rows.slots[row];
-}
-
 // Rows first … end − 1: gates of all heads, and where sequences begin and end.
 __device__ __forceinline__ void prepare_gates(const DeltaLayer& layer, const DeltaRows& rows,
                                               DeltaWorkspace work, int first, int end) {
@@ -39,10 +32,10 @@ __device__ __forceinline__ void prepare_gates(const DeltaLayer& layer, const Del
                    layer.a[head], layer.dt_bias[head]);
   }
   for (int row = first + threadIdx.x; row < end; row += blockDim.x) {
-    if (rows.slots[row] < 0) continue;  // a row of no sequence
+    if (rows.slots[row] < 0 || rows.is_of_tree(row)) continue;
     int2* span = work.spans + rows.slots[row];
-    if (is_first_row(rows, row)) span->x = row;
-    if (is_last_row(rows, row)) span->y = row + 1;
+    if (rows.is_first(row)) span->x = row;
+    if (rows.is_last(row)) span->y = row + 1;
   }
 }
 
@@ -57,12 +50,12 @@ __device__ __forceinline__ void convolve_tile(const DeltaRows& rows, const Delta
     if (first + t < end) x[t] = rows.qkv[int64_t(first + t) * rows.qkv_stride + channel];
   }
   load_history<TAPS>(rows, states, first, channel, num_channels, history);
-  const bool is_one_sequence = rows.slots[first] == rows.slots[end - 1];
+  const bool is_one_sequence = rows.segments[first] == rows.segments[end - 1];
 #pragma unroll
   for (int t = 0; t < tile_rows; t++) {
     const int row = first + t;
     if (row >= end) break;
-    if (t > 0 && !is_one_sequence && is_first_row(rows, row)) {
+    if (t > 0 && !is_one_sequence && rows.is_first(row)) {
       load_history<TAPS>(rows, states, row, channel, num_channels, history);
     }
     x[t] = convolve<TAPS>(taps, history, x[t]);
@@ -183,7 +176,8 @@ __global__ void __launch_bounds__(output_warps* warp_size)
   const int num_groups = out.padded / group_elements, warp = threadIdx.x / warp_size;
   const int64_t item = int64_t(blockIdx.x) * output_warps + warp;
   const int row = item / num_groups, group = item % num_groups;
-  if (row >= rows.num_rows) return;
+  if (row >= rows.num_rows || rows.is_of_tree(row)) return;
+  if (rows.slots[row] < 0) return clear_group<D>(layer, row, group, out);
   OutputFactors factors = load_factors<D>(layer, rows.z + int64_t(row) * rows.z_stride, group);
   open_factors(factors);
   fetch_group(work.raw + int64_t(row) * layer.num_value_heads * D, group, layer.num_value_heads * D,

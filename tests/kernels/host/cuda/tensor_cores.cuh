@@ -41,6 +41,23 @@ void load_matrices_of(uint32_t (&r)[count], uint32_t address) {
 inline void load_matrices(uint32_t (&r)[4], uint32_t address) { load_matrices_of(r, address); }
 inline void load_two_matrices(uint32_t (&r)[2], uint32_t address) { load_matrices_of(r, address); }
 
+inline void load_transposed_pairs(uint32_t (&r)[4], uint32_t address) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  uint32_t loaded[4] = {};
+  {
+    const all_of_warp<uint32_t> rows(address);
+    for (int i = 0; i < 4; i++) {
+      for (int k = 0; k < 2; k++) {
+        uint16_t pair;
+        const uint8_t* row = reinterpret_cast<const uint8_t*>(dynamic_shared) + rows[8 * i + 2 * t + k];
+        __builtin_memcpy(&pair, row + 2 * g, 2);
+        loaded[i] |= uint32_t(pair) << 16 * k;
+      }
+    }
+  }
+  for (int i = 0; i < 4; i++) r[i] = loaded[i];
+}
+
 struct product_operands {
   uint32_t a[4], b[2];
 };

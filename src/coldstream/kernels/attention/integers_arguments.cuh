@@ -1,0 +1,19 @@
+// What the kernels of attention over integers are given.
+#pragma once
+
+#include "attention/integers_tile.cuh"
+
+namespace coldstream {
+
+struct integers_arguments {
+  const int8_t* query;        // [T, H, 2, D], high planes and low planes
+  const float* query_scales;  // [T, H]
+  const uint8_t *k_cache, *v_cache;
+  float* values;  // [T, H, max_chunks, D], numerators
+  float2* stats;  // [T, H, max_chunks], maximum and denominator
+  batch_rows rows;
+  block_places places;
+  int32_t num_heads, num_kv_heads, max_chunks, window;
+};
+
+}  // namespace coldstream

@@ -1,0 +1,232 @@
+// A warp's 16 pairs of a row and a query head, and a block of 64 keys or values in shared memory: the products, and what
+// lies between them. Lane 4g + t has pairs g and g + 8, and of each the positions 8n + 2t and the next one.
+#pragma once
+
+#include "attention/integers_pairs.cuh"
+#include "attention/integers_tile.cuh"
+#include "cuda/tensor_cores.cuh"
+
+namespace coldstream {
+
+constexpr int columns = block_positions / 8;
+constexpr uint32_t sees_all = 0xffffffffu;
+
+// A number for each of the lane's two pairs and each of its positions: [n][2 · pair + position].
+using pair_floats = float[columns][4];
+
+// Which of them a pair sees, a bit each.
+__device__ __forceinline__ bool is_seen(uint32_t visible, int n, int i) { return visible >> (4 * n + i) & 1; }
+
+// The lane's pairs: whose rows they are, and what these see.
+struct lane_pairs {
+  for_both<int> row, head;
+  for_both<row_view> view;
+  for_both<float> query_scale;
+
+  // Which of a tile's keys, kept at the indices of tile `kept_in`, are at positions of `tile` that the pairs see.
+  __device__ uint32_t visible_in(int tile, int kept_in, const row_run& run, const int32_t* drafts) const {
+    uint32_t visible = 0;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint32_t bits = 0x33333333u << 2 * i;
+      if (!run.is_tree && view[i].covers(tile)) {
+        visible |= bits;
+        continue;
+      }
+      if (!view[i].meets(tile)) continue;
+      const int t = threadIdx.x % 4;
+#pragma unroll
+      for (int n = 0; n < columns; n++) {
+#pragma unroll
+        for (int b = 0; b < 2; b++) {
+          const int index = kept_in * block_positions + 8 * n + 2 * t + b;
+          if (view[i].position_in(tile, index, run, drafts) >= 0) visible |= 1u << (4 * n + 2 * i + b);
+        }
+      }
+    }
+    return visible;
+  }
+};
+
+// Weights times the values' scales as two planes of codes, as the tensor cores want them: keys 32s + 2t, 32s + 2t + 1,
+// 32s + 8 + 2t and 32s + 9 + 2t are bytes of one word, and those 16 further of another.
+struct weight_codes {
+  uint32_t high[2][4], low[2][4];
+};
+
+__device__ __forceinline__ uint32_t low_bytes(int a, int b, int c, int d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+__device__ __forceinline__ void round_weights(const pair_floats& scaled, const for_both<plane_scale>& by,
+                                              weight_codes& out) {
+#pragma unroll
+  for (int word = 0; word < 8; word++) {
+    // Half `word / 4` of the tile; words 0 and 2 are of pair g, 1 and 3 of pair g + 8.
+    const int pair = word % 2, n = 4 * (word / 4) + word % 4 / 2 * 2;
+    int codes[4];
+#pragma unroll
+    for (int byte = 0; byte < 4; byte++)
+      codes[byte] = code_of(scaled[n + byte / 2][2 * pair + byte % 2], by[pair]);
+    // The low plane is the low byte of a code, the high plane what is left of it.
+    out.low[word / 4][word % 4] = low_bytes(codes[0], codes[1], codes[2], codes[3]);
+    out.high[word / 4][word % 4] = low_bytes(high_plane(codes[0]), high_plane(codes[1]), high_plane(codes[2]),
+                                             high_plane(codes[3]));
+  }
+}
+
+// Products of 16 columns of values, at [parity of the column][2 · pair + k]: column 4t + 2k + parity.
+struct value_sums {
+  int high[2][4] = {}, mixed[2][4] = {};
+
+  // Column 4t + c of the strip for pair i.
+  __device__ float sum(int i, int c) const {
+    return float(low_unit * high[c % 2][2 * i + c / 2] + mixed[c % 2][2 * i + c / 2]);
+  }
+};
+
+template <int planes, int head_dim>
+struct pair_block {
+  static constexpr int row_bytes = planes * head_dim + scale_bytes_of_row;
+  static constexpr int tile_bytes = block_positions * row_bytes;
+  static constexpr int query_bytes = 2 * head_dim + 16;  // a pair's, with a gap so that eight meet all banks
+  static constexpr int steps = head_dim / 32, strips = head_dim / 16;
+  static_assert(head_dim % 32 == 0 && row_bytes % 16 == 0);
+
+  static __device__ int lane() { return threadIdx.x % warp_size; }
+
+  static __device__ const uint8_t* row_of(const uint8_t* tile, int n, int i) {
+    return tile + (8 * n + 2 * (threadIdx.x % 4) + i % 2) * row_bytes;
+  }
+
+  // keys: [64, row_bytes]; queries: [16, query_bytes], the warp's.
+  static __device__ void find_scores(const uint8_t* keys, const uint8_t* queries,
+                                     const for_both<float>& query_scale, pair_floats& scores) {
+    int high[columns][4] = {}, mixed[columns][4] = {};
+    const uint32_t query = shared_address(queries) + lane() % 16 * query_bytes + lane() / 16 * 16;
+    const uint32_t key = shared_address(keys) + lane() % 8 * row_bytes + lane() / 8 * 16;
+#pragma unroll
+    for (int step = 0; step + 1 < steps; step += 2) {
+      uint32_t query_high[2][4], query_low[2][4];
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        load_matrices(query_high[k], query + 32 * (step + k));
+        load_matrices(query_low[k], query + head_dim + 32 * (step + k));
+      }
+#pragma unroll
+      for (int n = 0; n < columns; n++) {
+        uint32_t words[4];
+        load_matrices(words, key + 8 * n * row_bytes + 32 * step);
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          add_product(high[n], query_high[k], words[2 * k], words[2 * k + 1]);
+          add_product(mixed[n], query_low[k], words[2 * k], words[2 * k + 1]);
+        }
+        if (planes == 1) continue;
+        load_matrices(words, key + head_dim + 8 * n * row_bytes + 32 * step);
+#pragma unroll
+        for (int k = 0; k < 2; k++) add_product(mixed[n], query_high[k], words[2 * k], words[2 * k + 1]);
+      }
+    }
+    if (steps % 2) {
+      constexpr int step = steps - 1;
+      uint32_t query_high[4], query_low[4];
+      load_matrices(query_high, query + 32 * step);
+      load_matrices(query_low, query + head_dim + 32 * step);
+      const uint32_t last_key = shared_address(keys) + lane() % 8 * row_bytes + lane() / 8 % 2 * 16 + 32 * step;
+#pragma unroll
+      for (int n = 0; n < columns; n++) {
+        uint32_t words[2];
+        load_two_matrices(words, last_key + 8 * n * row_bytes);
+        add_product(high[n], query_high, words[0], words[1]);
+        add_product(mixed[n], query_low, words[0], words[1]);
+        if (planes == 1) continue;
+        load_two_matrices(words, last_key + head_dim + 8 * n * row_bytes);
+        add_product(mixed[n], query_high, words[0], words[1]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < columns; n++) {
+#pragma unroll
+      for (int b = 0; b < 2; b++) {
+        const float scale = scale_of_row<row_bytes>(row_of(keys, n, b));
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const int at = 2 * i + b;
+          scores[n][at] = float(low_unit * high[n][at] + mixed[n][at]) * query_scale[i] * scale;
+        }
+      }
+    }
+  }
+
+  // Weights become what their products with values are rounded from; raises the greatest magnitudes of the lane's pairs.
+  static __device__ void scale_weights(const uint8_t* values, uint32_t visible, pair_floats& weights,
+                                       for_both<uint32_t>& greatest) {
+#pragma unroll
+    for (int n = 0; n < columns; n++) {
+#pragma unroll
+      for (int b = 0; b < 2; b++) {
+        const float scale = scale_of_row<row_bytes>(row_of(values, n, b));
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          float& weight = weights[n][2 * i + b];
+          weight = is_seen(visible, n, 2 * i + b) ? weight * scale : 0.0f;
+          greatest[i] = max(greatest[i], magnitude(weight));
+        }
+      }
+    }
+  }
+
+  // Adds the products of columns 16 · strip … 16 · strip + 15.
+  static __device__ void add_values(const uint8_t* values, int strip, const weight_codes& weights,
+                                    value_sums& sums) {
+    const uint32_t from = shared_address(values) + lane() * row_bytes + 16 * strip;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      uint32_t pairs_of_bytes[4];
+      load_transposed_pairs(pairs_of_bytes, from + 32 * half * row_bytes);
+#pragma unroll
+      for (int parity = 0; parity < 2; parity++) {
+        const uint32_t first = column_of(pairs_of_bytes[0], pairs_of_bytes[1], parity);
+        const uint32_t second = column_of(pairs_of_bytes[2], pairs_of_bytes[3], parity);
+        add_product(sums.high[parity], weights.high[half], first, second);
+        add_product(sums.mixed[parity], weights.low[half], first, second);
+      }
+      if (planes == 1) continue;
+      load_transposed_pairs(pairs_of_bytes, from + head_dim + 32 * half * row_bytes);
+#pragma unroll
+      for (int parity = 0; parity < 2; parity++) {
+        const uint32_t first = column_of(pairs_of_bytes[0], pairs_of_bytes[1], parity);
+        const uint32_t second = column_of(pairs_of_bytes[2], pairs_of_bytes[3], parity);
+        add_product(sums.mixed[parity], weights.high[half], first, second);
+      }
+    }
+  }
+
+  static __device__ uint32_t column_of(uint32_t first, uint32_t second, int parity) {
+    return __byte_perm(first, second, parity ? 0x7531 : 0x6420);
+  }
+};
+
+// The greatest of the visible scores of the lane's pairs, −∞ without any.
+__device__ __forceinline__ void raise_best(const pair_floats& scores, uint32_t visible, for_both<float>& best) {
+#pragma unroll
+  for (int n = 0; n < columns; n++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (is_seen(visible, n, i)) best[i / 2] = fmaxf(best[i / 2], scores[n][i]);
+    }
+  }
+}
+
+// Scores become weights.
+__device__ __forceinline__ void weigh_scores(uint32_t visible, const for_both<float>& maximum, pair_floats& scores) {
+#pragma unroll
+  for (int n = 0; n < columns; n++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      scores[n][i] = is_seen(visible, n, i) ? exact_exp(scores[n][i] - maximum[i / 2]) : 0.0f;
+  }
+}
+
+}  // namespace coldstream

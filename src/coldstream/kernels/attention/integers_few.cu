@@ -1,0 +1,429 @@
+// Attention over caches of an integer type, for few rows of any sequences, draft trees among them: docs/arithmetic.md,
+// Attention over integers.
+//
+// The work is cut into items: some rows next to each other, a key/value head, and a chunk of 256 positions. Each warp takes a
+// block of 64 positions of it for all pairs of a row and a query head, 16 through the tensor cores at a time, so that the
+// keys and values of a whole chunk are on their way at once. The blocks of a chunk belong together in their order: what a
+// block weighs by depends on the maxima of those before it, and its products are added to theirs. Chunks leave maximum,
+// denominator and numerators in a workspace for merge.cu.
+#include "attention/integers_arguments.cuh"
+#include "attention/integers_block.cuh"
+
+extern __shared__ float4 dynamic_shared[];
+
+namespace coldstream {
+
+constexpr int exchanged_columns = 32;
+constexpr int exchanged_stride = exchanged_columns + 4;  // a gap, so that eight pairs meet all banks
+
+// What warps tell each other of a pair and a block of positions.
+struct block_share {
+  float best;        // the greatest score
+  float correction;  // the factor of what was before
+  float total;       // of weights
+  float scale;       // of the sums of products
+  bool is_met;       // whether the pair has positions there
+};
+
+// Of a pair, in the blocks so far of a chunk.
+struct pair_progress {
+  float maximum, denominator;
+  bool has_begun, has_total;
+
+  // Takes in a block's greatest score; returns its correction.
+  __device__ __forceinline__ float raise(float best) {
+    const float after = has_begun ? fmaxf(maximum, best) : best;
+    const float correction = has_begun ? exact_exp(maximum - after) : 1.0f;
+    maximum = after;
+    has_begun = true;
+    return correction;
+  }
+};
+
+template <int planes, int head_dim, int warps, int groups, bool has_trees>
+struct few_rows_attention {
+  using block = pair_block<planes, head_dim>;
+  static constexpr int threads = warp_size * warps, num_pairs = pairs * groups;
+  static constexpr int most_tiles = has_trees ? 2 : 1;  // of indices in which a tile of positions has keys
+  static constexpr int passes = chunk_blocks / warps;
+  static constexpr int pieces = exchanged_columns / 4;                     // of a pair's sums that are exchanged
+  static constexpr int own_pieces = num_pairs * pieces / threads;          // that a thread combines
+  static_assert(num_pairs * pieces % threads == 0 && chunk_blocks % warps == 0);
+
+  const integers_arguments& a;
+  uint8_t *const tiles, *const queries;  // most_tiles a warp; [num_pairs, query_bytes]
+  float* const sums;                     // [2, warps, num_pairs, exchanged_stride]
+  block_share* const shares;             // [warps, num_pairs]
+  float* const by_position;              // [warps, pairs, 64], weights of a draft tree's rows
+  int32_t* const drafts;                 // positions of the rows of a tree
+  const int group = a.num_heads / a.num_kv_heads, tile_rows = num_pairs / group;
+  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size, g = lane / 4, t = lane % 4;
+  int first_row = 0, last_row = 0, kv_head = 0, chunk = 0;  // of the item; its rows end before last_row
+  int items_before = 0;                                     // the item's tile of rows
+  lane_pairs own[groups];
+
+  __device__ few_rows_attention(const integers_arguments& arguments, uint8_t* shared)
+      : a(arguments),
+        tiles(shared),
+        queries(tiles + warps * most_tiles * block::tile_bytes),
+        sums(reinterpret_cast<float*>(queries + num_pairs * block::query_bytes)),
+        shares(reinterpret_cast<block_share*>(sums + 2 * warps * num_pairs * exchanged_stride)),
+        by_position(reinterpret_cast<float*>(shares + warps * num_pairs)),
+        drafts(reinterpret_cast<int32_t*>(by_position + (has_trees ? warps * pairs * block_positions : 0))) {}
+
+  // Items are counted by tiles of rows, each with the chunks from its first to its last. `index` only grows.
+  __device__ bool find_item(int index) {
+    for (; first_row < a.rows.num_rows; first_row += tile_rows) {
+      last_row = min(first_row + tile_rows, a.rows.num_rows);
+      int begin = 0x7fffffff, end = 0;
+      for (int i = first_row; i < last_row; i++) {
+        const int position = a.rows.positions[i];
+        if (position < 0) continue;
+        begin = min(begin, first_position(position, a.window) / chunk_positions);
+        end = max(end, position / chunk_positions + 1);
+      }
+      const int count = max(end - begin, 0) * a.num_kv_heads;
+      if (index - items_before < count) {
+        kv_head = (index - items_before) % a.num_kv_heads;
+        chunk = begin + (index - items_before) / a.num_kv_heads;
+        return true;
+      }
+      items_before += count;
+    }
+    return false;
+  }
+
+  // Pairs beyond the item's repeat the last one, and are not written.
+  __device__ int64_t pair_at(int pair) const {
+    const int found = min(pair, (last_row - first_row) * group - 1);
+    return int64_t{first_row + found / group} * a.num_heads + kv_head * group + found % group;
+  }
+
+  __device__ void load_queries() {
+    constexpr int pieces = 2 * head_dim / 16;
+    for (int i = threadIdx.x; i < num_pairs * pieces; i += threads) {
+      const int pair = i / pieces, piece = i % pieces;
+      copy_async_16(queries + pair * block::query_bytes + piece * 16,
+                    a.query + pair_at(pair) * 2 * head_dim + piece * 16);
+    }
+    commit_copies();
+#pragma unroll
+    for (int m = 0; m < groups; m++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int64_t pair = pair_at(pairs * m + 8 * i + g);
+        own[m].row[i] = int(pair / a.num_heads);
+        own[m].head[i] = int(pair % a.num_heads);
+        own[m].query_scale[i] = a.query_scales[pair] * (1.0f / low_unit);
+      }
+    }
+  }
+
+  __device__ uint8_t* own_tile(int s) const { return tiles + (warp * most_tiles + s) * block::tile_bytes; }
+
+  // Of the warp alone.
+  __device__ void load(const uint8_t* cache, const row_run& run, int first, int count) const {
+    for (int s = 0; s < count; s++)
+      load_tile_by<block::row_bytes, warp_size>(own_tile(s), cache, a.places, a.rows, run, kv_head, first + s, lane);
+    commit_copies();
+  }
+
+  __device__ block_share& share_of(int of_warp, int pair) const { return shares[of_warp * num_pairs + pair]; }
+
+  // Sums of a pair's weights where keys do not lie in the order of their positions.
+  __device__ void order_by_position(const lane_pairs& of, const row_run& run, int tile,
+                                    const pair_floats (&weights)[most_tiles],
+                                    const uint32_t (&visible)[most_tiles], for_both<float>& total) const {
+    pair_floats ordered;
+    float* const places = by_position + warp * pairs * block_positions;
+    for (int i = lane; i < pairs * block_positions; i += warp_size) places[i] = 0.0f;
+    __syncwarp();
+#pragma unroll
+    for (int s = 0; s < most_tiles; s++) {
+#pragma unroll
+      for (int n = 0; n < columns; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          if (!is_seen(visible[s], n, i)) continue;
+          const int index = (tile + s) * block_positions + 8 * n + 2 * t + i % 2;
+          const int position = of.view[i / 2].position_in(tile, index, run, drafts);
+          places[(8 * (i / 2) + g) * block_positions + position % block_positions] = weights[s][n][i];
+        }
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < columns; n++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        ordered[n][i] = places[(8 * (i / 2) + g) * block_positions + 8 * n + 2 * t + i % 2];
+    }
+    __syncwarp();
+    sum_in_order(ordered, total);
+  }
+
+  // Weights of the warp's block, after all warps have told their greatest scores. `progress`: of the lane's pairs, before
+  // the pass and after it.
+  __device__ void weigh(int m, const row_run& run, int tile, pair_floats (&scores)[most_tiles],
+                        const uint32_t (&visible)[most_tiles], pair_progress (&progress)[2]) {
+    for_both<float> maximum, correction, total;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+      for (int w = 0; w < warps; w++) {
+        const block_share& other = share_of(w, pairs * m + 8 * i + g);
+        if (other.is_met) {
+          const float factor = progress[i].raise(other.best);
+          if (w == warp) correction[i] = factor;
+        }
+        if (w == warp) maximum[i] = progress[i].maximum;
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < most_tiles; s++) weigh_scores(visible[s], maximum, scores[s]);
+    if (has_trees && run.is_tree) order_by_position(own[m], run, tile, scores, visible, total);
+    else sum_in_order(scores[0], total);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      block_share& share = share_of(warp, pairs * m + 8 * i + g);
+      if (t == 0 && share.is_met) {
+        share.correction = correction[i];
+        share.total = total[i];
+      }
+    }
+  }
+
+  // Rounds the weights of the warp's block.
+  __device__ void round(int m, int num_tiles, pair_floats (&weights)[most_tiles], const uint32_t (&visible)[most_tiles],
+                        weight_codes (&codes)[most_tiles]) {
+    for_both<uint32_t> greatest = {};
+#pragma unroll
+    for (int s = 0; s < most_tiles; s++) {
+      if (s < num_tiles) block::scale_weights(own_tile(s), visible[s], weights[s], greatest);
+    }
+    for_both<plane_scale> by;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      by[i] = scale_of_planes<2>(greatest_of_pair(greatest[i]));
+      if (t == 0) share_of(warp, pairs * m + 8 * i + g).scale = by[i].scale * (1.0f / low_unit);
+    }
+#pragma unroll
+    for (int s = 0; s < most_tiles; s++) {
+      if (s < num_tiles) round_weights(weights[s], by, codes[s]);
+    }
+  }
+
+  // The pass's products with values, added to what the passes before have left in the workspace, in the order of blocks.
+  __device__ void add_products(bool has_block, int num_tiles, bool is_first_pass,
+                               const weight_codes (&codes)[groups][most_tiles],
+                               float4* const (&places)[own_pieces]) {
+#pragma unroll
+    for (int part = 0; part < head_dim / exchanged_columns; part++) {
+      float* const mine = sums + (part % 2 * warps + warp) * num_pairs * exchanged_stride;
+      if (has_block) {
+#pragma unroll
+        for (int m = 0; m < groups; m++) {
+#pragma unroll
+          for (int strip = 0; strip < exchanged_columns / 16; strip++) {
+            value_sums of_strip;
+#pragma unroll
+            for (int s = 0; s < most_tiles; s++) {
+              if (s < num_tiles) {
+                block::add_values(own_tile(s), exchanged_columns / 16 * part + strip, codes[m][s], of_strip);
+              }
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+              float* const to = mine + (pairs * m + 8 * i + g) * exchanged_stride + 16 * strip + 4 * t;
+              *reinterpret_cast<float4*>(to) = make_float4(of_strip.sum(i, 0), of_strip.sum(i, 1),
+                                                           of_strip.sum(i, 2), of_strip.sum(i, 3));
+            }
+          }
+        }
+      }
+      __syncthreads();
+      combine(part, is_first_pass, places);
+    }
+  }
+
+  __device__ void combine(int part, bool is_first_pass, float4* const (&places)[own_pieces]) {
+#pragma unroll
+    for (int k = 0; k < own_pieces; k++) {
+      if (!places[k]) continue;
+      const int i = k * threads + threadIdx.x, pair = i / pieces, column = i % pieces * 4;
+      float4* const to = places[k] + part * pieces;
+      float4 numerator = is_first_pass ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : *to;
+#pragma unroll
+      for (int w = 0; w < warps; w++) {
+        const block_share& share = share_of(w, pair);
+        if (!share.is_met) continue;
+        const float* const from = sums + ((part % 2 * warps + w) * num_pairs + pair) * exchanged_stride + column;
+        const float4 sum = *reinterpret_cast<const float4*>(from);
+        numerator.x = __fmaf_rn(share.scale, sum.x, numerator.x * share.correction);
+        numerator.y = __fmaf_rn(share.scale, sum.y, numerator.y * share.correction);
+        numerator.z = __fmaf_rn(share.scale, sum.z, numerator.z * share.correction);
+        numerator.w = __fmaf_rn(share.scale, sum.w, numerator.w * share.correction);
+      }
+      *to = numerator;
+    }
+  }
+
+  // Where the thread's pieces of numerators belong in the workspace; null for none.
+  __device__ void find_places(const row_run& run, float4* (&places)[own_pieces]) const {
+#pragma unroll
+    for (int k = 0; k < own_pieces; k++) {
+      const int i = k * threads + threadIdx.x, pair = i / pieces;
+      const int64_t found = pair_at(pair);
+      const int row = int(found / a.num_heads);
+      const bool is_own = pair < (last_row - first_row) * group && row >= run.begin && row < run.end;
+      places[k] = nullptr;
+      if (is_own && meets_chunk(row))
+        places[k] = reinterpret_cast<float4*>(a.values + place_of(found, row) * head_dim) + i % pieces;
+    }
+  }
+
+  __device__ bool meets_chunk(int row) const {
+    const int position = a.rows.positions[row];
+    return chunk >= first_position(position, a.window) / chunk_positions && chunk <= position / chunk_positions;
+  }
+
+  // In the workspace, of the row's pair.
+  __device__ int64_t place_of(int64_t pair, int row) const {
+    return pair * a.max_chunks + chunk - first_position(a.rows.positions[row], a.window) / chunk_positions;
+  }
+
+  // The chunk of the rows of one sequence, which have positions in tiles begin … end of it.
+  __device__ void attend_tiles(const row_run& run, int begin, int end) {
+    pair_progress progress[groups][2] = {};
+    float4* places[own_pieces];
+    find_places(run, places);
+    for (int pass = 0; pass < passes; pass++) {
+      const int tile = chunk * chunk_blocks + pass * warps + warp;
+      const bool has_block = tile >= begin && tile <= end;
+      const int num_tiles = has_block ? run.last_tile(tile) - tile + 1 : 0;
+      pair_floats scores[groups][most_tiles];
+      uint32_t visible[groups][most_tiles] = {};
+      __syncthreads();  // the last pass has used what is shared
+      load(a.k_cache, run, tile, num_tiles);
+      wait_for_copies<0>();
+      if (pass == 0) __syncthreads();  // the queries are there
+      else __syncwarp();
+#pragma unroll
+      for (int m = 0; m < groups; m++) {
+        for_both<float> best = {negative_infinity(), negative_infinity()};
+        const uint8_t* const own_queries = queries + m * pairs * block::query_bytes;
+#pragma unroll
+        for (int s = 0; s < most_tiles; s++) {
+          if (s >= num_tiles) continue;
+          block::find_scores(own_tile(s), own_queries, own[m].query_scale, scores[m][s]);
+          visible[m][s] = own[m].visible_in(tile, tile + s, run, drafts);
+          raise_best(scores[m][s], visible[m][s], best);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          best[i] = greatest_of_pair(best[i]);
+          block_share& share = share_of(warp, pairs * m + 8 * i + g);
+          if (t == 0) {
+            share.best = best[i];
+            share.is_met = has_block && own[m].view[i].meets(tile);
+          }
+        }
+      }
+      __syncthreads();
+      load(a.v_cache, run, tile, num_tiles);
+#pragma unroll
+      for (int m = 0; m < groups; m++) weigh(m, run, tile, scores[m], visible[m], progress[m]);
+      wait_for_copies<0>();
+      __syncwarp();
+      weight_codes codes[groups][most_tiles];
+#pragma unroll
+      for (int m = 0; m < groups; m++) {
+        if (has_block) round(m, num_tiles, scores[m], visible[m], codes[m]);
+      }
+      add_products(has_block, num_tiles, pass == 0, codes, places);
+      add_totals(progress);
+    }
+    leave(run, progress);
+  }
+
+  // The pass's weights, in the order of blocks; each warp does the same.
+  __device__ void add_totals(pair_progress (&progress)[groups][2]) const {
+#pragma unroll
+    for (int m = 0; m < groups; m++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        pair_progress& of = progress[m][i];
+        for (int w = 0; w < warps; w++) {
+          const block_share& share = share_of(w, pairs * m + 8 * i + g);
+          if (!share.is_met) continue;
+          of.denominator = of.has_total ? __fmaf_rn(of.denominator, share.correction, share.total) : share.total;
+          of.has_total = true;
+        }
+      }
+    }
+  }
+
+  __device__ void leave(const row_run& run, const pair_progress (&progress)[groups][2]) const {
+    if (warp > 0 || t > 0) return;
+#pragma unroll
+    for (int m = 0; m < groups; m++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int pair = pairs * m + 8 * i + g, row = own[m].row[i];
+        const bool is_own = pair < (last_row - first_row) * group && row >= run.begin && row < run.end;
+        if (!is_own || !progress[m][i].has_begun) continue;
+        a.stats[place_of(pair_at(pair), row)] = make_float2(progress[m][i].maximum, progress[m][i].denominator);
+      }
+    }
+  }
+
+  // The chunk of the rows of one sequence, if it is one.
+  __device__ void attend_run(const row_run& run) {
+    int first = 0x7fffffff, last = -1;  // tiles
+    for (int i = run.begin; i < run.end; i++) {
+      const int position = a.rows.positions[i];
+      if (position < 0) continue;
+      first = min(first, first_position(position, a.window) / block_positions);
+      last = max(last, position / block_positions);
+    }
+    const int begin = max(first, chunk * chunk_blocks), end = min(last, chunk * chunk_blocks + chunk_blocks - 1);
+    if (begin > end) return;
+    if (has_trees && run.is_tree) {
+      __syncthreads();
+      for (int i = threadIdx.x; i < run.num_kept - run.committed; i += threads)
+        drafts[i] = a.rows.positions[run.start + i];
+    }
+#pragma unroll
+    for (int m = 0; m < groups; m++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const bool is_own = own[m].row[i] >= run.begin && own[m].row[i] < run.end;
+        own[m].view[i] = is_own ? row_view(a.rows, run, own[m].row[i], a.window) : row_view();
+      }
+    }
+    attend_tiles(run, begin, end);
+  }
+
+  __device__ void run_items() {
+    for (int index = blockIdx.x; find_item(index); index += gridDim.x) {
+      __syncthreads();
+      load_queries();
+      for (int begin = first_row; begin < last_row;) {
+        const row_run run(a.rows, begin, last_row);
+        attend_run(run);
+        begin = run.end;
+      }
+    }
+  }
+};
+
+// has_trees: whether there may be draft trees among the rows. groups: of 16 pairs.
+template <int planes, int head_dim, int warps, int groups, bool has_trees>
+__global__ void __launch_bounds__(warp_size * warps) attention_integers_few(const integers_arguments a) {
+  wait_for_previous_grid();
+  release_next_grid();
+  few_rows_attention<planes, head_dim, warps, groups, has_trees>(a, reinterpret_cast<uint8_t*>(dynamic_shared))
+      .run_items();
+}
+
+}  // namespace coldstream

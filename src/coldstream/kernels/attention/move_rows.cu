@@ -1,0 +1,37 @@
+// Keys and values of a committed path of a draft tree brought to their positions; see move_rows.py.
+#include "attention/grid.cuh"
+
+namespace coldstream {
+
+// `CommittedPath` of kernels/ops.py, as far as it is needed here.
+struct moved_path {
+  const int32_t *count, *first;    // of one number
+  const int32_t *sources, *table;  // [count]; where the blocks of the sequence are
+};
+
+// Bytes between blocks of positions, and of a position.
+struct moved_places {
+  int64_t block_bytes, position_bytes;
+};
+
+// grid (pieces of 16 bytes of a position / 128, 2), 128 threads: a piece of keys or values a thread. Sources are further
+// back than targets, and grow, so that nothing is written over before it has been read.
+__global__ void __launch_bounds__(128)
+    move_rows(uint8_t* k_cache, uint8_t* v_cache, const moved_path path, const moved_places places) {
+  wait_for_previous_grid();
+  release_next_grid();
+  const int64_t piece = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (piece * 16 >= places.position_bytes) return;
+  uint8_t* const cache = (blockIdx.y ? v_cache : k_cache) + piece * 16;
+  const int count = *path.count, first = *path.first;
+  auto place = [&](int index) {
+    return reinterpret_cast<uint4*>(cache + path.table[index / chunk_positions] * places.block_bytes +
+                                    index % chunk_positions * places.position_bytes);
+  };
+  for (int i = 0; i < count; i++) {
+    const int source = path.sources[i];
+    if (source != i) *place(first + i) = *place(first + source);
+  }
+}
+
+}  // namespace coldstream

@@ -1,0 +1,55 @@
+// States brought to what a path of a draft tree has made of them, from its rows' kept inputs.
+#include "gated_delta_net/row_steps.cuh"
+
+using namespace coldstream;
+
+// `CommittedPath` of kernels/ops.py, as far as it is needed here.
+struct DeltaPath {
+  const int32_t *slot, *count;  // of one number
+  const int32_t* kept;          // [count]
+};
+
+// What rows of trees have kept.
+struct DeltaKept {
+  const float *qkv, *alpha, *beta;  // [kept rows, channels], [kept rows, NV] twice
+};
+
+// grid (NV · D / 32), 128 threads: as `delta_decode`, without outputs. `readers` [NK] is zero between launches.
+template <int D, int TAPS>
+__global__ void __launch_bounds__(delta_threads)
+    delta_replay(DeltaLayer layer, DeltaKept kept, DeltaStates states, DeltaPath path, uint32_t* readers) {
+  __shared__ Vectors<D> vectors;
+  __shared__ bool stores_key_head;
+  constexpr int blocks_per_head = D / block_columns;
+  const int size = layer.num_value_heads * D, num_channels = 2 * layer.num_key_heads * D + size;
+  const int head = blockIdx.x / blocks_per_head;
+  wait_for_previous_grid();
+  release_next_grid();
+  const int count = *path.count, slot = *path.slot;
+  if (count == 0 || slot < 0) return;
+  const Place<D> place{head, layer.key_head_ids[head], int(blockIdx.x) % blocks_per_head * block_columns, slot};
+  float* block_state = states.state + place.state_offset(layer);
+  const DeltaRows rows{kept.qkv, nullptr, kept.alpha, kept.beta, num_channels, 0, layer.num_value_heads,
+                       layer.num_value_heads};
+  const uint32_t num_readers = count_readers(layer, place.key_head, layer.num_value_heads) * blocks_per_head;
+  const float a = layer.a[head], dt_bias = layer.dt_bias[head];
+  Channels<D, TAPS> channels;
+  channels.load_taps(place, layer);
+  channels.load(states, slot, num_channels);
+  channels.load_inputs(rows, path.kept[0]);
+  float state[chain_keys<D>];
+  load_state<D>(block_state, state);
+  for (int i = 0; i < count; i++) {
+    const int64_t at = int64_t(path.kept[i]) * layer.num_value_heads + head;
+    const float2 gates = open_gates(kept.alpha[at], kept.beta[at], a, dt_bias);
+    mix_row<D, TAPS>(channels, layer.eps, vectors);
+    // The history has been used; its place may be written by the last block that comes here.
+    if (i == 0 && threadIdx.x == 0)
+      stores_key_head = atomicInc(readers + place.key_head, num_readers - 1) == num_readers - 1;
+    if (i + 1 < count) channels.load_inputs(rows, path.kept[i + 1]);
+    step<D>(state, vectors, gates);
+  }
+  store_state<D>(block_state, state);
+  __syncthreads();
+  channels.store(states, slot, num_channels, stores_key_head);
+}

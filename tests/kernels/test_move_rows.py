@@ -1,0 +1,69 @@
+"""A commit on the GPU moves keys and values as the operations in PyTorch do."""
+
+from random import Random
+
+import pytest
+import torch
+from host_device import HostDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coldstream.kernels.attention.move_rows import move_rows_cuda
+from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS, CommittedPath
+from coldstream.kernels.reference_ops import ReferenceOps
+
+NUM_BLOCKS = 5
+
+
+def a_path(first: int, rows: list[int], seed: int) -> CommittedPath:
+    order = list(range(NUM_BLOCKS))
+    Random(seed).shuffle(order)
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    sources = ints(*rows, *[10**6] * (MAX_TREE_ROWS - len(rows)))
+    return CommittedPath(ints(0), ints(len(rows)), ints(first), sources, sources, ints(*order))
+
+
+def check(first: int, rows: list[int], row_bytes: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(first)
+    shape = (NUM_BLOCKS, BLOCK_POSITIONS, 2, row_bytes)
+    caches = [torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator) for _ in "kv"]
+    path = a_path(first, rows, seed=first)
+    expected = [cache.clone() for cache in caches]
+    ReferenceOps().commit_attention(expected[0], expected[1], path)
+    found = [cache.to(device) for cache in caches]
+    move_rows_cuda(*found, CommittedPath(*(tensor.to(device) for tensor in vars(path).values())))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.cpu(), other)
+
+
+paths = st.lists(st.integers(0, MAX_TREE_ROWS - 1), unique=True, max_size=MAX_TREE_ROWS).map(sorted)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    first=st.sampled_from([0, 1, 200, 254, 255, 256, 500]), rows=paths, row_bytes=st.sampled_from([80, 528])
+)
+def check_all(host: HostDevice, first: int, rows: list[int], row_bytes: int) -> None:
+    check(first, rows, row_bytes, "cpu")
+
+
+def test_rows_of_a_path_move_as_the_reference_moves_them(host: HostDevice) -> None:
+    check_all(host)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", [0, 254, 500])
+@pytest.mark.parametrize("rows", [[], [0], [3], [0, 1, 2], [0, 2, 5, 63], list(range(1, 64, 2))])
+def test_a_gpu_moves_them_so_too(first: int, rows: list[int]) -> None:
+    check(first, rows, 528, "cuda")
+
+
+def test_caches_that_are_laid_out_otherwise_are_refused() -> None:
+    k = torch.zeros(2, BLOCK_POSITIONS, 1, 24, dtype=torch.int8)
+    with pytest.raises(ValueError, match="pieces of 16"):
+        move_rows_cuda(k, k, a_path(0, [0], 0))
+    with pytest.raises(ValueError, match="alike"):
+        move_rows_cuda(k, k.float(), a_path(0, [0], 0))
