@@ -102,6 +102,11 @@ inline unsigned int atomicOr(unsigned int* to, unsigned int value) {
   *to |= value;
   return before;
 }
+inline unsigned int atomicInc(unsigned int* to, unsigned int last) {
+  const unsigned int before = *to;
+  *to = before >= last ? 0 : before + 1;
+  return before;
+}
 inline void __threadfence() {}
 inline void __threadfence_system() {}
 
@@ -131,12 +136,15 @@ inline float __uint_as_float(unsigned int bits) { return same_bits<float>(bits);
 inline float __int_as_float(int bits) { return same_bits<float>(bits); }
 inline double __longlong_as_double(long long bits) { return same_bits<double>(bits); }
 
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
 inline int __popc(unsigned int bits) { return __builtin_popcount(bits); }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
 }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float sqrtf(float x) { return __builtin_sqrtf(x); }
+inline float fabsf(float x) { return __builtin_fabsf(x); }
 inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
 inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
 inline double rint(double x) { return __builtin_rint(x); }

@@ -128,7 +128,7 @@ struct Gather {
 
   __device__ void finish(const DeltaLayer& layer, const DeltaRows& rows, const Route& route, int first, int end,
                          const DeltaOutputs& out) {
-    __shared__ alignas(16) float values[delta_threads / warp_size][group_elements];
+    alignas(16) __shared__ float values[delta_threads / warp_size][group_elements];
     __shared__ bool is_last;
     const uint32_t num_blocks = min(size - group * group_elements, group_elements) / block_columns;
     __syncthreads();

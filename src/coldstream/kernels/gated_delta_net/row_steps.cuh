@@ -162,7 +162,7 @@ __device__ __forceinline__ int count_readers(const DeltaLayer& layer, int key_he
 // has the latest.
 template <int D>
 __device__ __forceinline__ void prefetch_state(const float* block_state) {
-  if (threadIdx.x < D) asm volatile("prefetch.global.L2 [%0];" ::"l"(block_state + threadIdx.x * D));
+  if (threadIdx.x < D) bring_near(block_state + threadIdx.x * D);
 }
 
 }  // namespace coldstream
