@@ -12,7 +12,8 @@ import torch
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.attention.cuda import AttentionInputs, AttentionShape, Caches, DecodeWorkspace
-from coldstream.kernels.attention.cuda_integers import IntegerQueries, integer_kernels
+from coldstream.kernels.attention.cuda_integers import IntegerKernels, IntegerQueries, integer_kernels
+from coldstream.kernels.attention.exact import CHUNK_SIZE
 from coldstream.kernels.attention.move_rows import move_rows_cuda
 from coldstream.kernels.cuda.activations import Activations, as_floats
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES
@@ -157,7 +158,8 @@ class CudaOps(CudaLoader):
         )
         out = self.activations(num_rows, num_heads * head_dim)
         num_positions = rows.batch.tables.shape[1] * k_cache.shape[1]
-        values, stats = DecodeWorkspace.shapes(shape, num_rows, num_positions)
+        num_chunks = IntegerKernels.num_chunks(num_rows, num_positions)
+        values, stats = DecodeWorkspace.shapes(shape, num_rows, num_chunks * CHUNK_SIZE)
         workspace = DecodeWorkspace(self._empty(*values), self._empty(*stats))
         inputs = AttentionInputs(query_gate, key, value, q_norm, k_norm, angles, eps)
         self._launch(self._attend, shape, inputs, Caches(k_cache, v_cache), rows, queries, workspace, out)
@@ -173,10 +175,9 @@ class CudaOps(CudaLoader):
         workspace: DecodeWorkspace,
         out: Activations,
     ) -> None:
-        assert rows.batch is not None
         kernels = integer_kernels(shape, device_limits())
         kernels.prepare(inputs, caches, rows, queries)
-        kernels.attend(queries, caches, rows, workspace, has_trees=rows.batch.has_trees)
+        kernels.attend(queries, caches, rows, workspace)
         kernels.merge(inputs.query_gate, rows, workspace, out=out.values, quantised=out.quantised)
 
     def gated_delta_net(

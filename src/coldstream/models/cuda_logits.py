@@ -1,8 +1,8 @@
-"""Logits that stay on the GPU, where the next token can be chosen from them."""
+"""Logits that stay on the GPU, where next tokens can be chosen from them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -89,26 +89,62 @@ def _views(settings: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class CudaLogits:
-    """float32 logits [1, vocab] after the token at `position` of a sequence.
+class OnDevice:
+    """What logits of one step have in common."""
 
-    Implements decoding's `DeviceLogits`. Valid until the runner's next step, which `is_current` tells.
-    """
-
-    values: torch.Tensor
     sampler: Sampler
-    position: int
-    is_current: Callable[[], bool]
+    is_current: Callable[[], bool]  # until the runner's next step
     download: Callable[[torch.Tensor], np.ndarray[Any, Any]]
     ended: Callable[[], None]  # called when the device has done what came before
+
+    def check(self) -> None:
+        """Raises RuntimeError if the memory may have other contents."""
+        if not self.is_current():
+            raise RuntimeError("these logits are gone: the model has computed another step since")
+
+
+@dataclass(frozen=True)
+class StepLogits:
+    """float32 logits [n, vocab] after rows of a step. Valid until the runner's next step."""
+
+    values: torch.Tensor
+    step: OnDevice
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @overload
+    def __getitem__(self, rows: int) -> "CudaLogits": ...
+
+    @overload
+    def __getitem__(self, rows: slice) -> "StepLogits": ...
+
+    def __getitem__(self, rows: int | slice) -> "CudaLogits | StepLogits":
+        if isinstance(rows, slice):
+            return StepLogits(self.values[rows], self.step)
+        row = range(len(self))[rows]
+        return CudaLogits(self.values[row : row + 1], self.step)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        self.step.check()
+        with device_errors():
+            return np.array(self.step.download(self.values), dtype=dtype)
+
+
+@dataclass(frozen=True)
+class CudaLogits:
+    """float32 logits [1, vocab] after one row of a step; implements decoding's `DeviceLogits`."""
+
+    values: torch.Tensor
+    step: OnDevice
 
     def __len__(self) -> int:
         return self.values.shape[1]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        self._check()
+        self.step.check()
         with device_errors():
-            return np.array(self.download(self.values)[0], dtype=dtype)
+            return np.array(self.step.download(self.values)[0], dtype=dtype)
 
     def choose(
         self,
@@ -120,23 +156,19 @@ class CudaLogits:
         **settings: float,
     ) -> int | None:
         """See decoding's `DeviceLogits`."""
-        self._check()
+        self.step.check()
         with device_errors():
-            token = self.sampler.choose(
+            token = self.step.sampler.choose(
                 self.values,
                 context,
                 {
                     **settings,
                     "penalty_window": ALL_TOKENS if repeat_last_n is None else repeat_last_n,
                     "seed": (seed ^ SIGN_BIT) - SIGN_BIT,
-                    "position": self.position,
+                    "position": len(context) - 1,
                     "slot": 0,
                 },
                 has_penalties,
             )
-            self.ended()
+            self.step.ended()
         return token
-
-    def _check(self) -> None:
-        if not self.is_current():
-            raise RuntimeError("these logits are gone: the model has computed another step since")

@@ -27,7 +27,7 @@ from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.kvcache.sequence import Sequence
 from coldstream.kvcache.sequence_cache import AcceptedPath
 from coldstream.models.captured_steps import CapturedSteps
-from coldstream.models.cuda_logits import CudaLogits
+from coldstream.models.cuda_logits import OnDevice, StepLogits
 from coldstream.models.cuda_model import (
     HEAD_ROWS,
     MAX_DECODE_ROWS,
@@ -333,9 +333,13 @@ class CudaRunner(ModelRunner):
         self._can_make_room = True
         self._steps.run(("commit", None), self._loaded.commit, lambda nothing: nothing, self._make_room)
 
-    def _logits_of(self, rows: Array) -> CudaLogits | Array:
+    def _logits_of(self, rows: Array) -> StepLogits | Array:
         if len(rows) <= HEAD_ROWS:
-            return self._lazily(self._on_device(rows))
+            step = self._num_steps
+            of_step = OnDevice(
+                self._loaded.sampler, lambda: self._num_steps == step, self._download, self._ended
+            )
+            return StepLogits(self._on_device(rows), of_step)
         parts = [rows[start : start + HEAD_ROWS] for start in range(0, len(rows), HEAD_ROWS)]
         return np.concatenate([self._download(self._on_device(part)) for part in parts])
 
@@ -355,16 +359,6 @@ class CudaRunner(ModelRunner):
         hidden = self._hidden.rows(first, count) if indices is None else self._hidden.take(indices)
         result: torch.Tensor = self._loaded.model.logits(hidden)
         return result
-
-    def _lazily(self, values: torch.Tensor) -> CudaLogits:
-        step = self._num_steps
-        return CudaLogits(
-            values=values,
-            sampler=self._loaded.sampler,
-            is_current=lambda: self._num_steps == step,
-            download=self._download,
-            ended=self._ended,
-        )
 
     def _forget_outputs(self) -> None:
         """Gives the memory of the last step's outputs back before it is needed again."""
