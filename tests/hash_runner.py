@@ -2,81 +2,96 @@
 sensitive to every token of its state. Not a language model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 
 from builders import Dims, write_gguf
-from coldstream.decoding import Logits, Progress
+from coldstream.decoding import Logits
 from coldstream.engine import EngineConfig, OpenedModel, SamplingParams
-from coldstream.engine.opened_model import ModelHandle
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
+from coldstream.kernels.cpu_ops import CpuOps
+from coldstream.kvcache import CacheSize, Sequence, SequenceCache
+from coldstream.kvcache.batch import BatchLimits, CheckedSegment
+from coldstream.kvcache.sequence_cache import AcceptedPath
 from coldstream.models.cpu_runner import ALL_BYTES, CpuRunner
+from coldstream.models.runner import ModelRunner
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import PlanOptions
 from coldstream.placement.run_plan import RunPlan
 
-CHUNK = 8
 
+class HashRunner(ModelRunner):
+    """`computed` counts the tokens given; from position `fail_at` on it raises."""
 
-class HashRunner:
-    """Implements `ModelHandle`. `computed` counts the tokens given; from position `fail_at` on it raises."""
-
+    chunk_size = 8
+    head_rows = 8
     tier = "hash"
     threads = 1
     warnings: tuple[str, ...] = ()
-    disk = None
-    gpu_experts = None
+    reads_file = False
     expert_uses: tuple[int, int] | None = None
 
-    def __init__(self, file: GGUFFile) -> None:
-        self.file = file
-        self.spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        self.token_ids: list[int] = []
+    def __init__(self, file: GGUFFile, ctx_size: int) -> None:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        super().__init__(file, spec, ctx_size)
+        self.cache_size = CacheSize.of(8, ctx_size)
+        self._sequences = SequenceCache(spec, CpuOps(1), self.cache_size, "f32")
+        self._limits = BatchLimits(spec.vocab_size, ctx_size, self.chunk_size, self.chunk_size)
+        self._tokens: dict[Sequence, list[int]] = {}
+        self._last: Sequence | None = None
+        self._contexts: list[list[int]] = []  # of the rows of the last step
         self.computed = 0
         self.fail_at: int | None = None
         self.closed = False
 
     @property
+    def token_ids(self) -> list[int]:
+        """Of the sequence that was computed last."""
+        return [] if self._last is None else self._tokens[self._last][: self._last.length]
+
+    @property
     def position(self) -> int:
         return len(self.token_ids)
 
-    def reset(self) -> None:
-        self.token_ids = []
+    def current_logits(self) -> Logits:
+        return self._logits(self.token_ids)
 
-    def extend(self, token_ids: Sequence[int], progress: Progress | None = None) -> Logits:
-        for start in range(0, len(token_ids), CHUNK):
-            self._append(token_ids[start : start + CHUNK])
-            if progress is not None:
-                progress(min(start + CHUNK, len(token_ids)), len(token_ids))
-        return self.current_logits()
-
-    def prefill(self, token_ids: Sequence[int], progress: Progress | None = None) -> Logits:
-        return self.extend(token_ids, progress)
-
-    def decode(self, token_id: int) -> Logits:
-        return self.extend([token_id])
-
-    def logits(self, token_ids: Sequence[int]) -> Logits:
-        self.reset()
-        return np.stack([self.decode(token_id) for token_id in token_ids])
+    def branch(self, sequence: Sequence) -> Sequence:
+        branch = super().branch(sequence)
+        self._tokens[branch] = list(self._tokens[sequence])
+        return branch
 
     def close(self) -> None:
         assert not self.closed, "closed twice"
         self.closed = True
-        self.file.close()
+        super().close()
 
-    def _append(self, token_ids: Sequence[int]) -> None:
-        self.token_ids += token_ids
-        self.computed += len(token_ids)
-        if self.fail_at is not None and self.position >= self.fail_at:
-            raise RuntimeError("made to fail")
+    def _launch(self, segments: Collection[CheckedSegment]) -> None:
+        self._sequences.reserve([segment.demand for segment in segments])
+        self._contexts = []
+        for segment in segments:
+            self._last = sequence = segment.sequence
+            tokens = self._tokens.setdefault(sequence, [])
+            tokens[sequence.length :] = segment.token_ids.tolist()
+            ends = range(sequence.length + 1, len(tokens) + 1)
+            self._contexts += [tokens[:end] for end in ends]
+            self.computed += len(ends)
+            if self.fail_at is not None and len(tokens) >= self.fail_at:
+                raise RuntimeError("made to fail")
 
-    def current_logits(self) -> Logits:
-        return np.random.default_rng(self.token_ids).normal(size=self.spec.vocab_size).astype(np.float32)
+    def _logits_of(self, rows: np.ndarray) -> np.ndarray:
+        empty = np.empty((0, self.spec.vocab_size), np.float32)
+        return np.concatenate([empty, *(self._logits(self._contexts[row])[None] for row in rows)])
+
+    def _commit(self, path: AcceptedPath) -> None:
+        raise NotImplementedError
+
+    def _logits(self, token_ids: list[int]) -> Logits:
+        return np.random.default_rng(token_ids).normal(size=self.spec.vocab_size).astype(np.float32)
 
 
 def open_hash_model(
@@ -86,16 +101,16 @@ def open_hash_model(
     (path,) = write_gguf(
         path, dims=Dims(layers=1, hidden=32, experts=2, expert_ffn=32, shared_ffn=32, state=32)
     )
-    return opened_with(HashRunner(GGUFFile.open(path)), ctx_size, default_sampling)
+    return opened_with(HashRunner(GGUFFile.open(path), ctx_size), ctx_size, default_sampling)
 
 
 def opened_with(
-    runner: ModelHandle, ctx_size: int, default_sampling: SamplingParams | None = None
+    runner: ModelRunner, ctx_size: int, default_sampling: SamplingParams | None = None
 ) -> OpenedModel:
     """The tokenizer and the template of a runner's file around it."""
     metadata = runner.file.metadata
     tokenizer = Tokenizer.from_metadata(metadata)
-    needs = CpuRunner.needs(runner.file, runner.spec, 1, "auto", ctx_size, "f16")
+    needs = CpuRunner.needs(runner.file, runner.spec, 1, "auto", ctx_size, "f32")
     placement = needs.place(ALL_BYTES, None, PlanOptions())
     return OpenedModel(
         config=EngineConfig(str(runner.file.paths[0]), ctx_size=ctx_size, threads=1),

@@ -21,7 +21,7 @@ class Shape:
 
 
 def test_shapes_and_bytes() -> None:
-    cache = ModelCache(Shape(), ReferenceOps(), num_slots=5, context_length=100)
+    cache = ModelCache(Shape(), ReferenceOps(), num_slots=5, context_length=100, kv_type="f16")
     first, second, third = cache.layers
     assert isinstance(first, DeltaNetState)
     assert isinstance(second, AttentionState)
@@ -36,12 +36,12 @@ def test_shapes_and_bytes() -> None:
 
 
 def test_every_tensor_is_its_own() -> None:
-    tensors = ModelCache(Shape(), ReferenceOps(), 2, 10).tensors()
+    tensors = ModelCache(Shape(), ReferenceOps(), 2, 10, "f32").tensors()
     assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors) == 6
 
 
 def test_reset_clears_one_slot() -> None:
-    cache = ModelCache(Shape(), ReferenceOps(), 3, 10)
+    cache = ModelCache(Shape(), ReferenceOps(), 3, 10, "f32")
     for tensor in cache.tensors():
         tensor.fill_(1.0)
     cache.reset(1)
@@ -55,7 +55,7 @@ def test_reset_clears_one_slot() -> None:
 @pytest.mark.parametrize("slot", [-1, 3])
 def test_there_must_be_such_a_slot(slot: int) -> None:
     with pytest.raises(IndexError, match="of 3"):
-        ModelCache(Shape(), ReferenceOps(), 3, 10).reset(slot)
+        ModelCache(Shape(), ReferenceOps(), 3, 10, "f32").reset(slot)
 
 
 @pytest.mark.parametrize(("slots", "positions"), [(0, 10), (1, 0), (-1, 10)])

@@ -10,6 +10,7 @@ from test_cache import Shape
 from coldstream.errors import InvalidRequestError, OutOfMemoryError
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.ops import BLOCK_POSITIONS
+from coldstream.kvcache.batch import PathArrays
 from coldstream.kvcache.cache import AttentionState, CacheSize, DeltaNetState
 from coldstream.kvcache.pool import BlockPool
 from coldstream.kvcache.sequence import Checkpoint, Sequence
@@ -24,7 +25,8 @@ class Sequences(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = SequenceCache(Shape(), CpuOps(1), SIZE, "f32")
+        self.ops = CpuOps(1)
+        self.cache = SequenceCache(Shape(), self.ops, SIZE, "f32")
         self.tokens: dict[Sequence, list[int]] = {}
         self.trees: dict[Sequence, list[int]] = {}
         self.kept: dict[Checkpoint, list[int]] = {}
@@ -123,10 +125,15 @@ class Sequences(RuleBasedStateMachine):
                 self.cache.accept(sequence, path[1:])
         kept = sequence.pending.kept
         try:
-            assert self.cache.accept(sequence, path) == [kept[row] for row in path]
+            accepted = self.cache.accept(sequence, path)
         except OutOfMemoryError:
             assert sequence.pending is not None
             return
+        assert accepted.rows == tuple(path)
+        assert accepted.kept == tuple(kept[row] for row in path)
+        arrays = PathArrays(np.zeros(PathArrays.num_values(SIZE.num_blocks), np.int32), SIZE.num_blocks)
+        arrays.write(accepted)
+        self.ops.commit_attention(self.attention.k, self.attention.v, arrays.path)
         tree = self.trees.pop(sequence)
         tokens = [tree[row] for row in path]
         if path:

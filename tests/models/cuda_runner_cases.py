@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 from cuda.bindings import driver
+from one_sequence import OneSequence
 
 from coldstream.engine.routing_profile import routed_model
 from coldstream.experts.prefetching import LAYERS_AHEAD, Prefetching
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kvcache import CacheSize
 from coldstream.models.cuda_runner import CudaRunner, Placed
 from coldstream.models.footprint import model_sizes
 from coldstream.models.spec import ModelSpec
@@ -20,10 +22,15 @@ from coldstream.placement.run_plan import RunPlan
 CHUNK_SIZE = 512
 
 
-def open_cuda(path: Path, context_length: int = 256, num_slots: int = 1, kv_type: str = "f16") -> CudaRunner:
+def open_cuda(
+    path: Path, context_length: int = 256, kv_type: str = "i16", cache_size: CacheSize | None = None
+) -> OneSequence:
     file = GGUFFile.open(path)
     spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-    return CudaRunner.load(file, spec, context_length=context_length, kv_type=kv_type, num_slots=num_slots)
+    runner = CudaRunner.load(
+        file, spec, context_length=context_length, kv_type=kv_type, cache_size=cache_size
+    )
+    return OneSequence(runner)
 
 
 def open_partly(
@@ -36,9 +43,9 @@ def open_partly(
     pinned: tuple[int, ...] = (),
     ring_bytes: int = 8 * 2**20,
     context_length: int = 256,
-    num_slots: int = 1,
+    cache_size: CacheSize | None = None,
     prefetching: Prefetching | None = None,
-) -> CudaRunner:
+) -> OneSequence:
     """With slots for that share of the experts, and that share of what a token misses read over the bus.
 
     All experts of `pinned` layers are there besides.
@@ -51,7 +58,7 @@ def open_partly(
         model=routed_model(file, spec),
         tier="vram",
         budget_bytes=2**40,
-        fixed=FixedPart(context_length, "f16", CHUNK_SIZE, 0, 0, 0),
+        fixed=FixedPart(context_length, "i16", CHUNK_SIZE, 0, 0, 0),
         ring_bytes=ring_bytes,
         expert_bytes=sizes.expert_bytes,
         resident=tuple(
@@ -63,9 +70,10 @@ def open_partly(
     run = RunPlan(plan, threads, streamed=by_misses, prefetch=prefetching.experts if prefetching else 0)
     ahead = prefetching.distance if prefetching else LAYERS_AHEAD
     placed = Placed(run, policy=policy, layers_ahead=ahead)
-    return CudaRunner.load(
-        file, spec, context_length=context_length, kv_type="f16", num_slots=num_slots, placed=placed
+    runner = CudaRunner.load(
+        file, spec, context_length=context_length, kv_type="i16", cache_size=cache_size, placed=placed
     )
+    return OneSequence(runner)
 
 
 @contextmanager

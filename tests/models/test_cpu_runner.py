@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from one_sequence import open_cpu
 from runner_cases import CPU_VARIANTS, MIX, reference_logits, token_ids
 
 from builders import Dims, write_gguf
@@ -40,7 +41,7 @@ def hybrid_or_attention(request: pytest.FixtureRequest, tmp_path_factory: pytest
 @pytest.mark.parametrize("kv_type", ["f32", "i16"])
 def test_the_graph_computes_what_the_reference_defines(model_path: Path, kv_type: str) -> None:
     ids = token_ids(7)
-    with CpuRunner.open(model_path, threads=2, context_length=64, kv_type=kv_type) as runner:
+    with open_cpu(model_path, threads=2, context_length=64, kv_type=kv_type) as runner:
         assert np.array_equal(runner.logits(ids), reference_logits(model_path, ids, kv_type).numpy())
 
 
@@ -51,9 +52,9 @@ def test_tokens_do_not_depend_on_tier_threads_or_chunks(
 ) -> None:
     path = hybrid_or_attention
     ids = token_ids(CpuRunner.chunk_size + 9)
-    with CpuRunner.open(path, threads=2, tier="generic", context_length=len(ids)) as runner:
+    with open_cpu(path, threads=2, tier="generic", context_length=len(ids)) as runner:
         expected = runner.prefill(ids)
-    with CpuRunner.open(path, threads=threads, tier=tier, context_length=len(ids)) as runner:
+    with open_cpu(path, threads=threads, tier=tier, context_length=len(ids)) as runner:
         assert np.array_equal(runner.prefill(ids), expected)
         runner.reset()
         start = 0
@@ -65,7 +66,7 @@ def test_tokens_do_not_depend_on_tier_threads_or_chunks(
 
 def test_decoding_equals_prefill_bit_for_bit(model_path: Path) -> None:
     ids = token_ids(70)
-    with CpuRunner.open(model_path, threads=2, context_length=128) as runner:
+    with open_cpu(model_path, threads=2, context_length=128) as runner:
         together = runner.logits(ids)
         runner.reset()
         alone = np.stack([runner.decode(token) for token in ids])
@@ -73,7 +74,7 @@ def test_decoding_equals_prefill_bit_for_bit(model_path: Path) -> None:
 
 
 def test_twenty_requests_in_one_process_answer_like_the_first(moe_path: Path) -> None:
-    with CpuRunner.open(moe_path, threads=2, context_length=128) as runner:
+    with open_cpu(moe_path, threads=2, context_length=128) as runner:
         expected = runner.prefill(token_ids(33))
         for other in range(1, 21):
             runner.reset()
@@ -83,7 +84,7 @@ def test_twenty_requests_in_one_process_answer_like_the_first(moe_path: Path) ->
 
 
 def test_what_cannot_be_computed_is_refused_and_changes_nothing(moe_path: Path) -> None:
-    with CpuRunner.open(moe_path, threads=1, context_length=16) as runner:
+    with open_cpu(moe_path, threads=1, context_length=16) as runner:
         runner.prefill(token_ids(8))
         for bad in ([], token_ids(9), [-1], [runner.spec.vocab_size]):
             with pytest.raises(InvalidRequestError):
@@ -102,7 +103,7 @@ def test_fl01_a_file_that_shrinks_is_an_error_and_the_process_lives(tmp_path: Pa
         os.truncate(path, 4096)
 
     ids = token_ids(CpuRunner.chunk_size + 4)
-    with CpuRunner.open(path, threads=2, context_length=len(ids)) as runner:
+    with open_cpu(path, threads=2, context_length=len(ids)) as runner:
         with pytest.raises(ModelChangedError, match=r"shrinking\.gguf changed while in use: byte \d+"):
             runner.prefill(ids, shrink)
         assert runner.position == 0
@@ -112,7 +113,7 @@ def test_fl01_a_file_that_shrinks_is_an_error_and_the_process_lives(tmp_path: Pa
 
 def test_an_unknown_tier_is_refused_by_name(moe_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="sse9"):
-        CpuRunner.open(moe_path, threads=1, tier="sse9", context_length=16)
+        open_cpu(moe_path, threads=1, tier="sse9", context_length=16)
 
 
 def test_activations_share_memory_between_layers(tmp_path: Path) -> None:
@@ -120,6 +121,6 @@ def test_activations_share_memory_between_layers(tmp_path: Path) -> None:
     for layers in (4, 12):
         path = tmp_path / f"{layers}.gguf"
         write_gguf(path, dims=Dims(layers=layers))
-        with CpuRunner.open(path, threads=1, context_length=16) as runner:
+        with open_cpu(path, threads=1, context_length=16) as runner:
             sizes.append(runner.activation_bytes)
     assert sizes[0] == sizes[1]

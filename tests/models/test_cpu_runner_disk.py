@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from one_sequence import open_cpu
 from runner_cases import CPU_VARIANTS, MIX, token_ids
 
 from builders import Dims, write_gguf
@@ -35,7 +36,7 @@ class RandomPolicy(Policy):
 
 
 def expert_bytes(path: Path) -> int:
-    with CpuRunner.open(path, threads=1, context_length=16) as runner:
+    with open_cpu(path, threads=1, context_length=16) as runner:
         return sum(info.num_bytes for name, info in runner.file.tensors.items() if "_exps." in name)
 
 
@@ -57,7 +58,7 @@ def moe_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="module")
 def mapped(moe_path: Path) -> tuple[Array, list[Array]]:
     """Logits after each token of a prompt of two chunks, and those of tokens decoded after it."""
-    with CpuRunner.open(moe_path, threads=2, context_length=CONTEXT) as runner:
+    with open_cpu(moe_path, threads=2, context_length=CONTEXT) as runner:
         logits = runner.logits(token_ids(CONTEXT - 40))
         return logits, [runner.decode(token) for token in token_ids(40)]
 
@@ -70,7 +71,7 @@ def test_ex07_logits_do_not_depend_on_the_budget(
     budget = least_ram(moe_path, context_length=CONTEXT, threads=threads) + int(
         share * expert_bytes(moe_path)
     )
-    with CpuRunner.open(moe_path, threads=threads, context_length=CONTEXT, ram_bytes=budget) as runner:
+    with open_cpu(moe_path, threads=threads, context_length=CONTEXT, ram_bytes=budget) as runner:
         assert np.array_equal(runner.logits(token_ids(CONTEXT - 40)), mapped[0])
         for token, expected in zip(token_ids(40), mapped[1], strict=True):
             assert np.array_equal(runner.decode(token), expected)
@@ -86,10 +87,10 @@ def test_models_of_every_kind(tmp_path: Path, variant: str) -> None:
     arch, options = CPU_VARIANTS[variant]
     write_gguf(path, arch, **options)  # type: ignore[arg-type]
     ids = token_ids(40)
-    with CpuRunner.open(path, threads=2, context_length=64) as runner:
+    with open_cpu(path, threads=2, context_length=64) as runner:
         expected = runner.logits(ids)
     budget = least_ram(path, context_length=64)
-    with CpuRunner.open(path, threads=2, context_length=64, ram_bytes=budget) as runner:
+    with open_cpu(path, threads=2, context_length=64, ram_bytes=budget) as runner:
         assert runner.disk is not None
         assert np.array_equal(runner.logits(ids), expected)
         runner.reset()
@@ -98,10 +99,10 @@ def test_models_of_every_kind(tmp_path: Path, variant: str) -> None:
 
 def test_the_parts_of_a_split_file_are_read(tmp_path: Path) -> None:
     paths = write_gguf(tmp_path / "split.gguf", types=MIX, num_shards=3)
-    with CpuRunner.open(paths[0], threads=2, context_length=64) as runner:
+    with open_cpu(paths[0], threads=2, context_length=64) as runner:
         expected = runner.logits(token_ids(20))
     budget = least_ram(paths[0], context_length=64)
-    with CpuRunner.open(paths[0], threads=2, context_length=64, ram_bytes=budget) as runner:
+    with open_cpu(paths[0], threads=2, context_length=64, ram_bytes=budget) as runner:
         assert np.array_equal(runner.logits(token_ids(20)), expected)
 
 
@@ -114,12 +115,10 @@ def test_ex07_generation_of_the_demo_model_is_the_mapped_one(make_policy: type[P
             logits = runner.decode(int(logits.argmax()) if step % 4 else other)
 
     path, prompt = demo_model_path(), token_ids(30)
-    with CpuRunner.open(path, threads=2, context_length=512) as runner:
+    with open_cpu(path, threads=2, context_length=512) as runner:
         expected = list(generate(runner))
     budget = least_ram(path, context_length=512) + (3 << 20)
-    with CpuRunner.open(
-        path, threads=2, context_length=512, ram_bytes=budget, policy=make_policy()
-    ) as runner:
+    with open_cpu(path, threads=2, context_length=512, ram_bytes=budget, policy=make_policy()) as runner:
         for actual, wanted in zip(generate(runner), expected, strict=True):
             assert np.array_equal(actual, wanted)
         assert statistics(runner).misses > 1000
@@ -127,7 +126,7 @@ def test_ex07_generation_of_the_demo_model_is_the_mapped_one(make_policy: type[P
 
 def test_twenty_requests_answer_like_the_first(moe_path: Path) -> None:
     budget = least_ram(moe_path, context_length=CONTEXT) + (2 << 20)
-    with CpuRunner.open(moe_path, threads=2, context_length=CONTEXT, ram_bytes=budget) as runner:
+    with open_cpu(moe_path, threads=2, context_length=CONTEXT, ram_bytes=budget) as runner:
         expected = runner.prefill(token_ids(33))
         runner.prefill(token_ids(CpuRunner.chunk_size))
         for request in range(1, 25):
@@ -146,7 +145,7 @@ def test_ex05_a_prompt_leaves_what_decoding_needs(moe_path: Path) -> None:
         return statistics(runner).misses - before
 
     budget = least_ram(moe_path, context_length=CONTEXT) + expert_bytes(moe_path) // 3
-    with CpuRunner.open(moe_path, threads=2, context_length=CONTEXT, ram_bytes=budget) as runner:
+    with open_cpu(moe_path, threads=2, context_length=CONTEXT, ram_bytes=budget) as runner:
         assert misses_of_a_request() > 0
         for _ in range(20):
             assert misses_of_a_request() == 0
@@ -157,19 +156,19 @@ def test_ex05_a_prompt_leaves_what_decoding_needs(moe_path: Path) -> None:
 
 
 def test_what_fits_is_mapped_and_what_cannot_says_the_minimum(moe_path: Path, tmp_path: Path) -> None:
-    with CpuRunner.open(moe_path, threads=2, context_length=16, ram_bytes=1 << 32) as runner:
+    with open_cpu(moe_path, threads=2, context_length=16, ram_bytes=1 << 32) as runner:
         assert runner.disk is None
     parts = r"weights of every token .*, caches of 16 tokens .*, workspace .*, experts that must be resident"
     with pytest.raises(OutOfMemoryError, match=parts):
-        CpuRunner.open(moe_path, threads=2, context_length=16, ram_bytes=1 << 20)
+        open_cpu(moe_path, threads=2, context_length=16, ram_bytes=1 << 20)
     need = least_ram(moe_path, context_length=16)
-    CpuRunner.open(moe_path, threads=2, context_length=16, ram_bytes=need).close()
+    open_cpu(moe_path, threads=2, context_length=16, ram_bytes=need).close()
     with pytest.raises(BudgetTooSmallError, match=r"--ram: .* MiB of RAM are below the minimum of"):
-        CpuRunner.open(moe_path, threads=2, context_length=16, ram_bytes=need - (1 << 20))
+        open_cpu(moe_path, threads=2, context_length=16, ram_bytes=need - (1 << 20))
     dense = tmp_path / "dense.gguf"
     write_gguf(dense, "qwen35")
     with pytest.raises(OutOfMemoryError, match="--ram"):
-        CpuRunner.open(dense, threads=2, context_length=16, ram_bytes=1 << 20)
+        open_cpu(dense, threads=2, context_length=16, ram_bytes=1 << 20)
 
 
 @pytest.fixture
@@ -185,7 +184,7 @@ def test_fl01_a_file_that_shrinks_fails_the_request_and_those_after_it(own_copy:
     def shrink(done: int, total: int) -> None:
         os.truncate(own_copy, len(content) // 2)
 
-    with CpuRunner.open(
+    with open_cpu(
         own_copy, threads=2, context_length=CONTEXT, ram_bytes=least_ram(own_copy, context_length=CONTEXT)
     ) as runner:
         with pytest.raises(ModelChangedError, match=r"copy\.gguf changed while in use: byte \d+"):
@@ -195,7 +194,7 @@ def test_fl01_a_file_that_shrinks_fails_the_request_and_those_after_it(own_copy:
         os.utime(own_copy, ns=(times.st_atime_ns, times.st_mtime_ns))
         with pytest.raises(ModelChangedError, match="load the model again"):
             runner.prefill(ids)
-    with CpuRunner.open(own_copy, threads=2, context_length=CONTEXT) as runner:
+    with open_cpu(own_copy, threads=2, context_length=CONTEXT) as runner:
         runner.prefill(ids)
 
 
@@ -203,7 +202,7 @@ def test_fl02_a_file_that_is_replaced_or_unlinked_stays_the_one_that_was_opened(
     own_copy: Path, tmp_path: Path, mapped: tuple[Array, list[Array]]
 ) -> None:
     ids = token_ids(CONTEXT - 40)
-    with CpuRunner.open(
+    with open_cpu(
         own_copy, threads=2, context_length=CONTEXT, ram_bytes=least_ram(own_copy, context_length=CONTEXT)
     ) as runner:
         write_gguf(tmp_path / "other.gguf", types=MIX, seed=5)
@@ -218,7 +217,7 @@ def test_pr04_a_forked_child_gets_an_error_and_the_parent_goes_on(
 ) -> None:
     ids = token_ids(CONTEXT - 40)
     budget = least_ram(moe_path, context_length=CONTEXT)
-    with CpuRunner.open(moe_path, threads=2, context_length=CONTEXT, ram_bytes=budget) as runner:
+    with open_cpu(moe_path, threads=2, context_length=CONTEXT, ram_bytes=budget) as runner:
         runner.prefill(ids[:3])
         child = os.fork()
         if child == 0:

@@ -10,6 +10,7 @@ import torch
 from cuda_runner_cases import open_cuda
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sequence import open_cpu
 from runner_cases import MIX, VARIANTS, reference_logits, token_ids
 
 from builders import write_gguf
@@ -23,7 +24,6 @@ from coldstream.kernels.cuda.kernel_cache import KernelCache
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
 from coldstream.models import cuda_runner
-from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.cuda_model import (
     MAX_GRAPH_ROWS,
     SIZES_PER_DOUBLING,
@@ -64,7 +64,7 @@ def test_the_gpu_computes_what_the_reference_defines(variant: str, tmp_path: Pat
 @pytest.mark.gpu
 def test_the_demo_model_has_the_same_bits_on_gpu_and_cpu() -> None:
     ids = token_ids(300)
-    with CpuRunner.open(demo_model_path(), threads=4, context_length=512) as cpu:
+    with open_cpu(demo_model_path(), threads=4, context_length=512) as cpu:
         expected = cpu.logits(ids)
     with open_cuda(demo_model_path(), context_length=512) as gpu:
         assert np.array_equal(gpu.logits(ids), expected)

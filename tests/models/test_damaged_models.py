@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from one_sequence import open_cpu
 
 from builders import Dims, write_gguf
 from coldstream.errors import ColdstreamError
-from coldstream.models.cpu_runner import CpuRunner
 
 MUTANTS_PER_SEED = 60
 DIMS = Dims(layers=2, interval=2, hidden=256, vocab=288, experts=4, experts_used=2, expert_ffn=256, ffn=256)
@@ -50,7 +50,7 @@ def test_gg17_damaged_models_answer_or_are_refused(name: str, tmp_path: Path) ->
         mutant = tmp_path / "mutant.gguf"
         mutant.write_bytes(data)
         try:
-            with CpuRunner.open(mutant, threads=2, context_length=16) as runner:
+            with open_cpu(mutant, threads=2, context_length=16) as runner:
                 logits = runner.prefill([1, 2, 3])
                 assert logits.shape == (runner.spec.vocab_size,), number
             outcomes["answered"] += 1

@@ -7,6 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from one_sequence import OneSequence, open_cpu
 from runner_cases import CPU_VARIANTS, MIX
 from tree_cases import CONTEXT, LENGTHS, Oracle, Prompts, Tree, check_batch_of_trees, prompt, random_tree
 
@@ -15,11 +16,10 @@ from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels import _csrc
 from coldstream.kernels.attention.cache_layout import CPU_CACHE_TYPES
-from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.ops import BatchRows, Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache import Batch, CacheSize, Segment, Sequence, SequenceCache
-from coldstream.kvcache.batch import BatchInputs, BatchLimits, check_batch
+from coldstream.kvcache.batch import BatchArrays, BatchLimits, BatchSize, PathArrays, check_batch
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.spec import ModelSpec
@@ -27,8 +27,8 @@ from coldstream.models.spec import ModelSpec
 SIZE = CacheSize.of(len(LENGTHS) + 64, CONTEXT, num_trees=8)
 
 
-def open_runner(path: Path, **options: object) -> CpuRunner:
-    return CpuRunner.open(path, context_length=CONTEXT, cache_size=SIZE, **options)  # type: ignore[arg-type]
+def open_runner(path: Path, **options: object) -> OneSequence:
+    return open_cpu(path, context_length=CONTEXT, cache_size=SIZE, **options)
 
 
 @pytest.fixture(scope="module", params=["qwen35moe", "qwen3moe"])
@@ -124,9 +124,10 @@ class Reference:
         with GGUFFile.open(path) as file:
             spec = ModelSpec.from_gguf(file.metadata, file.tensors)
             self.model = CausalLM.load(file, spec, ops)
-        self.limits = BatchLimits(spec.vocab_size, 300, 128)
+        self.limits = BatchLimits(spec.vocab_size, 300, 128, 128)
         self.cache = SequenceCache(spec, ops, CacheSize.of(2, 300, 1), kv_type)
-        self.inputs = BatchInputs(CpuOps(1), self.limits)
+        size = BatchSize(128, 128, 2)
+        self.inputs = BatchArrays(np.zeros(size.num_values, np.int32), size)
         self.sequences = [self.cache.new() for _ in range(2)]
 
     def step(self, batch: Batch) -> np.ndarray:
@@ -142,9 +143,9 @@ class Reference:
         return np.asarray(self.model.logits(hidden))
 
     def commit(self, sequence: Sequence, path: list[int]) -> None:
-        kept = self.cache.accept(sequence, path)
-        assert sequence.state is not None
-        self.model.replay(kept, sequence.state, self.cache.tensors)
+        memory = np.zeros(PathArrays.num_values(2), np.int32)
+        PathArrays(memory, 2).write(self.cache.accept(sequence, path))
+        self.model.commit(PathArrays(torch.from_numpy(memory), 2).path, self.cache.tensors)
         self.cache.settle(sequence, len(path))
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from one_sequence import open_cpu
 from runner_cases import MIX, token_ids
 
 from builders import Dims, write_gguf
-from coldstream.models.cpu_runner import CpuRunner
 from coldstream.placement.policies import Lru
 from ram_budgets import least_ram
 
@@ -33,20 +33,20 @@ def fail_after(work: Callable[..., object], error: BaseException) -> Callable[..
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
-@pytest.mark.parametrize("part", ["_compute", "_compute_logits"])
+@pytest.mark.parametrize("part", ["_launch", "_logits_of"])
 def test_whatever_part_of_a_step_fails_the_state_is_empty_afterwards(
     path: Path, part: str, error: BaseException
 ) -> None:
-    with CpuRunner.open(path, threads=1, context_length=64) as runner:
+    with open_cpu(path, threads=1, context_length=64) as runner:
         expected = runner.logits(token_ids(9))
         work = getattr(runner, part)
         for ask in (runner.prefill, runner.logits):
             runner.prefill(token_ids(5))
-            setattr(runner, part, fail_after(work, error))
+            setattr(runner.runner, part, fail_after(work, error))
             with pytest.raises(type(error)):
                 ask(token_ids(20))
             assert runner.position == 0
-            setattr(runner, part, work)
+            setattr(runner.runner, part, work)
             assert np.array_equal(runner.prefill(token_ids(9)), expected[-1])
 
 
@@ -58,15 +58,15 @@ def test_experts_that_a_failed_step_has_read_are_forgotten(path: Path, error: Ba
         pool = runner._disk.pool  # type: ignore[union-attr]
         return sum(int((pool.owners(size) >= 0).sum()) for size in range(len(pool.slot_bytes)))
 
-    with CpuRunner.open(path, threads=1, context_length=64, ram_bytes=budget) as runner:
+    with open_cpu(path, threads=1, context_length=64, ram_bytes=budget) as runner:
         expected = runner.prefill(token_ids(9))
         assert num_resident() > 0
         trunk = runner._trunk
-        runner._trunk = FailingGraph(trunk, error)  # type: ignore[assignment]
+        runner.runner._trunk = FailingGraph(trunk, error)
         with pytest.raises(type(error)):
             runner.prefill(token_ids(3))
         assert num_resident() == 0
-        runner._trunk = trunk
+        runner.runner._trunk = trunk
         assert runner.position == 0
         assert np.array_equal(runner.prefill(token_ids(9)), expected)
 
@@ -87,7 +87,7 @@ def test_steps_that_decode_teach_the_policy_and_prompts_do_not(path: Path) -> No
             noted.append(set(used.tolist()))
 
     budget = least_ram(path, context_length=64, threads=1) + (4 << 20)
-    with CpuRunner.open(path, threads=1, context_length=64, ram_bytes=budget, policy=Noting()) as runner:
+    with open_cpu(path, threads=1, context_length=64, ram_bytes=budget, policy=Noting()) as runner:
         runner.prefill(token_ids(20))
         assert noted == []
         for count, token in enumerate((3, 4, 5), start=1):

@@ -10,47 +10,48 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cuda_runner_cases import open_cuda, open_partly
+from one_sequence import OneSequence, open_cpu
 from runner_cases import token_ids
 
 from coldstream.assets import demo_model_path
 from coldstream.errors import ModelChangedError
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kvcache.batch import CheckedSegment
 from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.runner import ModelRunner
 from file_changes import overwrite_experts
 
 CONTEXT = CpuRunner.chunk_size + 64
 PROMPT = token_ids(CONTEXT - 32)  # of two steps
 WRITTEN = "was written to while in use, .* load the model again"
-Open = Callable[[Path], ModelRunner]
+Open = Callable[[Path], OneSequence]
 
 
-def open_mapped(path: Path) -> ModelRunner:
-    return CpuRunner.open(path, threads=2, context_length=CONTEXT)
+def open_mapped(path: Path) -> OneSequence:
+    return open_cpu(path, threads=2, context_length=CONTEXT)
 
 
-def open_with_ram(path: Path) -> ModelRunner:
+def open_with_ram(path: Path) -> OneSequence:
     """Room for some experts, the others on the disk."""
-    runner = CpuRunner.open(path, threads=2, context_length=CONTEXT, ram_bytes=30 << 20)
+    runner = open_cpu(path, threads=2, context_length=CONTEXT, ram_bytes=30 << 20)
     assert runner.disk is not None
     return runner
 
 
-def open_partly_resident(path: Path) -> ModelRunner:
+def open_partly_resident(path: Path) -> OneSequence:
     """The GPU reads half of what it misses over the bus, and asks the CPU for the rest."""
     return open_partly(path, 0.5, streamed=0.5, context_length=CONTEXT)
 
 
-def open_without_residents(path: Path) -> ModelRunner:
+def open_without_residents(path: Path) -> OneSequence:
     return open_partly(path, 0.0, context_length=CONTEXT, ring_bytes=4 * 2**20)
 
 
-def open_prefetching(path: Path) -> ModelRunner:
+def open_prefetching(path: Path) -> OneSequence:
     return open_partly(path, 0.25, context_length=CONTEXT, prefetching=Prefetching(1, 8))
 
 
-def open_resident(path: Path) -> ModelRunner:
+def open_resident(path: Path) -> OneSequence:
     """The GPU holds all weights."""
     return open_cuda(path, context_length=CONTEXT)
 
@@ -70,7 +71,7 @@ def path(tmp_path: Path) -> Path:
     return Path(shutil.copy(demo_model_path(), tmp_path / "demo.gguf"))
 
 
-def assert_refused(runner: ModelRunner) -> None:
+def assert_refused(runner: OneSequence) -> None:
     """Requests of every kind, before anything is computed."""
 
     def computed(done: int, total: int) -> None:
@@ -120,7 +121,7 @@ def test_fl03_between_two_steps_of_a_prompt(open_runner: Open, path: Path) -> No
     with open_runner(path) as runner:
         with pytest.raises(ModelChangedError, match=WRITTEN):
             np.asarray(runner.extend(PROMPT, progress))
-        assert len(done_tokens) == 2
+        assert len(done_tokens) == 1
         assert_refused(runner)
 
 
@@ -129,14 +130,15 @@ def test_fl03_while_logits_of_all_tokens_are_computed(
     open_runner: Open, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_runner(path) as runner:
-        compute = runner._compute
+        launch, launched = runner._launch, []
 
-        def overwriting(token_ids: np.ndarray, first_position: int) -> None:
-            compute(token_ids, first_position)
-            if first_position == 0:
+        def overwriting(segments: list[CheckedSegment]) -> None:
+            launch(segments)
+            launched.append(segments)
+            if len(launched) == 1:
                 overwrite_experts(path)
 
-        monkeypatch.setattr(runner, "_compute", overwriting)
+        monkeypatch.setattr(runner.runner, "_launch", overwriting)
         with pytest.raises(ModelChangedError, match=WRITTEN):
             runner.logits(PROMPT)
         monkeypatch.undo()

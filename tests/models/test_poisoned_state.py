@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_runner_cases import open_cuda, open_partly
+from one_sequence import open_cpu
 from runner_cases import MIX, token_ids
 
 from builders import Dims, write_gguf
@@ -51,17 +52,17 @@ def on_cpu_from_disk(path: Path) -> LLM:
 
 
 def on_gpu(path: Path) -> LLM:
-    return LLM.from_opened(opened_with(open_cuda(path, context_length=CONTEXT), CONTEXT))
+    return LLM.from_opened(opened_with(open_cuda(path, context_length=CONTEXT).runner, CONTEXT))
 
 
 def on_gpu_in_part(path: Path) -> LLM:
     runner = open_partly(path, 0.5, streamed=0.5, context_length=CONTEXT)
-    return LLM.from_opened(opened_with(runner, CONTEXT))
+    return LLM.from_opened(opened_with(runner.runner, CONTEXT))
 
 
 def on_gpu_prefetching(path: Path) -> LLM:
     runner = open_partly(path, 0.25, context_length=CONTEXT, prefetching=Prefetching(1, 8))
-    return LLM.from_opened(opened_with(runner, CONTEXT))
+    return LLM.from_opened(opened_with(runner.runner, CONTEXT))
 
 
 PLACES = [
@@ -110,19 +111,25 @@ def tokens(llm: LLM, prompt: Sequence[int], params: SamplingParams = GREEDY) -> 
 
 def states(llm: LLM) -> list[tuple[str, Any]]:
     """Every tensor of the state with its name."""
-    runner: Any = llm.opened.runner
-    cache = runner._cache if isinstance(runner, CpuRunner) else runner._loaded.cache
-    return [(name, tensor) for layer in cache.layers for name, tensor in vars(layer).items()]
+    layers = llm.opened.runner._sequences.tensors.layers
+    return [(name, tensor) for layer in layers for name, tensor in vars(layer).items()]
+
+
+SCALE_BYTES = 16
+NAN_TYPES = {np.ndarray: np.float32, torch.Tensor: torch.float32}
 
 
 def poison(llm: LLM, kind: str, *, everywhere: bool) -> None:
     """NaN in the tensors of that kind: in one element that the next token reads, or in all."""
     for name, tensor in states(llm):
-        if name == kind:
-            if everywhere:
-                tensor[...] = np.nan
-            else:
-                tensor[0, 0].reshape(-1)[3] = np.nan
+        if name != kind:
+            continue
+        if name in "kv":  # the scale of a row is behind its codes
+            tensor = tensor[..., -SCALE_BYTES : 4 - SCALE_BYTES].view(NAN_TYPES[type(tensor)])
+        if everywhere:
+            tensor[...] = np.nan
+        else:
+            tensor[0, 0].reshape(-1)[0] = np.nan
 
 
 def assert_like_fresh(llm: LLM, fresh: Answers, params: SamplingParams = GREEDY) -> None:
@@ -185,12 +192,12 @@ def test_nan_in_logits_however_a_token_is_chosen(
 ) -> None:
     params = SAMPLINGS[name]
     runner: Any = llm.opened.runner
-    method = "_compute_logits" if isinstance(runner, CpuRunner) else "_logits_of"
+    method = "_logits_of" if isinstance(runner, CpuRunner) else "_on_device"
     compute, calls = getattr(runner, method), []
 
-    def poisoned(first: int, count: int) -> Any:
-        logits = compute(first, count)
-        calls.append(first)
+    def poisoned(rows: np.ndarray) -> Any:
+        logits = compute(rows)
+        calls.append(rows)
         if len(calls) == 4:
             logits = logits.clone() if isinstance(logits, torch.Tensor) else logits.copy()
             logits[:, 7] = np.nan
@@ -219,15 +226,15 @@ def test_nan_in_logits_of_all_tokens(llm: LLM, fresh: Answers, monkeypatch: pyte
 def runner_compute_then_poison(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> int:
     """Makes the logits after token 2 of the next prompt NaN; the position that they are for."""
     runner: Any = llm.opened.runner
-    compute = runner._compute_logits
+    compute = runner._logits_of
 
-    def poisoned(first: int, count: int) -> Any:
-        logits = compute(first, count).copy()
-        if first == 0:
+    def poisoned(rows: np.ndarray) -> Any:
+        logits = np.array(compute(rows))
+        if rows[0] == 0:
             logits[2, 5:9] = np.inf
         return logits
 
-    monkeypatch.setattr(runner, "_compute_logits", poisoned)
+    monkeypatch.setattr(runner, "_logits_of", poisoned)
     return 3
 
 
@@ -237,7 +244,7 @@ def damaged(path: Path, fresh: Answers, tmp_path_factory: pytest.TempPathFactory
     that expert is used.
     """
     ids = [*PROMPT, *fresh(PROMPT)]
-    with CpuRunner.open(path, threads=2, context_length=CONTEXT, record_routing=True) as runner:
+    with open_cpu(path, threads=2, context_length=CONTEXT, record_routing=True) as runner:
         runner.prefill(ids)
         chosen = runner.topk_ids(len(ids))
         num_layers, num_experts = runner.spec.num_layers, runner.spec.num_experts

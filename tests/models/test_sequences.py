@@ -6,6 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from one_sequence import OneSequence, open_cpu
 from runner_cases import CPU_VARIANTS
 from tree_cases import prompt
 
@@ -28,25 +29,25 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def runner(path: Path) -> Iterator[CpuRunner]:
-    with CpuRunner.open(path, threads=2, context_length=CONTEXT, cache_size=SIZE) as opened:
+def runner(path: Path) -> Iterator[OneSequence]:
+    with open_cpu(path, threads=2, context_length=CONTEXT, cache_size=SIZE) as opened:
         yield opened
 
 
-def in_use(runner: CpuRunner) -> tuple[int, int, int]:
+def in_use(runner: OneSequence) -> tuple[int, int, int]:
     pools = (runner._sequences.blocks, runner._sequences.states, runner._sequences.tree_rows)
     blocks, states, rows = (pool.num_blocks - pool.num_free for pool in pools)
     return blocks, states, rows
 
 
 def step(
-    runner: CpuRunner, sequence: Sequence, ids: list[int], parents: list[int] | None = None
+    runner: OneSequence, sequence: Sequence, ids: list[int], parents: list[int] | None = None
 ) -> np.ndarray:
     (logits,) = runner.step(Batch((Segment(sequence, ids, parents),)))
     return logits
 
 
-def assert_holds(runner: CpuRunner, sequence: Sequence, ids: list[int]) -> None:
+def assert_holds(runner: OneSequence, sequence: Sequence, ids: list[int]) -> None:
     """The sequence goes on as the runner's own does after the same tokens; it is left one token longer."""
     assert sequence.length == len(ids)
     runner.reset()
@@ -60,7 +61,7 @@ def test_32_sequences_in_one_batch_are_each_what_they_are_alone(path: Path) -> N
     random = Random(32)
     prompts = [[random.randrange(256) for _ in range(random.randint(1, 290))] for _ in range(32)]
     size = CacheSize.of(33, 300)
-    with CpuRunner.open(path, threads=2, context_length=300, cache_size=size) as runner:
+    with open_cpu(path, threads=2, context_length=300, cache_size=size) as runner:
         sequences = [runner.new_sequence() for _ in prompts]
         for sequence, ids in zip(sequences, prompts, strict=True):
             step(runner, sequence, ids[: len(ids) // 2 + 1])
@@ -80,7 +81,7 @@ def test_32_sequences_in_one_batch_are_each_what_they_are_alone(path: Path) -> N
 
 
 @pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 300])
-def test_branches_are_sequences_of_their_own(runner: CpuRunner, length: int) -> None:
+def test_branches_are_sequences_of_their_own(runner: OneSequence, length: int) -> None:
     trunk = runner.new_sequence()
     ids = prompt(length)
     if ids:
@@ -100,7 +101,7 @@ def test_branches_are_sequences_of_their_own(runner: CpuRunner, length: int) -> 
     assert in_use(runner) == (0, 0, 0)
 
 
-def test_branches_of_one_state_take_a_tree_and_a_chain_in_one_step(runner: CpuRunner) -> None:
+def test_branches_of_one_state_take_a_tree_and_a_chain_in_one_step(runner: OneSequence) -> None:
     """The chain's copy of the state is its own, and what the tree of the other starts from stays."""
     trunk, ids = runner.new_sequence(), prompt(70)
     step(runner, trunk, ids)
@@ -116,7 +117,7 @@ def test_branches_of_one_state_take_a_tree_and_a_chain_in_one_step(runner: CpuRu
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 256, 300])
-def test_a_sequence_goes_back_to_its_checkpoints(runner: CpuRunner, length: int) -> None:
+def test_a_sequence_goes_back_to_its_checkpoints(runner: OneSequence, length: int) -> None:
     sequence, ids = runner.new_sequence(), prompt(length)
     if ids:
         step(runner, sequence, ids)
@@ -154,7 +155,7 @@ BAD_BATCHES = {
 
 
 @pytest.mark.parametrize("message", BAD_BATCHES)
-def test_a_batch_that_cannot_be_computed_changes_nothing(runner: CpuRunner, message: str) -> None:
+def test_a_batch_that_cannot_be_computed_changes_nothing(runner: OneSequence, message: str) -> None:
     sequence, other = runner.new_sequence(), runner.new_sequence()
     step(runner, sequence, prompt(5))
     before = in_use(runner)
@@ -165,7 +166,7 @@ def test_a_batch_that_cannot_be_computed_changes_nothing(runner: CpuRunner, mess
     assert_holds(runner, other, [])
 
 
-def test_a_pending_tree_waits_for_a_path(runner: CpuRunner) -> None:
+def test_a_pending_tree_waits_for_a_path(runner: OneSequence) -> None:
     sequence = runner.new_sequence()
     with pytest.raises(InvalidRequestError, match="no draft tree"):
         runner.commit(sequence, [])
@@ -181,11 +182,11 @@ def test_a_pending_tree_waits_for_a_path(runner: CpuRunner) -> None:
 
 
 def test_sequences_that_were_released_or_are_of_another_runner_are_refused(
-    runner: CpuRunner, path: Path
+    runner: OneSequence, path: Path
 ) -> None:
     gone = runner.new_sequence()
     runner.release(gone)
-    with CpuRunner.open(path, threads=1, context_length=16) as other:
+    with open_cpu(path, threads=1, context_length=16) as other:
         for sequence, message in ((gone, "released"), (other.new_sequence(), "another model")):
             for call in (runner.branch, runner.release, lambda s: step(runner, s, [1])):
                 with pytest.raises(InvalidRequestError, match=message):
@@ -194,7 +195,7 @@ def test_sequences_that_were_released_or_are_of_another_runner_are_refused(
 
 def test_a_step_without_room_changes_nothing(path: Path) -> None:
     size = CacheSize(num_blocks=3, num_states=2, num_tree_rows=4)
-    with CpuRunner.open(path, threads=1, context_length=CONTEXT, cache_size=size) as runner:
+    with open_cpu(path, threads=1, context_length=CONTEXT, cache_size=size) as runner:
         sequence = runner.new_sequence()
         step(runner, sequence, prompt(300))
         branch, third = runner.branch(sequence), runner.branch(sequence)
@@ -221,7 +222,7 @@ def test_a_step_without_room_changes_nothing(path: Path) -> None:
 
 
 def test_a_step_that_is_interrupted_leaves_empty_sequences(
-    runner: CpuRunner, monkeypatch: pytest.MonkeyPatch
+    runner: OneSequence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sequence, bystander = runner.new_sequence(), runner.new_sequence()
     step(runner, sequence, prompt(5))

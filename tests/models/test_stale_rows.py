@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_runner_cases import open_cuda
+from one_sequence import open_cpu
 from runner_cases import token_ids
 
 from coldstream.kernels import _csrc
 from coldstream.kernels.attention.cache_layout import CPU_CACHE_TYPES, GPU_CACHE_TYPES
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models.runner import ModelRunner
 
 CONTEXT = 700
@@ -46,12 +47,14 @@ def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
 @pytest.mark.parametrize("kv_type", CPU_CACHE_TYPES)
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
 def test_nf01_what_a_reset_leaves_behind_on_a_cpu(moe_path: Path, tier: str, kv_type: str) -> None:
-    with CpuRunner.open(moe_path, threads=2, tier=tier, context_length=CONTEXT, kv_type=kv_type) as runner:
+    with open_cpu(moe_path, threads=2, tier=tier, context_length=CONTEXT, kv_type=kv_type) as runner:
         for size in CPU_SIZES:
             runner.reset()
             expected = answers(runner, size)
             for block in range(runner._sequences.blocks.num_blocks):
-                fill_with_nan([tensor for tensor in runner._cache.tensors() if block < len(tensor)], block)
+                fill_with_nan(
+                    [tensor for tensor in runner._sequences.tensors.tensors() if block < len(tensor)], block
+                )
             assert np.isnan(runner.prefill([5])).all()
             runner.reset()
             assert_same(answers(runner, size), expected)
@@ -64,7 +67,7 @@ def test_nf01_what_a_reset_leaves_behind_on_a_gpu(moe_path: Path, kv_type: str) 
         for size in (*SIZES, *SIZES):  # plainly, then from captured graphs
             runner.reset()
             expected = answers(runner, size)
-            fill_with_nan(runner._loaded.cache.tensors(), 0)
+            fill_with_nan(runner._sequences.tensors.tensors(), 0)
             assert np.isnan(runner.prefill([5])).all()
             runner.reset()
             assert_same(answers(runner, size), expected)
@@ -75,18 +78,20 @@ def test_nf01_sequences_beside_a_damaged_one_keep_their_bits(moe_path: Path) -> 
     """In the same step, plainly and from a captured graph."""
     prompts = [token_ids(size) for size in (5, 70, 300, 33)]
     next_ids = (3, 1, 4, 1)
-    with open_cuda(moe_path, context_length=CONTEXT, num_slots=GPU_SLOTS) as runner:
+    size = CacheSize.of(2 * len(prompts), CONTEXT)
+    with open_cuda(moe_path, context_length=CONTEXT, cache_size=size) as runner:
         for _ in range(3):
-            alone = []
-            for slot, prompt in enumerate(prompts):
-                runner.reset_slot(slot)
-                runner.prefill_slot(slot, prompt, 0)
-                alone.append(runner.decode_rows([next_ids[slot]], [len(prompt)], [slot])[0])
-            for slot, prompt in enumerate(prompts):
-                runner.reset_slot(slot)
-                runner.prefill_slot(slot, prompt, 0)
-            fill_with_nan(runner._loaded.cache.tensors(), 1)
-            together = runner.decode_rows(next_ids, [len(prompt) for prompt in prompts], range(GPU_SLOTS))
+            alone, sequences = [], [runner.new_sequence() for _ in prompts]
+            for sequence, prompt, token in zip(sequences, prompts, next_ids, strict=True):
+                runner.runner.extend(sequence, prompt)
+                alone.append(np.array(runner.runner.extend(runner.branch(sequence), [token])))
+            damaged = sequences[1]
+            runner.release(runner.branch(damaged))
+            fill_with_nan(runner._sequences.tensors.tensors(), damaged.state)
+            segments = [Segment(each, [token]) for each, token in zip(sequences, next_ids, strict=True)]
+            together = [np.array(logits)[0] for logits in runner.step(Batch(tuple(segments)))]
             assert np.isnan(together[1]).all()
-            for slot in (0, 2, 3):
-                assert np.array_equal(together[slot], alone[slot])
+            for i in (0, 2, 3):
+                assert np.array_equal(together[i], alone[i])
+            for sequence in sequences:
+                runner.release(sequence)

@@ -13,7 +13,6 @@ from coldstream.kvcache.sequence_cache import AcceptedPath, Demand, SequenceCach
 
 Array = np.ndarray[Any, Any]
 
-_NONE_WANTED = np.empty(0, np.int64)
 _COLUMNS = 7  # of `BatchArrays`: token ids and the six arrays of `Rows`
 
 
@@ -60,9 +59,9 @@ class CheckedSegment:
     depths: Array | None  # int32 [rows], of each row of a tree behind what is committed
 
     @classmethod
-    def chain(cls, sequence: Sequence, token_ids: Array) -> Self:
-        """Of int32 ids that are known to be good and to fit, of which no logits are wanted here."""
-        return cls(sequence, token_ids, None, _NONE_WANTED, None)
+    def chain(cls, sequence: Sequence, token_ids: Array, wanted: Array) -> Self:
+        """Of int32 ids that are known to be good and to fit."""
+        return cls(sequence, token_ids, None, wanted, None)
 
     @property
     def demand(self) -> Demand:

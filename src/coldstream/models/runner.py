@@ -151,17 +151,7 @@ class ModelRunner(ABC):
         segments = check_batch(batch, self._sequences, self._limits)
         self._sequences.check_room([segment.demand for segment in segments])
         self._check_file()
-        with self._typed_errors(), self._whole_or_cleared([segment.sequence for segment in segments]):
-            self._launch(segments)
-            counts = [len(segment.token_ids) for segment in segments]
-            starts = np.cumsum(counts) - counts
-            wanted = [start + segment.wanted for start, segment in zip(starts, segments, strict=True)]
-            logits = self._logits_of(np.concatenate(wanted))
-        for segment in segments:
-            if segment.parents is None:
-                self._sequences.append(segment.sequence, len(segment.token_ids))
-        ends = np.cumsum([len(rows) for rows in wanted])
-        return tuple(logits[end - len(rows) : end] for end, rows in zip(ends, wanted, strict=True))
+        return self._step(segments)
 
     @host_memory_errors()
     def commit(self, sequence: Sequence, rows: Collection[int]) -> None:
@@ -186,12 +176,13 @@ class ModelRunner(ABC):
         after the first step, leaves the sequence empty. Raises as `step`.
         """
         chunks = self._chunks(sequence, token_ids)
+        self._check_file()
         with self._whole_or_cleared([sequence]):
             done = 0
             for chunk in chunks:
                 done += len(chunk)
-                wanted = None if done == len(token_ids) else ()
-                (logits,) = self.step(Batch((Segment(sequence, chunk, wanted=wanted),)))
+                wanted = np.arange(len(chunk))[len(chunk) - 1 if done == len(token_ids) else len(chunk) :]
+                (logits,) = self._step([CheckedSegment.chain(sequence, chunk, wanted)])
                 if progress is not None:
                     progress(done, len(token_ids))
         return logits[0]
@@ -209,7 +200,7 @@ class ModelRunner(ABC):
             self._check_file()
             with self._typed_errors():
                 for chunk in chunks:
-                    self._launch([CheckedSegment.chain(sequence, chunk)])
+                    self._launch([CheckedSegment.chain(sequence, chunk, np.arange(0))])
                     for row in range(0, len(chunk), self.head_rows):
                         first, count = sequence.length + row, min(self.head_rows, len(chunk) - row)
                         rows = result[first : first + count]
@@ -226,6 +217,19 @@ class ModelRunner(ABC):
         self._sequences.check_room([segment.demand])
         ids = segment.token_ids
         return [ids[start : start + self.chunk_size] for start in range(0, len(ids), self.chunk_size)]
+
+    def _step(self, segments: Collection[CheckedSegment]) -> tuple[Any, ...]:
+        with self._typed_errors(), self._whole_or_cleared([segment.sequence for segment in segments]):
+            self._launch(segments)
+            counts = [len(segment.token_ids) for segment in segments]
+            starts = np.cumsum(counts) - counts
+            wanted = [start + segment.wanted for start, segment in zip(starts, segments, strict=True)]
+            logits = self._logits_of(np.concatenate(wanted))
+        for segment in segments:
+            if segment.parents is None:
+                self._sequences.append(segment.sequence, len(segment.token_ids))
+        ends = np.cumsum([len(rows) for rows in wanted])
+        return tuple(logits[end - len(rows) : end] for end, rows in zip(ends, wanted, strict=True))
 
     def _typed_errors(self) -> AbstractContextManager[None]:
         """Around what uses a device: whatever that raises becomes one of coldstream's errors."""
