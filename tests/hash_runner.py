@@ -38,7 +38,7 @@ class HashRunner(ModelRunner):
     def __init__(self, file: GGUFFile, ctx_size: int) -> None:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         super().__init__(file, spec, ctx_size)
-        self.cache_size = CacheSize.of(8, ctx_size)
+        self.cache_size = CacheSize.of(400, ctx_size)
         self._sequences = SequenceCache(spec, CpuOps(1), self.cache_size, "f32")
         self._limits = BatchLimits(spec.vocab_size, ctx_size, self.chunk_size, self.chunk_size)
         self._tokens: dict[Sequence, list[int]] = {}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coldstream.engine import LLM, SamplingParams
-from hash_runner import CHUNK, HashRunner, open_hash_model
+from hash_runner import HashRunner, open_hash_model
 
 CONTEXT = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)

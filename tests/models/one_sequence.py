@@ -7,6 +7,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from coldstream import kvcache
+from coldstream.kvcache import Batch, Segment
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.runner import ModelRunner, Progress
 
@@ -49,6 +51,14 @@ class OneSequence:
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         self.reset()
         return self.runner.logits(token_ids)
+
+
+def step_rows(
+    runner: OneSequence, sequences: Sequence[kvcache.Sequence], token_ids: Sequence[int]
+) -> np.ndarray:
+    """A token of each of several sequences in one step: logits [sequences, vocab]."""
+    segments = tuple(Segment(each, [token]) for each, token in zip(sequences, token_ids, strict=True))
+    return np.concatenate([np.array(logits) for logits in runner.step(Batch(segments))])
 
 
 def open_cpu(path: Path, **options: Any) -> OneSequence:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from cuda_runner_cases import open_partly
+from one_sequence import OneSequence
 from runner_cases import token_ids
 
 from coldstream.errors import OutOfMemoryError
 from coldstream.experts import partial_experts
 from coldstream.experts.segments import SlotSegments
 from coldstream.models.captured_steps import CapturedStep
-from coldstream.models.cuda_runner import CudaRunner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -65,7 +65,7 @@ def several_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partial_experts, "SlotSegments", partial(SlotSegments, segment_bytes=2**19))
 
 
-def answer(runner: CudaRunner, size: int) -> np.ndarray:
+def answer(runner: OneSequence, size: int) -> np.ndarray:
     """A request: the logits after a prompt and after two tokens more."""
     runner.reset()
     return np.stack([runner.prefill(token_ids(size)), runner.decode(3), runner.decode(1)])

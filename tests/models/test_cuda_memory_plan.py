@@ -7,7 +7,8 @@ import pytest
 from coldstream.errors import OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.memory import MemoryPlan
-from coldstream.models.cuda_model import Limits, Loaded, count_memory, plan_memory
+from coldstream.kvcache import CacheSize
+from coldstream.models.cuda_model import Limits, Loaded, StepShape, count_memory, plan_memory
 from coldstream.models.fixed_part import CHUNK_SIZES
 from coldstream.models.spec import ModelSpec
 
@@ -16,13 +17,13 @@ from coldstream.models.spec import ModelSpec
 def test_memory_is_planned_without_a_device(moe_path: Path, chunk_size: int) -> None:
     with GGUFFile.open(moe_path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        plan = plan_memory(file, spec, Limits(1, 1024, "f16"), 40 * 2**30, chunk_size)
-        large = plan_memory(file, spec, Limits(4, 4096, "f16"), 40 * 2**30, chunk_size)
+        plan = plan_memory(file, spec, Limits(CacheSize.of(1, 1024), 1024, "i16"), 40 * 2**30, chunk_size)
+        large = plan_memory(file, spec, Limits(CacheSize.of(4, 4096), 4096, "i16"), 40 * 2**30, chunk_size)
         assert plan.weights >= sum(info.num_bytes for info in file.tensors.values())
         assert large.weights == plan.weights
         assert large.caches > 3 * plan.caches
         with pytest.raises(OutOfMemoryError, match=r"needs .* GiB are free: weights .* --device cpu"):
-            plan_memory(file, spec, Limits(1, 1024, "f16"), plan.weights, chunk_size)
+            plan_memory(file, spec, Limits(CacheSize.of(1, 1024), 1024, "i16"), plan.weights, chunk_size)
 
 
 @pytest.mark.parametrize("expert_bytes", [None, 0])
@@ -30,7 +31,7 @@ def test_nf01_what_an_error_keeps_takes_no_memory_of_the_next_step(
     moe_path: Path, expert_bytes: int | None
 ) -> None:
     """The traceback of a failed request keeps logits, which must not stand in the way of what was planned."""
-    limits = Limits(1, 1024, "f16", expert_bytes)
+    limits = Limits(CacheSize.of(1, 1024), 1024, "i16", expert_bytes)
     with GGUFFile.open(moe_path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         memory = MemoryPlan()
@@ -38,7 +39,7 @@ def test_nf01_what_an_error_keeps_takes_no_memory_of_the_next_step(
         kept = []
         peaks = []
         for count in (512, 108, 512, 108, 512):
-            hidden = loaded.step(count)
+            hidden = loaded.step(StepShape.prompt(count))
             kept.append(loaded.model.logits(hidden.rows(count - 1, 1)))
             peaks.append(memory.workspace_bytes)
         assert len(set(peaks)) == 1
@@ -48,7 +49,7 @@ def test_nf01_what_an_error_keeps_takes_no_memory_of_the_next_step(
 @pytest.mark.parametrize("expert_bytes", [None, 0, 10**6])
 def test_mm01_a_byte_short_is_refused(moe_path: Path, expert_bytes: int | None) -> None:
     """With everything counted that is ever taken, slots for experts included."""
-    limits = Limits(1, 1024, "f16", expert_bytes)
+    limits = Limits(CacheSize.of(1, 1024), 1024, "i16", expert_bytes)
     with GGUFFile.open(moe_path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         need = plan_memory(file, spec, limits, 40 * 2**30, 256).total

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_runner_cases import no_memory_left, open_cuda, open_partly
+from one_sequence import OneSequence, step_rows
 from runner_cases import MIX, token_ids
 
 from builders import Dims, write_gguf
@@ -19,9 +20,9 @@ from coldstream.experts import partial_experts
 from coldstream.experts.hybrid_ops import HybridOps
 from coldstream.experts.prefetching import Prefetching
 from coldstream.experts.segments import SlotSegments
+from coldstream.kvcache import CacheSize
 from coldstream.models.captured_steps import CapturedStep
-from coldstream.models.cuda_model import Loaded
-from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.cuda_model import Loaded, StepShape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -37,14 +38,16 @@ def expected() -> dict[int, np.ndarray]:
 
 
 @pytest.fixture
-def shrinking(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaRunner]:
+def shrinking(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneSequence]:
     """Half of the experts in slots, whose memory is in several pieces."""
     monkeypatch.setattr(partial_experts, "SlotSegments", partial(SlotSegments, segment_bytes=MIB))
-    with open_partly(demo_model_path(), 0.5, streamed=0.5, context_length=512, num_slots=40) as runner:
+    with open_partly(
+        demo_model_path(), 0.5, streamed=0.5, context_length=512, cache_size=CacheSize.of(41, 512)
+    ) as runner:
         yield runner
 
 
-def after_prompt(runner: CudaRunner, size: int) -> np.ndarray:
+def after_prompt(runner: OneSequence, size: int) -> np.ndarray:
     """Logits after a prompt and three tokens more."""
     runner.reset()
     logits = [runner.prefill(token_ids(size))]
@@ -52,7 +55,7 @@ def after_prompt(runner: CudaRunner, size: int) -> np.ndarray:
     return np.stack(logits)
 
 
-def num_slots(runner: CudaRunner) -> int:
+def num_slots(runner: OneSequence) -> int:
     assert runner.gpu_experts is not None
     return runner.gpu_experts.num_slots
 
@@ -76,7 +79,7 @@ def every_other_capture_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_mm03_a_capture_that_finds_no_memory_takes_some_from_slots(
-    shrinking: CudaRunner, expected: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
+    shrinking: OneSequence, expected: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots, taken = num_slots(shrinking), torch.cuda.memory_allocated()
     every_other_capture_fails(monkeypatch)
@@ -91,7 +94,7 @@ def test_mm03_a_capture_that_finds_no_memory_takes_some_from_slots(
 
 
 def test_mm03_memory_that_is_free_again_is_taken_for_slots(
-    shrinking: CudaRunner, expected: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
+    shrinking: OneSequence, expected: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots = num_slots(shrinking)
     with monkeypatch.context() as patch:
@@ -134,18 +137,20 @@ def test_mm03_a_capture_that_ends_in_its_middle_leaves_nothing_running_beside_th
 
 
 def test_mm03_captures_go_on_until_no_slot_is_left_and_then_fail_their_request_alone(
-    shrinking: CudaRunner, expected: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
+    shrinking: OneSequence, expected: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         every_other_capture_fails(patch)
         for size in range(2, 41):  # each is a graph of its own
-            rows = [7] * size, [0] * size, list(range(size))
+            sequences = [shrinking.new_sequence() for _ in range(size)]
             before = num_slots(shrinking)
             if before == 0:
                 with pytest.raises(OutOfMemoryError, match="memory ran out"):
-                    shrinking.decode_rows(*rows)
+                    step_rows(shrinking, sequences, [7] * size)
                 break
-            shrinking.decode_rows(*rows)
+            step_rows(shrinking, sequences, [7] * size)
+            for sequence in sequences:
+                shrinking.release(sequence)
             assert num_slots(shrinking) < before
     assert num_slots(shrinking) == 0
     for size, want in expected.items():
@@ -153,14 +158,14 @@ def test_mm03_captures_go_on_until_no_slot_is_left_and_then_fail_their_request_a
 
 
 def test_mm03_the_first_step_of_a_sequence_is_repeated_where_memory_was_given_back(
-    shrinking: CudaRunner, expected: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
+    shrinking: OneSequence, expected: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Loaded.step
     for size in (9, 70, 200):
         failures = count()
 
-        def failing_once(loaded: Loaded, rows: int, failures: Iterator[int] = failures) -> Any:
-            hidden = step(loaded, rows)
+        def failing_once(loaded: Loaded, shape: StepShape, failures: Iterator[int] = failures) -> Any:
+            hidden = step(loaded, shape)
             if next(failures) == 0:
                 more_than_there_is()  # when the state is already another one
             return hidden
@@ -173,7 +178,7 @@ def test_mm03_the_first_step_of_a_sequence_is_repeated_where_memory_was_given_ba
 
 
 def test_mm03_a_later_step_fails_its_request_and_the_next_one_has_the_same_bits(
-    shrinking: CudaRunner, expected: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
+    shrinking: OneSequence, expected: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shrinking.reset()
     shrinking.prefill(token_ids(9))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_runner_cases import no_memory_left, open_cuda
+from one_sequence import OneSequence
 from runner_cases import reference_logits, token_ids
 
 from builders import Dims, write_gguf
@@ -14,8 +15,7 @@ from coldstream.engine import LLM
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models import cuda_runner
-from coldstream.models.cuda_model import Loaded, padded_rows
-from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.cuda_model import Loaded, StepShape, padded_rows
 
 
 @pytest.mark.gpu
@@ -26,7 +26,7 @@ def test_mm01_too_little_memory_is_refused_before_anything_is_copied(tmp_path: P
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     with pytest.raises(OutOfMemoryError, match=r"the GPU needs .* smaller --ctx-size"):
-        open_cuda(path, context_length=2**31 - 1, num_slots=64)
+        open_cuda(path, context_length=2**31 - 1)
     assert torch.cuda.memory_allocated() == before
 
 
@@ -35,7 +35,7 @@ def test_mm01_too_little_memory_is_refused_before_anything_is_copied(tmp_path: P
 def test_mm03_memory_taken_away_in_mid_run_is_an_error_and_not_the_end(moe_path: Path) -> None:
     prompts = [token_ids(size) for size in sorted({padded_rows(count) for count in range(17, 2049)})]
 
-    def run_all(runner: CudaRunner) -> None:
+    def run_all(runner: OneSequence) -> None:
         for prompt in prompts:  # each is a graph of its own
             runner.reset()
             runner.prefill(prompt)
@@ -78,10 +78,10 @@ def test_a_capture_that_runs_out_of_memory_leaves_the_runner_usable(
     ids = token_ids(40)
     step, num_steps = Loaded.kept_step, 0
 
-    def failing_when_captured(loaded: Loaded, count: int) -> object:
+    def failing_when_captured(loaded: Loaded, shape: StepShape) -> object:
         nonlocal num_steps
         num_steps += 1
-        result = step(loaded, count)
+        result = step(loaded, shape)
         if num_steps == 2:
             assert torch.cuda.is_current_stream_capturing()
             torch.zeros(2**45, dtype=torch.uint8, device="cuda")
@@ -96,4 +96,4 @@ def test_a_capture_that_runs_out_of_memory_leaves_the_runner_usable(
         first = runner.prefill(ids)
         runner.reset()
         assert np.array_equal(runner.prefill(ids), first)
-        assert np.array_equal(first, reference_logits(moe_path, ids, "f16")[-1].numpy())
+        assert np.array_equal(first, reference_logits(moe_path, ids, "i16")[-1].numpy())

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_runner_cases import open_cuda, open_partly
+from one_sequence import OneSequence, step_rows
 from runner_cases import VARIANTS, reference_logits, token_ids
 
 from builders import write_gguf
@@ -18,19 +19,20 @@ from coldstream.decoding import SamplingParams, choose_token
 from coldstream.errors import ModelChangedError
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile
-from coldstream.models.cuda_runner import CudaRunner
+from coldstream.kvcache import CacheSize
 from random_residency import RandomResidency
 
 pytestmark = pytest.mark.gpu
 
 PROMPT = tuple(range(300, 340))
+SIZE = CacheSize.of(41, 512)
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95)
 Answer = tuple[list[int], np.ndarray]
 
 
 def answer(
-    runner: CudaRunner, sampling: SamplingParams = GREEDY, count: int = 300, prompt: Sequence[int] = PROMPT
+    runner: OneSequence, sampling: SamplingParams = GREEDY, count: int = 300, prompt: Sequence[int] = PROMPT
 ) -> Answer:
     """The tokens after a prompt, and the logits after the last."""
     runner.reset()
@@ -57,8 +59,8 @@ def expected() -> dict[str, Answer]:
 
 
 @pytest.fixture(scope="module")
-def half() -> Iterator[CudaRunner]:
-    with open_partly(demo_model_path(), 0.5, streamed=0.5, context_length=512, num_slots=40) as runner:
+def half() -> Iterator[OneSequence]:
+    with open_partly(demo_model_path(), 0.5, streamed=0.5, context_length=512, cache_size=SIZE) as runner:
         yield runner
 
 
@@ -80,7 +82,7 @@ def test_every_kind_of_model(
     path = tmp_path / "tiny.gguf"
     write_gguf(path, arch, **options)  # type: ignore[arg-type]
     ids = token_ids(70)
-    expected = reference_logits(path, ids, "f16").numpy()
+    expected = reference_logits(path, ids, "i16").numpy()
     with open_partly(path, share, streamed=streamed, prefetching=prefetching) as runner:
         assert np.array_equal(runner.logits(ids), expected)
         for count in (1, 8, 9, 33, 64):
@@ -148,7 +150,7 @@ def test_ex07_random_residency_at_every_step_and_a_thousand_swaps(
 
 
 @pytest.mark.alone
-def test_trap_23_twenty_requests_and_memory_stays(half: CudaRunner, expected: dict[str, Answer]) -> None:
+def test_trap_23_twenty_requests_and_memory_stays(half: OneSequence, expected: dict[str, Answer]) -> None:
     answer(half, count=20)
     taken = None
     for _ in range(21):
@@ -165,7 +167,7 @@ def test_prefetching_changes_no_bit(
     share: float, prefetching: Prefetching, expected: dict[str, Answer]
 ) -> None:
     with open_partly(
-        demo_model_path(), share, streamed=0.5, context_length=512, num_slots=40, prefetching=prefetching
+        demo_model_path(), share, streamed=0.5, context_length=512, cache_size=SIZE, prefetching=prefetching
     ) as runner:
         assert_same(answer(runner), expected["greedy"])
         assert_same(answer(runner, SAMPLED), expected["sampled"])
@@ -180,18 +182,20 @@ def test_prefetching_changes_no_bit(
 
 
 @pytest.mark.parametrize("count", [2, 8, 9, 17, 40])
-def test_a_sequence_among_others(half: CudaRunner, count: int) -> None:
+def test_a_sequence_among_others(half: OneSequence, count: int) -> None:
     prompts = [token_ids(10 + i)[: 5 + i % 7] for i in range(count)]
     alone = []
     for prompt in prompts:
         half.reset()
         half.prefill(prompt)
         alone.append(half.decode(7))
-    for slot, prompt in enumerate(prompts):
-        half.reset_slot(slot)
-        half.prefill_slot(slot, prompt, 0)
-    positions = [len(prompt) for prompt in prompts]
-    together = half.decode_rows([7] * count, positions, list(range(count)))
+    half.reset()
+    sequences = [half.new_sequence() for _ in prompts]
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        half.runner.extend(sequence, prompt)
+    together = step_rows(half, sequences, [7] * count)
+    for sequence in sequences:
+        half.release(sequence)
     assert np.array_equal(together, np.stack(alone))
 
 
@@ -207,7 +211,7 @@ def test_trap_4_all_hot_all_cold_and_the_same_experts_for_all_rows(share: float)
 
 
 @pytest.mark.parametrize("count", [65, 168, 300, 450])
-def test_prompts_of_many_rows(half: CudaRunner, count: int) -> None:
+def test_prompts_of_many_rows(half: OneSequence, count: int) -> None:
     ids = token_ids(count)
     with open_cuda(demo_model_path(), context_length=512) as whole:
         expected = whole.prefill(ids)
@@ -215,7 +219,7 @@ def test_prompts_of_many_rows(half: CudaRunner, count: int) -> None:
     assert np.array_equal(half.prefill(ids), expected)
 
 
-def test_ex05_a_prompt_does_not_flush_what_decoding_uses(half: CudaRunner) -> None:
+def test_ex05_a_prompt_does_not_flush_what_decoding_uses(half: OneSequence) -> None:
     answer(half, count=50)
     cache = half.expert_cache
     assert cache is not None

@@ -10,7 +10,7 @@ import torch
 from cuda_runner_cases import open_cuda
 from hypothesis import given
 from hypothesis import strategies as st
-from one_sequence import open_cpu
+from one_sequence import OneSequence, open_cpu, step_rows
 from runner_cases import MIX, VARIANTS, reference_logits, token_ids
 
 from builders import write_gguf
@@ -18,11 +18,13 @@ from coldstream.assets import demo_model_path
 from coldstream.decoding import SamplingParams, choose_token, sample_token
 from coldstream.errors import InvalidRequestError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
 from coldstream.kernels.cuda import limits
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES, instance_for
 from coldstream.kernels.cuda.kernel_cache import KernelCache
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
+from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models import cuda_runner
 from coldstream.models.cuda_model import (
     MAX_GRAPH_ROWS,
@@ -41,7 +43,7 @@ from specs import with_layers
 
 
 @pytest.fixture(scope="module")
-def runner(moe_path: Path) -> Iterator[CudaRunner]:
+def runner(moe_path: Path) -> Iterator[OneSequence]:
     """One sequence of up to 1024 tokens; tests leave it in any state."""
     with open_cuda(moe_path, context_length=1024) as runner:
         yield runner
@@ -54,7 +56,7 @@ def test_the_gpu_computes_what_the_reference_defines(variant: str, tmp_path: Pat
     path = tmp_path / "tiny.gguf"
     write_gguf(path, arch, **options)  # type: ignore[arg-type]
     ids = token_ids(21)
-    expected = reference_logits(path, ids, "f16").numpy()
+    expected = reference_logits(path, ids, "i16").numpy()
     with open_cuda(path) as runner:
         assert np.array_equal(runner.logits(ids), expected)
         runner.reset()
@@ -86,22 +88,21 @@ def test_a_request_alone_and_among_31_others_in_any_chunks(moe_path: Path) -> No
                 in_chunks = alone.prefill(prompts[17][start : start + size])
             assert np.array_equal(in_chunks, first)
             assert np.array_equal([alone.decode(token) for token in tokens], others)
-    with open_cuda(moe_path, context_length, num_slots=32) as crowd:
-        for slot, prompt in enumerate(prompts):
-            crowd.reset_slot(slot)
-            size = 4096 if slot == 17 else 100
-            for start in range(0, len(prompt), size):
-                in_chunks = crowd.prefill_slot(slot, prompt[start : start + size], start)
-            if slot == 17:
+    size = CacheSize(num_blocks=17 + 31 * 3, num_states=32)
+    with open_cuda(moe_path, context_length, cache_size=size) as crowd:
+        sequences = [crowd.new_sequence() for _ in prompts]
+        for i, prompt in enumerate(prompts):
+            chunk = 4096 if i == 17 else 100
+            for start in range(0, len(prompt), chunk):
+                in_chunks = np.array(crowd.runner.extend(sequences[i], prompt[start : start + chunk]))
+            if i == 17:
                 assert np.array_equal(in_chunks, first)
         for step, token in enumerate(tokens):
-            positions = [len(prompt) + step for prompt in prompts]
-            rows = crowd.decode_rows([token] * 32, positions, range(32))
-            assert np.array_equal(rows[17], others[step])
+            assert np.array_equal(step_rows(crowd, sequences, [token] * 32)[17], others[step])
 
 
 @pytest.mark.gpu
-def test_trap_22_a_captured_graph_bakes_nothing_in(runner: CudaRunner) -> None:
+def test_trap_22_a_captured_graph_bakes_nothing_in(runner: OneSequence) -> None:
     """The graph of one row serves every position, state and request after the one it was captured for."""
     ids = token_ids(400)
     expected = runner.logits(ids)
@@ -113,7 +114,7 @@ def test_trap_22_a_captured_graph_bakes_nothing_in(runner: CudaRunner) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_trap_23_twenty_requests_leave_memory_flat_and_answer_alike(runner: CudaRunner) -> None:
+def test_trap_23_twenty_requests_leave_memory_flat_and_answer_alike(runner: OneSequence) -> None:
     def answer() -> np.ndarray:
         runner.reset()
         first = runner.prefill(token_ids(130))
@@ -134,7 +135,7 @@ def test_trap_23_twenty_requests_leave_memory_flat_and_answer_alike(runner: Cuda
 
 
 @pytest.mark.gpu
-def test_trap_24_a_reset_leaves_nothing_of_the_last_sequence(moe_path: Path, runner: CudaRunner) -> None:
+def test_trap_24_a_reset_leaves_nothing_of_the_last_sequence(moe_path: Path, runner: OneSequence) -> None:
     runner.reset()
     runner.prefill(token_ids(200))
     runner.reset()
@@ -174,19 +175,19 @@ def test_compiled_kernels_that_are_not_kept_are_a_warning(
 @pytest.mark.gpu
 def test_trap_25_every_state_has_memory_of_its_own(moe_path: Path) -> None:
     """Two sequences with equal prompts, of which one goes on: the other's state has not moved."""
-    with open_cuda(moe_path, num_slots=2) as runner:
-        for slot in (0, 1):
-            runner.reset_slot(slot)
-            runner.prefill_slot(slot, token_ids(20), 0)
-        (expected,) = runner.decode_rows([7], [20], [0])
-        runner.decode_rows([9], [21], [0])
-        (other,) = runner.decode_rows([7], [20], [1])
+    with open_cuda(moe_path, cache_size=CacheSize.of(2, 256)) as runner:
+        first, second = runner.new_sequence(), runner.new_sequence()
+        for sequence in (first, second):
+            runner.runner.extend(sequence, token_ids(20))
+        expected = step_rows(runner, [first], [7])
+        step_rows(runner, [first], [9])
+        other = step_rows(runner, [second], [7])
     assert np.array_equal(other, expected)
 
 
 @pytest.mark.gpu
 def test_trap_26_inputs_arrive_before_they_are_used_and_results_before_they_are_read(
-    runner: CudaRunner,
+    runner: OneSequence,
 ) -> None:
     """Steps queued without pause: a late copy or an early read would mix neighbouring tokens."""
     ids = token_ids(60)
@@ -199,7 +200,7 @@ def test_trap_26_inputs_arrive_before_they_are_used_and_results_before_they_are_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 33])
-def test_trap_36_positions_mean_the_same_for_one_row_and_for_many(runner: CudaRunner, count: int) -> None:
+def test_trap_36_positions_mean_the_same_for_one_row_and_for_many(runner: OneSequence, count: int) -> None:
     ids = token_ids(40 + count)
     expected = runner.logits(ids)
     runner.reset()
@@ -214,7 +215,7 @@ def test_trap_55_the_shared_gate_of_one_to_four_rows(tmp_path: Path, count: int)
     write_gguf(path, types={**MIX, "*.ffn_gate_inp_shexp.weight": "F16"})
     ids = token_ids(count)
     with open_cuda(path) as runner:
-        assert np.array_equal(runner.logits(ids), reference_logits(path, ids, "f16").numpy())
+        assert np.array_equal(runner.logits(ids), reference_logits(path, ids, "i16").numpy())
 
 
 @pytest.mark.gpu
@@ -231,8 +232,8 @@ def test_what_cannot_be_computed_is_refused_and_changes_nothing(moe_path: Path) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv_type", ["f32", "q8_0", "q4_0", "tq3_0"])
-def test_other_types_of_keys_and_values_have_the_bits_of_the_reference(tmp_path: Path, kv_type: str) -> None:
+@pytest.mark.parametrize("kv_type", GPU_CACHE_TYPES)
+def test_types_of_keys_and_values_have_the_bits_of_the_reference(tmp_path: Path, kv_type: str) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, types=MIX)
     ids = token_ids(70)
@@ -241,7 +242,7 @@ def test_other_types_of_keys_and_values_have_the_bits_of_the_reference(tmp_path:
 
 
 @pytest.mark.gpu
-def test_trap_49_a_token_that_the_gpu_chose_is_one_of_the_vocabulary(runner: CudaRunner) -> None:
+def test_trap_49_a_token_that_the_gpu_chose_is_one_of_the_vocabulary(runner: OneSequence) -> None:
     runner.reset()
     context: list[int] = []
     for token in token_ids(20):
@@ -274,7 +275,7 @@ def test_there_are_about_as_many_sizes_as_graphs() -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        (AttentionSpec, {"head_dim": 12}, "attention heads of 12: multiples of 8"),
+        (AttentionSpec, {"head_dim": 12}, "attention heads of 12: multiples of 32"),
         (DeltaNetSpec, {"state_size": 96}, r"DeltaNet heads of 96: \(32, 64, 128\)"),
         (DeltaNetSpec, {"conv_kernel": 9}, "9 taps: 2 to 8"),
         (MoeSpec, {"num_experts_per_tok": 17}, "17 experts a token: at most 16"),
@@ -312,11 +313,11 @@ def test_the_kernels_of_a_model_are_known_before_it_runs(
     monkeypatch.setattr(limits, "_limits_of", lambda index: DeviceLimits(132, 227 * 1024, 228 * 1024))
     with GGUFFile.open(moe_path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        noted = kernels_of(file, spec, Limits(1, 1024, "q8_0"), chunk_size)
+        noted = kernels_of(file, spec, Limits(CacheSize.of(1, 1024, 1), 1024, "i8"), chunk_size)
     names = " ".join(instance for _, instance in noted)
     for part in ("linear_one", "linear_few", "linear_many<", "expert_gate_up", "experts_many<", "router_few"):
         assert part in names
-    assert names.count("attention_decode<coldstream::cache_q8_0") == 1
+    assert names.count("attention_integers_few<1") == 4  # one group of pairs and two, with and without trees
     assert instance_for("coldstream::linear_one", FEW_TYPES) not in names, "only what the model has"
 
 
@@ -338,8 +339,8 @@ def test_nothing_is_compiled_once_a_model_is_loaded(
 
     file = GGUFFile.open(path)
     spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-    load = partial(CudaRunner.load, context_length=1024, kv_type="f16", num_slots=2)
-    with load(file, spec, compiling=lambda done, total: seen.append((done, total))) as runner:
+    load = partial(CudaRunner.load, context_length=1024, kv_type="i16", cache_size=CacheSize.of(3, 1024, 1))
+    with OneSequence(load(file, spec, compiling=lambda done, total: seen.append((done, total)))) as runner:
         loaded = kernels_of(file, spec, runner.limits, runner.chunk_size)
         assert seen == [(done, len(loaded)) for done in range(1, len(loaded) + 1)]
         monkeypatch.setattr(CudaProgram, "kernel", noting)
@@ -348,7 +349,10 @@ def test_nothing_is_compiled_once_a_model_is_loaded(
             logits = runner.extend(token_ids(count))
             for params in (SamplingParams(temperature=0), SamplingParams(repetition_penalty=1.3)):
                 choose_token(logits, [1, 2], params, 7)
-        runner.reset_slot(1)
-        runner.decode_rows([1, 2], [700, 0], [0, 1])
+        other = runner.new_sequence()
+        step_rows(runner, [runner.sequence, other], [1, 2])
+        for size in (9, 60):
+            runner.step(Batch((Segment(other, [3] * size, range(-1, size - 1)),)))
+            runner.commit(other, range(2))
     assert used
     assert used <= {(program.source, instance) for program, instance in loaded}

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from cuda_runner_cases import open_partly
+from one_sequence import OneSequence
 from runner_cases import token_ids
 
 from coldstream.assets import demo_model_path
 from coldstream.experts.step_times import PARTS, StepTimes
-from coldstream.models.cuda_runner import CudaRunner
 
 pytestmark = pytest.mark.gpu
 
@@ -18,25 +18,25 @@ COUNT = 40
 
 
 @pytest.fixture(params=[(0.0, 0.0), (0.0, 1.0), (0.5, 0.5), (0.9, 1.0)], ids=str)
-def runner(request: pytest.FixtureRequest) -> Iterator[CudaRunner]:
+def runner(request: pytest.FixtureRequest) -> Iterator[OneSequence]:
     """With some share of the experts, and some share of the missing ones read over the bus."""
     share, streamed = request.param
-    with open_partly(demo_model_path(), share, streamed=streamed, num_slots=16) as opened:
+    with open_partly(demo_model_path(), share, streamed=streamed) as opened:
         yield opened
 
 
-def times_of(runner: CudaRunner) -> StepTimes:
+def times_of(runner: OneSequence) -> StepTimes:
     statistics = runner.gpu_experts
     assert statistics is not None
     return statistics.step_times
 
 
-def decode(runner: CudaRunner, count: int = COUNT) -> None:
+def decode(runner: OneSequence, count: int = COUNT) -> None:
     for token in token_ids(count):
         runner.decode(token)
 
 
-def test_parts_of_every_layer_add_up_to_the_span_of_its_steps(runner: CudaRunner) -> None:
+def test_parts_of_every_layer_add_up_to_the_span_of_its_steps(runner: OneSequence) -> None:
     before, start = times_of(runner), time.perf_counter()
     decode(runner)
     elapsed = time.perf_counter() - start
@@ -54,7 +54,7 @@ def test_parts_of_every_layer_add_up_to_the_span_of_its_steps(runner: CudaRunner
     assert 0 < times.seconds <= elapsed  # both are seconds
 
 
-def test_a_layer_that_asks_nobody_waits_for_nobody(runner: CudaRunner) -> None:
+def test_a_layer_that_asks_nobody_waits_for_nobody(runner: OneSequence) -> None:
     before = [requests for requests, _, _ in runner.cpu_work]
     decode(runner)
     asked = np.array([requests for requests, _, _ in runner.cpu_work]) - before
@@ -63,7 +63,7 @@ def test_a_layer_that_asks_nobody_waits_for_nobody(runner: CudaRunner) -> None:
     assert wait.sum() > 0 or not asked.any()
 
 
-def test_bus_pairs_are_what_slots_and_the_cpu_leave_over(runner: CudaRunner) -> None:
+def test_bus_pairs_are_what_slots_and_the_cpu_leave_over(runner: OneSequence) -> None:
     pairs_before = np.array([pairs for _, pairs, _ in runner.cpu_work])
     cache = runner.expert_cache
     assert cache is not None
@@ -78,7 +78,7 @@ def test_bus_pairs_are_what_slots_and_the_cpu_leave_over(runner: CudaRunner) -> 
     assert [b > 0 for b in times.bus] == [count > 0 for count in times.bus_steps]
 
 
-def test_steps_of_more_rows_than_one_router_takes_are_left_out(runner: CudaRunner) -> None:
+def test_steps_of_more_rows_than_one_router_takes_are_left_out(runner: OneSequence) -> None:
     decode(runner, 3)
     for count in (9, 16, 64, 100):
         runner.reset()

@@ -19,7 +19,7 @@ from coldstream.placement.sizes import ModelSizes
 CTX = 512
 
 
-def read(path: Path, kv_type: str = "f16") -> tuple[GGUFFile, ModelSpec, ModelSizes]:
+def read(path: Path, kv_type: str = "i16") -> tuple[GGUFFile, ModelSpec, ModelSizes]:
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
     config = EngineConfig("m", cache_type_k=kv_type, cache_type_v=kv_type)  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ def test_sizes_of_a_mixture_of_experts(tmp_path: Path, fused: bool, nextn: bool)
 def test_trap_19_the_cache_counts_attention_layers_in_its_own_type(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
-    for kv_type, row_bytes in (("f16", 128), ("f32", 256), ("q8_0", 80)):
+    for kv_type, row_bytes in (("i16", 128), ("f32", 256), ("q8_0", 80)):
         file, spec, sizes = read(path, kv_type)
         assert sizes.kv_token_bytes == 1 * 2 * 2 * row_bytes  # one layer, two heads of keys and of values
         if kv_type == "q8_0":
@@ -93,8 +93,8 @@ def test_without_a_plan_steps_are_as_long_as_in_one(tmp_path: Path, arch: str) -
     _, spec, sizes = read(path)
     with GGUFFile.open(path) as file:
         for budget in (2**20, 500 * 2**20, 600 * 2**20, 2**33):
-            (part,) = fixed_parts_on_gpu(file, spec, sizes, CTX, "f16", [budget])
-            assert chosen_chunk_size(file, spec, CTX, "f16", budget) == part.chunk_size
+            (part,) = fixed_parts_on_gpu(file, spec, sizes, CTX, "i16", [budget])
+            assert chosen_chunk_size(file, spec, CTX, "i16", budget) == part.chunk_size
 
 
 @pytest.mark.parametrize("arch", ["qwen35moe", "qwen35", "qwen3next"])
@@ -105,10 +105,10 @@ def test_what_is_counted_for_a_gpu_and_what_is_estimated_agree(
     write_gguf(path, arch)
     _, spec, sizes = read(path)
     with GGUFFile.open(path) as file:
-        (counted,) = fixed_parts_on_gpu(file, spec, sizes, CTX, "f16", [2**33])
+        (counted,) = fixed_parts_on_gpu(file, spec, sizes, CTX, "i16", [2**33])
     monkeypatch.setattr(fixed_part, "missing_packages", lambda: ("torch",))
     with GGUFFile.open(path) as file:
-        (estimated,) = fixed_parts_on_gpu(file, spec, sizes, CTX, "f16", [2**33])
+        (estimated,) = fixed_parts_on_gpu(file, spec, sizes, CTX, "i16", [2**33])
     assert estimated == replace(
         counted, weights=estimated.weights, caches=estimated.caches, workspace=estimated.workspace
     )
@@ -129,7 +129,7 @@ def test_a_model_without_gpu_kernels_is_not_planned_for_a_gpu(
         GGUFFile.open(path) as file,
         pytest.raises(UnsupportedError, match=r"attention without an output gate.*--device cpu"),
     ):
-        fixed_parts_on_gpu(file, spec, sizes, CTX, "f16", [2**33])
+        fixed_parts_on_gpu(file, spec, sizes, CTX, "i16", [2**33])
 
 
 def test_a_small_budget_takes_small_steps_of_prefill(tmp_path: Path) -> None:
@@ -138,8 +138,8 @@ def test_a_small_budget_takes_small_steps_of_prefill(tmp_path: Path) -> None:
     _, spec, sizes = read(path)
     budgets = (2**20, 500 * 2**20, 600 * 2**20, 2**33)
     with GGUFFile.open(path) as file:
-        parts = fixed_parts_on_gpu(file, spec, sizes, CTX, "f16", budgets)
-        assert [parts[2]] == fixed_parts_on_gpu(file, spec, sizes, CTX, "f16", budgets[2:3])
+        parts = fixed_parts_on_gpu(file, spec, sizes, CTX, "i16", budgets)
+        assert [parts[2]] == fixed_parts_on_gpu(file, spec, sizes, CTX, "i16", budgets[2:3])
     for budget, part in zip(budgets, parts, strict=True):
         if part.chunk_size > 256:
             assert part.workspace <= 0.5 * (budget - part.total + part.workspace)
@@ -154,11 +154,11 @@ def test_steps_get_shorter_where_that_lets_all_experts_fit(tmp_path: Path) -> No
     _, spec, sizes = read(path)
     sizes = replace(sizes, expert_bytes=(2**30,) * 4)  # so that activations are a small part of all
     with GGUFFile.open(path) as file:
-        (largest,) = fixed_parts_on_gpu(file, spec, sizes, CTX, "f16", [2**40])
+        (largest,) = fixed_parts_on_gpu(file, spec, sizes, CTX, "i16", [2**40])
         enough = largest.total + sizes.all_expert_bytes
         least = enough - largest.workspace
         budgets = [enough, enough - 1, least + largest.workspace // 3, least]
-        parts = fixed_parts_on_gpu(file, spec, sizes, CTX, "f16", budgets)
+        parts = fixed_parts_on_gpu(file, spec, sizes, CTX, "i16", budgets)
     assert [part.chunk_size for part in parts] == [8192, 4096, 2048, 8192]
     for budget, part in zip(budgets[:3], parts, strict=False):
         assert part.total + sizes.all_expert_bytes <= budget

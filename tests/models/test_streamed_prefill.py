@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from cuda.bindings import driver
 from cuda_runner_cases import open_cuda, open_partly
+from one_sequence import OneSequence
 from runner_cases import VARIANTS, token_ids
 
 from builders import write_gguf
@@ -22,8 +24,8 @@ from coldstream.experts.landing import CpuShare, least_ring
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
+from coldstream.kvcache import CacheSize
 from coldstream.models.cuda_model import Limits, plan_memory
-from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.spec import ModelSpec
 
 CONTEXT = 640
@@ -46,7 +48,7 @@ def least_ring_of(path: Path) -> int:
         )
 
 
-def outputs(runner: CudaRunner, length: int) -> tuple[np.ndarray, np.ndarray]:
+def outputs(runner: OneSequence, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Logits after each token of a prompt, and after some that follow it."""
     runner.reset()
     logits = runner.logits(token_ids(length)).copy()
@@ -60,7 +62,7 @@ def demo() -> dict[int, tuple[np.ndarray, np.ndarray]]:
         return {length: outputs(runner, length) for length in LENGTHS}
 
 
-def check_demo(runner: CudaRunner, demo: dict[int, tuple[np.ndarray, np.ndarray]]) -> None:
+def check_demo(runner: OneSequence, demo: dict[int, tuple[np.ndarray, np.ndarray]]) -> None:
     for length, expected in demo.items():
         for found, wanted in zip(outputs(runner, length), expected, strict=True):
             assert np.array_equal(found, wanted), length
@@ -71,7 +73,13 @@ def test_the_ring_is_planned(ring_bytes: int) -> None:
     with GGUFFile.open(demo_model_path()) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         plan, small = (
-            plan_memory(file, spec, Limits(1, CONTEXT, "f16", 0, ring_bytes=size), 40 * 2**30, 8192)
+            plan_memory(
+                file,
+                spec,
+                Limits(CacheSize.of(1, CONTEXT), CONTEXT, "i16", 0, ring_bytes=size),
+                40 * 2**30,
+                8192,
+            )
             for size in (ring_bytes, MIB)
         )
         assert plan.total - small.total == ring_bytes - MIB
@@ -181,7 +189,7 @@ def test_ex04_what_a_failed_step_still_copies_is_no_expert_that_came_ahead(
         calls[0] += 1
         return (driver.CUresult.CUDA_ERROR_NOT_READY,) if calls[0] >= 8 else copy(*args)
 
-    def decoded(runner: CudaRunner) -> np.ndarray:
+    def decoded(runner: OneSequence) -> np.ndarray:
         runner.reset()
         return np.stack([np.array(runner.decode(token)) for token in token_ids(30)])
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from random import Random
 
 import numpy as np
+from one_sequence import OneSequence, step_rows
 
 from coldstream.kvcache import Batch, Segment, Sequence
-from coldstream.models.cpu_runner import CpuRunner
 
 # Around blocks of 64 positions and chunks of 256, where a tree begins in one and ends in another.
 LENGTHS = (0, 1, 5, 63, 64, 65, 130, 191, 193, 254, 255, 256, 257, 300, 449, 500)
@@ -57,7 +57,7 @@ def prompt(length: int) -> list[int]:
 class Prompts:
     """Sequences of a runner that begin with `prompt(length)`, which is computed once for each length."""
 
-    def __init__(self, runner: CpuRunner) -> None:
+    def __init__(self, runner: OneSequence) -> None:
         self.runner = runner
         self._prompts: dict[int, Sequence] = {}
 
@@ -92,7 +92,7 @@ class Oracle(Prompts):
         return result
 
 
-def extend(runner: CpuRunner, sequence: Sequence, token_ids: list[int]) -> None:
+def extend(runner: OneSequence, sequence: Sequence, token_ids: list[int]) -> None:
     """Appends tokens, if there are any, in one step."""
     if token_ids:
         runner.step(Batch((Segment(sequence, token_ids, wanted=()),)))
@@ -117,7 +117,8 @@ def check_batch_of_trees(prompts: Prompts, oracle: Oracle, random: Random, num_t
     segments = [Segment(s, t.token_ids, t.parents) for s, t in zip(sequences, trees, strict=False)]
     segments += [Segment(s, ids) for s, ids in zip(sequences[num_trees:], chains, strict=True)]
     order = random.sample(range(len(segments)), len(segments))
-    logits = dict(zip(order, runner.step(Batch(tuple(segments[i] for i in order))), strict=True))
+    found = runner.step(Batch(tuple(segments[i] for i in order)))
+    logits = {i: np.array(each) for i, each in zip(order, found, strict=True)}
     histories = []
     for i, tree in enumerate(trees):
         assert_tree(oracle, lengths[i], tree, logits[i])
@@ -130,7 +131,7 @@ def check_batch_of_trees(prompts: Prompts, oracle: Oracle, random: Random, num_t
 
 
 def assert_same_continuations(
-    runner: CpuRunner,
+    runner: OneSequence,
     oracle: Oracle,
     sequences: list[Sequence],
     lengths: list[int],
@@ -138,10 +139,8 @@ def assert_same_continuations(
 ) -> None:
     """Sequence i, which is `prompt(lengths[i])` and `histories[i]`, goes on as plain decoding does."""
     next_ids = [3, 1, 4, 1, 5, 9, 2, 6][:NUM_NEXT]
-    rows = [
-        runner.step(Batch(tuple(Segment(sequence, [token]) for sequence in sequences))) for token in next_ids
-    ]
+    rows = [step_rows(runner, sequences, [token] * len(sequences)) for token in next_ids]
     for i, (length, history) in enumerate(zip(lengths, histories, strict=True)):
         (expected,) = oracle.logits(length, history + next_ids)
-        actual = np.concatenate([row[i] for row in rows])
+        actual = np.stack([row[i] for row in rows])
         assert np.array_equal(actual, expected[len(history) :]), (length, history)

@@ -1,0 +1,131 @@
+"""Draft trees and several sequences in one step on a GPU: the bits of plain decoding on the CPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from cuda_runner_cases import open_cuda, open_partly
+from one_sequence import OneSequence, open_cpu
+from runner_cases import MIX
+from tree_cases import CONTEXT, LENGTHS, Oracle, Prompts, Tree, check_batch_of_trees, prompt
+
+from builders import Dims, write_gguf
+from coldstream.assets import demo_model_path
+from coldstream.experts.prefetching import Prefetching
+from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
+from coldstream.kvcache import Batch, CacheSize, Segment
+
+pytestmark = pytest.mark.gpu
+
+SIZE = CacheSize.of(len(LENGTHS) + 24, CONTEXT, num_trees=8)
+CPU_SIZE = CacheSize.of(len(LENGTHS) + 64, CONTEXT, num_trees=8)
+
+
+@pytest.fixture(scope="module")
+def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, dims = tmp_path_factory.mktemp("models") / "small.gguf", Dims(layers=2, interval=2)
+    write_gguf(path, types=MIX, dims=dims)
+    return path
+
+
+@pytest.fixture(scope="module", params=GPU_CACHE_TYPES)
+def oracle(request: pytest.FixtureRequest, small_path: Path) -> Iterator[tuple[str, Oracle]]:
+    with open_cpu(
+        small_path, threads=1, context_length=CONTEXT, cache_size=CPU_SIZE, kv_type=request.param
+    ) as runner:
+        yield request.param, Oracle(runner)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_trees_are_plain_decoding(small_path: Path, oracle: tuple[str, Oracle], seed: int) -> None:
+    kv_type, plain = oracle
+    random = Random(seed)
+    with open_cuda(small_path, context_length=CONTEXT, kv_type=kv_type, cache_size=SIZE) as runner:
+        prompts = Prompts(runner)
+        for _ in range(15):
+            check_batch_of_trees(prompts, plain, random)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Oracle]:
+    with open_cpu(demo_model_path(), threads=1, context_length=CONTEXT, cache_size=CPU_SIZE) as runner:
+        yield Oracle(runner)
+
+
+@pytest.mark.parametrize(
+    ("share", "streamed", "prefetching"),
+    [(None, 0.0, None), (0.0, 0.0, None), (0.0, 1.0, None), (0.5, 0.5, None), (0.25, 0.0, Prefetching(1, 8))],
+    ids=str,
+)
+def test_trees_of_the_demo_model_wherever_experts_are(
+    demo: Oracle, share: float | None, streamed: float, prefetching: Prefetching | None
+) -> None:
+    if share is None:
+        opened = open_cuda(demo_model_path(), context_length=CONTEXT, cache_size=SIZE)
+    else:
+        opened = open_partly(
+            demo_model_path(), share, streamed=streamed, context_length=CONTEXT, cache_size=SIZE,
+            prefetching=prefetching,
+        )  # fmt: skip
+    random = Random(f"{share} {streamed}")
+    with opened as runner:
+        prompts = Prompts(runner)
+        for _ in range(8):
+            check_batch_of_trees(prompts, demo, random, num_trees=4)
+
+
+def test_32_sequences_of_mixed_lengths_in_one_batch(small_path: Path, oracle: tuple[str, Oracle]) -> None:
+    kv_type, plain = oracle
+    random = Random(32)
+    lengths = [random.choice(LENGTHS) for _ in range(24)]
+    with open_cuda(small_path, context_length=CONTEXT, kv_type=kv_type, cache_size=SIZE) as runner:
+        prompts = Prompts(runner)
+        sequences = [prompts.begin(length) for length in lengths]
+        for token in (3, 1, 4, 1):
+            batch = Batch(tuple(Segment(sequence, [token]) for sequence in sequences))
+            logits = [np.array(each) for each in runner.step(batch)]
+        for i, length in enumerate(lengths):
+            (expected,) = plain.logits(length, [3, 1, 4, 1])
+            assert np.array_equal(logits[i][0], expected[-1]), length
+
+
+def test_a_prompt_beside_rows_of_trees(small_path: Path, oracle: tuple[str, Oracle]) -> None:
+    """A step with a long chain, a tree and a short chain, whose rows take different kernels."""
+    kv_type, plain = oracle
+    tree = Tree([5, 6, 7, 8, 9], [-1, 0, 0, 1, -1])
+    with open_cuda(small_path, context_length=CONTEXT, kv_type=kv_type, cache_size=SIZE) as runner:
+        prompts = Prompts(runner)
+        for length in (0, 70, 300):
+            long, other, short = runner.new_sequence(), prompts.begin(length), prompts.begin(length)
+            segments = (
+                Segment(long, prompt(130), wanted=range(130)),
+                Segment(other, tree.token_ids, tree.parents),
+                Segment(short, [1, 2, 3]),
+            )
+            logits = [np.array(each) for each in runner.step(Batch(segments))]
+            assert np.array_equal(logits[0], plain.logits(0, prompt(130))[0])
+            for row in range(5):
+                path = [tree.token_ids[each] for each in tree.path(row)]
+                assert np.array_equal(logits[1][row], plain.logits(length, path)[0][-1])
+            assert np.array_equal(logits[2][0], plain.logits(length, [1, 2, 3])[0][-1])
+            runner.commit(other, [0, 1, 3])
+            (after,) = runner.step(Batch((Segment(other, [2]),)))
+            assert np.array_equal(np.array(after)[0], plain.logits(length, [5, 6, 8, 2])[0][-1])
+            for sequence in (long, other, short):
+                runner.release(sequence)
+
+
+def test_a_branch_and_a_checkpoint_are_sequences_of_their_own(demo: Oracle) -> None:
+    runner: OneSequence
+    with open_cuda(demo_model_path(), context_length=CONTEXT, cache_size=SIZE) as runner:
+        sequence = runner.new_sequence()
+        runner.runner.extend(sequence, prompt(300))
+        branch, checkpoint = runner.branch(sequence), runner.checkpoint(sequence)
+        for each, token in ((sequence, 4), (branch, 9)):
+            found = np.array(runner.runner.extend(each, [token]))
+            assert np.array_equal(found, demo.logits(300, [token])[0][-1])
+        runner.restore(sequence, checkpoint)
+        found = np.array(runner.runner.extend(sequence, [7]))
+        assert np.array_equal(found, demo.logits(300, [7])[0][-1])
