@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from coldstream.engine import LLM, SamplingParams
 from hash_runner import HashRunner, open_hash_model
 
+CHUNK = HashRunner.chunk_size
 CONTEXT = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
@@ -95,7 +96,10 @@ def test_progress_hears_of_every_chunk(llm: LLM) -> None:
     assert heard == [(CHUNK, total), (2 * CHUNK, total), (total, total)]
 
 
-@pytest.mark.parametrize(("at", "num_tokens"), [(CHUNK, 0), (2 * CHUNK, 0), (2 * CHUNK + 3, 1)])
+@pytest.mark.parametrize(
+    ("at", "num_tokens"),
+    [(CHUNK, 0), (2 * CHUNK, 0), (2 * CHUNK + 3, 1)],
+)
 def test_cancelled_with_the_last_chunk_a_prompt_gives_its_first_token(
     llm: LLM, runner: HashRunner, at: int, num_tokens: int
 ) -> None:

@@ -12,8 +12,9 @@ values a head.
 
 import ctypes
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +39,6 @@ FOLDER = Path(__file__).parent
 PAIRS = 16  # of a row and a query head, which a warp takes
 MANY_WARPS = (8, 4, 2, 1)  # of a block of threads: the first that fit
 FEW_WARPS = (4, 2, 1)
-FEW_GROUPS = (1, 2)  # of as many pairs
 FEW_ROWS = 64  # up to which the chunks of a row are computed beside each other
 RESERVED_SHARED_BYTES = 1024  # by the driver, of each block
 EXCHANGED_STRIDE, SHARE_BYTES = 36, 20  # floats of a pair's sums, and what warps tell of a pair
@@ -130,16 +130,17 @@ class IntegerKernels:
             )
         self.shape = shape
         self.device = device
-        self._many = {trees: self._first_fitting(many_forms(shape, trees)) for trees in (False, True)}
-        self._few = {
-            (groups, trees): self._first_fitting(few_forms(shape, groups, trees))
-            for groups in FEW_GROUPS
-            if groups * PAIRS >= shape.group_size
+        self._forms = {
+            (kind, trees): self._first_fitting(forms(shape, trees))
+            for kind, forms in FORMS.items()
+            if kind != "few" or shape.group_size <= PAIRS
             for trees in (False, True)
         }
+        files: dict[str, set[str]] = {}
+        for form in self._forms.values():
+            files.setdefault(form.file, set()).add(form.instance)
         self._programs = {
-            file: CudaProgram(FOLDER / file, tuple(sorted({form.instance for form in forms})))
-            for file, forms in (("integers.cu", self._many.values()), ("integers_few.cu", self._few.values()))
+            file: CudaProgram(FOLDER / file, tuple(sorted(names))) for file, names in files.items()
         }
         planes, head_dim = shape.cache_type.num_planes, shape.head_dim
         prepare = f"coldstream::attention_prepare_integers<{planes}, {head_dim}>"
@@ -223,14 +224,11 @@ class IntegerKernels:
             shape.num_heads, shape.num_kv_heads, max_chunks, shape.window or 0,
         )  # fmt: skip
         assert rows.batch is not None
-        if num_rows > FEW_ROWS:
-            file, form, num_items = "integers.cu", self._many[rows.batch.has_trees], 1
-        else:
-            groups = 1 if num_rows * shape.group_size <= PAIRS else FEW_GROUPS[-1]
-            file, form, num_items = "integers_few.cu", self._few[groups, rows.batch.has_trees], max_chunks
-        num_items *= -(-num_rows // (form.num_pairs // shape.group_size)) * shape.num_kv_heads
+        num_pairs = num_rows * shape.group_size
+        form = self._forms[kind_of(num_rows, num_pairs), rows.batch.has_trees]
+        num_items = max_chunks * shape.num_kv_heads * -(-num_rows // (form.num_pairs // shape.group_size))
         at_once = max(1, self.device.shared_per_processor // (form.shared_bytes + RESERVED_SHARED_BYTES))
-        self._programs[file].kernel(form.instance).launch(
+        self._programs[form.file].kernel(form.instance).launch(
             (min(num_items, at_once * self.device.num_processors), 1, 1),
             32 * form.warps,
             (arguments,),
@@ -239,37 +237,61 @@ class IntegerKernels:
         )
 
 
+def kind_of(num_rows: int, num_pairs: int) -> str:
+    """Which of FORMS computes so many rows, which have so many pairs of a row and a query head for each
+    key/value head.
+    """
+    if num_pairs <= PAIRS:
+        return "few"
+    if num_rows > FEW_ROWS:
+        return "many"
+    return next(kind for kind, most in MIDDLE_PAIRS.items() if num_pairs <= most or most == 0)
+
+
 @dataclass(frozen=True)
 class Form:
     """An instance of a kernel: what a block of threads takes at once, and the shared memory for that."""
 
+    file: str
     instance: str
     warps: int
     num_pairs: int
     shared_bytes: int
 
 
-def many_forms(shape: AttentionShape, trees: bool) -> Iterator[Form]:
+def many_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> Iterator[Form]:
     """Of integers.cu, the best first."""
     row_bytes = shape.cache_type.row_bytes(shape.head_dim)
-    for warps in MANY_WARPS:
+    for warps in MANY_WARPS[MANY_WARPS.index(most_warps) :]:
         num_pairs = PAIRS * warps
         # Two tiles; queries; weights and positions of draft trees.
         shared = 2 * BLOCK_SIZE * row_bytes + num_pairs * (2 * shape.head_dim + 16)
         shared += num_pairs * BLOCK_SIZE * 4 + MAX_TREE_ROWS * 4 if trees else 0
-        yield Form(_instance("attention_integers", shape, warps, trees), warps, num_pairs, shared)
+        instance = _instance("attention_integers", shape, warps, trees)
+        yield Form("integers.cu", instance, warps, num_pairs, shared)
 
 
-def few_forms(shape: AttentionShape, groups: int, trees: bool) -> Iterator[Form]:
-    """Of integers_few.cu, the best first. groups: of 16 pairs."""
-    row_bytes, num_pairs = shape.cache_type.row_bytes(shape.head_dim), PAIRS * groups
+def few_forms(shape: AttentionShape, trees: bool) -> Iterator[Form]:
+    """Of integers_few.cu, the best first."""
+    row_bytes = shape.cache_type.row_bytes(shape.head_dim)
     for warps in FEW_WARPS:
         # A tile a warp, or two; queries; what warps tell each other; weights and positions of draft trees.
-        shared = (2 if trees else 1) * warps * BLOCK_SIZE * row_bytes + num_pairs * (2 * shape.head_dim + 16)
-        shared += warps * num_pairs * (2 * EXCHANGED_STRIDE * 4 + SHARE_BYTES)
+        shared = (2 if trees else 1) * warps * BLOCK_SIZE * row_bytes + PAIRS * (2 * shape.head_dim + 16)
+        shared += warps * PAIRS * (2 * EXCHANGED_STRIDE * 4 + SHARE_BYTES)
         shared += warps * PAIRS * BLOCK_SIZE * 4 + MAX_TREE_ROWS * 4 if trees else 0
-        instance = _instance("attention_integers_few", shape, warps, groups, trees)
-        yield Form(instance, warps, num_pairs, shared)
+        instance = _instance("attention_integers_few", shape, warps, trees)
+        yield Form("integers_few.cu", instance, warps, PAIRS, shared)
+
+
+# By how many pairs there are, the forms to choose from; those of the middle share chunks out evenly.
+MIDDLE_PAIRS = {"two warps": 32, "four warps": 64, "eight warps": 0}
+FORMS: dict[str, Callable[[AttentionShape, bool], Iterator[Form]]] = {
+    "few": few_forms,
+    "two warps": partial(many_forms, most_warps=2),
+    "four warps": partial(many_forms, most_warps=4),
+    "eight warps": many_forms,
+    "many": many_forms,
+}
 
 
 def _instance(kernel: str, shape: AttentionShape, *parameters: int) -> str:

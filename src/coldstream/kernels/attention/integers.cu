@@ -1,9 +1,10 @@
 // Attention over caches of an integer type, for many rows of any sequences, draft trees among them:
 // docs/arithmetic.md, Attention over integers.
 //
-// A block of threads takes some rows next to each other and a key/value head, and walks over all their positions. A warp
-// takes 16 pairs of a row and a query head through the tensor cores, and all warps read the same keys and values. What a
-// chunk of 256 positions leaves is merged into what those before it have left, which lies in the workspace.
+// A block of threads takes some rows next to each other and a key/value head, and walks over their positions. A warp
+// takes 16 pairs of a row and a query head through the tensor cores, and all warps read the same keys and values. Where the
+// workspace has one chunk a pair, a block walks over all positions, and what a chunk of 256 leaves is merged into what those
+// before it have left. Where it has them all, blocks share the chunks out evenly and leave each by itself, for merge.cu.
 #include "attention/integers_arguments.cuh"
 #include "attention/integers_block.cuh"
 
@@ -24,6 +25,8 @@ struct integer_attention {
   const int group = a.num_heads / a.num_kv_heads, tile_rows = warps * pairs / group;
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size, g = lane / 4, t = lane % 4;
   int first_row, last_row, kv_head;  // of the item; its rows end before last_row
+  int first_chunk, last_chunk;       // of the item
+  int item = -1, chunks_before = 0, share_begin = 0, share_end = 0;
 
   lane_pairs own;
   for_both<float> maximum, denominator;  // of the chunk
@@ -191,7 +194,7 @@ struct integer_attention {
       __syncthreads();
       if (tile < end) load(values, a.v_cache, run, tile + 1);
       commit_copies();
-      if (tile == end || (tile + 1) % chunk_blocks == 0) end_chunk();
+      if (tile == end || (tile + 1) % chunk_blocks == 0) end_chunk(tile / chunk_blocks);
     }
     wait_for_copies<0>();
   }
@@ -220,18 +223,20 @@ struct integer_attention {
       wait_for_copies<0>();
       __syncthreads();
       add_values(tiles, tile, num_tiles, scores, visible, correction);
-      if (tile == end || (tile + 1) % chunk_blocks == 0) end_chunk();
+      if (tile == end || (tile + 1) % chunk_blocks == 0) end_chunk(tile / chunk_blocks);
     }
     __syncthreads();
   }
 
-  // Merges the chunk into what is in the workspace, and begins the next.
-  __device__ void end_chunk() {
+  // Leaves chunk number `chunk`, by itself or merged into those before it, and begins the next.
+  __device__ void end_chunk(int chunk) {
+    const bool merges = a.max_chunks == 1;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       if (!has_begun[i]) continue;
       float ours = 0.0f, theirs = 1.0f;
-      if (has_any[i]) {
+      const bool adds = merges && has_any[i];
+      if (adds) {
         const float after = fmaxf(all_maximum[i], maximum[i]);
         ours = exact_exp(all_maximum[i] - after);
         theirs = exact_exp(maximum[i] - after);
@@ -242,11 +247,12 @@ struct integer_attention {
         all_maximum[i] = maximum[i];
       }
       const bool exists = warp * pairs + 8 * i + g < (last_row - first_row) * group;
-      float4* const to = reinterpret_cast<float4*>(a.values + place_of(i) * head_dim) + t;
+      const int64_t place = place_of(i, merges ? 0 : chunk);
+      float4* const to = reinterpret_cast<float4*>(a.values + place * head_dim) + t;
 #pragma unroll
       for (int strip = 0; strip < block::strips; strip++) {
         float(&value)[4] = numerators[strip][i];
-        if (exists && has_any[i]) {
+        if (exists && adds) {
           const float4 before = to[4 * strip];
           value[0] = __fmaf_rn(value[0], theirs, before.x * ours);
           value[1] = __fmaf_rn(value[1], theirs, before.y * ours);
@@ -257,13 +263,18 @@ struct integer_attention {
 #pragma unroll
         for (int c = 0; c < 4; c++) value[c] = 0.0f;
       }
-      if (exists && t == 0) a.stats[place_of(i)] = make_float2(all_maximum[i], all_denominator[i]);
+      if (exists && t == 0) a.stats[place] = make_float2(all_maximum[i], all_denominator[i]);
       has_any[i] = true;
       has_begun[i] = false;
     }
   }
 
-  __device__ int64_t place_of(int i) const { return int64_t{own.row[i]} * a.num_heads + own.head[i]; }
+  // In the workspace, of chunk number `chunk` of a row's positions; 0 for the one that all are merged into.
+  __device__ int64_t place_of(int i, int chunk) const {
+    const int64_t pair = int64_t{own.row[i]} * a.num_heads + own.head[i];
+    const int before = first_position(a.rows.positions[own.row[i]], a.window) / chunk_positions;
+    return pair * a.max_chunks + (chunk ? chunk - before : 0);
+  }
 
   // The rows of one sequence, if it is one.
   __device__ void attend_run(const row_run& run) {
@@ -274,7 +285,9 @@ struct integer_attention {
       first = min(first, first_position(position, a.window) / block_positions);
       last = max(last, position / block_positions);
     }
-    if (last < 0) return;
+    first = max(first, first_chunk * chunk_blocks);
+    last = min(last, last_chunk * chunk_blocks + chunk_blocks - 1);
+    if (first > last) return;
     if (has_trees && run.is_tree) {
       for (int i = threadIdx.x; i < run.num_kept - run.committed; i += threads)
         drafts[i] = a.rows.positions[run.start + i];
@@ -289,37 +302,89 @@ struct integer_attention {
     else attend_chain(run, first, last);
   }
 
-  // The last rows come first: they have most to do.
-  __device__ void run_items() {
-    const int num_tiles = (a.rows.num_rows + tile_rows - 1) / tile_rows;
-    for (int item = blockIdx.x; item < num_tiles * a.num_kv_heads; item += gridDim.x) {
-      kv_head = item % a.num_kv_heads;
-      first_row = (num_tiles - 1 - item / a.num_kv_heads) * tile_rows;
-      last_row = min(first_row + tile_rows, a.rows.num_rows);
-      __syncthreads();
-      load_queries();
+  __device__ void run_item() {
+    __syncthreads();
+    load_queries();
 #pragma unroll
-      for (int i = 0; i < 2; i++) has_begun[i] = has_any[i] = false;
+    for (int i = 0; i < 2; i++) has_begun[i] = has_any[i] = false;
 #pragma unroll
-      for (int strip = 0; strip < block::strips; strip++) {
+    for (int strip = 0; strip < block::strips; strip++) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) numerators[strip][i / 4][i % 4] = 0.0f;
-      }
-      for (int begin = first_row; begin < last_row;) {
-        const row_run run(a.rows, begin, last_row);
-        attend_run(run);
-        begin = run.end;
-      }
+      for (int i = 0; i < 8; i++) numerators[strip][i / 4][i % 4] = 0.0f;
     }
+    for (int begin = first_row; begin < last_row;) {
+      const row_run run(a.rows, begin, last_row);
+      attend_run(run);
+      begin = run.end;
+    }
+  }
+
+  // The item's chunks, from the first to the one behind the last, that rows of it have positions in.
+  __device__ void find_chunks(int& begin, int& end) const {
+    begin = 0x7fffffff;
+    end = 0;
+    for (int i = first_row; i < last_row; i++) {
+      const int position = a.rows.positions[i];
+      if (position < 0) continue;
+      begin = min(begin, first_position(position, a.window) / chunk_positions);
+      end = max(end, position / chunk_positions + 1);
+    }
+    begin = min(begin, end);
+  }
+
+  __device__ void take_rows(int tile) {
+    first_row = tile * tile_rows;
+    last_row = min(first_row + tile_rows, a.rows.num_rows);
+  }
+
+  // The next of the block's items; `item` is −1 before the first.
+  __device__ bool next_item() {
+    const int num_tiles = (a.rows.num_rows + tile_rows - 1) / tile_rows, num_items = num_tiles * a.num_kv_heads;
+    if (a.max_chunks == 1) {
+      // All chunks of some rows at once; the last rows come first, as they have most to do.
+      item = item < 0 ? blockIdx.x : item + gridDim.x;
+      if (item >= num_items) return false;
+      kv_head = item % a.num_kv_heads;
+      take_rows(num_tiles - 1 - item / a.num_kv_heads);
+      first_chunk = 0;
+      last_chunk = 0x7fffffff / chunk_positions;
+      return true;
+    }
+    int begin, end;
+    if (item < 0) {
+      // An even share of the chunks of all rows.
+      int64_t total = 0;
+      for (int tile = 0; tile < num_tiles; tile++) {
+        take_rows(tile);
+        find_chunks(begin, end);
+        total += (end - begin) * a.num_kv_heads;
+      }
+      share_begin = int(total * blockIdx.x / gridDim.x);
+      share_end = int(total * (blockIdx.x + 1) / gridDim.x);
+    }
+    for (item++; item < num_items && chunks_before < share_end; item++) {
+      kv_head = item % a.num_kv_heads;
+      take_rows(item / a.num_kv_heads);
+      find_chunks(begin, end);
+      first_chunk = begin + max(share_begin - chunks_before, 0);
+      last_chunk = begin + min(share_end - chunks_before, end - begin) - 1;
+      chunks_before += end - begin;
+      if (first_chunk <= last_chunk) return true;
+    }
+    return false;
+  }
+
+  __device__ void run() {
+    while (next_item()) run_item();
   }
 };
 
-// has_trees: whether there may be draft trees among the rows. The workspace has one chunk a pair.
+// has_trees: whether there may be draft trees among the rows.
 template <int planes, int head_dim, int warps, bool has_trees>
 __global__ void __launch_bounds__(warp_size * warps) attention_integers(const integers_arguments a) {
   wait_for_previous_grid();
   release_next_grid();
-  integer_attention<planes, head_dim, warps, has_trees>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).run_items();
+  integer_attention<planes, head_dim, warps, has_trees>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).run();
 }
 
 }  // namespace coldstream

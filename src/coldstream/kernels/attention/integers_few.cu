@@ -1,9 +1,8 @@
 // Attention over caches of an integer type, for few rows of any sequences, draft trees among them: docs/arithmetic.md,
 // Attention over integers.
 //
-// The work is cut into items: some rows next to each other, a key/value head, and a chunk of 256 positions. Each warp takes a
-// block of 64 positions of it for all pairs of a row and a query head, 16 through the tensor cores at a time, so that the
-// keys and values of a whole chunk are on their way at once. The blocks of a chunk belong together in their order: what a
+// The work is cut into items: 16 pairs of a row and a query head, and a chunk of 256 positions. Each warp takes a block of 64
+// positions of it through the tensor cores, so that the keys and values of a whole chunk are on their way at once. The blocks of a chunk belong together in their order: what a
 // block weighs by depends on the maxima of those before it, and its products are added to theirs. Chunks leave maximum,
 // denominator and numerators in a workspace for merge.cu.
 #include "attention/integers_arguments.cuh"
@@ -40,35 +39,35 @@ struct pair_progress {
   }
 };
 
-template <int planes, int head_dim, int warps, int groups, bool has_trees>
+template <int planes, int head_dim, int warps, bool has_trees>
 struct few_rows_attention {
   using block = pair_block<planes, head_dim>;
-  static constexpr int threads = warp_size * warps, num_pairs = pairs * groups;
+  static constexpr int threads = warp_size * warps;
   static constexpr int most_tiles = has_trees ? 2 : 1;  // of indices in which a tile of positions has keys
   static constexpr int passes = chunk_blocks / warps;
   static constexpr int pieces = exchanged_columns / 4;                     // of a pair's sums that are exchanged
-  static constexpr int own_pieces = num_pairs * pieces / threads;          // that a thread combines
-  static_assert(num_pairs * pieces % threads == 0 && chunk_blocks % warps == 0);
+  static constexpr int own_pieces = pairs * pieces / threads;              // that a thread combines
+  static_assert(pairs * pieces % threads == 0 && chunk_blocks % warps == 0);
 
   const integers_arguments& a;
-  uint8_t *const tiles, *const queries;  // most_tiles a warp; [num_pairs, query_bytes]
-  float* const sums;                     // [2, warps, num_pairs, exchanged_stride]
-  block_share* const shares;             // [warps, num_pairs]
+  uint8_t *const tiles, *const queries;  // most_tiles a warp; [pairs, query_bytes]
+  float* const sums;                     // [2, warps, pairs, exchanged_stride]
+  block_share* const shares;             // [warps, pairs]
   float* const by_position;              // [warps, pairs, 64], weights of a draft tree's rows
   int32_t* const drafts;                 // positions of the rows of a tree
-  const int group = a.num_heads / a.num_kv_heads, tile_rows = num_pairs / group;
+  const int group = a.num_heads / a.num_kv_heads, tile_rows = pairs / group;
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size, g = lane / 4, t = lane % 4;
   int first_row = 0, last_row = 0, kv_head = 0, chunk = 0;  // of the item; its rows end before last_row
   int items_before = 0;                                     // the item's tile of rows
-  lane_pairs own[groups];
+  lane_pairs own;
 
   __device__ few_rows_attention(const integers_arguments& arguments, uint8_t* shared)
       : a(arguments),
         tiles(shared),
         queries(tiles + warps * most_tiles * block::tile_bytes),
-        sums(reinterpret_cast<float*>(queries + num_pairs * block::query_bytes)),
-        shares(reinterpret_cast<block_share*>(sums + 2 * warps * num_pairs * exchanged_stride)),
-        by_position(reinterpret_cast<float*>(shares + warps * num_pairs)),
+        sums(reinterpret_cast<float*>(queries + pairs * block::query_bytes)),
+        shares(reinterpret_cast<block_share*>(sums + 2 * warps * pairs * exchanged_stride)),
+        by_position(reinterpret_cast<float*>(shares + warps * pairs)),
         drafts(reinterpret_cast<int32_t*>(by_position + (has_trees ? warps * pairs * block_positions : 0))) {}
 
   // Items are counted by tiles of rows, each with the chunks from its first to its last. `index` only grows.
@@ -101,21 +100,18 @@ struct few_rows_attention {
 
   __device__ void load_queries() {
     constexpr int pieces = 2 * head_dim / 16;
-    for (int i = threadIdx.x; i < num_pairs * pieces; i += threads) {
+    for (int i = threadIdx.x; i < pairs * pieces; i += threads) {
       const int pair = i / pieces, piece = i % pieces;
       copy_async_16(queries + pair * block::query_bytes + piece * 16,
                     a.query + pair_at(pair) * 2 * head_dim + piece * 16);
     }
     commit_copies();
 #pragma unroll
-    for (int m = 0; m < groups; m++) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int64_t pair = pair_at(pairs * m + 8 * i + g);
-        own[m].row[i] = int(pair / a.num_heads);
-        own[m].head[i] = int(pair % a.num_heads);
-        own[m].query_scale[i] = a.query_scales[pair] * (1.0f / low_unit);
-      }
+    for (int i = 0; i < 2; i++) {
+      const int64_t pair = pair_at(8 * i + g);
+      own.row[i] = int(pair / a.num_heads);
+      own.head[i] = int(pair % a.num_heads);
+      own.query_scale[i] = a.query_scales[pair] * (1.0f / low_unit);
     }
   }
 
@@ -128,11 +124,10 @@ struct few_rows_attention {
     commit_copies();
   }
 
-  __device__ block_share& share_of(int of_warp, int pair) const { return shares[of_warp * num_pairs + pair]; }
+  __device__ block_share& share_of(int of_warp, int pair) const { return shares[of_warp * pairs + pair]; }
 
   // Sums of a pair's weights where keys do not lie in the order of their positions.
-  __device__ void order_by_position(const lane_pairs& of, const row_run& run, int tile,
-                                    const pair_floats (&weights)[most_tiles],
+  __device__ void order_by_position(const row_run& run, int tile, const pair_floats (&weights)[most_tiles],
                                     const uint32_t (&visible)[most_tiles], for_both<float>& total) const {
     pair_floats ordered;
     float* const places = by_position + warp * pairs * block_positions;
@@ -146,7 +141,7 @@ struct few_rows_attention {
         for (int i = 0; i < 4; i++) {
           if (!is_seen(visible[s], n, i)) continue;
           const int index = (tile + s) * block_positions + 8 * n + 2 * t + i % 2;
-          const int position = of.view[i / 2].position_in(tile, index, run, drafts);
+          const int position = own.view[i / 2].position_in(tile, index, run, drafts);
           places[(8 * (i / 2) + g) * block_positions + position % block_positions] = weights[s][n][i];
         }
       }
@@ -164,14 +159,14 @@ struct few_rows_attention {
 
   // Weights of the warp's block, after all warps have told their greatest scores. `progress`: of the lane's pairs, before
   // the pass and after it.
-  __device__ void weigh(int m, const row_run& run, int tile, pair_floats (&scores)[most_tiles],
+  __device__ void weigh(const row_run& run, int tile, pair_floats (&scores)[most_tiles],
                         const uint32_t (&visible)[most_tiles], pair_progress (&progress)[2]) {
     for_both<float> maximum, correction, total;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
 #pragma unroll
       for (int w = 0; w < warps; w++) {
-        const block_share& other = share_of(w, pairs * m + 8 * i + g);
+        const block_share& other = share_of(w, 8 * i + g);
         if (other.is_met) {
           const float factor = progress[i].raise(other.best);
           if (w == warp) correction[i] = factor;
@@ -181,11 +176,11 @@ struct few_rows_attention {
     }
 #pragma unroll
     for (int s = 0; s < most_tiles; s++) weigh_scores(visible[s], maximum, scores[s]);
-    if (has_trees && run.is_tree) order_by_position(own[m], run, tile, scores, visible, total);
+    if (has_trees && run.is_tree) order_by_position(run, tile, scores, visible, total);
     else sum_in_order(scores[0], total);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      block_share& share = share_of(warp, pairs * m + 8 * i + g);
+      block_share& share = share_of(warp, 8 * i + g);
       if (t == 0 && share.is_met) {
         share.correction = correction[i];
         share.total = total[i];
@@ -194,7 +189,7 @@ struct few_rows_attention {
   }
 
   // Rounds the weights of the warp's block.
-  __device__ void round(int m, int num_tiles, pair_floats (&weights)[most_tiles], const uint32_t (&visible)[most_tiles],
+  __device__ void round(int num_tiles, pair_floats (&weights)[most_tiles], const uint32_t (&visible)[most_tiles],
                         weight_codes (&codes)[most_tiles]) {
     for_both<uint32_t> greatest = {};
 #pragma unroll
@@ -205,7 +200,7 @@ struct few_rows_attention {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       by[i] = scale_of_planes<2>(greatest_of_pair(greatest[i]));
-      if (t == 0) share_of(warp, pairs * m + 8 * i + g).scale = by[i].scale * (1.0f / low_unit);
+      if (t == 0) share_of(warp, 8 * i + g).scale = by[i].scale * (1.0f / low_unit);
     }
 #pragma unroll
     for (int s = 0; s < most_tiles; s++) {
@@ -215,29 +210,25 @@ struct few_rows_attention {
 
   // The pass's products with values, added to what the passes before have left in the workspace, in the order of blocks.
   __device__ void add_products(bool has_block, int num_tiles, bool is_first_pass,
-                               const weight_codes (&codes)[groups][most_tiles],
+                               const weight_codes (&codes)[most_tiles],
                                float4* const (&places)[own_pieces]) {
 #pragma unroll
     for (int part = 0; part < head_dim / exchanged_columns; part++) {
-      float* const mine = sums + (part % 2 * warps + warp) * num_pairs * exchanged_stride;
+      float* const mine = sums + (part % 2 * warps + warp) * pairs * exchanged_stride;
       if (has_block) {
 #pragma unroll
-        for (int m = 0; m < groups; m++) {
+        for (int strip = 0; strip < exchanged_columns / 16; strip++) {
+          value_sums of_strip;
 #pragma unroll
-          for (int strip = 0; strip < exchanged_columns / 16; strip++) {
-            value_sums of_strip;
+          for (int s = 0; s < most_tiles; s++) {
+            if (s < num_tiles)
+              block::add_values(own_tile(s), exchanged_columns / 16 * part + strip, codes[s], of_strip);
+          }
 #pragma unroll
-            for (int s = 0; s < most_tiles; s++) {
-              if (s < num_tiles) {
-                block::add_values(own_tile(s), exchanged_columns / 16 * part + strip, codes[m][s], of_strip);
-              }
-            }
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-              float* const to = mine + (pairs * m + 8 * i + g) * exchanged_stride + 16 * strip + 4 * t;
-              *reinterpret_cast<float4*>(to) = make_float4(of_strip.sum(i, 0), of_strip.sum(i, 1),
-                                                           of_strip.sum(i, 2), of_strip.sum(i, 3));
-            }
+          for (int i = 0; i < 2; i++) {
+            float* const to = mine + (8 * i + g) * exchanged_stride + 16 * strip + 4 * t;
+            *reinterpret_cast<float4*>(to) =
+                make_float4(of_strip.sum(i, 0), of_strip.sum(i, 1), of_strip.sum(i, 2), of_strip.sum(i, 3));
           }
         }
       }
@@ -257,7 +248,7 @@ struct few_rows_attention {
       for (int w = 0; w < warps; w++) {
         const block_share& share = share_of(w, pair);
         if (!share.is_met) continue;
-        const float* const from = sums + ((part % 2 * warps + w) * num_pairs + pair) * exchanged_stride + column;
+        const float* const from = sums + ((part % 2 * warps + w) * pairs + pair) * exchanged_stride + column;
         const float4 sum = *reinterpret_cast<const float4*>(from);
         numerator.x = __fmaf_rn(share.scale, sum.x, numerator.x * share.correction);
         numerator.y = __fmaf_rn(share.scale, sum.y, numerator.y * share.correction);
@@ -294,52 +285,44 @@ struct few_rows_attention {
 
   // The chunk of the rows of one sequence, which have positions in tiles begin … end of it.
   __device__ void attend_tiles(const row_run& run, int begin, int end) {
-    pair_progress progress[groups][2] = {};
+    pair_progress progress[2] = {};
     float4* places[own_pieces];
     find_places(run, places);
     for (int pass = 0; pass < passes; pass++) {
       const int tile = chunk * chunk_blocks + pass * warps + warp;
       const bool has_block = tile >= begin && tile <= end;
       const int num_tiles = has_block ? run.last_tile(tile) - tile + 1 : 0;
-      pair_floats scores[groups][most_tiles];
-      uint32_t visible[groups][most_tiles] = {};
+      pair_floats scores[most_tiles];
+      uint32_t visible[most_tiles] = {};
+      for_both<float> best = {negative_infinity(), negative_infinity()};
       __syncthreads();  // the last pass has used what is shared
       load(a.k_cache, run, tile, num_tiles);
       wait_for_copies<0>();
       if (pass == 0) __syncthreads();  // the queries are there
       else __syncwarp();
 #pragma unroll
-      for (int m = 0; m < groups; m++) {
-        for_both<float> best = {negative_infinity(), negative_infinity()};
-        const uint8_t* const own_queries = queries + m * pairs * block::query_bytes;
+      for (int s = 0; s < most_tiles; s++) {
+        if (s >= num_tiles) continue;
+        block::find_scores(own_tile(s), queries, own.query_scale, scores[s]);
+        visible[s] = own.visible_in(tile, tile + s, run, drafts);
+        raise_best(scores[s], visible[s], best);
+      }
 #pragma unroll
-        for (int s = 0; s < most_tiles; s++) {
-          if (s >= num_tiles) continue;
-          block::find_scores(own_tile(s), own_queries, own[m].query_scale, scores[m][s]);
-          visible[m][s] = own[m].visible_in(tile, tile + s, run, drafts);
-          raise_best(scores[m][s], visible[m][s], best);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          best[i] = greatest_of_pair(best[i]);
-          block_share& share = share_of(warp, pairs * m + 8 * i + g);
-          if (t == 0) {
-            share.best = best[i];
-            share.is_met = has_block && own[m].view[i].meets(tile);
-          }
+      for (int i = 0; i < 2; i++) {
+        best[i] = greatest_of_pair(best[i]);
+        block_share& share = share_of(warp, 8 * i + g);
+        if (t == 0) {
+          share.best = best[i];
+          share.is_met = has_block && own.view[i].meets(tile);
         }
       }
       __syncthreads();
       load(a.v_cache, run, tile, num_tiles);
-#pragma unroll
-      for (int m = 0; m < groups; m++) weigh(m, run, tile, scores[m], visible[m], progress[m]);
+      weigh(run, tile, scores, visible, progress);
       wait_for_copies<0>();
       __syncwarp();
-      weight_codes codes[groups][most_tiles];
-#pragma unroll
-      for (int m = 0; m < groups; m++) {
-        if (has_block) round(m, num_tiles, scores[m], visible[m], codes[m]);
-      }
+      weight_codes codes[most_tiles];
+      if (has_block) round(num_tiles, scores, visible, codes);
       add_products(has_block, num_tiles, pass == 0, codes, places);
       add_totals(progress);
     }
@@ -347,33 +330,27 @@ struct few_rows_attention {
   }
 
   // The pass's weights, in the order of blocks; each warp does the same.
-  __device__ void add_totals(pair_progress (&progress)[groups][2]) const {
+  __device__ void add_totals(pair_progress (&progress)[2]) const {
 #pragma unroll
-    for (int m = 0; m < groups; m++) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        pair_progress& of = progress[m][i];
-        for (int w = 0; w < warps; w++) {
-          const block_share& share = share_of(w, pairs * m + 8 * i + g);
-          if (!share.is_met) continue;
-          of.denominator = of.has_total ? __fmaf_rn(of.denominator, share.correction, share.total) : share.total;
-          of.has_total = true;
-        }
+    for (int i = 0; i < 2; i++) {
+      pair_progress& of = progress[i];
+      for (int w = 0; w < warps; w++) {
+        const block_share& share = share_of(w, 8 * i + g);
+        if (!share.is_met) continue;
+        of.denominator = of.has_total ? __fmaf_rn(of.denominator, share.correction, share.total) : share.total;
+        of.has_total = true;
       }
     }
   }
 
-  __device__ void leave(const row_run& run, const pair_progress (&progress)[groups][2]) const {
+  __device__ void leave(const row_run& run, const pair_progress (&progress)[2]) const {
     if (warp > 0 || t > 0) return;
 #pragma unroll
-    for (int m = 0; m < groups; m++) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int pair = pairs * m + 8 * i + g, row = own[m].row[i];
-        const bool is_own = pair < (last_row - first_row) * group && row >= run.begin && row < run.end;
-        if (!is_own || !progress[m][i].has_begun) continue;
-        a.stats[place_of(pair_at(pair), row)] = make_float2(progress[m][i].maximum, progress[m][i].denominator);
-      }
+    for (int i = 0; i < 2; i++) {
+      const int pair = 8 * i + g, row = own.row[i];
+      const bool is_own = pair < (last_row - first_row) * group && row >= run.begin && row < run.end;
+      if (!is_own || !progress[i].has_begun) continue;
+      a.stats[place_of(pair_at(pair), row)] = make_float2(progress[i].maximum, progress[i].denominator);
     }
   }
 
@@ -394,12 +371,9 @@ struct few_rows_attention {
         drafts[i] = a.rows.positions[run.start + i];
     }
 #pragma unroll
-    for (int m = 0; m < groups; m++) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const bool is_own = own[m].row[i] >= run.begin && own[m].row[i] < run.end;
-        own[m].view[i] = is_own ? row_view(a.rows, run, own[m].row[i], a.window) : row_view();
-      }
+    for (int i = 0; i < 2; i++) {
+      const bool is_own = own.row[i] >= run.begin && own.row[i] < run.end;
+      own.view[i] = is_own ? row_view(a.rows, run, own.row[i], a.window) : row_view();
     }
     attend_tiles(run, begin, end);
   }
@@ -417,13 +391,12 @@ struct few_rows_attention {
   }
 };
 
-// has_trees: whether there may be draft trees among the rows. groups: of 16 pairs.
-template <int planes, int head_dim, int warps, int groups, bool has_trees>
+// has_trees: whether there may be draft trees among the rows.
+template <int planes, int head_dim, int warps, bool has_trees>
 __global__ void __launch_bounds__(warp_size * warps) attention_integers_few(const integers_arguments a) {
   wait_for_previous_grid();
   release_next_grid();
-  few_rows_attention<planes, head_dim, warps, groups, has_trees>(a, reinterpret_cast<uint8_t*>(dynamic_shared))
-      .run_items();
+  few_rows_attention<planes, head_dim, warps, has_trees>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).run_items();
 }
 
 }  // namespace coldstream

@@ -20,36 +20,50 @@ struct prepare_integers_arguments {
 constexpr int prepare_threads = 128;
 constexpr int heads_per_block = prepare_threads / lanes_per_head;
 
+// A lane's numbers of a head: lane, lane + 16, ….
+template <int head_dim>
+using lane_numbers = float[head_dim / lanes_per_head];
+
 // The Walsh–Hadamard transform of each of the largest blocks that the head can be cut into, in place.
 template <int head_dim>
-__device__ __forceinline__ void rotate_head(float* head, int lane) {
-  constexpr int size = head_dim & -head_dim;
-#pragma unroll 1
-  for (int stride = 1; stride < size; stride *= 2) {
-    for (int pair = lane; pair < head_dim / 2; pair += lanes_per_head) {
-      float* const first = head + pair / stride * 2 * stride + pair % stride;
-      const float a = first[0], b = first[stride];
-      first[0] = a + b;
-      first[stride] = a - b;
+__device__ __forceinline__ void rotate_head(lane_numbers<head_dim>& x, int lane) {
+  constexpr int size = head_dim & -head_dim, count = head_dim / lanes_per_head;
+#pragma unroll
+  for (int stride = 1; stride < lanes_per_head; stride *= 2) {
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+      const float other = __shfl_xor_sync(all_lanes, x[i], stride);
+      x[i] = lane & stride ? other - x[i] : x[i] + other;
     }
-    __syncwarp();
+  }
+#pragma unroll
+  for (int step = 1; step < size / lanes_per_head; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+      if (i & step) continue;
+      const float a = x[i], b = x[i + step];
+      x[i] = a + b;
+      x[i + step] = a - b;
+    }
   }
 }
 
 // Rounds a head to planes, one behind the other, and leaves its scale.
 template <int planes, int head_dim>
-__device__ __forceinline__ float store_planes(const float* head, int lane, int8_t* to) {
+__device__ __forceinline__ float store_planes(const lane_numbers<head_dim>& x, int lane, int8_t* to) {
   uint32_t greatest = 0;
-  for (int i = lane; i < head_dim; i += lanes_per_head) greatest = max(greatest, magnitude(head[i]));
+#pragma unroll
+  for (const float value : x) greatest = max(greatest, magnitude(value));
 #pragma unroll
   for (int distance = lanes_per_head / 2; distance > 0; distance /= 2)
     greatest = max(greatest, __shfl_xor_sync(all_lanes, greatest, distance));
   const plane_scale by = scale_of_planes<planes>(greatest);
   if (!to) return by.scale;
-  for (int i = lane; i < head_dim; i += lanes_per_head) {
-    const int code = code_of(head[i], by);
-    to[i] = int8_t(planes == 1 ? code : high_plane(code));
-    if (planes == 2) to[head_dim + i] = int8_t(low_plane(code));
+#pragma unroll
+  for (int i = 0; i < head_dim / lanes_per_head; i++) {
+    const int code = code_of(x[i], by), at = i * lanes_per_head + lane;
+    to[at] = int8_t(planes == 1 ? code : high_plane(code));
+    if (planes == 2) to[head_dim + at] = int8_t(low_plane(code));
   }
   return by.scale;
 }
@@ -68,23 +82,19 @@ __global__ void __launch_bounds__(prepare_threads) attention_prepare_integers(co
   __syncwarp();
   const float* angles = a.angles + row * a.rope_half * 2;
   const float query_scale = inverse_sqrt(float(head_dim));
-  float values[head_dim / lanes_per_head];
+  lane_numbers<head_dim> values;
 #pragma unroll
   for (int i = 0; i < head_dim / lanes_per_head; i++) {
     const int at = i * lanes_per_head + lane;
     values[i] = is_value ? x[at] : rotated(head, angles, a.rope_half, at);
     if (is_query) values[i] *= query_scale;
   }
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < head_dim / lanes_per_head; i++) head[i * lanes_per_head + lane] = values[i];
-  __syncwarp();
-  rotate_head<head_dim>(head, lane);
+  rotate_head<head_dim>(values, lane);
   if (is_query) {
     constexpr float factor = 1.0f / (head_dim & -head_dim);
-    for (int i = lane; i < head_dim; i += lanes_per_head) head[i] *= factor;
+#pragma unroll
+    for (float& value : values) value *= factor;
   }
-  __syncwarp();
   const int64_t pair = row * a.num_heads + unit;
   const int segment = a.rows.segments[row], index = a.rows.indices[row];
   constexpr int row_bytes = planes * head_dim + scale_bytes_of_row;
@@ -95,8 +105,8 @@ __global__ void __launch_bounds__(prepare_threads) attention_prepare_integers(co
          index % chunk_positions * a.places.position_bytes + int64_t{kv_head} * row_bytes;
   }
   // Lanes of a query and of a key may be of one warp, so that both take both ways.
-  const float of_query = store_planes<2, head_dim>(head, lane, is_query && !is_spare ? a.query + pair * 2 * head_dim : nullptr);
-  const float of_cache = store_planes<planes, head_dim>(head, lane, reinterpret_cast<int8_t*>(to));
+  const float of_query = store_planes<2, head_dim>(values, lane, is_query && !is_spare ? a.query + pair * 2 * head_dim : nullptr);
+  const float of_cache = store_planes<planes, head_dim>(values, lane, reinterpret_cast<int8_t*>(to));
   if (is_query && !is_spare && lane == 0) a.query_scales[pair] = of_query;
   // The scale, and zeros behind it.
   if (to && lane < 4) reinterpret_cast<float*>(to + planes * head_dim)[lane] = lane == 0 ? of_cache : 0.0f;

@@ -20,7 +20,7 @@ from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.gathered_rows import read_rows
 from coldstream.kernels.quant_tensor import QuantTensor
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "int32": torch.int32, "uint8": torch.uint8}
+DTYPES = {"float32": torch.float32, "int32": torch.int32, "int8": torch.int8, "uint8": torch.uint8}
 
 
 CudaWeight = QuantTensor | ExpertTable
