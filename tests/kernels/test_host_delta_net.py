@@ -196,7 +196,7 @@ def shaped_trees() -> list[list[Part]]:
 @pytest.fixture
 def few_instances(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Instances that the host compiles in reasonable time."""
-    heads = ("32, 4", "64, 2")
+    heads = ("32, 4", "64, 2", "128, 8")
     decode = [f"delta_decode<{head}, {trees}>" for head in heads for trees in ("false", "true")]
     monkeypatch.setattr(cuda, "DECODE", CudaProgram(cuda.DECODE.source, decode))
     monkeypatch.setattr(
@@ -206,7 +206,7 @@ def few_instances(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("few_instances", "host")
-@pytest.mark.parametrize("heads", [(2, 4, 32, 4), (1, 3, 64, 2)])
+@pytest.mark.parametrize("heads", [(2, 4, 32, 4), (1, 3, 64, 2), (1, 2, 128, 8)])
 def test_batches_have_the_bits_of_the_definition(heads: tuple[int, int, int, int]) -> None:
     @settings(max_examples=12)
     @given(parts=some_parts(), seed=st.integers(0, 99))
