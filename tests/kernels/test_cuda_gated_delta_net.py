@@ -9,10 +9,12 @@ from guarded import Guarded
 
 from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
 from coldstream.kernels.cuda.compiler import compile_instance
+from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.gated_delta_net.arguments import DeltaNetInputs, PrefillWorkspace
 from coldstream.kernels.gated_delta_net.cuda import (
     DECODE,
     PREFILL,
+    REPLAY,
     DecodeWorkspace,
     arrival_count,
     delta_net_decode_cuda,
@@ -81,10 +83,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("instance", [*DECODE.instances[::5], *PREFILL.instances[::5]])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_compiles(instance: str, arch: str) -> None:
-    program = DECODE if instance in DECODE.instances else PREFILL
+@pytest.mark.parametrize(
+    ("program", "instance"),
+    [(program, name) for program in (DECODE, PREFILL, REPLAY) for name in program.instances[::5]],
+)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_compiles(program: CudaProgram, instance: str, arch: str) -> None:
     assert compile_instance(program.source, instance, arch).cubin
 
 

@@ -1,7 +1,7 @@
 """The gated DeltaNet of chains and draft trees as the GPU's kernels compute it, on the host and on a GPU."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -196,7 +196,7 @@ def shaped_trees() -> list[list[Part]]:
 @pytest.fixture
 def few_instances(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Instances that the host compiles in reasonable time."""
-    heads = ("32, 4", "64, 2")
+    heads = ("32, 4", "64, 2", "128, 8")
     decode = [f"delta_decode<{head}, {trees}>" for head in heads for trees in ("false", "true")]
     monkeypatch.setattr(cuda, "DECODE", CudaProgram(cuda.DECODE.source, decode))
     monkeypatch.setattr(
@@ -206,7 +206,7 @@ def few_instances(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("few_instances", "host")
-@pytest.mark.parametrize("heads", [(2, 4, 32, 4), (1, 3, 64, 2)])
+@pytest.mark.parametrize("heads", [(2, 4, 32, 4), (1, 3, 64, 2), (1, 2, 128, 8)])
 def test_batches_have_the_bits_of_the_definition(heads: tuple[int, int, int, int]) -> None:
     @settings(max_examples=12)
     @given(parts=some_parts(), seed=st.integers(0, 99))
@@ -249,3 +249,91 @@ def test_trees_need_a_place_for_their_inputs() -> None:
     work = cuda.DecodeWorkspace(torch.zeros(2, 64), torch.zeros(100, dtype=torch.int32))
     with pytest.raises(ValueError, match="keep their inputs"):
         cuda.delta_net_decode_cuda(operands, case.weights(), *case.states(), None, None, work)
+
+
+@pytest.mark.usefixtures("few_instances", "host")
+def test_chains_are_left_to_another_launch() -> None:
+    parts = [Part(3, 2), Part(2, 4, (-1, 0, 0, 1)), Part(1, 1), Part(-1, 1)]
+    case = case_of((2, 4, 32, 4), parts)
+    found_kept, kept = kept_inputs(case), kept_inputs(case)
+    states, expected_states = case.states(), case.states()
+    tree = slice(2, 6)
+    expected = torch.full((8, case.value_width), torch.nan)
+    expected[tree] = gated_delta_net_batch(
+        gated_delta_net_exact, *(tensor[:7] for tensor in case.inputs()), case.weights(), *expected_states,
+        rows_of(parts[:3], kept, Random(0)),
+    )[tree]  # fmt: skip
+    operands = DeltaNetInputs(*case.inputs(), rows_of(parts, found_kept, Random(0)))
+    out = torch.full_like(expected, torch.nan)
+    arrivals = torch.zeros(cuda.arrival_count(8, 2, case.value_width), dtype=torch.int32)
+    work = cuda.DecodeWorkspace(torch.full_like(out, torch.nan), arrivals)
+    cuda.delta_net_decode_cuda(operands, case.weights(), *states, out, None, work, computes_chains=False)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    for found, untouched in zip(states, case.states(), strict=True):
+        assert torch.equal(found, untouched)
+    for found, wanted in zip(vars(found_kept).values(), vars(kept).values(), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def committed_path(slot: int, count: int, places: list[int]) -> CommittedPath:
+    fill = [10**6] * (MAX_TREE_ROWS - len(places))
+    return CommittedPath(*map(ints, ([slot], [count], [0], [0] * MAX_TREE_ROWS, places + fill, [0])))
+
+
+@pytest.mark.usefixtures("few_instances", "host")
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 9, MAX_TREE_ROWS])
+def test_a_commit_has_the_states_of_a_chain(count: int) -> None:
+    case = case_of((2, 4, 32, 4), [Part(1, max(count, 1))])
+    states, expected = case.states(), case.states()
+    places = Random(count).sample(range(NUM_KEPT), count)
+    kept = kept_inputs(case)
+    qkv, _, alpha, beta = case.inputs()
+    for values, place in ((qkv, kept.qkv), (alpha, kept.alpha), (beta, kept.beta)):
+        place[places] = values[:count]
+    if count:
+        rows = Rows(torch.zeros(count, dtype=torch.int32), case.slots_tensor())
+        gated_delta_net_exact(*case.inputs(), case.weights(), *expected, rows)
+    readers = torch.zeros(2, dtype=torch.int32)
+    for path in (committed_path(-1, count, places), committed_path(1, count, places)):
+        cuda.delta_net_replay_cuda(case.weights(), *states, kept, path, readers)
+    assert not readers.any()
+    for found, wanted in zip(states, expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_launch_without_anything_to_compute_is_refused() -> None:
+    parts = [Part(0, 2)]
+    case = case_of((1, 2, 32, 4), parts)
+    operands = DeltaNetInputs(*case.inputs(), rows_of(parts, None, Random(0)))
+    work = cuda.DecodeWorkspace(torch.zeros(2, 64), torch.zeros(100, dtype=torch.int32))
+    with pytest.raises(ValueError, match="nothing is left to compute"):
+        cuda.delta_net_decode_cuda(
+            operands, case.weights(), *case.states(), None, None, work, computes_chains=False
+        )
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("conv_state", r"conv_state must be \[6, 3, 128\], not \[6, 2, 128\]"),
+        ("qkv", r"kept qkv must be \[200, 128\], not \[200, 127\]"),
+        ("beta", r"kept beta has strides"),
+        ("kept", r"kept must be \[64\], not \[63\]"),
+        ("readers", r"readers must be \[1\], not \[0\]"),
+    ],
+)
+def test_a_commit_refuses_other_shapes(changed: str, message: str) -> None:
+    case = case_of((1, 2, 32, 4), [Part(0, 1)])
+    conv_state, state = case.states()
+    kept, path = kept_inputs(case), committed_path(0, 0, [])
+    readers = torch.zeros(0 if changed == "readers" else 1, dtype=torch.int32)
+    if changed == "conv_state":
+        conv_state = conv_state[:, 1:]
+    if changed == "qkv":
+        kept = replace(kept, qkv=kept.qkv[:, 1:])
+    if changed == "beta":
+        kept = replace(kept, beta=kept.beta.T.contiguous().T)
+    if changed == "kept":
+        path = replace(path, kept=path.kept[1:])
+    with pytest.raises(ValueError, match=message):
+        cuda.delta_net_replay_cuda(case.weights(), conv_state, state, kept, path, readers)

@@ -98,6 +98,12 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
     "experts/write_addresses.cu": {"Entry": np.dtype([("where", np.int64), ("value", np.int64)])},
     "gated_delta_net/decode.cu": {**DELTA_NET, "Arrivals": delta_net._Pointers2},
     "gated_delta_net/prefill.cu": {**DELTA_NET, "DeltaWorkspace": delta_net._Workspace},
+    "gated_delta_net/replay.cu": {
+        "DeltaLayer": delta_net._Layer,
+        "DeltaStates": delta_net._States,
+        "DeltaKept": delta_net._Kept,
+        "DeltaPath": delta_net._Path,
+    },
     "linear/few.cu": {
         "LinearMatrix": linear_few.LinearMatrix,
         "LinearMatrices": linear_few.LinearMatrices,
@@ -171,6 +177,17 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     "experts/prefetch.cu": {
         "warp_size": prefetch.THREADS,
         "most_guesses": few_shapes.MAX_ROWS * partition.MAX_RANKS,
+    },
+    "gated_delta_net/decode.cu": {
+        "max_tree_rows": MAX_TREE_ROWS,
+        "delta_threads": delta_net.THREADS,
+        "block_columns": delta_net.COLUMNS_PER_BLOCK,
+        "group_blocks": delta_net.BLOCKS_PER_GROUP,
+    },
+    "gated_delta_net/prefill.cu": {
+        "walk_threads": delta_net.WALK_THREADS,
+        "tile_rows": delta_net.TILE_ROWS,
+        "output_warps": delta_net.OUTPUT_WARPS,
     },
     "linear/many.cu": {
         f"{TILING.format(tiling.name)}::{number}": getattr(tiling, number)

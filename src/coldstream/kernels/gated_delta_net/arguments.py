@@ -1,11 +1,12 @@
 """What the launchers of the gated DeltaNet's GPU kernels share: arguments, workspaces, checks."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
-from coldstream.kernels.ops import DeltaNetWeights, Rows
+from coldstream.kernels.ops import MAX_TREE_ROWS, CommittedPath, DeltaNetWeights, KeptInputs, Rows
 
 HEAD_SIZES, TAPS = (32, 64, 128), range(2, 9)
 
@@ -55,8 +56,7 @@ def check_arguments(
 ) -> None:
     """ValueError if shapes or strides are not those of `Ops.gated_delta_net`, or no kernel has them."""
     num_rows, num_heads, size, taps = sizes(inputs, weights, state)
-    if size not in HEAD_SIZES or taps not in TAPS:
-        raise ValueError(f"no kernel for heads of {size} and {taps} taps")
+    _check_kernel(size, taps)
     width, channels = num_heads * size, (2 * weights.num_key_heads + num_heads) * size
     wanted = {
         "qkv": (inputs.qkv, (num_rows, channels)),
@@ -72,12 +72,49 @@ def check_arguments(
         wanted["out"] = (out, (num_rows, width))
     if quantized is not None:
         wanted["codes"] = (quantized.q, (num_rows, padded_cols(width)))
+    _check_tensors(wanted, rows_may_be_apart=("qkv", "z", "alpha", "beta"))
+    if (inputs.z.stride(0) * 4 | inputs.z.data_ptr()) % 16:
+        raise ValueError("rows of z must start on 16 bytes")
+
+
+def check_replay(
+    weights: DeltaNetWeights,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    kept: KeptInputs,
+    path: CommittedPath,
+    readers: torch.Tensor,
+) -> None:
+    """ValueError if shapes or strides are not those of `Ops.commit_delta_net`, or no kernel has them."""
+    num_slots, num_heads, size = state.shape[:3]
+    (channels, taps), num_kept = weights.conv_taps.shape, kept.qkv.shape[0]
+    _check_kernel(size, taps)
+    _check_tensors(
+        {
+            "conv_taps": (weights.conv_taps, ((2 * weights.num_key_heads + num_heads) * size, taps)),
+            "conv_state": (conv_state, (num_slots, taps - 1, channels)),
+            "state": (state, (num_slots, num_heads, size, size)),
+            "kept qkv": (kept.qkv, (num_kept, channels)),
+            "kept alpha": (kept.alpha, (num_kept, num_heads)),
+            "kept beta": (kept.beta, (num_kept, num_heads)),
+            "slot": (path.slot, (1,)),
+            "count": (path.count, (1,)),
+            "kept": (path.kept, (MAX_TREE_ROWS,)),
+            "readers": (readers, (weights.num_key_heads,)),
+        }
+    )
+
+
+def _check_kernel(size: int, taps: int) -> None:
+    if size not in HEAD_SIZES or taps not in TAPS:
+        raise ValueError(f"no kernel for heads of {size} and {taps} taps")
+
+
+def _check_tensors(
+    wanted: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]], rows_may_be_apart: Collection[str] = ()
+) -> None:
     for name, (tensor, shape) in wanted.items():
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must be {list(shape)}, not {list(tensor.shape)}")
-        if tensor.stride(-1) != 1 or (
-            name not in ("qkv", "z", "alpha", "beta") and not tensor.is_contiguous()
-        ):
+        if tensor.stride(-1) != 1 or (name not in rows_may_be_apart and not tensor.is_contiguous()):
             raise ValueError(f"{name} has strides {tensor.stride()}")
-    if (inputs.z.stride(0) * 4 | inputs.z.data_ptr()) % 16:
-        raise ValueError("rows of z must start on 16 bytes")

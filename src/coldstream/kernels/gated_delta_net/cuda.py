@@ -18,6 +18,7 @@ from coldstream.kernels.gated_delta_net.arguments import (
     DeltaNetInputs,
     PrefillWorkspace,
     check_arguments,
+    check_replay,
     has_trees,
     sizes,
 )
@@ -131,8 +132,12 @@ def delta_net_decode_cuda(
     trees kept. Writes contiguous float32 `out` [T, NV·d] and `quantized` (see `empty_activations`), where
     given, zeros for rows in slot −1; without computes_chains only the rows of trees. What rows are must lie
     within the states, and nothing that may still be in flight may write it. ValueError if shapes disagree or
-    are not supported, or trees have no place for their inputs.
+    are not supported, if trees have no place for their inputs, or if there is nothing to compute.
     """
+    if not computes_chains and not has_trees(inputs.rows):
+        raise ValueError(
+            "without chains and without draft trees nothing is left to compute: do not call this"
+        )
     arguments = _arguments(inputs, weights, conv_state, state, out, quantized)
     num_rows, num_heads, size, taps = sizes(inputs, weights, state)
     readers = num_rows * weights.num_key_heads
@@ -156,10 +161,13 @@ def delta_net_replay_cuda(
     path: CommittedPath,
     readers: torch.Tensor,
 ) -> None:
-    """`Ops.commit_delta_net`: one launch, whatever the path. readers: int32 [NK], zero before and after."""
+    """`Ops.commit_delta_net`: one launch, whatever the path. readers: int32 [NK], zero before and after.
+
+    What the path says must lie within the states and what is kept. ValueError if shapes disagree or are not
+    supported.
+    """
+    check_replay(weights, conv_state, state, kept, path, readers)
     num_heads, size, taps = state.shape[1], state.shape[-1], weights.conv_taps.shape[-1]
-    if size not in HEAD_SIZES or taps not in TAPS:
-        raise ValueError(f"no kernel for heads of {size} and {taps} taps")
     layer, states = _layer(weights, num_heads), _States(conv_state.data_ptr(), state.data_ptr(), len(state))
     REPLAY.kernel(f"delta_replay<{size}, {taps}>").launch(
         (num_heads * size // COLUMNS_PER_BLOCK, 1, 1),

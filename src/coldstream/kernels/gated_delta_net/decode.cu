@@ -1,5 +1,5 @@
-// The gated DeltaNet of short chains and of draft trees in one launch. A block advances 32 columns of one head's
-// state; the blocks of a group of 256 output columns then finish it together.
+// The gated DeltaNet of short chains and of draft trees in one launch. A block advances 32 columns of one
+// head's state; the blocks of a group of 256 output columns then finish it together.
 #include "gated_delta_net/gather.cuh"
 #include "gated_delta_net/row_steps.cuh"
 
@@ -8,9 +8,26 @@ using namespace coldstream;
 // Sequences overtake each other where a multiprocessor holds several blocks.
 constexpr int blocks_per_multiprocessor = 3;
 
-// grid (groups · 8, rows), 128 threads: of chains the blocks of the first row, of trees those of the leaves do something. `raw`
-// and `arrivals` are workspace. has_trees: whether there may be trees. Without computes_chains, rows of chains and of no
-// sequence are left alone. Reads what rows are before it waits: nothing in flight may write that.
+// Zeros for a row of no sequence, by the first block of each group.
+template <int D>
+__device__ __forceinline__ void clear_row(const DeltaLayer& layer, int row, const DeltaOutputs& out) {
+  wait_for_previous_grid();
+  release_next_grid();
+  const int group = blockIdx.x / group_blocks;
+  if (blockIdx.x % group_blocks == 0 && threadIdx.x < warp_size) clear_group<D>(layer, row, group, out);
+}
+
+// A row's gates of one head, kept for a commit of its draft tree.
+__device__ __forceinline__ void keep_gates(const DeltaRows& rows, int row, int num_heads, int head) {
+  const int64_t to = int64_t(rows.kept[row]) * num_heads + head;
+  rows.kept_alpha[to] = rows.alpha[int64_t(row) * rows.alpha_stride + head];
+  rows.kept_beta[to] = rows.beta[int64_t(row) * rows.beta_stride + head];
+}
+
+// grid (groups · 8, rows), 128 threads: of chains the blocks of the first row, of trees those of the leaves
+// do something. `raw` and `arrivals` are workspace. has_trees: whether there may be trees. Without
+// computes_chains, rows of chains and of no sequence are left alone. Reads what rows are before it waits:
+// nothing in flight may write that.
 template <int D, int TAPS, bool has_trees>
 __global__ void __launch_bounds__(delta_threads, blocks_per_multiprocessor) GATHER_CLUSTER
     delta_decode(DeltaLayer layer, DeltaRows rows, DeltaStates states, DeltaOutputs out, float* raw,
@@ -23,18 +40,13 @@ __global__ void __launch_bounds__(delta_threads, blocks_per_multiprocessor) GATH
   const int head = blockIdx.x / blocks_per_head, first = blockIdx.y, slot = rows.slots[first];
   const bool is_of_tree = has_trees && rows.is_of_tree(first);
   if (!is_of_tree && has_trees && !computes_chains) return;
-  if (slot < 0) {
-    wait_for_previous_grid();
-    release_next_grid();
-    const int group = blockIdx.x / group_blocks;
-    if (blockIdx.x % group_blocks == 0 && threadIdx.x < warp_size) clear_group<D>(layer, first, group, out);
-    return;
-  }
+  if (slot < 0) return clear_row<D>(layer, first, out);
   Route route{first, 0, 0, nullptr};
   if (is_of_tree) route = route_to_leaf(rows, first, path);
   else route.count = count_rows(rows, first);
   if (route.count == 0 || head >= layer.num_value_heads) return;
-  const Place<D> place{head, layer.key_head_ids[head], int(blockIdx.x) % blocks_per_head * block_columns, slot};
+  const int column = int(blockIdx.x) % blocks_per_head * block_columns;
+  const Place<D> place{head, layer.key_head_ids[head], column, slot};
   float* block_state = states.state + place.state_offset(layer);
   prefetch_state<D>(block_state);
   Channels<D, TAPS> channels;
@@ -53,11 +65,8 @@ __global__ void __launch_bounds__(delta_threads, blocks_per_multiprocessor) GATH
     const int row = route.row(i);
     channels.load_inputs(rows, row);
     if (!has_trees || !is_of_tree || i < route.first_owned) return;
-    const int64_t kept = rows.kept[row];
-    channels.keep_inputs(rows.kept_qkv + kept * num_channels, is_first_reader);
-    if (place.column > 0 || threadIdx.x > 0) return;
-    rows.kept_alpha[kept * layer.num_value_heads + head] = rows.alpha[int64_t(row) * rows.alpha_stride + head];
-    rows.kept_beta[kept * layer.num_value_heads + head] = rows.beta[int64_t(row) * rows.beta_stride + head];
+    channels.keep_inputs(rows.kept_qkv + int64_t(rows.kept[row]) * num_channels, is_first_reader);
+    if (column == 0 && threadIdx.x == 0) keep_gates(rows, row, layer.num_value_heads, head);
   };
   auto advance = [&](int i) {
     const int row = route.row(i);

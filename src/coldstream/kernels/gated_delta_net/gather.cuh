@@ -1,9 +1,9 @@
-// How the blocks of a group of 256 output columns bring rows of a route together, each with 32 columns of them:
-// `put` the columns of a row, and after up to `gathered_rows()` of them, or at the end, `finish`.
+// How the blocks of a group of 256 output columns bring rows of a route together, each with 32 columns of
+// them: `put` the columns of a row, and after up to `gathered_rows()` of them, or at the end, `finish`.
 //
-// From sm_90 on the blocks of a group are a cluster and write into each other's shared memory: step i of the route
-// into that of block i modulo their number, whose warps take a row each. Before, they write to global memory, and
-// the last one to be done finishes all rows.
+// From sm_90 on the blocks of a group are a cluster and write into each other's shared memory: step i of the
+// route into that of block i modulo their number, whose warps take a row each. Before, they write to global
+// memory, and the last one to be done finishes all rows.
 #pragma once
 
 #include "gated_delta_net/delta_rule.cuh"
@@ -64,7 +64,8 @@ struct Gather {
   __device__ int own_step(int first) const { return first + threadIdx.x / warp_size * num_blocks + rank; }
 
   // Before steps first … end − 1 of the route, at most gathered_rows(), are put.
-  __device__ void begin(const DeltaLayer& layer, const DeltaRows& rows, const Route& route, int first, int end) {
+  __device__ void begin(const DeltaLayer& layer, const DeltaRows& rows, const Route& route, int first,
+                        int end) {
     const int step = own_step(first);
     if (step >= end) return;
     factors = load_factors<D>(layer, rows.z + int64_t(route.row(step)) * rows.z_stride, group);
@@ -126,8 +127,8 @@ struct Gather {
     if (own_chain() == 0) raw[int64_t(route.row(step)) * size + column + own_column()] = x;
   }
 
-  __device__ void finish(const DeltaLayer& layer, const DeltaRows& rows, const Route& route, int first, int end,
-                         const DeltaOutputs& out) {
+  __device__ void finish(const DeltaLayer& layer, const DeltaRows& rows, const Route& route, int first,
+                         int end, const DeltaOutputs& out) {
     alignas(16) __shared__ float values[delta_threads / warp_size][group_elements];
     __shared__ bool is_last;
     const uint32_t num_blocks = min(size - group * group_elements, group_elements) / block_columns;

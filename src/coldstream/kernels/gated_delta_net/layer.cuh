@@ -193,7 +193,8 @@ __device__ __forceinline__ void clear_group(const DeltaLayer& layer, int row, in
     to[0] = to[1] = {0, 0, 0, 0};
   }
   const float zeros[8] = {};
-  if (out.q) store_group(quantize_group(zeros), quant_row(out.q, out.scales, out.sums, row, out.padded), group);
+  if (!out.q) return;
+  store_group(quantize_group(zeros), quant_row(out.q, out.scales, out.sums, row, out.padded), group);
 }
 
 // Brings a row's group of raw outputs, written by other blocks, into `raw` by a warp.

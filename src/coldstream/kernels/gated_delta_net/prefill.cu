@@ -1,6 +1,6 @@
-// The gated DeltaNet of long chains in three launches: convolution, norms and gates of all tokens at once; the
-// recurrence, a block for 32 columns of one head of one sequence; the norm and gate of all outputs at once. Rows of
-// draft trees are left to decode.cu.
+// The gated DeltaNet of long chains in three launches: convolution, norms and gates of all tokens at once;
+// the recurrence, a block for 32 columns of one head of one sequence; the norm and gate of all outputs at
+// once. Rows of draft trees are left to decode.cu.
 #include "gated_delta_net/delta_rule.cuh"
 #include "gated_delta_net/layer.cuh"
 #include "gated_delta_net/walk.cuh"

@@ -14,7 +14,8 @@ struct DeltaKept {
   const float *qkv, *alpha, *beta;  // [kept rows, channels], [kept rows, NV] twice
 };
 
-// grid (NV · D / 32), 128 threads: as `delta_decode`, without outputs. `readers` [NK] is zero between launches.
+// grid (NV · D / 32), 128 threads: as `delta_decode`, without outputs. `readers` [NK] is zero between
+// launches.
 template <int D, int TAPS>
 __global__ void __launch_bounds__(delta_threads)
     delta_replay(DeltaLayer layer, DeltaKept kept, DeltaStates states, DeltaPath path, uint32_t* readers) {
@@ -27,7 +28,8 @@ __global__ void __launch_bounds__(delta_threads)
   release_next_grid();
   const int count = *path.count, slot = *path.slot;
   if (count == 0 || slot < 0) return;
-  const Place<D> place{head, layer.key_head_ids[head], int(blockIdx.x) % blocks_per_head * block_columns, slot};
+  const int column = int(blockIdx.x) % blocks_per_head * block_columns;
+  const Place<D> place{head, layer.key_head_ids[head], column, slot};
   float* block_state = states.state + place.state_offset(layer);
   const DeltaRows rows{kept.qkv, nullptr, kept.alpha, kept.beta, num_channels, 0, layer.num_value_heads,
                        layer.num_value_heads};

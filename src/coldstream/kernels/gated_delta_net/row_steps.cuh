@@ -1,5 +1,5 @@
-// One token at a time for a block of 32 columns of a head's state: convolution, norms, gates and the delta rule, with
-// the convolution's history and the state in registers.
+// One token at a time for a block of 32 columns of a head's state: convolution, norms, gates and the delta
+// rule, with the convolution's history and the state in registers.
 #pragma once
 
 #include "gated_delta_net/delta_rule.cuh"
