@@ -134,7 +134,7 @@ class IntegerKernels:
             (kind, trees): self._first_fitting(forms(shape, trees))
             for kind, forms in FORMS.items()
             if kind != "few" or shape.group_size <= PAIRS
-            for trees in (False, True)
+            for trees in ((False,) if kind == "few" else (False, True))
         }
         files: dict[str, set[str]] = {}
         for form in self._forms.values():
@@ -225,7 +225,8 @@ class IntegerKernels:
         )  # fmt: skip
         assert rows.batch is not None
         num_pairs = num_rows * shape.group_size
-        form = self._forms[kind_of(num_rows, num_pairs), rows.batch.has_trees]
+        trees = rows.batch.has_trees
+        form = self._forms[kind_of(num_rows, num_pairs, trees), trees]
         num_items = max_chunks * shape.num_kv_heads * -(-num_rows // (form.num_pairs // shape.group_size))
         at_once = max(1, self.device.shared_per_processor // (form.shared_bytes + RESERVED_SHARED_BYTES))
         self._programs[form.file].kernel(form.instance).launch(
@@ -237,15 +238,13 @@ class IntegerKernels:
         )
 
 
-def kind_of(num_rows: int, num_pairs: int) -> str:
+def kind_of(num_rows: int, num_pairs: int, trees: bool) -> str:
     """Which of FORMS computes so many rows, which have so many pairs of a row and a query head for each
-    key/value head.
+    key/value head. trees: whether there may be draft trees among them.
     """
-    if num_pairs <= PAIRS:
+    if num_pairs <= PAIRS and not trees:
         return "few"
-    if num_rows > FEW_ROWS:
-        return "many"
-    return next(kind for kind, most in MIDDLE_PAIRS.items() if num_pairs <= most or most == 0)
+    return "middle" if num_rows <= FEW_ROWS and num_pairs <= MIDDLE_PAIRS else "many"
 
 
 @dataclass(frozen=True)
@@ -272,24 +271,20 @@ def many_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> Itera
 
 
 def few_forms(shape: AttentionShape, trees: bool) -> Iterator[Form]:
-    """Of integers_few.cu, the best first."""
+    """Of integers_few.cu, the best first; there are none for trees."""
     row_bytes = shape.cache_type.row_bytes(shape.head_dim)
-    for warps in FEW_WARPS:
-        # A tile a warp, or two; queries; what warps tell each other; weights and positions of draft trees.
-        shared = (2 if trees else 1) * warps * BLOCK_SIZE * row_bytes + PAIRS * (2 * shape.head_dim + 16)
+    for warps in () if trees else FEW_WARPS:
+        # A tile a warp; queries; what warps tell each other.
+        shared = warps * BLOCK_SIZE * row_bytes + PAIRS * (2 * shape.head_dim + 16)
         shared += warps * PAIRS * (2 * EXCHANGED_STRIDE * 4 + SHARE_BYTES)
-        shared += warps * PAIRS * BLOCK_SIZE * 4 + MAX_TREE_ROWS * 4 if trees else 0
-        instance = _instance("attention_integers_few", shape, warps, trees)
+        instance = _instance("attention_integers_few", shape, warps)
         yield Form("integers_few.cu", instance, warps, PAIRS, shared)
 
 
-# By how many pairs there are, the forms to choose from; those of the middle share chunks out evenly.
-MIDDLE_PAIRS = {"two warps": 32, "four warps": 64, "eight warps": 0}
+MIDDLE_PAIRS = PAIRS * 4
 FORMS: dict[str, Callable[[AttentionShape, bool], Iterator[Form]]] = {
     "few": few_forms,
-    "two warps": partial(many_forms, most_warps=2),
-    "four warps": partial(many_forms, most_warps=4),
-    "eight warps": many_forms,
+    "middle": partial(many_forms, most_warps=4),
     "many": many_forms,
 }
 

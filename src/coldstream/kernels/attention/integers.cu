@@ -85,7 +85,7 @@ struct integer_attention {
 #pragma unroll
     for (int s = 0; s < most_tiles; s++) weigh_scores(visible[s], after, scores[s]);
     for_both<float> total;
-    if (has_trees && run.is_tree) order_by_position(run, tile, scores, visible, total);
+    if (has_trees && !run.is_committed(tile)) order_by_position(run, tile, scores, visible, total);
     else sum_in_order(scores[0], total);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -168,9 +168,9 @@ struct integer_attention {
 
   __device__ const uint8_t* own_queries() const { return queries + warp * pairs * block::query_bytes; }
 
-  // Tiles begin … end of positions of a chain: the keys of one are on their way while the values of the one before are
-  // multiplied, and values while scores are.
-  __device__ void attend_chain(const row_run& run, int begin, int end) {
+  // Tiles begin … end of positions whose keys lie in their order; `last` is the run's last. The keys of one are on their way
+  // while the values of the one before are multiplied, and values while scores are.
+  __device__ void attend_in_order(const row_run& run, int begin, int end, int last) {
     uint8_t *const keys = tiles, *const values = tiles + block::tile_bytes;
     load(keys, a.k_cache, run, begin);
     commit_copies();
@@ -194,13 +194,14 @@ struct integer_attention {
       __syncthreads();
       if (tile < end) load(values, a.v_cache, run, tile + 1);
       commit_copies();
-      if (tile == end || (tile + 1) % chunk_blocks == 0) end_chunk(tile / chunk_blocks);
+      if (tile == last || (tile + 1) % chunk_blocks == 0) end_chunk(tile / chunk_blocks);
     }
     wait_for_copies<0>();
   }
 
-  __device__ void attend_tree(const row_run& run, int begin, int end) {
-    for (int tile = begin; tile <= end; tile++) {
+  // Tiles begin … last, in which there are drafts.
+  __device__ void attend_drafts(const row_run& run, int begin, int last) {
+    for (int tile = begin; tile <= last; tile++) {
       const int num_tiles = run.last_tile(tile) - tile + 1;
       pair_floats scores[most_tiles];
       uint32_t visible[most_tiles] = {};
@@ -223,7 +224,7 @@ struct integer_attention {
       wait_for_copies<0>();
       __syncthreads();
       add_values(tiles, tile, num_tiles, scores, visible, correction);
-      if (tile == end || (tile + 1) % chunk_blocks == 0) end_chunk(tile / chunk_blocks);
+      if (tile == last || (tile + 1) % chunk_blocks == 0) end_chunk(tile / chunk_blocks);
     }
     __syncthreads();
   }
@@ -298,8 +299,9 @@ struct integer_attention {
       const bool is_own = own.row[i] >= run.begin && own.row[i] < run.end;
       own.view[i] = is_own ? row_view(a.rows, run, own.row[i], a.window) : row_view();
     }
-    if (has_trees && run.is_tree) attend_tree(run, first, last);
-    else attend_chain(run, first, last);
+    const int end = has_trees && run.is_tree ? min(last, run.committed / block_positions - 1) : last;
+    if (first <= end) attend_in_order(run, first, end, last);
+    if (has_trees && end < last) attend_drafts(run, max(first, end + 1), last);
   }
 
   __device__ void run_item() {

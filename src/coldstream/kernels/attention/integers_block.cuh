@@ -29,7 +29,7 @@ struct lane_pairs {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const uint32_t bits = 0x33333333u << 2 * i;
-      if (!run.is_tree && view[i].covers(tile)) {
+      if (kept_in == tile && run.is_committed(tile) && view[i].covers(tile)) {
         visible |= bits;
         continue;
       }

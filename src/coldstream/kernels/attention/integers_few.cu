@@ -1,5 +1,5 @@
-// Attention over caches of an integer type, for few rows of any sequences, draft trees among them: docs/arithmetic.md,
-// Attention over integers.
+// Attention over caches of an integer type, for few rows of chains of any sequences: docs/arithmetic.md, Attention over
+// integers.
 //
 // The work is cut into items: 16 pairs of a row and a query head, and a chunk of 256 positions. Each warp takes a block of 64
 // positions of it through the tensor cores, so that the keys and values of a whole chunk are on their way at once. The blocks of a chunk belong together in their order: what a
@@ -39,22 +39,19 @@ struct pair_progress {
   }
 };
 
-template <int planes, int head_dim, int warps, bool has_trees>
+template <int planes, int head_dim, int warps>
 struct few_rows_attention {
   using block = pair_block<planes, head_dim>;
   static constexpr int threads = warp_size * warps;
-  static constexpr int most_tiles = has_trees ? 2 : 1;  // of indices in which a tile of positions has keys
   static constexpr int passes = chunk_blocks / warps;
   static constexpr int pieces = exchanged_columns / 4;                     // of a pair's sums that are exchanged
   static constexpr int own_pieces = pairs * pieces / threads;              // that a thread combines
   static_assert(pairs * pieces % threads == 0 && chunk_blocks % warps == 0);
 
   const integers_arguments& a;
-  uint8_t *const tiles, *const queries;  // most_tiles a warp; [pairs, query_bytes]
+  uint8_t *const tiles, *const queries;  // one a warp; [pairs, query_bytes]
   float* const sums;                     // [2, warps, pairs, exchanged_stride]
   block_share* const shares;             // [warps, pairs]
-  float* const by_position;              // [warps, pairs, 64], weights of a draft tree's rows
-  int32_t* const drafts;                 // positions of the rows of a tree
   const int group = a.num_heads / a.num_kv_heads, tile_rows = pairs / group;
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size, g = lane / 4, t = lane % 4;
   int first_row = 0, last_row = 0, kv_head = 0, chunk = 0;  // of the item; its rows end before last_row
@@ -64,11 +61,9 @@ struct few_rows_attention {
   __device__ few_rows_attention(const integers_arguments& arguments, uint8_t* shared)
       : a(arguments),
         tiles(shared),
-        queries(tiles + warps * most_tiles * block::tile_bytes),
+        queries(tiles + warps * block::tile_bytes),
         sums(reinterpret_cast<float*>(queries + pairs * block::query_bytes)),
-        shares(reinterpret_cast<block_share*>(sums + 2 * warps * pairs * exchanged_stride)),
-        by_position(reinterpret_cast<float*>(shares + warps * pairs)),
-        drafts(reinterpret_cast<int32_t*>(by_position + (has_trees ? warps * pairs * block_positions : 0))) {}
+        shares(reinterpret_cast<block_share*>(sums + 2 * warps * pairs * exchanged_stride)) {}
 
   // Items are counted by tiles of rows, each with the chunks from its first to its last. `index` only grows.
   __device__ bool find_item(int index) {
@@ -115,52 +110,19 @@ struct few_rows_attention {
     }
   }
 
-  __device__ uint8_t* own_tile(int s) const { return tiles + (warp * most_tiles + s) * block::tile_bytes; }
+  __device__ uint8_t* own_tile() const { return tiles + warp * block::tile_bytes; }
 
   // Of the warp alone.
-  __device__ void load(const uint8_t* cache, const row_run& run, int first, int count) const {
-    for (int s = 0; s < count; s++)
-      load_tile_by<block::row_bytes, warp_size>(own_tile(s), cache, a.places, a.rows, run, kv_head, first + s, lane);
+  __device__ void load(const uint8_t* cache, const row_run& run, int tile) const {
+    load_tile_by<block::row_bytes, warp_size>(own_tile(), cache, a.places, a.rows, run, kv_head, tile, lane);
     commit_copies();
   }
 
   __device__ block_share& share_of(int of_warp, int pair) const { return shares[of_warp * pairs + pair]; }
 
-  // Sums of a pair's weights where keys do not lie in the order of their positions.
-  __device__ void order_by_position(const row_run& run, int tile, const pair_floats (&weights)[most_tiles],
-                                    const uint32_t (&visible)[most_tiles], for_both<float>& total) const {
-    pair_floats ordered;
-    float* const places = by_position + warp * pairs * block_positions;
-    for (int i = lane; i < pairs * block_positions; i += warp_size) places[i] = 0.0f;
-    __syncwarp();
-#pragma unroll
-    for (int s = 0; s < most_tiles; s++) {
-#pragma unroll
-      for (int n = 0; n < columns; n++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          if (!is_seen(visible[s], n, i)) continue;
-          const int index = (tile + s) * block_positions + 8 * n + 2 * t + i % 2;
-          const int position = own.view[i / 2].position_in(tile, index, run, drafts);
-          places[(8 * (i / 2) + g) * block_positions + position % block_positions] = weights[s][n][i];
-        }
-      }
-    }
-    __syncwarp();
-#pragma unroll
-    for (int n = 0; n < columns; n++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        ordered[n][i] = places[(8 * (i / 2) + g) * block_positions + 8 * n + 2 * t + i % 2];
-    }
-    __syncwarp();
-    sum_in_order(ordered, total);
-  }
-
   // Weights of the warp's block, after all warps have told their greatest scores. `progress`: of the lane's pairs, before
   // the pass and after it.
-  __device__ void weigh(const row_run& run, int tile, pair_floats (&scores)[most_tiles],
-                        const uint32_t (&visible)[most_tiles], pair_progress (&progress)[2]) {
+  __device__ void weigh(pair_floats& scores, uint32_t visible, pair_progress (&progress)[2]) {
     for_both<float> maximum, correction, total;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -174,10 +136,8 @@ struct few_rows_attention {
         if (w == warp) maximum[i] = progress[i].maximum;
       }
     }
-#pragma unroll
-    for (int s = 0; s < most_tiles; s++) weigh_scores(visible[s], maximum, scores[s]);
-    if (has_trees && run.is_tree) order_by_position(run, tile, scores, visible, total);
-    else sum_in_order(scores[0], total);
+    weigh_scores(visible, maximum, scores);
+    sum_in_order(scores, total);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       block_share& share = share_of(warp, 8 * i + g);
@@ -189,28 +149,20 @@ struct few_rows_attention {
   }
 
   // Rounds the weights of the warp's block.
-  __device__ void round(int num_tiles, pair_floats (&weights)[most_tiles], const uint32_t (&visible)[most_tiles],
-                        weight_codes (&codes)[most_tiles]) {
+  __device__ void round(pair_floats& weights, uint32_t visible, weight_codes& codes) {
     for_both<uint32_t> greatest = {};
-#pragma unroll
-    for (int s = 0; s < most_tiles; s++) {
-      if (s < num_tiles) block::scale_weights(own_tile(s), visible[s], weights[s], greatest);
-    }
+    block::scale_weights(own_tile(), visible, weights, greatest);
     for_both<plane_scale> by;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       by[i] = scale_of_planes<2>(greatest_of_pair(greatest[i]));
       if (t == 0) share_of(warp, 8 * i + g).scale = by[i].scale * (1.0f / low_unit);
     }
-#pragma unroll
-    for (int s = 0; s < most_tiles; s++) {
-      if (s < num_tiles) round_weights(weights[s], by, codes[s]);
-    }
+    round_weights(weights, by, codes);
   }
 
   // The pass's products with values, added to what the passes before have left in the workspace, in the order of blocks.
-  __device__ void add_products(bool has_block, int num_tiles, bool is_first_pass,
-                               const weight_codes (&codes)[most_tiles],
+  __device__ void add_products(bool has_block, bool is_first_pass, const weight_codes& codes,
                                float4* const (&places)[own_pieces]) {
 #pragma unroll
     for (int part = 0; part < head_dim / exchanged_columns; part++) {
@@ -219,11 +171,7 @@ struct few_rows_attention {
 #pragma unroll
         for (int strip = 0; strip < exchanged_columns / 16; strip++) {
           value_sums of_strip;
-#pragma unroll
-          for (int s = 0; s < most_tiles; s++) {
-            if (s < num_tiles)
-              block::add_values(own_tile(s), exchanged_columns / 16 * part + strip, codes[s], of_strip);
-          }
+          block::add_values(own_tile(), exchanged_columns / 16 * part + strip, codes, of_strip);
 #pragma unroll
           for (int i = 0; i < 2; i++) {
             float* const to = mine + (8 * i + g) * exchanged_stride + 16 * strip + 4 * t;
@@ -291,21 +239,18 @@ struct few_rows_attention {
     for (int pass = 0; pass < passes; pass++) {
       const int tile = chunk * chunk_blocks + pass * warps + warp;
       const bool has_block = tile >= begin && tile <= end;
-      const int num_tiles = has_block ? run.last_tile(tile) - tile + 1 : 0;
-      pair_floats scores[most_tiles];
-      uint32_t visible[most_tiles] = {};
+      pair_floats scores;
+      uint32_t visible = 0;
       for_both<float> best = {negative_infinity(), negative_infinity()};
       __syncthreads();  // the last pass has used what is shared
-      load(a.k_cache, run, tile, num_tiles);
+      if (has_block) load(a.k_cache, run, tile);
       wait_for_copies<0>();
       if (pass == 0) __syncthreads();  // the queries are there
       else __syncwarp();
-#pragma unroll
-      for (int s = 0; s < most_tiles; s++) {
-        if (s >= num_tiles) continue;
-        block::find_scores(own_tile(s), queries, own.query_scale, scores[s]);
-        visible[s] = own.visible_in(tile, tile + s, run, drafts);
-        raise_best(scores[s], visible[s], best);
+      if (has_block) {
+        block::find_scores(own_tile(), queries, own.query_scale, scores);
+        visible = own.visible_in(tile, tile, run, nullptr);
+        raise_best(scores, visible, best);
       }
 #pragma unroll
       for (int i = 0; i < 2; i++) {
@@ -317,13 +262,13 @@ struct few_rows_attention {
         }
       }
       __syncthreads();
-      load(a.v_cache, run, tile, num_tiles);
-      weigh(run, tile, scores, visible, progress);
+      if (has_block) load(a.v_cache, run, tile);
+      weigh(scores, visible, progress);
       wait_for_copies<0>();
       __syncwarp();
-      weight_codes codes[most_tiles];
-      if (has_block) round(num_tiles, scores, visible, codes);
-      add_products(has_block, num_tiles, pass == 0, codes, places);
+      weight_codes codes;
+      if (has_block) round(scores, visible, codes);
+      add_products(has_block, pass == 0, codes, places);
       add_totals(progress);
     }
     leave(run, progress);
@@ -365,11 +310,6 @@ struct few_rows_attention {
     }
     const int begin = max(first, chunk * chunk_blocks), end = min(last, chunk * chunk_blocks + chunk_blocks - 1);
     if (begin > end) return;
-    if (has_trees && run.is_tree) {
-      __syncthreads();
-      for (int i = threadIdx.x; i < run.num_kept - run.committed; i += threads)
-        drafts[i] = a.rows.positions[run.start + i];
-    }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const bool is_own = own.row[i] >= run.begin && own.row[i] < run.end;
@@ -391,12 +331,12 @@ struct few_rows_attention {
   }
 };
 
-// has_trees: whether there may be draft trees among the rows.
-template <int planes, int head_dim, int warps, bool has_trees>
+// There are no draft trees among the rows.
+template <int planes, int head_dim, int warps>
 __global__ void __launch_bounds__(warp_size * warps) attention_integers_few(const integers_arguments a) {
   wait_for_previous_grid();
   release_next_grid();
-  few_rows_attention<planes, head_dim, warps, has_trees>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).run_items();
+  few_rows_attention<planes, head_dim, warps>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).run_items();
 }
 
 }  // namespace coldstream

@@ -39,10 +39,12 @@ struct row_run {
     num_kept = committed + (is_tree ? after - start : 0);
   }
 
+  // Whether all keys of positions in a tile lie in their order.
+  __device__ bool is_committed(int tile) const { return !is_tree || (tile + 1) * block_positions <= committed; }
+
   // The last tile of indices that holds keys of positions in the tile number `tile`.
   __device__ int last_tile(int tile) const {
-    const bool has_drafts = is_tree && (tile + 1) * block_positions > committed;
-    return has_drafts ? (num_kept - 1) / block_positions : tile;
+    return is_committed(tile) ? tile : (num_kept - 1) / block_positions;
   }
 };
 
