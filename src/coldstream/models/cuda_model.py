@@ -296,6 +296,8 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
         shape = replace(StepShape.prompt(count), has_trees=has_trees)
         hidden = loaded.kept_step(shape) if limits.is_captured(count) else loaded.step(shape)
         loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
+    if has_trees:
+        loaded.commit()
     return CudaMemoryPlan(
         weights=loaded.weight_bytes,
         caches=memory.persistent_bytes - loaded.weight_bytes,
