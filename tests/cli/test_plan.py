@@ -63,7 +63,7 @@ def test_a_plan_for_ram(run: Run, model: Path) -> None:
     code, shown, error = run("plan", str(model), *in_ram(run, model))
     assert code == 0
     for row in (
-        r"keys, values, states of 100 tokens, f16 +RAM +0\.\d+ MiB",
+        r"keys, values, states of 100 tokens, i16 +RAM +0\.\d+ MiB",
         r"\d+ experts of 0\.12 MiB +RAM ",
         r"\d+ of 32 experts +disk +\d\.\d\d MiB",
         r"hit rate +\d+\.\d% +100\.0%",

@@ -31,7 +31,7 @@ def test_trap_51_every_run_computes_the_same_tokens_after_one_warm_up(
     assert runs == [0, 1, 2, 3]
     assert result.test is test
     assert len(result.samples) == 3
-    assert runner.token_ids == token_ids[: test.num_tokens]
+    assert runner._contexts[-1] == token_ids[: test.num_tokens]
     assert runner.computed == 4 * test.num_tokens
     assert all(sample > 0 for sample in result.samples)
 
@@ -64,14 +64,14 @@ def test_the_run_that_warms_up_is_not_for_the_record(
     """Runs take 1, 2, 4 and 8 seconds of a clock that the test turns."""
     now = 0.0
     durations = iter((1.0, 2.0, 4.0, 8.0))
-    prefill = runner.prefill
+    extend = runner.extend
 
     def slow(*arguments: object) -> object:
         nonlocal now
         now += next(durations)
-        return prefill(*arguments)  # type: ignore[arg-type]
+        return extend(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(runner, "prefill", slow)
+    monkeypatch.setattr(runner, "extend", slow)
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now)
     result = run_benchmark(runner, list(range(8)), BenchmarkTest(8, 0, 0), 3, lambda run: None)
     assert result.samples == (4.0, 2.0, 1.0)

@@ -135,12 +135,12 @@ def test_an_impossible_context_says_what_is_possible(spec: ModelSpec) -> None:
 
 def test_the_cache_counts_attention_layers_only(spec: ModelSpec) -> None:
     # One attention layer of 2 key and value heads of 64 elements.
-    assert cache_bytes_per_token(EngineConfig("m.gguf"), spec) == 1 * 2 * 64 * (2 + 2)
+    assert cache_bytes_per_token(EngineConfig("m.gguf"), spec) == 1 * 2 * 2 * (2 * 64 + 16)
     wide = EngineConfig("m.gguf", cache_type_k="f32", cache_type_v="f32")
     assert cache_bytes_per_token(wide, spec) == 1 * 2 * 64 * (4 + 4)
 
 
-def test_quantised_caches_are_for_gpus_and_for_heads_of_whole_blocks(spec: ModelSpec) -> None:
+def test_types_of_caches_are_for_devices_and_for_heads_of_whole_blocks(spec: ModelSpec) -> None:
     config = EngineConfig("m.gguf", device="cpu", cache_type_k="q8_0", cache_type_v="q8_0")
     with pytest.raises(ConfigError, match="q8_0 is not for the CPU: use f16 or f32 or i16 or i8"):
         resolve(config, spec, CORES, FREE)
@@ -148,13 +148,19 @@ def test_quantised_caches_are_for_gpus_and_for_heads_of_whole_blocks(spec: Model
     for kv_type, row_bytes in (("i16", 2 * 64 + 16), ("i8", 64 + 16)):
         integers = replace(on_gpu, cache_type_k=kv_type, cache_type_v=kv_type)
         assert cache_bytes_per_token(integers, spec) == 1 * 2 * 2 * row_bytes
-        with pytest.raises(ConfigError, match=f"{kv_type} is not for a GPU: use f16 or f32 or q8_0 or"):
-            resolve(integers, spec, CORES, FREE)
-        assert resolve(replace(integers, device="cpu"), spec, CORES, FREE).cache_type_k == kv_type
+        for device in ("cpu", "cuda"):
+            assert resolve(replace(integers, device=device), spec, CORES, FREE).cache_type_k == kv_type
+    floats = replace(on_gpu, cache_type_k="f16", cache_type_v="f16")
+    with pytest.raises(ConfigError, match="f16 is not for a GPU: use i16 or i8"):
+        resolve(floats, spec, CORES, FREE)
     # 64 bytes and two float16 scales, in pieces of 16.
     assert cache_bytes_per_token(on_gpu, spec) == 1 * 2 * (80 + 80)
     smallest = replace(on_gpu, cache_type_k="tq3_0", cache_type_v="tq3_0")
     # 24 bytes and two float16 scales.
     assert cache_bytes_per_token(smallest, spec) == 1 * 2 * (32 + 32)
-    with pytest.raises(ConfigError, match="q8_0 caches hold heads of multiples of 32 values, not 48"):
-        resolve(on_gpu, with_layers(spec, AttentionSpec, head_dim=48), CORES, FREE)
+    with pytest.raises(
+        ConfigError, match="i16 caches hold heads of multiples of 16 values up to 512, not 40"
+    ):
+        resolve(
+            EngineConfig("m.gguf", device="cpu"), with_layers(spec, AttentionSpec, head_dim=40), CORES, FREE
+        )

@@ -58,4 +58,4 @@ def test_a_stream_ends_with_the_error_and_no_token_more(llm: LLM, path: Path) ->
         next(stream)
     with pytest.raises(ModelChangedError, match=WRITTEN):
         llm.generate("def f(x):", GREEDY)
-    assert llm.opened.runner.position == 0
+    assert llm._sequence._sequence.length == 0

@@ -66,7 +66,8 @@ def test_a_context_that_was_asked_for_is_not_cut(make: Make) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_plan_is_given_back(make: Make, tmp_path: Path, device: str) -> None:
     budget = {"cpu": {"ram": 32 * MIB}, "cuda": {"vram": 500 * MIB}}[device]
-    types = {"cache_type_k": "f32", "cache_type_v": "f32"}
+    kv_type = {"cpu": "f32", "cuda": "i8"}[device]
+    types = {"cache_type_k": kv_type, "cache_type_v": kv_type}
     first = make(EngineConfig("m", device=device, ctx_size=123, **budget, **types))  # type: ignore[arg-type]
     save_plan(first.run, tmp_path / "plan.json")
     again = make(EngineConfig("m", device=device, plan=str(tmp_path / "plan.json")))

@@ -160,20 +160,22 @@ def test_pinned_layers_stay_whatever_is_used(tmp_path: Path) -> None:
     token_ids = np.random.default_rng(0).integers(0, runner.spec.vocab_size, 200).tolist()
     expected = None
     for _ in range(2):
-        runner.reset()
-        runner.prefill(token_ids[:100], None)
+        sequence = runner.new_sequence()
+        runner.extend(sequence, token_ids[:100])
         assert pinned <= held(runner)
         for token in token_ids[100:]:
-            logits = runner.decode(token)
+            logits = np.array(runner.extend(sequence, (token,)))
+        runner.release(sequence)
         assert pinned <= held(runner)
         assert runner.disk is not None
         assert runner.disk.num_slots > len(pinned)
         expected = logits if expected is None else expected
         assert np.array_equal(logits, expected)
     with open_mapped() as mapped:
-        mapped.prefill(token_ids[:100])
+        sequence = mapped.new_sequence()
+        mapped.extend(sequence, token_ids[:100])
         for token in token_ids[100:]:
-            logits = mapped.decode(token)
+            logits = mapped.extend(sequence, (token,))
         assert np.array_equal(logits, expected)
     opened.close()
 

@@ -73,9 +73,9 @@ def test_decoding_chooses_the_experts_of_prefill(path: Path) -> None:
     ids = token_ids(CHUNK + 40)
     together = record(path, ids, len(ids))
     with open_runner(path, len(ids)) as runner:
-        alone = []
+        alone, sequence = [], runner.new_sequence()
         for token_id in ids:
-            runner.decode(token_id)
+            runner.extend(sequence, (token_id,))
             alone.append(runner.topk_ids(1)[0])
     assert np.array_equal(together, np.stack(alone))
     assert len(np.unique(together, axis=0)) > len(ids) // 2  # else equality would say little

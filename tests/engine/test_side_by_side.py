@@ -144,7 +144,7 @@ def test_with_experts_on_the_disk_too(path: Path, size: CacheSize) -> None:
     prompts, params = random_prompts(14, 100, seed=3), mixed_params(14)
     with opened(path) as llm:
         expected = alone(llm, prompts, params)
-    least = least_ram(path, context_length=CONTEXT) + 2**21
+    least = least_ram(path, context_length=CONTEXT) + 5 * 2**19
     with opened(path, size, ram_bytes=least) as llm:
         assert runner_of(llm).disk is not None
         assert together(llm, prompts, params) == expected
@@ -238,15 +238,15 @@ def test_damaged_logits_of_one_end_the_list(llm: LLM, monkeypatch: pytest.Monkey
 def test_an_interrupted_step_leaves_no_sequence(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    run_head, num_runs = runner_of(llm)._run_head, itertools.count()
+    logits_of, num_runs = runner_of(llm)._logits_of, itertools.count()
 
-    def interrupted(count: int) -> Logits:
+    def interrupted(rows: np.ndarray) -> Logits:
         if next(num_runs) == 3:
             raise error
-        return run_head(count)
+        return logits_of(rows)
 
     with monkeypatch.context() as patched:
-        patched.setattr(runner_of(llm), "_run_head", interrupted)
+        patched.setattr(runner_of(llm), "_logits_of", interrupted)
         with pytest.raises((KeyboardInterrupt, OutOfMemoryError)):
             llm.generate([[1], [2, 3], [4]], SAMPLED)
     assert sequences_in_use(llm) == (0, 0)

@@ -15,10 +15,10 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE
 from coldstream.kernels.attention import cuda as attention
 from coldstream.kernels.attention import cuda_integers as integers
+from coldstream.kernels.attention import move_rows
 from coldstream.kernels.attention.cache_layout import (
     BLOCK_VALUES,
     CACHE_LAYOUTS,
-    GPU_CACHE_TYPES,
     ROW_ALIGNMENT,
 )
 from coldstream.kernels.attention.exact import BLOCK_SIZE
@@ -75,6 +75,10 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "block_places": integers.BlockPlaces,
     },
     "attention/integers.cu": {"integers_arguments": integers.IntegersArguments},
+    "attention/move_rows.cu": {
+        "moved_path": move_rows.MovedPath,
+        "moved_places": move_rows.MovedPlaces,
+    },
     "attention/decode.cu": {"decode_arguments": attention._DecodeArguments},
     "attention/merge.cu": {"merge_arguments": attention._MergeArguments},
     "attention/prefill.cu": {"prefill_arguments": attention._PrefillArguments},
@@ -129,7 +133,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
             f"(cache_{name}::code_chunks(256) + cache_{name}::scale_chunks(256)) * 16": (
                 CACHE_LAYOUTS[name].row_bytes(256)
             )
-            for name in GPU_CACHE_TYPES
+            for name in ("f16", "f32", "q8_0", "q4_0", "tq3_0")
         },
     },
     "attention/integers_prepare.cu": {
@@ -144,15 +148,16 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "pairs": integers.PAIRS,
         "block_positions": BLOCK_SIZE,
         **{
-            f"(integer_attention<{planes}, {head_dim}, {warps}, true>::{number})": value
+            f"(integer_attention<{planes}, {head_dim}, 4, true>::block::row_bytes)": (
+                CACHE_LAYOUTS[name].row_bytes(head_dim)
+            )
             for name, planes in (("i16", 2), ("i8", 1))
             for head_dim in (64, 256)
-            for warps in integers.WARPS
-            for number, value in (
-                ("row_bytes", CACHE_LAYOUTS[name].row_bytes(head_dim)),
-                ("shared_bytes", integers.shared_bytes(CACHE_LAYOUTS[name], head_dim, warps)),
-            )
         },
+    },
+    "attention/integers_few.cu": {
+        "exchanged_stride": integers.EXCHANGED_STRIDE,
+        "sizeof(block_share)": integers.SHARE_BYTES,
     },
     "experts/many.cu": {
         "copying_threads": 32 * many_tiles.COPYING_WARPS,

@@ -21,7 +21,6 @@ def main() -> None:
             try:
                 print(hashlib.sha256(runner.logits(list(range(40))).tobytes()).hexdigest())
             except ColdstreamError as error:
-                assert runner.position == 0
                 print(type(error).__name__)
         if runner.disk is not None:
             print(runner.disk.retries, runner.disk.is_direct)

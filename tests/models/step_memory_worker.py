@@ -10,7 +10,7 @@ import gc
 import sys
 from pathlib import Path
 
-from coldstream.models.cpu_runner import CpuRunner
+from one_sequence import open_cpu
 
 
 def kib(path: str, field: str) -> int:
@@ -21,7 +21,7 @@ def kib(path: str, field: str) -> int:
 
 def main() -> None:
     path, ram_bytes, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    with CpuRunner.open(Path(path), threads=2, context_length=128, ram_bytes=ram_bytes) as runner:
+    with open_cpu(Path(path), threads=2, context_length=128, ram_bytes=ram_bytes) as runner:
         for _ in range(3):
             for number in range(rounds):
                 runner.reset()

@@ -72,7 +72,9 @@ def test_trees_of_a_model_whose_experts_come_from_the_disk(
     small_path: Path, oracle: tuple[str, Oracle]
 ) -> None:
     kv_type, plain = oracle
-    weights = plain.runner._cache.num_bytes + plain.runner.activation_bytes + small_path.stat().st_size
+    weights = (
+        plain.runner._sequences.tensors.num_bytes + plain.runner.activation_bytes + small_path.stat().st_size
+    )
     budget = weights - small_path.stat().st_size // 8
     with open_runner(small_path, threads=2, kv_type=kv_type, ram_bytes=budget) as runner:
         assert runner.disk is not None
@@ -94,7 +96,7 @@ def test_trees_of_the_demo_model() -> None:
 def test_the_oracle_is_plain_decoding(small_path: Path, oracle: tuple[str, Oracle]) -> None:
     kv_type, plain = oracle
     tokens = [5, 6, 7, 8]
-    with CpuRunner.open(small_path, threads=1, context_length=CONTEXT, kv_type=kv_type) as runner:
+    with open_cpu(small_path, threads=1, context_length=CONTEXT, kv_type=kv_type) as runner:
         for length in LENGTHS:
             runner.reset()
             if length:

@@ -121,7 +121,7 @@ def test_fl03_between_two_steps_of_a_prompt(open_runner: Open, path: Path) -> No
     with open_runner(path) as runner:
         with pytest.raises(ModelChangedError, match=WRITTEN):
             np.asarray(runner.extend(PROMPT, progress))
-        assert len(done_tokens) == 1
+        assert len(done_tokens) <= 2
         assert_refused(runner)
 
 

@@ -15,7 +15,7 @@ from runner_cases import token_ids
 
 from coldstream.kernels import _csrc
 from coldstream.kernels.attention.cache_layout import CPU_CACHE_TYPES, GPU_CACHE_TYPES
-from coldstream.kvcache import Batch, CacheSize, Segment
+from coldstream.kvcache import AttentionState, Batch, CacheSize, Segment
 from coldstream.models.runner import ModelRunner
 
 CONTEXT = 700
@@ -28,9 +28,7 @@ GPU_SLOTS = 4
 def fill_with_nan(tensors: Sequence[Any], slot: int) -> None:
     """All positions of the slot; the scales of integer types, which are floats in bytes, become NaN too."""
     for tensor in tensors:
-        tensor[slot, ...] = (
-            np.nan if "float" in str(tensor.dtype) else -1 if str(tensor.dtype) == "int8" else 255
-        )
+        tensor[slot, ...] = np.nan if "float" in str(tensor.dtype) else -1
 
 
 def answers(runner: ModelRunner, size: int) -> list[np.ndarray]:
@@ -87,7 +85,10 @@ def test_nf01_sequences_beside_a_damaged_one_keep_their_bits(moe_path: Path) -> 
                 alone.append(np.array(runner.runner.extend(runner.branch(sequence), [token])))
             damaged = sequences[1]
             runner.release(runner.branch(damaged))
-            fill_with_nan(runner._sequences.tensors.tensors(), damaged.state)
+            for layer in runner._sequences.tensors.layers:
+                is_attention = isinstance(layer, AttentionState)
+                (place,) = damaged.blocks if is_attention else [damaged.state]
+                fill_with_nan([tensor for tensor in vars(layer).values() if tensor is not None], place)
             segments = [Segment(each, [token]) for each, token in zip(sequences, next_ids, strict=True)]
             together = [np.array(logits)[0] for logits in runner.step(Batch(tuple(segments)))]
             assert np.isnan(together[1]).all()

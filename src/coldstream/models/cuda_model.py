@@ -4,7 +4,7 @@ Everything that is ever allocated on the device is counted before anything is co
 running its forward pass over tensors without memory (`kernels/cuda/memory.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Self
@@ -313,12 +313,22 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
     # Which kernel is taken changes with the number of rows in one direction only.
     sizes = {2**i for i in range(chunk_size.bit_length())} | {2**i + 1 for i in range(6)}
     with note_kernels() as noted:
-        for count, has_trees, is_prompt in product(sorted(sizes), {False, limits.has_trees}, (False, True)):
-            hidden = loaded.step(StepShape(count, has_trees, is_prompt))
-            loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
+        for shape in _shapes(sizes, limits.has_trees):
+            hidden = loaded.step(shape)
+            loaded.model.logits(hidden.rows(0, min(shape.num_rows, HEAD_ROWS)))
         if limits.has_trees:
             loaded.commit()
     return noted | {(SAMPLER, instance) for instance in SAMPLER.instances}
+
+
+def _shapes(sizes: Iterable[int], has_trees: bool) -> Iterator[StepShape]:
+    """Steps of so many rows that take all kernels: what many rows take does not depend on what they are."""
+    for count in sorted(sizes):
+        if count > 2 * MAX_DECODE_ROWS:
+            yield StepShape.prompt(count)
+            continue
+        for trees, is_prompt in product({False, has_trees}, (False, True)):
+            yield StepShape(count, trees, is_prompt)
 
 
 def check_supported(spec: ModelSpec) -> None:
