@@ -48,10 +48,11 @@ def top1_agreement(model: Path, ids: list[int], runner: CpuRunner) -> float:
 
 def greedy(runner: CpuRunner, ids: list[int], count: int) -> list[int]:
     """The `count` most likely tokens after `ids`, one at a time."""
-    runner.reset()
-    tokens = [int(runner.prefill(ids).argmax())]
+    sequence = runner.new_sequence()
+    tokens = [int(runner.extend(sequence, ids).argmax())]
     while len(tokens) < count:
-        tokens.append(int(runner.decode(tokens[-1]).argmax()))
+        tokens.append(int(runner.extend(sequence, tokens[-1:]).argmax()))
+    runner.release(sequence)
     return tokens
 
 

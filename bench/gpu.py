@@ -58,6 +58,7 @@ def check_walk(llm: LLM) -> None:
     (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=WALK_TOKENS))
     if list(output.token_ids) != list(range(prompt[-1] + 1, prompt[-1] + 1 + WALK_TOKENS)):
         raise RuntimeError(f"not a figure of this model: after {prompt[-1]} came {output.token_ids}")
+    llm.forget()
 
 
 def measure(setting: Setting, test: BenchmarkTest) -> dict[str, Any]:

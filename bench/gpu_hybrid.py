@@ -86,17 +86,19 @@ def generate(llm: LLM, next_id: int, num_prompt: int) -> dict[str, Any]:
     runner = llm.opened.runner
     first_id = next_id - num_prompt
     prompt = [(first_id + i) % runner.spec.vocab_size for i in range(num_prompt)]
-    runner.reset()
-    logits = runner.extend(prompt)
+    llm.forget()
+    sequence = runner.new_sequence()
+    logits = runner.extend(sequence, prompt)
     context = list(prompt)
     for i in range(WARM_TOKENS + TIMED_TOKENS):
         if i == WARM_TOKENS:
             before, start = counted(runner), time.perf_counter()
         token = logits.choose(context, **GREEDY)
         context.append(token)
-        logits = runner.extend((token,))
+        logits = runner.extend(sequence, (token,))
     np.asarray(logits)
     seconds = (time.perf_counter() - start) / TIMED_TOKENS
+    runner.release(sequence)
     expected = [(first_id + i) % runner.spec.vocab_size for i in range(len(context))]
     if context != expected:
         raise RuntimeError(f"not a figure of this model: text from {first_id} left the walk")

@@ -22,11 +22,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from coldstream.engine import LLM
-from coldstream.engine.live_sequence import Runner
 from coldstream.models.footprint import bytes_per_token
+from coldstream.models.runner import ModelRunner
 from device import describe, measure_bandwidth
 from gpu import FIRST_ID
 from results import ROOT, write_result
@@ -117,19 +118,20 @@ def summarise(steps: Sequence[Sequence[Launch]], num_layers: int) -> dict[str, A
     }
 
 
-def trace_decode(runner: Runner, depth: int, num_steps: int) -> list[Launch]:
+def trace_decode(runner: ModelRunner, depth: int, num_steps: int) -> list[Launch]:
     """What `num_steps` decoded tokens launch, after a prompt of `depth` tokens and two to warm up."""
-    runner.reset()
-    runner.prefill(range(FIRST_ID, FIRST_ID + depth), None)
+    sequence = runner.new_sequence()
+    runner.extend(sequence, range(FIRST_ID, FIRST_ID + depth))
     first = FIRST_ID + depth
     for token_id in (first, first + 1):
-        runner.decode(token_id)
+        np.asarray(runner.extend(sequence, (token_id,)))
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for step in range(num_steps):
-            runner.decode(first + 2 + step)
+            np.asarray(runner.extend(sequence, (first + 2 + step,)))
         torch.cuda.synchronize()
+    runner.release(sequence)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
         profiler.export_chrome_trace(str(path))

@@ -25,6 +25,7 @@ from coldstream.engine.machine import measured_hardware
 from coldstream.engine.routing_profile import routed_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
+from coldstream.kvcache import CacheSize
 from coldstream.models.cuda_model import Limits, count_memory
 from coldstream.models.cuda_runner import CudaRunner, Placed
 from coldstream.models.footprint import model_sizes
@@ -38,7 +39,7 @@ from gpu import numbers, write_model
 from results import ROOT, write_result
 
 GIB, MIB = 2**30, 2**20
-KV_TYPE = "f16"
+KV_TYPE = "i16"
 TEXT_STEP = 20_011  # from the first id of a text to that of the next
 
 
@@ -64,7 +65,9 @@ def open_runner(setting: Setting, gib: float | None) -> CudaRunner:
         return CudaRunner.load(file, spec, context_length=ctx_size, kv_type=KV_TYPE)
     sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
     count = int(gib * GIB / sizes.all_expert_bytes * spec.num_experts)
-    counted = count_memory(file, spec, Limits(1, ctx_size, KV_TYPE, expert_bytes=0), setting.chunk_size)
+    counted = count_memory(
+        file, spec, Limits(CacheSize.of(1, ctx_size), ctx_size, KV_TYPE, 0), setting.chunk_size
+    )
     plan = PlacementPlan(
         model=routed_model(file, spec),
         tier="vram",
@@ -83,10 +86,11 @@ def open_runner(setting: Setting, gib: float | None) -> CudaRunner:
 def prefill(runner: CudaRunner, first_id: int, length: int) -> float:
     """Seconds of one prompt."""
     prompt = [(first_id + i) % runner.spec.vocab_size for i in range(length)]
-    runner.reset()
+    sequence = runner.new_sequence()
     start = time.perf_counter()
-    logits = runner.prefill(prompt)
+    logits = np.asarray(runner.extend(sequence, prompt))
     seconds = time.perf_counter() - start
+    runner.release(sequence)
     if int(np.argmax(logits)) != (prompt[-1] + 1) % runner.spec.vocab_size:
         raise RuntimeError(f"not a figure of this model: {prompt[-1]} is not followed by the next id")
     return seconds

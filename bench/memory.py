@@ -18,9 +18,10 @@ from pathlib import Path
 from coldstream.models.cpu_runner import CpuRunner
 path, threads = sys.argv[1:]
 runner = CpuRunner.open(Path(path), threads=int(threads), context_length=2048)
-logits = runner.prefill([i % 200 for i in range(512)])
+sequence = runner.new_sequence()
+logits = runner.extend(sequence, [i % 200 for i in range(512)])
 for _ in range(64):
-    logits = runner.decode(int(logits.argmax()))
+    logits = runner.extend(sequence, (int(logits.argmax()),))
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
 

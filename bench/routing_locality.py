@@ -41,10 +41,11 @@ PUBLISHED_SOURCE = "https://github.com/kekzl/imp/pull/1374"
 
 def generate(runner: CpuRunner, prompt: Sequence[int], count: int) -> list[int]:
     """The `count` most likely tokens after `prompt`, one at a time."""
-    runner.reset()
-    tokens = [int(runner.prefill(prompt).argmax())]
+    sequence = runner.new_sequence()
+    tokens = [int(runner.extend(sequence, prompt).argmax())]
     while len(tokens) < count:
-        tokens.append(int(runner.decode(tokens[-1]).argmax()))
+        tokens.append(int(runner.extend(sequence, tokens[-1:]).argmax()))
+    runner.release(sequence)
     return tokens
 
 

@@ -11,15 +11,16 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from coldstream.kvcache import Sequence
 from coldstream.models.cpu_runner import CpuRunner
 from peer_tokens import FIRST_TOKEN, random_tokens
 
 
-def generate(runner: CpuRunner, token: int, count: int) -> list[int]:
+def generate(runner: CpuRunner, sequence: Sequence, token: int, count: int) -> list[int]:
     """`count` tokens after `token`, the most likely each."""
     tokens = []
     for _ in range(count):
-        token = int(runner.decode(token).argmax())
+        token = int(runner.extend(sequence, (token,)).argmax())
         tokens.append(token)
     return tokens
 
@@ -34,21 +35,21 @@ def main() -> None:
         ram_bytes=int(ram[0]) if ram else None,
     )
     print(json.dumps({"tier": runner.tier, "threads": runner.threads}), flush=True)
-    next_token = FIRST_TOKEN
+    next_token, sequence = FIRST_TOKEN, runner.new_sequence()
     for line in sys.stdin:
         verb, count = line.split()
         answer: dict[str, object] = {}
         started = time.perf_counter()
         if verb == "prefill":
-            runner.reset()
-            runner.prefill(random_tokens(int(count), 1))
+            runner.clear(sequence)
+            runner.extend(sequence, random_tokens(int(count), 1))
         elif verb == "generate":
-            tokens = generate(runner, next_token, int(count))
+            tokens = generate(runner, sequence, next_token, int(count))
             next_token = tokens[-1]
             answer = {"tokens": tokens, "disk": asdict(runner.disk) if runner.disk else None}
         else:
             for token in random_tokens(int(count), 2):
-                runner.decode(token)
+                runner.extend(sequence, (token,))
         print(json.dumps({"seconds": time.perf_counter() - started, **answer}), flush=True)
 
 

@@ -258,6 +258,11 @@ class LLM:
         params = one_params(sampling_params, self._opened.default_sampling)
         return self._stream(self._chat_request(messages, params, settings), progress)
 
+    def forget(self) -> None:
+        """Give back what the last prompt has left in the caches, for others that use the runner."""
+        with self._turns.turn():
+            self._sequence.forget()
+
     @host_memory_errors()
     def logits(self, token_ids: TokenIds) -> Logits:
         """Logits after each of `token_ids`, from an empty context: float32 [T, vocab].
