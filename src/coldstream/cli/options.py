@@ -26,7 +26,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 MAX_COUNTS = 32
 
-_CACHE_HELP = "Type of cached {} [default: f16]; i16 and i8 need a CPU, q8_0, q4_0 and tq3_0 a GPU."
+_CACHE_HELP = "Type of cached {} [default: f16]; i16, i8, i4 and i3 need a CPU, q8_0, q4_0 and tq3_0 a GPU."
 
 
 def parse_size(text: str) -> int:

@@ -22,7 +22,7 @@ MAX_BYTES = 2**60
 DEFAULT_CTX_SIZE = 32768  # what `ctx_size` resolves to if the model and the memory allow it
 DEFAULT_CACHE_SHARE = 0.25  # of available memory, for the cache of a default context
 
-CacheType = Literal["f16", "f32", "q8_0", "q4_0", "tq3_0", "i16", "i8"]
+CacheType = Literal["f16", "f32", "q8_0", "q4_0", "tq3_0", "i16", "i8", "i4", "i3"]
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class attention_op : public op {
     const int64_t rows = tile_tokens_ * group_;
     return attention_memory_floats(rows, a_.head_size) + 2 * rows * row_floats_;
   }
-  bool is_integer() const { return a_.type == cache_type::i16 || a_.type == cache_type::i8; }
+  bool is_integer() const { return code_bits(a_.type) != 0; }
   int64_t element_bytes() const {
     return is_integer() ? 1 : a_.type == cache_type::f16 ? sizeof(float16) : sizeof(float);
   }

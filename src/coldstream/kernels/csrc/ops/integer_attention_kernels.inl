@@ -117,6 +117,8 @@ static void store_planes(float* head, void* to, int64_t n) {
   memcpy(row + PLANES * n, tail, sizeof(tail));
 }
 
+#include "ops/packed_rows.inl"
+
 // Operands of 16 numbers in two planes, or of 32 in one.
 template <int PLANES>
 static inline ints16 load_operands(const int8_t* row, int64_t at, int64_t head_size) {
@@ -218,8 +220,9 @@ static inline void multiply_integers(const int32_t* a, int64_t a_stride, const i
   }
 }
 
-template <int PLANES>
+template <int BITS>
 static void attend_integers(const attention_chunk& chunk) {
+  constexpr int PLANES = BITS == 16 ? 2 : 1;
   const int64_t size = chunk.head_size, row_floats = attention_row_floats(size);
   const int64_t query_ints = integer_query_ints(size), num_rows_all = chunk.num_tokens * chunk.group;
   const auto* queries = static_cast<const int32_t*>(chunk.q);
@@ -232,13 +235,14 @@ static void attend_integers(const attention_chunk& chunk) {
   auto* keys = reinterpret_cast<int32_t*>(weight_scales + num_rows_all);
   int32_t* values = keys + ATTENTION_BLOCK * size;
   int32_t* weights = values + ATTENTION_BLOCK * size;
+  auto* unpacked = reinterpret_cast<int8_t*>(weights + ATTENTION_BLOCK * num_rows_all);
   const auto pack = [&](int64_t offset, int64_t n) {
-    const int8_t* rows[2] = {static_cast<const int8_t*>(chunk.keys) + offset,
-                             static_cast<const int8_t*>(chunk.values) + offset};
-    pack_integer_keys<PLANES>(rows[0], chunk.position_stride, n, size, keys);
-    pack_integer_values<PLANES>(rows[1], chunk.position_stride, n, size, values);
-    load_scales<PLANES>(rows[0], chunk.position_stride, n, size, key_scales);
-    load_scales<PLANES>(rows[1], chunk.position_stride, n, size, value_scales);
+    const auto of_keys = plane_rows<BITS>(chunk, chunk.keys, offset, n, unpacked);
+    pack_integer_keys<PLANES>(of_keys.first, of_keys.stride, n, size, keys);
+    load_scales<PLANES>(of_keys.first, of_keys.stride, n, size, key_scales);
+    const auto of_values = plane_rows<BITS>(chunk, chunk.values, offset, n, unpacked);
+    pack_integer_values<PLANES>(of_values.first, of_values.stride, n, size, values);
+    load_scales<PLANES>(of_values.first, of_values.stride, n, size, value_scales);
   };
   walk_blocks(chunk, pack, [&](int64_t first_row, int64_t num_rows, int64_t n, bool first) {
     const int32_t* q = queries + first_row * query_ints;

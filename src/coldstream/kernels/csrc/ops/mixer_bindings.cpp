@@ -34,9 +34,8 @@ cache_type check_caches(const cache_4d& k_cache, const cache_4d& v_cache, int64_
                                       size_of(k_cache, 3)};
   check_contiguous(k_cache, "k_cache", shape);
   check_contiguous(v_cache, "v_cache", shape);
-  const bool is_head = size <= LARGEST_INTEGER_HEAD && size % INTEGER_MULTIPLE == 0;
-  for (const cache_type type : {cache_type::i16, cache_type::i8}) {
-    if (is_integer && is_head && shape[3] == cache_row_elements(type, size)) return type;
+  for (const cache_type type : {cache_type::i16, cache_type::i8, cache_type::i4, cache_type::i3}) {
+    if (is_integer && holds_integers(type, size) && shape[3] == cache_row_elements(type, size)) return type;
   }
   if (is_integer || shape[3] != size) {
     refuse("rows of " + std::to_string(shape[3]) + " elements in k_cache hold no heads of " +
