@@ -33,7 +33,7 @@ def run(
         out = Output(stop - start, case.num_heads * case.head_dim)
         _csrc.attention(
             runtime, query_gate[part], key[part], value[part], q_norm, k_norm, EPS, angles[part],
-            *caches, case.positions[part], case.slots[part], out.rows,
+            *caches, case.positions[part], case.slots[part], out.rows, window=case.window,
         )  # fmt: skip
         outputs.append(out.rows.clone())
     return torch.cat(outputs), *caches
@@ -127,6 +127,47 @@ def test_extreme_keys_and_values_have_the_bits_of_the_definition(
     np.testing.assert_array_equal(got[0].numpy(), out.numpy())
     for want, each in zip(caches, got[1:], strict=True):
         assert same_bits(want, each)
+
+
+TYPES = (*INTEGER_TYPES, "f32", "f16")
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 100, 256, 300, 10**12])
+@pytest.mark.parametrize(("first", "count"), [(0, 9), (60, 1), (250, 12), (519, 3)])
+def test_windows(runtimes: Runtimes, name: str, window: int, first: int, count: int) -> None:
+    """What lies before them decodes to NaN, so that a position too many would be seen."""
+    check(runtimes, make_case((0, first, count), cache_name=name, head_dim=32, window=window))
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("window", [20, 70, 300])
+def test_windows_of_many_rows_begin_in_several_chunks(runtimes: Runtimes, name: str, window: int) -> None:
+    parts = (0, 240 + window, 40), (1, 5, 3)
+    check(runtimes, make_case(*parts, cache_name=name, head_dim=32, num_heads=4, window=window))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    name=st.sampled_from(TYPES),
+    window=st.integers(1, 400),
+    first=st.integers(0, 600),
+    count=st.integers(1, 64),
+    cuts=st.sets(st.integers(1, 63), max_size=5),
+)
+def test_no_cut_changes_a_bit_of_windows(
+    runtimes: Runtimes, name: str, window: int, first: int, count: int, cuts: set[int]
+) -> None:
+    case = make_case((0, first, count), cache_name=name, head_dim=32, window=window)
+    parts = run(runtimes[0], case, cuts=[0, *sorted(cut for cut in cuts if cut < count), count])
+    whole = run(runtimes[-1], case)
+    assert all(same_bits(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_windows_of_nothing_are_refused(fastest: _csrc.Runtime, window: int) -> None:
+    with pytest.raises(ValueError, match=f"a window of {window} positions holds nothing"):
+        run(fastest, make_case((0, 0, 2), cache_name="i16", window=window))
 
 
 def test_rows_that_hold_no_such_heads_are_refused(fastest: _csrc.Runtime) -> None:

@@ -125,6 +125,12 @@ def engine_options(command: Command) -> Command:
         option("--cache-type-k", "-ctk", type=cache_types, help=_CACHE_HELP.format("keys")),
         option("--cache-type-v", "-ctv", type=cache_types, help=_CACHE_HELP.format("values")),
         option(
+            "--attention-window",
+            type=int,
+            metavar="N",
+            help="Attend to the last N positions alone, which changes the answers [default: all].",
+        ),
+        option(
             "--tier",
             type=click.Choice(TIERS),
             help="Instruction set of CPU kernels [default: auto, the best there is].",

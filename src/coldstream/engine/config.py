@@ -38,6 +38,8 @@ class EngineConfig:
     device: str = "auto"  # auto: cuda if there is a GPU that this version can use
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
+    # Positions that a token attends to at most, its own included; None: all. It changes what the model says.
+    attention_window: int | None = None
     tier: str = "auto"  # of CPU kernels; auto: the fastest that this CPU has
     # Experts of a layer that a GPU fetches before its router has run, at most; auto: where that should pay.
     prefetch: int | Literal["auto"] = "auto"
@@ -49,6 +51,8 @@ class EngineConfig:
             raise ConfigError(f"model must be a path or org/repo[:QUANT], not {shown(self.model)}")
         if self.ctx_size is not None:
             _check_integer("ctx_size", self.ctx_size, 0, 2**31 - 1)
+        if self.attention_window is not None:
+            _check_integer("attention_window", self.attention_window, 1, 2**31 - 1)
         for name in ("vram", "ram"):
             object.__setattr__(self, name, _budget(name, getattr(self, name)))
         if self.plan is not None:

@@ -139,12 +139,17 @@ class CudaOps(CudaLoader):
         rows: Rows,
         *,
         output_gate: bool,
+        window: int | None,
     ) -> Activations:
         assert rows.batch is None, "these kernels compute chains told apart by slot"
         assert output_gate, "`check_gpu_kernels` refuses a model without"
         num_rows, head_dim = key.shape[0], q_norm.shape[0]
         shape = AttentionShape(
-            query_gate.shape[1] // (2 * head_dim), k_cache.shape[2], head_dim, CacheType.of(k_cache, head_dim)
+            query_gate.shape[1] // (2 * head_dim),
+            k_cache.shape[2],
+            head_dim,
+            CacheType.of(k_cache, head_dim),
+            window,
         )
         query = self._empty(num_rows, shape.num_heads, head_dim)
         out = self.activations(num_rows, shape.num_heads * head_dim)

@@ -31,10 +31,11 @@ struct attention_chunk {
   int64_t num_tokens, group, head_size;
   int64_t first_position;  // of the first token
   int64_t begin;           // of the chunk
+  int64_t window;          // positions that a token sees, its own included; 0: all
   const void* keys;        // of position `begin`, as the type of the caches has them
   const void* values;
   int64_t position_stride;  // in elements
-  float* rows;              // [num_tokens, group] as above; tokens before the chunk are left alone
+  float* rows;              // [num_tokens, group] as above; tokens that see nothing of the chunk are left alone
   float* memory;            // attention_memory_floats(…)
 };
 
@@ -74,10 +75,11 @@ struct cache_kernels {
   void (*finish)(const float* row, const float* gate, float* out, int64_t head_size);
 };
 
-static inline int64_t attention_memory_floats(int64_t num_rows, int64_t head_size) {
+static inline int64_t attention_memory_floats(cache_type type, int64_t num_rows, int64_t head_size) {
   const int64_t of_rows = 2 * ATTENTION_BLOCK + 2;  // scores, weights, a factor and a scale
   // The rows of a block of a packed type, once they are bytes.
-  const int64_t unpacked = cache_row_elements(cache_type::i8, head_size) / sizeof(float);
+  const bool is_packed = code_bits(type) > 0 && code_bits(type) < 8;
+  const int64_t unpacked = is_packed ? cache_row_elements(cache_type::i8, head_size) / sizeof(float) : 0;
   return ATTENTION_BLOCK * (head_size + head_floats(head_size) + 2 + unpacked) + of_rows * num_rows;
 }
 

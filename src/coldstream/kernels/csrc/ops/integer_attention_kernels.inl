@@ -244,7 +244,8 @@ static void attend_integers(const attention_chunk& chunk) {
     pack_integer_values<PLANES>(of_values.first, of_values.stride, n, size, values);
     load_scales<PLANES>(of_values.first, of_values.stride, n, size, value_scales);
   };
-  walk_blocks(chunk, pack, [&](int64_t first_row, int64_t num_rows, int64_t n, bool first) {
+  walk_blocks(chunk, pack, [&](int64_t first_row, int64_t num_rows, seen_part seen) {
+    const int64_t n = seen.end;
     const int32_t* q = queries + first_row * query_ints;
     multiply_integers(q, query_ints, keys, ATTENTION_BLOCK, num_rows, head_floats(n), size * PLANES / 2,
                       [&](int64_t r, int64_t column, vec16 products) {
@@ -256,18 +257,19 @@ static void attend_integers(const attention_chunk& chunk) {
     float* rows = chunk.rows + first_row * row_floats;
     for (int64_t r = 0; r < num_rows; r++) {
       float *row = rows + r * row_floats + size, *row_scores = scores + r * ATTENTION_BLOCK;
-      factors[r] = advance_softmax(row_scores, n, first, row, row + 1);
+      factors[r] = advance_softmax(row_scores, seen, row, row + 1);
       for (int64_t i = 0; i < ATTENTION_BLOCK; i += 16) {
         const vec16 scaled = mul16(load16(row_scores + i), load16(value_scales + i));
         store16(row_scores + i, keep16(scaled, n - i, 0.0f));
       }
+      for (int64_t i = 0; i < seen.from; i++) row_scores[i] = 0.0f;  // whatever scales lie there
       weight_scales[r] =
           round_operands<PLANES>(row_scores, ATTENTION_BLOCK, weights + r * ATTENTION_BLOCK);
     }
     multiply_integers(weights, ATTENTION_BLOCK, values, size, num_rows, size, PLANES == 2 ? n : (n + 1) / 2,
                       [&](int64_t r, int64_t column, vec16 products) {
                         float* o = rows + r * row_floats + column;
-                        const vec16 kept = first ? zero16() : mul16(load16(o), splat16(factors[r]));
+                        const vec16 kept = seen.first ? zero16() : mul16(load16(o), splat16(factors[r]));
                         store16(o, fma16(splat16(weight_scales[r]), products, kept));
                       });
   });

@@ -1,5 +1,5 @@
-// Rows of the packed integer types, i4 and i3: codes of four and of three bits of 32 values at a time, written
-// one by one, and read as rows of i8 for the products.
+// Rows of the packed integer types, i4 and i3: codes of four and of three bits, written one by one, and read
+// 32 at a time as rows of i8 for the products.
 
 // What nibbles stand for: code + 8, and the levels of kernels/attention/levels.py.
 constexpr int8_t NIBBLE_VALUES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
@@ -64,7 +64,7 @@ struct row_view {
   int64_t stride;
 };
 
-// n rows of keys or values of a chunk from `offset` on, as rows of planes; those of a packed type in `memory`.
+// n rows of keys or values of a chunk from `offset` on, as rows of planes; of a packed type in `memory`.
 template <int BITS>
 static inline row_view plane_rows(const attention_chunk& chunk, const void* cache, int64_t offset, int64_t n,
                                   int8_t* memory) {
