@@ -62,7 +62,7 @@ static inline int64_t cache_row_elements(cache_type type, int64_t head_size) {
   return code_bits(type) == 0 ? head_size : (bytes + ROW_ALIGNMENT - 1) / ROW_ALIGNMENT * ROW_ALIGNMENT;
 }
 
-// Operands, a scale, and padding.
+// Operands, a scale and what a tier keeps beside them, and padding.
 static inline int64_t integer_query_ints(int64_t head_size) { return head_size + 16; }
 
 // What depends on the type of the caches. `head` is one head's float32 numbers, which may be changed.
