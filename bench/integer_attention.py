@@ -167,10 +167,11 @@ class TriedOps(ReferenceOps):
 
     def attention(
         self, query_gate: Any, key: Any, value: Any, q_norm: Any, k_norm: Any, eps: float, angles: Any,
-        k_cache: Any, v_cache: Any, rows: Rows, *, output_gate: bool,
+        k_cache: Any, v_cache: Any, rows: Rows, *, output_gate: bool, window: int | None,
     ) -> torch.Tensor:  # fmt: skip
         """See `Ops.attention`; the caches are left alone."""
         assert output_gate, "the demo model has one"
+        assert window is None
         num_kv_heads = k_cache.shape[-2]
         head_dim = key.shape[-1] // num_kv_heads
         query, gate = query_gate.unflatten(-1, (-1, 2, head_dim)).unbind(-2)

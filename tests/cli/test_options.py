@@ -80,6 +80,7 @@ def test_only_given_options_change_the_configuration() -> None:
             "device",
             "cache_type_k",
             "cache_type_v",
+            "attention_window",
             "tier",
             "offline",
         )

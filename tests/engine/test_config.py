@@ -58,6 +58,8 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
         ({"tier": 3}, "tier"),
         ({"cache_type_k": "q5_0"}, "cache_type_k must be one of f16, f32, q8_0, q4_0, tq3_0"),
         ({"cache_type_k": "f32"}, "must be the same"),
+        ({"attention_window": 0}, "attention_window must be an integer from 1"),
+        ({"attention_window": "8k"}, "attention_window must be an integer from 1"),
         ({"prefetch": 9}, "prefetch must be"),
         ({"prefetch": "some"}, "prefetch must be"),
         ({"prefetch": 1, "device": "cpu"}, "prefetch is over the bus of a GPU"),

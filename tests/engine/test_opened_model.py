@@ -129,3 +129,16 @@ def test_recommendations_of_the_file_are_taken() -> None:
 def test_recommendations_out_of_range_are_the_files_fault(key: str, value: object) -> None:
     with pytest.raises(InconsistentError, match="sampling: "):
         sampling_defaults({f"general.sampling.{key}": value})
+
+
+def test_an_attention_window_is_that_of_the_forward_pass() -> None:
+    """One as long as what there is changes no bit, a shorter one changes logits."""
+    logits = []
+    for window in (None, 20, 4):
+        config = EngineConfig(
+            str(demo_model_path()), device="cpu", ctx_size=64, attention_window=window, threads=1
+        )
+        opened = open_model(config)
+        logits.append(opened.runner.prefill(list(range(300, 320))).tolist())
+        opened.close()
+    assert logits[0] == logits[1] != logits[2]

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldstream.kernels import _csrc
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.attention.exact import attention_exact
 
 Runtimes = list[_csrc.Runtime]
-INTEGER_TYPES = ("i16", "i8")
+INTEGER_TYPES = ("i16", "i8", "i4", "i3")
 
 
 def run(
@@ -32,7 +33,7 @@ def run(
         out = Output(stop - start, case.num_heads * case.head_dim)
         _csrc.attention(
             runtime, query_gate[part], key[part], value[part], q_norm, k_norm, EPS, angles[part],
-            *caches, case.positions[part], case.slots[part], out.rows,
+            *caches, case.positions[part], case.slots[part], out.rows, window=case.window,
         )  # fmt: skip
         outputs.append(out.rows.clone())
     return torch.cat(outputs), *caches
@@ -47,6 +48,8 @@ def check(runtimes: Runtimes, case: Case) -> None:
 @pytest.mark.parametrize("name", INTEGER_TYPES)
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 112, 128, 192, 256, 272, 512])
 def test_head_sizes(runtimes: Runtimes, name: str, head_dim: int) -> None:
+    if not CACHE_LAYOUTS[name].holds(head_dim):
+        pytest.skip("no such rows")
     check(runtimes, make_case((0, 61, 9), cache_name=name, head_dim=head_dim))
 
 
@@ -62,7 +65,7 @@ def test_head_groups(runtimes: Runtimes, name: str, num_heads: int, num_kv_heads
 @pytest.mark.parametrize("first", [0, 1, 62, 63, 64, 254, 255, 256, 257, 520])
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_block_and_chunk_edges(runtimes: Runtimes, name: str, first: int, count: int) -> None:
-    check(runtimes, make_case((0, first, count), cache_name=name, head_dim=16))
+    check(runtimes, make_case((0, first, count), cache_name=name, head_dim=32))
 
 
 @pytest.mark.parametrize("name", INTEGER_TYPES)
@@ -80,7 +83,7 @@ def test_rows_of_several_slots_do_not_meet(runtimes: Runtimes, name: str) -> Non
     name=st.sampled_from(INTEGER_TYPES),
     first=st.integers(0, 600),
     count=st.integers(1, 64),
-    head_dim=st.sampled_from([16, 48, 64, 128, 256]),
+    head_dim=st.sampled_from([32, 64, 96, 128, 256]),
     cuts=st.sets(st.integers(1, 63), max_size=5),
     tier=st.sampled_from(_csrc.supported_tiers()),
 )
@@ -99,7 +102,7 @@ def test_no_cut_and_no_tier_changes_a_bit(
     name=st.sampled_from(INTEGER_TYPES),
     first=st.integers(0, 520),
     count=st.integers(1, 12),
-    head_dim=st.sampled_from([16, 64, 80, 128, 256]),
+    head_dim=st.sampled_from([32, 64, 96, 128, 256]),
 )
 def test_any_rows_have_the_bits_of_the_definition(
     runtimes: Runtimes, name: str, first: int, count: int, head_dim: int
@@ -126,6 +129,47 @@ def test_extreme_keys_and_values_have_the_bits_of_the_definition(
         assert same_bits(want, each)
 
 
+TYPES = (*INTEGER_TYPES, "f32", "f16")
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 100, 256, 300, 10**12])
+@pytest.mark.parametrize(("first", "count"), [(0, 9), (60, 1), (250, 12), (519, 3)])
+def test_windows(runtimes: Runtimes, name: str, window: int, first: int, count: int) -> None:
+    """What lies before them decodes to NaN, so that a position too many would be seen."""
+    check(runtimes, make_case((0, first, count), cache_name=name, head_dim=32, window=window))
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("window", [20, 70, 300])
+def test_windows_of_many_rows_begin_in_several_chunks(runtimes: Runtimes, name: str, window: int) -> None:
+    parts = (0, 240 + window, 40), (1, 5, 3)
+    check(runtimes, make_case(*parts, cache_name=name, head_dim=32, num_heads=4, window=window))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    name=st.sampled_from(TYPES),
+    window=st.integers(1, 400),
+    first=st.integers(0, 600),
+    count=st.integers(1, 64),
+    cuts=st.sets(st.integers(1, 63), max_size=5),
+)
+def test_no_cut_changes_a_bit_of_windows(
+    runtimes: Runtimes, name: str, window: int, first: int, count: int, cuts: set[int]
+) -> None:
+    case = make_case((0, first, count), cache_name=name, head_dim=32, window=window)
+    parts = run(runtimes[0], case, cuts=[0, *sorted(cut for cut in cuts if cut < count), count])
+    whole = run(runtimes[-1], case)
+    assert all(same_bits(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_windows_of_nothing_are_refused(fastest: _csrc.Runtime, window: int) -> None:
+    with pytest.raises(ValueError, match=f"a window of {window} positions holds nothing"):
+        run(fastest, make_case((0, 0, 2), cache_name="i16", window=window))
+
+
 def test_rows_that_hold_no_such_heads_are_refused(fastest: _csrc.Runtime) -> None:
     case = make_case((0, 0, 2), cache_name="i16")
     query_gate, key, value, q_norm, k_norm, angles = case.inputs()
@@ -139,6 +183,8 @@ def test_rows_that_hold_no_such_heads_are_refused(fastest: _csrc.Runtime) -> Non
 
     call(2 * 64 + 16)
     call(64 + 16)
+    call(32 + 16)
+    call(24 + 8)
     for row in (64, 128, 143):
         with pytest.raises(ValueError, match=f"rows of {row} elements in k_cache hold no heads of 64"):
             call(row)

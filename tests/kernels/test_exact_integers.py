@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.attention.cache_types import CACHE_TYPES, CacheType
 from coldstream.kernels.attention.exact import attend, attention_exact, heads_of
+from coldstream.kernels.attention.levels import LARGEST_LEVEL, LEVELS
 from coldstream.kernels.attention.planes import (
     LARGEST_TWO_PLANE_CODE,
     Planes,
@@ -21,7 +22,7 @@ from coldstream.kernels.attention.planes import (
 from coldstream.kernels.attention.reference import attention
 from coldstream.kernels.attention.turn import head_block, turn_head, turn_head_back
 
-INTEGER_TYPES = ("i16", "i8")
+INTEGER_TYPES = ("i16", "i8", "i4", "i3")
 # RMS error of a head's output over its RMS size, with two channels so many times as great as the others; a
 # head of 256, 1024 positions. A little above what docs/results/integer_attention.json has.
 LARGEST_ERRORS = {
@@ -31,6 +32,12 @@ LARGEST_ERRORS = {
     ("i8", 1): 0.0165,
     ("i8", 20): 0.02,
     ("i8", 100): 0.054,
+    ("i4", 1): 0.24,
+    ("i4", 20): 0.36,
+    ("i4", 100): 2.1,
+    ("i3", 1): 0.43,
+    ("i3", 20): 0.88,
+    ("i3", 100): 3.1,
 }
 
 finite_rows = st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=70)
@@ -118,7 +125,7 @@ def test_turning_a_head_keeps_products_and_is_undone(seed: int, size: int) -> No
     torch.testing.assert_close(turn_head(x) @ turn_head(y) / block, x @ y)
 
 
-@pytest.mark.parametrize("name", INTEGER_TYPES)
+@pytest.mark.parametrize("name", ["i16", "i8"])
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 256, 512])
 def test_rows_are_planes_then_a_scale_then_zeros(name: str, head_dim: int) -> None:
     cache_type = CACHE_TYPES[name]
@@ -141,10 +148,52 @@ def test_rows_are_planes_then_a_scale_then_zeros(name: str, head_dim: int) -> No
     assert error.norm() / x.norm() < (2e-4 if cache_type.num_planes == 2 else 0.03)
 
 
-@pytest.mark.parametrize("name", INTEGER_TYPES)
-@pytest.mark.parametrize("head_dim", [0, 8, 15, 40, 528])
-def test_heads_of_other_sizes_are_refused(name: str, head_dim: int) -> None:
-    with pytest.raises(ValueError, match=f"{name} caches hold heads of multiples of 16 values up to 512"):
+@given(st.integers(0, 2**31), st.sampled_from([32, 64, 96, 128, 256, 512]), st.sampled_from(["i4", "i3"]))
+def test_packed_rows_hold_the_nearest_of_what_there_is(seed: int, head_dim: int, name: str) -> None:
+    cache_type = CACHE_TYPES[name]
+    random = np.random.default_rng(seed)
+    x = torch.from_numpy(random.standard_t(random.integers(1, 9), (3, head_dim)).astype(np.float32))
+    rows = cache_type.encode(x)
+    code_bytes = head_dim * cache_type.value_bits // 8
+    assert rows.shape == (3, -(-(code_bytes + 4) // 16) * 16)
+    assert not rows[:, code_bytes + 4 :].any()
+    planes = cache_type.planes(rows, head_dim)
+    turned = turn_head(x)
+    offered = torch.arange(-7, 8) if name == "i4" else torch.tensor(LEVELS)
+    assert torch.isin(planes.codes, offered).all()
+    limit = 7 if name == "i4" else LARGEST_LEVEL
+    assert torch.equal(planes.scale, turned.abs().amax(dim=-1) / limit)
+    exact = turned.double() / planes.scale.double().unsqueeze(-1)
+    distances = (exact.unsqueeze(-1) - offered).abs()
+    assert ((exact - planes.codes).abs() <= distances.amin(dim=-1) + 1e-4).all()
+    assert torch.equal(cache_type.encode(x[1]), rows[1])
+    assert CacheType.of(rows, head_dim) == cache_type
+
+
+@pytest.mark.parametrize("head_dim", range(16, 513, 16))
+def test_every_type_is_known_by_the_length_of_its_rows(head_dim: int) -> None:
+    lengths = [
+        CACHE_LAYOUTS[n].row_bytes(head_dim) for n in INTEGER_TYPES if CACHE_LAYOUTS[n].holds(head_dim)
+    ]
+    assert len(set(lengths)) == len(lengths) >= 2
+
+
+@pytest.mark.parametrize("name", ["i4", "i3"])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, 0.0, 2.0**-120])
+def test_packed_rows_of_nothing_and_of_what_is_not_finite(name: str, value: float) -> None:
+    cache_type = CACHE_TYPES[name]
+    rows = cache_type.encode(torch.full((32,), value))
+    assert rows[: 4 * cache_type.value_bits].unique().tolist() == ([-120] if name == "i4" else [0])
+    scale = cache_type.planes(rows, 32).scale
+    assert scale.isnan() if not abs(value) < 1 else scale == 0
+
+
+@pytest.mark.parametrize(("name", "multiple"), [("i16", 16), ("i8", 16), ("i4", 32), ("i3", 32)])
+@pytest.mark.parametrize("head_dim", [0, 8, 15, 40, 528, 544])
+def test_heads_of_other_sizes_are_refused(name: str, multiple: int, head_dim: int) -> None:
+    with pytest.raises(
+        ValueError, match=f"{name} caches hold heads of multiples of {multiple} values up to 512"
+    ):
         CACHE_LAYOUTS[name].row_bytes(head_dim)
 
 

@@ -96,17 +96,18 @@ def test_dense_ffn() -> None:
 
 
 @pytest.mark.parametrize("output_gate", [True, False], ids=["gated", "without a gate"])
-def test_attention_joins_its_projections(output_gate: bool) -> None:
+@pytest.mark.parametrize("window", [None, 2])
+def test_attention_joins_its_projections(output_gate: bool, window: int | None) -> None:
     ops = ReferenceOps()
     q, k, v, out, q_norm, k_norm, x = matrices(
         (H * (1 + output_gate) * D, E), (G * D, E), (G * D, E), (E, H * D), (D,), (D,), (5, E)
     )
     angles = torch.stack((torch.ones(5, 1), torch.zeros(5, 1)), dim=-1)
     caches = [torch.full((1, 5, G, D), torch.nan) for _ in range(4)]
-    weights = AttentionWeights(q, k, v, out, q_norm, k_norm, 1e-6, output_gate)
+    weights = AttentionWeights(q, k, v, out, q_norm, k_norm, 1e-6, output_gate, window)
     actual = attention(ops, x, weights, angles, *caches[:2], rows_of(5))
     operands = (x @ q.T, x @ k.T, x @ v.T, q_norm, k_norm, 1e-6, angles, *caches[2:], rows_of(5))
-    mixed = ops.attention(*operands, output_gate=output_gate)
+    mixed = ops.attention(*operands, output_gate=output_gate, window=window)
     torch.testing.assert_close(actual, mixed @ out.T)
     torch.testing.assert_close(caches[0], caches[2])
     torch.testing.assert_close(caches[1], (x @ v.T).reshape(1, 5, G, D))

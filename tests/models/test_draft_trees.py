@@ -58,6 +58,20 @@ def test_trees_do_not_depend_on_tier_or_threads(
             check_batch_of_trees(prompts, plain, random)
 
 
+@pytest.mark.parametrize("kv_type", ["f32", "i16"])
+@pytest.mark.parametrize("window", [3, 40, 290])
+def test_trees_with_windows(small_path: Path, kv_type: str, window: int) -> None:
+    """Rows of a tree lie at several depths, and so begin their windows at several positions."""
+    options = {"kv_type": kv_type, "attention_window": window}
+    with (
+        open_runner(small_path, threads=2, **options) as runner,
+        open_runner(small_path, threads=1, **options) as plain,
+    ):
+        prompts, oracle, random = Prompts(runner), Oracle(plain), Random(window)
+        for _ in range(6):
+            check_batch_of_trees(prompts, oracle, random)
+
+
 @pytest.mark.parametrize("name", CPU_VARIANTS)
 def test_trees_of_every_kind_of_model(tmp_path: Path, name: str) -> None:
     arch, options = CPU_VARIANTS[name]
@@ -121,10 +135,10 @@ def torch_rows(rows: Rows, count: int) -> Rows:
 class Reference:
     """Two sequences over the operations in PyTorch."""
 
-    def __init__(self, path: Path, exact: bool, kv_type: str = "f32") -> None:
+    def __init__(self, path: Path, exact: bool, kv_type: str = "f32", window: int | None = None) -> None:
         ops = ReferenceOps(exact=exact)
         with GGUFFile.open(path) as file:
-            spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+            spec = ModelSpec.from_gguf(file.metadata, file.tensors).with_window(window)
             self.model = CausalLM.load(file, spec, ops)
         self.limits = BatchLimits(spec.vocab_size, 300, 128, 128)
         self.cache = SequenceCache(spec, ops, CacheSize.of(2, 300, 1), kv_type)
@@ -157,9 +171,10 @@ def branching_tree(seed: int) -> Tree:
 
 
 @pytest.mark.parametrize("kv_type", ["f32", "i16"])
-def test_a_tree_means_what_the_reference_defines(small_path: Path, kv_type: str) -> None:
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_tree_means_what_the_reference_defines(small_path: Path, kv_type: str, window: int | None) -> None:
     """A chain and a tree in one step, a commit, and a step of both after it, to the last bit."""
-    reference, tree = Reference(small_path, True, kv_type), branching_tree(3)
+    reference, tree = Reference(small_path, True, kv_type, window), branching_tree(3)
     path = tree.path(len(tree.parents) - 1)
     steps: list[list[tuple[list[int], list[int] | None]]] = [
         [(prompt(29), None), (prompt(3), None)],
@@ -167,7 +182,12 @@ def test_a_tree_means_what_the_reference_defines(small_path: Path, kv_type: str)
         [([9], None), ([9], None)],
     ]
     with CpuRunner.open(
-        small_path, threads=2, context_length=300, kv_type=kv_type, cache_size=CacheSize.of(2, 300, 1)
+        small_path,
+        threads=2,
+        context_length=300,
+        kv_type=kv_type,
+        cache_size=CacheSize.of(2, 300, 1),
+        attention_window=window,
     ) as runner:
         ours = [runner.new_sequence() for _ in range(2)]
 

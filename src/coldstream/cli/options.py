@@ -26,7 +26,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 MAX_COUNTS = 32
 
-_CACHE_HELP = "Type of cached {} [default: i16]; f16 and f32 need a CPU."
+_CACHE_HELP = "Type of cached {} [default: i16]; f16, f32, i4 and i3 need a CPU."
 
 
 def parse_size(text: str) -> int:
@@ -124,6 +124,12 @@ def engine_options(command: Command) -> Command:
         option("--device", metavar="NAME", help="Where to compute: auto, cpu or cuda [default: auto]."),
         option("--cache-type-k", "-ctk", type=cache_types, help=_CACHE_HELP.format("keys")),
         option("--cache-type-v", "-ctv", type=cache_types, help=_CACHE_HELP.format("values")),
+        option(
+            "--attention-window",
+            type=int,
+            metavar="N",
+            help="Attend to the last N positions alone, which changes the answers [default: all].",
+        ),
         option(
             "--tier",
             type=click.Choice(TIERS),

@@ -22,7 +22,7 @@ MAX_BYTES = 2**60
 DEFAULT_CTX_SIZE = 32768  # what `ctx_size` resolves to if the model and the memory allow it
 DEFAULT_CACHE_SHARE = 0.25  # of available memory, for the cache of a default context
 
-CacheType = Literal["f16", "f32", "q8_0", "q4_0", "tq3_0", "i16", "i8"]
+CacheType = Literal["f16", "f32", "q8_0", "q4_0", "tq3_0", "i16", "i8", "i4", "i3"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class EngineConfig:
     device: str = "auto"  # auto: cuda if there is a GPU that this version can use
     cache_type_k: CacheType = "i16"
     cache_type_v: CacheType = "i16"
+    # Positions that a token attends to at most, its own included; None: all. It changes what the model says.
+    attention_window: int | None = None
     tier: str = "auto"  # of CPU kernels; auto: the fastest that this CPU has
     # Experts of a layer that a GPU fetches before its router has run, at most; auto: where that should pay.
     prefetch: int | Literal["auto"] = "auto"
@@ -49,6 +51,8 @@ class EngineConfig:
             raise ConfigError(f"model must be a path or org/repo[:QUANT], not {shown(self.model)}")
         if self.ctx_size is not None:
             _check_integer("ctx_size", self.ctx_size, 0, 2**31 - 1)
+        if self.attention_window is not None:
+            _check_integer("attention_window", self.attention_window, 1, 2**31 - 1)
         for name in ("vram", "ram"):
             object.__setattr__(self, name, _budget(name, getattr(self, name)))
         if self.plan is not None:

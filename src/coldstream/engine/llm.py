@@ -64,6 +64,7 @@ class LLM:
         device: str = "auto",
         cache_type_k: CacheType = "i16",
         cache_type_v: CacheType = "i16",
+        attention_window: int | None = None,
         tier: str = "auto",
         prefetch: int | Literal["auto"] = "auto",
         seed: int | None = None,
@@ -81,6 +82,8 @@ class LLM:
         threads: of the CPU; auto: one per physical core.
         device: cpu, cuda, or auto: a GPU that can be used, or the CPU.
         cache_type_k, cache_type_v: types of cached keys and values, the same for both.
+        attention_window: positions that a token attends to at most, its own included; None: all. Other than
+            the other settings it changes what the model says.
         tier: kernels of the CPU; auto: the fastest that it has.
         prefetch: experts of a layer that a GPU fetches before they are chosen, at most; auto: where that
             should pay.
@@ -97,6 +100,7 @@ class LLM:
             "device": device,
             "cache_type_k": cache_type_k,
             "cache_type_v": cache_type_v,
+            "attention_window": attention_window,
             "tier": tier,
             "prefetch": prefetch,
             "seed": seed,

@@ -64,7 +64,7 @@ def open_model(config: EngineConfig, progress: OpenProgress | None = None) -> Op
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with ExitStack() as cleanup:
         file = cleanup.enter_context(GGUFFile.open(path))
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors).with_window(config.attention_window)
         planned = plan_model(
             config,
             file,

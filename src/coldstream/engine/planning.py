@@ -305,7 +305,7 @@ def plan_by_name(
     """
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors).with_window(config.attention_window)
         trace = bundled_profile(file, spec)
         if profile is not None:
             trace = RoutingTrace.load(profile, routed_model(file, spec))

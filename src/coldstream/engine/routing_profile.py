@@ -43,7 +43,7 @@ def profile_text(config: EngineConfig, text: str, progress: OpenProgress | None 
     """
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors).with_window(config.attention_window)
         model = routed_model(file, spec)
         num_cores = Hardware.measure().num_physical_cores
         config = resolve(replace(config, device="cpu"), spec, num_cores, ALL_BYTES)

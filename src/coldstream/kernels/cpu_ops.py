@@ -197,11 +197,12 @@ class CpuOps(ComposedOps):
         rows: Rows,
         *,
         output_gate: bool,
+        window: int | None,
     ) -> Array:
         out = self._empty(query_gate.shape[0], query_gate.shape[1] // (2 if output_gate else 1))
         _csrc.attention(
             self._runtime, query_gate, key, value, q_norm, k_norm, eps, angles, k_cache, v_cache,
-            rows.positions, rows.slots, out, batch_rows(rows.batch),
+            rows.positions, rows.slots, out, batch_rows(rows.batch), window,
         )  # fmt: skip
         return out
 

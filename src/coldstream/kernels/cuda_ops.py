@@ -148,11 +148,12 @@ class CudaOps(CudaLoader):
         rows: Rows,
         *,
         output_gate: bool,
+        window: int | None,
     ) -> Activations:
         assert rows.batch is not None, "a step's rows lie in blocks"
         num_rows, head_dim = key.shape[0], q_norm.shape[0]
         num_heads = query_gate.shape[1] // (2 * head_dim if output_gate else head_dim)
-        shape = AttentionShape(num_heads, k_cache.shape[2], head_dim, CacheType.of(k_cache, head_dim))
+        shape = AttentionShape(num_heads, k_cache.shape[2], head_dim, CacheType.of(k_cache, head_dim), window)
         queries = IntegerQueries(
             self._empty(num_rows, num_heads, 2, head_dim, dtype=torch.int8), self._empty(num_rows, num_heads)
         )

@@ -226,6 +226,7 @@ class Ops(Protocol):
         rows: Rows,
         *,
         output_gate: bool,
+        window: int | None,
     ) -> Array:
         """Causal attention: [T, H·D].
 
@@ -233,7 +234,8 @@ class Ops(Protocol):
         queries alone; key, value [T, G·D]. Queries and keys are RMS-normed per head, then rotated by
         `angles`; keys and values are written into the caches [slots, positions, G, D] (float16 or float32) at
         `rows`; each row attends to positions 0 … its own of its slot, in a batch to what its sequence has
-        committed, its ancestors and itself, scale 1/sqrt(D); the result is multiplied by sigmoid(gate) if
+        committed, its ancestors and itself, with a window only to the last `window` positions of these, at
+        least 1, its own included; scale 1/sqrt(D); the result is multiplied by sigmoid(gate) if
         there is one. Mutates k_cache and v_cache.
         """
 

@@ -120,9 +120,10 @@ class ReferenceOps(ComposedOps):
         rows: Rows,
         *,
         output_gate: bool,
+        window: int | None,
     ) -> torch.Tensor:
         operands = (query_gate, key, value, q_norm, k_norm, eps, angles, k_cache, v_cache, rows)
-        return self._attention(*operands, output_gate=output_gate)
+        return self._attention(*operands, window, output_gate=output_gate)
 
     def gated_delta_net(
         self,

@@ -17,6 +17,7 @@ class AttentionWeights:
     attn_k_norm: Array  # [D]
     eps: float
     output_gate: bool
+    window: int | None  # positions that a token sees, its own included; None: all
 
 
 def attention(
@@ -42,5 +43,6 @@ def attention(
         v_cache,
         rows,
         output_gate=weights.output_gate,
+        window=weights.window,
     )
     return ops.linear(mixed, (weights.attn_output,))[0]

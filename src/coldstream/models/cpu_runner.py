@@ -79,6 +79,7 @@ class CpuRunner(ModelRunner):
         policy: Policy | None = None,
         progress: Progress | None = None,
         cache_size: CacheSize | None = None,
+        attention_window: int | None = None,
     ) -> Self:
         """`load` of the model at `path`, within ram_bytes if they are given, nothing being known of uses.
 
@@ -86,7 +87,7 @@ class CpuRunner(ModelRunner):
         """
         file = GGUFFile.open(path)
         try:
-            spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+            spec = ModelSpec.from_gguf(file.metadata, file.tensors).with_window(attention_window)
             needs = cls.needs(file, spec, threads, tier, context_length, kv_type, cache_size=cache_size)
             placement = needs.place(ALL_BYTES if ram_bytes is None else ram_bytes, None, PlanOptions())
             return cls.load(

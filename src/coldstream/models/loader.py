@@ -95,6 +95,7 @@ class Loader:
             attn_k_norm=self.vector(f"{prefix}attn_k_norm.weight"),
             eps=self.spec.rms_norm_eps,
             output_gate=spec.output_gate,
+            window=spec.window,
         )
 
     def gated_delta_net(

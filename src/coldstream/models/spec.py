@@ -6,7 +6,7 @@ shape that the numbers imply, and kernels compute every layer.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from coldstream.errors import InconsistentError
@@ -87,6 +87,16 @@ class ModelSpec:
         ffns = (layer.ffn for layer in self.layers)
         return next((ffn for ffn in ffns if isinstance(ffn, MoeSpec)), NO_EXPERTS)
 
+    def with_window(self, window: int | None) -> Self:
+        """The same with attention to the last `window` positions, at least 1; None: as it is."""
+        if window is None:
+            return self
+        trunk, nextn = (
+            tuple(_with_window(layer, window) for layer in layers)
+            for layers in (self.layers, self.nextn_layers)
+        )
+        return replace(self, layers=trunk, nextn_layers=nextn)
+
     @property
     def is_moe(self) -> bool:
         return self.num_experts > 0
@@ -154,6 +164,12 @@ class ModelSpec:
         )
         validate_tensors(spec, tensors, keys.path)
         return spec
+
+
+def _with_window(layer: LayerSpec, window: int) -> LayerSpec:
+    if not isinstance(layer.mixer, AttentionSpec):
+        return layer
+    return replace(layer, mixer=replace(layer.mixer, window=window))
 
 
 def _vocab_size(numbers: Hyperparameters, tensors: Mapping[str, TensorInfo]) -> int:

@@ -4,12 +4,19 @@ from typing import Self
 
 import torch
 
-from coldstream.kernels.arithmetic.reference import SMALLEST_MAXIMUM
-from coldstream.kernels.attention.cache_layout import BLOCK_VALUES, CACHE_LAYOUTS, CacheLayout
-from coldstream.kernels.attention.levels import decode_levels, encode_levels
+from coldstream.kernels.arithmetic.reference import LARGEST_CODE, SMALLEST_MAXIMUM
+from coldstream.kernels.attention.cache_layout import (
+    BLOCK_VALUES,
+    CACHE_LAYOUTS,
+    INTEGER_SCALE_BYTES,
+    CacheLayout,
+)
+from coldstream.kernels.attention.levels import decode_levels, encode_levels, pack_levels, round_levels
 from coldstream.kernels.attention.planes import LOW_UNIT, Planes, round_planes
 from coldstream.kernels.attention.turn import head_block, turn, turn_back, turn_head, turn_head_back
 from coldstream.kernels.dequantize.integer_blocks import grouped
+
+LARGEST_NIBBLE = 7  # of `i4`: −8 would be no other's negative
 
 
 class CacheType(CacheLayout):
@@ -35,7 +42,7 @@ class CacheType(CacheLayout):
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """float32 [..., D] → rows of the tensor, [..., row]; turns them if the type does."""
         if self.is_integer:
-            return self._encode_planes(round_planes(turn_head(values.float()), self.num_planes))
+            return self._encode_planes(self._round(turn_head(values.float())))
         if not self.is_quantised:
             return values.to(self.dtype)
         blocks = grouped(values.float(), -1, BLOCK_VALUES)
@@ -52,29 +59,37 @@ class CacheType(CacheLayout):
             return rows.float()
         code_bytes = head_dim * self.value_bits // 8
         packed = rows[..., :code_bytes]
-        if self.value_bits == 8:
-            codes = packed.view(torch.int8)
-        elif self.value_bits == 3:
-            codes = decode_levels(packed)
-        else:
-            codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
+        codes = packed.view(torch.int8) if self.value_bits == 8 else _unpack(packed, self.value_bits)
         scales = rows[..., code_bytes : code_bytes + head_dim // BLOCK_VALUES * 2].contiguous()
         blocks = grouped(codes.float(), -1, BLOCK_VALUES)
         return (blocks * scales.view(torch.float16).float().unsqueeze(-1)).flatten(-2)
 
     def planes(self, rows: torch.Tensor, head_dim: int) -> Planes:
         """[..., row] of an integer type → the planes [..., D] and scales [...] of what is there."""
-        planes = grouped(rows[..., : head_dim * self.num_planes].int(), self.num_planes, head_dim)
-        high, low = planes[..., 0, :], planes[..., -1, :]
-        scales = rows[..., head_dim * self.num_planes :][..., :4].contiguous().view(torch.float32)
-        return Planes(
-            high if self.num_planes == 1 else LOW_UNIT * high + low, scales.squeeze(-1), self.num_planes
-        )
+        code_bytes = head_dim * self.value_bits // 8
+        packed, tail = rows[..., :code_bytes], rows[..., code_bytes:]
+        scales = tail[..., :INTEGER_SCALE_BYTES].contiguous().view(torch.float32).squeeze(-1)
+        if self.is_packed:
+            codes = _unpack(packed.contiguous().view(torch.uint8), self.value_bits).int()
+        else:
+            planes = grouped(packed.int(), self.num_planes, head_dim)
+            high, low = planes[..., 0, :], planes[..., -1, :]
+            codes = high if self.num_planes == 1 else LOW_UNIT * high + low
+        return Planes(codes, scales, self.num_planes)
+
+    def _round(self, turned: torch.Tensor) -> Planes:
+        if self.value_bits == 3:
+            return round_levels(turned)
+        return round_planes(turned, self.num_planes, LARGEST_CODE if self.value_bits >= 8 else LARGEST_NIBBLE)
 
     def _encode_planes(self, planes: Planes) -> torch.Tensor:
         parts = [planes.high] if self.num_planes == 1 else [planes.high, planes.low]
+        if self.value_bits == 4:
+            parts = [_pack_nibbles(planes.codes)]
+        elif self.value_bits == 3:
+            parts = [pack_levels(planes.codes)]
         scales = planes.scale.unsqueeze(-1).view(torch.int8)
-        row = torch.cat((*(part.to(torch.int8) for part in parts), scales), dim=-1)
+        row = torch.cat((*(part.to(torch.uint8).view(torch.int8) for part in parts), scales), dim=-1)
         return torch.nn.functional.pad(row, (0, self.row_bytes(planes.codes.shape[-1]) - row.shape[-1]))
 
     def turn_query(self, query: torch.Tensor) -> torch.Tensor:
@@ -107,8 +122,20 @@ def _encode_nibbles(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     greatest, least = blocks.amax(dim=-1), blocks.amin(dim=-1)
     extreme = torch.where(greatest >= -least, greatest, least)
     codes, scales = _codes(blocks, extreme.abs(), extreme / -8, -8 / extreme)
-    nibbles = (codes.clamp(max=7) + 8).to(torch.uint8)
-    return (nibbles[..., ::2] | nibbles[..., 1::2] << 4).flatten(-2), scales
+    return _pack_nibbles(codes.clamp(max=7)).flatten(-2), scales
+
+
+def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [..., n] in −8 … 7 of any type → bytes [..., n / 2], the even ones in the low halves."""
+    nibbles = (codes + 8).to(torch.uint8)
+    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
+
+
+def _unpack(packed: torch.Tensor, value_bits: int) -> torch.Tensor:
+    """Bytes of codes of three or four bits → what they stand for, int8 [..., D]."""
+    if value_bits == 3:
+        return decode_levels(packed)
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
 
 
 def _codes(

@@ -123,6 +123,11 @@ class IntegerKernels:
     """The kernels for one shape on one device, compiled when first used."""
 
     def __init__(self, shape: AttentionShape, device: DeviceLimits) -> None:
+        if shape.cache_type.is_packed:
+            raise UnsupportedError(
+                f"{shape.cache_type.name}: the GPU's attention over integers reads whole bytes; choose "
+                "another type for keys and values"
+            )
         if shape.head_dim % HEAD_MULTIPLE or shape.head_dim > LARGEST_HEAD:
             raise UnsupportedError(
                 f"heads of {shape.head_dim} values: the GPU's attention over integers takes multiples of "

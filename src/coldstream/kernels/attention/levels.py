@@ -1,9 +1,10 @@
-"""The codes of `tq3_0`: blocks of 32 turned values as eight levels times one float16 scale."""
+"""Turned values as eight levels times a scale: of `tq3_0` a float16 for each 32, of `i3` a float32 a head."""
 
 import torch
 
-from coldstream.kernels.arithmetic.reference import sum_of_squares
+from coldstream.kernels.arithmetic.reference import constant, sum_of_squares
 from coldstream.kernels.attention.cache_layout import BLOCK_VALUES
+from coldstream.kernels.attention.planes import Planes, scale_to
 from coldstream.kernels.attention.turn import turn
 from coldstream.kernels.dequantize.integer_blocks import grouped
 
@@ -12,6 +13,10 @@ from coldstream.kernels.dequantize.integer_blocks import grouped
 LEVEL_UNIT = 53
 LEVELS = (13, 40, 71, 114, -13, -40, -71, -114)  # by code: the highest bit is the sign
 THRESHOLDS = (26.5, 55.5, 92.5)  # halfway between; their products with a float16 are exact
+# What the greatest magnitude of a head is in units of the levels of `i3`. Against 1/53 of the deviation, as
+# `tq3_0` has it, the error of normal heads of 128 and 256 is at most 4 % greater, and that of heads with two
+# channels 20 or 100 times as great as the others 6 to 23 % less.
+LARGEST_LEVEL = 140
 
 
 def encode_levels(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,11 +27,28 @@ def encode_levels(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = (deviation / LEVEL_UNIT).to(torch.float16)
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     steps = scales.float().unsqueeze(-1)
-    codes = 4 * (turned < 0).int()
-    for threshold in THRESHOLDS:
-        codes += turned.abs() >= threshold * steps
-    codes = torch.where(steps > 0, codes, 0)  # NaN is not greater
+    codes = torch.where(steps > 0, _level_codes(turned, steps), 0)  # NaN is not greater
     return _pack(grouped(codes.to(torch.uint8), 4, 8)), scales
+
+
+def round_levels(values: torch.Tensor) -> Planes:
+    """float32 [..., n] as levels with one scale along n: docs/arithmetic.md, Planes of bytes."""
+    scaled, scale = scale_to(values, LARGEST_LEVEL)
+    return Planes(_levels(_level_codes(scaled, constant(1.0))).int(), scale, num_planes=1)
+
+
+def pack_levels(levels: torch.Tensor) -> torch.Tensor:
+    """Levels [..., 32 · B] of any integer type → bytes of codes [..., 12 · B]."""
+    codes = sum((levels.abs() > level).to(torch.uint8) for level in LEVELS[:3]) + 4 * (levels < 0)
+    return _pack(grouped(codes.to(torch.uint8), -1, 4, 8))
+
+
+def _level_codes(values: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """int32 codes of float32 values in units of `steps`."""
+    codes = 4 * (values < 0).int()
+    for threshold in THRESHOLDS:
+        codes += values.abs() >= threshold * steps
+    return codes
 
 
 def decode_levels(packed: torch.Tensor) -> torch.Tensor:
@@ -36,7 +58,11 @@ def decode_levels(packed: torch.Tensor) -> torch.Tensor:
     high = grouped(_nibbles(packed[..., low_bytes:]), -1, 8)
     codes = torch.stack((low & 3, low >> 2), dim=-2).flatten(-3, -2)  # [..., B, 4, 8]
     codes = codes + torch.stack([high >> part & 1 for part in range(4)], dim=-2) * 4
-    return torch.tensor(LEVELS, dtype=torch.int8)[codes.flatten(-3).long()]
+    return _levels(codes.flatten(-3))
+
+
+def _levels(codes: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(LEVELS, dtype=torch.int8)[codes.long()]
 
 
 def _pack(codes: torch.Tensor) -> torch.Tensor:

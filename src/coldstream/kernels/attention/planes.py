@@ -37,16 +37,27 @@ class Planes:
         return (self.codes.float() * unit) * self.scale.unsqueeze(-1)
 
 
-def round_planes(values: torch.Tensor, num_planes: int) -> Planes:
-    """float32 [..., n], rounded with one scale along n: docs/arithmetic.md, Planes of bytes."""
-    limit = constant(LARGEST_CODE if num_planes == 1 else LARGEST_TWO_PLANE_CODE)
-    unit = 1 if num_planes == 1 else 1 / LOW_UNIT
+def round_planes(values: torch.Tensor, num_planes: int, largest_code: int = LARGEST_CODE) -> Planes:
+    """float32 [..., n], rounded with one scale along n: docs/arithmetic.md, Planes of bytes.
+
+    largest_code: of one plane, that of the greatest magnitude; not read with two.
+    """
+    limit = largest_code if num_planes == 1 else LARGEST_TWO_PLANE_CODE
+    scaled, scale = scale_to(values, limit, 1 if num_planes == 1 else 1 / LOW_UNIT)
+    return Planes(torch.round(scaled).int(), scale, num_planes)
+
+
+def scale_to(values: torch.Tensor, limit: int, unit: float = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [..., n] times what makes the greatest magnitude `limit`, and the scale [...] of `unit`.
+
+    Where the greatest magnitude is too small, or a number is not finite, all products are 0.
+    """
     maximum = values.abs().amax(dim=-1)
     is_zero, is_finite = maximum < SMALLEST_MAXIMUM, maximum.isfinite()
-    codes = torch.round(values * (limit / maximum).unsqueeze(-1))
-    codes = torch.where((is_finite & ~is_zero).unsqueeze(-1), codes, 0).int()
-    scale = torch.where(is_zero, 0.0, maximum / (limit * unit))
-    return Planes(codes, torch.where(is_finite, scale, torch.nan), num_planes)
+    scaled = values * (constant(limit) / maximum).unsqueeze(-1)
+    scaled = torch.where((is_finite & ~is_zero).unsqueeze(-1), scaled, 0.0)
+    scale = torch.where(is_zero, 0.0, maximum / (constant(limit) * unit))
+    return scaled, torch.where(is_finite, scale, torch.nan)
 
 
 def multiply_planes(equation: str, x: Planes, y: Planes) -> torch.Tensor:

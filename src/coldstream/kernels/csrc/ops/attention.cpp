@@ -26,6 +26,8 @@ struct token_tile {
   int32_t first_row, num_tokens;
   int32_t first_position;           // of the first token; in a tree, how many positions are committed
   int32_t gathered_from, num_chunks;  // chunks from the first of these on are gathered, row by row
+  int32_t first_chunk;                // that some row sees
+  int32_t last_start;                 // the greatest of the rows' first positions
 };
 
 class attention_op : public op {
@@ -80,9 +82,9 @@ class attention_op : public op {
   // Private memory: of the tile that attends, then the gathered keys and the gathered values of one row.
   int64_t attending_floats() const {
     const int64_t rows = tile_tokens_ * group_;
-    return attention_memory_floats(rows, a_.head_size) + 2 * rows * row_floats_;
+    return attention_memory_floats(a_.type, rows, a_.head_size) + 2 * rows * row_floats_;
   }
-  bool is_integer() const { return a_.type == cache_type::i16 || a_.type == cache_type::i8; }
+  bool is_integer() const { return code_bits(a_.type) != 0; }
   int64_t element_bytes() const {
     return is_integer() ? 1 : a_.type == cache_type::f16 ? sizeof(float16) : sizeof(float);
   }
@@ -134,9 +136,9 @@ class attention_op : public op {
       if (follows && tiles_[num_tiles_ - 1].num_tokens < tile_tokens_) {
         tiles_[num_tiles_ - 1].num_tokens++;
       } else {
-        tiles_[num_tiles_++] = {row, 1, positions()[row], INT32_MAX, 0};
+        tiles_[num_tiles_++] = {row, 1, positions()[row], INT32_MAX, 0, INT32_MAX, 0};
       }
-      tiles_[num_tiles_ - 1].num_chunks = last_chunk(row) + 1;
+      include(tiles_[num_tiles_ - 1], row);
     }
   }
 
@@ -144,11 +146,19 @@ class attention_op : public op {
     const int32_t committed = batch().indices[first];
     const auto gathered_from = static_cast<int32_t>(committed / ATTENTION_CHUNK);
     for (int32_t row = first; row < end; row++) {
-      if ((row - first) % tile_tokens_ == 0) tiles_[num_tiles_++] = {row, 0, committed, gathered_from, 0};
+      if ((row - first) % tile_tokens_ == 0) {
+        tiles_[num_tiles_++] = {row, 0, committed, gathered_from, 0, INT32_MAX, 0};
+      }
       token_tile& tile = tiles_[num_tiles_ - 1];
       tile.num_tokens++;
-      tile.num_chunks = std::max(tile.num_chunks, last_chunk(row) + 1);
+      include(tile, row);
     }
+  }
+
+  void include(token_tile& tile, int64_t row) const {
+    tile.num_chunks = std::max(tile.num_chunks, last_chunk(row) + 1);
+    tile.first_chunk = std::min(tile.first_chunk, first_chunk(row));
+    tile.last_start = std::max(tile.last_start, first_seen(row));
   }
 
   // Null, or what is wrong with the rows of one segment. Nothing is read or written through a table before.
@@ -226,18 +236,22 @@ class attention_op : public op {
   // One chunk of positions for all tokens of a tile.
   void attend(int rows, const token_tile& tile, int64_t kv_head, int64_t chunk, float* out, float* memory,
               worker& w) {
-    if (chunk >= tile.gathered_from) {
+    const bool is_tree = tile.gathered_from != INT32_MAX;
+    // Where windows begin, rows of a tree at several depths see several positions.
+    if (chunk >= tile.gathered_from || (is_tree && chunk * ATTENTION_CHUNK < tile.last_start)) {
       for (int64_t token = 0; token < tile.num_tokens; token++) {
         const int64_t row = tile.first_row + token;
-        if (chunk > last_chunk(row)) continue;
+        if (chunk < first_chunk(row) || chunk > last_chunk(row)) continue;
         attend_gathered(rows, row, kv_head, chunk, out + token * group_ * row_floats_, memory, w);
       }
       return;
     }
-    const int64_t offset = cache_offset(tile.first_row, chunk * ATTENTION_CHUNK, kv_head);
     attention_chunk work = chunk_of(rows, tile.first_row, kv_head, chunk, out, memory, w);
     work.num_tokens = tile.num_tokens;
     work.first_position = tile.first_position;
+    // Rows of a tree see all of it, but `first_position` is not theirs.
+    if (is_tree) work.window = 0;
+    const int64_t offset = cache_offset(tile.first_row, work.begin, kv_head);
     work.keys = cache_at(a_.k_cache, offset);
     work.values = cache_at(a_.v_cache, offset);
     work.position_stride = a_.num_kv_heads * cache_row_;
@@ -283,12 +297,19 @@ class attention_op : public op {
     work.group = group_;
     work.head_size = a_.head_size;
     work.begin = chunk * ATTENTION_CHUNK;
+    work.window = a_.window;
     work.rows = out;
     work.memory = memory;
     return work;
   }
 
   int32_t last_chunk(int64_t row) const { return positions()[row] / static_cast<int32_t>(ATTENTION_CHUNK); }
+  // The first position that a row sees, and its chunk.
+  int32_t first_seen(int64_t row) const {
+    const int64_t first = a_.window == 0 ? 0 : positions()[row] - a_.window + 1;
+    return static_cast<int32_t>(std::max<int64_t>(first, 0));
+  }
+  int32_t first_chunk(int64_t row) const { return first_seen(row) / static_cast<int32_t>(ATTENTION_CHUNK); }
 
   void finish(const float* result, int64_t row, int64_t head) {
     cache_.finish(result, gate(row, head), a_.out.row(row) + head * a_.head_size, a_.head_size);
@@ -302,7 +323,7 @@ class attention_op : public op {
     for (int64_t task = w.take(); task < num_units * num_chunks; task = w.take()) {
       const token_tile& tile = tiles_[task % num_units / a_.num_kv_heads];
       const int64_t chunk = task / num_units, kv_head = task % a_.num_kv_heads;
-      if (chunk >= tile.num_chunks) continue;
+      if (chunk < tile.first_chunk || chunk >= tile.num_chunks) continue;
       attend(rows, tile, kv_head, chunk, partial(w, rows, chunk, kv_head, tile.first_row), memory, w);
     }
   }
@@ -311,8 +332,8 @@ class attention_op : public op {
     for (int64_t task = w.take(); task < rows * a_.num_heads; task = w.take()) {
       const int64_t row = task / a_.num_heads, head = task % a_.num_heads;
       const int64_t kv_head = head / group_, offset = head % group_ * row_floats_;
-      float* total = partial(w, rows, 0, kv_head, row) + offset;
-      for (int64_t chunk = 1; chunk <= last_chunk(row); chunk++) {
+      float* total = partial(w, rows, first_chunk(row), kv_head, row) + offset;
+      for (int64_t chunk = first_chunk(row) + 1; chunk <= last_chunk(row); chunk++) {
         kernels_.attend_merge(total, partial(w, rows, chunk, kv_head, row) + offset, a_.head_size);
       }
       finish(total, row, head);
@@ -332,11 +353,17 @@ class attention_op : public op {
     auto* totals = reinterpret_cast<float*>(w.memory->data());
     float* results = totals + tile_tokens_ * group_ * row_floats_;
     float* memory = results + tile_tokens_ * group_ * row_floats_;
-    attend(rows, tile, kv_head, 0, totals, memory, w);
-    for (int64_t chunk = 1; chunk < tile.num_chunks; chunk++) {
+    attend(rows, tile, kv_head, tile.first_chunk, totals, memory, w);
+    for (int64_t chunk = tile.first_chunk + 1; chunk < tile.num_chunks; chunk++) {
       attend(rows, tile, kv_head, chunk, results, memory, w);
       for (int64_t token = 0; token < tile.num_tokens; token++) {
-        if (last_chunk(tile.first_row + token) < chunk) continue;
+        const int64_t row = tile.first_row + token;
+        if (chunk < first_chunk(row) || chunk > last_chunk(row)) continue;
+        if (chunk == first_chunk(row)) {
+          const int64_t begin = token * group_ * row_floats_;
+          std::copy_n(results + begin, group_ * row_floats_, totals + begin);
+          continue;
+        }
         for (int64_t r = token * group_; r < (token + 1) * group_; r++) {
           kernels_.attend_merge(totals + r * row_floats_, results + r * row_floats_, a_.head_size);
         }

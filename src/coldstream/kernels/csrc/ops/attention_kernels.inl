@@ -115,9 +115,19 @@ static void pack_values(const T* values, int64_t stride, int64_t n, int64_t head
   }
 }
 
-// scores [n] → exp(score − maximum), zeros up to ATTENTION_BLOCK. Updates the row's maximum and sum and
-// returns the factor for what it has accumulated so far.
-static inline float advance_softmax(float* scores, int64_t n, bool first, float* maximum, float* sum) {
+// Positions from … end − 1 of a block, seen alike by some rows; whether it is the first block of the chunk
+// that they see, as every block is whose first positions they do not.
+struct seen_part {
+  int64_t from, end;
+  bool first;
+};
+
+// scores of the positions seen → exp(score − maximum), the others of the block 0. Updates the row's maximum
+// and sum and returns the factor for what it has accumulated so far.
+static inline float advance_softmax(float* scores, seen_part seen, float* maximum, float* sum) {
+  const int64_t n = seen.end;
+  const bool first = seen.first;
+  for (int64_t i = 0; i < seen.from; i++) scores[i] = -__builtin_inff();
   vec16 greatest = splat16(-__builtin_inff());
   for (int64_t i = 0; i < n; i += 16) {
     greatest = max16(greatest, keep16(load16(scores + i), n - i, -__builtin_inff()));
@@ -127,7 +137,9 @@ static inline float advance_softmax(float* scores, int64_t n, bool first, float*
   const float after = first || block_maximum > before ? block_maximum : before;
   vec16 block_sum = zero16();
   for (int64_t i = 0; i < ATTENTION_BLOCK; i += 16) {
-    const vec16 weights = keep16(exp16(sub16(load16(scores + i), splat16(after))), n - i, 0.0f);
+    vec16 weights = keep16(exp16(sub16(load16(scores + i), splat16(after))), n - i, 0.0f);
+    // exp has no 0; before `from` it is finite, and what is taken from itself is.
+    if (seen.from > i) weights = sub16(weights, keep16(weights, seen.from - i, 0.0f));
     block_sum = add16(block_sum, weights);
     store16(scores + i, weights);
   }
@@ -141,23 +153,33 @@ static inline float advance_softmax(float* scores, int64_t n, bool first, float*
   return factor;
 }
 
-// The blocks of a chunk that some row sees: pack(offset, n) of its n positions, then step(first_row, num_rows,
-// n, first) for rows that see n of them alike, `first` in the first block.
+// The blocks of a chunk that some row sees: pack(offset, n) of its n positions, then step(first_row,
+// num_rows, seen) for rows that see the same of them.
 template <typename Pack, typename Step>
 static inline void walk_blocks(const attention_chunk& chunk, const Pack& pack, const Step& step) {
   const int64_t last_position = chunk.first_position + chunk.num_tokens - 1;
+  // How far tokens look back; without a window, to position 0 and beyond.
+  const int64_t back = chunk.window > 0 ? chunk.window - 1 : last_position;
   for (int64_t begin = chunk.begin; begin < chunk.begin + ATTENTION_CHUNK && begin <= last_position;
        begin += ATTENTION_BLOCK) {
+    if (begin + ATTENTION_BLOCK <= chunk.first_position - back) continue;
     const int64_t left = last_position + 1 - begin;
     pack((begin - chunk.begin) * chunk.position_stride, left < ATTENTION_BLOCK ? left : ATTENTION_BLOCK);
     int64_t token = begin > chunk.first_position ? begin - chunk.first_position : 0;
     while (token < chunk.num_tokens) {
-      // Tokens that see the whole block go together; on the diagonal each has its own number of positions.
-      const int64_t seen = chunk.first_position + token + 1 - begin;
-      const int64_t n = seen < ATTENTION_BLOCK ? seen : ATTENTION_BLOCK;
-      const int64_t num_tokens = seen < ATTENTION_BLOCK ? 1 : chunk.num_tokens - token;
-      step(token * chunk.group, num_tokens * chunk.group, n, begin == chunk.begin);
-      token += num_tokens;
+      // Tokens that see the whole block and what is before it go together; on the diagonal, and where windows
+      // begin, each has its own positions.
+      const int64_t position = chunk.first_position + token, start = position - back - begin;
+      if (start >= ATTENTION_BLOCK) break;
+      const int64_t end = position + 1 - begin;
+      const bool alone = end < ATTENTION_BLOCK || (chunk.window > 0 && start >= 0);
+      const int64_t alike = alone ? token + 1 : chunk.window > 0 ? token - start : chunk.num_tokens;
+      const int64_t next = alike < chunk.num_tokens ? alike : chunk.num_tokens;
+      const seen_part seen = {.from = start > 0 ? start : 0,
+                              .end = end < ATTENTION_BLOCK ? end : ATTENTION_BLOCK,
+                              .first = begin == chunk.begin || (chunk.window > 0 && start >= 0)};
+      step(token * chunk.group, (next - token) * chunk.group, seen);
+      token = next;
     }
   }
 }
@@ -174,16 +196,16 @@ static void attend(const attention_chunk& chunk) {
     pack_keys(static_cast<const T*>(chunk.keys) + offset, chunk.position_stride, n, size, keys);
     pack_values(static_cast<const T*>(chunk.values) + offset, chunk.position_stride, n, size, values);
   };
-  walk_blocks(chunk, pack, [&](int64_t first_row, int64_t num_rows, int64_t n, bool first) {
+  walk_blocks(chunk, pack, [&](int64_t first_row, int64_t num_rows, seen_part seen) {
     accumulate(queries + first_row * size, size, keys, ATTENTION_BLOCK, scores, ATTENTION_BLOCK, nullptr,
-               num_rows, head_floats(n), size);
+               num_rows, head_floats(seen.end), size);
     float* rows = chunk.rows + first_row * row_floats;
     for (int64_t r = 0; r < num_rows; r++) {
       float* row = rows + r * row_floats;
-      factors[r] = advance_softmax(scores + r * ATTENTION_BLOCK, n, first, row + width, row + width + 1);
+      factors[r] = advance_softmax(scores + r * ATTENTION_BLOCK, seen, row + width, row + width + 1);
     }
-    accumulate(scores, ATTENTION_BLOCK, values, width, rows, row_floats, first ? nullptr : factors, num_rows,
-               width, n);
+    accumulate(scores + seen.from, ATTENTION_BLOCK, values + seen.from * width, width, rows, row_floats,
+               seen.first ? nullptr : factors, num_rows, width, seen.end - seen.from);
   });
 }
 

@@ -23,6 +23,10 @@ constexpr int TILE_ROWS = 4, TILE_VECTORS = 1, DELTA_VECTORS = 1, DELTA_CHAINS =
 #include "ops/delta_net_kernels.inl"
 #include "ops/router_kernels.inl"
 
+// Of attention over integers.
+using one_plane = pair_operands<1>;
+using two_planes = pair_operands<2>;
+
 }  // namespace
 
 const float_kernels float_kernels_avx2 = {

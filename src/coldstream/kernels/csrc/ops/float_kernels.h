@@ -31,27 +31,38 @@ struct attention_chunk {
   int64_t num_tokens, group, head_size;
   int64_t first_position;  // of the first token
   int64_t begin;           // of the chunk
+  int64_t window;          // positions that a token sees, its own included; 0: all
   const void* keys;        // of position `begin`, as the type of the caches has them
   const void* values;
   int64_t position_stride;  // in elements
-  float* rows;              // [num_tokens, group] as above; tokens before the chunk are left alone
+  float* rows;              // [num_tokens, group] as above; tokens that see nothing of the chunk are left alone
   float* memory;            // attention_memory_floats(…)
 };
 
 // The types of caches that there are kernels for: `CacheLayout` of kernels/attention/cache_layout.py. A row of
-// an integer type has one or two planes of bytes, and INTEGER_ROW_TAIL bytes for the scale.
-enum class cache_type : int { f16 = 0, f32 = 1, i16 = 2, i8 = 3 };
-constexpr int NUM_CACHE_TYPES = 4;
-constexpr int64_t INTEGER_ROW_TAIL = 16;
-constexpr int64_t INTEGER_MULTIPLE = 16, LARGEST_INTEGER_HEAD = 512;  // of values in a head
+// an integer type has codes, then a scale, then zeros up to a multiple of ROW_ALIGNMENT bytes.
+enum class cache_type : int { f16 = 0, f32 = 1, i16 = 2, i8 = 3, i4 = 4, i3 = 5 };
+constexpr int NUM_CACHE_TYPES = 6;
+constexpr int64_t ROW_ALIGNMENT = 16, LARGEST_INTEGER_HEAD = 512;
+
+// Of a value of an integer type; 0 of another.
+static inline int64_t code_bits(cache_type type) {
+  constexpr int64_t bits[NUM_CACHE_TYPES] = {0, 0, 16, 8, 4, 3};
+  return bits[static_cast<int>(type)];
+}
+
+// Whether an integer type has heads of so many values.
+static inline bool holds_integers(cache_type type, int64_t head_size) {
+  return head_size <= LARGEST_INTEGER_HEAD && head_size % (code_bits(type) < 8 ? 32 : 16) == 0;
+}
 
 // Elements of one head's keys or values at one position.
 static inline int64_t cache_row_elements(cache_type type, int64_t head_size) {
-  if (type == cache_type::i16) return 2 * head_size + INTEGER_ROW_TAIL;
-  return type == cache_type::i8 ? head_size + INTEGER_ROW_TAIL : head_size;
+  const int64_t bytes = head_size * code_bits(type) / 8 + static_cast<int64_t>(sizeof(float));
+  return code_bits(type) == 0 ? head_size : (bytes + ROW_ALIGNMENT - 1) / ROW_ALIGNMENT * ROW_ALIGNMENT;
 }
 
-// Operands, a scale, and padding.
+// Operands, a scale and what a tier keeps beside them, and padding.
 static inline int64_t integer_query_ints(int64_t head_size) { return head_size + 16; }
 
 // What depends on the type of the caches. `head` is one head's float32 numbers, which may be changed.
@@ -64,9 +75,12 @@ struct cache_kernels {
   void (*finish)(const float* row, const float* gate, float* out, int64_t head_size);
 };
 
-static inline int64_t attention_memory_floats(int64_t num_rows, int64_t head_size) {
+static inline int64_t attention_memory_floats(cache_type type, int64_t num_rows, int64_t head_size) {
   const int64_t of_rows = 2 * ATTENTION_BLOCK + 2;  // scores, weights, a factor and a scale
-  return ATTENTION_BLOCK * (head_size + head_floats(head_size) + 2) + of_rows * num_rows;
+  // The rows of a block of a packed type, once they are bytes.
+  const bool is_packed = code_bits(type) > 0 && code_bits(type) < 8;
+  const int64_t unpacked = is_packed ? cache_row_elements(cache_type::i8, head_size) / sizeof(float) : 0;
+  return ATTENTION_BLOCK * (head_size + head_floats(head_size) + 2 + unpacked) + of_rows * num_rows;
 }
 
 // Consecutive tokens of one slot and a block of value columns of one value head; row strides in floats.

@@ -84,6 +84,7 @@ struct attention_arguments {
   void *k_cache, *v_cache;
   cache_type type;
   int64_t num_slots, num_positions;
+  int64_t window;  // positions that a row sees, its own included; 0: all
   row_places places;
   output_rows out;  // [T, heads · head_size]
 

@@ -90,14 +90,14 @@ static inline float round_operands(const float* x, int64_t n, int32_t* out) {
   return to.scale * (1.0f / 256);
 }
 
-// head is turned in place; query: operands [n], then the scale over 256.
-template <int PLANES>
+// head is turned in place; query: operands, and the scale over 256 where they have it.
+template <typename Operands>
 static void round_query(float* head, int32_t* query, int64_t n) {
   turn_head(head, n);
   const vec16 factor = splat16(head_factor(n));
   for (int64_t i = 0; i < n; i += 16) store16(head + i, mul16(load16(head + i), factor));
-  const float scale = round_operands<PLANES>(head, n, query);
-  memcpy(query + n, &scale, sizeof(scale));
+  const float scale = Operands::round(head, n, query);
+  memcpy(query + Operands::query_scale(n), &scale, sizeof(scale));
 }
 
 // head is turned in place; row: planes, scale, zeros, as cache_layout.py has them.
@@ -116,6 +116,8 @@ static void store_planes(float* head, void* to, int64_t n) {
   const float tail[4] = {scale.scale};
   memcpy(row + PLANES * n, tail, sizeof(tail));
 }
+
+#include "ops/packed_rows.inl"
 
 // Operands of 16 numbers in two planes, or of 32 in one.
 template <int PLANES>
@@ -218,8 +220,39 @@ static inline void multiply_integers(const int32_t* a, int64_t a_stride, const i
   }
 }
 
+// Pairs of int16, which every tier multiplies. query_scale: where a query's scale lies.
 template <int PLANES>
+struct pair_operands {
+  static constexpr int64_t query_scale(int64_t size) { return size; }
+
+  static float round(const float* x, int64_t n, int32_t* out) { return round_operands<PLANES>(x, n, out); }
+
+  static void pack_keys(const int8_t* keys, int64_t stride, int64_t n, int64_t size, int32_t* packed) {
+    pack_integer_keys<PLANES>(keys, stride, n, size, packed);
+  }
+
+  static void pack_values(const int8_t* values, int64_t stride, int64_t n, int64_t size, int32_t* packed) {
+    pack_integer_values<PLANES>(values, stride, n, size, packed);
+  }
+
+  template <typename Finish>
+  static void multiply_keys(const int32_t* queries, const int32_t* keys, int64_t num_rows,
+                            int64_t num_columns, int64_t size, const Finish& finish) {
+    multiply_integers(queries, integer_query_ints(size), keys, ATTENTION_BLOCK, num_rows, num_columns,
+                      size * PLANES / 2, finish);
+  }
+
+  template <typename Finish>
+  static void multiply_values(const int32_t* weights, const int32_t* values, int64_t num_rows, int64_t n,
+                              int64_t size, const Finish& finish) {
+    const int64_t num_steps = PLANES == 2 ? n : (n + 1) / 2;
+    multiply_integers(weights, ATTENTION_BLOCK, values, size, num_rows, size, num_steps, finish);
+  }
+};
+
+template <int BITS, typename Operands>
 static void attend_integers(const attention_chunk& chunk) {
+  constexpr int PLANES = BITS == 16 ? 2 : 1;
   const int64_t size = chunk.head_size, row_floats = attention_row_floats(size);
   const int64_t query_ints = integer_query_ints(size), num_rows_all = chunk.num_tokens * chunk.group;
   const auto* queries = static_cast<const int32_t*>(chunk.q);
@@ -232,40 +265,42 @@ static void attend_integers(const attention_chunk& chunk) {
   auto* keys = reinterpret_cast<int32_t*>(weight_scales + num_rows_all);
   int32_t* values = keys + ATTENTION_BLOCK * size;
   int32_t* weights = values + ATTENTION_BLOCK * size;
+  auto* unpacked = reinterpret_cast<int8_t*>(weights + ATTENTION_BLOCK * num_rows_all);
   const auto pack = [&](int64_t offset, int64_t n) {
-    const int8_t* rows[2] = {static_cast<const int8_t*>(chunk.keys) + offset,
-                             static_cast<const int8_t*>(chunk.values) + offset};
-    pack_integer_keys<PLANES>(rows[0], chunk.position_stride, n, size, keys);
-    pack_integer_values<PLANES>(rows[1], chunk.position_stride, n, size, values);
-    load_scales<PLANES>(rows[0], chunk.position_stride, n, size, key_scales);
-    load_scales<PLANES>(rows[1], chunk.position_stride, n, size, value_scales);
+    const auto of_keys = plane_rows<BITS>(chunk, chunk.keys, offset, n, unpacked);
+    Operands::pack_keys(of_keys.first, of_keys.stride, n, size, keys);
+    load_scales<PLANES>(of_keys.first, of_keys.stride, n, size, key_scales);
+    const auto of_values = plane_rows<BITS>(chunk, chunk.values, offset, n, unpacked);
+    Operands::pack_values(of_values.first, of_values.stride, n, size, values);
+    load_scales<PLANES>(of_values.first, of_values.stride, n, size, value_scales);
   };
-  walk_blocks(chunk, pack, [&](int64_t first_row, int64_t num_rows, int64_t n, bool first) {
+  walk_blocks(chunk, pack, [&](int64_t first_row, int64_t num_rows, seen_part seen) {
+    const int64_t n = seen.end;
     const int32_t* q = queries + first_row * query_ints;
-    multiply_integers(q, query_ints, keys, ATTENTION_BLOCK, num_rows, head_floats(n), size * PLANES / 2,
-                      [&](int64_t r, int64_t column, vec16 products) {
-                        float scale;
-                        memcpy(&scale, q + r * query_ints + size, sizeof(scale));
-                        store16(scores + r * ATTENTION_BLOCK + column,
-                                mul16(mul16(products, splat16(scale)), load16(key_scales + column)));
-                      });
+    Operands::multiply_keys(
+        q, keys, num_rows, head_floats(n), size, [&](int64_t r, int64_t column, vec16 products) {
+          float scale;
+          memcpy(&scale, q + r * query_ints + Operands::query_scale(size), sizeof(scale));
+          store16(scores + r * ATTENTION_BLOCK + column,
+                  mul16(mul16(products, splat16(scale)), load16(key_scales + column)));
+        });
     float* rows = chunk.rows + first_row * row_floats;
     for (int64_t r = 0; r < num_rows; r++) {
       float *row = rows + r * row_floats + size, *row_scores = scores + r * ATTENTION_BLOCK;
-      factors[r] = advance_softmax(row_scores, n, first, row, row + 1);
+      factors[r] = advance_softmax(row_scores, seen, row, row + 1);
       for (int64_t i = 0; i < ATTENTION_BLOCK; i += 16) {
         const vec16 scaled = mul16(load16(row_scores + i), load16(value_scales + i));
         store16(row_scores + i, keep16(scaled, n - i, 0.0f));
       }
-      weight_scales[r] =
-          round_operands<PLANES>(row_scores, ATTENTION_BLOCK, weights + r * ATTENTION_BLOCK);
+      for (int64_t i = 0; i < seen.from; i++) row_scores[i] = 0.0f;  // whatever scales lie there
+      weight_scales[r] = Operands::round(row_scores, ATTENTION_BLOCK, weights + r * ATTENTION_BLOCK);
     }
-    multiply_integers(weights, ATTENTION_BLOCK, values, size, num_rows, size, PLANES == 2 ? n : (n + 1) / 2,
-                      [&](int64_t r, int64_t column, vec16 products) {
-                        float* o = rows + r * row_floats + column;
-                        const vec16 kept = first ? zero16() : mul16(load16(o), splat16(factors[r]));
-                        store16(o, fma16(splat16(weight_scales[r]), products, kept));
-                      });
+    Operands::multiply_values(
+        weights, values, num_rows, n, size, [&](int64_t r, int64_t column, vec16 products) {
+          float* o = rows + r * row_floats + column;
+          const vec16 kept = seen.first ? zero16() : mul16(load16(o), splat16(factors[r]));
+          store16(o, fma16(splat16(weight_scales[r]), products, kept));
+        });
   });
 }
 

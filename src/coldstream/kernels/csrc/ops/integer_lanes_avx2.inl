@@ -64,3 +64,14 @@ static inline void store_bytes(int8_t* p, ints16 v) {
   const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
+
+static inline void look_up_nibbles(const uint32_t* nibbles, const int8_t* table, int8_t* out) {
+  const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(nibbles));
+  const __m128i levels = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  const __m128i mask = _mm_set1_epi8(15);
+  const __m128i even = _mm_shuffle_epi8(levels, _mm_and_si128(packed, mask));
+  const __m128i odd = _mm_shuffle_epi8(levels, _mm_and_si128(_mm_srli_epi16(packed, 4), mask));
+  auto* halves = reinterpret_cast<__m128i*>(out);
+  _mm_storeu_si128(halves, _mm_unpacklo_epi8(even, odd));
+  _mm_storeu_si128(halves + 1, _mm_unpackhi_epi8(even, odd));
+}

@@ -53,3 +53,12 @@ static inline vec16 ints_to_floats(const ints16& v) {
 static inline void store_bytes(int8_t* p, const ints16& v) {
   for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(v.lane[i]);
 }
+
+// Thirty-two nibbles, the low half of a byte first → the bytes that a table has for them.
+static inline void look_up_nibbles(const uint32_t* nibbles, const int8_t* table, int8_t* out) {
+  const auto* bytes = reinterpret_cast<const uint8_t*>(nibbles);
+  for (int i = 0; i < 16; i++) {
+    out[2 * i] = table[bytes[i] & 15];
+    out[2 * i + 1] = table[bytes[i] >> 4];
+  }
+}

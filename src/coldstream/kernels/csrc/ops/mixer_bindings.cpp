@@ -1,6 +1,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
 
@@ -34,9 +35,8 @@ cache_type check_caches(const cache_4d& k_cache, const cache_4d& v_cache, int64_
                                       size_of(k_cache, 3)};
   check_contiguous(k_cache, "k_cache", shape);
   check_contiguous(v_cache, "v_cache", shape);
-  const bool is_head = size <= LARGEST_INTEGER_HEAD && size % INTEGER_MULTIPLE == 0;
-  for (const cache_type type : {cache_type::i16, cache_type::i8}) {
-    if (is_integer && is_head && shape[3] == cache_row_elements(type, size)) return type;
+  for (const cache_type type : {cache_type::i16, cache_type::i8, cache_type::i4, cache_type::i3}) {
+    if (is_integer && holds_integers(type, size) && shape[3] == cache_row_elements(type, size)) return type;
   }
   if (is_integer || shape[3] != size) {
     refuse("rows of " + std::to_string(shape[3]) + " elements in k_cache hold no heads of " +
@@ -83,7 +83,7 @@ kept_inputs kept_of(const optional_kept& kept, int64_t channels, int64_t heads) 
 void attention(runtime& rt, const array_2d& query_gate, const array_2d& key, const array_2d& value,
                const array_1d& q_norm, const array_1d& k_norm, float eps, const array_3d& angles,
                const cache_4d& k_cache, const cache_4d& v_cache, const ids_1d& positions, const ids_1d& slots,
-               const array_2d& out, const batch_rows* batch) {
+               const array_2d& out, const batch_rows* batch, std::optional<int64_t> window) {
   const int64_t rows = size_of(key, 0), kv_heads = size_of(k_cache, 2), size = size_of(q_norm, 0);
   check_head_size(size, "the head size of q_norm");
   const cache_type type = check_caches(k_cache, v_cache, size);
@@ -96,6 +96,7 @@ void attention(runtime& rt, const array_2d& query_gate, const array_2d& key, con
     refuse("a batch needs caches in blocks of " + std::to_string(ATTENTION_CHUNK) + " positions, not " +
            std::to_string(size_of(k_cache, 1)));
   }
+  if (window && *window < 1) refuse("a window of " + std::to_string(*window) + " positions holds nothing");
   if (2 * num_pairs > size) refuse("angles rotate more dimensions than a head has");
   check_contiguous(angles, "angles", {rows, num_pairs, 2});
   const bool has_gate = size_of(query_gate, 1) != heads * size;
@@ -118,6 +119,7 @@ void attention(runtime& rt, const array_2d& query_gate, const array_2d& key, con
       .type = type,
       .num_slots = size_of(k_cache, 0),
       .num_positions = size_of(k_cache, 1),
+      .window = std::min<int64_t>(window.value_or(0), INT32_MAX),
       .places = places_of(ids(positions, "positions", rows), ids(slots, "slots", rows), batch, rows),
       .out = output(out, "out", rows, heads * size),
   };
@@ -214,7 +216,7 @@ void bind_mixers(nb::module_& m) {
         nb::arg("value").noconvert(), nb::arg("q_norm").noconvert(), nb::arg("k_norm").noconvert(), "eps"_a,
         nb::arg("angles").noconvert(), nb::arg("k_cache").noconvert(), nb::arg("v_cache").noconvert(),
         nb::arg("positions").noconvert(), nb::arg("slots").noconvert(), nb::arg("out").noconvert(),
-        nb::arg("batch").none() = nb::none(),
+        nb::arg("batch").none() = nb::none(), "window"_a.none() = nb::none(),
         "`Ops.attention`: query_gate [T, H·2·D], or [T, H·D] without a gate, key and value [T, G·D], q_norm "
         "and k_norm [D], angles [T, pairs, 2], "
         "out [T, H·D], float32; caches [slots, positions, G, row] contiguous, written, rows of D float16 or "
