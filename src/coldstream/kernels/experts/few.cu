@@ -17,6 +17,9 @@ constexpr int expert_blocks(Types types) {
   return num_types > 3 ? 4 : 6;
 }
 
+// Shared memory for each group of a row that weights in blocks of 32 read.
+constexpr int block_row_bytes_of(Types types) { return types & block_types ? block_row_bytes : 0; }
+
 // A matrix of every routed expert and of the shared one: shapes in that order.
 struct ExpertMatrix {
   const int64_t* addresses;
@@ -107,14 +110,21 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   // Not earlier: `expert_down` relies on the ids as soon as it runs.
   release_next_grid();
 
-  const Inputs inputs = {shared_row(behind_rings(memory, stage_bytes, stages), groups),
-                         x + int64_t(pair.token) * x_stride, 0, 1};
+  // Gate and up may want both forms of the row.
+  uint8_t* behind = behind_rings(memory, stage_bytes, stages);
+  const SharedRow block_row = shared_block_row(behind, groups);
+  const SharedRow group_row = shared_row(behind + block_row_bytes_of(types) * groups, groups);
+  const int64_t token = pair.token;
+  const bool is_block = is_block_type<types>(shape.type);
+  const Inputs inputs = {is_block ? block_row : group_row, x + token * x_stride, 0, 1};
   if (is_here && is_float<types>(shape.type)) {
     warm_values(inputs.values, 0, 1, shape.num_cols);
   } else if (is_here) {
-    const int64_t token = pair.token;
-    copy_row(inputs.quantized, q + token * groups * group_elements, scales + token * groups,
-             sums + token * groups * (group_elements / sum_elements));
+    const bool is_other_block = is_block_type<types>(matrices.matrix[!is_up].shape[pair.is_shared].type);
+    if (is_block || is_other_block) quantize_into<block_elements>(block_row, inputs.values, shape.num_cols);
+    if (!is_block || !is_other_block)
+      copy_row(group_row, q + token * groups * group_elements, scales + token * groups,
+               sums + token * groups * (group_elements / sum_elements));
   }
   __syncthreads();
   float* out = row_of(h, pair, num_ranks, shape.num_rows);
@@ -147,8 +157,15 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   wait_for_previous_grid();
   const int cols = shape.num_cols, groups = (cols + group_elements - 1) / group_elements;
   const float* values = row_of(h, pair, num_ranks, cols);
-  const Inputs inputs = {shared_row(behind_rings(memory, stage_bytes, stages), groups), values, 0, 1};
-  if (work.num_units > 0 && !is_float<types>(shape.type)) quantize_into(inputs.quantized, values, cols);
+  uint8_t* behind = behind_rings(memory, stage_bytes, stages);
+  const bool is_block = is_block_type<types>(shape.type);
+  const SharedRow row = is_block ? shared_block_row(behind, groups) : shared_row(behind, groups);
+  const Inputs inputs = {row, values, 0, 1};
+  if (work.num_units > 0 && is_block) {
+    quantize_into<block_elements>(row, values, cols);
+  } else if (work.num_units > 0 && !is_float<types>(shape.type)) {
+    quantize_into<group_elements>(row, values, cols);
+  }
   __syncthreads();
   float* y_row = row_of(out, pair, num_ranks, shape.num_rows);
   multiply<types, 1>(work, ring, ahead, inputs, [&](int row, const float(&y)[1]) {
