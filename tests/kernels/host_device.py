@@ -13,12 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from host_code import HOST, OPTIONS
 
-from coldstream.kernels.cuda import compiler, program
+from coldstream.kernels.cuda import compiler, limits, program
+from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.program import Argument, CudaProgram, Grid
 
 HEADERS = [HOST / name for name in ("device.h", "threads.h", "cuda/instructions.cuh")]
+LIMITS = DeviceLimits(num_processors=3, shared_per_block=99 << 10, shared_per_processor=100 << 10)
 
 
 class HostDevice:
@@ -31,8 +34,10 @@ class HostDevice:
 
     @contextmanager
     def installed(self) -> Iterator["HostDevice"]:
-        """Inside, every `CudaProgram` is launched here."""
+        """Inside, every `CudaProgram` is launched here, and fitted to LIMITS."""
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "current_device", lambda: 0)
+            patch.setattr(limits, "_limits_of", lambda index: LIMITS)
             patch.setattr(CudaProgram, "kernel", lambda own, instance: HostKernel(self, own, instance))
             yield self
 
@@ -69,8 +74,9 @@ class HostKernel:
 
     def __init__(self, device: HostDevice, own: CudaProgram, instance: str) -> None:
         self._device, self._name = device, instance
-        self._library = device.library(own.source, own.instances)
-        self._index = own.instances.index(instance)
+        kernels = own.instances if instance in own.instances else (instance,)
+        self._library = device.library(own.source, kernels)
+        self._index = kernels.index(instance)
 
     def launch(
         self,

@@ -75,6 +75,19 @@ __device__ __forceinline__ void bring_near(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
 }
 
+// The sector of a float into the first-level cache.
+__device__ __forceinline__ void bring_close(const float* from) {
+  float unused;
+  asm volatile("ld.global.ca.f32 %0, [%1];" : "=f"(unused) : "l"(from));
+}
+
+// sum + unsigned bytes times signed ones.
+__device__ __forceinline__ int dot_unsigned(uint32_t weights, uint32_t x, int sum) {
+  int result;
+  asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(result) : "r"(weights), "r"(x), "r"(sum));
+  return result;
+}
+
 // Of the device's clock.
 __device__ __forceinline__ uint64_t now_ns() {
   uint64_t now;

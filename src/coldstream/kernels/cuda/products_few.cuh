@@ -258,10 +258,7 @@ __device__ __forceinline__ void sum_up_values(float (&p)[T]) {
 // Rows of floats into the first-level cache by the whole block, a sector a thread.
 __device__ __forceinline__ void warm_values(const float* values, int stride, int num_rows, int cols) {
   for (int t = 0; t < num_rows; t++)
-    for (int i = threadIdx.x * 8; i < cols; i += blockDim.x * 8) {
-      float unused;
-      asm volatile("ld.global.ca.f32 %0, [%1];" : "=f"(unused) : "l"(values + int64_t(t) * stride + i));
-    }
+    for (int i = threadIdx.x * 8; i < cols; i += blockDim.x * 8) bring_close(values + int64_t(t) * stride + i);
 }
 
 // One pass of one unit. Integer types take one row of x; products_tiles.cuh is for several.

@@ -106,7 +106,8 @@ def experts_few_cuda(
     `activations`, the rows [T, E] quantised with a scale for each 256 (`quantize/cuda.py`), all others the
     float32 x [T, E], for blocks of 32 with rows that start on 16 bytes. Writes the workspace `hidden`
     [T, K, F] and [T, Fs], and the results `outs` [T, K, E] and [T, E]. Rows of pairs whose expert is not
-    there are left as they are. ValueError for types that must be dequantised first and for shapes that do not fit.
+    there are left as they are. ValueError for types that must be dequantised first and for shapes that do
+    not fit.
     """
     _check(weights, topk_ids, hidden, outs, activations, x)
     launch_gate_up(weights, topk_ids, hidden, activations, x)

@@ -3,6 +3,8 @@
 // the pairs of an expert with the address 0 are left out.
 #include "cuda/products_few.cuh"
 
+extern __shared__ float4 dynamic_shared[];
+
 namespace coldstream {
 
 constexpr int expert_warps = 4;
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
                    const int* ids, int num_ranks, int pairs_per_token, const int8_t* q, const float* scales,
                    const int16_t* sums, const float* x, int x_stride, int groups, int stage_bytes,
                    int stages) {
-  extern __shared__ __align__(16) uint8_t memory[];
+  uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
   __shared__ float gates[expert_warps / 2][2][expert_max_unit_rows];
   const Pair pair = this_pair(num_ranks, pairs_per_token);
   const int warp = threadIdx.x / warp_size, team = warp / 2;
@@ -145,7 +147,7 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
     expert_down(const __grid_constant__ Down matrices, const __grid_constant__ PairRows h,
                 const __grid_constant__ PairRows out, const int* ids, int num_ranks, int pairs_per_token,
                 int stage_bytes, int stages) {
-  extern __shared__ __align__(16) uint8_t memory[];
+  uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
   release_next_grid();
   const Pair pair = this_pair(num_ranks, pairs_per_token);
   const uint8_t* down = data_of(matrices.down, pair, ids, num_ranks);

@@ -1,6 +1,8 @@
 // y = x · Wᵀ for up to eight rows of x and several matrices in one launch: every weight is read once.
 #include "cuda/products_tiles.cuh"
 
+extern __shared__ float4 dynamic_shared[];
+
 namespace coldstream {
 
 constexpr int linear_warps = 8;
@@ -91,7 +93,7 @@ template <Types types>
 __global__ void __launch_bounds__(linear_threads, 3)
     linear_one(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs x,
                int stage_bytes, int stages) {
-  extern __shared__ __align__(16) uint8_t memory[];
+  uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
   release_next_grid();
   multiply_by_warps<types, 1>(matrices.at[this_matrix(matrices)], x, memory, stage_bytes, stages);
 }
@@ -101,7 +103,7 @@ template <Types types>
 __global__ void __launch_bounds__(linear_threads, 3)
     linear_few(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs x,
                int stage_bytes, int value_stage_bytes, int stages) {
-  extern __shared__ __align__(16) uint8_t memory[];
+  uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
   release_next_grid();
   const LinearMatrix& matrix = matrices.at[this_matrix(matrices)];
   if (is_float<types>(matrix.shape.type)) {

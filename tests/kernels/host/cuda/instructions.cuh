@@ -21,6 +21,7 @@ inline uint32_t load_acquire_system(const uint32_t* from) { return __atomic_load
 inline void store_relaxed_system(uint32_t* to, uint32_t value) { __atomic_store_n(to, value, __ATOMIC_RELAXED); }
 inline void store_release_system(uint32_t* to, uint32_t value) { __atomic_store_n(to, value, __ATOMIC_RELEASE); }
 inline void bring_near(const void* from) { __builtin_prefetch(from); }
+inline void bring_close(const float* from) { __builtin_prefetch(from); }
 inline uint64_t now_ns() { return look_at_clock(); }
 
 inline float half_to_float(uint16_t bits) {
@@ -30,6 +31,14 @@ inline float half_to_float(uint16_t bits) {
   if (exponent == 0) return sign * float(fraction) * 0x1p-24f;
   return sign * __uint_as_float(uint32_t(exponent + 112) << 23 | uint32_t(fraction) << 13);
 }
+
+// sum + Σ of four products of bytes.
+template <class A, class B>
+int dot_bytes(uint32_t x, uint32_t y, int sum) {
+  for (int i = 0; i < 32; i += 8) sum += A(x >> i) * B(y >> i);
+  return sum;
+}
+inline int dot_unsigned(uint32_t weights, uint32_t x, int sum) { return dot_bytes<uint8_t, int8_t>(weights, x, sum); }
 
 inline void copy_async_16(void* shared, const void* global) { begin_copy(shared, global); }
 inline void commit_copies() { end_group_of_copies(); }

@@ -45,14 +45,6 @@ struct product_operands {
   uint32_t a[4], b[2];
 };
 
-// Of four bytes.
-template <class A, class B>
-int sum_of_products(uint32_t x, uint32_t y) {
-  int sum = 0;
-  for (int i = 0; i < 32; i += 8) sum += A(x >> i) * B(y >> i);
-  return sum;
-}
-
 // d += a b over 32 bytes, those of a signed.
 template <class B>
 void add_product_of_bytes(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -64,7 +56,7 @@ void add_product_of_bytes(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint
     for (int word = 0; word < 8; word++) {
       const uint32_t x = all[4 * g + word % 4].a[word / 4 * 2 + i / 2];
       const uint32_t y = all[(2 * t + i % 2) * 4 + word % 4].b[word / 4];
-      sum += static_cast<unsigned int>(sum_of_products<int8_t, B>(x, y));
+      sum += static_cast<unsigned int>(dot_bytes<int8_t, B>(x, y, 0));
     }
     d[i] = int(sum);
   }
@@ -72,6 +64,16 @@ void add_product_of_bytes(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint
 
 inline void add_product(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   add_product_of_bytes<int8_t>(d, a, b0, b1);
+}
+
+inline void multiply_bytes(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int c) {
+  d[0] = d[1] = d[2] = d[3] = c;
+  add_product(d, a, b0, b1);
+}
+
+// The other sixteen bytes are zeros.
+inline void multiply_16_bytes(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  multiply_bytes(d, {a0, a1, 0, 0}, b, 0, 0);
 }
 
 inline void add_product_of_unsigned(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
