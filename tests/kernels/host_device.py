@@ -21,6 +21,7 @@ from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.program import Argument, CudaProgram, Grid
 
 HEADERS = [HOST / name for name in ("device.h", "threads.h", "cuda/instructions.cuh")]
+MOST_AT_ONCE = 8  # instances that are compiled together; of more only those that are launched
 LIMITS = DeviceLimits(num_processors=3, shared_per_block=99 << 10, shared_per_processor=100 << 10)
 
 
@@ -74,7 +75,8 @@ class HostKernel:
 
     def __init__(self, device: HostDevice, own: CudaProgram, instance: str) -> None:
         self._device, self._name = device, instance
-        kernels = own.instances if instance in own.instances else (instance,)
+        is_listed = instance in own.instances and len(own.instances) <= MOST_AT_ONCE
+        kernels = own.instances if is_listed else (instance,)
         self._library = device.library(own.source, kernels)
         self._index = kernels.index(instance)
 

@@ -10,6 +10,7 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __align__(bytes)
 #define __shared__ thread_local  // a variable of its own for every block that runs; see grid.cpp
 
 struct int2 {
@@ -131,6 +132,12 @@ inline float __uint_as_float(unsigned int bits) { return same_bits<float>(bits);
 inline float __int_as_float(int bits) { return same_bits<float>(bits); }
 inline double __longlong_as_double(long long bits) { return same_bits<double>(bits); }
 
+inline unsigned int __brev(unsigned int bits) {
+  unsigned int result = 0;
+  for (int i = 0; i < 32; i++) result |= (bits >> i & 1) << (31 - i);
+  return result;
+}
+inline void __trap() { __builtin_trap(); }
 inline int __popc(unsigned int bits) { return __builtin_popcount(bits); }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);

@@ -64,26 +64,9 @@ struct tiling {
   }
 };
 
-// Copies by address, if index < limit: as operands of the copy alone, addresses need no branches around them.
-__device__ __forceinline__ void copy_if_below(int limit, int index, uint32_t to, const void* from) {
-  asm volatile(
-      "{ .reg .pred p; setp.lt.s32 p, %2, %3; @p cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(to),
-      "l"(from), "r"(index), "r"(limit)
-      : "memory");
-}
-
-__device__ __forceinline__ void copy_word_if_below(int limit, int index, uint32_t to, const void* from) {
-  asm volatile(
-      "{ .reg .pred p; setp.lt.s32 p, %2, %3; @p cp.async.ca.shared.global [%0], [%1], 4; }" ::"r"(to),
-      "l"(from), "r"(index), "r"(limit)
-      : "memory");
-}
-
 // The launcher says how much shared memory a block gets, and this that it is enough.
 __device__ __forceinline__ void require_shared_bytes(uint32_t bytes) {
-  uint32_t given;
-  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(given));
-  if (given < bytes) __trap();
+  if (dynamic_shared_bytes() < bytes) __trap();
 }
 
 // Rows of QuantActivations, in the form that the weights' type reads.

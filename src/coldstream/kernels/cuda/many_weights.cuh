@@ -59,11 +59,6 @@ struct place {
 __device__ __forceinline__ int unsigned_byte(uint32_t word, int i) {
   return __byte_perm(word, 0, 0x4440 | i);
 }
-__device__ __forceinline__ int signed_byte(uint32_t word, int i) {
-  int byte;  // a selector of 8 + i takes the sign of byte i, which __byte_perm does not offer
-  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(byte) : "r"(word), "r"(0x8880 + 0x1111 * i));
-  return byte;
-}
 
 __device__ __forceinline__ void add_scaled(int (&total)[4], const int (&s)[4], int scale, int scale_8) {
   total[0] += scale * s[0];

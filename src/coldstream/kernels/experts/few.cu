@@ -82,9 +82,7 @@ __device__ __forceinline__ uint8_t* behind_rings(uint8_t* memory, int stage_byte
 }
 
 // Waits for the other warp of a pair of warps: barrier 0 is the block's.
-__device__ __forceinline__ void sync_pair(int pair) {
-  asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
-}
+__device__ __forceinline__ void sync_pair(int pair) { meet_at<2 * warp_size>(pair + 1); }
 
 // h = silu(gate x) · (up x). Of two neighbouring warps one has the rows of a unit of gate, the other those of
 // up.
