@@ -27,7 +27,7 @@ __device__ __forceinline__ SharedRow shared_row(uint8_t* memory, int groups) {
   return {memory, memory + 256 * groups, reinterpret_cast<float*>(memory + 272 * groups), groups};
 }
 
-constexpr int block_row_bytes = group_elements + group_blocks * int(sizeof(float));  // for each group
+constexpr int block_row_bytes = group_elements + scales_in_group * int(sizeof(float));  // for each group
 
 // For weights in blocks of 32.
 __device__ __forceinline__ SharedRow shared_block_row(uint8_t* memory, int groups) {
@@ -81,7 +81,7 @@ __device__ __forceinline__ void quantize_into(const SharedRow& x, const float* v
     uint8_t* chunk = x.codes + swizzled(group * 16 + lane / 2) * 16;
     reinterpret_cast<uint2*>(chunk)[lane % 2] = share.codes;
     if constexpr (scale_elements == block_elements) {
-      if (lane % 4 == 0) x.scales[group * group_blocks + lane / 4] = share.scale;
+      if (lane % 4 == 0) x.scales[group * scales_in_group + lane / 4] = share.scale;
     } else {
       const int sum = share.sum + __shfl_xor_sync(all_lanes, share.sum, 2);
       if (lane % 4 == 0) reinterpret_cast<int16_t*>(x.sums)[group * 8 + lane / 4] = int16_t(sum);

@@ -47,7 +47,7 @@ __device__ __forceinline__ void quantize_tile_rows(const TileRows& x, const floa
     load_share(values + int64_t(t) * stride + first, cols - first, share_of);
     const GroupShare share = quantize_group<block_elements>(share_of);
     reinterpret_cast<uint2*>(x.codes + t * x.row_bytes() + first)[lane] = share.codes;
-    if (lane % 4 == 0) x.scales[i * group_blocks + lane / 4] = share.scale;
+    if (lane % 4 == 0) x.scales[i * scales_in_group + lane / 4] = share.scale;
   }
 }
 
@@ -95,7 +95,7 @@ __device__ __forceinline__ TileGroup tile_block(const TileRows& x, int group, in
   found.codes = x.codes + min(lane / 4, last) * x.row_bytes() + group * 256 + 4 * c;
 #pragma unroll
   for (int i = 0; i < 2; i++)
-    found.scales[i] = x.scales[(min(2 * c + i, last) * x.groups + group) * group_blocks + j];
+    found.scales[i] = x.scales[(min(2 * c + i, last) * x.groups + group) * scales_in_group + j];
   return found;
 }
 

@@ -11,7 +11,7 @@ namespace coldstream {
 
 constexpr int group_elements = 256;  // inputs that a warp takes, and that share one scale or eight
 constexpr int block_elements = 32;
-constexpr int group_blocks = group_elements / block_elements;
+constexpr int scales_in_group = group_elements / block_elements;
 constexpr int sum_elements = 16;     // inputs that share one sum
 
 // What one maximum says about its group: the scale, and the factor that turns inputs into codes.
