@@ -1,12 +1,12 @@
-"""What rounding activations costs, for every type of weights, beside llama.cpp's (through `xllamacpp`, test extra).
+"""What rounding activations costs, for every type of weights, beside llama.cpp (`xllamacpp`, test extra).
 
     python bench/activation_scales.py --out docs/results/activation_scales.json
 
 The demo model's matrices are quantised to one type; beside that file lies its twin, with the same values as
 float32. What a file's logits are away from the twin's, as KL divergence from the twin's over the start of
 Python's own `argparse.py`, comes from the rounding of activations alone. Then some channels of each norm are
-made greater by a factor, and the columns of the weights that read them smaller by it, before they are quantised:
-outliers as they are in large models. Keys and values are float32 on both sides.
+made greater by a factor, and the columns of the weights that read them smaller by it, before they are
+quantised: outliers as they are in large models. Keys and values are float32 on both sides.
 """
 
 import argparse
@@ -21,6 +21,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from gguf.constants import Keys
+
 import gguf
 from coldstream.assets import demo_model_path
 from coldstream.gguf.quant_types import QuantType
@@ -29,7 +31,6 @@ from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.kernels.dequantize.reference import FLOAT_DTYPES
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.models.cpu_runner import CpuRunner
-from gguf.constants import Keys
 from results import write_result
 from tools import llama_cpp as oracle
 
@@ -39,7 +40,8 @@ FACTORS = (1, 20, 100)
 NORMS = {
     "attn_norm": ("attn_q.", "attn_k.", "attn_v.", "attn_qkv.", "attn_gate.", "ssm_alpha.", "ssm_beta."),
     "post_attention_norm": (
-        "ffn_gate_exps.", "ffn_up_exps.", "ffn_gate_shexp.", "ffn_up_shexp.", "ffn_gate_inp.", "ffn_gate_inp_shexp.",
+        "ffn_gate_exps.", "ffn_up_exps.", "ffn_gate_shexp.", "ffn_up_shexp.",
+        "ffn_gate_inp.", "ffn_gate_inp_shexp.",
     ),
     "output_norm": ("output.",),
 }  # fmt: skip

@@ -19,7 +19,7 @@ def padded(values: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def device_activations(x: torch.Tensor, quant_type: QuantType, device: str = "cuda") -> QuantActivations:
-    """float32 x [T, K] quantised as the reference does for a type of weights, on the device, in whole groups."""
+    """float32 x [T, K] quantised by the reference for a type of weights, on the device, in whole groups."""
     scale_size = activation_scale_size(quant_type)
     quantized = quantize_activations(x, scale_size)
     return QuantActivations(

@@ -111,20 +111,23 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   release_next_grid();
 
   // Gate and up may want both forms of the row.
-  uint8_t* behind = behind_rings(memory, stage_bytes, stages);
-  const SharedRow block_row = shared_block_row(behind, groups);
-  const SharedRow group_row = shared_row(behind + block_row_bytes_of(types) * groups, groups);
-  const int64_t token = pair.token;
-  const bool is_block = is_block_type<types>(shape.type);
-  const Inputs inputs = {is_block ? block_row : group_row, x + token * x_stride, 0, 1};
+  uint8_t* const behind = behind_rings(memory, stage_bytes, stages);
+  Inputs inputs = {shared_row(behind + block_row_bytes_of(types) * groups, groups),
+                   x + int64_t(pair.token) * x_stride, 0, 1};
   if (is_here && is_float<types>(shape.type)) {
     warm_values(inputs.values, 0, 1, shape.num_cols);
   } else if (is_here) {
+    const int64_t token = pair.token;
+    const bool is_block = is_block_type<types>(shape.type);
     const bool is_other_block = is_block_type<types>(matrices.matrix[!is_up].shape[pair.is_shared].type);
-    if (is_block || is_other_block) quantize_into<block_elements>(block_row, inputs.values, shape.num_cols);
     if (!is_block || !is_other_block)
-      copy_row(group_row, q + token * groups * group_elements, scales + token * groups,
+      copy_row(inputs.quantized, q + token * groups * group_elements, scales + token * groups,
                sums + token * groups * (group_elements / sum_elements));
+    if (is_block || is_other_block) {
+      const SharedRow row = shared_block_row(behind, groups);
+      quantize_into<block_elements>(row, inputs.values, shape.num_cols);
+      if (is_block) inputs.quantized = row;
+    }
   }
   __syncthreads();
   float* out = row_of(h, pair, num_ranks, shape.num_rows);
@@ -157,14 +160,14 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   wait_for_previous_grid();
   const int cols = shape.num_cols, groups = (cols + group_elements - 1) / group_elements;
   const float* values = row_of(h, pair, num_ranks, cols);
-  uint8_t* behind = behind_rings(memory, stage_bytes, stages);
-  const bool is_block = is_block_type<types>(shape.type);
-  const SharedRow row = is_block ? shared_block_row(behind, groups) : shared_row(behind, groups);
-  const Inputs inputs = {row, values, 0, 1};
-  if (work.num_units > 0 && is_block) {
-    quantize_into<block_elements>(row, values, cols);
-  } else if (work.num_units > 0 && !is_float<types>(shape.type)) {
-    quantize_into<group_elements>(row, values, cols);
+  Inputs inputs = {shared_row(behind_rings(memory, stage_bytes, stages), groups), values, 0, 1};
+  if (work.num_units > 0 && !is_float<types>(shape.type)) {
+    if (is_block_type<types>(shape.type)) {
+      inputs.quantized = shared_block_row(behind_rings(memory, stage_bytes, stages), groups);
+      quantize_into<block_elements>(inputs.quantized, values, cols);
+    } else {
+      quantize_into<group_elements>(inputs.quantized, values, cols);
+    }
   }
   __syncthreads();
   float* y_row = row_of(out, pair, num_ranks, shape.num_rows);

@@ -115,10 +115,9 @@ __global__ void __launch_bounds__(linear_threads, 3)
   wait_for_previous_grid();
   float* partial = reinterpret_cast<float*>(memory + stages * stage_bytes);
   uint8_t* behind = reinterpret_cast<uint8_t*>(partial + 4 * linear_threads);
-  const bool is_block = is_block_type<types>(matrix.shape.type);
-  const TileRows rows = is_block ? tile_block_rows(behind, x.num_rows, x.groups)
-                                 : tile_rows(behind, x.num_rows, x.groups);
-  if (is_block) {
+  TileRows rows = tile_rows(behind, x.num_rows, x.groups);
+  if (is_block_type<types>(matrix.shape.type)) {
+    rows = tile_block_rows(behind, x.num_rows, x.groups);
     quantize_tile_rows(rows, x.values, x.stride, matrix.shape.num_cols);
   } else {
     copy_tile_rows(rows, x.q, x.scales, x.sums);
