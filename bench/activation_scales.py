@@ -1,4 +1,4 @@
-"""What rounding activations costs, for every type of weights, beside llama.cpp (`xllamacpp`, test extra).
+"""What rounding activations costs, for types of weights, beside llama.cpp (`xllamacpp`, test extra).
 
     python bench/activation_scales.py --out docs/results/activation_scales.json
 
@@ -186,8 +186,9 @@ def scale_inputs(quant_type: QuantType) -> int | None:
 
 def main() -> None:
     names = [kind.name for kind in QuantType if kind not in FLOAT_DTYPES]
+    rounded = [kind.name for kind in sorted(INTEGER_TYPES)]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--types", nargs="+", choices=names, default=names)
+    parser.add_argument("--types", nargs="+", choices=names, default=rounded)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
