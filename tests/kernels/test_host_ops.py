@@ -1,4 +1,4 @@
-"""Operations that pass activations from launch to launch, on the host: each product gets the form that it reads."""
+"""Operations that pass activations from launch to launch, on the host: products get the form they read."""
 
 import pytest
 import torch
