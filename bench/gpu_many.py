@@ -19,6 +19,7 @@ from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.experts import cuda_many as experts
 from coldstream.kernels.linear import cuda_many as linear
 from coldstream.kernels.linear.cuda_float_many import float_linear_many
+from coldstream.kernels.linear.reference import activation_scale_size
 from coldstream.kernels.quant_tensor import QuantTensor
 from device import graph_seconds
 
@@ -40,11 +41,13 @@ def random_blocks(quant_type: QuantType, *shape: int) -> QuantTensor:
     return QuantTensor(blocks, quant_type, tuple(shape))
 
 
-def random_activations(num_rows: int, num_values: int) -> QuantActivations:
+def random_activations(quant_type: QuantType, num_rows: int, num_values: int) -> QuantActivations:
+    """Rows as weights of a type read them."""
     groups = -(-num_values // GROUP_SIZE)
     q = torch.randint(-127, 128, (num_rows, groups * GROUP_SIZE), dtype=torch.int8, device="cuda")
     sums = q.view(num_rows, -1, SUM_SIZE).sum(dim=-1, dtype=torch.int16)
-    return QuantActivations(q, torch.rand(num_rows, groups, device="cuda"), sums)
+    num_scales = q.shape[1] // activation_scale_size(quant_type)
+    return QuantActivations(q, torch.rand(num_rows, num_scales, device="cuda"), sums)
 
 
 def dense(tiling: Tiling, num_rows: int, shape: tuple[int, int], replays: int) -> dict[str, object]:
@@ -52,7 +55,7 @@ def dense(tiling: Tiling, num_rows: int, shape: tuple[int, int], replays: int) -
     program = CudaProgram(linear.PROGRAM.source, (linear.instance(tiling),))
     num_bytes = tiling.quant_type.row_bytes(shape[1]) * shape[0]
     weights = [random_blocks(tiling.quant_type, *shape) for _ in range(min(8, CACHE_BYTES // num_bytes + 1))]
-    x = random_activations(num_rows, shape[1])
+    x = random_activations(tiling.quant_type, num_rows, shape[1])
     out = torch.empty(num_rows, shape[0], device="cuda")
 
     def launch(weight: QuantTensor) -> Callable[[], None]:
@@ -90,7 +93,8 @@ def routed(gate_tiling: Tiling, down_tiling: Tiling, num_rows: int, replays: int
         torch.empty(NUM_EXPERTS, 2, dtype=torch.int32, device="cuda"),
         torch.empty(experts.max_tiles(num_pairs, NUM_EXPERTS) + 1, 4, dtype=torch.int32, device="cuda"),
     )
-    x, h = random_activations(num_rows, HIDDEN), random_activations(num_pairs, FFN)
+    x = random_activations(gate_tiling.quant_type, num_rows, HIDDEN)
+    h = random_activations(down_tiling.quant_type, num_pairs, FFN)
     hidden = torch.empty(num_pairs, FFN, device="cuda")
     out = torch.empty(num_pairs, HIDDEN, device="cuda")
     program = CudaProgram(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from report_accuracy import activation_scales, kv_types
 from report_first_page import first_page
 from report_gpu import (
     gpu,
@@ -142,32 +143,6 @@ def demo_model() -> str:
         ["command", f"`{r['command']}`"],
     ]
     return table(["the demo model on held-out files", ""], rows)
-
-
-def kv_types() -> str:
-    """What each type of keys and values costs the demo model on held-out text."""
-    r = load("kv_types")
-    rows = [
-        [
-            name,
-            f"{figures['bits_per_value']:.0f}",
-            f"{figures['perplexity']:.4f}",
-            f"{100 * figures['loss']:+.3f} % ± {100 * figures['loss_standard_error']:.3f}",
-            f"{figures['logit_distance']:.4f}",
-            f"{100 * figures['same_top1']:.2f} %",
-        ]
-        for name, figures in r["types"].items()
-    ]
-    header = [
-        "keys and values",
-        "bits a value",
-        "perplexity",
-        "above f32",
-        "distance of logits",
-        "same top token",
-    ]
-    size = f"{r['scored_tokens']:,} tokens in windows of {r['window_tokens']}, heads of {r['head_dim']}"
-    return table(header, rows) + f"\n{size}: `{r['command']}`\n"
 
 
 def startup() -> str:
@@ -334,6 +309,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "disk_tier": disk_tier,
     "install": install,
     "kv_types": kv_types,
+    "activation_scales": activation_scales,
     "side_by_side": side_by_side,
     "startup": startup,
     "templates": templates,

@@ -2,12 +2,14 @@
 
 import torch
 
+from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import (
     GROUP_SIZE,
     SUM_SIZE,
     QuantActivations,
     quantize_activations,
 )
+from coldstream.kernels.linear.reference import activation_scale_size
 from coldstream.kernels.quant_tensor import QuantTensor
 
 
@@ -16,13 +18,14 @@ def padded(values: torch.Tensor, multiple: int) -> torch.Tensor:
     return torch.nn.functional.pad(values, (0, -values.shape[-1] % multiple))
 
 
-def device_activations(x: torch.Tensor) -> QuantActivations:
-    """float32 x [T, K] quantised as the reference does, on the device, in whole groups."""
-    quantized = quantize_activations(x)
+def device_activations(x: torch.Tensor, quant_type: QuantType, device: str = "cuda") -> QuantActivations:
+    """float32 x [T, K] quantised by the reference for a type of weights, on the device, in whole groups."""
+    scale_size = activation_scale_size(quant_type)
+    quantized = quantize_activations(x, scale_size)
     return QuantActivations(
-        padded(quantized.q, GROUP_SIZE).cuda(),
-        quantized.scales.cuda(),
-        padded(quantized.sums, GROUP_SIZE // SUM_SIZE).cuda(),
+        padded(quantized.q, GROUP_SIZE).to(device),
+        padded(quantized.scales, GROUP_SIZE // scale_size).to(device),
+        padded(quantized.sums, GROUP_SIZE // SUM_SIZE).to(device),
     )
 
 

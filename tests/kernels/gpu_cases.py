@@ -6,10 +6,10 @@ import torch
 from coldstream.kernels.quant_tensor import QuantTensor
 
 
-def on_gpu(weight: QuantTensor, offset: int = 0) -> QuantTensor:
-    """A copy whose first byte lies `offset` behind a multiple of 256, in memory rounded up to 16 bytes."""
+def on_gpu(weight: QuantTensor, offset: int = 0, device: str = "cuda") -> QuantTensor:
+    """A copy whose first byte lies `offset` behind a multiple of 64, in memory rounded up to 16 bytes."""
     num_bytes = weight.blocks.numel()
-    memory = torch.zeros(-(-(num_bytes + offset) // 16) * 16, dtype=torch.uint8, device="cuda")
+    memory = torch.zeros(-(-(num_bytes + offset) // 16) * 16, dtype=torch.uint8, device=device)
     blocks = memory[offset : offset + num_bytes].view(weight.blocks.shape)
     blocks.copy_(weight.blocks)
     return QuantTensor(blocks, weight.quant_type, weight.shape)

@@ -13,12 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from host_code import HOST, OPTIONS
 
-from coldstream.kernels.cuda import compiler, program
+from coldstream.kernels.cuda import compiler, limits, program
+from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.program import Argument, CudaProgram, Grid
 
 HEADERS = [HOST / name for name in ("device.h", "threads.h", "cuda/instructions.cuh")]
+MOST_AT_ONCE = 8  # instances that are compiled together; of more only those that are launched
+LIMITS = DeviceLimits(num_processors=3, shared_per_block=99 << 10, shared_per_processor=100 << 10)
 
 
 class HostDevice:
@@ -31,8 +35,10 @@ class HostDevice:
 
     @contextmanager
     def installed(self) -> Iterator["HostDevice"]:
-        """Inside, every `CudaProgram` is launched here."""
+        """Inside, every `CudaProgram` is launched here, and fitted to LIMITS."""
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "current_device", lambda: 0)
+            patch.setattr(limits, "_limits_of", lambda index: LIMITS)
             patch.setattr(CudaProgram, "kernel", lambda own, instance: HostKernel(self, own, instance))
             yield self
 
@@ -69,8 +75,10 @@ class HostKernel:
 
     def __init__(self, device: HostDevice, own: CudaProgram, instance: str) -> None:
         self._device, self._name = device, instance
-        self._library = device.library(own.source, own.instances)
-        self._index = own.instances.index(instance)
+        is_listed = instance in own.instances and len(own.instances) <= MOST_AT_ONCE
+        kernels = own.instances if is_listed else (instance,)
+        self._library = device.library(own.source, kernels)
+        self._index = kernels.index(instance)
 
     def launch(
         self,

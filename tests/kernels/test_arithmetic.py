@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from coldstream.kernels.arithmetic.reference import (
+    BLOCK_SIZE,
+    GROUP_SIZE,
     dot_lanes,
     exp,
     fma,
@@ -129,20 +131,21 @@ def test_dot_lanes_rounds_each_step_once() -> None:
     rows=st.integers(1, 3),
     columns=st.sampled_from([16, 32, 96, 256, 288, 512, 544]),
     exponent=st.integers(-40, 40),
+    size=st.sampled_from([GROUP_SIZE, BLOCK_SIZE]),
 )
-def test_quantize_activations(seed: int, rows: int, columns: int, exponent: int) -> None:
+def test_quantize_activations(seed: int, rows: int, columns: int, exponent: int, size: int) -> None:
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
-    result = quantize_activations(x)
+    result = quantize_activations(x, size)
     assert result.q.dtype == torch.int8
     assert result.scales.dtype == torch.float32
     assert result.sums.dtype == torch.int16
-    assert result.scales.shape == (rows, -(-columns // 256))
+    assert result.scales.shape == (rows, -(-columns // size))
     for row in range(rows):
         for group in range(result.scales.shape[1]):
-            values = x[row, 256 * group : 256 * (group + 1)].numpy()
+            values = x[row, size * group : size * (group + 1)].numpy()
             maximum = np.abs(values).max()
             codes = np.rint(values * (np.float32(127) / maximum))
-            assert result.q[row, 256 * group : 256 * (group + 1)].tolist() == codes.tolist()
+            assert result.q[row, size * group : size * (group + 1)].tolist() == codes.tolist()
             assert result.scales[row, group].item() == maximum / np.float32(127)
             assert np.abs(codes).max() == 127
     assert torch.equal(result.sums, result.q.reshape(rows, -1, 16).sum(-1).to(torch.int16))
@@ -164,6 +167,14 @@ def test_quantize_activations_at_the_edges() -> None:
     assert (result.q[3] == 127).all()
     assert result.sums[3].tolist() == [127 * 16] * 32
     assert result.q[4, 7:10].tolist() == [127, 2, -4]
+
+
+def test_a_block_that_is_not_finite_leaves_its_neighbours_alone() -> None:
+    x = torch.ones(1, 96)
+    x[0, 40] = math.nan
+    result = quantize_activations(x, BLOCK_SIZE)
+    assert result.scales.isnan().tolist() == [[False, True, False]]
+    assert result.q[0].tolist() == [127] * 32 + [0] * 32 + [127] * 32
 
 
 def test_no_rows() -> None:

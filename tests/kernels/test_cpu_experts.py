@@ -78,6 +78,7 @@ def test_kn01_every_distribution_of_pairs(tier: str, name: str) -> None:
         (QuantType.IQ2_XS, QuantType.IQ2_XS, QuantType.IQ3_XXS),
         (QuantType.F32, QuantType.BF16, QuantType.F16),
         (QuantType.MXFP4, QuantType.Q4_0, QuantType.Q5_0),
+        (QuantType.Q8_0, QuantType.Q4_K, QuantType.Q5_0),
         (QuantType.Q6_K, QuantType.IQ4_XS, QuantType.Q4_K),
         (QuantType.IQ3_S, QuantType.Q5_K, QuantType.IQ4_NL),
     ],

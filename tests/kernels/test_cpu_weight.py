@@ -11,7 +11,7 @@ from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
-from coldstream.kernels.arithmetic.reference import quantize_activations
+from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, quantize_activations
 from coldstream.kernels.dequantize.reference import dequantize
 
 EVERY_TYPE = pytest.mark.parametrize("quant_type", list(QuantType), ids=lambda t: t.name)
@@ -53,7 +53,8 @@ def test_hostile_token_ids_are_refused(bad: int) -> None:
 
 
 @EVERY_TIER
-def test_quantize_activations_equals_the_reference(tier: str) -> None:
+@pytest.mark.parametrize("scale_size", [GROUP_SIZE, BLOCK_SIZE])
+def test_quantize_activations_equals_the_reference(tier: str, scale_size: int) -> None:
     for cols in (1, 31, 32, 255, 256, 288, 1000, 2048):
         x = activations(cols, 9, cols)
         for row, value in enumerate(
@@ -62,14 +63,21 @@ def test_quantize_activations_equals_the_reference(tier: str) -> None:
             x[row, cols // 2] = value
         x[5] = 2.0**-101
         q, scales, sums = map(
-            torch.from_numpy, _csrc.quantize_activations(_csrc.Runtime(1, tier), before_a_hole(x))
+            torch.from_numpy,
+            _csrc.quantize_activations(_csrc.Runtime(1, tier), before_a_hole(x), scale_size),
         )
-        expected = quantize_activations(x)
+        expected = quantize_activations(x, scale_size)
         assert torch.equal(q[:, :cols], expected.q)
-        assert same_numbers(scales, expected.scales)
+        assert same_numbers(scales[:, : expected.scales.shape[1]], expected.scales)
+        assert not scales[:, expected.scales.shape[1] :].any()
         assert torch.equal(sums[:, : expected.sums.shape[1]], expected.sums)
         assert not q[:, cols:].any()
         assert not sums[:, expected.sums.shape[1] :].any()
+
+
+def test_a_scale_serves_256_inputs_or_32() -> None:
+    with pytest.raises(ValueError, match="scale_size must be 256 or 32, not 64"):
+        _csrc.quantize_activations(_csrc.Runtime(1), torch.zeros(1, 64), 64)
 
 
 @EVERY_TIER

@@ -106,9 +106,9 @@ class Experts:
         tilings = tilings or choose_tilings(num_pairs, num_experts, *self.types)
         group_pairs(topk_ids.cuda(), num_experts, groups)
         plan_tiles(num_pairs, tables, groups, min(tiling.tokens for tiling in tilings))
-        quantized = device_activations(x)
         if self.gate_type == self.up_type:
             gated = Guarded(num_pairs, ffn)
+            quantized = device_activations(x, self.gate_type)
             experts_gate_up_many(quantized, tables, tilings[0], ffn, hidden, groups, gated.tensor)
             h = gated.checked()
         else:
@@ -116,14 +116,28 @@ class Experts:
             for table, tiling in ((tables.gate, tilings[0]), (tables.up, tilings[1])):
                 half = Guarded(num_pairs, ffn)
                 experts_product_many(
-                    quantized, table, tiling, ffn, hidden, groups, half.tensor, by_token=True
+                    device_activations(x, tiling.quant_type),
+                    table,
+                    tiling,
+                    ffn,
+                    hidden,
+                    groups,
+                    half.tensor,
+                    by_token=True,
                 )
                 halves.append(half.checked())
             h = swiglu_exact(*halves)
         out = Guarded(num_pairs, hidden)
         out.tensor.fill_(UNWRITTEN)
         experts_product_many(
-            device_activations(h), tables.down, tilings[2], hidden, ffn, groups, out.tensor, by_token=False
+            device_activations(h, self.down_type),
+            tables.down,
+            tilings[2],
+            hidden,
+            ffn,
+            groups,
+            out.tensor,
+            by_token=False,
         )
         return out.checked().view(num_tokens, num_ranks, hidden)
 

@@ -14,7 +14,8 @@ from coldstream.kernels.linear.reference import INTEGER_TYPES
 
 MAX_STACK_BYTES = 16  # a register or two set aside; an array in local memory is more
 INSTANCES = [
-    ("quantize/quantize.cu", "coldstream::quantize"),
+    ("quantize/quantize.cu", "coldstream::quantize<256>"),
+    ("quantize/quantize.cu", "coldstream::quantize<32>"),
     *(
         (source, instance_for(f"coldstream::{name}", types))
         for types in (

@@ -54,7 +54,7 @@ def test_kernels_are_known_before_anything_runs(quant_type: QuantType) -> None:
     with note_kernels() as noted:
         x = ops.embed(QuantTensor(blocks, quant_type, (50, 512)), ops.memory.workspace((3,), torch.int32))
         ops.swiglu(x, x)
-    assert noted == {(DEQUANTIZE, instance_of(quant_type)), (SWIGLU, "swiglu_rows<true>")}
+    assert noted == {(DEQUANTIZE, instance_of(quant_type)), (SWIGLU, "swiglu_rows<true, 256>")}
 
 
 @pytest.mark.gpu

@@ -82,7 +82,11 @@ def test_experts_of_floats_and_of_several_types(tmp_path: Path, tier: str) -> No
     runtime, ids = _csrc.Runtime(2, tier), distributions()["many tokens"]
     x = activations(2, len(ids), E)
     for number, types in enumerate(
-        ((QuantType.F32, QuantType.BF16, QuantType.F16), (QuantType.MXFP4, QuantType.Q4_0, QuantType.IQ4_XS))
+        (
+            (QuantType.F32, QuantType.BF16, QuantType.F16),
+            (QuantType.MXFP4, QuantType.Q4_0, QuantType.IQ4_XS),
+            (QuantType.Q8_0, QuantType.Q4_K, QuantType.Q5_0),
+        )
     ):
         file = ExpertFile(tmp_path / str(number), [experts(*types)])
         pool = file.pool(2)

@@ -91,6 +91,7 @@ def test_every_layer_and_number_of_rows(tier: str, threads: int) -> None:
     [
         (QuantType.F32, QuantType.BF16, QuantType.F16),
         (QuantType.IQ2_XS, QuantType.Q8_0, QuantType.F32),
+        (QuantType.Q5_0, QuantType.Q4_K, QuantType.Q8_0),
         (QuantType.Q6_K, QuantType.F16, QuantType.IQ4_NL),
     ],
     ids=str,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE
+from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE
 from coldstream.kernels.attention import cuda as attention
 from coldstream.kernels.attention import cuda_integers as integers
 from coldstream.kernels.attention import move_rows
@@ -21,7 +21,7 @@ from coldstream.kernels.attention.cache_layout import (
     CACHE_LAYOUTS,
     ROW_ALIGNMENT,
 )
-from coldstream.kernels.attention.exact import BLOCK_SIZE
+from coldstream.kernels.attention.exact import BLOCK_SIZE as BLOCK_POSITIONS_OF_A_SUM
 from coldstream.kernels.attention.planes import LARGEST_TWO_PLANE_CODE, LOW_UNIT
 from coldstream.kernels.cuda import few_shapes, many_tiles
 from coldstream.kernels.cuda.compiler import KERNELS, CompileError, _compile
@@ -39,6 +39,7 @@ from coldstream.kernels.gated_delta_net import cuda as delta_net
 from coldstream.kernels.linear import cuda as linear_few
 from coldstream.kernels.linear import cuda_float_many as float_many
 from coldstream.kernels.linear import cuda_many as linear_many
+from coldstream.kernels.linear.reference import BLOCK_TYPES
 from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS
 from coldstream.kernels.rms_norm import cuda as rms_norm
 from coldstream.kernels.router import cuda as router
@@ -146,7 +147,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     },
     "attention/integers.cu": {
         "pairs": integers.PAIRS,
-        "block_positions": BLOCK_SIZE,
+        "block_positions": BLOCK_POSITIONS_OF_A_SUM,
         **{
             f"(integer_attention<{planes}, {head_dim}, 4, true>::block::row_bytes)": (
                 CACHE_LAYOUTS[name].row_bytes(head_dim)
@@ -202,8 +203,11 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     },
     "linear/few.cu": {
         "linear_max_matrices": linear_few.MAX_MATRICES,
+        "block_row_bytes": few_shapes.BLOCK_GROUP_BYTES,
+        "block_types": sum(1 << int(quant_type) for quant_type in BLOCK_TYPES),
         **{f"int({each.name.lower()})": int(each) for each in QuantType},
     },
+    "quantize/quantize.cu": {"block_elements": BLOCK_SIZE},
     "rms_norm/rms_norm.cu": {"group_elements": GROUP_SIZE},
     "router/router.cu": {
         "most_chosen": partition.MAX_RANKS,

@@ -22,15 +22,16 @@ def scalar_fma(a: F, b: F, c: F) -> F:
 
 def product_by_hand(x: torch.Tensor, weight: QuantTensor) -> F:
     """One row of activations [K] times one row of weights [K]."""
-    activations = quantize_activations(x.unsqueeze(0))
+    block_size = weight.quant_type.block_elements
+    activations = quantize_activations(x.unsqueeze(0), block_size)
     q = activations.q[0].numpy().astype(np.int64)
     blocks = unpack(weight)
-    block_size, sub_blocks = blocks.codes.shape[-1], blocks.scales.shape[-1]
+    sub_blocks = blocks.scales.shape[-1]
     p = [F(0)] * 8
     for b in range(blocks.codes.shape[0]):
         inputs = q[b * block_size : (b + 1) * block_size].reshape(sub_blocks, -1)
         codes = blocks.codes[b].numpy().astype(np.int64).reshape(sub_blocks, -1)
-        a = activations.scales[0, b * block_size // 256].numpy()
+        a = activations.scales[0, b].numpy()
         total = sum(int(blocks.scales[b, j]) * int((codes[j] * inputs[j]).sum()) for j in range(sub_blocks))
         p[b % 8] = scalar_fma(blocks.d[b].numpy() * a, F(total), p[b % 8])
         if blocks.mins is not None:

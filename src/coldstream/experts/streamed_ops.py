@@ -11,6 +11,7 @@ import torch
 
 from coldstream.experts.host import HostExperts
 from coldstream.experts.streaming import ExpertStream, LandedGroup
+from coldstream.kernels.arithmetic.reference import QuantActivations
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES
 from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
@@ -20,7 +21,7 @@ from coldstream.kernels.experts.cuda_layer import Stacks, down_many, gate_up_gro
 from coldstream.kernels.experts.cuda_many import Groups, group_pairs, max_tiles
 from coldstream.kernels.experts.place_group import place_group_cuda
 from coldstream.kernels.experts.shapes import MATRICES
-from coldstream.kernels.linear.reference import INTEGER_TYPES
+from coldstream.kernels.linear.reference import INTEGER_TYPES, activation_scale_size
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
@@ -31,8 +32,9 @@ class _Grouped:
     """A layer's pairs in the order of their experts, and memory for what is computed of them by place."""
 
     groups: Groups
+    inputs: tuple[QuantActivations, ...]  # of gate and of up
     products: tuple[torch.Tensor, ...]  # of gate and of up, float32 [T · K, F]; both in one of one type
-    hidden: Activations  # [T · K, F]
+    hidden: Activations  # [T · K, F], quantised as down reads it
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,13 @@ class StreamedOps(CudaOps):
             self._empty(max_tiles(num_pairs, num_experts) + 1, 4, dtype=torch.int32),
         )
         self._launch(group_pairs, ids, num_experts, groups)
-        hidden = self.activations(num_pairs, weights.gate.rows)
+        inputs = self._quantised_for(x, (weights.gate.quant_type, weights.up.quant_type))
+        scale_size = activation_scale_size(weights.down.quant_type)
+        hidden = self.activations(num_pairs, weights.gate.rows, scale_size=scale_size)
         products: tuple[torch.Tensor, ...] = (hidden.values,)
         if weights.gate.quant_type != weights.up.quant_type:
             products = (self._empty(*hidden.shape), self._empty(*hidden.shape))
-        return _Pairs(x, ids, weights, tables, routed, _Grouped(groups, products, hidden))
+        return _Pairs(x, ids, weights, tables, routed, _Grouped(groups, inputs, products, hidden))
 
     def _compute_groups(self, pairs: _Pairs, groups: Sequence[LandedGroup], places: slice) -> None:
         """Those of groups that have landed."""
@@ -132,7 +136,7 @@ class StreamedOps(CudaOps):
             return
         stacks, groups = _stacks(weights), pairs.grouped.groups
         products, hidden = pairs.grouped.products, pairs.grouped.hidden
-        self._launch(gate_up_grouped, pairs.x, pairs.ids, stacks, groups, products)
+        self._launch(gate_up_grouped, pairs.grouped.inputs, pairs.ids, stacks, groups, products)
         # Places of other experts between them are written again when those are computed, or were as they are.
         part = hidden.rows(places.start, places.stop - places.start)
         if len(products) == 1:
@@ -140,7 +144,7 @@ class StreamedOps(CudaOps):
         else:
             gate, up = (product[places] for product in products)
             self._launch(swiglu_cuda, gate, up, part.values, part.quantised)
-        self._launch(down_many, hidden, pairs.ids, stacks, groups, pairs.routed)
+        self._launch(down_many, hidden.quantised, pairs.ids, stacks, groups, pairs.routed)
 
     def _compute_ungrouped(self, pairs: _Pairs, weights: ExpertWeights) -> None:
         stacks = _stacks(weights)

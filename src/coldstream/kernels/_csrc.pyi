@@ -221,9 +221,9 @@ def pooled_experts(runtime: Runtime, pool: ExpertPool, x: Annotated[NDArray[nump
     routed_experts of what request_experts was called for last, each expert as soon as it is there. Raises ModelChangedError if the file cannot be read.
     """
 
-def quantize_activations(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu', writable=False)]) -> tuple:
+def quantize_activations(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu', writable=False)], scale_size: int = 256) -> tuple:
     """
-    (int8 [T, 256·G], float32 scales [T, G], int16 sums [T, 16·G]) of x [T, K], padded to whole groups of 256.
+    (int8 [T, 256·G], float32 scales, int16 sums [T, 16·G]) of x [T, K], padded to whole groups of 256, with a scale for each `scale_size` inputs: 256 or 32. Raises ValueError for others.
     """
 
 def dequantize(runtime: Runtime, weight: Weight, out: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]) -> None:

@@ -2,7 +2,8 @@
 
 Few rows and many rows have kernels of their own that compute the same bits; everything runs on PyTorch's
 current stream and can be captured into a CUDA graph. Activations between two operations exist in two forms,
-float32 for products with float weights and quantised for the others; whoever makes them writes both.
+float32 and quantised with a scale for each 256; whoever makes them writes both. Products with weights in
+blocks of 32 want a scale for each 32: they quantise the floats themselves, or, of many rows, just before.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,15 +11,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, QuantActivations
 from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.attention.cuda import AttentionInputs, AttentionShape, Caches, DecodeWorkspace
-from coldstream.kernels.attention.cuda_integers import IntegerKernels, IntegerQueries, integer_kernels
+from coldstream.kernels.attention.cuda_integers import IntegerKernels, IntegerQueries, attention_cuda
 from coldstream.kernels.attention.exact import CHUNK_SIZE
 from coldstream.kernels.attention.move_rows import move_rows_cuda
 from coldstream.kernels.cuda.activations import Activations, as_floats
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES
 from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
-from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.dequantize.cuda import dequantize_cuda, dequantize_matrices_cuda
@@ -45,7 +46,7 @@ from coldstream.kernels.gated_delta_net.cuda import (
 from coldstream.kernels.linear.cuda import linear_few_cuda
 from coldstream.kernels.linear.cuda_float_many import float_linear_many
 from coldstream.kernels.linear.cuda_many import linear_many
-from coldstream.kernels.linear.reference import INTEGER_TYPES
+from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES, activation_scale_size
 from coldstream.kernels.ops import (
     CommittedPath,
     DeltaNetWeights,
@@ -108,9 +109,10 @@ class CudaOps(CudaLoader):
         if num_rows <= MAX_FEW_ROWS:
             self._launch(self._linear_few, x, matrices, outs)
             return outs
-        for weight, out in zip(matrices, outs, strict=True):
+        rows = self._quantised_for(x, [weight.quant_type for weight in matrices])
+        for codes, weight, out in zip(rows, matrices, outs, strict=True):
             if weight.quant_type in INTEGER_TYPES:
-                self._launch(linear_many, x.quantised, weight, out)
+                self._launch(linear_many, codes, weight, out)
             else:
                 self._launch(float_linear_many, x.values, weight, out)
         return outs
@@ -163,23 +165,8 @@ class CudaOps(CudaLoader):
         values, stats = DecodeWorkspace.shapes(shape, num_rows, num_chunks * CHUNK_SIZE)
         workspace = DecodeWorkspace(self._empty(*values), self._empty(*stats))
         inputs = AttentionInputs(query_gate, key, value, q_norm, k_norm, angles, eps)
-        self._launch(self._attend, shape, inputs, Caches(k_cache, v_cache), rows, queries, workspace, out)
+        self._launch(attention_cuda, shape, inputs, Caches(k_cache, v_cache), rows, queries, workspace, out)
         return out
-
-    @staticmethod
-    def _attend(
-        shape: AttentionShape,
-        inputs: AttentionInputs,
-        caches: Caches,
-        rows: Rows,
-        queries: IntegerQueries,
-        workspace: DecodeWorkspace,
-        out: Activations,
-    ) -> None:
-        kernels = integer_kernels(shape, device_limits())
-        kernels.prepare(inputs, caches, rows, queries)
-        kernels.attend(queries, caches, rows, workspace)
-        kernels.merge(inputs.query_gate, rows, workspace, out=out.values, quantised=out.quantised)
 
     def gated_delta_net(
         self,
@@ -352,15 +339,24 @@ class CudaOps(CudaLoader):
             self._empty(max_tiles(num_pairs, num_experts) + 1, 4, dtype=torch.int32),
         )
         stacks = (gate, up, down)
+        rows = self._quantised_for(x, (gate.quant_type, up.quant_type))
+        hidden = self.activations(num_pairs, ffn_size, scale_size=activation_scale_size(down.quant_type))
         if gate.quant_type == up.quant_type:
-            hidden = self.activations(num_pairs, ffn_size)
-            self._launch(gate_up_many, x, ids, stacks, groups, (hidden.values,))
+            self._launch(gate_up_many, rows, ids, stacks, groups, (hidden.values,))
             self._launch(quantize_cuda, hidden.values, hidden.quantised)
         else:
             halves = (self._empty(num_pairs, ffn_size), self._empty(num_pairs, ffn_size))
-            self._launch(gate_up_many, x, ids, stacks, groups, halves)
-            hidden = self.swiglu(*halves)
-        self._launch(down_many, hidden, ids, stacks, groups, routed)
+            self._launch(gate_up_many, rows, ids, stacks, groups, halves)
+            self._launch(swiglu_cuda, *halves, hidden.values, hidden.quantised)
+        self._launch(down_many, hidden.quantised, ids, stacks, groups, routed)
+
+    def _quantised_for(self, x: Activations, types: Sequence[QuantType]) -> tuple[QuantActivations, ...]:
+        """x as products of many rows with weights of these types read it; for blocks of 32 quantised here."""
+        if BLOCK_TYPES.isdisjoint(types):
+            return (x.quantised,) * len(types)
+        by_block = activations_from(self.memory.workspace, x.shape[0], x.shape[1], BLOCK_SIZE)
+        self._launch(quantize_cuda, x.values, by_block)
+        return tuple(by_block if quant_type in BLOCK_TYPES else x.quantised for quant_type in types)
 
     def _linear_few(
         self, x: Activations, weights: Sequence[QuantTensor], outs: Sequence[torch.Tensor]
@@ -386,10 +382,13 @@ class CudaOps(CudaLoader):
     def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self.memory.workspace(shape, dtype)
 
-    def activations(self, rows: int, cols: int, *, persistent: bool = False) -> Activations:
-        """Unwritten activations [rows, cols]."""
+    def activations(
+        self, rows: int, cols: int, *, persistent: bool = False, scale_size: int = GROUP_SIZE
+    ) -> Activations:
+        """Unwritten activations [rows, cols], with a scale for each `scale_size` of them."""
         empty = self.memory.persistent if persistent else self.memory.workspace
-        return Activations(empty((rows, cols), torch.float32), activations_from(empty, rows, cols))
+        quantised = activations_from(empty, rows, cols, scale_size)
+        return Activations(empty((rows, cols), torch.float32), quantised)
 
     def _launch(self, launcher: Callable[..., None], *args: object, **options: object) -> None:
         if self._calls_launchers:

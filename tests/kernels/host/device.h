@@ -10,6 +10,7 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __align__(bytes)
 #define __shared__ thread_local  // a variable of its own for every block that runs; see grid.cpp
 
 struct int2 {
@@ -138,6 +139,12 @@ inline double __longlong_as_double(long long bits) { return same_bits<double>(bi
 
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
+inline unsigned int __brev(unsigned int bits) {
+  unsigned int result = 0;
+  for (int i = 0; i < 32; i++) result |= (bits >> i & 1) << (31 - i);
+  return result;
+}
+inline void __trap() { __builtin_trap(); }
 inline int __popc(unsigned int bits) { return __builtin_popcount(bits); }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
@@ -162,7 +169,15 @@ inline unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned in
   return result;
 }
 inline unsigned long long max(unsigned long long a, unsigned long long b) { return a > b ? a : b; }
-
-// Declared for functions that are not called here.
-int __dp4a(int a, int b, int sum);
-unsigned int __funnelshift_r(unsigned int low, unsigned int high, unsigned int shift);
+inline unsigned int __funnelshift_r(unsigned int low, unsigned int high, unsigned int shift) {
+  return static_cast<unsigned int>((static_cast<unsigned long long>(high) << 32 | low) >> (shift & 31));
+}
+// Sums of products of signed bytes, or of signed halves and the low or high two bytes.
+inline int __dp4a(int a, int b, int sum) {
+  for (int i = 0; i < 32; i += 8) sum += static_cast<signed char>(a >> i) * static_cast<signed char>(b >> i);
+  return sum;
+}
+inline int __dp2a_lo(int a, int b, int sum) {
+  return sum + static_cast<short>(a) * static_cast<signed char>(b) + (a >> 16) * static_cast<signed char>(b >> 8);
+}
+inline int __dp2a_hi(int a, int b, int sum) { return __dp2a_lo(a, b >> 16, sum); }

@@ -31,9 +31,14 @@ constexpr int warp_size = 32, warps_at_once = 8;
 constexpr unsigned char poison = 0xa5;
 constexpr unsigned long long tick_ns = 1'000'000;
 
-enum class state { ready, in_warp, in_block, ended };
+enum class state { ready, in_warp, in_block, waiting, ended };
 
-using copy_group = std::vector<std::pair<void*, const void*>>;
+struct copy {
+  void* to;
+  const void* from;
+  unsigned int bytes;
+};
+using copy_group = std::vector<copy>;
 
 // Runs one thread after another, until one of them is left where it waits.
 struct fiber {
@@ -50,11 +55,19 @@ struct fiber {
   unsigned char* stack = nullptr;
 };
 
+// Where some threads of a block meet.
+struct named_barrier {
+  int arrived = 0;
+  unsigned int times = 0;
+};
+
 struct block {
   dim3 index;
   std::vector<fiber*> threads;
   std::vector<std::vector<fiber*>> warps;  // that have yet to come to the next barrier
   std::vector<unsigned char> shared;
+  named_barrier barriers[16] = {};
+  unsigned int changes = 0, changes_seen = 0, idle_warps = 0;
 };
 
 struct failure {
@@ -64,6 +77,8 @@ struct failure {
 std::mt19937_64 random_numbers;
 jmp_buf scheduler;
 fiber* running = nullptr;
+block* running_block = nullptr;
+unsigned int given_bytes = 0;
 unsigned long long clock_ns = 0;
 void (*kernel)(void**) = nullptr;
 void** kernel_arguments = nullptr;
@@ -204,12 +219,28 @@ void begin_warps(block& at) {
   std::shuffle(at.warps.begin(), at.warps.end(), random_numbers);
 }
 
+// Puts a warp of which lanes wait for a change behind the others, which may not all wait too.
+void wait_in_line(block& at, std::vector<fiber*>& warp) {
+  const bool waits = std::any_of(warp.begin(), warp.end(), [](fiber* thread) { return thread->now == state::waiting; });
+  if (at.changes != at.changes_seen || !waits) at.idle_warps = 0;
+  at.changes_seen = at.changes;
+  if (!waits) return;
+  for (fiber* thread : warp) {
+    if (thread->now == state::waiting) thread->now = state::ready;
+  }
+  if (at.idle_warps++ > at.warps.size()) fail(at, *warp[0], "waits for a change that does not come");
+  at.warps.insert(at.warps.begin(), std::move(warp));
+}
+
 // Some warps, or all to the block's next barrier; false at the end.
 bool run_block(block& at) {
+  running_block = &at;
   if (at.warps.empty()) begin_warps(at);
   while (!at.warps.empty()) {
-    run_warp(at, at.warps.back());
+    std::vector<fiber*> warp = std::move(at.warps.back());
     at.warps.pop_back();
+    run_warp(at, warp);
+    wait_in_line(at, warp);
     if (random_numbers() % warps_at_once == 0) return true;
   }
   const fiber* first = nullptr;
@@ -339,14 +370,32 @@ void __nanosleep(unsigned int ns) {
 
 unsigned long long look_at_clock() { return clock_ns += tick_ns; }
 
-void begin_copy(void* to, const void* from) { running->open_copies.emplace_back(to, from); }
+void wait_for_change() {
+  running->now = state::waiting;
+  yield();
+}
+
+void note_change() { running_block->changes++; }
+
+void meet_some(int barrier, int count) {
+  const unsigned int times = running_block->barriers[barrier].times;
+  if (++running_block->barriers[barrier].arrived == count) {
+    running_block->barriers[barrier] = {0, times + 1};
+    note_change();
+  }
+  while (running_block->barriers[barrier].times == times) wait_for_change();
+}
+
+unsigned int given_shared_bytes() { return given_bytes; }
+
+void begin_copy(void* to, const void* from, unsigned int bytes) { running->open_copies.push_back({to, from, bytes}); }
 
 void end_group_of_copies() { running->copies.push_back(std::exchange(running->open_copies, {})); }
 
 void wait_for_groups(int pending) {
   auto& groups = running->copies;
   for (; int(groups.size()) > pending; groups.erase(groups.begin()))
-    for (auto [to, from] : groups.front()) memcpy(to, from, 16);
+    for (const copy& each : groups.front()) memcpy(each.to, each.from, each.bytes);
 }
 
 const char* run_grid(void (*function)(void**), void** arguments, const unsigned int* grid, unsigned int threads,
@@ -355,6 +404,7 @@ const char* run_grid(void (*function)(void**), void** arguments, const unsigned 
   random_numbers.seed(seed);
   kernel = function;
   kernel_arguments = arguments;
+  given_bytes = static_cast<unsigned int>(given);
   gridDim = {grid[0], grid[1], grid[2]};
   blockDim = {threads, 1, 1};
   try {

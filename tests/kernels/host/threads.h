@@ -14,12 +14,18 @@ enum class meeting { sync, shuffle_xor, shuffle_up, shuffle_from, ballot, add, l
 unsigned long long meet_in_warp(meeting how, unsigned int lanes, unsigned long long value, unsigned int argument);
 int meet_in_block(bool counts, int value);
 
+// As many threads of the block as `count` says; and until another thread of the block has changed something.
+void meet_some(int barrier, int count);
+void wait_for_change();
+void note_change();
+unsigned int given_shared_bytes();
+
 // Lets others run, and the clock go on.
 void __nanosleep(unsigned int ns);
 unsigned long long look_at_clock();
 
 // Copies of 16 bytes, which are done when the thread has waited for them; see grid.cpp.
-void begin_copy(void* to, const void* from);
+void begin_copy(void* to, const void* from, unsigned int bytes);
 void end_group_of_copies();
 void wait_for_groups(int pending);  // all but the last `pending`
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-GROUP_SIZE = 256  # inputs that share one activation scale
+GROUP_SIZE = 256  # inputs that share one activation scale before weights with super-blocks
+BLOCK_SIZE = 32  # and before weights in blocks of 32
 SUM_SIZE = 16  # inputs that share one entry of `sums`
 NUM_LANES = 16
 LARGEST_CODE = 127
@@ -110,10 +111,10 @@ def dot_lanes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class QuantActivations:
-    """Rows of K activations as int8, with one scale per group of 256."""
+    """Rows of K activations as int8, with one scale per group of 256 inputs or per block of 32."""
 
     q: torch.Tensor  # int8 [T, K]
-    scales: torch.Tensor  # float32 [T, ceil(K / 256)]
+    scales: torch.Tensor  # float32 [T, ceil(K / 256)] or [T, ceil(K / 32)]
     sums: torch.Tensor  # int16 [T, ceil(K / 16)], of q over 16 inputs
 
 
@@ -122,10 +123,13 @@ def padded_cols(cols: int) -> int:
     return -(-cols // GROUP_SIZE) * GROUP_SIZE
 
 
-def quantize_activations(x: torch.Tensor) -> QuantActivations:
-    """float32 x [T, K] as int8; a group with an infinite or NaN input has the scale NaN and zero codes."""
+def quantize_activations(x: torch.Tensor, scale_size: int = GROUP_SIZE) -> QuantActivations:
+    """float32 x [T, K] as int8, with one scale for each `scale_size` inputs: GROUP_SIZE or BLOCK_SIZE.
+
+    A group with an infinite or NaN input has the scale NaN and zero codes.
+    """
     codes, scales = [], []
-    for group in torch.split(x, GROUP_SIZE, dim=-1):
+    for group in torch.split(x, scale_size, dim=-1):
         maximum = group.abs().amax(dim=-1, keepdim=True)
         is_zero = maximum < SMALLEST_MAXIMUM
         is_finite = maximum.isfinite()

@@ -31,7 +31,8 @@ from coldstream.kernels.attention.cuda import (
     launch_merge,
 )
 from coldstream.kernels.attention.exact import BLOCK_SIZE, CHUNK_SIZE
-from coldstream.kernels.cuda.limits import DeviceLimits, overlaps
+from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.limits import DeviceLimits, device_limits, overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.ops import MAX_TREE_ROWS, Rows
 
@@ -303,6 +304,22 @@ def _instance(kernel: str, shape: AttentionShape, *parameters: int) -> str:
 def integer_kernels(shape: AttentionShape, device: DeviceLimits) -> IntegerKernels:
     """The same for all models: what is loaded stays loaded, as the kernels of other operations do."""
     return IntegerKernels(shape, device)
+
+
+def attention_cuda(
+    shape: AttentionShape,
+    inputs: AttentionInputs,
+    caches: Caches,
+    rows: Rows,
+    queries: IntegerQueries,
+    workspace: DecodeWorkspace,
+    out: Activations,
+) -> None:
+    """`Ops.attention` on the current device, with memory for what is between its launches."""
+    kernels = integer_kernels(shape, device_limits())
+    kernels.prepare(inputs, caches, rows, queries)
+    kernels.attend(queries, caches, rows, workspace)
+    kernels.merge(inputs.query_gate, rows, workspace, out=out.values, quantised=out.quantised)
 
 
 def _places(caches: Caches) -> BlockPlaces:

@@ -15,13 +15,6 @@ __device__ __forceinline__ int dot_signed(uint32_t weights, uint32_t x, int sum)
   return __dp4a(int(weights), int(x), sum);
 }
 
-// Unsigned bytes times signed ones.
-__device__ __forceinline__ int dot_unsigned(uint32_t weights, uint32_t x, int sum) {
-  int result;
-  asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(result) : "r"(weights), "r"(x), "r"(sum));
-  return result;
-}
-
 __device__ __forceinline__ uint4 load_16(const uint8_t* p) { return *reinterpret_cast<const uint4*>(p); }
 
 // Words that start at p, a multiple of 2.

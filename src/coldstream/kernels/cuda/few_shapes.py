@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE
+from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE
 from coldstream.kernels.cuda.limits import DeviceLimits
-from coldstream.kernels.linear.reference import INTEGER_TYPES
+from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 
 MAX_ROWS = 8  # rows of activations in one launch
 WARP_SIZE = 32
@@ -23,7 +23,9 @@ NUM_GROUPS = 8  # of four lanes in a warp
 PASS_COLS = {QuantType.F32: 1024, QuantType.F16: 2048, QuantType.BF16: 2048}  # 4 KiB of the one row
 INTEGER_PASS_COLS = NUM_GROUPS * GROUP_SIZE
 FEW_TYPES = INTEGER_TYPES | set(PASS_COLS)
+GROUP_TYPES = INTEGER_TYPES - BLOCK_TYPES
 GROUP_BYTES = GROUP_SIZE + 16 + 4  # codes, sums of 32 and scale of a group of activations in shared memory
+BLOCK_GROUP_BYTES = GROUP_SIZE + GROUP_SIZE // BLOCK_SIZE * 4  # for weights in blocks of 32: codes, scales
 SLACK_BYTES = 4  # behind the scales, which the compiler loads in pairs: the last may have no second
 RESERVED_BYTES = 1024  # of shared memory, by the system, per block
 STATIC_BYTES = 1024  # of shared memory that a kernel declares itself, at most
@@ -32,6 +34,17 @@ STATIC_BYTES = 1024  # of shared memory that a kernel declares itself, at most
 def instance_for(kernel: str, types: Iterable[int]) -> str:
     """The instance of a kernel that reads weights of these types, given by their numbers."""
     return f"{kernel}<{sum(1 << number for number in {int(each) for each in types})}u>"
+
+
+def row_group_bytes(types: Iterable[int], *, at_once: bool) -> int:
+    """Shared memory for a group of a row of activations for weights of these types.
+
+    at_once: for all of them, otherwise for one of them.
+    """
+    numbers = {int(each) for each in types}
+    forms = ((GROUP_BYTES, GROUP_TYPES), (BLOCK_GROUP_BYTES, BLOCK_TYPES))
+    needed = [size for size, readers in forms if any(int(each) in numbers for each in readers)]
+    return sum(needed) if at_once else max(needed, default=0)
 
 
 class MatrixShape(ctypes.Structure):

@@ -75,6 +75,38 @@ __device__ __forceinline__ void bring_near(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
 }
 
+// The sector of a float into the first-level cache.
+__device__ __forceinline__ void bring_close(const float* from) {
+  float unused;
+  asm volatile("ld.global.ca.f32 %0, [%1];" : "=f"(unused) : "l"(from));
+}
+
+// sum + unsigned bytes times signed ones.
+__device__ __forceinline__ int dot_unsigned(uint32_t weights, uint32_t x, int sum) {
+  int result;
+  asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(result) : "r"(weights), "r"(x), "r"(sum));
+  return result;
+}
+
+// Byte i of a word, with its sign: a selector of 8 + i takes the sign of byte i, which __byte_perm does not offer.
+__device__ __forceinline__ int signed_byte(uint32_t word, int i) {
+  int byte;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(byte) : "r"(word), "r"(0x8880 + 0x1111 * i));
+  return byte;
+}
+
+// Of `count` threads of the block, whole warps, at one of the barriers 1 … 15.
+template <int count>
+__device__ __forceinline__ void meet_at(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(count) : "memory");
+}
+
+__device__ __forceinline__ uint32_t dynamic_shared_bytes() {
+  uint32_t bytes;
+  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+  return bytes;
+}
+
 // Of the device's clock.
 __device__ __forceinline__ uint64_t now_ns() {
   uint64_t now;
@@ -101,6 +133,21 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
+// Copies of 16 bytes, or of 4, by address, if index < limit: as operands of the copy alone, addresses need no branches around them.
+__device__ __forceinline__ void copy_if_below(int limit, int index, uint32_t to, const void* from) {
+  asm volatile(
+      "{ .reg .pred p; setp.lt.s32 p, %2, %3; @p cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(to),
+      "l"(from), "r"(index), "r"(limit)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_word_if_below(int limit, int index, uint32_t to, const void* from) {
+  asm volatile(
+      "{ .reg .pred p; setp.lt.s32 p, %2, %3; @p cp.async.ca.shared.global [%0], [%1], 4; }" ::"r"(to),
+      "l"(from), "r"(index), "r"(limit)
+      : "memory");
 }
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

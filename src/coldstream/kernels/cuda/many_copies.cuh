@@ -38,7 +38,8 @@ struct tiling {
 
   static constexpr int full_at = 16, empty_at = 24;  // barriers, after the header
   static constexpr int scales_at = 32;
-  static constexpr int offsets_at = scales_at + 4 * tokens;
+  static constexpr int token_scales_bytes = weights::super ? 4 : block_scale_pitch;
+  static constexpr int offsets_at = scales_at + token_scales_bytes * tokens;
   static constexpr int sums_at = offsets_at + (weights::in_place ? 0 : 4 * rows);
   static constexpr int token_sums_bytes = by_warpgroups ? plain_bytes / swizzled_rows : sum_pitch;
   static constexpr int sums_end = sums_at + (weights::has_sums ? token_sums_bytes * tokens : 0);
@@ -63,29 +64,12 @@ struct tiling {
   }
 };
 
-// Copies by address, if index < limit: as operands of the copy alone, addresses need no branches around them.
-__device__ __forceinline__ void copy_if_below(int limit, int index, uint32_t to, const void* from) {
-  asm volatile(
-      "{ .reg .pred p; setp.lt.s32 p, %2, %3; @p cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(to),
-      "l"(from), "r"(index), "r"(limit)
-      : "memory");
-}
-
-__device__ __forceinline__ void copy_word_if_below(int limit, int index, uint32_t to, const void* from) {
-  asm volatile(
-      "{ .reg .pred p; setp.lt.s32 p, %2, %3; @p cp.async.ca.shared.global [%0], [%1], 4; }" ::"r"(to),
-      "l"(from), "r"(index), "r"(limit)
-      : "memory");
-}
-
 // The launcher says how much shared memory a block gets, and this that it is enough.
 __device__ __forceinline__ void require_shared_bytes(uint32_t bytes) {
-  uint32_t given;
-  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(given));
-  if (given < bytes) __trap();
+  if (dynamic_shared_bytes() < bytes) __trap();
 }
 
-// Rows of QuantActivations.
+// Rows of QuantActivations, in the form that the weights' type reads.
 struct activations {
   const int8_t* q;
   const float* scales;
@@ -133,7 +117,7 @@ struct copier {
   static constexpr int code_tokens = copying_threads / chunks;  // in a pass
   static constexpr int code_passes = (T::tokens + code_tokens - 1) / code_tokens;
   static constexpr bool converts_sums = weights::has_sums && T::by_warpgroups;  // to float16
-  static_assert(2 * T::tokens <= copying_threads);  // two for the sums of a token, one of them for its scale
+  static_assert(2 * T::tokens <= copying_threads);  // two for the sums of a token, one or both for its scales
 
   const Job& job;
   const uint32_t shared;
@@ -143,7 +127,7 @@ struct copier {
   walk<weights::super> position;
   const uint8_t* weight_chunks[weights::in_place ? weight_passes : 1];
   uint32_t code_chunks[code_passes];  // offsets in the activations
-  uint32_t extra_row;                 // the activation row whose sums and scale this thread copies
+  uint32_t extra_row;                 // the activation row whose sums and scales this thread copies
 
   __device__ copier(const Job& job, uint32_t shared) : job(job), shared(shared) { open(); }
 
@@ -258,8 +242,14 @@ struct copier {
       copy_if_below(
           count, lane / 2, stage + T::sums_at + sum_pitch * (lane / 2) + lane % 2 * copy_bytes,
           job.x.sums + at * chunks + lane % 2 * 8);
-    copy_word_if_below(
-        count, lane % 2 ? count : lane / 2, stage + T::scales_at + 4 * (lane / 2), job.x.scales + at);
+    if constexpr (weights::super) {
+      copy_word_if_below(
+          count, lane % 2 ? count : lane / 2, stage + T::scales_at + 4 * (lane / 2), job.x.scales + at);
+    } else {
+      copy_if_below(
+          count, lane / 2, stage + T::scales_at + block_scale_pitch * (lane / 2) + lane % 2 * copy_bytes,
+          job.x.scales + at * 8 + lane % 2 * 4);
+    }
   }
 };
 

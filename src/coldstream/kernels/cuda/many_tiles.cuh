@@ -6,6 +6,8 @@
 #include "cuda/many_unpack.cuh"
 #include "cuda/many_warpgroups.cuh"
 
+extern __shared__ __align__(coldstream::swizzle_bytes) float4 dynamic_shared[];
+
 namespace coldstream::many {
 
 template <class T, int nt>
@@ -51,9 +53,9 @@ __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
     const header head = *reinterpret_cast<const header*>(stage);
     if (head.count == 0) return;
     if constexpr (T::unpacks) {
-      meet<T::multiplying_threads>();
+      meet_at<T::multiplying_threads>(1);
       unpack_stage<T>(stage, unpacked);
-      meet<T::multiplying_threads>();
+      meet_at<T::multiplying_threads>(1);
     }
     if constexpr (T::by_warpgroups)
       add_group_of_by_warpgroups<T>(head.count, at, stage, sums.p[0][0]);
@@ -68,7 +70,7 @@ __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
 // All tiles of `job` that fall to this block. Job says where rows are and where results go.
 template <class T, class Job>
 __device__ __forceinline__ void multiply_tiles(const Job& job) {
-  extern __shared__ __align__(swizzle_bytes) uint8_t shared[];
+  uint8_t* const shared = reinterpret_cast<uint8_t*>(dynamic_shared);
   require_shared_bytes(T::shared_bytes);
   const uint32_t address = shared_address(shared);
   if (threadIdx.x < T::stages) {

@@ -13,9 +13,10 @@ import torch
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, SUM_SIZE, QuantActivations
 from coldstream.kernels.cuda.limits import device_limits
+from coldstream.kernels.linear.reference import BLOCK_TYPES, activation_scale_size
 
 CODE_PITCH = GROUP_SIZE + 16
-SUM_PITCH = TABLE_PITCH = 48
+SUM_PITCH = TABLE_PITCH = BLOCK_SCALE_PITCH = 48
 WINDOW = 16  # bytes
 HEADER_BYTES = 32  # of a stage, with its barriers
 COPYING_WARPS = 4
@@ -62,7 +63,8 @@ class Tiling:
         group_bytes = self.quant_type.row_bytes(GROUP_SIZE)
         row_bytes = group_bytes if in_place else round_up(group_bytes + WINDOW - 2, WINDOW)
         sum_bytes = 0 if not in_place else 2 * GROUP_SIZE // SUM_SIZE if self.by_warpgroups else SUM_PITCH
-        sums_end = HEADER_BYTES + (4 + sum_bytes) * self.tokens + 4 * (not in_place) * self.rows
+        scale_bytes = BLOCK_SCALE_PITCH if self.quant_type in BLOCK_TYPES else 4
+        sums_end = HEADER_BYTES + (scale_bytes + sum_bytes) * self.tokens + 4 * (not in_place) * self.rows
         if self.by_warpgroups:
             codes_end = round_up(sums_end, SWIZZLE_BYTES) + GROUP_SIZE * self.tokens
             stage_bytes = round_up(codes_end + (row_bytes | WINDOW) * self.rows, SWIZZLE_BYTES)
@@ -114,12 +116,16 @@ class Activations(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, x: QuantActivations) -> "Activations":
-        """Contiguous rows of whole groups, the last padded with zero codes. ValueError otherwise."""
-        num_rows, num_groups = x.scales.shape
+    def of(cls, x: QuantActivations, quant_type: QuantType) -> "Activations":
+        """Contiguous rows of whole groups, the last padded with zero codes, for weights of a type.
+
+        ValueError for others, and for scales that are not the type's.
+        """
+        num_rows, num_groups = len(x.q), x.q.shape[1] // GROUP_SIZE
+        num_scales = num_groups * GROUP_SIZE // activation_scale_size(quant_type)
         expected = {
             "q": (x.q, torch.int8, (num_rows, num_groups * GROUP_SIZE)),
-            "scales": (x.scales, torch.float32, (num_rows, num_groups)),
+            "scales": (x.scales, torch.float32, (num_rows, num_scales)),
             "sums": (x.sums, torch.int16, (num_rows, num_groups * GROUP_SIZE // SUM_SIZE)),
         }
         for name, (tensor, dtype, shape) in expected.items():

@@ -14,6 +14,7 @@ constexpr int group_size = 256;
 constexpr int code_pitch = group_size + 16;  // eight rows of 16 bytes fall into different banks
 constexpr int sum_pitch = 48;
 constexpr int table_pitch = 48;
+constexpr int block_scale_pitch = 48;  // eight scales; those of the tokens of a product in different banks
 // 1.5 * 2^23: the bits plus an integer below 2^22 become its float by one subtraction.
 constexpr int magic_bits = 0x4B400000;
 constexpr float magic = 12582912.0f;
@@ -57,11 +58,6 @@ struct place {
 
 __device__ __forceinline__ int unsigned_byte(uint32_t word, int i) {
   return __byte_perm(word, 0, 0x4440 | i);
-}
-__device__ __forceinline__ int signed_byte(uint32_t word, int i) {
-  int byte;  // a selector of 8 + i takes the sign of byte i, which __byte_perm does not offer
-  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(byte) : "r"(word), "r"(0x8880 + 0x1111 * i));
-  return byte;
 }
 
 __device__ __forceinline__ void add_scaled(int (&total)[4], const int (&s)[4], int scale, int scale_8) {
@@ -305,14 +301,15 @@ __device__ __forceinline__ void add_blocks(
       for (int n = 0; n < nt; n++) {
         uint32_t b[2];
         load_two_matrices(b, b_address + n * T::columns * 8 * code_pitch + 32 * block - at.lane / 16 * 32);
-        const float2 x = *reinterpret_cast<const float2*>(
-            stage + T::scales_at + 4 * ((n * T::columns + at.column) * 8 + 2 * at.t));
+        const float* x = reinterpret_cast<const float*>(
+            stage + T::scales_at + block_scale_pitch * ((n * T::columns + at.column) * 8 + 2 * at.t));
+        const float scales[2] = {x[block], x[block_scale_pitch / 4 + block]};
         int s[4];
         multiply_bytes(s, a, b[0], b[1], magic_bits);
 #pragma unroll
         for (int i = 0; i < 4; i++)
           p[block][m][n][i] =
-              __fmaf_rn(d[i / 2] * (i % 2 ? x.y : x.x), __int_as_float(s[i]) - magic, p[block][m][n][i]);
+              __fmaf_rn(d[i / 2] * scales[i % 2], __int_as_float(s[i]) - magic, p[block][m][n][i]);
       }
     }
   }

@@ -15,16 +15,23 @@
 
 namespace coldstream {
 
-// A quantised row of `groups` groups of 256 in shared memory.
+// A quantised row of `groups` groups of 256 in shared memory, for weights with super-blocks or in blocks of 32.
 struct SharedRow {
   uint8_t* codes;  // 16-byte chunks, swizzled
-  uint8_t* sums;   // int16 sums of 32 codes: 16 bytes a group
-  float* scales;
+  uint8_t* sums;   // int16 sums of 32 codes: 16 bytes a group; not for blocks of 32
+  float* scales;   // of each group, or of each 32 inputs
   int groups;
 };
 
 __device__ __forceinline__ SharedRow shared_row(uint8_t* memory, int groups) {
   return {memory, memory + 256 * groups, reinterpret_cast<float*>(memory + 272 * groups), groups};
+}
+
+constexpr int block_row_bytes = group_elements + scales_in_group * int(sizeof(float));  // for each group
+
+// For weights in blocks of 32.
+__device__ __forceinline__ SharedRow shared_block_row(uint8_t* memory, int groups) {
+  return {memory, nullptr, reinterpret_cast<float*>(memory + 256 * groups), groups};
 }
 
 // Where chunk k of a row lies, so that the lanes of any format read different banks.
@@ -63,18 +70,23 @@ __device__ __forceinline__ void copy_row(const SharedRow& x, const int8_t* q, co
   }
 }
 
-// One row of floats, quantised into shared memory by the whole block.
+// One row of floats, on 16 bytes, quantised into shared memory by the whole block.
+template <int scale_elements>
 __device__ __forceinline__ void quantize_into(const SharedRow& x, const float* values, int cols) {
   const int lane = threadIdx.x % warp_size;
   for (int group = threadIdx.x / warp_size; group < x.groups; group += blockDim.x / warp_size) {
     float share_of[8];
     load_share(values + group * group_elements, cols - group * group_elements, share_of);
-    const GroupShare share = quantize_group(share_of);
+    const GroupShare share = quantize_group<scale_elements>(share_of);
     uint8_t* chunk = x.codes + swizzled(group * 16 + lane / 2) * 16;
     reinterpret_cast<uint2*>(chunk)[lane % 2] = share.codes;
-    const int sum = share.sum + __shfl_xor_sync(all_lanes, share.sum, 2);
-    if (lane % 4 == 0) reinterpret_cast<int16_t*>(x.sums)[group * 8 + lane / 4] = int16_t(sum);
-    if (lane == 0) x.scales[group] = share.scale;
+    if constexpr (scale_elements == block_elements) {
+      if (lane % 4 == 0) x.scales[group * scales_in_group + lane / 4] = share.scale;
+    } else {
+      const int sum = share.sum + __shfl_xor_sync(all_lanes, share.sum, 2);
+      if (lane % 4 == 0) reinterpret_cast<int16_t*>(x.sums)[group * 8 + lane / 4] = int16_t(sum);
+      if (lane == 0) x.scales[group] = share.scale;
+    }
   }
 }
 
@@ -170,7 +182,7 @@ __device__ __forceinline__ void add_blocks(const Staged& staged, const MatrixSha
     Format::unpack(block, codes);
     const uint4 first = load_chunk(x, group * 16 + 2 * j), second = load_chunk(x, group * 16 + 2 * j + 1);
     const uint32_t codes_x[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
-    p = __fmaf_rn(load_half(block) * x.scales[group], float(dot_block<Format>(codes, codes_x)), p);
+    p = __fmaf_rn(load_half(block) * x.scales[group * 8 + j], float(dot_block<Format>(codes, codes_x)), p);
   }
   __syncwarp();
 }
@@ -246,10 +258,7 @@ __device__ __forceinline__ void sum_up_values(float (&p)[T]) {
 // Rows of floats into the first-level cache by the whole block, a sector a thread.
 __device__ __forceinline__ void warm_values(const float* values, int stride, int num_rows, int cols) {
   for (int t = 0; t < num_rows; t++)
-    for (int i = threadIdx.x * 8; i < cols; i += blockDim.x * 8) {
-      float unused;
-      asm volatile("ld.global.ca.f32 %0, [%1];" : "=f"(unused) : "l"(values + int64_t(t) * stride + i));
-    }
+    for (int i = threadIdx.x * 8; i < cols; i += blockDim.x * 8) bring_close(values + int64_t(t) * stride + i);
 }
 
 // One pass of one unit. Integer types take one row of x; products_tiles.cuh is for several.

@@ -18,7 +18,7 @@ constexpr int tile_warps = 8;
 // Up to eight quantised rows in shared memory; rows of codes are 16 bytes apart from a multiple of 128.
 struct TileRows {
   uint8_t* codes;
-  uint8_t* sums;  // as in SharedRows
+  uint8_t* sums;  // these and the scales as in SharedRow
   float* scales;
   int groups;
   int num_rows;
@@ -29,6 +29,26 @@ struct TileRows {
 __device__ __forceinline__ TileRows tile_rows(uint8_t* memory, int num_rows, int groups) {
   uint8_t* sums = memory + num_rows * (groups * 256 + 16);
   return {memory, sums, reinterpret_cast<float*>(sums + num_rows * groups * 16), groups, num_rows};
+}
+
+// For weights in blocks of 32.
+__device__ __forceinline__ TileRows tile_block_rows(uint8_t* memory, int num_rows, int groups) {
+  uint8_t* scales = memory + num_rows * (groups * 256 + 16);
+  return {memory, nullptr, reinterpret_cast<float*>(scales), groups, num_rows};
+}
+
+// Rows of floats, on 16 bytes, for weights in blocks of 32, by the whole block; a barrier is the caller's.
+__device__ __forceinline__ void quantize_tile_rows(const TileRows& x, const float* values, int stride,
+                                                   int cols) {
+  const int lane = threadIdx.x % warp_size;
+  for (int i = threadIdx.x / warp_size; i < x.num_rows * x.groups; i += tile_warps) {
+    const int t = i / x.groups, first = i % x.groups * group_elements;
+    float share_of[8];
+    load_share(values + int64_t(t) * stride + first, cols - first, share_of);
+    const GroupShare share = quantize_group<block_elements>(share_of);
+    reinterpret_cast<uint2*>(x.codes + t * x.row_bytes() + first)[lane] = share.codes;
+    if (lane % 4 == 0) x.scales[i * scales_in_group + lane / 4] = share.scale;
+  }
 }
 
 // By the whole block; a barrier is the caller's. All loads of a thread are under way before the first is
@@ -65,6 +85,17 @@ __device__ __forceinline__ TileGroup tile_group(const TileRows& x, int group) {
     found.sums[i] = load_16(x.sums + at * 16);
     found.scales[i] = x.scales[at];
   }
+  return found;
+}
+
+// The same for block j of a group, with the scales of the block and without sums.
+__device__ __forceinline__ TileGroup tile_block(const TileRows& x, int group, int j) {
+  const int lane = threadIdx.x % warp_size, c = lane % 4, last = x.num_rows - 1;
+  TileGroup found;
+  found.codes = x.codes + min(lane / 4, last) * x.row_bytes() + group * 256 + 4 * c;
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    found.scales[i] = x.scales[(min(2 * c + i, last) * x.groups + group) * scales_in_group + j];
   return found;
 }
 
@@ -220,7 +251,7 @@ __device__ __forceinline__ void add_blocks_32(const uint8_t* row, const uint8_t*
   for (int g = 0; g < 8; g++) {
     const int group = pass * 8 + g, offset = (g * 8 + j) * Format::bytes;
     if (group * 8 + j >= num_blocks) return;
-    add_block_32<Format>(row + offset, row_8 + offset, tile_group(x, group), j, p);
+    add_block_32<Format>(row + offset, row_8 + offset, tile_block(x, group, j), j, p);
   }
 }
 

@@ -1,15 +1,17 @@
-// Quantised activations (docs/arithmetic.md): groups of 256 inputs become int8 codes, one scale, and the sums
-// of each 16 codes.
+// Quantised activations (docs/arithmetic.md): groups of 256 inputs become int8 codes, one scale or, for weights
+// in blocks of 32, one for each 32 of them, and the sums of each 16 codes.
 //
-// A row of K inputs takes `padded` = K rounded up to 256 codes, padded / 256 scales and padded / 16 sums; the
-// inputs behind K count as zeros, so their codes and sums are 0. K is a multiple of 8.
+// A row of K inputs takes `padded` = K rounded up to 256 codes, padded / scale_elements scales and padded / 16
+// sums; the inputs behind K count as zeros, so their codes and sums are 0. K is a multiple of 8.
 #pragma once
 
 #include "cuda/common.cuh"
 
 namespace coldstream {
 
-constexpr int group_elements = 256;  // inputs that share one scale
+constexpr int group_elements = 256;  // inputs that a warp takes, and that share one scale or eight
+constexpr int block_elements = 32;
+constexpr int scales_in_group = group_elements / block_elements;
 constexpr int sum_elements = 16;     // inputs that share one sum
 
 // What one maximum says about its group: the scale, and the factor that turns inputs into codes.
@@ -36,16 +38,24 @@ __device__ __forceinline__ int quantize_value(float x, float factor) { return __
 // A lane's share of a group: inputs 8 · lane … 8 · lane + 7.
 struct GroupShare {
   uint2 codes;  // eight int8
-  float scale;  // of the group, in every lane
+  float scale;  // of the group or of the lane's block, in every lane of it
   int sum;      // of the 16 codes that this lane and its neighbour (lane ^ 1) hold
 };
 
-// One group by a whole warp; x holds the lane's eight inputs.
+// One group by a whole warp; x holds the lane's eight inputs, of which `scale_elements` share a scale.
+template <int scale_elements = group_elements>
 __device__ __forceinline__ GroupShare quantize_group(const float (&x)[8]) {
   uint32_t max_bits = 0;
 #pragma unroll
   for (int i = 0; i < 8; i++) max_bits = max(max_bits, magnitude_bits(x[i]));
-  const GroupScale found = group_scale(__reduce_max_sync(all_lanes, max_bits));
+  if constexpr (scale_elements == group_elements) {
+    max_bits = __reduce_max_sync(all_lanes, max_bits);
+  } else {
+#pragma unroll
+    for (int step = 1; step < scale_elements / 8; step *= 2)
+      max_bits = max(max_bits, __shfl_xor_sync(all_lanes, max_bits, step));
+  }
+  const GroupScale found = group_scale(max_bits);
   uint32_t words[2] = {0, 0};
   int sum = 0;
 #pragma unroll
@@ -78,24 +88,28 @@ struct QuantRow {
 };
 
 // Row `row` of activations with `padded` codes a row.
+template <int scale_elements = group_elements>
 __device__ __forceinline__ QuantRow quant_row(int8_t* q, float* scales, int16_t* sums, int64_t row,
                                               int padded) {
-  return {q + row * padded, scales + row * (padded / group_elements), sums + row * (padded / sum_elements)};
+  return {q + row * padded, scales + row * (padded / scale_elements), sums + row * (padded / sum_elements)};
 }
 
 // Writes group `group` of a row by a whole warp.
+template <int scale_elements = group_elements>
 __device__ __forceinline__ void store_group(const GroupShare& share, QuantRow row, int group) {
   const int lane = threadIdx.x % warp_size;
   reinterpret_cast<uint2*>(row.q)[group * (group_elements / 8) + lane] = share.codes;
   if (lane % 2 == 0) row.sums[group * (group_elements / sum_elements) + lane / 2] = int16_t(share.sum);
-  if (lane == 0) row.scales[group] = share.scale;
+  constexpr int scale_lanes = scale_elements / 8;
+  if (lane % scale_lanes == 0) row.scales[(group * warp_size + lane) / scale_lanes] = share.scale;
 }
 
 // Quantises group `group` of the `cols` inputs x (16-byte aligned) by a whole warp.
+template <int scale_elements = group_elements>
 __device__ __forceinline__ void quantize_group_of(const float* x, int cols, int group, QuantRow row) {
   float values[8];
   load_share(x + group * group_elements, cols - group * group_elements, values);
-  store_group(quantize_group(values), row, group);
+  store_group<scale_elements>(quantize_group<scale_elements>(values), row, group);
 }
 
 // Quantises the `cols` inputs x (16-byte aligned), a group by each warp of the block in turn. A barrier

@@ -101,10 +101,4 @@ __device__ __forceinline__ void wait_barrier(uint32_t barrier, int phase) {
   } while (!is_over);
 }
 
-// Of the first `count` threads of the block.
-template <int count>
-__device__ __forceinline__ void meet() {
-  asm volatile("bar.sync 1, %0;" ::"n"(count) : "memory");
-}
-
 }  // namespace coldstream

@@ -23,6 +23,7 @@ struct MatrixShape {
 // other kernels, which take turns in the caches of instructions (docs/log.md).
 using Types = uint32_t;
 constexpr Types float_types = 1u << f32 | 1u << f16 | 1u << bf16;
+constexpr Types block_types = 1u << q8_0 | 1u << q4_0 | 1u << q5_0;  // of blocks of 32
 
 // Whether `type`, one of `types`, is `which`.
 template <Types types, int which>
@@ -34,6 +35,13 @@ template <Types types>
 __device__ __forceinline__ bool is_float(int type) {
   if ((types & float_types) == 0 || (types & ~float_types) == 0) return (types & float_types) != 0;
   return type == f32 || type == f16 || type == bf16;
+}
+
+// Whether a type of `types` is one of blocks of 32, which an activation scale per 32 inputs belongs to.
+template <Types types>
+__device__ __forceinline__ bool is_block_type(int type) {
+  if ((types & block_types) == 0 || (types & ~block_types) == 0) return (types & block_types) != 0;
+  return type == q8_0 || type == q4_0 || type == q5_0;
 }
 
 // A pass of a unit in shared memory.

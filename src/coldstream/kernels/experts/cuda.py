@@ -10,7 +10,7 @@ import torch
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.few_shapes import (
     FEW_TYPES,
-    GROUP_BYTES,
+    GROUP_TYPES,
     MAX_ROWS,
     SLACK_BYTES,
     MatrixShape,
@@ -18,11 +18,13 @@ from coldstream.kernels.cuda.few_shapes import (
     matrix_shape,
     natural_spread,
     plan_ring,
+    row_group_bytes,
 )
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.linear.reference import INTEGER_TYPES
+from coldstream.kernels.linear.cuda import has_aligned_rows
+from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
 
 WARPS = 4
@@ -100,11 +102,12 @@ def experts_few_cuda(
 ) -> None:
     """down(silu(gate x) · up x) of each chosen expert, kept apart, and of the shared expert. T ≤ 8.
 
-    topk_ids int32 [T, K], contiguous, each an expert of the tables; activations are the rows [T, E] quantised
-    (`quantize/cuda.py`) and are needed for gates and ups of integer types, the float32 x [T, E] for the
-    others. Writes the workspace `hidden` [T, K, F] and [T, Fs], and the results `outs` [T, K, E] and [T, E].
-    Rows of pairs whose expert is not there are left as they are. ValueError for types that must be
-    dequantised first and for shapes that do not fit.
+    topk_ids int32 [T, K], contiguous, each an expert of the tables. Gates and ups of Q4_K, Q5_K and Q6_K need
+    `activations`, the rows [T, E] quantised with a scale for each 256 (`quantize/cuda.py`), all others the
+    float32 x [T, E], for blocks of 32 with rows that start on 16 bytes. Writes the workspace `hidden`
+    [T, K, F] and [T, Fs], and the results `outs` [T, K, E] and [T, E]. Rows of pairs whose expert is not
+    there are left as they are. ValueError for types that must be dequantised first and for shapes that do
+    not fit.
     """
     _check(weights, topk_ids, hidden, outs, activations, x)
     launch_gate_up(weights, topk_ids, hidden, activations, x)
@@ -135,7 +138,8 @@ def launch_gate_up(
         0 if x is None else x.stride(0),
         groups,
     ]
-    _launch(GATE_UP, WARPS // 2, shapes, groups, topk_ids, pairs, args)
+    row_bytes = groups * row_group_bytes((shape.type for shape in shapes), at_once=True)
+    _launch(GATE_UP, WARPS // 2, shapes, row_bytes, topk_ids, pairs, args)
 
 
 def launch_down(weights: ExpertWeights, topk_ids: torch.Tensor, hidden: PairRows, outs: PairRows) -> None:
@@ -144,24 +148,24 @@ def launch_down(weights: ExpertWeights, topk_ids: torch.Tensor, hidden: PairRows
     groups = -(-max(shape.num_cols for shape in down.down.shape) // GROUP_SIZE)
     ranks, pairs = topk_ids.shape[1], weights.pairs_per_token(topk_ids)
     args: list[Argument] = [down, hidden.as_c(), outs.as_c(), topk_ids, ranks, pairs]
-    _launch(DOWN, WARPS, list(down.down.shape), groups, topk_ids, pairs, args)
+    row_bytes = groups * row_group_bytes((shape.type for shape in down.down.shape), at_once=False)
+    _launch(DOWN, WARPS, list(down.down.shape), row_bytes, topk_ids, pairs, args)
 
 
 def _launch(
     name: str,
     teams: int,
     shapes: Sequence[MatrixShape],
-    groups: int,
+    row_bytes: int,
     topk_ids: torch.Tensor,
     pairs_per_token: int,
     args: Sequence[Argument],
 ) -> None:
     limits = device_limits()
     stage_bytes = max(shape.stage_bytes for shape in shapes)
-    other_bytes = groups * GROUP_BYTES + SLACK_BYTES
-    plan = plan_ring(limits, WARPS * stage_bytes, other_bytes, BLOCKS_PER_PROCESSOR)
+    plan = plan_ring(limits, WARPS * stage_bytes, row_bytes + SLACK_BYTES, BLOCKS_PER_PROCESSOR)
     if plan is None:
-        raise ValueError(f"a row of {groups * GROUP_SIZE} activations does not fit a block's shared memory")
+        raise ValueError(f"activations of {row_bytes} bytes a row do not fit a block's shared memory")
     num_pairs = topk_ids.shape[0] * pairs_per_token
     # One unit per team of warps while the blocks fit the device together, then more.
     most = -(-max(shape.num_units for shape in shapes) // teams)
@@ -219,5 +223,8 @@ def _check(
     for gate_type, up_type in first:
         if (gate_type in INTEGER_TYPES) != (up_type in INTEGER_TYPES):
             raise ValueError(f"a gate of {gate_type.name} with an up of {up_type.name} is not one product")
-        if (activations if gate_type in INTEGER_TYPES else x) is None:
-            raise ValueError(f"{gate_type.name} experts need activations of the other kind")
+        for quant_type in (gate_type, up_type):
+            if (activations if quant_type in GROUP_TYPES else x) is None:
+                raise ValueError(f"{quant_type.name} experts need activations of the other kind")
+            if x is not None and quant_type in BLOCK_TYPES and not has_aligned_rows(x):
+                raise ValueError(f"{quant_type.name} experts need rows of activations on 16 bytes")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import QuantActivations
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES
 from coldstream.kernels.cuda.many_tiles import Tiling
@@ -42,13 +43,13 @@ def all_experts_few(
 
 
 def gate_up_many(
-    x: Activations,
+    x: Sequence[QuantActivations],
     ids: torch.Tensor,
     stacks: Stacks,
     groups: experts_many.Groups,
     outs: Sequence[torch.Tensor],
 ) -> None:
-    """Gate and up of the routed experts of any number of tokens, of integer types.
+    """Gate and up of the routed experts of any number of tokens, of integer types; x as each reads it.
 
     Writes `groups` for ids [T, K], and float32 [T · K, F] by place: of one type the activated product, of two
     types the products of gate and of up.
@@ -58,7 +59,7 @@ def gate_up_many(
 
 
 def gate_up_grouped(
-    x: Activations,
+    x: Sequence[QuantActivations],
     ids: torch.Tensor,
     stacks: Stacks,
     groups: experts_many.Groups,
@@ -72,16 +73,16 @@ def gate_up_grouped(
     tile_tokens = min(first.tokens, second.tokens, last.tokens)
     experts_many.plan_tiles(ids.numel(), tables, groups, tile_tokens)
     if len(outs) == 1:
-        experts_many.experts_gate_up_many(x.quantised, tables, first, ffn_size, hidden_size, groups, outs[0])
+        experts_many.experts_gate_up_many(x[0], tables, first, ffn_size, hidden_size, groups, outs[0])
         return
-    for stack, tiling, out in zip((gate, up), (first, second), outs, strict=True):
+    for rows, stack, tiling, out in zip(x, (gate, up), (first, second), outs, strict=True):
         experts_many.experts_product_many(
-            x.quantised, stack.addresses, tiling, ffn_size, hidden_size, groups, out, by_token=True
+            rows, stack.addresses, tiling, ffn_size, hidden_size, groups, out, by_token=True
         )
 
 
 def down_many(
-    hidden: Activations,
+    hidden: QuantActivations,
     ids: torch.Tensor,
     stacks: Stacks,
     groups: experts_many.Groups,
@@ -90,7 +91,7 @@ def down_many(
     """The rest, of the tiles of `groups`: hidden [T · K, F] by place → float32 `routed` [T, K, E]."""
     tiling, down = _tilings(ids, stacks)[-1], stacks[-1]
     experts_many.experts_product_many(
-        hidden.quantised, down.addresses, tiling, down.rows, down.cols, groups, routed, by_token=False
+        hidden, down.addresses, tiling, down.rows, down.cols, groups, routed, by_token=False
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
 from coldstream.kernels.cuda.many_tiles import (
     BLOCK_SIZE,
     IN_PLACE,
@@ -226,10 +226,10 @@ def _job(
 ) -> ExpertsJob:
     if out.dtype != torch.float32 or out.shape[-1] != num_rows or not out.is_contiguous():
         raise ValueError(f"the output must be contiguous float32 [..., {num_rows}], not {tuple(out.shape)}")
-    if x.scales.shape[-1] != -(-num_values // GROUP_SIZE):
-        raise ValueError(f"activations of {x.scales.shape[-1]} groups do not fit {num_values} values")
+    if x.q.shape[-1] != padded_cols(num_values):
+        raise ValueError(f"activations of {x.q.shape[-1]} codes do not fit {num_values} values")
     return ExpertsJob(
-        Activations.of(x),
+        Activations.of(x, tiling.quant_type),
         addresses.data_ptr(),
         None if up_addresses is None else up_addresses.data_ptr(),
         groups.tiles.data_ptr(),

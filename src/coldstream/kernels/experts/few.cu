@@ -3,6 +3,8 @@
 // the pairs of an expert with the address 0 are left out.
 #include "cuda/products_few.cuh"
 
+extern __shared__ float4 dynamic_shared[];
+
 namespace coldstream {
 
 constexpr int expert_warps = 4;
@@ -16,6 +18,9 @@ constexpr int expert_blocks(Types types) {
   for (; types != 0; types &= types - 1) num_types++;
   return num_types > 3 ? 4 : 6;
 }
+
+// Shared memory for each group of a row that weights in blocks of 32 read.
+constexpr int block_row_bytes_of(Types types) { return types & block_types ? block_row_bytes : 0; }
 
 // A matrix of every routed expert and of the shared one: shapes in that order.
 struct ExpertMatrix {
@@ -77,9 +82,7 @@ __device__ __forceinline__ uint8_t* behind_rings(uint8_t* memory, int stage_byte
 }
 
 // Waits for the other warp of a pair of warps: barrier 0 is the block's.
-__device__ __forceinline__ void sync_pair(int pair) {
-  asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
-}
+__device__ __forceinline__ void sync_pair(int pair) { meet_at<2 * warp_size>(pair + 1); }
 
 // h = silu(gate x) · (up x). Of two neighbouring warps one has the rows of a unit of gate, the other those of
 // up.
@@ -89,7 +92,7 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
                    const int* ids, int num_ranks, int pairs_per_token, const int8_t* q, const float* scales,
                    const int16_t* sums, const float* x, int x_stride, int groups, int stage_bytes,
                    int stages) {
-  extern __shared__ __align__(16) uint8_t memory[];
+  uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
   __shared__ float gates[expert_warps / 2][2][expert_max_unit_rows];
   const Pair pair = this_pair(num_ranks, pairs_per_token);
   const int warp = threadIdx.x / warp_size, team = warp / 2;
@@ -107,14 +110,24 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   // Not earlier: `expert_down` relies on the ids as soon as it runs.
   release_next_grid();
 
-  const Inputs inputs = {shared_row(behind_rings(memory, stage_bytes, stages), groups),
-                         x + int64_t(pair.token) * x_stride, 0, 1};
+  // Gate and up may want both forms of the row.
+  uint8_t* const behind = behind_rings(memory, stage_bytes, stages);
+  Inputs inputs = {shared_row(behind + block_row_bytes_of(types) * groups, groups),
+                   x + int64_t(pair.token) * x_stride, 0, 1};
   if (is_here && is_float<types>(shape.type)) {
     warm_values(inputs.values, 0, 1, shape.num_cols);
   } else if (is_here) {
     const int64_t token = pair.token;
-    copy_row(inputs.quantized, q + token * groups * group_elements, scales + token * groups,
-             sums + token * groups * (group_elements / sum_elements));
+    const bool is_block = is_block_type<types>(shape.type);
+    const bool is_other_block = is_block_type<types>(matrices.matrix[!is_up].shape[pair.is_shared].type);
+    if (!is_block || !is_other_block)
+      copy_row(inputs.quantized, q + token * groups * group_elements, scales + token * groups,
+               sums + token * groups * (group_elements / sum_elements));
+    if (is_block || is_other_block) {
+      const SharedRow row = shared_block_row(behind, groups);
+      quantize_into<block_elements>(row, inputs.values, shape.num_cols);
+      if (is_block) inputs.quantized = row;
+    }
   }
   __syncthreads();
   float* out = row_of(h, pair, num_ranks, shape.num_rows);
@@ -135,7 +148,7 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
     expert_down(const __grid_constant__ Down matrices, const __grid_constant__ PairRows h,
                 const __grid_constant__ PairRows out, const int* ids, int num_ranks, int pairs_per_token,
                 int stage_bytes, int stages) {
-  extern __shared__ __align__(16) uint8_t memory[];
+  uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
   release_next_grid();
   const Pair pair = this_pair(num_ranks, pairs_per_token);
   const uint8_t* down = data_of(matrices.down, pair, ids, num_ranks);
@@ -147,8 +160,15 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   wait_for_previous_grid();
   const int cols = shape.num_cols, groups = (cols + group_elements - 1) / group_elements;
   const float* values = row_of(h, pair, num_ranks, cols);
-  const Inputs inputs = {shared_row(behind_rings(memory, stage_bytes, stages), groups), values, 0, 1};
-  if (work.num_units > 0 && !is_float<types>(shape.type)) quantize_into(inputs.quantized, values, cols);
+  Inputs inputs = {shared_row(behind_rings(memory, stage_bytes, stages), groups), values, 0, 1};
+  if (work.num_units > 0 && !is_float<types>(shape.type)) {
+    if (is_block_type<types>(shape.type)) {
+      inputs.quantized = shared_block_row(behind_rings(memory, stage_bytes, stages), groups);
+      quantize_into<block_elements>(inputs.quantized, values, cols);
+    } else {
+      quantize_into<group_elements>(inputs.quantized, values, cols);
+    }
+  }
   __syncthreads();
   float* y_row = row_of(out, pair, num_ranks, shape.num_rows);
   multiply<types, 1>(work, ring, ahead, inputs, [&](int row, const float(&y)[1]) {

@@ -11,7 +11,7 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.few_shapes import (
     FEW_TYPES,
-    GROUP_BYTES,
+    GROUP_TYPES,
     MAX_ROWS,
     PASS_COLS,
     SLACK_BYTES,
@@ -20,11 +20,12 @@ from coldstream.kernels.cuda.few_shapes import (
     instance_for,
     matrix_shape,
     plan_ring,
+    row_group_bytes,
     tile_shape,
 )
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
 from coldstream.kernels.cuda.program import CudaProgram
-from coldstream.kernels.linear.reference import INTEGER_TYPES
+from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
 
 MAX_MATRICES = 8
@@ -81,15 +82,17 @@ def linear_few_cuda(
 ) -> None:
     """Write x [T, K] times each of `weights` [N, K] into the `outs` float32 [T, N], T ≤ 8, in one launch.
 
-    Weights of integer types need the quantised `activations` (laid out as `quantize/cuda.py` has it), F32,
-    F16 and BF16 ones the float32 `x`. A weight's bytes are adjacent; those of Q4_K and Q5_K start on 16
-    bytes, of F32 on 4, others on 2. Rows of x and outs may have any stride. ValueError for other types
+    Weights of Q4_K, Q5_K and Q6_K need the quantised `activations` (laid out as `quantize/cuda.py` has it,
+    with a scale for each 256 inputs), all others the float32 `x`, which blocks of 32 quantise themselves. A
+    weight's bytes are adjacent; those of Q4_K and Q5_K start on 16 bytes, of F32 on 4, others on 2. Rows of x
+    and outs may have any stride, but for blocks of 32 rows of x start on 16 bytes. ValueError for other types
     (dequantise them first) and shapes that do not fit.
     """
     num_rows, cols = outs[0].shape[0], weights[0].shape[1]
     _check(weights, outs, activations, x, num_rows)
     limits = device_limits()
-    groups = 0 if activations is None else -(-cols // GROUP_SIZE)
+    has_codes = any(weight.quant_type in INTEGER_TYPES for weight in weights)
+    groups = -(-cols // GROUP_SIZE) if has_codes else 0
     step, layout = _layout(limits, weights, num_rows, groups)
     max_blocks = limits.num_processors * layout.plan.blocks_per_processor
     for first in range(0, num_rows, step):
@@ -140,11 +143,12 @@ def _layout_of(
     is_small = units <= limits.num_processors * (WARPS if num_rows == 1 else 1)
     most = BLOCKS_PER_PROCESSOR if num_rows == 1 else TILE_BLOCKS_PER_PROCESSOR
     max_blocks = 1 if is_small else most
+    row_bytes = groups * row_group_bytes(types, at_once=False)
     if num_rows == 1:
         stage_bytes = max(stage_bytes, value_bytes)
-        plan = plan_ring(limits, WARPS * stage_bytes, groups * GROUP_BYTES + SLACK_BYTES, max_blocks)
+        plan = plan_ring(limits, WARPS * stage_bytes, row_bytes + SLACK_BYTES, max_blocks)
     else:
-        others = num_rows * (groups * GROUP_BYTES + ROW_BYTES) + PARTIAL_BYTES + SLACK_BYTES
+        others = num_rows * (row_bytes + ROW_BYTES) + PARTIAL_BYTES + SLACK_BYTES
         plan = plan_ring(limits, max(stage_bytes, WARPS * value_bytes), others, max_blocks)
     return None if plan is None else _Layout(shapes, num_rows > 1, stage_bytes, value_bytes, plan)
 
@@ -221,10 +225,17 @@ def _check(
     for weight, out in zip(weights, outs, strict=True):
         if weight.shape[1] != cols or tuple(out.shape) != (num_rows, weight.shape[0]):
             raise ValueError(f"a weight {weight.shape} does not give an output {tuple(out.shape)}")
-        if (activations if weight.quant_type in INTEGER_TYPES else x) is None:
+        if (activations if weight.quant_type in GROUP_TYPES else x) is None:
             raise ValueError(f"{weight.quant_type.name} weights need activations of the other kind")
+        if x is not None and weight.quant_type in BLOCK_TYPES and not has_aligned_rows(x):
+            raise ValueError(f"{weight.quant_type.name} weights need rows of activations on 16 bytes")
         if not weight.blocks.is_contiguous() or weight.blocks.data_ptr() % alignment(weight.quant_type):
             raise ValueError(f"{weight.quant_type.name} weights need adjacent bytes at an aligned address")
+
+
+def has_aligned_rows(x: torch.Tensor) -> bool:
+    """Whether every row of float32 x starts on 16 bytes."""
+    return x.data_ptr() % 16 == 0 and (len(x) == 1 or x.stride(0) % 4 == 0)
 
 
 def alignment(quant_type: QuantType) -> int:

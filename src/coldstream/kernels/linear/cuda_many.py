@@ -58,9 +58,10 @@ PROGRAM = CudaProgram(
 def linear_many(x: QuantActivations, weight: QuantTensor, out: torch.Tensor) -> None:
     """Write x [T, K] times weight [N, K] to `out`, every bit as docs/arithmetic.md has it.
 
-    x is padded to whole groups of 256; `weight` is of Q4_0, Q5_0, Q8_0, Q4_K, Q5_K or Q6_K with adjacent
-    rows; out is float32 [T, N] with unit stride along the last dimension.
-    Any T; efficient from 9 rows on. One launch. Raises ValueError if shapes disagree, KeyError for a type.
+    x is padded to whole groups of 256 and has the scales that the type reads (`activation_scale_size`);
+    `weight` is of Q4_0, Q5_0, Q8_0, Q4_K, Q5_K or Q6_K with adjacent rows; out is float32 [T, N] with
+    unit stride along the last dimension. Any T; efficient from 9 rows on. One launch. Raises ValueError if
+    shapes disagree, KeyError for a type.
     """
     launch_linear(PROGRAM, fitting(TILINGS[weight.quant_type]), x, weight, out)
 
@@ -74,7 +75,7 @@ def launch_linear(
 ) -> None:
     """As `linear_many`, with tiles of one's choice."""
     num_rows, num_values = weight.shape
-    num_tokens, num_groups = x.scales.shape
+    num_tokens, num_groups = len(x.q), x.q.shape[1] // GROUP_SIZE
     if num_groups != -(-num_values // GROUP_SIZE) or tuple(out.shape) != (num_tokens, num_rows):
         raise ValueError(
             f"activations of {num_groups} groups and an output {tuple(out.shape)} do not fit {weight.shape}"
@@ -84,7 +85,7 @@ def launch_linear(
     if not weight.blocks.is_contiguous():
         raise ValueError("the rows of the weight must be adjacent")
     job = LinearJob(
-        Activations.of(x),
+        Activations.of(x, weight.quant_type),
         weight.blocks.data_ptr(),
         out.data_ptr(),
         num_tokens,

@@ -1,6 +1,8 @@
 // y = x · Wᵀ for up to eight rows of x and several matrices in one launch: every weight is read once.
 #include "cuda/products_tiles.cuh"
 
+extern __shared__ float4 dynamic_shared[];
+
 namespace coldstream {
 
 constexpr int linear_warps = 8;
@@ -26,7 +28,7 @@ struct LinearMatrices {
   int count;
 };
 
-// The rows of x, quantised and as they are; either may be missing.
+// The rows of x, quantised for types with super-blocks and as they are, for all others; either may be missing.
 struct LinearInputs {
   const int8_t* q;
   const float* scales;
@@ -66,10 +68,15 @@ __device__ __forceinline__ void multiply_by_warps(const LinearMatrix& matrix, co
   const Ring ring = {memory + threadIdx.x / warp_size * stages * stage_bytes, stage_bytes, stages};
   const Cursor ahead = fill_ring(work, ring);
   wait_for_previous_grid();
-  const SharedRow row_x = shared_row(memory + linear_warps * stages * stage_bytes, x.groups);
+  uint8_t* behind = memory + linear_warps * stages * stage_bytes;
+  const int type = matrix.shape.type, cols = matrix.shape.num_cols;
+  const bool is_block = is_block_type<types>(type);
+  const SharedRow row_x = is_block ? shared_block_row(behind, x.groups) : shared_row(behind, x.groups);
   const Inputs inputs = {row_x, x.values, x.stride, x.num_rows};
-  if (is_float<types>(matrix.shape.type)) {
-    warm_values(x.values, x.stride, x.num_rows, matrix.shape.num_cols);
+  if (is_float<types>(type)) {
+    warm_values(x.values, x.stride, x.num_rows, cols);
+  } else if (is_block) {
+    quantize_into<block_elements>(inputs.quantized, x.values, cols);
   } else {
     copy_row(inputs.quantized, x.q, x.scales, x.sums);
   }
@@ -86,7 +93,7 @@ template <Types types>
 __global__ void __launch_bounds__(linear_threads, 3)
     linear_one(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs x,
                int stage_bytes, int stages) {
-  extern __shared__ __align__(16) uint8_t memory[];
+  uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
   release_next_grid();
   multiply_by_warps<types, 1>(matrices.at[this_matrix(matrices)], x, memory, stage_bytes, stages);
 }
@@ -96,7 +103,7 @@ template <Types types>
 __global__ void __launch_bounds__(linear_threads, 3)
     linear_few(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs x,
                int stage_bytes, int value_stage_bytes, int stages) {
-  extern __shared__ __align__(16) uint8_t memory[];
+  uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
   release_next_grid();
   const LinearMatrix& matrix = matrices.at[this_matrix(matrices)];
   if (is_float<types>(matrix.shape.type)) {
@@ -108,8 +115,13 @@ __global__ void __launch_bounds__(linear_threads, 3)
   wait_for_previous_grid();
   float* partial = reinterpret_cast<float*>(memory + stages * stage_bytes);
   uint8_t* behind = reinterpret_cast<uint8_t*>(partial + 4 * linear_threads);
-  const TileRows rows = tile_rows(behind, x.num_rows, x.groups);
-  copy_tile_rows(rows, x.q, x.scales, x.sums);
+  TileRows rows = tile_rows(behind, x.num_rows, x.groups);
+  if (is_block_type<types>(matrix.shape.type)) {
+    rows = tile_block_rows(behind, x.num_rows, x.groups);
+    quantize_tile_rows(rows, x.values, x.stride, matrix.shape.num_cols);
+  } else {
+    copy_tile_rows(rows, x.q, x.scales, x.sums);
+  }
   multiply_tiles_few<types>(work, ring, ahead, rows, partial, [&](int row, int t, float y) {
     if (row < matrix.shape.num_rows && t < x.num_rows) matrix.store(t, row, y);
   });

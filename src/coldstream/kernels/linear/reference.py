@@ -4,6 +4,7 @@ import torch
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import (
+    BLOCK_SIZE,
     GROUP_SIZE,
     SUM_SIZE,
     QuantActivations,
@@ -19,6 +20,7 @@ from coldstream.kernels.quant_tensor import QuantTensor
 INTEGER_TYPES = frozenset(
     {QuantType.Q4_0, QuantType.Q5_0, QuantType.Q8_0, QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K}
 )
+BLOCK_TYPES = frozenset(kind for kind in INTEGER_TYPES if kind.block_elements == BLOCK_SIZE)
 NUM_BLOCK_LANES = 8
 
 
@@ -30,12 +32,18 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def linear_exact(x: torch.Tensor, weight: QuantTensor) -> torch.Tensor:
     """float32 x [T, K] times a weight [N, K] of any type, every bit as docs/arithmetic.md has it: [T, N]."""
     if weight.quant_type in INTEGER_TYPES:
-        return integer_product(quantize_activations(x), unpack(weight))
+        scale_size = activation_scale_size(weight.quant_type)
+        return integer_product(quantize_activations(x, scale_size), unpack(weight))
     return dot_lanes(x, dequantize(weight))
 
 
+def activation_scale_size(quant_type: QuantType) -> int:
+    """How many inputs share an activation scale before weights of an integer type."""
+    return BLOCK_SIZE if quant_type in BLOCK_TYPES else GROUP_SIZE
+
+
 def integer_product(x: QuantActivations, weight: IntegerBlocks) -> torch.Tensor:
-    """Quantised activations of T rows times unpacked blocks [N, B, n]: float32 [T, N]."""
+    """Activations with a scale for each n inputs, T rows, times unpacked blocks [N, B, n]: float32 [T, N]."""
     num_rows, num_blocks, block_size = weight.codes.shape
     num_sub_blocks = weight.scales.shape[-1]
     scaled_codes = grouped(weight.codes, num_sub_blocks, -1) * weight.scales.unsqueeze(-1)
@@ -45,10 +53,9 @@ def integer_product(x: QuantActivations, weight: IntegerBlocks) -> torch.Tensor:
     ).float()
     sums_per_sub_block = block_size // num_sub_blocks // SUM_SIZE
     sums = grouped(x.sums.double(), num_blocks, num_sub_blocks, sums_per_sub_block).sum(dim=-1)  # [T, B, S]
-    scales = x.scales.repeat_interleave(GROUP_SIZE // block_size, dim=-1)  # [T, at least B]
     lanes = [torch.zeros(x.q.shape[0], num_rows) for _ in range(NUM_BLOCK_LANES)]
     for block in range(num_blocks):
-        lane, scale = block % NUM_BLOCK_LANES, scales[:, block : block + 1]
+        lane, scale = block % NUM_BLOCK_LANES, x.scales[:, block : block + 1]
         lanes[lane] = fma(weight.d[:, block] * scale, products[block], lanes[lane])
         if weight.dmin is not None and weight.mins is not None:
             offsets = (sums[:, block] @ weight.mins[:, block].double().T).float()

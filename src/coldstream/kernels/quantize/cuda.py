@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from coldstream.kernels.arithmetic.reference import (
+    BLOCK_SIZE,
     GROUP_SIZE,
     SUM_SIZE,
     QuantActivations,
@@ -16,32 +17,52 @@ from coldstream.kernels.cuda.program import CudaProgram
 
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]  # contiguous, contents undefined
 
-PROGRAM = CudaProgram(Path(__file__).with_name("quantize.cu"), ("coldstream::quantize",))
+INSTANCES = {size: f"coldstream::quantize<{size}>" for size in (GROUP_SIZE, BLOCK_SIZE)}
+PROGRAM = CudaProgram(Path(__file__).with_name("quantize.cu"), tuple(INSTANCES.values()))
 WARPS_PER_BLOCK = 4
 COLS_MULTIPLE = 32  # every integer type has blocks of 32 or 256
 
 
-def activations_from(empty: Empty, num_rows: int, cols: int) -> QuantActivations:
-    """Unwritten rows from `empty`: q int8 [T, Kp], scales float32 [T, Kp / 256], sums int16 [T, Kp / 16]."""
+def activations_from(
+    empty: Empty, num_rows: int, cols: int, scale_size: int = GROUP_SIZE
+) -> QuantActivations:
+    """Unwritten rows from `empty`: q int8 [T, Kp], scales float32 [T, Kp / S], sums int16 [T, Kp / 16].
+
+    S, `scale_size`, is GROUP_SIZE, or BLOCK_SIZE for weights in blocks of 32.
+    """
     padded = padded_cols(cols)
     return QuantActivations(
         empty((num_rows, padded), torch.int8),
-        empty((num_rows, padded // GROUP_SIZE), torch.float32),
+        empty((num_rows, padded // scale_size), torch.float32),
         empty((num_rows, padded // SUM_SIZE), torch.int16),
     )
 
 
-def empty_activations(num_rows: int, cols: int, device: torch.device) -> QuantActivations:
+def empty_activations(
+    num_rows: int, cols: int, device: torch.device, scale_size: int = GROUP_SIZE
+) -> QuantActivations:
     """`activations_from` PyTorch's own memory on `device`."""
     return activations_from(
-        lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device), num_rows, cols
+        lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device), num_rows, cols, scale_size
+    )
+
+
+def scale_size_of(x: QuantActivations) -> int:
+    """How many inputs share a scale in rows of whole groups. ValueError if that is neither 256 nor 32."""
+    rows, padded = x.q.shape
+    for size in INSTANCES:
+        if tuple(x.scales.shape) == (rows, padded // size):
+            return size
+    raise ValueError(
+        f"scales {tuple(x.scales.shape)} are not one for each 256 or 32 of {(rows, padded)} codes"
     )
 
 
 def quantize_cuda(x: torch.Tensor, out: QuantActivations) -> None:
     """Quantise the rows of float32 x [T, K] into `out` (see `empty_activations`), the padding as zeros.
 
-    K is a multiple of 32; rows of x start on 16 bytes. ValueError otherwise.
+    The scales of `out` say how many inputs share one. K is a multiple of 32; rows of x start on 16 bytes.
+    ValueError otherwise.
     """
     rows, cols = x.shape
     if cols % COLS_MULTIPLE or x.stride(1) != 1 or (x.stride(0) * 4 | x.data_ptr()) % 16:
@@ -50,7 +71,7 @@ def quantize_cuda(x: torch.Tensor, out: QuantActivations) -> None:
     if tuple(out.q.shape) != (rows, padded) or not out.q.is_contiguous():
         raise ValueError(f"the codes of {rows} rows of {cols} values need [{rows}, {padded}] adjacent bytes")
     groups = padded // GROUP_SIZE
-    PROGRAM.kernel("coldstream::quantize").launch(
+    PROGRAM.kernel(INSTANCES[scale_size_of(out)]).launch(
         (rows, -(-groups // WARPS_PER_BLOCK), 1),
         WARPS_PER_BLOCK * 32,
         (x, x.stride(0), cols, padded, out.q, out.scales, out.sums),

@@ -7,8 +7,12 @@ import torch
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations, padded_cols
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.quantize.cuda import INSTANCES, scale_size_of
 
-PROGRAM = CudaProgram(Path(__file__).with_name("swiglu.cu"), ("swiglu_rows<true>", "swiglu_rows<false>"))
+PROGRAM = CudaProgram(
+    Path(__file__).with_name("swiglu.cu"),
+    tuple(f"swiglu_rows<{aligned}, {size}>" for aligned in ("true", "false") for size in INSTANCES),
+)
 MAX_WARPS = 4
 WARP_SIZE = 32
 FEW_ROWS = 64  # up to here every group of a row may have a multiprocessor for itself
@@ -19,8 +23,8 @@ def swiglu_cuda(
 ) -> None:
     """silu(gate) · up, both float32 [T, F] whose rows may be apart, as floats, quantised, or both.
 
-    Writes contiguous float32 `out` [T, F] and `quantized` (see `empty_activations`), where given. ValueError
-    if shapes disagree.
+    Writes contiguous float32 `out` [T, F] and `quantized` (see `empty_activations`; its scales say how many
+    values share one), where given. ValueError if shapes disagree.
     """
     rows, cols = gate.shape
     padded = padded_cols(cols)
@@ -37,7 +41,8 @@ def swiglu_cuda(
     groups = padded // GROUP_SIZE
     warps = 1 if rows <= FEW_ROWS else min(MAX_WARPS, groups)
     codes = (None, None, None) if quantized is None else (quantized.q, quantized.scales, quantized.sums)
-    PROGRAM.kernel(f"swiglu_rows<{str(aligned).lower()}>").launch(
+    scale_size = GROUP_SIZE if quantized is None else scale_size_of(quantized)
+    PROGRAM.kernel(f"swiglu_rows<{str(aligned).lower()}, {scale_size}>").launch(
         (rows, -(-groups // warps), 1),
         warps * WARP_SIZE,
         (gate, gate.stride(0), up, up.stride(0), cols, padded, out, *codes),

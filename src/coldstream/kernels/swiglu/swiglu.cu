@@ -7,8 +7,8 @@ using namespace coldstream;
 
 constexpr int max_threads = 128;
 
-// grid (rows, groups / warps); y or q may be null.
-template <bool aligned>
+// grid (rows, groups / warps); y or q may be null. `scale_elements` values of q share a scale.
+template <bool aligned, int scale_elements>
 __global__ void __launch_bounds__(max_threads)
     swiglu_rows(const float* gate, int gate_stride, const float* up, int up_stride, int cols, int padded,
                 float* y, int8_t* q, float* scales, int16_t* sums) {
@@ -24,5 +24,8 @@ __global__ void __launch_bounds__(max_threads)
                            exact_swiglu(g.high.x, u.high.x), exact_swiglu(g.high.y, u.high.y),
                            exact_swiglu(g.high.z, u.high.z), exact_swiglu(g.high.w, u.high.w)};
   if (y) store_eight<aligned>(y + row * cols, group, cols, result);
-  if (q) store_group(quantize_group(result), quant_row(q, scales, sums, row, padded), group);
+  if (q) {
+    const QuantRow to = quant_row<scale_elements>(q, scales, sums, row, padded);
+    store_group<scale_elements>(quantize_group<scale_elements>(result), to, group);
+  }
 }

@@ -4,6 +4,8 @@
 
 #include "cuda/arithmetic.cuh"
 
+extern thread_local float4 dynamic_shared[];
+
 namespace coldstream {
 
 inline void wait_for_previous_grid() {}
@@ -21,6 +23,7 @@ inline uint32_t load_acquire_system(const uint32_t* from) { return __atomic_load
 inline void store_relaxed_system(uint32_t* to, uint32_t value) { __atomic_store_n(to, value, __ATOMIC_RELAXED); }
 inline void store_release_system(uint32_t* to, uint32_t value) { __atomic_store_n(to, value, __ATOMIC_RELEASE); }
 inline void bring_near(const void* from) { __builtin_prefetch(from); }
+inline void bring_close(const float* from) { __builtin_prefetch(from); }
 inline uint64_t now_ns() { return look_at_clock(); }
 
 inline float half_to_float(uint16_t bits) {
@@ -31,7 +34,34 @@ inline float half_to_float(uint16_t bits) {
   return sign * __uint_as_float(uint32_t(exponent + 112) << 23 | uint32_t(fraction) << 13);
 }
 
-inline void copy_async_16(void* shared, const void* global) { begin_copy(shared, global); }
+// sum + Σ of four products of bytes.
+template <class A, class B>
+int dot_bytes(uint32_t x, uint32_t y, int sum) {
+  for (int i = 0; i < 32; i += 8) sum += A(x >> i) * B(y >> i);
+  return sum;
+}
+inline int dot_unsigned(uint32_t weights, uint32_t x, int sum) { return dot_bytes<uint8_t, int8_t>(weights, x, sum); }
+
+inline int signed_byte(uint32_t word, int i) { return int8_t(word >> 8 * i); }
+
+template <int count>
+void meet_at(int barrier) {
+  meet_some(barrier, count);
+}
+inline uint32_t dynamic_shared_bytes() { return given_shared_bytes(); }
+
+inline uint32_t shared_address(const void* p) {
+  return uint32_t(static_cast<const uint8_t*>(p) - reinterpret_cast<const uint8_t*>(dynamic_shared));
+}
+inline uint8_t* shared_at(uint32_t address) { return reinterpret_cast<uint8_t*>(dynamic_shared) + address; }
+
+inline void copy_async_16(void* shared, const void* global) { begin_copy(shared, global, 16); }
+inline void copy_if_below(int limit, int index, uint32_t to, const void* from) {
+  if (index < limit) begin_copy(shared_at(to), from, 16);
+}
+inline void copy_word_if_below(int limit, int index, uint32_t to, const void* from) {
+  if (index < limit) begin_copy(shared_at(to), from, 4);
+}
 inline void commit_copies() { end_group_of_copies(); }
 template <int pending>
 void wait_for_copies() {

@@ -4,13 +4,7 @@
 
 #include "cuda/common.cuh"
 
-extern thread_local float4 dynamic_shared[];
-
 namespace coldstream {
-
-inline uint32_t shared_address(const void* p) {
-  return uint32_t(static_cast<const uint8_t*>(p) - reinterpret_cast<const uint8_t*>(dynamic_shared));
-}
 
 // What all lanes have given, by lane.
 template <class T>
@@ -62,14 +56,6 @@ struct product_operands {
   uint32_t a[4], b[2];
 };
 
-// Of four bytes.
-template <class A, class B>
-int sum_of_products(uint32_t x, uint32_t y) {
-  int sum = 0;
-  for (int i = 0; i < 32; i += 8) sum += A(x >> i) * B(y >> i);
-  return sum;
-}
-
 // d += a b over 32 bytes, those of a signed.
 template <class B>
 void add_product_of_bytes(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -81,7 +67,7 @@ void add_product_of_bytes(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint
     for (int word = 0; word < 8; word++) {
       const uint32_t x = all[4 * g + word % 4].a[word / 4 * 2 + i / 2];
       const uint32_t y = all[(2 * t + i % 2) * 4 + word % 4].b[word / 4];
-      sum += static_cast<unsigned int>(sum_of_products<int8_t, B>(x, y));
+      sum += static_cast<unsigned int>(dot_bytes<int8_t, B>(x, y, 0));
     }
     d[i] = int(sum);
   }
@@ -91,8 +77,44 @@ inline void add_product(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32
   add_product_of_bytes<int8_t>(d, a, b0, b1);
 }
 
+inline void multiply_bytes(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int c) {
+  d[0] = d[1] = d[2] = d[3] = c;
+  add_product(d, a, b0, b1);
+}
+
+// The other sixteen bytes are zeros.
+inline void multiply_16_bytes(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  multiply_bytes(d, {a0, a1, 0, 0}, b, 0, 0);
+}
+
 inline void add_product_of_unsigned(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   add_product_of_bytes<uint8_t>(d, a, b0, b1);
+}
+
+inline void store_shared_16(uint32_t address, int a, int b, int c, int d) {
+  *reinterpret_cast<int4*>(shared_at(address)) = {a, b, c, d};
+}
+inline void store_shared_4(uint32_t address, int value) { *reinterpret_cast<int*>(shared_at(address)) = value; }
+
+// A barrier in shared memory: how many have yet to arrive in this phase, of how many, and the phase.
+struct shared_barrier {
+  int missing;
+  short count, phase;
+};
+inline shared_barrier& barrier_at(uint32_t address) { return *reinterpret_cast<shared_barrier*>(shared_at(address)); }
+inline void init_barrier(uint32_t barrier, int count) { barrier_at(barrier) = {count, short(count), 0}; }
+inline void arrive_barrier(uint32_t barrier) {
+  shared_barrier& at = barrier_at(barrier);
+  if (--at.missing == 0) at = {at.count, at.count, short(at.phase ^ 1)};
+  note_change();
+}
+inline void arrive_after_copies(uint32_t barrier) {
+  commit_copies();
+  wait_for_copies<0>();
+  arrive_barrier(barrier);
+}
+inline void wait_barrier(uint32_t barrier, int phase) {
+  while (barrier_at(barrier).phase == phase) wait_for_change();
 }
 
 }  // namespace coldstream

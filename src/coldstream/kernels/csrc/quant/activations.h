@@ -4,40 +4,95 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "quant/blocks.h"
+
 namespace coldstream {
 
-inline constexpr int group_elements = 256;  // inputs that share one activation scale
+inline constexpr int group_elements = 256;  // inputs that products take at a time: those under a super-block
+inline constexpr int block_elements = 32;
+inline constexpr int blocks_per_group = group_elements / block_elements;
 inline constexpr int tile_rows = 16;
 
 constexpr int64_t num_groups(int64_t cols) { return (cols + group_elements - 1) / group_elements; }
+
+// Which inputs share a scale: a group, for types with super-blocks, or a block of 32, for types of such blocks.
+enum class activation_form { by_group, by_block };
+
+// Of an integer type.
+inline activation_form form_of(quant_type type) {
+  const bool is_block = quant_geometry_find(static_cast<int>(type))->block_elements == block_elements;
+  return is_block ? activation_form::by_block : activation_form::by_group;
+}
 
 // One row: the layout for few rows, and what every activation is quantised into first.
 struct activation_row {
   int8_t* q;      // [groups * 256]
   int16_t* sums;  // [groups * 16], over 16 consecutive q
-  float* scales;  // [groups]
+  float* scales;  // [groups * scales_per_group(form)]
+  activation_form form;
 
-  static constexpr size_t bytes(int64_t cols) {
-    const size_t per_group = group_elements + 16 * sizeof(int16_t) + sizeof(float);
+  static constexpr int scales_per_group(activation_form form) {
+    return form == activation_form::by_block ? blocks_per_group : 1;
+  }
+
+  static constexpr size_t bytes(int64_t cols, activation_form form) {
+    const size_t per_group = group_elements + 16 * sizeof(int16_t) + scales_per_group(form) * sizeof(float);
     return (num_groups(cols) * per_group + 63) / 64 * 64;
   }
 
-  // `memory` holds bytes(cols) bytes and is aligned to 64.
-  static activation_row at(std::byte* memory, int64_t cols) {
+  // `memory` holds bytes(cols, form) bytes and is aligned to 64.
+  static activation_row at(std::byte* memory, int64_t cols, activation_form form) {
     const int64_t groups = num_groups(cols);
     auto* q = reinterpret_cast<int8_t*>(memory);
     auto* sums = reinterpret_cast<int16_t*>(q + groups * group_elements);
-    return {q, sums, reinterpret_cast<float*>(sums + groups * 16)};
+    return {q, sums, reinterpret_cast<float*>(sums + groups * 16), form};
   }
+};
+
+// The forms that some weights need of the same inputs: mostly one, none of float weights, seldom both.
+class activation_forms {
+ public:
+  void add(quant_type weight) {
+    if (quant_is_integer(weight)) needed_[static_cast<int>(form_of(weight))] = true;
+  }
+  bool any() const { return needed_[0] || needed_[1]; }
+  int count() const { return needed_[0] + needed_[1]; }
+
+  // Of a row in all these forms.
+  size_t row_bytes(int64_t cols) const { return offset(cols, 0) + offset(cols, 1); }
+
+  // One form of the row in `memory`, row_bytes(cols) bytes aligned to 64.
+  activation_row row(std::byte* memory, int64_t cols, activation_form form) const {
+    return activation_row::at(memory + (form == activation_form::by_block ? offset(cols, 0) : 0), cols, form);
+  }
+
+  // Its number among these forms.
+  int index(activation_form form) const { return form == activation_form::by_block && needed_[0] ? 1 : 0; }
+
+  template <typename F>
+  void for_each(F&& f) const {
+    if (needed_[0]) f(activation_form::by_group);
+    if (needed_[1]) f(activation_form::by_block);
+  }
+
+ private:
+  size_t offset(int64_t cols, int form) const {
+    return needed_[form] ? activation_row::bytes(cols, static_cast<activation_form>(form)) : 0;
+  }
+
+  bool needed_[2] = {false, false};
 };
 
 // One group of 16 rows with the row innermost: the layout for many rows. Lanes of a vector register, and
 // columns of a matrix tile, are rows.
 struct alignas(64) activation_tile {
   int8_t q[64][tile_rows][4];        // four consecutive inputs of each row
-  int16_t sums_16[8][tile_rows][2];  // over 16 inputs, two consecutive sums
+  union {
+    int16_t sums_16[8][tile_rows][2];                 // by group: over 16 inputs, two consecutive sums
+    float block_scales[blocks_per_group][tile_rows];  // by block
+  };
   int16_t sums_32[4][tile_rows][2];  // over 32 inputs, two consecutive sums
-  float scales[tile_rows];
+  float scales[tile_rows];           // by group
 };
 static_assert(sizeof(activation_tile) == 4928);
 

@@ -260,21 +260,25 @@ nb::ndarray<nb::numpy, T> new_array(std::initializer_list<size_t> shape) {
   return nb::ndarray<nb::numpy, T>(data, shape.size(), shape.begin(), owner);
 }
 
-nb::tuple quantize_activations(runtime& rt, input_2d x) {
+nb::tuple quantize_activations(runtime& rt, input_2d x, int scale_size) {
+  if (scale_size != group_elements && scale_size != block_elements)
+    invalid("scale_size must be 256 or 32, not " + std::to_string(scale_size));
+  const auto form = scale_size == group_elements ? activation_form::by_group : activation_form::by_block;
   const int64_t rows = static_cast<int64_t>(x.shape(0)), cols = static_cast<int64_t>(x.shape(1));
   check_rows(x, "x", rows, cols);
   const size_t groups = static_cast<size_t>(num_groups(cols));
   auto q = new_array<int8_t>({x.shape(0), groups * group_elements});
-  auto scales = new_array<float>({x.shape(0), groups});
+  const size_t num_scales = groups * static_cast<size_t>(activation_row::scales_per_group(form));
+  auto scales = new_array<float>({x.shape(0), num_scales});
   auto sums = new_array<int16_t>({x.shape(0), groups * 16});
   scratch memory;
-  memory.reserve(activation_row::bytes(cols));
-  const activation_row row = activation_row::at(memory.data(), cols);
+  memory.reserve(activation_row::bytes(cols, form));
+  const activation_row row = activation_row::at(memory.data(), cols, form);
   for (size_t t = 0; t < x.shape(0); t++) {
     quant_kernels_for(rt.active_tier())
         .quantize_row(x.data() + static_cast<int64_t>(t) * x.stride(0), cols, row);
     std::memcpy(q.data() + t * groups * group_elements, row.q, groups * group_elements);
-    std::memcpy(scales.data() + t * groups, row.scales, groups * sizeof(float));
+    std::memcpy(scales.data() + t * num_scales, row.scales, num_scales * sizeof(float));
     std::memcpy(sums.data() + t * groups * 16, row.sums, groups * 16 * sizeof(int16_t));
   }
   return nb::make_tuple(q, scales, sums);
@@ -322,8 +326,9 @@ void bind_quant(nb::module_& m) {
         "routed_experts of what request_experts was called for last, each expert as soon as it is there. "
         "Raises ModelChangedError if the file cannot be read.");
   m.def("quantize_activations", quantize_activations, "runtime"_a, nb::arg("x").noconvert(),
-        "(int8 [T, 256·G], float32 scales [T, G], int16 sums [T, 16·G]) of x [T, K], padded to whole groups "
-        "of 256.");
+        "scale_size"_a = group_elements,
+        "(int8 [T, 256·G], float32 scales, int16 sums [T, 16·G]) of x [T, K], padded to whole groups of 256, "
+        "with a scale for each `scale_size` inputs: 256 or 32. Raises ValueError for others.");
   m.def("dequantize", dequantize, "runtime"_a, "weight"_a, nb::arg("out").noconvert(),
         "All values of a weight into a contiguous float32 array of as many elements.");
 }

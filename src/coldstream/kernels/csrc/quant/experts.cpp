@@ -19,18 +19,19 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 routed_experts_op::routed_experts_op(const quant_kernels& kernels, routed_experts_args args, int capacity)
     : kernels_(kernels),
       args_(std::move(args)),
-      tiled_(prefers_tiles(kernels, capacity)),
-      quantize_x_(quant_is_integer(args_.gate.type) || quant_is_integer(args_.up.type)),
-      quantize_h_(quant_is_integer(args_.down.type)),
-      layout_(make_layout(args_, capacity, tiled_)) {}
+      tiled_(prefers_tiles(kernels, capacity)) {
+  x_forms_.add(args_.gate.type);
+  x_forms_.add(args_.up.type);
+  h_forms_.add(args_.down.type);
+  layout_ = make_layout(capacity);
+}
 
-routed_experts_op::layout routed_experts_op::make_layout(const routed_experts_args& args, int capacity,
-                                                         bool tiled) {
-  const int64_t num_experts = args.gate.num_matrices,
-                num_pairs = int64_t{capacity} * args.num_experts_per_tok;
+routed_experts_op::layout routed_experts_op::make_layout(int capacity) const {
+  const int64_t num_experts = args_.gate.num_matrices, x_cols = args_.gate.num_cols,
+                h_cols = args_.down.num_cols, num_pairs = int64_t{capacity} * args_.num_experts_per_tok;
   // Every expert in use may end in a tile that is not full.
   const int64_t max_tiles = num_pairs / tile_rows + std::min(num_experts, num_pairs);
-  const int64_t tile_groups = tiled ? max_tiles : 0;
+  const int64_t tile_groups = tiled_ ? max_tiles : 0;
   layout l{};
   const auto place = [&](int64_t count, size_t bytes) {
     const size_t offset = l.total;
@@ -42,11 +43,12 @@ routed_experts_op::layout routed_experts_op::make_layout(const routed_experts_ar
   l.tiles = place(max_tiles, sizeof(tile));
   l.pairs = place(num_pairs, sizeof(int32_t));
   l.ends = place(num_experts, sizeof(int32_t));
-  l.hidden = place(num_pairs * args.gate.num_rows, sizeof(float));
-  l.x_rows = place(capacity, activation_row::bytes(args.gate.num_cols));
-  l.h_rows = place(num_pairs, activation_row::bytes(args.down.num_cols));
-  l.x_tiles = place(tile_groups * num_groups(args.gate.num_cols), sizeof(activation_tile));
-  l.h_tiles = place(tile_groups * num_groups(args.down.num_cols), sizeof(activation_tile));
+  l.hidden = place(num_pairs * args_.gate.num_rows, sizeof(float));
+  l.x_rows = place(capacity, x_forms_.row_bytes(x_cols));
+  l.h_rows = place(num_pairs, h_forms_.row_bytes(h_cols));
+  l.x_form_bytes = static_cast<size_t>(tile_groups * num_groups(x_cols)) * sizeof(activation_tile);
+  l.x_tiles = place(x_forms_.count(), l.x_form_bytes);
+  l.h_tiles = place(h_forms_.count() * tile_groups * num_groups(h_cols), sizeof(activation_tile));
   return l;
 }
 
@@ -71,14 +73,22 @@ void routed_experts_op::run(int stage, int rows, worker& w) {
   }
 }
 
-activation_row routed_experts_op::x_row(const worker& w, int64_t token) const {
+activation_row routed_experts_op::x_row(const worker& w, int64_t token, activation_form form) const {
   const int64_t cols = args_.gate.num_cols;
-  return activation_row::at(at<std::byte>(w, layout_.x_rows) + token * activation_row::bytes(cols), cols);
+  return x_forms_.row(at<std::byte>(w, layout_.x_rows) + token * x_forms_.row_bytes(cols), cols, form);
 }
 
 activation_row routed_experts_op::h_row(const worker& w, int64_t pair) const {
   const int64_t cols = args_.down.num_cols;
-  return activation_row::at(at<std::byte>(w, layout_.h_rows) + pair * activation_row::bytes(cols), cols);
+  auto* memory = at<std::byte>(w, layout_.h_rows) + pair * h_forms_.row_bytes(cols);
+  return h_forms_.row(memory, cols, form_of(args_.down.type));
+}
+
+// Those of a job for one of the first two products; null if that reads rows.
+const activation_tile* routed_experts_op::x_tiles(const worker& w, const job& j, quant_type weight) const {
+  if (!is_tiled(j) || !quant_is_integer(weight)) return nullptr;
+  const size_t form_at = static_cast<size_t>(x_forms_.index(form_of(weight))) * layout_.x_form_bytes;
+  return at<activation_tile>(w, layout_.x_tiles + form_at) + j.first_tile * num_groups(args_.gate.num_cols);
 }
 
 const float* routed_experts_op::hidden_row(const worker& w, int64_t pair) const {
@@ -90,12 +100,14 @@ int64_t routed_experts_op::token_of(const worker& w, int64_t pair) const {
 }
 
 void routed_experts_op::prepare(int rows, worker& w) const {
-  const int num_rows = quantize_x_ && quantized_rows_ != x_rows::none ? rows : 0;
+  const int num_rows = x_forms_.any() && quantized_rows_ != x_rows::none ? rows : 0;
   for (int64_t task = w.take(); task < 1 + num_rows; task = w.take()) {
     if (task == 0) {
       group_pairs(rows, w);
     } else if (quantized_rows_ == x_rows::all || has_pair(task - 1)) {
-      kernels_.quantize_row(args_.x.row(task - 1), args_.gate.num_cols, x_row(w, task - 1));
+      x_forms_.for_each([&](activation_form form) {
+        kernels_.quantize_row(args_.x.row(task - 1), args_.gate.num_cols, x_row(w, task - 1, form));
+      });
     }
   }
 }
@@ -146,16 +158,20 @@ void routed_experts_op::group_pairs(int rows, worker& w) const {
 }
 
 void routed_experts_op::pack_x(worker& w) const {
-  if (!quantize_x_) return;
-  const int64_t num_groups_x = num_groups(args_.gate.num_cols);
-  for (int64_t i = w.take(); i < at<groups>(w, layout_.groups)->num_tiles; i = w.take()) {
-    const tile& next = at<tile>(w, layout_.tiles)[i];
-    if (!is_tiled(at<job>(w, layout_.jobs)[next.job])) continue;
-    activation_row rows[tile_rows];
-    for (int r = 0; r < next.count; r++) rows[r] = x_row(w, token_of(w, next.first_pair + r));
-    kernels_.pack(rows, next.count, args_.gate.num_cols,
-                  at<activation_tile>(w, layout_.x_tiles) + i * num_groups_x);
-  }
+  if (!x_forms_.any()) return;
+  for (int64_t i = w.take(); i < at<groups>(w, layout_.groups)->num_tiles; i = w.take())
+    x_forms_.for_each([&](activation_form form) { pack_x_tile(i, form, w); });
+}
+
+void routed_experts_op::pack_x_tile(int64_t i, activation_form form, worker& w) const {
+  const int64_t cols = args_.gate.num_cols;
+  const tile& next = at<tile>(w, layout_.tiles)[i];
+  if (!is_tiled(at<job>(w, layout_.jobs)[next.job])) return;
+  activation_row rows[tile_rows];
+  for (int r = 0; r < next.count; r++) rows[r] = x_row(w, token_of(w, next.first_pair + r), form);
+  const size_t form_at = static_cast<size_t>(x_forms_.index(form)) * layout_.x_form_bytes;
+  kernels_.pack(rows, next.count, cols,
+                at<activation_tile>(w, layout_.x_tiles + form_at) + i * num_groups(cols));
 }
 
 // Calls run_slice(job, begin, end) for every slice of `num_rows` weight rows of every job.
@@ -178,22 +194,26 @@ void routed_experts_op::gate_up(worker& w) const {
 
 void routed_experts_op::gate_up_slice(const job& j, int64_t begin, int64_t end, worker& w) const {
   const float* x[pass_rows];
-  activation_row q[pass_rows];
   float *gate[pass_rows] = {}, *up[pass_rows] = {};
   auto* values = reinterpret_cast<float*>(w.memory->data());
   std::byte* memory = w.memory->data() + 2 * pass_rows * max_slice * sizeof(float);
   for (int r = 0; r < j.count; r++) {
     const int64_t token = token_of(w, j.first_pair + r);
     x[r] = args_.x.row(token);
-    q[r] = x_row(w, token);
     gate[r] = values + r * max_slice;
     up[r] = values + (pass_rows + r) * max_slice;
   }
-  const activation_tile* tiles = nullptr;
-  if (is_tiled(j))
-    tiles = at<activation_tile>(w, layout_.x_tiles) + j.first_tile * num_groups(args_.gate.num_cols);
-  multiply(kernels_, slice_of(args_.gate, j.expert, begin, end), {x, q, tiles, gate, j.count}, memory);
-  multiply(kernels_, slice_of(args_.up, j.expert, begin, end), {x, q, tiles, up, j.count}, memory);
+  const auto multiply_x = [&](const weight& matrix, float* const* out) {
+    const activation_tile* tiles = x_tiles(w, j, matrix.type);
+    activation_row q[pass_rows];
+    if (tiles == nullptr && quant_is_integer(matrix.type)) {
+      for (int r = 0; r < j.count; r++)
+        q[r] = x_row(w, token_of(w, j.first_pair + r), form_of(matrix.type));
+    }
+    multiply(kernels_, slice_of(matrix, j.expert, begin, end), {x, q, tiles, out, j.count}, memory);
+  };
+  multiply_x(args_.gate, gate);
+  multiply_x(args_.up, up);
   auto* hidden = at<float>(w, layout_.hidden);
   for (int r = 0; r < j.count; r++) {
     kernels_.swiglu(gate[r], up[r], end - begin, hidden + (j.first_pair + r) * args_.gate.num_rows + begin);
@@ -201,7 +221,7 @@ void routed_experts_op::gate_up_slice(const job& j, int64_t begin, int64_t end, 
 }
 
 void routed_experts_op::quantize_hidden(worker& w) const {
-  if (!quantize_h_) return;
+  if (!h_forms_.any()) return;
   const int64_t cols = args_.down.num_cols;
   for (int64_t i = w.take(); i < at<groups>(w, layout_.groups)->num_tiles; i = w.take()) {
     const tile& next = at<tile>(w, layout_.tiles)[i];
@@ -228,7 +248,7 @@ void routed_experts_op::down_slice(const job& j, int64_t begin, int64_t end, wor
   for (int r = 0; r < j.count; r++) {
     const int64_t pair = j.first_pair + r, source = at<int32_t>(w, layout_.pairs)[pair];
     x[r] = hidden_row(w, pair);
-    q[r] = h_row(w, pair);
+    if (h_forms_.any()) q[r] = h_row(w, pair);
     out[r] = args_.out + source / args_.num_experts_per_tok * args_.out_row_stride +
              source % args_.num_experts_per_tok * args_.out_rank_stride + begin;
   }

@@ -48,16 +48,18 @@ class routed_experts_op : public op {
   // Offsets into the shared memory.
   struct layout {
     size_t groups, jobs, tiles, pairs, ends, hidden, x_rows, h_rows, x_tiles, h_tiles, total;
+    size_t x_form_bytes;  // from the tiles of x in one form to those in the next
   };
 
-  static layout make_layout(const routed_experts_args& args, int capacity, bool tiled);
+  layout make_layout(int capacity) const;
   template <typename T>
   T* at(const worker& w, size_t offset) const {
     return reinterpret_cast<T*>(w.shared->data() + offset);
   }
   bool is_tiled(const job& j) const { return tiled_ && prefers_tiles(kernels_, j.count); }
-  activation_row x_row(const worker& w, int64_t token) const;
+  activation_row x_row(const worker& w, int64_t token, activation_form form) const;
   activation_row h_row(const worker& w, int64_t pair) const;
+  const activation_tile* x_tiles(const worker& w, const job& j, quant_type weight) const;
   const float* hidden_row(const worker& w, int64_t pair) const;
   int64_t token_of(const worker& w, int64_t pair) const;
 
@@ -65,6 +67,7 @@ class routed_experts_op : public op {
   bool has_pair(int64_t row) const;
   void group_pairs(int rows, worker& w) const;
   void pack_x(worker& w) const;
+  void pack_x_tile(int64_t i, activation_form form, worker& w) const;
   void gate_up(worker& w) const;
   void gate_up_slice(const job& j, int64_t begin, int64_t end, worker& w) const;
   void quantize_hidden(worker& w) const;
@@ -76,7 +79,7 @@ class routed_experts_op : public op {
   const quant_kernels& kernels_;
   routed_experts_args args_;
   bool tiled_;  // whether any job may be computed in tiles
-  bool quantize_x_, quantize_h_;
+  activation_forms x_forms_, h_forms_;
   x_rows quantized_rows_ = x_rows::needed;
   layout layout_;
 };

@@ -122,7 +122,7 @@ void add_blocks(const typename format_256<Q>::block* b, const activation_row* x,
       const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes.part[j]), signed_x);
       dots[j] = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
     }
-    p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, _mm256_set1_ps(x[t].scales[g])),
+    p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, _mm256_loadu_ps(x[t].scales + g * blocks_per_group)),
                            _mm256_cvtepi32_ps(sum_each(dots)), p[t]);
   }
 }

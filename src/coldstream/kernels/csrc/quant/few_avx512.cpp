@@ -129,7 +129,8 @@ inline __attribute__((always_inline)) void add_blocks(const typename format_512<
     const __m256i offset =
         _mm256_slli_epi32(_mm256_madd_epi16(sums, _mm256_set1_epi16(1)), format::offset_bits);
     const __m256i dot = _mm256_sub_epi32(sum_each_half(dots), offset);
-    p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, _mm256_set1_ps(x[t].scales[g])), _mm256_cvtepi32_ps(dot), p[t]);
+    const __m256 a = _mm256_loadu_ps(x[t].scales + g * blocks_per_group);
+    p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, a), _mm256_cvtepi32_ps(dot), p[t]);
   }
 }
 

@@ -13,17 +13,49 @@ constexpr int64_t slice_multiple = 4;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The row that a worker has quantised last, in the forms that its weights need.
+class last_row {
+ public:
+  last_row(const quant_kernels& kernels, const activation_forms& forms, int64_t cols, std::byte* memory)
+      : kernels_(kernels), forms_(forms), cols_(cols), memory_(memory) {}
+
+  // out = rows of `w` times x.
+  void multiply(const weight_rows& w, const float* x, float* out, std::byte* memory) {
+    if (source_ != x) {
+      source_ = x;
+      forms_.for_each([&](activation_form form) {
+        kernels_.quantize_row(x, cols_, forms_.row(memory_, cols_, form));
+      });
+    }
+    activation_row q{};
+    if (quant_is_integer(w.type)) q = forms_.row(memory_, cols_, form_of(w.type));
+    coldstream::multiply(kernels_, w, {&x, &q, nullptr, &out, 1}, memory);
+  }
+
+ private:
+  const quant_kernels& kernels_;
+  const activation_forms& forms_;
+  const int64_t cols_;
+  std::byte* const memory_;
+  const float* source_ = nullptr;
+};
+
 }  // namespace
 
 few_experts_op::few_experts_op(const quant_kernels& kernels, routed_experts_args args)
-    : kernels_(kernels),
-      args_(std::move(args)),
-      quantize_x_(quant_is_integer(args_.gate.type) || quant_is_integer(args_.up.type)),
-      quantize_h_(quant_is_integer(args_.down.type)) {}
+    : kernels_(kernels), args_(std::move(args)) {
+  x_forms_.add(args_.gate.type);
+  x_forms_.add(args_.up.type);
+  h_forms_.add(args_.down.type);
+}
+
+size_t few_experts_op::row_bytes() const {
+  return std::max(x_forms_.row_bytes(args_.gate.num_cols), h_forms_.row_bytes(args_.down.num_cols));
+}
 
 size_t few_experts_op::scratch_bytes() const {
   const int64_t cols = std::max(args_.gate.num_cols, args_.down.num_cols);
-  return activation_row::bytes(cols) + 2 * max_slice * sizeof(float) + multiply_bytes(kernels_, cols);
+  return row_bytes() + 2 * max_slice * sizeof(float) + multiply_bytes(kernels_, cols);
 }
 
 size_t few_experts_op::shared_bytes() const {
@@ -62,30 +94,19 @@ void few_experts_op::for_each_slice(int num_pairs, int64_t num_rows, worker& w, 
   }
 }
 
-const activation_row& few_experts_op::quantize(const float* x, int64_t cols, worker& w, quantized& last) const {
-  if (last.source != x) {
-    last = {x, activation_row::at(w.memory->data(), cols)};
-    kernels_.quantize_row(x, cols, last.row);
-  }
-  return last.row;
-}
-
 void few_experts_op::gate_up(int rows, worker& w) const {
   pair pairs[max_pairs];
   const int num_pairs = list_pairs(rows, w, pairs);
-  const int64_t cols = args_.gate.num_cols, size = args_.gate.num_rows;
-  auto* values = reinterpret_cast<float*>(w.memory->data() +
-                                          activation_row::bytes(std::max(cols, args_.down.num_cols)));
+  const int64_t size = args_.gate.num_rows;
+  auto* values = reinterpret_cast<float*>(w.memory->data() + row_bytes());
   auto* memory = reinterpret_cast<std::byte*>(values + 2 * max_slice);
-  float *gate = values, *up = values + max_slice;
+  float *const gate = values, *const up = values + max_slice;
   auto* hidden = reinterpret_cast<float*>(w.shared->data());
-  quantized last{};
+  last_row last(kernels_, x_forms_, args_.gate.num_cols, w.memory->data());
   for_each_slice(num_pairs, size, w, [&](int64_t i, int64_t begin, int64_t end) {
     const float* x = args_.x.row(pairs[i].row);
-    activation_row q{};
-    if (quantize_x_) q = quantize(x, cols, w, last);
-    multiply(kernels_, slice_of(args_.gate, pairs[i].expert, begin, end), {&x, &q, nullptr, &gate, 1}, memory);
-    multiply(kernels_, slice_of(args_.up, pairs[i].expert, begin, end), {&x, &q, nullptr, &up, 1}, memory);
+    last.multiply(slice_of(args_.gate, pairs[i].expert, begin, end), x, gate, memory);
+    last.multiply(slice_of(args_.up, pairs[i].expert, begin, end), x, up, memory);
     kernels_.swiglu(gate, up, end - begin, hidden + i * size + begin);
   });
 }
@@ -94,16 +115,13 @@ void few_experts_op::down(int rows, worker& w) const {
   pair pairs[max_pairs];
   const int num_pairs = list_pairs(rows, w, pairs);
   const int64_t cols = args_.down.num_cols;
-  auto* memory = w.memory->data() + activation_row::bytes(std::max(cols, args_.gate.num_cols)) +
-                 2 * max_slice * sizeof(float);
+  auto* memory = w.memory->data() + row_bytes() + 2 * max_slice * sizeof(float);
   const auto* hidden = reinterpret_cast<const float*>(w.shared->data());
-  quantized last{};
+  last_row last(kernels_, h_forms_, cols, w.memory->data());
   for_each_slice(num_pairs, args_.down.num_rows, w, [&](int64_t i, int64_t begin, int64_t end) {
     const float* h = hidden + i * cols;
-    activation_row q{};
-    if (quantize_h_) q = quantize(h, cols, w, last);
     float* out = args_.out + pairs[i].row * args_.out_row_stride + pairs[i].rank * args_.out_rank_stride + begin;
-    multiply(kernels_, slice_of(args_.down, pairs[i].expert, begin, end), {&h, &q, nullptr, &out, 1}, memory);
+    last.multiply(slice_of(args_.down, pairs[i].expert, begin, end), h, out, memory);
   });
 }
 

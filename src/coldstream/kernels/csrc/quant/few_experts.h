@@ -22,22 +22,17 @@ class few_experts_op : public op {
   struct pair {
     int32_t row, rank, expert;
   };
-  // What a worker has quantised last.
-  struct quantized {
-    const float* source;
-    activation_row row;
-  };
 
   int list_pairs(int rows, worker& w, pair (&pairs)[max_pairs]) const;
   template <typename F>
   void for_each_slice(int num_pairs, int64_t num_rows, worker& w, F&& run_slice) const;
-  const activation_row& quantize(const float* x, int64_t cols, worker& w, quantized& last) const;
+  size_t row_bytes() const;
   void gate_up(int rows, worker& w) const;
   void down(int rows, worker& w) const;
 
   const quant_kernels& kernels_;
   routed_experts_args args_;
-  bool quantize_x_, quantize_h_;
+  activation_forms x_forms_, h_forms_;
 };
 
 }  // namespace coldstream

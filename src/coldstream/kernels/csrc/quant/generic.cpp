@@ -1,4 +1,5 @@
 // The kernels in plain C++, for any machine: what the vector tiers must equal bit for bit.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -12,14 +13,15 @@ namespace coldstream {
 
 namespace {
 
-void quantize_group(const float* x, int count, int8_t* q, int16_t* sums, float* scale) {
+// `span` inputs that share a scale, of which `count` exist.
+void quantize_span(const float* x, int count, int span, int8_t* q, int16_t* sums, float* scale) {
   uint32_t max_bits = 0;  // of the absolute values: ordered like them, with everything non-finite on top
   for (int i = 0; i < count; i++) {
     const uint32_t bits = std::bit_cast<uint32_t>(x[i]) & 0x7fffffffu;
     max_bits = bits > max_bits ? bits : max_bits;
   }
-  std::memset(q, 0, group_elements);
-  std::memset(sums, 0, 16 * sizeof(int16_t));
+  std::memset(q, 0, static_cast<size_t>(span));
+  std::memset(sums, 0, static_cast<size_t>(span) / 16 * sizeof(int16_t));
   const float max = std::bit_cast<float>(max_bits);
   const bool finite = max_bits < 0x7f800000u;
   *scale = finite ? (max < 0x1p-100f ? 0.0f : max / 127.0f) : std::bit_cast<float>(0x7fc00000u);
@@ -32,11 +34,10 @@ void quantize_group(const float* x, int count, int8_t* q, int16_t* sums, float* 
 }
 
 void quantize_row(const float* x, int64_t cols, activation_row out) {
-  for (int64_t g = 0; g < num_groups(cols); g++) {
-    const int64_t rest = cols - g * group_elements;
-    const int count = static_cast<int>(rest < group_elements ? rest : group_elements);
-    quantize_group(x + g * group_elements, count, out.q + g * group_elements, out.sums + g * 16,
-                   out.scales + g);
+  const int span = group_elements / activation_row::scales_per_group(out.form);
+  for (int64_t i = 0; i < num_groups(cols) * group_elements; i += span) {
+    const int count = static_cast<int>(std::clamp<int64_t>(cols - i, 0, span));
+    quantize_span(x + (count > 0 ? i : 0), count, span, out.q + i, out.sums + i / 16, out.scales + i / span);
   }
 }
 
@@ -75,7 +76,7 @@ void add_block(const typename format::block& b, const activation_row* x, int64_t
   for (int t = 0; t < num_rows; t++) {
     const float sum = static_cast<float>(dot(codes, x[t].q + index * 32, 32));
     float& lane = p[t][index % 8];
-    lane = fma(load_half(b.d) * x[t].scales[index / 8], sum, lane);
+    lane = fma(load_half(b.d) * x[t].scales[index], sum, lane);
   }
 }
 

@@ -31,10 +31,10 @@ inline constexpr int few_max_rows = 8;
 inline constexpr int many_max_tiles = 8;
 
 struct quant_kernels {
-  void (*quantize_row)(const float* x, int64_t cols, activation_row out);
+  void (*quantize_row)(const float* x, int64_t cols, activation_row out);  // in the form of `out`
 
-  // out[t][n] = product of weight row n with activation row t, of an integer type; reads the blocks of `w`
-  // and nothing beyond them.
+  // out[t][n] = product of weight row n with activation row t, of an integer type, whose form the activations
+  // have; reads the blocks of `w` and nothing beyond them.
   void (*few)(const weight_rows& w, const activation_row* x, int num_rows, float* const* out);
 
   // The same for tiles of 16 rows, x[tile][group]; `out` has 16 pointers per tile, null for rows that are
@@ -43,7 +43,8 @@ struct quant_kernels {
                std::byte* memory);
   size_t many_bytes;
   int many_min_rows;  // from how many rows on `many` is the faster one
-  // Rows of activations (num_rows <= 16) to one tile per group; missing rows become zeros.
+  // Rows of activations (num_rows <= 16, all of the first one's form) to one tile per group; missing rows
+  // become zeros.
   void (*pack)(const activation_row* x, int num_rows, int64_t cols, activation_tile* out);
 
   // out[t][n] for float weights [count][cols] (row stride in floats) and float activations.

@@ -1,4 +1,4 @@
-// x times several weight matrices: x is quantised once for all of them.
+// x times several weight matrices: x is quantised once for all of them, or for all of a form.
 #pragma once
 
 #include <vector>
@@ -42,8 +42,11 @@ class linear_op : public op {
   bool quantizes_apart() const;
   void quantize(int rows, worker& w) const;
   void multiply_slices(int rows, worker& w) const;
+  void quantize_row(int64_t t, std::byte* memory) const;
+  void quantize_tile(int64_t tile, int rows, activation_form form, worker& w) const;
+  activation_tile* tiles_of(activation_form form, int rows, worker& w) const;
   void multiply_slice(const linear_part& part, int64_t begin, int64_t end, int first_row, int num_rows,
-                      bool tiled, const std::byte* quantized, std::byte* memory) const;
+                      const activation_tile* tiles, std::byte* quantized, std::byte* memory) const;
 
   const quant_kernels& kernels_;
   float_rows_in x_;
@@ -51,7 +54,7 @@ class linear_op : public op {
   std::vector<linear_part> parts_;
   int capacity_;
   int64_t total_rows_;
-  bool any_integer_;
+  activation_forms forms_;
 };
 
 }  // namespace coldstream

@@ -50,7 +50,7 @@ void many_of_type(const weight_rows& w, const activation_tile* x, int num_tiles,
                   std::byte* memory) {
   using format = format_512<Q>;
   using block = typename format::block;
-  constexpr int blocks_per_group = format::super_block ? 1 : 8;
+  constexpr int step_blocks = format::super_block ? 1 : 8;
   const int64_t groups = num_groups(w.cols), num_blocks = w.cols / (format::super_block ? 256 : 32);
   auto& panel = *reinterpret_cast<typename kernel::panel*>(memory);
   auto* p = reinterpret_cast<accumulators*>(memory + sizeof(typename kernel::panel));
@@ -58,13 +58,13 @@ void many_of_type(const weight_rows& w, const activation_tile* x, int num_tiles,
     const int rows = static_cast<int>(w.count - n < panel_rows ? w.count - n : panel_rows);
     for (int i = rows; i < panel_rows; i++) kernel::clear(panel, i);
     for (int64_t g = 0; g < groups; g++) {
-      const int64_t first = g * blocks_per_group;
+      const int64_t first = g * step_blocks;
       for (int i = 0; i < rows; i++) {
         const auto* row = reinterpret_cast<const block*>(w.data + (n + i) * w.row_bytes);
-        if (first + blocks_per_group <= num_blocks) {
+        if (first + step_blocks <= num_blocks) {
           kernel::load(panel, i, row + first);
         } else {
-          block padded[blocks_per_group] = {};
+          block padded[step_blocks] = {};
           std::memcpy(padded, row + first, static_cast<size_t>(num_blocks - first) * sizeof(block));
           kernel::load(panel, i, padded);
         }

@@ -196,9 +196,9 @@ struct kernel_32 {
   }
 
   static void add_pair(const panel& w, const activation_tile& x, int pair, bool first, accumulators& p) {
-    const __m512 a = _mm512_load_ps(x.scales);
     for (int i = 0; i < 2; i++) {
       const int lane = 2 * pair + i;
+      const __m512 a = _mm512_load_ps(x.block_scales[lane]);
       for (int n = 0; n < panel_rows; n++) {
         const __m512 dot = _mm512_cvtepi32_ps(_mm512_load_si512(w.results[2 * i + n / 16][n % 16]));
         const __m512 sum = first ? _mm512_setzero_ps() : _mm512_load_ps(p.lane[lane][n]);

@@ -153,7 +153,7 @@ struct kernel_vnni {
     __m512i dot[ROWS][TILES];
     dot_span<ROWS, TILES>(w, x, stride, n, b, dot);
     for (int i = 0; i < TILES; i++) {
-      const __m512 a = _mm512_load_ps(x[i * stride].scales);
+      const __m512 a = _mm512_load_ps(x[i * stride].block_scales[b]);
       for (int r = 0; r < ROWS; r++) {
         float* at = p[i].lane[b][n + r];
         const __m512 sum = first ? _mm512_setzero_ps() : _mm512_load_ps(at);

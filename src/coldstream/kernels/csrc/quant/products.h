@@ -23,7 +23,7 @@ inline constexpr int64_t pass_rows = int64_t{many_max_tiles} * tile_rows;
 // needs it.
 struct product_rows {
   const float* const* x;         // for float and dequantised weights
-  const activation_row* q;       // for integer types
+  const activation_row* q;       // for integer types, in the form of the weights'
   const activation_tile* tiles;  // the same, if packed; then `q` is not read
   float* const* out;             // element n of the slice goes to out[t][n]
   int count;                     // at most pass_rows; with tiles, `out` is padded with null to whole tiles

@@ -22,10 +22,12 @@ uint32_t max_lane(__m256i v) {
   return max;
 }
 
-void quantize_group(const float* x, int8_t* q, int16_t* sums, float* scale) {
+// `span` inputs that share a scale.
+template <int span>
+void quantize_span(const float* x, int8_t* q, int16_t* sums, float* scale) {
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
   __m256i max_bits = _mm256_setzero_si256();  // of absolute values: ordered like them, non-finite ones on top
-  for (int i = 0; i < group_elements; i += 8) {
+  for (int i = 0; i < span; i += 8) {
     max_bits =
         _mm256_max_epu32(max_bits, _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(x + i)), magnitude));
   }
@@ -34,12 +36,12 @@ void quantize_group(const float* x, int8_t* q, int16_t* sums, float* scale) {
   const bool finite = bits < 0x7f800000u, zero = !finite || max < 0x1p-100f;
   *scale = finite ? (zero ? 0.0f : max / 127.0f) : std::bit_cast<float>(0x7fc00000u);
   if (zero) {
-    std::memset(q, 0, group_elements);
-    std::memset(sums, 0, 16 * sizeof(int16_t));
+    std::memset(q, 0, span);
+    std::memset(sums, 0, span / 16 * sizeof(int16_t));
     return;
   }
   const __m256 r = _mm256_set1_ps(127.0f / max);
-  for (int i = 0; i < 16; i++) {
+  for (int i = 0; i < span / 16; i++) {
     const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 16 * i), r));
     const __m256i high = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 16 * i + 8), r));
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
@@ -60,7 +62,16 @@ void quantize_row(const float* x, int64_t cols, activation_row out) {
       std::memcpy(padded, from, static_cast<size_t>(rest) * sizeof(float));
       from = padded;
     }
-    quantize_group(from, out.q + g * group_elements, out.sums + g * 16, out.scales + g);
+    int8_t* q = out.q + g * group_elements;
+    int16_t* sums = out.sums + g * 16;
+    if (out.form == activation_form::by_group) {
+      quantize_span<group_elements>(from, q, sums, out.scales + g);
+      continue;
+    }
+    for (int b = 0; b < blocks_per_group; b++) {
+      quantize_span<block_elements>(from + b * block_elements, q + b * block_elements, sums + 2 * b,
+                                    out.scales + g * blocks_per_group + b);
+    }
   }
 }
 

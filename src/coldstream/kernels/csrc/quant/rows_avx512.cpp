@@ -9,24 +9,40 @@ namespace coldstream {
 
 namespace {
 
-void quantize_group(const float* x, int64_t count, int8_t* q, int16_t* sums, float* scale) {
+// Codes and scale of `vectors` times 16 inputs that share it.
+template <int vectors>
+inline __attribute__((always_inline)) void quantize_span(const __m512* values, int8_t* q, float* scale) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-  __m512 values[16];
   __m512i max_bits = _mm512_setzero_si512();  // of absolute values: ordered like them, non-finite ones on top
-  for (int i = 0; i < 16; i++) {
-    const int64_t rest = count - 16 * i;
-    const auto present = static_cast<__mmask16>(rest >= 16 ? 0xffff : rest > 0 ? (1 << rest) - 1 : 0);
-    values[i] = _mm512_maskz_loadu_ps(present, x + 16 * i);
+  for (int i = 0; i < vectors; i++)
     max_bits = _mm512_max_epu32(max_bits, _mm512_and_si512(_mm512_castps_si512(values[i]), magnitude));
-  }
   const uint32_t bits = _mm512_reduce_max_epu32(max_bits);
   const float max = std::bit_cast<float>(bits);
   const bool finite = bits < 0x7f800000u, zero = !finite || max < 0x1p-100f;
   *scale = finite ? (zero ? 0.0f : max / 127.0f) : std::bit_cast<float>(0x7fc00000u);
   const __m512 r = _mm512_set1_ps(127.0f / max);
-  for (int i = 0; i < 16; i++) {
+  for (int i = 0; i < vectors; i++) {
     const __m512i rounded = zero ? _mm512_setzero_si512() : _mm512_cvtps_epi32(_mm512_mul_ps(values[i], r));
     _mm_store_si128(reinterpret_cast<__m128i*>(q + 16 * i), _mm512_cvtepi32_epi8(rounded));
+  }
+}
+
+// Group `g` of a row, of whose inputs `count` exist.
+template <activation_form form>
+inline __attribute__((always_inline)) void quantize_group(const float* x, int64_t count, int64_t g,
+                                                          const activation_row& out) {
+  __m512 values[16];
+  for (int i = 0; i < 16; i++) {
+    const int64_t rest = count - 16 * i;
+    const auto present = static_cast<__mmask16>(rest >= 16 ? 0xffff : rest > 0 ? (1 << rest) - 1 : 0);
+    values[i] = _mm512_maskz_loadu_ps(present, x + 16 * i);
+  }
+  int8_t* q = out.q + g * group_elements;
+  if constexpr (form == activation_form::by_group) {
+    quantize_span<16>(values, q, out.scales + g);
+  } else {
+    for (int b = 0; b < blocks_per_group; b++)
+      quantize_span<2>(values + 2 * b, q + b * block_elements, out.scales + g * blocks_per_group + b);
   }
   const __m512i ones = _mm512_set1_epi8(1);
   __m512i quads[4];
@@ -37,7 +53,7 @@ void quantize_group(const float* x, int64_t count, int8_t* q, int16_t* sums, flo
   const __m512i by_lane = merge_64(merge_32(quads[0], quads[1]), merge_32(quads[2], quads[3]));
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m256i ordered = _mm512_cvtepi32_epi16(_mm512_permutexvar_epi32(order, by_lane));
-  _mm256_store_si256(reinterpret_cast<__m256i*>(sums), ordered);
+  _mm256_store_si256(reinterpret_cast<__m256i*>(out.sums + g * 16), ordered);
 }
 
 // Weight rows with activation rows: enough independent sums to hide the latency of fma.
@@ -70,8 +86,13 @@ void float_dots(const float* w, int64_t stride, int64_t cols, const float* const
 
 void quantize_row_avx512(const float* x, int64_t cols, activation_row out) {
   for (int64_t g = 0; g < num_groups(cols); g++) {
-    quantize_group(x + g * group_elements, cols - g * group_elements, out.q + g * group_elements,
-                   out.sums + g * 16, out.scales + g);
+    const float* group = x + g * group_elements;
+    const int64_t count = cols - g * group_elements;
+    if (out.form == activation_form::by_group) {
+      quantize_group<activation_form::by_group>(group, count, g, out);
+    } else {
+      quantize_group<activation_form::by_block>(group, count, g, out);
+    }
   }
 }
 
@@ -94,10 +115,17 @@ void pack_avx512(const activation_row* x, int num_rows, int64_t cols, activation
         v[t] =
             _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x[t].sums + g * 16)));
       }
-      tile.scales[t] = t < num_rows ? x[t].scales[g] : 0.0f;
     }
     transpose_16x16(v);
-    for (int i = 0; i < 8; i++) _mm512_store_si512(tile.sums_16[i], v[i]);
+    if (x[0].form == activation_form::by_group) {
+      for (int t = 0; t < tile_rows; t++) tile.scales[t] = t < num_rows ? x[t].scales[g] : 0.0f;
+      for (int i = 0; i < 8; i++) _mm512_store_si512(tile.sums_16[i], v[i]);
+    } else {
+      for (int b = 0; b < blocks_per_group; b++) {
+        for (int t = 0; t < tile_rows; t++)
+          tile.block_scales[b][t] = t < num_rows ? x[t].scales[g * blocks_per_group + b] : 0.0f;
+      }
+    }
     for (int i = 0; i < 4; i++) {
       const __m512i even = _mm512_madd_epi16(v[2 * i], ones), odd = _mm512_madd_epi16(v[2 * i + 1], ones);
       const __m512i pairs = _mm512_or_si512(_mm512_and_si512(even, low_half), _mm512_slli_epi32(odd, 16));

@@ -1,0 +1,99 @@
+"""Products of up to eight rows: the GPU's kernels on the host against the exact reference, bit for bit."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from gpu_cases import assert_same, on_gpu
+from guarded import Guarded
+from random_blocks import activations, random_weight
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import (
+    BLOCK_SIZE,
+    GROUP_SIZE,
+    QuantActivations,
+    quantize_activations,
+)
+from coldstream.kernels.cuda.few_shapes import FEW_TYPES, PASS_COLS
+from coldstream.kernels.linear.cuda import linear_few_cuda
+from coldstream.kernels.linear.reference import linear_exact
+from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
+
+pytestmark = pytest.mark.usefixtures("host")
+
+CPU = torch.device("cpu")
+EVERY_TYPE = pytest.mark.parametrize("quant_type", sorted(FEW_TYPES), ids=lambda t: t.name)
+
+
+def quantised(x: torch.Tensor, scale_size: int = GROUP_SIZE) -> QuantActivations:
+    out = empty_activations(*x.shape, CPU, scale_size)
+    out.q.fill_(77), out.scales.fill_(torch.nan), out.sums.fill_(-777)
+    quantize_cuda(x, out)
+    return out
+
+
+def run(x: torch.Tensor, weights: Sequence[QuantTensor]) -> list[torch.Tensor]:
+    """The products, in one launch."""
+    outs = [Guarded(x.shape[0], weight.shape[0], device=CPU, gap=16) for weight in weights]
+    codes = None if x.shape[1] % BLOCK_SIZE else quantised(x)
+    linear_few_cuda(weights, [out.tensor for out in outs], activations=codes, x=x)
+    return [out.checked() for out in outs]
+
+
+def check(x: torch.Tensor, weights: Sequence[QuantTensor]) -> None:
+    placed = [on_gpu(weight, device="cpu") for weight in weights]
+    for actual, weight in zip(run(x, placed), weights, strict=True):
+        assert_same(actual, linear_exact(x, weight))
+
+
+def cols_of(quant_type: QuantType) -> Sequence[int]:
+    if quant_type in PASS_COLS:
+        return (24, 1000)
+    return (512, 2304) if quant_type.block_elements == GROUP_SIZE else (32, 416, 2080)
+
+
+@pytest.mark.parametrize("scale_size", [GROUP_SIZE, BLOCK_SIZE])
+@pytest.mark.parametrize("cols", [32, 160, 512])
+def test_quantised_rows(cols: int, scale_size: int) -> None:
+    x = activations(cols, 9, cols)
+    for row, value in enumerate([torch.nan, torch.inf, torch.finfo(torch.float32).max, 2.0**-101]):
+        x[row, cols // 2] = value
+    whole = torch.nn.functional.pad(x, (0, -cols % GROUP_SIZE))
+    for found, expected in zip(
+        vars(quantised(x, scale_size)).values(),
+        vars(quantize_activations(whole, scale_size)).values(),
+        strict=True,
+    ):
+        assert found.dtype == expected.dtype
+        assert_same(found, expected)
+
+
+@EVERY_TYPE
+def test_every_type(quant_type: QuantType) -> None:
+    for cols in cols_of(quant_type):
+        weight = random_weight(quant_type, (37, cols), seed=cols)
+        for rows in (1, 3, 8):
+            check(activations(rows, rows, cols), [weight])
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_types_of_both_kinds_of_scales_in_one_launch(rows: int) -> None:
+    kinds = (QuantType.Q4_K, QuantType.Q8_0, QuantType.F16, QuantType.Q6_K, QuantType.Q5_0)
+    weights = [random_weight(quant_type, (9 + 8 * i, 512), seed=i) for i, quant_type in enumerate(kinds)]
+    check(activations(rows, rows, 512), weights)
+
+
+def test_a_value_that_is_not_finite_spoils_only_its_row() -> None:
+    for quant_type in (QuantType.Q4_K, QuantType.Q8_0):
+        weight, x = random_weight(quant_type, (9, 512), seed=2), activations(5, 3, 512)
+        x[1, 300] = torch.inf
+        check(x, [weight])
+
+
+def test_rows_that_begin_anywhere_are_refused_by_blocks_of_32() -> None:
+    x = torch.zeros(2, 66)[:, :64]
+    weight = on_gpu(random_weight(QuantType.Q8_0, (5, 64), 1), device="cpu")
+    with pytest.raises(ValueError, match="need rows of activations on 16 bytes"):
+        linear_few_cuda([weight], [torch.zeros(2, 5)], x=x)

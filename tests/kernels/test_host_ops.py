@@ -1,0 +1,76 @@
+"""Operations that pass activations from launch to launch, on the host: products get the form they read."""
+
+import pytest
+import torch
+from gpu_cases import assert_same, on_gpu
+from random_blocks import activations, random_weight
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.memory import Memory
+from coldstream.kernels.cuda_ops import CudaOps
+from coldstream.kernels.experts.reference import routed_experts
+from coldstream.kernels.experts.table import ExpertTable
+from coldstream.kernels.linear.reference import linear_exact
+from coldstream.kernels.ops import ExpertWeights
+from coldstream.kernels.quantize.cuda import quantize_cuda
+from coldstream.kernels.swiglu.reference import swiglu_exact
+
+pytestmark = pytest.mark.usefixtures("host")
+
+Q4K, Q6K, Q8, Q5 = QuantType.Q4_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q5_0
+NUM_EXPERTS, HIDDEN, FFN = 3, 512, 256
+
+
+class HostMemory(Memory):
+    """Tensors of the host, each with memory of its own."""
+
+    def _persistent_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def _workspace_part(
+        self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+
+def host_ops() -> CudaOps:
+    return CudaOps(HostMemory(), 16)
+
+
+def on_host(ops: CudaOps, x: torch.Tensor) -> Activations:
+    rows = ops.activations(*x.shape)
+    rows.values.copy_(x)
+    quantize_cuda(rows.values, rows.quantised)
+    return rows
+
+
+@pytest.mark.parametrize("tokens", [2, 11])
+def test_matrices_of_either_kind_of_scales_share_their_input(tokens: int) -> None:
+    ops, x = host_ops(), activations(1, tokens, HIDDEN)
+    weights = [random_weight(kind, (20, HIDDEN), i) for i, kind in enumerate((Q4K, Q8, Q6K, Q5))]
+    outs = ops.linear(on_host(ops, x), [on_gpu(weight, device="cpu") for weight in weights])
+    for out, weight in zip(outs, weights, strict=True):
+        assert_same(out, linear_exact(x, weight))
+
+
+@pytest.mark.parametrize(
+    "types", [(Q4K, Q4K, Q6K), (Q8, Q8, Q5), (Q4K, Q4K, Q8), (Q8, Q4K, Q5), (Q5, Q8, Q4K)], ids=str
+)
+def test_experts_of_many_tokens(types: tuple[QuantType, QuantType, QuantType]) -> None:
+    ops, tokens = host_ops(), 20
+    shapes = ((FFN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN))
+    stacks = [
+        random_weight(kind, (NUM_EXPERTS, *shape), i)
+        for i, (kind, shape) in enumerate(zip(types, shapes, strict=True))
+    ]
+    parts = [[on_gpu(stack[e], device="cpu") for e in range(NUM_EXPERTS)] for stack in stacks]
+    tables = [
+        ExpertTable(torch.tensor([part.blocks.data_ptr() for part in each]), kind, *shape)
+        for each, kind, shape in zip(parts, types, shapes, strict=True)
+    ]
+    x = activations(2, tokens, HIDDEN)
+    ids = torch.tensor([[i % 3, (i + 1) % 3] for i in range(tokens)], dtype=torch.int32)
+    routed = torch.empty(tokens, 2, HIDDEN)
+    ops._routed_many(on_host(ops, x), ids, ExpertWeights(*tables), routed)
+    assert_same(routed, routed_experts(x, ids, *stacks, linear_exact, swiglu_exact))
