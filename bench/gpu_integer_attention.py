@@ -1,0 +1,124 @@
+"""Times attention over integers on the GPU: 16 query heads, 2 key/value heads of 256 (Qwen3.6-35B-A3B).
+
+    python bench/gpu_integer_attention.py [--json]
+
+One layer at a time, in a captured graph over enough layers that no cache of theirs stays in L2; medians of
+replays. Rows of one sequence lie behind `depth` positions: few of them, whose chunks are computed beside each
+other, and many, which walk over all their positions.
+"""
+
+import argparse
+import json
+from itertools import product
+
+import torch
+
+from coldstream.kernels.attention.cache_types import CACHE_TYPES
+from coldstream.kernels.attention.cuda import AttentionInputs, AttentionShape, Caches, DecodeWorkspace
+from coldstream.kernels.attention.cuda_integers import FEW_ROWS, IntegerKernels, IntegerQueries
+from coldstream.kernels.attention.exact import CHUNK_SIZE
+from coldstream.kernels.cuda.limits import device_limits
+from coldstream.kernels.ops import BLOCK_POSITIONS, BatchRows, RopeSpec, Rows
+from coldstream.kernels.rope.reference import rope_angles
+from device import graph_seconds, measure_bandwidth
+
+HEADS, KV_HEADS, HEAD_DIM = 16, 2, 256
+ROPE = RopeSpec(64, 1e7)
+CACHE_NAMES = "i16", "i8"
+FEW = (1, 2, 4, 8, 16, 32, 64), (512, 32768, 131072)  # rows, depths
+MANY = (512, 2048), (0, 32768, 131072)
+CACHED_BYTES = 150e6  # more than twice what L2 holds
+MOST_LAYERS = 24
+
+
+class Layer:
+    """Random inputs of `num_rows` rows of one sequence behind `depth` positions, and their caches."""
+
+    def __init__(self, cache_name: str, num_rows: int, depth: int) -> None:
+        shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, CACHE_TYPES[cache_name])
+        self.kernels = IntegerKernels(shape, device_limits())
+        num_blocks = -(-(depth + num_rows) // BLOCK_POSITIONS)
+        positions = torch.arange(depth, depth + num_rows, dtype=torch.int32)
+        none, first = torch.full_like(positions, -1).cuda(), torch.zeros_like(positions).cuda()
+        tables = torch.arange(num_blocks, dtype=torch.int32).view(1, -1).cuda()
+        on_device = positions.cuda()
+        batch = BatchRows(first, tables, on_device, none, none, has_trees=False)
+        self.rows = Rows(on_device, first, batch)
+        self.inputs = AttentionInputs(
+            *(torch.randn(num_rows, size, device="cuda") for size in (HEADS * 2 * HEAD_DIM, 512, 512)),
+            *(torch.ones(HEAD_DIM, device="cuda") for _ in range(2)),
+            rope_angles(positions, ROPE).cuda(),
+            1e-6,
+        )
+        block = shape.cache_type.encode(torch.randn(1, BLOCK_POSITIONS, KV_HEADS, HEAD_DIM)).cuda()
+        blocks = block.repeat(num_blocks, 1, 1, 1)
+        self.caches = Caches(blocks, blocks.clone())
+        self.queries = IntegerQueries(
+            torch.zeros(num_rows, HEADS, 2, HEAD_DIM, dtype=torch.int8, device="cuda"),
+            torch.zeros(num_rows, HEADS, device="cuda"),
+        )
+        self.out = torch.zeros(num_rows, HEADS * HEAD_DIM, device="cuda")
+
+    def workspace(self, num_positions: int) -> DecodeWorkspace:
+        num_rows = len(self.out)
+        positions = CHUNK_SIZE * self.kernels.num_chunks(num_rows, num_positions)
+        shapes = DecodeWorkspace.shapes(self.kernels.shape, num_rows, positions)
+        return DecodeWorkspace(*(torch.zeros(shape, device="cuda") for shape in shapes))
+
+    def prepare(self) -> None:
+        self.kernels.prepare(self.inputs, self.caches, self.rows, self.queries)
+
+    def attend(self, workspace: DecodeWorkspace) -> None:
+        self.kernels.attend(self.queries, self.caches, self.rows, workspace)
+
+    def merge(self, workspace: DecodeWorkspace) -> None:
+        self.kernels.merge(self.inputs.query_gate, self.rows, workspace, out=self.out)
+
+
+def measured(cache_name: str, num_rows: int, depth: int, bandwidth: float) -> dict[str, object]:
+    num_bytes = 2 * (depth + num_rows) * KV_HEADS * CACHE_TYPES[cache_name].row_bytes(HEAD_DIM)
+    is_split = num_rows <= FEW_ROWS
+    count = max(2, min(MOST_LAYERS, int(CACHED_BYTES / num_bytes))) if is_split else 1
+    layers = [Layer(cache_name, num_rows, depth) for _ in range(count)]
+    workspace = layers[0].workspace(depth + num_rows)
+    calls = layers * max(1, (MOST_LAYERS if is_split else 2) // count)
+
+    def both(layer: Layer) -> None:
+        layer.attend(workspace)
+        layer.merge(workspace)
+
+    prepare = graph_seconds([layer.prepare for layer in calls])
+    attend = graph_seconds([lambda layer=layer: layer.attend(workspace) for layer in calls])  # type: ignore[misc]
+    together = graph_seconds([lambda layer=layer: both(layer) for layer in calls])  # type: ignore[misc]
+    products = 4 * HEAD_DIM * HEADS * num_rows * (depth + (num_rows + 1) / 2)
+    return {
+        "case": f"{'split' if is_split else 'whole'} {cache_name} {num_rows} rows behind {depth}",
+        "prepare_us": round(prepare * 1e6, 2),
+        "attend_us": round(attend * 1e6, 2),
+        "attend_and_merge_us": round(together * 1e6, 2),
+        "share_of_copy": round(num_bytes / together / bandwidth, 3),
+        "tflops": round(products / together / 1e12, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="only one line of JSON")
+    json_only = parser.parse_args().json
+    torch.manual_seed(0)
+    bandwidth = measure_bandwidth("cuda", 0)
+    if not json_only:
+        print(f"ceiling: copy {bandwidth / 1e12:.2f} TB/s")
+    results = []
+    for (rows, depths), name in product((FEW, MANY), CACHE_NAMES):
+        for num_rows, depth in product(rows, depths):
+            results.append(measured(name, num_rows, depth, bandwidth))
+            torch.cuda.empty_cache()
+            if not json_only:
+                print("  ".join(f"{key} {value}" for key, value in results[-1].items()))
+    device = torch.cuda.get_device_name()
+    print(json.dumps({"device": device, "copy_tb_s": bandwidth / 1e12, "cases": results}))
+
+
+if __name__ == "__main__":
+    main()
