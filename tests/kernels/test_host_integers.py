@@ -65,7 +65,8 @@ def batch_of(parts: list[Part], random: Random) -> Rows:
     positions, segments, indices, parents, kept = (torch.tensor(v, dtype=torch.int32) for v in values)
     tables = torch.tensor(order, dtype=torch.int32).view(len(parts), -1)
     has_trees = bool((kept >= 0).any())
-    batch = BatchRows(segments, tables, indices, parents, kept, has_trees=has_trees)
+    is_deep = random.random() < 0.5  # which decides who computes them
+    batch = BatchRows(segments, tables, indices, parents, kept, has_trees=has_trees, is_deep=is_deep)
     return Rows(positions, segments, batch)
 
 

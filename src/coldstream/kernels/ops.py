@@ -28,6 +28,7 @@ Weight = Any  # what `load_weight` of the same Ops returned: opaque to everybody
 BLOCK_POSITIONS = 256  # of a block of keys and values, and of a chunk that attention sums up on its own
 MAX_TREE_ROWS = 64
 MAX_SHORT_CHAIN = 16  # rows of a chain up to which a step is not one of a prompt
+SHORT_CONTEXT = 2048  # positions up to which a few dozen rows do not keep a GPU busy by sharing keys
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,11 @@ class BatchRows:
     parents: Array  # int32 [T], the row of the batch that it follows, −1: what the sequence has committed
     kept: Array  # int32 [T], −1 for a row of a chain
     inputs: KeptInputs | None = None  # of the layer; None for attention
-    # Known before the arrays are, for who launches kernels: whether there may be rows of trees, and chains of
-    # more than MAX_SHORT_CHAIN rows.
+    # Known before the arrays are, for who launches kernels: whether there may be rows of trees, chains of more
+    # than MAX_SHORT_CHAIN rows, and positions of SHORT_CONTEXT and beyond.
     has_trees: bool = True
     has_prompts: bool = True
+    is_deep: bool = True
 
 
 @dataclass(frozen=True)

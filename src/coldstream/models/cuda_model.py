@@ -77,6 +77,7 @@ class StepShape:
     num_rows: int
     has_trees: bool = False  # whether there may be rows of draft trees
     has_prompts: bool = False  # whether a chain may be a long one
+    is_deep: bool = False  # whether there may be positions of SHORT_CONTEXT and beyond
 
     @classmethod
     def prompt(cls, num_rows: int) -> Self:
@@ -145,7 +146,12 @@ class Inputs:
         arrays = BatchArrays(self.memory.values, size)
         rows = arrays.rows
         assert rows.batch is not None
-        batch = replace(rows.batch, has_trees=shape.has_trees, has_prompts=shape.has_prompts)
+        batch = replace(
+            rows.batch,
+            has_trees=shape.has_trees,
+            has_prompts=shape.has_prompts,
+            is_deep=shape.is_deep,
+        )
         return arrays.token_ids, replace(rows, batch=batch)
 
 
@@ -327,8 +333,8 @@ def _shapes(sizes: Iterable[int], has_trees: bool) -> Iterator[StepShape]:
         if count > 2 * MAX_DECODE_ROWS:
             yield StepShape.prompt(count)
             continue
-        for trees, is_prompt in product({False, has_trees}, (False, True)):
-            yield StepShape(count, trees, is_prompt)
+        for trees, is_prompt, is_deep in product({False, has_trees}, (False, True), (False, True)):
+            yield StepShape(count, trees, is_prompt, is_deep)
 
 
 def check_supported(spec: ModelSpec) -> None:

@@ -22,6 +22,7 @@ from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import load_kernels
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kernels.ops import SHORT_CONTEXT
 from coldstream.kvcache.batch import BatchLimits, CheckedSegment
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.kvcache.sequence import Sequence
@@ -282,6 +283,9 @@ class CudaRunner(ModelRunner):
             padded_rows(count) if self.limits.is_captured(count) else count,
             has_trees=any(segment.parents is not None for segment in segments),
             has_prompts=any(segment.is_prompt for segment in segments),
+            is_deep=any(
+                segment.sequence.length + len(segment.token_ids) > SHORT_CONTEXT for segment in segments
+            ),
         )
 
     def _start_step(self, shape: StepShape) -> None:

@@ -230,9 +230,8 @@ class IntegerKernels:
             shape.num_heads, shape.num_kv_heads, max_chunks, shape.window or 0,
         )  # fmt: skip
         assert rows.batch is not None
-        num_pairs = num_rows * shape.group_size
         trees = rows.batch.has_trees
-        form = self._forms[kind_of(num_rows, num_pairs, trees), trees]
+        form = self._forms[kind_of(shape, num_rows, trees, rows.batch.is_deep), trees]
         num_items = max_chunks * shape.num_kv_heads * -(-num_rows // (form.num_pairs // shape.group_size))
         at_once = max(1, self.device.shared_per_processor // (form.shared_bytes + RESERVED_SHARED_BYTES))
         self._programs[form.file].kernel(form.instance).launch(
@@ -244,11 +243,15 @@ class IntegerKernels:
         )
 
 
-def kind_of(num_rows: int, num_pairs: int, trees: bool) -> str:
-    """Which of FORMS computes so many rows, which have so many pairs of a row and a query head for each
-    key/value head. trees: whether there may be draft trees among them.
+def kind_of(shape: AttentionShape, num_rows: int, trees: bool, is_deep: bool) -> str:
+    """Which of FORMS computes so many rows.
+
+    trees: whether there may be draft trees among them; is_deep: whether they may be far from their
+    sequences' first positions, so that rows had better share what they read.
     """
-    if num_pairs <= PAIRS and not trees:
+    num_pairs = num_rows * shape.group_size
+    is_small = num_pairs <= PAIRS or (not is_deep and num_rows <= FEW_ROWS)
+    if is_small and shape.group_size <= PAIRS and not trees:
         return "few"
     return "middle" if num_rows <= FEW_ROWS and num_pairs <= MIDDLE_PAIRS else "many"
 
