@@ -265,7 +265,8 @@ class LLM:
     def forget(self) -> None:
         """Give back what the last prompt has left in the caches, for others that use the runner."""
         with self._turns.turn():
-            self._sequence.forget()
+            live = self._sequence
+            live.forget()
 
     @host_memory_errors()
     def logits(self, token_ids: TokenIds) -> Logits:

@@ -59,8 +59,8 @@ class BatchRows:
     parents: Array  # int32 [T], the row of the batch that it follows, −1: what the sequence has committed
     kept: Array  # int32 [T], −1 for a row of a chain
     inputs: KeptInputs | None = None  # of the layer; None for attention
-    # Known before the arrays are, for who launches kernels: whether there may be rows of trees, chains of more
-    # than MAX_SHORT_CHAIN rows, and positions of SHORT_CONTEXT and beyond.
+    # Known before the arrays are, for who launches kernels: whether there may be rows of trees, chains of
+    # more than MAX_SHORT_CHAIN rows, and positions of SHORT_CONTEXT and beyond.
     has_trees: bool = True
     has_prompts: bool = True
     is_deep: bool = True
