@@ -265,8 +265,7 @@ class LLM:
     def forget(self) -> None:
         """Give back what the last prompt has left in the caches, for others that use the runner."""
         with self._turns.turn():
-            live = self._sequence
-            live.forget()
+            self._sequence.forget()
 
     @host_memory_errors()
     def logits(self, token_ids: TokenIds) -> Logits:
