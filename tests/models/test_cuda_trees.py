@@ -19,7 +19,7 @@ from coldstream.kvcache import Batch, CacheSize, Segment
 
 pytestmark = pytest.mark.gpu
 
-SIZE = CacheSize.of(len(LENGTHS) + 24, CONTEXT, num_trees=8)
+SIZE = CacheSize.of(len(LENGTHS) + 32, CONTEXT, num_trees=8)
 CPU_SIZE = CacheSize.of(len(LENGTHS) + 64, CONTEXT, num_trees=8)
 
 
@@ -79,7 +79,7 @@ def test_trees_of_the_demo_model_wherever_experts_are(
 def test_32_sequences_of_mixed_lengths_in_one_batch(small_path: Path, oracle: tuple[str, Oracle]) -> None:
     kv_type, plain = oracle
     random = Random(32)
-    lengths = [random.choice(LENGTHS) for _ in range(24)]
+    lengths = [random.choice(LENGTHS) for _ in range(32)]
     with open_cuda(small_path, context_length=CONTEXT, kv_type=kv_type, cache_size=SIZE) as runner:
         prompts = Prompts(runner)
         sequences = [prompts.begin(length) for length in lengths]

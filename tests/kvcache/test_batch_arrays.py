@@ -1,0 +1,59 @@
+"""What steps and commits read of a batch and of a path, in memory that graphs point into."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from builders import Dims, write_gguf
+from coldstream.errors import InvalidRequestError
+from coldstream.kernels.ops import MAX_TREE_ROWS
+from coldstream.kvcache import Batch, CacheSize, Segment
+from coldstream.kvcache.batch import BatchArrays, BatchSize, PathArrays
+from coldstream.kvcache.sequence_cache import AcceptedPath
+from coldstream.models.cpu_runner import CpuRunner
+
+
+def test_rows_behind_a_batch_are_of_no_sequence() -> None:
+    size = BatchSize(num_rows=5, num_segments=3, num_blocks=2)
+    memory = np.full(size.num_values + 4, 77, np.int32)
+    arrays = BatchArrays(memory, size)
+    arrays.pad(2)
+    batch = arrays.rows.batch
+    assert batch is not None
+    assert arrays.token_ids.tolist() == [77, 77, 0, 0, 0]
+    for values in (arrays.rows.positions, arrays.rows.slots, batch.segments, batch.indices, batch.kept):
+        assert values.tolist() == [77, 77, -1, -1, -1]
+    assert (batch.tables == 77).all()
+    assert batch.tables.shape == (3, 2)
+    assert (memory[size.num_values :] == 77).all()
+
+
+def test_a_path_lies_where_a_commit_reads_it() -> None:
+    memory = np.full(PathArrays.num_values(4) + 2, 77, np.int32)
+    arrays = PathArrays(memory, 4)
+    arrays.write(AcceptedPath((0, 2, 5), (8, 9, 3), 300, 6, (11, 12)))
+    path = arrays.path
+    assert [int(each[0]) for each in (path.slot, path.count, path.first)] == [6, 3, 300]
+    assert path.sources[:3].tolist() == [0, 2, 5]
+    assert path.kept[:3].tolist() == [8, 9, 3]
+    assert path.table[:2].tolist() == [11, 12]
+    assert (len(path.sources), len(path.kept), len(path.table)) == (MAX_TREE_ROWS, MAX_TREE_ROWS, 4)
+    assert (memory[PathArrays.num_values(4) :] == 77).all()
+    addresses = [values.ctypes.data for values in vars(path).values()]
+    assert len(set(addresses)) == len(addresses)
+
+
+def test_logits_of_a_text_leave_other_sequences_alone_and_segments_are_counted(tmp_path: Path) -> None:
+    (path,) = write_gguf(tmp_path / "tiny.gguf", dims=Dims(layers=2, interval=2))
+    with CpuRunner.open(path, threads=1, context_length=16, cache_size=CacheSize.of(3, 16)) as runner:
+        live, other = runner.new_sequence(), runner.new_sequence()
+        for sequence in (live, other):
+            runner.extend(sequence, [1, 2, 3])
+        runner.logits([9, 8, 7])
+        assert live.length == 3
+        assert np.array_equal(runner.extend(live, [4]), runner.extend(other, [4]))
+        runner._limits = type(runner._limits)(runner.spec.vocab_size, 16, 8, 1)
+        with pytest.raises(InvalidRequestError, match="a batch of 2 segments, but a step takes 1"):
+            runner.step(Batch((Segment(live, [1]), Segment(other, [1]))))
+        assert live.length == other.length == 4
