@@ -139,6 +139,7 @@ def test_an_attention_window_is_that_of_the_forward_pass() -> None:
             str(demo_model_path()), device="cpu", ctx_size=64, attention_window=window, threads=1
         )
         opened = open_model(config)
-        logits.append(opened.runner.prefill(list(range(300, 320))).tolist())
+        sequence = opened.runner.new_sequence()
+        logits.append(opened.runner.extend(sequence, list(range(300, 320))).tolist())
         opened.close()
     assert logits[0] == logits[1] != logits[2]

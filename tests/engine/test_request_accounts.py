@@ -1,6 +1,6 @@
 """What a request is told of itself: how long it may be, whose hits it counts, how far its prompt has come."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coldstream.engine import LLM, SamplingParams
+from coldstream.kvcache.batch import CheckedSegment
 from hash_runner import HashRunner, open_hash_model
 
 CHUNK = HashRunner.chunk_size
@@ -26,11 +27,12 @@ class CountingRunner(HashRunner):
     def expert_uses(self) -> tuple[int, int]:
         return self.hits, self.misses
 
-    def _append(self, token_ids: Sequence[int]) -> None:
-        num_odd = sum(token_id % 2 for token_id in token_ids)
-        self.hits += 2 * len(token_ids) - num_odd
-        self.misses += len(token_ids) + 2 * num_odd
-        super()._append(token_ids)
+    def _launch(self, segments: Collection[CheckedSegment]) -> None:
+        for segment in segments:
+            num_tokens, num_odd = len(segment.token_ids), int((segment.token_ids % 2).sum())
+            self.hits += 2 * num_tokens - num_odd
+            self.misses += num_tokens + 2 * num_odd
+        super()._launch(segments)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def short_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 @pytest.fixture
 def counting(tmp_path: Path) -> Iterator[LLM]:
     opened = open_hash_model(tmp_path / "tiny.gguf")
-    with LLM.from_opened(replace(opened, runner=CountingRunner(opened.runner.file))) as llm:
+    with LLM.from_opened(replace(opened, runner=CountingRunner(opened.runner.file, 256))) as llm:
         yield llm
 
 
