@@ -134,7 +134,7 @@ def main() -> int:
     runtime = _csrc.Runtime(len(os.sched_getaffinity(0)))
     counts: dict[str, dict[str, int]] = {}
     for quant_type in sorted(INTEGER_TYPES):
-        ops = CudaOps(DeviceMemory(2**20, MEMORY_BYTES), max_positions=1)
+        ops = CudaOps(DeviceMemory(2**20, MEMORY_BYTES), max_positions=1, max_rows=1)
         products, experts = (
             compare_products(runtime, ops, quant_type),
             compare_experts(runtime, ops, quant_type),

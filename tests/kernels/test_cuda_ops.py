@@ -30,7 +30,7 @@ NUM_EXPERTS, RANKS, HIDDEN, FFN = 6, 2, 512, 256
 
 
 def device_ops() -> CudaOps:
-    return CudaOps(DeviceMemory(1 << 20, 64 << 20), 16)
+    return CudaOps(DeviceMemory(1 << 20, 64 << 20), 16, 512)
 
 
 def on_device(ops: CudaOps, x: torch.Tensor) -> Activations:
@@ -49,7 +49,7 @@ def stack_on_gpu(stack: QuantTensor) -> tuple[ExpertTable, list[QuantTensor]]:
 
 @pytest.mark.parametrize("quant_type", list(QuantType), ids=lambda t: t.name)
 def test_kernels_are_known_before_anything_runs(quant_type: QuantType) -> None:
-    ops = CudaOps(MemoryPlan(), 16, notes_kernels=True)
+    ops = CudaOps(MemoryPlan(), 16, 512, notes_kernels=True)
     blocks = ops.memory.persistent((50, quant_type.row_bytes(512)), torch.uint8)
     with note_kernels() as noted:
         x = ops.embed(QuantTensor(blocks, quant_type, (50, 512)), ops.memory.workspace((3,), torch.int32))

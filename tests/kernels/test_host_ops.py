@@ -35,7 +35,7 @@ class HostMemory(Memory):
 
 
 def host_ops() -> CudaOps:
-    return CudaOps(HostMemory(), 16)
+    return CudaOps(HostMemory(), 16, 512)
 
 
 def on_host(ops: CudaOps, x: torch.Tensor) -> Activations:
