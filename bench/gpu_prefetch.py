@@ -134,7 +134,7 @@ def make_ops(memory: Memory, mailbox: Mailbox, layers: Layers, prefetching: Pref
         aligned = expert_bytes(shape) + len(matrices_of(shape)) * ALIGNMENT
         ring_bytes = (prefetching.distance + 1) * prefetching.experts * aligned
     is_plan = isinstance(memory, MemoryPlan)
-    ops = HybridOps(memory, 1, mailbox, None, (), ring_bytes, prefetching, notes_kernels=is_plan)
+    ops = HybridOps(memory, 1, 64, mailbox, None, (), ring_bytes, prefetching, notes_kernels=is_plan)
     ops.number_layers(layers.experts)
     if not is_plan:
         ops.streamed.copy_(torch.arange(len(ops.streamed)))

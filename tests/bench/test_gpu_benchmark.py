@@ -47,7 +47,8 @@ def test_each_case_has_a_file_that_says_what_ran(out: Path) -> None:
 
 def test_the_floor_counts_weights_and_the_cache(out: Path) -> None:
     short, deep = (json.loads((out / f"{name}.json").read_text()) for name in ("tg4", "tg4_d50"))
-    cached_bytes = SMALL.kv_heads * SMALL.head_dim * 2 * 2  # keys and values, float16, one attention layer
+    # Keys and values of two bytes and a scale in 16, in one attention layer.
+    cached_bytes = SMALL.kv_heads * (SMALL.head_dim * 2 + 16) * 2
     assert deep["bytes_per_token"] - short["bytes_per_token"] == 50 * cached_bytes
     assert short["bytes_per_token"] - short["weight_bytes_per_token"] == 3 * cached_bytes
     for result in (short, deep):

@@ -54,7 +54,9 @@ class FewRows:
         mailbox = Mailbox.create(self.spec.num_layers, self.spec.num_experts_per_tok, self.spec.hidden_size)
         self.partial = PartialExperts(mailbox, 1, "generic", CHUNK)
         host = self.partial.host
-        self.ops = HybridOps(HostMemory(), 256, host.mailbox, host, whole_layers, RING_BYTES, prefetching)
+        self.ops = HybridOps(
+            HostMemory(), 256, 512, host.mailbox, host, whole_layers, RING_BYTES, prefetching
+        )
         self.partial.attach(self.ops)
         self.weights = [self._layer(layer) for layer in range(self.spec.num_layers)]
         self.ops.number_layers(self.weights)
