@@ -54,7 +54,7 @@ def taken_bytes(runner: CpuRunner) -> int:
     experts = sum(info.num_bytes for info in trunk if "_exps." in info.name)
     is_left = {"token_embd.weight"} if "output.weight" in tensors else set()
     dense = sum(info.num_bytes for info in trunk if info.name not in is_left) - experts
-    fixed = dense + runner._cache.num_bytes + runner.activation_bytes
+    fixed = dense + runner._sequences.tensors.num_bytes + runner.activation_bytes
     return fixed + (runner.disk.slot_bytes if runner.disk else experts)
 
 
@@ -208,7 +208,7 @@ def test_a_default_context_takes_a_share_of_what_the_rest_leaves(left: int) -> N
     config = replace(CONFIG, ctx_size=1)
     with GGUFFile.open(demo_model_path()) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        needs = CpuRunner.needs(file, spec, 2, CONFIG.tier, 1, "f16")
+        needs = CpuRunner.needs(file, spec, 2, CONFIG.tier, 1, CONFIG.cache_type_k)
     least = needs.least_bytes(PlanOptions())
     assert plan(replace(config, ram=least)).plan.num_resident == spec.num_experts_per_tok
     ctx_size = plan(replace(config, ctx_size=None, ram=least + left)).config.ctx_size

@@ -36,14 +36,14 @@ def test_a_missing_barrier_is_seen(kernel: str, distance: int) -> None:
 
 @pytest.mark.usefixtures("host")
 def test_what_a_block_writes_after_it_has_arrived_is_missed() -> None:
-    sums: dict[str, list[int]] = {"true": [], "false": []}
-    for flag in sums:
-        for _ in range(LAUNCHES):
-            parts, total, arrivals = (torch.zeros(n, dtype=torch.int32) for n in (7, 1, 1))
-            launch(f"add_blocks<{flag}>", 256, parts, total, arrivals, blocks=7)
-            sums[flag].append(int(total))
-    assert sums["false"] == [7] * LAUNCHES
-    assert min(sums["true"]) < 7
+    def add_blocks(flag: str) -> int:
+        parts, total, arrivals = (torch.zeros(n, dtype=torch.int32) for n in (7, 1, 1))
+        launch(f"add_blocks<{flag}>", 256, parts, total, arrivals, blocks=7)
+        return int(total)
+
+    assert {add_blocks("false") for _ in range(LAUNCHES)} == {7}
+    # About one order of threads in twenty shows it.
+    assert any(add_blocks("true") < 7 for _ in range(30 * LAUNCHES))
 
 
 @pytest.mark.usefixtures("host")
