@@ -1,13 +1,15 @@
 """Settings for every test: reproducible properties, and no memory that happens to hold the right answer."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from host_device import HostDevice
 
 settings.register_profile(
     "repeatable",
@@ -68,3 +70,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(no_gpu)
+
+
+@pytest.fixture(scope="session")
+def compiled_for_the_host(tmp_path_factory: pytest.TempPathFactory) -> HostDevice:
+    """Kernels that processes of one run compile once for all of them."""
+    root = tmp_path_factory.getbasetemp()
+    directory = (root.parent if root.name.startswith("popen-") else root) / "host-kernels"
+    directory.mkdir(exist_ok=True)
+    return HostDevice(directory)
+
+
+@pytest.fixture
+def host(compiled_for_the_host: HostDevice) -> Iterator[HostDevice]:
+    """Inside a test, the GPU's kernels are launched on the host."""
+    with compiled_for_the_host.installed():
+        yield compiled_for_the_host
