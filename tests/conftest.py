@@ -1,7 +1,9 @@
 """Settings for every test: reproducible properties, and no memory that happens to hold the right answer."""
 
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="leave torch.empty unwritten, for tools that see reads of it",
     )
+    parser.addoption(
+        "--gpu-on-host",
+        action="store_true",
+        help="run models of a GPU with its kernels on the host, for tests of tests/models",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--gpu-on-host"):
+        from host_gpu import gpu_on  # only here, as it imports the runner of a GPU
+
+        directory = tempfile.TemporaryDirectory()
+        config.add_cleanup(directory.cleanup)
+        running = gpu_on(HostDevice(Path(directory.name)))
+        running.__enter__()
+        config.add_cleanup(lambda: running.__exit__(None, None, None))
 
 
 @pytest.fixture(autouse=True)
