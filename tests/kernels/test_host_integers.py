@@ -12,9 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldstream.kernels.arithmetic.reference import quantize_activations
+from coldstream.kernels.attention.arguments import (
+    AttentionInputs,
+    AttentionShape,
+    Caches,
+    DecodeWorkspace,
+    IntegerQueries,
+)
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
-from coldstream.kernels.attention.cuda import AttentionInputs, AttentionShape, Caches, DecodeWorkspace
-from coldstream.kernels.attention.cuda_integers import IntegerKernels, IntegerQueries
+from coldstream.kernels.attention.cuda import IntegerKernels
 from coldstream.kernels.attention.exact import (
     CHUNK_SIZE,
     attend_chunk,
