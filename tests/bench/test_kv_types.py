@@ -38,4 +38,12 @@ def test_every_type_is_measured_and_fewer_bits_are_further_away() -> None:
     assert set(losses) == set(TYPES)
     assert {len(loss.nats) for loss in losses.values()} == {59}
     distances = {name: loss.figures(losses[EXACT])["logit_distance"] for name, loss in losses.items()}
-    assert 0 == distances["f32"] < distances["f16"] < distances["q8_0"] < distances["q4_0"]
+    assert (
+        0
+        == distances["f32"]
+        < distances["i16"]
+        < distances["f16"]
+        < distances["i8"]
+        < distances["i4"]
+        < distances["i3"]
+    )

@@ -9,9 +9,15 @@ from collections.abc import Callable
 import torch
 
 from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels.attention.arguments import (
+    AttentionInputs,
+    AttentionShape,
+    Caches,
+    DecodeWorkspace,
+    IntegerQueries,
+)
 from coldstream.kernels.attention.cache_types import CacheType
-from coldstream.kernels.attention.cuda import AttentionInputs, AttentionShape, Caches, DecodeWorkspace
-from coldstream.kernels.attention.cuda_integers import IntegerKernels, IntegerQueries, attention_cuda
+from coldstream.kernels.attention.cuda import IntegerKernels, attention_cuda
 from coldstream.kernels.attention.exact import CHUNK_SIZE
 from coldstream.kernels.attention.move_rows import move_rows_cuda
 from coldstream.kernels.cuda.activations import Activations

@@ -18,7 +18,7 @@ from coldstream.experts.host import HostExperts
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
-from coldstream.kernels.attention.cuda_integers import HEAD_MULTIPLE, LARGEST_HEAD
+from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.memory import ALIGNMENT, Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels

@@ -126,12 +126,6 @@ __device__ __forceinline__ float half_to_float(uint16_t h) {
   return f;
 }
 
-__device__ __forceinline__ uint16_t float_to_half(float f) {
-  uint16_t h;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
-  return h;
-}
-
 // Asynchronous copies from global to shared memory, 16 or 8 aligned bytes a thread.
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
