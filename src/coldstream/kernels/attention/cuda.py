@@ -28,6 +28,7 @@ from coldstream.kernels.attention.arguments import (
     DecodeWorkspace,
     IntegerQueries,
 )
+from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
 from coldstream.kernels.attention.exact import BLOCK_SIZE, CHUNK_SIZE
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits, overlaps
@@ -132,16 +133,9 @@ class IntegerKernels:
     """The kernels for one shape on one device, compiled when first used."""
 
     def __init__(self, shape: AttentionShape, device: DeviceLimits) -> None:
-        if shape.cache_type.is_packed:
-            raise UnsupportedError(
-                f"{shape.cache_type.name}: the GPU's attention over integers reads whole bytes; choose "
-                "another type for keys and values"
-            )
-        if shape.head_dim % HEAD_MULTIPLE or shape.head_dim > LARGEST_HEAD:
-            raise UnsupportedError(
-                f"heads of {shape.head_dim} values: the GPU's attention over integers takes multiples of "
-                f"{HEAD_MULTIPLE} up to {LARGEST_HEAD}; choose another type for keys and values"
-            )
+        has_kernels = shape.head_dim % HEAD_MULTIPLE == 0 and shape.head_dim <= LARGEST_HEAD
+        if not has_kernels or shape.cache_type.name not in GPU_CACHE_TYPES:
+            raise ValueError(f"no kernels for heads of {shape.head_dim} values in {shape.cache_type.name}")
         self.shape = shape
         self.device = device
         self._forms = {
@@ -168,7 +162,7 @@ class IntegerKernels:
                 return form
         raise UnsupportedError(
             f"{self.shape.group_size} heads of {self.shape.head_dim} values on one key/value head: the GPU's "
-            "attention over integers has no tile for so many; choose another type for keys and values"
+            "attention has no tile for so many; use --device cpu"
         )
 
     @staticmethod
