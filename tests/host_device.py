@@ -56,6 +56,7 @@ class HostDevice:
         self._directory = directory
         self._libraries: dict[tuple[Path, tuple[str, ...]], ctypes.CDLL] = {}
         self.launches = 0  # each has an order of threads of its own
+        self.keeps_time = False  # with the host's clock; otherwise every look takes it on by a millisecond
 
     @contextmanager
     def installed(self) -> Iterator["HostDevice"]:
@@ -120,5 +121,6 @@ class HostKernel:
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         self._device.launches += 1
         order, size = ctypes.c_uint64(self._device.launches), (ctypes.c_uint * 3)(*grid)
-        failure = self._library.launch(self._index, pointers, size, block, shared_bytes, order)
+        keeps_time = ctypes.c_bool(self._device.keeps_time)
+        failure = self._library.launch(self._index, pointers, size, block, shared_bytes, order, keeps_time)
         assert failure is None, f"{self._name}: {failure.decode()}"

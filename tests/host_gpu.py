@@ -101,6 +101,8 @@ def gpu_on(device: HostDevice) -> Iterator[None]:
         patch.setattr(driver, "cuMemHostGetDevicePointer", lambda address, _: (DONE, address))
         patch.setattr(driver, "cuMemHostUnregister", lambda *_: (DONE,))
         patch.setattr(CapturedStep, "of", Replayed)
+        # What kernels wait for, threads of the host compute meanwhile.
+        patch.setattr(device, "keeps_time", True)
         # Kernels are compiled when they are first launched.
         patch.setattr(cuda_runner, "kernels_of", lambda *_: frozenset())
         patch.setattr(cuda_runner, "load_kernels", lambda *_: None)

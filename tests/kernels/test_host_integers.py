@@ -122,6 +122,8 @@ def check_whole(
     seed: int,
     limits: DeviceLimits = LIMITS,
     device: str = "cpu",
+    *,
+    output_gate: bool = True,
 ) -> None:
     """From projections to what the next product reads, and what is left in the caches."""
     generator = torch.Generator().manual_seed(seed)
@@ -135,15 +137,15 @@ def check_whole(
     caches = Caches(*(cache_type.encode(random(*blocks, head_dim)) for _ in range(2)))
     expected_caches = Caches(caches.k.clone(), caches.v.clone())
     inputs = AttentionInputs(
-        2 * random(num_rows, num_heads * 2 * head_dim),
+        2 * random(num_rows, num_heads * (2 if output_gate else 1) * head_dim),
         *(random(num_rows, num_kv_heads * head_dim) for _ in "kv"),
         *(random(head_dim) + 1 for _ in "qk"), rope_angles(rows.positions, RopeSpec(16, 1e4)), 1e-6,
     )  # fmt: skip
     expected = attention_exact(
         inputs.query_gate, inputs.key, inputs.value, inputs.q_norm, inputs.k_norm, inputs.eps, inputs.angles,
-        expected_caches.k, expected_caches.v, rows, window,
+        expected_caches.k, expected_caches.v, rows, window, output_gate=output_gate,
     )  # fmt: skip
-    shape = AttentionShape(num_heads, num_kv_heads, head_dim, cache_type, window)
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, cache_type, window, output_gate)
     kernels = IntegerKernels(shape, limits)
     empty = partial(torch.empty, device=device)
     queries = IntegerQueries(
@@ -214,9 +216,9 @@ def test_the_heads_of_the_full_size_model(host: HostDevice) -> None:
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (5, 1, 96)])
 def test_attention_has_the_bits_of_the_definition(cache_name: str, heads: tuple[int, int, int]) -> None:
     @settings(max_examples=5)
-    @given(parts=some_parts(), window=st.sampled_from([None, 60]), seed=st.integers(0, 99))
-    def check_all(parts: list[Part], window: int | None, seed: int) -> None:
-        check_whole(parts, cache_name, heads, window, seed)
+    @given(some_parts(), st.sampled_from([None, 60]), st.integers(0, 99), st.booleans())
+    def check_all(parts: list[Part], window: int | None, seed: int, output_gate: bool) -> None:
+        check_whole(parts, cache_name, heads, window, seed, output_gate=output_gate)
 
     check_all()
 
@@ -242,9 +244,10 @@ def test_many_rows_have_the_bits_of_the_definition(
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (5, 1, 96), (16, 2, 256)])
 def test_a_gpu_has_them_too(cache_name: str, heads: tuple[int, int, int]) -> None:
     @settings(max_examples=20)
-    @given(parts=some_parts(), window=st.sampled_from([None, 60]), seed=st.integers(0, 99))
-    def check_all(parts: list[Part], window: int | None, seed: int) -> None:
-        check_whole(parts, cache_name, heads, window, seed, device_limits(), "cuda")
+    @given(some_parts(), st.sampled_from([None, 60]), st.integers(0, 99), st.booleans())
+    def check_all(parts: list[Part], window: int | None, seed: int, output_gate: bool) -> None:
+        given = cache_name, heads, window, seed, device_limits(), "cuda"
+        check_whole(parts, *given, output_gate=output_gate)
 
     check_all()
 

@@ -128,7 +128,8 @@ class CudaOps(CudaProducts):
         assert rows.batch is not None, "a step's rows lie in blocks"
         num_rows, head_dim = key.shape[0], q_norm.shape[0]
         num_heads = query_gate.shape[1] // (2 * head_dim if output_gate else head_dim)
-        shape = AttentionShape(num_heads, k_cache.shape[2], head_dim, CacheType.of(k_cache, head_dim), window)
+        cache_type = CacheType.of(k_cache, head_dim)
+        shape = AttentionShape(num_heads, k_cache.shape[2], head_dim, cache_type, window, output_gate)
         queries = IntegerQueries(
             self.empty(num_rows, num_heads, 2, head_dim, dtype=torch.int8), self.empty(num_rows, num_heads)
         )

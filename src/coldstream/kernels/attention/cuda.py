@@ -145,9 +145,10 @@ class IntegerKernels:
             for trees in ((False,) if kind == "few" else (False, True))
         }
         planes, head_dim = shape.cache_type.num_planes, shape.head_dim
+        gated = str(shape.output_gate).lower()
         files = {
-            PREPARE: {f"coldstream::attention_prepare_integers<{planes}, {head_dim}>"},
-            MERGE: {f"coldstream::attention_merge<{head_dim}>"},
+            PREPARE: {f"coldstream::attention_prepare_integers<{planes}, {head_dim}, {gated}>"},
+            MERGE: {f"coldstream::attention_merge<{head_dim}, {gated}>"},
         }
         for form in self._forms.values():
             files.setdefault(form.file, set()).add(form.instance)
@@ -204,10 +205,10 @@ class IntegerKernels:
         out: torch.Tensor | None = None,
         quantised: QuantActivations | None = None,
     ) -> None:
-        """Gated attention of every row, as float32, as int8, or as both, from what `attend` has left.
+        """Attention of every row, as float32, as int8, or as both, from what `attend` has left.
 
-        query_gate [T, H · 2 · D], any row stride. Writes out float32 [T, H · D] and quantised (K = H · D,
-        padded to whole groups), contiguous.
+        query_gate as in `AttentionInputs`, any row stride. Writes out float32 [T, H · D] and quantised
+        (K = H · D, padded to whole groups), contiguous.
         """
         shape = self.shape
         codes = (None,) * 3 if quantised is None else (quantised.q, quantised.scales, quantised.sums)

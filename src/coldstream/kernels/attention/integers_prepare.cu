@@ -68,7 +68,7 @@ __device__ __forceinline__ float store_planes(const lane_numbers<head_dim>& x, i
   return by.scale;
 }
 
-template <int planes, int head_dim>
+template <int planes, int head_dim, bool has_gate>
 __global__ void __launch_bounds__(prepare_threads) attention_prepare_integers(const prepare_integers_arguments a) {
   __shared__ float heads[heads_per_block][head_dim];
   wait_for_previous_grid();
@@ -77,7 +77,9 @@ __global__ void __launch_bounds__(prepare_threads) attention_prepare_integers(co
   float* const head = heads[threadIdx.x / lanes_per_head];
   const int64_t row = blockIdx.x;
   const int wanted = blockIdx.y * heads_per_block + threadIdx.x / lanes_per_head;
-  const auto [unit, kv_head, is_spare, is_query, is_value, x] = new_head::of<head_dim>(a, row, wanted);
+  constexpr int query_width = has_gate ? 2 * head_dim : head_dim;
+  const auto [unit, kv_head, is_spare, is_query, is_value, x] =
+      new_head::of<head_dim, query_width>(a, row, wanted);
   norm_head<head_dim>(x, is_query ? a.q_norm : a.k_norm, a.eps, lane, head);
   __syncwarp();
   const float* angles = a.angles + row * a.rope_half * 2;
