@@ -79,7 +79,7 @@ def held_out_stream(tokenizer: Tokenizer, files: Sequence[SourceFile]) -> np.nda
 def window_logits(model: CausalLM, token_ids: torch.Tensor, kv_type: str) -> torch.Tensor:
     """float32 logits [T, vocab] after each token of a fresh sequence."""
     count = len(token_ids)
-    cache = ModelCache(model.spec, model.ops, num_slots=1, context_length=count, kv_type=kv_type)
+    cache = ModelCache(model.spec, model.ops, num_states=1, context_length=count, kv_type=kv_type)
     rows = Rows(torch.arange(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32))
     logits: torch.Tensor = model.logits(model.forward(token_ids, rows, cache))
     return logits

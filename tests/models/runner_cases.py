@@ -78,6 +78,6 @@ def reference_logits(path: Path, ids: list[int], kv_type: str = "f32") -> torch.
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         ops = ReferenceOps(exact=True)
         model = CausalLM.load(file, spec, ops)
-    cache = ModelCache(spec, ops, num_slots=1, context_length=len(ids), kv_type=kv_type)
+    cache = ModelCache(spec, ops, num_states=1, context_length=len(ids), kv_type=kv_type)
     rows = Rows(torch.arange(len(ids), dtype=torch.int32), torch.zeros(len(ids), dtype=torch.int32))
     return model.logits(model.forward(torch.tensor(ids, dtype=torch.int32), rows, cache))

@@ -124,12 +124,19 @@ def torch_rows(rows: Rows, count: int) -> Rows:
     """The first rows, over the same memory."""
     batch = rows.batch
     assert batch is not None
-    segments, indices, parents, kept, positions, slots = (
+    segments, indices, parents, kept, positions, state_ids = (
         torch.from_numpy(values[:count])
-        for values in (batch.segments, batch.indices, batch.parents, batch.kept, rows.positions, rows.slots)
+        for values in (
+            batch.segments,
+            batch.indices,
+            batch.parents,
+            batch.kept,
+            rows.positions,
+            rows.state_ids,
+        )
     )
     tables = torch.from_numpy(batch.tables)
-    return Rows(positions, slots, BatchRows(segments, tables, indices, parents, kept))
+    return Rows(positions, state_ids, BatchRows(segments, tables, indices, parents, kept))
 
 
 class Reference:

@@ -22,13 +22,12 @@ CONTEXT = 700
 # Around blocks of 64 positions, chunks of 256, and steps of few rows.
 SIZES = (1, 2, 7, 9, 17, 63, 64, 65, 130, 256, 257, 600)
 CPU_SIZES = (1, 9, 65, 257, 600)
-GPU_SLOTS = 4
 
 
-def fill_with_nan(tensors: Sequence[Any], slot: int) -> None:
-    """All positions of the slot; the scales of integer types, which are floats in bytes, become NaN too."""
+def fill_with_nan(tensors: Sequence[Any], state_id: int) -> None:
+    """All of a state; the scales of integer types, which are floats in bytes, become NaN too."""
     for tensor in tensors:
-        tensor[slot, ...] = np.nan if "float" in str(tensor.dtype) else -1
+        tensor[state_id, ...] = np.nan if "float" in str(tensor.dtype) else -1
 
 
 def answers(runner: ModelRunner, size: int) -> list[np.ndarray]:
