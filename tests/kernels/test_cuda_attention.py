@@ -15,7 +15,7 @@ H200 = DeviceLimits(132, 227 * 1024, 228 * 1024)
 SMALL = DeviceLimits(84, 99 * 1024, 100 * 1024)
 
 
-@pytest.mark.parametrize(("head_dim", "cache_name"), [(40, "f32"), (48, "i16"), (288, "i8"), (64, "i4")])
+@pytest.mark.parametrize(("head_dim", "cache_name"), [(40, "f32"), (48, "i16"), (288, "i8"), (64, "f16")])
 def test_what_no_kernel_takes_is_refused(head_dim: int, cache_name: str) -> None:
     with pytest.raises(ValueError, match=f"no kernels for heads of {head_dim} values in {cache_name}"):
         IntegerKernels(AttentionShape(4, 2, head_dim, CACHE_TYPES[cache_name]), H200)
@@ -27,7 +27,13 @@ def test_too_many_heads_on_one_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "cache_name", "device", "arch"), [(256, "i16", H200, "sm_90"), (96, "i8", SMALL, "sm_80")]
+    ("head_dim", "cache_name", "device", "arch"),
+    [
+        (256, "i16", H200, "sm_90"),
+        (96, "i8", SMALL, "sm_80"),
+        (128, "i4", H200, "sm_90"),
+        (96, "i3", SMALL, "sm_80"),
+    ],
 )
 def test_kernels_compile_without_a_gpu(
     head_dim: int, cache_name: str, device: DeviceLimits, arch: str, tmp_path: Path

@@ -18,6 +18,7 @@ from coldstream.kernels.attention.arguments import (
     DecodeWorkspace,
     IntegerQueries,
 )
+from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.cuda import IntegerKernels
 from coldstream.kernels.attention.exact import (
@@ -188,7 +189,7 @@ def some_parts(draw: st.DrawFn) -> list[Part]:
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("cache_name", ["i16", "i8"])
+@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (8, 1, 96)])
 def test_chunks_have_the_bits_of_the_definition(cache_name: str, heads: tuple[int, int, int]) -> None:
     @settings(max_examples=8)
@@ -209,10 +210,12 @@ def test_a_tree_of_64_rows_across_blocks(host: HostDevice) -> None:
 def test_the_heads_of_the_full_size_model(host: HostDevice) -> None:
     check([Part(70, 2), Part(5, 3, (-1, 0, 0))], "i16", (16, 2, 256), None, seed=1)
     check([Part(130, 1)], "i8", (16, 2, 256), 100, seed=2)
+    check([Part(130, 1), Part(90, 6, (-1, 0, 0, 2, 1, 4))], "i3", (16, 2, 256), None, seed=3)
+    check([Part(200, 70)], "i4", (16, 2, 256), None, seed=4)
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("cache_name", ["i16", "i8"])
+@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (5, 1, 96)])
 def test_attention_has_the_bits_of_the_definition(cache_name: str, heads: tuple[int, int, int]) -> None:
     @settings(max_examples=5)
@@ -231,7 +234,7 @@ MANY = (
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("cache_name", ["i16", "i8"])
+@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
 @pytest.mark.parametrize(("parts", "window"), MANY)
 def test_many_rows_have_the_bits_of_the_definition(
     cache_name: str, parts: list[Part], window: int | None
@@ -240,7 +243,7 @@ def test_many_rows_have_the_bits_of_the_definition(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cache_name", ["i16", "i8"])
+@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (5, 1, 96), (16, 2, 256)])
 def test_a_gpu_has_them_too(cache_name: str, heads: tuple[int, int, int]) -> None:
     @settings(max_examples=20)
@@ -253,7 +256,7 @@ def test_a_gpu_has_them_too(cache_name: str, heads: tuple[int, int, int]) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cache_name", ["i16", "i8"])
+@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (16, 2, 256)])
 @pytest.mark.parametrize(("parts", "window"), MANY)
 def test_a_gpu_has_those_of_many_rows_too(

@@ -4,6 +4,7 @@ CUDA's own compiler compares: a file of kernels is compiled with an assertion fo
 """
 
 import ctypes
+import struct
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,11 +13,14 @@ import numpy as np
 import pytest
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE
+from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, LARGEST_CODE
 from coldstream.kernels.attention import cuda as integers
 from coldstream.kernels.attention import move_rows
-from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
+from coldstream.kernels.attention.arguments import AttentionShape
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, GPU_CACHE_TYPES
+from coldstream.kernels.attention.cache_types import CACHE_TYPES, LARGEST_NIBBLE
 from coldstream.kernels.attention.exact import BLOCK_SIZE as BLOCK_POSITIONS_OF_A_SUM
+from coldstream.kernels.attention.levels import LARGEST_LEVEL, LEVELS
 from coldstream.kernels.attention.planes import LARGEST_TWO_PLANE_CODE, LOW_UNIT
 from coldstream.kernels.cuda import few_shapes, many_tiles
 from coldstream.kernels.cuda.compiler import KERNELS, CompileError, _compile
@@ -121,16 +125,26 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "prepare_threads": integers.PREPARE_THREADS,
         "heads_per_block": integers.PREPARE_HEADS,
         "low_unit": LOW_UNIT,
-        "two_plane_limit": LARGEST_TWO_PLANE_CODE,
+        "code_limit<16>": LARGEST_TWO_PLANE_CODE,
+        "code_limit<8>": LARGEST_CODE,
+        "code_limit<4>": LARGEST_NIBBLE,
+        "code_limit<3>": LARGEST_LEVEL,
+        "positive_levels": int.from_bytes(struct.pack("4b", *LEVELS[:4]), "little"),
+        "negative_levels": int.from_bytes(struct.pack("4b", *LEVELS[4:]), "little"),
+        **{
+            f"(cache_row<{layout.value_bits}, {head_dim}>::bytes)": layout.row_bytes(head_dim)
+            for layout in map(CACHE_LAYOUTS.__getitem__, GPU_CACHE_TYPES)
+            for head_dim in (64, 96, 256)
+        },
     },
     "attention/integers.cu": {
         "pairs": integers.PAIRS,
         "block_positions": BLOCK_POSITIONS_OF_A_SUM,
         **{
-            f"(integer_attention<{planes}, {head_dim}, 4, true>::block::row_bytes)": (
-                CACHE_LAYOUTS[name].row_bytes(head_dim)
+            f"(integer_attention<{CACHE_LAYOUTS[name].value_bits}, {head_dim}, 4, true>::block::row_bytes)": (
+                integers._tile_row_bytes(AttentionShape(2, 2, head_dim, CACHE_TYPES[name]))
             )
-            for name, planes in (("i16", 2), ("i8", 1))
+            for name in GPU_CACHE_TYPES
             for head_dim in (64, 256)
         },
     },

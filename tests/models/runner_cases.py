@@ -58,7 +58,7 @@ VARIANTS = {
     ),
 }
 # Architectures whose layers differ, each with the types of cache that tests over several take it with.
-MIXED_LAYERS = [("qwen35moe", "i16"), ("qwen35moe", "i8"), ("qwen3next", "i16"), ("qwen3moe", "i8")]
+MIXED_LAYERS = [("qwen35moe", "i16"), ("qwen35moe", "i8"), ("qwen3next", "i4"), ("qwen3moe", "i3")]
 
 
 def write_mixed_layers(folder: Path, arch: str) -> Path:

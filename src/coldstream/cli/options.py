@@ -26,7 +26,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 MAX_COUNTS = 32
 
-_CACHE_HELP = "Type of cached {} [default: i16]; f16, f32, i4 and i3 need a CPU."
+_CACHE_HELP = "Type of cached {} [default: i16]; f16 and f32 need a CPU."
 
 
 def parse_size(text: str) -> int:

@@ -104,7 +104,7 @@ class Limits:
         if self.kv_type not in GPU_CACHE_TYPES:
             raise UnsupportedError(
                 f"no GPU kernels for keys and values in {self.kv_type} are supported: use "
-                f"{' or '.join(GPU_CACHE_TYPES)}, or --device cpu"
+                f"one of {', '.join(GPU_CACHE_TYPES)}, or --device cpu"
             )
 
     @property

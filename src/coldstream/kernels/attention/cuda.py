@@ -38,6 +38,7 @@ from coldstream.kernels.ops import MAX_TREE_ROWS, Rows
 FOLDER = Path(__file__).parent
 PREPARE, MERGE = "integers_prepare.cu", "merge.cu"
 PREPARE_THREADS, PREPARE_HEADS = 128, 8  # a block
+TILE_SCALE_BYTES = 16  # of a row in shared memory, behind the planes
 PAIRS = 16  # of a row and a query head, which a warp takes
 MANY_WARPS = (8, 4, 2, 1)  # of a block of threads: the first that fit
 FEW_WARPS = (4, 2, 1)
@@ -144,10 +145,10 @@ class IntegerKernels:
             if kind != "few" or shape.group_size <= PAIRS
             for trees in ((False,) if kind == "few" else (False, True))
         }
-        planes, head_dim = shape.cache_type.num_planes, shape.head_dim
+        bits, head_dim = shape.cache_type.value_bits, shape.head_dim
         gated = str(shape.output_gate).lower()
         files = {
-            PREPARE: {f"coldstream::attention_prepare_integers<{planes}, {head_dim}, {gated}>"},
+            PREPARE: {f"coldstream::attention_prepare_integers<{bits}, {head_dim}, {gated}>"},
             MERGE: {f"coldstream::attention_merge<{head_dim}, {gated}>"},
         }
         for form in self._forms.values():
@@ -283,9 +284,14 @@ class Form:
     shared_bytes: int
 
 
+def _tile_row_bytes(shape: AttentionShape) -> int:
+    """Of a head's keys or values at one position in shared memory, where their planes are."""
+    return shape.cache_type.num_planes * shape.head_dim + TILE_SCALE_BYTES
+
+
 def many_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> Iterator[Form]:
     """Of integers.cu, the best first."""
-    row_bytes = shape.cache_type.row_bytes(shape.head_dim)
+    row_bytes = _tile_row_bytes(shape)
     for warps in MANY_WARPS[MANY_WARPS.index(most_warps) :]:
         num_pairs = PAIRS * warps
         # Two tiles; queries; weights and positions of draft trees.
@@ -297,7 +303,7 @@ def many_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> Itera
 
 def few_forms(shape: AttentionShape, trees: bool) -> Iterator[Form]:
     """Of integers_few.cu, the best first; there are none for trees."""
-    row_bytes = shape.cache_type.row_bytes(shape.head_dim)
+    row_bytes = _tile_row_bytes(shape)
     for warps in () if trees else FEW_WARPS:
         # A tile a warp; queries; what warps tell each other.
         shared = warps * BLOCK_SIZE * row_bytes + PAIRS * (2 * shape.head_dim + 16)
@@ -315,7 +321,7 @@ FORMS: dict[str, Callable[[AttentionShape, bool], Iterator[Form]]] = {
 
 
 def _instance(kernel: str, shape: AttentionShape, *parameters: int) -> str:
-    numbers = (shape.cache_type.num_planes, shape.head_dim, *parameters)
+    numbers = (shape.cache_type.value_bits, shape.head_dim, *parameters)
     return f"coldstream::{kernel}<{', '.join(str(number).lower() for number in numbers)}>"
 
 

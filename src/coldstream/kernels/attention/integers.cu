@@ -7,14 +7,16 @@
 // before it have left. Where it has them all, blocks share the chunks out evenly and leave each by itself, for merge.cu.
 #include "attention/integers_arguments.cuh"
 #include "attention/integers_block.cuh"
+#include "attention/integers_unpack.cuh"
 
 extern __shared__ float4 dynamic_shared[];
 
 namespace coldstream {
 
-template <int planes, int head_dim, int warps, bool has_trees>
+template <int bits, int head_dim, int warps, bool has_trees>
 struct integer_attention {
-  using block = pair_block<planes, head_dim>;
+  using kept_row = cache_row<bits, head_dim>;
+  using block = pair_block<kept_row::planes, head_dim>;
   static constexpr int threads = warp_size * warps;
   static constexpr int most_tiles = has_trees ? 2 : 1;  // of indices in which a tile of positions has keys
 
@@ -65,7 +67,13 @@ struct integer_attention {
   }
 
   __device__ void load(uint8_t* to, const uint8_t* cache, const row_run& run, int tile) const {
-    load_tile<block::row_bytes, threads>(to, cache, a.places, a.rows, run, kv_head, tile);
+    load_tile<kept_row::bytes, threads>(to + tile_layout<kept_row, head_dim>::packed_at, cache, a.places, a.rows, run,
+                                        kv_head, tile);
+  }
+
+  // What has arrived, for the block of threads.
+  __device__ void unpack(uint8_t* tile) const {
+    if constexpr (kept_row::is_packed) unpack_tile<bits, head_dim, threads>(tile, threadIdx.x);
   }
 
   // What pairs weigh the keys of a tile of positions by, in place of their scores; the factors of what was before.
@@ -139,7 +147,7 @@ struct integer_attention {
     for_both<float> scale;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      by[i] = scale_of_planes<2>(greatest_of_pair(greatest[i]));
+      by[i] = scale_of_codes<16>(greatest_of_pair(greatest[i]));
       scale[i] = by[i].scale * (1.0f / low_unit);
     }
     weight_codes codes[most_tiles];
@@ -182,6 +190,7 @@ struct integer_attention {
       for_both<float> correction;
       wait_for_copies<1>();
       __syncthreads();
+      unpack(keys);
       block::find_scores(keys, own_queries(), own.query_scale, scores[0]);
       __syncthreads();
       if (tile < end) load(keys, a.k_cache, run, tile + 1);
@@ -190,6 +199,7 @@ struct integer_attention {
       weigh(run, tile, 1, scores, visible, correction);
       wait_for_copies<1>();
       __syncthreads();
+      unpack(values);
       add_values(values, tile, 1, scores, visible, correction);
       __syncthreads();
       if (tile < end) load(values, a.v_cache, run, tile + 1);
@@ -214,6 +224,7 @@ struct integer_attention {
         commit_copies();
         wait_for_copies<0>();
         __syncthreads();
+        unpack(tiles);
         block::find_scores(tiles, own_queries(), own.query_scale, scores[s]);
         visible[s] = own.visible_in(tile, tile + s, run, drafts);
       }
@@ -223,6 +234,7 @@ struct integer_attention {
       weigh(run, tile, num_tiles, scores, visible, correction);
       wait_for_copies<0>();
       __syncthreads();
+      for (int s = 0; s < num_tiles; s++) unpack(tiles + s * block::tile_bytes);
       add_values(tiles, tile, num_tiles, scores, visible, correction);
       if (tile == last || (tile + 1) % chunk_blocks == 0) end_chunk(tile / chunk_blocks);
     }
@@ -382,11 +394,11 @@ struct integer_attention {
 };
 
 // has_trees: whether there may be draft trees among the rows.
-template <int planes, int head_dim, int warps, bool has_trees>
+template <int bits, int head_dim, int warps, bool has_trees>
 __global__ void __launch_bounds__(warp_size * warps) attention_integers(const integers_arguments a) {
   wait_for_previous_grid();
   release_next_grid();
-  integer_attention<planes, head_dim, warps, has_trees>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).run();
+  integer_attention<bits, head_dim, warps, has_trees>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).run();
 }
 
 }  // namespace coldstream
