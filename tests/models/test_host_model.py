@@ -7,15 +7,16 @@ from random import Random
 import numpy as np
 import pytest
 from cuda_runner_cases import open_cuda, open_partly
-from one_sequence import OneSequence, open_cpu
+from one_sequence import OneSequence, chosen_after, open_cpu
 from runner_cases import MIX, token_ids
-from tree_cases import CONTEXT, Oracle, Prompts, check_batch_of_trees
+from tree_cases import CONTEXT, Oracle, Prompts, Tree, check_batch_of_trees, prompt
 
 from builders import Dims, write_gguf
+from coldstream.decoding import Choice, Chosen, SamplingParams, choose_tokens
 from coldstream.experts.prefetching import Prefetching
 from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
 from coldstream.kernels.ops import SHORT_CONTEXT
-from coldstream.kvcache import CacheSize
+from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models import cuda_runner
 from host_device import HostDevice
 from host_gpu import gpu_on
@@ -72,6 +73,30 @@ def test_trees_and_chains(small_path: Path, cpu: tuple[str, OneSequence]) -> Non
     with open_cuda(small_path, context_length=CONTEXT, kv_type=kv_type, cache_size=SIZE) as runner:
         prompts, oracle = Prompts(runner), Oracle(plain)
         check_batch_of_trees(prompts, oracle, Random(5), num_trees=3, lengths_of_prompts=LENGTHS)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_each_node_of_a_tree_chooses_by_its_own_path(small_path: Path) -> None:
+    """Beside a chain of another request, whose settings are others."""
+    tree = Tree([7, 7, 9, 7, 9], [-1, 0, 0, 1, 1])
+    params = SamplingParams(frequency_penalty=-2.0, presence_penalty=-2.0)  # what was there comes again
+    other = SamplingParams(temperature=0, repetition_penalty=1.5, repeat_last_n=2)
+    choices = []
+    options = {"context_length": CONTEXT, "cache_size": SIZE}
+    with open_cuda(small_path, **options) as runner, open_cpu(small_path, threads=1, **options) as plain:
+        first, second = (Prompts(runner).begin(length) for length in (5, 3))
+        segments = Segment(first, tree.token_ids, tree.parents), Segment(second, [4, 4])
+        nodes, chain = runner.step(Batch(segments))
+        for node in range(len(tree.parents)):
+            path = prompt(5) + [tree.token_ids[row] for row in tree.path(node)]
+            choices.append(Choice(nodes[node], path, params, 3))
+        choices.append(Choice(chain[0], [*prompt(3), 4, 4], other, 0))
+        outcomes = choose_tokens(choices)
+        expected = [
+            chosen_after(plain.runner.logits(each.context)[-1], each.context, each.params, each.seed)
+            for each in choices
+        ]
+    assert outcomes == [Chosen(token_id) for token_id in expected]
 
 
 @pytest.mark.usefixtures("gpu")
