@@ -116,7 +116,11 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "Ahead": router._Ahead,
         "Sharing": partition.Sharing,
     },
-    "sample/sample.cu": {"Logits": sample._Logits, "Settings": sample._Settings},
+    "sample/sample.cu": {
+        "Logits": sample._Logits,
+        "RowSettings": sample._RowSettings,
+        "Sampling": sample._Sampling,
+    },
 }
 NUMBERS: Mapping[str, Mapping[str, float]] = {
     "attention/integers_prepare.cu": {
@@ -213,7 +217,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     },
     "sample/sample.cu": {
         "sizeof(SamplerRow)": sample.ROW_BYTES,
-        "sizeof(ArgmaxRow)": sample.ARGMAX_BYTES,
+        "sizeof(RowSettings) / 4": sample.SETTINGS_WORDS,
         "block_threads": sample.THREADS,
         "block_items": sample.BLOCK_TOKENS,
         "int64_t(block_items) * block_items": sample.MAX_VOCAB,

@@ -8,13 +8,14 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from cuda_runner_cases import open_cuda, open_partly
-from one_sequence import OneSequence, open_cpu
+from one_sequence import OneSequence, chosen_after, open_cpu
 from runner_cases import MIXED_LAYERS, token_ids, write_mixed_layers
-from tree_cases import CONTEXT, Oracle, Prompts, check_batch_of_trees
+from tree_cases import CONTEXT, Oracle, Prompts, Tree, check_batch_of_trees, prompt
 
+from coldstream.decoding import Choice, Chosen, SamplingParams, choose_tokens
 from coldstream.experts.prefetching import Prefetching
 from coldstream.kernels.ops import SHORT_CONTEXT
-from coldstream.kvcache import CacheSize
+from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models import cuda_runner
 from host_device import HostDevice
 from host_gpu import gpu_on
@@ -66,6 +67,29 @@ def test_trees_and_chains(model: Model) -> None:
     with open_cuda(model.path, context_length=CONTEXT, kv_type=model.kv_type, cache_size=SIZE) as runner:
         prompts, oracle = Prompts(runner), Oracle(model.cpu)
         check_batch_of_trees(prompts, oracle, Random(5), num_trees=3, lengths_of_prompts=LENGTHS)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_each_node_of_a_tree_chooses_by_its_own_path(model: Model) -> None:
+    """Beside a chain of another request, whose settings are others."""
+    tree = Tree([7, 7, 9, 7, 9], [-1, 0, 0, 1, 1])
+    params = SamplingParams(frequency_penalty=-2.0, presence_penalty=-2.0)  # what was there comes again
+    other = SamplingParams(temperature=0, repetition_penalty=1.5, repeat_last_n=2)
+    choices = []
+    with open_cuda(model.path, context_length=CONTEXT, kv_type=model.kv_type, cache_size=SIZE) as runner:
+        first, second = (Prompts(runner).begin(length) for length in (5, 3))
+        segments = Segment(first, tree.token_ids, tree.parents), Segment(second, [4, 4])
+        nodes, chain = runner.step(Batch(segments))
+        for node in range(len(tree.parents)):
+            path = prompt(5) + [tree.token_ids[row] for row in tree.path(node)]
+            choices.append(Choice(nodes[node], path, params, 3))
+        choices.append(Choice(chain[0], [*prompt(3), 4, 4], other, 0))
+        outcomes = choose_tokens(choices)
+        expected = [
+            chosen_after(model.cpu.runner.logits(each.context)[-1], each.context, each.params, each.seed)
+            for each in choices
+        ]
+    assert outcomes == [Chosen(token_id) for token_id in expected]
 
 
 @pytest.fixture(scope="module", params=["qwen35moe", "qwen3moe"])

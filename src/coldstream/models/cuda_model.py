@@ -112,6 +112,11 @@ class Limits:
         """Whether rows of draft trees may be computed."""
         return self.cache_size.num_tree_rows > 0
 
+    @property
+    def most_chosen(self) -> int:
+        """Tokens that are chosen at once: one for each sequence and one for each row of trees."""
+        return min(HEAD_ROWS, self.cache_size.num_states + self.cache_size.num_tree_rows)
+
     def is_captured(self, rows: int) -> bool:
         """Whether steps of so many rows are graphs: not if the host shares out their experts."""
         return rows <= (MAX_GRAPH_ROWS if self.expert_bytes is None else MAX_ROWS)
@@ -220,7 +225,7 @@ class Loaded:
         inputs = Inputs.into(ops, rows, limits.context_length)
         commits = Commits.into(ops, limits.context_length)
         hidden = ops.activations(min(rows, MAX_GRAPH_ROWS), spec.hidden_size, persistent=True)
-        sampler = Sampler(ops.zeros, limits.context_length)
+        sampler = Sampler(ops.zeros, limits.most_chosen, limits.context_length)
         return cls(memory, ops, model, sequences, inputs, commits, hidden, sampler, weight_bytes)
 
     def logits(self, shape: StepShape) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Runs a model on one GPU: steps of up to some thousand rows as captured CUDA graphs, longer ones without."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Self
@@ -342,11 +342,15 @@ class CudaRunner(ModelRunner):
         if len(rows) <= HEAD_ROWS:
             step = self._num_steps
             of_step = OnDevice(
-                self._loaded.sampler, lambda: self._num_steps == step, self._download, self._ended
+                self._on_device(rows),
+                self._loaded.sampler,
+                lambda: self._num_steps == step,
+                self._download,
+                self._ended,
             )
-            return StepLogits(self._on_device(rows), of_step)
+            return StepLogits(of_step, range(len(rows)))
         parts = [rows[start : start + HEAD_ROWS] for start in range(0, len(rows), HEAD_ROWS)]
-        return np.concatenate([self._download(self._on_device(part)) for part in parts])
+        return np.concatenate([self._download([self._on_device(part)]) for part in parts])
 
     def _on_device(self, rows: Array) -> torch.Tensor:
         """Logits of at most HEAD_ROWS rows of the last step."""
@@ -369,9 +373,11 @@ class CudaRunner(ModelRunner):
         """Gives the memory of the last step's outputs back before it is needed again."""
         self._hidden = self._logits_on_device = None
 
-    def _download(self, logits: torch.Tensor) -> Array:
-        """A copy of at most HEAD_ROWS rows."""
-        host = self._host_logits[: len(logits)]
-        host.copy_(logits, non_blocking=True)
+    def _download(self, parts: Iterable[torch.Tensor]) -> Array:
+        """A copy of at most HEAD_ROWS rows [n, vocab], those of each part behind each other."""
+        count = 0
+        for part in parts:
+            self._host_logits[count : count + len(part)].copy_(part, non_blocking=True)
+            count += len(part)
         self._ended()
-        return host.numpy().copy()
+        return self._host_logits[:count].numpy().copy()
