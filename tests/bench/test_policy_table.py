@@ -29,6 +29,17 @@ def test_every_policy_is_compared_at_every_share() -> None:
         assert copies["static"] == 0
 
 
+def test_weights_of_the_outer_layers_are_compared_at_every_share() -> None:
+    rng = np.random.default_rng(0)
+    topk_ids = rng.random((200, 4, 25)).argsort(axis=2)[:, :, :2].astype(np.uint16)
+    trace = RoutingTrace(RoutedModel("0" * 32, 4, 25, 2), topk_ids)
+    rows = policy_table.weigh_outer_layers(trace, trace.counts() / trace.num_steps)
+    assert [row["share"] for row in rows] == list(policy_table.SHARES)
+    for row in rows:
+        assert list(row["hit_rate"]) == ["0.5", "1.25", "1.5", "2.0", "4.0"]
+        assert len(set(row["hit_rate"].values())) > 1
+
+
 def test_windows_are_whole_and_evenly_spaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_table, "WINDOW", 10)
     with GGUFFile.open(demo_model_path()) as file:
