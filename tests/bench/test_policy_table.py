@@ -51,6 +51,12 @@ def test_windows_are_whole_and_evenly_spaced(monkeypatch: pytest.MonkeyPatch) ->
     assert stream[10:] == tokenizer.encode(files[1].text)[-10:]
 
 
+def test_no_published_weight_of_the_outer_layers_holds_more_than_none() -> None:
+    result = json.loads(RESULT.read_text())
+    for row, weighted in zip(result["rows"], result["outer_layers_weighted"], strict=True):
+        assert max(weighted["hit_rate"].values()) < row["hit_rate"]["ours"]
+
+
 def test_published_ours_is_above_lru_and_below_the_bound_at_every_share() -> None:
     rows = json.loads(RESULT.read_text())["rows"]
     assert [row["share"] for row in rows] == list(policy_table.SHARES)
