@@ -47,6 +47,7 @@ class Policy(ABC):
     """
 
     scores: Array  # float64 [experts of all layers], set by `start`
+    max_copies: int | None = None  # of a subclass whose constructor does not call this one's
 
     def __init__(self, max_copies: int | None = None) -> None:
         self.max_copies = max_copies
