@@ -113,3 +113,16 @@ def test_wherever_experts_are(
         open_partly(path_of_experts, share, **options) as runner,
     ):
         check_chains(runner, plain, (1, 5, 20, 90))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_experts_of_weighted_layers_are_protected_and_change_no_bit(path_of_experts: Path) -> None:
+    hits, logits = [], []
+    for weights in ((30.0, 1.0), (1.0, 30.0)):
+        with open_partly(path_of_experts, 0.4, context_length=CONTEXT, layer_weights=weights) as runner:
+            logits += [np.array(runner.decode(token)) for token in token_ids(40)]
+            assert runner.expert_cache is not None
+            hits.append(runner.expert_cache.counters.hits)
+    assert np.array_equal(logits[:40], logits[40:])
+    assert hits[0][0] > 1.5 * hits[1][0]
+    assert hits[1][1] > 1.5 * hits[0][1]

@@ -24,7 +24,7 @@ from coldstream.kernels.cuda.memory import ALIGNMENT, Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.cuda.staged import StagedMemory
 from coldstream.kernels.cuda_ops import CudaOps
-from coldstream.kernels.experts.executor import Executor, ResidentExecutor
+from coldstream.kernels.experts.executor import ExecutorFactory, PlacedExecutor, ResidentExecutor
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
@@ -210,16 +210,20 @@ class Loaded:
         chunk_size: int,
         *,
         host: HostExperts | None = None,
+        own: ExecutorFactory | None = None,
         notes_kernels: bool = False,
     ) -> Self:
-        """Loads into `memory`; over a `MemoryPlan` only small tensors are read, and there is no `host`."""
+        """Loads into `memory`; over a `MemoryPlan` only small tensors are read, and there is no `host`.
+
+        own: as `CudaOps` takes it.
+        """
         rows = max(chunk_size, MAX_DECODE_ROWS)
-        executor = _executor(file, spec, limits, host)
-        ops = CudaOps(memory, limits.context_length, rows, executor, notes_kernels=notes_kernels)
+        placed = _placed_executor(file, spec, limits, host)
+        ops = CudaOps(memory, limits.context_length, rows, placed, own=own, notes_kernels=notes_kernels)
         model = CausalLM.load(file, spec, ops)
-        if isinstance(ops.executor, PartialExecutor):
+        if isinstance(ops.placed, PartialExecutor):
             mixtures = (block.ffn for block in model.blocks if isinstance(block.ffn, MoeWeights))
-            ops.executor.number_layers((moe.ffn_gate_inp, moe.experts) for moe in mixtures)
+            ops.placed.number_layers((moe.ffn_gate_inp, moe.experts) for moe in mixtures)
         weight_bytes = memory.persistent_bytes
         sequences = SequenceCache(spec, ops, limits.cache_size, limits.kv_type)
         inputs = Inputs.into(ops, rows, limits.context_length)
@@ -254,9 +258,9 @@ class Loaded:
         self.model.commit(self.commits.take(), self.sequences.tensors)
 
 
-def _executor(
+def _placed_executor(
     file: GGUFFile, spec: ModelSpec, limits: Limits, host: HostExperts | None
-) -> Callable[[MoeKernels], Executor]:
+) -> Callable[[MoeKernels], PlacedExecutor]:
     """Makes who computes the experts of a model within its limits."""
     if limits.expert_bytes is None:
         return ResidentExecutor

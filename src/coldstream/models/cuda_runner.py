@@ -21,6 +21,7 @@ from coldstream.kernels.cuda.compiler import default_cache
 from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import load_kernels
+from coldstream.kernels.experts.executor import ExecutorFactory
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
 from coldstream.kernels.ops import SHORT_CONTEXT
 from coldstream.kvcache.batch import BatchLimits, CheckedSegment
@@ -61,6 +62,7 @@ class Placed:
     plan: RunPlan
     tier: str = "auto"  # of the CPU's kernels
     policy: Policy | None = None  # None: the product's
+    executor: ExecutorFactory | None = None  # None: the product's
     layers_ahead: int = LAYERS_AHEAD  # that experts are guessed, if the plan has some fetched
 
     @property
@@ -123,12 +125,14 @@ class CudaRunner(ModelRunner):
         """Everything that takes device memory, and the first step."""
         memory = DeviceMemory(self.plan.weights + self.plan.caches, self.plan.workspace)
         host = self._partial.host if self._partial else None
-        self._loaded = Loaded.into(memory, self.file, self.spec, self.limits, self.chunk_size, host=host)
+        own = self._placed.executor if self._placed else None
+        sizes = (self.file, self.spec, self.limits, self.chunk_size)
+        self._loaded = Loaded.into(memory, *sizes, host=host, own=own)
         self._sequences = self._loaded.sequences
         if self._partial:
-            executor = self._loaded.ops.executor
-            assert isinstance(executor, PartialExecutor)
-            self._partial.attach(executor)
+            placed = self._loaded.ops.placed
+            assert isinstance(placed, PartialExecutor)
+            self._partial.attach(placed)
         problem = default_cache().problem
         self._warnings = self._loaded.model.warnings + ((problem,) if problem else ())
         self._loaded.ops.finish_loading(progress)
