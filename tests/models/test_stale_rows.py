@@ -81,7 +81,9 @@ def test_nf01_sequences_beside_a_damaged_one_keep_their_bits(moe_path: Path) -> 
             alone, sequences = [], [runner.new_sequence() for _ in prompts]
             for sequence, prompt, token in zip(sequences, prompts, next_ids, strict=True):
                 runner.runner.extend(sequence, prompt)
-                alone.append(np.array(runner.runner.extend(runner.branch(sequence), [token])))
+                branch = runner.branch(sequence)
+                alone.append(np.array(runner.runner.extend(branch, [token])))
+                runner.release(branch)
             damaged = sequences[1]
             runner.release(runner.branch(damaged))
             for layer in runner._sequences.tensors.layers:
