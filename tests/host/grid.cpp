@@ -52,6 +52,8 @@ struct fiber {
   bool counts;
   copy_group open_copies;
   std::vector<copy_group> copies;
+  std::vector<void*> open_products;
+  std::vector<std::vector<void*>> products;
   jmp_buf place;
   unsigned char* stack = nullptr;
 };
@@ -133,6 +135,8 @@ fiber& fiber_for(size_t number, dim3 thread) {
   found.now = state::ready;
   found.open_copies.clear();
   found.copies.clear();
+  found.open_products.clear();
+  found.products.clear();
   return found;
 }
 
@@ -405,6 +409,24 @@ void wait_for_groups(int pending) {
   auto& groups = running->copies;
   for (; int(groups.size()) > pending; groups.erase(groups.begin()))
     for (const copy& each : groups.front()) memcpy(each.to, each.from, each.bytes);
+}
+
+void keep_product(void* product) { running->open_products.push_back(product); }
+
+void begin_product_group() { running->products.push_back(std::exchange(running->open_products, {})); }
+
+void* take_product(int pending) {
+  auto& groups = running->products;
+  while (int(groups.size()) > pending) {
+    auto& oldest = groups.front();
+    if (!oldest.empty()) {
+      void* const first = oldest.front();
+      oldest.erase(oldest.begin());
+      return first;
+    }
+    groups.erase(groups.begin());
+  }
+  return nullptr;
 }
 
 const char* run_grid(void (*function)(void**), void** arguments, const unsigned int* grid, unsigned int threads,

@@ -2,7 +2,7 @@
 // build names both. See grid.cpp.
 #include "device.h"
 
-alignas(1024) thread_local float4 dynamic_shared[99 * 64];  // 99 KiB, what every device has for a block
+alignas(1024) thread_local float4 dynamic_shared[SHARED_KIB * 64];
 
 #include SOURCE
 

@@ -64,6 +64,12 @@ DELTA_NET = {
     "DeltaStates": delta_net._States,
     "DeltaOutputs": delta_net._Outputs,
 }
+
+
+def attention_shape(cache_name: str, head_dim: int) -> AttentionShape:
+    return AttentionShape(2, 2, head_dim, CACHE_TYPES[cache_name])
+
+
 STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
     "attention/integers_prepare.cu": {
         "prepare_integers_arguments": integers.PrepareIntegersArguments,
@@ -146,7 +152,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "block_positions": BLOCK_POSITIONS_OF_A_SUM,
         **{
             f"(integer_attention<{CACHE_LAYOUTS[name].value_bits}, {head_dim}, 4, true>::block::row_bytes)": (
-                integers._tile_row_bytes(AttentionShape(2, 2, head_dim, CACHE_TYPES[name]))
+                integers._tile_row_bytes(attention_shape(name, head_dim))
             )
             for name in GPU_CACHE_TYPES
             for head_dim in (64, 256)
@@ -155,6 +161,19 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     "attention/integers_few.cu": {
         "exchanged_stride": integers.EXCHANGED_STRIDE,
         "sizeof(block_share)": integers.SHARE_BYTES,
+    },
+    "attention/integers_warpgroups.cu": {
+        "group_pairs": integers.GROUP_PAIRS,
+        "stages": integers.GROUP_STAGES,
+        "sizeof(tile_note)": integers.NOTE_BYTES,
+        **{
+            f"(multiplying_group<{bits}, {head_dim}, {groups}>::shared_bytes)": next(
+                integers.warpgroup_forms(attention_shape(f"i{bits}", head_dim), False, groups)
+            ).shared_bytes
+            for bits in (16, 8)
+            for head_dim in (128, 256)
+            for groups in (1, 2)
+        },
     },
     "attention/merge.cu": {"merge_shared_bytes": integers.MERGE_SHARED_BYTES},
     "experts/many.cu": {
