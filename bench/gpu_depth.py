@@ -3,7 +3,8 @@
     python bench/gpu_depth.py full.gguf                 writes the model file first if it isn't there (21 GB)
 
 A context is filled once, in the runner's chunks, each timed. At every depth asked for, steps of 1 to 64 rows
-continue it in branches of their own: medians, after one that isn't counted.
+continue it in branches of their own, and so copy first what a branch shares; medians, after one that isn't
+counted.
 """
 
 import argparse

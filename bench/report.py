@@ -17,6 +17,7 @@ from report_accuracy import activation_scales, kv_types
 from report_first_page import first_page
 from report_gpu import (
     gpu,
+    gpu_depth,
     gpu_first_token,
     gpu_hybrid,
     gpu_layer_step,
@@ -323,6 +324,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "guess_recall": guess_recall,
     "gpu_spills": gpu_spills,
     "gpu_streaming": gpu_streaming,
+    "gpu_depth": gpu_depth,
     "gpu_profile": gpu_profile,
     "gpu_sanitizer": gpu_sanitizer,
     "gpu_tests": gpu_tests,

@@ -39,6 +39,29 @@ def gpu() -> str:
     return table(header, rows) + f"\n{'; '.join(sorted(machines))}\n"
 
 
+def gpu_depth() -> str:
+    """Long contexts on a GPU beside llama.cpp; nothing while they aren't measured."""
+    results = [load(name) for name in ("gpu/depth", "gpu/depth_i8") if has(name)]
+    if not results:
+        return ""
+    peer = load("gpu/peer_llama_cpp")["depth"]
+    rows = []
+    for number, depth in enumerate(str(each["depth"]) for each in results[0]["depths"]):
+        at = [r["depths"][number] for r in results]
+        filled, last = peer["fill_tok_s"][depth], peer["last_chunk_ms"][depth]
+        rows.append([f"filling {depth}, tok/s", *(f"{each['fill_tok_s']:.0f}" for each in at), str(filled)])
+        rows.append(
+            [f"the last 2048 of {depth}, ms", *(f"{each['last_chunk_ms']:.0f}" for each in at), str(last)]
+        )
+        steps = peer["step_ms"].get(depth, {})
+        for count in at[0]["step_ms"]:
+            ours = [f"{each['step_ms'][count]:.1f}" for each in at]
+            rows.append([f"{count} of a new branch at {depth}, ms", *ours, str(steps.get(count, ""))])
+    header = ["35B-A3B shape, Q4_K_M", *(r["cache_type"] for r in results), "llama.cpp, f16"]
+    machines = sorted({f"{r['machine']['gpu']}, commit {r['commit']}" for r in results})
+    return table(header, rows) + f"\n{'; '.join(machines)}\n"
+
+
 def gpu_profile() -> str:
     """Where a decoded token's time goes on the GPU; nothing while it isn't measured."""
     if not has("gpu/profile"):
