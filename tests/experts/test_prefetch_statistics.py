@@ -40,4 +40,5 @@ def test_what_was_fetched_in_vain_is_wasted() -> None:
     assert statistics.recall == 0.75
     assert statistics.wasted_bytes == (0, 20, 0)
     assert statistics.given_up == (0, 1, 0)
+    assert statistics.given_up_bytes == (0, 20, 0)
     assert PrefetchStatistics.of(GuessCounter(guessed, guessed, 1), np.zeros((3, 3)), [1, 1, 1]).recall == 0
