@@ -138,7 +138,7 @@ def _print_places(run: RunPlan) -> None:
     if plan.ring_bytes:
         rows.append(("experts on their way in prefill", fast, format_bytes(plan.ring_bytes)))
     if run.prefetch:
-        what = f"  in decode {format_bytes(run.prefetch_bytes)} of that, for {run.prefetch} of a layer"
+        what = f"  of that {format_bytes(run.prefetch_bytes)} for {run.prefetch} a layer fetched ahead"
         rows.append((what, "", ""))
     for size, count in plan.slots.items():
         if count:
