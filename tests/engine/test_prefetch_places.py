@@ -12,8 +12,9 @@ from builders import Dims, write_gguf
 from coldstream.engine import EngineConfig, planning
 from coldstream.engine.planning import Planned, plan_model
 from coldstream.errors import ConfigError, OutOfMemoryError
-from coldstream.experts.prefetching import LAYERS_AHEAD, MAX_PREFETCHED
+from coldstream.experts.prefetching import LAYERS_AHEAD, MAX_PREFETCHED, Prefetching
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan_file import save_plan
@@ -58,6 +59,31 @@ def test_what_is_asked_for_is_cut_to_what_has_places(tmp_path: Path) -> None:
     assert counts[0] == 1 < counts[1] < counts[2] < MAX_PREFETCHED
     asked = plan_of(path, ctx_size=64, vram=budget + 8 * MIB, prefetch=1).run
     assert (asked.prefetch, asked.prefetch_bytes) == (1, one_each), "no more than that takes"
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, MAX_PREFETCHED])
+def test_trap_19_what_is_prefetched_is_within_the_budget_to_the_byte(tmp_path: Path, prefetch: int) -> None:
+    """Guesses, keys and tallies lie beside the ring."""
+    pytest.importorskip("cuda.bindings")
+    from coldstream.models.cuda_model import Limits, count_memory
+
+    path, budget = tiny(tmp_path, experts_used=2)
+    run = plan_of(path, ctx_size=64, vram=budget + 16 * MIB, prefetch=prefetch).run
+    plan, fixed = run.placement, run.placement.fixed
+    limits = Limits(
+        CacheSize(num_blocks_of(fixed.ctx_size), fixed.num_sequences),
+        fixed.ctx_size,
+        fixed.kv_type,
+        expert_bytes=plan.resident_bytes,
+        ring_bytes=plan.ring_bytes,
+        prefetching=Prefetching(LAYERS_AHEAD, run.prefetch, run.prefetch_bytes) if prefetch else None,
+    )
+    with GGUFFile.open(path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        counted = count_memory(file, spec, limits, fixed.chunk_size)
+    assert counted.total <= plan.total_bytes <= plan.budget_bytes
+    assert counted.weights + counted.caches <= fixed.weights + fixed.caches + plan.ring_bytes
+    assert counted.total > plan.total_bytes - 2**13
 
 
 def test_trap_16_a_ring_without_a_place_refuses_what_was_asked_for(
