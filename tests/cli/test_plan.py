@@ -88,6 +88,12 @@ def test_a_plan_for_a_gpu_that_is_not_there_names_what_it_assumes(run: Run, mode
     assert re.search(r"experts on their way in prefill +GPU memory", shown)
     assert re.search(r"saved by prefetching, µs a token +(none|\d+) ", shown)
     assert "link 24 GB/s" in error
+    assert "fetched ahead" not in run("plan", str(model), *arguments, half, "--prefetch", "0")[1]
+    code, shown, error = run("plan", str(model), *arguments, half, "--prefetch", "2")
+    assert code == 0
+    assert re.search(
+        r"in prefill +GPU memory .*\n +of that 0\.41 MiB for 1 a layer fetched ahead *\n", shown
+    ), shown
 
 
 @no_gpu

@@ -14,6 +14,8 @@ from coldstream import LLM, ConfigError, Executor, Policy, SamplingParams
 from coldstream.assets import demo_model_path
 from coldstream.engine import EngineConfig, opened_model
 from coldstream.engine.planning import plan_by_name
+from coldstream.kernels.experts.moe import MoeKernels
+from coldstream.kernels.ops import ExpertOutputs, Routing
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.cuda_runner import CudaRunner
 from coldstream.placement.hardware import GpuHardware, Hardware
@@ -68,6 +70,20 @@ class Noting:
         layer = self.layers.setdefault(id(weights.gate), len(self.layers))
         self.pairs[layer] += routing.ids.numel()
         return self.product.compute(x, routing, weights)
+
+
+class OfKernels:
+    """Where all experts are resident: computes with the kernels, and leaves nothing to the product."""
+
+    def __init__(self, product: Executor, kernels: MoeKernels) -> None:
+        self._kernels = kernels
+
+    def route(self, x: Any, weight: Any, shared_gate: Any, num_experts_per_tok: int, experts: Any) -> Routing:
+        return self._kernels.route(x, weight, shared_gate, num_experts_per_tok)
+
+    def compute(self, x: Any, routing: Routing, weights: Any) -> ExpertOutputs:
+        routed, shared = self._kernels.outputs(x, routing.ids, weights)
+        return ExpertOutputs(routed, shared, routing)
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +182,25 @@ def test_the_executor_of_the_page_on_a_gpu_that_holds_all(
         assert llm.opened.plan.placement.is_all_resident
         assert answers(llm) == expected
     assert sorted(made[0].pairs) == list(range(4))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("settings", "make"),
+    [
+        ({"device": "cuda", "ctx_size": CONTEXT}, OfKernels),
+        ({**ON_GPU, "prefetch": 1}, lambda product, kernels: Noting(product)),
+    ],
+    ids=["all resident", "prefetched"],
+)
+def test_an_executor_of_ones_own_gives_the_tokens_of_the_built_in_one(
+    path: Path, settings: dict[str, Any], make: Any
+) -> None:
+    with LLM(path, **settings) as llm:
+        wanted = answers(llm)
+    with LLM(path, **settings, executor=make) as llm:
+        assert llm.opened.plan.placement.is_all_resident == (llm.opened.plan.prefetch == 0)
+        assert answers(llm) == wanted
 
 
 @pytest.mark.usefixtures("gpu")

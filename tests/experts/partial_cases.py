@@ -59,8 +59,10 @@ class FewRows:
         self.weights = [self._layer(layer) for layer in range(self.spec.num_layers)]
         routers = [self._floats(self.spec.num_experts) for _ in self.weights]
         self.executor.number_layers(zip(routers, self.weights, strict=True))
+        self.cap_bytes = prefetching.cap_bytes
         self.fetches: dict[int, Operation] = {}  # of the running step, by layer
         self.sharing: Any = None
+        self._guessed: list[tuple[int, int]] = []  # by the router that ran last
 
     def _layer(self, layer: int) -> ExpertWeights:
         names = ("gate", "up", "down")
@@ -112,18 +114,22 @@ class FewRows:
             assert self.sharing.notes.emptied, "keys are emptied where a later layer is guessed at"
             num_guesses = (self.sharing.request >> 16) * self.spec.num_experts_per_tok
             writes.append((ahead.ids, 4 * num_guesses))
+        self._guessed = writes
         self.device.queue("router", writes=writes)
 
     def _fetch(self, target: Any) -> None:
         """As prefetch.cu: fills places with what the guesses name."""
-        places, ring = target.places, range_of(self.executor.ring)
+        places, (first, num_bytes) = target.places, range_of(self.executor.ring)
         size = places.count * places.place_bytes
-        assert ring[0] <= places.data
-        assert places.data + size <= sum(ring)
+        cap = num_bytes if self.cap_bytes is None else self.cap_bytes
+        assert first <= places.data
+        assert places.data + size <= first + cap
         assert sum(-(-target.bytes[m] // 256) * 256 for m in range(MATRICES)) <= places.place_bytes
+        guesses = [(target.guesses, 4 * target.num_guesses)]
+        assert guesses == self._guessed, "those of this step, for this layer"
         self.fetches[target.layer] = self.device.queue(
             f"fetch {target.layer}",
-            reads=[(target.guesses, 4 * target.num_guesses)],
+            reads=guesses,
             writes=[(places.data, size), (target.arrivals, 4)],
         )
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings")
 
-from partial_cases import FewRows
+from partial_cases import RING_BYTES, FewRows
 
 from builders import write_gguf
 from coldstream.errors import GenerationFault
@@ -22,7 +22,9 @@ from coldstream.kernels.experts.mailbox import MAX_ROWS, WORDS_PER_LINE, Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
 from device_seams import any_schedule, model_device, seeds
 
-prefetchings = st.builds(Prefetching, st.integers(1, 3), st.integers(1, 4))
+PLACE_BYTES = 3 * 256 * 272  # of an expert of the model below
+caps = st.none() | st.integers(4 * 4 * PLACE_BYTES, RING_BYTES)
+prefetchings = st.builds(Prefetching, st.integers(1, 3), st.integers(1, 4), caps)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +109,26 @@ def test_a_layer_that_nobody_could_guess_at_has_no_places(path: Path) -> None:
         assert offsets[0] == 0
         assert not ring.notes(1, is_guessing=False).emptied
         assert ring.notes(1, is_guessing=True).emptied == ring.prefetched(3, tables).keys
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_places_are_as_large_as_the_cap_allows_and_hold_an_expert_or_are_refused(
+    path: Path, missing: int
+) -> None:
+    cap = 3 * 2 * PLACE_BYTES - missing
+    with few_rows_of(path, prefetching=Prefetching(2, 2, cap)) as runner:
+        ring, stacks = runner.executor.prefetch, runner.weights[2]
+        assert ring is not None
+        tables = (stacks.gate, stacks.up, stacks.down)
+        if missing:
+            with pytest.raises(ValueError, match=f"an expert of {PLACE_BYTES} bytes for places of"):
+                ring.prefetched(2, tables)
+            return
+        first, places = runner.executor.ring.data_ptr(), [ring.prefetched(i, tables) for i in (2, 3)]
+        assert all(each.place_bytes == PLACE_BYTES for each in places)
+        ends = [each.data + each.count * each.place_bytes for each in places]
+        assert max(ends) == first + cap
+        assert places[1].data == first, "that the third layer gave up"
 
 
 @pytest.mark.parametrize("place", ["mailbox", "bulk"])

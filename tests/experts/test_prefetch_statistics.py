@@ -40,4 +40,33 @@ def test_what_was_fetched_in_vain_is_wasted() -> None:
     assert statistics.recall == 0.75
     assert statistics.wasted_bytes == (0, 20, 0)
     assert statistics.given_up == (0, 1, 0)
+    assert statistics.given_up_bytes == (0, 20, 0)
     assert PrefetchStatistics.of(GuessCounter(guessed, guessed, 1), np.zeros((3, 3)), [1, 1, 1]).recall == 0
+
+
+@st.composite
+def layers_of_steps(draw: st.DrawFn) -> tuple[frozenset[int], list[int], int]:
+    """What a layer of a step misses, what is fetched for it, and how many of those come too late."""
+    experts = st.integers(0, 5)
+    missing, fetched = draw(st.frozensets(experts)), draw(st.lists(experts, max_size=4, unique=True))
+    return missing, fetched, draw(st.integers(0, len(fetched)))
+
+
+@given(st.lists(st.lists(layers_of_steps(), min_size=3, max_size=3), max_size=6))
+def test_trap_15_copies_are_those_on_demand_and_what_is_counted(
+    steps: list[list[tuple[frozenset[int], list[int], int]]],
+) -> None:
+    """Also if all of an expert that came too late was copied but for a last byte."""
+    sizes, tallies = (10, 20, 30), np.zeros((3, 3), np.int64)
+    on_demand, ahead = np.zeros(3, np.int64), np.zeros(3, np.int64)
+    for layers in steps:
+        for layer, (missing, fetched, num_late) in enumerate(layers):
+            whole = frozenset(fetched[: len(fetched) - num_late])
+            tallies[layer] += (len(whole), len(whole & missing), num_late)
+            on_demand[layer] += len(missing) * sizes[layer]
+            ahead[layer] += (len(missing - whole) + len(whole)) * sizes[layer] + num_late * (sizes[layer] - 1)
+    nothing = np.zeros((3, 1, 1), np.int64)
+    counted = PrefetchStatistics.of(GuessCounter(nothing, nothing, 1), tallies, sizes)
+    assert (ahead <= on_demand + counted.wasted_bytes + counted.given_up_bytes).all()
+    late = np.array(counted.given_up)
+    assert (ahead + late == on_demand + counted.wasted_bytes + counted.given_up_bytes).all()

@@ -1,10 +1,12 @@
-"""How much is fetched ahead."""
+"""How much is fetched ahead, and in how many bytes."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coldstream.experts.prefetching import MAX_PREFETCHED, Prefetching
+
+distances, counts = st.integers(1, 4), st.integers(1, MAX_PREFETCHED)
 
 
 @pytest.mark.parametrize(("distance", "experts"), [(0, 1), (1, 0), (1, MAX_PREFETCHED + 1)])
@@ -13,14 +15,23 @@ def test_it_has_bounds(distance: int, experts: int) -> None:
         Prefetching(distance, experts)
 
 
-@given(st.integers(1, 4), st.integers(1, MAX_PREFETCHED), st.integers(0, 10_000), st.integers(0, 500))
+def test_trap_16_no_cap_is_negative_and_none_holds_nothing() -> None:
+    with pytest.raises(ValueError, match="a cap below 0 bytes"):
+        Prefetching(1, 1, -1)
+    assert Prefetching(1, 1, 0).fitting(10**6, 1) is None
+
+
+@given(distances, counts, st.integers(0, 10_000), st.integers(0, 500), st.none() | st.integers(0, 10_000))
 def test_what_fits_is_as_much_as_finds_places(
-    distance: int, experts: int, num_bytes: int, expert_bytes: int
+    distance: int, experts: int, num_bytes: int, expert_bytes: int, cap_bytes: int | None
 ) -> None:
-    fitting = Prefetching(distance, experts).fitting(num_bytes, expert_bytes)
+    fitting = Prefetching(distance, experts, cap_bytes).fitting(num_bytes, expert_bytes)
+    room = num_bytes if cap_bytes is None else min(cap_bytes, num_bytes)
     count = 0 if fitting is None else fitting.experts
-    taken = (distance + 1) * expert_bytes
-    assert count * taken <= num_bytes
-    assert fitting is None or fitting.distance == distance
+    one_each = (distance + 1) * max(1, expert_bytes)
+    assert count * one_each <= room
     if count < experts:
-        assert (count + 1) * max(taken, distance + 1) > num_bytes
+        assert (count + 1) * one_each > room
+    if fitting is not None:
+        assert (fitting.distance, fitting.cap_bytes) == (distance, count * one_each)
+        assert fitting.fitting(num_bytes, expert_bytes) == fitting, "what was decided stays"

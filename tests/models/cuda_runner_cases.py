@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -69,7 +70,10 @@ def open_partly(
         layer_weights=layer_weights,
     )
     by_misses = tuple(round(streamed * misses) for misses in range(spec.num_experts_per_tok + 1))
-    run = RunPlan(plan, threads, streamed=by_misses, prefetch=prefetching.experts if prefetching else 0)
+    run = RunPlan(plan, threads, streamed=by_misses)
+    if prefetching and (fitting := prefetching.fitting(ring_bytes, max(sizes.expert_bytes))):
+        assert fitting.cap_bytes
+        run = replace(run, prefetch=fitting.experts, prefetch_bytes=fitting.cap_bytes)
     ahead = prefetching.distance if prefetching else LAYERS_AHEAD
     placed = Placed(run, policy=policy, layers_ahead=ahead)
     runner = CudaRunner.load(

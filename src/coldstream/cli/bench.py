@@ -126,7 +126,7 @@ def describe_prefetch(prefetch: PrefetchStatistics) -> str:
     return (
         f"{prefetch.recall:.0%} of their uses were guessed; {sum(prefetch.fetched)} experts were fetched "
         f"ahead, of which {sum(prefetch.used)} were used, {sum(prefetch.given_up)} came too late, and "
-        f"{sum(prefetch.wasted_bytes) / 1e9:.2f} GB were for nothing"
+        f"{(sum(prefetch.wasted_bytes) + sum(prefetch.given_up_bytes)) / 1e9:.2f} GB at most were for nothing"
     )
 
 

@@ -21,8 +21,9 @@ from coldstream.cli.options import (
 from coldstream.cli.tables import print_table
 from coldstream.cli.terminal import ProgressLine, format_bytes, note
 from coldstream.placement.forecast import Forecast, forecast, rates_used
-from coldstream.placement.plan import PlacementPlan, PlanOptions
+from coldstream.placement.plan import PlanOptions
 from coldstream.placement.plan_file import plan_to_json, save_plan
+from coldstream.placement.run_plan import RunPlan
 
 _PART_NAMES = {
     "weights": "weights of every token",
@@ -111,7 +112,7 @@ def command(
         }
         click.echo(json.dumps(document))
         return
-    _print_places(plan)
+    _print_places(planned.run)
     _print_speeds(expected, richer)
     if plan.layer_weights:
         note(f"a use of an expert counts for {_described(plan.layer_weights)}")
@@ -123,8 +124,9 @@ def command(
         note(f"not measured on this machine but assumed: {assumed}")
 
 
-def _print_places(plan: PlacementPlan) -> None:
+def _print_places(run: RunPlan) -> None:
     """One row for each thing that takes memory."""
+    plan = run.placement
     fast, slow = _FAST_NAMES[plan.tier], _SLOW_NAMES[plan.tier]
     rows = []
     for name, num_bytes in plan.fixed.parts.items():
@@ -135,6 +137,9 @@ def _print_places(plan: PlacementPlan) -> None:
             rows.append((what, fast, format_bytes(num_bytes)))
     if plan.ring_bytes:
         rows.append(("experts on their way in prefill", fast, format_bytes(plan.ring_bytes)))
+    if run.prefetch:
+        what = f"  of that {format_bytes(run.prefetch_bytes)} for {run.prefetch} a layer fetched ahead"
+        rows.append((what, "", ""))
     for size, count in plan.slots.items():
         if count:
             what = f"{count} experts of {size / 2**20:.2f} MiB"

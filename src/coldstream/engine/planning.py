@@ -19,6 +19,7 @@ from coldstream.engine.device_choice import OpenProgress, device_to_plan_for
 from coldstream.engine.machine import measured_hardware
 from coldstream.engine.routing_profile import routed_model
 from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError
+from coldstream.experts.prefetching import LAYERS_AHEAD, Prefetching
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
@@ -97,7 +98,8 @@ def plan_model(
     says which experts are used most. more_bytes: of fast memory, for a larger plan besides. measured: gives
     `hardware` with rates, and is called only if something follows from them. Raises ConfigError and
     OutOfMemoryError as `resolve` and `plan_placement`, with a budget that does, as `load_plan`, and
-    ConfigError for a plan for the other device and for pinned or weighted layers that are not there.
+    ConfigError for a plan for the other device, for pinned or weighted layers that are not there, and for
+    prefetched experts that were asked for and have no place.
     """
     options = options or PlanOptions()
     _check_layers(options, spec.num_layers)
@@ -205,7 +207,10 @@ class _Model:
 
 
 def with_workers(planned: Planned, asked: EngineConfig, measured: Callable[[], Hardware] | None) -> Planned:
-    """With threads, and on a GPU that does not hold all experts with what comes over the bus."""
+    """With threads, and on a GPU that does not hold all experts with what comes over the bus.
+
+    Raises ConfigError for prefetched experts that were asked for and have no place.
+    """
     config, plan = planned.config, planned.plan
     assert isinstance(config.threads, int)
     if plan.tier == "ram":
@@ -223,17 +228,42 @@ def with_workers(planned: Planned, asked: EngineConfig, measured: Callable[[], H
     if known is not None:
         gain = prefetch_gain(known.model, known.rates, hit_rates_of(plan, known))
         config = with_prefetch(config, PREFETCHED if gain > 0 else 0)
-    assert isinstance(config.prefetch, int)
     streamed = streamed_by_misses(
         plan.model.num_experts_per_tok, max(plan.expert_bytes), Rates.of(planned.hardware)
     )
-    run = replace(planned.run, threads=threads, streamed=streamed, prefetch=config.prefetch)
+    run = replace(planned.run, threads=threads, streamed=streamed)
+    run, config = with_places(run, config, plan.ring_bytes, None if known else "--prefetch")
     return replace(planned, run=run, config=config)
 
 
 def with_prefetch(config: EngineConfig, count: int) -> EngineConfig:
     """`config` with so many prefetched experts in place of `auto`."""
     return replace(config, prefetch=count) if config.prefetch == "auto" else config
+
+
+def with_places(
+    run: RunPlan, config: EngineConfig, cap_bytes: int, source: str | None
+) -> tuple[RunPlan, EngineConfig]:
+    """Both with as many of the prefetched experts of `config` as find places in `cap_bytes` of the ring.
+
+    source: what asks for them by number; None: nothing does. Raises ConfigError if something does and not one
+    of each layer finds a place.
+    """
+    count, plan = config.prefetch, run.placement
+    assert isinstance(count, int)
+    if count == 0 or plan.is_all_resident:
+        return replace(run, prefetch=0, prefetch_bytes=0), config
+    wanted, largest = Prefetching(LAYERS_AHEAD, count), max(plan.expert_bytes)
+    fitting = wanted.fitting(min(cap_bytes, plan.ring_bytes), largest)
+    if fitting is None and source is not None:
+        least = wanted.num_layers * largest
+        raise ConfigError(
+            f"{source} {count}: places for an expert of each of {wanted.num_layers} layers take {least} "
+            f"bytes, and the cap in the ring is {cap_bytes}: choose --prefetch 0, or a larger --vram"
+        )
+    experts, num_bytes = (fitting.experts, fitting.cap_bytes) if fitting else (0, 0)
+    run = replace(run, prefetch=experts, prefetch_bytes=num_bytes or 0)
+    return run, replace(config, prefetch=experts)
 
 
 def expected_uses(trace: RoutingTrace | None) -> Array | None:
@@ -248,6 +278,7 @@ def _given_plan(
     assert config.plan is not None
     name, spec = config.plan, model.spec
     again = "make another with `coldstream plan`"
+    is_asked = config.prefetch != "auto"
     run = load_plan(Path(name), _all_sizes(config, model.file, spec))
     plan = run.placement
     tier: Tier = "vram" if config.device == "cuda" else "ram"
@@ -268,12 +299,13 @@ def _given_plan(
         "cache_type_k": plan.fixed.kv_type,
         "cache_type_v": plan.fixed.kv_type,
         "threads": run.threads or "auto" if config.threads == "auto" else config.threads,
-        "prefetch": run.prefetch if config.prefetch == "auto" else config.prefetch,
+        "prefetch": config.prefetch if is_asked else run.prefetch,
     }
     config = resolve(replace(config, **said), spec, hardware.num_physical_cores, ALL_BYTES)
     assert isinstance(config.threads, int)
-    assert isinstance(config.prefetch, int)
-    run = replace(run, threads=config.threads if run.threads else 0, prefetch=config.prefetch)
+    cap, source = (plan.ring_bytes, "--prefetch") if is_asked else (run.prefetch_bytes, f"{name}: prefetch")
+    run = replace(run, threads=config.threads if run.threads else 0)
+    run, config = with_places(run, config, cap, source)
     if tier == "vram":
         sizes = model.sizes(config)
     else:

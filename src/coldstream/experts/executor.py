@@ -18,6 +18,7 @@ from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.loader import CudaWeight
+from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.table import ExpertTable
@@ -43,7 +44,8 @@ class PartialExecutor:
     ) -> None:
         self._kernels, device = kernels, kernels.device
         self.tables = PartialTables(device.memory, host, whole_layers)
-        self.ring = device.memory.persistent((ring_bytes,), torch.uint8)
+        # Whole lines, as memory is given out in: no more than the plan has counted.
+        self.ring = device.memory.persistent((ring_bytes // ALIGNMENT * ALIGNMENT,), torch.uint8)
         self.prefetch: PrefetchRing | None = None
         if prefetching is not None:
             num_layers, _, num_ranks = mailbox.used.shape

@@ -35,18 +35,18 @@ class Zeros(Protocol):
 class PrefetchRing:
     """Places for the experts of the layers whose routers have yet to run, and who lies in them.
 
-    data: uint8 on the device, which is shared out in places, and may serve for something else between two
-    steps. num_layers: at least those that may miss an expert. `guesses` is int32 [layers, MAX_FEW_ROWS, K];
-    `tallies` int32 [layers, TALLIES].
+    data: uint8 on the device, which may serve for something else between two steps; of it at most
+    `prefetching.cap_bytes` are shared out in places. num_layers: at least those that may miss an expert.
+    `guesses` is int32 [layers, MAX_FEW_ROWS, K]; `tallies` int32 [layers, TALLIES].
     """
 
     def __init__(
         self, prefetching: Prefetching, data: torch.Tensor, zeros: Zeros, num_layers: int, num_ranks: int
     ) -> None:
         self.distance, self._count = prefetching.distance, prefetching.experts
-        self._depth = self.distance + 1
-        self._place_bytes = len(data) // (self._depth * self._count) // ALIGNMENT * ALIGNMENT
-        self._data = data
+        self._depth = prefetching.num_layers
+        self._data = data[: prefetching.cap_bytes]
+        self._place_bytes = len(self._data) // (self._depth * self._count) // ALIGNMENT * ALIGNMENT
         self._keys = zeros((self._depth, self._count), "int32")
         self._arrivals = zeros((self._count,), "int32")
         self._reached = zeros((1,), "int32")

@@ -16,7 +16,7 @@ class PrefetchStatistics:
     guessed: uses that were guessed at; right: of these, those that the layer's router then chose. fetched:
     experts that came whole before they were guessed at anew; used: of these, those that a step found there;
     given_up: those still on their way when their layer was shared out; wasted_bytes: of the fetched that were
-    not used.
+    not used; given_up_bytes: of those given up, whole, which is more than came of them.
     """
 
     guessed: tuple[int, ...]
@@ -25,14 +25,16 @@ class PrefetchStatistics:
     used: tuple[int, ...]
     given_up: tuple[int, ...]
     wasted_bytes: tuple[int, ...]
+    given_up_bytes: tuple[int, ...]
 
     @classmethod
     def of(cls, guesses: "GuessCounter", tallies: Array, layer_bytes: Sequence[int]) -> Self:
         """tallies: int [layers, 3], fetched, used, given up; layer_bytes: of an expert, by layer."""
         fetched, used, given_up = tallies.astype(np.int64).T
-        columns = (guesses.guessed, guesses.right, fetched, used, given_up)
-        wasted = (fetched - used) * np.array(layer_bytes, np.int64)
-        return cls(*(tuple(column.tolist()) for column in (*columns, wasted)))
+        sizes = np.array(layer_bytes, np.int64)
+        in_vain = ((fetched - used) * sizes, given_up * sizes)
+        columns = (guesses.guessed, guesses.right, fetched, used, given_up, *in_vain)
+        return cls(*(tuple(column.tolist()) for column in columns))
 
     @property
     def recall(self) -> float:

@@ -1,4 +1,4 @@
-"""Whether experts are fetched before their layer's router has run, and how many. Pure."""
+"""Whether experts are fetched before their layer's router has run, how many, and in how many bytes. Pure."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -12,16 +12,34 @@ LAYERS_AHEAD: Final = 2
 
 @dataclass(frozen=True)
 class Prefetching:
-    """How many layers ahead experts are guessed, and how many of a layer are fetched at most."""
+    """How many layers ahead experts are guessed, and how many of a layer are fetched at most.
+
+    Places for them take no more than `cap_bytes`. Creation raises ValueError for numbers out of range.
+    """
 
     distance: int
     experts: int
+    cap_bytes: int | None = None  # None: all of the memory that there is for places
 
     def __post_init__(self) -> None:
         if self.distance < 1 or not 1 <= self.experts <= MAX_PREFETCHED:
             raise ValueError(f"{self}: at least 1 layer ahead, and 1 to {MAX_PREFETCHED} experts")
+        if self.cap_bytes is not None and self.cap_bytes < 0:
+            raise ValueError(f"{self}: a cap below 0 bytes")
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have places at once: those that are fetched for, and the one that is computed."""
+        return self.distance + 1
 
     def fitting(self, num_bytes: int, expert_bytes: int) -> "Prefetching | None":
-        """As much of it as finds places in so many bytes; None if nothing does."""
-        experts = min(self.experts, num_bytes // ((self.distance + 1) * max(1, expert_bytes)))
-        return Prefetching(self.distance, experts) if experts else None
+        """As much of it as finds places in so many bytes, with what these take as its cap; None if nothing
+        does.
+
+        expert_bytes: of the largest expert, each of its matrices in whole lines of memory. Also within the
+        cap that there is already.
+        """
+        least = self.num_layers * max(1, expert_bytes)
+        room = num_bytes if self.cap_bytes is None else min(num_bytes, self.cap_bytes)
+        experts = min(self.experts, room // least)
+        return Prefetching(self.distance, experts, experts * least) if experts else None

@@ -20,7 +20,7 @@ from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
 from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
 from coldstream.kernels.cuda.activations import Activations
-from coldstream.kernels.cuda.memory import ALIGNMENT, Memory, MemoryPlan
+from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.cuda.staged import StagedMemory
 from coldstream.kernels.cuda_ops import CudaOps
@@ -39,7 +39,6 @@ from coldstream.layers.moe import MoeWeights
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cuda_logits import Sampler
 from coldstream.models.fixed_part import GRAPH_BYTES, RESERVE_BYTES
-from coldstream.models.footprint import model_sizes
 from coldstream.models.spec import ModelSpec
 
 MAX_DECODE_ROWS = 64  # of a step whose head is captured with it
@@ -97,7 +96,7 @@ class Limits:
     expert_bytes: int | None = None  # of the device's memory, for slots; None: all experts are there
     whole_layers: frozenset[int] = frozenset()  # whose experts are all there in any case
     ring_bytes: int = 0  # through which other experts come by
-    prefetching: Prefetching | None = None  # of experts before their layer's router has run
+    prefetching: Prefetching | None = None  # into the ring, of experts before their layer's router has run
 
     def __post_init__(self) -> None:
         """UnsupportedError if there are no GPU kernels for the type of keys and values."""
@@ -218,7 +217,7 @@ class Loaded:
         own: as `CudaOps` takes it.
         """
         rows = max(chunk_size, MAX_DECODE_ROWS)
-        placed = _placed_executor(file, spec, limits, host)
+        placed = _placed_executor(spec, limits, host)
         ops = CudaOps(memory, limits.context_length, rows, placed, own=own, notes_kernels=notes_kernels)
         model = CausalLM.load(file, spec, ops)
         if isinstance(ops.placed, PartialExecutor):
@@ -259,7 +258,7 @@ class Loaded:
 
 
 def _placed_executor(
-    file: GGUFFile, spec: ModelSpec, limits: Limits, host: HostExperts | None
+    spec: ModelSpec, limits: Limits, host: HostExperts | None
 ) -> Callable[[MoeKernels], PlacedExecutor]:
     """Makes who computes the experts of a model within its limits."""
     if limits.expert_bytes is None:
@@ -271,17 +270,8 @@ def _placed_executor(
         host=host,
         whole_layers=limits.whole_layers,
         ring_bytes=limits.ring_bytes,
-        prefetching=fitting_prefetch(file, spec, limits),
+        prefetching=limits.prefetching,
     )
-
-
-def fitting_prefetch(file: GGUFFile, spec: ModelSpec, limits: Limits) -> Prefetching | None:
-    """What of `limits.prefetching` finds places in the ring."""
-    if limits.prefetching is None:
-        return None
-    largest = max(model_sizes(spec, file.tensors, file.fingerprint, 0).expert_bytes)
-    # Gate and up may be one tensor, which is rounded up once for both.
-    return limits.prefetching.fitting(limits.ring_bytes, largest + 2 * ALIGNMENT)
 
 
 def plan_memory(

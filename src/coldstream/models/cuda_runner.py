@@ -67,7 +67,10 @@ class Placed:
 
     @property
     def prefetching(self) -> Prefetching | None:
-        return Prefetching(self.layers_ahead, self.plan.prefetch) if self.plan.prefetch else None
+        """What the plan has decided; None if nothing is prefetched."""
+        if not self.plan.prefetch:
+            return None
+        return Prefetching(self.layers_ahead, self.plan.prefetch, self.plan.prefetch_bytes)
 
 
 class CudaRunner(ModelRunner):

@@ -5,8 +5,10 @@ activations are estimated from their widths. On the CPU `CpuRunner.needs` counts
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
+from coldstream.experts.prefetching import LAYERS_AHEAD, MAX_PREFETCHED, Prefetching
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import missing_packages
 from coldstream.kvcache.cache import CacheSize
@@ -96,14 +98,19 @@ def _counted(
     # Imported here because its kernels need packages that a machine without a GPU may not have.
     from coldstream.models.cuda_model import Limits, count_memory
 
-    # 0 bytes for experts, which the placement counts itself.
-    limits = Limits(cache_size, ctx_size, kv_type, expert_bytes=0 if spec.is_moe else None)
+    limits, ring_bytes = Limits(cache_size, ctx_size, kv_type), 0
+    if spec.is_moe:
+        # With what prefetching has beside its places, and without experts and the ring, which the placement
+        # counts itself.
+        most = Prefetching(LAYERS_AHEAD, MAX_PREFETCHED)
+        ring_bytes = most.num_layers * most.experts * max(sizes.expert_bytes)
+        limits = replace(limits, expert_bytes=0, ring_bytes=ring_bytes, prefetching=most)
     plan = count_memory(file, spec, limits, chunk_size)
     return FixedPart(
         ctx_size=ctx_size,
         kv_type=kv_type,
         chunk_size=plan.chunk_size,
-        weights=plan.weights,
+        weights=plan.weights - ring_bytes,
         caches=plan.caches,
         workspace=plan.workspace,
         graphs=plan.graphs,

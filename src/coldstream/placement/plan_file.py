@@ -26,7 +26,7 @@ from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 FORMAT: Final = "coldstream plan"
-VERSION: Final = 4
+VERSION: Final = 5
 MAX_BYTES: Final = 1 << 24
 _NO_USES: Final = "uses are not lists of numbers"
 _AGAIN: Final = "make it again with `coldstream plan --out`"
@@ -109,7 +109,7 @@ def _document(text: str, name: Path) -> dict[str, Any]:
 
 def _plan(document: dict[str, Any]) -> RunPlan:
     """Raises ValueError or TypeError for values that are none of a plan."""
-    for name in ("threads", "prefetch"):
+    for name in ("threads", "prefetch", "prefetch_bytes"):
         if not _is_count(document[name]):
             raise ValueError(f"{name} is {document[name]!r}")
     return RunPlan(
@@ -118,6 +118,7 @@ def _plan(document: dict[str, Any]) -> RunPlan:
         uses=None if document["uses"] is None else tuple(_numbers(row, _NO_USES) for row in document["uses"]),
         streamed=_counts(document["streamed"]),
         prefetch=document["prefetch"],
+        prefetch_bytes=document["prefetch_bytes"],
     )
 
 

@@ -25,11 +25,18 @@ class RunPlan:
     # How many of 0, 1, … missing experts of a token the GPU reads over the bus; none if it misses none.
     streamed: tuple[int, ...] = ()
     prefetch: int = 0  # experts of a layer that the GPU fetches before its router has run, at most
+    prefetch_bytes: int = 0  # of the ring, what their places take at most; prefill has all of it
 
     def __post_init__(self) -> None:
         model = self.placement.model
-        if min(self.threads, self.prefetch, *self.streamed, 0) < 0:
+        if min(self.threads, self.prefetch, self.prefetch_bytes, *self.streamed, 0) < 0:
             raise ValueError("a number below 0")
+        if self.prefetch_bytes > self.placement.ring_bytes:
+            raise ValueError(
+                f"prefetch_bytes: {self.prefetch_bytes} bytes of a ring of {self.placement.ring_bytes}"
+            )
+        if self.prefetch and not self.prefetch_bytes:
+            raise ValueError(f"prefetch_bytes: none for {self.prefetch} experts of a layer")
         if any(count > misses for misses, count in enumerate(self.streamed)):
             raise ValueError("more experts are streamed than are missing")
         if self.uses is not None:

@@ -1,0 +1,72 @@
+"""What comes over the bus for steps of few rows on the host's model of a GPU, whatever is counted of it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from coldstream.experts.few_rows import FewRows
+from coldstream.experts.prefetch_ring import PrefetchRing
+from coldstream.kernels.experts.cuda_layer import stacks_of
+from coldstream.kernels.experts.partition import Places
+from coldstream.kernels.experts.table import ExpertTable
+from coldstream.kernels.ops import ExpertWeights, Routing
+
+POISON = 0xA5
+
+
+class BusBytes:
+    """By layer, int64 [layers]: bytes of experts that pairs read over the bus, and of those copied ahead.
+
+    tardy: every so many launches of copies find that their layer has been shared out; 0: none.
+    """
+
+    def __init__(self, num_layers: int, tardy: int = 0) -> None:
+        self.read, self.copied = (np.zeros(num_layers, np.int64) for _ in range(2))
+        self.num_copies = np.zeros(num_layers, np.int64)
+        self._tardy, self._num_fetches = tardy, 0
+
+    @contextmanager
+    def noted(self) -> Iterator["BusBytes"]:
+        """Inside, of all steps."""
+        compute, fetch = FewRows.compute, PrefetchRing.fetch
+
+        def computed(few: FewRows, x: Any, routing: Routing, weights: ExpertWeights) -> Any:
+            self._note_reads(few._tables.number_of(weights), stacks_of(weights), routing.places)
+            return compute(few, x, routing, weights)
+
+        def fetched(ring: PrefetchRing, layer: int, rows: int, stacks: Sequence[ExpertTable]) -> None:
+            self._num_fetches += 1
+            if self._tardy and self._num_fetches % self._tardy == 0:
+                ring._reached.fill_(layer + 1)
+            self._note_copies(ring, layer, stacks, lambda: fetch(ring, layer, rows, stacks))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FewRows, "compute", computed)
+            patch.setattr(PrefetchRing, "fetch", fetched)
+            yield self
+
+    def _note_reads(self, layer: int, stacks: Sequence[ExpertTable], places: Places) -> None:
+        """Each expert once, however many pairs it has."""
+        assert not places.cpu_ids.ge(0).any(), "the CPU computes nothing"
+        for stack, addresses in zip(stacks, places.addresses, strict=True):
+            end = stack.mapped + len(stack.addresses) * stack.step
+            read = {address for address in addresses.reshape(-1).tolist() if stack.mapped <= address < end}
+            self.read[layer] += len(read) * stack.matrix_bytes
+
+    def _note_copies(self, ring: PrefetchRing, layer: int, stacks: Sequence[ExpertTable], fetch: Any) -> None:
+        """Only places of the layer change, and in them whole experts."""
+        places, data, whole = ring.prefetched(layer, stacks), ring._part(layer)[1], ring._data
+        data.fill_(POISON)
+        others = whole.clone()
+        fetch()
+        copied = data.view(places.count, -1).ne(POISON).any(dim=1)
+        expert_bytes = sum(stack.matrix_bytes for stack in stacks)
+        self.num_copies[layer] += int(copied.sum())
+        self.copied[layer] += int(copied.sum()) * expert_bytes
+        first = data.data_ptr() - whole.data_ptr()
+        others[first : first + len(data)] = data
+        assert torch.equal(others, whole), "places of other layers stay as they are"
