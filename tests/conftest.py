@@ -13,6 +13,10 @@ from hypothesis import HealthCheck, settings
 
 from host_device import HostDevice
 
+# The definitions that kernels are compared with are many small operations of PyTorch, between which its
+# second thread waits in a loop: where tests run beside each other, that takes most of their time.
+torch.set_num_threads(1)
+
 settings.register_profile(
     "repeatable",
     derandomize=True,

@@ -2,17 +2,10 @@
 // What is multiplied is read when the products are waited for, as late as a GPU may read it.
 #pragma once
 
+#include "cuda/matrix_places.cuh"
 #include "cuda/tensor_cores.cuh"
 
 namespace coldstream {
-
-constexpr int swizzled_rows = 8, swizzled_row_bytes = 128;
-constexpr int swizzle_bytes = swizzled_rows * swizzled_row_bytes;
-
-template <int num_rows>
-constexpr int swizzled_place(int row, int chunk) {
-  return (chunk / 8 * num_rows + row) * swizzled_row_bytes + ((chunk ^ row) & 7) * 16;
-}
 
 inline uint64_t describe_swizzled(uint32_t address) { return address; }
 
@@ -21,7 +14,6 @@ inline uint64_t describe_swizzled_from(uint32_t sixteens, int offset) { return 1
 
 // Of kernels that do not run on the host.
 uint64_t describe_plain(uint32_t address);
-int plain_place(int row, int half);
 uint32_t subtract_halves(uint32_t a, uint32_t b);
 uint32_t halves_of(uint32_t pair);
 template <int nt>
@@ -29,10 +21,10 @@ void take_products(float (&)[nt][4]) {}
 template <int nt>
 void multiply_halves_by_four(float (&)[nt][4], const uint32_t (&)[4], uint64_t) {}
 
-// Byte k of row `row` of what `matrix` describes: bits 4 … 6 of an address are swizzled by bits 7 … 9.
-inline uint8_t* described_byte(uint64_t matrix, int row, int k) {
-  const uint32_t address = uint32_t(matrix) + row * swizzled_row_bytes + k;
-  return shared_at(address ^ (address >> 7 & 7) << 4);
+// The sixteen bytes `half` of row `row` of what `matrix` describes: bits 4 … 6 of an address are swizzled by bits 7 … 9.
+inline const uint32_t* described_sixteen(uint64_t matrix, int row, int half) {
+  const uint32_t address = uint32_t(matrix) + row * swizzled_row_bytes + half * 16;
+  return reinterpret_cast<const uint32_t*>(shared_at(address ^ (address >> 7 & 7) << 4));
 }
 
 inline void see_copies() {}
@@ -52,19 +44,34 @@ struct late_product {
   bool is_shared, add;
 };
 
-inline void compute(const late_product& own) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32 % 4;
-  const all_of_warp<late_product> all(own);
-  for (int n = 0; n < own.tiles; n++) {
-    for (int i = 0; i < 4; i++) {
-      unsigned int sum = own.add ? own.d[4 * n + i] : 0;
-      for (int k = 0; k < 32; k++) {
-        const int row = g + i / 2 * 8;
-        const uint32_t word = all[4 * g + k / 4 % 4].a[k / 16 * 2 + i / 2];
-        const int x = own.is_shared ? int8_t(*described_byte(own.rows, 16 * warp + row, k)) : int8_t(word >> k % 4 * 8);
-        sum += static_cast<unsigned int>(x * int8_t(*described_byte(own.matrix, 8 * n + 2 * t + i % 2, k)));
+struct late_products {
+  static constexpr int most = 64;
+  late_product* each[most];
+  int count = 0;
+};
+
+// Adds sixteen bytes of a row of A, times those of a row of B.
+inline void add_sixteen(unsigned int& sum, const uint32_t* x, const uint32_t* y) {
+  for (int word = 0; word < 4; word++)
+    sum += static_cast<unsigned int>(dot_bytes<int8_t, int8_t>(x[word], y[word], 0));
+}
+
+inline void compute(const all_of_warp<late_products>& all, int number) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32 % 4;
+  const late_product& own = *all[lane].each[number];
+  for (int half = 0; half < 2; half++) {
+    uint32_t words[2][4];
+    for (int i = 0; i < 2; i++) {
+      const uint32_t* shared = own.is_shared ? described_sixteen(own.rows, 16 * warp + 8 * i + g, half) : nullptr;
+      for (int k = 0; k < 4; k++) words[i][k] = shared ? shared[k] : all[4 * g + k].each[number]->a[2 * half + i];
+    }
+    for (int n = 0; n < own.tiles; n++) {
+      for (int i = 0; i < 4; i++) {
+        int& d = own.d[4 * n + i];
+        unsigned int sum = half || own.add ? d : 0;
+        add_sixteen(sum, words[i / 2], described_sixteen(own.matrix, 8 * n + 2 * t + i % 2, half));
+        d = int(sum);
       }
-      own.d[4 * n + i] = int(sum);
     }
   }
 }
@@ -73,10 +80,13 @@ inline void commit_products() { begin_product_group(); }
 
 template <int pending>
 void wait_for_products() {
-  while (auto* next = static_cast<late_product*>(take_product(pending))) {
-    compute(*next);
-    delete next;
+  late_products own;
+  while (auto* next = static_cast<late_product*>(take_product(pending))) own.each[own.count++] = next;
+  {
+    const all_of_warp<late_products> all(own);
+    for (int i = 0; i < own.count; i++) compute(all, i);
   }
+  for (int i = 0; i < own.count; i++) delete own.each[i];
 }
 
 template <int nt>

@@ -3,18 +3,10 @@
 // memory, within rows of 128 whose chunks of 16 are swizzled.
 #pragma once
 
+#include "cuda/matrix_places.cuh"
 #include "cuda/tensor_cores.cuh"
 
 namespace coldstream {
-
-constexpr int swizzled_rows = 8, swizzled_row_bytes = 128;
-constexpr int swizzle_bytes = swizzled_rows * swizzled_row_bytes;  // aligned to as many
-
-// Chunk `chunk` of row `row`, of rows of any multiple of 128 bytes: those of 128 bytes of all rows come first.
-template <int num_rows>
-__device__ constexpr int swizzled_place(int row, int chunk) {
-  return (chunk / 8 * num_rows + row) * swizzled_row_bytes + ((chunk ^ row) & 7) * 16;
-}
 
 // B at a shared address. In sixteens of bytes: bits 0 … 13 the address, 16 … 29 the distance of the two
 // sixteens of a row if not swizzled, 32 … 45 the distance of eights of rows; from bit 62 on the kind of swizzle.
@@ -32,16 +24,9 @@ __device__ __forceinline__ uint64_t describe_swizzled_from(uint32_t sixteens, in
   return uint64_t(sixteens + offset / 16) | uint64_t(swizzle_bytes / 16) << 32 | uint64_t(1) << 62;
 }
 
-// The first sixteens of eight rows, the second ones, those of the next eight rows, and so on.
-constexpr int plain_half_bytes = swizzled_rows * 16, plain_bytes = 2 * plain_half_bytes;
-
 __device__ __forceinline__ uint64_t describe_plain(uint32_t address) {
   return uint64_t((address & 0x3ffff) / 16) | uint64_t(plain_half_bytes / 16) << 16 |
          uint64_t(plain_bytes / 16) << 32;
-}
-
-__device__ constexpr int plain_place(int row, int half) {
-  return row / swizzled_rows * plain_bytes + half * plain_half_bytes + row % swizzled_rows * 16;
 }
 
 // What the generic proxy wrote and barriers have shown to this thread becomes visible to the products.
