@@ -47,7 +47,8 @@ GROUP_STAGES, NOTE_BYTES = 2, 28
 FEW_ROWS = 64  # up to which the chunks of a row are computed beside each other
 RESERVED_SHARED_BYTES = 1024  # by the driver, of each block
 EXCHANGED_STRIDE, SHARE_BYTES = 36, 20  # floats of a pair's sums, and what warps tell of a pair
-MERGE_SHARED_BYTES = 2 * 32 * GROUP_SIZE * 4  # two batches of 32 chunks
+MERGE_BATCH = 32  # chunks
+MERGE_SHARED_BYTES = 2 * MERGE_BATCH * GROUP_SIZE * 4  # two batches
 HEAD_MULTIPLE = 32
 LARGEST_HEAD = 256
 
@@ -219,17 +220,19 @@ class IntegerKernels:
         query_gate as in `AttentionInputs`, any row stride. Writes out float32 [T, H · D] and quantised
         (K = H · D, padded to whole groups), contiguous.
         """
-        shape = self.shape
+        shape, max_chunks = self.shape, workspace.values.shape[2]
+        # Prompts leave one chunk a row and head: blocks that take little for it are more at once.
+        shared = max_chunks * GROUP_SIZE * 4 if max_chunks <= MERGE_BATCH else MERGE_SHARED_BYTES
         codes = (None,) * 3 if quantised is None else (quantised.q, quantised.scales, quantised.sums)
         tensors = (workspace.values, query_gate, workspace.stats, rows.positions, out, *codes)
         arguments = MergeArguments(
             *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
-            query_gate.stride(0), shape.num_heads, workspace.values.shape[2], shape.window or 0,
+            query_gate.stride(0), shape.num_heads, max_chunks, shape.window or 0,
         )  # fmt: skip
         groups = -(-shape.num_heads * shape.head_dim // GROUP_SIZE)
         self._only_kernel(MERGE).launch(
             (groups, len(rows.positions), 1), GROUP_SIZE, (arguments,),
-            shared_bytes=MERGE_SHARED_BYTES, overlap=True,
+            shared_bytes=shared, overlap=True,
         )  # fmt: skip
 
     def attend(self, queries: IntegerQueries, caches: Caches, rows: Rows, workspace: DecodeWorkspace) -> None:

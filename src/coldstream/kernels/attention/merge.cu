@@ -125,10 +125,15 @@ __device__ __forceinline__ float head_rotated_back(float x, float (*staged)[grou
   static_assert(size <= group_elements);
 #pragma unroll
   for (int stride = 1; stride < size; stride *= 2) {
-    __syncthreads();
-    staged[0][threadIdx.x] = x;
-    __syncthreads();
-    const float other = staged[0][threadIdx.x ^ stride];
+    float other;
+    if (stride < warp_size) {
+      other = __shfl_xor_sync(all_lanes, x, stride);
+    } else {
+      __syncthreads();
+      staged[0][threadIdx.x] = x;
+      __syncthreads();
+      other = staged[0][threadIdx.x ^ stride];
+    }
     x = threadIdx.x & stride ? other - x : x + other;
   }
   return x * (1.0f / size);
