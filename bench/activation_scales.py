@@ -24,7 +24,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from gguf.constants import Keys
 from tools.train_demo.data import load_corpus
 
 import gguf
@@ -35,6 +34,7 @@ from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.kernels.dequantize.reference import FLOAT_DTYPES
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.models.cpu_runner import CpuRunner
+from float_twin import Blocks, Tensor, read_tensors, twin_of, write_file
 from kv_types import held_out_stream
 from results import write_result
 from tools import llama_cpp as oracle
@@ -51,23 +51,6 @@ NORMS = {
     ),
     "output_norm": ("output.",),
 }  # fmt: skip
-
-
-class Tensor(NamedTuple):
-    """Values [..., columns], and whether the model's products are with them quantised."""
-
-    values: np.ndarray
-    is_matrix: bool
-
-
-def read_tensors(reader: gguf.GGUFReader) -> dict[str, Tensor]:
-    """All but those of layers that predict further tokens, dequantised; embeddings are no product."""
-    found = {}
-    for tensor in reader.tensors:
-        is_float = tensor.tensor_type in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        found[tensor.name] = Tensor(values, not is_float and tensor.name != "token_embd.weight")
-    return found
 
 
 def with_outliers(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
@@ -88,43 +71,14 @@ def with_outliers(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor
     return changed
 
 
-def quantised(tensors: dict[str, Tensor], quant_type: QuantType) -> dict[str, np.ndarray]:
-    """The blocks of all matrices whose rows are whole blocks."""
-    return {
+def quantised(tensors: dict[str, Tensor], quant_type: QuantType) -> Blocks:
+    """All matrices whose rows are whole blocks."""
+    matrices = {
         name: oracle.quantize(tensor.values, int(quant_type))
         for name, tensor in tensors.items()
         if tensor.is_matrix and tensor.values.shape[-1] % quant_type.block_elements == 0
     }
-
-
-def write_file(
-    path: Path,
-    reader: gguf.GGUFReader,
-    tensors: dict[str, Tensor],
-    blocks: dict[str, np.ndarray],
-    quant_type: QuantType,
-    *,
-    twin: bool,
-) -> None:
-    """The model with these blocks, or with the float32 values that they stand for."""
-    qtype = gguf.GGMLQuantizationType(int(quant_type))
-    arch = reader.fields[Keys.General.ARCHITECTURE].contents()
-    out = gguf.GGUFWriter(path, arch)
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != Keys.General.ARCHITECTURE:
-            kind, inner = field.types[0], field.types[-1] if len(field.types) > 1 else None
-            out.add_key_value(name, field.contents(), kind, inner)
-    for name, tensor in tensors.items():
-        if name not in blocks:
-            out.add_tensor(name, tensor.values)
-        elif twin:
-            out.add_tensor(name, gguf.quants.dequantize(blocks[name], qtype).astype(np.float32))
-        else:
-            out.add_tensor(name, blocks[name], raw_dtype=qtype)
-    out.write_header_to_file()
-    out.write_kv_data_to_file()
-    out.write_tensors_to_file()
-    out.close()
+    return Blocks(quant_type, matrices)
 
 
 def passages(count: int) -> list[list[int]]:
@@ -208,8 +162,8 @@ def measure(types: Sequence[QuantType], num_passages: Mapping[int, int], threads
             tensors = with_outliers(read_tensors(reader), factor)
             for quant_type in types:
                 blocks = quantised(tensors, quant_type)
-                write_file(path, reader, tensors, blocks, quant_type, twin=False)
-                write_file(twin, reader, tensors, blocks, quant_type, twin=True)
+                write_file(path, reader, tensors, blocks)
+                write_file(twin, reader, twin_of(tensors, blocks))
                 floats = floats or between_floats(twin, texts[0], threads)
                 case = {
                     "type": quant_type.name,

@@ -1,6 +1,10 @@
 """What roundings cost in accuracy: tables of `report.py`."""
 
+from collections.abc import Sequence
+
 from report_tables import load, table
+
+MOST_OF_LLAMA_CPP = 1.1  # times its divergence
 
 
 def kv_types() -> str:
@@ -38,7 +42,8 @@ def activation_scales() -> str:
     for name, size in dict.fromkeys((row["type"], row["scale_inputs"]) for row in r["rows"]):
         cases = [found[name, factor] for factor in factors]
         figures = [
-            f"{case['ours']:.1e} / {case['llama_cpp']:.1e} = {case['ratio']:.2f}"
+            f"{case['ours']:.1e} / {case['llama_cpp']:.1e} = {case['ratio']:.2f} "
+            f"({case['ratio_low']:.2f}–{case['ratio_high']:.2f})"
             if size
             else f"– / {case['llama_cpp']:.1e}"
             for case in cases
@@ -46,5 +51,22 @@ def activation_scales() -> str:
         rows.append([name, str(size or "float32"), *figures])
     header = ["weights", "inputs to a scale"]
     header += ["plain" if factor == 1 else f"{r['channels']} channels × {factor}" for factor in factors]
-    size = f"KL in nats, coldstream's / llama.cpp's, over {r['positions']} positions"
-    return table(header, rows) + f"\n{size}: `{r['command']}`\n"
+    rounded = [row for row in r["rows"] if row["scale_inputs"]]
+    missed = [f"{row['type']} × {row['outliers']}" for row in rounded if row["ratio"] > MOST_OF_LLAMA_CPP]
+    counts = {row["outliers"]: row["passages"] for row in rounded}
+    plain, *others = (counts[factor] for factor in factors)
+    alone = [row for row in rounded if row["outliers"] == factors[0]]
+    low = min(row["passage_ratio_low"] for row in alone)
+    high = max(row["passage_ratio_high"] for row in alone)
+    lines = [
+        "KL in nats, coldstream's / llama.cpp's, their ratio and its interval of 95 %, over "
+        f"{plain} passages of {r['positions']} tokens, with outliers {max(others)}: `{r['command']}`.",
+        f"Single passages without outliers have ratios from {low:.1f} to {high:.1f}.",
+        target(f"at most {MOST_OF_LLAMA_CPP} times llama.cpp's", missed),
+    ]
+    return table(header, rows) + "\n" + "\n".join(lines) + "\n"
+
+
+def target(wanted: str, missed: Sequence[str]) -> str:
+    """A target, and whether it is met."""
+    return f"Target: {wanted}: " + (f"missed by {', '.join(missed)}." if missed else "met.")
