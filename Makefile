@@ -13,7 +13,7 @@ install-test:
 	@$(INSTALL) test $(if $(OLDEST),--oldest)
 
 lint: install-test
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from coldstream.kernels import _csrc
-from coldstream.kernels.attention.cache_layout import CPU_CACHE_TYPES
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.ops import RopeSpec
 from coldstream.kernels.rope.reference import rope_angles
@@ -55,8 +54,8 @@ def recorded(runtime: _csrc.Runtime, cache_name: str, num_rows: int, depth: int)
 
 def measure(runtime: _csrc.Runtime, num_rows: int, depth: int, budget_s: float) -> dict[str, Any]:
     """Milliseconds of f16, and how many times faster each other type is."""
-    calls = [recorded(runtime, name, num_rows, depth) for name in CPU_CACHE_TYPES]
-    seconds = dict(zip(CPU_CACHE_TYPES, median_times(calls, budget_s), strict=True))
+    calls = [recorded(runtime, name, num_rows, depth) for name in CACHE_TYPES]
+    seconds = dict(zip(CACHE_TYPES, median_times(calls, budget_s), strict=True))
     return {
         "tier": runtime.tier,
         "rows": num_rows,

@@ -13,9 +13,15 @@ from itertools import product
 
 import torch
 
+from coldstream.kernels.attention.arguments import (
+    AttentionInputs,
+    AttentionShape,
+    Caches,
+    DecodeWorkspace,
+    IntegerQueries,
+)
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
-from coldstream.kernels.attention.cuda import AttentionInputs, AttentionShape, Caches, DecodeWorkspace
-from coldstream.kernels.attention.cuda_integers import FEW_ROWS, IntegerKernels, IntegerQueries
+from coldstream.kernels.attention.cuda import FEW_ROWS, IntegerKernels
 from coldstream.kernels.attention.exact import CHUNK_SIZE
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.ops import BLOCK_POSITIONS, BatchRows, RopeSpec, Rows

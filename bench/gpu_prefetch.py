@@ -23,32 +23,27 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from coldstream.engine.machine import measured_hardware
-from coldstream.experts.hybrid_ops import HybridOps
+from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.prefetching import Prefetching
-from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kernels.cuda.memory import ALIGNMENT, DeviceMemory, Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, load_kernels, note_kernels
+from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.prefetch import TALLIES
 from coldstream.kernels.experts.stamps import read_stamps
-from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.ops import ExpertWeights
-from coldstream.kernels.quant_tensor import QuantTensor
 from device import describe, graph_seconds
 from full_size_model import FULL_SHAPE
-from random_model import Q4_K, Shape, random_blocks
+from prefetch_layers import NUM_LAYERS, Layers, expert_bytes, make_layers, matrices_of
 from results import ROOT, write_result
 
 MISSING = (1, 2, 4)
 WINDOWS_US = (0, 20, 40, 80, 160, 320)
 BATCHES, REPLAYS = 5, 40
 STEPS = BATCHES * REPLAYS
-NUM_LAYERS = 2
 LAST = NUM_LAYERS - 1  # the layer that is guessed at
 EPS = 1e-6
 FLUSH_BYTES = 512 << 20  # several times the L2 cache, and long enough to queue what follows it
@@ -58,94 +53,35 @@ COUNTS = ("bus_pairs", *TALLIES)
 Pause = Callable[[], None]
 
 
-@dataclass(frozen=True)
-class Layers:
-    """What a step reads, on one device but for the host's experts, which all layers have in common.
-
-    host: uint8 [experts, bytes of one], of gate, up and down.
-    """
-
-    shape: Shape
-    host: list[torch.Tensor]
-    x: torch.Tensor  # float32 [1, E]
-    norm: torch.Tensor  # [E]
-    shared_gate: QuantTensor
-    routers: list[QuantTensor]
-    experts: list[ExpertWeights]
-
-
-def matrices_of(shape: Shape) -> list[tuple[int, int]]:
-    """Rows and columns of an expert's gate, up and down."""
-    return [(shape.expert_ffn, shape.hidden)] * 2 + [(shape.hidden, shape.expert_ffn)]
-
-
-def expert_bytes(shape: Shape) -> int:
-    return sum(rows * QuantType.Q4_K.row_bytes(cols) for rows, cols in matrices_of(shape))
-
-
-def float_matrix(values: torch.Tensor) -> QuantTensor:
-    return QuantTensor.from_bytes(values.view(torch.uint8), QuantType.F32, values.shape)
-
-
-def make_layers(shape: Shape, device: str, keep: Callable[[torch.Tensor], torch.Tensor]) -> Layers:
-    """No expert has a slot. keep: makes the host's memory readable from the device."""
-    rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
-
-    def blocks(rows: int, cols: int) -> torch.Tensor:
-        return torch.from_numpy(random_blocks(rng, Q4_K, rows, cols))
-
-    def normal(rows: int, deviation: float = 1.0) -> torch.Tensor:
-        return deviation * torch.randn(rows, shape.hidden, generator=generator)
-
-    host = [
-        keep(blocks(shape.experts * rows, cols).view(shape.experts, -1)) for rows, cols in matrices_of(shape)
-    ]
-    router = normal(shape.experts, shape.hidden**-0.5)
-    experts = []
-    for _ in range(NUM_LAYERS):
-        tables = [
-            ExpertTable(
-                torch.zeros(shape.experts, dtype=torch.int64, device=device),
-                QuantType.Q4_K, rows, cols, True, None, data.data_ptr(), data.shape[1],
-            )
-            for data, (rows, cols) in zip(host, matrices_of(shape), strict=True)
-        ]  # fmt: skip
-        shared = [
-            QuantTensor(blocks(rows, cols).to(device), QuantType.Q4_K, (rows, cols))
-            for rows, cols in matrices_of(shape)
-        ]
-        experts.append(ExpertWeights(*tables, *shared))
-    return Layers(
-        shape,
-        host,
-        normal(1).to(device),
-        torch.ones(shape.hidden, device=device),
-        float_matrix(normal(1, shape.hidden**-0.5).to(device)),
-        # Equal, but each in memory of its own as those of a model are.
-        [float_matrix(router.to(device, copy=True)) for _ in range(NUM_LAYERS)],
-        experts,
-    )
-
-
-def make_ops(memory: Memory, mailbox: Mailbox, layers: Layers, prefetching: Prefetching | None) -> HybridOps:
+def make_ops(memory: Memory, mailbox: Mailbox, layers: Layers, prefetching: Prefetching | None) -> CudaOps:
     """Without a CPU; all missing experts of a token are read over the bus."""
     shape, ring_bytes = layers.shape, 0
     if prefetching is not None:
         aligned = expert_bytes(shape) + len(matrices_of(shape)) * ALIGNMENT
         ring_bytes = (prefetching.distance + 1) * prefetching.experts * aligned
     is_plan = isinstance(memory, MemoryPlan)
-    ops = HybridOps(memory, 1, 64, mailbox, None, (), ring_bytes, prefetching, notes_kernels=is_plan)
-    ops.number_layers(layers.experts)
+    executor = functools.partial(
+        PartialExecutor, mailbox=mailbox, host=None, ring_bytes=ring_bytes, prefetching=prefetching
+    )
+    ops = CudaOps(memory, 1, 64, executor, notes_kernels=is_plan)
+    partial = executor_of(ops)
+    partial.number_layers(zip(layers.routers, layers.experts, strict=True))
     if not is_plan:
-        ops.streamed.copy_(torch.arange(len(ops.streamed)))
+        partial.few.streamed.copy_(torch.arange(len(partial.few.streamed)))
     return ops
+
+
+def executor_of(ops: CudaOps) -> PartialExecutor:
+    """That of `make_ops`."""
+    assert isinstance(ops.executor, PartialExecutor)
+    return ops.executor
 
 
 def no_pause() -> None:
     """The layers follow each other."""
 
 
-def run_step(ops: HybridOps, layers: Layers, pause: Pause) -> tuple[torch.Tensor, ...]:
+def run_step(ops: CudaOps, layers: Layers, pause: Pause) -> tuple[torch.Tensor, ...]:
     """What the last layer's experts computed, routed and shared, and their sum."""
     x = ops.rms_norm(layers.x, layers.norm, EPS)
     for layer, (router, weights) in enumerate(zip(layers.routers, layers.experts, strict=True)):
@@ -172,7 +108,7 @@ def plan_steps(layers: Layers, prefetching: Prefetching | None) -> tuple[MemoryP
 class Stepper:
     """Operations that have run, so that their steps can be captured, and that guess if they ever do."""
 
-    ops: HybridOps
+    ops: CudaOps
     mailbox: Mailbox
     layers: Layers
 
@@ -199,7 +135,7 @@ class Stepper:
     def chosen(self) -> list[int]:
         """By the routers in the last step, which the device has ended; RuntimeError if a guess was wrong."""
         chosen: list[list[int]] = self.mailbox.used[:, 0].tolist()
-        if self.ops.prefetch is not None:
+        if executor_of(self.ops).prefetch is not None:
             chosen.append(self.mailbox.guessed[LAST, 0].tolist())
         if any(experts != chosen[0] for experts in chosen):
             raise RuntimeError(f"routers that are alike chose {chosen}")
@@ -207,8 +143,8 @@ class Stepper:
 
     def counted(self) -> dict[str, int]:
         """Of the last layer, so far: pairs that came over the bus on demand, and the ring's tallies."""
-        _, bus_pairs = read_stamps(self.ops.stamps)
-        ring = self.ops.prefetch
+        _, bus_pairs = read_stamps(executor_of(self.ops).few.stamps)
+        ring = executor_of(self.ops).prefetch
         tallies = [0] * len(TALLIES) if ring is None else ring.tallies[LAST].tolist()
         return dict(zip(COUNTS, (int(bus_pairs[LAST]), *tallies), strict=True))
 

@@ -38,16 +38,10 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "synccheck": (),
 }
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-# racecheck does not follow bar.arrive, by which half of a block of this kernel tells the other that weights
-# are there, and sees its reads ahead, of operands that the last step drops. It is counted apart.
-NOT_FOLLOWED = "attention_prefill<"
 # Long ones, whose accesses shorter ones make too, captures, in which PyTorch cannot take uncached memory, and
 # measurements.
-LEFT_OUT = re.compile(
-    "all_rates|thousand|any_settings|full_vocabulary|large_and_wide|long_contexts|no_cut|graph"
-)
+LEFT_OUT = re.compile("all_rates|thousand|any_settings|full_vocabulary|large_and_wide|no_cut|graph")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
-RACE = re.compile(r"^=+ (?:Error|Warning): Race reported between .*", re.MULTILINE)
 
 
 def choose(test_ids: Iterable[str], count: int) -> list[str]:
@@ -70,19 +64,12 @@ def collect() -> list[str]:
     return [line for line in output.splitlines() if "::" in line]
 
 
-def count_errors(log: str) -> dict[str, int]:
-    """What the sanitizer reported, races in NOT_FOLLOWED apart. ValueError if it didn't come to its end."""
+def count_errors(log: str) -> int:
+    """What the sanitizer reported. ValueError if it didn't come to its end."""
     found = SUMMARY.findall(log)
     if not found:
         raise ValueError(f"the sanitizer wrote no summary: {log[-500:]}")
-    apart = sum(NOT_FOLLOWED in race for race in RACE.findall(log))
-    return {"errors": sum(map(int, found)) - apart, "not_followed": apart}
-
-
-def reports(log: str) -> str:
-    """What the sanitizer reported, without races in NOT_FOLLOWED."""
-    parts = re.split(r"^=+ *\n", log, flags=re.MULTILINE)
-    return "\n".join(part for part in parts if not any(NOT_FOLLOWED in race for race in RACE.findall(part)))
+    return sum(map(int, found))
 
 
 def run(sanitizer: str, tool: str, test_ids: Sequence[str]) -> Counter[str]:
@@ -97,8 +84,8 @@ def run(sanitizer: str, tool: str, test_ids: Sequence[str]) -> Counter[str]:
         text = log.read_text() if log.exists() else ""
         if not report.exists():
             sys.exit(f"the tests did not come to their end under {tool}: {done.stdout[-2000:]}{text[-2000:]}")
-        counts = Counter(in_all(count_tests(report.read_text()).values()), **count_errors(text))
-    shown = reports(text)[:8000] if counts["errors"] else ""
+        counts = Counter(in_all(count_tests(report.read_text()).values()), errors=count_errors(text))
+    shown = text[:8000] if counts["errors"] else ""
     print(f"{tool}, {len(test_ids)} tests:\n{done.stdout[-2000:]}\n{shown}", file=sys.stderr, flush=True)
     return counts
 
@@ -116,7 +103,6 @@ def run_all(sanitizer: str, tools: Sequence[str], test_ids: Sequence[str], jobs:
             "options": " ".join(TOOLS[tool]),
             "tests": {name: total[name] for name in OUTCOMES},
             "errors": total["errors"],
-            "not_followed": total["not_followed"],
         }
         for tool, total in totals.items()
     }

@@ -1,4 +1,4 @@
-"""What attention over integers costs in accuracy: ways to define it, beside the types of cache there are.
+"""What attention over integers costs in accuracy: ways to define it, beside a cache of floats.
 
     python bench/integer_attention.py --out docs/results/integer_attention.json
 
@@ -29,7 +29,6 @@ from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
-from coldstream.kernels.attention.turn import turn
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kernels.rms_norm.reference import rms_norm
@@ -95,7 +94,7 @@ class Definition:
 
 @dataclass(frozen=True)
 class Cached:
-    """Float32 attention over a cache of a type that there is."""
+    """Float32 attention over a cache of a float type."""
 
     kv_type: str
 
@@ -105,8 +104,6 @@ class Cached:
         """As `Definition.attend`."""
         cache_type, head_dim = CACHE_TYPES[self.kv_type], query.shape[-1]
         key, value = (cache_type.decode(cache_type.encode(x.float()), head_dim) for x in (key, value))
-        if cache_type.is_turned:
-            query = turn(query) / 32
         return float_attend(query, key, value, positions)
 
 
@@ -135,7 +132,6 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
 DEFINITIONS: dict[str, Definition | Cached] = {
     "f16 cache": Cached("f16"),
-    "q8_0 cache": Cached("q8_0"),
     "two planes": Definition(planes=2),
     "two planes, no low · low": Definition(planes=2, low_products=False),
     "two planes, rotated": Definition(planes=2, rotates=True),

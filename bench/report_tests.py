@@ -28,14 +28,10 @@ def gpu_sanitizer() -> str:
         return NOT_RUN
     r = load("gpu/sanitizer")
     rows = [
-        [
-            tool,
-            *(str(run["tests"][name]) for name in ("passed", "failed")),
-            *(str(run[name]) for name in ("errors", "not_followed")),
-        ]
+        [tool, *(str(run["tests"][name]) for name in ("passed", "failed")), str(run["errors"])]
         for tool, run in r["tools"].items()
     ]
-    header = [f"compute-sanitizer {r['sanitizer']}", "tests passed", "failed", "reported", "apart"]
+    header = [f"compute-sanitizer {r['sanitizer']}", "tests passed", "failed", "reported"]
     return table(header, rows) + "\n" + _where(r)
 
 

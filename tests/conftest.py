@@ -1,13 +1,17 @@
 """Settings for every test: reproducible properties, and no memory that happens to hold the right answer."""
 
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from host_device import HostDevice
 
 settings.register_profile(
     "repeatable",
@@ -26,6 +30,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="leave torch.empty unwritten, for tools that see reads of it",
     )
+    parser.addoption(
+        "--gpu-on-host",
+        action="store_true",
+        help="run models of a GPU with its kernels on the host, for tests of tests/models",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--gpu-on-host"):
+        from host_gpu import gpu_on  # only here, as it imports the runner of a GPU
+
+        directory = tempfile.TemporaryDirectory()
+        config.add_cleanup(directory.cleanup)
+        running = gpu_on(HostDevice(Path(directory.name)))
+        running.__enter__()
+        config.add_cleanup(lambda: running.__exit__(None, None, None))
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +88,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(no_gpu)
+
+
+@pytest.fixture(scope="session")
+def compiled_for_the_host(tmp_path_factory: pytest.TempPathFactory) -> HostDevice:
+    """Kernels that processes of one run compile once for all of them."""
+    root = tmp_path_factory.getbasetemp()
+    directory = (root.parent if root.name.startswith("popen-") else root) / "host-kernels"
+    directory.mkdir(exist_ok=True)
+    return HostDevice(directory)
+
+
+@pytest.fixture
+def host(compiled_for_the_host: HostDevice) -> Iterator[HostDevice]:
+    """Inside a test, the GPU's kernels are launched on the host."""
+    with compiled_for_the_host.installed():
+        yield compiled_for_the_host

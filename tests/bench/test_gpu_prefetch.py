@@ -72,7 +72,7 @@ def test_a_step_that_prefetches_takes_one_kernel_more_and_the_rings_memory(layer
         "router_few<true, 8>",
         instance_for("coldstream::expert_gate_up", {QuantType.Q4_K}),
         instance_for("coldstream::expert_down", {QuantType.Q4_K}),
-        "combine_rms_norm_rows<true>",
+        "combine_rms_norm_rows<true, true>",
     }
     ring_bytes = []
     for missing in (1, 4):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpu_sanitizer import choose, count_errors, reports
+from gpu_sanitizer import choose, count_errors
 
 
 def test_a_few_parameter_sets_of_every_test_and_no_captures() -> None:
@@ -19,15 +19,7 @@ def test_a_few_parameter_sets_of_every_test_and_no_captures() -> None:
 
 def test_errors_of_all_processes_are_added_up() -> None:
     log = "========= ERROR SUMMARY: 3 errors\n========= ERROR SUMMARY: 1 error\n"
-    assert count_errors(log) == {"errors": 4, "not_followed": 0}
+    assert count_errors(log) == 4
     with pytest.raises(ValueError, match="no summary: killed"):
         count_errors("killed")
-
-
-def test_races_where_the_tool_cannot_follow_are_counted_apart() -> None:
-    where = "========= Error: Race reported between Write access at void coldstream::{}<int>(args)+0x10\n"
-    other = "=========     and Read access at void coldstream::attention_prefill<int>(args)+0x20\n"
-    log = where.format("attention_prefill") + "========= \n" + where.format("other_kernel") + other
-    log += "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n"
-    assert count_errors(log) == {"errors": 1, "not_followed": 1}
-    assert reports(log).startswith(where.format("other_kernel") + other)
+    assert count_errors("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n") == 2

@@ -70,7 +70,7 @@ def test_a_block_names_sources_that_are_newer_than_its_run(block, monkeypatch: p
         "tests": outcomes,
         "folders": {"kernels": outcomes},
         "sanitizer": "2025",
-        "tools": {"memcheck": {"tests": outcomes, "errors": 0, "not_followed": 0}},
+        "tools": {"memcheck": {"tests": outcomes, "errors": 0}},
         "cuda_sources": digests(),
     }
     monkeypatch.setattr(report_tests, "has", lambda name: True)

@@ -39,7 +39,7 @@ def test_every_type_is_measured_and_fewer_bits_are_further_away() -> None:
     assert {len(loss.nats) for loss in losses.values()} == {59}
     distances = {name: loss.figures(losses[EXACT])["logit_distance"] for name, loss in losses.items()}
     assert distances["f32"] == 0
-    order = [distances[name] for name in ("f32", "i16", "f16", "i8", "i4")]
+    order = [distances[name] for name in ("f32", "i16", "f16", "i8", "i4", "i3")]
     assert order == sorted(set(order))
 
 
@@ -56,6 +56,6 @@ def test_all_weights_are_those_of_the_model() -> None:
 
 @pytest.mark.parametrize("outlier", [1, 20])
 def test_errors_of_heads_grow_as_bits_get_fewer(outlier: int) -> None:
-    errors = [head_error(kv_type, 128, outlier, [0]) for kv_type in ("f32", "i16", "f16", "i8", "i4")]
+    errors = [head_error(kv_type, 128, outlier, [0]) for kv_type in ("f32", "i16", "f16", "i8", "i4", "i3")]
     assert errors == sorted(errors)
     assert errors[0] < 1e-5

@@ -56,7 +56,12 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda"),
         ({"tier": "sse"}, "tier must be one of auto, generic"),
         ({"tier": 3}, "tier"),
-        ({"cache_type_k": "q5_0"}, "cache_type_k must be one of f16, f32, q8_0, q4_0, tq3_0"),
+        ({"cache_type_k": "q5_0"}, "cache_type_k must be one of f16, f32, i16, i8, i4, i3, not 'q5_0'"),
+        (
+            {"cache_type_v": "q8_0"},
+            "cache_type_v must be one of f16, f32, i16, i8, i4, i3, not 'q8_0': try i8",
+        ),
+        ({"cache_type_k": ["q4_0"]}, "cache_type_k must be one of f16"),
         ({"cache_type_k": "f32"}, "must be the same"),
         ({"attention_window": 0}, "attention_window must be an integer from 1"),
         ({"attention_window": "8k"}, "attention_window must be an integer from 1"),
@@ -143,10 +148,7 @@ def test_the_cache_counts_attention_layers_only(spec: ModelSpec) -> None:
 
 
 def test_types_of_caches_are_for_devices_and_for_heads_of_whole_blocks(spec: ModelSpec) -> None:
-    config = EngineConfig("m.gguf", device="cpu", cache_type_k="q8_0", cache_type_v="q8_0")
-    with pytest.raises(ConfigError, match="q8_0 is not for the CPU: use f16 or f32 or i16 or i8"):
-        resolve(config, spec, CORES, FREE)
-    on_gpu = replace(config, device="cuda")
+    on_gpu = EngineConfig("m.gguf", device="cuda")
     for kv_type, row_bytes in (("i16", 2 * 64 + 16), ("i8", 64 + 16)):
         integers = replace(on_gpu, cache_type_k=kv_type, cache_type_v=kv_type)
         assert cache_bytes_per_token(integers, spec) == 1 * 2 * 2 * row_bytes
@@ -155,10 +157,8 @@ def test_types_of_caches_are_for_devices_and_for_heads_of_whole_blocks(spec: Mod
     floats = replace(on_gpu, cache_type_k="f16", cache_type_v="f16")
     with pytest.raises(ConfigError, match="f16 is not for a GPU: use i16 or i8"):
         resolve(floats, spec, CORES, FREE)
-    # 64 bytes and two float16 scales, in pieces of 16.
-    assert cache_bytes_per_token(on_gpu, spec) == 1 * 2 * (80 + 80)
-    smallest = replace(on_gpu, cache_type_k="tq3_0", cache_type_v="tq3_0")
-    # 24 bytes and two float16 scales.
+    smallest = replace(on_gpu, cache_type_k="i3", cache_type_v="i3")
+    # 24 bytes and a float32 scale, in pieces of 16.
     assert cache_bytes_per_token(smallest, spec) == 1 * 2 * (32 + 32)
     with pytest.raises(
         ConfigError, match="i16 caches hold heads of multiples of 16 values up to 512, not 40"

@@ -1,39 +1,29 @@
 """Steps of a GPU that holds some experts, as its runner queues them, on the model of a device."""
 
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from coldstream.experts.hybrid_ops import HybridOps
+from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.cuda.memory import Memory
+from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.ops import ExpertWeights
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.models.spec import ModelSpec
 from device_model import ModelDevice, Operation, range_of
+from host_device import HostMemory
 
 RING_BYTES = 2**22
 CHUNK = 80
-
-
-class HostMemory(Memory):
-    """The host's in place of the device's; nothing is used again."""
-
-    def _persistent_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
-
-    def _workspace_part(
-        self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
 
 
 class FewRows:
@@ -54,12 +44,21 @@ class FewRows:
         mailbox = Mailbox.create(self.spec.num_layers, self.spec.num_experts_per_tok, self.spec.hidden_size)
         self.partial = PartialExperts(mailbox, 1, "generic", CHUNK)
         host = self.partial.host
-        self.ops = HybridOps(
-            HostMemory(), 256, 512, host.mailbox, host, whole_layers, RING_BYTES, prefetching
+        executor = partial(
+            PartialExecutor,
+            mailbox=host.mailbox,
+            host=host,
+            whole_layers=whole_layers,
+            ring_bytes=RING_BYTES,
+            prefetching=prefetching,
         )
-        self.partial.attach(self.ops)
+        self.ops = CudaOps(HostMemory(), 256, 512, executor)
+        assert isinstance(self.ops.executor, PartialExecutor)
+        self.executor = self.ops.executor
+        self.partial.attach(self.executor)
         self.weights = [self._layer(layer) for layer in range(self.spec.num_layers)]
-        self.ops.number_layers(self.weights)
+        routers = [self._floats(self.spec.num_experts) for _ in self.weights]
+        self.executor.number_layers(zip(routers, self.weights, strict=True))
         self.fetches: dict[int, Operation] = {}  # of the running step, by layer
         self.sharing: Any = None
 
@@ -117,7 +116,7 @@ class FewRows:
 
     def _fetch(self, target: Any) -> None:
         """As prefetch.cu: fills places with what the guesses name."""
-        places, ring = target.places, range_of(self.ops.ring)
+        places, ring = target.places, range_of(self.executor.ring)
         size = places.count * places.place_bytes
         assert ring[0] <= places.data
         assert places.data + size <= sum(ring)

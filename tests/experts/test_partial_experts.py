@@ -49,12 +49,13 @@ def test_ex04_no_place_is_filled_while_its_layer_may_read_it(
 ) -> None:
     with few_rows_of(path, seed, prefetching) as runner:
         later = list(range(prefetching.distance, runner.spec.num_layers))
-        for step, count in enumerate(rows):
+        for count in rows:
             runner.step(count)
-            # A layer's router is known once it has run.
-            assert sorted(runner.fetches) == (later if step else [])
+            assert sorted(runner.fetches) == later
             # What has been waited for includes what ran beside the step.
-            runner.device.queue("another", writes=[(runner.ops.ring.data_ptr(), runner.ops.ring.numel())])
+            runner.device.queue(
+                "another", writes=[(runner.executor.ring.data_ptr(), runner.executor.ring.numel())]
+            )
 
 
 @any_schedule
@@ -64,7 +65,7 @@ def test_ex04_copies_of_a_failed_prompt_are_over_before_experts_come_ahead(path:
     with few_rows_of(path, seed) as runner:
         runner.step(1)
         runner.device.current.synchronize()
-        rows, stream = MAX_ROWS + 1, runner.ops.stream
+        rows, stream = MAX_ROWS + 1, runner.executor.many.stream
         assert stream is not None
         runner.partial.start_step(rows)
         ids = torch.arange(rows * runner.spec.num_experts_per_tok, dtype=torch.int32) % 8
@@ -80,10 +81,13 @@ def test_ex04_copies_of_a_failed_prompt_are_over_before_experts_come_ahead(path:
 def test_layers_have_their_numbers_before_any_has_run(path: Path) -> None:
     with few_rows_of(path, whole_layers=[1]) as runner:
         partial = [0, 2, 3]
-        assert [stacks[2] for stacks in runner.ops.layers] == [runner.weights[i].down for i in partial]
+        assert [stacks[2] for stacks in runner.executor.tables.layers] == [
+            runner.weights[i].down for i in partial
+        ]
         assert len(runner.partial.host.server.work()) == len(partial)
-        assert runner.ops.stream is not None
-        assert len(runner.ops.stream.resident) == len(partial)
+        stream = runner.executor.many.stream
+        assert stream is not None
+        assert len(stream.resident) == len(partial)
         for number, layer in reversed(list(enumerate(partial))):
             runner.route(layer, 2)
             assert runner.sharing.request == (number + 1) | 2 << 16
@@ -91,7 +95,7 @@ def test_layers_have_their_numbers_before_any_has_run(path: Path) -> None:
 
 def test_a_layer_that_nobody_could_guess_at_has_no_places(path: Path) -> None:
     with few_rows_of(path, prefetching=Prefetching(2, 2)) as runner:
-        ring, stacks = runner.ops.prefetch, runner.weights[0]
+        ring, stacks = runner.executor.prefetch, runner.weights[0]
         assert ring is not None
         tables = (stacks.gate, stacks.up, stacks.down)
         assert [bool(ring.prefetched(layer, tables).keys) for layer in range(4)] == [False, False, True, True]

@@ -8,15 +8,10 @@ import torch
 from guarded import Guarded
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.cuda.compiler import KERNELS
 from coldstream.kernels.quant_tensor import QuantTensor
+from host_device import HOST, OPTIONS
 
-HOST = Path(__file__).with_name("host")
 CPU = torch.device("cpu")
-OPTIONS = (
-    *("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC"),
-    *(f"-I{HOST}", f"-I{KERNELS}"),  # in this order: the host's cuda/instructions.cuh goes first
-)
 
 
 class HostCode:

@@ -98,7 +98,9 @@ def test_attention(exact: ReferenceOps, cpu: CpuOps, first: int, dtype: torch.dt
     rows = rows_at(first, count, slot=1)
     angles = exact.rope_angles(rows.positions, RopeSpec(16, 1e4))
     norms = [random(6, size), random(7, size)]
-    assert_same_bits(exact, cpu, "attention", *inputs, *norms, EPS, angles, *caches, rows, output_gate=True, window=None)
+    assert_same_bits(
+        exact, cpu, "attention", *inputs, *norms, EPS, angles, *caches, rows, output_gate=True, window=None
+    )
 
 
 @pytest.mark.parametrize("key_head_ids", [[0, 1, 0, 1], [0, 0, 1, 1]], ids=["tiled", "grouped"])

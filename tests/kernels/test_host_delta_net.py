@@ -7,7 +7,6 @@ from random import Random
 import pytest
 import torch
 from delta_cases import DeltaCase, weights_on
-from host_device import HostDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from coldstream.kernels.gated_delta_net.batch import gated_delta_net_batch
 from coldstream.kernels.gated_delta_net.exact import gated_delta_net_exact
 from coldstream.kernels.ops import MAX_TREE_ROWS, BatchRows, CommittedPath, KeptInputs, Rows
 from coldstream.kernels.reference_ops import ReferenceOps
+from host_device import HostDevice
 
 NUM_KEPT = 200
 

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from host_code import HOST
-from host_device import HostDevice
 
 from coldstream.kernels.cuda.program import Argument, CudaProgram
+from host_device import HOST, HostDevice
 
 SWITCHED = ("pass_on", "pass_on_in_warp", "add_blocks", "copy")
 KERNELS = (

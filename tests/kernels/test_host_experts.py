@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from guarded import Guarded
-from host_device import HostDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.place_group import place_group_cuda
 from coldstream.kernels.experts.shapes import MAX_GROUP
 from coldstream.kernels.experts.wait_answer import wait_answer_cuda
+from host_device import HostDevice
 
 CPU = torch.device("cpu")
 

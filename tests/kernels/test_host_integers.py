@@ -7,14 +7,19 @@ from typing import TypeVar
 
 import pytest
 import torch
-from host_device import HostDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldstream.kernels.arithmetic.reference import quantize_activations
+from coldstream.kernels.attention.arguments import (
+    AttentionInputs,
+    AttentionShape,
+    Caches,
+    DecodeWorkspace,
+    IntegerQueries,
+)
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
-from coldstream.kernels.attention.cuda import AttentionInputs, AttentionShape, Caches, DecodeWorkspace
-from coldstream.kernels.attention.cuda_integers import IntegerKernels, IntegerQueries
+from coldstream.kernels.attention.cuda import IntegerKernels
 from coldstream.kernels.attention.exact import (
     CHUNK_SIZE,
     attend_chunk,
@@ -30,6 +35,7 @@ from coldstream.kernels.ops import BLOCK_POSITIONS, BatchRows, RopeSpec, Rows
 from coldstream.kernels.quantize.cuda import empty_activations
 from coldstream.kernels.rope.reference import rope_angles
 from coldstream.kernels.sequences import seen
+from host_device import HostDevice
 
 T = TypeVar("T")
 LIMITS = DeviceLimits(5, 99 << 10, 100 << 10)

@@ -7,31 +7,20 @@ from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.activations import Activations
-from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.cuda_ops import CudaOps
+from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.reference import routed_experts
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.ops import ExpertWeights
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.swiglu.reference import swiglu_exact
+from host_device import HostMemory
 
 pytestmark = pytest.mark.usefixtures("host")
 
 Q4K, Q6K, Q8, Q5 = QuantType.Q4_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q5_0
 NUM_EXPERTS, HIDDEN, FFN = 3, 512, 256
-
-
-class HostMemory(Memory):
-    """Tensors of the host, each with memory of its own."""
-
-    def _persistent_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def _workspace_part(
-        self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
 
 
 def host_ops() -> CudaOps:
@@ -71,6 +60,6 @@ def test_experts_of_many_tokens(types: tuple[QuantType, QuantType, QuantType]) -
     ]
     x = activations(2, tokens, HIDDEN)
     ids = torch.tensor([[i % 3, (i + 1) % 3] for i in range(tokens)], dtype=torch.int32)
-    routed = torch.empty(tokens, 2, HIDDEN)
-    ops._routed_many(on_host(ops, x), ids, ExpertWeights(*tables), routed)
+    routed, shared = MoeKernels(ops).outputs(on_host(ops, x), ids, ExpertWeights(*tables))
+    assert shared is None
     assert_same(routed, routed_experts(x, ids, *stacks, linear_exact, swiglu_exact))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from host_device import HostDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_blocks import activations
@@ -26,6 +25,7 @@ from coldstream.kernels.experts.partition import (
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.table import ExpertTable
+from host_device import HostDevice
 from same_bits import assert_same_bits
 
 MAX_LAYERS = 4

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from host_code import HOST
 
 from coldstream.kernels.cuda.program import CudaProgram
+from host_device import HOST
 
 PROGRAM = CudaProgram(HOST / "products.cu", ("multiply<true>", "multiply<false>"))
 

@@ -5,7 +5,6 @@ import ctypes
 import pytest
 import torch
 from guarded import Guarded
-from host_device import HostDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_host_partition import USED
@@ -20,6 +19,7 @@ from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.router.cuda import Ahead, router_choose_cuda, router_few_cuda
 from coldstream.kernels.router.reference import choose_experts_exact
+from host_device import HostDevice
 from same_bits import assert_same_bits
 
 CPU = torch.device("cpu")

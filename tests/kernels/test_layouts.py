@@ -13,14 +13,9 @@ import pytest
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE
-from coldstream.kernels.attention import cuda as attention
-from coldstream.kernels.attention import cuda_integers as integers
+from coldstream.kernels.attention import cuda as integers
 from coldstream.kernels.attention import move_rows
-from coldstream.kernels.attention.cache_layout import (
-    BLOCK_VALUES,
-    CACHE_LAYOUTS,
-    ROW_ALIGNMENT,
-)
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.attention.exact import BLOCK_SIZE as BLOCK_POSITIONS_OF_A_SUM
 from coldstream.kernels.attention.planes import LARGEST_TWO_PLANE_CODE, LOW_UNIT
 from coldstream.kernels.cuda import few_shapes, many_tiles
@@ -66,10 +61,6 @@ DELTA_NET = {
     "DeltaOutputs": delta_net._Outputs,
 }
 STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
-    "attention/prepare.cu": {
-        "prepare_arguments": attention._PrepareArguments,
-        "cache_places": attention._Places,
-    },
     "attention/integers_prepare.cu": {
         "prepare_integers_arguments": integers.PrepareIntegersArguments,
         "batch_rows": integers.BatchArguments,
@@ -80,10 +71,7 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "moved_path": move_rows.MovedPath,
         "moved_places": move_rows.MovedPlaces,
     },
-    "attention/decode.cu": {"decode_arguments": attention._DecodeArguments},
-    "attention/merge.cu": {"merge_arguments": attention._MergeArguments},
-    "attention/prefill.cu": {"prefill_arguments": attention._PrefillArguments},
-    "attention/finish.cu": {"finish_arguments": attention._FinishArguments},
+    "attention/merge.cu": {"merge_arguments": integers.MergeArguments},
     "experts/few.cu": {
         "ExpertMatrix": experts_few._ExpertMatrix,
         "GateUp": experts_few._GateUp,
@@ -127,21 +115,11 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
     "sample/sample.cu": {"Logits": sample._Logits, "Settings": sample._Settings},
 }
 NUMBERS: Mapping[str, Mapping[str, float]] = {
-    "attention/prepare.cu": {
-        "scale_values": BLOCK_VALUES,
-        "sizeof(uint4)": ROW_ALIGNMENT,
-        **{
-            f"(cache_{name}::code_chunks(256) + cache_{name}::scale_chunks(256)) * 16": (
-                CACHE_LAYOUTS[name].row_bytes(256)
-            )
-            for name in ("f16", "f32", "q8_0", "q4_0", "tq3_0")
-        },
-    },
     "attention/integers_prepare.cu": {
         "chunk_positions": BLOCK_POSITIONS,
         "max_tree_rows": MAX_TREE_ROWS,
-        "prepare_threads": attention.PREPARE_THREADS,
-        "heads_per_block": attention.PREPARE_HEADS,
+        "prepare_threads": integers.PREPARE_THREADS,
+        "heads_per_block": integers.PREPARE_HEADS,
         "low_unit": LOW_UNIT,
         "two_plane_limit": LARGEST_TWO_PLANE_CODE,
     },
@@ -160,6 +138,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "exchanged_stride": integers.EXCHANGED_STRIDE,
         "sizeof(block_share)": integers.SHARE_BYTES,
     },
+    "attention/merge.cu": {"merge_shared_bytes": integers.MERGE_SHARED_BYTES},
     "experts/many.cu": {
         "copying_threads": 32 * many_tiles.COPYING_WARPS,
         **{

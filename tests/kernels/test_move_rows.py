@@ -4,13 +4,13 @@ from random import Random
 
 import pytest
 import torch
-from host_device import HostDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldstream.kernels.attention.move_rows import move_rows_cuda
 from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS, CommittedPath
 from coldstream.kernels.reference_ops import ReferenceOps
+from host_device import HostDevice
 
 NUM_BLOCKS = 5
 

@@ -17,7 +17,7 @@ from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.errors import OutOfMemoryError
 from coldstream.experts import partial_experts
-from coldstream.experts.hybrid_ops import HybridOps
+from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.prefetching import Prefetching
 from coldstream.experts.segments import SlotSegments
 from coldstream.kvcache import CacheSize
@@ -117,19 +117,19 @@ def test_mm03_a_capture_that_ends_in_its_middle_leaves_nothing_running_beside_th
     expected: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partial_experts, "SlotSegments", partial(SlotSegments, segment_bytes=MIB))
-    experts, calls = HybridOps.experts, count()
+    compute, calls = PartialExecutor.compute, count()
 
-    def failing_once(ops: HybridOps, *args: Any) -> Any:
+    def failing_once(executor: PartialExecutor, *args: Any) -> Any:
         if torch.cuda.is_current_stream_capturing() and next(calls) == 2:
             more_than_there_is()
-        return experts(ops, *args)
+        return compute(executor, *args)
 
     with open_partly(
         demo_model_path(), 0.5, streamed=0.5, context_length=512, prefetching=Prefetching(1, 4)
     ) as runner:
         slots = num_slots(runner)
         with monkeypatch.context() as patch:
-            patch.setattr(HybridOps, "experts", failing_once)
+            patch.setattr(PartialExecutor, "compute", failing_once)
             assert np.array_equal(after_prompt(runner, 7), expected[7])
         assert num_slots(runner) < slots
         for size, want in expected.items():

@@ -15,7 +15,7 @@ from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels import _csrc
-from coldstream.kernels.attention.cache_layout import CPU_CACHE_TYPES
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.ops import BatchRows, Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache import Batch, CacheSize, Segment, Sequence, SequenceCache
@@ -39,7 +39,7 @@ def small_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return path
 
 
-@pytest.fixture(scope="module", params=CPU_CACHE_TYPES)
+@pytest.fixture(scope="module", params=CACHE_LAYOUTS)
 def oracle(request: pytest.FixtureRequest, small_path: Path) -> Iterator[tuple[str, Oracle]]:
     with open_runner(small_path, threads=1, kv_type=request.param) as runner:
         yield request.param, Oracle(runner)

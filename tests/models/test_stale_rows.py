@@ -14,7 +14,7 @@ from one_sequence import open_cpu
 from runner_cases import token_ids
 
 from coldstream.kernels import _csrc
-from coldstream.kernels.attention.cache_layout import CPU_CACHE_TYPES, GPU_CACHE_TYPES
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, GPU_CACHE_TYPES
 from coldstream.kvcache import AttentionState, Batch, CacheSize, Segment
 from coldstream.models.runner import ModelRunner
 
@@ -42,7 +42,7 @@ def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
     assert np.array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("kv_type", CPU_CACHE_TYPES)
+@pytest.mark.parametrize("kv_type", CACHE_LAYOUTS)
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
 def test_nf01_what_a_reset_leaves_behind_on_a_cpu(moe_path: Path, tier: str, kv_type: str) -> None:
     with open_cpu(moe_path, threads=2, tier=tier, context_length=CONTEXT, kv_type=kv_type) as runner:

@@ -107,10 +107,16 @@ def assert_tree(oracle: Oracle, length: int, tree: Tree, logits: np.ndarray) -> 
         assert np.array_equal(logits[path], expected), (length, tree, path)
 
 
-def check_batch_of_trees(prompts: Prompts, oracle: Oracle, random: Random, num_trees: int = 5) -> None:
+def check_batch_of_trees(
+    prompts: Prompts,
+    oracle: Oracle,
+    random: Random,
+    num_trees: int = 5,
+    lengths_of_prompts: tuple[int, ...] = LENGTHS,
+) -> None:
     """Trees and two chains in one step; a path of each is committed; then all go on together."""
     runner = prompts.runner
-    lengths = [random.choice(LENGTHS) for _ in range(num_trees + 2)]
+    lengths = [random.choice(lengths_of_prompts) for _ in range(num_trees + 2)]
     trees = [random_tree(random) for _ in range(num_trees)]
     chains = [prompt(7)[: random.randint(1, 7)] for _ in range(2)]
     sequences = [prompts.begin(length) for length in lengths]

@@ -88,7 +88,7 @@ def common_options(command: Command) -> Command:
 
 def engine_options(command: Command) -> Command:
     """The fields of `EngineConfig` other than the model."""
-    cache_types = click.Choice(list(CACHE_LAYOUTS))
+    cache_types = "|".join(CACHE_LAYOUTS)
     return _apply(
         command,
         option(
@@ -122,8 +122,8 @@ def engine_options(command: Command) -> Command:
             help="CPU threads [default: auto, one a core].",
         ),
         option("--device", metavar="NAME", help="Where to compute: auto, cpu or cuda [default: auto]."),
-        option("--cache-type-k", "-ctk", type=cache_types, help=_CACHE_HELP.format("keys")),
-        option("--cache-type-v", "-ctv", type=cache_types, help=_CACHE_HELP.format("values")),
+        option("--cache-type-k", "-ctk", metavar=cache_types, help=_CACHE_HELP.format("keys")),
+        option("--cache-type-v", "-ctv", metavar=cache_types, help=_CACHE_HELP.format("values")),
         option(
             "--attention-window",
             type=int,

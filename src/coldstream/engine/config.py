@@ -12,7 +12,7 @@ from typing import Any, Literal
 from coldstream.engine.sizes import parse_size
 from coldstream.errors import ConfigError, OutOfMemoryError, shown
 from coldstream.experts.prefetching import MAX_PREFETCHED
-from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, CPU_CACHE_TYPES, GPU_CACHE_TYPES
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, GPU_CACHE_TYPES
 from coldstream.models.spec import ModelSpec
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -22,7 +22,8 @@ MAX_BYTES = 2**60
 DEFAULT_CTX_SIZE = 32768  # what `ctx_size` resolves to if the model and the memory allow it
 DEFAULT_CACHE_SHARE = 0.25  # of available memory, for the cache of a default context
 
-CacheType = Literal["f16", "f32", "q8_0", "q4_0", "tq3_0", "i16", "i8", "i4", "i3"]
+CacheType = Literal["f16", "f32", "i16", "i8", "i4", "i3"]
+NEAREST_CACHE_TYPES = {"q8_0": "i8", "q4_0": "i4"}  # to types of llama.cpp that have no counterpart
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class EngineConfig:
             _check_integer("prefetch", self.prefetch, 0, MAX_PREFETCHED)
         if self.device == "cpu" and self.prefetch not in ("auto", 0):
             raise ConfigError("prefetch is over the bus of a GPU, and the device is the CPU: leave it out")
-        _check_choice("cache_type_k", self.cache_type_k, CACHE_LAYOUTS)
-        _check_choice("cache_type_v", self.cache_type_v, CACHE_LAYOUTS)
+        _check_choice("cache_type_k", self.cache_type_k, CACHE_LAYOUTS, NEAREST_CACHE_TYPES)
+        _check_choice("cache_type_v", self.cache_type_v, CACHE_LAYOUTS, NEAREST_CACHE_TYPES)
         if self.cache_type_k != self.cache_type_v:
             raise ConfigError(
                 f"cache_type_k {self.cache_type_k} and cache_type_v {self.cache_type_v} must be the same"
@@ -115,12 +116,9 @@ def resolve(config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: i
     compiled kernels know what they hold, and the opened model reports its choice. Raises ConfigError for a
     context beyond the model's, OutOfMemoryError if caches exceed the memory.
     """
-    device, cache_types = (
-        ("a GPU", GPU_CACHE_TYPES) if config.device == "cuda" else ("the CPU", CPU_CACHE_TYPES)
-    )
-    if config.cache_type_k not in cache_types:
+    if config.device == "cuda" and config.cache_type_k not in GPU_CACHE_TYPES:
         raise ConfigError(
-            f"cache_type_k {config.cache_type_k} is not for {device}: use {' or '.join(cache_types)}"
+            f"cache_type_k {config.cache_type_k} is not for a GPU: use {' or '.join(GPU_CACHE_TYPES)}"
         )
     threads = num_cores if config.threads == "auto" else config.threads
     try:
@@ -185,6 +183,11 @@ def _check_integer(name: str, value: object, low: int, high: int) -> None:
         raise ConfigError(f"{name} must be an integer from {low} to {high}, not {shown(value)}")
 
 
-def _check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {shown(value)}")
+def _check_choice(
+    name: str, value: object, choices: Collection[str], nearest: Mapping[str, str] | None = None
+) -> None:
+    """nearest: the choice to advise for some of the others."""
+    if isinstance(value, str) and value in choices:
+        return
+    advice = f": try {nearest[value]}" if nearest and isinstance(value, str) and value in nearest else ""
+    raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {shown(value)}{advice}")

@@ -5,9 +5,9 @@ from contextlib import suppress
 import torch
 
 from coldstream.experts.cache import ExpertCache
+from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.host import HostExperts
-from coldstream.experts.hybrid_ops import HybridOps
 from coldstream.experts.prefetch_statistics import GuessCounter, PrefetchStatistics
 from coldstream.experts.residency import ExpertResidency, expert_bytes
 from coldstream.experts.segments import SlotSegments
@@ -39,30 +39,31 @@ class PartialExperts:
         ranks, hidden_size = mailbox.ids.shape[1], mailbox.x.shape[1]
         bulk = Mailbox.create(0, ranks, hidden_size, min(MAX_CPU_ROWS, chunk_size))
         self.host = HostExperts(threads, tier, mailbox, bulk, chunk_size)
-        self._ops: HybridOps | None = None
+        self._executor: PartialExecutor | None = None
         self._residency: ExpertResidency | None = None
         self._guesses: GuessCounter | None = None
         self._guessed_rows = 0  # of the step that runs; 0: it does not guess
         self._has_streamed = False  # whether the last step did
         self._steps_until_growth = 0  # 0: all slots are there
 
-    def attach(self, ops: HybridOps) -> None:
-        """Before the first step of `ops`."""
-        self._ops = ops
-        if ops.prefetch is not None:
+    def attach(self, executor: PartialExecutor) -> None:
+        """Before its first step."""
+        self._executor = executor
+        if executor.prefetch is not None:
             guessed, used = self.host.mailbox.guessed.numpy(), self.host.mailbox.used.numpy()
-            self._guesses = GuessCounter(guessed, used, ops.prefetch.distance)
+            self._guesses = GuessCounter(guessed, used, executor.prefetch.distance)
 
     def fill(self, plan: RunPlan, policy: Policy | None = None) -> None:
         """Takes the slots of `plan` from the device's memory and fills them, after the first step.
 
         policy: None for the one of the product.
         """
-        ops = self._ops
-        assert ops is not None, "slots are for the layers of attached operations"
-        ops.streamed[: len(plan.streamed)].copy_(torch.tensor(plan.streamed, dtype=torch.int32))
+        executor = self._executor
+        assert executor is not None, "slots are for the layers of an executor"
+        layers = executor.tables.layers
+        executor.few.streamed[: len(plan.streamed)].copy_(torch.tensor(plan.streamed, dtype=torch.int32))
         shares = slot_shares(plan)
-        assert shares.layer_bytes == [expert_bytes(stacks) for stacks in ops.layers], "a plan has their sizes"
+        assert shares.layer_bytes == [expert_bytes(stacks) for stacks in layers], "a plan has their sizes"
         counts = shares.num_slots
         cache = ExpertCache(
             shares.layer_bytes,
@@ -73,10 +74,14 @@ class PartialExperts:
             max_bytes_per_step=COPY_BYTES_PER_STEP,
         )
         slots = SlotSegments(counts, lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"))
-        used = self.host.mailbox.used[: len(ops.layers)]
-        self._residency = ExpertResidency(ops.layers, cache, slots, used)
+        used = self.host.mailbox.used[: len(layers)]
+        self._residency = ExpertResidency(layers, cache, slots, used)
         self._residency.load(shares.residents)
-        ops.stamps.zero_()
+        # The steps before were to see that the model runs.
+        executor.few.stamps.zero_()
+        self._guessed_rows = 0
+        if executor.prefetch is not None:
+            executor.prefetch.tallies.zero_()
 
     @property
     def cache(self) -> ExpertCache | None:
@@ -91,8 +96,8 @@ class PartialExperts:
 
         Waits for a step that is running.
         """
-        ops = self._ops
-        if self._residency is None or self._stream is None or ops is None:
+        executor = self._executor
+        if self._residency is None or self._stream is None or executor is None:
             return None
         cache, stream = self._residency.cache, self._stream.counters
         num_experts = len(cache.counters.hits) * self._residency.num_experts
@@ -104,32 +109,33 @@ class PartialExperts:
             stream.streamed,
             stream.unused,
             stream.on_cpu,
-            self._step_times(ops),
-            self._prefetch_statistics(ops),
+            self._step_times(executor),
+            self._prefetch_statistics(executor),
         )
 
-    def _prefetch_statistics(self, ops: HybridOps) -> PrefetchStatistics | None:
-        if ops.prefetch is None or self._guesses is None:
+    def _prefetch_statistics(self, executor: PartialExecutor) -> PrefetchStatistics | None:
+        if executor.prefetch is None or self._guesses is None:
             return None
         # Layers whose experts are all there come after those that may miss one.
-        layer_bytes = [expert_bytes(stacks) for stacks in ops.layers]
-        layer_bytes += [0] * (len(ops.prefetch.tallies) - len(layer_bytes))
-        return PrefetchStatistics.of(self._guesses, ops.prefetch.tallies.cpu().numpy(), layer_bytes)
+        layer_bytes = [expert_bytes(stacks) for stacks in executor.tables.layers]
+        layer_bytes += [0] * (len(executor.prefetch.tallies) - len(layer_bytes))
+        return PrefetchStatistics.of(self._guesses, executor.prefetch.tallies.cpu().numpy(), layer_bytes)
 
     @staticmethod
-    def _step_times(ops: HybridOps) -> StepTimes:
+    def _step_times(executor: PartialExecutor) -> StepTimes:
         """Where the time of steps of few rows went; from here on if a step failed before."""
-        times = StepTimes.of(*read_stamps(ops.stamps[: len(ops.layers)]))
+        stamps = executor.few.stamps
+        times = StepTimes.of(*read_stamps(stamps[: len(executor.tables.layers)]))
         if times.steps == 0:
-            ops.stamps.zero_()
+            stamps.zero_()
         return times
 
     def start_step(self, rows: int) -> None:
         """Right before a step of `rows` rows, when the last one has ended."""
-        if self._guesses is not None and self._ops is not None:
+        if self._guesses is not None and self._executor is not None:
             if self._guessed_rows:
                 self._guesses.note(self._guessed_rows)
-            self._guessed_rows = rows if self._ops.guesses(rows) else 0
+            self._guessed_rows = rows if self._executor.few.guesses(rows) else 0
         if self._residency is not None:
             self._residency.start_step(rows if rows <= MAX_ROWS else 0)
         if rows <= MAX_ROWS:
@@ -177,7 +183,7 @@ class PartialExperts:
 
     @property
     def _stream(self) -> ExpertStream | None:
-        return None if self._ops is None else self._ops.stream
+        return None if self._executor is None else self._executor.many.stream
 
     def close(self) -> None:
         """Everything on the device has ended."""
@@ -185,5 +191,5 @@ class PartialExperts:
             self._residency.close()
         if self._stream is not None:
             self._stream.close()
-        self._residency = self._ops = None
+        self._residency = self._executor = None
         self.host.close()

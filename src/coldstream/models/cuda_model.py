@@ -4,26 +4,29 @@ Everything that is ever allocated on the device is counted before anything is co
 running its forward pass over tensors without memory (`kernels/cuda/memory.py`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Self
 
 import torch
 
 from coldstream.errors import OutOfMemoryError, UnsupportedError
+from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.host import HostExperts
-from coldstream.experts.hybrid_ops import HybridOps
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
-from coldstream.kernels.attention.cuda_integers import HEAD_MULTIPLE, LARGEST_HEAD
+from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.memory import ALIGNMENT, Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.cuda.staged import StagedMemory
 from coldstream.kernels.cuda_ops import CudaOps
+from coldstream.kernels.experts.executor import Executor, ResidentExecutor
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.ops import MAX_SHORT_CHAIN, CommittedPath, Ops, Rows
@@ -207,27 +210,12 @@ class Loaded:
     ) -> Self:
         """Loads into `memory`; over a `MemoryPlan` only small tensors are read, and there is no `host`."""
         rows = max(chunk_size, MAX_DECODE_ROWS)
-        if limits.expert_bytes is None:
-            ops = CudaOps(memory, limits.context_length, rows, notes_kernels=notes_kernels)
-        else:
-            sizes = (spec.num_layers, spec.num_experts_per_tok, spec.hidden_size)
-            mailbox = host.mailbox if host else Mailbox.planned(*sizes)
-            ops = HybridOps(
-                memory,
-                limits.context_length,
-                rows,
-                mailbox,
-                host,
-                limits.whole_layers,
-                limits.ring_bytes,
-                fitting_prefetch(file, spec, limits),
-                notes_kernels=notes_kernels,
-            )
+        executor = _executor(file, spec, limits, host)
+        ops = CudaOps(memory, limits.context_length, rows, executor, notes_kernels=notes_kernels)
         model = CausalLM.load(file, spec, ops)
-        if isinstance(ops, HybridOps):
-            ops.number_layers(
-                block.ffn.experts for block in model.blocks if isinstance(block.ffn, MoeWeights)
-            )
+        if isinstance(ops.executor, PartialExecutor):
+            mixtures = (block.ffn for block in model.blocks if isinstance(block.ffn, MoeWeights))
+            ops.executor.number_layers((moe.ffn_gate_inp, moe.experts) for moe in mixtures)
         weight_bytes = memory.persistent_bytes
         sequences = SequenceCache(spec, ops, limits.cache_size, limits.kv_type)
         inputs = Inputs.into(ops, rows, limits.context_length)
@@ -260,6 +248,23 @@ class Loaded:
     def commit(self) -> None:
         """Advances what the caches hold of a sequence by the rows in `commits`."""
         self.model.commit(self.commits.take(), self.sequences.tensors)
+
+
+def _executor(
+    file: GGUFFile, spec: ModelSpec, limits: Limits, host: HostExperts | None
+) -> Callable[[MoeKernels], Executor]:
+    """Makes who computes the experts of a model within its limits."""
+    if limits.expert_bytes is None:
+        return ResidentExecutor
+    sizes = (spec.num_layers, spec.num_experts_per_tok, spec.hidden_size)
+    return partial(
+        PartialExecutor,
+        mailbox=host.mailbox if host else Mailbox.planned(*sizes),
+        host=host,
+        whole_layers=limits.whole_layers,
+        ring_bytes=limits.ring_bytes,
+        prefetching=fitting_prefetch(file, spec, limits),
+    )
 
 
 def fitting_prefetch(file: GGUFFile, spec: ModelSpec, limits: Limits) -> Prefetching | None:

@@ -10,8 +10,8 @@ import torch
 
 from coldstream.errors import ColdstreamError, OutOfMemoryError
 from coldstream.experts.cache import ExpertCache
+from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
-from coldstream.experts.hybrid_ops import HybridOps
 from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.prefetching import LAYERS_AHEAD, Prefetching
 from coldstream.experts.streaming import StreamCounters
@@ -126,8 +126,9 @@ class CudaRunner(ModelRunner):
         self._loaded = Loaded.into(memory, self.file, self.spec, self.limits, self.chunk_size, host=host)
         self._sequences = self._loaded.sequences
         if self._partial:
-            assert isinstance(self._loaded.ops, HybridOps)
-            self._partial.attach(self._loaded.ops)
+            executor = self._loaded.ops.executor
+            assert isinstance(executor, PartialExecutor)
+            self._partial.attach(executor)
         problem = default_cache().problem
         self._warnings = self._loaded.model.warnings + ((problem,) if problem else ())
         self._loaded.ops.finish_loading(progress)

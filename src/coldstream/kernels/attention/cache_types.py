@@ -4,16 +4,11 @@ from typing import Self
 
 import torch
 
-from coldstream.kernels.arithmetic.reference import LARGEST_CODE, SMALLEST_MAXIMUM
-from coldstream.kernels.attention.cache_layout import (
-    BLOCK_VALUES,
-    CACHE_LAYOUTS,
-    INTEGER_SCALE_BYTES,
-    CacheLayout,
-)
-from coldstream.kernels.attention.levels import decode_levels, encode_levels, pack_levels, round_levels
+from coldstream.kernels.arithmetic.reference import LARGEST_CODE
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, INTEGER_SCALE_BYTES, CacheLayout
+from coldstream.kernels.attention.levels import pack_levels, round_levels, unpack_levels
 from coldstream.kernels.attention.planes import LOW_UNIT, Planes, round_planes
-from coldstream.kernels.attention.turn import head_block, turn, turn_back, turn_head, turn_head_back
+from coldstream.kernels.attention.turn import head_block, turn_head, turn_head_back
 from coldstream.kernels.dequantize.integer_blocks import grouped
 
 LARGEST_NIBBLE = 7  # of `i4`: −8 would be no other's negative
@@ -41,28 +36,13 @@ class CacheType(CacheLayout):
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """float32 [..., D] → rows of the tensor, [..., row]; turns them if the type does."""
-        if self.is_integer:
-            return self._encode_planes(self._round(turn_head(values.float())))
-        if not self.is_quantised:
+        if not self.is_integer:
             return values.to(self.dtype)
-        blocks = grouped(values.float(), -1, BLOCK_VALUES)
-        encode = {8: _encode_bytes, 4: _encode_nibbles, 3: encode_levels}[self.value_bits]
-        codes, scales = encode(blocks)
-        row = torch.cat((codes, scales.to(torch.float16).view(torch.uint8)), dim=-1)
-        return torch.nn.functional.pad(row, (0, self.row_bytes(values.shape[-1]) - row.shape[-1]))
+        return self._encode_planes(self._round(turn_head(values.float())))
 
     def decode(self, rows: torch.Tensor, head_dim: int) -> torch.Tensor:
         """[..., row] → float32 [..., D], still turned if the type turns them."""
-        if self.is_integer:
-            return self.planes(rows, head_dim).values()
-        if not self.is_quantised:
-            return rows.float()
-        code_bytes = head_dim * self.value_bits // 8
-        packed = rows[..., :code_bytes]
-        codes = packed.view(torch.int8) if self.value_bits == 8 else _unpack(packed, self.value_bits)
-        scales = rows[..., code_bytes : code_bytes + head_dim // BLOCK_VALUES * 2].contiguous()
-        blocks = grouped(codes.float(), -1, BLOCK_VALUES)
-        return (blocks * scales.view(torch.float16).float().unsqueeze(-1)).flatten(-2)
+        return self.planes(rows, head_dim).values() if self.is_integer else rows.float()
 
     def planes(self, rows: torch.Tensor, head_dim: int) -> Planes:
         """[..., row] of an integer type → the planes [..., D] and scales [...] of what is there."""
@@ -94,35 +74,14 @@ class CacheType(CacheLayout):
 
     def turn_query(self, query: torch.Tensor) -> torch.Tensor:
         """float32 [..., D] whose product with turned keys is that of `query` with the keys themselves."""
-        if not self.is_turned:
-            return query
-        if self.is_integer:
-            return turn_head(query) * (1 / head_block(query.shape[-1]))
-        return turn(query) * (1 / BLOCK_VALUES)
+        return turn_head(query) * (1 / head_block(query.shape[-1])) if self.is_integer else query
 
     def turn_back(self, values: torch.Tensor) -> torch.Tensor:
         """What was turned to float32 [..., D], or what is a sum of such."""
-        if not self.is_turned:
-            return values
-        return turn_head_back(values) if self.is_integer else turn_back(values)
+        return turn_head_back(values) if self.is_integer else values
 
 
 CACHE_TYPES = {name: CacheType(**vars(layout)) for name, layout in CACHE_LAYOUTS.items()}
-
-
-def _encode_bytes(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., B, 32] → bytes [..., 32 · B] and scales [..., B]."""
-    maximum = blocks.abs().amax(dim=-1)
-    codes, scales = _codes(blocks, maximum, maximum / 127, 127 / maximum)
-    return codes.to(torch.int8).view(torch.uint8).flatten(-2), scales
-
-
-def _encode_nibbles(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., B, 32] → bytes [..., 16 · B] and scales [..., B]."""
-    greatest, least = blocks.amax(dim=-1), blocks.amin(dim=-1)
-    extreme = torch.where(greatest >= -least, greatest, least)
-    codes, scales = _codes(blocks, extreme.abs(), extreme / -8, -8 / extreme)
-    return _pack_nibbles(codes.clamp(max=7)).flatten(-2), scales
 
 
 def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
@@ -134,15 +93,5 @@ def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 def _unpack(packed: torch.Tensor, value_bits: int) -> torch.Tensor:
     """Bytes of codes of three or four bits → what they stand for, int8 [..., D]."""
     if value_bits == 3:
-        return decode_levels(packed)
+        return unpack_levels(packed)
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
-
-
-def _codes(
-    blocks: torch.Tensor, maximum: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes as float32, and the scales; a block of zeros or one that is not finite has codes of 0."""
-    is_zero, is_finite = maximum < SMALLEST_MAXIMUM, maximum.isfinite()
-    codes = torch.round(blocks * factors.unsqueeze(-1))
-    codes = torch.where((is_finite & ~is_zero).unsqueeze(-1), codes, 0.0)
-    return codes, torch.where(is_finite, torch.where(is_zero, 0.0, scales), torch.nan)

@@ -9,7 +9,6 @@
 namespace coldstream {
 
 constexpr int columns = block_positions / 8;
-constexpr uint32_t sees_all = 0xffffffffu;
 
 // A number for each of the lane's two pairs and each of its positions: [n][2 · pair + position].
 using pair_floats = float[columns][4];

@@ -1,57 +1,42 @@
-"""Turned values as eight levels times a scale: of `tq3_0` a float16 for each 32, of `i3` a float32 a head."""
+"""Turned values as eight levels times a float32 scale a head: the type `i3`."""
 
 import torch
 
-from coldstream.kernels.arithmetic.reference import constant, sum_of_squares
-from coldstream.kernels.attention.cache_layout import BLOCK_VALUES
 from coldstream.kernels.attention.planes import Planes, scale_to
-from coldstream.kernels.attention.turn import turn
 from coldstream.kernels.dequantize.integer_blocks import grouped
 
 # The best eight levels for a normal variable (0.2451, 0.7560, 1.3439 and 2.1520 deviations) in units of 1/53:
 # among the units that make them bytes the one with the least mean square error, 0.004 % above the best.
-LEVEL_UNIT = 53
 LEVELS = (13, 40, 71, 114, -13, -40, -71, -114)  # by code: the highest bit is the sign
-THRESHOLDS = (26.5, 55.5, 92.5)  # halfway between; their products with a float16 are exact
-# What the greatest magnitude of a head is in units of the levels of `i3`. Against 1/53 of the deviation, as
-# `tq3_0` has it, the error of normal heads of 128 and 256 is at most 4 % greater, and that of heads with two
-# channels 20 or 100 times as great as the others 6 to 23 % less.
+THRESHOLDS = (26.5, 55.5, 92.5)  # halfway between
+# What the greatest magnitude of a head is in units of the levels. Against 1/53 of the deviation as the unit,
+# the error of normal heads of 128 and 256 is at most 4 % greater, and that of heads with two channels 20 or
+# 100 times as great as the others 6 to 23 % less.
 LARGEST_LEVEL = 140
-
-
-def encode_levels(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [..., B, 32], not yet turned → bytes of codes [..., 12 · B] and float16 scales [..., B]."""
-    turned = turn(blocks)
-    # PyTorch's float32 root is off by a last bit for some inputs.
-    deviation = (sum_of_squares(turned) / BLOCK_VALUES).double().sqrt().float()
-    scales = (deviation / LEVEL_UNIT).to(torch.float16)
-    scales = torch.where(scales.isfinite(), scales, torch.nan)
-    steps = scales.float().unsqueeze(-1)
-    codes = torch.where(steps > 0, _level_codes(turned, steps), 0)  # NaN is not greater
-    return _pack(grouped(codes.to(torch.uint8), 4, 8)), scales
 
 
 def round_levels(values: torch.Tensor) -> Planes:
     """float32 [..., n] as levels with one scale along n: docs/arithmetic.md, Planes of bytes."""
     scaled, scale = scale_to(values, LARGEST_LEVEL)
-    return Planes(_levels(_level_codes(scaled, constant(1.0))).int(), scale, num_planes=1)
+    codes = 4 * (scaled < 0).int()
+    for threshold in THRESHOLDS:
+        codes += scaled.abs() >= threshold
+    return Planes(_levels(codes).int(), scale, num_planes=1)
 
 
 def pack_levels(levels: torch.Tensor) -> torch.Tensor:
-    """Levels [..., 32 · B] of any integer type → bytes of codes [..., 12 · B]."""
+    """Levels [..., 32 · B] of any integer type → bytes of codes [..., 12 · B]; see `cache_layout.py`."""
     codes = sum((levels.abs() > level).to(torch.uint8) for level in LEVELS[:3]) + 4 * (levels < 0)
-    return _pack(grouped(codes.to(torch.uint8), -1, 4, 8))
+    codes = grouped(codes.to(torch.uint8), -1, 4, 8)
+    low, high = codes & 3, codes >> 2
+    low = low[..., ::2, :] | low[..., 1::2, :] << 2
+    shifts = torch.arange(4, dtype=torch.uint8).unsqueeze(-1)
+    high = (high << shifts).sum(dim=-2, dtype=torch.uint8)
+    nibbles = torch.cat((low.flatten(-3), high.flatten(-2)), dim=-1)
+    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
 
 
-def _level_codes(values: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """int32 codes of float32 values in units of `steps`."""
-    codes = 4 * (values < 0).int()
-    for threshold in THRESHOLDS:
-        codes += values.abs() >= threshold * steps
-    return codes
-
-
-def decode_levels(packed: torch.Tensor) -> torch.Tensor:
+def unpack_levels(packed: torch.Tensor) -> torch.Tensor:
     """Bytes [..., 12 · B] → levels, int8 [..., 32 · B]."""
     low_bytes = packed.shape[-1] // 3 * 2
     low = grouped(_nibbles(packed[..., :low_bytes]), -1, 2, 8)
@@ -63,16 +48,6 @@ def decode_levels(packed: torch.Tensor) -> torch.Tensor:
 
 def _levels(codes: torch.Tensor) -> torch.Tensor:
     return torch.tensor(LEVELS, dtype=torch.int8)[codes.long()]
-
-
-def _pack(codes: torch.Tensor) -> torch.Tensor:
-    """[..., B, 4, 8] → bytes [..., 12 · B]: low bits of all blocks, then high ones; see `cache_layout.py`."""
-    low, high = codes & 3, codes >> 2
-    low = low[..., ::2, :] | low[..., 1::2, :] << 2
-    shifts = torch.arange(4, dtype=torch.uint8).unsqueeze(-1)
-    high = (high << shifts).sum(dim=-2, dtype=torch.uint8)
-    nibbles = torch.cat((low.flatten(-3), high.flatten(-2)), dim=-1)
-    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,6 @@
-// The end of decode.cu and of integers.cu: a row's chunks merged in ascending order, divided, rotated back if the
-// cache's type rotates values, gated, and written as float32, as int8 or as both. A block of threads takes 256 columns of a
-// row, that is a group of activations; a thread takes one.
+// The end of attention: a row's chunks merged in ascending order, divided, rotated back, gated, and written as float32,
+// as int8 or as both. A block of threads takes 256 columns of a row, that is a group of activations; a thread takes one.
 #include "attention/grid.cuh"
-#include "attention/rotation.cuh"
 #include "cuda/quantize.cuh"
 
 extern __shared__ float4 dynamic_shared[];
@@ -120,10 +118,7 @@ struct merger {
   }
 };
 
-// What a type of cache keeps: values, 32 of them rotated together, or the values of a head.
-enum class rotation { none, of_32, of_head };
-
-// `rotated_head` undone, by the threads that hold a head's values next to each other, and its factor.
+// `rotate_head` undone, by the threads that hold a head's values next to each other, and its factor.
 template <int head_dim>
 __device__ __forceinline__ float head_rotated_back(float x, float (*staged)[group_elements]) {
   constexpr int size = head_dim & -head_dim;
@@ -133,12 +128,13 @@ __device__ __forceinline__ float head_rotated_back(float x, float (*staged)[grou
     __syncthreads();
     staged[0][threadIdx.x] = x;
     __syncthreads();
-    x = butterfly(x, staged[0][threadIdx.x ^ stride], threadIdx.x & stride);
+    const float other = staged[0][threadIdx.x ^ stride];
+    x = threadIdx.x & stride ? other - x : x + other;
   }
   return x * (1.0f / size);
 }
 
-template <int head_dim, rotation rotates>
+template <int head_dim>
 __global__ void __launch_bounds__(merge_threads) attention_merge(const merge_arguments a) {
   __shared__ merge_batch_factors factors[2][merger<head_dim>::most_heads];
   float (*const staged)[group_elements] = reinterpret_cast<float (*)[group_elements]>(dynamic_shared);
@@ -155,13 +151,12 @@ __global__ void __launch_bounds__(merge_threads) attention_merge(const merge_arg
 #pragma unroll 1
   for (int first = 0; first < num_chunks; first += merge_batch) m.merge_batch_of(first, num_chunks);
   float result = m.numerator * (1.0f / m.denominator);
-  if constexpr (rotates == rotation::of_32) result = turned_back(result);
-  if constexpr (rotates == rotation::of_head) result = head_rotated_back<head_dim>(result, staged);
+  result = head_rotated_back<head_dim>(result, staged);
   result *= exact_sigmoid(gate);
   const bool exists = m.first_column + int(threadIdx.x) < m.num_columns;
   if (a.out && exists) a.out[m.row * m.num_columns + column] = result;
   if (!a.codes) return;
-  if constexpr (rotates == rotation::of_head) __syncthreads();
+  __syncthreads();
   staged[0][threadIdx.x] = result;
   __syncthreads();
   if (threadIdx.x >= warp_size) return;

@@ -101,6 +101,12 @@ __device__ __forceinline__ void meet_at(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(count) : "memory");
 }
 
+// The same where lanes of a warp may come one after the other.
+template <int count>
+__device__ __forceinline__ void meet_apart_at(int barrier) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "n"(count) : "memory");
+}
+
 __device__ __forceinline__ uint32_t dynamic_shared_bytes() {
   uint32_t bytes;
   asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
@@ -120,19 +126,33 @@ __device__ __forceinline__ float half_to_float(uint16_t h) {
   return f;
 }
 
-__device__ __forceinline__ uint16_t float_to_half(float f) {
-  uint16_t h;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
-  return h;
-}
-
-// Asynchronous copies from global to shared memory, 16 aligned bytes a thread.
+// Asynchronous copies from global to shared memory, 16 or 8 aligned bytes a thread.
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void copy_async_8(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
+// Loads from shared memory that stay where they are written, ahead of their use.
+__device__ __forceinline__ void load_shared_1(uint32_t from, float& a) {
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(a) : "r"(from) : "memory");
+}
+
+__device__ __forceinline__ void load_shared_2(uint32_t from, float& a, float& b) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(a), "=f"(b) : "r"(from) : "memory");
+}
+
+__device__ __forceinline__ void load_shared_4(uint32_t from, float& a, float& b, float& c, float& d) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(a), "=f"(b), "=f"(c), "=f"(d)
+               : "r"(from)
+               : "memory");
 }
 
 // Copies of 16 bytes, or of 4, by address, if index < limit: as operands of the copy alone, addresses need no branches around them.

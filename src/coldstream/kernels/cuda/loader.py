@@ -62,10 +62,6 @@ class CudaLoader:
             blocks.copy_(torch.from_numpy(read_rows(file, info, row_ids)))
         return QuantTensor.from_bytes(blocks, info.quant_type, shape)
 
-    def map_weight(self, file: GGUFFile, info: TensorInfo) -> CudaWeight:
-        """As `load_weight`: everything is resident."""
-        return self.load_weight(file, info)
-
     def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> QuantTensor:
         """As F32, which the kernel that needs it reads."""
         values = self.float_array(self.read_values(file, info))
@@ -90,14 +86,16 @@ class CudaLoader:
     def split_rows(self, weight: CudaWeight, sizes: Sequence[int]) -> tuple[CudaWeight, ...]:
         if isinstance(weight, QuantTensor):
             return weight.split_rows(sizes)
-        row_bytes = weight.quant_type.row_bytes(weight.cols)
         begins = [sum(sizes[:i]) for i in range(len(sizes))]
-        return tuple(
-            ExpertTable(
-                self._copied(weight.addresses + begin * row_bytes), weight.quant_type, size, weight.cols
-            )
-            for begin, size in zip(begins, sizes, strict=True)
-        )
+        return tuple(self._part(weight, *part) for part in zip(begins, sizes, strict=True))
+
+    def _part(self, table: ExpertTable, begin: int, size: int) -> ExpertTable:
+        """Rows begin … begin + size of every expert; of partial tables no expert is there yet."""
+        if table.is_partial:
+            addresses = torch.zeros(table.addresses.shape, dtype=torch.int64)
+        else:
+            addresses = table.addresses + begin * table.quant_type.row_bytes(table.cols)
+        return table.part(begin, size, self._copied(addresses))
 
     def stack(self, blocks: torch.Tensor, quant_type: QuantType, shape: Sequence[int]) -> ExpertTable:
         """The experts [experts, rows, cols] in contiguous `blocks`, which the caller keeps alive."""

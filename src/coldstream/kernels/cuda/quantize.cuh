@@ -112,12 +112,4 @@ __device__ __forceinline__ void quantize_group_of(const float* x, int cols, int 
   store_group<scale_elements>(quantize_group<scale_elements>(values), row, group);
 }
 
-// Quantises the `cols` inputs x (16-byte aligned), a group by each warp of the block in turn. A barrier
-// between the writing of x by other threads and this is the caller's.
-__device__ __forceinline__ void quantize_row(const float* x, int cols, QuantRow row) {
-  const int num_groups = (cols + group_elements - 1) / group_elements;
-  for (int group = threadIdx.x / warp_size; group < num_groups; group += blockDim.x / warp_size)
-    quantize_group_of(x, cols, group, row);
-}
-
 }  // namespace coldstream

@@ -18,8 +18,15 @@ from coldstream.kernels.ops import ExpertWeights
 Stacks = tuple[ExpertTable, ExpertTable, ExpertTable]
 
 
+def stacks_of(weights: ExpertWeights) -> Stacks:
+    """Gate, up and down of the routed experts."""
+    return weights.gate, weights.up, weights.down
+
+
 def is_one_launch(weights: ExpertWeights) -> bool:
-    """Whether the kernels for few rows take the shared expert along."""
+    """Whether the kernels for few rows take the shared expert along, which there is."""
+    if weights.shared_gate is None:
+        return False
     types = [w.quant_type for w in (weights.shared_gate, weights.shared_up, weights.shared_down)]
     are_alike = (types[0] in INTEGER_TYPES) == (types[1] in INTEGER_TYPES)
     return are_alike and all(quant_type in FEW_TYPES for quant_type in types)
@@ -49,23 +56,11 @@ def gate_up_many(
     groups: experts_many.Groups,
     outs: Sequence[torch.Tensor],
 ) -> None:
-    """Gate and up of the routed experts of any number of tokens, of integer types; x as each reads it.
+    """Gate and up of the routed experts that are there, of integer types; x as each reads it.
 
-    Writes `groups` for ids [T, K], and float32 [T · K, F] by place: of one type the activated product, of two
-    types the products of gate and of up.
+    Pairs are grouped already; writes the tiles of `groups`, and float32 [T · K, F] by place: of one type the
+    activated product, of two types the products of gate and of up.
     """
-    experts_many.group_pairs(ids, len(stacks[0].addresses), groups)
-    gate_up_grouped(x, ids, stacks, groups, outs)
-
-
-def gate_up_grouped(
-    x: Sequence[QuantActivations],
-    ids: torch.Tensor,
-    stacks: Stacks,
-    groups: experts_many.Groups,
-    outs: Sequence[torch.Tensor],
-) -> None:
-    """The same once the pairs are grouped, of the experts that are there: writes tiles and their places."""
     gate, up, down = stacks
     ffn_size, hidden_size = gate.rows, gate.cols
     tables = experts_many.ExpertTables(gate.addresses, up.addresses, down.addresses)

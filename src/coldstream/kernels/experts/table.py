@@ -1,6 +1,6 @@
 """Experts as GPU kernels see them: addresses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,3 +33,14 @@ class ExpertTable:
     def matrix_bytes(self) -> int:
         """Of one expert."""
         return self.rows * self.quant_type.row_bytes(self.cols)
+
+    def part(self, begin: int, size: int, addresses: torch.Tensor) -> "ExpertTable":
+        """Rows begin … begin + size of every expert, which lie at `addresses`."""
+        offset = begin * self.quant_type.row_bytes(self.cols)
+        return replace(
+            self,
+            addresses=addresses,
+            rows=size,
+            host=None if self.host is None else self.host.rows(begin, begin + size),
+            mapped=self.mapped + offset if self.mapped else 0,
+        )

@@ -169,7 +169,7 @@ template <int D>
 __global__ void __launch_bounds__(output_warps* warp_size)
     delta_output(DeltaLayer layer, DeltaRows rows, DeltaStates states, DeltaOutputs out,
                  DeltaWorkspace work) {
-  __shared__ alignas(16) float scratch[output_warps][group_elements];
+  alignas(16) __shared__ float scratch[output_warps][group_elements];
   if (blockIdx.x == 0) {
     for (int slot = threadIdx.x; slot < states.num_slots; slot += blockDim.x) work.spans[slot] = {0, 0};
   }

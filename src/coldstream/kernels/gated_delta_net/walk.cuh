@@ -38,11 +38,6 @@ struct Sources {
   int64_t key_stride, value_stride, gate_stride;
 };
 
-__device__ __forceinline__ void copy_async_8(void* shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global)
-               : "memory");
-}
-
 // What a lane of the copying warp moves: the same piece of every token's query and key, a piece of the values
 // of some tokens, and the gates of one token a stage to behind one of its chains.
 template <int D>
@@ -110,11 +105,8 @@ __device__ __forceinline__ uint32_t fixed(uint32_t x) {
   return __shfl_sync(all_lanes, x, threadIdx.x % warp_size);
 }
 
-// Not bar.sync, which wants all lanes of a warp to come together: the copying warp's may come one part after
-// the other, when a part of them had nothing to copy.
-__device__ __forceinline__ void meet_all_warps() {
-  asm volatile("barrier.cta.sync 1, %0;" ::"n"(walk_threads) : "memory");
-}
+// The lanes of the copying warp may come one part after the other, when a part of them had nothing to copy.
+__device__ __forceinline__ void meet_all_warps() { meet_apart_at<walk_threads>(1); }
 
 // The copying warp's part. The walking warps meet it before every stage: that one and the next, which its
 // last tokens look into, are there then, and the one before is done with.
@@ -157,15 +149,11 @@ __device__ __forceinline__ Places<D> second_behind(const Places<D>& token, uint3
   return found;
 }
 
-// Loads are volatile so that they stay where they are written, ahead of their use.
 template <int D, int begin = 0, int end = chain_keys<D>>
 __device__ __forceinline__ void load_chain(uint32_t from, float (&k)[chain_keys<D>]) {
 #pragma unroll
   for (int m = begin; m < end; m += 4) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(k[m]), "=f"(k[m + 1]), "=f"(k[m + 2]), "=f"(k[m + 3])
-                 : "r"(from + 4 * m)
-                 : "memory");
+    load_shared_4(from + 4 * m, k[m], k[m + 1], k[m + 2], k[m + 3]);
   }
 }
 
@@ -198,11 +186,8 @@ __device__ __forceinline__ float finish_output(const Walk<D>& walk) {
 
 template <int D>
 __device__ __forceinline__ void load_gates(const Places<D>& token, Walk<D>& walk) {
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-               : "=f"(walk.decay), "=f"(walk.strength)
-               : "r"(token.gates())
-               : "memory");
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(walk.value) : "r"(token.value()) : "memory");
+  load_shared_2(token.gates(), walk.decay, walk.strength);
+  load_shared_1(token.value(), walk.value);
 }
 
 // The state before token 0, whose key is k; reads what the first step wants to find.

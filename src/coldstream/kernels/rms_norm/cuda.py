@@ -10,11 +10,14 @@ from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.ops import ExpertOutputs
 
+# By whether all rows are aligned.
+NORM, ADD = "rms_norm_rows<{}>", "add_rms_norm_rows<{}>"
+COMBINE_SHARED, COMBINE = "combine_rms_norm_rows<{}, true>", "combine_rms_norm_rows<{}, false>"
 PROGRAM = CudaProgram(
     Path(__file__).with_name("rms_norm.cu"),
     tuple(
-        f"{kernel}<{aligned}>"
-        for kernel in ("rms_norm_rows", "add_rms_norm_rows", "combine_rms_norm_rows")
+        kernel.format(aligned)
+        for kernel in (NORM, ADD, COMBINE_SHARED, COMBINE)
         for aligned in ("true", "false")
     ),
 )
@@ -35,7 +38,7 @@ def rms_norm_cuda(
     may be apart. ValueError if shapes disagree.
     """
     args: list[Argument] = [x, x.stride(0)]
-    _launch("rms_norm_rows", args, (x,), x.stride(0), weight, eps, out, quantized)
+    _launch(NORM, args, (x,), x.stride(0), weight, eps, out, quantized)
 
 
 def add_rms_norm_cuda(
@@ -54,7 +57,7 @@ def add_rms_norm_cuda(
     """
     if isinstance(update, torch.Tensor):
         args: list[Argument] = [x, update, total]
-        _launch("add_rms_norm_rows", args, (x, update, total), x.shape[1], weight, eps, out, quantized)
+        _launch(ADD, args, (x, update, total), x.shape[1], weight, eps, out, quantized)
         return
     topk_weights, shared_gate = update.routing.weights, update.routing.shared_gate
     num_ranks = topk_weights.shape[1]
@@ -69,11 +72,13 @@ def add_rms_norm_cuda(
         x, update.routed, topk_weights, num_ranks, update.shared, shared_gate, cpu_ids, cpu_rows, answer,
         stamps, total,
     ]  # fmt: skip
-    tensors = (x, update.routed, update.shared, total)
-    small = (topk_weights, shared_gate)
-    if not all(tensor.is_contiguous() for tensor in small):
+    if (update.shared is None) != (shared_gate is None):
+        raise ValueError("a shared expert and its gate come together")
+    shared = () if update.shared is None else (update.shared,)
+    if not all(weights is None or weights.is_contiguous() for weights in (topk_weights, shared_gate)):
         raise ValueError("the weights of experts must be contiguous")
-    _launch("combine_rms_norm_rows", args, tensors, x.shape[1], weight, eps, out, quantized)
+    tensors = (x, update.routed, *shared, total)
+    _launch(COMBINE_SHARED if shared else COMBINE, args, tensors, x.shape[1], weight, eps, out, quantized)
 
 
 class _Norm(ctypes.Structure):
@@ -119,7 +124,7 @@ def _launch(
         raise ValueError(f"rows of {cols} values must be contiguous, and have {weight.numel()} weights")
     addresses = [tensor.data_ptr() for tensor in (weight, *tensors)]
     aligned = (cols | stride) % 4 == 0 and all(address % 16 == 0 for address in addresses)
-    PROGRAM.kernel(f"{kernel}<{str(aligned).lower()}>").launch(
+    PROGRAM.kernel(kernel.format(str(aligned).lower())).launch(
         (rows, 1, 1),
         THREADS_FEW if rows <= FEW_ROWS else THREADS_MANY,
         (*args, _Norm(weight.data_ptr(), cols, padded, eps), outputs),

@@ -8,7 +8,7 @@ using namespace coldstream;
 
 constexpr int max_threads = 512;
 
-extern __shared__ float4 shared_row[];  // x of the row, or x + update, padded with zeros to whole groups
+extern __shared__ float4 dynamic_shared[];  // x of the row, or x + update, padded with zeros to whole groups
 
 struct Norm {
   const float* weight;  // [cols]
@@ -63,23 +63,28 @@ __device__ __forceinline__ float4 add_ranks(const Experts& experts, int first, i
   return sum;
 }
 
-// The experts' sum at four columns: by rank, then the shared one.
-template <bool aligned>
+// The experts' sum at four columns: by rank, then the shared one if there is one.
+template <bool aligned, bool has_shared>
 __device__ __forceinline__ float4 combine_experts(const Experts& experts, int i, int cols) {
-  const float4 shared = load_four<aligned>(experts.shared, i, cols);
-  const float shared_gate = *experts.shared_gate;
+  float4 shared;
+  float shared_gate;
+  if constexpr (has_shared) {
+    shared = load_four<aligned>(experts.shared, i, cols);
+    shared_gate = *experts.shared_gate;
+  }
   float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
   for (int first = 0; first < experts.num_ranks; first += ranks_at_once) {
     sum = add_ranks<aligned>(experts, first, i, cols, sum);
   }
-  return fma_four(exact_sigmoid(shared_gate), shared, sum);
+  if constexpr (has_shared) return fma_four(exact_sigmoid(shared_gate), shared, sum);
+  else return sum;
 }
 
 // 1 / sqrt(mean of squares + eps) of the row in shared memory, in all lanes of a warp. The next sixteen of an
 // accumulator's chain are read while the last are added.
 __device__ __forceinline__ float inverse_norm(const Norm& norm) {
   constexpr int steps = group_elements / 16;
-  const float* row = reinterpret_cast<const float*>(shared_row) + threadIdx.x % 16;
+  const float* row = reinterpret_cast<const float*>(dynamic_shared) + threadIdx.x % 16;
   float x[steps], next[steps];
 #pragma unroll
   for (int j = 0; j < steps; j++) x[j] = row[j * 16];
@@ -106,7 +111,7 @@ __device__ __forceinline__ void scale_row(const Norm& norm, float s, Eight w, co
   const QuantRow quantised = quant_row(out.q, out.scales, out.sums, row, norm.padded);
   for (int group = threadIdx.x / warp_size; group < num_groups; group += num_warps) {
     const int place = group * (group_elements / 4) + 2 * (threadIdx.x % warp_size);
-    const Eight x = {shared_row[place], shared_row[place + 1]};
+    const Eight x = {dynamic_shared[place], dynamic_shared[place + 1]};
     const float y[8] = {x.low.x * s * w.low.x,   x.low.y * s * w.low.y,   x.low.z * s * w.low.z,
                         x.low.w * s * w.low.w,   x.high.x * s * w.high.x, x.high.y * s * w.high.y,
                         x.high.z * s * w.high.z, x.high.w * s * w.high.w};
@@ -141,7 +146,7 @@ __global__ void __launch_bounds__(max_threads)
   for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
     float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
     if (i < norm.cols) v = load_four<aligned>(x, i, norm.cols);
-    shared_row[i / 4] = v;
+    dynamic_shared[i / 4] = v;
   }
   norm_row<aligned>(norm, first_weights, out);
 }
@@ -160,14 +165,14 @@ __global__ void __launch_bounds__(max_threads)
       v = load_four<aligned>(x + begin, i, norm.cols) + load_four<aligned>(update + begin, i, norm.cols);
       store_four<aligned>(sum + begin, i, norm.cols, v);
     }
-    shared_row[i / 4] = v;
+    dynamic_shared[i / 4] = v;
   }
   norm_row<aligned>(norm, first_weights, out);
 }
 
 // The same with the sum of the experts as update. The first thread of all keeps the time of the layer, if that
 // has stamps: its own row's sum stands for those of other rows.
-template <bool aligned>
+template <bool aligned, bool has_shared>
 __global__ void __launch_bounds__(max_threads)
     combine_rms_norm_rows(const float* x, const float* routed, const float* topk_weights, int num_ranks,
                           const float* shared, const float* shared_gate, const int* cpu_ids,
@@ -203,10 +208,10 @@ __global__ void __launch_bounds__(max_threads)
   for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
     float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
     if (i < norm.cols) {
-      v = load_four<aligned>(x + begin, i, norm.cols) + combine_experts<aligned>(experts, i, norm.cols);
+      v = load_four<aligned>(x + begin, i, norm.cols) + combine_experts<aligned, has_shared>(experts, i, norm.cols);
       store_four<aligned>(sum + begin, i, norm.cols, v);
     }
-    shared_row[i / 4] = v;
+    dynamic_shared[i / 4] = v;
   }
   norm_row<aligned>(norm, first_weights, out);
   if (keeps_time) note_end(sums, begins, answered);

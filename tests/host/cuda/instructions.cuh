@@ -48,14 +48,29 @@ template <int count>
 void meet_at(int barrier) {
   meet_some(barrier, count);
 }
+template <int count>
+void meet_apart_at(int barrier) {
+  meet_some(barrier, count);
+}
 inline uint32_t dynamic_shared_bytes() { return given_shared_bytes(); }
 
 inline uint32_t shared_address(const void* p) {
   return uint32_t(static_cast<const uint8_t*>(p) - reinterpret_cast<const uint8_t*>(dynamic_shared));
 }
-inline uint8_t* shared_at(uint32_t address) { return reinterpret_cast<uint8_t*>(dynamic_shared) + address; }
+// With a sign, for memory that a kernel declares itself may lie in front.
+inline uint8_t* shared_at(uint32_t address) { return reinterpret_cast<uint8_t*>(dynamic_shared) + int32_t(address); }
 
 inline void copy_async_16(void* shared, const void* global) { begin_copy(shared, global, 16); }
+inline void copy_async_8(void* shared, const void* global) { begin_copy(shared, global, 8); }
+inline void load_shared_1(uint32_t from, float& a) { a = reinterpret_cast<const float*>(shared_at(from))[0]; }
+inline void load_shared_2(uint32_t from, float& a, float& b) {
+  load_shared_1(from, a);
+  load_shared_1(from + 4, b);
+}
+inline void load_shared_4(uint32_t from, float& a, float& b, float& c, float& d) {
+  load_shared_2(from, a, b);
+  load_shared_2(from + 8, c, d);
+}
 inline void copy_if_below(int limit, int index, uint32_t to, const void* from) {
   if (index < limit) begin_copy(shared_at(to), from, 16);
 }

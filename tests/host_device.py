@@ -14,15 +14,39 @@ from pathlib import Path
 
 import pytest
 import torch
-from host_code import HOST, OPTIONS
 
 from coldstream.kernels.cuda import compiler, limits, program
+from coldstream.kernels.cuda.compiler import KERNELS
 from coldstream.kernels.cuda.limits import DeviceLimits
+from coldstream.kernels.cuda.memory import ALIGNMENT, Memory
 from coldstream.kernels.cuda.program import Argument, CudaProgram, Grid
 
+HOST = Path(__file__).with_name("host")
+OPTIONS = (
+    *("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC"),
+    *(f"-I{HOST}", f"-I{KERNELS}"),  # in this order: the host's cuda/instructions.cuh goes first
+)
 HEADERS = [HOST / name for name in ("device.h", "threads.h", "cuda/instructions.cuh")]
 MOST_AT_ONCE = 8  # instances that are compiled together; of more only those that are launched
 LIMITS = DeviceLimits(num_processors=3, shared_per_block=99 << 10, shared_per_processor=100 << 10)
+
+
+class HostMemory(Memory):
+    """Tensors of the host, each with memory of its own; what is persistent stays: addresses point to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[torch.Tensor] = []
+
+    def _persistent_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
+        self._kept.append(torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8))
+        begin = -self._kept[-1].data_ptr() % ALIGNMENT
+        return self._kept[-1][begin : begin + num_bytes]
+
+    def _workspace_part(
+        self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
 
 
 class HostDevice:

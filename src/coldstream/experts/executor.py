@@ -1,0 +1,89 @@
+"""Computes the routed experts of a model on a GPU that does not hold all of them.
+
+Each pair of token and expert is given to one place (a slot, the ring, the mapped file over the bus, the CPU),
+each place fills the rows of its pairs, and the sum over ranks reads every row where it is. For few rows the
+device shares pairs out (`few_rows.py`), for many the host (`many_rows.py`).
+"""
+
+from collections.abc import Collection, Iterable
+
+import torch
+
+from coldstream.experts.few_rows import FewRows
+from coldstream.experts.host import HostExperts
+from coldstream.experts.many_rows import ManyRows
+from coldstream.experts.partial_tables import PartialTables
+from coldstream.experts.prefetch_ring import PrefetchRing
+from coldstream.experts.prefetching import Prefetching
+from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.loader import CudaWeight
+from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kernels.experts.moe import MoeKernels
+from coldstream.kernels.experts.table import ExpertTable
+from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
+
+
+class PartialExecutor:
+    """An `Executor` over slots, a ring of `ring_bytes`, the mapped file and the CPU.
+
+    Slots are filled by somebody else, who writes addresses into `tables`. `number_layers` comes before the
+    first step. Over a `MemoryPlan` there is no `host`. Long prompts, and prefetching for steps of few rows,
+    take turns with the ring.
+    """
+
+    def __init__(
+        self,
+        kernels: MoeKernels,
+        mailbox: Mailbox,
+        host: HostExperts | None,
+        whole_layers: Collection[int] = (),
+        ring_bytes: int = 0,
+        prefetching: Prefetching | None = None,
+    ) -> None:
+        self._kernels, device = kernels, kernels.device
+        self.tables = PartialTables(device.memory, host, whole_layers)
+        self.ring = device.memory.persistent((ring_bytes,), torch.uint8)
+        self.prefetch: PrefetchRing | None = None
+        if prefetching is not None:
+            num_layers, _, num_ranks = mailbox.used.shape
+            self.prefetch = PrefetchRing(prefetching, self.ring, device.zeros, num_layers, num_ranks)
+        self.few = FewRows(kernels, self.tables, mailbox, self.prefetch)
+        self.many = ManyRows(kernels, self.tables, host, self.ring)
+
+    def number_layers(self, layers: Iterable[tuple[CudaWeight, ExpertWeights]]) -> None:
+        """Once, when they are loaded: the routers and experts of all layers, in the model's order.
+
+        ValueError for experts that do not fit into the ring.
+        """
+        self.tables.number(layers)
+        self.many.number_layers()
+
+    def map_stack(self, file: GGUFFile, info: TensorInfo) -> ExpertTable | None:
+        """See `Executor`."""
+        return self.tables.map_stack(file, info)
+
+    def route(
+        self,
+        x: Activations,
+        weight: CudaWeight,
+        shared_gate: CudaWeight | None,
+        num_experts_per_tok: int,
+        experts: ExpertWeights,
+    ) -> Routing:
+        """See `Executor`."""
+        if not experts.gate.is_partial or x.shape[0] > MAX_ROWS:
+            return self._kernels.route(x, weight, shared_gate, num_experts_per_tok)
+        return self.few.route(x, weight, shared_gate, num_experts_per_tok, experts)
+
+    def compute(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
+        """See `Executor`."""
+        if not weights.gate.is_partial:
+            routed, shared = self._kernels.outputs(x, routing.ids, weights)
+            return ExpertOutputs(routed, shared, routing)
+        rows = self.many if routing.places is None else self.few
+        return rows.compute(x, routing, weights)
+
+    def finish_step(self) -> None:
+        """See `Executor`."""
+        self.few.finish_step()

@@ -1,0 +1,130 @@
+"""Experts of steps of few rows: the device shares pairs out, and the GPU and the CPU compute them together.
+
+The router's launch writes for each pair where it is computed (`kernels/experts/partition.cuh`): from a slot,
+from a place of the ring into which it was prefetched, over the bus from the mapped file, or by the CPU. All
+of that can be captured.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from coldstream.experts.partial_tables import PartialTables
+from coldstream.experts.prefetch_ring import PrefetchRing
+from coldstream.kernels.cuda.activations import Activations, as_floats
+from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
+from coldstream.kernels.cuda.loader import CudaWeight
+from coldstream.kernels.experts.cuda_layer import stacks_of
+from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kernels.experts.moe import MoeKernels
+from coldstream.kernels.experts.partition import MAX_RANKS, Places, sharing_of
+from coldstream.kernels.experts.stamps import WORDS
+from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
+from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.kernels.router.cuda import Ahead
+
+
+class FewRows:
+    """Steps of at most MAX_ROWS rows.
+
+    streamed: int32 [MAX_RANKS + 1] on the device, see `sharing_of`; stamps: int64 [layers, WORDS], see
+    `kernels/experts/stamps.py`. Without `ring` nothing is prefetched.
+    """
+
+    def __init__(
+        self, kernels: MoeKernels, tables: PartialTables, mailbox: Mailbox, ring: PrefetchRing | None
+    ) -> None:
+        device = kernels.device
+        self._kernels, self._device, self._tables = kernels, device, tables
+        self._mailbox, self._ring = mailbox, ring
+        self.streamed = device.zeros((MAX_RANKS + 1,), "int32")
+        self.stamps = device.memory.persistent((len(mailbox.used), WORDS), torch.int64).zero_()
+        self._pairs = device.int_vector(range(MAX_ROWS * MAX_RANKS))
+        self._beside: torch.cuda.Stream | None = None  # for what a step waits for only at its end
+        if ring is not None and not device.planning:
+            self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._has_forked = False  # whether the step that is being queued has something there
+
+    def guesses(self, num_rows: int) -> bool:
+        """Whether a step of so many rows guesses at later layers' experts."""
+        has_ring = self._ring is not None and self._tables.is_readable
+        shapes = {router.shape for router in self._tables.routers if isinstance(router, QuantTensor)}
+        return has_ring and num_rows <= MAX_FEW_ROWS and len(shapes) == 1
+
+    def route(
+        self,
+        x: Activations,
+        weight: CudaWeight,
+        shared_gate: CudaWeight | None,
+        num_experts_per_tok: int,
+        experts: ExpertWeights,
+    ) -> Routing:
+        """See `Executor`; the routing has the places of all pairs."""
+        tokens, ranks = x.shape[0], num_experts_per_tok
+        is_one_launch = self._kernels.routes_at_once(tokens, shared_gate)
+        layer, stacks = self._tables.number_of(experts), stacks_of(experts)
+        places = Places(
+            self._device.empty(3, tokens, ranks, dtype=torch.int64),
+            self._device.empty(tokens, ranks, dtype=torch.int32),
+            self.stamps[layer] if is_one_launch else None,
+        )
+        ring = self._ring if is_one_launch and self.guesses(tokens) else None
+        if ring is None:
+            sharing = sharing_of(stacks, self.streamed, self._mailbox, layer, places)
+            routing = self._kernels.route(x, weight, shared_gate, ranks, sharing)
+            return replace(routing, places=places)
+        later = layer + ring.distance
+        is_guessing = later < len(self._tables.layers)
+        sharing = sharing_of(
+            stacks, self.streamed, self._mailbox, layer, places, ring.prefetched(layer, stacks),
+            ring.notes(layer, is_guessing=is_guessing),
+        )  # fmt: skip
+        ahead = self._ahead(ring, later, tokens, ranks) if is_guessing else None
+        routing = self._kernels.route(x, weight, shared_gate, ranks, sharing, ahead)
+        if is_guessing:
+            self._fetch(ring, later, tokens)
+        return replace(routing, places=places)
+
+    def _ahead(self, ring: PrefetchRing, later: int, tokens: int, ranks: int) -> Ahead:
+        router = self._tables.routers[later]
+        assert isinstance(router, QuantTensor)
+        return Ahead(
+            as_floats(router),
+            ring.guesses[later, :tokens],
+            self._mailbox.guessed[later, :tokens],
+            self._device.empty(tokens, router.shape[0]),
+            self._device.empty(tokens, ranks),
+        )
+
+    def _fetch(self, ring: PrefetchRing, later: int, tokens: int) -> None:
+        """Beside the layers between, none of which waits for it."""
+        stacks = self._tables.layers[later]
+        if self._beside is None:
+            self._device.launch(ring.fetch, later, tokens, stacks)
+            return
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            ring.fetch(later, tokens, stacks)
+        self._has_forked = True
+
+    def finish_step(self) -> None:
+        """See `Executor`."""
+        if self._has_forked and self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
+        self._has_forked = False
+
+    def compute(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
+        """What has an address, while the CPU computes its pairs."""
+        tokens, ranks = routing.ids.shape
+        places: Places = routing.places
+        # To the kernels every pair is an expert of its own, wherever it lies.
+        gate, up, down = (
+            replace(stack, addresses=addresses.view(-1))
+            for stack, addresses in zip(stacks_of(weights), places.addresses, strict=True)
+        )
+        of_pairs = replace(weights, gate=gate, up=up, down=down)
+        pairs = self._pairs[: tokens * ranks].view(tokens, ranks)
+        routed, shared = self._kernels.outputs(x, pairs, of_pairs, can_group=False)
+        box = self._mailbox
+        elsewhere = RowsElsewhere(places.cpu_ids, box.out[:tokens], box.done, places.stamps)
+        return ExpertOutputs(routed, shared, routing, elsewhere)

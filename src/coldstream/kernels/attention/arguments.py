@@ -1,0 +1,77 @@
+"""What attention on a GPU is given, and what lies between its launches.
+
+T rows, H query heads, G key/value heads, D values a head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from coldstream.kernels.attention.cache_types import CacheType
+from coldstream.kernels.attention.exact import CHUNK_SIZE
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What is the same for all rows. `window`: positions that a row looks back on, its own included."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    cache_type: CacheType
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"a window of {self.window} positions holds nothing")
+        self.cache_type.row_bytes(self.head_dim)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class Caches:
+    """Keys and values, [blocks, 256, G, row] each, with the same strides; see `cache_types`."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """New rows: float32, unit stride along the last dimension; rows may be parts of others."""
+
+    query_gate: torch.Tensor  # [T, H · 2 · D]
+    key: torch.Tensor  # [T, G · D]
+    value: torch.Tensor  # [T, G · D]
+    q_norm: torch.Tensor  # [D]
+    k_norm: torch.Tensor  # [D]
+    angles: torch.Tensor  # [T, rope dimensions / 2, 2], contiguous
+    eps: float
+
+
+@dataclass(frozen=True)
+class IntegerQueries:
+    """Rotated queries of new rows, rounded: docs/arithmetic.md, Attention over integers."""
+
+    codes: torch.Tensor  # int8 [T, H, 2, D], high planes and low planes
+    scales: torch.Tensor  # float32 [T, H]
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """What chunks of positions leave for the merge; contents undefined."""
+
+    values: torch.Tensor  # float32 [T, H, chunks, D]
+    stats: torch.Tensor  # float32 [T, H, chunks, 2]
+
+    @staticmethod
+    def shapes(shape: AttentionShape, num_rows: int, num_positions: int) -> tuple[tuple[int, ...], ...]:
+        """Of the two tensors, for up to `num_rows` rows and contexts of up to `num_positions`."""
+        chunks = num_rows, shape.num_heads, -(-num_positions // CHUNK_SIZE)
+        return (*chunks, shape.head_dim), (*chunks, 2)

@@ -1,0 +1,106 @@
+"""What every operation on a GPU needs: memory for results, launches, and products with dense weights.
+
+Activations between two operations exist in two forms, float32 and quantised with a scale for each 256;
+whoever makes them writes both. Products with weights in blocks of 32 want a scale for each 32: they quantise
+the floats themselves, or, of many rows, just before.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, QuantActivations
+from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.few_shapes import FEW_TYPES
+from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
+from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight
+from coldstream.kernels.cuda.memory import Memory
+from coldstream.kernels.dequantize.cuda import dequantize_cuda
+from coldstream.kernels.linear.cuda import linear_few_cuda
+from coldstream.kernels.linear.cuda_float_many import float_linear_many
+from coldstream.kernels.linear.cuda_many import linear_many
+from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
+from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.kernels.quantize.cuda import activations_from, quantize_cuda
+from coldstream.kernels.swiglu.cuda import swiglu_cuda
+
+
+class CudaProducts(CudaLoader):
+    """Over tensors of `memory`, on PyTorch's current stream.
+
+    Over a `MemoryPlan` nothing runs; with `notes_kernels` launchers are called there all the same, so that
+    `note_kernels` sees what they choose.
+    """
+
+    def __init__(self, memory: Memory, *, notes_kernels: bool = False) -> None:
+        super().__init__(memory)
+        self._calls_launchers = notes_kernels or not self.planning
+        self._zeroes: dict[tuple[str | int, ...], torch.Tensor] = {}
+
+    def launch(self, launcher: Callable[..., None], *args: object, **options: object) -> None:
+        """Calls it, unless memory is only counted."""
+        if self._calls_launchers:
+            launcher(*args, **options)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Unwritten workspace."""
+        return self.memory.workspace(shape, dtype)
+
+    def zeroed(self, purpose: str, *shape: int) -> torch.Tensor:
+        """int32 zeros that kernels count in and leave zero: one tensor for all launches of a purpose."""
+        key: tuple[str | int, ...] = (purpose, *shape)
+        if key not in self._zeroes:
+            self._zeroes[key] = self.zeros(shape, "int32")
+        return self._zeroes[key]
+
+    def activations(
+        self, rows: int, cols: int, *, persistent: bool = False, scale_size: int = GROUP_SIZE
+    ) -> Activations:
+        """Unwritten activations [rows, cols], with a scale for each `scale_size` of them."""
+        empty = self.memory.persistent if persistent else self.memory.workspace
+        quantised = activations_from(empty, rows, cols, scale_size)
+        return Activations(empty((rows, cols), torch.float32), quantised)
+
+    def quantised_for(self, x: Activations, types: Sequence[QuantType]) -> tuple[QuantActivations, ...]:
+        """x as products of many rows with weights of these types read it; for blocks of 32 quantised here."""
+        if BLOCK_TYPES.isdisjoint(types):
+            return (x.quantised,) * len(types)
+        by_block = activations_from(self.memory.workspace, x.shape[0], x.shape[1], BLOCK_SIZE)
+        self.launch(quantize_cuda, x.values, by_block)
+        return tuple(by_block if quant_type in BLOCK_TYPES else x.quantised for quant_type in types)
+
+    def linear(self, x: Activations, weights: Sequence[CudaWeight]) -> tuple[torch.Tensor, ...]:
+        """See `Ops`."""
+        matrices = [self._multipliable(weight) for weight in weights]
+        num_rows = x.shape[0]
+        outs = tuple(self.empty(num_rows, weight.shape[0]) for weight in matrices)
+        if num_rows <= MAX_FEW_ROWS:
+            self.launch(self._linear_few, x, matrices, outs)
+            return outs
+        rows = self.quantised_for(x, [weight.quant_type for weight in matrices])
+        for codes, weight, out in zip(rows, matrices, outs, strict=True):
+            if weight.quant_type in INTEGER_TYPES:
+                self.launch(linear_many, codes, weight, out)
+            else:
+                self.launch(float_linear_many, x.values, weight, out)
+        return outs
+
+    def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> Activations:
+        """See `Ops`."""
+        out = self.activations(*gate.shape)
+        self.launch(swiglu_cuda, gate, up, out.values, out.quantised)
+        return out
+
+    @staticmethod
+    def _linear_few(x: Activations, weights: Sequence[QuantTensor], outs: Sequence[torch.Tensor]) -> None:
+        linear_few_cuda(weights, outs, activations=x.quantised, x=x.values)
+
+    def _multipliable(self, weight: CudaWeight) -> QuantTensor:
+        """The weight itself, or its values as float32 if the products have no kernel for its type."""
+        assert isinstance(weight, QuantTensor)
+        if weight.quant_type in FEW_TYPES:
+            return weight
+        values = self.empty(*weight.shape)
+        self.launch(dequantize_cuda, weight, values, self.code_table(weight.quant_type), None)
+        return QuantTensor.from_bytes(values.view(torch.uint8), QuantType.F32, weight.shape)

@@ -1,0 +1,232 @@
+"""The mixture of experts on a GPU: its router, and its experts wherever tables of addresses say they are.
+
+Which kernels compute them is decided here and nowhere else, `Form.of`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import QuantActivations
+from coldstream.kernels.cuda.activations import Activations, as_floats
+from coldstream.kernels.cuda.few_shapes import FEW_TYPES
+from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
+from coldstream.kernels.cuda.loader import CudaWeight
+from coldstream.kernels.cuda.products import CudaProducts
+from coldstream.kernels.dequantize.cuda import dequantize_matrices_cuda
+from coldstream.kernels.experts.cuda import PairRows
+from coldstream.kernels.experts.cuda_layer import (
+    Stacks,
+    all_experts_few,
+    down_many,
+    experts_of_values,
+    gate_up_many,
+    is_one_launch,
+    stacks_of,
+)
+from coldstream.kernels.experts.cuda_many import Groups, group_pairs, max_tiles
+from coldstream.kernels.experts.partition import Sharing, partition_experts_cuda
+from coldstream.kernels.experts.table import ExpertTable
+from coldstream.kernels.linear.reference import INTEGER_TYPES, activation_scale_size
+from coldstream.kernels.ops import ExpertWeights, Routing
+from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.kernels.quantize.cuda import quantize_cuda
+from coldstream.kernels.router.cuda import Ahead, router_choose_cuda, router_few_cuda
+from coldstream.kernels.swiglu.cuda import swiglu_cuda
+
+
+class Form(Enum):
+    """Which kernels compute routed experts."""
+
+    FEW = auto()  # a few tokens in a launch, each pair on its own
+    MANY = auto()  # tensor cores, pairs of an expert together
+    FLOATS = auto()  # of types without products: one token after the other, over dequantised experts
+
+    @classmethod
+    def of(cls, tokens: int, stacks: Stacks, *, can_group: bool) -> "Form":
+        """That of so many tokens; can_group: whether pairs of one expert have one address."""
+        types = [stack.quant_type for stack in stacks]
+        if not FEW_TYPES.issuperset(types):
+            return cls.FLOATS
+        is_many = can_group and tokens > MAX_FEW_ROWS and INTEGER_TYPES.issuperset(types)
+        return cls.MANY if is_many else cls.FEW
+
+
+@dataclass(frozen=True)
+class _Grouped:
+    """Pairs in the order of their experts, and memory for what is computed of them by place."""
+
+    groups: Groups
+    inputs: tuple[QuantActivations, ...]  # of gate and of up
+    products: tuple[torch.Tensor, ...]  # of gate and of up, float32 [T · K, F]; both in one of one type
+    hidden: Activations  # [T · K, F], quantised as down reads it
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What the routed experts of a layer are computed from, and into what: `routed` float32 [T, K, E]."""
+
+    x: Activations
+    ids: torch.Tensor
+    routed: torch.Tensor
+    form: Form
+    grouped: _Grouped | None  # of MANY
+
+    @property
+    def places(self) -> slice:
+        """Of all pairs in the order of their experts."""
+        return slice(0, self.ids.numel())
+
+
+class MoeKernels:
+    """The launches of a layer's router and experts, with workspace of `device`."""
+
+    def __init__(self, device: CudaProducts) -> None:
+        self.device = device
+
+    @staticmethod
+    def routes_at_once(num_rows: int, shared_gate: CudaWeight | None) -> bool:
+        """Whether `route` is a single launch, which may also look `ahead`."""
+        assert shared_gate is None or isinstance(shared_gate, QuantTensor)
+        is_float = shared_gate is None or shared_gate.quant_type == QuantType.F32
+        return num_rows <= MAX_FEW_ROWS and is_float
+
+    def route(
+        self,
+        x: Activations,
+        weight: CudaWeight,
+        shared_gate: CudaWeight | None,
+        num_experts_per_tok: int,
+        sharing: Sharing | None = None,
+        ahead: Ahead | None = None,
+    ) -> Routing:
+        """`Ops.router`; what it chooses is shared out at once if `sharing` says how."""
+        assert isinstance(weight, QuantTensor)
+        assert shared_gate is None or isinstance(shared_gate, QuantTensor)
+        device, num_rows = self.device, x.shape[0]
+        ids = device.empty(num_rows, num_experts_per_tok, dtype=torch.int32)
+        weights = device.empty(num_rows, num_experts_per_tok)
+        if not self.routes_at_once(num_rows, shared_gate):
+            logits, *gates = device.linear(x, (weight,) if shared_gate is None else (weight, shared_gate))
+            device.launch(router_choose_cuda, logits, ids, weights)
+            if sharing is not None:
+                device.launch(partition_experts_cuda, ids, x.values, sharing)
+            return Routing(ids, weights, gates[0] if gates else None)
+        gate, gate_weight = None, None
+        if shared_gate is not None:
+            gate, gate_weight = device.empty(num_rows, 1), as_floats(shared_gate)
+        logits = device.empty(num_rows, weight.shape[0])
+        device.launch(
+            router_few_cuda, x.values, as_floats(weight), gate_weight, ids, weights, gate, logits,
+            device.zeroed("router", 1), sharing, ahead,
+        )  # fmt: skip
+        return Routing(ids, weights, gate)
+
+    def outputs(
+        self, x: Activations, ids: torch.Tensor, weights: ExpertWeights, *, can_group: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The routed experts' outputs [T, K, E], undefined where an address is 0, and `shared`'s."""
+        is_few = Form.of(len(ids), stacks_of(weights), can_group=can_group) is Form.FEW
+        if is_few and len(ids) <= MAX_FEW_ROWS and is_one_launch(weights):
+            routed, shared = self.device.empty(*ids.shape, x.shape[1]), self.device.empty(*x.shape)
+            self._few(x, ids, weights, routed, shared)
+            return routed, shared
+        outputs = self.shared(x, weights)
+        pairs = self.pairs(x, ids, weights, can_group=can_group)
+        self.compute(pairs, weights, pairs.places)
+        return pairs.routed, outputs
+
+    def shared(self, x: Activations, weights: ExpertWeights) -> torch.Tensor | None:
+        """Of the expert that every token takes, before its gate: [T, E]; None if there is none."""
+        if weights.shared_gate is None:
+            return None
+        gate, up = self.device.linear(x, (weights.shared_gate, weights.shared_up))
+        return self.device.linear(self.device.swiglu(gate, up), (weights.shared_down,))[0]
+
+    def pairs(
+        self, x: Activations, ids: torch.Tensor, weights: ExpertWeights, *, can_group: bool = True
+    ) -> Pairs:
+        """Memory for the routed experts of a layer; where kernels read groups, its pairs by expert."""
+        device, stacks = self.device, stacks_of(weights)
+        routed = device.empty(*ids.shape, x.shape[1])
+        form = Form.of(len(ids), stacks, can_group=can_group)
+        if form is not Form.MANY:
+            return Pairs(x, ids, routed, form, None)
+        gate, up, down = stacks
+        num_pairs, num_experts = ids.numel(), len(gate.addresses)
+        groups = Groups(
+            device.empty(num_pairs, dtype=torch.int32),
+            device.empty(num_pairs, dtype=torch.int32),
+            device.empty(num_experts, 2, dtype=torch.int32),
+            device.empty(max_tiles(num_pairs, num_experts) + 1, 4, dtype=torch.int32),
+        )
+        device.launch(group_pairs, ids, num_experts, groups)
+        inputs = device.quantised_for(x, (gate.quant_type, up.quant_type))
+        hidden = device.activations(num_pairs, gate.rows, scale_size=activation_scale_size(down.quant_type))
+        products: tuple[torch.Tensor, ...] = (hidden.values,)
+        if gate.quant_type != up.quant_type:
+            products = (device.empty(*hidden.shape), device.empty(*hidden.shape))
+        return Pairs(x, ids, routed, form, _Grouped(groups, inputs, products, hidden))
+
+    def compute(self, pairs: Pairs, weights: ExpertWeights, places: slice) -> None:
+        """Those whose experts have an address in `weights`; grouped by expert, they are among `places`."""
+        if pairs.grouped is not None:
+            self._many(pairs.grouped, pairs, stacks_of(weights), places)
+        elif pairs.form is Form.FLOATS:
+            self._as_floats(pairs.x, pairs.ids, stacks_of(weights), pairs.routed)
+        else:
+            for first in range(0, len(pairs.ids), MAX_FEW_ROWS):
+                part = slice(first, min(first + MAX_FEW_ROWS, len(pairs.ids)))
+                rows = pairs.x.rows(first, part.stop - first)
+                self._few(rows, pairs.ids[part], weights, pairs.routed[part], None)
+
+    def _few(
+        self,
+        x: Activations,
+        ids: torch.Tensor,
+        weights: ExpertWeights,
+        routed: torch.Tensor,
+        shared: torch.Tensor | None,
+    ) -> None:
+        """Of at most MAX_FEW_ROWS tokens; the shared expert too if there is memory for its outputs."""
+        hidden = PairRows(
+            self.device.empty(*ids.shape, weights.gate.rows),
+            None if shared is None else self.device.empty(len(ids), weights.shared_gate.shape[0]),
+        )
+        self.device.launch(all_experts_few, x, ids, weights, hidden, PairRows(routed, shared))
+
+    def _many(self, grouped: _Grouped, pairs: Pairs, stacks: Stacks, places: slice) -> None:
+        launch, products, hidden = self.device.launch, grouped.products, grouped.hidden
+        launch(gate_up_many, grouped.inputs, pairs.ids, stacks, grouped.groups, products)
+        # Places of other experts between them are written again when those are computed, or were as they are.
+        part = hidden.rows(places.start, places.stop - places.start)
+        if len(products) == 1:
+            launch(quantize_cuda, part.values, part.quantised)
+        else:
+            gate, up = (product[places] for product in products)
+            launch(swiglu_cuda, gate, up, part.values, part.quantised)
+        launch(down_many, hidden.quantised, pairs.ids, stacks, grouped.groups, pairs.routed)
+
+    def _as_floats(
+        self, x: Activations, ids: torch.Tensor, stacks: Sequence[ExpertTable], routed: torch.Tensor
+    ) -> None:
+        device, (tokens, ranks) = self.device, ids.shape
+        values = [device.empty(ranks, stack.rows, stack.cols) for stack in stacks]
+        addresses = [device.empty(ranks, dtype=torch.int64) for _ in stacks]
+        there = device.empty(ranks, dtype=torch.int64)
+        places = device.empty(1, ranks, dtype=torch.int32)
+        hidden = PairRows(device.empty(1, ranks, stacks[0].rows), None)
+        codes = [device.code_table(stack.quant_type) for stack in stacks]
+        for token in range(tokens):
+            part = slice(token, token + 1)
+            for stack, code, matrices in zip(stacks, codes, values, strict=True):
+                if stack.quant_type not in FEW_TYPES:
+                    source = stack.quant_type, stack.addresses, ids[token]
+                    device.launch(dequantize_matrices_cuda, *source, matrices, code)
+            device.launch(
+                experts_of_values, x.rows(token, 1), ids[part], stacks, values, addresses, there, places,
+                hidden, routed[part],
+            )  # fmt: skip

@@ -1,0 +1,148 @@
+"""A GPU on the host: what is queued is done at once, so that whole models run, with their kernels' bits.
+
+Streams and events have nothing to order here; `device_model.py` is for that. Kernels are those of
+`host_device.py`, memory is the host's, and a captured step is computed anew when it is replayed.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cuda.bindings import driver
+
+from coldstream.kernels.cuda import memory
+from coldstream.models import cuda_runner
+from coldstream.models.captured_steps import CapturedStep
+from host_device import HostDevice
+
+ALIGNMENT = 256
+TOTAL_BYTES = 2**36
+DONE = driver.CUresult.CUDA_SUCCESS
+
+
+class Stream:
+    """Its work is done."""
+
+    cuda_stream = 0
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, other: "Stream") -> None: ...
+
+    def wait_event(self, event: "Event") -> None: ...
+
+
+class Event:
+    """It has happened."""
+
+    def __init__(self, enable_timing: bool = False) -> None: ...
+
+    def record(self, stream: Stream | None = None) -> None: ...
+
+    def wait(self, stream: Stream | None = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1.0
+
+
+@dataclass
+class Replayed:
+    """In place of a captured step: `graph.replay` computes it."""
+
+    step: Callable[[], Any]
+    without_memory: Callable[[Any], Any]
+    outputs: Any = None
+    graph: "Replayed" = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.graph = self
+
+    def replay(self) -> None:
+        self.outputs = self.without_memory(self.step())
+
+
+@contextmanager
+def gpu_on(device: HostDevice) -> Iterator[None]:
+    """Inside, `CudaRunner` finds a GPU: the host, with the kernels of `device`."""
+    current = Stream()
+    properties = SimpleNamespace(name="the host", major=8, minor=0, multi_processor_count=3)
+    with device.installed(), pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "Stream": Stream,
+            "Event": Event,
+            "current_stream": lambda: current,
+            "stream": lambda stream: nullcontext(),
+            "synchronize": lambda: None,
+            "empty_cache": lambda: None,
+            "is_available": lambda: True,
+            "mem_get_info": lambda: (TOTAL_BYTES, TOTAL_BYTES),
+            "get_device_properties": lambda: properties,
+            "is_current_stream_capturing": lambda: False,
+        }.items():
+            patch.setattr(torch.cuda, name, value)
+        for name in ("empty", "zeros"):
+            patch.setattr(torch, name, _on_host(getattr(torch, name)))
+        patch.setattr(torch, "as_tensor", _at_address(torch.as_tensor))
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        patch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+        patch.setattr(driver, "cuMemcpyHtoDAsync", _copy)
+        patch.setattr(driver, "cuMemcpyBatchAsync", _copy_batch)
+        patch.setattr(driver, "cuMemHostRegister", lambda *_: (DONE,))
+        patch.setattr(driver, "cuMemHostGetDevicePointer", lambda address, _: (DONE, address))
+        patch.setattr(driver, "cuMemHostUnregister", lambda *_: (DONE,))
+        patch.setattr(CapturedStep, "of", Replayed)
+        # Kernels are compiled when they are first launched.
+        patch.setattr(cuda_runner, "kernels_of", lambda *_: frozenset())
+        patch.setattr(cuda_runner, "load_kernels", lambda *_: None)
+        yield
+
+
+def _on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def made(*size: Any, pin_memory: bool = False, device: Any = None, **options: Any) -> torch.Tensor:
+        if device != "cuda":
+            return make(*size, device=device, **options)
+        if options.get("dtype") != torch.uint8:
+            return make(*size, **options)
+        (num_bytes,) = size
+        data = make(num_bytes + ALIGNMENT, **options)
+        begin = -data.data_ptr() % ALIGNMENT
+        return data[begin : begin + num_bytes]
+
+    return made
+
+
+def _at_address(as_tensor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Tensors of the device's memory at an address: the host's here."""
+    types = {name: dtype for dtype, name in memory._TYPES.items()}
+
+    def made(data: Any, **options: Any) -> torch.Tensor:
+        if not isinstance(data, memory._Array):
+            return as_tensor(data, **options)
+        array = data.__cuda_array_interface__
+        shape, dtype, (address, _) = array["shape"], types[array["typestr"]], array["data"]
+        num_bytes = max(1, torch.Size(shape).numel() * dtype.itemsize)
+        values = torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
+        return values[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+
+    return made
+
+
+def _copy(target: int, source: int, size: int, stream: int) -> tuple[object]:
+    ctypes.memmove(int(target), int(source), size)
+    return (DONE,)
+
+
+def _copy_batch(targets: list[Any], sources: list[Any], sizes: list[int], *_: Any) -> tuple[object]:
+    for target, source, size in zip(targets, sources, sizes, strict=True):
+        ctypes.memmove(int(target), int(source), size)
+    return (DONE,)
