@@ -128,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--windows", type=int, default=53, help="how many, evenly spaced over the text")
+    parser.add_argument("--windows", type=int, default=16, help="how many, evenly spaced over the text")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
