@@ -111,7 +111,7 @@ def attention_case(num_rows: int, num_cached: int) -> Case:
     key, value = (torch.randn(num_rows, KV_HEADS * HEAD_DIM) for _ in range(2))
     norm, out = torch.ones(HEAD_DIM), torch.empty(num_rows, HEADS * HEAD_DIM)
     positions = torch.arange(num_cached, length, dtype=torch.int32)
-    slots = torch.zeros(num_rows, dtype=torch.int32)
+    state_ids = torch.zeros(num_rows, dtype=torch.int32)
     angles = rope_angles(positions, RopeSpec(ROPE_DIMS, 1e7))
     caches = [torch.randn(1, length, KV_HEADS, HEAD_DIM).half() for _ in range(2)]
     keys, values = (cache[0].transpose(0, 1).float().contiguous()[None] for cache in caches)
@@ -122,7 +122,7 @@ def attention_case(num_rows: int, num_cached: int) -> Case:
         f"attention @ {num_cached}",
         num_rows,
         lambda rt: _csrc.attention(
-            rt, query_gate, key, value, norm, norm, 1e-6, angles, *caches, positions, slots, out
+            rt, query_gate, key, value, norm, norm, 1e-6, angles, *caches, positions, state_ids, out
         ),
         lambda: functional.scaled_dot_product_attention(
             query, keys, values, mask, is_causal=num_cached == 0, enable_gqa=True
@@ -139,7 +139,7 @@ def delta_net_case(num_rows: int) -> Case:
     taps, a = torch.randn(CHANNELS, TAPS), -torch.rand(VALUE_HEADS)
     key_head_ids = torch.arange(VALUE_HEADS, dtype=torch.int32) % KEY_HEADS
     conv_state, state = torch.zeros(1, TAPS - 1, CHANNELS), torch.zeros(1, VALUE_HEADS, DELTA_DIM, DELTA_DIM)
-    slots, out = torch.zeros(num_rows, dtype=torch.int32), torch.empty_like(z)
+    state_ids, out = torch.zeros(num_rows, dtype=torch.int32), torch.empty_like(z)
     inputs, weights = (qkv, z, alpha, beta), (taps, a, a, torch.ones(DELTA_DIM), key_head_ids)
     heads = torch.nn.functional.normalize(torch.randn(3, num_rows, VALUE_HEADS, DELTA_DIM), dim=-1)
     rule = recurrent if num_rows == 1 else chunked
@@ -147,7 +147,7 @@ def delta_net_case(num_rows: int) -> Case:
         "gated_delta_net",
         num_rows,
         lambda rt: _csrc.gated_delta_net(
-            rt, *inputs, *weights, KEY_HEADS, 1e-6, conv_state, state, slots, out
+            rt, *inputs, *weights, KEY_HEADS, 1e-6, conv_state, state, state_ids, out
         ),
         lambda: rule(*heads, -alpha.abs(), beta.sigmoid(), state[0]),
         (2 * state.numel() + qkv.numel() + 2 * z.numel()) * FLOAT_BYTES,

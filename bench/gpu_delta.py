@@ -45,14 +45,14 @@ def random_weights() -> DeltaNetWeights:
 
 
 def random_inputs(num_sequences: int, rows_each: int) -> DeltaNetInputs:
-    slots = torch.arange(num_sequences, dtype=torch.int32, device="cuda").repeat_interleave(rows_each)
+    state_ids = torch.arange(num_sequences, dtype=torch.int32, device="cuda").repeat_interleave(rows_each)
     widths = (CHANNELS, WIDTH, VALUE_HEADS, VALUE_HEADS)
-    projections = (torch.randn(len(slots), width, device="cuda") for width in widths)
-    return DeltaNetInputs(*projections, Rows(torch.zeros_like(slots), slots))
+    projections = (torch.randn(len(state_ids), width, device="cuda") for width in widths)
+    return DeltaNetInputs(*projections, Rows(torch.zeros_like(state_ids), state_ids))
 
 
-def random_states(num_layers: int, num_slots: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    shape, conv_shape = (num_slots, VALUE_HEADS, SIZE, SIZE), (num_slots, TAPS - 1, CHANNELS)
+def random_states(num_layers: int, num_states: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    shape, conv_shape = (num_states, VALUE_HEADS, SIZE, SIZE), (num_states, TAPS - 1, CHANNELS)
     return [
         (torch.randn(conv_shape, device="cuda"), 0.1 * torch.randn(shape, device="cuda"))
         for _ in range(num_layers)

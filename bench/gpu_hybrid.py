@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from coldstream.decoding import SamplingParams, TokenChooser
 from coldstream.engine import LLM, EngineConfig
 from coldstream.engine.machine import measured_hardware
 from coldstream.engine.planning import plan_model, with_workers
@@ -45,7 +46,7 @@ GIB = 2**30
 ROOM_BYTES = 5 * GIB  # for all but the experts
 WARM_TOKENS, TIMED_TOKENS, TEXTS = 512, 256, 3
 FIRST_ID, TEXT_STEP = 1000, 20_011  # of the first generated ids of texts
-GREEDY = {"repeat_last_n": None, "has_penalties": False, "seed": 0, "temperature": 0.0}
+GREEDY = SamplingParams(temperature=0)
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,11 @@ def generate(llm: LLM, next_id: int, num_prompt: int) -> dict[str, Any]:
     llm.forget()
     sequence = runner.new_sequence()
     logits = runner.extend(sequence, prompt)
-    context = list(prompt)
+    context, choose = list(prompt), TokenChooser(GREEDY, 0, num_prompt, ())
     for i in range(WARM_TOKENS + TIMED_TOKENS):
         if i == WARM_TOKENS:
             before, start = counted(runner), time.perf_counter()
-        token = logits.choose(context, **GREEDY)
+        token = choose(logits, context).token_id
         context.append(token)
         logits = runner.extend(sequence, (token,))
     np.asarray(logits)

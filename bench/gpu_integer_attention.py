@@ -30,7 +30,7 @@ from device import graph_seconds, measure_bandwidth
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 2, 256
 ROPE = RopeSpec(64, 1e7)
-CACHE_NAMES = "i16", "i8"
+CACHE_NAMES = "i16", "i8", "i4", "i3"
 FEW = (1, 2, 4, 8, 16, 32, 64), (512, 32768, 131072)  # rows, depths
 MANY = (512, 2048), (0, 32768, 131072)
 CACHED_BYTES = 150e6  # more than twice what L2 holds

@@ -10,20 +10,25 @@ just written them.
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 
 from coldstream.kernels.ops import ExpertOutputs, Routing
 from coldstream.kernels.quantize.cuda import empty_activations
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
 from coldstream.kernels.router.cuda import router_choose_cuda, router_few_cuda
-from coldstream.kernels.sample.cuda import ARGMAX_BYTES, ROW_BYTES, SamplerRows, argmax_cuda, sample_cuda
+from coldstream.kernels.sample.cuda import ROW_BYTES, SETTINGS_WORDS, sample_cuda, write_rows
+from coldstream.kernels.sample.settings import RowSettings
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
 from device import graph_seconds, measure_bandwidth
 
 LAUNCHES = 40
 CACHE_BYTES = 150 << 20  # more than any level holds
 HIDDEN, FFN, RANKS, VOCAB = 2048, 512, 8, 248320
+RECENT = 64  # tokens that penalties are for
 EPS = 1e-6
 CUDA = torch.device("cuda")
 
@@ -119,42 +124,29 @@ def activation(rows: int) -> dict[str, tuple[list[Launch], int]]:
     return {"swiglu": ([one() for _ in range(number)], num_bytes)}
 
 
-def sampler_rows(rows: int, top_k: int, top_p: float, repetition: float) -> SamplerRows:
-    def vector(value: float, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((rows,), value, dtype=dtype, device=CUDA)
-
-    return SamplerRows(
-        temperature=vector(0.8, torch.float64),
-        top_k=vector(top_k, torch.int32),
-        top_p=vector(top_p, torch.float64),
-        min_p=vector(0.05 if top_k else 0, torch.float64),
-        repetition_penalty=vector(repetition, torch.float32),
-        presence_penalty=vector(0, torch.float32),
-        frequency_penalty=vector(0, torch.float32),
-        penalty_window=vector(64, torch.int32),
-        seed=vector(1, torch.int64),
-        position=vector(1000, torch.int32),
-        slot=torch.arange(rows, dtype=torch.int32, device=CUDA),
-        history=torch.randint(0, VOCAB, (rows, 2048), dtype=torch.int32, device=CUDA),
-    )
-
-
 def samplers(rows: int) -> dict[str, tuple[list[Launch], int]]:
     logits, workspace = 3 * random(rows, VOCAB), torch.zeros(rows, ROW_BYTES, dtype=torch.uint8, device=CUDA)
-    tokens, faults = (torch.zeros(rows, dtype=torch.int32, device=CUDA) for _ in range(2))
-    small = torch.zeros(rows, ARGMAX_BYTES, dtype=torch.uint8, device=CUDA)
+    chosen = torch.zeros(rows, 2, dtype=torch.int32, device=CUDA)
+    unpenalised = torch.zeros(rows * RECENT, device=CUDA)
+    plain = RowSettings(0.8, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), seed=1, position=1001)
+    recent = np.random.default_rng(0).integers(0, VOCAB, RECENT).tolist()
 
-    def sample(top_k: int, top_p: float, repetition: float = 1.0) -> list[Launch]:
-        settings = sampler_rows(rows, top_k, top_p, repetition)
-        return [lambda: sample_cuda(logits, settings, tokens, faults, workspace)]
+    def sample(**changes: Any) -> list[Launch]:
+        each = replace(plain, **changes)
+        to, tokens = np.zeros((rows, SETTINGS_WORDS), np.int32), np.zeros(rows * RECENT, np.int32)
+        write_rows([each] * rows, range(rows), to, tokens)
+        inputs = torch.from_numpy(to).cuda(), torch.from_numpy(tokens).cuda()
+        draws = each.temperature != 0
+        return [lambda: sample_cuda(logits, *inputs, unpenalised, workspace, chosen, draws=draws)]
 
     num_bytes = 4 * rows * VOCAB
+    filters = {"top_k": 40, "top_p": 0.95, "min_p": 0.05}
     return {
-        "argmax": ([lambda: argmax_cuda(logits, tokens, faults, small)], num_bytes),
-        "sample, temperature alone": (sample(0, 1.0), num_bytes),
-        "sample, top-k 40, top-p, min-p": (sample(40, 0.95), num_bytes),
-        "sample, top-p alone": (sample(0, 0.95), num_bytes),
-        "sample, all and penalties": (sample(40, 0.95, 1.1), num_bytes),
+        "sample, temperature 0": (sample(temperature=0.0), num_bytes),
+        "sample, temperature alone": (sample(), num_bytes),
+        "sample, top-k 40, top-p, min-p": (sample(**filters), num_bytes),
+        "sample, top-p alone": (sample(top_p=0.95), num_bytes),
+        "sample, all and penalties": (sample(**filters, repetition_penalty=1.1, recent=recent), num_bytes),
     }
 
 

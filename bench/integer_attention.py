@@ -196,7 +196,7 @@ def text_distances(num_windows: int) -> dict[str, dict[str, float]]:
 
 def _logits(model: CausalLM, token_ids: torch.Tensor) -> torch.Tensor:
     count = len(token_ids)
-    cache = ModelCache(model.spec, model.ops, num_slots=1, context_length=count, kv_type="f32")
+    cache = ModelCache(model.spec, model.ops, num_states=1, context_length=count, kv_type="f32")
     rows = Rows(torch.arange(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32))
     logits: torch.Tensor = model.logits(model.forward(token_ids, rows, cache))
     return logits

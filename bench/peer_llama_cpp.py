@@ -5,6 +5,9 @@
 REPACK 0: no copies of weights in another layout, which would not be in the file. RANDOM 1: the mapping is
 advised not to be read ahead. Commands on standard input, one a line, each answered by one line of JSON:
     prefill N     clears the state, feeds N tokens                → {"seconds": s}
+    append N      feeds N tokens                                   → {"seconds": s}
+    keep 0        remembers the state                              → {"seconds": s}
+    back 0        makes the state what was last remembered         → {"seconds": s}
     decode N      feeds N single tokens, reading the logits each   → {"seconds": s}
     generate N    N more tokens, the most likely each              → {"seconds": s, "tokens": [...]}
 """
@@ -48,10 +51,24 @@ class Peer:
 
     def prefill(self, count: int) -> None:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
+        self.append(count)
+
+    def append(self, count: int) -> None:
         tokens = random_tokens(count, 1)
         for start in range(0, count, 512):
             self.feed(tokens[start : start + 512])
         _ = llama_cpp.llama_get_logits_ith(self.context, -1)[0]
+
+    def keep(self, _: int) -> None:
+        size = llama_cpp.llama_state_seq_get_size(self.context, 0)
+        self.kept = (ctypes.c_uint8 * size)()
+        if llama_cpp.llama_state_seq_get_data(self.context, self.kept, size, 0) != size:
+            raise RuntimeError("llama_state_seq_get_data failed")
+
+    def back(self, _: int) -> None:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
+        if not llama_cpp.llama_state_seq_set_data(self.context, self.kept, len(self.kept), 0):
+            raise RuntimeError("llama_state_seq_set_data failed")
 
     def decode(self, count: int) -> None:
         for token in random_tokens(count, 2):
@@ -95,8 +112,7 @@ def main() -> None:
     for line in sys.stdin:
         verb, count = line.split()
         started = time.perf_counter()
-        verbs = {"prefill": peer.prefill, "decode": peer.decode, "generate": peer.generate}
-        tokens = verbs[verb](int(count))
+        tokens = getattr(peer, verb)(int(count))
         answer = {"seconds": time.perf_counter() - started} | ({"tokens": tokens} if tokens else {})
         print(json.dumps(answer), flush=True)
 

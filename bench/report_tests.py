@@ -60,7 +60,12 @@ def _where(result: dict[str, Any]) -> str:
         f"{machine['gpu']}, driver {machine['driver']}, PyTorch {machine['torch']}, "
         f"commit {result['commit']}: `{result['command']}`. "
     )
-    newer = unseen(result["cuda_sources"], digests())
+    sources = digests()
+    newer = unseen(result["cuda_sources"], sources)
     if not newer:
         return line + "No CUDA source has changed since.\n"
-    return line + "CUDA sources that are newer than this run: " + ", ".join(f"`{p}`" for p in newer) + ".\n"
+    rooms = sorted({Path(path).parent.name for path in newer})
+    return (
+        line + f"Of {len(sources)} CUDA sources {len(newer)} are newer than this run, in "
+        f"{', '.join(f'`{room}`' for room in rooms)}.\n"
+    )

@@ -61,7 +61,7 @@ class RoutingReader:
         """What each layer chose for each token: [T, K] per layer."""
         self.ops.topk_ids.clear()
         count = len(token_ids)
-        cache = ModelCache(self.spec, self.ops, num_slots=1, context_length=count, kv_type="f32")
+        cache = ModelCache(self.spec, self.ops, num_states=1, context_length=count, kv_type="f32")
         rows = Rows(self.ops.int_vector(range(count)), self.ops.int_vector([0] * count))
         self.model.forward(self.ops.int_vector(token_ids), rows, cache)
         return list(self.ops.topk_ids)

@@ -10,7 +10,7 @@ PEER is a virtual environment with `llama-cpp-python` built from source for this
                 -DGGML_AVX512_VNNI=ON -DGGML_AVX512_VBMI=ON" pip install llama-cpp-python
 
 llama.cpp is tuned first: flash attention on and off, with and without mmap; the best setting of each figure
-is the peer.
+is the peer. Before each run at a depth both sides go back to the state that they had there.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,26 +72,64 @@ class Side:
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed. A decode is preceded by a prefill of `depth` tokens, not timed."""
+    """What is timed, again and again, behind `depth` tokens: `verb` with `count`."""
 
     name: str
     verb: str
     count: int
+    depth: int = 0
+
+    def prepare(self, side: Side) -> None:
+        """Brings a side to where its runs begin, with everything touched once."""
+        side.rate("prefill", self.depth or 512)
+        if self.depth:
+            side.ask("keep", 0)
+        self.run(side)
+
+    def run(self, side: Side) -> float:
+        """Tokens per second of one run."""
+        if self.depth:
+            side.ask("back", 0)
+        return side.rate(self.verb, self.count)
 
 
-CASES = (Case("pp512", "prefill", 512), Case("tg128", "decode", 128))
+CONTEXT = 9216
+CASES = (
+    Case("pp512", "prefill", 512),
+    Case("tg128", "decode", 128),
+    Case("pp512 behind 2048", "append", 512, 2048),
+    Case("tg32 behind 2048", "decode", 32, 2048),
+    Case("pp512 behind 8192", "append", 512, 8192),
+    Case("tg32 behind 8192", "decode", 32, 8192),
+)
+SETTINGS = (("0", "1"), ("1", "1"), ("0", "0"), ("1", "0"))
 
 
-def tune_peer(python: str, model: str, threads: int, context: int) -> dict[str, tuple[str, str]]:
+def tune_peer(python: str, model: str, threads: int, cases: Sequence[Case]) -> dict[str, tuple[str, str]]:
     """The best (flash attention, mmap) of llama.cpp for each case, by the median of three."""
-    rates: dict[str, dict[tuple[str, str], float]] = {case.name: {} for case in CASES}
-    for setting in (("0", "1"), ("1", "1"), ("0", "0"), ("1", "0")):
-        side = Side(python, "peer_llama_cpp.py", model, str(threads), str(context), *setting)
-        for case in CASES:
-            side.rate("prefill", 512)
-            rates[case.name][setting] = statistics.median(side.rate(case.verb, case.count) for _ in range(3))
+    rates: dict[str, dict[tuple[str, str], float]] = {case.name: {} for case in cases}
+    for setting in SETTINGS:
+        side = Side(python, "peer_llama_cpp.py", model, str(threads), str(CONTEXT), *setting)
+        for case in cases:
+            case.prepare(side)
+            rates[case.name][setting] = statistics.median(case.run(side) for _ in range(3))
         side.close()
     return {name: max(by_setting, key=lambda s: by_setting[s]) for name, by_setting in rates.items()}
+
+
+def compare_case(case: Case, ours: Side, peer: Side, num_pairs: int) -> dict[str, float]:
+    """The medians of both sides and of the ratios of pairs, whose sides run in turn."""
+    for side in (ours, peer):
+        case.prepare(side)
+    pairs = [(case.run(ours), case.run(peer)) for _ in range(num_pairs)]
+    ratios = sorted(a / b for a, b in pairs)
+    return {
+        "ours_tok_s": statistics.median(a for a, _ in pairs),
+        "llama_cpp_tok_s": statistics.median(b for _, b in pairs),
+        "ratio": statistics.median(ratios),
+        "ratio_min": ratios[0],
+        "ratio_max": ratios[-1],
+    }
 
 
 def compare(options: argparse.Namespace) -> dict[str, object]:
@@ -98,7 +137,7 @@ def compare(options: argparse.Namespace) -> dict[str, object]:
     model, threads = str(options.model.resolve()), options.threads
     with GGUFFile.open(options.model) as file:
         file_bytes = file.num_bytes
-    runner = CpuRunner.open(options.model, threads=threads, tier=options.tier, context_length=2048)
+    runner = CpuRunner.open(options.model, threads=threads, tier=options.tier, context_length=CONTEXT)
     bytes_per_token = runner.bytes_per_token
     runner.close()
     bandwidth = measure_read_bandwidth(threads)
@@ -107,30 +146,27 @@ def compare(options: argparse.Namespace) -> dict[str, object]:
         f"{bytes_per_token / 1e6:.0f} MB a token / {bandwidth / 1e9:.1f} GB/s = at most {ceiling:.1f} tok/s",
         flush=True,
     )
-    best = tune_peer(options.peer_python, model, threads, 2048)
-    ours = Side(sys.executable, "worker.py", model, str(threads), "2048", options.tier)
-    results = {}
+    best = tune_peer(options.peer_python, model, threads, CASES)
+    ours = Side(sys.executable, "worker.py", model, str(threads), str(CONTEXT), options.tier)
+    results: dict[str, dict[str, float]] = {}
     for case in CASES:
-        peer = Side(options.peer_python, "peer_llama_cpp.py", model, str(threads), "2048", *best[case.name])
-        for side in (ours, peer):
-            side.rate("prefill", 512)
-        pairs = [
-            (ours.rate(case.verb, case.count), peer.rate(case.verb, case.count)) for _ in range(options.pairs)
-        ]
-        peer.close()
-        ratios = sorted(a / b for a, b in pairs)
-        results[case.name] = {
-            "ours_tok_s": statistics.median(a for a, _ in pairs),
-            "llama_cpp_tok_s": statistics.median(b for _, b in pairs),
-            "ratio": statistics.median(ratios),
-            "ratio_min": ratios[0],
-            "ratio_max": ratios[-1],
-            "llama_cpp_flash_attention": best[case.name][0] == "1",
-            "llama_cpp_mmap": best[case.name][1] == "1",
+        flash_attention, use_mmap = best[case.name]
+        peer = Side(
+            options.peer_python,
+            "peer_llama_cpp.py",
+            model,
+            str(threads),
+            str(CONTEXT),
+            flash_attention,
+            use_mmap,
+        )
+        results[case.name] = compare_case(case, ours, peer, options.pairs) | {
+            "llama_cpp_flash_attention": flash_attention == "1",
+            "llama_cpp_mmap": use_mmap == "1",
         }
+        peer.close()
         print(case.name, json.dumps(results[case.name]), flush=True)
     ours.close()
-    decode_rate = float(str(results["tg128"]["ours_tok_s"]))
     return {
         "model": options.model.name,
         "file_bytes": file_bytes,
@@ -142,7 +178,7 @@ def compare(options: argparse.Namespace) -> dict[str, object]:
         "bytes_per_token": bytes_per_token,
         "read_bandwidth_bytes_s": bandwidth,
         "ceiling_tok_s": ceiling,
-        "share_of_ceiling": decode_rate / ceiling,
+        "share_of_ceiling": results["tg128"]["ours_tok_s"] / ceiling,
         "cases": results,
     }
 

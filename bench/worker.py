@@ -36,6 +36,7 @@ def main() -> None:
     )
     print(json.dumps({"tier": runner.tier, "threads": runner.threads}), flush=True)
     next_token, sequence = FIRST_TOKEN, runner.new_sequence()
+    kept = runner.checkpoint(sequence)
     for line in sys.stdin:
         verb, count = line.split()
         answer: dict[str, object] = {}
@@ -43,6 +44,12 @@ def main() -> None:
         if verb == "prefill":
             runner.clear(sequence)
             runner.extend(sequence, random_tokens(int(count), 1))
+        elif verb == "append":
+            runner.extend(sequence, random_tokens(int(count), 1))
+        elif verb == "keep":
+            kept = runner.checkpoint(sequence)
+        elif verb == "back":
+            runner.restore(sequence, kept)
         elif verb == "generate":
             tokens = generate(runner, sequence, next_token, int(count))
             next_token = tokens[-1]

@@ -26,7 +26,11 @@ OPTIONS = (
     *("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC"),
     *(f"-I{HOST}", f"-I{KERNELS}"),  # in this order: the host's cuda/instructions.cuh goes first
 )
-HEADERS = [HOST / name for name in ("device.h", "threads.h", "cuda/instructions.cuh")]
+HEADERS = [HOST / "device.h", HOST / "threads.h", *sorted(HOST.glob("cuda/*.cuh"))]
+LEAST_KIB, WARPGROUPS_KIB = (
+    99,
+    227,
+)  # of shared memory for a block: on every device, and on those with warpgroups
 MOST_AT_ONCE = 8  # instances that are compiled together; of more only those that are launched
 LIMITS = DeviceLimits(num_processors=3, shared_per_block=99 << 10, shared_per_processor=100 << 10)
 
@@ -56,6 +60,7 @@ class HostDevice:
         self._directory = directory
         self._libraries: dict[tuple[Path, tuple[str, ...]], ctypes.CDLL] = {}
         self.launches = 0  # each has an order of threads of its own
+        self.keeps_time = False  # with the host's clock; otherwise every look takes it on by a millisecond
 
     @contextmanager
     def installed(self) -> Iterator["HostDevice"]:
@@ -72,6 +77,7 @@ class HostDevice:
         if key not in self._libraries:
             instances = ", ".join(f"&run_thread_of<&{name}>" for name in kernels)
             options = [f'-DSOURCE="{source}"', f"-DKERNELS={instances}", "-shared", HOST / "kernels.cpp"]
+            options += [f"-DSHARED_KIB={WARPGROUPS_KIB if 'warpgroups' in source.stem else LEAST_KIB}"]
             sources = [HOST / "kernels.cpp", *sorted(compiler._closure(source))]
             grid = HOST / "grid.cpp"
             grid = self._compiled("grid.o", [grid], ["-O2", "-U_FORTIFY_SOURCE", "-c", grid])
@@ -120,5 +126,6 @@ class HostKernel:
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         self._device.launches += 1
         order, size = ctypes.c_uint64(self._device.launches), (ctypes.c_uint * 3)(*grid)
-        failure = self._library.launch(self._index, pointers, size, block, shared_bytes, order)
+        keeps_time = ctypes.c_bool(self._device.keeps_time)
+        failure = self._library.launch(self._index, pointers, size, block, shared_bytes, order, keeps_time)
         assert failure is None, f"{self._name}: {failure.decode()}"

@@ -26,11 +26,16 @@ DONE = driver.CUresult.CUDA_SUCCESS
 
 
 class Stream:
-    """Its work is done."""
+    """Its work is done. Counts what it is asked for."""
 
     cuda_stream = 0
 
-    def synchronize(self) -> None: ...
+    def __init__(self) -> None:
+        self.num_waits = 0
+        self.num_uploads = 0
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
 
     def wait_stream(self, other: "Stream") -> None: ...
 
@@ -72,10 +77,16 @@ class Replayed:
 
 
 @contextmanager
-def gpu_on(device: HostDevice) -> Iterator[None]:
-    """Inside, `CudaRunner` finds a GPU: the host, with the kernels of `device`."""
+def gpu_on(device: HostDevice) -> Iterator[Stream]:
+    """Inside, `CudaRunner` finds a GPU: the host, with the kernels of `device`, and this stream."""
     current = Stream()
     properties = SimpleNamespace(name="the host", major=8, minor=0, multi_processor_count=3)
+
+    def upload(target: int, source: int, size: int, stream: int) -> tuple[object]:
+        current.num_uploads += 1
+        ctypes.memmove(int(target), int(source), size)
+        return (DONE,)
+
     with device.installed(), pytest.MonkeyPatch.context() as patch:
         for name, value in {
             "Stream": Stream,
@@ -95,16 +106,18 @@ def gpu_on(device: HostDevice) -> Iterator[None]:
         patch.setattr(torch, "as_tensor", _at_address(torch.as_tensor))
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         patch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
-        patch.setattr(driver, "cuMemcpyHtoDAsync", _copy)
+        patch.setattr(driver, "cuMemcpyHtoDAsync", upload)
         patch.setattr(driver, "cuMemcpyBatchAsync", _copy_batch)
         patch.setattr(driver, "cuMemHostRegister", lambda *_: (DONE,))
         patch.setattr(driver, "cuMemHostGetDevicePointer", lambda address, _: (DONE, address))
         patch.setattr(driver, "cuMemHostUnregister", lambda *_: (DONE,))
         patch.setattr(CapturedStep, "of", Replayed)
+        # What kernels wait for, threads of the host compute meanwhile.
+        patch.setattr(device, "keeps_time", True)
         # Kernels are compiled when they are first launched.
         patch.setattr(cuda_runner, "kernels_of", lambda *_: frozenset())
         patch.setattr(cuda_runner, "load_kernels", lambda *_: None)
-        yield
+        yield current
 
 
 def _on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -135,11 +148,6 @@ def _at_address(as_tensor: Callable[..., torch.Tensor]) -> Callable[..., torch.T
         return values[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
     return made
-
-
-def _copy(target: int, source: int, size: int, stream: int) -> tuple[object]:
-    ctypes.memmove(int(target), int(source), size)
-    return (DONE,)
 
 
 def _copy_batch(targets: list[Any], sources: list[Any], sizes: list[int], *_: Any) -> tuple[object]:

@@ -15,14 +15,18 @@ import coldstream
 from coldstream import ConfigError
 from coldstream.cli.run import command as run_command
 from coldstream.engine import LLM, EngineConfig
+from coldstream.engine.own_parts import OwnParts
 
 ROOT = Path(__file__).parent.parent
 
 RIGHT = """\
+from typing import Any
+
 import numpy as np
 
 from coldstream import (
-    LLM, ColdstreamError, CompletionOutput, Piece, RequestOutput, SamplingParams, TextPrompt, TokensPrompt,
+    LLM, ColdstreamError, CompletionOutput, Executor, Piece, Policy, RequestOutput, SamplingParams,
+    TextPrompt, TokensPrompt,
 )
 
 
@@ -42,6 +46,29 @@ def answers(llm: LLM, texts: list[str], ids: list[list[int]]) -> list[str]:
     return [output.text for output in outputs]
 
 
+class Mine(Policy):
+    def start(self, profile: np.ndarray[Any, Any]) -> None:
+        self.scores = profile.copy()
+
+    def observe(self, used: np.ndarray[Any, Any]) -> None:
+        self.scores[used] += 1.0
+
+
+class Passing:
+    def __init__(self, product: Executor, kernels: object) -> None:
+        self.product = product
+
+    def route(self, x: Any, weight: Any, shared_gate: Any, num_experts_per_tok: int, experts: Any) -> Any:
+        return self.product.route(x, weight, shared_gate, num_experts_per_tok, experts)
+
+    def compute(self, x: Any, routing: Any, weights: Any) -> Any:
+        return self.product.compute(x, routing, weights)
+
+
+def open_own(model: str) -> LLM:
+    return LLM(model, policy=Mine(max_copies=4), executor=Passing)
+
+
 def show(model: str) -> None:
     try:
         with LLM(model, ctx_size=512, vram="6G", threads="auto", seed=3) as llm, llm.stream("a") as stream:
@@ -56,6 +83,10 @@ WRONG = {
     'LLM("model.gguf", thread=2)': "arg-type",
     'LLM("model.gguf", threads="all")': "arg-type",
     "LLM(5)": "arg-type",
+    'LLM("model.gguf", policy=5)': "arg-type",
+    'LLM("model.gguf", policy=coldstream.Policy)': "arg-type",
+    'LLM("model.gguf", executor=5)': "arg-type",
+    'LLM("model.gguf", executor=lambda product: product)': "arg-type",
     'LLM("model.gguf").generate(None)': "call-overload",
     'LLM("model.gguf").generate("a", params=SamplingParams())': "call-overload",
     'LLM("model.gguf").chat("a")': "arg-type",
@@ -98,6 +129,10 @@ def test_the_settings_of_llm_are_the_fields_of_its_configuration() -> None:
     parameters = dict(inspect.signature(LLM.__init__).parameters)
     del parameters["self"]
     assert parameters.pop("unknown").kind is inspect.Parameter.VAR_KEYWORD
+    for name in ("policy", "executor"):  # objects, which no file of settings and no flag could hold
+        assert (parameters[name].default, parameters[name].kind) == (None, inspect.Parameter.KEYWORD_ONLY)
+        assert f"{name}: " in (LLM.__init__.__doc__ or "")
+        del parameters[name]
     hints = get_type_hints(LLM.__init__)
     assert list(parameters) == [field.name for field in fields(EngineConfig)]
     for field, parameter in zip(fields(EngineConfig), parameters.values(), strict=True):
@@ -123,7 +158,8 @@ def test_every_setting_reaches_the_configuration(monkeypatch: pytest.MonkeyPatch
     class Seen(Exception):
         pass
 
-    def stop(config: EngineConfig) -> None:
+    def stop(config: EngineConfig, own: OwnParts) -> None:
+        assert own == OwnParts()
         raise Seen(config)
 
     settings: dict[str, Any] = {

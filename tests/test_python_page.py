@@ -12,12 +12,17 @@ PAGE = Path(__file__).parent.parent / "docs" / "python.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n^```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 
 
+def snippets(text: str) -> list[re.Match[str]]:
+    """Of a page: the code, and what it prints or None."""
+    blocks = list(BLOCK.finditer(text))
+    assert len(blocks) == text.count("```python") > 5
+    return blocks
+
+
 def test_every_snippet_prints_what_the_page_says() -> None:
     text = PAGE.read_text(encoding="utf-8")
     names: dict[str, Any] = {}
-    blocks = list(BLOCK.finditer(text))
-    assert len(blocks) == text.count("```python") > 5
-    for block in blocks:
+    for block in snippets(text):
         line = text.count("\n", 0, block.start(1)) + 1
         code = compile("\n" * (line - 1) + block[1], str(PAGE), "exec")
         printed = StringIO()

@@ -60,7 +60,7 @@ def test_a_source_that_changed_or_is_new_was_not_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [report_tests.gpu_tests, report_tests.gpu_sanitizer])
-def test_a_block_names_sources_that_are_newer_than_its_run(block, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_says_how_many_sources_are_newer_than_its_run(block, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = {"passed": 1, "failed": 0, "skipped": 0}
     machine = {"gpu": "a GPU", "driver": "1", "torch": "2"}
     result = {
@@ -78,7 +78,8 @@ def test_a_block_names_sources_that_are_newer_than_its_run(block, monkeypatch: p
     assert "No CUDA source has changed since." in block()
     path = next(iter(digests()))
     result["cuda_sources"] = {**digests(), path: "0"}
-    assert f"newer than this run: `{path}`." in block()
+    room = Path(path).parent.name
+    assert f"Of {len(digests())} CUDA sources 1 are newer than this run, in `{room}`." in block()
 
 
 @pytest.mark.parametrize("block", [report_tests.gpu_tests, report_tests.gpu_sanitizer])

@@ -48,7 +48,7 @@ def test_all_weights_are_those_of_the_model() -> None:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         model = CausalLM.load(file, spec, ReferenceOps())
     ids = torch.arange(20)
-    cache = ModelCache(spec, model.ops, num_slots=1, context_length=20, kv_type=EXACT)
+    cache = ModelCache(spec, model.ops, num_states=1, context_length=20, kv_type=EXACT)
     logits = model.logits(model.forward(ids, Rows(ids.int(), torch.zeros(20, dtype=torch.int32)), cache))
     with float_runners(threads=1) as runners:
         assert np.allclose(logits.numpy(), runners[EXACT].logits(ids.tolist()), atol=1e-3)

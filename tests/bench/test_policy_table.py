@@ -29,6 +29,17 @@ def test_every_policy_is_compared_at_every_share() -> None:
         assert copies["static"] == 0
 
 
+def test_weights_of_the_outer_layers_are_compared_at_every_share() -> None:
+    rng = np.random.default_rng(0)
+    topk_ids = rng.random((200, 4, 25)).argsort(axis=2)[:, :, :2].astype(np.uint16)
+    trace = RoutingTrace(RoutedModel("0" * 32, 4, 25, 2), topk_ids)
+    rows = policy_table.weigh_outer_layers(trace, trace.counts() / trace.num_steps)
+    assert [row["share"] for row in rows] == list(policy_table.SHARES)
+    for row in rows:
+        assert list(row["hit_rate"]) == ["0.5", "1.25", "1.5", "2.0", "4.0"]
+        assert len(set(row["hit_rate"].values())) > 1
+
+
 def test_windows_are_whole_and_evenly_spaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_table, "WINDOW", 10)
     with GGUFFile.open(demo_model_path()) as file:
@@ -38,6 +49,12 @@ def test_windows_are_whole_and_evenly_spaced(monkeypatch: pytest.MonkeyPatch) ->
     end = tokenizer.encode(policy_table.END_OF_TEXT, parse_special=True)
     assert stream[:10] == [*end, *tokenizer.encode(files[0].text)][:10]
     assert stream[10:] == tokenizer.encode(files[1].text)[-10:]
+
+
+def test_no_published_weight_of_the_outer_layers_holds_more_than_none() -> None:
+    result = json.loads(RESULT.read_text())
+    for row, weighted in zip(result["rows"], result["outer_layers_weighted"], strict=True):
+        assert max(weighted["hit_rate"].values()) < row["hit_rate"]["ours"]
 
 
 def test_published_ours_is_above_lru_and_below_the_bound_at_every_share() -> None:

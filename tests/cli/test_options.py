@@ -9,6 +9,7 @@ from coldstream.cli.options import (
     engine_config,
     parse_counts,
     parse_json_object,
+    parse_layer_weights,
     parse_number_or_auto,
     parse_size,
     sampling_params,
@@ -54,6 +55,19 @@ def test_lists_of_counts(counts: list[int]) -> None:
 def test_what_is_no_list_of_counts(text: str) -> None:
     with pytest.raises(click.BadParameter):
         parse_counts(text)
+
+
+def test_weights_of_layers() -> None:
+    assert parse_layer_weights("3=2") == ((3, 2.0),)
+    assert parse_layer_weights("0-2=1.5,7=0.25") == ((0, 1.5), (1, 1.5), (2, 1.5), (7, 0.25))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3", "3=", "=2", "3=0", "3=0.0", "5-3=2", "3=-1", "3=nan", "3=2,", "-1=2"]
+)
+def test_what_are_no_weights_of_layers(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is not LAYER=WEIGHT or FIRST-LAST=WEIGHT"):
+        parse_layer_weights(text)
 
 
 def test_a_number_or_auto() -> None:

@@ -157,6 +157,19 @@ def test_pinned_layers_and_a_written_plan(run: Run, model: Path, tmp_path: Path)
     assert json.loads((tmp_path / "my.json").read_text()) == document["plan"]
 
 
+def test_weights_of_layers_are_in_the_plan_and_said(run: Run, model: Path, tmp_path: Path) -> None:
+    arguments = (str(model), *in_ram(run, model), "--layer-weights", "1-2=4,3=1.5", "--out", "my.json")
+    document = as_json(run, *arguments)
+    assert document["plan"]["layer_weights"] == [1.0, 4.0, 4.0, 1.5]
+    counts = [len(ids) for ids in document["plan"]["resident"]]
+    assert min(counts[1:3]) > max(counts[0], counts[3])
+    assert json.loads((tmp_path / "my.json").read_text()) == document["plan"]
+    code, _, error = run("plan", *arguments)
+    assert code == 0
+    assert "a use of an expert counts for 4 in layers 1 to 2, 1.5 in layer 3\n" in error
+    assert "counts for" not in run("plan", str(model), *in_ram(run, model))[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -168,6 +181,8 @@ def test_pinned_layers_and_a_written_plan(run: Run, model: Path, tmp_path: Path)
         (("--device", "cpu", "--vram", "1G"), 2, "leave --vram out"),
         (("-c", "5000"), 2, "beyond the 4096 tokens"),
         (("--pin-layers", "-1"), 2, "--pin-layers"),
+        (("--layer-weights", "1"), 2, "--layer-weights"),
+        (("--layer-weights", "2-4=3"), 2, "--layer-weights 4=3: the model has 4 layers, from 0 to 3"),
         (("--pin-layers", "99"), 2, "--pin-layers 99: the model has 4 layers, so it can be 0 to 4"),
     ],
 )

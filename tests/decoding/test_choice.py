@@ -1,18 +1,179 @@
-"""A request's choices: end tokens not before their time, and log-probabilities that change no choice."""
+"""Rows of a step are chosen together, each as if it were alone, by the device where they can stay there."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.decoding.choice import TokenChooser
+from coldstream.decoding.choice import Choice, Chosen, TokenChooser, choose_tokens
 from coldstream.decoding.logprobs import token_logprobs
 from coldstream.decoding.sampling import sample_token
 from coldstream.decoding.sampling_params import Logits, SamplingParams
+from coldstream.errors import GenerationFault, InvalidRequestError
+from coldstream.kernels.sample.settings import RowSettings
 
 VOCAB = 30
+GREEDY = SamplingParams(temperature=0)
+
+
+class FarStep:
+    """Logits of a step that counts what is asked of it, and chooses by `sample_token`."""
+
+    def __init__(self, values: Logits) -> None:
+        self.values = values
+        self.chosen: list[list[int]] = []  # rows of each call
+        self.brought: list[list[int]] = []
+        self.told: list[RowSettings] = []
+
+    def __getitem__(self, row: int) -> "FarLogits":
+        return FarLogits(self, row)
+
+    def choose(self, rows: Sequence[int], settings: Sequence[RowSettings]) -> list[int | None]:
+        self.chosen.append(list(rows))
+        self.told += settings
+        return [self._choose(self.values[row], each) for row, each in zip(rows, settings, strict=True)]
+
+    def _choose(self, logits: Logits, settings: RowSettings) -> int | None:
+        told = dict(vars(settings))
+        recent, seed, position = told.pop("recent"), told.pop("seed"), told.pop("position")
+        context = [0] * (position - len(recent)) + list(recent)
+        try:
+            return sample_token(logits, context, SamplingParams(**told, repeat_last_n=len(recent)), seed)
+        except GenerationFault:
+            return None
+
+    def bring(self, rows: Sequence[int]) -> Logits:
+        self.brought.append(list(rows))
+        return self.values[list(rows)]
+
+
+@dataclass(frozen=True)
+class FarLogits:
+    step: FarStep
+    row: int
+
+    def __len__(self) -> int:
+        return self.step.values.shape[1]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Logits:
+        return self.step.bring([self.row])[0]
+
+
+def forbid_one(context: Sequence[int], logits: Logits) -> Logits:
+    return np.where(np.arange(len(logits)) == 1, -np.inf, logits).astype(np.float32)
+
+
+def fail(context: Sequence[int], logits: Logits) -> Logits:
+    raise ValueError("made to fail")
+
+
+finite = st.one_of(st.integers(-4, 4).map(float), st.floats(-30, 30, width=32))
+logit_rows = st.lists(finite, min_size=VOCAB, max_size=VOCAB)
+broken_rows = st.sampled_from([np.nan, np.inf]).map(lambda bad: [0.0] * (VOCAB - 1) + [bad])
+params_of_rows = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    top_k=st.sampled_from([0, 5]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    frequency_penalty=st.sampled_from([0.0, 0.5]),
+    repeat_last_n=st.sampled_from([None, 0, 1, 3, 4, 64]),
+    logprobs=st.sampled_from([None, None, 2]),
+    logits_processors=st.sampled_from([None, None, [forbid_one], [fail]]),
+)
+rows_of_choices = st.lists(
+    st.tuples(
+        logit_rows | broken_rows,
+        st.lists(st.integers(0, VOCAB - 1), max_size=6),  # context
+        params_of_rows,
+        st.integers(0, 2**64 - 1),
+        st.sampled_from([(), (), {3, 4}, range(VOCAB)]),  # forbidden
+    ),
+    max_size=7,
+)
+
+
+def outcome_alone(choice: Choice, logits: Logits) -> object:
+    """What `sample_token` says, an error as its text."""
+    params = choice.params
+    try:
+        token_id = sample_token(logits, choice.context, params, choice.seed, choice.forbidden_ids)
+    except (GenerationFault, InvalidRequestError) as error:
+        return type(error), str(error)
+    count = params.logprobs
+    return Chosen(token_id, None if count is None else token_logprobs(logits, token_id, count))
+
+
+def shown(outcome: object) -> object:
+    return (type(outcome), str(outcome)) if isinstance(outcome, Exception) else outcome
+
+
+@given(rows_of_choices, st.randoms(use_true_random=False))
+def test_many_rows_are_each_what_they_are_alone(rows: list[tuple[Any, ...]], random: Any) -> None:
+    """Here and on a device, whatever their settings; an error is that of its own row."""
+    values = np.array([logits for logits, *_ in rows], np.float32).reshape(len(rows), VOCAB)
+    here = [Choice(values[i], *rest) for i, (_, *rest) in enumerate(rows)]
+    expected = [outcome_alone(choice, values[i]) for i, choice in enumerate(here)]
+    assert [shown(outcome) for outcome in choose_tokens(here)] == expected
+    step, order = FarStep(values), random.sample(range(len(rows)), len(rows))
+    far = [replace(here[i], logits=step[i]) for i in order]
+    assert [shown(outcome) for outcome in choose_tokens(far)] == [expected[i] for i in order]
+    stay = [i for i, choice in zip(order, far, strict=True) if not choice.needs_host]
+    assert step.chosen == ([stay] if stay else [])
+    broken = [i for i in order if i in stay and not isinstance(expected[i], Chosen)]
+    brought = [i for i in order if i not in stay or i in broken]
+    assert step.brought == ([brought] if brought else []), "all of them at once, and no others"
+
+
+def test_rows_on_a_device_and_here_may_be_mixed() -> None:
+    values = np.eye(4, 6, dtype=np.float32)
+    step = FarStep(values)
+    logits = [values[0], step[1], values[2], step[3]]
+    chosen = choose_tokens([Choice(each, [0], GREEDY, 0) for each in logits])
+    assert chosen == [Chosen(0), Chosen(1), Chosen(2), Chosen(3)]
+    assert (step.chosen, step.brought) == ([[1, 3]], [])
+
+
+def test_rows_of_another_step_are_refused_and_a_row_twice() -> None:
+    steps = [FarStep(np.eye(2, 6, dtype=np.float32)) for _ in range(2)]
+    with pytest.raises(AssertionError, match="in one row"):
+        choose_tokens([Choice(steps[0][1], [0], GREEDY, 0)] * 2)
+    with pytest.raises(AssertionError, match="one step"):
+        choose_tokens([Choice(step[row], [0], GREEDY, 0) for row, step in enumerate(steps)])
+
+
+def test_a_device_is_told_every_setting_by_its_name() -> None:
+    settings = {
+        "temperature": 0.25,
+        "top_k": 5,
+        "top_p": 0.5,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.75,
+        "frequency_penalty": -0.5,
+    }
+    step = FarStep(np.zeros((1, 9), np.float32))
+    choose_tokens([Choice(step[0], [8, 0, 1, 7], SamplingParams(**settings, repeat_last_n=3), 9)])  # type: ignore[arg-type]
+    assert step.told == [RowSettings(**settings, recent=[0, 1, 7], seed=9, position=4)]  # type: ignore[arg-type]
+
+
+def test_a_node_of_a_tree_has_penalties_for_its_own_path() -> None:
+    """Rows of one request, whose contexts part after its last token."""
+    values = np.zeros((3, 6), np.float32)
+    values[:, [1, 2, 3]] = 3.0, 2.9, 2.8
+    step, params = FarStep(values), SamplingParams(temperature=0, presence_penalty=1.0)
+    paths = [[0], [0, 1], [0, 2]]
+    chosen = choose_tokens([Choice(step[i], path, params, 0) for i, path in enumerate(paths)])
+    assert chosen == [Chosen(1), Chosen(2), Chosen(1)]
+
+
+def test_the_error_of_a_row_alone_is_raised() -> None:
+    for logits in (np.array([0.0, np.nan], np.float32), FarStep(np.array([[0.0, np.nan]], np.float32))[0]):
+        with pytest.raises(GenerationFault, match="1 of 2 logits at position 1 are not finite"):
+            TokenChooser(GREEDY, 0, 1, ())(logits, [5])
 
 
 def _steps(prompt: Sequence[int], count: int) -> Iterator[tuple[Logits, list[int]]]:
@@ -28,7 +189,7 @@ def test_end_tokens_are_forbidden_for_exactly_min_tokens(min_tokens: int) -> Non
     choose = TokenChooser(params, 0, 2, {3, 5})
     logits = np.zeros(VOCAB, np.float32)
     logits[[3, 5]] = 2.0, 1.0
-    chosen = [choose(logits, context) for _, context in _steps([8, 9], 8)]
+    chosen = [choose(logits, context).token_id for _, context in _steps([8, 9], 8)]
     assert chosen == [0] * min_tokens + [3] * (8 - min_tokens)
 
 
@@ -38,8 +199,7 @@ def test_log_probabilities_change_no_choice_and_are_the_models_own(count: int, s
     wanted = SamplingParams(temperature=1.4, repetition_penalty=1.5, min_tokens=3, logprobs=count)
     without, with_them = TokenChooser(plain, seed, 1, {2}), TokenChooser(wanted, seed, 1, {2})
     for logits, context in _steps([1], 6):
-        token_id = without(logits, context)
-        assert with_them(logits, context) == token_id
+        token_id = without(logits, context).token_id
         assert token_id == sample_token(logits, context, plain, seed, {2} if len(context) < 4 else ())
-        assert without.logprobs is None
-        assert with_them.logprobs == token_logprobs(logits, token_id, count)
+        assert without(logits, context) == Chosen(token_id)
+        assert with_them(logits, context) == Chosen(token_id, token_logprobs(logits, token_id, count))

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from coldstream.decoding.sampling import (
     WEIGHT_ONE,
     apply_penalties,
-    choose_token,
     derived_seed,
     draw_token,
     keep_tokens,
     philox4x32,
     random_bits,
+    recent_tokens,
     sample_token,
     token_weights,
 )
@@ -231,52 +231,6 @@ def test_trap_50_a_processor_that_leaves_no_token_is_a_fault(bad: float) -> None
         sample_token(np.zeros(4, dtype=np.float32), [0], replace(PLAIN, logits_processors=(ruin,)), seed=0)
 
 
-class FarLogits:
-    """Logits that count how often they are brought, and choose by `sample_token` where they are."""
-
-    def __init__(self, values: Logits) -> None:
-        self.values, self.brought = values, 0
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Logits:
-        self.brought += 1
-        return self.values
-
-    def choose(
-        self, context: Sequence[int], *, seed: int, has_penalties: bool, **settings: Any
-    ) -> int | None:
-        try:
-            return sample_token(self.values, context, SamplingParams(**settings), seed)
-        except GenerationFault:
-            return None
-
-
-@given(logit_vectors.filter(lambda logits: len(logits) > 3), st.integers(0, 2**64 - 1))
-def test_logits_on_a_device_stay_there_and_give_the_same_token(logits: Logits, seed: int) -> None:
-    context = [1, 2, 3]
-    params = SamplingParams(temperature=0.7, repetition_penalty=1.1)
-    far = FarLogits(logits)
-    assert choose_token(far, context, params, seed) == sample_token(logits, context, params, seed)
-    assert far.brought == 0
-    assert choose_token(logits, context, params, seed) == sample_token(logits, context, params, seed)
-
-
-def test_logits_are_brought_for_processors_and_for_the_message_of_a_fault() -> None:
-    logits = np.array([0.0, 3.0, 1.0], np.float32)
-
-    def forbid_one(context: Sequence[int], values: Logits) -> Logits:
-        return np.where(np.arange(3) == 1, -np.inf, values).astype(np.float32)
-
-    far = FarLogits(logits)
-    assert choose_token(far, [], SamplingParams(temperature=0, logits_processors=(forbid_one,)), 0) == 2
-    assert far.brought == 1
-    broken = FarLogits(np.array([0.0, np.nan], np.float32))
-    with pytest.raises(GenerationFault, match="1 of 2 logits at position 1 are not finite"):
-        choose_token(broken, [5], SamplingParams(temperature=0), 0)
-
-
 @given(logit_vectors, st.lists(st.integers(0, 39), max_size=45), st.integers(0, 2**64 - 1))
 def test_a_forbidden_token_is_as_if_its_logit_were_minus_infinity(
     logits: Logits, ids: list[int], seed: int
@@ -296,15 +250,6 @@ def test_a_forbidden_token_is_as_if_its_logit_were_minus_infinity(
     assert token_id not in forbidden
     assert token_id == sample_token(logits, [0], replace(params, logits_processors=(forbid,)), seed)
     assert (logits == before).all()
-
-
-def test_forbidden_tokens_bring_the_logits_of_a_device() -> None:
-    far = FarLogits(np.array([0.0, 3.0, 1.0], np.float32))
-    greedy = SamplingParams(temperature=0)
-    assert choose_token(far, [], greedy, 0, {1}) == 2
-    assert far.brought == 1
-    assert choose_token(far, [], greedy, 0, ()) == 1
-    assert far.brought == 1
 
 
 def test_a_processor_may_write_into_what_it_is_given() -> None:
@@ -376,24 +321,10 @@ def test_top_p_stops_where_the_sum_is_reached_exactly(log_count: int, data: st.D
     assert kept.tolist() == list(range(max(1, num_kept)))
 
 
-def test_a_device_is_told_every_setting_by_its_name() -> None:
-    settings = {
-        "temperature": 0.25,
-        "top_k": 5,
-        "top_p": 0.5,
-        "min_p": 0.125,
-        "repetition_penalty": 1.5,
-        "presence_penalty": 0.75,
-        "frequency_penalty": -0.5,
-        "repeat_last_n": 7,
-    }
-    told: dict[str, Any] = {}
-
-    class Listening(FarLogits):
-        def choose(self, context: Sequence[int], **given: Any) -> int:
-            told.update(given)
-            return 2
-
-    params = SamplingParams(**settings)
-    assert choose_token(Listening(np.zeros(3, np.float32)), [0, 1], params, 9) == 2
-    assert told == {**settings, "has_penalties": True, "seed": 9}
+@given(st.lists(st.integers(0, 9), max_size=12), st.none() | st.integers(0, 14))
+def test_penalties_are_for_the_last_tokens(context: list[int], window: int | None) -> None:
+    """Of a context that is shorter than the window, as long, or longer."""
+    count = len(context) if window is None else min(window, len(context))
+    params = replace(PLAIN, presence_penalty=1.0, repeat_last_n=window)
+    assert list(recent_tokens(context, params)) == context[len(context) - count :]
+    assert list(recent_tokens(context, replace(params, presence_penalty=0.0))) == []

@@ -155,7 +155,7 @@ def test_types_of_caches_are_for_devices_and_for_heads_of_whole_blocks(spec: Mod
         for device in ("cpu", "cuda"):
             assert resolve(replace(integers, device=device), spec, CORES, FREE).cache_type_k == kv_type
     floats = replace(on_gpu, cache_type_k="f16", cache_type_v="f16")
-    with pytest.raises(ConfigError, match="f16 is not for a GPU: use i16 or i8"):
+    with pytest.raises(ConfigError, match="f16 is not for a GPU: use one of i16, i8, i4, i3"):
         resolve(floats, spec, CORES, FREE)
     smallest = replace(on_gpu, cache_type_k="i3", cache_type_v="i3")
     # 24 bytes and a float32 scale, in pieces of 16.

@@ -180,6 +180,31 @@ def test_pinned_layers_stay_whatever_is_used(tmp_path: Path) -> None:
     opened.close()
 
 
+def test_experts_of_weighted_layers_are_protected_and_change_no_bit(tmp_path: Path) -> None:
+    """Of two models that differ in the weights alone, each holds more of the layer that it favours."""
+    config = replace(CONFIG, ram="26M", ctx_size=256)
+    held_of: list[list[int]] = []
+    logits = []
+    for layer in (2, 5):
+        planned = plan(config, PlanOptions(layer_weights=((layer, 3.0),)))
+        assert planned.plan.layer_weights[layer] == 3
+        save_plan(planned.run, tmp_path / "my.plan")
+        opened = open_model(replace(CONFIG, ram="auto", plan=str(tmp_path / "my.plan")))
+        runner = opened.runner
+        assert isinstance(runner, CpuRunner)
+        assert opened.plan == planned.run
+        token_ids = np.random.default_rng(0).integers(0, runner.spec.vocab_size, 200).tolist()
+        sequence = runner.new_sequence()
+        for token in token_ids:
+            logits.append(np.array(runner.extend(sequence, (token,))))
+        layers = np.array(sorted(held(runner))) // runner.spec.num_experts
+        held_of.append(np.bincount(layers, minlength=8).tolist())
+        opened.close()
+    assert held_of[0][2] > 1.5 * held_of[1][2]
+    assert held_of[1][5] > 1.5 * held_of[0][5]
+    assert np.array_equal(logits[:200], logits[200:])
+
+
 def open_mapped() -> CpuRunner:
     return CpuRunner.open(demo_model_path(), threads=2, context_length=256)
 

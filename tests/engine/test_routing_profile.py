@@ -63,7 +63,7 @@ def test_the_routing_is_what_the_definition_chooses(path: Path) -> None:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         ops = ListeningOps()
         model = CausalLM.load(file, spec, ops)
-    cache = ModelCache(spec, ops, num_slots=1, context_length=len(ids), kv_type="f16")
+    cache = ModelCache(spec, ops, num_states=1, context_length=len(ids), kv_type="f16")
     rows = Rows(torch.arange(len(ids), dtype=torch.int32), torch.zeros(len(ids), dtype=torch.int32))
     model.forward(torch.tensor(ids, dtype=torch.int32), rows, cache)
     assert np.array_equal(record(path, ids, 16), np.stack(ops.topk_ids, axis=1))

@@ -1,5 +1,7 @@
 """What a plan says of the slots on a GPU, and that the cache expects what the plan does."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -34,6 +36,13 @@ def test_pinned_layers_are_outside_of_slots() -> None:
     assert found.residents == [0, 1, 5, 6, 7]
     assert np.array_equal(found.uses, USES[1:])  # type: ignore[arg-type]
     assert shares(None).uses is None
+
+
+def test_weights_are_those_of_the_layers_with_slots() -> None:
+    assert shares(USES).weights is None
+    found = slot_shares(RunPlan(replace(PLACEMENT, layer_weights=(5.0, 2.0, 1.0)), 1))
+    assert found.weights is not None
+    assert found.weights.tolist() == [2.0] * 4 + [1.0] * 4
 
 
 @pytest.mark.parametrize(("uses", "stays"), [(USES, True), (None, False)])

@@ -32,8 +32,10 @@ struct alignas(8) float2 {
   float x, y;
 };
 inline int2 make_int2(int x, int y) { return {x, y}; }
+inline uint2 make_uint2(unsigned int x, unsigned int y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 inline void __syncthreads() { meet_in_block(false, 0); }

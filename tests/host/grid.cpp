@@ -9,6 +9,7 @@
 #include <setjmp.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -51,6 +52,8 @@ struct fiber {
   bool counts;
   copy_group open_copies;
   std::vector<copy_group> copies;
+  std::vector<void*> open_products;
+  std::vector<std::vector<void*>> products;
   jmp_buf place;
   unsigned char* stack = nullptr;
 };
@@ -80,6 +83,7 @@ fiber* running = nullptr;
 block* running_block = nullptr;
 unsigned int given_bytes = 0;
 unsigned long long clock_ns = 0;
+bool is_clock_real = false;
 void (*kernel)(void**) = nullptr;
 void** kernel_arguments = nullptr;
 std::string error;
@@ -131,6 +135,8 @@ fiber& fiber_for(size_t number, dim3 thread) {
   found.now = state::ready;
   found.open_copies.clear();
   found.copies.clear();
+  found.open_products.clear();
+  found.products.clear();
   return found;
 }
 
@@ -364,11 +370,18 @@ int meet_in_block(bool counts, int value) {
 }
 
 void __nanosleep(unsigned int ns) {
+  const timespec least = {0, 1};
+  if (is_clock_real) nanosleep(&least, nullptr);
   clock_ns += ns;
   yield();
 }
 
-unsigned long long look_at_clock() { return clock_ns += tick_ns; }
+unsigned long long look_at_clock() {
+  if (!is_clock_real) return clock_ns += tick_ns;
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1'000'000'000ull + now.tv_nsec;
+}
 
 void wait_for_change() {
   running->now = state::waiting;
@@ -398,10 +411,30 @@ void wait_for_groups(int pending) {
     for (const copy& each : groups.front()) memcpy(each.to, each.from, each.bytes);
 }
 
+void keep_product(void* product) { running->open_products.push_back(product); }
+
+void begin_product_group() { running->products.push_back(std::exchange(running->open_products, {})); }
+
+void* take_product(int pending) {
+  auto& groups = running->products;
+  while (int(groups.size()) > pending) {
+    auto& oldest = groups.front();
+    if (!oldest.empty()) {
+      void* const first = oldest.front();
+      oldest.erase(oldest.begin());
+      return first;
+    }
+    groups.erase(groups.begin());
+  }
+  return nullptr;
+}
+
 const char* run_grid(void (*function)(void**), void** arguments, const unsigned int* grid, unsigned int threads,
-                     unsigned char* dynamic, unsigned long given, unsigned long available, unsigned long long seed) {
+                     unsigned char* dynamic, unsigned long given, unsigned long available, unsigned long long seed,
+                     bool keeps_time) {
   if (given > available) return "more dynamic shared memory than a block has";
   random_numbers.seed(seed);
+  is_clock_real = keeps_time;
   kernel = function;
   kernel_arguments = arguments;
   given_bytes = static_cast<unsigned int>(given);

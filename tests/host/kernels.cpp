@@ -2,7 +2,7 @@
 // build names both. See grid.cpp.
 #include "device.h"
 
-alignas(1024) thread_local float4 dynamic_shared[99 * 64];  // 99 KiB, what every device has for a block
+alignas(1024) thread_local float4 dynamic_shared[SHARED_KIB * 64];
 
 #include SOURCE
 
@@ -43,7 +43,7 @@ static void (*const kernels[])(void**) = {KERNELS};
 // Null, or what the threads did wrong. `seed` decides in which order they run.
 extern "C" __attribute__((visibility("default"))) const char* launch(
     int kernel, void** arguments, const unsigned int* grid, unsigned int threads, unsigned int shared_bytes,
-    unsigned long long seed) {
+    unsigned long long seed, bool keeps_time) {
   return run_grid(kernels[kernel], arguments, grid, threads, reinterpret_cast<unsigned char*>(dynamic_shared),
-                  shared_bytes, sizeof dynamic_shared, seed);
+                  shared_bytes, sizeof dynamic_shared, seed, keeps_time);
 }

@@ -20,7 +20,7 @@ void wait_for_change();
 void note_change();
 unsigned int given_shared_bytes();
 
-// Lets others run, and the clock go on.
+// Lets others run, and the clock go on: the host's, or one that is fast, so that no test waits for it.
 void __nanosleep(unsigned int ns);
 unsigned long long look_at_clock();
 
@@ -29,7 +29,15 @@ void begin_copy(void* to, const void* from, unsigned int bytes);
 void end_group_of_copies();
 void wait_for_groups(int pending);  // all but the last `pending`
 
+// Products of a warpgroup, which are computed when the thread waits for them: `take_product` gives the oldest that is not
+// of the last `pending` groups, or null.
+void keep_product(void* product);
+void begin_product_group();
+void* take_product(int pending);
+
 // A launch: null, or what the threads did that they must not. `arguments` are addresses of the kernel's arguments,
-// `dynamic` is the block's shared memory of `available` bytes, of which the launch has given it some.
+// `dynamic` is the block's shared memory of `available` bytes, of which the launch has given it some. `keeps_time`: the
+// device's clock is the host's, as it has to be where other threads of the host are waited for.
 const char* run_grid(void (*kernel)(void**), void** arguments, const unsigned int* grid, unsigned int threads,
-                     unsigned char* dynamic, unsigned long given, unsigned long available, unsigned long long seed);
+                     unsigned char* dynamic, unsigned long given, unsigned long available, unsigned long long seed,
+                     bool keeps_time);

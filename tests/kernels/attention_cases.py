@@ -16,13 +16,13 @@ EXTREMES = (0.0, -0.0, 1e-45, 2.0**-99, 2.0**-25, 2.0**-20, 1e5, 1e6, 1e7, 1e19,
 
 @dataclass(frozen=True)
 class Case:
-    """Random rows at `positions` of `slots`, over caches full of random numbers below the positions."""
+    """Random rows at `positions` of `state_ids`, over caches full of random numbers below the positions."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     positions: torch.Tensor
-    slots: torch.Tensor
+    state_ids: torch.Tensor
     cache_name: str = "f16"
     rope_dims: int = 16
     window: int | None = None
@@ -37,7 +37,7 @@ class Case:
 
     @property
     def rows(self) -> Rows:
-        return Rows(self.positions, self.slots)
+        return Rows(self.positions, self.state_ids)
 
     def inputs(self) -> list[torch.Tensor]:
         """query_gate, key, value, q_norm, k_norm, angles."""
@@ -59,15 +59,15 @@ class Case:
     def caches(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions that no row may look at decode to NaN."""
         generator = torch.Generator().manual_seed(2)
-        shape = (int(self.slots.max()) + 1, self.num_positions, self.num_kv_heads, self.head_dim)
+        shape = (int(self.state_ids.max()) + 1, self.num_positions, self.num_kv_heads, self.head_dim)
         caches = []
         for _ in range(2):
             values = torch.randn(shape, generator=generator)
-            for slot in range(shape[0]):
-                seen = self.positions[self.slots == slot]
-                values[slot, (int(seen.max()) if len(seen) else -1) + 1 :] = torch.nan
+            for state_id in range(shape[0]):
+                seen = self.positions[self.state_ids == state_id]
+                values[state_id, (int(seen.max()) if len(seen) else -1) + 1 :] = torch.nan
                 if self.window is not None and len(seen):
-                    values[slot, : max(0, int(seen.min()) - self.window + 1)] = torch.nan
+                    values[state_id, : max(0, int(seen.min()) - self.window + 1)] = torch.nan
             caches.append(self.cache_type.encode(values))
         return caches[0], caches[1]
 
@@ -80,10 +80,10 @@ class Case:
 
 
 def sequences(*parts: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions and slots of (slot, first position, count) sequences."""
+    """Positions and state_ids of (state_id, first position, count) sequences."""
     positions = [torch.arange(first, first + count) for _, first, count in parts]
-    slots = [torch.full((count,), slot) for slot, _, count in parts]
-    return torch.cat(positions).int(), torch.cat(slots).int()
+    state_ids = [torch.full((count,), state_id) for state_id, _, count in parts]
+    return torch.cat(positions).int(), torch.cat(state_ids).int()
 
 
 def make_case(*parts: tuple[int, int, int], **changes: int | str | None) -> Case:

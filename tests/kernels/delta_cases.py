@@ -8,7 +8,7 @@ from coldstream.kernels.arithmetic.reference import padded_cols, quantize_activa
 from coldstream.kernels.gated_delta_net.exact import gated_delta_net_exact
 from coldstream.kernels.ops import DeltaNetWeights, Rows
 
-NUM_SLOTS = 6
+NUM_STATES = 6
 
 
 def random(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -17,14 +17,14 @@ def random(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DeltaCase:
-    """Random rows of `slots`, whose states are full of random numbers."""
+    """Random rows of `state_ids`, whose states are full of random numbers."""
 
     num_key_heads: int
     num_value_heads: int
     head_dim: int
-    slots: tuple[int, ...]
+    state_ids: tuple[int, ...]
     num_taps: int = 4
-    num_slots: int = NUM_SLOTS
+    num_states: int = NUM_STATES
 
     @property
     def num_channels(self) -> int:
@@ -36,7 +36,7 @@ class DeltaCase:
 
     def inputs(self) -> list[torch.Tensor]:
         """qkv, z, alpha, beta."""
-        num_rows = len(self.slots)
+        num_rows = len(self.state_ids)
         return [
             random(1, num_rows, self.num_channels),
             random(2, num_rows, self.value_width),
@@ -57,22 +57,22 @@ class DeltaCase:
 
     def states(self) -> tuple[torch.Tensor, torch.Tensor]:
         """conv_state, state."""
-        shape = (self.num_slots, self.num_value_heads, self.head_dim, self.head_dim)
-        conv_shape = (self.num_slots, self.num_taps - 1, self.num_channels)
+        shape = (self.num_states, self.num_value_heads, self.head_dim, self.head_dim)
+        conv_shape = (self.num_states, self.num_taps - 1, self.num_channels)
         return random(9, *conv_shape), random(10, *shape, scale=0.1)
 
-    def slots_tensor(self) -> torch.Tensor:
-        return torch.tensor(self.slots, dtype=torch.int32)
+    def state_ids_tensor(self) -> torch.Tensor:
+        return torch.tensor(self.state_ids, dtype=torch.int32)
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The exact output and both states afterwards."""
-        states, slots = self.states(), self.slots_tensor()
-        rows = Rows(torch.zeros_like(slots), slots)
+        states, state_ids = self.states(), self.state_ids_tensor()
+        rows = Rows(torch.zeros_like(state_ids), state_ids)
         return gated_delta_net_exact(*self.inputs(), self.weights(), *states, rows), *states
 
 
-def one_slot(num_rows: int, slot: int = 1) -> tuple[int, ...]:
-    return (slot,) * num_rows
+def one_state(num_rows: int, state_id: int = 1) -> tuple[int, ...]:
+    return (state_id,) * num_rows
 
 
 def weights_on(weights: DeltaNetWeights, device: torch.device) -> DeltaNetWeights:

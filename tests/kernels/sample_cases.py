@@ -8,12 +8,12 @@ import torch
 from guarded import Guarded
 from numpy.typing import NDArray
 
+from coldstream.decoding.choice import Choice
 from coldstream.decoding.sampling import sample_token
 from coldstream.decoding.sampling_params import SamplingParams
 from coldstream.errors import GenerationFault
-from coldstream.kernels.sample.cuda import ARGMAX_BYTES, ROW_BYTES, SamplerRows, argmax_cuda, sample_cuda
-
-ALL_TOKENS = 2**31 - 1
+from coldstream.kernels.sample.cuda import ROW_BYTES, SETTINGS_WORDS, sample_cuda, write_rows
+from coldstream.kernels.sample.settings import RowSettings
 
 
 @dataclass(frozen=True)
@@ -23,54 +23,42 @@ class Case:
     params: SamplingParams
     seed: int
 
-
-def rows_of(
-    cases: Sequence[Case], slots: NDArray[np.int32], history: torch.Tensor, device: torch.device
-) -> SamplerRows:
-    def vector(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    params = [case.params for case in cases]
-    windows = [ALL_TOKENS if p.repeat_last_n is None else min(p.repeat_last_n, ALL_TOKENS) for p in params]
-    seeds = np.array([case.seed for case in cases], dtype=np.uint64).view(np.int64)
-    return SamplerRows(
-        temperature=vector([p.temperature for p in params], torch.float64),
-        top_k=vector([min(p.top_k, ALL_TOKENS) for p in params], torch.int32),
-        top_p=vector([p.top_p for p in params], torch.float64),
-        min_p=vector([p.min_p for p in params], torch.float64),
-        repetition_penalty=vector([p.repetition_penalty for p in params], torch.float32),
-        presence_penalty=vector([p.presence_penalty for p in params], torch.float32),
-        frequency_penalty=vector([p.frequency_penalty for p in params], torch.float32),
-        penalty_window=vector(windows, torch.int32),
-        seed=torch.from_numpy(seeds).to(device),
-        position=vector([len(case.context) - 1 for case in cases], torch.int32),
-        slot=torch.from_numpy(slots).to(device),
-        history=history,
-    )
+    @property
+    def settings(self) -> RowSettings:
+        return Choice(self.logits, self.context, self.params, self.seed).settings
 
 
 def sample_all(
     cases: Sequence[Case], device: torch.device, workspace: torch.Tensor | None = None, gap: int = 0
 ) -> tuple[list[int], list[int]]:
-    """Tokens and faults of cases with one vocabulary; the history must get the tokens and nothing else."""
+    """Tokens and faults of cases with one vocabulary, whose logits lie in any order and must stay."""
     num_rows, vocab = len(cases), len(cases[0].logits)
-    capacity = max(len(case.context) for case in cases) + 1
-    slots = np.random.default_rng(num_rows).permutation(num_rows).astype(np.int32)
-    history = torch.full((num_rows, capacity), -7, dtype=torch.int32)
-    for case, slot in zip(cases, slots, strict=True):
-        history[slot, : len(case.context)] = torch.tensor(case.context, dtype=torch.int32)
-    rows = rows_of(cases, slots, history.to(device, copy=True), device)
-    logits = torch.full((num_rows, vocab + gap), torch.nan, device=device)
-    logits[:, :vocab] = torch.from_numpy(np.stack([case.logits for case in cases]))
+    settings = [case.settings for case in cases]
+    order = np.random.default_rng(num_rows).permutation(num_rows + 1)[:num_rows].tolist()
+    to = np.zeros((num_rows, SETTINGS_WORDS), np.int32)
+    recent = np.full(sum(len(each.recent) for each in settings), -7, np.int32)
+    assert write_rows(settings, order, to, recent) == len(recent)
+    logits = torch.full((num_rows + 1, vocab + gap), torch.nan, device=device)
+    for case, row in zip(cases, order, strict=True):
+        logits[row, :vocab] = torch.from_numpy(case.logits)
+    before = logits.clone()
     if workspace is None:
         workspace = torch.zeros(num_rows, ROW_BYTES, dtype=torch.uint8, device=device)
-    tokens, faults = (Guarded(num_rows, dtype=torch.int32, device=device) for _ in range(2))
-    sample_cuda(logits[:, :vocab], rows, tokens.tensor, faults.tensor, workspace)
-    chosen = tokens.checked().tolist()
-    for case, slot, token in zip(cases, slots, chosen, strict=True):
-        history[slot, len(case.context)] = token
-    assert torch.equal(rows.history.cpu(), history)
-    return chosen, faults.checked().tolist()
+    unpenalised = Guarded(len(recent), device=device)
+    chosen = Guarded(num_rows, 2, dtype=torch.int32, device=device)
+    sample_cuda(
+        logits[:, :vocab],
+        torch.from_numpy(to).to(device),
+        torch.from_numpy(recent).to(device),
+        unpenalised.tensor,
+        workspace,
+        chosen.tensor,
+        draws=any(case.params.temperature != 0 for case in cases),
+    )
+    unpenalised.checked()
+    assert logits.cpu().numpy().tobytes() == before.cpu().numpy().tobytes()
+    tokens, faults = chosen.checked().T.tolist()
+    return tokens, faults
 
 
 def random_logits(rng: np.random.Generator, vocab: int) -> NDArray[np.float32]:
@@ -121,15 +109,3 @@ def check_choices(
             assert fault != 0
             continue
         assert (fault, token) == (0, expected), case
-
-
-def check_argmax(logits: NDArray[np.float32], device: torch.device) -> None:
-    """Twice with one workspace, which must be as it was."""
-    rows = len(logits)
-    workspace = torch.zeros(rows, ARGMAX_BYTES, dtype=torch.uint8, device=device)
-    for _ in range(2):
-        tokens, faults = (Guarded(rows, dtype=torch.int32, device=device) for _ in range(2))
-        argmax_cuda(torch.from_numpy(logits).to(device), tokens.tensor, faults.tensor, workspace)
-        assert tokens.checked().tolist() == logits.argmax(axis=1).tolist()
-        assert faults.checked().tolist() == [0] * rows
-        assert workspace.eq(0).all()

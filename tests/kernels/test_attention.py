@@ -16,10 +16,10 @@ ROPE = RopeSpec(num_dims=4, theta=100.0)
 
 
 def make_rows(*sequences: tuple[int, int, int]) -> Rows:
-    """Rows of (slot, first position, count) sequences."""
+    """Rows of (state_id, first position, count) sequences."""
     positions = [p for _, start, count in sequences for p in range(start, start + count)]
-    slots = [slot for slot, _, count in sequences for _ in range(count)]
-    return Rows(torch.tensor(positions, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32))
+    state_ids = [state_id for state_id, _, count in sequences for _ in range(count)]
+    return Rows(torch.tensor(positions, dtype=torch.int32), torch.tensor(state_ids, dtype=torch.int32))
 
 
 def random_inputs(num_rows: int, seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -29,9 +29,9 @@ def random_inputs(num_rows: int, seed: int, dtype: torch.dtype = torch.float32) 
     return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
 
 
-def empty_caches(slots: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_caches(state_ids: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Poisoned: whatever is read before it is written shows."""
-    return tuple(torch.full((slots, 20, G, D), torch.nan, dtype=dtype) for _ in range(2))
+    return tuple(torch.full((state_ids, 20, G, D), torch.nan, dtype=dtype) for _ in range(2))
 
 
 def run(inputs: list[torch.Tensor], rows: Rows, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -76,17 +76,17 @@ def test_attention_equals_loops() -> None:
 
 
 @settings(max_examples=20)
-@given(first=st.integers(0, 9), second=st.integers(0, 9), slot=st.integers(0, 2))
-def test_chunks_and_neighbours_change_nothing(first: int, second: int, slot: int) -> None:
+@given(first=st.integers(0, 9), second=st.integers(0, 9), state_id=st.integers(0, 2))
+def test_chunks_and_neighbours_change_nothing(first: int, second: int, state_id: int) -> None:
     """A sequence in two chunks, beside another one, gives what it gives at once and alone."""
     length = first + second
     inputs, others = random_inputs(length, seed=2), random_inputs(3, seed=3)
     others[3:] = inputs[3:]
     whole = run(inputs, make_rows((0, 0, length)), empty_caches(1))
     caches = empty_caches(4)
-    start = run([x[:first] for x in inputs[:3]] + inputs[3:], make_rows((slot, 0, first)), caches)
+    start = run([x[:first] for x in inputs[:3]] + inputs[3:], make_rows((state_id, 0, first)), caches)
     mixed = [torch.cat((other, x[first:])) for other, x in zip(others[:3], inputs[:3], strict=True)]
-    rest = run(mixed + inputs[3:], make_rows((3, 0, 3), (slot, first, second)), caches)
+    rest = run(mixed + inputs[3:], make_rows((3, 0, 3), (state_id, first, second)), caches)
     torch.testing.assert_close(torch.cat((start, rest[3:])), whole, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(rest[:3], run(others, make_rows((0, 0, 3)), empty_caches(1)))
 

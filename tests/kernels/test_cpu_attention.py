@@ -21,14 +21,14 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Case:
-    """Random rows at `positions` of `slots`, over caches full of random numbers below the positions."""
+    """Random rows at `positions` of `state_ids`, over caches full of random numbers below the positions."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope_dims: int
     positions: torch.Tensor
-    slots: torch.Tensor
+    state_ids: torch.Tensor
     num_positions: int
     dtype: torch.dtype = torch.float32
 
@@ -46,23 +46,27 @@ class Case:
 
     def caches(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions that no row may look at hold NaN."""
-        shape = (int(self.slots.max()) + 1, self.num_positions, self.num_kv_heads, self.head_dim)
+        shape = (int(self.state_ids.max()) + 1, self.num_positions, self.num_kv_heads, self.head_dim)
         caches = random(6, *shape), random(7, *shape)
         for cache in caches:
-            for slot in range(shape[0]):
-                last = self.positions[self.slots == slot].max() if (self.slots == slot).any() else -1
-                cache[slot, int(last) + 1 :] = torch.nan
+            for state_id in range(shape[0]):
+                last = (
+                    self.positions[self.state_ids == state_id].max()
+                    if (self.state_ids == state_id).any()
+                    else -1
+                )
+                cache[state_id, int(last) + 1 :] = torch.nan
         return caches[0].to(self.dtype), caches[1].to(self.dtype)
 
 
-def consecutive(first: int, count: int, slot: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def consecutive(first: int, count: int, state_id: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     positions = torch.arange(first, first + count, dtype=torch.int32)
-    return positions, torch.full_like(positions, slot)
+    return positions, torch.full_like(positions, state_id)
 
 
 def make_case(first: int, count: int, **changes: int | torch.dtype) -> Case:
-    positions, slots = consecutive(first, count)
-    case = Case(4, 2, 16, 8, positions, slots, num_positions=first + count + 3)
+    positions, state_ids = consecutive(first, count)
+    case = Case(4, 2, 16, 8, positions, state_ids, num_positions=first + count + 3)
     return replace(case, **changes)  # type: ignore[arg-type]
 
 
@@ -77,7 +81,7 @@ def run(runtime: _csrc.Runtime, case: Case, cuts: list[int] | None = None) -> Re
         out = Output(stop - start, case.num_heads * case.head_dim)
         _csrc.attention(
             runtime, query_gate[part], key[part], value[part], q_norm, k_norm, EPS, angles[part],
-            k_cache, v_cache, case.positions[part], case.slots[part], out.rows,
+            k_cache, v_cache, case.positions[part], case.state_ids[part], out.rows,
         )  # fmt: skip
         outputs.append(out.checked())
     return torch.cat(outputs), k_cache, v_cache
@@ -86,7 +90,7 @@ def run(runtime: _csrc.Runtime, case: Case, cuts: list[int] | None = None) -> Re
 def check_values(case: Case, result: Results) -> None:
     query_gate, key, value, q_norm, k_norm, angles = (x.double() for x in case.inputs())
     caches = [cache.double() for cache in case.caches()]
-    rows = Rows(case.positions, case.slots)
+    rows = Rows(case.positions, case.state_ids)
     expected = attention_reference(query_gate, key, value, q_norm, k_norm, EPS, angles, *caches, rows)
     tolerance = 2e-5 if case.dtype == torch.float32 else 5e-3
     torch.testing.assert_close(result[0].double(), expected, rtol=tolerance, atol=tolerance)
@@ -123,13 +127,13 @@ def test_without_a_gate_it_is_as_with_gates_that_are_open(
     def attend(runtime: _csrc.Runtime, query_gate: torch.Tensor) -> Results:
         out, caches = Output(count, case.num_heads * head_dim), case.caches()
         _csrc.attention(
-            runtime, query_gate, *others[:4], EPS, angles, *caches, case.positions, case.slots, out.rows
+            runtime, query_gate, *others[:4], EPS, angles, *caches, case.positions, case.state_ids, out.rows
         )
         return (out.checked(), *caches)
 
     expected = run_everywhere(lambda runtime: attend(runtime, open_gates.reshape(count, -1)), runtimes)
     actual = run_everywhere(lambda runtime: attend(runtime, queries), runtimes)
-    rows = Rows(case.positions, case.slots)
+    rows = Rows(case.positions, case.state_ids)
     exact = attention_exact(queries, *others, EPS, angles, *case.caches(), rows, output_gate=False)
     assert all(same_bits(want, got) for want, got in zip(expected, actual, strict=True))
     assert same_bits(exact, actual[0])
@@ -161,14 +165,17 @@ def test_no_cut_changes_a_bit(fastest: _csrc.Runtime, first: int, cuts: set[int]
 
 
 @pytest.mark.parametrize("num_rows", [2, 3, 9, 64])
-def test_rows_of_several_slots_do_not_meet(runtimes: Runtimes, num_rows: int) -> None:
-    # Slot s holds rows at positions 40 · s …: runs of 1, 2, 3, … rows, highest slot first.
+def test_rows_of_several_sequences_do_not_meet(runtimes: Runtimes, num_rows: int) -> None:
+    # Sequence s has rows at positions 40 · s …: runs of 1, 2, 3, … rows, the highest first.
     lengths: list[int] = []
     while sum(lengths) < num_rows:
         lengths.append(min(len(lengths) + 1, num_rows - sum(lengths)))
-    runs = [consecutive(40 * slot, length, slot) for slot, length in reversed(list(enumerate(lengths)))]
-    positions, slots = (torch.cat(parts) for parts in zip(*runs, strict=True))
-    case = Case(4, 2, 16, 8, positions, slots, num_positions=1000)
+    runs = [
+        consecutive(40 * state_id, length, state_id)
+        for state_id, length in reversed(list(enumerate(lengths)))
+    ]
+    positions, state_ids = (torch.cat(parts) for parts in zip(*runs, strict=True))
+    case = Case(4, 2, 16, 8, positions, state_ids, num_positions=1000)
     together = run_everywhere(lambda runtime: run(runtime, case), runtimes)
     check_values(case, together)
     alone = run(runtimes[-1], case, list(range(num_rows + 1)))
@@ -194,22 +201,23 @@ def test_float16_caches_hold_the_nearest_values(runtimes: Runtimes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("position", "slot"), [(-1, 0), (20, 0), (2**31 - 1, 0), (-(2**31), 0), (0, -1), (0, 1), (0, 2**31 - 1)]
+    ("position", "state_id"),
+    [(-1, 0), (20, 0), (2**31 - 1, 0), (-(2**31), 0), (0, -1), (0, 1), (0, 2**31 - 1)],
 )
 @pytest.mark.parametrize("count", [1, 12])
 def test_rows_outside_the_caches_are_refused(
-    runtimes: Runtimes, position: int, slot: int, count: int
+    runtimes: Runtimes, position: int, state_id: int, count: int
 ) -> None:
     case = make_case(0, count, num_positions=20)
-    case.positions[-1], case.slots[-1] = position, slot
-    caches = [torch.zeros(3, 20, 2, 16) for _ in range(2)]  # a slot before and after the one handed over
+    case.positions[-1], case.state_ids[-1] = position, state_id
+    caches = [torch.zeros(3, 20, 2, 16) for _ in range(2)]  # a sequence before and after the one handed over
     query_gate, key, value, q_norm, k_norm, _ = make_case(0, count).inputs()
     for runtime in runtimes:
         out = Output(count, 64)
-        with pytest.raises(ValueError, match="slot or position lies outside the caches"):
+        with pytest.raises(ValueError, match="sequence or position lies outside the caches"):
             _csrc.attention(
                 runtime, query_gate, key, value, q_norm, k_norm, EPS, torch.zeros(count, 4, 2),
-                caches[0][1:2], caches[1][1:2], case.positions, case.slots, out.rows,
+                caches[0][1:2], caches[1][1:2], case.positions, case.state_ids, out.rows,
             )  # fmt: skip
         assert out.rows.isnan().all()
     assert not caches[0][[0, 2]].any()

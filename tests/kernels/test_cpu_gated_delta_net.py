@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from cpu_cases import Output, Results, run_everywhere, same_bits
-from delta_cases import DeltaCase, one_slot
+from delta_cases import DeltaCase, one_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,10 +15,10 @@ from coldstream.kernels.gated_delta_net.reference import gated_delta_net as gate
 from coldstream.kernels.ops import DeltaNetWeights, Rows
 
 Runtimes = list[_csrc.Runtime]
-NUM_SLOTS = 12
+NUM_STATES = 12
 
 
-Case = functools.partial(DeltaCase, num_slots=NUM_SLOTS)
+Case = functools.partial(DeltaCase, num_states=NUM_STATES)
 
 
 def call_op(
@@ -31,14 +31,14 @@ def call_op(
     w = case.weights()
     _csrc.gated_delta_net(
         runtime, *(x[part] for x in case.inputs()), w.conv_taps, w.a, w.dt_bias, w.norm, w.key_head_ids,
-        w.num_key_heads, w.eps, *states, case.slots_tensor()[part], out,
+        w.num_key_heads, w.eps, *states, case.state_ids_tensor()[part], out,
     )  # fmt: skip
 
 
 def run(runtime: _csrc.Runtime, case: DeltaCase, cuts: list[int] | None = None) -> Results:
     """The outputs and both states after calls on the rows between consecutive `cuts`."""
     states, outputs = case.states(), []
-    cuts = [0, len(case.slots)] if cuts is None else cuts
+    cuts = [0, len(case.state_ids)] if cuts is None else cuts
     for start, stop in pairwise(cuts):
         out = Output(stop - start, case.num_value_heads * case.head_dim)
         call_op(runtime, case, slice(start, stop), states, out.rows)
@@ -53,8 +53,8 @@ def check_values(case: DeltaCase, result: Results) -> None:
         *(x.double() for x in (w.conv_taps, w.a, w.dt_bias, w.norm)), w.key_head_ids, w.num_key_heads, w.eps
     )
     inputs = (x.double() for x in case.inputs())
-    slots = case.slots_tensor()
-    rows = Rows(torch.zeros_like(slots), slots)
+    state_ids = case.state_ids_tensor()
+    rows = Rows(torch.zeros_like(state_ids), state_ids)
     output = gated_delta_net_reference(*inputs, exact, *states, rows)
     for got, want in zip(result, (output, *states), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
@@ -63,25 +63,25 @@ def check_values(case: DeltaCase, result: Results) -> None:
 @pytest.mark.parametrize("head_dim", [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100])
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_head_sizes(runtimes: Runtimes, head_dim: int, num_rows: int) -> None:
-    case = Case(2, 4, head_dim, one_slot(num_rows))
+    case = Case(2, 4, head_dim, one_state(num_rows))
     check_values(case, run_everywhere(lambda runtime: run(runtime, case), runtimes))
 
 
 @pytest.mark.parametrize(("num_key_heads", "num_value_heads"), [(1, 1), (1, 3), (2, 2), (3, 9), (4, 20)])
 def test_head_groups(runtimes: Runtimes, num_key_heads: int, num_value_heads: int) -> None:
-    case = Case(num_key_heads, num_value_heads, 16, one_slot(18))
+    case = Case(num_key_heads, num_value_heads, 16, one_state(18))
     check_values(case, run_everywhere(lambda runtime: run(runtime, case), runtimes))
 
 
 @pytest.mark.parametrize("num_taps", [1, 2, 3, 4, 16])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 20])
 def test_convolution_state(runtimes: Runtimes, num_taps: int, num_rows: int) -> None:
-    case = Case(1, 2, 8, one_slot(num_rows), num_taps)
+    case = Case(1, 2, 8, one_state(num_rows), num_taps)
     check_values(case, run_everywhere(lambda runtime: run(runtime, case), runtimes))
 
 
 def test_chunked_prefill_is_token_by_token(fastest: _csrc.Runtime) -> None:
-    case = Case(2, 4, 32, one_slot(100))
+    case = Case(2, 4, 32, one_state(100))
     whole = run(fastest, case)
     check_values(case, whole)
     for cuts in (list(range(101)), [0, 1, 3, 64, 66, 100], [0, 50, 100]):
@@ -92,17 +92,17 @@ def test_chunked_prefill_is_token_by_token(fastest: _csrc.Runtime) -> None:
 @given(cuts=st.sets(st.integers(1, 39), max_size=8))
 @settings(max_examples=25, deadline=None)
 def test_no_cut_changes_a_bit(fastest: _csrc.Runtime, cuts: set[int]) -> None:
-    case = Case(1, 2, 16, one_slot(40))
+    case = Case(1, 2, 16, one_state(40))
     whole, parts = run(fastest, case), run(fastest, case, [0, *sorted(cuts), 40])
     assert all(same_bits(a, b) for a, b in zip(whole, parts, strict=True))
 
 
 @pytest.mark.parametrize("num_rows", [2, 3, 9, 64])
-def test_rows_of_several_slots_do_not_meet(runtimes: Runtimes, num_rows: int) -> None:
+def test_rows_of_several_sequences_do_not_meet(runtimes: Runtimes, num_rows: int) -> None:
     lengths: list[int] = []
     while sum(lengths) < num_rows:
         lengths.append(min(len(lengths) + 1, num_rows - sum(lengths)))
-    runs = [one_slot(length, slot) for slot, length in reversed(list(enumerate(lengths)))]
+    runs = [one_state(length, state_id) for state_id, length in reversed(list(enumerate(lengths)))]
     case = Case(2, 4, 16, sum(runs, ()))
     together = run_everywhere(lambda runtime: run(runtime, case), runtimes)
     check_values(case, together)
@@ -111,28 +111,30 @@ def test_rows_of_several_slots_do_not_meet(runtimes: Runtimes, num_rows: int) ->
 
 
 @pytest.mark.parametrize(
-    ("slots", "message"),
+    ("state_ids", "message"),
     [
-        ([0, 0, -1], "slot lies outside the states"),
-        ([12], "slot lies outside the states"),
-        ([2**31 - 1], "slot lies outside the states"),
-        ([-(2**31)], "slot lies outside the states"),
-        ([0, 1, 0], "rows of a slot must be adjacent"),
+        ([0, 0, -1], "state lies outside the states"),
+        ([12], "state lies outside the states"),
+        ([2**31 - 1], "state lies outside the states"),
+        ([-(2**31)], "state lies outside the states"),
+        ([0, 1, 0], "rows of a state must be adjacent"),
     ],
 )
-def test_bad_slots_are_refused_and_change_nothing(runtimes: Runtimes, slots: list[int], message: str) -> None:
-    case = Case(1, 2, 8, tuple(slots))
+def test_bad_states_are_refused_and_change_nothing(
+    runtimes: Runtimes, state_ids: list[int], message: str
+) -> None:
+    case = Case(1, 2, 8, tuple(state_ids))
     for runtime in runtimes:
-        states, out = case.states(), Output(len(slots), 16)
+        states, out = case.states(), Output(len(state_ids), 16)
         with pytest.raises(ValueError, match=message):
             call_op(runtime, case, slice(None), states, out.rows)
         assert all(same_bits(a, b) for a, b in zip(states, case.states(), strict=True))
         assert out.rows.isnan().all()
-        run(runtime, Case(1, 2, 8, one_slot(3)))
+        run(runtime, Case(1, 2, 8, one_state(3)))
 
 
 def test_wrong_arrays_are_refused(fastest: _csrc.Runtime) -> None:
-    case = Case(2, 4, 8, one_slot(2))
+    case = Case(2, 4, 8, one_state(2))
     w, (conv_state, state), out = case.weights(), case.states(), torch.zeros(2, 32)
 
     def call(**changes: torch.Tensor | int) -> None:
@@ -145,7 +147,7 @@ def test_wrong_arrays_are_refused(fastest: _csrc.Runtime) -> None:
         }
         _csrc.gated_delta_net(
             fastest, *case.inputs(), a=w.a, dt_bias=w.dt_bias, norm=w.norm, eps=w.eps, state=state,
-            slots=case.slots_tensor(), out=out, **arguments,
+            state_ids=case.state_ids_tensor(), out=out, **arguments,
         )  # fmt: skip
 
     with pytest.raises(ValueError, match="1 … 16 taps, not 17"):

@@ -33,7 +33,7 @@ def run(
         out = Output(stop - start, case.num_heads * case.head_dim)
         _csrc.attention(
             runtime, query_gate[part], key[part], value[part], q_norm, k_norm, EPS, angles[part],
-            *caches, case.positions[part], case.slots[part], out.rows, window=case.window,
+            *caches, case.positions[part], case.state_ids[part], out.rows, window=case.window,
         )  # fmt: skip
         outputs.append(out.rows.clone())
     return torch.cat(outputs), *caches
@@ -74,7 +74,7 @@ def test_many_rows(runtimes: Runtimes, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", INTEGER_TYPES)
-def test_rows_of_several_slots_do_not_meet(runtimes: Runtimes, name: str) -> None:
+def test_rows_of_several_sequences_do_not_meet(runtimes: Runtimes, name: str) -> None:
     check(runtimes, make_case((2, 63, 3), (0, 0, 5), (1, 250, 12), cache_name=name))
 
 
@@ -177,8 +177,8 @@ def test_rows_that_hold_no_such_heads_are_refused(fastest: _csrc.Runtime) -> Non
     def call(row: int, dtype: torch.dtype = torch.int8) -> None:
         caches = [torch.zeros(1, 5, 2, row, dtype=dtype) for _ in range(2)]
         _csrc.attention(
-            fastest, query_gate, key, value, q_norm, k_norm, EPS, angles, *caches, case.positions, case.slots,
-            torch.zeros(2, 256),
+            fastest, query_gate, key, value, q_norm, k_norm, EPS, angles, *caches,
+            case.positions, case.state_ids, torch.zeros(2, 256),
         )  # fmt: skip
 
     call(2 * 64 + 16)

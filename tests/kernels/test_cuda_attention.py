@@ -1,21 +1,27 @@
 """The kernels of attention compile where there is no GPU; test_host_integers.py compares their bits."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from machine_code import stack_bytes
 
 from coldstream.errors import UnsupportedError
 from coldstream.kernels.attention.arguments import AttentionShape
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
-from coldstream.kernels.attention.cuda import IntegerKernels
+from coldstream.kernels.attention.cuda import IntegerKernels, kind_of
 from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.cuda.limits import DeviceLimits
 
 H200 = DeviceLimits(132, 227 * 1024, 228 * 1024)
+WITH_WARPGROUPS = replace(H200, has_warpgroups=True)
 SMALL = DeviceLimits(84, 99 * 1024, 100 * 1024)
+MAX_STACK_BYTES = (
+    320  # that a thread of warpgroups sets aside; more passes the cache, and costs what they save
+)
 
 
-@pytest.mark.parametrize(("head_dim", "cache_name"), [(40, "f32"), (48, "i16"), (288, "i8"), (64, "i4")])
+@pytest.mark.parametrize(("head_dim", "cache_name"), [(40, "f32"), (48, "i16"), (288, "i8"), (64, "f16")])
 def test_what_no_kernel_takes_is_refused(head_dim: int, cache_name: str) -> None:
     with pytest.raises(ValueError, match=f"no kernels for heads of {head_dim} values in {cache_name}"):
         IntegerKernels(AttentionShape(4, 2, head_dim, CACHE_TYPES[cache_name]), H200)
@@ -27,7 +33,13 @@ def test_too_many_heads_on_one_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "cache_name", "device", "arch"), [(256, "i16", H200, "sm_90"), (96, "i8", SMALL, "sm_80")]
+    ("head_dim", "cache_name", "device", "arch"),
+    [
+        (256, "i16", WITH_WARPGROUPS, "sm_90a"),
+        (96, "i8", SMALL, "sm_80"),
+        (128, "i4", H200, "sm_90"),
+        (96, "i3", SMALL, "sm_80"),
+    ],
 )
 def test_kernels_compile_without_a_gpu(
     head_dim: int, cache_name: str, device: DeviceLimits, arch: str, tmp_path: Path
@@ -35,4 +47,30 @@ def test_kernels_compile_without_a_gpu(
     kernels = IntegerKernels(AttentionShape(16, 2, head_dim, CACHE_TYPES[cache_name]), device)
     for program in kernels.programs.values():
         for instance in program.instances:
-            compile_instance(program.source, instance, arch, tmp_path)
+            code = compile_instance(program.source, instance, arch, tmp_path)
+            assert "warpgroups" not in instance or stack_bytes(code) <= MAX_STACK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "is_deep", "trees", "kind"),
+    [
+        (1, True, False, "few"),
+        (2, True, False, "few"),
+        (3, True, False, "group"),
+        (8, True, False, "group"),
+        (9, True, False, "groups"),
+        (64, True, False, "groups"),
+        (64, False, False, "few"),
+        (65, False, False, "groups"),
+        (2048, True, False, "groups"),
+        (1, True, True, "middle"),
+        (9, True, True, "many"),
+    ],
+)
+def test_warpgroups_take_what_they_are_faster_at(
+    num_rows: int, is_deep: bool, trees: bool, kind: str
+) -> None:
+    shape = AttentionShape(16, 2, 256, CACHE_TYPES["i16"])
+    assert kind_of(shape, num_rows, trees, is_deep, by_warpgroups=True) == kind
+    assert kind_of(shape, num_rows, trees, is_deep, by_warpgroups=False) in ("few", "middle", "many")
+    assert (kind, trees) in IntegerKernels(shape, WITH_WARPGROUPS)._forms

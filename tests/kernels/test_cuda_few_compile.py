@@ -55,7 +55,7 @@ def test_a_unit_fits_its_slot_wherever_it_begins(quant_type: QuantType) -> None:
         walks += [tile_shape(quant_type, 100, cols)] if quant_type in INTEGER_TYPES else []
         for shape in walks:
             is_whole = shape.num_passes == 1
-            last = (shape.unit_rows - 1) * shape.slot_stride
+            last = (shape.unit_rows - 1) * shape.stage_stride
             assert last + (shape.row_bytes if is_whole else shape.pass_bytes) + 14 <= shape.stage_bytes
             assert (
                 (shape.num_passes - 1) * shape.pass_bytes

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from delta_cases import DeltaCase, check_results, one_slot, weights_on
+from delta_cases import DeltaCase, check_results, one_state, weights_on
 from guarded import Guarded
 
 from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
@@ -37,7 +37,7 @@ def prefill_workspace(case: DeltaCase, num_rows: int) -> PrefillWorkspace:
     widths = (2 * case.num_key_heads * case.head_dim, case.value_width, 2 * case.num_value_heads)
     floats = [torch.full((num_rows, width), torch.nan, device="cuda") for width in widths]
     raw = torch.full((num_rows, case.value_width), torch.nan, device="cuda")
-    return PrefillWorkspace(*floats, raw, torch.zeros(case.num_slots, 2, dtype=torch.int32, device="cuda"))
+    return PrefillWorkspace(*floats, raw, torch.zeros(case.num_states, 2, dtype=torch.int32, device="cuda"))
 
 
 def launch(
@@ -69,11 +69,11 @@ def launch(
 def run(case: DeltaCase, modes: list[str], cuts: list[int]) -> list[torch.Tensor]:
     """Output, quantised parts and both states after calls on the rows between consecutive `cuts`."""
     states = [state.cuda() for state in case.states()]
-    tensors = [tensor.cuda() for tensor in (*case.inputs(), case.slots_tensor())]
+    tensors = [tensor.cuda() for tensor in (*case.inputs(), case.state_ids_tensor())]
     results = []
     for mode, (start, stop) in zip(modes, pairwise(cuts), strict=True):
-        *projections, slots = (tensor[start:stop] for tensor in tensors)
-        inputs = DeltaNetInputs(*projections, Rows(torch.zeros_like(slots), slots))
+        *projections, state_ids = (tensor[start:stop] for tensor in tensors)
+        inputs = DeltaNetInputs(*projections, Rows(torch.zeros_like(state_ids), state_ids))
         results.append(launch(mode, case, inputs, states))
     return [torch.cat(parts) for parts in zip(*results, strict=True)] + [state.cpu() for state in states]
 
@@ -97,7 +97,7 @@ def test_compiles(program: CudaProgram, instance: str, arch: str) -> None:
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("num_rows", SIZES)
 def test_rows_of_one_sequence(mode: str, head_dim: int, num_rows: int) -> None:
-    case = DeltaCase(1, 2, head_dim, one_slot(num_rows))
+    case = DeltaCase(1, 2, head_dim, one_state(num_rows))
     check_results(case, run(case, [mode], [0, num_rows]))
 
 
@@ -106,7 +106,7 @@ def test_rows_of_one_sequence(mode: str, head_dim: int, num_rows: int) -> None:
 @pytest.mark.parametrize("num_taps", [2, 3, 5, 8])
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 9, 40])
 def test_taps(mode: str, num_taps: int, num_rows: int) -> None:
-    case = DeltaCase(1, 1, 32, one_slot(num_rows), num_taps)
+    case = DeltaCase(1, 1, 32, one_state(num_rows), num_taps)
     check_results(case, run(case, [mode], [0, num_rows]))
 
 
@@ -117,7 +117,7 @@ def test_taps(mode: str, num_taps: int, num_rows: int) -> None:
     [(1, 1, 32), (1, 3, 64), (3, 9, 32), (2, 5, 128), (4, 8, 64), (16, 32, 128)],
 )
 def test_heads(mode: str, num_key_heads: int, num_value_heads: int, head_dim: int) -> None:
-    case = DeltaCase(num_key_heads, num_value_heads, head_dim, one_slot(3))
+    case = DeltaCase(num_key_heads, num_value_heads, head_dim, one_state(3))
     check_results(case, run(case, [mode], [0, 3]))
 
 
@@ -125,9 +125,9 @@ def test_heads(mode: str, num_key_heads: int, num_value_heads: int, head_dim: in
 @pytest.mark.parametrize("mode", ["decode", "prefill"])
 def test_sequences_do_not_meet(mode: str) -> None:
     lengths = {4: 1, 0: 2, 5: 17, 2: 3, 1: 40}
-    slots = tuple(slot for slot, length in lengths.items() for _ in range(length))
-    case = DeltaCase(2, 4, 32, slots)
-    together = run(case, [mode], [0, len(slots)])
+    state_ids = tuple(state_id for state_id, length in lengths.items() for _ in range(length))
+    case = DeltaCase(2, 4, 32, state_ids)
+    together = run(case, [mode], [0, len(state_ids)])
     check_results(case, together)
     edges = [0, 1, 3, 20, 23, 63]
     check_results(case, run(case, [mode] * 5, edges))
@@ -135,7 +135,7 @@ def test_sequences_do_not_meet(mode: str) -> None:
 
 @pytest.mark.gpu
 def test_each_row_its_own_sequence() -> None:
-    case = DeltaCase(2, 4, 64, tuple(reversed(range(64))), num_slots=64)
+    case = DeltaCase(2, 4, 64, tuple(reversed(range(64))), num_states=64)
     for mode in ("decode", "prefill"):
         check_results(case, run(case, [mode], [0, 64]))
 
@@ -143,7 +143,7 @@ def test_each_row_its_own_sequence() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [32, 128])
 def test_no_cut_changes_a_bit(head_dim: int) -> None:
-    case = DeltaCase(1, 2, head_dim, one_slot(70))
+    case = DeltaCase(1, 2, head_dim, one_state(70))
     expected = case.expected()
     check_results(case, run(case, ["decode"] * 70, list(range(71))), expected)
     check_results(case, run(case, ["prefill", "decode", "prefill", "decode"], [0, 33, 34, 64, 70]), expected)
@@ -152,7 +152,7 @@ def test_no_cut_changes_a_bit(head_dim: int) -> None:
 
 @pytest.mark.gpu
 def test_a_thousand_rows() -> None:
-    case = DeltaCase(1, 1, 32, one_slot(1000))
+    case = DeltaCase(1, 1, 32, one_state(1000))
     expected = case.expected()
     check_results(case, run(case, ["prefill"], [0, 1000]), expected)
     check_results(case, run(case, ["prefill"] * 3, [0, 64, 500, 1000]), expected)
@@ -162,10 +162,12 @@ def test_a_thousand_rows() -> None:
 @pytest.mark.parametrize("mode", ["decode", "prefill"])
 def test_projections_of_one_product(mode: str) -> None:
     """Rows of all projections side by side."""
-    case = DeltaCase(2, 4, 32, one_slot(9))
+    case = DeltaCase(2, 4, 32, one_state(9))
     widths = [case.num_channels, case.value_width, case.num_value_heads, case.num_value_heads]
     side_by_side = torch.cat(case.inputs(), dim=1).cuda()
-    slots = case.slots_tensor().cuda()
-    inputs = DeltaNetInputs(*torch.split(side_by_side, widths, dim=1), Rows(torch.zeros_like(slots), slots))
+    state_ids = case.state_ids_tensor().cuda()
+    inputs = DeltaNetInputs(
+        *torch.split(side_by_side, widths, dim=1), Rows(torch.zeros_like(state_ids), state_ids)
+    )
     states = [state.cuda() for state in case.states()]
     check_results(case, launch(mode, case, inputs, states) + [state.cpu() for state in states])

@@ -10,9 +10,9 @@ from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import QuantActivations
-from coldstream.kernels.cuda.few_shapes import FEW_TYPES, PASS_COLS
+from coldstream.kernels.cuda.few_shapes import FEW_TYPES, GROUP_TYPES, PASS_COLS
 from coldstream.kernels.linear.cuda import linear_few_cuda
-from coldstream.kernels.linear.reference import INTEGER_TYPES, linear_exact
+from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
 
@@ -41,7 +41,7 @@ def run(x: torch.Tensor, weights: Sequence[QuantTensor]) -> list[torch.Tensor]:
     """The products, with what each type needs."""
     outs = [Guarded(x.shape[0], weight.shape[0], gap=GAP) for weight in weights]
     x = x.cuda()
-    is_integer = [weight.quant_type in INTEGER_TYPES for weight in weights]
+    is_integer = [weight.quant_type in GROUP_TYPES for weight in weights]
     linear_few_cuda(
         weights,
         [out.tensor for out in outs],

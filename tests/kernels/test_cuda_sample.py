@@ -10,25 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_cases import (
     Case,
-    check_argmax,
     check_choices,
     random_case,
     random_logits,
-    rows_of,
     sample_all,
 )
 
-from coldstream.decoding.sampling import sample_token
 from coldstream.decoding.sampling_params import SamplingParams
-from coldstream.kernels.sample.cuda import (
-    ARGMAX_BYTES,
-    PROGRAM,
-    ROW_BYTES,
-    argmax_cuda,
-    sample_cuda,
-)
+from coldstream.kernels.sample.cuda import PROGRAM, ROW_BYTES
 
 FULL_VOCAB = 248320
+GREEDY = SamplingParams(temperature=0)
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
@@ -99,63 +91,33 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 
 @pytest.mark.gpu
-def test_steps_follow_each_other_in_one_graph() -> None:
-    """The captured launches draw from what earlier replays appended."""
-    rng = np.random.default_rng(4)
-    logits = rng.standard_normal(5000).astype(np.float32) * 3
-    params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, repeat_last_n=8)
-    context = [5, 6, 7]
-    history = torch.zeros(1, 40, dtype=torch.int32, device=CUDA)
-    history[0, :3] = torch.tensor(context)
-    rows = rows_of([Case(logits, context, params, 11)], np.zeros(1, dtype=np.int32), history, CUDA)
-    source, device_logits = torch.from_numpy(logits).to(CUDA)[None], torch.empty(1, 5000, device=CUDA)
-    workspace = torch.zeros(1, ROW_BYTES, dtype=torch.uint8, device=CUDA)
-    token, fault = (torch.zeros(1, dtype=torch.int32, device=CUDA) for _ in range(2))
-
-    def step() -> None:
-        device_logits.copy_(source)
-        sample_cuda(device_logits, rows, token, fault, workspace)
-        rows.position.add_(1)
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for _ in range(30):
-        graph.replay()
-    for _ in range(31):
-        context.append(sample_token(logits, context, params, 11))
-    assert history[0, :34].tolist() == context
-
-
-@pytest.mark.gpu
 def test_faults_are_counted() -> None:
     good = np.zeros(3000, dtype=np.float32)
-    bad, infinite = good.copy(), good.copy()
+    bad, infinite, ruined = good.copy(), good.copy(), good.copy()
     bad[[1, 2047, 2999]] = [np.nan, np.inf, -np.inf]
     infinite[:] = np.finfo(np.float32).max
+    ruined[::50] = np.nan
     boosted = SamplingParams(repetition_penalty=0.5)
-    cases = [Case(good, [0], PLAIN, 0), Case(bad, [0], boosted, 0), Case(infinite, [3], boosted, 0)]
+    cases = [
+        Case(good, [0], PLAIN, 0),
+        Case(bad, [0], boosted, 0),
+        Case(infinite, [3], boosted, 0),
+        Case(ruined, [3], GREEDY, 0),
+    ]
     tokens, faults = sample_all(cases, CUDA)
-    assert faults == [0, 3, -1]
+    assert faults == [0, 3, -1, 60]
     assert all(0 <= token < 3000 for token in tokens)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [1, 2, 3, 33, 2047, 2048, 2049, 10_000, FULL_VOCAB])
 @pytest.mark.parametrize("rows", [1, 3, 33])
-def test_argmax(vocab: int, rows: int) -> None:
+def test_rows_without_a_draw_take_the_largest_logit(vocab: int, rows: int) -> None:
+    """Twice with one workspace."""
     rng = np.random.default_rng(vocab + rows)
-    logits = np.stack([random_logits(rng, vocab) for _ in range(rows)])
-    check_argmax(logits, CUDA)
-
-
-@pytest.mark.gpu
-def test_argmax_counts_what_is_not_finite() -> None:
-    logits = torch.zeros(2, 5000, device=CUDA)
-    logits[1, ::50] = torch.nan
-    tokens, faults = (torch.full((2,), -1, dtype=torch.int32, device=CUDA) for _ in range(2))
-    argmax_cuda(logits, tokens, faults, torch.zeros(2, ARGMAX_BYTES, dtype=torch.uint8, device=CUDA))
-    assert faults.tolist() == [0, 100]
-    assert tokens[0] == 0
-    assert 0 <= int(tokens[1]) < 5000
+    workspace = torch.zeros(rows, ROW_BYTES, dtype=torch.uint8, device=CUDA)
+    for _ in range(2):
+        cases = [Case(random_logits(rng, vocab), [0], GREEDY, 0) for _ in range(rows)]
+        tokens, faults = sample_all(cases, CUDA, workspace)
+        assert tokens == [int(case.logits.argmax()) for case in cases]
+        assert faults == [0] * rows

@@ -247,7 +247,7 @@ def seen_by_hand(case: Case) -> torch.Tensor:
             cache[:, position:] = 77
             cache[:, :first] = -77
         part = slice(row, row + 1)
-        alone = replace(case, positions=case.positions[part], slots=case.slots[part])
+        alone = replace(case, positions=case.positions[part], state_ids=case.state_ids[part])
         outputs.append(
             attention_exact(
                 query_gate[part], key[part], value[part], *norms, 1e-6, angles[part], *caches, alone.rows,

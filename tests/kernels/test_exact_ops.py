@@ -63,9 +63,9 @@ def assert_same_bits(exact: ReferenceOps, cpu: CpuOps, name: str, *arguments: An
         np.testing.assert_array_equal(a.numpy(), b)
 
 
-def rows_at(first: int, count: int, slot: int = 0) -> Rows:
+def rows_at(first: int, count: int, state_id: int = 0) -> Rows:
     positions = torch.arange(first, first + count, dtype=torch.int32)
-    return Rows(positions, torch.full((count,), slot, dtype=torch.int32))
+    return Rows(positions, torch.full((count,), state_id, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("size", [64, 100, 256])
@@ -95,7 +95,7 @@ def test_attention(exact: ReferenceOps, cpu: CpuOps, first: int, dtype: torch.dt
         random(3, count, groups * size),
     ]
     caches = [random(seed, 2, 520, groups, size).to(dtype) for seed in (4, 5)]
-    rows = rows_at(first, count, slot=1)
+    rows = rows_at(first, count, state_id=1)
     angles = exact.rope_angles(rows.positions, RopeSpec(16, 1e4))
     norms = [random(6, size), random(7, size)]
     assert_same_bits(
@@ -119,7 +119,7 @@ def test_gated_delta_net(exact: ReferenceOps, cpu: CpuOps, key_head_ids: list[in
     widths = (channels, value_heads * size, value_heads, value_heads)
     inputs = [random(5 + i, count, width) for i, width in enumerate(widths)]
     states = [random(9, 2, 3, channels), random(10, 2, value_heads, size, size)]
-    assert_same_bits(exact, cpu, "gated_delta_net", *inputs, weights, *states, rows_at(0, count, slot=1))
+    assert_same_bits(exact, cpu, "gated_delta_net", *inputs, weights, *states, rows_at(0, count, state_id=1))
 
 
 @pytest.mark.parametrize("quant_type", list(QuantType), ids=lambda t: t.name)

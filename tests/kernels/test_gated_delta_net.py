@@ -109,14 +109,14 @@ def mixer_weights(key_head_ids: list[int], dtype: torch.dtype = torch.float32) -
     )
 
 
-def states(slots: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(slots, TAPS - 1, C, dtype=dtype), torch.zeros(slots, NV, D, D, dtype=dtype)
+def states(state_ids: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(state_ids, TAPS - 1, C, dtype=dtype), torch.zeros(state_ids, NV, D, D, dtype=dtype)
 
 
 def rows_of(*sequences: tuple[int, int, int]) -> Rows:
     positions = [p for _, start, count in sequences for p in range(start, start + count)]
-    slots = [slot for slot, _, count in sequences for _ in range(count)]
-    return Rows(torch.tensor(positions, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32))
+    state_ids = [state_id for state_id, _, count in sequences for _ in range(count)]
+    return Rows(torch.tensor(positions, dtype=torch.int32), torch.tensor(state_ids, dtype=torch.int32))
 
 
 def mixer_by_hand(inputs: list[torch.Tensor], w: DeltaNetWeights) -> torch.Tensor:
@@ -153,18 +153,20 @@ def test_mixer_equals_the_formulas(key_head_ids: list[int]) -> None:
 
 
 @settings(max_examples=20)
-@given(first=st.integers(0, 9), second=st.integers(0, 9), slot=st.integers(0, 2))
-def test_chunks_and_neighbours_change_nothing(first: int, second: int, slot: int) -> None:
+@given(first=st.integers(0, 9), second=st.integers(0, 9), state_id=st.integers(0, 2))
+def test_chunks_and_neighbours_change_nothing(first: int, second: int, state_id: int) -> None:
     inputs, others = mixer_inputs(first + second, seed=4), mixer_inputs(2, seed=5)
     weights = mixer_weights([0, 1, 0, 1])
     whole_states, split_states = states(1), states(4)
     whole = gated_delta_net(*inputs, weights, *whole_states, rows_of((0, 0, first + second)))
-    start = gated_delta_net(*(x[:first] for x in inputs), weights, *split_states, rows_of((slot, 0, first)))
+    start = gated_delta_net(
+        *(x[:first] for x in inputs), weights, *split_states, rows_of((state_id, 0, first))
+    )
     mixed = [torch.cat((x[first:], other)) for x, other in zip(inputs, others, strict=True)]
-    rest = gated_delta_net(*mixed, weights, *split_states, rows_of((slot, first, second), (3, 0, 2)))
+    rest = gated_delta_net(*mixed, weights, *split_states, rows_of((state_id, first, second), (3, 0, 2)))
     torch.testing.assert_close(torch.cat((start, rest[:second])), whole, atol=1e-6, rtol=1e-5)
     for split, at_once in zip(split_states, whole_states, strict=True):
-        torch.testing.assert_close(split[slot], at_once[0], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(split[state_id], at_once[0], atol=1e-6, rtol=1e-5)
 
 
 def test_trap_48_no_rows_change_nothing() -> None:

@@ -25,9 +25,9 @@ NUM_KEPT = 200
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one sequence: a chain, or a draft tree of these parents; `slot` −1: of none."""
+    """Rows of one sequence: a chain, or a draft tree of these parents; `state_id` −1: of none."""
 
-    slot: int
+    state_id: int
     num_rows: int
     parents: tuple[int, ...] | None = None
 
@@ -37,20 +37,20 @@ def ints(values: list[int]) -> torch.Tensor:
 
 
 def rows_of(parts: list[Part], kept: KeptInputs | None, random: Random) -> Rows:
-    slots, segments, parents, places = [], [], [], []
+    state_ids, segments, parents, places = [], [], [], []
     free = random.sample(range(NUM_KEPT), NUM_KEPT)
     for number, part in enumerate(parts):
-        start = len(slots)
-        slots += [part.slot] * part.num_rows
+        start = len(state_ids)
+        state_ids += [part.state_id] * part.num_rows
         segments += [number] * part.num_rows
         own = range(-1, part.num_rows - 1) if part.parents is None else part.parents
         parents += [start + parent if parent >= 0 else -1 for parent in own]
         places += [-1] * part.num_rows if part.parents is None else [free.pop() for _ in own]
     empty = torch.zeros(len(parts), 1, dtype=torch.int32)
-    zeros = torch.zeros(len(slots), dtype=torch.int32)
+    zeros = torch.zeros(len(state_ids), dtype=torch.int32)
     has_trees = any(part.parents is not None for part in parts)
     batch = BatchRows(ints(segments), empty, zeros, ints(parents), ints(places), kept, has_trees=has_trees)
-    return Rows(zeros, ints(slots), batch)
+    return Rows(zeros, ints(state_ids), batch)
 
 
 def kept_inputs(case: DeltaCase) -> KeptInputs:
@@ -62,13 +62,15 @@ def on(device: str, rows: Rows, kept: KeptInputs) -> Rows:
     batch = rows.batch
     assert batch is not None
     tensors = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in vars(batch).items()}
-    return Rows(rows.positions.to(device), rows.slots.to(device), BatchRows(**{**tensors, "inputs": kept}))
+    return Rows(
+        rows.positions.to(device), rows.state_ids.to(device), BatchRows(**{**tensors, "inputs": kept})
+    )
 
 
 def without_padding(parts: list[Part]) -> list[int]:
     """Numbers of the rows that are of a sequence."""
-    owners = [part.slot for part in parts for _ in range(part.num_rows)]
-    return [row for row, slot in enumerate(owners) if slot >= 0]
+    owners = [part.state_id for part in parts for _ in range(part.num_rows)]
+    return [row for row, state_id in enumerate(owners) if state_id >= 0]
 
 
 def check(
@@ -81,13 +83,13 @@ def check(
     inputs, weights, states = case.inputs(), case.weights(), case.states()
     real = without_padding(parts)
     expected_states = [state.clone() for state in states]
-    real_rows = rows_of([part for part in parts if part.slot >= 0], kept, Random(seed))
-    expected = torch.zeros(len(case.slots), case.value_width)
+    real_rows = rows_of([part for part in parts if part.state_id >= 0], kept, Random(seed))
+    expected = torch.zeros(len(case.state_ids), case.value_width)
     expected[real] = gated_delta_net_batch(
         gated_delta_net_exact, *(tensor[real] for tensor in inputs), weights, *expected_states, real_rows
     )
     found_states = [state.to(device) for state in states]
-    num_rows, padded = len(case.slots), padded_cols(case.value_width)
+    num_rows, padded = len(case.state_ids), padded_cols(case.value_width)
     out = torch.full((num_rows, case.value_width), torch.nan, device=device)
     quantised = QuantActivations(
         torch.ones(num_rows, padded, dtype=torch.int8, device=device),
@@ -122,7 +124,7 @@ def prefill_workspace(case: DeltaCase, raw: torch.Tensor) -> PrefillWorkspace:
     widths = (2 * case.num_key_heads * case.head_dim, case.value_width, 2 * case.num_value_heads)
     floats = [torch.full((len(raw), width), torch.nan, device=raw.device) for width in widths]
     return PrefillWorkspace(
-        *floats, raw, torch.zeros(case.num_slots, 2, dtype=torch.int32, device=raw.device)
+        *floats, raw, torch.zeros(case.num_states, 2, dtype=torch.int32, device=raw.device)
     )
 
 
@@ -146,7 +148,7 @@ def check_commits(
             places = [int(rows.batch.kept[start + row]) for row in path]
             fill = [10**6] * (MAX_TREE_ROWS - len(path))
             committed = CommittedPath(
-                *map(ints, ([part.slot], [len(path)], [0], path + fill, places + fill, [0]))
+                *map(ints, ([part.state_id], [len(path)], [0], path + fill, places + fill, [0]))
             )
             ReferenceOps(exact=True).commit_delta_net(weights, *expected_states, kept, committed)
             there = CommittedPath(*(tensor.to(device) for tensor in vars(committed).values()))
@@ -177,8 +179,8 @@ def some_parts(draw: st.DrawFn) -> list[Part]:
 
 def case_of(heads: tuple[int, int, int, int], parts: list[Part]) -> DeltaCase:
     key_heads, value_heads, head_dim, num_taps = heads
-    slots = tuple(part.slot for part in parts for _ in range(part.num_rows))
-    return DeltaCase(key_heads, value_heads, head_dim, slots, num_taps)
+    state_ids = tuple(part.state_id for part in parts for _ in range(part.num_rows))
+    return DeltaCase(key_heads, value_heads, head_dim, state_ids, num_taps)
 
 
 def shaped_trees() -> list[list[Part]]:
@@ -275,9 +277,9 @@ def test_chains_are_left_to_another_launch() -> None:
         assert torch.equal(found, wanted)
 
 
-def committed_path(slot: int, count: int, places: list[int]) -> CommittedPath:
+def committed_path(state_id: int, count: int, places: list[int]) -> CommittedPath:
     fill = [10**6] * (MAX_TREE_ROWS - len(places))
-    return CommittedPath(*map(ints, ([slot], [count], [0], [0] * MAX_TREE_ROWS, places + fill, [0])))
+    return CommittedPath(*map(ints, ([state_id], [count], [0], [0] * MAX_TREE_ROWS, places + fill, [0])))
 
 
 @pytest.mark.usefixtures("few_instances", "host")
@@ -291,7 +293,7 @@ def test_a_commit_has_the_states_of_a_chain(count: int) -> None:
     for values, place in ((qkv, kept.qkv), (alpha, kept.alpha), (beta, kept.beta)):
         place[places] = values[:count]
     if count:
-        rows = Rows(torch.zeros(count, dtype=torch.int32), case.slots_tensor())
+        rows = Rows(torch.zeros(count, dtype=torch.int32), case.state_ids_tensor())
         gated_delta_net_exact(*case.inputs(), case.weights(), *expected, rows)
     readers = torch.zeros(2, dtype=torch.int32)
     for path in (committed_path(-1, count, places), committed_path(1, count, places)):

@@ -18,6 +18,7 @@ from coldstream.kernels.attention.arguments import (
     DecodeWorkspace,
     IntegerQueries,
 )
+from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.cuda import IntegerKernels
 from coldstream.kernels.attention.exact import (
@@ -39,6 +40,7 @@ from host_device import HostDevice
 
 T = TypeVar("T")
 LIMITS = DeviceLimits(5, 99 << 10, 100 << 10)
+WITH_WARPGROUPS = DeviceLimits(5, 227 << 10, 228 << 10, has_warpgroups=True)
 MOST_POSITIONS = 3 * BLOCK_POSITIONS
 
 
@@ -51,8 +53,8 @@ class Part:
     parents: tuple[int, ...] | None = None
 
 
-def batch_of(parts: list[Part], random: Random) -> Rows:
-    """Rows whose sequences have blocks in random order."""
+def batch_of(parts: list[Part], random: Random, limits: DeviceLimits) -> Rows:
+    """Rows whose sequences have blocks in random order; warpgroups take few rows that are deep."""
     order = list(range(len(parts) * (MOST_POSITIONS // BLOCK_POSITIONS)))
     random.shuffle(order)
     values: list[list[int]] = [[], [], [], [], []]
@@ -71,16 +73,21 @@ def batch_of(parts: list[Part], random: Random) -> Rows:
     positions, segments, indices, parents, kept = (torch.tensor(v, dtype=torch.int32) for v in values)
     tables = torch.tensor(order, dtype=torch.int32).view(len(parts), -1)
     has_trees = bool((kept >= 0).any())
-    is_deep = random.random() < 0.5  # which decides who computes them
+    is_deep = limits.has_warpgroups or random.random() < 0.5  # which decides who computes them
     batch = BatchRows(segments, tables, indices, parents, kept, has_trees=has_trees, is_deep=is_deep)
     return Rows(positions, segments, batch)
 
 
 def check(
-    parts: list[Part], cache_name: str, heads: tuple[int, int, int], window: int | None, seed: int
+    parts: list[Part],
+    cache_name: str,
+    heads: tuple[int, int, int],
+    window: int | None,
+    seed: int,
+    limits: DeviceLimits = LIMITS,
 ) -> None:
     random, generator = Random(seed), torch.Generator().manual_seed(seed)
-    rows, (num_heads, num_kv_heads, head_dim) = batch_of(parts, random), heads
+    rows, (num_heads, num_kv_heads, head_dim) = batch_of(parts, random, limits), heads
     cache_type, num_rows = CACHE_TYPES[cache_name], len(rows.positions)
     blocks = (len(parts) * MOST_POSITIONS // BLOCK_POSITIONS, BLOCK_POSITIONS, num_kv_heads)
     k, v = (cache_type.encode(torch.randn(*blocks, head_dim, generator=generator)) for _ in range(2))
@@ -91,7 +98,7 @@ def check(
     workspace = DecodeWorkspace(
         *(torch.full(size, torch.nan) for size in DecodeWorkspace.shapes(shape, num_rows, MOST_POSITIONS))
     )
-    IntegerKernels(shape, LIMITS).attend(IntegerQueries(codes, planes.scale), Caches(k, v), rows, workspace)
+    IntegerKernels(shape, limits).attend(IntegerQueries(codes, planes.scale), Caches(k, v), rows, workspace)
     for row, position in enumerate(rows.positions.tolist()):
         first = first_position(position, window)
         places = tuple(index[first:] for index in seen(rows, row))
@@ -122,10 +129,12 @@ def check_whole(
     seed: int,
     limits: DeviceLimits = LIMITS,
     device: str = "cpu",
+    *,
+    output_gate: bool = True,
 ) -> None:
     """From projections to what the next product reads, and what is left in the caches."""
     generator = torch.Generator().manual_seed(seed)
-    rows, (num_heads, num_kv_heads, head_dim) = batch_of(parts, Random(seed)), heads
+    rows, (num_heads, num_kv_heads, head_dim) = batch_of(parts, Random(seed), limits), heads
     cache_type, num_rows = CACHE_TYPES[cache_name], len(rows.positions)
 
     def random(*shape: int) -> torch.Tensor:
@@ -135,15 +144,15 @@ def check_whole(
     caches = Caches(*(cache_type.encode(random(*blocks, head_dim)) for _ in range(2)))
     expected_caches = Caches(caches.k.clone(), caches.v.clone())
     inputs = AttentionInputs(
-        2 * random(num_rows, num_heads * 2 * head_dim),
+        2 * random(num_rows, num_heads * (2 if output_gate else 1) * head_dim),
         *(random(num_rows, num_kv_heads * head_dim) for _ in "kv"),
         *(random(head_dim) + 1 for _ in "qk"), rope_angles(rows.positions, RopeSpec(16, 1e4)), 1e-6,
     )  # fmt: skip
     expected = attention_exact(
         inputs.query_gate, inputs.key, inputs.value, inputs.q_norm, inputs.k_norm, inputs.eps, inputs.angles,
-        expected_caches.k, expected_caches.v, rows, window,
+        expected_caches.k, expected_caches.v, rows, window, output_gate=output_gate,
     )  # fmt: skip
-    shape = AttentionShape(num_heads, num_kv_heads, head_dim, cache_type, window)
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, cache_type, window, output_gate)
     kernels = IntegerKernels(shape, limits)
     empty = partial(torch.empty, device=device)
     queries = IntegerQueries(
@@ -186,7 +195,7 @@ def some_parts(draw: st.DrawFn) -> list[Part]:
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("cache_name", ["i16", "i8"])
+@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (8, 1, 96)])
 def test_chunks_have_the_bits_of_the_definition(cache_name: str, heads: tuple[int, int, int]) -> None:
     @settings(max_examples=8)
@@ -207,16 +216,38 @@ def test_a_tree_of_64_rows_across_blocks(host: HostDevice) -> None:
 def test_the_heads_of_the_full_size_model(host: HostDevice) -> None:
     check([Part(70, 2), Part(5, 3, (-1, 0, 0))], "i16", (16, 2, 256), None, seed=1)
     check([Part(130, 1)], "i8", (16, 2, 256), 100, seed=2)
+    check([Part(130, 1), Part(90, 6, (-1, 0, 0, 2, 1, 4))], "i3", (16, 2, 256), None, seed=3)
+    check([Part(200, 70)], "i4", (16, 2, 256), None, seed=4)
 
 
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("cache_name", ["i16", "i8"])
+@pytest.mark.parametrize("heads", [(4, 2, 128), (12, 1, 128), (16, 2, 256)])
+def test_warpgroups_have_the_bits_of_the_definition(cache_name: str, heads: tuple[int, int, int]) -> None:
+    """Of few rows and of prompts, whose chunks are merged at once."""
+
+    @settings(max_examples=4)
+    @given(parts=some_parts(), window=st.sampled_from([None, None, 1, 60, 300]), seed=st.integers(0, 99))
+    def check_all(parts: list[Part], window: int | None, seed: int) -> None:
+        parts = [
+            Part(70, 4),
+            *(replace(part, parents=None) for part in parts),
+        ]  # too many for the kernel of few
+        check(parts, cache_name, heads, window, seed, WITH_WARPGROUPS)
+
+    check_all()
+    for parts, window in (([Part(250, 70)], None), ([Part(0, 40), Part(300, 30), Part(700, 3)], 100)):
+        check_whole(parts, cache_name, heads, window, 3, WITH_WARPGROUPS)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (5, 1, 96)])
 def test_attention_has_the_bits_of_the_definition(cache_name: str, heads: tuple[int, int, int]) -> None:
     @settings(max_examples=5)
-    @given(parts=some_parts(), window=st.sampled_from([None, 60]), seed=st.integers(0, 99))
-    def check_all(parts: list[Part], window: int | None, seed: int) -> None:
-        check_whole(parts, cache_name, heads, window, seed)
+    @given(some_parts(), st.sampled_from([None, 60]), st.integers(0, 99), st.booleans())
+    def check_all(parts: list[Part], window: int | None, seed: int, output_gate: bool) -> None:
+        check_whole(parts, cache_name, heads, window, seed, output_gate=output_gate)
 
     check_all()
 
@@ -229,7 +260,7 @@ MANY = (
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("cache_name", ["i16", "i8"])
+@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
 @pytest.mark.parametrize(("parts", "window"), MANY)
 def test_many_rows_have_the_bits_of_the_definition(
     cache_name: str, parts: list[Part], window: int | None
@@ -238,19 +269,20 @@ def test_many_rows_have_the_bits_of_the_definition(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cache_name", ["i16", "i8"])
+@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (5, 1, 96), (16, 2, 256)])
 def test_a_gpu_has_them_too(cache_name: str, heads: tuple[int, int, int]) -> None:
     @settings(max_examples=20)
-    @given(parts=some_parts(), window=st.sampled_from([None, 60]), seed=st.integers(0, 99))
-    def check_all(parts: list[Part], window: int | None, seed: int) -> None:
-        check_whole(parts, cache_name, heads, window, seed, device_limits(), "cuda")
+    @given(some_parts(), st.sampled_from([None, 60]), st.integers(0, 99), st.booleans())
+    def check_all(parts: list[Part], window: int | None, seed: int, output_gate: bool) -> None:
+        given = cache_name, heads, window, seed, device_limits(), "cuda"
+        check_whole(parts, *given, output_gate=output_gate)
 
     check_all()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cache_name", ["i16", "i8"])
+@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (16, 2, 256)])
 @pytest.mark.parametrize(("parts", "window"), MANY)
 def test_a_gpu_has_those_of_many_rows_too(

@@ -5,12 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_cases import Case, check_argmax, check_choices, random_case, random_logits, sample_all
+from sample_cases import Case, check_choices, random_case, random_logits, sample_all
 
 from coldstream.decoding.sampling_params import SamplingParams
-from coldstream.kernels.sample.cuda import ARGMAX_BYTES, ROW_BYTES, argmax_cuda
+from coldstream.kernels.sample.cuda import ROW_BYTES
 
 CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0)
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
@@ -97,30 +98,31 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 @pytest.mark.usefixtures("host")
 def test_faults_are_counted() -> None:
     good = np.zeros(3000, dtype=np.float32)
-    bad, infinite = good.copy(), good.copy()
+    bad, infinite, ruined = good.copy(), good.copy(), good.copy()
     bad[[1, 2047, 2999]] = [np.nan, np.inf, -np.inf]
     infinite[:] = np.finfo(np.float32).max
+    ruined[::50] = np.nan
     boosted = SamplingParams(repetition_penalty=0.5)
-    cases = [Case(good, [0], PLAIN, 0), Case(bad, [0], boosted, 0), Case(infinite, [3], boosted, 0)]
+    cases = [
+        Case(good, [0], PLAIN, 0),
+        Case(bad, [0], boosted, 0),
+        Case(infinite, [3], boosted, 0),
+        Case(ruined, [3], GREEDY, 0),
+    ]
     tokens, faults = sample_all(cases, CPU)
-    assert faults == [0, 3, -1]
+    assert faults == [0, 3, -1, 60]
     assert all(0 <= token < 3000 for token in tokens)
 
 
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("vocab", [1, 2, 3, 33, 2047, 2048, 2049, 10_000])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_argmax(vocab: int, rows: int) -> None:
+def test_rows_without_a_draw_take_the_largest_logit(vocab: int, rows: int) -> None:
+    """Twice with one workspace."""
     rng = np.random.default_rng(vocab + rows)
-    check_argmax(np.stack([random_logits(rng, vocab) for _ in range(rows)]), CPU)
-
-
-@pytest.mark.usefixtures("host")
-def test_argmax_counts_what_is_not_finite() -> None:
-    logits = torch.zeros(2, 5000)
-    logits[1, ::50] = torch.nan
-    tokens, faults = (torch.full((2,), -1, dtype=torch.int32) for _ in range(2))
-    argmax_cuda(logits, tokens, faults, torch.zeros(2, ARGMAX_BYTES, dtype=torch.uint8))
-    assert faults.tolist() == [0, 100]
-    assert tokens[0] == 0
-    assert 0 <= int(tokens[1]) < 5000
+    workspace = torch.zeros(rows, ROW_BYTES, dtype=torch.uint8, device=CPU)
+    for _ in range(2):
+        cases = [Case(random_logits(rng, vocab), [0], GREEDY, 0) for _ in range(rows)]
+        tokens, faults = sample_all(cases, CPU, workspace)
+        assert tokens == [int(case.logits.argmax()) for case in cases]
+        assert faults == [0] * rows

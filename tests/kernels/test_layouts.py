@@ -4,6 +4,7 @@ CUDA's own compiler compares: a file of kernels is compiled with an assertion fo
 """
 
 import ctypes
+import struct
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,11 +13,14 @@ import numpy as np
 import pytest
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE
+from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, LARGEST_CODE
 from coldstream.kernels.attention import cuda as integers
 from coldstream.kernels.attention import move_rows
-from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
+from coldstream.kernels.attention.arguments import AttentionShape
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, GPU_CACHE_TYPES
+from coldstream.kernels.attention.cache_types import CACHE_TYPES, LARGEST_NIBBLE
 from coldstream.kernels.attention.exact import BLOCK_SIZE as BLOCK_POSITIONS_OF_A_SUM
+from coldstream.kernels.attention.levels import LARGEST_LEVEL, LEVELS
 from coldstream.kernels.attention.planes import LARGEST_TWO_PLANE_CODE, LOW_UNIT
 from coldstream.kernels.cuda import few_shapes, many_tiles
 from coldstream.kernels.cuda.compiler import KERNELS, CompileError, _compile
@@ -60,6 +64,12 @@ DELTA_NET = {
     "DeltaStates": delta_net._States,
     "DeltaOutputs": delta_net._Outputs,
 }
+
+
+def attention_shape(cache_name: str, head_dim: int) -> AttentionShape:
+    return AttentionShape(2, 2, head_dim, CACHE_TYPES[cache_name])
+
+
 STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
     "attention/integers_prepare.cu": {
         "prepare_integers_arguments": integers.PrepareIntegersArguments,
@@ -112,7 +122,11 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "Ahead": router._Ahead,
         "Sharing": partition.Sharing,
     },
-    "sample/sample.cu": {"Logits": sample._Logits, "Settings": sample._Settings},
+    "sample/sample.cu": {
+        "Logits": sample._Logits,
+        "RowSettings": sample._RowSettings,
+        "Sampling": sample._Sampling,
+    },
 }
 NUMBERS: Mapping[str, Mapping[str, float]] = {
     "attention/integers_prepare.cu": {
@@ -121,22 +135,45 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "prepare_threads": integers.PREPARE_THREADS,
         "heads_per_block": integers.PREPARE_HEADS,
         "low_unit": LOW_UNIT,
-        "two_plane_limit": LARGEST_TWO_PLANE_CODE,
+        "code_limit<16>": LARGEST_TWO_PLANE_CODE,
+        "code_limit<8>": LARGEST_CODE,
+        "code_limit<4>": LARGEST_NIBBLE,
+        "code_limit<3>": LARGEST_LEVEL,
+        "positive_levels": int.from_bytes(struct.pack("4b", *LEVELS[:4]), "little"),
+        "negative_levels": int.from_bytes(struct.pack("4b", *LEVELS[4:]), "little"),
+        **{
+            f"(cache_row<{layout.value_bits}, {head_dim}>::bytes)": layout.row_bytes(head_dim)
+            for layout in map(CACHE_LAYOUTS.__getitem__, GPU_CACHE_TYPES)
+            for head_dim in (64, 96, 256)
+        },
     },
     "attention/integers.cu": {
         "pairs": integers.PAIRS,
         "block_positions": BLOCK_POSITIONS_OF_A_SUM,
         **{
-            f"(integer_attention<{planes}, {head_dim}, 4, true>::block::row_bytes)": (
-                CACHE_LAYOUTS[name].row_bytes(head_dim)
+            f"(integer_attention<{CACHE_LAYOUTS[name].value_bits}, {head_dim}, 4, true>::block::row_bytes)": (
+                integers._tile_row_bytes(attention_shape(name, head_dim))
             )
-            for name, planes in (("i16", 2), ("i8", 1))
+            for name in GPU_CACHE_TYPES
             for head_dim in (64, 256)
         },
     },
     "attention/integers_few.cu": {
         "exchanged_stride": integers.EXCHANGED_STRIDE,
         "sizeof(block_share)": integers.SHARE_BYTES,
+    },
+    "attention/integers_warpgroups.cu": {
+        "group_pairs": integers.GROUP_PAIRS,
+        "stages": integers.GROUP_STAGES,
+        "sizeof(tile_note)": integers.NOTE_BYTES,
+        **{
+            f"(multiplying_group<{bits}, {head_dim}, {groups}>::shared_bytes)": next(
+                integers.warpgroup_forms(attention_shape(f"i{bits}", head_dim), False, groups)
+            ).shared_bytes
+            for bits in (16, 8)
+            for head_dim in (128, 256)
+            for groups in (1, 2)
+        },
     },
     "attention/merge.cu": {"merge_shared_bytes": integers.MERGE_SHARED_BYTES},
     "experts/many.cu": {
@@ -199,7 +236,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     },
     "sample/sample.cu": {
         "sizeof(SamplerRow)": sample.ROW_BYTES,
-        "sizeof(ArgmaxRow)": sample.ARGMAX_BYTES,
+        "sizeof(RowSettings) / 4": sample.SETTINGS_WORDS,
         "block_threads": sample.THREADS,
         "block_items": sample.BLOCK_TOKENS,
         "int64_t(block_items) * block_items": sample.MAX_VOCAB,

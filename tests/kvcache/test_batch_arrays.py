@@ -22,7 +22,7 @@ def test_rows_behind_a_batch_are_of_no_sequence() -> None:
     batch = arrays.rows.batch
     assert batch is not None
     assert arrays.token_ids.tolist() == [77, 77, 0, 0, 0]
-    for values in (arrays.rows.positions, arrays.rows.slots, batch.segments, batch.indices, batch.kept):
+    for values in (arrays.rows.positions, arrays.rows.state_ids, batch.segments, batch.indices, batch.kept):
         assert values.tolist() == [77, 77, -1, -1, -1]
     assert (batch.tables == 77).all()
     assert batch.tables.shape == (3, 2)
@@ -34,7 +34,7 @@ def test_a_path_lies_where_a_commit_reads_it() -> None:
     arrays = PathArrays(memory, 4)
     arrays.write(AcceptedPath((0, 2, 5), (8, 9, 3), 300, 6, (11, 12)))
     path = arrays.path
-    assert [int(each[0]) for each in (path.slot, path.count, path.first)] == [6, 3, 300]
+    assert [int(each[0]) for each in (path.state_id, path.count, path.first)] == [6, 3, 300]
     assert path.sources[:3].tolist() == [0, 2, 5]
     assert path.kept[:3].tolist() == [8, 9, 3]
     assert path.table[:2].tolist() == [11, 12]

@@ -1,4 +1,4 @@
-"""Shapes, sizes and slots of the cache."""
+"""Shapes, sizes and state_ids of the cache."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class Shape:
 
 
 def test_shapes_and_bytes() -> None:
-    cache = ModelCache(Shape(), ReferenceOps(), num_slots=5, context_length=100, kv_type="f16")
+    cache = ModelCache(Shape(), ReferenceOps(), num_states=5, context_length=100, kv_type="f16")
     first, second, third = cache.layers
     assert isinstance(first, DeltaNetState)
     assert isinstance(second, AttentionState)
@@ -40,7 +40,7 @@ def test_every_tensor_is_its_own() -> None:
     assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors) == 6
 
 
-def test_reset_clears_one_slot() -> None:
+def test_reset_clears_one_state() -> None:
     cache = ModelCache(Shape(), ReferenceOps(), 3, 10, "f32")
     for tensor in cache.tensors():
         tensor.fill_(1.0)
@@ -52,16 +52,16 @@ def test_reset_clears_one_slot() -> None:
                 assert (tensor[[0, 2]] == 1).all()
 
 
-@pytest.mark.parametrize("slot", [-1, 3])
-def test_there_must_be_such_a_slot(slot: int) -> None:
+@pytest.mark.parametrize("state_id", [-1, 3])
+def test_there_must_be_such_a_state(state_id: int) -> None:
     with pytest.raises(IndexError, match="of 3"):
-        ModelCache(Shape(), ReferenceOps(), 3, 10, "f32").reset(slot)
+        ModelCache(Shape(), ReferenceOps(), 3, 10, "f32").reset(state_id)
 
 
-@pytest.mark.parametrize(("slots", "positions"), [(0, 10), (1, 0), (-1, 10)])
-def test_an_empty_cache_is_refused(slots: int, positions: int) -> None:
+@pytest.mark.parametrize(("state_ids", "positions"), [(0, 10), (1, 0), (-1, 10)])
+def test_an_empty_cache_is_refused(state_ids: int, positions: int) -> None:
     with pytest.raises(ValueError, match="hold nothing"):
-        ModelCache(Shape(), ReferenceOps(), slots, positions)
+        ModelCache(Shape(), ReferenceOps(), state_ids, positions)
 
 
 @pytest.mark.parametrize(

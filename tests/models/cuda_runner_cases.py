@@ -45,6 +45,7 @@ def open_partly(
     context_length: int = 256,
     cache_size: CacheSize | None = None,
     prefetching: Prefetching | None = None,
+    layer_weights: tuple[float, ...] = (),
 ) -> OneSequence:
     """With slots for that share of the experts, and that share of what a token misses read over the bus.
 
@@ -65,6 +66,7 @@ def open_partly(
             tuple(range(spec.num_experts if layer in pinned else count)) for layer in range(spec.num_layers)
         ),
         pinned_layers=pinned,
+        layer_weights=layer_weights,
     )
     by_misses = tuple(round(streamed * misses) for misses in range(spec.num_experts_per_tok + 1))
     run = RunPlan(plan, threads, streamed=by_misses, prefetch=prefetching.experts if prefetching else 0)

@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from coldstream import kvcache
+from coldstream.decoding import AnyLogits, SamplingParams, TokenChooser
 from coldstream.kvcache import Batch, Segment
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.runner import ModelRunner, Progress
@@ -59,6 +60,11 @@ def step_rows(
     """A token of each of several sequences in one step: logits [sequences, vocab]."""
     segments = tuple(Segment(each, [token]) for each, token in zip(sequences, token_ids, strict=True))
     return np.concatenate([np.array(logits) for logits in runner.step(Batch(segments))])
+
+
+def chosen_after(logits: AnyLogits, context: Sequence[int], params: SamplingParams, seed: int) -> int:
+    """The token that follows `context`."""
+    return TokenChooser(params, seed, 0, ())(logits, context).token_id
 
 
 def open_cpu(path: Path, **options: Any) -> OneSequence:

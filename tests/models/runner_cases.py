@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from builders import Dims, write_gguf
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.reference_ops import ReferenceOps
@@ -50,16 +51,21 @@ VARIANTS = {
     "qwen3next": ("qwen3next", {"types": {**MIX, "*.ssm_ba.weight": "Q8_0"}}),
     "qwen3next-first-converters": ("qwen3next", {"ssm_in": True, "quant": "Q4_K", "nextn": True}),
     "float": ("qwen35moe", {"quant": "BF16", "types": {"*_exps.weight": "IQ4_XS"}}),
-}
-# Those, and models that no GPU kernels compute.
-CPU_VARIANTS = {
-    **VARIANTS,
     "qwen3moe": ("qwen3moe", {"types": MIX}),
     "qwen3moe-fused-tied": (
         "qwen3moe",
         {"fused_experts": True, "fused_attention": True, "tied": True, "quant": "Q4_K"},
     ),
 }
+# Architectures whose layers differ, each with the types of cache that tests over several take it with.
+MIXED_LAYERS = [("qwen35moe", "i16"), ("qwen35moe", "i8"), ("qwen3next", "i4"), ("qwen3moe", "i3")]
+
+
+def write_mixed_layers(folder: Path, arch: str) -> Path:
+    """A model of one layer of each kind that `arch` has, and of several types of weights."""
+    path = folder / f"{arch}.gguf"
+    write_gguf(path, arch, types=MIX, dims=Dims(layers=2, interval=2))
+    return path
 
 
 def token_ids(count: int) -> list[int]:
@@ -72,6 +78,6 @@ def reference_logits(path: Path, ids: list[int], kv_type: str = "f32") -> torch.
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         ops = ReferenceOps(exact=True)
         model = CausalLM.load(file, spec, ops)
-    cache = ModelCache(spec, ops, num_slots=1, context_length=len(ids), kv_type=kv_type)
+    cache = ModelCache(spec, ops, num_states=1, context_length=len(ids), kv_type=kv_type)
     rows = Rows(torch.arange(len(ids), dtype=torch.int32), torch.zeros(len(ids), dtype=torch.int32))
     return model.logits(model.forward(torch.tensor(ids, dtype=torch.int32), rows, cache))

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from one_sequence import open_cpu
-from runner_cases import CPU_VARIANTS, MIX, reference_logits, token_ids
+from runner_cases import MIX, VARIANTS, reference_logits, token_ids
 
 from builders import Dims, write_gguf
 from coldstream.errors import InvalidRequestError, ModelChangedError, UnsupportedError
@@ -14,9 +14,9 @@ from coldstream.kernels import _csrc
 from coldstream.models.cpu_runner import CpuRunner
 
 
-@pytest.fixture(scope="module", params=CPU_VARIANTS, ids=list(CPU_VARIANTS))
+@pytest.fixture(scope="module", params=VARIANTS, ids=list(VARIANTS))
 def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    arch, options = CPU_VARIANTS[request.param]
+    arch, options = VARIANTS[request.param]
     path = tmp_path_factory.mktemp("models") / "tiny.gguf"
     write_gguf(path, arch, **options)  # type: ignore[arg-type]
     return path
@@ -32,7 +32,7 @@ def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["moe", "qwen3moe"])
 def hybrid_or_attention(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Experts behind layers of both kinds of mixer, and behind attention alone."""
-    arch, options = CPU_VARIANTS[request.param]
+    arch, options = VARIANTS[request.param]
     path = tmp_path_factory.mktemp("models") / "tiny.gguf"
     write_gguf(path, arch, **options)  # type: ignore[arg-type]
     return path

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from one_sequence import open_cpu
-from runner_cases import CPU_VARIANTS, MIX, token_ids
+from runner_cases import MIX, VARIANTS, token_ids
 
 from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
@@ -81,10 +81,10 @@ def test_ex07_logits_do_not_depend_on_the_budget(
         assert disk.bytes_read > 0
 
 
-@pytest.mark.parametrize("variant", [name for name, (arch, _) in CPU_VARIANTS.items() if arch != "qwen35"])
+@pytest.mark.parametrize("variant", [name for name, (arch, _) in VARIANTS.items() if arch != "qwen35"])
 def test_models_of_every_kind(tmp_path: Path, variant: str) -> None:
     path = tmp_path / "tiny.gguf"
-    arch, options = CPU_VARIANTS[variant]
+    arch, options = VARIANTS[variant]
     write_gguf(path, arch, **options)  # type: ignore[arg-type]
     ids = token_ids(40)
     with open_cpu(path, threads=2, context_length=64) as runner:

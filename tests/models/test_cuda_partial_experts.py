@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from cuda_runner_cases import open_cuda, open_partly
-from one_sequence import OneSequence, step_rows
+from one_sequence import OneSequence, chosen_after, step_rows
 from runner_cases import VARIANTS, reference_logits, token_ids
 
 from builders import write_gguf
 from coldstream.assets import demo_model_path
-from coldstream.decoding import SamplingParams, choose_token
+from coldstream.decoding import SamplingParams
 from coldstream.errors import ModelChangedError
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile
@@ -39,8 +39,7 @@ def answer(
     logits = runner.extend(prompt)
     context = list(prompt)
     for _ in range(count):
-        token = choose_token(logits, context, sampling, seed=5)
-        assert token is not None
+        token = chosen_after(logits, context, sampling, seed=5)
         context.append(token)
         logits = runner.extend((token,))
     return context[len(prompt) :], np.array(logits)

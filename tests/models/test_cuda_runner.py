@@ -10,12 +10,12 @@ import torch
 from cuda_runner_cases import open_cuda
 from hypothesis import given
 from hypothesis import strategies as st
-from one_sequence import OneSequence, open_cpu, step_rows
+from one_sequence import OneSequence, chosen_after, open_cpu, step_rows
 from runner_cases import MIX, VARIANTS, reference_logits, token_ids
 
 from builders import write_gguf
 from coldstream.assets import demo_model_path
-from coldstream.decoding import SamplingParams, choose_token, sample_token
+from coldstream.decoding import SamplingParams, sample_token
 from coldstream.errors import InvalidRequestError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
@@ -250,7 +250,7 @@ def test_trap_49_a_token_that_the_gpu_chose_is_one_of_the_vocabulary(runner: One
         logits = runner.extend((token,))
         expected = np.asarray(logits)
         for params in (SamplingParams(temperature=0), SamplingParams(repetition_penalty=1.3)):
-            chosen = choose_token(logits, context, params, 7)
+            chosen = chosen_after(logits, context, params, 7)
             assert 0 <= chosen < runner.spec.vocab_size
             assert chosen == sample_token(expected, context, params, 7)
     runner.extend((1,))
@@ -317,8 +317,8 @@ def test_the_kernels_of_a_model_are_known_before_it_runs(
     names = " ".join(instance for _, instance in noted)
     for part in ("linear_one", "linear_few", "linear_many<", "expert_gate_up", "experts_many<", "router_few"):
         assert part in names
-    assert names.count("attention_integers_few<1") == 1
-    assert names.count("attention_integers<1") == 4  # for some rows and many, with and without trees
+    assert names.count("attention_integers_few<8") == 1
+    assert names.count("attention_integers<8") == 4  # for some rows and many, with and without trees
     assert instance_for("coldstream::linear_one", FEW_TYPES) not in names, "only what the model has"
 
 
@@ -349,7 +349,7 @@ def test_nothing_is_compiled_once_a_model_is_loaded(
             runner.reset()
             logits = runner.extend(token_ids(count))
             for params in (SamplingParams(temperature=0), SamplingParams(repetition_penalty=1.3)):
-                choose_token(logits, [1, 2], params, 7)
+                chosen_after(logits, [1, 2], params, 7)
         other = runner.new_sequence()
         step_rows(runner, [runner.sequence, other], [1, 2])
         for size in (9, 60):

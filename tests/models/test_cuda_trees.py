@@ -3,18 +3,17 @@
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from cuda_runner_cases import open_cuda, open_partly
 from one_sequence import OneSequence, open_cpu
-from runner_cases import MIX
+from runner_cases import MIXED_LAYERS, write_mixed_layers
 from tree_cases import CONTEXT, LENGTHS, Oracle, Prompts, Tree, check_batch_of_trees, prompt
 
-from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.experts.prefetching import Prefetching
-from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
 from coldstream.kvcache import Batch, CacheSize, Segment
 
 pytestmark = pytest.mark.gpu
@@ -23,29 +22,27 @@ SIZE = CacheSize.of(len(LENGTHS) + 32, CONTEXT, num_trees=8)
 CPU_SIZE = CacheSize.of(len(LENGTHS) + 64, CONTEXT, num_trees=8)
 
 
-@pytest.fixture(scope="module")
-def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path, dims = tmp_path_factory.mktemp("models") / "small.gguf", Dims(layers=2, interval=2)
-    write_gguf(path, types=MIX, dims=dims)
-    return path
+class Model(NamedTuple):
+    path: Path
+    kv_type: str
+    oracle: Oracle
 
 
-@pytest.fixture(scope="module", params=GPU_CACHE_TYPES)
-def oracle(request: pytest.FixtureRequest, small_path: Path) -> Iterator[tuple[str, Oracle]]:
-    with open_cpu(
-        small_path, threads=1, context_length=CONTEXT, cache_size=CPU_SIZE, kv_type=request.param
-    ) as runner:
-        yield request.param, Oracle(runner)
+@pytest.fixture(scope="module", params=MIXED_LAYERS, ids="-".join)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    arch, kv_type = request.param
+    path = write_mixed_layers(tmp_path_factory.mktemp("models"), arch)
+    with open_cpu(path, threads=1, context_length=CONTEXT, cache_size=CPU_SIZE, kv_type=kv_type) as runner:
+        yield Model(path, kv_type, Oracle(runner))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_trees_are_plain_decoding(small_path: Path, oracle: tuple[str, Oracle], seed: int) -> None:
-    kv_type, plain = oracle
+def test_trees_are_plain_decoding(model: Model, seed: int) -> None:
     random = Random(seed)
-    with open_cuda(small_path, context_length=CONTEXT, kv_type=kv_type, cache_size=SIZE) as runner:
+    with open_cuda(model.path, context_length=CONTEXT, kv_type=model.kv_type, cache_size=SIZE) as runner:
         prompts = Prompts(runner)
         for _ in range(15):
-            check_batch_of_trees(prompts, plain, random)
+            check_batch_of_trees(prompts, model.oracle, random)
 
 
 @pytest.fixture(scope="module")
@@ -76,26 +73,24 @@ def test_trees_of_the_demo_model_wherever_experts_are(
             check_batch_of_trees(prompts, demo, random, num_trees=4)
 
 
-def test_32_sequences_of_mixed_lengths_in_one_batch(small_path: Path, oracle: tuple[str, Oracle]) -> None:
-    kv_type, plain = oracle
+def test_32_sequences_of_mixed_lengths_in_one_batch(model: Model) -> None:
     random = Random(32)
     lengths = [random.choice(LENGTHS) for _ in range(32)]
-    with open_cuda(small_path, context_length=CONTEXT, kv_type=kv_type, cache_size=SIZE) as runner:
+    with open_cuda(model.path, context_length=CONTEXT, kv_type=model.kv_type, cache_size=SIZE) as runner:
         prompts = Prompts(runner)
         sequences = [prompts.begin(length) for length in lengths]
         for token in (3, 1, 4, 1):
             batch = Batch(tuple(Segment(sequence, [token]) for sequence in sequences))
             logits = [np.array(each) for each in runner.step(batch)]
         for i, length in enumerate(lengths):
-            (expected,) = plain.logits(length, [3, 1, 4, 1])
+            (expected,) = model.oracle.logits(length, [3, 1, 4, 1])
             assert np.array_equal(logits[i][0], expected[-1]), length
 
 
-def test_a_prompt_beside_rows_of_trees(small_path: Path, oracle: tuple[str, Oracle]) -> None:
+def test_a_prompt_beside_rows_of_trees(model: Model) -> None:
     """A step with a long chain, a tree and a short chain, whose rows take different kernels."""
-    kv_type, plain = oracle
     tree = Tree([5, 6, 7, 8, 9], [-1, 0, 0, 1, -1])
-    with open_cuda(small_path, context_length=CONTEXT, kv_type=kv_type, cache_size=SIZE) as runner:
+    with open_cuda(model.path, context_length=CONTEXT, kv_type=model.kv_type, cache_size=SIZE) as runner:
         prompts = Prompts(runner)
         for length in (0, 70, 300):
             long, other, short = runner.new_sequence(), prompts.begin(length), prompts.begin(length)
@@ -105,14 +100,14 @@ def test_a_prompt_beside_rows_of_trees(small_path: Path, oracle: tuple[str, Orac
                 Segment(short, [1, 2, 3]),
             )
             logits = [np.array(each) for each in runner.step(Batch(segments))]
-            assert np.array_equal(logits[0], plain.logits(0, prompt(130))[0])
+            assert np.array_equal(logits[0], model.oracle.logits(0, prompt(130))[0])
             for row in range(5):
                 path = [tree.token_ids[each] for each in tree.path(row)]
-                assert np.array_equal(logits[1][row], plain.logits(length, path)[0][-1])
-            assert np.array_equal(logits[2][0], plain.logits(length, [1, 2, 3])[0][-1])
+                assert np.array_equal(logits[1][row], model.oracle.logits(length, path)[0][-1])
+            assert np.array_equal(logits[2][0], model.oracle.logits(length, [1, 2, 3])[0][-1])
             runner.commit(other, [0, 1, 3])
             (after,) = runner.step(Batch((Segment(other, [2]),)))
-            assert np.array_equal(np.array(after)[0], plain.logits(length, [5, 6, 8, 2])[0][-1])
+            assert np.array_equal(np.array(after)[0], model.oracle.logits(length, [5, 6, 8, 2])[0][-1])
             for sequence in (long, other, short):
                 runner.release(sequence)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from one_sequence import OneSequence, open_cpu
-from runner_cases import CPU_VARIANTS, MIX
+from runner_cases import MIX, VARIANTS
 from tree_cases import CONTEXT, LENGTHS, Oracle, Prompts, Tree, check_batch_of_trees, prompt, random_tree
 
 from builders import Dims, write_gguf
@@ -72,9 +72,9 @@ def test_trees_with_windows(small_path: Path, kv_type: str, window: int) -> None
             check_batch_of_trees(prompts, oracle, random)
 
 
-@pytest.mark.parametrize("name", CPU_VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_trees_of_every_kind_of_model(tmp_path: Path, name: str) -> None:
-    arch, options = CPU_VARIANTS[name]
+    arch, options = VARIANTS[name]
     (path,) = write_gguf(tmp_path / "tiny.gguf", arch, **options)  # type: ignore[arg-type]
     with open_runner(path, threads=2) as runner, open_runner(path, threads=1) as plain:
         prompts, oracle, random = Prompts(runner), Oracle(plain), Random(name)
@@ -124,12 +124,19 @@ def torch_rows(rows: Rows, count: int) -> Rows:
     """The first rows, over the same memory."""
     batch = rows.batch
     assert batch is not None
-    segments, indices, parents, kept, positions, slots = (
+    segments, indices, parents, kept, positions, state_ids = (
         torch.from_numpy(values[:count])
-        for values in (batch.segments, batch.indices, batch.parents, batch.kept, rows.positions, rows.slots)
+        for values in (
+            batch.segments,
+            batch.indices,
+            batch.parents,
+            batch.kept,
+            rows.positions,
+            rows.state_ids,
+        )
     )
     tables = torch.from_numpy(batch.tables)
-    return Rows(positions, slots, BatchRows(segments, tables, indices, parents, kept))
+    return Rows(positions, state_ids, BatchRows(segments, tables, indices, parents, kept))
 
 
 class Reference:

@@ -7,7 +7,6 @@ import pytest
 
 from builders import Dims, write_gguf
 from coldstream.engine.config import EngineConfig, cache_bytes_per_token
-from coldstream.errors import UnsupportedError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models import fixed_part
 from coldstream.models.cpu_runner import CpuRunner
@@ -95,7 +94,7 @@ def test_without_a_plan_steps_are_as_long_as_in_one(tmp_path: Path, arch: str) -
             assert chosen_chunk_size(file, spec, CTX, "i16", budget) == part.chunk_size
 
 
-@pytest.mark.parametrize("arch", ["qwen35moe", "qwen35", "qwen3next"])
+@pytest.mark.parametrize("arch", ["qwen35moe", "qwen35", "qwen3next", "qwen3moe"])
 def test_what_is_counted_for_a_gpu_and_what_is_estimated_agree(
     tmp_path: Path, arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,22 +111,6 @@ def test_what_is_counted_for_a_gpu_and_what_is_estimated_agree(
     )
     assert counted.weights == pytest.approx(estimated.weights, rel=0.1)
     assert 0.5 < counted.workspace / estimated.workspace < 2
-
-
-@pytest.mark.parametrize("missing", [(), ("torch",)], ids=["counted", "estimated"])
-def test_a_model_without_gpu_kernels_is_not_planned_for_a_gpu(
-    tmp_path: Path, missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, "qwen3moe")
-    _, spec, sizes = read(path)
-    assert sizes.state_bytes == 0
-    monkeypatch.setattr(fixed_part, "missing_packages", lambda: missing)
-    with (
-        GGUFFile.open(path) as file,
-        pytest.raises(UnsupportedError, match=r"attention without an output gate.*--device cpu"),
-    ):
-        fixed_parts_on_gpu(file, spec, sizes, CTX, "i16", [2**33])
 
 
 def test_a_small_budget_takes_small_steps_of_prefill(tmp_path: Path) -> None:

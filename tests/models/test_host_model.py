@@ -3,19 +3,19 @@
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from cuda_runner_cases import open_cuda, open_partly
-from one_sequence import OneSequence, open_cpu
-from runner_cases import MIX, token_ids
-from tree_cases import CONTEXT, Oracle, Prompts, check_batch_of_trees
+from one_sequence import OneSequence, chosen_after, open_cpu
+from runner_cases import MIXED_LAYERS, token_ids, write_mixed_layers
+from tree_cases import CONTEXT, Oracle, Prompts, Tree, check_batch_of_trees, prompt
 
-from builders import Dims, write_gguf
+from coldstream.decoding import Choice, Chosen, SamplingParams, choose_tokens
 from coldstream.experts.prefetching import Prefetching
-from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
 from coldstream.kernels.ops import SHORT_CONTEXT
-from coldstream.kvcache import CacheSize
+from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models import cuda_runner
 from host_device import HostDevice
 from host_gpu import gpu_on
@@ -24,19 +24,18 @@ SIZE = CacheSize.of(80, CONTEXT, num_trees=8)
 LENGTHS = (0, 5, 64, 130, 257)
 
 
-@pytest.fixture(scope="module")
-def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "small.gguf"
-    write_gguf(path, types=MIX, dims=Dims(layers=2, interval=2))
-    return path
+class Model(NamedTuple):
+    path: Path
+    kv_type: str
+    cpu: OneSequence
 
 
-@pytest.fixture(scope="module", params=GPU_CACHE_TYPES)
-def cpu(request: pytest.FixtureRequest, small_path: Path) -> Iterator[tuple[str, OneSequence]]:
-    with open_cpu(
-        small_path, threads=1, context_length=CONTEXT, cache_size=SIZE, kv_type=request.param
-    ) as runner:
-        yield request.param, runner
+@pytest.fixture(scope="module", params=MIXED_LAYERS, ids="-".join)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    arch, kv_type = request.param
+    path = write_mixed_layers(tmp_path_factory.mktemp("models"), arch)
+    with open_cpu(path, threads=1, context_length=CONTEXT, cache_size=SIZE, kv_type=kv_type) as runner:
+        yield Model(path, kv_type, runner)
 
 
 @pytest.fixture
@@ -56,22 +55,47 @@ def check_chains(runner: OneSequence, plain: OneSequence, counts: tuple[int, ...
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("short_context", [SHORT_CONTEXT, 0], ids=["short", "deep"])
-def test_a_chain(
-    small_path: Path, cpu: tuple[str, OneSequence], monkeypatch: pytest.MonkeyPatch, short_context: int
-) -> None:
+def test_a_chain(model: Model, monkeypatch: pytest.MonkeyPatch, short_context: int) -> None:
     """Short contexts have kernels of their own."""
     monkeypatch.setattr(cuda_runner, "SHORT_CONTEXT", short_context)
-    kv_type, plain = cpu
-    with open_cuda(small_path, context_length=CONTEXT, kv_type=kv_type, cache_size=SIZE) as runner:
-        check_chains(runner, plain)
+    with open_cuda(model.path, context_length=CONTEXT, kv_type=model.kv_type, cache_size=SIZE) as runner:
+        check_chains(runner, model.cpu)
 
 
 @pytest.mark.usefixtures("gpu")
-def test_trees_and_chains(small_path: Path, cpu: tuple[str, OneSequence]) -> None:
-    kv_type, plain = cpu
-    with open_cuda(small_path, context_length=CONTEXT, kv_type=kv_type, cache_size=SIZE) as runner:
-        prompts, oracle = Prompts(runner), Oracle(plain)
+def test_trees_and_chains(model: Model) -> None:
+    with open_cuda(model.path, context_length=CONTEXT, kv_type=model.kv_type, cache_size=SIZE) as runner:
+        prompts, oracle = Prompts(runner), Oracle(model.cpu)
         check_batch_of_trees(prompts, oracle, Random(5), num_trees=3, lengths_of_prompts=LENGTHS)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_each_node_of_a_tree_chooses_by_its_own_path(model: Model) -> None:
+    """Beside a chain of another request, whose settings are others."""
+    tree = Tree([7, 7, 9, 7, 9], [-1, 0, 0, 1, 1])
+    params = SamplingParams(frequency_penalty=-2.0, presence_penalty=-2.0)  # what was there comes again
+    other = SamplingParams(temperature=0, repetition_penalty=1.5, repeat_last_n=2)
+    choices = []
+    with open_cuda(model.path, context_length=CONTEXT, kv_type=model.kv_type, cache_size=SIZE) as runner:
+        first, second = (Prompts(runner).begin(length) for length in (5, 3))
+        segments = Segment(first, tree.token_ids, tree.parents), Segment(second, [4, 4])
+        nodes, chain = runner.step(Batch(segments))
+        for node in range(len(tree.parents)):
+            path = prompt(5) + [tree.token_ids[row] for row in tree.path(node)]
+            choices.append(Choice(nodes[node], path, params, 3))
+        choices.append(Choice(chain[0], [*prompt(3), 4, 4], other, 0))
+        outcomes = choose_tokens(choices)
+        expected = [
+            chosen_after(model.cpu.runner.logits(each.context)[-1], each.context, each.params, each.seed)
+            for each in choices
+        ]
+    assert outcomes == [Chosen(token_id) for token_id in expected]
+
+
+@pytest.fixture(scope="module", params=["qwen35moe", "qwen3moe"])
+def path_of_experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a shared expert in each layer, and without."""
+    return write_mixed_layers(tmp_path_factory.mktemp("models"), request.param)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -81,11 +105,24 @@ def test_trees_and_chains(small_path: Path, cpu: tuple[str, OneSequence]) -> Non
     ids=str,
 )
 def test_wherever_experts_are(
-    small_path: Path, share: float, streamed: float, prefetching: Prefetching | None
+    path_of_experts: Path, share: float, streamed: float, prefetching: Prefetching | None
 ) -> None:
     options = {"streamed": streamed, "context_length": CONTEXT, "prefetching": prefetching}
     with (
-        open_cpu(small_path, threads=1, context_length=CONTEXT) as plain,
-        open_partly(small_path, share, **options) as runner,
+        open_cpu(path_of_experts, threads=1, context_length=CONTEXT) as plain,
+        open_partly(path_of_experts, share, **options) as runner,
     ):
         check_chains(runner, plain, (1, 5, 20, 90))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_experts_of_weighted_layers_are_protected_and_change_no_bit(path_of_experts: Path) -> None:
+    hits, logits = [], []
+    for weights in ((30.0, 1.0), (1.0, 30.0)):
+        with open_partly(path_of_experts, 0.4, context_length=CONTEXT, layer_weights=weights) as runner:
+            logits += [np.array(runner.decode(token)) for token in token_ids(40)]
+            assert runner.expert_cache is not None
+            hits.append(runner.expert_cache.counters.hits)
+    assert np.array_equal(logits[:40], logits[40:])
+    assert hits[0][0] > 1.5 * hits[1][0]
+    assert hits[1][1] > 1.5 * hits[0][1]

@@ -22,7 +22,7 @@ LARGEST_DISTANCES = {"i16": 0.0001, "i8": 0.0143}
 
 def logits(model: CausalLM, token_ids: torch.Tensor, kv_type: str) -> torch.Tensor:
     count = len(token_ids)
-    cache = ModelCache(model.spec, model.ops, num_slots=1, context_length=count, kv_type=kv_type)
+    cache = ModelCache(model.spec, model.ops, num_states=1, context_length=count, kv_type=kv_type)
     rows = Rows(torch.arange(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32))
     result: torch.Tensor = model.logits(model.forward(token_ids, rows, cache))
     return result

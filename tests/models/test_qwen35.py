@@ -76,14 +76,14 @@ def load(path: Path, *, exact: bool = False) -> CausalLM:
 
 
 def make_rows(*sequences: tuple[int, int, int]) -> Rows:
-    """Rows of (slot, first position, count) sequences."""
+    """Rows of (state_id, first position, count) sequences."""
     positions = [p for _, start, count in sequences for p in range(start, start + count)]
-    slots = [slot for slot, _, count in sequences for _ in range(count)]
-    return Rows(torch.tensor(positions, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32))
+    state_ids = [state_id for state_id, _, count in sequences for _ in range(count)]
+    return Rows(torch.tensor(positions, dtype=torch.int32), torch.tensor(state_ids, dtype=torch.int32))
 
 
-def cache_for(model: CausalLM, slots: int = 1) -> ModelCache:
-    return ModelCache(model.spec, model.ops, slots, context_length=128, kv_type="f32")
+def cache_for(model: CausalLM, state_ids: int = 1) -> ModelCache:
+    return ModelCache(model.spec, model.ops, state_ids, context_length=128, kv_type="f32")
 
 
 @torch.no_grad()
@@ -212,11 +212,11 @@ def test_cpu_logits_are_the_exact_reference_bit_for_bit(gguf_path, token_ids) ->
     ops = CpuOps(2)
     with GGUFFile.open(path) as file:
         model = CausalLM.load(file, ModelSpec.from_gguf(file.metadata, file.tensors), ops)
-        cache = ModelCache(model.spec, ops, num_slots=1, context_length=count)
+        cache = ModelCache(model.spec, ops, num_states=1, context_length=count)
         rows = Rows(ops.int_vector(range(count)), ops.int_vector([0] * count))
         actual = model.logits(model.forward(ops.int_vector(token_ids[:count]), rows, cache))
     reference = load(path, exact=True)
-    cache = ModelCache(reference.spec, reference.ops, num_slots=1, context_length=count)
+    cache = ModelCache(reference.spec, reference.ops, num_states=1, context_length=count)
     expected = feed(reference, cache, token_ids[:count], make_rows((0, 0, count)))
     np.testing.assert_array_equal(actual, expected.numpy())
 
@@ -225,22 +225,22 @@ def test_chunks_and_neighbours_change_nothing(gguf_path, token_ids) -> None:
     """Two sequences in chunks and steps of one, side by side in a batch, against each alone and at once."""
     model = load(gguf_path(True, 3))
     first, second = token_ids[:40], token_ids[40:]
-    cache = cache_for(model, slots=3)
+    cache = cache_for(model, state_ids=3)
     outputs = {2: [], 0: []}
     for (a, b), (c, d) in [((0, 7), (0, 1)), ((7, 8), (1, 23)), ((8, 40), (23, 24)), ((40, 40), (24, 30))]:
         rows = make_rows((2, a, b - a), (0, c, d - c))
         result = feed(model, cache, first[a:b] + second[c:d], rows)
         outputs[2].append(result[: b - a])
         outputs[0].append(result[b - a :])
-    for slot, ids in ((2, first), (0, second)):
-        torch.testing.assert_close(torch.cat(outputs[slot]), logits(model, ids), atol=1e-3, rtol=0)
+    for state_id, ids in ((2, first), (0, second)):
+        torch.testing.assert_close(torch.cat(outputs[state_id]), logits(model, ids), atol=1e-3, rtol=0)
 
 
-def test_a_slot_starts_afresh_after_reset(gguf_path, token_ids) -> None:
+def test_a_state_starts_afresh_after_reset(gguf_path, token_ids) -> None:
     model = load(gguf_path(False, 2))
-    cache = cache_for(model, slots=2)
-    for slot in (0, 1):
-        feed(model, cache, token_ids[:20], make_rows((slot, 0, 20)))
+    cache = cache_for(model, state_ids=2)
+    for state_id in (0, 1):
+        feed(model, cache, token_ids[:20], make_rows((state_id, 0, 20)))
     cache.reset(1)
     again = feed(model, cache, token_ids[:9], make_rows((1, 0, 9)))
     torch.testing.assert_close(again, logits(model, token_ids[:9]))

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 from one_sequence import OneSequence, open_cpu
-from runner_cases import CPU_VARIANTS
+from runner_cases import VARIANTS
 from tree_cases import prompt
 
 from builders import write_gguf
@@ -22,7 +22,7 @@ SIZE = CacheSize.of(8, CONTEXT, num_trees=2)
 @pytest.fixture(scope="module", params=["moe", "qwen3moe"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Experts behind layers of both kinds of mixer, and behind attention alone."""
-    arch, options = CPU_VARIANTS[request.param]
+    arch, options = VARIANTS[request.param]
     path = tmp_path_factory.mktemp("models") / "tiny.gguf"
     write_gguf(path, arch, **options)  # type: ignore[arg-type]
     return path

@@ -22,13 +22,12 @@ CONTEXT = 700
 # Around blocks of 64 positions, chunks of 256, and steps of few rows.
 SIZES = (1, 2, 7, 9, 17, 63, 64, 65, 130, 256, 257, 600)
 CPU_SIZES = (1, 9, 65, 257, 600)
-GPU_SLOTS = 4
 
 
-def fill_with_nan(tensors: Sequence[Any], slot: int) -> None:
-    """All positions of the slot; the scales of integer types, which are floats in bytes, become NaN too."""
+def fill_with_nan(tensors: Sequence[Any], state_id: int) -> None:
+    """All of a state; the scales of integer types, which are floats in bytes, become NaN too."""
     for tensor in tensors:
-        tensor[slot, ...] = np.nan if "float" in str(tensor.dtype) else -1
+        tensor[state_id, ...] = np.nan if "float" in str(tensor.dtype) else -1
 
 
 def answers(runner: ModelRunner, size: int) -> list[np.ndarray]:
@@ -82,7 +81,9 @@ def test_nf01_sequences_beside_a_damaged_one_keep_their_bits(moe_path: Path) -> 
             alone, sequences = [], [runner.new_sequence() for _ in prompts]
             for sequence, prompt, token in zip(sequences, prompts, next_ids, strict=True):
                 runner.runner.extend(sequence, prompt)
-                alone.append(np.array(runner.runner.extend(runner.branch(sequence), [token])))
+                branch = runner.branch(sequence)
+                alone.append(np.array(runner.runner.extend(branch, [token])))
+                runner.release(branch)
             damaged = sequences[1]
             runner.release(runner.branch(damaged))
             for layer in runner._sequences.tensors.layers:

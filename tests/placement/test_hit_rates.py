@@ -37,6 +37,15 @@ def test_a_trace_gives_what_the_policy_holds_of_its_end(num_steps: int) -> None:
         assert curve.at(0.5) == replayed > 0.5
 
 
+def test_layers_that_are_weighed_are_weighed_in_a_replay() -> None:
+    trace = skewed_trace(300)
+    weights = np.repeat([8.0, 1.0, 1.0], 40)
+    profile, end = trace.counts(), RoutingTrace(MODEL, trace.topk_ids[150:])
+    profile = RoutingTrace(MODEL, trace.topk_ids[:150]).counts() / 150
+    replayed = simulate(end, DecayedFrequency(weights=weights), 60, profile).hit_rate
+    assert HitCurve.from_trace(trace, weights).at(0.5) == replayed != HitCurve.from_trace(trace).at(0.5)
+
+
 def test_a_trace_of_one_step_is_enough() -> None:
     assert HitCurve.from_trace(skewed_trace(1)).at(0.5) == 0.0
 

@@ -28,14 +28,15 @@ from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 MODEL = sizes(10, 30, 10)
-PLACEMENT = plan_placement(MODEL, fixed(weights=40, caches=5), 155, options=PlanOptions(num_pinned_layers=1))
+OPTIONS = PlanOptions(num_pinned_layers=1, layer_weights=((2, 1.5),))
+PLACEMENT = plan_placement(MODEL, fixed(weights=40, caches=5), 155, options=OPTIONS)
 USES = tuple((0.5, 0.25, 0.0, 1 / 3) for _ in range(3))
 PLAN = RunPlan(PLACEMENT, threads=3, uses=USES, streamed=(0, 1), prefetch=2)
 
 
 @given(models(), st.integers(0, 1000), st.integers(0, 9), st.integers(0, 3))
 def test_what_is_written_is_read(model: ModelSizes, budget: int, seed: int, pinned: int) -> None:
-    options = PlanOptions(num_pinned_layers=pinned)
+    options = PlanOptions(num_pinned_layers=pinned, layer_weights=((pinned, 0.3),))
     try:
         uses = random_uses(model, seed)
         placement = plan_placement(model, fixed(weights=9), budget, uses=uses, options=options)
@@ -65,7 +66,7 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
     ("spoil", "kind", "said"),
     [
         (change(format="other"), UnsupportedError, "format"),
-        (change(version=1), UnsupportedError, "version: 1, this program knows 3"),
+        (change(version=1), UnsupportedError, "version: 1, this program knows 4"),
         (change(more=1), InconsistentError, "unknown: more"),
         (lambda document: document.pop("tier"), InconsistentError, "missing or unknown: tier"),
         (change(model=None), InconsistentError, "model"),
@@ -82,6 +83,10 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
         (change(resident=[[0, 1, 2, 3], [], [4]]), InconsistentError, "experts of layer 2"),
         (change(resident=[[0, 1, 2], [], []]), InconsistentError, "pinned layer"),
         (change(pinned_layers={}), InconsistentError, "a list of numbers is none"),
+        (change(layer_weights=[1.5]), InconsistentError, "1 weights of layers, 3 layers"),
+        (change(layer_weights=[1.0, 0.0, 1.0]), InconsistentError, "no number above 0"),
+        (change(layer_weights=[1.0, "2", 1.0]), InconsistentError, "weights of layers are no numbers"),
+        (change(layer_weights=None), InconsistentError, "weights of layers are no numbers"),
         (change(fixed=[]), InconsistentError, "fixed has other fields"),
         (lambda document: document["fixed"].update(weights="1"), InconsistentError, "weights is '1'"),
         (lambda document: document["fixed"].update(kv_type=1), InconsistentError, "kv_type is 1"),

@@ -18,7 +18,13 @@ SEEDS = st.integers(0, 2**32)
 
 @st.composite
 def options(draw: st.DrawFn) -> PlanOptions:
-    return PlanOptions(draw(st.integers(0, 3)), draw(st.integers(0, 3)), draw(st.booleans()))
+    return PlanOptions(
+        num_pinned_layers=draw(st.integers(0, 3)),
+        min_per_layer=draw(st.integers(0, 3)),
+        min_per_size=draw(st.integers(0, 3)),
+        has_ring=draw(st.booleans()),
+        layer_weights=tuple(draw(st.lists(st.tuples(st.integers(0, 4), st.floats(0.1, 10)), max_size=3))),
+    )
 
 
 def test_the_most_used_are_resident_after_each_layers_share() -> None:
@@ -161,6 +167,30 @@ def test_layers_are_pinned_from_the_outside() -> None:
         plan_placement(model, fixed(), 79, options=PlanOptions(num_pinned_layers=2, has_ring=False))
 
 
+def test_uses_of_weighted_layers_count_for_more() -> None:
+    uses = np.array([[9, 7, 5, 3], [8, 6, 4, 2]])
+    for weights, resident in (
+        ((), ((0, 1), (0, 1))),
+        (((0, 1.0), (1, 1.0)), ((0, 1), (0, 1))),
+        (((1, 2.0),), ((0,), (0, 1, 2))),
+        (((1, 9.0), (1, 2.0)), ((0,), (0, 1, 2))),  # the last one is meant
+        (((0, 0.5),), ((0,), (0, 1, 2))),
+    ):
+        chosen = replace(NO_RING, layer_weights=weights)
+        plan = plan_placement(sizes(10, 10), fixed(), 40, uses=uses, options=chosen)
+        assert plan.resident == resident
+    assert plan.layer_weights == (0.5, 1.0)
+    assert plan.expert_weights is not None
+    assert plan.expert_weights.tolist() == [0.5] * 4 + [1.0] * 4
+
+
+def test_weights_of_one_are_no_weights() -> None:
+    chosen = replace(NO_RING, layer_weights=((0, 1.0), (1, 1.0)))
+    plan = plan_placement(sizes(10, 10), fixed(), 40, options=chosen)
+    assert plan == plan_placement(sizes(10, 10), fixed(), 40, options=NO_RING)
+    assert plan.expert_weights is None
+
+
 @pytest.mark.parametrize(
     "uses",
     [np.ones((2, 3)), np.ones((4, 2)), -np.ones((2, 4)), np.full((2, 4), np.nan), np.full((2, 4), np.inf)],
@@ -184,6 +214,11 @@ def test_a_plan_that_contradicts_itself_cannot_be_made() -> None:
         {"pinned_layers": (0,)},
         {"pinned_layers": (2,)},
         {"expert_bytes": (10,)},
+        {"layer_weights": (2.0,)},
+        {"layer_weights": (2.0, 0.0)},
+        {"layer_weights": (2.0, -1.0)},
+        {"layer_weights": (2.0, np.inf)},
+        {"layer_weights": (2.0, np.nan)},
     ]
     for change in wrong:
         with pytest.raises(ValueError, match=r"."):

@@ -18,6 +18,7 @@ from coldstream.placement.policies import (
     Lru,
     Policy,
     Static,
+    num_numbers,
     numbers,
     simulate,
 )
@@ -294,6 +295,40 @@ def test_candidates_of_a_callers_own_are_chosen_best_first() -> None:
     assert policy.choose(candidates, residents, 0).admitted.tolist() == [3, 4]
     policy.start(np.array([0.1, 0.2, 0.3, 0.0, 0.0, 0.0]))
     assert not policy.choose(candidates, residents, 0).admitted.size
+
+
+@given(seed=st.integers(0, 1000), late=st.booleans())
+def test_weights_multiply_what_is_compared(seed: int, late: bool) -> None:
+    trace = make_trace(seed)
+    profile, weights = (
+        trace.counts().reshape(-1) / trace.num_steps,
+        2.0 ** (np.arange(num_numbers(trace)) % 4),
+    )
+    make = DecayedFrequency.for_late_copies if late else DecayedFrequency
+    plain, weighted = make(), make(weights=weights)
+    for policy in (plain, weighted):
+        policy.start(profile)
+    for used in numbers(trace):
+        assert np.array_equal(weighted.scores, weights * plain.scores)
+        for policy in (plain, weighted):
+            policy.observe(used)
+
+
+def test_trap_18_a_weighted_expert_stays_longer_and_leaves_for_what_is_used_more() -> None:
+    def uses_until_replaced(weight: float) -> int:
+        policy = DecayedFrequency(
+            recency_weight=0.0, decay=1 - 1e-9, hysteresis=1.0, payback=0.5, weights=np.array([weight, 1.0])
+        )
+        policy.start(np.zeros(2))
+        resident = np.array([True, False])
+        for _ in range(4):
+            assert not policy.step(np.array([0]), resident, 1).evicted.size
+        for uses in range(1, 20):
+            if policy.step(np.array([1]), resident, 1).evicted.tolist() == [0]:
+                return uses
+        raise AssertionError("never replaced")
+
+    assert [uses_until_replaced(weight) for weight in (0.5, 1.0, 1.5, 3.0)] == [3, 5, 7, 13]
 
 
 def test_no_slots_are_refused() -> None:

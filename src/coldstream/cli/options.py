@@ -26,7 +26,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 MAX_COUNTS = 32
 
-_CACHE_HELP = "Type of cached {} [default: i16]; f16, f32, i4 and i3 need a CPU."
+_CACHE_HELP = "Type of cached {} [default: i16]; f16 and f32 need a CPU."
 
 
 def parse_size(text: str) -> int:
@@ -54,6 +54,25 @@ def parse_num_tokens(text: str) -> int:
             "context has room for"
         )
     return int(text)
+
+
+def parse_layer_weights(text: str) -> tuple[tuple[int, float], ...]:
+    """Layers or ranges of layers with a weight each: 0-5=2,37-39=1.5. Raises click.BadParameter.
+
+    Gives (layer, weight) for each layer that is named.
+    """
+    weights = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?=(\d{1,6}(?:\.\d{1,6})?)", part, re.ASCII)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        weight = float(found[3]) if found else 0.0
+        if first > last or weight == 0:
+            raise click.BadParameter(
+                f"{part!r} is not LAYER=WEIGHT or FIRST-LAST=WEIGHT with a weight above 0; separate several "
+                "by commas, for example 0-5=2,37-39=2"
+            )
+        weights += [(layer, weight) for layer in range(first, last + 1)]
+    return tuple(weights)
 
 
 def parse_counts(text: str) -> tuple[int, ...]:

@@ -1,16 +1,23 @@
 """`coldstream plan`: what goes where under a budget, the speed to expect, and what more memory would add."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import click
 
 from coldstream.cli.model_argument import model_or_bundled
-from coldstream.cli.options import check_writable, common_options, engine_config, engine_options
+from coldstream.cli.options import (
+    check_writable,
+    common_options,
+    engine_config,
+    engine_options,
+    parse_layer_weights,
+)
 from coldstream.cli.tables import print_table
 from coldstream.cli.terminal import ProgressLine, format_bytes, note
 from coldstream.placement.forecast import Forecast, forecast, rates_used
@@ -45,6 +52,13 @@ _SLOW_NAMES = {"vram": "RAM", "ram": "disk"}
     help="Layers whose experts all stay in fast memory: the first, the last, then from the second on.",
 )
 @click.option(
+    "--layer-weights",
+    type=parse_layer_weights,
+    metavar="LAYERS=WEIGHT,…",
+    help="What a use of an expert of these layers counts for where experts compete for fast memory, for "
+    "example 0-5=2,37-39=2 [default: 1].",
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path),
     metavar="FILE",
@@ -60,6 +74,7 @@ def command(
     model: str | None,
     profile: Path | None,
     pin_layers: int,
+    layer_weights: tuple[tuple[int, float], ...] | None,
     out: Path | None,
     measure: bool,
     as_json: bool,
@@ -74,7 +89,7 @@ def command(
     from coldstream.engine.planning import plan_by_name
 
     config = engine_config(model_or_bundled(model), options)
-    chosen = PlanOptions(num_pinned_layers=pin_layers)
+    chosen = PlanOptions(num_pinned_layers=pin_layers, layer_weights=layer_weights or ())
     check_writable(out, "--out")  # better said now than after the work
     with ProgressLine() as line:
         planned = plan_by_name(config, chosen, profile, line.update, measure=measure)
@@ -98,6 +113,8 @@ def command(
         return
     _print_places(plan)
     _print_speeds(expected, richer)
+    if plan.layer_weights:
+        note(f"a use of an expert counts for {_described(plan.layer_weights)}")
     if not plan.is_all_resident:
         note(f"hit rates: {known.curve.source}")
     if measured := known.rates.describe_measured(rates_used(plan)):
@@ -128,6 +145,18 @@ def _print_places(plan: PlacementPlan) -> None:
     if num_cold:
         rows.append((f"{num_cold} of {plan.num_all} experts", slow, format_bytes(plan.cold_bytes)))
     print_table(("what", "where", "size"), rows, left=("what", "where"))
+
+
+def _described(layer_weights: Sequence[float]) -> str:
+    """What is not 1 of the weights of layers."""
+    runs = []
+    layer = 0
+    for weight, run in groupby(layer_weights):
+        first, layer = layer, layer + len(list(run))
+        layers = f"layer {first}" if layer == first + 1 else f"layers {first} to {layer - 1}"
+        if weight != 1:
+            runs.append(f"{weight:g} in {layers}")
+    return ", ".join(runs)
 
 
 def _print_speeds(expected: Forecast, richer: Forecast | None) -> None:

@@ -6,7 +6,7 @@ It is the oracle for every faster loop, so it stays this short. It knows token i
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
-from coldstream.decoding.sampling_params import AnyLogits
+from coldstream.decoding.device_logits import AnyLogits
 from coldstream.errors import GenerationFault
 
 Progress = Callable[[int, int], None]  # called with (tokens done, tokens in all)
@@ -28,32 +28,21 @@ class Continuation:
     It ends with a token of `end_ids`, or with `max_tokens` (≥ 1) of them.
     """
 
-    def __init__(
-        self,
-        prompt_ids: Sequence[int],
-        choose: Callable[[AnyLogits, Sequence[int]], int],
-        *,
-        end_ids: Collection[int],
-        max_tokens: int,
-    ) -> None:
-        """`choose(logits, context)` picks the next id, `context` being all ids so far."""
+    def __init__(self, prompt_ids: Sequence[int], *, end_ids: Collection[int], max_tokens: int) -> None:
         self.ids = list(prompt_ids)
         self.has_ended = False
-        self._choose = choose
         self._end_ids = end_ids
         self._most = len(self.ids) + max_tokens
 
-    def append(self, logits: AnyLogits) -> int:
-        """The token chosen by the logits [vocab] after all ids so far, now one of them.
+    def append(self, token_id: int, vocab_size: int) -> None:
+        """Make the token that was chosen after all ids so far one of them.
 
-        Raises GenerationFault if its id is not one of the vocabulary's, and whatever `choose` raises.
+        Raises GenerationFault if its id is not one of the vocabulary's.
         """
-        token_id = self._choose(logits, self.ids)
-        if not 0 <= token_id < len(logits):
-            raise GenerationFault(f"token {token_id} was chosen from a vocabulary of {len(logits)}")
+        if not 0 <= token_id < vocab_size:
+            raise GenerationFault(f"token {token_id} was chosen from a vocabulary of {vocab_size}")
         self.ids.append(token_id)
         self.has_ended = token_id in self._end_ids or len(self.ids) == self._most
-        return token_id
 
 
 def generate_tokens(
@@ -67,13 +56,16 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Yield the tokens of a `Continuation` of `prompt_ids` one by one.
 
+    `choose(logits, context)` picks the next id, `context` being all ids so far.
+
     When this iterator ends or is closed, the model holds the prompt and every yielded token but the last.
-    Raises whatever `Continuation.append` and `model` raise.
+    Raises whatever `Continuation.append`, `choose` and `model` raise.
     """
-    tokens = Continuation(prompt_ids, choose, end_ids=end_ids, max_tokens=max_tokens)
+    tokens = Continuation(prompt_ids, end_ids=end_ids, max_tokens=max_tokens)
     logits = model.prefill(tokens.ids, progress)
     while True:
-        token_id = tokens.append(logits)
+        token_id = choose(logits, tokens.ids)
+        tokens.append(token_id, len(logits))
         yield token_id
         if tokens.has_ended:
             return

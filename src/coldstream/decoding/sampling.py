@@ -27,7 +27,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from coldstream.decoding.sampling_params import AnyLogits, Logits, LogitsProcessor, SamplingParams
+from coldstream.decoding.sampling_params import Logits, LogitsProcessor, SamplingParams
 from coldstream.errors import GenerationFault, InvalidRequestError, shown
 from coldstream.models.sanity import check_logits
 
@@ -77,45 +77,22 @@ def sample_token(
     return draw_token(kept, logits[kept], params.temperature, random_bits(seed, len(context)))
 
 
-def choose_token(
-    logits: AnyLogits,
-    context: Sequence[int],
-    params: SamplingParams,
-    seed: int,
-    forbidden_ids: Collection[int] = (),
-) -> int:
-    """`sample_token`, done where the logits are if they can stay there."""
-    if isinstance(logits, np.ndarray):
-        return sample_token(logits, context, params, seed, forbidden_ids)
-    if not params.logits_processors and not forbidden_ids:
-        token_id = logits.choose(
-            context,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repeat_last_n=params.repeat_last_n,
-            has_penalties=params.has_penalties,
-            seed=seed,
-        )
-        if token_id is not None:
-            return token_id
-    return sample_token(np.asarray(logits), context, params, seed, forbidden_ids)
+def recent_tokens(context: Sequence[int], params: SamplingParams) -> Sequence[int]:
+    """The last tokens of `context`, which penalties are for; none if no penalty changes a logit."""
+    if not params.has_penalties:
+        return ()
+    return context if params.repeat_last_n is None else context[-params.repeat_last_n :]
 
 
 def apply_penalties(logits: Logits, context: Sequence[int], params: SamplingParams) -> Logits:
-    """A copy of `logits` [vocab] in which tokens of the last `params.repeat_last_n` of `context` are less
-    likely.
+    """A copy of `logits` [vocab] in which the `recent_tokens` are less likely.
 
     Positive logits are divided by the repetition penalty, others multiplied; then presence + count ·
     frequency is subtracted; all in float32. A function of the last tokens alone, so it can be asked at any
     node of a draft tree.
     """
-    window = context if params.repeat_last_n is None else context[-params.repeat_last_n :]
-    ids, counts = np.unique(np.asarray(window, dtype=np.int64), return_counts=True)
+    recent = np.asarray(recent_tokens(context, params), dtype=np.int64)
+    ids, counts = np.unique(recent, return_counts=True)
     seen = logits[ids]
     repetition = np.float32(params.repetition_penalty)
     with np.errstate(over="ignore"):

@@ -6,7 +6,7 @@ Names and defaults are llama.cpp's where the idea is the same, the Python spelli
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,34 +14,6 @@ from numpy.typing import NDArray
 from coldstream.errors import InvalidRequestError, shown
 
 Logits = NDArray[np.float32]  # [vocab]
-
-
-class DeviceLogits(Protocol):
-    """Logits [vocab] that lie where they were computed; `numpy.asarray` brings them."""
-
-    def __len__(self) -> int: ...
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Logits: ...
-
-    def choose(
-        self,
-        context: Sequence[int],
-        *,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        min_p: float,
-        repetition_penalty: float,
-        presence_penalty: float,
-        frequency_penalty: float,
-        repeat_last_n: int | None,
-        has_penalties: bool,
-        seed: int,
-    ) -> int | None:
-        """The token that `sample_token` would choose to follow `context`; None if it would raise."""
-
-
-AnyLogits = Logits | DeviceLogits
 
 LogitsProcessor = Callable[[Sequence[int], Logits], Logits]
 """Takes the token ids so far and float32 logits [vocab]; returns float32 logits of the same shape. May write

@@ -7,14 +7,18 @@ from coldstream.engine.opened_model import OpenedModel, open_model
 from coldstream.engine.prompts import TextPrompt, TokensPrompt
 from coldstream.engine.request import CompletionOutput, Logprob, Piece, RequestOutput, Statistics
 from coldstream.engine.stream import Stream
+from coldstream.kernels.experts.executor import Executor
+from coldstream.placement.policies import Policy
 
 __all__ = [
     "LLM",
     "CompletionOutput",
     "EngineConfig",
+    "Executor",
     "Logprob",
     "OpenedModel",
     "Piece",
+    "Policy",
     "RequestOutput",
     "SamplingParams",
     "Statistics",

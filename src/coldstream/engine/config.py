@@ -118,7 +118,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: i
     """
     if config.device == "cuda" and config.cache_type_k not in GPU_CACHE_TYPES:
         raise ConfigError(
-            f"cache_type_k {config.cache_type_k} is not for a GPU: use {' or '.join(GPU_CACHE_TYPES)}"
+            f"cache_type_k {config.cache_type_k} is not for a GPU: use one of {', '.join(GPU_CACHE_TYPES)}"
         )
     threads = num_cores if config.threads == "auto" else config.threads
     try:

@@ -12,6 +12,7 @@ from typing import Self
 
 from coldstream.decoding import (
     AnyLogits,
+    Chosen,
     Progress,
     SamplingParams,
     StopMatcher,
@@ -65,14 +66,17 @@ def generate_pieces(
     """Yield a piece per token and a last one with the statistics. Raises what computing raises."""
     answer = Answer(request, tokenizer, model.expert_uses)
 
+    chosen: Chosen | None = None
+
     def choose(logits: AnyLogits, context: Sequence[int]) -> int:
-        token_id = answer.choose(logits, context)
+        nonlocal chosen
+        chosen = answer.chooser(logits, context)
         model.trust()
-        return token_id
+        return chosen.token_id
 
     reason: FinishReason = "length"
     try:
-        for token_id in generate_tokens(
+        for _ in generate_tokens(
             model,
             request.prompt_token_ids,
             choose,
@@ -80,7 +84,8 @@ def generate_pieces(
             max_tokens=request.max_tokens,
             progress=_watched(progress, is_cancelled),
         ):
-            piece = answer.push(token_id)
+            assert chosen is not None
+            piece = answer.push(chosen)
             if answer.has_stopped:
                 break
             yield piece
@@ -106,7 +111,7 @@ class Answer:
         self._clock = _Clock()
         self._text = _AnswerText(request, tokenizer)
         self._stop_piece = _no_token(request)
-        self.choose = TokenChooser(
+        self.chooser = TokenChooser(
             request.params, request.seed, len(request.prompt_token_ids), request.all_end_ids
         )
 
@@ -115,12 +120,13 @@ class Answer:
         """Whether an end token or a stop string has come up."""
         return self._text.has_ended
 
-    def push(self, token_id: int) -> Piece:
-        """The piece of the token that was chosen last; part of `last_piece`, and none before it, if the
-        answer has stopped.
+    def push(self, chosen: Chosen) -> Piece:
+        """The piece of the next token. If the answer has stopped, it is part of `last_piece`, and none before
+        that.
         """
         self._clock.count_token()
-        piece = Piece(self._text.push(token_id), (token_id,), _logprobs(self.choose, self._tokenizer))
+        token_id = chosen.token_id
+        piece = Piece(self._text.push(token_id), (token_id,), _logprobs(chosen, self._tokenizer))
         if self.has_stopped:
             self._stop_piece = piece
         return piece
@@ -242,14 +248,14 @@ def _no_token(request: Request) -> Piece:
     return Piece("", logprobs=None if request.params.logprobs is None else ())
 
 
-def _logprobs(chooser: TokenChooser, tokenizer: Tokenizer) -> tuple[TokenLogprobs] | None:
-    """What a piece says of its one token, the last choice."""
-    if chooser.logprobs is None:
+def _logprobs(chosen: Chosen, tokenizer: Tokenizer) -> tuple[TokenLogprobs] | None:
+    """What a piece says of its one token."""
+    if chosen.logprobs is None:
         return None
     return (
         {
             token_id: Logprob(logprob, rank, tokenizer.decode((token_id,), skip_special=False))
-            for token_id, logprob, rank in chooser.logprobs
+            for token_id, logprob, rank in chosen.logprobs
         },
     )
 

@@ -5,8 +5,7 @@
     for piece in llm.stream("Once upon a time"):
         print(piece.text, end="")
 
-One request computes at a time, and a list of prompts is one; those of other threads wait in the order in
-which they came.
+One request computes at a time, and a list of prompts is one; those of other threads wait in their order.
 """
 
 import os
@@ -22,6 +21,7 @@ from coldstream.engine.config import CacheType, EngineConfig
 from coldstream.engine.generation import Request, cancelled_piece, completion, generate_pieces
 from coldstream.engine.live_sequence import LiveSequence
 from coldstream.engine.opened_model import OpenedModel, open_model
+from coldstream.engine.own_parts import OwnParts
 from coldstream.engine.prompts import (
     Conversation,
     Prompt,
@@ -39,7 +39,9 @@ from coldstream.engine.side_by_side import generate_side_by_side
 from coldstream.engine.stream import Stream
 from coldstream.engine.turns import Turns
 from coldstream.errors import InvalidRequestError, OutOfMemoryError, host_memory_errors, shown
+from coldstream.kernels.experts.executor import ExecutorFactory
 from coldstream.placement.hardware import Hardware
+from coldstream.placement.policies import Policy
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -47,9 +49,8 @@ Tools = Sequence[Mapping[str, Any]]
 class LLM:
     """A model, ready to generate. Also a context manager; `close` gives the file and the memory back.
 
-    All methods may be called from any thread. Raises any of coldstream's errors on opening: ConfigError for
-    an unknown or impossible setting, ModelNotFoundError, DownloadError, ModelFormatError and its children,
-    OutOfMemoryError.
+    All methods may be called from any thread. Opening raises ConfigError for an impossible setting,
+    ModelNotFoundError, DownloadError, ModelFormatError and its children, DeviceError and OutOfMemoryError.
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class LLM:
         prefetch: int | Literal["auto"] = "auto",
         seed: int | None = None,
         offline: bool = False,
+        policy: Policy | None = None,
+        executor: ExecutorFactory | None = None,
         **unknown: Never,
     ) -> None:
-        """Open a model. The settings are the command line's flags.
+        """Open a model. The settings are the command line's flags, but for the last two.
 
         model: a path, or org/repo[:QUANT] on the hub.
         ctx_size: tokens of context, prompt and answer together; None: what model and memory allow, at most
@@ -89,6 +92,8 @@ class LLM:
             should pay.
         seed: for requests that name none; None: a fresh one for each.
         offline: never ask the hub.
+        policy: who decides which experts stay in fast memory, for this model alone; None: the product's.
+        executor: makes who computes routed experts on a GPU, from the product's; None: that one.
         """
         settings = {
             "model": model,
@@ -106,7 +111,8 @@ class LLM:
             "seed": seed,
             "offline": offline,
         }
-        opened = open_model(EngineConfig.from_options({**settings, **unknown}))
+        config = EngineConfig.from_options({**settings, **unknown})
+        opened = open_model(config, own=OwnParts(policy, executor))
         for warning in opened.device_warnings:
             warnings.warn(warning, stacklevel=2)
         self._take(opened)

@@ -10,6 +10,7 @@ from coldstream.decoding import SamplingParams
 from coldstream.engine.config import EngineConfig
 from coldstream.engine.device_choice import OpenProgress, choose_device
 from coldstream.engine.machine import hardware_with, measured_hardware
+from coldstream.engine.own_parts import OwnParts
 from coldstream.engine.planning import bundled_profile, plan_model
 from coldstream.errors import InconsistentError, InvalidRequestError, host_memory_errors
 from coldstream.gguf.chat_template import FIELD as CHAT_TEMPLATE_KEY
@@ -20,6 +21,7 @@ from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.runner import ModelRunner
 from coldstream.models.spec import ModelSpec
+from coldstream.placement.checked_policy import CheckedPolicy
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.run_plan import RunPlan
 
@@ -58,8 +60,11 @@ class OpenedModel:
 
 
 @host_memory_errors()
-def open_model(config: EngineConfig, progress: OpenProgress | None = None) -> OpenedModel:
+def open_model(
+    config: EngineConfig, progress: OpenProgress | None = None, own: OwnParts | None = None
+) -> OpenedModel:
     """Find, check and load the model that `config` names. Raises as `LLM` says; nothing stays open then."""
+    own = own or OwnParts()
     config, gpu, device_warnings = choose_device(config)
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with ExitStack() as cleanup:
@@ -74,10 +79,11 @@ def open_model(config: EngineConfig, progress: OpenProgress | None = None) -> Op
             measured=partial(measured_hardware, gpu, progress),
         )
         config = planned.config
+        own.check(config, planned.run)
         tokenizer = Tokenizer.from_metadata(file.metadata)
         default_sampling = sampling_defaults(file.metadata)
         template = ChatTemplate.from_metadata(file.metadata, tokenizer.vocabulary)
-        runner = load_runner(config, file, spec, planned.run, progress)
+        runner = load_runner(config, file, spec, planned.run, progress, own)
         cleanup.pop_all()
     return OpenedModel(
         config,
@@ -97,12 +103,14 @@ def load_runner(
     spec: ModelSpec,
     plan: RunPlan,
     progress: OpenProgress | None,
+    own: OwnParts,
 ) -> ModelRunner:
     """The model of an open file on the device of a resolved `config`, as `plan` says.
 
     Raises as the runners' `load`.
     """
     loading = partial(progress, "loading") if progress else None
+    policy = CheckedPolicy(own.policy) if own.policy else None
     if config.device == "cuda":
         # Imported here because its kernels need packages that a machine without a GPU does not have.
         from coldstream.models.cuda_runner import CudaRunner, Placed
@@ -112,11 +120,11 @@ def load_runner(
             spec,
             context_length=plan.placement.fixed.ctx_size,
             kv_type=plan.placement.fixed.kv_type,
-            placed=Placed(plan),
+            placed=Placed(plan, policy=policy, executor=own.executor),
             progress=loading,
             compiling=partial(progress, "compiling kernels") if progress else None,
         )
-    return CpuRunner.load(file, spec, plan, tier=config.tier, progress=loading)
+    return CpuRunner.load(file, spec, plan, tier=config.tier, policy=policy, progress=loading)
 
 
 def sampling_defaults(metadata: Mapping[str, Any]) -> SamplingParams:

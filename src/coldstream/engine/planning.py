@@ -69,7 +69,8 @@ class Planned:
     @cached_property
     def known(self) -> Known:
         """For forecasts. With a trace it is replayed, which takes seconds for a large model."""
-        curve = HitCurve.from_trace(self.trace) if self.trace else PUBLISHED
+        weights = self.plan.expert_weights
+        curve = HitCurve.from_trace(self.trace, weights) if self.trace else PUBLISHED
         return Known(
             self.sizes,
             Rates.of(self.hardware, self.disk_bytes_per_s),
@@ -96,14 +97,10 @@ def plan_model(
     says which experts are used most. more_bytes: of fast memory, for a larger plan besides. measured: gives
     `hardware` with rates, and is called only if something follows from them. Raises ConfigError and
     OutOfMemoryError as `resolve` and `plan_placement`, with a budget that does, as `load_plan`, and
-    ConfigError for a plan for the other device and for more pinned layers than there are.
+    ConfigError for a plan for the other device and for pinned or weighted layers that are not there.
     """
     options = options or PlanOptions()
-    if options.num_pinned_layers > spec.num_layers:
-        raise ConfigError(
-            f"--pin-layers {options.num_pinned_layers}: the model has {spec.num_layers} layers, so it can be "
-            f"0 to {spec.num_layers}"
-        )
+    _check_layers(options, spec.num_layers)
     model = _Model(file, spec, options, expected_uses(trace), hardware.num_physical_cores)
     if config.plan is not None:
         return _given_plan(config, model, hardware, trace, more_bytes)
@@ -125,6 +122,21 @@ def plan_model(
         trace,
     )
     return with_workers(planned, asked, measured)
+
+
+def _check_layers(options: PlanOptions, num_layers: int) -> None:
+    """Raises ConfigError for layers that a model of so many does not have."""
+    count = options.num_pinned_layers
+    if count > num_layers:
+        raise ConfigError(
+            f"--pin-layers {count}: the model has {num_layers} layers, so it can be 0 to {num_layers}"
+        )
+    for layer, weight in options.layer_weights:
+        if not 0 <= layer < num_layers:
+            raise ConfigError(
+                f"--layer-weights {layer}={weight:g}: the model has {num_layers} layers, from 0 to "
+                f"{num_layers - 1}"
+            )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from coldstream import kvcache
-from coldstream.decoding import AnyLogits, Continuation
+from coldstream.decoding import AnyLogits, Choice, Chosen, Continuation, Outcome, choose_tokens
 from coldstream.engine.batching import Need, Room, next_turn, share_rows
 from coldstream.engine.generation import Answer, Request, completion
 from coldstream.engine.live_sequence import LiveSequence, num_live_prefix
@@ -63,7 +63,7 @@ class _Job:
         self.is_finished = False
         self._leader = leader
         self._tokens = Continuation(
-            request.prompt_token_ids, self._choose, end_ids=request.all_end_ids, max_tokens=request.max_tokens
+            request.prompt_token_ids, end_ids=request.all_end_ids, max_tokens=request.max_tokens
         )
 
     @property
@@ -87,19 +87,21 @@ class _Job:
         is_shared = self._leader is None and self.request.params.n > 1
         return len(self.request.prompt_token_ids) - 1 if is_shared else 0
 
-    def accept(self, logits: AnyLogits, runner: ModelRunner) -> None:
-        """Logits [vocab] after all tokens give the next one, and may finish the answer."""
+    def choice(self, logits: AnyLogits) -> Choice:
+        """That of the token by the logits [vocab] after all tokens."""
         assert self.answer is not None
-        piece = self.answer.push(self._tokens.append(logits))
+        return self.answer.chooser.choice(logits, self.token_ids)
+
+    def accept(self, chosen: Chosen, runner: ModelRunner) -> None:
+        """The next token, which may finish the answer."""
+        assert self.answer is not None
+        self._tokens.append(chosen.token_id, runner.spec.vocab_size)
+        piece = self.answer.push(chosen)
         if not self.answer.has_stopped:
             self.pieces.append(piece)
         if self.answer.has_stopped or self._tokens.has_ended:
             self.is_finished = True
             self.pieces.append(self.answer.last_piece("length", self.num_reused, runner.expert_uses))
-
-    def _choose(self, logits: AnyLogits, context: Sequence[int]) -> int:
-        assert self.answer is not None
-        return self.answer.choose(logits, context)
 
 
 class _SideBySide:
@@ -161,8 +163,10 @@ class _SideBySide:
         counts = share_rows([job.need for job in running], self._room.num_rows)
         segments = tuple(_segment(job, count) for job, count in zip(running, counts, strict=True))
         all_logits = self._runner.step(Batch(segments))
-        for job, logits in zip(running, all_logits, strict=True):
-            if len(logits) and not self._accept(job, logits[0]):
+        due = [(job, logits[0]) for job, logits in zip(running, all_logits, strict=True) if len(logits)]
+        outcomes = choose_tokens([job.choice(logits) for job, logits in due])
+        for (job, _), outcome in zip(due, outcomes, strict=True):
+            if not self._accept(job, outcome):
                 break
 
     def outputs(self) -> list[RequestOutput]:
@@ -179,10 +183,12 @@ class _SideBySide:
             for request in self._requests
         ]
 
-    def _accept(self, job: _Job, logits: AnyLogits) -> bool:
+    def _accept(self, job: _Job, outcome: Outcome) -> bool:
         """False if that is an error: what comes behind the job is of no use then."""
         try:
-            job.accept(logits, self._runner)
+            if not isinstance(outcome, Chosen):
+                raise outcome
+            job.accept(outcome, self._runner)
         except ColdstreamError as error:
             self._error = error
             place = self.unfinished.index(job)

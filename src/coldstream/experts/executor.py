@@ -25,7 +25,7 @@ from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
 
 
 class PartialExecutor:
-    """An `Executor` over slots, a ring of `ring_bytes`, the mapped file and the CPU.
+    """A `PlacedExecutor` over slots, a ring of `ring_bytes`, the mapped file and the CPU.
 
     Slots are filled by somebody else, who writes addresses into `tables`. `number_layers` comes before the
     first step. Over a `MemoryPlan` there is no `host`. Long prompts, and prefetching for steps of few rows,
@@ -60,7 +60,7 @@ class PartialExecutor:
         self.many.number_layers()
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> ExpertTable | None:
-        """See `Executor`."""
+        """See `PlacedExecutor`."""
         return self.tables.map_stack(file, info)
 
     def route(
@@ -85,5 +85,5 @@ class PartialExecutor:
         return rows.compute(x, routing, weights)
 
     def finish_step(self) -> None:
-        """See `Executor`."""
+        """See `PlacedExecutor`."""
         self.few.finish_step()

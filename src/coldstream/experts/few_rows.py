@@ -108,7 +108,7 @@ class FewRows:
         self._has_forked = True
 
     def finish_step(self) -> None:
-        """See `Executor`."""
+        """See `PlacedExecutor`."""
         if self._has_forked and self._beside is not None:
             torch.cuda.current_stream().wait_stream(self._beside)
         self._has_forked = False

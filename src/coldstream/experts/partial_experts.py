@@ -69,7 +69,7 @@ class PartialExperts:
             shares.layer_bytes,
             plan.placement.model.num_experts,
             counts,
-            policy or DecayedFrequency.for_late_copies(),
+            policy or DecayedFrequency.for_late_copies(weights=shares.weights),
             profile=shares.uses,
             max_bytes_per_step=COPY_BYTES_PER_STEP,
         )

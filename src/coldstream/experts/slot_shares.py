@@ -23,6 +23,7 @@ class SlotShares:
     num_slots: dict[int, int]  # by the size of an expert in bytes
     residents: list[int]  # numbers of experts, rising
     uses: Array | None  # expected ones a step, float64 [layers, experts]; None: nothing is known
+    weights: Array | None  # what a use counts for, float64 [layers · experts]; None: 1
 
 
 def slot_shares(plan: RunPlan) -> SlotShares:
@@ -34,10 +35,13 @@ def slot_shares(plan: RunPlan) -> SlotShares:
     for number, layer in enumerate(layers):
         counts[placement.expert_bytes[layer]] += len(plan.loaded[layer])
         residents += [number * placement.model.num_experts + expert for expert in plan.loaded[layer]]
-    uses = plan.expected_uses
+    uses, weights = plan.expected_uses, placement.expert_weights
+    if weights is not None:
+        weights = weights.reshape(placement.model.num_layers, -1)[layers].reshape(-1)
     return SlotShares(
         layer_bytes=[placement.expert_bytes[layer] for layer in layers],
         num_slots=dict(counts),
         residents=residents,
         uses=None if uses is None else uses[layers],
+        weights=weights,
     )

@@ -118,11 +118,11 @@ class ComposedOps(ABC):
     def commit_delta_net(
         self, weights: DeltaNetWeights, conv_state: Array, state: Array, kept: KeptInputs, path: CommittedPath
     ) -> None:
-        count, slot = int(path.count[0]), int(path.slot[0])
+        count, state_id = int(path.count[0]), int(path.state_id[0])
         if not count:
             return
         qkv, alpha, beta = (values[path.kept[:count]] for values in (kept.qkv, kept.alpha, kept.beta))
         # What it puts out has been used already, and z is for that alone.
         z = self.zeros((count, state.shape[1] * state.shape[-1]), "float32")
-        rows = Rows(self.int_vector(range(count)), self.int_vector([slot] * count))
+        rows = Rows(self.int_vector(range(count)), self.int_vector([state_id] * count))
         self.gated_delta_net(qkv, z, alpha, beta, weights, conv_state, state, rows)

@@ -202,7 +202,7 @@ class CpuOps(ComposedOps):
         out = self._empty(query_gate.shape[0], query_gate.shape[1] // (2 if output_gate else 1))
         _csrc.attention(
             self._runtime, query_gate, key, value, q_norm, k_norm, eps, angles, k_cache, v_cache,
-            rows.positions, rows.slots, out, batch_rows(rows.batch), window,
+            rows.positions, rows.state_ids, out, batch_rows(rows.batch), window,
         )  # fmt: skip
         return out
 
@@ -222,7 +222,7 @@ class CpuOps(ComposedOps):
         kept = (inputs.qkv, inputs.alpha, inputs.beta) if inputs else None
         _csrc.gated_delta_net(
             self._runtime, qkv, z, alpha, beta, weights.conv_taps, weights.a, weights.dt_bias, weights.norm,
-            weights.key_head_ids, weights.num_key_heads, weights.eps, conv_state, state, rows.slots, out,
+            weights.key_head_ids, weights.num_key_heads, weights.eps, conv_state, state, rows.state_ids, out,
             batch_rows(rows.batch), kept,
         )  # fmt: skip
         return out

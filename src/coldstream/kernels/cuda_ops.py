@@ -25,7 +25,13 @@ from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.cuda.products import CudaProducts
 from coldstream.kernels.embed.cuda import embed_cuda
-from coldstream.kernels.experts.executor import Executor, ResidentExecutor
+from coldstream.kernels.experts.executor import (
+    Executor,
+    ExecutorFactory,
+    PlacedExecutor,
+    ResidentExecutor,
+    made_executor,
+)
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.gated_delta_net import cuda as delta_net
 from coldstream.kernels.gated_delta_net.arguments import DeltaNetInputs, PrefillWorkspace
@@ -54,8 +60,9 @@ from coldstream.kernels.rope.reference import rope_angles
 class CudaOps(CudaProducts):
     """`Ops` on the current CUDA device, over tensors of `memory`, see `CudaProducts`.
 
-    max_positions bounds the positions that `rope_angles` is asked for, max_rows the rows of a step. executor
-    makes who computes routed experts with the kernels that it is given.
+    max_positions bounds the positions that `rope_angles` is asked for, max_rows the rows of a step. placed
+    makes who knows where experts lie, and computes them unless `own` makes somebody else who does. Raises
+    ConfigError as `made_executor`.
     """
 
     def __init__(
@@ -63,18 +70,21 @@ class CudaOps(CudaProducts):
         memory: Memory,
         max_positions: int,
         max_rows: int,
-        executor: Callable[[MoeKernels], Executor] = ResidentExecutor,
+        placed: Callable[[MoeKernels], PlacedExecutor] = ResidentExecutor,
         *,
+        own: ExecutorFactory | None = None,
         notes_kernels: bool = False,
     ) -> None:
         super().__init__(memory, notes_kernels=notes_kernels)
         self._max_rows = max_rows
         self._max_positions = max_positions
         self._rope_tables: dict[RopeSpec, torch.Tensor] = {}
-        self.executor = executor(MoeKernels(self))
+        kernels = MoeKernels(self)
+        self.placed = placed(kernels)
+        self.executor: Executor = self.placed if own is None else made_executor(own, self.placed, kernels)
 
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> CudaWeight:
-        stack = self.executor.map_stack(file, info) if len(info.shape) == 3 else None
+        stack = self.placed.map_stack(file, info) if len(info.shape) == 3 else None
         return self.load_weight(file, info) if stack is None else stack
 
     def embed(self, table: CudaWeight, token_ids: torch.Tensor) -> torch.Tensor:
@@ -128,7 +138,8 @@ class CudaOps(CudaProducts):
         assert rows.batch is not None, "a step's rows lie in blocks"
         num_rows, head_dim = key.shape[0], q_norm.shape[0]
         num_heads = query_gate.shape[1] // (2 * head_dim if output_gate else head_dim)
-        shape = AttentionShape(num_heads, k_cache.shape[2], head_dim, CacheType.of(k_cache, head_dim), window)
+        cache_type = CacheType.of(k_cache, head_dim)
+        shape = AttentionShape(num_heads, k_cache.shape[2], head_dim, cache_type, window, output_gate)
         queries = IntegerQueries(
             self.empty(num_rows, num_heads, 2, head_dim, dtype=torch.int8), self.empty(num_rows, num_heads)
         )
@@ -202,4 +213,4 @@ class CudaOps(CudaProducts):
 
     def finish_step(self) -> None:
         """After the last operation of a step."""
-        self.executor.finish_step()
+        self.placed.finish_step()

@@ -70,7 +70,7 @@ class BatchRows:
 class CommittedPath:
     """A path of a draft tree that its sequence keeps: int32 arrays, each row the parent of the next."""
 
-    slot: Array  # [1], of the sequence's recurrent states
+    state_id: Array  # [1], of the sequence's recurrent states
     count: Array  # [1], rows of the path; 0: nothing is done
     first: Array  # [1], index in the sequence of the first row of the tree: what was committed before
     sources: Array  # [MAX_TREE_ROWS], the path's rows in the tree, so that they are kept at first + source
@@ -83,8 +83,10 @@ class Rows:
     """Which token of which sequence each row is; rows of a sequence are adjacent and in order."""
 
     positions: Array  # int32 [T], absolute
-    slots: Array  # int32 [T], index into the leading dimension of every cache tensor; with a batch, of states
-    batch: BatchRows | None = None  # None: chains, told apart by slot, each at consecutive positions
+    state_ids: (
+        Array  # int32 [T], of the recurrent state; without a batch of the sequence's keys and values too
+    )
+    batch: BatchRows | None = None  # None: chains, told apart by their states, each at consecutive positions
 
     def keeping(self, inputs: KeptInputs | None) -> "Rows":
         """The same rows for a layer that keeps its inputs there."""
@@ -234,10 +236,10 @@ class Ops(Protocol):
 
         query_gate [T, H·2·D] holds per head D query then D gate values, without `output_gate` [T, H·D] the
         queries alone; key, value [T, G·D]. Queries and keys are RMS-normed per head, then rotated by
-        `angles`; keys and values are written into the caches [slots, positions, G, D] (float16 or float32) at
-        `rows`; each row attends to positions 0 … its own of its slot, in a batch to what its sequence has
-        committed, its ancestors and itself, with a window only to the last `window` positions of these, at
-        least 1, its own included; scale 1/sqrt(D); the result is multiplied by sigmoid(gate) if
+        `angles`; keys and values are written into the caches [sequences, positions, G, row] at `rows`, as
+        `CacheLayout` has them. Each row attends to positions 0 … its own of its sequence, in a batch to what
+        its sequence has committed, its ancestors and itself, with a window only to the last `window` of these
+        positions, at least 1, its own included; scale 1/sqrt(D); the result is multiplied by sigmoid(gate) if
         there is one. Mutates k_cache and v_cache.
         """
 
@@ -254,8 +256,8 @@ class Ops(Protocol):
     ) -> Array:
         """Causal convolution, SiLU, the gated delta rule and the gated norm: [T, NV·d].
 
-        qkv [T, C] with C = 2·NK·d + NV·d, z [T, NV·d], alpha and beta [T, NV]. conv_state [slots, taps − 1,
-        C] holds the last raw qkv rows, state [slots, NV, d, d] (key dimension first) the recurrent state,
+        qkv [T, C] with C = 2·NK·d + NV·d, z [T, NV·d], alpha and beta [T, NV]. conv_state [states, taps − 1,
+        C] holds the last raw qkv rows, state [states, NV, d, d] (key dimension first) the recurrent state,
         both float32; both are advanced over `rows`, but not over rows of trees, each of which starts from the
         states after its parent. Formula: docs of `kernels/gated_delta_net/reference.py`.
         """
@@ -269,7 +271,7 @@ class Ops(Protocol):
     def commit_delta_net(
         self, weights: DeltaNetWeights, conv_state: Array, state: Array, kept: KeptInputs, path: CommittedPath
     ) -> None:
-        """Advances the states at `path.slot` over the path's rows, whose inputs were kept, as a chain of
+        """Advances the states at `path.state_id` over the path's rows, whose inputs were kept, as a chain of
         them would have.
         """
 

@@ -10,12 +10,12 @@ Places = tuple[torch.Tensor, torch.Tensor]  # int64 indices into the first two d
 
 
 def sequences(rows: Rows) -> Iterator[tuple[int, slice]]:
-    """The slot and the rows of each sequence in a batch, in order; nothing for an empty batch."""
-    groups = rows.slots if rows.batch is None else rows.batch.segments
+    """The state and the rows of each sequence in a batch, in order; nothing for an empty batch."""
+    groups = rows.state_ids if rows.batch is None else rows.batch.segments
     _, counts = torch.unique_consecutive(groups, return_counts=True)
     start = 0
     for count in counts.tolist():
-        yield int(rows.slots[start]), slice(start, start + count)
+        yield int(rows.state_ids[start]), slice(start, start + count)
         start += count
 
 
@@ -36,7 +36,7 @@ def path(rows: Rows, row: int) -> list[int]:
 def written(rows: Rows) -> Places:
     """Where the keys and values of all rows go."""
     if rows.batch is None:
-        return rows.slots.long(), rows.positions.long()
+        return rows.state_ids.long(), rows.positions.long()
     indices = rows.batch.indices.long()
     return rows.batch.tables[
         rows.batch.segments.long(), indices // BLOCK_POSITIONS
@@ -47,7 +47,7 @@ def seen(rows: Rows, row: int) -> Places:
     """Where the keys and values of positions 0 … its own lie for a row, in order of position."""
     if rows.batch is None:
         positions = torch.arange(int(rows.positions[row]) + 1)
-        return torch.full_like(positions, int(rows.slots[row])), positions
+        return torch.full_like(positions, int(rows.state_ids[row])), positions
     ancestors = path(rows, row)
     committed = torch.arange(int(rows.positions[ancestors[0]]))
     indices = torch.cat((committed, rows.batch.indices[ancestors].long()))

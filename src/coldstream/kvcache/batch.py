@@ -171,8 +171,8 @@ class BatchArrays:
         columns = _COLUMNS * size.num_rows
         self._values = memory[:columns].reshape(_COLUMNS, size.num_rows)
         self._tables = memory[columns : size.num_values].reshape(size.num_segments, size.num_blocks)
-        self.token_ids, positions, slots, segments, indices, parents, kept = self._values
-        self.rows = Rows(positions, slots, BatchRows(segments, self._tables, indices, parents, kept))
+        self.token_ids, positions, state_ids, segments, indices, parents, kept = self._values
+        self.rows = Rows(positions, state_ids, BatchRows(segments, self._tables, indices, parents, kept))
 
     def write(self, segments: Collection[CheckedSegment]) -> int:
         """Puts the rows there, after their memory was reserved. Returns how many there are."""
@@ -199,7 +199,7 @@ class BatchArrays:
         return start
 
     def pad(self, count: int) -> None:
-        """Makes all rows behind the first `count` rows of no sequence, at position −1 and in slot −1."""
+        """Makes all rows behind the first `count` rows of no sequence, at position −1 and of state −1."""
         self._values[1:, count:] = -1
         self.token_ids[count:] = 0
 
@@ -211,10 +211,10 @@ class PathArrays:
     """What a commit reads an accepted path from: int32 arrays, one piece of memory [`num_values`]."""
 
     def __init__(self, memory: Any, num_blocks: int) -> None:
-        slot, count, first = (memory[i : i + 1] for i in range(_SINGLE_VALUES))
+        state_id, count, first = (memory[i : i + 1] for i in range(_SINGLE_VALUES))
         rows = memory[_SINGLE_VALUES : _SINGLE_VALUES + 2 * MAX_TREE_ROWS].reshape(2, MAX_TREE_ROWS)
         table = memory[_SINGLE_VALUES + 2 * MAX_TREE_ROWS : self.num_values(num_blocks)]
-        self.path = CommittedPath(slot, count, first, rows[0], rows[1], table)
+        self.path = CommittedPath(state_id, count, first, rows[0], rows[1], table)
 
     @staticmethod
     def num_values(num_blocks: int) -> int:
@@ -224,7 +224,7 @@ class PathArrays:
     def write(self, accepted: AcceptedPath) -> None:
         """Puts the path there, in memory of the host."""
         count = len(accepted.rows)
-        self.path.slot[0], self.path.count[0], self.path.first[0] = accepted.state, count, accepted.first
+        self.path.state_id[0], self.path.count[0], self.path.first[0] = accepted.state, count, accepted.first
         self.path.sources[:count] = accepted.rows
         self.path.kept[:count] = accepted.kept
         self.path.table[: len(accepted.blocks)] = accepted.blocks

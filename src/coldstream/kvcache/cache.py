@@ -1,8 +1,8 @@
 """The memory of a model between steps: keys and values per position, and the recurrent states.
 
-Keys and values lie in one piece for each slot, which then holds one sequence, or in blocks of positions
-that sequences are made of. They may be cut back to any earlier position by overwriting; the recurrent states
-cannot, and say only what the sequence is now.
+Keys and values lie in one piece for each sequence, or in blocks of positions that sequences are made of. They
+may be cut back to any earlier position by overwriting; the recurrent states cannot, and say only what the
+sequence is now.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class CacheShape(Protocol):
 
 @dataclass(frozen=True)
 class AttentionState:
-    """Keys, after norm and rotation, and values, [slots, positions, G, row] each; see `CacheLayout`."""
+    """Keys, after norm and rotation, and values, [sequences, positions, G, row] each; see `CacheLayout`."""
 
     k: Array
     v: Array
@@ -45,8 +45,8 @@ class AttentionState:
 class DeltaNetState:
     """The last raw convolution inputs and the recurrent state, float32."""
 
-    conv_state: Array  # [slots, taps − 1, C]
-    state: Array  # [slots, NV, d, d], key dimension first
+    conv_state: Array  # [states, taps − 1, C]
+    state: Array  # [states, NV, d, d], key dimension first
     kept: KeptInputs | None = None  # of rows of draft trees; None where there are none
 
 
@@ -92,7 +92,7 @@ class CacheSize:
 
 
 class ModelCache:
-    """The states of all layers for `num_slots` sequences of up to `context_length` positions.
+    """The states of all layers for `num_states` sequences of up to `context_length` positions.
 
     kv_type is the name of a `CacheLayout`. `in_blocks` makes one of blocks instead.
 
@@ -106,25 +106,27 @@ class ModelCache:
         self,
         shape: CacheShape,
         ops: Ops,
-        num_slots: int,
+        num_states: int,
         context_length: int,
         kv_type: str = "i16",
     ) -> None:
-        if num_slots < 1 or context_length < 1:
-            raise ValueError(f"a cache of {num_slots} slots and {context_length} positions can hold nothing")
-        self.num_slots = num_slots
+        if num_states < 1 or context_length < 1:
+            raise ValueError(
+                f"a cache of {num_states} sequences and {context_length} positions can hold nothing"
+            )
+        self.num_states = num_states
         self.context_length = context_length
-        self._allocate(shape, ops, kv_type, (num_slots, context_length), 0)
+        self._allocate(shape, ops, kv_type, (num_states, context_length), 0)
 
     @classmethod
     def in_blocks(cls, shape: CacheShape, ops: Ops, size: CacheSize, kv_type: str = "i16") -> Self:
-        """Keys and values [blocks, BLOCK_POSITIONS, G, row]; a slot is one of `size.num_states`."""
+        """Keys and values [blocks, BLOCK_POSITIONS, G, row]; there are `size.num_states` states."""
         if min(size.num_blocks, size.num_states) < 1 or size.num_tree_rows < 0:
             raise ValueError(
                 f"a cache of {size.num_blocks} blocks and {size.num_states} states holds nothing"
             )
         cache = cls.__new__(cls)
-        cache.num_slots = size.num_states
+        cache.num_states = size.num_states
         cache.context_length = size.num_blocks * BLOCK_POSITIONS
         cache._allocate(shape, ops, kv_type, (size.num_blocks, BLOCK_POSITIONS), size.num_tree_rows)
         return cache
@@ -142,8 +144,8 @@ class ModelCache:
                 )
             size = shape.ssm_state_size
             return DeltaNetState(
-                ops.zeros((self.num_slots, shape.conv_kernel - 1, shape.conv_dim), "float32"),
-                ops.zeros((self.num_slots, shape.num_value_heads, size, size), "float32"),
+                ops.zeros((self.num_states, shape.conv_kernel - 1, shape.conv_dim), "float32"),
+                ops.zeros((self.num_states, shape.num_value_heads, size, size), "float32"),
                 kept_inputs() if num_tree_rows else None,
             )
 
@@ -167,20 +169,20 @@ class ModelCache:
         """Of address space; keys and values that were never written take no memory."""
         return sum(int(tensor.nbytes) for tensor in self.tensors())
 
-    def reset(self, slot: int) -> None:
-        """Makes `slot` the beginning of a sequence; IndexError if there is no such slot.
+    def reset(self, state_id: int) -> None:
+        """Makes a state the beginning of a sequence; IndexError if there is none of that number.
 
         Mutates the recurrent states. Keys and values stay: a position is always written before it is read.
         """
-        if not 0 <= slot < self.num_slots:
-            raise IndexError(f"slot {slot} of {self.num_slots}")
+        if not 0 <= state_id < self.num_states:
+            raise IndexError(f"state {state_id} of {self.num_states}")
         for layer in self.layers:
             if isinstance(layer, DeltaNetState):
-                layer.conv_state[slot, ...] = 0
-                layer.state[slot, ...] = 0
+                layer.conv_state[state_id, ...] = 0
+                layer.state[state_id, ...] = 0
 
     def copy_state(self, source: int, target: int) -> None:
-        """Makes the recurrent states of slot `target` those of `source`."""
+        """Makes the recurrent states of number `target` those of `source`."""
         for layer in self.layers:
             if isinstance(layer, DeltaNetState):
                 layer.conv_state[target, ...] = layer.conv_state[source]

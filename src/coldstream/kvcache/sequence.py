@@ -32,7 +32,7 @@ class Sequence:
     owner: object
     length: int = 0  # tokens that are committed
     blocks: list[int] = field(default_factory=list)  # in order of position
-    state: int | None = None  # slot of the recurrent state; None until a first step
+    state: int | None = None  # number of the recurrent state; None until a first step
     pending: PendingTree | None = None
     checkpoints: list[Checkpoint] = field(default_factory=list)  # in the order in which they were made
     is_released: bool = False

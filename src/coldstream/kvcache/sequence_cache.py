@@ -65,14 +65,14 @@ class SequenceCache:
         self._check_settled(sequence)
         copy = Sequence(self, sequence.length, list(sequence.blocks), sequence.state)
         self.blocks.share(copy.blocks)
-        self.states.share(_slots(copy.state))
+        self.states.share(_states_of(copy.state))
         return copy
 
     def checkpoint(self, sequence: Sequence) -> Checkpoint:
         """Keeps the recurrent state as it is now; nothing is copied."""
         self._check_settled(sequence)
         checkpoint = Checkpoint(sequence.length, sequence.state)
-        self.states.share(_slots(checkpoint.state))
+        self.states.share(_states_of(checkpoint.state))
         sequence.checkpoints.append(checkpoint)
         return checkpoint
 
@@ -86,8 +86,8 @@ class SequenceCache:
         later = sequence.checkpoints[sequence.checkpoints.index(checkpoint) + 1 :]
         for each in later:
             self.drop(sequence, each)
-        self.states.share(_slots(checkpoint.state))
-        self.states.release(_slots(sequence.state))
+        self.states.share(_states_of(checkpoint.state))
+        self.states.release(_states_of(sequence.state))
         sequence.state, sequence.length = checkpoint.state, checkpoint.length
         self._trim(sequence)
 
@@ -96,7 +96,7 @@ class SequenceCache:
         self._check(sequence)
         self._check_checkpoint(sequence, checkpoint)
         sequence.checkpoints.remove(checkpoint)
-        self.states.release(_slots(checkpoint.state))
+        self.states.release(_states_of(checkpoint.state))
 
     def clear(self, sequence: Sequence) -> None:
         """Makes the sequence an empty one without checkpoints, whatever it was in the middle of."""
@@ -106,8 +106,8 @@ class SequenceCache:
         self._forget_tree(sequence)
         sequence.length = 0
         self._trim(sequence)
-        slots, sequence.state = _slots(sequence.state), None
-        self.states.release(slots)
+        state_ids, sequence.state = _states_of(sequence.state), None
+        self.states.release(state_ids)
 
     def release(self, sequence: Sequence) -> None:
         """Gives back all that the sequence has; it can't be used afterwards."""
@@ -245,7 +245,7 @@ def _last_block(sequence: Sequence) -> list[int]:
     return sequence.blocks[sequence.length // BLOCK_POSITIONS :]
 
 
-def _slots(state: int | None) -> list[int]:
+def _states_of(state: int | None) -> list[int]:
     return [] if state is None else [state]
 
 

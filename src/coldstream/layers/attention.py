@@ -29,7 +29,7 @@ def attention(
     v_cache: Array,
     rows: Rows,
 ) -> Array:
-    """x [T, E] → [T, E]. Writes the caches [slots, positions, G, D] at `rows`; see `Ops.attention`."""
+    """x [T, E] → [T, E]. Writes the caches [sequences, positions, G, D] at `rows`; see `Ops.attention`."""
     query_gate, key, value = ops.linear(x, (weights.attn_q, weights.attn_k, weights.attn_v))
     mixed = ops.attention(
         query_gate,

@@ -59,7 +59,7 @@ class CausalLM:
     def forward(self, token_ids: Array, rows: Rows, cache: ModelCache) -> Array:
         """Hidden states after the last norm, [T, E], of int32 token_ids [T] at `rows`.
 
-        Advances the states of the slots in `cache` that `rows` names. InvalidRequestError if there are no
+        Advances the states in `cache` that `rows` names. InvalidRequestError if there are no
         rows.
         """
         if token_ids.shape[0] == 0:

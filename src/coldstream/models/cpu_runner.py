@@ -229,10 +229,10 @@ class CpuRunner(ModelRunner):
         self._disk.begin_step(count)
         try:
             self._trunk.run(count)
+            self._disk.end_step()
         except BaseException:
             self._disk.forget()
             raise
-        self._disk.end_step()
 
     def _logits_of(self, rows: Array) -> Array:
         logits = np.empty((len(rows), self.spec.vocab_size), np.float32)

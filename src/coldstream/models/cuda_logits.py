@@ -1,6 +1,6 @@
 """Logits that stay on the GPU, where next tokens can be chosen from them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -8,96 +8,116 @@ import numpy as np
 import torch
 
 from coldstream.kernels.cuda.device import device_errors
-from coldstream.kernels.sample.cuda import (
-    ARGMAX_BYTES,
-    ROW_BYTES,
-    SamplerRows,
-    argmax_cuda,
-    sample_cuda,
-)
+from coldstream.kernels.cuda.staged import StagedMemory
+from coldstream.kernels.sample.cuda import ROW_BYTES, SETTINGS_WORDS, sample_cuda, write_rows
+from coldstream.kernels.sample.settings import RowSettings
 
-ALL_TOKENS = 2**31 - 1  # a penalty window without end
-SIGN_BIT = 2**63
-
-
-# Each setting of a row takes eight bytes of one buffer, so that one copy brings them all.
-SETTING_DTYPES = {
-    "temperature": torch.float64,
-    "top_k": torch.int32,
-    "top_p": torch.float64,
-    "min_p": torch.float64,
-    "repetition_penalty": torch.float32,
-    "presence_penalty": torch.float32,
-    "frequency_penalty": torch.float32,
-    "penalty_window": torch.int32,
-    "seed": torch.int64,
-    "position": torch.int32,
-    "slot": torch.int32,
-}
-SETTING_BYTES = 8
+Array = np.ndarray[Any, Any]
+RECENT_OF_A_ROW = 64  # tokens that penalties look back on, unless more are asked for
 
 
 class Sampler:
-    """What choosing one token at a time needs on the device, from `zeros` of the model's operations."""
+    """What choosing tokens needs on the device, from `zeros` of the model's operations.
 
-    def __init__(self, zeros: Callable[[tuple[int, ...], str], torch.Tensor], context_length: int) -> None:
-        self._settings = zeros((len(SETTING_DTYPES) * SETTING_BYTES,), "uint8")
-        self._history = zeros((1, context_length), "int32")
-        self._rows = SamplerRows(**_views(self._settings), history=self._history)
-        self._results = zeros((2,), "int32")
-        self._workspace = zeros((1, ROW_BYTES), "uint8")
-        self._argmax_workspace = zeros((1, ARGMAX_BYTES), "uint8")
-        self._staged = torch.empty(self._settings.shape, dtype=torch.uint8)
-        self._host_results = torch.empty(2, dtype=torch.int32)
-        if not self._settings.is_meta:
-            self._staged, self._host_results = self._staged.pin_memory(), self._host_results.pin_memory()
-        self._staged_rows = _views(self._staged)
+    There is memory for `num_rows` rows at once, and for penalties that look back on one whole context or on
+    RECENT_OF_A_ROW tokens of each row. Where a step needs more, rows wait for those before them.
+    """
+
+    def __init__(
+        self, zeros: Callable[[tuple[int, ...], str], torch.Tensor], num_rows: int, context_length: int
+    ) -> None:
+        self._num_rows = num_rows
+        self._num_recent = max(context_length, num_rows * RECENT_OF_A_ROW)
+        num_words = num_rows * SETTINGS_WORDS
+        # Settings and recent tokens are one piece, so that one copy brings both.
+        self._inputs = StagedMemory(zeros((num_words + self._num_recent,), "int32"))
+        self._settings = self._inputs.values[:num_words].view(num_rows, SETTINGS_WORDS)
+        self._recent = self._inputs.values[num_words:]
+        self._unpenalised = zeros((self._num_recent,), "float32")
+        self._workspace = zeros((num_rows, ROW_BYTES), "uint8")
+        self._chosen = zeros((num_rows, 2), "int32")
+        self._host_chosen = torch.empty((0 if self._chosen.is_meta else num_rows, 2), dtype=torch.int32)
+        if not self._chosen.is_meta:
+            self._host_chosen = self._host_chosen.pin_memory()
 
     def choose(
-        self, logits: torch.Tensor, context: Sequence[int], settings: dict[str, float], has_penalties: bool
-    ) -> int | None:
-        """The token that follows `context`, for logits [1, vocab]; None if there is none to choose."""
-        token, faults = self._results[:1], self._results[1:]
-        if settings["temperature"] == 0 and not has_penalties:
-            argmax_cuda(logits, token, faults, self._argmax_workspace)
-        else:
-            for name, view in self._staged_rows.items():
-                view[0] = settings[name]
-            self._settings.copy_(self._staged, non_blocking=True)
-            if has_penalties:
-                self._bring(context[-int(settings["penalty_window"]) :], len(context))
-                logits = logits.clone()  # penalties change them, and somebody may still want to see them
-            sample_cuda(logits, self._rows, token, faults, self._workspace)
-        self._host_results.copy_(self._results, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        chosen, fault = self._host_results.tolist()
-        return None if fault else int(chosen)
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        settings: Sequence[RowSettings],
+        wait: Callable[[], None],
+    ) -> list[int | None]:
+        """The token that follows each of `rows`, all different, of float32 logits [n, vocab].
 
-    def _bring(self, window: Sequence[int], end: int) -> None:
-        """Put the last tokens of a context of `end` where the sampler looks for them."""
-        tokens = torch.tensor(window, dtype=torch.int32)
-        self._history[0, end - len(window) : end].copy_(tokens)
+        None if there is none to choose. wait: returns when the device has done what is queued.
+        """
+        tokens: list[int | None] = []
+        for part in self._parts(settings):
+            tokens += self._choose_part(logits, rows[part], settings[part], wait)
+        return tokens
 
+    def _parts(self, settings: Sequence[RowSettings]) -> Iterator[slice]:
+        """Rows that there is memory for at once, nearly always all of them."""
+        first = num_recent = 0
+        for index, each in enumerate(settings):
+            is_full = index - first == self._num_rows or num_recent + len(each.recent) > self._num_recent
+            if is_full and index > first:
+                yield slice(first, index)
+                first, num_recent = index, 0
+            num_recent += len(each.recent)
+        yield slice(first, len(settings))
 
-def _views(settings: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One element each of a buffer of settings."""
-    parts = torch.split(settings, SETTING_BYTES)
-    return {
-        name: part[: dtype.itemsize].view(dtype)
-        for (name, dtype), part in zip(SETTING_DTYPES.items(), parts, strict=True)
-    }
+    def _choose_part(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        settings: Sequence[RowSettings],
+        wait: Callable[[], None],
+    ) -> list[int | None]:
+        num_words = self._settings.numel()
+        on_host = self._inputs.on_host
+        to = on_host[:num_words].reshape(self._settings.shape)
+        num_recent = write_rows(settings, rows, to[: len(rows)], on_host[num_words:])
+        self._inputs.copy(num_words + num_recent)
+        chosen = self._chosen[: len(rows)]
+        sample_cuda(
+            logits,
+            self._settings[: len(rows)],
+            self._recent,
+            self._unpenalised,
+            self._workspace,
+            chosen,
+            draws=any(each.temperature != 0 for each in settings),
+        )
+        host_chosen = self._host_chosen[: len(rows)]
+        host_chosen.copy_(chosen, non_blocking=True)
+        wait()
+        return [None if fault else token for token, fault in host_chosen.tolist()]
 
 
 @dataclass(frozen=True)
 class OnDevice:
-    """What logits of one step have in common."""
+    """The logits of one step, float32 [n, vocab]; implements decoding's `DeviceStep`."""
 
+    values: torch.Tensor
     sampler: Sampler
     is_current: Callable[[], bool]  # until the runner's next step
-    download: Callable[[torch.Tensor], np.ndarray[Any, Any]]
-    ended: Callable[[], None]  # called when the device has done what came before
+    download: Callable[[Sequence[torch.Tensor]], Array]  # several [n, vocab], as one
+    wait: Callable[[], None]  # returns when the device has done what is queued
 
-    def check(self) -> None:
+    def choose(self, rows: Sequence[int], settings: Sequence[RowSettings]) -> list[int | None]:
+        """See decoding's `DeviceStep`."""
+        self._check()
+        with device_errors():
+            return self.sampler.choose(self.values, rows, settings, self.wait)
+
+    def bring(self, rows: Sequence[int]) -> Array:
+        """See decoding's `DeviceStep`."""
+        self._check()
+        with device_errors():
+            return self.download([self.values[first:end] for first, end in _runs(rows)])
+
+    def _check(self) -> None:
         """Raises RuntimeError if the memory may have other contents."""
         if not self.is_current():
             raise RuntimeError("these logits are gone: the model has computed another step since")
@@ -105,13 +125,13 @@ class OnDevice:
 
 @dataclass(frozen=True)
 class StepLogits:
-    """float32 logits [n, vocab] after rows of a step. Valid until the runner's next step."""
+    """float32 logits [n, vocab] after some rows of a step. Valid until the runner's next step."""
 
-    values: torch.Tensor
     step: OnDevice
+    rows: range
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.rows)
 
     @overload
     def __getitem__(self, rows: int) -> "CudaLogits": ...
@@ -121,54 +141,33 @@ class StepLogits:
 
     def __getitem__(self, rows: int | slice) -> "CudaLogits | StepLogits":
         if isinstance(rows, slice):
-            return StepLogits(self.values[rows], self.step)
-        row = range(len(self))[rows]
-        return CudaLogits(self.values[row : row + 1], self.step)
+            return StepLogits(self.step, self.rows[rows])
+        return CudaLogits(self.step, self.rows[rows])
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        self.step.check()
-        with device_errors():
-            return np.array(self.step.download(self.values), dtype=dtype)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.asarray(self.step.bring(self.rows), dtype=dtype)
 
 
 @dataclass(frozen=True)
 class CudaLogits:
-    """float32 logits [1, vocab] after one row of a step; implements decoding's `DeviceLogits`."""
+    """float32 logits [vocab] after one row of a step; implements decoding's `DeviceLogits`."""
 
-    values: torch.Tensor
     step: OnDevice
+    row: int
 
     def __len__(self) -> int:
-        return self.values.shape[1]
+        return self.step.values.shape[1]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        self.step.check()
-        with device_errors():
-            return np.array(self.step.download(self.values)[0], dtype=dtype)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.asarray(self.step.bring([self.row])[0], dtype=dtype)
 
-    def choose(
-        self,
-        context: Sequence[int],
-        *,
-        repeat_last_n: int | None,
-        has_penalties: bool,
-        seed: int,
-        **settings: float,
-    ) -> int | None:
-        """See decoding's `DeviceLogits`."""
-        self.step.check()
-        with device_errors():
-            token = self.step.sampler.choose(
-                self.values,
-                context,
-                {
-                    **settings,
-                    "penalty_window": ALL_TOKENS if repeat_last_n is None else repeat_last_n,
-                    "seed": (seed ^ SIGN_BIT) - SIGN_BIT,
-                    "position": len(context) - 1,
-                    "slot": 0,
-                },
-                has_penalties,
-            )
-            self.step.ended()
-        return token
+
+def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Adjacent rows that follow each other, as (first, end)."""
+    runs: list[tuple[int, int]] = []
+    for row in rows:
+        if runs and row == runs[-1][1]:
+            runs[-1] = runs[-1][0], row + 1
+        else:
+            runs.append((row, row + 1))
+    return runs

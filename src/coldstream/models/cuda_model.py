@@ -24,7 +24,7 @@ from coldstream.kernels.cuda.memory import ALIGNMENT, Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.cuda.staged import StagedMemory
 from coldstream.kernels.cuda_ops import CudaOps
-from coldstream.kernels.experts.executor import Executor, ResidentExecutor
+from coldstream.kernels.experts.executor import ExecutorFactory, PlacedExecutor, ResidentExecutor
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
@@ -40,7 +40,6 @@ from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cuda_logits import Sampler
 from coldstream.models.fixed_part import GRAPH_BYTES, RESERVE_BYTES
 from coldstream.models.footprint import model_sizes
-from coldstream.models.kernel_support import check_gpu_kernels
 from coldstream.models.spec import ModelSpec
 
 MAX_DECODE_ROWS = 64  # of a step whose head is captured with it
@@ -105,13 +104,18 @@ class Limits:
         if self.kv_type not in GPU_CACHE_TYPES:
             raise UnsupportedError(
                 f"no GPU kernels for keys and values in {self.kv_type} are supported: use "
-                f"{' or '.join(GPU_CACHE_TYPES)}, or --device cpu"
+                f"one of {', '.join(GPU_CACHE_TYPES)}, or --device cpu"
             )
 
     @property
     def has_trees(self) -> bool:
         """Whether rows of draft trees may be computed."""
         return self.cache_size.num_tree_rows > 0
+
+    @property
+    def most_chosen(self) -> int:
+        """Tokens that are chosen at once: one for each sequence and one for each row of trees."""
+        return min(HEAD_ROWS, self.cache_size.num_states + self.cache_size.num_tree_rows)
 
     def is_captured(self, rows: int) -> bool:
         """Whether steps of so many rows are graphs: not if the host shares out their experts."""
@@ -206,22 +210,26 @@ class Loaded:
         chunk_size: int,
         *,
         host: HostExperts | None = None,
+        own: ExecutorFactory | None = None,
         notes_kernels: bool = False,
     ) -> Self:
-        """Loads into `memory`; over a `MemoryPlan` only small tensors are read, and there is no `host`."""
+        """Loads into `memory`; over a `MemoryPlan` only small tensors are read, and there is no `host`.
+
+        own: as `CudaOps` takes it.
+        """
         rows = max(chunk_size, MAX_DECODE_ROWS)
-        executor = _executor(file, spec, limits, host)
-        ops = CudaOps(memory, limits.context_length, rows, executor, notes_kernels=notes_kernels)
+        placed = _placed_executor(file, spec, limits, host)
+        ops = CudaOps(memory, limits.context_length, rows, placed, own=own, notes_kernels=notes_kernels)
         model = CausalLM.load(file, spec, ops)
-        if isinstance(ops.executor, PartialExecutor):
+        if isinstance(ops.placed, PartialExecutor):
             mixtures = (block.ffn for block in model.blocks if isinstance(block.ffn, MoeWeights))
-            ops.executor.number_layers((moe.ffn_gate_inp, moe.experts) for moe in mixtures)
+            ops.placed.number_layers((moe.ffn_gate_inp, moe.experts) for moe in mixtures)
         weight_bytes = memory.persistent_bytes
         sequences = SequenceCache(spec, ops, limits.cache_size, limits.kv_type)
         inputs = Inputs.into(ops, rows, limits.context_length)
         commits = Commits.into(ops, limits.context_length)
         hidden = ops.activations(min(rows, MAX_GRAPH_ROWS), spec.hidden_size, persistent=True)
-        sampler = Sampler(ops.zeros, limits.context_length)
+        sampler = Sampler(ops.zeros, limits.most_chosen, limits.context_length)
         return cls(memory, ops, model, sequences, inputs, commits, hidden, sampler, weight_bytes)
 
     def logits(self, shape: StepShape) -> torch.Tensor:
@@ -250,9 +258,9 @@ class Loaded:
         self.model.commit(self.commits.take(), self.sequences.tensors)
 
 
-def _executor(
+def _placed_executor(
     file: GGUFFile, spec: ModelSpec, limits: Limits, host: HostExperts | None
-) -> Callable[[MoeKernels], Executor]:
+) -> Callable[[MoeKernels], PlacedExecutor]:
     """Makes who computes the experts of a model within its limits."""
     if limits.expert_bytes is None:
         return ResidentExecutor
@@ -344,7 +352,6 @@ def _shapes(sizes: Iterable[int], has_trees: bool) -> Iterator[StepShape]:
 
 def check_supported(spec: ModelSpec) -> None:
     """UnsupportedError if the GPU has no kernels for a model of these dimensions."""
-    check_gpu_kernels(spec.layers)
     has_delta_net = "delta_net" in spec.layer_kinds
     wanted = {
         f"attention heads of {spec.head_dim}: multiples of {HEAD_MULTIPLE} up to {LARGEST_HEAD}": (

@@ -1,6 +1,6 @@
 """Runs a model on one GPU: steps of up to some thousand rows as captured CUDA graphs, longer ones without."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Self
@@ -21,6 +21,7 @@ from coldstream.kernels.cuda.compiler import default_cache
 from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import load_kernels
+from coldstream.kernels.experts.executor import ExecutorFactory
 from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
 from coldstream.kernels.ops import SHORT_CONTEXT
 from coldstream.kvcache.batch import BatchLimits, CheckedSegment
@@ -61,6 +62,7 @@ class Placed:
     plan: RunPlan
     tier: str = "auto"  # of the CPU's kernels
     policy: Policy | None = None  # None: the product's
+    executor: ExecutorFactory | None = None  # None: the product's
     layers_ahead: int = LAYERS_AHEAD  # that experts are guessed, if the plan has some fetched
 
     @property
@@ -123,12 +125,14 @@ class CudaRunner(ModelRunner):
         """Everything that takes device memory, and the first step."""
         memory = DeviceMemory(self.plan.weights + self.plan.caches, self.plan.workspace)
         host = self._partial.host if self._partial else None
-        self._loaded = Loaded.into(memory, self.file, self.spec, self.limits, self.chunk_size, host=host)
+        own = self._placed.executor if self._placed else None
+        sizes = (self.file, self.spec, self.limits, self.chunk_size)
+        self._loaded = Loaded.into(memory, *sizes, host=host, own=own)
         self._sequences = self._loaded.sequences
         if self._partial:
-            executor = self._loaded.ops.executor
-            assert isinstance(executor, PartialExecutor)
-            self._partial.attach(executor)
+            placed = self._loaded.ops.placed
+            assert isinstance(placed, PartialExecutor)
+            self._partial.attach(placed)
         problem = default_cache().problem
         self._warnings = self._loaded.model.warnings + ((problem,) if problem else ())
         self._loaded.ops.finish_loading(progress)
@@ -342,11 +346,15 @@ class CudaRunner(ModelRunner):
         if len(rows) <= HEAD_ROWS:
             step = self._num_steps
             of_step = OnDevice(
-                self._loaded.sampler, lambda: self._num_steps == step, self._download, self._ended
+                self._on_device(rows),
+                self._loaded.sampler,
+                lambda: self._num_steps == step,
+                self._download,
+                self._ended,
             )
-            return StepLogits(self._on_device(rows), of_step)
+            return StepLogits(of_step, range(len(rows)))
         parts = [rows[start : start + HEAD_ROWS] for start in range(0, len(rows), HEAD_ROWS)]
-        return np.concatenate([self._download(self._on_device(part)) for part in parts])
+        return np.concatenate([self._download([self._on_device(part)]) for part in parts])
 
     def _on_device(self, rows: Array) -> torch.Tensor:
         """Logits of at most HEAD_ROWS rows of the last step."""
@@ -369,9 +377,11 @@ class CudaRunner(ModelRunner):
         """Gives the memory of the last step's outputs back before it is needed again."""
         self._hidden = self._logits_on_device = None
 
-    def _download(self, logits: torch.Tensor) -> Array:
-        """A copy of at most HEAD_ROWS rows."""
-        host = self._host_logits[: len(logits)]
-        host.copy_(logits, non_blocking=True)
+    def _download(self, parts: Iterable[torch.Tensor]) -> Array:
+        """A copy of at most HEAD_ROWS rows [n, vocab], those of each part behind each other."""
+        count = 0
+        for part in parts:
+            self._host_logits[count : count + len(part)].copy_(part, non_blocking=True)
+            count += len(part)
         self._ended()
-        return host.numpy().copy()
+        return self._host_logits[:count].numpy().copy()

@@ -11,7 +11,6 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import missing_packages
 from coldstream.kvcache.cache import CacheSize
 from coldstream.models.footprint import model_sizes
-from coldstream.models.kernel_support import check_gpu_kernels
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
@@ -39,10 +38,8 @@ def fixed_parts_on_gpu(
     """For each budget in bytes, with the largest steps of prefill whose activations are a modest part.
 
     With shorter ones, down to 2048 tokens, if all experts fit beside those, and with states for as many
-    sequences as serve a step if those fit as well. Raises UnsupportedError for layers that no GPU kernels
-    compute.
+    sequences as serve a step if those fit as well.
     """
-    check_gpu_kernels(spec.layers)
     count = _estimated if missing_packages() else _counted
 
     @cache

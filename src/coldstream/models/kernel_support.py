@@ -1,8 +1,7 @@
 """Compares what the layers of a file ask for with what kernels compute.
 
 A file that asks for anything else is refused before a weight is read: computed without it, its text would be
-fluent and wrong. What the kernels of every device lack is said when the file is opened, what only those of a
-GPU lack once that device is chosen.
+fluent and wrong.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,22 +50,6 @@ def check_kernels(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:
                 f"supported: {choice.supported}"
             )
     _check_alike(layers, keys)
-
-
-def check_gpu_kernels(layers: Sequence[LayerSpec]) -> None:
-    """Raises UnsupportedError for the first choice of `layers` that only the CPU's kernels compute."""
-    for index, layer in enumerate(layers):
-        for what in _missing_on_gpu(layer):
-            raise UnsupportedError(
-                f"blk.{index} needs {what}: no GPU kernels for that are supported; use --device cpu"
-            )
-
-
-def _missing_on_gpu(layer: LayerSpec) -> Iterator[str]:
-    if isinstance(layer.mixer, AttentionSpec) and not layer.mixer.output_gate:
-        yield "attention without an output gate"
-    if isinstance(layer.ffn, MoeSpec) and layer.ffn.shared == "none":
-        yield "experts without a shared one"
 
 
 def _mixer_choices(spec: AttentionSpec | DeltaNetSpec) -> Iterator[Choice]:

@@ -16,7 +16,7 @@ from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.models.footprint import file_bytes, model_sizes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions, least_budget, plan_placement
-from coldstream.placement.policies import Policy
+from coldstream.placement.policies import DecayedFrequency, Policy
 from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
 
@@ -106,7 +106,7 @@ def disk_tier_of(
     placement = plan.placement
     if placement.is_all_resident:
         return None
-    tier = disk_tier(file, spec, policy)
+    tier = disk_tier(file, spec, policy or DecayedFrequency(weights=placement.expert_weights))
     assert tier.expert_bytes == placement.expert_bytes, "a plan for RAM has the sizes of its slots"
     tier.allocate(placement.slots, plan.expected_uses, placement.pinned_layers)
     return tier

@@ -38,17 +38,17 @@ class HitCurve:
         return float(np.interp(share, self.shares, self.hit_rates))
 
     @classmethod
-    def from_trace(cls, trace: RoutingTrace) -> "HitCurve":
+    def from_trace(cls, trace: RoutingTrace, weights: Array | None = None) -> "HitCurve":
         """What this package's policy holds over the end of a trace, with what the rest was used for at first.
 
-        Takes seconds for a large model.
+        weights as `DecayedFrequency` takes them. Takes seconds for a large model.
         """
         cut = max(trace.num_steps - _MAX_STEPS, trace.num_steps // 2)
         model, end = trace.model, RoutingTrace(trace.model, trace.topk_ids[cut:])
         profile = RoutingTrace(model, trace.topk_ids[:cut]).counts() / cut if cut else None
         num_all = model.num_layers * model.num_experts
         rates = [
-            simulate(end, DecayedFrequency(), max(1, round(share * num_all)), profile).hit_rate
+            simulate(end, DecayedFrequency(weights=weights), max(1, round(share * num_all)), profile).hit_rate
             for share in _SHARES
         ]
         rising = np.maximum.accumulate(rates).tolist()

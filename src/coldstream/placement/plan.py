@@ -13,7 +13,13 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from coldstream.errors import OutOfMemoryError
-from coldstream.placement.ranking import assumed_uses, layers_to_pin, ranked, take_fitting
+from coldstream.placement.ranking import (
+    assumed_uses,
+    layers_to_pin,
+    ranked,
+    take_fitting,
+    weights_by_layer,
+)
 from coldstream.placement.routing_trace import RoutedModel
 from coldstream.placement.sizes import ModelSizes
 
@@ -65,6 +71,7 @@ class PlanOptions:
     min_per_layer: int = 0  # experts of every layer that are resident at first
     min_per_size: int = 0  # the same of each size that a layer has which is not pinned
     has_ring: bool = True  # whether prefill streams cold experts through a ring
+    layer_weights: tuple[tuple[int, float], ...] = ()  # layers, and what a use counts for there instead of 1
 
 
 class BudgetTooSmallError(OutOfMemoryError):
@@ -101,6 +108,8 @@ class PlacementPlan:
     expert_bytes: tuple[int, ...]  # of one expert, by layer
     resident: tuple[tuple[int, ...], ...]  # experts that begin in fast memory, by layer, rising
     pinned_layers: tuple[int, ...] = field(default=())  # rising; their experts never leave
+    # What a use counts for where experts compete for fast memory, by layer; empty: 1 in all of them.
+    layer_weights: tuple[float, ...] = field(default=())
 
     def __post_init__(self) -> None:
         problem = self._problem()
@@ -142,6 +151,13 @@ class PlacementPlan:
             counts[size] += len(ids)
         return dict(sorted(counts.items()))
 
+    @property
+    def expert_weights(self) -> Array | None:
+        """`layer_weights` by number of the expert, float64 [experts of all layers]; None: all are 1."""
+        if not self.layer_weights:
+            return None
+        return np.repeat(np.array(self.layer_weights, np.float64), self.model.num_experts)
+
     def resident_numbers(self) -> Array:
         """The same experts by number, int64, rising."""
         num_experts = self.model.num_experts
@@ -161,6 +177,10 @@ class PlacementPlan:
             return f"pinned layers are not rising numbers below {num_layers}"
         if any(len(self.resident[layer]) != num_experts for layer in self.pinned_layers):
             return "a pinned layer is not all resident"
+        if self.layer_weights and len(self.layer_weights) != num_layers:
+            return f"{len(self.layer_weights)} weights of layers, {num_layers} layers"
+        if not all(0 < weight < np.inf for weight in self.layer_weights):
+            return "a layer's weight that is no number above 0"
         if self.total_bytes > self.budget_bytes:
             return f"{self.total_bytes} bytes of a budget of {self.budget_bytes}"
         return None
@@ -178,9 +198,9 @@ def plan_placement(
     """What of `model` lies in fast memory of `budget_bytes`.
 
     uses: float [layers, experts], expected uses a step or counts; None: nothing is known. Experts are taken
-    by uses per byte until no more fits; equal ones by rank in the layer, layer and id. If all fit there is no
-    ring. The same arguments give the same plan, and a larger budget never fewer resident bytes. Raises
-    BudgetTooSmallError if the budget is below `least_budget`.
+    by weighted uses per byte until no more fits; equal ones by rank in the layer, layer and id. If all fit
+    there is no ring. The same arguments give the same plan, and a larger budget never fewer resident bytes.
+    Raises BudgetTooSmallError if the budget is below `least_budget`.
     """
     options = options or PlanOptions()
     shape = (model.num_layers, model.num_experts)
@@ -188,6 +208,9 @@ def plan_placement(
     if uses.shape != shape or not (np.isfinite(uses).all() and (uses >= 0).all()):
         raise ValueError(f"uses must be numbers from 0 on, of shape {shape}, not {uses.shape}")
     pinned = sorted(layers_to_pin(model.num_layers, options.num_pinned_layers))
+    weights = weights_by_layer(model.num_layers, options.layer_weights)
+    if weights:
+        uses = uses * np.array(weights)[:, None]
     left = budget_bytes - fixed.total
     if left >= model.all_expert_bytes:
         ring, taken = 0, list(range(uses.size))
@@ -211,6 +234,7 @@ def plan_placement(
         expert_bytes=model.expert_bytes,
         resident=_by_layer(taken, model),
         pinned_layers=tuple(pinned),
+        layer_weights=weights,
     )
 
 

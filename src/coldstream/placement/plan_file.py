@@ -26,8 +26,9 @@ from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 FORMAT: Final = "coldstream plan"
-VERSION: Final = 3
+VERSION: Final = 4
 MAX_BYTES: Final = 1 << 24
+_NO_USES: Final = "uses are not lists of numbers"
 _AGAIN: Final = "make it again with `coldstream plan --out`"
 
 
@@ -114,7 +115,7 @@ def _plan(document: dict[str, Any]) -> RunPlan:
     return RunPlan(
         placement=_placement(document),
         threads=document["threads"],
-        uses=None if document["uses"] is None else tuple(map(_uses, document["uses"])),
+        uses=None if document["uses"] is None else tuple(_numbers(row, _NO_USES) for row in document["uses"]),
         streamed=_counts(document["streamed"]),
         prefetch=document["prefetch"],
     )
@@ -142,6 +143,7 @@ def _placement(document: dict[str, Any]) -> PlacementPlan:
         expert_bytes=_counts(document["expert_bytes"]),
         resident=tuple(map(_counts, document["resident"])),
         pinned_layers=_counts(document["pinned_layers"]),
+        layer_weights=_numbers(document["layer_weights"], "weights of layers are no numbers"),
     )
 
 
@@ -155,9 +157,10 @@ def _counts(values: object) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _uses(values: object) -> tuple[float, ...]:
+def _numbers(values: object, problem: str) -> tuple[float, ...]:
+    """ValueError, which says `problem`, for anything but a list of floats."""
     if not isinstance(values, list) or not all(isinstance(value, float) for value in values):
-        raise ValueError("uses are not lists of numbers")
+        raise ValueError(problem)
     return tuple(values)
 
 

@@ -47,6 +47,7 @@ class Policy(ABC):
     """
 
     scores: Array  # float64 [experts of all layers], set by `start`
+    max_copies: int | None = None  # of a subclass whose constructor does not call this one's
 
     def __init__(self, max_copies: int | None = None) -> None:
         self.max_copies = max_copies
@@ -140,7 +141,8 @@ class Lfu(Policy):
 class DecayedFrequency(Policy):
     """Frequency over about a hundred steps plus recency over about two, changed only where a copy pays.
 
-    A score is the expected uses over the next 1 / (1 − decay) steps, as far as the past tells.
+    A score is the expected uses over the next 1 / (1 − decay) steps, as far as the past tells. weights,
+    float64 [experts of all layers], above 0: what a use counts for; None: 1.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class DecayedFrequency(Policy):
         recency_weight: float = RECENCY_WEIGHT,
         hysteresis: float = HYSTERESIS,
         payback: float = PAYBACK,
+        weights: Array | None = None,
     ) -> None:
         super().__init__(max_copies)
         self._decay = decay
@@ -159,22 +162,25 @@ class DecayedFrequency(Policy):
         self._recency_weight = recency_weight
         self._hysteresis = hysteresis
         self._payback = payback
+        self._weights = weights
 
     @classmethod
-    def for_late_copies(cls, max_copies: int | None = None) -> Self:
+    def for_late_copies(cls, max_copies: int | None = None, *, weights: Array | None = None) -> Self:
         """For copies that are read some steps after the use that asked for them: those of `ExpertCache`."""
         return cls(
             max_copies,
             recency_decay=LATE_RECENCY_DECAY,
             recency_weight=LATE_RECENCY_WEIGHT,
             payback=LATE_PAYBACK,
+            weights=weights,
         )
 
     def start(self, profile: Array) -> None:
         self._frequency = profile / (1.0 - self._decay)
         self._recency = self._recency_weight * profile / (1.0 - self._recency_decay)
         self._num_steps = 0
-        self.scores = self._frequency + self._recency
+        self.scores = np.empty_like(self._frequency)
+        self._score()
 
     def observe(self, used: Array) -> None:
         self._frequency *= self._decay
@@ -186,10 +192,15 @@ class DecayedFrequency(Policy):
             self._recency[self._recency < _NOTHING] = 0.0
         self._frequency[used] += 1.0
         self._recency[used] += self._recency_weight
-        np.add(self._frequency, self._recency, out=self.scores)
+        self._score()
 
     def pays(self, candidates: Array, victims: Array) -> Array:
         return (candidates > self._hysteresis * victims) & (candidates - victims >= self._payback)
+
+    def _score(self) -> None:
+        np.add(self._frequency, self._recency, out=self.scores)
+        if self._weights is not None:
+            self.scores *= self._weights
 
 
 class Belady(Policy):

@@ -46,6 +46,15 @@ def layers_to_pin(num_layers: int, count: int) -> tuple[int, ...]:
     return tuple(order)[:count]
 
 
+def weights_by_layer(num_layers: int, weights: Sequence[tuple[int, float]]) -> tuple[float, ...]:
+    """What a use counts for in each layer: by `weights` in those that are named, the last one if one is named
+    twice, and 1 in the others; nothing if it is 1 in all.
+    """
+    named = dict(weights)
+    by_layer = tuple(named.get(layer, 1.0) for layer in range(num_layers))
+    return () if all(weight == 1 for weight in by_layer) else by_layer
+
+
 def take_fitting(order: Sequence[int], sizes: Array, num_bytes: int) -> list[int]:
     """Those of `order` that fit into `num_bytes` when taken in turn; what does not fit any more is passed.
 

@@ -20,6 +20,7 @@ class AttentionShape:
     head_dim: int
     cache_type: CacheType
     window: int | None = None
+    output_gate: bool = True  # behind each query
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -46,7 +47,7 @@ class Caches:
 class AttentionInputs:
     """New rows: float32, unit stride along the last dimension; rows may be parts of others."""
 
-    query_gate: torch.Tensor  # [T, H · 2 · D]
+    query_gate: torch.Tensor  # [T, H · 2 · D], without an output gate [T, H · D]
     key: torch.Tensor  # [T, G · D]
     value: torch.Tensor  # [T, G · D]
     q_norm: torch.Tensor  # [D]

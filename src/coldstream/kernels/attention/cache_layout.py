@@ -1,6 +1,6 @@
 """The types that keys and values are kept in, and how a row of them lies in memory.
 
-A cache is an array [slots, positions, G, row]. `row` is D numbers for the float types, which are for CPUs
+A cache is an array [sequences, positions, G, row]. `row` is D numbers for the float types, which are for CPUs
 alone, and `row_bytes(D)` bytes for the integer types (int8), over which attention is one of integers. These
 keep a head's D values, after a Hadamard rotation, as codes, then one float32 scale, then zeros up to a
 multiple of 16 bytes, so that every row can be read in aligned pieces of 16 bytes:
@@ -95,6 +95,4 @@ CACHE_LAYOUTS = {
         CacheLayout("i3", "int8", 3),
     )
 }
-GPU_CACHE_TYPES = tuple(
-    name for name, layout in CACHE_LAYOUTS.items() if layout.is_integer and not layout.is_packed
-)
+GPU_CACHE_TYPES = tuple(name for name, layout in CACHE_LAYOUTS.items() if layout.is_integer)

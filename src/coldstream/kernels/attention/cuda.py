@@ -1,5 +1,5 @@
 """Attention on the GPU, over caches of an integer type: `integers_prepare.cu`, then `integers_few.cu` for few
-rows or `integers.cu` for many, then `merge.cu`.
+rows, or for many `integers_warpgroups.cu` where it can and else `integers.cu`, then `merge.cu`.
 
     kernels = IntegerKernels(AttentionShape(16, 2, 256, CACHE_TYPES["i16"]), device_limits())
     kernels.prepare(inputs, caches, rows, queries)
@@ -38,9 +38,12 @@ from coldstream.kernels.ops import MAX_TREE_ROWS, Rows
 FOLDER = Path(__file__).parent
 PREPARE, MERGE = "integers_prepare.cu", "merge.cu"
 PREPARE_THREADS, PREPARE_HEADS = 128, 8  # a block
+TILE_SCALE_BYTES = 16  # of a row in shared memory, behind the planes
 PAIRS = 16  # of a row and a query head, which a warp takes
 MANY_WARPS = (8, 4, 2, 1)  # of a block of threads: the first that fit
 FEW_WARPS = (4, 2, 1)
+GROUP_PAIRS, GROUP_WARPS = 64, 4  # that a warpgroup takes, and its warps; one more of a block copies
+GROUP_STAGES, NOTE_BYTES = 2, 28
 FEW_ROWS = 64  # up to which the chunks of a row are computed beside each other
 RESERVED_SHARED_BYTES = 1024  # by the driver, of each block
 EXCHANGED_STRIDE, SHARE_BYTES = 36, 20  # floats of a pair's sums, and what warps tell of a pair
@@ -62,7 +65,7 @@ class BatchArguments(ctypes.Structure):
 
     @classmethod
     def of(cls, rows: Rows) -> "BatchArguments":
-        """ValueError for rows that are told apart by slots."""
+        """ValueError for rows that are told apart by states alone."""
         batch = rows.batch
         if batch is None:
             raise ValueError("attention over integers takes rows with block tables")
@@ -138,22 +141,29 @@ class IntegerKernels:
             raise ValueError(f"no kernels for heads of {shape.head_dim} values in {shape.cache_type.name}")
         self.shape = shape
         self.device = device
+        self._by_warpgroups = device.has_warpgroups and takes_warpgroups(shape)
         self._forms = {
             (kind, trees): self._first_fitting(forms(shape, trees))
             for kind, forms in FORMS.items()
-            if kind != "few" or shape.group_size <= PAIRS
-            for trees in ((False,) if kind == "few" else (False, True))
+            for trees in (False, True)
+            if self._is_needed(kind, trees)
         }
-        planes, head_dim = shape.cache_type.num_planes, shape.head_dim
+        bits, head_dim = shape.cache_type.value_bits, shape.head_dim
+        gated = str(shape.output_gate).lower()
         files = {
-            PREPARE: {f"coldstream::attention_prepare_integers<{planes}, {head_dim}>"},
-            MERGE: {f"coldstream::attention_merge<{head_dim}>"},
+            PREPARE: {f"coldstream::attention_prepare_integers<{bits}, {head_dim}, {gated}>"},
+            MERGE: {f"coldstream::attention_merge<{head_dim}, {gated}>"},
         }
         for form in self._forms.values():
             files.setdefault(form.file, set()).add(form.instance)
         self.programs = {
             file: CudaProgram(FOLDER / file, tuple(sorted(names))) for file, names in files.items()
         }
+
+    def _is_needed(self, kind: str, trees: bool) -> bool:
+        if kind == "few":
+            return not trees and self.shape.group_size <= PAIRS
+        return (not trees and self._by_warpgroups) == (kind in GROUPS)
 
     def _first_fitting(self, forms: Iterable["Form"]) -> "Form":
         """Raises UnsupportedError if there is none."""
@@ -204,10 +214,10 @@ class IntegerKernels:
         out: torch.Tensor | None = None,
         quantised: QuantActivations | None = None,
     ) -> None:
-        """Gated attention of every row, as float32, as int8, or as both, from what `attend` has left.
+        """Attention of every row, as float32, as int8, or as both, from what `attend` has left.
 
-        query_gate [T, H · 2 · D], any row stride. Writes out float32 [T, H · D] and quantised (K = H · D,
-        padded to whole groups), contiguous.
+        query_gate as in `AttentionInputs`, any row stride. Writes out float32 [T, H · D] and quantised
+        (K = H · D, padded to whole groups), contiguous.
         """
         shape = self.shape
         codes = (None,) * 3 if quantised is None else (quantised.q, quantised.scales, quantised.sums)
@@ -242,7 +252,8 @@ class IntegerKernels:
         )  # fmt: skip
         assert rows.batch is not None
         trees = rows.batch.has_trees
-        form = self._forms[kind_of(shape, num_rows, trees, rows.batch.is_deep), trees]
+        kind = kind_of(shape, num_rows, trees, rows.batch.is_deep, self._by_warpgroups)
+        form = self._forms[kind, trees]
         num_items = max_chunks * shape.num_kv_heads * -(-num_rows // (form.num_pairs // shape.group_size))
         at_once = max(1, self.device.shared_per_processor // (form.shared_bytes + RESERVED_SHARED_BYTES))
         self.programs[form.file].kernel(form.instance).launch(
@@ -258,8 +269,8 @@ class IntegerKernels:
         return program.kernel(program.instances[0])
 
 
-def kind_of(shape: AttentionShape, num_rows: int, trees: bool, is_deep: bool) -> str:
-    """Which of FORMS computes so many rows.
+def kind_of(shape: AttentionShape, num_rows: int, trees: bool, is_deep: bool, by_warpgroups: bool) -> str:
+    """Which form computes so many rows.
 
     trees: whether there may be draft trees among them; is_deep: whether they may be far from their
     sequences' first positions, so that rows had better share what they read.
@@ -268,6 +279,8 @@ def kind_of(shape: AttentionShape, num_rows: int, trees: bool, is_deep: bool) ->
     is_small = num_pairs <= PAIRS or (not is_deep and num_rows <= FEW_ROWS)
     if is_small and shape.group_size <= PAIRS and not trees:
         return "few"
+    if by_warpgroups and not trees:
+        return "group" if num_pairs <= GROUP_PAIRS else "groups"
     return "middle" if num_rows <= FEW_ROWS and num_pairs <= MIDDLE_PAIRS else "many"
 
 
@@ -282,9 +295,14 @@ class Form:
     shared_bytes: int
 
 
+def _tile_row_bytes(shape: AttentionShape) -> int:
+    """Of a head's keys or values at one position in shared memory, where their planes are."""
+    return shape.cache_type.num_planes * shape.head_dim + TILE_SCALE_BYTES
+
+
 def many_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> Iterator[Form]:
     """Of integers.cu, the best first."""
-    row_bytes = shape.cache_type.row_bytes(shape.head_dim)
+    row_bytes = _tile_row_bytes(shape)
     for warps in MANY_WARPS[MANY_WARPS.index(most_warps) :]:
         num_pairs = PAIRS * warps
         # Two tiles; queries; weights and positions of draft trees.
@@ -296,7 +314,7 @@ def many_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> Itera
 
 def few_forms(shape: AttentionShape, trees: bool) -> Iterator[Form]:
     """Of integers_few.cu, the best first; there are none for trees."""
-    row_bytes = shape.cache_type.row_bytes(shape.head_dim)
+    row_bytes = _tile_row_bytes(shape)
     for warps in () if trees else FEW_WARPS:
         # A tile a warp; queries; what warps tell each other.
         shared = warps * BLOCK_SIZE * row_bytes + PAIRS * (2 * shape.head_dim + 16)
@@ -305,16 +323,41 @@ def few_forms(shape: AttentionShape, trees: bool) -> Iterator[Form]:
         yield Form("integers_few.cu", instance, warps, PAIRS, shared)
 
 
+def takes_warpgroups(shape: AttentionShape) -> bool:
+    """Whether integers_warpgroups.cu has an instance."""
+    return (
+        shape.cache_type.value_bits in (16, 8)
+        and shape.head_dim % 128 == 0
+        and shape.group_size <= GROUP_PAIRS
+    )
+
+
+def warpgroup_forms(shape: AttentionShape, trees: bool, groups: int) -> Iterator[Form]:
+    """Of integers_warpgroups.cu, for devices that have warpgroups; there are none for trees."""
+    if trees:
+        return
+    tile_bytes = BLOCK_SIZE * shape.cache_type.num_planes * shape.head_dim
+    num_pairs = GROUP_PAIRS * groups
+    # Queries; staged keys and values; values as they arrive; scales of both, two barriers and a note a stage;
+    # which pairs there are.
+    shared = num_pairs * 2 * shape.head_dim + (2 * GROUP_STAGES + 1) * tile_bytes
+    shared += GROUP_STAGES * (2 * BLOCK_SIZE * 4 + 16 + NOTE_BYTES) + num_pairs * 8
+    instance = _instance("attention_integers_warpgroups", shape, groups)
+    yield Form("integers_warpgroups.cu", instance, GROUP_WARPS * (groups + 1), num_pairs, shared)
+
+
 MIDDLE_PAIRS = PAIRS * 4
+GROUPS = {"group": 1, "groups": 2}
 FORMS: dict[str, Callable[[AttentionShape, bool], Iterator[Form]]] = {
     "few": few_forms,
     "middle": partial(many_forms, most_warps=4),
     "many": many_forms,
+    **{kind: partial(warpgroup_forms, groups=count) for kind, count in GROUPS.items()},
 }
 
 
 def _instance(kernel: str, shape: AttentionShape, *parameters: int) -> str:
-    numbers = (shape.cache_type.num_planes, shape.head_dim, *parameters)
+    numbers = (shape.cache_type.value_bits, shape.head_dim, *parameters)
     return f"coldstream::{kernel}<{', '.join(str(number).lower() for number in numbers)}>"
 
 

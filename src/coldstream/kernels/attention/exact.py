@@ -90,7 +90,7 @@ def attention_exact(
     *,
     output_gate: bool = True,
 ) -> torch.Tensor:
-    """See `reference.attention`. Mutates k_cache and v_cache [slots, positions, G, row]."""
+    """See `reference.attention`. Mutates k_cache and v_cache [sequences, positions, G, row]."""
     num_kv_heads = k_cache.shape[-2]
     head_dim = key.shape[-1] // num_kv_heads
     cache_type = CacheType.of(k_cache, head_dim)
@@ -104,8 +104,8 @@ def attention_exact(
     outputs = [query[:0]]
     for row, (q, position) in enumerate(zip(query, rows.positions.tolist(), strict=True)):
         first = first_position(position, window)
-        slots, places = seen(rows, row)
-        keys, values = (cache[slots[first:], places[first:]] for cache in (k_cache, v_cache))
+        pieces, places = seen(rows, row)
+        keys, values = (cache[pieces[first:], places[first:]] for cache in (k_cache, v_cache))
         outputs.append(attend(heads_of(cache_type, q, keys, values), first).unsqueeze(0))
     output = cache_type.turn_back(torch.cat(outputs))
     return (output if gate is None else output * sigmoid(gate)).flatten(-2)

@@ -13,12 +13,13 @@ struct new_head {
   bool is_spare, is_query, is_value;
   const float* x;
 
-  template <int head_dim, class Arguments>
+  // query_width: numbers of each query head, a gate behind it or not.
+  template <int head_dim, int query_width, class Arguments>
   static __device__ __forceinline__ new_head of(const Arguments& a, int64_t row, int wanted) {
     const int num_units = a.num_heads + 2 * a.num_kv_heads, unit = min(wanted, num_units - 1);
     const bool is_query = unit < a.num_heads, is_value = unit >= a.num_heads + a.num_kv_heads;
     const int kv_head = is_value ? unit - a.num_heads - a.num_kv_heads : unit - a.num_heads;
-    const float* x = is_query   ? a.query_gate + row * a.query_gate_stride + unit * 2 * head_dim
+    const float* x = is_query   ? a.query_gate + row * a.query_gate_stride + unit * query_width
                      : is_value ? a.value + row * a.value_stride + kv_head * head_dim
                                 : a.key + row * a.key_stride + kv_head * head_dim;
     return {unit, kv_head, wanted >= num_units, is_query, is_value, x};

@@ -5,59 +5,52 @@
 // takes 16 pairs of a row and a query head through the tensor cores, and all warps read the same keys and values. Where the
 // workspace has one chunk a pair, a block walks over all positions, and what a chunk of 256 leaves is merged into what those
 // before it have left. Where it has them all, blocks share the chunks out evenly and leave each by itself, for merge.cu.
-#include "attention/integers_arguments.cuh"
 #include "attention/integers_block.cuh"
+#include "attention/integers_items.cuh"
+#include "attention/integers_unpack.cuh"
 
 extern __shared__ float4 dynamic_shared[];
 
 namespace coldstream {
 
-template <int planes, int head_dim, int warps, bool has_trees>
-struct integer_attention {
-  using block = pair_block<planes, head_dim>;
+template <int bits, int head_dim, int warps, bool has_trees>
+struct integer_attention : block_items<warps * pairs> {
+  using items = block_items<warps * pairs>;
+  using items::a;
+  using items::kv_head;
+  using kept_row = cache_row<bits, head_dim>;
+  using block = pair_block<kept_row::planes, head_dim>;
   static constexpr int threads = warp_size * warps;
   static constexpr int most_tiles = has_trees ? 2 : 1;  // of indices in which a tile of positions has keys
 
-  const integers_arguments& a;
   uint8_t *const tiles, *const queries;  // two tiles; [warps · pairs, query_bytes]
   float* const by_position;              // [warps · pairs, 64], weights of a draft tree's rows
   int32_t* const drafts;                 // positions of the rows of a tree
-  const int group = a.num_heads / a.num_kv_heads, tile_rows = warps * pairs / group;
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size, g = lane / 4, t = lane % 4;
-  int first_row, last_row, kv_head;  // of the item; its rows end before last_row
-  int first_chunk, last_chunk;       // of the item
-  int item = -1, chunks_before = 0, share_begin = 0, share_end = 0;
 
   lane_pairs own;
-  for_both<float> maximum, denominator;  // of the chunk
-  for_both<bool> has_begun;
-  for_both<float> all_maximum, all_denominator;  // of the chunks before
+  pair_chunk chunks;
+  for_both<float2> all;  // maximum and denominator of the chunks before
   for_both<bool> has_any;
   float numerators[block::strips][2][4];  // of the chunk, column 16s + 4t + c at [s][pair][c]
 
   __device__ integer_attention(const integers_arguments& arguments, uint8_t* shared)
-      : a(arguments),
+      : items(arguments),
         tiles(shared),
         queries(shared + 2 * block::tile_bytes),
         by_position(reinterpret_cast<float*>(queries + warps * pairs * block::query_bytes)),
         drafts(reinterpret_cast<int32_t*>(by_position + warps * pairs * block_positions)) {}
-
-  // Pairs beyond the item's repeat the last one, and are not written.
-  __device__ int64_t pair_at(int pair) const {
-    const int found = min(pair, (last_row - first_row) * group - 1);
-    return int64_t{first_row + found / group} * a.num_heads + kv_head * group + found % group;
-  }
 
   __device__ void load_queries() {
     constexpr int pieces = 2 * head_dim / 16;
     for (int i = threadIdx.x; i < warps * pairs * pieces; i += threads) {
       const int pair = i / pieces, piece = i % pieces;
       copy_async_16(queries + pair * block::query_bytes + piece * 16,
-                    a.query + pair_at(pair) * 2 * head_dim + piece * 16);
+                    a.query + items::pair_at(a, pair) * 2 * head_dim + piece * 16);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int64_t pair = pair_at(warp * pairs + 8 * i + g);
+      const int64_t pair = items::pair_at(a, warp * pairs + 8 * i + g);
       own.row[i] = int(pair / a.num_heads);
       own.head[i] = int(pair % a.num_heads);
       own.query_scale[i] = a.query_scales[pair] * (1.0f / low_unit);
@@ -65,7 +58,13 @@ struct integer_attention {
   }
 
   __device__ void load(uint8_t* to, const uint8_t* cache, const row_run& run, int tile) const {
-    load_tile<block::row_bytes, threads>(to, cache, a.places, a.rows, run, kv_head, tile);
+    load_tile<kept_row::bytes, threads>(to + tile_layout<kept_row, head_dim>::packed_at, cache, a.places, a.rows, run,
+                                        kv_head, tile);
+  }
+
+  // What has arrived, for the block of threads.
+  __device__ void unpack(uint8_t* tile) const {
+    if constexpr (kept_row::is_packed) unpack_tile<bits, head_dim, threads>(tile, threadIdx.x);
   }
 
   // What pairs weigh the keys of a tile of positions by, in place of their scores; the factors of what was before.
@@ -77,11 +76,8 @@ struct integer_attention {
       if (s < num_tiles) raise_best(scores[s], visible[s], best);
     }
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      best[i] = greatest_of_pair(best[i]);
-      after[i] = has_begun[i] ? fmaxf(maximum[i], best[i]) : best[i];
-      correction[i] = has_begun[i] ? exact_exp(maximum[i] - after[i]) : 1.0f;
-    }
+    for (int i = 0; i < 2; i++) best[i] = greatest_of_pair(best[i]);
+    chunks.raise(best, after, correction);
 #pragma unroll
     for (int s = 0; s < most_tiles; s++) weigh_scores(visible[s], after, scores[s]);
     for_both<float> total;
@@ -89,10 +85,7 @@ struct integer_attention {
     else sum_in_order(scores[0], total);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      if (!own.view[i].meets(tile)) continue;
-      denominator[i] = has_begun[i] ? __fmaf_rn(denominator[i], correction[i], total[i]) : total[i];
-      maximum[i] = after[i];
-      has_begun[i] = true;
+      if (own.view[i].meets(tile)) chunks.add(i, total[i], after[i], correction[i]);
     }
   }
 
@@ -139,7 +132,7 @@ struct integer_attention {
     for_both<float> scale;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      by[i] = scale_of_planes<2>(greatest_of_pair(greatest[i]));
+      by[i] = scale_of_codes<16>(greatest_of_pair(greatest[i]));
       scale[i] = by[i].scale * (1.0f / low_unit);
     }
     weight_codes codes[most_tiles];
@@ -182,6 +175,7 @@ struct integer_attention {
       for_both<float> correction;
       wait_for_copies<1>();
       __syncthreads();
+      unpack(keys);
       block::find_scores(keys, own_queries(), own.query_scale, scores[0]);
       __syncthreads();
       if (tile < end) load(keys, a.k_cache, run, tile + 1);
@@ -190,6 +184,7 @@ struct integer_attention {
       weigh(run, tile, 1, scores, visible, correction);
       wait_for_copies<1>();
       __syncthreads();
+      unpack(values);
       add_values(values, tile, 1, scores, visible, correction);
       __syncthreads();
       if (tile < end) load(values, a.v_cache, run, tile + 1);
@@ -214,6 +209,7 @@ struct integer_attention {
         commit_copies();
         wait_for_copies<0>();
         __syncthreads();
+        unpack(tiles);
         block::find_scores(tiles, own_queries(), own.query_scale, scores[s]);
         visible[s] = own.visible_in(tile, tile + s, run, drafts);
       }
@@ -223,6 +219,7 @@ struct integer_attention {
       weigh(run, tile, num_tiles, scores, visible, correction);
       wait_for_copies<0>();
       __syncthreads();
+      for (int s = 0; s < num_tiles; s++) unpack(tiles + s * block::tile_bytes);
       add_values(tiles, tile, num_tiles, scores, visible, correction);
       if (tile == last || (tile + 1) % chunk_blocks == 0) end_chunk(tile / chunk_blocks);
     }
@@ -234,61 +231,52 @@ struct integer_attention {
     const bool merges = a.max_chunks == 1;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      if (!has_begun[i]) continue;
-      float ours = 0.0f, theirs = 1.0f;
+      if (!chunks.has_begun[i]) continue;
+      float ours, theirs;
       const bool adds = merges && has_any[i];
-      if (adds) {
-        const float after = fmaxf(all_maximum[i], maximum[i]);
-        ours = exact_exp(all_maximum[i] - after);
-        theirs = exact_exp(maximum[i] - after);
-        all_denominator[i] = __fmaf_rn(denominator[i], theirs, all_denominator[i] * ours);
-        all_maximum[i] = after;
-      } else {
-        all_denominator[i] = denominator[i];
-        all_maximum[i] = maximum[i];
-      }
-      const bool exists = warp * pairs + 8 * i + g < (last_row - first_row) * group;
-      const int64_t place = place_of(i, merges ? 0 : chunk);
+      const float2 own_chunk = make_float2(chunks.maximum[i], chunks.denominator[i]);
+      all[i] = adds ? merge_chunk(all[i], own_chunk, ours, theirs) : own_chunk;
+      has_any[i] = true;
+      chunks.has_begun[i] = false;
+      const bool exists = warp * pairs + 8 * i + g < items::num_pairs(a);
+      const int64_t pair = int64_t{own.row[i]} * a.num_heads + own.head[i];
+      const int64_t place = place_of_chunk(a, pair, merges ? 0 : chunk);
       float4* const to = reinterpret_cast<float4*>(a.values + place * head_dim) + t;
+      if (exists && adds) merge_into(to, i, ours, theirs);
 #pragma unroll
       for (int strip = 0; strip < block::strips; strip++) {
         float(&value)[4] = numerators[strip][i];
-        if (exists && adds) {
-          const float4 before = to[4 * strip];
-          value[0] = __fmaf_rn(value[0], theirs, before.x * ours);
-          value[1] = __fmaf_rn(value[1], theirs, before.y * ours);
-          value[2] = __fmaf_rn(value[2], theirs, before.z * ours);
-          value[3] = __fmaf_rn(value[3], theirs, before.w * ours);
-        }
         if (exists) to[4 * strip] = make_float4(value[0], value[1], value[2], value[3]);
 #pragma unroll
         for (int c = 0; c < 4; c++) value[c] = 0.0f;
       }
-      if (exists && t == 0) a.stats[place] = make_float2(all_maximum[i], all_denominator[i]);
-      has_any[i] = true;
-      has_begun[i] = false;
+      if (exists && t == 0) a.stats[place] = all[i];
     }
   }
 
-  // In the workspace, of chunk number `chunk` of a row's positions; 0 for the one that all are merged into.
-  __device__ int64_t place_of(int i, int chunk) const {
-    const int64_t pair = int64_t{own.row[i]} * a.num_heads + own.head[i];
-    const int before = first_position(a.rows.positions[own.row[i]], a.window) / chunk_positions;
-    return pair * a.max_chunks + (chunk ? chunk - before : 0);
+  // Many loads at a time, as each takes long.
+  __device__ void merge_into(const float4* from, int i, float ours, float theirs) {
+    constexpr int at_once = block::strips % 4 ? 2 : 4;
+#pragma unroll
+    for (int begin = 0; begin < block::strips; begin += at_once) {
+      float4 before[at_once];
+#pragma unroll
+      for (int s = 0; s < at_once; s++) before[s] = from[4 * (begin + s)];
+#pragma unroll
+      for (int s = 0; s < at_once; s++) {
+        float(&value)[4] = numerators[begin + s][i];
+        value[0] = __fmaf_rn(value[0], theirs, before[s].x * ours);
+        value[1] = __fmaf_rn(value[1], theirs, before[s].y * ours);
+        value[2] = __fmaf_rn(value[2], theirs, before[s].z * ours);
+        value[3] = __fmaf_rn(value[3], theirs, before[s].w * ours);
+      }
+    }
   }
 
   // The rows of one sequence, if it is one.
   __device__ void attend_run(const row_run& run) {
-    int first = 0x7fffffff, last = -1;  // tiles
-    for (int i = run.begin; i < run.end; i++) {
-      const int position = a.rows.positions[i];
-      if (position < 0) continue;
-      first = min(first, first_position(position, a.window) / block_positions);
-      last = max(last, position / block_positions);
-    }
-    first = max(first, first_chunk * chunk_blocks);
-    last = min(last, last_chunk * chunk_blocks + chunk_blocks - 1);
-    if (first > last) return;
+    int first, last;
+    if (!items::find_tiles(run, first, last)) return;
     if (has_trees && run.is_tree) {
       for (int i = threadIdx.x; i < run.num_kept - run.committed; i += threads)
         drafts[i] = a.rows.positions[run.start + i];
@@ -307,86 +295,31 @@ struct integer_attention {
   __device__ void run_item() {
     __syncthreads();
     load_queries();
-#pragma unroll
-    for (int i = 0; i < 2; i++) has_begun[i] = has_any[i] = false;
+    chunks.begin();
+    has_any[0] = has_any[1] = false;
 #pragma unroll
     for (int strip = 0; strip < block::strips; strip++) {
 #pragma unroll
       for (int i = 0; i < 8; i++) numerators[strip][i / 4][i % 4] = 0.0f;
     }
-    for (int begin = first_row; begin < last_row;) {
-      const row_run run(a.rows, begin, last_row);
+    for (int begin = items::first_row; begin < items::last_row;) {
+      const row_run run(a.rows, begin, items::last_row);
       attend_run(run);
       begin = run.end;
     }
   }
 
-  // The item's chunks, from the first to the one behind the last, that rows of it have positions in.
-  __device__ void find_chunks(int& begin, int& end) const {
-    begin = 0x7fffffff;
-    end = 0;
-    for (int i = first_row; i < last_row; i++) {
-      const int position = a.rows.positions[i];
-      if (position < 0) continue;
-      begin = min(begin, first_position(position, a.window) / chunk_positions);
-      end = max(end, position / chunk_positions + 1);
-    }
-    begin = min(begin, end);
-  }
-
-  __device__ void take_rows(int tile) {
-    first_row = tile * tile_rows;
-    last_row = min(first_row + tile_rows, a.rows.num_rows);
-  }
-
-  // The next of the block's items; `item` is −1 before the first.
-  __device__ bool next_item() {
-    const int num_tiles = (a.rows.num_rows + tile_rows - 1) / tile_rows, num_items = num_tiles * a.num_kv_heads;
-    if (a.max_chunks == 1) {
-      // All chunks of some rows at once; the last rows come first, as they have most to do.
-      item = item < 0 ? blockIdx.x : item + gridDim.x;
-      if (item >= num_items) return false;
-      kv_head = item % a.num_kv_heads;
-      take_rows(num_tiles - 1 - item / a.num_kv_heads);
-      first_chunk = 0;
-      last_chunk = 0x7fffffff / chunk_positions;
-      return true;
-    }
-    int begin, end;
-    if (item < 0) {
-      // An even share of the chunks of all rows.
-      int64_t total = 0;
-      for (int tile = 0; tile < num_tiles; tile++) {
-        take_rows(tile);
-        find_chunks(begin, end);
-        total += (end - begin) * a.num_kv_heads;
-      }
-      share_begin = int(total * blockIdx.x / gridDim.x);
-      share_end = int(total * (blockIdx.x + 1) / gridDim.x);
-    }
-    for (item++; item < num_items && chunks_before < share_end; item++) {
-      kv_head = item % a.num_kv_heads;
-      take_rows(item / a.num_kv_heads);
-      find_chunks(begin, end);
-      first_chunk = begin + max(share_begin - chunks_before, 0);
-      last_chunk = begin + min(share_end - chunks_before, end - begin) - 1;
-      chunks_before += end - begin;
-      if (first_chunk <= last_chunk) return true;
-    }
-    return false;
-  }
-
   __device__ void run() {
-    while (next_item()) run_item();
+    while (items::next()) run_item();
   }
 };
 
 // has_trees: whether there may be draft trees among the rows.
-template <int planes, int head_dim, int warps, bool has_trees>
+template <int bits, int head_dim, int warps, bool has_trees>
 __global__ void __launch_bounds__(warp_size * warps) attention_integers(const integers_arguments a) {
   wait_for_previous_grid();
   release_next_grid();
-  integer_attention<planes, head_dim, warps, has_trees>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).run();
+  integer_attention<bits, head_dim, warps, has_trees>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).run();
 }
 
 }  // namespace coldstream

@@ -1,4 +1,4 @@
-// Numbers as planes of signed bytes with one float32 scale, and what rows see of a cache of them: docs/arithmetic.md,
+// Numbers as planes of signed bytes with one float32 scale, and how a row of a cache keeps them: docs/arithmetic.md,
 // Planes of bytes and Attention over integers.
 #pragma once
 
@@ -7,9 +7,21 @@
 namespace coldstream {
 
 constexpr int low_unit = 256;  // units of the low plane are one of the high plane
-constexpr int plane_limit = 127, two_plane_limit = low_unit * plane_limit + plane_limit;
 constexpr float smallest_maximum = 0x1p-100f;
-constexpr int scale_bytes_of_row = 16;  // behind the planes: the scale, and zeros
+
+// A row of a cache: a head's values of `bits` bits (16, in two planes, 8, 4, or 3), a float32 scale, and zeros;
+// cache_layout.py has the order of bits.
+template <int bits, int head_dim>
+struct cache_row {
+  static constexpr int planes = bits == 16 ? 2 : 1;
+  static constexpr bool is_packed = bits < 8;
+  static constexpr int code_bytes = head_dim * bits / 8;
+  static constexpr int bytes = (code_bytes + int(sizeof(float)) + 15) / 16 * 16;
+};
+
+// The greatest magnitude in units of codes; with 3 bits in units of levels.
+template <int bits>
+constexpr int code_limit = bits == 16 ? low_unit * 127 + 127 : bits == 8 ? 127 : bits == 4 ? 7 : 140;
 
 // How the numbers that share a scale are rounded.
 struct plane_scale {
@@ -17,10 +29,9 @@ struct plane_scale {
 };
 
 // Of the greatest magnitude, as bits: those of NaN are greater than any other's.
-template <int planes>
-__device__ __forceinline__ plane_scale scale_of_planes(uint32_t max_bits) {
-  constexpr float limit = planes == 1 ? plane_limit : two_plane_limit;
-  constexpr float greatest = planes == 1 ? limit : limit / low_unit;
+template <int bits>
+__device__ __forceinline__ plane_scale scale_of_codes(uint32_t max_bits) {
+  constexpr float limit = code_limit<bits>, greatest = bits == 16 ? limit / low_unit : limit;
   const float maximum = __uint_as_float(max_bits);
   if (max_bits >= 0x7f800000u) return {0.0f, __uint_as_float(0x7fc00000u)};
   if (maximum < smallest_maximum) return {0.0f, 0.0f};

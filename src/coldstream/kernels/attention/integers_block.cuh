@@ -47,30 +47,62 @@ struct lane_pairs {
   }
 };
 
+// What pairs do not see becomes `other`. Apart from what is computed from all of them, which would be done in turn behind
+// a branch each.
+__device__ __forceinline__ void keep_seen(uint32_t visible, pair_floats& numbers, float other) {
+  if (visible == 0xffffffffu) return;
+#pragma unroll
+  for (int n = 0; n < columns; n++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) numbers[n][i] = is_seen(visible, n, i) ? numbers[n][i] : other;
+  }
+}
+
+// Which keys of a tile in their order the lane's pairs see, which have a position from the first to their own.
+__device__ __forceinline__ uint32_t visible_in_order(int tile, const for_both<int>& first, const for_both<int>& position) {
+  uint32_t visible = 0;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int begin = tile * block_positions;
+    if (first[i] <= begin && position[i] >= begin + block_positions - 1) {
+      visible |= 0x33333333u << 2 * i;
+      continue;
+    }
+#pragma unroll
+    for (int n = 0; n < columns; n++) {
+#pragma unroll
+      for (int b = 0; b < 2; b++) {
+        const int at = begin + 8 * n + 2 * (int(threadIdx.x) % 4) + b;
+        if (first[i] <= at && at <= position[i]) visible |= 1u << (4 * n + 2 * i + b);
+      }
+    }
+  }
+  return visible;
+}
+
 // Weights times the values' scales as two planes of codes, as the tensor cores want them: keys 32s + 2t, 32s + 2t + 1,
 // 32s + 8 + 2t and 32s + 9 + 2t are bytes of one word, and those 16 further of another.
 struct weight_codes {
   uint32_t high[2][4], low[2][4];
 };
 
-__device__ __forceinline__ uint32_t low_bytes(int a, int b, int c, int d) {
-  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
-}
+// A code and 128 added to this are exact, so that rounding is that of the sum, to even.
+constexpr float code_rounding = 12582912.0f + low_unit / 2;
 
+// What is not finite gets any codes: its scale is NaN. Where the scale is 0 so is the factor, and codes are 0.
 __device__ __forceinline__ void round_weights(const pair_floats& scaled, const for_both<plane_scale>& by,
                                               weight_codes& out) {
 #pragma unroll
   for (int word = 0; word < 8; word++) {
     // Half `word / 4` of the tile; words 0 and 2 are of pair g, 1 and 3 of pair g + 8.
     const int pair = word % 2, n = 4 * (word / 4) + word % 4 / 2 * 2;
-    int codes[4];
+    uint32_t codes[4];  // bytes 0 and 1 are those of a code and 128
 #pragma unroll
     for (int byte = 0; byte < 4; byte++)
-      codes[byte] = code_of(scaled[n + byte / 2][2 * pair + byte % 2], by[pair]);
-    // The low plane is the low byte of a code, the high plane what is left of it.
-    out.low[word / 4][word % 4] = low_bytes(codes[0], codes[1], codes[2], codes[3]);
-    out.high[word / 4][word % 4] = low_bytes(high_plane(codes[0]), high_plane(codes[1]), high_plane(codes[2]),
-                                             high_plane(codes[3]));
+      codes[byte] = __float_as_uint(scaled[n + byte / 2][2 * pair + byte % 2] * by[pair].factor + code_rounding);
+    const uint32_t first = __byte_perm(codes[0], codes[1], 0x5140), second = __byte_perm(codes[2], codes[3], 0x5140);
+    out.low[word / 4][word % 4] = __byte_perm(first, second, 0x5410) ^ 0x80808080u;
+    out.high[word / 4][word % 4] = __byte_perm(first, second, 0x7632);
   }
 }
 
@@ -169,10 +201,15 @@ struct pair_block {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           float& weight = weights[n][2 * i + b];
-          weight = is_seen(visible, n, 2 * i + b) ? weight * scale : 0.0f;
-          greatest[i] = max(greatest[i], magnitude(weight));
+          weight *= scale;
         }
       }
+    }
+    keep_seen(visible, weights, 0.0f);
+#pragma unroll
+    for (int n = 0; n < columns; n++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) greatest[i / 2] = max(greatest[i / 2], magnitude(weights[n][i]));
     }
   }
 
@@ -207,14 +244,13 @@ struct pair_block {
   }
 };
 
-// The greatest of the visible scores of the lane's pairs, −∞ without any.
-__device__ __forceinline__ void raise_best(const pair_floats& scores, uint32_t visible, for_both<float>& best) {
+// The greatest of the visible scores of the lane's pairs, −∞ without any; others become −∞.
+__device__ __forceinline__ void raise_best(pair_floats& scores, uint32_t visible, for_both<float>& best) {
+  keep_seen(visible, scores, negative_infinity());
 #pragma unroll
   for (int n = 0; n < columns; n++) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if (is_seen(visible, n, i)) best[i / 2] = fmaxf(best[i / 2], scores[n][i]);
-    }
+    for (int i = 0; i < 4; i++) best[i / 2] = fmaxf(best[i / 2], scores[n][i]);
   }
 }
 
@@ -223,9 +259,9 @@ __device__ __forceinline__ void weigh_scores(uint32_t visible, const for_both<fl
 #pragma unroll
   for (int n = 0; n < columns; n++) {
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      scores[n][i] = is_seen(visible, n, i) ? exact_exp(scores[n][i] - maximum[i / 2]) : 0.0f;
+    for (int i = 0; i < 4; i++) scores[n][i] = exact_exp(scores[n][i] - maximum[i / 2]);
   }
+  keep_seen(visible, scores, 0.0f);
 }
 
 }  // namespace coldstream

@@ -7,6 +7,7 @@
 // denominator and numerators in a workspace for merge.cu.
 #include "attention/integers_arguments.cuh"
 #include "attention/integers_block.cuh"
+#include "attention/integers_unpack.cuh"
 
 extern __shared__ float4 dynamic_shared[];
 
@@ -39,9 +40,10 @@ struct pair_progress {
   }
 };
 
-template <int planes, int head_dim, int warps>
+template <int bits, int head_dim, int warps>
 struct few_rows_attention {
-  using block = pair_block<planes, head_dim>;
+  using kept_row = cache_row<bits, head_dim>;
+  using block = pair_block<kept_row::planes, head_dim>;
   static constexpr int threads = warp_size * warps;
   static constexpr int passes = chunk_blocks / warps;
   static constexpr int pieces = exchanged_columns / 4;                     // of a pair's sums that are exchanged
@@ -114,8 +116,14 @@ struct few_rows_attention {
 
   // Of the warp alone.
   __device__ void load(const uint8_t* cache, const row_run& run, int tile) const {
-    load_tile_by<block::row_bytes, warp_size>(own_tile(), cache, a.places, a.rows, run, kv_head, tile, lane);
+    uint8_t* const to = own_tile() + tile_layout<kept_row, head_dim>::packed_at;
+    load_tile_by<kept_row::bytes, warp_size>(to, cache, a.places, a.rows, run, kv_head, tile, lane);
     commit_copies();
+  }
+
+  // What has arrived, for the warp.
+  __device__ void unpack() const {
+    if constexpr (kept_row::is_packed) unpack_tile<bits, head_dim, warp_size>(own_tile(), lane);
   }
 
   __device__ block_share& share_of(int of_warp, int pair) const { return shares[of_warp * pairs + pair]; }
@@ -155,7 +163,7 @@ struct few_rows_attention {
     for_both<plane_scale> by;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      by[i] = scale_of_planes<2>(greatest_of_pair(greatest[i]));
+      by[i] = scale_of_codes<16>(greatest_of_pair(greatest[i]));
       if (t == 0) share_of(warp, 8 * i + g).scale = by[i].scale * (1.0f / low_unit);
     }
     round_weights(weights, by, codes);
@@ -248,6 +256,7 @@ struct few_rows_attention {
       if (pass == 0) __syncthreads();  // the queries are there
       else __syncwarp();
       if (has_block) {
+        unpack();
         block::find_scores(own_tile(), queries, own.query_scale, scores);
         visible = own.visible_in(tile, tile, run, nullptr);
         raise_best(scores, visible, best);
@@ -267,7 +276,10 @@ struct few_rows_attention {
       wait_for_copies<0>();
       __syncwarp();
       weight_codes codes;
-      if (has_block) round(scores, visible, codes);
+      if (has_block) {
+        unpack();
+        round(scores, visible, codes);
+      }
       add_products(has_block, pass == 0, codes, places);
       add_totals(progress);
     }
@@ -332,11 +344,11 @@ struct few_rows_attention {
 };
 
 // There are no draft trees among the rows.
-template <int planes, int head_dim, int warps>
+template <int bits, int head_dim, int warps>
 __global__ void __launch_bounds__(warp_size * warps) attention_integers_few(const integers_arguments a) {
   wait_for_previous_grid();
   release_next_grid();
-  few_rows_attention<planes, head_dim, warps>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).run_items();
+  few_rows_attention<bits, head_dim, warps>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).run_items();
 }
 
 }  // namespace coldstream

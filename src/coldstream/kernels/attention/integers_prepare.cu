@@ -1,6 +1,7 @@
 // The heads of new rows made ready for attention over integers: queries normed, rotated by their positions and by a
 // Hadamard matrix, and rounded into a workspace; keys the same and values into the caches. Half a warp takes a head.
 #include "attention/heads.cuh"
+#include "attention/integers_packing.cuh"
 #include "attention/integers_tile.cuh"
 
 namespace coldstream {
@@ -48,27 +49,38 @@ __device__ __forceinline__ void rotate_head(lane_numbers<head_dim>& x, int lane)
   }
 }
 
-// Rounds a head to planes, one behind the other, and leaves its scale.
-template <int planes, int head_dim>
-__device__ __forceinline__ float store_planes(const lane_numbers<head_dim>& x, int lane, int8_t* to) {
+// Rounds a head as a row of a cache has it, but for the scale, which is left to the caller. to: null if the row belongs
+// nowhere. codes: [head_dim] of the half warp's own.
+template <int bits, int head_dim>
+__device__ __forceinline__ float store_codes(const lane_numbers<head_dim>& x, int lane, uint8_t* to, uint8_t* codes) {
   uint32_t greatest = 0;
 #pragma unroll
   for (const float value : x) greatest = max(greatest, magnitude(value));
 #pragma unroll
   for (int distance = lanes_per_head / 2; distance > 0; distance /= 2)
     greatest = max(greatest, __shfl_xor_sync(all_lanes, greatest, distance));
-  const plane_scale by = scale_of_planes<planes>(greatest);
-  if (!to) return by.scale;
+  const plane_scale by = scale_of_codes<bits>(greatest);
+  if constexpr (bits >= 8) {
+    if (!to) return by.scale;
 #pragma unroll
-  for (int i = 0; i < head_dim / lanes_per_head; i++) {
-    const int code = code_of(x[i], by), at = i * lanes_per_head + lane;
-    to[at] = int8_t(planes == 1 ? code : high_plane(code));
-    if (planes == 2) to[head_dim + at] = int8_t(low_plane(code));
+    for (int i = 0; i < head_dim / lanes_per_head; i++) {
+      const int code = code_of(x[i], by), at = i * lanes_per_head + lane;
+      to[at] = uint8_t(bits == 8 ? code : high_plane(code));
+      if (bits == 16) to[head_dim + at] = uint8_t(low_plane(code));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < head_dim / lanes_per_head; i++) codes[i * lanes_per_head + lane] = packed_code<bits>(x[i], by);
+    __syncwarp();
+    if (!to) return by.scale;
+    uint32_t* const words = reinterpret_cast<uint32_t*>(to);
+    for (int i = lane; i < cache_row<bits, head_dim>::code_bytes / 4; i += lanes_per_head)
+      words[i] = packed_word<bits, head_dim>(codes, i);
   }
   return by.scale;
 }
 
-template <int planes, int head_dim>
+template <int bits, int head_dim, bool has_gate>
 __global__ void __launch_bounds__(prepare_threads) attention_prepare_integers(const prepare_integers_arguments a) {
   __shared__ float heads[heads_per_block][head_dim];
   wait_for_previous_grid();
@@ -77,7 +89,9 @@ __global__ void __launch_bounds__(prepare_threads) attention_prepare_integers(co
   float* const head = heads[threadIdx.x / lanes_per_head];
   const int64_t row = blockIdx.x;
   const int wanted = blockIdx.y * heads_per_block + threadIdx.x / lanes_per_head;
-  const auto [unit, kv_head, is_spare, is_query, is_value, x] = new_head::of<head_dim>(a, row, wanted);
+  constexpr int query_width = has_gate ? 2 * head_dim : head_dim;
+  const auto [unit, kv_head, is_spare, is_query, is_value, x] =
+      new_head::of<head_dim, query_width>(a, row, wanted);
   norm_head<head_dim>(x, is_query ? a.q_norm : a.k_norm, a.eps, lane, head);
   __syncwarp();
   const float* angles = a.angles + row * a.rope_half * 2;
@@ -97,19 +111,22 @@ __global__ void __launch_bounds__(prepare_threads) attention_prepare_integers(co
   }
   const int64_t pair = row * a.num_heads + unit;
   const int segment = a.rows.segments[row], index = a.rows.indices[row];
-  constexpr int row_bytes = planes * head_dim + scale_bytes_of_row;
+  using row_type = cache_row<bits, head_dim>;
   uint8_t* to = nullptr;
   if (!is_query && !is_spare && a.rows.positions[row] >= 0) {
     const int block = a.rows.tables[int64_t{segment} * a.rows.table_stride + index / chunk_positions];
     to = (is_value ? a.v_cache : a.k_cache) + block * a.places.block_bytes +
-         index % chunk_positions * a.places.position_bytes + int64_t{kv_head} * row_bytes;
+         index % chunk_positions * a.places.position_bytes + int64_t{kv_head} * row_type::bytes;
   }
   // Lanes of a query and of a key may be of one warp, so that both take both ways.
-  const float of_query = store_planes<2, head_dim>(values, lane, is_query && !is_spare ? a.query + pair * 2 * head_dim : nullptr);
-  const float of_cache = store_planes<planes, head_dim>(values, lane, reinterpret_cast<int8_t*>(to));
+  uint8_t* const codes = reinterpret_cast<uint8_t*>(head);
+  uint8_t* const query = reinterpret_cast<uint8_t*>(a.query + pair * 2 * head_dim);
+  const float of_query = store_codes<16, head_dim>(values, lane, is_query && !is_spare ? query : nullptr, codes);
+  const float of_cache = store_codes<bits, head_dim>(values, lane, to, codes);
   if (is_query && !is_spare && lane == 0) a.query_scales[pair] = of_query;
   // The scale, and zeros behind it.
-  if (to && lane < 4) reinterpret_cast<float*>(to + planes * head_dim)[lane] = lane == 0 ? of_cache : 0.0f;
+  if (to && lane < (row_type::bytes - row_type::code_bytes) / 4)
+    reinterpret_cast<float*>(to + row_type::code_bytes)[lane] = lane == 0 ? of_cache : 0.0f;
 }
 
 }  // namespace coldstream

@@ -8,6 +8,7 @@
 namespace coldstream {
 
 constexpr int max_tree_rows = 64;
+constexpr int scale_bytes_of_row = 16;  // of a tile, behind the planes: the scale, and zeros
 
 // `BatchRows` of kernels/ops.py.
 struct batch_rows {
@@ -83,8 +84,18 @@ struct row_view {
   }
 };
 
+// A tile in shared memory: [64, row_bytes], planes one behind the other, the scale, and zeros. What is packed in the
+// cache is copied to the end of it, and unpacked from there; see integers_unpack.cuh.
+template <class row, int head_dim>
+struct tile_layout {
+  static constexpr int row_bytes = row::planes * head_dim + scale_bytes_of_row;
+  static constexpr int bytes = block_positions * row_bytes;
+  static constexpr int packed_at = bytes - block_positions * row::bytes;
+  static_assert(row::is_packed ? packed_at > 0 : packed_at == 0);
+};
+
 // Queues the copies of the rows of `tile` that are kept into shared memory, by `threads` threads of which this one has
-// number `thread`.
+// number `thread`. row_bytes: in the cache.
 template <int row_bytes, int threads>
 __device__ __forceinline__ void load_tile_by(uint8_t* to, const uint8_t* cache, const block_places& places,
                                              const batch_rows& rows, const row_run& run, int kv_head, int tile,

@@ -1,5 +1,5 @@
-// The end of attention: a row's chunks merged in ascending order, divided, rotated back, gated, and written as float32,
-// as int8 or as both. A block of threads takes 256 columns of a row, that is a group of activations; a thread takes one.
+// The end of attention: a row's chunks merged in ascending order, divided, rotated back, gated where there is a gate,
+// and written as float32, as int8 or as both. A block of threads takes 256 columns of a row, that is a group of activations; a thread takes one.
 #include "attention/grid.cuh"
 #include "cuda/quantize.cuh"
 
@@ -134,7 +134,7 @@ __device__ __forceinline__ float head_rotated_back(float x, float (*staged)[grou
   return x * (1.0f / size);
 }
 
-template <int head_dim>
+template <int head_dim, bool has_gate>
 __global__ void __launch_bounds__(merge_threads) attention_merge(const merge_arguments a) {
   __shared__ merge_batch_factors factors[2][merger<head_dim>::most_heads];
   float (*const staged)[group_elements] = reinterpret_cast<float (*)[group_elements]>(dynamic_shared);
@@ -142,8 +142,11 @@ __global__ void __launch_bounds__(merge_threads) attention_merge(const merge_arg
   release_next_grid();
   merger<head_dim> m(a, staged, factors);
   const int column = min(m.first_column + int(threadIdx.x), m.num_columns - 1), position = a.positions[m.row];
-  const float* gates = a.query_gate + m.row * a.query_gate_stride + (2 * m.head + 1) * head_dim;
-  const float gate = gates[column % head_dim];
+  float gate;
+  if constexpr (has_gate) {
+    const float* gates = a.query_gate + m.row * a.query_gate_stride + (2 * m.head + 1) * head_dim;
+    gate = gates[column % head_dim];
+  }
   const int first_chunk = first_position(position, a.window) / chunk_positions;
   // None of a row of no sequence; where a workspace has one, all are merged in it.
   const int num_chunks = position < 0 ? 0 : min(position / chunk_positions - first_chunk + 1, a.max_chunks);
@@ -152,7 +155,7 @@ __global__ void __launch_bounds__(merge_threads) attention_merge(const merge_arg
   for (int first = 0; first < num_chunks; first += merge_batch) m.merge_batch_of(first, num_chunks);
   float result = m.numerator * (1.0f / m.denominator);
   result = head_rotated_back<head_dim>(result, staged);
-  result *= exact_sigmoid(gate);
+  if constexpr (has_gate) result *= exact_sigmoid(gate);
   const bool exists = m.first_column + int(threadIdx.x) < m.num_columns;
   if (a.out && exists) a.out[m.row * m.num_columns + column] = result;
   if (!a.codes) return;

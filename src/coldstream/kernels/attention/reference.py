@@ -34,7 +34,7 @@ def attention(
     *,
     output_gate: bool = True,
 ) -> torch.Tensor:
-    """See `Ops.attention`. Differentiable; mutates k_cache and v_cache [slots, positions, G, row].
+    """See `Ops.attention`. Differentiable; mutates k_cache and v_cache [sequences, positions, G, row].
 
     With a window a row attends to the last `window` positions up to its own.
     """

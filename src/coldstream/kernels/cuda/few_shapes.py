@@ -58,7 +58,7 @@ class MatrixShape(ctypes.Structure):
         ("pass_bytes", ctypes.c_int32),
         ("num_passes", ctypes.c_int32),
         ("unit_rows", ctypes.c_int32),
-        ("slot_stride", ctypes.c_int32),
+        ("stage_stride", ctypes.c_int32),
         ("spread", ctypes.c_int32),
     )
 
@@ -70,7 +70,7 @@ class MatrixShape(ctypes.Structure):
     @property
     def stage_bytes(self) -> int:
         """Shared memory for one pass of a unit, which may begin anywhere in a chunk."""
-        return _chunk_bytes(self.unit_rows * self.slot_stride) + COPY_BYTES
+        return _chunk_bytes(self.unit_rows * self.stage_stride) + COPY_BYTES
 
 
 def matrix_shape(quant_type: QuantType, rows: int, cols: int, spread: int | None = None) -> MatrixShape:
@@ -82,7 +82,7 @@ def matrix_shape(quant_type: QuantType, rows: int, cols: int, spread: int | None
     unit_rows = 1 if quant_type in PASS_COLS else QUAD_ROWS << spread
     shape = _shape(quant_type, rows, cols, unit_rows, spread)
     # Rows that are copied one by one may each begin anywhere in a chunk.
-    shape.slot_stride = (
+    shape.stage_stride = (
         shape.row_bytes if shape.num_passes == 1 else _chunk_bytes(shape.pass_bytes) + COPY_BYTES
     )
     return shape
@@ -95,7 +95,7 @@ def tile_shape(quant_type: QuantType, rows: int, cols: int) -> MatrixShape:
     is_aligned = quant_type.block_bytes % COPY_BYTES == 0
     least = _chunk_bytes(shape.pass_bytes) + (0 if is_aligned else COPY_BYTES)
     # So that the rows that a warp reads at once begin in different banks.
-    shape.slot_stride = -(-(least - COPY_BYTES) // BANK_BYTES) * BANK_BYTES + COPY_BYTES
+    shape.stage_stride = -(-(least - COPY_BYTES) // BANK_BYTES) * BANK_BYTES + COPY_BYTES
     return shape
 
 
@@ -130,19 +130,19 @@ def natural_spread(quant_type: QuantType, cols: int) -> int:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """Shared memory of a block: its rings with `stages` slots each, then the activations; in bytes."""
+    """Shared memory of a block: its rings with so many `stages` each, then the activations; in bytes."""
 
     stages: int
     shared_bytes: int
     blocks_per_processor: int
 
 
-def plan_ring(limits: DeviceLimits, slot_bytes: int, other_bytes: int, max_blocks: int) -> RingPlan | None:
+def plan_ring(limits: DeviceLimits, stage_bytes: int, other_bytes: int, max_blocks: int) -> RingPlan | None:
     """Two stages where `max_blocks` such blocks fit a processor, otherwise what lets more blocks run.
 
-    slot_bytes: one slot of all rings of the block; other_bytes: everything else. None if no block fits.
+    stage_bytes: one stage of all rings of the block; other_bytes: everything else. None if no block fits.
     """
-    plans = [_plan_stages(limits, stages, slot_bytes, other_bytes, max_blocks) for stages in (2, 1)]
+    plans = [_plan_stages(limits, stages, stage_bytes, other_bytes, max_blocks) for stages in (2, 1)]
     return max(
         (plan for plan in plans if plan is not None),
         key=lambda plan: (plan.blocks_per_processor, plan.stages),
@@ -151,9 +151,9 @@ def plan_ring(limits: DeviceLimits, slot_bytes: int, other_bytes: int, max_block
 
 
 def _plan_stages(
-    limits: DeviceLimits, stages: int, slot_bytes: int, other_bytes: int, max_blocks: int
+    limits: DeviceLimits, stages: int, stage_bytes: int, other_bytes: int, max_blocks: int
 ) -> RingPlan | None:
-    shared_bytes = stages * slot_bytes + other_bytes
+    shared_bytes = stages * stage_bytes + other_bytes
     if shared_bytes + STATIC_BYTES > limits.shared_per_block:
         return None
     fitting = limits.shared_per_processor // (shared_bytes + STATIC_BYTES + RESERVED_BYTES)

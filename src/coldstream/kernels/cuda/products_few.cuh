@@ -306,9 +306,9 @@ __device__ __forceinline__ void multiply(const Work& work, const Ring& ring, Cur
     const uint32_t address = uint32_t(from) + now.pass * shape.pass_bytes;
     const int row_step = shape.num_passes == 1 ? 0 : shape.row_bytes;
     ring.wait();
-    add_pass<types, T>({ring.slot(index), address, shape.slot_stride, row_step}, shape, now.pass, x, p);
+    add_pass<types, T>({ring.stage_at(index), address, shape.stage_stride, row_step}, shape, now.pass, x, p);
     __syncwarp();
-    ahead.start_copies(work, ring.slot(index));
+    ahead.start_copies(work, ring.stage_at(index));
     ahead.advance(work);
     index = ring.after(index);
     if (now.pass + 1 == shape.num_passes) {

@@ -277,7 +277,7 @@ __device__ __forceinline__ void add_tile(const Staged& staged, const MatrixShape
 }
 
 // Starts the copies of one pass of a unit by the whole block, a row by each warp in turn.
-__device__ __forceinline__ void stage_tile(uint8_t* slot, const MatrixShape& shape, const uint8_t* data,
+__device__ __forceinline__ void stage_tile(uint8_t* memory, const MatrixShape& shape, const uint8_t* data,
                                            int unit, int pass) {
   const int first_row = unit * shape.unit_rows, rows = min(shape.unit_rows, shape.num_rows - first_row);
   const int skipped = pass * shape.pass_bytes, bytes = min(shape.pass_bytes, shape.row_bytes - skipped);
@@ -287,19 +287,19 @@ __device__ __forceinline__ void stage_tile(uint8_t* slot, const MatrixShape& sha
     const int before = reinterpret_cast<uint64_t>(row) & 15;
 #pragma unroll 3
     for (int i = threadIdx.x % warp_size * 16; i < bytes + before; i += warp_size * 16)
-      copy_async_16(slot + r * shape.slot_stride + i, row - before + i);
+      copy_async_16(memory + r * shape.stage_stride + i, row - before + i);
   }
 }
 
-__device__ __forceinline__ void start_tile_copies(const Work& work, Cursor at, uint8_t* slot) {
-  if (at.unit < work.num_units) stage_tile(slot, work.shape, work.data, at.unit, at.pass);
+__device__ __forceinline__ void start_tile_copies(const Work& work, Cursor at, uint8_t* memory) {
+  if (at.unit < work.num_units) stage_tile(memory, work.shape, work.data, at.unit, at.pass);
   commit_copies();
 }
 
 __device__ __forceinline__ Cursor fill_tile_ring(const Work& work, const Ring& ring) {
   Cursor ahead = {work.first_unit, 0};
   for (int i = 0; i < ring.stages; i++) {
-    start_tile_copies(work, ahead, ring.slot(i));
+    start_tile_copies(work, ahead, ring.stage_at(i));
     ahead.advance(work);
   }
   return ahead;
@@ -332,14 +332,14 @@ __device__ __forceinline__ void multiply_tiles_few(const Work& work, const Ring&
     const uint32_t address = uint32_t(from) + now.pass * shape.pass_bytes;
     ring.wait();
     __syncthreads();
-    add_tile<types>({ring.slot(index), address, shape.slot_stride, shape.row_bytes}, shape, now.pass, x, p);
+    add_tile<types>({ring.stage_at(index), address, shape.stage_stride, shape.row_bytes}, shape, now.pass, x, p);
     const bool is_last = now.pass + 1 == shape.num_passes;
     if (is_last) {
       reinterpret_cast<float4*>(partial)[threadIdx.x] = {p[0], p[1], p[2], p[3]};
       p[0] = p[1] = p[2] = p[3] = 0;
     }
     __syncthreads();
-    start_tile_copies(work, ahead, ring.slot(index));
+    start_tile_copies(work, ahead, ring.stage_at(index));
     ahead.advance(work);
     index = ring.after(index);
     if (is_last) finish_tile(partial, shape, first_row, finish);

@@ -1,6 +1,6 @@
 // Integer products of four warps and shared memory, which only sm_90 has (PTX calls them wgmma). A warp has 16
-// rows of A in registers, as for a product of its own. B is 8 * nt rows of 32 bytes in shared memory, within
-// rows of 128 whose chunks of 16 are swizzled.
+// rows of A in registers, as for a product of its own, or in shared memory. B is 8 * nt rows of 32 bytes in shared
+// memory, within rows of 128 whose chunks of 16 are swizzled.
 #pragma once
 
 #include "cuda/tensor_cores.cuh"
@@ -20,6 +20,16 @@ __device__ constexpr int swizzled_place(int row, int chunk) {
 // sixteens of a row if not swizzled, 32 … 45 the distance of eights of rows; from bit 62 on the kind of swizzle.
 __device__ __forceinline__ uint64_t describe_swizzled(uint32_t address) {
   return uint64_t((address & 0x3ffff) / 16) | uint64_t(swizzle_bytes / 16) << 32 | uint64_t(1) << 62;
+}
+
+// Where a warp's matrices begin, in sixteens of bytes, and known to the compiler to be the same for all lanes: what is at
+// constant distances from there is then described without a register of each lane.
+__device__ __forceinline__ uint32_t same_for_warp(uint32_t address) {
+  return __shfl_sync(all_lanes, (address & 0x3ffff) / 16, 0);
+}
+
+__device__ __forceinline__ uint64_t describe_swizzled_from(uint32_t sixteens, int offset) {
+  return uint64_t(sixteens + offset / 16) | uint64_t(swizzle_bytes / 16) << 32 | uint64_t(1) << 62;
 }
 
 // The first sixteens of eight rows, the second ones, those of the next eight rows, and so on.
@@ -117,6 +127,14 @@ __device__ __forceinline__ void multiply_by_four(int (&d)[nt][4], const uint32_t
   } else {
     COLDSTREAM_PRODUCTS("k32.s32.s8.s8", "", "+r");
   }
+}
+
+// The same with 64 rows of a in shared memory, laid out like B, and 4 tiles of eight rows of B.
+__device__ __forceinline__ void multiply_shared_by_four(int (&d)[4][4], uint64_t a, uint64_t matrix, bool add) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 "
+               "{" COLDSTREAM_NAMES_4 "}, %16, %17, p; }"
+               : COLDSTREAM_TILES_4("+r")
+               : "l"(a), "l"(matrix), "r"(int(add)) : "memory");
 }
 
 // d = a b over 16 values of float16.

@@ -1,5 +1,5 @@
 // How the bytes of a weight matrix come to a warp or a block: by units of rows and passes of columns, through
-// a ring of slots in shared memory.
+// a ring of stages in shared memory.
 #pragma once
 
 #include "cuda/blocks.cuh"
@@ -15,7 +15,7 @@ struct MatrixShape {
   int pass_bytes;   // of a row in one pass
   int num_passes;
   int unit_rows;
-  int slot_stride;  // bytes from row to row in the ring
+  int stage_stride;  // bytes from row to row in the ring
   int spread;       // log2 of the quads of a unit
 };
 
@@ -46,21 +46,21 @@ __device__ __forceinline__ bool is_block_type(int type) {
 
 // A pass of a unit in shared memory.
 struct Staged {
-  const uint8_t* slot;
+  const uint8_t* memory;
   uint32_t address;  // low bits of where row 0 came from
-  int slot_stride;
+  int stage_stride;
   int row_bytes;     // 0 if all rows were copied as one
 
   // `is_aligned`: every row begins on 16 bytes.
   template <bool is_aligned>
   __device__ __forceinline__ const uint8_t* row(int r) const {
-    return slot + r * slot_stride + (is_aligned ? 0 : (address + r * row_bytes) & 15);
+    return memory + r * stage_stride + (is_aligned ? 0 : (address + r * row_bytes) & 15);
   }
 };
 
 // Starts the copies of one pass of a unit: all its rows as one where there is only one pass, otherwise row by
 // row. Chunks of 16 aligned bytes are copied that hold a byte of the rows.
-__device__ __forceinline__ void stage(uint8_t* slot, const MatrixShape& shape, const uint8_t* data, int unit,
+__device__ __forceinline__ void stage(uint8_t* memory, const MatrixShape& shape, const uint8_t* data, int unit,
                                       int pass) {
   const int first_row = unit * shape.unit_rows, rows = min(shape.unit_rows, shape.num_rows - first_row);
   const bool at_once = shape.num_passes == 1;
@@ -71,9 +71,9 @@ __device__ __forceinline__ void stage(uint8_t* slot, const MatrixShape& shape, c
     const int before = reinterpret_cast<uint64_t>(from) & 15;
 #pragma unroll 4
     for (int i = threadIdx.x % warp_size * 16; i < bytes + before; i += warp_size * 16)
-      copy_async_16(slot + i, from - before + i);
+      copy_async_16(memory + i, from - before + i);
     from += shape.row_bytes;
-    slot += shape.slot_stride;
+    memory += shape.stage_stride;
   }
 }
 
@@ -86,13 +86,13 @@ struct Work {
   int unit_stride;
 };
 
-// The ring of a warp: `stages` slots of `stage_bytes`.
+// The ring of a warp: `stages` of `stage_bytes` each.
 struct Ring {
   uint8_t* memory;
   int stage_bytes;
   int stages;
 
-  __device__ __forceinline__ uint8_t* slot(int index) const { return memory + index * stage_bytes; }
+  __device__ __forceinline__ uint8_t* stage_at(int index) const { return memory + index * stage_bytes; }
   __device__ __forceinline__ int after(int index) const { return index + 1 == stages ? 0 : index + 1; }
   __device__ __forceinline__ void wait() const {
     if (stages == 1) wait_for_copies<0>();
@@ -110,8 +110,8 @@ struct Cursor {
     pass = 0;
     unit += work.unit_stride;
   }
-  __device__ __forceinline__ void start_copies(const Work& work, uint8_t* slot) const {
-    if (unit < work.num_units) stage(slot, work.shape, work.data, unit, pass);
+  __device__ __forceinline__ void start_copies(const Work& work, uint8_t* memory) const {
+    if (unit < work.num_units) stage(memory, work.shape, work.data, unit, pass);
     commit_copies();
   }
 };
@@ -120,7 +120,7 @@ struct Cursor {
 __device__ __forceinline__ Cursor fill_ring(const Work& work, const Ring& ring) {
   Cursor ahead = {work.first_unit, 0};
   for (int i = 0; i < ring.stages; i++) {
-    ahead.start_copies(work, ring.slot(i));
+    ahead.start_copies(work, ring.stage_at(i));
     ahead.advance(work);
   }
   return ahead;

@@ -33,7 +33,7 @@ class PrefillWorkspace:
     values: torch.Tensor  # [T, NV · d]
     gates: torch.Tensor  # [T, NV, 2]
     raw: torch.Tensor  # [T, NV · d]
-    spans: torch.Tensor  # int32 [slots, 2]
+    spans: torch.Tensor  # int32 [states, 2]
 
 
 def sizes(inputs: DeltaNetInputs, weights: DeltaNetWeights, state: torch.Tensor) -> tuple[int, int, int, int]:
@@ -63,7 +63,7 @@ def check_arguments(
         "z": (inputs.z, (num_rows, width)),
         "alpha": (inputs.alpha, (num_rows, num_heads)),
         "beta": (inputs.beta, (num_rows, num_heads)),
-        "slots": (inputs.rows.slots, (num_rows,)),
+        "state_ids": (inputs.rows.state_ids, (num_rows,)),
         "conv_taps": (weights.conv_taps, (channels, taps)),
         "conv_state": (conv_state, (state.shape[0], taps - 1, channels)),
         "state": (state, (state.shape[0], num_heads, size, size)),
@@ -86,18 +86,18 @@ def check_replay(
     readers: torch.Tensor,
 ) -> None:
     """ValueError if shapes or strides are not those of `Ops.commit_delta_net`, or no kernel has them."""
-    num_slots, num_heads, size = state.shape[:3]
+    num_states, num_heads, size = state.shape[:3]
     (channels, taps), num_kept = weights.conv_taps.shape, kept.qkv.shape[0]
     _check_kernel(size, taps)
     _check_tensors(
         {
             "conv_taps": (weights.conv_taps, ((2 * weights.num_key_heads + num_heads) * size, taps)),
-            "conv_state": (conv_state, (num_slots, taps - 1, channels)),
-            "state": (state, (num_slots, num_heads, size, size)),
+            "conv_state": (conv_state, (num_states, taps - 1, channels)),
+            "state": (state, (num_states, num_heads, size, size)),
             "kept qkv": (kept.qkv, (num_kept, channels)),
             "kept alpha": (kept.alpha, (num_kept, num_heads)),
             "kept beta": (kept.beta, (num_kept, num_heads)),
-            "slot": (path.slot, (1,)),
+            "state_id": (path.state_id, (1,)),
             "count": (path.count, (1,)),
             "kept": (path.kept, (MAX_TREE_ROWS,)),
             "readers": (readers, (weights.num_key_heads,)),

@@ -28,19 +28,26 @@ def gated_delta_net_batch(
     assert rows.batch is not None
 
     def run(
-        part: slice | list[int], slot: int, conv_state: torch.Tensor, state: torch.Tensor
+        part: slice | list[int], state_id: int, conv_state: torch.Tensor, state: torch.Tensor
     ) -> torch.Tensor:
         positions = rows.positions[part]
         inputs = (values[part] for values in (qkv, z, alpha, beta))
-        return chain(*inputs, weights, conv_state, state, Rows(positions, torch.full_like(positions, slot)))
+        return chain(
+            *inputs, weights, conv_state, state, Rows(positions, torch.full_like(positions, state_id))
+        )
 
     outputs = [z[:0]]
-    for slot, part in sequences(rows):
+    for state_id, part in sequences(rows):
         if not is_tree(rows, part):
-            outputs.append(run(part, slot, conv_state, state))
+            outputs.append(run(part, state_id, conv_state, state))
             continue
         outputs += [
-            run(path(rows, row), 0, conv_state[slot : slot + 1].clone(), state[slot : slot + 1].clone())[-1:]
+            run(
+                path(rows, row),
+                0,
+                conv_state[state_id : state_id + 1].clone(),
+                state[state_id : state_id + 1].clone(),
+            )[-1:]
             for row in range(part.start, part.stop)
         ]
         inputs, kept = rows.batch.inputs, rows.batch.kept[part].long()

@@ -78,7 +78,7 @@ class _Rows(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("qkv_stride", "z_stride", "alpha_stride", "beta_stride")),
         *(
             (name, ctypes.c_void_p)
-            for name in ("slots", "segments", "parents", "kept", "kept_qkv", "kept_alpha", "kept_beta")
+            for name in ("state_ids", "segments", "parents", "kept", "kept_qkv", "kept_alpha", "kept_beta")
         ),
         ("num_rows", ctypes.c_int32),
     )
@@ -88,7 +88,7 @@ class _States(ctypes.Structure):
     _fields_ = (
         ("conv_state", ctypes.c_void_p),
         ("state", ctypes.c_void_p),
-        ("num_slots", ctypes.c_int32),
+        ("num_states", ctypes.c_int32),
     )
 
 
@@ -108,7 +108,7 @@ class _Kept(ctypes.Structure):
 
 
 class _Path(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("slot", "count", "kept"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("state_id", "count", "kept"))
 
 
 class _Workspace(ctypes.Structure):
@@ -128,9 +128,9 @@ def delta_net_decode_cuda(
 ) -> None:
     """`Ops.gated_delta_net` for chains of a few rows and for draft trees: one launch.
 
-    conv_state [slots, taps − 1, C] and state [slots, NV, d, d] are advanced by chains, and the inputs of
+    conv_state [states, taps − 1, C] and state [states, NV, d, d] are advanced by chains, and the inputs of
     trees kept. Writes contiguous float32 `out` [T, NV·d] and `quantized` (see `empty_activations`), where
-    given, zeros for rows in slot −1; without computes_chains only the rows of trees. What rows are must lie
+    given, zeros for rows of state −1; without computes_chains only the rows of trees. What rows are must lie
     within the states, and nothing that may still be in flight may write it. ValueError if shapes disagree or
     are not supported, if trees have no place for their inputs, or if there is nothing to compute.
     """
@@ -176,7 +176,7 @@ def delta_net_replay_cuda(
             layer,
             _Kept(kept.qkv.data_ptr(), kept.alpha.data_ptr(), kept.beta.data_ptr()),
             states,
-            _Path(path.slot.data_ptr(), path.count.data_ptr(), path.kept.data_ptr()),
+            _Path(path.state_id.data_ptr(), path.count.data_ptr(), path.kept.data_ptr()),
             readers,
         ),
         overlap=True,
@@ -226,8 +226,8 @@ def _arguments(
     i, batch = inputs, inputs.rows.batch
     num_heads, size = state.shape[1], state.shape[-1]
     projections = (i.qkv, i.z, i.alpha, i.beta)
-    slots = i.rows.slots
-    segments = slots if batch is None else batch.segments
+    state_ids = i.rows.state_ids
+    segments = state_ids if batch is None else batch.segments
     trees: tuple[torch.Tensor | None, ...] = (None,) * 5
     if batch is not None and has_trees(i.rows):
         if batch.inputs is None:
@@ -236,7 +236,7 @@ def _arguments(
     rows = _Rows(
         *(tensor.data_ptr() for tensor in projections),
         *(tensor.stride(0) for tensor in projections),
-        *(None if tensor is None else tensor.data_ptr() for tensor in (slots, segments, *trees)),
+        *(None if tensor is None else tensor.data_ptr() for tensor in (state_ids, segments, *trees)),
         i.qkv.shape[0],
     )
     parts = (None, None, None) if quantized is None else (quantized.q, quantized.scales, quantized.sums)

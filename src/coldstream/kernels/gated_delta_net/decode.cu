@@ -37,16 +37,16 @@ __global__ void __launch_bounds__(delta_threads, blocks_per_multiprocessor) GATH
   __shared__ int path[has_trees ? max_tree_rows : 1];
   constexpr int blocks_per_head = D / block_columns;
   const int size = layer.num_value_heads * D, num_channels = 2 * layer.num_key_heads * D + size;
-  const int head = blockIdx.x / blocks_per_head, first = blockIdx.y, slot = rows.slots[first];
+  const int head = blockIdx.x / blocks_per_head, first = blockIdx.y, state_id = rows.state_ids[first];
   const bool is_of_tree = has_trees && rows.is_of_tree(first);
   if (!is_of_tree && has_trees && !computes_chains) return;
-  if (slot < 0) return clear_row<D>(layer, first, out);
+  if (state_id < 0) return clear_row<D>(layer, first, out);
   Route route{first, 0, 0, nullptr};
   if (is_of_tree) route = route_to_leaf(rows, first, path);
   else route.count = count_rows(rows, first);
   if (route.count == 0 || head >= layer.num_value_heads) return;
   const int column = int(blockIdx.x) % blocks_per_head * block_columns;
-  const Place<D> place{head, layer.key_head_ids[head], column, slot};
+  const Place<D> place{head, layer.key_head_ids[head], column, state_id};
   float* block_state = states.state + place.state_offset(layer);
   prefetch_state<D>(block_state);
   Channels<D, TAPS> channels;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(delta_threads, blocks_per_multiprocessor) GATH
     return step<D>(state, vectors, gates);
   };
   bring(0);
-  channels.load(states, slot, num_channels);
+  channels.load(states, state_id, num_channels);
   load_state<D>(block_state, state);
   if (has_trees) {
     for (int i = 0; i < route.first_owned; i++) advance(i);
@@ -98,5 +98,5 @@ __global__ void __launch_bounds__(delta_threads, blocks_per_multiprocessor) GATH
   if (is_of_tree) return;
   if (threadIdx.x == 0) stores_key_head = ticket == num_readers - 1;
   __syncthreads();
-  channels.store(states, slot, num_channels, stores_key_head);
+  channels.store(states, state_id, num_channels, stores_key_head);
 }

@@ -35,16 +35,16 @@ def gated_delta_net_exact(
     decay = exp(weights.a * softplus(alpha + weights.dt_bias))
     write_strength = sigmoid(beta)
     outputs = [z[:0].reshape(0, state.shape[1], head_dim)]
-    for slot, part in sequences(rows):
-        history = torch.cat((conv_state[slot], qkv[part]))
-        conv_state[slot] = history[qkv[part].shape[0] :]
+    for state_id, part in sequences(rows):
+        history = torch.cat((conv_state[state_id], qkv[part]))
+        conv_state[state_id] = history[qkv[part].shape[0] :]
         heads = grouped(convolve(history, weights.conv_taps), -1, head_dim)
         # Query heads first, then as many key heads, then value heads.
         value = heads[:, 2 * weights.num_key_heads :]
         query = l2_norm(heads[:, weights.key_head_ids], weights.eps) * inverse_sqrt(constant(head_dim))
         key = l2_norm(heads[:, weights.num_key_heads + weights.key_head_ids], weights.eps)
         for q, k, v, g, b in zip(query, key, value, decay[part], write_strength[part], strict=True):
-            output, state[slot] = step(q, k, v, g, b, state[slot])
+            output, state[state_id] = step(q, k, v, g, b, state[state_id])
             outputs.append(output.unsqueeze(0))
     output = rms_norm_exact(torch.cat(outputs), weights.norm, weights.eps)
     return output.flatten(-2) * silu(z)

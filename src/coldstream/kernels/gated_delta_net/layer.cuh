@@ -22,7 +22,7 @@ struct DeltaLayer {
 struct DeltaRows {
   const float *qkv, *z, *alpha, *beta;  // z starts on 16 bytes in every row
   int qkv_stride, z_stride, alpha_stride, beta_stride;
-  const int32_t* slots;     // −1 for a row of no sequence
+  const int32_t* state_ids;  // −1 for a row of no sequence
   const int32_t* segments;  // rows of a sequence are adjacent
   // Of draft trees, null where there are none: the row of the batch that a row follows, −1 for what is
   // committed, and where its inputs are kept, −1 for a row of a chain.
@@ -36,9 +36,9 @@ struct DeltaRows {
 };
 
 struct DeltaStates {
-  float* conv_state;  // [slots, taps − 1, channels]
-  float* state;       // [slots, NV, D, D], key dimension first
-  int num_slots;
+  float* conv_state;  // [states, taps − 1, channels]
+  float* state;       // [states, NV, D, D], key dimension first
+  int num_states;
 };
 
 // Rows of NV · D results; y or q may be null. `padded`: NV · D rounded up to 256.
@@ -87,14 +87,14 @@ __device__ __forceinline__ float head_sum_of_squares(const float* x) {
 template <int TAPS>
 __device__ __forceinline__ void load_history(const DeltaRows& rows, const DeltaStates& states, int row,
                                              int channel, int num_channels, float (&history)[TAPS - 1]) {
-  const int slot = rows.slots[row], segment = rows.segments[row];
+  const int state_id = rows.state_ids[row], segment = rows.segments[row];
   int in_batch = 0;
 #pragma unroll
   for (int j = 1; j < TAPS; j++) {
     if (in_batch == j - 1 && row >= j && rows.segments[row - j] == segment) in_batch = j;
   }
-  // What a row of no sequence (slot −1) computes is read by nobody.
-  const float* kept = states.conv_state + int64_t(max(slot, 0)) * (TAPS - 1) * num_channels + channel;
+  // What a row of no sequence (state −1) computes is read by nobody.
+  const float* kept = states.conv_state + int64_t(max(state_id, 0)) * (TAPS - 1) * num_channels + channel;
 #pragma unroll
   for (int i = 0; i < TAPS - 1; i++) {
     const int back = TAPS - 1 - i;  // rows back from `row`

@@ -17,7 +17,7 @@ struct DeltaWorkspace {
   float* values;  // [rows, NV, D]
   float2* gates;  // [rows, NV]: decay and write strength
   float* raw;     // [rows, NV · D]: outputs before the norm
-  int2* spans;  // [slots]: the first row of the slot's sequence and the one behind its last; all zero between
+  int2* spans;  // [states]: the first row of the state's sequence and the one behind its last; all zero between
                 // calls
 };
 
@@ -32,8 +32,8 @@ __device__ __forceinline__ void prepare_gates(const DeltaLayer& layer, const Del
                    layer.a[head], layer.dt_bias[head]);
   }
   for (int row = first + threadIdx.x; row < end; row += blockDim.x) {
-    if (rows.slots[row] < 0 || rows.is_of_tree(row)) continue;
-    int2* span = work.spans + rows.slots[row];
+    if (rows.state_ids[row] < 0 || rows.is_of_tree(row)) continue;
+    int2* span = work.spans + rows.state_ids[row];
     if (rows.is_first(row)) span->x = row;
     if (rows.is_last(row)) span->y = row + 1;
   }
@@ -115,14 +115,14 @@ __global__ void __launch_bounds__(D)
 // The block's share of the last taps − 1 raw inputs of its sequence: of its value head, and of the query and
 // key head of the same number.
 __device__ __forceinline__ void keep_inputs(const DeltaLayer& layer, const DeltaRows& rows,
-                                            const DeltaStates& states, int slot, int2 span, int head_size,
+                                            const DeltaStates& states, int state_id, int2 span, int head_size,
                                             int head, int column, int num_taps) {
   const int kind = threadIdx.x / warp_size;  // value, query, key, none
   if (kind > 2 || (kind > 0 && head >= layer.num_key_heads)) return;
   const int num_channels = (2 * layer.num_key_heads + layer.num_value_heads) * head_size;
   const int first_head = kind == 0 ? 2 * layer.num_key_heads : (kind - 1) * layer.num_key_heads;
   const int channel = (first_head + head) * head_size + column + threadIdx.x % warp_size;
-  float* kept = states.conv_state + int64_t(slot) * (num_taps - 1) * num_channels + channel;
+  float* kept = states.conv_state + int64_t(state_id) * (num_taps - 1) * num_channels + channel;
   const int num_rows = span.y - span.x;
   for (int i = 0; i < num_taps - 1; i++) {
     const int back = num_taps - 1 - i;  // rows back from the end
@@ -131,7 +131,7 @@ __device__ __forceinline__ void keep_inputs(const DeltaLayer& layer, const Delta
   }
 }
 
-// grid (NV · D / 32, slots), 160 threads.
+// grid (NV · D / 32, states), 160 threads.
 template <int D>
 __global__ void __launch_bounds__(walk_threads, 1)
     delta_recurrence(DeltaLayer layer, DeltaRows rows, DeltaStates states, DeltaWorkspace work,
@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(walk_threads, 1)
   __shared__ Tokens<D> tokens;
   constexpr int blocks_per_head = D / block_columns;
   const int head = blockIdx.x / blocks_per_head, column = blockIdx.x % blocks_per_head * block_columns;
-  const int key_head = layer.key_head_ids[head], slot = blockIdx.y, size = layer.num_value_heads * D;
-  const int2 span = work.spans[slot];
+  const int key_head = layer.key_head_ids[head], state_id = blockIdx.y, size = layer.num_value_heads * D;
+  const int2 span = work.spans[state_id];
   if (span.y == 0) return;
   const int64_t first = span.x, key_stride = 2 * layer.num_key_heads * D;
   const float* q = work.keys + first * key_stride + key_head * D;
@@ -153,10 +153,10 @@ __global__ void __launch_bounds__(walk_threads, 1)
                      layer.num_value_heads};
   const int count = span.y - span.x;
   if (own_warp() == delta_threads / warp_size) return feed_tokens<D>(tokens, from, count);
-  float* block_state = states.state + (int64_t(slot) * layer.num_value_heads + head) * D * D + column;
+  float* block_state = states.state + (int64_t(state_id) * layer.num_value_heads + head) * D * D + column;
   Walk<D> walk;
   load_state<D>(block_state, walk.state);
-  keep_inputs(layer, rows, states, slot, span, D, head, column, num_taps);
+  keep_inputs(layer, rows, states, state_id, span, D, head, column, num_taps);
   float* out = work.raw + first * size + head * D + column + own_column();
   const uint32_t chain = shared_address(tokens.ring[0].q + own_chain() * chain_floats<D>);
   const int to_value = shared_address(tokens.ring[0].v + own_column()) - chain;
@@ -171,13 +171,13 @@ __global__ void __launch_bounds__(output_warps* warp_size)
                  DeltaWorkspace work) {
   alignas(16) __shared__ float scratch[output_warps][group_elements];
   if (blockIdx.x == 0) {
-    for (int slot = threadIdx.x; slot < states.num_slots; slot += blockDim.x) work.spans[slot] = {0, 0};
+    for (int i = threadIdx.x; i < states.num_states; i += blockDim.x) work.spans[i] = {0, 0};
   }
   const int num_groups = out.padded / group_elements, warp = threadIdx.x / warp_size;
   const int64_t item = int64_t(blockIdx.x) * output_warps + warp;
   const int row = item / num_groups, group = item % num_groups;
   if (row >= rows.num_rows || rows.is_of_tree(row)) return;
-  if (rows.slots[row] < 0) return clear_group<D>(layer, row, group, out);
+  if (rows.state_ids[row] < 0) return clear_group<D>(layer, row, group, out);
   OutputFactors factors = load_factors<D>(layer, rows.z + int64_t(row) * rows.z_stride, group);
   open_factors(factors);
   fetch_group(work.raw + int64_t(row) * layer.num_value_heads * D, group, layer.num_value_heads * D,

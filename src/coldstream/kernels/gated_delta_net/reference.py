@@ -39,17 +39,17 @@ def gated_delta_net(
     log_decay = weights.a * torch.nn.functional.softplus(alpha + weights.dt_bias, threshold=20)
     write_strength = torch.sigmoid(beta)
     outputs = [z[:0].reshape(0, num_value_heads, head_dim)]
-    for slot, part in sequences(rows):
+    for state_id, part in sequences(rows):
         # Copies, because the states are overwritten while gradients may still need them.
-        mixed, conv_state[slot] = causal_conv(qkv[part], conv_state[slot].clone(), weights.conv_taps)
+        mixed, conv_state[state_id] = causal_conv(qkv[part], conv_state[state_id].clone(), weights.conv_taps)
         query, key, value = (
             grouped(heads, -1, head_dim)
             for heads in torch.split(mixed, [key_size, key_size, num_value_heads * head_dim], dim=-1)
         )
         query = l2_norm(query, weights.eps)[:, weights.key_head_ids] * head_dim**-0.5
         key = l2_norm(key, weights.eps)[:, weights.key_head_ids]
-        output, state[slot] = recurrent(
-            query, key, value, log_decay[part], write_strength[part], state[slot].clone()
+        output, state[state_id] = recurrent(
+            query, key, value, log_decay[part], write_strength[part], state[state_id].clone()
         )
         outputs.append(output)
     output = rms_norm(torch.cat(outputs), weights.norm, weights.eps)

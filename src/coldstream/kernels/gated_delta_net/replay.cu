@@ -5,7 +5,7 @@ using namespace coldstream;
 
 // `CommittedPath` of kernels/ops.py, as far as it is needed here.
 struct DeltaPath {
-  const int32_t *slot, *count;  // of one number
+  const int32_t *state_id, *count;  // of one number
   const int32_t* kept;          // [count]
 };
 
@@ -26,10 +26,10 @@ __global__ void __launch_bounds__(delta_threads)
   const int head = blockIdx.x / blocks_per_head;
   wait_for_previous_grid();
   release_next_grid();
-  const int count = *path.count, slot = *path.slot;
-  if (count == 0 || slot < 0) return;
+  const int count = *path.count, state_id = *path.state_id;
+  if (count == 0 || state_id < 0) return;
   const int column = int(blockIdx.x) % blocks_per_head * block_columns;
-  const Place<D> place{head, layer.key_head_ids[head], column, slot};
+  const Place<D> place{head, layer.key_head_ids[head], column, state_id};
   float* block_state = states.state + place.state_offset(layer);
   const DeltaRows rows{kept.qkv, nullptr, kept.alpha, kept.beta, num_channels, 0, layer.num_value_heads,
                        layer.num_value_heads};
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(delta_threads)
   const float a = layer.a[head], dt_bias = layer.dt_bias[head];
   Channels<D, TAPS> channels;
   channels.load_taps(place, layer);
-  channels.load(states, slot, num_channels);
+  channels.load(states, state_id, num_channels);
   channels.load_inputs(rows, path.kept[0]);
   float state[chain_keys<D>];
   load_state<D>(block_state, state);
@@ -53,5 +53,5 @@ __global__ void __launch_bounds__(delta_threads)
   }
   store_state<D>(block_state, state);
   __syncthreads();
-  channels.store(states, slot, num_channels, stores_key_head);
+  channels.store(states, state_id, num_channels, stores_key_head);
 }

@@ -11,10 +11,10 @@ namespace coldstream {
 template <int D>
 struct Place {
   int head, key_head, column;  // the first of its columns within the head
-  int slot;
+  int state_id;
 
   __device__ int64_t state_offset(const DeltaLayer& layer) const {
-    return (int64_t(slot) * layer.num_value_heads + head) * D * D + column;
+    return (int64_t(state_id) * layer.num_value_heads + head) * D * D + column;
   }
 };
 
@@ -55,17 +55,17 @@ struct Channels {
     }
   }
 
-  __device__ float* kept(const DeltaStates& states, int slot, int num_channels, int j) const {
-    return states.conv_state + int64_t(slot) * (TAPS - 1) * num_channels + channel[j];
+  __device__ float* kept(const DeltaStates& states, int state_id, int num_channels, int j) const {
+    return states.conv_state + int64_t(state_id) * (TAPS - 1) * num_channels + channel[j];
   }
 
-  __device__ void load(const DeltaStates& states, int slot, int num_channels) {
+  __device__ void load(const DeltaStates& states, int state_id, int num_channels) {
 #pragma unroll
     for (int j = 0; j < count; j++) {
       if (!exists(j)) continue;
 #pragma unroll
       for (int i = 0; i < TAPS - 1; i++)
-        history[j][i] = kept(states, slot, num_channels, j)[i * num_channels];
+        history[j][i] = kept(states, state_id, num_channels, j)[i * num_channels];
     }
   }
 
@@ -86,14 +86,14 @@ struct Channels {
   }
 
   // Value channels belong to this block alone; those of the key head to whoever is told to store them.
-  __device__ void store(const DeltaStates& states, int slot, int num_channels, bool stores_key_head) const {
+  __device__ void store(const DeltaStates& states, int state_id, int num_channels, bool stores_key_head) const {
 #pragma unroll
     for (int j = 0; j < count; j++) {
       const bool is_value = threadIdx.x + j * delta_threads >= 2 * D;
       if (!exists(j) || !(is_value || stores_key_head)) continue;
 #pragma unroll
       for (int i = 0; i < TAPS - 1; i++)
-        kept(states, slot, num_channels, j)[i * num_channels] = history[j][i];
+        kept(states, state_id, num_channels, j)[i * num_channels] = history[j][i];
     }
   }
 };

@@ -76,27 +76,35 @@ __device__ __forceinline__ uint64_t greatest_in_block(uint64_t x) {
   return x;
 }
 
-// The logits of all rows; a block works on row blockIdx.y.
+// float32 [vocab].
+struct Row {
+  float* values;
+  int vocab;
+  int aligned;  // whether they start at 16 bytes
+};
+
 struct Logits {
   float* first;
   int row_stride;
   int vocab;
-  int aligned;  // whether rows start at 16 bytes
+  int aligned;  // whether all rows start at 16 bytes
 
-  __device__ __forceinline__ float* row() const { return first + int64_t(blockIdx.y) * row_stride; }
+  __device__ __forceinline__ Row row(int index) const {
+    return {first + int64_t(index) * row_stride, vocab, aligned};
+  }
 };
 
-// Four adjacent logits of the block's row; 0 past its end.
-__device__ __forceinline__ void load_four(const Logits& logits, int begin,
-                                          float (&values)[items_per_thread]) {
-  const float* row = logits.row();
+// Four adjacent logits of a row; 0 past its end.
+__device__ __forceinline__ void load_four(const Row& logits, int begin, float (&values)[items_per_thread]) {
   if (logits.aligned && begin + items_per_thread <= logits.vocab) {
-    const float4 loaded = *reinterpret_cast<const float4*>(row + begin);
+    const float4 loaded = *reinterpret_cast<const float4*>(logits.values + begin);
     values[0] = loaded.x, values[1] = loaded.y, values[2] = loaded.z, values[3] = loaded.w;
     return;
   }
 #pragma unroll
-  for (int i = 0; i < items_per_thread; i++) values[i] = begin + i < logits.vocab ? row[begin + i] : 0.0f;
+  for (int i = 0; i < items_per_thread; i++) {
+    values[i] = begin + i < logits.vocab ? logits.values[begin + i] : 0.0f;
+  }
 }
 
 // The first of the thread's four ids.

@@ -1,48 +1,48 @@
-"""Choosing tokens on the device: the very tokens that decoding's sampler chooses.
+"""Choosing tokens on the device: the very tokens that decoding's sampler chooses, for many rows at once.
 
-What a row's sampling needs lies in device memory, so that captured launches serve all steps: its settings,
-its place in its sequence, and the tokens of the sequence, to which the new one is added.
+What a row's choice depends on is brought beforehand, in one copy for all rows: its settings and the tokens
+that penalties are for.
 """
 
 import ctypes
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.sample.settings import RowSettings
 
 ROW_BYTES = 106560  # of workspace for one row
-ARGMAX_BYTES = 16
 THREADS, BLOCK_TOKENS = 512, 2048
 MAX_VOCAB = BLOCK_TOKENS**2  # one block adds up what all blocks of a row found
 
 SCAN = f"sampler_scan<{ROW_BYTES}>"
-ARGMAX = f"argmax_rows<{ARGMAX_BYTES}>"
 PROGRAM = CudaProgram(
-    Path(__file__).with_name("sample.cu"), (ARGMAX, SCAN, "sampler_bins", "sampler_cut", "sampler_draw")
+    Path(__file__).with_name("sample.cu"), (SCAN, "sampler_bins", "sampler_cut", "sampler_draw")
 )
 
 
-@dataclass(frozen=True)
-class SamplerRows:
-    """One entry a row, contiguous tensors on the device; ranges and meanings are those of decoding's sampler.
+class _RowSettings(ctypes.Structure):
+    _fields_ = (
+        ("temperature", ctypes.c_double),
+        ("top_p", ctypes.c_double),
+        ("min_p", ctypes.c_double),
+        ("seed", ctypes.c_uint64),
+        ("repetition_penalty", ctypes.c_float),
+        ("presence_penalty", ctypes.c_float),
+        ("frequency_penalty", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+        ("position", ctypes.c_int32),
+        ("row", ctypes.c_int32),
+        ("first_recent", ctypes.c_int32),
+        ("num_recent", ctypes.c_int32),
+    )
 
-    The row's context is history[slot][: position + 1], and the new token will be at position + 1.
-    """
 
-    temperature: torch.Tensor  # float64 [T]; 0: the largest logit
-    top_k: torch.Tensor  # int32 [T]; 0: off
-    top_p: torch.Tensor  # float64 [T]; 1: off
-    min_p: torch.Tensor  # float64 [T]; 0: off
-    repetition_penalty: torch.Tensor  # float32 [T]; 1: off
-    presence_penalty: torch.Tensor  # float32 [T]; 0: off
-    frequency_penalty: torch.Tensor  # float32 [T]; 0: off
-    penalty_window: torch.Tensor  # int32 [T], tokens of context that penalties look at; 2^31 − 1: all
-    seed: torch.Tensor  # int64 [T], the 64 bits of it
-    position: torch.Tensor  # int32 [T], of the token whose logits these are
-    slot: torch.Tensor  # int32 [T]
-    history: torch.Tensor  # int32 [slots, positions], ids below the vocabulary's size
+SETTINGS_WORDS = ctypes.sizeof(_RowSettings) // 4  # of 32 bits, for one row
 
 
 class _Logits(ctypes.Structure):
@@ -54,55 +54,83 @@ class _Logits(ctypes.Structure):
     )
 
 
-class _Settings(ctypes.Structure):
+class _Sampling(ctypes.Structure):
     _fields_ = (
-        *((field.name, ctypes.c_void_p) for field in fields(SamplerRows)),
-        ("history_size", ctypes.c_int32),
+        ("logits", _Logits),
+        ("settings", ctypes.c_void_p),
+        ("recent", ctypes.c_void_p),
+        ("unpenalised", ctypes.c_void_p),
+        ("states", ctypes.c_void_p),
+        ("chosen", ctypes.c_void_p),
     )
 
 
-def argmax_cuda(
-    logits: torch.Tensor, tokens: torch.Tensor, faults: torch.Tensor, workspace: torch.Tensor
-) -> None:
-    """The id of the largest of each row of float32 logits [T, vocab], the lowest of equal ones.
+def write_rows(
+    settings: Sequence[RowSettings],
+    rows: Sequence[int],
+    to: NDArray[np.int32],
+    recent: NDArray[np.int32],
+) -> int:
+    """Writes settings for `rows` of logits as kernels read them; how many tokens of `recent` that takes.
 
-    Writes int32 tokens [T], and int32 faults [T]: how many logits are not finite (the token is then some id
-    of the vocabulary). workspace: uint8 [T, ARGMAX_BYTES], zero at first and left zero. Rows may be apart.
+    to: int32 [T, SETTINGS_WORDS], contiguous. recent: int32 [n]; ValueError if the tokens that penalties are
+    for are more.
     """
-    grid, where = _grid(logits)
-    PROGRAM.kernel(ARGMAX).launch(grid, THREADS, (where, workspace, tokens, faults), overlap=True)
+    structures = (_RowSettings * len(to)).from_buffer(to.data)
+    first = 0
+    for index, (each, row) in enumerate(zip(settings, rows, strict=True)):
+        count = len(each.recent)
+        recent[first : first + count] = each.recent
+        structures[index] = _RowSettings(
+            temperature=each.temperature,
+            top_p=each.top_p,
+            min_p=each.min_p,
+            seed=each.seed,
+            repetition_penalty=each.repetition_penalty,
+            presence_penalty=each.presence_penalty,
+            frequency_penalty=each.frequency_penalty,
+            top_k=each.top_k,
+            position=each.position,
+            row=row,
+            first_recent=first,
+            num_recent=count,
+        )
+        first += count
+    return first
 
 
 def sample_cuda(
     logits: torch.Tensor,
-    rows: SamplerRows,
-    tokens: torch.Tensor,
-    faults: torch.Tensor,
+    settings: torch.Tensor,
+    recent: torch.Tensor,
+    unpenalised: torch.Tensor,
     workspace: torch.Tensor,
+    chosen: torch.Tensor,
+    *,
+    draws: bool,
 ) -> None:
-    """The token that follows each row's context given its float32 logits [T, vocab]: five launches.
+    """The tokens that follow T rows of float32 logits [n, vocab], which may be apart: five launches, or one.
 
-    Writes int32 tokens [T], history[slot][position + 1] where the history has that place, and int32 faults
-    [T]: 0, how many logits are not finite, or −1 if penalties left no finite one; the token is then some id
-    of the vocabulary. Mutates logits where penalties apply. workspace: uint8 [T, ROW_BYTES], aligned to 8,
-    zero at first; belongs to these calls. Rows may be apart.
+    settings: int32 [T, SETTINGS_WORDS] and recent: int32 [m], as `write_rows` leaves them, the rows all
+    different. draws: whether any row has another temperature than 0. unpenalised: float32 [m], and workspace:
+    uint8 [T, ROW_BYTES], aligned to 8 and zero at first, belong to these calls.
+
+    Writes int32 chosen [T, 2]: the token, and 0, how many logits are not finite, or −1 if penalties left no
+    finite one; the token is then some id of the vocabulary. Penalties are written to logits, which are as
+    before in the end.
     """
-    grid, where = _grid(logits)
-    addresses = (getattr(rows, field.name).data_ptr() for field in fields(SamplerRows))
-    settings = _Settings(*addresses, rows.history.shape[1])
-    common = (where, settings, workspace)
-    PROGRAM.kernel(SCAN).launch(grid, THREADS, (*common, tokens, faults), overlap=True)
-    PROGRAM.kernel("sampler_bins").launch(grid, THREADS, common, overlap=True)
-    for stage in range(2):
-        PROGRAM.kernel("sampler_cut").launch(grid, THREADS, (*common, stage), overlap=True)
-    PROGRAM.kernel("sampler_draw").launch(grid, THREADS, (*common, tokens), overlap=True)
-
-
-def _grid(logits: torch.Tensor) -> tuple[tuple[int, int, int], _Logits]:
-    """One block for 2048 tokens of a row, and where they are."""
-    num_rows, vocab = logits.shape
+    num_rows, vocab = len(settings), logits.shape[1]
     if not 1 <= vocab <= MAX_VOCAB or logits.stride(1) != 1:
         raise ValueError(f"cannot sample from {vocab} logits (at most {MAX_VOCAB}, adjacent)")
     aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 4 == 0
-    grid = (-(-vocab // BLOCK_TOKENS), num_rows, 1)
-    return grid, _Logits(logits.data_ptr(), logits.stride(0), vocab, int(aligned))
+    where = _Logits(logits.data_ptr(), logits.stride(0), vocab, int(aligned))
+    memory = (settings, recent, unpenalised, workspace, chosen)
+    sampling = _Sampling(where, *(tensor.data_ptr() for tensor in memory))
+    grid = (-(-vocab // BLOCK_TOKENS), num_rows, 1)  # one block for 2048 tokens of a row
+    PROGRAM.kernel(SCAN).launch(grid, THREADS, (sampling,), overlap=True)
+    if not draws:
+        return
+    PROGRAM.kernel("sampler_bins").launch(grid, THREADS, (sampling,), overlap=True)
+    for stage in range(2):
+        PROGRAM.kernel("sampler_cut").launch(grid, THREADS, (sampling, stage), overlap=True)
+    PROGRAM.kernel("sampler_draw").launch(grid, THREADS, (sampling,), overlap=True)

@@ -11,23 +11,6 @@ constexpr int list_capacity = 8192;
 constexpr int digit_bits = 11;
 static_assert(1 << digit_bits == num_bins, "one histogram serves bins and digits");
 
-// One value per row; history is [slots, history_size].
-struct Settings {
-  const double* temperature;
-  const int* top_k;
-  const double* top_p;
-  const double* min_p;
-  const float* repetition_penalty;
-  const float* presence_penalty;
-  const float* frequency_penalty;
-  const int* penalty_window;
-  const uint64_t* seed;
-  const int* position;
-  const int* slot;
-  int* history;
-  int history_size;
-};
-
 enum Pending : uint32_t { nothing, top_k_cut, top_p_cut };
 
 // A row's state between the launches. Zero at first.
@@ -60,7 +43,7 @@ __device__ __forceinline__ bool is_candidate(const SamplerRow& row, uint64_t key
 // The tokens of the target bin that are still in: from the list, or where it was too short from the logits.
 struct Candidates {
   const SamplerRow& row;
-  const Logits& logits;
+  const Row& logits;
   int num_listed;
 
   template <typename Visit>
@@ -69,9 +52,8 @@ struct Candidates {
       for (int i = threadIdx.x; i < num_listed; i += block_threads) visit(__ldcg(&row.list[i]));
       return;
     }
-    const float* all = logits.row();
     for (int i = threadIdx.x; i < logits.vocab; i += block_threads) {
-      const uint64_t key = order_key(all[i], i);
+      const uint64_t key = order_key(logits.values[i], i);
       if (is_candidate(row, key)) visit(key);
     }
   }

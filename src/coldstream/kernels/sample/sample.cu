@@ -4,96 +4,91 @@
 // come down to one number, the greatest order key that stays. It is found by a histogram over the distance to
 // the largest logit, whose bins follow that order, and a radix selection within the one bin where the prefix
 // ends.
-#include "sample/cut.cuh"
+#include "sample/rows.cuh"
 
 using namespace coldstream;
 
-// grid (ceil(vocab / 2048), rows): the argmax alone.
-template <int row_bytes>
-__global__ void __launch_bounds__(block_threads)
-    argmax_rows(Logits logits, ArgmaxRow* rows, int* tokens, int* faults) {
-  static_assert(sizeof(ArgmaxRow) == row_bytes, "the launcher's workspace");
-  wait_for_previous_grid();
-  release_next_grid();
-  ArgmaxRow& row = rows[blockIdx.y];
-  const int begin = first_id();
-  float values[items_per_thread];
-  load_four(logits, begin, values);
-  add_to_argmax(row, values, begin, logits.vocab, count_bad(values));
-  if (is_last_block(&row.arrivals, gridDim.x) && threadIdx.x == 0) {
-    const Best best = take_argmax(row);
-    tokens[blockIdx.y] = key_id(best.key);
-    faults[blockIdx.y] = fault_of(best);
-  }
-}
-
-// How often each of the block's tokens occurs among the last ones of the row's sequence.
-__device__ void count_recent(const Settings& settings, int window, uint32_t (&counts)[block_items]) {
+// How often each of the block's tokens is among the recent ones of the row; keeps their logits.
+__device__ void count_recent(const Sampling& sampling, uint32_t (&counts)[block_items]) {
   for (int i = threadIdx.x; i < block_items; i += block_threads) counts[i] = 0;
   __syncthreads();
-  const int length = settings.position[blockIdx.y] + 1;
-  const int* tokens = settings.history + int64_t(settings.slot[blockIdx.y]) * settings.history_size;
-  for (int i = max(0, length - window) + threadIdx.x; i < length; i += block_threads) {
-    const uint32_t place = uint32_t(tokens[i]) - blockIdx.x * block_items;
-    if (place < block_items) atomicAdd(&counts[place], 1u);
+  const RowSettings& settings = sampling.own_settings();
+  const float* logits = sampling.own_logits().values;
+  const int end = settings.first_recent + settings.num_recent;
+  for (int i = settings.first_recent + threadIdx.x; i < end; i += block_threads) {
+    const int token = sampling.recent[i];
+    const uint32_t place = uint32_t(token) - blockIdx.x * block_items;
+    if (place >= block_items) continue;
+    atomicAdd(&counts[place], 1u);
+    sampling.unpenalised[i] = logits[token];
   }
   __syncthreads();
 }
 
-// Makes recent tokens less likely, in memory too.
-__device__ void penalise(const Settings& settings, const Logits& logits, float (&values)[items_per_thread]) {
+// Makes recent tokens less likely, in memory too, where the next launches look for them.
+__device__ void penalise(const Sampling& sampling, float (&values)[items_per_thread]) {
   __shared__ uint32_t counts[block_items];
-  const float repetition = settings.repetition_penalty[blockIdx.y];
-  const float presence = settings.presence_penalty[blockIdx.y];
-  const float frequency = settings.frequency_penalty[blockIdx.y];
-  const int window = settings.penalty_window[blockIdx.y];
-  if (window == 0 || (repetition == 1.0f && presence == 0.0f && frequency == 0.0f)) return;
-  count_recent(settings, window, counts);
+  const RowSettings& settings = sampling.own_settings();
+  if (settings.num_recent == 0) return;
+  count_recent(sampling, counts);
 #pragma unroll
   for (int i = 0; i < items_per_thread; i++) {
     const uint32_t count = counts[threadIdx.x * items_per_thread + i];
     if (count == 0) continue;
+    const float repetition = settings.repetition_penalty;
     const float seen = values[i] > 0.0f ? values[i] / repetition : values[i] * repetition;
-    values[i] = seen - (float(count) * frequency + presence);
-    logits.row()[first_id() + i] = values[i];
+    values[i] = seen - (float(count) * settings.frequency_penalty + settings.presence_penalty);
+    sampling.own_logits().values[first_id() + i] = values[i];
   }
 }
 
-__device__ void finish_row(const Settings& settings, int* tokens, int token) {
-  tokens[blockIdx.y] = token;
-  const int place = settings.position[blockIdx.y] + 1;
-  if (place < settings.history_size) {
-    settings.history[int64_t(settings.slot[blockIdx.y]) * settings.history_size + place] = token;
+// Undoes that in memory. All threads of the last block that looks at the row.
+__device__ void restore_logits(const Sampling& sampling) {
+  const RowSettings& settings = sampling.own_settings();
+  float* logits = sampling.own_logits().values;
+  const int end = settings.first_recent + settings.num_recent;
+  for (int i = settings.first_recent + threadIdx.x; i < end; i += block_threads) {
+    logits[sampling.recent[i]] = __ldcg(&sampling.unpenalised[i]);
   }
 }
 
-// grid (ceil(vocab / 2048), rows): penalties and the largest logit; ends the row if that is the answer.
+// Thread 0 of the last block: the largest logit is known. Returns whether a token is to be drawn.
+__device__ bool begin_row(const Sampling& sampling) {
+  SamplerRow& row = sampling.own_state();
+  const Best best = take_argmax(row.argmax);
+  const int fault = fault_of(best);
+  sampling.chosen[blockIdx.y] = {key_id(best.key), fault};
+  row.is_open = fault == 0 && sampling.own_settings().temperature != 0.0;
+  row.largest = key_logit(best.key);
+  row.cut = never;
+  row.pending = nothing;
+  row.num_listed[0] = row.num_listed[1] = 0;
+  return row.is_open;
+}
+
+// grid (ceil(vocab / 2048), rows): penalties and the largest logit, which is the answer of a row without a
+// draw.
 template <int row_bytes>
-__global__ void __launch_bounds__(block_threads)
-    sampler_scan(Logits logits, Settings settings, SamplerRow* rows, int* tokens, int* faults) {
+__global__ void __launch_bounds__(block_threads) sampler_scan(Sampling sampling) {
   static_assert(sizeof(SamplerRow) == row_bytes, "the launcher's workspace");
   wait_for_previous_grid();
   release_next_grid();
-  SamplerRow& row = rows[blockIdx.y];
+  SamplerRow& row = sampling.own_state();
   for (int i = blockIdx.x * block_threads + threadIdx.x; i < num_bins; i += gridDim.x * block_threads) {
     row.bin_counts[i] = 0;
     row.bin_weights[i] = 0;
   }
   const int begin = first_id();
   float values[items_per_thread];
-  load_four(logits, begin, values);
+  load_four(sampling.own_logits(), begin, values);
   const int num_bad = count_bad(values);
-  penalise(settings, logits, values);
-  add_to_argmax(row.argmax, values, begin, logits.vocab, num_bad);
-  if (!is_last_block(&row.argmax.arrivals, gridDim.x) || threadIdx.x != 0) return;
-  const Best best = take_argmax(row.argmax);
-  faults[blockIdx.y] = fault_of(best);
-  row.is_open = fault_of(best) == 0 && settings.temperature[blockIdx.y] != 0.0;
-  row.largest = key_logit(best.key);
-  row.cut = never;
-  row.pending = nothing;
-  row.num_listed[0] = row.num_listed[1] = 0;
-  if (!row.is_open) finish_row(settings, tokens, key_id(best.key));
+  penalise(sampling, values);
+  add_to_argmax(row.argmax, values, begin, sampling.logits.vocab, num_bad);
+  if (!is_last_block(&row.argmax.arrivals, gridDim.x)) return;
+  __shared__ bool is_open;
+  if (threadIdx.x == 0) is_open = begin_row(sampling);
+  __syncthreads();
+  if (!is_open) restore_logits(sampling);
 }
 
 // One block's share of the histogram. Sums of 2048 weights of up to 2^40 are kept in two parts of 32 bits,
@@ -125,19 +120,19 @@ __device__ void add_to_bins(SamplerRow& row, const float (&values)[items_per_thr
 
 // grid (ceil(vocab / 2048), rows): the histogram of an open row with top-k or top-p, and where its prefix
 // ends.
-__global__ void __launch_bounds__(block_threads)
-    sampler_bins(Logits logits, Settings settings, SamplerRow* rows) {
+__global__ void __launch_bounds__(block_threads) sampler_bins(Sampling sampling) {
   wait_for_previous_grid();
   release_next_grid();
-  SamplerRow& row = rows[blockIdx.y];
-  const int top_k = settings.top_k[blockIdx.y];
-  const double top_p = settings.top_p[blockIdx.y];
-  const bool has_top_k = 0 < top_k && top_k < logits.vocab;
+  SamplerRow& row = sampling.own_state();
+  const int vocab = sampling.logits.vocab;
+  const int top_k = sampling.own_settings().top_k;
+  const double top_p = sampling.own_settings().top_p;
+  const bool has_top_k = 0 < top_k && top_k < vocab;
   if (!row.is_open || (!has_top_k && top_p == 1.0)) return;
   const int begin = first_id();
   float values[items_per_thread];
-  load_four(logits, begin, values);
-  add_to_bins(row, values, begin, logits.vocab, top_p != 1.0);
+  load_four(sampling.own_logits(), begin, values);
+  add_to_bins(row, values, begin, vocab, top_p != 1.0);
   if (!is_last_block(&row.arrivals, gridDim.x)) return;
   if (has_top_k) {
     plan_top_k(row, top_k);
@@ -148,13 +143,13 @@ __global__ void __launch_bounds__(block_threads)
 
 // grid (ceil(vocab / 2048), rows), twice (`stage` 0 and 1): finds the key at which an open row's prefix ends
 // within the pending bin; after top-k comes top-p.
-__global__ void __launch_bounds__(block_threads)
-    sampler_cut(Logits logits, Settings settings, SamplerRow* rows, int stage) {
+__global__ void __launch_bounds__(block_threads) sampler_cut(Sampling sampling, int stage) {
   wait_for_previous_grid();
   release_next_grid();
-  SamplerRow& row = rows[blockIdx.y];
+  SamplerRow& row = sampling.own_state();
   const Pending pending = row.pending;
   if (pending == nothing) return;
+  const Row logits = sampling.own_logits();
   const int begin = first_id();
   float values[items_per_thread];
   load_four(logits, begin, values);
@@ -168,7 +163,7 @@ __global__ void __launch_bounds__(block_threads)
   if (!is_last_block(&row.arrivals, gridDim.x)) return;
   const Candidates candidates{row, logits, int(__ldcg(&row.num_listed[stage]))};
   const uint64_t cut = select_cut(candidates, pending == top_p_cut, row.remaining);
-  const double top_p = settings.top_p[blockIdx.y];
+  const double top_p = sampling.own_settings().top_p;
   if (pending == top_k_cut && top_p != 1.0) {
     const uint64_t kept = weight_up_to(candidates, cut);
     plan_top_p(row, top_p, row.target_bin, kept);
@@ -179,11 +174,12 @@ __global__ void __launch_bounds__(block_threads)
 }
 
 // The weights at the row's temperature of the tokens that stay among four, and 0 for others.
-__device__ void weigh_four(const SamplerRow& row, const Settings& settings, const Logits& logits, int begin,
-                           uint64_t (&weights)[items_per_thread]) {
-  const double temperature = settings.temperature[blockIdx.y];
-  const double min_p = settings.min_p[blockIdx.y];
-  const bool drops_weightless = settings.top_p[blockIdx.y] != 1.0 || min_p != 0.0;
+__device__ void weigh_four(const Sampling& sampling, int begin, uint64_t (&weights)[items_per_thread]) {
+  const SamplerRow& row = sampling.own_state();
+  const Row logits = sampling.own_logits();
+  const double temperature = sampling.own_settings().temperature;
+  const double min_p = sampling.own_settings().min_p;
+  const bool drops_weightless = sampling.own_settings().top_p != 1.0 || min_p != 0.0;
   const uint64_t least = max(uint64_t(1), uint64_t(ceil(min_p * weight_one)));
   const float largest = row.largest;
   const uint64_t cut = row.cut;
@@ -198,15 +194,14 @@ __device__ void weigh_four(const SamplerRow& row, const Settings& settings, cons
 }
 
 // grid (ceil(vocab / 2048), rows): draws the token of an open row.
-__global__ void __launch_bounds__(block_threads)
-    sampler_draw(Logits logits, Settings settings, SamplerRow* rows, int* tokens) {
+__global__ void __launch_bounds__(block_threads) sampler_draw(Sampling sampling) {
   wait_for_previous_grid();
   release_next_grid();
-  SamplerRow& row = rows[blockIdx.y];
+  SamplerRow& row = sampling.own_state();
   if (!row.is_open) return;
   const int own_begin = threadIdx.x * items_per_thread;
   uint64_t weights[items_per_thread];
-  weigh_four(row, settings, logits, first_id(), weights);
+  weigh_four(sampling, first_id(), weights);
   const uint64_t sum = sum_in_block((weights[0] + weights[1]) + (weights[2] + weights[3]));
   if (threadIdx.x == 0) row.block_sums[blockIdx.x] = sum;
   if (!is_last_block(&row.arrivals, gridDim.x)) return;
@@ -216,10 +211,11 @@ __global__ void __launch_bounds__(block_threads)
     sums[i] = own_begin + i < gridDim.x ? __ldcg(&row.block_sums[own_begin + i]) : 0;
   }
   const uint64_t total = find_crossing(sums, never).total;
-  const uint64_t position = uint64_t(int64_t(settings.position[blockIdx.y]) + 1);
-  const uint64_t passed = __umul64hi(random_bits(settings.seed[blockIdx.y], position), total);
+  const RowSettings& settings = sampling.own_settings();
+  const uint64_t passed = __umul64hi(random_bits(settings.seed, settings.position), total);
   const Crossing block = find_crossing(sums, passed + 1);
-  weigh_four(row, settings, logits, block.index * block_items + own_begin, weights);
+  weigh_four(sampling, block.index * block_items + own_begin, weights);
   const Crossing token = find_crossing(weights, passed + 1 - block.before);
-  if (threadIdx.x == 0) finish_row(settings, tokens, block.index * block_items + token.index);
+  if (threadIdx.x == 0) sampling.chosen[blockIdx.y].token = block.index * block_items + token.index;
+  restore_logits(sampling);
 }

@@ -73,7 +73,7 @@ class attention_op : public op {
 
  private:
   const int32_t* positions() const { return a_.places.positions; }
-  const int32_t* slots() const { return a_.places.slots; }
+  const int32_t* state_ids() const { return a_.places.state_ids; }
   const batch_places& batch() const { return a_.places.batch; }
   int64_t max_positions() const {
     return a_.places.in_batch() ? batch().num_blocks * ATTENTION_CHUNK : a_.num_positions;
@@ -108,12 +108,12 @@ class attention_op : public op {
   int64_t index(int64_t row) const { return a_.places.in_batch() ? batch().indices[row] : positions()[row]; }
   // In elements, of an index in the sequence of `row`.
   int64_t cache_offset(int64_t row, int64_t index, int64_t kv_head) const {
-    int64_t slot = slots()[row];
+    int64_t piece = state_ids()[row];
     if (a_.places.in_batch()) {
-      slot = batch().tables[batch().segments[row] * batch().num_blocks + index / ATTENTION_CHUNK];
+      piece = batch().tables[batch().segments[row] * batch().num_blocks + index / ATTENTION_CHUNK];
       index %= ATTENTION_CHUNK;
     }
-    return ((slot * a_.num_positions + index) * a_.num_kv_heads + kv_head) * cache_row_;
+    return ((piece * a_.num_positions + index) * a_.num_kv_heads + kv_head) * cache_row_;
   }
   void* cache_at(void* cache, int64_t offset) const {
     return static_cast<std::byte*>(cache) + offset * element_bytes();
@@ -177,7 +177,7 @@ class attention_op : public op {
     }
     const int32_t* table = batch().tables + batch().segments[first] * batch().num_blocks;
     for (int64_t block = 0; block <= index(end - 1) / ATTENTION_CHUNK; block++) {
-      if (table[block] < 0 || table[block] >= a_.num_slots) {
+      if (table[block] < 0 || table[block] >= a_.num_pieces) {
         return "attention: a table names a block that there is not";
       }
     }
@@ -186,7 +186,7 @@ class attention_op : public op {
 
   bool is_valid_place(int64_t row) const {
     if (positions()[row] < 0 || positions()[row] >= max_positions()) return false;
-    if (!a_.places.in_batch()) return slots()[row] >= 0 && slots()[row] < a_.num_slots;
+    if (!a_.places.in_batch()) return state_ids()[row] >= 0 && state_ids()[row] < a_.num_pieces;
     const int32_t segment = batch().segments[row];
     return segment >= 0 && segment < batch().num_segments && index(row) >= 0 && index(row) < max_positions();
   }
@@ -197,7 +197,7 @@ class attention_op : public op {
     for (int64_t task = w.take(); task < rows * tasks_per_row; task = w.take()) {
       const int64_t row = task / tasks_per_row;
       if (!is_valid_place(row)) {
-        return w.fail("attention: a row's slot or position lies outside the caches");
+        return w.fail("attention: a row's sequence or position lies outside the caches");
       }
       const int64_t first = task % tasks_per_row * HEADS_PER_TASK;
       for (int64_t unit = first; unit < std::min(first + HEADS_PER_TASK, num_units); unit++) {
@@ -223,7 +223,7 @@ class attention_op : public op {
   void append_key_value(int64_t row, int64_t kv_head, worker& w) {
     auto* values = reinterpret_cast<float*>(w.memory->data());
     const int64_t offset = cache_offset(row, index(row), kv_head);
-    if (offset < 0 || offset >= a_.num_slots * a_.num_positions * a_.num_kv_heads * cache_row_) {
+    if (offset < 0 || offset >= a_.num_pieces * a_.num_positions * a_.num_kv_heads * cache_row_) {
       return w.fail("attention: a table names a block that there is not");
     }
     kernels_.rms_norm(a_.key.row(row) + kv_head * a_.head_size, a_.k_norm, a_.eps, values, a_.head_size);

@@ -109,24 +109,25 @@ struct byte_operands {
   }
 
   static void pack_values(const int8_t* values, int64_t stride, int64_t n, int64_t size, int32_t* packed) {
+    // A row's words are first put where the unpacking of bytes, in each quarter of a register, takes them from.
+    const __m512i quarters = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     for (int64_t plane = 0; plane < 2; plane++, values += size) {
       int32_t* out = packed + plane * (ATTENTION_BLOCK / 4) * size;
       for (int64_t p = 0; p < n; p += 4) {
-        for (int64_t i = 0; i < size; i += 16, out += 16) {
-          __m128i rows[4];
+        for (int64_t i = 0; i < size; i += 64) {
+          __m512i rows[4];
           for (int64_t j = 0; j < 4; j++) {
             const int64_t at = p + j < n ? p + j : n - 1;  // meets a weight of 0
-            rows[j] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values + at * stride + i));
+            const ints16 words = load_words(values + at * stride, i / 4, size / 4);
+            rows[j] = _mm512_permutexvar_epi32(quarters, raise_bytes(words).all);
           }
-          const __m128i low01 = _mm_unpacklo_epi8(rows[0], rows[1]);
-          const __m128i low23 = _mm_unpacklo_epi8(rows[2], rows[3]);
-          const __m128i up01 = _mm_unpackhi_epi8(rows[0], rows[1]);
-          const __m128i up23 = _mm_unpackhi_epi8(rows[2], rows[3]);
-          __m512i lanes = _mm512_castsi128_si512(_mm_unpacklo_epi16(low01, low23));
-          lanes = _mm512_inserti32x4(lanes, _mm_unpackhi_epi16(low01, low23), 1);
-          lanes = _mm512_inserti32x4(lanes, _mm_unpacklo_epi16(up01, up23), 2);
-          lanes = _mm512_inserti32x4(lanes, _mm_unpackhi_epi16(up01, up23), 3);
-          store_ints(out, raise_bytes({lanes}));
+          const __m512i low01 = _mm512_unpacklo_epi8(rows[0], rows[1]);
+          const __m512i low23 = _mm512_unpacklo_epi8(rows[2], rows[3]);
+          const __m512i up01 = _mm512_unpackhi_epi8(rows[0], rows[1]);
+          const __m512i up23 = _mm512_unpackhi_epi8(rows[2], rows[3]);
+          const __m512i lanes[4] = {_mm512_unpacklo_epi16(low01, low23), _mm512_unpackhi_epi16(low01, low23),
+                                    _mm512_unpacklo_epi16(up01, up23), _mm512_unpackhi_epi16(up01, up23)};
+          for (int64_t v = 0; v < 4 && i + 16 * v < size; v++, out += 16) store_ints(out, {lanes[v]});
         }
       }
     }

@@ -25,7 +25,7 @@ static inline int64_t attention_row_floats(int64_t head_size) { return head_floa
 constexpr int64_t ATTENTION_BLOCK = 64;   // positions that share one running maximum
 constexpr int64_t ATTENTION_CHUNK = 256;  // positions accumulated apart from the others
 
-// Consecutive tokens of one slot, the query heads of one key/value head, and one chunk of positions.
+// Consecutive tokens of one sequence, the query heads of one key/value head, and one chunk of positions.
 struct attention_chunk {
   const void* q;  // [num_tokens, group, query_ints(head_size)], prepared for the type of the caches
   int64_t num_tokens, group, head_size;
@@ -83,7 +83,7 @@ static inline int64_t attention_memory_floats(cache_type type, int64_t num_rows,
   return ATTENTION_BLOCK * (head_size + head_floats(head_size) + 2 + unpacked) + of_rows * num_rows;
 }
 
-// Consecutive tokens of one slot and a block of value columns of one value head; row strides in floats.
+// Consecutive tokens of one sequence and a block of value columns of one value head; row strides in floats.
 struct delta_block {
   int64_t num_rows, head_size, num_columns;
   const float *q, *k;  // normalised, q scaled

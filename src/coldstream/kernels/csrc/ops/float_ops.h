@@ -24,7 +24,7 @@ using output_rows = rows_view<float>;
 
 constexpr int64_t MAX_TREE_ROWS = 64;  // of one draft tree
 
-// See `BatchRows` in kernels/ops.py. All null for rows that are not of a batch: chains, told apart by slot.
+// See `BatchRows` in kernels/ops.py. All null for rows that are not of a batch: chains, told apart by their states.
 struct batch_places {
   const int32_t* segments = nullptr;  // [rows]
   const int32_t* tables = nullptr;    // [num_segments, num_blocks], contiguous
@@ -35,12 +35,12 @@ struct batch_places {
 // Where a row belongs; see `Rows` in kernels/ops.py. `positions` is null for an op that does not need them.
 struct row_places {
   const int32_t* positions;
-  const int32_t* slots;
+  const int32_t* state_ids;
   batch_places batch = {};
 
   bool in_batch() const { return batch.segments != nullptr; }
   // Adjacent rows of one group belong to one sequence.
-  int32_t group(int64_t row) const { return in_batch() ? batch.segments[row] : slots[row]; }
+  int32_t group(int64_t row) const { return in_batch() ? batch.segments[row] : state_ids[row]; }
   bool same_group(int64_t row, int64_t other) const { return group(row) == group(other); }
   bool in_tree(int64_t row) const { return in_batch() && batch.kept[row] >= 0; }
 };
@@ -80,10 +80,11 @@ struct attention_arguments {
   const float *q_norm, *k_norm;
   float eps;
   input_rows angles;        // [T, pairs · 2]
-  // [slots, positions, kv heads, row], contiguous; for a batch, blocks of ATTENTION_CHUNK positions
+  // [pieces, positions, kv heads, row], contiguous; a piece is a sequence's, for a batch a block of ATTENTION_CHUNK
+  // positions
   void *k_cache, *v_cache;
   cache_type type;
-  int64_t num_slots, num_positions;
+  int64_t num_pieces, num_positions;
   int64_t window;  // positions that a row sees, its own included; 0: all
   row_places places;
   output_rows out;  // [T, heads · head_size]
@@ -109,9 +110,9 @@ struct delta_net_arguments {
   const float *a, *dt_bias, *norm;
   std::vector<int32_t> key_head_ids;
   float eps;
-  float* conv_state;  // [slots, taps − 1, channels], contiguous
-  float* state;       // [slots, value heads, head_size, head_size], contiguous
-  int64_t num_slots;
+  float* conv_state;  // [states, taps − 1, channels], contiguous
+  float* state;       // [states, value heads, head_size, head_size], contiguous
+  int64_t num_states;
   row_places places;
   kept_inputs kept;
   output_rows out;  // [T, value heads · head_size]

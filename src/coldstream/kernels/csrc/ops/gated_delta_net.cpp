@@ -1,7 +1,7 @@
-// The gated DeltaNet: causal convolution and gates, then the recurrence per (slot, value head, block of value
+// The gated DeltaNet: causal convolution and gates, then the recurrence per (state, value head, block of value
 // columns), then the gated norm. Every token takes the same step, in prefill as in decode.
 //
-// Rows of a draft tree leave the states of their slot alone: each starts from a copy of its parent's, in memory of
+// Rows of a draft tree leave the state of their sequence alone: each starts from a copy of its parent's, in memory of
 // the worker, and its raw inputs are kept, so that the accepted rows can be run again as a chain.
 #include <algorithm>
 #include <utility>
@@ -16,18 +16,18 @@ constexpr int64_t MAX_TAPS = 16;
 constexpr int64_t GATE_ROWS_PER_TASK = 16;
 constexpr int64_t HEADS_PER_TASK = 8;
 
-// The rows of one sequence: a chain, which advances its slot, or a draft tree.
-struct slot_run {
-  int32_t first_row, num_rows, slot;
+// The rows of one sequence: a chain, which advances its state, or a draft tree.
+struct state_run {
+  int32_t first_row, num_rows, state_id;
   bool is_tree;
 };
 
-enum class slot_use : uint8_t { none, read, advanced };
+enum class state_use : uint8_t { none, read, advanced };
 
 class gated_delta_net_op : public op {
  public:
   gated_delta_net_op(const float_kernels& kernels, delta_net_arguments arguments)
-      : kernels_(kernels), a_(std::move(arguments)), runs_(a_.capacity), uses_(a_.num_slots) {}
+      : kernels_(kernels), a_(std::move(arguments)), runs_(a_.capacity), uses_(a_.num_states) {}
 
   const char* name() const override { return "gated_delta_net"; }
   int num_stages() const override { return 4; }
@@ -67,27 +67,27 @@ class gated_delta_net_op : public op {
 
   void plan_runs(int32_t rows, worker& w) {
     num_runs_ = 0;
-    std::fill(uses_.begin(), uses_.end(), slot_use::none);
+    std::fill(uses_.begin(), uses_.end(), state_use::none);
     for (int32_t first = 0, end; first < rows; first = end) {
       end = group_end(a_.places, first, rows);
-      const slot_run run = {first, end - first, a_.places.slots[first], a_.places.in_tree(first)};
+      const state_run run = {first, end - first, a_.places.state_ids[first], a_.places.in_tree(first)};
       if (const char* fault = run_fault(run)) return w.fail(fault);
-      uses_[run.slot] = run.is_tree ? slot_use::read : slot_use::advanced;
+      uses_[run.state_id] = run.is_tree ? state_use::read : state_use::advanced;
       runs_[num_runs_++] = run;
     }
   }
 
   // Null, or what is wrong with a run after those before it.
-  const char* run_fault(const slot_run& run) const {
-    if (run.slot < 0 || run.slot >= a_.num_slots) {
-      return "gated_delta_net: a row's slot lies outside the states";
+  const char* run_fault(const state_run& run) const {
+    if (run.state_id < 0 || run.state_id >= a_.num_states) {
+      return "gated_delta_net: a row's state lies outside the states";
     }
-    if (uses_[run.slot] == slot_use::advanced || (uses_[run.slot] == slot_use::read && !run.is_tree)) {
-      return "gated_delta_net: the rows of a slot must be adjacent";
+    if (uses_[run.state_id] == state_use::advanced || (uses_[run.state_id] == state_use::read && !run.is_tree)) {
+      return "gated_delta_net: the rows of a state must be adjacent";
     }
     if (!a_.places.in_batch()) return nullptr;
     for (int32_t row = run.first_row; row < run.first_row + run.num_rows; row++) {
-      if (a_.places.slots[row] != run.slot) return "gated_delta_net: a segment's rows have two slots";
+      if (a_.places.state_ids[row] != run.state_id) return "gated_delta_net: a segment's rows have two state_ids";
       if (a_.places.batch.kept[row] >= a_.kept.num_rows) {
         return "gated_delta_net: a row of a tree lies outside the kept inputs";
       }
@@ -121,12 +121,12 @@ class gated_delta_net_op : public op {
   }
 
   // Raw channels of the token `index` of a run; negative indices are in the state.
-  const float* raw_input(const slot_run& run, int64_t index, int64_t channel) const {
+  const float* raw_input(const state_run& run, int64_t index, int64_t channel) const {
     if (index >= 0) return a_.qkv.row(run.first_row + index) + channel;
-    return conv_row(run.slot, index + a_.num_taps - 1) + channel;
+    return conv_row(run.state_id, index + a_.num_taps - 1) + channel;
   }
-  float* conv_row(int64_t slot, int64_t index) const {
-    return a_.conv_state + (slot * (a_.num_taps - 1) + index) * a_.num_channels();
+  float* conv_row(int64_t state_id, int64_t index) const {
+    return a_.conv_state + (state_id * (a_.num_taps - 1) + index) * a_.num_channels();
   }
 
   // The head of one row, from the raw channels of the tokens up to its own.
@@ -142,7 +142,7 @@ class gated_delta_net_op : public op {
     }
   }
 
-  void convolve_chain(const slot_run& run, int64_t head, worker& w) {
+  void convolve_chain(const state_run& run, int64_t head, worker& w) {
     const int64_t channel = head * a_.head_size, taps = a_.num_taps;
     const float* inputs[MAX_TAPS];
     for (int64_t token = 0; token < run.num_rows; token++) {
@@ -152,19 +152,19 @@ class gated_delta_net_op : public op {
     // Ascending, so that what moves up within the state is read before it is overwritten.
     for (int64_t i = 0; i < taps - 1; i++) {
       const float* from = raw_input(run, run.num_rows + i - (taps - 1), channel);
-      float* to = conv_row(run.slot, i) + channel;
+      float* to = conv_row(run.state_id, i) + channel;
       if (from != to) std::copy_n(from, a_.head_size, to);
     }
   }
 
-  void convolve_tree(const slot_run& run, int64_t head, worker& w) {
+  void convolve_tree(const state_run& run, int64_t head, worker& w) {
     const int64_t channel = head * a_.head_size, taps = a_.num_taps;
     const float* inputs[MAX_TAPS];
     for (int64_t row = run.first_row; row < run.first_row + run.num_rows; row++) {
       int64_t ancestor = row, before = taps - 1;  // rows of the state that come before the path
       for (int64_t j = taps - 1; j >= 0; j--) {
         if (ancestor < 0) {
-          inputs[j] = conv_row(run.slot, --before) + channel;
+          inputs[j] = conv_row(run.state_id, --before) + channel;
         } else {
           inputs[j] = a_.qkv.row(ancestor) + channel;
           ancestor = a_.places.batch.parents[ancestor];
@@ -177,13 +177,13 @@ class gated_delta_net_op : public op {
   }
 
   void advance_states(int rows, worker& w) {
-    bool single = rows == num_runs_;  // decoding: one row for each slot
+    bool single = rows == num_runs_;  // decoding: one row for each state
     for (int64_t i = 0; i < num_runs_; i++) single = single && !runs_[i].is_tree;
     const int64_t columns = single ? kernels_.step_columns : kernels_.delta_columns;
     const int64_t blocks = (a_.head_size + columns - 1) / columns;
     const int64_t tasks_per_run = a_.num_value_heads * blocks;
     for (int64_t task = w.take(); task < num_runs_ * tasks_per_run; task = w.take()) {
-      const slot_run& run = runs_[task / tasks_per_run];
+      const state_run& run = runs_[task / tasks_per_run];
       const int64_t head = task % tasks_per_run / blocks, column = task % blocks * columns;
       const delta_block block = block_of(rows, run, head, column, columns, w);
       if (run.is_tree) {
@@ -195,7 +195,7 @@ class gated_delta_net_op : public op {
   }
 
   // block: of all rows of the run. Each row takes one step from its parent's state.
-  void walk_tree(const delta_block& block, const slot_run& run, int64_t columns, worker& w) {
+  void walk_tree(const delta_block& block, const state_run& run, int64_t columns, worker& w) {
     for (int64_t i = 0; i < run.num_rows; i++) {
       const int64_t parent = a_.places.batch.parents[run.first_row + i];
       delta_block step = block;
@@ -223,7 +223,7 @@ class gated_delta_net_op : public op {
     return reinterpret_cast<float*>(w.memory->data()) + (1 + index) * block_floats();
   }
 
-  delta_block block_of(int rows, const slot_run& run, int64_t head, int64_t column, int64_t columns, worker& w) {
+  delta_block block_of(int rows, const state_run& run, int64_t head, int64_t column, int64_t columns, worker& w) {
     const int64_t size = a_.head_size, key_head = a_.key_head_ids[head];
     const float* channels = convolved(w, run.first_row);
     return {
@@ -237,7 +237,7 @@ class gated_delta_net_op : public op {
         .decay = decay(w, rows, run.first_row) + head,
         .beta = beta(w, rows, run.first_row) + head,
         .gate_stride = a_.num_value_heads,
-        .state = a_.state + (run.slot * a_.num_value_heads + head) * size * size + column,
+        .state = a_.state + (run.state_id * a_.num_value_heads + head) * size * size + column,
         .state_stride = size,
         .out = a_.out.row(run.first_row) + head * size + column,
         .out_stride = a_.out.stride,
@@ -258,8 +258,8 @@ class gated_delta_net_op : public op {
 
   const float_kernels& kernels_;
   const delta_net_arguments a_;
-  std::vector<slot_run> runs_;
-  std::vector<slot_use> uses_;
+  std::vector<state_run> runs_;
+  std::vector<state_use> uses_;
   int64_t num_runs_ = 0;
 };
 

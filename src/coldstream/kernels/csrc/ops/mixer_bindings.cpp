@@ -53,8 +53,8 @@ struct batch_rows {
 };
 using optional_kept = std::optional<std::tuple<array_2d, array_2d, array_2d>>;
 
-row_places places_of(const int32_t* positions, const int32_t* slots, const batch_rows* rows, int64_t num_rows) {
-  row_places places = {positions, slots};
+row_places places_of(const int32_t* positions, const int32_t* state_ids, const batch_rows* rows, int64_t num_rows) {
+  row_places places = {positions, state_ids};
   if (rows == nullptr) return places;
   const int64_t num_segments = size_of(rows->tables, 0), num_blocks = size_of(rows->tables, 1);
   check_contiguous(rows->tables, "tables", {num_segments, num_blocks});
@@ -82,7 +82,7 @@ kept_inputs kept_of(const optional_kept& kept, int64_t channels, int64_t heads) 
 
 void attention(runtime& rt, const array_2d& query_gate, const array_2d& key, const array_2d& value,
                const array_1d& q_norm, const array_1d& k_norm, float eps, const array_3d& angles,
-               const cache_4d& k_cache, const cache_4d& v_cache, const ids_1d& positions, const ids_1d& slots,
+               const cache_4d& k_cache, const cache_4d& v_cache, const ids_1d& positions, const ids_1d& state_ids,
                const array_2d& out, const batch_rows* batch, std::optional<int64_t> window) {
   const int64_t rows = size_of(key, 0), kv_heads = size_of(k_cache, 2), size = size_of(q_norm, 0);
   check_head_size(size, "the head size of q_norm");
@@ -117,14 +117,14 @@ void attention(runtime& rt, const array_2d& query_gate, const array_2d& key, con
       .k_cache = k_cache.data(),
       .v_cache = v_cache.data(),
       .type = type,
-      .num_slots = size_of(k_cache, 0),
+      .num_pieces = size_of(k_cache, 0),
       .num_positions = size_of(k_cache, 1),
       .window = std::min<int64_t>(window.value_or(0), INT32_MAX),
-      .places = places_of(ids(positions, "positions", rows), ids(slots, "slots", rows), batch, rows),
+      .places = places_of(ids(positions, "positions", rows), ids(state_ids, "state_ids", rows), batch, rows),
       .out = output(out, "out", rows, heads * size),
   };
   submit_with(rt, make_attention(kernels_of(rt), arguments), rows, query_gate, key, value, q_norm, k_norm,
-              angles, k_cache, v_cache, positions, slots, out);
+              angles, k_cache, v_cache, positions, state_ids, out);
 }
 
 // [channels, taps] as one contiguous row per tap.
@@ -155,9 +155,9 @@ void gated_delta_net(runtime& rt, const array_2d& qkv, const array_2d& z, const 
                      const array_2d& beta, const array_2d& conv_taps, const array_1d& a,
                      const array_1d& dt_bias, const array_1d& norm, const ids_1d& key_head_ids,
                      int64_t num_key_heads, float eps, const state_3d& conv_state, const state_4d& state,
-                     const ids_1d& slots, const array_2d& out, const batch_rows* batch,
+                     const ids_1d& state_ids, const array_2d& out, const batch_rows* batch,
                      const optional_kept& kept) {
-  const int64_t rows = size_of(qkv, 0), channels = size_of(qkv, 1), num_slots = size_of(state, 0);
+  const int64_t rows = size_of(qkv, 0), channels = size_of(qkv, 1), num_states = size_of(state, 0);
   const int64_t heads = size_of(state, 1), size = size_of(state, 2), taps = size_of(conv_taps, 1);
   check_head_size(size, "the head size of state");
   if (heads < 1 || num_key_heads < 1) {
@@ -169,8 +169,8 @@ void gated_delta_net(runtime& rt, const array_2d& qkv, const array_2d& z, const 
            " key and " + std::to_string(heads) + " value heads of " + std::to_string(size) +
            " need another number");
   }
-  check(state, "state", {num_slots, heads, size, size});
-  check(conv_state, "conv_state", {num_slots, taps - 1, channels});
+  check(state, "state", {num_states, heads, size, size});
+  check(conv_state, "conv_state", {num_states, taps - 1, channels});
   check(conv_taps, "conv_taps", {channels, taps});
   delta_net_arguments arguments = {
       .capacity = rows,
@@ -190,13 +190,13 @@ void gated_delta_net(runtime& rt, const array_2d& qkv, const array_2d& z, const 
       .eps = eps,
       .conv_state = conv_state.data(),
       .state = state.data(),
-      .num_slots = num_slots,
-      .places = places_of(nullptr, ids(slots, "slots", rows), batch, rows),
+      .num_states = num_states,
+      .places = places_of(nullptr, ids(state_ids, "state_ids", rows), batch, rows),
       .kept = kept_of(kept, channels, heads),
       .out = output(out, "out", rows, heads * size),
   };
   submit_with(rt, make_gated_delta_net(kernels_of(rt), std::move(arguments)), rows, qkv, z, alpha, beta, a,
-              dt_bias, norm, conv_state, state, slots, out);
+              dt_bias, norm, conv_state, state, state_ids, out);
 }
 
 }  // namespace
@@ -215,29 +215,30 @@ void bind_mixers(nb::module_& m) {
   m.def("attention", attention, "runtime"_a, nb::arg("query_gate").noconvert(), nb::arg("key").noconvert(),
         nb::arg("value").noconvert(), nb::arg("q_norm").noconvert(), nb::arg("k_norm").noconvert(), "eps"_a,
         nb::arg("angles").noconvert(), nb::arg("k_cache").noconvert(), nb::arg("v_cache").noconvert(),
-        nb::arg("positions").noconvert(), nb::arg("slots").noconvert(), nb::arg("out").noconvert(),
+        nb::arg("positions").noconvert(), nb::arg("state_ids").noconvert(), nb::arg("out").noconvert(),
         nb::arg("batch").none() = nb::none(), "window"_a.none() = nb::none(),
         "`Ops.attention`: query_gate [T, H·2·D], or [T, H·D] without a gate, key and value [T, G·D], q_norm "
         "and k_norm [D], angles [T, pairs, 2], "
-        "out [T, H·D], float32; caches [slots, positions, G, row] contiguous, written, rows of D float16 or "
+        "out [T, H·D], float32; caches [sequences, positions, G, row] contiguous, written, rows of D float16 or "
         "float32, or of a head's int8 as `CacheLayout` has them; "
         "positions and "
-        "slots int32 [T]. With batch, the caches are [blocks, 256, G, row] and slots is not read. ValueError when run with one outside the caches; then no row has been read or "
+        "state_ids int32 [T]. With batch, the caches are [blocks, 256, G, row] and state_ids is not read. "
+        "ValueError when run with one outside the caches; then no row has been read or "
         "written out of "
         "bounds, but valid rows may have been appended.");
   m.def("gated_delta_net", gated_delta_net, "runtime"_a, nb::arg("qkv").noconvert(), nb::arg("z").noconvert(),
         nb::arg("alpha").noconvert(), nb::arg("beta").noconvert(), nb::arg("conv_taps").noconvert(),
         nb::arg("a").noconvert(), nb::arg("dt_bias").noconvert(), nb::arg("norm").noconvert(),
         nb::arg("key_head_ids").noconvert(), "num_key_heads"_a, "eps"_a, nb::arg("conv_state").noconvert(),
-        nb::arg("state").noconvert(), nb::arg("slots").noconvert(), nb::arg("out").noconvert(),
+        nb::arg("state").noconvert(), nb::arg("state_ids").noconvert(), nb::arg("out").noconvert(),
         nb::arg("batch").none() = nb::none(), nb::arg("kept").noconvert().none() = nb::none(),
         "`Ops.gated_delta_net`: qkv [T, C], z and out [T, NV·d], alpha and beta [T, NV], conv_taps [C, "
         "taps], a and "
-        "dt_bias [NV], norm [d], float32; key_head_ids int32 [NV]; conv_state [slots, taps − 1, C] and state "
-        "[slots, NV, d, d], contiguous float32, advanced; slots int32 [T]. conv_taps and key_head_ids are "
+        "dt_bias [NV], norm [d], float32; key_head_ids int32 [NV]; conv_state [states, taps − 1, C] and state "
+        "[states, NV, d, d], contiguous float32, advanced; state_ids int32 [T]. conv_taps and key_head_ids are "
         "copied. With batch, rows of trees leave both states alone and are written to kept: qkv [R, C], alpha and "
         "beta [R, NV], contiguous float32. "
-        "ValueError when run with a slot outside the states or whose rows are not adjacent; then nothing has "
+        "ValueError when run with a state_id outside the states or whose rows are not adjacent; then nothing has "
         "changed.");
 }
 

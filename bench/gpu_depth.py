@@ -1,0 +1,107 @@
+"""Speed of the full-size model far into a text: filling a long context, and steps of some rows at its end.
+
+    python bench/gpu_depth.py full.gguf                 writes the model file first if it isn't there (21 GB)
+
+A context is filled once, in the runner's chunks, each timed. At every depth asked for, steps of 1 to 64 rows
+continue it in branches of their own: medians, after one that isn't counted.
+"""
+
+import argparse
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence as Several
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coldstream.engine import LLM
+from coldstream.kvcache import Sequence
+from coldstream.models.runner import ModelRunner
+from device import describe
+from full_size_model import FULL_SHAPE
+from gpu import FIRST_ID, numbers, write_model
+from results import ROOT, write_result
+
+CHUNK = 2048
+
+
+def seconds_of(runner: ModelRunner, sequence: Sequence, token_ids: Several[int]) -> float:
+    start = time.perf_counter()
+    np.asarray(runner.extend(sequence, token_ids))
+    return time.perf_counter() - start
+
+
+def few_rows(runner: ModelRunner, sequence: Sequence, token_ids: Several[int], repetitions: int) -> float:
+    """Median seconds of a step over these tokens behind what `sequence` has, which stays as it is."""
+    samples = []
+    for _ in range(repetitions + 1):
+        branch = runner.branch(sequence)
+        samples.append(seconds_of(runner, branch, token_ids))
+        runner.release(branch)
+    return statistics.median(samples[1:])
+
+
+def fill(
+    runner: ModelRunner, depths: Several[int], rows: Several[int], repetitions: int
+) -> list[dict[str, Any]]:
+    """For each depth: the seconds to fill it, those of its last chunk, and those of steps there."""
+    deepest, results, spent = max(depths), [], 0.0
+    token_ids = [(FIRST_ID + i) % runner.spec.vocab_size for i in range(deepest + max(rows))]
+    sequence = runner.new_sequence()
+    for start in range(0, deepest, CHUNK):
+        end = start + CHUNK
+        last = seconds_of(runner, sequence, token_ids[start:end])
+        spent += last
+        if end not in depths:
+            continue
+        steps = {
+            count: few_rows(runner, sequence, token_ids[end : end + count], repetitions) for count in rows
+        }
+        results.append(
+            {
+                "depth": end,
+                "fill_s": spent,
+                "fill_tok_s": end / spent,
+                "last_chunk_ms": 1e3 * last,
+                "step_ms": {str(count): 1e3 * seconds for count, seconds in steps.items()},
+            }
+        )
+        print(results[-1], flush=True)
+    runner.release(sequence)
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "depth.json")
+    parser.add_argument("--cache-type", choices=("i16", "i8", "i4", "i3"), default="i16")
+    parser.add_argument("--depths", type=numbers, default=[32768, 131072], help=f"multiples of {CHUNK}")
+    parser.add_argument("--rows", type=numbers, default=[1, 8, 32, 64])
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    options = parser.parse_args()
+    if any(depth % CHUNK for depth in options.depths):
+        parser.error(f"depths are multiples of {CHUNK}")
+    write_model(options.model, FULL_SHAPE.layers, FULL_SHAPE.vocab)
+    words = ["python", "bench/gpu_depth.py", options.model.name, "--cache-type", options.cache_type]
+    types = {"cache_type_k": options.cache_type, "cache_type_v": options.cache_type}
+    with LLM(options.model, device="cuda", ctx_size=max(options.depths) + max(options.rows), **types) as llm:
+        runner = llm.opened.runner
+        fill(runner, [CHUNK], options.rows, 1)  # kernels and graphs are there when the clock starts
+        result = {
+            "command": shlex.join(words),
+            "machine": describe("cuda"),
+            "cache_type": options.cache_type,
+            "repetitions": options.repetitions,
+            "depths": fill(runner, options.depths, options.rows, options.repetitions),
+        }
+    write_result(result, options.out, options.commit)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""What a caller exchanges of the engine: objects, which a configuration cannot hold."""
+
+from dataclasses import dataclass
+
+from coldstream.engine.config import EngineConfig
+from coldstream.errors import ConfigError, shown
+from coldstream.kernels.experts.executor import ExecutorFactory
+from coldstream.placement.policies import Policy
+from coldstream.placement.run_plan import RunPlan
+
+
+@dataclass(frozen=True)
+class OwnParts:
+    """None: the product's. Creation raises ConfigError for what cannot be a part."""
+
+    policy: Policy | None = None  # of one model at a time, as it keeps what it has seen
+    executor: ExecutorFactory | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy is not None and not isinstance(self.policy, Policy):
+            raise ConfigError(f"policy must be an object of a subclass of Policy, not {shown(self.policy)}")
+        if self.executor is not None and not callable(self.executor):
+            raise ConfigError(
+                f"executor must be a function or class that makes one, not {shown(self.executor)}"
+            )
+
+    def check(self, config: EngineConfig, plan: RunPlan) -> None:
+        """Raises ConfigError for parts that would not be used on the device of `config`, with `plan`."""
+        if self.executor is not None and config.device == "cpu":
+            raise ConfigError("executor is for a GPU, and the device is the CPU: leave it out")
+        if self.policy is not None and plan.placement.layer_weights:
+            raise ConfigError(
+                "policy: the plan weighs layers, which the product's policy does: leave policy out, or make "
+                "the plan without --layer-weights"
+            )

@@ -1,0 +1,230 @@
+// Keys and values of a tile as products of warpgroups read them, and the threads that bring them there: keys as rows of
+// channels, values as rows of positions, in rows of 128 bytes whose chunks of 16 are swizzled.
+#pragma once
+
+#include "attention/integers_items.cuh"
+#include "cuda/warpgroups.cuh"
+
+namespace coldstream {
+
+constexpr int copying_threads = 128, stages = 2;
+constexpr int copying_barrier = 1;  // where those threads meet; warpgroups that multiply have those behind it
+
+template <int bits, int head_dim>
+struct staged_tile {
+  using kept_row = cache_row<bits, head_dim>;
+  static constexpr int planes = kept_row::planes, chunks_of_head = head_dim / 16;
+  static constexpr int bytes = block_positions * planes * head_dim;  // of keys, and of values
+  static constexpr int value_rows = bytes / swizzled_row_bytes;
+  static constexpr int scale_bytes = 2 * block_positions * 4;
+  static_assert((bits == 16 || bits == 8) && head_dim % 128 == 0);
+
+  // Of 16 positions in the order of `position_in_word`, of a channel.
+  __device__ static constexpr int value_place(int plane, int channel, int sixteen) {
+    const int row = planes == 2 ? channel : channel % value_rows;
+    const int half = planes == 2 ? plane : channel / value_rows;
+    return swizzled_place<value_rows>(row, 4 * half + sixteen);
+  }
+
+  // Of channels channel … channel + 31 and positions 32 · step … 32 · step + 31; `values` from `same_for_warp`.
+  __device__ static uint64_t part_of_values(uint32_t values, int plane, int channel, int step) {
+    const int row = planes == 2 ? channel : channel % value_rows;
+    const int half = planes == 2 ? plane : channel / value_rows;
+    return describe_swizzled_from(values, row * swizzled_row_bytes + half * 64 + step * 32);
+  }
+
+  // Channels 32 · step … 32 · step + 31 of the positions from 8 · eight on.
+  __device__ static uint64_t part_of_keys(uint32_t keys, int plane, int eight, int step) {
+    const int chunk = plane * chunks_of_head + 2 * step, row = chunk / 8 * block_positions + 8 * eight;
+    return describe_swizzled_from(keys, row * swizzled_row_bytes + chunk % 8 * 16);
+  }
+};
+
+// What a tile is, for those who multiply it.
+struct tile_note {
+  item_pairs item;
+  int begin, end;  // the rows of the run
+  int tile;        // −1 behind the last
+  bool begins_item, begins_run, ends_chunk;
+};
+
+// In shared memory, behind queries.
+template <int bits, int head_dim>
+struct staging {
+  using tile = staged_tile<bits, head_dim>;
+  static constexpr int arrived_at = stages * 2 * tile::bytes, scales_at = arrived_at + tile::bytes;
+  static constexpr int barriers_at = scales_at + stages * tile::scale_bytes, notes_at = barriers_at + stages * 16;
+  static constexpr int bytes = notes_at + stages * int(sizeof(tile_note));
+  uint8_t* const shared;
+
+  __device__ uint8_t* keys(int stage) const { return shared + stage * 2 * tile::bytes; }
+  __device__ uint8_t* values(int stage) const { return keys(stage) + tile::bytes; }
+  __device__ float* scales(int stage) const {  // of keys, then of values
+    return reinterpret_cast<float*>(shared + scales_at + stage * tile::scale_bytes);
+  }
+  __device__ tile_note& note(int stage) const { return reinterpret_cast<tile_note*>(shared + notes_at)[stage]; }
+  __device__ uint32_t full(int stage) const { return shared_address(shared + barriers_at) + 8 * stage; }
+  __device__ uint32_t empty(int stage) const { return full(stage) + 8 * stages; }
+};
+
+// The threads that copy. A tile's values arrive as they lie in the cache, while the tile before is multiplied, and are
+// turned from there into their stage.
+template <int bits, int head_dim>
+struct tile_copier {
+  using tile = staged_tile<bits, head_dim>;
+  using kept_row = typename tile::kept_row;
+
+  // Where a tile is in the cache, and how many of its positions are.
+  struct source {
+    const uint8_t *keys, *values;
+    int count;
+    tile_note note;
+  };
+
+  const staging<bits, head_dim> to;
+  const int64_t position_bytes;
+  const int thread;
+  source last;
+  int number = 0;  // of tiles that were begun
+
+  // Chunks of 16 positions lie in other banks, as the threads of a warp read four of them.
+  __device__ static int arrived_place(int plane, int position, int chunk) {
+    return (plane * block_positions + position) * head_dim + (chunk ^ position / 16 * 2) * 16;
+  }
+
+  // Some positions at a time, each by as many threads as it has chunks of 16 bytes.
+  static constexpr int row_chunks = tile::planes * tile::chunks_of_head, rows_at_once = copying_threads / row_chunks;
+
+  template <class Place>
+  __device__ void copy_rows(const uint8_t* rows, int count, Place place) const {
+    const int chunk = thread % row_chunks, first = thread / row_chunks;
+    const uint8_t* from = rows + first * position_bytes + chunk * 16;
+#pragma unroll
+    for (int i = 0; i < block_positions; i += rows_at_once) {
+      copy_if_below(count, first + i, place(first + i, chunk), from);
+      from += rows_at_once * position_bytes;
+    }
+  }
+
+  __device__ void copy_values(const source& from) const {
+    const uint32_t arrived = shared_address(to.shared + to.arrived_at);
+    copy_rows(from.values, from.count, [arrived](int position, int chunk) {
+      return arrived + arrived_place(chunk / tile::chunks_of_head, position, chunk % tile::chunks_of_head);
+    });
+    commit_copies();
+  }
+
+  __device__ void copy_keys(const source& from, int stage) const {
+    const uint32_t keys = shared_address(to.keys(stage));
+    copy_rows(from.keys, from.count, [keys](int position, int chunk) {
+      return keys + swizzled_place<block_positions>(position, chunk);
+    });
+    const int position = thread % block_positions;
+    const uint8_t* const row = (thread < block_positions ? from.keys : from.values) + position * position_bytes;
+    copy_word_if_below(from.count, position, shared_address(to.scales(stage)) + thread * 4,
+                       row + kept_row::code_bytes);
+    commit_copies();
+  }
+
+  // Four bytes of each of four positions become four positions of each of four channels.
+  __device__ static void turn(const uint32_t (&rows)[4], uint32_t (&columns)[4][4], int word) {
+    const uint32_t first = __byte_perm(rows[0], rows[1], 0x5140), second = __byte_perm(rows[2], rows[3], 0x5140);
+    const uint32_t third = __byte_perm(rows[0], rows[1], 0x7362), fourth = __byte_perm(rows[2], rows[3], 0x7362);
+    columns[0][word] = __byte_perm(first, second, 0x5410);
+    columns[1][word] = __byte_perm(first, second, 0x7632);
+    columns[2][word] = __byte_perm(third, fourth, 0x5410);
+    columns[3][word] = __byte_perm(third, fourth, 0x7632);
+  }
+
+  // Words of a channel have the positions that a lane's weights are of: 2w, 2w + 1, 2w + 8 and 2w + 9 of sixteen.
+  __device__ void turn_values(int stage) const {
+    constexpr int quads = head_dim / 4, units = tile::planes * quads * 4;
+    const uint8_t* const arrived = to.shared + to.arrived_at;
+#pragma unroll 1
+    for (int i = thread; i < units; i += copying_threads) {
+      const int sixteen = i % 4, quad = i / 4 % quads, plane = i / 4 / quads;
+      uint32_t columns[4][4];
+#pragma unroll
+      for (int word = 0; word < 4; word++) {
+        uint32_t rows[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          const int position = 16 * sixteen + 2 * word + k % 2 + k / 2 * 8;
+          rows[k] = *reinterpret_cast<const uint32_t*>(arrived + arrived_place(plane, position, quad / 4) + quad % 4 * 4);
+        }
+        turn(rows, columns, word);
+      }
+#pragma unroll
+      for (int c = 0; c < 4; c++)
+        *reinterpret_cast<uint4*>(to.values(stage) + tile::value_place(plane, 4 * quad + c, sixteen)) =
+            make_uint4(columns[c][0], columns[c][1], columns[c][2], columns[c][3]);
+    }
+  }
+
+  // Finishes the tile before, and begins the one at `from`; without one at the end.
+  __device__ void begin(const source* from) {
+    const int before = number - 1, stage = before % stages;
+    if (number) {
+      wait_barrier(to.empty(stage), before / stages % 2 ^ 1);
+      copy_keys(last, stage);
+      wait_for_copies<1>();
+      meet_at<copying_threads>(copying_barrier);
+      turn_values(stage);
+      if (thread == 0) to.note(stage) = last.note;
+      meet_at<copying_threads>(copying_barrier);
+    }
+    if (from) {
+      last = *from;
+      copy_values(last);
+    }
+    if (number) {
+      if (from) wait_for_copies<1>();
+      else wait_for_copies<0>();
+      see_copies();
+      arrive_barrier(to.full(stage));
+    }
+    number++;
+  }
+
+  __device__ void begin(const integers_arguments& a, const row_run& run, const tile_note& note) {
+    const int first = note.tile * block_positions;
+    const int block = a.rows.tables[int64_t{run.segment} * a.rows.table_stride + first / chunk_positions];
+    const int64_t offset = block * a.places.block_bytes + first % chunk_positions * a.places.position_bytes +
+                           int64_t{note.item.kv_head} * kept_row::bytes;
+    const source from = {a.k_cache + offset, a.v_cache + offset, min(block_positions, run.num_kept - first), note};
+    begin(&from);
+  }
+
+  __device__ void end() {
+    if (number) begin(nullptr);
+    else number = 1;
+    const int after = number - 1, stage = after % stages;
+    wait_barrier(to.empty(stage), after / stages % 2 ^ 1);
+    if (thread == 0) to.note(stage).tile = -1;
+    arrive_barrier(to.full(stage));
+  }
+
+  // The tiles of all runs of the block's items, in order.
+  template <int block_pairs>
+  __device__ void copy_all(const integers_arguments& a) {
+    block_items<block_pairs> items(a);
+    while (items.next()) {
+      bool begins_item = true;
+      for (int begin_row = items.first_row; begin_row < items.last_row;) {
+        const row_run run(a.rows, begin_row, items.last_row);
+        int first_tile, last_tile;
+        if (items.find_tiles(run, first_tile, last_tile)) {
+          for (int at = first_tile; at <= last_tile; at++) {
+            const bool ends_chunk = at == last_tile || (at + 1) % chunk_blocks == 0;
+            begin(a, run, {items, run.begin, run.end, at, begins_item, at == first_tile, ends_chunk});
+            begins_item = false;
+          }
+        }
+        begin_row = run.end;
+      }
+    }
+    end();
+  }
+};
+
+}  // namespace coldstream

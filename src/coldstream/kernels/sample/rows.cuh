@@ -1,0 +1,42 @@
+// What a launch of the sampler is told of its rows, and what it answers.
+#pragma once
+
+#include "sample/cut.cuh"
+
+namespace coldstream {
+
+// What decides the token that follows one row of logits.
+struct RowSettings {
+  double temperature;
+  double top_p;
+  double min_p;
+  uint64_t seed;
+  float repetition_penalty;
+  float presence_penalty;
+  float frequency_penalty;
+  int top_k;
+  int position;  // that the token will have in its sequence
+  int row;       // of the logits
+  int first_recent, num_recent;  // the tokens that penalties are for, among those of all rows
+};
+
+struct Chosen {
+  int token;
+  int fault;
+};
+
+// A block works on row blockIdx.y of `settings`, `states` and `chosen`.
+struct Sampling {
+  Logits logits;
+  const RowSettings* settings;
+  const int* recent;   // tokens of all rows
+  float* unpenalised;  // their logits, while penalties are in the logits' memory
+  SamplerRow* states;
+  Chosen* chosen;
+
+  __device__ __forceinline__ const RowSettings& own_settings() const { return settings[blockIdx.y]; }
+  __device__ __forceinline__ SamplerRow& own_state() const { return states[blockIdx.y]; }
+  __device__ __forceinline__ Row own_logits() const { return logits.row(own_settings().row); }
+};
+
+}  // namespace coldstream

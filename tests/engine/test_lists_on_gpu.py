@@ -1,0 +1,95 @@
+"""Lists of prompts on a GPU: the answers of the CPU, and one choice a step for all of them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cuda.bindings")
+
+from builders import Dims, write_gguf
+from coldstream.assets import demo_model_path
+from coldstream.engine import LLM, SamplingParams
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kvcache import CacheSize
+from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.spec import ModelSpec
+from hash_runner import opened_with
+from host_device import HostDevice
+from host_gpu import Stream, gpu_on
+
+CONTEXT = 128
+SIZE = CacheSize.of(8, CONTEXT)
+SEEDED = SamplingParams(seed=5, max_tokens=4, ignore_eos=True)
+KINDS = [
+    SEEDED,
+    replace(SEEDED, temperature=0.0),
+    replace(SEEDED, temperature=0.0, repetition_penalty=1.5, repeat_last_n=None),
+    replace(SEEDED, temperature=1.5, top_k=0, frequency_penalty=0.7, repeat_last_n=2, n=2),
+    replace(SEEDED, temperature=0.9, logprobs=1),
+]
+PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6, 5], [7, 8, 7], [9, 1]]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("lists") / "tiny.gguf", dims=Dims(layers=2, interval=2))[0]
+
+
+@pytest.fixture
+def stream(compiled_for_the_host: HostDevice) -> Iterator[Stream]:
+    with gpu_on(compiled_for_the_host) as stream:
+        yield stream
+
+
+@contextmanager
+def on_gpu(path: Path) -> Iterator[LLM]:
+    file = GGUFFile.open(path)
+    spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+    runner = CudaRunner.load(file, spec, context_length=CONTEXT, kv_type="i16", cache_size=SIZE)
+    with LLM.from_opened(opened_with(runner, CONTEXT)) as llm:
+        yield llm
+
+
+@contextmanager
+def on_cpu(path: Path) -> Iterator[LLM]:
+    runner = CpuRunner.open(path, threads=1, context_length=CONTEXT, cache_size=SIZE)
+    with LLM.from_opened(opened_with(runner, CONTEXT)) as llm:
+        yield llm
+
+
+def check_lists(gpu: LLM, cpu: LLM) -> None:
+    """All that answers say but what is measured."""
+    expected = cpu.generate(PROMPTS, KINDS)
+    found = gpu.generate(PROMPTS, KINDS)
+    statistics = expected[0].outputs[0].statistics
+    for output, wanted in zip(found, expected, strict=True):
+        for answer, other in zip(output.outputs, wanted.outputs, strict=True):
+            assert replace(answer, statistics=statistics) == replace(other, statistics=statistics)
+
+
+@pytest.mark.usefixtures("stream")
+def test_answers_to_a_list_are_those_of_the_cpu(path: Path) -> None:
+    with on_cpu(path) as cpu, on_gpu(path) as gpu:
+        check_lists(gpu, cpu)
+
+
+@pytest.mark.gpu
+def test_answers_to_a_list_are_those_of_the_cpu_on_a_gpu(path: Path) -> None:
+    for model in (path, demo_model_path()):
+        with on_cpu(model) as cpu, on_gpu(model) as gpu:
+            check_lists(gpu, cpu)
+
+
+def test_a_step_waits_for_the_device_as_often_for_many_answers_as_for_two(path: Path, stream: Stream) -> None:
+    with on_gpu(path) as llm:
+        asked = []
+        for count in (2, 4, 8):
+            before = stream.num_waits, stream.num_uploads
+            params = [KINDS[1], *[SEEDED] * (count - 1)]
+            llm.generate([[number, 3] for number in range(count)], params)
+            asked.append((stream.num_waits - before[0], stream.num_uploads - before[1]))
+    assert asked[0] == asked[1] == asked[2]
