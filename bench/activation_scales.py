@@ -43,7 +43,7 @@ from tools import llama_cpp as oracle
 POSITIONS = 512  # of a passage
 DRAWS, INTERVAL = 10_000, (2.5, 97.5)  # of the passages; percentiles
 OUTLIER_CHANNELS = (17, 100, 180)  # in three blocks of 32 of a row of 256
-PASSAGES = {1: 192, 20: 16, 100: 16}  # by factor: among greater divergences single positions weigh less
+PASSAGES = {1: 64, 20: 16, 100: 16}  # by factor: among greater divergences single positions weigh less
 NORMS = {
     "attn_norm": ("attn_q.", "attn_k.", "attn_v.", "attn_qkv.", "attn_gate.", "ssm_alpha.", "ssm_beta."),
     "post_attention_norm": (
