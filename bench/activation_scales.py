@@ -3,25 +3,29 @@
     python bench/activation_scales.py --out docs/results/activation_scales.json
 
 The demo model's matrices are quantised to one type; beside that file lies its twin, with the same values as
-float32. What a file's logits are away from the twin's, as KL divergence from the twin's over the start of
-Python's own `argparse.py`, comes from the rounding of activations alone. Then some channels of each norm are
-made greater by a factor, and the columns of the weights that read them smaller by it, before they are
-quantised: outliers as they are in large models. Keys and values are float32 on both sides.
+float32. What a file's logits are away from the twin's, as KL divergence from the twin's over passages of the
+held-out text, comes from the rounding of activations alone. Then some channels of each norm are made greater
+by a factor, and the columns of the weights that read them smaller by it, before they are quantised: outliers
+as they are in large models. Keys and values are float32 on both sides.
+
+A few positions, where a router's choice flips, make much of a mean. So beside each ratio stand its interval
+of 95 %, from drawing passages with replacement, the same ones for both sides, and what ratios single passages
+have.
 """
 
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from gguf.constants import Keys
+from tools.train_demo.data import load_corpus
 
 import gguf
 from coldstream.assets import demo_model_path
@@ -31,12 +35,15 @@ from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.kernels.dequantize.reference import FLOAT_DTYPES
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.models.cpu_runner import CpuRunner
+from float_twin import Blocks, Tensor, read_tensors, twin_of, write_file
+from kv_types import held_out_stream
 from results import write_result
 from tools import llama_cpp as oracle
 
-POSITIONS = 512
+POSITIONS = 512  # of a passage
+DRAWS, INTERVAL = 10_000, (2.5, 97.5)  # of the passages; percentiles
 OUTLIER_CHANNELS = (17, 100, 180)  # in three blocks of 32 of a row of 256
-FACTORS = (1, 20, 100)
+PASSAGES = {1: 64, 20: 16, 100: 16}  # by factor: among greater divergences single positions weigh less
 NORMS = {
     "attn_norm": ("attn_q.", "attn_k.", "attn_v.", "attn_qkv.", "attn_gate.", "ssm_alpha.", "ssm_beta."),
     "post_attention_norm": (
@@ -45,23 +52,6 @@ NORMS = {
     ),
     "output_norm": ("output.",),
 }  # fmt: skip
-
-
-class Tensor(NamedTuple):
-    """Values [..., columns], and whether the model's products are with them quantised."""
-
-    values: np.ndarray
-    is_matrix: bool
-
-
-def read_tensors(reader: gguf.GGUFReader) -> dict[str, Tensor]:
-    """All but those of layers that predict further tokens, dequantised; embeddings are no product."""
-    found = {}
-    for tensor in reader.tensors:
-        is_float = tensor.tensor_type in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        found[tensor.name] = Tensor(values, not is_float and tensor.name != "token_embd.weight")
-    return found
 
 
 def with_outliers(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
@@ -82,95 +72,115 @@ def with_outliers(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor
     return changed
 
 
-def quantised(tensors: dict[str, Tensor], quant_type: QuantType) -> dict[str, np.ndarray]:
-    """The blocks of all matrices whose rows are whole blocks."""
-    return {
+def quantised(tensors: dict[str, Tensor], quant_type: QuantType) -> Blocks:
+    """All matrices whose rows are whole blocks."""
+    matrices = {
         name: oracle.quantize(tensor.values, int(quant_type))
         for name, tensor in tensors.items()
         if tensor.is_matrix and tensor.values.shape[-1] % quant_type.block_elements == 0
     }
+    return Blocks(quant_type, matrices)
 
 
-def write_file(
-    path: Path,
-    reader: gguf.GGUFReader,
-    tensors: dict[str, Tensor],
-    blocks: dict[str, np.ndarray],
-    quant_type: QuantType,
-    *,
-    twin: bool,
-) -> None:
-    """The model with these blocks, or with the float32 values that they stand for."""
-    qtype = gguf.GGMLQuantizationType(int(quant_type))
-    arch = reader.fields[Keys.General.ARCHITECTURE].contents()
-    out = gguf.GGUFWriter(path, arch)
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != Keys.General.ARCHITECTURE:
-            kind, inner = field.types[0], field.types[-1] if len(field.types) > 1 else None
-            out.add_key_value(name, field.contents(), kind, inner)
-    for name, tensor in tensors.items():
-        if name not in blocks:
-            out.add_tensor(name, tensor.values)
-        elif twin:
-            out.add_tensor(name, gguf.quants.dequantize(blocks[name], qtype).astype(np.float32))
-        else:
-            out.add_tensor(name, blocks[name], raw_dtype=qtype)
-    out.write_header_to_file()
-    out.write_kv_data_to_file()
-    out.write_tensors_to_file()
-    out.close()
+def passages(count: int) -> list[list[int]]:
+    """Token ids, evenly spaced over the held-out text."""
+    with GGUFFile.open(demo_model_path()) as file:
+        tokenizer = Tokenizer.from_metadata(file.metadata)
+    ids = held_out_stream(tokenizer, load_corpus().held_out)
+    starts = np.linspace(0, len(ids) - POSITIONS, count).astype(int)
+    return [ids[start : start + POSITIONS].tolist() for start in starts]
 
 
-def our_logits(path: Path, ids: list[int], threads: int) -> np.ndarray:
-    """float32 [T, vocab]."""
-    runner = CpuRunner.open(path, threads=threads, context_length=POSITIONS, kv_type="f32")
-    return runner.logits(ids)
+class Divergences(NamedTuple):
+    """From the twin in llama.cpp, in nats, each the mean over a passage: [passages]."""
+
+    ours: np.ndarray
+    theirs: np.ndarray
+
+    def figures(self) -> dict[str, float]:
+        """Means, their ratio and its interval, and the interval of the ratios of single passages."""
+        drawn = np.random.default_rng(0).integers(0, len(self.ours), (DRAWS, len(self.ours)))
+        low, high = np.percentile(self.ours[drawn].mean(-1) / self.theirs[drawn].mean(-1), INTERVAL)
+        passage_low, passage_high = np.percentile(self.ours / self.theirs, INTERVAL)
+        return {
+            "ours": float(self.ours.mean()),
+            "llama_cpp": float(self.theirs.mean()),
+            "ratio": float(self.ours.mean() / self.theirs.mean()),
+            "ratio_low": float(low),
+            "ratio_high": float(high),
+            "passage_ratio_low": float(passage_low),
+            "passage_ratio_high": float(passage_high),
+        }
+
+
+def compare(path: Path, twin: Path, texts: Sequence[list[int]], threads: int) -> Divergences:
+    """Both engines on the file at `path`, while the twin runs beside them."""
+    runner = open_runner(path, threads)
+    found = []
+    with (
+        ThreadPoolExecutor(1) as pool,
+        oracle.open_session(twin, POSITIONS, threads) as twin_session,
+        oracle.open_session(path, POSITIONS, threads) as session,
+    ):
+        for ids in texts:
+            twin_session.clear()
+            session.clear()
+            reference = pool.submit(twin_session.feed, ids)
+            ours, theirs = runner.logits(ids), session.feed(ids)
+            exact = reference.result()
+            found.append((divergence(exact, ours), divergence(exact, theirs)))
+    ours, theirs = np.array(found).T
+    return Divergences(ours, theirs)
+
+
+def between_floats(twin: Path, ids: list[int], threads: int) -> float:
+    """What the engines are apart where nothing is rounded to int8."""
+    return divergence(oracle.logits(twin, ids), open_runner(twin, threads).logits(ids))
+
+
+def open_runner(path: Path, threads: int) -> CpuRunner:
+    return CpuRunner.open(path, threads=threads, context_length=POSITIONS, kv_type="f32")
 
 
 def divergence(exact: np.ndarray, logits: np.ndarray) -> float:
     """KL of the distributions of `logits` from those of `exact` [T, vocab], in nats, the mean over rows."""
-    p, q = (values.astype(np.float64) for values in (exact, logits))
-    p = p - np.logaddexp.reduce(p, axis=-1, keepdims=True)
-    q = q - np.logaddexp.reduce(q, axis=-1, keepdims=True)
+    p, q = (log_softmax(values.astype(np.float64)) for values in (exact, logits))
     return float((np.exp(p) * (p - q)).sum(-1).mean())
 
 
-def measure(types: Sequence[QuantType], threads: int) -> dict[str, object]:
-    """All figures; see the module docstring."""
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Over the last dimension."""
+    logits = logits - logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def measure(types: Sequence[QuantType], num_passages: Mapping[int, int], threads: int) -> dict[str, object]:
+    """All figures; see the module docstring. num_passages: by factor."""
     model = demo_model_path()
-    with GGUFFile.open(model) as file:
-        tokenizer = Tokenizer.from_metadata(file.metadata)
-    module: ModuleType = argparse
-    ids = tokenizer.encode(Path(str(module.__file__)).read_text())[:POSITIONS]
     reader = gguf.GGUFReader(model)
     rows, floats = [], 0.0
     with tempfile.TemporaryDirectory() as folder:
         path, twin = Path(folder) / "model.gguf", Path(folder) / "twin.gguf"
-        for factor in FACTORS:
+        for factor, count in num_passages.items():
+            texts = passages(count)
             tensors = with_outliers(read_tensors(reader), factor)
             for quant_type in types:
                 blocks = quantised(tensors, quant_type)
-                write_file(path, reader, tensors, blocks, quant_type, twin=False)
-                write_file(twin, reader, tensors, blocks, quant_type, twin=True)
-                exact = oracle.logits(twin, ids)
-                floats = floats or divergence(exact, our_logits(twin, ids, threads))
-                ours = divergence(exact, our_logits(path, ids, threads))
-                theirs = divergence(exact, oracle.logits(path, ids))
-                rows.append(
-                    {
-                        "type": quant_type.name,
-                        "outliers": factor,
-                        "scale_inputs": scale_inputs(quant_type),
-                        "ours": ours,
-                        "llama_cpp": theirs,
-                        "ratio": ours / theirs,
-                    }
-                )
+                write_file(path, reader, tensors, blocks)
+                write_file(twin, reader, twin_of(tensors, blocks))
+                floats = floats or between_floats(twin, texts[0], threads)
+                case = {
+                    "type": quant_type.name,
+                    "outliers": factor,
+                    "scale_inputs": scale_inputs(quant_type),
+                    "passages": count,
+                }
+                rows.append(case | compare(path, twin, texts, threads).figures())
                 print(rows[-1], file=sys.stderr, flush=True)
     return {
         "model": model.name,
         "command": "python bench/activation_scales.py",
-        "positions": len(ids),
+        "positions": POSITIONS,
         "channels": len(OUTLIER_CHANNELS),
         "between_floats": floats,
         "rows": rows,
@@ -189,10 +199,11 @@ def main() -> None:
     rounded = [kind.name for kind in sorted(INTEGER_TYPES)]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--types", nargs="+", choices=names, default=rounded)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of an engine; two run at a time")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    write_result(measure([QuantType[name] for name in options.types], options.threads), options.out)
+    types = [QuantType[name] for name in options.types]
+    write_result(measure(types, PASSAGES, options.threads), options.out)
 
 
 if __name__ == "__main__":

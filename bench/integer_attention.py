@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tools.train_demo.data import load_corpus
 from tools.train_demo.held_out import scoring_windows
 
+from attention_heads import HEAD_DIMS, OUTLIERS, float_attend, random_head, relative_error
 from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
@@ -41,9 +42,6 @@ from results import write_result
 BLOCK = 64  # positions whose softmax weights share a scale
 PLANE = 127  # the greatest magnitude of one int8 plane
 TWO_PLANES = 256 * PLANE + PLANE  # of high · 256 + low
-HEAD_DIMS = (128, 256)
-POSITIONS, ROWS = 1024, 32  # of a single head
-OUTLIERS = (1, 20, 100)  # by what a planted channel is greater
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -132,17 +130,6 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     return x / math.sqrt(size)
 
 
-def float_attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    """The same attention in float64."""
-    query, key, value = query.double(), key.double(), value.double()
-    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
-    scores = torch.einsum("lhd,phd->hlp", query, key) * query.shape[-1] ** -0.5
-    outside = torch.arange(key.shape[0]) > positions.unsqueeze(-1)
-    return torch.einsum("hlp,phd->lhd", scores.masked_fill(outside, -torch.inf).softmax(dim=-1), value)
-
-
 DEFINITIONS: dict[str, Definition | Cached] = {
     "f16 cache": Cached("f16"),
     "two planes": Definition(planes=2),
@@ -217,21 +204,11 @@ def _logits(model: CausalLM, token_ids: torch.Tensor) -> torch.Tensor:
 
 def head_errors(head_dim: int, outlier: float) -> dict[str, float]:
     """By definition, the relative error of one head's outputs over random data with two greater channels."""
-    generator = torch.Generator().manual_seed(head_dim)
-    query, key, value = (
-        torch.randn(count, 1, head_dim, generator=generator) for count in (ROWS, POSITIONS, POSITIONS)
-    )
-    query *= 2  # so that some positions weigh much
-    channels = torch.tensor([3, head_dim // 2 + 5])
-    key[..., channels] *= outlier
-    query[..., channels] /= outlier  # as a model does whose scores stay what they are
-    value[..., channels] *= outlier
-    positions = torch.full((ROWS,), POSITIONS - 1)
-    exact = float_attend(query, key, value, positions)
+    head = random_head(head_dim, outlier, seed=head_dim)
+    exact = float_attend(*head, head.positions)
 
     def error(tried: Definition | Cached) -> float:
-        difference = tried.attend(query, key, value, positions) - exact
-        return float((difference.square().mean() / exact.square().mean()).sqrt())
+        return relative_error(tried.attend(*head, head.positions), exact)
 
     return {name: error(tried) for name, tried in DEFINITIONS.items()}
 

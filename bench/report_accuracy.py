@@ -1,18 +1,25 @@
 """What roundings cost in accuracy: tables of `report.py`."""
 
-from report_tables import load, table
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from report_tables import Row, load, table
+
+MOST_OF_LLAMA_CPP = 1.1  # times its divergence
+MOST_LOSS = 1e-5  # of perplexity, with keys and values as they are unless told otherwise
+MOST_DISTANCES = {"i16": 0.003, "i8": 0.0143}  # of logits, by type
 
 
 def kv_types() -> str:
-    """What each type of keys and values costs the demo model on held-out text."""
+    """What each type of keys and values costs: the demo model on held-out text, and single heads."""
     r = load("kv_types")
-    rows = [
+    text = [
         [
             name,
             f"{figures['bits_per_value']:.0f}",
             f"{figures['perplexity']:.4f}",
-            f"{100 * figures['loss']:+.3f} % ± {100 * figures['loss_standard_error']:.3f}",
-            f"{figures['logit_distance']:.4f}",
+            f"{100 * figures['loss']:+.4f} % ± {100 * figures['loss_standard_error']:.4f}",
+            f"{figures['logit_distance']:.5f}",
             f"{100 * figures['same_top1']:.2f} %",
         ]
         for name, figures in r["types"].items()
@@ -25,8 +32,39 @@ def kv_types() -> str:
         "distance of logits",
         "same top token",
     ]
+    heads: list[Row] = [[name, *(f"{case['error'][name]:.1e}" for case in r["heads"])] for name in r["types"]]
     size = f"{r['scored_tokens']:,} tokens in windows of {r['window_tokens']}, heads of {r['head_dim']}"
-    return table(header, rows) + f"\n{size}: `{r['command']}`\n"
+    lines = [
+        f"{size}: `{r['command']}`. Errors of single heads with two channels that are greater by a factor:",
+        "",
+        table([header[0], *(_case(case) for case in r["heads"])], heads),
+        f"The root mean square over {r['seeds']} heads.",
+        *kv_targets(r),
+    ]
+    return table(header, text) + "\n" + "\n".join(lines) + "\n"
+
+
+def _case(case: Mapping[str, Any]) -> str:
+    factor = case["outliers"]
+    return f"{case['head_dim']} × {factor}" if factor > 1 else f"{case['head_dim']}, plain"
+
+
+def kv_targets(result: Mapping[str, Any]) -> list[str]:
+    """What types of keys and values should keep to, and whether they do: lines."""
+    types, heads = result["types"], result["heads"]
+    far = {
+        name: ["distance"] if types[name]["logit_distance"] > most else []
+        for name, most in MOST_DISTANCES.items()
+    }
+    lost = ["perplexity"] if abs(types["i16"]["loss"]) > MOST_LOSS else []
+    further = ["text"] if types["i16"]["logit_distance"] > types["f16"]["logit_distance"] else []
+    further += [f"heads of {_case(case)}" for case in heads if case["error"]["i16"] > case["error"]["f16"]]
+    near = f"logits of `i16` at most {MOST_DISTANCES['i16']} from those of `f32`"
+    return [
+        target(f"{near}, perplexity within {100 * MOST_LOSS:.3f} %", lost + far["i16"]),
+        target("`i16` no further from `f32` than `f16` is", further),
+        target(f"logits of `i8` at most {MOST_DISTANCES['i8']} from those of `f32`", far["i8"]),
+    ]
 
 
 def activation_scales() -> str:
@@ -38,7 +76,8 @@ def activation_scales() -> str:
     for name, size in dict.fromkeys((row["type"], row["scale_inputs"]) for row in r["rows"]):
         cases = [found[name, factor] for factor in factors]
         figures = [
-            f"{case['ours']:.1e} / {case['llama_cpp']:.1e} = {case['ratio']:.2f}"
+            f"{case['ours']:.1e} / {case['llama_cpp']:.1e} = {case['ratio']:.2f} "
+            f"({case['ratio_low']:.2f}–{case['ratio_high']:.2f})"
             if size
             else f"– / {case['llama_cpp']:.1e}"
             for case in cases
@@ -46,5 +85,22 @@ def activation_scales() -> str:
         rows.append([name, str(size or "float32"), *figures])
     header = ["weights", "inputs to a scale"]
     header += ["plain" if factor == 1 else f"{r['channels']} channels × {factor}" for factor in factors]
-    size = f"KL in nats, coldstream's / llama.cpp's, over {r['positions']} positions"
-    return table(header, rows) + f"\n{size}: `{r['command']}`\n"
+    rounded = [row for row in r["rows"] if row["scale_inputs"]]
+    missed = [f"{row['type']} × {row['outliers']}" for row in rounded if row["ratio"] > MOST_OF_LLAMA_CPP]
+    counts = {row["outliers"]: row["passages"] for row in rounded}
+    plain, *others = (counts[factor] for factor in factors)
+    alone = [row for row in rounded if row["outliers"] == factors[0]]
+    low = min(row["passage_ratio_low"] for row in alone)
+    high = max(row["passage_ratio_high"] for row in alone)
+    lines = [
+        "KL in nats, coldstream's / llama.cpp's, their ratio and its interval of 95 %, over "
+        f"{plain} passages of {r['positions']} tokens, with outliers {max(others)}: `{r['command']}`.",
+        f"Single passages without outliers have ratios from {low:.1f} to {high:.1f}.",
+        target(f"at most {MOST_OF_LLAMA_CPP} times llama.cpp's", missed),
+    ]
+    return table(header, rows) + "\n" + "\n".join(lines) + "\n"
+
+
+def target(wanted: str, missed: Sequence[str]) -> str:
+    """A target, and whether it is met."""
+    return f"Target: {wanted}: " + (f"missed by {', '.join(missed)}." if missed else "met.")

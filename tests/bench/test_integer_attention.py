@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attention_heads import float_attend
 from integer_attention import (
     DEFINITIONS,
     TWO_PLANES,
     Definition,
-    float_attend,
     hadamard,
     low_plane,
     rounded,

@@ -7,10 +7,12 @@ from tools.train_demo.held_out import scoring_windows
 
 from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.ops import Rows
 from coldstream.kernels.reference_ops import ReferenceOps
+from coldstream.kvcache.cache import ModelCache
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.spec import ModelSpec
-from kv_types import EXACT, TYPES, Loss, measure
+from kv_types import EXACT, TYPES, Loss, float_runners, head_error, measure
 
 
 def test_figures_of_two_tokens() -> None:
@@ -30,20 +32,30 @@ def test_figures_of_two_tokens() -> None:
 
 
 def test_every_type_is_measured_and_fewer_bits_are_further_away() -> None:
-    with GGUFFile.open(demo_model_path()) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        model = CausalLM.load(file, spec, ReferenceOps())
-    ids = np.random.default_rng(0).integers(0, spec.vocab_size, 60)
-    losses = measure(model, ids, list(scoring_windows(len(ids), 40)))
+    with float_runners(threads=1) as runners:
+        ids = np.random.default_rng(0).integers(0, runners[EXACT].spec.vocab_size, 60)
+        losses = measure(runners, ids, list(scoring_windows(len(ids), 40)))
     assert set(losses) == set(TYPES)
     assert {len(loss.nats) for loss in losses.values()} == {59}
     distances = {name: loss.figures(losses[EXACT])["logit_distance"] for name, loss in losses.items()}
-    assert (
-        0
-        == distances["f32"]
-        < distances["i16"]
-        < distances["f16"]
-        < distances["i8"]
-        < distances["i4"]
-        < distances["i3"]
-    )
+    assert distances["f32"] == 0
+    order = [distances[name] for name in ("f32", "i16", "f16", "i8", "i4", "i3")]
+    assert order == sorted(set(order))
+
+
+def test_all_weights_are_those_of_the_model() -> None:
+    with GGUFFile.open(demo_model_path()) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        model = CausalLM.load(file, spec, ReferenceOps())
+    ids = torch.arange(20)
+    cache = ModelCache(spec, model.ops, num_states=1, context_length=20, kv_type=EXACT)
+    logits = model.logits(model.forward(ids, Rows(ids.int(), torch.zeros(20, dtype=torch.int32)), cache))
+    with float_runners(threads=1) as runners:
+        assert np.allclose(logits.numpy(), runners[EXACT].logits(ids.tolist()), atol=1e-3)
+
+
+@pytest.mark.parametrize("outlier", [1, 20])
+def test_errors_of_heads_grow_as_bits_get_fewer(outlier: int) -> None:
+    errors = [head_error(kv_type, 128, outlier, [0]) for kv_type in ("f32", "i16", "f16", "i8", "i4", "i3")]
+    assert errors == sorted(errors)
+    assert errors[0] < 1e-5

@@ -1,0 +1,71 @@
+"""Copies of a model file with other weights: all as float32, or matrices quantised to one type."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from gguf.constants import Keys
+
+import gguf
+from coldstream.gguf.quant_types import QuantType
+
+
+class Tensor(NamedTuple):
+    """Values [..., columns], and whether the model's products are with them quantised."""
+
+    values: np.ndarray
+    is_matrix: bool
+
+
+class Blocks(NamedTuple):
+    """Matrices by name, quantised to one type: uint8 [..., row_bytes]."""
+
+    quant_type: QuantType
+    matrices: Mapping[str, np.ndarray]
+
+    def values(self, name: str) -> np.ndarray:
+        """What the blocks stand for, float32."""
+        qtype = gguf.GGMLQuantizationType(int(self.quant_type))
+        values: np.ndarray = gguf.quants.dequantize(self.matrices[name], qtype).astype(np.float32)
+        return values
+
+
+def read_tensors(reader: gguf.GGUFReader) -> dict[str, Tensor]:
+    """All of a file, dequantised; embeddings are no product."""
+    found = {}
+    for tensor in reader.tensors:
+        is_float = tensor.tensor_type in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        found[tensor.name] = Tensor(values, not is_float and tensor.name != "token_embd.weight")
+    return found
+
+
+def twin_of(tensors: Mapping[str, Tensor], blocks: Blocks) -> dict[str, Tensor]:
+    """The same with the values that the blocks stand for."""
+    return {
+        name: tensor._replace(values=blocks.values(name)) if name in blocks.matrices else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def write_file(
+    path: Path, reader: gguf.GGUFReader, tensors: Mapping[str, Tensor], blocks: Blocks | None = None
+) -> None:
+    """The model of `reader` with these blocks and, where there are none, these values as float32."""
+    arch = reader.fields[Keys.General.ARCHITECTURE].contents()
+    out = gguf.GGUFWriter(path, arch)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != Keys.General.ARCHITECTURE:
+            kind, inner = field.types[0], field.types[-1] if len(field.types) > 1 else None
+            out.add_key_value(name, field.contents(), kind, inner)
+    for name, tensor in tensors.items():
+        if blocks and name in blocks.matrices:
+            qtype = gguf.GGMLQuantizationType(int(blocks.quant_type))
+            out.add_tensor(name, blocks.matrices[name], raw_dtype=qtype)
+        else:
+            out.add_tensor(name, tensor.values)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
