@@ -175,7 +175,10 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
             for groups in (1, 2)
         },
     },
-    "attention/merge.cu": {"merge_shared_bytes": integers.MERGE_SHARED_BYTES},
+    "attention/merge.cu": {
+        "merge_batch": integers.MERGE_BATCH,
+        "merge_shared_bytes": integers.MERGE_SHARED_BYTES,
+    },
     "experts/many.cu": {
         "copying_threads": 32 * many_tiles.COPYING_WARPS,
         **{

@@ -240,7 +240,7 @@ struct integer_attention : block_items<warps * pairs> {
       chunks.has_begun[i] = false;
       const bool exists = warp * pairs + 8 * i + g < items::num_pairs(a);
       const int64_t pair = int64_t{own.row[i]} * a.num_heads + own.head[i];
-      const int64_t place = place_of_chunk(a, pair, merges ? 0 : chunk);
+      const int64_t place = place_of_chunk(a, pair, chunk, first_chunk_of(a, own.row[i]));
       float4* const to = reinterpret_cast<float4*>(a.values + place * head_dim) + t;
       if (exists && adds) merge_into(to, i, ours, theirs);
 #pragma unroll

@@ -22,10 +22,14 @@ struct item_pairs {
   }
 };
 
-// Where the workspace has a pair's chunk number `chunk`; 0 for the one that all are merged into.
-__device__ __forceinline__ int64_t place_of_chunk(const integers_arguments& a, int64_t pair, int chunk) {
-  if (chunk == 0) return pair * a.max_chunks;
-  return pair * a.max_chunks + chunk - first_position(a.rows.positions[pair / a.num_heads], a.window) / chunk_positions;
+// The first chunk that a row sees.
+__device__ __forceinline__ int first_chunk_of(const integers_arguments& a, int row) {
+  return first_position(a.rows.positions[row], a.window) / chunk_positions;
+}
+
+// Where the workspace has a pair's chunk number `chunk`, or the one that all are merged into. first: of its row.
+__device__ __forceinline__ int64_t place_of_chunk(const integers_arguments& a, int64_t pair, int chunk, int first) {
+  return pair * a.max_chunks + (a.max_chunks == 1 ? 0 : chunk - first);
 }
 
 // block_pairs: pairs that a block takes at once.

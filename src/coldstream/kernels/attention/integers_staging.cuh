@@ -21,16 +21,19 @@ struct staged_tile {
 
   // Of 16 positions in the order of `position_in_word`, of a channel.
   __device__ static constexpr int value_place(int plane, int channel, int sixteen) {
-    const int row = planes == 2 ? channel : channel % value_rows;
-    const int half = planes == 2 ? plane : channel / value_rows;
-    return swizzled_place<value_rows>(row, 4 * half + sixteen);
+    return swizzled_place<value_rows>(value_row(channel), 4 * value_half(plane, channel) + sixteen);
+  }
+
+  // A row has both planes of a channel, or two channels of one plane.
+  __device__ static constexpr int value_row(int channel) { return channel % value_rows; }
+  __device__ static constexpr int value_half(int plane, int channel) {
+    return planes == 2 ? plane : channel / value_rows;
   }
 
   // Of channels channel … channel + 31 and positions 32 · step … 32 · step + 31; `values` from `same_for_warp`.
   __device__ static uint64_t part_of_values(uint32_t values, int plane, int channel, int step) {
-    const int row = planes == 2 ? channel : channel % value_rows;
-    const int half = planes == 2 ? plane : channel / value_rows;
-    return describe_swizzled_from(values, row * swizzled_row_bytes + half * 64 + step * 32);
+    const int place = value_row(channel) * swizzled_row_bytes + value_half(plane, channel) * 64;
+    return describe_swizzled_from(values, place + step * 32);
   }
 
   // Channels 32 · step … 32 · step + 31 of the positions from 8 · eight on.
@@ -196,9 +199,8 @@ struct tile_copier {
   }
 
   __device__ void end() {
+    const int after = number, stage = after % stages;
     if (number) begin(nullptr);
-    else number = 1;
-    const int after = number - 1, stage = after % stages;
     wait_barrier(to.empty(stage), after / stages % 2 ^ 1);
     if (thread == 0) to.note(stage).tile = -1;
     arrive_barrier(to.full(stage));

@@ -64,8 +64,7 @@ struct multiplying_group {
     const int own = threadIdx.x % threads_of_group;
     if (own < group_pairs) {
       const int number = group_number * group_pairs + own, pair = int(item.pair_at(a, number));
-      const int begin = first_position(a.rows.positions[pair / a.num_heads], a.window);
-      kept_pairs[number] = {number < item.num_pairs(a) ? pair : -1, begin / chunk_positions};
+      kept_pairs[number] = {number < item.num_pairs(a) ? pair : -1, first_chunk_of(a, pair / a.num_heads)};
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) query_scale[i] = a.query_scales[pair_of(item, i)] * (1.0f / low_unit);
@@ -256,7 +255,7 @@ struct multiplying_group {
     for (int i = 0; i < 2; i++) {
       const int2 pair = kept_pairs[warp * pairs + 8 * i + g];
       const bool leaves = chunks.has_begun[i] && pair.x >= 0;
-      const int64_t place = int64_t{pair.x} * a.max_chunks + (merges ? 0 : chunk - pair.y);
+      const int64_t place = place_of_chunk(a, pair.x, chunk, pair.y);
       float2 stats = make_float2(chunks.maximum[i], chunks.denominator[i]);
       if (leaves) {
         float2* const to = reinterpret_cast<float2*>(a.values + place * head_dim) + t;

@@ -8,20 +8,20 @@
 
 namespace coldstream {
 
-// B at a shared address. In sixteens of bytes: bits 0 … 13 the address, 16 … 29 the distance of the two
-// sixteens of a row if not swizzled, 32 … 45 the distance of eights of rows; from bit 62 on the kind of swizzle.
-__device__ __forceinline__ uint64_t describe_swizzled(uint32_t address) {
-  return uint64_t((address & 0x3ffff) / 16) | uint64_t(swizzle_bytes / 16) << 32 | uint64_t(1) << 62;
-}
-
 // Where a warp's matrices begin, in sixteens of bytes, and known to the compiler to be the same for all lanes: what is at
 // constant distances from there is then described without a register of each lane.
 __device__ __forceinline__ uint32_t same_for_warp(uint32_t address) {
   return __shfl_sync(all_lanes, (address & 0x3ffff) / 16, 0);
 }
 
+// B at `offset` from there. In sixteens of bytes: bits 0 … 13 the address, 16 … 29 the distance of the two
+// sixteens of a row if not swizzled, 32 … 45 the distance of eights of rows; from bit 62 on the kind of swizzle.
 __device__ __forceinline__ uint64_t describe_swizzled_from(uint32_t sixteens, int offset) {
   return uint64_t(sixteens + offset / 16) | uint64_t(swizzle_bytes / 16) << 32 | uint64_t(1) << 62;
+}
+
+__device__ __forceinline__ uint64_t describe_swizzled(uint32_t address) {
+  return describe_swizzled_from((address & 0x3ffff) / 16, 0);
 }
 
 __device__ __forceinline__ uint64_t describe_plain(uint32_t address) {
