@@ -1,12 +1,14 @@
 """A model of a GPU on the host, runner, operations, launchers and kernels: the bits of the CPU."""
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from cuda_runner_cases import open_cuda, open_partly
 from one_sequence import OneSequence, chosen_after, open_cpu
 from runner_cases import MIXED_LAYERS, token_ids, write_mixed_layers
@@ -17,6 +19,7 @@ from coldstream.experts.prefetching import Prefetching
 from coldstream.kernels.ops import SHORT_CONTEXT
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models import cuda_runner
+from coldstream.models.cuda_model import Loaded, StepShape
 from host_device import HostDevice
 from host_gpu import gpu_on
 
@@ -45,12 +48,12 @@ def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
 
 
 def check_chains(runner: OneSequence, plain: OneSequence, counts: tuple[int, ...] = (1, 5, 20, 130)) -> None:
-    for count in counts:
+    for length in counts:
         for each in (runner, plain):
             each.reset()
-            each.prefill(token_ids(count))
+            each.prefill(token_ids(length))
         for token in (3, 1, 2):
-            assert np.array_equal(runner.decode(token), plain.decode(token)), count
+            assert np.array_equal(runner.decode(token), plain.decode(token)), length
 
 
 @pytest.mark.usefixtures("gpu")
@@ -113,6 +116,29 @@ def test_wherever_experts_are(
         open_partly(path_of_experts, share, **options) as runner,
     ):
         check_chains(runner, plain, (1, 5, 20, 90))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_mm03_the_first_step_of_a_sequence_is_repeated_where_memory_was_given_back(
+    path_of_experts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, failures = Loaded.step, count()
+
+    def failing_once(loaded: Loaded, shape: StepShape) -> Any:
+        hidden = step(loaded, shape)
+        if next(failures) == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")  # when the state is already another one
+        return hidden
+
+    with (
+        open_cpu(path_of_experts, threads=1, context_length=CONTEXT) as plain,
+        open_partly(path_of_experts, 0.5, context_length=CONTEXT) as runner,
+    ):
+        assert runner.gpu_experts is not None
+        before = runner.gpu_experts.num_slots
+        monkeypatch.setattr(Loaded, "step", failing_once)
+        check_chains(runner, plain, (20,))
+        assert 0 <= runner.gpu_experts.num_slots < before
 
 
 @pytest.mark.usefixtures("gpu")

@@ -275,7 +275,8 @@ class CudaRunner(ModelRunner):
         inputs.pad(inputs.write(segments))
         self._can_make_room = True
         try:
-            self._run(shape, with_head=with_head)
+            with device_errors():
+                self._run(shape, with_head=with_head)
         except OutOfMemoryError:
             # What it has left of any other state than an empty one is not known.
             if any(segment.sequence.length for segment in segments) or not self._make_room():
