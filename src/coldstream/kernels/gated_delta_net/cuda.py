@@ -85,11 +85,7 @@ class _Rows(ctypes.Structure):
 
 
 class _States(ctypes.Structure):
-    _fields_ = (
-        ("conv_state", ctypes.c_void_p),
-        ("state", ctypes.c_void_p),
-        ("num_states", ctypes.c_int32),
-    )
+    _fields_ = (("conv_state", ctypes.c_void_p), ("state", ctypes.c_void_p))
 
 
 class _Outputs(ctypes.Structure):
@@ -112,7 +108,10 @@ class _Path(ctypes.Structure):
 
 
 class _Workspace(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "values", "gates", "raw", "spans"))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "gates", "raw", "spans")),
+        ("num_spans", ctypes.c_int32),
+    )
 
 
 def delta_net_decode_cuda(
@@ -168,7 +167,7 @@ def delta_net_replay_cuda(
     """
     check_replay(weights, conv_state, state, kept, path, readers)
     num_heads, size, taps = state.shape[1], state.shape[-1], weights.conv_taps.shape[-1]
-    layer, states = _layer(weights, num_heads), _States(conv_state.data_ptr(), state.data_ptr(), len(state))
+    layer, states = _layer(weights, num_heads), _States(conv_state.data_ptr(), state.data_ptr())
     REPLAY.kernel(f"delta_replay<{size}, {taps}>").launch(
         (num_heads * size // COLUMNS_PER_BLOCK, 1, 1),
         THREADS,
@@ -195,14 +194,15 @@ def delta_net_prefill_cuda(
     """As `delta_net_decode_cuda`, for chains of many rows: three launches. Rows of trees are left alone."""
     layer, rows, states, outputs = _arguments(inputs, weights, conv_state, state, out, quantized)
     num_rows, num_heads, size, taps = sizes(inputs, weights, state)
-    work = _Workspace(*(tensor.data_ptr() for tensor in vars(workspace).values()))
+    num_spans = len(workspace.spans)
+    work = _Workspace(*(tensor.data_ptr() for tensor in vars(workspace).values()), num_spans)
     PREFILL.kernel(f"delta_prepare<{size}, {taps}>").launch(
         (-(-num_rows // TILE_ROWS), 2 * weights.num_key_heads + num_heads + 1, 1),
         size,
         (layer, rows, states, work),
     )
     PREFILL.kernel(f"delta_recurrence<{size}>").launch(
-        (num_heads * size // COLUMNS_PER_BLOCK, state.shape[0], 1),
+        (num_heads * size // COLUMNS_PER_BLOCK, num_spans, 1),
         WALK_THREADS,
         (layer, rows, states, work, taps),
     )
@@ -242,7 +242,7 @@ def _arguments(
     parts = (None, None, None) if quantized is None else (quantized.q, quantized.scales, quantized.sums)
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in (out, *parts))
     outputs = _Outputs(*pointers, padded_cols(num_heads * size))
-    states = _States(conv_state.data_ptr(), state.data_ptr(), state.shape[0])
+    states = _States(conv_state.data_ptr(), state.data_ptr())
     return _layer(weights, num_heads), rows, states, outputs
 
 

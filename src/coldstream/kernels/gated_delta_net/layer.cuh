@@ -38,7 +38,6 @@ struct DeltaRows {
 struct DeltaStates {
   float* conv_state;  // [states, taps − 1, channels]
   float* state;       // [states, NV, D, D], key dimension first
-  int num_states;
 };
 
 // Rows of NV · D results; y or q may be null. `padded`: NV · D rounded up to 256.

@@ -17,8 +17,8 @@ struct DeltaWorkspace {
   float* values;  // [rows, NV, D]
   float2* gates;  // [rows, NV]: decay and write strength
   float* raw;     // [rows, NV · D]: outputs before the norm
-  int2* spans;  // [states]: the first row of the state's sequence and the one behind its last; all zero between
-                // calls
+  int2* spans;  // [num_spans]: a segment's first row and the one behind its last; all zero between calls
+  int num_spans;
 };
 
 // Rows first … end − 1: gates of all heads, and where sequences begin and end.
@@ -33,7 +33,7 @@ __device__ __forceinline__ void prepare_gates(const DeltaLayer& layer, const Del
   }
   for (int row = first + threadIdx.x; row < end; row += blockDim.x) {
     if (rows.state_ids[row] < 0 || rows.is_of_tree(row)) continue;
-    int2* span = work.spans + rows.state_ids[row];
+    int2* span = work.spans + rows.segments[row];
     if (rows.is_first(row)) span->x = row;
     if (rows.is_last(row)) span->y = row + 1;
   }
@@ -131,7 +131,8 @@ __device__ __forceinline__ void keep_inputs(const DeltaLayer& layer, const Delta
   }
 }
 
-// grid (NV · D / 32, states), 160 threads.
+// grid (NV · D / 32, num_spans), 160 threads. Segments have the first numbers, so that their blocks come first and
+// each has a multiprocessor of its own while there are enough; the others have nothing to do.
 template <int D>
 __global__ void __launch_bounds__(walk_threads, 1)
     delta_recurrence(DeltaLayer layer, DeltaRows rows, DeltaStates states, DeltaWorkspace work,
@@ -139,9 +140,10 @@ __global__ void __launch_bounds__(walk_threads, 1)
   __shared__ Tokens<D> tokens;
   constexpr int blocks_per_head = D / block_columns;
   const int head = blockIdx.x / blocks_per_head, column = blockIdx.x % blocks_per_head * block_columns;
-  const int key_head = layer.key_head_ids[head], state_id = blockIdx.y, size = layer.num_value_heads * D;
-  const int2 span = work.spans[state_id];
+  const int key_head = layer.key_head_ids[head], size = layer.num_value_heads * D;
+  const int2 span = work.spans[blockIdx.y];
   if (span.y == 0) return;
+  const int state_id = rows.state_ids[span.x];
   const int64_t first = span.x, key_stride = 2 * layer.num_key_heads * D;
   const float* q = work.keys + first * key_stride + key_head * D;
   const Sources from{q,
@@ -171,7 +173,7 @@ __global__ void __launch_bounds__(output_warps* warp_size)
                  DeltaWorkspace work) {
   alignas(16) __shared__ float scratch[output_warps][group_elements];
   if (blockIdx.x == 0) {
-    for (int i = threadIdx.x; i < states.num_states; i += blockDim.x) work.spans[i] = {0, 0};
+    for (int i = threadIdx.x; i < work.num_spans; i += blockDim.x) work.spans[i] = {0, 0};
   }
   const int num_groups = out.padded / group_elements, warp = threadIdx.x / warp_size;
   const int64_t item = int64_t(blockIdx.x) * output_warps + warp;
