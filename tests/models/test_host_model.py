@@ -1,6 +1,8 @@
 """A model of a GPU on the host, runner, operations, launchers and kernels: the bits of the CPU."""
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -139,6 +141,18 @@ def test_mm03_the_first_step_of_a_sequence_is_repeated_where_memory_was_given_ba
         monkeypatch.setattr(Loaded, "step", failing_once)
         check_chains(runner, plain, (20,))
         assert 0 <= runner.gpu_experts.num_slots < before
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("open_model", [open_cuda, partial(open_partly, share=0.5)], ids=["whole", "partly"])
+def test_trap_24_a_closed_runner_gives_the_memory_of_sequences_back(
+    path_of_experts: Path, open_model: Callable[..., OneSequence]
+) -> None:
+    with open_model(path_of_experts, context_length=CONTEXT) as runner:
+        runner.prefill(token_ids(5))
+        tensors = weakref.ref(runner._sequences.tensors)
+    assert tensors() is None
+    runner.release(runner.sequence)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -56,6 +56,10 @@ class SequenceCache:
             "commit trees that are pending, or open the model with room for more",
         )
 
+    def close(self) -> None:
+        """Gives the memory of keys, values and states back; sequences can only be released afterwards."""
+        self.__dict__.pop("tensors", None)
+
     def new(self) -> Sequence:
         """An empty sequence. It takes no memory before its first step."""
         return Sequence(self)

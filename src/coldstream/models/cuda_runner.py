@@ -204,8 +204,11 @@ class CudaRunner(ModelRunner):
         self._release()
 
     def _release(self) -> None:
-        """Gives the device's memory back."""
+        """Gives the device's memory back, also of a runner that was not loaded to the end."""
         self._forget_outputs()
+        self._in_flight = ()
+        if "_sequences" in self.__dict__:
+            self._sequences.close()
         self._steps.clear()
         if self._partial:
             torch.cuda.synchronize()
