@@ -68,6 +68,21 @@ def test_a_chain(model: Model, monkeypatch: pytest.MonkeyPatch, short_context: i
 
 
 @pytest.mark.usefixtures("gpu")
+def test_long_prompts_of_several_sequences(model: Model) -> None:
+    lengths = (40, 1, 70)
+    with open_cuda(model.path, context_length=CONTEXT, kv_type=model.kv_type, cache_size=SIZE) as runner:
+        sequences = [runner.new_sequence() for _ in lengths]
+        segments = [
+            Segment(sequence, token_ids(length)) for sequence, length in zip(sequences, lengths, strict=True)
+        ]
+        logits = [np.array(found[0]) for found in runner.step(Batch(tuple(segments)))]
+        for sequence, length, found in zip(sequences, lengths, logits, strict=True):
+            model.cpu.reset()
+            assert np.array_equal(found, model.cpu.prefill(token_ids(length))), length
+            assert np.array_equal(runner.runner.extend(sequence, [3]), model.cpu.decode(3)), length
+
+
+@pytest.mark.usefixtures("gpu")
 def test_trees_and_chains(model: Model) -> None:
     with open_cuda(model.path, context_length=CONTEXT, kv_type=model.kv_type, cache_size=SIZE) as runner:
         prompts, oracle = Prompts(runner), Oracle(model.cpu)

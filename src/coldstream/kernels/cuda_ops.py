@@ -175,7 +175,7 @@ class CudaOps(CudaProducts):
                 self.empty(num_rows, width),
                 self.empty(num_rows, *alpha.shape[1:], 2),
                 raw,
-                self.zeroed("spans", state.shape[0], 2),
+                self.zeroed("spans", state.shape[0], 2)[: None if rows.batch.has_several else 1],
             )
             self.launch(delta_net_prefill_cuda, *operands, workspace)
         if rows.batch.has_trees or not rows.batch.has_prompts:

@@ -60,9 +60,10 @@ class BatchRows:
     kept: Array  # int32 [T], −1 for a row of a chain
     inputs: KeptInputs | None = None  # of the layer; None for attention
     # Known before the arrays are, for who launches kernels: whether there may be rows of trees, chains of
-    # more than MAX_SHORT_CHAIN rows, and positions of SHORT_CONTEXT and beyond.
+    # more than MAX_SHORT_CHAIN rows, rows of several sequences, and positions of SHORT_CONTEXT and beyond.
     has_trees: bool = True
     has_prompts: bool = True
+    has_several: bool = True
     is_deep: bool = True
 
 

@@ -78,6 +78,7 @@ class StepShape:
     num_rows: int
     has_trees: bool = False  # whether there may be rows of draft trees
     has_prompts: bool = False  # whether a chain may be a long one
+    has_several: bool = False  # whether a long chain may have rows of other sequences beside it
     is_deep: bool = False  # whether there may be positions of SHORT_CONTEXT and beyond
 
     @classmethod
@@ -156,6 +157,7 @@ class Inputs:
             rows.batch,
             has_trees=shape.has_trees,
             has_prompts=shape.has_prompts,
+            has_several=shape.has_several,
             is_deep=shape.is_deep,
         )
         return arrays.token_ids, replace(rows, batch=batch)

@@ -291,10 +291,12 @@ class CudaRunner(ModelRunner):
 
     def _shape_of(self, segments: Collection[CheckedSegment]) -> StepShape:
         count = sum(len(segment.token_ids) for segment in segments)
+        has_prompts = any(segment.is_prompt for segment in segments)
         return StepShape(
             padded_rows(count) if self.limits.is_captured(count) else count,
             has_trees=any(segment.parents is not None for segment in segments),
-            has_prompts=any(segment.is_prompt for segment in segments),
+            has_prompts=has_prompts,
+            has_several=has_prompts and len(segments) > 1,
             is_deep=any(
                 segment.sequence.length + len(segment.token_ids) > SHORT_CONTEXT for segment in segments
             ),

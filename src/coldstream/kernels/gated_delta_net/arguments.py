@@ -33,7 +33,7 @@ class PrefillWorkspace:
     values: torch.Tensor  # [T, NV · d]
     gates: torch.Tensor  # [T, NV, 2]
     raw: torch.Tensor  # [T, NV · d]
-    spans: torch.Tensor  # int32 [states, 2]: each segment of a step has a state of its own
+    spans: torch.Tensor  # int32 [segments, 2], at least those of the step
 
 
 def sizes(inputs: DeltaNetInputs, weights: DeltaNetWeights, state: torch.Tensor) -> tuple[int, int, int, int]:

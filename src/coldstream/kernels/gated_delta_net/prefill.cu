@@ -131,8 +131,8 @@ __device__ __forceinline__ void keep_inputs(const DeltaLayer& layer, const Delta
   }
 }
 
-// grid (NV · D / 32, num_spans), 160 threads. Segments have the first numbers, so that their blocks come first and
-// each has a multiprocessor of its own while there are enough; the others have nothing to do.
+// grid (NV · D / 32, num_spans), 160 threads. Spans beyond the step's segments cost time, though their blocks do nothing: a
+// launch of more blocks than run at once puts two that walk on one multiprocessor while others idle.
 template <int D>
 __global__ void __launch_bounds__(walk_threads, 1)
     delta_recurrence(DeltaLayer layer, DeltaRows rows, DeltaStates states, DeltaWorkspace work,
