@@ -3,8 +3,8 @@
     python bench/gpu_depth.py full.gguf                 writes the model file first if it isn't there (21 GB)
 
 A context is filled once, in the runner's chunks, each timed. At every depth asked for, steps of 1 to 64 rows
-continue it in branches of their own, and so copy first what a branch shares; medians, after one that isn't
-counted.
+continue it, each number of rows in a branch of its own; medians, after two steps that aren't counted: the
+first copies what a branch shares.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from gpu import FIRST_ID, numbers, write_model
 from results import ROOT, write_result
 
 CHUNK = 2048
+UNTIMED_STEPS = 2
 
 
 def seconds_of(runner: ModelRunner, sequence: Sequence, token_ids: Several[int]) -> float:
@@ -35,14 +36,15 @@ def seconds_of(runner: ModelRunner, sequence: Sequence, token_ids: Several[int])
     return time.perf_counter() - start
 
 
-def few_rows(runner: ModelRunner, sequence: Sequence, token_ids: Several[int], repetitions: int) -> float:
-    """Median seconds of a step over these tokens behind what `sequence` has, which stays as it is."""
-    samples = []
-    for _ in range(repetitions + 1):
-        branch = runner.branch(sequence)
-        samples.append(seconds_of(runner, branch, token_ids))
-        runner.release(branch)
-    return statistics.median(samples[1:])
+def few_rows(runner: ModelRunner, sequence: Sequence, token_ids: Several[int], count: int) -> float:
+    """Median seconds of steps of `count` rows behind what `sequence` has, which stays as it is."""
+    branch = runner.branch(sequence)
+    samples = [
+        seconds_of(runner, branch, token_ids[start : start + count])
+        for start in range(0, len(token_ids), count)
+    ]
+    runner.release(branch)
+    return statistics.median(samples[UNTIMED_STEPS:])
 
 
 def fill(
@@ -50,7 +52,8 @@ def fill(
 ) -> list[dict[str, Any]]:
     """For each depth: the seconds to fill it, those of its last chunk, and those of steps there."""
     deepest, results, spent = max(depths), [], 0.0
-    token_ids = [(FIRST_ID + i) % runner.spec.vocab_size for i in range(deepest + max(rows))]
+    num_steps = UNTIMED_STEPS + repetitions
+    token_ids = [(FIRST_ID + i) % runner.spec.vocab_size for i in range(deepest + num_steps * max(rows))]
     sequence = runner.new_sequence()
     for start in range(0, deepest, CHUNK):
         end = start + CHUNK
@@ -59,7 +62,8 @@ def fill(
         if end not in depths:
             continue
         steps = {
-            count: few_rows(runner, sequence, token_ids[end : end + count], repetitions) for count in rows
+            count: few_rows(runner, sequence, token_ids[end : end + num_steps * count], count)
+            for count in rows
         }
         results.append(
             {
@@ -90,7 +94,8 @@ def main() -> int:
     write_model(options.model, FULL_SHAPE.layers, FULL_SHAPE.vocab)
     words = ["python", "bench/gpu_depth.py", options.model.name, "--cache-type", options.cache_type]
     types = {"cache_type_k": options.cache_type, "cache_type_v": options.cache_type}
-    with LLM(options.model, device="cuda", ctx_size=max(options.depths) + max(options.rows), **types) as llm:
+    ctx_size = max(options.depths) + (UNTIMED_STEPS + options.repetitions) * max(options.rows)
+    with LLM(options.model, device="cuda", ctx_size=ctx_size, **types) as llm:
         runner = llm.opened.runner
         fill(runner, [CHUNK], options.rows, 1)  # kernels and graphs are there when the clock starts
         result = {

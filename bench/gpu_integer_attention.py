@@ -24,7 +24,7 @@ from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.cuda import FEW_ROWS, IntegerKernels
 from coldstream.kernels.attention.exact import CHUNK_SIZE
 from coldstream.kernels.cuda.limits import device_limits
-from coldstream.kernels.ops import BLOCK_POSITIONS, BatchRows, RopeSpec, Rows
+from coldstream.kernels.ops import BLOCK_POSITIONS, SHORT_CONTEXT, BatchRows, RopeSpec, Rows
 from coldstream.kernels.rope.reference import rope_angles
 from device import graph_seconds, measure_bandwidth
 
@@ -48,7 +48,8 @@ class Layer:
         none, first = torch.full_like(positions, -1).cuda(), torch.zeros_like(positions).cuda()
         tables = torch.arange(num_blocks, dtype=torch.int32).view(1, -1).cuda()
         on_device = positions.cuda()
-        batch = BatchRows(first, tables, on_device, none, none, has_trees=False)
+        is_deep = depth + num_rows > SHORT_CONTEXT
+        batch = BatchRows(first, tables, on_device, none, none, has_trees=False, is_deep=is_deep)
         self.rows = Rows(on_device, first, batch)
         self.inputs = AttentionInputs(
             *(torch.randn(num_rows, size, device="cuda") for size in (HEADS * 2 * HEAD_DIM, 512, 512)),

@@ -15,6 +15,7 @@ import pytest
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, LARGEST_CODE
 from coldstream.kernels.attention import cuda as integers
+from coldstream.kernels.attention import merge_cuda as merge
 from coldstream.kernels.attention import move_rows
 from coldstream.kernels.attention.arguments import AttentionShape
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, GPU_CACHE_TYPES
@@ -81,7 +82,7 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "moved_path": move_rows.MovedPath,
         "moved_places": move_rows.MovedPlaces,
     },
-    "attention/merge.cu": {"merge_arguments": integers.MergeArguments},
+    "attention/merge.cu": {"merge_arguments": merge.MergeArguments},
     "experts/few.cu": {
         "ExpertMatrix": experts_few._ExpertMatrix,
         "GateUp": experts_few._GateUp,
@@ -159,8 +160,15 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         },
     },
     "attention/integers_few.cu": {
-        "exchanged_stride": integers.EXCHANGED_STRIDE,
-        "sizeof(block_share)": integers.SHARE_BYTES,
+        "few_warps": integers.FEW_WARPS,
+        **{
+            f"(few_memory<{CACHE_LAYOUTS[name].value_bits}, {head_dim}, {blocks}>::bytes)": form.shared_bytes
+            for name in GPU_CACHE_TYPES
+            for head_dim in (32, 96, 256)
+            for blocks, form in zip(
+                integers.FEW_BLOCKS, integers.few_forms(attention_shape(name, head_dim), False), strict=True
+            )
+        },
     },
     "attention/integers_warpgroups.cu": {
         "group_pairs": integers.GROUP_PAIRS,
@@ -176,9 +184,10 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         },
     },
     "attention/merge.cu": {
-        "merge_batch": integers.MERGE_BATCH,
-        "merge_shared_bytes": integers.MERGE_SHARED_BYTES,
+        "merge_batch": merge.MERGE_BATCH,
+        "merge_shared_bytes": merge.MERGE_SHARED_BYTES,
     },
+    "attention/finish.cu": {"finish_warps": merge.FINISH_WARPS},
     "experts/many.cu": {
         "copying_threads": 32 * many_tiles.COPYING_WARPS,
         **{

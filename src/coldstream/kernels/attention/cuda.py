@@ -1,5 +1,5 @@
 """Attention on the GPU, over caches of an integer type: `integers_prepare.cu`, then `integers_few.cu` for few
-rows, or for many `integers_warpgroups.cu` where it can and else `integers.cu`, then `merge.cu`.
+rows, or for many `integers_warpgroups.cu` where it can and else `integers.cu`, then `merge_cuda.py`.
 
     kernels = IntegerKernels(AttentionShape(16, 2, 256, CACHE_TYPES["i16"]), device_limits())
     kernels.prepare(inputs, caches, rows, queries)
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from coldstream.errors import UnsupportedError
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.reference import QuantActivations
 from coldstream.kernels.attention.arguments import (
     AttentionInputs,
     AttentionShape,
@@ -30,25 +30,23 @@ from coldstream.kernels.attention.arguments import (
 )
 from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
 from coldstream.kernels.attention.exact import BLOCK_SIZE, CHUNK_SIZE
+from coldstream.kernels.attention.merge_cuda import MergeKernels
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits, overlaps
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
 from coldstream.kernels.ops import MAX_TREE_ROWS, Rows
 
 FOLDER = Path(__file__).parent
-PREPARE, MERGE = "integers_prepare.cu", "merge.cu"
+PREPARE = "integers_prepare.cu"
 PREPARE_THREADS, PREPARE_HEADS = 128, 8  # a block
 TILE_SCALE_BYTES = 16  # of a row in shared memory, behind the planes
 PAIRS = 16  # of a row and a query head, which a warp takes
 MANY_WARPS = (8, 4, 2, 1)  # of a block of threads: the first that fit
-FEW_WARPS = (4, 2, 1)
+FEW_WARPS, FEW_BLOCKS = 4, (2, 1)  # warps for each block of positions of a step
 GROUP_PAIRS, GROUP_WARPS = 64, 4  # that a warpgroup takes, and its warps; one more of a block copies
 GROUP_STAGES, NOTE_BYTES = 2, 28
 FEW_ROWS = 64  # up to which the chunks of a row are computed beside each other
 RESERVED_SHARED_BYTES = 1024  # by the driver, of each block
-EXCHANGED_STRIDE, SHARE_BYTES = 36, 20  # floats of a pair's sums, and what warps tell of a pair
-MERGE_BATCH = 32  # chunks
-MERGE_SHARED_BYTES = 2 * MERGE_BATCH * GROUP_SIZE * 4  # two batches
 HEAD_MULTIPLE = 32
 LARGEST_HEAD = 256
 
@@ -118,21 +116,6 @@ class PrepareIntegersArguments(ctypes.Structure):
     )
 
 
-class MergeArguments(ctypes.Structure):
-    """`merge_arguments` of merge.cu."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                *("values", "query_gate", "stats", "positions"),
-                *("out", "codes", "scales", "sums"),
-            )
-        ),
-        *((name, ctypes.c_int32) for name in ("query_gate_stride", "num_heads", "max_chunks", "window")),
-    )
-
-
 class IntegerKernels:
     """The kernels for one shape on one device, compiled when first used."""
 
@@ -153,13 +136,14 @@ class IntegerKernels:
         gated = str(shape.output_gate).lower()
         files = {
             PREPARE: {f"coldstream::attention_prepare_integers<{bits}, {head_dim}, {gated}>"},
-            MERGE: {f"coldstream::attention_merge<{head_dim}, {gated}>"},
         }
         for form in self._forms.values():
             files.setdefault(form.file, set()).add(form.instance)
         self.programs = {
             file: CudaProgram(FOLDER / file, tuple(sorted(names))) for file, names in files.items()
         }
+        self._merging = MergeKernels(shape)
+        self.programs |= self._merging.programs
 
     def _is_needed(self, kind: str, trees: bool) -> bool:
         if kind == "few":
@@ -217,23 +201,10 @@ class IntegerKernels:
     ) -> None:
         """Attention of every row, as float32, as int8, or as both, from what `attend` has left.
 
-        query_gate as in `AttentionInputs`, any row stride. Writes out float32 [T, H · D] and quantised
-        (K = H · D, padded to whole groups), contiguous.
+        query_gate as in `AttentionInputs`, its row stride a multiple of 4. Writes out float32 [T, H · D] and
+        quantised (K = H · D, padded to whole groups), contiguous.
         """
-        shape, max_chunks = self.shape, workspace.values.shape[2]
-        # Prompts leave one chunk a row and head: blocks that take little for it are more at once.
-        shared = max_chunks * GROUP_SIZE * 4 if max_chunks <= MERGE_BATCH else MERGE_SHARED_BYTES
-        codes = (None,) * 3 if quantised is None else (quantised.q, quantised.scales, quantised.sums)
-        tensors = (workspace.values, query_gate, workspace.stats, rows.positions, out, *codes)
-        arguments = MergeArguments(
-            *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
-            query_gate.stride(0), shape.num_heads, max_chunks, shape.window or 0,
-        )  # fmt: skip
-        groups = -(-shape.num_heads * shape.head_dim // GROUP_SIZE)
-        self._only_kernel(MERGE).launch(
-            (groups, len(rows.positions), 1), GROUP_SIZE, (arguments,),
-            shared_bytes=shared, overlap=True,
-        )  # fmt: skip
+        self._merging.merge(query_gate, rows, workspace, out=out, quantised=quantised)
 
     def attend(self, queries: IntegerQueries, caches: Caches, rows: Rows, workspace: DecodeWorkspace) -> None:
         """What the chunks of 256 positions leave of each row and head, in `workspace` with `num_chunks`.
@@ -317,13 +288,13 @@ def many_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> Itera
 
 def few_forms(shape: AttentionShape, trees: bool) -> Iterator[Form]:
     """Of integers_few.cu, the best first; there are none for trees."""
-    row_bytes = _tile_row_bytes(shape)
-    for warps in () if trees else FEW_WARPS:
-        # A tile a warp; queries; what warps tell each other.
-        shared = warps * BLOCK_SIZE * row_bytes + PAIRS * (2 * shape.head_dim + 16)
-        shared += warps * PAIRS * (2 * EXCHANGED_STRIDE * 4 + SHARE_BYTES)
-        instance = _instance("attention_integers_few", shape, warps)
-        yield Form("integers_few.cu", instance, warps, PAIRS, shared)
+    tile_bytes = BLOCK_SIZE * _tile_row_bytes(shape)
+    for blocks in () if trees else FEW_BLOCKS:
+        # Keys and values; queries; weights as floats, and as codes; numbers of a pair.
+        shared = 2 * blocks * tile_bytes + PAIRS * (2 * shape.head_dim + 16)
+        shared += blocks * PAIRS * (BLOCK_SIZE * (4 + 2) + (2 * FEW_WARPS + 1) * 4)
+        instance = _instance("attention_integers_few", shape, blocks)
+        yield Form("integers_few.cu", instance, FEW_WARPS * blocks, PAIRS, shared)
 
 
 def takes_warpgroups(shape: AttentionShape) -> bool:

@@ -3,7 +3,7 @@
 What a head does with the positions of a block is of floats here, and of integers in `exact_integers.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -130,10 +130,14 @@ def attend(heads: Heads, first: int = 0) -> torch.Tensor:
 
     Chunks on their own, then merged in ascending order.
     """
-    parts = list(grid_cells(first, first + heads.num_positions, CHUNK_SIZE))
-    maximum, denominator, numerator = attend_chunk(heads, first, parts[0])
-    for part in parts[1:]:
-        chunk_maximum, chunk_denominator, chunk_numerator = attend_chunk(heads, first, part)
+    parts = grid_cells(first, first + heads.num_positions, CHUNK_SIZE)
+    return merge_chunks([attend_chunk(heads, first, part) for part in parts])
+
+
+def merge_chunks(chunks: Sequence[Partial]) -> torch.Tensor:
+    """The result [H, D] of chunks in ascending order, at least one."""
+    maximum, denominator, numerator = chunks[0]
+    for chunk_maximum, chunk_denominator, chunk_numerator in chunks[1:]:
         next_maximum = torch.maximum(maximum, chunk_maximum)
         ours, theirs = exp(maximum - next_maximum), exp(chunk_maximum - next_maximum)
         denominator = fma(chunk_denominator, theirs, denominator * ours)

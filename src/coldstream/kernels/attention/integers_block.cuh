@@ -10,8 +10,14 @@ namespace coldstream {
 
 constexpr int columns = block_positions / 8;
 
-// A number for each of the lane's two pairs and each of its positions: [n][2 · pair + position].
-using pair_floats = float[columns][4];
+// A number for each of the lane's two pairs and each of its positions in `count` times eight: [n][2 · pair + position].
+template <int count>
+using floats_of_pairs = float[count][4];
+using pair_floats = floats_of_pairs<columns>;
+
+// A bit for each of them.
+template <int count>
+constexpr uint32_t all_positions = 0xffffffffu >> (32 - 4 * count);
 
 // Which of them a pair sees, a bit each.
 __device__ __forceinline__ bool is_seen(uint32_t visible, int n, int i) { return visible >> (4 * n + i) & 1; }
@@ -49,10 +55,11 @@ struct lane_pairs {
 
 // What pairs do not see becomes `other`. Apart from what is computed from all of them, which would be done in turn behind
 // a branch each.
-__device__ __forceinline__ void keep_seen(uint32_t visible, pair_floats& numbers, float other) {
-  if (visible == 0xffffffffu) return;
+template <int count>
+__device__ __forceinline__ void keep_seen(uint32_t visible, float (&numbers)[count][4], float other) {
+  if ((visible & all_positions<count>) == all_positions<count>) return;
 #pragma unroll
-  for (int n = 0; n < columns; n++) {
+  for (int n = 0; n < count; n++) {
 #pragma unroll
     for (int i = 0; i < 4; i++) numbers[n][i] = is_seen(visible, n, i) ? numbers[n][i] : other;
   }
@@ -89,20 +96,28 @@ struct weight_codes {
 // A code and 128 added to this are exact, so that rounding is that of the sum, to even.
 constexpr float code_rounding = 12582912.0f + low_unit / 2;
 
-// What is not finite gets any codes: its scale is NaN. Where the scale is 0 so is the factor, and codes are 0.
+// A word of codes of a pair: those of its positions in two times eight that follow each other. What is not finite gets any
+// codes: its scale is NaN. Where the scale is 0 so is the factor, and codes are 0.
+__device__ __forceinline__ void round_word(const float (&first_eight)[4], const float (&second_eight)[4], int pair,
+                                           const plane_scale& by, uint32_t& high, uint32_t& low) {
+  uint32_t codes[4];  // bytes 0 and 1 are those of a code and 128
+#pragma unroll
+  for (int byte = 0; byte < 4; byte++) {
+    const float scaled = (byte < 2 ? first_eight : second_eight)[2 * pair + byte % 2];
+    codes[byte] = __float_as_uint(scaled * by.factor + code_rounding);
+  }
+  const uint32_t first = __byte_perm(codes[0], codes[1], 0x5140), second = __byte_perm(codes[2], codes[3], 0x5140);
+  low = __byte_perm(first, second, 0x5410) ^ 0x80808080u;
+  high = __byte_perm(first, second, 0x7632);
+}
+
+// Words 0 and 2 of a half of the tile are of pair g, 1 and 3 of pair g + 8.
 __device__ __forceinline__ void round_weights(const pair_floats& scaled, const for_both<plane_scale>& by,
                                               weight_codes& out) {
 #pragma unroll
   for (int word = 0; word < 8; word++) {
-    // Half `word / 4` of the tile; words 0 and 2 are of pair g, 1 and 3 of pair g + 8.
     const int pair = word % 2, n = 4 * (word / 4) + word % 4 / 2 * 2;
-    uint32_t codes[4];  // bytes 0 and 1 are those of a code and 128
-#pragma unroll
-    for (int byte = 0; byte < 4; byte++)
-      codes[byte] = __float_as_uint(scaled[n + byte / 2][2 * pair + byte % 2] * by[pair].factor + code_rounding);
-    const uint32_t first = __byte_perm(codes[0], codes[1], 0x5140), second = __byte_perm(codes[2], codes[3], 0x5140);
-    out.low[word / 4][word % 4] = __byte_perm(first, second, 0x5410) ^ 0x80808080u;
-    out.high[word / 4][word % 4] = __byte_perm(first, second, 0x7632);
+    round_word(scaled[n], scaled[n + 1], pair, by[pair], out.high[word / 4][word % 4], out.low[word / 4][word % 4]);
   }
 }
 
@@ -130,10 +145,11 @@ struct pair_block {
     return tile + (8 * n + 2 * (threadIdx.x % 4) + i % 2) * row_bytes;
   }
 
-  // keys: [64, row_bytes]; queries: [16, query_bytes], the warp's.
+  // keys: [8 · count, row_bytes]; queries: [16, query_bytes], the warp's.
+  template <int count>
   static __device__ void find_scores(const uint8_t* keys, const uint8_t* queries,
-                                     const for_both<float>& query_scale, pair_floats& scores) {
-    int high[columns][4] = {}, mixed[columns][4] = {};
+                                     const for_both<float>& query_scale, float (&scores)[count][4]) {
+    int high[count][4] = {}, mixed[count][4] = {};
     const uint32_t query = shared_address(queries) + lane() % 16 * query_bytes + lane() / 16 * 16;
     const uint32_t key = shared_address(keys) + lane() % 8 * row_bytes + lane() / 8 * 16;
 #pragma unroll
@@ -145,7 +161,7 @@ struct pair_block {
         load_matrices(query_low[k], query + head_dim + 32 * (step + k));
       }
 #pragma unroll
-      for (int n = 0; n < columns; n++) {
+      for (int n = 0; n < count; n++) {
         uint32_t words[4];
         load_matrices(words, key + 8 * n * row_bytes + 32 * step);
 #pragma unroll
@@ -166,7 +182,7 @@ struct pair_block {
       load_matrices(query_low, query + head_dim + 32 * step);
       const uint32_t last_key = shared_address(keys) + lane() % 8 * row_bytes + lane() / 8 % 2 * 16 + 32 * step;
 #pragma unroll
-      for (int n = 0; n < columns; n++) {
+      for (int n = 0; n < count; n++) {
         uint32_t words[2];
         load_two_matrices(words, last_key + 8 * n * row_bytes);
         add_product(high[n], query_high, words[0], words[1]);
@@ -177,7 +193,7 @@ struct pair_block {
       }
     }
 #pragma unroll
-    for (int n = 0; n < columns; n++) {
+    for (int n = 0; n < count; n++) {
 #pragma unroll
       for (int b = 0; b < 2; b++) {
         const float scale = scale_of_row<row_bytes>(row_of(keys, n, b));
@@ -191,10 +207,12 @@ struct pair_block {
   }
 
   // Weights become what their products with values are rounded from; raises the greatest magnitudes of the lane's pairs.
-  static __device__ void scale_weights(const uint8_t* values, uint32_t visible, pair_floats& weights,
+  // values: [8 · count, row_bytes].
+  template <int count>
+  static __device__ void scale_weights(const uint8_t* values, uint32_t visible, float (&weights)[count][4],
                                        for_both<uint32_t>& greatest) {
 #pragma unroll
-    for (int n = 0; n < columns; n++) {
+    for (int n = 0; n < count; n++) {
 #pragma unroll
       for (int b = 0; b < 2; b++) {
         const float scale = scale_of_row<row_bytes>(row_of(values, n, b));
@@ -207,7 +225,7 @@ struct pair_block {
     }
     keep_seen(visible, weights, 0.0f);
 #pragma unroll
-    for (int n = 0; n < columns; n++) {
+    for (int n = 0; n < count; n++) {
 #pragma unroll
       for (int i = 0; i < 4; i++) greatest[i / 2] = max(greatest[i / 2], magnitude(weights[n][i]));
     }
@@ -245,19 +263,21 @@ struct pair_block {
 };
 
 // The greatest of the visible scores of the lane's pairs, −∞ without any; others become −∞.
-__device__ __forceinline__ void raise_best(pair_floats& scores, uint32_t visible, for_both<float>& best) {
+template <int count>
+__device__ __forceinline__ void raise_best(float (&scores)[count][4], uint32_t visible, for_both<float>& best) {
   keep_seen(visible, scores, negative_infinity());
 #pragma unroll
-  for (int n = 0; n < columns; n++) {
+  for (int n = 0; n < count; n++) {
 #pragma unroll
     for (int i = 0; i < 4; i++) best[i / 2] = fmaxf(best[i / 2], scores[n][i]);
   }
 }
 
 // Scores become weights.
-__device__ __forceinline__ void weigh_scores(uint32_t visible, const for_both<float>& maximum, pair_floats& scores) {
+template <int count>
+__device__ __forceinline__ void weigh_scores(uint32_t visible, const for_both<float>& maximum, float (&scores)[count][4]) {
 #pragma unroll
-  for (int n = 0; n < columns; n++) {
+  for (int n = 0; n < count; n++) {
 #pragma unroll
     for (int i = 0; i < 4; i++) scores[n][i] = exact_exp(scores[n][i] - maximum[i / 2]);
   }

@@ -1,36 +1,23 @@
 // Attention over caches of an integer type, for few rows of chains of any sequences: docs/arithmetic.md, Attention over
 // integers.
 //
-// The work is cut into items: 16 pairs of a row and a query head, and a chunk of 256 positions. Each warp takes a block of 64
-// positions of it through the tensor cores, so that the keys and values of a whole chunk are on their way at once. The blocks of a chunk belong together in their order: what a
-// block weighs by depends on the maxima of those before it, and its products are added to theirs. Chunks leave maximum,
-// denominator and numerators in a workspace for merge.cu.
-#include "attention/integers_arguments.cuh"
+// An item is 16 pairs of a row and a query head, and a chunk of 256 positions; integers_few_steps.cuh cuts it into steps of
+// one or two blocks of 64 positions. For the scores a warp takes 16 of the positions; for the sums of values it takes some of
+// the columns and all of the step's positions, so that numerators stay in registers. Keys and values of the next step arrive
+// meanwhile. Chunks leave maximum, denominator and numerators in a workspace for the merge.
 #include "attention/integers_block.cuh"
-#include "attention/integers_unpack.cuh"
+#include "attention/integers_few_steps.cuh"
 
 extern __shared__ float4 dynamic_shared[];
 
 namespace coldstream {
 
-constexpr int exchanged_columns = 32;
-constexpr int exchanged_stride = exchanged_columns + 4;  // a gap, so that eight pairs meet all banks
-
-// What warps tell each other of a pair and a block of positions.
-struct block_share {
-  float best;        // the greatest score
-  float correction;  // the factor of what was before
-  float total;       // of weights
-  float scale;       // of the sums of products
-  bool is_met;       // whether the pair has positions there
-};
-
-// Of a pair, in the blocks so far of a chunk.
+// A pair's blocks so far of a chunk.
 struct pair_progress {
   float maximum, denominator;
   bool has_begun, has_total;
 
-  // Takes in a block's greatest score; returns its correction.
+  // Takes in a block's greatest score; returns the factor of what was before.
   __device__ __forceinline__ float raise(float best) {
     const float after = has_begun ? fmaxf(maximum, best) : best;
     const float correction = has_begun ? exact_exp(maximum - after) : 1.0f;
@@ -38,317 +25,266 @@ struct pair_progress {
     has_begun = true;
     return correction;
   }
+
+  __device__ __forceinline__ void add_total(float correction, float total) {
+    denominator = has_total ? __fmaf_rn(denominator, correction, total) : total;
+    has_total = true;
+  }
 };
 
-template <int bits, int head_dim, int warps>
+// blocks: of 64 positions, in a step.
+template <int bits, int head_dim, int blocks>
 struct few_rows_attention {
   using kept_row = cache_row<bits, head_dim>;
   using block = pair_block<kept_row::planes, head_dim>;
-  static constexpr int threads = warp_size * warps;
-  static constexpr int passes = chunk_blocks / warps;
-  static constexpr int pieces = exchanged_columns / 4;                     // of a pair's sums that are exchanged
-  static constexpr int own_pieces = pairs * pieces / threads;              // that a thread combines
-  static_assert(pairs * pieces % threads == 0 && chunk_blocks % warps == 0);
+  using memory = few_memory<bits, head_dim, blocks>;
+  static constexpr int warps = memory::warps, parts = warps / blocks;  // warps that share the scores of a block
+  static constexpr int own_columns = columns / parts;                  // times eight positions, of a warp
+  static constexpr int own_strips = (block::strips + warps - 1) / warps;
 
   const integers_arguments& a;
-  uint8_t *const tiles, *const queries;  // one a warp; [pairs, query_bytes]
-  float* const sums;                     // [2, warps, pairs, exchanged_stride]
-  block_share* const shares;             // [warps, pairs]
-  const int group = a.num_heads / a.num_kv_heads, tile_rows = pairs / group;
+  const memory shared;
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size, g = lane / 4, t = lane % 4;
-  int first_row = 0, last_row = 0, kv_head = 0, chunk = 0;  // of the item; its rows end before last_row
-  int items_before = 0;                                     // the item's tile of rows
-  lane_pairs own;
+  const int own_block = warp / parts, first_column = warp % parts * own_columns;
+  for_both<int> first, position;  // what the lane's pairs see of the run, if they are its
+  for_both<float> query_scale;
+  pair_progress progress[2];
+  float numerators[own_strips][2][4];  // column 16 · strip + 4t + c of pair g + 8i
 
-  __device__ few_rows_attention(const integers_arguments& arguments, uint8_t* shared)
-      : a(arguments),
-        tiles(shared),
-        queries(tiles + warps * block::tile_bytes),
-        sums(reinterpret_cast<float*>(queries + pairs * block::query_bytes)),
-        shares(reinterpret_cast<block_share*>(sums + 2 * warps * pairs * exchanged_stride)) {}
+  __device__ few_rows_attention(const integers_arguments& arguments, uint8_t* bytes) : a(arguments), shared{bytes} {}
 
-  // Items are counted by tiles of rows, each with the chunks from its first to its last. `index` only grows.
-  __device__ bool find_item(int index) {
-    for (; first_row < a.rows.num_rows; first_row += tile_rows) {
-      last_row = min(first_row + tile_rows, a.rows.num_rows);
-      int begin = 0x7fffffff, end = 0;
-      for (int i = first_row; i < last_row; i++) {
-        const int position = a.rows.positions[i];
-        if (position < 0) continue;
-        begin = min(begin, first_position(position, a.window) / chunk_positions);
-        end = max(end, position / chunk_positions + 1);
-      }
-      const int count = max(end - begin, 0) * a.num_kv_heads;
-      if (index - items_before < count) {
-        kv_head = (index - items_before) % a.num_kv_heads;
-        chunk = begin + (index - items_before) / a.num_kv_heads;
-        return true;
-      }
-      items_before += count;
-    }
-    return false;
-  }
-
-  // Pairs beyond the item's repeat the last one, and are not written.
-  __device__ int64_t pair_at(int pair) const {
-    const int found = min(pair, (last_row - first_row) * group - 1);
-    return int64_t{first_row + found / group} * a.num_heads + kv_head * group + found % group;
-  }
-
-  __device__ void load_queries() {
-    constexpr int pieces = 2 * head_dim / 16;
-    for (int i = threadIdx.x; i < pairs * pieces; i += threads) {
-      const int pair = i / pieces, piece = i % pieces;
-      copy_async_16(queries + pair * block::query_bytes + piece * 16,
-                    a.query + pair_at(pair) * 2 * head_dim + piece * 16);
-    }
-    commit_copies();
+  __device__ void begin_run(const few_step& step) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int64_t pair = pair_at(8 * i + g);
-      own.row[i] = int(pair / a.num_heads);
-      own.head[i] = int(pair % a.num_heads);
-      own.query_scale[i] = a.query_scales[pair] * (1.0f / low_unit);
+      const int pair = int(step.pair_at(a, 8 * i + g)), row = pair / a.num_heads;
+      query_scale[i] = a.query_scales[pair] * (1.0f / low_unit);
+      position[i] = row >= step.run.begin && row < step.run.end ? a.rows.positions[row] : -1;
+      first[i] = first_position(position[i], a.window);
+      progress[i] = {};
+    }
+#pragma unroll
+    for (int strip = 0; strip < own_strips; strip++) {
+#pragma unroll
+      for (int i = 0; i < 8; i++) numerators[strip][i / 4][i % 4] = 0.0f;
     }
   }
 
-  __device__ uint8_t* own_tile() const { return tiles + warp * block::tile_bytes; }
-
-  // Of the warp alone.
-  __device__ void load(const uint8_t* cache, const row_run& run, int tile) const {
-    uint8_t* const to = own_tile() + tile_layout<kept_row, head_dim>::packed_at;
-    load_tile_by<kept_row::bytes, warp_size>(to, cache, a.places, a.rows, run, kv_head, tile, lane);
-    commit_copies();
-  }
-
-  // What has arrived, for the warp.
-  __device__ void unpack() const {
-    if constexpr (kept_row::is_packed) unpack_tile<bits, head_dim, warp_size>(own_tile(), lane);
-  }
-
-  __device__ block_share& share_of(int of_warp, int pair) const { return shares[of_warp * pairs + pair]; }
-
-  // Weights of the warp's block, after all warps have told their greatest scores. `progress`: of the lane's pairs, before
-  // the pass and after it.
-  __device__ void weigh(pair_floats& scores, uint32_t visible, pair_progress (&progress)[2]) {
-    for_both<float> maximum, correction, total;
+  // Which of the warp's positions the lane's pairs see.
+  __device__ uint32_t visible_in(const few_step& step) const {
+    const int begin = (step.tile + own_block) * block_positions + 8 * first_column + 2 * t;
+    uint32_t visible = 0;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int n = 0; n < own_columns; n++) {
 #pragma unroll
-      for (int w = 0; w < warps; w++) {
-        const block_share& other = share_of(w, 8 * i + g);
-        if (other.is_met) {
-          const float factor = progress[i].raise(other.best);
-          if (w == warp) correction[i] = factor;
-        }
-        if (w == warp) maximum[i] = progress[i].maximum;
+      for (int i = 0; i < 4; i++) {
+        const int at = begin + 8 * n + i % 2;
+        if (first[i / 2] <= at && at <= position[i / 2]) visible |= 1u << (4 * n + i);
       }
     }
-    weigh_scores(visible, maximum, scores);
-    sum_in_order(scores, total);
+    return visible;
+  }
+
+  // Scores of the warp's positions; tells the greatest of each pair.
+  __device__ void find_scores(const few_step& step, uint32_t& visible, floats_of_pairs<own_columns>& scores) const {
+    for_both<float> best = {negative_infinity(), negative_infinity()};
+    if (step.has(own_block)) {
+      block::find_scores(shared.key(own_block, 8 * first_column), shared.queries(), query_scale, scores);
+      visible = visible_in(step);
+      raise_best(scores, visible, best);
+    }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      block_share& share = share_of(warp, 8 * i + g);
-      if (t == 0 && share.is_met) {
-        share.correction = correction[i];
-        share.total = total[i];
+      best[i] = greatest_of_pair(best[i]);
+      if (t == 0) shared.best(warp, 8 * i + g) = best[i];
+    }
+  }
+
+  // The factors of what was before each of the step's blocks, and the maximum that the warp's block counts from.
+  __device__ void raise(const few_step& step, for_both<float> (&corrections)[blocks], for_both<float>& maximum) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      maximum[i] = 0.0f;
+#pragma unroll
+      for (int b = 0; b < blocks; b++) {
+        corrections[b][i] = 1.0f;
+        if (!meets(step, b, i)) continue;
+        float best = negative_infinity();
+#pragma unroll
+        for (int part = 0; part < parts; part++) best = fmaxf(best, shared.best(b * parts + part, 8 * i + g));
+        corrections[b][i] = progress[i].raise(best);
+        if (b == own_block) maximum[i] = progress[i].maximum;
       }
     }
   }
 
-  // Rounds the weights of the warp's block.
-  __device__ void round(pair_floats& weights, uint32_t visible, weight_codes& codes) {
+  // Whether the lane's pair i has positions in block b of the step.
+  __device__ bool meets(const few_step& step, int b, int i) const {
+    const int begin = (step.tile + b) * block_positions;
+    return step.has(b) && begin + block_positions > first[i] && begin <= position[i];
+  }
+
+  // Scores become weights, which are kept for their sum, and then what their products with values are rounded from.
+  __device__ void weigh(const few_step& step, uint32_t visible, const for_both<float>& maximum,
+                        floats_of_pairs<own_columns>& scores) const {
     for_both<uint32_t> greatest = {};
-    block::scale_weights(own_tile(), visible, weights, greatest);
-    for_both<plane_scale> by;
+    if (step.has(own_block)) {
+      weigh_scores(visible, maximum, scores);
+#pragma unroll
+      for (int n = 0; n < own_columns; n++)
+        shared.weights(own_block, first_column + n)[lane] =
+            make_float4(scores[n][0], scores[n][1], scores[n][2], scores[n][3]);
+      block::scale_weights(shared.value(own_block, 8 * first_column), visible, scores, greatest);
+    }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      by[i] = scale_of_codes<16>(greatest_of_pair(greatest[i]));
-      if (t == 0) share_of(warp, 8 * i + g).scale = by[i].scale * (1.0f / low_unit);
+      greatest[i] = greatest_of_pair(greatest[i]);
+      if (t == 0) shared.greatest(warp, 8 * i + g) = greatest[i];
     }
-    round_weights(weights, by, codes);
   }
 
-  // The pass's products with values, added to what the passes before have left in the workspace, in the order of blocks.
-  __device__ void add_products(bool has_block, bool is_first_pass, const weight_codes& codes,
-                               float4* const (&places)[own_pieces]) {
+  // The scale of a block's weights, of the lane's pair i.
+  __device__ plane_scale scale_of(int b, int i) const {
+    uint32_t greatest = 0;
 #pragma unroll
-    for (int part = 0; part < head_dim / exchanged_columns; part++) {
-      float* const mine = sums + (part % 2 * warps + warp) * pairs * exchanged_stride;
-      if (has_block) {
+    for (int part = 0; part < parts; part++) greatest = max(greatest, shared.greatest(b * parts + part, 8 * i + g));
+    return scale_of_codes<16>(greatest);
+  }
+
+  // Rounds the warp's weights; the first warp of a block sums the weights of all.
+  __device__ void round(const few_step& step, const floats_of_pairs<own_columns>& weights) const {
+    if (!step.has(own_block)) return;
+    const for_both<plane_scale> by = {scale_of(own_block, 0), scale_of(own_block, 1)};
 #pragma unroll
-        for (int strip = 0; strip < exchanged_columns / 16; strip++) {
-          value_sums of_strip;
-          block::add_values(own_tile(), exchanged_columns / 16 * part + strip, codes, of_strip);
+    for (int n = 0; n < own_columns; n += 2) {
+      uint2 high, low;
+      round_word(weights[n], weights[n + 1], 0, by[0], high.x, low.x);
+      round_word(weights[n], weights[n + 1], 1, by[1], high.y, low.y);
+      const int half = (first_column + n) / 4, words = (first_column + n) % 4 / 2;
+      reinterpret_cast<uint2*>(shared.codes(own_block, half, 0) + lane)[words] = high;
+      reinterpret_cast<uint2*>(shared.codes(own_block, half, 1) + lane)[words] = low;
+    }
+    if (first_column > 0) return;
+    pair_floats all;
 #pragma unroll
-          for (int i = 0; i < 2; i++) {
-            float* const to = mine + (8 * i + g) * exchanged_stride + 16 * strip + 4 * t;
-            *reinterpret_cast<float4*>(to) =
-                make_float4(of_strip.sum(i, 0), of_strip.sum(i, 1), of_strip.sum(i, 2), of_strip.sum(i, 3));
-          }
+    for (int n = 0; n < columns; n++) {
+      const float4 four = shared.weights(own_block, n)[lane];
+      all[n][0] = four.x, all[n][1] = four.y, all[n][2] = four.z, all[n][3] = four.w;
+    }
+    for_both<float> total;
+    sum_in_order(all, total);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      if (t == 0) shared.total(own_block, 8 * i + g) = total[i];
+    }
+  }
+
+  __device__ static void unpack_codes(const uint4& four, uint32_t (&words)[4]) {
+    words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
+  }
+
+  // Products of the step's blocks with the warp's columns of values, in the order of blocks; and totals of weights.
+  __device__ void add_values(const few_step& step, const for_both<float> (&corrections)[blocks]) {
+#pragma unroll
+    for (int b = 0; b < blocks; b++) {
+      if (!step.has(b)) continue;
+      weight_codes codes;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        unpack_codes(shared.codes(b, half, 0)[lane], codes.high[half]);
+        unpack_codes(shared.codes(b, half, 1)[lane], codes.low[half]);
+      }
+      const for_both<float> scale = {scale_of(b, 0).scale * (1.0f / low_unit), scale_of(b, 1).scale * (1.0f / low_unit)};
+      const for_both<bool> is_met = {meets(step, b, 0), meets(step, b, 1)};
+#pragma unroll
+      for (int k = 0; k < own_strips; k++) {
+        const int strip = warp + warps * k;
+        if (strip >= block::strips) continue;
+        value_sums sums;
+        block::add_values(shared.value(b, 0), strip, codes, sums);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          if (!is_met[i]) continue;
+#pragma unroll
+          for (int c = 0; c < 4; c++)
+            numerators[k][i][c] = __fmaf_rn(scale[i], sums.sum(i, c), numerators[k][i][c] * corrections[b][i]);
         }
-      }
-      __syncthreads();
-      combine(part, is_first_pass, places);
-    }
-  }
-
-  __device__ void combine(int part, bool is_first_pass, float4* const (&places)[own_pieces]) {
-#pragma unroll
-    for (int k = 0; k < own_pieces; k++) {
-      if (!places[k]) continue;
-      const int i = k * threads + threadIdx.x, pair = i / pieces, column = i % pieces * 4;
-      float4* const to = places[k] + part * pieces;
-      float4 numerator = is_first_pass ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : *to;
-#pragma unroll
-      for (int w = 0; w < warps; w++) {
-        const block_share& share = share_of(w, pair);
-        if (!share.is_met) continue;
-        const float* const from = sums + ((part % 2 * warps + w) * pairs + pair) * exchanged_stride + column;
-        const float4 sum = *reinterpret_cast<const float4*>(from);
-        numerator.x = __fmaf_rn(share.scale, sum.x, numerator.x * share.correction);
-        numerator.y = __fmaf_rn(share.scale, sum.y, numerator.y * share.correction);
-        numerator.z = __fmaf_rn(share.scale, sum.z, numerator.z * share.correction);
-        numerator.w = __fmaf_rn(share.scale, sum.w, numerator.w * share.correction);
-      }
-      *to = numerator;
-    }
-  }
-
-  // Where the thread's pieces of numerators belong in the workspace; null for none.
-  __device__ void find_places(const row_run& run, float4* (&places)[own_pieces]) const {
-#pragma unroll
-    for (int k = 0; k < own_pieces; k++) {
-      const int i = k * threads + threadIdx.x, pair = i / pieces;
-      const int64_t found = pair_at(pair);
-      const int row = int(found / a.num_heads);
-      const bool is_own = pair < (last_row - first_row) * group && row >= run.begin && row < run.end;
-      places[k] = nullptr;
-      if (is_own && meets_chunk(row))
-        places[k] = reinterpret_cast<float4*>(a.values + place_of(found, row) * head_dim) + i % pieces;
-    }
-  }
-
-  __device__ bool meets_chunk(int row) const {
-    const int position = a.rows.positions[row];
-    return chunk >= first_position(position, a.window) / chunk_positions && chunk <= position / chunk_positions;
-  }
-
-  // In the workspace, of the row's pair.
-  __device__ int64_t place_of(int64_t pair, int row) const {
-    return pair * a.max_chunks + chunk - first_position(a.rows.positions[row], a.window) / chunk_positions;
-  }
-
-  // The chunk of the rows of one sequence, which have positions in tiles begin … end of it.
-  __device__ void attend_tiles(const row_run& run, int begin, int end) {
-    pair_progress progress[2] = {};
-    float4* places[own_pieces];
-    find_places(run, places);
-    for (int pass = 0; pass < passes; pass++) {
-      const int tile = chunk * chunk_blocks + pass * warps + warp;
-      const bool has_block = tile >= begin && tile <= end;
-      pair_floats scores;
-      uint32_t visible = 0;
-      for_both<float> best = {negative_infinity(), negative_infinity()};
-      __syncthreads();  // the last pass has used what is shared
-      if (has_block) load(a.k_cache, run, tile);
-      wait_for_copies<0>();
-      if (pass == 0) __syncthreads();  // the queries are there
-      else __syncwarp();
-      if (has_block) {
-        unpack();
-        block::find_scores(own_tile(), queries, own.query_scale, scores);
-        visible = own.visible_in(tile, tile, run, nullptr);
-        raise_best(scores, visible, best);
       }
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        best[i] = greatest_of_pair(best[i]);
-        block_share& share = share_of(warp, 8 * i + g);
-        if (t == 0) {
-          share.best = best[i];
-          share.is_met = has_block && own.view[i].meets(tile);
-        }
+        if (is_met[i]) progress[i].add_total(corrections[b][i], shared.total(b, 8 * i + g));
       }
-      __syncthreads();
-      if (has_block) load(a.v_cache, run, tile);
-      weigh(scores, visible, progress);
-      wait_for_copies<0>();
-      __syncwarp();
-      weight_codes codes;
-      if (has_block) {
-        unpack();
-        round(scores, visible, codes);
-      }
-      add_products(has_block, pass == 0, codes, places);
-      add_totals(progress);
     }
-    leave(run, progress);
   }
 
-  // The pass's weights, in the order of blocks; each warp does the same.
-  __device__ void add_totals(pair_progress (&progress)[2]) const {
+  // What the chunk leaves of the run's pairs.
+  __device__ void leave(const few_step& step) const {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      pair_progress& of = progress[i];
-      for (int w = 0; w < warps; w++) {
-        const block_share& share = share_of(w, 8 * i + g);
-        if (!share.is_met) continue;
-        of.denominator = of.has_total ? __fmaf_rn(of.denominator, share.correction, share.total) : share.total;
-        of.has_total = true;
-      }
-    }
-  }
-
-  __device__ void leave(const row_run& run, const pair_progress (&progress)[2]) const {
-    if (warp > 0 || t > 0) return;
+      const int pair = int(step.pair_at(a, 8 * i + g)), row = pair / a.num_heads;
+      if (!step.is_pair(a, 8 * i + g) || row < step.run.begin || row >= step.run.end || !progress[i].has_begun) continue;
+      const int64_t place = step.place_of(a, pair);
+      float4* const to = reinterpret_cast<float4*>(a.values + place * head_dim);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int pair = 8 * i + g, row = own.row[i];
-      const bool is_own = pair < (last_row - first_row) * group && row >= run.begin && row < run.end;
-      if (!is_own || !progress[i].has_begun) continue;
-      a.stats[place_of(pair_at(pair), row)] = make_float2(progress[i].maximum, progress[i].denominator);
-    }
-  }
-
-  // The chunk of the rows of one sequence, if it is one.
-  __device__ void attend_run(const row_run& run) {
-    int first = 0x7fffffff, last = -1;  // tiles
-    for (int i = run.begin; i < run.end; i++) {
-      const int position = a.rows.positions[i];
-      if (position < 0) continue;
-      first = min(first, first_position(position, a.window) / block_positions);
-      last = max(last, position / block_positions);
-    }
-    const int begin = max(first, chunk * chunk_blocks), end = min(last, chunk * chunk_blocks + chunk_blocks - 1);
-    if (begin > end) return;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const bool is_own = own.row[i] >= run.begin && own.row[i] < run.end;
-      own.view[i] = is_own ? row_view(a.rows, run, own.row[i], a.window) : row_view();
-    }
-    attend_tiles(run, begin, end);
-  }
-
-  __device__ void run_items() {
-    for (int index = blockIdx.x; find_item(index); index += gridDim.x) {
-      __syncthreads();
-      load_queries();
-      for (int begin = first_row; begin < last_row;) {
-        const row_run run(a.rows, begin, last_row);
-        attend_run(run);
-        begin = run.end;
+      for (int k = 0; k < own_strips; k++) {
+        const int strip = warp + warps * k;
+        const float(&of)[4] = numerators[k][i];
+        if (strip < block::strips) to[4 * strip + t] = make_float4(of[0], of[1], of[2], of[3]);
       }
+      if (warp == 0 && t == 0) a.stats[place] = make_float2(progress[i].maximum, progress[i].denominator);
+    }
+  }
+
+  // What follows on a meeting of all threads reads what others wrote before, or writes what others read before.
+  __device__ void attend() {
+    few_steps<blocks> steps(a);
+    few_step now;
+    bool has_now = false;
+    while (true) {
+      const bool has_next = steps.next();
+      floats_of_pairs<own_columns> scores;
+      uint32_t visible = 0;
+      if (has_now) {
+        if (now.begins_run) begin_run(now);
+        wait_for_copies<1>();
+        __syncthreads();
+        shared.unpack(shared.keys());
+        find_scores(now, visible, scores);
+        wait_for_copies<0>();
+        __syncthreads();
+      } else {
+        wait_for_previous_grid();
+        release_next_grid();
+      }
+      if (has_next) {
+        if (steps.begins_item) shared.load_queries(a, steps);
+        shared.load_keys(a, steps);
+      }
+      if (has_now) {
+        shared.unpack(shared.values());
+        for_both<float> corrections[blocks], maximum;
+        raise(now, corrections, maximum);
+        weigh(now, visible, maximum, scores);
+        __syncthreads();
+        round(now, scores);
+        __syncthreads();
+        add_values(now, corrections);
+        if (now.ends_run) leave(now);
+        __syncthreads();
+      }
+      if (!has_next) return;
+      shared.load_values(a, steps);
+      now = steps;
+      has_now = true;
     }
   }
 };
 
-// There are no draft trees among the rows.
-template <int bits, int head_dim, int warps>
-__global__ void __launch_bounds__(warp_size * warps) attention_integers_few(const integers_arguments a) {
-  wait_for_previous_grid();
-  release_next_grid();
-  few_rows_attention<bits, head_dim, warps>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).run_items();
+// There are no draft trees among the rows. What rows are is older than the launch before this one, so that the first step
+// may be found before that has ended.
+template <int bits, int head_dim, int blocks>
+__global__ void __launch_bounds__(few_memory<bits, head_dim, blocks>::threads, 1)
+    attention_integers_few(const integers_arguments a) {
+  few_rows_attention<bits, head_dim, blocks>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).attend();
 }
 
 }  // namespace coldstream

@@ -1,22 +1,11 @@
-// The end of attention: a row's chunks merged in ascending order, divided, rotated back, gated where there is a gate,
-// and written as float32, as int8 or as both. A block of threads takes 256 columns of a row, that is a group of activations; a thread takes one.
-#include "attention/grid.cuh"
-#include "cuda/quantize.cuh"
+// The end of attention for few rows with any number of chunks: a row's chunks merged in ascending order, divided, rotated
+// back, gated where there is a gate, and written as float32, as int8 or as both. A block of threads takes 256 columns of a
+// row, that is a group of activations; a thread takes one.
+#include "attention/merge.cuh"
 
 extern __shared__ float4 dynamic_shared[];
 
 namespace coldstream {
-
-struct merge_arguments {
-  const float *values, *query_gate;
-  const float2* stats;
-  const int32_t* positions;
-  float* out;      // [T, H · D] or null
-  int8_t* codes;   // with the other two: quantised activations, or null
-  float* scales;
-  int16_t* sums;
-  int32_t query_gate_stride, num_heads, max_chunks, window;
-};
 
 constexpr int merge_batch = warp_size;  // chunks that are in shared memory together
 constexpr int merge_threads = group_elements;
@@ -153,7 +142,7 @@ __global__ void __launch_bounds__(merge_threads) attention_merge(const merge_arg
     gate = gates[column % head_dim];
   }
   const int first_chunk = first_position(position, a.window) / chunk_positions;
-  // None of a row of no sequence; where a workspace has one, all are merged in it.
+  // None of a row of no sequence.
   const int num_chunks = position < 0 ? 0 : min(position / chunk_positions - first_chunk + 1, a.max_chunks);
   m.load(0, num_chunks);
 #pragma unroll 1

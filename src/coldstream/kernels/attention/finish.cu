@@ -1,0 +1,86 @@
+// As merge.cu, with the same bits, for rows whose chunks are merged already, as those of prompts are. A warp takes 256 columns
+// of a row, a lane eight of them next to each other, and meets no other warp.
+#include "attention/merge.cuh"
+
+namespace coldstream {
+
+constexpr int finish_warps = 4;
+constexpr int lane_columns = group_elements / warp_size;
+
+// `rotate_head` undone for the lane's columns, and its factor.
+template <int head_dim>
+__device__ __forceinline__ void rotate_back(float (&x)[lane_columns]) {
+  constexpr int size = head_dim & -head_dim;
+#pragma unroll
+  for (int stride = 1; stride < size && stride < lane_columns; stride *= 2) {
+#pragma unroll
+    for (int i = 0; i < lane_columns; i++) {
+      if (i & stride) continue;
+      const float a = x[i], b = x[i + stride];
+      x[i] = a + b;
+      x[i + stride] = a - b;
+    }
+  }
+#pragma unroll
+  for (int stride = lane_columns; stride < size; stride *= 2) {
+    const bool is_upper = threadIdx.x * lane_columns & stride;
+#pragma unroll
+    for (int i = 0; i < lane_columns; i++) {
+      const float other = __shfl_xor_sync(all_lanes, x[i], stride / lane_columns);
+      x[i] = is_upper ? other - x[i] : x[i] + other;
+    }
+  }
+#pragma unroll
+  for (float& value : x) value *= 1.0f / size;
+}
+
+__device__ __forceinline__ void load_columns(const float* from, float (&x)[lane_columns]) {
+  const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
+  x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+  x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+}
+
+__device__ __forceinline__ void store_columns(float* to, const float (&x)[lane_columns]) {
+  reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
+  reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
+}
+
+// Gates and positions are older than the launch before this one, so that they may be read before it has ended.
+template <int head_dim, bool has_gate>
+__global__ void __launch_bounds__(finish_warps* warp_size) attention_finish(const merge_arguments a) {
+  const int num_columns = a.num_heads * head_dim, num_groups = (num_columns + group_elements - 1) / group_elements;
+  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+  const int item = blockIdx.x * finish_warps + warp, row = item / num_groups, group = item % num_groups;
+  const bool is_item = row < a.num_rows;
+  const int first_column = group * group_elements, column = min(first_column + lane * lane_columns, num_columns - lane_columns);
+  const int position = is_item ? a.positions[row] : -1;
+  float gates[lane_columns];
+  if constexpr (has_gate) {
+    const float* from = a.query_gate + int64_t{is_item ? row : 0} * a.query_gate_stride;
+    load_columns(from + (2 * (column / head_dim) + 1) * head_dim + column % head_dim, gates);
+  }
+  wait_for_previous_grid();
+  release_next_grid();
+  if (!is_item) return;
+  float result[lane_columns] = {};
+  if (position >= 0) {
+    const int64_t head = int64_t{row} * a.num_heads + column / head_dim;
+    const float factor = 1.0f / a.stats[head].y;
+    load_columns(a.values + head * head_dim + column % head_dim, result);
+#pragma unroll
+    for (float& value : result) value *= factor;
+  }
+  rotate_back<head_dim>(result);
+  if constexpr (has_gate) {
+#pragma unroll
+    for (int i = 0; i < lane_columns; i++) result[i] *= exact_sigmoid(gates[i]);
+  }
+  const bool exists = first_column + lane * lane_columns < num_columns;
+  if (a.out && exists) store_columns(a.out + int64_t{row} * num_columns + column, result);
+  if (!a.codes) return;
+#pragma unroll
+  for (float& value : result) value = exists ? value : 0.0f;
+  store_group(quantize_group(result), quant_row(a.codes, a.scales, a.sums, row, num_groups * group_elements), group);
+}
+
+}  // namespace coldstream

@@ -1,0 +1,224 @@
+// What a block of threads of integers_few.cu does one after the other, and where that lies in shared memory.
+#pragma once
+
+#include "attention/integers_arguments.cuh"
+#include "attention/integers_items.cuh"
+#include "attention/integers_unpack.cuh"
+
+namespace coldstream {
+
+constexpr int few_warps = 4;  // that share a block of positions
+
+// Rows begin … end − 1 of a batch, of a chain of one sequence that has keys of num_kept positions.
+struct chain_run {
+  int begin, end, segment, num_kept;
+
+  __device__ chain_run() {}
+  __device__ chain_run(const batch_rows& rows, int first, int limit)
+      : begin(first), end(first + 1), segment(rows.segments[first]) {
+#pragma unroll 1
+    while (end < limit && rows.segments[end] == segment) end++;
+    num_kept = rows.positions[end - 1] + 1;
+  }
+};
+
+// Some blocks of positions of a chunk, for rows of one sequence.
+struct few_step : item_pairs {
+  chain_run run;
+  int chunk, begin, end, tile;  // tiles begin … end of the run; the step's first
+  bool begins_item, begins_run, ends_run;
+
+  // Whether the run has positions in block b of the step.
+  __device__ bool has(int b) const { return tile + b >= begin && tile + b <= end; }
+
+  __device__ bool is_pair(const integers_arguments& a, int pair) const { return pair < num_pairs(a); }
+
+  // The chunk's, in the workspace.
+  __device__ int64_t place_of(const integers_arguments& a, int64_t pair) const {
+    return place_of_chunk(a, pair, chunk, first_chunk_of(a, int(pair / a.num_heads)));
+  }
+};
+
+// The steps of a block of threads. Items are counted by tiles of rows, each with the chunks from its first to its last.
+template <int blocks>
+struct few_steps : few_step {
+  const integers_arguments& a;
+  const int tile_rows = pairs / (a.num_heads / a.num_kv_heads);
+  int index = blockIdx.x, items_before = 0;  // of the next item; the tile of rows it is looked for in
+  int next_row = 0;                          // of the item, behind the run
+
+  __device__ explicit few_steps(const integers_arguments& arguments) : a(arguments) {
+    first_row = last_row = 0;
+    tile = end = -1;
+  }
+
+  // Goes on to the next step; false behind the last.
+  __device__ bool next() {
+    begins_item = begins_run = false;
+    if (tile >= 0 && !ends_run) {
+      tile += blocks;
+      ends_run = tile + blocks > end;
+      return true;
+    }
+    while (true) {
+      while (next_row < last_row) {
+        run = chain_run(a.rows, next_row, last_row);
+        next_row = run.end;
+        if (!find_tiles()) continue;
+        begins_run = true;
+        tile = begin / blocks * blocks;
+        ends_run = tile + blocks > end;
+        return true;
+      }
+      if (!find_item()) return false;
+      begins_item = true;
+    }
+  }
+
+ private:
+  __device__ bool find_item() {
+    for (; first_row < a.rows.num_rows; first_row += tile_rows) {
+      last_row = min(first_row + tile_rows, a.rows.num_rows);
+      int from = 0x7fffffff, to = 0;
+#pragma unroll 1
+      for (int i = first_row; i < last_row; i++) {
+        const int position = a.rows.positions[i];
+        if (position < 0) continue;
+        from = min(from, first_position(position, a.window) / chunk_positions);
+        to = max(to, position / chunk_positions + 1);
+      }
+      const int count = max(to - from, 0) * a.num_kv_heads;
+      if (index - items_before < count) {
+        kv_head = (index - items_before) % a.num_kv_heads;
+        chunk = from + (index - items_before) / a.num_kv_heads;
+        next_row = first_row;
+        index += gridDim.x;
+        return true;
+      }
+      items_before += count;
+    }
+    return false;
+  }
+
+  // The chunk's tiles in which the run has positions.
+  __device__ bool find_tiles() {
+    begin = 0x7fffffff;
+    end = -1;
+#pragma unroll 1
+    for (int i = run.begin; i < run.end; i++) {
+      const int position = a.rows.positions[i];
+      if (position < 0) continue;
+      begin = min(begin, first_position(position, a.window) / block_positions);
+      end = max(end, position / block_positions);
+    }
+    begin = max(begin, chunk * chunk_blocks);
+    end = min(end, chunk * chunk_blocks + chunk_blocks - 1);
+    return begin <= end;
+  }
+};
+
+// blocks: of 64 positions, in a step.
+template <int bits, int head_dim, int blocks>
+struct few_memory {
+  using kept_row = cache_row<bits, head_dim>;
+  using layout = tile_layout<kept_row, head_dim>;
+  static constexpr int warps = few_warps * blocks, threads = warps * warp_size;
+  static constexpr int rows = blocks * block_positions, query_bytes = 2 * head_dim + 16;
+  static constexpr int queries_at = 2 * blocks * layout::bytes, weights_at = queries_at + pairs * query_bytes;
+  static constexpr int codes_at = weights_at + rows / 8 * warp_size * 16;
+  static constexpr int numbers_at = codes_at + blocks * 4 * warp_size * 16;
+  static constexpr int bytes = numbers_at + (2 * warps + blocks) * pairs * 4;
+
+  uint8_t* const shared;
+
+  __device__ uint8_t* keys() const { return shared; }
+  __device__ uint8_t* values() const { return shared + blocks * layout::bytes; }
+  __device__ const uint8_t* key(int b, int position) const {
+    return keys() + b * layout::bytes + position * layout::row_bytes;
+  }
+  __device__ const uint8_t* value(int b, int position) const {
+    return values() + b * layout::bytes + position * layout::row_bytes;
+  }
+  __device__ uint8_t* queries() const { return shared + queries_at; }
+
+  // Of eight positions of a block, by lanes.
+  __device__ float4* weights(int b, int eight) const {
+    return reinterpret_cast<float4*>(shared + weights_at) + (b * (block_positions / 8) + eight) * warp_size;
+  }
+  // Of a half of a block, by lanes; plane 0 is the high one.
+  __device__ uint4* codes(int b, int half, int plane) const {
+    return reinterpret_cast<uint4*>(shared + codes_at) + ((b * 2 + half) * 2 + plane) * warp_size;
+  }
+  __device__ float* numbers() const { return reinterpret_cast<float*>(shared + numbers_at); }
+  // The greatest of a warp's scores of a pair, of its scaled weights, and the sum of a block's weights.
+  __device__ float& best(int warp, int pair) const { return numbers()[warp * pairs + pair]; }
+  __device__ uint32_t& greatest(int warp, int pair) const {
+    return reinterpret_cast<uint32_t*>(numbers())[(warps + warp) * pairs + pair];
+  }
+  __device__ float& total(int b, int pair) const { return numbers()[(2 * warps + b) * pairs + pair]; }
+
+  // Copies that the next group has.
+  __device__ void load_queries(const integers_arguments& a, const few_step& step) const {
+    constexpr int pieces = 2 * head_dim / 16;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < pairs * pieces; i += threads) {
+      const int pair = i / pieces, piece = i % pieces;
+      copy_async_16(queries() + pair * query_bytes + piece * 16,
+                    a.query + step.pair_at(a, pair) * 2 * head_dim + piece * 16);
+    }
+  }
+
+  // A group of copies each.
+  __device__ void load_keys(const integers_arguments& a, const few_step& step) const {
+    load(keys(), a.k_cache, a, step);
+  }
+  __device__ void load_values(const integers_arguments& a, const few_step& step) const {
+    load(values(), a.v_cache, a, step);
+  }
+
+  // All threads meet inside if rows are packed.
+  __device__ void unpack(uint8_t* tiles) const {
+    if constexpr (kept_row::is_packed) {
+      for (int b = 0; b < blocks; b++) unpack_tile<bits, head_dim, threads>(tiles + b * layout::bytes, threadIdx.x);
+    }
+  }
+
+ private:
+  // Where position `position` of the step arrives.
+  static __device__ uint32_t place_of(uint32_t tiles, int position) {
+    constexpr int stride = kept_row::is_packed ? kept_row::bytes : layout::row_bytes;
+    return tiles + position / block_positions * layout::bytes + layout::packed_at + position % block_positions * stride;
+  }
+
+  // The rows of the step's positions that are kept, some at a time, each by as many threads as it has pieces of 16 bytes.
+  __device__ void load(uint8_t* tiles, const uint8_t* cache, const integers_arguments& a, const few_step& step) const {
+    constexpr int pieces = (kept_row::is_packed ? kept_row::bytes : kept_row::code_bytes) / 16;
+    constexpr int rows_at_once = threads / pieces;
+    const int first = step.tile * block_positions, count = step.run.num_kept - first;
+    const int block = a.rows.tables[int64_t{step.run.segment} * a.rows.table_stride + step.chunk];
+    const uint8_t* const from = cache + block * a.places.block_bytes +
+                                first % chunk_positions * a.places.position_bytes + int64_t{step.kv_head} * kept_row::bytes;
+    const uint32_t to = shared_address(tiles);
+    const int piece = threadIdx.x % pieces, row = threadIdx.x / pieces;
+    const uint8_t* codes = from + row * a.places.position_bytes + piece * 16;
+#pragma unroll
+    for (int i = 0; i < rows; i += rows_at_once) {
+      const int position = i + row;
+      copy_if_below(row < rows_at_once ? min(count, rows) : 0, position, place_of(to, position) + piece * 16, codes);
+      codes += rows_at_once * a.places.position_bytes;
+    }
+    if constexpr (!kept_row::is_packed) {
+#pragma unroll
+      for (int i = 0; i < rows; i += threads) {
+        const int position = i + threadIdx.x;
+        copy_word_if_below(min(count, rows), position, place_of(to, position) + kept_row::code_bytes,
+                           from + position * a.places.position_bytes + kept_row::code_bytes);
+      }
+    }
+    commit_copies();
+  }
+
+  static_assert(kept_row::is_packed || layout::row_bytes == kept_row::bytes);
+};
+
+}  // namespace coldstream

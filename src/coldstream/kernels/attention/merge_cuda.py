@@ -1,0 +1,80 @@
+"""The end of attention on the GPU: chunks merged by `merge.cu`, or, where rows have one each, `finish.cu`."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.attention.arguments import AttentionShape, DecodeWorkspace
+from coldstream.kernels.cuda.program import CudaProgram, Kernel
+from coldstream.kernels.ops import Rows
+
+MERGE_BATCH = 32  # chunks
+MERGE_SHARED_BYTES = 2 * MERGE_BATCH * GROUP_SIZE * 4  # two batches
+FINISH_WARPS = 4  # of a block of threads of `finish.cu`
+GATE_ALIGNMENT = 4  # elements between rows of `query_gate`
+
+
+class MergeArguments(ctypes.Structure):
+    """`merge_arguments` of merge.cuh."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("values", "query_gate", "stats", "positions"),
+                *("out", "codes", "scales", "sums"),
+            )
+        ),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("num_rows", "query_gate_stride", "num_heads", "max_chunks", "window")
+        ),
+    )
+
+
+class MergeKernels:
+    """The kernels for one shape, compiled when first used."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+        parameters = f"<{shape.head_dim}, {str(shape.output_gate).lower()}>"
+        self.programs = {
+            file: CudaProgram(Path(__file__).parent / file, (f"coldstream::{name}{parameters}",))
+            for file, name in (("merge.cu", "attention_merge"), ("finish.cu", "attention_finish"))
+        }
+
+    def merge(
+        self,
+        query_gate: torch.Tensor,
+        rows: Rows,
+        workspace: DecodeWorkspace,
+        *,
+        out: torch.Tensor | None = None,
+        quantised: QuantActivations | None = None,
+    ) -> None:
+        """As `IntegerKernels.merge`."""
+        shape, num_rows, max_chunks = self.shape, len(rows.positions), workspace.values.shape[2]
+        if query_gate.stride(0) % GATE_ALIGNMENT:
+            raise ValueError(f"{query_gate.stride(0)} elements between rows of gates, not a multiple of 4")
+        codes = (None,) * 3 if quantised is None else (quantised.q, quantised.scales, quantised.sums)
+        tensors = (workspace.values, query_gate, workspace.stats, rows.positions, out, *codes)
+        arguments = MergeArguments(
+            *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+            num_rows, query_gate.stride(0), shape.num_heads, max_chunks, shape.window or 0,
+        )  # fmt: skip
+        groups = -(-shape.num_heads * shape.head_dim // GROUP_SIZE)
+        if max_chunks == 1:
+            self._kernel("finish.cu").launch(
+                (-(-num_rows * groups // FINISH_WARPS), 1, 1), 32 * FINISH_WARPS, (arguments,), overlap=True
+            )
+        else:
+            shared = max_chunks * GROUP_SIZE * 4 if max_chunks <= MERGE_BATCH else MERGE_SHARED_BYTES
+            self._kernel("merge.cu").launch(
+                (groups, num_rows, 1), GROUP_SIZE, (arguments,), shared_bytes=shared, overlap=True
+            )
+
+    def _kernel(self, file: str) -> Kernel:
+        program = self.programs[file]
+        return program.kernel(program.instances[0])

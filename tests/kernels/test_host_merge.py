@@ -1,0 +1,81 @@
+"""Chunks merged as the GPU's kernels do it, on the host: the definition's bits for any number of them."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coldstream.kernels.arithmetic.reference import quantize_activations, sigmoid
+from coldstream.kernels.attention.arguments import AttentionShape, DecodeWorkspace
+from coldstream.kernels.attention.cache_types import CACHE_TYPES
+from coldstream.kernels.attention.exact import CHUNK_SIZE, first_position, merge_chunks
+from coldstream.kernels.attention.merge_cuda import MERGE_BATCH, MergeKernels
+from coldstream.kernels.ops import Rows
+from coldstream.kernels.quantize.cuda import empty_activations
+
+MOST_POSITIONS = (2 * MERGE_BATCH + 10) * CHUNK_SIZE
+
+
+def check(shape: AttentionShape, positions: list[int], max_chunks: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_rows, width = len(positions), shape.num_heads * shape.head_dim
+    values, stats = (
+        torch.randn(size, generator=generator)
+        for size in DecodeWorkspace.shapes(shape, num_rows, max_chunks * CHUNK_SIZE)
+    )
+    stats[..., 0] *= 20
+    stats[..., 1] = stats[..., 1].abs() + 1
+    query_gate = 3 * torch.randn(num_rows, width * (2 if shape.output_gate else 1) + 4, generator=generator)
+    expected = torch.zeros(num_rows, shape.num_heads, shape.head_dim)
+    for row, position in enumerate(positions):
+        if position < 0:
+            continue
+        first = first_position(position, shape.window) // CHUNK_SIZE
+        count = min(position // CHUNK_SIZE - first + 1, max_chunks)
+        chunks = [(stats[row, :, i, 0], stats[row, :, i, 1], values[row, :, i]) for i in range(count)]
+        expected[row] = merge_chunks(chunks)
+        values[row, :, count:] = stats[row, :, count:] = torch.nan
+    expected = shape.cache_type.turn_back(expected)
+    if shape.output_gate:
+        gates = query_gate[:, :-4].reshape(num_rows, shape.num_heads, 2, shape.head_dim)[:, :, 1]
+        expected = expected * sigmoid(gates)
+    expected = expected.reshape(num_rows, width)
+    out, quantised = torch.empty(num_rows, width), empty_activations(num_rows, width, torch.device("cpu"))
+    at = torch.tensor(positions, dtype=torch.int32)
+    rows = Rows(at, torch.zeros_like(at))
+    MergeKernels(shape).merge(query_gate, rows, DecodeWorkspace(values, stats), out=out, quantised=quantised)
+    assert torch.equal(out, expected)
+    padded = torch.nn.functional.pad(expected, (0, quantised.q.shape[1] - width))
+    for found, wanted in zip(
+        vars(quantised).values(), vars(quantize_activations(padded)).values(), strict=True
+    ):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("output_gate", [True, False])
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 256), (4, 128), (5, 96), (6, 64), (9, 32)])
+def test_chunks_are_merged_as_the_definition_says(num_heads: int, head_dim: int, output_gate: bool) -> None:
+    @settings(max_examples=10)
+    @given(
+        positions=st.lists(
+            st.integers(-1, 9 * CHUNK_SIZE) | st.integers(0, MOST_POSITIONS), min_size=1, max_size=3
+        ),
+        spare_chunks=st.integers(1, 40),
+        window=st.sampled_from([None, None, 300]),
+        seed=st.integers(0, 99),
+    )
+    def check_all(positions: list[int], spare_chunks: int, window: int | None, seed: int) -> None:
+        shape = AttentionShape(num_heads, 1, head_dim, CACHE_TYPES["i16"], window, output_gate)
+        check(shape, positions, max(positions) // CHUNK_SIZE + 1 + spare_chunks, seed)
+
+    check_all()
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("output_gate", [True, False])
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 256), (4, 128), (5, 96), (6, 64), (9, 32)])
+def test_what_is_merged_already_is_only_finished(num_heads: int, head_dim: int, output_gate: bool) -> None:
+    for window in (None, 300):
+        shape = AttentionShape(num_heads, 1, head_dim, CACHE_TYPES["i8"], window, output_gate)
+        check(shape, [5, 100_000, -1, 255, 256, 70_000, 3], 1, seed=4)
