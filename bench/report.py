@@ -30,7 +30,7 @@ from report_gpu import (
     same_bits,
 )
 from report_tables import Row, load, table
-from report_tests import gpu_sanitizer, gpu_tests, planted_faults
+from report_tests import draft_trees, gpu_sanitizer, gpu_tests, planted_faults
 
 ROOT = Path(__file__).parent.parent
 PAGES = (
@@ -308,6 +308,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "agreement": agreement,
     "demo_model": demo_model,
     "disk_tier": disk_tier,
+    "draft_trees": draft_trees,
     "install": install,
     "kv_types": kv_types,
     "activation_scales": activation_scales,
