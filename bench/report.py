@@ -29,6 +29,7 @@ from report_gpu import (
     guess_recall,
     same_bits,
 )
+from report_residents import planned_residents
 from report_tables import Row, load, table
 from report_tests import draft_trees, gpu_sanitizer, gpu_tests, planted_faults
 
@@ -330,6 +331,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpu_sanitizer": gpu_sanitizer,
     "gpu_tests": gpu_tests,
     "planted_faults": planted_faults,
+    "planned_residents": planned_residents,
     "policies": policies,
     "routing": routing,
     "same_bits": same_bits,
