@@ -62,7 +62,7 @@ from results import write_result
 
 CONTEXT = 2048
 TOKENS, FIRST_TOKENS = 64, 8
-CAPTURED = 4  # tokens that are not timed: in them a GPU's steps are captured
+CAPTURED = 4  # tokens that are not timed on a GPU, whose steps are captured meanwhile
 PROFILE_TOKENS = 256  # of a walk, before its text
 FIRST_ID, TEXT_STEP = 1000, 20_011  # of the first ids of walks
 
@@ -203,15 +203,16 @@ def decode(path: Path, device: str, run: RunPlan, token_ids: Sequence[int]) -> d
         with LLM(path, device=device, plan=str(kept)) as llm:
             runner, choose = llm.opened.runner, TokenChooser(GREEDY, 0, 0, ())
             sequence, chosen, uses = runner.new_sequence(), [], []
+            first_timed = CAPTURED if device == "cuda" else 0
             for number in range(TOKENS):
-                if number == CAPTURED:
+                if number == first_timed:
                     start = time.perf_counter()
                 logits = runner.extend(sequence, (token_ids[number],))
                 chosen.append(choose(logits, token_ids[: number + 1]).token_id)
                 uses.append(runner.expert_uses)
             seconds = time.perf_counter() - start
     return {
-        "tok_s": (TOKENS - CAPTURED) / seconds,
+        "tok_s": (TOKENS - first_timed) / seconds,
         "first_uses": uses[FIRST_TOKENS - 1],
         "uses": uses[-1],
         "chosen": chosen,
