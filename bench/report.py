@@ -29,8 +29,9 @@ from report_gpu import (
     guess_recall,
     same_bits,
 )
+from report_residents import planned_residents
 from report_tables import Row, load, table
-from report_tests import gpu_sanitizer, gpu_tests, planted_faults
+from report_tests import draft_trees, gpu_sanitizer, gpu_tests, planted_faults
 
 ROOT = Path(__file__).parent.parent
 PAGES = (
@@ -308,6 +309,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "agreement": agreement,
     "demo_model": demo_model,
     "disk_tier": disk_tier,
+    "draft_trees": draft_trees,
     "install": install,
     "kv_types": kv_types,
     "activation_scales": activation_scales,
@@ -329,6 +331,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpu_sanitizer": gpu_sanitizer,
     "gpu_tests": gpu_tests,
     "planted_faults": planted_faults,
+    "planned_residents": planned_residents,
     "policies": policies,
     "routing": routing,
     "same_bits": same_bits,

@@ -1,4 +1,6 @@
-"""The blocks on tests: those that ran on a GPU, on which sources, and faults planted for tests to find."""
+"""The blocks on tests: those that ran on a GPU, on which sources, faults planted for tests to find, and how
+many rows of draft trees were compared with plain decoding.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,30 @@ def planted_faults() -> str:
     commits = ", ".join(dict.fromkeys(fault["commit"] for fault in r["faults"]))
     end = "".join(f"{line}\n" for line in [*missed, "", f"`{r['command']}`, commit {commits}"])
     return table(["room", "files", "planted", "caught"], rows) + end
+
+
+def draft_trees() -> str:
+    """What of draft trees and batches was compared, by where experts were; nothing while nothing was."""
+    files = {"CPU": "trees_cpu", "GPU": "gpu/trees"}
+    found = {device: load(name) for device, name in files.items() if has(name)}
+    if not found:
+        return ""
+    rows, lines = [], []
+    for device, r in found.items():
+        for place in dict.fromkeys(row["place"] for row in r["rows"]):
+            those = [row for row in r["rows"] if row["place"] == place]
+            names = ("trees", "rows", "next_tokens", "sequences", "logits")
+            sums = [f"{sum(row[name] for row in those):,}" for name in names]
+            rows.append([device, place, str(len({row["model"] for row in those})), *sums])
+        machine = r["machine"].get("gpu", r["machine"]["cpu"])
+        trees = sum(row["trees"] for row in r["rows"])
+        lines.append(
+            f"{machine}, {trees} trees, {r['differences']} differences, {r['wall_s']:.0f} s, commit "
+            f"{r['commit']}: `{r['command']}`"
+        )
+    header = ["", "experts", "models", "trees", "rows of trees", "tokens after a commit or in batches of 32"]
+    header += ["sequences in such batches", "logits compared"]
+    return table(header, rows) + "".join(f"\n{line}\n" for line in lines)
 
 
 def _where(result: dict[str, Any]) -> str:

@@ -10,7 +10,16 @@ import pytest
 from cuda_runner_cases import open_cuda, open_partly
 from one_sequence import OneSequence, open_cpu
 from runner_cases import MIXED_LAYERS, write_mixed_layers
-from tree_cases import CONTEXT, LENGTHS, Oracle, Prompts, Tree, check_batch_of_trees, prompt
+from tree_cases import (
+    CONTEXT,
+    LENGTHS,
+    Oracle,
+    Prompts,
+    Tree,
+    check_batch_of_trees,
+    check_mixed_lengths,
+    prompt,
+)
 
 from coldstream.assets import demo_model_path
 from coldstream.experts.prefetching import Prefetching
@@ -74,17 +83,8 @@ def test_trees_of_the_demo_model_wherever_experts_are(
 
 
 def test_32_sequences_of_mixed_lengths_in_one_batch(model: Model) -> None:
-    random = Random(32)
-    lengths = [random.choice(LENGTHS) for _ in range(32)]
     with open_cuda(model.path, context_length=CONTEXT, kv_type=model.kv_type, cache_size=SIZE) as runner:
-        prompts = Prompts(runner)
-        sequences = [prompts.begin(length) for length in lengths]
-        for token in (3, 1, 4, 1):
-            batch = Batch(tuple(Segment(sequence, [token]) for sequence in sequences))
-            logits = [np.array(each) for each in runner.step(batch)]
-        for i, length in enumerate(lengths):
-            (expected,) = model.oracle.logits(length, [3, 1, 4, 1])
-            assert np.array_equal(logits[i][0], expected[-1]), length
+        check_mixed_lengths(Prompts(runner), model.oracle, Random(32), 32, num_next=4)
 
 
 def test_a_prompt_beside_rows_of_trees(model: Model) -> None:

@@ -4,14 +4,34 @@ from dataclasses import dataclass
 from random import Random
 
 import numpy as np
-from one_sequence import OneSequence, step_rows
+from one_sequence import OneSequence, chosen_after, step_rows
 
+from coldstream.decoding import SamplingParams
 from coldstream.kvcache import Batch, Segment, Sequence
 
 # Around blocks of 64 positions and chunks of 256, where a tree begins in one and ends in another.
 LENGTHS = (0, 1, 5, 63, 64, 65, 130, 191, 193, 254, 255, 256, 257, 300, 449, 500)
 CONTEXT = 640
 NUM_NEXT = 8  # tokens after a commit
+SAMPLED = SamplingParams(temperature=1.0)  # so that random weights do not say the same token for ever
+
+
+class Difference(AssertionError):
+    """A row has other bits than plain decoding."""
+
+
+@dataclass
+class Compared:
+    """What had the bits of plain decoding."""
+
+    trees: int = 0
+    rows: int = 0  # of trees
+    next_tokens: int = 0
+    logits: int = 0  # values
+
+    def add(self, other: "Compared") -> None:
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
 
 
 @dataclass(frozen=True)
@@ -34,13 +54,16 @@ class Tree:
 def random_tree(random: Random) -> Tree:
     """1 … 64 rows, few rows more often than many."""
     num_rows = min(64, int(random.choice((1, 2, 3, 5, 8, 12, 20, 40, 64)) * random.uniform(1, 1.5)))
-    shape = random.choice(("chain", "comb", "binary", "star", "random", "recent"))
+    shape = random.choice(("chain", "comb", "full", "binary", "star", "random", "recent"))
+    if shape == "full":  # all leaves at one depth
+        num_rows = 2 ** ((num_rows + 1).bit_length() - 1) - 1
     parents = [-1]
     for row in range(1, num_rows):
         parents.append(
             {
                 "chain": row - 1,
                 "comb": row - 2 + row % 2 if row > 1 else 0,  # a spine with a tooth at each row of it
+                "full": (row - 1) // 2,
                 "binary": (row - 1) // 2,
                 "star": -1,
                 "random": random.randrange(-1, row),
@@ -92,19 +115,40 @@ class Oracle(Prompts):
         return result
 
 
+class TokenByToken(Oracle):
+    """The same from steps of one row, each chain on its own."""
+
+    def logits(self, length: int, *chains: list[int]) -> list[np.ndarray]:
+        result = []
+        for chain in chains:
+            sequence = self.begin(length)
+            result.append(np.concatenate([step_rows(self.runner, [sequence], [token]) for token in chain]))
+            self.runner.release(sequence)
+        return result
+
+
 def extend(runner: OneSequence, sequence: Sequence, token_ids: list[int]) -> None:
     """Appends tokens, if there are any, in one step."""
     if token_ids:
         runner.step(Batch((Segment(sequence, token_ids, wanted=()),)))
 
 
+def first_difference(actual: np.ndarray, expected: np.ndarray) -> int | None:
+    """The first row of float32 [rows, vocab] that has other bits, or a number that is not finite."""
+    is_same = (actual.view(np.uint32) == expected.view(np.uint32)) & np.isfinite(actual)
+    differing = np.flatnonzero(~is_same.all(axis=1))
+    return int(differing[0]) if differing.size else None
+
+
 def assert_tree(oracle: Oracle, length: int, tree: Tree, logits: np.ndarray) -> None:
-    """logits [rows, vocab] of the tree's rows are those of plain decoding."""
+    """logits [rows, vocab] of the tree's rows are those of plain decoding. Raises Difference."""
     assert logits.shape == (len(tree.parents), oracle.runner.spec.vocab_size)
     paths = [tree.path(leaf) for leaf in tree.leaves]
     plain = oracle.logits(length, *([tree.token_ids[row] for row in path] for path in paths))
     for path, expected in zip(paths, plain, strict=True):
-        assert np.array_equal(logits[path], expected), (length, tree, path)
+        at = first_difference(logits[path], expected)
+        if at is not None:
+            raise Difference(f"row {path[at]} on the path {path} of {tree}, behind {length} tokens")
 
 
 def check_batch_of_trees(
@@ -113,8 +157,12 @@ def check_batch_of_trees(
     random: Random,
     num_trees: int = 5,
     lengths_of_prompts: tuple[int, ...] = LENGTHS,
-) -> None:
-    """Trees and two chains in one step; a path of each is committed; then all go on together."""
+    num_next: int = NUM_NEXT,
+) -> Compared:
+    """Trees and two chains in one step; a path of each is committed; then all go on together.
+
+    Raises Difference.
+    """
     runner = prompts.runner
     lengths = [random.choice(lengths_of_prompts) for _ in range(num_trees + 2)]
     trees = [random_tree(random) for _ in range(num_trees)]
@@ -131,22 +179,61 @@ def check_batch_of_trees(
         path = random.choice([[], *(tree.path(row) for row in range(len(tree.parents)))])
         runner.commit(sequences[i], path)
         histories.append([tree.token_ids[row] for row in path])
-    assert_same_continuations(runner, oracle, sequences, lengths, histories + chains)
+    compared = check_continuations(
+        runner, oracle, random, sequences, lengths, histories + chains, num_next=num_next
+    )
     for sequence in sequences:
         runner.release(sequence)
+    num_rows = sum(len(tree.parents) for tree in trees)
+    compared.add(Compared(len(trees), num_rows, 0, num_rows * runner.spec.vocab_size))
+    return compared
 
 
-def assert_same_continuations(
+def check_continuations(
     runner: OneSequence,
     oracle: Oracle,
+    random: Random,
     sequences: list[Sequence],
     lengths: list[int],
     histories: list[list[int]],
-) -> None:
-    """Sequence i, which is `prompt(lengths[i])` and `histories[i]`, goes on as plain decoding does."""
-    next_ids = [3, 1, 4, 1, 5, 9, 2, 6][:NUM_NEXT]
-    rows = [step_rows(runner, sequences, [token] * len(sequences)) for token in next_ids]
+    *,
+    num_next: int = NUM_NEXT,
+) -> Compared:
+    """Sequence i, which is `prompt(lengths[i])` and `histories[i]`, goes on as plain decoding does.
+
+    All of them step by step together; each says what is sampled from its own logits. Raises Difference.
+    """
+    next_ids = [[random.randrange(256)] for _ in sequences]
+    rows = []
+    for _ in range(num_next):
+        rows.append(step_rows(runner, sequences, [ids[-1] for ids in next_ids]))
+        for seed, (ids, logits) in enumerate(zip(next_ids, rows[-1], strict=True)):
+            ids.append(chosen_after(logits, ids, SAMPLED, seed))
     for i, (length, history) in enumerate(zip(lengths, histories, strict=True)):
-        (expected,) = oracle.logits(length, history + next_ids)
-        actual = np.stack([row[i] for row in rows])
-        assert np.array_equal(actual, expected[len(history) :]), (length, history)
+        said = next_ids[i][:num_next]
+        (expected,) = oracle.logits(length, history + said)
+        at = first_difference(np.stack([row[i] for row in rows]), expected[len(history) :])
+        if at is not None:
+            raise Difference(
+                f"token {at} of {said} behind {length} tokens and the committed {history}: sequence {i} of "
+                f"{len(sequences)} in the batch"
+            )
+    count = num_next * len(sequences)
+    return Compared(next_tokens=count, logits=count * runner.spec.vocab_size)
+
+
+def check_mixed_lengths(
+    prompts: Prompts, oracle: Oracle, random: Random, num_sequences: int, num_next: int = NUM_NEXT
+) -> Compared:
+    """So many sequences of lengths around the ends of blocks and chunks, in each step of one batch, go on as
+    each does alone. Raises Difference.
+    """
+    lengths = [random.choice(LENGTHS) for _ in range(num_sequences)]
+    sequences = [prompts.begin(length) for length in lengths]
+    nothing: list[list[int]] = [[] for _ in lengths]
+    compared = check_continuations(
+        prompts.runner, oracle, random, sequences, lengths, nothing, num_next=num_next
+    )
+    for sequence in sequences:
+        prompts.runner.release(sequence)
+    return compared
