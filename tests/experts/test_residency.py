@@ -17,7 +17,7 @@ from residency_cases import LAYERS, NUM_EXPERTS, SIZES, SLOTS_OF_A_SIZE, make_sl
 
 from coldstream.errors import DeviceError
 from coldstream.experts.cache import ExpertCache
-from coldstream.experts.residency import ExpertResidency, _Places
+from coldstream.experts.residency import ExpertResidency, _ExpertAddresses
 from coldstream.kernels.experts.shapes import MATRICES
 from device_model import ModelDevice, Operation, Pieces, range_of
 from device_seams import any_schedule, model_device, seeds
@@ -35,7 +35,7 @@ ROWS, RANKS = 2, 2
 def test_trap_20_tables_lead_to_the_bytes_of_their_experts(experts: list[int], segment_bytes: int) -> None:
     with model_device(0):
         slots = make_slots(segment_bytes)
-        places = _Places(LAYERS, slots)
+        places = _ExpertAddresses(LAYERS, slots)
     numbers = {expert: index for index, expert in enumerate(experts)}
     for expert, slot in numbers.items():
         for source, target, size in zip(*places.of_copy(expert, slot), strict=True):

@@ -8,8 +8,8 @@ import torch
 from cuda_row_cases import CUDA, random
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
-from coldstream.kernels.experts.partition import MAX_RANKS, Places, Sharing, sharing_of
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
+from coldstream.kernels.experts.partition import MAX_RANKS, PairPlaces, Sharing, sharing_of
 from coldstream.kernels.experts.stamps import LAYER_STAMPS, SUMS, WORDS, read_stamps
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertOutputs, Routing, RowsElsewhere
@@ -53,7 +53,7 @@ class Layer:
             streamed.copy_(torch.arange(MAX_RANKS + 1))
         self.mailbox = Mailbox.create(LAYER + 1, RANKS, COLS)
         self.stamps = torch.zeros((LAYER + 1, WORDS), dtype=torch.int64, device=CUDA)
-        self.places = Places(
+        self.places = PairPlaces(
             torch.empty(3, tokens, RANKS, dtype=torch.int64, device=CUDA),
             torch.empty(tokens, RANKS, dtype=torch.int32, device=CUDA),
             self.stamps[LAYER],
@@ -117,7 +117,7 @@ def test_with_everything_there_nothing_came_over_the_bus_and_nobody_waited() -> 
 
 @pytest.mark.gpu
 def test_without_a_place_no_time_is_kept() -> None:
-    layer = Layer(MAX_ROWS // 8, [0, 5], on_cpu=False)
+    layer = Layer(MAX_MAILBOX_ROWS // 8, [0, 5], on_cpu=False)
     layer.places = replace(layer.places, stamps=None)
     layer.sharing.stamps = None
     layer.run()

@@ -50,7 +50,7 @@ Layout = type[ctypes.Structure] | np.dtype  # type: ignore[type-arg]
 TILING = "coldstream::many::{}"
 SHARED_OUT = {
     "Stack": partition.Stack,
-    "Places": partition._Places,
+    "PairPlaces": partition._PairPlaces,
     "Mailbox": partition._Mailbox,
     "Prefetched": partition.Prefetched,
     "PrefetchNotes": partition.PrefetchNotes,
@@ -92,7 +92,7 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
     "experts/many.cu": {
         "experts_job<true>": experts_many.ExpertsJob,
         "experts_job<false>": experts_many.ExpertsJob,
-        "activations": many_tiles.Activations,
+        "activations": many_tiles.ActivationsArgument,
     },
     "experts/partition.cu": SHARED_OUT,
     "experts/place_group.cu": {"group": place_group._Group, "tables": place_group._Tables},
@@ -201,7 +201,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     "experts/place_group.cu": {"max_group": shapes.MAX_GROUP, "place_threads": place_group.THREADS},
     "experts/prefetch.cu": {
         "warp_size": prefetch.THREADS,
-        "most_guesses": few_shapes.MAX_ROWS * partition.MAX_RANKS,
+        "most_guesses": few_shapes.MAX_FEW_ROWS * partition.MAX_RANKS,
     },
     "gated_delta_net/decode.cu": {
         "max_tree_rows": MAX_TREE_ROWS,

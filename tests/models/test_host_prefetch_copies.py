@@ -50,10 +50,10 @@ def slot_copies(runner: OneSequence) -> list[int]:
 
 def ring_of(runner: OneSequence) -> PrefetchRing:
     assert isinstance(runner.runner, CudaRunner)
-    placed = runner.runner._loaded.ops.placed
-    assert isinstance(placed, PartialExecutor)
-    assert placed.prefetch is not None
-    return placed.prefetch
+    executor = runner.runner._loaded.ops.model_executor
+    assert isinstance(executor, PartialExecutor)
+    assert executor.prefetch is not None
+    return executor.prefetch
 
 
 def in_places(ring: PrefetchRing) -> tuple[np.ndarray, np.ndarray]:

@@ -113,14 +113,14 @@ def load_runner(
     policy = CheckedPolicy(own.policy) if own.policy else None
     if config.device == "cuda":
         # Imported here because its kernels need packages that a machine without a GPU does not have.
-        from coldstream.models.cuda_runner import CudaRunner, Placed
+        from coldstream.models.cuda_runner import CudaRunner, ExpertSetup
 
         return CudaRunner.load(
             file,
             spec,
             context_length=plan.placement.fixed.ctx_size,
             kv_type=plan.placement.fixed.kv_type,
-            placed=Placed(plan, policy=policy, executor=own.executor),
+            expert_setup=ExpertSetup(plan, policy=policy, executor=own.executor),
             progress=loading,
             compiling=partial(progress, "compiling kernels") if progress else None,
         )

@@ -19,14 +19,14 @@ from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import ALIGNMENT
-from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
 
 
 class PartialExecutor:
-    """A `PlacedExecutor` over slots, a ring of `ring_bytes`, the mapped file and the CPU.
+    """A `ModelExecutor` over slots, a ring of `ring_bytes`, the mapped file and the CPU.
 
     Slots are filled by somebody else, who writes addresses into `tables`. `number_layers` comes before the
     first step. Over a `MemoryPlan` there is no `host`. Long prompts, and prefetching for steps of few rows,
@@ -62,7 +62,7 @@ class PartialExecutor:
         self.many.number_layers()
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> ExpertTable | None:
-        """See `PlacedExecutor`."""
+        """See `ModelExecutor`."""
         return self.tables.map_stack(file, info)
 
     def route(
@@ -74,7 +74,7 @@ class PartialExecutor:
         experts: ExpertWeights,
     ) -> Routing:
         """See `Executor`."""
-        if not experts.gate.is_partial or x.shape[0] > MAX_ROWS:
+        if not experts.gate.is_partial or x.shape[0] > MAX_MAILBOX_ROWS:
             return self._kernels.route(x, weight, shared_gate, num_experts_per_tok)
         return self.few.route(x, weight, shared_gate, num_experts_per_tok, experts)
 
@@ -87,5 +87,5 @@ class PartialExecutor:
         return rows.compute(x, routing, weights)
 
     def finish_step(self) -> None:
-        """See `PlacedExecutor`."""
+        """See `ModelExecutor`."""
         self.few.finish_step()

@@ -12,12 +12,12 @@ import torch
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.kernels.cuda.activations import Activations, as_floats
-from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
+from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.experts.cuda_layer import stacks_of
-from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
-from coldstream.kernels.experts.partition import MAX_RANKS, Places, sharing_of
+from coldstream.kernels.experts.partition import MAX_RANKS, PairPlaces, sharing_of
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
 from coldstream.kernels.quant_tensor import QuantTensor
@@ -25,7 +25,7 @@ from coldstream.kernels.router.cuda import Ahead
 
 
 class FewRows:
-    """Steps of at most MAX_ROWS rows.
+    """Steps of at most MAX_MAILBOX_ROWS rows.
 
     streamed: int32 [MAX_RANKS + 1] on the device, see `sharing_of`; stamps: int64 [layers, WORDS], see
     `kernels/experts/stamps.py`. Without `ring` nothing is prefetched.
@@ -39,7 +39,7 @@ class FewRows:
         self._mailbox, self._ring = mailbox, ring
         self.streamed = device.zeros((MAX_RANKS + 1,), "int32")
         self.stamps = device.memory.persistent((len(mailbox.used), WORDS), torch.int64).zero_()
-        self._pairs = device.int_vector(range(MAX_ROWS * MAX_RANKS))
+        self._pairs = device.int_vector(range(MAX_MAILBOX_ROWS * MAX_RANKS))
         self._beside: torch.cuda.Stream | None = None  # for what a step waits for only at its end
         if ring is not None and not device.planning:
             self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -63,7 +63,7 @@ class FewRows:
         tokens, ranks = x.shape[0], num_experts_per_tok
         is_one_launch = self._kernels.routes_at_once(tokens, shared_gate)
         layer, stacks = self._tables.number_of(experts), stacks_of(experts)
-        places = Places(
+        places = PairPlaces(
             self._device.empty(3, tokens, ranks, dtype=torch.int64),
             self._device.empty(tokens, ranks, dtype=torch.int32),
             self.stamps[layer] if is_one_launch else None,
@@ -108,7 +108,7 @@ class FewRows:
         self._has_forked = True
 
     def finish_step(self) -> None:
-        """See `PlacedExecutor`."""
+        """See `ModelExecutor`."""
         if self._has_forked and self._beside is not None:
             torch.cuda.current_stream().wait_stream(self._beside)
         self._has_forked = False
@@ -116,7 +116,7 @@ class FewRows:
     def compute(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         """What has an address, while the CPU computes its pairs."""
         tokens, ranks = routing.ids.shape
-        places: Places = routing.places
+        places: PairPlaces = routing.places
         # To the kernels every pair is an expert of its own, wherever it lies.
         gate, up, down = (
             replace(stack, addresses=addresses.view(-1))

@@ -14,7 +14,7 @@ from coldstream.experts.segments import SlotSegments
 from coldstream.experts.slot_shares import slot_shares
 from coldstream.experts.step_times import StepTimes
 from coldstream.experts.streaming import ExpertStream, StreamCounters
-from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.stamps import read_stamps
 from coldstream.placement.policies import DecayedFrequency, Policy
 from coldstream.placement.run_plan import RunPlan
@@ -137,8 +137,8 @@ class PartialExperts:
                 self._guesses.note(self._guessed_rows)
             self._guessed_rows = rows if self._executor.few.guesses(rows) else 0
         if self._residency is not None:
-            self._residency.start_step(rows if rows <= MAX_ROWS else 0)
-        if rows <= MAX_ROWS:
+            self._residency.start_step(rows if rows <= MAX_MAILBOX_ROWS else 0)
+        if rows <= MAX_MAILBOX_ROWS:
             if self._guesses is not None and self._has_streamed and self._stream is not None:
                 self._stream.settle()  # its ring is where experts come ahead
             self._has_streamed = False

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from coldstream.experts.prefetching import Prefetching
-from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
+from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.experts.partition import Prefetched, PrefetchNotes
 from coldstream.kernels.experts.prefetch import TALLIES, prefetch_experts_cuda

@@ -42,7 +42,7 @@ class ExpertResidency:
         self.cache = cache
         self._num_layers, self.num_experts = len(layers), len(layers[0][0].addresses)
         self._slots = slots
-        self._places = _Places(layers, slots)
+        self._addresses = _ExpertAddresses(layers, slots)
         self._used = used.numpy()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._in_flight: deque[tuple[tuple[Copy, ...], torch.cuda.Event]] = deque()
@@ -129,7 +129,7 @@ class ExpertResidency:
         that one may run.
         """
         size = self._slots.restore_last()
-        self._places.find_slots(size, self._slots)
+        self._addresses.find_slots(size, self._slots)
         self.cache.resize(size, self._slots.num_slots[size])
 
     def _finish_ended(self) -> None:
@@ -151,7 +151,7 @@ class ExpertResidency:
             self._stream.wait_stream(torch.cuda.current_stream())
             self._begin(start.copies)
         if start.arrived.size + start.withdrawn.size:
-            self._writer.write(*self._places.entries(start.arrived, start.slots, start.withdrawn))
+            self._writer.write(*self._addresses.entries(start.arrived, start.slots, start.withdrawn))
             self.resident.reshape(-1)[start.withdrawn] = False
             self.resident.reshape(-1)[start.arrived] = True
         return start.step
@@ -188,7 +188,7 @@ class ExpertResidency:
         self._in_flight.append((tuple(queued), event))
 
     def _queue(self, copy: Copy) -> None:
-        sources, targets, sizes = self._places.of_copy(copy.expert, copy.slot)
+        sources, targets, sizes = self._addresses.of_copy(copy.expert, copy.slot)
         for source, target, size in zip(sources, targets, sizes, strict=True):
             (status,) = driver.cuMemcpyHtoDAsync(target, source, size, self._stream.cuda_stream)
             if status != driver.CUresult.CUDA_SUCCESS:
@@ -196,7 +196,7 @@ class ExpertResidency:
                 raise DeviceError(f"an expert cannot be copied to the GPU: {reason}")
 
 
-class _Places:
+class _ExpertAddresses:
     """Addresses of everything by layer and matrix, of slots also after they were given back."""
 
     def __init__(self, layers: Sequence[Sequence[ExpertTable]], slots: SlotSegments) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from coldstream.kernels.ops import BLOCK_POSITIONS, Rows
 
-Places = tuple[torch.Tensor, torch.Tensor]  # int64 indices into the first two dimensions of a cache
+CacheIndices = tuple[torch.Tensor, torch.Tensor]  # int64 indices into the first two dimensions of a cache
 
 
 def sequences(rows: Rows) -> Iterator[tuple[int, slice]]:
@@ -33,7 +33,7 @@ def path(rows: Rows, row: int) -> list[int]:
     return result
 
 
-def written(rows: Rows) -> Places:
+def written(rows: Rows) -> CacheIndices:
     """Where the keys and values of all rows go."""
     if rows.batch is None:
         return rows.state_ids.long(), rows.positions.long()
@@ -43,7 +43,7 @@ def written(rows: Rows) -> Places:
     ].long(), indices % BLOCK_POSITIONS
 
 
-def seen(rows: Rows, row: int) -> Places:
+def seen(rows: Rows, row: int) -> CacheIndices:
     """Where the keys and values of positions 0 … its own lie for a row, in order of position."""
     if rows.batch is None:
         positions = torch.arange(int(rows.positions[row]) + 1)

@@ -24,8 +24,8 @@ from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.cuda.staged import StagedMemory
 from coldstream.kernels.cuda_ops import CudaOps
-from coldstream.kernels.experts.executor import ExecutorFactory, PlacedExecutor, ResidentExecutor
-from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kernels.experts.executor import ExecutorFactory, ModelExecutor, ResidentExecutor
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.linear.reference import INTEGER_TYPES
@@ -118,7 +118,7 @@ class Limits:
 
     def is_captured(self, rows: int) -> bool:
         """Whether steps of so many rows are graphs: not if the host shares out their experts."""
-        return rows <= (MAX_GRAPH_ROWS if self.expert_bytes is None else MAX_ROWS)
+        return rows <= (MAX_GRAPH_ROWS if self.expert_bytes is None else MAX_MAILBOX_ROWS)
 
 
 @dataclass(frozen=True)
@@ -217,12 +217,14 @@ class Loaded:
         own: as `CudaOps` takes it.
         """
         rows = max(chunk_size, MAX_DECODE_ROWS)
-        placed = _placed_executor(spec, limits, host)
-        ops = CudaOps(memory, limits.context_length, rows, placed, own=own, notes_kernels=notes_kernels)
+        make_executor = _model_executor_factory(spec, limits, host)
+        ops = CudaOps(
+            memory, limits.context_length, rows, make_executor, own=own, notes_kernels=notes_kernels
+        )
         model = CausalLM.load(file, spec, ops)
-        if isinstance(ops.placed, PartialExecutor):
+        if isinstance(ops.model_executor, PartialExecutor):
             mixtures = (block.ffn for block in model.blocks if isinstance(block.ffn, MoeWeights))
-            ops.placed.number_layers((moe.ffn_gate_inp, moe.experts) for moe in mixtures)
+            ops.model_executor.number_layers((moe.ffn_gate_inp, moe.experts) for moe in mixtures)
         weight_bytes = memory.persistent_bytes
         sequences = SequenceCache(spec, ops, limits.cache_size, limits.kv_type)
         inputs = Inputs.into(ops, rows, limits.context_length)
@@ -257,10 +259,10 @@ class Loaded:
         self.model.commit(self.commits.take(), self.sequences.tensors)
 
 
-def _placed_executor(
+def _model_executor_factory(
     spec: ModelSpec, limits: Limits, host: HostExperts | None
-) -> Callable[[MoeKernels], PlacedExecutor]:
-    """Makes who computes the experts of a model within its limits."""
+) -> Callable[[MoeKernels], ModelExecutor]:
+    """The factory of the executor that computes a model's experts within its limits."""
     if limits.expert_bytes is None:
         return ResidentExecutor
     sizes = (spec.num_layers, spec.num_experts_per_tok, spec.hidden_size)

@@ -40,7 +40,7 @@ class CacheLayout:
 
     @property
     def is_integer(self) -> bool:
-        """Whether attention over it is one of integers; values are kept as `turn.py` leaves them."""
+        """Whether attention over it is one of integers; values are kept as `hadamard.py` leaves them."""
         return self.element == "int8"
 
     @property

@@ -100,19 +100,19 @@ def attention_exact(
     where = written(rows)
     k_cache[where] = cache_type.encode(key)
     v_cache[where] = cache_type.encode(grouped(value, num_kv_heads, head_dim))
-    query = cache_type.turn_query(query)
+    query = cache_type.rotate_query(query)
     outputs = [query[:0]]
     for row, (q, position) in enumerate(zip(query, rows.positions.tolist(), strict=True)):
         first = first_position(position, window)
         pieces, places = seen(rows, row)
         keys, values = (cache[pieces[first:], places[first:]] for cache in (k_cache, v_cache))
         outputs.append(attend(heads_of(cache_type, q, keys, values), first).unsqueeze(0))
-    output = cache_type.turn_back(torch.cat(outputs))
+    output = cache_type.rotate_back(torch.cat(outputs))
     return (output if gate is None else output * sigmoid(gate)).flatten(-2)
 
 
 def heads_of(cache_type: CacheType, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Heads:
-    """Turned queries [H, D] of a row over rows [P, G, row] of its caches."""
+    """Rotated queries [H, D] of a row over rows [P, G, row] of its caches."""
     head_dim, group_size = query.shape[-1], query.shape[0] // keys.shape[-2]
     keys, values = (rows.repeat_interleave(group_size, dim=1) for rows in (keys, values))
     if cache_type.is_integer:

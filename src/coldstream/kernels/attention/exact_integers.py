@@ -19,13 +19,13 @@ NUM_PLANES = 2  # of queries and of weights, whatever the type of the cache
 class IntegerHeads:
     """`exact.Heads` of an integer type."""
 
-    query: Planes  # [H, D], turned
+    query: Planes  # [H, D], rotated
     key: Planes  # [P, H, D]
     value: Planes  # [P, H, D]
 
     @classmethod
     def of(cls, query: torch.Tensor, key: Planes, value: Planes) -> Self:
-        """Of turned float32 queries [H, D]."""
+        """Of rotated float32 queries [H, D]."""
         return cls(round_planes(query, NUM_PLANES), key, value)
 
     @property

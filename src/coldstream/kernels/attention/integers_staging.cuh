@@ -71,7 +71,7 @@ struct staging {
 };
 
 // The threads that copy. A tile's values arrive as they lie in the cache, while the tile before is multiplied, and are
-// turned from there into their stage.
+// transposed from there into their stage.
 template <int bits, int head_dim>
 struct tile_copier {
   using tile = staged_tile<bits, head_dim>;
@@ -130,7 +130,7 @@ struct tile_copier {
   }
 
   // Four bytes of each of four positions become four positions of each of four channels.
-  __device__ static void turn(const uint32_t (&rows)[4], uint32_t (&columns)[4][4], int word) {
+  __device__ static void transpose(const uint32_t (&rows)[4], uint32_t (&columns)[4][4], int word) {
     const uint32_t first = __byte_perm(rows[0], rows[1], 0x5140), second = __byte_perm(rows[2], rows[3], 0x5140);
     const uint32_t third = __byte_perm(rows[0], rows[1], 0x7362), fourth = __byte_perm(rows[2], rows[3], 0x7362);
     columns[0][word] = __byte_perm(first, second, 0x5410);
@@ -140,7 +140,7 @@ struct tile_copier {
   }
 
   // Words of a channel have the positions that a lane's weights are of: 2w, 2w + 1, 2w + 8 and 2w + 9 of sixteen.
-  __device__ void turn_values(int stage) const {
+  __device__ void transpose_values(int stage) const {
     constexpr int quads = head_dim / 4, units = tile::planes * quads * 4;
     const uint8_t* const arrived = to.shared + to.arrived_at;
 #pragma unroll 1
@@ -155,7 +155,7 @@ struct tile_copier {
           const int position = 16 * sixteen + 2 * word + k % 2 + k / 2 * 8;
           rows[k] = *reinterpret_cast<const uint32_t*>(arrived + arrived_place(plane, position, quad / 4) + quad % 4 * 4);
         }
-        turn(rows, columns, word);
+        transpose(rows, columns, word);
       }
 #pragma unroll
       for (int c = 0; c < 4; c++)
@@ -172,7 +172,7 @@ struct tile_copier {
       copy_keys(last, stage);
       wait_for_copies<1>();
       meet_at<copying_threads>(copying_barrier);
-      turn_values(stage);
+      transpose_values(stage);
       if (thread == 0) to.note(stage) = last.note;
       meet_at<copying_threads>(copying_barrier);
     }

@@ -1,4 +1,4 @@
-"""Turned values as eight levels times a float32 scale a head: the type `i3`."""
+"""Rotated values as eight levels times a float32 scale a head: the type `i3`."""
 
 import torch
 

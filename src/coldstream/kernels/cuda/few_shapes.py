@@ -13,7 +13,7 @@ from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 
-MAX_ROWS = 8  # rows of activations in one launch
+MAX_FEW_ROWS = 8  # rows of activations in one launch
 WARP_SIZE = 32
 COPY_BYTES = 16
 QUAD_ROWS = 4  # weight rows that a group of four lanes works on

@@ -105,7 +105,7 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-class Activations(ctypes.Structure):
+class ActivationsArgument(ctypes.Structure):
     """`activations` of many_tiles.cuh."""
 
     _fields_ = (
@@ -116,7 +116,7 @@ class Activations(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, x: QuantActivations, quant_type: QuantType) -> "Activations":
+    def of(cls, x: QuantActivations, quant_type: QuantType) -> "ActivationsArgument":
         """Contiguous rows of whole groups, the last padded with zero codes, for weights of a type.
 
         ValueError for others, and for scales that are not the type's.

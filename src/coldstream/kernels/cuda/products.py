@@ -12,8 +12,7 @@ import torch
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.activations import Activations
-from coldstream.kernels.cuda.few_shapes import FEW_TYPES
-from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
+from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MAX_FEW_ROWS
 from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.dequantize.cuda import dequantize_cuda

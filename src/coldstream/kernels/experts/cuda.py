@@ -11,7 +11,7 @@ from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.few_shapes import (
     FEW_TYPES,
     GROUP_TYPES,
-    MAX_ROWS,
+    MAX_FEW_ROWS,
     SLACK_BYTES,
     MatrixShape,
     instance_for,
@@ -36,7 +36,7 @@ PROGRAM = CudaProgram(
 
 
 @dataclass(frozen=True)
-class ExpertWeights:
+class ExpertMatrices:
     """The routed experts of a layer, and its shared expert if there is one.
 
     shared: gate [Fs, E], up [Fs, E], down [E, Fs]; their types and Fs may differ from those of the routed.
@@ -92,7 +92,7 @@ class PairRows:
 
 
 def experts_few_cuda(
-    weights: ExpertWeights,
+    weights: ExpertMatrices,
     topk_ids: torch.Tensor,
     hidden: PairRows,
     outs: PairRows,
@@ -115,7 +115,7 @@ def experts_few_cuda(
 
 
 def launch_gate_up(
-    weights: ExpertWeights,
+    weights: ExpertMatrices,
     topk_ids: torch.Tensor,
     hidden: PairRows,
     activations: QuantActivations | None,
@@ -142,7 +142,7 @@ def launch_gate_up(
     _launch(GATE_UP, WARPS // 2, shapes, row_bytes, topk_ids, pairs, args)
 
 
-def launch_down(weights: ExpertWeights, topk_ids: torch.Tensor, hidden: PairRows, outs: PairRows) -> None:
+def launch_down(weights: ExpertMatrices, topk_ids: torch.Tensor, hidden: PairRows, outs: PairRows) -> None:
     """The second launch; reads the ids before the kernel in front of it is done, which must be the first."""
     down = _Down(_matrix(weights.down, weights.shared[2] if weights.shared else None))
     groups = -(-max(shape.num_cols for shape in down.down.shape) // GROUP_SIZE)
@@ -188,7 +188,7 @@ def _matrix(table: ExpertTable, shared: QuantTensor | None, spread: int | None =
     return _ExpertMatrix(table.addresses.data_ptr(), shared.blocks.data_ptr(), (routed_shape, shared_shape))
 
 
-def _gate_up(weights: ExpertWeights) -> _GateUp:
+def _gate_up(weights: ExpertMatrices) -> _GateUp:
     """A warp takes the same rows of gate and up, so that both are cut alike whatever their types."""
     types = {weights.gate.quant_type, weights.up.quant_type}
     types |= {tensor.quant_type for tensor in (weights.shared or ())[:2]}
@@ -198,7 +198,7 @@ def _gate_up(weights: ExpertWeights) -> _GateUp:
 
 
 def _check(
-    weights: ExpertWeights,
+    weights: ExpertMatrices,
     topk_ids: torch.Tensor,
     hidden: PairRows,
     outs: PairRows,
@@ -208,7 +208,7 @@ def _check(
     tokens, ranks = topk_ids.shape
     size, cols = weights.gate.rows, weights.gate.cols
     tables = (weights.up.rows, weights.up.cols, weights.down.rows, weights.down.cols)
-    if tables != (size, cols, cols, size) or not 0 < tokens <= MAX_ROWS:
+    if tables != (size, cols, cols, size) or not 0 < tokens <= MAX_FEW_ROWS:
         raise ValueError(f"experts of {tables} do not fit gates [{size}, {cols}] and {tokens} tokens")
     if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous():
         raise ValueError("expert ids must be contiguous int32")

@@ -42,7 +42,7 @@ def all_experts_few(
     """`experts_few_cuda` with a layer's weights; the shared expert only if `outs` has a place for it."""
     shared = (weights.shared_gate, weights.shared_up, weights.shared_down)
     experts_few.experts_few_cuda(
-        experts_few.ExpertWeights(
+        experts_few.ExpertMatrices(
             weights.gate, weights.up, weights.down, None if outs.shared is None else shared
         ),
         ids, hidden, outs, activations=x.quantised, x=x.values,
@@ -124,7 +124,7 @@ def experts_of_values(
             quant_type = QuantType.F32
         tables.append(ExpertTable(found, quant_type, stack.rows, stack.cols))
     torch.arange(ranks, out=places[0])
-    weights = experts_few.ExpertWeights(tables[0], tables[1], tables[2], shared=None)
+    weights = experts_few.ExpertMatrices(tables[0], tables[1], tables[2], shared=None)
     experts_few.experts_few_cuda(
         weights, places, hidden, experts_few.PairRows(routed, None), activations=x.quantised, x=x.values
     )

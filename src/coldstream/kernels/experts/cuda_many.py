@@ -12,7 +12,7 @@ from coldstream.kernels.arithmetic.reference import QuantActivations, padded_col
 from coldstream.kernels.cuda.many_tiles import (
     BLOCK_SIZE,
     IN_PLACE,
-    Activations,
+    ActivationsArgument,
     Tiling,
     fitting,
     least_tiling,
@@ -47,7 +47,7 @@ class ExpertsJob(ctypes.Structure):
     """`experts_job` of many.cu."""
 
     _fields_ = (
-        ("x", Activations),
+        ("x", ActivationsArgument),
         ("addresses", ctypes.c_void_p),
         ("up_addresses", ctypes.c_void_p),
         ("tiles", ctypes.c_void_p),
@@ -229,7 +229,7 @@ def _job(
     if x.q.shape[-1] != padded_cols(num_values):
         raise ValueError(f"activations of {x.q.shape[-1]} codes do not fit {num_values} values")
     return ExpertsJob(
-        Activations.of(x, tiling.quant_type),
+        ActivationsArgument.of(x, tiling.quant_type),
         addresses.data_ptr(),
         None if up_addresses is None else up_addresses.data_ptr(),
         groups.tiles.data_ptr(),

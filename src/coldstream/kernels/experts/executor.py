@@ -37,8 +37,8 @@ class Executor(Protocol):
         """See `Ops.experts`."""
 
 
-class PlacedExecutor(Executor, Protocol):
-    """One that knows where experts lie, too."""
+class ModelExecutor(Executor, Protocol):
+    """The product's own executor of a model, which also decides where stacks of experts lie."""
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> "ExpertTable | None":
         """A stack of experts that need not be in the device's memory; None: it is loaded as any weight is."""
@@ -109,7 +109,7 @@ class ResidentExecutor:
         self._kernels = kernels
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> "ExpertTable | None":
-        """See `PlacedExecutor`."""
+        """See `ModelExecutor`."""
         return None
 
     def route(

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 from coldstream.errors import GenerationFault
-from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
+from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
 
 Array = np.ndarray[Any, Any]
 
-MAX_ROWS = 64
+MAX_MAILBOX_ROWS = 64
 WORDS_PER_LINE = 16  # of a cache line
 ROWS_SHIFT = 16  # of a request: layer + 1 below, the number of rows from here on
 
@@ -34,7 +34,7 @@ class Mailbox:
     guessed: torch.Tensor
 
     @classmethod
-    def create(cls, num_layers: int, num_ranks: int, hidden_size: int, rows: int = MAX_ROWS) -> Self:
+    def create(cls, num_layers: int, num_ranks: int, hidden_size: int, rows: int = MAX_MAILBOX_ROWS) -> Self:
         """For layers of these sizes and at most so many rows."""
         box = cls._of(num_layers, num_ranks, hidden_size, rows, pin_memory=True)
         box.done[0] = 1
@@ -43,7 +43,7 @@ class Mailbox:
     @classmethod
     def planned(cls, num_layers: int, num_ranks: int, hidden_size: int) -> Self:
         """Without memory."""
-        return cls._of(num_layers, num_ranks, hidden_size, MAX_ROWS, device="meta")
+        return cls._of(num_layers, num_ranks, hidden_size, MAX_MAILBOX_ROWS, device="meta")
 
     @classmethod
     def _of(cls, num_layers: int, num_ranks: int, hidden_size: int, rows: int, **where: Any) -> Self:

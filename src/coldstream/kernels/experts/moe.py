@@ -12,8 +12,7 @@ import torch
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import QuantActivations
 from coldstream.kernels.cuda.activations import Activations, as_floats
-from coldstream.kernels.cuda.few_shapes import FEW_TYPES
-from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
+from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MAX_FEW_ROWS
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.products import CudaProducts
 from coldstream.kernels.dequantize.cuda import dequantize_matrices_cuda

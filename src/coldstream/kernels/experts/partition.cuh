@@ -18,7 +18,7 @@ struct Stack {
 
 // By pair: where its matrices are for the GPU (0: the CPU computes it), and which expert the CPU computes (−1:
 // none).
-struct Places {
+struct PairPlaces {
   int64_t* addresses[num_matrices];
   int* cpu_ids;
 };
@@ -53,7 +53,7 @@ struct PrefetchNotes {
 struct Sharing {
   Stack matrix[num_matrices];
   const int* streamed;  // [ranks + 1]: how many of a token's n missing experts are read over the bus
-  Places places;
+  PairPlaces places;
   Mailbox box;
   LayerStamps* stamps;  // or null
   uint32_t request;  // what to ask: the layer and the number of rows; 0: nothing is shared out

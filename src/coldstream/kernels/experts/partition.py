@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from coldstream.kernels.cuda.program import CudaProgram
-from coldstream.kernels.experts.mailbox import MAX_ROWS, ROWS_SHIFT, Mailbox
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, ROWS_SHIFT, Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
 
@@ -28,7 +28,7 @@ class Stack(ctypes.Structure):
     _fields_ = (("slots", ctypes.c_void_p), ("mapped", ctypes.c_int64), ("step", ctypes.c_int64))
 
 
-class _Places(ctypes.Structure):
+class _PairPlaces(ctypes.Structure):
     _fields_ = (("addresses", ctypes.c_void_p * MATRICES), ("cpu_ids", ctypes.c_void_p))
 
 
@@ -65,7 +65,7 @@ class Sharing(ctypes.Structure):
     _fields_ = (
         ("matrix", Stack * MATRICES),
         ("streamed", ctypes.c_void_p),
-        ("places", _Places),
+        ("places", _PairPlaces),
         ("box", _Mailbox),
         ("stamps", ctypes.c_void_p),
         ("request", ctypes.c_uint32),
@@ -75,8 +75,8 @@ class Sharing(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the pairs of a step are computed, T ≤ MAX_ROWS.
+class PairPlaces:
+    """Where the pairs of a step are computed, T ≤ MAX_MAILBOX_ROWS.
 
     addresses: int64 [3, T, K], of gate, up and down as the GPU reads them, 0 for the CPU's; cpu_ids: int32
     [T, K], the experts that the CPU computes, −1 for the others; stamps: int64 [WORDS], where the layer's
@@ -98,7 +98,7 @@ def sharing_of(
     streamed: torch.Tensor,
     mailbox: Mailbox,
     layer: int,
-    places: Places,
+    places: PairPlaces,
     prefetched: Prefetched | None = None,
     notes: PrefetchNotes | None = None,
 ) -> Sharing:
@@ -108,13 +108,13 @@ def sharing_of(
     many of n missing experts of a token are read over the bus, where they are mapped. ValueError for sizes.
     """
     _, tokens, ranks = places.addresses.shape
-    if not 0 < tokens <= MAX_ROWS or ranks > MAX_RANKS or len(streamed) < ranks + 1:
-        raise ValueError(f"{tokens} tokens of {ranks} experts: at most {MAX_ROWS} of {MAX_RANKS}")
+    if not 0 < tokens <= MAX_MAILBOX_ROWS or ranks > MAX_RANKS or len(streamed) < ranks + 1:
+        raise ValueError(f"{tokens} tokens of {ranks} experts: at most {MAX_MAILBOX_ROWS} of {MAX_RANKS}")
     parts = (mailbox.request, mailbox.done, mailbox.x, mailbox.ids, mailbox.used[layer])
     return Sharing(
         (Stack * MATRICES)(*map(stack_of, stacks)),
         streamed.data_ptr(),
-        _Places(
+        _PairPlaces(
             (ctypes.c_void_p * MATRICES)(*(matrix.data_ptr() for matrix in places.addresses)),
             places.cpu_ids.data_ptr(),
         ),

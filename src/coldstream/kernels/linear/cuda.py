@@ -12,7 +12,7 @@ from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.few_shapes import (
     FEW_TYPES,
     GROUP_TYPES,
-    MAX_ROWS,
+    MAX_FEW_ROWS,
     PASS_COLS,
     SLACK_BYTES,
     MatrixShape,
@@ -217,7 +217,7 @@ def _check(
     x: torch.Tensor | None,
     num_rows: int,
 ) -> None:
-    if not 0 < len(weights) == len(outs) <= MAX_MATRICES or not 0 < num_rows <= MAX_ROWS:
+    if not 0 < len(weights) == len(outs) <= MAX_MATRICES or not 0 < num_rows <= MAX_FEW_ROWS:
         raise ValueError(
             f"{len(weights)} weights, {len(outs)} outputs and {num_rows} rows are not one launch"
         )

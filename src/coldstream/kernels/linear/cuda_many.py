@@ -8,7 +8,7 @@ import torch
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
-from coldstream.kernels.cuda.many_tiles import BLOCK_SIZE, Activations, Tiling, fitting, least_tiling
+from coldstream.kernels.cuda.many_tiles import BLOCK_SIZE, ActivationsArgument, Tiling, fitting, least_tiling
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.quant_tensor import QuantTensor
 
@@ -30,7 +30,7 @@ class LinearJob(ctypes.Structure):
     """`linear_job` of many.cu."""
 
     _fields_ = (
-        ("x", Activations),
+        ("x", ActivationsArgument),
         ("weights", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("num_tokens", ctypes.c_int32),
@@ -85,7 +85,7 @@ def launch_linear(
     if not weight.blocks.is_contiguous():
         raise ValueError("the rows of the weight must be adjacent")
     job = LinearJob(
-        Activations.of(x, weight.quant_type),
+        ActivationsArgument.of(x, weight.quant_type),
         weight.blocks.data_ptr(),
         out.data_ptr(),
         num_tokens,

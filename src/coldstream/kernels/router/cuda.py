@@ -16,7 +16,9 @@ EXPERTS_PER_LANE = (8, 16, 32)
 WARP_SIZE = 32
 THREADS = 512
 NUM_WARPS = THREADS // WARP_SIZE
-MAX_ROWS_PER_BLOCK = 8  # of the weight: fewer blocks meet sooner, and their weights are asked for early
+MAX_WEIGHT_ROWS_PER_BLOCK = (
+    8  # of the weight: fewer blocks meet sooner, and their weights are asked for early
+)
 CHOOSE_THREADS = 256
 TOKENS_PER_BLOCK = CHOOSE_THREADS // WARP_SIZE  # of the choice alone
 ROW_PADDING = 16  # floats behind each row of the weight
@@ -170,7 +172,7 @@ def _experts_per_lane(num_experts: int, topk_ids: torch.Tensor, topk_weights: to
 def _share_out(num_tokens: int, cols: int) -> tuple[_Shares, int]:
     """What a block does, and the shared memory that it takes."""
     # A warp takes one token and two rows.
-    weight_rows = min(MAX_ROWS_PER_BLOCK, NUM_WARPS // num_tokens * 2)
+    weight_rows = min(MAX_WEIGHT_ROWS_PER_BLOCK, NUM_WARPS // num_tokens * 2)
     num_rows = weight_rows + num_tokens
     most = (SHARED_BYTES // 4 - weight_rows * ROW_PADDING) // num_rows
     chunk = min(most // COLUMN_MULTIPLE, -(-cols // COLUMN_MULTIPLE)) * COLUMN_MULTIPLE

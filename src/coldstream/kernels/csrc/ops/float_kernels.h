@@ -70,7 +70,7 @@ struct cache_kernels {
   void (*prepare_query)(float* head, int32_t* query, int64_t head_size);
   void (*store)(float* head, void* row, int64_t head_size);
   void (*attend)(const attention_chunk& chunk);
-  // out = accumulators / sum · sigmoid(gate), turned back in between if the type turns; without the last factor
+  // out = accumulators / sum · sigmoid(gate), rotated back in between if the type is rotated; without the last factor
   // if gate is null
   void (*finish)(const float* row, const float* gate, float* out, int64_t head_size);
 };
