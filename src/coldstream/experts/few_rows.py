@@ -1,8 +1,8 @@
 """Experts of steps of few rows: the device shares pairs out, and the GPU and the CPU compute them together.
 
-The router's launch writes for each pair where it is computed (`kernels/experts/partition.cuh`): from a slot,
-from a place of the ring into which it was prefetched, over the bus from the mapped file, or by the CPU. All
-of that can be captured.
+The router's launch writes for each pair where its expert is read (`kernels/experts/partition.cuh`): in a
+slot, in the ring of prefetched experts, in the mapped file over the bus, or by the CPU. The whole step can be
+captured in a graph.
 """
 
 from dataclasses import replace
@@ -40,10 +40,10 @@ class FewRows:
         self.streamed = device.zeros((MAX_RANKS + 1,), "int32")
         self.stamps = device.memory.persistent((len(mailbox.used), WORDS), torch.int64).zero_()
         self._pairs = device.int_vector(range(MAX_MAILBOX_ROWS * MAX_RANKS))
-        self._beside: torch.cuda.Stream | None = None  # for what a step waits for only at its end
+        self._beside: torch.cuda.Stream | None = None  # stream of prefetches, joined only at a step's end
         if ring is not None and not device.planning:
             self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._has_forked = False  # whether the step that is being queued has something there
+        self._has_forked = False  # whether the current step has work on `_beside`
 
     def guesses(self, num_rows: int) -> bool:
         """Whether a step of so many rows guesses at later layers' experts."""
@@ -59,7 +59,7 @@ class FewRows:
         num_experts_per_tok: int,
         experts: ExpertWeights,
     ) -> Routing:
-        """See `Executor`; the routing has the places of all pairs."""
+        """See `Executor`; `Routing.places` says where all pairs are computed."""
         tokens, ranks = x.shape[0], num_experts_per_tok
         is_one_launch = self._kernels.routes_at_once(tokens, shared_gate)
         layer, stacks = self._tables.number_of(experts), stacks_of(experts)
@@ -97,7 +97,7 @@ class FewRows:
         )
 
     def _fetch(self, ring: PrefetchRing, later: int, tokens: int) -> None:
-        """Beside the layers between, none of which waits for it."""
+        """Queues prefetches for layer `later` beside the layers before it, which do not wait for them."""
         stacks = self._tables.layers[later]
         if self._beside is None:
             self._device.launch(ring.fetch, later, tokens, stacks)
@@ -114,10 +114,10 @@ class FewRows:
         self._has_forked = False
 
     def compute(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
-        """What has an address, while the CPU computes its pairs."""
+        """Queues the pairs that have an address; the CPU computes the others meanwhile."""
         tokens, ranks = routing.ids.shape
         places: PairPlaces = routing.places
-        # To the kernels every pair is an expert of its own, wherever it lies.
+        # Addresses are by pair, since pairs of one expert may be computed in different places.
         gate, up, down = (
             replace(stack, addresses=addresses.view(-1))
             for stack, addresses in zip(stacks_of(weights), places.addresses, strict=True)
