@@ -214,5 +214,5 @@ class CudaOps(CudaProducts):
         return self.executor.compute(x, routing, weights)
 
     def finish_step(self) -> None:
-        """After the last operation of a step."""
+        """Call after the last operation of a step."""
         self.model_executor.finish_step()

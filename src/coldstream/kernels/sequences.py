@@ -1,4 +1,4 @@
-"""Which rows of a batch belong together, and what each of them sees."""
+"""The sequences of a batch's rows, and the positions that each row sees."""
 
 from collections.abc import Iterator
 
@@ -34,7 +34,7 @@ def path(rows: Rows, row: int) -> list[int]:
 
 
 def written(rows: Rows) -> CacheIndices:
-    """Where the keys and values of all rows go."""
+    """Cache indices to which keys and values of all rows are written."""
     if rows.batch is None:
         return rows.state_ids.long(), rows.positions.long()
     indices = rows.batch.indices.long()
@@ -44,7 +44,7 @@ def written(rows: Rows) -> CacheIndices:
 
 
 def seen(rows: Rows, row: int) -> CacheIndices:
-    """Where the keys and values of positions 0 … its own lie for a row, in order of position."""
+    """Cache indices of keys and values of positions 0 … its own of a row, in order of position."""
     if rows.batch is None:
         positions = torch.arange(int(rows.positions[row]) + 1)
         return torch.full_like(positions, int(rows.state_ids[row])), positions

@@ -16,9 +16,9 @@ from coldstream.placement.routing_trace import RoutingTrace
 
 Array = np.ndarray[Any, Any]
 
-DECAY: Final = 0.99  # of frequency, a step
+DECAY: Final = 0.99  # of frequency, per step
 RECENCY_DECAY: Final = 0.5
-RECENCY_WEIGHT: Final = 16.0  # of a use a moment ago, in uses of which the frequency consists
+RECENCY_WEIGHT: Final = 16.0  # of a use in the last step, in units of the frequency
 HYSTERESIS: Final = 1.10  # times the weakest resident's score
 PAYBACK: Final = 2.0  # least gain in expected uses for which a copy pays
 

@@ -1,4 +1,4 @@
-"""Keys and values in the types of a cache, in PyTorch: see `cache_layout.py` for what a row is."""
+"""Keys and values in the types of a cache, in PyTorch; `cache_layout.py` defines a row."""
 
 from typing import Self
 
@@ -11,21 +11,21 @@ from coldstream.kernels.attention.levels import pack_levels, round_levels, unpac
 from coldstream.kernels.attention.planes import LOW_UNIT, Planes, round_planes
 from coldstream.kernels.dequantize.integer_blocks import grouped
 
-LARGEST_NIBBLE = 7  # of `i4`: −8 would be no other's negative
+LARGEST_NIBBLE = 7  # of `i4`, symmetric: −8 has no counterpart
 
 
 class CacheType(CacheLayout):
-    """A layout with its values."""
+    """A layout with conversions."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor."""
+        """Element type of the cache tensor."""
         dtype: torch.dtype = getattr(torch, self.element)
         return dtype
 
     @classmethod
     def of(cls, cache: torch.Tensor, head_dim: int) -> Self:
-        """The type of a tensor [..., row]. ValueError if it is a cache of heads of `head_dim` of no type."""
+        """The type of a cache [..., row] of heads of `head_dim`. ValueError if none fits."""
         for cache_type in CACHE_TYPES.values():
             if cache_type.holds(head_dim) and (cache.dtype, cache.shape[-1]) == (
                 cache_type.dtype,
@@ -45,7 +45,7 @@ class CacheType(CacheLayout):
         return self.planes(rows, head_dim).values() if self.is_integer else rows.float()
 
     def planes(self, rows: torch.Tensor, head_dim: int) -> Planes:
-        """[..., row] of an integer type → the planes [..., D] and scales [...] of what is there."""
+        """Rows [..., row] of an integer type → their planes [..., D] and scales [...]."""
         code_bytes = head_dim * self.value_bits // 8
         packed, tail = rows[..., :code_bytes], rows[..., code_bytes:]
         scales = tail[..., :INTEGER_SCALE_BYTES].contiguous().view(torch.float32).squeeze(-1)
@@ -93,7 +93,7 @@ def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor, value_bits: int) -> torch.Tensor:
-    """Bytes of codes of three or four bits → what they stand for, int8 [..., D]."""
+    """Bytes of codes of three or four bits → their values, int8 [..., D]."""
     if value_bits == 3:
         return unpack_levels(packed)
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int8) - 8

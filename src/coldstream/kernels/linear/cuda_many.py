@@ -12,7 +12,7 @@ from coldstream.kernels.cuda.many_tiles import BLOCK_SIZE, ActivationsArgument, 
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.quant_tensor import QuantTensor
 
-# The best first.
+# In order of preference.
 TILINGS: Mapping[QuantType, tuple[Tiling, ...]] = {
     tilings[0].quant_type: tilings
     for tilings in (
@@ -73,7 +73,7 @@ def launch_linear(
     weight: QuantTensor,
     out: torch.Tensor,
 ) -> None:
-    """As `linear_many`, with tiles of one's choice."""
+    """`linear_many` with a given tiling."""
     num_rows, num_values = weight.shape
     num_tokens, num_groups = len(x.q), x.q.shape[1] // GROUP_SIZE
     if num_groups != -(-num_values // GROUP_SIZE) or tuple(out.shape) != (num_tokens, num_rows):
