@@ -1,5 +1,5 @@
-// A warp's 16 pairs of a row and a query head, and a block of 64 keys or values in shared memory: the products, and what
-// lies between them. Lane 4g + t has pairs g and g + 8, and of each the positions 8n + 2t and the next one.
+// A warp's 16 pairs of a row and a query head, and a block of 64 keys or values in shared memory: both products, and the
+// weights between them. Lane 4g + t has pairs g and g + 8, and of each the positions 8n + 2t and the next one.
 #pragma once
 
 #include "attention/integers_pairs.cuh"
@@ -16,7 +16,7 @@ using pair_floats = float[columns][4];
 // Which of them a pair sees, a bit each.
 __device__ __forceinline__ bool is_seen(uint32_t visible, int n, int i) { return visible >> (4 * n + i) & 1; }
 
-// The lane's pairs: whose rows they are, and what these see.
+// The lane's pairs: their rows, and the positions that these see.
 struct lane_pairs {
   for_both<int> row, head;
   for_both<row_view> view;
@@ -47,8 +47,8 @@ struct lane_pairs {
   }
 };
 
-// What pairs do not see becomes `other`. Apart from what is computed from all of them, which would be done in turn behind
-// a branch each.
+// Sets values of positions that pairs do not see to `other`. Separate from the computation on all values, which would
+// otherwise be serialised by branches.
 __device__ __forceinline__ void keep_seen(uint32_t visible, pair_floats& numbers, float other) {
   if (visible == 0xffffffffu) return;
 #pragma unroll
@@ -89,7 +89,7 @@ struct weight_codes {
 // A code and 128 added to this are exact, so that rounding is that of the sum, to even.
 constexpr float code_rounding = 12582912.0f + low_unit / 2;
 
-// What is not finite gets any codes: its scale is NaN. Where the scale is 0 so is the factor, and codes are 0.
+// Codes of numbers that are not finite are arbitrary, as the scale is NaN. If the scale is 0, so are factor and codes.
 __device__ __forceinline__ void round_weights(const pair_floats& scaled, const for_both<plane_scale>& by,
                                               weight_codes& out) {
 #pragma unroll
@@ -190,7 +190,7 @@ struct pair_block {
     }
   }
 
-  // Weights become what their products with values are rounded from; raises the greatest magnitudes of the lane's pairs.
+  // Multiplies weights by the values' scales, and updates the greatest magnitudes of the lane's pairs.
   static __device__ void scale_weights(const uint8_t* values, uint32_t visible, pair_floats& weights,
                                        for_both<uint32_t>& greatest) {
 #pragma unroll

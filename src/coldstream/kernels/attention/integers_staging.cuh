@@ -1,5 +1,5 @@
-// Keys and values of a tile as products of warpgroups read them, and the threads that bring them there: keys as rows of
-// channels, values as rows of positions, in rows of 128 bytes whose chunks of 16 are swizzled.
+// Keys and values of a tile in the layout that products of warpgroups read, and the threads that copy them: keys as rows
+// of channels, values as rows of positions, in rows of 128 bytes whose chunks of 16 are swizzled.
 #pragma once
 
 #include "attention/integers_items.cuh"
@@ -8,7 +8,7 @@
 namespace coldstream {
 
 constexpr int copying_threads = 128, stages = 2;
-constexpr int copying_barrier = 1;  // where those threads meet; warpgroups that multiply have those behind it
+constexpr int copying_barrier = 1;  // of the copying threads; multiplying warpgroups have the following numbers
 
 template <int bits, int head_dim>
 struct staged_tile {
@@ -43,11 +43,11 @@ struct staged_tile {
   }
 };
 
-// What a tile is, for those who multiply it.
+// Description of a tile for the multiplying warps.
 struct tile_note {
   item_pairs item;
   int begin, end;  // the rows of the run
-  int tile;        // −1 behind the last
+  int tile;        // −1 after the last
   bool begins_item, begins_run, ends_chunk;
 };
 
@@ -70,14 +70,14 @@ struct staging {
   __device__ uint32_t empty(int stage) const { return full(stage) + 8 * stages; }
 };
 
-// The threads that copy. A tile's values arrive as they lie in the cache, while the tile before is multiplied, and are
-// transposed from there into their stage.
+// The copying threads. A tile's values are copied in the cache's layout while the tile before is multiplied, and then
+// transposed into their stage.
 template <int bits, int head_dim>
 struct tile_copier {
   using tile = staged_tile<bits, head_dim>;
   using kept_row = typename tile::kept_row;
 
-  // Where a tile is in the cache, and how many of its positions are.
+  // A tile's addresses in the cache, and its number of positions.
   struct source {
     const uint8_t *keys, *values;
     int count;
@@ -90,7 +90,7 @@ struct tile_copier {
   source last;
   int number = 0;  // of tiles that were begun
 
-  // Chunks of 16 positions lie in other banks, as the threads of a warp read four of them.
+  // Chunks of different positions are in different banks, as the threads of a warp read four of them.
   __device__ static int arrived_place(int plane, int position, int chunk) {
     return (plane * block_positions + position) * head_dim + (chunk ^ position / 16 * 2) * 16;
   }
