@@ -1,4 +1,4 @@
-"""What a step does beside the model where the GPU does not hold all experts, without a GPU."""
+"""The work around a step if the GPU does not hold all experts, without a GPU."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -159,7 +159,7 @@ def test_a_mailbox_is_answered_at_first_and_shared_with_the_host(path: Path) -> 
 
 
 class Residency:
-    """What is asked of an `ExpertResidency` where memory is short."""
+    """Calls of an `ExpertResidency` when memory is short."""
 
     missing_bytes = 0
     grown = 0

@@ -1,4 +1,4 @@
-"""Experts that come ahead of their router: what is chosen, what arrives whole, who finds it."""
+"""Prefetched experts: which are chosen, that they arrive complete, and that they are found."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -120,7 +120,7 @@ def test_nothing_arrives_once_its_layer_has_been_shared_out() -> None:
 
 
 def share_out(ring: PrefetchRing, layer: int, ids: torch.Tensor, stacks: Sequence[ExpertTable]) -> PairPlaces:
-    """The places of pairs of a layer that nobody guesses further from."""
+    """The places of pairs of a layer that makes no guess."""
     tokens = len(ids)
     places = PairPlaces(
         torch.zeros(3, tokens, RANKS, dtype=torch.int64, device=CUDA),

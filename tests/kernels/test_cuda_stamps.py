@@ -1,4 +1,4 @@
-"""The time of a layer as its kernels keep it."""
+"""The times of a layer that its kernels record."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda
 from coldstream.kernels.router.cuda import router_few_cuda
 
 EXPERTS, RANKS, COLS = 32, 4, 384
-SLOT, MAPPED, STEP = 1 << 20, 1 << 30, 1 << 10  # addresses that nobody reads here
+SLOT, MAPPED, STEP = 1 << 20, 1 << 30, 1 << 10  # addresses that are not read here
 LAYER = 1
 
 
@@ -40,7 +40,7 @@ def test_sums_are_found_where_kernels_leave_them() -> None:
 
 
 class Layer:
-    """A router, and the sum of experts that nobody has to compute."""
+    """A router, and the sum of its experts, which are not computed."""
 
     def __init__(self, tokens: int, resident: list[int], on_cpu: bool) -> None:
         self.x, self.weight = random(1, tokens, COLS).to(CUDA), random(2, EXPERTS, COLS).to(CUDA)
@@ -73,7 +73,7 @@ class Layer:
             self.arrivals, self.sharing,
         )  # fmt: skip
         torch.cuda.synchronize()
-        self.mailbox.done[0] = 1  # nobody computes here
+        self.mailbox.done[0] = 1  # there is no CPU's answer to wait for
         box, stamps = self.mailbox, self.places.stamps if stamped else None
         elsewhere = RowsElsewhere(self.places.cpu_ids, box.out[:tokens], box.done, stamps)
         routing = Routing(self.ids, self.weights, self.shared_gate)
@@ -98,7 +98,7 @@ def test_every_step_adds_its_stamps_in_the_order_of_time(tokens: int, on_cpu: bo
     spans = np.diff(sums[LAYER, kind, 1:]).view(np.int64)
     assert (spans >= 0).all()
     if not on_cpu:
-        assert spans[2] == 0  # nobody was asked
+        assert spans[2] == 0  # no request to the CPU
     assert not sums[LAYER, 1 - kind].any()
     assert not sums[0].any()
     assert not layer.stamps[LAYER, 2].item(), "the next step begins without pairs"

@@ -1,4 +1,4 @@
-"""The definition of attention over integers: its planes, its caches, and what it is close to."""
+"""The definition of attention over integers: its planes, its caches, and its error."""
 
 from dataclasses import replace
 
@@ -198,7 +198,7 @@ def test_heads_of_other_sizes_are_refused(name: str, multiple: int, head_dim: in
 
 
 def head_error(name: str, outlier: int) -> float:
-    """Of one head of 256 over 1024 positions, against float64 attention."""
+    """Error of one head of 256 over 1024 positions, against float64 attention."""
     generator = torch.Generator().manual_seed(256)
     query, key, value = (torch.randn(n, 1, 256, generator=generator) for n in (32, 1024, 1024))
     query *= 2  # so that some positions weigh much

@@ -1,4 +1,4 @@
-"""Who computes each pair of token and expert: the kernel on the host against a definition in Python."""
+"""The place of each (token, expert) pair: the kernel on the host against a definition in Python."""
 
 import ctypes
 import time
@@ -35,7 +35,7 @@ NOTHING_WRITTEN = -77
 
 @dataclass
 class Layer:
-    """What the kernel sees of a layer, as plain numbers; addresses are not read."""
+    """The kernel's inputs for a layer, as plain numbers; addresses are not read."""
 
     number: int
     slots: list[list[int]]  # by matrix and expert; 0: none
@@ -79,7 +79,7 @@ def expected(layer: Layer, ids: Sequence[Sequence[int]]) -> tuple[list[list[tupl
 
 
 class Shared:
-    """What the kernel writes, and what it is given for that; all of it poisoned."""
+    """The kernel's outputs and arguments; all memory is poisoned."""
 
     def __init__(self, layer: Layer, ids: torch.Tensor, x: torch.Tensor) -> None:
         tokens, ranks = ids.shape

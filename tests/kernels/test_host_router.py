@@ -90,7 +90,7 @@ def test_logits_that_are_not_finite_give_ids_of_experts(experts: int) -> None:
 
 
 class Outputs:
-    """What the single launch writes, and its workspace."""
+    """Outputs and workspace of the single launch."""
 
     def __init__(self, tokens: int, ranks: int, experts: int) -> None:
         self.ids = Guarded(tokens, ranks, dtype=torch.int32, device=CPU)

@@ -1,4 +1,4 @@
-"""What Python lays out for kernels lies where they read it, and numbers that both sides have are the same.
+"""Structs in Python have the kernels' layouts, and numbers on both sides are equal.
 
 CUDA's own compiler compares: a file of kernels is compiled with an assertion for every field and number.
 """
@@ -293,7 +293,7 @@ def test_arguments_and_numbers(file: str, tmp_path: Path) -> None:
 
 
 def test_every_structure_is_compared() -> None:
-    """Of all modules of kernels, which are imported above."""
+    """Structs of all modules of kernels, which are imported above."""
     known = {layout for structures in STRUCTURES.values() for layout in structures.values()}
     made = {each for each in ctypes.Structure.__subclasses__() if each.__module__.startswith("coldstream.")}
     assert made

@@ -1,4 +1,4 @@
-"""What comes over the bus for steps of few rows on the host's model of a GPU, whatever is counted of it."""
+"""Measures the bytes read over the bus in steps of few rows, on a GPU on the host, without its counters."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
