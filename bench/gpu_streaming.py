@@ -45,7 +45,7 @@ TEXT_STEP = 20_011  # from the first id of a text to that of the next
 
 @dataclass(frozen=True)
 class Setting:
-    """What all cases have in common."""
+    """The settings common to all cases."""
 
     path: Path
     rates: Rates

@@ -1,4 +1,4 @@
-"""What keys and values in each type of cache cost: perplexity of the demo model on held-out text.
+"""The accuracy of each type of cached keys and values: perplexity of the demo model on held-out text.
 
     python bench/kv_types.py --out docs/results/kv_types.json
 
@@ -49,7 +49,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass
 class Loss:
-    """What a type of cache does to the scored tokens, one value a token."""
+    """The effect of a type of cache on the scored tokens, one value per token."""
 
     nats: list[float] = field(default_factory=list)
     squared_distances: list[float] = field(default_factory=list)  # of centred logits from those over EXACT

@@ -42,7 +42,7 @@ SETTINGS: Mapping[str, type] = {
     "thinking": bool,
     "reasoning_effort": str,
 }
-# The names of a message's reasoning; the first that is there wins.
+# The names of a message's reasoning; the first one present counts.
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 

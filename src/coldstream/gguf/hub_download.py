@@ -26,7 +26,7 @@ Notice = Callable[[str], None]
 
 TIMEOUT_S = 15.0
 LOCK_PATIENCE_S = 0.5  # then it is said who is waited for
-# What no process has written to for so long is nobody's, even where locks don't work.
+# A file without a write for so long has no owner, even where locks don't work.
 IDLE_S = 3600.0
 HASH_CHUNK_BYTES = 1 << 24
 
@@ -161,7 +161,7 @@ class RepoFolder:
             yield
 
     def clean_up(self, resumable: Iterable[str]) -> int:
-        """Remove what killed downloads left and nobody can continue; returns how many bytes.
+        """Remove leftovers of killed downloads that cannot be continued; returns their bytes.
 
         What is kept: anything touched within the last hour or under a lock, as it may be another process's,
         and the parts of files whose digests are `resumable`.
@@ -186,7 +186,7 @@ def fetch(folder: RepoFolder, remote: RemoteFile, progress: Progress, notice: No
     """Make the blob of `remote` whole: check it, download what is missing of it, or repair it.
 
     Raises DownloadError, StorageError and what `huggingface_hub` raises; what came so far then stays for the
-    next attempt, under a name that nobody takes for a whole file.
+    next attempt, under a name that no program takes for a whole file.
     """
 
     def waiting() -> None:
@@ -281,7 +281,7 @@ def _transfer(part: Path, remote: RemoteFile, progress: Progress) -> None:
 
 
 class _ReportedFile:
-    """What a transfer writes to. Every write is told to `progress`."""
+    """The file of a transfer, which reports every write to `progress`."""
 
     def __init__(self, file: BinaryIO, path: Path, remote: RemoteFile, progress: Progress) -> None:
         self._file, self._path, self._remote, self._progress = file, path, remote, progress
@@ -302,7 +302,7 @@ def _storage_errors(part: Path, remote: RemoteFile) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # A broken pipe is the caller's, who tells somebody of the progress.
+        # A broken pipe is an error of the caller's `progress`.
         if error.errno is None or _is_http(error) or isinstance(error, BrokenPipeError):
             raise
         done = part.stat().st_size if part.is_file() else 0

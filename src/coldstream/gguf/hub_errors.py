@@ -12,7 +12,7 @@ _FOR_CACHE = "let HF_HOME be a folder that you may write to"
 def hub_errors(repo: str, similar: Callable[[], list[str]]) -> Iterator[None]:
     """Everything that can go wrong with `repo`. `similar` gives names that may have been meant.
 
-    Broken pipes are not touched: they are the caller's, who tells somebody of the progress.
+    Broken pipes are passed on: they are errors of the caller's `progress`.
     """
     from filelock import Timeout
     from huggingface_hub import errors

@@ -1,4 +1,4 @@
-"""What the file system says of an open file: whether its bytes may have changed since it was opened.
+"""Detects by the file system whether the bytes of an open file may have changed since it was opened.
 
 Nothing is read for it, so it is cheap enough to ask for every token. What it can't tell: a write that leaves
 no trace in the times, as one through a mapping that was written to before the file was opened, or one within
@@ -22,7 +22,7 @@ class FileState:
 
     @classmethod
     def of(cls, status: os.stat_result) -> Self:
-        """Of what `os.stat` or `os.fstat` returned."""
+        """From the result of `os.stat` or `os.fstat`."""
         return cls(
             (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns),
             status.st_ctime_ns,
@@ -73,7 +73,7 @@ class OpenFile:
 
 
 def state_at(path: Path) -> FileState | None:
-    """Of the file that `path` names now; None if that cannot be found out."""
+    """The state of the file that `path` names now; None if it cannot be determined."""
     try:
         return FileState.of(os.stat(path))
     except OSError:

@@ -35,7 +35,7 @@ JSON_CHARS_PER_CHAR = 12 + 3
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """What one rendering, or the compilation before the first, may use. `wall_s` is for a busy machine."""
+    """Limits of one rendering, or of the compilation before the first. wall_s: allows for a busy machine."""
 
     cpu_s: float = 2.0
     wall_s: float = 30.0
