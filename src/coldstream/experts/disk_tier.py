@@ -83,7 +83,7 @@ class DiskTier:
 
     @property
     def num_experts(self) -> int:
-        """Of all layers."""
+        """Experts of all layers."""
         return sum(self._class_experts)
 
     @property

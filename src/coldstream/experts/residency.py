@@ -55,7 +55,7 @@ class ExpertResidency:
 
     @property
     def num_slots(self) -> int:
-        """Of all sizes."""
+        """Slots of all sizes."""
         return sum(self._slots.num_slots.values())
 
     def load(self, experts: Iterable[int]) -> None:

@@ -216,7 +216,7 @@ def _similar(hub: Hub, repo: str) -> list[str]:
 
     owner = repo.split("/")[0]
     names = {_repo_of(folder) for folder in hub.folder().glob("models--*--*")}
-    # A list that can't be had is no further problem of somebody who already has one.
+    # Without the hub's list, only names in the cache are suggested.
     with suppress(errors.HTTPError, OSError, ValueError, LookupError, TypeError):  # type: ignore[attr-defined]
         listed = HfApi(endpoint=hub.endpoint).list_models(author=owner, limit=MAX_REPOS)
         names |= {str(model.id) for model in listed}

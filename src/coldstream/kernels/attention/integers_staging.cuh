@@ -19,7 +19,7 @@ struct staged_tile {
   static constexpr int scale_bytes = 2 * block_positions * 4;
   static_assert((bits == 16 || bits == 8) && head_dim % 128 == 0);
 
-  // Of 16 positions in the order of `position_in_word`, of a channel.
+  // Place of 16 positions of a channel, in the order of `position_in_word`.
   __device__ static constexpr int value_place(int plane, int channel, int sixteen) {
     return swizzled_place<value_rows>(value_row(channel), 4 * value_half(plane, channel) + sixteen);
   }
@@ -30,7 +30,7 @@ struct staged_tile {
     return planes == 2 ? plane : channel / value_rows;
   }
 
-  // Of channels channel … channel + 31 and positions 32 · step … 32 · step + 31; `values` from `same_for_warp`.
+  // Descriptor of channels channel … channel + 31 and positions 32 · step … 32 · step + 31; `values` from `same_for_warp`.
   __device__ static uint64_t part_of_values(uint32_t values, int plane, int channel, int step) {
     const int place = value_row(channel) * swizzled_row_bytes + value_half(plane, channel) * 64;
     return describe_swizzled_from(values, place + step * 32);
