@@ -35,7 +35,7 @@ from coldstream.gguf.vocabulary import Vocabulary
 
 FIELD = "tokenizer.chat_template"
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# What a caller may set besides messages and tools; other names could shadow the renderer's own.
+# Settings that a caller may pass besides messages and tools; other names could shadow the renderer's own.
 SETTINGS: Mapping[str, type] = {
     "enable_thinking": bool,
     "preserve_thinking": bool,
@@ -118,7 +118,7 @@ class ChatTemplate:
         try:
             rendering = process.render({**request, "messages": opened}, own, ROLES)
         except TemplateError as error:
-            # Older templates, DeepSeek's among them, write arguments as the text that they came in.
+            # Older templates, DeepSeek's among them, write arguments as the given text.
             if opened == checked:
                 raise
             try:

@@ -113,8 +113,8 @@ def pull(
 ) -> Path:
     """Make `org/repo[:QUANT]` whole as it is on the hub now; returns its first file.
 
-    What is cached is read and checked against the hub's digests; what is damaged or missing is downloaded,
-    and what an earlier attempt left is continued. `notice` hears what was found and done. Raises
+    Cached files are read and checked against the hub's digests; damaged or missing ones are downloaded, and
+    parts of earlier attempts are continued. `notice` is called with what was found and done. Raises
     `ModelNotFoundError` when the hub has no such model, `DownloadError` when it can't be reached, refuses, or
     delivers something else than it lists, `StorageError` when the disk is full.
     """
@@ -171,7 +171,7 @@ def _models_below(snapshot: Path, with_vanished: bool = False) -> list[ModelFile
 
 
 def _has_bytes(path: Path) -> bool:
-    """Whether there is something; a machine that lost its power may leave an empty file."""
+    """Whether the file is not empty, as after a loss of power."""
     try:
         status = path.stat()
     except OSError:
@@ -180,7 +180,7 @@ def _has_bytes(path: Path) -> bool:
 
 
 def _list_files(hub: Hub, repo: str) -> dict[str, ListedFile]:
-    """What the hub says of every file of a repository by its path, none of which leads out of it."""
+    """The hub's list of a repository's files by path, none of which leads out of it."""
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=hub.endpoint)
