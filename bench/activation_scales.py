@@ -1,16 +1,16 @@
-"""What rounding activations costs, for types of weights, beside llama.cpp (`xllamacpp`, test extra).
+"""The loss by rounding activations, by type of weights, beside llama.cpp (`xllamacpp`, test extra).
 
     python bench/activation_scales.py --out docs/results/activation_scales.json
 
-The demo model's matrices are quantised to one type; beside that file lies its twin, with the same values as
-float32. What a file's logits are away from the twin's, as KL divergence from the twin's over passages of the
-held-out text, comes from the rounding of activations alone. Then some channels of each norm are made greater
-by a factor, and the columns of the weights that read them smaller by it, before they are quantised: outliers
-as they are in large models. Keys and values are float32 on both sides.
+The demo model's matrices are quantised to one type in one file, and stored with the same values as float32 in
+a second one, its twin. The KL divergence of the file's logits from the twin's, over passages of the held-out
+text, comes only from rounding activations. For outliers like those of large models, some channels of each
+norm are multiplied by a factor, and the columns of the weights that read them divided by it, before
+quantisation. Keys and values are float32 on both sides.
 
-A few positions, where a router's choice flips, make much of a mean. So beside each ratio stand its interval
-of 95 %, from drawing passages with replacement, the same ones for both sides, and what ratios single passages
-have.
+A few positions, where a router's choice flips, dominate a mean. So each ratio is given with its interval of
+95 %, from drawing passages with replacement, the same ones for both sides, and with the range of ratios of
+single passages.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from results import write_result
 from tools import llama_cpp as oracle
 
 POSITIONS = 512  # of a passage
-DRAWS, INTERVAL = 10_000, (2.5, 97.5)  # of the passages; percentiles
+DRAWS, INTERVAL = 10_000, (2.5, 97.5)  # bootstrap samples of passages; percentiles
 OUTLIER_CHANNELS = (17, 100, 180)  # in three blocks of 32 of a row of 256
 PASSAGES = {1: 64, 20: 16, 100: 16}  # by factor: among greater divergences single positions weigh less
 NORMS = {
@@ -55,7 +55,7 @@ NORMS = {
 
 
 def with_outliers(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-    """Some channels of each norm times `factor`, what reads them divided by it."""
+    """Some channels of each norm times `factor`, and weights that read them divided by it."""
     changed = dict(tensors)
     for name, tensor in tensors.items():
         prefix, _, rest = name.rpartition(".")[0].rpartition(".")
@@ -134,7 +134,7 @@ def compare(path: Path, twin: Path, texts: Sequence[list[int]], threads: int) ->
 
 
 def between_floats(twin: Path, ids: list[int], threads: int) -> float:
-    """What the engines are apart where nothing is rounded to int8."""
+    """The divergence between the engines without rounding to int8."""
     return divergence(oracle.logits(twin, ids), open_runner(twin, threads).logits(ids))
 
 

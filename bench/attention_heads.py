@@ -23,7 +23,7 @@ class RandomHead(NamedTuple):
 
 
 def random_head(head_dim: int, outlier: float, seed: int) -> RandomHead:
-    """Of normal numbers, with two channels of keys and values that are `outlier` times as great."""
+    """A head of normal numbers, with two channels of keys and values times `outlier`."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (
         torch.randn(count, 1, head_dim, generator=generator) for count in (ROWS, POSITIONS, POSITIONS)

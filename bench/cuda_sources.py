@@ -1,4 +1,4 @@
-"""Which sources of the GPU's kernels a recorded run has seen, so that a page can say what it has not."""
+"""Digests of the CUDA sources of a recorded run, so that pages can name sources that changed since."""
 
 import hashlib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a device is and what it moves, for the machine's part of a result."""
+"""The properties and bandwidth of a device, for the machine's part of a result."""
 
 import platform
 import statistics

@@ -146,7 +146,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 def figures(
     count: int, answers: list[tuple[dict[str, Any], ...]], whole: list[dict[str, Any]], disk_bytes_s: float
 ) -> dict[str, Any]:
-    """Of all pairs but the first, in which both fill their memory."""
+    """Figures of all pairs but the first, in which both fill their memory."""
     pairs = [tuple(count / answer["seconds"] for answer in pair) for pair in answers[1:]]
     ratios = sorted(a / b for a, b in pairs)
     before, after = answers[0][0]["disk"], answers[-1][0]["disk"]
@@ -171,7 +171,7 @@ def figures(
 
 
 def read_ahead_bytes(path: Path) -> int | None:
-    """What the system reads ahead on the disk of `path`; None where it doesn't say."""
+    """The system's read-ahead on the disk of `path`; None if it does not report it."""
     device = os.stat(path).st_dev
     file = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue/read_ahead_kb")
     return int(file.read_text()) * 1024 if file.exists() else None

@@ -25,7 +25,7 @@ class Blocks(NamedTuple):
     matrices: Mapping[str, np.ndarray]
 
     def values(self, name: str) -> np.ndarray:
-        """What the blocks stand for, float32."""
+        """The values of the blocks, float32."""
         qtype = gguf.GGMLQuantizationType(int(self.quant_type))
         values: np.ndarray = gguf.quants.dequantize(self.matrices[name], qtype).astype(np.float32)
         return values

@@ -1,4 +1,4 @@
-"""What `coldstream plan` now expects of the full-size model, on the machine of a result file."""
+"""The present forecast of `coldstream plan` for the full-size model, on the machine of a result file."""
 
 from typing import Any
 

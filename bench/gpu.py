@@ -31,7 +31,7 @@ WALK_TOKENS = 16
 
 @dataclass(frozen=True)
 class Setting:
-    """What all cases have in common."""
+    """The settings common to all cases."""
 
     llm: LLM
     machine: dict[str, Any]
@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def command(options: argparse.Namespace) -> str:
-    """What measures the same again."""
+    """The command that repeats the measurement."""
     words = ["python", "bench/gpu.py", options.model.name, "--device", options.device]
     words += ["--repetitions", str(options.repetitions), "--generate", str(options.generate)]
     for name in ("prompts", "depths"):

@@ -27,7 +27,7 @@ from coldstream.kernels.cuda import compiler
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES, instance_for
 from coldstream.kernels.cuda.program import Kernel
 from coldstream.kernels.experts import cuda as experts
-from coldstream.kernels.experts.cuda import ExpertWeights, PairRows, launch_down, launch_gate_up
+from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows, launch_down, launch_gate_up
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear import cuda as linear
 from coldstream.kernels.linear.cuda import linear_few_cuda
@@ -93,7 +93,7 @@ def expert_cases(down_type: QuantType, rows: int, with_shared: bool = True) -> I
     shapes = [(Q4K, FFN, HIDDEN), (Q4K, FFN, HIDDEN), (down_type, HIDDEN, FFN)]
     tables, memory = zip(*(table(*shape) for shape in shapes), strict=True)
     shared = [[random_matrix(*shape) for shape in shapes] for _ in range(LAUNCHES)]
-    layers = [ExpertWeights(*tables, tuple(tensors) if with_shared else None) for tensors in shared]
+    layers = [ExpertMatrices(*tables, tuple(tensors) if with_shared else None) for tensors in shared]
     # Tokens in a launch share no expert where there are enough of them.
     order = [torch.randperm(EXPERTS, device="cuda").int()[: rows * TOP_K] for _ in range(LAUNCHES)]
     ids = [chosen.reshape(rows, TOP_K).contiguous() for chosen in order]

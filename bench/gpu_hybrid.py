@@ -51,7 +51,7 @@ GREEDY = SamplingParams(temperature=0)
 
 @dataclass(frozen=True)
 class Machine:
-    """What does not change between cases."""
+    """The settings common to all cases."""
 
     path: Path
     ctx_size: int
@@ -83,7 +83,7 @@ def plan_with(machine: Machine, expert_bytes: int) -> RunPlan:
 
 
 def generate(llm: LLM, next_id: int, num_prompt: int) -> dict[str, Any]:
-    """The text from an id on, behind a prompt of any length: seconds a token, and what it took of whom."""
+    """Generates the text from an id on, after a prompt of any length: seconds per token, and counters."""
     runner = llm.opened.runner
     first_id = next_id - num_prompt
     prompt = [(first_id + i) % runner.spec.vocab_size for i in range(num_prompt)]
@@ -139,7 +139,7 @@ def parts_of(texts: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def floor_seconds(machine: Machine, texts: list[dict[str, Any]], num_context: int) -> float:
-    """Of a token, if every byte came at the measured rates and nothing else took time."""
+    """Seconds of a token if every byte moved at the measured rates and nothing else took time."""
     sizes, rates = machine.sizes, Rates.of(machine.hardware)
     mean_bytes = statistics.mean(sizes.expert_bytes)
     misses = statistics.mean(text.get("misses", 0.0) for text in texts)
@@ -179,7 +179,7 @@ def measure(
 def row_of(
     plan: PlacementPlan, machine: Machine, texts: list[dict[str, Any]], context: int
 ) -> dict[str, Any]:
-    """What was measured of one budget and depth."""
+    """The figures of one budget and depth."""
     seconds = statistics.median(text["seconds"] for text in texts)
     floor = floor_seconds(machine, texts, context)
     return {
@@ -196,7 +196,7 @@ def row_of(
 
 
 def guesses_of(llm: LLM) -> PrefetchStatistics | None:
-    """Of all texts so far; None if nothing came ahead."""
+    """Prefetch statistics of all texts so far; None without prefetching."""
     experts = llm.opened.runner.gpu_experts
     return experts.prefetch if experts else None
 
@@ -233,7 +233,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def command(options: argparse.Namespace) -> str:
-    """What measures the same again."""
+    """The command that repeats the measurement."""
     words = ["python", "bench/gpu_hybrid.py", options.model.name]
     for name in ("experts", "depths", "prefetch"):
         values = getattr(options, name)

@@ -72,7 +72,7 @@ def make_ops(memory: Memory, mailbox: Mailbox, layers: Layers, prefetching: Pref
 
 
 def executor_of(ops: CudaOps) -> PartialExecutor:
-    """That of `make_ops`."""
+    """The executor of `make_ops`."""
     assert isinstance(ops.executor, PartialExecutor)
     return ops.executor
 
@@ -82,7 +82,7 @@ def no_pause() -> None:
 
 
 def run_step(ops: CudaOps, layers: Layers, pause: Pause) -> tuple[torch.Tensor, ...]:
-    """What the last layer's experts computed, routed and shared, and their sum."""
+    """Outputs of the last layer's experts, routed and shared, and their sum."""
     x = ops.rms_norm(layers.x, layers.norm, EPS)
     for layer, (router, weights) in enumerate(zip(layers.routers, layers.experts, strict=True)):
         if layer > 0:
@@ -142,7 +142,7 @@ class Stepper:
         return chosen[0]
 
     def counted(self) -> dict[str, int]:
-        """Of the last layer, so far: pairs that came over the bus on demand, and the ring's tallies."""
+        """Counts of the last layer so far: pairs read over the bus on demand, and the ring's tallies."""
         _, bus_pairs = read_stamps(executor_of(self.ops).few.stamps)
         ring = executor_of(self.ops).prefetch
         tallies = [0] * len(TALLIES) if ring is None else ring.tallies[LAST].tolist()
@@ -191,7 +191,7 @@ class Way:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # of all batches
 
     def results(self) -> list[torch.Tensor]:
-        """Of one replay, in memory of their own."""
+        """Copies of the results of one replay."""
         for output in self.outputs:
             output.fill_(torch.nan)
         self.graph.replay()

@@ -57,7 +57,7 @@ class Launch:
 
 
 def read_trace(path: Path) -> list[Launch]:
-    """What ran on the device, in order of its start, of a trace that PyTorch's profiler exported."""
+    """The device's work in order of start, from a trace that PyTorch's profiler exported."""
     events = json.loads(path.read_text())["traceEvents"]
     launches = [
         Launch(event["name"], event["ts"], event["dur"])
@@ -119,7 +119,7 @@ def summarise(steps: Sequence[Sequence[Launch]], num_layers: int) -> dict[str, A
 
 
 def trace_decode(runner: ModelRunner, depth: int, num_steps: int) -> list[Launch]:
-    """What `num_steps` decoded tokens launch, after a prompt of `depth` tokens and two to warm up."""
+    """The launches of `num_steps` decoded tokens, after a prompt of `depth` tokens and two to warm up."""
     sequence = runner.new_sequence()
     runner.extend(sequence, range(FIRST_ID, FIRST_ID + depth))
     first = FIRST_ID + depth

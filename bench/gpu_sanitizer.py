@@ -65,7 +65,7 @@ def collect() -> list[str]:
 
 
 def count_errors(log: str) -> int:
-    """What the sanitizer reported. ValueError if it didn't come to its end."""
+    """The sanitizer's reports. ValueError if it did not finish."""
     found = SUMMARY.findall(log)
     if not found:
         raise ValueError(f"the sanitizer wrote no summary: {log[-500:]}")

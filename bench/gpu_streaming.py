@@ -27,7 +27,7 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kvcache import CacheSize
 from coldstream.models.cuda_model import Limits, count_memory
-from coldstream.models.cuda_runner import CudaRunner, Placed
+from coldstream.models.cuda_runner import CudaRunner, ExpertSetup
 from coldstream.models.footprint import model_sizes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import FixedPart, PlacementPlan
@@ -45,7 +45,7 @@ TEXT_STEP = 20_011  # from the first id of a text to that of the next
 
 @dataclass(frozen=True)
 class Setting:
-    """What all cases have in common."""
+    """The settings common to all cases."""
 
     path: Path
     rates: Rates
@@ -79,8 +79,8 @@ def open_runner(setting: Setting, gib: float | None) -> CudaRunner:
         expert_bytes=sizes.expert_bytes,
         resident=(tuple(range(count)),) * spec.num_layers,
     )
-    placed = Placed(RunPlan(plan, setting.threads, streamed=(0,) * (spec.num_experts_per_tok + 1)))
-    return CudaRunner.load(file, spec, context_length=ctx_size, kv_type=KV_TYPE, placed=placed)
+    setup = ExpertSetup(RunPlan(plan, setting.threads, streamed=(0,) * (spec.num_experts_per_tok + 1)))
+    return CudaRunner.load(file, spec, context_length=ctx_size, kv_type=KV_TYPE, expert_setup=setup)
 
 
 def prefill(runner: CudaRunner, first_id: int, length: int) -> float:

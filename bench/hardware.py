@@ -1,4 +1,4 @@
-"""What this machine moves: RAM, link and both together, GPU memory, products, and the answer to a flag.
+"""The rates of this machine: RAM, link and both together, GPU memory, products, and the handshake.
 
     python bench/hardware.py                 one JSON object, in less than half a minute
 
@@ -35,7 +35,7 @@ def repeated(measure: Callable[[], Any]) -> dict[str, Any]:
 
 
 def gpu_figures(hardware: Hardware, threads: int) -> dict[str, Any]:
-    """Of the current device."""
+    """Rates of the current device."""
     from coldstream.kernels.cuda.link import driver_version, measure_handshake, measure_link, measure_products
 
     gpu = find_gpu()

@@ -85,7 +85,7 @@ def downloaded_bytes(line: str) -> float:
 
 
 def disk_bytes(folder: Path) -> int:
-    """What the files below `folder` take on disk."""
+    """Bytes on disk of the files below `folder`."""
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
 
 

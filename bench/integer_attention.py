@@ -1,4 +1,4 @@
-"""What attention over integers costs in accuracy: ways to define it, beside a cache of floats.
+"""The accuracy of attention over integers, by definition, beside a cache of floats.
 
     python bench/integer_attention.py --out docs/results/integer_attention.json
 
@@ -101,7 +101,7 @@ class Cached:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """As `Definition.attend`."""
+        """See `Definition.attend`."""
         cache_type, head_dim = CACHE_TYPES[self.kv_type], query.shape[-1]
         key, value = (cache_type.decode(cache_type.encode(x.float()), head_dim) for x in (key, value))
         return float_attend(query, key, value, positions)

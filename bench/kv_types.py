@@ -1,4 +1,4 @@
-"""What keys and values in each type of cache cost: perplexity of the demo model on held-out text.
+"""The accuracy of each type of cached keys and values: perplexity of the demo model on held-out text.
 
     python bench/kv_types.py --out docs/results/kv_types.json
 
@@ -49,7 +49,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass
 class Loss:
-    """What a type of cache does to the scored tokens, one value a token."""
+    """The effect of a type of cache on the scored tokens, one value per token."""
 
     nats: list[float] = field(default_factory=list)
     squared_distances: list[float] = field(default_factory=list)  # of centred logits from those over EXACT
@@ -116,10 +116,10 @@ def head_error(kv_type: str, head_dim: int, outlier: float, seeds: Iterable[int]
     errors = []
     for seed in seeds:
         head = random_head(head_dim, outlier, seed)
-        query = cache_type.turn_query(head.query.squeeze(1) * head_dim**-0.5)
+        query = cache_type.rotate_query(head.query.squeeze(1) * head_dim**-0.5)
         # All rows see the same positions, so that they are heads of one row.
         heads = heads_of(cache_type, query, cache_type.encode(head.key), cache_type.encode(head.value))
-        output = cache_type.turn_back(attend(heads)).unsqueeze(1)
+        output = cache_type.rotate_back(attend(heads)).unsqueeze(1)
         errors.append(relative_error(output, float_attend(*head, head.positions)))
     return math.sqrt(np.mean(np.square(errors)))
 

@@ -11,7 +11,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """What a process in `directory` may take, page cache and mapped files included."""
+    """The memory limit of a process in `directory`, page cache and mapped files included."""
 
     directory: Path
     num_bytes: int

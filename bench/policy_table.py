@@ -1,4 +1,4 @@
-"""What share of the experts that the demo model uses each policy of residency holds, by the number of slots.
+"""The hit rate of each policy of residency for the demo model, by the number of slots.
 
     python bench/policy_table.py --out docs/results/policies.json
 

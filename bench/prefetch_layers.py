@@ -17,7 +17,7 @@ NUM_LAYERS = 2
 
 @dataclass(frozen=True)
 class Layers:
-    """What a step reads, on one device but for the host's experts, which all layers have in common.
+    """The weights of a step, on one device but for the host's experts, which all layers share.
 
     host: uint8 [experts, bytes of one], of gate, up and down.
     """

@@ -71,7 +71,7 @@ def speed() -> str:
 
 
 def ceilings() -> str:
-    """What decode could reach by memory bandwidth, and the share it reaches."""
+    """The bound of decode by memory bandwidth, and the share that is reached."""
     header = ["model", "MB a token", "measured GB/s", "ceiling tok/s", "share reached", "command"]
     rows = []
     for name in ("cpu_demo", "cpu_cut"):
@@ -177,7 +177,7 @@ def side_by_side() -> str:
 
 
 def install() -> str:
-    """What each kind of installation downloads, and what it takes."""
+    """Downloads and disk space of each kind of installation."""
     r = load("install")
     build, machine = r["build"], r["machine"]
     rows = [

@@ -1,4 +1,4 @@
-"""What roundings cost in accuracy: tables of `report.py`."""
+"""The loss of accuracy by roundings: tables of `report.py`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ MOST_DISTANCES = {"i16": 0.003, "i8": 0.0143}  # of logits, by type
 
 
 def kv_types() -> str:
-    """What each type of keys and values costs: the demo model on held-out text, and single heads."""
+    """The loss by each type of keys and values: the demo model on held-out text, and single heads."""
     r = load("kv_types")
     text = [
         [

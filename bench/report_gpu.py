@@ -124,7 +124,7 @@ def _machine(r: dict[str, Any]) -> str:
 
 
 def gpu_prefetch() -> str:
-    """Decoding with and without experts that come ahead of their router; nothing while it isn't measured."""
+    """Decoding with and without prefetching; empty while it is not measured."""
     if not has("gpu/hybrid_prefetch"):
         return ""
     r = load("gpu/hybrid_prefetch")
@@ -252,7 +252,7 @@ def gpu_streaming() -> str:
 
 
 def same_bits() -> str:
-    """What differs between the quantised products of C++ and of the GPU."""
+    """Differences between the quantised products in C++ and on the GPU."""
     r = load("gpu/same_bits")
     rows = [
         [name, str(counts["products"]), str(counts["experts"])]

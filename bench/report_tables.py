@@ -1,4 +1,4 @@
-"""What the figures of all pages are made with: results in, Markdown out."""
+"""Shared by the generators of all pages' figures: results in, Markdown out."""
 
 import json
 from pathlib import Path

@@ -25,7 +25,7 @@ def gpu_tests() -> str:
 
 
 def gpu_sanitizer() -> str:
-    """What each tool reported."""
+    """The reports of each tool."""
     if not has("gpu/sanitizer"):
         return NOT_RUN
     r = load("gpu/sanitizer")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("src", "bench", "CMakeLists.txt", "pyproject.toml")  # what figures depend on
+SOURCES = ("src", "bench", "CMakeLists.txt", "pyproject.toml")  # the sources that figures depend on
 
 
 def commit(sources: Sequence[str] = SOURCES) -> str:

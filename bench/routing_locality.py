@@ -58,7 +58,7 @@ class RoutingReader:
     model: CausalLM
 
     def topk_ids(self, token_ids: Sequence[int]) -> list[np.ndarray]:
-        """What each layer chose for each token: [T, K] per layer."""
+        """The experts of each token, [T, K] per layer."""
         self.ops.topk_ids.clear()
         count = len(token_ids)
         cache = ModelCache(self.spec, self.ops, num_states=1, context_length=count, kv_type="f32")

@@ -1,4 +1,4 @@
-"""Runs a command line of coldstream and says where its main thread's time went: `first_token.py` calls this.
+"""Runs a command line of coldstream and samples its main thread's time, for `first_token.py`.
 
     python bench/sampled_start.py phases.json run model.gguf -p ... -n 1
 

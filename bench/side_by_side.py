@@ -47,7 +47,7 @@ def side_by_side(llm: LLM, texts: list[str]) -> Outputs:
 
 
 def measure_list(llm: LLM, count: int) -> dict[str, object]:
-    """Of lists of `count` prompts. Raises SystemExit if the two ways give different tokens."""
+    """Figures of lists of `count` prompts. Raises SystemExit if the two ways give different tokens."""
     seconds: dict[str, list[float]] = {"apart": [], "together": []}
     ways = {"apart": one_after_the_other, "together": side_by_side}
     for repeat in range(REPEATS):

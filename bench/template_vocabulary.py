@@ -96,7 +96,7 @@ def _trained() -> Tokenizer:
 
 
 def metadata(family: str, template: str) -> dict[str, Any]:
-    """What a reader returns for a file of `family` with this chat template."""
+    """The metadata of a file of `family` with this chat template."""
     model = json.loads(_trained().to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     added = [*ALL_CONTROL_TOKENS, *USER_DEFINED_TOKENS]

@@ -72,7 +72,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed, again and again, behind `depth` tokens: `verb` with `count`."""
+    """The timed call, after `depth` tokens: `verb` with `count`."""
 
     name: str
     verb: str

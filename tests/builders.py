@@ -89,7 +89,7 @@ SMALL = Dims(
 
 @dataclass
 class TinyModel:
-    """What will be written: free to be changed before `write_model`."""
+    """The contents of a file; may be changed before `write_model`."""
 
     arch: str
     metadata: dict[str, Any]  # bool, int (written as uint32), float (float32), str, lists of one of them

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from host_device import HostDevice
 
 # The definitions that kernels are compared with are many small operations of PyTorch, between which its
-# second thread waits in a loop: where tests run beside each other, that takes most of their time.
+# second thread spins: with several test processes this would take most of the time.
 torch.set_num_threads(1)
 
 settings.register_profile(
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Memory that nobody wrote shows: `torch.empty` returns NaN, and to this package `np.empty` does."""
+    """Reveals reads of unwritten memory: `torch.empty`, and `np.empty` in this package, return NaN."""
     if request.config.getoption("--unpoisoned"):
         return
     empty = torch.empty

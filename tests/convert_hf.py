@@ -214,7 +214,7 @@ def block_tensors(model: PreTrainedModel, source: int, block: int, variant: Vari
 
 
 def transform(name: str, values: np.ndarray, config, variant: Variant) -> np.ndarray:
-    """A tensor of the checkpoint as GGUF has it."""
+    """A tensor of the checkpoint in GGUF's conventions."""
     part = name.removeprefix("linear_attn.")
     if part == name:
         return values + 1 if "norm" in name and config.model_type != "qwen3_moe" else values

@@ -1,13 +1,13 @@
-"""A GPU's streams, events and copies without a GPU: every order of the work that what is queued allows.
+"""A GPU's streams, events and copies without a GPU, in every order of execution that they allow.
 
-A stream is a queue of operations. They run one at a time, whenever a seeded scheduler likes: as soon as they
-may, or not before somebody waits for them. "Device" memory is the host's, so that copies move real bytes.
+A stream is a queue of operations. A seeded scheduler runs them one at a time, at any moment between the first
+that is allowed and a wait for them. "Device" memory is the host's, so that copies move real bytes.
 
-Two things are looked for. *Races*, by vector clocks: a clock says which operations come before for certain;
-two that touch the same bytes, one of them writing, must be ordered, whatever the schedule made of them. *Host
-memory*: what an operation reads must not change between the call that queues it and its turn; what it writes
-holds rubbish from when it may run until it has. Either is a `Violation`, which no code under test catches,
-and which comes again at every later call and at the end. All threads of the host are one to the clocks.
+It detects two kinds of errors. *Races*, by vector clocks: of two operations that touch the same bytes, one of
+them writing, one must happen before the other in every schedule. *Host memory*: what an operation reads must
+not change between the call that queues it and its execution; what it writes is filled with garbage from when
+it may run until it has run. Either is a `Violation`, which no code under test catches, and which is raised
+again at every later call and at the end. To the clocks all threads of the host are one.
 """
 
 import ctypes
@@ -25,19 +25,19 @@ import torch
 
 RUBBISH = 0xA5
 _VERBS = {True: "writes", False: "reads"}
-WAIT_LIMIT_S = 20.0  # for threads of the host, only where something is broken
+WAIT_LIMIT_S = 20.0  # for threads of the host; exceeded only after an error
 
 Range = tuple[int, int]  # address and bytes
 Pieces = Sequence[tuple[int, int, int]]  # of a copy: target, source, bytes
-Clock = dict[int, int]  # by stream: how many of its operations come before
+Clock = dict[int, int]  # by stream: how many of its operations happen before
 
 
 class Violation(AssertionError):
-    """The order of operations is not the one that their memory needs."""
+    """Operations on the same memory are not ordered."""
 
 
 class Operation:
-    """Something queued to a stream; `index` counts those of the stream from 1."""
+    """A queued operation; `index` is its number in its stream, from 1."""
 
     def __init__(self, name: str, stream: "ModelStream", index: int, clock: Clock) -> None:
         self.name, self.stream, self.index, self.clock = name, stream, index, clock
@@ -62,7 +62,7 @@ class _Access:
 
 
 class ModelDevice:
-    """One device. kernels: by the name of a function, what queues the operation of a launch."""
+    """One device. kernels: by name of the kernel, a function that queues the operation of a launch."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -74,7 +74,7 @@ class ModelDevice:
         self._clock: Clock = {}
         self._accesses: list[_Access] = []
         self._most_accesses = 32
-        self._memory: list[np.ndarray] = []  # kept, so that no address is given out twice
+        self._memory: list[np.ndarray] = []  # kept, so that addresses are unique
         self._violation: Violation | None = None
         self._now = 0
         self._num_copies = 0
@@ -86,7 +86,7 @@ class ModelDevice:
 
     @property
     def is_eager(self) -> bool:
-        """Whether most operations run before anybody waits for them."""
+        """Whether most operations run before a wait for them."""
         return self._eagerness > 0.5
 
     @property
@@ -135,7 +135,7 @@ class ModelDevice:
             return operation
 
     def touch(self, operation: Operation, reads: Sequence[Range] = (), writes: Sequence[Range] = ()) -> None:
-        """What an operation reads and writes; also from its effect, where memory says it."""
+        """Records what an operation reads and writes; also callable while it runs."""
         with self._lock:
             for places, is_writing in ((reads, False), (writes, True)):
                 for place in places:
@@ -144,7 +144,7 @@ class ModelDevice:
                     self._note(_Access(operation, place, is_writing))
 
     def written_by_host(self, place: Range) -> None:
-        """The host has just written there: whatever touched it must be known to have run."""
+        """Records a write by the host: earlier operations on `place` must be known to have run."""
         with self._lock:
             if (operation := self._unknown(place)) is not None:
                 self._violate(f"the host writes what {operation.name} may still touch")
@@ -175,8 +175,8 @@ class ModelDevice:
         )
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """uint8, full of rubbish; work of the current stream may still write it for another tensor, as with
-        PyTorch's. Whoever gives it back must know that nothing touches it any more.
+        """uint8, full of garbage; work of the current stream may still write it for another tensor, as in
+        PyTorch. When it is freed, no operation on it may be unfinished.
         """
         with self._lock:
             memory = np.full(max(1, num_bytes), RUBBISH, np.uint8)
@@ -192,12 +192,12 @@ class ModelDevice:
         return tensor
 
     def synchronize(self) -> None:
-        """Everything that is queued has run."""
+        """Runs everything that is queued."""
         for stream in list(self._streams):
             stream.synchronize()
 
     def wait_for(self, operation: Operation | None) -> None:
-        """Returns when it has run."""
+        """Returns when `operation` has run."""
         with self._lock:
             self._advance()
             if operation is not None:
@@ -205,7 +205,7 @@ class ModelDevice:
                 _join(self._clock, operation.clock)
 
     def has_run(self, operation: Operation | None) -> bool:
-        """Whether it has, as an event tells it."""
+        """Whether `operation` has run, as an event's query."""
         with self._lock:
             self._advance()
             if operation is None:
@@ -221,7 +221,7 @@ class ModelDevice:
             raise self._violation
 
     def _begin(self) -> None:
-        """What may run may be in the middle of writing."""
+        """Fills the targets of operations that may run with garbage."""
         for stream in self._streams:
             if stream.queued and stream.queued[0].host_writes and stream.queued[0].can_run:
                 for address, size in stream.queued[0].host_writes:
@@ -229,7 +229,7 @@ class ModelDevice:
                 stream.queued[0].host_writes = []
 
     def _advance(self) -> None:
-        """A call of the host: time passes, in which some of what may run does."""
+        """At a call of the host: runs some of the operations that may run."""
         self.check()
         self._begin()
         while self._random.random() < self._eagerness:
@@ -239,7 +239,7 @@ class ModelDevice:
             self._run(self._random.choice(ready))
 
     def _run_until(self, last: Operation) -> None:
-        """Nothing but what it waits for, or others too."""
+        """Runs what `last` needs, or more."""
         deadline = None
         while last.ended_at is None:
             needed = _ancestors(last)
@@ -287,7 +287,7 @@ class ModelDevice:
             self._forget()
 
     def _forget(self) -> None:
-        """Accesses that come before all that has yet to run, and all that will be queued."""
+        """Forgets accesses that happen before all unfinished and all later operations."""
         clocks = [self._clock, *(each.clock for stream in self._streams for each in stream.queued)]
         self._accesses = [
             old
@@ -297,7 +297,7 @@ class ModelDevice:
         self._most_accesses = 2 * len(self._accesses) + 32
 
     def _given_back(self, place: Range) -> None:
-        """Called where an exception would be lost."""
+        """Called when memory is freed, where an exception would be lost."""
         with self._lock:
             self._gone.append(place)
             operation = self._unknown(place)
@@ -305,7 +305,7 @@ class ModelDevice:
                 self._violation = Violation(f"{operation.name} may touch memory that was given back")
 
     def _unknown(self, place: Range) -> Operation | None:
-        """One that touches it, and that the host does not know to have run."""
+        """An operation on `place` that the host does not know to have run."""
         touching = [old.operation for old in self._accesses if _overlap(old.place, place)]
         return next((each for each in touching if self._clock.get(each.stream.number, 0) < each.index), None)
 
@@ -362,7 +362,7 @@ class ModelEvent:
 
 
 def range_of(tensor: torch.Tensor) -> Range:
-    """Of a contiguous one."""
+    """The range of a contiguous tensor."""
     assert tensor.is_contiguous()
     return tensor.data_ptr(), tensor.nbytes
 
@@ -381,7 +381,7 @@ def _join(clock: Clock, other: Clock) -> None:
 
 
 def _ancestors(last: Operation) -> list[Operation]:
-    """What has to run before it, and itself; not what already has."""
+    """`last` and the unfinished operations that must run before it."""
     found, left = {id(last): last}, [last]
     while left:
         for need in left.pop().needs:

@@ -17,7 +17,7 @@ from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.experts.mailbox import WORDS_PER_LINE
 from device_model import ModelDevice, ModelEvent, ModelStream, Operation, range_of
 
-# The seed of a schedule has no simpler one, so that nothing is gained by looking for it.
+# Without shrinking: no seed of a schedule is simpler than another.
 seeds = st.integers(0, 2**32 - 1)
 any_schedule = settings(max_examples=30, phases=(Phase.explicit, Phase.generate))
 DEVICE_OFFSET = 2**46  # from where the host sees registered memory to where the device does
@@ -26,7 +26,7 @@ DONE, REFUSED = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_NOT_REA
 
 @contextmanager
 def model_device(seed: int) -> Iterator[ModelDevice]:
-    """A device that all code inside uses; in the end everything has run, and nothing was violated."""
+    """A device that all code inside uses; at the end everything runs, and violations are raised."""
     device = ModelDevice(seed)
     device.kernels["write_addresses"] = partial(_write_addresses, device)
     device.kernels["wait_answer"] = partial(_wait_answer, device)
@@ -113,7 +113,7 @@ def _copy_batch(
 
 
 def _write_addresses(device: ModelDevice, entries: torch.Tensor, count: int) -> None:
-    """As write_addresses.cu: values to addresses, both read of the host's memory when it is its turn."""
+    """Like write_addresses.cu: values to addresses, both read from host memory when it is executed."""
 
     def write(operation: Operation) -> None:
         for address, value in entries[:count].tolist():
@@ -129,7 +129,7 @@ def _write_addresses(device: ModelDevice, entries: torch.Tensor, count: int) -> 
 
 
 def _wait_answer(device: ModelDevice, answer: ctypes.Structure) -> None:
-    """As wait_answer.cu: what comes next runs when the CPU has answered."""
+    """Like wait_answer.cu: later operations run when the CPU has answered."""
     address: int = answer.done  # type: ignore[attr-defined]
     late: int = answer.late  # type: ignore[attr-defined]
     assert late == address + 4

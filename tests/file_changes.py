@@ -1,4 +1,4 @@
-"""What happens to model files in use."""
+"""Changes of model files in use."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ def await_tick(path: Path) -> None:
 
 
 def overwrite(path: Path, offset: int, num_bytes: int = 4096, *, keeps_time: bool = False) -> None:
-    """Other bytes in place of some; with keeps_time the time of writing is put back."""
+    """Overwrites some bytes with others; keeps_time: restores the time of writing."""
     await_tick(path)
     before = path.stat()
     with path.open("r+b") as stream:
@@ -29,7 +29,7 @@ def overwrite(path: Path, offset: int, num_bytes: int = 4096, *, keeps_time: boo
 
 
 def overwrite_experts(path: Path, *, keeps_time: bool = False) -> None:
-    """Other bytes in a stack of experts."""
+    """Overwrites bytes of a stack of experts."""
     with GGUFFile.open(path) as file:
         info = next(info for name, info in file.tensors.items() if "_exps." in name)
     overwrite(path, info.offset, info.num_bytes, keeps_time=keeps_time)

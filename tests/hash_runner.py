@@ -25,7 +25,7 @@ from coldstream.placement.run_plan import RunPlan
 
 
 class HashRunner(ModelRunner):
-    """`computed` counts the tokens given; from position `fail_at` on it raises."""
+    """`computed` counts tokens; from position `fail_at` on it raises."""
 
     chunk_size = 8
     head_rows = 8
@@ -50,7 +50,7 @@ class HashRunner(ModelRunner):
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the sequence that was computed last."""
+        """Tokens of the sequence that was computed last."""
         return [] if self._last is None else self._tokens[self._last][: self._last.length]
 
     @property

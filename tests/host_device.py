@@ -1,7 +1,7 @@
 """The GPU's kernels on the host: real launchers, real kernels compiled for it, threads that take turns.
 
-A launch ends before it returns, and fails if threads wait for what does not come. `host/grid.cpp` has what is
-seen of barriers; a GPU's own instructions are only on a GPU (`host/cuda/instructions.cuh`).
+A launch ends before it returns, and fails if its threads wait forever. `host/grid.cpp` emulates barriers;
+instructions without an emulation need a GPU (`host/cuda/instructions.cuh`).
 """
 
 import ctypes
@@ -30,13 +30,13 @@ HEADERS = [HOST / "device.h", HOST / "threads.h", *sorted(HOST.glob("cuda/*.cuh"
 LEAST_KIB, WARPGROUPS_KIB = (
     99,
     227,
-)  # of shared memory for a block: on every device, and on those with warpgroups
-MOST_AT_ONCE = 8  # instances that are compiled together; of more only those that are launched
+)  # shared memory of a block: on every device, and on those with warpgroups
+MOST_AT_ONCE = 8  # instances that are compiled together; beyond, only launched ones are compiled
 LIMITS = DeviceLimits(num_processors=3, shared_per_block=99 << 10, shared_per_processor=100 << 10)
 
 
 class HostMemory(Memory):
-    """Tensors of the host, each with memory of its own; what is persistent stays: addresses point to it."""
+    """Tensors of the host, each with its own memory; persistent ones stay alive for addresses to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,12 +59,12 @@ class HostDevice:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._libraries: dict[tuple[Path, tuple[str, ...]], ctypes.CDLL] = {}
-        self.launches = 0  # each has an order of threads of its own
-        self.keeps_time = False  # with the host's clock; otherwise every look takes it on by a millisecond
+        self.launches = 0  # each has its own order of threads
+        self.keeps_time = False  # whether the clock is the host's; otherwise each read advances it by 1 ms
 
     @contextmanager
     def installed(self) -> Iterator["HostDevice"]:
-        """Inside, every `CudaProgram` is launched here, and fitted to LIMITS."""
+        """A context in which every `CudaProgram` is launched here, with LIMITS."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "current_device", lambda: 0)
             patch.setattr(limits, "_limits_of", lambda index: LIMITS)
@@ -94,7 +94,7 @@ class HostDevice:
         file = self._directory / f"{digest.hexdigest()[:16]}-{name}"
         if not file.exists():
             part = file.with_suffix(f".{os.getpid()}")
-            # Hidden, so that variables of inline functions are not those of another library.
+            # Hidden, so that libraries do not share variables of inline functions.
             subprocess.run(["c++", *OPTIONS, "-fvisibility=hidden", *options, "-o", part], check=True)
             part.rename(file)
         return file
@@ -119,7 +119,7 @@ class HostKernel:
         shared_bytes: int = 0,
         overlap: bool = False,
     ) -> None:
-        """As `Kernel.launch`. AssertionError for what threads must not do."""
+        """As `Kernel.launch`. AssertionError for errors of threads."""
         if 0 in grid:
             return
         values = [program._as_c(arg) for arg in args]

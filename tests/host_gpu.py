@@ -1,6 +1,6 @@
-"""A GPU on the host: what is queued is done at once, so that whole models run, with their kernels' bits.
+"""A GPU on the host: queued work runs at once, so that whole models run, with their kernels' bits.
 
-Streams and events have nothing to order here; `device_model.py` is for that. Kernels are those of
+Streams and events order nothing here; `device_model.py` is for that. Kernels are those of
 `host_device.py`, memory is the host's, and a captured step is computed anew when it is replayed.
 """
 
@@ -26,7 +26,7 @@ DONE = driver.CUresult.CUDA_SUCCESS
 
 
 class Stream:
-    """Its work is done. Counts what it is asked for."""
+    """A stream without pending work, which counts calls."""
 
     cuda_stream = 0
 
@@ -43,7 +43,7 @@ class Stream:
 
 
 class Event:
-    """It has happened."""
+    """An event that has happened."""
 
     def __init__(self, enable_timing: bool = False) -> None: ...
 
@@ -62,7 +62,7 @@ class Event:
 
 @dataclass
 class Replayed:
-    """In place of a captured step: `graph.replay` computes it."""
+    """Replaces a captured step: `graph.replay` computes it."""
 
     step: Callable[[], Any]
     without_memory: Callable[[Any], Any]
@@ -112,7 +112,7 @@ def gpu_on(device: HostDevice) -> Iterator[Stream]:
         patch.setattr(driver, "cuMemHostGetDevicePointer", lambda address, _: (DONE, address))
         patch.setattr(driver, "cuMemHostUnregister", lambda *_: (DONE,))
         patch.setattr(CapturedStep, "of", Replayed)
-        # What kernels wait for, threads of the host compute meanwhile.
+        # Threads of the host compute what kernels wait for.
         patch.setattr(device, "keeps_time", True)
         # Kernels are compiled when they are first launched.
         patch.setattr(cuda_runner, "kernels_of", lambda *_: frozenset())
@@ -135,7 +135,7 @@ def _on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _at_address(as_tensor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Tensors of the device's memory at an address: the host's here."""
+    """Tensors over memory at an address, the host's here."""
     types = {name: dtype for dtype, name in memory._TYPES.items()}
 
     def made(data: Any, **options: Any) -> torch.Tensor:

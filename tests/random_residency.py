@@ -6,7 +6,7 @@ from coldstream.placement.policies import Array, Policy
 
 
 class RandomResidency(Policy):
-    """Lets every miss in, for residents that a seeded generator names anew at each step."""
+    """Admits every miss in place of residents that a seeded generator picks at each step."""
 
     def __init__(self, seed: int, max_copies: int | None = None) -> None:
         super().__init__(max_copies)

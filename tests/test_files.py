@@ -1,4 +1,4 @@
-"""A file is written whole or not at all: on a disk that is full, under a limit, where nobody may write."""
+"""A file is written whole or not at all: on a full disk, under a limit, without permission."""
 
 import os
 import stat

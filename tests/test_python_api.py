@@ -1,4 +1,4 @@
-"""What Python sees of the package: its help, its signatures, its types."""
+"""The package's help, signatures and types in Python."""
 
 import inspect
 import os
@@ -207,7 +207,7 @@ def test_wrong_settings_are_typed_errors(model: Any, settings: dict[str, Any], m
 
 @pytest.fixture(scope="module")
 def complaints(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a strict mypy says of `RIGHT`, and of `WRONG` line by line."""
+    """The output of a strict mypy for `RIGHT`, and for each line of `WRONG`."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "right.py").write_text(RIGHT)
     lines = ["import coldstream", "from coldstream import LLM, SamplingParams", *WRONG]

@@ -13,7 +13,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n^```text\n(.*?)^```$)?", re.DOT
 
 
 def snippets(text: str) -> list[re.Match[str]]:
-    """Of a page: the code, and what it prints or None."""
+    """The snippets of a page: the code, and its output or None."""
     blocks = list(BLOCK.finditer(text))
     assert len(blocks) == text.count("```python") > 5
     return blocks

@@ -1,4 +1,4 @@
-"""Policies and traces that the cache is tested with."""
+"""Policies and traces for tests of the cache."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 def eager() -> DecayedFrequency:
-    """Lets everything in that was used."""
+    """A policy that admits every used expert."""
     return DecayedFrequency(decay=1 - 1e-9, recency_weight=0.0, hysteresis=1e-9, payback=-1e9)
 
 
@@ -43,12 +43,12 @@ def drifting(seed: int, num_layers: int, num_experts: int, num_per_tok: int, num
 
 
 def settle(caller: Caller, num_steps: int = 4) -> None:
-    """Lets everything decided so far happen, in steps that use nothing."""
+    """Carries out all decisions so far, in steps that use nothing."""
     for _ in range(num_steps):
         caller.step([], trains=False)
 
 
 def hit_rate(cache: ExpertCache) -> float:
-    """Of all layers together."""
+    """Hit rate over all layers."""
     hits, misses = cache.counters.hits.sum(), cache.counters.misses.sum()
     return float(hits / (hits + misses))

@@ -1,7 +1,7 @@
-"""Slots that hold patterns, and steps that read them: what a wrong decision of the cache would spoil.
+"""Slots with patterns, and steps that read them, to detect wrong decisions of the cache.
 
-A slot under a copy holds nobody's pattern. A launched step keeps its table, and may read all of it at any
-moment until it ends.
+A slot holds no expert's pattern during a copy. A launched step keeps its table, and may read all of it until
+it ends.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ class FakeDevice:
 
     def __init__(self, expert_bytes: list[int]) -> None:
         self.expert_bytes = expert_bytes
-        self.memory: dict[Place, int] = {}  # whose pattern it holds
+        self.memory: dict[Place, int] = {}  # the expert whose pattern it holds
         self.table: dict[int, Place] = {}  # by expert
         self.launched: dict[int, dict[int, Place]] = {}  # table by step
         self.waiting: list[Copy] = []  # for the slot's last reader
@@ -83,7 +83,7 @@ class FakeDevice:
         self._write()
 
     def _write(self) -> None:
-        """Lets those begin whose last reader has ended."""
+        """Begins copies whose slot's last reader has ended."""
         for copy in list(self.waiting):
             if copy.after_step is None or copy.after_step <= self.last_finished:
                 self.waiting.remove(copy)
@@ -92,7 +92,7 @@ class FakeDevice:
 
 
 class Caller:
-    """A cache and a device, and what must hold of the cache's answers, whatever happens to them."""
+    """A cache and a device, and the invariants of the cache's answers."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Caller:
 
     @property
     def readable(self) -> set[int]:
-        """By the step launched last."""
+        """Experts that the step launched last may read."""
         return set(self.device.table)
 
     def load(self, experts: Iterable[int]) -> None:
@@ -141,7 +141,7 @@ class Caller:
         return start
 
     def finish(self, used: Iterable[int] = (), trains: bool = True) -> None:
-        """The step that was launched first."""
+        """Ends the oldest launched step."""
         step = min(self.device.launched)
         experts = np.fromiter(used, np.int64)
         if trains:
@@ -160,7 +160,7 @@ class Caller:
         return goes_on
 
     def copied_again(self, copy: Copy, ok: bool) -> None:
-        """News of a copy that had ended."""
+        """Reports a copy that had ended once more."""
         assert self.cache.copied(copy, ok)
 
     def resize(self, size: int, num_slots: int) -> None:
@@ -172,7 +172,7 @@ class Caller:
             self.copied(copy)
 
     def step(self, used: Iterable[int], trains: bool = True) -> StepStart:
-        """One that ends before the next is launched, with copies as quick."""
+        """A step that ends before the next is launched, with its copies."""
         start = self.launch()
         self.end_copies()
         self.finish(used, trains)
@@ -192,7 +192,7 @@ class Caller:
         assert all(map(self.cache.reclaimed, self.num_slots))
 
     def check(self) -> None:
-        """Every slot is in one state, and all views of it agree."""
+        """Checks that all records of every slot agree."""
         cache, device = self.cache, self.device
         busy = [device.place(copy) for copy in device.in_flight]
         busy += [place for table in device.launched.values() for place in table.values()]

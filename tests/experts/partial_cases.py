@@ -27,7 +27,7 @@ CHUNK = 80
 
 
 class FewRows:
-    """Routers and experts of few rows, which prefetch; of each launch what matters to the order is noted."""
+    """Routers and experts of few rows, with prefetching; records the accesses of each launch."""
 
     def __init__(
         self,
@@ -75,19 +75,19 @@ class FewRows:
         return QuantTensor.from_bytes(data, QuantType.F32, (rows, self.spec.hidden_size))
 
     def queue(self, rows: int) -> None:
-        """All layers of a step."""
+        """Queues all layers of a step."""
         self.fetches.clear()
         for layer in range(len(self.weights)):
             self.route(layer, rows)
             places = self.sharing.prefetched
             if places.keys and layer in self.fetches and self.rng.random() < 0.6:
-                # A key that a kernel has seen orders its reads behind the copy; else nobody waits.
+                # A key that a kernel has read orders its reads after the copy; otherwise it does not wait.
                 place = (places.data, places.count * places.place_bytes)
                 self.device.queue(f"experts {layer}", reads=[place], after=[self.fetches[layer]])
         self.ops.finish_step()
 
     def route(self, layer: int, rows: int) -> None:
-        """The router of a layer."""
+        """Queues the router of a layer."""
         x = self.ops.activations(rows, self.spec.hidden_size)
         self.ops.router(
             x,
@@ -98,7 +98,7 @@ class FewRows:
         )
 
     def step(self, rows: int) -> None:
-        """One of a runner."""
+        """A step as a runner queues it."""
         self.device.current.synchronize()
         self.partial.start_step(rows)
         self.queue(rows)
@@ -107,7 +107,7 @@ class FewRows:
         self.partial.ended()
 
     def _route(self, *args: Any) -> None:
-        """As router.cu: guesses at a later layer's experts. Keys are words that kernels exchange: no race."""
+        """Like router.cu: guesses at a later layer's experts. Kernels synchronise by keys: no race."""
         *_, self.sharing, ahead = args
         writes = []
         if ahead.ids:
@@ -118,7 +118,7 @@ class FewRows:
         self.device.queue("router", writes=writes)
 
     def _fetch(self, target: Any) -> None:
-        """As prefetch.cu: fills places with what the guesses name."""
+        """Like prefetch.cu: fills places with guessed experts."""
         places, (first, num_bytes) = target.places, range_of(self.executor.ring)
         size = places.count * places.place_bytes
         cap = num_bytes if self.cap_bytes is None else self.cap_bytes

@@ -1,4 +1,4 @@
-"""Steps of many rows whose experts come by in a ring, on the model of a device."""
+"""Steps of many rows with experts copied through a ring, on the model of a device."""
 
 import ctypes
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def open_host(file: GGUFFile) -> tuple[HostExperts, list[tuple[ExpertTable, ...]
 
 
 class Prompts:
-    """Steps of an `ExpertStream`, all of whose pairs must be computed once, of their own experts' bytes."""
+    """Steps of an `ExpertStream`; checks that each pair is computed once, from its expert's bytes."""
 
     def __init__(self, device: ModelDevice, path: Path, seed: int) -> None:
         self.device, self.rng = device, np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""What the cache counts of steps and of copies that fail, and whom it begins first."""
+"""The cache's counts of steps and failed copies, and the order in which it begins copies."""
 
 from cache_cases import eager, settle
 from fake_device import Caller

@@ -28,7 +28,7 @@ class Given(Policy):
         self.scores = profile.copy()
 
     def observe(self, used: np.ndarray) -> None:
-        """Nothing is learned."""
+        """Learns nothing."""
 
 
 class Steps:
@@ -58,7 +58,7 @@ class Steps:
         self.tier.end_step()
 
     def resident(self, layer: int) -> set[int]:
-        """Of the slots of the layer's size, by number of all layers."""
+        """Numbers of the experts in slots of the layer's size."""
         owners = self.tier.pool.owners(self.tier.pool.class_of(layer))
         return {int(owner) for owner in owners if owner >= 0}
 

@@ -1,4 +1,4 @@
-"""DiskTier: what its slots take, and whom they are given to."""
+"""DiskTier: the memory of its slots, and the experts in them."""
 
 from collections.abc import Iterator
 

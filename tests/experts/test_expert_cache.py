@@ -1,4 +1,4 @@
-"""What the cache promises, one promise a test; the order of events is random in the other files."""
+"""The guarantees of the cache, one a test; other files test random orders of events."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What is shown of experts that a GPU does not hold."""
+"""Statistics of experts that a GPU does not hold."""
 
 import json
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Who computes which expert of a long prompt, and where experts land: the decisions, without a device."""
+"""The sharing out of a long prompt's experts and their places in the ring, without a device."""
 
 from collections import deque
 from itertools import pairwise

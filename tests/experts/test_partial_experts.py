@@ -1,4 +1,4 @@
-"""What a step does beside the model where the GPU does not hold all experts, without a GPU."""
+"""The work around a step if the GPU does not hold all experts, without a GPU."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from builders import write_gguf
 from coldstream.errors import GenerationFault
 from coldstream.experts import partial_experts
 from coldstream.experts.prefetching import Prefetching
-from coldstream.kernels.experts.mailbox import MAX_ROWS, WORDS_PER_LINE, Mailbox
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, WORDS_PER_LINE, Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
 from device_seams import any_schedule, model_device, seeds
 
@@ -67,7 +67,7 @@ def test_ex04_copies_of_a_failed_prompt_are_over_before_experts_come_ahead(path:
     with few_rows_of(path, seed) as runner:
         runner.step(1)
         runner.device.current.synchronize()
-        rows, stream = MAX_ROWS + 1, runner.executor.many.stream
+        rows, stream = MAX_MAILBOX_ROWS + 1, runner.executor.many.stream
         assert stream is not None
         runner.partial.start_step(rows)
         ids = torch.arange(rows * runner.spec.num_experts_per_tok, dtype=torch.int32) % 8
@@ -135,7 +135,7 @@ def test_places_are_as_large_as_the_cap_allows_and_hold_an_expert_or_are_refused
 def test_an_answer_that_came_too_late_is_an_error(path: Path, place: str) -> None:
     with few_rows_of(path) as runner:
         box: Mailbox = getattr(runner.partial.host, place)
-        runner.partial.start_step(1 if place == "mailbox" else MAX_ROWS + 1)
+        runner.partial.start_step(1 if place == "mailbox" else MAX_MAILBOX_ROWS + 1)
         box.words[WORDS_PER_LINE + 1] = 3
         with pytest.raises(GenerationFault, match="in time"):
             runner.partial.ended()
@@ -159,7 +159,7 @@ def test_a_mailbox_is_answered_at_first_and_shared_with_the_host(path: Path) -> 
 
 
 class Residency:
-    """What is asked of an `ExpertResidency` where memory is short."""
+    """Calls of an `ExpertResidency` when memory is short."""
 
     missing_bytes = 0
     grown = 0
@@ -211,6 +211,6 @@ def test_ex05_steps_of_many_rows_teach_nothing(path: Path) -> None:
         residency = Residency()
         residency.resident = np.zeros((4, 8), bool)  # type: ignore[attr-defined]
         runner.partial._residency = residency  # type: ignore[assignment]
-        for rows, taught in ((1, 1), (MAX_ROWS, MAX_ROWS), (MAX_ROWS + 1, 0)):
+        for rows, taught in ((1, 1), (MAX_MAILBOX_ROWS, MAX_MAILBOX_ROWS), (MAX_MAILBOX_ROWS + 1, 0)):
             runner.partial.start_step(rows)
             assert residency.rows == taught

@@ -1,4 +1,4 @@
-"""What is counted of guesses."""
+"""Statistics of guesses."""
 
 import numpy as np
 from hypothesis import given
@@ -46,7 +46,7 @@ def test_what_was_fetched_in_vain_is_wasted() -> None:
 
 @st.composite
 def layers_of_steps(draw: st.DrawFn) -> tuple[frozenset[int], list[int], int]:
-    """What a layer of a step misses, what is fetched for it, and how many of those come too late."""
+    """Experts that a layer of a step misses, those fetched for it, and how many of these arrive too late."""
     experts = st.integers(0, 5)
     missing, fetched = draw(st.frozensets(experts)), draw(st.lists(experts, max_size=4, unique=True))
     return missing, fetched, draw(st.integers(0, len(fetched)))

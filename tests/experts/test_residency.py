@@ -1,4 +1,4 @@
-"""Where experts lie on a device: what is copied, what is written into the tables, and in which order."""
+"""Experts in a device's slots: copies, writes of tables, and their order."""
 
 import ctypes
 from collections import Counter
@@ -17,7 +17,7 @@ from residency_cases import LAYERS, NUM_EXPERTS, SIZES, SLOTS_OF_A_SIZE, make_sl
 
 from coldstream.errors import DeviceError
 from coldstream.experts.cache import ExpertCache
-from coldstream.experts.residency import ExpertResidency, _Places
+from coldstream.experts.residency import ExpertResidency, _ExpertAddresses
 from coldstream.kernels.experts.shapes import MATRICES
 from device_model import ModelDevice, Operation, Pieces, range_of
 from device_seams import any_schedule, model_device, seeds
@@ -35,7 +35,7 @@ ROWS, RANKS = 2, 2
 def test_trap_20_tables_lead_to_the_bytes_of_their_experts(experts: list[int], segment_bytes: int) -> None:
     with model_device(0):
         slots = make_slots(segment_bytes)
-        places = _Places(LAYERS, slots)
+        places = _ExpertAddresses(LAYERS, slots)
     numbers = {expert: index for index, expert in enumerate(experts)}
     for expert, slot in numbers.items():
         for source, target, size in zip(*places.of_copy(expert, slot), strict=True):
@@ -92,7 +92,7 @@ class Refusals:
 
 
 class Steps:
-    """Steps of a runner; each must find what its tables lead to."""
+    """Steps of a runner; each checks the bytes at the addresses in its tables."""
 
     def __init__(self, device: ModelDevice, segment_bytes: int, seed: int, refused: float = 0.0) -> None:
         self.device = device
@@ -107,7 +107,7 @@ class Steps:
         self.residency.load(range(4))
         assert np.flatnonzero(self.residency.resident).tolist() == [0, 1, 2, 3]
         self.refusals = device.refuses = Refusals(refused, seed)
-        self.known: set[int] = set()  # who was given up, as far as an error said it
+        self.known: set[int] = set()  # experts that an error has named as given up
 
     def launch(self, rows: int = ROWS) -> None:
         """A step of a runner, up to where its work is queued."""
@@ -116,7 +116,7 @@ class Steps:
         self.queue()
 
     def queue(self) -> None:
-        """What a step reads, of everything that is in a slot; in the end it tells what it used."""
+        """Queues a step that reads every slot, and at its end writes the experts that it used."""
         resident = self.residency.resident.copy()
         used = torch.from_numpy(self.rng.integers(0, NUM_EXPERTS, self.used.shape, np.int32))
 
@@ -249,7 +249,7 @@ def test_ex01_a_copy_that_is_refused_twice_is_an_error_and_all_else_goes_on(seed
         device, residency = steps.device, steps.residency
         device.refuses = lambda pieces: False
         for _ in range(5):
-            steps.step(rows=0)  # which lets nobody in
+            steps.step(rows=0)  # admits no expert
             device.synchronize()
         in_slots = residency.cache._slot >= 0
         assert np.array_equal(residency.resident.reshape(-1), in_slots), "no copy is under way for ever"

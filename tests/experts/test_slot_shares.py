@@ -1,4 +1,4 @@
-"""What a plan says of the slots on a GPU, and that the cache expects what the plan does."""
+"""The slots of a plan on a GPU, and that the cache starts from the plan's expected uses."""
 
 from dataclasses import replace
 

@@ -33,7 +33,7 @@ STEPS = st.integers(1, 5).flatmap(
 
 
 def summed(steps: list[list[Layer]], start: int) -> tuple[np.ndarray, np.ndarray]:
-    """As the device leaves them, if its clock shows `start` when the first step begins."""
+    """The stamps of the device if its clock shows `start` when the first step begins."""
     sums = np.zeros((len(steps[0]), 2, len(SUMS)), object)
     now = start
     for step in steps:

@@ -1,4 +1,4 @@
-"""The order of what a long prompt's experts go through: copies, landings, the CPU's part. Without a GPU."""
+"""The order of a long prompt's work on experts: copies, landings, the CPU's part. Without a GPU."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -191,7 +191,7 @@ def test_an_address_belongs_to_the_file_that_is_mapped_there(path: Path) -> None
 
 @pytest.mark.parametrize("refused", [set(), {0}, {1}, {0, 1}])
 def test_the_device_reads_all_of_a_model_or_not(refused: set[int], tmp_path: Path) -> None:
-    """Of two parts, of which the system may refuse one."""
+    """A file of two parts, of which the system may refuse to register one."""
 
     parts = write_gguf(tmp_path / "tiny.gguf", num_shards=2)
     calls: list[int] = []

@@ -1,4 +1,4 @@
-"""What the tests of the C++ float ops share: runtimes of every kind, outputs that notice careless writes."""
+"""Shared by tests of the C++ float ops: runtimes of every kind, outputs that detect writes out of bounds."""
 
 from collections.abc import Callable, Sequence
 

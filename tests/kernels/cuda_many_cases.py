@@ -1,4 +1,4 @@
-"""What the tests of the products of many rows on a GPU share."""
+"""Shared by tests of products of many rows on a GPU."""
 
 import torch
 

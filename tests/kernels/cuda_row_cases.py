@@ -1,4 +1,4 @@
-"""What the tests of the GPU's row-wise kernels share."""
+"""Shared by tests of the GPU's row-wise kernels."""
 
 import torch
 from guarded import Guarded

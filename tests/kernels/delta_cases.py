@@ -1,4 +1,4 @@
-"""Random gated DeltaNets for the tests of its GPU kernels, and what the exact reference makes of them."""
+"""Random gated DeltaNets for tests of its GPU kernels, and the exact reference's results."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What the tests of GPU kernels share: weights at awkward addresses, and how floats are compared."""
+"""Shared by tests of GPU kernels: weights at awkward addresses, and comparison of floats."""
 
 import numpy as np
 import torch

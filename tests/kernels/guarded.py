@@ -1,4 +1,4 @@
-"""Outputs of GPU kernels that notice careless writes."""
+"""Outputs of GPU kernels that detect writes out of bounds."""
 
 import torch
 
@@ -28,7 +28,7 @@ class Guarded:
         self.tensor.copy_(self._inside(torch.full_like(self._buffer, POISON_BYTE))[..., : shape[-1]])
 
     def _inside(self, buffer: torch.Tensor) -> torch.Tensor:
-        """What of a buffer like this one lies between its ends, gaps included."""
+        """The part of a buffer of this layout between its ends, gaps included."""
         return buffer[GUARD_BYTES:-GUARD_BYTES].view(self._dtype).view(self._shape)
 
     def checked(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a cubin says about the kernel in it, without NVIDIA's tools: ELF with a table of attributes."""
+"""Reads a kernel's attributes from a cubin (ELF with a table of attributes), without NVIDIA's tools."""
 
 import struct
 

@@ -64,7 +64,7 @@ class ExpertFile:
 
 
 def owners(pool: _csrc.ExpertPool) -> list[int]:
-    """Of all slots, free ones left out."""
+    """Owners of all slots, without free ones."""
     found = [int(o) for c in range(len(pool.slot_bytes)) for o in pool.owners(c) if o >= 0]
     assert len(found) == len(set(found)), "an expert has two slots"
     return found

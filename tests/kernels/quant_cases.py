@@ -1,4 +1,4 @@
-"""What the tests of the C++ quantised products share."""
+"""Shared by tests of the C++ quantised products."""
 
 import ctypes
 import mmap

@@ -1,4 +1,4 @@
-"""How results of kernels are compared."""
+"""Comparison of results of kernels."""
 
 import torch
 

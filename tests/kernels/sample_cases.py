@@ -1,4 +1,4 @@
-"""Logits and settings for the sampler of kernels, and what decoding's sampler makes of them."""
+"""Logits and settings for the kernels' sampler, and the results of decoding's sampler."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -116,7 +116,7 @@ def test_any_rows_have_the_bits_of_the_definition(
 def test_extreme_keys_and_values_have_the_bits_of_the_definition(
     runtimes: Runtimes, name: str, value: float, spoiled: int
 ) -> None:
-    """Of a row in the middle of a block; NaN is NaN, whatever its bits."""
+    """In a row in the middle of a block; any NaN equals any other."""
     case = make_case((0, 62, 5), cache_name=name)
     inputs = case.inputs()
     inputs[spoiled][3] *= value  # which the row before does not see, in the same block

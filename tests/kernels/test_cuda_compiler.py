@@ -124,7 +124,7 @@ def test_float_operations_are_not_contracted(source: Path, tmp_path: Path) -> No
 
 
 def instructions(code: MachineCode) -> bytes:
-    """Of the kernel: what of two compilations of the same source is the same."""
+    """The kernel's parts that are equal in two compilations of the same source."""
     elf = code.cubin
     (sections,) = struct.unpack_from("<Q", elf, 0x28)
     size, count, names = struct.unpack_from("<3H", elf, 0x3A)

@@ -1,4 +1,4 @@
-"""What goes wrong on a GPU reaches people as an error of ours; simulated here, so that it needs no GPU."""
+"""Failures of a GPU are reported as errors of coldstream; simulated, so that no GPU is needed."""
 
 import pytest
 import torch

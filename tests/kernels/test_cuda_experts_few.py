@@ -8,7 +8,7 @@ from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES
-from coldstream.kernels.experts.cuda import ExpertWeights, PairRows, experts_few_cuda
+from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows, experts_few_cuda
 from coldstream.kernels.experts.reference import routed_experts
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import linear_exact
@@ -52,7 +52,7 @@ class Layer:
             for stack, parts in zip(self.stacks, self.parts, strict=True)
         ]
         on_device = tuple(on_gpu(weight) for weight in self.shared)
-        self.weights = ExpertWeights(*tables, on_device or None)
+        self.weights = ExpertMatrices(*tables, on_device or None)
 
     @staticmethod
     def offset(stack: QuantTensor, expert: int) -> int:

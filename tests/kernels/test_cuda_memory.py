@@ -12,7 +12,7 @@ from coldstream.kernels.cuda.memory import ALIGNMENT, Intervals, MemoryPlan
 
 
 class IntervalsMachine(RuleBasedStateMachine):
-    """In whatever order things come back: no two holders share a byte, and no byte is lost."""
+    """In any order of frees: no two owners share a byte, and no byte is lost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Cycle:
 
 
 class Collecting(dict[int, int]):
-    """Whoever looks through it is interrupted by the collector."""
+    """A mapping whose iteration is interrupted by the garbage collector."""
 
     def items(self) -> Iterator[tuple[int, int]]:  # type: ignore[override]
         for item in super().items():

@@ -1,4 +1,4 @@
-"""The operations on a GPU with weights of types that no product reads: they are turned into floats first."""
+"""The operations on a GPU with weights of types without a product kernel, which are dequantised first."""
 
 import pytest
 import torch

@@ -136,7 +136,7 @@ def test_trap_3_what_the_other_processor_left_out_does_not_leak(
     outputs, shared = spiky(3, rows, ranks, cols), spiky(4, rows, cols)
     topk_weights, gate = random(5, rows, ranks).softmax(-1), random(6, rows, 1, scale=4)
     mine = on_cpu(share, rows, ranks)
-    # Of whom nobody uses the outputs: a weight of zero would not stop them.
+    # Outputs that must not be read: a weight of zero would not hide their NaN.
     routed = outputs.masked_fill(mine[..., None], unused)
     box = Mailbox.create(0, ranks, cols, rows)
     box.out.copy_(outputs.masked_fill(~mine[..., None], unused))

@@ -1,4 +1,4 @@
-"""The time of a layer as its kernels keep it."""
+"""The times of a layer that its kernels record."""
 
 from dataclasses import replace
 
@@ -8,8 +8,8 @@ import torch
 from cuda_row_cases import CUDA, random
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
-from coldstream.kernels.experts.partition import MAX_RANKS, Places, Sharing, sharing_of
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
+from coldstream.kernels.experts.partition import MAX_RANKS, PairPlaces, Sharing, sharing_of
 from coldstream.kernels.experts.stamps import LAYER_STAMPS, SUMS, WORDS, read_stamps
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertOutputs, Routing, RowsElsewhere
@@ -17,7 +17,7 @@ from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda
 from coldstream.kernels.router.cuda import router_few_cuda
 
 EXPERTS, RANKS, COLS = 32, 4, 384
-SLOT, MAPPED, STEP = 1 << 20, 1 << 30, 1 << 10  # addresses that nobody reads here
+SLOT, MAPPED, STEP = 1 << 20, 1 << 30, 1 << 10  # addresses that are not read here
 LAYER = 1
 
 
@@ -40,7 +40,7 @@ def test_sums_are_found_where_kernels_leave_them() -> None:
 
 
 class Layer:
-    """A router, and the sum of experts that nobody has to compute."""
+    """A router, and the sum of its experts, which are not computed."""
 
     def __init__(self, tokens: int, resident: list[int], on_cpu: bool) -> None:
         self.x, self.weight = random(1, tokens, COLS).to(CUDA), random(2, EXPERTS, COLS).to(CUDA)
@@ -53,7 +53,7 @@ class Layer:
             streamed.copy_(torch.arange(MAX_RANKS + 1))
         self.mailbox = Mailbox.create(LAYER + 1, RANKS, COLS)
         self.stamps = torch.zeros((LAYER + 1, WORDS), dtype=torch.int64, device=CUDA)
-        self.places = Places(
+        self.places = PairPlaces(
             torch.empty(3, tokens, RANKS, dtype=torch.int64, device=CUDA),
             torch.empty(tokens, RANKS, dtype=torch.int32, device=CUDA),
             self.stamps[LAYER],
@@ -73,7 +73,7 @@ class Layer:
             self.arrivals, self.sharing,
         )  # fmt: skip
         torch.cuda.synchronize()
-        self.mailbox.done[0] = 1  # nobody computes here
+        self.mailbox.done[0] = 1  # there is no CPU's answer to wait for
         box, stamps = self.mailbox, self.places.stamps if stamped else None
         elsewhere = RowsElsewhere(self.places.cpu_ids, box.out[:tokens], box.done, stamps)
         routing = Routing(self.ids, self.weights, self.shared_gate)
@@ -98,7 +98,7 @@ def test_every_step_adds_its_stamps_in_the_order_of_time(tokens: int, on_cpu: bo
     spans = np.diff(sums[LAYER, kind, 1:]).view(np.int64)
     assert (spans >= 0).all()
     if not on_cpu:
-        assert spans[2] == 0  # nobody was asked
+        assert spans[2] == 0  # no request to the CPU
     assert not sums[LAYER, 1 - kind].any()
     assert not sums[0].any()
     assert not layer.stamps[LAYER, 2].item(), "the next step begins without pairs"
@@ -117,7 +117,7 @@ def test_with_everything_there_nothing_came_over_the_bus_and_nobody_waited() -> 
 
 @pytest.mark.gpu
 def test_without_a_place_no_time_is_kept() -> None:
-    layer = Layer(MAX_ROWS // 8, [0, 5], on_cpu=False)
+    layer = Layer(MAX_MAILBOX_ROWS // 8, [0, 5], on_cpu=False)
     layer.places = replace(layer.places, stamps=None)
     layer.sharing.stamps = None
     layer.run()

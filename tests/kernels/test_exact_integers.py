@@ -1,4 +1,4 @@
-"""The definition of attention over integers: its planes, its caches, and what it is close to."""
+"""The definition of attention over integers: its planes, its caches, and its error."""
 
 from dataclasses import replace
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.attention.cache_types import CACHE_TYPES, CacheType
 from coldstream.kernels.attention.exact import attend, attention_exact, heads_of
+from coldstream.kernels.attention.hadamard import head_block, rotate_head, rotate_head_back
 from coldstream.kernels.attention.levels import LARGEST_LEVEL, LEVELS
 from coldstream.kernels.attention.planes import (
     LARGEST_TWO_PLANE_CODE,
@@ -20,7 +21,6 @@ from coldstream.kernels.attention.planes import (
     round_planes,
 )
 from coldstream.kernels.attention.reference import attention
-from coldstream.kernels.attention.turn import head_block, turn_head, turn_head_back
 
 INTEGER_TYPES = ("i16", "i8", "i4", "i3")
 # RMS error of a head's output over its RMS size, with two channels so many times as great as the others; a
@@ -113,16 +113,16 @@ def test_products_are_sums_of_int32_in_any_order(seed: int, size: int, planes: i
 
 
 @given(st.integers(0, 2**31), st.sampled_from([16, 48, 64, 80, 128, 192, 256, 512]))
-def test_turning_a_head_keeps_products_and_is_undone(seed: int, size: int) -> None:
+def test_rotating_a_head_keeps_products_and_is_undone(seed: int, size: int) -> None:
     x, y = torch.randn(2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     block = head_block(size)
     assert size % block == 0
     assert size // block % 2 == 1
     signs = [[(-1.0) ** (i & j).bit_count() for i in range(block)] for j in range(block)]
     matrix = torch.block_diag(*[torch.tensor(signs, dtype=torch.float64)] * (size // block))
-    torch.testing.assert_close(turn_head(x), matrix @ x)
-    torch.testing.assert_close(turn_head_back(turn_head(x)), x)
-    torch.testing.assert_close(turn_head(x) @ turn_head(y) / block, x @ y)
+    torch.testing.assert_close(rotate_head(x), matrix @ x)
+    torch.testing.assert_close(rotate_head_back(rotate_head(x)), x)
+    torch.testing.assert_close(rotate_head(x) @ rotate_head(y) / block, x @ y)
 
 
 @pytest.mark.parametrize("name", ["i16", "i8"])
@@ -131,7 +131,7 @@ def test_rows_are_planes_then_a_scale_then_zeros(name: str, head_dim: int) -> No
     cache_type = CACHE_TYPES[name]
     x = torch.randn(3, head_dim, generator=torch.Generator().manual_seed(1))
     rows = cache_type.encode(x)
-    planes = round_planes(turn_head(x), cache_type.num_planes)
+    planes = round_planes(rotate_head(x), cache_type.num_planes)
     size = cache_type.num_planes * head_dim
     assert rows.dtype == torch.int8
     assert rows.shape == (3, size + 16)
@@ -144,7 +144,7 @@ def test_rows_are_planes_then_a_scale_then_zeros(name: str, head_dim: int) -> No
     assert torch.equal(read.codes, planes.codes)
     assert torch.equal(read.scale, planes.scale)
     assert CacheType.of(rows, head_dim) == cache_type
-    error = cache_type.turn_back(cache_type.decode(rows, head_dim)) - x
+    error = cache_type.rotate_back(cache_type.decode(rows, head_dim)) - x
     assert error.norm() / x.norm() < (2e-4 if cache_type.num_planes == 2 else 0.03)
 
 
@@ -158,12 +158,12 @@ def test_packed_rows_hold_the_nearest_of_what_there_is(seed: int, head_dim: int,
     assert rows.shape == (3, -(-(code_bytes + 4) // 16) * 16)
     assert not rows[:, code_bytes + 4 :].any()
     planes = cache_type.planes(rows, head_dim)
-    turned = turn_head(x)
+    rotated = rotate_head(x)
     offered = torch.arange(-7, 8) if name == "i4" else torch.tensor(LEVELS)
     assert torch.isin(planes.codes, offered).all()
     limit = 7 if name == "i4" else LARGEST_LEVEL
-    assert torch.equal(planes.scale, turned.abs().amax(dim=-1) / limit)
-    exact = turned.double() / planes.scale.double().unsqueeze(-1)
+    assert torch.equal(planes.scale, rotated.abs().amax(dim=-1) / limit)
+    exact = rotated.double() / planes.scale.double().unsqueeze(-1)
     distances = (exact.unsqueeze(-1) - offered).abs()
     assert ((exact - planes.codes).abs() <= distances.amin(dim=-1) + 1e-4).all()
     assert torch.equal(cache_type.encode(x[1]), rows[1])
@@ -198,7 +198,7 @@ def test_heads_of_other_sizes_are_refused(name: str, multiple: int, head_dim: in
 
 
 def head_error(name: str, outlier: int) -> float:
-    """Of one head of 256 over 1024 positions, against float64 attention."""
+    """Error of one head of 256 over 1024 positions, against float64 attention."""
     generator = torch.Generator().manual_seed(256)
     query, key, value = (torch.randn(n, 1, 256, generator=generator) for n in (32, 1024, 1024))
     query *= 2  # so that some positions weigh much
@@ -208,8 +208,8 @@ def head_error(name: str, outlier: int) -> float:
     value[..., channels] *= outlier
     cache_type = CACHE_TYPES[name]
     rows = [cache_type.encode(x) for x in (key, value)]
-    queries = cache_type.turn_query(query * 256**-0.5)
-    got = torch.stack([cache_type.turn_back(attend(heads_of(cache_type, q, *rows))) for q in queries])
+    queries = cache_type.rotate_query(query * 256**-0.5)
+    got = torch.stack([cache_type.rotate_back(attend(heads_of(cache_type, q, *rows))) for q in queries])
     scores = torch.einsum("lhd,phd->hlp", query.double(), key.double()) * 256**-0.5
     want = torch.einsum("hlp,phd->lhd", scores.softmax(dim=-1), value.double())
     return float(((got - want).square().mean() / want.square().mean()).sqrt())

@@ -1,4 +1,4 @@
-"""Experts from a file through a pool, against the same experts in memory, and what the pool keeps."""
+"""Experts from a file through a pool against the same experts in memory, and the pool's order."""
 
 import os
 from collections.abc import Callable
@@ -110,7 +110,7 @@ def test_gate_and_up_may_be_rows_of_one_part(tmp_path: Path) -> None:
 def test_trap_3_nan_in_slots_experts_and_rows_that_a_pair_does_not_use(
     tmp_path: Path, tier: str, num_slots: int
 ) -> None:
-    """Whoever reads more than its own expert, row and place finds NaN there."""
+    """All other experts, rows and places hold NaN."""
     good, gone = experts(*TYPES[0]), NUM_EXPERTS - 1
     spoilt = [QuantTensor(stack.blocks.clone(), stack.quant_type, stack.shape) for stack in good]
     for stack in spoilt:

@@ -215,6 +215,6 @@ client.server.check()
 
 
 def test_ex08_one_cpu_for_more_threads_than_that() -> None:
-    """Whoever polls gives the core away, or the client and the threads would starve each other."""
+    """Polling threads yield the core, as client and threads would otherwise starve each other."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", ON_ONE_CPU], check=True, timeout=5 * LIMIT_S, env=environment)

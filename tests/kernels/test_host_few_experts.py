@@ -7,7 +7,7 @@ from guarded import Guarded
 from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.experts.cuda import ExpertWeights, PairRows, experts_few_cuda
+from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows, experts_few_cuda
 from coldstream.kernels.experts.reference import routed_experts
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import linear_exact
@@ -50,7 +50,7 @@ def test_types_of_either_kind_of_scales(types: Types, shared_types: Types) -> No
         for parts, kind, shape in zip(placed, types, shapes, strict=True)
     ]
     on_host = [on_gpu(weight, device="cpu") for weight in shared]
-    weights = ExpertWeights(tables[0], tables[1], tables[2], (on_host[0], on_host[1], on_host[2]))
+    weights = ExpertMatrices(tables[0], tables[1], tables[2], (on_host[0], on_host[1], on_host[2]))
     quantised = empty_activations(tokens, cols, CPU)
     quantize_cuda(x, quantised)
     routed, outs = Guarded(tokens, 2, cols, device=CPU), Guarded(tokens, cols, device=CPU)

@@ -225,7 +225,7 @@ def test_the_heads_of_the_full_size_model(host: HostDevice) -> None:
     ("cache_name", "heads"), [("i16", (4, 2, 128)), ("i8", (12, 1, 128)), ("i16", (16, 2, 256))]
 )
 def test_warpgroups_have_the_bits_of_the_definition(cache_name: str, heads: tuple[int, int, int]) -> None:
-    """Of few rows and of prompts, whose chunks are merged at once."""
+    """Merges of few rows, and of prompts, whose chunks are merged immediately."""
 
     @settings(max_examples=3)
     @given(parts=some_parts(), window=st.sampled_from([None, None, 1, 60, 300]), seed=st.integers(0, 99))

@@ -35,7 +35,7 @@ def check(shape: AttentionShape, positions: list[int], max_chunks: int, seed: in
         chunks = [(stats[row, :, i, 0], stats[row, :, i, 1], values[row, :, i]) for i in range(count)]
         expected[row] = merge_chunks(chunks)
         values[row, :, count:] = stats[row, :, count:] = torch.nan
-    expected = shape.cache_type.turn_back(expected)
+    expected = shape.cache_type.rotate_back(expected)
     if shape.output_gate:
         gates = query_gate[:, :-4].reshape(num_rows, shape.num_heads, 2, shape.head_dim)[:, :, 1]
         expected = expected * sigmoid(gates)

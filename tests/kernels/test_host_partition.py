@@ -1,4 +1,4 @@
-"""Who computes each pair of token and expert: the kernel on the host against a definition in Python."""
+"""The place of each (token, expert) pair: the kernel on the host against a definition in Python."""
 
 import ctypes
 import time
@@ -17,7 +17,7 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
 from coldstream.kernels.experts.partition import (
-    Places,
+    PairPlaces,
     Prefetched,
     partition_experts_cuda,
     sharing_of,
@@ -35,7 +35,7 @@ NOTHING_WRITTEN = -77
 
 @dataclass
 class Layer:
-    """What the kernel sees of a layer, as plain numbers; addresses are not read."""
+    """The kernel's inputs for a layer, as plain numbers; addresses are not read."""
 
     number: int
     slots: list[list[int]]  # by matrix and expert; 0: none
@@ -79,14 +79,14 @@ def expected(layer: Layer, ids: Sequence[Sequence[int]]) -> tuple[list[list[tupl
 
 
 class Shared:
-    """What the kernel writes, and what it is given for that; all of it poisoned."""
+    """The kernel's outputs and arguments; all memory is poisoned."""
 
     def __init__(self, layer: Layer, ids: torch.Tensor, x: torch.Tensor) -> None:
         tokens, ranks = ids.shape
         self.box = Mailbox._of(MAX_LAYERS, ranks, x.shape[1], tokens)
         self.box.words.fill_(NOTHING_WRITTEN)
         self.box.x.fill_(NOTHING_WRITTEN)
-        self.places = Places(
+        self.places = PairPlaces(
             torch.full((MATRICES, tokens, ranks), NOTHING_WRITTEN),
             torch.full((tokens, ranks), NOTHING_WRITTEN).int(),
             torch.zeros(WORDS, dtype=torch.int64),
@@ -202,7 +202,7 @@ def test_the_cpu_answers_what_the_device_asks(host: HostDevice) -> None:
         x = activations(number, tokens, WIDTH)
         slots = torch.arange(NUM_EXPERTS) % 2 * 1000  # those of even numbers are missing
         stacks = [ExpertTable(slots, QuantType.Q4_K, 1, 256, True) for _ in range(MATRICES)]
-        places = Places(torch.zeros(MATRICES, tokens, ranks).long(), torch.zeros(tokens, ranks).int())
+        places = PairPlaces(torch.zeros(MATRICES, tokens, ranks).long(), torch.zeros(tokens, ranks).int())
         streamed = torch.zeros(ranks + 1, dtype=torch.int32)
         partition_experts_cuda(ids, x, sharing_of(stacks, streamed, box, number, places))
         deadline = time.monotonic() + LIMIT_S

@@ -1,4 +1,4 @@
-"""Experts that come ahead of their router, on the host: which ones, whole or not at all, and who is told."""
+"""Prefetched experts on the host: which ones, complete or not at all, keys and counts."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ from coldstream.kernels.experts.table import ExpertTable
 pytestmark = pytest.mark.usefixtures("host")
 
 EXPERTS, RANKS, LAYERS, COLS = 40, 4, 6, 64
-# Of gate, up and down: their bytes are a multiple of 16, or of 2 only.
+# Types of gate, up and down: their bytes are a multiple of 16, or only of 2.
 ROWS = {QuantType.F32: (6, 6, 3), QuantType.Q8_0: (5, 5, 3)}
 
 

@@ -67,7 +67,7 @@ def test_any_settings(
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_many_seeds_draw_what_the_definition_draws(temperature: float) -> None:
-    """Of a few tokens that are about as likely, so that each draw decides something."""
+    """A few tokens of similar probability, so that each draw matters."""
     logits = np.array([0.0, 0.1, -0.2, 0.1, -30.0, 0.05], dtype=np.float32)
     params = SamplingParams(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
     seeds = [number * 0x9E3779B97F4A7C15 % 2**64 for number in range(150)]

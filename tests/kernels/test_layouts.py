@@ -1,4 +1,4 @@
-"""What Python lays out for kernels lies where they read it, and numbers that both sides have are the same.
+"""Structs in Python have the kernels' layouts, and numbers on both sides are equal.
 
 CUDA's own compiler compares: a file of kernels is compiled with an assertion for every field and number.
 """
@@ -51,7 +51,7 @@ Layout = type[ctypes.Structure] | np.dtype  # type: ignore[type-arg]
 TILING = "coldstream::many::{}"
 SHARED_OUT = {
     "Stack": partition.Stack,
-    "Places": partition._Places,
+    "PairPlaces": partition._PairPlaces,
     "Mailbox": partition._Mailbox,
     "Prefetched": partition.Prefetched,
     "PrefetchNotes": partition.PrefetchNotes,
@@ -93,7 +93,7 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
     "experts/many.cu": {
         "experts_job<true>": experts_many.ExpertsJob,
         "experts_job<false>": experts_many.ExpertsJob,
-        "activations": many_tiles.Activations,
+        "activations": many_tiles.ActivationsArgument,
     },
     "experts/partition.cu": SHARED_OUT,
     "experts/place_group.cu": {"group": place_group._Group, "tables": place_group._Tables},
@@ -210,7 +210,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     "experts/place_group.cu": {"max_group": shapes.MAX_GROUP, "place_threads": place_group.THREADS},
     "experts/prefetch.cu": {
         "warp_size": prefetch.THREADS,
-        "most_guesses": few_shapes.MAX_ROWS * partition.MAX_RANKS,
+        "most_guesses": few_shapes.MAX_FEW_ROWS * partition.MAX_RANKS,
     },
     "gated_delta_net/decode.cu": {
         "max_tree_rows": MAX_TREE_ROWS,
@@ -302,7 +302,7 @@ def test_arguments_and_numbers(file: str, tmp_path: Path) -> None:
 
 
 def test_every_structure_is_compared() -> None:
-    """Of all modules of kernels, which are imported above."""
+    """Structs of all modules of kernels, which are imported above."""
     known = {layout for structures in STRUCTURES.values() for layout in structures.values()}
     made = {each for each in ctypes.Structure.__subclasses__() if each.__module__.startswith("coldstream.")}
     assert made

@@ -1,4 +1,4 @@
-"""What comes over the bus for steps of few rows on the host's model of a GPU, whatever is counted of it."""
+"""Measures the bytes read over the bus in steps of few rows, on a GPU on the host, without its counters."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ import torch
 from coldstream.experts.few_rows import FewRows
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.kernels.experts.cuda_layer import stacks_of
-from coldstream.kernels.experts.partition import Places
+from coldstream.kernels.experts.partition import PairPlaces
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertWeights, Routing
 
@@ -49,7 +49,7 @@ class BusBytes:
             patch.setattr(PrefetchRing, "fetch", fetched)
             yield self
 
-    def _note_reads(self, layer: int, stacks: Sequence[ExpertTable], places: Places) -> None:
+    def _note_reads(self, layer: int, stacks: Sequence[ExpertTable], places: PairPlaces) -> None:
         """Each expert once, however many pairs it has."""
         assert not places.cpu_ids.ge(0).any(), "the CPU computes nothing"
         for stack, addresses in zip(stacks, places.addresses, strict=True):

@@ -13,7 +13,7 @@ from coldstream.engine.routing_profile import routed_model
 from coldstream.experts.prefetching import LAYERS_AHEAD, Prefetching
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import CacheSize
-from coldstream.models.cuda_runner import CudaRunner, Placed
+from coldstream.models.cuda_runner import CudaRunner, ExpertSetup
 from coldstream.models.footprint import model_sizes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import FixedPart, PlacementPlan
@@ -75,9 +75,9 @@ def open_partly(
         assert fitting.cap_bytes
         run = replace(run, prefetch=fitting.experts, prefetch_bytes=fitting.cap_bytes)
     ahead = prefetching.distance if prefetching else LAYERS_AHEAD
-    placed = Placed(run, policy=policy, layers_ahead=ahead)
+    setup = ExpertSetup(run, policy=policy, layers_ahead=ahead)
     runner = CudaRunner.load(
-        file, spec, context_length=context_length, kv_type="i16", cache_size=cache_size, placed=placed
+        file, spec, context_length=context_length, kv_type="i16", cache_size=cache_size, expert_setup=setup
     )
     return OneSequence(runner)
 

@@ -173,7 +173,7 @@ def test_what_fits_is_mapped_and_what_cannot_says_the_minimum(moe_path: Path, tm
 
 @pytest.fixture
 def own_copy(moe_path: Path, tmp_path: Path) -> Path:
-    """Of the model, to be damaged."""
+    """A copy of the model, to be damaged."""
     return Path(shutil.copy2(moe_path, tmp_path / "copy.gguf"))
 
 

@@ -72,7 +72,7 @@ def answer(runner: OneSequence, size: int) -> np.ndarray:
 
 
 def outcomes(path: Path, expected: list[np.ndarray]) -> Iterator[bool]:
-    """Of a load and three requests: whether each was served, with the bits that are expected."""
+    """Whether a load and three requests were served with the expected bits."""
     try:
         runner = open_partly(path, 0.5, streamed=0.5)
     except OutOfMemoryError:

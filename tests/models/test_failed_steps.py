@@ -1,4 +1,4 @@
-"""What a step leaves: for the policy what it used, and if it failed or was interrupted nothing at all."""
+"""After a step the policy knows its uses; after a failed or interrupted one nothing has changed."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Sizes of a model for placement, and what it takes beside its experts, against sums written out by hand."""
+"""Sizes of a model for placement, and its memory beside experts, against sums written out by hand."""
 
 from dataclasses import replace
 from pathlib import Path

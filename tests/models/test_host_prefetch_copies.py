@@ -1,4 +1,4 @@
-"""Experts that come ahead of their router cost no copies but those that are counted, within their cap."""
+"""Prefetching makes no copies other than the counted ones, within its cap."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(runner: OneSequence) -> list[np.ndarray]:
-    """Of steps of several rows and of one, also after a prompt that takes the ring."""
+    """In steps of several rows and of one, also after a prompt that uses the ring."""
     found = []
     for count in (5, 3, 70):
         runner.reset()
@@ -50,14 +50,14 @@ def slot_copies(runner: OneSequence) -> list[int]:
 
 def ring_of(runner: OneSequence) -> PrefetchRing:
     assert isinstance(runner.runner, CudaRunner)
-    placed = runner.runner._loaded.ops.placed
-    assert isinstance(placed, PartialExecutor)
-    assert placed.prefetch is not None
-    return placed.prefetch
+    executor = runner.runner._loaded.ops.model_executor
+    assert isinstance(executor, PartialExecutor)
+    assert executor.prefetch is not None
+    return executor.prefetch
 
 
 def in_places(ring: PrefetchRing) -> tuple[np.ndarray, np.ndarray]:
-    """Experts that lie in places, and those of them that were used, by layer: nobody has counted them yet."""
+    """Experts in places, and the used ones of them, by layer, not yet counted."""
     keys = ring._keys[ring._keys != 0].numpy()
     layers = ((keys & 0x7FFFFFFF) - 1) >> 16
     return np.bincount(layers, minlength=LAYERS), np.bincount(layers[keys < 0], minlength=LAYERS)

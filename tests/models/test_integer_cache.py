@@ -1,4 +1,4 @@
-"""What attention over integers changes in the demo model."""
+"""The effect of attention over integers on the demo model."""
 
 import argparse
 from pathlib import Path

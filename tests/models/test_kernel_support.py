@@ -1,4 +1,4 @@
-"""Whatever a layer may ask for and no kernel computes is refused, with its value."""
+"""Every property of a layer that no kernel computes is refused, with its value."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_what_kernels_compute(opened: Opened, kind: type, changes: dict[str, Any
 
 
 def test_every_choice_is_in_the_lists_above() -> None:
-    """A new field of a spec is a size, or something that somebody has to decide about."""
+    """Every new field of a spec must be listed as a size or as a choice."""
     choices = (*((kind, changes) for kind, changes, _ in CHOICES), *COMPUTED)
     tried = {(kind, name) for kind, changes in choices for name in changes if name != "router"}
     routers = [changes["router"] for _, changes, _ in CHOICES if "router" in changes]

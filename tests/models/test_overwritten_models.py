@@ -1,4 +1,4 @@
-"""FL02, FL03: a model file that is overwritten in use yields no token more, whoever reads it.
+"""FL02, FL03: a model file that is overwritten in use yields no further token, with any reader.
 
 One that is replaced or deleted is still read.
 """
@@ -110,7 +110,7 @@ def test_fl03_between_two_tokens(open_runner: Open, path: Path) -> None:
 
 @pytest.mark.parametrize("open_runner", READERS)
 def test_fl03_between_two_steps_of_a_prompt(open_runner: Open, path: Path) -> None:
-    """What has been computed over bytes of both is not given out."""
+    """Results from bytes of both versions are not returned."""
     done_tokens = []
 
     def progress(done: int, total: int) -> None:

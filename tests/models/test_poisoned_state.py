@@ -92,7 +92,7 @@ Answers = Callable[..., tuple[int, ...]]
 
 @pytest.fixture(scope="module")
 def fresh(path: Path) -> Answers:
-    """What a model answers that has just been opened, on the CPU, whose tokens are those of every place."""
+    """Answers of a newly opened model on the CPU, whose tokens are the same everywhere."""
     known: dict[Any, tuple[int, ...]] = {}
 
     def answer(prompt: Sequence[int], params: SamplingParams = GREEDY) -> tuple[int, ...]:

@@ -303,7 +303,7 @@ class OutsideOps(TorchDispatchMode):
 
 @pytest.mark.parametrize("moe", [True, False], ids=["moe", "dense"])
 def test_the_model_computes_only_through_ops(moe, gguf_path) -> None:
-    """What an implementation of Ops records is then all there is to play back."""
+    """So what an implementation of Ops records is complete."""
     model = load(gguf_path(moe, 2))
     watched = OutsideOps(model.ops)
     token_ids = torch.tensor([1, 2], dtype=torch.int32)

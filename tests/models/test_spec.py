@@ -172,7 +172,7 @@ def test_per_layer_arrays_that_differ(load_spec: LoadSpec) -> None:
 
 
 def ollama(arch: str, reordered: bool | None) -> TinyModel:
-    """As Ollama's converter writes it: kinds in head_count_kv, own rope keys, no `.bias`, vision tensors."""
+    """As written by Ollama's converter: kinds in head_count_kv, own rope keys, no `.bias`, vision tensors."""
     changes = {
         "attention.head_count_kv": [0, 0, 0, 2],
         "full_attention_interval": None,

@@ -1,4 +1,4 @@
-"""Long prompts on a GPU that does not hold all experts: the bits of one that does, whoever computes what."""
+"""Long prompts on a GPU that does not hold all experts have the bits of one that does."""
 
 import os
 import shutil
@@ -209,7 +209,7 @@ def test_ex04_what_a_failed_step_still_copies_is_no_expert_that_came_ahead(
 @pytest.mark.gpu
 @pytest.mark.parametrize("cpu", ["none", "all"])
 def test_a_file_that_shrinks_is_an_error(cpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FL01: whoever reads it, the reading threads or the CPU's."""
+    """FL01: with the reading threads, and with the CPU's."""
     path = tmp_path / "demo.gguf"
     shutil.copyfile(demo_model_path(), path)
     monkeypatch.setattr(RegisteredMemory, "register", classmethod(lambda cls, address, size: None))
@@ -226,7 +226,7 @@ def test_a_file_that_shrinks_is_an_error(cpu: str, tmp_path: Path, monkeypatch: 
 def test_prompts_leave_the_experts_of_decoding_alone(
     demo: dict[int, tuple[np.ndarray, np.ndarray]],
 ) -> None:
-    """EX05: nothing comes or goes, and nothing is learnt."""
+    """EX05: no expert is admitted or evicted, and the policy learns nothing."""
     with open_partly(demo_model_path(), 0.25, context_length=CONTEXT, ring_bytes=4 * MIB) as runner:
         cache = runner.expert_cache
         assert cache is not None

@@ -1,4 +1,4 @@
-"""Random draft trees, and what plain decoding says along their paths."""
+"""Random draft trees, and plain decoding along their paths."""
 
 from dataclasses import dataclass
 from random import Random

@@ -19,7 +19,7 @@ SEPARATOR = " · "
 
 @dataclass(frozen=True)
 class Answer:
-    """What was shown, and how it ended."""
+    """A shown answer, and how it ended."""
 
     text: str
     finish_reason: FinishReason

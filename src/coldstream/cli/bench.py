@@ -122,7 +122,7 @@ def describe_disk(disk: DiskStatistics) -> str:
 
 
 def describe_prefetch(prefetch: PrefetchStatistics) -> str:
-    """How well experts were guessed, and what came of it."""
+    """The recall of guesses and the use of prefetched experts, in one line."""
     return (
         f"{prefetch.recall:.0%} of their uses were guessed; {sum(prefetch.fetched)} experts were fetched "
         f"ahead, of which {sum(prefetch.used)} were used, {sum(prefetch.given_up)} came too late, and "
@@ -131,7 +131,7 @@ def describe_prefetch(prefetch: PrefetchStatistics) -> str:
 
 
 def describe_gpu(experts: GpuExpertStatistics) -> str:
-    """The same of a GPU that does not hold all experts."""
+    """Where experts were found on a GPU that does not hold all of them, in one line."""
     return (
         f"{experts.num_slots} of {experts.num_experts} experts fit into the GPU's memory; "
         f"{experts.hit_rate:.0%} of their uses by decoded tokens found them there, "
@@ -150,7 +150,7 @@ def describe_times(times: StepTimes) -> str:
 
 
 class _Report:
-    """What was measured on what, for people and for machines."""
+    """The results of a run, as text and as JSON."""
 
     def __init__(self, opened: OpenedModel) -> None:
         runner = opened.runner
@@ -177,7 +177,7 @@ class _Report:
         return self._bandwidth / (self._weight_bytes + mean_context * self._cache_bytes)
 
     def read_bytes_per_s(self, results: Sequence[BenchmarkResult], *, is_in_ram: bool) -> float:
-        """The fastest that memory was read: when that was measured, or by a test that decodes from RAM."""
+        """The highest rate of reading memory: as measured, or in a test that decodes from RAM."""
         tests = [result for result in results if is_in_ram and not result.test.num_prompt]
         return max([self._bandwidth, *(result.mean * self._weight_bytes for result in tests)])
 

@@ -31,7 +31,7 @@ _COUNTS = ("top_k", "repeat_last_n", "seed", "max_tokens")
 _NEED_TEMPLATE = (
     "can only be given to a model that answers by a chat template, without --raw; this one continues text"
 )
-_ROOM_SHARE = 0.75  # of the context, what a conversation may take after its oldest messages are dropped
+_ROOM_SHARE = 0.75  # of the context: a conversation's limit after its oldest messages were dropped
 _MAKE_ROOM = "/drop forgets the oldest messages, /clear all of them"
 _COMMANDS = {
     "/help": "this list",
@@ -171,7 +171,7 @@ class Chat:
         return [*self._opening(), *turns, {"role": "user", "content": text}]
 
     def _num_tokens(self, turns: Sequence[Mapping[str, str]], text: str) -> int:
-        """Of a conversation of these turns, asked `text`."""
+        """Tokens of a conversation of these turns followed by `text`."""
         opened = self._llm.opened
         settings = self._template_kwargs or {}
         rendered = opened.chat_template.render(self._with_turns(turns, text), **settings)

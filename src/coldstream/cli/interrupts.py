@@ -19,7 +19,7 @@ from typing import Final, NoReturn, Self
 
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 EXIT_TERMINATED: Final = 128 + signal.SIGTERM
-GRACE_S: Final = 5.0  # what SIGTERM leaves for cleaning up
+GRACE_S: Final = 5.0  # for cleaning up after SIGTERM
 _HANDLED: Final = b"\0"  # no signal has this number
 _TERMINATED: Final = b"\xff"  # nor this one
 _SIGTERM: Final = bytes([signal.SIGTERM])
@@ -28,7 +28,7 @@ _STDIN, _STDERR = 0, 2
 
 
 class TerminatedError(SystemExit):
-    """SIGTERM asked the process to end. No Exception, so that nobody takes it for a fault of theirs."""
+    """SIGTERM asked the process to end. Not an Exception, so that no handler takes it for an error."""
 
 
 class Interrupts:
@@ -83,7 +83,7 @@ class Interrupts:
     def forget(self) -> None:
         """The last Ctrl-C has had its effect: the next one is a first one again."""
         self._interrupted = False
-        os.write(self._write, _HANDLED)  # behind the signals that have come, in their order
+        os.write(self._write, _HANDLED)  # after the signals that have arrived
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if not self._interrupted:  # at the second one the watcher ends the process

@@ -59,7 +59,7 @@ EXIT_BROKEN_PIPE = 141
 
 @dataclass
 class Session:
-    """What the whole invocation shares."""
+    """State of the whole invocation."""
 
     verbose: bool = False
     interrupts: Interrupts | None = None
@@ -73,7 +73,7 @@ def current_interrupts() -> Interrupts | None:
 
 
 class OutputClosedError(Exception):
-    """Nobody reads standard output any more."""
+    """The reader of standard output has closed it."""
 
 
 class _Verbs(click.Group):
@@ -117,7 +117,7 @@ class _Verbs(click.Group):
 
 @contextmanager
 def _broken_pipes() -> Iterator[None]:
-    """As OutputClosedError; at a BrokenPipeError click would leave with its own exit code."""
+    """Raises BrokenPipeError as OutputClosedError, since click would exit with its own code."""
     try:
         yield
     except BrokenPipeError as error:
@@ -156,7 +156,7 @@ def _run(arguments: Sequence[str] | None, session: Session) -> int:
     if sys.stdout is None:
         return _fail("standard output is closed", 1)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal knows every character
+        sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal can show every character
     try:
         code = cli.main(arguments, prog_name="coldstream", standalone_mode=False, obj=session)
         sys.stdout.flush()
@@ -189,7 +189,7 @@ def _describe(error: Exception) -> tuple[str, int]:
 
 
 def _fail(message: str, code: int, verbose: bool = False) -> int:
-    """Tell people, if they can be reached; in an `except` clause `verbose` adds the traceback."""
+    """Print the message, if possible; in an `except` clause `verbose` adds the traceback."""
     try:
         if verbose:
             import traceback
@@ -203,9 +203,9 @@ def _fail(message: str, code: int, verbose: bool = False) -> int:
 
 
 def _discard_output() -> None:
-    """Send nowhere what a closed pipe or a full disk does not take.
+    """Discard output that a closed pipe or a full disk does not take.
 
-    Else the interpreter complains as it leaves, with an exit code of its own.
+    Otherwise the interpreter reports an error at exit, with its own exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -1,4 +1,4 @@
-"""What a verb's MODEL argument means when it is left out, and what is special about the model it then is."""
+"""The default of a verb's MODEL argument, the bundled demo model, and how to recognise it."""
 
 from coldstream.assets import demo_model_path
 from coldstream.errors import ModelNotFoundError

@@ -25,7 +25,7 @@ def command(name: str) -> None:
 
 
 class ProgressLog:
-    """How far something is where nobody watches, in a file or a pipe: a line for every tenth."""
+    """Progress in a file or a pipe: a line for every tenth."""
 
     def __init__(self) -> None:
         self._shown: dict[str, int] = {}

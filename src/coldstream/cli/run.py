@@ -31,7 +31,7 @@ MAX_QUOTED_CHARS = 60
 
 
 class _OneModel(click.Command):
-    """Tells those who write a prompt as an argument which option it is."""
+    """Names the option for a prompt if one is given as an argument."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True

@@ -1,4 +1,4 @@
-"""`coldstream show`: what a model file says about itself. Reads the header only."""
+"""`coldstream show`: the metadata and tensors of a model file. Reads the header only."""
 
 import json
 import math

@@ -14,7 +14,7 @@ import click
 from rich.cells import cell_len, chop_cells
 
 _GAP = "  "
-_UNKNOWN_WIDTH = 80  # where a terminal does not say
+_UNKNOWN_WIDTH = 80  # of a terminal that does not report its width
 _LEAST_VALUE_WIDTH = 30  # of a list of facts; with less, values go below their names
 _INDENT = "    "
 _LEAST_WIDTH = 10  # of anything that is wrapped
@@ -23,7 +23,7 @@ Row = Sequence[str]
 
 
 def width_of(stream: TextIO | None) -> int | None:
-    """Columns of the terminal that `stream` is; None if it is none, or was closed when the program began."""
+    """Columns of `stream`'s terminal; None if it is no terminal, or was closed when the program began."""
     if stream is None or not stream.isatty():
         return None
     return os.get_terminal_size(stream.fileno()).columns or _UNKNOWN_WIDTH

@@ -1,4 +1,4 @@
-"""What people see beside an answer: progress, notes, and how numbers look."""
+"""Terminal output beside an answer: progress, notes, and the format of numbers."""
 
 import sys
 import unicodedata
@@ -56,8 +56,8 @@ class ProgressLine:
 
 
 def visible(text: str) -> str:
-    """`text` with control characters escaped, so that nobody's words drive a terminal; not line ends and
-    tabs.
+    """`text` with control characters escaped, so that no text controls the terminal; line ends and tabs
+    stay.
     """
     return "".join(
         escape_controls(c) if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
@@ -72,10 +72,10 @@ def note(text: str) -> None:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """As llama-bench writes sizes: 17.32 MiB, 1.95 GiB."""
+    """A size in llama-bench's format: 17.32 MiB, 1.95 GiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def format_count(count: int) -> str:
-    """As llama-bench writes parameters: 10.48 M, 34.66 B."""
+    """A number of parameters in llama-bench's format: 10.48 M, 34.66 B."""
     return f"{count / 1e9:.2f} B" if count >= 10**9 else f"{count / 1e6:.2f} M"

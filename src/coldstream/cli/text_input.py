@@ -13,7 +13,7 @@ STANDARD_INPUT = Path("-")
 
 
 def prompt_of(prompt: str | None, file: Path | None) -> str | None:
-    """What to answer: the text of `file`, or else what is piped in, and below it `prompt`.
+    """The prompt: the text of `file`, or else piped input, followed by `prompt`.
 
     None if there is neither, and standard input is a terminal. Raises InvalidRequestError as `read_text`, and
     for an empty text.

@@ -23,7 +23,7 @@ class TargetModel(Protocol):
 
 
 class Continuation:
-    """The ids of a prompt and of the tokens chosen after it, and whether there is to be another.
+    """The ids of a prompt and of the tokens chosen after it, and whether generation goes on.
 
     It ends with a token of `end_ids`, or with `max_tokens` (≥ 1) of them.
     """
@@ -35,7 +35,7 @@ class Continuation:
         self._most = len(self.ids) + max_tokens
 
     def append(self, token_id: int, vocab_size: int) -> None:
-        """Make the token that was chosen after all ids so far one of them.
+        """Append the token that was chosen after all ids so far.
 
         Raises GenerationFault if its id is not one of the vocabulary's.
         """

@@ -1,7 +1,6 @@
-"""Which tokens follow the rows of a step: those of one request, or of many with settings of their own.
+"""Chooses the tokens after the rows of a step, of one request or of many with different settings.
 
-All rows of a step are chosen together, so that a device is asked once. The token of a row is what it is
-alone.
+The tokens of a step are chosen together, in one call of the device. Each is the same as if chosen alone.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,7 +18,7 @@ from coldstream.kernels.sample.settings import RowSettings
 
 @dataclass(frozen=True)
 class Choice:
-    """A row of logits, and all that decides the token after it."""
+    """A row of logits, and everything else that determines the token after it."""
 
     logits: AnyLogits
     context: Sequence[int]  # all ids so far; at a node of a draft tree, those on the path to it
@@ -29,12 +28,12 @@ class Choice:
 
     @property
     def needs_host(self) -> bool:
-        """Whether something has to be known of all logits that a device does not say."""
+        """Whether the choice needs all logits on the host."""
         return bool(self.params.logits_processors or self.forbidden_ids or self.params.logprobs is not None)
 
     @property
     def settings(self) -> RowSettings:
-        """What a device is told."""
+        """The settings for a device."""
         params = self.params
         return RowSettings(
             temperature=params.temperature,
@@ -52,7 +51,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A token, and the log-probabilities that its request wants to know."""
+    """A token, and the log-probabilities that its request asked for."""
 
     token_id: int
     logprobs: list[RankedLogprob] | None = None
@@ -62,10 +61,10 @@ Outcome = Chosen | GenerationFault | InvalidRequestError
 
 
 def choose_tokens(choices: Sequence[Choice]) -> list[Outcome]:
-    """What `sample_token` chooses for each of several rows, or the error that it raises.
+    """The result of `sample_token` for each of several rows, or the error that it raises.
 
-    Rows on a device are different ones of the same step; they stay there unless they are needed here. Raises
-    what the device raises.
+    Rows on a device must be different rows of one step; they are copied only if the host needs them. Raises
+    the device's errors.
     """
     outcomes: dict[int, Outcome] = {}
     far = {
@@ -79,7 +78,7 @@ def choose_tokens(choices: Sequence[Choice]) -> list[Outcome]:
         token_ids = _step_of(list(far.values())).choose(rows, [choices[i].settings for i in far])
         chosen = zip(far, token_ids, strict=True)
         outcomes = {i: Chosen(token_id) for i, token_id in chosen if token_id is not None}
-    # Those for which the device found no token come here too, for the message.
+    # Rows without a token on the device are computed here too, for the error's message.
     left = [i for i in range(len(choices)) if i not in outcomes]
     for i, logits in zip(left, _brought([choices[i].logits for i in left]), strict=True):
         outcomes[i] = _chosen_here(choices[i], logits)
@@ -87,7 +86,7 @@ def choose_tokens(choices: Sequence[Choice]) -> list[Outcome]:
 
 
 def _brought(rows: Sequence[AnyLogits]) -> list[Logits]:
-    """The same logits, those of a device in one go."""
+    """The logits on the host, those of a device in one copy."""
     far = [each for each in rows if not isinstance(each, np.ndarray)]
     brought = iter(_step_of(far).bring([each.row for each in far]) if far else ())
     return [each if isinstance(each, np.ndarray) else next(brought) for each in rows]
@@ -117,11 +116,11 @@ class TokenChooser:
     ) -> None:
         self._params = params
         self._seed = seed
-        self._first_end = num_prompt_tokens + params.min_tokens  # position of the first token that may be one
+        self._first_end = num_prompt_tokens + params.min_tokens  # position where end tokens begin
         self._end_ids = end_ids
 
     def choice(self, logits: AnyLogits, context: Sequence[int]) -> Choice:
-        """That of the token after `context`, all ids so far, by the logits [vocab] after its last one."""
+        """The `Choice` of the token after `context`, all ids so far, from the logits [vocab] after it."""
         forbidden_ids = self._end_ids if len(context) < self._first_end else ()
         return Choice(logits, context, self._params, self._seed, forbidden_ids)
 

@@ -1,4 +1,4 @@
-"""Logits that lie where they were computed, and what is asked of the device there."""
+"""Logits on a device: protocols for choosing tokens there, and for copying logits to the host."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ class DeviceStep(Protocol):
 
 
 class DeviceLogits(Protocol):
-    """Logits [vocab] of one row of a step; `numpy.asarray` brings them."""
+    """Logits [vocab] of one row of a step; `numpy.asarray` copies them to the host."""
 
     @property
     def step(self) -> DeviceStep: ...

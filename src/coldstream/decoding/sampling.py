@@ -112,8 +112,7 @@ def keep_tokens(logits: Logits, params: SamplingParams) -> NDArray[np.int64]:
         return kept
     weights = token_weights(logits[kept], 1.0)
     total = int(weights.sum())
-    # Dropping min-p's victims first changes nothing, as both keep a prefix of one order, but leaves less to
-    # sort.
+    # min-p goes first, as it leaves less to sort: both keep a prefix of the same order.
     alive = weights >= max(1, int(np.ceil(params.min_p * WEIGHT_ONE)))
     kept, weights = kept[alive], weights[alive]
     if params.top_p == 1:
@@ -217,7 +216,7 @@ def _high64(a: int, b: int) -> int:
 
 
 def _processed(logits: Logits, context: Sequence[int], processors: Sequence[LogitsProcessor]) -> Logits:
-    """What the processors make of a copy of `logits` [vocab]."""
+    """A copy of `logits` [vocab] after all processors."""
     context = tuple(context)
     processed = logits.copy()
     for index, processor in enumerate(processors):

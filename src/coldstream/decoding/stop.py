@@ -18,7 +18,7 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
-        self._num_passed = 0  # characters at the beginning of the held text in which no stop string may end
+        self._num_passed = 0  # leading characters of the held text in which no stop string may end
         self._matched: str | None = None
 
     @property

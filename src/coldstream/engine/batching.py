@@ -1,9 +1,9 @@
-"""What the next step of several sequences holds: who takes part, with how many rows, and what is kept.
+"""Chooses the sequences of the next step, their rows, and the finished sequences to keep.
 
-Pure functions over numbers; `side_by_side.py` runs the steps. Sequences are served in order. Those whose
-tokens fit together in blocks take part, and the first of them always fits, so that every sequence gets its
-turn. When tokens that were chosen need more blocks than there are, the last ones give theirs back and wait
-for their turn again; a step computes the same bits whether it reads a state or makes it anew.
+Pure functions over numbers; `side_by_side.py` runs the steps. Sequences are served in order: as many from the
+first on as fit into the blocks together. The first always fits, so that every sequence is computed at some
+time. If new tokens need more blocks than there are, the last sequences lose theirs and are computed again
+later, with the same bits.
 """
 
 from collections.abc import Sequence
@@ -14,36 +14,36 @@ from coldstream.kvcache import num_blocks_of
 
 @dataclass(frozen=True)
 class Room:
-    """What there is for all sequences together."""
+    """Capacity for all sequences together."""
 
     num_blocks: int
     num_sequences: int
-    num_rows: int  # of a step
+    num_rows: int  # per step
 
 
 @dataclass(frozen=True)
 class Need:
-    """A sequence that is not finished."""
+    """An unfinished sequence."""
 
     length: int  # of its tokens, computed or not
     num_computed: int  # less than length
-    cut: int = 0  # a step ends where this many are computed, for others to branch off there
-    is_waiting: bool = False  # for another one's cut
+    cut: int = 0  # a step ends after this many tokens, where other sequences branch off
+    is_waiting: bool = False  # until another sequence reaches its cut
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Who has memory in the next step."""
+    """The sequences with memory in the next step."""
 
-    num_running: int  # sequences that take part, from the first on
+    num_running: int  # sequences in the step, from the first on
     num_kept: int
 
 
 def next_turn(needs: Sequence[Need], kept_lengths: Sequence[int], room: Room) -> Turn:
-    """Who of `needs`, at least one, of which the first is not waiting, takes part in the next step.
+    """How many of `needs`, in order, fit into the next step. The first must not be waiting.
 
-    As many as there is room for. kept_lengths: of finished sequences that may serve as beginnings of others,
-    the dearest first; as many of them are kept as the others leave room for.
+    kept_lengths: lengths of finished sequences that others may continue, the most valuable first; as many are
+    kept as then still fit.
     """
     num_running, free_blocks = 0, room.num_blocks
     for need in needs[: min(room.num_sequences, room.num_rows)]:
@@ -62,9 +62,9 @@ def next_turn(needs: Sequence[Need], kept_lengths: Sequence[int], room: Room) ->
 
 
 def share_rows(running: Sequence[Need], num_rows: int) -> list[int]:
-    """How many of the next tokens of each sequence a step of up to `num_rows` rows computes.
+    """Rows of each sequence in a step of up to `num_rows` rows.
 
-    One row at least each, so that no prompt keeps others from decoding; the first ones get what is left.
+    At least one each, so that no prompt keeps others from decoding; the remaining rows go to the first ones.
     """
     left = num_rows - len(running)
     shares = []

@@ -1,8 +1,8 @@
 """Timing prefill and decode on real text, as llama-bench does: neither tokenising nor sampling is timed.
 
-The text is Python's own standard library, so that routing sees language and not noise, and a seed picks the
-place in it. Decoding is fed the text's tokens, not the model's choices, so that every run computes the same
-thing.
+The text is Python's standard library, from a place that a seed picks, so that routing is that of language and
+not of noise. Decoding appends the text's tokens, not the model's choices, so that every run computes the
+same.
 """
 
 import importlib.util

@@ -14,7 +14,7 @@ _UNIT = 2**20
 
 
 def budget_bytes(config: EngineConfig, hardware: Hardware) -> int:
-    """Of the fast memory: what the configuration allows, or else what is free."""
+    """Bytes of the fast memory: what the configuration allows, or else what is free."""
     if config.device == "cuda":
         if isinstance(config.vram, int):
             return config.vram
@@ -26,9 +26,9 @@ def budget_bytes(config: EngineConfig, hardware: Hardware) -> int:
 def advised(
     error: BudgetTooSmallError, config: EngineConfig, spec: ModelSpec, attempt: Callable[[int], None]
 ) -> OutOfMemoryError:
-    """`error` with what to do. `attempt` plans with a budget, and raises as `error` if it is too small.
+    """`error` with advice. `attempt` plans with a budget, and raises like `error` if it is too small.
 
-    If `config` has a budget, the advice is one that was tried, of whole MiB.
+    If `config` has a budget, the advice is a budget in whole MiB with which `attempt` succeeds.
     """
     name = "vram" if config.device == "cuda" else "ram"
     if not isinstance(getattr(config, name), int):

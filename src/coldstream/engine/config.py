@@ -23,7 +23,7 @@ DEFAULT_CTX_SIZE = 32768  # what `ctx_size` resolves to if the model and the mem
 DEFAULT_CACHE_SHARE = 0.25  # of available memory, for the cache of a default context
 
 CacheType = Literal["f16", "f32", "i16", "i8", "i4", "i3"]
-NEAREST_CACHE_TYPES = {"q8_0": "i8", "q4_0": "i4"}  # to types of llama.cpp that have no counterpart
+NEAREST_CACHE_TYPES = {"q8_0": "i8", "q4_0": "i4"}  # for types of llama.cpp that do not exist here
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class EngineConfig:
     device: str = "auto"  # auto: cuda if there is a GPU that this version can use
     cache_type_k: CacheType = "i16"
     cache_type_v: CacheType = "i16"
-    # Positions that a token attends to at most, its own included; None: all. It changes what the model says.
+    # Positions that a token attends to at most, its own included; None: all. It changes the model's output.
     attention_window: int | None = None
     tier: str = "auto"  # of CPU kernels; auto: the fastest that this CPU has
     # Experts of a layer that a GPU fetches before its router has run, at most; auto: where that should pay.
@@ -112,9 +112,9 @@ class EngineConfig:
 def resolve(config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: int) -> EngineConfig:
     """`config` with `ctx_size` and `threads` made concrete for this model and machine. Pure.
 
-    free_bytes is what of the device's memory caches may be chosen from. The tier stays as it is: only the
-    compiled kernels know what they hold, and the opened model reports its choice. Raises ConfigError for a
-    context beyond the model's, OutOfMemoryError if caches exceed the memory.
+    free_bytes: device memory available for caches. The tier is not resolved here, since only the compiled
+    kernels list their tiers; the opened model reports its choice. Raises ConfigError for a context beyond the
+    model's, OutOfMemoryError if caches exceed the memory.
     """
     if config.device == "cuda" and config.cache_type_k not in GPU_CACHE_TYPES:
         raise ConfigError(

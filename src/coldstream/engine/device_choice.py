@@ -7,12 +7,12 @@ from coldstream.engine.config import EngineConfig
 from coldstream.errors import DeviceError
 from coldstream.kernels.cuda.device import INSTALL, Gpu, find_gpu, gpu_is_visible, missing_packages
 
-# Called with what is going on, how much of it is done, and of how much.
+# Called with the name of the current task, the amount done and the whole amount.
 OpenProgress = Callable[[str, int, int], None]
 
 
 def choose_device(config: EngineConfig) -> tuple[EngineConfig, Gpu | None, tuple[str, ...]]:
-    """`config` with a concrete device, the GPU if it is that, and why it isn't if one is there.
+    """`config` with a concrete device, its GPU if it is cuda, and warnings why a present GPU is not used.
 
     Raises DeviceError if the configuration asks for a GPU, or for memory of one, and there is none that this
     version can use.
@@ -28,9 +28,9 @@ def choose_device(config: EngineConfig) -> tuple[EngineConfig, Gpu | None, tuple
 
 
 def device_to_plan_for(config: EngineConfig) -> tuple[EngineConfig, Gpu | None, tuple[str, ...]]:
-    """`choose_device`, but with a budget of a GPU's memory the GPU need not be there or usable.
+    """`choose_device`, but with a budget of GPU memory no usable GPU is needed.
 
-    Then the device is cuda without a GPU, and it is said what is estimated. Raises as `choose_device`.
+    Without one the device is cuda, and a warning names the estimates. Raises as `choose_device`.
     """
     missing = missing_packages()
     if config.vram == "auto" or (gpu_is_visible() and not missing):
@@ -49,7 +49,7 @@ def _asks_for_a_gpu(config: EngineConfig) -> bool:
 
 
 def _unused_on_gpu(config: EngineConfig) -> tuple[str, ...]:
-    """What the configuration asks for in vain."""
+    """Warnings about settings that have no effect on a GPU."""
     if config.ram == "auto":
         return ()
     return ("--ram bounds models on the CPU: with a GPU, experts beyond --vram stay in the mapped file",)

@@ -1,6 +1,6 @@
 """One running request: tokens from the decoding loop become pieces of text, until one of the reasons to stop.
 
-Knows tokens, text and clocks; not how the prompt came about, nor where the model computes.
+Knows tokens, text and clocks; not where the prompt comes from, nor where the model computes.
 """
 
 import itertools
@@ -98,13 +98,10 @@ def generate_pieces(
 
 
 class Answer:
-    """What becomes of the tokens of one answer: how they are chosen, their pieces, text, counts and times.
-
-    The clock starts when it is made.
-    """
+    """The state of one answer: choice of tokens, pieces, text, counts and times since its creation."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, expert_uses: tuple[int, int] | None) -> None:
-        """expert_uses: those of the model so far, see `Runner`."""
+        """expert_uses: of the model so far, see `ModelRunner`."""
         self._request = request
         self._tokenizer = tokenizer
         self._uses_before = expert_uses
@@ -121,8 +118,8 @@ class Answer:
         return self._text.has_ended
 
     def push(self, chosen: Chosen) -> Piece:
-        """The piece of the next token. If the answer has stopped, it is part of `last_piece`, and none before
-        that.
+        """Appends a token. Its piece is to be shown, unless the answer has stopped: then `last_piece` has
+        its text.
         """
         self._clock.count_token()
         token_id = chosen.token_id
@@ -132,7 +129,7 @@ class Answer:
         return piece
 
     def last_piece(self, reason: FinishReason, num_reused: int, expert_uses: tuple[int, int] | None) -> Piece:
-        """The last piece, of an answer that ends for `reason` unless it has stopped."""
+        """The last piece of an answer, which ends for `reason` unless it has stopped by itself."""
         return replace(
             self._stop_piece,
             text=self._stop_piece.text + self._text.finish(),
@@ -172,7 +169,7 @@ def completion(index: int, pieces: Sequence[Piece]) -> CompletionOutput:
 
 
 class _AnswerText:
-    """The text of one answer, and whether it has come to its end."""
+    """The text of one answer, and whether a stop string or end token has ended it."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         self._request = request
@@ -184,7 +181,7 @@ class _AnswerText:
         self.stop_reason: int | str | None = None
 
     def push(self, token_id: int) -> str:
-        """The text that may be shown now that `token_id` is there."""
+        """Appends `token_id`; the text that may be shown since."""
         self._num_tokens += 1
         is_end = token_id in self._request.end_ids
         if is_end or token_id in self._request.stop_token_ids:
@@ -237,7 +234,7 @@ class _Clock:
 
 
 def _hit_rate(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
-    """Of the uses between two counts of hits and misses; None without any."""
+    """Hit rate between two counts of (hits, misses); None without uses."""
     if before is None or after is None or after == before:
         return None
     hits, misses = after[0] - before[0], after[1] - before[1]
@@ -249,7 +246,7 @@ def _no_token(request: Request) -> Piece:
 
 
 def _logprobs(chosen: Chosen, tokenizer: Tokenizer) -> tuple[TokenLogprobs] | None:
-    """What a piece says of its one token."""
+    """The log-probabilities of a piece with one token."""
     if chosen.logprobs is None:
         return None
     return (

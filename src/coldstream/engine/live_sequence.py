@@ -1,11 +1,10 @@
 """The one sequence whose state the model holds, and when a prompt may continue it.
 
-A recurrent state can't be wound back, so a prompt reuses it only by extending it: all live tokens must be a
-prefix of the prompt, with at least one token left to compute. Anything else starts afresh.
+A recurrent state can't be rolled back, so a prompt reuses it only by extending it: all live tokens must be a
+prefix of the prompt, with at least one token left to compute. Any other prompt starts from an empty state.
 
-Whether a state is sound shows in its logits, and not before somebody has looked at them: a NaN in it makes
-them NaN, and on a GPU they may not even be computed yet. So a later prompt extends a state only if a token
-was chosen from its last logits, which fails unless all of them are finite.
+A NaN in a state shows only in its logits, which on a GPU may not be computed yet. So a later prompt extends a
+state only if a token was chosen from its last logits, which fails unless all of them are finite.
 """
 
 from collections.abc import Sequence
@@ -18,8 +17,8 @@ from coldstream.models.runner import ModelRunner
 class LiveSequence:
     """A `TargetModel` over one sequence of a runner, which knows which tokens it holds.
 
-    If computing is interrupted by any exception, or nobody says `trust` after it, the state counts as unknown
-    and the next prompt starts afresh.
+    After an exception while computing, or without a call of `trust` after it, the state counts as unknown and
+    the next prompt starts from an empty one.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -40,18 +39,18 @@ class LiveSequence:
         return self._num_reused
 
     def trust(self) -> None:
-        """The last logits were sound, and so is the state behind them: a prompt may extend it."""
+        """Declares the last logits, and so the state, to be finite: a prompt may extend it."""
         self._is_trusted = True
 
     def forget(self) -> None:
-        """Give the sequence's memory back; the next prompt starts afresh."""
+        """Free the sequence's memory; the next prompt starts from an empty state."""
         self._token_ids = None
         self._runner.clear(self._sequence)
 
     def hand_over(self) -> tuple[list[int], kvcache.Sequence]:
-        """The live tokens, none if no prompt may extend them, and their sequence, which is the caller's now.
+        """Passes the live tokens, none if no prompt may extend them, and their sequence to the caller.
 
-        Until `hold` the live sequence is an empty one.
+        The live sequence is a new, empty one until `hold`.
         """
         live, sequence = self._extendable(), self._sequence
         self._sequence = self._runner.new_sequence()
@@ -80,7 +79,7 @@ class LiveSequence:
 
     def _extendable(self) -> list[int]:
         live = self._taken() or []
-        # A runner empties a sequence that it cannot vouch for itself.
+        # The runner itself empties a sequence whose computation failed.
         return live if self._is_trusted and self._sequence.length == len(live) else []
 
     def _taken(self) -> list[int] | None:

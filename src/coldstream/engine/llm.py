@@ -47,7 +47,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A model, ready to generate. Also a context manager; `close` gives the file and the memory back.
+    """A model, ready to generate. Also a context manager; `close` frees the file and the memory.
 
     All methods may be called from any thread. Opening raises ConfigError for an impossible setting,
     ModelNotFoundError, DownloadError, ModelFormatError and its children, DeviceError and OutOfMemoryError.
@@ -269,7 +269,7 @@ class LLM:
         return self._stream(self._chat_request(messages, params, settings), progress)
 
     def forget(self) -> None:
-        """Give back what the last prompt has left in the caches, for others that use the runner."""
+        """Free the caches of the last prompt, for others that use the runner."""
         with self._turns.turn():
             self._sequence.forget()
 

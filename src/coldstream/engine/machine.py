@@ -1,7 +1,7 @@
 """The machine with measured rates, which are kept in the user's cache directory.
 
-They are measured once, again when somebody asks for it, and when a run was far faster than they allow: what
-else ran while they were measured cannot be known.
+They are measured once, again on request, and again when a run was far faster than they allow: other programs
+may have slowed the first measurement.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from coldstream.placement.hardware_file import default_path, fastest_run, store_
 
 Progress = Callable[[str, int, int], None]
 
-_FAR: Final = 1.5  # times as fast as the kept rate, and something was wrong when that was measured
+_FAR: Final = 1.5  # times as fast as the stored rate, which then must be too low
 
 
 def measured_hardware(
@@ -26,8 +26,8 @@ def measured_hardware(
 ) -> Hardware:
     """This machine, with `gpu` as `find_gpu` gave it, and its rates.
 
-    They come from the file at `path` (None: the default one), or are measured in a few seconds and stored
-    there if that is possible; again: measured in any case. Raises DeviceError, OutOfMemoryError.
+    The rates are read from the file at `path` (None: the default one), or measured in a few seconds and
+    stored there if possible; again: measured in any case. Raises DeviceError, OutOfMemoryError.
     """
     path = path or default_path()
     hardware = Hardware.measure() if gpu is None else hardware_with(gpu)
@@ -35,16 +35,16 @@ def measured_hardware(
     if stored is not None:
         return stored
     hardware = measure_rates(hardware, progress)
-    with suppress(StorageError):  # then it is measured again the next time
+    with suppress(StorageError):  # the next call measures again
         store_rates(hardware, path)
     return hardware
 
 
 def reconsider_rates(run_bytes_per_s: float, path: Path | None = None) -> bool:
-    """Measures the CPU's memory again if a run has read weights far faster than the kept rate says.
+    """Measures the CPU's memory again if a run has read weights far faster than the stored rate.
 
-    The better of both rates is kept from then on. Once for a run as fast: small models lie in caches, which
-    are faster than memory. Returns whether it was measured.
+    Stores the higher of both rates. Only once for runs of this speed, as small models fit into caches, which
+    are faster than memory. Returns whether it measured.
     """
     path = path or default_path()
     stored = with_stored_rates(Hardware.measure(), path)

@@ -1,4 +1,4 @@
-"""From a configuration to a model that is ready to compute, with everything around it."""
+"""Opens the model of a configuration, with its tokenizer, template and plan."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -37,20 +37,20 @@ _SAMPLING_KEYS = {
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model ready to compute and what belongs to it. `config` has no `auto` left."""
+    """A model ready to compute, and its parts. `config` has no `auto` left."""
 
     config: EngineConfig
     plan: RunPlan
     runner: ModelRunner
     tokenizer: Tokenizer
     chat_template: ChatTemplate
-    has_chat_template: bool  # if not, `chat_template` says so when used
+    has_chat_template: bool  # without one, using `chat_template` raises an error
     default_sampling: SamplingParams
-    device_warnings: tuple[str, ...] = ()  # why the device is not the one that could be expected
+    device_warnings: tuple[str, ...] = ()  # why the device is not the expected one
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What people should know about the device and about the file."""
+        """Warnings about the device and the file."""
         return self.device_warnings + self.runner.warnings
 
     def close(self) -> None:
@@ -113,14 +113,14 @@ def load_runner(
     policy = CheckedPolicy(own.policy) if own.policy else None
     if config.device == "cuda":
         # Imported here because its kernels need packages that a machine without a GPU does not have.
-        from coldstream.models.cuda_runner import CudaRunner, Placed
+        from coldstream.models.cuda_runner import CudaRunner, ExpertSetup
 
         return CudaRunner.load(
             file,
             spec,
             context_length=plan.placement.fixed.ctx_size,
             kv_type=plan.placement.fixed.kv_type,
-            placed=Placed(plan, policy=policy, executor=own.executor),
+            expert_setup=ExpertSetup(plan, policy=policy, executor=own.executor),
             progress=loading,
             compiling=partial(progress, "compiling kernels") if progress else None,
         )

@@ -1,4 +1,4 @@
-"""What a caller exchanges of the engine: objects, which a configuration cannot hold."""
+"""Parts of the engine that a caller replaces: objects, which a configuration cannot hold."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from coldstream.placement.run_plan import RunPlan
 
 @dataclass(frozen=True)
 class OwnParts:
-    """None: the product's. Creation raises ConfigError for what cannot be a part."""
+    """The caller's parts, None for the product's. Creation raises ConfigError for objects of a wrong kind."""
 
-    policy: Policy | None = None  # of one model at a time, as it keeps what it has seen
+    policy: Policy | None = None  # for one model at a time, as it has state
     executor: ExecutorFactory | None = None
 
     def __post_init__(self) -> None:

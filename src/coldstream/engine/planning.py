@@ -1,7 +1,7 @@
-"""From a configuration to a plan: sizes of the model, budget of the machine, and all that follows from both.
+"""From a configuration to a plan, by the sizes of the model and the budget of the machine.
 
-`plan_model` is where everything is chosen that runs from the first token on; `coldstream plan` prints what it
-chooses, and opening a model obeys it.
+Only `plan_model` chooses how a model runs; `coldstream plan` prints its choices, and opening a model carries
+them out.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,10 +51,10 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, what more memory would make of it, and everything that both follow from."""
+    """A plan, the plan with more memory, and the inputs of both."""
 
     run: RunPlan
-    larger_plan: PlacementPlan | None  # None: all is resident already, or nobody asked
+    larger_plan: PlacementPlan | None  # None: all is resident already, or not asked for
     sizes: ModelSizes
     config: EngineConfig  # with a concrete device, context and prefetching
     hardware: Hardware
@@ -69,7 +69,7 @@ class Planned:
 
     @cached_property
     def known(self) -> Known:
-        """For forecasts. With a trace it is replayed, which takes seconds for a large model."""
+        """Inputs of forecasts. Replays the trace if there is one, in seconds for a large model."""
         weights = self.plan.expert_weights
         curve = HitCurve.from_trace(self.trace, weights) if self.trace else PUBLISHED
         return Known(
@@ -92,14 +92,14 @@ def plan_model(
     more_bytes: int = 0,
     measured: Callable[[], Hardware] | None = None,
 ) -> Planned:
-    """All that is chosen for an open model, on the device of `config`, which is cpu or cuda.
+    """Plans an open model on the device of `config`, which is cpu or cuda.
 
-    By the plan that `config` names, or by its budgets; without one, by what is free. A trace of the model
-    says which experts are used most. more_bytes: of fast memory, for a larger plan besides. measured: gives
-    `hardware` with rates, and is called only if something follows from them. Raises ConfigError and
-    OutOfMemoryError as `resolve` and `plan_placement`, with a budget that does, as `load_plan`, and
-    ConfigError for a plan for the other device, for pinned or weighted layers that are not there, and for
-    prefetched experts that were asked for and have no place.
+    Follows the plan that `config` names, or its budgets, or else free memory. A trace of the model gives the
+    uses of experts. more_bytes: further fast memory, for `larger_plan`. measured: returns `hardware` with
+    rates; called only if a choice depends on them. Raises ConfigError and OutOfMemoryError as `resolve` and
+    `plan_placement`, with a sufficient budget as advice; as `load_plan`; and ConfigError for a plan for the
+    other device, for pinned or weighted layers that do not exist, and for prefetched experts that were asked
+    for and have no place.
     """
     options = options or PlanOptions()
     _check_layers(options, spec.num_layers)
@@ -127,7 +127,7 @@ def plan_model(
 
 
 def _check_layers(options: PlanOptions, num_layers: int) -> None:
-    """Raises ConfigError for layers that a model of so many does not have."""
+    """Raises ConfigError for layers out of range."""
     count = options.num_pinned_layers
     if count > num_layers:
         raise ConfigError(
@@ -143,7 +143,7 @@ def _check_layers(options: PlanOptions, num_layers: int) -> None:
 
 @dataclass(frozen=True)
 class _Model:
-    """An open model, and what of its placement does not depend on budgets."""
+    """An open model, and the parts of planning that do not depend on a budget."""
 
     file: GGUFFile
     spec: ModelSpec
@@ -156,11 +156,11 @@ class _Model:
         return None if self.uses is None else tuple(map(tuple, self.uses.tolist()))
 
     def sizes(self, config: EngineConfig) -> ModelSizes:
-        """With experts as they lie in a GPU's slots."""
+        """The sizes with experts in a GPU's slots."""
         return _sizes(config, self.file, self.spec)
 
     def ram_needs(self, config: EngineConfig) -> RamNeeds:
-        """With the context and the threads of `config`."""
+        """The needs with the context and the threads of `config`."""
         assert isinstance(config.threads, int)
         assert config.ctx_size
         return CpuRunner.needs(
@@ -174,8 +174,8 @@ class _Model:
         )
 
     def with_context(self, config: EngineConfig, budget: int) -> EngineConfig:
-        """`config` with threads and a context. One that was asked for is not cut: the plan says what all
-        needs together.
+        """`config` with threads and a context. A requested context is not reduced: planning then fails with
+        the bytes that are needed.
         """
         if config.ctx_size:
             return resolve(config, self.spec, self.num_cores, ALL_BYTES)
@@ -187,7 +187,7 @@ class _Model:
         return resolve(config, self.spec, self.num_cores, max(0, budget - least))
 
     def place(self, config: EngineConfig, budgets: Sequence[int]) -> list[tuple[PlacementPlan, ModelSizes]]:
-        """For each budget what lies where, and the sizes that this follows from."""
+        """The placement for each budget, and the sizes on which it is based."""
         assert config.ctx_size
         if config.device != "cuda":
             needs = self.ram_needs(config)
@@ -207,7 +207,7 @@ class _Model:
 
 
 def with_workers(planned: Planned, asked: EngineConfig, measured: Callable[[], Hardware] | None) -> Planned:
-    """With threads, and on a GPU that does not hold all experts with what comes over the bus.
+    """Adds threads and, on a GPU that does not hold all experts, streaming and prefetching.
 
     Raises ConfigError for prefetched experts that were asked for and have no place.
     """
@@ -221,7 +221,7 @@ def with_workers(planned: Planned, asked: EngineConfig, measured: Callable[[], H
         return replace(planned, config=with_prefetch(config, 0))
     if measured is not None:
         planned = replace(planned, hardware=measured())
-    # One core launches, and waits for the GPU.
+    # One core is for the thread that launches and waits for the GPU.
     num_cores = planned.hardware.num_physical_cores
     threads = max(1, num_cores - 1) if asked.threads == "auto" else config.threads
     known = planned.known if config.prefetch == "auto" else None
@@ -237,17 +237,17 @@ def with_workers(planned: Planned, asked: EngineConfig, measured: Callable[[], H
 
 
 def with_prefetch(config: EngineConfig, count: int) -> EngineConfig:
-    """`config` with so many prefetched experts in place of `auto`."""
+    """`config` with `count` prefetched experts in place of `auto`."""
     return replace(config, prefetch=count) if config.prefetch == "auto" else config
 
 
 def with_places(
     run: RunPlan, config: EngineConfig, cap_bytes: int, source: str | None
 ) -> tuple[RunPlan, EngineConfig]:
-    """Both with as many of the prefetched experts of `config` as find places in `cap_bytes` of the ring.
+    """Both with as many prefetched experts as `config` has and as fit into `cap_bytes` of the ring.
 
-    source: what asks for them by number; None: nothing does. Raises ConfigError if something does and not one
-    of each layer finds a place.
+    source: the setting that asked for a number of them, or None. Raises ConfigError if there is one and not
+    even one expert of each layer fits.
     """
     count, plan = config.prefetch, run.placement
     assert isinstance(count, int)
@@ -274,7 +274,7 @@ def expected_uses(trace: RoutingTrace | None) -> Array | None:
 def _given_plan(
     config: EngineConfig, model: _Model, hardware: Hardware, trace: RoutingTrace | None, more_bytes: int
 ) -> Planned:
-    """The plan that `config` names. Threads and prefetching that `config` asks for go before the plan's."""
+    """The plan that `config` names. Threads and prefetching in `config` take precedence."""
     assert config.plan is not None
     name, spec = config.plan, model.spec
     again = "make another with `coldstream plan`"
@@ -310,7 +310,7 @@ def _given_plan(
         sizes = model.sizes(config)
     else:
         sizes, fixed = model.ram_needs(config).parts_for(plan)
-        try:  # other threads or another version may take more than when the plan was made
+        try:  # other threads or another version may need more than when the plan was made
             run = replace(run, placement=replace(plan, fixed=fixed))
         except ValueError as error:
             raise ConfigError(
@@ -329,7 +329,7 @@ def _sizes(config: EngineConfig, file: GGUFFile, spec: ModelSpec) -> ModelSizes:
 
 
 def _all_sizes(config: EngineConfig, file: GGUFFile, spec: ModelSpec) -> tuple[ModelSizes, ...]:
-    """As experts lie in a GPU's slots, mapped, and in slots in RAM."""
+    """Sizes with experts in a GPU's slots, mapped, and in slots in RAM."""
     return (_sizes(config, file, spec), *sizes_in_ram(file, spec, cache_bytes_per_token(config, spec)))
 
 
@@ -341,11 +341,11 @@ def plan_by_name(
     *,
     measure: bool = False,
 ) -> Planned:
-    """`plan_model` of the model that `config` names, on this machine, which is measured if it never was.
+    """`plan_model` for the model that `config` names, on this machine, which is measured if needed.
 
-    Of the model only the header and small tensors are read. With a budget of GPU memory the plan is for a
-    GPU, even if there is none. profile: the path of a trace; None: the bundled one, for the demo model.
-    measure: whether the machine is measured again. Raises as `open_model` and `RoutingTrace.load` besides.
+    Reads only the header and small tensors of the model. With a budget of GPU memory the plan is for a GPU,
+    even if there is none. profile: the path of a trace; None: the bundled one, for the demo model. measure:
+    whether to measure the machine again. Raises also as `open_model` and `RoutingTrace.load`.
     """
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with GGUFFile.open(path) as file:
@@ -374,7 +374,7 @@ def load_plan_by_name(config: EngineConfig, path: Path, progress: OpenProgress |
 
 
 def bundled_profile(file: GGUFFile, spec: ModelSpec) -> RoutingTrace | None:
-    """The trace that comes with the package if it is of this model: of the demo model, that is."""
+    """The trace in the package if it is of this model, which then is the demo model."""
     if not spec.is_moe:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What callers may give as prompts, and how it is told apart."""
+"""The kinds of prompts that callers may give, and how they are distinguished."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ _WANTED = "a text, a list of token ids, or a dict with prompt or prompt_token_id
 
 @dataclass(frozen=True)
 class ReadPrompt:
-    """A prompt told apart: a text to be encoded, or token ids that nobody has checked yet."""
+    """A prompt of known kind: a text to be encoded, or token ids not yet checked."""
 
     text: str | None
     token_ids: Sequence[int] | None

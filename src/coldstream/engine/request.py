@@ -25,9 +25,7 @@ class Statistics:
     tier: str  # of CPU kernels
     threads: int
     seed: int  # gives the same tokens again
-    expert_hit_rate: float | None = (
-        None  # of uses that found their expert in fast memory; None: all are there
-    )
+    expert_hit_rate: float | None = None  # share of expert uses that were in fast memory; None: all are
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -36,7 +34,7 @@ class Statistics:
 
     @property
     def generated_tokens_per_s(self) -> float:
-        """Speed of the tokens after the first, which the prompt's last row gave; 0 before the second."""
+        """Speed of the tokens after the first; 0 before the second. The prompt's last row gives the first."""
         return _rate(max(0, self.generated_tokens - 1), self.generation_s)
 
 

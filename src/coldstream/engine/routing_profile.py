@@ -1,7 +1,7 @@
-"""From a text to the experts that it uses: a `RoutingTrace` of a model.
+"""Records the experts that a text uses: a `RoutingTrace` of a model.
 
-Tokens go through in chunks, as a prompt does. The engine's promise makes that the routing of decoding the
-same tokens one by one, and the CPU's routing that of a GPU.
+Tokens are computed in chunks, like a prompt. As results depend neither on chunks nor on the device, this is
+also the routing of decoding the same tokens, and of a GPU.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from coldstream.placement.run_plan import RunPlan
 
 
 def routed_model(file: GGUFFile, spec: ModelSpec) -> RoutedModel:
-    """What a trace of the model in `file` is bound to. Raises UnsupportedError for a dense model."""
+    """The record that a trace of the model in `file` must match. UnsupportedError for a dense model."""
     if not spec.is_moe:
         raise UnsupportedError(
             f"{shorten(file.paths[0])} is a dense model, no expert is ever chosen: give a mixture of experts"
@@ -68,7 +68,7 @@ def profile_text(config: EngineConfig, text: str, progress: OpenProgress | None 
 def record_routing(
     runner: CpuRunner, model: RoutedModel, token_ids: Sequence[int], progress: Progress | None = None
 ) -> RoutingTrace:
-    """What the routers of a runner that records choose for `token_ids`, at least one.
+    """The choices of a recording runner's routers for `token_ids`, at least one.
 
     progress is called with (tokens done, tokens in all) after each chunk.
     """

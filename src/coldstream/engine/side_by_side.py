@@ -1,8 +1,8 @@
-"""The answers to a list of prompts, computed together: each step has rows of every sequence that there is
-room for, so that weights are read once for all of them.
+"""The answers to a list of prompts, computed together: each step has rows of as many sequences as fit, and
+reads weights once for all of them.
 
-Each answer is what it is alone, as a row's bits do not depend on its neighbours. Knows runners, tokens and
-text, not threads.
+Each answer is the same as if computed alone, as a row's bits do not depend on its neighbours. Knows runners,
+tokens and text, not threads.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,11 +27,11 @@ def generate_side_by_side(
     tokenizer: Tokenizer,
     between_steps: Callable[[], None],
 ) -> list[RequestOutput]:
-    """All answers to each of `requests`, in order. `live` is of `runner`, and has the last answer then.
+    """All answers to each of `requests`, in order. `live`, of `runner`, then holds the last answer.
 
-    An error of one answer, such as that of a logits processor, is raised when those before it are done: it
-    is the error of the first prompt that has one, whatever else runs beside it. Other errors, and those of
-    `between_steps`, are raised at once. No sequence is left then, and nothing is live.
+    An error of one answer, such as that of a logits processor, is raised once the answers before it are done,
+    so that it is always that of the first prompt with an error. Other errors, and those of `between_steps`,
+    are raised at once. After an error there are no sequences, and `live` is empty.
     """
     with _SideBySide(requests, live, runner, tokenizer) as steps:
         while steps.unfinished:
@@ -42,15 +42,15 @@ def generate_side_by_side(
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """A sequence in the runner's memory, and tokens that it begins with."""
+    """A kept sequence in the runner's memory, and its tokens."""
 
-    order: int  # of its answer; −1: of what was live before
+    order: int  # of its answer; −1: of the live sequence before
     token_ids: Sequence[int]
     sequence: kvcache.Sequence
 
 
 class _Job:
-    """One answer on its way."""
+    """An unfinished answer."""
 
     def __init__(self, order: int, request: Request, leader: "_Job | None") -> None:
         """order: among all answers. leader: the first answer to the same prompt; None for that itself."""
@@ -58,7 +58,7 @@ class _Job:
         self.request = request
         self.pieces: list[Piece] = []
         self.sequence: kvcache.Sequence | None = None
-        self.answer: Answer | None = None  # from when it first takes part
+        self.answer: Answer | None = None  # from its first step on
         self.num_reused = 0
         self.is_finished = False
         self._leader = leader
@@ -83,17 +83,17 @@ class _Job:
 
     @property
     def cut(self) -> int:
-        """Where other answers branch off: their first token needs the logits after the prompt's last one."""
+        """Where other answers branch off: before the prompt's last token, whose logits they need too."""
         is_shared = self._leader is None and self.request.params.n > 1
         return len(self.request.prompt_token_ids) - 1 if is_shared else 0
 
     def choice(self, logits: AnyLogits) -> Choice:
-        """That of the token by the logits [vocab] after all tokens."""
+        """The `Choice` of the next token from the logits [vocab] after all tokens."""
         assert self.answer is not None
         return self.answer.chooser.choice(logits, self.token_ids)
 
     def accept(self, chosen: Chosen, runner: ModelRunner) -> None:
-        """The next token, which may finish the answer."""
+        """Appends the next token, which may finish the answer."""
         assert self.answer is not None
         self._tokens.append(chosen.token_id, runner.spec.vocab_size)
         piece = self.answer.push(chosen)
@@ -105,7 +105,7 @@ class _Job:
 
 
 class _SideBySide:
-    """The state between two steps. As a context manager it gives all memory back, but for the last answer's
+    """The state between two steps. As a context manager it frees all memory, except that of the last answer
     if it ends without an exception.
     """
 
@@ -125,7 +125,7 @@ class _SideBySide:
                 self._jobs.append(_Job(len(self._jobs), answer, leader))
                 leader = leader or self._jobs[-1]
         self.unfinished = list(self._jobs)  # in order
-        self._kept: list[_Held] = []  # finished, the last in order first
+        self._kept: list[_Held] = []  # finished, in descending order
         self._error: ColdstreamError | None = None
 
     def __enter__(self) -> "_SideBySide":
@@ -147,14 +147,14 @@ class _SideBySide:
 
     def step(self) -> None:
         """Compute one step and choose the tokens that follow from it."""
-        first = self.unfinished[: self._room.num_sequences]  # nobody behind them has a sequence
+        first = self.unfinished[: self._room.num_sequences]  # no later one has a sequence
         lengths = [held.sequence.length for held in self._kept]
         turn = next_turn([job.need for job in first], lengths, self._room)
         running = first[: turn.num_running]
         for job in running:
             if job.sequence is None:
                 self._begin(job, first)
-        # After branches were made of them, for which nothing has to be copied then.
+        # Released only after branching, which then copies nothing.
         for held in self._kept[turn.num_kept :]:
             self._runner.release(held.sequence)
         del self._kept[turn.num_kept :]
@@ -170,7 +170,7 @@ class _SideBySide:
                 break
 
     def outputs(self) -> list[RequestOutput]:
-        """What the requests give, once nothing is unfinished. Raises the error of the first that has one."""
+        """The outputs of all requests, once they are finished. Raises the error of the first that has one."""
         if self._error is not None:
             raise self._error
         jobs = iter(self._jobs)
@@ -184,7 +184,7 @@ class _SideBySide:
         ]
 
     def _accept(self, job: _Job, outcome: Outcome) -> bool:
-        """False if that is an error: what comes behind the job is of no use then."""
+        """Takes an outcome. False for an error, after which later jobs are useless."""
         try:
             if not isinstance(outcome, Chosen):
                 raise outcome
@@ -204,7 +204,7 @@ class _SideBySide:
         return True
 
     def _begin(self, job: _Job, others: Sequence[_Job]) -> None:
-        """A sequence for the job, which branches off the one that has most of its tokens."""
+        """Gives the job a sequence, branched off the one that shares most of its tokens."""
         started = [_Held(each.order, each.token_ids, each.sequence) for each in others if each.sequence]
         best, num_best = None, 0
         for held in (*self._kept, *started):
@@ -217,7 +217,7 @@ class _SideBySide:
             job.num_reused = num_best
 
     def _give_back(self, job: _Job) -> None:
-        """Its memory; what it has chosen stays."""
+        """Frees the job's sequence; its tokens stay."""
         if job.sequence is not None:
             sequence, job.sequence = job.sequence, None
             self._runner.release(sequence)

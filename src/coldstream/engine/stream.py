@@ -1,4 +1,4 @@
-"""The pieces of one answer, for whichever thread takes them."""
+"""A stream of the pieces of one answer, which any thread may take."""
 
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -24,7 +24,7 @@ class Stream(Iterator[Piece]):
         start: Callable[[Callable[[], bool]], Generator[Piece, None, None]],
         wake: Callable[[], None],
     ) -> None:
-        """`start(is_cancelled)` makes the pieces; `wake` makes one that waits look at `is_cancelled`."""
+        """`start(is_cancelled)` generates the pieces; `wake` has a waiting one check `is_cancelled` again."""
         self._cancellation = _Cancellation()
         self._wake = wake
         self._pieces = start(self._cancellation.is_requested)
@@ -49,7 +49,7 @@ class Stream(Iterator[Piece]):
         self._wake()
 
     def close(self) -> None:
-        """Give the model free. The stream ends without a last piece, after one that is being computed."""
+        """Release the model. The stream ends without a last piece, once a running step has ended."""
         if self._taker is not threading.current_thread():
             self.cancel()
         with self._one_at_a_time("close"):
@@ -68,7 +68,7 @@ class Stream(Iterator[Piece]):
 
 
 class _Cancellation:
-    """A flag apart from the stream: pieces that referred to their own stream would outlive its last user."""
+    """A flag outside of the stream: a reference from the pieces to their stream would keep both alive."""
 
     def __init__(self) -> None:
         self._requested = False

@@ -1,7 +1,7 @@
-"""Whose turn it is: one request at a time has the model, the others wait in the order in which they came.
+"""Turns of threads: one request at a time has the model, the others wait in order of arrival.
 
-A turn lasts over pauses, in which a stream's piece is out and nothing computes. It belongs to the thread that
-last took a piece; that thread is refused another turn, for which it would wait forever.
+A turn includes pauses, in which a stream's caller has a piece and nothing computes. It belongs to the thread
+that last took a piece; this thread is refused another turn, for which it would wait forever.
 """
 
 import threading

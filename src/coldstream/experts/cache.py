@@ -1,14 +1,14 @@
 """ExpertCache: which expert lies in which slot of fast memory, step after step. Pure: no I/O, no clock.
 
 The unit of work is a step: a launch that reads experts through a table which does not change meanwhile.
-Steps may overlap: the caller starts step t + 1 before it knows what step t used. All changes happen where
-a step starts. What may be read from then on has been copied before; what is withdrawn is written again by
-copies that the caller lets wait for the last step that could read it. An expert that is not readable is
+Steps may overlap: the caller starts step t + 1 before it knows what step t used. The table changes only
+where a step starts. An expert enters it after its copy has ended. The slot of an expert that leaves it is
+overwritten only by copies that wait for the last step that could read it. An expert outside the table is
 computed elsewhere, so the cache changes speed, never results.
 
     start = cache.start_step()      # change the table, start the copies, launch
     cache.copied(copy)              # at any time
-    cache.finish_step(step, used)   # may choose what comes and goes from the next start on
+    cache.finish_step(step, used)   # may admit and evict experts, from the next start on
 
 An expert is a number, layer · num_experts + expert. Experts of the same size share slots, numbered from 0 in
 each size.
@@ -29,9 +29,9 @@ Array = np.ndarray[Any, Any]
 
 
 class Copy(NamedTuple):
-    """A transfer of `expert` into `slot`, one of its size, to begin when step `after_step` has read the slot.
+    """A transfer of `expert` into `slot`, to begin after step `after_step`, the last that may read the slot.
 
-    after_step: None if no step ever could. generation: of the slot's owner; it makes copies distinct.
+    after_step: None if there is none. generation: number of the slot's owner; makes copies distinct.
     """
 
     expert: int
@@ -44,8 +44,8 @@ class Copy(NamedTuple):
 class StepStart:
     """What has to be done where step `step` starts.
 
-    arrived, slots: int64 [n], the experts that may be read from this step on, and where they are; withdrawn:
-    int64 [m], those that may not any more; copies: those to be queued now, each for its `after_step`.
+    arrived, slots: int64 [n], the experts that may be read from this step on, and their slots; withdrawn:
+    int64 [m], those that may no longer be read; copies: to be queued now, each behind its `after_step`.
     """
 
     step: int
@@ -56,11 +56,11 @@ class StepStart:
 
 
 class Counters:
-    """What happened, by layer: int64 [layers] each. Steps that do not train are left out.
+    """Counts by layer, int64 [layers] each. Uses in steps that do not train are not counted.
 
     hits, misses: uses of experts that the step could read, or not; whole_steps: steps that used experts of
-    the layer and missed none; copies, copied_bytes: begun; failed_copies: of these; evictions: experts
-    withdrawn.
+    the layer and missed none; copies, copied_bytes: begun; failed_copies: those of them that failed;
+    evictions: experts withdrawn.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -74,11 +74,11 @@ class Counters:
 
 
 class ExpertCache:
-    """The slots, what they hold, and what `policy` lets in.
+    """The slots, the experts in them, and the admissions that `policy` decides.
 
-    layer_bytes: of an expert, by layer. num_slots: by the size of an expert in bytes; a size without an entry
-    has none. profile: expected uses a step, [layers, experts]; None: nothing is known. max_bytes_per_step:
-    of copies in flight after a step's start, and so of those that begin there; None: no limit.
+    layer_bytes: bytes of an expert, by layer. num_slots: by bytes of an expert; a size without an entry has
+    none. profile: expected uses per step, float [layers, experts], or None. max_bytes_per_step: limit on the
+    bytes in flight after a step's start, and so on those that begin there; None: no limit.
     """
 
     def __init__(
@@ -103,24 +103,24 @@ class ExpertCache:
         self._pools = {each: SlotPool(each, num_slots.get(each, 0)) for each in sorted(set(layer_bytes))}
         self._pool_of = [self._pools[each] for each in layer_bytes]  # by layer
         self._of_size = {each: self._expert_bytes == each for each in self._pools}
-        self._slot = np.full(size, -1)  # of those that are loading or ready
-        self._absent = np.ones(size, bool)  # neither loading nor ready nor wanted nor given up
-        self._readable = np.zeros(size, bool)  # by the next step, as far as already decided
+        self._slot = np.full(size, -1)  # of experts that are loading or ready
+        self._absent = np.ones(size, bool)  # not loading, ready, wanted or failed for good
+        self._readable = np.zeros(size, bool)  # by the next step, as decided so far
         self._wanted: deque[int] = deque()  # to be copied, in this order
         self._failed_once: set[int] = set()
         self._arrived: list[int] = []
         self._withdrawn: list[int] = []
         self._bytes_in_flight = 0
         self._last_started = self._last_finished = -1
-        self._tables: deque[Array] = deque()  # what steps launched and not finished may read
+        self._tables: deque[Array] = deque()  # what each unfinished step may read
         self._last_used = np.empty(0, np.int64)
         policy.start(np.zeros(size) if profile is None else profile.reshape(size).astype(np.float64))
 
     def load(self, experts: Iterable[int]) -> tuple[Copy, ...]:
-        """The copies that bring experts in before the first step, whatever they weigh.
+        """The copies that load experts before the first step; `max_bytes_per_step` does not apply.
 
-        The first of each size get its lowest slots, which `resize` takes last. ValueError if an expert is not
-        absent or finds no slot; then nothing has changed.
+        The first experts of a size get its lowest slots, which `resize` removes last. ValueError, with
+        nothing changed, if an expert is not absent or there is no slot for it.
         """
         chosen = np.fromiter(experts, np.int64)
         self._check(chosen)
@@ -144,10 +144,10 @@ class ExpertCache:
         return StepStart(self._last_started, arrived, self._slot[arrived], withdrawn, copies)
 
     def copied(self, copy: Copy, ok: bool = True) -> bool:
-        """A copy has ended, and writes no more; one that already had is ignored.
+        """Takes note that a copy has ended and writes no more; a second call for it has no effect.
 
-        One that failed is begun again at a later start. False: it had failed before, and the expert stays out
-        for good, which is an error that the caller should raise; all else goes on as before.
+        A failed copy is begun again at a later start. False if it fails a second time: the expert is never
+        admitted again, and the caller should raise an error; the cache stays usable.
         """
         pool = self._pool(copy.expert)
         slot = pool.slots[copy.slot]
@@ -165,17 +165,17 @@ class ExpertCache:
         self._slot[copy.expert] = -1
         self.counters.failed_copies[copy.expert // self._num_experts] += 1
         if copy.expert in self._failed_once:
-            return False  # and not absent: nobody lets it in again
+            return False  # still not absent, so that no later step admits it
         self._failed_once.add(copy.expert)
         self._wanted.appendleft(copy.expert)
         self._drop_unplaced(pool)
         return True
 
     def finish_step(self, step: int, used: Array, *, trains: bool = True) -> None:
-        """Step `step` has ended and used these experts, int64 without repetition. Steps end in their order.
+        """Step `step` has ended and used these experts, int64 [n], each once. Steps end in order.
 
-        trains: whether they tell something of later steps; those of a prefill don't, nor those of a step that
-        failed, and they change nothing.
+        trains: whether the policy learns from them; not from a prefill or a step that failed, whose uses
+        admit and evict nothing. ValueError for another step or for experts out of range or repeated.
         """
         if step != self._last_finished + 1 or step > self._last_started:
             raise ValueError(f"step {step} cannot end: {self._last_finished} ended last")
@@ -193,10 +193,10 @@ class ExpertCache:
         self._admit(missed[np.lexsort((missed, -self._policy.scores[missed]))])
 
     def resize(self, expert_bytes: int, num_slots: int) -> None:
-        """Sets the number of slots of a size. What is in those above is withdrawn at the next start.
+        """Sets the number of slots of a size. Experts in removed slots are withdrawn at the next start.
 
-        Their memory may serve for something else as soon as `reclaimed` says so: after the last step that
-        was launched before that start, and after the copies in flight.
+        The memory of removed slots may be reused once `reclaimed` is true: after the last step launched
+        before that start, and after the copies in flight.
         """
         pool = self._pools[expert_bytes]
         for expert in pool.resize(num_slots):
@@ -204,14 +204,14 @@ class ExpertCache:
         self._drop_unplaced(pool)
 
     def reclaimed(self, expert_bytes: int) -> bool:
-        """Whether no step reads and no copy writes the slots that `resize` took away."""
+        """Whether no step reads and no copy writes the slots that `resize` removed."""
         return self._pools[expert_bytes].reclaimed
 
     def _pool(self, expert: int) -> SlotPool:
         return self._pool_of[expert // self._num_experts]
 
     def _check(self, experts: Array) -> None:
-        """ValueError unless these are experts, none twice."""
+        """ValueError for numbers out of range or repeated."""
         size = self._absent.size
         if experts.size and not 0 <= experts.min() <= experts.max() < size:
             raise ValueError(f"expert numbers must be in [0, {size})")
@@ -230,8 +230,9 @@ class ExpertCache:
         self.counters.whole_steps += (hits > 0) & (misses == 0)
 
     def _admit(self, candidates: Array) -> None:
-        """Wants those of the candidates that pay, as far as the limit goes, in their order; withdraws whom
-        they replace, nobody who was used last.
+        """Queues the candidates that the policy admits, in their order, within the byte limit.
+
+        Withdraws the experts that they replace, none of which the last step used.
         """
         if candidates.size == 0:
             return
@@ -251,7 +252,7 @@ class ExpertCache:
             wanted_bytes = sum(self._pool(expert).slot_bytes for expert in self._wanted)
             admitted = admitted[np.cumsum(self._expert_bytes[admitted]) <= self._max_bytes - wanted_bytes]
         for each, change in changes.items():
-            num_placed = change.admitted.size - change.evicted.size  # without replacing anybody
+            num_placed = change.admitted.size - change.evicted.size  # in free slots
             num_admitted = int(np.count_nonzero(self._of_size[each][admitted]))
             for expert in change.evicted[: max(0, num_admitted - num_placed)].tolist():
                 self._withdraw(expert)
@@ -259,7 +260,7 @@ class ExpertCache:
         self._wanted.extend(admitted.tolist())
 
     def _due(self) -> list[int]:
-        """The wanted that have a slot and whose bytes may be in flight; no longer wanted."""
+        """Takes from `_wanted` the experts that have a free slot and fit the byte limit."""
         num_free = {each: pool.num_free for each, pool in self._pools.items()}
         room = inf if self._max_bytes is None else self._max_bytes - self._bytes_in_flight
         due, waiting = [], deque[int]()
@@ -272,12 +273,12 @@ class ExpertCache:
             else:
                 waiting.append(expert)
                 if num_free[each]:
-                    room = 0  # or smaller ones would overtake it for ever
+                    room = 0  # otherwise smaller experts would overtake it forever
         self._wanted = waiting
         return due
 
     def _begin(self, experts: list[int]) -> tuple[Copy, ...]:
-        """Takes free slots for them."""
+        """Takes a free slot for each expert; the copies into them."""
         copies = []
         for expert in experts:
             pool = self._pool(expert)
@@ -293,7 +294,7 @@ class ExpertCache:
         return tuple(copies)
 
     def _withdraw(self, expert: int) -> None:
-        """Takes its slot from a ready expert, from the next start on."""
+        """Takes the slot of a ready expert away from the next start on."""
         pool, index = self._pool(expert), int(self._slot[expert])
         if self._readable[expert]:
             self._readable[expert] = False
@@ -306,7 +307,7 @@ class ExpertCache:
         self._forget(expert)
 
     def _forget(self, expert: int) -> None:
-        """It is absent again."""
+        """Marks the expert as absent."""
         self._slot[expert] = -1
         self._absent[expert] = True
 
@@ -314,7 +315,7 @@ class ExpertCache:
         return sum(self._pool(expert) is pool for expert in self._wanted)
 
     def _drop_unplaced(self, pool: SlotPool) -> None:
-        """No longer wants those, the last first, that would find no slot."""
+        """Drops the last wanted experts for which there is no free slot."""
         mine = [expert for expert in self._wanted if self._pool(expert) is pool]
         for expert in mine[pool.num_free :]:
             self._wanted.remove(expert)

@@ -1,7 +1,7 @@
 """Copies of experts into the device's memory, on a stream of their own.
 
-From a mapping that is registered with the device they are the copy engine's alone. Where the system refuses
-that, threads read the file into page-locked buffers first, which is as fast as they are.
+From a mapping that is registered with the device, the copy engine works alone. Where the system refuses to
+register it, threads first read the file into page-locked buffers, which limits the rate.
 """
 
 import os
@@ -27,21 +27,21 @@ READ_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Landed:
-    """The event behind the last copy of a group, and how long it took once it was its turn."""
+    """The event behind the last copy of a group, and the time from the first copy to there."""
 
     event: torch.cuda.Event
-    begun: torch.cuda.Event | float  # on the copies' stream, or seconds that reading the file took
+    begun: torch.cuda.Event | float  # event on the copies' stream, or seconds of reading the file
 
     @property
     def seconds(self) -> float:
-        """When the event has happened."""
+        """How long the copies took; only after the event."""
         if isinstance(self.begun, float):
             return self.begun
         return float(self.begun.elapsed_time(self.event) / 1e3)
 
 
 class Transfer:
-    """A group of `num_bytes` on its way."""
+    """A transfer of `num_bytes` in flight."""
 
     def __init__(self, num_bytes: int, landed: "Landed | Future[Landed]") -> None:
         self.num_bytes = num_bytes
@@ -59,7 +59,7 @@ class Transfer:
 
     @property
     def seconds(self) -> float:
-        """How long they took; when they are there."""
+        """How long the transfer took; only once it `is_over`."""
         return self._result().seconds
 
     def wait(self) -> None:
@@ -67,7 +67,7 @@ class Transfer:
         torch.cuda.current_stream().wait_event(self._result().event)
 
     def finish(self) -> None:
-        """Returns when nothing of it is written any more, whether or not it came."""
+        """Returns when the transfer writes no more, whether it failed or not."""
         with suppress(ColdstreamError):
             self._result().event.synchronize()
 
@@ -76,13 +76,13 @@ class Transfer:
 
 
 class Copies(Protocol):
-    """Brings bytes of the host's to the device, in the order in which they are begun."""
+    """Transfers from the host to the device, in the order in which they are begun."""
 
     def begin(self, copies: Sequence[LandingCopy], landing: int, after: torch.cuda.Event | None) -> Transfer:
         """Copies to the device address `landing`, once `after` has happened."""
 
     def close(self) -> None:
-        """Nothing is on its way any more when this returns."""
+        """Waits for all transfers."""
 
 
 class DirectCopies:
@@ -103,7 +103,7 @@ class DirectCopies:
 
 
 class StagedCopies:
-    """`Copies` of what threads read from the file, by way of buffers of `landing_bytes`."""
+    """`Copies` from the file, which threads read into page-locked buffers of `landing_bytes`."""
 
     def __init__(self, host: HostExperts, landing_bytes: int) -> None:
         self._host = host
@@ -113,7 +113,7 @@ class StagedCopies:
         ]
         self._free: list[torch.cuda.Event | None] = [None] * NUM_BUFFERS
         self._count = 0
-        # A thread has the device's context only once it has called it.
+        # A thread gets the device's context with its first call to the runtime.
         self._in_order = ThreadPoolExecutor(1, initializer=torch.cuda.synchronize)
         self._readers = ThreadPoolExecutor(NUM_READERS)
 
@@ -159,9 +159,9 @@ def num_bytes_of(copies: Sequence[LandingCopy]) -> int:
 def copy_to_device(
     copies: Sequence[LandingCopy], landing: int, stream: torch.cuda.Stream, first_source: int | None = None
 ) -> None:
-    """Queues copies from page-locked memory, in any order; a refusal is repeated once. Raises DeviceError.
+    """Queues copies from page-locked memory, in any order, with one retry. Raises DeviceError.
 
-    first_source: where a copy of the whole landing is; None: at the copies' sources.
+    first_source: address of a host copy of the whole landing; None: from the copies' own sources.
     """
     targets = [driver.CUdeviceptr(landing + copy.offset) for copy in copies]
     sources = [
@@ -181,7 +181,7 @@ def copy_to_device(
 
 
 def read_host(host: HostExperts, address: int, target: np.ndarray[Any, Any]) -> None:
-    """Reads what is mapped at `address` from the file instead. Raises ModelChangedError."""
+    """Fills `target` from the file with the bytes mapped at `address`. Raises ModelChangedError."""
     file, shard, offset = host.locate(address)
     descriptor, view, done = file.descriptor(shard), target.data, 0
     while done < len(view):

@@ -1,14 +1,13 @@
 """DiskTier: experts in RAM under a budget, the others on the disk.
 
-A step reads what it needs and does not find, into slots of the pool, while it computes what is there
-(`kernels/csrc/quant/expert_pool.h`). Here is what happens between two steps: the policy learns what was used,
-and the slots are put in the order in which the next step gives them to others: those of the lowest scores
-first. What a step has read is there, so unlike for a copy nobody has to ask whether letting it in pays: an
-expert that was read for one token and scores low is merely the first to go. How many slots there are, and who
-is loaded before the first step, is the plan's choice.
+A step reads missing experts into slots of the pool while it computes those that are there
+(`kernels/csrc/quant/expert_pool.h`). This module works between two steps: the policy observes what was used,
+and slots are ordered by score, so that the next step overwrites those of the lowest scores first. Admission
+needs no decision, as a step must read every expert that it uses: one that scores low is the first to be
+overwritten. The number of slots, and the experts loaded before the first step, are the plan's choice.
 
-The unit of work is a step. Steps of prompts need every expert sooner or later; they teach the policy nothing
-and take only the first few slots in the order. Knows no ops and no model.
+The unit of work is a step. Steps of prompts use every expert sooner or later: the policy does not observe
+them, and they overwrite only the first few slots in the order. Knows no ops and no model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,16 +29,16 @@ NUM_READERS: Final = 8  # threads: what keeps the queue of a fast disk full
 
 @dataclass(frozen=True)
 class DiskStatistics:
-    """Since the model was opened. hits, misses: experts of a layer that a step found in RAM, or not."""
+    """Since the model was opened. hits, misses: experts of a step's layers that were in RAM, or not."""
 
     hits: int
     misses: int
     bytes_read: int
-    wait_s: float  # in which nothing was left to compute
-    retries: int  # of reads that had failed
-    slot_bytes: int  # of RAM for experts
-    num_slots: int  # experts that it holds, of
-    num_experts: int
+    wait_s: float  # waiting for the disk with nothing left to compute
+    retries: int  # of failed reads
+    slot_bytes: int  # RAM of all slots
+    num_slots: int
+    num_experts: int  # of all layers
     is_direct: bool  # whether reads go past the page cache
 
     @property
@@ -49,7 +48,7 @@ class DiskStatistics:
 
 
 class DiskTier:
-    """The experts of an open file, by layer the stacks of their matrices, and who of them lies in RAM.
+    """The experts of an open file, and which of them are in RAM.
 
     stacks: tensors [experts, rows, cols] of each layer. `allocate` once, perhaps `load`, then `begin_step`
     and `end_step` around each run of a graph captured over `pool`.
@@ -84,22 +83,22 @@ class DiskTier:
 
     @property
     def num_experts(self) -> int:
-        """Of all layers."""
+        """Experts of all layers."""
         return sum(self._class_experts)
 
     @property
     def expert_bytes(self) -> tuple[int, ...]:
-        """What an expert takes in a slot, by layer."""
+        """Bytes of an expert's slot, by layer."""
         num_layers = self.num_experts // self._num_experts
         return tuple(self.pool.slot_bytes[self.pool.class_of(layer)] for layer in range(num_layers))
 
     def allocate(
         self, num_slots: Mapping[int, int], uses: Array | None = None, pinned_layers: Sequence[int] = ()
     ) -> None:
-        """Takes memory for so many slots by the size of an expert in bytes, each at least for one token.
+        """Allocates slots, `num_slots` by bytes of an expert, of each size enough for one token.
 
-        uses: expected ones a step, float64 [layers, experts]; None: nothing is known. pinned_layers: whose
-        experts stay once they are there; there must be slots for all of them besides. Raises MemoryError.
+        uses: expected uses per step, float64 [layers, experts], or None. pinned_layers: layers whose experts
+        are never overwritten, for all of which there must be further slots. Raises MemoryError.
         """
         least = self._num_experts_per_tok
         self._num_slots = [num_slots[size] for size in self.pool.slot_bytes]
@@ -111,7 +110,7 @@ class DiskTier:
             self._policy.start(uses.ravel())
 
     def load(self, experts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
-        """Reads these experts, by layer, into free slots, which there must be. Raises ModelChangedError.
+        """Reads experts, given by layer, into slots that must be free. Raises ModelChangedError.
 
         progress is called with (experts read, experts in all).
         """
@@ -124,18 +123,18 @@ class DiskTier:
         self._order_slots()
 
     def begin_step(self, num_tokens: int) -> None:
-        """Before a graph runs on `num_tokens` rows."""
+        """Call before a graph runs on `num_tokens` rows."""
         self._is_prefill = num_tokens > DECODE_TOKENS
         self.pool.begin_step(self._is_prefill)
 
     def end_step(self) -> None:
-        """After it has: learns, and decides which slots are the next to go."""
+        """Call after the graph has run: has the policy observe it, and orders the slots."""
         if not self._is_prefill:
             self._policy.observe(self.pool.used())
         self._order_slots()
 
     def _order_slots(self) -> None:
-        """Those whose experts score lowest are given to others first."""
+        """Slots whose experts score lowest are overwritten first."""
         for size_class in range(len(self._num_slots)):
             owners = self.pool.owners(size_class)
             in_use = np.flatnonzero(owners >= 0)
@@ -143,7 +142,7 @@ class DiskTier:
             self.pool.set_order(size_class, in_use[np.argsort(scores, kind="stable")])
 
     def forget(self) -> None:
-        """After a step that failed: nothing that was read is trusted any more."""
+        """Empties all slots after a step that failed, as their bytes may be incomplete."""
         self.pool.clear()
 
     def statistics(self) -> DiskStatistics:

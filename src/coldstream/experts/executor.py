@@ -1,8 +1,8 @@
 """Computes the routed experts of a model on a GPU that does not hold all of them.
 
-Each pair of token and expert is given to one place (a slot, the ring, the mapped file over the bus, the CPU),
-each place fills the rows of its pairs, and the sum over ranks reads every row where it is. For few rows the
-device shares pairs out (`few_rows.py`), for many the host (`many_rows.py`).
+Each (token, expert) pair is computed in one place (a slot, the ring, the mapped file over the bus, the CPU),
+each place writes the rows of its pairs, and the sum over ranks reads each row there. For few rows the device
+shares pairs out (`few_rows.py`), for many the host does (`many_rows.py`).
 """
 
 from collections.abc import Collection, Iterable
@@ -19,18 +19,18 @@ from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import ALIGNMENT
-from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
 
 
 class PartialExecutor:
-    """A `PlacedExecutor` over slots, a ring of `ring_bytes`, the mapped file and the CPU.
+    """A `ModelExecutor` over slots, a ring of `ring_bytes`, the mapped file and the CPU.
 
-    Slots are filled by somebody else, who writes addresses into `tables`. `number_layers` comes before the
-    first step. Over a `MemoryPlan` there is no `host`. Long prompts, and prefetching for steps of few rows,
-    take turns with the ring.
+    `ExpertResidency` fills slots and writes their addresses into `tables`. Call `number_layers` before the
+    first step. `host` is None over a `MemoryPlan`. Long prompts and prefetching use the same ring, in
+    different steps.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PartialExecutor:
     ) -> None:
         self._kernels, device = kernels, kernels.device
         self.tables = PartialTables(device.memory, host, whole_layers)
-        # Whole lines, as memory is given out in: no more than the plan has counted.
+        # Rounded down, as an allocation is rounded up to ALIGNMENT and must not exceed the plan's bytes.
         self.ring = device.memory.persistent((ring_bytes // ALIGNMENT * ALIGNMENT,), torch.uint8)
         self.prefetch: PrefetchRing | None = None
         if prefetching is not None:
@@ -54,7 +54,7 @@ class PartialExecutor:
         self.many = ManyRows(kernels, self.tables, host, self.ring)
 
     def number_layers(self, layers: Iterable[tuple[CudaWeight, ExpertWeights]]) -> None:
-        """Once, when they are loaded: the routers and experts of all layers, in the model's order.
+        """Call once after loading, with the routers and experts of all layers in the model's order.
 
         ValueError for experts that do not fit into the ring.
         """
@@ -62,7 +62,7 @@ class PartialExecutor:
         self.many.number_layers()
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> ExpertTable | None:
-        """See `PlacedExecutor`."""
+        """See `ModelExecutor`."""
         return self.tables.map_stack(file, info)
 
     def route(
@@ -74,7 +74,7 @@ class PartialExecutor:
         experts: ExpertWeights,
     ) -> Routing:
         """See `Executor`."""
-        if not experts.gate.is_partial or x.shape[0] > MAX_ROWS:
+        if not experts.gate.is_partial or x.shape[0] > MAX_MAILBOX_ROWS:
             return self._kernels.route(x, weight, shared_gate, num_experts_per_tok)
         return self.few.route(x, weight, shared_gate, num_experts_per_tok, experts)
 
@@ -87,5 +87,5 @@ class PartialExecutor:
         return rows.compute(x, routing, weights)
 
     def finish_step(self) -> None:
-        """See `PlacedExecutor`."""
+        """See `ModelExecutor`."""
         self.few.finish_step()

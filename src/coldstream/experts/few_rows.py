@@ -1,8 +1,8 @@
 """Experts of steps of few rows: the device shares pairs out, and the GPU and the CPU compute them together.
 
-The router's launch writes for each pair where it is computed (`kernels/experts/partition.cuh`): from a slot,
-from a place of the ring into which it was prefetched, over the bus from the mapped file, or by the CPU. All
-of that can be captured.
+The router's launch writes for each pair where its expert is read (`kernels/experts/partition.cuh`): in a
+slot, in the ring of prefetched experts, in the mapped file over the bus, or by the CPU. The whole step can be
+captured in a graph.
 """
 
 from dataclasses import replace
@@ -12,12 +12,12 @@ import torch
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.kernels.cuda.activations import Activations, as_floats
-from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
+from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.experts.cuda_layer import stacks_of
-from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
-from coldstream.kernels.experts.partition import MAX_RANKS, Places, sharing_of
+from coldstream.kernels.experts.partition import MAX_RANKS, PairPlaces, sharing_of
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
 from coldstream.kernels.quant_tensor import QuantTensor
@@ -25,7 +25,7 @@ from coldstream.kernels.router.cuda import Ahead
 
 
 class FewRows:
-    """Steps of at most MAX_ROWS rows.
+    """Steps of at most MAX_MAILBOX_ROWS rows.
 
     streamed: int32 [MAX_RANKS + 1] on the device, see `sharing_of`; stamps: int64 [layers, WORDS], see
     `kernels/experts/stamps.py`. Without `ring` nothing is prefetched.
@@ -39,11 +39,11 @@ class FewRows:
         self._mailbox, self._ring = mailbox, ring
         self.streamed = device.zeros((MAX_RANKS + 1,), "int32")
         self.stamps = device.memory.persistent((len(mailbox.used), WORDS), torch.int64).zero_()
-        self._pairs = device.int_vector(range(MAX_ROWS * MAX_RANKS))
-        self._beside: torch.cuda.Stream | None = None  # for what a step waits for only at its end
+        self._pairs = device.int_vector(range(MAX_MAILBOX_ROWS * MAX_RANKS))
+        self._beside: torch.cuda.Stream | None = None  # stream of prefetches, joined only at a step's end
         if ring is not None and not device.planning:
             self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._has_forked = False  # whether the step that is being queued has something there
+        self._has_forked = False  # whether the current step has work on `_beside`
 
     def guesses(self, num_rows: int) -> bool:
         """Whether a step of so many rows guesses at later layers' experts."""
@@ -59,11 +59,11 @@ class FewRows:
         num_experts_per_tok: int,
         experts: ExpertWeights,
     ) -> Routing:
-        """See `Executor`; the routing has the places of all pairs."""
+        """See `Executor`; `Routing.places` says where all pairs are computed."""
         tokens, ranks = x.shape[0], num_experts_per_tok
         is_one_launch = self._kernels.routes_at_once(tokens, shared_gate)
         layer, stacks = self._tables.number_of(experts), stacks_of(experts)
-        places = Places(
+        places = PairPlaces(
             self._device.empty(3, tokens, ranks, dtype=torch.int64),
             self._device.empty(tokens, ranks, dtype=torch.int32),
             self.stamps[layer] if is_one_launch else None,
@@ -97,7 +97,7 @@ class FewRows:
         )
 
     def _fetch(self, ring: PrefetchRing, later: int, tokens: int) -> None:
-        """Beside the layers between, none of which waits for it."""
+        """Queues prefetches for layer `later` beside the layers before it, which do not wait for them."""
         stacks = self._tables.layers[later]
         if self._beside is None:
             self._device.launch(ring.fetch, later, tokens, stacks)
@@ -108,16 +108,16 @@ class FewRows:
         self._has_forked = True
 
     def finish_step(self) -> None:
-        """See `PlacedExecutor`."""
+        """See `ModelExecutor`."""
         if self._has_forked and self._beside is not None:
             torch.cuda.current_stream().wait_stream(self._beside)
         self._has_forked = False
 
     def compute(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
-        """What has an address, while the CPU computes its pairs."""
+        """Queues the pairs that have an address; the CPU computes the others meanwhile."""
         tokens, ranks = routing.ids.shape
-        places: Places = routing.places
-        # To the kernels every pair is an expert of its own, wherever it lies.
+        places: PairPlaces = routing.places
+        # Addresses are by pair, since pairs of one expert may be computed in different places.
         gate, up, down = (
             replace(stack, addresses=addresses.view(-1))
             for stack, addresses in zip(stacks_of(weights), places.addresses, strict=True)

@@ -1,4 +1,4 @@
-"""What became of the experts that a GPU does not hold."""
+"""Counts and times of the experts that a GPU does not hold."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +17,11 @@ Array = np.ndarray[Any, Any]
 class GpuExpertStatistics:
     """Since the model was opened, by layer that may miss an expert.
 
-    hits, misses: uses by decoded tokens; whole_steps: steps of these that missed no expert of the layer;
-    copies, copied_bytes, evictions: of slots. cpu_pairs: (token, expert) pairs in cpu_requests that the CPU
-    computed in cpu_s, while the GPU computed others. prompt_streamed: experts of long prompts that came over
-    the bus; prompt_unused: of these, those that no token wanted, brought before that was known;
-    prompt_on_cpu: those that the CPU computed. step_times: where the time of decoded tokens went. prefetch:
-    None if nothing is prefetched.
+    hits, misses: uses by decoded tokens; whole_steps: decoding steps that missed no expert of the layer;
+    copies, copied_bytes, evictions: of slots. cpu_pairs: (token, expert) pairs that the CPU computed for
+    cpu_requests, in cpu_s seconds, beside the GPU. prompt_streamed: experts of long prompts copied over the
+    bus; prompt_unused: those of them that no token chose, copied before their router had run; prompt_on_cpu:
+    those that the CPU computed. step_times: of decoded tokens. prefetch: None if nothing is prefetched.
     """
 
     num_slots: int
@@ -55,7 +54,7 @@ class GpuExpertStatistics:
         step_times: StepTimes,
         prefetch: PrefetchStatistics | None = None,
     ) -> Self:
-        """From what a cache counted, what the CPU did by layer, prompts brought and left to it."""
+        """cpu_work: (requests, pairs, seconds) by layer; the arrays: int64 [layers]."""
         return cls(
             num_slots=num_slots,
             num_experts=num_experts,
@@ -77,7 +76,7 @@ class GpuExpertStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """Of all layers together; 0 before the first decoded token."""
+        """Over all layers; 0 before the first decoded token."""
         return sum(self.hits) / max(1, sum(self.hits) + sum(self.misses))
 
 

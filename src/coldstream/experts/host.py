@@ -18,9 +18,9 @@ from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
 class HostExperts:
     """The experts of one model, and threads that compute them when a mailbox asks.
 
-    `mailbox` is for the few rows of a captured step; `bulk` is for up to `max_rows` rows of a prompt, asked
-    for by the host itself, which sees in `wanted_ids` the experts that the rows of a step want, at most
-    `chunk_size` rows. Raises UnsupportedError for a tier this machine lacks.
+    `mailbox` serves the few rows of a captured step, whose requests the GPU makes; `bulk` serves up to
+    `max_rows` rows of a prompt, whose requests the host makes. wanted_ids: int32 [chunk_size, K], the expert
+    ids of a prompt's step. Raises UnsupportedError for a tier this machine lacks.
     """
 
     def __init__(self, threads: int, tier: str, mailbox: Mailbox, bulk: Mailbox, chunk_size: int) -> None:
@@ -36,12 +36,12 @@ class HostExperts:
         self._places: dict[int, tuple[GGUFFile, int, int]] = {}  # address → file, shard, bytes
 
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> tuple[Any, int]:
-        """The stack of experts where it lies, and the device's address of it: 0 if it has none."""
+        """A mapped stack of experts, and its address for the device, 0 if the device cannot read it."""
         weight = self.ops.map_weight(file, info)
         mapped = self.ops.mapped_file(file, info.shard)
         if mapped.address not in self._registered:
             if mapped.size < os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
-                # Locking alone would wait for the disk page by page.
+                # Registering locks the pages, and would read them from the disk one by one.
                 mapped.read_ahead(0, mapped.size)
             self._registered[mapped.address] = RegisteredMemory.register(mapped.address, mapped.size)
             self._places[mapped.address] = (file, info.shard, mapped.size)
@@ -50,18 +50,18 @@ class HostExperts:
 
     @property
     def is_readable(self) -> bool:
-        """Whether the device reads all of it."""
+        """Whether the device can read all mapped experts."""
         return all(registered is not None for registered in self._registered.values())
 
     def locate(self, address: int) -> tuple[GGUFFile, int, int]:
-        """The file, its part and the byte of it that are mapped at `address`. ValueError if none is."""
+        """The file, shard and offset in it that are mapped at `address`. ValueError if none is."""
         for begin, (file, shard, size) in self._places.items():
             if begin <= address < begin + size:
                 return file, shard, address - begin
         raise ValueError(f"no model file is mapped at {address:#x}")
 
     def add_layer(self, gate: Any, up: Any, down: Any) -> int:
-        """The experts of the next layer, for requests by its number."""
+        """Adds the next layer; its number in requests."""
         self.bulk_server.add_layer(gate, up, down)
         layer: int = self.server.add_layer(gate, up, down)
         return layer
@@ -72,9 +72,9 @@ class HostExperts:
         return float(sum(seconds for _, _, seconds in self.bulk_server.work()))
 
     def ask_bulk(self, layer: int, ids: "np.ndarray[Any, Any]", experts: Sequence[int]) -> None:
-        """Asks for all pairs of some experts, among int32 ids [T, K]; the rows of x are in `bulk` already.
+        """Has the CPU compute the pairs of `experts` in int32 ids [T, K], of the rows in `bulk.x`.
 
-        Nothing else may be under way there. The answer is there when `bulk.done` says so.
+        No other request of `bulk` may be unanswered. `bulk.done` is set when `bulk.out` is complete.
         """
         mine = np.zeros(int(ids.max(initial=0)) + 1, bool)
         mine[[expert for expert in experts if expert < len(mine)]] = True
@@ -83,7 +83,7 @@ class HostExperts:
         self.bulk_request[0] = (layer + 1) | len(ids) << ROWS_SHIFT
 
     def close(self) -> None:
-        """Nothing on the device may read the experts any more, and nothing may be asked."""
+        """Ends the threads and unregisters the file. The device must no longer read from it."""
         self.server.end()
         self.bulk_server.end()
         for registered in self._registered.values():

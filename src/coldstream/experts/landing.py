@@ -1,7 +1,7 @@
-"""Which experts of a layer land where in a ring of memory, and which are left to the CPU. Pure.
+"""Which experts of a layer go through a ring of device memory, and which the CPU computes. Pure.
 
-The ring has landings of equal size, taken in turn. A landing holds a group of experts, matrix by matrix, so
-that experts adjacent in the file stay adjacent: one copy brings a run of them.
+The ring has landings of equal size, used in cyclic order. A landing holds a group of experts, matrix by
+matrix, so that experts adjacent in the file stay adjacent and one copy transfers a run of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ FIRST_BUS_RATE, FIRST_CPU_RATE = 20e9, 10e9  # bytes a second, before any was me
 
 
 class LandingCopy(NamedTuple):
-    """Bytes of a group: from an address of the host's to an offset in the landing."""
+    """`size` bytes from the host address `source` to `offset` in the landing."""
 
     source: int
     offset: int
@@ -30,8 +30,8 @@ class LandingCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The experts of a layer on the host: addresses of the first expert's matrices, from there to the next
-    expert's, and bytes of each. By matrix.
+    """A layer's experts on the host, by matrix: address of the first expert's, stride between experts,
+    bytes of one.
     """
 
     sources: tuple[int, ...]
@@ -48,7 +48,7 @@ class LayerShape:
         return (0, *ends[:-1].tolist())
 
     def copies(self, experts: Sequence[int]) -> Iterator[LandingCopy]:
-        """What brings a group of ascending experts."""
+        """The copies that transfer a group of experts in ascending order."""
         if self.steps == self.sizes:
             runs = list(adjacent_runs(experts))
         else:
@@ -60,7 +60,7 @@ class LayerShape:
 
 
 def adjacent_runs(experts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(place of the first, the first, how many) of each run of consecutive numbers."""
+    """(index, expert, length) of each run of consecutive numbers: index and value of its first."""
     first = 0
     for end in range(1, len(experts) + 1):
         if end == len(experts) or experts[end] != experts[end - 1] + 1:
@@ -88,7 +88,7 @@ def least_ring(expert_bytes: int) -> int:
 
 
 class Ring:
-    """Whose turn it is: a landing is free once the reader of its last group has been launched."""
+    """Landings in cyclic order: one is free once the kernel that reads its last group is launched."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -106,7 +106,7 @@ class Ring:
         return (self._begun - 1) % self.count
 
     def give_back(self, landing: int) -> None:
-        """The reader of its group has been launched; groups are read in the order of their landings."""
+        """Frees a landing, whose reader has been launched. ValueError unless it is the oldest one taken."""
         if self._begun == self._read or landing != self._read % self.count:
             raise ValueError(f"landing {landing} is not the next to be read")
         self._read += 1
@@ -115,7 +115,7 @@ class Ring:
 def bus_order(counts: Array, missing: Array, with_cpu: bool) -> list[int]:
     """The experts that are `missing` (bool [experts]) and have tokens, by int counts [experts].
 
-    With the CPU at the other end the most wanted come first, otherwise as they lie.
+    In descending order of tokens with the CPU, which computes the last ones; otherwise in file order.
     """
     wanted = np.flatnonzero(missing & (counts > 0))
     if with_cpu:
@@ -124,10 +124,10 @@ def bus_order(counts: Array, missing: Array, with_cpu: bool) -> list[int]:
 
 
 def likely_order(last_counts: Array, missing: Array, with_cpu: bool) -> list[int]:
-    """The experts that are `missing`, in the order in which to bring them before it is known who wants them.
+    """The experts that are `missing`, in the order in which to copy them before the layer's router has run.
 
-    last_counts: int [experts], tokens of the step before. With the CPU at work only half of those that had
-    any: what the bus need not have brought is the CPU's part.
+    last_counts: int [experts], tokens of the step before. With the CPU only half of those that had any, as
+    the CPU computes the others.
     """
     likely = bus_order(last_counts, missing, with_cpu)
     if with_cpu and likely:
@@ -136,28 +136,28 @@ def likely_order(last_counts: Array, missing: Array, with_cpu: bool) -> list[int
 
 
 class CpuShare:
-    """How many experts of a layer the CPU takes, so that it is done when the last of the others have landed.
+    """How many experts of a layer the CPU computes, so that it ends when the last of the others has landed.
 
-    From the rates of the layers before; those of steps of about as many rows, as an expert takes longer with
-    more of them.
+    Estimated from measured rates: of the bus, and of the CPU in steps of about as many rows, as the time of
+    an expert grows with its rows.
     """
 
     def __init__(self) -> None:
         self._bus_rate = FIRST_BUS_RATE
-        self._cpu_seconds: dict[int, float] = {}  # of an expert, by the magnitude of the rows of a step
+        self._cpu_seconds: dict[int, float] = {}  # per expert, by the bit length of a step's rows
 
     def learn_bus(self, num_bytes: int, seconds: float) -> None:
-        """So many bytes were on their way for so long."""
+        """Averages in the rate of a transfer."""
         if seconds > 0:
             self._bus_rate = (self._bus_rate + num_bytes / seconds) / 2
 
     def learn_cpu(self, rows: int, num_experts: int, seconds: float) -> None:
-        """The CPU took so long for experts of a step of `rows` rows."""
+        """Averages in the CPU's time for `num_experts` experts in a step of `rows` rows."""
         magnitude, measured = rows.bit_length(), seconds / num_experts
         self._cpu_seconds[magnitude] = (self._cpu_seconds.get(magnitude, measured) + measured) / 2
 
     def split(self, rows: int, num_experts: int, expert_bytes: int, bytes_on_their_way: int) -> int:
-        """Of `num_experts` experts, at least one so that its rate stays known."""
+        """How many of `num_experts` the CPU computes: at least one, so that its rate stays measured."""
         if num_experts == 0:
             return 0
         on_cpu = self._cpu_seconds.get(rows.bit_length(), expert_bytes / FIRST_CPU_RATE)
@@ -167,13 +167,13 @@ class CpuShare:
 
 
 class Lookahead:
-    """How many groups are begun before it is known who wants them: what keeps the bus busy until then."""
+    """How many groups of a layer are copied before its router has run, to keep the bus busy."""
 
     def __init__(self) -> None:
         self.count = 1
 
     def learn(self, num_on_their_way: int, most: int) -> None:
-        """When it is known: how many had not landed."""
+        """After the router has run: doubles if no group is in flight, decreases if several are."""
         if num_on_their_way == 0:
             self.count = min(2 * self.count, most)
         elif num_on_their_way > 1:

@@ -1,6 +1,6 @@
-"""Experts of steps of many rows: the host shares layers out, and missing experts come through a ring.
+"""Experts of steps of many rows: the host shares layers out, and missing experts are copied into a ring.
 
-`streaming.py` decides when and where; what is computed of a group that has landed is here.
+`streaming.py` decides when and where they are copied; this module queues the kernels of landed groups.
 """
 
 from collections.abc import Sequence
@@ -39,13 +39,13 @@ class ManyRows:
         self.stream = None if host is None else ExpertStream(host, ring)
 
     def number_layers(self) -> None:
-        """Once, when the tables are. ValueError for experts that do not fit into the ring."""
+        """Call once, after `PartialTables.number`. ValueError for experts that do not fit into the ring."""
         if self.stream is not None:
             for stacks in self._tables.layers:
                 self.stream.add_layer(stacks)
 
     def compute(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
-        """What is in slots, then what comes over the bus, while the CPU computes the rest."""
+        """Computes experts in slots, then those copied over the bus, while the CPU computes the others."""
         stream, resident, layer = self.stream, None, self._tables.number_of(weights)
         if stream is not None:
             resident = stream.resident[layer]

@@ -1,4 +1,4 @@
-"""What a model's steps have besides if its GPU does not hold all experts."""
+"""The state around a model's steps if its GPU does not hold all experts."""
 
 from contextlib import suppress
 
@@ -14,25 +14,24 @@ from coldstream.experts.segments import SlotSegments
 from coldstream.experts.slot_shares import slot_shares
 from coldstream.experts.step_times import StepTimes
 from coldstream.experts.streaming import ExpertStream, StreamCounters
-from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.stamps import read_stamps
 from coldstream.placement.policies import DecayedFrequency, Policy
 from coldstream.placement.run_plan import RunPlan
 
-# What may be on its way to slots while a token is computed. More takes memory bandwidth from the CPU's share
-# (docs/log.md).
+# Copies into slots during a step. More would take memory bandwidth from the CPU's experts (docs/log.md).
 COPY_BYTES_PER_STEP = 64 * 2**20
-# After memory of slots was given back: steps until it is looked for again, since asking takes a moment.
+# Steps between two attempts to take freed memory for slots again: asking for free memory takes time.
 STEPS_BEFORE_GROWTH = 256
-# Rows up to which the CPU takes a part of a prompt's experts; beyond, the GPU takes longer than the bus.
+# Rows up to which the CPU computes some of a prompt's experts; with more, the GPU takes longer than the bus.
 MAX_CPU_ROWS = 2048
 
 
 class PartialExperts:
-    """Experts in slots and in the host's memory, and who computes them from step to step.
+    """Experts in slots and in the host's memory, and what is done about them around each step.
 
-    mailbox: for all layers of the model; threads, tier: with which the CPU computes its share; chunk_size:
-    the most rows of a step.
+    mailbox: for all layers of the model; threads, tier: of the CPU's kernels; chunk_size: the most rows of a
+    step.
     """
 
     def __init__(self, mailbox: Mailbox, threads: int, tier: str, chunk_size: int) -> None:
@@ -42,21 +41,21 @@ class PartialExperts:
         self._executor: PartialExecutor | None = None
         self._residency: ExpertResidency | None = None
         self._guesses: GuessCounter | None = None
-        self._guessed_rows = 0  # of the step that runs; 0: it does not guess
-        self._has_streamed = False  # whether the last step did
+        self._guessed_rows = 0  # rows of the running step; 0 if it does not guess
+        self._has_streamed = False  # whether the last step used `_stream`
         self._steps_until_growth = 0  # 0: all slots are there
 
     def attach(self, executor: PartialExecutor) -> None:
-        """Before its first step."""
+        """Call once, before the executor's first step."""
         self._executor = executor
         if executor.prefetch is not None:
             guessed, used = self.host.mailbox.guessed.numpy(), self.host.mailbox.used.numpy()
             self._guesses = GuessCounter(guessed, used, executor.prefetch.distance)
 
     def fill(self, plan: RunPlan, policy: Policy | None = None) -> None:
-        """Takes the slots of `plan` from the device's memory and fills them, after the first step.
+        """Allocates the slots of `plan` on the device and fills them. Call after the warm-up steps.
 
-        policy: None for the one of the product.
+        policy: None for the product's own. Raises DeviceError, torch.OutOfMemoryError.
         """
         executor = self._executor
         assert executor is not None, "slots are for the layers of an executor"
@@ -77,7 +76,7 @@ class PartialExperts:
         used = self.host.mailbox.used[: len(layers)]
         self._residency = ExpertResidency(layers, cache, slots, used)
         self._residency.load(shares.residents)
-        # The steps before were to see that the model runs.
+        # The warm-up steps are not counted.
         executor.few.stamps.zero_()
         self._guessed_rows = 0
         if executor.prefetch is not None:
@@ -92,10 +91,7 @@ class PartialExperts:
         return None if self._stream is None else self._stream.counters
 
     def statistics(self) -> GpuExpertStatistics | None:
-        """What became of missing experts so far; None before the slots are filled.
-
-        Waits for a step that is running.
-        """
+        """Counts and times since the model was opened; None before `fill`. Waits for a running step."""
         executor = self._executor
         if self._residency is None or self._stream is None or executor is None:
             return None
@@ -123,7 +119,7 @@ class PartialExperts:
 
     @staticmethod
     def _step_times(executor: PartialExecutor) -> StepTimes:
-        """Where the time of steps of few rows went; from here on if a step failed before."""
+        """Times of steps of few rows; counting begins anew after a step that failed."""
         stamps = executor.few.stamps
         times = StepTimes.of(*read_stamps(stamps[: len(executor.tables.layers)]))
         if times.steps == 0:
@@ -131,16 +127,16 @@ class PartialExperts:
         return times
 
     def start_step(self, rows: int) -> None:
-        """Right before a step of `rows` rows, when the last one has ended."""
+        """Call right before a step of `rows` rows, when the last one has ended."""
         if self._guesses is not None and self._executor is not None:
             if self._guessed_rows:
                 self._guesses.note(self._guessed_rows)
             self._guessed_rows = rows if self._executor.few.guesses(rows) else 0
         if self._residency is not None:
-            self._residency.start_step(rows if rows <= MAX_ROWS else 0)
-        if rows <= MAX_ROWS:
+            self._residency.start_step(rows if rows <= MAX_MAILBOX_ROWS else 0)
+        if rows <= MAX_MAILBOX_ROWS:
             if self._guesses is not None and self._has_streamed and self._stream is not None:
-                self._stream.settle()  # its ring is where experts come ahead
+                self._stream.settle()  # prefetched experts go into the same ring
             self._has_streamed = False
             self.host.server.begin()
         elif self._stream is not None:
@@ -150,7 +146,7 @@ class PartialExperts:
             self._stream.start_step(rows)
 
     def launched(self) -> None:
-        """Right after it: what can be done while it runs."""
+        """Call right after the launch, for work that can overlap with the step."""
         if self._guesses is not None:
             self._guesses.count()
         if self._residency is not None:
@@ -158,12 +154,12 @@ class PartialExperts:
             self._grow_in_time(self._residency)
 
     def shrink(self) -> int:
-        """When the device has done everything: gives the memory of some slots back; the bytes, 0 if none."""
+        """Frees the memory of some slots, when the device is idle. Returns the bytes, 0 if none are left."""
         self._steps_until_growth = STEPS_BEFORE_GROWTH
         return 0 if self._residency is None else self._residency.shrink()
 
     def _grow_in_time(self, residency: ExpertResidency) -> None:
-        """Takes memory of slots again once as much more is free, which somebody else may want."""
+        """Allocates freed slots again once twice their memory is free, as other programs may need some."""
         if self._steps_until_growth == 0:
             return
         self._steps_until_growth -= 1
@@ -174,7 +170,7 @@ class PartialExperts:
             self._steps_until_growth = STEPS_BEFORE_GROWTH
 
     def ended(self) -> None:
-        """When the step has run. Raises ModelChangedError if an expert of it could not be read."""
+        """Call when the step has ended. Raises ModelChangedError if one of its experts could not be read."""
         if self._stream is not None and self._has_streamed:
             self._stream.end_step()
         self.host.server.end()
@@ -186,7 +182,7 @@ class PartialExperts:
         return None if self._executor is None else self._executor.many.stream
 
     def close(self) -> None:
-        """Everything on the device has ended."""
+        """Call when the device is idle; frees slots and ends threads."""
         if self._residency is not None:
             self._residency.close()
         if self._stream is not None:

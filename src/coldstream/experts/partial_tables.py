@@ -1,4 +1,4 @@
-"""The experts of layers that may miss some on the device: tables of addresses, numbered by layer."""
+"""Tables of expert addresses for the layers that may have experts outside the device."""
 
 from collections.abc import Collection, Iterable
 
@@ -14,11 +14,11 @@ from coldstream.kernels.ops import ExpertWeights
 
 
 class PartialTables:
-    """Tables in `memory`, in which whoever fills slots writes their addresses.
+    """Tables in `memory`, into which `ExpertResidency` writes the addresses of slots.
 
     `layers` has the tables of each layer that may miss an expert and `routers` its router's weight, in the
-    model's order, from 0 on as in `slot_shares`; layers in `whole_layers` are not among them. Over a
-    `MemoryPlan` there is no `host`.
+    model's order, without `whole_layers`, and numbered as in `slot_shares`. `host` is None over a
+    `MemoryPlan`.
     """
 
     def __init__(self, memory: Memory, host: HostExperts | None, whole_layers: Collection[int]) -> None:
@@ -29,7 +29,7 @@ class PartialTables:
         self._numbers: dict[int, int] = {}  # by the identity of a layer's first table
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> ExpertTable | None:
-        """A stack that stays where it is; None for one of a whole layer."""
+        """A table for a stack that stays in the mapped file; None for one of a whole layer."""
         if info.name.startswith(self._whole):
             return None
         num_experts, rows, cols = info.shape
@@ -42,7 +42,7 @@ class PartialTables:
         return ExpertTable(addresses, info.quant_type, rows, cols, True, weight, mapped, step)
 
     def number(self, layers: Iterable[tuple[CudaWeight, ExpertWeights]]) -> None:
-        """Once, when they are loaded: the routers and experts of all layers, in the model's order."""
+        """Call once after loading, with the routers and experts of all layers in the model's order."""
         for router, weights in layers:
             if not weights.gate.is_partial:
                 continue
@@ -54,10 +54,10 @@ class PartialTables:
                 self._host.add_layer(*(stack.host for stack in stacks))
 
     def number_of(self, weights: ExpertWeights) -> int:
-        """The layer whose experts these are. KeyError if all of them are on the device."""
+        """The number of the layer with these experts. KeyError for a whole layer."""
         return self._numbers[id(weights.gate)]
 
     @property
     def is_readable(self) -> bool:
-        """Whether the device reads all experts over the bus; on no host it is taken for granted."""
+        """Whether the device can read all experts over the bus; assumed without a `host`."""
         return self._host is None or all(stack.mapped for stacks in self.layers for stack in stacks)

@@ -1,7 +1,7 @@
 """The operations on the CPU for a model whose experts don't fit into memory.
 
 The stacks of routed experts are parts of a pool that reads them from the file as routers choose them; all
-else is as in `CpuOps`, and so are the bits.
+other operations, and all results, are those of `CpuOps`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
 
 
 class PooledCpuOps(CpuOps):
-    """`CpuOps` over `pool`; stacks: by tensor name, which (layer, part) of the pool it is.
+    """`CpuOps` over `pool`; stacks: (layer, part) of the pool by tensor name.
 
-    The pool has to be given its slots, and before each run of a captured graph a step has to begin there.
+    The pool needs its slots first, and `ExpertPool.begin_step` before each run of a captured graph.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class PooledCpuOps(CpuOps):
         return _csrc.Weight.from_pool(self._pool, layer, part, int(info.quant_type), rows, cols)
 
     def experts(self, x: Array, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
-        """What is missing is read while the shared expert and those in memory are computed."""
+        """Missing experts are read while the shared expert and those in memory are computed."""
         _csrc.request_experts(self._runtime, self._pool, weights.gate, routing.ids)
         shared = self.shared_expert(x, weights)
         routed = self.routed_experts(x, routing.ids, weights.gate, weights.up, weights.down)

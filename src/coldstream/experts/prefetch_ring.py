@@ -1,14 +1,14 @@
-"""Experts that come over the bus before their layer's router has run: what its router would choose now.
+"""Prefetching: experts copied over the bus before their layer's router has run, from a guess at its choice.
 
-The router of a later layer is also applied to this layer's input, in the launch of this layer's own
-(`router/cuda.py`). What it chooses and no slot holds is copied into a ring of places, on a branch of its own
-of the step's graph, while the layers between are computed. Where the later layer's pairs are shared out, an
-expert in a place is as good as one in a slot; one that is still on its way is computed elsewhere, and its
-copy is given up. So no answer waits for a guess, or depends on one.
+The launch of a layer's router also applies the router of a later layer to the same input (`router/cuda.py`).
+The experts that this guess names and no slot holds are copied into a ring of places, on a branch of the
+step's graph, while the layers between are computed. When the later layer's pairs are shared out, an expert in
+a place is used like one in a slot; one whose copy has not ended is computed elsewhere, and the copy is given
+up. So a step neither waits for a guess nor has other bits because of it.
 
-What lies where is said by keys, one for each place. Those of a layer's places are emptied where the layer
-`distance` before it is shared out, and are only set after that, so that a key is true for as long as the step
-asks for it: the places are not filled again before the layer's experts have been computed.
+Each place has a key that names its expert. The keys of a layer's places are cleared when the layer `distance`
+before it is shared out, and set after that by copies that ended. They stay valid until the layer's experts
+have been computed, as its places are not filled again before.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from coldstream.experts.prefetching import Prefetching
-from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
+from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.experts.partition import Prefetched, PrefetchNotes
 from coldstream.kernels.experts.prefetch import TALLIES, prefetch_experts_cuda
@@ -27,17 +27,17 @@ from coldstream.kernels.experts.table import ExpertTable
 
 
 class Zeros(Protocol):
-    """Persistent memory, all zero."""
+    """Allocates persistent memory, all zero."""
 
     def __call__(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor: ...
 
 
 class PrefetchRing:
-    """Places for the experts of the layers whose routers have yet to run, and who lies in them.
+    """Places for prefetched experts of the next layers, and their keys.
 
-    data: uint8 on the device, which may serve for something else between two steps; of it at most
-    `prefetching.cap_bytes` are shared out in places. num_layers: at least those that may miss an expert.
-    `guesses` is int32 [layers, MAX_FEW_ROWS, K]; `tallies` int32 [layers, TALLIES].
+    data: uint8 on the device, at most `prefetching.cap_bytes` of it used, free for other uses between two
+    steps. num_layers: at least those that may miss an expert. guesses: int32 [layers, MAX_FEW_ROWS, K];
+    tallies: int32 [layers, TALLIES].
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class PrefetchRing:
     def fetch(self, layer: int, rows: int, stacks: Sequence[ExpertTable]) -> None:
         """Queues the copies for a step of `rows` rows, on a stream that has waited for the guesses.
 
-        stacks: gate, up and down of the layer, which the device reads over the bus. Nothing else may be under
-        way on the stream.
+        stacks: gate, up and down of the layer, which the device reads over the bus. The stream must have no
+        other work at the same time.
         """
         prefetch_experts_cuda(
             self.guesses[layer, :rows],
@@ -70,9 +70,9 @@ class PrefetchRing:
         )
 
     def prefetched(self, layer: int, stacks: Sequence[ExpertTable]) -> Prefetched:
-        """Where the experts of `layer` may lie: nowhere for the first, which nobody could guess.
+        """The places of `layer`; none for the first `distance` layers, which have no guess.
 
-        ValueError if one is larger than a place.
+        ValueError if an expert is larger than a place.
         """
         if layer < self.distance:
             return Prefetched()
@@ -84,7 +84,7 @@ class PrefetchRing:
         return Prefetched(keys.data_ptr(), data.data_ptr(), self._place_bytes, offsets, self._count)
 
     def notes(self, layer: int, *, is_guessing: bool) -> PrefetchNotes:
-        """What the sharing out of `layer` does; is_guessing: whether it guesses at a later layer."""
+        """For the kernel that shares out `layer`; is_guessing: whether it also guesses at a later layer."""
         emptied = self._part(layer + self.distance)[0].data_ptr() if is_guessing else None
         return PrefetchNotes(emptied, self._count, self._reached.data_ptr(), self.tallies.data_ptr())
 

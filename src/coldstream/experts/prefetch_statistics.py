@@ -1,4 +1,4 @@
-"""How good the guesses at later layers' experts are, and what came of fetching them. Pure."""
+"""Statistics of guesses at later layers' experts and of prefetched experts. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ Array = np.ndarray[Any, Any]
 class PrefetchStatistics:
     """Since the model was opened, by layer that may miss an expert.
 
-    guessed: uses that were guessed at; right: of these, those that the layer's router then chose. fetched:
-    experts that came whole before they were guessed at anew; used: of these, those that a step found there;
-    given_up: those still on their way when their layer was shared out; wasted_bytes: of the fetched that were
-    not used; given_up_bytes: of those given up, whole, which is more than came of them.
+    guessed: guesses made; right: those that the layer's router then chose. fetched: experts copied
+    completely; used: those of them that their step used; given_up: experts whose copy had not ended when
+    their layer was shared out. wasted_bytes: of experts fetched and not used; given_up_bytes: full size of
+    those given up, more than was copied of them.
     """
 
     guessed: tuple[int, ...]
@@ -38,15 +38,15 @@ class PrefetchStatistics:
 
     @property
     def recall(self) -> float:
-        """Share of uses that were guessed right; as many are guessed as are chosen. 0 before the first."""
+        """Share of uses that were guessed; a guess names as many experts as a router. 0 before the first."""
         return sum(self.right) / max(1, sum(self.guessed))
 
 
 class GuessCounter:
     """Compares guesses with what routers chose.
 
-    guessed: int32 [layers, most rows, K], used: int32 [layers, rows, K], both of the step that ended last.
-    The first `distance` layers have no guesses.
+    guessed: int32 [layers, most rows, K], used: int32 [layers, rows, K], written by each step. The first
+    `distance` layers have no guesses.
     """
 
     def __init__(self, guessed: Array, used: Array, distance: int) -> None:
@@ -57,11 +57,11 @@ class GuessCounter:
         self.right = np.zeros(len(used), np.int64)
 
     def note(self, num_rows: int) -> None:
-        """A step of so many rows has ended. Takes a copy, which `count` needs time for."""
+        """Copies the ids of the step of `num_rows` rows that has ended; `count` may come later."""
         self._noted = self._guessed[:, :num_rows].copy(), self._used[:, :num_rows].copy()
 
     def count(self) -> None:
-        """What was noted last, once."""
+        """Counts what `note` copied last, once."""
         if self._noted is None:
             return
         guessed, used = self._noted

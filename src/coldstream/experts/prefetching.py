@@ -5,7 +5,7 @@ from typing import Final
 
 MAX_PREFETCHED: Final = 8  # experts of a layer
 
-# An expert takes about as long over the bus as a layer takes without it: one layer ahead, most come too late
+# Copying an expert takes about as long as computing a layer: guessed one layer ahead, most arrive too late
 # (docs/log.md).
 LAYERS_AHEAD: Final = 2
 
@@ -19,7 +19,7 @@ class Prefetching:
 
     distance: int
     experts: int
-    cap_bytes: int | None = None  # None: all of the memory that there is for places
+    cap_bytes: int | None = None  # None: all of the ring
 
     def __post_init__(self) -> None:
         if self.distance < 1 or not 1 <= self.experts <= MAX_PREFETCHED:
@@ -29,15 +29,14 @@ class Prefetching:
 
     @property
     def num_layers(self) -> int:
-        """Layers that have places at once: those that are fetched for, and the one that is computed."""
+        """Layers that have places at the same time: `distance` that are prefetched, and the computed one."""
         return self.distance + 1
 
     def fitting(self, num_bytes: int, expert_bytes: int) -> "Prefetching | None":
-        """As much of it as finds places in so many bytes, with what these take as its cap; None if nothing
-        does.
+        """The same with as many experts as have places in `num_bytes` and the present cap; None if none has.
 
-        expert_bytes: of the largest expert, each of its matrices in whole lines of memory. Also within the
-        cap that there is already.
+        expert_bytes: of the largest expert, each matrix rounded up to the alignment of memory. The result's
+        cap is the bytes of its places.
         """
         least = self.num_layers * max(1, expert_bytes)
         room = num_bytes if self.cap_bytes is None else min(num_bytes, self.cap_bytes)

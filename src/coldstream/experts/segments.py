@@ -1,4 +1,4 @@
-"""The memory of slots, in pieces that can be given back, and taken again, while the others stay in place."""
+"""The memory of slots, in segments that can be freed and allocated again while the others stay in place."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,14 +9,14 @@ import torch
 Array = np.ndarray[Any, Any]
 
 SEGMENT_BYTES = 256 * 2**20
-GRANULE_BYTES = 2 * 2**20  # in which a driver hands memory out
+GRANULE_BYTES = 2 * 2**20  # the driver's unit of allocation
 
 
 def segment_slots(num_slots: int, slot_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> list[int]:
-    """How many slots each segment holds: as many as fit into `segment_bytes`, at least one, or a few less.
+    """How many slots each segment holds. Pure.
 
-    Of these numbers it is the one that leaves the least of the driver's granules unused. The first segment
-    has the rest: it is the last to go. Pure.
+    Segments hold as many as fit into `segment_bytes`, or down to half as many where that wastes less of the
+    driver's granules, and at least one. The first segment has the remainder; it is freed last.
     """
     most = max(1, segment_bytes // slot_bytes)
     candidates = range(most, most // 2, -1)
@@ -26,10 +26,10 @@ def segment_slots(num_slots: int, slot_bytes: int, segment_bytes: int = SEGMENT_
 
 
 class SlotSegments:
-    """Slots by the bytes of an expert, numbered from 0 in each size; the last segments go first.
+    """Slots by the bytes of an expert, numbered from 0 in each size; the last segments are freed first.
 
-    num_slots: by size. allocate: returns uint8 [bytes] on the device; what it raises is passed on, and
-    nothing is kept then.
+    num_slots: by size. allocate: returns uint8 [bytes] on the device; its exceptions are passed on, and
+    nothing stays allocated then.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SlotSegments:
             size: [allocate(slots * size) for slots in segment_slots(count, size, segment_bytes)]
             for size, count in num_slots.items()
         }
-        self._dropped: list[tuple[int, int]] = []  # sizes of slots, and bytes, the last one last
+        self._dropped: list[tuple[int, int]] = []  # (slot size, bytes), the last freed last
 
     @property
     def num_slots(self) -> dict[int, int]:
@@ -54,7 +54,7 @@ class SlotSegments:
         }
 
     def addresses(self, size: int) -> Array:
-        """Of the slots of a size: int64 [slots]."""
+        """Addresses of the slots of a size: int64 [slots]."""
         first = [
             segment.data_ptr() + size * np.arange(segment.numel() // size, dtype=np.int64)
             for segment in self._segments[size]
@@ -70,24 +70,24 @@ class SlotSegments:
         return max((size for size in taken if taken[size]), key=lambda size: taken[size], default=None)
 
     def without_last(self, size: int) -> int:
-        """How many slots of a size there are but for those of its last segment."""
+        """How many slots of a size remain without its last segment."""
         return self.num_slots[size] - self._segments[size][-1].numel() // size
 
     def drop_last(self, size: int) -> int:
-        """Gives the last segment of a size back, which nobody may read or write any more; its bytes."""
+        """Frees the last segment of a size, which must not be in use. Returns its bytes."""
         num_bytes = self._segments[size].pop().numel()
         self._dropped.append((size, num_bytes))
         return num_bytes
 
     @property
     def dropped_bytes(self) -> int:
-        """Of the segment that was given back last; 0 if all are here."""
+        """Bytes of the segment that was freed last; 0 if none is missing."""
         return self._dropped[-1][1] if self._dropped else 0
 
     def restore_last(self) -> int:
-        """Allocates the segment that was given back last again, perhaps elsewhere; the size of its slots.
+        """Allocates the segment that was freed last again, perhaps elsewhere. Returns the size of its slots.
 
-        There must be one. What `allocate` raises is passed on, and nothing has changed then.
+        There must be one. Exceptions of `allocate` are passed on, with nothing changed.
         """
         size, num_bytes = self._dropped[-1]
         self._segments[size].append(self._allocate(num_bytes))

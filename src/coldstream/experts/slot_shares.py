@@ -1,7 +1,7 @@
-"""What a plan says of the layers whose experts come and go in a GPU's slots. Pure.
+"""The part of a plan about layers whose experts are kept in a GPU's slots. Pure.
 
-Experts of pinned layers are weights like any other there, outside of slots. The other layers are numbered
-from 0 on, and so are their experts, as in `cache.py`.
+Experts of pinned layers are ordinary weights, outside of slots. The other layers are numbered from 0, and
+their experts as in `cache.py`.
 """
 
 from collections import Counter
@@ -17,17 +17,17 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class SlotShares:
-    """Slots, who begins in them, and what is expected of their layers."""
+    """Slots, the experts that are loaded first, and the expected uses."""
 
-    layer_bytes: list[int]  # of an expert, by layer
-    num_slots: dict[int, int]  # by the size of an expert in bytes
-    residents: list[int]  # numbers of experts, rising
-    uses: Array | None  # expected ones a step, float64 [layers, experts]; None: nothing is known
-    weights: Array | None  # what a use counts for, float64 [layers · experts]; None: 1
+    layer_bytes: list[int]  # bytes of an expert, by layer
+    num_slots: dict[int, int]  # by bytes of an expert
+    residents: list[int]  # numbers of experts, ascending
+    uses: Array | None  # expected uses per step, float64 [layers, experts], if known
+    weights: Array | None  # weight of a use, float64 [layers · experts]; None: 1
 
 
 def slot_shares(plan: RunPlan) -> SlotShares:
-    """Those of `plan`, a plan for a GPU."""
+    """From `plan`, which must be for a GPU."""
     placement = plan.placement
     layers = [layer for layer in range(placement.model.num_layers) if layer not in placement.pinned_layers]
     counts: Counter[int] = Counter()

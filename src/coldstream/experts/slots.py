@@ -3,9 +3,9 @@
     free ──acquire──▶ loading ──land──▶ ready ──withdraw──▶ free
                          └───release───▶ free
 
-A slot has one owner at most. Its generation grows with every owner, so that news of an earlier one is known
-to be stale. A slot is free as soon as it is withdrawn: the copy that fills it waits for its last reader. The
-pool may shrink: slots above its size are never acquired again.
+A slot has at most one owner. Its generation grows with every owner, so that an event of an earlier one is
+recognised as stale. A slot is free as soon as it is withdrawn: the next copy into it waits for its last
+reader. The pool may shrink: slots above its size are never acquired again.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ Array = np.ndarray[Any, Any]
 class SlotState(Enum):
     """What may happen to a slot's bytes."""
 
-    FREE = "free"  # nobody's, though steps launched earlier may still read them
-    LOADING = "loading"  # a copy writes them, nobody reads
-    READY = "ready"  # they are its expert's
+    FREE = "free"  # no owner; steps launched earlier may still read them
+    LOADING = "loading"  # a copy writes them, no step reads them
+    READY = "ready"  # complete: steps may read them
 
 
 @dataclass(slots=True)
 class Slot:
-    """generation: counts the owners. last_reader: the last step that could ever read the slot; −1: none."""
+    """generation: number of owners so far. last_reader: the last step that may read the slot; −1: none."""
 
     state: SlotState = SlotState.FREE
     generation: int = 0
@@ -38,7 +38,7 @@ class Slot:
 class SlotPool:
     """`size` slots of `slot_bytes` each, numbered from 0; the lowest free one is taken first.
 
-    owners: whose each slot is while it is loading or ready, int64 [slots that ever were]; −1: nobody's.
+    owners: int64 [most slots so far], the expert in each slot that is loading or ready; −1: none.
     """
 
     def __init__(self, slot_bytes: int, size: int) -> None:
@@ -57,7 +57,7 @@ class SlotPool:
 
     @property
     def reclaimed(self) -> bool:
-        """Whether nobody reads or writes the slots above the pool's size."""
+        """Whether no step reads and no copy writes the slots above the pool's size."""
         return all(
             slot.state is SlotState.FREE and slot.last_reader <= self._last_finished
             for slot in self.slots[self.size :]
@@ -72,7 +72,7 @@ class SlotPool:
         return index
 
     def land(self, index: int) -> bool:
-        """Its copy is finished. False: the slot lies above the pool's size, and is free instead of ready."""
+        """Ends the copy of a slot. False if the slot lies above the pool's size: it is freed, not ready."""
         if index >= self.size:
             self.release(index)
             return False
@@ -85,7 +85,7 @@ class SlotPool:
         self.release(index)
 
     def release(self, index: int) -> None:
-        """Frees a slot that nobody owns any more."""
+        """Frees a slot and removes its owner."""
         self.slots[index].state = SlotState.FREE
         self.owners[index] = -1
         if index < self.size:
@@ -96,7 +96,7 @@ class SlotPool:
         self._last_finished = step
 
     def resize(self, size: int) -> list[int]:
-        """Sets the number of slots; the owners of ready ones above it, which the caller has to withdraw."""
+        """Sets the number of slots. Returns owners of ready slots above it, for the caller to withdraw."""
         if size < 0:
             raise ValueError(f"the number of slots must not be negative, but is {size}")
         self.slots += [Slot() for _ in range(size - len(self.slots))]

@@ -1,8 +1,8 @@
-"""Where the time of a step goes, on a GPU that holds some of the experts only.
+"""Where the time of a step goes, on a GPU that holds only some of the experts.
 
-Pure: from sums of stamps (`kernels/experts/stamps.py`) to seconds by layer and part. A difference of two sums
-is the sum of the differences, so that the parts of all layers add up to what passed from the first layer's
-router to the end of the last layer's sum, to the nanosecond.
+Pure: from sums of stamps (`kernels/experts/stamps.py`) to seconds by layer and part. A difference of sums is
+the sum of differences, so that the parts of all layers add up to the nanosecond to the time from the first
+layer's router to the end of the last layer's sum.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ PARTS = ("other", "router", "resident", "bus", "wait", "combine")
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of `steps` steps by layer that may miss an expert, as the GPU's clock saw them.
+    """Seconds of `steps` steps, by the GPU's clock, for each layer that may miss an expert.
 
-    other: from the end of the layer before, so nothing of the first layer: attention or DeltaNet, and layers
-    whose experts are all there; router: until all pairs are shared out; resident, bus: until the GPU has
-    computed its own, as bus where any of the layer's pairs came over it; wait: until the CPU's answer is
-    there as well; combine: the sum of experts and the norm behind it. Of steps of several rows, wait and
-    combine are the first row's. bus_steps: steps in which pairs came over the bus; bus_pairs: how many.
+    other: since the end of the layer before (0 for the first): attention or DeltaNet, and whole layers;
+    router: until all pairs are shared out; resident, bus: until the GPU has computed its pairs, counted as
+    bus if any was read over it; wait: then until the CPU has answered; combine: the sum of experts and the
+    norm after it. With several rows, wait and combine are the first row's. bus_steps: steps with pairs read
+    over the bus; bus_pairs: the number of such pairs.
     """
 
     steps: int
@@ -42,9 +42,9 @@ class StepTimes:
 
     @classmethod
     def of(cls, sums: Array, bus_pairs: Array) -> Self:
-        """From sums uint64 [layers, 2, SUMS] of steps without and with bus pairs, and uint64 [layers].
+        """sums: uint64 [layers, 2, SUMS], of steps without and with bus pairs; bus_pairs: uint64 [layers].
 
-        Sums of different steps, as one that failed half-way leaves them, tell nothing: that is no steps.
+        Zero steps if layers have different numbers of them, as after a step that failed half-way.
         """
         steps = np.unique(sums[:, :, STEPS].sum(axis=1))
         if len(steps) > 1:
@@ -78,7 +78,7 @@ class StepTimes:
 
 
 def describe_parts(parts: dict[str, float]) -> str:
-    """Their shares, for people; "" if no time has passed."""
+    """The parts' shares in percent, as text; "" if no time has passed."""
     whole = sum(parts.values())
     if whole <= 0:
         return ""
@@ -86,6 +86,6 @@ def describe_parts(parts: dict[str, float]) -> str:
 
 
 def _seconds(nanoseconds: Array) -> tuple[float, ...]:
-    """Of sums of differences, which may be a little below zero where two clocks of the device disagree."""
+    """Sums of differences in seconds, which may be slightly negative as the device's clocks differ."""
     values: Sequence[int] = nanoseconds.astype(np.uint64).view(np.int64).tolist()
     return tuple(value / 1e9 for value in values)

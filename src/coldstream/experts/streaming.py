@@ -1,9 +1,9 @@
-"""The experts of a long prompt: through a ring in the device's memory, some computed by the CPU meanwhile.
+"""The experts of a long prompt: copied through a ring in the device's memory, some computed by the CPU.
 
-A layer's experts go over the bus in groups. Each group is computed when it has landed; its landing is written
-again when that has been read. Which tokens want which experts is known on the host as soon as the router
-has run. Then the most wanted go over the bus and the least wanted to the CPU, until the two meet. While layer
-l is finished and the mixer of l + 1 runs, the first groups of l + 1 are on their way already.
+A layer's experts go over the bus in groups. A group is computed once it has landed; its landing is reused
+after that. When the router has run, the host knows which tokens chose which experts: those of most tokens go
+over the bus and those of fewest to the CPU, so that both end together. While layer l ends and the mixer of
+l + 1 runs, the first groups of l + 1 are already being copied.
 """
 
 import time
@@ -38,7 +38,7 @@ FEW_ROWS = 1024
 
 @dataclass(frozen=True)
 class LandedGroup:
-    """Experts in the device's memory. By matrix: the address of the first expert's and the bytes of each."""
+    """Experts in a landing. By matrix: the address of the first expert's, and the bytes of one expert's."""
 
     experts: Sequence[int]
     first: tuple[int, ...]
@@ -46,10 +46,10 @@ class LandedGroup:
 
 
 class StreamCounters:
-    """What happened to the missing experts of long prompts, by layer: int64 [layers] each.
+    """Counts of the experts without a slot in steps of long prompts, by layer: int64 [layers] each.
 
-    wanted: by any token of a step; streamed: brought over the bus; unused: of these, wanted by no token;
-    on_cpu: computed by the CPU.
+    wanted: chosen by any token of a step; streamed: copied over the bus; unused: those of the streamed that
+    no token chose; on_cpu: computed by the CPU.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -66,15 +66,15 @@ class _Group:
     transfer: Transfer
 
 
-# Queues the work of groups. All their pairs are among some of the places of the pairs grouped by expert.
+# Queues the work of groups. The slice, of the pairs sorted by expert, contains all pairs of the groups.
 Compute = Callable[[Sequence[LandedGroup], slice], None]
 
 
 class ExpertStream:
-    """Shares out the layers of a step; one step at a time.
+    """Shares out the missing experts of a step between bus and CPU, layer by layer; one step at a time.
 
-    ring: uint8 [bytes] on the device. `resident`, bool [layers, experts], says which experts are in slots,
-    and are not brought; who changes slots keeps it up to date.
+    ring: uint8 [bytes] on the device. `resident`, bool [layers, experts], says which experts are in slots and
+    need no copy; the caller sets it before each step.
     """
 
     def __init__(self, host: HostExperts, ring: torch.Tensor) -> None:
@@ -84,20 +84,20 @@ class ExpertStream:
         self._ring = Ring(self._shape.count)
         self._read: list[torch.cuda.Event | None] = [None] * self._shape.count
         self._copies: Copies | None = None
-        self._waiting: deque[_Group] = deque()  # begun and not read, in the order of their landings
-        self._moving: deque[Transfer] = deque()  # that may not have landed
+        self._waiting: deque[_Group] = deque()  # begun and not computed, in the order of landings
+        self._moving: deque[Transfer] = deque()  # not known to have landed
         self._lookahead, self._cpu_share = Lookahead(), CpuShare()
         self._layers: list[LayerShape] = []
-        self._wanted: list[Array] = []  # tokens by expert of the last step of many rows, by layer
+        self._wanted: list[Array] = []  # per layer, tokens of the last such step by expert
         self.resident = np.zeros((0, 0), bool)
         self.counters = StreamCounters(0)
         self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._ids_there, self._x_there = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
-        # What the CPU got last: rows of the step, experts, and how long it had worked before.
+        # The CPU's last request: rows of the step, number of experts, and its `bulk_seconds` before.
         self._asked: tuple[int, int, float] | None = None
 
     def add_layer(self, stacks: Sequence[ExpertTable]) -> None:
-        """The experts of the next layer. ValueError if not one of them fits into a landing."""
+        """Adds the next layer. ValueError if one of its experts does not fit into a landing."""
         shape = LayerShape(
             tuple(stack.host.address for stack in stacks),
             tuple(stack.step for stack in stacks),
@@ -115,35 +115,36 @@ class ExpertStream:
         self.counters = StreamCounters(len(self._layers))
 
     def start_step(self, rows: int) -> None:
-        """Before a step of `rows` rows whose experts are shared out."""
+        """Call before a step of `rows` rows whose experts are shared out."""
         self._drop_groups()
         while not self._host.bulk_done[0]:
-            time.sleep(0)  # the CPU is in the middle of a step that failed
+            time.sleep(0)  # the CPU still computes for a step that failed
         if rows <= self._host.max_rows:
             self._host.bulk_server.begin()
 
     def end_step(self) -> None:
-        """The device has done everything. Raises ModelChangedError if an expert could not be read.
+        """Call when the device has finished the step.
 
-        And GenerationFault if the CPU did not answer in time.
+        Raises ModelChangedError if an expert could not be read, GenerationFault if the CPU did not answer in
+        time.
         """
         self._host.bulk_server.end()
         self._host.bulk_server.check()
         self._host.bulk.check()
 
     def settle(self) -> None:
-        """Returns when nothing writes to the ring any more, also of a step that failed; others may use it."""
+        """Waits for all copies into the ring, also those of a failed step; then it may be used otherwise."""
         for transfer in self._moving:
             transfer.finish()
 
     def close(self) -> None:
-        """Nothing is copied any more."""
+        """Waits for all copies and ends their threads."""
         if self._copies is not None:
             self._copies.close()
             self._copies = None
 
     def ask(self, x: torch.Tensor, ids: torch.Tensor) -> None:
-        """Sends float32 rows x [T, E] and the experts int32 ids [T, K] that they want to the host."""
+        """Queues the copy of float32 rows x [T, E] and their expert ids, int32 [T, K], to the host."""
         tokens = len(ids)
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
@@ -154,10 +155,10 @@ class ExpertStream:
             self._x_there.record(self._side)
 
     def share_out(self, layer: int, tokens: int, compute: Compute) -> RowsElsewhere | None:
-        """Has the missing experts of a layer computed that `ask` sent; `compute` queues a landed group.
+        """Has the missing experts of a layer, for the ids given to `ask`, computed by the GPU and the CPU.
 
-        Returns where the CPU's rows will be for what is queued next on the current stream. Raises
-        ModelChangedError, DeviceError.
+        `compute` queues the work of landed groups. Returns where work queued next on the current stream finds
+        the CPU's rows, None if it computes none. Raises ModelChangedError, DeviceError.
         """
         self._ids_there.synchronize()
         ids = self._host.wanted_ids[:tokens].numpy()
@@ -193,7 +194,7 @@ class ExpertStream:
         return self._cpu_share.split(tokens, num_experts, sum(self._layers[layer].sizes), moving)
 
     def _learn(self) -> None:
-        """How fast the last copies and the CPU's last part were."""
+        """Updates the measured rates of the bus and the CPU."""
         while self._moving and self._moving[0].is_over:
             landed = self._moving.popleft()
             self._cpu_share.learn_bus(landed.num_bytes, landed.seconds)
@@ -205,9 +206,9 @@ class ExpertStream:
     def _stream(
         self, layer: int, experts: Sequence[int], counts: Array, few_rows: bool, compute: Compute
     ) -> None:
-        """Has groups copied and computed, those first that were begun before.
+        """Has groups copied and computed, first those that `_begin_ahead` began.
 
-        Few rows are computed sooner than launched: what has not landed when all is begun is one launch.
+        few_rows: launches then cost more than they compute, so the last groups share one launch.
         """
         groups = deque(self._groups_of(layer, experts))
         ends = np.cumsum(counts)
@@ -221,13 +222,13 @@ class ExpertStream:
                 self._compute(layer, landed, counts, ends, compute)
 
     def _num_landed(self) -> int:
-        """How many of the groups that wait have landed, as far as they did in their order."""
+        """How many groups at the front of `_waiting` have landed."""
         return next(
             (i for i, group in enumerate(self._waiting) if not group.transfer.is_over), len(self._waiting)
         )
 
     def _begin(self, layer: int, experts: Sequence[int]) -> None:
-        """Copies a group to the next landing, once that has been read."""
+        """Queues the copy of a group into the next landing, behind the last reader of that landing."""
         if self._copies is None:
             readable = self._host.is_readable
             self._copies = DirectCopies() if readable else StagedCopies(self._host, self._shape.landing_bytes)
@@ -240,11 +241,11 @@ class ExpertStream:
     def _compute(
         self, layer: int, groups: Sequence[_Group], counts: Array, ends: Array, compute: Compute
     ) -> None:
-        """Has groups read; their landings are free behind that."""
+        """Queues the work of groups, and frees their landings behind it."""
         shape = self._layers[layer]
         used = sorted(expert for group in groups for expert in group.experts if counts[expert])
         for group in groups:
-            group.transfer.wait()  # the last is behind all others, but does not tell of their errors
+            group.transfer.wait()  # each, not only the last: another's error would go unseen
         num_streamed = sum(len(group.experts) for group in groups)
         self.counters.streamed[layer] += num_streamed
         self.counters.unused[layer] += num_streamed - len(used)
@@ -263,7 +264,7 @@ class ExpertStream:
         return LandedGroup(group.experts, first, shape.sizes)
 
     def _begin_ahead(self, layer: int, with_cpu: bool) -> None:
-        """Starts the copies of a layer that nobody has asked for yet: what the last step wanted most."""
+        """Begins copies for a layer whose router has not run: the experts of most tokens in the last step."""
         if layer >= len(self._layers):
             return
         most = self._layers[layer].capacity(self._shape.landing_bytes)
@@ -273,12 +274,12 @@ class ExpertStream:
             self._begin(layer, group)
 
     def _groups_of(self, layer: int, experts: Sequence[int]) -> Iterator[list[int]]:
-        """Experts near each other in the file together, as many as a landing holds."""
+        """The experts in file order, in groups of as many as a landing holds."""
         size, ascending = self._layers[layer].capacity(self._shape.landing_bytes), sorted(experts)
         return (ascending[begin : begin + size] for begin in range(0, len(ascending), size))
 
     def _drop_groups(self) -> None:
-        """Of a step that failed; the device has done everything else."""
+        """Drops groups that a failed step left; all other work of the device has ended."""
         self.settle()
         self._asked = None
         self._moving.clear()

@@ -35,14 +35,14 @@ from coldstream.gguf.vocabulary import Vocabulary
 
 FIELD = "tokenizer.chat_template"
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# What a caller may set besides messages and tools; other names could shadow the renderer's own.
+# Settings that a caller may pass besides messages and tools; other names could shadow the renderer's own.
 SETTINGS: Mapping[str, type] = {
     "enable_thinking": bool,
     "preserve_thinking": bool,
     "thinking": bool,
     "reasoning_effort": str,
 }
-# The names of a message's reasoning; the first that is there wins.
+# The names of a message's reasoning; the first one present counts.
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -118,7 +118,7 @@ class ChatTemplate:
         try:
             rendering = process.render({**request, "messages": opened}, own, ROLES)
         except TemplateError as error:
-            # Older templates, DeepSeek's among them, write arguments as the text that they came in.
+            # Older templates, DeepSeek's among them, write arguments as the given text.
             if opened == checked:
                 raise
             try:

@@ -113,8 +113,8 @@ def pull(
 ) -> Path:
     """Make `org/repo[:QUANT]` whole as it is on the hub now; returns its first file.
 
-    What is cached is read and checked against the hub's digests; what is damaged or missing is downloaded,
-    and what an earlier attempt left is continued. `notice` hears what was found and done. Raises
+    Cached files are read and checked against the hub's digests; damaged or missing ones are downloaded, and
+    parts of earlier attempts are continued. `notice` is called with what was found and done. Raises
     `ModelNotFoundError` when the hub has no such model, `DownloadError` when it can't be reached, refuses, or
     delivers something else than it lists, `StorageError` when the disk is full.
     """
@@ -171,7 +171,7 @@ def _models_below(snapshot: Path, with_vanished: bool = False) -> list[ModelFile
 
 
 def _has_bytes(path: Path) -> bool:
-    """Whether there is something; a machine that lost its power may leave an empty file."""
+    """Whether the file is not empty, as after a loss of power."""
     try:
         status = path.stat()
     except OSError:
@@ -180,7 +180,7 @@ def _has_bytes(path: Path) -> bool:
 
 
 def _list_files(hub: Hub, repo: str) -> dict[str, ListedFile]:
-    """What the hub says of every file of a repository by its path, none of which leads out of it."""
+    """The hub's list of a repository's files by path, none of which leads out of it."""
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=hub.endpoint)
@@ -216,7 +216,7 @@ def _similar(hub: Hub, repo: str) -> list[str]:
 
     owner = repo.split("/")[0]
     names = {_repo_of(folder) for folder in hub.folder().glob("models--*--*")}
-    # A list that can't be had is no further problem of somebody who already has one.
+    # Without the hub's list, only names in the cache are suggested.
     with suppress(errors.HTTPError, OSError, ValueError, LookupError, TypeError):  # type: ignore[attr-defined]
         listed = HfApi(endpoint=hub.endpoint).list_models(author=owner, limit=MAX_REPOS)
         names |= {str(model.id) for model in listed}

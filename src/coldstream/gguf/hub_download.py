@@ -1,8 +1,9 @@
 """One file of the hub → one whole, checked file in the cache.
 
 The layout of the cache, its locks and the transfer are the matter of `huggingface_hub`, which starts a file
-from nothing after its process was killed. Here what came is kept as `blobs/ETAG.incomplete`, continued by the
-next attempt, and named `blobs/ETAG` once size and digest are what the hub says. Knows nothing of models.
+from nothing after its process was killed. Here the part so far is kept as `blobs/ETAG.incomplete`,
+continued by the next attempt, and named `blobs/ETAG` once size and digest are those of the hub. Knows
+nothing of models.
 """
 
 import hashlib
@@ -21,12 +22,12 @@ from coldstream.files import free_bytes, sync_folder
 
 # Called with a file's name, its bytes so far and its size in bytes.
 Progress = Callable[[str, int, int], None]
-# Called with one line for people.
+# Called with one line of text.
 Notice = Callable[[str], None]
 
 TIMEOUT_S = 15.0
-LOCK_PATIENCE_S = 0.5  # then it is said who is waited for
-# What no process has written to for so long is nobody's, even where locks don't work.
+LOCK_PATIENCE_S = 0.5  # before a message about the wait
+# A file without a write for so long has no owner, even where locks don't work.
 IDLE_S = 3600.0
 HASH_CHUNK_BYTES = 1 << 24
 
@@ -38,7 +39,7 @@ _BARS = "huggingface_hub.http_get"
 
 @dataclass(frozen=True)
 class ListedFile:
-    """What the hub's list of files says of one. `sha256` is None for a file that is kept in git itself."""
+    """An entry of the hub's list of files. `sha256` is None for a file that is stored in git itself."""
 
     num_bytes: int
     sha256: str | None
@@ -58,7 +59,7 @@ class RemoteFile:
 
     @classmethod
     def ask(cls, repo: str, name: str, listed: ListedFile, endpoint: str | None) -> "RemoteFile":
-        """What the hub says of the file now. Raises DownloadError if that contradicts its list."""
+        """Asks the hub for the file's present state. Raises DownloadError if it contradicts the list."""
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         url = hf_hub_url(repo, name, endpoint=endpoint)
@@ -113,16 +114,16 @@ class RepoFolder:
     def copies(self, remote: RemoteFile) -> list[Path]:
         """Where the cache has the file, whole or damaged."""
         linked = self.path / "snapshots" / remote.commit / remote.name
-        # Where a file system has no links, the file itself lies there.
+        # On a file system without links the file itself is there.
         copies = [] if linked.is_symlink() else [linked]
         return [path for path in (self.blobs / remote.etag, *copies) if path.is_file()]
 
     def part(self, remote: RemoteFile) -> Path:
-        """What came of the file so far."""
+        """The path of the downloaded part of the file."""
         return self.blobs / f"{remote.etag}.incomplete"
 
     def missing_bytes(self, remote: RemoteFile) -> int:
-        """What has to come of the file still."""
+        """Bytes of the file that are still to be downloaded."""
         part = self.part(remote)
         if self.copies(remote):
             return 0
@@ -161,7 +162,7 @@ class RepoFolder:
             yield
 
     def clean_up(self, resumable: Iterable[str]) -> int:
-        """Remove what killed downloads left and nobody can continue; returns how many bytes.
+        """Remove leftovers of killed downloads that cannot be continued; returns their bytes.
 
         What is kept: anything touched within the last hour or under a lock, as it may be another process's,
         and the parts of files whose digests are `resumable`.
@@ -185,8 +186,8 @@ class RepoFolder:
 def fetch(folder: RepoFolder, remote: RemoteFile, progress: Progress, notice: Notice) -> None:
     """Make the blob of `remote` whole: check it, download what is missing of it, or repair it.
 
-    Raises DownloadError, StorageError and what `huggingface_hub` raises; what came so far then stays for the
-    next attempt, under a name that nobody takes for a whole file.
+    Raises DownloadError, StorageError and errors of `huggingface_hub`; the part so far then stays for the
+    next attempt, under a name that no program takes for a whole file.
     """
 
     def waiting() -> None:
@@ -222,7 +223,7 @@ def _fetch_blob(folder: RepoFolder, remote: RemoteFile, progress: Progress, noti
 
 
 def _fetch_part(part: Path, remote: RemoteFile, progress: Progress, notice: Notice) -> None:
-    """Make `part` all of the file. What was there is continued, and given up only if that leads nowhere."""
+    """Complete `part`. The present part is continued, and discarded only if the result is wrong."""
     size = part.stat().st_size if part.is_file() else 0
     if size > remote.num_bytes:
         part.unlink()
@@ -268,7 +269,7 @@ def _transfer(part: Path, remote: RemoteFile, progress: Progress) -> None:
                 except OSError as error:
                     if error.errno is not None:
                         raise
-                    # More or less came than was announced, which the file's check will say.
+                    # More or fewer bytes than announced; the check of the file reports it.
                 except errors.HTTPError:  # type: ignore[attr-defined]  # its HTTP library's, whichever that is
                     if file.tell() <= start:
                         raise
@@ -281,11 +282,11 @@ def _transfer(part: Path, remote: RemoteFile, progress: Progress) -> None:
 
 
 class _ReportedFile:
-    """What a transfer writes to. Every write is told to `progress`."""
+    """The file of a transfer, which reports every write to `progress`."""
 
     def __init__(self, file: BinaryIO, path: Path, remote: RemoteFile, progress: Progress) -> None:
         self._file, self._path, self._remote, self._progress = file, path, remote, progress
-        # The file is open for appending, so that they all mean its end.
+        # The file is open for appending, so that every position is its end.
         self.tell, self.seek, self.truncate = file.tell, file.seek, file.truncate
 
     def write(self, data: bytes) -> int:
@@ -298,11 +299,11 @@ class _ReportedFile:
 
 @contextmanager
 def _storage_errors(part: Path, remote: RemoteFile) -> Iterator[None]:
-    """What the disk refuses, as a StorageError. Errors of the network have no number of the system's."""
+    """Raises errors of the disk as StorageError. Errors of the network have no errno."""
     try:
         yield
     except OSError as error:
-        # A broken pipe is the caller's, who tells somebody of the progress.
+        # A broken pipe is an error of the caller's `progress`.
         if error.errno is None or _is_http(error) or isinstance(error, BrokenPipeError):
             raise
         done = part.stat().st_size if part.is_file() else 0

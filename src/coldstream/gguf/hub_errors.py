@@ -1,4 +1,4 @@
-"""What `huggingface_hub` raises, as errors of ours with the next step."""
+"""Translates errors of `huggingface_hub` into coldstream's, with the next step."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,9 +10,9 @@ _FOR_CACHE = "let HF_HOME be a folder that you may write to"
 
 @contextmanager
 def hub_errors(repo: str, similar: Callable[[], list[str]]) -> Iterator[None]:
-    """Everything that can go wrong with `repo`. `similar` gives names that may have been meant.
+    """Translates errors about `repo`. `similar` returns names that may have been meant.
 
-    Broken pipes are not touched: they are the caller's, who tells somebody of the progress.
+    Broken pipes are passed on: they are errors of the caller's `progress`.
     """
     from filelock import Timeout
     from huggingface_hub import errors

@@ -57,13 +57,13 @@ class ModelFiles:
 
     @property
     def label(self) -> str:
-        """What a person types after the colon, with a remark if parts are missing."""
+        """The name after the colon, with a remark if parts are missing."""
         missing = "" if self.complete else f" ({len(self.files)} of {self.num_parts} parts)"
         return f"{self.quant or self.files[0]}{missing}"
 
 
 def group_models(paths: Iterable[str]) -> list[ModelFiles]:
-    """The models in a listing of paths, sorted. What is no model (mmproj files, say) is left out."""
+    """The models in a listing of paths, sorted. Other files, such as mmproj files, are left out."""
     groups: dict[tuple[str, int], dict[int, str]] = {}
     for path in paths:
         if not path.lower().endswith(SUFFIX) or _NOT_A_MODEL.search(PurePosixPath(path).name):
@@ -120,7 +120,7 @@ def check_relative(path: str) -> None:
 
 
 def _similar(wanted: str, models: Sequence[ModelFiles]) -> str:
-    """What may have been meant, for a message."""
+    """Suggestions for a message."""
     labels = {model.label.upper(): model.label for model in models}
     close = difflib.get_close_matches(wanted.upper(), labels, n=2, cutoff=_SIMILAR)
     return f" (did you mean {' or '.join(labels[label] for label in close)}?)" if close else ""

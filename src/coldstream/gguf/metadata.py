@@ -1,7 +1,7 @@
-"""What a model file says about itself: keys and values, and typed access that explains itself when it fails.
+"""The metadata of a model file: keys and values, and typed access with explanatory errors.
 
-Knows the file and the byte offset of each value, so that whoever interprets a key (a hyper-parameter, a part
-of the tokenizer) reports a bad one as precisely as the parser would.
+Knows the file and the byte offset of each value, so that code that interprets a key (a hyper-parameter, a
+part of the tokenizer) reports a bad value as precisely as the parser.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,9 +1,9 @@
-"""What the file system says of an open file: whether its bytes may have changed since it was opened.
+"""Detects by the file system whether the bytes of an open file may have changed since it was opened.
 
-Nothing is read for it, so it is cheap enough to ask for every token. What it can't tell: a write that leaves
-no trace in the times, as one through a mapping that was written to before the file was opened, or one within
-the same tick of the clock as the last write before that; what a network file system has not told this machine
-yet; and a write whose time was put back by somebody who also renamed the file before it was looked at again.
+It reads nothing, and so is cheap enough to check for every token. It misses writes that leave no trace in the
+times: through a mapping that was written to before the file was opened, or within the same tick of the clock
+as the last write before that; changes that a network file system has not yet reported to this machine; and
+writes whose time was reset if the file was also renamed before the next check.
 """
 
 import os
@@ -22,7 +22,7 @@ class FileState:
 
     @classmethod
     def of(cls, status: os.stat_result) -> Self:
-        """Of what `os.stat` or `os.fstat` returned."""
+        """From the result of `os.stat` or `os.fstat`."""
         return cls(
             (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns),
             status.st_ctime_ns,
@@ -37,10 +37,10 @@ class FileState:
 class OpenFile:
     """A descriptor, and the state in which its file was when it was opened by the name `path`.
 
-    Another size or time of writing means that bytes may have changed. So does a change of the inode (ctime)
-    that nothing explains: somebody may have written and put the time of writing back. It is explained, and of
-    no matter, if the number of names, the mode or the owner changed too, or if `path` has come to name the
-    file, or has ceased to: linking, renaming, deleting and chmod leave the bytes alone.
+    Another size or time of writing means that bytes may have changed. So does an unexplained change of the
+    inode (ctime): a write after which the time of writing was reset. It is explained, and does not matter, if
+    the number of names, the mode or the owner changed too, or if `path` now names the file or no longer does:
+    linking, renaming, deleting and chmod do not change the bytes.
     """
 
     def __init__(self, path: Path, descriptor: int, status: os.stat_result) -> None:
@@ -73,7 +73,7 @@ class OpenFile:
 
 
 def state_at(path: Path) -> FileState | None:
-    """Of the file that `path` names now; None if that cannot be found out."""
+    """The state of the file that `path` names now; None if it cannot be determined."""
     try:
         return FileState.of(os.stat(path))
     except OSError:

@@ -1,8 +1,8 @@
 """GGUFFile: a model file, or all parts of a split one, opened, checked and read by pread.
 
 Opening reads the headers only. Nothing is mapped here: a file that shrinks makes `read` raise
-ModelChangedError and never kills the process. Whoever maps the weights does it through `descriptor`, with its
-own protection.
+ModelChangedError and never kills the process. Code that maps weights uses `descriptor`, with its own
+protection.
 """
 
 import hashlib
@@ -169,7 +169,7 @@ class GGUFFile:
 def _open_shard(path: Path, index: int, cleanup: ExitStack) -> _Shard:
     """Opens and checks one part; its descriptor is closed by `cleanup`."""
     try:
-        # Looked at before it is opened, because opening alone makes some devices act; and again after,
+        # Checked before it is opened, because opening alone has effects on some devices; and again after,
         # because the path may have been replaced in between. O_NONBLOCK: opening a FIFO must not wait for a
         # writer.
         _require_regular(path, os.stat(path))

@@ -30,7 +30,7 @@ def shard_count(metadata: Metadata) -> int:
 
 
 def part_index(path: Path) -> int:
-    """Which part the name says it is, counting from 0; 0 for a name of any other form."""
+    """The index of the part by its name, from 0; 0 for a name of any other form."""
     match = _PART_NAME.fullmatch(path.name)
     return max(int(match["number"]) - 1, 0) if match else 0
 
@@ -39,7 +39,7 @@ def shard_paths(path: Path, metadata: Metadata) -> tuple[Path, ...]:
     """The paths of all parts of the model of which `path` is one, in order; `path` alone if it is not split.
 
     Raises InconsistentError when name and metadata disagree, or when a part is a link that leaves the model's
-    directories. Does not look whether the parts exist.
+    directories. Does not check whether the parts exist.
     """
     count = shard_count(metadata)
     match = _PART_NAME.fullmatch(path.name)

@@ -279,7 +279,7 @@ class PublicNamespace(Namespace):
 
 
 class PublicDict:
-    """What `dict` is in a template: a call and `fromkeys`, not the type itself."""
+    """`dict` in a template: a call and `fromkeys`, not the type itself."""
 
     def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
         return dict(*args, **items)

@@ -1,7 +1,7 @@
 """Keeps the process that runs a chat template: starts it when needed, watches it, replaces it when it dies.
 
-Unit of work: one rendering, a JSON line to the process and one back. Knows neither messages nor tokens. What
-the process may do is the matter of `template_worker.py`; here are the limits, and what is said at each.
+Unit of work: one rendering, a JSON line to the process and one back. Knows neither messages nor tokens.
+`template_worker.py` restricts what the process may do; this module sets the limits and the errors at each.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ from coldstream.errors import InvalidRequestError, TemplateError
 
 MAX_SOURCE_CHARS = 1 << 20
 MAX_REQUEST_CHARS = 8 << 20
-# A rendering may write four times what it was given, and this much more of the template's own words.
+# A rendering may be four times as long as its input, plus this length for the template's own text.
 OUTPUT_PER_INPUT = 4
 EXTRA_OUTPUT_CHARS = 1 << 16
 # The longest escape, a surrogate pair, and the shortest run: one digit, comma and blank.
@@ -35,7 +35,7 @@ JSON_CHARS_PER_CHAR = 12 + 3
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """What one rendering, or the compilation before the first, may use. `wall_s` is for a busy machine."""
+    """Limits of one rendering, or of the compilation before the first. wall_s: allows for a busy machine."""
 
     cpu_s: float = 2.0
     wall_s: float = 30.0

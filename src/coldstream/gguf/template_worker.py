@@ -1,6 +1,6 @@
 """The process that runs a model file's chat template: a script, started by `template_process.py`.
 
-A template is a program written by whoever made the file. It runs here, where there is nothing to take: no
+A template is a program by the author of the file. It runs here, where there is nothing to take: no
 model, no request but its own, no environment. Four walls stand one behind the other: Jinja's immutable
 sandbox, in which no attribute leads out of the data; an audit hook, which fails whatever got out at its first
 file, socket, import or command; no file descriptor to be had beyond the three pipes; and limits on memory and
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-# What compiling and rendering raise by themselves; everything else is a template that got out of the sandbox.
+# Exceptions of compiling and rendering; any other one means that a template has left the sandbox.
 HARMLESS_EVENTS = frozenset(
     {
         *("compile", "exec", "builtins.id", "object.__getattr__"),

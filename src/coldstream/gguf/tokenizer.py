@@ -216,7 +216,7 @@ class StreamDecoder:
         return self._decoder.decode(self._tokenizer._visible_bytes(token_id, self._skip_special))
 
     def finish(self) -> str:
-        """What is left at the end: U+FFFD if the answer stops inside a character. Resets the decoder."""
+        """The rest at the end: U+FFFD if the answer stops inside a character. Resets the decoder."""
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return rest

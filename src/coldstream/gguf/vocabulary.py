@@ -1,4 +1,4 @@
-"""What a GGUF file says about its tokens, checked before anything is built from it.
+"""The tokens of a GGUF file, checked before anything is built from them.
 
 Unit of work: one metadata mapping → one `Vocabulary`. Knows no regular expression and no text: `tokenizer.py`
 encodes with it, `chat_template.py` reads the control tokens from it.
@@ -29,7 +29,7 @@ SUPPORTED_MODELS = ("gpt2",)
 END_TOKEN_NAMES = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 # They end a fill-in-the-middle answer: what follows belongs to another file or another repository.
 FIM_END_TOKEN_NAMES = ("<|fim_pad|>", "<|fim_repo|>", "<|repo_name|>", "<|file_sep|>")
-# Whatever kind a file gives them, they are the structure of a prompt, so plain text must not match them.
+# These are the structure of a prompt, so plain text must not match them, whatever type a file gives them.
 CONTROL_TOKEN_NAMES = (
     *("<|im_start|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
     *(END_TOKEN_NAMES + FIM_END_TOKEN_NAMES),
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class TokenKind(IntEnum):
-    """What `tokenizer.ggml.token_type` says about a token."""
+    """The values of `tokenizer.ggml.token_type`."""
 
     UNDEFINED = 0
     NORMAL = 1

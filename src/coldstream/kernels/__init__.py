@@ -1,5 +1,4 @@
-"""Operations and what computes them. Knows nothing of models or policies, nor why an
-expert lies where it does.
+"""Operations and their kernels. Knows nothing of models or policies, nor why an expert lies where it does.
 
 `ops.py` is the interface, one folder per operation holds its definition in PyTorch, `csrc/` the C++.
 """

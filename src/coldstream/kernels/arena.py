@@ -1,8 +1,7 @@
 """Memory for the activations of a captured graph.
 
-A capture runs the forward pass once in Python; an array whose last reference is gone is not read by any later
-op, so its memory can serve a later op of the same graph. Without reuse a 40-layer model would hold every
-layer's activations.
+A capture runs the forward pass once in Python. No later op reads an array without references, so that its
+memory can be reused in the same graph; otherwise a 40-layer model would hold every layer's activations.
 """
 
 import math
@@ -15,7 +14,7 @@ ALIGNMENT = 64  # a cache line, and the widest vector register
 
 
 class Arena:
-    """Hands out uninitialised arrays; takes an array's memory back when neither it nor a view of it is alive.
+    """Allocates uninitialised arrays, and frees an array once neither it nor a view of it is alive.
 
     The memory itself lives as long as the arena.
     """
@@ -28,8 +27,8 @@ class Arena:
         """A contiguous array, 64-byte aligned, contents undefined."""
         size = max(1, math.prod(shape) * dtype.itemsize)
         block = self._take(size)
-        # A view of a numpy array refers to whatever owns the memory, not to the array it was sliced from:
-        # with an owner of our own, its end is the end of the last view.
+        # A view of a numpy array refers to the owner of its memory, not to the array that it was sliced
+        # from; so an owner of our own dies with the last view.
         owner = _Owner(block)
         weakref.finalize(owner, self._free.append, block).atexit = False
         return np.asarray(owner)[:size].view(dtype).reshape(shape)
@@ -46,7 +45,7 @@ class Arena:
 
 
 class _Owner:
-    """Lends a block of memory to numpy; alive while any array over it is."""
+    """Owner of a block of memory for numpy; alive while any array over it is."""
 
     def __init__(self, block: np.ndarray[Any, Any]) -> None:
         self.__array_interface__ = block.__array_interface__

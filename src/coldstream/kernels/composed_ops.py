@@ -1,4 +1,4 @@
-"""The parts of `Ops` that a device without fused kernels puts together from smaller operations."""
+"""The parts of `Ops` that a device without fused kernels composes from smaller operations."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -101,7 +101,7 @@ class ComposedOps(ABC):
         return ExpertOutputs(routed, self.shared_expert(x, weights), routing)
 
     def shared_expert(self, x: Array, weights: ExpertWeights) -> Array | None:
-        """The expert that every token takes, before its gate: [T, E]; None if there is none."""
+        """Output of the shared expert before its gate: [T, E]; None if there is none."""
         if weights.shared_gate is None:
             return None
         gate, up = self.linear(x, (weights.shared_gate, weights.shared_up))
@@ -122,7 +122,7 @@ class ComposedOps(ABC):
         if not count:
             return
         qkv, alpha, beta = (values[path.kept[:count]] for values in (kept.qkv, kept.alpha, kept.beta))
-        # What it puts out has been used already, and z is for that alone.
+        # The replay computes only states: its output, and so z, does not matter.
         z = self.zeros((count, state.shape[1] * state.shape[-1]), "float32")
         rows = Rows(self.int_vector(range(count)), self.int_vector([state_id] * count))
         self.gated_delta_net(qkv, z, alpha, beta, weights, conv_state, state, rows)

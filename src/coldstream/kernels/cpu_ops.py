@@ -31,7 +31,7 @@ FLOAT32 = np.dtype(np.float32)
 class CapturedGraph(Generic[Outputs]):
     """A captured forward pass: write its inputs, `run(rows)`, read the first rows of `outputs`.
 
-    The graph points into the arena, and into inputs, caches and weights that whoever captured it keeps alive.
+    The graph points into the arena, and into inputs, caches and weights that the caller must keep alive.
     """
 
     graph: _csrc.Graph
@@ -85,7 +85,7 @@ class CpuOps(ComposedOps):
         return CapturedGraph(graph, outputs, arena)
 
     def read_ahead(self, progress: Progress, free_bytes: int) -> None:
-        """Brings the mapped weights into memory, unless they are more than `free_bytes`.
+        """Reads the mapped weights into the page cache, unless they exceed `free_bytes`.
 
         progress is called with (done, total) bytes. Raises ModelChangedError if the file shrank.
         """
@@ -110,7 +110,7 @@ class CpuOps(ComposedOps):
         return self._arena.empty(shape, dtype)
 
     def load_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
-        """A copy in memory of its own, whose large pages make reading all of it faster (5 % of a token)."""
+        """A copy in memory with large pages, which makes a token 5 % faster than mapped weights."""
         rows, cols = info.shape
         return _csrc.Weight.from_array(file.read(info), int(info.quant_type), rows, cols)
 
@@ -119,14 +119,14 @@ class CpuOps(ComposedOps):
         return _csrc.Weight.from_array(blocks, quant_type, len(row_ids), info.shape[1])
 
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
-        """The tensor where it lies in the mapped file; nothing is read."""
+        """The tensor in the mapped file; nothing is read."""
         mapped = self.mapped_file(file, info.shard)
         self._mapped_weights.append((mapped, info))
         *stack, rows, cols = info.shape
         return _csrc.Weight.from_file(mapped, info.offset, int(info.quant_type), rows, cols, math.prod(stack))
 
     def mapped_file(self, file: GGUFFile, shard: int) -> _csrc.MappedFile:
-        """A file of the model; mapped once, and as long as these operations live."""
+        """A mapped file of the model; mapped once, until these operations are deleted."""
         if (file, shard) not in self._maps:
             name = str(file.paths[shard])
             self._maps[file, shard] = _csrc.MappedFile(file.descriptor(shard), file.shard_bytes[shard], name)
@@ -249,28 +249,28 @@ class CpuOps(ComposedOps):
 
 
 class UnreadCpuOps(CpuOps):
-    """`CpuOps` that read no weight: to find out what a captured forward pass takes, not to run it."""
+    """`CpuOps` that read no weights, to count the memory of a captured forward pass without running it."""
 
     def load_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
         return self.map_weight(file, info)
 
     def load_rows(self, file: GGUFFile, info: TensorInfo, row_ids: Sequence[int]) -> _csrc.Weight:
-        """As many rows, from the first one."""
+        """`len(row_ids)` rows from the first one on, in place of the named ones."""
         return self.map_weight(file, info).rows(0, len(row_ids))
 
 
 def batch_rows(rows: BatchRows | None) -> _csrc.BatchRows | None:
-    """As the kernels take them; the arrays are not copied."""
+    """The rows as an argument of kernels; the arrays are not copied."""
     if rows is None:
         return None
     return _csrc.BatchRows(rows.segments, rows.tables, rows.indices, rows.parents, rows.kept)
 
 
 class RoutingCpuOps(CpuOps):
-    """The same operations, keeping what routers choose.
+    """`CpuOps` that keep the choices of routers.
 
-    Each call of a router adds its ids, int32 [T, K], to `topk_ids`. Held here, their memory serves no later
-    op of a captured graph: after a run they are those of that run.
+    Each call of a router appends its ids, int32 [T, K], to `topk_ids`. The reference prevents a captured
+    graph from reusing their memory, so that after a run they are those of that run.
     """
 
     def __init__(self, threads: int, tier: str = "auto") -> None:

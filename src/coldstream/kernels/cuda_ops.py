@@ -28,7 +28,7 @@ from coldstream.kernels.embed.cuda import embed_cuda
 from coldstream.kernels.experts.executor import (
     Executor,
     ExecutorFactory,
-    PlacedExecutor,
+    ModelExecutor,
     ResidentExecutor,
     made_executor,
 )
@@ -60,9 +60,9 @@ from coldstream.kernels.rope.reference import rope_angles
 class CudaOps(CudaProducts):
     """`Ops` on the current CUDA device, over tensors of `memory`, see `CudaProducts`.
 
-    max_positions bounds the positions that `rope_angles` is asked for, max_rows the rows of a step. placed
-    makes who knows where experts lie, and computes them unless `own` makes somebody else who does. Raises
-    ConfigError as `made_executor`.
+    max_positions bounds the positions that `rope_angles` is asked for, max_rows the rows of a step.
+    make_executor makes the executor that decides where stacks of experts lie, and computes them unless `own`
+    makes another one. Raises ConfigError as `made_executor` does.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CudaOps(CudaProducts):
         memory: Memory,
         max_positions: int,
         max_rows: int,
-        placed: Callable[[MoeKernels], PlacedExecutor] = ResidentExecutor,
+        make_executor: Callable[[MoeKernels], ModelExecutor] = ResidentExecutor,
         *,
         own: ExecutorFactory | None = None,
         notes_kernels: bool = False,
@@ -80,11 +80,13 @@ class CudaOps(CudaProducts):
         self._max_positions = max_positions
         self._rope_tables: dict[RopeSpec, torch.Tensor] = {}
         kernels = MoeKernels(self)
-        self.placed = placed(kernels)
-        self.executor: Executor = self.placed if own is None else made_executor(own, self.placed, kernels)
+        self.model_executor = make_executor(kernels)
+        self.executor: Executor = self.model_executor
+        if own is not None:
+            self.executor = made_executor(own, self.model_executor, kernels)
 
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> CudaWeight:
-        stack = self.placed.map_stack(file, info) if len(info.shape) == 3 else None
+        stack = self.model_executor.map_stack(file, info) if len(info.shape) == 3 else None
         return self.load_weight(file, info) if stack is None else stack
 
     def embed(self, table: CudaWeight, token_ids: torch.Tensor) -> torch.Tensor:
@@ -212,5 +214,5 @@ class CudaOps(CudaProducts):
         return self.executor.compute(x, routing, weights)
 
     def finish_step(self) -> None:
-        """After the last operation of a step."""
-        self.placed.finish_step()
+        """Call after the last operation of a step."""
+        self.model_executor.finish_step()

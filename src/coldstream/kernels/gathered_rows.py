@@ -1,4 +1,4 @@
-"""Rows of a matrix of a file, in any order: blocks of weights lie within a row, so they stay as they are."""
+"""Reads rows of a file's matrix in any order: no block of weights spans two rows."""
 
 from collections.abc import Sequence
 from typing import Any

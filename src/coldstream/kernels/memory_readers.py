@@ -1,4 +1,4 @@
-"""Threads that keep memory busy, for measuring what it gives."""
+"""Threads that read memory, to measure its bandwidth."""
 
 import threading
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class MemoryReaders:
     @classmethod
     @contextmanager
     def running(cls, num_threads: int, num_bytes: int) -> "Iterator[MemoryReaders]":
-        """Readers that have begun."""
+        """A context with running readers."""
         readers = cls(num_threads, num_bytes)
         for thread in readers._threads:
             thread.start()
@@ -41,7 +41,7 @@ class MemoryReaders:
 
     @property
     def num_bytes(self) -> int:
-        """Read so far, by all of them."""
+        """Bytes read so far by all threads."""
         return sum(self._counts)
 
     def _read(self, index: int, share: Any) -> None:

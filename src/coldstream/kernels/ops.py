@@ -22,18 +22,18 @@ import numpy as np
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 
 Array = Any  # see the module docstring
-Weight = Any  # what `load_weight` of the same Ops returned: opaque to everybody else
+Weight = Any  # result of `load_weight` of the same Ops, opaque to others
 
 
-BLOCK_POSITIONS = 256  # of a block of keys and values, and of a chunk that attention sums up on its own
+BLOCK_POSITIONS = 256  # in a block of keys and values, and in a chunk that attention sums separately
 MAX_TREE_ROWS = 64
-MAX_SHORT_CHAIN = 16  # rows of a chain up to which a step is not one of a prompt
-SHORT_CONTEXT = 2048  # positions up to which a few dozen rows do not keep a GPU busy by sharing keys
+MAX_SHORT_CHAIN = 16  # rows; longer chains count as a prompt's
+SHORT_CONTEXT = 2048  # positions up to which a few dozen rows that share keys do not fill a GPU
 
 
 @dataclass(frozen=True)
 class KeptInputs:
-    """What a gated DeltaNet was given for rows of draft trees, so that an accepted path can be run again."""
+    """Inputs of a gated DeltaNet for rows of draft trees, kept so that an accepted path can be replayed."""
 
     qkv: Array  # [R, C]
     alpha: Array  # [R, NV]
@@ -44,23 +44,21 @@ class KeptInputs:
 class BatchRows:
     """Chains and draft trees of several sequences, one segment each, over caches in blocks of positions.
 
-    A chain's rows come one after the other behind what the sequence has committed, and advance its states. A
-    row of a tree, of which there are at most MAX_TREE_ROWS, follows an earlier row of its segment or what is
-    committed, and changes no state: row i of the segment has its key and value kept at index committed + i of
-    the sequence, and its inputs to the gated DeltaNet in row kept[i] of `inputs`. The caches are
+    A chain's rows follow each other after the committed positions of its sequence, and advance its states. A
+    row of a tree, of at most MAX_TREE_ROWS, follows an earlier row of its segment or the last committed
+    position, and changes no state: key and value of row i of the segment go to index committed + i of the
+    sequence, its inputs to the gated DeltaNet to row kept[i] of `inputs`. The caches are
     [blocks, BLOCK_POSITIONS, G, row].
     """
 
     segments: Array  # int32 [T], row of `tables`; rows of a segment are adjacent
-    tables: Array  # int32 [segments, blocks], where the blocks of a sequence are, in order of position
-    indices: (
-        Array  # int32 [T], where in its sequence a row's key and value are kept: a chain's at its position
-    )
-    parents: Array  # int32 [T], the row of the batch that it follows, −1: what the sequence has committed
+    tables: Array  # int32 [segments, blocks], the blocks of a sequence in order of position
+    indices: Array  # int32 [T], index in its sequence of a row's key and value: a chain's at its position
+    parents: Array  # int32 [T], row of the batch that it follows, −1: the last committed position
     kept: Array  # int32 [T], −1 for a row of a chain
     inputs: KeptInputs | None = None  # of the layer; None for attention
-    # Known before the arrays are, for who launches kernels: whether there may be rows of trees, chains of
-    # more than MAX_SHORT_CHAIN rows, rows of several sequences, and positions of SHORT_CONTEXT and beyond.
+    # For launchers, before the arrays are known: whether there may be rows of trees, chains of more than
+    # MAX_SHORT_CHAIN rows, rows of several sequences, and positions of SHORT_CONTEXT and beyond.
     has_trees: bool = True
     has_prompts: bool = True
     has_several: bool = True
@@ -73,24 +71,24 @@ class CommittedPath:
 
     state_id: Array  # [1], of the sequence's recurrent states
     count: Array  # [1], rows of the path; 0: nothing is done
-    first: Array  # [1], index in the sequence of the first row of the tree: what was committed before
-    sources: Array  # [MAX_TREE_ROWS], the path's rows in the tree, so that they are kept at first + source
-    kept: Array  # [MAX_TREE_ROWS], where layers keep the rows' inputs to the gated DeltaNet
-    table: Array  # [blocks], where the blocks of the sequence are, in order of position
+    first: Array  # [1], index in the sequence of the tree's first row: the committed positions
+    sources: Array  # [MAX_TREE_ROWS], the path's rows in the tree, kept at index first + source
+    kept: Array  # [MAX_TREE_ROWS], the rows of `KeptInputs`
+    table: Array  # [blocks], the blocks of the sequence in order of position
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which token of which sequence each row is; rows of a sequence are adjacent and in order."""
+    """The sequence and position of each row; rows of a sequence are adjacent and in order."""
 
     positions: Array  # int32 [T], absolute
     state_ids: (
         Array  # int32 [T], of the recurrent state; without a batch of the sequence's keys and values too
     )
-    batch: BatchRows | None = None  # None: chains, told apart by their states, each at consecutive positions
+    batch: BatchRows | None = None  # None: chains of consecutive positions, one for each state
 
     def keeping(self, inputs: KeptInputs | None) -> "Rows":
-        """The same rows for a layer that keeps its inputs there."""
+        """The same rows for a layer that keeps its inputs in `inputs`."""
         return self if self.batch is None else replace(self, batch=replace(self.batch, inputs=inputs))
 
 
@@ -117,12 +115,12 @@ class DeltaNetWeights:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where each token goes. `shared_gate` is the logit of the shared expert's gate, before its sigmoid."""
+    """The experts of each token. shared_gate: the logit of the shared expert's gate, before its sigmoid."""
 
-    ids: Array  # int32 [T, K], in falling order of weight
+    ids: Array  # int32 [T, K], in descending order of weight
     weights: Array  # [T, K], renormalised
     shared_gate: Array  # [T, 1]; None without a shared expert
-    places: Any = None  # of who computes what; for the `Ops` that share that out
+    places: Any = None  # where each pair is computed, for `Ops` that share pairs out
 
 
 @dataclass(frozen=True)
@@ -142,29 +140,29 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class RowsElsewhere:
-    """Outputs that another processor has computed into memory of its own."""
+    """Outputs that another processor computes into its own memory."""
 
-    ids: Array  # int32 [T, K], −1 for pairs that it has not computed
+    ids: Array  # int32 [T, K], −1 for pairs that it does not compute
     rows: Array  # [T, K, E]
-    done: Array  # uint32 [2]: nonzero once they are there; whoever waits too long sets the second
-    stamps: Any = None  # where the time of the layer is kept; for the `Ops` that keep it
+    done: Array  # uint32 [2]: nonzero once the rows are complete; the second: a wait for them timed out
+    stamps: Any = None  # memory for the layer's times, for `Ops` that measure them
 
 
 @dataclass(frozen=True)
 class ExpertOutputs:
-    """What the experts computed, kept apart by rank so that its sum does not depend on who computed what."""
+    """Outputs by rank, not yet summed, so that the sum does not depend on where each was computed."""
 
     routed: Array  # [T, K, E]
     shared: Array  # [T, E]; None without a shared expert
     routing: Routing
-    elsewhere: RowsElsewhere | None = None  # what is undefined in `routed`
+    elsewhere: RowsElsewhere | None = None  # rows that are undefined in `routed`
 
 
 class Ops(Protocol):
-    """See the module docstring. Every method returns new arrays and mutates only what it says."""
+    """See the module docstring. Methods return new arrays and mutate only what their docstrings name."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """Zeroed memory that outlives a capture, touched as it is used; dtype: one of numpy's names."""
+        """Zeroed memory that outlives a capture; pages are taken on first use. dtype: a name of numpy's."""
 
     def int_vector(self, values: Sequence[int]) -> Array:
         """An int32 array [len(values)]."""
@@ -188,7 +186,7 @@ class Ops(Protocol):
         """A small tensor of any type as float32, in its logical shape, in the host's memory."""
 
     def float_array(self, values: np.ndarray[Any, Any]) -> Array:
-        """Such values where the kernels read them."""
+        """The result of `read_values` in memory that kernels read."""
 
     def split_rows(self, weight: Weight, sizes: Sequence[int]) -> tuple[Weight, ...]:
         """Views of `sizes` consecutive output rows each (of every matrix in a stack)."""
@@ -205,7 +203,7 @@ class Ops(Protocol):
     def add_norm(
         self, x: Array, update: Array | ExpertOutputs, weight: Array, eps: float
     ) -> tuple[Array, Array]:
-        """x + update, and its `rms_norm`: what lies between two parts of the residual stream.
+        """x + update, and its `rms_norm`: the step between two parts of a block.
 
         The update of experts is Σ_k weight_k · routed_k in rank order + sigmoid(shared_gate) · shared, the
         last only where there is a shared expert.
@@ -237,10 +235,10 @@ class Ops(Protocol):
 
         query_gate [T, H·2·D] holds per head D query then D gate values, without `output_gate` [T, H·D] the
         queries alone; key, value [T, G·D]. Queries and keys are RMS-normed per head, then rotated by
-        `angles`; keys and values are written into the caches [sequences, positions, G, row] at `rows`, as
-        `CacheLayout` has them. Each row attends to positions 0 … its own of its sequence, in a batch to what
-        its sequence has committed, its ancestors and itself, with a window only to the last `window` of these
-        positions, at least 1, its own included; scale 1/sqrt(D); the result is multiplied by sigmoid(gate) if
+        `angles`; keys and values are written into the caches [sequences, positions, G, row] at `rows`, in the
+        layout of `CacheLayout`. Each row attends to positions 0 … its own of its sequence, in a batch to the
+        committed positions, its ancestors and itself; with a window only to the last `window` of these
+        positions, at least 1, its own included. Scale 1/sqrt(D); the result is multiplied by sigmoid(gate) if
         there is one. Mutates k_cache and v_cache.
         """
 
@@ -264,7 +262,7 @@ class Ops(Protocol):
         """
 
     def commit_attention(self, k_cache: Array, v_cache: Array, path: CommittedPath) -> None:
-        """Keys and values of the path's rows become those at the positions behind what was committed.
+        """Copies keys and values of the path's rows to the positions after the committed ones.
 
         Mutates both caches, [blocks, BLOCK_POSITIONS, G, row].
         """
@@ -272,8 +270,8 @@ class Ops(Protocol):
     def commit_delta_net(
         self, weights: DeltaNetWeights, conv_state: Array, state: Array, kept: KeptInputs, path: CommittedPath
     ) -> None:
-        """Advances the states at `path.state_id` over the path's rows, whose inputs were kept, as a chain of
-        them would have.
+        """Advances the states at `path.state_id` over the kept inputs of the path's rows, with the bits of a
+        chain of them.
         """
 
     def router(
@@ -286,7 +284,7 @@ class Ops(Protocol):
     ) -> Routing:
         """Softmax of x times `weight` [experts, E], top-k (ties: lowest id), renormalised.
 
-        shared_gate is [1, E], None without a shared expert; `experts` are those that are chosen among.
+        shared_gate is [1, E], None without a shared expert; experts: those to choose from.
         """
 
     def experts(self, x: Array, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:

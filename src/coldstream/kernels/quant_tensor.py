@@ -1,6 +1,6 @@
 """A quantised matrix, or a stack of them, in GGUF's own block layout.
 
-The bytes are kept as the file has them; `dequantize/` says what they mean and `linear/` multiplies with them.
+The bytes are those of the file; `dequantize/` defines their values and `linear/` multiplies with them.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from coldstream.gguf.quant_types import QuantType
 
 @dataclass(frozen=True)
 class QuantTensor:
-    """Blocks, their type, and the shape of the values they stand for.
+    """Blocks, their type, and the shape of their values.
 
     blocks: uint8 [..., rows, row_bytes], unit stride along the last dimension; shape: [..., rows, values].
-    A vector has only the last dimension. Views share memory with what they were taken from.
+    A vector has only the last dimension. Views share memory with their origin.
     """
 
     blocks: torch.Tensor

@@ -1,4 +1,4 @@
-"""The operations of `Ops` in plain PyTorch: the definition of what every device computes."""
+"""The operations of `Ops` in plain PyTorch: the definition for every device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -144,7 +144,7 @@ class ReferenceOps(ComposedOps):
     def choose_experts(
         self, x: torch.Tensor, weight: Weight, num_experts_per_tok: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # The router's product is one of floats whatever its weight's type.
+        # The router multiplies floats, whatever its weight's type.
         values = dequantize(weight) if isinstance(weight, QuantTensor) else weight
         logits = exact_arithmetic.dot_lanes(x, values) if self.exact else linear(x, values)
         return self._choose_experts(logits, num_experts_per_tok)

@@ -1,4 +1,4 @@
-"""Which rows of a batch belong together, and what each of them sees."""
+"""The sequences of a batch's rows, and the positions that each row sees."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import torch
 
 from coldstream.kernels.ops import BLOCK_POSITIONS, Rows
 
-Places = tuple[torch.Tensor, torch.Tensor]  # int64 indices into the first two dimensions of a cache
+CacheIndices = tuple[torch.Tensor, torch.Tensor]  # int64 indices into the first two dimensions of a cache
 
 
 def sequences(rows: Rows) -> Iterator[tuple[int, slice]]:
@@ -33,8 +33,8 @@ def path(rows: Rows, row: int) -> list[int]:
     return result
 
 
-def written(rows: Rows) -> Places:
-    """Where the keys and values of all rows go."""
+def written(rows: Rows) -> CacheIndices:
+    """Cache indices to which keys and values of all rows are written."""
     if rows.batch is None:
         return rows.state_ids.long(), rows.positions.long()
     indices = rows.batch.indices.long()
@@ -43,8 +43,8 @@ def written(rows: Rows) -> Places:
     ].long(), indices % BLOCK_POSITIONS
 
 
-def seen(rows: Rows, row: int) -> Places:
-    """Where the keys and values of positions 0 … its own lie for a row, in order of position."""
+def seen(rows: Rows, row: int) -> CacheIndices:
+    """Cache indices of keys and values of positions 0 … its own of a row, in order of position."""
     if rows.batch is None:
         positions = torch.arange(int(rows.positions[row]) + 1)
         return torch.full_like(positions, int(rows.state_ids[row])), positions

@@ -1,4 +1,4 @@
-"""What a step computes: chains and draft trees of one or several sequences, one segment each."""
+"""The batch of a step: chains and draft trees of one or several sequences, one segment each."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -20,9 +20,10 @@ _COLUMNS = 7  # of `BatchArrays`: token ids and the six arrays of `Rows`
 class Segment:
     """Rows of one sequence, one for each of `token_ids`.
 
-    Without parents they are a chain behind what is committed, and committed by the step. With them they are a
-    draft tree: parents[i] is an earlier row of the segment, or −1 for what is committed; the rows wait for a
-    commit. wanted: rows whose logits are wanted, by default a chain's last and all of a tree.
+    Without parents they are a chain after the committed positions, and the step commits them. With parents
+    they are a draft tree: parents[i] is an earlier row of the segment, or −1 for the last committed position;
+    the rows stay pending until a commit. wanted: rows whose logits are wanted, by default the last of a
+    chain, all of a tree.
     """
 
     sequence: Sequence
@@ -33,14 +34,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Batch:
-    """The segments of a step, each of another sequence."""
+    """The segments of a step, of different sequences."""
 
     segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What a model takes."""
+    """The largest batch that a model takes."""
 
     vocab_size: int
     context_length: int
@@ -50,17 +51,17 @@ class BatchLimits:
 
 @dataclass(frozen=True)
 class CheckedSegment:
-    """A segment that can be computed."""
+    """A segment that was found valid."""
 
     sequence: Sequence
     token_ids: Array  # int32 [rows]
     parents: tuple[int, ...] | None
     wanted: Array  # int64
-    depths: Array | None  # int32 [rows], of each row of a tree behind what is committed
+    depths: Array | None  # int32 [rows] of a tree, 0 directly after the committed positions
 
     @classmethod
     def chain(cls, sequence: Sequence, token_ids: Array, wanted: Array) -> Self:
-        """Of int32 ids that are known to be good and to fit."""
+        """A chain of int32 ids that the caller has checked."""
         return cls(sequence, token_ids, None, wanted, None)
 
     @property
@@ -74,7 +75,7 @@ class CheckedSegment:
 
 
 def check_batch(batch: Batch, cache: SequenceCache, limits: BatchLimits) -> list[CheckedSegment]:
-    """Raises InvalidRequestError for what cannot be computed, naming the segment."""
+    """Raises InvalidRequestError, naming the problem, for a batch that cannot be computed."""
     if not batch.segments:
         raise InvalidRequestError("a batch needs at least one segment")
     if len({id(segment.sequence) for segment in batch.segments}) < len(batch.segments):
@@ -94,7 +95,7 @@ def check_batch(batch: Batch, cache: SequenceCache, limits: BatchLimits) -> list
 
 
 def check_segment(segment: Segment, cache: SequenceCache, limits: BatchLimits) -> CheckedSegment:
-    """A segment of any number of rows. Raises InvalidRequestError for what cannot be computed."""
+    """Checks a segment of any number of rows. Raises InvalidRequestError if it cannot be computed."""
     cache.check(segment.sequence)
     ids = _integers(segment.token_ids, "token ids")
     count, length = len(ids), segment.sequence.length
@@ -149,7 +150,7 @@ def _depths(parents: tuple[int, ...], count: int) -> Array:
 
 @dataclass(frozen=True)
 class BatchSize:
-    """How many rows, of how many segments, with sequences of how many blocks, there is room for."""
+    """Capacity in rows, segments, and blocks of a sequence."""
 
     num_rows: int
     num_segments: int
@@ -162,9 +163,9 @@ class BatchSize:
 
 
 class BatchArrays:
-    """What a forward pass reads a batch from: int32 arrays, one piece of memory.
+    """A batch as a forward pass reads it: int32 arrays in one piece of memory.
 
-    The memory, [size.num_values], is of the host or of a device; only the host's is written here.
+    The memory, [size.num_values], is the host's or a device's; `write` and `pad` need the host's.
     """
 
     def __init__(self, memory: Any, size: BatchSize) -> None:
@@ -175,7 +176,7 @@ class BatchArrays:
         self.rows = Rows(positions, state_ids, BatchRows(segments, self._tables, indices, parents, kept))
 
     def write(self, segments: Collection[CheckedSegment]) -> int:
-        """Puts the rows there, after their memory was reserved. Returns how many there are."""
+        """Writes the rows of segments, whose memory must be reserved. Returns their number."""
         start = 0
         for number, segment in enumerate(segments):
             sequence, count = segment.sequence, len(segment.token_ids)
@@ -199,7 +200,7 @@ class BatchArrays:
         return start
 
     def pad(self, count: int) -> None:
-        """Makes all rows behind the first `count` rows of no sequence, at position −1 and of state −1."""
+        """Gives all rows from `count` on to no sequence: position −1 and state −1."""
         self._values[1:, count:] = -1
         self.token_ids[count:] = 0
 
@@ -208,7 +209,7 @@ _SINGLE_VALUES = 3  # of a path
 
 
 class PathArrays:
-    """What a commit reads an accepted path from: int32 arrays, one piece of memory [`num_values`]."""
+    """An accepted path as a commit reads it: int32 arrays in one piece of memory, [`num_values`]."""
 
     def __init__(self, memory: Any, num_blocks: int) -> None:
         state_id, count, first = (memory[i : i + 1] for i in range(_SINGLE_VALUES))
@@ -222,7 +223,7 @@ class PathArrays:
         return _SINGLE_VALUES + 2 * MAX_TREE_ROWS + num_blocks
 
     def write(self, accepted: AcceptedPath) -> None:
-        """Puts the path there, in memory of the host."""
+        """Writes the path; only to memory of the host."""
         count = len(accepted.rows)
         self.path.state_id[0], self.path.count[0], self.path.first[0] = accepted.state, count, accepted.first
         self.path.sources[:count] = accepted.rows

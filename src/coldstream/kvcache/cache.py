@@ -1,8 +1,7 @@
 """The memory of a model between steps: keys and values per position, and the recurrent states.
 
-Keys and values lie in one piece for each sequence, or in blocks of positions that sequences are made of. They
-may be cut back to any earlier position by overwriting; the recurrent states cannot, and say only what the
-sequence is now.
+Keys and values are contiguous for each sequence, or in blocks of positions. They can be cut back to any
+earlier position by overwriting; a recurrent state describes only the sequence's present end.
 """
 
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ MAX_SEQUENCES = 16
 
 
 class CacheShape(Protocol):
-    """What the cache needs to know of a model; `ModelSpec` has it."""
+    """The part of `ModelSpec` that the cache needs."""
 
     @property
     def layer_kinds(self) -> tuple[str, ...]: ...
@@ -54,17 +53,17 @@ LayerState = AttentionState | DeltaNetState
 
 
 def num_blocks_of(length: int) -> int:
-    """Blocks that so many positions of a sequence lie in."""
+    """Blocks for `length` positions of a sequence."""
     return -(-length // BLOCK_POSITIONS)
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """How much sequences in blocks of positions can hold together."""
+    """What all sequences in blocks can hold together."""
 
     num_blocks: int  # of keys and values, BLOCK_POSITIONS each
-    num_states: int  # recurrent states: one a sequence, one a checkpoint
-    num_tree_rows: int = 0  # rows of draft trees that wait for a commit
+    num_states: int  # recurrent states: one per sequence and per checkpoint
+    num_tree_rows: int = 0  # rows of pending draft trees
 
     @classmethod
     def of(cls, num_sequences: int, context_length: int, num_trees: int = 0) -> Self:
@@ -76,11 +75,10 @@ class CacheSize:
     def shared(cls, shape: CacheShape, context_length: int, kv_type: str, *, is_scarce: bool) -> Self:
         """For one sequence of up to `context_length` positions, or for several that share its blocks.
 
-        Where memory that is never written costs nothing, there are states for as many sequences as there are
-        blocks, up to MAX_SEQUENCES, beyond which another one makes no step's rows much cheaper. Where memory
-        is scarce, because whatever the cache has experts have not, all states but one take at most a
-        quarter of what keys and values take: a state of a large model is as large as thousands of positions,
-        and one sequence alone should lose next to nothing.
+        Unless memory is scarce, there are as many states as blocks, up to MAX_SEQUENCES, beyond which a
+        further sequence hardly lowers the cost of a row. `is_scarce` says that the cache takes memory from
+        experts: all states but one then take at most a quarter of the bytes of keys and values, as a state of
+        a large model is as large as thousands of positions, and a single sequence needs only one.
         """
         num_blocks = num_blocks_of(context_length)
         num_states = min(num_blocks, MAX_SEQUENCES)
@@ -94,10 +92,8 @@ class CacheSize:
 class ModelCache:
     """The states of all layers for `num_states` sequences of up to `context_length` positions.
 
-    kv_type is the name of a `CacheLayout`. `in_blocks` makes one of blocks instead.
-
-    layers[i] belongs to layer i of the trunk. Memory of keys and values is taken from the system when a
-    position is first written, not before.
+    kv_type is the name of a `CacheLayout`. `in_blocks` creates one in blocks instead. layers[i] belongs to
+    layer i of the trunk. The system provides memory of keys and values when a position is first written.
     """
 
     layers: tuple[LayerState, ...]
@@ -166,11 +162,11 @@ class ModelCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of address space; keys and values that were never written take no memory."""
+        """Bytes of address space; keys and values that were never written take no memory."""
         return sum(int(tensor.nbytes) for tensor in self.tensors())
 
     def reset(self, state_id: int) -> None:
-        """Makes a state the beginning of a sequence; IndexError if there is none of that number.
+        """Makes a state that of an empty sequence. IndexError for a number out of range.
 
         Mutates the recurrent states. Keys and values stay: a position is always written before it is read.
         """
@@ -182,7 +178,7 @@ class ModelCache:
                 layer.state[state_id, ...] = 0
 
     def copy_state(self, source: int, target: int) -> None:
-        """Makes the recurrent states of number `target` those of `source`."""
+        """Copies the recurrent states of number `source` to number `target`."""
         for layer in self.layers:
             if isinstance(layer, DeltaNetState):
                 layer.conv_state[target, ...] = layer.conv_state[source]
@@ -197,13 +193,13 @@ class ModelCache:
 
 
 def state_bytes(shape: CacheShape) -> int:
-    """Of the recurrent states of one sequence."""
+    """Bytes of the recurrent states of one sequence."""
     size = shape.num_value_heads * shape.ssm_state_size**2 + (shape.conv_kernel - 1) * shape.conv_dim
     return 4 * shape.layer_kinds.count("delta_net") * size
 
 
 def _kv_bytes(shape: CacheShape, kv_type: str) -> int:
-    """Of the keys and values of one position."""
+    """Bytes of the keys and values of one position."""
     num_layers = shape.layer_kinds.count("attention")
     if not num_layers:
         return 0

@@ -1,4 +1,4 @@
-"""Which blocks of a fixed number are in use, and by how many. Pure: knows numbers, not memory."""
+"""Reference counts of a fixed number of blocks. Pure: knows numbers, not memory."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from coldstream.errors import OutOfMemoryError
 class BlockPool:
     """Blocks 0 … num_blocks − 1 with reference counts.
 
-    what names the blocks and advice the next step in the error of a pool that has too few left.
+    what and advice are texts for errors: the name of the blocks, and what to do if too few are free.
     """
 
     def __init__(self, num_blocks: int, what: str, advice: str) -> None:
@@ -31,7 +31,7 @@ class BlockPool:
             )
 
     def take(self, count: int) -> list[int]:
-        """Blocks that were free, with one reference each. Raises OutOfMemoryError, having taken none."""
+        """Takes free blocks, with one reference each. Raises OutOfMemoryError with nothing changed."""
         self.check(count)
         taken = [self._free.pop() for _ in range(count)]
         for block in taken:
@@ -39,13 +39,13 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One reference more to each of `blocks`, which are in use."""
+        """Adds a reference to each of `blocks`, which must be in use."""
         assert all(self._counts[block] for block in blocks), "a free block has nothing to share"
         for block in blocks:
             self._counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less to each of `blocks`; those without any are free."""
+        """Removes a reference from each of `blocks`; those without any are freed."""
         assert all(self._counts[block] for block in blocks), "a free block has no reference to give up"
         for block in blocks:
             self._counts[block] -= 1

@@ -1,6 +1,6 @@
-"""One sequence of tokens: which blocks its keys and values lie in, and where its recurrent state is.
+"""Records of a sequence: the blocks of its keys and values, its recurrent state, its checkpoints.
 
-Plain records; `sequence_cache.py` alone changes them.
+Only `sequence_cache.py` changes them.
 """
 
 from dataclasses import dataclass, field
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class PendingTree:
-    """Rows of a draft tree that wait for a commit."""
+    """Rows of a draft tree before a commit."""
 
     parents: tuple[int, ...]  # by row: an earlier row, or −1 for what the sequence has committed
-    kept: tuple[int, ...]  # by row: where the layers keep its inputs to the recurrence
+    kept: tuple[int, ...]  # by row: its row in `KeptInputs`
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,15 +24,15 @@ class Checkpoint:
 
 @dataclass(eq=False)
 class Sequence:
-    """A sequence of a `SequenceCache`; to be looked at, not to be changed.
+    """A sequence of a `SequenceCache`; read only for others.
 
-    Its blocks cover what is committed and, behind it, the rows that are pending.
+    Its blocks cover the committed positions and the pending rows after them.
     """
 
     owner: object
-    length: int = 0  # tokens that are committed
+    length: int = 0  # committed tokens
     blocks: list[int] = field(default_factory=list)  # in order of position
     state: int | None = None  # number of the recurrent state; None until a first step
     pending: PendingTree | None = None
-    checkpoints: list[Checkpoint] = field(default_factory=list)  # in the order in which they were made
+    checkpoints: list[Checkpoint] = field(default_factory=list)  # the oldest first
     is_released: bool = False

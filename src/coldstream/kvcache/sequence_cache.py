@@ -1,8 +1,8 @@
-"""The sequences of a model: what each has committed, what they share, and what waits for a commit.
+"""The sequences of a model: their committed positions, shared memory and pending draft trees.
 
-Blocks of keys and values and recurrent states have reference counts. A branch shares both with what it was
-made from; whoever writes to something shared writes to a copy of its own. Every method checks what it is
-given, and that there is room, before it changes anything.
+Blocks of keys and values and recurrent states have reference counts. A branch shares both with its origin; a
+sequence that writes to a shared one first copies it. Every method checks its arguments, and that there is
+room, before it changes anything.
 """
 
 from collections.abc import Collection
@@ -29,8 +29,8 @@ class AcceptedPath:
     """Rows of a draft tree that a sequence keeps, each the parent of the next."""
 
     rows: tuple[int, ...]
-    kept: tuple[int, ...]  # where the layers keep their inputs to the recurrence
-    first: int  # what was committed before
+    kept: tuple[int, ...]  # rows of `KeptInputs`, the layers' inputs to the recurrence
+    first: int  # positions committed before
     state: int
     blocks: tuple[int, ...]
 
@@ -65,7 +65,7 @@ class SequenceCache:
         return Sequence(self)
 
     def branch(self, sequence: Sequence) -> Sequence:
-        """A sequence of its own with the same tokens; nothing is copied. Checkpoints stay with the other."""
+        """A new sequence with the same tokens, without checkpoints; nothing is copied."""
         self._check_settled(sequence)
         copy = Sequence(self, sequence.length, list(sequence.blocks), sequence.state)
         self.blocks.share(copy.blocks)
@@ -81,7 +81,7 @@ class SequenceCache:
         return checkpoint
 
     def restore(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
-        """Cuts the sequence back to the checkpoint, which stays; those that were made after it are dropped.
+        """Cuts the sequence back to the checkpoint, which stays; later checkpoints are dropped.
 
         Raises InvalidRequestError for a checkpoint that the sequence does not have.
         """
@@ -103,7 +103,7 @@ class SequenceCache:
         self.states.release(_states_of(checkpoint.state))
 
     def clear(self, sequence: Sequence) -> None:
-        """Makes the sequence an empty one without checkpoints, whatever it was in the middle of."""
+        """Empties the sequence and drops its checkpoints and its pending tree."""
         self._check(sequence)
         for checkpoint in tuple(sequence.checkpoints):
             self.drop(sequence, checkpoint)
@@ -114,7 +114,7 @@ class SequenceCache:
         self.states.release(state_ids)
 
     def release(self, sequence: Sequence) -> None:
-        """Gives back all that the sequence has; it can't be used afterwards."""
+        """Frees the memory of the sequence, which cannot be used afterwards."""
         self.clear(sequence)
         sequence.is_released = True
 
@@ -123,7 +123,7 @@ class SequenceCache:
         self._check_settled(sequence)
 
     def reserve(self, demands: Collection[Demand]) -> None:
-        """Gives every sequence, each named once, the memory that its rows are written to, and to it alone.
+        """Gives every sequence, each named once, unshared memory for its rows.
 
         There has to be room (`check_room`). Rows of trees are pending afterwards.
         """
@@ -146,11 +146,11 @@ class SequenceCache:
         sequence.length += num_rows
 
     def accept(self, sequence: Sequence, rows: Collection[int]) -> AcceptedPath:
-        """A path of the pending tree, for which the sequence's state, if there are rows, is its own then.
+        """The path `rows` of the pending tree; unless it is empty, the sequence's state is unshared then.
 
-        Keys, values and the state have to be brought to what the path has made of them before `settle`.
-        Raises InvalidRequestError if rows is no path, or no tree is pending, and OutOfMemoryError if there is
-        no room for a state of its own.
+        The caller updates keys, values and the state along the path before `settle`. Raises
+        InvalidRequestError if rows is no path or no tree is pending, OutOfMemoryError if there is no room for
+        an unshared state.
         """
         self._check(sequence)
         if sequence.pending is None:
@@ -166,7 +166,7 @@ class SequenceCache:
         return AcceptedPath(path, kept, sequence.length, sequence.state, tuple(sequence.blocks))
 
     def settle(self, sequence: Sequence, num_rows: int) -> None:
-        """Commits the first `num_rows` positions behind what is committed, and forgets the pending tree."""
+        """Commits the next `num_rows` positions and forgets the pending tree."""
         self._forget_tree(sequence)
         sequence.length += num_rows
         self._trim(sequence)
@@ -192,9 +192,9 @@ class SequenceCache:
             )
 
     def check_room(self, demands: Collection[Demand]) -> None:
-        """Raises OutOfMemoryError if there is none for what `reserve` would take."""
+        """Raises OutOfMemoryError if there is no room for what `reserve` would take."""
         num_blocks = num_states = num_tree_rows = 0
-        given_up: dict[int, int] = {}  # references to blocks, by those before in the list
+        given_up: dict[int, int] = {}  # references that earlier demands give up, by block
         states_given_up: dict[int, int] = {}
         for demand in demands:
             sequence = demand.sequence

@@ -1,4 +1,4 @@
-"""What a model consists of: its numbers, its tensors, and how they are put together."""
+"""Models: their numbers, their tensors, and the forward pass over them."""
 
 from coldstream.models.layer_specs import LayerKind
 from coldstream.models.sanity import check_small_tensors

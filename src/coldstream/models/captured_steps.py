@@ -1,4 +1,4 @@
-"""Steps of some numbers of rows as CUDA graphs, captured when they come for the second time."""
+"""Steps as CUDA graphs, captured after the first step of their shape."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.device import device_errors
 from coldstream.models.fixed_part import MAX_GRAPHS
 
-Key = tuple[str, object]  # what is computed, and of what shape
+Key = tuple[str, object]  # the kind of step, and its shape
 Step = Callable[[], Any]
 WithoutMemory = Callable[[Any], Any]
 
@@ -24,7 +24,7 @@ class CapturedStep:
 
     @classmethod
     def of(cls, step: Step, without_memory: WithoutMemory) -> Self:
-        """What `step` launches, of which nothing is computed. The device's memory may run out."""
+        """Captures the launches of `step` without running them. Raises torch.OutOfMemoryError."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             outputs = step()
@@ -35,21 +35,20 @@ class CapturedSteps:
     """The graphs that were used last, MAX_GRAPHS at most."""
 
     def __init__(self) -> None:
-        self._graphs: dict[Key, CapturedStep] = {}  # the one used last is the last
+        self._graphs: dict[Key, CapturedStep] = {}  # in order of their last use
 
     def run(self, key: Key, step: Step, without_memory: WithoutMemory, make_room: Callable[[], bool]) -> Any:
-        """What `step` returns, from a graph once it has run before.
+        """What `step` returns, from a graph if there is one for `key`.
 
-        without_memory: the same outputs, not keeping what they lie in. make_room: called where a capture
-        finds no memory on the device; whether it is worth another attempt. Raises as `step`, and
-        OutOfMemoryError.
+        without_memory: returns the outputs as tensors that do not own their memory. make_room: called if a
+        capture finds no device memory; returns whether to try again. Raises as `step`, and OutOfMemoryError.
         """
         captured = self._graphs.pop(key, None)
         if captured is not None:
             self._graphs[key] = captured
             captured.graph.replay()
             return captured.outputs
-        # The first step of a kind runs plainly, which also loads its kernels; a capture may not.
+        # The first step of a shape runs without a graph and loads its kernels, which a capture may not do.
         outputs = step()
         if len(self._graphs) == MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
@@ -63,5 +62,5 @@ class CapturedSteps:
         return outputs
 
     def clear(self) -> None:
-        """Gives their memory back."""
+        """Frees all graphs."""
         self._graphs.clear()

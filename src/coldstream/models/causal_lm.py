@@ -33,14 +33,14 @@ class CausalLM:
     blocks: tuple[Block, ...]
     output_norm: Array  # [E]
     output: Weight  # [vocab, E]; token_embd itself if the file has no other
-    warnings: tuple[str, ...]  # what looks wrong with the file and may be right
+    warnings: tuple[str, ...]  # suspicious values of small tensors, as text
 
     @classmethod
     def load(cls, file: GGUFFile, spec: ModelSpec, ops: Ops) -> Self:
-        """All weights of the trunk by their names in the file, which `spec` has been checked against.
+        """Loads all weights of the trunk by their names in the file, against which `spec` was checked.
 
-        Raises ModelChangedError if the file is not what it was when it was opened, and InconsistentError if
-        the values of its small tensors contradict the conventions of the format.
+        Raises ModelChangedError if the file has changed since it was opened, and InconsistentError if values
+        of its small tensors contradict the conventions of the format.
         """
         loader = Loader(file, spec, ops)
         token_embd = loader.weight("token_embd") if spec.tied_output else loader.mapped("token_embd")
@@ -59,8 +59,7 @@ class CausalLM:
     def forward(self, token_ids: Array, rows: Rows, cache: ModelCache) -> Array:
         """Hidden states after the last norm, [T, E], of int32 token_ids [T] at `rows`.
 
-        Advances the states in `cache` that `rows` names. InvalidRequestError if there are no
-        rows.
+        Advances the states in `cache` that `rows` names. InvalidRequestError without rows.
         """
         if token_ids.shape[0] == 0:
             raise InvalidRequestError("there are no tokens to compute: a forward pass needs at least one")
@@ -76,7 +75,7 @@ class CausalLM:
         return normed
 
     def commit(self, path: CommittedPath, cache: ModelCache) -> None:
-        """Makes keys, values and recurrent states what a chain of the path's rows would have made of them."""
+        """Advances keys, values and recurrent states as a chain of the path's rows would have done."""
         for block, state in zip(self.blocks, cache.layers, strict=True):
             if isinstance(state, AttentionState):
                 self.ops.commit_attention(state.k, state.v, path)
@@ -86,7 +85,7 @@ class CausalLM:
             self.ops.commit_delta_net(block.mixer.rule, state.conv_state, state.state, state.kept, path)
 
     def logits(self, hidden: Array) -> Array:
-        """What `forward` returned, or some of its rows: [T, E] → [T, vocab]."""
+        """Logits of hidden states that `forward` returned, or of some rows: [T, E] → [T, vocab]."""
         return self.ops.linear(hidden, (self.output,))[0]
 
     def mix(self, block: Block, x: Array, angles: Array, state: LayerState, rows: Rows) -> Array:

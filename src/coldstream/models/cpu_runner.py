@@ -24,7 +24,7 @@ from coldstream.placement.plan import FixedPart, PlanOptions
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
 
-ALL_BYTES = 2**62  # a budget that bounds nothing
+ALL_BYTES = 2**62  # a budget without effect
 
 
 class CpuRunner(ModelRunner):
@@ -48,7 +48,7 @@ class CpuRunner(ModelRunner):
         self._ops = ops
         self._disk = disk
         self._model = CausalLM.load(file, spec, ops)
-        # What a cache of slots' memory has, experts have not; without slots unwritten memory is not taken.
+        # With slots, the cache takes memory from experts; without, memory is used only once it is written.
         self.cache_size = cache_size or CacheSize.shared(
             spec, context_length, kv_type, is_scarce=disk is not None
         )
@@ -81,7 +81,7 @@ class CpuRunner(ModelRunner):
         cache_size: CacheSize | None = None,
         attention_window: int | None = None,
     ) -> Self:
-        """`load` of the model at `path`, within ram_bytes if they are given, nothing being known of uses.
+        """`load` of the model at `path`, within `ram_bytes` if given, without expected uses.
 
         Raises ModelNotFoundError, ModelFormatError and OutOfMemoryError besides.
         """
@@ -118,7 +118,7 @@ class CpuRunner(ModelRunner):
         progress: Progress | None = None,
         cache_size: CacheSize | None = None,
     ) -> Self:
-        """Does what `plan` says with an open file: maps weights, makes slots for experts and fills them,
+        """Carries out `plan` on an open file: maps weights, allocates slots for experts and fills them,
         captures the forward pass. The runner then closes the file.
 
         The plan's context bounds a sequence, and cache_size what all of them hold together (default: the
@@ -159,7 +159,7 @@ class CpuRunner(ModelRunner):
         kv_token_bytes: int = 0,
         cache_size: CacheSize | None = None,
     ) -> RamNeeds:
-        """What the runner would take of RAM, counted by runners that read no weights.
+        """The RAM that the runner would need, counted by runners that read no weights.
 
         Raises UnsupportedError for a tier this machine lacks.
         """
@@ -183,7 +183,7 @@ class CpuRunner(ModelRunner):
 
     @property
     def reads_file(self) -> bool:
-        """Experts and the embedding stay in it."""
+        """True: experts and the embedding stay in the file."""
         return True
 
     @property

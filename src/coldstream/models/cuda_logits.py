@@ -1,4 +1,4 @@
-"""Logits that stay on the GPU, where next tokens can be chosen from them."""
+"""Logits on the GPU, and the choice of next tokens there."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from coldstream.kernels.sample.cuda import ROW_BYTES, SETTINGS_WORDS, sample_cud
 from coldstream.kernels.sample.settings import RowSettings
 
 Array = np.ndarray[Any, Any]
-RECENT_OF_A_ROW = 64  # tokens that penalties look back on, unless more are asked for
+RECENT_OF_A_ROW = 64  # tokens for penalties of a row, unless a request asks for more
 
 
 class Sampler:
-    """What choosing tokens needs on the device, from `zeros` of the model's operations.
+    """Device memory for choosing tokens, allocated by `zeros` of the model's operations.
 
-    There is memory for `num_rows` rows at once, and for penalties that look back on one whole context or on
-    RECENT_OF_A_ROW tokens of each row. Where a step needs more, rows wait for those before them.
+    There is room for `num_rows` rows at once, and for penalties over one whole context or RECENT_OF_A_ROW
+    tokens of each row. A step that needs more is split into several launches.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Sampler:
         self._num_rows = num_rows
         self._num_recent = max(context_length, num_rows * RECENT_OF_A_ROW)
         num_words = num_rows * SETTINGS_WORDS
-        # Settings and recent tokens are one piece, so that one copy brings both.
+        # Settings and recent tokens are adjacent, so that one copy transfers both.
         self._inputs = StagedMemory(zeros((num_words + self._num_recent,), "int32"))
         self._settings = self._inputs.values[:num_words].view(num_rows, SETTINGS_WORDS)
         self._recent = self._inputs.values[num_words:]
@@ -47,7 +47,7 @@ class Sampler:
         settings: Sequence[RowSettings],
         wait: Callable[[], None],
     ) -> list[int | None]:
-        """The token that follows each of `rows`, all different, of float32 logits [n, vocab].
+        """The token after each of `rows`, all different, of float32 logits [n, vocab].
 
         None if there is none to choose. wait: returns when the device has done what is queued.
         """
@@ -57,7 +57,7 @@ class Sampler:
         return tokens
 
     def _parts(self, settings: Sequence[RowSettings]) -> Iterator[slice]:
-        """Rows that there is memory for at once, nearly always all of them."""
+        """Slices of the rows that fit the memory, nearly always one."""
         first = num_recent = 0
         for index, each in enumerate(settings):
             is_full = index - first == self._num_rows or num_recent + len(each.recent) > self._num_recent
@@ -118,7 +118,7 @@ class OnDevice:
             return self.download([self.values[first:end] for first, end in _runs(rows)])
 
     def _check(self) -> None:
-        """Raises RuntimeError if the memory may have other contents."""
+        """Raises RuntimeError after a later step, which overwrites the memory."""
         if not self.is_current():
             raise RuntimeError("these logits are gone: the model has computed another step since")
 
@@ -163,7 +163,7 @@ class CudaLogits:
 
 
 def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Adjacent rows that follow each other, as (first, end)."""
+    """Runs of consecutive rows, as (first, end)."""
     runs: list[tuple[int, int]] = []
     for row in rows:
         if runs and row == runs[-1][1]:

@@ -1,7 +1,7 @@
-"""A model on one GPU: what it takes, and its forward pass over memory that was planned.
+"""A model on one GPU: its memory plan, and its forward pass over that memory.
 
-Everything that is ever allocated on the device is counted before anything is copied, by loading the model and
-running its forward pass over tensors without memory (`kernels/cuda/memory.py`).
+All device memory is counted before anything is copied, by loading the model and running its forward pass over
+tensors without memory (`kernels/cuda/memory.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,8 +24,8 @@ from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.cuda.staged import StagedMemory
 from coldstream.kernels.cuda_ops import CudaOps
-from coldstream.kernels.experts.executor import ExecutorFactory, PlacedExecutor, ResidentExecutor
-from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kernels.experts.executor import ExecutorFactory, ModelExecutor, ResidentExecutor
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.linear.reference import INTEGER_TYPES
@@ -41,14 +41,14 @@ from coldstream.models.cuda_logits import Sampler
 from coldstream.models.fixed_part import GRAPH_BYTES, RESERVE_BYTES
 from coldstream.models.spec import ModelSpec
 
-MAX_DECODE_ROWS = 64  # of a step whose head is captured with it
+MAX_DECODE_ROWS = 64  # rows of a step whose graph includes the head
 HEAD_ROWS = 64
 MAX_SEGMENTS = 64
 GATES, UPS = ".ffn_gate_exps.", ".ffn_up_exps."
 MAX_EXPERTS = EXPERTS_PER_LANE[-1] * WARP_SIZE
 
-# Up to here launching a step from Python takes longer than computing it, so that steps are captured. Graphs
-# are for some sizes only; the rows between are filled with rows of no sequence.
+# Up to this size launching a step from Python takes longer than computing it, so that steps are captured.
+# Graphs exist for some sizes only; other steps are padded to the next one with rows of no sequence.
 MAX_GRAPH_ROWS = 2048
 SIZES_PER_DOUBLING = 8
 SMALLEST_PADDED_ROWS = 17
@@ -56,13 +56,13 @@ SMALLEST_PADDED_ROWS = 17
 
 @dataclass(frozen=True)
 class CudaMemoryPlan:
-    """What a model takes on the device, in bytes, and how many tokens a step of prefill has."""
+    """Bytes of a model on the device, and the tokens of a step of prefill."""
 
     weights: int
     caches: int
     workspace: int
     chunk_size: int
-    experts: int = 0  # in slots; those of `weights` are always there
+    experts: int = 0  # in slots; `weights` has those of whole layers
     graphs: int = GRAPH_BYTES
     reserve: int = RESERVE_BYTES
 
@@ -73,7 +73,7 @@ class CudaMemoryPlan:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What is known of a step before its inputs are, and the same for all that one captured graph serves."""
+    """The properties of a step that select its captured graph: equal for all steps that share one."""
 
     num_rows: int
     has_trees: bool = False  # whether there may be rows of draft trees
@@ -83,21 +83,21 @@ class StepShape:
 
     @classmethod
     def prompt(cls, num_rows: int) -> Self:
-        """One chain."""
+        """The shape of a step with one chain."""
         return cls(num_rows, has_prompts=num_rows > MAX_SHORT_CHAIN)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a runner holds: sequences, tokens of each, the type of their keys and values, and experts."""
+    """Capacity of a runner: sequences, tokens of each, the type of their keys and values, and experts."""
 
     cache_size: CacheSize
     context_length: int
     kv_type: str
-    expert_bytes: int | None = None  # of the device's memory, for slots; None: all experts are there
-    whole_layers: frozenset[int] = frozenset()  # whose experts are all there in any case
-    ring_bytes: int = 0  # through which other experts come by
-    prefetching: Prefetching | None = None  # into the ring, of experts before their layer's router has run
+    expert_bytes: int | None = None  # device memory of slots; None: all experts are on the device
+    whole_layers: frozenset[int] = frozenset()  # layers with all experts on the device, outside of slots
+    ring_bytes: int = 0  # of the ring into which missing experts are copied
+    prefetching: Prefetching | None = None  # of experts into the ring before their router has run
 
     def __post_init__(self) -> None:
         """UnsupportedError if there are no GPU kernels for the type of keys and values."""
@@ -114,19 +114,19 @@ class Limits:
 
     @property
     def most_chosen(self) -> int:
-        """Tokens that are chosen at once: one for each sequence and one for each row of trees."""
+        """The most tokens chosen at once: one for each sequence and each row of trees."""
         return min(HEAD_ROWS, self.cache_size.num_states + self.cache_size.num_tree_rows)
 
     def is_captured(self, rows: int) -> bool:
-        """Whether steps of so many rows are graphs: not if the host shares out their experts."""
-        return rows <= (MAX_GRAPH_ROWS if self.expert_bytes is None else MAX_ROWS)
+        """Whether steps of `rows` rows are graphs: not if the host shares out their experts."""
+        return rows <= (MAX_GRAPH_ROWS if self.expert_bytes is None else MAX_MAILBOX_ROWS)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What changes from step to step, in memory that captured graphs point into.
+    """The inputs of a step, in memory that captured graphs read.
 
-    The arrays of a step of any size lie one behind the other, so that one copy brings them.
+    The arrays of a step of any size are adjacent, so that one copy transfers them.
     """
 
     memory: StagedMemory
@@ -143,11 +143,11 @@ class Inputs:
         return BatchSize(num_rows, min(num_rows, MAX_SEGMENTS), self.num_blocks)
 
     def on_host(self, num_rows: int) -> BatchArrays:
-        """What the next step of `num_rows` rows will take, to be written when the last step has ended."""
+        """Inputs of the next step of `num_rows` rows, to be written when the last step has ended."""
         return BatchArrays(self.memory.on_host, self._size(num_rows))
 
     def take(self, shape: StepShape) -> tuple[torch.Tensor, Rows]:
-        """Brings what is `on_host`: the token ids [rows] and which rows they are, on the device."""
+        """Queues the copy of `on_host`; the token ids [rows] and their `Rows` on the device."""
         size = self._size(shape.num_rows)
         self.memory.copy(size.num_values)
         arrays = BatchArrays(self.memory.values, size)
@@ -165,7 +165,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Commits:
-    """The path of a draft tree that is committed next, in memory that a captured graph points into."""
+    """The path of a draft tree to commit, in memory that a captured graph reads."""
 
     memory: StagedMemory
     num_blocks: int
@@ -182,7 +182,7 @@ class Commits:
         return PathArrays(self.memory.on_host, self.num_blocks)
 
     def take(self) -> CommittedPath:
-        """Brings what is `on_host`."""
+        """Queues the copy of `on_host`; the path on the device."""
         self.memory.copy(PathArrays.num_values(self.num_blocks))
         return PathArrays(self.memory.values, self.num_blocks).path
 
@@ -197,7 +197,7 @@ class Loaded:
     sequences: SequenceCache
     inputs: Inputs
     commits: Commits
-    hidden: Activations  # [most rows of a graph, E], where captured steps leave their hidden states
+    hidden: Activations  # [most rows of a graph, E], hidden states of captured steps
     sampler: Sampler
     weight_bytes: int
 
@@ -214,17 +214,19 @@ class Loaded:
         own: ExecutorFactory | None = None,
         notes_kernels: bool = False,
     ) -> Self:
-        """Loads into `memory`; over a `MemoryPlan` only small tensors are read, and there is no `host`.
+        """Loads into `memory`; over a `MemoryPlan` only small tensors are read, and `host` is None.
 
         own: as `CudaOps` takes it.
         """
         rows = max(chunk_size, MAX_DECODE_ROWS)
-        placed = _placed_executor(spec, limits, host)
-        ops = CudaOps(memory, limits.context_length, rows, placed, own=own, notes_kernels=notes_kernels)
+        make_executor = _model_executor_factory(spec, limits, host)
+        ops = CudaOps(
+            memory, limits.context_length, rows, make_executor, own=own, notes_kernels=notes_kernels
+        )
         model = CausalLM.load(file, spec, ops)
-        if isinstance(ops.placed, PartialExecutor):
+        if isinstance(ops.model_executor, PartialExecutor):
             mixtures = (block.ffn for block in model.blocks if isinstance(block.ffn, MoeWeights))
-            ops.placed.number_layers((moe.ffn_gate_inp, moe.experts) for moe in mixtures)
+            ops.model_executor.number_layers((moe.ffn_gate_inp, moe.experts) for moe in mixtures)
         weight_bytes = memory.persistent_bytes
         sequences = SequenceCache(spec, ops, limits.cache_size, limits.kv_type)
         inputs = Inputs.into(ops, rows, limits.context_length)
@@ -252,17 +254,17 @@ class Loaded:
             hidden: Activations = self.model.forward(token_ids, rows, self.sequences.tensors)
             return hidden
         finally:
-            self.ops.finish_step()  # what runs beside it must be over before a capture can be given up
+            self.ops.finish_step()  # joins other streams, also before a capture is abandoned
 
     def commit(self) -> None:
-        """Advances what the caches hold of a sequence by the rows in `commits`."""
+        """Advances the caches of a sequence by the rows in `commits`."""
         self.model.commit(self.commits.take(), self.sequences.tensors)
 
 
-def _placed_executor(
+def _model_executor_factory(
     spec: ModelSpec, limits: Limits, host: HostExperts | None
-) -> Callable[[MoeKernels], PlacedExecutor]:
-    """Makes who computes the experts of a model within its limits."""
+) -> Callable[[MoeKernels], ModelExecutor]:
+    """The factory of the executor that computes a model's experts within its limits."""
     if limits.expert_bytes is None:
         return ResidentExecutor
     sizes = (spec.num_layers, spec.num_experts_per_tok, spec.hidden_size)
@@ -279,7 +281,7 @@ def _placed_executor(
 def plan_memory(
     file: GGUFFile, spec: ModelSpec, limits: Limits, free_bytes: int, chunk_size: int
 ) -> CudaMemoryPlan:
-    """What the model takes with steps of up to `chunk_size` tokens.
+    """The memory of the model with steps of up to `chunk_size` tokens.
 
     Raises OutOfMemoryError if it doesn't fit into `free_bytes`.
     """
@@ -297,7 +299,7 @@ def plan_memory(
 
 
 def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int) -> CudaMemoryPlan:
-    """What the model takes with steps of up to `chunk_size` tokens, counted by running it without memory."""
+    """The memory of the model with steps of up to `chunk_size` tokens, counted by a run without memory."""
     memory = MemoryPlan()
     loaded = Loaded.into(memory, file, spec, limits, chunk_size)
     has_trees = limits.has_trees
@@ -319,9 +321,9 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
 
 
 def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int) -> Noted:
-    """The kernels that steps of any size take, and the sampler's."""
+    """The kernels that steps of any size launch, and the sampler's."""
     loaded = Loaded.into(MemoryPlan(), file, spec, limits, chunk_size, notes_kernels=True)
-    # Which kernel is taken changes with the number of rows in one direction only.
+    # A kernel is launched for one range of row counts, so that these counts meet all of them.
     sizes = {2**i for i in range(chunk_size.bit_length())} | {2**i + 1 for i in range(6)}
     with note_kernels() as noted:
         for shape in _shapes(sizes, limits.has_trees):
@@ -333,7 +335,7 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
 
 
 def _shapes(sizes: Iterable[int], has_trees: bool) -> Iterator[StepShape]:
-    """Steps of so many rows that take all kernels: what many rows take does not depend on what they are."""
+    """Steps of `sizes` rows with all kernels. Those of steps of many rows are the same for all shapes."""
     for count in sorted(sizes):
         if count > 2 * MAX_DECODE_ROWS:
             yield StepShape.prompt(count)

@@ -22,7 +22,7 @@ from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import load_kernels
 from coldstream.kernels.experts.executor import ExecutorFactory
-from coldstream.kernels.experts.mailbox import MAX_ROWS, Mailbox
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.ops import SHORT_CONTEXT
 from coldstream.kvcache.batch import BatchLimits, CheckedSegment
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
@@ -56,7 +56,7 @@ def no_progress(done: int, total: int) -> None:
 
 
 @dataclass(frozen=True)
-class Placed:
+class ExpertSetup:
     """Where the experts of a model lie, who computes those that are not on the device, and with what."""
 
     plan: RunPlan
@@ -90,7 +90,7 @@ class CudaRunner(ModelRunner):
         gpu: Gpu,
         progress: Progress | None,
         compiling: Progress | None,
-        placed: Placed | None = None,
+        expert_setup: ExpertSetup | None = None,
     ) -> None:
         super().__init__(file, spec, limits.context_length)
         self.gpu = gpu
@@ -98,14 +98,14 @@ class CudaRunner(ModelRunner):
         self.cache_size = limits.cache_size
         check_supported(spec)
         check_types(file.tensors)
-        if placed is None:
+        if expert_setup is None:
             chunk_size = chosen_chunk_size(file, spec, limits.context_length, limits.kv_type, gpu.free_bytes)
         else:
-            chunk_size = placed.plan.placement.fixed.chunk_size
+            chunk_size = expert_setup.plan.placement.fixed.chunk_size
         self.plan = plan_memory(file, spec, limits, gpu.free_bytes, chunk_size)
         self.chunk_size = self.plan.chunk_size
         self._limits = BatchLimits(spec.vocab_size, limits.context_length, self.chunk_size, MAX_SEGMENTS)
-        self._placed = placed
+        self._expert_setup = expert_setup
         self._partial: PartialExperts | None = None
         self._num_steps = 0
         self._in_flight: tuple[Sequence, ...] = ()  # whose last step may not have ended
@@ -116,9 +116,11 @@ class CudaRunner(ModelRunner):
         try:
             with device_errors():
                 load_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling or no_progress)
-                if placed is not None and limits.expert_bytes is not None:
+                if expert_setup is not None and limits.expert_bytes is not None:
                     mailbox = Mailbox.create(spec.num_layers, spec.num_experts_per_tok, spec.hidden_size)
-                    self._partial = PartialExperts(mailbox, placed.plan.threads, placed.tier, self.chunk_size)
+                    self._partial = PartialExperts(
+                        mailbox, expert_setup.plan.threads, expert_setup.tier, self.chunk_size
+                    )
                 self._load(progress)
         except BaseException:
             self._release()
@@ -128,14 +130,14 @@ class CudaRunner(ModelRunner):
         """Everything that takes device memory, and the first step."""
         memory = DeviceMemory(self.plan.weights + self.plan.caches, self.plan.workspace)
         host = self._partial.host if self._partial else None
-        own = self._placed.executor if self._placed else None
+        own = self._expert_setup.executor if self._expert_setup else None
         sizes = (self.file, self.spec, self.limits, self.chunk_size)
         self._loaded = Loaded.into(memory, *sizes, host=host, own=own)
         self._sequences = self._loaded.sequences
         if self._partial:
-            placed = self._loaded.ops.placed
-            assert isinstance(placed, PartialExecutor)
-            self._partial.attach(placed)
+            executor = self._loaded.ops.model_executor
+            assert isinstance(executor, PartialExecutor)
+            self._partial.attach(executor)
         problem = default_cache().problem
         self._warnings = self._loaded.model.warnings + ((problem,) if problem else ())
         self._loaded.ops.finish_loading(progress)
@@ -143,14 +145,14 @@ class CudaRunner(ModelRunner):
         host_logits = torch.empty((HEAD_ROWS, self.spec.vocab_size), dtype=torch.float32)
         self._host_logits = host_logits.pin_memory()
         # So that no prompt pays for the first step of its kind; their rows are of no sequence.
-        many = StepShape.prompt(MAX_ROWS + 1 if self._partial else SMALLEST_PADDED_ROWS)
+        many = StepShape.prompt(MAX_MAILBOX_ROWS + 1 if self._partial else SMALLEST_PADDED_ROWS)
         for shape, compute in ((StepShape(1), self._computed_logits), (many, self._loaded.step)):
             self._loaded.inputs.on_host(shape.num_rows).pad(0)
             self._start_step(shape)
             compute(shape)
             self._ended()
-        if self._partial and self._placed:
-            self._partial.fill(self._placed.plan, self._placed.policy)
+        if self._partial and self._expert_setup:
+            self._partial.fill(self._expert_setup.plan, self._expert_setup.policy)
 
     def _ended(self) -> None:
         """The current stream has done everything. What could not be computed leaves sequences empty."""
@@ -169,34 +171,34 @@ class CudaRunner(ModelRunner):
         context_length: int,
         kv_type: str,
         cache_size: CacheSize | None = None,
-        placed: Placed | None = None,
+        expert_setup: ExpertSetup | None = None,
         progress: Progress | None = None,
         compiling: Progress | None = None,
     ) -> Self:
         """Copies the weights of an open file to the current device; the runner then closes the file.
 
         cache_size: what all sequences hold together (default: one context of positions, and the plan's
-        number of sequences), context_length bounding each. placed: which experts lie where; None: all of
-        them are on the device, as far as that has the memory. compiling is called with (done, total) kernels,
-        progress with (done, total) bytes. Raises DeviceError without a usable GPU, OutOfMemoryError before
-        anything is copied if it doesn't fit, UnsupportedError for sizes and types without kernels,
+        number of sequences), context_length bounding each. expert_setup: which experts lie where; None: all
+        of them are on the device, as far as that has the memory. compiling is called with (done, total)
+        kernels, progress with (done, total) bytes. Raises DeviceError without a usable GPU, OutOfMemoryError
+        before anything is copied if it doesn't fit, UnsupportedError for sizes and types without kernels,
         InconsistentError for weights that contradict the format's conventions; the file stays open then.
         """
         if cache_size is None:
-            num_sequences = placed.plan.placement.fixed.num_sequences if placed else 1
+            num_sequences = expert_setup.plan.placement.fixed.num_sequences if expert_setup else 1
             cache_size = CacheSize(num_blocks_of(context_length), num_sequences)
         limits = Limits(cache_size, context_length, kv_type)
-        if placed is not None and not placed.plan.placement.is_all_resident:
-            plan = placed.plan.placement
+        if expert_setup is not None and not expert_setup.plan.placement.is_all_resident:
+            plan = expert_setup.plan.placement
             whole = sum(plan.model.num_experts * plan.expert_bytes[layer] for layer in plan.pinned_layers)
             limits = replace(
                 limits,
                 expert_bytes=plan.resident_bytes - whole,
                 whole_layers=frozenset(plan.pinned_layers),
                 ring_bytes=plan.ring_bytes,
-                prefetching=placed.prefetching,
+                prefetching=expert_setup.prefetching,
             )
-        return cls(file, spec, limits, find_gpu(), progress, compiling, placed)
+        return cls(file, spec, limits, find_gpu(), progress, compiling, expert_setup)
 
     def close(self) -> None:
         """Gives the device's memory back and closes the file; the runner cannot be used afterwards."""
@@ -229,7 +231,7 @@ class CudaRunner(ModelRunner):
     @property
     def threads(self) -> int:
         """The one that launches, and those that compute experts."""
-        return 1 + (self._placed.plan.threads if self._partial and self._placed else 0)
+        return 1 + (self._expert_setup.plan.threads if self._partial and self._expert_setup else 0)
 
     @property
     def gpu_experts(self) -> GpuExpertStatistics | None:

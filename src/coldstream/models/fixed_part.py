@@ -1,7 +1,7 @@
-"""What a model takes of a GPU's memory beside its experts: the `FixedPart` of a placement.
+"""A model's GPU memory without its experts: the `FixedPart` of a placement.
 
-It is counted by the dry run that also plans the GPU's memory. Where the packages for that are missing,
-activations are estimated from their widths. On the CPU `CpuRunner.needs` counts.
+It is counted by the dry run that also plans the GPU's memory. Without the packages for that, activations are
+estimated from their widths. On the CPU `CpuRunner.needs` counts.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
 
-# By the tokens of a step of prefill: what share its activations may have of what weights and caches leave.
-# Each step brings all experts that it lacks over the bus once, so that short ones cost more than some slots.
+# By tokens of a prefill step: the share that its activations may take of the memory left by weights and
+# caches. Each step copies its missing experts over the bus once, so short steps cost more than a few slots.
 _WORKSPACE_SHARES = {8192: 0.25, 4096: 0.25, 2048: 0.5, 1024: 0.5, 512: 0.5, 256: 1.0}
 CHUNK_SIZES = tuple(_WORKSPACE_SHARES)
 _SHORT_CHUNK = 2048  # shorter ones don't fill a GPU
@@ -26,7 +26,7 @@ _SHORT_CHUNK = 2048  # shorter ones don't fill a GPU
 MAX_GRAPHS = 48
 GRAPH_BYTES = MAX_GRAPHS * 4 * 2**20
 RESERVE_BYTES = 256 * 2**20
-_FLOATS_BESIDE_EXPERTS = 16  # activations of a token, in hidden states, beside one for each of its experts
+_FLOATS_BESIDE_EXPERTS = 16  # activations of a token in hidden states, plus one per expert
 
 
 def fixed_parts_on_gpu(
@@ -37,10 +37,10 @@ def fixed_parts_on_gpu(
     kv_type: str,
     budgets: Sequence[int],
 ) -> list[FixedPart]:
-    """For each budget in bytes, with the largest steps of prefill whose activations are a modest part.
+    """The fixed part for each budget in bytes, with the largest prefill steps of modest activations.
 
-    With shorter ones, down to 2048 tokens, if all experts fit beside those, and with states for as many
-    sequences as serve a step if those fit as well.
+    Steps are shorter, down to 2048 tokens, if all experts fit only then; and there are states for as many
+    sequences as are useful in a step if those fit beside all experts.
     """
     count = _estimated if missing_packages() else _counted
 
@@ -70,7 +70,7 @@ def fixed_parts_on_gpu(
 
 
 def chosen_chunk_size(file: GGUFFile, spec: ModelSpec, ctx_size: int, kv_type: str, free_bytes: int) -> int:
-    """Tokens of a step of prefill where no plan says them: the choice of `fixed_parts_on_gpu`."""
+    """Tokens of a prefill step without a plan: the choice of `fixed_parts_on_gpu`."""
     sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
     (part,) = fixed_parts_on_gpu(file, spec, sizes, ctx_size, kv_type, [free_bytes])
     return part.chunk_size
@@ -81,7 +81,7 @@ def _without_workspace(part: FixedPart) -> int:
 
 
 def least_bytes(spec: ModelSpec, sizes: ModelSizes) -> int:
-    """About what the smallest fixed part has beside its caches: what a default context must leave."""
+    """About the smallest fixed part without caches, which a default context must leave free."""
     reserved = GRAPH_BYTES + RESERVE_BYTES
     return sizes.dense_bytes + sizes.state_bytes + reserved + _activation_bytes(spec, CHUNK_SIZES[-1])
 
@@ -100,8 +100,7 @@ def _counted(
 
     limits, ring_bytes = Limits(cache_size, ctx_size, kv_type), 0
     if spec.is_moe:
-        # With what prefetching has beside its places, and without experts and the ring, which the placement
-        # counts itself.
+        # With the memory of prefetching other than places; the placement itself counts experts and the ring.
         most = Prefetching(LAYERS_AHEAD, MAX_PREFETCHED)
         ring_bytes = most.num_layers * most.experts * max(sizes.expert_bytes)
         limits = replace(limits, expert_bytes=0, ring_bytes=ring_bytes, prefetching=most)

@@ -1,4 +1,4 @@
-"""How much of a model one token needs: what bounds decoding, and what "active parameters" means. Pure."""
+"""Bytes and parameters of a model that one token uses: the bound of decoding, "active parameters". Pure."""
 
 import math
 import re
@@ -11,7 +11,7 @@ from coldstream.models.spec import ModelSpec
 from coldstream.placement.sizes import ModelSizes, slot_bytes
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
-_GATE_UP = "ffn_gate_up_exps."  # two matrices in one, which lie apart in slots
+_GATE_UP = "ffn_gate_up_exps."  # two matrices in one tensor, separate in slots
 _EMBEDDING = "token_embd.weight"
 
 
@@ -21,7 +21,7 @@ def num_parameters(tensors: Iterable[TensorInfo]) -> int:
 
 
 def active_parameters(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
-    """Values that one token is computed with: of routed experts the chosen ones, of the embedding one row."""
+    """Values used for one token: those of its chosen experts, one row of the embedding, all others."""
     return int(sum(_active_share(spec, info) * math.prod(info.shape) for info in tensors.values()))
 
 
@@ -41,7 +41,7 @@ def trunk_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
 
 
 def file_bytes(matrix_bytes: int) -> int:
-    """What a matrix of an expert takes where it is mapped: what it has in the file."""
+    """Bytes of an expert's matrix where it is mapped, the same as in the file."""
     return matrix_bytes
 
 
@@ -52,9 +52,9 @@ def model_sizes(
     kv_token_bytes: int,
     matrix_room: Callable[[int], int] = slot_bytes,
 ) -> ModelSizes:
-    """The model as placement sees it. kv_token_bytes: of all attention layers, in the cache's type.
+    """The model's sizes for placement. kv_token_bytes: of all attention layers, in the cache's type.
 
-    matrix_room: what a matrix of so many bytes takes in fast memory; by default in a slot on a GPU.
+    matrix_room: bytes of a matrix in fast memory, from its bytes in the file; by default in a GPU's slot.
     """
     expert_bytes, routed_bytes, parameters = [0] * spec.num_layers, 0, 0
     for info in tensors.values():

@@ -1,7 +1,7 @@
-"""Compares what the layers of a file ask for with what kernels compute.
+"""Compares the layers of a file with what kernels compute.
 
-A file that asks for anything else is refused before a weight is read: computed without it, its text would be
-fluent and wrong.
+A file that needs anything else is refused before a weight is read: without it, its text would be fluent and
+wrong.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class Choice:
     value: object
     is_supported: bool
     supported: str
-    keys: tuple[str, ...] = ()  # of which one says so in the file, if any does
+    keys: tuple[str, ...] = ()  # one of them may state the value in the file
 
 
 def check_kernels(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:

@@ -1,6 +1,6 @@
 """Reads the layers of a model from the keys that families share.
 
-What no key says (gates, norms, the order of heads) a family passes as an argument.
+A family passes as arguments what no key states (gates, norms, the order of heads).
 
 Every function takes the `Hyperparameters` of a file and raises InconsistentError, LimitError or
 UnsupportedError naming the key that is wrong.
@@ -43,7 +43,7 @@ NORM_KEYS: Final = ("expert_weights_norm", "norm_top_k_prob")
 def read_attention(
     keys: Hyperparameters, *, output_gate: bool, qk_norm: QkNorm, rotates_whole_heads: bool = False
 ) -> AttentionSpec:
-    """The attention of all layers that attend. A family that `rotates_whole_heads` need not say how much."""
+    """The attention of all layers that attend. rotates_whole_heads: the default without a key for it."""
     num_heads = keys.uniform("attention.head_count", MAX_HEADS)
     num_kv_heads = keys.uniform("attention.head_count_kv", num_heads)
     if num_heads % num_kv_heads:
@@ -60,7 +60,7 @@ def read_attention(
     scaling = keys.text("rope.scaling.type", "none")
     usual_scale = 1 / math.sqrt(head_dim)
     scale = keys.number("attention.scale", 0.0, 1e6, 0.0)
-    # A window as long as the context hides nothing, and 0 says that there is none.
+    # A window as long as the context has no effect, and 0 means none.
     window = keys.integer("attention.sliding_window", 0, 1 << 32, 0)
     is_hiding = 0 < window < keys.integer("context_length", 1, 1 << 24)
     return AttentionSpec(
@@ -111,7 +111,7 @@ def read_moe(keys: Hyperparameters, *, shared: SharedExpert) -> MoeSpec:
 
 
 def read_router(keys: Hyperparameters) -> RouterSpec:
-    """A softmax with normalised weights, unless keys say something else."""
+    """A softmax with normalised weights, unless keys state otherwise."""
     gating = keys.integer("expert_gating_func", 0, 1 << 32, 0)
     if gating not in _GATING:
         raise keys.error(UnsupportedError, "expert_gating_func", f"{gating}, known: 1 to {max(_GATING)}")
@@ -121,7 +121,7 @@ def read_router(keys: Hyperparameters) -> RouterSpec:
     return RouterSpec(
         gating=_GATING[gating],
         normalised=all(norms.values()),
-        scale=keys.number("expert_weights_scale", 0.0, 1e6, 1.0) or 1.0,  # 0 says that there is none
+        scale=keys.number("expert_weights_scale", 0.0, 1e6, 1.0) or 1.0,  # 0 means none
         num_groups=keys.integer("expert_group_count", 0, 4096, 1) or 1,
     )
 
@@ -158,9 +158,9 @@ def layer_kinds(keys: Hyperparameters, tensor_names: Container[str]) -> tuple[La
 
 
 def _declared_recurrent(keys: Hyperparameters) -> tuple[str, tuple[bool, ...]] | None:
-    """What the metadata says of each layer, and in which key: True for a DeltaNet, False for attention.
+    """The key that states each layer's mixer, and its flags: True for a DeltaNet, False for attention.
 
-    None if it says nothing, as some of Ollama's files and the first ones of `qwen3next`.
+    None without such a key, as in some of Ollama's files and early ones of `qwen3next`.
     """
     name = "attention.recurrent_layers"
     if name in keys:

@@ -1,7 +1,7 @@
-"""What a layer computes, as numbers and choices: a record for the mixer, and one for the FFN.
+"""The definition of a layer as numbers and choices: a record for the mixer, and one for the FFN.
 
-The records can say more than any kernel computes. `kernel_support.py` compares them with the kernels once,
-when a model is opened, so that whoever runs a layer has nothing left to choose.
+The records can express more than any kernel computes. `kernel_support.py` compares them with the kernels
+once, when a model is opened, so that running a layer needs no further check.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class AttentionSpec:
     bias: bool = False  # of the four projections
     scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     window: int | None = None  # positions that a token sees, its own included; None: all
-    sinks: bool = False  # a logit of each head that takes a share of the softmax and has no value
+    sinks: bool = False  # whether each head has a logit in the softmax without a value
 
     @property
     def query_dim(self) -> int:
@@ -130,7 +130,7 @@ class LayerSpec:
         return "attention" if isinstance(self.mixer, AttentionSpec) else "delta_net"
 
 
-# What stands for the kinds of layer that a model has not.
+# Stand for kinds of layers that a model does not have.
 NO_ATTENTION = AttentionSpec(num_heads=0, num_kv_heads=0, head_dim=0, rope=RopeSpec(0, 1.0))
 NO_DELTA_NET = DeltaNetSpec(
     conv_kernel=0, state_size=0, num_key_heads=0, num_value_heads=0, value_heads_grouped=False

@@ -29,9 +29,9 @@ def together(shapes: Mapping[str, Shape]) -> Group:
 def hybrid_block_tensors(
     layer: LayerSpec, hidden: int, projections: Callable[[DeltaNetSpec, int], tuple[Requirement, ...]]
 ) -> tuple[Requirement, ...]:
-    """A block with attention or a gated DeltaNet, whose `projections` of the input a family lays out.
+    """A block with attention or a gated DeltaNet; `projections`: the input's, which differ by family.
 
-    As all functions here without the block's norms.
+    Like all functions here, without the block's norms.
     """
     mixer = (
         attention_tensors(layer.mixer, hidden)
@@ -73,7 +73,7 @@ def attention_tensors(spec: AttentionSpec, hidden: int) -> tuple[Requirement, ..
 
 
 def _delta_net_rule_tensors(spec: DeltaNetSpec, hidden: int) -> tuple[Requirement, ...]:
-    """All but the projections of the input, which families lay out in ways of their own."""
+    """All but the projections of the input, whose layout differs by family."""
     heads = spec.num_value_heads
     bias: Requirement = ({"ssm_dt.bias": ((heads,),)}, {"ssm_dt": ((heads,),)})
     others = {
@@ -102,7 +102,7 @@ def _moe_tensors(spec: MoeSpec, hidden: int) -> tuple[Requirement, ...]:
     )
     fused = together(
         {"ffn_gate_up_exps.weight": (experts, 2 * size, hidden)}
-    )  # of each expert gate rows, then up
+    )  # per expert: rows of gate, then of up
     others = {
         "ffn_gate_inp.weight": (experts, hidden),
         "ffn_down_exps.weight": (experts, hidden, size),
@@ -122,7 +122,7 @@ def _gated_shared_expert_tensors(size: int, hidden: int) -> tuple[Requirement, .
 
 
 def nextn_tensors(hidden: int, vocab_size: int) -> tuple[Requirement, ...]:
-    """What a block for multi-token prediction has beside its layer; its tables may be the model's own."""
+    """Tensors of a block for multi-token prediction beside its layer; its tables may be the model's own."""
     table = (vocab_size, hidden)
     required = {
         "nextn.eh_proj.weight": (hidden, 2 * hidden),

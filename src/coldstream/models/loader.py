@@ -28,7 +28,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Loader:
-    """Finds weights by name, in whichever of their forms the file has them, and remembers the small ones."""
+    """Loads weights by name, in any of the layouts that files have, and keeps the small ones."""
 
     file: GGUFFile
     spec: ModelSpec
@@ -51,7 +51,7 @@ class Loader:
         return self.ops.load_rows(self.file, self.file.tensors[f"{prefix}{rows.source}.weight"], rows.row_ids)
 
     def mapped(self, name: str) -> Weight:
-        """The same, for weights of which a token reads a part."""
+        """The matrix `name`.weight, mapped: for weights of which a token reads only a part."""
         return self.ops.map_weight(self.file, self.file.tensors[f"{name}.weight"])
 
     def vector(self, name: str) -> Array:
@@ -62,7 +62,7 @@ class Loader:
     def parts(
         self, load: Callable[[str], Weight], names: tuple[str, ...], fused: str, sizes: tuple[int, ...]
     ) -> tuple[Weight, ...]:
-        """The weights `names`, or their `sizes` rows each of the one weight that has them all."""
+        """The weights `names`, or, of `sizes` rows each, the parts of the one weight that holds them all."""
         if f"{fused}.weight" in self.file.tensors:
             return self.ops.split_rows(load(fused), sizes)
         return tuple(load(name) for name in names)

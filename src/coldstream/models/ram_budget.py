@@ -1,8 +1,8 @@
-"""What a model takes of RAM on the CPU, and what of it may be left on the disk.
+"""A model's RAM on the CPU, with all experts in RAM or some on the disk.
 
-Two things may run: the whole model, whose experts are mapped from the file, or some of its experts in the
-slots of a pool. Both are counted by capturing a forward pass that reads no weights, so that the counts are
-those of the runner. Rows of an embedding that is not the head as well stay in the file, and are not counted.
+Either all experts are mapped from the file, or some are in the slots of a pool. Both cases are counted by
+capturing a forward pass that reads no weights, so that the counts are those of the runner. An embedding that
+is not also the head stays in the file and is not counted.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 Array = np.ndarray[Any, Any]
-# The fixed part of the model with its experts mapped, or with those of a tier.
+# The fixed part of the model, with its experts mapped (None) or in a tier.
 CountFixed = Callable[[DiskTier | None], FixedPart]
 
 _STACKS = ("ffn_gate_up_exps", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
@@ -35,7 +35,7 @@ def expert_stacks(file: GGUFFile, spec: ModelSpec) -> list[list[TensorInfo]]:
 
 @dataclass(frozen=True)
 class RamNeeds:
-    """Sizes of a model in RAM and what it takes beside experts, with all of them mapped or some in slots.
+    """Sizes and fixed parts of a model in RAM, with all experts mapped and with some in slots.
 
     fixed_in_slots: None for a dense model, whose `in_slots` is `mapped`.
     """
@@ -47,7 +47,7 @@ class RamNeeds:
 
     @classmethod
     def of(cls, file: GGUFFile, spec: ModelSpec, kv_token_bytes: int, count: CountFixed) -> "RamNeeds":
-        """Of the model in `file`, with what `count` counts. kv_token_bytes as for `model_sizes`."""
+        """From the model in `file`; `count` counts the fixed parts. kv_token_bytes as for `model_sizes`."""
         mapped, in_slots = sizes_in_ram(file, spec, kv_token_bytes)
         tier = disk_tier(file, spec) if spec.is_moe else None
         return cls(mapped, count(None), in_slots, count(tier) if tier else None)
@@ -60,13 +60,13 @@ class RamNeeds:
         return min(self._whole_bytes, in_slots)
 
     def parts_for(self, placement: PlacementPlan) -> tuple[ModelSizes, FixedPart]:
-        """The sizes and the fixed part that `placement`, a plan of this model, has to have."""
+        """The sizes and the fixed part that `placement`, a plan of this model, must have."""
         if placement.is_all_resident or self.fixed_in_slots is None:
             return self.mapped, self.fixed_mapped
         return self.in_slots, self.fixed_in_slots
 
     def place(self, budget_bytes: int, uses: Array | None, options: PlanOptions) -> PlacementPlan:
-        """What lies in RAM: all experts if that is within the budget. Raises as `plan_placement`."""
+        """The placement in RAM, with all experts if the budget allows. Raises as `plan_placement`."""
         if self.fixed_in_slots is None or self._whole_bytes <= max(budget_bytes, self.least_bytes(options)):
             sizes, fixed = self.mapped, self.fixed_mapped
             options = replace(options, min_per_size=sizes.num_experts * sizes.num_layers, has_ring=False)
@@ -79,7 +79,7 @@ class RamNeeds:
         return self.fixed_mapped.total + self.mapped.all_expert_bytes
 
     def _slot_options(self, options: PlanOptions) -> PlanOptions:
-        """A token needs slots for its experts of a layer; what comes from the disk waits where it is used."""
+        """Slots for a token's experts of a layer, at least; no ring, as experts are read into their slots."""
         return replace(options, min_per_size=self.in_slots.num_experts_per_tok, has_ring=False)
 
 

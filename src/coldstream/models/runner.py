@@ -1,7 +1,7 @@
-"""A model on a device and the sequences that it computes: what all devices have in common.
+"""A model on a device and its sequences: the part that all devices have in common.
 
 The unit of work is a step over a `Batch` of up to `chunk_size` rows; the head runs only on rows whose logits
-somebody wants. Knows nothing of text, sampling or requests.
+are wanted. Knows nothing of text, sampling or requests.
 """
 
 from abc import ABC, abstractmethod
@@ -32,12 +32,11 @@ Progress = Callable[[int, int], None]
 class ModelRunner(ABC):
     """One model, and sequences whose state its memory holds. The runner closes the file.
 
-    After an exception from the middle of a step or a commit the sequences that took part are empty, never
-    half-advanced. What comes before anything has changed leaves them as they were.
+    After an exception in the middle of a step or a commit its sequences are empty, never half-advanced. An
+    exception before anything has changed leaves them as they were.
 
-    A file that steps read from is looked at before anything is computed, and again before logits are given
-    out: all that went into them are the bytes that were opened, or there is a ModelChangedError, now and from
-    then on.
+    A file that steps read is checked before anything is computed, and again before logits are returned: they
+    depend only on the bytes that were opened, or else this call and all later ones raise ModelChangedError.
     """
 
     chunk_size: int  # rows of a step
@@ -59,18 +58,18 @@ class ModelRunner(ABC):
     def _logits_of(self, rows: Array) -> Any:
         """float32 logits [n, vocab] of rows of the last step, int64 [n] in any order.
 
-        `_check_file` comes before anybody sees them.
+        Calls `_check_file` before it returns them.
         """
 
     @abstractmethod
     def _commit(self, path: AcceptedPath) -> None:
-        """Make caches and states what a chain of the path's rows would have made of them."""
+        """Advance caches and states as a chain of the path's rows would have done."""
 
     @property
     @abstractmethod
     def reads_file(self) -> bool:
-        """Whether steps read weights from the file. If not, loading has copied them all, and what becomes of
-        the file changes nothing.
+        """Whether steps read weights from the file. If not, loading has copied them all, and later changes
+        of the file have no effect.
         """
 
     @property
@@ -86,21 +85,21 @@ class ModelRunner(ABC):
     @property
     @abstractmethod
     def warnings(self) -> tuple[str, ...]:
-        """What looks wrong with the file and may be right, for people."""
+        """Suspicious properties of the file that need not be errors, as text."""
 
     @property
     def disk(self) -> DiskStatistics | None:
-        """What reading experts from the disk has taken; None if all weights are in memory."""
+        """Statistics of experts read from the disk; None if all weights are in memory."""
         return None
 
     @property
     def gpu_experts(self) -> GpuExpertStatistics | None:
-        """What became of experts that the GPU does not hold; None if it holds all, or if there is none."""
+        """Statistics of experts that the GPU does not hold; None if it holds all, or without a GPU."""
         return None
 
     @property
     def expert_uses(self) -> tuple[int, int] | None:
-        """Uses of experts so far that found them in fast memory, and that did not; None: all are there."""
+        """(hits, misses) of experts in fast memory so far; None if all are there."""
         return None if self.disk is None else (self.disk.hits, self.disk.misses)
 
     @property
@@ -113,23 +112,23 @@ class ModelRunner(ABC):
         return self._sequences.new()
 
     def branch(self, sequence: Sequence) -> Sequence:
-        """A sequence of its own with the same tokens; what they share is copied when it is first written to.
+        """A new sequence with the same tokens; shared memory is copied when one of them first writes to it.
 
-        Raises InvalidRequestError, as all methods that take a sequence do, if it has been released or is of
-        another runner, and where no tree may be pending if one is.
+        Raises InvalidRequestError, as all methods with a sequence do, if it was released or is of another
+        runner, and if a tree is pending where none may be.
         """
         return self._sequences.branch(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Gives back all that the sequence has; it can't be used afterwards."""
+        """Frees the memory of the sequence, which cannot be used afterwards."""
         self._sequences.release(sequence)
 
     def clear(self, sequence: Sequence) -> None:
-        """Makes the sequence an empty one without checkpoints."""
+        """Empties the sequence and drops its checkpoints."""
         self._sequences.clear(sequence)
 
     def checkpoint(self, sequence: Sequence) -> Checkpoint:
-        """What `restore` goes back to. It takes a recurrent state as soon as the sequence goes on."""
+        """A point for `restore`. It takes a recurrent state as soon as the sequence goes on."""
         return self._sequences.checkpoint(sequence)
 
     def restore(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
@@ -144,9 +143,9 @@ class ModelRunner(ABC):
     def step(self, batch: Batch) -> tuple[Any, ...]:
         """Computes the rows of a batch. For each segment float32 logits [wanted rows, vocab].
 
-        They may lie on a device, valid until the next step: `numpy.asarray` brings them. Chains are
-        committed, trees wait for `commit`. Raises InvalidRequestError for what cannot be computed and
-        OutOfMemoryError for what there is no room for, both before anything changes, and ModelChangedError.
+        They may be on a device, valid until the next step: `numpy.asarray` copies them to the host. Chains
+        are committed, trees stay pending. Raises InvalidRequestError for a batch that cannot be computed and
+        OutOfMemoryError if there is no room, both before anything changes, and ModelChangedError.
         """
         segments = check_batch(batch, self._sequences, self._limits)
         self._sequences.check_room([segment.demand for segment in segments])
@@ -157,9 +156,9 @@ class ModelRunner(ABC):
     def commit(self, sequence: Sequence, rows: Collection[int]) -> None:
         """Keeps a path of the sequence's pending tree, each row the parent of the next, and forgets the rest.
 
-        No rows forget all. Raises InvalidRequestError if rows is no path or no tree is pending, and
-        OutOfMemoryError if the sequence shares its recurrent state and there is no room for another; nothing
-        has changed then.
+        Without rows the whole tree is forgotten. Raises InvalidRequestError if rows is no path or no tree is
+        pending, and OutOfMemoryError if the sequence shares its recurrent state and there is no room for
+        another, both with nothing changed.
         """
         with self._typed_errors():
             path = self._sequences.accept(sequence, rows)
@@ -172,8 +171,8 @@ class ModelRunner(ABC):
     def extend(self, sequence: Sequence, token_ids: TokenIds[int], progress: Progress | None = None) -> Any:
         """Appends any number of tokens, at least one, in steps; the logits [vocab] after the last.
 
-        progress is called with (tokens done, tokens in all) after each step; what it raises, as any error
-        after the first step, leaves the sequence empty. Raises as `step`.
+        progress is called with (tokens done, tokens in all) after each step. An exception that it raises, or
+        any error after the first step, leaves the sequence empty. Raises as `step`.
         """
         chunks = self._chunks(sequence, token_ids)
         self._check_file()
@@ -189,7 +188,7 @@ class ModelRunner(ABC):
 
     @host_memory_errors()
     def logits(self, token_ids: TokenIds[int]) -> Array:
-        """float32 logits [T, vocab] after each token of a sequence of its own.
+        """float32 logits [T, vocab] after each token, computed in a new sequence.
 
         Raises as `step`, and GenerationFault if a logit is not finite.
         """
@@ -212,7 +211,7 @@ class ModelRunner(ABC):
         return result
 
     def _chunks(self, sequence: Sequence, token_ids: TokenIds[int]) -> list[Array]:
-        """Tokens that `sequence` has room for, as int32, step by step. Raises as `step`."""
+        """The tokens as int32, cut into steps, if `sequence` has room for them. Raises as `step`."""
         segment = check_segment(Segment(sequence, token_ids), self._sequences, self._limits)
         self._sequences.check_room([segment.demand])
         ids = segment.token_ids
@@ -232,12 +231,12 @@ class ModelRunner(ABC):
         return tuple(logits[end - len(rows) : end] for end, rows in zip(ends, wanted, strict=True))
 
     def _typed_errors(self) -> AbstractContextManager[None]:
-        """Around what uses a device: whatever that raises becomes one of coldstream's errors."""
+        """Translates a device's exceptions inside into coldstream's errors."""
         return nullcontext()
 
     @contextmanager
     def _whole_or_cleared(self, sequences: Collection[Sequence]) -> Iterator[None]:
-        """What is interrupted inside leaves empty sequences."""
+        """Empties the sequences if an exception interrupts the work inside."""
         try:
             yield
         except BaseException:

@@ -31,7 +31,7 @@ from coldstream.models.tensor_table import validate_tensors
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Names follow the Hugging Face configuration; sizes are in elements, 0 for what a model has not.
+    """Names follow the Hugging Face configuration; sizes are in elements, 0 for parts that a model lacks.
 
     The blocks of the file are the layers of the trunk, 0 … num_layers − 1, then num_nextn_layers blocks that
     predict further tokens (MTP) and take no part in the forward pass. Layers of a kind are alike, so that

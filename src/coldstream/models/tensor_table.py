@@ -1,11 +1,9 @@
 """Which tensors a model needs, with their shapes, and the comparison of a file with that list.
 
-`architectures/` lists the tensors of a block. Any tensor may have any type that the reader knows; whoever
-loads it goes by the type it has.
+`architectures/` lists the tensors of a block. Any tensor may have any type that the reader knows.
 
-Tensors that the table does not list are judged by where they are: inside a block they would change the
-result, so they are refused; outside (vision towers `v.*`, projectors `mm.*`, `mtp.*`) they belong to
-something else and are only reported.
+A tensor that the table does not list is refused inside a block, where it would change the result. Outside
+(vision towers `v.*`, projectors `mm.*`, `mtp.*`) it belongs to something else and is only reported.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What the machine has, and what goes where."""
+"""Hardware, and the placement of a model on it."""
 
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.routing_trace import RoutedModel, RoutingTrace

@@ -1,6 +1,6 @@
-"""The speed that bytes and measured rates allow at most, whatever the kernels do. Pure.
+"""Upper bounds of speed from bytes and measured rates, for any kernels. Pure.
 
-Beside a forecast it says how much of the machine is used; a forecast is never above it.
+A forecast divided by its bound is the share of the machine that is used, at most 1.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 
 def decode_ceiling(model: ModelSizes, rates: Rates, hit_rates: Sequence[float], tier: Tier) -> float:
-    """Tokens per second: what is read from each place, all places at once. hit_rates: of each layer."""
+    """Tokens per second if all memories are read at the same time. hit_rates: of each layer."""
     chosen = [model.num_experts_per_tok * size for size in model.expert_bytes]
     cold = sum((1.0 - rate) * num_bytes for rate, num_bytes in zip(hit_rates, chosen, strict=True))
     fast = model.dense_token_bytes + sum(chosen) - cold
@@ -35,7 +35,7 @@ def prefill_ceiling(
     chunk_size: int,
     tier: Tier,
 ) -> float:
-    """Tokens per second: each step brings its cold experts once, while others are multiplied.
+    """Tokens per second if each step copies its cold experts once, while others are multiplied.
 
     resident: bool [layers, experts]; uses as in `plan_placement`.
     """
@@ -52,6 +52,6 @@ def prefill_ceiling(
 
 
 def _cold_bytes_per_s(rates: Rates) -> float:
-    """Of experts in RAM, by the CPU and over the bus."""
+    """Bytes per second of experts in RAM, by the CPU and over the bus together."""
     both = rates.read_beside_link + rates.link_beside_read
     return max(rates.read_bytes_per_s, rates.link_bytes_per_s, both)

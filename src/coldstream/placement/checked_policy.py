@@ -1,7 +1,7 @@
-"""A policy that somebody else wrote, and checks of what it answers. Pure.
+"""Checks the answers of a caller's policy. Pure.
 
-What a policy may do wrong would else be found far from it, or never: a cache that gives up a slot which
-nobody has. Each mistake is a ConfigError that names the policy's class.
+Unchecked, a mistake would show far from the policy or never, such as the eviction of an expert that is not
+resident. Each mistake is a ConfigError that names the policy's class.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ Result = TypeVar("Result")
 
 
 class CheckedPolicy(Policy):
-    """Does what `policy` does. Raises ConfigError if that raises, or answers what is none.
+    """Calls `policy`. Raises ConfigError if it raises or returns an invalid answer.
 
-    Arrays that it is given it cannot write to.
+    The arrays that it receives are read-only.
     """
 
     def __init__(self, policy: Policy) -> None:

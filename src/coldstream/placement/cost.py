@@ -1,11 +1,11 @@
-"""What a token costs where its experts lie: seconds from bytes, measured rates and hit rates. Pure.
+"""The cost of a token in seconds, from bytes, measured rates and hit rates. Pure.
 
-A layer of decode is a part that every token takes (mixer, router, norms: bytes of GPU memory and launches),
-and its experts: what is resident on the GPU beside what the CPU computes where it lies and what the GPU
-reads over the bus. Prefill streams what is cold beside computing; the CPU takes the experts with few tokens.
+A layer of decode has a part that every token takes (mixer, router, norms: bytes of GPU memory and launches),
+and experts: the GPU computes resident ones while the CPU computes others in RAM and the GPU reads more over
+the bus. Prefill copies cold experts while it computes; the CPU computes those with few tokens.
 
-The constants are shares of the measured rates that the kernels reach, from docs/results/gpu on H200s,
-and what routers guess, from docs/results/guess_recall.json.
+The constants are the shares of measured rates that kernels reach, from docs/results/gpu on H200s, and the
+recall of guesses, from docs/results/guess_recall.json.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from coldstream.placement.sizes import ModelSizes
 
 Array = np.ndarray[Any, Any]
 
-LAUNCH_S: Final = 3.1e-6  # a short kernel of a captured graph, its fixed part
+LAUNCH_S: Final = 3.1e-6  # fixed part of a short kernel in a captured graph
 LAYER_LAUNCHES: Final = 8.65
-EXPERT_LAUNCHES: Final = 2  # of them: gate and up, down
-JOIN_S: Final = 1.1e-6  # of a layer that may miss: sharing its experts out, and looking for an answer
+EXPERT_LAUNCHES: Final = 2  # per layer: gate and up, down
+JOIN_S: Final = 1.1e-6  # per layer that may miss: sharing its experts out, and polling for an answer
 VRAM_SHARE: Final = 0.7  # of a copy's rate, in products of one row
 KV_SHARE: Final = 0.45  # the same in attention of one row
 MANY_ROWS_VRAM_SHARE: Final = 0.36  # the same in products of a prompt's rows
@@ -31,19 +31,19 @@ PRODUCT_SHARE: Final = 0.17  # of the rate of large matrices
 FLOAT_SHARE: Final = 0.035  # attention, which computes in float32, against int8
 CPU_SHARE: Final = 0.85  # of the rate at which threads read
 MISSES_SHARE: Final = 0.6  # the same for the few experts of a layer that a GPU asks for
-DISK_ROUND_S: Final = 4.5e-4  # of a layer that misses: until readers are awake and the disk has answered
-CPU_LAYER_S: Final = 6e-5  # of a layer, what no bytes explain
-CPU_ROW_S: Final = 1.2e-5  # of a layer and a prompt's row, on one core: what no products explain
+DISK_ROUND_S: Final = 4.5e-4  # per layer that misses: waking readers, and the disk's latency
+CPU_LAYER_S: Final = 6e-5  # per layer, independent of bytes
+CPU_ROW_S: Final = 1.2e-5  # per layer and row of a prompt on one core, beside products
 BUS_SHARE: Final = 0.85  # kernels that read over the bus, against copies
 BUS_BESIDE_SHARE: Final = 0.72  # the same while the CPU computes
 PREFETCHED: Final = 2  # experts of a layer that are worth guessing
-GUESSED: Final = 0.74  # of missing experts, two layers ahead, by a trained model's routers
-GUESS_S: Final = 1.8e-6  # of a layer: a second router in the launch of its own, and a branch of the graph
+GUESSED: Final = 0.74  # share of missing experts that are guessed two layers ahead, in a trained model
+GUESS_S: Final = 1.8e-6  # per layer: a second router in its router's launch, and a branch of the graph
 
 
 @dataclass(frozen=True)
 class Split:
-    """Who computes the missed experts of a layer, and how long it takes."""
+    """How many missed experts of a layer the CPU and the bus take, and the seconds."""
 
     num_cpu: int
     num_bus: int
@@ -86,10 +86,10 @@ def decode_seconds(model: ModelSizes, rates: Rates, hit_rates: Sequence[float], 
 
 
 def prefetch_gain(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -> float:
-    """Seconds a token that guessing at up to PREFETCHED experts of a layer saves; negative if it costs more.
+    """Seconds per token that prefetching up to PREFETCHED experts of a layer saves; may be negative.
 
-    Guessed experts come in time as far as they leave the bus free. Those that are missed nevertheless share
-    it with them.
+    Guessed experts arrive in time as far as the bus has room for them; experts that are missed nevertheless
+    share the bus with them.
     """
     layer_s = decode_seconds(model, rates, hit_rates) / model.num_layers
     chosen = model.num_experts_per_tok
@@ -122,13 +122,13 @@ def prefetch_gain(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -
 def decode_seconds_on_cpu(
     model: ModelSizes, rates: Rates, hit_rates: Sequence[float], context: int = 0
 ) -> float:
-    """The same where RAM is the fast memory and misses come from the disk."""
+    """`decode_seconds` if RAM is the fast memory and misses are read from the disk."""
     read = _cpu_bytes_per_s(rates)
     seconds = (model.dense_token_bytes + context * model.kv_token_bytes + 2 * model.state_bytes) / read
     seconds += model.num_layers * CPU_LAYER_S
     for size, hit_rate in zip(model.expert_bytes, hit_rates, strict=True):
         num_bytes = model.num_experts_per_tok * size
-        # What is missed is read while the rest is computed, and computed then.
+        # Missed experts are read while the others are computed, and computed after that.
         missed = (1.0 - hit_rate) * num_bytes
         seconds += max(num_bytes / read, missed / rates.disk_bytes_per_s + missed / read)
         seconds += (1.0 - hit_rate**model.num_experts_per_tok) * DISK_ROUND_S
@@ -153,7 +153,7 @@ def prefill_seconds(
             + 2 * count * model.token_parameters / (PRODUCT_SHARE * rates.product_ops_per_s)
             + 4 * pairs / (FLOAT_SHARE * rates.product_ops_per_s)
         )
-        # Nothing hides the first layer's experts.
+        # The copies of the first layer's experts overlap with nothing.
         seconds += max(stream, compute) + stream / model.num_layers
     return seconds
 
@@ -161,7 +161,7 @@ def prefill_seconds(
 def prefill_seconds_on_cpu(
     model: ModelSizes, rates: Rates, resident: Array, uses: Array | None, num_tokens: int, chunk_size: int
 ) -> float:
-    """The same where RAM is the fast memory and the rest comes from the disk."""
+    """`prefill_seconds` if RAM is the fast memory and other experts are read from the disk."""
     seconds = 0.0
     for start in range(0, num_tokens, chunk_size):
         count = min(chunk_size, num_tokens - start)
@@ -177,7 +177,7 @@ def prefill_seconds_on_cpu(
 
 
 def _cold_seconds(num_cpu: int, num_bus: int, expert_bytes: int, rates: Rates) -> float:
-    """Both at once, each slower while the other runs. The bus begins while the CPU is still being asked."""
+    """Seconds of CPU and bus together, each slower beside the other. The bus begins before the CPU."""
     cpu = num_cpu * expert_bytes / _misses_per_s(rates)
     bus = num_bus * expert_bytes / (BUS_SHARE * rates.link_bytes_per_s)
     if not num_cpu:
@@ -191,12 +191,12 @@ def _cold_seconds(num_cpu: int, num_bus: int, expert_bytes: int, rates: Rates) -
 
 
 def _cpu_bytes_per_s(rates: Rates) -> float:
-    """Weights that the CPU multiplies by one row."""
+    """Bytes of weights that the CPU multiplies by one row in a second."""
     return min(CPU_SHARE * rates.read_bytes_per_s, rates.cpu_bytes_per_s)
 
 
 def _misses_per_s(rates: Rates, *, beside_link: bool = False) -> float:
-    """The same of the experts that a GPU asks for, in bytes."""
+    """`_cpu_bytes_per_s` for the experts that a GPU requests."""
     read = rates.read_beside_link if beside_link else rates.read_bytes_per_s
     return min(MISSES_SHARE * read, rates.cpu_bytes_per_s)
 
@@ -208,7 +208,7 @@ def _experts_seconds(num_resident: int, num_misses: int, expert_bytes: int, rate
 
 
 def _odds_of_misses(num_experts: int, miss_rate: float) -> list[float]:
-    """Of 0 to `num_experts` misses, as if each missed on its own."""
+    """Probabilities of 0 to `num_experts` misses, assumed independent."""
     return [
         comb(num_experts, misses) * miss_rate**misses * (1 - miss_rate) ** (num_experts - misses)
         for misses in range(num_experts + 1)
@@ -234,13 +234,13 @@ def expected_rows(model: ModelSizes, uses: Array | None, count: int) -> Array:
 
 
 def expected_touched(rows: Array, count: int) -> Array:
-    """The odds that an expert gets a row at all, as if tokens chose on their own."""
+    """The probability that an expert gets any row, if tokens choose independently."""
     touched: Array = 1.0 - (1.0 - rows / count) ** count
     return touched
 
 
 def _stream_seconds(model: ModelSizes, rates: Rates, rows: Array, touched: Array, sizes: Array) -> float:
-    """Until all cold experts [n] were streamed, or computed by the CPU, which takes those that suit it."""
+    """Seconds until all cold experts [n] are copied, or computed by the CPU where that is faster."""
     if not rows.size:
         return 0.0
     by_bus = touched * sizes / rates.link_beside_read

@@ -1,4 +1,4 @@
-"""How fast a file's disk gives what is not in memory."""
+"""Measures how fast a file's disk is read past the page cache."""
 
 import mmap
 import os
@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-_PAGE_BYTES: Final = 4096  # what such reads begin and end at
+_PAGE_BYTES: Final = 4096  # alignment of direct reads
 _NUM_THREADS: Final = 8  # enough requests at once for an NVMe disk
 _NUM_PASSES: Final = 3
 _PASS_LIMIT_S: Final = 0.2
@@ -19,8 +19,8 @@ _PASS_LIMIT_S: Final = 0.2
 def measure_disk(path: Path, piece_bytes: int) -> float | None:
     """Bytes per second of reading pieces of a file in random order, past the page cache.
 
-    piece_bytes: of one read, rounded up to whole pages. The best of three times, half a second together. None
-    where that cannot be said: no such reads on this platform or file system, or a file below one piece.
+    piece_bytes: of one read, rounded up to whole pages. The best of three measurements, half a second in all.
+    None without direct reads on this platform or file system, or for a file below one piece.
     """
     piece_bytes = -(-piece_bytes // _PAGE_BYTES) * _PAGE_BYTES
     flag = getattr(os, "O_DIRECT", None)
@@ -54,7 +54,7 @@ def _pass_rate(descriptor: int, num_pieces: int, piece_bytes: int) -> float:
 def _read_pieces(descriptor: int, order: Iterator[int], piece_bytes: int, until: float) -> int:
     """Bytes read; all readers take from one `order`."""
     num_bytes = 0
-    with mmap.mmap(-1, piece_bytes) as buffer:  # whose address is that of a page, as such reads want it
+    with mmap.mmap(-1, piece_bytes) as buffer:  # page-aligned, as direct reads need
         for piece in order:
             num_bytes += os.preadv(descriptor, [buffer], piece * piece_bytes)
             if time.perf_counter() > until:

@@ -1,4 +1,4 @@
-"""What a plan promises: expected speed, and what one more GiB would add. Pure."""
+"""Forecasts of a plan: expected speed, and the gain of one more GiB. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,16 +22,16 @@ from coldstream.placement.sizes import ModelSizes
 Array = np.ndarray[Any, Any]
 
 PROMPT_LENGTHS: Final = (168, 512, 2048, 8192)
-NEXT_BYTES: Final = 2**30  # of fast memory, what a forecast is compared with
+NEXT_BYTES: Final = 2**30  # further fast memory of the forecast to compare with
 
 
 @dataclass(frozen=True)
 class Forecast:
     """Expected figures of a plan. Tokens per second of one sequence."""
 
-    hit_rate: float  # of the routed experts that a token uses, in fast memory
-    cold_token_bytes: int  # of experts that a token uses and that are elsewhere
-    decode: float  # behind as many tokens as was asked, with prefetching if it saves time and is allowed
+    hit_rate: float  # share of a token's routed experts that are in fast memory
+    cold_token_bytes: int  # bytes of a token's experts that are elsewhere
+    decode: float  # at the given context, with prefetching if it saves time and is allowed
     decode_ceiling: float  # what bytes and rates allow at most
     prefetch_gain_s: float  # of a token, see `prefetch_gain`; 0 without a GPU
     prefill: dict[int, float]  # by the prompt's length; none beyond the context
@@ -40,7 +40,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Known:
-    """What forecasts are made from beside the plan."""
+    """The inputs of a forecast beside the plan."""
 
     model: ModelSizes
     rates: Rates
@@ -50,7 +50,7 @@ class Known:
 
 
 def forecast(plan: PlacementPlan, known: Known, context: int = 0) -> Forecast:
-    """What to expect of `plan`, a plan of `known.model`; of decoding behind `context` tokens."""
+    """The forecast of `plan`, a plan of `known.model`, with decoding after `context` tokens."""
     model = known.model
     rates = hit_rates_of(plan, known)
     chosen = [model.num_experts_per_tok * size for size in model.expert_bytes]
@@ -80,19 +80,19 @@ def forecast(plan: PlacementPlan, known: Known, context: int = 0) -> Forecast:
 
 
 def hit_rates_of(plan: PlacementPlan, known: Known) -> tuple[float, ...]:
-    """Expected ones, by layer."""
+    """Expected hit rates by layer."""
     return expected_hit_rates(known.curve, [len(ids) for ids in plan.resident], known.model.num_experts)
 
 
 def decode_forecast(known: Known, hit_rates: Sequence[float], context: int = 0) -> tuple[float, float]:
-    """Of `known.model` with a GPU and these hit rates, one a layer: seconds a token, and `prefetch_gain`."""
+    """(seconds per token, `prefetch_gain`) of `known.model` with a GPU. hit_rates: of each layer."""
     seconds = decode_seconds(known.model, known.rates, hit_rates, context)
     gain = prefetch_gain(known.model, known.rates, hit_rates)
     return seconds - (max(0.0, gain) if known.may_prefetch else 0.0), gain
 
 
 def rates_used(plan: PlacementPlan) -> tuple[str, ...]:
-    """Names of the rates that its forecast follows from."""
+    """Names of the rates on which its forecast depends."""
     if plan.tier == "ram":
         return ("read_bytes_per_s",) if plan.is_all_resident else ("read_bytes_per_s", "disk_bytes_per_s")
     on_gpu = ("vram_bytes_per_s", "product_ops_per_s")

@@ -22,7 +22,7 @@ _FALLBACK_RAM_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class GpuHardware:
-    """A GPU and its link to RAM. What a figure is None of was not measured."""
+    """A GPU and its link to RAM. A rate is None if it was not measured."""
 
     name: str
     driver: str
@@ -32,7 +32,7 @@ class GpuHardware:
     product_ops_per_s: float | None = None  # int8 multiplications and additions in large matrices
     link_bytes_per_s: float | None = None  # copies from page-locked RAM, alone
     link_beside_read: float | None = None  # the same while all cores read RAM
-    read_beside_link: float | None = None  # what they read meanwhile
+    read_beside_link: float | None = None  # what the cores read during copies
     handshake_s: float | None = None  # the GPU raises a flag, a CPU thread answers, the GPU goes on
 
 

@@ -1,6 +1,6 @@
-"""The measured rates of a machine and when they were measured, to be kept. Bound to the CPU and the GPU.
+"""A file of the measured rates of a machine, with their time. Bound to the CPU and the GPU.
 
-A file that is missing, damaged or another machine's is none: its owner measures again.
+A file that is missing, damaged or of another machine counts as none: rates are measured again.
 """
 
 import json
@@ -27,7 +27,7 @@ _GPU_RATES: Final = (
 
 
 def default_path() -> Path:
-    """Where rates are kept."""
+    """The default file of rates."""
     return Path.home() / ".cache" / "coldstream" / "hardware.json"
 
 
@@ -71,7 +71,7 @@ def store_rates(hardware: Hardware, path: Path, fastest_run: float = 0.0) -> Non
 
 
 def _document(hardware: Hardware, path: Path) -> dict[str, Any]:
-    """What the file at `path` says of this machine; nothing if it is damaged, or another's."""
+    """The contents of the file at `path`; empty if it is damaged or of another machine."""
     try:
         with open(path, "rb") as file:
             document = json.loads(file.read(_MAX_BYTES))
@@ -82,7 +82,7 @@ def _document(hardware: Hardware, path: Path) -> dict[str, Any]:
 
 
 def _machine(hardware: Hardware) -> dict[str, Any]:
-    """What rates depend on."""
+    """The parts of a machine that rates depend on."""
     return {
         "version": _VERSION,
         "cpu": hardware.cpu_name,

@@ -1,4 +1,4 @@
-"""HitCurve: what share of the experts that tokens use is in fast memory, by the share that fits. Pure.
+"""HitCurve: the hit rate in fast memory as a function of the share of experts that fits. Pure.
 
 PUBLISHED is LRU over 256 tokens of Qwen3-30B-A3B in Q4_K_M (https://github.com/kekzl/imp/pull/1374), which
 has 128 experts a layer: 36.6, 74.1, 89.4 and 96.2 % at 6, 19, 38 and 68 %. A trace of the model at hand is
@@ -39,9 +39,9 @@ class HitCurve:
 
     @classmethod
     def from_trace(cls, trace: RoutingTrace, weights: Array | None = None) -> "HitCurve":
-        """What this package's policy holds over the end of a trace, with what the rest was used for at first.
+        """Replays the end of a trace with this package's policy, which starts from the uses before it.
 
-        weights as `DecayedFrequency` takes them. Takes seconds for a large model.
+        weights as for `DecayedFrequency`. Takes seconds for a large model.
         """
         cut = max(trace.num_steps - _MAX_STEPS, trace.num_steps // 2)
         model, end = trace.model, RoutingTrace(trace.model, trace.topk_ids[cut:])

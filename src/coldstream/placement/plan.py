@@ -1,4 +1,4 @@
-"""PlacementPlan: what lies in the fast memory, to the byte, and which experts begin there. Pure.
+"""PlacementPlan: the contents of fast memory, to the byte, and the experts that begin there. Pure.
 
 The fast memory is the GPU's ("vram"; everything else is computed by the CPU or read over the bus), or RAM
 under a budget ("ram"; the rest is on the disk). Knows sizes, uses and a budget, no tensors and no devices.
@@ -26,15 +26,15 @@ from coldstream.placement.sizes import ModelSizes
 Array = np.ndarray[Any, Any]
 Tier = Literal["vram", "ram"]
 
-_RING_SHARE: Final = 8  # the ring takes at most one part in so many of what is left for experts
+_RING_SHARE: Final = 8  # the ring takes at most one eighth of the memory left for experts
 _GOOD_RING_BYTES: Final = 256 * 2**20  # smaller ones cost prompts up to half of their speed (docs/log.md)
-_RING_LAYERS: Final = 2  # one is computed while the other arrives
+_RING_LAYERS: Final = 2  # one is computed while the next is copied
 _MEMORY_NAMES: Final = {"vram": "the GPU's memory", "ram": "RAM"}
 
 
 @dataclass(frozen=True)
 class FixedPart:
-    """Bytes that are taken whatever happens to the experts, and what they are for."""
+    """Bytes that do not depend on the placement of experts, by purpose."""
 
     ctx_size: int  # tokens that the caches hold
     kv_type: str
@@ -45,7 +45,7 @@ class FixedPart:
     drafter: int = 0  # weights and caches of a draft model
     graphs: int = 0  # captured steps
     reserve: int = 0  # the driver's own
-    num_sequences: int = 1  # that the caches have recurrent states for
+    num_sequences: int = 1  # recurrent states in the caches
 
     def __post_init__(self) -> None:
         for name, num_bytes in self.parts.items():
@@ -69,13 +69,13 @@ class PlanOptions:
 
     num_pinned_layers: int = 0  # layers whose experts are resident and stay: first, last, then from 1
     min_per_layer: int = 0  # experts of every layer that are resident at first
-    min_per_size: int = 0  # the same of each size that a layer has which is not pinned
+    min_per_size: int = 0  # the same for each size of experts in layers that are not pinned
     has_ring: bool = True  # whether prefill streams cold experts through a ring
-    layer_weights: tuple[tuple[int, float], ...] = ()  # layers, and what a use counts for there instead of 1
+    layer_weights: tuple[tuple[int, float], ...] = ()  # (layer, weight of a use), 1 elsewhere
 
 
 class BudgetTooSmallError(OutOfMemoryError):
-    """A budget below `least_bytes`, the smallest that does, and what that is made of."""
+    """A budget below `least_bytes`, the smallest sufficient one, with its parts."""
 
     def __init__(
         self, model: ModelSizes, fixed: FixedPart, options: PlanOptions, budget: int, tier: Tier
@@ -98,17 +98,17 @@ class BudgetTooSmallError(OutOfMemoryError):
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """What lies where. Creation raises ValueError for what contradicts itself or exceeds the budget."""
+    """A placement. Creation raises ValueError if it is contradictory or exceeds the budget."""
 
     model: RoutedModel
     tier: Tier  # the fast memory
     budget_bytes: int
     fixed: FixedPart
-    ring_bytes: int  # for experts on their way through prefill
+    ring_bytes: int  # for cold experts during prefill
     expert_bytes: tuple[int, ...]  # of one expert, by layer
-    resident: tuple[tuple[int, ...], ...]  # experts that begin in fast memory, by layer, rising
-    pinned_layers: tuple[int, ...] = field(default=())  # rising; their experts never leave
-    # What a use counts for where experts compete for fast memory, by layer; empty: 1 in all of them.
+    resident: tuple[tuple[int, ...], ...]  # experts that begin in fast memory, by layer, ascending
+    pinned_layers: tuple[int, ...] = field(default=())  # ascending; their experts are never evicted
+    # Weight of a use by layer, for the competition for fast memory; empty: 1 in all layers.
     layer_weights: tuple[float, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class PlacementPlan:
 
     @property
     def num_resident(self) -> int:
-        """Experts that begin in fast memory, which is as many as it has slots for."""
+        """Experts that begin in fast memory: one per slot."""
         return sum(map(len, self.resident))
 
     @property
@@ -136,7 +136,7 @@ class PlacementPlan:
 
     @property
     def cold_bytes(self) -> int:
-        """Of the experts that begin elsewhere."""
+        """Bytes of the experts that begin elsewhere."""
         return self.model.num_experts * sum(self.expert_bytes) - self.resident_bytes
 
     @property
@@ -145,7 +145,7 @@ class PlacementPlan:
 
     @property
     def slots(self) -> dict[int, int]:
-        """Number of slots by the size of an expert in bytes, small ones first. All are taken at first."""
+        """Number of slots by bytes of an expert, ascending. All are filled at first."""
         counts: Counter[int] = Counter()
         for ids, size in zip(self.resident, self.expert_bytes, strict=True):
             counts[size] += len(ids)
@@ -159,7 +159,7 @@ class PlacementPlan:
         return np.repeat(np.array(self.layer_weights, np.float64), self.model.num_experts)
 
     def resident_numbers(self) -> Array:
-        """The same experts by number, int64, rising."""
+        """The numbers of the resident experts, int64, ascending."""
         num_experts = self.model.num_experts
         numbers = [layer * num_experts + i for layer, ids in enumerate(self.resident) for i in ids]
         return np.array(numbers, np.int64)
@@ -195,7 +195,7 @@ def plan_placement(
     uses: Array | None = None,
     options: PlanOptions | None = None,
 ) -> PlacementPlan:
-    """What of `model` lies in fast memory of `budget_bytes`.
+    """The placement of `model` in fast memory of `budget_bytes`.
 
     uses: float [layers, experts], expected uses a step or counts; None: nothing is known. Experts are taken
     by weighted uses per byte until no more fits; equal ones by rank in the layer, layer and id. If all fit
@@ -277,9 +277,9 @@ def _smallest_ring(model: ModelSizes) -> int:
 
 
 def _ring_bytes(model: ModelSizes, left: int) -> int:
-    """Two layers, or what of that an eighth of `left` can hold, but no less than prompts stream well through.
+    """Bytes of the ring: those of two layers, but at most an eighth of `left`.
 
-    That may be half of `left`; beneath it is what it takes to stream at all.
+    It is raised to _GOOD_RING_BYTES as far as half of `left` allows, and is at least `_smallest_ring`.
     """
     largest = _RING_LAYERS * model.num_experts * max(model.expert_bytes)
     good = min(_GOOD_RING_BYTES, left // 2)

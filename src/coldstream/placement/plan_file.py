@@ -1,7 +1,7 @@
-"""A RunPlan as JSON, and back: for people and scripts to keep, change and give again.
+"""Writes and reads a RunPlan as JSON, so that people and scripts can store and change it.
 
-A plan belongs to one model, known by its fingerprint. What is read is checked as far as a plan can be: a plan
-that exists contradicts neither itself nor the sizes of the model.
+A plan belongs to one model, known by its fingerprint. A plan that was read contradicts neither itself nor the
+sizes of the model.
 """
 
 import json
@@ -40,10 +40,10 @@ def plan_to_json(plan: RunPlan) -> str:
 
 
 def plan_from_json(text: str, sizes: Collection[ModelSizes], name: Path = Path("plan")) -> RunPlan:
-    """The plan that `text` describes, of the model of these sizes. `name` is what errors call it.
+    """The plan that `text` describes. `name` is its name in errors.
 
-    sizes: of one model, as its experts lie in different memories. Raises a subclass of ModelFormatError for
-    anything else: no JSON, no plan, another version's or another model's, or one that contradicts itself.
+    sizes: of one model, for its experts in different memories. Raises a subclass of ModelFormatError for
+    text that is no JSON or no plan, and for a plan of another version or model or that contradicts itself.
     """
     document = _document(text, name)
     routed = next(iter(sizes)).routed

@@ -1,9 +1,9 @@
-"""Which experts are worth fast memory: policies, and what each would have done over a trace. Pure.
+"""Policies that choose the experts in fast memory, and their simulation over a trace. Pure.
 
 The experts of all layers share one pool of slots, so an expert is a number, layer · num_experts + expert. The
-unit of work is a step, one token through all layers. What a step uses is a hit if it was resident when the
-step began. Then a policy may let in some of what was missed, each for a free slot or for a resident expert
-that the step did not use: a step's own experts are the likeliest of the next.
+unit of work is a step, one token through all layers. A use is a hit if the expert was resident when the step
+began. After it a policy may admit missed experts, each into a free slot or in place of a resident expert that
+the step did not use, as experts of a step are the likeliest of the next.
 """
 
 from abc import ABC, abstractmethod
@@ -16,13 +16,13 @@ from coldstream.placement.routing_trace import RoutingTrace
 
 Array = np.ndarray[Any, Any]
 
-DECAY: Final = 0.99  # of frequency, a step
+DECAY: Final = 0.99  # of frequency, per step
 RECENCY_DECAY: Final = 0.5
-RECENCY_WEIGHT: Final = 16.0  # of a use a moment ago, in uses of which the frequency consists
-HYSTERESIS: Final = 1.10  # of the weakest resident's score
-PAYBACK: Final = 2.0  # uses that a copy has to promise beyond those of what it replaces
+RECENCY_WEIGHT: Final = 16.0  # of a use in the last step, in units of the frequency
+HYSTERESIS: Final = 1.10  # times the weakest resident's score
+PAYBACK: Final = 2.0  # least gain in expected uses for which a copy pays
 
-# Where a copy can be read only some steps after the use that asked for it, the next use comes too early.
+# For copies that can be read only some steps after the miss: the next use may come before that.
 LATE_RECENCY_DECAY: Final = 0.9
 LATE_RECENCY_WEIGHT: Final = 8.0
 LATE_PAYBACK: Final = 8.0
@@ -33,45 +33,45 @@ _NOTHING: Final = 1e-100  # uses
 
 @dataclass(frozen=True)
 class Changes:
-    """What follows from a step: int64 numbers of experts, none twice. Evictions come first."""
+    """The changes after a step: int64 numbers of experts, each once. Evictions come first."""
 
     admitted: Array
     evicted: Array
 
 
 class Policy(ABC):
-    """Keeps a score for each expert; the missed with the highest replace the resident with the lowest.
+    """Keeps a score for each expert; missed experts of the highest replace residents of the lowest.
 
-    Equal scores go by number, the lower one stays or comes in. The same calls give the same changes. At most
-    max_copies experts are let in after a step; None: no limit.
+    Of equal scores the lower number is preferred. The same calls give the same changes. At most max_copies
+    experts are admitted after a step; None: no limit.
     """
 
     scores: Array  # float64 [experts of all layers], set by `start`
-    max_copies: int | None = None  # of a subclass whose constructor does not call this one's
+    max_copies: int | None = None  # default for subclasses that set none
 
     def __init__(self, max_copies: int | None = None) -> None:
         self.max_copies = max_copies
 
     @abstractmethod
     def start(self, profile: Array) -> None:
-        """Forgets all but the uses to expect a step, float64 [experts of all layers]; zeros: none known."""
+        """Resets the state. profile: expected uses per step, float64 [experts of all layers]; 0: unknown."""
 
     @abstractmethod
     def observe(self, used: Array) -> None:
-        """Brings `scores` up to date with a step that used these experts, each named once."""
+        """Updates `scores` with a step that used these experts, each once."""
 
     def pays(self, candidates: Array, victims: Array) -> Array:
-        """Which replacements are worth it, by scores of both sides [n]; a free slot has −∞."""
+        """bool [n]: which replacements to make, by the scores of both; −∞ for a free slot."""
         return candidates > victims
 
     def replaceable(self, resident: Array, used: Array) -> Array:
-        """The residents that may go."""
+        """The residents that may be evicted."""
         mask = resident.copy()
         mask[used] = False
         return np.flatnonzero(mask)
 
     def step(self, used: Array, resident: Array, capacity: int) -> Changes:
-        """What to change after a step that used the experts `used`, int64 without repetition.
+        """The changes after a step that used the experts `used`, int64 [n], each once.
 
         resident: bool [experts of all layers], at most `capacity` of them True; it is not changed.
         """
@@ -85,8 +85,8 @@ class Policy(ABC):
     def choose(self, candidates: Array, residents: Array, num_free: int) -> Changes:
         """The candidates that are worth a slot, best first, and the residents they replace, weakest first.
 
-        candidates: int64 without repetition, none of them resident; residents: those that may go, int64. The
-        first num_free replace nobody.
+        candidates: int64, each once, none of them resident; residents: int64, those that may be evicted. The
+        first num_free candidates get free slots.
         """
         values = self.scores[candidates]
         count = candidates.size if self.max_copies is None else min(candidates.size, self.max_copies)
@@ -95,13 +95,13 @@ class Policy(ABC):
         weakest = residents[_first(self.scores[residents], -residents, count - num_free)]
         strongest = _first(-values, candidates, num_free + weakest.size)
         victims = np.concatenate([np.full(num_free, -np.inf), self.scores[weakest]])
-        # Candidates fall and victims rise, so what pays is a beginning of both.
+        # Candidates descend and victims ascend in score, so those that pay are a prefix of both.
         num_paid = int(np.count_nonzero(self.pays(values[strongest], victims)))
         return Changes(candidates[strongest[:num_paid]], weakest[: max(0, num_paid - num_free)])
 
 
 class Static(Policy):
-    """What is resident stays."""
+    """Changes nothing."""
 
     def __init__(self) -> None:
         super().__init__(max_copies=0)
@@ -110,14 +110,14 @@ class Static(Policy):
         self.scores = profile.astype(np.float64)
 
     def observe(self, used: Array) -> None:
-        """Nothing is learned."""
+        """Learns nothing."""
 
 
 class Lru(Policy):
-    """The least recently used go first, and every miss is let in."""
+    """Evicts the least recently used, and admits every miss."""
 
     def start(self, profile: Array) -> None:
-        self.scores = profile - profile.max() - 1.0  # before any use, the more frequent the later
+        self.scores = profile - profile.max() - 1.0  # below any use, in order of frequency
         self._clock = 0
 
     def observe(self, used: Array) -> None:
@@ -126,10 +126,10 @@ class Lru(Policy):
 
 
 class Lfu(Policy):
-    """The least often used since the start go first, and every miss is let in."""
+    """Evicts the least often used since the start, and admits every miss."""
 
     def start(self, profile: Array) -> None:
-        self.scores = profile / (profile.max() + 1.0)  # less than one use: only the order counts
+        self.scores = profile / (profile.max() + 1.0)  # less than one use: only their order matters
 
     def observe(self, used: Array) -> None:
         self.scores[used] += 1.0
@@ -141,8 +141,8 @@ class Lfu(Policy):
 class DecayedFrequency(Policy):
     """Frequency over about a hundred steps plus recency over about two, changed only where a copy pays.
 
-    A score is the expected uses over the next 1 / (1 − decay) steps, as far as the past tells. weights,
-    float64 [experts of all layers], above 0: what a use counts for; None: 1.
+    A score estimates the uses in the next 1 / (1 − decay) steps from past ones. weights: of a use, float64
+    [experts of all layers], above 0; None: 1.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class DecayedFrequency(Policy):
 
     @classmethod
     def for_late_copies(cls, max_copies: int | None = None, *, weights: Array | None = None) -> Self:
-        """For copies that are read some steps after the use that asked for them: those of `ExpertCache`."""
+        """For copies that can be read only some steps after the miss, as those of `ExpertCache`."""
         return cls(
             max_copies,
             recency_decay=LATE_RECENCY_DECAY,
@@ -187,7 +187,7 @@ class DecayedFrequency(Policy):
         self._recency *= self._recency_decay
         self._num_steps += 1
         if self._num_steps % 256 == 0:
-            # What only decays would become subnormal, and multiplying that takes ten times as long.
+            # Scores that only decay would become subnormal, which multiply ten times slower.
             self._frequency[self._frequency < _NOTHING] = 0.0
             self._recency[self._recency < _NOTHING] = 0.0
         self._frequency[used] += 1.0
@@ -204,9 +204,8 @@ class DecayedFrequency(Policy):
 
 
 class Belady(Policy):
-    """The most hits that any policy can have which lets in only what was missed: it knows the trace.
-
-    It keeps what is used soonest. A bound more than a policy: it may drop an expert right after its use.
+    """Knows the trace and keeps the experts that are used soonest: the most hits of any policy that admits
+    only missed experts. A bound, not a policy, as it may evict an expert right after its use.
     """
 
     def __init__(self, trace: RoutingTrace) -> None:
@@ -232,7 +231,7 @@ class Belady(Policy):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What happened, by layer: int64 [layers] each. hits + misses are all uses."""
+    """Counts by layer, int64 [layers] each. hits + misses are all uses."""
 
     hits: Array
     misses: Array
@@ -241,15 +240,15 @@ class Simulation:
 
     @property
     def hit_rate(self) -> float:
-        """Of all layers together."""
+        """Over all layers."""
         return float(self.hits.sum() / (self.hits.sum() + self.misses.sum()))
 
 
 def simulate(trace: RoutingTrace, policy: Policy, capacity: int, profile: Array | None = None) -> Simulation:
     """`policy` over `trace` with `capacity` slots: at least one.
 
-    profile: expected uses a step by layer and expert, [layers, experts]; the most used are resident at first.
-    None: nothing is.
+    profile: expected uses per step, [layers, experts], of which the greatest are resident at first; None:
+    none is.
     """
     if capacity < 1:
         raise ValueError(f"capacity must be at least 1, not {capacity}")
@@ -288,7 +287,7 @@ def num_numbers(trace: RoutingTrace) -> int:
 
 
 def _first(keys: Array, ties: Array, count: int) -> Array:
-    """Where the `count` lowest keys are, in order; of equal ones those with the lowest of `ties`."""
+    """Indices of the `count` lowest keys, in order; equal ones by `ties`."""
     count = min(count, keys.size)
     if count == 0:
         return _NONE

@@ -1,4 +1,4 @@
-"""In which order experts are worth fast memory, and which of them fit. Pure.
+"""The order of experts for fast memory, and the ones that fit. Pure.
 
 An expert is a number, layer · num_experts + expert, as in `policies.py`.
 """
@@ -12,10 +12,10 @@ Array = np.ndarray[Any, Any]
 
 
 def assumed_uses(num_layers: int, num_experts: int) -> Array:
-    """Uses to plan with where nothing is known, float64 [layers, experts].
+    """Uses for planning without a trace, float64 [layers, experts].
 
-    Which experts are the frequent ones cannot be guessed, that a few make up most uses can. So uses fall with
-    the expert's number, alike in all layers: each gets its share, a little more where experts are small.
+    It is known that few experts make up most uses, but not which. So uses fall with the expert's number, the
+    same in all layers: each layer gets its share, a little more where experts are small.
     """
     return np.tile(1.0 / np.arange(1, num_experts + 1), (num_layers, 1))
 
@@ -23,9 +23,8 @@ def assumed_uses(num_layers: int, num_experts: int) -> Array:
 def ranked(uses: Array, expert_bytes: Sequence[int]) -> Array:
     """All experts by falling uses per byte, int64 [layers · experts].
 
-    uses: float64 [layers, experts], counts or expected uses a step; expert_bytes of each layer. Of equals the
-    one with more uses comes first, then the one that ranks higher in its layer, then the lower layer, then
-    the lower id.
+    uses: float64 [layers, experts], counts or expected uses per step; expert_bytes: of each layer. Ties are
+    ordered by more uses, then higher rank in the layer, then lower layer, then lower id.
     """
     num_layers, num_experts = uses.shape
     by_use = np.lexsort((np.broadcast_to(np.arange(num_experts), uses.shape), -uses))
@@ -40,15 +39,15 @@ def ranked(uses: Array, expert_bytes: Sequence[int]) -> Array:
 def layers_to_pin(num_layers: int, count: int) -> tuple[int, ...]:
     """The first `count` of: the first layer, the last, then from the second on.
 
-    Routing of the outer layers is the flattest, so that a cache helps them least.
+    Routing in the outer layers is the most uniform, so that a cache helps them least.
     """
     order = dict.fromkeys([0, num_layers - 1, *range(1, num_layers)])
     return tuple(order)[:count]
 
 
 def weights_by_layer(num_layers: int, weights: Sequence[tuple[int, float]]) -> tuple[float, ...]:
-    """What a use counts for in each layer: by `weights` in those that are named, the last one if one is named
-    twice, and 1 in the others; nothing if it is 1 in all.
+    """The weight of a use in each layer: from `weights`, where the last entry of a layer counts, or 1; empty
+    if it is 1 in all.
     """
     named = dict(weights)
     by_layer = tuple(named.get(layer, 1.0) for layer in range(num_layers))
@@ -56,9 +55,9 @@ def weights_by_layer(num_layers: int, weights: Sequence[tuple[int, float]]) -> t
 
 
 def take_fitting(order: Sequence[int], sizes: Array, num_bytes: int) -> list[int]:
-    """Those of `order` that fit into `num_bytes` when taken in turn; what does not fit any more is passed.
+    """The experts of `order` that fit into `num_bytes`, taken in order and skipping those too large.
 
-    sizes: bytes by number. More bytes never make less of them used.
+    sizes: bytes by number. With more bytes the result never has fewer bytes.
     """
     taken = []
     smallest = int(sizes.min()) if sizes.size else 0

@@ -1,4 +1,4 @@
-"""Rates: what a machine moves and multiplies in a second, as the cost model wants it. Pure."""
+"""Rates: bytes and operations per second of a machine, for the cost model. Pure."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from coldstream.placement.hardware import Hardware
 
-# Of one core, from the first instruction set that it has: int8 multiplications and additions per second for
-# many rows, and bytes per second of weights for one row, if memory is no bound. Sapphire Rapids, two cores.
+# Rates of one core by its best instruction set: int8 multiplications and additions per second for many rows,
+# and bytes per second of weights for one row, if memory is no bound. Sapphire Rapids, two cores.
 _CORES: Final = {
     "amx_int8": (4.4e11, 2e10),
     "avx512_vnni": (2.8e11, 2e10),
@@ -15,7 +15,7 @@ _CORES: Final = {
 }
 _GENERIC_CORE: Final = (5.8e9, 4e8)
 
-# For what was not measured: a graphics card with 400 GB/s on PCIe 4, two channels of DDR5, an NVMe disk.
+# Assumed without a measurement: a GPU with 400 GB/s on PCIe 4, two channels of DDR5, an NVMe disk.
 _ASSUMED: Final = {
     "read_bytes_per_s": 6e10,
     "link_bytes_per_s": 2.4e10,
@@ -38,7 +38,7 @@ _WORDS: Final = {
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes and operations a second. `assumed` names those that were not measured."""
+    """Bytes and operations per second. `assumed` names those that were not measured."""
 
     read_bytes_per_s: float  # CPU threads from RAM, alone
     link_bytes_per_s: float  # from RAM to the GPU, alone
@@ -76,7 +76,7 @@ class Rates:
         link_beside = gpu.link_beside_read if gpu else None
         return cls(
             **values,
-            # What the link carries comes out of the same memory.
+            # Copies over the link read the same memory.
             read_beside_link=read_beside or max(read / 4, read - link),
             link_beside_read=link_beside or link,
             num_cores=hardware.num_physical_cores,
@@ -86,11 +86,11 @@ class Rates:
         )
 
     def describe_assumed(self, names: Collection[str]) -> str:
-        """Those of `names` that were assumed, in words for people; nothing if none was."""
+        """Those of `names` that were assumed, as text; empty if none was."""
         return self._describe([name for name in names if name in self.assumed])
 
     def describe_measured(self, names: Collection[str]) -> str:
-        """The same of those that were measured and are kept; the disk is measured for each plan."""
+        """Those of `names` that were measured and stored, as text; the disk is measured for each plan."""
         return self._describe([name for name in names if name not in (*self.assumed, "disk_bytes_per_s")])
 
     def _describe(self, names: Collection[str]) -> str:

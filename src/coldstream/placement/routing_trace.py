@@ -1,4 +1,4 @@
-"""RoutingTrace: which experts a model's routers chose, step after step, and the file that keeps them.
+"""RoutingTrace: the experts that a model's routers chose in each step, and its file format.
 
 A trace belongs to one model, known by its fingerprint. It feeds policies of residency offline and ranks
 experts for the start. Knows nothing of tensors or text.
@@ -46,7 +46,7 @@ _AGAIN: Final = "record it again with `coldstream profile`"
 
 @dataclass(frozen=True)
 class RoutedModel:
-    """What a trace must agree with. `fingerprint` is `GGUFFile.fingerprint`."""
+    """The model that a trace must match. `fingerprint` is `GGUFFile.fingerprint`."""
 
     fingerprint: str
     num_layers: int

@@ -1,7 +1,7 @@
 """RunPlan: everything that is chosen before the first token. Pure.
 
-It is made once, by `engine/planning.py`, from a configuration, a model and a machine; `coldstream plan`
-prints it, and runners do what it says. Knows numbers only, no tensors and no devices.
+`engine/planning.py` makes it once from a configuration, a model and a machine; `coldstream plan` prints it,
+and runners carry it out. Knows numbers only, no tensors and no devices.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What lies where, and who computes it. Creation raises ValueError for what contradicts itself."""
+    """A placement, and how it is computed. Creation raises ValueError if it is contradictory."""
 
     placement: PlacementPlan
-    threads: int  # of the CPU that compute; 0: the GPU holds all experts
+    threads: int  # of the CPU for computing; 0: the GPU holds all experts
     # Expected uses a step of each expert, [layers][experts]; None: nothing is known.
     uses: tuple[tuple[float, ...], ...] | None = None
-    # How many of 0, 1, … missing experts of a token the GPU reads over the bus; none if it misses none.
+    # How many of a token's 0, 1, … missing experts the GPU reads over the bus; empty if none can be missing.
     streamed: tuple[int, ...] = ()
     prefetch: int = 0  # experts of a layer that the GPU fetches before its router has run, at most
-    prefetch_bytes: int = 0  # of the ring, what their places take at most; prefill has all of it
+    prefetch_bytes: int = 0  # most of the ring that their places take; prefill uses all of it
 
     def __post_init__(self) -> None:
         model = self.placement.model
@@ -53,10 +53,10 @@ class RunPlan:
 
     @property
     def loaded(self) -> tuple[tuple[int, ...], ...]:
-        """Experts that are brought into slots before the first step, by layer.
+        """Experts that are loaded into slots before the first step, by layer.
 
-        The residents; but in RAM, where what a prompt uses most fills free slots, only pinned layers if
-        nothing is known of the others.
+        The residents; but in RAM without expected uses only those of pinned layers, as prompts fill free
+        slots with the experts that they use.
         """
         placement = self.placement
         if placement.tier == "vram" or self.uses is not None:

@@ -1,4 +1,4 @@
-"""ModelSizes: a model as placement sees it, in bytes and counts. Knows nothing of files or tensors."""
+"""ModelSizes: the bytes and counts of a model for placement. Knows nothing of files or tensors."""
 
 from dataclasses import dataclass
 
@@ -29,15 +29,15 @@ class ModelSizes:
 
     @property
     def all_expert_bytes(self) -> int:
-        """Of all experts of all layers."""
+        """Bytes of all experts of all layers."""
         return self.num_experts * sum(self.expert_bytes)
 
     @property
     def routed(self) -> RoutedModel:
-        """What traces and plans of this model must agree with."""
+        """The record that traces and plans of this model must match."""
         return RoutedModel(self.fingerprint, self.num_layers, self.num_experts, self.num_experts_per_tok)
 
 
 def slot_bytes(matrix_bytes: int) -> int:
-    """What a matrix of an expert takes in a slot: as much as it has, in whole lines of memory."""
+    """Bytes of an expert's matrix in a slot: rounded up to SLOT_ALIGNMENT."""
     return -(-matrix_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT

@@ -1,14 +1,14 @@
 """The exact float32 arithmetic of docs/arithmetic.md, in PyTorch, bit for bit.
 
-Nothing here is fast or differentiable: it is what the C++ and GPU kernels are held against.
+Nothing here is fast or differentiable: it is the reference for the C++ and GPU kernels.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-GROUP_SIZE = 256  # inputs that share one activation scale before weights with super-blocks
-BLOCK_SIZE = 32  # and before weights in blocks of 32
+GROUP_SIZE = 256  # inputs with one activation scale, for weights in super-blocks
+BLOCK_SIZE = 32  # inputs with one activation scale, for weights in blocks of 32
 SUM_SIZE = 16  # inputs that share one entry of `sums`
 NUM_LANES = 16
 LARGEST_CODE = 127
@@ -26,7 +26,7 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     product = a.double() * b.double()  # exact: 24 + 24 bits fit 53
     c = c.double()
     total = product + c
-    # What the addition lost (Knuth's two-sum), exactly.
+    # The exact rounding error of the addition (Knuth's two-sum).
     c_part = total - product
     error = (product - (total - c_part)) + (c - c_part)
     # Rounding twice is safe if the first rounding went to the neighbour with an odd last bit.
@@ -41,7 +41,7 @@ def constant(value: float) -> torch.Tensor:
 
 
 def inverse_sqrt(x: torch.Tensor) -> torch.Tensor:
-    """1 / sqrt(x), both as IEEE has them, float32."""
+    """1 / sqrt(x), both rounded as in IEEE 754, float32."""
     # PyTorch's float32 root is off by a last bit for some inputs; one rounded from float64 never is.
     return 1 / x.double().sqrt().float()
 
@@ -134,7 +134,7 @@ def quantize_activations(x: torch.Tensor, scale_size: int = GROUP_SIZE) -> Quant
         is_zero = maximum < SMALLEST_MAXIMUM
         is_finite = maximum.isfinite()
         scale = torch.where(is_zero, 0.0, maximum / LARGEST_CODE)
-        # A Python number divided by a tensor would be a product with the rounded reciprocal.
+        # PyTorch divides a Python number by multiplying with the rounded reciprocal.
         q = torch.round(group * (constant(LARGEST_CODE) / maximum))
         codes.append(torch.where(is_finite & ~is_zero, q, 0.0).to(torch.int8))
         scales.append(torch.where(is_finite, scale, torch.nan))

@@ -1,4 +1,4 @@
-"""What attention on a GPU is given, and what lies between its launches.
+"""Arguments of attention on a GPU, and the tensors between its launches.
 
 T rows, H query heads, G key/value heads, D values a head.
 """
@@ -13,7 +13,7 @@ from coldstream.kernels.attention.exact import CHUNK_SIZE
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What is the same for all rows. `window`: positions that a row looks back on, its own included."""
+    """The sizes common to all rows. window: positions that a row attends to at most, its own included."""
 
     num_heads: int
     num_kv_heads: int
@@ -66,13 +66,13 @@ class IntegerQueries:
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """What chunks of positions leave for the merge; contents undefined."""
+    """Partial results of chunks, for the merge; contents undefined at first."""
 
     values: torch.Tensor  # float32 [T, H, chunks, D]
     stats: torch.Tensor  # float32 [T, H, chunks, 2]
 
     @staticmethod
     def shapes(shape: AttentionShape, num_rows: int, num_positions: int) -> tuple[tuple[int, ...], ...]:
-        """Of the two tensors, for up to `num_rows` rows and contexts of up to `num_positions`."""
+        """Shapes of the two tensors, for up to `num_rows` rows and contexts of up to `num_positions`."""
         chunks = num_rows, shape.num_heads, -(-num_positions // CHUNK_SIZE)
         return (*chunks, shape.head_dim), (*chunks, 2)

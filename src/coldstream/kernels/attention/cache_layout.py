@@ -1,4 +1,4 @@
-"""The types that keys and values are kept in, and how a row of them lies in memory.
+"""The types of cached keys and values, and the layout of a row.
 
 A cache is an array [sequences, positions, G, row]. `row` is D numbers for the float types, which are for CPUs
 alone, and `row_bytes(D)` bytes for the integer types (int8), over which attention is one of integers. These
@@ -13,8 +13,8 @@ multiple of 16 bytes, so that every row can be read in aligned pieces of 16 byte
         4r + 2(p mod 2) of the low bytes' word p div 2, and at bit 4r + p of the high bytes' word: a shift
         and a mask of either leave the codes of eight values in eight nibbles.
 
-Both small types unpack to bytes in order with an interleave of the two halves of 16 bytes and one look-up of
-nibbles: those of i3 are made first, by shifts and masks that take 32 values at once.
+Both small types unpack to bytes in order by interleaving the two halves of 16 bytes and one look-up of
+nibbles, which for i3 are first built by shifts and masks of 32 values at a time.
 
 How codes and scales are chosen: docs/arithmetic.md, Attention over integers.
 """
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 ROW_ALIGNMENT = 16  # bytes
 ELEMENT_BYTES = {"float16": 2, "float32": 4, "int8": 1}
 INTEGER_SCALE_BYTES = 4
-INTEGER_MULTIPLE = 16  # of values in a head that integer types keep, so that every plane can be read likewise
-PACKED_MULTIPLE = 32  # the same of types whose values share bytes
+INTEGER_MULTIPLE = 16  # of head_dim for integer types, so that every plane has aligned pieces
+PACKED_MULTIPLE = 32  # of head_dim for types whose values share bytes
 # Products of 512 pairs of 16-bit codes, as attention over integers adds them, still fit 32 bits.
 LARGEST_INTEGER_HEAD = 512
 
@@ -40,12 +40,12 @@ class CacheLayout:
 
     @property
     def is_integer(self) -> bool:
-        """Whether attention over it is one of integers; values are kept as `turn.py` leaves them."""
+        """Whether attention multiplies integers; values are then kept rotated, see `hadamard.py`."""
         return self.element == "int8"
 
     @property
     def num_planes(self) -> int:
-        """Of an integer type: signed bytes of a value once it is unpacked."""
+        """For integer types: signed bytes of an unpacked value."""
         return 2 if self.value_bits == 16 else 1
 
     @property
@@ -55,13 +55,13 @@ class CacheLayout:
 
     @property
     def head_multiple(self) -> int:
-        """What the number of values of a head must be a multiple of."""
+        """The number of which head_dim must be a multiple."""
         if not self.is_integer:
             return 1
         return PACKED_MULTIPLE if self.is_packed else INTEGER_MULTIPLE
 
     def holds(self, head_dim: int) -> bool:
-        """Whether heads of so many values have a row."""
+        """Whether the type supports heads of `head_dim` values."""
         if self.is_integer and head_dim > LARGEST_INTEGER_HEAD:
             return False
         return head_dim >= 1 and head_dim % self.head_multiple == 0

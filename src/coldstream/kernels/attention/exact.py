@@ -1,6 +1,6 @@
-"""The attention of `reference.py` to the last bit, as docs/arithmetic.md has it.
+"""The attention of `reference.py` to the last bit, as docs/arithmetic.md defines it.
 
-What a head does with the positions of a block is of floats here, and of integers in `exact_integers.py`.
+A block of positions is computed in floats here, and in integers in `exact_integers.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ class Heads(Protocol):
 
 @dataclass(frozen=True)
 class FloatHeads:
-    """`Heads` of a cache type whose attention is one of floats."""
+    """`Heads` of a float cache type."""
 
     query: torch.Tensor  # [H, D]
     key: torch.Tensor  # [P, H, D]
@@ -100,19 +100,19 @@ def attention_exact(
     where = written(rows)
     k_cache[where] = cache_type.encode(key)
     v_cache[where] = cache_type.encode(grouped(value, num_kv_heads, head_dim))
-    query = cache_type.turn_query(query)
+    query = cache_type.rotate_query(query)
     outputs = [query[:0]]
     for row, (q, position) in enumerate(zip(query, rows.positions.tolist(), strict=True)):
         first = first_position(position, window)
         pieces, places = seen(rows, row)
         keys, values = (cache[pieces[first:], places[first:]] for cache in (k_cache, v_cache))
         outputs.append(attend(heads_of(cache_type, q, keys, values), first).unsqueeze(0))
-    output = cache_type.turn_back(torch.cat(outputs))
+    output = cache_type.rotate_back(torch.cat(outputs))
     return (output if gate is None else output * sigmoid(gate)).flatten(-2)
 
 
 def heads_of(cache_type: CacheType, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Heads:
-    """Turned queries [H, D] of a row over rows [P, G, row] of its caches."""
+    """The heads of a row: rotated queries [H, D], over rows [P, G, row] of its caches."""
     head_dim, group_size = query.shape[-1], query.shape[0] // keys.shape[-2]
     keys, values = (rows.repeat_interleave(group_size, dim=1) for rows in (keys, values))
     if cache_type.is_integer:
@@ -128,7 +128,7 @@ def first_position(position: int, window: int | None) -> int:
 def attend(heads: Heads, first: int = 0) -> torch.Tensor:
     """The result [H, D] of one row that sees the positions from `first`.
 
-    Chunks on their own, then merged in ascending order.
+    Chunks are computed separately, then merged in ascending order.
     """
     parts = grid_cells(first, first + heads.num_positions, CHUNK_SIZE)
     return merge_chunks([attend_chunk(heads, first, part) for part in parts])
@@ -163,7 +163,7 @@ def attend_chunk(heads: Heads, first: int, positions: range) -> Partial:
         is_first = cell.start == positions.start
         next_maximum = block_maximum if is_first else torch.maximum(maximum, block_maximum)
         weights = exp(scores - next_maximum.unsqueeze(-1))
-        # Accumulators belong to places on the grid of positions: earlier places count as zeros.
+        # Accumulators belong to fixed places of a block; places before the first position count as zeros.
         total = sum_lanes(torch.nn.functional.pad(weights, (cell.start % NUM_LANES, 0)))
         if is_first:
             denominator = total

@@ -1,7 +1,7 @@
-"""What one row's heads do with a block of positions over a cache of an integer type, to the last bit.
+"""Attention of one row's heads to a block of positions in a cache of an integer type, to the last bit.
 
-Scores and weighted values are products of planes, exact in integers, that meet float32 once for each position
-and once for each block: docs/arithmetic.md, Attention over integers.
+Scores and weighted values are products of planes, exact in integers, converted to float32 once per position
+and once per block: docs/arithmetic.md, Attention over integers.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ NUM_PLANES = 2  # of queries and of weights, whatever the type of the cache
 class IntegerHeads:
     """`exact.Heads` of an integer type."""
 
-    query: Planes  # [H, D], turned
+    query: Planes  # [H, D], rotated
     key: Planes  # [P, H, D]
     value: Planes  # [P, H, D]
 
     @classmethod
     def of(cls, query: torch.Tensor, key: Planes, value: Planes) -> Self:
-        """Of turned float32 queries [H, D]."""
+        """From rotated float32 queries [H, D]."""
         return cls(round_planes(query, NUM_PLANES), key, value)
 
     @property
@@ -39,7 +39,7 @@ class IntegerHeads:
         return products * (self.query.scale * (1 / LOW_UNIT)).unsqueeze(-1) * key.scale.T
 
     def add(self, weights: torch.Tensor, block: slice, numerator: torch.Tensor) -> torch.Tensor:
-        """Weights [H, n] times the values' scales are rounded; their product meets float32 in one fma."""
+        """Rounds weights [H, n] times the values' scales; adds their integer product by one fma."""
         value = _positions(self.value, block)
         scaled = round_planes(weights * value.scale.T, NUM_PLANES)
         products = multiply_planes("hp,phd->hd", scaled, value)

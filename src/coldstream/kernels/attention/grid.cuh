@@ -1,4 +1,4 @@
-// The grid of positions: blocks of 64, whose softmax weights belong together, in chunks of 256.
+// The grid of positions: blocks of 64, with common softmax maxima, in chunks of 256.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -11,7 +11,7 @@ constexpr int chunk_blocks = chunk_positions / block_positions;
 
 __device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
 
-// That a row at `position` attends to; window: positions that it looks back on, 0 for all.
+// The first position that a row at `position` attends to; window: positions that it sees, 0 for all.
 __device__ __forceinline__ int first_position(int position, int window) {
   return window > 0 ? max(0, position - window + 1) : 0;
 }

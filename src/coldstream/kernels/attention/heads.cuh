@@ -1,4 +1,4 @@
-// A head of a new row before it is attended with: normed, and rotated by its position. Half a warp takes a head.
+// Prepares a head of a new row for attention: norm, then rotation by its position. Half a warp takes a head.
 #pragma once
 
 #include "cuda/common.cuh"

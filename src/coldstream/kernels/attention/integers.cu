@@ -2,9 +2,9 @@
 // docs/arithmetic.md, Attention over integers.
 //
 // A block of threads takes some rows next to each other and a key/value head, and walks over their positions. A warp
-// takes 16 pairs of a row and a query head through the tensor cores, and all warps read the same keys and values. Where the
-// workspace has one chunk a pair, a block walks over all positions, and what a chunk of 256 leaves is merged into what those
-// before it have left. Where it has them all, blocks share the chunks out evenly and leave each by itself, for merge.cu.
+// takes 16 pairs of a row and a query head through the tensor cores, and all warps read the same keys and values. If the
+// workspace has one chunk per pair, a block walks over all positions and merges the results of each chunk of 256 into those
+// of the chunks before it. If it has all chunks, blocks share them out evenly and store each separately, for merge.cu.
 #include "attention/integers_block.cuh"
 #include "attention/integers_items.cuh"
 #include "attention/integers_unpack.cuh"
@@ -67,7 +67,7 @@ struct integer_attention : block_items<warps * pairs> {
     if constexpr (kept_row::is_packed) unpack_tile<bits, head_dim, threads>(tile, threadIdx.x);
   }
 
-  // What pairs weigh the keys of a tile of positions by, in place of their scores; the factors of what was before.
+  // Replaces scores of a tile of positions by weights. correction: the factors of earlier results.
   __device__ void weigh(const row_run& run, int tile, int num_tiles, pair_floats (&scores)[most_tiles],
                         const uint32_t (&visible)[most_tiles], for_both<float>& correction) {
     for_both<float> best = {negative_infinity(), negative_infinity()}, after;
@@ -89,7 +89,7 @@ struct integer_attention : block_items<warps * pairs> {
     }
   }
 
-  // Sums of a pair's weights where keys do not lie in the order of their positions.
+  // Sums of a pair's weights if keys are not in the order of positions.
   __device__ void order_by_position(const row_run& run, int tile, const pair_floats (&weights)[most_tiles],
                                     const uint32_t (&visible)[most_tiles], for_both<float>& total) const {
     pair_floats ordered;
@@ -120,7 +120,7 @@ struct integer_attention : block_items<warps * pairs> {
     sum_in_order(ordered, total);
   }
 
-  // values: of the tiles in which the tile of positions has keys, one behind the other.
+  // values: of the tiles with keys of the tile of positions, in order.
   __device__ void add_values(const uint8_t* values, int tile, int num_tiles, pair_floats (&weights)[most_tiles],
                              const uint32_t (&visible)[most_tiles], const for_both<float>& correction) {
     for_both<uint32_t> greatest = {};
@@ -161,8 +161,8 @@ struct integer_attention : block_items<warps * pairs> {
 
   __device__ const uint8_t* own_queries() const { return queries + warp * pairs * block::query_bytes; }
 
-  // Tiles begin … end of positions whose keys lie in their order; `last` is the run's last. The keys of one are on their way
-  // while the values of the one before are multiplied, and values while scores are.
+  // Tiles begin … end of positions whose keys are in order; `last` is the run's last. Keys are copied while the values of
+  // the tile before are multiplied, and values while scores are computed.
   __device__ void attend_in_order(const row_run& run, int begin, int end, int last) {
     uint8_t *const keys = tiles, *const values = tiles + block::tile_bytes;
     load(keys, a.k_cache, run, begin);
@@ -194,7 +194,7 @@ struct integer_attention : block_items<warps * pairs> {
     wait_for_copies<0>();
   }
 
-  // Tiles begin … last, in which there are drafts.
+  // Tiles begin … last, which contain rows of a draft tree.
   __device__ void attend_drafts(const row_run& run, int begin, int last) {
     for (int tile = begin; tile <= last; tile++) {
       const int num_tiles = run.last_tile(tile) - tile + 1;
@@ -226,7 +226,7 @@ struct integer_attention : block_items<warps * pairs> {
     __syncthreads();
   }
 
-  // Leaves chunk number `chunk`, by itself or merged into those before it, and begins the next.
+  // Stores chunk number `chunk`, separately or merged into those before it, and begins the next.
   __device__ void end_chunk(int chunk) {
     const bool merges = a.max_chunks == 1;
 #pragma unroll
@@ -254,7 +254,7 @@ struct integer_attention : block_items<warps * pairs> {
     }
   }
 
-  // Many loads at a time, as each takes long.
+  // Many loads at a time, to hide their latency.
   __device__ void merge_into(const float4* from, int i, float ours, float theirs) {
     constexpr int at_once = block::strips % 4 ? 2 : 4;
 #pragma unroll

@@ -1,5 +1,5 @@
-// Numbers as planes of signed bytes with one float32 scale, and how a row of a cache keeps them: docs/arithmetic.md,
-// Planes of bytes and Attention over integers.
+// Numbers as planes of signed bytes with one float32 scale, and their layout in a row of a cache:
+// docs/arithmetic.md, Planes of bytes and Attention over integers.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -23,12 +23,12 @@ struct cache_row {
 template <int bits>
 constexpr int code_limit = bits == 16 ? low_unit * 127 + 127 : bits == 8 ? 127 : bits == 4 ? 7 : 140;
 
-// How the numbers that share a scale are rounded.
+// The rounding of numbers that share a scale.
 struct plane_scale {
-  float factor, scale;  // what numbers are multiplied by, and codes
+  float factor, scale;  // factors of numbers, and of codes
 };
 
-// Of the greatest magnitude, as bits: those of NaN are greater than any other's.
+// From the bits of the greatest magnitude; those of NaN are greater than all others.
 template <int bits>
 __device__ __forceinline__ plane_scale scale_of_codes(uint32_t max_bits) {
   constexpr float limit = code_limit<bits>, greatest = bits == 16 ? limit / low_unit : limit;
@@ -38,7 +38,7 @@ __device__ __forceinline__ plane_scale scale_of_codes(uint32_t max_bits) {
   return {limit / maximum, maximum / greatest};
 }
 
-// The code of a number; 0 where the scale is 0 or NaN.
+// The code of a number; 0 if the scale is 0 or NaN.
 __device__ __forceinline__ int code_of(float x, const plane_scale& scale) {
   return scale.factor == 0.0f ? 0 : __float2int_rn(x * scale.factor);
 }

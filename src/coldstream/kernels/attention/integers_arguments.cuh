@@ -1,4 +1,4 @@
-// What the kernels of attention over integers are given.
+// Arguments of the kernels of attention over integers.
 #pragma once
 
 #include "attention/integers_tile.cuh"

@@ -1,5 +1,5 @@
-// A warp's 16 pairs of a row and a query head, and a block of 64 keys or values in shared memory: the products, and what
-// lies between them. Lane 4g + t has pairs g and g + 8, and of each the positions 8n + 2t and the next one.
+// A warp's 16 pairs of a row and a query head, and a block of 64 keys or values in shared memory: both products, and the
+// weights between them. Lane 4g + t has pairs g and g + 8, and of each the positions 8n + 2t and the next one.
 #pragma once
 
 #include "attention/integers_pairs.cuh"
@@ -22,7 +22,7 @@ constexpr uint32_t all_positions = 0xffffffffu >> (32 - 4 * count);
 // Which of them a pair sees, a bit each.
 __device__ __forceinline__ bool is_seen(uint32_t visible, int n, int i) { return visible >> (4 * n + i) & 1; }
 
-// The lane's pairs: whose rows they are, and what these see.
+// The lane's pairs: their rows, and the positions that these see.
 struct lane_pairs {
   for_both<int> row, head;
   for_both<row_view> view;
@@ -53,8 +53,8 @@ struct lane_pairs {
   }
 };
 
-// What pairs do not see becomes `other`. Apart from what is computed from all of them, which would be done in turn behind
-// a branch each.
+// Sets values of positions that pairs do not see to `other`. Separate from the computation on all values, which would
+// otherwise be serialised by branches.
 template <int count>
 __device__ __forceinline__ void keep_seen(uint32_t visible, float (&numbers)[count][4], float other) {
   if ((visible & all_positions<count>) == all_positions<count>) return;
@@ -96,8 +96,8 @@ struct weight_codes {
 // A code and 128 added to this are exact, so that rounding is that of the sum, to even.
 constexpr float code_rounding = 12582912.0f + low_unit / 2;
 
-// A word of codes of a pair: those of its positions in two times eight that follow each other. What is not finite gets any
-// codes: its scale is NaN. Where the scale is 0 so is the factor, and codes are 0.
+// The codes of a pair's four positions in two consecutive groups of eight, as a word of each plane. Codes of numbers that are
+// not finite are arbitrary, as the scale is NaN. If the scale is 0, so are factor and codes.
 __device__ __forceinline__ void round_word(const float (&first_eight)[4], const float (&second_eight)[4], int pair,
                                            const plane_scale& by, uint32_t& high, uint32_t& low) {
   uint32_t codes[4];  // bytes 0 and 1 are those of a code and 128
@@ -206,8 +206,8 @@ struct pair_block {
     }
   }
 
-  // Weights become what their products with values are rounded from; raises the greatest magnitudes of the lane's pairs.
-  // values: [8 · count, row_bytes].
+  // Multiplies weights by the values' scales, and updates the greatest magnitudes of the lane's pairs. values:
+  // [8 · count, row_bytes].
   template <int count>
   static __device__ void scale_weights(const uint8_t* values, uint32_t visible, float (&weights)[count][4],
                                        for_both<uint32_t>& greatest) {

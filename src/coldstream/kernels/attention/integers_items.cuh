@@ -1,5 +1,5 @@
-// Which rows, key/value heads and chunks a block of threads takes, one item after the other: some rows next to each other
-// and a key/value head, with all their positions or an even share of them.
+// The items of a block of threads, computed one after the other: some adjacent rows and a key/value head, with all their
+// chunks or an even share of them.
 #pragma once
 
 #include "attention/integers_arguments.cuh"
@@ -7,7 +7,7 @@
 
 namespace coldstream {
 
-// Rows next to each other, which end before last_row, and a key/value head: pairs of a row and a query head.
+// Adjacent rows before last_row and a key/value head: pairs of a row and a query head.
 struct item_pairs {
   int first_row, last_row, kv_head;
 
@@ -27,7 +27,7 @@ __device__ __forceinline__ int first_chunk_of(const integers_arguments& a, int r
   return first_position(a.rows.positions[row], a.window) / chunk_positions;
 }
 
-// Where the workspace has a pair's chunk number `chunk`, or the one that all are merged into. first: of its row.
+// Index in the workspace of a pair's chunk number `chunk`, or of the merged one. first: the row's first chunk.
 __device__ __forceinline__ int64_t place_of_chunk(const integers_arguments& a, int64_t pair, int chunk, int first) {
   return pair * a.max_chunks + (a.max_chunks == 1 ? 0 : chunk - first);
 }
@@ -57,7 +57,7 @@ struct block_items : item_pairs {
     return first <= last;
   }
 
-  // The item's chunks, from the first to the one behind the last, that rows of it have positions in.
+  // The range of the item's chunks in which its rows have positions; the end is exclusive.
   __device__ void find_chunks(int& begin, int& end) const {
     begin = 0x7fffffff;
     end = 0;
@@ -79,7 +79,7 @@ struct block_items : item_pairs {
   __device__ bool next() {
     const int num_tiles = (a.rows.num_rows + tile_rows - 1) / tile_rows, num_items = num_tiles * a.num_kv_heads;
     if (a.max_chunks == 1) {
-      // All chunks of some rows at once; the last rows come first, as they have most to do.
+      // All chunks of some rows; the last rows come first, as they have most positions.
       item = item < 0 ? blockIdx.x : item + gridDim.x;
       if (item >= num_items) return false;
       kv_head = item % a.num_kv_heads;
@@ -120,7 +120,7 @@ struct pair_chunk {
 
   __device__ void begin() { has_begun[0] = has_begun[1] = false; }
 
-  // The maxima with the best scores of a block, and the factors of what was before it.
+  // after: the maxima including a block's best scores; correction: the factors of earlier results.
   __device__ void raise(const for_both<float>& best, for_both<float>& after, for_both<float>& correction) const {
 #pragma unroll
     for (int i = 0; i < 2; i++) {

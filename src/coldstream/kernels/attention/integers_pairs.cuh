@@ -1,5 +1,5 @@
-// What a warp does for its 16 pairs of a row and a query head beside the products: lane 4g + t has pairs g and
-// g + 8, as the tensor cores leave their sums.
+// Operations of a warp on its 16 pairs of a row and a query head beside products: lane 4g + t has pairs g and
+// g + 8, as in the tensor cores' accumulators.
 #pragma once
 
 #include "attention/grid.cuh"

@@ -1,5 +1,5 @@
-// The heads of new rows made ready for attention over integers: queries normed, rotated by their positions and by a
-// Hadamard matrix, and rounded into a workspace; keys the same and values into the caches. Half a warp takes a head.
+// Prepares heads of new rows for attention over integers: queries are normed, rotated by their positions and by a
+// Hadamard matrix, and rounded into a workspace; keys likewise, and values, into the caches. Half a warp takes a head.
 #include "attention/heads.cuh"
 #include "attention/integers_packing.cuh"
 #include "attention/integers_tile.cuh"
@@ -49,8 +49,8 @@ __device__ __forceinline__ void rotate_head(lane_numbers<head_dim>& x, int lane)
   }
 }
 
-// Rounds a head as a row of a cache has it, but for the scale, which is left to the caller. to: null if the row belongs
-// nowhere. codes: [head_dim] of the half warp's own.
+// Rounds a head into the codes of a cache row; returns the scale. to: null for a row of no sequence. codes: scratch
+// [head_dim] of the half warp.
 template <int bits, int head_dim>
 __device__ __forceinline__ float store_codes(const lane_numbers<head_dim>& x, int lane, uint8_t* to, uint8_t* codes) {
   uint32_t greatest = 0;
@@ -118,13 +118,13 @@ __global__ void __launch_bounds__(prepare_threads) attention_prepare_integers(co
     to = (is_value ? a.v_cache : a.k_cache) + block * a.places.block_bytes +
          index % chunk_positions * a.places.position_bytes + int64_t{kv_head} * row_type::bytes;
   }
-  // Lanes of a query and of a key may be of one warp, so that both take both ways.
+  // A warp may hold a query and a key, so that all lanes execute both branches.
   uint8_t* const codes = reinterpret_cast<uint8_t*>(head);
   uint8_t* const query = reinterpret_cast<uint8_t*>(a.query + pair * 2 * head_dim);
   const float of_query = store_codes<16, head_dim>(values, lane, is_query && !is_spare ? query : nullptr, codes);
   const float of_cache = store_codes<bits, head_dim>(values, lane, to, codes);
   if (is_query && !is_spare && lane == 0) a.query_scales[pair] = of_query;
-  // The scale, and zeros behind it.
+  // The scale, followed by zeros.
   if (to && lane < (row_type::bytes - row_type::code_bytes) / 4)
     reinterpret_cast<float*>(to + row_type::code_bytes)[lane] = lane == 0 ? of_cache : 0.0f;
 }

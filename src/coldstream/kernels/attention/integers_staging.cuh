@@ -1,5 +1,5 @@
-// Keys and values of a tile as products of warpgroups read them, and the threads that bring them there: keys as rows of
-// channels, values as rows of positions, in rows of 128 bytes whose chunks of 16 are swizzled.
+// Keys and values of a tile in the layout that products of warpgroups read, and the threads that copy them: keys as rows
+// of channels, values as rows of positions, in rows of 128 bytes whose chunks of 16 are swizzled.
 #pragma once
 
 #include "attention/integers_items.cuh"
@@ -8,7 +8,7 @@
 namespace coldstream {
 
 constexpr int copying_threads = 128, stages = 2;
-constexpr int copying_barrier = 1;  // where those threads meet; warpgroups that multiply have those behind it
+constexpr int copying_barrier = 1;  // of the copying threads; multiplying warpgroups have the following numbers
 
 template <int bits, int head_dim>
 struct staged_tile {
@@ -19,7 +19,7 @@ struct staged_tile {
   static constexpr int scale_bytes = 2 * block_positions * 4;
   static_assert((bits == 16 || bits == 8) && head_dim % 128 == 0);
 
-  // Of 16 positions in the order of `position_in_word`, of a channel.
+  // Place of 16 positions of a channel, in the order of `position_in_word`.
   __device__ static constexpr int value_place(int plane, int channel, int sixteen) {
     return swizzled_place<value_rows>(value_row(channel), 4 * value_half(plane, channel) + sixteen);
   }
@@ -30,7 +30,7 @@ struct staged_tile {
     return planes == 2 ? plane : channel / value_rows;
   }
 
-  // Of channels channel … channel + 31 and positions 32 · step … 32 · step + 31; `values` from `same_for_warp`.
+  // Descriptor of channels channel … channel + 31 and positions 32 · step … 32 · step + 31; `values` from `same_for_warp`.
   __device__ static uint64_t part_of_values(uint32_t values, int plane, int channel, int step) {
     const int place = value_row(channel) * swizzled_row_bytes + value_half(plane, channel) * 64;
     return describe_swizzled_from(values, place + step * 32);
@@ -43,11 +43,11 @@ struct staged_tile {
   }
 };
 
-// What a tile is, for those who multiply it.
+// Description of a tile for the multiplying warps.
 struct tile_note {
   item_pairs item;
   int begin, end;  // the rows of the run
-  int tile;        // −1 behind the last
+  int tile;        // −1 after the last
   bool begins_item, begins_run, ends_chunk;
 };
 
@@ -70,14 +70,14 @@ struct staging {
   __device__ uint32_t empty(int stage) const { return full(stage) + 8 * stages; }
 };
 
-// The threads that copy. A tile's values arrive as they lie in the cache, while the tile before is multiplied, and are
-// turned from there into their stage.
+// The copying threads. A tile's values are copied in the cache's layout while the tile before is multiplied, and then
+// transposed into their stage.
 template <int bits, int head_dim>
 struct tile_copier {
   using tile = staged_tile<bits, head_dim>;
   using kept_row = typename tile::kept_row;
 
-  // Where a tile is in the cache, and how many of its positions are.
+  // A tile's addresses in the cache, and its number of positions.
   struct source {
     const uint8_t *keys, *values;
     int count;
@@ -90,7 +90,7 @@ struct tile_copier {
   source last;
   int number = 0;  // of tiles that were begun
 
-  // Chunks of 16 positions lie in other banks, as the threads of a warp read four of them.
+  // Chunks of different positions are in different banks, as the threads of a warp read four of them.
   __device__ static int arrived_place(int plane, int position, int chunk) {
     return (plane * block_positions + position) * head_dim + (chunk ^ position / 16 * 2) * 16;
   }
@@ -130,7 +130,7 @@ struct tile_copier {
   }
 
   // Four bytes of each of four positions become four positions of each of four channels.
-  __device__ static void turn(const uint32_t (&rows)[4], uint32_t (&columns)[4][4], int word) {
+  __device__ static void transpose(const uint32_t (&rows)[4], uint32_t (&columns)[4][4], int word) {
     const uint32_t first = __byte_perm(rows[0], rows[1], 0x5140), second = __byte_perm(rows[2], rows[3], 0x5140);
     const uint32_t third = __byte_perm(rows[0], rows[1], 0x7362), fourth = __byte_perm(rows[2], rows[3], 0x7362);
     columns[0][word] = __byte_perm(first, second, 0x5410);
@@ -140,7 +140,7 @@ struct tile_copier {
   }
 
   // Words of a channel have the positions that a lane's weights are of: 2w, 2w + 1, 2w + 8 and 2w + 9 of sixteen.
-  __device__ void turn_values(int stage) const {
+  __device__ void transpose_values(int stage) const {
     constexpr int quads = head_dim / 4, units = tile::planes * quads * 4;
     const uint8_t* const arrived = to.shared + to.arrived_at;
 #pragma unroll 1
@@ -155,7 +155,7 @@ struct tile_copier {
           const int position = 16 * sixteen + 2 * word + k % 2 + k / 2 * 8;
           rows[k] = *reinterpret_cast<const uint32_t*>(arrived + arrived_place(plane, position, quad / 4) + quad % 4 * 4);
         }
-        turn(rows, columns, word);
+        transpose(rows, columns, word);
       }
 #pragma unroll
       for (int c = 0; c < 4; c++)
@@ -172,7 +172,7 @@ struct tile_copier {
       copy_keys(last, stage);
       wait_for_copies<1>();
       meet_at<copying_threads>(copying_barrier);
-      turn_values(stage);
+      transpose_values(stage);
       if (thread == 0) to.note(stage) = last.note;
       meet_at<copying_threads>(copying_barrier);
     }

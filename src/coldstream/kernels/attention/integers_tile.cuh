@@ -1,5 +1,5 @@
-// What a block of threads takes of attention over integers: rows of a batch next to each other, which are told
-// apart by sequence, and a block of 64 keys or values of one of them in shared memory.
+// The operands of a block of threads in attention over integers: adjacent rows of a batch, grouped by sequence, and a
+// tile of 64 keys or values of one sequence in shared memory.
 #pragma once
 
 #include "attention/grid.cuh"
@@ -8,7 +8,7 @@
 namespace coldstream {
 
 constexpr int max_tree_rows = 64;
-constexpr int scale_bytes_of_row = 16;  // of a tile, behind the planes: the scale, and zeros
+constexpr int scale_bytes_of_row = 16;  // of a tile, after the planes: the scale, and zeros
 
 // `BatchRows` of kernels/ops.py.
 struct batch_rows {
@@ -40,7 +40,7 @@ struct row_run {
     num_kept = committed + (is_tree ? after - start : 0);
   }
 
-  // Whether all keys of positions in a tile lie in their order.
+  // Whether all keys of a tile's positions are in order.
   __device__ bool is_committed(int tile) const { return !is_tree || (tile + 1) * block_positions <= committed; }
 
   // The last tile of indices that holds keys of positions in the tile number `tile`.
@@ -49,7 +49,7 @@ struct row_run {
   }
 };
 
-// What one row sees.
+// The positions that one row sees.
 struct row_view {
   int first = 0, position = -1;  // positions of its window; none
   uint64_t ancestors = 0;        // the rows of its tree that it follows, and itself

@@ -1,4 +1,4 @@
-// Keys or values of three or four bits in shared memory, unpacked to bytes where they lie.
+// Unpacks keys or values of three or four bits to bytes, in place in shared memory.
 #pragma once
 
 #include "attention/integers_packing.cuh"
@@ -7,14 +7,14 @@
 namespace coldstream {
 
 // Unpacks a tile whose rows lie at its end, by `threads` threads of which this one has number `thread`; they have met
-// before, and meet at the end. Some rows at a time are read by all threads before they are written: what is written ends
-// before the rows that are still to be read, since every row leaves more room than it takes.
+// before, and meet at the end. All threads read some rows before they write them: as packed rows lie at the end, writes
+// never reach rows that are still to be read.
 template <int bits, int head_dim, int threads>
 __device__ __forceinline__ void unpack_tile(uint8_t* tile, int thread) {
   using row = cache_row<bits, head_dim>;
   using layout = tile_layout<row, head_dim>;
   constexpr int units = head_dim / unit_values, total = block_positions * units, at_once = 4;
-  // No row is read in two parts but where there is room for both.
+  // A row is read in two parts only if there is room for both.
   static_assert(at_once * threads % units == 0 || total % (at_once * threads) >= units || total <= at_once * threads);
   const auto meet = [] {
     if constexpr (threads == warp_size) __syncwarp();

@@ -1,7 +1,7 @@
 // Attention over caches of two planes or one by warpgroups, which only sm_90 has: docs/arithmetic.md, Attention over integers.
 //
-// A block of threads takes some rows next to each other and a key/value head, as in integers.cu. Its first warpgroup brings
-// tiles of 64 keys and values; each of the others takes 64 pairs of a row and a query head through the tensor cores.
+// A block of threads takes some adjacent rows and a key/value head, as in integers.cu. Its first warpgroup copies tiles of
+// 64 keys and values; each of the others takes 64 pairs of a row and a query head through the tensor cores.
 #include "attention/integers_block.cuh"
 #include "attention/integers_items.cuh"
 #include "attention/integers_staging.cuh"
@@ -102,7 +102,7 @@ struct multiplying_group {
     return describe_swizzled_from(own, chunk / 8 * block_pairs * swizzled_row_bytes + chunk % 8 * 16);
   }
 
-  // Half of the keys at a time, as numerators leave no registers for the sums of all.
+  // Half of the keys at a time, as numerators leave too few registers for the sums of all.
   __device__ void find_scores(const uint8_t* staged, const float* scales, pair_floats& scores) const {
     const uint32_t keys = same_for_warp(shared_address(staged));
     const uint32_t own = same_for_warp(shared_address(queries) + group_number * group_pairs * swizzled_row_bytes);
@@ -199,8 +199,8 @@ struct multiplying_group {
     }
   }
 
-  // Of a warpgroup that is alone, the products of a slice are under way while those of the one before are added. Two have
-  // each other for that, and no registers.
+  // A single warpgroup overlaps the products of a slice with the additions of the one before. Two warpgroups overlap each
+  // other, and have no registers for it.
   __device__ void add_values(const uint8_t* staged, const weight_codes& codes, const for_both<float>& unit,
                              const for_both<float>& correction) {
     constexpr int ahead = groups == 1 ? 1 : 0;
@@ -218,7 +218,7 @@ struct multiplying_group {
     }
   }
 
-  // Until there are no more tiles.
+  // Runs until there are no more tiles.
   __device__ void run() {
     for (int number = 0;; number++) {
       const int stage = number % stages;
@@ -248,7 +248,7 @@ struct multiplying_group {
     add_values(from.values(stage), codes, unit, correction);
   }
 
-  // Leaves chunk number `chunk`, by itself or merged into those before it, and begins the next.
+  // Stores chunk number `chunk`, separately or merged into those before it, and begins the next.
   __device__ void end_chunk(int chunk) {
     const bool merges = a.max_chunks == 1;
 #pragma unroll
@@ -279,7 +279,7 @@ struct multiplying_group {
     for (int n = 0; n < head_dim / 8; n++) to[4 * n] = make_float2(numerators[n][2 * i], numerators[n][2 * i + 1]);
   }
 
-  // Several loads at a time, as each takes long, but not all, which would take the registers of numerators.
+  // Several loads at a time to hide latency, but not all, which would take the registers of numerators.
   __device__ void merge(float2* into, int i, float ours, float theirs) const {
     constexpr int at_once = 8;
 #pragma unroll

@@ -1,4 +1,4 @@
-"""Turned values as eight levels times a float32 scale a head: the type `i3`."""
+"""Rotated values as eight levels times a float32 scale a head: the type `i3`."""
 
 import torch
 
@@ -8,10 +8,10 @@ from coldstream.kernels.dequantize.integer_blocks import grouped
 # The best eight levels for a normal variable (0.2451, 0.7560, 1.3439 and 2.1520 deviations) in units of 1/53:
 # among the units that make them bytes the one with the least mean square error, 0.004 % above the best.
 LEVELS = (13, 40, 71, 114, -13, -40, -71, -114)  # by code: the highest bit is the sign
-THRESHOLDS = (26.5, 55.5, 92.5)  # halfway between
-# What the greatest magnitude of a head is in units of the levels. Against 1/53 of the deviation as the unit,
+THRESHOLDS = (26.5, 55.5, 92.5)  # halfway between levels
+# The greatest magnitude of a head in units of the levels. Compared with 1/53 of the deviation as the unit,
 # the error of normal heads of 128 and 256 is at most 4 % greater, and that of heads with two channels 20 or
-# 100 times as great as the others 6 to 23 % less.
+# 100 times as great as the others is 6 to 23 % less.
 LARGEST_LEVEL = 140
 
 

@@ -1,12 +1,12 @@
-// Keys and values of a committed path of a draft tree brought to their positions; see move_rows.py.
+// Moves keys and values of a committed path of a draft tree to their positions; see move_rows.py.
 #include "attention/grid.cuh"
 
 namespace coldstream {
 
-// `CommittedPath` of kernels/ops.py, as far as it is needed here.
+// The part of `CommittedPath` of kernels/ops.py that is needed here.
 struct moved_path {
   const int32_t *count, *first;    // of one number
-  const int32_t *sources, *table;  // [count]; where the blocks of the sequence are
+  const int32_t *sources, *table;  // [count]; the blocks of the sequence
 };
 
 // Bytes between blocks of positions, and of a position.
@@ -14,8 +14,8 @@ struct moved_places {
   int64_t block_bytes, position_bytes;
 };
 
-// grid (pieces of 16 bytes of a position / 128, 2), 128 threads: a piece of keys or values a thread. Sources are further
-// back than targets, and grow, so that nothing is written over before it has been read.
+// grid (pieces of 16 bytes of a position / 128, 2), 128 threads: a piece of keys or values a thread. Sources ascend and
+// are never before their targets, so that nothing is overwritten before it has been read.
 __global__ void __launch_bounds__(128)
     move_rows(uint8_t* k_cache, uint8_t* v_cache, const moved_path path, const moved_places places) {
   wait_for_previous_grid();

@@ -1,4 +1,4 @@
-"""Keys and values of a committed path of a draft tree at their positions: `move_rows.cu`."""
+"""Moves keys and values of a committed path of a draft tree to their positions: `move_rows.cu`."""
 
 import ctypes
 from pathlib import Path
@@ -27,7 +27,7 @@ class MovedPlaces(ctypes.Structure):
 def move_rows_cuda(k_cache: torch.Tensor, v_cache: torch.Tensor, path: CommittedPath) -> None:
     """`Ops.commit_attention`: one launch, whatever the path, over caches [blocks, 256, G, row] of any type.
 
-    ValueError unless a position's bytes are contiguous pieces of 16, and keys and values laid out alike.
+    ValueError unless a position's bytes are contiguous, a multiple of 16, and keys and values laid out alike.
     """
     size = k_cache.itemsize
     block_bytes, position_bytes = k_cache.stride(0) * size, k_cache.stride(1) * size

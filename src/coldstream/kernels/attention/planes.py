@@ -1,4 +1,4 @@
-"""Numbers as planes of signed bytes with one float32 scale: what attention over integers multiplies."""
+"""Numbers as planes of signed bytes with one float32 scale: the operands of attention over integers."""
 
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ class Planes:
 def round_planes(values: torch.Tensor, num_planes: int, largest_code: int = LARGEST_CODE) -> Planes:
     """float32 [..., n], rounded with one scale along n: docs/arithmetic.md, Planes of bytes.
 
-    largest_code: of one plane, that of the greatest magnitude; not read with two.
+    largest_code: code of the greatest magnitude in one plane; unused with two.
     """
     limit = largest_code if num_planes == 1 else LARGEST_TWO_PLANE_CODE
     scaled, scale = scale_to(values, limit, 1 if num_planes == 1 else 1 / LOW_UNIT)
@@ -48,9 +48,9 @@ def round_planes(values: torch.Tensor, num_planes: int, largest_code: int = LARG
 
 
 def scale_to(values: torch.Tensor, limit: int, unit: float = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [..., n] times what makes the greatest magnitude `limit`, and the scale [...] of `unit`.
+    """float32 [..., n] scaled so that the greatest magnitude is `limit`, and the scale [...] of `unit`.
 
-    Where the greatest magnitude is too small, or a number is not finite, all products are 0.
+    All zero if the greatest magnitude is too small or a number is not finite.
     """
     maximum = values.abs().amax(dim=-1)
     is_zero, is_finite = maximum < SMALLEST_MAXIMUM, maximum.isfinite()

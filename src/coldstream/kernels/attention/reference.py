@@ -96,5 +96,5 @@ def _codec(cache: torch.Tensor, head_dim: int) -> Codec:
     """From values to rows of the cache, and back to values."""
     if not cache.is_floating_point():
         cache_type = CacheType.of(cache, head_dim)
-        return cache_type.encode, lambda rows: cache_type.turn_back(cache_type.decode(rows, head_dim))
+        return cache_type.encode, lambda rows: cache_type.rotate_back(cache_type.decode(rows, head_dim))
     return lambda values: values.to(cache.dtype), lambda rows: rows

@@ -1,4 +1,4 @@
-"""What travels between two operations on the GPU."""
+"""Activations between two operations on the GPU."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from coldstream.kernels.quant_tensor import QuantTensor
 
 @dataclass(frozen=True)
 class Activations:
-    """Rows of activations in both forms."""
+    """Rows of activations, as float32 and quantised."""
 
     values: torch.Tensor  # float32 [T, K]
     quantised: QuantActivations
@@ -34,7 +34,7 @@ class Activations:
         return Activations(self.values.index_select(0, indices), QuantActivations(*parts))
 
     def copy_(self, other: "Activations") -> None:
-        """Overwrites these with others of the same shape."""
+        """Copies others of the same shape into these."""
         self.values.copy_(other.values)
         for target, source in zip(vars(self.quantised).values(), vars(other.quantised).values(), strict=True):
             target.copy_(source)

@@ -1,9 +1,9 @@
 // GGUF blocks of the integer types as operands of dp4a: geometry and unpacking.
 //
 // Blocks are read from memory whose bytes around a block may be read too: up to the next multiple of 4 and 4
-// more (shared memory with some room behind the last block). Blocks of Q4_K and Q5_K start on 16 bytes, all
-// others on 2. Codes are bytes that stand for `factor` times the value, so that a shift of the product, which
-// is exact, replaces one of the codes.
+// more (shared memory with some room after the last block). Blocks of Q4_K and Q5_K are aligned to 16 bytes,
+// all others to 2. Codes are bytes equal to `factor` times the value, so that one exact shift of the product
+// replaces shifts of the codes.
 #pragma once
 
 #include "cuda/common.cuh"

@@ -19,7 +19,7 @@ from coldstream.kernels.cuda.kernel_cache import KernelCache
 KERNELS = Path(__file__).resolve().parents[1]
 INCLUDE = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
 
-# Every float operation rounds on its own, as docs/arithmetic.md has it.
+# Every float operation rounds by itself, as in docs/arithmetic.md.
 OPTIONS = (
     "--std=c++17",
     "--fmad=false",
@@ -44,10 +44,10 @@ class CompileError(RuntimeError):
 
 @cache
 def default_cache() -> KernelCache:
-    """Where this process keeps machine code; it knows what was in the way of that."""
+    """This process's cache of machine code, which also records problems with it."""
     try:
         home = Path.home()
-    except RuntimeError:  # neither the environment nor the system knows of one
+    except RuntimeError:  # no home directory
         return KernelCache(None)
     return KernelCache(home / ".cache" / "coldstream" / "cuda")
 

@@ -1,4 +1,4 @@
-"""The GPU: whether there is one that this package can use, what it is, and what it can move."""
+"""The GPU: whether this package can use one, its properties, and its copy bandwidth."""
 
 import ctypes
 import importlib.util
@@ -14,7 +14,7 @@ INSTALL = "pip install 'coldstream[cuda]' (in a checkout, on a machine with a GP
 COPY_BYTES = 2 * 2**30  # far beyond any cache
 NUM_COPIES = 10
 
-MEMORY_ERROR = "out of memory"  # what the driver calls memory that it does not have
+MEMORY_ERROR = "out of memory"  # in the driver's messages
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def gpu_is_visible() -> bool:
 
 
 def missing_packages() -> tuple[str, ...]:
-    """Of the packages that the extra `cuda` brings: those that are not installed. Imports none of them."""
+    """The packages of the extra `cuda` that are not installed. Imports none of them."""
     return tuple(name for module, name in REQUIRED_PACKAGES.items() if not _is_installed(module))
 
 
@@ -93,10 +93,10 @@ def measure_copy_bandwidth() -> float:
 
 
 class device_errors:
-    """Turns PyTorch's errors about the device into ours.
+    """Translates PyTorch's errors about the device into coldstream's.
 
-    What had been computed inside is forgotten, so that somebody who keeps the error keeps no device memory.
-    No generator makes it, since a step enters it several times while the device waits.
+    Drops the traceback's frames, so that keeping the error keeps no device memory. A class and not a
+    generator, as a step enters it several times while the device waits.
     """
 
     def __enter__(self) -> None:
@@ -118,7 +118,7 @@ class device_errors:
 
 
 def out_of_memory() -> OutOfMemoryError:
-    """The error to raise when the device refused memory."""
+    """The error for an allocation that the device refused."""
     import torch
 
     free = torch.cuda.mem_get_info()[0] / 2**30
@@ -129,7 +129,7 @@ def out_of_memory() -> OutOfMemoryError:
 
 
 def _translated(error: RuntimeError) -> ColdstreamError | None:
-    """The error of ours that `error` means; None if it is not about the device."""
+    """The corresponding error of coldstream; None if `error` is not about the device."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):

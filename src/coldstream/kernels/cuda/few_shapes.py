@@ -1,7 +1,7 @@
-"""How the kernels for a few rows walk a weight matrix, and what they need of shared memory.
+"""How the kernels for few rows walk a weight matrix, and their shared memory.
 
-The numbers of `weight_ring.cuh` and of the products behind it that are not the arithmetic's: how many columns
-are one pass, how many weight rows one unit, and how they lie in the ring.
+The numbers of `weight_ring.cuh` and its products that do not affect results: columns of a pass, weight rows
+of a unit, and their layout in the ring.
 """
 
 import ctypes
@@ -13,12 +13,12 @@ from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 
-MAX_ROWS = 8  # rows of activations in one launch
+MAX_FEW_ROWS = 8  # rows of activations in one launch
 WARP_SIZE = 32
 COPY_BYTES = 16
 QUAD_ROWS = 4  # weight rows that a group of four lanes works on
 TILE_ROWS = 16  # weight rows of a product of the tensor cores
-BANK_BYTES = 128  # of all banks of shared memory
+BANK_BYTES = 128  # one word of each bank of shared memory
 NUM_GROUPS = 8  # of four lanes in a warp
 PASS_COLS = {QuantType.F32: 1024, QuantType.F16: 2048, QuantType.BF16: 2048}  # 4 KiB of the one row
 INTEGER_PASS_COLS = NUM_GROUPS * GROUP_SIZE
@@ -26,9 +26,9 @@ FEW_TYPES = INTEGER_TYPES | set(PASS_COLS)
 GROUP_TYPES = INTEGER_TYPES - BLOCK_TYPES
 GROUP_BYTES = GROUP_SIZE + 16 + 4  # codes, sums of 32 and scale of a group of activations in shared memory
 BLOCK_GROUP_BYTES = GROUP_SIZE + GROUP_SIZE // BLOCK_SIZE * 4  # for weights in blocks of 32: codes, scales
-SLACK_BYTES = 4  # behind the scales, which the compiler loads in pairs: the last may have no second
-RESERVED_BYTES = 1024  # of shared memory, by the system, per block
-STATIC_BYTES = 1024  # of shared memory that a kernel declares itself, at most
+SLACK_BYTES = 4  # after the scales, which the compiler loads in pairs, of which the last may be half
+RESERVED_BYTES = 1024  # shared memory per block that the system takes
+STATIC_BYTES = 1024  # most shared memory that a kernel declares statically
 
 
 def instance_for(kernel: str, types: Iterable[int]) -> str:
@@ -39,7 +39,7 @@ def instance_for(kernel: str, types: Iterable[int]) -> str:
 def row_group_bytes(types: Iterable[int], *, at_once: bool) -> int:
     """Shared memory for a group of a row of activations for weights of these types.
 
-    at_once: for all of them, otherwise for one of them.
+    at_once: for all of the types together, otherwise for one of them.
     """
     numbers = {int(each) for each in types}
     forms = ((GROUP_BYTES, GROUP_TYPES), (BLOCK_GROUP_BYTES, BLOCK_TYPES))
@@ -64,7 +64,7 @@ class MatrixShape(ctypes.Structure):
 
     @property
     def num_units(self) -> int:
-        """What the warps share out."""
+        """Units of work for the warps."""
         return -(-int(self.num_rows) // int(self.unit_rows))
 
     @property
@@ -94,7 +94,7 @@ def tile_shape(quant_type: QuantType, rows: int, cols: int) -> MatrixShape:
     shape = _shape(quant_type, rows, cols, TILE_ROWS << spread, spread)
     is_aligned = quant_type.block_bytes % COPY_BYTES == 0
     least = _chunk_bytes(shape.pass_bytes) + (0 if is_aligned else COPY_BYTES)
-    # So that the rows that a warp reads at once begin in different banks.
+    # Rows that a warp reads at the same time then begin in different banks.
     shape.stage_stride = -(-(least - COPY_BYTES) // BANK_BYTES) * BANK_BYTES + COPY_BYTES
     return shape
 
@@ -138,7 +138,7 @@ class RingPlan:
 
 
 def plan_ring(limits: DeviceLimits, stage_bytes: int, other_bytes: int, max_blocks: int) -> RingPlan | None:
-    """Two stages where `max_blocks` such blocks fit a processor, otherwise what lets more blocks run.
+    """Two stages if `max_blocks` such blocks fit a processor, otherwise the number for more blocks.
 
     stage_bytes: one stage of all rings of the block; other_bytes: everything else. None if no block fits.
     """

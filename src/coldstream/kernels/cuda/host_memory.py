@@ -1,4 +1,4 @@
-"""The host's memory as the device reads it over the bus."""
+"""Host memory that the device reads over the bus."""
 
 import mmap
 from typing import Self
@@ -8,9 +8,9 @@ from cuda.bindings import driver
 
 
 class RegisteredMemory:
-    """A mapping of the host's memory that the device may read until `close`.
+    """A mapping of host memory that the device may read until `close`.
 
-    `offset` is what to add to an address of the host's to have the device's.
+    offset: the device's address minus the host's.
     """
 
     def __init__(self, address: int, device_address: int) -> None:
@@ -21,8 +21,8 @@ class RegisteredMemory:
     def register(cls, address: int, num_bytes: int) -> Self | None:
         """Locks the pages from `address` on and lets the device read them; None if the system refuses.
 
-        It refuses for more than a process may lock, on platforms that do not share file mappings with
-        devices, and under drivers without read-only registration.
+        Reasons are the limit of memory that a process may lock, platforms that do not share file mappings
+        with devices, and drivers without read-only registration.
         """
         torch.cuda.current_stream()  # makes the device's context current
         begin = address // mmap.PAGESIZE * mmap.PAGESIZE
@@ -38,5 +38,5 @@ class RegisteredMemory:
         return cls(begin, int(pointer))
 
     def close(self) -> None:
-        """Unlocks the pages; nothing on the device may read them any more."""
+        """Unlocks the pages, which the device must no longer read."""
         driver.cuMemHostUnregister(self._address)

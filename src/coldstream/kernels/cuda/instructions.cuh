@@ -1,14 +1,14 @@
-// What CUDA C++ has no words for: how a kernel overlaps with the launches around it, accesses to memory that are
-// ordered between threads, asynchronous copies, the clock. Each is one or two instructions, so that all the rest
-// is C++ which tests compile for the host, with a file like this one in its place.
+// Instructions without an equivalent in CUDA C++: overlap of a kernel with the launches around it, accesses to
+// memory that are ordered between threads, asynchronous copies, the clock. All other code is C++, which tests
+// compile for the host with another file in place of this one.
 #pragma once
 
 #include "cuda/arithmetic.cuh"
 
 namespace coldstream {
 
-// Programmatic dependent launch: a kernel that was launched with `overlap` may run before the kernels in front
-// of it are done, and touches nothing they read or write until it has waited. Without `overlap` both do nothing,
+// Programmatic dependent launch: a kernel that was launched with `overlap` may run before the kernels before it
+// have ended, and must not touch what they read or write until it has waited. Without `overlap` both do nothing,
 // as on devices before sm_90.
 __device__ __forceinline__ void wait_for_previous_grid() {
 #if __CUDA_ARCH__ >= 900
@@ -37,7 +37,7 @@ __device__ __forceinline__ void store_release(uint32_t* to, uint32_t value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(value) : "memory");
 }
 
-// One more, or 0 after `last`; acquires and releases. Returns what was there.
+// Increments, or resets to 0 after `last`; acquires and releases. Returns the old value.
 __device__ __forceinline__ uint32_t count_up_to(uint32_t* count, uint32_t last) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -47,7 +47,7 @@ __device__ __forceinline__ uint32_t count_up_to(uint32_t* count, uint32_t last) 
   return before;
 }
 
-// An addition whose result nobody waits for.
+// An addition without a result, so that the thread does not wait for it.
 __device__ __forceinline__ void add_up(uint64_t* sum, uint64_t value) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(sum)), "l"(value));
 }
@@ -70,12 +70,12 @@ __device__ __forceinline__ void store_release_system(uint32_t* to, uint32_t valu
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(value) : "memory");
 }
 
-// Asks for the line of cache in which `from` lies.
+// Prefetches the cache line of `from`.
 __device__ __forceinline__ void bring_near(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
 }
 
-// The sector of a float into the first-level cache.
+// Prefetches the sector of a float into the first-level cache.
 __device__ __forceinline__ void bring_close(const float* from) {
   float unused;
   asm volatile("ld.global.ca.f32 %0, [%1];" : "=f"(unused) : "l"(from));
@@ -95,13 +95,13 @@ __device__ __forceinline__ int signed_byte(uint32_t word, int i) {
   return byte;
 }
 
-// Of `count` threads of the block, whole warps, at one of the barriers 1 … 15.
+// A barrier of `count` threads of the block, whole warps, with one of the numbers 1 … 15.
 template <int count>
 __device__ __forceinline__ void meet_at(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(count) : "memory");
 }
 
-// The same where lanes of a warp may come one after the other.
+// The same if lanes of a warp may arrive one after the other.
 template <int count>
 __device__ __forceinline__ void meet_apart_at(int barrier) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "n"(count) : "memory");
@@ -113,7 +113,7 @@ __device__ __forceinline__ uint32_t dynamic_shared_bytes() {
   return bytes;
 }
 
-// Of the device's clock.
+// Nanoseconds of the device's clock.
 __device__ __forceinline__ uint64_t now_ns() {
   uint64_t now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));

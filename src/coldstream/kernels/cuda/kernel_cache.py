@@ -1,12 +1,12 @@
-"""Machine code that was compiled before, in a directory of the user's own.
+"""A cache of compiled machine code in a directory of the user.
 
-Whoever can write there decides what the GPU runs, since a digest is as easily written as what it is of. So
-what protects is who may write: the directory and the one that it lies in are made for the user alone, and
-used only if they belong to the user, are no links, and are nobody else's to write to; so are the entries. If
-not, nothing is read or kept, and `problem` says why.
+Write access to it is control of what the GPU runs, since an attacker could write a matching digest too. So
+the directory and its parent are created for the user alone, and used only if they belong to the user, are no
+links, and are not writable for others; the same holds for entries. Otherwise nothing is read or stored, and
+`problem` says why.
 
-The digest in front of an entry tells of damage: a disk that was full, bits that have changed, an entry under
-the name of another one. What is damaged is as good as absent, and replaced.
+The digest at the start of an entry detects damage: a disk that was full, bits that have changed, an entry
+under the name of another one. A damaged entry counts as absent, and is replaced.
 
 The unit of work is an entry. Threads and processes may use one directory at the same time.
 """
@@ -27,9 +27,9 @@ TEMPORARY = ".tmp"
 
 
 class KernelCache:
-    """Bytes by name in `directory`, an absolute path that need not exist yet; None: there is no place.
+    """Bytes by name in `directory`, an absolute path that need not exist yet; None: no cache.
 
-    problem: why something was not read or not kept, for people; None as long as nothing was in the way.
+    problem: why something was not read or not stored, as text; None without such a problem.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -38,7 +38,7 @@ class KernelCache:
         self.problem: str | None = None
 
     def get(self, name: str) -> bytes | None:
-        """What was put under `name`; None if there is nothing, or nothing that can be trusted."""
+        """The bytes stored under `name`; None if there are none, or none that can be trusted."""
         try:
             with self._opened() as directory:
                 data = _read(name, directory)
@@ -49,7 +49,7 @@ class KernelCache:
         return payload if data == _digest(name, payload) + payload else None
 
     def put(self, name: str, payload: bytes) -> None:
-        """Keep `payload` under `name`, at once or not at all. What cannot be kept is no error."""
+        """Store `payload` under `name`, atomically. A failure is no error."""
         try:
             with self._opened() as directory:
                 _write(name, _digest(name, payload) + payload, directory)
@@ -62,7 +62,7 @@ class KernelCache:
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """A descriptor of the directory, made if need be. Raises OSError if it may not be used."""
+        """A descriptor of the directory, created if needed. Raises OSError if it may not be used."""
         if self._path is None:
             raise FileNotFoundError("this user has no home directory")
         above = self._path.parent
@@ -124,7 +124,7 @@ def _opened_entry(name: str, directory: int) -> Iterator[int]:
 
 
 def _write(name: str, data: bytes, directory: int) -> None:
-    """The name appears, or changes what it stands for, when all bytes are there."""
+    """Creates or replaces the entry once all bytes are written."""
     with _temporary(name, directory) as (file, temporary):
         done = 0
         while done < len(data):
@@ -134,7 +134,7 @@ def _write(name: str, data: bytes, directory: int) -> None:
 
 @contextmanager
 def _temporary(name: str, directory: int) -> Iterator[tuple[FileIO, str]]:
-    """A new file and its name. Its lock says that whoever writes it is alive; after an error it is gone."""
+    """A new locked file and its name; the lock ends with its process. Removed after an error."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
         temporary = f".{name}.{secrets.token_hex(8)}{TEMPORARY}"
@@ -142,7 +142,7 @@ def _temporary(name: str, directory: int) -> Iterator[tuple[FileIO, str]]:
             with suppress(OSError):  # not every file system has locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             if os.fstat(file.fileno()).st_nlink == 0:
-                continue  # taken for a leftover before it was locked
+                continue  # another process removed it as a leftover before it was locked
             try:
                 yield file, temporary
             except BaseException:
@@ -153,7 +153,7 @@ def _temporary(name: str, directory: int) -> Iterator[tuple[FileIO, str]]:
 
 
 def _remove_leftovers(directory: int) -> None:
-    """Of writers that were killed: nobody holds the lock."""
+    """Removes files that are not locked, whose writers were killed."""
     for name in os.listdir(directory):
         if not (name.startswith(".") and name.endswith(TEMPORARY)):
             continue

@@ -1,4 +1,4 @@
-"""What launches are fitted to."""
+"""Properties of the device that launches depend on."""
 
 import functools
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ MAX_OVERLAP_ROWS = 64
 
 
 def overlaps(num_rows: int) -> bool:
-    """Whether a kernel over so many rows starts while the one in front of it ends.
+    """Whether a kernel over `num_rows` rows starts while the one before it ends.
 
-    That hides the start of short kernels. Behind long ones the blocks that wait hold the registers and the
-    shared memory of blocks that would compute (docs/log.md).
+    This hides the start of short kernels. After long ones, waiting blocks would occupy registers and shared
+    memory that computing blocks need (docs/log.md).
     """
     return num_rows <= MAX_OVERLAP_ROWS
 
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What a device has for the blocks of a kernel; shared memory in bytes."""
+    """Resources for the blocks of a kernel; shared memory in bytes."""
 
     num_processors: int
     shared_per_block: int
@@ -31,7 +31,7 @@ class DeviceLimits:
 
 
 def device_limits() -> DeviceLimits:
-    """Of the device that PyTorch uses now. Raises DeviceError if the driver does not say."""
+    """The limits of PyTorch's current device. Raises DeviceError if the driver does not report them."""
     return _limits_of(torch.cuda.current_device())
 
 

@@ -1,4 +1,4 @@
-"""What moves between RAM and the GPU, alone and while CPU threads read: what placement plans with."""
+"""Measures rates between RAM and the GPU, alone and while CPU threads read, for placement."""
 
 import ctypes
 import time
@@ -34,13 +34,13 @@ class LinkRates:
 
     alone: float  # copies from page-locked RAM to the device
     beside_read: float  # the same while CPU threads read RAM
-    read_beside: float  # what these threads read meanwhile, together
+    read_beside: float  # what these threads read together during copies
 
 
 def measure_link(num_threads: int, reader_bytes: int) -> LinkRates:
-    """Copies of pieces of the size of experts, beside `num_threads` that read; the best of three. About 3 s.
+    """Rates of copies of expert-sized pieces, beside `num_threads` readers; the best of three. About 3 s.
 
-    reader_bytes: of memory that they read, beyond any cache. Raises DeviceError, OutOfMemoryError.
+    reader_bytes: memory that the threads read, beyond any cache. Raises DeviceError, OutOfMemoryError.
     """
     with device_errors():
         source = torch.zeros(BUFFER_BYTES, dtype=torch.uint8).pin_memory()
@@ -68,7 +68,7 @@ def measure_handshake(num_threads: int) -> float:
     """Seconds for: the device raises a flag, the threads that compute experts answer it, the device goes on.
 
     The mean of 1024 rounds in a stream, with nothing to compute. Raises DeviceError if the driver has no
-    operations of streams on memory, or if nobody answers.
+    stream memory operations, or without an answer.
     """
     with device_errors():
         words = torch.zeros(2 * _WORDS_PER_LINE, dtype=torch.int32, pin_memory=True)
@@ -80,7 +80,7 @@ def measure_handshake(num_threads: int) -> float:
         server.begin()
         try:
             for number in range(_NUM_BATCHES + 1):
-                if number == 1:  # the first batch only wakes everybody
+                if number == 1:  # the first batch only wakes the threads
                     begin.record(stream)
                 _check(driver.cuStreamBatchMemOp(stream.cuda_stream, len(batch), batch, 0))
             end.record(stream)
@@ -124,7 +124,7 @@ def driver_version() -> str:
 
 
 def _copy_for(source: torch.Tensor, target: torch.Tensor, num_passes: int) -> float:
-    """Seconds for so many copies of the whole buffer, piece by piece."""
+    """Seconds for `num_passes` copies of the whole buffer, piece by piece."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(num_passes):
@@ -137,7 +137,7 @@ def _copy_for(source: torch.Tensor, target: torch.Tensor, num_passes: int) -> fl
 
 
 def _idle_server(request: torch.Tensor, done: torch.Tensor, num_threads: int) -> _csrc.ExpertServer:
-    """The server that decoding uses, with one expert, and a mailbox whose only pair is not for it."""
+    """The server that decoding uses, with one expert, and a mailbox without a pair for it."""
     runtime = _csrc.Runtime(num_threads)
     flags = [word.numpy().view(np.uint32) for word in (request, done)]
     rows, ids = np.zeros((1, 32), np.float32), np.full((1, 1), -1, np.int32)
@@ -149,7 +149,7 @@ def _idle_server(request: torch.Tensor, done: torch.Tensor, num_threads: int) ->
 
 
 def _rounds(request: int, done: int) -> list["driver.CUstreamBatchMemOpParams"]:
-    """The operations of `_ROUNDS_PER_BATCH` rounds: nothing is done, a request, the wait for its answer."""
+    """The operations of `_ROUNDS_PER_BATCH` rounds: clear `done`, write a request, wait for `done`."""
     kinds = driver.CUstreamBatchMemOpType
     write, wait = (kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32)
     at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
@@ -174,7 +174,7 @@ def _wait(event: torch.cuda.Event, done: torch.Tensor) -> None:
     deadline = time.monotonic() + _LIMIT_S
     while not event.query():  # type: ignore[no-untyped-call]
         if time.monotonic() > deadline:
-            # Answered in the server's place, or the device would wait for ever.
+            # Answer in place of the server, as the device would wait forever.
             while not event.query():  # type: ignore[no-untyped-call]
                 done.fill_(1)
             raise DeviceError(

@@ -36,7 +36,7 @@ class CudaLoader:
         self._code_tables: dict[QuantType, torch.Tensor | None] = {}
 
     def finish_loading(self, progress: Progress | None) -> None:
-        """Copies the weights that were asked for. Raises ModelChangedError if the file ends early."""
+        """Copies all queued weights. Raises ModelChangedError if the file ends early."""
         uploads, self._uploads = self._uploads, []
         run_uploads(uploads, progress)
 
@@ -63,7 +63,7 @@ class CudaLoader:
         return QuantTensor.from_bytes(blocks, info.quant_type, shape)
 
     def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> QuantTensor:
-        """As F32, which the kernel that needs it reads."""
+        """As F32, the only type that its kernel reads."""
         values = self.float_array(self.read_values(file, info))
         return QuantTensor.from_bytes(values.view(torch.uint8), QuantType.F32, info.shape)
 
@@ -77,7 +77,7 @@ class CudaLoader:
         return self._copied(torch.from_numpy(values))
 
     def code_table(self, quant_type: QuantType) -> torch.Tensor | None:
-        """What codes of the type stand for, where that is a table; the same tensor for all weights."""
+        """The table of values of the type's codes, if it has one; the same tensor for all weights."""
         if quant_type not in self._code_tables:
             table = code_table(quant_type)
             self._code_tables[quant_type] = None if table is None else self._copied(table)
@@ -90,7 +90,7 @@ class CudaLoader:
         return tuple(self._part(weight, *part) for part in zip(begins, sizes, strict=True))
 
     def _part(self, table: ExpertTable, begin: int, size: int) -> ExpertTable:
-        """Rows begin … begin + size of every expert; of partial tables no expert is there yet."""
+        """Rows begin … begin + size − 1 of every expert; in partial tables all addresses are still 0."""
         if table.is_partial:
             addresses = torch.zeros(table.addresses.shape, dtype=torch.int64)
         else:

@@ -1,5 +1,5 @@
-// How the products of many rows cut their work into tiles, and the warps that copy what a tile needs, group by
-// group, across the ends of tiles too.
+// Tiles of the products of many rows, and the warps that copy their operands group by group, without a pause
+// between tiles.
 //
 // K-types add a group to accumulator g mod 8. A tile takes its groups in the order in which the final tree
 // needs the accumulators (0, 4, 2, 6, 1, 5, 3, 7: the leaves of the tree from left to right) and so keeps
@@ -64,7 +64,7 @@ struct tiling {
   }
 };
 
-// The launcher says how much shared memory a block gets, and this that it is enough.
+// Checks that the launcher has given a block enough shared memory.
 __device__ __forceinline__ void require_shared_bytes(uint32_t bytes) {
   if (dynamic_shared_bytes() < bytes) __trap();
 }
@@ -77,7 +77,7 @@ struct activations {
   int num_groups;
 };
 
-// What a stage holds: its tile, and where the group stands in it.
+// The header of a stage: its tile, and the position of its group in the tile.
 struct header {
   int count;     // rows of activations; 0: there are no more tiles
   int first;     // the first of them

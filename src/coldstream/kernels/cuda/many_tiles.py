@@ -1,6 +1,6 @@
-"""The tiles of `many_tiles.cuh`, as a launcher chooses them, and its arguments.
+"""The tilings of `many_tiles.cuh` for launchers, and its arguments.
 
-The kernel checks the shared memory that it is given against its own count.
+The kernel checks the size of its shared memory against its own count.
 """
 
 import ctypes
@@ -76,23 +76,23 @@ class Tiling:
 
     @property
     def shared_levels(self) -> int:
-        """Levels of the tree of sums that wait in shared memory."""
+        """Levels of the tree of sums that are kept in shared memory."""
         if self.quant_type.block_elements != GROUP_SIZE:
             return 0
         return 3 if self.quant_type in IN_PLACE else 2
 
     def grid(self, num_tiles: int) -> tuple[int, int, int]:
-        """As many blocks as the device holds at a time, or fewer if there are fewer tiles."""
+        """As many blocks as run on the device at a time, but at most one per tile."""
         return (min(num_tiles, device_limits().num_processors * self.blocks), 1, 1)
 
 
 def least_tiling(quant_type: QuantType) -> Tiling:
-    """Small enough for every device (sm_86, sm_89 and sm_120 give a block 99 KiB)."""
+    """A tiling that fits every device (sm_86, sm_89 and sm_120 give a block 99 KiB)."""
     return Tiling(quant_type, 1, 2, 4, 2, stages=2)
 
 
 def fitting(tilings: Sequence[Tiling]) -> Tiling:
-    """The first of the tilings of one type that the current device can run, or the least one."""
+    """The first of the tilings, of one type, that the current device can run, or `least_tiling`."""
     device = device_limits()
     for tiling in tilings:
         can_run = device.has_warpgroups or not tiling.by_warpgroups
@@ -105,7 +105,7 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-class Activations(ctypes.Structure):
+class ActivationsArgument(ctypes.Structure):
     """`activations` of many_tiles.cuh."""
 
     _fields_ = (
@@ -116,7 +116,7 @@ class Activations(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, x: QuantActivations, quant_type: QuantType) -> "Activations":
+    def of(cls, x: QuantActivations, quant_type: QuantType) -> "ActivationsArgument":
         """Contiguous rows of whole groups, the last padded with zero codes, for weights of a type.
 
         ValueError for others, and for scales that are not the type's.

@@ -144,7 +144,7 @@ __device__ __forceinline__ void integer_sums(
   }
 }
 
-// Of the activation rows 2t and 2t + 1 of tile n.
+// Scales of the activation rows 2t and 2t + 1 of tile n.
 template <class T>
 __device__ __forceinline__ float2 scales_of(const place& at, const uint8_t* stage, int n) {
   return *reinterpret_cast<const float2*>(

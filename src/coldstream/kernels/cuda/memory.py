@@ -1,8 +1,8 @@
-"""Device memory, planned to the byte: everything that a model takes is counted before any of it is taken.
+"""Device memory, planned to the byte: all memory of a model is counted before any is allocated.
 
-The same code runs twice. Over a `MemoryPlan` it gets tensors without memory and leaves behind how much it
-needs; over a `DeviceMemory` of that size it gets the real ones. *Persistent* memory holds weights and caches;
-the *workspace* holds what lives between the operations of one step, and serves all steps in turn.
+The same code runs twice: over a `MemoryPlan`, whose tensors have no memory, to count bytes, then over a
+`DeviceMemory` of that size. *Persistent* memory holds weights and caches; the *workspace* holds what is alive
+between the operations of one step, and is reused by the next step.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-# As the CUDA array interface names them; a tensor of another type takes two views more.
+# Names in the CUDA array interface; tensors of other types need two further views.
 _TYPES = {
     torch.float32: "<f4",
     torch.int64: "<i8",
@@ -23,18 +23,18 @@ _TYPES = {
     torch.int8: "|i1",
     torch.uint8: "|u1",
 }
-ALIGNMENT = 256  # of every tensor: what cudaMalloc gives, and enough for any vector load
+ALIGNMENT = 256  # of every tensor, as with cudaMalloc; enough for any vector load
 
 
 @dataclass
 class Intervals:
-    """Best-fit allocation over offsets; neighbouring free intervals are one. Grows at its end."""
+    """Best-fit allocation over offsets; adjacent free intervals are merged. Grows at its end."""
 
     size: int = 0  # the highest end that was ever in use
     _free: dict[int, int] = field(default_factory=dict)  # start → end
 
     def take(self, num_bytes: int) -> int:
-        """The start of `num_bytes` that nobody else has."""
+        """Allocates `num_bytes`; the start."""
         fitting = [(end - start, start) for start, end in self._free.items() if end - start >= num_bytes]
         if fitting:
             length, start = min(fitting)
@@ -42,14 +42,14 @@ class Intervals:
             if length > num_bytes:
                 self._free[start + num_bytes] = end
             return start
-        # An interval that reaches the end only needs to be made longer.
+        # A free interval at the end is used and extended.
         start = next((start for start, end in self._free.items() if end == self.size), self.size)
         self._free.pop(start, None)
         self.size = start + num_bytes
         return start
 
     def give_back(self, start: int, num_bytes: int) -> None:
-        """Undoes `take`."""
+        """Frees what `take` allocated."""
         end = start + num_bytes
         end = self._free.pop(end, end)
         before = next((other for other, other_end in self._free.items() if other_end == start), start)
@@ -57,12 +57,12 @@ class Intervals:
 
 
 class Memory(ABC):
-    """Hands out tensors of a persistent part, which stay, and of a workspace, which come back.
+    """Allocates tensors from a persistent part, which is never freed, and from a workspace.
 
-    Workspace comes back when neither the tensor nor a view of it is alive, and all of it when the next step
-    starts, so that what a step takes does not depend on the steps before. That is safe because everything
-    runs in the order of one stream: whoever gets the memory next writes it after its last reader. Tensors may
-    die at any moment, in the middle of a search for memory too: what they had is given back before the next.
+    Workspace is freed when neither the tensor nor a view of it is alive, and all of it when the next step
+    starts, so that a step's allocations do not depend on earlier steps. This is safe because all work is in
+    the order of one stream: a new owner writes the memory after its last reader. Tensors may die at any
+    moment, even during an allocation: their memory is freed before the next one.
     """
 
     def __init__(self) -> None:
@@ -72,9 +72,9 @@ class Memory(ABC):
         self._returned: deque[tuple[int, int]] = deque()
 
     def start_step(self) -> None:
-        """Takes back what the tensors of earlier steps have, whose contents nobody may want any more.
+        """Frees the workspace of earlier steps, whose tensors must no longer be read.
 
-        A tensor may outlive its step, in the traceback of an error for example.
+        A tensor may outlive its step, for example in the traceback of an error.
         """
         self._most_of_a_step = self.workspace_bytes
         self._workspace = Intervals()
@@ -82,7 +82,7 @@ class Memory(ABC):
 
     @property
     def workspace_bytes(self) -> int:
-        """The most that was ever in use at once."""
+        """The most bytes that were in use at the same time."""
         return max(self._most_of_a_step, self._workspace.size)
 
     def persistent(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -99,23 +99,23 @@ class Memory(ABC):
             self._workspace.give_back(*self._returned.popleft())
         start = self._workspace.take(num_bytes)
         tensor = self._workspace_part(start, num_bytes, shape, dtype)
-        # Views share the storage, so its end is the end of the last of them.
+        # Views share the storage, which dies with the last of them.
         weakref.finalize(tensor.untyped_storage(), self._returned.append, (start, num_bytes)).atexit = False
         return tensor
 
     @abstractmethod
     def _persistent_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
-        """That part of the persistent memory."""
+        """uint8 tensor over a part of the persistent memory."""
 
     @abstractmethod
     def _workspace_part(
         self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """A tensor at the beginning of that part of the workspace, with a storage of its own."""
+        """A tensor at the beginning of a part of the workspace, with its own storage."""
 
 
 class MemoryPlan(Memory):
-    """Counts; its tensors have shapes and no memory."""
+    """Counts bytes; its tensors are without memory."""
 
     def _persistent_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
@@ -127,7 +127,7 @@ class MemoryPlan(Memory):
 
 
 class DeviceMemory(Memory):
-    """Two blocks of the current CUDA device, of the sizes that a plan says. MemoryError beyond them."""
+    """Two blocks of memory on the current CUDA device, of given sizes. MemoryError beyond them."""
 
     def __init__(self, persistent_bytes: int, workspace_bytes: int) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class DeviceMemory(Memory):
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same contiguous device memory, without keeping it: what a captured graph writes at each replay."""
+    """The same contiguous device memory without owning it, for the outputs of a captured graph."""
     data = torch.as_tensor(_Array(tensor.data_ptr(), (tensor.nbytes,), "|u1"), device="cuda")
     return data.view(tensor.dtype).view(tensor.shape)
 

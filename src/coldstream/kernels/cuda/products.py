@@ -1,8 +1,8 @@
-"""What every operation on a GPU needs: memory for results, launches, and products with dense weights.
+"""The common part of operations on a GPU: memory for results, launches, and products with dense weights.
 
-Activations between two operations exist in two forms, float32 and quantised with a scale for each 256;
-whoever makes them writes both. Products with weights in blocks of 32 want a scale for each 32: they quantise
-the floats themselves, or, of many rows, just before.
+Activations between two operations exist in two forms, float32 and quantised with a scale for each 256; the
+kernel that computes them writes both. Products with weights in blocks of 32 need a scale for each 32: kernels
+for few rows quantise the floats themselves, and many rows are quantised by a launch before the product.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +12,7 @@ import torch
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.activations import Activations
-from coldstream.kernels.cuda.few_shapes import FEW_TYPES
-from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
+from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MAX_FEW_ROWS
 from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.dequantize.cuda import dequantize_cuda
@@ -29,8 +28,8 @@ from coldstream.kernels.swiglu.cuda import swiglu_cuda
 class CudaProducts(CudaLoader):
     """Over tensors of `memory`, on PyTorch's current stream.
 
-    Over a `MemoryPlan` nothing runs; with `notes_kernels` launchers are called there all the same, so that
-    `note_kernels` sees what they choose.
+    Over a `MemoryPlan` nothing runs; with `notes_kernels` launchers are called nevertheless, so that
+    `note_kernels` records their choices.
     """
 
     def __init__(self, memory: Memory, *, notes_kernels: bool = False) -> None:
@@ -39,7 +38,7 @@ class CudaProducts(CudaLoader):
         self._zeroes: dict[tuple[str | int, ...], torch.Tensor] = {}
 
     def launch(self, launcher: Callable[..., None], *args: object, **options: object) -> None:
-        """Calls it, unless memory is only counted."""
+        """Calls `launcher`, unless memory is only counted."""
         if self._calls_launchers:
             launcher(*args, **options)
 
@@ -63,7 +62,7 @@ class CudaProducts(CudaLoader):
         return Activations(empty((rows, cols), torch.float32), quantised)
 
     def quantised_for(self, x: Activations, types: Sequence[QuantType]) -> tuple[QuantActivations, ...]:
-        """x as products of many rows with weights of these types read it; for blocks of 32 quantised here."""
+        """x quantised for products of many rows with weights of `types`; queues it for blocks of 32."""
         if BLOCK_TYPES.isdisjoint(types):
             return (x.quantised,) * len(types)
         by_block = activations_from(self.memory.workspace, x.shape[0], x.shape[1], BLOCK_SIZE)

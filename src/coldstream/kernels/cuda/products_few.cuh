@@ -34,7 +34,7 @@ __device__ __forceinline__ SharedRow shared_block_row(uint8_t* memory, int group
   return {memory, nullptr, reinterpret_cast<float*>(memory + 256 * groups), groups};
 }
 
-// Where chunk k of a row lies, so that the lanes of any format read different banks.
+// The place of chunk k of a row, chosen so that the lanes read different banks in every format.
 __device__ __forceinline__ int swizzled(int k) { return k ^ ((k >> 3 & 1) * 5) ^ (k >> 3 & 2); }
 
 __device__ __forceinline__ uint4 load_chunk(const SharedRow& x, int k) {
@@ -54,8 +54,8 @@ __device__ __forceinline__ void store_sums(uint8_t* pair_sums, float* scales, in
   scales[group] = scale;
 }
 
-// A row of quantised activations into shared memory by the whole block.
-// All loads of a thread are under way before the first is waited for.
+// Copies a row of quantised activations into shared memory by the whole block. A thread starts all loads
+// before it waits for the first.
 __device__ __forceinline__ void copy_row(const SharedRow& x, const int8_t* q, const float* scales,
                                          const int16_t* sums) {
   const int count = x.groups * 16;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void copy_row(const SharedRow& x, const int8_t* q, co
   }
 }
 
-// One row of floats, on 16 bytes, quantised into shared memory by the whole block.
+// Quantises one row of floats, aligned to 16 bytes, into shared memory by the whole block.
 template <int scale_elements>
 __device__ __forceinline__ void quantize_into(const SharedRow& x, const float* values, int cols) {
   const int lane = threadIdx.x % warp_size;
@@ -90,12 +90,12 @@ __device__ __forceinline__ void quantize_into(const SharedRow& x, const float* v
   }
 }
 
-// What is multiplied: one quantised row for integer types, up to T rows of floats for float types.
+// Inputs of a product: one quantised row for integer types, up to T rows of floats for float types.
 struct Inputs {
   SharedRow quantized;
   const float* values;
   int stride;    // of a row of values
-  int num_rows;  // up to T; rows behind the last repeat it
+  int num_rows;  // up to T; rows after the last repeat it
 };
 
 // Sub-block scales of the quarters that a lane computes, from those of the row that it keeps: result i
@@ -255,7 +255,7 @@ __device__ __forceinline__ void sum_up_values(float (&p)[T]) {
   }
 }
 
-// Rows of floats into the first-level cache by the whole block, a sector a thread.
+// Prefetches rows of floats into the first-level cache by the whole block, a sector a thread.
 __device__ __forceinline__ void warm_values(const float* values, int stride, int num_rows, int cols) {
   for (int t = 0; t < num_rows; t++)
     for (int i = threadIdx.x * 8; i < cols; i += blockDim.x * 8) bring_close(values + int64_t(t) * stride + i);
@@ -280,8 +280,8 @@ __device__ __forceinline__ void add_pass(const Staged& staged, const MatrixShape
   if (is_type<types, bf16>(type)) return add_values<Bfloat16>(staged, shape, pass, x, p);
 }
 
-// The written tree over the accumulators; all lanes of a weight row get the sum. Where a quad has fewer than
-// eight accumulators the others are 0, and adding 0 turns −0 to 0.
+// The tree of docs/arithmetic.md over the accumulators; all lanes of a weight row get the sum. If a quad has
+// fewer than eight accumulators the others are 0, and adding 0 turns −0 to 0.
 __device__ __forceinline__ float sum_up_groups(float sum, int spread) {
 #pragma unroll
   for (int step = 0; step < 3; step++) {
@@ -291,8 +291,8 @@ __device__ __forceinline__ float sum_up_groups(float sum, int spread) {
   return sum;
 }
 
-// All units of the warp. Calls finish(row, sums) with the sums of weight row `row` in the lanes that are to
-// write them; others get a row that does not exist.
+// All units of the warp. Calls finish(row, sums) with the sums of weight row `row` in the lanes that write
+// them, and with a row out of range in the others.
 template <Types types, int T, typename Finish>
 __device__ __forceinline__ void multiply(const Work& work, const Ring& ring, Cursor ahead, const Inputs& x,
                                          Finish&& finish) {

@@ -1,5 +1,5 @@
-// Products of two to eight rows of activations with many weight rows, on the tensor cores: what
-// products_few.cuh does for one row by dp4a.
+// Products of two to eight rows of activations with many weight rows on the tensor cores, as products_few.cuh
+// for one row by dp4a.
 //
 // A block takes units of sixteen weight rows times `1 << spread`, a pass of columns at a time, through one
 // ring of shared memory. Its warps share a unit by accumulator: a warp has one p of docs/arithmetic.md, of
@@ -37,7 +37,8 @@ __device__ __forceinline__ TileRows tile_block_rows(uint8_t* memory, int num_row
   return {memory, nullptr, reinterpret_cast<float*>(scales), groups, num_rows};
 }
 
-// Rows of floats, on 16 bytes, for weights in blocks of 32, by the whole block; a barrier is the caller's.
+// Quantises rows of floats, aligned to 16 bytes, for weights in blocks of 32, by the whole block; without a
+// barrier.
 __device__ __forceinline__ void quantize_tile_rows(const TileRows& x, const float* values, int stride,
                                                    int cols) {
   const int lane = threadIdx.x % warp_size;
@@ -51,8 +52,7 @@ __device__ __forceinline__ void quantize_tile_rows(const TileRows& x, const floa
   }
 }
 
-// By the whole block; a barrier is the caller's. All loads of a thread are under way before the first is
-// waited for.
+// Copies rows by the whole block, without a barrier. A thread starts all loads before it waits for the first.
 __device__ __forceinline__ void copy_tile_rows(const TileRows& x, const int8_t* q, const float* scales,
                                                const int16_t* sums) {
   const int row_chunks = x.groups * 16, num_groups = x.num_rows * x.groups;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void copy_tile_rows(const TileRows& x, const int8_t* 
   }
 }
 
-// What a lane needs of x under one group of 256.
+// A lane's part of x for one group of 256.
 struct TileGroup {
   const uint8_t* codes;  // of row g, from input 4 c
   uint4 sums[2];         // of rows 2 c and 2 c + 1

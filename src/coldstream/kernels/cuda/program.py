@@ -27,14 +27,14 @@ from coldstream.kernels.cuda.device import out_of_memory
 Grid = tuple[int, int, int]
 Argument = torch.Tensor | int | float | ctypes.Structure | None
 
-DEFAULT_SHARED_BYTES = 48 * 1024  # what a block may use without asking
+DEFAULT_SHARED_BYTES = 48 * 1024  # shared memory of a block without an attribute
 
 
 class Kernel:
     """One kernel in the current device's memory."""
 
     def __init__(self, code: MachineCode) -> None:
-        # PyTorch makes the primary context current when it first touches the device.
+        # PyTorch makes the primary context current with its first call to the device.
         torch.cuda.current_stream()
         self._device = torch.cuda.current_device()
         self._module = _checked(driver.cuModuleLoadData(code.cubin))
@@ -57,8 +57,8 @@ class Kernel:
         """Queue the kernel with `block` threads a block.
 
         A tensor passes its address, None a null pointer, int an int32, float a float32, a ctypes structure
-        its bytes. shared_bytes is dynamic shared memory. With `overlap` the kernel may start before the one
-        in front of it has ended, and must wait for it itself. Raises DeviceError, OutOfMemoryError.
+        its bytes. shared_bytes: dynamic shared memory. With `overlap` the kernel may start before the one
+        before it has ended, and must itself wait for that. Raises DeviceError, OutOfMemoryError.
         """
         if 0 in grid:
             return
@@ -68,7 +68,7 @@ class Kernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
         config.sharedMemBytes = shared_bytes
-        # What `torch.cuda.current_stream` wraps into an object, which takes longer than the launch.
+        # Not `torch.cuda.current_stream`, whose wrapper object takes longer than the launch.
         config.hStream = torch._C._cuda_getCurrentRawStream(self._device)
         if overlap and self._can_overlap:
             config.attrs = [self._overlap]
@@ -84,13 +84,13 @@ class Kernel:
 
 
 class NotedKernel(Kernel):
-    """Stands for a kernel that is only to be known: a launch does nothing."""
+    """A kernel that is only recorded: a launch does nothing."""
 
     def __init__(self) -> None:
-        """Takes nothing of the device."""
+        """Uses no device."""
 
     def launch(self, *args: object, **options: object) -> None:
-        """Nothing happens."""
+        """Does nothing."""
 
 
 class CudaProgram:
@@ -125,7 +125,7 @@ _noted: ContextVar[Noted | None] = ContextVar("noted", default=None)
 
 @contextmanager
 def note_kernels() -> Iterator[Noted]:
-    """Inside, kernels are noted in the set and not launched, so that tensors need no memory."""
+    """Records kernels in the set instead of launching them, so that tensors need no memory."""
     noted: Noted = set()
     token = _noted.set(noted)
     try:
@@ -135,11 +135,11 @@ def note_kernels() -> Iterator[Noted]:
 
 
 def load_kernels(noted: Collection[tuple[CudaProgram, str]], progress: Callable[[int, int], None]) -> None:
-    """Makes the kernels ready to be launched on the current device, by as many threads as there are cores.
+    """Compiles and loads the kernels for the current device, with one thread per core.
 
     progress is called with (done, total) kernels. Raises as `CudaProgram.kernel`.
     """
-    # A thread has the device's context only once it has called it.
+    # A thread gets the device's context with its first call to the runtime.
     with ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.synchronize) as pool:
         loaded = pool.map(lambda kernel: kernel[0].kernel(kernel[1]), noted)
         for done, _ in enumerate(loaded, start=1):
@@ -151,7 +151,7 @@ def _function(instance: str) -> str:
 
 
 def _architecture() -> str:
-    """Of the current device, as the compiler names it with all its instructions."""
+    """The compiler's name of the current device's architecture, with all its instructions."""
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
 

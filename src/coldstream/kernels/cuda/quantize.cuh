@@ -2,7 +2,7 @@
 // in blocks of 32, one for each 32 of them, and the sums of each 16 codes.
 //
 // A row of K inputs takes `padded` = K rounded up to 256 codes, padded / scale_elements scales and padded / 16
-// sums; the inputs behind K count as zeros, so their codes and sums are 0. K is a multiple of 8.
+// sums; inputs from K on count as zeros, so their codes and sums are 0. K is a multiple of 8.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -14,7 +14,7 @@ constexpr int block_elements = 32;
 constexpr int scales_in_group = group_elements / block_elements;
 constexpr int sum_elements = 16;     // inputs that share one sum
 
-// What one maximum says about its group: the scale, and the factor that turns inputs into codes.
+// The scale of a group from its maximum, and the factor from inputs to codes.
 struct GroupScale {
   float scale;
   float factor;

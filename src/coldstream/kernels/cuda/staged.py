@@ -1,4 +1,4 @@
-"""Device memory that the host sets before a step reads it."""
+"""Device memory that the host writes before a step reads it."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from coldstream.errors import DeviceError
 
 
 class StagedMemory:
-    """`values`, int32 [n] on the device, and the same in page-locked memory of the host.
+    """`values`, int32 [n] on the device, and a page-locked copy on the host.
 
-    The copy may be a part of a captured graph, which saves a call in front of it. Over memory that is only
-    planned there is nothing to copy.
+    The transfer may be a part of a captured graph, which saves a call before it. Over a `MemoryPlan` there is
+    none.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -23,7 +23,7 @@ class StagedMemory:
         self.on_host: np.ndarray[Any, np.dtype[np.int32]] = self._staged.numpy()
 
     def copy(self, count: int) -> None:
-        """Queues the copy of the first `count` values, as the host's are when it is its turn.
+        """Queues the copy of the first `count` values, which reads the host's when it is executed.
 
         Raises DeviceError if the driver refuses it.
         """

@@ -1,7 +1,7 @@
 """Tensors of a file into device memory, as fast as the file can be read.
 
-Several threads read (`pread` gives up the interpreter's lock) into page-locked buffers, from which the copies
-run on their own.
+Several threads read (`pread` releases the interpreter's lock) into page-locked buffers, from which the copy
+engine transfers.
 """
 
 import os
@@ -23,7 +23,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Upload:
-    """The bytes of a tensor of a file, and where they go: uint8 on the device, as many bytes."""
+    """The bytes of a tensor of a file, and their target: uint8 on the device, of the same size."""
 
     file: GGUFFile
     info: TensorInfo
@@ -31,7 +31,7 @@ class Upload:
 
 
 def run_uploads(uploads: Iterable[Upload], progress: Progress | None = None) -> None:
-    """Copy everything; done when it returns. progress is called with (done, total) bytes.
+    """Copies everything and waits for it. progress is called with (done, total) bytes.
 
     Raises ModelChangedError if the file ends early.
     """

@@ -8,8 +8,8 @@
 
 namespace coldstream {
 
-// Where a warp's matrices begin, in sixteens of bytes, and known to the compiler to be the same for all lanes: what is at
-// constant distances from there is then described without a register of each lane.
+// Start of a warp's matrices in units of 16 bytes, known to the compiler to be the same for all lanes, so that
+// descriptors at constant distances need no register per lane.
 __device__ __forceinline__ uint32_t same_for_warp(uint32_t address) {
   return __shfl_sync(all_lanes, (address & 0x3ffff) / 16, 0);
 }
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint64_t describe_plain(uint32_t address) {
          uint64_t(plain_bytes / 16) << 32;
 }
 
-// What the generic proxy wrote and barriers have shown to this thread becomes visible to the products.
+// Makes writes of the generic proxy, visible to this thread after barriers, visible to the products.
 __device__ __forceinline__ void see_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Before products that read registers which were written since the last ones.
@@ -47,7 +47,7 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// Keeps the compiler from reading accumulators before the wait in front of this.
+// Keeps the compiler from reading accumulators before the preceding wait.
 template <int nt>
 __device__ __forceinline__ void take_products(int (&d)[nt][4]) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// How the bytes of a weight matrix come to a warp or a block: by units of rows and passes of columns, through
-// a ring of stages in shared memory.
+// Copies a weight matrix to a warp or a block: by units of rows and passes of columns, through a ring of stages
+// in shared memory.
 #pragma once
 
 #include "cuda/blocks.cuh"
@@ -19,8 +19,8 @@ struct MatrixShape {
   int spread;       // log2 of the quads of a unit
 };
 
-// The types that a kernel is compiled for, a bit for each: code for others would only be in the way of a layer's
-// other kernels, which take turns in the caches of instructions (docs/log.md).
+// The types that a kernel is compiled for, a bit for each: code for more types would displace a layer's other
+// kernels from the instruction caches (docs/log.md).
 using Types = uint32_t;
 constexpr Types float_types = 1u << f32 | 1u << f16 | 1u << bf16;
 constexpr Types block_types = 1u << q8_0 | 1u << q4_0 | 1u << q5_0;  // of blocks of 32
@@ -37,7 +37,7 @@ __device__ __forceinline__ bool is_float(int type) {
   return type == f32 || type == f16 || type == bf16;
 }
 
-// Whether a type of `types` is one of blocks of 32, which an activation scale per 32 inputs belongs to.
+// Whether a type has blocks of 32, which need an activation scale per 32 inputs.
 template <Types types>
 __device__ __forceinline__ bool is_block_type(int type) {
   if ((types & block_types) == 0 || (types & ~block_types) == 0) return (types & block_types) != 0;
@@ -47,7 +47,7 @@ __device__ __forceinline__ bool is_block_type(int type) {
 // A pass of a unit in shared memory.
 struct Staged {
   const uint8_t* memory;
-  uint32_t address;  // low bits of where row 0 came from
+  uint32_t address;  // low bits of the source address of row 0
   int stage_stride;
   int row_bytes;     // 0 if all rows were copied as one
 
@@ -116,7 +116,7 @@ struct Cursor {
   }
 };
 
-// Fills the ring; may run before the previous grid is done. Returns where `multiply` goes on.
+// Fills the ring; may run before the previous grid has ended. Returns the cursor for `multiply`.
 __device__ __forceinline__ Cursor fill_ring(const Work& work, const Ring& ring) {
   Cursor ahead = {work.first_unit, 0};
   for (int i = 0; i < ring.stages; i++) {

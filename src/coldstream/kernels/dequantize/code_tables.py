@@ -1,4 +1,4 @@
-"""The values that codes of some types go through, as the GPU's kernels read them."""
+"""The tables of values for codes of some types, as the GPU's kernels read them."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -25,6 +25,6 @@ TABLES: Mapping[QuantType, Callable[[], torch.Tensor]] = MappingProxyType(
 
 
 def code_table(quant_type: QuantType) -> torch.Tensor | None:
-    """The int8 table of a type, an entry of a grid after the other; None for types without one."""
+    """The int8 table of a type, the entries of a grid in order; None for types without one."""
     table = TABLES.get(quant_type)
     return None if table is None else table().flatten().to(torch.int8)

@@ -12,7 +12,7 @@ from coldstream.kernels.quant_tensor import QuantTensor
 
 MAX_THREADS = 128
 WARP_SIZE = 32
-RUN_VALUES = 8  # of a thread
+RUN_VALUES = 8  # per thread
 ALIGNMENTS = {QuantType.Q4_K: 16, QuantType.Q5_K: 16, QuantType.MXFP4: 1, QuantType.F32: 4}  # others: 2
 TABLE_ALIGNMENT = 8
 
@@ -56,7 +56,7 @@ def dequantize_matrices_cuda(
     """Writes the values of the matrices at addresses[matrix_ids[m]] to contiguous float32 `out` [M, N, K].
 
     addresses is int64 [experts], matrix_ids contiguous int32 [M]; each address is that of N adjacent rows of
-    K values, aligned as blocks of the type are, or 0: then the matrix's values are left as they are.
+    K values, aligned as blocks of the type are, or 0, and then the matrix's values are not written.
     ValueError if shapes disagree.
     """
     num_matrices, num_rows, _ = out.shape

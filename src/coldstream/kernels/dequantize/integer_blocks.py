@@ -1,4 +1,4 @@
-"""What every quantised block comes down to, and the bit handling that its unpackers share."""
+"""The unpacked form of every quantised block, and the bit operations that its unpackers share."""
 
 from dataclasses import dataclass
 

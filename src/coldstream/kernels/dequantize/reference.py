@@ -1,7 +1,7 @@
-"""The values of every GGUF tensor type, in plain PyTorch: what other implementations are tested against.
+"""The values of every GGUF tensor type in plain PyTorch, the reference of other implementations.
 
 A quantised type is unpacked into integers and scales first (`IntegerBlocks`). Exact integer products start
-from the same unpacked form, so that what a byte means is written once.
+from the same unpacked form, so that the meaning of bytes is written once.
 """
 
 from collections.abc import Callable, Mapping

@@ -34,7 +34,7 @@ def signs(raw: torch.Tensor) -> torch.Tensor:
 
 
 def even_signs(indices: torch.Tensor) -> torch.Tensor:
-    """Signs of eight values of which an even number is negative: 7 bits say seven, parity says the last."""
+    """Signs of eight values, an even number of them negative: 7 bits give seven, parity gives the last."""
     parity = fields(indices, 1).sum(dim=-2) & 1
     return signs(indices | parity << 7)
 

@@ -11,7 +11,6 @@ def embed_cuda(
 ) -> None:
     """Writes the values of the rows `token_ids` (int32 [T]) of `table` [vocab, E] to float32 `out` [T, E].
 
-    The ids must name rows of the table, which a kernel cannot refuse; `codes` is the table's
-    `code_table`.
+    The ids must be rows of the table, which the kernel does not check; `codes` is the table's `code_table`.
     """
     dequantize_cuda(table, out, codes, token_ids)

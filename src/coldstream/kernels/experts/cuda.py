@@ -11,7 +11,7 @@ from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.few_shapes import (
     FEW_TYPES,
     GROUP_TYPES,
-    MAX_ROWS,
+    MAX_FEW_ROWS,
     SLACK_BYTES,
     MatrixShape,
     instance_for,
@@ -36,10 +36,10 @@ PROGRAM = CudaProgram(
 
 
 @dataclass(frozen=True)
-class ExpertWeights:
+class ExpertMatrices:
     """The routed experts of a layer, and its shared expert if there is one.
 
-    shared: gate [Fs, E], up [Fs, E], down [E, Fs]; their types and Fs may differ from those of the routed.
+    shared: gate [Fs, E], up [Fs, E], down [E, Fs]; types and Fs may differ from those of the routed experts.
     """
 
     gate: ExpertTable
@@ -48,7 +48,7 @@ class ExpertWeights:
     shared: tuple[QuantTensor, QuantTensor, QuantTensor] | None
 
     def pairs_per_token(self, topk_ids: torch.Tensor) -> int:
-        """Ranks, and the shared expert behind them."""
+        """K, and one more for the shared expert."""
         return topk_ids.shape[1] + (self.shared is not None)
 
 
@@ -82,7 +82,7 @@ class PairRows:
         return _PairRows(self.routed.data_ptr(), None if self.shared is None else self.shared.data_ptr())
 
     def check(self, width: int, shared_width: int | None, tokens: int, ranks: int) -> None:
-        """ValueError unless both have their shape and lie as they must."""
+        """ValueError unless both have these shapes and are contiguous."""
         expected: list[tuple[torch.Tensor, tuple[int, ...]]] = [(self.routed, (tokens, ranks, width))]
         if self.shared is not None and shared_width is not None:
             expected.append((self.shared, (tokens, shared_width)))
@@ -92,7 +92,7 @@ class PairRows:
 
 
 def experts_few_cuda(
-    weights: ExpertWeights,
+    weights: ExpertMatrices,
     topk_ids: torch.Tensor,
     hidden: PairRows,
     outs: PairRows,
@@ -103,11 +103,10 @@ def experts_few_cuda(
     """down(silu(gate x) · up x) of each chosen expert, kept apart, and of the shared expert. T ≤ 8.
 
     topk_ids int32 [T, K], contiguous, each an expert of the tables. Gates and ups of Q4_K, Q5_K and Q6_K need
-    `activations`, the rows [T, E] quantised with a scale for each 256 (`quantize/cuda.py`), all others the
-    float32 x [T, E], for blocks of 32 with rows that start on 16 bytes. Writes the workspace `hidden`
-    [T, K, F] and [T, Fs], and the results `outs` [T, K, E] and [T, E]. Rows of pairs whose expert is not
-    there are left as they are. ValueError for types that must be dequantised first and for shapes that do
-    not fit.
+    `activations`, the rows [T, E] quantised with a scale for each 256 (`quantize/cuda.py`); other types need
+    the float32 x [T, E], for blocks of 32 with rows aligned to 16 bytes. Writes the workspace `hidden`
+    [T, K, F] and [T, Fs], and the results `outs` [T, K, E] and [T, E], but no rows of pairs whose expert has
+    address 0. ValueError for types that must be dequantised first and for shapes that do not fit.
     """
     _check(weights, topk_ids, hidden, outs, activations, x)
     launch_gate_up(weights, topk_ids, hidden, activations, x)
@@ -115,7 +114,7 @@ def experts_few_cuda(
 
 
 def launch_gate_up(
-    weights: ExpertWeights,
+    weights: ExpertMatrices,
     topk_ids: torch.Tensor,
     hidden: PairRows,
     activations: QuantActivations | None,
@@ -142,8 +141,8 @@ def launch_gate_up(
     _launch(GATE_UP, WARPS // 2, shapes, row_bytes, topk_ids, pairs, args)
 
 
-def launch_down(weights: ExpertWeights, topk_ids: torch.Tensor, hidden: PairRows, outs: PairRows) -> None:
-    """The second launch; reads the ids before the kernel in front of it is done, which must be the first."""
+def launch_down(weights: ExpertMatrices, topk_ids: torch.Tensor, hidden: PairRows, outs: PairRows) -> None:
+    """The second launch, right behind the first: it reads the ids before that kernel has ended."""
     down = _Down(_matrix(weights.down, weights.shared[2] if weights.shared else None))
     groups = -(-max(shape.num_cols for shape in down.down.shape) // GROUP_SIZE)
     ranks, pairs = topk_ids.shape[1], weights.pairs_per_token(topk_ids)
@@ -188,8 +187,8 @@ def _matrix(table: ExpertTable, shared: QuantTensor | None, spread: int | None =
     return _ExpertMatrix(table.addresses.data_ptr(), shared.blocks.data_ptr(), (routed_shape, shared_shape))
 
 
-def _gate_up(weights: ExpertWeights) -> _GateUp:
-    """A warp takes the same rows of gate and up, so that both are cut alike whatever their types."""
+def _gate_up(weights: ExpertMatrices) -> _GateUp:
+    """One spread for gate and up, as a warp takes the same rows of both, whatever their types."""
     types = {weights.gate.quant_type, weights.up.quant_type}
     types |= {tensor.quant_type for tensor in (weights.shared or ())[:2]}
     spread = min(natural_spread(quant_type, weights.gate.cols) for quant_type in types)
@@ -198,7 +197,7 @@ def _gate_up(weights: ExpertWeights) -> _GateUp:
 
 
 def _check(
-    weights: ExpertWeights,
+    weights: ExpertMatrices,
     topk_ids: torch.Tensor,
     hidden: PairRows,
     outs: PairRows,
@@ -208,7 +207,7 @@ def _check(
     tokens, ranks = topk_ids.shape
     size, cols = weights.gate.rows, weights.gate.cols
     tables = (weights.up.rows, weights.up.cols, weights.down.rows, weights.down.cols)
-    if tables != (size, cols, cols, size) or not 0 < tokens <= MAX_ROWS:
+    if tables != (size, cols, cols, size) or not 0 < tokens <= MAX_FEW_ROWS:
         raise ValueError(f"experts of {tables} do not fit gates [{size}, {cols}] and {tokens} tokens")
     if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous():
         raise ValueError("expert ids must be contiguous int32")

@@ -1,4 +1,4 @@
-"""The launches of a layer's experts, over memory that somebody else has planned."""
+"""The launches of a layer's experts, in memory that the caller allocates."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ def stacks_of(weights: ExpertWeights) -> Stacks:
 
 
 def is_one_launch(weights: ExpertWeights) -> bool:
-    """Whether the kernels for few rows take the shared expert along, which there is."""
+    """Whether one launch for few rows can compute routed and shared experts; False without a shared one."""
     if weights.shared_gate is None:
         return False
     types = [w.quant_type for w in (weights.shared_gate, weights.shared_up, weights.shared_down)]
@@ -39,10 +39,10 @@ def all_experts_few(
     hidden: experts_few.PairRows,
     outs: experts_few.PairRows,
 ) -> None:
-    """`experts_few_cuda` with a layer's weights; the shared expert only if `outs` has a place for it."""
+    """`experts_few_cuda` with a layer's weights; the shared expert only if `outs.shared` is given."""
     shared = (weights.shared_gate, weights.shared_up, weights.shared_down)
     experts_few.experts_few_cuda(
-        experts_few.ExpertWeights(
+        experts_few.ExpertMatrices(
             weights.gate, weights.up, weights.down, None if outs.shared is None else shared
         ),
         ids, hidden, outs, activations=x.quantised, x=x.values,
@@ -56,10 +56,11 @@ def gate_up_many(
     groups: experts_many.Groups,
     outs: Sequence[torch.Tensor],
 ) -> None:
-    """Gate and up of the routed experts that are there, of integer types; x as each reads it.
+    """Gate and up of the routed experts that have addresses, of integer types.
 
-    Pairs are grouped already; writes the tiles of `groups`, and float32 [T · K, F] by place: of one type the
-    activated product, of two types the products of gate and of up.
+    x: activations quantised for gate and for up. The pairs of `groups` must be grouped. Writes the tiles of
+    `groups`, and to outs float32 [T · K, F] by place: the activated product if gate and up are of one type,
+    otherwise both products.
     """
     gate, up, down = stacks
     ffn_size, hidden_size = gate.rows, gate.cols
@@ -83,7 +84,7 @@ def down_many(
     groups: experts_many.Groups,
     routed: torch.Tensor,
 ) -> None:
-    """The rest, of the tiles of `groups`: hidden [T · K, F] by place → float32 `routed` [T, K, E]."""
+    """The down products of the tiles of `groups`: hidden [T · K, F] by place → float32 `routed` [T, K, E]."""
     tiling, down = _tilings(ids, stacks)[-1], stacks[-1]
     experts_many.experts_product_many(
         hidden, down.addresses, tiling, down.rows, down.cols, groups, routed, by_token=False
@@ -106,9 +107,9 @@ def experts_of_values(
     hidden: experts_few.PairRows,
     routed: torch.Tensor,
 ) -> None:
-    """The routed experts ids [1, K] of one token; of types without products, their float32 `values`.
+    """The routed experts ids [1, K] of one token, with float32 `values` for types without a product kernel.
 
-    Pairs whose expert is not there are left alone. addresses and there: memory for int64 [K].
+    Rows of experts without an address are not written. addresses and there: workspace, int64 [K] each.
     """
     ranks = ids.shape[1]
     tables = []
@@ -124,7 +125,7 @@ def experts_of_values(
             quant_type = QuantType.F32
         tables.append(ExpertTable(found, quant_type, stack.rows, stack.cols))
     torch.arange(ranks, out=places[0])
-    weights = experts_few.ExpertWeights(tables[0], tables[1], tables[2], shared=None)
+    weights = experts_few.ExpertMatrices(tables[0], tables[1], tables[2], shared=None)
     experts_few.experts_few_cuda(
         weights, places, hidden, experts_few.PairRows(routed, None), activations=x.quantised, x=x.values
     )

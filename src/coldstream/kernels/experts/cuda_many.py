@@ -12,7 +12,7 @@ from coldstream.kernels.arithmetic.reference import QuantActivations, padded_col
 from coldstream.kernels.cuda.many_tiles import (
     BLOCK_SIZE,
     IN_PLACE,
-    Activations,
+    ActivationsArgument,
     Tiling,
     fitting,
     least_tiling,
@@ -47,7 +47,7 @@ class ExpertsJob(ctypes.Structure):
     """`experts_job` of many.cu."""
 
     _fields_ = (
-        ("x", Activations),
+        ("x", ActivationsArgument),
         ("addresses", ctypes.c_void_p),
         ("up_addresses", ctypes.c_void_p),
         ("tiles", ctypes.c_void_p),
@@ -63,7 +63,7 @@ class ExpertsJob(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ExpertTables:
-    """Device addresses of the experts' matrices, 0 where one is not to be computed: int64 [experts] each."""
+    """Device addresses of the experts' matrices, 0 for experts to leave out: int64 [experts] each."""
 
     gate: torch.Tensor
     up: torch.Tensor
@@ -85,7 +85,7 @@ class Groups:
 
 
 def max_tiles(num_pairs: int, num_experts: int) -> int:
-    """No routing of `num_pairs` pairs needs a longer list of tiles."""
+    """The most tiles that any routing of `num_pairs` pairs needs."""
     return num_pairs // min(tiling.tokens for tiling in ALL_TILINGS) + min(num_pairs, num_experts)
 
 
@@ -106,7 +106,7 @@ GROUP_PROGRAM = CudaProgram(Path(__file__).with_name("group.cu"), ("group_pairs"
 
 
 def choose_tilings(num_pairs: int, num_experts: int, *quant_types: QuantType) -> tuple[Tiling, ...]:
-    """Tiles for the products of some types that walk over the same list. KeyError for a type."""
+    """Tilings for products that share one list of tiles. KeyError for a type without one."""
     if num_pairs <= SMALL_GROUP * num_experts:
         return tuple(fitting((SMALL_TILINGS[quant_type],)) for quant_type in quant_types)
     return tuple(fitting(LARGE_TILINGS[quant_type]) for quant_type in quant_types)
@@ -229,7 +229,7 @@ def _job(
     if x.q.shape[-1] != padded_cols(num_values):
         raise ValueError(f"activations of {x.q.shape[-1]} codes do not fit {num_values} values")
     return ExpertsJob(
-        Activations.of(x, tiling.quant_type),
+        ActivationsArgument.of(x, tiling.quant_type),
         addresses.data_ptr(),
         None if up_addresses is None else up_addresses.data_ptr(),
         groups.tiles.data_ptr(),
@@ -246,7 +246,7 @@ def _job(
 def launch_experts(
     program: CudaProgram, tiling: Tiling, gated: bool, job: ExpertsJob, groups: Groups
 ) -> None:
-    """Queue one of the two products with tiles of one's choice."""
+    """Queue one of the two products with the given tiling."""
     tile_rows = tiling.rows // 2 if gated else tiling.rows
     num_tiles = -(-job.num_rows // tile_rows) * (len(groups.tiles) - 1)
     program.kernel(instance(tiling, gated)).launch(

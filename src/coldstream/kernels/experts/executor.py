@@ -1,4 +1,4 @@
-"""Who computes the routed experts of a model on a GPU: a part of its operations that can be exchanged.
+"""The executor of a model's routed experts on a GPU, which a caller may exchange.
 
 Importing this needs no PyTorch, so that public signatures can name what is here.
 """
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Executor(Protocol):
     """Chooses the experts of a layer's tokens, and computes them.
 
-    Both queue work on PyTorch's current stream. Of a step of few rows that is captured, and repeated without
-    a call; the weights of a layer are the same objects in every call.
+    Both methods queue work on PyTorch's current stream. In a step of few rows this work is captured in a
+    graph and replayed without a call. The weights of a layer are the same objects in every call.
     """
 
     def route(
@@ -37,28 +37,28 @@ class Executor(Protocol):
         """See `Ops.experts`."""
 
 
-class PlacedExecutor(Executor, Protocol):
-    """One that knows where experts lie, too."""
+class ModelExecutor(Executor, Protocol):
+    """The product's own executor of a model, which also decides where stacks of experts lie."""
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> "ExpertTable | None":
-        """A stack of experts that need not be in the device's memory; None: it is loaded as any weight is."""
+        """A table for a stack that need not be in device memory; None: it is loaded like any weight."""
 
     def finish_step(self) -> None:
-        """After the last operation of a step: what runs beside the current stream is waited for there."""
+        """Call after the last operation of a step; the current stream then waits for work on others."""
 
 
 class ExecutorFactory(Protocol):
     """Makes the executor of a model that is loaded; a class with such a constructor is one."""
 
     def __call__(self, product: Executor, kernels: "MoeKernels", /) -> Executor:
-        """product: whom the model has otherwise; kernels: those that it computes with.
+        """product: the executor of the model otherwise; kernels: those that it uses.
 
-        What is made may leave any call to `product`. There is as much workspace as that takes.
+        The new executor may pass any call on to `product`. The workspace is as large as `product` needs.
         """
 
 
 class CheckedExecutor:
-    """Does what `executor` does, which somebody else wrote. Raises ConfigError if a result is none."""
+    """Passes calls to a caller's `executor`. Raises ConfigError if a result has the wrong type."""
 
     def __init__(self, executor: Executor, name: str) -> None:
         self._executor, self._name = executor, name
@@ -90,7 +90,7 @@ class CheckedExecutor:
 
 
 def made_executor(make: ExecutorFactory, product: Executor, kernels: "MoeKernels") -> CheckedExecutor:
-    """What `make` makes, checked. Raises ConfigError if it raises, or makes what is no executor."""
+    """The result of `make`, checked. Raises ConfigError if it raises or returns no executor."""
     name = getattr(make, "__name__", type(make).__name__)
     try:
         executor = make(product, kernels)
@@ -103,13 +103,13 @@ def made_executor(make: ExecutorFactory, product: Executor, kernels: "MoeKernels
 
 
 class ResidentExecutor:
-    """Every expert is in the device's memory."""
+    """A `ModelExecutor` with every expert in the device's memory."""
 
     def __init__(self, kernels: "MoeKernels") -> None:
         self._kernels = kernels
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> "ExpertTable | None":
-        """See `PlacedExecutor`."""
+        """See `ModelExecutor`."""
         return None
 
     def route(

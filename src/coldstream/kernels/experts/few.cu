@@ -11,8 +11,8 @@ constexpr int expert_warps = 4;
 constexpr int expert_threads = expert_warps * warp_size;
 constexpr int expert_max_unit_rows = 32;
 
-// Blocks on a processor at once, which decide how many registers a thread may have. A launch reads one type or
-// two; code for more than three keeps so much at hand that it would spill.
+// Blocks on a processor at once, which limit the registers of a thread. A launch reads one or two types; code
+// for more than three needs more registers, and would spill.
 constexpr int expert_blocks(Types types) {
   int num_types = 0;
   for (; types != 0; types &= types - 1) num_types++;
@@ -37,8 +37,7 @@ struct Down {
   ExpertMatrix down;
 };
 
-// Activations as one launch hands them out: of routed experts [T, ranks, width], of the shared one [T, shared
-// width].
+// Activations of one launch: of routed experts [T, ranks, width], of the shared one [T, shared width].
 struct PairRows {
   float* routed;
   float* shared;
@@ -97,7 +96,7 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   const Pair pair = this_pair(num_ranks, pairs_per_token);
   const int warp = threadIdx.x / warp_size, team = warp / 2;
   const bool is_up = warp % 2;
-  // The ids are new; only the shared expert is known before they are.
+  // The previous kernel writes the ids; only the shared expert does not depend on it.
   if (!pair.is_shared) wait_for_previous_grid();
   const uint8_t* gate = data_of(matrices.matrix[0], pair, ids, num_ranks);
   const uint8_t* up = data_of(matrices.matrix[1], pair, ids, num_ranks);
@@ -110,7 +109,7 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   // Not earlier: `expert_down` relies on the ids as soon as it runs.
   release_next_grid();
 
-  // Gate and up may want both forms of the row.
+  // Gate and up may need different forms of the row.
   uint8_t* const behind = behind_rings(memory, stage_bytes, stages);
   Inputs inputs = {shared_row(behind + block_row_bytes_of(types) * groups, groups),
                    x + int64_t(pair.token) * x_stride, 0, 1};

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 
 from coldstream.errors import GenerationFault
-from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
+from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
 
 Array = np.ndarray[Any, Any]
 
-MAX_ROWS = 64
+MAX_MAILBOX_ROWS = 64
 WORDS_PER_LINE = 16  # of a cache line
-ROWS_SHIFT = 16  # of a request: layer + 1 below, the number of rows from here on
+ROWS_SHIFT = 16  # a request is layer + 1 in the bits below, the number of rows in those above
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Mailbox:
     """Page-locked memory; `csrc/hybrid/expert_server.h` has the protocol.
 
     words: int32 [32], request and done in cache lines of their own; x: float32 [rows, E], ids: int32 [rows,
-    K] and out: float32 [rows, K, E], each written by one side only; used: int32 [layers, rows, K], what the
-    last step's routers chose; guessed: int32 [layers, MAX_FEW_ROWS, K], what earlier layers' inputs made of
-    it, where that was asked for.
+    K] and out: float32 [rows, K, E], each written by one side only; used: int32 [layers, rows, K], the ids
+    that the last step's routers chose; guessed: int32 [layers, MAX_FEW_ROWS, K], the ids that prefetching
+    guessed for them.
     """
 
     words: torch.Tensor
@@ -34,7 +34,7 @@ class Mailbox:
     guessed: torch.Tensor
 
     @classmethod
-    def create(cls, num_layers: int, num_ranks: int, hidden_size: int, rows: int = MAX_ROWS) -> Self:
+    def create(cls, num_layers: int, num_ranks: int, hidden_size: int, rows: int = MAX_MAILBOX_ROWS) -> Self:
         """For layers of these sizes and at most so many rows."""
         box = cls._of(num_layers, num_ranks, hidden_size, rows, pin_memory=True)
         box.done[0] = 1
@@ -42,8 +42,8 @@ class Mailbox:
 
     @classmethod
     def planned(cls, num_layers: int, num_ranks: int, hidden_size: int) -> Self:
-        """Without memory."""
-        return cls._of(num_layers, num_ranks, hidden_size, MAX_ROWS, device="meta")
+        """With the same shapes on the meta device, without memory."""
+        return cls._of(num_layers, num_ranks, hidden_size, MAX_MAILBOX_ROWS, device="meta")
 
     @classmethod
     def _of(cls, num_layers: int, num_ranks: int, hidden_size: int, rows: int, **where: Any) -> Self:
@@ -62,16 +62,16 @@ class Mailbox:
 
     @property
     def done(self) -> torch.Tensor:
-        """Whether the CPU has answered, and whether the device gave up waiting for it."""
+        """int32 [2]: whether the CPU has answered, and whether the device's wait for it timed out."""
         return self.words[WORDS_PER_LINE : WORDS_PER_LINE + 2]
 
     def arrays(self) -> tuple[Array, Array, Array, Array, Array]:
-        """request, done (uint32 [1]), x, ids and out: the same memory for the CPU."""
+        """request and done, uint32 [1] each, x, ids and out, as NumPy arrays over the same memory."""
         words = (self.request.numpy().view(np.uint32), self.done[:1].numpy().view(np.uint32))
         return *words, self.x.numpy(), self.ids.numpy(), self.out.numpy()
 
     def check(self) -> None:
-        """When the device has ended: GenerationFault if it has ever waited in vain."""
+        """Call when the device is idle. Raises GenerationFault if a wait for the CPU has timed out."""
         if self.words.numpy()[WORDS_PER_LINE + 1] != 0:
             raise GenerationFault(
                 "the CPU did not compute an expert in time, and what followed is lost: load the model again; "

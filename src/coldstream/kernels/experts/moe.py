@@ -1,6 +1,6 @@
-"""The mixture of experts on a GPU: its router, and its experts wherever tables of addresses say they are.
+"""The mixture of experts on a GPU: its router, and its experts at the addresses in tables.
 
-Which kernels compute them is decided here and nowhere else, `Form.of`.
+`Form.of` is the only place that decides which kernels compute them.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,7 @@ import torch
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import QuantActivations
 from coldstream.kernels.cuda.activations import Activations, as_floats
-from coldstream.kernels.cuda.few_shapes import FEW_TYPES
-from coldstream.kernels.cuda.few_shapes import MAX_ROWS as MAX_FEW_ROWS
+from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MAX_FEW_ROWS
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.products import CudaProducts
 from coldstream.kernels.dequantize.cuda import dequantize_matrices_cuda
@@ -43,11 +42,11 @@ class Form(Enum):
 
     FEW = auto()  # a few tokens in a launch, each pair on its own
     MANY = auto()  # tensor cores, pairs of an expert together
-    FLOATS = auto()  # of types without products: one token after the other, over dequantised experts
+    FLOATS = auto()  # for types without a product kernel: token by token, over dequantised experts
 
     @classmethod
     def of(cls, tokens: int, stacks: Stacks, *, can_group: bool) -> "Form":
-        """That of so many tokens; can_group: whether pairs of one expert have one address."""
+        """The form for so many tokens; can_group: whether all pairs of an expert have the same address."""
         types = [stack.quant_type for stack in stacks]
         if not FEW_TYPES.issuperset(types):
             return cls.FLOATS
@@ -57,17 +56,17 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class _Grouped:
-    """Pairs in the order of their experts, and memory for what is computed of them by place."""
+    """Pairs in the order of their experts, and memory by place in that order."""
 
     groups: Groups
     inputs: tuple[QuantActivations, ...]  # of gate and of up
-    products: tuple[torch.Tensor, ...]  # of gate and of up, float32 [T · K, F]; both in one of one type
+    products: tuple[torch.Tensor, ...]  # of gate and of up, float32 [T · K, F]; one if of one type
     hidden: Activations  # [T · K, F], quantised as down reads it
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """What the routed experts of a layer are computed from, and into what: `routed` float32 [T, K, E]."""
+    """Inputs of a layer's routed experts, and memory for their outputs: `routed` float32 [T, K, E]."""
 
     x: Activations
     ids: torch.Tensor
@@ -77,7 +76,7 @@ class Pairs:
 
     @property
     def places(self) -> slice:
-        """Of all pairs in the order of their experts."""
+        """All places in the order of experts."""
         return slice(0, self.ids.numel())
 
 
@@ -103,7 +102,7 @@ class MoeKernels:
         sharing: Sharing | None = None,
         ahead: Ahead | None = None,
     ) -> Routing:
-        """`Ops.router`; what it chooses is shared out at once if `sharing` says how."""
+        """`Ops.router`; also shares out the chosen pairs if `sharing` is given."""
         assert isinstance(weight, QuantTensor)
         assert shared_gate is None or isinstance(shared_gate, QuantTensor)
         device, num_rows = self.device, x.shape[0]
@@ -128,7 +127,7 @@ class MoeKernels:
     def outputs(
         self, x: Activations, ids: torch.Tensor, weights: ExpertWeights, *, can_group: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The routed experts' outputs [T, K, E], undefined where an address is 0, and `shared`'s."""
+        """Outputs of the routed experts [T, K, E], undefined where an address is 0, and of `shared`."""
         is_few = Form.of(len(ids), stacks_of(weights), can_group=can_group) is Form.FEW
         if is_few and len(ids) <= MAX_FEW_ROWS and is_one_launch(weights):
             routed, shared = self.device.empty(*ids.shape, x.shape[1]), self.device.empty(*x.shape)
@@ -140,7 +139,7 @@ class MoeKernels:
         return pairs.routed, outputs
 
     def shared(self, x: Activations, weights: ExpertWeights) -> torch.Tensor | None:
-        """Of the expert that every token takes, before its gate: [T, E]; None if there is none."""
+        """Output of the shared expert before its gate, [T, E]; None if there is none."""
         if weights.shared_gate is None:
             return None
         gate, up = self.device.linear(x, (weights.shared_gate, weights.shared_up))
@@ -149,7 +148,7 @@ class MoeKernels:
     def pairs(
         self, x: Activations, ids: torch.Tensor, weights: ExpertWeights, *, can_group: bool = True
     ) -> Pairs:
-        """Memory for the routed experts of a layer; where kernels read groups, its pairs by expert."""
+        """Memory for the routed experts of a layer; for MANY, queues the grouping of pairs by expert."""
         device, stacks = self.device, stacks_of(weights)
         routed = device.empty(*ids.shape, x.shape[1])
         form = Form.of(len(ids), stacks, can_group=can_group)
@@ -172,7 +171,7 @@ class MoeKernels:
         return Pairs(x, ids, routed, form, _Grouped(groups, inputs, products, hidden))
 
     def compute(self, pairs: Pairs, weights: ExpertWeights, places: slice) -> None:
-        """Those whose experts have an address in `weights`; grouped by expert, they are among `places`."""
+        """Computes the pairs whose experts have an address in `weights`; for MANY, all lie in `places`."""
         if pairs.grouped is not None:
             self._many(pairs.grouped, pairs, stacks_of(weights), places)
         elif pairs.form is Form.FLOATS:
@@ -191,7 +190,7 @@ class MoeKernels:
         routed: torch.Tensor,
         shared: torch.Tensor | None,
     ) -> None:
-        """Of at most MAX_FEW_ROWS tokens; the shared expert too if there is memory for its outputs."""
+        """For at most MAX_FEW_ROWS tokens; with the shared expert if `shared` is given."""
         hidden = PairRows(
             self.device.empty(*ids.shape, weights.gate.rows),
             None if shared is None else self.device.empty(len(ids), weights.shared_gate.shape[0]),
@@ -201,7 +200,7 @@ class MoeKernels:
     def _many(self, grouped: _Grouped, pairs: Pairs, stacks: Stacks, places: slice) -> None:
         launch, products, hidden = self.device.launch, grouped.products, grouped.hidden
         launch(gate_up_many, grouped.inputs, pairs.ids, stacks, grouped.groups, products)
-        # Places of other experts between them are written again when those are computed, or were as they are.
+        # Other experts' places in between keep their values, or are overwritten when those are computed.
         part = hidden.rows(places.start, places.stop - places.start)
         if len(products) == 1:
             launch(quantize_cuda, part.values, part.quantised)

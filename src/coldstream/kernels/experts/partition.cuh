@@ -1,5 +1,5 @@
-// Who computes each (token, expert) pair: the GPU from a slot, the GPU over the bus, or the CPU, which is told
-// through the mailbox. See partition.py.
+// Chooses the place of each (token, expert) pair: a slot, host memory over the bus, or the CPU, which gets its
+// pairs through the mailbox. See partition.py.
 #pragma once
 
 #include "cuda/stamps.cuh"
@@ -9,16 +9,17 @@ namespace coldstream {
 constexpr int num_matrices = 3;  // gate, up, down
 constexpr int num_tallies = 3;
 
-// The experts of a layer: slots by expert (0: none), and the host's memory as the device sees it, or 0.
+// One matrix of a layer's experts: addresses of slots by expert (0: none), and the device's address of the
+// mapping, or 0.
 struct Stack {
   const int64_t* slots;
   int64_t mapped;
   int64_t step;  // bytes from expert to expert of the mapping
 };
 
-// By pair: where its matrices are for the GPU (0: the CPU computes it), and which expert the CPU computes (−1:
-// none).
-struct Places {
+// By pair: addresses of its matrices for the GPU (0: the CPU computes it), and the expert that the CPU
+// computes (−1: none).
+struct PairPlaces {
   int64_t* addresses[num_matrices];
   int* cpu_ids;
 };
@@ -29,34 +30,34 @@ struct Mailbox {
   uint32_t* done;
   float* x;   // [capacity, cols]
   int* ids;   // [capacity, ranks]
-  int* used;  // [capacity, ranks]: all experts of the layer's tokens, for whoever keeps the slots
+  int* used;  // [capacity, ranks]: all experts of the layer's tokens, for the cache of slots
 };
 
-// Experts of one layer that have come over the bus before its router ran; see prefetch.py.
+// Prefetched experts of one layer; see prefetch.py.
 struct Prefetched {
-  uint32_t* keys;  // [count], of the expert in each place: 0 until all of it is there
+  uint32_t* keys;  // [count], of the expert in each place: 0 until it is complete
   int64_t data;    // of the first place
   int64_t place_bytes;
   int64_t offsets[num_matrices];  // in a place
-  int count;                      // 0: none ever
+  int count;                      // 0: nothing is prefetched
 };
 
-// What prefetching has to know of the layer that is shared out.
+// What sharing out a layer does for prefetching.
 struct PrefetchNotes {
-  uint32_t* emptied;  // keys [count] of the places that are filled next, for another layer; null: none are
+  uint32_t* emptied;  // keys [count] to clear, of places that are filled next for another layer; or null
   int count;
-  uint32_t* reached;  // gets the layer's number + 1; null: nobody wants to know
-  int* tallies;       // [layers, num_tallies]: experts that came whole, those of them that were used, and those
-                      // that were given up on the way
+  uint32_t* reached;  // gets the layer's number + 1; null: nothing is prefetched
+  int* tallies;       // [layers, num_tallies]: experts copied completely, those of them that were used, and
+                      // those whose copy was given up
 };
 
 struct Sharing {
   Stack matrix[num_matrices];
   const int* streamed;  // [ranks + 1]: how many of a token's n missing experts are read over the bus
-  Places places;
+  PairPlaces places;
   Mailbox box;
   LayerStamps* stamps;  // or null
-  uint32_t request;  // what to ask: the layer and the number of rows; 0: nothing is shared out
+  uint32_t request;  // for the CPU: the layer and the number of rows; 0: nothing is shared out
   Prefetched prefetched;
   PrefetchNotes notes;
 
@@ -69,9 +70,9 @@ constexpr uint32_t used_bit = 1u << 31;  // of a key
 __device__ __forceinline__ uint32_t prefetch_key(uint32_t layer, int id) { return (layer << 16 | id) + 1; }
 __device__ __forceinline__ uint32_t layer_of_key(uint32_t key) { return ((key & ~used_bit) - 1) >> 16; }
 
-// A row by one warp, to memory that is far away.
+// Copies a row by one warp to memory of high latency.
 __device__ __forceinline__ void send_row(const float* from, float* to, int cols) {
-  constexpr int at_once = 8;  // loads, all of which are on their way before the first is stored
+  constexpr int at_once = 8;  // loads in flight before the first store
   const int lane = threadIdx.x % warp_size;
   const uint64_t alignment = reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(to);
   if (alignment % 16 != 0 || cols % 4 != 0) {
@@ -95,8 +96,8 @@ __device__ __forceinline__ void send_row(const float* from, float* to, int cols)
   }
 }
 
-// Brings the tables of slots near, by a block with a thread for every line of them: since they were last read,
-// the weights of a whole token have passed through the cache. They change between two steps only.
+// Prefetches the tables of slots into the cache, with a thread for every line: since they were last read, the
+// weights of a whole token have passed through it. They change only between two steps.
 __device__ __forceinline__ void bring_slots_near(const Sharing& sharing, int num_experts) {
   constexpr int per_line = 128 / sizeof(int64_t);
   const int first = threadIdx.x * per_line;
@@ -105,7 +106,7 @@ __device__ __forceinline__ void bring_slots_near(const Sharing& sharing, int num
   for (int i = 0; i < num_matrices; i++) bring_near(sharing.matrix[i].slots + first);
 }
 
-// Whether an expert has been fetched; `slots` says then where.
+// Whether an expert has been prefetched; `slots` are its addresses then.
 __device__ __forceinline__ bool find_prefetched(const Sharing& sharing, int id,
                                                 int64_t (&slots)[num_matrices]) {
   const Prefetched& fetched = sharing.prefetched;
@@ -123,8 +124,8 @@ __device__ __forceinline__ bool find_prefetched(const Sharing& sharing, int id,
   return false;
 }
 
-// By a block, after all warps have shared out their tokens: what was fetched into places that are filled next
-// is counted and forgotten. They are filled when the kernel has ended.
+// By a block, after all warps have shared out their tokens: counts the experts in places that are filled next,
+// and clears their keys. The places are filled after this kernel has ended.
 __device__ __forceinline__ void make_room(const Sharing& sharing) {
   const PrefetchNotes& notes = sharing.notes;
   if (notes.reached == nullptr) return;
@@ -138,7 +139,7 @@ __device__ __forceinline__ void make_room(const Sharing& sharing) {
   if (threadIdx.x == 0) *reinterpret_cast<volatile uint32_t*>(notes.reached) = sharing.layer() + 1;
 }
 
-// Where the lane's pair is, for the GPU and for the CPU.
+// Writes the place of the lane's pair for the GPU and for the CPU.
 __device__ __forceinline__ void place_pair(const Sharing& sharing, int pair, int id,
                                            const int64_t (&addresses)[num_matrices], int cpu_id) {
 #pragma unroll
@@ -147,8 +148,8 @@ __device__ __forceinline__ void place_pair(const Sharing& sharing, int pair, int
   sharing.box.used[pair] = id;
 }
 
-// Places the pairs of a token by one warp, whose lane k has the id of rank k. If the CPU computes any of them, it
-// gets the token's x, and the result is true in all lanes.
+// Shares out the pairs of a token by one warp, whose lane k has the id of rank k. If the CPU computes any of
+// them, sends it the token's x and returns true in all lanes.
 __device__ __forceinline__ bool share_out(const Sharing& sharing, int token, int id, int num_ranks,
                                           const float* x, int cols) {
   const int lane = threadIdx.x % warp_size, pair = token * num_ranks + lane;
@@ -159,7 +160,7 @@ __device__ __forceinline__ bool share_out(const Sharing& sharing, int token, int
     for (int i = 0; i < num_matrices; i++) slots[i] = sharing.matrix[i].slots[id];
   }
   bool is_missing = exists && (slots[0] == 0 || slots[1] == 0 || slots[2] == 0);
-  // A way of its own, since most tokens of most layers go it.
+  // A separate path for the most frequent case.
   if (!__any_sync(all_lanes, is_missing)) {
     if (exists) place_pair(sharing, pair, id, slots, -1);
     return false;

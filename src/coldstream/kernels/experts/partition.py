@@ -1,8 +1,8 @@
-"""Who computes each (token, expert) pair, on the device: one launch.
+"""The place where each (token, expert) pair is computed, chosen on the device in one launch.
 
-A pair goes to exactly one place: *resident*, a slot in the device's memory; *streamed*, the host's memory
-that the GPU reads over the bus; or the *CPU*. Which of a token's missing experts are streamed follows from
-their number alone, in the order of ranks.
+A pair goes to exactly one place: *resident*, a slot in the device's memory; *streamed*, host memory that the
+GPU reads over the bus; or the *CPU*. Of a token's n missing experts, those of the first ranks are streamed; n
+alone decides how many.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from coldstream.kernels.cuda.program import CudaProgram
-from coldstream.kernels.experts.mailbox import MAX_ROWS, ROWS_SHIFT, Mailbox
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, ROWS_SHIFT, Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
 
@@ -28,7 +28,7 @@ class Stack(ctypes.Structure):
     _fields_ = (("slots", ctypes.c_void_p), ("mapped", ctypes.c_int64), ("step", ctypes.c_int64))
 
 
-class _Places(ctypes.Structure):
+class _PairPlaces(ctypes.Structure):
     _fields_ = (("addresses", ctypes.c_void_p * MATRICES), ("cpu_ids", ctypes.c_void_p))
 
 
@@ -37,7 +37,7 @@ class _Mailbox(ctypes.Structure):
 
 
 class Prefetched(ctypes.Structure):
-    """Where experts of a layer may lie that no slot holds; see prefetch.py. Without fields set, nowhere."""
+    """The places of a layer's prefetched experts, see prefetch.py. All fields 0: there are none."""
 
     _fields_ = (
         ("keys", ctypes.c_void_p),
@@ -49,7 +49,7 @@ class Prefetched(ctypes.Structure):
 
 
 class PrefetchNotes(ctypes.Structure):
-    """What prefetching has to know of a layer that is shared out; without fields set, nothing."""
+    """What the kernel that shares out a layer does for prefetching. All fields 0: nothing."""
 
     _fields_ = (
         ("emptied", ctypes.c_void_p),
@@ -60,12 +60,12 @@ class PrefetchNotes(ctypes.Structure):
 
 
 class Sharing(ctypes.Structure):
-    """How a layer's pairs are shared out; without fields set, not at all."""
+    """How a layer's pairs are shared out. All fields 0: they are not."""
 
     _fields_ = (
         ("matrix", Stack * MATRICES),
         ("streamed", ctypes.c_void_p),
-        ("places", _Places),
+        ("places", _PairPlaces),
         ("box", _Mailbox),
         ("stamps", ctypes.c_void_p),
         ("request", ctypes.c_uint32),
@@ -75,12 +75,12 @@ class Sharing(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the pairs of a step are computed, T ≤ MAX_ROWS.
+class PairPlaces:
+    """Where the pairs of a step are computed, T ≤ MAX_MAILBOX_ROWS.
 
-    addresses: int64 [3, T, K], of gate, up and down as the GPU reads them, 0 for the CPU's; cpu_ids: int32
-    [T, K], the experts that the CPU computes, −1 for the others; stamps: int64 [WORDS], where the layer's
-    time is kept (`stamps.py`), or None.
+    addresses: int64 [3, T, K], of gate, up and down for the GPU, 0 for the CPU's pairs; cpu_ids: int32
+    [T, K], the experts that the CPU computes, −1 for the GPU's pairs; stamps: int64 [WORDS] for the times of
+    the layer (`stamps.py`), or None.
     """
 
     addresses: torch.Tensor
@@ -98,23 +98,24 @@ def sharing_of(
     streamed: torch.Tensor,
     mailbox: Mailbox,
     layer: int,
-    places: Places,
+    places: PairPlaces,
     prefetched: Prefetched | None = None,
     notes: PrefetchNotes | None = None,
 ) -> Sharing:
-    """For kernels that share out a layer's pairs.
+    """The argument of kernels that share out a layer's pairs.
 
-    stacks: gate, up, down of the layer, whose addresses are slots; streamed: int32 [K + 1] on the device, how
-    many of n missing experts of a token are read over the bus, where they are mapped. ValueError for sizes.
+    stacks: gate, up, down of the layer, with the addresses of slots; streamed: int32 [K + 1] on the device,
+    how many of a token's n missing experts the GPU reads over the bus, if they are mapped. ValueError for
+    sizes out of range.
     """
     _, tokens, ranks = places.addresses.shape
-    if not 0 < tokens <= MAX_ROWS or ranks > MAX_RANKS or len(streamed) < ranks + 1:
-        raise ValueError(f"{tokens} tokens of {ranks} experts: at most {MAX_ROWS} of {MAX_RANKS}")
+    if not 0 < tokens <= MAX_MAILBOX_ROWS or ranks > MAX_RANKS or len(streamed) < ranks + 1:
+        raise ValueError(f"{tokens} tokens of {ranks} experts: at most {MAX_MAILBOX_ROWS} of {MAX_RANKS}")
     parts = (mailbox.request, mailbox.done, mailbox.x, mailbox.ids, mailbox.used[layer])
     return Sharing(
         (Stack * MATRICES)(*map(stack_of, stacks)),
         streamed.data_ptr(),
-        _Places(
+        _PairPlaces(
             (ctypes.c_void_p * MATRICES)(*(matrix.data_ptr() for matrix in places.addresses)),
             places.cpu_ids.data_ptr(),
         ),
@@ -129,8 +130,8 @@ def sharing_of(
 def partition_experts_cuda(topk_ids: torch.Tensor, x: torch.Tensor, sharing: Sharing) -> None:
     """Shares out the pairs of int32 topk_ids [T, K] for float32 rows x [T, E].
 
-    Writes the places that `sharing` names, asks the CPU for its pairs, and leaves the ids in the mailbox. The
-    answer is there after `Mailbox.wait`. ValueError for arrays that do not fit.
+    Writes the places that `sharing` names, asks the CPU for its pairs, and writes all ids to the mailbox.
+    ValueError for arrays that do not fit.
     """
     tokens, ranks = topk_ids.shape
     if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous() or x.stride(1) != 1 or len(x) != tokens:

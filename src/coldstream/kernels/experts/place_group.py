@@ -1,4 +1,4 @@
-"""The address table of a group of experts that lie one behind the other: one launch, no copy."""
+"""Writes the addresses of a group of adjacent experts into tables: one launch, no copy."""
 
 import ctypes
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def place_group_cuda(
     *,
     clears: bool,
 ) -> None:
-    """Writes the address first[m] + i · sizes[m] for matrix m of experts[i]; `clears`: 0 for all others.
+    """Writes the address first[m] + i · sizes[m] for matrix m of experts[i]; `clears`: and 0 for all others.
 
     tables: int64 [num_experts] on the device for gate, up and down. ValueError for too many experts.
     """

@@ -1,4 +1,4 @@
-"""Copies of experts that were guessed at, from the host's memory to places on the device: one launch."""
+"""Copies guessed experts from the host's memory to places on the device: one launch."""
 
 import ctypes
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from coldstream.kernels.experts.table import ExpertTable
 PROGRAM = CudaProgram(Path(__file__).with_name("prefetch.cu"), ("prefetch_experts",))
 THREADS = 32
 TALLIES = ("fetched", "used", "given_up")  # experts of a layer
-BLOCKS = 32  # enough for the bus, and few enough for the kernels beside it
+BLOCKS = 32  # enough to saturate the bus, and few, as other kernels run beside them
 
 
 class _Target(ctypes.Structure):
@@ -43,12 +43,12 @@ def prefetch_experts_cuda(
     arrivals: torch.Tensor,
     tallies: torch.Tensor,
 ) -> None:
-    """Copies the experts of `layer` that most of int32 guesses [T, K] name and no slot holds to `places`.
+    """Copies experts of `layer` without a slot to `places`, first those named most often in guesses.
 
-    stacks: gate, up and down of the layer, which the device reads over the bus; reached: int32 [1], how many
-    layers of the step have been shared out; arrivals: int32 [places], 0 before and after; tallies: int32
-    [layers, TALLIES]. Writes keys and bytes of places, and adds to the layer's tallies. Nothing else may be
-    under way on the stream.
+    guesses: int32 [T, K]; stacks: gate, up and down of the layer, which the device reads over the bus;
+    reached: int32 [1], number of the step's layers that have been shared out; arrivals: int32 [places], 0
+    before and after; tallies: int32 [layers, TALLIES]. Writes keys and bytes of places, and adds to the
+    layer's tallies. The stream must have no other work at the same time.
     """
     target = _Target(
         guesses.data_ptr(),

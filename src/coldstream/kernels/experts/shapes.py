@@ -1,4 +1,4 @@
-"""Numbers that kernels of experts share with those who launch them."""
+"""Numbers that the kernels of experts and their launchers share."""
 
 from typing import Final
 

@@ -10,14 +10,14 @@ from coldstream.gguf.quant_types import QuantType
 
 @dataclass(frozen=True)
 class ExpertTable:
-    """One matrix of every routed expert: where each lies, and what all of them are.
+    """One matrix of every routed expert: their addresses, and their common type and shape.
 
-    addresses: int64 [num_experts] on the device; 0 for an expert that is not there. Each points to `rows`
-    adjacent GGUF rows of `cols` values, on 16 bytes for Q4_K and Q5_K, 4 for F32, otherwise 2.
+    addresses: int64 [num_experts] on the device; 0 for an expert that is not in its memory. Each points to
+    `rows` adjacent GGUF rows of `cols` values, aligned to 16 bytes for Q4_K and Q5_K, 4 for F32, otherwise 2.
 
-    Experts that need not all be in the device's memory are in the host's too: `host` is what the CPU's
-    kernels multiply by (`_csrc.Weight`; None while memory is only planned), mapped is where the device reads
-    expert 0 of it over the bus (0: it cannot), step the bytes from one expert to the next.
+    If `is_partial`, all experts are in the host's memory too: host is the stack for the CPU's kernels
+    (`_csrc.Weight`; None while memory is only planned), mapped the address at which the device reads expert 0
+    of it over the bus (0: it cannot), step the bytes from one expert to the next.
     """
 
     addresses: torch.Tensor
@@ -31,11 +31,11 @@ class ExpertTable:
 
     @property
     def matrix_bytes(self) -> int:
-        """Of one expert."""
+        """Bytes of one expert."""
         return self.rows * self.quant_type.row_bytes(self.cols)
 
     def part(self, begin: int, size: int, addresses: torch.Tensor) -> "ExpertTable":
-        """Rows begin … begin + size of every expert, which lie at `addresses`."""
+        """Rows begin … begin + size − 1 of every expert, whose addresses are in `addresses`."""
         offset = begin * self.quant_type.row_bytes(self.cols)
         return replace(
             self,

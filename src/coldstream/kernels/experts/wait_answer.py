@@ -1,7 +1,7 @@
-"""Waiting on the device for the CPU's experts before a kernel of many blocks: one launch.
+"""Waits on the device for the CPU's experts before a kernel of many blocks: one launch.
 
-Every block of such a kernel would look at the host's memory until the answer is there, which takes bandwidth
-from the experts on their way (docs/log.md).
+If every block of that kernel polled the host's memory, this would take bus bandwidth from the copies of
+experts (docs/log.md).
 """
 
 import ctypes
@@ -20,7 +20,7 @@ class _Answer(ctypes.Structure):
 
 
 def wait_answer_cuda(mailbox: Mailbox) -> None:
-    """What is queued next runs when the CPU has answered, or has been waited for in vain: see `check`."""
+    """Has what is queued next wait until the CPU has answered or a time-out, see `Mailbox.check`."""
     done = mailbox.done
     answer = _Answer(done.data_ptr(), done[1:].data_ptr())
     PROGRAM.kernel("wait_answer").launch((1, 1, 1), 32, (answer,))

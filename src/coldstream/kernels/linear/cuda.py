@@ -12,7 +12,7 @@ from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.few_shapes import (
     FEW_TYPES,
     GROUP_TYPES,
-    MAX_ROWS,
+    MAX_FEW_ROWS,
     PASS_COLS,
     SLACK_BYTES,
     MatrixShape,
@@ -83,10 +83,10 @@ def linear_few_cuda(
     """Write x [T, K] times each of `weights` [N, K] into the `outs` float32 [T, N], T ≤ 8, in one launch.
 
     Weights of Q4_K, Q5_K and Q6_K need the quantised `activations` (laid out as `quantize/cuda.py` has it,
-    with a scale for each 256 inputs), all others the float32 `x`, which blocks of 32 quantise themselves. A
-    weight's bytes are adjacent; those of Q4_K and Q5_K start on 16 bytes, of F32 on 4, others on 2. Rows of x
-    and outs may have any stride, but for blocks of 32 rows of x start on 16 bytes. ValueError for other types
-    (dequantise them first) and shapes that do not fit.
+    with a scale for each 256 inputs), other types the float32 `x`, which the kernel quantises for blocks of
+    32. A weight's bytes are contiguous and aligned to 16 bytes for Q4_K and Q5_K, 4 for F32, otherwise 2.
+    Rows of x and outs may have any stride, but for blocks of 32 rows of x are aligned to 16 bytes. ValueError
+    for other types (dequantise them first) and shapes that do not fit.
     """
     num_rows, cols = outs[0].shape[0], weights[0].shape[1]
     _check(weights, outs, activations, x, num_rows)
@@ -103,7 +103,7 @@ def linear_few_cuda(
 
 @dataclass(frozen=True)
 class _Layout:
-    """How one launch is laid out: bytes of a slot for integer types and for the warps' rings of others."""
+    """Shared memory of one launch: bytes of a slot for integer types, and of the warps' rings for others."""
 
     shapes: Sequence[MatrixShape]
     is_tiled: bool
@@ -115,7 +115,7 @@ class _Layout:
 def _layout(
     limits: DeviceLimits, weights: Sequence[QuantTensor], num_rows: int, groups: int
 ) -> tuple[int, _Layout]:
-    """Rows per launch, fewer than all only where they do not fit shared memory together, and their layout."""
+    """Rows per launch (all, if they fit into shared memory together), and their layout."""
     step = num_rows
     while step > 0:
         layout = _layout_of(limits, weights, step, groups)
@@ -137,8 +137,8 @@ def _layout_of(
     value_bytes = max(
         (s.stage_bytes for s, kind in zip(shapes, types, strict=True) if kind in PASS_COLS), default=0
     )
-    # One block where that has a warp for every unit: the kernel behind then finds room beside it, and its
-    # first weights are under way early.
+    # One block if it has a warp for every unit: the next kernel then fits beside it and loads its first
+    # weights early.
     units = sum(shape.num_units for shape in shapes)
     is_small = units <= limits.num_processors * (WARPS if num_rows == 1 else 1)
     most = BLOCKS_PER_PROCESSOR if num_rows == 1 else TILE_BLOCKS_PER_PROCESSOR
@@ -172,7 +172,7 @@ def _matrices(
     rows: slice,
     max_blocks: int,
 ) -> LinearMatrices:
-    """The table that the kernel gets: float matrices, whose sums are the longest chains, start first."""
+    """The kernel's table, with float matrices first, as their sums are the longest chains."""
     order = sorted(range(len(weights)), key=lambda i: weights[i].quant_type not in PASS_COLS)
     blocks = share_blocks([shapes[i] for i in order], max_blocks)
     table, first_block = LinearMatrices(count=len(weights)), 0
@@ -217,7 +217,7 @@ def _check(
     x: torch.Tensor | None,
     num_rows: int,
 ) -> None:
-    if not 0 < len(weights) == len(outs) <= MAX_MATRICES or not 0 < num_rows <= MAX_ROWS:
+    if not 0 < len(weights) == len(outs) <= MAX_MATRICES or not 0 < num_rows <= MAX_FEW_ROWS:
         raise ValueError(
             f"{len(weights)} weights, {len(outs)} outputs and {num_rows} rows are not one launch"
         )
@@ -239,5 +239,5 @@ def has_aligned_rows(x: torch.Tensor) -> bool:
 
 
 def alignment(quant_type: QuantType) -> int:
-    """Of a matrix in memory, in bytes."""
+    """Alignment of a matrix in bytes."""
     return 4 if quant_type == QuantType.F32 else quant_type.block_bytes & -quant_type.block_bytes

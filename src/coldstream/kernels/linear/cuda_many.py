@@ -8,11 +8,11 @@ import torch
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
-from coldstream.kernels.cuda.many_tiles import BLOCK_SIZE, Activations, Tiling, fitting, least_tiling
+from coldstream.kernels.cuda.many_tiles import BLOCK_SIZE, ActivationsArgument, Tiling, fitting, least_tiling
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.quant_tensor import QuantTensor
 
-# The best first.
+# In order of preference.
 TILINGS: Mapping[QuantType, tuple[Tiling, ...]] = {
     tilings[0].quant_type: tilings
     for tilings in (
@@ -30,7 +30,7 @@ class LinearJob(ctypes.Structure):
     """`linear_job` of many.cu."""
 
     _fields_ = (
-        ("x", Activations),
+        ("x", ActivationsArgument),
         ("weights", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("num_tokens", ctypes.c_int32),
@@ -73,7 +73,7 @@ def launch_linear(
     weight: QuantTensor,
     out: torch.Tensor,
 ) -> None:
-    """As `linear_many`, with tiles of one's choice."""
+    """`linear_many` with a given tiling."""
     num_rows, num_values = weight.shape
     num_tokens, num_groups = len(x.q), x.q.shape[1] // GROUP_SIZE
     if num_groups != -(-num_values // GROUP_SIZE) or tuple(out.shape) != (num_tokens, num_rows):
@@ -85,7 +85,7 @@ def launch_linear(
     if not weight.blocks.is_contiguous():
         raise ValueError("the rows of the weight must be adjacent")
     job = LinearJob(
-        Activations.of(x, weight.quant_type),
+        ActivationsArgument.of(x, weight.quant_type),
         weight.blocks.data_ptr(),
         out.data_ptr(),
         num_tokens,

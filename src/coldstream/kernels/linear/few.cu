@@ -9,7 +9,7 @@ constexpr int linear_warps = 8;
 constexpr int linear_threads = linear_warps * warp_size;
 constexpr int linear_max_matrices = 8;
 
-// One matrix, and the blocks of the grid that work on it.
+// One matrix, and its blocks of the grid.
 struct LinearMatrix {
   const uint8_t* weight;
   float* out;  // [T, out_stride]

@@ -38,7 +38,7 @@ def linear_exact(x: torch.Tensor, weight: QuantTensor) -> torch.Tensor:
 
 
 def activation_scale_size(quant_type: QuantType) -> int:
-    """How many inputs share an activation scale before weights of an integer type."""
+    """How many inputs share a scale in products with weights of an integer type."""
     return BLOCK_SIZE if quant_type in BLOCK_TYPES else GROUP_SIZE
 
 

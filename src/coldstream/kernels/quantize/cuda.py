@@ -1,4 +1,4 @@
-"""Quantised activations in CUDA C++, and how they lie in the device's memory."""
+"""Quantises activations in CUDA C++, and defines their layout in device memory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,14 +41,14 @@ def activations_from(
 def empty_activations(
     num_rows: int, cols: int, device: torch.device, scale_size: int = GROUP_SIZE
 ) -> QuantActivations:
-    """`activations_from` PyTorch's own memory on `device`."""
+    """`activations_from` with memory of PyTorch's on `device`."""
     return activations_from(
         lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device), num_rows, cols, scale_size
     )
 
 
 def scale_size_of(x: QuantActivations) -> int:
-    """How many inputs share a scale in rows of whole groups. ValueError if that is neither 256 nor 32."""
+    """Inputs per scale in rows of whole groups. ValueError if this is neither 256 nor 32."""
     rows, padded = x.q.shape
     for size in INSTANCES:
         if tuple(x.scales.shape) == (rows, padded // size):
@@ -61,8 +61,8 @@ def scale_size_of(x: QuantActivations) -> int:
 def quantize_cuda(x: torch.Tensor, out: QuantActivations) -> None:
     """Quantise the rows of float32 x [T, K] into `out` (see `empty_activations`), the padding as zeros.
 
-    The scales of `out` say how many inputs share one. K is a multiple of 32; rows of x start on 16 bytes.
-    ValueError otherwise.
+    The shape of `out.scales` gives the inputs per scale. K is a multiple of 32; rows of x are aligned to 16
+    bytes. ValueError otherwise.
     """
     rows, cols = x.shape
     if cols % COLS_MULTIPLE or x.stride(1) != 1 or (x.stride(0) * 4 | x.data_ptr()) % 16:

@@ -10,7 +10,7 @@ from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.ops import ExpertOutputs
 
-# By whether all rows are aligned.
+# Keyed by whether all rows are aligned.
 NORM, ADD = "rms_norm_rows<{}>", "add_rms_norm_rows<{}>"
 COMBINE_SHARED, COMBINE = "combine_rms_norm_rows<{}, true>", "combine_rms_norm_rows<{}, false>"
 PROGRAM = CudaProgram(
@@ -21,7 +21,7 @@ PROGRAM = CudaProgram(
         for aligned in ("true", "false")
     ),
 )
-FEW_ROWS = 132  # up to here a row has a multiprocessor for itself
+FEW_ROWS = 132  # up to here each row has its own multiprocessor
 THREADS_FEW, THREADS_MANY = 512, 128
 
 
@@ -50,10 +50,10 @@ def add_rms_norm_cuda(
     out: torch.Tensor | None,
     quantized: QuantActivations | None,
 ) -> None:
-    """Writes x + update into `total`, which may be x, and the norm of that as `rms_norm_cuda` does.
+    """Writes x + update into `total`, which may be x, and its norm as `rms_norm_cuda` does.
 
-    x, total and a plain update are contiguous float32 [T, E]; experts are summed as `combine_experts` does,
-    with rows of the host's memory where the CPU has computed them, and the layer's time kept where they say.
+    x, total and a plain update are contiguous float32 [T, E]. Experts are summed as by `combine_experts`,
+    with rows of host memory that the CPU has computed; the layer's times go to their `stamps`.
     """
     if isinstance(update, torch.Tensor):
         args: list[Argument] = [x, update, total]
@@ -119,7 +119,7 @@ def _launch(
             raise ValueError(f"codes of shape {tuple(quantized.q.shape)} for rows {(rows, cols)}")
         outputs.q, outputs.scales = quantized.q.data_ptr(), quantized.scales.data_ptr()
         outputs.sums = quantized.sums.data_ptr()
-    # Only x of the plain norm may have rows apart.
+    # Only x of the plain norm may have a row stride.
     if weight.numel() != cols or not all(t.is_contiguous() for t in tensors[stride != cols :]):
         raise ValueError(f"rows of {cols} values must be contiguous, and have {weight.numel()} weights")
     addresses = [tensor.data_ptr() for tensor in (weight, *tensors)]

@@ -11,6 +11,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rms_norm_exact(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The same to the last bit, as docs/arithmetic.md has it, float32."""
+    """`rms_norm` to the last bit, as docs/arithmetic.md defines it, float32."""
     mean = sum_of_squares(x) / x.shape[-1]
     return x * inverse_sqrt(mean + constant(eps)).unsqueeze(-1) * weight

@@ -1,5 +1,5 @@
-// RMS norm of rows, with what the step between two blocks of a model needs in the same launch: x + update
-// before it, quantisation after it. One block a row; see cuda.py for the launchers.
+// RMS norm of rows, with the sum x + update before it and the quantisation after it in the same launch. One
+// block a row; see cuda.py for the launchers.
 #include "cuda/answer.cuh"
 #include "cuda/quantize.cuh"
 #include "cuda/vectors.cuh"
@@ -17,7 +17,7 @@ struct Norm {
   float eps;
 };
 
-// Where the results go: [rows, cols], and quantised; either may be null.
+// Results: [rows, cols], and quantised; either may be null.
 struct Outputs {
   float* y;
   int8_t* q;
@@ -32,13 +32,13 @@ struct Experts {
   int num_ranks;
   const float* shared;       // [cols]
   const float* shared_gate;  // one
-  const int* cpu_ids;        // [ranks], −1 for what is in `routed`; null: everything is
+  const int* cpu_ids;        // [ranks], −1 for rows in `routed`; null: all are
   const float* cpu_rows;     // [ranks, cols], in the host's memory
 };
 
 constexpr int ranks_at_once = 8;
 
-// Adds the experts of ranks first … first + 7, as far as they exist. All are read before any is needed.
+// Adds the experts of ranks first … first + 7 that exist, and loads all before it adds the first.
 template <bool aligned>
 __device__ __forceinline__ float4 add_ranks(const Experts& experts, int first, int i, int cols, float4 sum) {
   float4 values[ranks_at_once];
@@ -80,8 +80,8 @@ __device__ __forceinline__ float4 combine_experts(const Experts& experts, int i,
   else return sum;
 }
 
-// 1 / sqrt(mean of squares + eps) of the row in shared memory, in all lanes of a warp. The next sixteen of an
-// accumulator's chain are read while the last are added.
+// 1 / sqrt(mean of squares + eps) of the row in shared memory, in all lanes of a warp. Loads of an
+// accumulator's next sixteen values overlap with additions.
 __device__ __forceinline__ float inverse_norm(const Norm& norm) {
   constexpr int steps = group_elements / 16;
   const float* row = reinterpret_cast<const float*>(dynamic_shared) + threadIdx.x % 16;
@@ -121,8 +121,7 @@ __device__ __forceinline__ void scale_row(const Norm& norm, float s, Eight w, co
   }
 }
 
-// One row, once it is in shared memory. The weights of the warp's first group were read before anything was
-// waited for.
+// One row, once it is in shared memory. The weights of the warp's first group are loaded before any wait.
 template <bool aligned>
 __device__ __forceinline__ void norm_row(const Norm& norm, Eight first_weights, const Outputs& out) {
   __shared__ float s;
@@ -170,8 +169,8 @@ __global__ void __launch_bounds__(max_threads)
   norm_row<aligned>(norm, first_weights, out);
 }
 
-// The same with the sum of the experts as update. The first thread of all keeps the time of the layer, if that
-// has stamps: its own row's sum stands for those of other rows.
+// The same with the sum of the experts as update. The first thread adds the layer's times to its stamps, if
+// there are any; those of its own row stand for all rows.
 template <bool aligned, bool has_shared>
 __global__ void __launch_bounds__(max_threads)
     combine_rms_norm_rows(const float* x, const float* routed, const float* topk_weights, int num_ranks,
@@ -179,7 +178,7 @@ __global__ void __launch_bounds__(max_threads)
                           const float* cpu_rows, const __grid_constant__ Answer answer, LayerStamps* stamps,
                           float* sum, Norm norm, Outputs out) {
   const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
-  // Who computes what was known before the kernel in front of this one began, and when.
+  // The places of pairs, and the router's times, were written before the previous kernel began.
   const bool keeps_time = stamps != nullptr && blockIdx.x == 0 && threadIdx.x == 0;
   RouterStamps router{};
   if (keeps_time) router = stamps->router;

@@ -14,7 +14,7 @@ def gather_angles_cuda(table: torch.Tensor, positions: torch.Tensor, out: torch.
     """Writes the rows `positions` (int32 [T]) of `table` to `out`.
 
     table: contiguous float32 [num_positions, rope dims / 2, 2], as `rope_angles` makes it; out: [T, rope dims
-    / 2, 2]. The positions must lie in the table, which a kernel cannot refuse.
+    / 2, 2]. The positions must lie in the table, which the kernel does not check.
     """
     half = table.shape[1]
     if not table.is_contiguous() or out.shape != (len(positions), half, 2) or not out.is_contiguous():

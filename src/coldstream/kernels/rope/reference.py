@@ -1,6 +1,6 @@
 """Rotary position embedding of the first dimensions of a head, in halves: pairs are (i, i + num_dims / 2).
 
-With text alone the three position streams of multimodal rope are equal, so its sections do not show here.
+For text the three position streams of multimodal rope are equal, so that its sections have no effect.
 """
 
 import torch
@@ -28,7 +28,7 @@ def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_exact(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """The same to the last bit, as docs/arithmetic.md has it, float32."""
+    """`rotate` to the last bit, as docs/arithmetic.md defines it, float32."""
     cos, sin = angles.unsqueeze(1).unbind(-1)
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

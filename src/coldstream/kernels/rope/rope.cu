@@ -1,4 +1,4 @@
-// Rope angles of rows, from a table of those of all positions; see cuda.py for the launcher.
+// Rope angles of rows, from a table of all positions; see cuda.py for the launcher.
 #include "cuda/common.cuh"
 
 using namespace coldstream;

@@ -1,4 +1,4 @@
-"""The router in CUDA C++: for few tokens products and choice in one launch, for many the choice alone."""
+"""The router in CUDA C++: products and choice in one launch for few tokens, the choice alone for many."""
 
 import ctypes
 from dataclasses import dataclass
@@ -10,18 +10,20 @@ from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.experts.partition import MAX_RANKS, Sharing
 
-MAX_TOKENS = 8  # of the single launch
+MAX_TOKENS = 8  # in the single launch
 MAX_CHOSEN = MAX_RANKS
 EXPERTS_PER_LANE = (8, 16, 32)
 WARP_SIZE = 32
 THREADS = 512
 NUM_WARPS = THREADS // WARP_SIZE
-MAX_ROWS_PER_BLOCK = 8  # of the weight: fewer blocks meet sooner, and their weights are asked for early
+MAX_WEIGHT_ROWS_PER_BLOCK = (
+    8  # of the weight: fewer blocks meet sooner, and their weights are asked for early
+)
 CHOOSE_THREADS = 256
-TOKENS_PER_BLOCK = CHOOSE_THREADS // WARP_SIZE  # of the choice alone
-ROW_PADDING = 16  # floats behind each row of the weight
-COLUMN_MULTIPLE = 128  # of the columns that a block holds at a time
-SHARED_BYTES = 97 * 1024  # less than a block has on every supported device
+TOKENS_PER_BLOCK = CHOOSE_THREADS // WARP_SIZE  # for the choice alone
+ROW_PADDING = 16  # floats after each row of the weight
+COLUMN_MULTIPLE = 128  # of the columns in a block's shared memory
+SHARED_BYTES = 97 * 1024  # available on every supported device
 
 PROGRAM = CudaProgram(
     Path(__file__).with_name("router.cu"),
@@ -65,10 +67,10 @@ class _Results(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Ahead:
-    """A later layer's router, which is applied to the same x: a guess at what it will choose.
+    """A later layer's router, applied to the same x to guess its choice.
 
-    weight: float32, of the same shape as this layer's, contiguous. ids: int32 [T, K]; seen: the same in the
-    host's memory. Workspace: logits float32 [T, experts], weights float32 [T, K].
+    weight: float32, of the same shape as this layer's, contiguous. ids: int32 [T, K]; seen: the same in host
+    memory. Workspace: logits float32 [T, experts], weights float32 [T, K].
     """
 
     weight: torch.Tensor
@@ -78,7 +80,7 @@ class Ahead:
     weights: torch.Tensor
 
     def check(self, shape: torch.Size, topk_ids: torch.Tensor) -> None:
-        """ValueError unless it fits a router of this shape."""
+        """ValueError unless the shapes fit a router of `shape`."""
         outputs = (self.ids, self.seen, self.weights)
         if self.weight.shape != shape or any(each.shape != topk_ids.shape for each in outputs):
             raise ValueError(f"a router of {tuple(self.weight.shape)} beside one of {tuple(shape)}")
@@ -100,10 +102,10 @@ def router_few_cuda(
 ) -> None:
     """Products, softmax, the K largest and their renormalisation, for up to 8 tokens.
 
-    With `sharing`, the chosen experts are shared out as `partition_experts_cuda` does it. `ahead` changes
-    nothing else.
+    With `sharing`, also shares the chosen experts out like `partition_experts_cuda`. With `ahead`, also
+    writes its guess.
 
-    x float32 [T, E], whose rows may be apart; weight float32 [experts, E] and the shared expert's gate
+    x float32 [T, E] with any row stride; weight float32 [experts, E] and the shared expert's gate
     shared_weight [1, E], contiguous. Writes int32 topk_ids [T, K], float32 topk_weights [T, K] and
     shared_gate [T, 1] (the product, without sigmoid). Workspace: logits float32 [T, experts]; arrivals
     int32 [1], 0 at first and left 0. K ≤ 16, experts ≤ 1024. ValueError otherwise.
@@ -137,7 +139,7 @@ def router_few_cuda(
 
 
 def router_choose_cuda(logits: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-    """`choose_experts_exact` for float32 logits [T, experts], whose rows may be apart.
+    """`choose_experts_exact` for float32 logits [T, experts] with any row stride.
 
     Writes int32 topk_ids and float32 topk_weights, [T, K]. K ≤ 16, experts ≤ 1024. ValueError otherwise.
     """
@@ -168,9 +170,9 @@ def _experts_per_lane(num_experts: int, topk_ids: torch.Tensor, topk_weights: to
 
 
 def _share_out(num_tokens: int, cols: int) -> tuple[_Shares, int]:
-    """What a block does, and the shared memory that it takes."""
+    """The share of a block, and its shared memory in bytes."""
     # A warp takes one token and two rows.
-    weight_rows = min(MAX_ROWS_PER_BLOCK, NUM_WARPS // num_tokens * 2)
+    weight_rows = min(MAX_WEIGHT_ROWS_PER_BLOCK, NUM_WARPS // num_tokens * 2)
     num_rows = weight_rows + num_tokens
     most = (SHARED_BYTES // 4 - weight_rows * ROW_PADDING) // num_rows
     chunk = min(most // COLUMN_MULTIPLE, -(-cols // COLUMN_MULTIPLE)) * COLUMN_MULTIPLE
@@ -178,7 +180,7 @@ def _share_out(num_tokens: int, cols: int) -> tuple[_Shares, int]:
 
 
 def _scratch_bytes(num_tokens: int, per_lane: int) -> int:
-    """For the choice: a number for each expert and each that is chosen."""
+    """Shared memory of the choice: a number for each expert and each chosen one."""
     return 8 * num_tokens * (per_lane * WARP_SIZE + MAX_CHOSEN)
 
 

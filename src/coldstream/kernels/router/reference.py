@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with what weights."""
+"""The choice of a token's experts, and their weights."""
 
 import torch
 
@@ -10,7 +10,7 @@ SMALLEST_SUM = 2.0**-14  # of the chosen probabilities
 def choose_experts(logits: torch.Tensor, num_experts_per_tok: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over all experts, the K largest (ties: lowest id first), renormalised to sum 1.
 
-    logits [T, experts] → contiguous int32 ids [T, K] in falling order of probability, and weights [T, K].
+    logits [T, experts] → contiguous int32 ids [T, K] in descending order of probability, weights [T, K].
     The K largest of n probabilities sum to at least K/n, so the division is safe.
     """
     ids, chosen = largest(logits.softmax(dim=-1), num_experts_per_tok)
@@ -18,7 +18,7 @@ def choose_experts(logits: torch.Tensor, num_experts_per_tok: int) -> tuple[torc
 
 
 def choose_experts_exact(logits: torch.Tensor, num_experts_per_tok: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same to the last bit, as docs/arithmetic.md has it, float32."""
+    """`choose_experts` to the last bit, as docs/arithmetic.md defines it, float32."""
     exponentials = exp(logits - logits.amax(dim=-1, keepdim=True))
     ids, chosen = largest(exponentials / sum_lanes(exponentials).unsqueeze(-1), num_experts_per_tok)
     return ids, chosen / sum_lanes(chosen).clamp(min=SMALLEST_SUM).unsqueeze(-1)
@@ -27,7 +27,7 @@ def choose_experts_exact(logits: torch.Tensor, num_experts_per_tok: int) -> tupl
 def largest(probabilities: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest of each row of [T, experts], ties by lowest id: contiguous int32 ids and the values."""
     values, ids = torch.sort(probabilities, dim=-1, descending=True, stable=True)
-    # A slice of the sorted ids is strided; whoever reads ids by address needs them adjacent.
+    # A slice of the sorted ids is strided, but kernels read ids as contiguous.
     return ids[:, :count].to(torch.int32, memory_format=torch.contiguous_format), values[:, :count]
 
 

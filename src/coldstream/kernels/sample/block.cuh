@@ -1,4 +1,4 @@
-// What one block of the sampler does together: a block looks at 2048 adjacent items, four a thread.
+// Operations of a whole block of the sampler, over 2048 adjacent items, four a thread.
 #pragma once
 
 #include "cuda/common.cuh"

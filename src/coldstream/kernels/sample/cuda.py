@@ -1,7 +1,6 @@
-"""Choosing tokens on the device: the very tokens that decoding's sampler chooses, for many rows at once.
+"""Chooses tokens on the device, the same as decoding's sampler, for many rows in one call.
 
-What a row's choice depends on is brought beforehand, in one copy for all rows: its settings and the tokens
-that penalties are for.
+Settings of all rows, and the tokens that penalties apply to, are copied to the device before, in one copy.
 """
 
 import ctypes
@@ -17,7 +16,7 @@ from coldstream.kernels.sample.settings import RowSettings
 
 ROW_BYTES = 106560  # of workspace for one row
 THREADS, BLOCK_TOKENS = 512, 2048
-MAX_VOCAB = BLOCK_TOKENS**2  # one block adds up what all blocks of a row found
+MAX_VOCAB = BLOCK_TOKENS**2  # as one block combines the results of all blocks of a row
 
 SCAN = f"sampler_scan<{ROW_BYTES}>"
 PROGRAM = CudaProgram(
@@ -71,10 +70,10 @@ def write_rows(
     to: NDArray[np.int32],
     recent: NDArray[np.int32],
 ) -> int:
-    """Writes settings for `rows` of logits as kernels read them; how many tokens of `recent` that takes.
+    """Writes settings of `rows` of logits as kernels read them; returns the tokens used of `recent`.
 
-    to: int32 [T, SETTINGS_WORDS], contiguous. recent: int32 [n]; ValueError if the tokens that penalties are
-    for are more.
+    to: int32 [T, SETTINGS_WORDS], contiguous. recent: int32 [n]; ValueError if penalties apply to more
+    tokens.
     """
     structures = (_RowSettings * len(to)).from_buffer(to.data)
     first = 0
@@ -109,10 +108,10 @@ def sample_cuda(
     *,
     draws: bool,
 ) -> None:
-    """The tokens that follow T rows of float32 logits [n, vocab], which may be apart: five launches, or one.
+    """The tokens after T rows of float32 logits [n, vocab], of any row stride: five launches, or one.
 
     settings: int32 [T, SETTINGS_WORDS] and recent: int32 [m], as `write_rows` leaves them, the rows all
-    different. draws: whether any row has another temperature than 0. unpenalised: float32 [m], and workspace:
+    different. draws: whether any row has a temperature other than 0. unpenalised: float32 [m], and workspace:
     uint8 [T, ROW_BYTES], aligned to 8 and zero at first, belong to these calls.
 
     Writes int32 chosen [T, 2]: the token, and 0, how many logits are not finite, or −1 if penalties left no

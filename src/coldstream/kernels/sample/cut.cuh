@@ -1,4 +1,4 @@
-// Where the prefix of tokens ends that top-k and top-p keep.
+// The end of the prefix of tokens that top-k and top-p keep.
 #pragma once
 
 #include "sample/argmax.cuh"
@@ -17,7 +17,7 @@ enum Pending : uint32_t { nothing, top_k_cut, top_p_cut };
 struct SamplerRow {
   ArgmaxRow argmax;
   uint64_t cut;        // tokens with greater order keys are out
-  uint64_t remaining;  // of the pending cut: how much of the target bin's count or weight stays
+  uint64_t remaining;  // of the pending cut: the part of the target bin's count or weight that is kept
   float largest;       // logit
   uint32_t is_open;    // whether a token must be drawn
   Pending pending;
@@ -40,7 +40,7 @@ __device__ __forceinline__ bool is_candidate(const SamplerRow& row, uint64_t key
   return key <= row.cut && bin_of(key_logit(key), row.largest) == row.target_bin;
 }
 
-// The tokens of the target bin that are still in: from the list, or where it was too short from the logits.
+// The tokens of the target bin before the cut: from the list, or from the logits if the list is too short.
 struct Candidates {
   const SamplerRow& row;
   const Row& logits;
@@ -108,8 +108,7 @@ __device__ uint64_t select_cut(const Candidates& candidates, bool by_weight, uin
   return found;
 }
 
-// Sets the bin in which top-k's prefix ends; whatever is in no other bin is in the last. All threads of a
-// block.
+// Sets the bin in which top-k's prefix ends; tokens of no other bin count in the last. All threads of a block.
 __device__ __forceinline__ void plan_top_k(SamplerRow& row, int top_k) {
   uint64_t items[items_per_thread];
 #pragma unroll

@@ -1,11 +1,11 @@
-// What a launch of the sampler is told of its rows, and what it answers.
+// Inputs and outputs of a launch of the sampler, by row.
 #pragma once
 
 #include "sample/cut.cuh"
 
 namespace coldstream {
 
-// What decides the token that follows one row of logits.
+// The settings for the token after one row of logits.
 struct RowSettings {
   double temperature;
   double top_p;
@@ -15,9 +15,9 @@ struct RowSettings {
   float presence_penalty;
   float frequency_penalty;
   int top_k;
-  int position;  // that the token will have in its sequence
+  int position;  // of the new token in its sequence
   int row;       // of the logits
-  int first_recent, num_recent;  // the tokens that penalties are for, among those of all rows
+  int first_recent, num_recent;  // the tokens that penalties apply to, among those of all rows
 };
 
 struct Chosen {

@@ -1,9 +1,8 @@
 // From logits to tokens, as decoding/sampling.py defines it; see cuda.py for the launchers.
 //
 // Top-k, top-p and min-p each keep a prefix of one order: logit descending, id ascending. So a row's filters
-// come down to one number, the greatest order key that stays. It is found by a histogram over the distance to
-// the largest logit, whose bins follow that order, and a radix selection within the one bin where the prefix
-// ends.
+// reduce to one number, the greatest order key that is kept. It is found by a histogram over the distance to
+// the largest logit, whose bins follow that order, and a radix selection within the bin where the prefix ends.
 #include "sample/rows.cuh"
 
 using namespace coldstream;
@@ -25,7 +24,7 @@ __device__ void count_recent(const Sampling& sampling, uint32_t (&counts)[block_
   __syncthreads();
 }
 
-// Makes recent tokens less likely, in memory too, where the next launches look for them.
+// Applies penalties to recent tokens, also in memory for the next launches.
 __device__ void penalise(const Sampling& sampling, float (&values)[items_per_thread]) {
   __shared__ uint32_t counts[block_items];
   const RowSettings& settings = sampling.own_settings();
@@ -42,7 +41,7 @@ __device__ void penalise(const Sampling& sampling, float (&values)[items_per_thr
   }
 }
 
-// Undoes that in memory. All threads of the last block that looks at the row.
+// Restores the logits in memory. All threads of the last block of the row.
 __device__ void restore_logits(const Sampling& sampling) {
   const RowSettings& settings = sampling.own_settings();
   float* logits = sampling.own_logits().values;
@@ -102,7 +101,7 @@ __device__ void add_to_bins(SamplerRow& row, const float (&values)[items_per_thr
 #pragma unroll
   for (int i = 0; i < items_per_thread; i++) {
     const int bin = bin_of(values[i], largest);
-    // Whatever is not in another bin is in the last one, and weighs nothing.
+    // The last bin has all other tokens, whose weight is 0.
     if (begin + i >= vocab || bin == num_bins - 1) continue;
     atomicAdd(&counts[bin], 1u);
     if (!with_weights) continue;

@@ -1,4 +1,4 @@
-"""What decides the token that follows one row of logits; decoding's sampler says what each number means."""
+"""The settings for the token after one row of logits; decoding's sampler defines each number."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +15,6 @@ class RowSettings:
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    recent: Sequence[int]  # the tokens that penalties are for, ids of the vocabulary; none: no penalties
+    recent: Sequence[int]  # ids of the tokens that penalties apply to; empty: no penalties
     seed: int  # below 2^64
-    position: int  # that the token will have in its sequence
+    position: int  # of the new token in its sequence

@@ -15,16 +15,16 @@ PROGRAM = CudaProgram(
 )
 MAX_WARPS = 4
 WARP_SIZE = 32
-FEW_ROWS = 64  # up to here every group of a row may have a multiprocessor for itself
+FEW_ROWS = 64  # up to here every group of a row may have its own multiprocessor
 
 
 def swiglu_cuda(
     gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor | None, quantized: QuantActivations | None
 ) -> None:
-    """silu(gate) · up, both float32 [T, F] whose rows may be apart, as floats, quantised, or both.
+    """silu(gate) · up, both float32 [T, F] with any row stride, as floats, quantised, or both.
 
-    Writes contiguous float32 `out` [T, F] and `quantized` (see `empty_activations`; its scales say how many
-    values share one), where given. ValueError if shapes disagree.
+    Writes contiguous float32 `out` [T, F] and `quantized` (see `empty_activations`; the shape of its scales
+    gives the values per scale), where given. ValueError if shapes disagree.
     """
     rows, cols = gate.shape
     padded = padded_cols(cols)

@@ -1,4 +1,4 @@
-// silu(gate) · up of rows, as floats and quantised. A group of 256 columns a warp; see cuda.py for the
+// silu(gate) · up of rows, as floats and quantised. One warp per group of 256 columns; see cuda.py for the
 // launcher.
 #include "cuda/quantize.cuh"
 #include "cuda/vectors.cuh"

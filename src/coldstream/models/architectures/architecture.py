@@ -1,4 +1,4 @@
-"""What a family of models has of its own: how its keys become layers, and where its tensors are."""
+"""The record of a family of models: how its keys define layers, and the names of its tensors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from coldstream.models.layer_tensors import Requirement
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """A matrix that a file has as rows of another tensor of the block."""
+    """A matrix that is stored as rows of another tensor of the block."""
 
     source: str  # without `.weight`
     row_ids: tuple[int, ...]

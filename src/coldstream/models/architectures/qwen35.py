@@ -1,7 +1,7 @@
 """Qwen3.5 and Qwen3.6: `qwen35moe`, and `qwen35` with a dense feed-forward network.
 
 Most layers have a gated DeltaNet, the others gated full attention. The converters of llama.cpp tile the value
-heads of the DeltaNet; Ollama's leave other traces, by which its files are told apart.
+heads of the DeltaNet; files of Ollama's are recognised by keys that only its converters write.
 """
 
 from functools import partial
@@ -39,8 +39,8 @@ def _mixers(keys: Hyperparameters) -> tuple[AttentionSpec, DeltaNetSpec]:
 def _value_heads_grouped(keys: Hyperparameters) -> bool:
     """Whether the value heads of the DeltaNet are in the order of the original checkpoint.
 
-    Ollama's converters record that they have reordered them; their files without the record have not been,
-    while all other converters reorder and record nothing.
+    Ollama's converters write a key if they have reordered them; all other converters reorder them and write
+    no key.
     """
     if "ssm.v_head_reordered" in keys:
         return not keys.flag("ssm.v_head_reordered")

@@ -15,9 +15,9 @@ namespace {
 
 constexpr int ROWS_SHIFT = 16;
 constexpr uint32_t LAYER_MASK = (1u << ROWS_SHIFT) - 1;
-// How long requests are looked for before anything else is.
+// Polling for a request, between two checks of the phase.
 constexpr auto LOOK = std::chrono::microseconds(200);
-// Between two tokens there is less.
+// Longer than the time between two tokens.
 constexpr auto LINGER = std::chrono::milliseconds(5);
 
 }  // namespace

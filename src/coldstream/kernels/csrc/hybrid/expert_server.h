@@ -1,9 +1,9 @@
-// Routed experts for somebody who cannot call: a GPU in the middle of a graph.
+// Computes routed experts for a client that cannot call functions: a GPU in the middle of a graph.
 //
-// Both sides see a mailbox in page-locked memory. The client writes rows and expert ids, zeroes `done`, and then
-// stores layer + 1 | rows << 16 to `request`. The server takes the request (the word is 0 again), computes the
-// pairs whose id is not `not_here`, and stores 1 to `done`. One request at a time. Whatever happens, a request
-// is answered: after an error the rows are undefined and `check` throws.
+// Both use a mailbox in page-locked memory. The client writes rows and expert ids, zeroes `done`, and then
+// stores layer + 1 | rows << 16 to `request`. The server resets `request` to 0, computes the pairs whose id is
+// not `not_here`, and stores 1 to `done`. There is one request at a time, and each is answered: after an error
+// the rows are undefined and `check` throws.
 #pragma once
 
 #include <unistd.h>
@@ -30,7 +30,7 @@ struct mailbox {
   int capacity;
 };
 
-// What was asked of a layer so far.
+// Requests of a layer so far.
 struct layer_work {
   int64_t requests, pairs;
   double seconds;  // from the request's arrival to the answer
@@ -47,8 +47,8 @@ class expert_server {
   // The experts of one more layer, with E columns; returns its number.
   int add_layer(const weight& gate, const weight& up, const weight& down);
 
-  // From here to `end` requests are looked for without pause, and the pool's threads stay awake; and a little
-  // longer, so that the next `begin` need not wake anybody.
+  // From here to `end`, and a few milliseconds longer so that the next `begin` need not wake threads, the
+  // server polls without pause and the pool's threads stay awake.
   void begin();
   void end();
 

@@ -5,9 +5,9 @@
 // Few rows: every chunk of positions is a task of its own, and a last stage merges them. Many rows: a task
 // walks the chunks of its tile and merges as it goes. The order of the merges, and so every bit, is the same.
 //
-// A row of a draft tree sees what its sequence has committed and its own ancestors, which do not lie at their
-// positions. From the chunk on that holds the first of them, what it sees is gathered in order of position into
-// memory of the worker, and the same kernel runs over that.
+// A row of a draft tree sees the committed positions of its sequence and its own ancestors, which are not
+// stored at their positions. From the chunk of the first of them on, its keys and values are gathered in order
+// of position into the worker's memory, and the same kernel runs over that.
 #include <algorithm>
 #include <cstring>
 
@@ -18,7 +18,7 @@ namespace coldstream {
 namespace {
 
 constexpr int64_t ROWS_PER_TILE = 64;  // (token, query head) pairs that share the loads of a block
-constexpr int64_t SPLIT_ROWS = 8;      // up to this many rows, chunks are apart
+constexpr int64_t SPLIT_ROWS = 8;      // up to this many rows, chunks are separate tasks
 constexpr int64_t HEADS_PER_TASK = 8;
 
 // Consecutive tokens of one sequence, or some rows of a tree.
@@ -104,7 +104,7 @@ class attention_op : public op {
     return a_.has_gate ? a_.query_gate.row(row) + (2 * head + 1) * a_.head_size : nullptr;
   }
 
-  // Where in its sequence the row's key and value are kept.
+  // Index in its sequence of the row's key and value.
   int64_t index(int64_t row) const { return a_.places.in_batch() ? batch().indices[row] : positions()[row]; }
   // In elements, of an index in the sequence of `row`.
   int64_t cache_offset(int64_t row, int64_t index, int64_t kv_head) const {
@@ -237,7 +237,7 @@ class attention_op : public op {
   void attend(int rows, const token_tile& tile, int64_t kv_head, int64_t chunk, float* out, float* memory,
               worker& w) {
     const bool is_tree = tile.gathered_from != INT32_MAX;
-    // Where windows begin, rows of a tree at several depths see several positions.
+    // At the beginning of windows, rows of a tree at different depths see different positions.
     if (chunk >= tile.gathered_from || (is_tree && chunk * ATTENTION_CHUNK < tile.last_start)) {
       for (int64_t token = 0; token < tile.num_tokens; token++) {
         const int64_t row = tile.first_row + token;
@@ -249,7 +249,7 @@ class attention_op : public op {
     attention_chunk work = chunk_of(rows, tile.first_row, kv_head, chunk, out, memory, w);
     work.num_tokens = tile.num_tokens;
     work.first_position = tile.first_position;
-    // Rows of a tree see all of it, but `first_position` is not theirs.
+    // Rows of a tree see all of the chunk; `first_position` does not hold for them.
     if (is_tree) work.window = 0;
     const int64_t offset = cache_offset(tile.first_row, work.begin, kv_head);
     work.keys = cache_at(a_.k_cache, offset);

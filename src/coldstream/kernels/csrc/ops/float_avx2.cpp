@@ -23,7 +23,7 @@ constexpr int TILE_ROWS = 4, TILE_VECTORS = 1, DELTA_VECTORS = 1, DELTA_CHAINS =
 #include "ops/delta_net_kernels.inl"
 #include "ops/router_kernels.inl"
 
-// Of attention over integers.
+// For attention over integers.
 using one_plane = pair_operands<1>;
 using two_planes = pair_operands<2>;
 

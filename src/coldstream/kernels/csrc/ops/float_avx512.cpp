@@ -24,7 +24,7 @@ constexpr int TILE_ROWS = 8, TILE_VECTORS = 2, DELTA_VECTORS = 2, DELTA_CHAINS =
 #include "ops/delta_net_kernels.inl"
 #include "ops/router_kernels.inl"
 
-// Of attention over integers.
+// For attention over integers.
 using one_plane = pair_operands<1>;
 using two_planes = byte_operands;
 

@@ -1,6 +1,6 @@
 // The float32 kernels of one tier: functions over plain pointers, without threads. float_kernels.inl is
-// compiled once per tier; docs/arithmetic.md says what each computes, to the bit. Inline functions are
-// static, so that no tier's copy can become everybody's.
+// compiled once per tier; docs/arithmetic.md defines each to the bit. Inline functions are static, as the
+// linker could otherwise use one tier's copy for all.
 #pragma once
 
 #include <stdint.h>
@@ -45,7 +45,7 @@ enum class cache_type : int { f16 = 0, f32 = 1, i16 = 2, i8 = 3, i4 = 4, i3 = 5 
 constexpr int NUM_CACHE_TYPES = 6;
 constexpr int64_t ROW_ALIGNMENT = 16, LARGEST_INTEGER_HEAD = 512;
 
-// Of a value of an integer type; 0 of another.
+// Bits of a value of an integer type; 0 for other types.
 static inline int64_t code_bits(cache_type type) {
   constexpr int64_t bits[NUM_CACHE_TYPES] = {0, 0, 16, 8, 4, 3};
   return bits[static_cast<int>(type)];
@@ -62,7 +62,7 @@ static inline int64_t cache_row_elements(cache_type type, int64_t head_size) {
   return code_bits(type) == 0 ? head_size : (bytes + ROW_ALIGNMENT - 1) / ROW_ALIGNMENT * ROW_ALIGNMENT;
 }
 
-// Operands, a scale and what a tier keeps beside them, and padding.
+// Operands, a scale, a tier's further values, and padding.
 static inline int64_t integer_query_ints(int64_t head_size) { return head_size + 16; }
 
 // What depends on the type of the caches. `head` is one head's float32 numbers, which may be changed.
@@ -70,7 +70,7 @@ struct cache_kernels {
   void (*prepare_query)(float* head, int32_t* query, int64_t head_size);
   void (*store)(float* head, void* row, int64_t head_size);
   void (*attend)(const attention_chunk& chunk);
-  // out = accumulators / sum · sigmoid(gate), turned back in between if the type turns; without the last factor
+  // out = accumulators / sum · sigmoid(gate), rotated back in between if the type is rotated; without the last factor
   // if gate is null
   void (*finish)(const float* row, const float* gate, float* out, int64_t head_size);
 };

@@ -1,5 +1,5 @@
 // The float32 ops: which rows and which parts of them are a task, over the kernels of the runtime's tier.
-// Whoever calls these has checked all shapes; ids and positions are checked here, when they are read.
+// The caller has checked all shapes; ids and positions are checked here, when they are read.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ using output_rows = rows_view<float>;
 
 constexpr int64_t MAX_TREE_ROWS = 64;  // of one draft tree
 
-// See `BatchRows` in kernels/ops.py. All null for rows that are not of a batch: chains, told apart by their states.
+// See `BatchRows` in kernels/ops.py. All null without a batch: rows are then chains, one for each state.
 struct batch_places {
   const int32_t* segments = nullptr;  // [rows]
   const int32_t* tables = nullptr;    // [num_segments, num_blocks], contiguous
@@ -89,7 +89,7 @@ struct attention_arguments {
   row_places places;
   output_rows out;  // [T, heads · head_size]
 
-  // Of each head: its query, then its gate if there is one.
+  // Per head: its query, then its gate if there is one.
   int64_t query_floats() const { return (has_gate ? 2 : 1) * head_size; }
 };
 std::unique_ptr<op> make_attention(const float_kernels& kernels, const attention_arguments& arguments);

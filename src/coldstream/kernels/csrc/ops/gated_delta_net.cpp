@@ -1,8 +1,8 @@
 // The gated DeltaNet: causal convolution and gates, then the recurrence per (state, value head, block of value
 // columns), then the gated norm. Every token takes the same step, in prefill as in decode.
 //
-// Rows of a draft tree leave the state of their sequence alone: each starts from a copy of its parent's, in memory of
-// the worker, and its raw inputs are kept, so that the accepted rows can be run again as a chain.
+// Rows of a draft tree do not change the state of their sequence: each starts from a copy of its parent's, in the
+// worker's memory, and its raw inputs are kept, so that the accepted rows can be replayed as a chain.
 #include <algorithm>
 #include <utility>
 
@@ -149,7 +149,7 @@ class gated_delta_net_op : public op {
       for (int64_t j = 0; j < taps; j++) inputs[j] = raw_input(run, token + j - (taps - 1), channel);
       convolve_head(inputs, run.first_row + token, head, w);
     }
-    // Ascending, so that what moves up within the state is read before it is overwritten.
+    // Ascending, so that rows that move up within the state are read before they are overwritten.
     for (int64_t i = 0; i < taps - 1; i++) {
       const float* from = raw_input(run, run.num_rows + i - (taps - 1), channel);
       float* to = conv_row(run.state_id, i) + channel;

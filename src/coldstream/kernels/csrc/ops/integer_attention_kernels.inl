@@ -6,7 +6,7 @@
 constexpr float TWO_PLANE_LIMIT = 32639.0f, ONE_PLANE_LIMIT = 127.0f;
 
 // The Walsh–Hadamard transform of each block of the greatest power of two that divides n, a multiple of 16.
-static void turn_head(float* head, int64_t n) {
+static void rotate_head(float* head, int64_t n) {
   for (int64_t begin = 0; begin < n; begin += 256) {
     const int64_t count = n - begin < 256 ? (n - begin) / 16 : 16;
     vec16 square[16];
@@ -90,20 +90,20 @@ static inline float round_operands(const float* x, int64_t n, int32_t* out) {
   return to.scale * (1.0f / 256);
 }
 
-// head is turned in place; query: operands, and the scale over 256 where they have it.
+// head is rotated in place; query: operands, and the scale over 256 where they have it.
 template <typename Operands>
 static void round_query(float* head, int32_t* query, int64_t n) {
-  turn_head(head, n);
+  rotate_head(head, n);
   const vec16 factor = splat16(head_factor(n));
   for (int64_t i = 0; i < n; i += 16) store16(head + i, mul16(load16(head + i), factor));
   const float scale = Operands::round(head, n, query);
   memcpy(query + Operands::query_scale(n), &scale, sizeof(scale));
 }
 
-// head is turned in place; row: planes, scale, zeros, as cache_layout.py has them.
+// head is rotated in place; row: planes, scale, zeros, as cache_layout.py has them.
 template <int PLANES>
 static void store_planes(float* head, void* to, int64_t n) {
-  turn_head(head, n);
+  rotate_head(head, n);
   auto* row = static_cast<int8_t*>(to);
   const plane_scale scale =
       PLANES == 2 ? scale_two_planes(head, n) : scale_planes(head, n, ONE_PLANE_LIMIT, 1.0f);
@@ -304,10 +304,10 @@ static void attend_integers(const attention_chunk& chunk) {
   });
 }
 
-static void attend_finish_turned(const float* row, const float* gate, float* out, int64_t head_size) {
+static void attend_finish_rotated(const float* row, const float* gate, float* out, int64_t head_size) {
   const vec16 inverse = splat16(1.0f / row[head_size + 1]), factor = splat16(head_factor(head_size));
   for (int64_t i = 0; i < head_size; i += 16) store16(out + i, mul16(load16(row + i), inverse));
-  turn_head(out, head_size);
+  rotate_head(out, head_size);
   for (int64_t i = 0; i < head_size; i += 16) {
     const vec16 value = mul16(load16(out + i), factor);
     store16(out + i, gate == nullptr ? value : mul16(value, sigmoid16(load16(gate + i))));

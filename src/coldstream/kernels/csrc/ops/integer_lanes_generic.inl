@@ -49,7 +49,7 @@ static inline vec16 ints_to_floats(const ints16& v) {
   return r;
 }
 
-// Of lanes in the range of a byte.
+// For lanes in the range of a byte.
 static inline void store_bytes(int8_t* p, const ints16& v) {
   for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(v.lane[i]);
 }

@@ -45,7 +45,7 @@ cache_type check_caches(const cache_4d& k_cache, const cache_4d& v_cache, int64_
   return k_cache.dtype() == half ? cache_type::f16 : cache_type::f32;
 }
 
-// `BatchRows` of kernels/ops.py; whoever captures it keeps its arrays.
+// `BatchRows` of kernels/ops.py; the creator of a graph keeps its arrays alive.
 struct batch_rows {
   ids_1d segments;
   ids_2d tables;

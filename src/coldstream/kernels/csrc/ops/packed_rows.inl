@@ -7,10 +7,10 @@ constexpr int8_t LEVEL_VALUES[16] = {13, 40, 71, 114, -13, -40, -71, -114};
 constexpr float LEVEL_THRESHOLDS[3] = {26.5f, 55.5f, 92.5f};
 constexpr float NIBBLE_LIMIT = 7.0f, LEVEL_LIMIT = 140.0f;
 
-// head [n], n a multiple of 32, is turned in place and rounded.
+// head [n], n a multiple of 32, is rotated in place and rounded.
 template <int BITS>
 static void store_packed(float* head, void* to, int64_t n) {
-  turn_head(head, n);
+  rotate_head(head, n);
   auto* row = static_cast<uint8_t*>(to);
   const plane_scale scale = scale_planes(head, n, BITS == 4 ? NIBBLE_LIMIT : LEVEL_LIMIT, 1.0f);
   memset(row, 0, n * BITS / 8);

@@ -8,7 +8,7 @@ namespace coldstream {
 
 namespace {
 
-// What a task should hold at least, so that taking it costs little beside it.
+// Least work of a task, so that taking it costs little in comparison.
 constexpr int64_t TASK_FLOATS = 4096;
 
 // Calls f(row) for this worker's share of the rows.
@@ -81,7 +81,7 @@ class rope_angles_op : public op {
   }
   const char* name() const override { return "rope_angles"; }
   void run(int, int rows, worker& w) override {
-    // A sine and a cosine cost as much as some tens of floats elsewhere.
+    // A sine and a cosine cost as much as some tens of floats in other ops.
     for_each_row(w, rows, static_cast<int64_t>(frequencies_.size()) * 32, [&](int64_t row) {
       if (positions_[row] < 0) return w.fail("rope_angles: negative position");
       float* out = out_.row(row);

@@ -8,7 +8,7 @@
 
 namespace coldstream {
 
-inline constexpr int group_elements = 256;  // inputs that products take at a time: those under a super-block
+inline constexpr int group_elements = 256;  // inputs in a step of a product: those of a super-block
 inline constexpr int block_elements = 32;
 inline constexpr int blocks_per_group = group_elements / block_elements;
 inline constexpr int tile_rows = 16;
@@ -18,13 +18,13 @@ constexpr int64_t num_groups(int64_t cols) { return (cols + group_elements - 1) 
 // Which inputs share a scale: a group, for types with super-blocks, or a block of 32, for types of such blocks.
 enum class activation_form { by_group, by_block };
 
-// Of an integer type.
+// The form that an integer type needs.
 inline activation_form form_of(quant_type type) {
   const bool is_block = quant_geometry_find(static_cast<int>(type))->block_elements == block_elements;
   return is_block ? activation_form::by_block : activation_form::by_group;
 }
 
-// One row: the layout for few rows, and what every activation is quantised into first.
+// One row: the layout for few rows, and the first step to that for many.
 struct activation_row {
   int8_t* q;      // [groups * 256]
   int16_t* sums;  // [groups * 16], over 16 consecutive q
@@ -49,7 +49,7 @@ struct activation_row {
   }
 };
 
-// The forms that some weights need of the same inputs: mostly one, none of float weights, seldom both.
+// The forms of the same inputs that some weights need: one for most, none for float weights, both for few.
 class activation_forms {
  public:
   void add(quant_type weight) {
@@ -58,7 +58,7 @@ class activation_forms {
   bool any() const { return needed_[0] || needed_[1]; }
   int count() const { return needed_[0] + needed_[1]; }
 
-  // Of a row in all these forms.
+  // Bytes of a row in all these forms.
   size_t row_bytes(int64_t cols) const { return offset(cols, 0) + offset(cols, 1); }
 
   // One form of the row in `memory`, row_bytes(cols) bytes aligned to 64.

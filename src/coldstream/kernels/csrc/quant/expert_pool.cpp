@@ -16,7 +16,7 @@ constexpr const char* read_failed = "experts could not be read";
 constexpr const char* no_slots = "the pool has no slots: call allocate first";
 constexpr const char* bad_id = "an expert id lies outside the experts of the layer";
 
-// Wherever a part begins, its bytes and what must be read around them fit in.
+// Room for a part's bytes with those around them that an aligned read includes.
 uint64_t part_room(const expert_pool::part& p) { return io_ceil(p.bytes + io_alignment - 1); }
 
 }  // namespace
@@ -135,7 +135,7 @@ void expert_pool::begin_step(bool is_prefill) {
   }
 }
 
-// Ends what a step that failed has left: reads under way, and the slots that they were for.
+// Ends reads that a failed step has left, and frees their slots.
 void expert_pool::settle() {
   reader_->settle();
   for (int32_t expert : loading_) {
@@ -219,7 +219,7 @@ const char* expert_pool::request(int layer, const int32_t* ids, int rows, int ra
   }
   counters_.hits += in_round_.size();
   counters_.misses += missing_.size();
-  // Those with the most rows first: of a prompt, they are what stays in slots that were free.
+  // Those with the most rows first, as the first reads of a prompt fill free slots and stay there.
   std::sort(missing_.begin(), missing_.end(), [&](int32_t a, int32_t b) {
     return counts_[a] != counts_[b] ? counts_[a] < counts_[b] : a > b;
   });
@@ -249,7 +249,7 @@ const char* expert_pool::next_round() {
   return reader_->failed() ? read_failed : nullptr;
 }
 
-// What has been computed may go.
+// Unpins the experts that have been computed.
 void expert_pool::release_round() {
   for (int32_t expert : in_round_) {
     slot& from = slot_with(expert);
@@ -309,11 +309,11 @@ void expert_pool::publish(int32_t expert) {
   }
 }
 
-// A slot for the running layer, or -1 if it has to wait until some of what it has is computed.
+// A slot for the running layer, or -1 if there is none until some of its experts are computed.
 int expert_pool::take_slot() {
   size_class& of = current();
   if (is_prefill_ && !layers_[layer_].is_kept) {
-    // Of an empty pool, every layer gets its share.
+    // While the pool fills, every layer gets an equal share.
     const bool has_share = layers_[layer_].num_resident < std::max(1, of.num_slots / of.num_layers);
     const int index = has_share ? take_free(of) : -1;
     return index >= 0 ? index : take_staging(of);
@@ -347,7 +347,7 @@ int expert_pool::take_free(size_class& of) {
   return index;
 }
 
-// With `spare_used`, not from the experts that the step has used: they are the likeliest of the next.
+// spare_used: not from experts that this step has used, as the next step likely uses them too.
 int expert_pool::take_in_order(size_class& of, bool spare_used) {
   while (of.next < of.order.size()) {
     const int index = of.order[of.next++];

@@ -1,17 +1,17 @@
-// Experts in a bounded part of memory, while all of them lie in the file: slots of a few sizes, which expert
-// lies in which, and what the running step needs that lies in none.
+// A bounded number of the file's experts in memory: slots of a few sizes, the expert in each, and the missing
+// experts of the running step.
 //
-// A step goes through the layers in order. For each layer `request` learns which experts it needs and has
-// the missing ones read at once; then `next_round` says again and again which of them are there and have not
-// been computed yet, until all have. A slot belongs to one expert at a time: one is given to another expert
-// only when nobody reads it, and nobody reads it before all of its bytes have come.
+// A step goes through the layers in order. For each layer, `request` begins to read the missing ones of the
+// given experts; then each call of `next_round` returns those that are in memory and not yet computed, until
+// all are. A slot belongs to one expert at a time: it gets another one only when it is not being read, and is
+// not read before all bytes of its expert have arrived.
 //
-// Which slots to give away is decided between steps, by whoever sets the order. A step of decoding takes as
-// many as it needs, and none that it has used itself as long as there are others. A step of prefill, which
-// may need every expert, takes the few that come first in the order and uses them again and again, so that
-// what decoding needs stays. Experts of a layer that is kept go only if a prompt finds no other slot for them.
+// `set_order` decides between steps which slots are overwritten first. A step of decoding takes as many as it
+// needs, and none that it has used itself as long as there are others. A step of prefill, which may need
+// every expert, takes the first few in the order and reuses them, so that the experts of decoding stay.
+// Experts of a kept layer are replaced only if a prompt finds no other slot.
 //
-// Not for several threads: one thread of a stage calls it, or nobody runs.
+// Not thread-safe: only one thread of a stage calls it, or none is running.
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ namespace coldstream {
 
 class expert_pool {
  public:
-  // A matrix of expert 0 of a layer; that of expert e lies e · bytes further.
+  // A matrix of expert 0 of a layer; that of expert e is e · bytes further.
   struct part {
     int file;
     uint64_t offset, bytes;
@@ -42,47 +42,48 @@ class expert_pool {
   expert_pool& operator=(const expert_pool&) = delete;
   ~expert_pool();
 
-  // Layers whose experts take as much memory share slots. Sizes and classes of layers by number.
+  // Layers whose experts have equal sizes share slots: sizes of slots, and the class of each layer.
   const std::vector<uint64_t>& slot_bytes() const { return slot_bytes_; }
   int num_layers() const { return static_cast<int>(layers_.size()); }
   int num_experts() const { return num_experts_; }
   int class_of(int layer) const { return layers_[layer].size_class; }
-  // Where the experts of a layer lie, [num_experts]; null for those that are not here. `request` and
-  // `next_round` change entries.
+  // Addresses of the experts of a layer, [num_experts]; null for missing ones. `request` and `next_round`
+  // change entries.
   const uint8_t* const* addresses(int layer, int index) const;
   // Throws std::out_of_range.
   const part& part_at(int layer, int index) const { return layers_.at(layer).parts.at(index); }
   // The layer that has this table of addresses, or -1.
   int layer_of(const uint8_t* const* table) const;
 
-  // Takes memory for this many slots of each size, at least one each; once. Throws std::bad_alloc.
+  // Allocates slots of each size, at least one each; call once. Throws std::bad_alloc.
   void allocate(const std::vector<int>& num_slots, int num_staging);
-  // Who owns the slots of a size: layer · num_experts + expert, or -1.
+  // The owners of the slots of a size: layer · num_experts + expert, or -1.
   std::vector<int64_t> owners(int size_class) const;
-  // The order in which slots of a size, by their index in `owners`, are given to others. Holds until it is
-  // set again.
+  // The order in which slots of a size, by their index in `owners`, are overwritten. Stays until the next
+  // call.
   void set_order(int size_class, const std::vector<int>& order);
 
-  // Between steps: reads these experts of a layer into free slots, and returns when they are there. Returns
-  // why that cannot be, a literal, or null; what a failure leaves under way ends with the next step. Throws
-  // std::out_of_range for no layer.
+  // Between steps: reads experts of a layer into free slots, and waits for them. Returns null or the reason
+  // of a failure, a literal; reads that it leaves under way end with the next step. Throws std::out_of_range
+  // for a layer that does not exist.
   const char* preload(int layer, const std::vector<int32_t>& experts);
-  // From now on no slot is taken from this layer's experts. There must be slots of its size for them all, and
-  // for others if other layers share them.
+  // From now on this layer's experts keep their slots. There must be slots of its size for all of them, and
+  // more if other layers share that size.
   void keep(int layer);
 
-  // Nothing is in memory any more.
+  // Empties all slots.
   void clear();
 
   void begin_step(bool is_prefill);
   // Experts that this step has used so far, by number.
   const std::vector<int64_t>& used() const { return used_; }
 
-  // Both return why the step cannot go on, a literal, or null. If `request` does, nothing has changed. Ids of
-  // -1 are nobody's.
+  // Both return null, or why the step cannot go on, a literal; `request` has then changed nothing. Ids of -1
+  // are ignored.
   const char* request(int layer, const int32_t* ids, int rows, int ranks, int64_t stride);
   const char* next_round();
-  // For other threads while one is in `next_round`: sleeps until it knows. `end_round` must come in between.
+  // For other threads while one is in `next_round`: sleeps until it has chosen a round. Call `end_round`
+  // before the next one.
   void await_round() { is_chosen_.wait(0, std::memory_order_acquire); }
   void end_round() { is_chosen_.store(0, std::memory_order_relaxed); }
   bool is_in_round(int32_t expert) const { return round_of_[expert] == round_; }
@@ -104,8 +105,8 @@ class expert_pool {
   struct slot {
     std::byte* memory;
     int64_t owner = -1;      // layer · num_experts + expert
-    int64_t used_step = -1;  // the last that used it
-    bool is_pinned = false;  // by what the running layer has still to compute
+    int64_t used_step = -1;  // the last step that used it
+    bool is_pinned = false;  // until the running layer has computed it
     bool is_staging = false;
     std::atomic<int> pending{0};  // reads under way
   };
@@ -114,10 +115,10 @@ class expert_pool {
     int num_layers = 0, num_slots = 0;
     std::unique_ptr<slot[]> slots;
     std::vector<int> free;     // slots without an owner
-    std::vector<int> order;    // in which slots with one are given away
+    std::vector<int> order;    // of slots with an owner, for overwriting
     size_t next = 0;           // in `order`
-    int hand = 0;              // where the search goes on when the order is used up
-    std::vector<int> staging;  // of prefill, to be used again
+    int hand = 0;              // next slot to try after the end of `order`
+    std::vector<int> staging;  // slots that prefill reuses
     int num_staging = 0, max_staging = 0;
   };
 
@@ -154,12 +155,12 @@ class expert_pool {
   std::vector<int64_t> used_;
   counters counters_{};
 
-  // Of the running layer.
+  // State of the running layer.
   int layer_ = 0;
   std::vector<int32_t> counts_;    // [experts], of pairs
-  std::vector<int32_t> missing_;   // without a slot, the one to be read next last
+  std::vector<int32_t> missing_;   // without a slot, in reverse order of reading
   std::vector<int32_t> loading_;   // under way
-  std::vector<int32_t> in_round_;  // here and to be computed next, or being computed
+  std::vector<int32_t> in_round_;  // in memory, computed now or next
   int num_rounds_ = 0;             // begun
   std::atomic<uint32_t> is_chosen_{0};  // whether the next round is
   int64_t round_ = 0;

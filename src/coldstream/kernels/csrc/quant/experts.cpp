@@ -29,7 +29,7 @@ routed_experts_op::routed_experts_op(const quant_kernels& kernels, routed_expert
 routed_experts_op::layout routed_experts_op::make_layout(int capacity) const {
   const int64_t num_experts = args_.gate.num_matrices, x_cols = args_.gate.num_cols,
                 h_cols = args_.down.num_cols, num_pairs = int64_t{capacity} * args_.num_experts_per_tok;
-  // Every expert in use may end in a tile that is not full.
+  // The last tile of every used expert may be partial.
   const int64_t max_tiles = num_pairs / tile_rows + std::min(num_experts, num_pairs);
   const int64_t tile_groups = tiled_ ? max_tiles : 0;
   layout l{};
@@ -84,7 +84,7 @@ activation_row routed_experts_op::h_row(const worker& w, int64_t pair) const {
   return h_forms_.row(memory, cols, form_of(args_.down.type));
 }
 
-// Those of a job for one of the first two products; null if that reads rows.
+// Activation tiles of a job for gate or up; null if the product reads rows.
 const activation_tile* routed_experts_op::x_tiles(const worker& w, const job& j, quant_type weight) const {
   if (!is_tiled(j) || !quant_is_integer(weight)) return nullptr;
   const size_t form_at = static_cast<size_t>(x_forms_.index(form_of(weight))) * layout_.x_form_bytes;

@@ -9,7 +9,7 @@
 
 namespace coldstream {
 
-// The id of a pair that somebody else computes: its row of the output is left as it is.
+// The id of a pair that is computed elsewhere: its row of the output is not written.
 inline constexpr int32_t not_here = -1;
 
 struct routed_experts_args {
@@ -30,8 +30,8 @@ class routed_experts_op : public op {
   size_t scratch_bytes() const override;
   size_t shared_bytes() const override { return layout_.total; }
   void run(int stage, int rows, worker& w) override;
-  // Which rows of x a run quantises: those that it needs, unless the same rows are run again for other pairs.
-  // Then the first run may do all, and the others, whose shared memory is still that of the first, none.
+  // The rows of x that a run quantises: those that it needs; or, for several runs over the same rows, the
+  // first run all of them and the others none, which reuse its shared memory.
   enum class x_rows { needed, all, none };
   void set_quantized_rows(x_rows which) { quantized_rows_ = which; }
 

@@ -34,7 +34,7 @@ float sum_lanes(__m256 p) {
 template <quant_type Q>
 struct spread_scales {
   __m256i part[8];
-  // What multiplies the sums over 16 inputs: the minimums, or −32 times the scales, which takes the offset off.
+  // Factors of the sums over 16 inputs: the minimums, or −32 times the scales to subtract the offset.
   __m256i factors;
 
   explicit spread_scales(const typename format_256<Q>::block* b) {

@@ -10,8 +10,7 @@ namespace coldstream {
 
 namespace {
 
-// How far ahead of the reads weights are asked for: across page boundaries the hardware does not look ahead
-// by itself.
+// Distance of prefetches of weights: the hardware does not prefetch across page boundaries.
 constexpr int prefetch_bytes = 8192;
 
 void prefetch(const void* block, size_t bytes) {

@@ -13,7 +13,7 @@ constexpr int64_t slice_multiple = 4;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The row that a worker has quantised last, in the forms that its weights need.
+// The row that a worker quantised last, in the forms that its weights need.
 class last_row {
  public:
   last_row(const quant_kernels& kernels, const activation_forms& forms, int64_t cols, std::byte* memory)
@@ -80,8 +80,8 @@ int few_experts_op::list_pairs(int rows, worker& w, pair (&pairs)[max_pairs]) co
   return count;
 }
 
-// Calls run_slice(number of the pair, begin, end) for the slices of `num_rows` weight rows of every pair. Few
-// pairs are cut so that every worker has one slice, more of them so that it has two.
+// Calls run_slice(number of the pair, begin, end) for the slices of `num_rows` weight rows of every pair:
+// about one slice per worker for few pairs, two for more.
 template <typename F>
 void few_experts_op::for_each_slice(int num_pairs, int64_t num_rows, worker& w, F&& run_slice) const {
   const int64_t num_shares = w.count * (num_pairs <= 2 ? 1 : 2);

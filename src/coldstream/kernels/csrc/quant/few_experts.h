@@ -1,5 +1,5 @@
-// The routed experts of a row or two, where the time between the stages counts: what `routed_experts_op`
-// computes, pair by pair, in two stages instead of four. Whoever takes a task quantises what it needs.
+// The routed experts of a row or two, for which the time between stages matters: computes the same as
+// `routed_experts_op`, pair by pair, in two stages instead of four. Each task quantises its own inputs.
 #pragma once
 
 #include "quant/experts.h"

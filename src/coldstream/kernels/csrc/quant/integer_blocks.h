@@ -1,4 +1,4 @@
-// What the bytes of the integer types mean, in plain loops: signed codes, sub-block scales and minimums.
+// The contents of blocks of the integer types, in plain loops: signed codes, sub-block scales and minimums.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // The quantised kernels, one table per tier. All tiers give the same bits, and a row's result does not depend
-// on the rows beside it, so that which kernel computes it is a question of speed only.
+// on other rows, so that the choice of kernel affects only speed.
 #pragma once
 
 #include <cstddef>
@@ -42,7 +42,7 @@ struct quant_kernels {
   void (*many)(const weight_rows& w, const activation_tile* x, int num_tiles, float* const* out,
                std::byte* memory);
   size_t many_bytes;
-  int many_min_rows;  // from how many rows on `many` is the faster one
+  int many_min_rows;  // from this many rows on `many` is faster
   // Rows of activations (num_rows <= 16, all of the first one's form) to one tile per group; missing rows
   // become zeros.
   void (*pack)(const activation_row* x, int num_rows, int64_t cols, activation_tile* out);

@@ -99,7 +99,7 @@ void linear_op::multiply_slices(int rows, worker& w) const {
     quantized = memory;
     memory += rows * row_bytes;
   }
-  // Small enough slices that all workers end together, large enough that a slice amortises its start.
+  // Slices small enough that all workers end together, large enough to amortise their start.
   const int64_t even_share = total_rows_ / (int64_t{16} * w.count), step = tiled ? 32 : 8;
   const int64_t slice = std::clamp<int64_t>(even_share / step * step, step, 128);
   const int num_passes = static_cast<int>(ceil_div(rows, pass_rows));

@@ -1,4 +1,4 @@
-// The frame of the 512-bit products with many activation rows, common to VNNI and AMX.
+// The part of 512-bit products with many activation rows that VNNI and AMX share.
 //
 // Weights are taken 32 rows at a time. For each activation group their blocks are unpacked once into a panel
 // that stays in the first-level cache, and multiplied with every tile of 16 activation rows; lanes of a

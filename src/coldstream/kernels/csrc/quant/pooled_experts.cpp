@@ -40,7 +40,7 @@ void pooled_experts_op::run(int stage, int rows, worker& w) {
   experts_.run(stage - 1, rows, w);
 }
 
-// One worker waits for the disk; the others sleep until it knows.
+// One worker waits for the disk; the others sleep until it has chosen a round.
 void pooled_experts_op::choose(int rows, worker& w) {
   expert_pool& pool = *from_.pool;
   if (w.take() != 0) return pool.await_round();

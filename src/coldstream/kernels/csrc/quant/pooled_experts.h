@@ -1,5 +1,5 @@
-// The ops of a layer whose experts lie in a pool: one that asks for them, and one that computes each as soon
-// as it is there. What lies between the two in a graph is computed while the disk reads.
+// The ops of a layer with experts in a pool: one requests them, the other computes each as soon as it is in
+// memory. Ops between the two in a graph run while the disk reads.
 #pragma once
 
 #include <memory>
@@ -31,7 +31,7 @@ class request_experts_op : public op {
 
 class pooled_experts_op : public op {
  public:
-  // `args` as for routed_experts_op, but that the ids are those of `from`.
+  // `args` as for routed_experts_op, with the ids of `from`.
   pooled_experts_op(const quant_kernels& kernels, routed_experts_args args, pooled_layer from, int capacity);
   const char* name() const override { return "routed_experts"; }
   int num_stages() const override { return 1 + experts_.num_stages(); }
@@ -45,7 +45,7 @@ class pooled_experts_op : public op {
   void choose(int rows, worker& w);
 
   pooled_layer from_;
-  std::vector<int32_t> ids_;  // of the round, [rows, num_experts_per_tok]; not_here for the others
+  std::vector<int32_t> ids_;  // of the round, [rows, num_experts_per_tok]; not_here for other pairs
   routed_experts_op experts_;
 };
 

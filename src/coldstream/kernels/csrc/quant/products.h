@@ -1,5 +1,5 @@
-// One weight slice times a batch of activations: chooses the kernel, and cuts the batch into what the kernels
-// take. Used by every op; runs on one worker.
+// One weight slice times a batch of activations: chooses the kernel, and cuts the batch to its size. Used by
+// every op; runs on one worker.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace coldstream {
 
-// Private memory that `multiply` wants for products over `cols` inputs, 64-byte aligned.
+// Private memory that `multiply` needs for products over `cols` inputs, 64-byte aligned.
 size_t multiply_bytes(const quant_kernels& k, int64_t cols);
 
 // Whether a batch of this many rows is better packed into tiles.
@@ -19,8 +19,7 @@ inline bool prefers_tiles(const quant_kernels& k, int64_t num_rows) {
 
 inline constexpr int64_t pass_rows = int64_t{many_max_tiles} * tile_rows;
 
-// Rows of a product: where row t is read from and written to. Any of the sources may be absent if no weight
-// needs it.
+// Sources and outputs of the rows of a product. A source that no weight needs may be null.
 struct product_rows {
   const float* const* x;         // for float and dequantised weights
   const activation_row* q;       // for integer types, in the form of the weights'

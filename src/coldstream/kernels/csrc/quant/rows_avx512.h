@@ -1,5 +1,4 @@
-// What surrounds the products in the 512-bit tiers: quantising and packing activations, float products,
-// SwiGLU.
+// The 512-bit tiers beside integer products: quantising and packing activations, float products, SwiGLU.
 #pragma once
 
 #include "quant/kernels.h"

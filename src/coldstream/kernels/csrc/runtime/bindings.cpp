@@ -14,7 +14,7 @@ namespace {
 
 using namespace nb::literals;
 
-// The Python classes of our errors; the pair lives as long as the module's translator, that is, for ever.
+// The Python classes of our errors; never freed, like the module's translator.
 struct error_classes {
   nb::object model_changed, generation_fault;
 };

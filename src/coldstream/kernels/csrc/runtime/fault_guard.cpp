@@ -46,8 +46,7 @@ void call_previous(int signal, siginfo_t* info, void* context) {
     previous_action.sa_sigaction(signal, info, context);
   } else if (previous_action.sa_handler == SIG_DFL ||
              (previous_action.sa_handler == SIG_IGN && info->si_code > 0)) {
-    // A fault repeats on return and then kills as it would have without us; a sent signal has to be sent
-    // again.
+    // A fault repeats on return and then has its default effect; a sent signal must be sent again.
     ::signal(signal, SIG_DFL);
     if (info->si_code <= 0) raise(signal);
   } else if (previous_action.sa_handler != SIG_IGN) {
@@ -66,8 +65,8 @@ void on_bus_error(int signal, siginfo_t* info, void* context) {
   call_previous(signal, info, context);
 }
 
-// SA_NODEFER keeps the signal mask as it was, so that leaving by siglongjmp has no mask to restore and the
-// guard costs no system call.
+// SA_NODEFER leaves the signal mask unchanged, so that siglongjmp need not restore it and the guard needs no
+// system call.
 void install_handler() {
   struct sigaction action = {};
   action.sa_sigaction = on_bus_error;

@@ -1,5 +1,5 @@
-// Turns a page of a mapped file that cannot be read (the file shrank, its disk failed) into a value instead
-// of SIGBUS. The list of mappings and the handler belong to the process: a signal has no other context.
+// Reports a page of a mapped file that cannot be read (the file shrank, its disk failed) as a value instead of
+// SIGBUS. The list of mappings and the handler are global, as a signal has no other context.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace coldstream {
 
-// A region whose faults are caught, from construction to destruction. Installs the handler on first use;
-// faults outside every region, or outside a guarded stage, go to the handler that was there before.
+// A region whose faults are caught, from construction to destruction. Installs the handler on first use; it
+// passes faults outside of all regions, or outside of a guarded stage, on to the previous handler.
 class guarded_region {
  public:
   guarded_region(const void* begin, size_t size, std::string name);
@@ -26,7 +26,7 @@ class guarded_region {
 // or null.
 const void* run_guarded(op& next, int stage, int rows, worker& w);
 
-// For people: which file and byte `address`, a result of `run_guarded`, is.
+// The file and byte of `address`, a result of `run_guarded`, as text.
 std::string describe_fault(const void* address);
 
 }  // namespace coldstream

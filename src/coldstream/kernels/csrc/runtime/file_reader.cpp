@@ -16,7 +16,7 @@ namespace coldstream {
 
 namespace {
 
-constexpr int max_retries = 1;  // of a read that the system says failed
+constexpr int max_retries = 1;  // of a failed read
 
 std::string describe_loss(const std::string& name, uint64_t offset) {
   return name + " changed while in use: byte " + std::to_string(offset) +
@@ -44,7 +44,7 @@ file_reader::file_reader(const std::vector<int>& descriptors, std::vector<std::s
       if (next.plain < 0) {
         throw std::system_error(errno, std::generic_category(), "cannot read " + next.name);
       }
-      // Opened by descriptor, because another file may have the name by now.
+      // Opened by descriptor, because the path may name another file now.
       const std::string link = "/proc/self/fd/" + std::to_string(next.plain);
       next.direct = open(link.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
     }
@@ -121,7 +121,7 @@ void file_reader::serve() {
     std::string failure = read(next);
     lock.lock();
     num_active_--;
-    bool tell = num_active_ == 0;  // `settle` waits for that
+    bool tell = num_active_ == 0;  // for `settle`
     if (!failure.empty()) {
       if (!failed_) failure_ = std::move(failure);
       failed_ = true;
@@ -146,7 +146,7 @@ std::string file_reader::read(const request& next) {
     if (count < 0 && errno == EINTR) continue;
     if (count < 0 && errno == EINVAL) from.direct = -1;
     if (count < 0 && errno != EINVAL) failures++;
-    // What a direct read does not bring, be it an error or the end of the file, the plain one sorts out.
+    // After an error or an early end of a direct read, the plain read decides.
     if (count <= 0) break;
     at += static_cast<uint64_t>(count);
     bytes_ += static_cast<uint64_t>(count);

@@ -1,6 +1,6 @@
-// Reads ranges of files into memory on threads of its own, while others compute. Past the page cache where
-// the file system can (O_DIRECT), so that the file is not in memory twice; otherwise the pages read are given
-// back.
+// Reads ranges of files into memory on its own threads, beside computation. Bypasses the page cache where the
+// file system can (O_DIRECT), so that the file is not in memory twice; otherwise drops the pages after
+// reading.
 #pragma once
 
 #include <sys/types.h>
@@ -18,7 +18,7 @@
 
 namespace coldstream {
 
-// What direct reads want of offsets, sizes and memory on any disk in use.
+// Alignment of offsets, sizes and memory of direct reads, sufficient for all disks.
 inline constexpr uint64_t io_alignment = 4096;
 
 constexpr uint64_t io_floor(uint64_t offset) { return offset / io_alignment * io_alignment; }
@@ -27,7 +27,7 @@ constexpr uint64_t io_ceil(uint64_t offset) { return io_floor(offset + io_alignm
 class file_reader {
  public:
   // The bytes from begin to end of a file. `to` is the memory of byte io_floor(begin), aligned and large
-  // enough for whole units of io_alignment. `pending` falls by one when they are there, and never does if
+  // enough for whole units of io_alignment. `pending` is decremented when they are in memory, and never if
   // they cannot be read.
   struct request {
     int file;
@@ -39,7 +39,7 @@ class file_reader {
     uint64_t bytes, retries;
   };
 
-  // Opens the files behind the descriptors once more, so that they are read even after they lost their names.
+  // Opens the files of the descriptors again, so that they can be read even after they were unlinked.
   // Throws std::system_error, std::invalid_argument for no thread.
   file_reader(const std::vector<int>& descriptors, std::vector<std::string> names, int num_threads);
   file_reader(const file_reader&) = delete;
@@ -47,8 +47,8 @@ class file_reader {
   ~file_reader();
 
   void submit(const request& next);
-  // Waits until `landed()` or until a read has failed; returns whether the former. `landed` is asked again
-  // whenever a `pending` has become 0.
+  // Waits until `landed()` is true or a read has failed; returns whether it is true. Calls `landed` whenever a
+  // `pending` has become 0.
   template <typename F>
   bool wait(F landed) {
     std::unique_lock lock(mutex_);
@@ -56,9 +56,9 @@ class file_reader {
     return landed();
   }
   bool failed() const { return failed_; }
-  // After a failure: what happened, for people; empty if nothing did.
+  // The description of a failure; empty without one.
   std::string failure();
-  // Forgets what has not begun, waits for what has, and forgets a failure. Throws forked_error.
+  // Drops requests that have not begun, waits for the others, and clears a failure. Throws forked_error.
   void settle();
 
   // Whether all files are read past the page cache.
@@ -69,7 +69,7 @@ class file_reader {
   struct source {
     std::string name;
     int plain = -1;                // descriptor through the page cache
-    std::atomic<int> direct = -1;  // past it, or -1 where that is not possible
+    std::atomic<int> direct = -1;  // bypassing it, or -1 if that is not possible
   };
 
   void serve();
@@ -81,7 +81,7 @@ class file_reader {
   std::vector<std::unique_ptr<source>> sources_;
   std::unique_ptr<std::vector<std::thread>> threads_;
   std::mutex mutex_;
-  std::condition_variable work_, progress_;  // for the threads; for who waits
+  std::condition_variable work_, progress_;  // for the threads; for waiting callers
   std::deque<request> queue_;
   int num_active_ = 0;
   bool stopping_ = false;

@@ -14,7 +14,7 @@ namespace coldstream {
 
 namespace {
 
-// Of one request: a system reads no more of it than its window for reading ahead, which is at least this.
+// Size of one request: the system reads at most its read-ahead window of it, which is at least this.
 constexpr uint64_t READ_AHEAD_BYTES = 128 << 10;
 
 }  // namespace

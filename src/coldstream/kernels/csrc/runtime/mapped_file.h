@@ -12,7 +12,7 @@ namespace coldstream {
 
 class guarded_region;
 
-// Of the system's memory: what a mapping is read and protected in.
+// Page size, the unit in which a mapping is read and protected.
 uint64_t page_bytes();
 
 struct model_changed_error : std::runtime_error {
@@ -32,8 +32,8 @@ class mapped_file {
   uint64_t size() const { return size_; }
   // Throws std::invalid_argument unless the range lies inside the mapping.
   void check_range(uint64_t offset, uint64_t num_bytes) const;
-  // Asks the system to read the range from the disk soon. Only advice: it says nothing of whether the bytes
-  // can be read, not even whether the file still has them. Throws std::invalid_argument as `check_range`.
+  // Asks the system to read the range from the disk soon. Only advice: it does not show whether the bytes
+  // can be read or the file still has them. Throws std::invalid_argument as `check_range`.
   void read_ahead(uint64_t offset, uint64_t num_bytes) const;
 
  private:

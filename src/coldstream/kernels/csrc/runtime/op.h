@@ -1,11 +1,10 @@
-// What a kernel launcher implements, and what it may use while it runs.
+// The interface of a kernel launcher, and what it may use while it runs.
 //
 // An op is bound to its buffers when it is made and may be run many times with any number of rows up to the
 // capacity of those buffers. It runs in stages: inside a stage the workers take tasks from a shared counter
 // in any order; a stage is over when all tasks are done, so a later one (and a later op) sees everything an
-// earlier one wrote. Worker 0 takes part in every stage, the others only in those that they are in time for:
-// work is shared out by `take` alone, never by a worker's index. An op must give the same bits whoever does
-// what.
+// earlier one wrote. Worker 0 takes part in every stage, the others only if they arrive in time: work is
+// shared out only by `take`, never by a worker's index. Results must not depend on which worker does what.
 #pragma once
 
 #include <atomic>
@@ -40,7 +39,7 @@ struct worker {
   std::atomic<int64_t>* next_task;  // zero at the start of each stage
   scratch* memory;                  // private: undefined at the start of each stage
   scratch* shared;                  // of all workers: undefined at the start of an op, kept between its stages
-  std::atomic<const char*>* failure;  // null, or what the first failing worker had to say
+  std::atomic<const char*>* failure;  // null, or the message of the first failing worker
 
   // The next task of this stage, or a number >= num_tasks when there is none left.
   int64_t take() { return next_task->fetch_add(1, std::memory_order_relaxed); }
@@ -57,20 +56,20 @@ struct worker {
 class op {
  public:
   virtual ~op() = default;
-  // What a profile calls it.
+  // The name in a profile.
   virtual const char* name() const = 0;
   virtual int num_stages() const { return 1; }
-  // Bytes this op wants of the workers' private memory (each) and of the shared memory.
+  // Bytes that this op needs of each worker's private memory, and of the shared memory.
   virtual size_t scratch_bytes() const { return 0; }
   virtual size_t shared_bytes() const { return 0; }
   // Runs on every worker that takes part; `rows` <= the capacity the op was made with. Must not throw, must
   // not allocate and must hold nothing that needs a destructor while it reads a mapped file: a vanished page
   // leaves the stage by longjmp. A stage of little work may be done by worker 0 alone.
   virtual void run(int stage, int rows, worker& w) = 0;
-  // Asked by worker 0 after the last stage: whether all stages are to be run again, for an op that computes
-  // what it has while it waits for the rest.
+  // Called by worker 0 after the last stage: whether to run all stages again, for an op that computes a part
+  // of its work while it waits for other data.
   virtual bool repeats() { return false; }
-  // Called after a run that failed: throws what happened if this op failed for more than a literal can say.
+  // Called after a failed run: throws an exception if this op failed and a literal cannot describe it.
   virtual void throw_failure() {}
 };
 

@@ -24,7 +24,7 @@ class graph {
   void add(std::unique_ptr<op> next);
   int capacity() const { return capacity_; }
   size_t num_ops() const { return ops_.size(); }
-  // Memory of the threads that a run takes at most, which all graphs of a runtime share.
+  // Bound on the threads' memory in a run, which all graphs of a runtime share.
   size_t scratch_bytes() const;
   // Runs all ops. Throws std::invalid_argument when rows is not in 1 … capacity, and what thread_pool::run
   // throws. Call without the GIL.
@@ -58,8 +58,8 @@ class runtime {
   bool capturing() const { return capture_ != nullptr; }
 
   // Runs `next` at once with `rows` rows, or appends it to the graph under capture (then rows must be its
-  // capacity). `owners` live until the run is over. A graph does not keep its buffers: whoever captures it
-  // does, because only they know which of them may share memory. No rows: nothing happens.
+  // capacity). `owners` live until the run is over. A graph does not own its buffers: its creator does, which
+  // knows which of them may share memory. Without rows nothing happens.
   void submit(std::unique_ptr<op> next, int rows, std::vector<std::shared_ptr<void>> owners);
 
  private:

@@ -24,12 +24,11 @@ bool poll(F done) {
   return false;
 }
 
-// Polls `done` for at most `limit`; returns whether it came true.
+// Polls `done` for at most `limit`; returns whether it became true.
 template <typename F>
 bool spin(F done, std::chrono::steady_clock::duration limit) {
   using clock = std::chrono::steady_clock;
-  // Whoever polls for longer than this may be holding the very core that the awaited thread needs, and yields
-  // in between.
+  // After this time it yields between polls, as it may occupy the core that the awaited thread needs.
   constexpr auto exclusive = std::chrono::microseconds(5);
   if (poll(done)) return true;
   const auto start = clock::now();

@@ -1,7 +1,7 @@
-// Fixed worker threads that help the calling thread through a list of ops. The caller is worker 0 and walks
-// every stage; the others join the stages they find open. A stage ends when the caller finds no task left and
-// everybody who joined has left, so that a helper who is asleep, or whom the system gives no core, is never
-// waited for. A pool of one has no thread.
+// A fixed number of worker threads that help the calling thread with a list of ops. The caller is worker 0 and
+// takes part in every stage; helpers join stages that are open. A stage ends when the caller finds no task left
+// and all helpers that joined have left it, so that it never waits for a helper that sleeps or has no core. A
+// pool of one has no threads.
 #pragma once
 
 #include <sys/types.h>
@@ -37,7 +37,7 @@ class thread_pool {
 
   int size() const { return size_; }
 
-  // While one of these exists the threads do not sleep between runs, however long nothing comes.
+  // While one of these exists the threads do not sleep between runs.
   class awake {
    public:
     explicit awake(thread_pool& pool);
@@ -55,7 +55,7 @@ class thread_pool {
   void run(const std::vector<std::unique_ptr<op>>& ops, int rows, double* seconds = nullptr);
 
  private:
-  // What the open stage is; written while no stage is open, read by those who joined it.
+  // The open stage; written while none is open, read by helpers that joined it.
   struct stage_work {
     op* next = nullptr;
     int stage = 0;
@@ -80,11 +80,11 @@ class thread_pool {
   std::mutex turn_;
   stage_work work_;
 
-  // On lines of their own: what all workers poll, and what they take their tasks from.
+  // On separate cache lines: the word that all workers poll, and the counter of tasks.
   alignas(64) std::atomic<uint64_t> state_{0};  // see thread_pool.cpp
   alignas(64) std::atomic<int64_t> next_task_{0};
   alignas(64) std::atomic<uint32_t> calls_{
-      0};  // counts runs, and the end if `stopping_`: what idle workers sleep on
+      0};  // number of runs, plus one at the end; idle workers sleep on it
   std::atomic<int> sleepless_{0};
   std::atomic<bool> stopping_{false};
   std::atomic<const void*> fault_{nullptr};
