@@ -58,11 +58,15 @@ def test_lanes_that_do_not_come_are_reported() -> None:
 
 @pytest.mark.usefixtures("host")
 def test_a_copy_is_there_for_who_waits_for_it() -> None:
+    """And may be there before, where others still read what it overwrites."""
     values, out = torch.full((4,), 3.0), torch.zeros(1)
-    launch("copy<true>", 1, values, out, shared_bytes=16)
-    assert out.item() == 3.0
-    launch("copy<false>", 1, values, out, shared_bytes=16)
-    assert out.item() != 3.0
+    found = []
+    for _ in range(20):
+        launch("copy<true>", 1, values, out, shared_bytes=16)
+        assert out.item() == 3.0
+        launch("copy<false>", 1, values, out, shared_bytes=16)
+        found.append(out.item() == 3.0)
+    assert set(found) == {False, True}
 
 
 @pytest.mark.usefixtures("host")
