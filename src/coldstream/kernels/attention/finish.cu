@@ -1,5 +1,5 @@
-// As merge.cu, with the same bits, for rows whose chunks are merged already, as those of prompts are. A warp takes 256 columns
-// of a row, a lane eight of them next to each other, and meets no other warp.
+// As merge.cu, with the same bits, for rows whose chunks are already merged, such as those of prompts. A warp takes 256 columns
+// of a row and a lane eight adjacent ones, so that no warp waits for another.
 #include "attention/merge.cuh"
 
 namespace coldstream {
@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_columns(float* to, const float (&x)[lane_c
   reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
 }
 
-// Gates and positions are older than the launch before this one, so that they may be read before it has ended.
+// Gates and positions were written before the previous launch began, so that they may be read before that launch has ended.
 template <int head_dim, bool has_gate>
 __global__ void __launch_bounds__(finish_warps* warp_size) attention_finish(const merge_arguments a) {
   const int num_columns = a.num_heads * head_dim, num_groups = (num_columns + group_elements - 1) / group_elements;

@@ -1,10 +1,10 @@
 // Attention over caches of an integer type, for few rows of chains of any sequences: docs/arithmetic.md, Attention over
 // integers.
 //
-// An item is 16 pairs of a row and a query head, and a chunk of 256 positions; integers_few_steps.cuh cuts it into steps of
-// one or two blocks of 64 positions. For the scores a warp takes 16 of the positions; for the sums of values it takes some of
-// the columns and all of the step's positions, so that numerators stay in registers. Keys and values of the next step arrive
-// meanwhile. Chunks leave maximum, denominator and numerators in a workspace for the merge.
+// A block of threads takes 16 pairs of a row and a query head with a chunk of 256 positions, in steps of one or two blocks of
+// 64 positions (integers_few_steps.cuh). Each warp computes the scores of 16 positions, and then the sums of values of some
+// columns over all positions of the step, so that numerators stay in registers. The keys and values of the next step are
+// copied meanwhile. Maximum, denominator and numerators of a chunk go to a workspace for the merge.
 #include "attention/integers_block.cuh"
 #include "attention/integers_few_steps.cuh"
 
@@ -12,7 +12,7 @@ extern __shared__ float4 dynamic_shared[];
 
 namespace coldstream {
 
-// A pair's blocks so far of a chunk.
+// What the blocks of a chunk so far have left of a pair.
 struct pair_progress {
   float maximum, denominator;
   bool has_begun, has_total;
@@ -84,7 +84,7 @@ struct few_rows_attention {
     return visible;
   }
 
-  // Scores of the warp's positions; tells the greatest of each pair.
+  // Computes the scores of the warp's positions, and writes the greatest of each pair to shared memory.
   __device__ void find_scores(const few_step& step, uint32_t& visible, floats_of_pairs<own_columns>& scores) const {
     for_both<float> best = {negative_infinity(), negative_infinity()};
     if (step.has(own_block)) {
@@ -99,7 +99,7 @@ struct few_rows_attention {
     }
   }
 
-  // The factors of what was before each of the step's blocks, and the maximum that the warp's block counts from.
+  // Finds the correction factor of each of the step's blocks, and the running maximum of the warp's block.
   __device__ void raise(const few_step& step, for_both<float> (&corrections)[blocks], for_both<float>& maximum) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -123,7 +123,7 @@ struct few_rows_attention {
     return step.has(b) && begin + block_positions > first[i] && begin <= position[i];
   }
 
-  // Scores become weights, which are kept for their sum, and then what their products with values are rounded from.
+  // Turns scores into weights, writes them to shared memory for their sum, and multiplies them by the values' scales.
   __device__ void weigh(const few_step& step, uint32_t visible, const for_both<float>& maximum,
                         floats_of_pairs<own_columns>& scores) const {
     for_both<uint32_t> greatest = {};
@@ -150,7 +150,7 @@ struct few_rows_attention {
     return scale_of_codes<16>(greatest);
   }
 
-  // Rounds the warp's weights; the first warp of a block sums the weights of all.
+  // Rounds the warp's weights to codes. The first warp of a block of positions also sums the weights of that block.
   __device__ void round(const few_step& step, const floats_of_pairs<own_columns>& weights) const {
     if (!step.has(own_block)) return;
     const for_both<plane_scale> by = {scale_of(own_block, 0), scale_of(own_block, 1)};
@@ -182,7 +182,8 @@ struct few_rows_attention {
     words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
   }
 
-  // Products of the step's blocks with the warp's columns of values, in the order of blocks; and totals of weights.
+  // Adds the products of weights and the warp's columns of values to the numerators, and the sums of weights to the
+  // denominators, block by block.
   __device__ void add_values(const few_step& step, const for_both<float> (&corrections)[blocks]) {
 #pragma unroll
     for (int b = 0; b < blocks; b++) {
@@ -216,7 +217,7 @@ struct few_rows_attention {
     }
   }
 
-  // What the chunk leaves of the run's pairs.
+  // Stores the chunk's maximum, denominator and numerators of the run's pairs.
   __device__ void leave(const few_step& step) const {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -234,7 +235,8 @@ struct few_rows_attention {
     }
   }
 
-  // What follows on a meeting of all threads reads what others wrote before, or writes what others read before.
+  // Each barrier separates writes to shared memory from reads by other warps: copied keys from scores, scores from the copies
+  // of the next keys and from maxima, weights from codes, codes from sums of values, and those from the next copies.
   __device__ void attend() {
     few_steps<blocks> steps(a);
     few_step now;
@@ -279,8 +281,8 @@ struct few_rows_attention {
   }
 };
 
-// There are no draft trees among the rows. What rows are is older than the launch before this one, so that the first step
-// may be found before that has ended.
+// Rows of draft trees are not supported. Positions and tables were written before the previous launch began, so that the first
+// step may be found before that launch has ended.
 template <int bits, int head_dim, int blocks>
 __global__ void __launch_bounds__(few_memory<bits, head_dim, blocks>::threads, 1)
     attention_integers_few(const integers_arguments a) {

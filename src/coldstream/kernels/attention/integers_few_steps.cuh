@@ -1,4 +1,4 @@
-// What a block of threads of integers_few.cu does one after the other, and where that lies in shared memory.
+// The steps of a block of threads of integers_few.cu, and its layout of shared memory.
 #pragma once
 
 #include "attention/integers_arguments.cuh"
@@ -39,13 +39,14 @@ struct few_step : item_pairs {
   }
 };
 
-// The steps of a block of threads. Items are counted by tiles of rows, each with the chunks from its first to its last.
+// The steps of a block of threads. An item is a tile of rows, a key/value head and a chunk; items are numbered by tiles of
+// rows, then chunks, then heads, and block b takes items b, b + gridDim.x, …
 template <int blocks>
 struct few_steps : few_step {
   const integers_arguments& a;
   const int tile_rows = pairs / (a.num_heads / a.num_kv_heads);
-  int index = blockIdx.x, items_before = 0;  // of the next item; the tile of rows it is looked for in
-  int next_row = 0;                          // of the item, behind the run
+  int index = blockIdx.x, items_before = 0;  // the next item's number; items of the tiles of rows before first_row
+  int next_row = 0;                          // the item's first row behind the run
 
   __device__ explicit few_steps(const integers_arguments& arguments) : a(arguments) {
     first_row = last_row = 0;
