@@ -56,7 +56,7 @@ def gpu_depth() -> str:
         steps = peer["step_ms"].get(depth, {})
         for count in at[0]["step_ms"]:
             ours = [f"{each['step_ms'][count]:.1f}" for each in at]
-            rows.append([f"{count} of a new branch at {depth}, ms", *ours, str(steps.get(count, ""))])
+            rows.append([f"a step of {count} at {depth}, ms", *ours, str(steps.get(count, ""))])
     header = ["35B-A3B shape, Q4_K_M", *(r["cache_type"] for r in results), "llama.cpp, f16"]
     machines = sorted({f"{r['machine']['gpu']}, commit {r['commit']}" for r in results})
     return table(header, rows) + f"\n{'; '.join(machines)}\n"
