@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 
 from coldstream.errors import UnsupportedError
-from coldstream.kernels.arithmetic.reference import QuantActivations
 from coldstream.kernels.attention.arguments import (
     AttentionInputs,
     AttentionShape,
@@ -142,8 +141,9 @@ class IntegerKernels:
         self.programs = {
             file: CudaProgram(FOLDER / file, tuple(sorted(names))) for file, names in files.items()
         }
-        self._merging = MergeKernels(shape)
-        self.programs |= self._merging.programs
+        merging = MergeKernels(shape)
+        self.programs |= merging.programs
+        self.merge = merging.merge
 
     def _is_needed(self, kind: str, trees: bool) -> bool:
         if kind == "few":
@@ -189,22 +189,6 @@ class IntegerKernels:
         self._only_kernel(PREPARE).launch(
             (num_rows, blocks, 1), PREPARE_THREADS, (arguments,), overlap=overlaps(num_rows)
         )
-
-    def merge(
-        self,
-        query_gate: torch.Tensor,
-        rows: Rows,
-        workspace: DecodeWorkspace,
-        *,
-        out: torch.Tensor | None = None,
-        quantised: QuantActivations | None = None,
-    ) -> None:
-        """Attention of every row, as float32, as int8, or as both, from what `attend` has left.
-
-        query_gate as in `AttentionInputs`, its row stride a multiple of 4. Writes out float32 [T, H · D] and
-        quantised (K = H · D, padded to whole groups), contiguous.
-        """
-        self._merging.merge(query_gate, rows, workspace, out=out, quantised=quantised)
 
     def attend(self, queries: IntegerQueries, caches: Caches, rows: Rows, workspace: DecodeWorkspace) -> None:
         """What the chunks of 256 positions leave of each row and head, in `workspace` with `num_chunks`.

@@ -1,6 +1,7 @@
 // As merge.cu, with the same bits, for rows whose chunks are already merged, such as those of prompts. A warp takes 256 columns
 // of a row and a lane eight adjacent ones, so that no warp waits for another.
 #include "attention/merge.cuh"
+#include "attention/rotation.cuh"
 
 namespace coldstream {
 
@@ -12,24 +13,9 @@ template <int head_dim>
 __device__ __forceinline__ void rotate_back(float (&x)[lane_columns]) {
   constexpr int size = head_dim & -head_dim;
 #pragma unroll
-  for (int stride = 1; stride < size && stride < lane_columns; stride *= 2) {
+  for (int stride = 1; stride < size && stride < lane_columns; stride *= 2) rotate_own(x, stride);
 #pragma unroll
-    for (int i = 0; i < lane_columns; i++) {
-      if (i & stride) continue;
-      const float a = x[i], b = x[i + stride];
-      x[i] = a + b;
-      x[i + stride] = a - b;
-    }
-  }
-#pragma unroll
-  for (int stride = lane_columns; stride < size; stride *= 2) {
-    const bool is_upper = threadIdx.x * lane_columns & stride;
-#pragma unroll
-    for (int i = 0; i < lane_columns; i++) {
-      const float other = __shfl_xor_sync(all_lanes, x[i], stride / lane_columns);
-      x[i] = is_upper ? other - x[i] : x[i] + other;
-    }
-  }
+  for (int stride = lane_columns; stride < size; stride *= 2) rotate_lanes(x, stride / lane_columns);
 #pragma unroll
   for (float& value : x) value *= 1.0f / size;
 }

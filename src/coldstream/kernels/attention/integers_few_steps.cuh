@@ -65,7 +65,7 @@ struct few_steps : few_step {
       while (next_row < last_row) {
         run = chain_run(a.rows, next_row, last_row);
         next_row = run.end;
-        if (!find_tiles()) continue;
+        if (!find_tiles_of(a, run.begin, run.end, chunk, chunk, begin, end)) continue;
         begins_run = true;
         tile = begin / blocks * blocks;
         ends_run = tile + blocks > end;
@@ -80,18 +80,12 @@ struct few_steps : few_step {
   __device__ bool find_item() {
     for (; first_row < a.rows.num_rows; first_row += tile_rows) {
       last_row = min(first_row + tile_rows, a.rows.num_rows);
-      int from = 0x7fffffff, to = 0;
-#pragma unroll 1
-      for (int i = first_row; i < last_row; i++) {
-        const int position = a.rows.positions[i];
-        if (position < 0) continue;
-        from = min(from, first_position(position, a.window) / chunk_positions);
-        to = max(to, position / chunk_positions + 1);
-      }
-      const int count = max(to - from, 0) * a.num_kv_heads;
+      int first_chunk, last_chunk;
+      find_cells(a, first_row, last_row, chunk_positions, first_chunk, last_chunk);
+      const int count = first_chunk > last_chunk ? 0 : (last_chunk - first_chunk + 1) * a.num_kv_heads;
       if (index - items_before < count) {
         kv_head = (index - items_before) % a.num_kv_heads;
-        chunk = from + (index - items_before) / a.num_kv_heads;
+        chunk = first_chunk + (index - items_before) / a.num_kv_heads;
         next_row = first_row;
         index += gridDim.x;
         return true;
@@ -99,22 +93,6 @@ struct few_steps : few_step {
       items_before += count;
     }
     return false;
-  }
-
-  // The chunk's tiles in which the run has positions.
-  __device__ bool find_tiles() {
-    begin = 0x7fffffff;
-    end = -1;
-#pragma unroll 1
-    for (int i = run.begin; i < run.end; i++) {
-      const int position = a.rows.positions[i];
-      if (position < 0) continue;
-      begin = min(begin, first_position(position, a.window) / block_positions);
-      end = max(end, position / block_positions);
-    }
-    begin = max(begin, chunk * chunk_blocks);
-    end = min(end, chunk * chunk_blocks + chunk_blocks - 1);
-    return begin <= end;
   }
 };
 

@@ -32,6 +32,30 @@ __device__ __forceinline__ int64_t place_of_chunk(const integers_arguments& a, i
   return pair * a.max_chunks + (a.max_chunks == 1 ? 0 : chunk - first);
 }
 
+// The cells of `size` positions, first … last, in which rows begin … end − 1 have positions; first > last without any.
+__device__ __forceinline__ void find_cells(const integers_arguments& a, int begin, int end, int size, int& first,
+                                           int& last) {
+  first = 0x7fffffff;
+  last = -1;
+#pragma unroll 1
+  for (int i = begin; i < end; i++) {
+    const int position = a.rows.positions[i];
+    if (position < 0) continue;
+    first = min(first, first_position(position, a.window) / size);
+    last = max(last, position / size);
+  }
+}
+
+// The first and the last tile of chunks first_chunk … last_chunk in which rows begin … end − 1 have positions; false
+// without any.
+__device__ __forceinline__ bool find_tiles_of(const integers_arguments& a, int begin, int end, int first_chunk,
+                                              int last_chunk, int& first, int& last) {
+  find_cells(a, begin, end, block_positions, first, last);
+  first = max(first, first_chunk * chunk_blocks);
+  last = min(last, last_chunk * chunk_blocks + chunk_blocks - 1);
+  return first <= last;
+}
+
 // block_pairs: pairs that a block takes at once.
 template <int block_pairs>
 struct block_items : item_pairs {
@@ -44,29 +68,14 @@ struct block_items : item_pairs {
 
   // The first and the last tile of the item's chunks in which rows of a run have positions; false without any.
   __device__ bool find_tiles(const row_run& run, int& first, int& last) const {
-    first = 0x7fffffff;
-    last = -1;
-    for (int i = run.begin; i < run.end; i++) {
-      const int position = a.rows.positions[i];
-      if (position < 0) continue;
-      first = min(first, first_position(position, a.window) / block_positions);
-      last = max(last, position / block_positions);
-    }
-    first = max(first, first_chunk * chunk_blocks);
-    last = min(last, last_chunk * chunk_blocks + chunk_blocks - 1);
-    return first <= last;
+    return find_tiles_of(a, run.begin, run.end, first_chunk, last_chunk, first, last);
   }
 
   // The range of the item's chunks in which its rows have positions; the end is exclusive.
   __device__ void find_chunks(int& begin, int& end) const {
-    begin = 0x7fffffff;
-    end = 0;
-    for (int i = first_row; i < last_row; i++) {
-      const int position = a.rows.positions[i];
-      if (position < 0) continue;
-      begin = min(begin, first_position(position, a.window) / chunk_positions);
-      end = max(end, position / chunk_positions + 1);
-    }
+    int last;
+    find_cells(a, first_row, last_row, chunk_positions, begin, last);
+    end = last + 1;
     begin = min(begin, end);
   }
 

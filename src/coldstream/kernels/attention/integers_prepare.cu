@@ -3,6 +3,7 @@
 #include "attention/heads.cuh"
 #include "attention/integers_packing.cuh"
 #include "attention/integers_tile.cuh"
+#include "attention/rotation.cuh"
 
 namespace coldstream {
 
@@ -27,26 +28,12 @@ using lane_numbers = float[head_dim / lanes_per_head];
 
 // The Walsh–Hadamard transform of each of the largest blocks that the head can be cut into, in place.
 template <int head_dim>
-__device__ __forceinline__ void rotate_head(lane_numbers<head_dim>& x, int lane) {
-  constexpr int size = head_dim & -head_dim, count = head_dim / lanes_per_head;
+__device__ __forceinline__ void rotate_head(lane_numbers<head_dim>& x) {
+  constexpr int size = head_dim & -head_dim;
 #pragma unroll
-  for (int stride = 1; stride < lanes_per_head; stride *= 2) {
+  for (int stride = 1; stride < lanes_per_head; stride *= 2) rotate_lanes(x, stride);
 #pragma unroll
-    for (int i = 0; i < count; i++) {
-      const float other = __shfl_xor_sync(all_lanes, x[i], stride);
-      x[i] = lane & stride ? other - x[i] : x[i] + other;
-    }
-  }
-#pragma unroll
-  for (int step = 1; step < size / lanes_per_head; step *= 2) {
-#pragma unroll
-    for (int i = 0; i < count; i++) {
-      if (i & step) continue;
-      const float a = x[i], b = x[i + step];
-      x[i] = a + b;
-      x[i + step] = a - b;
-    }
-  }
+  for (int step = 1; step < size / lanes_per_head; step *= 2) rotate_own(x, step);
 }
 
 // Rounds a head into the codes of a cache row; returns the scale. to: null for a row of no sequence. codes: scratch
@@ -103,7 +90,7 @@ __global__ void __launch_bounds__(prepare_threads) attention_prepare_integers(co
     values[i] = is_value ? x[at] : rotated(head, angles, a.rope_half, at);
     if (is_query) values[i] *= query_scale;
   }
-  rotate_head<head_dim>(values, lane);
+  rotate_head<head_dim>(values);
   if (is_query) {
     constexpr float factor = 1.0f / (head_dim & -head_dim);
 #pragma unroll

@@ -97,22 +97,15 @@ struct tile_layout {
 // Queues the copies of the rows of `tile` that are kept into shared memory, by `threads` threads of which this one has
 // number `thread`. row_bytes: in the cache.
 template <int row_bytes, int threads>
-__device__ __forceinline__ void load_tile_by(uint8_t* to, const uint8_t* cache, const block_places& places,
-                                             const batch_rows& rows, const row_run& run, int kv_head, int tile,
-                                             int thread) {
+__device__ __forceinline__ void load_tile(uint8_t* to, const uint8_t* cache, const block_places& places,
+                                          const batch_rows& rows, const row_run& run, int kv_head, int tile) {
   constexpr int pieces = row_bytes / 16;
   const int first = tile * block_positions, count = min(block_positions, run.num_kept - first);
   const int block = rows.tables[int64_t{run.segment} * rows.table_stride + first / chunk_positions];
   const uint8_t* from = cache + block * places.block_bytes +
                         first % chunk_positions * places.position_bytes + int64_t{kv_head} * row_bytes;
-  for (int i = thread; i < count * pieces; i += threads)
+  for (int i = threadIdx.x; i < count * pieces; i += threads)
     copy_async_16(to + i * 16, from + i / pieces * places.position_bytes + i % pieces * 16);
-}
-
-template <int row_bytes, int threads>
-__device__ __forceinline__ void load_tile(uint8_t* to, const uint8_t* cache, const block_places& places,
-                                          const batch_rows& rows, const row_run& run, int kv_head, int tile) {
-  load_tile_by<row_bytes, threads>(to, cache, places, rows, run, kv_head, tile, threadIdx.x);
 }
 
 template <int row_bytes>

@@ -2,6 +2,7 @@
 // back, gated where there is a gate, and written as float32, as int8 or as both. A block of threads takes 256 columns of a
 // row, that is a group of activations; a thread takes one.
 #include "attention/merge.cuh"
+#include "attention/rotation.cuh"
 
 extern __shared__ float4 dynamic_shared[];
 
@@ -123,7 +124,7 @@ __device__ __forceinline__ float head_rotated_back(float x, float (*staged)[grou
       __syncthreads();
       other = staged[0][threadIdx.x ^ stride];
     }
-    x = threadIdx.x & stride ? other - x : x + other;
+    x = rotated_with(x, other, threadIdx.x & stride);
   }
   return x * (1.0f / size);
 }

@@ -54,10 +54,16 @@ class MergeKernels:
         out: torch.Tensor | None = None,
         quantised: QuantActivations | None = None,
     ) -> None:
-        """As `IntegerKernels.merge`."""
+        """Attention of every row, as float32, int8 or both, from what `IntegerKernels.attend` left.
+
+        query_gate as in `AttentionInputs`, its row stride a multiple of 4. Writes out float32 [T, H · D] and
+        quantised (K = H · D, padded to whole groups), contiguous.
+        """
         shape, num_rows, max_chunks = self.shape, len(rows.positions), workspace.values.shape[2]
         if query_gate.stride(0) % GATE_ALIGNMENT:
-            raise ValueError(f"{query_gate.stride(0)} elements between rows of gates, not a multiple of 4")
+            raise ValueError(
+                f"{query_gate.stride(0)} elements between rows of gates, not a multiple of {GATE_ALIGNMENT}"
+            )
         codes = (None,) * 3 if quantised is None else (quantised.q, quantised.scales, quantised.sums)
         tensors = (workspace.values, query_gate, workspace.stats, rows.positions, out, *codes)
         arguments = MergeArguments(
