@@ -171,7 +171,7 @@ def test_times_are_of_events_that_keep_them_and_have_happened() -> None:
         timed[0].elapsed_time(plain)
 
 
-def test_an_operation_that_nobody_answers_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_without_an_answer_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("device_model.WAIT_LIMIT_S", 0.0)
     device = ModelDevice(0)
     device.queue("wait_answer", is_ready=lambda: False)

@@ -1,4 +1,4 @@
-"""Every verb where nobody reads its output: pipes closed at the other end, streams closed at the start."""
+"""Every verb with an output that is not read: pipes closed at the other end, streams closed at the start."""
 
 import os
 import subprocess
@@ -66,7 +66,7 @@ def _run_with_closed_pipes(folder: Path, command: str, *streams: str) -> tuple[i
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_nobody_reads_the_output(folder: Path, command: str) -> None:
+def test_the_output_is_not_read(folder: Path, command: str) -> None:
     code, notes = _run_with_closed_pipes(folder, command, "stdout")
     assert code == 141
     assert "error" not in notes
@@ -75,7 +75,7 @@ def test_nobody_reads_the_output(folder: Path, command: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_nobody_reads_anything(folder: Path, command: str) -> None:
+def test_no_stream_is_read(folder: Path, command: str) -> None:
     assert _run_with_closed_pipes(folder, command, "stdout", "stderr") == (141, "")
 
 
@@ -104,7 +104,7 @@ def test_what_is_for_people_is_closed_from_the_start(folder: Path, command: str)
         ("show MODEL --json", 0),
     ],
 )
-def test_nobody_reads_the_errors(folder: Path, command: str, code: int) -> None:
+def test_the_errors_are_not_read(folder: Path, command: str, code: int) -> None:
     """An error keeps its code; a note that can't be told ends the program as any other output does."""
     assert _run_with_closed_pipes(folder, command, "stderr")[0] == code
 

@@ -59,7 +59,7 @@ def test_forget_makes_the_next_prompt_start_afresh(tmp_path: Path) -> None:
     assert (sequence.num_reused, runner.position) == (0, 3)
 
 
-def test_a_state_whose_last_logits_nobody_trusted_is_not_extended(tmp_path: Path) -> None:
+def test_a_state_whose_last_logits_were_refused_is_not_extended(tmp_path: Path) -> None:
     runner = open_hash_model(tmp_path / "tiny.gguf").runner
     sequence = LiveSequence(runner)
     for is_trusted in (False, True, False):

@@ -246,7 +246,7 @@ def test_a_policy_that_fails_in_ram_ends_its_request_and_not_the_model() -> None
         assert isinstance(llm.opened.runner, CpuRunner)
         tier = llm.opened.runner._disk
         assert tier is not None
-        assert set(tier.pool.owners(0).tolist()) == {-1}, "nobody has said who goes first"
+        assert set(tier.pool.owners(0).tolist()) == {-1}, "no slot has been given yet"
         with pytest.raises(ConfigError, match="policy Failing"):  # its scores are still the wrong ones
             llm.generate("import os\n", params)
     with LLM(demo_model_path(), **options, policy=CountingLru()) as llm:

@@ -57,7 +57,7 @@ def test_a_large_expert_is_not_overtaken() -> None:
     assert [copy.expert for copy in caller.launch().copies] == [8, 2]
 
 
-def test_trap_18_sizes_without_slots_starve_nobody() -> None:
+def test_trap_18_sizes_without_slots_starve_no_other_size() -> None:
     caller = Caller([3, 3, 5, 4], 8, {3: 10, 4: 1}, Lru(), max_bytes_per_step=12)
     for used in numbers(drifting(0, 4, 8, 4, 60)):
         caller.step(used)
@@ -108,7 +108,7 @@ def test_what_was_loaded_first_is_taken_away_last() -> None:
         caller.finish()
 
 
-def test_mm03_memory_taken_away_mid_run_is_given_back_when_nobody_reads_it_and_used_again_later() -> None:
+def test_mm03_memory_taken_away_mid_run_is_freed_after_its_last_read_and_used_again_later() -> None:
     caller = Caller([1], 16, {1: 8}, DecayedFrequency())
     caller.load(range(8))
     settle(caller)

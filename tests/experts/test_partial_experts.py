@@ -95,7 +95,7 @@ def test_layers_have_their_numbers_before_any_has_run(path: Path) -> None:
             assert runner.sharing.request == (number + 1) | 2 << 16
 
 
-def test_a_layer_that_nobody_could_guess_at_has_no_places(path: Path) -> None:
+def test_a_layer_without_guesses_has_no_places(path: Path) -> None:
     with few_rows_of(path, prefetching=Prefetching(2, 2)) as runner:
         ring, stacks = runner.executor.prefetch, runner.weights[0]
         assert ring is not None

@@ -287,7 +287,9 @@ def test_a_cache_that_cannot_be_written(server: HubServer, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("streams", [("stdout",), ("stderr",), ("stdout", "stderr")])
-def test_nobody_reads_what_pull_says(server: HubServer, hub: Hub, streams: tuple[str, ...]) -> None:
+def test_pull_goes_on_when_its_output_is_closed(
+    server: HubServer, hub: Hub, streams: tuple[str, ...]
+) -> None:
     reader, closed = os.pipe()
     os.close(reader)
     with _command(server, hub, **dict.fromkeys(streams, closed)) as process:

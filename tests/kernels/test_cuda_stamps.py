@@ -105,7 +105,7 @@ def test_every_step_adds_its_stamps_in_the_order_of_time(tokens: int, on_cpu: bo
 
 
 @pytest.mark.gpu
-def test_with_everything_there_nothing_came_over_the_bus_and_nobody_waited() -> None:
+def test_all_experts_resident_nothing_crosses_the_bus_and_nothing_waits() -> None:
     layer = Layer(2, list(range(EXPERTS)), on_cpu=False)
     layer.run()
     sums, bus_pairs = read_stamps(layer.stamps)

@@ -228,7 +228,7 @@ def test_an_empty_pool_is_filled_by_prefill_layer_by_layer(expert_file: ExpertFi
     assert found.count(2) >= 3
 
 
-def test_ex03_a_slot_in_use_by_prefill_is_given_to_nobody_else(expert_file: ExpertFile) -> None:
+def test_ex03_a_slot_in_use_by_prefill_is_not_given_away(expert_file: ExpertFile) -> None:
     """Also not if it was free when the order was set, and is named there."""
     pool, runtime = expert_file.pool(4, num_staging=3), _csrc.Runtime(2)
     ids = distributions()["many tokens"]

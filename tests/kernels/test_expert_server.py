@@ -52,7 +52,7 @@ class Client:
         self.request[0] = (layer + 1) | len(x) << 16
         deadline = time.monotonic() + LIMIT_S
         while self.done[0] == 0:
-            assert time.monotonic() < deadline, "nobody answered"
+            assert time.monotonic() < deadline, "no answer came"
         assert self.request[0] == 0
         return self.out[: len(x)].clone()
 

@@ -110,7 +110,7 @@ def test_the_parts_of_a_split_file_are_read(tmp_path: Path) -> None:
 def test_ex07_generation_of_the_demo_model_is_the_mapped_one(make_policy: type[Policy]) -> None:
     def generate(runner: CpuRunner) -> Iterator[Array]:
         logits = runner.prefill(prompt)
-        for step, other in enumerate(token_ids(300)):  # now and then one that nobody would expect
+        for step, other in enumerate(token_ids(300)):  # now and then an expert that is not expected
             yield logits
             logits = runner.decode(int(logits.argmax()) if step % 4 else other)
 

@@ -102,7 +102,7 @@ def test_trap_10_the_answer_does_not_depend_on_what_is_resident(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_trap_3_memory_that_nobody_wrote_holds_nan_and_leaks_none(
+def test_trap_3_memory_that_was_never_written_holds_nan_and_leaks_none(
     share: float, expected: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = torch.empty

@@ -54,7 +54,7 @@ def test_parts_of_every_layer_add_up_to_the_span_of_its_steps(runner: OneSequenc
     assert 0 < times.seconds <= elapsed  # both are seconds
 
 
-def test_a_layer_that_asks_nobody_waits_for_nobody(runner: OneSequence) -> None:
+def test_a_layer_without_requests_to_the_cpu_does_not_wait(runner: OneSequence) -> None:
     before = [requests for requests, _, _ in runner.cpu_work]
     decode(runner)
     asked = np.array([requests for requests, _, _ in runner.cpu_work]) - before

@@ -115,7 +115,7 @@ def test_after_a_short_read_direct_reads_go_on(
 def test_ex01_a_read_of_a_failed_request_that_comes_late_spoils_no_other(
     model: tuple[Path, int, str], faulty_pread: Path, first: int
 ) -> None:
-    """Its slot is given to nobody before it has come. Requests go on for longer than it takes."""
+    """Its slot is not given away before it has been read. Requests go on for longer than it takes."""
     path, budget, answer = model
     *answers, _ = run(path, budget, 80, faulty_pread, f"late {first} 21")
     assert answers[0] == "ModelChangedError"

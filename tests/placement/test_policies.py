@@ -237,7 +237,7 @@ def test_a_copy_that_does_not_pay_still_fills_a_free_slot() -> None:
     assert (result.hits[0], result.copies[0], result.evictions[0]) == (2, 2, 0)
 
 
-def test_nobody_leaves_for_a_candidate_that_found_a_free_slot() -> None:
+def test_a_candidate_that_finds_a_free_slot_evicts_no_expert() -> None:
     policy = DecayedFrequency()
     policy.start(np.zeros(3))
     resident = np.array([True, False, False])

@@ -101,7 +101,7 @@ class Ring:
     def take(self) -> int:
         """The next landing; ValueError if none is free."""
         if self.num_free == 0:
-            raise ValueError("all landings hold groups that nobody has read")
+            raise ValueError("every landing holds a group that has not been read")
         self._begun += 1
         return (self._begun - 1) % self.count
 

@@ -97,14 +97,14 @@ class ExpertPool:
 
     @property
     def slot_bytes(self) -> list[int]:
-        """Of each size of slots there is."""
+        """Bytes of a slot, for each size of slots."""
 
     def class_of(self, layer: int) -> int:
         """Index into slot_bytes."""
 
     def allocate(self, num_slots: Sequence[int], num_staging: int) -> None:
         """
-        Takes memory for so many slots of each size. A step of prefill uses at most num_staging of them for experts that nobody expects to need again.
+        Allocates num_slots slots of each size. A step of prefill uses at most num_staging of them for experts that are not expected to be needed again.
         """
 
     def owners(self, size_class: int) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
@@ -113,7 +113,9 @@ class ExpertPool:
         """
 
     def set_order(self, size_class: int, order: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
-        """int64 indices of slots: those to give to other experts first."""
+        """
+        int64 indices of slots, in the order in which they are to be given to other experts.
+        """
 
     def preload(self, layer: int, experts: Sequence[int]) -> None:
         """

@@ -1,4 +1,4 @@
-"""Runs a model on one GPU: steps of up to some thousand rows as captured CUDA graphs, longer ones without."""
+"""Runs a model on one GPU. Steps of up to a few thousand rows are captured as CUDA graphs."""
 
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, suppress
@@ -57,17 +57,17 @@ def no_progress(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class ExpertSetup:
-    """Where the experts of a model lie, who computes those that are not on the device, and with what."""
+    """The plan of where a model's experts lie, and the parts that place and compute them."""
 
     plan: RunPlan
     tier: str = "auto"  # of the CPU's kernels
     policy: Policy | None = None  # None: the product's
     executor: ExecutorFactory | None = None  # None: the product's
-    layers_ahead: int = LAYERS_AHEAD  # that experts are guessed, if the plan has some fetched
+    layers_ahead: int = LAYERS_AHEAD  # how many layers ahead experts are guessed, if the plan prefetches
 
     @property
     def prefetching(self) -> Prefetching | None:
-        """What the plan has decided; None if nothing is prefetched."""
+        """The plan's prefetching; None if it has none."""
         if not self.plan.prefetch:
             return None
         return Prefetching(self.layers_ahead, self.plan.prefetch, self.plan.prefetch_bytes)
@@ -76,8 +76,8 @@ class ExpertSetup:
 class CudaRunner(ModelRunner):
     """See `ModelRunner`. Logits are on the device, valid until the next step.
 
-    Where not all experts are on the device, a step that finds no memory there, because another program has
-    taken it, gets some that slots of experts give back.
+    If not all experts are resident and another program has taken the device's free memory, a step that needs
+    some takes it from slots of experts.
     """
 
     head_rows = HEAD_ROWS
@@ -108,7 +108,7 @@ class CudaRunner(ModelRunner):
         self._expert_setup = expert_setup
         self._partial: PartialExperts | None = None
         self._num_steps = 0
-        self._in_flight: tuple[Sequence, ...] = ()  # whose last step may not have ended
+        self._in_flight: tuple[Sequence, ...] = ()  # sequences whose last step may still run
         self._hidden: Activations | None = None
         self._steps = CapturedSteps()
         self._logits_on_device: torch.Tensor | None = None
@@ -127,7 +127,7 @@ class CudaRunner(ModelRunner):
             raise
 
     def _load(self, progress: Progress | None) -> None:
-        """Everything that takes device memory, and the first step."""
+        """Allocates all device memory, copies the weights and runs the first steps."""
         memory = DeviceMemory(self.plan.weights + self.plan.caches, self.plan.workspace)
         host = self._partial.host if self._partial else None
         own = self._expert_setup.executor if self._expert_setup else None
@@ -141,10 +141,10 @@ class CudaRunner(ModelRunner):
         problem = default_cache().problem
         self._warnings = self._loaded.model.warnings + ((problem,) if problem else ())
         self._loaded.ops.finish_loading(progress)
-        self.file.check_unchanged()  # or what was copied is of two files
+        self.file.check_unchanged()  # or the copied weights may be of two versions
         host_logits = torch.empty((HEAD_ROWS, self.spec.vocab_size), dtype=torch.float32)
         self._host_logits = host_logits.pin_memory()
-        # So that no prompt pays for the first step of its kind; their rows are of no sequence.
+        # The first step of each kind is slow, so it is run here, with rows of no sequence.
         many = StepShape.prompt(MAX_MAILBOX_ROWS + 1 if self._partial else SMALLEST_PADDED_ROWS)
         for shape, compute in ((StepShape(1), self._computed_logits), (many, self._loaded.step)):
             self._loaded.inputs.on_host(shape.num_rows).pad(0)
@@ -155,7 +155,7 @@ class CudaRunner(ModelRunner):
             self._partial.fill(self._expert_setup.plan, self._expert_setup.policy)
 
     def _ended(self) -> None:
-        """The current stream has done everything. What could not be computed leaves sequences empty."""
+        """Waits for the current stream. Sequences whose rows could not be computed become empty."""
         torch.cuda.current_stream().synchronize()
         if self._partial:
             with self._whole_or_cleared(self._in_flight):
@@ -177,9 +177,9 @@ class CudaRunner(ModelRunner):
     ) -> Self:
         """Copies the weights of an open file to the current device; the runner then closes the file.
 
-        cache_size: what all sequences hold together (default: one context of positions, and the plan's
-        number of sequences), context_length bounding each. expert_setup: which experts lie where; None: all
-        of them are on the device, as far as that has the memory. compiling is called with (done, total)
+        cache_size: the positions and sequences of all sequences together (default: one context of
+        positions, and the plan's number of sequences); context_length is the limit of each. expert_setup:
+        which experts lie where; None: all of them are on the device. compiling is called with (done, total)
         kernels, progress with (done, total) bytes. Raises DeviceError without a usable GPU, OutOfMemoryError
         before anything is copied if it doesn't fit, UnsupportedError for sizes and types without kernels,
         InconsistentError for weights that contradict the format's conventions; the file stays open then.
@@ -201,12 +201,12 @@ class CudaRunner(ModelRunner):
         return cls(file, spec, limits, find_gpu(), progress, compiling, expert_setup)
 
     def close(self) -> None:
-        """Gives the device's memory back and closes the file; the runner cannot be used afterwards."""
+        """Frees the device's memory and closes the file; the runner cannot be used afterwards."""
         super().close()
         self._release()
 
     def _release(self) -> None:
-        """Gives the device's memory back, also of a runner that was not loaded to the end."""
+        """Frees the device's memory, also if loading failed half-way."""
         self._forget_outputs()
         self._in_flight = ()
         if "_sequences" in self.__dict__:
@@ -221,7 +221,7 @@ class CudaRunner(ModelRunner):
 
     @property
     def reads_file(self) -> bool:
-        """Only for experts that are not on the device."""
+        """True if some experts are not on the device."""
         return self._partial is not None
 
     @property
@@ -230,7 +230,7 @@ class CudaRunner(ModelRunner):
 
     @property
     def threads(self) -> int:
-        """The one that launches, and those that compute experts."""
+        """The thread that launches and those that compute experts."""
         return 1 + (self._expert_setup.plan.threads if self._partial and self._expert_setup else 0)
 
     @property
@@ -247,17 +247,17 @@ class CudaRunner(ModelRunner):
 
     @property
     def expert_cache(self) -> ExpertCache | None:
-        """What the slots hold and how often that helped; None if all experts are on the device."""
+        """The experts in the slots, with hits and misses; None if all experts are on the device."""
         return self._partial.cache if self._partial else None
 
     @property
     def stream_counters(self) -> StreamCounters | None:
-        """What became of experts that long prompts missed; None if all experts are on the device."""
+        """Counts of experts streamed for long prompts; None if all experts are on the device."""
         return self._partial.stream_counters if self._partial else None
 
     @property
     def cpu_work(self) -> list[tuple[int, int, float]]:
-        """What the CPU was asked for, by layer that may miss: requests, (token, expert) pairs, seconds."""
+        """The CPU's work, for each layer that may miss: requests, (token, expert) pairs, seconds."""
         return self._partial.host.server.work() if self._partial else []
 
     @property
@@ -268,7 +268,7 @@ class CudaRunner(ModelRunner):
         return device_errors()
 
     def _launch(self, segments: Collection[CheckedSegment]) -> None:
-        torch.cuda.current_stream().synchronize()  # nothing reads the inputs any more
+        torch.cuda.current_stream().synchronize()  # the last step may still read the inputs
         self._num_steps += 1
         self._forget_outputs()
         self._in_flight = tuple(segment.sequence for segment in segments)
@@ -283,7 +283,7 @@ class CudaRunner(ModelRunner):
             with device_errors():
                 self._run(shape, with_head=with_head)
         except OutOfMemoryError:
-            # What it has left of any other state than an empty one is not known.
+            # The failed step may have changed states; only empty ones can be reset.
             if any(segment.sequence.length for segment in segments) or not self._make_room():
                 raise
             for segment in segments:
@@ -309,7 +309,7 @@ class CudaRunner(ModelRunner):
             self._partial.start_step(shape.num_rows)
 
     def _run(self, shape: StepShape, *, with_head: bool) -> None:
-        """A step of the inputs that are set: their hidden states, or their logits."""
+        """Runs a step on the inputs that have been written, for hidden states or logits."""
         self._start_step(shape)
         if with_head:
             self._logits_on_device = self._computed_logits(shape)
@@ -323,14 +323,14 @@ class CudaRunner(ModelRunner):
             self._partial.launched()
 
     def _computed_logits(self, shape: StepShape) -> torch.Tensor:
-        """Logits [rows, vocab] after each row of the inputs that are set."""
+        """Logits [rows, vocab] after each row of the inputs that have been written."""
         logits: torch.Tensor = self._steps.run(
             ("logits", shape), lambda: self._loaded.logits(shape), unowned, self._make_room
         )
         return logits
 
     def _uncaptured(self, shape: StepShape) -> Activations:
-        """The hidden states of more inputs than a graph has."""
+        """Hidden states of a step too long for a captured graph."""
         try:
             return self._loaded.step(shape)
         except ColdstreamError:
@@ -339,7 +339,7 @@ class CudaRunner(ModelRunner):
             raise
 
     def _make_room(self) -> bool:
-        """Whether slots of experts gave memory back, which they do once a step. Raises as `_ended`."""
+        """Frees slots of experts, at most once a step. False if none were freed. Raises as `_ended`."""
         if self._partial is None or not self._can_make_room:
             return False
         self._can_make_room = False
@@ -385,11 +385,11 @@ class CudaRunner(ModelRunner):
         return result
 
     def _forget_outputs(self) -> None:
-        """Gives the memory of the last step's outputs back before it is needed again."""
+        """Frees the outputs of the last step."""
         self._hidden = self._logits_on_device = None
 
     def _download(self, parts: Iterable[torch.Tensor]) -> Array:
-        """A copy of at most HEAD_ROWS rows [n, vocab], those of each part behind each other."""
+        """A host copy [n, vocab] of the parts' rows in order, at most HEAD_ROWS."""
         count = 0
         for part in parts:
             self._host_logits[count : count + len(part)].copy_(part, non_blocking=True)

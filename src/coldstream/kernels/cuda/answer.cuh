@@ -1,11 +1,12 @@
-// The answer of a CPU that was asked for experts; see experts/mailbox.py.
+// Waiting for the rows of experts that the CPU computes; see experts/mailbox.py.
 #pragma once
 
 #include "cuda/stamps.cuh"
 
 namespace coldstream {
 
-// Where the CPU says that its rows are there, and is told that nobody waits for them any more.
+// Two flags in host memory: the CPU sets `done` when its rows are written, and the GPU sets `late` when it has
+// stopped waiting for them.
 struct Answer {
   const uint32_t* done;
   uint32_t* late;
@@ -13,7 +14,7 @@ struct Answer {
 
 constexpr uint64_t longest_wait_ns = 60'000'000'000;
 
-// By one thread. It sleeps between its looks, so that it costs neither bandwidth nor power to speak of.
+// By one thread. It sleeps between two reads of the flag, which keeps the traffic over the bus small.
 __device__ __forceinline__ void wait_for_answer(const Answer& answer) {
   uint64_t start = 0;
   for (;;) {

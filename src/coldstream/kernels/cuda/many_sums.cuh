@@ -1,4 +1,5 @@
-// The sums of a tile, from the groups of a leaf to the output.
+// The float sums of a tile: from groups of 256 inputs to leaves of the summation tree, from leaves to the root, and
+// from the root to the output.
 #pragma once
 
 #include "cuda/many_copies.cuh"
@@ -8,8 +9,8 @@ namespace coldstream::many {
 template <class T>
 struct accumulators {
   float p[T::num_sums][T::mt][T::nt][4];
-  float left[T::mt][T::nt][4];  // a leaf that waits, if that level is not in shared memory
-  float4* waiting;              // this thread's in shared memory
+  float left[T::mt][T::nt][4];  // left siblings of the lowest level, where that level is not in shared memory
+  float4* waiting;              // this thread's left siblings in shared memory
 
   __device__ void clear() {
 #pragma unroll
@@ -20,7 +21,8 @@ struct accumulators {
       });
   }
 
-  // Leaf `leaf` is complete and `next` comes next. Sums to the root if that is 8.
+  // Adds the complete leaf `leaf` to the tree; `next` is the leaf that follows. If that is 8, there is none, and p[0]
+  // becomes the root.
   __device__ void close(int leaf, int next) {
     if constexpr (T::weights::super) {
       if (close_level<0>(leaf, next) && close_level<1>(leaf, next)) close_level<2>(leaf, next);
@@ -38,7 +40,7 @@ struct accumulators {
   }
 
  private:
-  // True if the subtree above is complete too.
+  // True if the parent's subtree is complete too.
   template <int level>
   __device__ bool close_level(int leaf, int next) {
     if (leaf >> level & 1) {
@@ -100,7 +102,7 @@ struct accumulators {
 template <class T, class Job>
 __device__ __forceinline__ void store_tile(
     const Job& job, const header& head, const place& at, const accumulators<T>& sums) {
-  int rows[T::nt][2];  // all of them before any is used, so that their loads overlap
+  int rows[T::nt][2];  // all are loaded before the first is used, so that the loads overlap
 #pragma unroll
   for (int n = 0; n < T::nt; n++)
 #pragma unroll
@@ -118,7 +120,7 @@ __device__ __forceinline__ void store_tile(
     }
 }
 
-// Ends a group: its leaf if that was its last group, and the tile if that was its last leaf.
+// Ends a group of inputs. The last group of a leaf also ends the leaf, and the last leaf ends the tile.
 template <class T, class Job>
 __device__ __forceinline__ void end_group(
     const Job& job, const header& head, const place& at, accumulators<T>& sums) {

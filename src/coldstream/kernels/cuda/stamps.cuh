@@ -1,4 +1,5 @@
-// When the parts of a layer begin and end where the GPU holds some of its experts only; see experts/stamps.py.
+// Times at which the parts of a layer begin and end, for layers of which only some experts are on the GPU; see
+// experts/stamps.py.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -7,25 +8,25 @@ namespace coldstream {
 
 constexpr int num_sums = 6;
 
-// What a router leaves for the kernel that ends its layer.
+// Written by the router, read by the kernel that ends its layer.
 struct RouterStamps {
   uint64_t begins;
   uint64_t ends;
-  uint64_t pairs;  // that come over the bus; 0 again once they are counted
+  uint64_t pairs;  // whose experts come over the bus; set back to 0 once they are counted
 };
 
-// Of one layer, in the device's memory, in nanoseconds of the device's clock.
+// The times of one layer, in device memory, in nanoseconds of the device's clock.
 struct LayerStamps {
   RouterStamps router;
-  // Of all steps.
+  // Summed over all steps.
   uint64_t bus_pairs;
-  // Of steps without and with such pairs: how many, and the sums, modulo 2^64, of when the router began and ended,
-  // the sum of experts began, the CPU's answer was there, and the sum ended.
+  // For steps without such pairs (0) and with them (1): their number, then sums modulo 2^64 of five times: the
+  // router's begin and end, the begin of the sum over experts, the arrival of the CPU's rows, the end of the sum.
   uint64_t sums[2][num_sums];
 };
 static_assert(sizeof(LayerStamps) == 16 * 8);
 
-// By one thread, which has read what the router left. Returns the sums that `note_end` completes.
+// By one thread, with the router's stamps as it has read them. Returns the sums that `note_end` adds to.
 __device__ __forceinline__ uint64_t* note_router(LayerStamps* stamps, const RouterStamps& router) {
   uint64_t* sums = stamps->sums[router.pairs != 0];
   add_up(sums, 1);

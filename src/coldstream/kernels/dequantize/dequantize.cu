@@ -1,5 +1,5 @@
-// The float32 values of matrices of any type: rows of one, or all rows of several behind addresses. A thread
-// takes a run of eight values; see cuda.py for the launchers.
+// Dequantizes matrices of any type to float32: chosen rows of one matrix, or all rows of several that are given by
+// their addresses. A thread computes a run of eight values; see cuda.py for the launchers.
 #include "dequantize/values.cuh"
 
 namespace coldstream {
@@ -37,10 +37,11 @@ __device__ __forceinline__ void store_run(float* row, int first, int cols, const
     if (first + k < cols) to[k] = values[k];
 }
 
-// grid (rows, runs of a row / threads, matrices). The matrix is `weight`, or the one at addresses[matrix_ids[z]],
-// which is left out if that is 0; its rows are `row_ids`, or if that is null the first ones. Products read weights
-// before they wait, and what is written here may be one's weight: so the next grid is not released early, and
-// every value is there for all before a block ends.
+// grid (rows, runs of a row / threads, matrices). The matrix is `weight`, or else the one at
+// addresses[matrix_ids[z]], which is skipped if that address is 0. Its rows are `row_ids`, or the first ones if that
+// is null. Products read their weights before they wait for the kernel in front, and the values written here may be
+// such weights. So this kernel doesn't release the next one early, and every value is visible to all before a block
+// ends.
 template <int type, int block_elements, int block_bytes>
 __global__ void __launch_bounds__(max_threads)
     dequantize_rows(const uint8_t* weight, const int64_t* addresses, const int* matrix_ids, const int* row_ids,

@@ -1,10 +1,9 @@
-// What the bytes of every block mean, as float32 values: eight neighbouring ones at a time, a run.
+// Decodes blocks of every type to float32, a run of eight adjacent values at a time.
 //
 // Value i of a block, which lies in sub-block j, is (d · scale(j)) · code(i) − dmin · min(j), as in
 // integer_blocks.py; every multiplication rounds on its own. Run r holds values 8 r … 8 r + 7, which share a
-// sub-block, an entry of a grid (or two) and a byte of signs. Blocks start on an even address, those of Q4_K and
-// Q5_K on 16 bytes and those of MXFP4 anywhere. `table` holds the int8 values that a type's codes go through,
-// from 8 aligned bytes on.
+// sub-block, an entry of a grid (or two) and a byte of signs. Blocks are aligned to 2 bytes, those of Q4_K and Q5_K
+// to 16, those of MXFP4 to 1. `table`, aligned to 8 bytes, holds the int8 values that the codes of a type stand for.
 #pragma once
 
 #include "cuda/blocks.cuh"
@@ -42,7 +41,8 @@ __device__ __forceinline__ void load_fields(const uint8_t* p, int shift, int (&f
   }
 }
 
-// Nibbles of a run of a block of 32 whose 16 bytes of them begin at p: all low ones, then all high ones.
+// Nibbles of a run of a block of 32, whose 16 bytes begin at p: the low nibbles are values 0 to 15, the high ones 16
+// to 31.
 __device__ __forceinline__ void load_nibbles(const uint8_t* p, int r, int (&codes)[8]) {
   load_fields<4>(p + r % 2 * 8, r / 2 * 4, codes);
 }
@@ -128,8 +128,8 @@ __device__ __forceinline__ int even_signs(int bits) {
   return bits | (parity & 1) << 7;
 }
 
-// Which entries of its grid a run takes (both words of one of eight values, or of two of four), and its signs: a
-// bit for each value, set for minus.
+// The entries of its grid that a run takes (one entry of eight values or two of four), and its signs, a bit for each
+// value, set for minus.
 struct GridRun {
   int entries[2];
   int signs;
@@ -164,8 +164,8 @@ __device__ __forceinline__ GridRun load_grid_run(const uint8_t* block, int r) {
   }
 }
 
-// Codes of a run of a block with a grid. The sign negates a value, and moves those of IQ1 by an eighth, down
-// where it is minus; their codes are eight times the value.
+// Codes of a run of a block with a grid. The sign negates a value, except for IQ1: there the codes are eight times
+// the value, and the sign adds or subtracts an eighth.
 template <int type>
 __device__ __forceinline__ void grid_codes(const uint8_t* block, int r, const int8_t* table, int (&codes)[8]) {
   const GridRun run = load_grid_run<type>(block, r);
@@ -177,7 +177,7 @@ __device__ __forceinline__ void grid_codes(const uint8_t* block, int r, const in
   }
 }
 
-// Scale of sub-block j; a block of 32 is its own sub-block.
+// Scale of sub-block j; a block of 32 is its only sub-block.
 template <int type>
 __device__ __forceinline__ int scale_of(const uint8_t* block, int j) {
   const int nibble_shift = j % 2 * 4;
@@ -199,7 +199,7 @@ __device__ __forceinline__ int scale_of(const uint8_t* block, int j) {
   return 1;
 }
 
-// d of a block whose minimum is not beside it.
+// d of a block; types with a minimum read d and dmin together.
 template <int type>
 __device__ __forceinline__ float factor_of(const uint8_t* block) {
   if constexpr (type == q3_k) {
@@ -223,7 +223,7 @@ __device__ __forceinline__ float factor_of(const uint8_t* block) {
   }
 }
 
-// What a run's codes are multiplied by, and what is then taken away.
+// The factor of a run's codes, and what is subtracted from the products.
 struct RunScale {
   float scale, minimum;
 };

@@ -3,8 +3,9 @@
 
 using namespace coldstream;
 
-// Group `blockIdx.x`: counts[e] = {pairs of expert e, pairs of experts before it}, and the pairs themselves
-// in ascending order from there on, with the token of each. Ids outside 0 … gridDim.x − 1 belong to no group.
+// A block an expert e = blockIdx.x: counts[e] = {n, first}, where n pairs have expert e and `first` pairs have a
+// smaller one. pairs[first … first + n − 1] are the pairs of e in ascending order, and tokens[…] the token of
+// each. Ids outside 0 … gridDim.x − 1 belong to no group.
 constexpr int group_threads = 1024, group_warps = group_threads / warp_size;
 
 __device__ void count_segment(const int* ids, int begin, int end, int expert, int& before, int& equal) {
@@ -55,8 +56,8 @@ extern "C" __global__ void __launch_bounds__(group_threads)
   }
 }
 
-// Groups cut into tiles of at most `tile_tokens` pairs: tiles[0].x is their number, then {pairs, first,
-// expert, 0} each. An expert with an address 0 in any table has none. One block of plan_threads.
+// Cuts the groups into tiles of at most `tile_tokens` pairs. tiles[0].x is the number of tiles, and each tile after
+// it is {pairs, first, expert, 0}. Experts with an address 0 in any of the tables get no tiles. One block.
 constexpr int plan_threads = 1024;
 
 extern "C" __global__ void __launch_bounds__(plan_threads) plan_tiles(

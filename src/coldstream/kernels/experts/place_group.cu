@@ -1,4 +1,5 @@
-// Addresses of a group of experts that lie one behind the other. See place_group.py.
+// Writes the addresses of a group of experts that lie in adjacent places into a layer's tables. See
+// place_group.py.
 #include "cuda/common.cuh"
 
 using namespace coldstream;
@@ -17,7 +18,7 @@ struct tables {
   int64_t* addresses[num_matrices];
 };
 
-// One block. With `clears` all others are not there.
+// One block. `clears`: every other address of the tables becomes 0, which means not on the device.
 extern "C" __global__ void __launch_bounds__(place_threads)
     place_group(const __grid_constant__ group landed, const __grid_constant__ tables to, int num_experts,
                 int clears) {

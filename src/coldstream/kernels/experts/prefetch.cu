@@ -1,26 +1,28 @@
-// Brings experts over the bus before the router that is to choose them has run; see prefetch.py.
+// Copies experts that a later layer will probably choose over the bus, before that layer's router has run; see
+// prefetch.py.
 #include "experts/partition.cuh"
 
 using namespace coldstream;
 
-constexpr int loads_at_once = 16;  // of each lane, so that enough is on its way over the bus
+constexpr int loads_at_once = 16;  // of each lane: enough loads in flight to fill the bus
 constexpr int most_guesses = 128;
 constexpr uint32_t one_failed = 1u << 16;  // in `arrivals`, above the number of blocks
 
-// The layer that is guessed at.
+// The layer whose experts are guessed.
 struct Target {
-  const int* guesses;  // [num_guesses], the likeliest of each token first; the same expert may be there twice
+  const int* guesses;  // [num_guesses], the likeliest of each token first; may contain duplicates
   int num_guesses, num_experts;
   uint32_t layer;
   Stack matrix[num_matrices];
   int64_t bytes[num_matrices];  // of an expert
   Prefetched places;
   const uint32_t* reached;  // how many layers of this step have been shared out
-  uint32_t* arrivals;       // [places.count], blocks that are done with a place: 0 at first and again afterwards
+  uint32_t* arrivals;       // [places.count], blocks that have finished a place; 0 before and after a launch
   int* tallies;             // see PrefetchNotes
 };
 
-// The experts to bring: those that have no slot, most wanted first. Returns how many.
+// Lists in `chosen` the guessed experts that have no slot, those guessed most often first, at most as many as there
+// are places. Returns their number.
 __device__ __forceinline__ int choose_missing(const Target& target, int* missing, int* demand, int* chosen) {
   const int lane = threadIdx.x, num_guesses = target.num_guesses;
   for (int i = lane; i < num_guesses; i += warp_size) {
@@ -61,8 +63,8 @@ __device__ __forceinline__ int choose_missing(const Target& target, int* missing
   return min(num_missing, target.places.count);
 }
 
-// Copies the block's share of `bytes`, a multiple of sizeof(Word); false if it gave up because the layer has
-// been shared out.
+// Copies the block's share of `bytes`, a multiple of sizeof(Word). False if it stopped because the layer's pairs have
+// been shared out in the meantime, so that the copy would come too late.
 template <typename Word>
 __device__ __forceinline__ bool copy_share(const uint8_t* from, uint8_t* to, int64_t bytes,
                                            const uint32_t* reached, uint32_t layer) {
@@ -103,7 +105,8 @@ __device__ __forceinline__ bool copy_expert(const Target& target, int id, int pl
   return true;
 }
 
-// By all blocks, once each for every chosen expert: the last to come says that it is there, if all of it is.
+// Called by every block once for every chosen expert. The last block to call publishes the expert if all blocks have
+// copied their share.
 __device__ __forceinline__ void arrive(const Target& target, int id, int place, bool is_whole) {
   __syncwarp();
   if (threadIdx.x != 0) return;
@@ -120,7 +123,7 @@ __device__ __forceinline__ void arrive(const Target& target, int id, int place, 
   store_release(target.places.keys + place, prefetch_key(target.layer, id));
 }
 
-// One warp a block, any number of blocks, which share each expert.
+// One warp a block; any number of blocks, each of which copies a share of every chosen expert.
 extern "C" __global__ void __launch_bounds__(warp_size)
     prefetch_experts(const __grid_constant__ Target target) {
   __shared__ int missing[most_guesses], demand[most_guesses], chosen[most_guesses];

@@ -1,6 +1,5 @@
-// What the kernels of the gated DeltaNet are given, and the parts of its arithmetic that are not the
-// recurrence. D is the head size (32, 64 or 128). Channels of qkv: NK query heads, NK key heads, NV value
-// heads of D each.
+// The arguments of the gated DeltaNet's kernels, and the parts of its arithmetic outside the recurrence. D is the
+// head size (32, 64 or 128). Channels of qkv: NK query heads, NK key heads, NV value heads of D each.
 #pragma once
 
 #include "cuda/quantize.cuh"
@@ -10,7 +9,7 @@ namespace coldstream {
 constexpr int block_columns = 32;  // of a head's state, that one block advances
 
 struct DeltaLayer {
-  const float* conv_taps;       // [channels, taps], the last one for the current token
+  const float* conv_taps;       // [channels, taps], the last tap for the current token
   const float* a;               // [NV]
   const float* dt_bias;         // [NV]
   const float* norm;            // [D]
@@ -24,8 +23,8 @@ struct DeltaRows {
   int qkv_stride, z_stride, alpha_stride, beta_stride;
   const int32_t* state_ids;  // −1 for a row of no sequence
   const int32_t* segments;  // rows of a sequence are adjacent
-  // Of draft trees, null where there are none: the row of the batch that a row follows, −1 for what is
-  // committed, and where its inputs are kept, −1 for a row of a chain.
+  // For draft trees, null where there are none: the row of the batch that a row follows (−1: the committed state),
+  // and where its inputs are kept (−1: nowhere, the row of a chain).
   const int32_t *parents, *kept;
   float *kept_qkv, *kept_alpha, *kept_beta;  // [kept rows, channels], [kept rows, NV] twice
   int num_rows;
@@ -92,7 +91,7 @@ __device__ __forceinline__ void load_history(const DeltaRows& rows, const DeltaS
   for (int j = 1; j < TAPS; j++) {
     if (in_batch == j - 1 && row >= j && rows.segments[row - j] == segment) in_batch = j;
   }
-  // What a row of no sequence (state −1) computes is read by nobody.
+  // Rows of no sequence (state −1) take any history: their results are not used.
   const float* kept = states.conv_state + int64_t(max(state_id, 0)) * (TAPS - 1) * num_channels + channel;
 #pragma unroll
   for (int i = 0; i < TAPS - 1; i++) {
@@ -102,7 +101,7 @@ __device__ __forceinline__ void load_history(const DeltaRows& rows, const DeltaS
   }
 }
 
-// silu of the convolution at input x, which then joins the history.
+// silu of the convolution at input x; appends x to the history.
 template <int TAPS>
 __device__ __forceinline__ float convolve(const float (&taps)[TAPS], float (&history)[TAPS - 1], float x) {
   float sum = 0.0f;
@@ -124,8 +123,8 @@ __device__ __forceinline__ Eight load_eight(const float* x) {
   return {*reinterpret_cast<const float4*>(x), *(reinterpret_cast<const float4*>(x) + 1)};
 }
 
-// A lane's share of what a row's group of outputs is multiplied by: the norm's weights, and z, once opened
-// silu(z).
+// A lane's share of the factors of a row's group of outputs: the norm's weights, and z, which open_factors
+// replaces by silu(z).
 struct OutputFactors {
   Eight weight, gate;
 };

@@ -1,8 +1,9 @@
 // The rows that a block advances a state over, one after the other: those of a chain, or those from the first
 // row of a draft tree to one of its leaves.
 //
-// Nobody keeps the states of a tree's rows: a block walks from what is committed to its leaf, and several may
-// compute the same rows. A row belongs to the leaf that is found from it by always taking the first child.
+// The states after a tree's rows are not kept: a block starts from the committed state and walks to its leaf, and
+// several blocks may compute the same rows. A row is owned by the leaf that is reached from it by always taking the
+// first child; the block of that leaf writes the row's output.
 #pragma once
 
 #include "gated_delta_net/layer.cuh"
@@ -14,14 +15,14 @@ constexpr int max_tree_rows = 64;
 struct Route {
   int first;        // a chain's first row
   int count;        // rows
-  int first_owned;  // the number of the first row that this block puts out, as all behind it
+  int first_owned;  // number of the first row whose output this block writes; it writes all from there on
   const int* path;  // a tree's rows, in shared memory; null: a chain
 
   __device__ int row(int i) const { return path ? path[i] : first + i; }
 };
 
-// Rows of the sequence that begins with row `first`, for a whole warp; 0 if that row is not the first of its
-// sequence.
+// The number of rows of the sequence that begins with row `first`; 0 if that row is not the first of its sequence.
+// By a whole warp.
 __device__ __forceinline__ int count_rows(const DeltaRows& rows, int first) {
   if (!rows.is_first(first)) return 0;
   const int segment = rows.segments[first];
@@ -32,10 +33,10 @@ __device__ __forceinline__ int count_rows(const DeltaRows& rows, int first) {
   }
 }
 
-// A tree's parents, two of each lane, by numbers within the tree.
+// A tree's parents as numbers within the tree, those of two rows in each lane.
 struct TreeParents {
   int start;   // the tree's first row
-  int own[2];  // of rows lane and lane + 32; −1: what is committed; −2: no row
+  int own[2];  // of rows lane and lane + 32; −1: the committed state; −2: no row
 
   __device__ TreeParents(const DeltaRows& rows, int row) : start(row) {
     const int lane = threadIdx.x % warp_size, segment = rows.segments[row];
@@ -58,15 +59,15 @@ struct TreeParents {
     return number < warp_size ? low : high;
   }
 
-  // The rows that follow row `number`, a bit each.
+  // The children of row `number`, a bit each.
   __device__ uint64_t children_of(int number) const {
     return __ballot_sync(all_lanes, own[0] == number) |
            uint64_t{__ballot_sync(all_lanes, own[1] == number)} << warp_size;
   }
 };
 
-// The route to a row of a tree, by all warps of a block alike; without rows if that is no leaf. `path`:
-// [max_tree_rows] in shared memory.
+// The route to a row of a tree; it has no rows if that row is not a leaf. Every warp of the block computes the same.
+// `path`: [max_tree_rows] in shared memory.
 __device__ __forceinline__ Route route_to_leaf(const DeltaRows& rows, int leaf, int* path) {
   const TreeParents parents(rows, leaf);
   Route route{0, 0, 0, path};

@@ -1,8 +1,8 @@
-// How a block of five warps walks over the tokens of a sequence, 32 columns of a head's state in its
-// registers: one warp copies the tokens' vectors from global memory into a ring in shared memory, four
-// advance the state. Often a multiprocessor has just this block, each scheduler one walking warp, and
-// whatever that waits for is lost. So vectors are read early, tokens overlap, and nobody computes addresses
-// who walks.
+// A block of five warps advances a state over the tokens of a sequence, with 32 columns of a head's state in its
+// registers. One warp copies the tokens' vectors from global memory into a ring in shared memory, four advance the
+// state (they walk). A multiprocessor often has only this block, and each of its schedulers one walking warp, so that
+// no other warp fills that warp's waits. So vectors are read early, the work of adjacent tokens overlaps, and the
+// walking warps compute no addresses.
 #pragma once
 
 #include "gated_delta_net/delta_rule.cuh"
@@ -14,8 +14,7 @@ constexpr int stage_rows = 8;  // tokens that are copied together
 constexpr int num_stages = 4;
 constexpr int walk_threads = delta_threads + warp_size;
 
-// One token in shared memory. Behind every chain of the query, where four floats are left free, stand the
-// gates.
+// One token in shared memory. The gates lie behind every chain of the query, where four floats are free.
 template <int D>
 struct Token {
   alignas(16) float q[vector_floats<D>];
@@ -31,15 +30,15 @@ struct Tokens {
   __device__ const Token<D>& at(int t) const { return ring[t % (num_stages * stage_rows)]; }
 };
 
-// Where the block's vectors of its sequence's token 0 lie in the workspace.
+// The addresses in the workspace of the block's vectors for token 0 of its sequence.
 struct Sources {
   const float *q, *k, *v;
   const float2* gates;
   int64_t key_stride, value_stride, gate_stride;
 };
 
-// What a lane of the copying warp moves: the same piece of every token's query and key, a piece of the values
-// of some tokens, and the gates of one token a stage to behind one of its chains.
+// The share of a lane of the copying warp: the same piece of every token's query and key, a piece of the values of
+// some tokens, and the gates of one token of a stage, which it writes behind one of the chains.
 template <int D>
 struct Copier {
   static constexpr int pieces = D / 4, column_pieces = block_columns / 4;
@@ -60,7 +59,7 @@ struct Copier {
     gates = from.gates + lane / num_chains * from.gate_stride;
   }
 
-  // Asks for the next tokens: `count` of a stage, or a whole one.
+  // Starts copying the next `count` tokens of a stage.
   template <bool is_whole>
   __device__ __forceinline__ void copy(Token<D>* stage, int count) {
     const int lane = threadIdx.x % warp_size;
@@ -82,8 +81,7 @@ struct Copier {
   }
 };
 
-// Asks for stage `stage` of a sequence of `count` tokens, after those before it, and closes the group of
-// copies.
+// Starts copying stage `stage` of a sequence of `count` tokens; stages come in order. Closes the group of copies.
 template <int D>
 __device__ __forceinline__ void copy_stage(Copier<D>& copier, Tokens<D>& tokens, int stage, int count) {
   Token<D>* to = tokens.ring + stage % num_stages * stage_rows;
@@ -96,20 +94,21 @@ __device__ __forceinline__ void copy_stage(Copier<D>& copier, Tokens<D>& tokens,
   commit_copies();
 }
 
-// By a shuffle, from which the compiler knows that a warp has one number, and stays together behind a branch
-// on it.
+// The number comes from a shuffle, so that the compiler knows it to be the same in the whole warp and keeps the warp
+// converged behind a branch on it.
 __device__ __forceinline__ int own_warp() { return __shfl_sync(all_lanes, threadIdx.x / warp_size, 0); }
 
-// x, which the compiler then neither computes again nor keeps in a uniform register, whose use takes longer.
+// Returns x in an ordinary register: the compiler neither computes it again nor keeps it in a uniform register, which
+// takes longer to read.
 __device__ __forceinline__ uint32_t fixed(uint32_t x) {
   return __shfl_sync(all_lanes, x, threadIdx.x % warp_size);
 }
 
-// The lanes of the copying warp may come one part after the other, when a part of them had nothing to copy.
+// Converges the copying warp first, as some of its lanes may have had nothing to copy.
 __device__ __forceinline__ void meet_all_warps() { meet_apart_at<walk_threads>(1); }
 
-// The copying warp's part. The walking warps meet it before every stage: that one and the next, which its
-// last tokens look into, are there then, and the one before is done with.
+// The copying warp's part. It and the walking warps meet at a barrier before every stage. By then that stage and the
+// next one, whose first tokens the last tokens of this stage read, have arrived, and the previous stage is free.
 template <int D>
 __device__ __forceinline__ void feed_tokens(Tokens<D>& tokens, const Sources& from, int count) {
   Copier<D> copier(from);
@@ -128,11 +127,11 @@ __device__ __forceinline__ void feed_tokens(Tokens<D>& tokens, const Sources& fr
 // Addresses of one token in shared memory: the thread's chain of its query, and the thread's column of its
 // value.
 template <int D>
-struct Places {
+struct TokenAddresses {
   uint32_t chain;
   int to_value;
 
-  __device__ Places behind(int num_tokens) const {
+  __device__ TokenAddresses behind(int num_tokens) const {
     return {chain + num_tokens * uint32_t(sizeof(Token<D>)), to_value};
   }
   __device__ uint32_t query() const { return chain; }
@@ -143,8 +142,8 @@ struct Places {
 
 // Two tokens behind one with an even number.
 template <int D>
-__device__ __forceinline__ Places<D> second_behind(const Places<D>& token, uint32_t end_of_ring) {
-  Places<D> found = token.behind(2);
+__device__ __forceinline__ TokenAddresses<D> second_behind(const TokenAddresses<D>& token, uint32_t end_of_ring) {
+  TokenAddresses<D> found = token.behind(2);
   if (found.chain == end_of_ring) found.chain -= sizeof(Tokens<D>);
   return found;
 }
@@ -157,25 +156,24 @@ __device__ __forceinline__ void load_chain(uint32_t from, float (&k)[chain_keys<
   }
 }
 
-// Entries of a key that are read two tokens ahead, for the chain of the prediction to begin with.
+// Entries of a key that are read two tokens ahead, so that the chain of the prediction can start at once.
 constexpr int keys_ahead = 8;
 
-// Entries of an output that are left for the next token: nothing follows that could fill the gaps of their
-// chain.
+// Entries of an output that are computed with the next token, whose work fills the gaps of their chain.
 template <int D>
 constexpr int late_entries = chain_keys<D> / 4;
 
-// Between two tokens of a walk.
+// The state of a walk between two tokens.
 template <int D>
 struct Walk {
   float state[chain_keys<D>];    // decayed for the token
-  float change;                  // that it makes
+  float change;                  // strength · (value − prediction) of the token
   float decay, strength, value;  // of the token after it
   float last_output;             // chain of the token before it, up to the late entries
   float late_state[late_entries<D>], late_q[late_entries<D>];
 };
 
-// The output of the token before.
+// Completes the output of the previous token.
 template <int D>
 __device__ __forceinline__ float finish_output(const Walk<D>& walk) {
   float output = walk.last_output;
@@ -185,14 +183,14 @@ __device__ __forceinline__ float finish_output(const Walk<D>& walk) {
 }
 
 template <int D>
-__device__ __forceinline__ void load_gates(const Places<D>& token, Walk<D>& walk) {
+__device__ __forceinline__ void load_gates(const TokenAddresses<D>& token, Walk<D>& walk) {
   load_shared_2(token.gates(), walk.decay, walk.strength);
   load_shared_1(token.value(), walk.value);
 }
 
-// The state before token 0, whose key is k; reads what the first step wants to find.
+// The state before token 0, whose key is k; reads what the first step expects in registers.
 template <int D>
-__device__ __forceinline__ void enter(Walk<D>& walk, const Places<D>& token, const Places<D>& next,
+__device__ __forceinline__ void enter(Walk<D>& walk, const TokenAddresses<D>& token, const TokenAddresses<D>& next,
                                       float (&k)[chain_keys<D>], float (&next_k)[chain_keys<D>]) {
   load_chain<D>(token.key(), k);
   load_gates<D>(token, walk);
@@ -210,14 +208,14 @@ __device__ __forceinline__ void enter(Walk<D>& walk, const Places<D>& token, con
   for (int m = 0; m < late_entries<D>; m++) walk.late_q[m] = walk.late_state[m] = 0.0f;
 }
 
-// A token whose key is k, the prediction of the next, and the output of the one before, at `out` if `stores`.
-// Reads the rest of the next key, and the beginning of the one after it into the place of k. What is read
-// past the end of the sequence is not used. What is used here is read here, where the compiler puts the loads
-// first; loads for later it would put last, and the next token would wait for them.
+// Applies the token whose key is k, predicts the next token's value, and completes the output of the previous one,
+// which goes to `out` if `stores`. Reads the rest of the next key, and the first entries of the one after it in place
+// of k. Values read past the end of the sequence are not used. The loads stand in the step that uses them, where the
+// compiler issues them first; loads for a later step would be issued last, and the next token would wait for them.
 template <int D>
 __device__ __forceinline__ void advance(Walk<D>& walk, float (&k)[chain_keys<D>],
-                                        float (&next_k)[chain_keys<D>], const Places<D>& token,
-                                        const Places<D>& next, const Places<D>& after, bool stores,
+                                        float (&next_k)[chain_keys<D>], const TokenAddresses<D>& token,
+                                        const TokenAddresses<D>& next, const TokenAddresses<D>& after, bool stores,
                                         float* out) {
   constexpr int first_late = chain_keys<D> - late_entries<D>;
   float q[chain_keys<D>], updated[chain_keys<D>], prediction = 0.0f, output = 0.0f;
@@ -245,15 +243,15 @@ __device__ __forceinline__ void advance(Walk<D>& walk, float (&k)[chain_keys<D>]
   }
 }
 
-// All tokens of a sequence over the block's columns; `out` is the thread's column of token 0, `token` its
-// places there.
+// Walks over all tokens of a sequence. `out` is the thread's column of token 0's output, `token` its addresses for
+// token 0.
 template <int D>
-__device__ __forceinline__ void walk_tokens(Walk<D>& walk, const Tokens<D>& tokens, Places<D> token,
+__device__ __forceinline__ void walk_tokens(Walk<D>& walk, const Tokens<D>& tokens, TokenAddresses<D> token,
                                             int count, float* out, int out_stride) {
   float even_k[chain_keys<D>], odd_k[chain_keys<D>];
   const uint32_t end_of_ring = token.chain + sizeof(Tokens<D>);
   const bool has_first_chain = own_chain() == 0;
-  bool stores = false;  // token 0 finds no output to store
+  bool stores = false;  // no output precedes token 0
   out -= out_stride;
   meet_all_warps();
   enter<D>(walk, token, token.behind(1), even_k, odd_k);
@@ -261,7 +259,7 @@ __device__ __forceinline__ void walk_tokens(Walk<D>& walk, const Tokens<D>& toke
     if (left < count - 1) meet_all_warps();
     int i = min(stage_rows, left);
     for (; i >= 2; i -= 2) {
-      const Places<D> next = token.behind(1), after = second_behind<D>(token, end_of_ring);
+      const TokenAddresses<D> next = token.behind(1), after = second_behind<D>(token, end_of_ring);
       advance<D>(walk, even_k, odd_k, token, next, after, stores, out);
       stores = has_first_chain;
       advance<D>(walk, odd_k, even_k, next, after, after.behind(1), stores, out + out_stride);
@@ -269,7 +267,7 @@ __device__ __forceinline__ void walk_tokens(Walk<D>& walk, const Tokens<D>& toke
       token = after;
     }
     if (i == 0) continue;
-    const Places<D> after = second_behind<D>(token, end_of_ring);
+    const TokenAddresses<D> after = second_behind<D>(token, end_of_ring);
     advance<D>(walk, even_k, odd_k, token, token.behind(1), after, stores, out);
     stores = has_first_chain;
     out += out_stride;

@@ -51,7 +51,7 @@ struct float_job {
   int num_tokens, num_rows, num_values, x_stride, out_stride;
 };
 
-// The values of this thread in the next stage, zeros past the ends.
+// This thread's values of the next stage; zeros past the ends.
 template <class T>
 struct fetched {
   using storage = typename T::weights::storage;
@@ -84,7 +84,7 @@ struct fetched {
   }
 };
 
-// `count` inputs are left: those past the end are skipped, as a sum of −0 would become 0.
+// The last `count` inputs. Those past the end are skipped, as adding 0 would turn a sum of −0 into 0.
 template <class T>
 __device__ __forceinline__ void add_stage(
     const typename T::stage& from, int count, int token, int row, int lane,
@@ -104,8 +104,8 @@ __device__ __forceinline__ void add_stage(
   }
 }
 
-// Of sixteen lanes with sixteen sums each, lane r gets the sum over lanes of element r. Every halving trades
-// half of the elements with the lane that has the other addends.
+// Sixteen lanes have sixteen sums each; lane r gets the sum over the lanes of element r. In each of four steps a lane
+// exchanges half of its elements for the other addends of those it keeps.
 __device__ __forceinline__ float sum_of_lanes(float (&p)[16], int lane) {
 #pragma unroll
   for (int half = 8; half >= 1; half /= 2) {

@@ -1,7 +1,7 @@
 // The router; see cuda.py for the launchers.
 //
-// Loops that run once or twice are not unrolled: the last block's warp runs all of its code for the first time,
-// and waits for what is not in the cache of instructions.
+// Loops with one or two iterations are not unrolled: the last block's warp runs its code for the first time, and
+// every line that is not in the instruction cache costs it a wait.
 #include "cuda/last_block.cuh"
 #include "experts/partition.cuh"
 #include "router/choose.cuh"
@@ -23,24 +23,25 @@ struct Weights {
 };
 
 struct Results {
-  float* logits;       // [tokens, num_experts], between the blocks
+  float* logits;       // [tokens, num_experts], written by all blocks and read by the last one
   float* shared_gate;  // [tokens]
   int* ids;            // [tokens, count]
   float* weights;      // [tokens, count]
   int count;
 };
 
-// The router of a later layer, of the same shape, which sees this layer's x already: what it chooses is a guess
-// at what it will.
+// The router of a later layer, of the same shape, applied to this layer's x: its choice is a guess at what it will
+// choose in its own layer.
 struct Ahead {
-  const float* experts;  // [num_experts, cols]; null: there is none
+  const float* experts;  // [num_experts, cols]; null: no guesses
   float* logits;         // [tokens, num_experts]
   int* ids;              // [tokens, count]
   float* weights;        // [tokens, count]
   int* seen;             // [tokens, count]: the ids in the host's memory
 };
 
-// Row r of the weights: the experts', the shared one's, those of the later layer; null past the end.
+// Row r of all weights: first the experts, then the shared expert's gate, then the later layer's experts; null past
+// the end.
 __device__ __forceinline__ const float* weight_row(const Weights& w, const Ahead& ahead, int row) {
   if (row < w.num_experts) return w.experts + int64_t(row) * w.cols;
   if (row == w.num_experts) return w.shared;
@@ -66,8 +67,8 @@ __device__ __forceinline__ void stage(float* shared, const float* row, int begin
   }
 }
 
-// A lane's accumulator over `size` columns in shared memory, a multiple of 128. The next of its chain are
-// read while the last are added.
+// A lane's accumulator over `size` columns in shared memory, a multiple of 128. The next values of the chain are
+// read while the previous ones are added.
 __device__ __forceinline__ float accumulate(const float* weight, const float* x, int size, float p) {
   constexpr int steps = column_multiple / 16;
   float w[steps], v[steps], next_w[steps], next_v[steps];
@@ -86,8 +87,8 @@ __device__ __forceinline__ float accumulate(const float* weight, const float* x,
   return p;
 }
 
-// How a block shares out its work: each warp multiplies one token with two rows of the weight, half a warp
-// each.
+// The shape of a block's work: each warp multiplies one token with two rows of the weight, half a warp for each
+// row.
 struct Shares {
   int num_tokens;
   int num_rows;  // of the weight, for each block; even, and num_tokens · num_rows ≤ 2 · warps
@@ -99,8 +100,8 @@ struct Shares {
   }
 };
 
-// The products of the warp's token and rows, each in the lanes of its half. `begins`, which is null for all
-// threads but one, is when x was there.
+// The products of the warp's token with its two rows, each in the lanes of its half. The one thread for which
+// `begins` is not null writes there when x was available.
 template <bool aligned>
 __device__ __forceinline__ float multiply(const float* x, int x_stride, const Shares& shares,
                                           const Weights& weights, const Ahead& ahead, uint64_t* begins) {
@@ -137,8 +138,8 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const Sh
   return sum_of_sixteen_lanes(p, 1);
 }
 
-// grid (ceil((num_experts + 1) / shares.num_rows)), with a later layer twice the experts; up to 8 tokens: the
-// products of each block's rows; then the last block chooses, and shares out what it has chosen.
+// Up to 8 tokens. grid (ceil((num_experts + 1) / shares.num_rows)), with 2 · num_experts + 1 where there is a later
+// layer. Each block computes the products of its rows; the last one to finish chooses and shares the pairs out.
 template <bool aligned, int per_lane>
 __global__ void __launch_bounds__(block_threads)
     router_few(const float* x, int x_stride, Shares shares, Weights weights, Results out, uint32_t* arrivals,
@@ -167,7 +168,8 @@ __global__ void __launch_bounds__(block_threads)
     const float* logits = is_guess ? ahead.logits : out.logits;
     int* ids = is_guess ? ahead.ids : out.ids;
     float* kept = is_guess ? ahead.weights : out.weights;
-    // One place in the code for both: it is long, and what is not in the cache of instructions is waited for.
+    // One call for both choices: the code is long, and a second copy would have to be fetched into the instruction
+    // cache.
     const int id = choose_experts<per_lane>(logits + place * weights.num_experts, weights.num_experts, scratch,
                                             {ids + place * out.count, kept + place * out.count, out.count});
     if (is_guess) {
@@ -182,7 +184,7 @@ __global__ void __launch_bounds__(block_threads)
   if (sharing.stamps && threadIdx.x == 0) sharing.stamps->router.ends = now_ns();
 }
 
-// grid (ceil(tokens / 8)): the choice alone.
+// Chooses only, from logits that are there. grid (ceil(tokens / 8)).
 template <int per_lane>
 __global__ void __launch_bounds__(choose_threads)
     router_choose(const float* logits, int logits_stride, int num_tokens, int num_experts, int* ids,

@@ -67,17 +67,17 @@ void bind_expert_pool(nb::module_& m) {
            "files: (descriptor, name for errors) of each; the descriptors are not kept. layers: for each, "
            "the (file, offset, bytes) of the matrices of its first expert; those of the others follow at "
            "intervals of `bytes`. Raises OSError.")
-      .def_prop_ro("slot_bytes", &expert_pool::slot_bytes, "Of each size of slots there is.")
+      .def_prop_ro("slot_bytes", &expert_pool::slot_bytes, "Bytes of a slot, for each size of slots.")
       .def("class_of", &expert_pool::class_of, "layer"_a, "Index into slot_bytes.")
       .def("allocate", &expert_pool::allocate, "num_slots"_a, "num_staging"_a,
-           "Takes memory for so many slots of each size. A step of prefill uses at most num_staging of them "
-           "for experts that nobody expects to need again.")
+           "Allocates num_slots slots of each size. A step of prefill uses at most num_staging of them for "
+           "experts that are not expected to be needed again.")
       .def(
           "owners",
           [](const expert_pool& pool, int size_class) { return to_array(pool.owners(size_class)); },
           "size_class"_a, "int64 [slots] of layer · experts + expert, or -1 for a free slot; a copy.")
       .def("set_order", set_pool_order, "size_class"_a, nb::arg("order").noconvert(),
-           "int64 indices of slots: those to give to other experts first.")
+           "int64 indices of slots, in the order in which they are to be given to other experts.")
       .def("preload", preload, "layer"_a, "experts"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Between steps: reads these experts of a layer into free slots. Raises ValueError if there are too few, "
            "ModelChangedError if the file cannot be read.")
