@@ -25,11 +25,11 @@ from report_gpu import (
     gpu_prefetch,
     gpu_profile,
     gpu_spills,
-    gpu_streaming,
     guess_recall,
     same_bits,
 )
 from report_residents import planned_residents
+from report_streaming import gpu_pairs, gpu_streaming, gpu_streaming_depth
 from report_tables import Row, load, table
 from report_tests import draft_trees, gpu_sanitizer, gpu_tests, planted_faults
 
@@ -326,6 +326,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "guess_recall": guess_recall,
     "gpu_spills": gpu_spills,
     "gpu_streaming": gpu_streaming,
+    "gpu_streaming_depth": gpu_streaming_depth,
+    "gpu_pairs": gpu_pairs,
     "gpu_depth": gpu_depth,
     "gpu_profile": gpu_profile,
     "gpu_sanitizer": gpu_sanitizer,

@@ -222,35 +222,6 @@ def gpu_parts() -> str:
     return table(header, lines)
 
 
-def gpu_streaming() -> str:
-    """Prefill with a part of the experts on the GPU."""
-    r = load("gpu/streaming")
-    none_resident = load("gpu/peer_llama_cpp")["partial"]["prefill_tok_s_none_resident"]
-    header = ["experts on the GPU", "tokens", "tok/s", "spread", "bus alone", "of the floor", "llama.cpp"]
-    rows = []
-    for row in r["rows"]:
-        seconds, samples = row["tokens"] / row["tok_s"], row["samples_s"]
-        is_whole = row["experts_gib"] is None
-        peer = none_resident[str(row["tokens"])] if row["experts_gib"] == 0 else ""
-        rows.append(
-            [
-                "all" if is_whole else f"{row['experts_gib']:g} GiB",
-                str(row["tokens"]),
-                f"{row['tok_s']:.0f}",
-                f"{(max(samples) - min(samples)) / seconds:.0%}",
-                "" if is_whole else f"{row['tokens'] / row['bus_alone_s']:.0f}",
-                "" if is_whole else f"{row['share_of_floor']:.0%}",
-                str(peer),
-            ]
-        )
-    machine = (
-        f"A ring of {r['ring_bytes'] / 2**20:.0f} MiB, chunks of {r['chunk_size']} tokens, {r['threads']} "
-        f"threads. {r['machine']['gpu']}, {r['machine']['cores']} cores, commit {r['commit']}: "
-        f"`{r['command']}`"
-    )
-    return table(header, rows) + f"\n{machine}\n"
-
-
 def same_bits() -> str:
     """Differences between the quantised products in C++ and on the GPU."""
     r = load("gpu/same_bits")

@@ -19,7 +19,7 @@ from coldstream.placement.sizes import ModelSizes
 
 # By tokens of a prefill step: the share that its activations may take of the memory left by weights and
 # caches. Each step copies its missing experts over the bus once, so short steps cost more than a few slots.
-_WORKSPACE_SHARES = {8192: 0.25, 4096: 0.25, 2048: 0.5, 1024: 0.5, 512: 0.5, 256: 1.0}
+_WORKSPACE_SHARES = {16384: 0.125, 8192: 0.25, 4096: 0.25, 2048: 0.5, 1024: 0.5, 512: 0.5, 256: 1.0}
 CHUNK_SIZES = tuple(_WORKSPACE_SHARES)
 _SHORT_CHUNK = 2048  # shorter ones don't fill a GPU
 # The driver's own: captured graphs, and loaded kernels.

@@ -1,0 +1,87 @@
+"""The blocks on prompts with experts in host memory, and on commits measured one after the other."""
+
+from report_tables import RESULTS, Row, load, table
+
+
+def gpu_streaming() -> str:
+    """Prefill with a part of the experts on the GPU."""
+    r = load("gpu/streaming")
+    none_resident = load("gpu/peer_llama_cpp")["partial"]["prefill_tok_s_none_resident"]
+    header = ["experts on the GPU", "tokens", "tok/s", "spread", "bus alone", "of the floor", "llama.cpp"]
+    rows = []
+    for row in r["rows"]:
+        seconds, samples = row["tokens"] / row["tok_s"], row["samples_s"]
+        is_whole = row["experts_gib"] is None
+        peer = none_resident[str(row["tokens"])] if row["experts_gib"] == 0 else ""
+        rows.append(
+            [
+                "all" if is_whole else f"{row['experts_gib']:g} GiB",
+                str(row["tokens"]),
+                f"{row['tok_s']:.0f}",
+                f"{(max(samples) - min(samples)) / seconds:.0%}",
+                "" if is_whole else f"{row['tokens'] / row['bus_alone_s']:.0f}",
+                "" if is_whole else f"{row['share_of_floor']:.0%}",
+                str(peer),
+            ]
+        )
+    machine = (
+        f"A ring of {r['ring_bytes'] / 2**20:.0f} MiB, chunks of {r['chunk_size']} tokens, {r['threads']} "
+        f"threads. {r['machine']['gpu']}, {r['machine']['cores']} cores, commit {r['commit']}: "
+        f"`{r['command']}`"
+    )
+    return table(header, rows) + f"\n{machine}\n"
+
+
+def gpu_streaming_depth() -> str:
+    """Long prompts without any expert on the GPU, by ring and chunk."""
+    names = [path.stem for path in sorted((RESULTS / "gpu" / "streaming_depth").glob("*.json"))]
+    results = [load(f"gpu/streaming_depth/{name}") for name in names]
+    results.sort(key=lambda r: (r["chunk_size"], r["ring_bytes"]))
+    rows: list[Row] = []
+    for r in results:
+        resident = {row["tokens"]: row["tok_s"] for row in r["rows"] if row["experts_gib"] is None}
+        rows += [
+            [
+                f"{r['chunk_size']:,}",
+                f"{r['ring_bytes'] / 2**20:.0f} MiB",
+                f"{row['total_bytes'] / 2**30:.2f} GiB",
+                f"{row['tokens']:,}",
+                f"{row['tok_s']:,.0f}",
+                f"{resident[row['tokens']]:,.0f}",
+                f"{row['tok_s'] / resident[row['tokens']]:.2f}",
+                f"{row['tokens'] / row['bus_alone_s']:,.0f}",
+            ]
+            for row in r["rows"]
+            if row["experts_gib"] == 0
+        ]
+    header = ["tokens a step", "ring", "GPU memory", "tokens", "none resident, tok/s", "all, tok/s"]
+    commands = "".join(
+        f"\n{r['machine']['gpu']}, {r['machine']['cores']} cores, commit {r['commit']}: `{r['command']}`\n"
+        for r in results
+    )
+    return table([*header, "ratio", "bus alone"], rows) + commands
+
+
+def gpu_pairs() -> str:
+    """An older commit and a newer one in the same call on the same machine."""
+    rows: list[Row] = []
+    for name, per_step in (("hybrid", 1), ("streaming", None)):
+        old, new = (load(f"gpu/pairs/{name}_{age}") for age in ("old", "new"))
+        for before, after in zip(old["rows"], new["rows"], strict=True):
+            gib = after.get("experts_gib", after.get("experts_bytes", 0) / 2**30)
+            is_whole = gib is None or after.get("experts_share") == 1
+            rows.append(
+                [
+                    "all" if is_whole else f"{gib:.4g} GiB",
+                    "decoding, 1 row" if per_step else f"a prompt of {after['tokens']:,}",
+                    "yes" if after.get("prefetch") else "",
+                    *(f"{row['tok_s']:,.0f}" for row in (before, after)),
+                    f"{after['tok_s'] / before['tok_s']:.2f}",
+                ]
+            )
+    header = ["experts on the GPU", "what", "prefetching", "before, tok/s", "after, tok/s", "ratio"]
+    return table(header, rows) + (
+        f"\n{new['machine']['gpu']}, {new['machine']['cores']} cores, commits {old['commit']} and "
+        f"{new['commit']}, one after the other: `python bench/gpu_hybrid.py full.gguf --experts 0,3,10.67 "
+        f"--depths 0` and `python bench/gpu_streaming.py full.gguf --experts 0,3 --texts 3`\n"
+    )
