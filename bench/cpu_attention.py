@@ -7,7 +7,7 @@ of calls in turns, so that a busy machine slows all types.
 """
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from coldstream.kernels import _csrc
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.ops import RopeSpec
 from coldstream.kernels.rope.reference import rope_angles
+from coldstream.placement.hardware import Hardware
 from float_kernels import HEAD_DIM, HEADS, KV_HEADS, ROPE_DIMS, median_times
 from results import write_result
 
@@ -70,7 +71,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--tiers", nargs="+", default=["avx2", "avx512"])
+    parser.add_argument(
+        "--tiers", nargs="+", default=_csrc.supported_tiers()[1:], help="default: all but generic"
+    )
     parser.add_argument(
         "--budget", type=float, default=2.0, help="seconds for a tier, depth and number of rows"
     )
@@ -80,6 +83,7 @@ def main() -> None:
     runtimes = [_csrc.Runtime(options.threads, tier) for tier in options.tiers]
     result = {
         "command": "python bench/cpu_attention.py",
+        "machine": asdict(Hardware.measure()),
         "threads": options.threads,
         "cases": [
             measure(runtime, num_rows, depth, options.budget)

@@ -33,6 +33,9 @@ bool has_avx512() {
 
 // cpuid 7.0: EDX bit 24 is AMX-TILE, bit 25 is AMX-INT8. The tile registers are 8 KiB a thread, so Linux
 // grants them only to a process that asks; the permission covers every thread started afterwards.
+#if defined(COLDSTREAM_EMULATE_AMX)
+bool has_amx() { return has_avx512(); }
+#else
 bool has_amx() {
   unsigned eax, ebx, ecx, edx;
   if (!has_avx512() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
@@ -40,6 +43,7 @@ bool has_amx() {
   constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
   return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
+#endif
 
 #else
 

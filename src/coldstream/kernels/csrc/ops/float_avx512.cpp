@@ -20,6 +20,7 @@ constexpr int TILE_ROWS = 8, TILE_VECTORS = 2, DELTA_VECTORS = 2, DELTA_CHAINS =
 #include "ops/float_kernels.inl"
 #include "ops/attention_kernels.inl"
 #include "ops/integer_attention_kernels.inl"
+#include "ops/byte_words_avx512.inl"
 #include "ops/byte_operands_avx512.inl"
 #include "ops/delta_net_kernels.inl"
 #include "ops/router_kernels.inl"

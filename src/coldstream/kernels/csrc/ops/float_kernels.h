@@ -42,7 +42,7 @@ struct attention_chunk {
 // The types of caches that there are kernels for: `CacheLayout` of kernels/attention/cache_layout.py. A row of
 // an integer type has codes, then a scale, then zeros up to a multiple of ROW_ALIGNMENT bytes.
 enum class cache_type : int { f16 = 0, f32 = 1, i16 = 2, i8 = 3, i4 = 4, i3 = 5 };
-constexpr int NUM_CACHE_TYPES = 6;
+constexpr int NUM_CACHE_TYPES = 6, NUM_INTEGER_CACHE_TYPES = 4;
 constexpr int64_t ROW_ALIGNMENT = 16, LARGEST_INTEGER_HEAD = 512;
 
 // Bits of a value of an integer type; 0 for other types.
@@ -144,6 +144,7 @@ struct float_kernels {
 extern const float_kernels float_kernels_generic;
 extern const float_kernels float_kernels_avx2;  // exist on x86-64 only
 extern const float_kernels float_kernels_avx512;
+extern const cache_kernels integer_cache_kernels_amx[NUM_INTEGER_CACHE_TYPES];
 
 const float_kernels& float_kernels_for(tier t);
 

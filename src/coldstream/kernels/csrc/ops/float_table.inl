@@ -8,10 +8,8 @@
 .rope = rope,
 .caches = {{keep_query, store_float16, attend<float16>, attend_finish},
            {keep_query, store_float, attend<float>, attend_finish},
-           {round_query<two_planes>, store_planes<2>, attend_integers<16, two_planes>, attend_finish_rotated},
-           {round_query<one_plane>, store_planes<1>, attend_integers<8, one_plane>, attend_finish_rotated},
-           {round_query<one_plane>, store_packed<4>, attend_integers<4, one_plane>, attend_finish_rotated},
-           {round_query<one_plane>, store_packed<3>, attend_integers<3, one_plane>, attend_finish_rotated}},
+#include "ops/integer_cache_table.inl"
+},
 .attend_merge = attend_merge,
 .convolve = convolve,
 .delta_gates = delta_gates,
