@@ -38,6 +38,7 @@ from coldstream.models.cpu_runner import CpuRunner
 from float_twin import Blocks, Tensor, read_tensors, twin_of, write_file
 from kv_types import held_out_stream
 from results import write_result
+from runners import open_cpu_runner
 from tools import llama_cpp as oracle
 
 POSITIONS = 512  # of a passage
@@ -139,7 +140,7 @@ def between_floats(twin: Path, ids: list[int], threads: int) -> float:
 
 
 def open_runner(path: Path, threads: int) -> CpuRunner:
-    return CpuRunner.open(path, threads=threads, context_length=POSITIONS, kv_type="f32")
+    return open_cpu_runner(path, threads=threads, context_length=POSITIONS, kv_type="f32")
 
 
 def divergence(exact: np.ndarray, logits: np.ndarray) -> float:

@@ -43,11 +43,11 @@ def recorded(runtime: _csrc.Runtime, cache_name: str, num_rows: int, depth: int)
     key, value = (torch.randn(num_rows, KV_HEADS * HEAD_DIM) for _ in range(2))
     norm, out = torch.ones(HEAD_DIM), torch.empty(num_rows, HEADS * HEAD_DIM)
     positions = torch.arange(depth, length, dtype=torch.int32)
-    slots = torch.zeros(num_rows, dtype=torch.int32)
+    states = torch.zeros(num_rows, dtype=torch.int32)
     angles = rope_angles(positions, RopeSpec(ROPE_DIMS, 1e7))
     cache_type = CACHE_TYPES[cache_name]
     caches = [cache_type.encode(torch.randn(1, length, KV_HEADS, HEAD_DIM)) for _ in range(2)]
-    arrays = (angles, *caches, positions, slots, out)
+    arrays = (angles, *caches, positions, states, out)
     runtime.begin_capture(num_rows)
     _csrc.attention(runtime, query_gate, key, value, norm, norm, 1e-6, *arrays)
     return Call(runtime.end_capture(), (query_gate, key, value, norm, *arrays))

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "models"))
 
 from one_sequence import OneSequence, open_cpu
-from runner_cases import MIXED_LAYERS, VARIANTS, write_mixed_layers
+from runner_cases import MIXED_LAYERS_OF_A_GPU, VARIANTS, write_mixed_layers, write_variant
 from tree_cases import (
     CONTEXT,
     LENGTHS,
@@ -46,7 +46,6 @@ from tree_cases import (
     check_mixed_lengths,
 )
 
-from builders import write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.errors import ColdstreamError
 from coldstream.gguf.reader import GGUFFile
@@ -132,13 +131,6 @@ def demo(folder: Path) -> Path:
     return demo_model_path()
 
 
-def write_variant(folder: Path, name: str) -> Path:
-    """One of every kind in the tests."""
-    arch, options = VARIANTS[name]
-    (path,) = write_gguf(folder / f"{name}.gguf", arch, **options)
-    return path
-
-
 def cpu_cases(threads: int) -> list[Case]:
     """Every kind of model in both places, but for dense ones, which have no experts."""
     models = [Model(DEMO, "i16", demo)]
@@ -152,11 +144,14 @@ def cpu_cases(threads: int) -> list[Case]:
 
 
 def cuda_cases() -> list[Case]:
-    """Few models, since each has kernels to be compiled: two wherever experts may be, and with all experts
-    resident one of each architecture and type of cache.
+    """Few models, since each has kernels to be compiled: one of every architecture wherever experts may be,
+    and other types of cache with all experts resident.
     """
     models = [Model(DEMO, "i16", demo)]
-    models += [Model(arch, kv_type, partial(write_mixed_layers, arch=arch)) for arch, kv_type in MIXED_LAYERS]
+    models += [
+        Model(arch, kv_type, partial(write_mixed_layers, arch=arch))
+        for arch, kv_type in MIXED_LAYERS_OF_A_GPU
+    ]
     cases = []
     for model in models:
         cases.append(Case(model, RESIDENT["cuda"], open_resident))

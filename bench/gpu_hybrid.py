@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from coldstream.decoding import SamplingParams, TokenChooser
+from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM, EngineConfig
 from coldstream.engine.machine import measured_hardware
 from coldstream.engine.planning import plan_model, with_workers
@@ -46,7 +46,7 @@ GIB = 2**30
 ROOM_BYTES = 5 * GIB  # for all but the experts
 WARM_TOKENS, TIMED_TOKENS, TEXTS = 512, 256, 3
 FIRST_ID, TEXT_STEP = 1000, 20_011  # of the first generated ids of texts
-GREEDY = SamplingParams(temperature=0)
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
 @dataclass(frozen=True)
@@ -88,18 +88,12 @@ def generate(llm: LLM, next_id: int, num_prompt: int) -> dict[str, Any]:
     first_id = next_id - num_prompt
     prompt = [(first_id + i) % runner.spec.vocab_size for i in range(num_prompt)]
     llm.forget()
-    sequence = runner.new_sequence()
-    logits = runner.extend(sequence, prompt)
-    context, choose = list(prompt), TokenChooser(GREEDY, 0, num_prompt, ())
-    for i in range(WARM_TOKENS + TIMED_TOKENS):
-        if i == WARM_TOKENS:
+    context = list(prompt)
+    for piece in llm.stream(prompt, replace(GREEDY, max_tokens=WARM_TOKENS + TIMED_TOKENS)):
+        context += piece.token_ids
+        if len(context) == num_prompt + WARM_TOKENS:
             before, start = counted(runner), time.perf_counter()
-        token = choose(logits, context).token_id
-        context.append(token)
-        logits = runner.extend(sequence, (token,))
-    np.asarray(logits)
     seconds = (time.perf_counter() - start) / TIMED_TOKENS
-    runner.release(sequence)
     expected = [(first_id + i) % runner.spec.vocab_size for i in range(len(context))]
     if context != expected:
         raise RuntimeError(f"not a figure of this model: text from {first_id} left the walk")

@@ -22,24 +22,17 @@ from typing import Any
 import numpy as np
 
 from coldstream.engine.machine import measured_hardware
-from coldstream.engine.routing_profile import routed_model
-from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
-from coldstream.kvcache import CacheSize
-from coldstream.models.cuda_model import Limits, count_memory
-from coldstream.models.cuda_runner import CudaRunner, ExpertSetup
+from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.footprint import model_sizes
-from coldstream.models.spec import ModelSpec
-from coldstream.placement.plan import FixedPart, PlacementPlan
 from coldstream.placement.rates import Rates
-from coldstream.placement.run_plan import RunPlan
 from device import describe
 from full_size_model import FULL_SHAPE
 from gpu import numbers, write_model
 from results import ROOT, write_result
+from runners import open_model_file, partial_plan, resident_plan
 
 GIB, MIB = 2**30, 2**20
-KV_TYPE = "i16"
 TEXT_STEP = 20_011  # from the first id of a text to that of the next
 
 
@@ -58,29 +51,21 @@ class Setting:
 
 def open_runner(setting: Setting, gib: float | None) -> CudaRunner:
     """With so many GiB of experts, the same number of each layer; None: all of them."""
-    file = GGUFFile.open(setting.path)
-    spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+    file, spec = open_model_file(setting.path)
     ctx_size = max(setting.lengths) + 1
     if gib is None:
-        return CudaRunner.load(file, spec, context_length=ctx_size, kv_type=KV_TYPE)
+        return CudaRunner.load(file, spec, resident_plan(file, spec, ctx_size))
     sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
-    count = int(gib * GIB / sizes.all_expert_bytes * spec.num_experts)
-    counted = count_memory(
-        file, spec, Limits(CacheSize.of(1, ctx_size), ctx_size, KV_TYPE, 0), setting.chunk_size
-    )
-    plan = PlacementPlan(
-        model=routed_model(file, spec),
-        tier="vram",
-        budget_bytes=find_gpu().free_bytes,
-        fixed=FixedPart(
-            ctx_size, KV_TYPE, setting.chunk_size, counted.weights, counted.caches, counted.workspace
-        ),
+    plan = partial_plan(
+        file,
+        spec,
+        int(gib * GIB / sizes.all_expert_bytes * spec.num_experts),
+        context_length=ctx_size,
+        chunk_size=setting.chunk_size,
         ring_bytes=setting.ring_bytes,
-        expert_bytes=sizes.expert_bytes,
-        resident=(tuple(range(count)),) * spec.num_layers,
+        threads=setting.threads,
     )
-    setup = ExpertSetup(RunPlan(plan, setting.threads, streamed=(0,) * (spec.num_experts_per_tok + 1)))
-    return CudaRunner.load(file, spec, context_length=ctx_size, kv_type=KV_TYPE, expert_setup=setup)
+    return CudaRunner.load(file, spec, plan)
 
 
 def prefill(runner: CudaRunner, first_id: int, length: int) -> float:

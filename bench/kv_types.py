@@ -39,6 +39,7 @@ from coldstream.kernels.attention.exact import attend, heads_of
 from coldstream.models.cpu_runner import CpuRunner
 from float_twin import read_tensors, write_file
 from results import write_result
+from runners import open_cpu_runner
 
 EXACT = "f32"
 TYPES = (EXACT, "f16", "i16", "i8", "i4", "i3")
@@ -91,7 +92,7 @@ def float_runners(threads: int) -> Iterator[dict[str, CpuRunner]]:
         path = Path(folder) / "model.gguf"
         write_file(path, reader, read_tensors(reader))
         yield {
-            kv_type: CpuRunner.open(path, threads=threads, context_length=WINDOW, kv_type=kv_type)
+            kv_type: open_cpu_runner(path, threads=threads, context_length=WINDOW, kv_type=kv_type)
             for kv_type in TYPES
         }
 

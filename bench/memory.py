@@ -15,9 +15,9 @@ from results import write_result
 PROGRAM = """
 import sys
 from pathlib import Path
-from coldstream.models.cpu_runner import CpuRunner
+from runners import open_cpu_runner
 path, threads = sys.argv[1:]
-runner = CpuRunner.open(Path(path), threads=int(threads), context_length=2048)
+runner = open_cpu_runner(Path(path), threads=int(threads), context_length=2048)
 sequence = runner.new_sequence()
 logits = runner.extend(sequence, [i % 200 for i in range(512)])
 for _ in range(64):
@@ -29,7 +29,8 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 def measure(model: Path, threads: int) -> dict[str, object]:
     """Bytes: the file, the peak, and the difference."""
     command = [sys.executable, "-c", PROGRAM, str(model.resolve()), str(threads)]
-    peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * 1024
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    peak = int(done.stdout) * 1024
     size = model.stat().st_size
     return {
         "model": model.name,

@@ -41,13 +41,13 @@ from coldstream.decoding import TokenChooser
 from coldstream.engine import LLM, EngineConfig
 from coldstream.engine.machine import measured_hardware
 from coldstream.engine.planning import bundled_profile, expected_uses, plan_model, with_workers
-from coldstream.engine.routing_profile import record_routing, routed_model
+from coldstream.engine.routing_profile import record_routing
 from coldstream.errors import OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.footprint import model_sizes
+from coldstream.models.footprint import model_sizes, routed_model
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlacementPlan, PlanOptions, plan_placement
@@ -59,6 +59,7 @@ from full_size_model import FULL_SHAPE
 from gpu import write_model
 from gpu_hybrid import GIB, GREEDY, ROOM_BYTES
 from results import write_result
+from runners import open_cpu_runner
 
 CONTEXT = 2048
 TOKENS, FIRST_TOKENS = 64, 8
@@ -177,7 +178,7 @@ def texts_of(path: Path, count: int, threads: int) -> list[Text]:
             texts = [tokenizer.encode(each.text[: 16 * TOKENS]) for each in load_corpus().held_out]
             return [Text(ids, bundled) for ids in texts if len(ids) > TOKENS][:count]
     texts = []
-    with CpuRunner.open(path, threads=threads, context_length=PROFILE_TOKENS, record_routing=True) as runner:
+    with open_cpu_runner(path, threads=threads, context_length=PROFILE_TOKENS, record_routing=True) as runner:
         for first in first_ids(count, spec.vocab_size):
             before = range(first - PROFILE_TOKENS, first)
             texts.append(Text(range(first, first + TOKENS + 1), record_routing(runner, model, before)))

@@ -22,13 +22,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tools.train_demo.data import SourceFile, load_corpus
 
 from coldstream.assets import demo_model_path
-from coldstream.engine.routing_profile import record_routing, routed_model
+from coldstream.engine.routing_profile import record_routing
 from coldstream.gguf.tokenizer import Tokenizer
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.footprint import routed_model
 from coldstream.placement import policies
 from coldstream.placement.policies import Belady, DecayedFrequency, Lfu, Lru, Policy, Static, simulate
 from coldstream.placement.routing_trace import RoutingTrace
 from results import write_result
+from runners import open_cpu_runner
 
 SHARES = (0.06, 0.12, 0.19, 0.25, 0.38, 0.50, 0.75)
 WINDOW = 4096
@@ -49,7 +50,7 @@ def even_windows(tokenizer: Tokenizer, files: Sequence[SourceFile], count: int) 
 def record(num_windows: int, threads: int) -> tuple[RoutingTrace, RoutingTrace]:
     """Traces of held-out and of training files."""
     corpus = load_corpus()
-    with CpuRunner.open(
+    with open_cpu_runner(
         demo_model_path(), threads=threads, context_length=WINDOW, record_routing=True
     ) as runner:
         model = routed_model(runner.file, runner.spec)

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from report_accuracy import activation_scales, kv_types
+from report_accuracy import activation_scales, agreement_by_architecture, kv_types
+from report_cpu import cpu_attention
 from report_first_page import first_page
 from report_gpu import (
     gpu,
@@ -29,7 +30,7 @@ from report_gpu import (
     same_bits,
 )
 from report_residents import planned_residents
-from report_streaming import gpu_pairs, gpu_streaming, gpu_streaming_depth
+from report_streaming import gpu_ahead, gpu_pairs, gpu_streaming, gpu_streaming_depth
 from report_tables import Row, load, table
 from report_tests import draft_trees, gpu_sanitizer, gpu_tests, planted_faults
 
@@ -307,6 +308,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ceilings": ceilings,
     "memory": memory,
     "agreement": agreement,
+    "agreement_by_architecture": agreement_by_architecture,
     "demo_model": demo_model,
     "disk_tier": disk_tier,
     "draft_trees": draft_trees,
@@ -317,7 +319,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "startup": startup,
     "templates": templates,
     "text": text,
+    "cpu_attention": cpu_attention,
     "gpu": gpu,
+    "gpu_ahead": gpu_ahead,
     "gpu_first_token": gpu_first_token,
     "gpu_hybrid": gpu_hybrid,
     "gpu_parts": gpu_parts,

@@ -44,6 +44,32 @@ def kv_types() -> str:
     return table(header, text) + "\n" + "\n".join(lines) + "\n"
 
 
+def agreement_by_architecture() -> str:
+    """Choices and logits of small random models beside llama.cpp's, and two measures of a difference."""
+    rows: list[Row] = []
+    lines = []
+    for arch in ("qwen3moe", "qwen3next"):
+        r = load(f"agreement_{arch}")
+        rows += [
+            [
+                f"`{arch}`",
+                row["of"],
+                row["and"],
+                f"{100 * row['top1_agreement']:.2f} %",
+                f"{100 * row['clear_top1_agreement']:.2f} %",
+                f"{row['logit_distance']:.4f}",
+            ]
+            for row in r["rows"]
+        ]
+        lines.append(
+            f"`{arch}`: {r['positions']:,} positions; in {r['clear_positions']} of them llama.cpp's two best "
+            f"logits are more than {r['clear_gap']} apart, in half of all more than {r['median_gap']:.2f}: "
+            f"`{r['command']}`, commit {r['commit']}"
+        )
+    header = ["model", "logits of", "and of", "same most likely token", "where it is clear", "distance"]
+    return table(header, rows) + "".join(f"\n{line}\n" for line in lines)
+
+
 def _case(case: Mapping[str, Any]) -> str:
     factor = case["outliers"]
     return f"{case['head_dim']} × {factor}" if factor > 1 else f"{case['head_dim']}, plain"

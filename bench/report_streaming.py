@@ -62,6 +62,23 @@ def gpu_streaming_depth() -> str:
     return table([*header, "ratio", "bus alone"], rows) + commands
 
 
+def gpu_ahead() -> str:
+    """Decoding with steps launched before their token is known, and one by one."""
+    r = load("gpu/ahead")
+    header = ["tokens are chosen", "ahead, tok/s", "one by one, tok/s", "ratio (min–max of pairs)"]
+    rows = [
+        [
+            row["settings"],
+            f"{row['ahead_tok_s']:.0f}",
+            f"{row['one_by_one_tok_s']:.0f}",
+            f"{row['ratio']:.2f} ({row['ratio_min']:.2f}–{row['ratio_max']:.2f})",
+        ]
+        for row in r["rows"]
+    ]
+    where = f"{r['machine']['gpu']}, behind {r['rows'][0]['depth']} tokens, commit {r['commit']}"
+    return table(header, rows) + f"\n{where}: `{r['command']}`\n"
+
+
 def gpu_pairs() -> str:
     """An older commit and a newer one in the same call on the same machine."""
     rows: list[Row] = []

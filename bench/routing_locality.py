@@ -30,6 +30,7 @@ from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.spec import ModelSpec
 from results import write_result
+from runners import open_cpu_runner
 
 NUM_TOKENS = 256
 NUM_PROMPTS = 16
@@ -97,7 +98,7 @@ def measure(path: Path, threads: int) -> dict[str, object]:
         reader = RoutingReader(spec, ops, CausalLM.load(file, spec, ops))
     layers: list[np.ndarray] = []
     walks = 0
-    with CpuRunner.open(path, threads=threads, context_length=1024) as runner:
+    with open_cpu_runner(path, threads=threads, context_length=1024) as runner:
         for number in range(NUM_PROMPTS):
             first = number * (spec.vocab_size - 2 * NUM_TOKENS) // NUM_PROMPTS
             prompt = list(range(first, first + PROMPT_TOKENS))

@@ -18,15 +18,15 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from coldstream.gguf.reader import GGUFFile
-from coldstream.models.cpu_runner import CpuRunner
 from coldstream.placement.hardware import Hardware, measure_read_bandwidth
 from results import write_result
+from runners import open_cpu_runner
 
 BENCH = Path(__file__).parent
 
@@ -34,14 +34,18 @@ BENCH = Path(__file__).parent
 class Side:
     """A benchmark worker in its own process; idle while the other side is timed."""
 
-    def __init__(self, *command: str) -> None:
+    def __init__(
+        self, *command: str, folder: Path = BENCH, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """folder: where the worker's file is. environment: its variables; None: those of this process."""
         self.process = subprocess.Popen(
             [*command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            cwd=BENCH,
+            cwd=folder,
+            env=environment,
         )
         self.about = self.answer()
 
@@ -137,7 +141,7 @@ def compare(options: argparse.Namespace) -> dict[str, object]:
     model, threads = str(options.model.resolve()), options.threads
     with GGUFFile.open(options.model) as file:
         file_bytes = file.num_bytes
-    runner = CpuRunner.open(options.model, threads=threads, tier=options.tier, context_length=CONTEXT)
+    runner = open_cpu_runner(options.model, threads=threads, tier=options.tier, context_length=CONTEXT)
     bytes_per_token = runner.bytes_per_token
     runner.close()
     bandwidth = measure_read_bandwidth(threads)

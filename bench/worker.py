@@ -14,6 +14,7 @@ from pathlib import Path
 from coldstream.kvcache import Sequence
 from coldstream.models.cpu_runner import CpuRunner
 from peer_tokens import FIRST_TOKEN, random_tokens
+from runners import open_cpu_runner
 
 
 def generate(runner: CpuRunner, sequence: Sequence, token: int, count: int) -> list[int]:
@@ -27,7 +28,7 @@ def generate(runner: CpuRunner, sequence: Sequence, token: int, count: int) -> l
 
 def main() -> None:
     path, threads, context, tier, *ram = sys.argv[1:]
-    runner = CpuRunner.open(
+    runner = open_cpu_runner(
         Path(path),
         threads=int(threads),
         tier=tier,

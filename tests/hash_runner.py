@@ -10,6 +10,8 @@ import numpy as np
 from builders import Dims, write_gguf
 from coldstream.decoding import Logits
 from coldstream.engine import EngineConfig, OpenedModel, SamplingParams
+from coldstream.engine.budgets import ALL_BYTES
+from coldstream.engine.planning import Planned
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
@@ -17,9 +19,10 @@ from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kvcache import CacheSize, Sequence, SequenceCache
 from coldstream.kvcache.batch import BatchLimits, CheckedSegment
 from coldstream.kvcache.sequence_cache import AcceptedPath
-from coldstream.models.cpu_runner import ALL_BYTES, CpuRunner
+from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.runner import ModelRunner
 from coldstream.models.spec import ModelSpec
+from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlanOptions
 from coldstream.placement.run_plan import RunPlan
 
@@ -112,9 +115,9 @@ def opened_with(
     tokenizer = Tokenizer.from_metadata(metadata)
     needs = CpuRunner.needs(runner.file, runner.spec, 1, "auto", ctx_size, "f32")
     placement = needs.place(ALL_BYTES, None, PlanOptions())
+    config = EngineConfig(str(runner.file.paths[0]), ctx_size=ctx_size, threads=1)
     return OpenedModel(
-        config=EngineConfig(str(runner.file.paths[0]), ctx_size=ctx_size, threads=1),
-        plan=RunPlan(placement, threads=1),
+        planned=Planned(RunPlan(placement, 1), None, needs.mapped, config, Hardware.measure(), None),
         runner=runner,
         tokenizer=tokenizer,
         chat_template=ChatTemplate.from_metadata(metadata, tokenizer.vocabulary),

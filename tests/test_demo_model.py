@@ -20,6 +20,7 @@ from tools import llama_cpp as oracle
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 from agreement import NEAR_TIE, first_gap, greedy
+from runners import open_cpu_runner
 
 POSITIONS = 512
 DEMO_LIMIT_BYTES = 32_000_000
@@ -27,7 +28,7 @@ DEMO_LIMIT_BYTES = 32_000_000
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[CpuRunner]:
-    with CpuRunner.open(demo_model_path(), threads=2, context_length=1024) as opened:
+    with open_cpu_runner(demo_model_path(), threads=2, context_length=1024) as opened:
         yield opened
 
 

@@ -26,8 +26,8 @@ escaped.
 
 import errno
 import reprlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
+from types import TracebackType
 
 MAX_MESSAGE_CHARS = 400
 
@@ -155,17 +155,21 @@ class TemplateError(InvalidRequestError):
     """The chat template is absent, failed, or was stopped at its limits."""
 
 
-@contextmanager
-def host_memory_errors() -> Iterator[None]:
-    """Raises OutOfMemoryError for what Python and the system raise when the machine has no memory left."""
-    try:
-        yield
-    except MemoryError as error:
-        raise _host_out_of_memory(str(error)) from error
-    except OSError as error:
-        if error.errno != errno.ENOMEM:
-            raise
-        raise _host_out_of_memory(str(error.strerror)) from error
+class host_memory_errors(ContextDecorator):
+    """Raises OutOfMemoryError for what Python and the system raise when the machine has no memory left.
+
+    A class, and no generator, as decoding a token enters it.
+    """
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, MemoryError):
+            raise _host_out_of_memory(str(error)) from error
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            raise _host_out_of_memory(str(error.strerror)) from error
 
 
 def _host_out_of_memory(what: str) -> OutOfMemoryError:

@@ -3,11 +3,16 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from builders import write_gguf
+from coldstream.cli import bench
+from coldstream.engine import EngineConfig, open_model
+from coldstream.placement.hardware import GpuHardware, Hardware
+from coldstream.placement.hardware_file import default_path, store_rates, with_stored_rates
 
 Run = Callable[..., tuple[int, str, str]]
 QUICK = ["-p", "16", "-n", "4", "-r", "2", "--threads", "1"]
@@ -87,3 +92,32 @@ def test_more_context_than_the_model_has_is_refused(run: Run, path: str) -> None
     code, out, err = run("bench", path, "-d", "5000")
     assert (code, out) == (2, "")
     assert "beyond the 4096 tokens" in err
+
+
+def test_a_run_far_faster_than_the_kept_rates_has_the_machine_measured_again(
+    run: Run, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    kept = Hardware.measure()
+    store_rates(replace(kept, read_bytes_per_s=1e5, measured_at="2026-01-01 00:00 UTC"), default_path())
+    assert run("bench", path, *QUICK, "--device", "cpu")[0] == 0
+    found = with_stored_rates(kept, default_path())
+    assert found is not None
+    assert found.read_bytes_per_s is not None
+    assert found.read_bytes_per_s > 1e7
+
+
+def test_a_run_on_a_gpu_is_compared_with_its_copies_and_its_forecast(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = GpuHardware("a GPU", "1", 2, 1, copy_bytes_per_s=1e9)
+    machine = replace(Hardware.measure(), gpu=gpu)
+    monkeypatch.setattr(bench, "find_gpu", lambda: gpu)
+    monkeypatch.setattr(bench, "measure_copy_bandwidth", lambda: 3e9)
+    opened = open_model(EngineConfig(path, device="cpu", ctx_size=16))
+    planned = replace(opened.planned, config=replace(opened.config, device="cuda"))
+    report = bench._Report(replace(opened, planned=planned))
+    opened.close()
+    for forecast, expected in ((2.0, 3.0), (4.0, 4.0)):
+        monkeypatch.setattr(bench, "times_as_forecast", lambda *of, forecast=forecast: forecast)
+        assert report.times_as_fast([], machine) == expected

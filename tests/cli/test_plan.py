@@ -59,6 +59,16 @@ def in_ram(run: Run, model: Path) -> tuple[str, ...]:
     return (*arguments, str(least(run, model, *arguments) + 2 * 2**20))
 
 
+def test_an_attention_window_is_part_of_the_plan(run: Run, model: Path) -> None:
+    arguments = (str(model), "--device", "cpu", "-c", "100", "--attention-window", "7")
+    assert as_json(run, *arguments)["plan"]["attention_window"] == 7
+    shown = run("plan", *arguments, "--out", "my.plan")[1]
+    assert re.search(r"keys, values, states of 100 tokens, i16, attending to 7 +RAM ", shown)
+    code, _, error = run("bench", str(model), "--plan", "my.plan", "--attention-window", "9")
+    assert code == 2
+    assert "attention_window (--attention-window) is part of the plan" in error
+
+
 def test_a_plan_for_ram(run: Run, model: Path) -> None:
     code, shown, error = run("plan", str(model), *in_ram(run, model))
     assert code == 0
@@ -88,11 +98,16 @@ def test_a_plan_for_a_gpu_that_is_not_there_names_what_it_assumes(run: Run, mode
     assert re.search(r"experts on their way in prefill +GPU memory", shown)
     assert re.search(r"saved by prefetching, µs a token +(none|\d+) ", shown)
     assert "link 24 GB/s" in error
+    assert re.search(
+        r"of 1, 2, … experts that a token misses \d, \d come over the bus, \d+ CPU threads compute the "
+        r"others, and some of prompts in steps of up to 256 tokens; up to 64\.00 MiB of experts are copied",
+        error,
+    ), error
     assert "fetched ahead" not in run("plan", str(model), *arguments, half, "--prefetch", "0")[1]
     code, shown, error = run("plan", str(model), *arguments, half, "--prefetch", "2")
     assert code == 0
     assert re.search(
-        r"in prefill +GPU memory .*\n +of that 0\.41 MiB for 1 a layer fetched ahead *\n", shown
+        r"in prefill +GPU memory .*\n +of that 0\.41 MiB for 1 a layer fetched 2 layers ahead *\n", shown
     ), shown
 
 
@@ -138,7 +153,7 @@ def test_rates_are_named_with_their_date_and_measured_again_on_request(
     assert code == 0
     assert re.search(r"measured \d{4}-\d\d-\d\d \d\d:\d\d UTC: RAM [\d.e+]+ GB/s; --measure does", error)
     document = json.loads(default_path().read_text())
-    document["rates"]["read_bytes_per_s"] = 5e3
+    document["cpu"]["rates"]["read_bytes_per_s"] = 5e3
     default_path().write_text(json.dumps(document))
     assert as_json(run, str(model), "--device", "cpu")["rates"]["read_bytes_per_s"] == 5e3
     assert as_json(run, str(model), "--device", "cpu", "--measure")["rates"]["read_bytes_per_s"] > 1e6

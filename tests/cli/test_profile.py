@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from builders import write_gguf
-from coldstream.engine.routing_profile import routed_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models import ModelSpec
+from coldstream.models.footprint import routed_model
 from coldstream.placement import RoutingTrace
 
 Run = Callable[..., tuple[int, str, str]]

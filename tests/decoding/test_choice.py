@@ -1,11 +1,12 @@
 """Rows of a step are chosen together, each as if it were alone, by the device where they can stay there."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from far_logits import FarStep
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,49 +19,6 @@ from coldstream.kernels.sample.settings import RowSettings
 
 VOCAB = 30
 GREEDY = SamplingParams(temperature=0)
-
-
-class FarStep:
-    """Logits of a step that counts what is asked of it, and chooses by `sample_token`."""
-
-    def __init__(self, values: Logits) -> None:
-        self.values = values
-        self.chosen: list[list[int]] = []  # rows of each call
-        self.brought: list[list[int]] = []
-        self.told: list[RowSettings] = []
-
-    def __getitem__(self, row: int) -> "FarLogits":
-        return FarLogits(self, row)
-
-    def choose(self, rows: Sequence[int], settings: Sequence[RowSettings]) -> list[int | None]:
-        self.chosen.append(list(rows))
-        self.told += settings
-        return [self._choose(self.values[row], each) for row, each in zip(rows, settings, strict=True)]
-
-    def _choose(self, logits: Logits, settings: RowSettings) -> int | None:
-        told = dict(vars(settings))
-        recent, seed, position = told.pop("recent"), told.pop("seed"), told.pop("position")
-        context = [0] * (position - len(recent)) + list(recent)
-        try:
-            return sample_token(logits, context, SamplingParams(**told, repeat_last_n=len(recent)), seed)
-        except GenerationFault:
-            return None
-
-    def bring(self, rows: Sequence[int]) -> Logits:
-        self.brought.append(list(rows))
-        return self.values[list(rows)]
-
-
-@dataclass(frozen=True)
-class FarLogits:
-    step: FarStep
-    row: int
-
-    def __len__(self) -> int:
-        return self.step.values.shape[1]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Logits:
-        return self.step.bring([self.row])[0]
 
 
 def forbid_one(context: Sequence[int], logits: Logits) -> Logits:
@@ -123,8 +81,7 @@ def test_many_rows_are_each_what_they_are_alone(rows: list[tuple[Any, ...]], ran
     assert [shown(outcome) for outcome in choose_tokens(far)] == [expected[i] for i in order]
     stay = [i for i, choice in zip(order, far, strict=True) if not choice.needs_host]
     assert step.chosen == ([stay] if stay else [])
-    broken = [i for i in order if i in stay and not isinstance(expected[i], Chosen)]
-    brought = [i for i in order if i not in stay or i in broken]
+    brought = [i for i in order if i not in stay]
     assert step.brought == ([brought] if brought else []), "all of them at once, and no others"
 
 

@@ -1,10 +1,25 @@
 """The benchmark computes exactly what it says, on real text, and keeps rows by their test."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from coldstream.engine import LLM, benchmark
-from coldstream.engine.benchmark import BenchmarkResult, BenchmarkTest, benchmark_tokens, run_benchmark
+from builders import write_gguf
+from coldstream.engine import LLM, EngineConfig, benchmark
+from coldstream.engine.benchmark import (
+    BenchmarkResult,
+    BenchmarkTest,
+    benchmark_tokens,
+    run_benchmark,
+    times_as_forecast,
+)
+from coldstream.engine.planning import plan_model
 from coldstream.errors import InvalidRequestError
+from coldstream.gguf.reader import GGUFFile
+from coldstream.models.spec import ModelSpec
+from coldstream.placement.forecast import forecast
+from coldstream.placement.hardware import GpuHardware, Hardware
 from hash_runner import HashRunner
 
 
@@ -75,3 +90,20 @@ def test_the_run_that_warms_up_is_not_for_the_record(
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now)
     result = run_benchmark(runner, list(range(8)), BenchmarkTest(8, 0, 0), 3, lambda run: None)
     assert result.samples == (4.0, 2.0, 1.0)
+
+
+def test_decoding_is_compared_with_what_given_rates_let_expect(tmp_path: Path) -> None:
+    """With a GPU's rates that are half as high, a run seems almost twice as fast."""
+    gpu = GpuHardware("a GPU", "1.0", 2**35, 2**34, 1e9, 2e11, 2.5e7, 2e7, 3e7, 7e-6)
+    machine = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, 5e10, gpu)
+    (path,) = write_gguf(tmp_path / "tiny.gguf")
+    with GGUFFile.open(path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        planned = plan_model(EngineConfig("m", device="cuda", ctx_size=64), file, spec, machine)
+    expected = forecast(planned.plan, planned.known, context=8).decode
+    prompt = BenchmarkResult(BenchmarkTest(512, 0, 0), (1e9,))
+    results = [prompt, *(BenchmarkResult(BenchmarkTest(0, 6, 4), (share * expected,)) for share in (2, 3))]
+    assert times_as_forecast(planned, machine, results) == pytest.approx(3)
+    slower = replace(machine, gpu=replace(gpu, copy_bytes_per_s=5e8))
+    assert times_as_forecast(planned, slower, results) == pytest.approx(6, rel=0.1)
+    assert times_as_forecast(planned, machine, [prompt]) == 0

@@ -65,6 +65,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
         ({"cache_type_k": "f32"}, "must be the same"),
         ({"attention_window": 0}, "attention_window must be an integer from 1"),
         ({"attention_window": "8k"}, "attention_window must be an integer from 1"),
+        ({"attention_window": 8, "plan": "p"}, "attention_window (--attention-window) is part of the plan"),
         ({"prefetch": 9}, "prefetch must be"),
         ({"prefetch": "some"}, "prefetch must be"),
         ({"prefetch": 1, "device": "cpu"}, "prefetch is over the bus of a GPU"),

@@ -12,14 +12,12 @@ pytest.importorskip("cuda.bindings")
 from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.engine import LLM, SamplingParams
-from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import CacheSize
-from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.cuda_runner import CudaRunner
-from coldstream.models.spec import ModelSpec
 from hash_runner import opened_with
 from host_device import HostDevice
 from host_gpu import Stream, gpu_on
+from runners import open_cpu_runner, open_model_file, resident_plan
 
 CONTEXT = 128
 SIZE = CacheSize.of(8, CONTEXT)
@@ -31,12 +29,14 @@ KINDS = [
     replace(SEEDED, temperature=1.5, top_k=0, frequency_penalty=0.7, repeat_last_n=2, n=2),
     replace(SEEDED, temperature=0.9, logprobs=1),
 ]
+EVERY_FAMILY = pytest.mark.parametrize("path", ["qwen35moe", "qwen3moe", "qwen3next"], indirect=True)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6, 5], [7, 8, 7], [9, 1]]
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_gguf(tmp_path_factory.mktemp("lists") / "tiny.gguf", dims=Dims(layers=2, interval=2))[0]
+@pytest.fixture(scope="module", params=["qwen35moe"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lists") / "tiny.gguf"
+    return write_gguf(path, request.param, dims=Dims(layers=2, interval=2))[0]
 
 
 @pytest.fixture
@@ -47,16 +47,15 @@ def stream(compiled_for_the_host: HostDevice) -> Iterator[Stream]:
 
 @contextmanager
 def on_gpu(path: Path) -> Iterator[LLM]:
-    file = GGUFFile.open(path)
-    spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-    runner = CudaRunner.load(file, spec, context_length=CONTEXT, kv_type="i16", cache_size=SIZE)
+    file, spec = open_model_file(path)
+    runner = CudaRunner.load(file, spec, resident_plan(file, spec, CONTEXT), cache_size=SIZE)
     with LLM.from_opened(opened_with(runner, CONTEXT)) as llm:
         yield llm
 
 
 @contextmanager
 def on_cpu(path: Path) -> Iterator[LLM]:
-    runner = CpuRunner.open(path, threads=1, context_length=CONTEXT, cache_size=SIZE)
+    runner = open_cpu_runner(path, threads=1, context_length=CONTEXT, cache_size=SIZE)
     with LLM.from_opened(opened_with(runner, CONTEXT)) as llm:
         yield llm
 
@@ -71,17 +70,24 @@ def check_lists(gpu: LLM, cpu: LLM) -> None:
             assert replace(answer, statistics=statistics) == replace(other, statistics=statistics)
 
 
+@EVERY_FAMILY
 @pytest.mark.usefixtures("stream")
 def test_answers_to_a_list_are_those_of_the_cpu(path: Path) -> None:
     with on_cpu(path) as cpu, on_gpu(path) as gpu:
         check_lists(gpu, cpu)
 
 
+@EVERY_FAMILY
 @pytest.mark.gpu
 def test_answers_to_a_list_are_those_of_the_cpu_on_a_gpu(path: Path) -> None:
-    for model in (path, demo_model_path()):
-        with on_cpu(model) as cpu, on_gpu(model) as gpu:
-            check_lists(gpu, cpu)
+    with on_cpu(path) as cpu, on_gpu(path) as gpu:
+        check_lists(gpu, cpu)
+
+
+@pytest.mark.gpu
+def test_answers_of_the_demo_model_to_a_list_are_those_of_the_cpu_on_a_gpu() -> None:
+    with on_cpu(demo_model_path()) as cpu, on_gpu(demo_model_path()) as gpu:
+        check_lists(gpu, cpu)
 
 
 def test_a_step_waits_for_the_device_as_often_for_many_answers_as_for_two(path: Path, stream: Stream) -> None:

@@ -59,7 +59,8 @@ def test_a_drawn_seed_is_reported_and_repeats_the_answer(llm: LLM) -> None:
 
 def test_the_seed_of_the_configuration_serves_requests_without_one(tmp_path: Path) -> None:
     opened = open_hash_model(tmp_path / "seeded.gguf")
-    with LLM.from_opened(replace(opened, config=replace(opened.config, seed=5))) as llm:
+    seeded = replace(opened.planned, config=replace(opened.config, seed=5))
+    with LLM.from_opened(replace(opened, planned=seeded)) as llm:
         assert llm.generate("the", replace(SEEDED, seed=None))[0].statistics.seed == 5
         assert llm.generate("the", SEEDED)[0].statistics.seed == 11
 

@@ -1,12 +1,22 @@
-"""The machine is measured once."""
+"""The machine is measured once, and again when a run is far faster than its rates explain."""
 
+import itertools
 import json
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from coldstream.engine.machine import measured_hardware, reconsider_rates
+pytest.importorskip("cuda.bindings")
+
+from coldstream.engine import machine
+from coldstream.engine.machine import hardware_with, measured_hardware, reconsider_rates
+from coldstream.errors import OutOfMemoryError
+from coldstream.kernels.cuda import link
+from coldstream.kernels.cuda.device import Gpu
+from coldstream.kernels.cuda.link import LinkRates
 from coldstream.placement import hardware
 from coldstream.placement.hardware import Hardware
 
@@ -18,7 +28,7 @@ def test_a_machine_is_measured_once(tmp_path: Path) -> None:
     assert first.read_bytes_per_s > 1e8
     assert measured_hardware(None, path=path).read_bytes_per_s == first.read_bytes_per_s
     document = json.loads(path.read_text())
-    document["rates"]["read_bytes_per_s"] = 123.0
+    document["cpu"]["rates"]["read_bytes_per_s"] = 123.0
     path.write_text(json.dumps(document))
     assert measured_hardware(None, path=path).read_bytes_per_s == 123.0
     path.write_text("{")
@@ -35,7 +45,7 @@ def test_where_nothing_can_be_kept_it_is_measured_each_time(tmp_path: Path) -> N
 def keep(path: Path, rate: float) -> None:
     """A file of this machine that says `rate`."""
     document = json.loads(path.read_text())
-    document["rates"]["read_bytes_per_s"] = rate
+    document["cpu"]["rates"]["read_bytes_per_s"] = rate
     path.write_text(json.dumps(document))
 
 
@@ -51,19 +61,112 @@ def test_a_machine_is_measured_again_when_it_is_asked_for(tmp_path: Path) -> Non
     assert measured_hardware(None, path=path).read_bytes_per_s == again.read_bytes_per_s
 
 
+def of_ram(run_bytes_per_s: float) -> Callable[[Hardware], float]:
+    """How many times as fast a run was that read RAM at this rate."""
+    return lambda hardware: run_bytes_per_s / (hardware.read_bytes_per_s or math.nan)
+
+
 def test_a_run_far_faster_than_the_kept_rate_has_the_machine_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "hardware.json"
-    assert not reconsider_rates(1e12, path)  # nothing is kept that could be wrong
+    here = Hardware.measure()
+    assert not reconsider_rates(here, of_ram(1e12), path)  # nothing is kept that could be wrong
     monkeypatch.setattr(hardware, "measure_read_bandwidth", lambda threads, num_bytes: 1e10)
     measured_hardware(None, path=path)
     keep(path, 1e9)
-    assert not reconsider_rates(1.4e9, path)
-    assert reconsider_rates(5e10, path)
+    assert not reconsider_rates(here, of_ram(1.4e9), path)
+    assert reconsider_rates(here, of_ram(5e10), path)
     assert measured_hardware(None, path=path).read_bytes_per_s == 1e10
-    assert not reconsider_rates(6e10, path)  # out of a cache: memory is no faster than it was found to be
-    assert reconsider_rates(8e10, path)
+    assert not reconsider_rates(here, of_ram(6e10), path)  # from a cache: memory was not found to be faster
+    assert reconsider_rates(here, of_ram(8e10), path)
     monkeypatch.setattr(hardware, "measure_read_bandwidth", lambda threads, num_bytes: 1e9)
-    assert reconsider_rates(2e11, path)
+    assert reconsider_rates(here, of_ram(2e11), path)
     assert measured_hardware(None, path=path).read_bytes_per_s == 1e10  # the better of both
+
+
+class MeasuredGpu:
+    """A GPU whose rates are what this object says when it is asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copy, self.products, self.link = 1e12, 2e14, LinkRates(2.5e10, 2e10, 3e10)
+        self.handshakes = itertools.repeat(7e-6)
+        self.num_measured = 0
+        monkeypatch.setattr(hardware, "measure_read_bandwidth", lambda threads, num_bytes: 5e10)
+        monkeypatch.setattr(machine, "measure_copy_bandwidth", self.measure_copy)
+        monkeypatch.setattr(link, "measure_products", lambda: self.products)
+        monkeypatch.setattr(link, "measure_link", lambda threads, num_bytes: self.link)
+        monkeypatch.setattr(link, "measure_handshake", lambda threads: next(self.handshakes))
+
+    def measure_copy(self) -> float:
+        self.num_measured += 1
+        return self.copy
+
+
+GPU = Gpu("a GPU", (9, 0), 100, 2**35, 2**34)
+
+
+def of_vram(run_bytes_per_s: float) -> Callable[[Hardware], float]:
+    def times_as_fast(hardware: Hardware) -> float:
+        assert hardware.gpu is not None
+        return run_bytes_per_s / (hardware.gpu.copy_bytes_per_s or math.nan)
+
+    return times_as_fast
+
+
+def test_the_gpu_is_measured_once_however_often_the_cpu_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, measured = tmp_path / "hardware.json", MeasuredGpu(monkeypatch)
+    measured.handshakes = iter([9e-6, 6e-6, 8e-6])
+    first = measured_hardware(GPU, path=path)
+    assert first.gpu is not None
+    assert (first.gpu.handshake_s, first.gpu.link_beside_read) == (6e-6, 2e10), "the best of several"
+    measured_hardware(None, path=path, again=True)
+    again = measured_hardware(GPU, path=path)
+    assert (again.gpu, again.read_bytes_per_s) == (first.gpu, 5e10)
+    assert measured.num_measured == 1
+    measured.handshakes = itertools.repeat(7e-6)
+    measured_hardware(GPU, path=path, again=True)
+    assert measured.num_measured == 2
+
+
+def test_a_run_on_a_gpu_far_faster_than_its_rates_has_it_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, measured = tmp_path / "hardware.json", MeasuredGpu(monkeypatch)
+    here = hardware_with(GPU)
+    assert not reconsider_rates(here, of_vram(1e15), path)
+    measured_hardware(GPU, path=path)
+    assert not reconsider_rates(here, of_vram(1.4e12), path)
+    # Another program is gone that took the memory's bandwidth, and one came that takes the bus.
+    measured.copy, measured.products, measured.link = 3e12, 1e14, LinkRates(1e10, 1.5e10, 4e10)
+    measured.handshakes = itertools.repeat(8e-6)
+    assert reconsider_rates(here, of_vram(4e12), path)
+    gpu = measured_hardware(GPU, path=path).gpu
+    assert gpu is not None
+    assert (gpu.copy_bytes_per_s, gpu.product_ops_per_s, gpu.link_bytes_per_s) == (3e12, 2e14, 2.5e10)
+    assert (gpu.link_beside_read, gpu.read_beside_link) == (1.5e10, 4e10), "both of one measurement"
+    assert gpu.handshake_s == 7e-6
+    assert not reconsider_rates(here, of_vram(5e12), path), "once for runs of this speed"
+    assert measured.num_measured == 2
+    measured.link = LinkRates(3e10, 1e10, 1e10)
+    assert reconsider_rates(here, of_vram(7e12), path)
+    gpu = measured_hardware(GPU, path=path).gpu
+    assert gpu is not None
+    assert (gpu.link_bytes_per_s, gpu.link_beside_read, gpu.read_beside_link) == (3e10, 1.5e10, 4e10)
+
+
+def test_a_gpu_that_cannot_be_measured_again_keeps_its_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, measured = tmp_path / "hardware.json", MeasuredGpu(monkeypatch)
+    first = measured_hardware(GPU, path=path)
+
+    def refuse() -> float:
+        raise OutOfMemoryError("another program took the memory")
+
+    monkeypatch.setattr(machine, "measure_copy_bandwidth", refuse)
+    assert not reconsider_rates(hardware_with(GPU), of_vram(9e12), path)
+    assert measured_hardware(GPU, path=path).gpu == first.gpu
+    assert measured.num_measured == 1

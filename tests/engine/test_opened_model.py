@@ -131,15 +131,17 @@ def test_recommendations_out_of_range_are_the_files_fault(key: str, value: objec
         sampling_defaults({f"general.sampling.{key}": value})
 
 
-def test_an_attention_window_is_that_of_the_forward_pass() -> None:
-    """One as long as what there is changes no bit, a shorter one changes logits."""
+def test_an_attention_window_is_that_of_the_forward_pass(tmp_path: Path) -> None:
+    """One as long as what there is changes no bit, a shorter one changes logits; the same by a plan."""
+    demo = EngineConfig(str(demo_model_path()), device="cpu", threads=1)
+    windows = [replace(demo, ctx_size=64, attention_window=window) for window in (None, 20, 4)]
+    with GGUFFile.open(demo_model_path()) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        save_plan(plan_model(windows[2], file, spec, Hardware.measure()).run, tmp_path / "my.plan")
     logits = []
-    for window in (None, 20, 4):
-        config = EngineConfig(
-            str(demo_model_path()), device="cpu", ctx_size=64, attention_window=window, threads=1
-        )
+    for config in (*windows, replace(demo, plan=str(tmp_path / "my.plan"))):
         opened = open_model(config)
         sequence = opened.runner.new_sequence()
         logits.append(opened.runner.extend(sequence, list(range(300, 320))).tolist())
         opened.close()
-    assert logits[0] == logits[1] != logits[2]
+    assert logits[0] == logits[1] != logits[2] == logits[3]

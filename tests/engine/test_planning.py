@@ -68,7 +68,8 @@ def test_a_plan_is_given_back(make: Make, tmp_path: Path, device: str) -> None:
     budget = {"cpu": {"ram": 32 * MIB}, "cuda": {"vram": 500 * MIB}}[device]
     kv_type = {"cpu": "f32", "cuda": "i8"}[device]
     types = {"cache_type_k": kv_type, "cache_type_v": kv_type}
-    first = make(EngineConfig("m", device=device, ctx_size=123, **budget, **types))  # type: ignore[arg-type]
+    first = make(EngineConfig("m", device=device, ctx_size=123, attention_window=50, **budget, **types))  # type: ignore[arg-type]
+    assert first.run.attention_window == 50
     save_plan(first.run, tmp_path / "plan.json")
     again = make(EngineConfig("m", device=device, plan=str(tmp_path / "plan.json")))
     assert again.run == first.run

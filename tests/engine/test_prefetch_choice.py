@@ -12,7 +12,7 @@ from coldstream.engine.planning import plan_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.cost import PREFETCHED
+from coldstream.placement.cost import COPY_BYTES_PER_STEP, MAX_CPU_ROWS, PREFETCHED
 from coldstream.placement.hardware import GpuHardware, Hardware
 
 MACHINE = Hardware(
@@ -59,6 +59,8 @@ def test_only_what_is_left_open_is_decided(asked: int, monkeypatch: pytest.Monke
         assert planned.hardware == MACHINE
         assert planned.run.threads == 3
         assert len(planned.run.streamed) == spec.num_experts_per_tok + 1
+        assert planned.run.max_cpu_rows == min(MAX_CPU_ROWS, planned.plan.fixed.chunk_size)
+        assert planned.run.copy_bytes_per_step == COPY_BYTES_PER_STEP
 
 
 def test_a_machine_is_not_measured_for_a_plan_that_does_not_need_it() -> None:

@@ -76,7 +76,7 @@ def test_trap_19_what_is_prefetched_is_within_the_budget_to_the_byte(tmp_path: P
         fixed.kv_type,
         expert_bytes=plan.resident_bytes,
         ring_bytes=plan.ring_bytes,
-        prefetching=Prefetching(LAYERS_AHEAD, run.prefetch, run.prefetch_bytes) if prefetch else None,
+        prefetching=Prefetching.of(run),
     )
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
@@ -118,6 +118,23 @@ def test_the_cap_of_a_plan_that_is_given_is_kept(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"my.plan: prefetch 3: places .* the ring is {one_each - 1}: "):
         plan_of(path, plan=str(name))
     assert plan_of(path, plan=str(name), prefetch=0).run.prefetch_bytes == 0
+
+
+def test_a_plan_says_how_many_layers_ahead_experts_are_guessed(tmp_path: Path) -> None:
+    path, budget = tiny(tmp_path, experts_used=2)
+    first = plan_of(path, ctx_size=64, vram=budget + 8 * MIB, prefetch=3).run
+    assert first.layers_ahead == LAYERS_AHEAD
+    one_each = max(first.placement.expert_bytes)
+    name = tmp_path / "my.plan"
+    save_plan(replace(first, layers_ahead=1), name)
+    given = plan_of(path, plan=str(name)).run
+    assert (given.layers_ahead, given.prefetch, given.prefetch_bytes) == (1, 3, 3 * 2 * one_each)
+    assert Prefetching.of(given) == Prefetching(1, 3, 3 * 2 * one_each)
+    none = plan_of(path, plan=str(name), prefetch=0).run
+    assert (none.layers_ahead, Prefetching.of(none)) == (0, None)
+    save_plan(replace(first, layers_ahead=10**9), name)
+    with pytest.raises(ConfigError, match="for an expert of each of 1000000001 layers"):
+        plan_of(path, plan=str(name))
 
 
 def test_the_cap_is_in_the_file_of_a_plan(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from coldstream.models.cpu_runner import CpuRunner
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlanOptions
 from coldstream.placement.plan_file import save_plan
+from runners import open_cpu_runner
 
 # What kernels take besides weights depends on the tier, and budgets here are near what is needed.
 CONFIG = EngineConfig(str(demo_model_path()), device="cpu", ram=1, threads=2, tier="generic")
@@ -206,7 +207,7 @@ def test_experts_of_weighted_layers_are_protected_and_change_no_bit(tmp_path: Pa
 
 
 def open_mapped() -> CpuRunner:
-    return CpuRunner.open(demo_model_path(), threads=2, context_length=256)
+    return open_cpu_runner(demo_model_path(), threads=2, context_length=256)
 
 
 def held(runner: CpuRunner) -> set[int]:

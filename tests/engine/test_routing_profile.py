@@ -1,6 +1,7 @@
 """Recording routing: the same experts however tokens are cut, and those that the definition chooses."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from builders import write_gguf
 from coldstream.engine.config import EngineConfig
-from coldstream.engine.routing_profile import profile_text, record_routing, routed_model
+from coldstream.engine.routing_profile import profile_text, record_routing
 from coldstream.errors import InvalidRequestError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
@@ -19,7 +20,9 @@ from coldstream.kvcache.cache import ModelCache
 from coldstream.models import ModelSpec
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.footprint import routed_model
 from coldstream.placement import RoutingTrace
+from runners import open_cpu_runner
 
 CHUNK = CpuRunner.chunk_size
 
@@ -49,7 +52,7 @@ def token_ids(count: int) -> list[int]:
 
 
 def open_runner(path: Path, context_length: int) -> CpuRunner:
-    return CpuRunner.open(path, threads=2, context_length=context_length, record_routing=True)
+    return open_cpu_runner(path, threads=2, context_length=context_length, record_routing=True)
 
 
 def record(path: Path, ids: Sequence[int], context_length: int) -> np.ndarray:
@@ -85,7 +88,7 @@ def test_recording_changes_no_logit(path: Path) -> None:
     ids = token_ids(30)
     with (
         open_runner(path, 64) as recording,
-        CpuRunner.open(path, threads=2, context_length=64) as plain,
+        open_cpu_runner(path, threads=2, context_length=64) as plain,
     ):
         assert np.array_equal(recording.logits(ids), plain.logits(ids))
 
@@ -108,6 +111,13 @@ def test_a_text_is_profiled_under_its_model(path: Path, tmp_path: Path) -> None:
     assert np.array_equal(trace.topk_ids, record(path, ids, len(ids)))
     trace.save(tmp_path / "trace")
     assert np.array_equal(RoutingTrace.load(tmp_path / "trace", model).topk_ids, trace.topk_ids)
+
+
+def test_budgets_leave_the_trace_alone_and_a_window_does_not(path: Path) -> None:
+    config, text = EngineConfig(str(path), threads=2, device="cpu"), "def f(x): return x\n" * 5
+    whole = profile_text(config, text).topk_ids
+    assert np.array_equal(profile_text(replace(config, ram=0), text).topk_ids, whole)
+    assert not np.array_equal(profile_text(replace(config, attention_window=1), text).topk_ids, whole)
 
 
 def test_what_cannot_be_profiled_is_refused(path: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from coldstream.kvcache import Batch, CacheSize
 from coldstream.models.cpu_runner import CpuRunner
 from hash_runner import opened_with
 from ram_budgets import least_ram
+from runners import open_cpu_runner
 
 CONTEXT = 640
 ROOMY = CacheSize(num_blocks=24, num_states=8)
@@ -35,7 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(
     path: Path, size: CacheSize = ROOMY, *, threads: int = 2, ram_bytes: int | None = None
 ) -> Iterator[LLM]:
-    runner = CpuRunner.open(
+    runner = open_cpu_runner(
         path, threads=threads, context_length=CONTEXT, ram_bytes=ram_bytes, cache_size=size
     )
     with LLM.from_opened(opened_with(runner, CONTEXT)) as llm:

@@ -21,6 +21,7 @@ from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.models.spec import ModelSpec
 from device_model import ModelDevice, Operation, range_of
 from host_device import HostMemory
+from runners import partial_plan
 
 RING_BYTES = 2**22
 CHUNK = 80
@@ -42,7 +43,9 @@ class FewRows:
         self.file = GGUFFile.open(path)
         self.spec = ModelSpec.from_gguf(self.file.metadata, self.file.tensors)
         mailbox = Mailbox.create(self.spec.num_layers, self.spec.num_experts_per_tok, self.spec.hidden_size)
-        self.partial = PartialExperts(mailbox, 1, "generic", CHUNK)
+        sizes = {"context_length": CHUNK, "chunk_size": CHUNK, "ring_bytes": RING_BYTES}
+        plan = partial_plan(self.file, self.spec, 0, **sizes, threads=1)
+        self.partial = PartialExperts(mailbox, plan)
         host = self.partial.host
         executor = partial(
             PartialExecutor,

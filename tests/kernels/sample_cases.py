@@ -23,17 +23,26 @@ class Case:
     params: SamplingParams
     seed: int
 
-    @property
-    def settings(self) -> RowSettings:
-        return Choice(self.logits, self.context, self.params, self.seed).settings
+    def settings(self, unseen: int | None = None) -> RowSettings:
+        """unseen: the device's result that is the last token of the context."""
+        known = self.context if unseen is None else self.context[:-1]
+        return Choice(self.logits, known, self.params, self.seed, unseen=unseen).settings
 
 
 def sample_all(
-    cases: Sequence[Case], device: torch.device, workspace: torch.Tensor | None = None, gap: int = 0
+    cases: Sequence[Case],
+    device: torch.device,
+    workspace: torch.Tensor | None = None,
+    gap: int = 0,
+    *,
+    ahead: bool = False,
 ) -> tuple[list[int], list[int]]:
-    """Tokens and faults of cases with one vocabulary, whose logits lie in any order and must stay."""
+    """Tokens and faults of cases with one vocabulary, whose logits lie in any order and must stay.
+
+    ahead: only the device knows the last token of each context.
+    """
     num_rows, vocab = len(cases), len(cases[0].logits)
-    settings = [case.settings for case in cases]
+    settings = [case.settings(index if ahead else None) for index, case in enumerate(cases)]
     order = np.random.default_rng(num_rows).permutation(num_rows + 1)[:num_rows].tolist()
     to = np.zeros((num_rows, SETTINGS_WORDS), np.int32)
     recent = np.full(sum(len(each.recent) for each in settings), -7, np.int32)
@@ -46,6 +55,7 @@ def sample_all(
         workspace = torch.zeros(num_rows, ROW_BYTES, dtype=torch.uint8, device=device)
     unpenalised = Guarded(len(recent), device=device)
     chosen = Guarded(num_rows, 2, dtype=torch.int32, device=device)
+    earlier = torch.tensor([[case.context[-1], 0] for case in cases], dtype=torch.int32, device=device)
     sample_cuda(
         logits[:, :vocab],
         torch.from_numpy(to).to(device),
@@ -53,6 +63,7 @@ def sample_all(
         unpenalised.tensor,
         workspace,
         chosen.tensor,
+        earlier,
         draws=any(case.params.temperature != 0 for case in cases),
     )
     unpenalised.checked()
@@ -99,9 +110,14 @@ def random_case(rng: np.random.Generator, vocab: int) -> Case:
 
 
 def check_choices(
-    cases: Sequence[Case], device: torch.device, workspace: torch.Tensor | None = None, gap: int = 0
+    cases: Sequence[Case],
+    device: torch.device,
+    workspace: torch.Tensor | None = None,
+    gap: int = 0,
+    *,
+    ahead: bool = False,
 ) -> None:
-    tokens, faults = sample_all(cases, device, workspace, gap)
+    tokens, faults = sample_all(cases, device, workspace, gap, ahead=ahead)
     for case, token, fault in zip(cases, tokens, faults, strict=True):
         try:
             expected = sample_token(case.logits, case.context, case.params, case.seed)

@@ -370,13 +370,13 @@ def test_reads_of_an_abandoned_step_spoil_no_later_one(tmp_path: Path, num_threa
         assert same_bits(file.run(runtime, pool, layer, x, ids), run(runtime, x, ids, file.layers[layer]))
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("is_reversed", [False, True])
 def test_a_prompt_leaves_the_experts_of_most_rows_in_free_slots(
-    expert_file: ExpertFile, turned: bool
+    expert_file: ExpertFile, is_reversed: bool
 ) -> None:
     """The others pass through a slot for staging."""
     pool, runtime = expert_file.pool(6, num_staging=1), _csrc.Runtime(1)
-    order = range(NUM_EXPERTS)[:: -1 if turned else 1]
+    order = range(NUM_EXPERTS)[:: -1 if is_reversed else 1]
     rows = [(expert,) for rank, expert in enumerate(order) for _ in range(rank + 1)]
     pool.begin_step(True)
     x = activations(17, len(rows), E)

@@ -1,81 +1,40 @@
 """Attention over integers as the GPU's kernels compute it, on the host: chunks have the definition's bits."""
 
-from dataclasses import dataclass, is_dataclass, replace
-from functools import partial
+from dataclasses import replace
 from random import Random
-from typing import TypeVar
 
 import pytest
 import torch
+from attention_batches import (
+    LIMITS,
+    MOST_POSITIONS,
+    WITH_WARPGROUPS,
+    BatchCase,
+    Part,
+    batch_of,
+    check_launched,
+    random_tree,
+    some_parts,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coldstream.kernels.arithmetic.reference import quantize_activations
-from coldstream.kernels.attention.arguments import (
-    AttentionInputs,
-    AttentionShape,
-    Caches,
-    DecodeWorkspace,
-    IntegerQueries,
-)
+from coldstream.kernels.attention.arguments import AttentionShape, Caches, DecodeWorkspace, IntegerQueries
 from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.cuda import IntegerKernels
-from coldstream.kernels.attention.exact import (
-    CHUNK_SIZE,
-    attend_chunk,
-    attention_exact,
-    first_position,
-    grid_cells,
-    heads_of,
-)
+from coldstream.kernels.attention.exact import attend_chunk, first_position, grid_cells, heads_of
 from coldstream.kernels.attention.exact_integers import NUM_PLANES
 from coldstream.kernels.attention.planes import round_planes
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
-from coldstream.kernels.ops import BLOCK_POSITIONS, BatchRows, RopeSpec, Rows
-from coldstream.kernels.quantize.cuda import empty_activations
-from coldstream.kernels.rope.reference import rope_angles
+from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kernels.sequences import seen
 from host_device import HostDevice
 
-T = TypeVar("T")
-LIMITS = DeviceLimits(5, 99 << 10, 100 << 10)
-WITH_WARPGROUPS = DeviceLimits(5, 227 << 10, 228 << 10, has_warpgroups=True)
-MOST_POSITIONS = 3 * BLOCK_POSITIONS
 
-
-@dataclass(frozen=True)
-class Part:
-    """Rows of one sequence: behind `committed` positions a chain, or a draft tree of these parents."""
-
-    committed: int
-    num_rows: int
-    parents: tuple[int, ...] | None = None
-
-
-def batch_of(parts: list[Part], random: Random, limits: DeviceLimits) -> Rows:
-    """Rows whose sequences have blocks in random order; warpgroups take few rows that are deep."""
-    order = list(range(len(parts) * (MOST_POSITIONS // BLOCK_POSITIONS)))
-    random.shuffle(order)
-    values: list[list[int]] = [[], [], [], [], []]
-    for number, part in enumerate(parts):
-        start = len(values[0])
-        depths: list[int] = []
-        for i in range(part.num_rows):
-            parent = i - 1 if part.parents is None else part.parents[i]
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-            row = (part.committed + depths[i], number, part.committed + i)
-            kept = -1 if part.parents is None else start + i
-            for column, value in zip(
-                values, (*row, start + parent if parent >= 0 else -1, kept), strict=True
-            ):
-                column.append(value)
-    positions, segments, indices, parents, kept = (torch.tensor(v, dtype=torch.int32) for v in values)
-    tables = torch.tensor(order, dtype=torch.int32).view(len(parts), -1)
-    has_trees = bool((kept >= 0).any())
-    is_deep = limits.has_warpgroups or random.random() < 0.5  # which decides who computes them
-    batch = BatchRows(segments, tables, indices, parents, kept, has_trees=has_trees, is_deep=is_deep)
-    return Rows(positions, segments, batch)
+def is_deep(seed: int, limits: DeviceLimits) -> bool:
+    """Warpgroups take few rows that are deep."""
+    return limits.has_warpgroups or seed % 2 == 1
 
 
 def check(
@@ -87,7 +46,7 @@ def check(
     limits: DeviceLimits = LIMITS,
 ) -> None:
     random, generator = Random(seed), torch.Generator().manual_seed(seed)
-    rows, (num_heads, num_kv_heads, head_dim) = batch_of(parts, random, limits), heads
+    rows, (num_heads, num_kv_heads, head_dim) = batch_of(parts, random, is_deep(seed, limits)), heads
     cache_type, num_rows = CACHE_TYPES[cache_name], len(rows.positions)
     blocks = (len(parts) * MOST_POSITIONS // BLOCK_POSITIONS, BLOCK_POSITIONS, num_kv_heads)
     k, v = (cache_type.encode(torch.randn(*blocks, head_dim, generator=generator)) for _ in range(2))
@@ -114,13 +73,6 @@ def check(
         assert workspace.values[row, :, len(cells) :].isnan().all()
 
 
-def on(device: str, of: T) -> T:
-    """The same tensors there."""
-    if isinstance(of, torch.Tensor):
-        return of.to(device)
-    return replace(of, **{k: on(device, v) for k, v in vars(of).items()}) if is_dataclass(of) else of  # type: ignore[type-var, return-value]
-
-
 def check_whole(
     parts: list[Part],
     cache_name: str,
@@ -133,65 +85,10 @@ def check_whole(
     output_gate: bool = True,
 ) -> None:
     """From projections to what the next product reads, and what is left in the caches."""
-    generator = torch.Generator().manual_seed(seed)
-    rows, (num_heads, num_kv_heads, head_dim) = batch_of(parts, Random(seed), limits), heads
-    cache_type, num_rows = CACHE_TYPES[cache_name], len(rows.positions)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    blocks = (len(parts) * MOST_POSITIONS // BLOCK_POSITIONS, BLOCK_POSITIONS, num_kv_heads)
-    caches = Caches(*(cache_type.encode(random(*blocks, head_dim)) for _ in range(2)))
-    expected_caches = Caches(caches.k.clone(), caches.v.clone())
-    inputs = AttentionInputs(
-        2 * random(num_rows, num_heads * (2 if output_gate else 1) * head_dim),
-        *(random(num_rows, num_kv_heads * head_dim) for _ in "kv"),
-        *(random(head_dim) + 1 for _ in "qk"), rope_angles(rows.positions, RopeSpec(16, 1e4)), 1e-6,
-    )  # fmt: skip
-    expected = attention_exact(
-        inputs.query_gate, inputs.key, inputs.value, inputs.q_norm, inputs.k_norm, inputs.eps, inputs.angles,
-        expected_caches.k, expected_caches.v, rows, window, output_gate=output_gate,
-    )  # fmt: skip
-    shape = AttentionShape(num_heads, num_kv_heads, head_dim, cache_type, window, output_gate)
-    kernels = IntegerKernels(shape, limits)
-    empty = partial(torch.empty, device=device)
-    queries = IntegerQueries(
-        empty((num_rows, num_heads, 2, head_dim), dtype=torch.int8), empty(num_rows, num_heads)
+    case = BatchCase(
+        parts, cache_name, heads, window, seed, output_gate=output_gate, is_deep=is_deep(seed, limits)
     )
-    workspace = DecodeWorkspace(
-        *(
-            empty(size)
-            for size in DecodeWorkspace.shapes(
-                shape, num_rows, CHUNK_SIZE * kernels.num_chunks(num_rows, MOST_POSITIONS)
-            )
-        )
-    )
-    width = num_heads * head_dim
-    out, quantised = empty(num_rows, width), empty_activations(num_rows, width, torch.device(device))
-    inputs, caches, rows = (on(device, each) for each in (inputs, caches, rows))
-    kernels.prepare(inputs, caches, rows, queries)
-    kernels.attend(queries, caches, rows, workspace)
-    kernels.merge(inputs.query_gate, rows, workspace, out=out, quantised=quantised)
-    assert torch.equal(caches.k.cpu(), expected_caches.k)
-    assert torch.equal(caches.v.cpu(), expected_caches.v)
-    assert torch.equal(out.cpu(), expected)
-    padded = torch.nn.functional.pad(expected, (0, quantised.q.shape[1] - expected.shape[1]))
-    for found, wanted in zip(
-        vars(quantised).values(), vars(quantize_activations(padded)).values(), strict=True
-    ):
-        assert torch.equal(found.cpu(), wanted)
-
-
-@st.composite
-def some_parts(draw: st.DrawFn) -> list[Part]:
-    parts = []
-    for _ in range(draw(st.integers(1, 3))):
-        committed = draw(st.sampled_from([0, 1, 40, 63, 64, 65, 191, 200, 255, 256, 300]))
-        num_rows = draw(st.integers(1, 9))
-        tree = draw(st.booleans())
-        parents = tuple(draw(st.integers(-1, i - 1)) for i in range(num_rows)) if tree else None
-        parts.append(Part(committed, num_rows, parents))
-    return parts
+    check_launched(case, case.expected(), limits, device)
 
 
 @pytest.mark.usefixtures("host")
@@ -207,10 +104,8 @@ def test_chunks_have_the_bits_of_the_definition(cache_name: str, heads: tuple[in
 
 
 def test_a_tree_of_64_rows_across_blocks(host: HostDevice) -> None:
-    random = Random(4)
-    parents = tuple(random.randint(max(-1, i - 4), i - 1) for i in range(64))
     for committed in (0, 30, 250):
-        check([Part(committed, 64, parents)], "i16", (4, 2, 64), None, seed=committed)
+        check([random_tree(committed, 64, seed=4)], "i16", (4, 2, 64), None, seed=committed)
 
 
 def test_the_heads_of_the_full_size_model(host: HostDevice) -> None:

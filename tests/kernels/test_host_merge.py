@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from deep_attention import LARGEST_CONTEXT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,6 +71,14 @@ def test_chunks_are_merged_as_the_definition_says(num_heads: int, head_dim: int,
         check(shape, positions, max(positions) // CHUNK_SIZE + 1 + spare_chunks, seed)
 
     check_all()
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 256), (9, 32)])
+def test_as_many_chunks_as_a_context_has_are_merged(num_heads: int, head_dim: int) -> None:
+    for positions, window in (([LARGEST_CONTEXT - 1, 5], None), ([LARGEST_CONTEXT - 1, 3000], 4096)):
+        shape = AttentionShape(num_heads, 1, head_dim, CACHE_TYPES["i16"], window)
+        check(shape, positions, LARGEST_CONTEXT // CHUNK_SIZE, seed=5)
 
 
 @pytest.mark.usefixtures("host")

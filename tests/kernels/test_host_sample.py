@@ -22,7 +22,8 @@ def test_random_cases(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     workspace = torch.zeros(4, ROW_BYTES, dtype=torch.uint8)
     for gap in range(8):
-        check_choices([random_case(rng, vocab) for _ in range(4)], CPU, workspace, gap % 3)
+        cases = [random_case(rng, vocab) for _ in range(4)]
+        check_choices(cases, CPU, workspace, gap % 3, ahead=gap % 2 == 1)
 
 
 @pytest.mark.usefixtures("host")

@@ -44,6 +44,7 @@ from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS
 from coldstream.kernels.rms_norm import cuda as rms_norm
 from coldstream.kernels.router import cuda as router
 from coldstream.kernels.router.reference import SMALLEST_SUM
+from coldstream.kernels.sample import admit
 from coldstream.kernels.sample import cuda as sample
 
 Layout = type[ctypes.Structure] | np.dtype  # type: ignore[type-arg]
@@ -122,6 +123,11 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "Results": router._Results,
         "Ahead": router._Ahead,
         "Sharing": partition.Sharing,
+    },
+    "sample/admit.cu": {
+        "StepRows": admit._StepRows,
+        "Admission": admit._Admission,
+        "Chosen": np.dtype([("token", np.int32), ("fault", np.int32)]),
     },
     "sample/sample.cu": {
         "Logits": sample._Logits,

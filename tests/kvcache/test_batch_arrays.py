@@ -4,14 +4,57 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_cache import Shape
 
 from builders import Dims, write_gguf
 from coldstream.errors import InvalidRequestError
+from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.ops import MAX_TREE_ROWS
-from coldstream.kvcache import Batch, CacheSize, Segment
-from coldstream.kvcache.batch import BatchArrays, BatchSize, PathArrays
+from coldstream.kvcache import Batch, CacheSize, Segment, SequenceCache
+from coldstream.kvcache.batch import (
+    BatchArrays,
+    BatchLimits,
+    BatchSize,
+    CheckedSegment,
+    PathArrays,
+    check_batch,
+)
 from coldstream.kvcache.sequence_cache import AcceptedPath
-from coldstream.models.cpu_runner import CpuRunner
+from runners import open_cpu_runner
+
+
+def test_rows_of_a_batch_name_their_sequences_and_parents() -> None:
+    """A chain, a tree and another chain, whose sequences have committed 2, 300 and no tokens."""
+    cache = SequenceCache(Shape(), CpuOps(1), CacheSize(6, 3, 8), "f32")
+    sequences = [cache.new() for _ in range(3)]
+
+    def reserved(*segments: Segment) -> list[CheckedSegment]:
+        checked = check_batch(Batch(segments), cache, BatchLimits(100, 400, 400, 3))
+        cache.reserve([segment.demand for segment in checked])
+        return checked
+
+    for sequence, length in zip(sequences, (2, 300), strict=False):
+        reserved(Segment(sequence, [1] * length))
+        cache.append(sequence, length)
+    first, second, third = sequences
+    segments = reserved(
+        Segment(first, [5, 6, 7]), Segment(second, [8, 9, 8, 9], [-1, 0, 0, 2]), Segment(third, [4, 3])
+    )
+    size = BatchSize(num_rows=10, num_segments=3, num_blocks=2)
+    arrays = BatchArrays(np.full(size.num_values, 77, np.int32), size)
+    assert arrays.write(segments) == 9
+    batch, tree = arrays.rows.batch, second.pending
+    assert batch is not None
+    assert tree is not None
+    assert arrays.token_ids.tolist() == [5, 6, 7, 8, 9, 8, 9, 4, 3, 77]
+    assert arrays.rows.positions[:9].tolist() == [2, 3, 4, 300, 301, 301, 302, 0, 1]
+    assert batch.indices[:9].tolist() == [2, 3, 4, 300, 301, 302, 303, 0, 1]
+    assert batch.segments[:9].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 2]
+    assert batch.parents[:9].tolist() == [-1, 0, 1, -1, 3, 3, 5, -1, 7]
+    assert batch.kept[:9].tolist() == [-1, -1, -1, *tree.kept, -1, -1]
+    states = [first.state] * 3 + [second.state] * 4 + [third.state] * 2
+    assert arrays.rows.state_ids[:9].tolist() == states
+    assert batch.tables.tolist() == [[*first.blocks, 77], second.blocks, [*third.blocks, 77]]
 
 
 def test_rows_behind_a_batch_are_of_no_sequence() -> None:
@@ -46,7 +89,7 @@ def test_a_path_lies_where_a_commit_reads_it() -> None:
 
 def test_logits_of_a_text_leave_other_sequences_alone_and_segments_are_counted(tmp_path: Path) -> None:
     (path,) = write_gguf(tmp_path / "tiny.gguf", dims=Dims(layers=2, interval=2))
-    with CpuRunner.open(path, threads=1, context_length=16, cache_size=CacheSize.of(3, 16)) as runner:
+    with open_cpu_runner(path, threads=1, context_length=16, cache_size=CacheSize.of(3, 16)) as runner:
         live, other = runner.new_sequence(), runner.new_sequence()
         for sequence in (live, other):
             runner.extend(sequence, [1, 2, 3])

@@ -97,6 +97,15 @@ class Sequences(RuleBasedStateMachine):
                 self.tokens[demand.sequence] += tokens
 
     @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def left_out_row(self, data: st.DataObject) -> None:
+        """A step that computes none of it writes nothing."""
+        sequence = self.draw(data)
+        if sequence not in self.trees and self.reserve(Demand(sequence, 1)):
+            self.cache.append(sequence, 1)
+            self.cache.take_back(sequence)
+
+    @precondition(lambda self: self.tokens)
     @rule(data=st.data(), count=st.integers(1, 64))
     def tree(self, data: st.DataObject, count: int) -> None:
         sequence = self.draw(data)
@@ -218,6 +227,22 @@ class Sequences(RuleBasedStateMachine):
 
 TestSequences = Sequences.TestCase
 TestSequences.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+
+def test_a_row_that_was_left_out_gives_its_block_back() -> None:
+    cache = SequenceCache(Shape(), CpuOps(1), SIZE, "f32")
+    sequence = cache.new()
+    cache.reserve([Demand(sequence, BLOCK_POSITIONS)])
+    cache.append(sequence, BLOCK_POSITIONS)
+    cache.reserve([Demand(sequence, 1)])
+    cache.append(sequence, 1)
+    assert len(sequence.blocks) == 2
+    cache.take_back(sequence)
+    assert (sequence.length, len(sequence.blocks)) == (BLOCK_POSITIONS, 1)
+    cache.checkpoint(sequence)
+    for each in (sequence, cache.new()):
+        with pytest.raises(InvalidRequestError, match=f"no row after {each.length} tokens"):
+            cache.take_back(each)
 
 
 def test_a_pool_says_how_many_blocks_there_are_and_what_to_do() -> None:

@@ -2,23 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from cuda.bindings import driver
 from one_sequence import OneSequence
 
-from coldstream.engine.routing_profile import routed_model
-from coldstream.experts.prefetching import LAYERS_AHEAD, Prefetching
-from coldstream.gguf.reader import GGUFFile
+from coldstream.experts.prefetching import Prefetching
 from coldstream.kvcache import CacheSize
-from coldstream.models.cuda_runner import CudaRunner, ExpertSetup
-from coldstream.models.footprint import model_sizes
-from coldstream.models.spec import ModelSpec
-from coldstream.placement.plan import FixedPart, PlacementPlan
+from coldstream.models.cuda_runner import CudaRunner
 from coldstream.placement.policies import Policy
-from coldstream.placement.run_plan import RunPlan
+from runners import open_model_file, partial_plan, resident_plan
 
 CHUNK_SIZE = 512
 
@@ -26,12 +20,9 @@ CHUNK_SIZE = 512
 def open_cuda(
     path: Path, context_length: int = 256, kv_type: str = "i16", cache_size: CacheSize | None = None
 ) -> OneSequence:
-    file = GGUFFile.open(path)
-    spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-    runner = CudaRunner.load(
-        file, spec, context_length=context_length, kv_type=kv_type, cache_size=cache_size
-    )
-    return OneSequence(runner)
+    file, spec = open_model_file(path)
+    plan = resident_plan(file, spec, context_length, kv_type)
+    return OneSequence(CudaRunner.load(file, spec, plan, cache_size=cache_size))
 
 
 def open_partly(
@@ -52,34 +43,21 @@ def open_partly(
 
     All experts of `pinned` layers are there besides.
     """
-    file = GGUFFile.open(path)
-    spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-    sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
-    count = round(share * spec.num_experts)
-    plan = PlacementPlan(
-        model=routed_model(file, spec),
-        tier="vram",
-        budget_bytes=2**40,
-        fixed=FixedPart(context_length, "i16", CHUNK_SIZE, 0, 0, 0),
+    file, spec = open_model_file(path)
+    plan = partial_plan(
+        file,
+        spec,
+        round(share * spec.num_experts),
+        context_length=context_length,
+        chunk_size=CHUNK_SIZE,
         ring_bytes=ring_bytes,
-        expert_bytes=sizes.expert_bytes,
-        resident=tuple(
-            tuple(range(spec.num_experts if layer in pinned else count)) for layer in range(spec.num_layers)
-        ),
-        pinned_layers=pinned,
+        threads=threads,
+        streamed=streamed,
+        pinned=pinned,
         layer_weights=layer_weights,
+        prefetching=prefetching,
     )
-    by_misses = tuple(round(streamed * misses) for misses in range(spec.num_experts_per_tok + 1))
-    run = RunPlan(plan, threads, streamed=by_misses)
-    if prefetching and (fitting := prefetching.fitting(ring_bytes, max(sizes.expert_bytes))):
-        assert fitting.cap_bytes
-        run = replace(run, prefetch=fitting.experts, prefetch_bytes=fitting.cap_bytes)
-    ahead = prefetching.distance if prefetching else LAYERS_AHEAD
-    setup = ExpertSetup(run, policy=policy, layers_ahead=ahead)
-    runner = CudaRunner.load(
-        file, spec, context_length=context_length, kv_type="i16", cache_size=cache_size, expert_setup=setup
-    )
-    return OneSequence(runner)
+    return OneSequence(CudaRunner.load(file, spec, plan, policy=policy, cache_size=cache_size))
 
 
 @contextmanager

@@ -10,13 +10,15 @@ import hashlib
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
 from coldstream.errors import ColdstreamError
-from coldstream.models.cpu_runner import CpuRunner
+from runners import open_cpu_runner
 
 
 def main() -> None:
     path, ram_bytes, requests = sys.argv[1:]
-    with CpuRunner.open(Path(path), threads=2, context_length=64, ram_bytes=int(ram_bytes)) as runner:
+    with open_cpu_runner(Path(path), threads=2, context_length=64, ram_bytes=int(ram_bytes)) as runner:
         for _ in range(int(requests)):
             try:
                 print(hashlib.sha256(runner.logits(list(range(40))).tobytes()).hexdigest())

@@ -10,8 +10,8 @@ import numpy as np
 from coldstream import kvcache
 from coldstream.decoding import AnyLogits, SamplingParams, TokenChooser
 from coldstream.kvcache import Batch, Segment
-from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.runner import ModelRunner, Progress
+from runners import open_cpu_runner
 
 
 class OneSequence:
@@ -68,4 +68,4 @@ def chosen_after(logits: AnyLogits, context: Sequence[int], params: SamplingPara
 
 
 def open_cpu(path: Path, **options: Any) -> OneSequence:
-    return OneSequence(CpuRunner.open(path, **options))
+    return OneSequence(open_cpu_runner(path, **options))

@@ -57,8 +57,20 @@ VARIANTS = {
         {"fused_experts": True, "fused_attention": True, "tied": True, "quant": "Q4_K"},
     ),
 }
+# A model of each architecture with experts.
+FAMILIES = ("moe", "qwen3moe", "qwen3next")
 # Architectures whose layers differ, each with the types of cache that tests over several take it with.
 MIXED_LAYERS = [("qwen35moe", "i16"), ("qwen35moe", "i8"), ("qwen3next", "i4"), ("qwen3moe", "i3")]
+# On the host these take as many minutes again.
+MIXED_LAYERS_OF_A_GPU = [*MIXED_LAYERS, ("qwen3next", "i16"), ("qwen3moe", "i16")]
+
+
+def write_variant(folder: Path, name: str) -> Path:
+    """The model of `VARIANTS` with that name."""
+    arch, options = VARIANTS[name]
+    path = folder / f"{name}.gguf"
+    write_gguf(path, arch, **options)  # type: ignore[arg-type]
+    return path
 
 
 def write_mixed_layers(folder: Path, arch: str) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from one_sequence import open_cpu
-from runner_cases import MIX, VARIANTS, reference_logits, token_ids
+from runner_cases import FAMILIES, MIX, VARIANTS, reference_logits, token_ids, write_variant
 
 from builders import Dims, write_gguf
 from coldstream.errors import InvalidRequestError, ModelChangedError, UnsupportedError
@@ -16,10 +16,7 @@ from coldstream.models.cpu_runner import CpuRunner
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=list(VARIANTS))
 def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    arch, options = VARIANTS[request.param]
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    write_gguf(path, arch, **options)  # type: ignore[arg-type]
-    return path
+    return write_variant(tmp_path_factory.mktemp("models"), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +26,10 @@ def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["moe", "qwen3moe"])
-def hybrid_or_attention(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=FAMILIES)
+def family_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Experts behind layers of both kinds of mixer, and behind attention alone."""
-    arch, options = VARIANTS[request.param]
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    write_gguf(path, arch, **options)  # type: ignore[arg-type]
-    return path
+    return write_variant(tmp_path_factory.mktemp("models"), request.param)
 
 
 @pytest.mark.parametrize("kv_type", ["f32", "i16"])
@@ -47,14 +41,11 @@ def test_the_graph_computes_what_the_reference_defines(model_path: Path, kv_type
 
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
 @pytest.mark.parametrize("threads", [1, 3])
-def test_tokens_do_not_depend_on_tier_threads_or_chunks(
-    hybrid_or_attention: Path, tier: str, threads: int
-) -> None:
-    path = hybrid_or_attention
+def test_tokens_do_not_depend_on_tier_threads_or_chunks(family_path: Path, tier: str, threads: int) -> None:
     ids = token_ids(CpuRunner.chunk_size + 9)
-    with open_cpu(path, threads=2, tier="generic", context_length=len(ids)) as runner:
+    with open_cpu(family_path, threads=2, tier="generic", context_length=len(ids)) as runner:
         expected = runner.prefill(ids)
-    with open_cpu(path, threads=threads, tier=tier, context_length=len(ids)) as runner:
+    with open_cpu(family_path, threads=threads, tier=tier, context_length=len(ids)) as runner:
         assert np.array_equal(runner.prefill(ids), expected)
         runner.reset()
         start = 0
@@ -73,8 +64,8 @@ def test_decoding_equals_prefill_bit_for_bit(model_path: Path) -> None:
     assert np.array_equal(together, alone)
 
 
-def test_twenty_requests_in_one_process_answer_like_the_first(moe_path: Path) -> None:
-    with open_cpu(moe_path, threads=2, context_length=128) as runner:
+def test_twenty_requests_in_one_process_answer_like_the_first(family_path: Path) -> None:
+    with open_cpu(family_path, threads=2, context_length=128) as runner:
         expected = runner.prefill(token_ids(33))
         for other in range(1, 21):
             runner.reset()

@@ -6,8 +6,9 @@ import pytest
 
 from coldstream.errors import OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
 from coldstream.kernels.cuda.memory import MemoryPlan
-from coldstream.kvcache import CacheSize
+from coldstream.kvcache import CacheSize, state_bytes
 from coldstream.models.cuda_model import Limits, Loaded, StepShape, count_memory, plan_memory
 from coldstream.models.fixed_part import CHUNK_SIZES
 from coldstream.models.spec import ModelSpec
@@ -24,6 +25,26 @@ def test_memory_is_planned_without_a_device(moe_path: Path, chunk_size: int) -> 
         assert large.caches > 3 * plan.caches
         with pytest.raises(OutOfMemoryError, match=r"needs .* GiB are free: weights .* --device cpu"):
             plan_memory(file, spec, Limits(CacheSize.of(1, 1024), 1024, "i16"), plan.weights, chunk_size)
+
+
+@pytest.mark.parametrize("expert_bytes", [None, 0])
+def test_trap_19_the_cache_counts_attention_layers_in_its_own_type(
+    moe_path: Path, expert_bytes: int | None
+) -> None:
+    """To the byte, in one attention layer with two heads of 64 values each for keys and values."""
+    rows = {"i16": 144, "i8": 80, "i4": 48, "i3": 32}
+    assert rows.keys() == set(GPU_CACHE_TYPES)
+    with GGUFFile.open(moe_path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        beside = set()
+        for num_blocks in (2, 9):
+            for kv_type, row_bytes in rows.items():
+                limits = Limits(CacheSize(num_blocks, num_states=2), 512, kv_type, expert_bytes)
+                plan = count_memory(file, spec, limits, 256)
+                assert plan_memory(file, spec, limits, plan.total, 256) == plan
+                beside.add(plan.caches - num_blocks * 256 * 2 * 2 * row_bytes)
+    assert len(beside) == 1  # inputs of a step and the like
+    assert 2 * state_bytes(spec) < beside.pop() < 2 * state_bytes(spec) + 2**20
 
 
 @pytest.mark.parametrize("expert_bytes", [None, 0])

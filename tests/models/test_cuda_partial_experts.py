@@ -4,16 +4,16 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from cuda_runner_cases import open_cuda, open_partly
 from one_sequence import OneSequence, chosen_after, step_rows
-from runner_cases import VARIANTS, reference_logits, token_ids
+from runner_cases import MIX, VARIANTS, reference_logits, token_ids, write_variant
 
-from builders import write_gguf
+from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.decoding import SamplingParams
 from coldstream.errors import ModelChangedError
@@ -24,7 +24,7 @@ from random_residency import RandomResidency
 
 pytestmark = pytest.mark.gpu
 
-PROMPT = tuple(range(300, 340))
+PROMPT = tuple(range(200, 240))
 SIZE = CacheSize.of(41, 512)
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95)
@@ -50,16 +50,33 @@ def assert_same(actual: Answer, expected: Answer) -> None:
     assert np.array_equal(actual[1], expected[1])
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Answer]:
-    """With everything resident."""
-    with open_cuda(demo_model_path(), context_length=512) as runner:
-        return {"greedy": answer(runner), "sampled": answer(runner, SAMPLED)}
+class Model(NamedTuple):
+    """What a model says with everything resident."""
+
+    path: Path
+    greedy: Answer
+    sampled: Answer
+
+
+@pytest.fixture(scope="module", params=["demo", "qwen3moe", "qwen3next"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of each family with experts, many of which a short text does not use."""
+    if request.param == "demo":
+        return demo_model_path()
+    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+    write_gguf(path, request.param, types=MIX, dims=Dims(experts=32, experts_used=4))
+    return path
 
 
 @pytest.fixture(scope="module")
-def half() -> Iterator[OneSequence]:
-    with open_partly(demo_model_path(), 0.5, streamed=0.5, context_length=512, cache_size=SIZE) as runner:
+def model(path: Path) -> Model:
+    with open_cuda(path, context_length=512) as runner:
+        return Model(path, answer(runner), answer(runner, SAMPLED))
+
+
+@pytest.fixture(scope="module")
+def half(path: Path) -> Iterator[OneSequence]:
+    with open_partly(path, 0.5, streamed=0.5, context_length=512, cache_size=SIZE) as runner:
         yield runner
 
 
@@ -77,9 +94,7 @@ def half() -> Iterator[OneSequence]:
 def test_every_kind_of_model(
     variant: str, share: float, streamed: float, prefetching: Prefetching | None, tmp_path: Path
 ) -> None:
-    arch, options = VARIANTS[variant]
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, arch, **options)  # type: ignore[arg-type]
+    path = write_variant(tmp_path, variant)
     ids = token_ids(70)
     expected = reference_logits(path, ids, "i16").numpy()
     with open_partly(path, share, streamed=streamed, prefetching=prefetching) as runner:
@@ -92,18 +107,16 @@ def test_every_kind_of_model(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.5, 0.75, 1.0])
-def test_trap_10_the_answer_does_not_depend_on_what_is_resident(
-    share: float, expected: dict[str, Answer]
-) -> None:
+def test_trap_10_the_answer_does_not_depend_on_what_is_resident(share: float, model: Model) -> None:
     pinned = (0, 3) if share == 0.25 else ()
-    with open_partly(demo_model_path(), share, streamed=0.4, context_length=512, pinned=pinned) as runner:
-        assert_same(answer(runner), expected["greedy"])
-        assert_same(answer(runner, SAMPLED), expected["sampled"])
+    with open_partly(model.path, share, streamed=0.4, context_length=512, pinned=pinned) as runner:
+        assert_same(answer(runner), model.greedy)
+        assert_same(answer(runner, SAMPLED), model.sampled)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_trap_3_memory_that_was_never_written_holds_nan_and_leaks_none(
-    share: float, expected: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+    share: float, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = torch.empty
 
@@ -112,48 +125,44 @@ def test_trap_3_memory_that_was_never_written_holds_nan_and_leaks_none(
         return tensor.fill_(255) if tensor.dtype == torch.uint8 else tensor
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    with open_partly(demo_model_path(), share, streamed=0.4, context_length=512) as runner:
-        assert_same(answer(runner), expected["greedy"])
+    with open_partly(model.path, share, streamed=0.4, context_length=512) as runner:
+        assert_same(answer(runner), model.greedy)
         prompt = token_ids(300)
         runner.reset()
         actual = runner.prefill(prompt)
-    with open_cuda(demo_model_path(), context_length=512) as whole:
+    with open_cuda(model.path, context_length=512) as whole:
         assert np.array_equal(actual, whole.prefill(prompt))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("streamed", [0.0, 0.5, 1.0])
-def test_ex07_threads_and_who_computes_what_is_missing(
-    threads: int, streamed: float, expected: dict[str, Answer]
-) -> None:
-    with open_partly(
-        demo_model_path(), 0.2, streamed=streamed, threads=threads, context_length=512
-    ) as runner:
-        assert_same(answer(runner), expected["greedy"])
+def test_ex07_threads_and_who_computes_what_is_missing(threads: int, streamed: float, model: Model) -> None:
+    with open_partly(model.path, 0.2, streamed=streamed, threads=threads, context_length=512) as runner:
+        assert_same(answer(runner), model.greedy)
 
 
 @pytest.mark.parametrize("prefetching", [None, Prefetching(2, 3)])
 def test_ex07_random_residency_at_every_step_and_a_thousand_swaps(
-    prefetching: Prefetching | None, expected: dict[str, Answer]
+    prefetching: Prefetching | None, model: Model
 ) -> None:
     policy = RandomResidency(seed=3)
     with open_partly(
-        demo_model_path(), 0.3, streamed=0.3, policy=policy, context_length=512, prefetching=prefetching
+        model.path, 0.3, streamed=0.3, policy=policy, context_length=512, prefetching=prefetching
     ) as runner:
-        for sampling, name in ((GREEDY, "greedy"), (SAMPLED, "sampled")):
-            assert_same(answer(runner, sampling), expected[name])
+        assert_same(answer(runner), model.greedy)
+        assert_same(answer(runner, SAMPLED), model.sampled)
         cache = runner.expert_cache
         assert cache is not None
         assert cache.counters.evictions.sum() > 1000
-        assert_same(answer(runner), expected["greedy"])
+        assert_same(answer(runner), model.greedy)
 
 
 @pytest.mark.alone
-def test_trap_23_twenty_requests_and_memory_stays(half: OneSequence, expected: dict[str, Answer]) -> None:
+def test_trap_23_twenty_requests_and_memory_stays(half: OneSequence, model: Model) -> None:
     answer(half, count=20)
     taken = None
     for _ in range(21):
-        assert_same(answer(half, count=300), expected["greedy"])
+        assert_same(answer(half), model.greedy)
         torch.cuda.synchronize()
         free = torch.cuda.mem_get_info()[0]
         taken = free if taken is None else taken
@@ -162,14 +171,12 @@ def test_trap_23_twenty_requests_and_memory_stays(half: OneSequence, expected: d
 
 @pytest.mark.parametrize("prefetching", [Prefetching(1, 1), Prefetching(1, 4), Prefetching(3, 8)])
 @pytest.mark.parametrize("share", [0.0, 0.25])
-def test_prefetching_changes_no_bit(
-    share: float, prefetching: Prefetching, expected: dict[str, Answer]
-) -> None:
+def test_prefetching_changes_no_bit(share: float, prefetching: Prefetching, model: Model) -> None:
     with open_partly(
-        demo_model_path(), share, streamed=0.5, context_length=512, cache_size=SIZE, prefetching=prefetching
+        model.path, share, streamed=0.5, context_length=512, cache_size=SIZE, prefetching=prefetching
     ) as runner:
-        assert_same(answer(runner), expected["greedy"])
-        assert_same(answer(runner, SAMPLED), expected["sampled"])
+        assert_same(answer(runner), model.greedy)
+        assert_same(answer(runner, SAMPLED), model.sampled)
         statistics = runner.gpu_experts
         assert statistics is not None
         assert statistics.prefetch is not None
@@ -177,7 +184,7 @@ def test_prefetching_changes_no_bit(
         assert sum(statistics.prefetch.fetched) >= sum(statistics.prefetch.used) > 0
         for count in (2, 8, 9, 3):
             test_a_sequence_among_others(runner, count)
-            assert_same(answer(runner, count=300), expected["greedy"])
+            assert_same(answer(runner), model.greedy)
 
 
 @pytest.mark.parametrize("count", [2, 8, 9, 17, 40])
@@ -199,9 +206,9 @@ def test_a_sequence_among_others(half: OneSequence, count: int) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_trap_4_all_hot_all_cold_and_the_same_experts_for_all_rows(share: float) -> None:
+def test_trap_4_all_hot_all_cold_and_the_same_experts_for_all_rows(share: float, path: Path) -> None:
     """Batches that leave nothing to one of the places, and rows that all choose alike."""
-    with open_partly(demo_model_path(), share) as runner, open_cuda(demo_model_path()) as whole:
+    with open_partly(path, share) as runner, open_cuda(path) as whole:
         for count in (1, 2, 4, 5, 8, 9, 16, 24, 64, 128):
             for ids in (token_ids(count), [7] * count):
                 runner.reset()
@@ -210,9 +217,9 @@ def test_trap_4_all_hot_all_cold_and_the_same_experts_for_all_rows(share: float)
 
 
 @pytest.mark.parametrize("count", [65, 168, 300, 450])
-def test_prompts_of_many_rows(half: OneSequence, count: int) -> None:
+def test_prompts_of_many_rows(half: OneSequence, path: Path, count: int) -> None:
     ids = token_ids(count)
-    with open_cuda(demo_model_path(), context_length=512) as whole:
+    with open_cuda(path, context_length=512) as whole:
         expected = whole.prefill(ids)
     half.reset()
     assert np.array_equal(half.prefill(ids), expected)

@@ -1,7 +1,6 @@
 """CudaRunner: whole models on a GPU, held to the exact definition, to the CPU and to themselves."""
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ from cuda_runner_cases import open_cuda
 from hypothesis import given
 from hypothesis import strategies as st
 from one_sequence import OneSequence, chosen_after, open_cpu, step_rows
-from runner_cases import MIX, VARIANTS, reference_logits, token_ids
+from runner_cases import FAMILIES, MIX, VARIANTS, reference_logits, token_ids, write_variant
 
 from builders import write_gguf
 from coldstream.assets import demo_model_path
@@ -39,22 +38,26 @@ from coldstream.models.cuda_model import (
 from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.layer_specs import AttentionSpec, DeltaNetSpec, MoeSpec
 from coldstream.models.spec import ModelSpec
+from runners import open_model_file, resident_plan
 from specs import with_layers
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def family_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_variant(tmp_path_factory.mktemp("models"), request.param)
+
+
 @pytest.fixture(scope="module")
-def runner(moe_path: Path) -> Iterator[OneSequence]:
+def runner(family_path: Path) -> Iterator[OneSequence]:
     """One sequence of up to 1024 tokens; tests leave it in any state."""
-    with open_cuda(moe_path, context_length=1024) as runner:
+    with open_cuda(family_path, context_length=1024) as runner:
         yield runner
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_gpu_computes_what_the_reference_defines(variant: str, tmp_path: Path) -> None:
-    arch, options = VARIANTS[variant]
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, arch, **options)  # type: ignore[arg-type]
+    path = write_variant(tmp_path, variant)
     ids = token_ids(21)
     expected = reference_logits(path, ids, "i16").numpy()
     with open_cuda(path) as runner:
@@ -73,12 +76,12 @@ def test_the_demo_model_has_the_same_bits_on_gpu_and_cpu() -> None:
 
 
 @pytest.mark.gpu
-def test_a_request_alone_and_among_31_others_in_any_chunks(moe_path: Path) -> None:
+def test_a_request_alone_and_among_31_others_in_any_chunks(family_path: Path) -> None:
     """Row and chunk invariance, bit for bit: at once and in chunks of 64 and 4096, alone and in slot 17."""
     context_length, tokens = 4352, token_ids(9)
     prompts = [token_ids(300 + 7 * slot) for slot in range(32)]
     prompts[17] = token_ids(4200)
-    with open_cuda(moe_path, context_length) as alone:
+    with open_cuda(family_path, context_length) as alone:
         assert alone.chunk_size >= len(prompts[17])
         first = alone.prefill(prompts[17])
         others = [alone.decode(token) for token in tokens]
@@ -89,7 +92,7 @@ def test_a_request_alone_and_among_31_others_in_any_chunks(moe_path: Path) -> No
             assert np.array_equal(in_chunks, first)
             assert np.array_equal([alone.decode(token) for token in tokens], others)
     size = CacheSize(num_blocks=17 + 31 * 3, num_states=32)
-    with open_cuda(moe_path, context_length, cache_size=size) as crowd:
+    with open_cuda(family_path, context_length, cache_size=size) as crowd:
         sequences = [crowd.new_sequence() for _ in prompts]
         for i, prompt in enumerate(prompts):
             chunk = 4096 if i == 17 else 100
@@ -135,12 +138,12 @@ def test_trap_23_twenty_requests_leave_memory_flat_and_answer_alike(runner: OneS
 
 
 @pytest.mark.gpu
-def test_trap_24_a_reset_leaves_nothing_of_the_last_sequence(moe_path: Path, runner: OneSequence) -> None:
+def test_trap_24_a_reset_leaves_nothing_of_the_last_sequence(family_path: Path, runner: OneSequence) -> None:
     runner.reset()
     runner.prefill(token_ids(200))
     runner.reset()
     used = runner.logits(token_ids(50))
-    with open_cuda(moe_path, context_length=1024) as fresh:
+    with open_cuda(family_path, context_length=1024) as fresh:
         assert np.array_equal(fresh.logits(token_ids(50)), used)
 
 
@@ -175,9 +178,9 @@ def test_compiled_kernels_that_are_not_kept_are_a_warning(
 
 
 @pytest.mark.gpu
-def test_trap_25_every_state_has_memory_of_its_own(moe_path: Path) -> None:
+def test_trap_25_every_state_has_memory_of_its_own(family_path: Path) -> None:
     """Two sequences with equal prompts, of which one goes on: the other's state has not moved."""
-    with open_cuda(moe_path, cache_size=CacheSize.of(2, 256)) as runner:
+    with open_cuda(family_path, cache_size=CacheSize.of(2, 256)) as runner:
         first, second = runner.new_sequence(), runner.new_sequence()
         for sequence in (first, second):
             runner.runner.extend(sequence, token_ids(20))
@@ -211,10 +214,11 @@ def test_trap_36_positions_mean_the_same_for_one_row_and_for_many(runner: OneSeq
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("arch", ["qwen35moe", "qwen3next"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_trap_55_the_shared_gate_of_one_to_four_rows(tmp_path: Path, count: int) -> None:
+def test_trap_55_the_shared_gate_of_one_to_four_rows(tmp_path: Path, count: int, arch: str) -> None:
     path = tmp_path / "gate.gguf"
-    write_gguf(path, types={**MIX, "*.ffn_gate_inp_shexp.weight": "F16"})
+    write_gguf(path, arch, types={**MIX, "*.ffn_gate_inp_shexp.weight": "F16"})
     ids = token_ids(count)
     with open_cuda(path) as runner:
         assert np.array_equal(runner.logits(ids), reference_logits(path, ids, "i16").numpy())
@@ -235,12 +239,10 @@ def test_what_cannot_be_computed_is_refused_and_changes_nothing(moe_path: Path) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_type", GPU_CACHE_TYPES)
-def test_types_of_keys_and_values_have_the_bits_of_the_reference(tmp_path: Path, kv_type: str) -> None:
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, types=MIX)
+def test_types_of_keys_and_values_have_the_bits_of_the_reference(family_path: Path, kv_type: str) -> None:
     ids = token_ids(70)
-    with open_cuda(path, kv_type=kv_type) as runner:
-        assert np.array_equal(runner.logits(ids), reference_logits(path, ids, kv_type).numpy())
+    with open_cuda(family_path, kv_type=kv_type) as runner:
+        assert np.array_equal(runner.logits(ids), reference_logits(family_path, ids, kv_type).numpy())
 
 
 @pytest.mark.gpu
@@ -329,9 +331,7 @@ def test_the_kernels_of_a_model_are_known_before_it_runs(
 def test_nothing_is_compiled_once_a_model_is_loaded(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arch, options = VARIANTS[variant]
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, arch, **options)  # type: ignore[arg-type]
+    path = write_variant(tmp_path, variant)
     seen: list[tuple[int, int]] = []
     used: set[tuple[Path, str]] = set()
     kernel = CudaProgram.kernel
@@ -340,10 +340,15 @@ def test_nothing_is_compiled_once_a_model_is_loaded(
         used.add((self.source, instance))
         return kernel(self, instance)
 
-    file = GGUFFile.open(path)
-    spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-    load = partial(CudaRunner.load, context_length=1024, kv_type="i16", cache_size=CacheSize.of(3, 1024, 1))
-    with OneSequence(load(file, spec, compiling=lambda done, total: seen.append((done, total)))) as runner:
+    file, spec = open_model_file(path)
+    opened = CudaRunner.load(
+        file,
+        spec,
+        resident_plan(file, spec, 1024),
+        cache_size=CacheSize.of(3, 1024, 1),
+        compiling=lambda *done: seen.append(done),
+    )
+    with OneSequence(opened) as runner:
         loaded = kernels_of(file, spec, runner.limits, runner.chunk_size)
         assert seen == [(done, len(loaded)) for done in range(1, len(loaded) + 1)]
         monkeypatch.setattr(CudaProgram, "kernel", noting)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cuda_runner_cases import open_cuda, open_partly
 from one_sequence import OneSequence, open_cpu
-from runner_cases import MIXED_LAYERS, write_mixed_layers
+from runner_cases import MIXED_LAYERS_OF_A_GPU, write_mixed_layers
 from tree_cases import (
     CONTEXT,
     LENGTHS,
@@ -37,7 +37,7 @@ class Model(NamedTuple):
     oracle: Oracle
 
 
-@pytest.fixture(scope="module", params=MIXED_LAYERS, ids="-".join)
+@pytest.fixture(scope="module", params=MIXED_LAYERS_OF_A_GPU, ids="-".join)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     arch, kv_type = request.param
     path = write_mixed_layers(tmp_path_factory.mktemp("models"), arch)
@@ -54,10 +54,13 @@ def test_trees_are_plain_decoding(model: Model, seed: int) -> None:
             check_batch_of_trees(prompts, model.oracle, random)
 
 
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Oracle]:
-    with open_cpu(demo_model_path(), threads=1, context_length=CONTEXT, cache_size=CPU_SIZE) as runner:
-        yield Oracle(runner)
+@pytest.fixture(scope="module", params=["demo", "qwen35moe", "qwen3moe", "qwen3next"])
+def with_experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """A model whose experts may be anywhere, with the cache that they are taken with."""
+    folder = tmp_path_factory.mktemp("models")
+    path = demo_model_path() if request.param == "demo" else write_mixed_layers(folder, request.param)
+    with open_cpu(path, threads=1, context_length=CONTEXT, cache_size=CPU_SIZE) as runner:
+        yield Model(path, "i16", Oracle(runner))
 
 
 @pytest.mark.parametrize(
@@ -65,21 +68,21 @@ def demo() -> Iterator[Oracle]:
     [(None, 0.0, None), (0.0, 0.0, None), (0.0, 1.0, None), (0.5, 0.5, None), (0.25, 0.0, Prefetching(1, 8))],
     ids=str,
 )
-def test_trees_of_the_demo_model_wherever_experts_are(
-    demo: Oracle, share: float | None, streamed: float, prefetching: Prefetching | None
+def test_trees_wherever_experts_are(
+    with_experts: Model, share: float | None, streamed: float, prefetching: Prefetching | None
 ) -> None:
     if share is None:
-        opened = open_cuda(demo_model_path(), context_length=CONTEXT, cache_size=SIZE)
+        opened = open_cuda(with_experts.path, context_length=CONTEXT, cache_size=SIZE)
     else:
         opened = open_partly(
-            demo_model_path(), share, streamed=streamed, context_length=CONTEXT, cache_size=SIZE,
+            with_experts.path, share, streamed=streamed, context_length=CONTEXT, cache_size=SIZE,
             prefetching=prefetching,
         )  # fmt: skip
     random = Random(f"{share} {streamed}")
     with opened as runner:
         prompts = Prompts(runner)
         for _ in range(8):
-            check_batch_of_trees(prompts, demo, random, num_trees=4)
+            check_batch_of_trees(prompts, with_experts.oracle, random, num_trees=4)
 
 
 def test_32_sequences_of_mixed_lengths_in_one_batch(model: Model) -> None:
@@ -112,15 +115,16 @@ def test_a_prompt_beside_rows_of_trees(model: Model) -> None:
                 runner.release(sequence)
 
 
-def test_a_branch_and_a_checkpoint_are_sequences_of_their_own(demo: Oracle) -> None:
+def test_a_branch_and_a_checkpoint_are_sequences_of_their_own(with_experts: Model) -> None:
     runner: OneSequence
-    with open_cuda(demo_model_path(), context_length=CONTEXT, cache_size=SIZE) as runner:
+    oracle = with_experts.oracle
+    with open_cuda(with_experts.path, context_length=CONTEXT, cache_size=SIZE) as runner:
         sequence = runner.new_sequence()
         runner.runner.extend(sequence, prompt(300))
         branch, checkpoint = runner.branch(sequence), runner.checkpoint(sequence)
         for each, token in ((sequence, 4), (branch, 9)):
             found = np.array(runner.runner.extend(each, [token]))
-            assert np.array_equal(found, demo.logits(300, [token])[0][-1])
+            assert np.array_equal(found, oracle.logits(300, [token])[0][-1])
         runner.restore(sequence, checkpoint)
         found = np.array(runner.runner.extend(sequence, [7]))
-        assert np.array_equal(found, demo.logits(300, [7])[0][-1])
+        assert np.array_equal(found, oracle.logits(300, [7])[0][-1])

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from one_sequence import OneSequence, open_cpu
-from runner_cases import MIX, VARIANTS
+from runner_cases import VARIANTS, write_mixed_layers, write_variant
 from tree_cases import CONTEXT, LENGTHS, Oracle, Prompts, Tree, check_batch_of_trees, prompt, random_tree
 
-from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels import _csrc
@@ -21,8 +21,8 @@ from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache import Batch, CacheSize, Segment, Sequence, SequenceCache
 from coldstream.kvcache.batch import BatchArrays, BatchLimits, BatchSize, PathArrays, check_batch
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.spec import ModelSpec
+from runners import open_cpu_runner
 
 SIZE = CacheSize.of(len(LENGTHS) + 64, CONTEXT, num_trees=8)
 
@@ -31,31 +31,44 @@ def open_runner(path: Path, **options: object) -> OneSequence:
     return open_cpu(path, context_length=CONTEXT, cache_size=SIZE, **options)
 
 
-@pytest.fixture(scope="module", params=["qwen35moe", "qwen3moe"])
-def small_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer of each kind, or two of attention, since many trees are to be computed."""
-    path, dims = tmp_path_factory.mktemp("models") / "small.gguf", Dims(layers=2, interval=2)
-    write_gguf(path, request.param, types=MIX, dims=dims)
-    return path
+class Model(NamedTuple):
+    path: Path
+    kv_type: str
+    oracle: Oracle
 
 
-@pytest.fixture(scope="module", params=CACHE_LAYOUTS)
-def oracle(request: pytest.FixtureRequest, small_path: Path) -> Iterator[tuple[str, Oracle]]:
-    with open_runner(small_path, threads=1, kv_type=request.param) as runner:
-        yield request.param, Oracle(runner)
+# One layer of each kind, or two of attention, since many trees are to be computed.
+ARCHITECTURES = ("qwen35moe", "qwen3moe", "qwen3next")
+# Attention of the last is that of the first.
+CACHES = [(arch, kv_type) for arch in ARCHITECTURES[:2] for kv_type in CACHE_LAYOUTS] + [("qwen3next", "i16")]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {arch: write_mixed_layers(folder, arch) for arch in ARCHITECTURES}
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def small_path(request: pytest.FixtureRequest, paths: dict[str, Path]) -> Path:
+    return paths[request.param]
+
+
+@pytest.fixture(scope="module", params=CACHES, ids="-".join)
+def model(request: pytest.FixtureRequest, paths: dict[str, Path]) -> Iterator[Model]:
+    arch, kv_type = request.param
+    with open_runner(paths[arch], threads=1, kv_type=kv_type) as runner:
+        yield Model(paths[arch], kv_type, Oracle(runner))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
-def test_trees_do_not_depend_on_tier_or_threads(
-    small_path: Path, oracle: tuple[str, Oracle], tier: str, threads: int
-) -> None:
-    kv_type, plain = oracle
-    random = Random(f"{tier} {threads} {kv_type}")
-    with open_runner(small_path, threads=threads, tier=tier, kv_type=kv_type) as runner:
+def test_trees_do_not_depend_on_tier_or_threads(model: Model, tier: str, threads: int) -> None:
+    random = Random(f"{tier} {threads} {model.kv_type}")
+    with open_runner(model.path, threads=threads, tier=tier, kv_type=model.kv_type) as runner:
         prompts = Prompts(runner)
         for _ in range(3 if tier == "generic" else 16):
-            check_batch_of_trees(prompts, plain, random)
+            check_batch_of_trees(prompts, model.oracle, random)
 
 
 @pytest.mark.parametrize("kv_type", ["f32", "i16"])
@@ -74,27 +87,21 @@ def test_trees_with_windows(small_path: Path, kv_type: str, window: int) -> None
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_trees_of_every_kind_of_model(tmp_path: Path, name: str) -> None:
-    arch, options = VARIANTS[name]
-    (path,) = write_gguf(tmp_path / "tiny.gguf", arch, **options)  # type: ignore[arg-type]
+    path = write_variant(tmp_path, name)
     with open_runner(path, threads=2) as runner, open_runner(path, threads=1) as plain:
         prompts, oracle, random = Prompts(runner), Oracle(plain), Random(name)
         for _ in range(3):
             check_batch_of_trees(prompts, oracle, random)
 
 
-def test_trees_of_a_model_whose_experts_come_from_the_disk(
-    small_path: Path, oracle: tuple[str, Oracle]
-) -> None:
-    kv_type, plain = oracle
-    weights = (
-        plain.runner._sequences.tensors.num_bytes + plain.runner.activation_bytes + small_path.stat().st_size
-    )
-    budget = weights - small_path.stat().st_size // 8
-    with open_runner(small_path, threads=2, kv_type=kv_type, ram_bytes=budget) as runner:
+def test_trees_of_a_model_whose_experts_come_from_the_disk(model: Model) -> None:
+    plain, file_bytes = model.oracle.runner, model.path.stat().st_size
+    budget = plain._sequences.tensors.num_bytes + plain.activation_bytes + file_bytes - file_bytes // 8
+    with open_runner(model.path, threads=2, kv_type=model.kv_type, ram_bytes=budget) as runner:
         assert runner.disk is not None
         prompts = Prompts(runner)
         for seed in range(2):
-            check_batch_of_trees(prompts, plain, Random(seed))
+            check_batch_of_trees(prompts, model.oracle, Random(seed))
         assert runner.disk.misses > 0
 
 
@@ -107,16 +114,15 @@ def test_trees_of_the_demo_model() -> None:
         check_batch_of_trees(prompts, oracle, Random(0))
 
 
-def test_the_oracle_is_plain_decoding(small_path: Path, oracle: tuple[str, Oracle]) -> None:
-    kv_type, plain = oracle
+def test_the_oracle_is_plain_decoding(model: Model) -> None:
     tokens = [5, 6, 7, 8]
-    with open_cpu(small_path, threads=1, context_length=CONTEXT, kv_type=kv_type) as runner:
+    with open_cpu(model.path, threads=1, context_length=CONTEXT, kv_type=model.kv_type) as runner:
         for length in LENGTHS:
             runner.reset()
             if length:
                 runner.prefill(prompt(length))
             assert np.array_equal(
-                plain.logits(length, tokens)[0], np.stack([runner.decode(t) for t in tokens])
+                model.oracle.logits(length, tokens)[0], np.stack([runner.decode(t) for t in tokens])
             )
 
 
@@ -188,7 +194,7 @@ def test_a_tree_means_what_the_reference_defines(small_path: Path, kv_type: str,
         [(tree.token_ids, tree.parents), (prompt(4), None)],
         [([9], None), ([9], None)],
     ]
-    with CpuRunner.open(
+    with open_cpu_runner(
         small_path,
         threads=2,
         context_length=300,

@@ -8,9 +8,10 @@ import pytest
 from builders import Dims, write_gguf
 from coldstream.engine.config import EngineConfig, cache_bytes_per_token
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.models import fixed_part
 from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.fixed_part import chosen_chunk_size, fixed_parts_on_gpu
+from coldstream.models.fixed_part import fixed_parts_on_gpu
 from coldstream.models.footprint import bytes_per_token, dense_bytes, model_sizes, trunk_bytes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.sizes import ModelSizes
@@ -47,7 +48,9 @@ def test_sizes_of_a_mixture_of_experts(tmp_path: Path, fused: bool, nextn: bool)
 def test_trap_19_the_cache_counts_attention_layers_in_its_own_type(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
-    for kv_type, row_bytes in (("f16", 128), ("i16", 144), ("f32", 256), ("i8", 80)):
+    rows = {"f16": 128, "f32": 256, "i16": 144, "i8": 80, "i4": 48, "i3": 32}
+    assert rows.keys() == CACHE_LAYOUTS.keys()
+    for kv_type, row_bytes in rows.items():
         file, spec, sizes = read(path, kv_type)
         assert sizes.kv_token_bytes == 1 * 2 * 2 * row_bytes  # one layer, two heads of keys and of values
         with GGUFFile.open(path) as opened:
@@ -83,17 +86,6 @@ def test_fused_gate_and_up_lie_apart_in_slots(tmp_path: Path) -> None:
     assert read(path)[2].expert_bytes == (3 * 1280,) * 4
 
 
-@pytest.mark.parametrize("arch", ["qwen35moe", "qwen35"])
-def test_without_a_plan_steps_are_as_long_as_in_one(tmp_path: Path, arch: str) -> None:
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, arch)
-    _, spec, sizes = read(path)
-    with GGUFFile.open(path) as file:
-        for budget in (2**20, 500 * 2**20, 600 * 2**20, 2**33):
-            (part,) = fixed_parts_on_gpu(file, spec, sizes, CTX, "i16", [budget])
-            assert chosen_chunk_size(file, spec, CTX, "i16", budget) == part.chunk_size
-
-
 @pytest.mark.parametrize("arch", ["qwen35moe", "qwen35", "qwen3next", "qwen3moe"])
 def test_what_is_counted_for_a_gpu_and_what_is_estimated_agree(
     tmp_path: Path, arch: str, monkeypatch: pytest.MonkeyPatch
@@ -111,6 +103,28 @@ def test_what_is_counted_for_a_gpu_and_what_is_estimated_agree(
     )
     assert counted.weights == pytest.approx(estimated.weights, rel=0.1)
     assert 0.5 < counted.workspace / estimated.workspace < 2
+
+
+@pytest.mark.parametrize("ctx_size", [512, 32_768, 262_144])
+@pytest.mark.parametrize("arch", ["qwen35moe", "qwen3moe"])
+def test_the_workspace_of_decode_steps_is_estimated_by_the_context(
+    tmp_path: Path, arch: str, ctx_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In short steps of prefill, so that a decode step's attention is most of it in long contexts."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, arch, dims=Dims(context=262_144))
+    _, spec, sizes = read(path)
+    with GGUFFile.open(path) as file:
+        (counted,) = fixed_parts_on_gpu(file, spec, sizes, ctx_size, "i16", [2**20])
+        monkeypatch.setattr(fixed_part, "missing_packages", lambda: ("torch",))
+        (estimated,) = fixed_parts_on_gpu(file, spec, sizes, ctx_size, "i16", [2**20])
+    assert counted.chunk_size == estimated.chunk_size == 256
+    partial_bytes = 64 * 4 * (ctx_size // 256) * (64 + 2) * 4
+    assert min(counted.workspace, estimated.workspace) > partial_bytes
+    if ctx_size == 512:
+        assert 0.5 < counted.workspace / estimated.workspace < 2
+    else:
+        assert counted.workspace == pytest.approx(estimated.workspace, rel=0.1)
 
 
 def test_a_small_budget_takes_small_steps_of_prefill(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -22,8 +23,10 @@ from coldstream.kernels.ops import SHORT_CONTEXT
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models import cuda_runner
 from coldstream.models.cuda_model import Loaded, StepShape
+from coldstream.models.cuda_runner import CudaRunner
 from host_device import HostDevice
 from host_gpu import gpu_on
+from runners import open_model_file, partial_plan
 
 SIZE = CacheSize.of(80, CONTEXT, num_trees=8)
 LENGTHS = (0, 5, 64, 130, 257)
@@ -124,6 +127,7 @@ def path_of_experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     [(0.0, 0.0, None), (0.0, 1.0, None), (0.5, 0.5, None), (0.25, 0.0, Prefetching(1, 4))],
     ids=str,
 )
+@pytest.mark.parametrize("path_of_experts", ["qwen35moe", "qwen3moe", "qwen3next"], indirect=True)
 def test_wherever_experts_are(
     path_of_experts: Path, share: float, streamed: float, prefetching: Prefetching | None
 ) -> None:
@@ -133,6 +137,26 @@ def test_wherever_experts_are(
         open_partly(path_of_experts, share, **options) as runner,
     ):
         check_chains(runner, plain, (1, 5, 20, 90))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_runner_does_what_its_plan_says(path_of_experts: Path) -> None:
+    """It attends to a window, streams all experts of prompts, and copies none into slots while it decodes."""
+    file, spec = open_model_file(path_of_experts)
+    sizes = {"context_length": CONTEXT, "chunk_size": 512, "ring_bytes": 2**22}
+    plan = partial_plan(file, spec, 2, **sizes, threads=1)
+    plan = replace(plan, attention_window=3, max_cpu_rows=0, copy_bytes_per_step=0)
+    with (
+        open_cpu(path_of_experts, threads=1, context_length=CONTEXT, attention_window=3) as plain,
+        OneSequence(CudaRunner.load(file, spec, plan)) as runner,
+    ):
+        check_chains(runner, plain, (20, 90))
+        for token in range(12):
+            runner.decode(token)
+        assert runner.stream_counters.on_cpu.sum() == 0 < runner.stream_counters.streamed.sum()
+        counters = runner.expert_cache.counters
+        assert counters.copies.sum() == plan.placement.num_resident
+        assert counters.misses.sum() > 0
 
 
 @pytest.mark.usefixtures("gpu")

@@ -7,10 +7,9 @@ from random import Random
 import numpy as np
 import pytest
 from one_sequence import OneSequence, open_cpu
-from runner_cases import VARIANTS
+from runner_cases import FAMILIES, write_variant
 from tree_cases import prompt
 
-from builders import write_gguf
 from coldstream.errors import InvalidRequestError, OutOfMemoryError
 from coldstream.kvcache import Batch, CacheSize, Segment, Sequence
 from coldstream.models.cpu_runner import CpuRunner
@@ -19,13 +18,10 @@ CONTEXT = 600
 SIZE = CacheSize.of(8, CONTEXT, num_trees=2)
 
 
-@pytest.fixture(scope="module", params=["moe", "qwen3moe"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Experts behind layers of both kinds of mixer, and behind attention alone."""
-    arch, options = VARIANTS[request.param]
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    write_gguf(path, arch, **options)  # type: ignore[arg-type]
-    return path
+    return write_variant(tmp_path_factory.mktemp("models"), request.param)
 
 
 @pytest.fixture

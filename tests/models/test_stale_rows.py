@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cuda_runner_cases import open_cuda
 from one_sequence import open_cpu
-from runner_cases import token_ids
+from runner_cases import FAMILIES, token_ids, write_variant
 
 from coldstream.kernels import _csrc
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, GPU_CACHE_TYPES
@@ -22,6 +22,14 @@ CONTEXT = 700
 # Around blocks of 64 positions, chunks of 256, and steps of few rows.
 SIZES = (1, 2, 7, 9, 17, 63, 64, 65, 130, 256, 257, 600)
 CPU_SIZES = (1, 9, 65, 257, 600)
+# All types of cache with one family, and the others with the one that is the default.
+OTHERS = [(family, "i16") for family in FAMILIES[1:]]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {family: write_variant(folder, family) for family in FAMILIES}
 
 
 def fill_with_nan(tensors: Sequence[Any], state_id: int) -> None:
@@ -41,10 +49,13 @@ def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
     assert np.array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("kv_type", CACHE_LAYOUTS)
+@pytest.mark.parametrize(("family", "kv_type"), [*((FAMILIES[0], name) for name in CACHE_LAYOUTS), *OTHERS])
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
-def test_nf01_what_a_reset_leaves_behind_on_a_cpu(moe_path: Path, tier: str, kv_type: str) -> None:
-    with open_cpu(moe_path, threads=2, tier=tier, context_length=CONTEXT, kv_type=kv_type) as runner:
+def test_nf01_what_a_reset_leaves_behind_on_a_cpu(
+    paths: dict[str, Path], tier: str, family: str, kv_type: str
+) -> None:
+    options = {"tier": tier, "context_length": CONTEXT, "kv_type": kv_type}
+    with open_cpu(paths[family], threads=2, **options) as runner:
         for size in CPU_SIZES:
             runner.reset()
             expected = answers(runner, size)
@@ -58,9 +69,9 @@ def test_nf01_what_a_reset_leaves_behind_on_a_cpu(moe_path: Path, tier: str, kv_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv_type", GPU_CACHE_TYPES)
-def test_nf01_what_a_reset_leaves_behind_on_a_gpu(moe_path: Path, kv_type: str) -> None:
-    with open_cuda(moe_path, context_length=CONTEXT, kv_type=kv_type) as runner:
+@pytest.mark.parametrize(("family", "kv_type"), [*((FAMILIES[0], name) for name in GPU_CACHE_TYPES), *OTHERS])
+def test_nf01_what_a_reset_leaves_behind_on_a_gpu(paths: dict[str, Path], family: str, kv_type: str) -> None:
+    with open_cuda(paths[family], context_length=CONTEXT, kv_type=kv_type) as runner:
         for size in (*SIZES, *SIZES):  # plainly, then from captured graphs
             runner.reset()
             expected = answers(runner, size)
@@ -71,12 +82,13 @@ def test_nf01_what_a_reset_leaves_behind_on_a_gpu(moe_path: Path, kv_type: str) 
 
 
 @pytest.mark.gpu
-def test_nf01_sequences_beside_a_damaged_one_keep_their_bits(moe_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nf01_sequences_beside_a_damaged_one_keep_their_bits(paths: dict[str, Path], family: str) -> None:
     """In the same step, plainly and from a captured graph."""
     prompts = [token_ids(size) for size in (5, 70, 300, 33)]
     next_ids = (3, 1, 4, 1)
     size = CacheSize.of(2 * len(prompts), CONTEXT)
-    with open_cuda(moe_path, context_length=CONTEXT, cache_size=size) as runner:
+    with open_cuda(paths[family], context_length=CONTEXT, cache_size=size) as runner:
         for _ in range(3):
             alone, sequences = [], [runner.new_sequence() for _ in prompts]
             for sequence, prompt, token in zip(sequences, prompts, next_ids, strict=True):

@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,9 +12,8 @@ import torch
 from cuda.bindings import driver
 from cuda_runner_cases import open_cuda, open_partly
 from one_sequence import OneSequence
-from runner_cases import VARIANTS, token_ids
+from runner_cases import VARIANTS, token_ids, write_mixed_layers, write_variant
 
-from builders import write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.errors import DeviceError, ModelChangedError
 from coldstream.experts import copies
@@ -61,8 +60,27 @@ def demo() -> dict[int, tuple[np.ndarray, np.ndarray]]:
         return {length: outputs(runner, length) for length in LENGTHS}
 
 
-def check_demo(runner: OneSequence, demo: dict[int, tuple[np.ndarray, np.ndarray]]) -> None:
-    for length, expected in demo.items():
+class Model(NamedTuple):
+    path: Path
+    outputs: dict[int, tuple[np.ndarray, np.ndarray]]  # with all experts resident
+
+
+@pytest.fixture(scope="module", params=["demo", "qwen3moe", "qwen3next"])
+def model(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    demo: dict[int, tuple[np.ndarray, np.ndarray]],
+) -> Model:
+    """A model of each family with experts."""
+    if request.param == "demo":
+        return Model(demo_model_path(), demo)
+    path = write_mixed_layers(tmp_path_factory.mktemp("models"), request.param)
+    with open_cuda(path, CONTEXT) as runner:
+        return Model(path, {length: outputs(runner, length) for length in LENGTHS})
+
+
+def check_outputs(runner: OneSequence, expected_of: dict[int, tuple[np.ndarray, np.ndarray]]) -> None:
+    for length, expected in expected_of.items():
         for found, wanted in zip(outputs(runner, length), expected, strict=True):
             assert np.array_equal(found, wanted), length
 
@@ -88,25 +106,20 @@ def test_the_ring_is_planned(ring_bytes: int) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.9])
 @pytest.mark.parametrize("ring_bytes", ["least", 4 * MIB, 64 * MIB])
 def test_any_residency_ring_and_share_of_the_cpu(
-    share: float,
-    ring_bytes: int | str,
-    demo: dict[int, tuple[np.ndarray, np.ndarray]],
-    monkeypatch: pytest.MonkeyPatch,
+    share: float, ring_bytes: int | str, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = least_ring_of(demo_model_path()) if isinstance(ring_bytes, str) else ring_bytes
-    with open_partly(demo_model_path(), share, context_length=CONTEXT, ring_bytes=size) as runner:
-        check_demo(runner, demo)
+    size = least_ring_of(model.path) if isinstance(ring_bytes, str) else ring_bytes
+    with open_partly(model.path, share, context_length=CONTEXT, ring_bytes=size) as runner:
+        check_outputs(runner, model.outputs)
         for split in CPU_SHARES.values():
             monkeypatch.setattr(CpuShare, "split", split)
-            check_demo(runner, demo)
+            check_outputs(runner, model.outputs)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", [name for name, (arch, _) in VARIANTS.items() if arch != "qwen35"])
 def test_weights_of_all_types(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arch, options = VARIANTS[variant]
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, arch, **options)  # type: ignore[arg-type]
+    path = write_variant(tmp_path, variant)
     with open_cuda(path, CONTEXT) as runner:
         expected = outputs(runner, 66)
     with open_partly(path, 0.0, context_length=CONTEXT, ring_bytes=least_ring_of(path)) as runner:
@@ -125,7 +138,7 @@ def test_a_system_that_shares_no_file_with_the_device(
 ) -> None:
     monkeypatch.setattr(RegisteredMemory, "register", classmethod(lambda cls, address, size: None))
     with open_partly(demo_model_path(), 0.0, context_length=CONTEXT, ring_bytes=ring_bytes) as runner:
-        check_demo(runner, demo)
+        check_outputs(runner, demo)
 
 
 @pytest.mark.gpu
@@ -146,7 +159,7 @@ def test_nothing_is_read_before_it_landed_or_overwritten_before_it_was_read(
     with open_partly(
         demo_model_path(), 0.0, context_length=CONTEXT, ring_bytes=least_ring_of(demo_model_path())
     ) as runner:
-        check_demo(runner, {168: demo[168]})
+        check_outputs(runner, {168: demo[168]})
 
 
 @pytest.mark.gpu
@@ -165,11 +178,11 @@ def test_a_copy_that_is_refused_once_is_repeated_and_twice_an_error(
         for times in (1, 2):
             calls[0], refused = 0, {8 + i for i in range(times)}
             if times == 1:
-                check_demo(runner, {300: demo[300]})
+                check_outputs(runner, {300: demo[300]})
                 continue
             with pytest.raises(DeviceError, match="cannot be copied"):
                 outputs(runner, 300)
-            check_demo(runner, {300: demo[300]})
+            check_outputs(runner, {300: demo[300]})
 
 
 @pytest.mark.gpu

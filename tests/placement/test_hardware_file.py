@@ -1,4 +1,4 @@
-"""Rates of a machine: kept for it alone, and measured again where the file is of no use."""
+"""Rates of a machine: kept for it alone, the CPU's apart from the GPU's, and none from a file of no use."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coldstream.placement.hardware import GpuHardware, Hardware
-from coldstream.placement.hardware_file import store_rates, with_stored_rates
+from coldstream.placement.hardware_file import fastest_run, store_rates, with_stored_rates
 
 GPU = GpuHardware("a GPU", "580.1", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)
 BARE_GPU = GpuHardware("a GPU", "580.1", 2**35, 2**33)
@@ -37,13 +37,46 @@ def test_rates_come_back_and_what_is_free_stays_of_today(tmp_path: Path, gpu: Gp
         replace(MACHINE, num_physical_cores=3, gpu=BARE_GPU),
         replace(MACHINE, gpu=replace(BARE_GPU, name="another")),
         replace(MACHINE, gpu=replace(BARE_GPU, driver="580.2")),
-        MACHINE,
     ],
 )
 def test_another_machines_rates_are_none(tmp_path: Path, other: Hardware) -> None:
     path = tmp_path / "hardware.json"
     store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=GPU), path)
     assert with_stored_rates(other, path) is None
+
+
+def test_what_a_run_on_the_cpu_measures_leaves_the_gpus_rates_alone(tmp_path: Path) -> None:
+    path = tmp_path / "hardware.json"
+    with_gpu = replace(MACHINE, read_bytes_per_s=5e10, gpu=GPU)
+    store_rates(with_gpu, path, 2.5)
+    assert with_stored_rates(MACHINE, path) == replace(MACHINE, read_bytes_per_s=5e10)
+    later = replace(MACHINE, read_bytes_per_s=6e10, measured_at="2026-03-01 00:00 UTC")
+    store_rates(later, path, 4.0)
+    assert with_stored_rates(replace(MACHINE, gpu=BARE_GPU), path) == replace(
+        with_gpu, read_bytes_per_s=6e10, gpu=replace(GPU, free_bytes=2**33)
+    ), "with the time of the older measurement"
+    assert with_stored_rates(MACHINE, path) == later
+    assert fastest_run(with_gpu, path) == 2.5
+    assert fastest_run(MACHINE, path) == 4.0
+
+
+def test_a_file_of_the_cpu_lacks_the_gpus_rates(tmp_path: Path) -> None:
+    path = tmp_path / "hardware.json"
+    store_rates(replace(MACHINE, read_bytes_per_s=5e10), path)
+    assert with_stored_rates(MACHINE, path) is not None
+    assert with_stored_rates(replace(MACHINE, gpu=BARE_GPU), path) is None
+
+
+def test_a_file_of_another_version_is_none_and_nothing_of_it_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "hardware.json"
+    with_gpu = replace(MACHINE, gpu=BARE_GPU)
+    store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=GPU), path)
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"version": document["version"] - 1}))
+    assert with_stored_rates(with_gpu, path) is with_stored_rates(MACHINE, path) is None
+    store_rates(replace(MACHINE, read_bytes_per_s=6e10), path)
+    assert with_stored_rates(with_gpu, path) is None
+    assert with_stored_rates(MACHINE, path) is not None
 
 
 def test_a_damaged_file_is_none(tmp_path: Path) -> None:
@@ -63,11 +96,12 @@ def test_a_damaged_file_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [None, 0.0, -1.0, "5e10", True, float("nan"), float("inf"), [], 10**400])
-@pytest.mark.parametrize("name", ["read_bytes_per_s", "link_beside_read"])
-def test_a_rate_that_is_none_spoils_the_file(tmp_path: Path, name: str, value: Any) -> None:
+@pytest.mark.parametrize(("part", "name"), [("cpu", "read_bytes_per_s"), ("gpu", "link_beside_read")])
+def test_a_rate_that_is_none_spoils_its_entry(tmp_path: Path, part: str, name: str, value: Any) -> None:
     path = tmp_path / "hardware.json"
     store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=GPU), path)
     document = json.loads(path.read_text())
-    document["rates"][name] = value
+    document[part]["rates"][name] = value
     path.write_text(json.dumps(document))
     assert with_stored_rates(replace(MACHINE, gpu=BARE_GPU), path) is None
+    assert (with_stored_rates(MACHINE, path) is None) == (part == "cpu")

@@ -31,7 +31,18 @@ MODEL = sizes(10, 30, 10)
 OPTIONS = PlanOptions(num_pinned_layers=1, layer_weights=((2, 1.5),))
 PLACEMENT = plan_placement(MODEL, fixed(weights=40, caches=5), 155, options=OPTIONS)
 USES = tuple((0.5, 0.25, 0.0, 1 / 3) for _ in range(3))
-PLAN = RunPlan(PLACEMENT, threads=3, uses=USES, streamed=(0, 1), prefetch=2, prefetch_bytes=18)
+PLAN = RunPlan(
+    PLACEMENT,
+    threads=3,
+    uses=USES,
+    streamed=(0, 1),
+    prefetch=2,
+    prefetch_bytes=18,
+    layers_ahead=1,
+    max_cpu_rows=7,
+    copy_bytes_per_step=300,
+    attention_window=5,
+)
 
 
 @given(models(), st.integers(0, 1000), st.integers(0, 9), st.integers(0, 3))
@@ -66,7 +77,7 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
     ("spoil", "kind", "said"),
     [
         (change(format="other"), UnsupportedError, "format"),
-        (change(version=1), UnsupportedError, "version: 1, this program knows 5"),
+        (change(version=1), UnsupportedError, "version: 1, this program knows 6"),
         (change(more=1), InconsistentError, "unknown: more"),
         (lambda document: document.pop("tier"), InconsistentError, "missing or unknown: tier"),
         (change(model=None), InconsistentError, "model"),
@@ -96,6 +107,12 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
         (change(prefetch_bytes=1.0), InconsistentError, "prefetch_bytes is 1.0"),
         (change(prefetch_bytes=0), InconsistentError, "prefetch_bytes: none for 2 experts of a layer"),
         (change(prefetch_bytes=1000), InconsistentError, "prefetch_bytes: 1000 bytes of a ring of"),
+        (change(layers_ahead=0), InconsistentError, "layers_ahead: none for 2 experts of a layer"),
+        (change(layers_ahead="2"), InconsistentError, "layers_ahead is '2'"),
+        (change(max_cpu_rows=9999), InconsistentError, "max_cpu_rows: 9999, a step asks the CPU for at most 8"),
+        (change(copy_bytes_per_step=None), InconsistentError, "copy_bytes_per_step is None"),
+        (change(attention_window=0), InconsistentError, "attention_window: 0 positions"),
+        (change(attention_window=1.5), InconsistentError, "attention_window is 1.5"),
         (change(streamed=[0, 2]), InconsistentError, "more experts are streamed than are missing"),
         (change(uses=0.5), InconsistentError, "plan"),
         (change(uses=[[0.5] * 4] * 2), InconsistentError, "not those of every expert"),

@@ -14,7 +14,13 @@ from coldstream.cli.options import Command, common_options, engine_config, engin
 from coldstream.cli.tables import print_table
 from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, note, visible
 from coldstream.engine import OpenedModel, open_model
-from coldstream.engine.benchmark import BenchmarkResult, BenchmarkTest, benchmark_tokens, run_benchmark
+from coldstream.engine.benchmark import (
+    BenchmarkResult,
+    BenchmarkTest,
+    benchmark_tokens,
+    run_benchmark,
+    times_as_forecast,
+)
 from coldstream.engine.config import cache_bytes_per_token
 from coldstream.engine.machine import reconsider_rates
 from coldstream.errors import ConfigError
@@ -82,8 +88,7 @@ def command(
         disk, on_gpu = opened.runner.disk, opened.runner.gpu_experts
     finally:
         opened.close()
-    if opened.config.device == "cpu":
-        reconsider_rates(report.read_bytes_per_s(results, is_in_ram=disk is None))
+    reconsider_rates(opened.planned.hardware, partial(report.times_as_fast, results))
     if as_json:
         experts = {
             "experts_on_disk": asdict(disk) if disk else None,
@@ -161,7 +166,7 @@ class _Report:
         self._tier, self._threads = runner.tier, runner.threads
         self._weight_bytes = bytes_per_token(runner.spec, tensors)
         self._cache_bytes = cache_bytes_per_token(opened.config, runner.spec)
-        self._device = opened.config.device
+        self._planned, self._device = opened.planned, opened.config.device
         if self._device == "cuda":
             self._machine, self._bandwidth = find_gpu().name, measure_copy_bandwidth()
         else:
@@ -173,13 +178,23 @@ class _Report:
         """Tokens per second at which reading weights and cache takes all bandwidth; None for prefill."""
         if test.num_prompt:
             return None
-        mean_context = test.depth + 1 + test.num_generated / 2
-        return self._bandwidth / (self._weight_bytes + mean_context * self._cache_bytes)
+        return self._bandwidth / (self._weight_bytes + test.mean_context * self._cache_bytes)
 
-    def read_bytes_per_s(self, results: Sequence[BenchmarkResult], *, is_in_ram: bool) -> float:
-        """The highest rate of reading memory: as measured, or in a test that decodes from RAM."""
-        tests = [result for result in results if is_in_ram and not result.test.num_prompt]
-        return max([self._bandwidth, *(result.mean * self._weight_bytes for result in tests)])
+    def times_as_fast(self, results: Sequence[BenchmarkResult], hardware: Hardware) -> float:
+        """How many times as fast as the rates of `hardware` explain the device's memory was read, or a test
+        decoded: than forecast on a GPU, and than weights in RAM can be read on a CPU.
+        """
+        if hardware.gpu:
+            assert hardware.gpu.copy_bytes_per_s, "these are measured rates"
+            read = self._bandwidth / hardware.gpu.copy_bytes_per_s
+            return max(read, times_as_forecast(self._planned, hardware, results))
+        assert hardware.read_bytes_per_s, "these are measured rates"
+        in_ram = self._planned.plan.is_all_resident
+        decoded = [result.mean for result in results if in_ram and result.test.num_generated]
+        return (
+            max([self._bandwidth, *(mean * self._weight_bytes for mean in decoded)])
+            / hardware.read_bytes_per_s
+        )
 
     def describe_ceiling(self) -> str:
         """What bounds decoding, in one line."""

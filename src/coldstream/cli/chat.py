@@ -16,9 +16,9 @@ from coldstream.cli.interrupts import EXIT_TERMINATED, TerminatedError
 from coldstream.cli.main import current_interrupts
 from coldstream.cli.tables import pair_lines, width_of, wrap
 from coldstream.cli.terminal import ProgressLine, note
-from coldstream.decoding import Progress
 from coldstream.engine import LLM, SamplingParams, Stream
 from coldstream.errors import ColdstreamError, ContextFullError, InvalidRequestError
+from coldstream.models.runner import Progress
 
 if TYPE_CHECKING:  # which takes long, and only a chat needs
     from prompt_toolkit.application import Application

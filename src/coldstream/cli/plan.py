@@ -114,6 +114,8 @@ def command(
         return
     _print_places(planned.run)
     _print_speeds(expected, richer)
+    if planned.run.streamed:
+        note(_described_misses(planned.run))
     if plan.layer_weights:
         note(f"a use of an expert counts for {_described(plan.layer_weights)}")
     if not plan.is_all_resident:
@@ -133,12 +135,15 @@ def _print_places(run: RunPlan) -> None:
         what = _PART_NAMES[name]
         if name == "caches":
             what += f" of {plan.fixed.ctx_size} tokens, {plan.fixed.kv_type}"
+            if run.attention_window is not None:
+                what += f", attending to {run.attention_window}"
         if num_bytes:
             rows.append((what, fast, format_bytes(num_bytes)))
     if plan.ring_bytes:
         rows.append(("experts on their way in prefill", fast, format_bytes(plan.ring_bytes)))
     if run.prefetch:
-        what = f"  of that {format_bytes(run.prefetch_bytes)} for {run.prefetch} a layer fetched ahead"
+        taken = format_bytes(run.prefetch_bytes)
+        what = f"  of that {taken} for {run.prefetch} a layer fetched {run.layers_ahead} layers ahead"
         rows.append((what, "", ""))
     for size, count in plan.slots.items():
         if count:
@@ -150,6 +155,16 @@ def _print_places(run: RunPlan) -> None:
     if num_cold:
         rows.append((f"{num_cold} of {plan.num_all} experts", slow, format_bytes(plan.cold_bytes)))
     print_table(("what", "where", "size"), rows, left=("what", "where"))
+
+
+def _described_misses(run: RunPlan) -> str:
+    """What is done about experts that are not in the GPU's memory."""
+    by_bus = ", ".join(map(str, run.streamed[1:]))
+    return (
+        f"of 1, 2, … experts that a token misses {by_bus} come over the bus, {run.threads} CPU threads "
+        f"compute the others, and some of prompts in steps of up to {run.max_cpu_rows} tokens; up to "
+        f"{format_bytes(run.copy_bytes_per_step)} of experts are copied into slots beside a step"
+    )
 
 
 def _described(layer_weights: Sequence[float]) -> str:

@@ -4,22 +4,9 @@ It is the oracle for every faster loop, so it stays this short. It knows token i
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Protocol
 
 from coldstream.decoding.device_logits import AnyLogits
 from coldstream.errors import GenerationFault
-
-Progress = Callable[[int, int], None]  # called with (tokens done, tokens in all)
-
-
-class TargetModel(Protocol):
-    """A model together with the state of the one sequence it is working on."""
-
-    def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> AnyLogits:
-        """Make `token_ids` (at least one) the whole sequence; logits [vocab] after the last."""
-
-    def decode(self, token_id: int) -> AnyLogits:
-        """Append `token_id` to the sequence; logits [vocab] after it, valid until the next call."""
 
 
 class Continuation:
@@ -34,6 +21,11 @@ class Continuation:
         self._end_ids = end_ids
         self._most = len(self.ids) + max_tokens
 
+    @property
+    def num_left(self) -> int:
+        """The most tokens that may still be appended."""
+        return self._most - len(self.ids)
+
     def append(self, token_id: int, vocab_size: int) -> None:
         """Append the token that was chosen after all ids so far.
 
@@ -42,31 +34,32 @@ class Continuation:
         if not 0 <= token_id < vocab_size:
             raise GenerationFault(f"token {token_id} was chosen from a vocabulary of {vocab_size}")
         self.ids.append(token_id)
-        self.has_ended = token_id in self._end_ids or len(self.ids) == self._most
+        self.has_ended = token_id in self._end_ids or self.num_left == 0
 
 
 def generate_tokens(
-    model: TargetModel,
+    append: Callable[[Sequence[int]], AnyLogits],
+    logits: AnyLogits,
     prompt_ids: Sequence[int],
     choose: Callable[[AnyLogits, Sequence[int]], int],
     *,
     end_ids: Collection[int],
     max_tokens: int,
-    progress: Progress | None = None,
 ) -> Iterator[int]:
     """Yield the tokens of a `Continuation` of `prompt_ids` one by one.
 
+    The model holds the prompt, and `logits` [vocab] follow it. `append(token_ids)` has the model compute
+    tokens after those that it holds, and returns the logits after them, valid until the next call.
     `choose(logits, context)` picks the next id, `context` being all ids so far.
 
     When this iterator ends or is closed, the model holds the prompt and every yielded token but the last.
-    Raises whatever `Continuation.append`, `choose` and `model` raise.
+    Raises whatever `Continuation.append`, `append` and `choose` raise.
     """
     tokens = Continuation(prompt_ids, end_ids=end_ids, max_tokens=max_tokens)
-    logits = model.prefill(tokens.ids, progress)
     while True:
         token_id = choose(logits, tokens.ids)
         tokens.append(token_id, len(logits))
         yield token_id
         if tokens.has_ended:
             return
-        logits = model.decode(token_id)
+        logits = append((token_id,))

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coldstream.decoding.device_logits import AnyLogits, DeviceLogits, DeviceStep
+from coldstream.decoding.device_logits import AnyLogits, DeviceChoice, DeviceStep
 from coldstream.decoding.logprobs import RankedLogprob, token_logprobs
-from coldstream.decoding.sampling import recent_tokens, sample_token
+from coldstream.decoding.sampling import no_token_left, recent_tokens, sample_token
 from coldstream.decoding.sampling_params import Logits, SamplingParams
 from coldstream.errors import GenerationFault, InvalidRequestError
 from coldstream.kernels.sample.settings import RowSettings
+from coldstream.models.sanity import damaged_logits
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,12 @@ class Choice:
     params: SamplingParams
     seed: int
     forbidden_ids: Collection[int] = ()
+    unseen: int | None = None  # the device's result that follows `context`, which the host does not know yet
+
+    @property
+    def position(self) -> int:
+        """The position of the token in its sequence."""
+        return len(self.context) + (self.unseen is not None)
 
     @property
     def needs_host(self) -> bool:
@@ -32,9 +39,17 @@ class Choice:
         return bool(self.params.logits_processors or self.forbidden_ids or self.params.logprobs is not None)
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether a device makes the choice."""
+        return not (isinstance(self.logits, np.ndarray) or self.needs_host)
+
+    @property
     def settings(self) -> RowSettings:
         """The settings for a device."""
         params = self.params
+        context = self.context
+        if self.unseen is not None and params.has_penalties:
+            context = [*context, -1 - self.unseen]
         return RowSettings(
             temperature=params.temperature,
             top_k=params.top_k,
@@ -43,9 +58,9 @@ class Choice:
             repetition_penalty=params.repetition_penalty,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
-            recent=recent_tokens(self.context, params),
+            recent=recent_tokens(context, params),
             seed=self.seed,
-            position=len(self.context),
+            position=self.position,
         )
 
 
@@ -60,29 +75,60 @@ class Chosen:
 Outcome = Chosen | GenerationFault | InvalidRequestError
 
 
-def choose_tokens(choices: Sequence[Choice]) -> list[Outcome]:
-    """The result of `sample_token` for each of several rows, or the error that it raises.
+@dataclass(frozen=True)
+class StartedChoices:
+    """Choices of which those on a device are under way."""
+
+    on_device: tuple[int, ...]  # which of them
+    positions: tuple[int, ...]  # of the tokens of those on the device
+    vocab_size: int
+    device: DeviceChoice | None
+    on_host: dict[int, Outcome]
+
+    def index(self, choice: int) -> int:
+        """The device's result for one of the choices, which must be on it; see `ChosenToken`."""
+        assert self.device is not None, "the device chooses none of these tokens"
+        return self.device.index(self.on_device.index(choice))
+
+    def outcomes(self) -> list[Outcome]:
+        """The results of all choices. Waits for the device, and raises its errors."""
+        outcomes = dict(self.on_host)
+        results = [] if self.device is None else self.device.results()
+        for i, position, (token_id, fault) in zip(self.on_device, self.positions, results, strict=True):
+            outcomes[i] = Chosen(token_id) if fault == 0 else self._error(fault, position)
+        return [outcomes[i] for i in range(len(outcomes))]
+
+    def _error(self, fault: int, position: int) -> GenerationFault:
+        return no_token_left(position) if fault < 0 else damaged_logits(fault, self.vocab_size, position)
+
+
+def begin_choices(choices: Sequence[Choice]) -> StartedChoices:
+    """Begins the choices that a device can make, and makes the others.
 
     Rows on a device must be different rows of one step; they are copied only if the host needs them. Raises
     the device's errors.
     """
-    outcomes: dict[int, Outcome] = {}
-    far = {
-        i: choice.logits
-        for i, choice in enumerate(choices)
-        if not isinstance(choice.logits, np.ndarray) and not choice.needs_host
-    }
-    if far:
-        rows = [each.row for each in far.values()]
+    on_device = tuple(i for i, choice in enumerate(choices) if choice.is_on_device)
+    device = None
+    if on_device:
+        far = [choices[i].logits for i in on_device]
+        rows = [each.row for each in far if not isinstance(each, np.ndarray)]
         assert len(set(rows)) == len(rows), "penalties of two choices would meet in one row"
-        token_ids = _step_of(list(far.values())).choose(rows, [choices[i].settings for i in far])
-        chosen = zip(far, token_ids, strict=True)
-        outcomes = {i: Chosen(token_id) for i, token_id in chosen if token_id is not None}
-    # Rows without a token on the device are computed here too, for the error's message.
-    left = [i for i in range(len(choices)) if i not in outcomes]
-    for i, logits in zip(left, _brought([choices[i].logits for i in left]), strict=True):
-        outcomes[i] = _chosen_here(choices[i], logits)
-    return [outcomes[i] for i in range(len(choices))]
+        device = _step_of(far).begin(rows, [choices[i].settings for i in on_device])
+    near = [i for i in range(len(choices)) if i not in on_device]
+    brought = _brought([choices[i].logits for i in near])
+    on_host = {i: _chosen_here(choices[i], logits) for i, logits in zip(near, brought, strict=True)}
+    positions = tuple(choices[i].position for i in on_device)
+    vocab_size = len(choices[0].logits) if choices else 0
+    return StartedChoices(on_device, positions, vocab_size, device, on_host)
+
+
+def choose_tokens(choices: Sequence[Choice]) -> list[Outcome]:
+    """The result of `sample_token` for each of several rows, or the error that it raises.
+
+    Raises as `begin_choices`.
+    """
+    return begin_choices(choices).outcomes()
 
 
 def _brought(rows: Sequence[AnyLogits]) -> list[Logits]:
@@ -92,10 +138,10 @@ def _brought(rows: Sequence[AnyLogits]) -> list[Logits]:
     return [each if isinstance(each, np.ndarray) else next(brought) for each in rows]
 
 
-def _step_of(rows: Sequence[DeviceLogits]) -> DeviceStep:
-    step = rows[0].step
-    assert all(each.step is step for each in rows), "rows are chosen by one step"
-    return step
+def _step_of(rows: Sequence[AnyLogits]) -> DeviceStep:
+    steps = [each.step for each in rows if not isinstance(each, np.ndarray)]
+    assert all(each is steps[0] for each in steps), "rows are chosen by one step"
+    return steps[0]
 
 
 def _chosen_here(choice: Choice, logits: Logits) -> Outcome:
@@ -119,14 +165,30 @@ class TokenChooser:
         self._first_end = num_prompt_tokens + params.min_tokens  # position where end tokens begin
         self._end_ids = end_ids
 
-    def choice(self, logits: AnyLogits, context: Sequence[int]) -> Choice:
-        """The `Choice` of the token after `context`, all ids so far, from the logits [vocab] after it."""
-        forbidden_ids = self._end_ids if len(context) < self._first_end else ()
-        return Choice(logits, context, self._params, self._seed, forbidden_ids)
+    @property
+    def is_for_device(self) -> bool:
+        """Whether a device makes all choices, if the logits are on one."""
+        params = self._params
+        forbids = params.min_tokens > 0 and len(self._end_ids) > 0
+        return not (forbids or params.logits_processors or params.logprobs is not None)
+
+    def choice(self, logits: AnyLogits, context: Sequence[int], unseen: int | None = None) -> Choice:
+        """The `Choice` of the token after `context`, all ids so far, from the logits [vocab] after it.
+
+        unseen: see `Choice`.
+        """
+        position = len(context) + (unseen is not None)
+        forbidden_ids = self._end_ids if position < self._first_end else ()
+        return Choice(logits, context, self._params, self._seed, forbidden_ids, unseen)
 
     def __call__(self, logits: AnyLogits, context: Sequence[int]) -> Chosen:
         """`choose_tokens` for this row alone, raising its error."""
-        (outcome,) = choose_tokens([self.choice(logits, context)])
-        if not isinstance(outcome, Chosen):
-            raise outcome
-        return outcome
+        return only_token(begin_choices([self.choice(logits, context)]))
+
+
+def only_token(started: StartedChoices) -> Chosen:
+    """The token of the only choice. Raises its error."""
+    (outcome,) = started.outcomes()
+    if not isinstance(outcome, Chosen):
+        raise outcome
+    return outcome

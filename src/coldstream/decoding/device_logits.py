@@ -7,13 +7,25 @@ from coldstream.decoding.sampling_params import Logits
 from coldstream.kernels.sample.settings import RowSettings
 
 
+class DeviceChoice(Protocol):
+    """Tokens that a device is choosing."""
+
+    def index(self, row: int) -> int:
+        """The number of the device's result for the row-th of the rows, as a `ChosenToken` names it."""
+
+    def results(self) -> list[tuple[int, int]]:
+        """Waits for the tokens; with each 0, or why there is none: how many logits are not finite, or −1 if
+        all are, and penalties have left the best one infinite.
+        """
+
+
 class DeviceStep(Protocol):
     """The logits [n, vocab] of one step of a model."""
 
-    def choose(self, rows: Sequence[int], settings: Sequence[RowSettings]) -> list[int | None]:
-        """The token that `sample_token` would choose after each of `rows`, at least one, all different.
+    def begin(self, rows: Sequence[int], settings: Sequence[RowSettings]) -> DeviceChoice:
+        """Begins to choose what `sample_token` would after each of `rows`, at least one, all different.
 
-        None where it would raise. The logits stay as they are.
+        The logits stay as they are.
         """
 
     def bring(self, rows: Sequence[int]) -> Logits:

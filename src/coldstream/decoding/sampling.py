@@ -68,13 +68,16 @@ def sample_token(
         logits[list(forbidden_ids)] = -np.inf
     best = int(np.argmax(logits))  # the first NaN if there is one
     if not np.isfinite(logits[best]):
-        raise GenerationFault(
-            f"no token can follow at position {len(context)}: the best logit is {logits[best]}"
-        )
+        raise no_token_left(len(context))
     if params.temperature == 0:
         return best
     kept = keep_tokens(logits, params)
     return draw_token(kept, logits[kept], params.temperature, random_bits(seed, len(context)))
+
+
+def no_token_left(position: int) -> GenerationFault:
+    """The error if penalties, processors or forbidden tokens leave no finite logit on top."""
+    return GenerationFault(f"no token can follow at position {position}: the best logit is not finite")
 
 
 def recent_tokens(context: Sequence[int], params: SamplingParams) -> Sequence[int]:

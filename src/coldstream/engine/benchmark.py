@@ -9,14 +9,17 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from coldstream.engine.planning import Planned
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.models.runner import ModelRunner
+from coldstream.placement.forecast import forecast
+from coldstream.placement.hardware import Hardware
 
 _TEXT_MODULES = (
     "argparse",
@@ -46,6 +49,11 @@ class BenchmarkTest:
         """llama-bench's name, for example `pp512` or `tg128 @ d4096`."""
         what = f"pp{self.num_prompt}" if self.num_prompt else f"tg{self.num_generated}"
         return f"{what} @ d{self.depth}" if self.depth else what
+
+    @property
+    def mean_context(self) -> int:
+        """Positions that a decoded token attends to, the mean over tokens."""
+        return self.depth + 1 + self.num_generated // 2
 
     @property
     def num_tokens(self) -> int:
@@ -91,6 +99,16 @@ def run_benchmark(
         report(run)
         samples.append(_run_once(runner, token_ids, test))
     return BenchmarkResult(test, tuple(samples[1:]))
+
+
+def times_as_forecast(planned: Planned, hardware: Hardware, results: Sequence[BenchmarkResult]) -> float:
+    """The fastest decoding of `results`, as a multiple of what the rates of `hardware` let expect; or 0."""
+    known = replace(planned, hardware=hardware).known
+    decoded = [result for result in results if result.test.num_generated]
+    return max(
+        (each.mean / forecast(planned.plan, known, each.test.mean_context).decode for each in decoded),
+        default=0.0,
+    )
 
 
 def benchmark_tokens(tokenizer: Tokenizer, num_tokens: int, seed: int) -> list[int]:

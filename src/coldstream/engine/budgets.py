@@ -8,6 +8,8 @@ from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import BudgetTooSmallError
 
+ALL_BYTES = 2**62  # a budget without effect
+
 _AUTO_RAM_SHARE = 0.9  # of what is available: the rest is for everything else that runs
 _WORTHWHILE_CTX_SIZE = 512  # tokens, of which a default context is that an advised budget allows
 _UNIT = 2**20

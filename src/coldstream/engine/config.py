@@ -34,7 +34,7 @@ class EngineConfig:
     ctx_size: int | None = None  # tokens, prompt and answer together; None or 0: chosen by `resolve`
     vram: int | str = "auto"  # bytes, also as "6G"; kept as an int. auto: what is free
     ram: int | str = "auto"  # the same for weights in RAM; auto: what is available
-    plan: str | None = None  # a file of `coldstream plan`, instead of budgets, context and cache types
+    plan: str | None = None  # a file of `coldstream plan`, instead of budgets, context, caches and window
     threads: int | Literal["auto"] = "auto"  # auto: one per physical core
     device: str = "auto"  # auto: cuda if there is a GPU that this version can use
     cache_type_k: CacheType = "i16"
@@ -84,7 +84,7 @@ class EngineConfig:
     def _check_plan(self) -> None:
         if not isinstance(self.plan, str) or not self.plan:
             raise ConfigError(f"plan (--plan) must be the path of a file, not {shown(self.plan)}")
-        for name in ("vram", "ram", "ctx_size", "cache_type_k", "cache_type_v"):
+        for name in ("vram", "ram", "ctx_size", "cache_type_k", "cache_type_v", "attention_window"):
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"{name} (--{flag}) is part of the plan: leave it out, or --plan")

@@ -6,19 +6,21 @@ Knows tokens, text and clocks; not where the prompt comes from, nor where the mo
 import itertools
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 from coldstream.decoding import (
     AnyLogits,
     Chosen,
-    Progress,
     SamplingParams,
+    StartedChoices,
     StopMatcher,
     TokenChooser,
+    begin_choices,
     derived_seed,
     generate_tokens,
+    generate_tokens_ahead,
 )
 from coldstream.engine.live_sequence import LiveSequence
 from coldstream.engine.request import (
@@ -30,6 +32,7 @@ from coldstream.engine.request import (
     TokenLogprobs,
 )
 from coldstream.gguf.tokenizer import StreamDecoder, Tokenizer
+from coldstream.models.runner import Progress
 
 
 @dataclass(frozen=True)
@@ -65,26 +68,9 @@ def generate_pieces(
 ) -> Generator[Piece, None, None]:
     """Yield a piece per token and a last one with the statistics. Raises what computing raises."""
     answer = Answer(request, tokenizer, model.expert_uses)
-
-    chosen: Chosen | None = None
-
-    def choose(logits: AnyLogits, context: Sequence[int]) -> int:
-        nonlocal chosen
-        chosen = answer.chooser(logits, context)
-        model.trust()
-        return chosen.token_id
-
     reason: FinishReason = "length"
     try:
-        for _ in generate_tokens(
-            model,
-            request.prompt_token_ids,
-            choose,
-            end_ids=request.all_end_ids,
-            max_tokens=request.max_tokens,
-            progress=_watched(progress, is_cancelled),
-        ):
-            assert chosen is not None
+        for chosen in _chosen_tokens(request, model, answer.chooser, _watched(progress, is_cancelled)):
             piece = answer.push(chosen)
             if answer.has_stopped:
                 break
@@ -95,6 +81,40 @@ def generate_pieces(
     except _CancelledError:
         reason = "cancelled"
     yield answer.last_piece(reason, model.num_reused, model.expert_uses)
+
+
+def _chosen_tokens(
+    request: Request, model: LiveSequence, chooser: TokenChooser, progress: Progress
+) -> Iterator[Chosen]:
+    """The tokens of the answer, with the next step launched before a token is known where that is possible.
+
+    `model` trusts the logits from which they are chosen.
+    """
+    chosen: Chosen | None = None
+
+    def choose(logits: AnyLogits, context: Sequence[int]) -> int:
+        nonlocal chosen
+        chosen = chooser(logits, context)
+        model.trust()
+        return chosen.token_id
+
+    def begin(logits: AnyLogits, context: Sequence[int], unseen: int | None) -> StartedChoices:
+        started = begin_choices([chooser.choice(logits, context, unseen)])
+        model.trust_after(started)
+        return started
+
+    prompt_ids, end_ids, max_tokens = request.prompt_token_ids, request.all_end_ids, request.max_tokens
+    num_held = model.start(prompt_ids)
+    logits = model.append(prompt_ids[num_held:], progress)
+    if model.takes_chosen and chooser.is_for_device:
+        loop = generate_tokens_ahead(model, logits, prompt_ids, begin, end_ids=end_ids, max_tokens=max_tokens)
+        yield from map(Chosen, loop)
+        return
+    for _ in generate_tokens(
+        model.append, logits, prompt_ids, choose, end_ids=end_ids, max_tokens=max_tokens
+    ):
+        assert chosen is not None
+        yield chosen
 
 
 class Answer:

@@ -10,21 +10,24 @@ state only if a token was chosen from its last logits, which fails unless all of
 from collections.abc import Sequence
 
 from coldstream import kvcache
-from coldstream.decoding import AnyLogits, Progress
-from coldstream.models.runner import ModelRunner
+from coldstream.decoding import AnyLogits, Chosen, StartedChoices
+from coldstream.kvcache import Batch, ChosenToken, Segment
+from coldstream.models.runner import ModelRunner, Progress
 
 
 class LiveSequence:
-    """A `TargetModel` over one sequence of a runner, which knows which tokens it holds.
+    """One sequence of a runner, and which tokens it holds; implements decoding's `AheadModel`.
 
-    After an exception while computing, or without a call of `trust` after it, the state counts as unknown and
-    the next prompt starts from an empty one.
+    After an exception while computing, or without a call of `trust` or `trust_after` after it, the state
+    counts as unknown and the next prompt starts from an empty one.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._sequence = runner.new_sequence()
         self._token_ids: list[int] | None = None  # None: unknown
+        self._unsettled: list[int] = []  # those before the token of `append_chosen`
+        self._proof: StartedChoices | None = None  # whose success shows that the last logits are finite
         self._is_trusted = False
         self._num_reused = 0
 
@@ -34,6 +37,11 @@ class LiveSequence:
         return self._runner.expert_uses
 
     @property
+    def takes_chosen(self) -> bool:
+        """Whether `append_chosen` may be called."""
+        return self._runner.takes_chosen
+
+    @property
     def num_reused(self) -> int:
         """Tokens of the last prompt that were already in the state."""
         return self._num_reused
@@ -41,6 +49,10 @@ class LiveSequence:
     def trust(self) -> None:
         """Declares the last logits, and so the state, to be finite: a prompt may extend it."""
         self._is_trusted = True
+
+    def trust_after(self, proof: StartedChoices) -> None:
+        """As `trust`, if the choices from the last logits turn out to be tokens."""
+        self._proof = proof
 
     def forget(self) -> None:
         """Free the sequence's memory; the next prompt starts from an empty state."""
@@ -63,36 +75,68 @@ class LiveSequence:
         self._token_ids = token_ids
         self._is_trusted = True
 
-    def prefill(self, token_ids: Sequence[int], progress: Progress | None) -> AnyLogits:
-        """Make `token_ids` the sequence, computing what the state lacks; logits [vocab] after the last."""
+    def start(self, prompt_ids: Sequence[int]) -> int:
+        """How many tokens of the prompt the sequence holds, all of its own or none.
+
+        `append` is to compute the others, before anything else.
+        """
         live = self._extendable()
-        self._num_reused = num_live_prefix(live, token_ids)
+        self._num_reused = num_live_prefix(live, prompt_ids)
         if self._num_reused == 0:
             self._runner.clear(self._sequence)
-        return self._extended(list(token_ids[: self._num_reused]), token_ids[self._num_reused :], progress)
+        self._token_ids = list(prompt_ids[: self._num_reused])
+        return self._num_reused
 
-    def decode(self, token_id: int) -> AnyLogits:
-        """Append `token_id`; logits [vocab] after it. Must follow `prefill`."""
+    def append(self, token_ids: Sequence[int], progress: Progress | None = None) -> AnyLogits:
+        """Append tokens, of a prompt those that `start` did not find; logits [vocab] after the last."""
         live = self._taken()
-        assert live is not None, "decode needs a known sequence"
-        return self._extended(live, (token_id,), None)
-
-    def _extendable(self) -> list[int]:
-        live = self._taken() or []
-        # The runner itself empties a sequence whose computation failed.
-        return live if self._is_trusted and self._sequence.length == len(live) else []
-
-    def _taken(self) -> list[int] | None:
-        """The live tokens, which are unknown until `_extended` has succeeded."""
-        live, self._token_ids = self._token_ids, None
-        return live
-
-    def _extended(self, live: list[int], new_ids: Sequence[int], progress: Progress | None) -> AnyLogits:
-        self._is_trusted = False
-        logits: AnyLogits = self._runner.extend(self._sequence, new_ids, progress)
-        live += new_ids
+        logits: AnyLogits = self._runner.extend(self._sequence, token_ids, progress)
+        live += token_ids
         self._token_ids = live
         return logits
+
+    def append_chosen(self, token: ChosenToken) -> AnyLogits:
+        """Append a token that the device has begun to choose; logits [vocab] after it."""
+        live = self._taken()
+        (rows,) = self._runner.step(Batch((Segment(self._sequence, token),)))
+        self._unsettled = live
+        logits: AnyLogits = rows[0]
+        return logits
+
+    def settle(self, token_id: int | None) -> None:
+        """Say which token `append_chosen` had.
+
+        None: an end token, so that the state is that of before, from whose logits it was chosen.
+        """
+        live = self._unsettled
+        if token_id is None:
+            self._runner.take_back(self._sequence)
+            self._proof, self._is_trusted = None, True
+        else:
+            live.append(token_id)
+        self._token_ids = live
+
+    def _extendable(self) -> list[int]:
+        """The live tokens, if a prompt may extend them; none otherwise."""
+        proof, is_trusted = self._proof, self._is_trusted
+        live = self._token_ids
+        self._forget_tokens()
+        if live is None or self._sequence.length != len(live):  # the runner empties what failed
+            return []
+        if proof is not None:
+            is_trusted = all(isinstance(outcome, Chosen) for outcome in proof.outcomes())
+        return live if is_trusted else []
+
+    def _taken(self) -> list[int]:
+        """The live tokens, which are unknown until what follows has succeeded."""
+        live = self._token_ids
+        assert live is not None, "tokens follow those of a known sequence"
+        self._forget_tokens()
+        return live
+
+    def _forget_tokens(self) -> None:
+        self._token_ids = self._proof = None
+        self._is_trusted = False
 
 
 def num_live_prefix(live_ids: Sequence[int], prompt_ids: Sequence[int]) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Never, Self, overload
 
-from coldstream.decoding import SEED_BITS, Logits, Progress, SamplingParams
+from coldstream.decoding import SEED_BITS, Logits, SamplingParams
 from coldstream.engine.config import CacheType, EngineConfig
 from coldstream.engine.generation import Request, cancelled_piece, completion, generate_pieces
 from coldstream.engine.live_sequence import LiveSequence
@@ -40,6 +40,7 @@ from coldstream.engine.stream import Stream
 from coldstream.engine.turns import Turns
 from coldstream.errors import InvalidRequestError, OutOfMemoryError, host_memory_errors, shown
 from coldstream.kernels.experts.executor import ExecutorFactory
+from coldstream.models.runner import Progress
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.policies import Policy
 
@@ -81,7 +82,7 @@ class LLM:
             32768.
         vram: bytes of the GPU's memory, also as "6G"; auto: what is free.
         ram: the same for weights in RAM; auto: what is available.
-        plan: a file of `coldstream plan --out`, instead of budgets, context and cache types.
+        plan: a file of `coldstream plan --out`, instead of budgets, context, cache types and window.
         threads: of the CPU; auto: one per physical core.
         device: cpu, cuda, or auto: a GPU that can be used, or the CPU.
         cache_type_k, cache_type_v: types of cached keys and values, the same for both.
@@ -92,8 +93,8 @@ class LLM:
             should pay.
         seed: for requests that name none; None: a fresh one for each.
         offline: never ask the hub.
-        policy: who decides which experts stay in fast memory, for this model alone; None: the product's.
-        executor: makes who computes routed experts on a GPU, from the product's; None: that one.
+        policy: decides which experts stay in fast memory, for this model alone; None: the product's.
+        executor: makes the object that computes routed experts on a GPU, from the product's own; None: that.
         """
         settings = {
             "model": model,
@@ -199,7 +200,7 @@ class LLM:
         *,
         progress: Progress | None = None,
     ) -> Stream:
-        """Complete one prompt piece by piece. `progress` hears (prompt tokens done, prompt tokens in all)."""
+        """Complete one prompt piece by piece. `progress` is called with (prompt tokens done, in all)."""
         self._turns.check()
         params = one_params(sampling_params, self._opened.default_sampling)
         return self._stream(self._request(prompt, "prompt", params), progress)

@@ -1,24 +1,25 @@
 """The machine with measured rates, which are kept in the user's cache directory.
 
-They are measured once, again on request, and again when a run was far faster than they allow: other programs
-may have slowed the first measurement.
+They are measured once, again on request, and again when a run was far faster than they explain: other
+programs may have slowed the first measurement.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from coldstream.errors import DeviceError, StorageError
+from coldstream.errors import DeviceError, OutOfMemoryError, StorageError
 from coldstream.kernels.cuda.device import Gpu, measure_copy_bandwidth
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hardware_file import default_path, fastest_run, store_rates, with_stored_rates
 
 Progress = Callable[[str, int, int], None]
 
-_FAR: Final = 1.5  # times as fast as the stored rate, which then must be too low
+_FAR: Final = 1.5  # times as fast as stored rates explain, which then must be too low
+_NUM_HANDSHAKES: Final = 3  # measurements, each the mean of many rounds; the best counts
 
 
 def measured_hardware(
@@ -40,24 +41,45 @@ def measured_hardware(
     return hardware
 
 
-def reconsider_rates(run_bytes_per_s: float, path: Path | None = None) -> bool:
-    """Measures the CPU's memory again if a run has read weights far faster than the stored rate.
+def reconsider_rates(
+    hardware: Hardware, times_as_fast: Callable[[Hardware], float], path: Path | None = None
+) -> bool:
+    """Measures this machine again if a run was far faster than its stored rates explain.
 
-    Stores the higher of both rates. Only once for runs of this speed, as small models fit into caches, which
-    are faster than memory. Returns whether it measured.
+    hardware: as the run found it, on which device it says; times_as_fast: the run's speed as a multiple of
+    what given rates explain. Stores the better of old and new rates. Only once for runs of this speed, as
+    small models fit into caches, which are faster than memory, and a forecast may be wrong by itself. Returns
+    whether it measured; what cannot be measured or stored stays as it is.
     """
     path = path or default_path()
-    stored = with_stored_rates(Hardware.measure(), path)
-    if stored is None or stored.read_bytes_per_s is None:
+    stored = with_stored_rates(hardware, path)
+    if stored is None or times_as_fast(stored) <= _FAR * max(1.0, fastest_run(hardware, path)):
         return False
-    if run_bytes_per_s <= _FAR * max(stored.read_bytes_per_s, fastest_run(stored, path)):
-        return False
-    again = _dated(stored.with_bandwidth(stored.num_physical_cores))
-    assert again.read_bytes_per_s is not None
-    better = replace(again, read_bytes_per_s=max(again.read_bytes_per_s, stored.read_bytes_per_s))
-    with suppress(StorageError):
-        store_rates(better, path, run_bytes_per_s)
-    return True
+    with suppress(DeviceError, OutOfMemoryError, StorageError):
+        better = _better(measure_rates(hardware), stored)
+        store_rates(better, path, times_as_fast(better))
+        return True
+    return False
+
+
+def _better(one: Hardware, other: Hardware) -> Hardware:
+    """`one` with the better rates of both measurements, in `other` of the same machine."""
+    gpu = one.gpu
+    if one.gpu and other.gpu:
+        both = (one.gpu, other.gpu)
+        beside = max(both, key=lambda each: (each.link_beside_read or 0) + (each.read_beside_link or 0))
+        gpu = replace(
+            beside,  # the link and the threads, measured at the same time
+            copy_bytes_per_s=_highest(each.copy_bytes_per_s for each in both),
+            product_ops_per_s=_highest(each.product_ops_per_s for each in both),
+            link_bytes_per_s=_highest(each.link_bytes_per_s for each in both),
+            handshake_s=min((each.handshake_s for each in both if each.handshake_s), default=None),
+        )
+    return replace(one, gpu=gpu, read_bytes_per_s=_highest((one.read_bytes_per_s, other.read_bytes_per_s)))
+
+
+def _highest(rates: Iterable[float | None]) -> float | None:
+    return max((rate for rate in rates if rate), default=None)
 
 
 def _dated(hardware: Hardware) -> Hardware:
@@ -88,7 +110,7 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
     report("measuring this machine", 2, 4)
     handshake_s: float | None = None
     with suppress(DeviceError):  # a driver without such operations; the GPU's work does not depend on them
-        handshake_s = measure_handshake(threads)
+        handshake_s = min(measure_handshake(threads) for _ in range(_NUM_HANDSHAKES))
     report("measuring this machine", 3, 4)
     gpu = replace(
         hardware.gpu,

@@ -11,7 +11,7 @@ from coldstream.engine.config import EngineConfig
 from coldstream.engine.device_choice import OpenProgress, choose_device
 from coldstream.engine.machine import hardware_with, measured_hardware
 from coldstream.engine.own_parts import OwnParts
-from coldstream.engine.planning import bundled_profile, plan_model
+from coldstream.engine.planning import Planned, bundled_profile, plan_model
 from coldstream.errors import InconsistentError, InvalidRequestError, host_memory_errors
 from coldstream.gguf.chat_template import FIELD as CHAT_TEMPLATE_KEY
 from coldstream.gguf.chat_template import ChatTemplate
@@ -37,16 +37,25 @@ _SAMPLING_KEYS = {
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model ready to compute, and its parts. `config` has no `auto` left."""
+    """A model ready to compute, and its parts."""
 
-    config: EngineConfig
-    plan: RunPlan
+    planned: Planned
     runner: ModelRunner
     tokenizer: Tokenizer
     chat_template: ChatTemplate
     has_chat_template: bool  # without one, using `chat_template` raises an error
     default_sampling: SamplingParams
     device_warnings: tuple[str, ...] = ()  # why the device is not the expected one
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration, without `auto`."""
+        return self.planned.config
+
+    @property
+    def plan(self) -> RunPlan:
+        """The plan that the runner carries out."""
+        return self.planned.run
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -69,7 +78,7 @@ def open_model(
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with ExitStack() as cleanup:
         file = cleanup.enter_context(GGUFFile.open(path))
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors).with_window(config.attention_window)
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         planned = plan_model(
             config,
             file,
@@ -86,8 +95,7 @@ def open_model(
         runner = load_runner(config, file, spec, planned.run, progress, own)
         cleanup.pop_all()
     return OpenedModel(
-        config,
-        planned.run,
+        planned,
         runner,
         tokenizer,
         template,
@@ -113,14 +121,14 @@ def load_runner(
     policy = CheckedPolicy(own.policy) if own.policy else None
     if config.device == "cuda":
         # Imported here because its kernels need packages that a machine without a GPU does not have.
-        from coldstream.models.cuda_runner import CudaRunner, ExpertSetup
+        from coldstream.models.cuda_runner import CudaRunner
 
         return CudaRunner.load(
             file,
             spec,
-            context_length=plan.placement.fixed.ctx_size,
-            kv_type=plan.placement.fixed.kv_type,
-            expert_setup=ExpertSetup(plan, policy=policy, executor=own.executor),
+            plan,
+            policy=policy,
+            executor=own.executor,
             progress=loading,
             compiling=partial(progress, "compiling kernels") if progress else None,
         )

@@ -5,7 +5,7 @@ them out.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,27 @@ from typing import Any
 import numpy as np
 
 from coldstream.assets import demo_profile_path
-from coldstream.engine.budgets import advised, budget_bytes
+from coldstream.engine.budgets import ALL_BYTES, advised, budget_bytes
 from coldstream.engine.config import EngineConfig, cache_bytes_per_token, resolve
 from coldstream.engine.device_choice import OpenProgress, device_to_plan_for
 from coldstream.engine.machine import measured_hardware
-from coldstream.engine.routing_profile import routed_model
 from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError
 from coldstream.experts.prefetching import LAYERS_AHEAD, Prefetching
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
-from coldstream.models.cpu_runner import ALL_BYTES, CpuRunner
+from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.fixed_part import fixed_parts_on_gpu, least_bytes
-from coldstream.models.footprint import model_sizes
+from coldstream.models.footprint import model_sizes, routed_model
 from coldstream.models.ram_budget import RamNeeds, sizes_in_ram
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.cost import PREFETCHED, prefetch_gain, streamed_by_misses
+from coldstream.placement.cost import (
+    COPY_BYTES_PER_STEP,
+    MAX_CPU_ROWS,
+    PREFETCHED,
+    prefetch_gain,
+    streamed_by_misses,
+)
 from coldstream.placement.disk_rate import measure_disk
 from coldstream.placement.forecast import NEXT_BYTES, Known, hit_rates_of
 from coldstream.placement.hardware import Hardware
@@ -103,6 +108,7 @@ def plan_model(
     """
     options = options or PlanOptions()
     _check_layers(options, spec.num_layers)
+    spec = spec.with_window(config.attention_window)
     model = _Model(file, spec, options, expected_uses(trace), hardware.num_physical_cores)
     if config.plan is not None:
         return _given_plan(config, model, hardware, trace, more_bytes)
@@ -116,7 +122,7 @@ def plan_model(
         raise advised(error, asked, spec, lambda bytes_: model.try_budget(asked, bytes_)) from None
     (placement, sizes), *larger = places
     planned = Planned(
-        RunPlan(placement, 0, model.uses_as_data),
+        RunPlan(placement, 0, model.uses_as_data, attention_window=config.attention_window),
         larger[0][0] if larger else None,
         sizes,
         config,
@@ -207,7 +213,7 @@ class _Model:
 
 
 def with_workers(planned: Planned, asked: EngineConfig, measured: Callable[[], Hardware] | None) -> Planned:
-    """Adds threads and, on a GPU that does not hold all experts, streaming and prefetching.
+    """Adds threads and, on a GPU that does not hold all experts, what is done about the others.
 
     Raises ConfigError for prefetched experts that were asked for and have no place.
     """
@@ -231,7 +237,13 @@ def with_workers(planned: Planned, asked: EngineConfig, measured: Callable[[], H
     streamed = streamed_by_misses(
         plan.model.num_experts_per_tok, max(plan.expert_bytes), Rates.of(planned.hardware)
     )
-    run = replace(planned.run, threads=threads, streamed=streamed)
+    run = replace(
+        planned.run,
+        threads=threads,
+        streamed=streamed,
+        max_cpu_rows=min(MAX_CPU_ROWS, plan.fixed.chunk_size),
+        copy_bytes_per_step=COPY_BYTES_PER_STEP,
+    )
     run, config = with_places(run, config, plan.ring_bytes, None if known else "--prefetch")
     return replace(planned, run=run, config=config)
 
@@ -244,7 +256,8 @@ def with_prefetch(config: EngineConfig, count: int) -> EngineConfig:
 def with_places(
     run: RunPlan, config: EngineConfig, cap_bytes: int, source: str | None
 ) -> tuple[RunPlan, EngineConfig]:
-    """Both with as many prefetched experts as `config` has and as fit into `cap_bytes` of the ring.
+    """Both with as many prefetched experts as `config` has and as fit into `cap_bytes` of the ring, guessed
+    as many layers ahead as `run` says.
 
     source: the setting that asked for a number of them, or None. Raises ConfigError if there is one and not
     even one expert of each layer fits.
@@ -252,8 +265,8 @@ def with_places(
     count, plan = config.prefetch, run.placement
     assert isinstance(count, int)
     if count == 0 or plan.is_all_resident:
-        return replace(run, prefetch=0, prefetch_bytes=0), config
-    wanted, largest = Prefetching(LAYERS_AHEAD, count), max(plan.expert_bytes)
+        return replace(run, prefetch=0, prefetch_bytes=0, layers_ahead=0), config
+    wanted, largest = Prefetching(run.layers_ahead or LAYERS_AHEAD, count), max(plan.expert_bytes)
     fitting = wanted.fitting(min(cap_bytes, plan.ring_bytes), largest)
     if fitting is None and source is not None:
         least = wanted.num_layers * largest
@@ -261,8 +274,8 @@ def with_places(
             f"{source} {count}: places for an expert of each of {wanted.num_layers} layers take {least} "
             f"bytes, and the cap in the ring is {cap_bytes}: choose --prefetch 0, or a larger --vram"
         )
-    experts, num_bytes = (fitting.experts, fitting.cap_bytes) if fitting else (0, 0)
-    run = replace(run, prefetch=experts, prefetch_bytes=num_bytes or 0)
+    ahead, experts, num_bytes = astuple(fitting) if fitting else (0, 0, 0)
+    run = replace(run, prefetch=experts, prefetch_bytes=num_bytes, layers_ahead=ahead)
     return run, replace(config, prefetch=experts)
 
 
@@ -280,6 +293,7 @@ def _given_plan(
     again = "make another with `coldstream plan`"
     is_asked = config.prefetch != "auto"
     run = load_plan(Path(name), _all_sizes(config, model.file, spec))
+    model = replace(model, spec=spec.with_window(run.attention_window))
     plan = run.placement
     tier: Tier = "vram" if config.device == "cuda" else "ram"
     if plan.tier != tier:
@@ -300,6 +314,7 @@ def _given_plan(
         "cache_type_v": plan.fixed.kv_type,
         "threads": run.threads or "auto" if config.threads == "auto" else config.threads,
         "prefetch": config.prefetch if is_asked else run.prefetch,
+        "attention_window": run.attention_window,
     }
     config = resolve(replace(config, **said), spec, hardware.num_physical_cores, ALL_BYTES)
     assert isinstance(config.threads, int)
@@ -349,7 +364,7 @@ def plan_by_name(
     """
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors).with_window(config.attention_window)
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         trace = bundled_profile(file, spec)
         if profile is not None:
             trace = RoutingTrace.load(profile, routed_model(file, spec))

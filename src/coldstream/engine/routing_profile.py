@@ -10,29 +10,19 @@ from functools import partial
 
 import numpy as np
 
-from coldstream.decoding import Progress
-from coldstream.engine.config import EngineConfig, resolve
+from coldstream.engine.config import MAX_BYTES, EngineConfig
 from coldstream.engine.device_choice import OpenProgress
-from coldstream.errors import InvalidRequestError, UnsupportedError
+from coldstream.engine.planning import plan_model
+from coldstream.errors import InvalidRequestError
 from coldstream.gguf.hub import resolve_model
-from coldstream.gguf.messages import shorten
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
-from coldstream.models.cpu_runner import ALL_BYTES, CpuRunner
+from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.footprint import routed_model
+from coldstream.models.runner import Progress
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import Hardware
-from coldstream.placement.plan import PlanOptions
 from coldstream.placement.routing_trace import MAX_IDS, RoutedModel, RoutingTrace
-from coldstream.placement.run_plan import RunPlan
-
-
-def routed_model(file: GGUFFile, spec: ModelSpec) -> RoutedModel:
-    """The record that a trace of the model in `file` must match. UnsupportedError for a dense model."""
-    if not spec.is_moe:
-        raise UnsupportedError(
-            f"{shorten(file.paths[0])} is a dense model, no expert is ever chosen: give a mixture of experts"
-        )
-    return RoutedModel(file.fingerprint, spec.num_layers, spec.num_experts, spec.num_experts_per_tok)
 
 
 def profile_text(config: EngineConfig, text: str, progress: OpenProgress | None = None) -> RoutingTrace:
@@ -41,22 +31,19 @@ def profile_text(config: EngineConfig, text: str, progress: OpenProgress | None 
     A text longer than the context is cut into parts that each start from nothing. Raises as `open_model`, and
     InvalidRequestError for a text that is empty or longer than a trace can be.
     """
+    # Routing is recorded if all experts are mapped, whatever the budgets of `config`.
+    config = replace(config, device="cpu", plan=None, ram=MAX_BYTES)
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors).with_window(config.attention_window)
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         model = routed_model(file, spec)
-        num_cores = Hardware.measure().num_physical_cores
-        config = resolve(replace(config, device="cpu"), spec, num_cores, ALL_BYTES)
-        assert isinstance(config.threads, int)
-        assert config.ctx_size
         token_ids = Tokenizer.from_metadata(file.metadata).encode(text)
         _check_length(token_ids, model)
-        context = min(config.ctx_size, len(token_ids))
-        needs = CpuRunner.needs(file, spec, config.threads, config.tier, context, config.cache_type_k)
+        planned = plan_model(config, file, spec, Hardware.measure())
         runner = CpuRunner.load(
             file,
             spec,
-            RunPlan(needs.place(ALL_BYTES, None, PlanOptions()), config.threads),
+            planned.run,
             tier=config.tier,
             record_routing=True,
             progress=partial(progress, "loading") if progress else None,

@@ -1,4 +1,4 @@
-"""Where the bytes of routed experts lie, why they move, and who computes them.
+"""Where the bytes of routed experts lie, why they move, and what computes them.
 
 The arithmetic, its launches and the layouts of memory shared with C++ and CUDA are in `kernels/`.
 """

@@ -20,11 +20,11 @@ class HostExperts:
 
     `mailbox` serves the few rows of a captured step, whose requests the GPU makes; `bulk` serves up to
     `max_rows` rows of a prompt, whose requests the host makes. wanted_ids: int32 [chunk_size, K], the expert
-    ids of a prompt's step. Raises UnsupportedError for a tier this machine lacks.
+    ids of a prompt's step.
     """
 
-    def __init__(self, threads: int, tier: str, mailbox: Mailbox, bulk: Mailbox, chunk_size: int) -> None:
-        self.ops = CpuOps(threads, tier)
+    def __init__(self, threads: int, mailbox: Mailbox, bulk: Mailbox, chunk_size: int) -> None:
+        self.ops = CpuOps(threads)
         self.mailbox, self.bulk = mailbox, bulk
         self.server = _csrc.ExpertServer(self.ops.runtime, *mailbox.arrays())
         self.bulk_server = _csrc.ExpertServer(self.ops.runtime, *bulk.arrays())

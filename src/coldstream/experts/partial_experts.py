@@ -19,25 +19,22 @@ from coldstream.kernels.experts.stamps import read_stamps
 from coldstream.placement.policies import DecayedFrequency, Policy
 from coldstream.placement.run_plan import RunPlan
 
-# Copies into slots during a step. More would take memory bandwidth from the CPU's experts (docs/log.md).
-COPY_BYTES_PER_STEP = 64 * 2**20
 # Steps between two attempts to take freed memory for slots again: asking for free memory takes time.
 STEPS_BEFORE_GROWTH = 256
-# Rows up to which the CPU computes some of a prompt's experts; with more, the GPU takes longer than the bus.
-MAX_CPU_ROWS = 2048
 
 
 class PartialExperts:
     """Experts in slots and in the host's memory, and what is done about them around each step.
 
-    mailbox: for all layers of the model; threads, tier: of the CPU's kernels; chunk_size: the most rows of a
-    step.
+    mailbox: for all layers of the model.
     """
 
-    def __init__(self, mailbox: Mailbox, threads: int, tier: str, chunk_size: int) -> None:
+    def __init__(self, mailbox: Mailbox, plan: RunPlan) -> None:
+        self._plan = plan
         ranks, hidden_size = mailbox.ids.shape[1], mailbox.x.shape[1]
-        bulk = Mailbox.create(0, ranks, hidden_size, min(MAX_CPU_ROWS, chunk_size))
-        self.host = HostExperts(threads, tier, mailbox, bulk, chunk_size)
+        # A mailbox has at least one row, which is fewer than any step has that would use this one.
+        bulk = Mailbox.create(0, ranks, hidden_size, max(1, plan.max_cpu_rows))
+        self.host = HostExperts(plan.threads, mailbox, bulk, plan.placement.fixed.chunk_size)
         self._executor: PartialExecutor | None = None
         self._residency: ExpertResidency | None = None
         self._guesses: GuessCounter | None = None
@@ -52,12 +49,12 @@ class PartialExperts:
             guessed, used = self.host.mailbox.guessed.numpy(), self.host.mailbox.used.numpy()
             self._guesses = GuessCounter(guessed, used, executor.prefetch.distance)
 
-    def fill(self, plan: RunPlan, policy: Policy | None = None) -> None:
-        """Allocates the slots of `plan` on the device and fills them. Call after the warm-up steps.
+    def fill(self, policy: Policy | None = None) -> None:
+        """Allocates the slots of the plan on the device and fills them. Call after the warm-up steps.
 
         policy: None for the product's own. Raises DeviceError, torch.OutOfMemoryError.
         """
-        executor = self._executor
+        executor, plan = self._executor, self._plan
         assert executor is not None, "slots are for the layers of an executor"
         layers = executor.tables.layers
         executor.few.streamed[: len(plan.streamed)].copy_(torch.tensor(plan.streamed, dtype=torch.int32))
@@ -70,7 +67,7 @@ class PartialExperts:
             counts,
             policy or DecayedFrequency.for_late_copies(weights=shares.weights),
             profile=shares.uses,
-            max_bytes_per_step=COPY_BYTES_PER_STEP,
+            max_bytes_per_step=plan.copy_bytes_per_step,
         )
         slots = SlotSegments(counts, lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"))
         used = self.host.mailbox.used[: len(layers)]

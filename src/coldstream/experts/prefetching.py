@@ -1,7 +1,9 @@
 """Whether experts are fetched before their layer's router has run, how many, and in how many bytes. Pure."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
+
+from coldstream.placement.run_plan import RunPlan
 
 MAX_PREFETCHED: Final = 8  # experts of a layer
 
@@ -26,6 +28,11 @@ class Prefetching:
             raise ValueError(f"{self}: at least 1 layer ahead, and 1 to {MAX_PREFETCHED} experts")
         if self.cap_bytes is not None and self.cap_bytes < 0:
             raise ValueError(f"{self}: a cap below 0 bytes")
+
+    @classmethod
+    def of(cls, plan: RunPlan) -> Self | None:
+        """The prefetching of `plan`; None if it has none."""
+        return cls(plan.layers_ahead, plan.prefetch, plan.prefetch_bytes) if plan.prefetch else None
 
     @property
     def num_layers(self) -> int:

@@ -1,4 +1,4 @@
-"""Slots of one size in fast memory: who owns each, and when it may be written again. Pure.
+"""Slots of one size in fast memory: the expert in each, and when it may be written again. Pure.
 
     free ──acquire──▶ loading ──land──▶ ready ──withdraw──▶ free
                          └───release───▶ free

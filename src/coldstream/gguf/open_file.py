@@ -47,18 +47,24 @@ class OpenFile:
         self.path = Path(os.path.abspath(path))
         self.descriptor = descriptor
         self.opened = self._seen = FileState.of(status)
+        self._status = status  # the last one that was compared
         self._was_named = True
         self._is_rewritten = False
 
     def is_rewritten(self) -> bool:
         """Whether bytes may not be those that were opened. Once they may not, they never are again."""
         if not self._is_rewritten:
-            now = FileState.of(os.fstat(self.descriptor))
-            if now.content != self.opened.content:
-                self._is_rewritten = True
-            elif now != self._seen:
-                self._look_closer(now)
+            status = os.fstat(self.descriptor)
+            if status[:-3] != self._status[:-3] or _times(status) != _times(self._status):
+                self._status = status
+                self._compare(FileState.of(status))
         return self._is_rewritten
+
+    def _compare(self, now: FileState) -> None:
+        if now.content != self.opened.content:
+            self._is_rewritten = True
+        elif now != self._seen:
+            self._look_closer(now)
 
     def _look_closer(self, now: FileState) -> None:
         is_named = self._is_named()
@@ -70,6 +76,10 @@ class OpenFile:
         """Whether `path` names this file."""
         state = state_at(self.path)
         return state is not None and state.content[:2] == self.opened.content[:2]
+
+
+def _times(status: os.stat_result) -> tuple[int, int]:
+    return status.st_mtime_ns, status.st_ctime_ns
 
 
 def state_at(path: Path) -> FileState | None:

@@ -1,6 +1,6 @@
 """Keys, values and recurrent states of the sequences in flight. Knows nothing of sampling."""
 
-from coldstream.kvcache.batch import Batch, Segment
+from coldstream.kvcache.batch import Batch, ChosenToken, Segment
 from coldstream.kvcache.cache import (
     AttentionState,
     CacheSize,
@@ -18,6 +18,7 @@ __all__ = [
     "Batch",
     "CacheSize",
     "Checkpoint",
+    "ChosenToken",
     "DeltaNetState",
     "LayerState",
     "ModelCache",

@@ -17,17 +17,30 @@ _COLUMNS = 7  # of `BatchArrays`: token ids and the six arrays of `Rows`
 
 
 @dataclass(frozen=True)
+class ChosenToken:
+    """A token that the device has chosen, or will have before the step, and the host does not know yet.
+
+    index: among the device's results. If the token turns out to be one of `end_ids`, or there was none to
+    choose, the step leaves the row out: its logits mean nothing and its sequence stays as it was, which the
+    caller then tells the runner (`ModelRunner.take_back`).
+    """
+
+    index: int
+    end_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
 class Segment:
     """Rows of one sequence, one for each of `token_ids`.
 
     Without parents they are a chain after the committed positions, and the step commits them. With parents
     they are a draft tree: parents[i] is an earlier row of the segment, or −1 for the last committed position;
     the rows stay pending until a commit. wanted: rows whose logits are wanted, by default the last of a
-    chain, all of a tree.
+    chain, all of a tree. A `ChosenToken` is a chain of one row.
     """
 
     sequence: Sequence
-    token_ids: Collection[int]
+    token_ids: Collection[int] | ChosenToken
     parents: Collection[int] | None = None
     wanted: Collection[int] | None = None
 
@@ -47,6 +60,7 @@ class BatchLimits:
     context_length: int
     num_rows: int  # of a step
     num_segments: int
+    num_chosen: int = 0  # results that a `ChosenToken` may name; 0 if the device takes none
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,7 @@ class CheckedSegment:
     parents: tuple[int, ...] | None
     wanted: Array  # int64
     depths: Array | None  # int32 [rows] of a tree, 0 directly after the committed positions
+    chosen: ChosenToken | None = None  # what determines the only row's token, whose id here is 0
 
     @classmethod
     def chain(cls, sequence: Sequence, token_ids: Array, wanted: Array) -> Self:
@@ -97,31 +112,33 @@ def check_batch(batch: Batch, cache: SequenceCache, limits: BatchLimits) -> list
 def check_segment(segment: Segment, cache: SequenceCache, limits: BatchLimits) -> CheckedSegment:
     """Checks a segment of any number of rows. Raises InvalidRequestError if it cannot be computed."""
     cache.check(segment.sequence)
-    ids = _integers(segment.token_ids, "token ids")
+    chosen = segment.token_ids if isinstance(segment.token_ids, ChosenToken) else None
+    if chosen is not None and not 0 <= chosen.index < limits.num_chosen:
+        raise InvalidRequestError(
+            f"a token that is result {chosen.index} of {limits.num_chosen} on this device: give its id"
+        )
+    if chosen is not None and segment.parents is not None:
+        raise InvalidRequestError("a token that the host does not know is in a draft tree: give its id")
+    ids = _integers((0,) if isinstance(segment.token_ids, ChosenToken) else segment.token_ids, "token ids")
     count, length = len(ids), segment.sequence.length
     if not 0 < count <= limits.context_length - length:
         raise InvalidRequestError(
             f"{count} rows, but between 1 and {limits.context_length - length} fit: the context holds "
             f"{limits.context_length} and {length} are in use; try a larger --ctx-size"
         )
-    if ids.min() < 0 or ids.max() >= limits.vocab_size:
-        raise InvalidRequestError(
-            f"token ids must be in 0 … {limits.vocab_size - 1}, found {ids.min()} … {ids.max()}"
-        )
-    wanted = segment.wanted
-    if segment.parents is None:
-        parents = depths = None
-        wanted = (count - 1,) if wanted is None else wanted
-    else:
+    _check_range(ids, limits.vocab_size, "token ids")
+    parents = depths = None
+    first_wanted = count - 1
+    if segment.parents is not None:
         parents = tuple(_integers(segment.parents, "parents").tolist())
         depths = _depths(parents, count)
-        wanted = range(count) if wanted is None else wanted
-    rows = _integers(wanted, "wanted rows")
-    if len(rows) and not 0 <= rows.min() <= rows.max() < count:
-        raise InvalidRequestError(
-            f"wanted rows must be in 0 … {count - 1}, found {rows.min()} … {rows.max()}"
-        )
-    return CheckedSegment(segment.sequence, ids.astype(np.int32), parents, rows, depths)
+        first_wanted = 0
+    if segment.wanted is None:
+        rows = np.arange(first_wanted, count)
+    else:
+        rows = _integers(segment.wanted, "wanted rows")
+        _check_range(rows, count, "wanted rows")
+    return CheckedSegment(segment.sequence, ids.astype(np.int32), parents, rows, depths, chosen)
 
 
 def _integers(values: Collection[int], what: str) -> Array:
@@ -129,7 +146,17 @@ def _integers(values: Collection[int], what: str) -> Array:
     array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidRequestError(f"{what} must be a list of integers")
-    return array.astype(np.int64)
+    return array.astype(np.int64, copy=False)
+
+
+def _check_range(values: Array, end: int, what: str) -> None:
+    """Raises InvalidRequestError for values that are not in 0 … end − 1."""
+    if not len(values):
+        return
+    # NumPy's reductions take longer than one number takes Python.
+    least, most = (int(values[0]),) * 2 if len(values) == 1 else (int(values.min()), int(values.max()))
+    if least < 0 or most >= end:
+        raise InvalidRequestError(f"{what} must be in 0 … {end - 1}, found {least} … {most}")
 
 
 def _depths(parents: tuple[int, ...], count: int) -> Array:
@@ -170,9 +197,9 @@ class BatchArrays:
 
     def __init__(self, memory: Any, size: BatchSize) -> None:
         columns = _COLUMNS * size.num_rows
-        self._values = memory[:columns].reshape(_COLUMNS, size.num_rows)
+        self.columns = memory[:columns].reshape(_COLUMNS, size.num_rows)  # token ids first
         self._tables = memory[columns : size.num_values].reshape(size.num_segments, size.num_blocks)
-        self.token_ids, positions, state_ids, segments, indices, parents, kept = self._values
+        self.token_ids, positions, state_ids, segments, indices, parents, kept = self.columns
         self.rows = Rows(positions, state_ids, BatchRows(segments, self._tables, indices, parents, kept))
 
     def write(self, segments: Collection[CheckedSegment]) -> int:
@@ -180,7 +207,13 @@ class BatchArrays:
         start = 0
         for number, segment in enumerate(segments):
             sequence, count = segment.sequence, len(segment.token_ids)
-            rows = self._values[:, start : start + count]
+            self._tables[number, : len(sequence.blocks)] = sequence.blocks
+            if count == 1 and sequence.pending is None:  # of a token, whose time counts
+                length, token_id = sequence.length, segment.token_ids[0]
+                self.columns[:, start] = token_id, length, sequence.state, number, length, -1, -1
+                start += 1
+                continue
+            rows = self.columns[:, start : start + count]
             indices = np.arange(sequence.length, sequence.length + count, dtype=np.int32)
             rows[0] = segment.token_ids
             rows[1] = indices if segment.depths is None else sequence.length + segment.depths
@@ -195,13 +228,12 @@ class BatchArrays:
                 parents = np.array(sequence.pending.parents)
                 rows[5] = np.where(parents < 0, -1, start + parents)
                 rows[6] = sequence.pending.kept
-            self._tables[number, : len(sequence.blocks)] = sequence.blocks
             start += count
         return start
 
     def pad(self, count: int) -> None:
         """Gives all rows from `count` on to no sequence: position −1 and state −1."""
-        self._values[1:, count:] = -1
+        self.columns[1:, count:] = -1
         self.token_ids[count:] = 0
 
 

@@ -145,6 +145,17 @@ class SequenceCache:
         """Commits a chain of rows that a step has computed."""
         sequence.length += num_rows
 
+    def take_back(self, sequence: Sequence) -> None:
+        """Removes the last committed row, which the step that was to compute it has left out.
+
+        Raises InvalidRequestError if it has none, or a checkpoint after it.
+        """
+        self._check_settled(sequence)
+        if sequence.length <= max([0, *(each.length for each in sequence.checkpoints)]):
+            raise InvalidRequestError(f"no row after {sequence.length} tokens can have been left out")
+        sequence.length -= 1
+        self._trim(sequence)
+
     def accept(self, sequence: Sequence, rows: Collection[int]) -> AcceptedPath:
         """The path `rows` of the pending tree; unless it is empty, the sequence's state is unshared then.
 

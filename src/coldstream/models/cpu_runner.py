@@ -1,7 +1,6 @@
 """A model on the CPU: weights mapped, the forward pass captured once and replayed by C++."""
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -20,11 +19,9 @@ from coldstream.models.ram_budget import RamNeeds, disk_tier_of
 from coldstream.models.runner import Array, ModelRunner, Progress
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import Hardware
-from coldstream.placement.plan import FixedPart, PlanOptions
+from coldstream.placement.plan import FixedPart
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
-
-ALL_BYTES = 2**62  # a budget without effect
 
 
 class CpuRunner(ModelRunner):
@@ -66,46 +63,6 @@ class CpuRunner(ModelRunner):
 
     @classmethod
     @host_memory_errors()
-    def open(
-        cls,
-        path: Path,
-        *,
-        threads: int,
-        tier: str = "auto",
-        context_length: int = 4096,
-        kv_type: str = "i16",
-        record_routing: bool = False,
-        ram_bytes: int | None = None,
-        policy: Policy | None = None,
-        progress: Progress | None = None,
-        cache_size: CacheSize | None = None,
-        attention_window: int | None = None,
-    ) -> Self:
-        """`load` of the model at `path`, within `ram_bytes` if given, without expected uses.
-
-        Raises ModelNotFoundError, ModelFormatError and OutOfMemoryError besides.
-        """
-        file = GGUFFile.open(path)
-        try:
-            spec = ModelSpec.from_gguf(file.metadata, file.tensors).with_window(attention_window)
-            needs = cls.needs(file, spec, threads, tier, context_length, kv_type, cache_size=cache_size)
-            placement = needs.place(ALL_BYTES if ram_bytes is None else ram_bytes, None, PlanOptions())
-            return cls.load(
-                file,
-                spec,
-                RunPlan(placement, threads),
-                tier=tier,
-                record_routing=record_routing,
-                policy=policy,
-                progress=progress,
-                cache_size=cache_size,
-            )
-        except BaseException:
-            file.close()
-            raise
-
-    @classmethod
-    @host_memory_errors()
     def load(
         cls,
         file: GGUFFile,
@@ -131,6 +88,7 @@ class CpuRunner(ModelRunner):
         for a tier this machine lacks, OutOfMemoryError; the file stays open then.
         """
         fixed = plan.placement.fixed
+        spec = spec.with_window(plan.attention_window)
         disk = disk_tier_of(plan, file, spec, policy)
         ops: CpuOps
         if disk is not None:

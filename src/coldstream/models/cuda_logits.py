@@ -1,26 +1,33 @@
 """Logits on the GPU, and the choice of next tokens there."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, overload
 
 import numpy as np
 import torch
 
 from coldstream.kernels.cuda.device import device_errors
-from coldstream.kernels.cuda.staged import StagedMemory
+from coldstream.kernels.cuda.staged import StagedRing
+from coldstream.kernels.sample.admit import Admission, admission_values, admit_rows
 from coldstream.kernels.sample.cuda import ROW_BYTES, SETTINGS_WORDS, sample_cuda, write_rows
 from coldstream.kernels.sample.settings import RowSettings
+from coldstream.kvcache.batch import CheckedSegment
 
 Array = np.ndarray[Any, Any]
+Result = tuple[int, int]  # a token, and 0 or the reason why none was chosen, as the kernels have it
+Wait = Callable[[torch.cuda.Event], None]  # returns when the event has happened
 RECENT_OF_A_ROW = 64  # tokens for penalties of a row, unless a request asks for more
+NUM_CALLS = 2  # whose results are kept
 
 
 class Sampler:
     """Device memory for choosing tokens, allocated by `zeros` of the model's operations.
 
     There is room for `num_rows` rows at once, and for penalties over one whole context or RECENT_OF_A_ROW
-    tokens of each row. A step that needs more is split into several launches.
+    tokens of each row. A step that needs more is split into several launches. Results are kept for two calls,
+    so that one call and a step may read those of the call before.
     """
 
     def __init__(
@@ -30,31 +37,45 @@ class Sampler:
         self._num_recent = max(context_length, num_rows * RECENT_OF_A_ROW)
         num_words = num_rows * SETTINGS_WORDS
         # Settings and recent tokens are adjacent, so that one copy transfers both.
-        self._inputs = StagedMemory(zeros((num_words + self._num_recent,), "int32"))
+        self._inputs = StagedRing(zeros((num_words + self._num_recent,), "int32"))
         self._settings = self._inputs.values[:num_words].view(num_rows, SETTINGS_WORDS)
         self._recent = self._inputs.values[num_words:]
         self._unpenalised = zeros((self._num_recent,), "float32")
         self._workspace = zeros((num_rows, ROW_BYTES), "uint8")
-        self._chosen = zeros((num_rows, 2), "int32")
-        self._host_chosen = torch.empty((0 if self._chosen.is_meta else num_rows, 2), dtype=torch.int32)
-        if not self._chosen.is_meta:
-            self._host_chosen = self._host_chosen.pin_memory()
+        self._results = zeros((NUM_CALLS * num_rows, 2), "int32")
+        self._admissions = StagedRing(zeros((admission_values(num_rows),), "int32"))
+        is_there = not self._results.is_meta
+        count = len(self._results) if is_there else 0
+        self._host_results = torch.zeros(count, 2, dtype=torch.int32, pin_memory=is_there)
+        self._num_launches = 0
 
-    def choose(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[int],
-        settings: Sequence[RowSettings],
-        wait: Callable[[], None],
-    ) -> list[int | None]:
-        """The token after each of `rows`, all different, of float32 logits [n, vocab].
+    @property
+    def num_results(self) -> int:
+        """Results that `admit` and recent tokens may name."""
+        return len(self._results)
 
-        None if there is none to choose. wait: returns when the device has done what is queued.
+    def begin(
+        self, logits: torch.Tensor, rows: Sequence[int], settings: Sequence[RowSettings], wait: Wait
+    ) -> "DeviceChoice":
+        """Queues the choice of the token after each of `rows`, all different, of float32 logits [n, vocab].
+
+        wait: see `DeviceChoice`. All but the last of several launches are waited for.
         """
-        tokens: list[int | None] = []
-        for part in self._parts(settings):
-            tokens += self._choose_part(logits, rows[part], settings[part], wait)
-        return tokens
+        tokens: list[Result] = []
+        *parts, last = self._parts(settings)
+        for part in parts:
+            tokens += self._begin_part(logits, rows[part], settings[part], wait).results()
+        choice = self._begin_part(logits, rows[last], settings[last], wait)
+        return replace(choice, before=tuple(tokens))
+
+    def admit(self, segments: Collection[CheckedSegment], columns: torch.Tensor) -> None:
+        """Queues the writing of tokens that the host does not know into a step's inputs; see `admit_rows`."""
+        admissions, row = [], 0
+        for segment in segments:
+            if segment.chosen is not None:
+                admissions.append(Admission(row, segment.chosen.index, segment.chosen.end_ids))
+            row += len(segment.token_ids)
+        admit_rows(admissions, self._admissions, self._results, columns)
 
     def _parts(self, settings: Sequence[RowSettings]) -> Iterator[slice]:
         """Slices of the rows that fit the memory, nearly always one."""
@@ -67,32 +88,62 @@ class Sampler:
             num_recent += len(each.recent)
         yield slice(first, len(settings))
 
-    def _choose_part(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[int],
-        settings: Sequence[RowSettings],
-        wait: Callable[[], None],
-    ) -> list[int | None]:
+    def _begin_part(
+        self, logits: torch.Tensor, rows: Sequence[int], settings: Sequence[RowSettings], wait: Wait
+    ) -> "DeviceChoice":
         num_words = self._settings.numel()
-        on_host = self._inputs.on_host
+        on_host = self._inputs.next_on_host()
         to = on_host[:num_words].reshape(self._settings.shape)
         num_recent = write_rows(settings, rows, to[: len(rows)], on_host[num_words:])
         self._inputs.copy(num_words + num_recent)
-        chosen = self._chosen[: len(rows)]
+        self._num_launches += 1
+        first = self._num_launches % NUM_CALLS * self._num_rows
+        own = slice(first, first + len(rows))
         sample_cuda(
             logits,
             self._settings[: len(rows)],
             self._recent,
             self._unpenalised,
             self._workspace,
-            chosen,
+            self._results[own],
+            self._results,
             draws=any(each.temperature != 0 for each in settings),
         )
-        host_chosen = self._host_chosen[: len(rows)]
-        host_chosen.copy_(chosen, non_blocking=True)
-        wait()
-        return [None if fault else token for token, fault in host_chosen.tolist()]
+        host_results = self._host_results[own]
+        host_results.copy_(self._results[own], non_blocking=True)
+        ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ended.record(torch.cuda.current_stream())
+        launch = self._num_launches
+        return DeviceChoice(
+            first, host_results, partial(wait, ended), lambda: self._num_launches < launch + NUM_CALLS
+        )
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """Tokens that the device chooses; implements decoding's `DeviceChoice`.
+
+    wait: returns when the device has done what is queued up to the choice.
+    """
+
+    first: int  # result of the first row
+    host_results: torch.Tensor  # int32 [rows, 2], once the device has done it
+    wait: Callable[[], None]
+    is_kept: Callable[[], bool]  # until later choices use the same memory
+    before: tuple[Result, ...] = ()  # of rows that were chosen by launches before
+
+    def index(self, row: int) -> int:
+        """See decoding's `DeviceChoice`."""
+        assert not self.before, "results of several launches are not kept together"
+        return self.first + row
+
+    def results(self) -> list[Result]:
+        """See decoding's `DeviceChoice`."""
+        with device_errors():
+            self.wait()
+        if not self.is_kept():
+            raise RuntimeError("these tokens are gone: others have been chosen since")
+        return [*self.before, *((token, fault) for token, fault in self.host_results.tolist())]
 
 
 @dataclass(frozen=True)
@@ -103,13 +154,13 @@ class OnDevice:
     sampler: Sampler
     is_current: Callable[[], bool]  # until the runner's next step
     download: Callable[[Sequence[torch.Tensor]], Array]  # several [n, vocab], as one
-    wait: Callable[[], None]  # returns when the device has done what is queued
+    wait: Wait
 
-    def choose(self, rows: Sequence[int], settings: Sequence[RowSettings]) -> list[int | None]:
+    def begin(self, rows: Sequence[int], settings: Sequence[RowSettings]) -> DeviceChoice:
         """See decoding's `DeviceStep`."""
         self._check()
         with device_errors():
-            return self.sampler.choose(self.values, rows, settings, self.wait)
+            return self.sampler.begin(self.values, rows, settings, self.wait)
 
     def bring(self, rows: Sequence[int]) -> Array:
         """See decoding's `DeviceStep`."""

@@ -22,7 +22,7 @@ from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
-from coldstream.kernels.cuda.staged import StagedMemory
+from coldstream.kernels.cuda.staged import StagedMemory, StagedRing
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.executor import ExecutorFactory, ModelExecutor, ResidentExecutor
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
@@ -31,6 +31,7 @@ from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.ops import MAX_SHORT_CHAIN, CommittedPath, Ops, Rows
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
+from coldstream.kernels.sample.admit import PROGRAM as ADMISSION
 from coldstream.kernels.sample.cuda import PROGRAM as SAMPLER
 from coldstream.kvcache.batch import BatchArrays, BatchSize, PathArrays
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
@@ -129,7 +130,7 @@ class Inputs:
     The arrays of a step of any size are adjacent, so that one copy transfers them.
     """
 
-    memory: StagedMemory
+    memory: StagedRing
     num_blocks: int  # of a sequence, at most
 
     @classmethod
@@ -137,20 +138,27 @@ class Inputs:
         """For steps of up to `num_rows` rows."""
         num_blocks = num_blocks_of(context_length)
         size = BatchSize(num_rows, min(num_rows, MAX_SEGMENTS), num_blocks)
-        return cls(StagedMemory(ops.zeros((size.num_values,), "int32")), num_blocks)
+        return cls(StagedRing(ops.zeros((size.num_values,), "int32")), num_blocks)
 
     def _size(self, num_rows: int) -> BatchSize:
         return BatchSize(num_rows, min(num_rows, MAX_SEGMENTS), self.num_blocks)
 
     def on_host(self, num_rows: int) -> BatchArrays:
-        """Inputs of the next step of `num_rows` rows, to be written when the last step has ended."""
-        return BatchArrays(self.memory.on_host, self._size(num_rows))
+        """Inputs of the next step of `num_rows` rows, to be written before `copy`."""
+        return BatchArrays(self.memory.next_on_host(), self._size(num_rows))
+
+    def copy(self, num_rows: int) -> None:
+        """Queues the copy of the inputs that were written last, of a step of `num_rows` rows."""
+        self.memory.copy(self._size(num_rows).num_values)
+
+    def columns(self, num_rows: int) -> torch.Tensor:
+        """The columns on the device that each row of a step of `num_rows` rows has a number in."""
+        columns: torch.Tensor = BatchArrays(self.memory.values, self._size(num_rows)).columns
+        return columns
 
     def take(self, shape: StepShape) -> tuple[torch.Tensor, Rows]:
-        """Queues the copy of `on_host`; the token ids [rows] and their `Rows` on the device."""
-        size = self._size(shape.num_rows)
-        self.memory.copy(size.num_values)
-        arrays = BatchArrays(self.memory.values, size)
+        """The token ids [rows] and their `Rows` on the device."""
+        arrays = BatchArrays(self.memory.values, self._size(shape.num_rows))
         rows = arrays.rows
         assert rows.batch is not None
         batch = replace(
@@ -321,7 +329,7 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
 
 
 def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int) -> Noted:
-    """The kernels that steps of any size launch, and the sampler's."""
+    """The kernels that steps of any size launch, and those of choosing tokens."""
     loaded = Loaded.into(MemoryPlan(), file, spec, limits, chunk_size, notes_kernels=True)
     # A kernel is launched for one range of row counts, so that these counts meet all of them.
     sizes = {2**i for i in range(chunk_size.bit_length())} | {2**i + 1 for i in range(6)}
@@ -331,7 +339,8 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
             loaded.model.logits(hidden.rows(0, min(shape.num_rows, HEAD_ROWS)))
         if limits.has_trees:
             loaded.commit()
-    return noted | {(SAMPLER, instance) for instance in SAMPLER.instances}
+    chosen = {(program, instance) for program in (SAMPLER, ADMISSION) for instance in program.instances}
+    return noted | chosen
 
 
 def _shapes(sizes: Iterable[int], has_trees: bool) -> Iterator[StepShape]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Self
 
 import numpy as np
@@ -13,12 +13,12 @@ from coldstream.experts.cache import ExpertCache
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.partial_experts import PartialExperts
-from coldstream.experts.prefetching import LAYERS_AHEAD, Prefetching
+from coldstream.experts.prefetching import Prefetching
 from coldstream.experts.streaming import StreamCounters
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.compiler import default_cache
-from coldstream.kernels.cuda.device import Gpu, device_errors, find_gpu
+from coldstream.kernels.cuda.device import device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import load_kernels
 from coldstream.kernels.experts.executor import ExecutorFactory
@@ -44,8 +44,7 @@ from coldstream.models.cuda_model import (
     padded_rows,
     plan_memory,
 )
-from coldstream.models.fixed_part import chosen_chunk_size
-from coldstream.models.runner import Array, ModelRunner, Progress
+from coldstream.models.runner import Array, ModelRunner, Progress, WholeOrCleared
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
@@ -53,24 +52,6 @@ from coldstream.placement.run_plan import RunPlan
 
 def no_progress(done: int, total: int) -> None:
     """For callers that show no progress."""
-
-
-@dataclass(frozen=True)
-class ExpertSetup:
-    """The plan of where a model's experts lie, and the parts that place and compute them."""
-
-    plan: RunPlan
-    tier: str = "auto"  # of the CPU's kernels
-    policy: Policy | None = None  # None: the product's
-    executor: ExecutorFactory | None = None  # None: the product's
-    layers_ahead: int = LAYERS_AHEAD  # how many layers ahead experts are guessed, if the plan prefetches
-
-    @property
-    def prefetching(self) -> Prefetching | None:
-        """The plan's prefetching; None if it has none."""
-        if not self.plan.prefetch:
-            return None
-        return Prefetching(self.layers_ahead, self.plan.prefetch, self.plan.prefetch_bytes)
 
 
 class CudaRunner(ModelRunner):
@@ -86,26 +67,23 @@ class CudaRunner(ModelRunner):
         self,
         file: GGUFFile,
         spec: ModelSpec,
+        plan: RunPlan,
         limits: Limits,
-        gpu: Gpu,
+        policy: Policy | None,
+        executor: ExecutorFactory | None,
         progress: Progress | None,
         compiling: Progress | None,
-        expert_setup: ExpertSetup | None = None,
     ) -> None:
         super().__init__(file, spec, limits.context_length)
-        self.gpu = gpu
+        self.gpu = find_gpu()
         self.limits = limits
         self.cache_size = limits.cache_size
         check_supported(spec)
         check_types(file.tensors)
-        if expert_setup is None:
-            chunk_size = chosen_chunk_size(file, spec, limits.context_length, limits.kv_type, gpu.free_bytes)
-        else:
-            chunk_size = expert_setup.plan.placement.fixed.chunk_size
-        self.plan = plan_memory(file, spec, limits, gpu.free_bytes, chunk_size)
-        self.chunk_size = self.plan.chunk_size
+        self.chunk_size = plan.placement.fixed.chunk_size
+        self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size)
         self._limits = BatchLimits(spec.vocab_size, limits.context_length, self.chunk_size, MAX_SEGMENTS)
-        self._expert_setup = expert_setup
+        self._num_cpu_threads = plan.threads
         self._partial: PartialExperts | None = None
         self._num_steps = 0
         self._in_flight: tuple[Sequence, ...] = ()  # sequences whose last step may still run
@@ -116,24 +94,26 @@ class CudaRunner(ModelRunner):
         try:
             with device_errors():
                 load_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling or no_progress)
-                if expert_setup is not None and limits.expert_bytes is not None:
+                if limits.expert_bytes is not None:
                     mailbox = Mailbox.create(spec.num_layers, spec.num_experts_per_tok, spec.hidden_size)
-                    self._partial = PartialExperts(
-                        mailbox, expert_setup.plan.threads, expert_setup.tier, self.chunk_size
-                    )
-                self._load(progress)
+                    self._partial = PartialExperts(mailbox, plan)
+                self._load(executor, progress)
+                if self._partial:
+                    self._partial.fill(policy)
         except BaseException:
             self._release()
             raise
 
-    def _load(self, progress: Progress | None) -> None:
+    def _load(self, executor_factory: ExecutorFactory | None, progress: Progress | None) -> None:
         """Allocates all device memory, copies the weights and runs the first steps."""
         memory = DeviceMemory(self.plan.weights + self.plan.caches, self.plan.workspace)
         host = self._partial.host if self._partial else None
-        own = self._expert_setup.executor if self._expert_setup else None
         sizes = (self.file, self.spec, self.limits, self.chunk_size)
-        self._loaded = Loaded.into(memory, *sizes, host=host, own=own)
+        self._loaded = Loaded.into(memory, *sizes, host=host, own=executor_factory)
         self._sequences = self._loaded.sequences
+        # Where experts may be missing, a step begins when the host has seen the last one's.
+        num_chosen = 0 if self._partial else self._loaded.sampler.num_results
+        self._limits = replace(self._limits, num_chosen=num_chosen)
         if self._partial:
             executor = self._loaded.ops.model_executor
             assert isinstance(executor, PartialExecutor)
@@ -148,17 +128,22 @@ class CudaRunner(ModelRunner):
         many = StepShape.prompt(MAX_MAILBOX_ROWS + 1 if self._partial else SMALLEST_PADDED_ROWS)
         for shape, compute in ((StepShape(1), self._computed_logits), (many, self._loaded.step)):
             self._loaded.inputs.on_host(shape.num_rows).pad(0)
+            self._loaded.inputs.copy(shape.num_rows)
             self._start_step(shape)
             compute(shape)
             self._ended()
-        if self._partial and self._expert_setup:
-            self._partial.fill(self._expert_setup.plan, self._expert_setup.policy)
 
-    def _ended(self) -> None:
-        """Waits for the current stream. Sequences whose rows could not be computed become empty."""
+    def _ended(self, event: torch.cuda.Event | None = None) -> None:
+        """Waits for the current stream. Sequences whose rows could not be computed become empty.
+
+        event: the last thing to wait for; without missing experts, what is queued after it goes on.
+        """
+        if event is not None and self._partial is None:
+            event.synchronize()
+            return
         torch.cuda.current_stream().synchronize()
         if self._partial:
-            with self._whole_or_cleared(self._in_flight):
+            with WholeOrCleared(self._sequences, self._in_flight):
                 self._partial.ended()
                 self._check_file()
 
@@ -167,38 +152,39 @@ class CudaRunner(ModelRunner):
         cls,
         file: GGUFFile,
         spec: ModelSpec,
+        plan: RunPlan,
         *,
-        context_length: int,
-        kv_type: str,
+        policy: Policy | None = None,
+        executor: ExecutorFactory | None = None,
         cache_size: CacheSize | None = None,
-        expert_setup: ExpertSetup | None = None,
         progress: Progress | None = None,
         compiling: Progress | None = None,
     ) -> Self:
-        """Copies the weights of an open file to the current device; the runner then closes the file.
+        """Carries out `plan` on an open file: copies weights to the current device, fills slots with experts.
+        The runner then closes the file.
 
-        cache_size: the positions and sequences of all sequences together (default: one context of
-        positions, and the plan's number of sequences); context_length is the limit of each. expert_setup:
-        which experts lie where; None: all of them are on the device. compiling is called with (done, total)
-        kernels, progress with (done, total) bytes. Raises DeviceError without a usable GPU, OutOfMemoryError
-        before anything is copied if it doesn't fit, UnsupportedError for sizes and types without kernels,
-        InconsistentError for weights that contradict the format's conventions; the file stays open then.
+        The plan's context bounds a sequence, and cache_size what all of them hold together (default: the
+        plan's, one context of positions). policy, executor: None for the product's. compiling is called with
+        (done, total) kernels, progress with (done, total) bytes. Raises DeviceError without a usable GPU,
+        OutOfMemoryError before anything is copied if it doesn't fit, UnsupportedError for sizes and types
+        without kernels, InconsistentError for weights that contradict the format's conventions; the file
+        stays open then.
         """
-        if cache_size is None:
-            num_sequences = expert_setup.plan.placement.fixed.num_sequences if expert_setup else 1
-            cache_size = CacheSize(num_blocks_of(context_length), num_sequences)
-        limits = Limits(cache_size, context_length, kv_type)
-        if expert_setup is not None and not expert_setup.plan.placement.is_all_resident:
-            plan = expert_setup.plan.placement
-            whole = sum(plan.model.num_experts * plan.expert_bytes[layer] for layer in plan.pinned_layers)
+        placement, fixed = plan.placement, plan.placement.fixed
+        cache_size = cache_size or CacheSize(num_blocks_of(fixed.ctx_size), fixed.num_sequences)
+        limits = Limits(cache_size, fixed.ctx_size, fixed.kv_type)
+        if not placement.is_all_resident:
+            pinned = placement.pinned_layers
+            whole = sum(placement.model.num_experts * placement.expert_bytes[layer] for layer in pinned)
             limits = replace(
                 limits,
-                expert_bytes=plan.resident_bytes - whole,
-                whole_layers=frozenset(plan.pinned_layers),
-                ring_bytes=plan.ring_bytes,
-                prefetching=expert_setup.prefetching,
+                expert_bytes=placement.resident_bytes - whole,
+                whole_layers=frozenset(pinned),
+                ring_bytes=placement.ring_bytes,
+                prefetching=Prefetching.of(plan),
             )
-        return cls(file, spec, limits, find_gpu(), progress, compiling, expert_setup)
+        spec = spec.with_window(plan.attention_window)
+        return cls(file, spec, plan, limits, policy, executor, progress, compiling)
 
     def close(self) -> None:
         """Frees the device's memory and closes the file; the runner cannot be used afterwards."""
@@ -231,7 +217,7 @@ class CudaRunner(ModelRunner):
     @property
     def threads(self) -> int:
         """The thread that launches and those that compute experts."""
-        return 1 + (self._expert_setup.plan.threads if self._partial and self._expert_setup else 0)
+        return 1 + (self._num_cpu_threads if self._partial else 0)
 
     @property
     def gpu_experts(self) -> GpuExpertStatistics | None:
@@ -268,7 +254,9 @@ class CudaRunner(ModelRunner):
         return device_errors()
 
     def _launch(self, segments: Collection[CheckedSegment]) -> None:
-        torch.cuda.current_stream().synchronize()  # the last step may still read the inputs
+        is_known = all(segment.chosen is None for segment in segments)
+        if is_known:  # other steps follow the last one without a wait
+            torch.cuda.current_stream().synchronize()
         self._num_steps += 1
         self._forget_outputs()
         self._in_flight = tuple(segment.sequence for segment in segments)
@@ -278,6 +266,10 @@ class CudaRunner(ModelRunner):
         with_head = wants_all and shape.num_rows <= MAX_DECODE_ROWS
         inputs = self._loaded.inputs.on_host(shape.num_rows)
         inputs.pad(inputs.write(segments))
+        with device_errors():
+            self._loaded.inputs.copy(shape.num_rows)
+            if not is_known:
+                self._loaded.sampler.admit(segments, self._loaded.inputs.columns(shape.num_rows))
         self._can_make_room = True
         try:
             with device_errors():

@@ -1,7 +1,7 @@
 """A model's GPU memory without its experts: the `FixedPart` of a placement.
 
 It is counted by the dry run that also plans the GPU's memory. Without the packages for that, activations are
-estimated from their widths. On the CPU `CpuRunner.needs` counts.
+estimated from their widths, and the parts of attention from the context. On the CPU `CpuRunner.needs` counts.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from functools import cache
 
 from coldstream.experts.prefetching import LAYERS_AHEAD, MAX_PREFETCHED, Prefetching
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.attention.workspace_sizes import FEW_ROWS, most_partial_bytes
 from coldstream.kernels.cuda.device import missing_packages
 from coldstream.kvcache.cache import CacheSize
-from coldstream.models.footprint import model_sizes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
@@ -67,13 +67,6 @@ def fixed_parts_on_gpu(
         return part(modest)
 
     return [choose(budget) for budget in budgets]
-
-
-def chosen_chunk_size(file: GGUFFile, spec: ModelSpec, ctx_size: int, kv_type: str, free_bytes: int) -> int:
-    """Tokens of a prefill step without a plan: the choice of `fixed_parts_on_gpu`."""
-    sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
-    (part,) = fixed_parts_on_gpu(file, spec, sizes, ctx_size, kv_type, [free_bytes])
-    return part.chunk_size
 
 
 def _without_workspace(part: FixedPart) -> int:
@@ -133,11 +126,17 @@ def _estimated(
         chunk_size=chunk_size,
         weights=sizes.dense_bytes,
         caches=ctx_size * sizes.kv_token_bytes + cache_size.num_states * sizes.state_bytes,
-        workspace=_activation_bytes(spec, chunk_size),
+        workspace=_workspace_bytes(spec, ctx_size, chunk_size),
         graphs=GRAPH_BYTES,
         reserve=RESERVE_BYTES,
         num_sequences=cache_size.num_states,
     )
+
+
+def _workspace_bytes(spec: ModelSpec, ctx_size: int, chunk_size: int) -> int:
+    """Of a prefill step or, if that takes more, a decode step, whose attention merges chunks of positions."""
+    partial_bytes = most_partial_bytes(spec.attention.num_heads, spec.head_dim, ctx_size)
+    return max(_activation_bytes(spec, chunk_size), partial_bytes + _activation_bytes(spec, FEW_ROWS))
 
 
 def _activation_bytes(spec: ModelSpec, chunk_size: int) -> int:

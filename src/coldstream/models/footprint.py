@@ -5,9 +5,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 
-from coldstream.gguf.reader import TensorInfo
+from coldstream.errors import UnsupportedError
+from coldstream.gguf.messages import shorten
+from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kvcache import state_bytes
 from coldstream.models.spec import ModelSpec
+from coldstream.placement.routing_trace import RoutedModel
 from coldstream.placement.sizes import ModelSizes, slot_bytes
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
@@ -79,6 +82,15 @@ def model_sizes(
         expert_parameters=parameters // max(1, spec.num_layers * spec.num_experts),
         attention_width=spec.layer_kinds.count("attention") * spec.query_dim,
     )
+
+
+def routed_model(file: GGUFFile, spec: ModelSpec) -> RoutedModel:
+    """The record that a trace of the model in `file` must match. UnsupportedError for a dense model."""
+    if not spec.is_moe:
+        raise UnsupportedError(
+            f"{shorten(file.paths[0])} is a dense model, no expert is ever chosen: give a mixture of experts"
+        )
+    return RoutedModel(file.fingerprint, spec.num_layers, spec.num_experts, spec.num_experts_per_tok)
 
 
 def _active_share(spec: ModelSpec, info: TensorInfo) -> Fraction:

@@ -5,9 +5,9 @@ are wanted. Knows nothing of text, sampling or requests.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as TokenIds
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,6 +27,23 @@ from coldstream.models.spec import ModelSpec
 
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int], None]
+
+
+class WholeOrCleared:
+    """A context that empties sequences if an exception interrupts the work inside."""
+
+    def __init__(self, cache: SequenceCache, sequences: Collection[Sequence]) -> None:
+        self._cache, self._sequences = cache, sequences
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            for sequence in self._sequences:
+                if not sequence.is_released:
+                    self._cache.clear(sequence)
 
 
 class ModelRunner(ABC):
@@ -107,6 +124,18 @@ class ModelRunner(ABC):
         """Weight bytes that decoding one token reads."""
         return bytes_per_token(self.spec, self.file.tensors)
 
+    @property
+    def takes_chosen(self) -> bool:
+        """Whether a step may have a `ChosenToken`, so that it is launched before the host knows the token."""
+        return self._limits.num_chosen > 0
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Tells that the last step left the sequence's only row out, whose `ChosenToken` was an end token.
+
+        Raises InvalidRequestError for a sequence without such a row.
+        """
+        self._sequences.take_back(sequence)
+
     def new_sequence(self) -> Sequence:
         """An empty sequence. It takes no memory before its first step."""
         return self._sequences.new()
@@ -163,7 +192,7 @@ class ModelRunner(ABC):
         with self._typed_errors():
             path = self._sequences.accept(sequence, rows)
             if path.rows:
-                with self._whole_or_cleared([sequence]):
+                with WholeOrCleared(self._sequences, [sequence]):
                     self._commit(path)
         self._sequences.settle(sequence, len(path.rows))
 
@@ -176,13 +205,13 @@ class ModelRunner(ABC):
         """
         chunks = self._chunks(sequence, token_ids)
         self._check_file()
-        with self._whole_or_cleared([sequence]):
-            done = 0
-            for chunk in chunks:
-                done += len(chunk)
-                wanted = np.arange(len(chunk))[len(chunk) - 1 if done == len(token_ids) else len(chunk) :]
-                (logits,) = self._step([CheckedSegment.chain(sequence, chunk, wanted)])
-                if progress is not None:
+        done = 0
+        for chunk in chunks:
+            done += len(chunk)
+            wanted = np.arange(len(chunk) - 1 if done == len(token_ids) else len(chunk), len(chunk))
+            (logits,) = self._step([CheckedSegment.chain(sequence, chunk, wanted)])
+            if progress is not None:
+                with WholeOrCleared(self._sequences, [sequence]):
                     progress(done, len(token_ids))
         return logits[0]
 
@@ -218,32 +247,26 @@ class ModelRunner(ABC):
         return [ids[start : start + self.chunk_size] for start in range(0, len(ids), self.chunk_size)]
 
     def _step(self, segments: Collection[CheckedSegment]) -> tuple[Any, ...]:
-        with self._typed_errors(), self._whole_or_cleared([segment.sequence for segment in segments]):
+        sequences = [segment.sequence for segment in segments]
+        with self._typed_errors(), WholeOrCleared(self._sequences, sequences):
             self._launch(segments)
-            counts = [len(segment.token_ids) for segment in segments]
-            starts = np.cumsum(counts) - counts
-            wanted = [start + segment.wanted for start, segment in zip(starts, segments, strict=True)]
-            logits = self._logits_of(np.concatenate(wanted))
+            wanted, start = [], 0
+            for segment in segments:
+                wanted.append(segment.wanted + start if start else segment.wanted)
+                start += len(segment.token_ids)
+            logits = self._logits_of(np.concatenate(wanted) if len(wanted) > 1 else wanted[0])
         for segment in segments:
             if segment.parents is None:
                 self._sequences.append(segment.sequence, len(segment.token_ids))
-        ends = np.cumsum([len(rows) for rows in wanted])
-        return tuple(logits[end - len(rows) : end] for end, rows in zip(ends, wanted, strict=True))
+        parts, end = [], 0
+        for rows in wanted:
+            parts.append(logits[end : end + len(rows)])
+            end += len(rows)
+        return tuple(parts)
 
     def _typed_errors(self) -> AbstractContextManager[None]:
         """Translates a device's exceptions inside into coldstream's errors."""
         return nullcontext()
-
-    @contextmanager
-    def _whole_or_cleared(self, sequences: Collection[Sequence]) -> Iterator[None]:
-        """Empties the sequences if an exception interrupts the work inside."""
-        try:
-            yield
-        except BaseException:
-            for sequence in sequences:
-                if not sequence.is_released:
-                    self._sequences.clear(sequence)
-            raise
 
     def _check_file(self) -> None:
         """Raises ModelChangedError if steps read a file that may have other bytes than it was opened with."""

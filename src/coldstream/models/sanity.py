@@ -60,9 +60,13 @@ def check_logits(logits: np.ndarray[Any, Any], position: int) -> None:
         return
     rows, finite = np.atleast_2d(logits), np.atleast_2d(finite)
     row = int(np.argmin(finite.all(axis=1)))
-    bad = np.flatnonzero(~finite[row])
-    raise GenerationFault(
-        f"{len(bad)} of {rows.shape[1]} logits at position {position + row} are not finite "
-        f"(token {bad[0]}: {rows[row, bad[0]]}); the model's weights or its state are damaged. The next "
-        "request starts from an empty state; if it fails too, download the model again"
+    raise damaged_logits(int((~finite[row]).sum()), rows.shape[1], position + row)
+
+
+def damaged_logits(num_bad: int, vocab_size: int, position: int) -> GenerationFault:
+    """The error for logits after which no token can be chosen, as they are not finite."""
+    return GenerationFault(
+        f"{num_bad} of {vocab_size} logits at position {position} are not finite; the model's "
+        "weights or its state are damaged. The next request starts from an empty state; if it fails too, "
+        "download the model again"
     )

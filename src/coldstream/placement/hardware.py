@@ -48,7 +48,7 @@ class Hardware:
     ram_available_bytes: int
     read_bytes_per_s: float | None = None  # memory read bandwidth; None: not measured
     gpu: GpuHardware | None = None
-    measured_at: str | None = None  # when the rates were, in UTC
+    measured_at: str | None = None  # when the oldest of the rates were, in UTC
 
     @classmethod
     def measure(cls, *, root: Path = Path("/"), cpu_ids: Iterable[int] | None = None) -> "Hardware":

@@ -1,6 +1,8 @@
-"""A file of the measured rates of a machine, with their time. Bound to the CPU and the GPU.
+"""A file of the measured rates of a machine, with their time.
 
-A file that is missing, damaged or of another machine counts as none: rates are measured again.
+It has an entry for the CPU and one for the GPU, each bound to what its rates depend on, so that runs on the
+CPU leave the GPU's rates alone. An entry that is missing, damaged or of another machine counts as none: rates
+are measured again.
 """
 
 import json
@@ -11,19 +13,22 @@ from typing import Any, Final
 
 from coldstream.errors import StorageError
 from coldstream.files import write_file
-from coldstream.placement.hardware import Hardware
+from coldstream.placement.hardware import GpuHardware, Hardware
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 _MAX_BYTES: Final = 1 << 16
 _OPTIONAL: Final = "handshake_s"  # not every driver can be asked
-_GPU_RATES: Final = (
-    "copy_bytes_per_s",
-    "product_ops_per_s",
-    "link_bytes_per_s",
-    "link_beside_read",
-    "read_beside_link",
-    "handshake_s",
-)
+_RATES: Final = {
+    "cpu": ("read_bytes_per_s",),
+    "gpu": (
+        "copy_bytes_per_s",
+        "product_ops_per_s",
+        "link_bytes_per_s",
+        "link_beside_read",
+        "read_beside_link",
+        "handshake_s",
+    ),
+}
 
 
 def default_path() -> Path:
@@ -32,37 +37,42 @@ def default_path() -> Path:
 
 
 def with_stored_rates(hardware: Hardware, path: Path) -> Hardware | None:
-    """`hardware` with the rates that the file at `path` has of this machine; None if it has none."""
-    document = _document(hardware, path)
-    rates, measured_at = document.get("rates"), document.get("measured_at")
-    names = ("read_bytes_per_s", *(_GPU_RATES if hardware.gpu else ()))
-    if (
-        not isinstance(measured_at, str)
-        or not isinstance(rates, dict)
-        or not all(name in rates and _is_rate(name, rates[name]) for name in names)
-    ):
+    """`hardware` with the rates that the file at `path` has of this machine; None if it lacks some of them.
+
+    `measured_at` is the time of the older entry.
+    """
+    document = _document(path)
+    entries = {name: _entry(document, name, hardware) for name in _parts(hardware)}
+    if not all(entries.values()):
         return None
-    gpu = hardware.gpu and replace(hardware.gpu, **{name: rates[name] for name in _GPU_RATES})
-    return replace(hardware, read_bytes_per_s=rates["read_bytes_per_s"], gpu=gpu, measured_at=measured_at)
+    return replace(
+        hardware,
+        **entries["cpu"]["rates"],
+        gpu=hardware.gpu and replace(hardware.gpu, **entries["gpu"]["rates"]),
+        measured_at=min(entry["measured_at"] for entry in entries.values()),
+    )
 
 
 def fastest_run(hardware: Hardware, path: Path) -> float:
-    """Bytes per second of the fastest run for which the rates at `path` were measured again; 0: none."""
-    value = _document(hardware, path).get("fastest_run")
+    """What `store_rates` was given with the rates of the GPU, or without one of the CPU; 0: nothing."""
+    value = _entry(_document(path), [*_parts(hardware)][-1], hardware).get("fastest_run")
     return value if isinstance(value, float) and math.isfinite(value) else 0.0
 
 
 def store_rates(hardware: Hardware, path: Path, fastest_run: float = 0.0) -> None:
-    """Writes the measured rates at once: there is the old file or the whole new one. Raises StorageError."""
-    rates = {"read_bytes_per_s": hardware.read_bytes_per_s}
-    if hardware.gpu:
-        rates |= {name: getattr(hardware.gpu, name) for name in _GPU_RATES}
-    document = {
-        "machine": _machine(hardware),
-        "measured_at": hardware.measured_at,
-        "rates": rates,
-        "fastest_run": fastest_run,
-    }
+    """Writes the measured rates at once: there is the old file or the whole new one. Raises StorageError.
+
+    Without a GPU in `hardware`, the file's entry of one is kept. fastest_run: how many times as fast as these
+    rates explain the run was for which they were measured.
+    """
+    document = _document(path) | {"version": _VERSION}
+    for name, part in _parts(hardware).items():
+        document[name] = {
+            "machine": _machine(name, hardware),
+            "measured_at": hardware.measured_at,
+            "rates": {rate: getattr(part, rate) for rate in _RATES[name]},
+            "fastest_run": fastest_run,
+        }
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -70,26 +80,43 @@ def store_rates(hardware: Hardware, path: Path, fastest_run: float = 0.0) -> Non
     write_file(path, json.dumps(document, indent=2).encode())
 
 
-def _document(hardware: Hardware, path: Path) -> dict[str, Any]:
-    """The contents of the file at `path`; empty if it is damaged or of another machine."""
+def _document(path: Path) -> dict[str, Any]:
+    """The contents of the file at `path`; empty if it is damaged or of another version."""
     try:
         with open(path, "rb") as file:
             document = json.loads(file.read(_MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    is_ours = isinstance(document, dict) and document.get("machine") == _machine(hardware)
-    return document if is_ours else {}
+    is_known = isinstance(document, dict) and document.get("version") == _VERSION
+    return document if is_known else {}
 
 
-def _machine(hardware: Hardware) -> dict[str, Any]:
-    """The parts of a machine that rates depend on."""
-    return {
-        "version": _VERSION,
-        "cpu": hardware.cpu_name,
-        "cores": hardware.num_physical_cores,
-        "gpu": hardware.gpu.name if hardware.gpu else None,
-        "driver": hardware.gpu.driver if hardware.gpu else None,
-    }
+def _parts(hardware: Hardware) -> dict[str, Hardware | GpuHardware]:
+    """What has an entry in the file, by the entry's name."""
+    return {"cpu": hardware} | ({"gpu": hardware.gpu} if hardware.gpu else {})
+
+
+def _entry(document: dict[str, Any], name: str, hardware: Hardware) -> dict[str, Any]:
+    """The entry of this name; empty if it is damaged or of another machine."""
+    entry = document.get(name)
+    if not isinstance(entry, dict) or entry.get("machine") != _machine(name, hardware):
+        return {}
+    rates = entry.get("rates")
+    is_whole = (
+        isinstance(entry.get("measured_at"), str)
+        and isinstance(rates, dict)
+        and rates.keys() == set(_RATES[name])
+        and all(_is_rate(*rate) for rate in rates.items())
+    )
+    return entry if is_whole else {}
+
+
+def _machine(name: str, hardware: Hardware) -> dict[str, Any]:
+    """What the rates of an entry depend on; those of a GPU depend on the CPU too."""
+    machine: dict[str, Any] = {"cpu": hardware.cpu_name, "cores": hardware.num_physical_cores}
+    if name == "gpu" and hardware.gpu:
+        machine |= {"gpu": hardware.gpu.name, "driver": hardware.gpu.driver}
+    return machine
 
 
 def _is_rate(name: str, value: object) -> bool:

@@ -22,11 +22,11 @@ from coldstream.files import write_file
 from coldstream.gguf.messages import shorten
 from coldstream.placement.plan import FixedPart, PlacementPlan
 from coldstream.placement.routing_trace import RoutedModel
-from coldstream.placement.run_plan import RunPlan
+from coldstream.placement.run_plan import COUNTS, RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 FORMAT: Final = "coldstream plan"
-VERSION: Final = 5
+VERSION: Final = 6
 MAX_BYTES: Final = 1 << 24
 _NO_USES: Final = "uses are not lists of numbers"
 _AGAIN: Final = "make it again with `coldstream plan --out`"
@@ -109,16 +109,16 @@ def _document(text: str, name: Path) -> dict[str, Any]:
 
 def _plan(document: dict[str, Any]) -> RunPlan:
     """Raises ValueError or TypeError for values that are none of a plan."""
-    for name in ("threads", "prefetch", "prefetch_bytes"):
+    window = document["attention_window"]
+    for name in COUNTS if window is None else (*COUNTS, "attention_window"):
         if not _is_count(document[name]):
             raise ValueError(f"{name} is {document[name]!r}")
     return RunPlan(
         placement=_placement(document),
-        threads=document["threads"],
         uses=None if document["uses"] is None else tuple(_numbers(row, _NO_USES) for row in document["uses"]),
         streamed=_counts(document["streamed"]),
-        prefetch=document["prefetch"],
-        prefetch_bytes=document["prefetch_bytes"],
+        attention_window=window,
+        **{name: document[name] for name in COUNTS},
     )
 
 

@@ -5,13 +5,26 @@ and runners carry it out. Knows numbers only, no tensors and no devices.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from coldstream.placement.plan import PlacementPlan
 
 Array = np.ndarray[Any, Any]
+
+# The fields of a RunPlan that are whole numbers from 0 on.
+COUNTS: Final = (
+    "threads",
+    "prefetch",
+    "prefetch_bytes",
+    "layers_ahead",
+    "max_cpu_rows",
+    "copy_bytes_per_step",
+)
+
+
+_MAX_ROWS: Final = 2**16 - 1  # in a request to the CPU
 
 
 @dataclass(frozen=True)
@@ -26,17 +39,27 @@ class RunPlan:
     streamed: tuple[int, ...] = ()
     prefetch: int = 0  # experts of a layer that the GPU fetches before its router has run, at most
     prefetch_bytes: int = 0  # most of the ring that their places take; prefill uses all of it
+    layers_ahead: int = 0  # the number of layers from the router that guesses them to theirs
+    max_cpu_rows: int = 0  # most tokens of a prefill step of which the CPU computes missing experts
+    copy_bytes_per_step: int = 0  # most bytes of experts that begin to be copied into slots beside a step
+    attention_window: int | None = None  # positions that a token attends to, its own included; None: all
 
     def __post_init__(self) -> None:
         model = self.placement.model
-        if min(self.threads, self.prefetch, self.prefetch_bytes, *self.streamed, 0) < 0:
+        if min(*(getattr(self, name) for name in COUNTS), *self.streamed, 0) < 0:
             raise ValueError("a number below 0")
         if self.prefetch_bytes > self.placement.ring_bytes:
             raise ValueError(
                 f"prefetch_bytes: {self.prefetch_bytes} bytes of a ring of {self.placement.ring_bytes}"
             )
-        if self.prefetch and not self.prefetch_bytes:
-            raise ValueError(f"prefetch_bytes: none for {self.prefetch} experts of a layer")
+        for name in ("prefetch_bytes", "layers_ahead"):
+            if self.prefetch and not getattr(self, name):
+                raise ValueError(f"{name}: none for {self.prefetch} experts of a layer")
+        most = min(self.placement.fixed.chunk_size, _MAX_ROWS)
+        if self.max_cpu_rows > most:
+            raise ValueError(f"max_cpu_rows: {self.max_cpu_rows}, a step asks the CPU for at most {most}")
+        if self.attention_window is not None and self.attention_window < 1:
+            raise ValueError(f"attention_window: {self.attention_window} positions")
         if any(count > misses for misses, count in enumerate(self.streamed)):
             raise ValueError("more experts are streamed than are missing")
         if self.uses is not None:

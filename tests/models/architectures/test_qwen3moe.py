@@ -6,7 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from family_cases import K_TYPES, assert_chooses_like_llama_cpp, cpu_logits, random_ids
+from family_cases import (
+    K_TYPES,
+    assert_chooses_like_llama_cpp,
+    assert_gpu_equals,
+    cpu_logits,
+    gpu_logits,
+    random_ids,
+)
 
 from builders import SMALL, TinyModel, make_model
 from coldstream.errors import InconsistentError, UnsupportedError
@@ -15,6 +22,8 @@ from coldstream.models import ModelSpec, block_tensors, global_tensors
 from coldstream.models.layer_specs import AttentionSpec, LayerSpec, MoeSpec
 from convert_hf import Variant, convert
 from hf_models import hf_logits, tiny_qwen3moe
+from host_device import HostDevice
+from host_gpu import gpu_on
 from tools import llama_cpp
 
 hf_model = functools.cache(tiny_qwen3moe)
@@ -42,6 +51,36 @@ def test_logits_equal_llama_cpp(tmp_path: Path) -> None:
 def test_a_quantised_file_chooses_the_tokens_that_llama_cpp_chooses(tmp_path: Path) -> None:
     path = convert(hf_model(), tmp_path / "model.gguf", Variant(K_TYPES))
     assert_chooses_like_llama_cpp(path)
+
+
+@EVERY_VARIANT
+@pytest.mark.gpu
+def test_logits_of_a_gpu_equal_transformers(variant: Variant, tmp_path: Path) -> None:
+    ids, model = random_ids(300), hf_model()
+    path = convert(model, tmp_path / "model.gguf", variant)
+    assert_gpu_equals(path, ids, hf_logits(model, ids).numpy())
+
+
+def test_logits_of_a_gpu_on_the_host_equal_transformers(
+    compiled_for_the_host: HostDevice, tmp_path: Path
+) -> None:
+    ids, model = random_ids(20), hf_model()
+    path = convert(model, tmp_path / "model.gguf")
+    with gpu_on(compiled_for_the_host):
+        assert_gpu_equals(path, ids, hf_logits(model, ids).numpy())
+
+
+@pytest.mark.gpu
+def test_logits_of_a_gpu_equal_llama_cpp(tmp_path: Path) -> None:
+    ids = random_ids(300)
+    path = convert(hf_model(), tmp_path / "model.gguf")
+    assert_gpu_equals(path, ids, llama_cpp.logits(path, ids))
+
+
+@pytest.mark.gpu
+def test_a_gpu_chooses_the_tokens_that_llama_cpp_chooses(tmp_path: Path) -> None:
+    path = convert(hf_model(), tmp_path / "model.gguf", Variant(K_TYPES))
+    assert_chooses_like_llama_cpp(path, gpu_logits)
 
 
 def qwen3_30b() -> ModelSpec:

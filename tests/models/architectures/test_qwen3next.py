@@ -6,7 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from family_cases import K_TYPES, assert_chooses_like_llama_cpp, cpu_logits, random_ids
+from family_cases import (
+    K_TYPES,
+    assert_chooses_like_llama_cpp,
+    assert_gpu_equals,
+    cpu_logits,
+    gpu_logits,
+    random_ids,
+)
 
 from builders import SMALL, Dims, TinyModel, make_model, write_model
 from coldstream.errors import InconsistentError, UnsupportedError
@@ -55,6 +62,29 @@ def test_a_quantised_file_chooses_the_tokens_that_llama_cpp_chooses(ssm_in: bool
     """A wrong order of rows or of heads leaves a fifth of the choices alike."""
     path = convert(hf_model(2), tmp_path / "model.gguf", Variant(K_TYPES, ssm_in=ssm_in))
     assert_chooses_like_llama_cpp(path)
+
+
+@EVERY_VARIANT
+@pytest.mark.gpu
+def test_logits_of_a_gpu_equal_transformers(variant: Variant, tmp_path: Path) -> None:
+    ids, model = random_ids(70), hf_model(2)
+    path = convert(model, tmp_path / "model.gguf", variant)
+    assert_gpu_equals(path, ids, hf_logits(model, ids).numpy())
+
+
+@BY_KEY_HEAD
+@pytest.mark.gpu
+def test_logits_of_a_gpu_equal_llama_cpp(ssm_in: bool, tmp_path: Path) -> None:
+    ids = random_ids(70)
+    path = convert(hf_model(2), tmp_path / "model.gguf", Variant(ssm_in=ssm_in))
+    assert_gpu_equals(path, ids, llama_cpp.logits(path, ids))
+
+
+@BY_KEY_HEAD
+@pytest.mark.gpu
+def test_a_gpu_chooses_the_tokens_that_llama_cpp_chooses(ssm_in: bool, tmp_path: Path) -> None:
+    path = convert(hf_model(2), tmp_path / "model.gguf", Variant(K_TYPES, ssm_in=ssm_in))
+    assert_chooses_like_llama_cpp(path, gpu_logits)
 
 
 @pytest.mark.parametrize("quant_type", [Type.Q4_K, Type.Q8_0, Type.BF16], ids=lambda kind: kind.name)

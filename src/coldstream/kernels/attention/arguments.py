@@ -9,6 +9,7 @@ import torch
 
 from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.attention.exact import CHUNK_SIZE
+from coldstream.kernels.attention.workspace_sizes import partial_shapes
 
 
 @dataclass(frozen=True)
@@ -74,5 +75,4 @@ class DecodeWorkspace:
     @staticmethod
     def shapes(shape: AttentionShape, num_rows: int, num_positions: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of the two tensors, for up to `num_rows` rows and contexts of up to `num_positions`."""
-        chunks = num_rows, shape.num_heads, -(-num_positions // CHUNK_SIZE)
-        return (*chunks, shape.head_dim), (*chunks, 2)
+        return partial_shapes(num_rows, shape.num_heads, -(-num_positions // CHUNK_SIZE), shape.head_dim)

@@ -28,8 +28,9 @@ from coldstream.kernels.attention.arguments import (
     IntegerQueries,
 )
 from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
-from coldstream.kernels.attention.exact import BLOCK_SIZE, CHUNK_SIZE
+from coldstream.kernels.attention.exact import BLOCK_SIZE
 from coldstream.kernels.attention.merge_cuda import MergeKernels
+from coldstream.kernels.attention.workspace_sizes import FEW_ROWS, num_chunks
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits, overlaps
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
@@ -44,7 +45,6 @@ MANY_WARPS = (8, 4, 2, 1)  # of a block of threads: the first that fit
 FEW_WARPS, FEW_BLOCKS = 4, (2, 1)  # warps for each block of positions of a step
 GROUP_PAIRS, GROUP_WARPS = 64, 4  # that a warpgroup takes, and its warps; one more of a block copies
 GROUP_STAGES, NOTE_BYTES = 2, 28
-FEW_ROWS = 64  # up to which the chunks of a row are computed beside each other
 RESERVED_SHARED_BYTES = 1024  # by the driver, of each block
 HEAD_MULTIPLE = 32
 LARGEST_HEAD = 256
@@ -163,7 +163,7 @@ class IntegerKernels:
     @staticmethod
     def num_chunks(num_rows: int, num_positions: int) -> int:
         """Of the workspace, for contexts of up to `num_positions`: many rows have theirs merged at once."""
-        return -(-num_positions // CHUNK_SIZE) if num_rows <= FEW_ROWS else 1
+        return num_chunks(num_rows, num_positions)
 
     def prepare(self, inputs: AttentionInputs, caches: Caches, rows: Rows, queries: IntegerQueries) -> None:
         """Writes `queries`, and the rows' places in the caches [blocks, 256, G, row].

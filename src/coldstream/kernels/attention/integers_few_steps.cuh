@@ -120,11 +120,11 @@ struct few_memory {
   }
   __device__ uint8_t* queries() const { return shared + queries_at; }
 
-  // Of eight positions of a block, by lanes.
+  // Weights of eight positions of a block, by lanes.
   __device__ float4* weights(int b, int eight) const {
     return reinterpret_cast<float4*>(shared + weights_at) + (b * (block_positions / 8) + eight) * warp_size;
   }
-  // Of a half of a block, by lanes; plane 0 is the high one.
+  // Codes of a half of a block, by lanes; plane 0 is the high one.
   __device__ uint4* codes(int b, int half, int plane) const {
     return reinterpret_cast<uint4*>(shared + codes_at) + ((b * 2 + half) * 2 + plane) * warp_size;
   }

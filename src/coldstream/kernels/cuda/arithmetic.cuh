@@ -15,7 +15,7 @@ namespace coldstream {
 
 constexpr float least_exponent = -87.33654f, greatest_exponent = 88.37626f;
 
-// Of an x between these two, or NaN.
+// exp(x) for an x between these two, or NaN.
 __device__ __forceinline__ float exact_exp_within(float x) {
   constexpr float round_to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves no fraction bits, ties to even
   const float shifted = x * 1.44269504088896341f + round_to_integer;

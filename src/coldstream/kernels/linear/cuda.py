@@ -103,7 +103,7 @@ def linear_few_cuda(
 
 @dataclass(frozen=True)
 class _Layout:
-    """Shared memory of one launch: bytes of a slot for integer types, and of the warps' rings for others."""
+    """Shared memory of one launch: bytes of a stage for integer types, and of the warps' rings for others."""
 
     shapes: Sequence[MatrixShape]
     is_tiled: bool

@@ -61,6 +61,7 @@ class _Sampling(ctypes.Structure):
         ("unpenalised", ctypes.c_void_p),
         ("states", ctypes.c_void_p),
         ("chosen", ctypes.c_void_p),
+        ("earlier", ctypes.c_void_p),
     )
 
 
@@ -105,13 +106,15 @@ def sample_cuda(
     unpenalised: torch.Tensor,
     workspace: torch.Tensor,
     chosen: torch.Tensor,
+    earlier: torch.Tensor,
     *,
     draws: bool,
 ) -> None:
     """The tokens after T rows of float32 logits [n, vocab], of any row stride: five launches, or one.
 
     settings: int32 [T, SETTINGS_WORDS] and recent: int32 [m], as `write_rows` leaves them, the rows all
-    different. draws: whether any row has a temperature other than 0. unpenalised: float32 [m], and workspace:
+    different. earlier: int32 [k, 2], as `chosen`, of which a recent token −1 − i names the i-th; memory of
+    its own. draws: whether any row has a temperature other than 0. unpenalised: float32 [m], and workspace:
     uint8 [T, ROW_BYTES], aligned to 8 and zero at first, belong to these calls.
 
     Writes int32 chosen [T, 2]: the token, and 0, how many logits are not finite, or −1 if penalties left no
@@ -123,7 +126,7 @@ def sample_cuda(
         raise ValueError(f"cannot sample from {vocab} logits (at most {MAX_VOCAB}, adjacent)")
     aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 4 == 0
     where = _Logits(logits.data_ptr(), logits.stride(0), vocab, int(aligned))
-    memory = (settings, recent, unpenalised, workspace, chosen)
+    memory = (settings, recent, unpenalised, workspace, chosen, earlier)
     sampling = _Sampling(where, *(tensor.data_ptr() for tensor in memory))
     grid = (-(-vocab // BLOCK_TOKENS), num_rows, 1)  # one block for 2048 tokens of a row
     PROGRAM.kernel(SCAN).launch(grid, THREADS, (sampling,), overlap=True)

@@ -29,11 +29,15 @@ struct Chosen {
 struct Sampling {
   Logits logits;
   const RowSettings* settings;
-  const int* recent;   // tokens of all rows
+  const int* recent;   // tokens of all rows; −1 − i: the token of earlier[i]
   float* unpenalised;  // their logits, while penalties are in the logits' memory
   SamplerRow* states;
   Chosen* chosen;
+  const Chosen* earlier;  // results of other launches
 
+  __device__ __forceinline__ int recent_token(int i) const {
+    return recent[i] < 0 ? earlier[~recent[i]].token : recent[i];
+  }
   __device__ __forceinline__ const RowSettings& own_settings() const { return settings[blockIdx.y]; }
   __device__ __forceinline__ SamplerRow& own_state() const { return states[blockIdx.y]; }
   __device__ __forceinline__ Row own_logits() const { return logits.row(own_settings().row); }

@@ -15,7 +15,7 @@ __device__ void count_recent(const Sampling& sampling, uint32_t (&counts)[block_
   const float* logits = sampling.own_logits().values;
   const int end = settings.first_recent + settings.num_recent;
   for (int i = settings.first_recent + threadIdx.x; i < end; i += block_threads) {
-    const int token = sampling.recent[i];
+    const int token = sampling.recent_token(i);
     const uint32_t place = uint32_t(token) - blockIdx.x * block_items;
     if (place >= block_items) continue;
     atomicAdd(&counts[place], 1u);
@@ -47,7 +47,7 @@ __device__ void restore_logits(const Sampling& sampling) {
   float* logits = sampling.own_logits().values;
   const int end = settings.first_recent + settings.num_recent;
   for (int i = settings.first_recent + threadIdx.x; i < end; i += block_threads) {
-    logits[sampling.recent[i]] = __ldcg(&sampling.unpenalised[i]);
+    logits[sampling.recent_token(i)] = __ldcg(&sampling.unpenalised[i]);
   }
 }
 

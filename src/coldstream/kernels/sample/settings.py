@@ -15,6 +15,6 @@ class RowSettings:
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    recent: Sequence[int]  # ids of the tokens that penalties apply to; empty: no penalties
+    recent: Sequence[int]  # ids of the tokens that penalties apply to; −1 − i: the device's result i
     seed: int  # below 2^64
     position: int  # of the new token in its sequence

@@ -1,5 +1,5 @@
 // The gated delta rule. Columns of the state are independent, so a block of them stays in the nearest cache
-// while all rows of a slot pass over it.
+// while all rows of a sequence pass over it.
 
 static void convolve(const float* const* inputs, const float* taps, int64_t tap_stride, int64_t num_taps,
                      float* out, int64_t n) {

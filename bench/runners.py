@@ -1,0 +1,122 @@
+"""Runners without an engine, for benchmarks and tests: a model at a path, and plans with chosen sizes.
+
+The product's plans are those of `coldstream.engine.planning`. These place what a caller says, without a
+profile and whether or not it is the best for the machine.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from coldstream.engine.budgets import ALL_BYTES
+from coldstream.experts.prefetching import Prefetching
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cuda.device import find_gpu
+from coldstream.kvcache import CacheSize
+from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.fixed_part import fixed_parts_on_gpu
+from coldstream.models.footprint import model_sizes, routed_model
+from coldstream.models.runner import Progress
+from coldstream.models.spec import ModelSpec
+from coldstream.placement.cost import COPY_BYTES_PER_STEP, MAX_CPU_ROWS
+from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions, plan_placement
+from coldstream.placement.policies import Policy
+from coldstream.placement.run_plan import RunPlan
+
+
+def open_model_file(path: Path) -> tuple[GGUFFile, ModelSpec]:
+    file = GGUFFile.open(path)
+    return file, ModelSpec.from_gguf(file.metadata, file.tensors)
+
+
+def open_cpu_runner(
+    path: Path,
+    *,
+    threads: int,
+    tier: str = "auto",
+    context_length: int = 4096,
+    kv_type: str = "i16",
+    record_routing: bool = False,
+    ram_bytes: int | None = None,
+    policy: Policy | None = None,
+    progress: Progress | None = None,
+    cache_size: CacheSize | None = None,
+    attention_window: int | None = None,
+) -> CpuRunner:
+    """The model at `path`, within `ram_bytes` if given. Raises as `CpuRunner.load`, and
+    BudgetTooSmallError.
+    """
+    file, spec = open_model_file(path)
+    try:
+        needs = CpuRunner.needs(file, spec, threads, tier, context_length, kv_type, cache_size=cache_size)
+        placement = needs.place(ALL_BYTES if ram_bytes is None else ram_bytes, None, PlanOptions())
+        return CpuRunner.load(
+            file,
+            spec,
+            RunPlan(placement, threads, attention_window=attention_window),
+            tier=tier,
+            record_routing=record_routing,
+            policy=policy,
+            progress=progress,
+            cache_size=cache_size,
+        )
+    except BaseException:
+        file.close()
+        raise
+
+
+def resident_plan(file: GGUFFile, spec: ModelSpec, context_length: int, kv_type: str = "i16") -> RunPlan:
+    """All experts on the GPU, for one sequence, in prefill steps as the product chooses for what is free.
+
+    It may need more than is free: a runner refuses it then.
+    """
+    sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
+    free = [find_gpu().free_bytes]
+    (fixed,) = fixed_parts_on_gpu(file, spec, sizes, context_length, kv_type, free)
+    return RunPlan(plan_placement(sizes, replace(fixed, num_sequences=1), ALL_BYTES), threads=0)
+
+
+def partial_plan(
+    file: GGUFFile,
+    spec: ModelSpec,
+    num_resident: int,
+    *,
+    context_length: int,
+    chunk_size: int,
+    ring_bytes: int,
+    threads: int,
+    streamed: float = 0.0,
+    pinned: tuple[int, ...] = (),
+    layer_weights: tuple[float, ...] = (),
+    prefetching: Prefetching | None = None,
+) -> RunPlan:
+    """With slots for the first `num_resident` experts of each layer, and all of `pinned` layers.
+
+    streamed: the share of what a token misses that the GPU reads over the bus. Of `prefetching` as much as
+    fits into the ring.
+    """
+    sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
+    counts = [spec.num_experts if layer in pinned else num_resident for layer in range(spec.num_layers)]
+    placement = PlacementPlan(
+        model=routed_model(file, spec),
+        tier="vram",
+        budget_bytes=ALL_BYTES,
+        fixed=FixedPart(context_length, "i16", chunk_size, 0, 0, 0),
+        ring_bytes=ring_bytes,
+        expert_bytes=sizes.expert_bytes,
+        resident=tuple(tuple(range(count)) for count in counts),
+        pinned_layers=pinned,
+        layer_weights=layer_weights,
+    )
+    run = RunPlan(
+        placement,
+        threads,
+        streamed=tuple(round(streamed * misses) for misses in range(spec.num_experts_per_tok + 1)),
+        max_cpu_rows=min(MAX_CPU_ROWS, chunk_size),
+        copy_bytes_per_step=COPY_BYTES_PER_STEP,
+    )
+    fitting = prefetching.fitting(ring_bytes, max(sizes.expert_bytes)) if prefetching else None
+    if fitting is None or fitting.cap_bytes is None:
+        return run
+    return replace(
+        run, prefetch=fitting.experts, prefetch_bytes=fitting.cap_bytes, layers_ahead=fitting.distance
+    )

@@ -1,0 +1,29 @@
+"""Sizes of what attention on a GPU leaves of each chunk of positions for the merge.
+
+Knows nothing of tensors, so that memory can also be estimated without PyTorch. H query heads of D values.
+"""
+
+from math import prod
+
+from coldstream.kernels.ops import BLOCK_POSITIONS
+
+FEW_ROWS = 64  # up to which the chunks of a row are computed beside each other
+FLOAT_BYTES = 4
+
+
+def num_chunks(num_rows: int, num_positions: int) -> int:
+    """Of each row, for contexts of up to `num_positions`: many rows have theirs merged at once."""
+    return -(-num_positions // BLOCK_POSITIONS) if num_rows <= FEW_ROWS else 1
+
+
+def partial_shapes(
+    num_rows: int, num_heads: int, chunks: int, head_dim: int
+) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """Float32: numerators [rows, H, chunks, D], and maxima and denominators [rows, H, chunks, 2]."""
+    return (num_rows, num_heads, chunks, head_dim), (num_rows, num_heads, chunks, 2)
+
+
+def most_partial_bytes(num_heads: int, head_dim: int, num_positions: int) -> int:
+    """Bytes of both for FEW_ROWS rows in contexts of up to `num_positions`, the most that any step takes."""
+    shapes = partial_shapes(FEW_ROWS, num_heads, num_chunks(FEW_ROWS, num_positions), head_dim)
+    return FLOAT_BYTES * sum(map(prod, shapes))

@@ -1,0 +1,207 @@
+"""Batches of chains and draft trees for the tests of attention over integers, on CPUs and on GPUs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
+from random import Random
+from typing import TypeVar
+
+import torch
+from cpu_cases import Output, Results
+from deep_attention import random_rows
+from hypothesis import strategies as st
+
+from coldstream.kernels import _csrc
+from coldstream.kernels.arithmetic.reference import quantize_activations
+from coldstream.kernels.attention.arguments import (
+    AttentionInputs,
+    AttentionShape,
+    Caches,
+    DecodeWorkspace,
+    IntegerQueries,
+)
+from coldstream.kernels.attention.cache_types import CACHE_TYPES, CacheType
+from coldstream.kernels.attention.cuda import IntegerKernels
+from coldstream.kernels.attention.exact import CHUNK_SIZE, attention_exact, first_position
+from coldstream.kernels.cpu_ops import batch_rows
+from coldstream.kernels.cuda.limits import DeviceLimits
+from coldstream.kernels.ops import BLOCK_POSITIONS, BatchRows, RopeSpec, Rows
+from coldstream.kernels.quantize.cuda import empty_activations
+from coldstream.kernels.rope.reference import rope_angles
+
+T = TypeVar("T")
+# Devices on the host.
+LIMITS = DeviceLimits(5, 99 << 10, 100 << 10)
+WITH_WARPGROUPS = DeviceLimits(5, 227 << 10, 228 << 10, has_warpgroups=True)
+MOST_POSITIONS = 3 * BLOCK_POSITIONS
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one sequence: behind `committed` positions a chain, or a draft tree of these parents."""
+
+    committed: int
+    num_rows: int
+    parents: tuple[int, ...] | None = None
+
+    @property
+    def depths(self) -> list[int]:
+        """Rows between each row and what is committed."""
+        depths: list[int] = []
+        for i in range(self.num_rows):
+            parent = i - 1 if self.parents is None else self.parents[i]
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return depths
+
+
+def random_tree(committed: int, num_rows: int, seed: int) -> Part:
+    """Rows that mostly follow one of the last few."""
+    random = Random(seed)
+    return Part(committed, num_rows, tuple(random.randint(max(-1, i - 4), i - 1) for i in range(num_rows)))
+
+
+@st.composite
+def some_parts(draw: st.DrawFn, most_rows: int = 9) -> list[Part]:
+    """Up to three sequences with up to `most_rows` rows each."""
+    parts = []
+    for _ in range(draw(st.integers(1, 3))):
+        committed = draw(st.sampled_from([0, 1, 40, 63, 64, 65, 191, 200, 255, 256, 300]))
+        num_rows = draw(st.integers(1, most_rows))
+        tree = draw(st.booleans())
+        parents = tuple(draw(st.integers(-1, i - 1)) for i in range(num_rows)) if tree else None
+        parts.append(Part(committed, num_rows, parents))
+    return parts
+
+
+def batch_of(
+    parts: Sequence[Part], random: Random, is_deep: bool, most_positions: int = MOST_POSITIONS
+) -> Rows:
+    """Rows whose sequences have blocks in random order. is_deep decides who computes few of them on a GPU."""
+    order = list(range(len(parts) * (most_positions // BLOCK_POSITIONS)))
+    random.shuffle(order)
+    values: list[list[int]] = [[], [], [], [], []]
+    for number, part in enumerate(parts):
+        start = len(values[0])
+        for i, depth in enumerate(part.depths):
+            parent = i - 1 if part.parents is None else part.parents[i]
+            row = (part.committed + depth, number, part.committed + i)
+            kept = -1 if part.parents is None else start + i
+            for column, value in zip(
+                values, (*row, start + parent if parent >= 0 else -1, kept), strict=True
+            ):
+                column.append(value)
+    positions, segments, indices, parents, kept = (torch.tensor(v, dtype=torch.int32) for v in values)
+    tables = torch.tensor(order, dtype=torch.int32).view(len(parts), -1)
+    has_trees = bool((kept >= 0).any())
+    batch = BatchRows(segments, tables, indices, parents, kept, has_trees=has_trees, is_deep=is_deep)
+    return Rows(positions, segments, batch)
+
+
+@dataclass(frozen=True)
+class BatchCase:
+    """Random rows over random caches, in which everything that no row sees is NaN."""
+
+    parts: Sequence[Part]
+    cache_name: str
+    heads: tuple[int, int, int]  # of queries, of keys and values, and numbers in one
+    window: int | None = None
+    seed: int = 0
+    most_positions: int = MOST_POSITIONS
+    output_gate: bool = True
+    is_deep: bool = True
+
+    @property
+    def cache_type(self) -> CacheType:
+        return CACHE_TYPES[self.cache_name]
+
+    def rows(self) -> Rows:
+        return batch_of(self.parts, Random(self.seed), self.is_deep, self.most_positions)
+
+    def inputs(self) -> AttentionInputs:
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        num_heads, num_kv_heads, head_dim = self.heads
+        positions = self.rows().positions
+        num_rows = len(positions)
+        return AttentionInputs(
+            2 * random(num_rows, num_heads * (2 if self.output_gate else 1) * head_dim),
+            *(random(num_rows, num_kv_heads * head_dim) for _ in "kv"),
+            *(random(head_dim) + 1 for _ in "qk"), rope_angles(positions, RopeSpec(16, 1e4)), 1e-6,
+        )  # fmt: skip
+
+    def caches(self) -> Caches:
+        """In blocks; the rows' own places hold NaN too."""
+        batch = self.rows().batch
+        assert batch is not None
+        _, num_kv_heads, head_dim = self.heads
+        is_seen = torch.zeros(batch.tables.numel(), BLOCK_POSITIONS, dtype=torch.bool)
+        for table, part in zip(batch.tables.long(), self.parts, strict=True):
+            # A row at the least depth begins its window first.
+            indices = torch.arange(first_position(part.committed, self.window), part.committed)
+            is_seen[table[indices // BLOCK_POSITIONS], indices % BLOCK_POSITIONS] = True
+        unseen = self.cache_type.encode(torch.full((num_kv_heads, head_dim), torch.nan))
+        made = []
+        for seed in (2 * self.seed, 2 * self.seed + 1):
+            rows = random_rows(self.cache_name, tuple(is_seen.shape), num_kv_heads, head_dim, seed)
+            rows[~is_seen] = unseen
+            made.append(rows)
+        return Caches(*made)
+
+    def expected(self) -> Results:
+        """The result [T, H · D] and both caches afterwards, by the definition."""
+        inputs, caches = self.inputs(), self.caches()
+        out = attention_exact(
+            inputs.query_gate, inputs.key, inputs.value, inputs.q_norm, inputs.k_norm, inputs.eps,
+            inputs.angles, caches.k, caches.v, self.rows(), self.window, output_gate=self.output_gate,
+        )  # fmt: skip
+        return out, caches.k, caches.v
+
+    def on_cpu(self, runtime: _csrc.Runtime) -> Results:
+        """The same by the C++ kernels."""
+        inputs, caches, rows = self.inputs(), self.caches(), self.rows()
+        out = Output(len(rows.positions), self.heads[0] * self.heads[2])
+        _csrc.attention(
+            runtime, inputs.query_gate, inputs.key, inputs.value, inputs.q_norm, inputs.k_norm, inputs.eps,
+            inputs.angles, caches.k, caches.v, rows.positions, rows.state_ids, out.rows,
+            batch_rows(rows.batch), self.window,
+        )  # fmt: skip
+        return out.checked(), caches.k, caches.v
+
+
+def on(device: str, of: T) -> T:
+    """The same tensors there."""
+    if isinstance(of, torch.Tensor):
+        return of.to(device)
+    return replace(of, **{k: on(device, v) for k, v in vars(of).items()}) if is_dataclass(of) else of  # type: ignore[type-var, return-value]
+
+
+def check_launched(case: BatchCase, expected: Results, limits: DeviceLimits, device: str = "cpu") -> None:
+    """A GPU's kernels, from projections to what the next product reads, and what is left in the caches."""
+    out, *expected_caches = expected
+    num_heads, num_kv_heads, head_dim = case.heads
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, case.cache_type, case.window, case.output_gate)
+    inputs, caches, rows = (on(device, each) for each in (case.inputs(), case.caches(), case.rows()))
+    num_rows, width = out.shape
+    kernels = IntegerKernels(shape, limits)
+    empty = partial(torch.empty, device=device)
+    queries = IntegerQueries(
+        empty((num_rows, num_heads, 2, head_dim), dtype=torch.int8), empty(num_rows, num_heads)
+    )
+    num_positions = CHUNK_SIZE * kernels.num_chunks(num_rows, case.most_positions)
+    sizes = DecodeWorkspace.shapes(shape, num_rows, num_positions)
+    workspace = DecodeWorkspace(*(empty(size) for size in sizes))
+    found, quantised = empty(num_rows, width), empty_activations(num_rows, width, torch.device(device))
+    kernels.prepare(inputs, caches, rows, queries)
+    kernels.attend(queries, caches, rows, workspace)
+    kernels.merge(inputs.query_gate, rows, workspace, out=found, quantised=quantised)
+    for cache, wanted in zip((caches.k, caches.v), expected_caches, strict=True):
+        assert torch.equal(cache.cpu(), wanted)
+    assert torch.equal(found.cpu(), out)
+    padded = torch.nn.functional.pad(out, (0, quantised.q.shape[1] - width))
+    for codes, wanted in zip(
+        vars(quantised).values(), vars(quantize_activations(padded)).values(), strict=True
+    ):
+        assert torch.equal(codes.cpu(), wanted)
