@@ -109,7 +109,11 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
         (change(prefetch_bytes=1000), InconsistentError, "prefetch_bytes: 1000 bytes of a ring of"),
         (change(layers_ahead=0), InconsistentError, "layers_ahead: none for 2 experts of a layer"),
         (change(layers_ahead="2"), InconsistentError, "layers_ahead is '2'"),
-        (change(max_cpu_rows=9999), InconsistentError, "max_cpu_rows: 9999, a step asks the CPU for at most 8"),
+        (
+            change(max_cpu_rows=9999),
+            InconsistentError,
+            "max_cpu_rows: 9999, a step asks the CPU for at most 8",
+        ),
         (change(copy_bytes_per_step=None), InconsistentError, "copy_bytes_per_step is None"),
         (change(attention_window=0), InconsistentError, "attention_window: 0 positions"),
         (change(attention_window=1.5), InconsistentError, "attention_window is 1.5"),
