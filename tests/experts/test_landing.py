@@ -79,7 +79,7 @@ def test_a_landing_is_never_written_before_it_was_read(count: int, begins: list[
             assert landing not in held
             held.append(landing)
         elif begin:
-            with pytest.raises(ValueError, match="all landings"):
+            with pytest.raises(ValueError, match="every landing"):
                 ring.take()
         elif held:
             ring.give_back(held.popleft())
