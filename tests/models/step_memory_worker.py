@@ -10,6 +10,8 @@ import gc
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
 from one_sequence import open_cpu
 
 

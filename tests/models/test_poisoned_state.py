@@ -33,7 +33,7 @@ SAMPLINGS = {
     "greedy-penalised": replace(GREEDY, repetition_penalty=1.3),
     "processed": replace(SAMPLED, logits_processors=(lambda context, logits: logits,)),
 }
-FAULT = "not finite .* next request starts from an empty state; if it fails too, download"
+FAULT = "not finite; .* next request starts from an empty state; if it fails too, download"
 PROMPT = token_ids(21)
 OTHER = token_ids(33)
 LONG = token_ids(CONTEXT - 20)
