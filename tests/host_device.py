@@ -26,7 +26,7 @@ OPTIONS = (
     *("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC"),
     *(f"-I{HOST}", f"-I{KERNELS}"),  # in this order: the host's cuda/instructions.cuh goes first
 )
-HEADERS = [*sorted(HOST.glob("*.h")), *sorted(HOST.glob("cuda/*.cuh"))]
+HEADERS = [HOST / "device.h", HOST / "threads.h", *sorted(HOST.glob("cuda/*.cuh"))]
 LEAST_KIB, WARPGROUPS_KIB = (
     99,
     227,
