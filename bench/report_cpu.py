@@ -1,4 +1,4 @@
-"""The figures of attention on the CPU, by type of keys and values."""
+"""The figures of the CPU: attention by type of keys and values, and a pair of commits."""
 
 from report_tables import load, table
 
@@ -21,3 +21,23 @@ def cpu_attention() -> str:
     ]
     command = f"`{r['command']} --threads {r['threads']}`"
     return table(header, rows) + f"\nOne thread, commit {r['commit']}: {command}\n"
+
+
+def cpu_pairs() -> str:
+    """Two models, timed in turns with the sources of two commits."""
+    header = ["model", "test", "before, tok/s", "after, tok/s", "ratio (min–max of pairs)"]
+    rows, results = [], [load(f"pairs/{name}") for name in ("cpu_demo", "cpu_cut")]
+    for r in results:
+        rows += [
+            [
+                r["model"],
+                name,
+                f"{case['old_tok_s']:.0f}",
+                f"{case['new_tok_s']:.0f}",
+                f"{case['ratio']:.2f} ({case['ratio_min']:.2f}–{case['ratio_max']:.2f})",
+            ]
+            for name, case in r["cases"].items()
+        ]
+    r = results[0]
+    commits = f"Commits {r['old_commit']} and {r['commit']}, tier {r['tiers'][0]}"
+    return table(header, rows) + f"\n{commits}: `python bench/versus_commit.py demo.gguf --old …`\n"
