@@ -36,7 +36,7 @@ class Choice:
     @property
     def needs_host(self) -> bool:
         """Whether the choice needs all logits on the host."""
-        return bool(self.params.logits_processors or self.forbidden_ids or self.params.logprobs is not None)
+        return bool(self.forbidden_ids) or _wants_logits(self.params)
 
     @property
     def is_on_device(self) -> bool:
@@ -131,6 +131,11 @@ def choose_tokens(choices: Sequence[Choice]) -> list[Outcome]:
     return begin_choices(choices).outcomes()
 
 
+def _wants_logits(params: SamplingParams) -> bool:
+    """Whether all logits are looked at on the host, whatever token is chosen."""
+    return bool(params.logits_processors) or params.logprobs is not None
+
+
 def _brought(rows: Sequence[AnyLogits]) -> list[Logits]:
     """The logits on the host, those of a device in one copy."""
     far = [each for each in rows if not isinstance(each, np.ndarray)]
@@ -168,9 +173,8 @@ class TokenChooser:
     @property
     def is_for_device(self) -> bool:
         """Whether a device makes all choices, if the logits are on one."""
-        params = self._params
-        forbids = params.min_tokens > 0 and len(self._end_ids) > 0
-        return not (forbids or params.logits_processors or params.logprobs is not None)
+        forbids = self._params.min_tokens > 0 and len(self._end_ids) > 0
+        return not (forbids or _wants_logits(self._params))
 
     def choice(self, logits: AnyLogits, context: Sequence[int], unseen: int | None = None) -> Choice:
         """The `Choice` of the token after `context`, all ids so far, from the logits [vocab] after it.

@@ -89,8 +89,7 @@ class LLM:
         attention_window: positions that a token attends to at most, its own included; None: all. Other than
             the other settings it changes what the model says.
         tier: kernels of the CPU; auto: the fastest that it has.
-        prefetch: experts of a layer that a GPU fetches before they are chosen, at most; auto: where that
-            should pay.
+        prefetch: most experts of a layer that a GPU fetches before they are chosen; auto: where that pays.
         seed: for requests that name none; None: a fresh one for each.
         offline: never ask the hub.
         policy: decides which experts stay in fast memory, for this model alone; None: the product's.

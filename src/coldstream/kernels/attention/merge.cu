@@ -16,7 +16,8 @@ struct merge_batch_factors {
   float ours[merge_batch], theirs[merge_batch], denominators[merge_batch];
 };
 
-// The factors of the chunks from number `first` on, by one warp; `maximum` is that of the chunks before, then of these.
+// The factors of the chunks from number `first` on, by one warp; `maximum` is that of the chunks before, then of
+// these.
 __device__ __forceinline__ void find_factors(const float2* stats, int first, int num_chunks, float& maximum,
                                              merge_batch_factors& factors) {
   const int lane = threadIdx.x % warp_size, chunk = first + lane;
