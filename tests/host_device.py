@@ -27,10 +27,7 @@ OPTIONS = (
     *(f"-I{HOST}", f"-I{KERNELS}"),  # in this order: the host's cuda/instructions.cuh goes first
 )
 HEADERS = [HOST / "device.h", HOST / "threads.h", *sorted(HOST.glob("cuda/*.cuh"))]
-LEAST_KIB, WARPGROUPS_KIB = (
-    99,
-    227,
-)  # shared memory of a block: on every device, and on those with warpgroups
+LEAST_KIB, HOPPER_KIB = 99, 227  # shared memory of a block: on every device, and on Hopper
 MOST_AT_ONCE = 8  # instances that are compiled together; beyond, only launched ones are compiled
 LIMITS = DeviceLimits(num_processors=3, shared_per_block=99 << 10, shared_per_processor=100 << 10)
 
@@ -77,7 +74,8 @@ class HostDevice:
         if key not in self._libraries:
             instances = ", ".join(f"&run_thread_of<&{name}>" for name in kernels)
             options = [f'-DSOURCE="{source}"', f"-DKERNELS={instances}", "-shared", HOST / "kernels.cpp"]
-            options += [f"-DSHARED_KIB={WARPGROUPS_KIB if 'warpgroups' in source.stem else LEAST_KIB}"]
+            has_more = "warpgroups" in source.stem or source.stem == "merge"
+            options += [f"-DSHARED_KIB={HOPPER_KIB if has_more else LEAST_KIB}"]
             sources = [HOST / "kernels.cpp", *sorted(compiler._closure(source))]
             grid = HOST / "grid.cpp"
             grid = self._compiled("grid.o", [grid], ["-O2", "-U_FORTIFY_SOURCE", "-c", grid])

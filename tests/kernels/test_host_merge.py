@@ -15,9 +15,12 @@ from coldstream.kernels.ops import Rows
 from coldstream.kernels.quantize.cuda import empty_activations
 
 MOST_POSITIONS = (2 * MERGE_BATCH + 10) * CHUNK_SIZE
+SHARED_PER_BLOCK = (99 << 10, 227 << 10)  # of consumers' devices, and of Hopper
 
 
-def check(shape: AttentionShape, positions: list[int], max_chunks: int, seed: int) -> None:
+def check(
+    shape: AttentionShape, positions: list[int], max_chunks: int, seed: int, shared_per_block: int = 99 << 10
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     num_rows, width = len(positions), shape.num_heads * shape.head_dim
     values, stats = (
@@ -44,7 +47,8 @@ def check(shape: AttentionShape, positions: list[int], max_chunks: int, seed: in
     out, quantised = torch.empty(num_rows, width), empty_activations(num_rows, width, torch.device("cpu"))
     at = torch.tensor(positions, dtype=torch.int32)
     rows = Rows(at, torch.zeros_like(at))
-    MergeKernels(shape).merge(query_gate, rows, DecodeWorkspace(values, stats), out=out, quantised=quantised)
+    kernels = MergeKernels(shape, shared_per_block)
+    kernels.merge(query_gate, rows, DecodeWorkspace(values, stats), out=out, quantised=quantised)
     assert torch.equal(out, expected)
     padded = torch.nn.functional.pad(expected, (0, quantised.q.shape[1] - width))
     for found, wanted in zip(
@@ -65,20 +69,26 @@ def test_chunks_are_merged_as_the_definition_says(num_heads: int, head_dim: int,
         spare_chunks=st.integers(1, 40),
         window=st.sampled_from([None, None, 300]),
         seed=st.integers(0, 99),
+        shared_per_block=st.sampled_from(SHARED_PER_BLOCK),
     )
-    def check_all(positions: list[int], spare_chunks: int, window: int | None, seed: int) -> None:
+    def check_all(
+        positions: list[int], spare_chunks: int, window: int | None, seed: int, shared_per_block: int
+    ) -> None:
         shape = AttentionShape(num_heads, 1, head_dim, CACHE_TYPES["i16"], window, output_gate)
-        check(shape, positions, max(positions) // CHUNK_SIZE + 1 + spare_chunks, seed)
+        check(shape, positions, max(positions) // CHUNK_SIZE + 1 + spare_chunks, seed, shared_per_block)
 
     check_all()
 
 
 @pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("shared_per_block", SHARED_PER_BLOCK)
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 256), (9, 32)])
-def test_as_many_chunks_as_a_context_has_are_merged(num_heads: int, head_dim: int) -> None:
+def test_as_many_chunks_as_a_context_has_are_merged(
+    num_heads: int, head_dim: int, shared_per_block: int
+) -> None:
     for positions, window in (([LARGEST_CONTEXT - 1, 5], None), ([LARGEST_CONTEXT - 1, 3000], 4096)):
         shape = AttentionShape(num_heads, 1, head_dim, CACHE_TYPES["i16"], window)
-        check(shape, positions, LARGEST_CONTEXT // CHUNK_SIZE, seed=5)
+        check(shape, positions, LARGEST_CONTEXT // CHUNK_SIZE, 5, shared_per_block)
 
 
 @pytest.mark.usefixtures("host")

@@ -191,7 +191,6 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     },
     "attention/merge.cu": {
         "merge_batch": merge.MERGE_BATCH,
-        "merge_shared_bytes": merge.MERGE_SHARED_BYTES,
     },
     "attention/finish.cu": {"finish_warps": merge.FINISH_WARPS},
     "experts/many.cu": {

@@ -141,7 +141,7 @@ class IntegerKernels:
         self.programs = {
             file: CudaProgram(FOLDER / file, tuple(sorted(names))) for file, names in files.items()
         }
-        merging = MergeKernels(shape)
+        merging = MergeKernels(shape, device.shared_per_block)
         self.programs |= merging.programs
         self.merge = merging.merge
 

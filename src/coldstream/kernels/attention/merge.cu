@@ -8,27 +8,25 @@ extern __shared__ float4 dynamic_shared[];
 
 namespace coldstream {
 
-constexpr int merge_batch = warp_size;  // chunks that are in shared memory together
+constexpr int merge_batch = warp_size;  // chunks that are merged between two barriers
 constexpr int merge_threads = group_elements;
-constexpr int merge_shared_bytes = 2 * merge_batch * group_elements * 4;
 
 struct merge_batch_factors {
   float ours[merge_batch], theirs[merge_batch], denominators[merge_batch];
 };
 
-// The factors of the chunks from number `first` on, by one warp; `maximum` is that of the chunks before, then of
-// these.
-__device__ __forceinline__ void find_factors(const float2* stats, int first, int num_chunks, float& maximum,
+// The factors of a batch of chunks, by one warp, whose lanes have the maximum and the denominator of one each;
+// `maximum` is that of the chunks before, unless there are none, then of these too.
+__device__ __forceinline__ void find_factors(float2 own, bool is_first, float& maximum,
                                              merge_batch_factors& factors) {
-  const int lane = threadIdx.x % warp_size, chunk = first + lane;
-  const float2 own = chunk < num_chunks ? stats[chunk] : make_float2(negative_infinity(), 0.0f);
+  const int lane = threadIdx.x % warp_size;
   float after = own.x;
 #pragma unroll
   for (int distance = 1; distance < warp_size; distance *= 2) {
     const float other = __shfl_up_sync(all_lanes, after, distance);
     if (lane >= distance) after = fmaxf(after, other);
   }
-  if (first > 0) after = fmaxf(after, maximum);
+  if (!is_first) after = fmaxf(after, maximum);
   float before = __shfl_up_sync(all_lanes, after, 1);
   if (lane == 0) before = maximum;
   factors.ours[lane] = exact_exp(before - after);
@@ -37,7 +35,8 @@ __device__ __forceinline__ void find_factors(const float2* stats, int first, int
   maximum = __shfl_sync(all_lanes, after, warp_size - 1);
 }
 
-template <int head_dim>
+// `stages` batches of chunks are in shared memory together: one is merged while the others are on their way.
+template <int head_dim, int stages>
 struct merger {
   static constexpr int most_heads = (group_elements + head_dim - 2) / head_dim + 1;  // that a group may meet
   static constexpr int num_warps = merge_threads / warp_size;
@@ -45,16 +44,16 @@ struct merger {
   static constexpr int pieces = group_elements / 4;  // of 16 bytes in the columns of a group
 
   const merge_arguments& a;
-  // Two batches: one is merged while the next one is on its way.
-  float (*const staged)[group_elements];  // [2 · merge_batch]
+  float (*const staged)[group_elements];  // [stages · merge_batch]
   merge_batch_factors (&factors)[2][most_heads];
   const int64_t row, first_place;  // the latter: of the row in `stats`
-  const int num_columns, first_column, first_head, head;
+  const int num_columns, first_column, first_head, head, num_chunks;
+  float2 next_stats[heads_per_warp];  // of the lane's chunk in the batch whose factors are found next
   float maxima[heads_per_warp] = {};
   float numerator = 0.0f, denominator = 1.0f;
 
   __device__ __forceinline__ merger(const merge_arguments& arguments, float (*values)[group_elements],
-                                    merge_batch_factors (&all_factors)[2][most_heads])
+                                    merge_batch_factors (&all_factors)[2][most_heads], int chunks)
       : a(arguments),
         staged(values),
         factors(all_factors),
@@ -63,40 +62,69 @@ struct merger {
         num_columns(a.num_heads * head_dim),
         first_column(blockIdx.x * group_elements),
         first_head(first_column / head_dim),
-        head(min(first_column + int(threadIdx.x), num_columns - 1) / head_dim) {}
+        head(min(first_column + int(threadIdx.x), num_columns - 1) / head_dim),
+        num_chunks(chunks) {}
 
-  // Queues the copies of the batch of chunks from number `first` on, and finds its factors.
-  __device__ __forceinline__ void load(int first, int num_chunks) {
-    const int piece = threadIdx.x % pieces, column = first_column + piece * 4, half = first / merge_batch % 2;
-    const int count = min(merge_batch, num_chunks - first), warp = threadIdx.x / warp_size;
+  // Queues the copies of a batch of chunks.
+  __device__ __forceinline__ void load(int batch) {
+    const int piece = threadIdx.x % pieces, column = first_column + piece * 4, first = batch * merge_batch;
+    const int count = min(merge_batch, num_chunks - first), stage = batch % stages;
     if (column < num_columns) {
       const int64_t place = first_place + int64_t{column / head_dim} * a.max_chunks + first;
       const float* from = a.values + place * head_dim + column % head_dim;
       for (int i = threadIdx.x / pieces; i < count; i += merge_threads / pieces) {
-        copy_async_16(&staged[half * merge_batch + i][piece * 4], from + int64_t{i} * head_dim);
+        copy_async_16(&staged[stage * merge_batch + i][piece * 4], from + int64_t{i} * head_dim);
       }
     }
     commit_copies();
-    if (count <= 0) return;
+  }
+
+  // The head of number i that the thread's warp finds factors for, in a group; most_heads and more: none.
+  __device__ __forceinline__ int member(int i) const {
+    const int number = threadIdx.x / warp_size * heads_per_warp + i;
+    return first_head + number < a.num_heads ? number : most_heads;
+  }
+
+  __device__ __forceinline__ void load_stats(int batch) {
+    const int chunk = batch * merge_batch + threadIdx.x % warp_size;
 #pragma unroll
     for (int i = 0; i < heads_per_warp; i++) {
-      const int member = warp * heads_per_warp + i, of = first_head + member;
-      if (member < most_heads && of < a.num_heads) {
-        const float2* stats = a.stats + first_place + int64_t{of} * a.max_chunks;
-        find_factors(stats, first, num_chunks, maxima[i], factors[half][member]);
+      next_stats[i] = make_float2(negative_infinity(), 0.0f);
+      if (member(i) < most_heads && chunk < num_chunks) {
+        next_stats[i] = a.stats[first_place + int64_t{first_head + member(i)} * a.max_chunks + chunk];
       }
     }
   }
 
-  __device__ __forceinline__ void merge_batch_of(int first, int num_chunks) {
-    const int count = min(merge_batch, num_chunks - first), half = first / merge_batch % 2;
-    load(first + merge_batch, num_chunks);
-    wait_for_copies<1>();
+  // Of the batch whose statistics were loaded last; then loads those of the next one.
+  __device__ __forceinline__ void find_batch_factors(int batch) {
+    if (batch * merge_batch >= num_chunks) return;
+#pragma unroll
+    for (int i = 0; i < heads_per_warp; i++) {
+      if (member(i) >= most_heads) continue;
+      find_factors(next_stats[i], batch == 0, maxima[i], factors[batch % 2][member(i)]);
+    }
+    load_stats(batch + 1);
+  }
+
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int batch = 0; batch < stages - 1; batch++) load(batch);
+    load_stats(0);
+    find_batch_factors(0);
+  }
+
+  __device__ __forceinline__ void merge(int batch) {
+    const int first = batch * merge_batch, count = min(merge_batch, num_chunks - first);
+    load(batch + stages - 1);
+    find_batch_factors(batch + 1);
+    wait_for_copies<stages - 1>();
     __syncthreads();
-    const merge_batch_factors& own = factors[half][head - first_head];
+    const float (*values)[group_elements] = staged + batch % stages * merge_batch;
+    const merge_batch_factors& own = factors[batch % 2][head - first_head];
 #pragma unroll 4
     for (int i = 0; i < count; i++) {
-      const float value = staged[half * merge_batch + i][threadIdx.x];
+      const float value = values[i][threadIdx.x];
       if (first + i == 0) {
         numerator = value;
         denominator = own.denominators[i];
@@ -130,25 +158,26 @@ __device__ __forceinline__ float head_rotated_back(float x, float (*staged)[grou
   return x * (1.0f / size);
 }
 
-template <int head_dim, bool has_gate>
+template <int head_dim, bool has_gate, int stages>
 __global__ void __launch_bounds__(merge_threads) attention_merge(const merge_arguments a) {
-  __shared__ merge_batch_factors factors[2][merger<head_dim>::most_heads];
+  using merger_of_head = merger<head_dim, stages>;
+  __shared__ merge_batch_factors factors[2][merger_of_head::most_heads];
   float (*const staged)[group_elements] = reinterpret_cast<float (*)[group_elements]>(dynamic_shared);
   wait_for_previous_grid();
   release_next_grid();
-  merger<head_dim> m(a, staged, factors);
-  const int column = min(m.first_column + int(threadIdx.x), m.num_columns - 1), position = a.positions[m.row];
+  const int position = a.positions[blockIdx.y], first_chunk = first_position(position, a.window) / chunk_positions;
+  // None of a row of no sequence.
+  const int num_chunks = position < 0 ? 0 : min(position / chunk_positions - first_chunk + 1, a.max_chunks);
+  merger_of_head m(a, staged, factors, num_chunks);
+  m.start();
+  const int column = min(m.first_column + int(threadIdx.x), m.num_columns - 1);
   float gate;
   if constexpr (has_gate) {
     const float* gates = a.query_gate + m.row * a.query_gate_stride + (2 * m.head + 1) * head_dim;
     gate = gates[column % head_dim];
   }
-  const int first_chunk = first_position(position, a.window) / chunk_positions;
-  // None of a row of no sequence.
-  const int num_chunks = position < 0 ? 0 : min(position / chunk_positions - first_chunk + 1, a.max_chunks);
-  m.load(0, num_chunks);
 #pragma unroll 1
-  for (int first = 0; first < num_chunks; first += merge_batch) m.merge_batch_of(first, num_chunks);
+  for (int batch = 0; batch * merge_batch < num_chunks; batch++) m.merge(batch);
   float result = m.numerator * (1.0f / m.denominator);
   result = head_rotated_back<head_dim>(result, staged);
   if constexpr (has_gate) result *= exact_sigmoid(gate);

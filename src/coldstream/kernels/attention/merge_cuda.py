@@ -7,11 +7,13 @@ import torch
 
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.attention.arguments import AttentionShape, DecodeWorkspace
-from coldstream.kernels.cuda.program import CudaProgram, Kernel
+from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.ops import Rows
 
 MERGE_BATCH = 32  # chunks
-MERGE_SHARED_BYTES = 2 * MERGE_BATCH * GROUP_SIZE * 4  # two batches
+BATCH_BYTES = MERGE_BATCH * GROUP_SIZE * 4  # of shared memory
+FEWEST_BATCHES, MOST_BATCHES = 2, 6  # in shared memory at once
+STATIC_BYTES = 8 << 10  # of shared memory beside them, at most
 FINISH_WARPS = 4  # of a block of threads of `finish.cu`
 GATE_ALIGNMENT = 4  # elements between rows of `query_gate`
 
@@ -35,14 +37,23 @@ class MergeArguments(ctypes.Structure):
 
 
 class MergeKernels:
-    """The kernels for one shape, compiled when first used."""
+    """The kernels for one shape, compiled when first used.
 
-    def __init__(self, shape: AttentionShape) -> None:
+    shared_per_block: bytes of the device's shared memory, at least for FEWEST_BATCHES.
+    """
+
+    def __init__(self, shape: AttentionShape, shared_per_block: int) -> None:
         self.shape = shape
-        parameters = f"<{shape.head_dim}, {str(shape.output_gate).lower()}>"
+        parameters = f"{shape.head_dim}, {str(shape.output_gate).lower()}"
+        self._most_batches = min(MOST_BATCHES, (shared_per_block - STATIC_BYTES) // BATCH_BYTES)
+        self._finishing = f"coldstream::attention_finish<{parameters}>"
+        self._merging = {
+            batches: f"coldstream::attention_merge<{parameters}, {batches}>"
+            for batches in {FEWEST_BATCHES, self._most_batches}
+        }
         self.programs = {
-            file: CudaProgram(Path(__file__).parent / file, (f"coldstream::{name}{parameters}",))
-            for file, name in (("merge.cu", "attention_merge"), ("finish.cu", "attention_finish"))
+            "merge.cu": CudaProgram(Path(__file__).with_name("merge.cu"), tuple(self._merging.values())),
+            "finish.cu": CudaProgram(Path(__file__).with_name("finish.cu"), (self._finishing,)),
         }
 
     def merge(
@@ -72,15 +83,16 @@ class MergeKernels:
         )  # fmt: skip
         groups = -(-shape.num_heads * shape.head_dim // GROUP_SIZE)
         if max_chunks == 1:
-            self._kernel("finish.cu").launch(
+            self.programs["finish.cu"].kernel(self._finishing).launch(
                 (-(-num_rows * groups // FINISH_WARPS), 1, 1), 32 * FINISH_WARPS, (arguments,), overlap=True
             )
-        else:
-            shared = max_chunks * GROUP_SIZE * 4 if max_chunks <= MERGE_BATCH else MERGE_SHARED_BYTES
-            self._kernel("merge.cu").launch(
-                (groups, num_rows, 1), GROUP_SIZE, (arguments,), shared_bytes=shared, overlap=True
-            )
-
-    def _kernel(self, file: str) -> Kernel:
-        program = self.programs[file]
-        return program.kernel(program.instances[0])
+            return
+        # More batches hide the latency of a long row's chunks, in the room of a second block of threads.
+        batches = FEWEST_BATCHES if max_chunks <= FEWEST_BATCHES * MERGE_BATCH else self._most_batches
+        self.programs["merge.cu"].kernel(self._merging[batches]).launch(
+            (groups, num_rows, 1),
+            GROUP_SIZE,
+            (arguments,),
+            shared_bytes=min(max_chunks * GROUP_SIZE * 4, batches * BATCH_BYTES),
+            overlap=True,
+        )
