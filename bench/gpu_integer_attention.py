@@ -1,15 +1,18 @@
 """Times attention over integers on the GPU: 16 query heads, 2 key/value heads of 256 (Qwen3.6-35B-A3B).
 
-    python bench/gpu_integer_attention.py [--json]
+    python bench/gpu_integer_attention.py
 
 One layer at a time, in a captured graph over enough layers that no cache of theirs stays in L2; medians of
 replays. Rows of one sequence lie behind `depth` positions: few of them, whose chunks are computed beside each
-other, and many, which walk over all their positions.
+other, and many, which walk over all their positions. Beside each time stand the bytes of keys and values over
+what a copy reaches, and the operations on planes over what int8 tensor cores can do.
 """
 
 import argparse
-import json
+import sys
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,18 +24,22 @@ from coldstream.kernels.attention.arguments import (
     IntegerQueries,
 )
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
-from coldstream.kernels.attention.cuda import FEW_ROWS, IntegerKernels
+from coldstream.kernels.attention.cuda import FEW_ROWS, IntegerKernels, kind_of
 from coldstream.kernels.attention.exact import CHUNK_SIZE
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.ops import BLOCK_POSITIONS, SHORT_CONTEXT, BatchRows, RopeSpec, Rows
 from coldstream.kernels.rope.reference import rope_angles
-from device import graph_seconds, measure_bandwidth
+from device import describe, graph_seconds, measure_bandwidth
+from gpu import numbers
+from results import ROOT, write_result
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 2, 256
 ROPE = RopeSpec(64, 1e7)
 CACHE_NAMES = "i16", "i8", "i4", "i3"
-FEW = (1, 2, 4, 8, 16, 32, 64), (512, 32768, 131072)  # rows, depths
-MANY = (512, 2048), (0, 32768, 131072)
+DEPTHS = (512, 32768, 131072)
+NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 512, 2048)
+QUERY_PLANES = 2  # of queries, and of weights in the second product
+INT8_OPS_S = 1979e12  # dense, of an H100 or H200 with SXM, by its data sheet
 CACHED_BYTES = 150e6  # more than twice what L2 holds
 MOST_LAYERS = 24
 
@@ -82,8 +89,9 @@ class Layer:
         self.kernels.merge(self.inputs.query_gate, self.rows, workspace, out=self.out)
 
 
-def measured(cache_name: str, num_rows: int, depth: int, bandwidth: float) -> dict[str, object]:
-    num_bytes = 2 * (depth + num_rows) * KV_HEADS * CACHE_TYPES[cache_name].row_bytes(HEAD_DIM)
+def measured(cache_name: str, num_rows: int, depth: int, bandwidth: float) -> dict[str, Any]:
+    cache_type = CACHE_TYPES[cache_name]
+    num_bytes = 2 * (depth + num_rows) * KV_HEADS * cache_type.row_bytes(HEAD_DIM)
     is_split = num_rows <= FEW_ROWS
     count = max(2, min(MOST_LAYERS, int(CACHED_BYTES / num_bytes))) if is_split else 1
     layers = [Layer(cache_name, num_rows, depth) for _ in range(count)]
@@ -97,35 +105,49 @@ def measured(cache_name: str, num_rows: int, depth: int, bandwidth: float) -> di
     prepare = graph_seconds([layer.prepare for layer in calls])
     attend = graph_seconds([lambda layer=layer: layer.attend(workspace) for layer in calls])  # type: ignore[misc]
     together = graph_seconds([lambda layer=layer: both(layer) for layer in calls])  # type: ignore[misc]
-    products = 4 * HEAD_DIM * HEADS * num_rows * (depth + (num_rows + 1) / 2)
+    planes = QUERY_PLANES * (2 if cache_type.value_bits == 16 else 1)
+    operations = planes * 4 * HEAD_DIM * HEADS * num_rows * (depth + (num_rows + 1) / 2)
+    shape, is_deep = layers[0].kernels.shape, depth + num_rows > SHORT_CONTEXT
     return {
-        "case": f"{'split' if is_split else 'whole'} {cache_name} {num_rows} rows behind {depth}",
+        "cache_type": cache_name,
+        "rows": num_rows,
+        "depth": depth,
+        "kernel": kind_of(shape, num_rows, False, is_deep, device_limits().has_warpgroups),
         "prepare_us": round(prepare * 1e6, 2),
         "attend_us": round(attend * 1e6, 2),
-        "attend_and_merge_us": round(together * 1e6, 2),
-        "share_of_copy": round(num_bytes / together / bandwidth, 3),
-        "tflops": round(products / together / 1e12, 1),
+        "merge_us": round((together - attend) * 1e6, 2),
+        "share_of_copy": round(num_bytes / attend / bandwidth, 3),
+        "share_of_int8": round(operations / attend / INT8_OPS_S, 3),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="only one line of JSON")
-    json_only = parser.parse_args().json
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--types", type=lambda text: text.split(","), default=list(CACHE_NAMES))
+    parser.add_argument("--rows", type=numbers, default=list(NUM_ROWS))
+    parser.add_argument("--depths", type=numbers, default=list(DEPTHS))
+    default = ROOT / "docs" / "results" / "gpu" / "attention_shares.json"
+    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    options = parser.parse_args()
     torch.manual_seed(0)
     bandwidth = measure_bandwidth("cuda", 0)
-    if not json_only:
-        print(f"ceiling: copy {bandwidth / 1e12:.2f} TB/s")
-    results = []
-    for (rows, depths), name in product((FEW, MANY), CACHE_NAMES):
-        for num_rows, depth in product(rows, depths):
-            results.append(measured(name, num_rows, depth, bandwidth))
-            torch.cuda.empty_cache()
-            if not json_only:
-                print("  ".join(f"{key} {value}" for key, value in results[-1].items()))
-    device = torch.cuda.get_device_name()
-    print(json.dumps({"device": device, "copy_tb_s": bandwidth / 1e12, "cases": results}))
+    cases = []
+    for name, num_rows, depth in product(options.types, options.rows, options.depths):
+        cases.append(measured(name, num_rows, depth, bandwidth))
+        torch.cuda.empty_cache()
+        print("  ".join(f"{key} {value}" for key, value in cases[-1].items()), flush=True)
+    result = {
+        "command": "python bench/gpu_integer_attention.py",
+        "machine": describe("cuda"),
+        "heads": [HEADS, KV_HEADS, HEAD_DIM],
+        "copy_bytes_s": bandwidth,
+        "int8_ops_s": INT8_OPS_S,
+        "cases": cases,
+    }
+    write_result(result, options.out, options.commit)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,6 +18,7 @@ from report_cpu import cpu_attention, cpu_pairs
 from report_first_page import first_page
 from report_gpu import (
     gpu,
+    gpu_attention,
     gpu_depth,
     gpu_first_token,
     gpu_hybrid,
@@ -333,6 +334,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpu_streaming": gpu_streaming,
     "gpu_streaming_depth": gpu_streaming_depth,
     "gpu_pairs": gpu_pairs,
+    "gpu_attention": gpu_attention,
     "gpu_depth": gpu_depth,
     "gpu_profile": gpu_profile,
     "gpu_sanitizer": gpu_sanitizer,

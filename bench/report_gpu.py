@@ -62,6 +62,31 @@ def gpu_depth() -> str:
     return table(header, rows) + f"\n{'; '.join(machines)}\n"
 
 
+def gpu_attention() -> str:
+    """What attention's kernels reach of the GPU; nothing while it isn't measured."""
+    if not has("gpu/attention_shares"):
+        return ""
+    r = load("gpu/attention_shares")
+    rows = [
+        [
+            case["cache_type"],
+            f"{case['depth']:,}",
+            f"{case['rows']:,}",
+            case["kernel"],
+            *(f"{case[f'{part}_us']:,.1f}" for part in ("prepare", "attend", "merge")),
+            f"{case['share_of_copy']:.0%}",
+            f"{case['share_of_int8']:.0%}",
+        ]
+        for case in r["cases"]
+    ]
+    header = ["type", "depth", "rows", "kernel", "prepare µs", "attend µs", "merge µs"]
+    note = (
+        f"{r['machine']['gpu']}, commit {r['commit']}: `{r['command']}`. A copy reaches "
+        f"{r['copy_bytes_s'] / 1e12:.2f} TB/s, int8 tensor cores {r['int8_ops_s'] / 1e12:,.0f} TOP/s."
+    )
+    return table([*header, "of the bandwidth", "of int8"], rows) + f"\n{note}\n"
+
+
 def gpu_profile() -> str:
     """Where a decoded token's time goes on the GPU; nothing while it isn't measured."""
     if not has("gpu/profile"):
