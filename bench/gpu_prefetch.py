@@ -61,7 +61,12 @@ def make_ops(memory: Memory, mailbox: Mailbox, layers: Layers, prefetching: Pref
         ring_bytes = (prefetching.distance + 1) * prefetching.experts * aligned
     is_plan = isinstance(memory, MemoryPlan)
     executor = functools.partial(
-        PartialExecutor, mailbox=mailbox, host=None, ring_bytes=ring_bytes, prefetching=prefetching
+        PartialExecutor,
+        num_layers=NUM_LAYERS,
+        mailbox=mailbox,
+        host=None,
+        ring_bytes=ring_bytes,
+        prefetching=prefetching,
     )
     ops = CudaOps(memory, 1, 64, executor, notes_kernels=is_plan)
     partial = executor_of(ops)
@@ -97,7 +102,7 @@ def run_step(ops: CudaOps, layers: Layers, pause: Pause) -> tuple[torch.Tensor, 
 def plan_steps(layers: Layers, prefetching: Prefetching | None) -> tuple[MemoryPlan, Noted]:
     """The memory of a step while the outputs of two others are held, and the kernels that it takes."""
     shape, memory = layers.shape, MemoryPlan()
-    mailbox = Mailbox.planned(NUM_LAYERS, shape.experts_per_token, shape.hidden)
+    mailbox = Mailbox.planned(shape.experts_per_token, shape.hidden)
     ops = make_ops(memory, mailbox, layers, prefetching)
     with note_kernels() as noted:
         _ = [run_step(ops, layers, no_pause) for _ in range(3)]
@@ -109,7 +114,6 @@ class Stepper:
     """Operations that have run, so that their steps can be captured, and that guess if they ever do."""
 
     ops: CudaOps
-    mailbox: Mailbox
     layers: Layers
 
     @classmethod
@@ -117,9 +121,9 @@ class Stepper:
         planned, noted = plan_steps(layers, prefetching)
         load_kernels(noted, lambda done, total: None)
         shape = layers.shape
-        mailbox = Mailbox.create(NUM_LAYERS, shape.experts_per_token, shape.hidden)
+        mailbox = Mailbox.create(shape.experts_per_token, shape.hidden)
         memory = DeviceMemory(planned.persistent_bytes, planned.workspace_bytes)
-        stepper = cls(make_ops(memory, mailbox, layers, prefetching), mailbox, layers)
+        stepper = cls(make_ops(memory, mailbox, layers, prefetching), layers)
         for _ in range(2):
             run_step(stepper.ops, layers, no_pause)
         torch.cuda.synchronize()
@@ -134,9 +138,11 @@ class Stepper:
 
     def chosen(self) -> list[int]:
         """By the routers in the last step, which the device has ended; RuntimeError if a guess was wrong."""
-        chosen: list[list[int]] = self.mailbox.used[:, 0].tolist()
-        if executor_of(self.ops).prefetch is not None:
-            chosen.append(self.mailbox.guessed[LAST, 0].tolist())
+        executor = executor_of(self.ops)
+        ids = executor.few.chosen
+        chosen: list[list[int]] = ids.used[:, 0].tolist()
+        if executor.prefetch is not None:
+            chosen.append(ids.guessed[LAST, 0].tolist())
         if any(experts != chosen[0] for experts in chosen):
             raise RuntimeError(f"routers that are alike chose {chosen}")
         return chosen[0]

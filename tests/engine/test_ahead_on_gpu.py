@@ -3,6 +3,7 @@ the next prompt finds of them.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +11,19 @@ import pytest
 
 pytest.importorskip("cuda.bindings")
 
-from test_lists_on_gpu import KINDS, SEEDED, on_cpu, on_gpu, path
+from test_lists_on_gpu import CONTEXT, KINDS, SEEDED, SIZE, on_cpu, on_gpu, path
 
 from coldstream.assets import demo_model_path
 from coldstream.engine import LLM, Piece, SamplingParams
+from coldstream.experts.partial_experts import PartialExperts
+from coldstream.experts.prefetching import Prefetching
+from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.runner import ModelRunner
+from hash_runner import opened_with
 from host_device import HostDevice
 from host_gpu import gpu_on
+from random_residency import RandomResidency
+from runners import open_model_file, partial_plan
 
 __all__ = ["path"]
 
@@ -30,9 +37,28 @@ STOPPING = [
 ]
 
 
-@pytest.fixture(scope="module")
-def models(path: Path, compiled_for_the_host: HostDevice) -> Iterator[tuple[LLM, LLM]]:
-    with gpu_on(compiled_for_the_host), on_gpu(path) as gpu, on_cpu(path) as cpu:
+@contextmanager
+def on_partial_gpu(path: Path) -> Iterator[LLM]:
+    """Experts come and go, from one step to the next; some come ahead of their router."""
+    file, spec = open_model_file(path)
+    plan = partial_plan(
+        file, spec, 2, context_length=CONTEXT, chunk_size=80, ring_bytes=2**22, threads=1, streamed=0.5,
+        prefetching=Prefetching(1, 2),
+    )  # fmt: skip
+    runner = CudaRunner.load(file, spec, plan, policy=RandomResidency(3), cache_size=SIZE)
+    with LLM.from_opened(opened_with(runner, CONTEXT)) as llm:
+        yield llm
+
+
+WAYS = {"all experts": on_gpu, "some experts": on_partial_gpu}
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def models(
+    request: pytest.FixtureRequest, path: Path, compiled_for_the_host: HostDevice
+) -> Iterator[tuple[LLM, LLM]]:
+    way = WAYS[request.param]
+    with gpu_on(compiled_for_the_host), way(path) as gpu, on_cpu(path) as cpu:
         yield gpu, cpu
 
 
@@ -63,13 +89,21 @@ def test_a_conversation_is_that_of_the_cpu(models: tuple[LLM, LLM], params: Samp
 
 
 @pytest.mark.gpu
-def test_trap_26_conversations_on_a_gpu_are_those_of_the_cpu(path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_trap_26_conversations_on_a_gpu_are_those_of_the_cpu(path: Path, way: str) -> None:
     """With long answers too, whose steps follow each other without pause."""
     longer = [replace(params, max_tokens=40) for params in ALL_KINDS]
     for model in (path, demo_model_path()):
-        with on_gpu(model) as gpu, on_cpu(model) as cpu:
+        with WAYS[way](model) as gpu, on_cpu(model) as cpu:
             for params in [*ALL_KINDS, *longer] if model == path else [*ALL_KINDS, longer[0]]:
                 check_conversation(gpu, cpu, replace(params, max_tokens=min(params.max_tokens, 40)))
+
+
+def test_a_prompt_whose_experts_are_streamed_ends_before_a_step_ahead_begins(models: tuple[LLM, LLM]) -> None:
+    gpu, cpu = models
+    prompt = [number % 11 for number in range(70)]
+    found, expected = (llm.generate([prompt], GREEDY)[0].outputs[0].token_ids for llm in (gpu, cpu))
+    assert found == expected
 
 
 def test_an_answer_that_is_left_early_can_be_continued(models: tuple[LLM, LLM]) -> None:
@@ -84,10 +118,38 @@ def test_an_answer_that_is_left_early_can_be_continued(models: tuple[LLM, LLM]) 
             assert [each.token_ids for each in found] == [each.token_ids for each in expected]
 
 
+def test_a_runner_says_which_steps_have_ended(
+    path: Path, compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps run while the one before is looked at; a row that an end token leaves out is told."""
+    told: list[object] = []
+    ended = PartialExperts.ended
+
+    def noting(self: PartialExperts, num_running: int = 0) -> None:
+        if self._in_flight:
+            told.append((len(self._in_flight), num_running))
+        ended(self, num_running)
+
+    with gpu_on(compiled_for_the_host), on_partial_gpu(path) as gpu:
+        params = replace(GREEDY, max_tokens=4)
+        gpu.generate([[3, 1]], params)
+        monkeypatch.setattr(PartialExperts, "ended", noting)
+        monkeypatch.setattr(PartialExperts, "left_out", lambda self: told.append("left out"))
+        (answer,) = gpu.generate([[3, 1]], params)[0].outputs
+        assert told == [(2, 1), (2, 1), (2, 1), (1, 0)]
+        told.clear()
+        gpu.generate([[3, 1]], replace(params, ignore_eos=False, stop_token_ids=answer.token_ids[:1]))
+        assert told == [(2, 1), "left out"]
+        told.clear()
+        gpu.generate([[3, 1]], params)
+        assert told[0] == (1, 0), "the step that was left"
+
+
 def test_steps_are_launched_ahead_unless_the_host_chooses(
     models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu, _ = models
+    assert gpu.opened.runner.takes_chosen
     steps: list[bool] = []
     step = ModelRunner.step
 

@@ -42,13 +42,14 @@ class FewRows:
         device.kernels |= {"router_few": self._route, "prefetch_experts": self._fetch}
         self.file = GGUFFile.open(path)
         self.spec = ModelSpec.from_gguf(self.file.metadata, self.file.tensors)
-        mailbox = Mailbox.create(self.spec.num_layers, self.spec.num_experts_per_tok, self.spec.hidden_size)
+        mailbox = Mailbox.create(self.spec.num_experts_per_tok, self.spec.hidden_size)
         sizes = {"context_length": CHUNK, "chunk_size": CHUNK, "ring_bytes": RING_BYTES}
         plan = partial_plan(self.file, self.spec, 0, **sizes, threads=1)
         self.partial = PartialExperts(mailbox, plan)
         host = self.partial.host
         executor = partial(
             PartialExecutor,
+            num_layers=self.spec.num_layers,
             mailbox=host.mailbox,
             host=host,
             whole_layers=whole_layers,

@@ -23,8 +23,8 @@ LANDING = 2 * 3 * 256 * 272 + 1024  # two experts
 
 def open_host(file: GGUFFile) -> tuple[HostExperts, list[tuple[ExpertTable, ...]]]:
     """The experts of a file, and their tables, without slots."""
-    bulk = Mailbox.create(0, RANKS, SIZE, MAX_CPU_ROWS)
-    host = HostExperts(1, Mailbox.create(NUM_LAYERS, RANKS, SIZE), bulk, CHUNK)
+    bulk = Mailbox.create(RANKS, SIZE, MAX_CPU_ROWS)
+    host = HostExperts(1, Mailbox.create(RANKS, SIZE), bulk, CHUNK)
     layers = []
     for layer in range(NUM_LAYERS):
         stacks = []

@@ -1,7 +1,9 @@
 """The work around a step if the GPU does not hold all experts, without a GPU."""
 
+from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial as bound
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from coldstream.experts import partial_experts
 from coldstream.experts.prefetching import Prefetching
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, WORDS_PER_LINE, Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
+from device_model import Operation, range_of
 from device_seams import any_schedule, model_device, seeds
 
 PLACE_BYTES = 3 * 256 * 272  # of an expert of the model below
@@ -145,7 +148,7 @@ def test_an_answer_that_came_too_late_is_an_error(path: Path, place: str) -> Non
 
 def test_a_mailbox_is_answered_at_first_and_shared_with_the_host(path: Path) -> None:
     with model_device(0):
-        box = Mailbox.create(3, 2, 8, 5)
+        box = Mailbox.create(2, 8, 5)
         assert box.done.tolist() == [1, 0]
         assert box.request.tolist() == [0]
         assert abs(box.done.data_ptr() - box.request.data_ptr()) >= 64
@@ -153,8 +156,6 @@ def test_a_mailbox_is_answered_at_first_and_shared_with_the_host(path: Path) -> 
         request[0], done[0], x[4, 7], ids[4, 1], out[4, 1, 7] = 1, 2, 3, 4, 5
         assert (int(box.request[0]), int(box.done[0])) == (1, 2)
         assert (float(box.x[4, 7]), int(box.ids[4, 1]), float(box.out[4, 1, 7])) == (3, 4, 5)
-        assert box.used.shape == (3, 5, 2)
-        assert box.guessed.shape == (3, 8, 2)
         box.check()
 
 
@@ -165,11 +166,24 @@ class Residency:
     grown = 0
     fails = False
 
-    def start_step(self, rows: int) -> None:
-        self.rows = rows
+    num_layers = 3
 
-    def launched(self) -> None:
-        pass
+    def __init__(self) -> None:
+        self.begun = 0
+        self.events: list[str] = []
+        self.ids: list[np.ndarray | None] = []  # of steps that ended
+        self.resident = np.zeros((4, 8), bool)
+
+    def start_step(self) -> None:
+        self.begun += 1
+        self.events.append("start")
+
+    def ended(self, ids: np.ndarray | None) -> None:
+        self.events.append("end")
+        self.ids.append(None if ids is None else ids.copy())
+
+    def prepare(self) -> None:
+        self.events.append("prepare")
 
     def shrink(self) -> int:
         self.missing_bytes += 100
@@ -181,7 +195,7 @@ class Residency:
             raise torch.OutOfMemoryError
         self.missing_bytes -= 100
 
-    close = launched
+    def close(self) -> None: ...
 
 
 @pytest.mark.parametrize(("free", "fails", "grows"), [(199, False, 0), (200, False, 1), (10**6, True, 1)])
@@ -195,12 +209,12 @@ def test_mm03_slots_come_back_once_twice_their_memory_is_free(
         runner.device.free_bytes = free
         runner.partial._residency = residency  # type: ignore[assignment]
         for _ in range(5):
-            runner.partial.launched()
+            runner.step(1)
         assert residency.grown == 0, "nothing is missing"
         assert runner.partial.shrink() == 100
         grown = []
         for _ in range(7):
-            runner.partial.launched()
+            runner.step(1)
             grown.append(residency.grown)
         again = 2 if fails else grows
         assert grown == [0, 0, grows, grows, grows, again, again]
@@ -209,8 +223,90 @@ def test_mm03_slots_come_back_once_twice_their_memory_is_free(
 def test_ex05_steps_of_many_rows_teach_nothing(path: Path) -> None:
     with few_rows_of(path) as runner:
         residency = Residency()
-        residency.resident = np.zeros((4, 8), bool)  # type: ignore[attr-defined]
         runner.partial._residency = residency  # type: ignore[assignment]
-        for rows, taught in ((1, 1), (MAX_MAILBOX_ROWS, MAX_MAILBOX_ROWS), (MAX_MAILBOX_ROWS + 1, 0)):
+        for rows in (1, MAX_MAILBOX_ROWS, MAX_MAILBOX_ROWS + 1):
             runner.partial.start_step(rows)
-            assert residency.rows == taught
+            runner.partial.launched()
+            runner.device.current.synchronize()
+            runner.partial.ended()
+        assert [ids is not None and ids.shape for ids in residency.ids] == [
+            (3, 1, 2), (3, MAX_MAILBOX_ROWS, 2), False,
+        ]  # fmt: skip
+
+
+class Server:
+    """Whether an `ExpertServer` looks for requests."""
+
+    serves = False
+
+    def begin(self) -> None:
+        self.serves = True
+
+    def end(self) -> None:
+        self.serves = False
+
+    def check(self) -> None: ...
+
+
+def test_an_error_of_one_step_leaves_the_next_one_prepared_for(path: Path) -> None:
+    with few_rows_of(path) as runner:
+        residency, partial = Residency(), runner.partial
+        partial._residency = residency  # type: ignore[assignment]
+        for _ in range(2):
+            partial.start_step(1)
+            runner.queue(1)
+            partial.launched()
+        late = partial.host.mailbox.words[WORDS_PER_LINE + 1 :][:1]
+        late.fill_(3)
+        with pytest.raises(GenerationFault, match="in time"):
+            partial.ended(1)
+        assert residency.events == ["start", "prepare", "start", "end", "prepare"]
+        late.fill_(0)
+        runner.device.current.synchronize()
+        partial.ended()
+
+
+@any_schedule
+@given(seed=seeds, ways=st.lists(st.sampled_from(["wait", "ahead", "left out", "prompt"]), max_size=12))
+def test_trap_26_a_step_ahead_of_the_host_teaches_what_it_used_when_it_has_ended(
+    path: Path, seed: int, ways: list[str]
+) -> None:
+    """Each step is prepared for once, after the end of the one before it, and its ids are its own."""
+    with few_rows_of(path, seed) as runner:
+        residency, partial = Residency(), runner.partial
+        partial._residency = residency  # type: ignore[assignment]
+        used, expected = runner.executor.few.chosen.used, list[int | None]()
+        running = deque[Operation | None]()
+        partial.host.server = server = Server()  # type: ignore[assignment]
+
+        def note(number: int, operation: Operation) -> None:
+            used.fill_(number)
+
+        for number, way in enumerate(ways):
+            must_wait = len(running) > 1 or (ways[max(0, number - 1)] == "prompt" and number > 0)
+            assert partial.must_wait == must_wait
+            if way in ("prompt", "wait") or must_wait:
+                runner.device.current.synchronize()
+                partial.ended()
+                running.clear()
+            partial.start_step(MAX_MAILBOX_ROWS + 1 if way == "prompt" else 2)
+            runner.device.queue("routers", writes=[range_of(used)], effect=bound(note, number))
+            partial.launched()
+            if way == "left out":
+                partial.left_out()
+            expected.append(number if way in ("wait", "ahead") else None)
+            running.append(runner.device.current.last)
+            assert server.serves == (way != "prompt")
+            assert residency.events.count("start") == number + 1
+            if len(running) == 2:
+                assert residency.events[-1] != "prepare", "the one before may not have ended"
+                runner.device.wait_for(running.popleft())
+                partial.ended(1)
+                assert server.serves
+            assert residency.events.count("prepare") == number + 1
+        runner.device.current.synchronize()
+        partial.ended()
+        assert not server.serves
+        assert residency.events.count("prepare") == residency.events.count("start") == len(ways)
+        assert [None if ids is None else int(ids.max()) for ids in residency.ids] == expected
+        assert all(ids is None or (ids == ids.flat[0]).all() for ids in residency.ids)

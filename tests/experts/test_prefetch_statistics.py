@@ -13,35 +13,32 @@ def test_right_guesses_are_counted_as_sets_are_compared(
 ) -> None:
     generator = np.random.default_rng(seed)
     chosen = [
-        np.stack([[generator.permutation(9)[:ranks] for _ in range(8)] for _ in range(num_layers)])
+        np.stack([[generator.permutation(9)[:ranks] for _ in range(2 * rows)] for _ in range(num_layers)])
         if num_layers
-        else np.zeros((0, 8, ranks), np.int64)
+        else np.zeros((0, 2 * rows, ranks), np.int64)
         for _ in range(2)
     ]
     guessed, used = chosen
-    counter = GuessCounter(guessed, used, distance)
-    counter.note(rows)
-    for _ in range(2):
-        counter.count()
+    counter = GuessCounter(num_layers, distance)
+    for first in (0, rows):
+        counter.count(guessed[:, first : first + rows], used[:, first : first + rows])
     for layer in range(num_layers):
-        right = sum(len(set(guessed[layer, row]) & set(used[layer, row])) for row in range(rows))
+        right = sum(len(set(guessed[layer, row]) & set(used[layer, row])) for row in range(2 * rows))
         is_guessed = layer >= distance
         assert counter.right[layer] == (right if is_guessed else 0)
-        assert counter.guessed[layer] == (rows * ranks if is_guessed else 0)
+        assert counter.guessed[layer] == (2 * rows * ranks if is_guessed else 0)
 
 
 def test_what_was_fetched_in_vain_is_wasted() -> None:
-    guessed = np.array([[[9, 9]], [[1, 2]], [[3, 4]]])
-    counter = GuessCounter(guessed, np.array([[[9, 9]], [[2, 5]], [[4, 3]]]), 1)
-    counter.note(1)
-    counter.count()
+    counter = GuessCounter(3, 1)
+    counter.count(np.array([[[9, 9]], [[1, 2]], [[3, 4]]]), np.array([[[9, 9]], [[2, 5]], [[4, 3]]]))
     statistics = PrefetchStatistics.of(counter, np.array([[0, 0, 0], [2, 1, 1], [3, 3, 0]]), [10, 20, 30])
     assert statistics.right == (0, 1, 2)
     assert statistics.recall == 0.75
     assert statistics.wasted_bytes == (0, 20, 0)
     assert statistics.given_up == (0, 1, 0)
     assert statistics.given_up_bytes == (0, 20, 0)
-    assert PrefetchStatistics.of(GuessCounter(guessed, guessed, 1), np.zeros((3, 3)), [1, 1, 1]).recall == 0
+    assert PrefetchStatistics.of(GuessCounter(3, 1), np.zeros((3, 3)), [1, 1, 1]).recall == 0
 
 
 @st.composite
@@ -65,8 +62,7 @@ def test_trap_15_copies_are_those_on_demand_and_what_is_counted(
             tallies[layer] += (len(whole), len(whole & missing), num_late)
             on_demand[layer] += len(missing) * sizes[layer]
             ahead[layer] += (len(missing - whole) + len(whole)) * sizes[layer] + num_late * (sizes[layer] - 1)
-    nothing = np.zeros((3, 1, 1), np.int64)
-    counted = PrefetchStatistics.of(GuessCounter(nothing, nothing, 1), tallies, sizes)
+    counted = PrefetchStatistics.of(GuessCounter(3, 1), tallies, sizes)
     assert (ahead <= on_demand + counted.wasted_bytes + counted.given_up_bytes).all()
     late = np.array(counted.given_up)
     assert (ahead + late == on_demand + counted.wasted_bytes + counted.given_up_bytes).all()

@@ -1,7 +1,7 @@
 """Experts in a device's slots: copies, writes of tables, and their order."""
 
 import ctypes
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +18,8 @@ from residency_cases import LAYERS, NUM_EXPERTS, SIZES, SLOTS_OF_A_SIZE, make_sl
 from coldstream.errors import DeviceError
 from coldstream.experts.cache import ExpertCache
 from coldstream.experts.residency import ExpertResidency, _ExpertAddresses
+from coldstream.kernels.cuda.staged import ReadBack
+from coldstream.kernels.experts.addresses import AddressWriter
 from coldstream.kernels.experts.shapes import MATRICES
 from device_model import ModelDevice, Operation, Pieces, range_of
 from device_seams import any_schedule, model_device, seeds
@@ -97,28 +99,40 @@ class Steps:
     def __init__(self, device: ModelDevice, segment_bytes: int, seed: int, refused: float = 0.0) -> None:
         self.device = device
         self.rng = np.random.default_rng(seed)
-        self.used = torch.zeros((3, ROWS, RANKS), dtype=torch.int32)
+        self.used = ReadBack(torch.zeros(3 * ROWS * RANKS, dtype=torch.int32))
+        self.in_flight: deque[tuple[np.ndarray | None, Operation]] = deque()
         self.slots = make_slots(segment_bytes)
         cache = ExpertCache(SIZES, NUM_EXPERTS, self.slots.num_slots, RandomResidency(seed))
         for stacks in LAYERS:
             for stack in stacks:
                 stack.addresses.zero_()
-        self.residency = ExpertResidency(LAYERS, cache, self.slots, self.used)
+        self.residency = ExpertResidency(LAYERS, cache, self.slots)
         self.residency.load(range(4))
         assert np.flatnonzero(self.residency.resident).tolist() == [0, 1, 2, 3]
         self.refusals = device.refuses = Refusals(refused, seed)
         self.known: set[int] = set()  # experts that an error has named as given up
+        self.is_due = False  # `prepare`
 
-    def launch(self, rows: int = ROWS) -> None:
-        """A step of a runner, up to where its work is queued."""
-        self.device.current.synchronize()
-        self.residency.start_step(rows)
-        self.queue()
+    def launch(self) -> Operation:
+        """A step of a runner, up to where its work is queued: perhaps while the one before runs."""
+        self.end(0 if len(self.in_flight) == 2 or self.rng.random() < 0.5 else 1)
+        self.residency.start_step()
+        return self.queue()
 
-    def queue(self) -> None:
+    def end(self, num_running: int) -> None:
+        """Waits for all steps but the last ones."""
+        while len(self.in_flight) > num_running:
+            ids, step = self.in_flight.popleft()
+            self.device.wait_for(step)
+            self.residency.ended(ids)
+        if self.is_due and len(self.in_flight) < 2:
+            self.prepare()
+
+    def queue(self) -> Operation:
         """Queues a step that reads every slot, and at its end writes the experts that it used."""
         resident = self.residency.resident.copy()
-        used = torch.from_numpy(self.rng.integers(0, NUM_EXPERTS, self.used.shape, np.int32))
+        values = self.used.values
+        used = torch.from_numpy(self.rng.integers(0, NUM_EXPERTS, values.shape, np.int32))
 
         def compute(operation: Operation) -> None:
             for number in range(3 * NUM_EXPERTS):
@@ -131,30 +145,41 @@ class Steps:
                         self.device.touch(operation, reads=[(address, stack.step)])
                         expected = stack.host.values[expert].numpy().tobytes()
                         assert read(address, stack.step) == expected, f"the bytes of expert {number}"
-            self.used[:] = used
+            values[:] = used
 
-        self.device.queue(
+        return self.device.queue(
             "step",
             reads=[range_of(stack.addresses) for stacks in LAYERS for stack in stacks],
-            host_writes=[range_of(self.used)],
+            writes=[range_of(values)],
             effect=compute,
         )
 
-    def launched(self) -> None:
+    def launched(self, *, trains: bool = True) -> None:
+        ids = self.used.copy().reshape(3, ROWS, RANKS)
+        last = self.device.current.last
+        assert last is not None
+        self.in_flight.append((ids if trains else None, last))
+        self.is_due = True
+        if len(self.in_flight) == 1:
+            self.prepare()
+
+    def prepare(self) -> None:
         """A copy that was refused twice is an error, and everything else goes on."""
+        self.is_due = False
         try:
-            self.residency.launched()
+            self.residency.prepare()
         except DeviceError:
             assert self.refusals.given_up > self.known
         else:
             assert self.refusals.given_up == self.known
         self.known = self.refusals.given_up
 
-    def step(self, rows: int = ROWS) -> None:
-        self.launch(rows)
-        self.launched()
+    def step(self, *, trains: bool = True) -> None:
+        self.launch()
+        self.launched(trains=trains)
 
     def shrink(self) -> bool:
+        self.end(0)
         self.device.current.synchronize()
         before, size = self.slots.num_slots, self.slots.largest
         freed = self.residency.shrink()
@@ -203,15 +228,14 @@ def test_mm03_memory_given_back_at_any_moment_changes_no_byte_that_a_step_reads(
             if event in ("shrink", "grow"):
                 getattr(steps, event)()
                 continue
-            rows = 0 if event == "prompt" else ROWS
-            steps.launch(rows)
+            steps.launch()
             if event == "failed step":
                 continue  # never launched
             if event == "shrink in a step":
                 steps.shrink()
-                steps.residency.start_step(rows)
+                steps.residency.start_step()
                 steps.queue()
-            steps.launched()
+            steps.launched(trains=event != "prompt")
         while steps.shrink():
             steps.step()
         assert not steps.residency.resident.any()
@@ -249,7 +273,7 @@ def test_ex01_a_copy_that_is_refused_twice_is_an_error_and_all_else_goes_on(seed
         device, residency = steps.device, steps.residency
         device.refuses = lambda pieces: False
         for _ in range(5):
-            steps.step(rows=0)  # admits no expert
+            steps.step(trains=False)  # admits no expert
             device.synchronize()
         in_slots = residency.cache._slot >= 0
         assert np.array_equal(residency.resident.reshape(-1), in_slots), "no copy is under way for ever"
@@ -262,10 +286,24 @@ def test_mm03_what_a_step_used_counts_once_when_memory_is_given_back_in_its_midd
             steps.launch()
             if step % 3 == 1:
                 steps.shrink()
-            steps.residency.launched()
+            steps.launched()
+            steps.end(1)
             counters = steps.residency.cache.counters
             uses.append(int(counters.hits.sum() + counters.misses.sum()))
         counted = np.diff(uses)
         assert counted[0] == 0  # a step is known when the next one runs
         assert (counted[1:] > 0).all()
         assert (counted <= 3 * NUM_EXPERTS).all()
+
+
+@any_schedule
+@given(seed=seeds)
+def test_ex04_addresses_stay_until_they_are_read(seed: int) -> None:
+    """However many writes are queued."""
+    with model_device(seed) as device:
+        table, writer = np.zeros(2, np.int64), AddressWriter(2)
+        where = table.ctypes.data + 8 * np.arange(2)
+        for number in range(1, 7):
+            writer.write(where[: number % 2 + 1], np.array([number, -number])[: number % 2 + 1])
+        device.synchronize()
+        assert table.tolist() == [6, -5]

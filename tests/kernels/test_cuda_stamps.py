@@ -51,14 +51,16 @@ class Layer:
         streamed = torch.zeros(MAX_RANKS + 1, dtype=torch.int32, device=CUDA)
         if not on_cpu:
             streamed.copy_(torch.arange(MAX_RANKS + 1))
-        self.mailbox = Mailbox.create(LAYER + 1, RANKS, COLS)
+        self.mailbox = Mailbox.create(RANKS, COLS)
         self.stamps = torch.zeros((LAYER + 1, WORDS), dtype=torch.int64, device=CUDA)
         self.places = PairPlaces(
             torch.empty(3, tokens, RANKS, dtype=torch.int64, device=CUDA),
             torch.empty(tokens, RANKS, dtype=torch.int32, device=CUDA),
             self.stamps[LAYER],
         )
-        self.sharing = sharing_of([table] * 3, streamed, self.mailbox, LAYER, self.places)
+        used = torch.empty(tokens, RANKS, dtype=torch.int32, device=CUDA)
+        self.sharing = sharing_of([table] * 3, streamed, self.mailbox, LAYER, self.places, used)
+        self.used = used
         self.ids = torch.empty(tokens, RANKS, dtype=torch.int32, device=CUDA)
         self.weights = torch.empty(tokens, RANKS, device=CUDA)
         self.shared_gate = torch.empty(tokens, 1, device=CUDA)

@@ -83,7 +83,8 @@ class Shared:
 
     def __init__(self, layer: Layer, ids: torch.Tensor, x: torch.Tensor) -> None:
         tokens, ranks = ids.shape
-        self.box = Mailbox._of(MAX_LAYERS, ranks, x.shape[1], tokens)
+        self.box = Mailbox._of(ranks, x.shape[1], tokens)
+        self.used = torch.full((tokens, ranks), NOTHING_WRITTEN).int()
         self.box.words.fill_(NOTHING_WRITTEN)
         self.box.x.fill_(NOTHING_WRITTEN)
         self.places = PairPlaces(
@@ -101,7 +102,9 @@ class Shared:
             ExpertTable(slots, QuantType.Q8_0, 1, 32, True, None, mapped, step)
             for slots, mapped, step in zip(self._slots, layer.mapped, STEPS, strict=True)
         ]
-        sharing = sharing_of(stacks, self._streamed, self.box, layer.number, self.places, prefetched)
+        sharing = sharing_of(
+            stacks, self._streamed, self.box, layer.number, self.places, self.used, prefetched
+        )
         partition_experts_cuda(ids, x, sharing)
 
 
@@ -152,7 +155,7 @@ def test_every_pair_goes_to_the_place_that_is_its(
     ] == pairs
     cpu_ids = [[pair[-1] for pair in token] for token in pairs]
     assert shared.box.ids.tolist() == cpu_ids
-    assert shared.box.used[layer.number].tolist() == rows
+    assert shared.used.tolist() == rows
     for token, each in enumerate(cpu_ids):
         is_sent = any(expert >= 0 for expert in each)
         assert torch.equal(shared.box.x[token], x[token] if is_sent else torch.full((cols,), -77.0))
@@ -183,13 +186,13 @@ def test_more_tokens_than_warps(tokens: int, asking: int) -> None:
     shared = Shared(layer, torch.tensor(rows, dtype=torch.int32), x)
     assert shared.places.cpu_ids.ge(0).nonzero().tolist() == [[asking % tokens, 3]]
     assert shared.box.request.item() == 3 | tokens << ROWS_SHIFT
-    assert shared.box.used[2].tolist() == rows
+    assert shared.used.tolist() == rows
 
 
 def test_the_cpu_answers_what_the_device_asks(host: HostDevice) -> None:
     """One mailbox between the kernel and the server in C++: layer, rows, ids and x arrive as sent."""
     tokens, ranks = 5, RANKS
-    box = Mailbox._of(MAX_LAYERS, ranks, WIDTH, tokens)
+    box, used = Mailbox._of(ranks, WIDTH, tokens), torch.zeros(tokens, ranks).int()
     request, done, x_there, ids_there, out = box.arrays()
     runtime = _csrc.Runtime(2)
     server = _csrc.ExpertServer(runtime, request, done, x_there, ids_there, out)
@@ -204,7 +207,7 @@ def test_the_cpu_answers_what_the_device_asks(host: HostDevice) -> None:
         stacks = [ExpertTable(slots, QuantType.Q4_K, 1, 256, True) for _ in range(MATRICES)]
         places = PairPlaces(torch.zeros(MATRICES, tokens, ranks).long(), torch.zeros(tokens, ranks).int())
         streamed = torch.zeros(ranks + 1, dtype=torch.int32)
-        partition_experts_cuda(ids, x, sharing_of(stacks, streamed, box, number, places))
+        partition_experts_cuda(ids, x, sharing_of(stacks, streamed, box, number, places, used))
         deadline = time.monotonic() + LIMIT_S
         while done[0] == 0:
             assert time.monotonic() < deadline, "no answer came"

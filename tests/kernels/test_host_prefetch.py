@@ -49,16 +49,15 @@ def ring_of(distance: int, count: int, memory: Memory) -> PrefetchRing:
         return torch.zeros(shape, dtype=getattr(torch, dtype))
 
     data = zeros(((distance + 1) * count * memory.place_bytes + 100,), "uint8")
-    return PrefetchRing(Prefetching(distance, count), data, zeros, LAYERS, RANKS)
+    return PrefetchRing(Prefetching(distance, count), data, zeros, LAYERS)
 
 
 def fetch(
     ring: PrefetchRing, layer: int, guesses: Sequence[Sequence[int]], memory: Memory, reached: int
 ) -> None:
     """When so many layers have been shared out."""
-    ring.guesses[layer, : len(guesses)] = torch.tensor(guesses, dtype=torch.int32)
     ring._reached.fill_(reached)
-    ring.fetch(layer, len(guesses), memory.stacks)
+    ring.fetch(layer, torch.tensor(guesses, dtype=torch.int32), memory.stacks)
     assert not ring._arrivals.any(), "blocks are counted from 0 next time"
 
 

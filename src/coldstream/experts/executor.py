@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 
 import torch
 
+from coldstream.experts.chosen_experts import ChosenExperts
 from coldstream.experts.few_rows import FewRows
 from coldstream.experts.host import HostExperts
 from coldstream.experts.many_rows import ManyRows
@@ -28,14 +29,15 @@ from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
 class PartialExecutor:
     """A `ModelExecutor` over slots, a ring of `ring_bytes`, the mapped file and the CPU.
 
-    `ExpertResidency` fills slots and writes their addresses into `tables`. Call `number_layers` before the
-    first step. `host` is None over a `MemoryPlan`. Long prompts and prefetching use the same ring, in
-    different steps.
+    num_layers: of the model. `ExpertResidency` fills slots and writes their addresses into `tables`. Call
+    `number_layers` before the first step. `host` is None over a `MemoryPlan`. Long prompts and prefetching
+    use the same ring, in different steps.
     """
 
     def __init__(
         self,
         kernels: MoeKernels,
+        num_layers: int,
         mailbox: Mailbox,
         host: HostExperts | None,
         whole_layers: Collection[int] = (),
@@ -48,9 +50,9 @@ class PartialExecutor:
         self.ring = device.memory.persistent((ring_bytes // ALIGNMENT * ALIGNMENT,), torch.uint8)
         self.prefetch: PrefetchRing | None = None
         if prefetching is not None:
-            num_layers, _, num_ranks = mailbox.used.shape
-            self.prefetch = PrefetchRing(prefetching, self.ring, device.zeros, num_layers, num_ranks)
-        self.few = FewRows(kernels, self.tables, mailbox, self.prefetch)
+            self.prefetch = PrefetchRing(prefetching, self.ring, device.zeros, num_layers)
+        chosen = ChosenExperts(device.zeros, num_layers, mailbox.ids.shape[1])
+        self.few = FewRows(kernels, self.tables, mailbox, chosen, self.prefetch)
         self.many = ManyRows(kernels, self.tables, host, self.ring)
 
     def number_layers(self, layers: Iterable[tuple[CudaWeight, ExpertWeights]]) -> None:

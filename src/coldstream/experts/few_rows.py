@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from coldstream.experts.chosen_experts import ChosenExperts
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.kernels.cuda.activations import Activations, as_floats
@@ -28,17 +29,22 @@ class FewRows:
     """Steps of at most MAX_MAILBOX_ROWS rows.
 
     streamed: int32 [MAX_RANKS + 1] on the device, see `sharing_of`; stamps: int64 [layers, WORDS], see
-    `kernels/experts/stamps.py`. Without `ring` nothing is prefetched.
+    `kernels/experts/stamps.py`; chosen: what a step's routers choose. Without `ring` nothing is prefetched.
     """
 
     def __init__(
-        self, kernels: MoeKernels, tables: PartialTables, mailbox: Mailbox, ring: PrefetchRing | None
+        self,
+        kernels: MoeKernels,
+        tables: PartialTables,
+        mailbox: Mailbox,
+        chosen: ChosenExperts,
+        ring: PrefetchRing | None,
     ) -> None:
         device = kernels.device
         self._kernels, self._device, self._tables = kernels, device, tables
-        self._mailbox, self._ring = mailbox, ring
+        self._mailbox, self.chosen, self._ring = mailbox, chosen, ring
         self.streamed = device.zeros((MAX_RANKS + 1,), "int32")
-        self.stamps = device.memory.persistent((len(mailbox.used), WORDS), torch.int64).zero_()
+        self.stamps = device.memory.persistent((chosen.num_layers, WORDS), torch.int64).zero_()
         self._pairs = device.int_vector(range(MAX_MAILBOX_ROWS * MAX_RANKS))
         self._beside: torch.cuda.Stream | None = None  # stream of prefetches, joined only at a step's end
         if ring is not None and not device.planning:
@@ -68,43 +74,43 @@ class FewRows:
             self._device.empty(tokens, ranks, dtype=torch.int32),
             self.stamps[layer] if is_one_launch else None,
         )
+        used = self.chosen.used[layer]
         ring = self._ring if is_one_launch and self.guesses(tokens) else None
         if ring is None:
-            sharing = sharing_of(stacks, self.streamed, self._mailbox, layer, places)
+            sharing = sharing_of(stacks, self.streamed, self._mailbox, layer, places, used)
             routing = self._kernels.route(x, weight, shared_gate, ranks, sharing)
             return replace(routing, places=places)
         later = layer + ring.distance
         is_guessing = later < len(self._tables.layers)
         sharing = sharing_of(
-            stacks, self.streamed, self._mailbox, layer, places, ring.prefetched(layer, stacks),
+            stacks, self.streamed, self._mailbox, layer, places, used, ring.prefetched(layer, stacks),
             ring.notes(layer, is_guessing=is_guessing),
         )  # fmt: skip
-        ahead = self._ahead(ring, later, tokens, ranks) if is_guessing else None
+        ahead = self._ahead(later, tokens, ranks) if is_guessing else None
         routing = self._kernels.route(x, weight, shared_gate, ranks, sharing, ahead)
         if is_guessing:
             self._fetch(ring, later, tokens)
         return replace(routing, places=places)
 
-    def _ahead(self, ring: PrefetchRing, later: int, tokens: int, ranks: int) -> Ahead:
+    def _ahead(self, later: int, tokens: int, ranks: int) -> Ahead:
         router = self._tables.routers[later]
         assert isinstance(router, QuantTensor)
         return Ahead(
             as_floats(router),
-            ring.guesses[later, :tokens],
-            self._mailbox.guessed[later, :tokens],
+            self.chosen.guessed[later, :tokens],
             self._device.empty(tokens, router.shape[0]),
             self._device.empty(tokens, ranks),
         )
 
     def _fetch(self, ring: PrefetchRing, later: int, tokens: int) -> None:
         """Queues prefetches for layer `later` beside the layers before it, which do not wait for them."""
-        stacks = self._tables.layers[later]
+        stacks, guesses = self._tables.layers[later], self.chosen.guessed[later, :tokens]
         if self._beside is None:
-            self._device.launch(ring.fetch, later, tokens, stacks)
+            self._device.launch(ring.fetch, later, guesses, stacks)
             return
         self._beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._beside):
-            ring.fetch(later, tokens, stacks)
+            ring.fetch(later, guesses, stacks)
         self._has_forked = True
 
     def finish_step(self) -> None:

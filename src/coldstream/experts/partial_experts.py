@@ -1,10 +1,13 @@
 """The state around a model's steps if its GPU does not hold all experts."""
 
+from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 
 from coldstream.experts.cache import ExpertCache
+from coldstream.experts.chosen_experts import ExpertIds
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.host import HostExperts
@@ -23,22 +26,34 @@ from coldstream.placement.run_plan import RunPlan
 STEPS_BEFORE_GROWTH = 256
 
 
+@dataclass(frozen=True)
+class _Launched:
+    """A step that may run; ids: of the experts of its rows, None if nothing is learnt from them."""
+
+    ids: ExpertIds | None
+    guesses: bool
+
+
 class PartialExperts:
     """Experts in slots and in the host's memory, and what is done about them around each step.
 
-    mailbox: for all layers of the model.
+    mailbox: for all layers of the model. A step may be launched while the one before runs, but not while it
+    `must_wait`.
     """
 
     def __init__(self, mailbox: Mailbox, plan: RunPlan) -> None:
         self._plan = plan
         ranks, hidden_size = mailbox.ids.shape[1], mailbox.x.shape[1]
         # A mailbox has at least one row, which is fewer than any step has that would use this one.
-        bulk = Mailbox.create(0, ranks, hidden_size, max(1, plan.max_cpu_rows))
+        bulk = Mailbox.create(ranks, hidden_size, max(1, plan.max_cpu_rows))
         self.host = HostExperts(plan.threads, mailbox, bulk, plan.placement.fixed.chunk_size)
         self._executor: PartialExecutor | None = None
         self._residency: ExpertResidency | None = None
         self._guesses: GuessCounter | None = None
-        self._guessed_rows = 0  # rows of the running step; 0 if it does not guess
+        self._rows = 0  # of the step that began last
+        self._in_flight: deque[_Launched] = deque()
+        self._ended: list[_Launched] = []  # since `_prepare`
+        self._is_due = False  # `_prepare`, which comes once after each launch
         self._has_streamed = False  # whether the last step used `_stream`
         self._steps_until_growth = 0  # 0: all slots are there
 
@@ -46,8 +61,7 @@ class PartialExperts:
         """Call once, before the executor's first step."""
         self._executor = executor
         if executor.prefetch is not None:
-            guessed, used = self.host.mailbox.guessed.numpy(), self.host.mailbox.used.numpy()
-            self._guesses = GuessCounter(guessed, used, executor.prefetch.distance)
+            self._guesses = GuessCounter(executor.few.chosen.num_layers, executor.prefetch.distance)
 
     def fill(self, policy: Policy | None = None) -> None:
         """Allocates the slots of the plan on the device and fills them. Call after the warm-up steps.
@@ -70,12 +84,10 @@ class PartialExperts:
             max_bytes_per_step=plan.copy_bytes_per_step,
         )
         slots = SlotSegments(counts, lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"))
-        used = self.host.mailbox.used[: len(layers)]
-        self._residency = ExpertResidency(layers, cache, slots, used)
+        self._residency = ExpertResidency(layers, cache, slots)
         self._residency.load(shares.residents)
         # The warm-up steps are not counted.
         executor.few.stamps.zero_()
-        self._guessed_rows = 0
         if executor.prefetch is not None:
             executor.prefetch.tallies.zero_()
 
@@ -123,14 +135,16 @@ class PartialExperts:
             stamps.zero_()
         return times
 
+    @property
+    def must_wait(self) -> bool:
+        """Whether no step may begin before `ended` was told of all others."""
+        return self._has_streamed or len(self._in_flight) > 1
+
     def start_step(self, rows: int) -> None:
-        """Call right before a step of `rows` rows, when the last one has ended."""
-        if self._guesses is not None and self._executor is not None:
-            if self._guessed_rows:
-                self._guesses.note(self._guessed_rows)
-            self._guessed_rows = rows if self._executor.few.guesses(rows) else 0
+        """Call right before a step of `rows` rows is launched."""
+        self._rows = rows
         if self._residency is not None:
-            self._residency.start_step(rows if rows <= MAX_MAILBOX_ROWS else 0)
+            self._residency.start_step()
         if rows <= MAX_MAILBOX_ROWS:
             if self._guesses is not None and self._has_streamed and self._stream is not None:
                 self._stream.settle()  # prefetched experts go into the same ring
@@ -143,11 +157,32 @@ class PartialExperts:
             self._stream.start_step(rows)
 
     def launched(self) -> None:
-        """Call right after the launch, for work that can overlap with the step."""
-        if self._guesses is not None:
-            self._guesses.count()
+        """Call right after the launch. Raises DeviceError if an expert could not be copied."""
+        executor = self._executor
+        assert executor is not None, "steps are those of an executor"
+        ids, rows = None, self._rows
+        if rows <= MAX_MAILBOX_ROWS:
+            of_all = executor.few.chosen.copy()
+            ids = ExpertIds(of_all.used[:, :rows], of_all.guessed[:, :rows])
+        self._in_flight.append(_Launched(ids, executor.few.guesses(rows)))
+        self._is_due = True
+        if len(self._in_flight) == 1:
+            self._prepare()
+
+    def left_out(self) -> None:
+        """Tells that the last step had no row of a sequence: nothing is learnt from it."""
+        if self._in_flight:
+            self._in_flight[-1] = replace(self._in_flight[-1], ids=None)
+
+    def _prepare(self) -> None:
+        """What is done for the next step while one runs, and the one before has ended."""
+        self._is_due = False
+        for step in self._ended:
+            if self._guesses is not None and step.guesses and step.ids is not None:
+                self._guesses.count(step.ids.guessed, step.ids.used)
+        self._ended.clear()
         if self._residency is not None:
-            self._residency.launched()
+            self._residency.prepare()
             self._grow_in_time(self._residency)
 
     def shrink(self) -> int:
@@ -166,13 +201,31 @@ class PartialExperts:
                     residency.grow()
             self._steps_until_growth = STEPS_BEFORE_GROWTH
 
-    def ended(self) -> None:
-        """Call when the step has ended. Raises ModelChangedError if one of its experts could not be read."""
+    def ended(self, num_running: int = 0) -> None:
+        """Call when all steps have ended but the last `num_running` that were launched.
+
+        Raises ModelChangedError if one of their experts could not be read, GenerationFault, and DeviceError
+        if an expert could not be copied.
+        """
+        while len(self._in_flight) > num_running:
+            self._note(self._in_flight.popleft())
         if self._stream is not None and self._has_streamed:
             self._stream.end_step()
-        self.host.server.end()
-        self.host.server.check()
-        self.host.mailbox.check()
+        if not self._in_flight:
+            self.host.server.end()
+        try:
+            self.host.server.check()
+            self.host.mailbox.check()
+        finally:
+            if self._is_due and len(self._in_flight) <= 1:
+                self._prepare()
+
+    def _note(self, step: _Launched) -> None:
+        """Takes note that a step has ended."""
+        self._ended.append(step)
+        if self._residency is not None:
+            num_layers = self._residency.num_layers
+            self._residency.ended(None if step.ids is None else step.ids.used[:num_layers])
 
     @property
     def _stream(self) -> ExpertStream | None:

@@ -13,12 +13,11 @@ have been computed, as its places are not filled again before.
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
+from coldstream.experts.chosen_experts import Zeros
 from coldstream.experts.prefetching import Prefetching
-from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.experts.partition import Prefetched, PrefetchNotes
 from coldstream.kernels.experts.prefetch import TALLIES, prefetch_experts_cuda
@@ -26,23 +25,14 @@ from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
 
 
-class Zeros(Protocol):
-    """Allocates persistent memory, all zero."""
-
-    def __call__(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor: ...
-
-
 class PrefetchRing:
     """Places for prefetched experts of the next layers, and their keys.
 
     data: uint8 on the device, at most `prefetching.cap_bytes` of it used, free for other uses between two
-    steps. num_layers: at least those that may miss an expert. guesses: int32 [layers, MAX_FEW_ROWS, K];
-    tallies: int32 [layers, TALLIES].
+    steps. num_layers: at least those that may miss an expert. tallies: int32 [layers, TALLIES].
     """
 
-    def __init__(
-        self, prefetching: Prefetching, data: torch.Tensor, zeros: Zeros, num_layers: int, num_ranks: int
-    ) -> None:
+    def __init__(self, prefetching: Prefetching, data: torch.Tensor, zeros: Zeros, num_layers: int) -> None:
         self.distance, self._count = prefetching.distance, prefetching.experts
         self._depth = prefetching.num_layers
         self._data = data[: prefetching.cap_bytes]
@@ -50,17 +40,16 @@ class PrefetchRing:
         self._keys = zeros((self._depth, self._count), "int32")
         self._arrivals = zeros((self._count,), "int32")
         self._reached = zeros((1,), "int32")
-        self.guesses = zeros((num_layers, MAX_FEW_ROWS, num_ranks), "int32")
         self.tallies = zeros((num_layers, len(TALLIES)), "int32")
 
-    def fetch(self, layer: int, rows: int, stacks: Sequence[ExpertTable]) -> None:
-        """Queues the copies for a step of `rows` rows, on a stream that has waited for the guesses.
+    def fetch(self, layer: int, guesses: torch.Tensor, stacks: Sequence[ExpertTable]) -> None:
+        """Queues the copies of experts in guesses, int32 [rows, K], on a stream that has waited for them.
 
         stacks: gate, up and down of the layer, which the device reads over the bus. The stream must have no
         other work at the same time.
         """
         prefetch_experts_cuda(
-            self.guesses[layer, :rows],
+            guesses,
             layer,
             stacks,
             self.prefetched(layer, stacks),

@@ -43,29 +43,16 @@ class PrefetchStatistics:
 
 
 class GuessCounter:
-    """Compares guesses with what routers chose.
+    """Compares guesses with what routers chose. The first `distance` layers have no guesses."""
 
-    guessed: int32 [layers, most rows, K], used: int32 [layers, rows, K], written by each step. The first
-    `distance` layers have no guesses.
-    """
-
-    def __init__(self, guessed: Array, used: Array, distance: int) -> None:
-        self._guessed, self._used = guessed[distance:], used[distance:]
+    def __init__(self, num_layers: int, distance: int) -> None:
         self._distance = distance
-        self._noted: tuple[Array, Array] | None = None
-        self.guessed = np.zeros(len(used), np.int64)
-        self.right = np.zeros(len(used), np.int64)
+        self.guessed = np.zeros(num_layers, np.int64)
+        self.right = np.zeros(num_layers, np.int64)
 
-    def note(self, num_rows: int) -> None:
-        """Copies the ids of the step of `num_rows` rows that has ended; `count` may come later."""
-        self._noted = self._guessed[:, :num_rows].copy(), self._used[:, :num_rows].copy()
-
-    def count(self) -> None:
-        """Counts what `note` copied last, once."""
-        if self._noted is None:
-            return
-        guessed, used = self._noted
-        self._noted = None
+    def count(self, guessed: Array, used: Array) -> None:
+        """Counts guesses of a step, int32 [layers, rows, K], and those that are right by `used`."""
+        guessed, used = guessed[self._distance :], used[self._distance :]
         hits = (guessed[..., :, None] == used[..., None, :]).any(axis=-1)
         self.guessed[self._distance :] += guessed[0].size if len(guessed) else 0
         self.right[self._distance :] += hits.sum(axis=(1, 2))

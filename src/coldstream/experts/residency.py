@@ -28,30 +28,28 @@ def expert_bytes(stacks: Sequence[ExpertTable]) -> int:
 class ExpertResidency:
     """Carries out the decisions of an `ExpertCache`, on PyTorch's current stream and a copy stream.
 
-    layers: tables of gate, up and down of each layer, all entries 0. slots: as many as the cache has. used:
-    int32 [layers, rows, K] in host memory, where a step leaves the ids of its experts.
+    layers: tables of gate, up and down of each layer, all entries 0. slots: as many as the cache has.
+
+        residency.start_step()      # the tables are those of this step; launch it
+        residency.ended(ids)        # of a step before, in order
+        residency.prepare()         # while a step runs: decide, begin copies, write the next step's tables
     """
 
     def __init__(
-        self,
-        layers: Sequence[Sequence[ExpertTable]],
-        cache: ExpertCache,
-        slots: SlotSegments,
-        used: torch.Tensor,
+        self, layers: Sequence[Sequence[ExpertTable]], cache: ExpertCache, slots: SlotSegments
     ) -> None:
         self.cache = cache
-        self._num_layers, self.num_experts = len(layers), len(layers[0][0].addresses)
+        self.num_layers, self.num_experts = len(layers), len(layers[0][0].addresses)
         self._slots = slots
         self._addresses = _ExpertAddresses(layers, slots)
-        self._used = used.numpy()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._in_flight: deque[tuple[tuple[Copy, ...], torch.cuda.Event]] = deque()
         self._writer = AddressWriter(2 * MATRICES * self.num_slots)
         self.resident = np.zeros((len(layers), len(layers[0][0].addresses)), bool)  # for the next step
         self._failure: DeviceError | None = None  # of a copy, not yet raised
-        self._next_step = self._prepare()
-        self._running: tuple[int, int] | None = None  # last step launched; its rows, 0 if it trains nothing
-        self._ended: tuple[int, Array | None] | None = None  # the step before, and its ids if it trains
+        self._next_step = self._begin_step()
+        self._running: deque[int] = deque()  # steps that have begun, of which `ended` was not told
+        self._ended: deque[tuple[int, Array | None]] = deque()  # steps to finish, and what they used
 
     @property
     def num_slots(self) -> int:
@@ -66,34 +64,38 @@ class ExpertResidency:
         self._stream.synchronize()
         # The step that was prepared is ended unused, so that the next one has these experts in its tables.
         self.cache.finish_step(self._next_step, NOTHING, trains=False)
-        self._next_step = self._prepare()
+        self._next_step = self._begin_step()
         self._raise_failure()
 
-    def start_step(self, rows: int) -> None:
-        """Call right before a step of `rows` rows is launched, when the last one has ended.
+    def start_step(self) -> None:
+        """Call right before a step is launched, also for one that is launched again."""
+        if not self._running or self._running[-1] != self._next_step:
+            self._running.append(self._next_step)
 
-        rows: 0 for a step from which the policy does not learn.
+    def ended(self, ids: Array | None) -> None:
+        """Call when the next step in order has ended. ids: int32 [layers, rows, K], the experts that it used;
+        None if the policy does not learn from it.
         """
-        if self._running is not None and self._running[0] != self._next_step:
-            step, rows_then = self._running
-            self._ended = step, self._used[:, :rows_then].copy() if rows_then else None
-        self._running = (self._next_step, rows)
+        self._ended.append((self._running.popleft(), ids))
 
-    def launched(self) -> None:
-        """Call right after the launch: does what takes time while the step runs.
+    def prepare(self) -> None:
+        """Call once after each launch: does what takes time while the step runs.
 
-        Finishes the step before, and prepares the next one: its tables are written behind the running step,
-        and copies into slots that this one may read wait for its end. Raises DeviceError for a copy that
-        failed twice, also one that `shrink` began, after all of that is done: further steps may follow.
+        Finishes steps that have ended, and prepares the next one: its tables are written behind the running
+        step, and copies into slots that this one may read wait for its end. Raises DeviceError for a copy
+        that failed twice, also one that `shrink` began, after all of that is done: further steps may follow.
         """
-        self._finish_ended()
-        self._next_step = self._prepare()
+        try:
+            self._finish_ended()
+        finally:  # also after an error of the policy each launch has a step of its own
+            self._next_step = self._begin_step()
         self._raise_failure()
 
     def shrink(self) -> int:
         """Frees the memory of some slots, whose experts are then missing. Returns its bytes, or 0.
 
-        The device must be idle. A step that has begun and is not yet `launched` may go on or be repeated.
+        The device must be idle, and `ended` told so of all steps but one that has begun and has not been
+        prepared for: it may go on or be repeated.
         """
         size = self._slots.largest
         if size is None:
@@ -101,15 +103,11 @@ class ExpertResidency:
         self._stream.synchronize()
         self.cache.resize(size, self._slots.without_last(size))
         self._finish_ended()
-        if self._running is not None and self._running[0] != self._next_step:
-            step, rows = self._running
-            self._running, self._ended = None, (step, self._used[:, :rows].copy() if rows else None)
-            self._finish_ended()
         # The next launch, of the same step or another one, has new tables, so to the cache it is a new step.
         self.cache.finish_step(self._next_step, NOTHING, trains=False)
-        self._next_step = self._prepare()
-        if self._running is not None:
-            self._running = (self._next_step, self._running[1])
+        self._next_step = self._begin_step()
+        if self._running:
+            self._running[-1] = self._next_step
         torch.cuda.current_stream().synchronize()  # the tables are written
         assert self.cache.reclaimed(size), "slots are neither read nor written between two steps"
         freed = self._slots.drop_last(size)
@@ -131,15 +129,13 @@ class ExpertResidency:
         self.cache.resize(size, self._slots.num_slots[size])
 
     def _finish_ended(self) -> None:
-        """Has the cache finish the step before the running one."""
-        if self._ended is None:
-            return
-        step, ids = self._ended
-        self._ended = None
-        used = NOTHING if ids is None else self._experts_of(ids)
-        self.cache.finish_step(step, used, trains=ids is not None)
+        """Has the cache finish the steps that have ended."""
+        while self._ended:
+            step, ids = self._ended.popleft()
+            used = NOTHING if ids is None else self._experts_of(ids)
+            self.cache.finish_step(step, used, trains=ids is not None)
 
-    def _prepare(self) -> int:
+    def _begin_step(self) -> int:
         """Starts the next step of the cache: queues its copies and table entries. Returns its number."""
         while self._in_flight and self._in_flight[0][1].query():  # type: ignore[no-untyped-call]
             for copy in self._in_flight.popleft()[0]:
@@ -166,8 +162,8 @@ class ExpertResidency:
 
     def _experts_of(self, ids: Array) -> Array:
         """The distinct numbers, in the cache's sense, of expert ids [layers, rows, K]."""
-        first = np.arange(self._num_layers, dtype=np.int64)[:, None, None] * self.num_experts
-        seen = np.zeros(self._num_layers * self.num_experts, bool)
+        first = np.arange(self.num_layers, dtype=np.int64)[:, None, None] * self.num_experts
+        seen = np.zeros(self.num_layers * self.num_experts, bool)
         seen[(ids + first).reshape(-1)] = True
         return np.flatnonzero(seen)
 

@@ -275,10 +275,10 @@ def _model_executor_factory(
     """The factory of the executor that computes a model's experts within its limits."""
     if limits.expert_bytes is None:
         return ResidentExecutor
-    sizes = (spec.num_layers, spec.num_experts_per_tok, spec.hidden_size)
     return partial(
         PartialExecutor,
-        mailbox=host.mailbox if host else Mailbox.planned(*sizes),
+        num_layers=spec.num_layers,
+        mailbox=host.mailbox if host else Mailbox.planned(spec.num_experts_per_tok, spec.hidden_size),
         host=host,
         whole_layers=limits.whole_layers,
         ring_bytes=limits.ring_bytes,

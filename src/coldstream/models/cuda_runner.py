@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -86,7 +87,9 @@ class CudaRunner(ModelRunner):
         self._num_cpu_threads = plan.threads
         self._partial: PartialExperts | None = None
         self._num_steps = 0
-        self._in_flight: tuple[Sequence, ...] = ()  # sequences whose last step may still run
+        self._in_flight: list[
+            tuple[int, tuple[Sequence, ...]]
+        ] = []  # steps that may still run: number, sequences
         self._hidden: Activations | None = None
         self._steps = CapturedSteps()
         self._logits_on_device: torch.Tensor | None = None
@@ -95,7 +98,7 @@ class CudaRunner(ModelRunner):
             with device_errors():
                 load_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling or no_progress)
                 if limits.expert_bytes is not None:
-                    mailbox = Mailbox.create(spec.num_layers, spec.num_experts_per_tok, spec.hidden_size)
+                    mailbox = Mailbox.create(spec.num_experts_per_tok, spec.hidden_size)
                     self._partial = PartialExperts(mailbox, plan)
                 self._load(executor, progress)
                 if self._partial:
@@ -111,9 +114,7 @@ class CudaRunner(ModelRunner):
         sizes = (self.file, self.spec, self.limits, self.chunk_size)
         self._loaded = Loaded.into(memory, *sizes, host=host, own=executor_factory)
         self._sequences = self._loaded.sequences
-        # Where experts may be missing, a step begins when the host has seen the last one's.
-        num_chosen = 0 if self._partial else self._loaded.sampler.num_results
-        self._limits = replace(self._limits, num_chosen=num_chosen)
+        self._limits = replace(self._limits, num_chosen=self._loaded.sampler.num_results)
         if self._partial:
             executor = self._loaded.ops.model_executor
             assert isinstance(executor, PartialExecutor)
@@ -133,18 +134,17 @@ class CudaRunner(ModelRunner):
             compute(shape)
             self._ended()
 
-    def _ended(self, event: torch.cuda.Event | None = None) -> None:
+    def _ended(self, event: torch.cuda.Event | None = None, step: int | None = None) -> None:
         """Waits for the current stream. Sequences whose rows could not be computed become empty.
 
-        event: the last thing to wait for; without missing experts, what is queued after it goes on.
+        event: the last thing to wait for, behind step number `step`; what is queued after it goes on.
         """
-        if event is not None and self._partial is None:
-            event.synchronize()
-            return
-        torch.cuda.current_stream().synchronize()
+        (event or torch.cuda.current_stream()).synchronize()
+        known, last = self._in_flight, self._num_steps if step is None else step
+        self._in_flight = [each for each in known if each[0] > last]
         if self._partial:
-            with WholeOrCleared(self._sequences, self._in_flight):
-                self._partial.ended()
+            with WholeOrCleared(self._sequences, [sequence for _, of_step in known for sequence in of_step]):
+                self._partial.ended(len(self._in_flight))
                 self._check_file()
 
     @classmethod
@@ -194,7 +194,7 @@ class CudaRunner(ModelRunner):
     def _release(self) -> None:
         """Frees the device's memory, also if loading failed half-way."""
         self._forget_outputs()
-        self._in_flight = ()
+        self._in_flight.clear()
         if "_sequences" in self.__dict__:
             self._sequences.close()
         self._steps.clear()
@@ -255,11 +255,10 @@ class CudaRunner(ModelRunner):
 
     def _launch(self, segments: Collection[CheckedSegment]) -> None:
         is_known = all(segment.chosen is None for segment in segments)
-        if is_known:  # other steps follow the last one without a wait
-            torch.cuda.current_stream().synchronize()
+        if is_known or (self._partial and self._partial.must_wait):
+            self._settle()
         self._num_steps += 1
         self._forget_outputs()
-        self._in_flight = tuple(segment.sequence for segment in segments)
         self._sequences.reserve([segment.demand for segment in segments])
         shape = self._shape_of(segments)
         wants_all = all(len(segment.wanted) == len(segment.token_ids) for segment in segments)
@@ -273,7 +272,7 @@ class CudaRunner(ModelRunner):
         self._can_make_room = True
         try:
             with device_errors():
-                self._run(shape, with_head=with_head)
+                self._run(shape, segments, with_head=with_head)
         except OutOfMemoryError:
             # The failed step may have changed states; only empty ones can be reset.
             if any(segment.sequence.length for segment in segments) or not self._make_room():
@@ -281,7 +280,20 @@ class CudaRunner(ModelRunner):
             for segment in segments:
                 assert segment.sequence.state is not None
                 self._sequences.tensors.reset(segment.sequence.state)
-            self._run(shape, with_head=with_head)
+            self._run(shape, segments, with_head=with_head)
+
+    def _settle(self) -> None:
+        """Waits for all steps, and ends those that did not end yet. Raises as `_ended`."""
+        if self._in_flight:
+            self._ended()
+        else:
+            torch.cuda.current_stream().synchronize()
+
+    def take_back(self, sequence: Sequence) -> None:
+        """See `ModelRunner`."""
+        super().take_back(sequence)
+        if self._partial:
+            self._partial.left_out()
 
     def _shape_of(self, segments: Collection[CheckedSegment]) -> StepShape:
         count = sum(len(segment.token_ids) for segment in segments)
@@ -300,7 +312,7 @@ class CudaRunner(ModelRunner):
         if self._partial:
             self._partial.start_step(shape.num_rows)
 
-    def _run(self, shape: StepShape, *, with_head: bool) -> None:
+    def _run(self, shape: StepShape, segments: Collection[CheckedSegment], *, with_head: bool) -> None:
         """Runs a step on the inputs that have been written, for hidden states or logits."""
         self._start_step(shape)
         if with_head:
@@ -311,6 +323,7 @@ class CudaRunner(ModelRunner):
             )
         else:
             self._hidden = self._uncaptured(shape)
+        self._in_flight.append((self._num_steps, tuple(segment.sequence for segment in segments)))
         if self._partial:
             self._partial.launched()
 
@@ -353,7 +366,7 @@ class CudaRunner(ModelRunner):
                 self._loaded.sampler,
                 lambda: self._num_steps == step,
                 self._download,
-                self._ended,
+                partial(self._ended, step=step),
             )
             return StepLogits(of_step, range(len(rows)))
         parts = [rows[start : start + HEAD_ROWS] for start in range(0, len(rows), HEAD_ROWS)]
@@ -368,8 +381,7 @@ class CudaRunner(ModelRunner):
         indices = None
         if not np.array_equal(rows, np.arange(first, first + count)):
             indices = torch.from_numpy(rows).cuda()
-        if self._logits_on_device is not None:
-            logits = self._logits_on_device
+        if (logits := self._logits_on_device) is not None:
             return logits[first : first + count] if indices is None else logits.index_select(0, indices)
         assert self._hidden is not None, "logits belong to a step"
         hidden = self._hidden.rows(first, count) if indices is None else self._hidden.take(indices)

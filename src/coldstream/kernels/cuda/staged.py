@@ -1,4 +1,4 @@
-"""Device memory that the host writes before a step reads it."""
+"""Device memory that the host writes before a step reads it, or reads after a step has written it."""
 
 from typing import Any
 
@@ -61,6 +61,30 @@ class StagedRing:
         _queue_copy(self._staged[self._current], self.values, count)
         event = self._sent[self._current] = self._sent[self._current] or torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream())
+
+
+class ReadBack:
+    """`values`, int32 [n] on the device, and NUM_COPIES page-locked copies on the host, used in turn.
+
+    So the host may read what one step left while the next one writes over it on the device.
+    """
+
+    NUM_COPIES = 2
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+        self._copies = [_page_locked(values) for _ in range(self.NUM_COPIES)]
+        self._current = 0
+
+    def copy(self) -> Array:
+        """Queues the transfer of all values. They are in the result once it has been executed, until
+        NUM_COPIES more calls.
+        """
+        self._current = (self._current + 1) % self.NUM_COPIES
+        copied = self._copies[self._current]
+        copied.copy_(self.values, non_blocking=True)
+        array: Array = copied.numpy()
+        return array
 
 
 def _page_locked(values: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Changes to tables of addresses between two steps: one launch, however many tables they are in."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,10 +13,19 @@ THREADS = 256
 
 
 class AddressWriter:
-    """Page-locked memory for up to `capacity` changes at once, which the device reads over the bus."""
+    """Page-locked memory for up to `capacity` changes at once, which the device reads over the bus.
+
+    There are NUM_COPIES of it, used in turn, as a launch may still wait for its turn when the next one is
+    queued.
+    """
+
+    NUM_COPIES = 2
 
     def __init__(self, capacity: int) -> None:
-        self._entries = torch.zeros((capacity, 2), dtype=torch.int64, pin_memory=True)
+        shape = (self.NUM_COPIES, capacity, 2)
+        self._copies = torch.zeros(shape, dtype=torch.int64, pin_memory=True)
+        self._read: list[torch.cuda.Event | None] = [None] * self.NUM_COPIES
+        self._current = 0
 
     def write(
         self,
@@ -24,12 +34,19 @@ class AddressWriter:
     ) -> None:
         """Queues values[i] to the int64 at device address where[i], int64 [n] each.
 
-        The launch of the last call must have run. ValueError beyond the capacity.
+        Waits for the launch of the call before the last one. ValueError beyond the capacity.
         """
-        count = len(where)
-        if count > len(self._entries):
-            raise ValueError(f"{count} changes at once, but at most {len(self._entries)}")
-        entries = self._entries.numpy()
+        count, capacity = len(where), self._copies.shape[1]
+        if count > capacity:
+            raise ValueError(f"{count} changes at once, but at most {capacity}")
+        self._current = (self._current + 1) % self.NUM_COPIES
+        event = self._read[self._current]
+        if event is not None:
+            event.synchronize()
+        copy = self._copies[self._current]
+        entries: np.ndarray[Any, np.dtype[np.int64]] = copy.numpy()
         entries[:count, 0], entries[:count, 1] = where, values
         grid = (-(-count // THREADS), 1, 1)
-        PROGRAM.kernel("write_addresses").launch(grid, THREADS, (self._entries, count))
+        PROGRAM.kernel("write_addresses").launch(grid, THREADS, (copy, count))
+        event = self._read[self._current] = event or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream())

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from coldstream.errors import GenerationFault
-from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
 
 Array = np.ndarray[Any, Any]
 
@@ -21,39 +20,33 @@ class Mailbox:
     """Page-locked memory; `csrc/hybrid/expert_server.h` has the protocol.
 
     words: int32 [32], request and done in cache lines of their own; x: float32 [rows, E], ids: int32 [rows,
-    K] and out: float32 [rows, K, E], each written by one side only; used: int32 [layers, rows, K], the ids
-    that the last step's routers chose; guessed: int32 [layers, MAX_FEW_ROWS, K], the ids that prefetching
-    guessed for them.
+    K] and out: float32 [rows, K, E], each written by one side only.
     """
 
     words: torch.Tensor
     x: torch.Tensor
     ids: torch.Tensor
     out: torch.Tensor
-    used: torch.Tensor
-    guessed: torch.Tensor
 
     @classmethod
-    def create(cls, num_layers: int, num_ranks: int, hidden_size: int, rows: int = MAX_MAILBOX_ROWS) -> Self:
+    def create(cls, num_ranks: int, hidden_size: int, rows: int = MAX_MAILBOX_ROWS) -> Self:
         """For layers of these sizes and at most so many rows."""
-        box = cls._of(num_layers, num_ranks, hidden_size, rows, pin_memory=True)
+        box = cls._of(num_ranks, hidden_size, rows, pin_memory=True)
         box.done[0] = 1
         return box
 
     @classmethod
-    def planned(cls, num_layers: int, num_ranks: int, hidden_size: int) -> Self:
+    def planned(cls, num_ranks: int, hidden_size: int) -> Self:
         """With the same shapes on the meta device, without memory."""
-        return cls._of(num_layers, num_ranks, hidden_size, MAX_MAILBOX_ROWS, device="meta")
+        return cls._of(num_ranks, hidden_size, MAX_MAILBOX_ROWS, device="meta")
 
     @classmethod
-    def _of(cls, num_layers: int, num_ranks: int, hidden_size: int, rows: int, **where: Any) -> Self:
+    def _of(cls, num_ranks: int, hidden_size: int, rows: int, **where: Any) -> Self:
         return cls(
             torch.zeros(2 * WORDS_PER_LINE, dtype=torch.int32, **where),
             torch.zeros(rows, hidden_size, **where),
             torch.zeros(rows, num_ranks, dtype=torch.int32, **where),
             torch.zeros(rows, num_ranks, hidden_size, **where),
-            torch.zeros(num_layers, rows, num_ranks, dtype=torch.int32, **where),
-            torch.zeros(num_layers, MAX_FEW_ROWS, num_ranks, dtype=torch.int32, **where),
         )
 
     @property

@@ -28,9 +28,8 @@ struct PairPlaces {
 struct Mailbox {
   uint32_t* request;
   uint32_t* done;
-  float* x;   // [capacity, cols]
-  int* ids;   // [capacity, ranks]
-  int* used;  // [capacity, ranks]: all experts of the layer's tokens, for the cache of slots
+  float* x;  // [capacity, cols]
+  int* ids;  // [capacity, ranks]
 };
 
 // Prefetched experts of one layer; see prefetch.py.
@@ -56,8 +55,9 @@ struct Sharing {
   const int* streamed;  // [ranks + 1]: how many of a token's n missing experts are read over the bus
   PairPlaces places;
   Mailbox box;
+  int* used;            // [tokens, ranks]: all experts of the layer's tokens, for the cache of slots
   LayerStamps* stamps;  // or null
-  uint32_t request;  // for the CPU: the layer and the number of rows; 0: nothing is shared out
+  uint32_t request;     // for the CPU: the layer and the number of rows; 0: nothing is shared out
   Prefetched prefetched;
   PrefetchNotes notes;
 
@@ -145,7 +145,7 @@ __device__ __forceinline__ void place_pair(const Sharing& sharing, int pair, int
 #pragma unroll
   for (int i = 0; i < num_matrices; i++) sharing.places.addresses[i][pair] = addresses[i];
   sharing.places.cpu_ids[pair] = sharing.box.ids[pair] = cpu_id;
-  sharing.box.used[pair] = id;
+  sharing.used[pair] = id;
 }
 
 // Shares out the pairs of a token by one warp, whose lane k has the id of rank k. If the CPU computes any of

@@ -33,7 +33,7 @@ class _PairPlaces(ctypes.Structure):
 
 
 class _Mailbox(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("request", "done", "x", "ids", "used"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("request", "done", "x", "ids"))
 
 
 class Prefetched(ctypes.Structure):
@@ -67,6 +67,7 @@ class Sharing(ctypes.Structure):
         ("streamed", ctypes.c_void_p),
         ("places", _PairPlaces),
         ("box", _Mailbox),
+        ("used", ctypes.c_void_p),
         ("stamps", ctypes.c_void_p),
         ("request", ctypes.c_uint32),
         ("prefetched", Prefetched),
@@ -99,19 +100,22 @@ def sharing_of(
     mailbox: Mailbox,
     layer: int,
     places: PairPlaces,
+    used: torch.Tensor,
     prefetched: Prefetched | None = None,
     notes: PrefetchNotes | None = None,
 ) -> Sharing:
     """The argument of kernels that share out a layer's pairs.
 
     stacks: gate, up, down of the layer, with the addresses of slots; streamed: int32 [K + 1] on the device,
-    how many of a token's n missing experts the GPU reads over the bus, if they are mapped. ValueError for
-    sizes out of range.
+    how many of a token's n missing experts the GPU reads over the bus, if they are mapped; used: int32 [rows,
+    K] on the device, at least T rows, where all ids are noted. ValueError for sizes out of range.
     """
     _, tokens, ranks = places.addresses.shape
     if not 0 < tokens <= MAX_MAILBOX_ROWS or ranks > MAX_RANKS or len(streamed) < ranks + 1:
         raise ValueError(f"{tokens} tokens of {ranks} experts: at most {MAX_MAILBOX_ROWS} of {MAX_RANKS}")
-    parts = (mailbox.request, mailbox.done, mailbox.x, mailbox.ids, mailbox.used[layer])
+    if len(used) < tokens or used.shape[1] != ranks:
+        raise ValueError(f"ids of {tokens} tokens and {ranks} ranks do not fit into {tuple(used.shape)}")
+    parts = (mailbox.request, mailbox.done, mailbox.x, mailbox.ids)
     return Sharing(
         (Stack * MATRICES)(*map(stack_of, stacks)),
         streamed.data_ptr(),
@@ -120,6 +124,7 @@ def sharing_of(
             places.cpu_ids.data_ptr(),
         ),
         _Mailbox(*(part.data_ptr() for part in parts)),
+        used.data_ptr(),
         None if places.stamps is None else places.stamps.data_ptr(),
         (layer + 1) | tokens << ROWS_SHIFT,
         prefetched or Prefetched(),
@@ -130,7 +135,7 @@ def sharing_of(
 def partition_experts_cuda(topk_ids: torch.Tensor, x: torch.Tensor, sharing: Sharing) -> None:
     """Shares out the pairs of int32 topk_ids [T, K] for float32 rows x [T, E].
 
-    Writes the places that `sharing` names, asks the CPU for its pairs, and writes all ids to the mailbox.
+    Writes the places and the ids that `sharing` names, and asks the CPU for its pairs.
     ValueError for arrays that do not fit.
     """
     tokens, ranks = topk_ids.shape

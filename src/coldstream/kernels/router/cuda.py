@@ -52,7 +52,7 @@ class _Weights(ctypes.Structure):
 
 
 class _Ahead(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("experts", "logits", "ids", "weights", "seen"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("experts", "logits", "ids", "weights"))
 
 
 class _Results(ctypes.Structure):
@@ -69,19 +69,18 @@ class _Results(ctypes.Structure):
 class Ahead:
     """A later layer's router, applied to the same x to guess its choice.
 
-    weight: float32, of the same shape as this layer's, contiguous. ids: int32 [T, K]; seen: the same in host
-    memory. Workspace: logits float32 [T, experts], weights float32 [T, K].
+    weight: float32, of the same shape as this layer's, contiguous. ids: int32 [T, K]. Workspace: logits
+    float32 [T, experts], weights float32 [T, K].
     """
 
     weight: torch.Tensor
     ids: torch.Tensor
-    seen: torch.Tensor
     logits: torch.Tensor
     weights: torch.Tensor
 
     def check(self, shape: torch.Size, topk_ids: torch.Tensor) -> None:
         """ValueError unless the shapes fit a router of `shape`."""
-        outputs = (self.ids, self.seen, self.weights)
+        outputs = (self.ids, self.weights)
         if self.weight.shape != shape or any(each.shape != topk_ids.shape for each in outputs):
             raise ValueError(f"a router of {tuple(self.weight.shape)} beside one of {tuple(shape)}")
         if not all(each.is_contiguous() for each in (self.weight, *outputs)):
@@ -187,7 +186,7 @@ def _scratch_bytes(num_tokens: int, per_lane: int) -> int:
 def _ahead_of(ahead: Ahead | None) -> _Ahead:
     if ahead is None:
         return _Ahead()
-    parts = (ahead.weight, ahead.logits, ahead.ids, ahead.weights, ahead.seen)
+    parts = (ahead.weight, ahead.logits, ahead.ids, ahead.weights)
     return _Ahead(*(part.data_ptr() for part in parts))
 
 

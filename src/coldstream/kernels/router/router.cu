@@ -37,7 +37,6 @@ struct Ahead {
   float* logits;         // [tokens, num_experts]
   int* ids;              // [tokens, count]
   float* weights;        // [tokens, count]
-  int* seen;             // [tokens, count]: the ids in the host's memory
 };
 
 // Row r of all weights: first the experts, then the shared expert's gate, then the later layer's experts; null past
@@ -164,7 +163,7 @@ __global__ void __launch_bounds__(block_threads)
   const bool is_guess = warp >= shares.num_tokens;
   if (warp < (ahead.experts ? 2 : 1) * shares.num_tokens) {
     uint64_t* scratch = reinterpret_cast<uint64_t*>(dynamic_shared) + warp * scratch_numbers<per_lane>;
-    const int place = is_guess ? warp - shares.num_tokens : warp, lane = threadIdx.x % warp_size;
+    const int place = is_guess ? warp - shares.num_tokens : warp;
     const float* logits = is_guess ? ahead.logits : out.logits;
     int* ids = is_guess ? ahead.ids : out.ids;
     float* kept = is_guess ? ahead.weights : out.weights;
@@ -172,9 +171,7 @@ __global__ void __launch_bounds__(block_threads)
     // cache.
     const int id = choose_experts<per_lane>(logits + place * weights.num_experts, weights.num_experts, scratch,
                                             {ids + place * out.count, kept + place * out.count, out.count});
-    if (is_guess) {
-      if (lane < out.count) ahead.seen[place * out.count + lane] = id;
-    } else if (sharing.request) {
+    if (!is_guess && sharing.request) {
       is_asked = share_out(sharing, place, id, out.count, x + int64_t(place) * x_stride, weights.cols);
     }
   }

@@ -1,0 +1,50 @@
+"""The experts that a step's routers chose, as the host sees them when the step has ended."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
+from coldstream.kernels.cuda.staged import ReadBack
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS
+
+Array = np.ndarray[Any, Any]
+
+
+class Zeros(Protocol):
+    """Allocates persistent memory, all zero."""
+
+    def __call__(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class ExpertIds:
+    """Of one step, int32: used [layers, MAX_MAILBOX_ROWS, K], that routers chose, and guessed [layers,
+    MAX_FEW_ROWS, K], that earlier layers guessed for them. Rows that the step did not have are undefined.
+    """
+
+    used: Array
+    guessed: Array
+
+
+class ChosenExperts:
+    """Device memory, with the shapes of `ExpertIds`, that each step of few rows writes."""
+
+    def __init__(self, zeros: Zeros, num_layers: int, num_ranks: int) -> None:
+        self.num_layers, self._num_ranks = num_layers, num_ranks
+        rows = MAX_MAILBOX_ROWS + MAX_FEW_ROWS
+        self._memory = ReadBack(zeros((num_layers * rows * num_ranks,), "int32"))
+        self.used, self.guessed = self._parts(self._memory.values)
+
+    def copy(self) -> ExpertIds:
+        """Queues a copy for the host; its arrays are written when the device has come there, and stay until
+        the second call after this one.
+        """
+        return ExpertIds(*self._parts(self._memory.copy()))
+
+    def _parts(self, values: Any) -> tuple[Any, Any]:
+        num_used = self.num_layers * MAX_MAILBOX_ROWS * self._num_ranks
+        shape = (self.num_layers, -1, self._num_ranks)
+        return values[:num_used].reshape(shape), values[num_used:].reshape(shape)
