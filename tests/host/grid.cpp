@@ -297,8 +297,9 @@ class grid_run {
  public:
   grid_run(dim3 grid, unsigned int threads, unsigned char* dynamic, size_t given, size_t available)
       : dynamic_(dynamic), given_(given), available_(available), shared_(find_shared_memory()), threads_(threads) {
-    for (unsigned int y = 0; y < grid.y; y++)
-      for (unsigned int x = 0; x < grid.x; x++) waiting_.push_back({x, y, 0});
+    for (unsigned int z = 0; z < grid.z; z++)
+      for (unsigned int y = 0; y < grid.y; y++)
+        for (unsigned int x = 0; x < grid.x; x++) waiting_.push_back({x, y, z});
     std::shuffle(waiting_.begin(), waiting_.end(), random_numbers);
   }
 
