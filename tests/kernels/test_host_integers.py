@@ -111,6 +111,7 @@ def test_a_tree_of_64_rows_across_blocks(host: HostDevice) -> None:
 def test_the_heads_of_the_full_size_model(host: HostDevice) -> None:
     check([Part(70, 2), Part(5, 3, (-1, 0, 0))], "i16", (16, 2, 256), None, seed=1)
     check([Part(130, 1)], "i8", (16, 2, 256), 100, seed=2)
+    check([Part(700, 1)], "i16", (16, 2, 256), None, seed=5)
     check([Part(130, 1), Part(90, 6, (-1, 0, 0, 2, 1, 4))], "i3", (16, 2, 256), None, seed=3)
     check([Part(200, 70)], "i4", (16, 2, 256), None, seed=4)
 

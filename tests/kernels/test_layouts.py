@@ -172,7 +172,9 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
             for name in GPU_CACHE_TYPES
             for head_dim in (32, 96, 256)
             for blocks, form in zip(
-                integers.FEW_BLOCKS, integers.few_forms(attention_shape(name, head_dim), False), strict=True
+                integers.FEW_BLOCKS,
+                integers.few_forms(attention_shape(name, head_dim), False, 2),
+                strict=True,
             )
         },
     },

@@ -146,6 +146,8 @@ class IntegerKernels:
         self.merge = merging.merge
 
     def _is_needed(self, kind: str, trees: bool) -> bool:
+        if kind == "fewest":
+            return not trees and self.shape.group_size <= PAIRS // 2
         if kind == "few":
             return not trees and self.shape.group_size <= PAIRS
         return (not trees and self._by_warpgroups) == (kind in GROUPS)
@@ -236,7 +238,7 @@ def kind_of(shape: AttentionShape, num_rows: int, trees: bool, is_deep: bool, by
     num_pairs = num_rows * shape.group_size
     is_small = num_pairs <= PAIRS or (not is_deep and num_rows <= FEW_ROWS)
     if is_small and shape.group_size <= PAIRS and not trees:
-        return "few"
+        return "fewest" if num_pairs <= PAIRS // 2 else "few"
     if by_warpgroups and not trees:
         return "group" if num_pairs <= GROUP_PAIRS else "groups"
     return "middle" if num_rows <= FEW_ROWS and num_pairs <= MIDDLE_PAIRS else "many"
@@ -270,14 +272,14 @@ def many_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> Itera
         yield Form("integers.cu", instance, warps, num_pairs, shared)
 
 
-def few_forms(shape: AttentionShape, trees: bool) -> Iterator[Form]:
-    """Of integers_few.cu, the best first; there are none for trees."""
+def few_forms(shape: AttentionShape, trees: bool, halves: int) -> Iterator[Form]:
+    """Of integers_few.cu for as many halves of PAIRS, the best first; there are none for trees."""
     tile_bytes = BLOCK_SIZE * _tile_row_bytes(shape)
     for blocks in () if trees else FEW_BLOCKS:
         # Keys and values; queries; weights as floats, and as codes; numbers of a pair.
         shared = 2 * blocks * tile_bytes + PAIRS * (2 * shape.head_dim + 16)
-        shared += blocks * PAIRS * (BLOCK_SIZE * (4 + 2) + (2 * FEW_WARPS + 1) * 4)
-        instance = _instance("attention_integers_few", shape, blocks)
+        shared += blocks * PAIRS * (BLOCK_SIZE * (4 + 2) + 2 * (FEW_WARPS + 1) * 4)
+        instance = _instance("attention_integers_few", shape, blocks, halves)
         yield Form("integers_few.cu", instance, FEW_WARPS * blocks, PAIRS, shared)
 
 
@@ -307,7 +309,8 @@ def warpgroup_forms(shape: AttentionShape, trees: bool, groups: int) -> Iterator
 MIDDLE_PAIRS = PAIRS * 4
 GROUPS = {"group": 1, "groups": 2}
 FORMS: dict[str, Callable[[AttentionShape, bool], Iterator[Form]]] = {
-    "few": few_forms,
+    "fewest": partial(few_forms, halves=1),
+    "few": partial(few_forms, halves=2),
     "middle": partial(many_forms, most_warps=4),
     "many": many_forms,
     **{kind: partial(warpgroup_forms, groups=count) for kind, count in GROUPS.items()},

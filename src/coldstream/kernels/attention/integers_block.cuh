@@ -15,9 +15,11 @@ template <int count>
 using floats_of_pairs = float[count][4];
 using pair_floats = floats_of_pairs<columns>;
 
+// In what follows `halves` is 1 where only the lane's first pair is wanted: what belongs to its second one is not touched.
+
 // A bit for each of them.
-template <int count>
-constexpr uint32_t all_positions = 0xffffffffu >> (32 - 4 * count);
+template <int count, int halves = 2>
+constexpr uint32_t all_positions = (halves == 1 ? 0x33333333u : 0xffffffffu) & 0xffffffffu >> (32 - 4 * count);
 
 // Which of them a pair sees, a bit each.
 __device__ __forceinline__ bool is_seen(uint32_t visible, int n, int i) { return visible >> (4 * n + i) & 1; }
@@ -55,13 +57,14 @@ struct lane_pairs {
 
 // Sets values of positions that pairs do not see to `other`. Separate from the computation on all values, which would
 // otherwise be serialised by branches.
-template <int count>
+template <int halves = 2, int count>
 __device__ __forceinline__ void keep_seen(uint32_t visible, float (&numbers)[count][4], float other) {
-  if ((visible & all_positions<count>) == all_positions<count>) return;
+  constexpr uint32_t all = all_positions<count, halves>;
+  if ((visible & all) == all) return;
 #pragma unroll
   for (int n = 0; n < count; n++) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) numbers[n][i] = is_seen(visible, n, i) ? numbers[n][i] : other;
+    for (int i = 0; i < 2 * halves; i++) numbers[n][i] = is_seen(visible, n, i) ? numbers[n][i] : other;
   }
 }
 
@@ -146,7 +149,7 @@ struct pair_block {
   }
 
   // keys: [8 · count, row_bytes]; queries: [16, query_bytes], the warp's.
-  template <int count>
+  template <int halves = 2, int count>
   static __device__ void find_scores(const uint8_t* keys, const uint8_t* queries,
                                      const for_both<float>& query_scale, float (&scores)[count][4]) {
     int high[count][4] = {}, mixed[count][4] = {};
@@ -198,7 +201,7 @@ struct pair_block {
       for (int b = 0; b < 2; b++) {
         const float scale = scale_of_row<row_bytes>(row_of(keys, n, b));
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < halves; i++) {
           const int at = 2 * i + b;
           scores[n][at] = float(low_unit * high[n][at] + mixed[n][at]) * query_scale[i] * scale;
         }
@@ -208,7 +211,7 @@ struct pair_block {
 
   // Multiplies weights by the values' scales, and updates the greatest magnitudes of the lane's pairs. values:
   // [8 · count, row_bytes].
-  template <int count>
+  template <int halves = 2, int count>
   static __device__ void scale_weights(const uint8_t* values, uint32_t visible, float (&weights)[count][4],
                                        for_both<uint32_t>& greatest) {
 #pragma unroll
@@ -217,17 +220,17 @@ struct pair_block {
       for (int b = 0; b < 2; b++) {
         const float scale = scale_of_row<row_bytes>(row_of(values, n, b));
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < halves; i++) {
           float& weight = weights[n][2 * i + b];
           weight *= scale;
         }
       }
     }
-    keep_seen(visible, weights, 0.0f);
+    keep_seen<halves>(visible, weights, 0.0f);
 #pragma unroll
     for (int n = 0; n < count; n++) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) greatest[i / 2] = max(greatest[i / 2], magnitude(weights[n][i]));
+      for (int i = 0; i < 2 * halves; i++) greatest[i / 2] = max(greatest[i / 2], magnitude(weights[n][i]));
     }
   }
 
@@ -263,25 +266,25 @@ struct pair_block {
 };
 
 // The greatest of the visible scores of the lane's pairs, −∞ without any; others become −∞.
-template <int count>
+template <int halves = 2, int count>
 __device__ __forceinline__ void raise_best(float (&scores)[count][4], uint32_t visible, for_both<float>& best) {
-  keep_seen(visible, scores, negative_infinity());
+  keep_seen<halves>(visible, scores, negative_infinity());
 #pragma unroll
   for (int n = 0; n < count; n++) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) best[i / 2] = fmaxf(best[i / 2], scores[n][i]);
+    for (int i = 0; i < 2 * halves; i++) best[i / 2] = fmaxf(best[i / 2], scores[n][i]);
   }
 }
 
 // Scores become weights.
-template <int count>
+template <int halves = 2, int count>
 __device__ __forceinline__ void weigh_scores(uint32_t visible, const for_both<float>& maximum, float (&scores)[count][4]) {
 #pragma unroll
   for (int n = 0; n < count; n++) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) scores[n][i] = exact_exp(scores[n][i] - maximum[i / 2]);
+    for (int i = 0; i < 2 * halves; i++) scores[n][i] = exact_exp(scores[n][i] - maximum[i / 2]);
   }
-  keep_seen(visible, scores, 0.0f);
+  keep_seen<halves>(visible, scores, 0.0f);
 }
 
 }  // namespace coldstream

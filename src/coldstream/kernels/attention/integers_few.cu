@@ -32,8 +32,8 @@ struct pair_progress {
   }
 };
 
-// blocks: of 64 positions, in a step.
-template <int bits, int head_dim, int blocks>
+// blocks: of 64 positions, in a step. halves: 1 if there are at most eight pairs, so that no lane has a second one.
+template <int bits, int head_dim, int blocks, int halves>
 struct few_rows_attention {
   using kept_row = cache_row<bits, head_dim>;
   using block = pair_block<kept_row::planes, head_dim>;
@@ -44,7 +44,9 @@ struct few_rows_attention {
 
   const integers_arguments& a;
   const memory shared;
-  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size, g = lane / 4, t = lane % 4;
+  // Said to be the same in a warp, as the compiler would not let a warp that branches by it stay together otherwise.
+  const int warp = __shfl_sync(all_lanes, int(threadIdx.x / warp_size), 0);
+  const int lane = threadIdx.x % warp_size, g = lane / 4, t = lane % 4;
   const int own_block = warp / parts, first_column = warp % parts * own_columns;
   for_both<int> first, position;  // what the lane's pairs see of the run, if they are its
   for_both<float> query_scale;
@@ -55,7 +57,7 @@ struct few_rows_attention {
 
   __device__ void begin_run(const few_step& step) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < halves; i++) {
       const int pair = int(step.pair_at(a, 8 * i + g)), row = pair / a.num_heads;
       query_scale[i] = a.query_scales[pair] * (1.0f / low_unit);
       position[i] = row >= step.run.begin && row < step.run.end ? a.rows.positions[row] : -1;
@@ -65,7 +67,7 @@ struct few_rows_attention {
 #pragma unroll
     for (int strip = 0; strip < own_strips; strip++) {
 #pragma unroll
-      for (int i = 0; i < 8; i++) numerators[strip][i / 4][i % 4] = 0.0f;
+      for (int i = 0; i < 4 * halves; i++) numerators[strip][i / 4][i % 4] = 0.0f;
     }
   }
 
@@ -76,7 +78,7 @@ struct few_rows_attention {
 #pragma unroll
     for (int n = 0; n < own_columns; n++) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
+      for (int i = 0; i < 2 * halves; i++) {
         const int at = begin + 8 * n + i % 2;
         if (first[i / 2] <= at && at <= position[i / 2]) visible |= 1u << (4 * n + i);
       }
@@ -88,12 +90,12 @@ struct few_rows_attention {
   __device__ void find_scores(const few_step& step, uint32_t& visible, floats_of_pairs<own_columns>& scores) const {
     for_both<float> best = {negative_infinity(), negative_infinity()};
     if (step.has(own_block)) {
-      block::find_scores(shared.key(own_block, 8 * first_column), shared.queries(), query_scale, scores);
+      block::template find_scores<halves>(shared.key(own_block, 8 * first_column), shared.queries(), query_scale, scores);
       visible = visible_in(step);
-      raise_best(scores, visible, best);
+      raise_best<halves>(scores, visible, best);
     }
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < halves; i++) {
       best[i] = greatest_of_pair(best[i]);
       if (t == 0) shared.best(warp, 8 * i + g) = best[i];
     }
@@ -102,7 +104,7 @@ struct few_rows_attention {
   // Finds the correction factor of each of the step's blocks, and the running maximum of the warp's block.
   __device__ void raise(const few_step& step, for_both<float> (&corrections)[blocks], for_both<float>& maximum) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < halves; i++) {
       maximum[i] = 0.0f;
 #pragma unroll
       for (int b = 0; b < blocks; b++) {
@@ -128,15 +130,16 @@ struct few_rows_attention {
                         floats_of_pairs<own_columns>& scores) const {
     for_both<uint32_t> greatest = {};
     if (step.has(own_block)) {
-      weigh_scores(visible, maximum, scores);
+      weigh_scores<halves>(visible, maximum, scores);
 #pragma unroll
       for (int n = 0; n < own_columns; n++)
         shared.weights(own_block, first_column + n)[lane] =
-            make_float4(scores[n][0], scores[n][1], scores[n][2], scores[n][3]);
-      block::scale_weights(shared.value(own_block, 8 * first_column), visible, scores, greatest);
+            halves == 1 ? make_float4(scores[n][0], scores[n][1], 0.0f, 0.0f)
+                        : make_float4(scores[n][0], scores[n][1], scores[n][2], scores[n][3]);
+      block::template scale_weights<halves>(shared.value(own_block, 8 * first_column), visible, scores, greatest);
     }
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < halves; i++) {
       greatest[i] = greatest_of_pair(greatest[i]);
       if (t == 0) shared.greatest(warp, 8 * i + g) = greatest[i];
     }
@@ -150,15 +153,18 @@ struct few_rows_attention {
     return scale_of_codes<16>(greatest);
   }
 
-  // Rounds the warp's weights to codes. The first warp of a block of positions also sums the weights of that block.
+  // Rounds the warp's weights to codes. The first warp of a block of positions also sums the weights of that block, and leaves
+  // their scale.
   __device__ void round(const few_step& step, const floats_of_pairs<own_columns>& weights) const {
     if (!step.has(own_block)) return;
-    const for_both<plane_scale> by = {scale_of(own_block, 0), scale_of(own_block, 1)};
+    for_both<plane_scale> by;
+#pragma unroll
+    for (int i = 0; i < halves; i++) by[i] = scale_of(own_block, i);
 #pragma unroll
     for (int n = 0; n < own_columns; n += 2) {
-      uint2 high, low;
+      uint2 high = {}, low = {};
       round_word(weights[n], weights[n + 1], 0, by[0], high.x, low.x);
-      round_word(weights[n], weights[n + 1], 1, by[1], high.y, low.y);
+      if (halves == 2) round_word(weights[n], weights[n + 1], 1, by[1], high.y, low.y);
       const int half = (first_column + n) / 4, words = (first_column + n) % 4 / 2;
       reinterpret_cast<uint2*>(shared.codes(own_block, half, 0) + lane)[words] = high;
       reinterpret_cast<uint2*>(shared.codes(own_block, half, 1) + lane)[words] = low;
@@ -171,10 +177,12 @@ struct few_rows_attention {
       all[n][0] = four.x, all[n][1] = four.y, all[n][2] = four.z, all[n][3] = four.w;
     }
     for_both<float> total;
-    sum_in_order(all, total);
+    sum_in_order<halves>(all, total);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      if (t == 0) shared.total(own_block, 8 * i + g) = total[i];
+    for (int i = 0; i < halves; i++) {
+      if (t != 0) continue;
+      shared.total(own_block, 8 * i + g) = total[i];
+      shared.scale(own_block, 8 * i + g) = by[i].scale * (1.0f / low_unit);
     }
   }
 
@@ -194,8 +202,13 @@ struct few_rows_attention {
         unpack_codes(shared.codes(b, half, 0)[lane], codes.high[half]);
         unpack_codes(shared.codes(b, half, 1)[lane], codes.low[half]);
       }
-      const for_both<float> scale = {scale_of(b, 0).scale * (1.0f / low_unit), scale_of(b, 1).scale * (1.0f / low_unit)};
-      const for_both<bool> is_met = {meets(step, b, 0), meets(step, b, 1)};
+      for_both<float> scale;
+      for_both<bool> is_met;
+#pragma unroll
+      for (int i = 0; i < halves; i++) {
+        scale[i] = shared.scale(b, 8 * i + g);
+        is_met[i] = meets(step, b, i);
+      }
 #pragma unroll
       for (int k = 0; k < own_strips; k++) {
         const int strip = warp + warps * k;
@@ -203,7 +216,7 @@ struct few_rows_attention {
         value_sums sums;
         block::add_values(shared.value(b, 0), strip, codes, sums);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < halves; i++) {
           if (!is_met[i]) continue;
 #pragma unroll
           for (int c = 0; c < 4; c++)
@@ -211,7 +224,7 @@ struct few_rows_attention {
         }
       }
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
+      for (int i = 0; i < halves; i++) {
         if (is_met[i]) progress[i].add_total(corrections[b][i], shared.total(b, 8 * i + g));
       }
     }
@@ -220,7 +233,7 @@ struct few_rows_attention {
   // Stores the chunk's maximum, denominator and numerators of the run's pairs.
   __device__ void leave(const few_step& step) const {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < halves; i++) {
       const int pair = int(step.pair_at(a, 8 * i + g)), row = pair / a.num_heads;
       if (!step.is_pair(a, 8 * i + g) || row < step.run.begin || row >= step.run.end || !progress[i].has_begun) continue;
       const int64_t place = step.place_of(a, pair);
@@ -283,10 +296,10 @@ struct few_rows_attention {
 
 // Rows of draft trees are not supported. Positions and tables were written before the previous launch began, so that the first
 // step may be found before that launch has ended.
-template <int bits, int head_dim, int blocks>
+template <int bits, int head_dim, int blocks, int halves>
 __global__ void __launch_bounds__(few_memory<bits, head_dim, blocks>::threads, 1)
     attention_integers_few(const integers_arguments a) {
-  few_rows_attention<bits, head_dim, blocks>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).attend();
+  few_rows_attention<bits, head_dim, blocks, halves>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).attend();
 }
 
 }  // namespace coldstream

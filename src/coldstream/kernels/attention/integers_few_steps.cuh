@@ -26,6 +26,7 @@ struct chain_run {
 struct few_step : item_pairs {
   chain_run run;
   int chunk, begin, end, tile;  // tiles begin … end of the run; the step's first
+  int block;                    // of the cache, that has the chunk; read a step ahead of the copies from it
   bool begins_item, begins_run, ends_run;
 
   // Whether the run has positions in block b of the step.
@@ -67,6 +68,7 @@ struct few_steps : few_step {
         next_row = run.end;
         if (!find_tiles_of(a, run.begin, run.end, chunk, chunk, begin, end)) continue;
         begins_run = true;
+        block = a.rows.tables[int64_t{run.segment} * a.rows.table_stride + chunk];
         tile = begin / blocks * blocks;
         ends_run = tile + blocks > end;
         return true;
@@ -106,7 +108,7 @@ struct few_memory {
   static constexpr int queries_at = 2 * blocks * layout::bytes, weights_at = queries_at + pairs * query_bytes;
   static constexpr int codes_at = weights_at + rows / 8 * warp_size * 16;
   static constexpr int numbers_at = codes_at + blocks * 4 * warp_size * 16;
-  static constexpr int bytes = numbers_at + (2 * warps + blocks) * pairs * 4;
+  static constexpr int bytes = numbers_at + 2 * (warps + blocks) * pairs * 4;
 
   uint8_t* const shared;
 
@@ -129,12 +131,13 @@ struct few_memory {
     return reinterpret_cast<uint4*>(shared + codes_at) + ((b * 2 + half) * 2 + plane) * warp_size;
   }
   __device__ float* numbers() const { return reinterpret_cast<float*>(shared + numbers_at); }
-  // The greatest of a warp's scores of a pair, of its scaled weights, and the sum of a block's weights.
+  // The greatest of a warp's scores of a pair, of its scaled weights, the sum of a block's weights, and their scale.
   __device__ float& best(int warp, int pair) const { return numbers()[warp * pairs + pair]; }
   __device__ uint32_t& greatest(int warp, int pair) const {
     return reinterpret_cast<uint32_t*>(numbers())[(warps + warp) * pairs + pair];
   }
   __device__ float& total(int b, int pair) const { return numbers()[(2 * warps + b) * pairs + pair]; }
+  __device__ float& scale(int b, int pair) const { return numbers()[(2 * warps + blocks + b) * pairs + pair]; }
 
   // Copies that the next group has.
   __device__ void load_queries(const integers_arguments& a, const few_step& step) const {
@@ -163,9 +166,10 @@ struct few_memory {
   }
 
  private:
+  static constexpr int stride = kept_row::is_packed ? kept_row::bytes : layout::row_bytes;  // of rows that arrive
+
   // Where position `position` of the step arrives.
   static __device__ uint32_t place_of(uint32_t tiles, int position) {
-    constexpr int stride = kept_row::is_packed ? kept_row::bytes : layout::row_bytes;
     return tiles + position / block_positions * layout::bytes + layout::packed_at + position % block_positions * stride;
   }
 
@@ -174,17 +178,21 @@ struct few_memory {
     constexpr int pieces = (kept_row::is_packed ? kept_row::bytes : kept_row::code_bytes) / 16;
     constexpr int rows_at_once = threads / pieces;
     const int first = step.tile * block_positions, count = step.run.num_kept - first;
-    const int block = a.rows.tables[int64_t{step.run.segment} * a.rows.table_stride + step.chunk];
-    const uint8_t* const from = cache + block * a.places.block_bytes +
+    const uint8_t* const from = cache + step.block * a.places.block_bytes +
                                 first % chunk_positions * a.places.position_bytes + int64_t{step.kv_head} * kept_row::bytes;
     const uint32_t to = shared_address(tiles);
     const int piece = threadIdx.x % pieces, row = threadIdx.x / pieces;
+    const int64_t bytes_at_once = rows_at_once * a.places.position_bytes;
+    const int limit = row < rows_at_once ? min(count, rows) : 0;
     const uint8_t* codes = from + row * a.places.position_bytes + piece * 16;
+    // Where rows that are copied together lie in one block, their distances are known to the compiler.
+    constexpr bool is_even = block_positions % rows_at_once == 0;
+    const uint32_t first_place = place_of(to, is_even ? 0 : row) + (is_even ? row * stride : 0) + piece * 16;
 #pragma unroll
     for (int i = 0; i < rows; i += rows_at_once) {
-      const int position = i + row;
-      copy_if_below(row < rows_at_once ? min(count, rows) : 0, position, place_of(to, position) + piece * 16, codes);
-      codes += rows_at_once * a.places.position_bytes;
+      const uint32_t place = is_even ? first_place + place_of(0, i) - place_of(0, 0) : place_of(to, i + row) + piece * 16;
+      copy_if_below(limit, i + row, place, codes);
+      codes += bytes_at_once;
     }
     if constexpr (!kept_row::is_packed) {
 #pragma unroll

@@ -95,33 +95,38 @@ struct tile_copier {
     return (plane * block_positions + position) * head_dim + (chunk ^ position / 16 * 2) * 16;
   }
 
-  // Some positions at a time, each by as many threads as it has chunks of 16 bytes.
+  // Some positions at a time, each by as many threads as it has chunks of 16 bytes. A thread's first position is less than
+  // rows_at_once, a power of two, so that where the others go is known to the compiler from where the first one does.
   static constexpr int row_chunks = tile::planes * tile::chunks_of_head, rows_at_once = copying_threads / row_chunks;
+  static_assert((rows_at_once & (rows_at_once - 1)) == 0 && rows_at_once <= 16);
 
+  // place: where the thread's position i comes to lie.
   template <class Place>
   __device__ void copy_rows(const uint8_t* rows, int count, Place place) const {
     const int chunk = thread % row_chunks, first = thread / row_chunks;
     const uint8_t* from = rows + first * position_bytes + chunk * 16;
+    const int64_t bytes_at_once = rows_at_once * position_bytes;
 #pragma unroll
     for (int i = 0; i < block_positions; i += rows_at_once) {
-      copy_if_below(count, first + i, place(first + i, chunk), from);
-      from += rows_at_once * position_bytes;
+      copy_if_below(count, first + i, place(i), from);
+      from += bytes_at_once;
     }
   }
 
   __device__ void copy_values(const source& from) const {
+    const int chunk = thread % row_chunks, first = thread / row_chunks;
     const uint32_t arrived = shared_address(to.shared + to.arrived_at);
-    copy_rows(from.values, from.count, [arrived](int position, int chunk) {
-      return arrived + arrived_place(chunk / tile::chunks_of_head, position, chunk % tile::chunks_of_head);
-    });
+    const int own = arrived_place(chunk / tile::chunks_of_head, first, chunk % tile::chunks_of_head);
+    copy_rows(from.values, from.count,
+              [arrived, own](int i) { return arrived + (own ^ i / 16 * 2 * 16) + i * head_dim; });
     commit_copies();
   }
 
   __device__ void copy_keys(const source& from, int stage) const {
+    const int own = swizzled_place<block_positions>(thread / row_chunks, thread % row_chunks);
     const uint32_t keys = shared_address(to.keys(stage));
-    copy_rows(from.keys, from.count, [keys](int position, int chunk) {
-      return keys + swizzled_place<block_positions>(position, chunk);
-    });
+    copy_rows(from.keys, from.count,
+              [keys, own](int i) { return keys + (own ^ i % 8 * 16) + i * swizzled_row_bytes; });
     const int position = thread % block_positions;
     const uint8_t* const row = (thread < block_positions ? from.keys : from.values) + position * position_bytes;
     copy_word_if_below(from.count, position, shared_address(to.scales(stage)) + thread * 4,
@@ -139,28 +144,37 @@ struct tile_copier {
     columns[3][word] = __byte_perm(third, fourth, 0x7632);
   }
 
-  // Words of a channel have the positions that a lane's weights are of: 2w, 2w + 1, 2w + 8 and 2w + 9 of sixteen.
+  // Words of a channel have the positions that a lane's weights are of: 2w, 2w + 1, 2w + 8 and 2w + 9 of sixteen. A thread takes
+  // 16 positions of four channels, `own` of them first and then those 128 further, so that all places are at distances from
+  // its first ones that the compiler knows, but for an exchange of halves of a row.
   __device__ void transpose_values(int stage) const {
-    constexpr int quads = head_dim / 4, units = tile::planes * quads * 4;
-    const uint8_t* const arrived = to.shared + to.arrived_at;
-#pragma unroll 1
-    for (int i = thread; i < units; i += copying_threads) {
-      const int sixteen = i % 4, quad = i / 4 % quads, plane = i / 4 / quads;
-      uint32_t columns[4][4];
+    constexpr int quads_at_once = copying_threads / 4, channels_at_once = 4 * quads_at_once;
+    const int sixteen = thread % 4, own = thread / 4;
+    const uint8_t* const from = to.shared + to.arrived_at + arrived_place(0, 16 * sixteen, own / 4) + own % 4 * 4;
+    uint32_t first[4];
 #pragma unroll
-      for (int word = 0; word < 4; word++) {
-        uint32_t rows[4];
+    for (int c = 0; c < 4; c++) first[c] = tile::value_place(0, 4 * own + c, sixteen);
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-          const int position = 16 * sixteen + 2 * word + k % 2 + k / 2 * 8;
-          rows[k] = *reinterpret_cast<const uint32_t*>(arrived + arrived_place(plane, position, quad / 4) + quad % 4 * 4);
+    for (int plane = 0; plane < tile::planes; plane++) {
+#pragma unroll
+      for (int channel = 0; channel < head_dim; channel += channels_at_once) {
+        uint32_t columns[4][4];
+#pragma unroll
+        for (int word = 0; word < 4; word++) {
+          uint32_t rows[4];
+#pragma unroll
+          for (int k = 0; k < 4; k++) {
+            const int position = 2 * word + k % 2 + k / 2 * 8;
+            rows[k] = *reinterpret_cast<const uint32_t*>(from + (plane * block_positions + position) * head_dim + channel);
+          }
+          transpose(rows, columns, word);
         }
-        transpose(rows, columns, word);
-      }
+        const int place = tile::value_row(channel) * swizzled_row_bytes, half = tile::value_half(plane, channel) * 64;
 #pragma unroll
-      for (int c = 0; c < 4; c++)
-        *reinterpret_cast<uint4*>(to.values(stage) + tile::value_place(plane, 4 * quad + c, sixteen)) =
-            make_uint4(columns[c][0], columns[c][1], columns[c][2], columns[c][3]);
+        for (int c = 0; c < 4; c++)
+          *reinterpret_cast<uint4*>(to.values(stage) + (first[c] ^ half) + place) =
+              make_uint4(columns[c][0], columns[c][1], columns[c][2], columns[c][3]);
+      }
     }
   }
 

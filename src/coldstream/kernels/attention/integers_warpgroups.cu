@@ -172,6 +172,16 @@ struct multiplying_group {
     round_weights(weights, by, codes);
   }
 
+  // Multiplies the numerators by factors, which far into a text are nearly always 1.
+  __device__ void correct(const for_both<float>& correction) {
+    if (!__any_sync(all_lanes, correction[0] != 1.0f || correction[1] != 1.0f)) return;
+#pragma unroll
+    for (int n = 0; n < head_dim / 8; n++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) numerators[n][i] *= correction[i / 2];
+    }
+  }
+
   // Begins the products of a slice of columns.
   __device__ static void multiply(uint32_t values, int slice, const weight_codes& codes, plane_sums<value_tiles>& sums) {
     const int column = slice * 8 * value_tiles;
@@ -187,22 +197,20 @@ struct multiplying_group {
     commit_products();
   }
 
-  __device__ void add(int slice, const plane_sums<value_tiles>& sums, const for_both<float>& unit,
-                      const for_both<float>& correction) {
+  __device__ void add(int slice, const plane_sums<value_tiles>& sums, const for_both<float>& unit) {
 #pragma unroll
     for (int n = 0; n < value_tiles; n++) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         float& numerator = numerators[slice * value_tiles + n][i];
-        numerator = __fmaf_rn(unit[i / 2], sums.total(n, i), numerator * correction[i / 2]);
+        numerator = __fmaf_rn(unit[i / 2], sums.total(n, i), numerator);
       }
     }
   }
 
   // A single warpgroup overlaps the products of a slice with the additions of the one before. Two warpgroups overlap each
   // other, and have no registers for it.
-  __device__ void add_values(const uint8_t* staged, const weight_codes& codes, const for_both<float>& unit,
-                             const for_both<float>& correction) {
+  __device__ void add_values(const uint8_t* staged, const weight_codes& codes, const for_both<float>& unit) {
     constexpr int ahead = groups == 1 ? 1 : 0;
     const uint32_t values = same_for_warp(shared_address(staged));
     plane_sums<value_tiles> sums[1 + ahead];
@@ -214,7 +222,7 @@ struct multiplying_group {
       if (begins && ahead) wait_for_products<1>();
       else wait_for_products<0>();
       sums[slice % (1 + ahead)].take();
-      add(slice, sums[slice % (1 + ahead)], unit, correction);
+      add(slice, sums[slice % (1 + ahead)], unit);
     }
   }
 
@@ -245,7 +253,8 @@ struct multiplying_group {
     find_scores(from.keys(stage), scales, scores);
     weigh(tile, visible, scores, correction);
     round(tile, scales + block_positions, visible, scores, codes, unit);
-    add_values(from.values(stage), codes, unit, correction);
+    correct(correction);
+    add_values(from.values(stage), codes, unit);
   }
 
   // Stores chunk number `chunk`, separately or merged into those before it, and begins the next.

@@ -11,14 +11,16 @@ namespace coldstream {
 constexpr int merge_batch = warp_size;  // chunks that are merged between two barriers
 constexpr int merge_threads = group_elements;
 
-struct merge_batch_factors {
-  float ours[merge_batch], theirs[merge_batch], denominators[merge_batch];
+// Of a chunk: what the sums before it and its own are multiplied by, and its denominator.
+struct __align__(16) merge_factors {
+  float ours, theirs, denominator, unused;
 };
 
 // The factors of a batch of chunks, by one warp, whose lanes have the maximum and the denominator of one each;
-// `maximum` is that of the chunks before, unless there are none, then of these too.
+// `maximum` is that of the chunks before, unless there are none, then of these too. Both factors of the first chunk of
+// all are 1.
 __device__ __forceinline__ void find_factors(float2 own, bool is_first, float& maximum,
-                                             merge_batch_factors& factors) {
+                                             merge_factors (&factors)[merge_batch]) {
   const int lane = threadIdx.x % warp_size;
   float after = own.x;
 #pragma unroll
@@ -28,10 +30,8 @@ __device__ __forceinline__ void find_factors(float2 own, bool is_first, float& m
   }
   if (!is_first) after = fmaxf(after, maximum);
   float before = __shfl_up_sync(all_lanes, after, 1);
-  if (lane == 0) before = maximum;
-  factors.ours[lane] = exact_exp(before - after);
-  factors.theirs[lane] = exact_exp(own.x - after);
-  factors.denominators[lane] = own.y;
+  if (lane == 0) before = is_first ? after : maximum;
+  factors[lane] = {exact_exp(before - after), exact_exp(own.x - after), own.y, 0.0f};
   maximum = __shfl_sync(all_lanes, after, warp_size - 1);
 }
 
@@ -45,15 +45,16 @@ struct merger {
 
   const merge_arguments& a;
   float (*const staged)[group_elements];  // [stages · merge_batch]
-  merge_batch_factors (&factors)[2][most_heads];
+  merge_factors (&factors)[2][most_heads][merge_batch];
   const int64_t row, first_place;  // the latter: of the row in `stats`
   const int num_columns, first_column, first_head, head, num_chunks;
   float2 next_stats[heads_per_warp];  // of the lane's chunk in the batch whose factors are found next
   float maxima[heads_per_warp] = {};
-  float numerator = 0.0f, denominator = 1.0f;
+  // Minus zero: added to the first chunk's numbers they leave them as they are, zeros of either sign too.
+  float numerator = -0.0f, denominator = -0.0f;
 
   __device__ __forceinline__ merger(const merge_arguments& arguments, float (*values)[group_elements],
-                                    merge_batch_factors (&all_factors)[2][most_heads], int chunks)
+                                    merge_factors (&all_factors)[2][most_heads][merge_batch], int chunks)
       : a(arguments),
         staged(values),
         factors(all_factors),
@@ -114,24 +115,25 @@ struct merger {
     find_batch_factors(0);
   }
 
+  __device__ __forceinline__ void add(const merge_factors& by, float value) {
+    numerator = __fmaf_rn(value, by.theirs, numerator * by.ours);
+    denominator = __fmaf_rn(by.denominator, by.theirs, denominator * by.ours);
+  }
+
   __device__ __forceinline__ void merge(int batch) {
-    const int first = batch * merge_batch, count = min(merge_batch, num_chunks - first);
+    const int count = min(merge_batch, num_chunks - batch * merge_batch);
     load(batch + stages - 1);
     find_batch_factors(batch + 1);
     wait_for_copies<stages - 1>();
     __syncthreads();
     const float (*values)[group_elements] = staged + batch % stages * merge_batch;
-    const merge_batch_factors& own = factors[batch % 2][head - first_head];
-#pragma unroll 4
-    for (int i = 0; i < count; i++) {
-      const float value = values[i][threadIdx.x];
-      if (first + i == 0) {
-        numerator = value;
-        denominator = own.denominators[i];
-      } else {
-        numerator = __fmaf_rn(value, own.theirs[i], numerator * own.ours[i]);
-        denominator = __fmaf_rn(own.denominators[i], own.theirs[i], denominator * own.ours[i]);
-      }
+    const merge_factors (&own)[merge_batch] = factors[batch % 2][head - first_head];
+    if (count == merge_batch) {
+#pragma unroll 8
+      for (int i = 0; i < merge_batch; i++) add(own[i], values[i][threadIdx.x]);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < count; i++) add(own[i], values[i][threadIdx.x]);
     }
     __syncthreads();
   }
@@ -161,7 +163,7 @@ __device__ __forceinline__ float head_rotated_back(float x, float (*staged)[grou
 template <int head_dim, bool has_gate, int stages>
 __global__ void __launch_bounds__(merge_threads) attention_merge(const merge_arguments a) {
   using merger_of_head = merger<head_dim, stages>;
-  __shared__ merge_batch_factors factors[2][merger_of_head::most_heads];
+  __shared__ merge_factors factors[2][merger_of_head::most_heads][merge_batch];
   float (*const staged)[group_elements] = reinterpret_cast<float (*)[group_elements]>(dynamic_shared);
   wait_for_previous_grid();
   release_next_grid();
@@ -178,7 +180,7 @@ __global__ void __launch_bounds__(merge_threads) attention_merge(const merge_arg
   }
 #pragma unroll 1
   for (int batch = 0; batch * merge_batch < num_chunks; batch++) m.merge(batch);
-  float result = m.numerator * (1.0f / m.denominator);
+  float result = num_chunks > 0 ? m.numerator * (1.0f / m.denominator) : 0.0f;
   result = head_rotated_back<head_dim>(result, staged);
   if constexpr (has_gate) result *= exact_sigmoid(gate);
   const bool exists = m.first_column + int(threadIdx.x) < m.num_columns;
