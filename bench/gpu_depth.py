@@ -3,8 +3,9 @@
     python bench/gpu_depth.py full.gguf                 writes the model file first if it isn't there (21 GB)
 
 A context is filled once, in the runner's chunks, each timed. At every depth asked for, steps of 1 to 64 rows
-continue it, each number of rows in a branch of its own; medians, after two steps that aren't counted: the
-first copies what a branch shares.
+continue it, each number of rows in a branch of its own, and their logits are brought to the host; medians,
+after two steps that aren't counted: the first copies what a branch shares. Then a greedy text continues it,
+each step launched before the host knows its token.
 """
 
 import argparse
@@ -18,7 +19,16 @@ from typing import Any
 
 import numpy as np
 
+from coldstream.decoding import (
+    AnyLogits,
+    SamplingParams,
+    StartedChoices,
+    TokenChooser,
+    begin_choices,
+    generate_tokens_ahead,
+)
 from coldstream.engine import LLM
+from coldstream.engine.live_sequence import LiveSequence
 from coldstream.kvcache import Sequence
 from coldstream.models.runner import ModelRunner
 from device import describe
@@ -28,6 +38,7 @@ from results import ROOT, write_result
 
 CHUNK = 2048
 UNTIMED_STEPS = 2
+GENERATED = 32
 
 
 def seconds_of(runner: ModelRunner, sequence: Sequence, token_ids: Several[int]) -> float:
@@ -45,6 +56,22 @@ def few_rows(runner: ModelRunner, sequence: Sequence, token_ids: Several[int], c
     ]
     runner.release(branch)
     return statistics.median(samples[UNTIMED_STEPS:])
+
+
+def generated(runner: ModelRunner, sequence: Sequence, token_ids: list[int]) -> float:
+    """Median seconds of a token of a greedy text behind `token_ids`; `sequence` lacks the last of them."""
+    model = LiveSequence(runner)
+    model.hold(token_ids[:-1], runner.branch(sequence))
+    chooser = TokenChooser(SamplingParams(temperature=0), 0, len(token_ids), frozenset())
+
+    def begin(logits: AnyLogits, context: Several[int], unseen: int | None) -> StartedChoices:
+        return begin_choices([chooser.choice(logits, context, unseen)])
+
+    logits = model.append(token_ids[model.start(token_ids) :])
+    options: dict[str, Any] = {"end_ids": frozenset(), "max_tokens": UNTIMED_STEPS + GENERATED}
+    times = [time.perf_counter() for _ in generate_tokens_ahead(model, logits, token_ids, begin, **options)]
+    model.forget()
+    return statistics.median(np.diff(times[UNTIMED_STEPS:]))
 
 
 def fill(
@@ -71,6 +98,7 @@ def fill(
                 "fill_s": spent,
                 "fill_tok_s": end / spent,
                 "last_chunk_ms": 1e3 * last,
+                "generated_ms": 1e3 * generated(runner, sequence, token_ids[: end + 1]),
                 "step_ms": {str(count): 1e3 * seconds for count, seconds in steps.items()},
             }
         )
@@ -94,7 +122,8 @@ def main() -> int:
     write_model(options.model, FULL_SHAPE.layers, FULL_SHAPE.vocab)
     words = ["python", "bench/gpu_depth.py", options.model.name, "--cache-type", options.cache_type]
     types = {"cache_type_k": options.cache_type, "cache_type_v": options.cache_type}
-    ctx_size = max(options.depths) + (UNTIMED_STEPS + options.repetitions) * max(options.rows)
+    most_rows = (UNTIMED_STEPS + options.repetitions) * max(options.rows)
+    ctx_size = max(options.depths) + max(most_rows, UNTIMED_STEPS + GENERATED + 1)
     with LLM(options.model, device="cuda", ctx_size=ctx_size, **types) as llm:
         runner = llm.opened.runner
         fill(runner, [CHUNK], options.rows, 1)  # kernels and graphs are there when the clock starts

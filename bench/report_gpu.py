@@ -57,6 +57,9 @@ def gpu_depth() -> str:
         for count in at[0]["step_ms"]:
             ours = [f"{each['step_ms'][count]:.1f}" for each in at]
             rows.append([f"a step of {count} at {depth}, ms", *ours, str(steps.get(count, ""))])
+        if all("generated_ms" in each for each in at):
+            ours = [f"{each['generated_ms']:.2f}" for each in at]
+            rows.append([f"a token of a text at {depth}, ms", *ours, str(steps.get("1", ""))])
     header = ["35B-A3B shape, Q4_K_M", *(r["cache_type"] for r in results), "llama.cpp, f16"]
     machines = sorted({f"{r['machine']['gpu']}, commit {r['commit']}" for r in results})
     return table(header, rows) + f"\n{'; '.join(machines)}\n"

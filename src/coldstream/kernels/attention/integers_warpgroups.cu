@@ -23,7 +23,9 @@ struct multiplying_group {
   static constexpr int block_pairs = groups * group_pairs, query_bytes = block_pairs * 2 * head_dim;
   static constexpr int pairs_at = query_bytes + staging<bits, head_dim>::bytes;
   static constexpr int shared_bytes = pairs_at + block_pairs * int(sizeof(int2));
-  static constexpr int key_tiles = 4, value_tiles = 2;  // of eight keys or columns of values, that are multiplied at once
+  // Of eight keys or columns of values, that are multiplied at once. Two warpgroups have registers for more columns than one,
+  // which keeps two sums of them.
+  static constexpr int key_tiles = 4, value_tiles = groups == 2 ? 4 : 2;
   static constexpr int slices = head_dim / (8 * value_tiles);
 
   const integers_arguments& a;

@@ -16,11 +16,15 @@ struct __align__(16) merge_factors {
   float ours, theirs, denominator, unused;
 };
 
-// The factors of a batch of chunks, by one warp, whose lanes have the maximum and the denominator of one each;
-// `maximum` is that of the chunks before, unless there are none, then of these too. Both factors of the first chunk of
-// all are 1.
-__device__ __forceinline__ void find_factors(float2 own, bool is_first, float& maximum,
-                                             merge_factors (&factors)[merge_batch]) {
+__device__ __forceinline__ float greatest_of_warp(float x) {
+#pragma unroll
+  for (int distance = 1; distance < warp_size; distance *= 2) x = fmaxf(x, __shfl_xor_sync(all_lanes, x, distance));
+  return x;
+}
+
+// The factors of a batch of chunks, by one warp, whose lanes have the maximum and the denominator of one each; `maximum` is
+// that of the chunks before, unless there are none. Both factors of the first chunk of all are 1.
+__device__ __forceinline__ void find_factors(float2 own, bool is_first, float maximum, merge_factors* factors) {
   const int lane = threadIdx.x % warp_size;
   float after = own.x;
 #pragma unroll
@@ -32,29 +36,34 @@ __device__ __forceinline__ void find_factors(float2 own, bool is_first, float& m
   float before = __shfl_up_sync(all_lanes, after, 1);
   if (lane == 0) before = is_first ? after : maximum;
   factors[lane] = {exact_exp(before - after), exact_exp(own.x - after), own.y, 0.0f};
-  maximum = __shfl_sync(all_lanes, after, warp_size - 1);
 }
 
-// `stages` batches of chunks are in shared memory together: one is merged while the others are on their way.
+// `stages` batches of chunks are in shared memory together: one is merged while the others are on their way. Factors are found for
+// some batches at once, a warp for each of them and of the heads.
 template <int head_dim, int stages>
 struct merger {
   static constexpr int most_heads = (group_elements + head_dim - 2) / head_dim + 1;  // that a group may meet
   static constexpr int num_warps = merge_threads / warp_size;
-  static constexpr int heads_per_warp = (most_heads + num_warps - 1) / num_warps;
+  static constexpr int round = most_heads <= 2 ? 8 : most_heads <= 4 ? 4 : most_heads <= 8 ? 2 : 1;  // batches
+  static constexpr int items_per_warp = (round * most_heads + num_warps - 1) / num_warps;
   static constexpr int pieces = group_elements / 4;  // of 16 bytes in the columns of a group
+
+  struct factors_of_round {
+    merge_factors of[most_heads][round * merge_batch];
+    float maxima[most_heads][round];  // of a batch
+  };
 
   const merge_arguments& a;
   float (*const staged)[group_elements];  // [stages · merge_batch]
-  merge_factors (&factors)[2][most_heads][merge_batch];
+  factors_of_round& factors;
   const int64_t row, first_place;  // the latter: of the row in `stats`
   const int num_columns, first_column, first_head, head, num_chunks;
-  float2 next_stats[heads_per_warp];  // of the lane's chunk in the batch whose factors are found next
-  float maxima[heads_per_warp] = {};
+  float maxima[items_per_warp];  // of the batches before the round, of an item's head
   // Minus zero: added to the first chunk's numbers they leave them as they are, zeros of either sign too.
   float numerator = -0.0f, denominator = -0.0f;
 
   __device__ __forceinline__ merger(const merge_arguments& arguments, float (*values)[group_elements],
-                                    merge_factors (&all_factors)[2][most_heads][merge_batch], int chunks)
+                                    factors_of_round& all_factors, int chunks)
       : a(arguments),
         staged(values),
         factors(all_factors),
@@ -64,7 +73,9 @@ struct merger {
         first_column(blockIdx.x * group_elements),
         first_head(first_column / head_dim),
         head(min(first_column + int(threadIdx.x), num_columns - 1) / head_dim),
-        num_chunks(chunks) {}
+        num_chunks(chunks) {
+    for (float& maximum : maxima) maximum = negative_infinity();
+  }
 
   // Queues the copies of a batch of chunks.
   __device__ __forceinline__ void load(int batch) {
@@ -80,39 +91,37 @@ struct merger {
     commit_copies();
   }
 
-  // The head of number i that the thread's warp finds factors for, in a group; most_heads and more: none.
-  __device__ __forceinline__ int member(int i) const {
-    const int number = threadIdx.x / warp_size * heads_per_warp + i;
-    return first_head + number < a.num_heads ? number : most_heads;
-  }
-
-  __device__ __forceinline__ void load_stats(int batch) {
-    const int chunk = batch * merge_batch + threadIdx.x % warp_size;
+  // Of the round's batches from number `first` on. All threads have done with the factors of the round before.
+  __device__ __forceinline__ void find_round(int first) {
+    const int warp = __shfl_sync(all_lanes, int(threadIdx.x / warp_size), 0), lane = threadIdx.x % warp_size;
+    float2 own[items_per_warp];
 #pragma unroll
-    for (int i = 0; i < heads_per_warp; i++) {
-      next_stats[i] = make_float2(negative_infinity(), 0.0f);
-      if (member(i) < most_heads && chunk < num_chunks) {
-        next_stats[i] = a.stats[first_place + int64_t{first_head + member(i)} * a.max_chunks + chunk];
-      }
+    for (int i = 0; i < items_per_warp; i++) {
+      const int item = warp + i * num_warps, of = item / round, batch = item % round;
+      const int chunk = (first + batch) * merge_batch + lane;
+      own[i] = make_float2(negative_infinity(), 0.0f);
+      if (of >= most_heads) continue;
+      if (first_head + of < a.num_heads && chunk < num_chunks)
+        own[i] = a.stats[first_place + int64_t{first_head + of} * a.max_chunks + chunk];
+      const float best = greatest_of_warp(own[i].x);
+      if (lane == 0) factors.maxima[of][batch] = best;
     }
-  }
-
-  // Of the batch whose statistics were loaded last; then loads those of the next one.
-  __device__ __forceinline__ void find_batch_factors(int batch) {
-    if (batch * merge_batch >= num_chunks) return;
+    __syncthreads();
 #pragma unroll
-    for (int i = 0; i < heads_per_warp; i++) {
-      if (member(i) >= most_heads) continue;
-      find_factors(next_stats[i], batch == 0, maxima[i], factors[batch % 2][member(i)]);
+    for (int i = 0; i < items_per_warp; i++) {
+      const int item = warp + i * num_warps, of = item / round, batch = item % round;
+      if (of >= most_heads) continue;
+      const float best = lane < round ? factors.maxima[of][lane] : negative_infinity();
+      const float before = fmaxf(maxima[i], greatest_of_warp(lane < batch ? best : negative_infinity()));
+      maxima[i] = fmaxf(maxima[i], greatest_of_warp(best));
+      find_factors(own[i], first + batch == 0, before, factors.of[of] + batch * merge_batch);
     }
-    load_stats(batch + 1);
+    __syncthreads();
   }
 
   __device__ __forceinline__ void start() {
 #pragma unroll
     for (int batch = 0; batch < stages - 1; batch++) load(batch);
-    load_stats(0);
-    find_batch_factors(0);
   }
 
   __device__ __forceinline__ void add(const merge_factors& by, float value) {
@@ -123,11 +132,11 @@ struct merger {
   __device__ __forceinline__ void merge(int batch) {
     const int count = min(merge_batch, num_chunks - batch * merge_batch);
     load(batch + stages - 1);
-    find_batch_factors(batch + 1);
+    if (batch % round == 0) find_round(batch);
     wait_for_copies<stages - 1>();
     __syncthreads();
     const float (*values)[group_elements] = staged + batch % stages * merge_batch;
-    const merge_factors (&own)[merge_batch] = factors[batch % 2][head - first_head];
+    const merge_factors* const own = factors.of[head - first_head] + batch % round * merge_batch;
     if (count == merge_batch) {
 #pragma unroll 8
       for (int i = 0; i < merge_batch; i++) add(own[i], values[i][threadIdx.x]);
@@ -163,7 +172,7 @@ __device__ __forceinline__ float head_rotated_back(float x, float (*staged)[grou
 template <int head_dim, bool has_gate, int stages>
 __global__ void __launch_bounds__(merge_threads) attention_merge(const merge_arguments a) {
   using merger_of_head = merger<head_dim, stages>;
-  __shared__ merge_factors factors[2][merger_of_head::most_heads][merge_batch];
+  __shared__ typename merger_of_head::factors_of_round factors;
   float (*const staged)[group_elements] = reinterpret_cast<float (*)[group_elements]>(dynamic_shared);
   wait_for_previous_grid();
   release_next_grid();

@@ -13,7 +13,7 @@ from coldstream.kernels.ops import Rows
 MERGE_BATCH = 32  # chunks
 BATCH_BYTES = MERGE_BATCH * GROUP_SIZE * 4  # of shared memory
 FEWEST_BATCHES, MOST_BATCHES = 2, 6  # in shared memory at once
-STATIC_BYTES = 8 << 10  # of shared memory beside them, at most
+STATIC_BYTES = 10 << 10  # of shared memory beside them, at most
 FINISH_WARPS = 4  # of a block of threads of `finish.cu`
 GATE_ALIGNMENT = 4  # elements between rows of `query_gate`
 
