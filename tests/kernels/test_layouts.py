@@ -17,7 +17,7 @@ from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, LARG
 from coldstream.kernels.attention import cuda as integers
 from coldstream.kernels.attention import merge_cuda as merge
 from coldstream.kernels.attention import move_rows
-from coldstream.kernels.attention.arguments import AttentionShape
+from coldstream.kernels.attention.arguments import AttentionShape, CacheStrides
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, GPU_CACHE_TYPES
 from coldstream.kernels.attention.cache_types import CACHE_TYPES, LARGEST_NIBBLE
 from coldstream.kernels.attention.exact import BLOCK_SIZE as BLOCK_POSITIONS_OF_A_SUM
@@ -76,12 +76,12 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
     "attention/integers_prepare.cu": {
         "prepare_integers_arguments": integers.PrepareIntegersArguments,
         "batch_rows": integers.BatchArguments,
-        "block_places": integers.BlockPlaces,
+        "cache_strides": CacheStrides,
     },
     "attention/integers.cu": {"integers_arguments": integers.IntegersArguments},
     "attention/move_rows.cu": {
         "moved_path": move_rows.MovedPath,
-        "moved_places": move_rows.MovedPlaces,
+        "cache_strides": CacheStrides,
     },
     "attention/merge.cu": {"merge_arguments": merge.MergeArguments},
     "experts/few.cu": {

@@ -3,6 +3,7 @@
 T rows, H query heads, G key/value heads, D values a head.
 """
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,12 @@ import torch
 from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.attention.exact import CHUNK_SIZE
 from coldstream.kernels.attention.workspace_sizes import partial_shapes
+
+
+class CacheStrides(ctypes.Structure):
+    """`cache_strides` of grid.cuh."""
+
+    _fields_ = (("block_bytes", ctypes.c_int64), ("position_bytes", ctypes.c_int64))
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from coldstream.kernels.attention.arguments import (
     AttentionInputs,
     AttentionShape,
     Caches,
+    CacheStrides,
     DecodeWorkspace,
     IntegerQueries,
 )
@@ -71,12 +72,6 @@ class BatchArguments(ctypes.Structure):
         return cls(*(tensor.data_ptr() for tensor in tensors), len(rows.positions), batch.tables.stride(0))
 
 
-class BlockPlaces(ctypes.Structure):
-    """`block_places` of integers_tile.cuh."""
-
-    _fields_ = (("block_bytes", ctypes.c_int64), ("position_bytes", ctypes.c_int64))
-
-
 class IntegersArguments(ctypes.Structure):
     """`integers_arguments` of integers.cu."""
 
@@ -86,7 +81,7 @@ class IntegersArguments(ctypes.Structure):
             for name in ("query", "query_scales", "k_cache", "v_cache", "values", "stats")
         ),
         ("rows", BatchArguments),
-        ("places", BlockPlaces),
+        ("strides", CacheStrides),
         *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "max_chunks", "window")),
     )
 
@@ -103,7 +98,7 @@ class PrepareIntegersArguments(ctypes.Structure):
             )
         ),
         ("rows", BatchArguments),
-        ("places", BlockPlaces),
+        ("strides", CacheStrides),
         *(
             (name, ctypes.c_int32)
             for name in (
@@ -183,7 +178,7 @@ class IntegerKernels:
                 )
             ),
             BatchArguments.of(rows),
-            _places(caches),
+            _strides_of(caches),
             inputs.query_gate.stride(0), inputs.key.stride(0), inputs.value.stride(0),
             shape.num_heads, shape.num_kv_heads, inputs.angles.shape[-2], inputs.eps,
         )  # fmt: skip
@@ -207,7 +202,7 @@ class IntegerKernels:
                 )
             ),
             BatchArguments.of(rows),
-            _places(caches),
+            _strides_of(caches),
             shape.num_heads, shape.num_kv_heads, max_chunks, shape.window or 0,
         )  # fmt: skip
         assert rows.batch is not None
@@ -344,7 +339,7 @@ def attention_cuda(
     kernels.merge(inputs.query_gate, rows, workspace, out=out.values, quantised=out.quantised)
 
 
-def _places(caches: Caches) -> BlockPlaces:
+def _strides_of(caches: Caches) -> CacheStrides:
     """ValueError unless heads of a position are adjacent, and keys and values laid out alike."""
     for cache in (caches.k, caches.v):
         if cache.dtype != torch.int8 or cache.stride() != caches.k.stride():
@@ -353,4 +348,4 @@ def _places(caches: Caches) -> BlockPlaces:
             )
         if cache.stride()[2:] != (cache.shape[3], 1):
             raise ValueError("heads of a position must be adjacent")
-    return BlockPlaces(caches.k.stride(0), caches.k.stride(1))
+    return CacheStrides(caches.k.stride(0), caches.k.stride(1))

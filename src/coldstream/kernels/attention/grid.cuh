@@ -16,4 +16,9 @@ __device__ __forceinline__ int first_position(int position, int window) {
   return window > 0 ? max(0, position - window + 1) : 0;
 }
 
+// Bytes between blocks of 256 positions, and between positions.
+struct cache_strides {
+  int64_t block_bytes, position_bytes;
+};
+
 }  // namespace coldstream

@@ -58,7 +58,7 @@ struct integer_attention : block_items<warps * pairs> {
   }
 
   __device__ void load(uint8_t* to, const uint8_t* cache, const row_run& run, int tile) const {
-    load_tile<kept_row::bytes, threads>(to + tile_layout<kept_row, head_dim>::packed_at, cache, a.places, a.rows, run,
+    load_tile<kept_row::bytes, threads>(to + tile_layout<kept_row, head_dim>::packed_at, cache, a.strides, a.rows, run,
                                         kv_head, tile);
   }
 

@@ -12,7 +12,7 @@ struct integers_arguments {
   float* values;  // [T, H, max_chunks, D], numerators
   float2* stats;  // [T, H, max_chunks], maximum and denominator
   batch_rows rows;
-  block_places places;
+  cache_strides strides;
   int32_t num_heads, num_kv_heads, max_chunks, window;
 };
 

@@ -178,13 +178,13 @@ struct few_memory {
     constexpr int pieces = (kept_row::is_packed ? kept_row::bytes : kept_row::code_bytes) / 16;
     constexpr int rows_at_once = threads / pieces;
     const int first = step.tile * block_positions, count = step.run.num_kept - first;
-    const uint8_t* const from = cache + step.block * a.places.block_bytes +
-                                first % chunk_positions * a.places.position_bytes + int64_t{step.kv_head} * kept_row::bytes;
+    const uint8_t* const from = cache + step.block * a.strides.block_bytes +
+                                first % chunk_positions * a.strides.position_bytes + int64_t{step.kv_head} * kept_row::bytes;
     const uint32_t to = shared_address(tiles);
     const int piece = threadIdx.x % pieces, row = threadIdx.x / pieces;
-    const int64_t bytes_at_once = rows_at_once * a.places.position_bytes;
+    const int64_t bytes_at_once = rows_at_once * a.strides.position_bytes;
     const int limit = row < rows_at_once ? min(count, rows) : 0;
-    const uint8_t* codes = from + row * a.places.position_bytes + piece * 16;
+    const uint8_t* codes = from + row * a.strides.position_bytes + piece * 16;
     // Where rows that are copied together lie in one block, their distances are known to the compiler.
     constexpr bool is_even = block_positions % rows_at_once == 0;
     const uint32_t first_place = place_of(to, is_even ? 0 : row) + (is_even ? row * stride : 0) + piece * 16;
@@ -199,7 +199,7 @@ struct few_memory {
       for (int i = 0; i < rows; i += threads) {
         const int position = i + threadIdx.x;
         copy_word_if_below(min(count, rows), position, place_of(to, position) + kept_row::code_bytes,
-                           from + position * a.places.position_bytes + kept_row::code_bytes);
+                           from + position * a.strides.position_bytes + kept_row::code_bytes);
       }
     }
     commit_copies();

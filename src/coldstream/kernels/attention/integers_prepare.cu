@@ -13,7 +13,7 @@ struct prepare_integers_arguments {
   float* query_scales;  // [T, H]
   uint8_t *k_cache, *v_cache;
   batch_rows rows;
-  block_places places;
+  cache_strides strides;
   int32_t query_gate_stride, key_stride, value_stride;  // elements between rows
   int32_t num_heads, num_kv_heads, rope_half;
   float eps;
@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(prepare_threads) attention_prepare_integers(co
   uint8_t* to = nullptr;
   if (!is_query && !is_spare && a.rows.positions[row] >= 0) {
     const int block = a.rows.tables[int64_t{segment} * a.rows.table_stride + index / chunk_positions];
-    to = (is_value ? a.v_cache : a.k_cache) + block * a.places.block_bytes +
-         index % chunk_positions * a.places.position_bytes + int64_t{kv_head} * row_type::bytes;
+    to = (is_value ? a.v_cache : a.k_cache) + block * a.strides.block_bytes +
+         index % chunk_positions * a.strides.position_bytes + int64_t{kv_head} * row_type::bytes;
   }
   // A warp may hold a query and a key, so that all lanes execute both branches.
   uint8_t* const codes = reinterpret_cast<uint8_t*>(head);

@@ -206,7 +206,7 @@ struct tile_copier {
   __device__ void begin(const integers_arguments& a, const row_run& run, const tile_note& note) {
     const int first = note.tile * block_positions;
     const int block = a.rows.tables[int64_t{run.segment} * a.rows.table_stride + first / chunk_positions];
-    const int64_t offset = block * a.places.block_bytes + first % chunk_positions * a.places.position_bytes +
+    const int64_t offset = block * a.strides.block_bytes + first % chunk_positions * a.strides.position_bytes +
                            int64_t{note.item.kv_head} * kept_row::bytes;
     const source from = {a.k_cache + offset, a.v_cache + offset, min(block_positions, run.num_kept - first), note};
     begin(&from);

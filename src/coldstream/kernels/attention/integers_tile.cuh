@@ -16,11 +16,6 @@ struct batch_rows {
   int32_t num_rows, table_stride;
 };
 
-// Bytes between blocks of 256 positions, and between positions.
-struct block_places {
-  int64_t block_bytes, position_bytes;
-};
-
 // Rows begin … end − 1 of a batch, of one sequence; a draft tree's first row is `start`.
 struct row_run {
   int begin, end, segment, start, committed, num_kept;
@@ -97,15 +92,15 @@ struct tile_layout {
 // Queues the copies of the rows of `tile` that are kept into shared memory, by `threads` threads of which this one has
 // number `thread`. row_bytes: in the cache.
 template <int row_bytes, int threads>
-__device__ __forceinline__ void load_tile(uint8_t* to, const uint8_t* cache, const block_places& places,
+__device__ __forceinline__ void load_tile(uint8_t* to, const uint8_t* cache, const cache_strides& strides,
                                           const batch_rows& rows, const row_run& run, int kv_head, int tile) {
   constexpr int pieces = row_bytes / 16;
   const int first = tile * block_positions, count = min(block_positions, run.num_kept - first);
   const int block = rows.tables[int64_t{run.segment} * rows.table_stride + first / chunk_positions];
-  const uint8_t* from = cache + block * places.block_bytes +
-                        first % chunk_positions * places.position_bytes + int64_t{kv_head} * row_bytes;
+  const uint8_t* from = cache + block * strides.block_bytes +
+                        first % chunk_positions * strides.position_bytes + int64_t{kv_head} * row_bytes;
   for (int i = threadIdx.x; i < count * pieces; i += threads)
-    copy_async_16(to + i * 16, from + i / pieces * places.position_bytes + i % pieces * 16);
+    copy_async_16(to + i * 16, from + i / pieces * strides.position_bytes + i % pieces * 16);
 }
 
 template <int row_bytes>

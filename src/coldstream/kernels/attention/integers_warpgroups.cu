@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(threads_of_group*(groups + 1), 1)
   release_next_grid();
   if (threadIdx.x < copying_threads) {
     if (groups == 2) give_registers<copying_registers>();
-    tile_copier<bits, head_dim> copier = {staged, a.places.position_bytes, int(threadIdx.x)};
+    tile_copier<bits, head_dim> copier = {staged, a.strides.position_bytes, int(threadIdx.x)};
     copier.template copy_all<group::block_pairs>(a);
   } else {
     if (groups == 2) take_registers<multiplying_registers>();

@@ -9,24 +9,19 @@ struct moved_path {
   const int32_t *sources, *table;  // [count]; the blocks of the sequence
 };
 
-// Bytes between blocks of positions, and of a position.
-struct moved_places {
-  int64_t block_bytes, position_bytes;
-};
-
 // grid (pieces of 16 bytes of a position / 128, 2), 128 threads: a piece of keys or values a thread. Sources ascend and
 // are never before their targets, so that nothing is overwritten before it has been read.
 __global__ void __launch_bounds__(128)
-    move_rows(uint8_t* k_cache, uint8_t* v_cache, const moved_path path, const moved_places places) {
+    move_rows(uint8_t* k_cache, uint8_t* v_cache, const moved_path path, const cache_strides strides) {
   wait_for_previous_grid();
   release_next_grid();
   const int64_t piece = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (piece * 16 >= places.position_bytes) return;
+  if (piece * 16 >= strides.position_bytes) return;
   uint8_t* const cache = (blockIdx.y ? v_cache : k_cache) + piece * 16;
   const int count = *path.count, first = *path.first;
   auto place = [&](int index) {
-    return reinterpret_cast<uint4*>(cache + path.table[index / chunk_positions] * places.block_bytes +
-                                    index % chunk_positions * places.position_bytes);
+    return reinterpret_cast<uint4*>(cache + path.table[index / chunk_positions] * strides.block_bytes +
+                                    index % chunk_positions * strides.position_bytes);
   };
   for (int i = 0; i < count; i++) {
     const int source = path.sources[i];

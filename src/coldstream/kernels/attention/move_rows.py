@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from coldstream.kernels.attention.arguments import CacheStrides
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.ops import CommittedPath
 
@@ -16,12 +17,6 @@ class MovedPath(ctypes.Structure):
     """`moved_path` of move_rows.cu."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("count", "first", "sources", "table"))
-
-
-class MovedPlaces(ctypes.Structure):
-    """`moved_places` of move_rows.cu."""
-
-    _fields_ = (("block_bytes", ctypes.c_int64), ("position_bytes", ctypes.c_int64))
 
 
 def move_rows_cuda(k_cache: torch.Tensor, v_cache: torch.Tensor, path: CommittedPath) -> None:
@@ -43,7 +38,7 @@ def move_rows_cuda(k_cache: torch.Tensor, v_cache: torch.Tensor, path: Committed
             k_cache,
             v_cache,
             MovedPath(*(tensor.data_ptr() for tensor in addresses)),
-            MovedPlaces(block_bytes, position_bytes),
+            CacheStrides(block_bytes, position_bytes),
         ),
         overlap=True,
     )

@@ -46,16 +46,16 @@ __global__ void __launch_bounds__(delta_threads, blocks_per_multiprocessor) GATH
   else route.count = count_rows(rows, first);
   if (route.count == 0 || head >= layer.num_value_heads) return;
   const int column = int(blockIdx.x) % blocks_per_head * block_columns;
-  const Place<D> place{head, layer.key_head_ids[head], column, state_id};
-  float* block_state = states.state + place.state_offset(layer);
+  const OwnColumns<D> own{head, layer.key_head_ids[head], column, state_id};
+  float* block_state = states.state + own.state_offset(layer);
   prefetch_state<D>(block_state);
   Channels<D, TAPS> channels;
-  channels.load_taps(place, layer);
+  channels.load_taps(own, layer);
   const float a = layer.a[head], dt_bias = layer.dt_bias[head];
-  const uint32_t num_readers = count_readers(layer, place.key_head, layer.num_value_heads) * blocks_per_head;
+  const uint32_t num_readers = count_readers(layer, own.key_head, layer.num_value_heads) * blocks_per_head;
   const bool is_first_reader =
-      is_of_tree && place.column == 0 && count_readers(layer, place.key_head, head) == 0;
-  Gather<D> gather(layer, raw, arrivals.finished, first, head * D + place.column);
+      is_of_tree && own.column == 0 && count_readers(layer, own.key_head, head) == 0;
+  Gather<D> gather(layer, raw, arrivals.finished, first, head * D + own.column);
 
   wait_for_previous_grid();
   release_next_grid();
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(delta_threads, blocks_per_multiprocessor) GATH
     mix_row<D, TAPS>(channels, layer.eps, vectors);
     // The history has been used; its place may be written by the last block that comes here.
     if (i == 0 && threadIdx.x == 0 && !is_of_tree) {
-      ticket = atomicInc(arrivals.readers + first * layer.num_key_heads + place.key_head, num_readers - 1);
+      ticket = atomicInc(arrivals.readers + first * layer.num_key_heads + own.key_head, num_readers - 1);
     }
     if (i + 1 < route.count) bring(i + 1);
     return step<D>(state, vectors, gates);

@@ -29,14 +29,14 @@ __global__ void __launch_bounds__(delta_threads)
   const int count = *path.count, state_id = *path.state_id;
   if (count == 0 || state_id < 0) return;
   const int column = int(blockIdx.x) % blocks_per_head * block_columns;
-  const Place<D> place{head, layer.key_head_ids[head], column, state_id};
-  float* block_state = states.state + place.state_offset(layer);
+  const OwnColumns<D> own{head, layer.key_head_ids[head], column, state_id};
+  float* block_state = states.state + own.state_offset(layer);
   const DeltaRows rows{kept.qkv, nullptr, kept.alpha, kept.beta, num_channels, 0, layer.num_value_heads,
                        layer.num_value_heads};
-  const uint32_t num_readers = count_readers(layer, place.key_head, layer.num_value_heads) * blocks_per_head;
+  const uint32_t num_readers = count_readers(layer, own.key_head, layer.num_value_heads) * blocks_per_head;
   const float a = layer.a[head], dt_bias = layer.dt_bias[head];
   Channels<D, TAPS> channels;
-  channels.load_taps(place, layer);
+  channels.load_taps(own, layer);
   channels.load(states, state_id, num_channels);
   channels.load_inputs(rows, path.kept[0]);
   float state[chain_keys<D>];
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(delta_threads)
     mix_row<D, TAPS>(channels, layer.eps, vectors);
     // The history has been used; its place may be written by the last block that comes here.
     if (i == 0 && threadIdx.x == 0)
-      stores_key_head = atomicInc(readers + place.key_head, num_readers - 1) == num_readers - 1;
+      stores_key_head = atomicInc(readers + own.key_head, num_readers - 1) == num_readers - 1;
     if (i + 1 < count) channels.load_inputs(rows, path.kept[i + 1]);
     step<D>(state, vectors, gates);
   }

@@ -9,7 +9,7 @@ namespace coldstream {
 
 // What one block works on.
 template <int D>
-struct Place {
+struct OwnColumns {
   int head, key_head, column;  // the first of its columns within the head
   int state_id;
 
@@ -27,10 +27,10 @@ template <int D>
 constexpr int thread_channels = (block_channels<D> + delta_threads - 1) / delta_threads;
 
 template <int D>
-__device__ __forceinline__ int channel_of(const Place<D>& place, const DeltaLayer& layer, int number) {
-  if (number < D) return place.key_head * D + number;
-  if (number < 2 * D) return (layer.num_key_heads + place.key_head) * D + number - D;
-  return (2 * layer.num_key_heads + place.head) * D + place.column + number - 2 * D;
+__device__ __forceinline__ int channel_of(const OwnColumns<D>& own, const DeltaLayer& layer, int number) {
+  if (number < D) return own.key_head * D + number;
+  if (number < 2 * D) return (layer.num_key_heads + own.key_head) * D + number - D;
+  return (2 * layer.num_key_heads + own.head) * D + own.column + number - 2 * D;
 }
 
 // The thread's channels: taps, and the inputs before the current row.
@@ -45,11 +45,11 @@ struct Channels {
   __device__ static bool exists(int j) { return threadIdx.x + j * delta_threads < block_channels<D>; }
 
   // What the previous kernels do not write.
-  __device__ void load_taps(const Place<D>& place, const DeltaLayer& layer) {
+  __device__ void load_taps(const OwnColumns<D>& own, const DeltaLayer& layer) {
 #pragma unroll
     for (int j = 0; j < count; j++) {
       if (!exists(j)) continue;
-      channel[j] = channel_of<D>(place, layer, threadIdx.x + j * delta_threads);
+      channel[j] = channel_of<D>(own, layer, threadIdx.x + j * delta_threads);
 #pragma unroll
       for (int i = 0; i < TAPS; i++) taps[j][i] = layer.conv_taps[int64_t(channel[j]) * TAPS + i];
     }

@@ -48,7 +48,7 @@ class attention_op : public op {
   int num_stages() const override { return 3; }
 
   size_t scratch_bytes() const override {
-    const int64_t gathered = a_.places.in_batch() ? 2 * gathered_bytes() : 0;
+    const int64_t gathered = a_.layout.in_batch() ? 2 * gathered_bytes() : 0;
     return sizeof(float) * std::max(attending_floats(), head_floats(a_.head_size)) + gathered;
   }
 
@@ -72,11 +72,11 @@ class attention_op : public op {
   }
 
  private:
-  const int32_t* positions() const { return a_.places.positions; }
-  const int32_t* state_ids() const { return a_.places.state_ids; }
-  const batch_places& batch() const { return a_.places.batch; }
+  const int32_t* positions() const { return a_.layout.positions; }
+  const int32_t* state_ids() const { return a_.layout.state_ids; }
+  const batch_layout& batch() const { return a_.layout.batch; }
   int64_t max_positions() const {
-    return a_.places.in_batch() ? batch().num_blocks * ATTENTION_CHUNK : a_.num_positions;
+    return a_.layout.in_batch() ? batch().num_blocks * ATTENTION_CHUNK : a_.num_positions;
   }
 
   // Private memory: of the tile that attends, then the gathered keys and the gathered values of one row.
@@ -105,11 +105,11 @@ class attention_op : public op {
   }
 
   // Index in its sequence of the row's key and value.
-  int64_t index(int64_t row) const { return a_.places.in_batch() ? batch().indices[row] : positions()[row]; }
+  int64_t index(int64_t row) const { return a_.layout.in_batch() ? batch().indices[row] : positions()[row]; }
   // In elements, of an index in the sequence of `row`.
   int64_t cache_offset(int64_t row, int64_t index, int64_t kv_head) const {
     int64_t piece = state_ids()[row];
-    if (a_.places.in_batch()) {
+    if (a_.layout.in_batch()) {
       piece = batch().tables[batch().segments[row] * batch().num_blocks + index / ATTENTION_CHUNK];
       index %= ATTENTION_CHUNK;
     }
@@ -122,11 +122,11 @@ class attention_op : public op {
   void plan_tiles(int32_t rows, worker& w) {
     num_tiles_ = 0;
     for (int32_t first = 0, end; first < rows; first = end) {
-      end = group_end(a_.places, first, rows);
-      if (a_.places.in_batch()) {
+      end = group_end(a_.layout, first, rows);
+      if (a_.layout.in_batch()) {
         if (const char* fault = segment_fault(first, end)) return w.fail(fault);
       }
-      a_.places.in_tree(first) ? plan_tree(first, end) : plan_chain(first, end);
+      a_.layout.in_tree(first) ? plan_tree(first, end) : plan_chain(first, end);
     }
   }
 
@@ -163,7 +163,7 @@ class attention_op : public op {
 
   // Null, or what is wrong with the rows of one segment. Nothing is read or written through a table before.
   const char* segment_fault(int32_t first, int32_t end) const {
-    if (const char* fault = parents_fault(a_.places, first, end)) return fault;
+    if (const char* fault = parents_fault(a_.layout, first, end)) return fault;
     const int64_t committed = index(first);
     for (int32_t row = first; row < end; row++) {
       const int32_t parent = batch().parents[row];
@@ -186,7 +186,7 @@ class attention_op : public op {
 
   bool is_valid_place(int64_t row) const {
     if (positions()[row] < 0 || positions()[row] >= max_positions()) return false;
-    if (!a_.places.in_batch()) return state_ids()[row] >= 0 && state_ids()[row] < a_.num_pieces;
+    if (!a_.layout.in_batch()) return state_ids()[row] >= 0 && state_ids()[row] < a_.num_pieces;
     const int32_t segment = batch().segments[row];
     return segment >= 0 && segment < batch().num_segments && index(row) >= 0 && index(row) < max_positions();
   }

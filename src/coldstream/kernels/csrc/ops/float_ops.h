@@ -25,7 +25,7 @@ using output_rows = rows_view<float>;
 constexpr int64_t MAX_TREE_ROWS = 64;  // of one draft tree
 
 // See `BatchRows` in kernels/ops.py. All null without a batch: rows are then chains, one for each state.
-struct batch_places {
+struct batch_layout {
   const int32_t* segments = nullptr;  // [rows]
   const int32_t* tables = nullptr;    // [num_segments, num_blocks], contiguous
   int64_t num_segments = 0, num_blocks = 0;
@@ -33,10 +33,10 @@ struct batch_places {
 };
 
 // Where a row belongs; see `Rows` in kernels/ops.py. `positions` is null for an op that does not need them.
-struct row_places {
+struct row_layout {
   const int32_t* positions;
   const int32_t* state_ids;
-  batch_places batch = {};
+  batch_layout batch = {};
 
   bool in_batch() const { return batch.segments != nullptr; }
   // Adjacent rows of one group belong to one sequence.
@@ -46,9 +46,9 @@ struct row_places {
 };
 
 // The end of the group of rows that begins at `first`.
-int32_t group_end(const row_places& places, int32_t first, int32_t rows);
+int32_t group_end(const row_layout& layout, int32_t first, int32_t rows);
 // Null, or what is wrong with the parents of the rows first … end − 1, one group of a batch.
-const char* parents_fault(const row_places& places, int32_t first, int32_t end);
+const char* parents_fault(const row_layout& layout, int32_t first, int32_t end);
 
 std::unique_ptr<op> make_add(const float_kernels& kernels, input_rows x, input_rows y, output_rows out,
                              int64_t size);
@@ -86,7 +86,7 @@ struct attention_arguments {
   cache_type type;
   int64_t num_pieces, num_positions;
   int64_t window;  // positions that a row sees, its own included; 0: all
-  row_places places;
+  row_layout layout;
   output_rows out;  // [T, heads · head_size]
 
   // Per head: its query, then its gate if there is one.
@@ -113,7 +113,7 @@ struct delta_net_arguments {
   float* conv_state;  // [states, taps − 1, channels], contiguous
   float* state;       // [states, value heads, head_size, head_size], contiguous
   int64_t num_states;
-  row_places places;
+  row_layout layout;
   kept_inputs kept;
   output_rows out;  // [T, value heads · head_size]
 

@@ -69,8 +69,8 @@ class gated_delta_net_op : public op {
     num_runs_ = 0;
     std::fill(uses_.begin(), uses_.end(), state_use::none);
     for (int32_t first = 0, end; first < rows; first = end) {
-      end = group_end(a_.places, first, rows);
-      const state_run run = {first, end - first, a_.places.state_ids[first], a_.places.in_tree(first)};
+      end = group_end(a_.layout, first, rows);
+      const state_run run = {first, end - first, a_.layout.state_ids[first], a_.layout.in_tree(first)};
       if (const char* fault = run_fault(run)) return w.fail(fault);
       uses_[run.state_id] = run.is_tree ? state_use::read : state_use::advanced;
       runs_[num_runs_++] = run;
@@ -85,14 +85,14 @@ class gated_delta_net_op : public op {
     if (uses_[run.state_id] == state_use::advanced || (uses_[run.state_id] == state_use::read && !run.is_tree)) {
       return "gated_delta_net: the rows of a state must be adjacent";
     }
-    if (!a_.places.in_batch()) return nullptr;
+    if (!a_.layout.in_batch()) return nullptr;
     for (int32_t row = run.first_row; row < run.first_row + run.num_rows; row++) {
-      if (a_.places.state_ids[row] != run.state_id) return "gated_delta_net: a segment's rows have two state_ids";
-      if (a_.places.batch.kept[row] >= a_.kept.num_rows) {
+      if (a_.layout.state_ids[row] != run.state_id) return "gated_delta_net: a segment's rows have two state_ids";
+      if (a_.layout.batch.kept[row] >= a_.kept.num_rows) {
         return "gated_delta_net: a row of a tree lies outside the kept inputs";
       }
     }
-    return parents_fault(a_.places, run.first_row, run.first_row + run.num_rows);
+    return parents_fault(a_.layout, run.first_row, run.first_row + run.num_rows);
   }
 
   void convolve_heads(int rows, worker& w) {
@@ -113,8 +113,8 @@ class gated_delta_net_op : public op {
     for (int64_t row = first; row < std::min<int64_t>(first + GATE_ROWS_PER_TASK, rows); row++) {
       kernels_.delta_gates(a_.alpha.row(row), a_.beta.row(row), a_.a, a_.dt_bias, decay(w, rows, row),
                            beta(w, rows, row), a_.num_value_heads);
-      if (!a_.places.in_tree(row)) continue;
-      const int64_t kept = a_.places.batch.kept[row] * a_.num_value_heads;
+      if (!a_.layout.in_tree(row)) continue;
+      const int64_t kept = a_.layout.batch.kept[row] * a_.num_value_heads;
       std::copy_n(a_.alpha.row(row), a_.num_value_heads, a_.kept.alpha + kept);
       std::copy_n(a_.beta.row(row), a_.num_value_heads, a_.kept.beta + kept);
     }
@@ -167,12 +167,12 @@ class gated_delta_net_op : public op {
           inputs[j] = conv_row(run.state_id, --before) + channel;
         } else {
           inputs[j] = a_.qkv.row(ancestor) + channel;
-          ancestor = a_.places.batch.parents[ancestor];
+          ancestor = a_.layout.batch.parents[ancestor];
         }
       }
       convolve_head(inputs, row, head, w);
       std::copy_n(a_.qkv.row(row) + channel, a_.head_size,
-                  a_.kept.qkv + a_.places.batch.kept[row] * a_.num_channels() + channel);
+                  a_.kept.qkv + a_.layout.batch.kept[row] * a_.num_channels() + channel);
     }
   }
 
@@ -197,7 +197,7 @@ class gated_delta_net_op : public op {
   // block: of all rows of the run. Each row takes one step from its parent's state.
   void walk_tree(const delta_block& block, const state_run& run, int64_t columns, worker& w) {
     for (int64_t i = 0; i < run.num_rows; i++) {
-      const int64_t parent = a_.places.batch.parents[run.first_row + i];
+      const int64_t parent = a_.layout.batch.parents[run.first_row + i];
       delta_block step = block;
       step.num_rows = 1;
       step.q += i * block.row_stride;

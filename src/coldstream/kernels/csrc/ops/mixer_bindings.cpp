@@ -53,12 +53,12 @@ struct batch_rows {
 };
 using optional_kept = std::optional<std::tuple<array_2d, array_2d, array_2d>>;
 
-row_places places_of(const int32_t* positions, const int32_t* state_ids, const batch_rows* rows, int64_t num_rows) {
-  row_places places = {positions, state_ids};
-  if (rows == nullptr) return places;
+row_layout layout_of(const int32_t* positions, const int32_t* state_ids, const batch_rows* rows, int64_t num_rows) {
+  row_layout layout = {positions, state_ids};
+  if (rows == nullptr) return layout;
   const int64_t num_segments = size_of(rows->tables, 0), num_blocks = size_of(rows->tables, 1);
   check_contiguous(rows->tables, "tables", {num_segments, num_blocks});
-  places.batch = {
+  layout.batch = {
       .segments = ids(rows->segments, "segments", num_rows),
       .tables = rows->tables.data(),
       .num_segments = num_segments,
@@ -67,7 +67,7 @@ row_places places_of(const int32_t* positions, const int32_t* state_ids, const b
       .parents = ids(rows->parents, "parents", num_rows),
       .kept = ids(rows->kept, "kept", num_rows),
   };
-  return places;
+  return layout;
 }
 
 kept_inputs kept_of(const optional_kept& kept, int64_t channels, int64_t heads) {
@@ -120,7 +120,7 @@ void attention(runtime& rt, const array_2d& query_gate, const array_2d& key, con
       .num_pieces = size_of(k_cache, 0),
       .num_positions = size_of(k_cache, 1),
       .window = std::min<int64_t>(window.value_or(0), INT32_MAX),
-      .places = places_of(ids(positions, "positions", rows), ids(state_ids, "state_ids", rows), batch, rows),
+      .layout = layout_of(ids(positions, "positions", rows), ids(state_ids, "state_ids", rows), batch, rows),
       .out = output(out, "out", rows, heads * size),
   };
   submit_with(rt, make_attention(kernels_of(rt), arguments), rows, query_gate, key, value, q_norm, k_norm,
@@ -191,7 +191,7 @@ void gated_delta_net(runtime& rt, const array_2d& qkv, const array_2d& z, const 
       .conv_state = conv_state.data(),
       .state = state.data(),
       .num_states = num_states,
-      .places = places_of(nullptr, ids(state_ids, "state_ids", rows), batch, rows),
+      .layout = layout_of(nullptr, ids(state_ids, "state_ids", rows), batch, rows),
       .kept = kept_of(kept, channels, heads),
       .out = output(out, "out", rows, heads * size),
   };
