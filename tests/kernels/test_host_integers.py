@@ -23,11 +23,17 @@ from coldstream.kernels.attention.arguments import AttentionShape, Caches, Decod
 from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.cuda import IntegerKernels
-from coldstream.kernels.attention.exact import attend_chunk, first_position, grid_cells, heads_of
+from coldstream.kernels.attention.exact import (
+    CHUNK_SIZE,
+    attend_chunk,
+    first_position,
+    grid_cells,
+    heads_of,
+)
 from coldstream.kernels.attention.exact_integers import NUM_PLANES
 from coldstream.kernels.attention.planes import round_planes
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
-from coldstream.kernels.ops import BLOCK_POSITIONS
+from coldstream.kernels.ops import BLOCK_POSITIONS, Rows
 from coldstream.kernels.sequences import seen
 from host_device import HostDevice
 
@@ -163,6 +169,46 @@ def test_many_rows_have_the_bits_of_the_definition(
     cache_name: str, parts: list[Part], window: int | None
 ) -> None:
     check_whole(parts, cache_name, (4, 2, 64), window, seed=3)
+
+
+def with_zeros(rows: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.cat([rows, torch.zeros(count, *rows.shape[1:])])
+
+
+def without_sequence(rows: Rows, num_padding: int) -> Rows:
+    """`rows`, and behind them rows of no sequence."""
+
+    def padded(column: torch.Tensor) -> torch.Tensor:
+        return torch.cat([column, torch.full((num_padding,), -1, dtype=torch.int32)])
+
+    assert rows.batch is not None
+    names = ("segments", "indices", "parents", "kept")
+    columns = {name: padded(getattr(rows.batch, name)) for name in names}
+    return Rows(padded(rows.positions), padded(rows.state_ids), replace(rows.batch, **columns))
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("cache_name", ["i16", "i4"])
+def test_what_computes_rows_of_no_sequence_first_leaves_nothing_of_them(cache_name: str) -> None:
+    """The last rows come first, and blocks of threads take others after them."""
+    case = BatchCase([Part(0, 448)], cache_name, (4, 2, 64), seed=1)
+    shape = AttentionShape(4, 2, 64, CACHE_TYPES[cache_name])
+    kernels, found = IntegerKernels(shape, LIMITS), []
+    for num_padding in (0, 64):
+        rows, caches = without_sequence(case.rows(), num_padding), case.caches()
+        given = case.inputs()
+        names = ("query_gate", "key", "value", "angles")
+        more = {name: with_zeros(getattr(given, name), num_padding) for name in names}
+        num_rows = len(rows.positions)
+        queries = IntegerQueries(torch.empty(num_rows, 4, 2, 64, dtype=torch.int8), torch.empty(num_rows, 4))
+        workspace = DecodeWorkspace(
+            *(torch.empty(size) for size in DecodeWorkspace.shapes(shape, num_rows, CHUNK_SIZE))
+        )
+        kernels.prepare(replace(given, **more), caches, rows, queries)
+        kernels.attend(queries, caches, rows, workspace)
+        found.append((workspace.values[:448], workspace.stats[:448]))
+    for alone, padded in zip(*found, strict=True):
+        assert torch.equal(alone, padded)
 
 
 @pytest.mark.gpu

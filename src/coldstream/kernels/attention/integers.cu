@@ -293,6 +293,9 @@ struct integer_attention : block_items<warps * pairs> {
   }
 
   __device__ void run_item() {
+    // An item whose rows have no positions leaves the copies of its queries under way.
+    commit_copies();
+    wait_for_copies<0>();
     __syncthreads();
     load_queries();
     chunks.begin();
