@@ -326,6 +326,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpu_ahead": gpu_ahead,
     "gpu_first_token": gpu_first_token,
     "gpu_hybrid": gpu_hybrid,
+    "gpu_hybrid_ahead": lambda: gpu_hybrid("gpu/hybrid_ahead"),
     "gpu_parts": gpu_parts,
     "gpu_prefetch": gpu_prefetch,
     "gpu_layer_step": gpu_layer_step,

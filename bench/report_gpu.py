@@ -114,11 +114,11 @@ def gpu_profile() -> str:
     return table(["kind of kernel", "launches", "µs", "share"], rows) + "\n" + "\n".join(summary) + "\n"
 
 
-def gpu_hybrid() -> str:
+def gpu_hybrid(name: str = "gpu/hybrid") -> str:
     """Decoding with a part of the experts on the GPU; nothing while it isn't measured."""
-    if not has("gpu/hybrid"):
+    if not has(name):
         return ""
-    r, peer = load("gpu/hybrid"), load("gpu/peer_llama_cpp")["partial"]["decode_tok_s"]
+    r, peer = load(name), load("gpu/peer_llama_cpp")["partial"]["decode_tok_s"]
     whole = {row["depth"]: row["tok_s"] for row in r["rows"] if row["experts_share"] >= 1.0}
     header = ["experts on the GPU", "context", "tok/s", "of all resident"]
     header += ["llama.cpp", "hits", "prefetched a layer", "of the floor", "forecast"]

@@ -12,10 +12,13 @@ NOT_RUN = "No run is recorded yet: what is said of these sources on a GPU rests 
 
 
 def gpu_tests() -> str:
-    """Tests by folder, and the sources that are newer."""
-    if not has("gpu/tests"):
-        return NOT_RUN
-    r = load("gpu/tests")
+    """Tests by folder, and the sources that are newer: the last run of all, and a later one of some folders."""
+    names = [name for name in ("gpu/tests", "gpu/tests_kernels") if has(name)]
+    return "\n".join(map(_tests_of, names)) if names else NOT_RUN
+
+
+def _tests_of(name: str) -> str:
+    r = load(name)
     rows = [
         [f"`tests/{folder}`", *(str(counts[name]) for name in ("passed", "failed", "skipped"))]
         for folder, counts in sorted(r["folders"].items())
