@@ -12,7 +12,7 @@ NOT_RUN = "No run is recorded yet: what is said of these sources on a GPU rests 
 
 
 def gpu_tests() -> str:
-    """Tests by folder, and the sources that are newer: the last run of all, and a later one of some folders."""
+    """Tests by folder, and the sources that are newer: of the last run of all, and of a later one of some."""
     names = [name for name in ("gpu/tests", "gpu/tests_kernels") if has(name)]
     return "\n".join(map(_tests_of, names)) if names else NOT_RUN
 
