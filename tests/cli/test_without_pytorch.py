@@ -77,7 +77,7 @@ def test_the_packages_are_out_of_reach(environment: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("--cache-type-k", "f32", "--cache-type-v", "f32"), ("--ram", "30M"), ("--tier", "generic")],
+    [(), ("--cache-type-k", "i4", "--cache-type-v", "i4"), ("--ram", "30M"), ("--tier", "generic")],
 )
 def test_run(environment: dict[str, str], options: tuple[str, ...]) -> None:
     done = coldstream(environment, "run", "-p", "def read(", "-q", *SHORT, *ON_CPU, *options)

@@ -49,20 +49,24 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
         ({"plan": 1}, "plan (--plan) must be the path of a file"),
         ({"plan": "p", "vram": "1G"}, "vram (--vram) is part of the plan"),
         ({"plan": "p", "ctx_size": 1}, "ctx_size (--ctx-size) is part of the plan"),
-        ({"plan": "p", "cache_type_k": "f32", "cache_type_v": "f32"}, "--cache-type-k) is part of the plan"),
+        ({"plan": "p", "cache_type_k": "i8", "cache_type_v": "i8"}, "--cache-type-k) is part of the plan"),
         ({"threads": 0}, "threads"),
         ({"threads": "all"}, "threads"),
         ({"device": "cuda", "tier": "avx2"}, "tier avx2 is one of CPU kernels"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda"),
         ({"tier": "sse"}, "tier must be one of auto, generic"),
         ({"tier": 3}, "tier"),
-        ({"cache_type_k": "q5_0"}, "cache_type_k must be one of f16, f32, i16, i8, i4, i3, not 'q5_0'"),
+        ({"cache_type_k": "q5_0"}, "cache_type_k must be one of i16, i8, i4, i3, not 'q5_0'"),
         (
             {"cache_type_v": "q8_0"},
-            "cache_type_v must be one of f16, f32, i16, i8, i4, i3, not 'q8_0': try i8",
+            "cache_type_v must be one of i16, i8, i4, i3, not 'q8_0': try i8",
         ),
-        ({"cache_type_k": ["q4_0"]}, "cache_type_k must be one of f16"),
-        ({"cache_type_k": "f32"}, "must be the same"),
+        ({"cache_type_k": ["q4_0"]}, "cache_type_k must be one of i16"),
+        ({"cache_type_k": "i8"}, "must be the same"),
+        (
+            {"cache_type_k": "f16", "cache_type_v": "f16"},
+            "must be one of i16, i8, i4, i3, not 'f16': try i16",
+        ),
         ({"attention_window": 0}, "attention_window must be an integer from 1"),
         ({"attention_window": "8k"}, "attention_window must be an integer from 1"),
         ({"attention_window": 8, "plan": "p"}, "attention_window (--attention-window) is part of the plan"),
@@ -144,20 +148,15 @@ def test_an_impossible_context_says_what_is_possible(spec: ModelSpec) -> None:
 def test_the_cache_counts_attention_layers_only(spec: ModelSpec) -> None:
     # One attention layer of 2 key and value heads of 64 elements.
     assert cache_bytes_per_token(EngineConfig("m.gguf"), spec) == 1 * 2 * 2 * (2 * 64 + 16)
-    wide = EngineConfig("m.gguf", cache_type_k="f32", cache_type_v="f32")
-    assert cache_bytes_per_token(wide, spec) == 1 * 2 * 64 * (4 + 4)
 
 
-def test_types_of_caches_are_for_devices_and_for_heads_of_whole_blocks(spec: ModelSpec) -> None:
+def test_types_of_caches_are_for_both_devices_and_for_heads_of_whole_blocks(spec: ModelSpec) -> None:
     on_gpu = EngineConfig("m.gguf", device="cuda")
     for kv_type, row_bytes in (("i16", 2 * 64 + 16), ("i8", 64 + 16)):
         integers = replace(on_gpu, cache_type_k=kv_type, cache_type_v=kv_type)
         assert cache_bytes_per_token(integers, spec) == 1 * 2 * 2 * row_bytes
         for device in ("cpu", "cuda"):
             assert resolve(replace(integers, device=device), spec, CORES, FREE).cache_type_k == kv_type
-    floats = replace(on_gpu, cache_type_k="f16", cache_type_v="f16")
-    with pytest.raises(ConfigError, match="f16 is not for a GPU: use one of i16, i8, i4, i3"):
-        resolve(floats, spec, CORES, FREE)
     smallest = replace(on_gpu, cache_type_k="i3", cache_type_v="i3")
     # 24 bytes and a float32 scale, in pieces of 16.
     assert cache_bytes_per_token(smallest, spec) == 1 * 2 * (32 + 32)

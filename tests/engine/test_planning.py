@@ -66,7 +66,7 @@ def test_a_context_that_was_asked_for_is_not_cut(make: Make) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_plan_is_given_back(make: Make, tmp_path: Path, device: str) -> None:
     budget = {"cpu": {"ram": 32 * MIB}, "cuda": {"vram": 500 * MIB}}[device]
-    kv_type = {"cpu": "f32", "cuda": "i8"}[device]
+    kv_type = {"cpu": "i4", "cuda": "i8"}[device]
     types = {"cache_type_k": kv_type, "cache_type_v": kv_type}
     first = make(EngineConfig("m", device=device, ctx_size=123, attention_window=50, **budget, **types))  # type: ignore[arg-type]
     assert first.run.attention_window == 50

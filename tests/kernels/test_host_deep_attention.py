@@ -11,7 +11,7 @@ from attention_batches import LIMITS, WITH_WARPGROUPS, BatchCase, Part, check_la
 from deep_attention import LARGEST_CONTEXT, fast_definition
 
 from coldstream.kernels import _csrc
-from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
+from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
 from coldstream.kernels.ops import BLOCK_POSITIONS
 
@@ -48,7 +48,7 @@ def check(case: BatchCase, limits: DeviceLimits = LIMITS) -> None:
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
+@pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 def test_windows_of_the_deepest_rows_have_the_bits_of_the_definition(cache_name: str) -> None:
     """Of one row, of several that share keys, and of so many that their chunks are merged immediately."""
     for part, window in (
@@ -68,7 +68,7 @@ def test_windows_of_warpgroups_have_the_bits_of_the_definition(cache_name: str) 
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
+@pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 def test_deep_rows_have_the_bits_of_the_definition(cache_name: str) -> None:
     for part in (chain(32_768, 1), chain(8194, 9), chain(2050, 65), tree(8194, 9)):
         check(case_of(part, cache_name, SMALL_HEADS, None))
@@ -86,7 +86,7 @@ def check_gpu(case: BatchCase) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
+@pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 @pytest.mark.parametrize(
     ("heads", "windows", "num_rows"),
     [(heads, windows, count) for heads, windows, counts in GPU_CASES for count in counts],
@@ -99,7 +99,7 @@ def test_a_gpu_has_the_bits_of_cpus_at_262_thousand_positions(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
+@pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(16, 2, 128), (4, 2, 64)])
 @pytest.mark.parametrize("num_rows", TREE_ROWS)
 def test_a_gpu_has_the_bits_of_cpus_for_trees_at_262_thousand_positions(

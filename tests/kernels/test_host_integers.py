@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldstream.kernels.attention.arguments import AttentionShape, Caches, DecodeWorkspace, IntegerQueries
-from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
+from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.cuda import IntegerKernels
 from coldstream.kernels.attention.exact import (
@@ -98,7 +98,7 @@ def check_whole(
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
+@pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (8, 1, 96)])
 def test_chunks_have_the_bits_of_the_definition(cache_name: str, heads: tuple[int, int, int]) -> None:
     @settings(max_examples=8)
@@ -144,7 +144,7 @@ def test_warpgroups_have_the_bits_of_the_definition(cache_name: str, heads: tupl
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
+@pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (5, 1, 96)])
 def test_attention_has_the_bits_of_the_definition(cache_name: str, heads: tuple[int, int, int]) -> None:
     @settings(max_examples=5)
@@ -163,7 +163,7 @@ MANY = (
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
+@pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 @pytest.mark.parametrize(("parts", "window"), MANY)
 def test_many_rows_have_the_bits_of_the_definition(
     cache_name: str, parts: list[Part], window: int | None
@@ -212,7 +212,7 @@ def test_what_computes_rows_of_no_sequence_first_leaves_nothing_of_them(cache_na
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
+@pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (5, 1, 96), (16, 2, 256)])
 def test_a_gpu_has_them_too(cache_name: str, heads: tuple[int, int, int]) -> None:
     @settings(max_examples=20)
@@ -225,7 +225,7 @@ def test_a_gpu_has_them_too(cache_name: str, heads: tuple[int, int, int]) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cache_name", GPU_CACHE_TYPES)
+@pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (16, 2, 256)])
 @pytest.mark.parametrize(("parts", "window"), MANY)
 def test_a_gpu_has_those_of_many_rows_too(

@@ -18,7 +18,7 @@ from coldstream.kernels.attention import cuda as integers
 from coldstream.kernels.attention import merge_cuda as merge
 from coldstream.kernels.attention import move_rows
 from coldstream.kernels.attention.arguments import AttentionShape, CacheStrides
-from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, GPU_CACHE_TYPES
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, INTEGER_CACHE_TYPES
 from coldstream.kernels.attention.cache_types import CACHE_TYPES, LARGEST_NIBBLE
 from coldstream.kernels.attention.exact import BLOCK_SIZE as BLOCK_POSITIONS_OF_A_SUM
 from coldstream.kernels.attention.levels import LARGEST_LEVEL, LEVELS
@@ -150,7 +150,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "negative_levels": int.from_bytes(struct.pack("4b", *LEVELS[4:]), "little"),
         **{
             f"(cache_row<{layout.value_bits}, {head_dim}>::bytes)": layout.row_bytes(head_dim)
-            for layout in map(CACHE_LAYOUTS.__getitem__, GPU_CACHE_TYPES)
+            for layout in map(CACHE_LAYOUTS.__getitem__, INTEGER_CACHE_TYPES)
             for head_dim in (64, 96, 256)
         },
     },
@@ -161,7 +161,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
             f"(integer_attention<{CACHE_LAYOUTS[name].value_bits}, {head_dim}, 4, true>::block::row_bytes)": (
                 integers._tile_row_bytes(attention_shape(name, head_dim))
             )
-            for name in GPU_CACHE_TYPES
+            for name in INTEGER_CACHE_TYPES
             for head_dim in (64, 256)
         },
     },
@@ -169,7 +169,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "few_warps": integers.FEW_WARPS,
         **{
             f"(few_memory<{CACHE_LAYOUTS[name].value_bits}, {head_dim}, {blocks}>::bytes)": form.shared_bytes
-            for name in GPU_CACHE_TYPES
+            for name in INTEGER_CACHE_TYPES
             for head_dim in (32, 96, 256)
             for blocks, form in zip(
                 integers.FEW_BLOCKS,

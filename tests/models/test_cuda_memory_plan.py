@@ -6,7 +6,7 @@ import pytest
 
 from coldstream.errors import OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
+from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.cuda.memory import MemoryPlan
 from coldstream.kvcache import CacheSize, state_bytes
 from coldstream.models.cuda_model import Limits, Loaded, StepShape, count_memory, plan_memory
@@ -33,7 +33,7 @@ def test_trap_19_the_cache_counts_attention_layers_in_its_own_type(
 ) -> None:
     """To the byte, in one attention layer with two heads of 64 values each for keys and values."""
     rows = {"i16": 144, "i8": 80, "i4": 48, "i3": 32}
-    assert rows.keys() == set(GPU_CACHE_TYPES)
+    assert rows.keys() == set(INTEGER_CACHE_TYPES)
     with GGUFFile.open(moe_path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         beside = set()

@@ -17,7 +17,7 @@ from coldstream.assets import demo_model_path
 from coldstream.decoding import SamplingParams, sample_token
 from coldstream.errors import InvalidRequestError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
+from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.cuda import limits
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES, instance_for
 from coldstream.kernels.cuda.kernel_cache import KernelCache
@@ -238,7 +238,7 @@ def test_what_cannot_be_computed_is_refused_and_changes_nothing(moe_path: Path) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv_type", GPU_CACHE_TYPES)
+@pytest.mark.parametrize("kv_type", INTEGER_CACHE_TYPES)
 def test_types_of_keys_and_values_have_the_bits_of_the_reference(family_path: Path, kv_type: str) -> None:
     ids = token_ids(70)
     with open_cuda(family_path, kv_type=kv_type) as runner:

@@ -14,7 +14,7 @@ from one_sequence import open_cpu
 from runner_cases import FAMILIES, token_ids, write_variant
 
 from coldstream.kernels import _csrc
-from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, GPU_CACHE_TYPES
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, INTEGER_CACHE_TYPES
 from coldstream.kvcache import AttentionState, Batch, CacheSize, Segment
 from coldstream.models.runner import ModelRunner
 
@@ -69,7 +69,9 @@ def test_nf01_what_a_reset_leaves_behind_on_a_cpu(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("family", "kv_type"), [*((FAMILIES[0], name) for name in GPU_CACHE_TYPES), *OTHERS])
+@pytest.mark.parametrize(
+    ("family", "kv_type"), [*((FAMILIES[0], name) for name in INTEGER_CACHE_TYPES), *OTHERS]
+)
 def test_nf01_what_a_reset_leaves_behind_on_a_gpu(paths: dict[str, Path], family: str, kv_type: str) -> None:
     with open_cuda(paths[family], context_length=CONTEXT, kv_type=kv_type) as runner:
         for size in (*SIZES, *SIZES):  # plainly, then from captured graphs

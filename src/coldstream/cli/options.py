@@ -20,13 +20,13 @@ from coldstream.decoding import SamplingParams
 from coldstream.engine import sizes
 from coldstream.engine.config import TIERS, EngineConfig
 from coldstream.errors import ConfigError
-from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
+from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 MAX_COUNTS = 32
 
-_CACHE_HELP = "Type of cached {} [default: i16]; f16 and f32 need a CPU."
+_CACHE_HELP = "Type of cached {} [default: i16]."
 
 
 def parse_size(text: str) -> int:
@@ -107,7 +107,7 @@ def common_options(command: Command) -> Command:
 
 def engine_options(command: Command) -> Command:
     """The fields of `EngineConfig` other than the model."""
-    cache_types = "|".join(CACHE_LAYOUTS)
+    cache_types = "|".join(INTEGER_CACHE_TYPES)
     return _apply(
         command,
         option(

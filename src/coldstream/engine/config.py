@@ -12,7 +12,7 @@ from typing import Any, Literal
 from coldstream.engine.sizes import parse_size
 from coldstream.errors import ConfigError, OutOfMemoryError, shown
 from coldstream.experts.prefetching import MAX_PREFETCHED
-from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, GPU_CACHE_TYPES
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, INTEGER_CACHE_TYPES
 from coldstream.models.spec import ModelSpec
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -22,8 +22,9 @@ MAX_BYTES = 2**60
 DEFAULT_CTX_SIZE = 32768  # what `ctx_size` resolves to if the model and the memory allow it
 DEFAULT_CACHE_SHARE = 0.25  # of available memory, for the cache of a default context
 
-CacheType = Literal["f16", "f32", "i16", "i8", "i4", "i3"]
-NEAREST_CACHE_TYPES = {"q8_0": "i8", "q4_0": "i4"}  # for types of llama.cpp that do not exist here
+CacheType = Literal["i16", "i8", "i4", "i3"]
+# For types of llama.cpp that do not exist here.
+NEAREST_CACHE_TYPES = {"f16": "i16", "bf16": "i16", "f32": "i16", "q8_0": "i8", "q4_0": "i4"}
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class EngineConfig:
             _check_integer("prefetch", self.prefetch, 0, MAX_PREFETCHED)
         if self.device == "cpu" and self.prefetch not in ("auto", 0):
             raise ConfigError("prefetch is over the bus of a GPU, and the device is the CPU: leave it out")
-        _check_choice("cache_type_k", self.cache_type_k, CACHE_LAYOUTS, NEAREST_CACHE_TYPES)
-        _check_choice("cache_type_v", self.cache_type_v, CACHE_LAYOUTS, NEAREST_CACHE_TYPES)
+        _check_choice("cache_type_k", self.cache_type_k, INTEGER_CACHE_TYPES, NEAREST_CACHE_TYPES)
+        _check_choice("cache_type_v", self.cache_type_v, INTEGER_CACHE_TYPES, NEAREST_CACHE_TYPES)
         if self.cache_type_k != self.cache_type_v:
             raise ConfigError(
                 f"cache_type_k {self.cache_type_k} and cache_type_v {self.cache_type_v} must be the same"
@@ -116,10 +117,6 @@ def resolve(config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: i
     kernels list their tiers; the opened model reports its choice. Raises ConfigError for a context beyond the
     model's, OutOfMemoryError if caches exceed the memory.
     """
-    if config.device == "cuda" and config.cache_type_k not in GPU_CACHE_TYPES:
-        raise ConfigError(
-            f"cache_type_k {config.cache_type_k} is not for a GPU: use one of {', '.join(GPU_CACHE_TYPES)}"
-        )
     threads = num_cores if config.threads == "auto" else config.threads
     try:
         token_bytes = cache_bytes_per_token(config, spec)

@@ -17,7 +17,7 @@ from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.host import HostExperts
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile, TensorInfo
-from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
+from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.memory import Memory, MemoryPlan
@@ -102,10 +102,10 @@ class Limits:
 
     def __post_init__(self) -> None:
         """UnsupportedError if there are no GPU kernels for the type of keys and values."""
-        if self.kv_type not in GPU_CACHE_TYPES:
+        if self.kv_type not in INTEGER_CACHE_TYPES:
             raise UnsupportedError(
                 f"no GPU kernels for keys and values in {self.kv_type} are supported: use "
-                f"one of {', '.join(GPU_CACHE_TYPES)}, or --device cpu"
+                f"one of {', '.join(INTEGER_CACHE_TYPES)}, or --device cpu"
             )
 
     @property

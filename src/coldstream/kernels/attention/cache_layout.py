@@ -95,4 +95,4 @@ CACHE_LAYOUTS = {
         CacheLayout("i3", "int8", 3),
     )
 }
-GPU_CACHE_TYPES = tuple(name for name, layout in CACHE_LAYOUTS.items() if layout.is_integer)
+INTEGER_CACHE_TYPES = tuple(name for name, layout in CACHE_LAYOUTS.items() if layout.is_integer)

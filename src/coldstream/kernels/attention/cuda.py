@@ -28,7 +28,7 @@ from coldstream.kernels.attention.arguments import (
     DecodeWorkspace,
     IntegerQueries,
 )
-from coldstream.kernels.attention.cache_layout import GPU_CACHE_TYPES
+from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.attention.exact import BLOCK_SIZE
 from coldstream.kernels.attention.merge_cuda import MergeKernels
 from coldstream.kernels.attention.workspace_sizes import FEW_ROWS, num_chunks
@@ -115,7 +115,7 @@ class IntegerKernels:
 
     def __init__(self, shape: AttentionShape, device: DeviceLimits) -> None:
         has_kernels = shape.head_dim % HEAD_MULTIPLE == 0 and shape.head_dim <= LARGEST_HEAD
-        if not has_kernels or shape.cache_type.name not in GPU_CACHE_TYPES:
+        if not has_kernels or shape.cache_type.name not in INTEGER_CACHE_TYPES:
             raise ValueError(f"no kernels for heads of {shape.head_dim} values in {shape.cache_type.name}")
         self.shape = shape
         self.device = device
