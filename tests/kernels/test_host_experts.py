@@ -14,6 +14,7 @@ from coldstream.kernels.experts.place_group import place_group_cuda
 from coldstream.kernels.experts.shapes import MAX_GROUP
 from coldstream.kernels.experts.wait_answer import wait_answer_cuda
 from host_device import HostDevice
+from host_gpu import Event, Stream
 
 CPU = torch.device("cpu")
 
@@ -121,6 +122,8 @@ def test_addresses_are_written(count: int, monkeypatch: pytest.MonkeyPatch) -> N
     table = Guarded(1000, dtype=torch.int64, device=CPU)
     order = np.random.default_rng(count).permutation(1000)[:count]
     values = np.arange(count, dtype=np.int64) + (1 << 40)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     writer.write(table.tensor.data_ptr() + 8 * order.astype(np.int64), values)
     expected = torch.full((1000,), -1)
     expected[order] = torch.from_numpy(values)
@@ -132,7 +135,7 @@ def test_addresses_are_written(count: int, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("is_answered", [True, False])
 def test_a_wait_ends_with_the_answer_or_in_vain(is_answered: bool, host: HostDevice) -> None:
     """After a minute of the device's clock, which goes on with every look, the mailbox says so."""
-    box = Mailbox._of(1, 1, 1, 1)
+    box = Mailbox._of(1, 1, 1)
     box.done[0] = int(is_answered)
     wait_answer_cuda(box)
     assert box.done.tolist() == ([1, 0] if is_answered else [0, 1])
