@@ -3,7 +3,7 @@ VENV := $(if $(OLDEST),.venv-oldest,.venv)
 BIN := $(VENV)/bin
 INSTALL := $(PYTHON) tools/install.py $(VENV)
 
-.PHONY: demo test test-gpu lint sanitize sanitize-gpu clean install-test
+.PHONY: demo test test-gpu lint sanitize sanitizers sanitize-gpu clean install-test
 
 demo:
 	@$(INSTALL)
@@ -19,27 +19,37 @@ lint: install-test
 	$(BIN)/lint-imports
 
 # With OLDEST=1: on the oldest versions that pyproject.toml allows, in an environment of its own; types are those of the newest.
-# With JOBS=N: in so many processes, a file of tests in each; where there is a GPU, tests of its memory want it to themselves.
-test: $(if $(OLDEST),install-test,lint)
-	$(BIN)/python -m pytest $(if $(JOBS),-n $(JOBS) --dist loadfile)
+# With LINTED=1: where `lint` has passed. With JOBS=N: in so many processes, which begin at different files, and one that has
+# no tests left takes some of another's; where there is a GPU, tests of its memory want it to themselves.
+PYTEST_JOBS := $(if $(JOBS),-n $(JOBS) --dist worksteal)
 
-# The extension with AddressSanitizer and UndefinedBehaviorSanitizer, under the tests that feed it hostile bytes. The sources
-# are copied beside it, because an editable installation would find the plain extension first. Tiles are emulated, because
-# sanitizers do not see what tile instructions read and write, and so that CPUs without them run these kernels too.
+test: $(if $(OLDEST)$(LINTED),install-test,lint)
+	$(BIN)/python -m pytest $(PYTEST_JOBS)
+
+# The extension with AddressSanitizer and UndefinedBehaviorSanitizer, in an environment with nothing but what builds it, so that
+# it can be built while `lint` installs. Tiles are emulated, because sanitizers do not see what tile instructions read and
+# write, and so that CPUs without them run these kernels too.
 SANITIZE := build/sanitize
+BUILDER := $(SANITIZE)/builder/bin
 SANITIZERS := $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libubsan.so)
 
-sanitize: install-test
+sanitizers:
+	$(PYTHON) -m venv $(SANITIZE)/builder
+	$(BUILDER)/pip --disable-pip-version-check install -q 'nanobind>=3.1' 'cmake>=3.25' ninja
+	$(BUILDER)/cmake -S . -B $(SANITIZE)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BUILDER)/ninja \
+		-DCOLDSTREAM_SANITIZE=ON -DCOLDSTREAM_EMULATE_AMX=ON -DCMAKE_BUILD_TYPE=None \
+		-DPython_EXECUTABLE=$(CURDIR)/$(BUILDER)/python -Dnanobind_DIR=$$($(BUILDER)/python -m nanobind --cmake_dir) > /dev/null
+	$(BUILDER)/cmake --build $(SANITIZE)/cmake -- -j 2
+
+# The tests that feed it hostile bytes. The sources are copied beside it, because an editable installation would find the plain
+# extension first.
+sanitize: install-test sanitizers
 	$(PYTHON) -m venv --without-pip $(SANITIZE)/venv
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo $(SANITIZE)/venv/lib/python3*/site-packages)/installed.pth
-	$(BIN)/pip install -q 'nanobind>=3.1' 'cmake>=3.25' ninja
-	$(BIN)/cmake -S . -B $(SANITIZE)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCOLDSTREAM_SANITIZE=ON -DCOLDSTREAM_EMULATE_AMX=ON \
-		-DCMAKE_BUILD_TYPE=None -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir) > /dev/null
-	$(BIN)/cmake --build $(SANITIZE)/cmake -- -j 2
 	rm -rf $(SANITIZE)/package && mkdir $(SANITIZE)/package && cp -r src/coldstream $(SANITIZE)/package/
 	cp $(SANITIZE)/cmake/_csrc*.so $(SANITIZE)/package/coldstream/kernels/
 	LD_PRELOAD=$(SANITIZERS) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$(SANITIZE)/package \
-		$(SANITIZE)/venv/bin/python -m pytest tests/models/test_damaged_models.py tests/kernels/test_cpu_linear.py \
+		$(SANITIZE)/venv/bin/python -m pytest $(PYTEST_JOBS) tests/models/test_damaged_models.py tests/kernels/test_cpu_linear.py \
 		tests/kernels/test_cpu_experts.py tests/kernels/test_cpu_weight.py tests/kernels/test_cpu_attention.py \
 		tests/kernels/test_cpu_integer_attention.py tests/kernels/test_cpu_gated_delta_net.py
 

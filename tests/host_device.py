@@ -26,7 +26,7 @@ OPTIONS = (
     *("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC"),
     *(f"-I{HOST}", f"-I{KERNELS}"),  # in this order: the host's cuda/instructions.cuh goes first
 )
-HEADERS = [HOST / "device.h", HOST / "threads.h", *sorted(HOST.glob("cuda/*.cuh"))]
+HEADERS = [*sorted(HOST.glob("*.h")), *sorted(HOST.glob("cuda/*.cuh"))]
 LEAST_KIB, HOPPER_KIB = 99, 227  # shared memory of a block: on every device, and on Hopper
 MOST_AT_ONCE = 8  # instances that are compiled together; beyond, only launched ones are compiled
 LIMITS = DeviceLimits(num_processors=3, shared_per_block=99 << 10, shared_per_processor=100 << 10)

@@ -85,12 +85,19 @@ def install(folder: Path, extras: set[str], oldest: bool) -> int:
     if done.get("digest") == state and extras <= with_implied(there):
         return 0
     extras = without_implied(extras | there)
-    print(announcement(folder, extras, oldest), flush=True)
+    is_new = not ((folder / "bin" / "python").exists() and (folder / "bin" / "pip").exists())
+    compiles = is_new or oldest or done.get("digest") != state
+    print(announcement(folder, extras, oldest, compiles), flush=True)
     stamp.unlink(missing_ok=True)
-    if not ((folder / "bin" / "python").exists() and (folder / "bin" / "pip").exists()):
+    if is_new:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
     target = f"{ROOT}[{','.join(sorted(extras))}]" if extras else str(ROOT)
-    code = install_oldest(folder, target) if oldest else pip(folder, "-e", target)
+    if oldest:
+        code = install_oldest(folder, target)
+    elif compiles:
+        code = pip(folder, "-e", target)
+    else:
+        code = pip(folder, *requirements(extras))  # to install the target would compile its extension again
     if code == 0:
         stamp.write_text(json.dumps({"digest": state, "extras": sorted(extras)}))
     return code
@@ -126,24 +133,25 @@ def digest(oldest: bool) -> str:
     return state.hexdigest()
 
 
-def announcement(folder: Path, extras: set[str], oldest: bool) -> str:
+def announcement(folder: Path, extras: set[str], oldest: bool, compiles: bool) -> str:
     """What comes, in one line, with the sizes that were measured."""
     what = "coldstream" + (f" with the extra {', '.join(sorted(extras))}" if extras else "")
     if oldest:
         what += ", in the oldest versions allowed,"
     kind = "test" if "test" in extras else "cuda" if "cuda" in extras else "cpu"
     size = json.loads(SIZES.read_text())["installs"][kind]
-    return (
+    line = (
         f"Installing {what} into {folder}: downloads up to {size['download_bytes'] / 1e6:.0f} MB, "
-        f"takes {size['disk_bytes'] / 1e6:.0f} MB of disk; compiling takes about a minute"
+        f"takes {size['disk_bytes'] / 1e6:.0f} MB of disk"
     )
+    return line + ("; compiling takes about a minute" if compiles else "")
 
 
 def install_oldest(folder: Path, target: str) -> int:
     """With every direct dependency, also for building, in its oldest version. The exit code."""
     project = read_project()
     constraints = folder / "oldest.txt"
-    constraints.write_text("".join(f"{pin}\n" for pin in oldest_versions(project)))
+    constraints.write_text("".join(f"{pin}\n" for pin in oldest_versions()))
     build = [oldest_version(requirement) for requirement in project["build-system"]["requires"]]
     # Without isolation, because constraints do not reach an isolated build.
     return pip(folder, *build, "cmake>=3.25", "ninja") or pip(
@@ -157,13 +165,20 @@ def read_project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def oldest_versions(project: dict) -> list[str]:
+def requirements(extras: set[str]) -> list[str]:
+    """Of the package with these extras: all but itself."""
+    project = read_project()["project"]
+    own = project["name"] + "["
+    found = list(project["dependencies"])
+    for extra in sorted(with_implied(extras)):
+        found += project["optional-dependencies"][extra]
+    return [requirement for requirement in found if not requirement.startswith(own)]
+
+
+def oldest_versions() -> list[str]:
     """Pins of all direct dependencies, extras included, to their lower bounds."""
-    requirements = list(project["project"]["dependencies"])
-    for extra in project["project"]["optional-dependencies"].values():
-        requirements += extra
-    own = re.compile(re.escape(project["project"]["name"]) + r"\[")
-    return sorted({oldest_version(requirement) for requirement in requirements if not own.match(requirement)})
+    extras = set(read_project()["project"]["optional-dependencies"])
+    return sorted({oldest_version(requirement) for requirement in requirements(extras)})
 
 
 def oldest_version(requirement: str) -> str:

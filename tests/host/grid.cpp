@@ -3,9 +3,8 @@
 // In which order is random but for what barriers say: between two barriers of a block one warp after another runs
 // as far as it can, so that what is missing between a write and a read of two warps, or of two lanes, is seen.
 // Up to three blocks are under way at a time, and take turns after some warps. A block's
-// shared memory is what the kernels' library has of memory for each thread: it is brought in and out with the
-// block, full of poison at first. Unit of work: one launch.
-#include <link.h>
+// shared memory is what the kernels' library has of memory for each thread: it is brought in and out when another
+// block takes its turn, full of poison at first. Unit of work: one launch.
 #include <setjmp.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -19,17 +18,15 @@
 #include <utility>
 #include <vector>
 
+#include "shared_memory.h"
 #include "threads.h"
 
 dim3 threadIdx, blockIdx, blockDim, gridDim;
-
-void touch_shared_memory();  // of the library
 
 namespace {
 
 constexpr size_t stack_bytes = 64 << 10, most_blocks = 3;
 constexpr int warp_size = 32, warps_at_once = 8;
-constexpr unsigned char poison = 0xa5;
 constexpr unsigned long long tick_ns = 1'000'000;
 
 enum class state { ready, in_warp, in_block, waiting, ended };
@@ -68,13 +65,13 @@ struct block {
   dim3 index;
   std::vector<fiber*> threads;
   std::vector<std::vector<fiber*>> warps;  // that have yet to come to the next barrier
-  std::vector<unsigned char> shared;
+  shared_memory::of_block shared;
   named_barrier barriers[16] = {};
   unsigned int changes = 0, changes_seen = 0, idle_warps = 0;
 };
 
-struct failure {
-  std::string text;
+struct failure : std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
 
 std::mt19937_64 random_numbers;
@@ -266,37 +263,10 @@ bool run_block(block& at) {
   return first != nullptr;
 }
 
-struct shared_memory {
-  unsigned char* data;
-  size_t size;
-};
-
-// What this library has of memory for each thread of the host.
-shared_memory find_shared_memory() {
-  touch_shared_memory();
-  shared_memory found = {nullptr, 0};
-  dl_iterate_phdr(
-      [](dl_phdr_info* library, size_t, void* to) {
-        bool is_ours = false;
-        size_t size = 0;
-        for (int i = 0; i < library->dlpi_phnum; i++) {
-          const auto& part = library->dlpi_phdr[i];
-          const auto begin = library->dlpi_addr + part.p_vaddr, own = reinterpret_cast<ElfW(Addr)>(&find_shared_memory);
-          if (part.p_type == PT_LOAD) is_ours |= begin <= own && own < begin + part.p_memsz;
-          if (part.p_type == PT_TLS) size = part.p_memsz;
-        }
-        if (is_ours) *static_cast<shared_memory*>(to) = {static_cast<unsigned char*>(library->dlpi_tls_data), size};
-        return int(is_ours);
-      },
-      &found);
-  if (!found.data) throw failure{"the library has no shared memory"};
-  return found;
-}
-
 class grid_run {
  public:
-  grid_run(dim3 grid, unsigned int threads, unsigned char* dynamic, size_t given, size_t available)
-      : dynamic_(dynamic), given_(given), available_(available), shared_(find_shared_memory()), threads_(threads) {
+  grid_run(dim3 grid, unsigned int threads, const unsigned char* dynamic, size_t given, size_t available)
+      : shared_(dynamic, given, available), threads_(threads) {
     for (unsigned int z = 0; z < grid.z; z++)
       for (unsigned int y = 0; y < grid.y; y++)
         for (unsigned int x = 0; x < grid.x; x++) waiting_.push_back({x, y, z});
@@ -309,13 +279,13 @@ class grid_run {
       while (active_.size() < at_once && !waiting_.empty()) begin_block();
       if (active_.empty()) return;
       const size_t which = random_numbers() % active_.size();
-      block& at = active_[which].first;
-      memcpy(shared_.data, at.shared.data(), shared_.size);
+      block& at = *active_[which].first;
+      shared_.bring_in(at.shared);
       blockIdx = at.index;
       const bool goes_on = run_block(at);
-      check_dynamic(at);
-      memcpy(at.shared.data(), shared_.data, shared_.size);
+      if (!shared_.is_whole()) fail(at, *at.threads[0], "something was written behind the dynamic shared memory");
       if (goes_on) continue;
+      shared_.leave();
       free_.push_back(active_[which].second);
       active_.erase(active_.begin() + which);
     }
@@ -328,25 +298,18 @@ class grid_run {
       place = free_.back();
       free_.pop_back();
     }
-    block next = {waiting_.back(), {}, {}, std::vector<unsigned char>(shared_.size, poison)};
+    auto next = std::make_unique<block>();
+    next->index = waiting_.back();
+    next->shared = shared_.of_new_block();
     waiting_.pop_back();
-    for (unsigned int i = 0; i < threads_; i++) next.threads.push_back(&fiber_for(place * 1024 + i, {i, 0, 0}));
+    for (unsigned int i = 0; i < threads_; i++) next->threads.push_back(&fiber_for(place * 1024 + i, {i, 0, 0}));
     active_.emplace_back(std::move(next), place);
   }
 
-  // Behind what the launch gave it.
-  void check_dynamic(const block& at) const {
-    for (size_t i = given_; i < available_; i++) {
-      if (dynamic_[i] != poison) fail(at, *at.threads[0], "something was written behind the dynamic shared memory");
-    }
-  }
-
-  unsigned char* dynamic_;
-  size_t given_, available_;
   shared_memory shared_;
   unsigned int threads_;
   std::vector<dim3> waiting_;
-  std::vector<std::pair<block, size_t>> active_;
+  std::vector<std::pair<std::unique_ptr<block>, size_t>> active_;
   std::vector<size_t> free_;
 };
 
@@ -447,8 +410,8 @@ const char* run_grid(void (*function)(void**), void** arguments, const unsigned 
   blockDim = {threads, 1, 1};
   try {
     grid_run({grid[0], grid[1], grid[2]}, threads, dynamic, given, available).run();
-  } catch (const failure& what) {
-    error = what.text;
+  } catch (const std::exception& what) {
+    error = what.what();
     return error.c_str();
   }
   return nullptr;

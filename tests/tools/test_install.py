@@ -82,8 +82,25 @@ def test_what_is_installed_is_not_installed_again(folder: Path, ran: Ran) -> Non
 def test_extras_are_added_and_stay(folder: Path, ran: Ran) -> None:
     for extras in (set[str](), {"cuda"}, set[str](), {"test"}, {"cuda"}, set[str]()):
         install.install(folder, extras, oldest=False)
-    targets = [arguments[-1].removeprefix(str(install.ROOT)) for arguments in ran]
-    assert targets == ["", "[cuda]", "[test]"]
+    declared = install.read_project()["project"]
+    cuda = declared["dependencies"] + declared["optional-dependencies"]["cuda"]
+    test = [text for text in declared["optional-dependencies"]["test"] if text != "coldstream[cuda]"]
+    assert ran == [("-e", str(install.ROOT)), tuple(cuda), tuple(cuda + test)]
+
+
+def test_a_new_environment_or_a_changed_checkout_gets_the_package_with_its_extras(
+    folder: Path, ran: Ran, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install.install(folder, {"cuda"}, oldest=False)
+    monkeypatch.setattr(install, "digest", lambda oldest: "changed")
+    install.install(folder, {"test"}, oldest=False)
+    made = []
+    monkeypatch.setattr(install.subprocess, "run", lambda command, **options: made.append(command))
+    (folder / "bin" / "python").unlink()
+    (folder / ".installed").write_text('{"digest": "changed", "extras": []}')
+    install.install(folder, {"test"}, oldest=False)
+    assert len(made) == 1
+    assert ran == [("-e", f"{install.ROOT}[{extra}]") for extra in ("cuda", "test", "test")]
 
 
 def test_a_changed_checkout_is_installed_again(
@@ -123,7 +140,9 @@ def test_it_says_what_comes(folder: Path, ran: Ran, capsys: pytest.CaptureFixtur
     install.install(folder, {"cuda"}, oldest=False)
     (line,) = capsys.readouterr().out.splitlines()
     assert "with the extra cuda" in line
-    assert " MB of disk" in line
+    assert " MB of disk; compiling takes" in line
+    install.install(folder, {"test"}, oldest=False)
+    assert capsys.readouterr().out.endswith(" MB of disk\n")
 
 
 def test_pip_shows_how_far_it_is_and_why_it_failed(capfd: pytest.CaptureFixture[str]) -> None:
