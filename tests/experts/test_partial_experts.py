@@ -256,6 +256,7 @@ def test_an_error_of_one_step_leaves_the_next_one_prepared_for(path: Path) -> No
             partial.start_step(1)
             runner.queue(1)
             partial.launched()
+        assert partial.must_wait, "two steps run, and there is room for what two leave"
         late = partial.host.mailbox.words[WORDS_PER_LINE + 1 :][:1]
         late.fill_(3)
         with pytest.raises(GenerationFault, match="in time"):
