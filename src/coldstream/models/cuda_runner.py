@@ -87,9 +87,7 @@ class CudaRunner(ModelRunner):
         self._num_cpu_threads = plan.threads
         self._partial: PartialExperts | None = None
         self._num_steps = 0
-        self._in_flight: list[
-            tuple[int, tuple[Sequence, ...]]
-        ] = []  # steps that may still run: number, sequences
+        self._in_flight: list[tuple[int, tuple[Sequence, ...]]] = []  # running steps' numbers and sequences
         self._hidden: Activations | None = None
         self._steps = CapturedSteps()
         self._logits_on_device: torch.Tensor | None = None
