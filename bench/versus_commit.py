@@ -32,9 +32,15 @@ def old_side(options: argparse.Namespace, folder: Path) -> Side:
     python = folder / "bin" / "python"
     packages = sysconfig.get_path("purelib")
     paths = os.pathsep.join(str(path) for path in (options.old / "src", options.old / "bench", packages))
-    words = (str(options.model.resolve()), str(options.threads), str(CONTEXT), options.tier)
     environment = {**os.environ, "PYTHONPATH": paths}
-    return Side(str(python), "worker.py", *words, folder=options.old / "bench", environment=environment)
+    command = (str(python), "worker.py", *words(options))
+    return Side(*command, folder=options.old / "bench", environment=environment)
+
+
+def words(options: argparse.Namespace) -> tuple[str, ...]:
+    """The worker's arguments."""
+    ram = () if options.ram is None else (str(options.ram),)
+    return (str(options.model.resolve()), str(options.threads), str(CONTEXT), options.tier, *ram)
 
 
 def compare(case: Case, new: Side, old: Side, num_pairs: int) -> dict[str, float]:
@@ -61,13 +67,13 @@ def main() -> None:
     parser.add_argument("--old-commit", required=True)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tier", default="auto")
+    parser.add_argument("--ram", type=int, help="bytes of RAM for experts of both; the rest is on the disk")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    words = (str(options.model.resolve()), str(options.threads), str(CONTEXT), options.tier)
     with tempfile.TemporaryDirectory() as folder:
         old = old_side(options, Path(folder))
-        new = Side(sys.executable, "worker.py", *words)
+        new = Side(sys.executable, "worker.py", *words(options))
         cases: dict[str, Any] = {}
         for case in CASES:
             cases[case.name] = compare(case, new, old, options.pairs)
@@ -76,7 +82,8 @@ def main() -> None:
         old.close()
     result = {
         "model": options.model.name,
-        "command": f"python bench/versus_commit.py {options.model.name} --threads {options.threads}",
+        "command": f"python bench/versus_commit.py {options.model.name} --threads {options.threads}"
+        + (f" --ram {options.ram}" if options.ram else ""),
         "machine": asdict(Hardware.measure()),
         "old_commit": options.old_commit,
         "tiers": [new.about["tier"], old.about["tier"]],

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.gpu
 PROMPT = tuple(range(200, 240))
 SIZE = CacheSize.of(41, 512)
 GREEDY = SamplingParams(temperature=0)
-SAMPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95)
+# Hot enough that no model repeats itself: a text that does asks for the same experts at each step.
+SAMPLED = SamplingParams(temperature=2.0, top_k=200, top_p=0.98)
 Answer = tuple[list[int], np.ndarray]
 
 
@@ -180,7 +181,8 @@ def test_prefetching_changes_no_bit(share: float, prefetching: Prefetching, mode
         statistics = runner.gpu_experts
         assert statistics is not None
         assert statistics.prefetch is not None
-        assert statistics.prefetch.recall > 0.5
+        chance = runner.spec.num_experts_per_tok / runner.spec.num_experts
+        assert statistics.prefetch.recall > 1.5 * chance
         assert sum(statistics.prefetch.fetched) >= sum(statistics.prefetch.used) > 0
         for count in (2, 8, 9, 3):
             test_a_sequence_among_others(runner, count)
