@@ -1,4 +1,4 @@
-"""Where the time of one decode step on the GPU goes: by kind of kernel, and between kernels.
+"""Where the time of a step of few rows on the GPU goes: by kind of kernel, and between kernels.
 
     python bench/gpu_profile.py full.gguf
 
@@ -11,7 +11,6 @@ gap between two steps, in which the logits travel to the host, is counted apart.
 import argparse
 import json
 import re
-import shlex
 import statistics
 import sys
 import tempfile
@@ -118,18 +117,19 @@ def summarise(steps: Sequence[Sequence[Launch]], num_layers: int) -> dict[str, A
     }
 
 
-def trace_decode(runner: ModelRunner, depth: int, num_steps: int) -> list[Launch]:
-    """The launches of `num_steps` decoded tokens, after a prompt of `depth` tokens and two to warm up."""
+def trace_steps(runner: ModelRunner, depth: int, num_steps: int, rows: int) -> list[Launch]:
+    """The launches of steps of `rows` rows, after a prompt of `depth` tokens and two steps to warm up."""
     sequence = runner.new_sequence()
     runner.extend(sequence, range(FIRST_ID, FIRST_ID + depth))
     first = FIRST_ID + depth
-    for token_id in (first, first + 1):
-        np.asarray(runner.extend(sequence, (token_id,)))
+    starts = [first + step * rows for step in range(num_steps + 2)]
+    for start in starts[:2]:
+        np.asarray(runner.extend(sequence, range(start, start + rows)))
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        for step in range(num_steps):
-            np.asarray(runner.extend(sequence, (first + 2 + step,)))
+        for start in starts[2:]:
+            np.asarray(runner.extend(sequence, range(start, start + rows)))
         torch.cuda.synchronize()
     runner.release(sequence)
     with tempfile.TemporaryDirectory() as directory:
@@ -141,15 +141,17 @@ def trace_decode(runner: ModelRunner, depth: int, num_steps: int) -> list[Launch
 def profile(options: argparse.Namespace) -> dict[str, Any]:
     """All figures; see the module docstring."""
     bandwidth = measure_bandwidth("cuda", 0)
-    with LLM(options.model, device="cuda", ctx_size=options.depth + NUM_STEPS + 2) as llm:
+    ctx_size = options.depth + (NUM_STEPS + 2) * options.rows
+    with LLM(options.model, device="cuda", ctx_size=ctx_size) as llm:
         runner = llm.opened.runner
         weight_bytes = bytes_per_token(runner.spec, runner.file.tensors)
-        launches = trace_decode(runner, options.depth, NUM_STEPS)
+        launches = trace_steps(runner, options.depth, NUM_STEPS, options.rows)
         summary = summarise(split_steps(launches, NUM_STEPS), runner.spec.num_layers)
         return {
-            "command": shlex.join(["python", "bench/gpu_profile.py", options.model.name]),
+            "command": f"python bench/gpu_profile.py {options.model.name} --rows {options.rows}",
             "machine": describe("cuda"),
             "depth": options.depth,
+            "rows": options.rows,
             "steps": NUM_STEPS,
             "weight_bytes_per_token": weight_bytes,
             "bandwidth_bytes_s": bandwidth,
@@ -181,6 +183,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--depth", type=int, default=512, help="tokens before the steps")
+    parser.add_argument("--rows", type=int, default=1, help="of a step; bytes are counted for one")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "profile.json")
     parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
