@@ -26,11 +26,16 @@ def cpu_attention() -> str:
 def cpu_pairs() -> str:
     """Two models, timed in turns with the sources of two commits."""
     header = ["model", "test", "before, tok/s", "after, tok/s", "ratio (min–max of pairs)"]
-    rows, results = [], [load(f"pairs/{name}") for name in ("cpu_demo", "cpu_cut")]
+    rows, results = [], [load(f"pairs/{name}") for name in ("cpu_demo", "cpu_cut", "cpu_disk")]
+    # The command of a pair ends with the bytes of RAM, where they are limited.
+    commands = {r["command"]: r["command"].partition(" --ram ")[2] for r in results}
+    limits = {
+        command: f", {int(ram) / 1e6:.0f} MB of RAM" if ram else "" for command, ram in commands.items()
+    }
     for r in results:
         rows += [
             [
-                r["model"],
+                f"{r['model']}{limits[r['command']]}",
                 name,
                 f"{case['old_tok_s']:.0f}",
                 f"{case['new_tok_s']:.0f}",

@@ -4,9 +4,11 @@ import statistics
 from typing import Any
 
 from full_size_forecast import expected_tok_s
-from report_tables import has, load, table
+from report_tables import RESULTS, has, load, table
 
 GPU_CASES = ("pp168", "pp512", "pp2048", "pp8192", "tg128", "tg128 @ d8192", "tg128 @ d16384")
+
+LEAST_US = 150.0  # of a kind of kernel in the table of steps by rows
 
 
 def gpu_name(case: str) -> str:
@@ -112,6 +114,23 @@ def gpu_profile() -> str:
         ),
     ]
     return table(["kind of kernel", "launches", "µs", "share"], rows) + "\n" + "\n".join(summary) + "\n"
+
+
+def gpu_profile_rows() -> str:
+    """Where the time of a step goes by its number of rows: the kinds that take most of any."""
+    results = [
+        load(f"gpu/profile_rows/{path.stem}") for path in (RESULTS / "gpu/profile_rows").glob("*.json")
+    ]
+    results.sort(key=lambda r: r["rows"])
+    times = [{kind["kind"]: kind["us"] for kind in r["kinds"]} for r in results]
+    most = {kind: max(each.get(kind, 0.0) for each in times) for kind in set().union(*times)}
+    kinds = sorted((kind for kind in most if most[kind] >= LEAST_US), key=lambda kind: -most[kind])
+    rows = [[f"`{kind}`", *(f"{each[kind]:.0f}" if kind in each else "" for each in times)] for kind in kinds]
+    rows.append(["launches", *(str(r["launches_per_step"]) for r in results)])
+    rows.append(["whole step", *(f"{r['step_us']:.0f}" for r in results)])
+    r = results[0]
+    note = f"{r['machine']['gpu']}, commit {r['commit']}: `python bench/gpu_profile.py full.gguf --rows …`"
+    return table(["µs of kernels", *(f"{r['rows']} rows" for r in results)], rows) + f"\n{note}\n"
 
 
 def gpu_hybrid(name: str = "gpu/hybrid") -> str:
