@@ -1,6 +1,6 @@
 """Where the time of a step of few rows on the GPU goes: by kind of kernel, and between kernels.
 
-    python bench/gpu_profile.py full.gguf
+    python bench/gpu_profile.py full.gguf [--rows N]
 
 A profiler (CUPTI, through PyTorch) records every kernel of some steps after a prompt; its overhead is why
 the speed is measured without it (gpu.py). A kernel's kind is its name without template arguments. A gap is

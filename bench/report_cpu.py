@@ -1,5 +1,7 @@
 """The figures of the CPU: attention by type of keys and values, and a pair of commits."""
 
+from typing import Any
+
 from report_tables import load, table
 
 TYPES = ("f32", "i16", "i8", "i4", "i3")
@@ -23,19 +25,20 @@ def cpu_attention() -> str:
     return table(header, rows) + f"\nOne thread, commit {r['commit']}: {command}\n"
 
 
+def model_and_limit(result: dict[str, Any]) -> str:
+    """The model of a pair, and its bytes of RAM where the command ends with them."""
+    ram = result["command"].partition(" --ram ")[2]
+    return f"{result['model']}, {int(ram) / 1e6:.0f} MB of RAM" if ram else str(result["model"])
+
+
 def cpu_pairs() -> str:
-    """Two models, timed in turns with the sources of two commits."""
+    """Models, one of them also within a limit of RAM, timed in turns with the sources of two commits."""
     header = ["model", "test", "before, tok/s", "after, tok/s", "ratio (min–max of pairs)"]
     rows, results = [], [load(f"pairs/{name}") for name in ("cpu_demo", "cpu_cut", "cpu_disk")]
-    # The command of a pair ends with the bytes of RAM, where they are limited.
-    commands = {r["command"]: r["command"].partition(" --ram ")[2] for r in results}
-    limits = {
-        command: f", {int(ram) / 1e6:.0f} MB of RAM" if ram else "" for command, ram in commands.items()
-    }
     for r in results:
         rows += [
             [
-                f"{r['model']}{limits[r['command']]}",
+                model_and_limit(r),
                 name,
                 f"{case['old_tok_s']:.0f}",
                 f"{case['new_tok_s']:.0f}",

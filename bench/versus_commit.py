@@ -67,7 +67,9 @@ def main() -> None:
     parser.add_argument("--old-commit", required=True)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tier", default="auto")
-    parser.add_argument("--ram", type=int, help="bytes of RAM for experts of both; the rest is on the disk")
+    parser.add_argument(
+        "--ram", type=int, help="bytes that each side may take; other experts are on the disk"
+    )
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
