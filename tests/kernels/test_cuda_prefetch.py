@@ -13,7 +13,7 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import dot_lanes
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.experts.mailbox import Mailbox
-from coldstream.kernels.experts.partition import PairPlaces, partition_experts_cuda, sharing_of
+from coldstream.kernels.experts.partition import PairAddresses, partition_experts_cuda, sharing_of
 from coldstream.kernels.experts.prefetch import PROGRAM
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.router.cuda import Ahead, router_few_cuda
@@ -123,10 +123,12 @@ def test_nothing_arrives_once_its_layer_has_been_shared_out() -> None:
     assert brought(ring, 4, memories) == [7, 8, 9]
 
 
-def share_out(ring: PrefetchRing, layer: int, ids: torch.Tensor, stacks: Sequence[ExpertTable]) -> PairPlaces:
+def share_out(
+    ring: PrefetchRing, layer: int, ids: torch.Tensor, stacks: Sequence[ExpertTable]
+) -> PairAddresses:
     """The places of pairs of a layer that makes no guess."""
     tokens = len(ids)
-    places = PairPlaces(
+    places = PairAddresses(
         torch.zeros(3, tokens, RANKS, dtype=torch.int64, device=CUDA),
         torch.zeros(tokens, RANKS, dtype=torch.int32, device=CUDA),
     )

@@ -17,7 +17,7 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
 from coldstream.kernels.experts.partition import (
-    PairPlaces,
+    PairAddresses,
     Prefetched,
     partition_experts_cuda,
     sharing_of,
@@ -87,7 +87,7 @@ class Shared:
         self.used = torch.full((tokens, ranks), NOTHING_WRITTEN).int()
         self.box.words.fill_(NOTHING_WRITTEN)
         self.box.x.fill_(NOTHING_WRITTEN)
-        self.places = PairPlaces(
+        self.pair_addresses = PairAddresses(
             torch.full((MATRICES, tokens, ranks), NOTHING_WRITTEN),
             torch.full((tokens, ranks), NOTHING_WRITTEN).int(),
             torch.zeros(WORDS, dtype=torch.int64),
@@ -103,7 +103,7 @@ class Shared:
             for slots, mapped, step in zip(self._slots, layer.mapped, STEPS, strict=True)
         ]
         sharing = sharing_of(
-            stacks, self._streamed, self.box, layer.number, self.places, self.used, prefetched
+            stacks, self._streamed, self.box, layer.number, self.pair_addresses, self.used, prefetched
         )
         partition_experts_cuda(ids, x, sharing)
 
@@ -150,7 +150,9 @@ def test_every_pair_goes_to_the_place_that_is_its(
     assert [
         [(*place, cpu) for place, cpu in zip(zip(*addresses, strict=True), cpu_ids, strict=True)]
         for addresses, cpu_ids in zip(
-            shared.places.addresses.transpose(0, 1).tolist(), shared.places.cpu_ids.tolist(), strict=True
+            shared.pair_addresses.addresses.transpose(0, 1).tolist(),
+            shared.pair_addresses.cpu_ids.tolist(),
+            strict=True,
         )
     ] == pairs
     cpu_ids = [[pair[-1] for pair in token] for token in pairs]
@@ -163,8 +165,8 @@ def test_every_pair_goes_to_the_place_that_is_its(
     request = (layer.number + 1) | len(rows) << ROWS_SHIFT
     assert shared.box.request.item() == (request if is_asked else NOTHING_WRITTEN)
     assert shared.box.done[0].item() == (0 if is_asked else NOTHING_WRITTEN)
-    assert shared.places.stamps is not None
-    assert shared.places.stamps[2].item() == from_bus
+    assert shared.pair_addresses.stamps is not None
+    assert shared.pair_addresses.stamps[2].item() == from_bus
     assert [key % (1 << 32) for key in shared.keys.tolist()] == [
         key | USED * (place in used_places) for place, key in enumerate(layer.keys)
     ]
@@ -184,7 +186,7 @@ def test_more_tokens_than_warps(tokens: int, asking: int) -> None:
     rows[asking][3] = 11
     x = torch.randn(tokens, 40, generator=torch.Generator().manual_seed(tokens))
     shared = Shared(layer, torch.tensor(rows, dtype=torch.int32), x)
-    assert shared.places.cpu_ids.ge(0).nonzero().tolist() == [[asking % tokens, 3]]
+    assert shared.pair_addresses.cpu_ids.ge(0).nonzero().tolist() == [[asking % tokens, 3]]
     assert shared.box.request.item() == 3 | tokens << ROWS_SHIFT
     assert shared.used.tolist() == rows
 
@@ -205,7 +207,7 @@ def test_the_cpu_answers_what_the_device_asks(host: HostDevice) -> None:
         x = activations(number, tokens, WIDTH)
         slots = torch.arange(NUM_EXPERTS) % 2 * 1000  # those of even numbers are missing
         stacks = [ExpertTable(slots, QuantType.Q4_K, 1, 256, True) for _ in range(MATRICES)]
-        places = PairPlaces(torch.zeros(MATRICES, tokens, ranks).long(), torch.zeros(tokens, ranks).int())
+        places = PairAddresses(torch.zeros(MATRICES, tokens, ranks).long(), torch.zeros(tokens, ranks).int())
         streamed = torch.zeros(ranks + 1, dtype=torch.int32)
         partition_experts_cuda(ids, x, sharing_of(stacks, streamed, box, number, places, used))
         deadline = time.monotonic() + LIMIT_S

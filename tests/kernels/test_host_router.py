@@ -12,7 +12,7 @@ from test_host_partition import USED
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import dot_lanes
 from coldstream.kernels.experts.mailbox import Mailbox
-from coldstream.kernels.experts.partition import PairPlaces, Prefetched, PrefetchNotes, sharing_of
+from coldstream.kernels.experts.partition import PairAddresses, Prefetched, PrefetchNotes, sharing_of
 from coldstream.kernels.experts.prefetch import TALLIES
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.stamps import WORDS
@@ -148,7 +148,7 @@ def test_what_is_chosen_is_shared_out_and_the_ring_emptied(host: HostDevice) -> 
     slots = (torch.arange(experts) % 2) * 1000
     stacks = [ExpertTable(slots, QuantType.F32, 1, 4, True) for _ in range(MATRICES)]
     box, noted = Mailbox._of(ranks, cols, tokens), torch.full((tokens, ranks), -7).int()
-    places = PairPlaces(
+    places = PairAddresses(
         torch.full((MATRICES, tokens, ranks), -7), torch.full((tokens, ranks), -7).int(),
         torch.zeros(WORDS, dtype=torch.int64),
     )  # fmt: skip

@@ -52,7 +52,7 @@ Layout = type[ctypes.Structure] | np.dtype  # type: ignore[type-arg]
 TILING = "coldstream::many::{}"
 SHARED_OUT = {
     "Stack": partition.Stack,
-    "PairPlaces": partition._PairPlaces,
+    "PairAddresses": partition._PairAddresses,
     "Mailbox": partition._Mailbox,
     "Prefetched": partition.Prefetched,
     "PrefetchNotes": partition.PrefetchNotes,

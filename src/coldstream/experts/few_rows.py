@@ -18,7 +18,7 @@ from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.experts.cuda_layer import stacks_of
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
-from coldstream.kernels.experts.partition import MAX_RANKS, PairPlaces, sharing_of
+from coldstream.kernels.experts.partition import MAX_RANKS, PairAddresses, sharing_of
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
 from coldstream.kernels.quant_tensor import QuantTensor
@@ -65,11 +65,11 @@ class FewRows:
         num_experts_per_tok: int,
         experts: ExpertWeights,
     ) -> Routing:
-        """See `Executor`; `Routing.places` says where all pairs are computed."""
+        """See `Executor`; `Routing.pair_addresses` says where all pairs are computed."""
         tokens, ranks = x.shape[0], num_experts_per_tok
         is_one_launch = self._kernels.routes_at_once(tokens, shared_gate)
         layer, stacks = self._tables.number_of(experts), stacks_of(experts)
-        places = PairPlaces(
+        pair_addresses = PairAddresses(
             self._device.empty(3, tokens, ranks, dtype=torch.int64),
             self._device.empty(tokens, ranks, dtype=torch.int32),
             self.stamps[layer] if is_one_launch else None,
@@ -77,20 +77,20 @@ class FewRows:
         used = self.chosen.used[layer]
         ring = self._ring if is_one_launch and self.guesses(tokens) else None
         if ring is None:
-            sharing = sharing_of(stacks, self.streamed, self._mailbox, layer, places, used)
+            sharing = sharing_of(stacks, self.streamed, self._mailbox, layer, pair_addresses, used)
             routing = self._kernels.route(x, weight, shared_gate, ranks, sharing)
-            return replace(routing, places=places)
+            return replace(routing, pair_addresses=pair_addresses)
         later = layer + ring.distance
         is_guessing = later < len(self._tables.layers)
         sharing = sharing_of(
-            stacks, self.streamed, self._mailbox, layer, places, used, ring.prefetched(layer, stacks),
+            stacks, self.streamed, self._mailbox, layer, pair_addresses, used, ring.prefetched(layer, stacks),
             ring.notes(layer, is_guessing=is_guessing),
         )  # fmt: skip
         ahead = self._ahead(later, tokens, ranks) if is_guessing else None
         routing = self._kernels.route(x, weight, shared_gate, ranks, sharing, ahead)
         if is_guessing:
             self._fetch(ring, later, tokens)
-        return replace(routing, places=places)
+        return replace(routing, pair_addresses=pair_addresses)
 
     def _ahead(self, later: int, tokens: int, ranks: int) -> Ahead:
         router = self._tables.routers[later]
@@ -122,15 +122,15 @@ class FewRows:
     def compute(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         """Queues the pairs that have an address; the CPU computes the others meanwhile."""
         tokens, ranks = routing.ids.shape
-        places: PairPlaces = routing.places
+        pair_addresses: PairAddresses = routing.pair_addresses
         # Addresses are by pair, since pairs of one expert may be computed in different places.
         gate, up, down = (
             replace(stack, addresses=addresses.view(-1))
-            for stack, addresses in zip(stacks_of(weights), places.addresses, strict=True)
+            for stack, addresses in zip(stacks_of(weights), pair_addresses.addresses, strict=True)
         )
         of_pairs = replace(weights, gate=gate, up=up, down=down)
         pairs = self._pairs[: tokens * ranks].view(tokens, ranks)
         routed, shared = self._kernels.outputs(x, pairs, of_pairs, can_group=False)
         box = self._mailbox
-        elsewhere = RowsElsewhere(places.cpu_ids, box.out[:tokens], box.done, places.stamps)
+        elsewhere = RowsElsewhere(pair_addresses.cpu_ids, box.out[:tokens], box.done, pair_addresses.stamps)
         return ExpertOutputs(routed, shared, routing, elsewhere)

@@ -101,7 +101,7 @@ struct accumulators {
 
 template <class T, class Job>
 __device__ __forceinline__ void store_tile(
-    const Job& job, const header& head, const place& at, const accumulators<T>& sums) {
+    const Job& job, const header& head, const fragment& at, const accumulators<T>& sums) {
   int rows[T::nt][2];  // all are loaded before the first is used, so that the loads overlap
 #pragma unroll
   for (int n = 0; n < T::nt; n++)
@@ -123,7 +123,7 @@ __device__ __forceinline__ void store_tile(
 // Ends a group of inputs. The last group of a leaf also ends the leaf, and the last leaf ends the tile.
 template <class T, class Job>
 __device__ __forceinline__ void end_group(
-    const Job& job, const header& head, const place& at, accumulators<T>& sums) {
+    const Job& job, const header& head, const fragment& at, accumulators<T>& sums) {
   const int leaf = head.progress & 255, next = head.progress >> 8 & 255;
   if (leaf != next) sums.close(leaf, next);
   if (next == 8) {

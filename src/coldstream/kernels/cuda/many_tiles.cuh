@@ -12,7 +12,7 @@ namespace coldstream::many {
 
 template <class T, int nt>
 __device__ __forceinline__ void add_group(
-    const place& at, const uint8_t* stage, const uint8_t* unpacked, int num_blocks, accumulators<T>& sums) {
+    const fragment& at, const uint8_t* stage, const uint8_t* unpacked, int num_blocks, accumulators<T>& sums) {
   if constexpr (T::weights::in_place)
     add_in_place<T, nt>(at, stage, sums.p[0]);
   else if constexpr (T::weights::super)
@@ -24,7 +24,7 @@ __device__ __forceinline__ void add_group(
 // The narrowest set of products that covers `count` activation rows.
 template <class T>
 __device__ __forceinline__ void add_group_of(
-    int count, const place& at, const uint8_t* stage, const uint8_t* unpacked, int num_blocks,
+    int count, const fragment& at, const uint8_t* stage, const uint8_t* unpacked, int num_blocks,
     accumulators<T>& sums) {
   if (T::nt == 1 || count <= 8 * T::columns)
     add_group<T, 1>(at, stage, unpacked, num_blocks, sums);
@@ -39,7 +39,7 @@ template <class T, class Job>
 __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
   uint8_t* const unpacked = shared + T::stages * T::stage_bytes;
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
-  const place at = {lane, lane / 4, lane % 4, warp / T::columns * 16 * T::mt, warp % T::columns};
+  const fragment at = {lane, lane / 4, lane % 4, warp / T::columns * 16 * T::mt, warp % T::columns};
   accumulators<T> sums;
   sums.waiting = reinterpret_cast<float4*>(shared + T::waiting_at) + threadIdx.x;
   sums.clear();

@@ -52,7 +52,7 @@ struct block_planes {
   static constexpr bool has_high_bits = is_same<weights, q5_k>;
   uint32_t bytes[4][4], scales[2][2], high_bits[4];  // all of them early: loads take long
 
-  __device__ __forceinline__ block_planes(const place& at, const uint8_t* stage) {
+  __device__ __forceinline__ block_planes(const fragment& at, const uint8_t* stage) {
     const uint8_t* base = stage + T::weights_at;
     const uint32_t address = shared_address(base) + at.matrix_of_weights(T::weight_pitch);
 #pragma unroll
@@ -82,7 +82,7 @@ struct q6_k_row {
   int offset;
 
   template <class T>
-  __device__ static q6_k_row of(const place& at, const uint8_t* stage, int h) {
+  __device__ static q6_k_row of(const fragment& at, const uint8_t* stage, int h) {
     const int row = at.row + 8 * h + at.g;
     return {stage + T::weights_at + row * T::weight_pitch,
             reinterpret_cast<const int*>(stage + T::offsets_at)[row]};
@@ -96,7 +96,7 @@ struct q6_k_planes {
   q6_k_row rows[2];
   uint32_t low_bits[4][2], high_bits[4], scales[2][2];  // of 128 inputs, for the four registers of A
 
-  __device__ __forceinline__ q6_k_planes(const place& at, const uint8_t* stage)
+  __device__ __forceinline__ q6_k_planes(const fragment& at, const uint8_t* stage)
       : rows{q6_k_row::of<T>(at, stage, 0), q6_k_row::of<T>(at, stage, 1)} {}
 
   __device__ __forceinline__ void load_half_of(int half) {
@@ -135,7 +135,7 @@ struct block_floats {
   float d[2], dmin[2], offsets[nt][4];
 
   // Starts the products, which the caller commits.
-  __device__ __forceinline__ block_floats(const place& at, const uint8_t* stage) {
+  __device__ __forceinline__ block_floats(const fragment& at, const uint8_t* stage) {
     uint32_t halves[4];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -166,7 +166,7 @@ template <class T, int nt>
 struct q6_k_floats {
   float d[2];
 
-  __device__ __forceinline__ q6_k_floats(const place& at, const uint8_t* stage) {
+  __device__ __forceinline__ q6_k_floats(const fragment& at, const uint8_t* stage) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const q6_k_row row = q6_k_row::of<T>(at, stage, h);
@@ -193,7 +193,7 @@ struct kinds<T, nt, false> {
 // Adds the group at `stage` for 8 * nt activation rows.
 template <class T, int nt>
 __device__ __forceinline__ void add_group_by_warpgroups(
-    const place& at, const uint8_t* stage, float (&p)[T::nt][4]) {
+    const fragment& at, const uint8_t* stage, float (&p)[T::nt][4]) {
   using kind = kinds<T, nt, T::weights::in_place>;
   typename kind::planes planes(at, stage);
   typename kind::floats floats(at, stage);
@@ -222,7 +222,7 @@ __device__ __forceinline__ void add_group_by_warpgroups(
 // The narrowest set of products that covers `count` activation rows.
 template <class T>
 __device__ __forceinline__ void add_group_of_by_warpgroups(
-    int count, const place& at, const uint8_t* stage, float (&p)[T::nt][4]) {
+    int count, const fragment& at, const uint8_t* stage, float (&p)[T::nt][4]) {
   see_copies();
   if (count <= 16)
     add_group_by_warpgroups<T, 2>(at, stage, p);

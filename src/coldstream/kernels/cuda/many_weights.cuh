@@ -42,7 +42,7 @@ template <class A>
 constexpr bool is_same<A, A> = true;
 
 // Where a thread stands in its block's tile. Lane = 4 * g + t.
-struct place {
+struct fragment {
   int lane, g, t;
   int row;     // the first weight row of the warp
   int column;  // the first eight activation rows of the warp are column, column + columns, …
@@ -82,7 +82,7 @@ __device__ __forceinline__ void unpack_minima(const uint4& head, uint32_t (&mini
 // I of the super-blocks: nt tiles of the mt * 16 rows.
 template <class T, int nt>
 __device__ __forceinline__ void integer_sums(
-    const place& at, const uint8_t* stage, int (&total)[T::mt][nt][4]) {
+    const fragment& at, const uint8_t* stage, int (&total)[T::mt][nt][4]) {
   using weights = typename T::weights;
   constexpr bool has_high_bits = is_same<weights, q5_k>;
   constexpr int codes_at = has_high_bits ? 48 : 16;
@@ -146,7 +146,7 @@ __device__ __forceinline__ void integer_sums(
 
 // Scales of the activation rows 2t and 2t + 1 of tile n.
 template <class T>
-__device__ __forceinline__ float2 scales_of(const place& at, const uint8_t* stage, int n) {
+__device__ __forceinline__ float2 scales_of(const fragment& at, const uint8_t* stage, int n) {
   return *reinterpret_cast<const float2*>(
       stage + T::scales_at + 4 * ((n * T::columns + at.column) * 8 + 2 * at.t));
 }
@@ -169,7 +169,7 @@ struct minimum_rows {
   float d[2], dmin[2];
   uint32_t low[4], high[4];
 
-  __device__ __forceinline__ minimum_rows(const place& at, const uint8_t* stage, int m) {
+  __device__ __forceinline__ minimum_rows(const fragment& at, const uint8_t* stage, int m) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int row = at.row + 16 * m + 8 * h + at.g;
@@ -188,7 +188,7 @@ struct minimum_rows {
 
   // One super-block for the activation rows of tile n, whose I is `total`.
   __device__ __forceinline__ void add(
-      const place& at, const uint8_t* stage, int n, const int (&total)[4], float (&p)[4]) const {
+      const fragment& at, const uint8_t* stage, int n, const int (&total)[4], float (&p)[4]) const {
     uint32_t sums[2];
     load_two_matrices(
         sums, shared_address(stage + T::sums_at) + at.matrix_of_sums() + n * T::columns * 8 * sum_pitch);
@@ -207,7 +207,7 @@ struct minimum_rows {
 // One super-block of Q4_K or Q5_K.
 template <class T, int nt>
 __device__ __forceinline__ void add_in_place(
-    const place& at, const uint8_t* stage, float (&p)[T::mt][T::nt][4]) {
+    const fragment& at, const uint8_t* stage, float (&p)[T::mt][T::nt][4]) {
   int total[T::mt][nt][4];
   integer_sums<T, nt>(at, stage, total);
 #pragma unroll
@@ -221,7 +221,7 @@ __device__ __forceinline__ void add_in_place(
 // One super-block of sixteen rows of Q6_K for the activation rows of tile n, whose I is `total`.
 template <class T>
 __device__ __forceinline__ void add_product(
-    const place& at, const uint8_t* stage, const float (&d)[2], int n, const int (&total)[4], float (&p)[4]) {
+    const fragment& at, const uint8_t* stage, const float (&d)[2], int n, const int (&total)[4], float (&p)[4]) {
   const float2 a = scales_of<T>(at, stage, n);
 #pragma unroll
   for (int i = 0; i < 4; i++)
@@ -231,7 +231,7 @@ __device__ __forceinline__ void add_product(
 // One super-block of Q6_K, unpacked: sixteen sub-blocks of 16.
 template <class T, int nt>
 __device__ __forceinline__ void add_q6_k(
-    const place& at, const uint8_t* stage, const uint8_t* unpacked, float (&p)[T::mt][T::nt][4]) {
+    const fragment& at, const uint8_t* stage, const uint8_t* unpacked, float (&p)[T::mt][T::nt][4]) {
   const uint32_t a_address = shared_address(unpacked) + at.matrix_of_weights(code_pitch);
   const uint32_t b_address = shared_address(stage + T::codes_at) + at.matrix_of_codes();
   const uint8_t* table = unpacked + T::rows * code_pitch;
@@ -280,7 +280,7 @@ __device__ __forceinline__ void add_q6_k(
 // Eight blocks of 32, unpacked, of which the row has `num_blocks`; block b adds to accumulator b.
 template <class T, int nt>
 __device__ __forceinline__ void add_blocks(
-    const place& at, const uint8_t* stage, const uint8_t* unpacked, int num_blocks,
+    const fragment& at, const uint8_t* stage, const uint8_t* unpacked, int num_blocks,
     float (&p)[8][T::mt][T::nt][4]) {
   const uint32_t a_address = shared_address(unpacked) + at.matrix_of_weights(code_pitch);
   const uint32_t b_address = shared_address(stage + T::codes_at) + at.matrix_of_codes();

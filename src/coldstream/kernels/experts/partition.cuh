@@ -19,7 +19,7 @@ struct Stack {
 
 // By pair: addresses of its matrices for the GPU (0: the CPU computes it), and the expert that the CPU
 // computes (−1: none).
-struct PairPlaces {
+struct PairAddresses {
   int64_t* addresses[num_matrices];
   int* cpu_ids;
 };
@@ -53,7 +53,7 @@ struct PrefetchNotes {
 struct Sharing {
   Stack matrix[num_matrices];
   const int* streamed;  // [ranks + 1]: how many of a token's n missing experts are read over the bus
-  PairPlaces places;
+  PairAddresses pairs;
   Mailbox box;
   int* used;            // [tokens, ranks]: all experts of the layer's tokens, for the cache of slots
   LayerStamps* stamps;  // or null
@@ -143,8 +143,8 @@ __device__ __forceinline__ void make_room(const Sharing& sharing) {
 __device__ __forceinline__ void place_pair(const Sharing& sharing, int pair, int id,
                                            const int64_t (&addresses)[num_matrices], int cpu_id) {
 #pragma unroll
-  for (int i = 0; i < num_matrices; i++) sharing.places.addresses[i][pair] = addresses[i];
-  sharing.places.cpu_ids[pair] = sharing.box.ids[pair] = cpu_id;
+  for (int i = 0; i < num_matrices; i++) sharing.pairs.addresses[i][pair] = addresses[i];
+  sharing.pairs.cpu_ids[pair] = sharing.box.ids[pair] = cpu_id;
   sharing.used[pair] = id;
 }
 

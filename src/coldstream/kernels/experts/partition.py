@@ -28,7 +28,7 @@ class Stack(ctypes.Structure):
     _fields_ = (("slots", ctypes.c_void_p), ("mapped", ctypes.c_int64), ("step", ctypes.c_int64))
 
 
-class _PairPlaces(ctypes.Structure):
+class _PairAddresses(ctypes.Structure):
     _fields_ = (("addresses", ctypes.c_void_p * MATRICES), ("cpu_ids", ctypes.c_void_p))
 
 
@@ -65,7 +65,7 @@ class Sharing(ctypes.Structure):
     _fields_ = (
         ("matrix", Stack * MATRICES),
         ("streamed", ctypes.c_void_p),
-        ("places", _PairPlaces),
+        ("pairs", _PairAddresses),
         ("box", _Mailbox),
         ("used", ctypes.c_void_p),
         ("stamps", ctypes.c_void_p),
@@ -76,7 +76,7 @@ class Sharing(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class PairPlaces:
+class PairAddresses:
     """Where the pairs of a step are computed, T ≤ MAX_MAILBOX_ROWS.
 
     addresses: int64 [3, T, K], of gate, up and down for the GPU, 0 for the CPU's pairs; cpu_ids: int32
@@ -99,7 +99,7 @@ def sharing_of(
     streamed: torch.Tensor,
     mailbox: Mailbox,
     layer: int,
-    places: PairPlaces,
+    pair_addresses: PairAddresses,
     used: torch.Tensor,
     prefetched: Prefetched | None = None,
     notes: PrefetchNotes | None = None,
@@ -110,7 +110,7 @@ def sharing_of(
     how many of a token's n missing experts the GPU reads over the bus, if they are mapped; used: int32 [rows,
     K] on the device, at least T rows, where all ids are noted. ValueError for sizes out of range.
     """
-    _, tokens, ranks = places.addresses.shape
+    _, tokens, ranks = pair_addresses.addresses.shape
     if not 0 < tokens <= MAX_MAILBOX_ROWS or ranks > MAX_RANKS or len(streamed) < ranks + 1:
         raise ValueError(f"{tokens} tokens of {ranks} experts: at most {MAX_MAILBOX_ROWS} of {MAX_RANKS}")
     if len(used) < tokens or used.shape[1] != ranks:
@@ -119,13 +119,13 @@ def sharing_of(
     return Sharing(
         (Stack * MATRICES)(*map(stack_of, stacks)),
         streamed.data_ptr(),
-        _PairPlaces(
-            (ctypes.c_void_p * MATRICES)(*(matrix.data_ptr() for matrix in places.addresses)),
-            places.cpu_ids.data_ptr(),
+        _PairAddresses(
+            (ctypes.c_void_p * MATRICES)(*(matrix.data_ptr() for matrix in pair_addresses.addresses)),
+            pair_addresses.cpu_ids.data_ptr(),
         ),
         _Mailbox(*(part.data_ptr() for part in parts)),
         used.data_ptr(),
-        None if places.stamps is None else places.stamps.data_ptr(),
+        None if pair_addresses.stamps is None else pair_addresses.stamps.data_ptr(),
         (layer + 1) | tokens << ROWS_SHIFT,
         prefetched or Prefetched(),
         notes or PrefetchNotes(),
@@ -135,7 +135,7 @@ def sharing_of(
 def partition_experts_cuda(topk_ids: torch.Tensor, x: torch.Tensor, sharing: Sharing) -> None:
     """Shares out the pairs of int32 topk_ids [T, K] for float32 rows x [T, E].
 
-    Writes the places and the ids that `sharing` names, and asks the CPU for its pairs.
+    Writes the addresses and the ids that `sharing` names, and asks the CPU for its pairs.
     ValueError for arrays that do not fit.
     """
     tokens, ranks = topk_ids.shape
