@@ -9,6 +9,7 @@ each step launched before the host knows its token.
 """
 
 import argparse
+import math
 import shlex
 import statistics
 import sys
@@ -79,11 +80,12 @@ def fill(
 ) -> list[dict[str, Any]]:
     """For each depth: the seconds to fill it, those of its last chunk, and those of steps there."""
     deepest, results, spent = max(depths), [], 0.0
+    chunk = math.gcd(CHUNK, *depths)
     num_steps = UNTIMED_STEPS + repetitions
     token_ids = [(FIRST_ID + i) % runner.spec.vocab_size for i in range(deepest + num_steps * max(rows))]
     sequence = runner.new_sequence()
-    for start in range(0, deepest, CHUNK):
-        end = start + CHUNK
+    for start in range(0, deepest, chunk):
+        end = start + chunk
         last = seconds_of(runner, sequence, token_ids[start:end])
         spent += last
         if end not in depths:
@@ -112,13 +114,15 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "depth.json")
     parser.add_argument("--cache-type", choices=("i16", "i8", "i4", "i3"), default="i16")
-    parser.add_argument("--depths", type=numbers, default=[32768, 131072], help=f"multiples of {CHUNK}")
+    parser.add_argument(
+        "--depths", type=numbers, default=[32768, 131072], help=f"one, or multiples of {CHUNK}"
+    )
     parser.add_argument("--rows", type=numbers, default=[1, 8, 32, 64])
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
-    if any(depth % CHUNK for depth in options.depths):
-        parser.error(f"depths are multiples of {CHUNK}")
+    if len(options.depths) > 1 and any(depth % CHUNK for depth in options.depths):
+        parser.error(f"several depths are multiples of {CHUNK}")
     write_model(options.model, FULL_SHAPE.layers, FULL_SHAPE.vocab)
     words = ["python", "bench/gpu_depth.py", options.model.name, "--cache-type", options.cache_type]
     types = {"cache_type_k": options.cache_type, "cache_type_v": options.cache_type}

@@ -9,15 +9,16 @@ from machine_code import stack_bytes
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.compiler import KERNELS, compile_instance
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MatrixShape, instance_for, matrix_shape, tile_shape
-from coldstream.kernels.linear.cuda import LinearMatrix, share_blocks
+from coldstream.kernels.linear import cuda_float_few as float_few
+from coldstream.kernels.linear.cuda import SLICES, LinearMatrix, share_blocks
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 
-MAX_STACK_BYTES = 16  # a register or two set aside; an array in local memory is more
+MAX_STACK_BYTES = 32  # a few registers set aside; an array in local memory is more
 INSTANCES = [
     ("quantize/quantize.cu", "coldstream::quantize<256>"),
     ("quantize/quantize.cu", "coldstream::quantize<32>"),
     *(
-        (source, instance_for(f"coldstream::{name}", types))
+        (source, instance_for(f"coldstream::{name}", types, *slices))
         for types in (
             FEW_TYPES,
             {QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0},
@@ -25,13 +26,18 @@ INSTANCES = [
             {QuantType.Q6_K, QuantType.F32},
             {QuantType.Q8_0},
         )
-        for source, name in (
+        for source, name, *slices in (
             ("linear/few.cu", "linear_one"),
-            ("linear/few.cu", "linear_few"),
+            *(
+                ("linear/few.cu", "linear_few", slices)
+                for slices in SLICES
+                if slices == 1 or types <= INTEGER_TYPES
+            ),
             ("experts/few.cu", "expert_gate_up"),
             ("experts/few.cu", "expert_down"),
         )
     ),
+    *(("linear/float_few.cu", instance) for instance in float_few.PROGRAM.instances),
 ]
 
 

@@ -37,6 +37,7 @@ from coldstream.kernels.experts import (
 )
 from coldstream.kernels.gated_delta_net import cuda as delta_net
 from coldstream.kernels.linear import cuda as linear_few
+from coldstream.kernels.linear import cuda_float_few as float_few
 from coldstream.kernels.linear import cuda_float_many as float_many
 from coldstream.kernels.linear import cuda_many as linear_many
 from coldstream.kernels.linear.reference import BLOCK_TYPES
@@ -113,6 +114,11 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "LinearMatrix": linear_few.LinearMatrix,
         "LinearMatrices": linear_few.LinearMatrices,
         "LinearInputs": linear_few.LinearInputs,
+    },
+    "linear/float_few.cu": {
+        "FloatMatrix": float_few.FloatMatrix,
+        "FloatMatrices": float_few.FloatMatrices,
+        "FloatInputs": float_few.FloatInputs,
     },
     "linear/float_many.cu": {"float_job": float_many.FloatJob},
     "linear/many.cu": {"linear_job": linear_many.LinearJob},
@@ -238,9 +244,24 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     },
     "linear/few.cu": {
         "linear_max_matrices": linear_few.MAX_MATRICES,
+        "slice_rows": linear_few.SLICE_ROWS,
+        **{
+            f"tile_blocks({slices})": blocks
+            for slices, blocks in linear_few.TILE_BLOCKS_PER_PROCESSOR.items()
+        },
         "block_row_bytes": few_shapes.BLOCK_GROUP_BYTES,
         "block_types": sum(1 << int(quant_type) for quant_type in BLOCK_TYPES),
         **{f"int({each.name.lower()})": int(each) for each in QuantType},
+    },
+    "linear/float_few.cu": {
+        "float_max_matrices": float_few.MAX_MATRICES,
+        "float_few_threads": float_few.THREADS,
+        "tile_rows": float_few.TILE_ROWS,
+        "tile_tokens": float_few.TILE_TOKENS,
+        **{
+            f"num_stages * sizeof(FloatStage<{name}>)": float_few.STAGES * float_few.stage_bytes(quant_type)
+            for quant_type, name in float_many.NAMES.items()
+        },
     },
     "quantize/quantize.cu": {"block_elements": BLOCK_SIZE},
     "rms_norm/rms_norm.cu": {"group_elements": GROUP_SIZE},

@@ -31,9 +31,10 @@ RESERVED_BYTES = 1024  # shared memory per block that the system takes
 STATIC_BYTES = 1024  # most shared memory that a kernel declares statically
 
 
-def instance_for(kernel: str, types: Iterable[int]) -> str:
-    """The instance of a kernel that reads weights of these types, given by their numbers."""
-    return f"{kernel}<{sum(1 << number for number in {int(each) for each in types})}u>"
+def instance_for(kernel: str, types: Iterable[int], *numbers: int) -> str:
+    """The instance of a kernel with `numbers` that reads weights of these types, given by their numbers."""
+    mask = sum(1 << number for number in {int(each) for each in types})
+    return f"{kernel}<{', '.join([f'{mask}u', *map(str, numbers)])}>"
 
 
 def row_group_bytes(types: Iterable[int], *, at_once: bool) -> int:

@@ -1,11 +1,12 @@
-// Products of two to eight rows of activations with many weight rows on the tensor cores, as products_few.cuh
-// for one row by dp4a.
+// Products of 2 to 64 rows of activations with many weight rows on the tensor cores, as products_few.cuh for
+// one row by dp4a.
 //
 // A block takes units of sixteen weight rows times `1 << spread`, a pass of columns at a time, through one
 // ring of shared memory. Its warps share a unit by accumulator: a warp has one p of docs/arithmetic.md, of
 // all products of sixteen weight rows with all rows of x. The sums over the eight are taken across the warps.
-// In the integer products lane = 4 g + c has of the weights rows g and g + 8, of x row g, and of the results
-// (g, 2 c), (g, 2 c + 1), (g + 8, 2 c) and (g + 8, 2 c + 1).
+// Rows of x come in slices of eight, which meet the same unpacked weights. In the integer products
+// lane = 4 g + c has of the weights rows g and g + 8, of slice n row 8 n + g of x, and of the results of these
+// rows (g, 2 c), (g, 2 c + 1), (g + 8, 2 c) and (g + 8, 2 c + 1).
 #pragma once
 
 #include "cuda/products_few.cuh"
@@ -14,8 +15,9 @@
 namespace coldstream {
 
 constexpr int tile_warps = 8;
+constexpr int slice_rows = 8;
 
-// Up to eight quantised rows in shared memory; rows of codes are 16 bytes apart from a multiple of 128.
+// Quantised rows in shared memory; rows of codes are 16 bytes apart from a multiple of 128.
 struct TileRows {
   uint8_t* codes;
   uint8_t* sums;  // these and the scales as in SharedRow
@@ -68,35 +70,16 @@ __device__ __forceinline__ void copy_tile_rows(const TileRows& x, const int8_t* 
   }
 }
 
-// A lane's part of x for one group of 256.
+// A lane's part of a slice of x for one group of 256.
 struct TileGroup {
   const uint8_t* codes;  // of row g, from input 4 c
-  uint4 sums[2];         // of rows 2 c and 2 c + 1
-  float scales[2];
+  int at[2];             // the group of rows 2 c and 2 c + 1
 };
 
-__device__ __forceinline__ TileGroup tile_group(const TileRows& x, int group) {
-  const int lane = threadIdx.x % warp_size, c = lane % 4, last = x.num_rows - 1;
-  TileGroup found;
-  found.codes = x.codes + min(lane / 4, last) * x.row_bytes() + group * 256 + 4 * c;
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int at = min(2 * c + i, last) * x.groups + group;
-    found.sums[i] = load_16(x.sums + at * 16);
-    found.scales[i] = x.scales[at];
-  }
-  return found;
-}
-
-// The same for block j of a group, with the scales of the block and without sums.
-__device__ __forceinline__ TileGroup tile_block(const TileRows& x, int group, int j) {
-  const int lane = threadIdx.x % warp_size, c = lane % 4, last = x.num_rows - 1;
-  TileGroup found;
-  found.codes = x.codes + min(lane / 4, last) * x.row_bytes() + group * 256 + 4 * c;
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    found.scales[i] = x.scales[(min(2 * c + i, last) * x.groups + group) * scales_in_group + j];
-  return found;
+__device__ __forceinline__ TileGroup tile_group(const TileRows& x, int slice, int group) {
+  const int lane = threadIdx.x % warp_size, c = lane % 4, last = x.num_rows - 1, first = slice * slice_rows;
+  return {x.codes + min(first + lane / 4, last) * x.row_bytes() + group * 256 + 4 * c,
+          {min(first + 2 * c, last) * x.groups + group, min(first + 2 * c + 1, last) * x.groups + group}};
 }
 
 __device__ __forceinline__ uint32_t load_4(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
@@ -118,19 +101,19 @@ __device__ __forceinline__ void add_scaled(int (&sums)[4], const int (&d)[4], in
   sums[3] += scale_8 * d[3];
 }
 
-// p += (d · a) · sums, one fma each; d and d_8 of rows g and g + 8.
+// p += (d · a) · sums, one fma each; d and d_8 of weight rows g and g + 8, a of rows 2 c and 2 c + 1 of x.
 __device__ __forceinline__ void add_products(float (&p)[4], const int (&sums)[4], float d, float d_8,
-                                             const TileGroup& x) {
-  p[0] = __fmaf_rn(d * x.scales[0], float(sums[0]), p[0]);
-  p[1] = __fmaf_rn(d * x.scales[1], float(sums[1]), p[1]);
-  p[2] = __fmaf_rn(d_8 * x.scales[0], float(sums[2]), p[2]);
-  p[3] = __fmaf_rn(d_8 * x.scales[1], float(sums[3]), p[3]);
+                                             float a, float a_1) {
+  p[0] = __fmaf_rn(d * a, float(sums[0]), p[0]);
+  p[1] = __fmaf_rn(d * a_1, float(sums[1]), p[1]);
+  p[2] = __fmaf_rn(d_8 * a, float(sums[2]), p[2]);
+  p[3] = __fmaf_rn(d_8 * a_1, float(sums[3]), p[3]);
 }
 
 // Q4_K and Q5_K: two sub-blocks share 32 bytes of low bits; sub-block j has bit j of the bytes of high bits.
-template <bool has_fifth_bit>
-__device__ __forceinline__ void add_block_k(const uint8_t* block, const uint8_t* block_8, const TileGroup& x,
-                                            float (&p)[4]) {
+template <bool has_fifth_bit, int slices>
+__device__ __forceinline__ void add_block_k(const uint8_t* block, const uint8_t* block_8, const TileRows& x,
+                                            int group, float (&p)[slices][4]) {
   const int c = threadIdx.x % 4;
   const HeaderK header = unpack_header_k(load_16(block)), header_8 = unpack_header_k(load_16(block_8));
   uint32_t high[4] = {0, 0, 0, 0};
@@ -139,7 +122,10 @@ __device__ __forceinline__ void add_block_k(const uint8_t* block, const uint8_t*
     high[2] = load_4(block + 32 + 4 * c), high[3] = load_4(block_8 + 32 + 4 * c);
   }
   const int low_at = (has_fifth_bit ? 48 : 16) + 4 * c;
-  int sums[4] = {0, 0, 0, 0};
+  TileGroup inputs[slices];
+#pragma unroll
+  for (int n = 0; n < slices; n++) inputs[n] = tile_group(x, n, group);
+  int sums[slices][4] = {};
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
     const uint32_t words[4] = {load_4(block + low_at + 16 * j), load_4(block_8 + low_at + 16 * j),
@@ -152,18 +138,25 @@ __device__ __forceinline__ void add_block_k(const uint8_t* block, const uint8_t*
         a[i] = (words[i] >> (k % 2 * 4)) & 0x0f0f0f0f;
         if constexpr (has_fifth_bit) a[i] |= (k < 4 ? high[i] << (4 - k) : high[i] >> (k - 4)) & 0x10101010;
       }
-      int d[4];
-      multiply_bytes(d, a, load_4(x.codes + 32 * k), load_4(x.codes + 32 * k + 16), 0);
-      add_scaled(sums, d, byte_of(header.scales[k / 4], k % 4), byte_of(header_8.scales[k / 4], k % 4));
+      const int scale = byte_of(header.scales[k / 4], k % 4), scale_8 = byte_of(header_8.scales[k / 4], k % 4);
+#pragma unroll
+      for (int n = 0; n < slices; n++) {
+        int d[4];
+        multiply_bytes(d, a, load_4(inputs[n].codes + 32 * k), load_4(inputs[n].codes + 32 * k + 16), 0);
+        add_scaled(sums[n], d, scale, scale_8);
+      }
     }
   }
-  const int mins[4] = {dot_mins(header.mins, x.sums[0]), dot_mins(header.mins, x.sums[1]),
-                       dot_mins(header_8.mins, x.sums[0]), dot_mins(header_8.mins, x.sums[1])};
-  add_products(p, sums, header.d, header_8.d, x);
-  p[0] = __fmaf_rn(-(header.dmin * x.scales[0]), float(mins[0]), p[0]);
-  p[1] = __fmaf_rn(-(header.dmin * x.scales[1]), float(mins[1]), p[1]);
-  p[2] = __fmaf_rn(-(header_8.dmin * x.scales[0]), float(mins[2]), p[2]);
-  p[3] = __fmaf_rn(-(header_8.dmin * x.scales[1]), float(mins[3]), p[3]);
+#pragma unroll
+  for (int n = 0; n < slices; n++) {
+    const TileGroup& own = inputs[n];
+    const uint4 x_sums = load_16(x.sums + own.at[0] * 16), x_sums_1 = load_16(x.sums + own.at[1] * 16);
+    const float a = x.scales[own.at[0]], a_1 = x.scales[own.at[1]];
+    add_products(p[n], sums[n], header.d, header_8.d, a, a_1);
+    const int mins[4] = {dot_mins(header.mins, x_sums), dot_mins(header.mins, x_sums_1),
+                         dot_mins(header_8.mins, x_sums), dot_mins(header_8.mins, x_sums_1)};
+    add_products(p[n], mins, -header.dmin, -header_8.dmin, a, a_1);
+  }
 }
 
 // The sixteen int8 scales of a block of Q6_K.
@@ -171,13 +164,17 @@ __device__ __forceinline__ void load_scales_6(const uint8_t* block, uint32_t (&s
   load_words(block + 192, scales);
 }
 
-__device__ __forceinline__ void add_block_6(const uint8_t* block, const uint8_t* block_8, const TileGroup& x,
-                                            float (&p)[4]) {
+template <int slices>
+__device__ __forceinline__ void add_block_6(const uint8_t* block, const uint8_t* block_8, const TileRows& x,
+                                            int group, float (&p)[slices][4]) {
   const int c = threadIdx.x % 4;
   uint32_t scales[4], scales_8[4];
   load_scales_6(block, scales);
   load_scales_6(block_8, scales_8);
-  int sums[4] = {0, 0, 0, 0};
+  TileGroup inputs[slices];
+#pragma unroll
+  for (int n = 0; n < slices; n++) inputs[n] = tile_group(x, n, group);
+  int sums[slices][4] = {};
 #pragma unroll
   for (int part = 0; part < 4; part++) {
     const int half = part / 2, u = part % 2, low_at = 64 * half + 16 * u + 4 * c;
@@ -197,15 +194,23 @@ __device__ __forceinline__ void add_block_6(const uint8_t* block, const uint8_t*
         const uint32_t bits = low[r][run % 2];
         a[r] = FormatQ6K::join(run < 2 ? bits << 2 : bits >> 2, high[r] << (6 - 2 * run));
       }
-      int d[4];
       const int j = 8 * half + 2 * run + u;
-      multiply_16_bytes(d, a[0], a[1], load_4(x.codes + 16 * j));
-      add_scaled(sums, d, int8_t(byte_of(scales[j / 4], j % 4)), int8_t(byte_of(scales_8[j / 4], j % 4)));
+      const int scale = int8_t(byte_of(scales[j / 4], j % 4)), scale_8 = int8_t(byte_of(scales_8[j / 4], j % 4));
+#pragma unroll
+      for (int n = 0; n < slices; n++) {
+        int d[4];
+        multiply_16_bytes(d, a[0], a[1], load_4(inputs[n].codes + 16 * j));
+        add_scaled(sums[n], d, scale, scale_8);
+      }
     }
   }
+  const float d = FormatQ6K::d(block), d_8 = FormatQ6K::d(block_8);
 #pragma unroll
-  for (int i = 0; i < 4; i++) sums[i] >>= 2;
-  add_products(p, sums, FormatQ6K::d(block), FormatQ6K::d(block_8), x);
+  for (int n = 0; n < slices; n++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[n][i] >>= 2;
+    add_products(p[n], sums[n], d, d_8, x.scales[inputs[n].at[0]], x.scales[inputs[n].at[1]]);
+  }
 }
 
 // The words of a block of 32 for inputs 4 c … and 16 + 4 c …; a product is shifted right by the format's
@@ -230,35 +235,42 @@ __device__ __forceinline__ void unpack_words(FormatQ5_0, const uint8_t* block, i
   second = FormatQ5_0::join((word >> 1) & 0x78787878, bits >> (16 + 4 * c));
 }
 
-template <typename Format>
-__device__ __forceinline__ void add_block_32(const uint8_t* block, const uint8_t* block_8, const TileGroup& x,
-                                             int j, float (&p)[4]) {
+// Block j of a group.
+template <typename Format, int slices>
+__device__ __forceinline__ void add_block_32(const uint8_t* block, const uint8_t* block_8, const TileRows& x,
+                                             int group, int j, float (&p)[slices][4]) {
   const int c = threadIdx.x % 4;
   uint32_t a[4];
   unpack_words(Format{}, block, c, a[0], a[2]);
   unpack_words(Format{}, block_8, c, a[1], a[3]);
-  int sums[4];
-  multiply_bytes(sums, a, load_4(x.codes + 32 * j), load_4(x.codes + 32 * j + 16), 0);
+  const float d = load_half(block), d_8 = load_half(block_8);
 #pragma unroll
-  for (int i = 0; i < 4; i++) sums[i] >>= Format::shift;
-  add_products(p, sums, load_half(block), load_half(block_8), x);
+  for (int n = 0; n < slices; n++) {
+    const TileGroup own = tile_group(x, n, group);
+    int sums[4];
+    multiply_bytes(sums, a, load_4(own.codes + 32 * j), load_4(own.codes + 32 * j + 16), 0);
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[i] >>= Format::shift;
+    const float* scales = x.scales + j;
+    add_products(p[n], sums, d, d_8, scales[own.at[0] * scales_in_group], scales[own.at[1] * scales_in_group]);
+  }
 }
 
-template <typename Format>
+template <typename Format, int slices>
 __device__ __forceinline__ void add_blocks_32(const uint8_t* row, const uint8_t* row_8, int pass,
-                                              int num_blocks, const TileRows& x, float (&p)[4]) {
+                                              int num_blocks, const TileRows& x, float (&p)[slices][4]) {
   const int j = threadIdx.x / warp_size;
   for (int g = 0; g < 8; g++) {
     const int group = pass * 8 + g, offset = (g * 8 + j) * Format::bytes;
     if (group * 8 + j >= num_blocks) return;
-    add_block_32<Format>(row + offset, row_8 + offset, tile_block(x, group, j), j, p);
+    add_block_32<Format>(row + offset, row_8 + offset, x, group, j, p);
   }
 }
 
-// One pass of one unit into the warp's accumulator.
-template <Types types>
+// One pass of one unit into the warp's accumulators.
+template <Types types, int slices>
 __device__ __forceinline__ void add_tile(const Staged& staged, const MatrixShape& shape, int pass,
-                                         const TileRows& x, float (&p)[4]) {
+                                         const TileRows& x, float (&p)[slices][4]) {
   const int warp = threadIdx.x / warp_size, g = warp & ((8 >> shape.spread) - 1), group = pass * 8 + g;
   const int first_row = (warp >> (3 - shape.spread)) * 16 + threadIdx.x % warp_size / 4;
   const uint8_t *row = staged.row<false>(first_row), *row_8 = staged.row<false>(first_row + 8);
@@ -267,13 +279,12 @@ __device__ __forceinline__ void add_tile(const Staged& staged, const MatrixShape
   if (is_type<types, q4_0>(type)) return add_blocks_32<FormatQ4_0>(row, row_8, pass, num_blocks, x, p);
   if (is_type<types, q5_0>(type)) return add_blocks_32<FormatQ5_0>(row, row_8, pass, num_blocks, x, p);
   if (group >= x.groups) return;
-  const TileGroup inputs = tile_group(x, group);
   const bool is_q4 = is_type<types, q4_k>(type), is_q5 = is_type<types, q5_k>(type);
   const int bytes = is_q4 ? FormatQ4K::bytes : is_q5 ? FormatQ5K::bytes : FormatQ6K::bytes;
   const uint8_t *block = row + g * bytes, *block_8 = row_8 + g * bytes;
-  if (is_q4) add_block_k<false>(block, block_8, inputs, p);
-  if (is_q5) add_block_k<true>(block, block_8, inputs, p);
-  if (is_type<types, q6_k>(type)) add_block_6(block, block_8, inputs, p);
+  if (is_q4) add_block_k<false>(block, block_8, x, group, p);
+  if (is_q5) add_block_k<true>(block, block_8, x, group, p);
+  if (is_type<types, q6_k>(type)) add_block_6(block, block_8, x, group, p);
 }
 
 // Starts the copies of one pass of a unit by the whole block, a row by each warp in turn.
@@ -305,26 +316,29 @@ __device__ __forceinline__ Cursor fill_tile_ring(const Work& work, const Ring& r
   return ahead;
 }
 
-// The sums of a unit from the accumulators of its warps: finish(row of the matrix, t, sum).
-template <typename Finish>
+// The sums of a unit from the accumulators of its warps, [slices, warps, lanes, 4]: finish(row of the matrix, t,
+// sum).
+template <int slices, typename Finish>
 __device__ __forceinline__ void finish_tile(const float* partial, const MatrixShape& shape, int first_row,
                                             Finish&& finish) {
-  const int width = 8 >> shape.spread;
-  for (int i = threadIdx.x; i < 8 * shape.unit_rows; i += blockDim.x) {
-    const int part = i / 128, lane = i % 128 / 4, element = i % 4;
+  const int width = 8 >> shape.spread, slice_sums = slice_rows * shape.unit_rows;
+  for (int at = threadIdx.x; at < slices * slice_sums; at += blockDim.x) {
+    const int slice = at / slice_sums, i = at % slice_sums, part = i / 128, lane = i % 128 / 4, element = i % 4;
+    const float* from = partial + (slice * tile_warps + part * width) * 128 + i % 128;
     float p[8];
 #pragma unroll
-    for (int j = 0; j < 8; j++) p[j] = j < width ? partial[(part * width + j) * 128 + i % 128] : 0.0f;
-    finish(first_row + part * 16 + lane / 4 + element / 2 * 8, lane % 4 * 2 + element % 2, sum_of_eight(p));
+    for (int j = 0; j < 8; j++) p[j] = j < width ? from[j * 128] : 0.0f;
+    finish(first_row + part * 16 + lane / 4 + element / 2 * 8, slice * slice_rows + lane % 4 * 2 + element % 2,
+           sum_of_eight(p));
   }
 }
 
 // All units of the block.
-template <Types types, typename Finish>
+template <Types types, int slices, typename Finish>
 __device__ __forceinline__ void multiply_tiles_few(const Work& work, const Ring& ring, Cursor ahead,
                                                    const TileRows& x, float* partial, Finish&& finish) {
   const MatrixShape& shape = work.shape;
-  float p[4] = {0, 0, 0, 0};
+  float p[slices][4] = {};
   int index = 0;
   for (Cursor now = {work.first_unit, 0}; now.unit < work.num_units; now.advance(work)) {
     const int first_row = now.unit * shape.unit_rows;
@@ -335,14 +349,18 @@ __device__ __forceinline__ void multiply_tiles_few(const Work& work, const Ring&
     add_tile<types>({ring.stage_at(index), address, shape.stage_stride, shape.row_bytes}, shape, now.pass, x, p);
     const bool is_last = now.pass + 1 == shape.num_passes;
     if (is_last) {
-      reinterpret_cast<float4*>(partial)[threadIdx.x] = {p[0], p[1], p[2], p[3]};
-      p[0] = p[1] = p[2] = p[3] = 0;
+#pragma unroll
+      for (int n = 0; n < slices; n++) {
+        float4* const to = reinterpret_cast<float4*>(partial) + n * tile_warps * warp_size;
+        to[threadIdx.x] = {p[n][0], p[n][1], p[n][2], p[n][3]};
+        p[n][0] = p[n][1] = p[n][2] = p[n][3] = 0;
+      }
     }
     __syncthreads();
     start_tile_copies(work, ahead, ring.stage_at(index));
     ahead.advance(work);
     index = ring.after(index);
-    if (is_last) finish_tile(partial, shape, first_row, finish);
+    if (is_last) finish_tile<slices>(partial, shape, first_row, finish);
   }
 }
 

@@ -1,4 +1,4 @@
-"""Products of up to eight rows with several matrices in one launch, in CUDA C++."""
+"""Products of up to 64 rows with several matrices in one launch, in CUDA C++."""
 
 import ctypes
 from collections.abc import Sequence
@@ -31,12 +31,21 @@ from coldstream.kernels.quant_tensor import QuantTensor
 MAX_MATRICES = 8
 WARPS = 8
 BLOCKS_PER_PROCESSOR = 2
-TILE_BLOCKS_PER_PROCESSOR = 3
-PARTIAL_BYTES = WARPS * 32 * 16  # accumulators that warps exchange
+SLICE_ROWS = 8  # of activations that meet the same unpacked weights
+SLICES = (1, 2, 4, 8)  # that a block can take
+MAX_PARTS = 2  # of rows, beyond which kernels for many rows are faster
+MAX_TILE_ROWS = SLICE_ROWS * SLICES[-1]
+TILE_BLOCKS_PER_PROCESSOR = {1: 3, 2: 3, 4: 2, 8: 1}  # by slices, as in few.cu
+PARTIAL_BYTES = WARPS * 32 * 16  # accumulators of a slice that warps exchange
 ROW_BYTES = 16  # between quantised rows in shared memory
 ONE, FEW = "coldstream::linear_one", "coldstream::linear_few"
 PROGRAM = CudaProgram(
-    Path(__file__).with_name("few.cu"), tuple(instance_for(name, FEW_TYPES) for name in (ONE, FEW))
+    Path(__file__).with_name("few.cu"),
+    (
+        instance_for(ONE, FEW_TYPES),
+        instance_for(FEW, FEW_TYPES, 1),
+        *(instance_for(FEW, INTEGER_TYPES, slices) for slices in SLICES[1:]),
+    ),
 )
 
 
@@ -70,7 +79,20 @@ class LinearInputs(ctypes.Structure):
         ("stride", ctypes.c_int32),
         ("num_rows", ctypes.c_int32),
         ("groups", ctypes.c_int32),
+        ("part_rows", ctypes.c_int32),
     )
+
+
+def fits_few(weights: Sequence[QuantTensor], num_rows: int) -> bool:
+    """Whether `linear_few_cuda` is the best kernel for so many rows times weights of integer types.
+
+    It reads weights once for each part of the rows; where their columns leave room for only a few in a part,
+    kernels for many rows are faster.
+    """
+    if num_rows > MAX_TILE_ROWS or len(weights) > MAX_MATRICES:
+        return False
+    groups = -(-weights[0].shape[1] // GROUP_SIZE)
+    return _layout(device_limits(), weights, num_rows, groups).num_parts(num_rows) <= MAX_PARTS
 
 
 def linear_few_cuda(
@@ -80,48 +102,63 @@ def linear_few_cuda(
     activations: QuantActivations | None = None,
     x: torch.Tensor | None = None,
 ) -> None:
-    """Write x [T, K] times each of `weights` [N, K] into the `outs` float32 [T, N], T ≤ 8, in one launch.
+    """Write x [T, K] times each of `weights` [N, K] into the `outs` float32 [T, N], in one launch.
 
-    Weights of Q4_K, Q5_K and Q6_K need the quantised `activations` (laid out as `quantize/cuda.py` has it,
-    with a scale for each 256 inputs), other types the float32 `x`, which the kernel quantises for blocks of
-    32. A weight's bytes are contiguous and aligned to 16 bytes for Q4_K and Q5_K, 4 for F32, otherwise 2.
-    Rows of x and outs may have any stride, but for blocks of 32 rows of x are aligned to 16 bytes. ValueError
-    for other types (dequantise them first) and shapes that do not fit.
+    T ≤ MAX_TILE_ROWS, and T ≤ MAX_FEW_ROWS with weights of floats. Weights of Q4_K, Q5_K and Q6_K need the
+    quantised `activations` (laid out as `quantize/cuda.py` has it, with a scale for each 256 inputs), other
+    types the float32 `x`, which the kernel quantises for blocks of 32. A weight's bytes are contiguous and
+    aligned to 16 bytes for Q4_K and Q5_K, 4 for F32, otherwise 2. Rows of x and outs may have any stride, but
+    for blocks of 32 rows of x are aligned to 16 bytes. ValueError for other types (dequantise them first) and
+    shapes that do not fit.
     """
     num_rows, cols = outs[0].shape[0], weights[0].shape[1]
     _check(weights, outs, activations, x, num_rows)
     limits = device_limits()
     has_codes = any(weight.quant_type in INTEGER_TYPES for weight in weights)
     groups = -(-cols // GROUP_SIZE) if has_codes else 0
-    step, layout = _layout(limits, weights, num_rows, groups)
-    max_blocks = limits.num_processors * layout.plan.blocks_per_processor
-    for first in range(0, num_rows, step):
-        rows = slice(first, min(first + step, num_rows))
-        table = _matrices(weights, layout.shapes, outs, rows, max_blocks)
-        _launch(table, _inputs(activations, x, rows, groups), layout)
+    layout = _layout(limits, weights, num_rows, groups)
+    max_blocks = limits.num_processors * layout.plan.blocks_per_processor // layout.num_parts(num_rows)
+    inputs = _inputs(activations, x, num_rows, groups, layout.part_rows)
+    _launch(_matrices(weights, layout.shapes, outs, max_blocks), inputs, layout)
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Shared memory of one launch: bytes of a stage for integer types, and of the warps' rings for others."""
+    """How a launch is shared out.
+
+    part_rows: rows of activations that a block takes; stage_bytes: for integer types; value_stage_bytes: of
+    the warps' rings for others.
+    """
 
     shapes: Sequence[MatrixShape]
-    is_tiled: bool
+    part_rows: int
     stage_bytes: int
     value_stage_bytes: int
     plan: RingPlan
 
+    @property
+    def slices(self) -> int:
+        """Slices of `part_rows`, of the numbers that there are kernels for."""
+        return slices_of(self.part_rows)
 
-def _layout(
-    limits: DeviceLimits, weights: Sequence[QuantTensor], num_rows: int, groups: int
-) -> tuple[int, _Layout]:
-    """Rows per launch (all, if they fit into shared memory together), and their layout."""
-    step = num_rows
-    while step > 0:
-        layout = _layout_of(limits, weights, step, groups)
+    def num_parts(self, num_rows: int) -> int:
+        """Parts of `num_rows`, each with blocks of its own."""
+        return -(-num_rows // self.part_rows)
+
+
+def slices_of(num_rows: int) -> int:
+    """The fewest slices that a kernel takes at once and that hold so many rows."""
+    return next(slices for slices in SLICES if num_rows <= slices * SLICE_ROWS)
+
+
+def _layout(limits: DeviceLimits, weights: Sequence[QuantTensor], num_rows: int, groups: int) -> _Layout:
+    """For all rows in one part, if they fit into shared memory together, otherwise for more parts."""
+    part_rows = num_rows
+    while part_rows > 0:
+        layout = _layout_of(limits, weights, part_rows, groups)
         if layout is not None:
-            return step, layout
-        step //= 2
+            return layout
+        part_rows = part_rows // 2 if part_rows <= SLICE_ROWS else slices_of(part_rows) // 2 * SLICE_ROWS
     raise ValueError(f"a row of {groups * GROUP_SIZE} activations does not fit a block's shared memory")
 
 
@@ -141,27 +178,28 @@ def _layout_of(
     # weights early.
     units = sum(shape.num_units for shape in shapes)
     is_small = units <= limits.num_processors * (WARPS if num_rows == 1 else 1)
-    most = BLOCKS_PER_PROCESSOR if num_rows == 1 else TILE_BLOCKS_PER_PROCESSOR
+    slices = slices_of(num_rows)
+    most = BLOCKS_PER_PROCESSOR if num_rows == 1 else TILE_BLOCKS_PER_PROCESSOR[slices]
     max_blocks = 1 if is_small else most
     row_bytes = groups * row_group_bytes(types, at_once=False)
     if num_rows == 1:
         stage_bytes = max(stage_bytes, value_bytes)
         plan = plan_ring(limits, WARPS * stage_bytes, row_bytes + SLACK_BYTES, max_blocks)
     else:
-        others = num_rows * (row_bytes + ROW_BYTES) + PARTIAL_BYTES + SLACK_BYTES
+        others = num_rows * (row_bytes + ROW_BYTES) + slices * PARTIAL_BYTES + SLACK_BYTES
         plan = plan_ring(limits, max(stage_bytes, WARPS * value_bytes), others, max_blocks)
-    return None if plan is None else _Layout(shapes, num_rows > 1, stage_bytes, value_bytes, plan)
+    return None if plan is None else _Layout(shapes, num_rows, stage_bytes, value_bytes, plan)
 
 
 def _inputs(
-    activations: QuantActivations | None, x: torch.Tensor | None, rows: slice, groups: int
+    activations: QuantActivations | None, x: torch.Tensor | None, num_rows: int, groups: int, part_rows: int
 ) -> LinearInputs:
-    inputs = LinearInputs(num_rows=rows.stop - rows.start, groups=groups)
+    inputs = LinearInputs(num_rows=num_rows, groups=groups, part_rows=part_rows)
     if activations is not None:
-        inputs.q, inputs.scales = activations.q[rows].data_ptr(), activations.scales[rows].data_ptr()
-        inputs.sums = activations.sums[rows].data_ptr()
+        inputs.q, inputs.scales = activations.q.data_ptr(), activations.scales.data_ptr()
+        inputs.sums = activations.sums.data_ptr()
     if x is not None:
-        inputs.values, inputs.stride = x[rows].data_ptr(), x.stride(0)
+        inputs.values, inputs.stride = x.data_ptr(), x.stride(0)
     return inputs
 
 
@@ -169,7 +207,6 @@ def _matrices(
     weights: Sequence[QuantTensor],
     shapes: Sequence[MatrixShape],
     outs: Sequence[torch.Tensor],
-    rows: slice,
     max_blocks: int,
 ) -> LinearMatrices:
     """The kernel's table, with float matrices first, as their sums are the longest chains."""
@@ -178,7 +215,7 @@ def _matrices(
     table, first_block = LinearMatrices(count=len(weights)), 0
     for entry, (i, num_blocks) in zip(table.at, zip(order, blocks, strict=True), strict=False):
         entry.weight = weights[i].blocks.data_ptr()
-        entry.out, entry.out_stride = outs[i][rows].data_ptr(), outs[i].stride(0)
+        entry.out, entry.out_stride = outs[i].data_ptr(), outs[i].stride(0)
         entry.first_block, entry.num_blocks = first_block, num_blocks
         entry.shape = shapes[i]
         first_block += num_blocks
@@ -197,12 +234,13 @@ def share_blocks(shapes: Sequence[MatrixShape], max_blocks: int) -> list[int]:
 
 def _launch(table: LinearMatrices, inputs: LinearInputs, layout: _Layout) -> None:
     last, plan = table.at[table.count - 1], layout.plan
-    name, sizes = ONE, [layout.stage_bytes]
-    if layout.is_tiled:
-        name, sizes = FEW, [layout.stage_bytes, layout.value_stage_bytes]
-    types = (shape.type for shape in layout.shapes)
-    PROGRAM.kernel(instance_for(name, types)).launch(
-        (last.first_block + last.num_blocks, 1, 1),
+    types = [shape.type for shape in layout.shapes]
+    name, sizes = instance_for(ONE, types), [layout.stage_bytes]
+    if inputs.num_rows > 1:
+        name = instance_for(FEW, types, layout.slices)
+        sizes = [layout.stage_bytes, layout.value_stage_bytes]
+    PROGRAM.kernel(name).launch(
+        (last.first_block + last.num_blocks, layout.num_parts(inputs.num_rows), 1),
         WARPS * 32,
         (table, inputs, *sizes, plan.stages),
         shared_bytes=plan.shared_bytes,
@@ -217,7 +255,9 @@ def _check(
     x: torch.Tensor | None,
     num_rows: int,
 ) -> None:
-    if not 0 < len(weights) == len(outs) <= MAX_MATRICES or not 0 < num_rows <= MAX_FEW_ROWS:
+    is_integer = INTEGER_TYPES.issuperset(weight.quant_type for weight in weights)
+    max_rows = MAX_TILE_ROWS if is_integer else MAX_FEW_ROWS
+    if not 0 < len(weights) == len(outs) <= MAX_MATRICES or not 0 < num_rows <= max_rows:
         raise ValueError(
             f"{len(weights)} weights, {len(outs)} outputs and {num_rows} rows are not one launch"
         )

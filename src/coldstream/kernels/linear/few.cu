@@ -1,4 +1,5 @@
-// y = x · Wᵀ for up to eight rows of x and several matrices in one launch: every weight is read once.
+// y = x · Wᵀ for up to 64 rows of x and several matrices in one launch: every weight is read once, or once for
+// each part of the rows.
 #include "cuda/products_tiles.cuh"
 
 extern __shared__ float4 dynamic_shared[];
@@ -37,6 +38,21 @@ struct LinearInputs {
   int stride;  // of values
   int num_rows;
   int groups;
+  int part_rows;  // that a block takes: those from blockIdx.y * part_rows on
+
+  __device__ __forceinline__ int first_row() const { return blockIdx.y * part_rows; }
+
+  // The block's part.
+  __device__ __forceinline__ LinearInputs part() const {
+    const int64_t first = first_row(), first_group = first * groups;
+    LinearInputs own = *this;
+    own.q += first_group * group_elements;
+    own.scales += first_group;
+    own.sums += first_group * (group_elements / sum_elements);
+    own.values += first * stride;
+    own.num_rows = min(part_rows, num_rows - int(first));
+    return own;
+  }
 };
 
 __device__ __forceinline__ int this_matrix(const LinearMatrices& matrices) {
@@ -98,23 +114,29 @@ __global__ void __launch_bounds__(linear_threads, 3)
   multiply_by_warps<types, 1>(matrices.at[this_matrix(matrices)], x, memory, stage_bytes, stages);
 }
 
-// Two to eight rows. `value_stage_bytes` is for the rings of float matrices.
-template <Types types>
-__global__ void __launch_bounds__(linear_threads, 3)
-    linear_few(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs x,
+// Blocks on a processor at once, which limit the registers of a thread.
+constexpr int tile_blocks(int slices) { return slices <= 2 ? 3 : slices <= 4 ? 2 : 1; }
+
+// Two rows or more, up to `slices` times eight in a part; of float matrices, up to eight in one part.
+// `value_stage_bytes` is for the rings of float matrices.
+template <Types types, int slices>
+__global__ void __launch_bounds__(linear_threads, tile_blocks(slices))
+    linear_few(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs all,
                int stage_bytes, int value_stage_bytes, int stages) {
   uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
   release_next_grid();
   const LinearMatrix& matrix = matrices.at[this_matrix(matrices)];
-  if (is_float<types>(matrix.shape.type)) {
-    return multiply_by_warps<types & float_types, 8>(matrix, x, memory, value_stage_bytes, stages);
+  if constexpr (slices == 1) {
+    if (is_float<types>(matrix.shape.type))
+      return multiply_by_warps<types & float_types, 8>(matrix, all, memory, value_stage_bytes, stages);
   }
   const Work work = share_units(matrix, false);
   const Ring ring = {memory, stage_bytes, stages};
   const Cursor ahead = fill_tile_ring(work, ring);
   wait_for_previous_grid();
+  const LinearInputs x = all.part();
   float* partial = reinterpret_cast<float*>(memory + stages * stage_bytes);
-  uint8_t* behind = reinterpret_cast<uint8_t*>(partial + 4 * linear_threads);
+  uint8_t* behind = reinterpret_cast<uint8_t*>(partial + slices * 4 * linear_threads);
   TileRows rows = tile_rows(behind, x.num_rows, x.groups);
   if (is_block_type<types>(matrix.shape.type)) {
     rows = tile_block_rows(behind, x.num_rows, x.groups);
@@ -122,8 +144,8 @@ __global__ void __launch_bounds__(linear_threads, 3)
   } else {
     copy_tile_rows(rows, x.q, x.scales, x.sums);
   }
-  multiply_tiles_few<types>(work, ring, ahead, rows, partial, [&](int row, int t, float y) {
-    if (row < matrix.shape.num_rows && t < x.num_rows) matrix.store(t, row, y);
+  multiply_tiles_few<types, slices>(work, ring, ahead, rows, partial, [&](int row, int t, float y) {
+    if (row < matrix.shape.num_rows && t < x.num_rows) matrix.store(all.first_row() + t, row, y);
   });
 }
 

@@ -3,26 +3,12 @@
 // Sixteen neighbouring lanes share a tile of thread_tokens * thread_rows outputs; lane r owns the
 // accumulators of inputs i = r (mod 16), so that an output's sums stay in order and end in one tree over
 // lanes.
-#include "cuda/common.cuh"
+#include "linear/float_weights.cuh"
 
 using namespace coldstream;
 
-constexpr int lanes = 16;
 constexpr int threads = 512;
 constexpr int group_columns = 4;  // groups of sixteen lanes side by side in a tile
-
-struct float32 {
-  using storage = float;
-  static __device__ float value(float v) { return v; }
-};
-struct float16 {
-  using storage = uint16_t;
-  static __device__ float value(uint16_t v) { return half_to_float(v); }
-};
-struct bfloat16 {
-  using storage = uint16_t;
-  static __device__ float value(uint16_t v) { return bfloat16_to_float(v); }
-};
 
 // depth: inputs of a stage.
 template <class weights_, int thread_tokens_, int thread_rows_, int depth_>
@@ -102,21 +88,6 @@ __device__ __forceinline__ void add_stage(
 #pragma unroll
       for (int j = 0; j < T::thread_rows; j++) p[i][j] = __fmaf_rn(x[i], w[j], p[i][j]);
   }
-}
-
-// Sixteen lanes have sixteen sums each; lane r gets the sum over the lanes of element r. In each of four steps a lane
-// exchanges half of its elements for the other addends of those it keeps.
-__device__ __forceinline__ float sum_of_lanes(float (&p)[16], int lane) {
-#pragma unroll
-  for (int half = 8; half >= 1; half /= 2) {
-    const bool upper = lane & half;
-#pragma unroll
-    for (int i = 0; i < half; i++) {
-      const float kept = upper ? p[i + half] : p[i], given = upper ? p[i] : p[i + half];
-      p[i] = kept + __shfl_xor_sync(all_lanes, given, half);
-    }
-  }
-  return p[0];
 }
 
 template <class T>

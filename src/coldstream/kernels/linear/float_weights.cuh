@@ -1,0 +1,44 @@
+// Weights of floats, and the sums of the kernels that multiply many rows with them: sixteen neighbouring lanes have
+// the sixteen accumulators of docs/arithmetic.md.
+#pragma once
+
+#include "cuda/common.cuh"
+
+namespace coldstream {
+
+constexpr int lanes = 16;
+
+struct float32 {
+  using storage = float;
+  static __device__ float value(float v) { return v; }
+};
+struct float16 {
+  using storage = uint16_t;
+  static __device__ float value(uint16_t v) { return half_to_float(v); }
+};
+struct bfloat16 {
+  using storage = uint16_t;
+  static __device__ float value(uint16_t v) { return bfloat16_to_float(v); }
+};
+
+// A lane keeps `half` elements, its upper or its lower ones, and gives the others for the other addends of those.
+template <int half>
+__device__ __forceinline__ void exchange_halves(float (&p)[16], int lane) {
+  const bool upper = lane & half;
+#pragma unroll
+  for (int i = 0; i < half; i++) {
+    const float kept = upper ? p[i + half] : p[i], given = upper ? p[i] : p[i + half];
+    p[i] = kept + __shfl_xor_sync(all_lanes, given, half);
+  }
+}
+
+// Sixteen lanes have sixteen sums each; lane r gets the sum over the lanes of element r.
+__device__ __forceinline__ float sum_of_lanes(float (&p)[16], int lane) {
+  exchange_halves<8>(p, lane);
+  exchange_halves<4>(p, lane);
+  exchange_halves<2>(p, lane);
+  exchange_halves<1>(p, lane);
+  return p[0];
+}
+
+}  // namespace coldstream
