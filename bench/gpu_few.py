@@ -1,10 +1,11 @@
-"""Times the CUDA C++ kernels for one to eight rows at the shapes of Qwen3.6-35B-A3B, beside their byte floor.
+"""Times the CUDA C++ kernels for few rows at the shapes of Qwen3.6-35B-A3B, beside their byte floor.
 
     python bench/gpu_few.py [--rows 1 2 4 8] [--kernels-from DIR] [--all-types] [--json]
 
 The ceiling comes first: what a copy between buffers of the device reaches. A case runs LAUNCHES times in one
 captured graph, each time on other weights, so that none is in the L2 cache when it is read; the time of one
-launch is the median of the graph's replays. The floor counts every weight byte once.
+launch is the median of the graph's replays. The floor counts every weight byte once. Experts have kernels for
+up to eight rows, products with dense weights for up to 64, there with a launch of its own for floats.
 
 With --kernels-from the CUDA sources of another tree, whose kernels take the same arguments, are timed in
 turns with this tree's; DIR is its src/coldstream/kernels. With --all-types experts go through kernels for
@@ -24,13 +25,15 @@ import torch
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda import compiler
-from coldstream.kernels.cuda.few_shapes import FEW_TYPES, instance_for
+from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MAX_FEW_ROWS, instance_for
 from coldstream.kernels.cuda.program import Kernel
 from coldstream.kernels.experts import cuda as experts
 from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows, launch_down, launch_gate_up
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear import cuda as linear
 from coldstream.kernels.linear.cuda import linear_few_cuda
+from coldstream.kernels.linear.cuda_float_few import float_linear_few
+from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
 from device import graph_seconds, measure_bandwidth
@@ -46,6 +49,7 @@ LINEAR_CASES: dict[str, tuple[int, list[Matrix]]] = {
     "DeltaNet qkv+z+alpha+beta": (HIDDEN, [(Q4K, 8192), (Q4K, 4096), (F32, 32), (F32, 32)]),
     "ssm_out": (4096, [(Q4K, HIDDEN)]),
     "attention q+k+v": (HIDDEN, [(Q4K, 8192), (Q4K, 512), (Q6K, 512)]),
+    "router+gate": (HIDDEN, [(F32, EXPERTS), (F32, 1)]),
     "head": (HIDDEN, [(Q6K, VOCAB)]),
 }
 
@@ -75,9 +79,16 @@ def linear_case(name: str, cols: int, matrices: list[Matrix], rows: int) -> Case
     quantized = empty_activations(rows, cols, x.device)
     quantize_cuda(x, quantized)
     outs = [torch.empty(rows, size, device="cuda") for _, size in matrices]
+    num_integers = (
+        sum(kind in INTEGER_TYPES for kind, _ in matrices) if rows > MAX_FEW_ROWS else len(matrices)
+    )
 
     def launch(i: int) -> None:
-        linear_few_cuda(weights[i % copies], outs, activations=quantized, x=x)
+        own = weights[i % copies]
+        if num_integers:
+            linear_few_cuda(own[:num_integers], outs[:num_integers], activations=quantized, x=x)
+        if num_integers < len(own):
+            float_linear_few(x, own[num_integers:], outs[num_integers:])
 
     return Case(name, rows, launch, num_bytes)
 
@@ -122,7 +133,7 @@ def expert_cases(down_type: QuantType, rows: int, with_shared: bool = True) -> I
 def all_cases(rows: int) -> Iterator[Case]:
     for name, (cols, matrices) in LINEAR_CASES.items():
         yield linear_case(name, cols, matrices, rows)
-    for down_type in (Q4K, Q6K):
+    for down_type in (Q4K, Q6K) if rows <= MAX_FEW_ROWS else ():
         yield from expert_cases(down_type, rows)
 
 
