@@ -130,7 +130,9 @@ def main() -> int:
     ctx_size = max(options.depths) + max(most_rows, UNTIMED_STEPS + GENERATED + 1)
     with LLM(options.model, device="cuda", ctx_size=ctx_size, **types) as llm:
         runner = llm.opened.runner
-        fill(runner, [CHUNK], options.rows, 1)  # kernels and graphs are there when the clock starts
+        fill(
+            runner, [min([CHUNK, *options.depths])], options.rows, 1
+        )  # kernels and graphs are there when the clock starts
         result = {
             "command": shlex.join(words),
             "machine": describe("cuda"),

@@ -13,7 +13,8 @@ from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 
-MAX_FEW_ROWS = 8  # rows of activations in one launch
+MAX_FEW_ROWS = 8  # rows of activations in one launch with weights of floats
+MAX_PAIR_ROWS = 64  # in one launch of experts, where every pair of a row and an expert has its own blocks
 WARP_SIZE = 32
 COPY_BYTES = 16
 QUAD_ROWS = 4  # weight rows that a group of four lanes works on

@@ -11,7 +11,7 @@ from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.few_shapes import (
     FEW_TYPES,
     GROUP_TYPES,
-    MAX_FEW_ROWS,
+    MAX_PAIR_ROWS,
     SLACK_BYTES,
     MatrixShape,
     instance_for,
@@ -100,7 +100,9 @@ def experts_few_cuda(
     activations: QuantActivations | None = None,
     x: torch.Tensor | None = None,
 ) -> None:
-    """down(silu(gate x) · up x) of each chosen expert, kept apart, and of the shared expert. T ≤ 8.
+    """down(silu(gate x) · up x) of each chosen expert, kept apart, and of the shared expert.
+
+    T ≤ MAX_PAIR_ROWS.
 
     topk_ids int32 [T, K], contiguous, each an expert of the tables. Gates and ups of Q4_K, Q5_K and Q6_K need
     `activations`, the rows [T, E] quantised with a scale for each 256 (`quantize/cuda.py`); other types need
@@ -207,7 +209,7 @@ def _check(
     tokens, ranks = topk_ids.shape
     size, cols = weights.gate.rows, weights.gate.cols
     tables = (weights.up.rows, weights.up.cols, weights.down.rows, weights.down.cols)
-    if tables != (size, cols, cols, size) or not 0 < tokens <= MAX_FEW_ROWS:
+    if tables != (size, cols, cols, size) or not 0 < tokens <= MAX_PAIR_ROWS:
         raise ValueError(f"experts of {tables} do not fit gates [{size}, {cols}] and {tokens} tokens")
     if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous():
         raise ValueError("expert ids must be contiguous int32")

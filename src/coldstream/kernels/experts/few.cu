@@ -1,4 +1,4 @@
-// Routed experts and the shared one for up to eight tokens. Every (token, rank) pair has blocks of its own,
+// Routed experts and the shared one for few tokens. Every (token, rank) pair has blocks of its own,
 // and behind a token's ranks comes its shared expert. Routed experts are found through tables of addresses;
 // the pairs of an expert with the address 0 are left out.
 #include "cuda/products_few.cuh"

@@ -12,7 +12,7 @@ import torch
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import QuantActivations
 from coldstream.kernels.cuda.activations import Activations, as_floats
-from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MAX_FEW_ROWS
+from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MAX_FEW_ROWS, MAX_PAIR_ROWS
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.products import CudaProducts
 from coldstream.kernels.dequantize.cuda import dequantize_matrices_cuda
@@ -36,6 +36,9 @@ from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.router.cuda import Ahead, router_choose_cuda, router_few_cuda
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
 
+# Up to so many, few experts have several rows, and grouping them takes longer than it saves.
+MAX_UNGROUPED_ROWS = 16
+
 
 class Form(Enum):
     """Which kernels compute routed experts."""
@@ -50,7 +53,7 @@ class Form(Enum):
         types = [stack.quant_type for stack in stacks]
         if not FEW_TYPES.issuperset(types):
             return cls.FLOATS
-        is_many = can_group and tokens > MAX_FEW_ROWS and INTEGER_TYPES.issuperset(types)
+        is_many = can_group and tokens > MAX_UNGROUPED_ROWS and INTEGER_TYPES.issuperset(types)
         return cls.MANY if is_many else cls.FEW
 
 
@@ -129,7 +132,7 @@ class MoeKernels:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Outputs of the routed experts [T, K, E], undefined where an address is 0, and of `shared`."""
         is_few = Form.of(len(ids), stacks_of(weights), can_group=can_group) is Form.FEW
-        if is_few and len(ids) <= MAX_FEW_ROWS and is_one_launch(weights):
+        if is_few and len(ids) <= MAX_PAIR_ROWS and is_one_launch(weights):
             routed, shared = self.device.empty(*ids.shape, x.shape[1]), self.device.empty(*x.shape)
             self._few(x, ids, weights, routed, shared)
             return routed, shared
@@ -177,8 +180,8 @@ class MoeKernels:
         elif pairs.form is Form.FLOATS:
             self._as_floats(pairs.x, pairs.ids, stacks_of(weights), pairs.routed)
         else:
-            for first in range(0, len(pairs.ids), MAX_FEW_ROWS):
-                part = slice(first, min(first + MAX_FEW_ROWS, len(pairs.ids)))
+            for first in range(0, len(pairs.ids), MAX_PAIR_ROWS):
+                part = slice(first, min(first + MAX_PAIR_ROWS, len(pairs.ids)))
                 rows = pairs.x.rows(first, part.stop - first)
                 self._few(rows, pairs.ids[part], weights, pairs.routed[part], None)
 
@@ -190,7 +193,7 @@ class MoeKernels:
         routed: torch.Tensor,
         shared: torch.Tensor | None,
     ) -> None:
-        """For at most MAX_FEW_ROWS tokens; with the shared expert if `shared` is given."""
+        """For at most MAX_PAIR_ROWS tokens; with the shared expert if `shared` is given."""
         hidden = PairRows(
             self.device.empty(*ids.shape, weights.gate.rows),
             None if shared is None else self.device.empty(len(ids), weights.shared_gate.shape[0]),

@@ -53,12 +53,14 @@ __device__ __forceinline__ void copy_stage(Value (&to)[rows][pitch], const Value
   }
 }
 
-template <class weights>
+// The first `count` inputs of a stage. Those past the end are skipped, as adding 0 would turn a sum of −0 into 0;
+// in a whole stage, loads need not wait for that decision.
+template <class weights, bool is_whole>
 __device__ __forceinline__ void add_stage(const FloatStage<weights>& from, int count, int token, int row, int lane,
                                           float (&p)[thread_tokens][thread_rows]) {
-#pragma unroll
+#pragma unroll(is_whole ? stage_values / lanes : 1)
   for (int step = 0; step < stage_values; step += lanes) {
-    if (step + lane >= count) break;
+    if (!is_whole && step + lane >= count) break;
     float x[thread_tokens], w[thread_rows];
 #pragma unroll
     for (int i = 0; i < thread_tokens; i++) x[i] = from.x[token + i][step + lane];
@@ -102,7 +104,12 @@ __global__ void __launch_bounds__(float_few_threads)
     __syncthreads();
     copy_w(i + num_stages - 1);
     copy_x(i + num_stages - 1);
-    add_stage<weights>(stages[i % num_stages], inputs.num_values - i * stage_values, token, row, lane, p);
+    const int count = inputs.num_values - i * stage_values;
+    const FloatStage<weights>& stage = stages[i % num_stages];
+    if (count >= stage_values)
+      add_stage<weights, true>(stage, count, token, row, lane, p);
+    else
+      add_stage<weights, false>(stage, count, token, row, lane, p);
   }
   float sums[lanes];
 #pragma unroll
