@@ -71,6 +71,7 @@ __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
 template <class T, class Job>
 __device__ __forceinline__ void multiply_tiles(const Job& job) {
   uint8_t* const shared = reinterpret_cast<uint8_t*>(dynamic_shared);
+  release_next_grid();
   require_shared_bytes(T::shared_bytes);
   const uint32_t address = shared_address(shared);
   if (threadIdx.x < T::stages) {
@@ -79,6 +80,7 @@ __device__ __forceinline__ void multiply_tiles(const Job& job) {
     init_barrier(stage + T::empty_at, T::warps);
   }
   __syncthreads();
+  wait_for_previous_grid();
   const bool is_copying = threadIdx.x >= T::multiplying_threads;
   if constexpr (T::by_warpgroups) {
     if (is_copying)

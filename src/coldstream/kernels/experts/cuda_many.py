@@ -41,6 +41,7 @@ LARGE_TILINGS: Mapping[QuantType, tuple[Tiling, ...]] = {
     for quant_type, tilings in DENSE_TILINGS.items()
 }
 SMALL_GROUP = 12  # pairs an expert, on average
+MAX_OVERLAP_PAIRS = 512  # as `overlaps`, for rows of eight experts each
 
 
 class ExpertsJob(ctypes.Structure):
@@ -127,6 +128,7 @@ def group_pairs(topk_ids: torch.Tensor, num_experts: int, groups: Groups) -> Non
         (num_experts, 1, 1),
         GROUP_THREADS,
         (topk_ids, num_pairs, topk_ids.shape[-1], groups.counts, groups.pairs, groups.tokens),
+        overlap=num_pairs <= MAX_OVERLAP_PAIRS,
     )
 
 
@@ -143,6 +145,7 @@ def plan_tiles(num_pairs: int, tables: ExpertTables, groups: Groups, tile_tokens
         (1, 1, 1),
         PLAN_THREADS,
         (groups.counts, num_experts, tile_tokens, tables.gate, tables.up, tables.down, groups.tiles),
+        overlap=num_pairs <= MAX_OVERLAP_PAIRS,
     )
 
 
@@ -250,5 +253,9 @@ def launch_experts(
     tile_rows = tiling.rows // 2 if gated else tiling.rows
     num_tiles = -(-job.num_rows // tile_rows) * (len(groups.tiles) - 1)
     program.kernel(instance(tiling, gated)).launch(
-        tiling.grid(num_tiles), tiling.threads, (job,), shared_bytes=tiling.shared_bytes
+        tiling.grid(num_tiles),
+        tiling.threads,
+        (job,),
+        shared_bytes=tiling.shared_bytes,
+        overlap=len(groups.pairs) <= MAX_OVERLAP_PAIRS,
     )

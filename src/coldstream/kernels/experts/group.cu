@@ -23,6 +23,8 @@ __device__ void count_segment(const int* ids, int begin, int end, int expert, in
 extern "C" __global__ void __launch_bounds__(group_threads)
     group_pairs(const int* ids, int num_pairs, int num_ranks, int2* counts, int* pairs, int* tokens) {
   __shared__ int before_of[group_warps], equal_of[group_warps];
+  release_next_grid();
+  wait_for_previous_grid();
   const int expert = blockIdx.x, warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
   const int segment = (num_pairs + group_threads - 1) / group_threads * warp_size;
   const int begin = min(warp * segment, num_pairs), end = min(begin + segment, num_pairs);
@@ -64,6 +66,8 @@ extern "C" __global__ void __launch_bounds__(plan_threads) plan_tiles(
     const int2* counts, int num_experts, int tile_tokens, const int64_t* gate, const int64_t* up,
     const int64_t* down, int4* tiles) {
   __shared__ int ends[plan_threads / warp_size];
+  release_next_grid();
+  wait_for_previous_grid();
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
   int total = 0;
   for (int first = 0; first < num_experts; first += plan_threads) {
