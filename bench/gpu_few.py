@@ -4,8 +4,8 @@
 
 The ceiling comes first: what a copy between buffers of the device reaches. A case runs LAUNCHES times in one
 captured graph, each time on other weights, so that none is in the L2 cache when it is read; the time of one
-launch is the median of the graph's replays. The floor counts every weight byte once. Experts have kernels for
-up to eight rows, products with dense weights for up to 64, there with a launch of its own for floats.
+launch is the median of the graph's replays. The floor counts every weight byte once. Experts are timed with
+up to 16 rows, as more are grouped.
 
 With --kernels-from the CUDA sources of another tree, whose kernels take the same arguments, are timed in
 turns with this tree's; DIR is its src/coldstream/kernels. With --all-types experts go through kernels for
@@ -25,15 +25,14 @@ import torch
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda import compiler
-from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MAX_FEW_ROWS, instance_for
+from coldstream.kernels.cuda.few_shapes import FEW_TYPES, instance_for
 from coldstream.kernels.cuda.program import Kernel
 from coldstream.kernels.experts import cuda as experts
 from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows, launch_down, launch_gate_up
+from coldstream.kernels.experts.moe import MAX_UNGROUPED_ROWS
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear import cuda as linear
 from coldstream.kernels.linear.cuda import linear_few_cuda
-from coldstream.kernels.linear.cuda_float_few import float_linear_few
-from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
 from device import graph_seconds, measure_bandwidth
@@ -79,16 +78,9 @@ def linear_case(name: str, cols: int, matrices: list[Matrix], rows: int) -> Case
     quantized = empty_activations(rows, cols, x.device)
     quantize_cuda(x, quantized)
     outs = [torch.empty(rows, size, device="cuda") for _, size in matrices]
-    num_integers = (
-        sum(kind in INTEGER_TYPES for kind, _ in matrices) if rows > MAX_FEW_ROWS else len(matrices)
-    )
 
     def launch(i: int) -> None:
-        own = weights[i % copies]
-        if num_integers:
-            linear_few_cuda(own[:num_integers], outs[:num_integers], activations=quantized, x=x)
-        if num_integers < len(own):
-            float_linear_few(x, own[num_integers:], outs[num_integers:])
+        linear_few_cuda(weights[i % copies], outs, activations=quantized, x=x)
 
     return Case(name, rows, launch, num_bytes)
 
@@ -133,7 +125,7 @@ def expert_cases(down_type: QuantType, rows: int, with_shared: bool = True) -> I
 def all_cases(rows: int) -> Iterator[Case]:
     for name, (cols, matrices) in LINEAR_CASES.items():
         yield linear_case(name, cols, matrices, rows)
-    for down_type in (Q4K, Q6K) if rows <= MAX_FEW_ROWS else ():
+    for down_type in (Q4K, Q6K) if rows <= MAX_UNGROUPED_ROWS else ():
         yield from expert_cases(down_type, rows)
 
 

@@ -9,7 +9,6 @@ from machine_code import stack_bytes
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.compiler import KERNELS, compile_instance
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MatrixShape, instance_for, matrix_shape, tile_shape
-from coldstream.kernels.linear import cuda_float_few as float_few
 from coldstream.kernels.linear.cuda import SLICES, LinearMatrix, share_blocks
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 
@@ -25,19 +24,15 @@ INSTANCES = [
             {QuantType.Q4_K},
             {QuantType.Q6_K, QuantType.F32},
             {QuantType.Q8_0},
+            {QuantType.F32},
         )
         for source, name, *slices in (
             ("linear/few.cu", "linear_one"),
-            *(
-                ("linear/few.cu", "linear_few", slices)
-                for slices in SLICES
-                if slices == 1 or types <= INTEGER_TYPES
-            ),
+            *(("linear/few.cu", "linear_few", slices) for slices in SLICES),
             ("experts/few.cu", "expert_gate_up"),
             ("experts/few.cu", "expert_down"),
         )
     ),
-    *(("linear/float_few.cu", instance) for instance in float_few.PROGRAM.instances),
 ]
 
 

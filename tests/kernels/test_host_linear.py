@@ -1,4 +1,4 @@
-"""Products of up to eight rows: the GPU's kernels on the host against the exact reference, bit for bit."""
+"""Products of up to 64 rows: the GPU's kernels on the host against the exact reference, bit for bit."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from coldstream.kernels.arithmetic.reference import (
     quantize_activations,
 )
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES, PASS_COLS
-from coldstream.kernels.linear.cuda import linear_few_cuda
+from coldstream.kernels.linear.cuda import fits_few, linear_few_cuda
 from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
@@ -74,11 +74,11 @@ def test_quantised_rows(cols: int, scale_size: int) -> None:
 def test_every_type(quant_type: QuantType) -> None:
     for cols in cols_of(quant_type):
         weight = random_weight(quant_type, (37, cols), seed=cols)
-        for rows in (1, 3, 8, *(() if quant_type in PASS_COLS else (9, 24, 61))):
+        for rows in (1, 3, 8, 9, 24, 61):
             check(activations(rows, rows, cols), [weight])
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [1, 5, 11, 40])
 def test_types_of_both_kinds_of_scales_in_one_launch(rows: int) -> None:
     kinds = (QuantType.Q4_K, QuantType.Q8_0, QuantType.F16, QuantType.Q6_K, QuantType.Q5_0)
     weights = [random_weight(quant_type, (9 + 8 * i, 512), seed=i) for i, quant_type in enumerate(kinds)]
@@ -97,3 +97,59 @@ def test_rows_that_begin_anywhere_are_refused_by_blocks_of_32() -> None:
     weight = on_gpu(random_weight(QuantType.Q8_0, (5, 64), 1), device="cpu")
     with pytest.raises(ValueError, match="need rows of activations on 16 bytes"):
         linear_few_cuda([weight], [torch.zeros(2, 5)], x=x)
+
+
+FLOATS = pytest.mark.parametrize("quant_type", sorted(PASS_COLS), ids=lambda t: t.name)
+
+
+@FLOATS
+@pytest.mark.parametrize("cols", [8, 120, 128, 384, 520, 2048])
+def test_floats_around_the_borders_of_stages(quant_type: QuantType, cols: int) -> None:
+    check(activations(cols, 11, cols), [random_weight(quant_type, (19, cols), seed=cols)])
+
+
+@pytest.mark.parametrize("rows", [9, 16, 17, 33, 64])
+def test_several_matrices_of_floats_in_one_launch(rows: int) -> None:
+    weights = [random_weight(QuantType.F32, (count, 264), seed=count) for count in (1, 16, 37, 2)]
+    check(activations(rows, rows, 264), weights)
+
+
+def test_sums_of_floats_that_are_negative_zero_and_values_that_are_not_finite() -> None:
+    x = activations(2, 20, 40)
+    x[0] = -1e-30
+    x[1, 3] = torch.nan
+    x[2, 39] = torch.inf
+    weight = random_weight(QuantType.F32, (24, 40), 7)
+    values = weight.blocks.view(torch.float32)
+    values[0] = 1e-30
+    values[1] = 0.0
+    found = run(x, [on_gpu(weight, device="cpu")])[0]
+    assert torch.signbit(found[0, 0])
+    assert_same(found, linear_exact(x, weight))
+
+
+def test_rows_of_floats_that_begin_anywhere_are_for_another_kernel() -> None:
+    weight, x = on_gpu(random_weight(QuantType.F16, (5, 64), 1), device="cpu"), torch.zeros(9, 64)
+    assert fits_few([weight], x)
+    shifted = torch.zeros(9, 65)[:, 1:]
+    for other, rows in (
+        (weight, torch.zeros(9, 66)[:, :64]),
+        (weight, shifted),
+        (on_gpu(random_weight(QuantType.F16, (5, 64), 1), 2, "cpu"), x),
+        (on_gpu(random_weight(QuantType.F16, (5, 36), 1), device="cpu"), torch.zeros(9, 36)),
+    ):
+        assert not fits_few([other], rows)
+        with pytest.raises(ValueError, match="need rows on 16 bytes"):
+            linear_few_cuda([other], [torch.zeros(9, 5)], x=rows)
+    assert fits_few([weight], shifted[:8]), "up to eight rows may begin anywhere"
+
+
+def test_rows_that_leave_no_room_for_others_in_a_part_are_for_another_kernel() -> None:
+    def fits(rows: int, cols: int) -> bool:
+        weight = random_weight(QuantType.Q8_0, (1, cols), 1)
+        return fits_few([weight], torch.zeros(rows, cols))
+
+    assert fits(32, 2048)
+    assert fits(64, 512)
+    assert not fits(65, 512)
+    assert not fits(64, 17408)

@@ -37,7 +37,6 @@ from coldstream.kernels.experts import (
 )
 from coldstream.kernels.gated_delta_net import cuda as delta_net
 from coldstream.kernels.linear import cuda as linear_few
-from coldstream.kernels.linear import cuda_float_few as float_few
 from coldstream.kernels.linear import cuda_float_many as float_many
 from coldstream.kernels.linear import cuda_many as linear_many
 from coldstream.kernels.linear.reference import BLOCK_TYPES
@@ -48,6 +47,7 @@ from coldstream.kernels.router.reference import SMALLEST_SUM
 from coldstream.kernels.sample import admit
 from coldstream.kernels.sample import cuda as sample
 
+FLOAT_VALUES = {QuantType.F32: "float", QuantType.F16: "Half", QuantType.BF16: "Bfloat16"}
 Layout = type[ctypes.Structure] | np.dtype  # type: ignore[type-arg]
 
 TILING = "coldstream::many::{}"
@@ -114,11 +114,6 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "LinearMatrix": linear_few.LinearMatrix,
         "LinearMatrices": linear_few.LinearMatrices,
         "LinearInputs": linear_few.LinearInputs,
-    },
-    "linear/float_few.cu": {
-        "FloatMatrix": float_few.FloatMatrix,
-        "FloatMatrices": float_few.FloatMatrices,
-        "FloatInputs": float_few.FloatInputs,
     },
     "linear/float_many.cu": {"float_job": float_many.FloatJob},
     "linear/many.cu": {"linear_job": linear_many.LinearJob},
@@ -245,6 +240,15 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     "linear/few.cu": {
         "linear_max_matrices": linear_few.MAX_MATRICES,
         "slice_rows": linear_few.SLICE_ROWS,
+        "float_tile_threads": linear_few.WARPS * 32,
+        "float_tile_rows": linear_few.FLOAT_TILE,
+        "float_tile_tokens": linear_few.FLOAT_TILE,
+        **{
+            f"float_stages({mask}u) * sizeof(FloatStage<{value}>)": linear_few.float_tile_bytes(types)
+            for quant_type, value in FLOAT_VALUES.items()
+            for types in ([quant_type], [quant_type, QuantType.Q4_K])
+            for mask in [sum(1 << int(each) for each in types)]
+        },
         **{
             f"tile_blocks({slices})": blocks
             for slices, blocks in linear_few.TILE_BLOCKS_PER_PROCESSOR.items()
@@ -252,16 +256,6 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "block_row_bytes": few_shapes.BLOCK_GROUP_BYTES,
         "block_types": sum(1 << int(quant_type) for quant_type in BLOCK_TYPES),
         **{f"int({each.name.lower()})": int(each) for each in QuantType},
-    },
-    "linear/float_few.cu": {
-        "float_max_matrices": float_few.MAX_MATRICES,
-        "float_few_threads": float_few.THREADS,
-        "tile_rows": float_few.TILE_ROWS,
-        "tile_tokens": float_few.TILE_TOKENS,
-        **{
-            f"num_stages * sizeof(FloatStage<{name}>)": float_few.STAGES * float_few.stage_bytes(quant_type)
-            for quant_type, name in float_many.NAMES.items()
-        },
     },
     "quantize/quantize.cu": {"block_elements": BLOCK_SIZE},
     "rms_norm/rms_norm.cu": {"group_elements": GROUP_SIZE},

@@ -27,7 +27,7 @@ Weight = Any  # result of `load_weight` of the same Ops, opaque to others
 
 BLOCK_POSITIONS = 256  # in a block of keys and values, and in a chunk that attention sums separately
 MAX_TREE_ROWS = 64
-MAX_SHORT_CHAIN = 16  # rows; longer chains count as a prompt's
+MAX_SHORT_CHAIN = 8  # rows; longer chains count as a prompt's
 SHORT_CONTEXT = 2048  # positions up to which a few dozen rows that share keys do not fill a GPU
 
 

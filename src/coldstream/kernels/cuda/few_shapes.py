@@ -139,12 +139,18 @@ class RingPlan:
     blocks_per_processor: int
 
 
-def plan_ring(limits: DeviceLimits, stage_bytes: int, other_bytes: int, max_blocks: int) -> RingPlan | None:
+def plan_ring(
+    limits: DeviceLimits, stage_bytes: int, other_bytes: int, max_blocks: int, *, least_bytes: int = 0
+) -> RingPlan | None:
     """Two stages if `max_blocks` such blocks fit a processor, otherwise the number for more blocks.
 
-    stage_bytes: one stage of all rings of the block; other_bytes: everything else. None if no block fits.
+    stage_bytes: one stage of all rings of the block; other_bytes: everything else; least_bytes: of a block in
+    any case. None if no block fits.
     """
-    plans = [_plan_stages(limits, stages, stage_bytes, other_bytes, max_blocks) for stages in (2, 1)]
+    plans = [
+        _plan_stages(limits, stages, max(stages * stage_bytes + other_bytes, least_bytes), max_blocks)
+        for stages in (2, 1)
+    ]
     return max(
         (plan for plan in plans if plan is not None),
         key=lambda plan: (plan.blocks_per_processor, plan.stages),
@@ -152,10 +158,7 @@ def plan_ring(limits: DeviceLimits, stage_bytes: int, other_bytes: int, max_bloc
     )
 
 
-def _plan_stages(
-    limits: DeviceLimits, stages: int, stage_bytes: int, other_bytes: int, max_blocks: int
-) -> RingPlan | None:
-    shared_bytes = stages * stage_bytes + other_bytes
+def _plan_stages(limits: DeviceLimits, stages: int, shared_bytes: int, max_blocks: int) -> RingPlan | None:
     if shared_bytes + STATIC_BYTES > limits.shared_per_block:
         return None
     fitting = limits.shared_per_processor // (shared_bytes + STATIC_BYTES + RESERVED_BYTES)

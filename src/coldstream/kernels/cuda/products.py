@@ -16,16 +16,13 @@ from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MAX_FEW_ROWS
 from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.dequantize.cuda import dequantize_cuda
-from coldstream.kernels.linear.cuda import MAX_TILE_ROWS, fits_few, linear_few_cuda
-from coldstream.kernels.linear.cuda_float_few import fits_float_few, float_linear_few
+from coldstream.kernels.linear.cuda import fits_few, linear_few_cuda
 from coldstream.kernels.linear.cuda_float_many import float_linear_many
 from coldstream.kernels.linear.cuda_many import linear_many
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import activations_from, quantize_cuda
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
-
-Product = tuple[QuantTensor, torch.Tensor]  # a weight and where its product goes
 
 
 class CudaProducts(CudaLoader):
@@ -76,30 +73,16 @@ class CudaProducts(CudaLoader):
         """See `Ops`."""
         matrices = [self._multipliable(weight) for weight in weights]
         outs = tuple(self.empty(x.shape[0], weight.shape[0]) for weight in matrices)
-        if x.shape[0] <= MAX_FEW_ROWS:
+        if x.shape[0] <= MAX_FEW_ROWS or fits_few(matrices, x.values):
             self.launch(self._linear_few, x, matrices, outs)
             return outs
-        products = list(zip(matrices, outs, strict=True))
-        self._linear_floats(x, [pair for pair in products if pair[0].quant_type not in INTEGER_TYPES])
-        self._linear_integers(x, [pair for pair in products if pair[0].quant_type in INTEGER_TYPES])
+        rows = self.quantised_for(x, [weight.quant_type for weight in matrices])
+        for codes, weight, out in zip(rows, matrices, outs, strict=True):
+            if weight.quant_type in INTEGER_TYPES:
+                self.launch(linear_many, codes, weight, out)
+            else:
+                self.launch(float_linear_many, x.values, weight, out)
         return outs
-
-    def _linear_floats(self, x: Activations, products: Sequence[Product]) -> None:
-        weights = [weight for weight, _ in products]
-        if products and x.shape[0] <= MAX_TILE_ROWS and fits_float_few(x.values, weights):
-            self.launch(float_linear_few, x.values, weights, [out for _, out in products])
-            return
-        for weight, out in products:
-            self.launch(float_linear_many, x.values, weight, out)
-
-    def _linear_integers(self, x: Activations, products: Sequence[Product]) -> None:
-        weights = [weight for weight, _ in products]
-        if products and fits_few(weights, x.shape[0]):
-            self.launch(self._linear_few, x, weights, [out for _, out in products])
-            return
-        rows = self.quantised_for(x, [weight.quant_type for weight in weights])
-        for codes, (weight, out) in zip(rows, products, strict=True):
-            self.launch(linear_many, codes, weight, out)
 
     def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> Activations:
         """See `Ops`."""

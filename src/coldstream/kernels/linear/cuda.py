@@ -35,6 +35,9 @@ SLICE_ROWS = 8  # of activations that meet the same unpacked weights
 SLICES = (1, 2, 4, 8)  # that a block can take
 MAX_PARTS = 2  # of rows, beyond which kernels for many rows are faster
 MAX_TILE_ROWS = SLICE_ROWS * SLICES[-1]
+FLOAT_TILE, FLOAT_STAGE_VALUES = 16, 128  # rows of weights and of activations, and inputs of a stage
+FLOAT_STAGES, FLOAT_STAGES_ALONE = 4, 5  # beside matrices of integers, and without
+FLOAT_ROW_BYTES = 16  # to which rows of floats are aligned where there are more than eight
 TILE_BLOCKS_PER_PROCESSOR = {1: 3, 2: 3, 4: 2, 8: 1}  # by slices, as in few.cu
 PARTIAL_BYTES = WARPS * 32 * 16  # accumulators of a slice that warps exchange
 ROW_BYTES = 16  # between quantised rows in shared memory
@@ -43,8 +46,7 @@ PROGRAM = CudaProgram(
     Path(__file__).with_name("few.cu"),
     (
         instance_for(ONE, FEW_TYPES),
-        instance_for(FEW, FEW_TYPES, 1),
-        *(instance_for(FEW, INTEGER_TYPES, slices) for slices in SLICES[1:]),
+        *(instance_for(FEW, FEW_TYPES, slices) for slices in SLICES),
     ),
 )
 
@@ -83,16 +85,33 @@ class LinearInputs(ctypes.Structure):
     )
 
 
-def fits_few(weights: Sequence[QuantTensor], num_rows: int) -> bool:
-    """Whether `linear_few_cuda` is the best kernel for so many rows times weights of integer types.
+def fits_few(weights: Sequence[QuantTensor], x: torch.Tensor) -> bool:
+    """Whether `linear_few_cuda` is the best kernel for the float32 x [T, K], or its codes, times weights.
 
-    It reads weights once for each part of the rows; where their columns leave room for only a few in a part,
-    kernels for many rows are faster.
+    It reads weights of integers once for each part of the rows; where their columns leave room for only a few
+    in a part, kernels for many rows are faster.
     """
+    num_rows = len(x)
     if num_rows > MAX_TILE_ROWS or len(weights) > MAX_MATRICES:
         return False
-    groups = -(-weights[0].shape[1] // GROUP_SIZE)
-    return _layout(device_limits(), weights, num_rows, groups).num_parts(num_rows) <= MAX_PARTS
+    if num_rows > MAX_FEW_ROWS and not all(has_aligned_floats(weight, x) for weight in weights):
+        return False
+    layout = _layout(device_limits(), weights, num_rows, _groups(weights))
+    return layout.num_parts(num_rows) <= MAX_PARTS
+
+
+def has_aligned_floats(weight: QuantTensor, x: torch.Tensor) -> bool:
+    """Whether all rows of x and of a weight of floats begin on FLOAT_ROW_BYTES; true for one of integers."""
+    if weight.quant_type not in PASS_COLS:
+        return True
+    row_bytes = weight.quant_type.row_bytes(weight.shape[1])
+    return has_aligned_rows(x) and not (weight.blocks.data_ptr() | row_bytes) % FLOAT_ROW_BYTES
+
+
+def _groups(weights: Sequence[QuantTensor]) -> int:
+    """Groups of a row of codes; 0 if no weights need them."""
+    has_codes = any(weight.quant_type in INTEGER_TYPES for weight in weights)
+    return -(-weights[0].shape[1] // GROUP_SIZE) if has_codes else 0
 
 
 def linear_few_cuda(
@@ -104,22 +123,20 @@ def linear_few_cuda(
 ) -> None:
     """Write x [T, K] times each of `weights` [N, K] into the `outs` float32 [T, N], in one launch.
 
-    T ≤ MAX_TILE_ROWS, and T ≤ MAX_FEW_ROWS with weights of floats. Weights of Q4_K, Q5_K and Q6_K need the
-    quantised `activations` (laid out as `quantize/cuda.py` has it, with a scale for each 256 inputs), other
-    types the float32 `x`, which the kernel quantises for blocks of 32. A weight's bytes are contiguous and
-    aligned to 16 bytes for Q4_K and Q5_K, 4 for F32, otherwise 2. Rows of x and outs may have any stride, but
-    for blocks of 32 rows of x are aligned to 16 bytes. ValueError for other types (dequantise them first) and
-    shapes that do not fit.
+    T ≤ MAX_TILE_ROWS. Weights of Q4_K, Q5_K and Q6_K need the quantised `activations` (laid out as
+    `quantize/cuda.py` has it, with a scale for each 256 inputs), other types the float32 `x`, which the
+    kernel quantises for blocks of 32. A weight's bytes are contiguous and aligned to 16 bytes for Q4_K and
+    Q5_K, 4 for F32, otherwise 2. Rows of x and outs may have any stride, but rows of x are aligned to 16
+    bytes for blocks of 32 and, like those of the weight, for floats with more than MAX_FEW_ROWS. ValueError
+    for other types (dequantise them first) and shapes that do not fit.
     """
-    num_rows, cols = outs[0].shape[0], weights[0].shape[1]
+    num_rows = outs[0].shape[0]
     _check(weights, outs, activations, x, num_rows)
-    limits = device_limits()
-    has_codes = any(weight.quant_type in INTEGER_TYPES for weight in weights)
-    groups = -(-cols // GROUP_SIZE) if has_codes else 0
+    limits, groups = device_limits(), _groups(weights)
     layout = _layout(limits, weights, num_rows, groups)
     max_blocks = limits.num_processors * layout.plan.blocks_per_processor // layout.num_parts(num_rows)
     inputs = _inputs(activations, x, num_rows, groups, layout.part_rows)
-    _launch(_matrices(weights, layout.shapes, outs, max_blocks), inputs, layout)
+    _launch(_matrices(weights, layout, outs, max_blocks), inputs, layout)
 
 
 @dataclass(frozen=True)
@@ -144,6 +161,13 @@ class _Layout:
     def num_parts(self, num_rows: int) -> int:
         """Parts of `num_rows`, each with blocks of its own."""
         return -(-num_rows // self.part_rows)
+
+
+def float_tiles(shape: MatrixShape, part_rows: int) -> int:
+    """Tiles, each with a block, of a matrix of floats for more than a slice of rows; 0 for what has none."""
+    if part_rows <= SLICE_ROWS or shape.type not in PASS_COLS:
+        return 0
+    return -(-shape.num_rows // FLOAT_TILE) * -(-part_rows // FLOAT_TILE)
 
 
 def slices_of(num_rows: int) -> int:
@@ -176,7 +200,7 @@ def _layout_of(
     )
     # One block if it has a warp for every unit: the next kernel then fits beside it and loads its first
     # weights early.
-    units = sum(shape.num_units for shape in shapes)
+    units = sum(float_tiles(shape, num_rows) or shape.num_units for shape in shapes)
     is_small = units <= limits.num_processors * (WARPS if num_rows == 1 else 1)
     slices = slices_of(num_rows)
     most = BLOCKS_PER_PROCESSOR if num_rows == 1 else TILE_BLOCKS_PER_PROCESSOR[slices]
@@ -187,8 +211,19 @@ def _layout_of(
         plan = plan_ring(limits, WARPS * stage_bytes, row_bytes + SLACK_BYTES, max_blocks)
     else:
         others = num_rows * (row_bytes + ROW_BYTES) + slices * PARTIAL_BYTES + SLACK_BYTES
-        plan = plan_ring(limits, max(stage_bytes, WARPS * value_bytes), others, max_blocks)
+        if slices == 1:
+            plan = plan_ring(limits, max(stage_bytes, WARPS * value_bytes), others, max_blocks)
+        else:
+            plan = plan_ring(limits, stage_bytes, others, max_blocks, least_bytes=float_tile_bytes(types))
     return None if plan is None else _Layout(shapes, num_rows, stage_bytes, value_bytes, plan)
+
+
+def float_tile_bytes(types: Sequence[QuantType]) -> int:
+    """Shared memory for a tile of floats in a launch with weights of `types`."""
+    floats = [kind for kind in types if kind in PASS_COLS]
+    stages = FLOAT_STAGES_ALONE if len(floats) == len(types) else FLOAT_STAGES
+    row_bytes = [4 * FLOAT_STAGE_VALUES + kind.row_bytes(FLOAT_STAGE_VALUES) + 32 for kind in floats]
+    return stages * FLOAT_TILE * max(row_bytes, default=0)
 
 
 def _inputs(
@@ -205,13 +240,17 @@ def _inputs(
 
 def _matrices(
     weights: Sequence[QuantTensor],
-    shapes: Sequence[MatrixShape],
+    layout: _Layout,
     outs: Sequence[torch.Tensor],
     max_blocks: int,
 ) -> LinearMatrices:
     """The kernel's table, with float matrices first, as their sums are the longest chains."""
     order = sorted(range(len(weights)), key=lambda i: weights[i].quant_type not in PASS_COLS)
-    blocks = share_blocks([shapes[i] for i in order], max_blocks)
+    shapes = layout.shapes
+    tiles = [float_tiles(shapes[i], layout.part_rows) for i in order]
+    rest = [shapes[i] for i, count in zip(order, tiles, strict=True) if not count]
+    shares = iter(share_blocks(rest, max_blocks - sum(tiles)))
+    blocks = [count or next(shares) for count in tiles]
     table, first_block = LinearMatrices(count=len(weights)), 0
     for entry, (i, num_blocks) in zip(table.at, zip(order, blocks, strict=True), strict=False):
         entry.weight = weights[i].blocks.data_ptr()
@@ -255,9 +294,7 @@ def _check(
     x: torch.Tensor | None,
     num_rows: int,
 ) -> None:
-    is_integer = INTEGER_TYPES.issuperset(weight.quant_type for weight in weights)
-    max_rows = MAX_TILE_ROWS if is_integer else MAX_FEW_ROWS
-    if not 0 < len(weights) == len(outs) <= MAX_MATRICES or not 0 < num_rows <= max_rows:
+    if not 0 < len(weights) == len(outs) <= MAX_MATRICES or not 0 < num_rows <= MAX_TILE_ROWS:
         raise ValueError(
             f"{len(weights)} weights, {len(outs)} outputs and {num_rows} rows are not one launch"
         )
@@ -269,6 +306,8 @@ def _check(
             raise ValueError(f"{weight.quant_type.name} weights need activations of the other kind")
         if x is not None and weight.quant_type in BLOCK_TYPES and not has_aligned_rows(x):
             raise ValueError(f"{weight.quant_type.name} weights need rows of activations on 16 bytes")
+        if x is not None and num_rows > MAX_FEW_ROWS and not has_aligned_floats(weight, x):
+            raise ValueError(f"{weight.quant_type.name} weights and {num_rows} rows need rows on 16 bytes")
         if not weight.blocks.is_contiguous() or weight.blocks.data_ptr() % alignment(weight.quant_type):
             raise ValueError(f"{weight.quant_type.name} weights need adjacent bytes at an aligned address")
 

@@ -1,6 +1,7 @@
 // y = x · Wᵀ for up to 64 rows of x and several matrices in one launch: every weight is read once, or once for
 // each part of the rows.
 #include "cuda/products_tiles.cuh"
+#include "linear/float_tiles.cuh"
 
 extern __shared__ float4 dynamic_shared[];
 
@@ -114,11 +115,30 @@ __global__ void __launch_bounds__(linear_threads, 3)
   multiply_by_warps<types, 1>(matrices.at[this_matrix(matrices)], x, memory, stage_bytes, stages);
 }
 
+// A tile of a matrix of floats, whose blocks take the tiles of the part's rows side by side.
+template <Types types>
+__device__ __forceinline__ void multiply_floats(const LinearMatrix& matrix, const LinearInputs& all, uint8_t* memory) {
+  const MatrixShape& shape = matrix.shape;
+  const LinearInputs x = all.part();
+  const int row_tiles = (shape.num_rows + float_tile_rows - 1) / float_tile_rows;
+  const int index = blockIdx.x - matrix.first_block;
+  const FloatTile tile = {matrix.weight,  x.values,       x.stride,
+                          shape.num_rows, x.num_rows,     shape.num_cols,
+                          index % row_tiles * float_tile_rows, index / row_tiles * float_tile_tokens};
+  const auto finish = [&](int row, int t, float y) {
+    if (row < shape.num_rows && t < x.num_rows) matrix.store(all.first_row() + t, row, y);
+  };
+  constexpr int stages = float_stages(types);
+  if (is_type<types, f32>(shape.type)) multiply_float_tile<float, stages>(tile, memory, finish);
+  if (is_type<types, f16>(shape.type)) multiply_float_tile<Half, stages>(tile, memory, finish);
+  if (is_type<types, bf16>(shape.type)) multiply_float_tile<Bfloat16, stages>(tile, memory, finish);
+}
+
 // Blocks on a processor at once, which limit the registers of a thread.
 constexpr int tile_blocks(int slices) { return slices <= 2 ? 3 : slices <= 4 ? 2 : 1; }
 
-// Two rows or more, up to `slices` times eight in a part; of float matrices, up to eight in one part.
-// `value_stage_bytes` is for the rings of float matrices.
+// Two rows or more, up to `slices` times eight in a part. `value_stage_bytes` is for the rings of float matrices
+// with up to eight rows.
 template <Types types, int slices>
 __global__ void __launch_bounds__(linear_threads, tile_blocks(slices))
     linear_few(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs all,
@@ -126,9 +146,12 @@ __global__ void __launch_bounds__(linear_threads, tile_blocks(slices))
   uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
   release_next_grid();
   const LinearMatrix& matrix = matrices.at[this_matrix(matrices)];
-  if constexpr (slices == 1) {
-    if (is_float<types>(matrix.shape.type))
-      return multiply_by_warps<types & float_types, 8>(matrix, all, memory, value_stage_bytes, stages);
+  if (is_float<types>(matrix.shape.type)) {
+    constexpr Types floats = types & float_types;
+    if constexpr (slices == 1)
+      return multiply_by_warps<floats, 8>(matrix, all, memory, value_stage_bytes, stages);
+    else
+      return multiply_floats<types>(matrix, all, memory);
   }
   const Work work = share_units(matrix, false);
   const Ring ring = {memory, stage_bytes, stages};

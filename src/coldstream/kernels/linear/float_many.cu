@@ -3,12 +3,25 @@
 // Sixteen neighbouring lanes share a tile of thread_tokens * thread_rows outputs; lane r owns the
 // accumulators of inputs i = r (mod 16), so that an output's sums stay in order and end in one tree over
 // lanes.
-#include "linear/float_weights.cuh"
+#include "linear/float_lanes.cuh"
 
 using namespace coldstream;
 
 constexpr int threads = 512;
 constexpr int group_columns = 4;  // groups of sixteen lanes side by side in a tile
+
+struct float32 {
+  using storage = float;
+  static __device__ float value(float v) { return v; }
+};
+struct float16 {
+  using storage = uint16_t;
+  static __device__ float value(uint16_t v) { return half_to_float(v); }
+};
+struct bfloat16 {
+  using storage = uint16_t;
+  static __device__ float value(uint16_t v) { return bfloat16_to_float(v); }
+};
 
 // depth: inputs of a stage.
 template <class weights_, int thread_tokens_, int thread_rows_, int depth_>

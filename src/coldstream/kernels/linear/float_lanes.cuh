@@ -1,5 +1,5 @@
-// Weights of floats, and the sums of the kernels that multiply many rows with them: sixteen neighbouring lanes have
-// the sixteen accumulators of docs/arithmetic.md.
+// The sums of products of floats with several rows: sixteen neighbouring lanes have the sixteen accumulators of
+// docs/arithmetic.md.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -7,19 +7,6 @@
 namespace coldstream {
 
 constexpr int lanes = 16;
-
-struct float32 {
-  using storage = float;
-  static __device__ float value(float v) { return v; }
-};
-struct float16 {
-  using storage = uint16_t;
-  static __device__ float value(uint16_t v) { return half_to_float(v); }
-};
-struct bfloat16 {
-  using storage = uint16_t;
-  static __device__ float value(uint16_t v) { return bfloat16_to_float(v); }
-};
 
 // A lane keeps `half` elements, its upper or its lower ones, and gives the others for the other addends of those.
 template <int half>

@@ -1,0 +1,106 @@
+// Products of float weights with 9 to 64 rows of activations, as float_many.cu in small tiles: there are few outputs,
+// so that they take as long as one tile, and the stages of the next inputs are on their way while a block multiplies.
+#pragma once
+
+#include "cuda/products_few.cuh"
+#include "linear/float_lanes.cuh"
+
+namespace coldstream {
+
+constexpr int float_tile_threads = 256, float_tile_rows = 16, float_tile_tokens = 16, stage_values = 128;
+constexpr int thread_rows = 4, thread_tokens = 4, group_columns = float_tile_rows / thread_rows;
+static_assert(float_tile_threads == lanes * group_columns * (float_tile_tokens / thread_tokens));
+
+// A launch of floats alone has more shared memory for them.
+constexpr int float_stages(Types types) { return types & ~float_types ? 4 : 5; }
+
+// What a block multiplies: rows of 16 aligned bytes, [num_rows, num_values] of weights, [num_tokens, stride] of x.
+struct FloatTile {
+  const uint8_t* weight;
+  const float* x;
+  int stride, num_rows, num_tokens, num_values;
+  int first_row, first_token;
+};
+
+// Inputs of a stage. Of the two groups of a warp, four rows apart, each reads other banks.
+template <typename Value>
+struct FloatStage {
+  static constexpr int chunk_values = 16 / sizeof(Value);
+  float x[float_tile_tokens][stage_values + 4];
+  Value w[float_tile_rows][stage_values + chunk_values];
+};
+
+// Copies `rows` rows of a stage, those past the last one as the last one, without what lies past the end.
+template <int rows, typename Value, int pitch>
+__device__ __forceinline__ void copy_float_stage(Value (&to)[rows][pitch], const Value* from, int64_t stride,
+                                                 int first_row, int num_rows, int first, int num_values) {
+  constexpr int chunk = 16 / sizeof(Value), chunks = stage_values / chunk;
+#pragma unroll
+  for (int i = threadIdx.x; i < rows * chunks; i += float_tile_threads) {
+    const int row = i / chunks, at = i % chunks * chunk;
+    const Value* source = from + min(first_row + row, num_rows - 1) * stride + first + at;
+    copy_if_below(num_values - first, at, shared_address(&to[row][at]), source);
+  }
+}
+
+// The first `count` inputs of a stage. Those past the end are skipped, as adding 0 would turn a sum of −0 into 0;
+// in a whole stage, loads need not wait for that decision.
+template <bool is_whole, typename Value>
+__device__ __forceinline__ void add_float_stage(const FloatStage<Value>& from, int count, int token, int row,
+                                                int lane, float (&p)[thread_tokens][thread_rows]) {
+#pragma unroll(is_whole ? stage_values / lanes : 1)
+  for (int step = 0; step < stage_values; step += lanes) {
+    if (!is_whole && step + lane >= count) break;
+    float x[thread_tokens], w[thread_rows];
+#pragma unroll
+    for (int i = 0; i < thread_tokens; i++) x[i] = from.x[token + i][step + lane];
+#pragma unroll
+    for (int j = 0; j < thread_rows; j++) w[j] = to_float(from.w[row + j][step + lane]);
+#pragma unroll
+    for (int i = 0; i < thread_tokens; i++)
+#pragma unroll
+      for (int j = 0; j < thread_rows; j++) p[i][j] = __fmaf_rn(x[i], w[j], p[i][j]);
+  }
+}
+
+// One tile by the whole block: finish(row of the matrix, t, sum), also for rows and tokens past the last ones. Waits
+// for the previous grid.
+template <typename Value, int num_stages, typename Finish>
+__device__ __forceinline__ void multiply_float_tile(const FloatTile& tile, uint8_t* memory, Finish&& finish) {
+  FloatStage<Value>* const stages = reinterpret_cast<FloatStage<Value>*>(memory);
+  const auto copy_w = [&](int stage) {
+    copy_float_stage(stages[stage % num_stages].w, reinterpret_cast<const Value*>(tile.weight), tile.num_values,
+                     tile.first_row, tile.num_rows, stage * stage_values, tile.num_values);
+  };
+  const auto copy_x = [&](int stage) {
+    copy_float_stage(stages[stage % num_stages].x, tile.x, tile.stride, tile.first_token, tile.num_tokens,
+                     stage * stage_values, tile.num_values);
+    commit_copies();
+  };
+  for (int i = 0; i < num_stages - 1; i++) copy_w(i);
+  wait_for_previous_grid();
+  for (int i = 0; i < num_stages - 1; i++) copy_x(i);
+
+  const int group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
+  const int row = group % group_columns * thread_rows, token = group / group_columns * thread_tokens;
+  float p[thread_tokens][thread_rows] = {};
+  for (int i = 0; i * stage_values < tile.num_values; i++) {
+    wait_for_copies<num_stages - 2>();
+    __syncthreads();
+    copy_w(i + num_stages - 1);
+    copy_x(i + num_stages - 1);
+    const int count = tile.num_values - i * stage_values;
+    const FloatStage<Value>& stage = stages[i % num_stages];
+    if (count >= stage_values)
+      add_float_stage<true>(stage, count, token, row, lane, p);
+    else
+      add_float_stage<false>(stage, count, token, row, lane, p);
+  }
+  float sums[lanes];
+#pragma unroll
+  for (int k = 0; k < lanes; k++) sums[k] = p[k / thread_rows][k % thread_rows];
+  const float sum = sum_of_lanes(sums, lane);
+  finish(tile.first_row + row + lane % thread_rows, tile.first_token + token + lane / thread_rows, sum);
+}
+
+}  // namespace coldstream
