@@ -241,13 +241,13 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "linear_max_matrices": linear_few.MAX_MATRICES,
         "slice_rows": linear_few.SLICE_ROWS,
         "float_tile_threads": linear_few.WARPS * 32,
-        "float_tile_rows": linear_few.FLOAT_TILE,
-        "float_tile_tokens": linear_few.FLOAT_TILE,
+        "float_tile_tokens": linear_few.FLOAT_TILE_TOKENS,
         **{
-            f"float_stages({mask}u) * sizeof(FloatStage<{value}>)": linear_few.float_tile_bytes(types)
+            f"float_stages({slices}) * sizeof(FloatStage<{value}, float_tile_rows({slices})>)": (
+                linear_few.float_tile_bytes([quant_type], slices)
+            )
             for quant_type, value in FLOAT_VALUES.items()
-            for types in ([quant_type], [quant_type, QuantType.Q4_K])
-            for mask in [sum(1 << int(each) for each in types)]
+            for slices in linear_few.FLOAT_STAGES
         },
         **{
             f"tile_blocks({slices})": blocks

@@ -33,10 +33,11 @@ WARPS = 8
 BLOCKS_PER_PROCESSOR = 2
 SLICE_ROWS = 8  # of activations that meet the same unpacked weights
 SLICES = (1, 2, 4, 8)  # that a block can take
-MAX_PARTS = 2  # of rows, beyond which kernels for many rows are faster
 MAX_TILE_ROWS = SLICE_ROWS * SLICES[-1]
-FLOAT_TILE, FLOAT_STAGE_VALUES = 16, 128  # rows of weights and of activations, and inputs of a stage
-FLOAT_STAGES, FLOAT_STAGES_ALONE = 4, 5  # beside matrices of integers, and without
+MAX_TILE_VALUES = MAX_TILE_ROWS * 4096  # of rows; where a block may have 227 KiB, two parts
+FLOAT_TILE_TOKENS, FLOAT_STAGE_VALUES = 16, 128  # rows of activations, and inputs of a stage
+FLOAT_TILE_ROWS = {2: 4, 4: 16, 8: 16}  # rows of weights, by slices
+FLOAT_STAGES = {2: 6, 4: 4, 8: 4}  # by slices
 FLOAT_ROW_BYTES = 16  # to which rows of floats are aligned where there are more than eight
 TILE_BLOCKS_PER_PROCESSOR = {1: 3, 2: 3, 4: 2, 8: 1}  # by slices, as in few.cu
 PARTIAL_BYTES = WARPS * 32 * 16  # accumulators of a slice that warps exchange
@@ -89,15 +90,12 @@ def fits_few(weights: Sequence[QuantTensor], x: torch.Tensor) -> bool:
     """Whether `linear_few_cuda` is the best kernel for the float32 x [T, K], or its codes, times weights.
 
     It reads weights of integers once for each part of the rows; where their columns leave room for only a few
-    in a part, kernels for many rows are faster.
+    in a part, kernels for many rows are faster. The choice is the same on every device, as plans are made
+    without one.
     """
-    num_rows = len(x)
-    if num_rows > MAX_TILE_ROWS or len(weights) > MAX_MATRICES:
-        return False
-    if num_rows > MAX_FEW_ROWS and not all(has_aligned_floats(weight, x) for weight in weights):
-        return False
-    layout = _layout(device_limits(), weights, num_rows, _groups(weights))
-    return layout.num_parts(num_rows) <= MAX_PARTS
+    num_rows, cols = x.shape
+    fits = num_rows <= MAX_TILE_ROWS and num_rows * cols <= MAX_TILE_VALUES and len(weights) <= MAX_MATRICES
+    return fits and (num_rows <= MAX_FEW_ROWS or all(has_aligned_floats(weight, x) for weight in weights))
 
 
 def has_aligned_floats(weight: QuantTensor, x: torch.Tensor) -> bool:
@@ -167,7 +165,8 @@ def float_tiles(shape: MatrixShape, part_rows: int) -> int:
     """Tiles, each with a block, of a matrix of floats for more than a slice of rows; 0 for what has none."""
     if part_rows <= SLICE_ROWS or shape.type not in PASS_COLS:
         return 0
-    return -(-shape.num_rows // FLOAT_TILE) * -(-part_rows // FLOAT_TILE)
+    tile_rows = FLOAT_TILE_ROWS[slices_of(part_rows)]
+    return -(-int(shape.num_rows) // tile_rows) * -(-part_rows // FLOAT_TILE_TOKENS)
 
 
 def slices_of(num_rows: int) -> int:
@@ -214,16 +213,18 @@ def _layout_of(
         if slices == 1:
             plan = plan_ring(limits, max(stage_bytes, WARPS * value_bytes), others, max_blocks)
         else:
-            plan = plan_ring(limits, stage_bytes, others, max_blocks, least_bytes=float_tile_bytes(types))
+            plan = plan_ring(
+                limits, stage_bytes, others, max_blocks, least_bytes=float_tile_bytes(types, slices)
+            )
     return None if plan is None else _Layout(shapes, num_rows, stage_bytes, value_bytes, plan)
 
 
-def float_tile_bytes(types: Sequence[QuantType]) -> int:
+def float_tile_bytes(types: Sequence[QuantType], slices: int) -> int:
     """Shared memory for a tile of floats in a launch with weights of `types`."""
-    floats = [kind for kind in types if kind in PASS_COLS]
-    stages = FLOAT_STAGES_ALONE if len(floats) == len(types) else FLOAT_STAGES
-    row_bytes = [4 * FLOAT_STAGE_VALUES + kind.row_bytes(FLOAT_STAGE_VALUES) + 32 for kind in floats]
-    return stages * FLOAT_TILE * max(row_bytes, default=0)
+    x_bytes = FLOAT_TILE_TOKENS * (4 * FLOAT_STAGE_VALUES + FLOAT_ROW_BYTES)
+    rows, stages = FLOAT_TILE_ROWS[slices], FLOAT_STAGES[slices]
+    row_bytes = [kind.row_bytes(FLOAT_STAGE_VALUES) + FLOAT_ROW_BYTES for kind in types if kind in PASS_COLS]
+    return max((stages * (x_bytes + rows * each) for each in row_bytes), default=0)
 
 
 def _inputs(

@@ -116,22 +116,22 @@ __global__ void __launch_bounds__(linear_threads, 3)
 }
 
 // A tile of a matrix of floats, whose blocks take the tiles of the part's rows side by side.
-template <Types types>
+template <Types types, int slices>
 __device__ __forceinline__ void multiply_floats(const LinearMatrix& matrix, const LinearInputs& all, uint8_t* memory) {
   const MatrixShape& shape = matrix.shape;
   const LinearInputs x = all.part();
-  const int row_tiles = (shape.num_rows + float_tile_rows - 1) / float_tile_rows;
+  constexpr int tile_rows = float_tile_rows(slices);
+  const int row_tiles = (shape.num_rows + tile_rows - 1) / tile_rows;
   const int index = blockIdx.x - matrix.first_block;
   const FloatTile tile = {matrix.weight,  x.values,       x.stride,
                           shape.num_rows, x.num_rows,     shape.num_cols,
-                          index % row_tiles * float_tile_rows, index / row_tiles * float_tile_tokens};
+                          index % row_tiles * tile_rows, index / row_tiles * float_tile_tokens};
   const auto finish = [&](int row, int t, float y) {
     if (row < shape.num_rows && t < x.num_rows) matrix.store(all.first_row() + t, row, y);
   };
-  constexpr int stages = float_stages(types);
-  if (is_type<types, f32>(shape.type)) multiply_float_tile<float, stages>(tile, memory, finish);
-  if (is_type<types, f16>(shape.type)) multiply_float_tile<Half, stages>(tile, memory, finish);
-  if (is_type<types, bf16>(shape.type)) multiply_float_tile<Bfloat16, stages>(tile, memory, finish);
+  if (is_type<types, f32>(shape.type)) multiply_float_tile<float, slices>(tile, memory, finish);
+  if (is_type<types, f16>(shape.type)) multiply_float_tile<Half, slices>(tile, memory, finish);
+  if (is_type<types, bf16>(shape.type)) multiply_float_tile<Bfloat16, slices>(tile, memory, finish);
 }
 
 // Blocks on a processor at once, which limit the registers of a thread.
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(linear_threads, tile_blocks(slices))
     if constexpr (slices == 1)
       return multiply_by_warps<floats, 8>(matrix, all, memory, value_stage_bytes, stages);
     else
-      return multiply_floats<types>(matrix, all, memory);
+      return multiply_floats<types, slices>(matrix, all, memory);
   }
   const Work work = share_units(matrix, false);
   const Ring ring = {memory, stage_bytes, stages};

@@ -1,5 +1,6 @@
 // Products of float weights with 9 to 64 rows of activations, as float_many.cu in small tiles: there are few outputs,
 // so that they take as long as one tile, and the stages of the next inputs are on their way while a block multiplies.
+// All threads of a block copy, and sixteen for each row of weights multiply.
 #pragma once
 
 #include "cuda/products_few.cuh"
@@ -7,12 +8,13 @@
 
 namespace coldstream {
 
-constexpr int float_tile_threads = 256, float_tile_rows = 16, float_tile_tokens = 16, stage_values = 128;
-constexpr int thread_rows = 4, thread_tokens = 4, group_columns = float_tile_rows / thread_rows;
-static_assert(float_tile_threads == lanes * group_columns * (float_tile_tokens / thread_tokens));
+constexpr int float_tile_threads = 256, float_tile_tokens = 16, stage_values = 128;
+constexpr int thread_rows = 4, thread_tokens = 4;
 
-// A launch of floats alone has more shared memory for them.
-constexpr int float_stages(Types types) { return types & ~float_types ? 4 : 5; }
+// Fewer rows of weights give more multiprocessors a tile, more leave more blocks for matrices of integers, which
+// with more slices of activations have a multiprocessor each.
+constexpr int float_tile_rows(int slices) { return slices <= 2 ? 4 : 16; }
+constexpr int float_stages(int slices) { return slices <= 2 ? 6 : 4; }
 
 // What a block multiplies: rows of 16 aligned bytes, [num_rows, num_values] of weights, [num_tokens, stride] of x.
 struct FloatTile {
@@ -22,12 +24,12 @@ struct FloatTile {
   int first_row, first_token;
 };
 
-// Inputs of a stage. Of the two groups of a warp, four rows apart, each reads other banks.
-template <typename Value>
+// Inputs of a stage. Of the two groups of a warp, four rows or tokens apart, each reads other banks.
+template <typename Value, int rows>
 struct FloatStage {
   static constexpr int chunk_values = 16 / sizeof(Value);
   float x[float_tile_tokens][stage_values + 4];
-  Value w[float_tile_rows][stage_values + chunk_values];
+  Value w[rows][stage_values + chunk_values];
 };
 
 // Copies `rows` rows of a stage, those past the last one as the last one, without what lies past the end.
@@ -45,8 +47,8 @@ __device__ __forceinline__ void copy_float_stage(Value (&to)[rows][pitch], const
 
 // The first `count` inputs of a stage. Those past the end are skipped, as adding 0 would turn a sum of −0 into 0;
 // in a whole stage, loads need not wait for that decision.
-template <bool is_whole, typename Value>
-__device__ __forceinline__ void add_float_stage(const FloatStage<Value>& from, int count, int token, int row,
+template <bool is_whole, typename Value, int rows>
+__device__ __forceinline__ void add_float_stage(const FloatStage<Value, rows>& from, int count, int token, int row,
                                                 int lane, float (&p)[thread_tokens][thread_rows]) {
 #pragma unroll(is_whole ? stage_values / lanes : 1)
   for (int step = 0; step < stage_values; step += lanes) {
@@ -65,9 +67,14 @@ __device__ __forceinline__ void add_float_stage(const FloatStage<Value>& from, i
 
 // One tile by the whole block: finish(row of the matrix, t, sum), also for rows and tokens past the last ones. Waits
 // for the previous grid.
-template <typename Value, int num_stages, typename Finish>
+template <typename Value, int slices, typename Finish>
 __device__ __forceinline__ void multiply_float_tile(const FloatTile& tile, uint8_t* memory, Finish&& finish) {
-  FloatStage<Value>* const stages = reinterpret_cast<FloatStage<Value>*>(memory);
+  constexpr int tile_rows = float_tile_rows(slices), num_stages = float_stages(slices);
+  constexpr int group_columns = tile_rows / thread_rows;
+  constexpr int multiplying_threads = lanes * group_columns * (float_tile_tokens / thread_tokens);
+  static_assert(multiplying_threads <= float_tile_threads && multiplying_threads % warp_size == 0);
+  using Stage = FloatStage<Value, tile_rows>;
+  Stage* const stages = reinterpret_cast<Stage*>(memory);
   const auto copy_w = [&](int stage) {
     copy_float_stage(stages[stage % num_stages].w, reinterpret_cast<const Value*>(tile.weight), tile.num_values,
                      tile.first_row, tile.num_rows, stage * stage_values, tile.num_values);
@@ -83,19 +90,22 @@ __device__ __forceinline__ void multiply_float_tile(const FloatTile& tile, uint8
 
   const int group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
   const int row = group % group_columns * thread_rows, token = group / group_columns * thread_tokens;
+  const bool multiplies = threadIdx.x < multiplying_threads;
   float p[thread_tokens][thread_rows] = {};
   for (int i = 0; i * stage_values < tile.num_values; i++) {
     wait_for_copies<num_stages - 2>();
     __syncthreads();
     copy_w(i + num_stages - 1);
     copy_x(i + num_stages - 1);
+    if (!multiplies) continue;
     const int count = tile.num_values - i * stage_values;
-    const FloatStage<Value>& stage = stages[i % num_stages];
+    const Stage& stage = stages[i % num_stages];
     if (count >= stage_values)
       add_float_stage<true>(stage, count, token, row, lane, p);
     else
       add_float_stage<false>(stage, count, token, row, lane, p);
   }
+  if (!multiplies) return;
   float sums[lanes];
 #pragma unroll
   for (int k = 0; k < lanes; k++) sums[k] = p[k / thread_rows][k % thread_rows];
