@@ -1,6 +1,8 @@
 """Steps as CUDA graphs, captured after the first step of their shape."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -26,9 +28,25 @@ class CapturedStep:
     def of(cls, step: Step, without_memory: WithoutMemory) -> Self:
         """Captures the launches of `step` without running them. Raises torch.OutOfMemoryError."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with without_collection(), torch.cuda.graph(graph):
             outputs = step()
         return cls(graph, without_memory(outputs))
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """No garbage is collected within.
+
+    It may hold page-locked tensors of a runner that was closed. PyTorch records an event when it frees one,
+    and if that becomes part of a graph, no page-locked memory can be allocated any more: "invalid argument".
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class CapturedSteps:
