@@ -125,6 +125,7 @@ def main() -> int:
         parser.error(f"several depths are multiples of {CHUNK}")
     write_model(options.model, FULL_SHAPE.layers, FULL_SHAPE.vocab)
     words = ["python", "bench/gpu_depth.py", options.model.name, "--cache-type", options.cache_type]
+    words += ["--depths", ",".join(map(str, options.depths)), "--rows", ",".join(map(str, options.rows))]
     types = {"cache_type_k": options.cache_type, "cache_type_v": options.cache_type}
     most_rows = (UNTIMED_STEPS + options.repetitions) * max(options.rows)
     ctx_size = max(options.depths) + max(most_rows, UNTIMED_STEPS + GENERATED + 1)

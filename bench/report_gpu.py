@@ -116,6 +116,18 @@ def gpu_profile() -> str:
     return table(["kind of kernel", "launches", "µs", "share"], rows) + "\n" + "\n".join(summary) + "\n"
 
 
+def gpu_rows() -> str:
+    """Milliseconds of a step by its number of rows, and before few rows had one family of kernels."""
+    r, before = load("gpu/rows"), load("gpu/rows_before")
+    now, old = (each["depths"][0]["step_ms"] for each in (r, before))
+    rows = [
+        [count, f"{old[count]:.2f}" if count in old else "", f"{ms:.2f}", f"{int(count) / ms * 1e3:.0f}"]
+        for count, ms in now.items()
+    ]
+    head = ["rows", f"{before['commit']}, ms", f"{r['commit']}, ms", "rows a second"]
+    return table(head, rows) + f"\n{r['machine']['gpu']}: `{r['command']}`\n"
+
+
 def gpu_profile_rows() -> str:
     """Where the time of a step goes by its number of rows: the kinds that take most of any."""
     results = [
