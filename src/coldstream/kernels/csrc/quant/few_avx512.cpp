@@ -188,28 +188,46 @@ inline __attribute__((always_inline)) void add_last_blocks(const weight_rows& w,
   }
 }
 
+// Weight rows n, n + distance, … of which each fills the eight lanes with its own super-blocks.
+template <quant_type Q, int ROWS, int STREAMS>
+inline __attribute__((always_inline)) void multiply_whole_rows(const weight_rows& w, int64_t n, int64_t distance,
+                                                               const activation_row* x, int num_rows,
+                                                               float* const* out) {
+  using block = typename format_512<Q>::block;
+  constexpr int capacity = ROWS != 0 ? ROWS : few_max_rows;
+  __m256 p[STREAMS][capacity];
+  for (int s = 0; s < STREAMS; s++) {
+    for (int t = 0; t < num_rows; t++) p[s][t] = _mm256_setzero_ps();
+  }
+  for (int64_t b = 0; b < w.cols / group_elements; b += 8) {
+    for (int s = 0; s < STREAMS; s++) {
+      const uint8_t* data = w.data + (n + s * distance) * w.row_bytes + b * static_cast<int64_t>(sizeof(block));
+      add_super_blocks<Q, ROWS, true, eight::of_a_row>(data, sizeof(block), 8, x, b, num_rows, p[s]);
+    }
+  }
+  for (int s = 0; s < STREAMS; s++) {
+    for (int t = 0; t < num_rows; t++) out[t][n + s * distance] = sum_lanes(p[s][t]);
+  }
+}
+
 template <quant_type Q, int ROWS>
 void few_of_super_blocks(const weight_rows& w, const activation_row* x, int num_rows, float* const* out) {
-  using block = typename format_512<Q>::block;
   if constexpr (ROWS != 0) num_rows = ROWS;
-  const int64_t num_blocks = w.cols / group_elements;
-  if (num_blocks % 8 != 0) {
-    int64_t n = 0;
+  int64_t n = 0;
+  if (w.cols / group_elements % 8 != 0) {
     for (; n + 8 <= w.count; n += 8) multiply_eight_rows<Q, ROWS, true>(w, n, 8, x, num_rows, out);
     if (n < w.count)
       multiply_eight_rows<Q, ROWS, false>(w, n, static_cast<int>(w.count - n), x, num_rows, out);
     return;
   }
-  for (int64_t n = 0; n < w.count; n++) {
-    const uint8_t* row = w.data + n * w.row_bytes;
-    __m256 p[ROWS != 0 ? ROWS : few_max_rows];
-    for (int t = 0; t < num_rows; t++) p[t] = _mm256_setzero_ps();
-    for (int64_t b = 0; b < num_blocks; b += 8) {
-      add_super_blocks<Q, ROWS, true, eight::of_a_row>(row + b * static_cast<int64_t>(sizeof(block)),
-                                                       sizeof(block), 8, x, b, num_rows, p);
-    }
-    for (int t = 0; t < num_rows; t++) out[t][n] = sum_lanes(p[t]);
+  // One activation row waits for memory, which gives more bytes to several places that are read in turn.
+  constexpr int streams = 4;
+  if constexpr (ROWS == 1) {
+    const int64_t distance = w.count / streams;
+    for (; n < distance; n++) multiply_whole_rows<Q, ROWS, streams>(w, n, distance, x, num_rows, out);
+    n *= streams;
   }
+  for (; n < w.count; n++) multiply_whole_rows<Q, ROWS, 1>(w, n, 0, x, num_rows, out);
 }
 
 template <quant_type Q, int ROWS>
