@@ -11,7 +11,7 @@ PEER is a virtual environment with `llama-cpp-python` built from source for this
 
 llama.cpp is tuned first: flash attention on and off, with and without mmap; the best setting of each figure
 is the peer. Before each run at a depth both sides go back to the state that they had there, and before each
-run of several sequences they begin these anew. `--cases tg` measures only what has that in its name.
+run of several sequences (`--sequences`) they begin these anew.
 """
 
 import argparse
@@ -113,8 +113,8 @@ CASES = (
     Case("tg32 behind 2048", "decode", 32, 2048),
     Case("pp512 behind 8192", "append", 512, 8192),
     Case("tg32 behind 8192", "decode", 32, 8192),
-    *(Case(f"tg32, {count} sequences", "steps", 32, sequences=count) for count in (1, 2, 4, 8, 16)),
 )
+SEQUENCE_CASES = tuple(Case(str(count), "steps", 32, sequences=count) for count in (1, 2, 4, 8, 16))
 SETTINGS = (("0", "1"), ("1", "1"), ("0", "0"), ("1", "0"))
 
 
@@ -165,7 +165,7 @@ def compare(options: argparse.Namespace) -> dict[str, object]:
         f"{bytes_per_token / 1e6:.0f} MB a token / {bandwidth / 1e9:.1f} GB/s = at most {ceiling:.1f} tok/s",
         flush=True,
     )
-    cases = [case for case in CASES if options.cases in case.name]
+    cases = SEQUENCE_CASES if options.sequences else CASES
     best = tune_peer(options.peer_python, model, threads, cases)
     ours = Side(sys.executable, "worker.py", model, str(threads), str(CONTEXT), options.tier)
     results: dict[str, dict[str, float]] = {}
@@ -182,7 +182,8 @@ def compare(options: argparse.Namespace) -> dict[str, object]:
     return {
         "model": options.model.name,
         "file_bytes": file_bytes,
-        "command": f"python bench/versus_llama_cpp.py {options.model.name} --threads {threads}",
+        "command": f"python bench/versus_llama_cpp.py {options.model.name} --threads {threads}"
+        + (" --sequences" if options.sequences else ""),
         "machine": asdict(Hardware.measure()),
         "ours": ours.about,
         "peer": peer.about,
@@ -202,7 +203,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tier", default="auto")
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--cases", default="", help="part of the names of those to measure")
+    parser.add_argument("--sequences", action="store_true", help="steps of 1 to 16 sequences side by side")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     write_result(compare(options), options.out)

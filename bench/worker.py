@@ -68,6 +68,7 @@ def main() -> None:
         elif verb == "back":
             runner.restore(sequence, kept)
         elif verb == "start":
+            runner.clear(sequence)
             for other in side_by_side:
                 runner.release(other)
             side_by_side = start(runner, int(count))
