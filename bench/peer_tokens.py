@@ -1,6 +1,7 @@
 """The token sequence both sides of a paired benchmark are fed; plain Python for any interpreter."""
 
 FIRST_TOKEN = 1000  # where generation begins
+PROMPT_LENGTH = 64  # of each of several sequences
 
 
 def random_tokens(count: int, seed: int) -> list[int]:

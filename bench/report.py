@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from report_accuracy import activation_scales, agreement_by_architecture, kv_types
-from report_cpu import cpu_attention, cpu_pairs
+from report_cpu import cpu_attention, cpu_pairs, cpu_rows
 from report_first_page import first_page
 from report_gpu import (
     gpu,
@@ -324,6 +324,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "text": text,
     "cpu_attention": cpu_attention,
     "cpu_pairs": cpu_pairs,
+    "cpu_rows": cpu_rows,
     "gpu": gpu,
     "gpu_ahead": gpu_ahead,
     "gpu_first_token": gpu_first_token,

@@ -1,4 +1,6 @@
-"""The figures of the CPU: attention by type of keys and values, and a pair of commits."""
+"""The figures of the CPU: attention by type of keys and values, steps of several sequences, and a pair of
+commits.
+"""
 
 from typing import Any
 
@@ -49,3 +51,29 @@ def cpu_pairs() -> str:
     r = results[0]
     commits = f"Commits {r['old_commit']} and {r['commit']}, tier {r['tiers'][0]}"
     return table(header, rows) + f"\n{commits}: `python bench/versus_commit.py demo.gguf --old …`\n"
+
+
+def cpu_rows() -> str:
+    """Steps of a token of each of several sequences, and how many times the tokens of one they bring."""
+    header = [
+        "model", "sequences", "coldstream tok/s", "of one", "llama.cpp tok/s", "of one",
+        "ratio (min–max of pairs)",
+    ]  # fmt: skip
+    rows, results = [], [load("cpu_rows_demo"), load("cpu_rows_cut")]
+    for r in results:
+        one = r["cases"]["1"]
+        rows += [
+            [
+                r["model"],
+                name,
+                f"{case['ours_tok_s']:.0f}",
+                f"{case['ours_tok_s'] / one['ours_tok_s']:.2f}×",
+                f"{case['llama_cpp_tok_s']:.0f}",
+                f"{case['llama_cpp_tok_s'] / one['llama_cpp_tok_s']:.2f}×",
+                f"{case['ratio']:.2f}× ({case['ratio_min']:.2f}–{case['ratio_max']:.2f})",
+            ]
+            for name, case in r["cases"].items()
+        ]
+    r = results[0]
+    commits = " and ".join(dict.fromkeys(r["commit"] for r in results))
+    return table(header, rows) + f"\nCommit {commits}, {r['ours']['threads']} threads: `{r['command']}`\n"

@@ -10,7 +10,8 @@ PEER is a virtual environment with `llama-cpp-python` built from source for this
                 -DGGML_AVX512_VNNI=ON -DGGML_AVX512_VBMI=ON" pip install llama-cpp-python
 
 llama.cpp is tuned first: flash attention on and off, with and without mmap; the best setting of each figure
-is the peer. Before each run at a depth both sides go back to the state that they had there.
+is the peer. Before each run at a depth both sides go back to the state that they had there, and before each
+run of several sequences (`--sequences`) they begin these anew.
 """
 
 import argparse
@@ -76,15 +77,19 @@ class Side:
 
 @dataclass(frozen=True)
 class Case:
-    """The timed call, after `depth` tokens: `verb` with `count`."""
+    """The timed call, after `depth` tokens, or of `sequences` side by side: `verb` with `count`."""
 
     name: str
     verb: str
     count: int
     depth: int = 0
+    sequences: int = 0
 
     def prepare(self, side: Side) -> None:
         """Brings a side to where its runs begin, with everything touched once."""
+        if self.sequences:
+            self.run(side)
+            return
         side.rate("prefill", self.depth or 512)
         if self.depth:
             side.ask("keep", 0)
@@ -92,6 +97,9 @@ class Case:
 
     def run(self, side: Side) -> float:
         """Tokens per second of one run."""
+        if self.sequences:
+            side.ask("start", self.sequences)
+            return self.sequences * side.rate(self.verb, self.count)
         if self.depth:
             side.ask("back", 0)
         return side.rate(self.verb, self.count)
@@ -106,18 +114,25 @@ CASES = (
     Case("pp512 behind 8192", "append", 512, 8192),
     Case("tg32 behind 8192", "decode", 32, 8192),
 )
+SEQUENCE_CASES = tuple(Case(str(count), "steps", 32, sequences=count) for count in (1, 2, 4, 8, 16))
 SETTINGS = (("0", "1"), ("1", "1"), ("0", "0"), ("1", "0"))
+
+
+def peer_side(python: str, model: str, threads: int, setting: tuple[str, str], case: Case) -> Side:
+    """llama.cpp with (flash attention, mmap), for as many sequences as the case has."""
+    words = (model, str(threads), str(CONTEXT), *setting, "1", "0", str(max(1, case.sequences)))
+    return Side(python, "peer_llama_cpp.py", *words)
 
 
 def tune_peer(python: str, model: str, threads: int, cases: Sequence[Case]) -> dict[str, tuple[str, str]]:
     """The best (flash attention, mmap) of llama.cpp for each case, by the median of three."""
     rates: dict[str, dict[tuple[str, str], float]] = {case.name: {} for case in cases}
     for setting in SETTINGS:
-        side = Side(python, "peer_llama_cpp.py", model, str(threads), str(CONTEXT), *setting)
         for case in cases:
+            side = peer_side(python, model, threads, setting, case)
             case.prepare(side)
             rates[case.name][setting] = statistics.median(case.run(side) for _ in range(3))
-        side.close()
+            side.close()
     return {name: max(by_setting, key=lambda s: by_setting[s]) for name, by_setting in rates.items()}
 
 
@@ -150,20 +165,13 @@ def compare(options: argparse.Namespace) -> dict[str, object]:
         f"{bytes_per_token / 1e6:.0f} MB a token / {bandwidth / 1e9:.1f} GB/s = at most {ceiling:.1f} tok/s",
         flush=True,
     )
-    best = tune_peer(options.peer_python, model, threads, CASES)
+    cases = SEQUENCE_CASES if options.sequences else CASES
+    best = tune_peer(options.peer_python, model, threads, cases)
     ours = Side(sys.executable, "worker.py", model, str(threads), str(CONTEXT), options.tier)
     results: dict[str, dict[str, float]] = {}
-    for case in CASES:
+    for case in cases:
         flash_attention, use_mmap = best[case.name]
-        peer = Side(
-            options.peer_python,
-            "peer_llama_cpp.py",
-            model,
-            str(threads),
-            str(CONTEXT),
-            flash_attention,
-            use_mmap,
-        )
+        peer = peer_side(options.peer_python, model, threads, best[case.name], case)
         results[case.name] = compare_case(case, ours, peer, options.pairs) | {
             "llama_cpp_flash_attention": flash_attention == "1",
             "llama_cpp_mmap": use_mmap == "1",
@@ -174,7 +182,8 @@ def compare(options: argparse.Namespace) -> dict[str, object]:
     return {
         "model": options.model.name,
         "file_bytes": file_bytes,
-        "command": f"python bench/versus_llama_cpp.py {options.model.name} --threads {threads}",
+        "command": f"python bench/versus_llama_cpp.py {options.model.name} --threads {threads}"
+        + (" --sequences" if options.sequences else ""),
         "machine": asdict(Hardware.measure()),
         "ours": ours.about,
         "peer": peer.about,
@@ -182,7 +191,7 @@ def compare(options: argparse.Namespace) -> dict[str, object]:
         "bytes_per_token": bytes_per_token,
         "read_bandwidth_bytes_s": bandwidth,
         "ceiling_tok_s": ceiling,
-        "share_of_ceiling": results["tg128"]["ours_tok_s"] / ceiling,
+        "share_of_ceiling": results["tg128"]["ours_tok_s"] / ceiling if "tg128" in results else None,
         "cases": results,
     }
 
@@ -194,6 +203,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tier", default="auto")
     parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--sequences", action="store_true", help="steps of 1 to 16 sequences side by side")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     write_result(compare(options), options.out)

@@ -12,8 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from coldstream.kvcache import Sequence
+from coldstream.kvcache.batch import Batch, Segment
 from coldstream.models.cpu_runner import CpuRunner
-from peer_tokens import FIRST_TOKEN, random_tokens
+from peer_tokens import FIRST_TOKEN, PROMPT_LENGTH, random_tokens
 from runners import open_cpu_runner
 
 
@@ -24,6 +25,21 @@ def generate(runner: CpuRunner, sequence: Sequence, token: int, count: int) -> l
         token = int(runner.extend(sequence, (token,)).argmax())
         tokens.append(token)
     return tokens
+
+
+def start(runner: CpuRunner, count: int) -> list[Sequence]:
+    """`count` sequences after a prompt each."""
+    sequences = [runner.new_sequence() for _ in range(count)]
+    for number, sequence in enumerate(sequences):
+        runner.extend(sequence, random_tokens(PROMPT_LENGTH, number))
+    return sequences
+
+
+def steps(runner: CpuRunner, sequences: list[Sequence], count: int) -> None:
+    """`count` steps of a token for each sequence."""
+    for token in random_tokens(count, 2):
+        segments = [Segment(sequence, ((token + row) % 256,)) for row, sequence in enumerate(sequences)]
+        runner.step(Batch(tuple(segments)))
 
 
 def main() -> None:
@@ -37,7 +53,7 @@ def main() -> None:
     )
     print(json.dumps({"tier": runner.tier, "threads": runner.threads}), flush=True)
     next_token, sequence = FIRST_TOKEN, runner.new_sequence()
-    kept = runner.checkpoint(sequence)
+    kept, side_by_side = runner.checkpoint(sequence), list[Sequence]()
     for line in sys.stdin:
         verb, count = line.split()
         answer: dict[str, object] = {}
@@ -51,6 +67,13 @@ def main() -> None:
             kept = runner.checkpoint(sequence)
         elif verb == "back":
             runner.restore(sequence, kept)
+        elif verb == "start":
+            runner.clear(sequence)
+            for other in side_by_side:
+                runner.release(other)
+            side_by_side = start(runner, int(count))
+        elif verb == "steps":
+            steps(runner, side_by_side, int(count))
         elif verb == "generate":
             tokens = generate(runner, sequence, next_token, int(count))
             next_token = tokens[-1]

@@ -47,7 +47,7 @@ def test_tiers_equal_generic(quant_type: QuantType, tier: str) -> None:
 
 @EVERY_TIER
 @INTEGER_TYPE
-@pytest.mark.parametrize("cols", [512, 2304])
+@pytest.mark.parametrize("cols", [512, 2048, 2304])
 def test_rows_do_not_depend_on_the_batch(quant_type: QuantType, tier: str, cols: int) -> None:
     runtime = _csrc.Runtime(2, tier)
     x = activations(cols, 300, cols)

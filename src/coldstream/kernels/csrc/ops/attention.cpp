@@ -58,6 +58,12 @@ class attention_op : public op {
     return sizeof(float) * (queries + split_rows * a_.num_heads * max_chunks_ * row_floats_);
   }
 
+  bool runs_alone(int stage, int rows) const override {
+    if (stage == 1) return false;
+    if (stage == 2 && rows > SPLIT_ROWS) return true;  // without work
+    return rows * (a_.num_heads + a_.num_kv_heads) * a_.head_size <= SMALL_WORK / 4;
+  }
+
   void run(int stage, int rows, worker& w) override {
     if (stage == 0) {
       if (w.index == 0) plan_tiles(rows, w);

@@ -39,14 +39,21 @@ class gated_delta_net_op : public op {
     return sizeof(float) * a_.capacity * (a_.num_channels() + 2 * a_.num_value_heads);
   }
 
+  bool runs_alone(int stage, int rows) const override {
+    if (stage == 0) return true;
+    if (stage == 1) return rows * a_.num_channels() <= SMALL_WORK / 4;
+    if (stage == 2) return false;
+    return norms_in_step() || rows * a_.num_value_heads * a_.head_size <= SMALL_WORK / 4;
+  }
+
   void run(int stage, int rows, worker& w) override {
     if (stage == 0) {
-      if (w.index == 0) plan_runs(rows, w);
+      plan_runs(rows, w);
     } else if (stage == 1) {
       convolve_heads(rows, w);
     } else if (stage == 2) {
       advance_states(rows, w);
-    } else {
+    } else if (!norms_in_step()) {
       norm_heads(rows, w);
     }
   }
@@ -75,7 +82,12 @@ class gated_delta_net_op : public op {
       uses_[run.state_id] = run.is_tree ? state_use::read : state_use::advanced;
       runs_[num_runs_++] = run;
     }
+    single_ = rows == num_runs_;
+    for (int64_t i = 0; i < num_runs_; i++) single_ = single_ && !runs_[i].is_tree;
   }
+
+  // Whether a task of the recurrence has whole heads, so that it norms them as well.
+  bool norms_in_step() const { return single_ && kernels_.step_columns >= a_.head_size; }
 
   // Null, or what is wrong with a run after those before it.
   const char* run_fault(const state_run& run) const {
@@ -97,14 +109,18 @@ class gated_delta_net_op : public op {
 
   void convolve_heads(int rows, worker& w) {
     const int64_t num_heads = a_.num_channels() / a_.head_size;
-    const int64_t num_tasks = num_heads + (rows + GATE_ROWS_PER_TASK - 1) / GATE_ROWS_PER_TASK;
+    const int64_t heads = std::max<int64_t>(1, SMALL_WORK / 8 / (rows * a_.head_size));  // of a task
+    const int64_t head_tasks = (num_heads + heads - 1) / heads;
+    const int64_t num_tasks = head_tasks + (rows + GATE_ROWS_PER_TASK - 1) / GATE_ROWS_PER_TASK;
     for (int64_t task = w.take(); task < num_tasks; task = w.take()) {
-      if (task < num_heads) {
+      if (task >= head_tasks) {
+        open_gates(rows, (task - head_tasks) * GATE_ROWS_PER_TASK, w);
+        continue;
+      }
+      for (int64_t head = task * heads; head < std::min(task * heads + heads, num_heads); head++) {
         for (int64_t i = 0; i < num_runs_; i++) {
-          runs_[i].is_tree ? convolve_tree(runs_[i], task, w) : convolve_chain(runs_[i], task, w);
+          runs_[i].is_tree ? convolve_tree(runs_[i], head, w) : convolve_chain(runs_[i], head, w);
         }
-      } else {
-        open_gates(rows, (task - num_heads) * GATE_ROWS_PER_TASK, w);
       }
     }
   }
@@ -177,9 +193,7 @@ class gated_delta_net_op : public op {
   }
 
   void advance_states(int rows, worker& w) {
-    bool single = rows == num_runs_;  // decoding: one row for each state
-    for (int64_t i = 0; i < num_runs_; i++) single = single && !runs_[i].is_tree;
-    const int64_t columns = single ? kernels_.step_columns : kernels_.delta_columns;
+    const int64_t columns = single_ ? kernels_.step_columns : kernels_.delta_columns;
     const int64_t blocks = (a_.head_size + columns - 1) / columns;
     const int64_t tasks_per_run = a_.num_value_heads * blocks;
     for (int64_t task = w.take(); task < num_runs_ * tasks_per_run; task = w.take()) {
@@ -189,8 +203,9 @@ class gated_delta_net_op : public op {
       if (run.is_tree) {
         walk_tree(block, run, columns, w);
       } else {
-        single ? kernels_.delta_step(block) : kernels_.delta_advance(block);
+        single_ ? kernels_.delta_step(block) : kernels_.delta_advance(block);
       }
+      if (norms_in_step()) norm_head(run.first_row, head);
     }
   }
 
@@ -249,11 +264,14 @@ class gated_delta_net_op : public op {
     const int64_t tasks_per_row = (a_.num_value_heads + HEADS_PER_TASK - 1) / HEADS_PER_TASK;
     for (int64_t task = w.take(); task < rows * tasks_per_row; task = w.take()) {
       const int64_t row = task / tasks_per_row, first = task % tasks_per_row * HEADS_PER_TASK;
-      for (int64_t head = first; head < std::min(first + HEADS_PER_TASK, a_.num_value_heads); head++) {
-        float* out = a_.out.row(row) + head * a_.head_size;
-        kernels_.gated_rms_norm(out, a_.norm, a_.eps, a_.z.row(row) + head * a_.head_size, out, a_.head_size);
-      }
+      for (int64_t head = first; head < std::min(first + HEADS_PER_TASK, a_.num_value_heads); head++)
+        norm_head(row, head);
     }
+  }
+
+  void norm_head(int64_t row, int64_t head) {
+    float* out = a_.out.row(row) + head * a_.head_size;
+    kernels_.gated_rms_norm(out, a_.norm, a_.eps, a_.z.row(row) + head * a_.head_size, out, a_.head_size);
   }
 
   const float_kernels& kernels_;
@@ -261,6 +279,7 @@ class gated_delta_net_op : public op {
   std::vector<state_run> runs_;
   std::vector<state_use> uses_;
   int64_t num_runs_ = 0;
+  bool single_ = false;  // decoding: one row for each state
 };
 
 }  // namespace

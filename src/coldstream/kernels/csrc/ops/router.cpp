@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t ROWS_PER_TASK = 32;
 constexpr int64_t EXPERTS_PER_TASK = 16;
+constexpr int64_t CHOICE_WORK = 8;  // floats of simple work that an expert's probability and rank cost
 
 class router_op : public op {
  public:
@@ -17,6 +18,10 @@ class router_op : public op {
   const char* name() const override { return "router"; }
   int num_stages() const override { return 2; }
   size_t shared_bytes() const override { return sizeof(float) * a_.capacity * a_.matrix.num_rows; }
+
+  bool runs_alone(int stage, int rows) const override {
+    return rows * a_.matrix.num_rows * (stage == 0 ? a_.matrix.num_cols : CHOICE_WORK) <= SMALL_WORK;
+  }
 
   void run(int stage, int rows, worker& w) override {
     if (stage == 0) {

@@ -37,6 +37,7 @@ class binary_op : public op {
   binary_op(const char* name, binary_kernel kernel, input_rows x, input_rows y, output_rows out, int64_t size)
       : name_(name), kernel_(kernel), x_(x), y_(y), out_(out), size_(size) {}
   const char* name() const override { return name_; }
+  bool runs_alone(int, int rows) const override { return rows * size_ <= SMALL_WORK; }
   void run(int, int rows, worker& w) override {
     for_each_piece(w, rows, size_, [&](int64_t row, int64_t begin, int64_t count) {
       kernel_(x_.row(row) + begin, y_.row(row) + begin, out_.row(row) + begin, count);
@@ -57,6 +58,7 @@ class rms_norm_op : public op {
               int64_t size)
       : kernels_(kernels), x_(x), weight_(weight), eps_(eps), out_(out), size_(size) {}
   const char* name() const override { return "rms_norm"; }
+  bool runs_alone(int, int rows) const override { return rows * size_ <= SMALL_WORK; }
   void run(int, int rows, worker& w) override {
     for_each_row(w, rows, size_,
                  [&](int64_t row) { kernels_.rms_norm(x_.row(row), weight_, eps_, out_.row(row), size_); });
@@ -80,9 +82,9 @@ class rope_angles_op : public op {
     }
   }
   const char* name() const override { return "rope_angles"; }
+  bool runs_alone(int, int rows) const override { return rows * work_of_row() <= SMALL_WORK; }
   void run(int, int rows, worker& w) override {
-    // A sine and a cosine cost as much as some tens of floats in other ops.
-    for_each_row(w, rows, static_cast<int64_t>(frequencies_.size()) * 32, [&](int64_t row) {
+    for_each_row(w, rows, work_of_row(), [&](int64_t row) {
       if (positions_[row] < 0) return w.fail("rope_angles: negative position");
       float* out = out_.row(row);
       for (double frequency : frequencies_) {
@@ -94,6 +96,9 @@ class rope_angles_op : public op {
   }
 
  private:
+  // A sine and a cosine cost as much as some tens of floats in other ops.
+  int64_t work_of_row() const { return static_cast<int64_t>(frequencies_.size()) * 32; }
+
   const int32_t* positions_;
   std::vector<double> frequencies_;
   output_rows out_;
@@ -104,6 +109,9 @@ class combine_op : public op {
   combine_op(const float_kernels& kernels, const combine_arguments& arguments)
       : kernels_(kernels), a_(arguments) {}
   const char* name() const override { return "combine_experts"; }
+  bool runs_alone(int, int rows) const override {
+    return rows * (a_.num_experts_per_tok + 1) * a_.size <= SMALL_WORK;
+  }
   void run(int, int rows, worker& w) override {
     for_each_piece(w, rows, a_.size, [&](int64_t row, int64_t begin, int64_t count) {
       kernels_.combine(a_.routed + row * a_.row_stride + begin, a_.rank_stride, a_.weights.row(row),

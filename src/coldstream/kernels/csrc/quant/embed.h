@@ -10,6 +10,7 @@ class embed_op : public op {
   embed_op(const quant_kernels& kernels, weight table, const int32_t* token_ids, float_rows_out out)
       : kernels_(kernels), table_(std::move(table)), token_ids_(token_ids), out_(out) {}
   const char* name() const override { return "embed"; }
+  bool runs_alone(int, int rows) const override { return rows * table_.num_cols <= SMALL_WORK; }
   void run(int, int rows, worker& w) override {
     for (int64_t t = w.take(); t < rows; t = w.take()) {
       const int64_t id = token_ids_[t];

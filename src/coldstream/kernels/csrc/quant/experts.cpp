@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "quant/blocks.h"
+#include "quant/slices.h"
 
 namespace coldstream {
 
@@ -11,8 +12,6 @@ namespace {
 
 constexpr int64_t max_slice =
     64;  // weight rows of a task; bounds the gate and up values kept in private memory
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
@@ -65,11 +64,25 @@ void routed_experts_op::run(int stage, int rows, worker& w) {
     case 1:
       return pack_x(w);
     case 2:
-      return gate_up(w);
+      return gate_up(rows, w);
     case 3:
       return quantize_hidden(w);
     default:
-      return down(w);
+      return down(rows, w);
+  }
+}
+
+bool routed_experts_op::runs_alone(int stage, int rows) const {
+  if (!tiled_ && stage > 0) stage++;
+  switch (stage) {
+    case 0:
+      return rows * args_.gate.num_cols <= SMALL_WORK;
+    case 1:
+      return !prefers_tiles(kernels_, rows);  // no expert has more rows, so that there is nothing to pack
+    case 3:
+      return rows * args_.num_experts_per_tok * args_.down.num_cols <= SMALL_WORK;
+    default:
+      return false;
   }
 }
 
@@ -176,19 +189,21 @@ void routed_experts_op::pack_x_tile(int64_t i, activation_form form, worker& w) 
 
 // Calls run_slice(job, begin, end) for every slice of `num_rows` weight rows of every job.
 template <typename F>
-void routed_experts_op::for_each_slice(int64_t num_rows, worker& w, F&& run_slice) const {
-  const int64_t num_jobs = at<groups>(w, layout_.groups)->num_jobs;
-  const int64_t even_share = num_jobs * num_rows / (int64_t{16} * w.count);
-  const int64_t slice = std::clamp<int64_t>(even_share / 32 * 32, 32, max_slice);
-  const int64_t slices = ceil_div(num_rows, slice);
-  for (int64_t task = w.take(); task < num_jobs * slices; task = w.take()) {
-    const int64_t begin = task % slices * slice;
-    run_slice(at<job>(w, layout_.jobs)[task / slices], begin, std::min(begin + slice, num_rows));
+void routed_experts_op::for_each_slice(int64_t num_rows, int rows, worker& w, F&& run_slice) const {
+  const int64_t total = at<groups>(w, layout_.groups)->num_jobs * num_rows;
+  // Jobs of several rows are not equally long: no task may be a large share of all.
+  shrinking_slices slices(total, w.count, rows > few_max_rows ? 32 : 8, rows == 1 ? total : max_slice);
+  for (auto next = slices.of(w.take()); !next.is_empty(); next = slices.of(w.take())) {
+    for (int64_t first = next.begin, end; first < next.end; first = end) {
+      const int64_t begin = first % num_rows, count = std::min({max_slice, num_rows - begin, next.end - first});
+      run_slice(at<job>(w, layout_.jobs)[first / num_rows], begin, begin + count);
+      end = first + count;
+    }
   }
 }
 
-void routed_experts_op::gate_up(worker& w) const {
-  for_each_slice(args_.gate.num_rows, w,
+void routed_experts_op::gate_up(int rows, worker& w) const {
+  for_each_slice(args_.gate.num_rows, rows, w,
                  [&](const job& j, int64_t begin, int64_t end) { gate_up_slice(j, begin, end, w); });
 }
 
@@ -236,8 +251,8 @@ void routed_experts_op::quantize_hidden(worker& w) const {
   }
 }
 
-void routed_experts_op::down(worker& w) const {
-  for_each_slice(args_.down.num_rows, w,
+void routed_experts_op::down(int rows, worker& w) const {
+  for_each_slice(args_.down.num_rows, rows, w,
                  [&](const job& j, int64_t begin, int64_t end) { down_slice(j, begin, end, w); });
 }
 

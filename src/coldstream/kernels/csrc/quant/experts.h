@@ -30,6 +30,7 @@ class routed_experts_op : public op {
   size_t scratch_bytes() const override;
   size_t shared_bytes() const override { return layout_.total; }
   void run(int stage, int rows, worker& w) override;
+  bool runs_alone(int stage, int rows) const override;
   // The rows of x that a run quantises: those that it needs; or, for several runs over the same rows, the
   // first run all of them and the others none, which reuse its shared memory.
   enum class x_rows { needed, all, none };
@@ -68,13 +69,13 @@ class routed_experts_op : public op {
   void group_pairs(int rows, worker& w) const;
   void pack_x(worker& w) const;
   void pack_x_tile(int64_t i, activation_form form, worker& w) const;
-  void gate_up(worker& w) const;
+  void gate_up(int rows, worker& w) const;
   void gate_up_slice(const job& j, int64_t begin, int64_t end, worker& w) const;
   void quantize_hidden(worker& w) const;
-  void down(worker& w) const;
+  void down(int rows, worker& w) const;
   void down_slice(const job& j, int64_t begin, int64_t end, worker& w) const;
   template <typename F>
-  void for_each_slice(int64_t num_rows, worker& w, F&& run_slice) const;
+  void for_each_slice(int64_t num_rows, int rows, worker& w, F&& run_slice) const;
 
   const quant_kernels& kernels_;
   routed_experts_args args_;

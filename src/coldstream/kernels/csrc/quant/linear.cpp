@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "quant/blocks.h"
+#include "quant/slices.h"
 
 namespace coldstream {
 
@@ -10,6 +11,8 @@ namespace {
 
 // Up to this many inputs, each worker quantises for itself: cheaper than the barrier after a stage.
 constexpr int64_t private_quantize_elements = 8192;
+// Weight rows of a task where many rows of activations make it long.
+constexpr int64_t max_slice = 128;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -57,6 +60,11 @@ void linear_op::run(int stage, int rows, worker& w) {
   }
 }
 
+bool linear_op::runs_alone(int stage, int rows) const {
+  if (stage == 0 && quantizes_apart()) return rows * cols_ <= SMALL_WORK;
+  return rows * total_rows_ * cols_ <= SMALL_WORK;
+}
+
 void linear_op::quantize(int rows, worker& w) const {
   if (!prefers_tiles(kernels_, rows)) {
     for (int64_t t = w.take(); t < rows; t = w.take())
@@ -99,25 +107,29 @@ void linear_op::multiply_slices(int rows, worker& w) const {
     quantized = memory;
     memory += rows * row_bytes;
   }
-  // Slices small enough that all workers end together, large enough to amortise their start.
-  const int64_t even_share = total_rows_ / (int64_t{16} * w.count), step = tiled ? 32 : 8;
-  const int64_t slice = std::clamp<int64_t>(even_share / step * step, step, 128);
-  const int num_passes = static_cast<int>(ceil_div(rows, pass_rows));
-  int64_t task = w.take(), first_task = 0;
-  for (int pass = 0; pass < num_passes; pass++) {
+  const int64_t total = ceil_div(rows, pass_rows) * total_rows_;
+  shrinking_slices slices(total, w.count, tiled ? 32 : 8, rows > few_max_rows ? max_slice : total);
+  for (auto next = slices.of(w.take()); !next.is_empty(); next = slices.of(w.take()))
+    multiply_range(next.begin, next.end, rows, quantized, memory, w);
+}
+
+// Of the rows of all weights, for one pass over the activation rows after the other.
+void linear_op::multiply_range(int64_t begin, int64_t end, int rows, std::byte* quantized,
+                               std::byte* memory, worker& w) const {
+  const bool tiled = forms_.any() && prefers_tiles(kernels_, rows);
+  for (int64_t pass = begin / total_rows_; pass * total_rows_ < end; pass++) {
     const int first_row = static_cast<int>(pass * pass_rows);
     const int num_rows = std::min(static_cast<int>(pass_rows), rows - first_row);
+    int64_t first = pass * total_rows_;
     for (const linear_part& part : parts_) {
-      const int64_t num_tasks = ceil_div(part.w.num_rows, slice);
-      const activation_tile* tiles = nullptr;
-      if (tiled && quant_is_integer(part.w.type))
-        tiles = tiles_of(form_of(part.w.type), rows, w) + first_row / tile_rows * num_groups(cols_);
-      for (; task < first_task + num_tasks; task = w.take()) {
-        const int64_t begin = (task - first_task) * slice;
-        multiply_slice(part, begin, std::min(begin + slice, part.w.num_rows), first_row, num_rows, tiles,
-                       quantized, memory);
+      const int64_t from = std::max(begin, first), to = std::min(end, first + part.w.num_rows);
+      if (from < to) {
+        const activation_tile* tiles = nullptr;
+        if (tiled && quant_is_integer(part.w.type))
+          tiles = tiles_of(form_of(part.w.type), rows, w) + first_row / tile_rows * num_groups(cols_);
+        multiply_slice(part, from - first, to - first, first_row, num_rows, tiles, quantized, memory);
       }
-      first_task += num_tasks;
+      first += part.w.num_rows;
     }
   }
 }

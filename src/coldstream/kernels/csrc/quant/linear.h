@@ -37,11 +37,14 @@ class linear_op : public op {
   size_t scratch_bytes() const override;
   size_t shared_bytes() const override;
   void run(int stage, int rows, worker& w) override;
+  bool runs_alone(int stage, int rows) const override;
 
  private:
   bool quantizes_apart() const;
   void quantize(int rows, worker& w) const;
   void multiply_slices(int rows, worker& w) const;
+  void multiply_range(int64_t begin, int64_t end, int rows, std::byte* quantized, std::byte* memory,
+                      worker& w) const;
   void quantize_row(int64_t t, std::byte* memory) const;
   void quantize_tile(int64_t tile, int rows, activation_form form, worker& w) const;
   activation_tile* tiles_of(activation_form form, int rows, worker& w) const;

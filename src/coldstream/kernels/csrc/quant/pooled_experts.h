@@ -38,6 +38,9 @@ class pooled_experts_op : public op {
   size_t scratch_bytes() const override { return experts_.scratch_bytes(); }
   size_t shared_bytes() const override { return experts_.shared_bytes(); }
   void run(int stage, int rows, worker& w) override;
+  bool runs_alone(int stage, int rows) const override {
+    return stage > 0 && experts_.runs_alone(stage - 1, rows);
+  }
   bool repeats() override { return from_.pool->is_pending(); }
   void throw_failure() override;
 

@@ -5,6 +5,7 @@
 // in any order; a stage is over when all tasks are done, so a later one (and a later op) sees everything an
 // earlier one wrote. Worker 0 takes part in every stage, the others only if they arrive in time: work is
 // shared out only by `take`, never by a worker's index. Results must not depend on which worker does what.
+// A stage of so little work that meeting the others would take longer is worker 0's alone.
 #pragma once
 
 #include <atomic>
@@ -53,6 +54,9 @@ struct worker {
   }
 };
 
+// About this many floats of simple work (a sum, a norm, rounding) take as long as the workers' meeting.
+inline constexpr int64_t SMALL_WORK = 8192;
+
 class op {
  public:
   virtual ~op() = default;
@@ -64,8 +68,10 @@ class op {
   virtual size_t shared_bytes() const { return 0; }
   // Runs on every worker that takes part; `rows` <= the capacity the op was made with. Must not throw, must
   // not allocate and must hold nothing that needs a destructor while it reads a mapped file: a vanished page
-  // leaves the stage by longjmp. A stage of little work may be done by worker 0 alone.
+  // leaves the stage by longjmp.
   virtual void run(int stage, int rows, worker& w) = 0;
+  // Whether worker 0 runs this stage without the others. Asked by worker 0, after all earlier stages.
+  virtual bool runs_alone(int /*stage*/, int /*rows*/) const { return false; }
   // Called by worker 0 after the last stage: whether to run all stages again, for an op that computes a part
   // of its work while it waits for other data.
   virtual bool repeats() { return false; }

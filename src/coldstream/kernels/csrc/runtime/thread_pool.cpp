@@ -154,7 +154,7 @@ void thread_pool::walk(const std::vector<std::unique_ptr<op>>& ops, int rows, do
 bool thread_pool::run_stage(const stage_work& work) {
   work_ = work;
   next_task_.store(0, std::memory_order_relaxed);
-  if (size_ == 1) {
+  if (size_ == 1 || work.next->runs_alone(work.stage, work.rows)) {
     run_share(0);
     return !failed();
   }

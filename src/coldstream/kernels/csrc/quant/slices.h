@@ -1,0 +1,37 @@
+// The tasks of a stage over consecutive weight rows: large ones first, so that few are taken and each reads far
+// ahead, small ones last, so that all workers end together.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace coldstream {
+
+class shrinking_slices {
+ public:
+  struct slice {
+    int64_t begin, end;
+    bool is_empty() const { return begin == end; }
+  };
+
+  // Of `total` rows, for `count` workers; multiples of `step` rows but for the last one, and at most `most`.
+  shrinking_slices(int64_t total, int count, int64_t step, int64_t most)
+      : total_(total), shares_(int64_t{2} * count), step_(step), most_(most) {}
+
+  // The slice of a task, empty behind the last one. Tasks are asked for in ascending order.
+  slice of(int64_t task) {
+    for (; num_tasks_ <= task && last_.end < total_; num_tasks_++) {
+      const int64_t share = (total_ - last_.end) / shares_ / step_ * step_;
+      const int64_t size = std::max(std::min(share, most_), step_);
+      last_ = {last_.end, std::min(last_.end + size, total_)};
+    }
+    return task < num_tasks_ ? last_ : slice{total_, total_};
+  }
+
+ private:
+  const int64_t total_, shares_, step_, most_;
+  int64_t num_tasks_ = 0;
+  slice last_ = {0, 0};
+};
+
+}  // namespace coldstream
