@@ -99,6 +99,12 @@ def test_rows_that_begin_anywhere_are_refused_by_blocks_of_32() -> None:
         linear_few_cuda([weight], [torch.zeros(2, 5)], x=x)
 
 
+@pytest.mark.parametrize("quant_type", [QuantType.Q4_K, QuantType.Q8_0], ids=lambda t: t.name)
+def test_parts_of_rows_that_do_not_fit_together(quant_type: QuantType) -> None:
+    kinds = (quant_type, QuantType.F32)
+    check(activations(3, 45, 4096), [random_weight(kind, (21, 4096), seed=3) for kind in kinds])
+
+
 FLOATS = pytest.mark.parametrize("quant_type", sorted(PASS_COLS), ids=lambda t: t.name)
 
 

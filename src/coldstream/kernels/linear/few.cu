@@ -77,9 +77,9 @@ __device__ __forceinline__ Work share_units(const LinearMatrix& matrix, bool by_
   return work;
 }
 
-// One warp a unit: all types for one row, and float types for up to T.
+// One warp a unit: all types for one row, and float types for up to T, of which the first is row `first_row`.
 template <Types types, int T>
-__device__ __forceinline__ void multiply_by_warps(const LinearMatrix& matrix, const LinearInputs& x,
+__device__ __forceinline__ void multiply_by_warps(const LinearMatrix& matrix, const LinearInputs& x, int first_row,
                                                   uint8_t* memory, int stage_bytes, int stages) {
   const Work work = share_units(matrix, true);
   const Ring ring = {memory + threadIdx.x / warp_size * stages * stage_bytes, stage_bytes, stages};
@@ -102,7 +102,7 @@ __device__ __forceinline__ void multiply_by_warps(const LinearMatrix& matrix, co
     if (row >= matrix.shape.num_rows) return;
 #pragma unroll
     for (int t = 0; t < T; t++)
-      if (t < x.num_rows) matrix.store(t, row, y[t]);
+      if (t < x.num_rows) matrix.store(first_row + t, row, y[t]);
   });
 }
 
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(linear_threads, 3)
                int stage_bytes, int stages) {
   uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
   release_next_grid();
-  multiply_by_warps<types, 1>(matrices.at[this_matrix(matrices)], x, memory, stage_bytes, stages);
+  multiply_by_warps<types, 1>(matrices.at[this_matrix(matrices)], x, 0, memory, stage_bytes, stages);
 }
 
 // A tile of a matrix of floats, whose blocks take the tiles of the part's rows side by side.
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(linear_threads, tile_blocks(slices))
   if (is_float<types>(matrix.shape.type)) {
     constexpr Types floats = types & float_types;
     if constexpr (slices == 1)
-      return multiply_by_warps<floats, 8>(matrix, all, memory, value_stage_bytes, stages);
+      return multiply_by_warps<floats, 8>(matrix, all.part(), all.first_row(), memory, value_stage_bytes, stages);
     else
       return multiply_floats<types, slices>(matrix, all, memory);
   }
