@@ -105,6 +105,11 @@ def test_parts_of_rows_that_do_not_fit_together(quant_type: QuantType) -> None:
     check(activations(3, 45, 4096), [random_weight(kind, (21, 4096), seed=3) for kind in kinds])
 
 
+def test_parts_of_a_single_row() -> None:
+    kinds = (QuantType.Q4_K, QuantType.F16)
+    check(activations(3, 3, 45056), [random_weight(kind, (21, 45056), seed=3) for kind in kinds])
+
+
 FLOATS = pytest.mark.parametrize("quant_type", sorted(PASS_COLS), ids=lambda t: t.name)
 
 

@@ -1,4 +1,4 @@
-"""The FFNs of routed and shared experts for up to eight tokens, in CUDA C++: two launches."""
+"""The FFNs of routed and shared experts for up to 64 tokens, pair by pair, in CUDA C++: two launches."""
 
 import ctypes
 from collections.abc import Sequence

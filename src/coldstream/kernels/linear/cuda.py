@@ -176,9 +176,9 @@ def slices_of(num_rows: int) -> int:
 
 def _layout(limits: DeviceLimits, weights: Sequence[QuantTensor], num_rows: int, groups: int) -> _Layout:
     """For all rows in one part, if they fit into shared memory together, otherwise for more parts."""
-    part_rows = num_rows
+    part_rows, is_single = num_rows, num_rows == 1
     while part_rows > 0:
-        layout = _layout_of(limits, weights, part_rows, groups)
+        layout = _layout_of(limits, weights, part_rows, groups, is_single=is_single)
         if layout is not None:
             return layout
         part_rows = part_rows // 2 if part_rows <= SLICE_ROWS else slices_of(part_rows) // 2 * SLICE_ROWS
@@ -186,10 +186,11 @@ def _layout(limits: DeviceLimits, weights: Sequence[QuantTensor], num_rows: int,
 
 
 def _layout_of(
-    limits: DeviceLimits, weights: Sequence[QuantTensor], num_rows: int, groups: int
+    limits: DeviceLimits, weights: Sequence[QuantTensor], part_rows: int, groups: int, *, is_single: bool
 ) -> _Layout | None:
+    """is_single: of one row, which has a kernel of its own; a part of one row has that of the others."""
     types = [weight.quant_type for weight in weights]
-    walks = [matrix_shape if num_rows == 1 or kind in PASS_COLS else tile_shape for kind in types]
+    walks = [matrix_shape if is_single or kind in PASS_COLS else tile_shape for kind in types]
     shapes = [walk(w.quant_type, w.shape[0], w.shape[1]) for walk, w in zip(walks, weights, strict=True)]
     stage_bytes = max(
         (s.stage_bytes for s, kind in zip(shapes, types, strict=True) if kind not in PASS_COLS), default=0
@@ -199,24 +200,24 @@ def _layout_of(
     )
     # One block if it has a warp for every unit: the next kernel then fits beside it and loads its first
     # weights early.
-    units = sum(float_tiles(shape, num_rows) or shape.num_units for shape in shapes)
-    is_small = units <= limits.num_processors * (WARPS if num_rows == 1 else 1)
-    slices = slices_of(num_rows)
-    most = BLOCKS_PER_PROCESSOR if num_rows == 1 else TILE_BLOCKS_PER_PROCESSOR[slices]
+    units = sum(float_tiles(shape, part_rows) or shape.num_units for shape in shapes)
+    is_small = units <= limits.num_processors * (WARPS if is_single else 1)
+    slices = slices_of(part_rows)
+    most = BLOCKS_PER_PROCESSOR if is_single else TILE_BLOCKS_PER_PROCESSOR[slices]
     max_blocks = 1 if is_small else most
     row_bytes = groups * row_group_bytes(types, at_once=False)
-    if num_rows == 1:
+    if is_single:
         stage_bytes = max(stage_bytes, value_bytes)
         plan = plan_ring(limits, WARPS * stage_bytes, row_bytes + SLACK_BYTES, max_blocks)
     else:
-        others = num_rows * (row_bytes + ROW_BYTES) + slices * PARTIAL_BYTES + SLACK_BYTES
+        others = part_rows * (row_bytes + ROW_BYTES) + slices * PARTIAL_BYTES + SLACK_BYTES
         if slices == 1:
             plan = plan_ring(limits, max(stage_bytes, WARPS * value_bytes), others, max_blocks)
         else:
             plan = plan_ring(
                 limits, stage_bytes, others, max_blocks, least_bytes=float_tile_bytes(types, slices)
             )
-    return None if plan is None else _Layout(shapes, num_rows, stage_bytes, value_bytes, plan)
+    return None if plan is None else _Layout(shapes, part_rows, stage_bytes, value_bytes, plan)
 
 
 def float_tile_bytes(types: Sequence[QuantType], slices: int) -> int:
