@@ -18,7 +18,6 @@ class Host:
 
     def __init__(self, table: torch.Tensor) -> None:
         self.values = table
-        self.address = table.data_ptr()
 
 
 def layer(rows: int, cols: int, down: QuantType, seed: int) -> list[ExpertTable]:
@@ -35,7 +34,7 @@ def layer(rows: int, cols: int, down: QuantType, seed: int) -> list[ExpertTable]
             generator=torch.Generator().manual_seed(seed + number),
         )
         table = torch.zeros(NUM_EXPERTS, dtype=torch.int64)
-        stacks.append(ExpertTable(table, quant_type, *size, True, Host(values), 0, step))
+        stacks.append(ExpertTable(table, quant_type, *size, True, Host(values), 0, step, values.data_ptr()))
     return stacks
 
 

@@ -30,12 +30,12 @@ def open_host(file: GGUFFile) -> tuple[HostExperts, list[tuple[ExpertTable, ...]
         stacks = []
         for name in ("gate", "up", "down"):
             info = file.tensors[f"blk.{layer}.ffn_{name}_exps.weight"]
-            weight, mapped = host.map_weight(file, info)
+            weight, source, mapped = host.map_weight(file, info)
             num_experts, rows, cols = info.shape
             table = torch.zeros(num_experts, dtype=torch.int64)
             step = info.num_bytes // num_experts
-            stacks.append(ExpertTable(table, info.quant_type, rows, cols, True, weight, mapped, step))
-        host.add_layer(*(stack.host for stack in stacks))
+            stacks.append(ExpertTable(table, info.quant_type, rows, cols, True, weight, mapped, step, source))
+        host.add_layer(stacks)
         layers.append(tuple(stacks))
     return host, layers
 
@@ -119,7 +119,7 @@ class Prompts:
 
         def read(operation: Operation) -> None:
             for address, stack, expert in places:
-                source = stack.host.address + expert * stack.step
+                source = stack.source + expert * stack.step
                 found, expected = (ctypes.string_at(each, stack.step) for each in (address, source))
                 assert found == expected, f"the bytes of expert {expert} of layer {layer}"
 

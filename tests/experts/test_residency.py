@@ -74,10 +74,10 @@ class Refusals:
     def __call__(self, pieces: Pieces) -> bool:
         ((_, source, _),) = pieces
         expert = next(
-            layer * NUM_EXPERTS + (source - stack.host.address) // stack.step
+            layer * NUM_EXPERTS + (source - stack.source) // stack.step
             for layer, stacks in enumerate(LAYERS)
             for stack in stacks
-            if 0 <= source - stack.host.address < stack.host.values.numel()
+            if 0 <= source - stack.source < stack.host.values.numel()
         )
         if self._rng.random() < self._share:
             self.in_a_row[expert] += 1

@@ -13,6 +13,7 @@ from coldstream.kernels import _csrc
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
+from coldstream.kernels.experts.table import ExpertTable
 
 
 class HostExperts:
@@ -35,8 +36,8 @@ class HostExperts:
         self._registered: dict[int, RegisteredMemory | None] = {}
         self._places: dict[int, tuple[GGUFFile, int, int]] = {}  # address → file, shard, bytes
 
-    def map_weight(self, file: GGUFFile, info: TensorInfo) -> tuple[Any, int]:
-        """A mapped stack of experts, and its address for the device, 0 if the device cannot read it."""
+    def map_weight(self, file: GGUFFile, info: TensorInfo) -> tuple[Any, int, int]:
+        """A mapped stack of experts, its address, and that for the device, 0 if the device cannot read it."""
         weight = self.ops.map_weight(file, info)
         mapped = self.ops.mapped_file(file, info.shard)
         if mapped.address not in self._registered:
@@ -46,7 +47,7 @@ class HostExperts:
             self._registered[mapped.address] = RegisteredMemory.register(mapped.address, mapped.size)
             self._places[mapped.address] = (file, info.shard, mapped.size)
         registered = self._registered[mapped.address]
-        return weight, 0 if registered is None else weight.address + registered.offset
+        return weight, weight.address, 0 if registered is None else weight.address + registered.offset
 
     @property
     def is_readable(self) -> bool:
@@ -60,8 +61,9 @@ class HostExperts:
                 return file, shard, address - begin
         raise ValueError(f"no model file is mapped at {address:#x}")
 
-    def add_layer(self, gate: Any, up: Any, down: Any) -> int:
-        """Adds the next layer; its number in requests."""
+    def add_layer(self, stacks: Sequence[ExpertTable]) -> int:
+        """Adds the next layer's gate, up and down; its number in requests."""
+        gate, up, down = (stack.host for stack in stacks)
         self.bulk_server.add_layer(gate, up, down)
         layer: int = self.server.add_layer(gate, up, down)
         return layer

@@ -206,7 +206,7 @@ class _ExpertAddresses:
         self._first_of_size = {size: ends[size] - counts[size] for size in counts}
         self._first_slots = np.array([self._first_of_size[size] for size in layer_bytes])
         self._tables = np.array([[s.addresses.data_ptr() for s in stacks] for stacks in layers], np.int64)
-        self._sources = np.array([[s.host.address for s in stacks] for stacks in layers], np.int64)
+        self._sources = np.array([[s.source for s in stacks] for stacks in layers], np.int64)
         self._steps = np.array([[s.step for s in stacks] for stacks in layers], np.int64)
 
     def find_slots(self, size: int, slots: SlotSegments) -> None:

@@ -99,7 +99,7 @@ class ExpertStream:
     def add_layer(self, stacks: Sequence[ExpertTable]) -> None:
         """Adds the next layer. ValueError if one of its experts does not fit into a landing."""
         shape = LayerShape(
-            tuple(stack.host.address for stack in stacks),
+            tuple(stack.source for stack in stacks),
             tuple(stack.step for stack in stacks),
             tuple(stack.matrix_bytes for stack in stacks),
         )
