@@ -15,11 +15,13 @@ from coldstream.kvcache import CacheSize
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.fixed_part import fixed_parts_on_gpu
 from coldstream.models.footprint import model_sizes, routed_model
+from coldstream.models.ram_budget import disk_tier
 from coldstream.models.runner import Progress
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.cost import COPY_BYTES_PER_STEP, MAX_CPU_ROWS
 from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions, plan_placement
 from coldstream.placement.policies import Policy
+from coldstream.placement.pool_plan import HostPart, PoolPlan
 from coldstream.placement.run_plan import RunPlan
 
 
@@ -88,9 +90,11 @@ def partial_plan(
     pinned: tuple[int, ...] = (),
     layer_weights: tuple[float, ...] = (),
     prefetching: Prefetching | None = None,
+    num_in_ram: int | None = None,
 ) -> RunPlan:
     """With slots for the first `num_resident` experts of each layer, and all of `pinned` layers.
 
+    num_in_ram: how many of the others the pool in RAM begins with, of each layer; None: the file is mapped.
     streamed: the share of what a token misses that the GPU reads over the bus. Of `prefetching` as much as
     fits into the ring.
     """
@@ -113,10 +117,23 @@ def partial_plan(
         streamed=tuple(round(streamed * misses) for misses in range(spec.num_experts_per_tok + 1)),
         max_cpu_rows=min(MAX_CPU_ROWS, chunk_size),
         copy_bytes_per_step=COPY_BYTES_PER_STEP,
+        pool=None if num_in_ram is None else _pool(file, spec, placement, num_in_ram),
     )
     fitting = prefetching.fitting(ring_bytes, max(sizes.expert_bytes)) if prefetching else None
     if fitting is None or fitting.cap_bytes is None:
         return run
     return replace(
         run, prefetch=fitting.experts, prefetch_bytes=fitting.cap_bytes, layers_ahead=fitting.distance
+    )
+
+
+def _pool(file: GGUFFile, spec: ModelSpec, placement: PlacementPlan, count: int) -> PoolPlan:
+    sizes = disk_tier(file, spec).expert_bytes
+    pinned = placement.pinned_layers
+    others = [range(len(ids), min(len(ids) + count, spec.num_experts)) for ids in placement.resident]
+    return PoolPlan(
+        ALL_BYTES,
+        HostPart(0, 0, 0),
+        tuple(0 if layer in pinned else size for layer, size in enumerate(sizes)),
+        tuple(() if layer in pinned else tuple(ids) for layer, ids in enumerate(others)),
     )

@@ -1,7 +1,10 @@
 """Layers of small experts in the host's memory, and slots for some of them."""
 
 import ctypes
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 
 from coldstream.experts.residency import expert_bytes
@@ -18,7 +21,6 @@ class Host:
 
     def __init__(self, table: torch.Tensor) -> None:
         self.values = table
-        self.address = table.data_ptr()
 
 
 def layer(rows: int, cols: int, down: QuantType, seed: int) -> list[ExpertTable]:
@@ -35,7 +37,7 @@ def layer(rows: int, cols: int, down: QuantType, seed: int) -> list[ExpertTable]
             generator=torch.Generator().manual_seed(seed + number),
         )
         table = torch.zeros(NUM_EXPERTS, dtype=torch.int64)
-        stacks.append(ExpertTable(table, quant_type, *size, True, Host(values), 0, step))
+        stacks.append(ExpertTable(table, quant_type, *size, True, Host(values), 0, step, values.data_ptr()))
     return stacks
 
 
@@ -51,9 +53,76 @@ def read(address: int, num_bytes: int) -> bytes:
     return ctypes.string_at(address, num_bytes)
 
 
+def expert_at(address: int) -> int:
+    """The number of the expert in LAYERS that has this byte."""
+    return next(
+        number * NUM_EXPERTS + (address - stack.source) // stack.step
+        for number, stacks in enumerate(LAYERS)
+        for stack in stacks
+        if 0 <= address - stack.source < stack.host.values.numel()
+    )
+
+
 def make_slots(segment_bytes: int) -> SlotSegments:
     return SlotSegments(
         dict.fromkeys(SIZES, SLOTS_OF_A_SIZE),
         lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"),
         segment_bytes,
     )
+
+
+class SmallPool:
+    """In place of a `RamPool` for LAYERS: pieces that are overwritten at any moment unless they are held."""
+
+    def __init__(self, num_pieces: int, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._pieces = [np.zeros(max(SIZES), np.uint8) for _ in range(num_pieces)]
+        self._owners: list[tuple[int, int] | None] = [None] * num_pieces
+        self.holds = Counter[tuple[int, int]]()
+
+    def stir(self) -> None:
+        """Others need pieces."""
+        for index, owner in enumerate(self._owners):
+            if (owner is None or not self.holds[owner]) and self._rng.random() < 0.7:
+                self._pieces[index].fill(255)
+                self._owners[index] = None
+                self._read(index, int(self._rng.integers(len(LAYERS) * NUM_EXPERTS)))
+
+    def _read(self, index: int, number: int) -> None:
+        key = divmod(number, NUM_EXPERTS)
+        if key not in self._owners:
+            self._owners[index] = key
+            parts = [stack.host.values[key[1]].numpy() for stack in LAYERS[key[0]]]
+            data = np.concatenate(parts)
+            self._pieces[index][: data.size] = data
+
+    def expert_at(self, address: int) -> int:
+        """The number of the expert in the piece that has this byte."""
+        begins = [piece.ctypes.data for piece in self._pieces]
+        owner = next(
+            owner
+            for owner, begin in zip(self._owners, begins, strict=True)
+            if 0 <= address - begin < max(SIZES)
+        )
+        assert owner is not None
+        return owner[0] * NUM_EXPERTS + owner[1]
+
+    def hold(self, layer: int, expert: int) -> tuple[int, ...] | None:
+        if (layer, expert) not in self._owners:
+            return None
+        self.holds[layer, expert] += 1
+        begin = self._pieces[self._owners.index((layer, expert))].ctypes.data
+        sizes = [stack.matrix_bytes for stack in LAYERS[layer]]
+        return tuple((begin + np.cumsum([0, *sizes[:-1]])).tolist())
+
+    def release(self, layer: int, expert: int) -> None:
+        assert self.holds[layer, expert] > 0, "it is held"
+        self.holds[layer, expert] -= 1
+
+    def brought(self, experts: Iterable[int]) -> Iterator[list[int]]:
+        for number in experts:
+            self._read(0, number)
+            yield [number]
+            assert not +self.holds, "copies have ended, and were told of"
+            self._pieces[0].fill(255)
+            self._owners[0] = None

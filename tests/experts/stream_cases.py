@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from coldstream.experts.host import HostExperts
+from coldstream.experts.pooled_stacks import PooledStacks
+from coldstream.experts.ram_pool import RamPool
 from coldstream.experts.streaming import ExpertStream, LandedGroup
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels import _csrc
@@ -21,21 +23,41 @@ MAX_CPU_ROWS, CHUNK = 6, 10
 LANDING = 2 * 3 * 256 * 272 + 1024  # two experts
 
 
-def open_host(file: GGUFFile) -> tuple[HostExperts, list[tuple[ExpertTable, ...]]]:
-    """The experts of a file, and their tables, without slots."""
+def open_pool(file: GGUFFile, num_slots: int) -> RamPool:
+    """A pool in RAM of `num_slots` of each size for the experts of a file."""
+    stacks = PooledStacks(
+        file,
+        [
+            [file.tensors[f"blk.{layer}.ffn_{name}_exps.weight"] for name in ("gate", "up", "down")]
+            for layer in range(NUM_LAYERS)
+        ],
+    )
+    return RamPool(stacks, dict.fromkeys(stacks.expert_bytes, num_slots), 1)
+
+
+def open_host(
+    file: GGUFFile, num_slots: int | None = None
+) -> tuple[HostExperts, list[tuple[ExpertTable, ...]]]:
+    """The experts of a file, and their tables, without slots on the device.
+
+    num_slots: those in RAM, of each size; None: the file is mapped.
+    """
     bulk = Mailbox.create(RANKS, SIZE, MAX_CPU_ROWS)
-    host = HostExperts(1, Mailbox.create(RANKS, SIZE), bulk, CHUNK)
+    pool = None if num_slots is None else open_pool(file, num_slots)
+    host = HostExperts(1, Mailbox.create(RANKS, SIZE), bulk, CHUNK, pool)
+    if pool is not None:
+        pool.empty()
     layers = []
     for layer in range(NUM_LAYERS):
         stacks = []
         for name in ("gate", "up", "down"):
             info = file.tensors[f"blk.{layer}.ffn_{name}_exps.weight"]
-            weight, mapped = host.map_weight(file, info)
+            weight, source, mapped = host.map_weight(file, info)
             num_experts, rows, cols = info.shape
             table = torch.zeros(num_experts, dtype=torch.int64)
             step = info.num_bytes // num_experts
-            stacks.append(ExpertTable(table, info.quant_type, rows, cols, True, weight, mapped, step))
-        host.add_layer(*(stack.host for stack in stacks))
+            stacks.append(ExpertTable(table, info.quant_type, rows, cols, True, weight, mapped, step, source))
+        host.add_layer(stacks)
         layers.append(tuple(stacks))
     return host, layers
 
@@ -43,10 +65,10 @@ def open_host(file: GGUFFile) -> tuple[HostExperts, list[tuple[ExpertTable, ...]
 class Prompts:
     """Steps of an `ExpertStream`; checks that each pair is computed once, from its expert's bytes."""
 
-    def __init__(self, device: ModelDevice, path: Path, seed: int) -> None:
+    def __init__(self, device: ModelDevice, path: Path, seed: int, num_slots: int | None = None) -> None:
         self.device, self.rng = device, np.random.default_rng(seed)
         self.file = GGUFFile.open(path)
-        self.host, self.layers = open_host(self.file)
+        self.host, self.layers = open_host(self.file, num_slots)
         self.ring = torch.empty(3 * LANDING, dtype=torch.uint8, device="cuda")
         self.stream = ExpertStream(self.host, self.ring)
         for stacks in self.layers:
@@ -97,7 +119,8 @@ class Prompts:
             assert np.array_equal(on_cpu, np.where(on_gpu, -1, chosen)), "every pair is computed once"
             expected = torch.zeros(rows, RANKS, SIZE)
             runtime = _csrc.Runtime(1, "generic")
-            weights = [stack.host for stack in self.layers[layer]]
+            names = [f"blk.{layer}.ffn_{name}_exps.weight" for name in ("gate", "up", "down")]
+            weights = [self.host.ops.map_weight(self.file, self.file.tensors[name]) for name in names]
             _csrc.routed_experts(
                 runtime, torch.from_numpy(values), torch.from_numpy(on_cpu), *weights, expected
             )
@@ -119,7 +142,7 @@ class Prompts:
 
         def read(operation: Operation) -> None:
             for address, stack, expert in places:
-                source = stack.host.address + expert * stack.step
+                source = stack.source + expert * stack.step
                 found, expected = (ctypes.string_at(each, stack.step) for each in (address, source))
                 assert found == expected, f"the bytes of expert {expert} of layer {layer}"
 

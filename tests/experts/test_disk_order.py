@@ -38,8 +38,7 @@ class Steps:
         self.file, self.policy = file, policy
         stacks = expert_stacks(file, ModelSpec.from_gguf(file.metadata, file.tensors))
         self.tier = DiskTier(file, stacks, PER_TOKEN, policy)
-        self.tier.pool.allocate([num_slots] * 2, 2)
-        self.tier._num_slots = [num_slots] * 2
+        self.tier.stacks.allocate(dict.fromkeys(self.tier.pool.slot_bytes, num_slots), 2)
         self.runtime = _csrc.Runtime(1)
 
     def step(self, layer: int, ids: Sequence[int], num_tokens: int = 1) -> None:

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings")
 
-from residency_cases import LAYERS, NUM_EXPERTS, SIZES, SLOTS_OF_A_SIZE, make_slots, read
+from residency_cases import (
+    LAYERS,
+    NUM_EXPERTS,
+    SIZES,
+    SLOTS_OF_A_SIZE,
+    SmallPool,
+    expert_at,
+    make_slots,
+    read,
+)
 
 from coldstream.errors import DeviceError
 from coldstream.experts.cache import ExpertCache
@@ -40,7 +49,8 @@ def test_trap_20_tables_lead_to_the_bytes_of_their_experts(experts: list[int], s
         places = _ExpertAddresses(LAYERS, slots)
     numbers = {expert: index for index, expert in enumerate(experts)}
     for expert, slot in numbers.items():
-        for source, target, size in zip(*places.of_copy(expert, slot), strict=True):
+        targets, sizes = places.of_slot(expert, slot)
+        for source, target, size in zip(places.mapped(expert), targets, sizes, strict=True):
             ctypes.memmove(target, source, size)
     arrived = np.array(experts, np.int64)
     where, values = places.entries(arrived, np.array(list(numbers.values())), np.empty(0, np.int64))
@@ -65,20 +75,15 @@ def test_trap_20_tables_lead_to_the_bytes_of_their_experts(experts: list[int], s
 class Refusals:
     """A driver that refuses some copies, and how often it did so in a row, by expert."""
 
-    def __init__(self, share: float, seed: int) -> None:
+    def __init__(self, share: float, seed: int, pool: SmallPool | None = None) -> None:
         self._rng = np.random.default_rng(seed)
-        self._share = share
+        self._share, self._pool = share, pool
         self.in_a_row = Counter[int]()
         self._copied = Counter[int]()  # matrices of the copy that is being queued
 
     def __call__(self, pieces: Pieces) -> bool:
         ((_, source, _),) = pieces
-        expert = next(
-            layer * NUM_EXPERTS + (source - stack.host.address) // stack.step
-            for layer, stacks in enumerate(LAYERS)
-            for stack in stacks
-            if 0 <= source - stack.host.address < stack.host.values.numel()
-        )
+        expert = expert_at(source) if self._pool is None else self._pool.expert_at(source)
         if self._rng.random() < self._share:
             self.in_a_row[expert] += 1
             self._copied[expert] = 0
@@ -96,8 +101,15 @@ class Refusals:
 class Steps:
     """Steps of a runner; each checks the bytes at the addresses in its tables."""
 
-    def __init__(self, device: ModelDevice, segment_bytes: int, seed: int, refused: float = 0.0) -> None:
-        self.device = device
+    def __init__(
+        self,
+        device: ModelDevice,
+        segment_bytes: int,
+        seed: int,
+        refused: float = 0.0,
+        pool: SmallPool | None = None,
+    ) -> None:
+        self.device, self.pool = device, pool
         self.rng = np.random.default_rng(seed)
         self.used = ReadBack(torch.zeros(3 * ROWS * RANKS, dtype=torch.int32))
         self.in_flight: deque[tuple[np.ndarray | None, Operation]] = deque()
@@ -106,16 +118,18 @@ class Steps:
         for stacks in LAYERS:
             for stack in stacks:
                 stack.addresses.zero_()
-        self.residency = ExpertResidency(LAYERS, cache, self.slots)
+        self.residency = ExpertResidency(LAYERS, cache, self.slots, pool)  # type: ignore[arg-type]
         self.residency.load(range(4))
         assert np.flatnonzero(self.residency.resident).tolist() == [0, 1, 2, 3]
-        self.refusals = device.refuses = Refusals(refused, seed)
+        self.refusals = device.refuses = Refusals(refused, seed, pool)
         self.known: set[int] = set()  # experts that an error has named as given up
         self.is_due = False  # `prepare`
 
     def launch(self) -> Operation:
         """A step of a runner, up to where its work is queued: perhaps while the one before runs."""
         self.end(0 if len(self.in_flight) == 2 or self.rng.random() < 0.5 else 1)
+        if self.pool is not None:
+            self.pool.stir()
         self.residency.start_step()
         return self.queue()
 
@@ -198,10 +212,12 @@ class Steps:
 
 
 @contextmanager
-def steps_of(segment_bytes: int, seed: int, refused: float = 0.0) -> Iterator[Steps]:
+def steps_of(
+    segment_bytes: int, seed: int, refused: float = 0.0, pool: SmallPool | None = None
+) -> Iterator[Steps]:
     """In the end slots are given back."""
     with model_device(seed) as device:
-        steps = Steps(device, segment_bytes, seed, refused)
+        steps = Steps(device, segment_bytes, seed, refused, pool)
         yield steps
         device.current.synchronize()
         steps.residency.close()
@@ -261,6 +277,33 @@ def test_ex04_experts_come_and_go_while_steps_read_others(seed: int) -> None:
         assert not counters.failed_copies.any()
         if steps.device.is_eager:
             assert counters.evictions.sum() > 10
+
+
+@any_schedule
+@given(seed=seeds, num_pieces=st.sampled_from([1, 4, 15]), refused=st.sampled_from([0.0, 0.2]))
+def test_ex04_experts_are_copied_from_a_pool_that_overwrites_all_others(
+    seed: int, num_pieces: int, refused: float
+) -> None:
+    pool = SmallPool(num_pieces, seed)
+    with steps_of(ONE_SEGMENT, seed, refused, pool) as steps:
+        for _ in range(25):
+            steps.step()
+        counters = steps.residency.cache.counters
+        if refused == 0.0:
+            assert not counters.failed_copies.any()
+            if steps.device.is_eager and num_pieces > 1:
+                assert counters.evictions.sum() > 5
+        for _ in range(5):
+            steps.step(trains=False)  # admits no expert
+            steps.device.synchronize()
+        in_slots = steps.residency.cache._slot >= 0
+        assert np.array_equal(steps.residency.resident.reshape(-1), in_slots), "no copy is under way for ever"
+        assert not +pool.holds
+        counts = counters.copies.sum() - counters.failed_copies.sum() - counters.evictions.sum()
+        assert counts == np.count_nonzero(in_slots)
+        for _ in range(3):
+            steps.step()  # whose copies may be under way at the end
+    assert not +pool.holds
 
 
 @any_schedule

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings")
 
-from stream_cases import CHUNK, LANDING, MAX_CPU_ROWS, Prompts, open_host
+from stream_cases import CHUNK, LANDING, MAX_CPU_ROWS, NUM_EXPERTS, NUM_LAYERS, Prompts, open_host
 
 from builders import write_gguf
 from coldstream.errors import DeviceError, ModelChangedError
@@ -38,11 +38,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def prompts_of(path: Path, seed: int, registers: bool = True) -> Iterator[Prompts]:
+def prompts_of(
+    path: Path, seed: int, registers: bool = True, num_slots: int | None = None
+) -> Iterator[Prompts]:
     """In the end the ring is given back."""
     with model_device(seed) as device:
         device.registers = registers
-        prompts = Prompts(device, path, seed)
+        prompts = Prompts(device, path, seed, num_slots)
         yield prompts
         prompts.close()
 
@@ -67,6 +69,43 @@ def test_ex04_every_pair_is_computed_once_of_bytes_that_have_landed(
             used = counters.streamed - counters.unused
             assert np.array_equal(used + counters.on_cpu, counters.wanted)
             assert (counters.on_cpu.sum() == 0) == (share == "none")
+
+
+@any_schedule
+@given(
+    seed=seeds,
+    share=st.sampled_from(sorted(SHARES)),
+    num_slots=st.sampled_from([2, 3, 9, NUM_LAYERS * NUM_EXPERTS]),
+    few_rows=st.sampled_from([4, 1024]),
+)
+def test_ex04_experts_of_a_pool_stay_until_they_are_copied_and_others_come_from_the_disk(
+    path: Path, seed: int, share: str, num_slots: int, few_rows: int
+) -> None:
+    """While the CPU has others read into the pool."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuShare, "split", SHARES[share])
+        patch.setattr(streaming, "FEW_ROWS", few_rows)
+        with prompts_of(path, seed, num_slots=num_slots) as prompts:
+            pool = prompts.host.pool
+            assert pool is not None
+            from_pool = [0]
+
+            def note(pieces: Pieces) -> bool:
+                begin, num_bytes = pool.stacks.pool.memory()
+                from_pool[0] += sum(begin <= source < begin + num_bytes for _, source, _ in pieces)
+                return False
+
+            prompts.device.refuses = note
+            for rows in (MAX_CPU_ROWS, CHUNK, 3, MAX_CPU_ROWS):
+                pool.stacks.pool.clear()
+                for layer in range(NUM_LAYERS):
+                    pool.stacks.pool.preload(layer, prompts.rng.permutation(NUM_EXPERTS)[: num_slots // 3])
+                prompts.step(rows)
+            assert from_pool[0] > 0 or num_slots < 9
+            for layer in range(NUM_LAYERS):
+                for expert in range(NUM_EXPERTS):
+                    with pytest.raises(ValueError, match="not held"):
+                        pool.release(layer, expert)
 
 
 @any_schedule
@@ -167,6 +206,27 @@ def test_fl01_a_file_that_shrank_is_an_error(tmp_path: Path) -> None:
         path.write_bytes(content)
         prompts.device.current.synchronize()
         prompts.step(CHUNK)
+
+
+def test_ex01_a_prompt_whose_file_cannot_be_read_leaves_nothing_held(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    content = path.read_bytes()
+    with prompts_of(path, seed=1, num_slots=6) as prompts:
+        pool = prompts.host.pool
+        assert pool is not None
+        prompts.step(CHUNK)
+        pool.stacks.pool.clear()
+        pool.stacks.pool.preload(0, [0, 1, 2])
+        os.truncate(path, 4096)
+        with pytest.raises(ModelChangedError, match="shrank"):
+            prompts.step(CHUNK)
+        path.write_bytes(content)
+        prompts.device.current.synchronize()
+        prompts.step(CHUNK)
+        prompts.step(MAX_CPU_ROWS)
+        pool.stacks.pool.clear()
+        assert (pool.stacks.pool.owners(0) < 0).all()
 
 
 def test_fl02_a_read_that_brings_less_than_asked_for_goes_on(

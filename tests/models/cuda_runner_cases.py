@@ -38,10 +38,12 @@ def open_partly(
     cache_size: CacheSize | None = None,
     prefetching: Prefetching | None = None,
     layer_weights: tuple[float, ...] = (),
+    in_ram: float | None = None,
 ) -> OneSequence:
     """With slots for that share of the experts, and that share of what a token misses read over the bus.
 
-    All experts of `pinned` layers are there besides.
+    All experts of `pinned` layers are there besides. in_ram: the share of the experts that a pool in RAM
+    begins with, while all others are on the disk; None: the file is mapped.
     """
     file, spec = open_model_file(path)
     plan = partial_plan(
@@ -56,6 +58,7 @@ def open_partly(
         pinned=pinned,
         layer_weights=layer_weights,
         prefetching=prefetching,
+        num_in_ram=None if in_ram is None else max(2, round(in_ram * spec.num_experts)),
     )
     return OneSequence(CudaRunner.load(file, spec, plan, policy=policy, cache_size=cache_size))
 

@@ -24,6 +24,7 @@ from coldstream.errors import (
 from coldstream.placement import plan_file
 from coldstream.placement.plan import PlanOptions, plan_placement
 from coldstream.placement.plan_file import load_plan, plan_from_json, plan_to_json, save_plan
+from coldstream.placement.pool_plan import HostPart, plan_pool
 from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
 
@@ -43,6 +44,9 @@ PLAN = RunPlan(
     copy_bytes_per_step=300,
     attention_window=5,
 )
+POOL_SIZES = replace(MODEL, expert_bytes=(16, 48, 16))  # in slots in RAM
+POOL = plan_pool(PLACEMENT, POOL_SIZES.expert_bytes, HostPart(3, 2, 1), 300)
+POOLED = replace(PLAN, streamed=(0, 0), prefetch=0, prefetch_bytes=0, layers_ahead=0, pool=POOL)
 
 
 @given(models(), st.integers(0, 1000), st.integers(0, 9), st.integers(0, 3))
@@ -64,6 +68,8 @@ def test_files(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     save_plan(PLAN, path)
     assert load_plan(path, [MODEL]) == PLAN
+    save_plan(POOLED, path)
+    assert load_plan(path, [MODEL, POOL_SIZES]) == POOLED
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(StorageError, match="No such file"):
         save_plan(PLAN, tmp_path / "no" / "plan.json")
@@ -77,7 +83,7 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
     ("spoil", "kind", "said"),
     [
         (change(format="other"), UnsupportedError, "format"),
-        (change(version=1), UnsupportedError, "version: 1, this program knows 6"),
+        (change(version=1), UnsupportedError, "version: 1, this program knows 7"),
         (change(more=1), InconsistentError, "unknown: more"),
         (lambda document: document.pop("tier"), InconsistentError, "missing or unknown: tier"),
         (change(model=None), InconsistentError, "model"),
@@ -134,6 +140,41 @@ def test_a_plan_that_is_none_is_refused(
         plan_from_json(json.dumps(document), [MODEL], Path("my.json"))
     assert str(caught.value).startswith("my.json: ")
     assert str(caught.value).endswith("make it again with `coldstream plan --out`")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda pool: pool.pop("fixed"), "pool has other fields"),
+        (change(fixed={"buffers": 1}), "fixed of the pool has other fields"),
+        (change(fixed={"buffers": 1, "workspace": 1.5, "reserve": 1}), "a size of the pool is 1.5"),
+        (change(budget_bytes="1"), "a size of the pool is '1'"),
+        (change(budget_bytes=9), "bytes of a budget of 9 of RAM"),
+        (change(expert_bytes=[0, 48, 17]), "pool: experts of other sizes than the model has"),
+        (change(expert_bytes=[16, 48, 16]), "other layers than those that may miss an expert"),
+        (change(expert_bytes=[0, 48]), "3 layers in RAM, 2 layers"),
+        (change(loaded=None), "a list of numbers is none"),
+        (change(loaded=[[], [1, 1], []]), "experts of layer 1 in RAM are not rising numbers"),
+        (change(loaded=[[], [4], []]), "an expert in RAM from 4 on"),
+        (change(loaded=[[0], [], []]), "experts of layer 0 in RAM, all of which the GPU holds"),
+    ],
+)
+def test_a_pool_that_is_none_is_refused(spoil: Callable[[dict[str, Any]], None], said: str) -> None:
+    document = json.loads(plan_to_json(POOLED))
+    spoil(document["pool"])
+    with pytest.raises(InconsistentError, match=said):
+        plan_from_json(json.dumps(document), [MODEL, POOL_SIZES])
+
+
+def test_a_plan_with_a_pool_reads_nothing_over_the_bus_and_lacks_an_expert() -> None:
+    for fields in ({"streamed": (0, 1)}, {"prefetch": 1, "prefetch_bytes": 9, "layers_ahead": 1}):
+        with pytest.raises(ValueError, match="over the bus from memory that a pool does not keep"):
+            replace(POOLED, **fields)  # type: ignore[arg-type]
+    whole = plan_placement(MODEL, fixed(), 10**6)
+    with pytest.raises(ValueError, match="no GPU that lacks an expert"):
+        RunPlan(whole, threads=1, pool=POOL)
+    with pytest.raises(ValueError, match="no GPU that lacks an expert"):
+        RunPlan(replace(PLACEMENT, tier="ram"), threads=1, pool=POOL)
 
 
 def test_trap_21_another_models_plan_is_refused() -> None:

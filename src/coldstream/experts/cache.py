@@ -116,6 +116,11 @@ class ExpertCache:
         self._last_used = np.empty(0, np.int64)
         policy.start(np.zeros(size) if profile is None else profile.reshape(size).astype(np.float64))
 
+    @property
+    def scores(self) -> Array:
+        """What the policy expects of each expert, by number; changes with every step that it observes."""
+        return self._policy.scores
+
     def load(self, experts: Iterable[int]) -> tuple[Copy, ...]:
         """The copies that load experts before the first step; `max_bytes_per_step` does not apply.
 
@@ -170,6 +175,15 @@ class ExpertCache:
         self._wanted.appendleft(copy.expert)
         self._drop_unplaced(pool)
         return True
+
+    def drop(self, copy: Copy) -> None:
+        """Takes note that a copy cannot begin, as the expert's bytes are not at hand: it is absent again."""
+        pool, layer = self._pool(copy.expert), copy.expert // self._num_experts
+        pool.release(copy.slot)
+        self._bytes_in_flight -= pool.slot_bytes
+        self.counters.copies[layer] -= 1
+        self.counters.copied_bytes[layer] -= pool.slot_bytes
+        self._forget(copy.expert)
 
     def finish_step(self, step: int, used: Array, *, trains: bool = True) -> None:
         """Step `step` has ended and used these experts, int64 [n], each once. Steps end in order.

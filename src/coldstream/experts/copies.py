@@ -1,7 +1,8 @@
 """Copies of experts into the device's memory, on a stream of their own.
 
-From a mapping that is registered with the device, the copy engine works alone. Where the system refuses to
-register it, threads first read the file into page-locked buffers, which limits the rate.
+From a mapping that is registered with the device, the copy engine works alone, and from a pool of experts in
+RAM too. Where the system refuses to register the mapping, and for experts that are on the disk, threads first
+read the file into page-locked buffers, which limits the rate.
 """
 
 import os
@@ -103,7 +104,10 @@ class DirectCopies:
 
 
 class StagedCopies:
-    """`Copies` from the file, which threads read into page-locked buffers of `landing_bytes`."""
+    """`Copies` from the file, which threads read into page-locked buffers of `landing_bytes`.
+
+    Experts that are held in a pool are copied from there.
+    """
 
     def __init__(self, host: HostExperts, landing_bytes: int) -> None:
         self._host = host
@@ -136,6 +140,7 @@ class StagedCopies:
                 target[copy.offset + begin : copy.offset + min(begin + READ_BYTES, copy.size)],
             )
             for copy in copies
+            if not copy.is_held
             for begin in range(0, copy.size, READ_BYTES)
         ]
         list(self._readers.map(lambda piece: read_host(self._host, *piece), pieces))
@@ -161,11 +166,14 @@ def copy_to_device(
 ) -> None:
     """Queues copies from page-locked memory, in any order, with one retry. Raises DeviceError.
 
-    first_source: address of a host copy of the whole landing; None: from the copies' own sources.
+    first_source: address of a host copy of the landing, for experts that are not held; None: all are copied
+    from their own sources.
     """
     targets = [driver.CUdeviceptr(landing + copy.offset) for copy in copies]
     sources = [
-        driver.CUdeviceptr(copy.source if first_source is None else first_source + copy.offset)
+        driver.CUdeviceptr(
+            copy.source if first_source is None or copy.is_held else first_source + copy.offset
+        )
         for copy in copies
     ]
     sizes = [copy.size for copy in copies]
@@ -192,6 +200,9 @@ def read_host(host: HostExperts, address: int, target: np.ndarray[Any, Any]) -> 
         if count == 0:
             raise ModelChangedError(f"{file.paths[shard]} shrank: load it again")
         done += count
+    if host.pool is not None:
+        # There is no room for the file in RAM: its pages would take that of others.
+        os.posix_fadvise(descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -12,19 +12,18 @@ them, and they overwrite only the first few slots in the order. Knows no ops and
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 
+from coldstream.experts.pooled_stacks import PooledStacks
 from coldstream.gguf.reader import GGUFFile, TensorInfo
-from coldstream.kernels import _csrc
 from coldstream.placement.policies import DecayedFrequency, Policy
 
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int], None]
 
 DECODE_TOKENS: Final = 4  # a step of more is one of a prompt
-NUM_READERS: Final = 8  # threads: what keeps the queue of a fast disk full
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,22 @@ class DiskStatistics:
     num_slots: int
     num_experts: int  # of all layers
     is_direct: bool  # whether reads go past the page cache
+
+    @classmethod
+    def of(cls, stacks: PooledStacks) -> Self:
+        """Those of a pool."""
+        hits, misses, wait_s, bytes_read, retries = stacks.pool.count()
+        return cls(
+            hits=hits,
+            misses=misses,
+            bytes_read=bytes_read,
+            wait_s=wait_s,
+            retries=retries,
+            slot_bytes=stacks.slot_bytes,
+            num_slots=sum(stacks.num_slots),
+            num_experts=stacks.num_layers * stacks.num_experts,
+            is_direct=stacks.pool.is_direct,
+        )
 
     @property
     def hit_rate(self) -> float:
@@ -61,36 +76,22 @@ class DiskTier:
         num_experts_per_tok: int,
         policy: Policy | None = None,
     ) -> None:
-        self._num_experts = stacks[0][0].shape[0]
         self._num_experts_per_tok = num_experts_per_tok
-        files = [(file.descriptor(shard), str(path)) for shard, path in enumerate(file.paths)]
-        layers = [
-            [(info.shard, info.offset, info.num_bytes // self._num_experts) for info in layer]
-            for layer in stacks
-        ]
-        self.pool = _csrc.ExpertPool(files, layers, self._num_experts, NUM_READERS)
-        self.stacks: Mapping[str, tuple[int, int]] = {
-            info.name: (number, part)
-            for number, layer in enumerate(stacks)
-            for part, info in enumerate(layer)
-        }
-        classes = [self.pool.class_of(layer) for layer in range(len(layers))]
-        self._class_experts = [self._num_experts * classes.count(c) for c in range(len(self.pool.slot_bytes))]
+        self.stacks = PooledStacks(file, stacks)
+        self.pool = self.stacks.pool
         self._policy = policy or DecayedFrequency()
         self._policy.start(np.zeros(self.num_experts))
-        self._num_slots: list[int] = []
         self._is_prefill = False
 
     @property
     def num_experts(self) -> int:
         """Experts of all layers."""
-        return sum(self._class_experts)
+        return self.stacks.num_layers * self.stacks.num_experts
 
     @property
     def expert_bytes(self) -> tuple[int, ...]:
         """Bytes of an expert's slot, by layer."""
-        num_layers = self.num_experts // self._num_experts
-        return tuple(self.pool.slot_bytes[self.pool.class_of(layer)] for layer in range(num_layers))
+        return self.stacks.expert_bytes
 
     def allocate(
         self, num_slots: Mapping[int, int], uses: Array | None = None, pinned_layers: Sequence[int] = ()
@@ -101,9 +102,8 @@ class DiskTier:
         are never overwritten, for all of which there must be further slots. Raises MemoryError.
         """
         least = self._num_experts_per_tok
-        self._num_slots = [num_slots[size] for size in self.pool.slot_bytes]
-        assert min(self._num_slots) >= least, "a plan has room for the experts of one token"
-        self.pool.allocate(self._num_slots, 2 * least)
+        assert min(num_slots.values()) >= least, "a plan has room for the experts of one token"
+        self.stacks.allocate(num_slots, 2 * least)
         for layer in pinned_layers:
             self.pool.keep(layer)
         if uses is not None:
@@ -120,7 +120,7 @@ class DiskTier:
             done += len(ids)
             if progress is not None and ids:
                 progress(done, num_all)
-        self._order_slots()
+        self.stacks.order(self._policy.scores)
 
     def begin_step(self, num_tokens: int) -> None:
         """Call before a graph runs on `num_tokens` rows."""
@@ -131,15 +131,7 @@ class DiskTier:
         """Call after the graph has run: has the policy observe it, and orders the slots."""
         if not self._is_prefill:
             self._policy.observe(self.pool.used())
-        self._order_slots()
-
-    def _order_slots(self) -> None:
-        """Slots whose experts score lowest are overwritten first."""
-        for size_class in range(len(self._num_slots)):
-            owners = self.pool.owners(size_class)
-            in_use = np.flatnonzero(owners >= 0)
-            scores = self._policy.scores[owners[in_use]]
-            self.pool.set_order(size_class, in_use[np.argsort(scores, kind="stable")])
+        self.stacks.order(self._policy.scores)
 
     def forget(self) -> None:
         """Empties all slots after a step that failed, as their bytes may be incomplete."""
@@ -147,16 +139,4 @@ class DiskTier:
 
     def statistics(self) -> DiskStatistics:
         """What the tier has done so far."""
-        hits, misses, wait_s, bytes_read, retries = self.pool.count()
-        sizes = self.pool.slot_bytes
-        return DiskStatistics(
-            hits=hits,
-            misses=misses,
-            bytes_read=bytes_read,
-            wait_s=wait_s,
-            retries=retries,
-            slot_bytes=sum(count * size for count, size in zip(self._num_slots, sizes, strict=True)),
-            num_slots=sum(self._num_slots),
-            num_experts=self.num_experts,
-            is_direct=self.pool.is_direct,
-        )
+        return DiskStatistics.of(self.stacks)

@@ -1,18 +1,24 @@
-"""Experts in the host's memory: a mapped file that the GPU reads over the bus, and CPU threads."""
+"""Experts on the host, and the CPU's threads that compute them.
+
+The file is mapped whole, and the GPU reads it over the bus; or some experts are in a pool in RAM, and the
+others on the disk.
+"""
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from coldstream.experts.ram_pool import RamPool
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels import _csrc
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
+from coldstream.kernels.experts.table import ExpertTable
 
 
 class HostExperts:
@@ -20,14 +26,16 @@ class HostExperts:
 
     `mailbox` serves the few rows of a captured step, whose requests the GPU makes; `bulk` serves up to
     `max_rows` rows of a prompt, whose requests the host makes. wanted_ids: int32 [chunk_size, K], the expert
-    ids of a prompt's step.
+    ids of a prompt's step. pool: None if the file is mapped.
     """
 
-    def __init__(self, threads: int, mailbox: Mailbox, bulk: Mailbox, chunk_size: int) -> None:
+    def __init__(
+        self, threads: int, mailbox: Mailbox, bulk: Mailbox, chunk_size: int, pool: RamPool | None = None
+    ) -> None:
         self.ops = CpuOps(threads)
-        self.mailbox, self.bulk = mailbox, bulk
+        self.mailbox, self.bulk, self.pool = mailbox, bulk, pool
         self.server = _csrc.ExpertServer(self.ops.runtime, *mailbox.arrays())
-        self.bulk_server = _csrc.ExpertServer(self.ops.runtime, *bulk.arrays())
+        self.bulk_server = _csrc.ExpertServer(self.ops.runtime, *bulk.arrays(), is_prefill=True)
         self.bulk_request, self.bulk_done = bulk.arrays()[:2]
         self.max_rows = len(bulk.x)
         ranks = bulk.ids.shape[1]
@@ -35,23 +43,27 @@ class HostExperts:
         self._registered: dict[int, RegisteredMemory | None] = {}
         self._places: dict[int, tuple[GGUFFile, int, int]] = {}  # address → file, shard, bytes
 
-    def map_weight(self, file: GGUFFile, info: TensorInfo) -> tuple[Any, int]:
-        """A mapped stack of experts, and its address for the device, 0 if the device cannot read it."""
+    def map_weight(self, file: GGUFFile, info: TensorInfo) -> tuple[Any, int, int]:
+        """A stack of experts, the address at which it is mapped, and that for the device, 0 if the device
+        cannot read it. With a pool, what is mapped is never read: its addresses name places in the file.
+        """
         weight = self.ops.map_weight(file, info)
         mapped = self.ops.mapped_file(file, info.shard)
+        self._places[mapped.address] = (file, info.shard, mapped.size)
+        if self.pool is not None:
+            return self.pool.weight(info, weight.address), weight.address, 0
         if mapped.address not in self._registered:
             if mapped.size < os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
                 # Registering locks the pages, and would read them from the disk one by one.
                 mapped.read_ahead(0, mapped.size)
             self._registered[mapped.address] = RegisteredMemory.register(mapped.address, mapped.size)
-            self._places[mapped.address] = (file, info.shard, mapped.size)
         registered = self._registered[mapped.address]
-        return weight, 0 if registered is None else weight.address + registered.offset
+        return weight, weight.address, 0 if registered is None else weight.address + registered.offset
 
     @property
     def is_readable(self) -> bool:
         """Whether the device can read all mapped experts."""
-        return all(registered is not None for registered in self._registered.values())
+        return self.pool is None and all(each is not None for each in self._registered.values())
 
     def locate(self, address: int) -> tuple[GGUFFile, int, int]:
         """The file, shard and offset in it that are mapped at `address`. ValueError if none is."""
@@ -60,11 +72,29 @@ class HostExperts:
                 return file, shard, address - begin
         raise ValueError(f"no model file is mapped at {address:#x}")
 
-    def add_layer(self, gate: Any, up: Any, down: Any) -> int:
-        """Adds the next layer; its number in requests."""
-        self.bulk_server.add_layer(gate, up, down)
-        layer: int = self.server.add_layer(gate, up, down)
+    def add_layer(self, stacks: Sequence[ExpertTable]) -> int:
+        """Adds the next layer's gate, up and down; its number in requests."""
+        gate, up, down = (stack.host for stack in stacks)
+        pool = None
+        if self.pool is not None:
+            self.pool.add_layer(stacks)
+            pool = self.pool.stacks.pool
+        self.bulk_server.add_layer(gate, up, down, pool)
+        layer: int = self.server.add_layer(gate, up, down, pool)
         return layer
+
+    def hold(self, layer: int, experts: Sequence[int]) -> Mapping[int, tuple[int, ...]]:
+        """Those of `experts` that are in a pool, which stay there until `release`: addresses by matrix."""
+        if self.pool is None:
+            return {}
+        found = {expert: self.pool.hold(layer, expert) for expert in experts}
+        return {expert: addresses for expert, addresses in found.items() if addresses is not None}
+
+    def release(self, layer: int, experts: Iterable[int]) -> None:
+        """Ends one `hold` of these experts."""
+        for expert in experts:
+            assert self.pool is not None, "what is held is in a pool"
+            self.pool.release(layer, expert)
 
     @property
     def bulk_seconds(self) -> float:
@@ -90,3 +120,5 @@ class HostExperts:
             if registered is not None:
                 registered.close()
         self._registered.clear()
+        if self.pool is not None:
+            self.pool.close()

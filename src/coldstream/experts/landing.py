@@ -4,8 +4,9 @@ The ring has landings of equal size, used in cyclic order. A landing holds a gro
 matrix, so that experts adjacent in the file stay adjacent and one copy transfers a run of them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -21,11 +22,15 @@ FIRST_BUS_RATE, FIRST_CPU_RATE = 20e9, 10e9  # bytes a second, before any was me
 
 
 class LandingCopy(NamedTuple):
-    """`size` bytes from the host address `source` to `offset` in the landing."""
+    """`size` bytes from the host address `source` to `offset` in the landing.
+
+    is_held: whether they lie in a pool, instead of where the file is mapped.
+    """
 
     source: int
     offset: int
     size: int
+    is_held: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,16 +52,24 @@ class LayerShape:
         ends = np.cumsum([-(-count * size // ALIGNMENT) * ALIGNMENT for size in self.sizes])
         return (0, *ends[:-1].tolist())
 
-    def copies(self, experts: Sequence[int]) -> Iterator[LandingCopy]:
-        """The copies that transfer a group of experts in ascending order."""
-        if self.steps == self.sizes:
-            runs = list(adjacent_runs(experts))
-        else:
-            runs = [(place, expert, 1) for place, expert in enumerate(experts)]
+    def copies(
+        self, experts: Sequence[int], held: Mapping[int, Sequence[int]] = MappingProxyType({})
+    ) -> Iterator[LandingCopy]:
+        """The copies that transfer a group of experts in ascending order.
+
+        held: those of them that lie elsewhere than in the file: addresses by matrix.
+        """
+        places = [place for place, expert in enumerate(experts) if expert not in held]
+        runs = list(adjacent_runs([experts[place] for place in places]))
+        if self.steps != self.sizes:
+            runs = [(index, experts[place], 1) for index, place in enumerate(places)]
         matrices = zip(self.sources, self.steps, self.sizes, self.offsets(len(experts)), strict=True)
-        for source, step, size, offset in matrices:
-            for place, expert, count in runs:
-                yield LandingCopy(source + expert * step, offset + place * size, count * size)
+        for matrix, (source, step, size, offset) in enumerate(matrices):
+            for index, expert, count in runs:
+                yield LandingCopy(source + expert * step, offset + places[index] * size, count * size)
+            for place, expert in enumerate(experts):
+                if expert in held:
+                    yield LandingCopy(held[expert][matrix], offset + place * size, size, is_held=True)
 
 
 def adjacent_runs(experts: Sequence[int]) -> Iterator[tuple[int, int, int]]:

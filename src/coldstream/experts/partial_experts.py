@@ -8,10 +8,12 @@ import torch
 
 from coldstream.experts.cache import ExpertCache
 from coldstream.experts.chosen_experts import ExpertIds
+from coldstream.experts.disk_tier import DiskStatistics, Progress
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.host import HostExperts
 from coldstream.experts.prefetch_statistics import GuessCounter, PrefetchStatistics
+from coldstream.experts.ram_pool import RamPool
 from coldstream.experts.residency import ExpertResidency, expert_bytes
 from coldstream.experts.segments import SlotSegments
 from coldstream.experts.slot_shares import slot_shares
@@ -37,16 +39,16 @@ class _Launched:
 class PartialExperts:
     """Experts in slots and in the host's memory, and what is done about them around each step.
 
-    mailbox: for all layers of the model. A step may be launched while the one before runs, but not while it
-    `must_wait`.
+    mailbox: for all layers of the model. pool: that of the plan, or None. A step may be launched while the
+    one before runs, but not while it `must_wait`.
     """
 
-    def __init__(self, mailbox: Mailbox, plan: RunPlan) -> None:
+    def __init__(self, mailbox: Mailbox, plan: RunPlan, pool: RamPool | None = None) -> None:
         self._plan = plan
         ranks, hidden_size = mailbox.ids.shape[1], mailbox.x.shape[1]
         # A mailbox has at least one row, which is fewer than any step has that would use this one.
         bulk = Mailbox.create(ranks, hidden_size, max(1, plan.max_cpu_rows))
-        self.host = HostExperts(plan.threads, mailbox, bulk, plan.placement.fixed.chunk_size)
+        self.host = HostExperts(plan.threads, mailbox, bulk, plan.placement.fixed.chunk_size, pool)
         self._executor: PartialExecutor | None = None
         self._residency: ExpertResidency | None = None
         self._guesses: GuessCounter | None = None
@@ -63,10 +65,11 @@ class PartialExperts:
         if executor.prefetch is not None:
             self._guesses = GuessCounter(executor.few.chosen.num_layers, executor.prefetch.distance)
 
-    def fill(self, policy: Policy | None = None) -> None:
-        """Allocates the slots of the plan on the device and fills them. Call after the warm-up steps.
+    def fill(self, policy: Policy | None = None, progress: Progress | None = None) -> None:
+        """Allocates the slots of the plan on the device, and fills them and the pool, once warm-up steps ran.
 
-        policy: None for the product's own. Raises DeviceError, torch.OutOfMemoryError.
+        policy: None for the product's own. progress: see `RamPool.load`. Raises DeviceError,
+        torch.OutOfMemoryError, ModelChangedError.
         """
         executor, plan = self._executor, self._plan
         assert executor is not None, "slots are for the layers of an executor"
@@ -84,12 +87,24 @@ class PartialExperts:
             max_bytes_per_step=plan.copy_bytes_per_step,
         )
         slots = SlotSegments(counts, lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"))
-        self._residency = ExpertResidency(layers, cache, slots)
+        pool = self.host.pool
+        if pool is not None:
+            pool.empty()  # of what the warm-up steps used
+        self._residency = ExpertResidency(layers, cache, slots, pool)
         self._residency.load(shares.residents)
+        if pool is not None and plan.pool is not None:
+            parts = zip(plan.pool.loaded, plan.pool.expert_bytes, strict=True)
+            pool.load([ids for ids, size in parts if size], progress)
+            self._order_pool(self._residency)
         # The warm-up steps are not counted.
         executor.few.stamps.zero_()
         if executor.prefetch is not None:
             executor.prefetch.tallies.zero_()
+
+    @property
+    def disk(self) -> DiskStatistics | None:
+        """Statistics of experts read from the disk into a pool; None if there is none."""
+        return None if self.host.pool is None else self.host.pool.statistics()
 
     @property
     def cache(self) -> ExpertCache | None:
@@ -182,8 +197,16 @@ class PartialExperts:
                 self._guesses.count(step.ids.guessed, step.ids.used)
         self._ended.clear()
         if self._residency is not None:
-            self._residency.prepare()
+            try:
+                self._residency.prepare()
+            finally:
+                self._order_pool(self._residency)
             self._grow_in_time(self._residency)
+
+    def _order_pool(self, residency: ExpertResidency) -> None:
+        """Says which experts in RAM the next ones from the disk replace."""
+        if self.host.pool is not None:
+            self.host.pool.order(residency.cache.scores, residency.resident.reshape(-1))
 
     def shrink(self) -> int:
         """Frees the memory of some slots, when the device is idle. Returns the bytes, 0 if none are left."""

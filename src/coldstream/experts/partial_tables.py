@@ -37,9 +37,9 @@ class PartialTables:
         if self._host is None:
             return ExpertTable(addresses, info.quant_type, rows, cols, is_partial=True)
         addresses.zero_()
-        weight, mapped = self._host.map_weight(file, info)
+        weight, source, mapped = self._host.map_weight(file, info)
         step = info.num_bytes // num_experts
-        return ExpertTable(addresses, info.quant_type, rows, cols, True, weight, mapped, step)
+        return ExpertTable(addresses, info.quant_type, rows, cols, True, weight, mapped, step, source)
 
     def number(self, layers: Iterable[tuple[CudaWeight, ExpertWeights]]) -> None:
         """Call once after loading, with the routers and experts of all layers in the model's order."""
@@ -51,7 +51,7 @@ class PartialTables:
             self.layers.append(stacks)
             self.routers.append(router)
             if self._host is not None:
-                self._host.add_layer(*(stack.host for stack in stacks))
+                self._host.add_layer(stacks)
 
     def number_of(self, weights: ExpertWeights) -> int:
         """The number of the layer with these experts. KeyError for a whole layer."""

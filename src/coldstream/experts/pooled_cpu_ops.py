@@ -4,8 +4,9 @@ The stacks of routed experts are parts of a pool that reads them from the file a
 other operations, and all results, are those of `CpuOps`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from coldstream.experts.pooled_stacks import PooledStacks
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels import _csrc
 from coldstream.kernels.cpu_ops import Array, CpuOps
@@ -13,24 +14,20 @@ from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
 
 
 class PooledCpuOps(CpuOps):
-    """`CpuOps` over `pool`; stacks: (layer, part) of the pool by tensor name.
+    """`CpuOps` over `stacks`.
 
-    The pool needs its slots first, and `ExpertPool.begin_step` before each run of a captured graph.
+    Their pool needs its slots first, and `ExpertPool.begin_step` before each run of a captured graph.
     """
 
-    def __init__(
-        self, threads: int, tier: str, pool: _csrc.ExpertPool, stacks: Mapping[str, tuple[int, int]]
-    ) -> None:
+    def __init__(self, threads: int, tier: str, stacks: PooledStacks) -> None:
         super().__init__(threads, tier)
-        self._pool = pool
+        self._pool = stacks.pool
         self._stacks = stacks
 
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
-        if info.name not in self._stacks:
-            return super().map_weight(file, info)
-        layer, part = self._stacks[info.name]
-        _, rows, cols = info.shape
-        return _csrc.Weight.from_pool(self._pool, layer, part, int(info.quant_type), rows, cols)
+        return (
+            self._stacks.weight(info) if info.name in self._stacks.parts else super().map_weight(file, info)
+        )
 
     def experts(self, x: Array, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         """Missing experts are read while the shared expert and those in memory are computed."""

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from cuda.bindings import driver
 
 from coldstream.errors import DeviceError
 from coldstream.experts.cache import Copy, ExpertCache
+from coldstream.experts.ram_pool import RamPool
 from coldstream.experts.segments import SlotSegments
 from coldstream.kernels.experts.addresses import AddressWriter
 from coldstream.kernels.experts.shapes import MATRICES
@@ -25,10 +27,20 @@ def expert_bytes(stacks: Sequence[ExpertTable]) -> int:
     return sum(slot_bytes(stack.matrix_bytes) for stack in stacks)
 
 
+@dataclass(frozen=True)
+class _Copies:
+    """Copies with one event behind all; begun: these, and those of which only a part could be queued."""
+
+    queued: tuple[Copy, ...]
+    begun: tuple[Copy, ...]
+    event: torch.cuda.Event
+
+
 class ExpertResidency:
     """Carries out the decisions of an `ExpertCache`, on PyTorch's current stream and a copy stream.
 
-    layers: tables of gate, up and down of each layer, all entries 0. slots: as many as the cache has.
+    layers: tables of gate, up and down of each layer, all entries 0. slots: as many as the cache has. pool:
+    the experts that can be copied, which it keeps in place meanwhile; None: all can, from the mapped file.
 
         residency.start_step()      # the tables are those of this step; launch it
         residency.ended(ids)        # of a step before, in order
@@ -36,14 +48,19 @@ class ExpertResidency:
     """
 
     def __init__(
-        self, layers: Sequence[Sequence[ExpertTable]], cache: ExpertCache, slots: SlotSegments
+        self,
+        layers: Sequence[Sequence[ExpertTable]],
+        cache: ExpertCache,
+        slots: SlotSegments,
+        pool: RamPool | None = None,
     ) -> None:
         self.cache = cache
+        self._pool = pool
         self.num_layers, self.num_experts = len(layers), len(layers[0][0].addresses)
         self._slots = slots
         self._addresses = _ExpertAddresses(layers, slots)
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._in_flight: deque[tuple[tuple[Copy, ...], torch.cuda.Event]] = deque()
+        self._in_flight: deque[_Copies] = deque()
         self._writer = AddressWriter(2 * MATRICES * self.num_slots)
         self.resident = np.zeros((len(layers), len(layers[0][0].addresses)), bool)  # for the next step
         self._failure: DeviceError | None = None  # of a copy, not yet raised
@@ -57,11 +74,15 @@ class ExpertResidency:
         return sum(self._slots.num_slots.values())
 
     def load(self, experts: Iterable[int]) -> None:
-        """Copies experts into slots, and waits for it. Raises DeviceError."""
+        """Copies experts, by ascending number, into slots, and waits for it. A pool must be empty, and is so
+        again. Raises DeviceError, ModelChangedError.
+        """
         # The current stream may still write to this memory for the tensor that owned it before.
         self._stream.wait_stream(torch.cuda.current_stream())
-        self._begin(self.cache.load(experts))
-        self._stream.synchronize()
+        for portion in [list(experts)] if self._pool is None else self._pool.brought(experts):
+            self._begin(self.cache.load(portion))
+            self._stream.synchronize()
+            self._note_copied()
         # The step that was prepared is ended unused, so that the next one has these experts in its tables.
         self.cache.finish_step(self._next_step, NOTHING, trains=False)
         self._next_step = self._begin_step()
@@ -137,9 +158,7 @@ class ExpertResidency:
 
     def _begin_step(self) -> int:
         """Starts the next step of the cache: queues its copies and table entries. Returns its number."""
-        while self._in_flight and self._in_flight[0][1].query():  # type: ignore[no-untyped-call]
-            for copy in self._in_flight.popleft()[0]:
-                self.cache.copied(copy)
+        self._note_copied()
         start = self.cache.start_step()
         if start.copies:
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -150,6 +169,20 @@ class ExpertResidency:
             self.resident.reshape(-1)[start.arrived] = True
         return start.step
 
+    def _note_copied(self) -> None:
+        """Takes note of copies that have ended."""
+        while self._in_flight and self._in_flight[0].event.query():  # type: ignore[no-untyped-call]
+            copies = self._in_flight.popleft()
+            for copy in copies.queued:
+                self.cache.copied(copy)
+            self._release(copies.begun)
+
+    def _release(self, copies: Iterable[Copy]) -> None:
+        """Gives the places of experts in the pool up, which are no longer read."""
+        if self._pool is not None:
+            for copy in copies:
+                self._pool.release(*divmod(copy.expert, self.num_experts))
+
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -158,7 +191,8 @@ class ExpertResidency:
     def close(self) -> None:
         """Waits for copies in flight, so that the slots may be freed."""
         self._stream.synchronize()
-        self._in_flight.clear()
+        while self._in_flight:
+            self._release(self._in_flight.popleft().begun)
 
     def _experts_of(self, ids: Array) -> Array:
         """The distinct numbers, in the cache's sense, of expert ids [layers, rows, K]."""
@@ -169,20 +203,31 @@ class ExpertResidency:
 
     def _begin(self, copies: tuple[Copy, ...]) -> None:
         """Queues copies with one event behind all; keeps the error of a copy that failed twice."""
-        queued = []
+        queued, begun = [], []
         for copy in copies:
+            sources = self._sources_of(copy.expert)
+            if sources is None:
+                self.cache.drop(copy)  # it has left the pool since it was used
+                continue
+            begun.append(copy)
             try:
-                self._queue(copy)
+                self._queue(copy, sources)
                 queued.append(copy)
             except DeviceError as error:
                 if not self.cache.copied(copy, ok=False):
                     self._failure = error
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        self._in_flight.append((tuple(queued), event))
+        self._in_flight.append(_Copies(tuple(queued), tuple(begun), event))
 
-    def _queue(self, copy: Copy) -> None:
-        sources, targets, sizes = self._addresses.of_copy(copy.expert, copy.slot)
+    def _sources_of(self, expert: int) -> Sequence[int] | None:
+        """Where the matrices of an expert are read; None if they are on the disk."""
+        if self._pool is None:
+            return self._addresses.mapped(expert)
+        return self._pool.hold(*divmod(expert, self.num_experts))
+
+    def _queue(self, copy: Copy, sources: Sequence[int]) -> None:
+        targets, sizes = self._addresses.of_slot(copy.expert, copy.slot)
         for source, target, size in zip(sources, targets, sizes, strict=True):
             (status,) = driver.cuMemcpyHtoDAsync(target, source, size, self._stream.cuda_stream)
             if status != driver.CUresult.CUDA_SUCCESS:
@@ -206,7 +251,7 @@ class _ExpertAddresses:
         self._first_of_size = {size: ends[size] - counts[size] for size in counts}
         self._first_slots = np.array([self._first_of_size[size] for size in layer_bytes])
         self._tables = np.array([[s.addresses.data_ptr() for s in stacks] for stacks in layers], np.int64)
-        self._sources = np.array([[s.host.address for s in stacks] for stacks in layers], np.int64)
+        self._sources = np.array([[s.source for s in stacks] for stacks in layers], np.int64)
         self._steps = np.array([[s.step for s in stacks] for stacks in layers], np.int64)
 
     def find_slots(self, size: int, slots: SlotSegments) -> None:
@@ -223,11 +268,16 @@ class _ExpertAddresses:
         values[withdrawn.size :] = self._slots_at(layers[withdrawn.size :], slots)
         return where.reshape(-1), values.reshape(-1)
 
-    def of_copy(self, expert: int, slot: int) -> tuple[list[int], list[int], list[int]]:
-        """Source and target addresses and sizes of the matrices of an expert."""
+    def mapped(self, expert: int) -> list[int]:
+        """Addresses of the matrices of an expert in the mapped file."""
         layer, index = divmod(expert, self._num_experts)
-        sources = self._sources[layer] + index * self._steps[layer]
-        return sources.tolist(), self._slots_at(layer, slot).tolist(), self._sizes[layer]
+        sources: list[int] = (self._sources[layer] + index * self._steps[layer]).tolist()
+        return sources
+
+    def of_slot(self, expert: int, slot: int) -> tuple[list[int], list[int]]:
+        """Addresses in a slot and sizes of the matrices of an expert."""
+        layer = expert // self._num_experts
+        return self._slots_at(layer, slot).tolist(), self._sizes[layer]
 
     def _slots_at(self, layers: Any, slots: Any) -> Array:
         begin = self._slots[self._first_slots[layers] + slots]

@@ -8,7 +8,7 @@ l + 1 runs, the first groups of l + 1 are already being copied.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,20 @@ class _Group:
     transfer: Transfer
 
 
+class _Moving:
+    """A transfer that is not known to have landed, and those of its experts that it reads in a pool."""
+
+    def __init__(self, host: HostExperts, layer: int, held: Iterable[int], transfer: Transfer) -> None:
+        self._host, self._layer, self._held = host, layer, tuple(held)
+        self.transfer = transfer
+
+    def finish(self) -> None:
+        """Returns when the transfer reads and writes no more, whether it failed or not."""
+        self.transfer.finish()
+        self._host.release(self._layer, self._held)
+        self._held = ()
+
+
 # Queues the work of groups. The slice, of the pairs sorted by expert, contains all pairs of the groups.
 Compute = Callable[[Sequence[LandedGroup], slice], None]
 
@@ -85,7 +99,7 @@ class ExpertStream:
         self._read: list[torch.cuda.Event | None] = [None] * self._shape.count
         self._copies: Copies | None = None
         self._waiting: deque[_Group] = deque()  # begun and not computed, in the order of landings
-        self._moving: deque[Transfer] = deque()  # not known to have landed
+        self._moving: deque[_Moving] = deque()
         self._lookahead, self._cpu_share = Lookahead(), CpuShare()
         self._layers: list[LayerShape] = []
         self._wanted: list[Array] = []  # per layer, tokens of the last such step by expert
@@ -99,7 +113,7 @@ class ExpertStream:
     def add_layer(self, stacks: Sequence[ExpertTable]) -> None:
         """Adds the next layer. ValueError if one of its experts does not fit into a landing."""
         shape = LayerShape(
-            tuple(stack.host.address for stack in stacks),
+            tuple(stack.source for stack in stacks),
             tuple(stack.step for stack in stacks),
             tuple(stack.matrix_bytes for stack in stacks),
         )
@@ -128,17 +142,19 @@ class ExpertStream:
         Raises ModelChangedError if an expert could not be read, GenerationFault if the CPU did not answer in
         time.
         """
+        self.settle()  # nothing moves any more: what a pool keeps in place for copies is free again
         self._host.bulk_server.end()
         self._host.bulk_server.check()
         self._host.bulk.check()
 
     def settle(self) -> None:
         """Waits for all copies into the ring, also those of a failed step; then it may be used otherwise."""
-        for transfer in self._moving:
-            transfer.finish()
+        for moving in self._moving:
+            moving.finish()
 
     def close(self) -> None:
         """Waits for all copies and ends their threads."""
+        self.settle()
         if self._copies is not None:
             self._copies.close()
             self._copies = None
@@ -190,14 +206,15 @@ class ExpertStream:
         return RowsElsewhere(box.ids[:tokens], box.out[:tokens], box.done)
 
     def _num_on_cpu(self, layer: int, tokens: int, num_experts: int) -> int:
-        moving = sum(transfer.num_bytes for transfer in self._moving)
+        moving = sum(each.transfer.num_bytes for each in self._moving)
         return self._cpu_share.split(tokens, num_experts, sum(self._layers[layer].sizes), moving)
 
     def _learn(self) -> None:
         """Updates the measured rates of the bus and the CPU."""
-        while self._moving and self._moving[0].is_over:
+        while self._moving and self._moving[0].transfer.is_over:
             landed = self._moving.popleft()
-            self._cpu_share.learn_bus(landed.num_bytes, landed.seconds)
+            landed.finish()
+            self._cpu_share.learn_bus(landed.transfer.num_bytes, landed.transfer.seconds)
         if self._asked is not None:
             tokens, num_experts, before = self._asked
             self._asked = None
@@ -233,10 +250,11 @@ class ExpertStream:
             readable = self._host.is_readable
             self._copies = DirectCopies() if readable else StagedCopies(self._host, self._shape.landing_bytes)
         landing = self._ring.take()
-        copies = list(self._layers[layer].copies(experts))
+        held = self._host.hold(layer, experts)
+        copies = list(self._layers[layer].copies(experts, held))
         transfer = self._copies.begin(copies, self._address(landing), self._read[landing])
         self._waiting.append(_Group(experts, landing, transfer))
-        self._moving.append(transfer)
+        self._moving.append(_Moving(self._host, layer, held, transfer))
 
     def _compute(
         self, layer: int, groups: Sequence[_Group], counts: Array, ends: Array, compute: Compute

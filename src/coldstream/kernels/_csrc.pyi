@@ -122,13 +122,26 @@ class ExpertPool:
         Between steps: reads these experts of a layer into free slots. Raises ValueError if there are too few, ModelChangedError if the file cannot be read.
         """
 
+    def memory(self) -> tuple[int, int]:
+        """The address of all slots, and their bytes."""
+
+    def hold(self, layer: int, expert: int) -> list[int] | None:
+        """
+        The addresses of an expert's matrices, which stays where it is until `release`. None, with nothing held, if it is not in memory or too few slots would be left for other experts.
+        """
+
+    def release(self, layer: int, expert: int) -> None:
+        """Ends one `hold` of an expert. Raises ValueError if there is none."""
+
     def keep(self, layer: int) -> None:
         """
         From now on the layer's experts give their slots to no other. There must be slots for all of them.
         """
 
     def clear(self) -> None:
-        """Forgets all experts in memory, as after a change of the file."""
+        """
+        Forgets all experts in memory that are not held, as after a change of the file.
+        """
 
     def begin_step(self, is_prefill: bool) -> None:
         """Before each run of a graph. Ends what a failed run has left."""
@@ -280,13 +293,15 @@ class ExpertServer:
     Threads that compute routed experts when asked through words in memory.
     """
 
-    def __init__(self, runtime: Runtime, request: Annotated[NDArray[numpy.uint32], dict(shape=(1), order='C', device='cpu')], done: Annotated[NDArray[numpy.uint32], dict(shape=(1), order='C', device='cpu')], x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu')]) -> None:
+    def __init__(self, runtime: Runtime, request: Annotated[NDArray[numpy.uint32], dict(shape=(1), order='C', device='cpu')], done: Annotated[NDArray[numpy.uint32], dict(shape=(1), order='C', device='cpu')], x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu')], is_prefill: bool = False) -> None:
         """
-        Over float32 x [T, E], int32 ids [T, K] and float32 out [T, K, E], which are kept. A client zeroes `done`, then stores (layer + 1) | rows << 16 to `request`; `done` becomes 1. Pairs of id -1 are left as they are.
+        Over float32 x [T, E], int32 ids [T, K] and float32 out [T, K, E], which are kept. A client zeroes `done`, then stores (layer + 1) | rows << 16 to `request`; `done` becomes 1. Pairs of id -1 are left as they are. is_prefill: whether requests are those of prompts, which take few slots of a pool.
         """
 
-    def add_layer(self, gate: Weight, up: Weight, down: Weight) -> int:
-        """The experts of the next layer; returns its number."""
+    def add_layer(self, gate: Weight, up: Weight, down: Weight, pool: ExpertPool | None = None) -> int:
+        """
+        The experts of the next layer; returns its number. pool: the one that they are parts of, or None.
+        """
 
     def begin(self) -> None:
         """Looks for requests from now on."""

@@ -92,7 +92,7 @@ class CpuRunner(ModelRunner):
         disk = disk_tier_of(plan, file, spec, policy)
         ops: CpuOps
         if disk is not None:
-            ops = PooledCpuOps(plan.threads, tier, disk.pool, disk.stacks)
+            ops = PooledCpuOps(plan.threads, tier, disk.stacks)
         else:
             ops = RoutingCpuOps(plan.threads, tier) if record_routing else CpuOps(plan.threads, tier)
         cache_size = cache_size or CacheSize(num_blocks_of(fixed.ctx_size), fixed.num_sequences)
@@ -125,7 +125,7 @@ class CpuRunner(ModelRunner):
         def count(disk: DiskTier | None) -> FixedPart:
             ops: CpuOps = UnreadCpuOps(threads, tier)
             if disk is not None:
-                ops = UnreadPooledCpuOps(threads, tier, disk.pool, disk.stacks)
+                ops = UnreadPooledCpuOps(threads, tier, disk.stacks)
             unread = cls(file, spec, ops, context_length, kv_type, disk, cache_size)
             return FixedPart(
                 ctx_size=context_length,

@@ -11,6 +11,7 @@ import torch
 
 from coldstream.errors import ColdstreamError, OutOfMemoryError
 from coldstream.experts.cache import ExpertCache
+from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.partial_experts import PartialExperts
@@ -45,14 +46,11 @@ from coldstream.models.cuda_model import (
     padded_rows,
     plan_memory,
 )
-from coldstream.models.runner import Array, ModelRunner, Progress, WholeOrCleared
+from coldstream.models.ram_pool import ram_pool
+from coldstream.models.runner import Array, ModelRunner, Progress, WholeOrCleared, no_progress
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
-
-
-def no_progress(done: int, total: int) -> None:
-    """For callers that show no progress."""
 
 
 class CudaRunner(ModelRunner):
@@ -84,7 +82,6 @@ class CudaRunner(ModelRunner):
         self.chunk_size = plan.placement.fixed.chunk_size
         self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size)
         self._limits = BatchLimits(spec.vocab_size, limits.context_length, self.chunk_size, MAX_SEGMENTS)
-        self._num_cpu_threads = plan.threads
         self._partial: PartialExperts | None = None
         self._num_steps = 0
         self._in_flight: list[tuple[int, tuple[Sequence, ...]]] = []  # running steps' numbers and sequences
@@ -97,10 +94,10 @@ class CudaRunner(ModelRunner):
                 load_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling or no_progress)
                 if limits.expert_bytes is not None:
                     mailbox = Mailbox.create(spec.num_experts_per_tok, spec.hidden_size)
-                    self._partial = PartialExperts(mailbox, plan)
+                    self._partial = PartialExperts(mailbox, plan, ram_pool(plan, file, spec))
                 self._load(executor, progress)
                 if self._partial:
-                    self._partial.fill(policy)
+                    self._partial.fill(policy, progress)
         except BaseException:
             self._release()
             raise
@@ -215,7 +212,11 @@ class CudaRunner(ModelRunner):
     @property
     def threads(self) -> int:
         """The thread that launches and those that compute experts."""
-        return 1 + (self._num_cpu_threads if self._partial else 0)
+        return 1 + (self._partial.host.ops.threads if self._partial else 0)
+
+    @property
+    def disk(self) -> DiskStatistics | None:
+        return self._partial.disk if self._partial else None
 
     @property
     def gpu_experts(self) -> GpuExpertStatistics | None:
@@ -375,8 +376,7 @@ class CudaRunner(ModelRunner):
         count = len(rows)
         if not count:
             return torch.empty((0, self.spec.vocab_size), device="cuda")
-        first = int(rows[0])
-        indices = None
+        first, indices = int(rows[0]), None
         if not np.array_equal(rows, np.arange(first, first + count)):
             indices = torch.from_numpy(rows).cuda()
         if (logits := self._logits_on_device) is not None:

@@ -46,6 +46,10 @@ class WholeOrCleared:
                     self._cache.clear(sequence)
 
 
+def no_progress(done: int, total: int) -> None:
+    """For callers that show no progress."""
+
+
 class ModelRunner(ABC):
     """One model, and sequences whose state its memory holds. The runner closes the file.
 

@@ -5,7 +5,7 @@ under a budget ("ram"; the rest is on the disk). Knows sizes, uses and a budget,
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Literal
@@ -75,21 +75,12 @@ class PlanOptions:
 
 
 class BudgetTooSmallError(OutOfMemoryError):
-    """A budget below `least_bytes`, the smallest sufficient one, with its parts."""
+    """A budget of a memory below `least_bytes`, the smallest sufficient one, which `parts` add up to."""
 
-    def __init__(
-        self, model: ModelSizes, fixed: FixedPart, options: PlanOptions, budget: int, tier: Tier
-    ) -> None:
-        self.least_bytes = least_budget(model, fixed, options)
-        ring, first = _least_of_experts(model, options)
-        names = {"weights": "weights of every token", "caches": f"caches of {fixed.ctx_size} tokens"}
-        parts = fixed.parts | {"ring": ring, "experts that must be resident": first}
-        unit, name = (2**30, "GiB") if fixed.total >= 2**30 else (2**20, "MiB")
-        listed = ", ".join(
-            f"{names.get(part, part)} {num_bytes / unit:.2f}"
-            for part, num_bytes in parts.items()
-            if num_bytes
-        )
+    def __init__(self, tier: Tier, budget: int, parts: Mapping[str, int]) -> None:
+        self.tier, self.least_bytes = tier, sum(parts.values())
+        unit, name = (2**30, "GiB") if self.least_bytes >= 2**30 else (2**20, "MiB")
+        listed = ", ".join(f"{part} {num_bytes / unit:.2f}" for part, num_bytes in parts.items() if num_bytes)
         super().__init__(
             f"--{tier}: {budget / unit:.2f} {name} of {_MEMORY_NAMES[tier]} are below the minimum of "
             f"{self.least_bytes / unit:.2f} {name}: {listed}"
@@ -221,7 +212,7 @@ def plan_placement(
         first_bytes = int(sizes[first].sum())
         ring = _ring_bytes(model, left - first_bytes) if options.has_ring else 0
         if first_bytes + ring > left:
-            raise BudgetTooSmallError(model, fixed, options, budget_bytes, tier)
+            raise BudgetTooSmallError(tier, budget_bytes, _least_parts(model, fixed, options))
         chosen = set(first)
         rest = [number for number in order.tolist() if number not in chosen]
         taken = first + take_fitting(rest, sizes, left - ring - first_bytes)
@@ -241,6 +232,14 @@ def plan_placement(
 def least_budget(model: ModelSizes, fixed: FixedPart, options: PlanOptions) -> int:
     """The smallest budget in bytes that `plan_placement` accepts."""
     return fixed.total + sum(_least_of_experts(model, options))
+
+
+def _least_parts(model: ModelSizes, fixed: FixedPart, options: PlanOptions) -> dict[str, int]:
+    """The bytes of `least_budget`, by name for people."""
+    names = {"weights": "weights of every token", "caches": f"caches of {fixed.ctx_size} tokens"}
+    parts = {names.get(name, name): num_bytes for name, num_bytes in fixed.parts.items()}
+    ring, first = _least_of_experts(model, options)
+    return parts | {"ring": ring, "experts that must be resident": first}
 
 
 def _least_of_experts(model: ModelSizes, options: PlanOptions) -> tuple[int, int]:

@@ -5,7 +5,7 @@ sizes of the model.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -21,12 +21,13 @@ from coldstream.errors import (
 from coldstream.files import write_file
 from coldstream.gguf.messages import shorten
 from coldstream.placement.plan import FixedPart, PlacementPlan
+from coldstream.placement.pool_plan import HostPart, PoolPlan
 from coldstream.placement.routing_trace import RoutedModel
 from coldstream.placement.run_plan import COUNTS, RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 FORMAT: Final = "coldstream plan"
-VERSION: Final = 6
+VERSION: Final = 7
 MAX_BYTES: Final = 1 << 24
 _NO_USES: Final = "uses are not lists of numbers"
 _AGAIN: Final = "make it again with `coldstream plan --out`"
@@ -57,12 +58,16 @@ def plan_from_json(text: str, sizes: Collection[ModelSizes], name: Path = Path("
                 f"the plan is another model's, not of {routed.fingerprint}",
             )
         _refuse(InconsistentError, name, "model", "other numbers of layers or experts than the model has")
-    if document["expert_bytes"] not in [list(each.expert_bytes) for each in sizes]:
+    known = [list(each.expert_bytes) for each in sizes]
+    if document["expert_bytes"] not in known:
         _refuse(InconsistentError, name, "expert_bytes", "experts of other sizes than the model has")
     try:
-        return _plan(document)
+        plan = _plan(document)
     except (ValueError, TypeError) as error:
         _refuse(InconsistentError, name, "plan", str(error))
+    if plan.pool is not None and not any(_are_of(plan.pool.expert_bytes, each) for each in known):
+        _refuse(InconsistentError, name, "pool", "experts of other sizes than the model has")
+    return plan
 
 
 def save_plan(plan: RunPlan, path: Path) -> None:
@@ -118,6 +123,7 @@ def _plan(document: dict[str, Any]) -> RunPlan:
         uses=None if document["uses"] is None else tuple(_numbers(row, _NO_USES) for row in document["uses"]),
         streamed=_counts(document["streamed"]),
         attention_window=window,
+        pool=None if document["pool"] is None else _pool(document["pool"]),
         **{name: document[name] for name in COUNTS},
     )
 
@@ -146,6 +152,31 @@ def _placement(document: dict[str, Any]) -> PlacementPlan:
         pinned_layers=_counts(document["pinned_layers"]),
         layer_weights=_numbers(document["layer_weights"], "weights of layers are no numbers"),
     )
+
+
+def _pool(document: object) -> PoolPlan:
+    """Raises ValueError for values that are none of a pool."""
+    if not isinstance(document, dict) or document.keys() != {field.name for field in fields(PoolPlan)}:
+        raise ValueError("pool has other fields than expected")
+    fixed = document["fixed"]
+    if not isinstance(fixed, dict) or fixed.keys() != {field.name for field in fields(HostPart)}:
+        raise ValueError("fixed of the pool has other fields than expected")
+    for value in (document["budget_bytes"], *fixed.values()):
+        if not _is_count(value):
+            raise ValueError(f"a size of the pool is {value!r}")
+    if not isinstance(document["loaded"], list):
+        raise ValueError("a list of numbers is none")
+    return PoolPlan(
+        budget_bytes=document["budget_bytes"],
+        fixed=HostPart(**fixed),
+        expert_bytes=_counts(document["expert_bytes"]),
+        loaded=tuple(map(_counts, document["loaded"])),
+    )
+
+
+def _are_of(sizes: Sequence[int], known: Sequence[int]) -> bool:
+    """Whether those of `sizes` that are not 0 are the `known` ones of their layers."""
+    return all(size in (0, other) for size, other in zip(sizes, known, strict=True))
 
 
 def _is_count(value: object) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from coldstream.placement.plan import PlacementPlan
+from coldstream.placement.pool_plan import PoolPlan
 
 Array = np.ndarray[Any, Any]
 
@@ -43,6 +44,8 @@ class RunPlan:
     max_cpu_rows: int = 0  # most tokens of a prefill step of which the CPU computes missing experts
     copy_bytes_per_step: int = 0  # most bytes of experts that begin to be copied into slots beside a step
     attention_window: int | None = None  # positions that a token attends to, its own included; None: all
+    # Experts in RAM beside a GPU, with others on the disk; None: all experts that the GPU lacks are mapped.
+    pool: PoolPlan | None = None
 
     def __post_init__(self) -> None:
         model = self.placement.model
@@ -60,6 +63,8 @@ class RunPlan:
             raise ValueError(f"max_cpu_rows: {self.max_cpu_rows}, a step asks the CPU for at most {most}")
         if self.attention_window is not None and self.attention_window < 1:
             raise ValueError(f"attention_window: {self.attention_window} positions")
+        if self.pool is not None:
+            self._check_pool(self.pool)
         if any(count > misses for misses, count in enumerate(self.streamed)):
             raise ValueError("more experts are streamed than are missing")
         if self.uses is not None:
@@ -68,6 +73,18 @@ class RunPlan:
                 raise ValueError("uses are not those of every expert")
             if not all(0 <= use < np.inf for row in self.uses for use in row):
                 raise ValueError("a use that is no number from 0 on")
+
+    def _check_pool(self, pool: PoolPlan) -> None:
+        placement = self.placement
+        if placement.tier != "vram" or placement.is_all_resident:
+            raise ValueError("a pool in RAM, and no GPU that lacks an expert")
+        wholes = tuple(layer for layer, size in enumerate(pool.expert_bytes) if not size)
+        if len(pool.loaded) != placement.model.num_layers or wholes != placement.pinned_layers:
+            raise ValueError("a pool in RAM for other layers than those that may miss an expert")
+        if any(ids and ids[-1] >= placement.model.num_experts for ids in pool.loaded):
+            raise ValueError(f"an expert in RAM from {placement.model.num_experts} on")
+        if self.prefetch or any(self.streamed):
+            raise ValueError("experts over the bus from memory that a pool does not keep in place")
 
     @property
     def expected_uses(self) -> Array | None:

@@ -18,16 +18,19 @@ class RegisteredMemory:
         self.offset = device_address - address
 
     @classmethod
-    def register(cls, address: int, num_bytes: int) -> Self | None:
+    def register(cls, address: int, num_bytes: int, *, is_read_only: bool = True) -> Self | None:
         """Locks the pages from `address` on and lets the device read them; None if the system refuses.
 
-        Reasons are the limit of memory that a process may lock, platforms that do not share file mappings
-        with devices, and drivers without read-only registration.
+        is_read_only: whether the host cannot write them, as those of a mapped file. Reasons are the limit of
+        memory that a process may lock, platforms that do not share file mappings with devices, and drivers
+        without read-only registration.
         """
         torch.cuda.current_stream()  # makes the device's context current
         begin = address // mmap.PAGESIZE * mmap.PAGESIZE
         end = -(-(address + num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        flags = driver.CU_MEMHOSTREGISTER_READ_ONLY | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        flags = driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        if is_read_only:
+            flags |= driver.CU_MEMHOSTREGISTER_READ_ONLY
         (status,) = driver.cuMemHostRegister(begin, end - begin, flags)
         if status != driver.CUresult.CUDA_SUCCESS:
             return None

@@ -15,9 +15,9 @@ class ExpertTable:
     addresses: int64 [num_experts] on the device; 0 for an expert that is not in its memory. Each points to
     `rows` adjacent GGUF rows of `cols` values, aligned to 16 bytes for Q4_K and Q5_K, 4 for F32, otherwise 2.
 
-    If `is_partial`, all experts are in the host's memory too: host is the stack for the CPU's kernels
-    (`_csrc.Weight`; None while memory is only planned), mapped the address at which the device reads expert 0
-    of it over the bus (0: it cannot), step the bytes from one expert to the next.
+    If `is_partial`, the host has all experts too: host is the stack for the CPU's kernels (`_csrc.Weight`;
+    None while memory is only planned), source the address at which expert 0 of it is mapped, mapped that at
+    which the device reads expert 0 over the bus (0: it cannot), step the bytes from one expert to the next.
     """
 
     addresses: torch.Tensor
@@ -28,6 +28,7 @@ class ExpertTable:
     host: Any = None
     mapped: int = 0
     step: int = 0
+    source: int = 0
 
     @property
     def matrix_bytes(self) -> int:
@@ -43,4 +44,5 @@ class ExpertTable:
             rows=size,
             host=None if self.host is None else self.host.rows(begin, begin + size),
             mapped=self.mapped + offset if self.mapped else 0,
+            source=self.source + offset if self.source else 0,
         )

@@ -16,12 +16,13 @@ using rows_3d = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 // A server and the arrays it works on.
 class bound_server {
  public:
-  bound_server(runtime& rt, word request, word done, rows_2d x, ids_2d ids, rows_3d out)
+  bound_server(runtime& rt, word request, word done, rows_2d x, ids_2d ids, rows_3d out, bool is_prefill)
       : arrays_{keep(request), keep(done), keep(x), keep(ids), keep(out)},
         hidden_size_(static_cast<int64_t>(x.shape(1))),
-        server_(rt.pool(), quant_kernels_for(rt.active_tier()), make_mailbox(request, done, x, ids, out)) {}
+        server_(rt.pool(), quant_kernels_for(rt.active_tier()), make_mailbox(request, done, x, ids, out),
+                is_prefill) {}
 
-  int add_layer(const weight& gate, const weight& up, const weight& down) {
+  int add_layer(const weight& gate, const weight& up, const weight& down, std::shared_ptr<expert_pool> pool) {
     const bool belong_together = gate.num_matrices == up.num_matrices &&
                                  gate.num_matrices == down.num_matrices && gate.num_rows == up.num_rows &&
                                  down.num_cols == gate.num_rows;
@@ -30,7 +31,13 @@ class bound_server {
       throw std::invalid_argument("gate, up and down must be experts for rows of " +
                                   std::to_string(hidden_size_) + " values");
     }
-    return server_.add_layer(gate, up, down);
+    const int layer = pool == nullptr ? -1 : pool->layer_of(gate.addresses);
+    for (const weight* w : {&gate, &up, &down}) {
+      const bool lies_there = pool == nullptr ? w->addresses == nullptr
+                                              : layer >= 0 && pool->layer_of(w->addresses) == layer;
+      if (!lies_there) throw std::invalid_argument("gate, up and down must lie in one layer of the pool given");
+    }
+    return server_.add_layer(gate, up, down, std::move(pool), layer);
   }
   void begin() { server_.begin(); }
   void end() { server_.end(); }
@@ -65,14 +72,15 @@ class bound_server {
 void bind_hybrid(nb::module_& m) {
   nb::class_<bound_server>(m, "ExpertServer",
                            "Threads that compute routed experts when asked through words in memory.")
-      .def(nb::init<runtime&, word, word, rows_2d, ids_2d, rows_3d>(), "runtime"_a,
+      .def(nb::init<runtime&, word, word, rows_2d, ids_2d, rows_3d, bool>(), "runtime"_a,
            nb::arg("request").noconvert(), nb::arg("done").noconvert(), nb::arg("x").noconvert(),
-           nb::arg("ids").noconvert(), nb::arg("out").noconvert(),
+           nb::arg("ids").noconvert(), nb::arg("out").noconvert(), "is_prefill"_a = false,
            "Over float32 x [T, E], int32 ids [T, K] and float32 out [T, K, E], which are kept. A client "
            "zeroes `done`, then stores (layer + 1) | rows << 16 to `request`; `done` becomes 1. Pairs of id "
-           "-1 are left as they are.")
-      .def("add_layer", &bound_server::add_layer, "gate"_a, "up"_a, "down"_a,
-           "The experts of the next layer; returns its number.")
+           "-1 are left as they are. is_prefill: whether requests are those of prompts, which take few slots "
+           "of a pool.")
+      .def("add_layer", &bound_server::add_layer, "gate"_a, "up"_a, "down"_a, "pool"_a.none() = nb::none(),
+           "The experts of the next layer; returns its number. pool: the one that they are parts of, or None.")
       .def("begin", &bound_server::begin, "Looks for requests from now on.")
       .def("end", &bound_server::end, "Rests: no request comes before the next `begin`.")
       .def("work", &bound_server::work,

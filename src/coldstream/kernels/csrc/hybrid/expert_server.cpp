@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "runtime/mapped_file.h"
 #include "runtime/signals_blocked.h"
 #include "runtime/spin.h"
 
@@ -22,8 +23,9 @@ constexpr auto LINGER = std::chrono::milliseconds(5);
 
 }  // namespace
 
-expert_server::expert_server(std::shared_ptr<thread_pool> pool, const quant_kernels& kernels, mailbox box)
-    : pool_(std::move(pool)), kernels_(kernels), box_(box), owner_(getpid()) {
+expert_server::expert_server(std::shared_ptr<thread_pool> threads, const quant_kernels& kernels, mailbox box,
+                             bool is_prefill)
+    : threads_(std::move(threads)), kernels_(kernels), box_(box), is_prefill_(is_prefill), owner_(getpid()) {
   std::atomic_ref(*box_.request).store(0, std::memory_order_relaxed);
   std::atomic_ref(*box_.done).store(1, std::memory_order_release);
   signals_blocked blocked;
@@ -41,11 +43,18 @@ expert_server::~expert_server() {
   thread_->join();
 }
 
-int expert_server::add_layer(const weight& gate, const weight& up, const weight& down) {
+int expert_server::add_layer(const weight& gate, const weight& up, const weight& down,
+                             std::shared_ptr<expert_pool> pool, int pool_layer) {
   const int64_t stride = down.num_rows;
   routed_experts_args args = {box_.x, box_.ids, box_.num_ranks, box_.num_ranks,         gate, up,
                               down,   box_.out, stride * box_.num_ranks, stride};
   layer next;
+  if (pool != nullptr) {
+    const pooled_layer from = {pool, pool_layer, box_.ids, box_.num_ranks, box_.num_ranks};
+    next.arriving.push_back(std::make_unique<pooled_experts_op>(kernels_, args, from, box_.capacity));
+  }
+  next.pool = std::move(pool);
+  next.pool_layer = pool_layer;
   next.few.push_back(std::make_unique<few_experts_op>(kernels_, args));
   next.many.push_back(std::make_unique<routed_experts_op>(kernels_, std::move(args), box_.capacity));
   std::lock_guard lock(layers_lock_);
@@ -75,7 +84,7 @@ void expert_server::serve() {
   for (;;) {
     phase_.wait(RESTING, std::memory_order_acquire);
     if (phase_.load(std::memory_order_acquire) == STOPPING) return;
-    thread_pool::awake awake(*pool_);
+    thread_pool::awake awake(*threads_);
     serve_requests();
   }
 }
@@ -116,13 +125,33 @@ void expert_server::compute(uint32_t layer, uint32_t rows) {
     throw std::invalid_argument("a request for layer " + std::to_string(layer) + " and " +
                                 std::to_string(rows) + " rows, which the mailbox does not have");
   }
-  const bool is_few = rows * box_.num_ranks <= few_experts_op::max_pairs;
-  pool_->run(is_few ? layers_[layer].few : layers_[layer].many, static_cast<int>(rows));
+  const auto& of = layers_[layer];
+  of.pool == nullptr ? compute(of, static_cast<int>(rows)) : compute_pooled(of, static_cast<int>(rows));
   const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
   const int64_t num_pairs = int64_t{rows} * box_.num_ranks;
   work_[layer].requests++;
   work_[layer].pairs += num_pairs - std::count(box_.ids, box_.ids + num_pairs, not_here);
   work_[layer].seconds += taken.count();
+}
+
+void expert_server::compute(const layer& of, int rows) {
+  const bool is_few = rows * box_.num_ranks <= few_experts_op::max_pairs;
+  threads_->run(is_few ? of.few : of.many, rows);
+}
+
+void expert_server::compute_pooled(const layer& of, int rows) {
+  expert_pool& pool = *of.pool;
+  std::lock_guard turn(pool.turn());
+  pool.follow(of.pool_layer, is_prefill_);
+  if (const char* problem = pool.request(of.pool_layer, box_.ids, rows, box_.num_ranks, box_.num_ranks)) {
+    if (pool.reader().failed()) throw model_changed_error(pool.reader().failure());
+    throw std::invalid_argument(problem);
+  }
+  if (pool.is_pending()) {
+    threads_->run(of.arriving, rows);
+  } else {
+    compute(of, rows);
+  }
 }
 
 std::vector<layer_work> expert_server::work() {

@@ -4,6 +4,9 @@
 // stores layer + 1 | rows << 16 to `request`. The server resets `request` to 0, computes the pairs whose id is
 // not `not_here`, and stores 1 to `done`. There is one request at a time, and each is answered: after an error
 // the rows are undefined and `check` throws.
+//
+// Experts of a layer are read where they are mapped, or lie in a pool, into which the server has the missing
+// ones read from their file while it computes the others.
 #pragma once
 
 #include <unistd.h>
@@ -16,6 +19,7 @@
 #include <vector>
 
 #include "quant/few_experts.h"
+#include "quant/pooled_experts.h"
 #include "runtime/thread_pool.h"
 
 namespace coldstream {
@@ -38,14 +42,17 @@ struct layer_work {
 
 class expert_server {
  public:
-  // The mailbox's memory outlives the server. Throws std::system_error when the system refuses a thread.
-  expert_server(std::shared_ptr<thread_pool> pool, const quant_kernels& kernels, mailbox box);
+  // The mailbox's memory outlives the server. is_prefill: whether requests are those of prompts, for pools.
+  // Throws std::system_error when the system refuses a thread.
+  expert_server(std::shared_ptr<thread_pool> threads, const quant_kernels& kernels, mailbox box, bool is_prefill);
   expert_server(const expert_server&) = delete;
   expert_server& operator=(const expert_server&) = delete;
   ~expert_server();
 
-  // The experts of one more layer, with E columns; returns its number.
-  int add_layer(const weight& gate, const weight& up, const weight& down);
+  // The experts of one more layer, with E columns; returns its number. pool: null, or the pool that they are
+  // the layer `pool_layer` of.
+  int add_layer(const weight& gate, const weight& up, const weight& down, std::shared_ptr<expert_pool> pool,
+                int pool_layer);
 
   // From here to `end`, and a few milliseconds longer so that the next `begin` need not wake threads, the
   // server polls without pause and the pool's threads stay awake.
@@ -63,14 +70,21 @@ class expert_server {
   void answer(uint32_t request);
   void compute(uint32_t layer, uint32_t rows);
 
-  std::shared_ptr<thread_pool> pool_;
+  std::shared_ptr<thread_pool> threads_;
   const quant_kernels& kernels_;
   const mailbox box_;
+  const bool is_prefill_;
   const pid_t owner_;
   std::mutex layers_lock_;
+  using ops = std::vector<std::unique_ptr<op>>;
   struct layer {
-    std::vector<std::unique_ptr<op>> few, many;  // one op each: for few pairs, and for any number
+    ops few, many;  // one op each, for experts in memory: of few pairs, and of any number
+    ops arriving;   // one op, for experts that are being read into `pool`
+    std::shared_ptr<expert_pool> pool;
+    int pool_layer;
   };
+  void compute(const layer& of, int rows);
+  void compute_pooled(const layer& of, int rows);
   std::vector<layer> layers_;
   std::vector<layer_work> work_;
   std::mutex error_lock_;

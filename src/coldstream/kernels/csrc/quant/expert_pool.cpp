@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 
@@ -105,25 +106,13 @@ void expert_pool::allocate(const std::vector<int>& num_slots, int num_staging) {
   }
 }
 
-std::vector<int64_t> expert_pool::owners(int size_class) const {
-  const auto& of = classes_[size_class];
-  std::vector<int64_t> result(of.num_slots);
-  for (int i = 0; i < of.num_slots; i++) result[i] = of.slots[i].owner;
-  return result;
-}
-
-void expert_pool::set_order(int size_class, const std::vector<int>& order) {
-  auto& of = classes_[size_class];
-  for (int index : order) {
-    if (index < 0 || index >= of.num_slots) {
-      throw std::invalid_argument("the order names no slot of this size");
-    }
-  }
-  of.order = order;
+void expert_pool::follow(int layer, bool is_prefill) {
+  if (layer <= layer_ || is_prefill != is_prefill_ || step_ == 0 || reader_->failed()) begin_step(is_prefill);
 }
 
 void expert_pool::begin_step(bool is_prefill) {
   settle();
+  std::lock_guard lock(mutex_);
   step_++;
   is_prefill_ = is_prefill;
   used_.clear();
@@ -138,6 +127,7 @@ void expert_pool::begin_step(bool is_prefill) {
 // Ends reads that a failed step has left, and frees their slots.
 void expert_pool::settle() {
   reader_->settle();
+  std::lock_guard lock(mutex_);
   for (int32_t expert : loading_) {
     slot& from = slot_with(expert);
     from.is_pinned = false;
@@ -152,9 +142,10 @@ void expert_pool::settle() {
 
 void expert_pool::clear() {
   settle();
+  std::lock_guard lock(mutex_);
   for (size_class& of : classes_) {
     for (int i = 0; i < of.num_slots; i++) {
-      if (of.slots[i].owner < 0) continue;
+      if (of.slots[i].owner < 0 || of.slots[i].num_holds > 0) continue;
       evict(of.slots[i]);
       of.free.push_back(i);
     }
@@ -169,16 +160,19 @@ const char* expert_pool::preload(int layer, const std::vector<int32_t>& experts)
   for (int32_t expert : experts) {
     if (expert < 0 || expert >= num_experts_) return bad_id;
   }
+  std::unique_lock lock(mutex_);
   for (int32_t expert : experts) {
     if (slot_of_[number(expert)] >= 0) continue;
     const int index = take_free(current());
     if (index < 0) return "the layer's size has no free slot left";
     load(expert, index);
   }
+  lock.unlock();
   reader_->wait([&] {
     return std::all_of(loading_.begin(), loading_.end(), [&](int32_t e) { return has_landed(e); });
   });
   if (reader_->failed()) return read_failed;
+  lock.lock();
   for (int32_t expert : loading_) {
     publish(expert);
     slot_with(expert).is_pinned = false;
@@ -190,6 +184,7 @@ const char* expert_pool::preload(int layer, const std::vector<int32_t>& experts)
 void expert_pool::keep(int layer) { layers_.at(layer).is_kept = true; }
 
 const char* expert_pool::request(int layer, const int32_t* ids, int rows, int ranks, int64_t stride) {
+  std::lock_guard lock(mutex_);
   release_round();
   end_round();
   if (memory_ == nullptr) return no_slots;
@@ -228,6 +223,7 @@ const char* expert_pool::request(int layer, const int32_t* ids, int rows, int ra
 }
 
 const char* expert_pool::next_round() {
+  std::unique_lock lock(mutex_);
   if (num_rounds_++ > 0) {
     release_round();
     load_missing();
@@ -236,7 +232,9 @@ const char* expert_pool::next_round() {
   const auto landed = [&](int32_t expert) { return has_landed(expert); };
   if (in_round_.empty() && !loading_.empty()) {
     const auto started = std::chrono::steady_clock::now();
+    lock.unlock();
     reader_->wait([&] { return std::any_of(loading_.begin(), loading_.end(), landed); });
+    lock.lock();
     counters_.wait_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   }
   const auto first = std::stable_partition(loading_.begin(), loading_.end(), std::not_fn(landed));
@@ -307,64 +305,6 @@ void expert_pool::publish(int32_t expert) {
         reinterpret_cast<const uint8_t*>(memory + (begin - io_floor(begin)));
     memory += part_room(p);
   }
-}
-
-// A slot for the running layer, or -1 if there is none until some of its experts are computed.
-int expert_pool::take_slot() {
-  size_class& of = current();
-  if (is_prefill_ && !layers_[layer_].is_kept) {
-    // While the pool fills, every layer gets an equal share.
-    const bool has_share = layers_[layer_].num_resident < std::max(1, of.num_slots / of.num_layers);
-    const int index = has_share ? take_free(of) : -1;
-    return index >= 0 ? index : take_staging(of);
-  }
-  int index = take_free(of);
-  if (index < 0) index = take_in_order(of, true);
-  if (index < 0) index = take_any(of);
-  return index < 0 && is_prefill_ ? take_staging(of) : index;
-}
-
-int expert_pool::take_staging(size_class& of) {
-  if (!of.staging.empty()) {
-    const int index = of.staging.back();
-    of.staging.pop_back();
-    return index;
-  }
-  if (of.num_staging == of.max_staging) return -1;
-  int index = take_free(of);
-  if (index < 0) index = take_in_order(of, false);
-  if (index < 0) index = take_any(of);
-  if (index < 0) return -1;
-  of.slots[index].is_staging = true;
-  of.num_staging++;
-  return index;
-}
-
-int expert_pool::take_free(size_class& of) {
-  if (of.free.empty()) return -1;
-  const int index = of.free.back();
-  of.free.pop_back();
-  return index;
-}
-
-// spare_used: not from experts that this step has used, as the next step likely uses them too.
-int expert_pool::take_in_order(size_class& of, bool spare_used) {
-  while (of.next < of.order.size()) {
-    const int index = of.order[of.next++];
-    const slot& from = of.slots[index];
-    const bool is_taken = from.owner < 0 || from.is_pinned || from.is_staging || has_kept(from);
-    if (!is_taken && !(spare_used && from.used_step == step_)) return index;
-  }
-  return -1;
-}
-
-int expert_pool::take_any(size_class& of) {
-  for (int i = 0; i < of.num_slots; i++) {
-    of.hand = (of.hand + 1) % of.num_slots;
-    const slot& from = of.slots[of.hand];
-    if (!from.is_pinned && !from.is_staging && !has_kept(from)) return of.hand;
-  }
-  return -1;
 }
 
 }  // namespace coldstream

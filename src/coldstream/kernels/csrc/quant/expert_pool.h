@@ -11,13 +11,18 @@
 // every expert, takes the first few in the order and reuses them, so that the experts of decoding stay.
 // Experts of a kept layer are replaced only if a prompt finds no other slot.
 //
-// Not thread-safe: only one thread of a stage calls it, or none is running.
+// `hold` keeps an expert where it is while others than the running step read it, a copy engine for example.
+//
+// Any thread may call `hold`, `release`, `owners`, `set_order` and `count` at any time; all else is called by
+// one thread at a time: one of a stage or, where several clients take turns, the one that has `turn` locked.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include "runtime/file_reader.h"
@@ -62,6 +67,15 @@ class expert_pool {
   // The order in which slots of a size, by their index in `owners`, are overwritten. Stays until the next
   // call.
   void set_order(int size_class, const std::vector<int>& order);
+  // The memory of all slots, and its bytes; null before `allocate`.
+  std::pair<void*, size_t> memory() const { return {memory_, memory_bytes_}; }
+
+  // Keeps an expert that is in memory where it is until as many calls of `release`; returns the addresses of
+  // its parts. Returns none, and keeps nothing, if it is not there, or if fewer slots of its size than a step
+  // of prefill uses for staging would be left for others. Throws std::out_of_range.
+  std::vector<const uint8_t*> hold(int layer, int32_t expert);
+  // Throws std::invalid_argument for an expert that is not held.
+  void release(int layer, int32_t expert);
 
   // Between steps: reads experts of a layer into free slots, and waits for them. Returns null or the reason
   // of a failure, a literal; reads that it leaves under way end with the next step. Throws std::out_of_range
@@ -71,9 +85,14 @@ class expert_pool {
   // more if other layers share that size.
   void keep(int layer);
 
-  // Empties all slots.
+  // Empties all slots that are not held.
   void clear();
 
+  // For clients on different threads: locked from before `follow` until a layer has been computed.
+  std::mutex& turn() { return turn_; }
+  // For a client that is told layers and not steps: begins a step unless this layer comes after the last one,
+  // in a step of the same kind that has not failed.
+  void follow(int layer, bool is_prefill);
   void begin_step(bool is_prefill);
   // Experts that this step has used so far, by number.
   const std::vector<int64_t>& used() const { return used_; }
@@ -92,7 +111,10 @@ class expert_pool {
   bool is_pending() const { return !missing_.empty() || !loading_.empty(); }
 
   file_reader& reader() { return *reader_; }
-  counters count() const { return counters_; }
+  counters count() const {
+    std::lock_guard lock(mutex_);
+    return counters_;
+  }
 
  private:
   struct layer {
@@ -108,6 +130,7 @@ class expert_pool {
     int64_t used_step = -1;  // the last step that used it
     bool is_pinned = false;  // until the running layer has computed it
     bool is_staging = false;
+    int num_holds = 0;
     std::atomic<int> pending{0};  // reads under way
   };
   struct size_class {
@@ -120,6 +143,7 @@ class expert_pool {
     int hand = 0;              // next slot to try after the end of `order`
     std::vector<int> staging;  // slots that prefill reuses
     int num_staging = 0, max_staging = 0;
+    int num_held = 0;          // slots with holds
   };
 
   int64_t number(int32_t expert) const { return int64_t{layer_} * num_experts_ + expert; }
@@ -129,6 +153,10 @@ class expert_pool {
     return slot_with(expert).pending.load(std::memory_order_acquire) == 0;
   }
   bool has_kept(const slot& of) const { return of.owner >= 0 && layers_[of.owner / num_experts_].is_kept; }
+  bool may_overwrite(const slot& of) const {
+    return !of.is_pinned && !of.is_staging && of.num_holds == 0 && !has_kept(of);
+  }
+  int index_of(int layer, int32_t expert) const;
   void settle();
   void release_round();
   void load_missing();
@@ -143,6 +171,8 @@ class expert_pool {
 
   std::unique_ptr<file_reader> reader_;
   const int num_experts_;
+  std::mutex turn_;
+  mutable std::mutex mutex_;  // of slots, their classes, addresses and counters; never held during a wait
   std::vector<layer> layers_;
   std::vector<size_class> classes_;
   std::vector<uint64_t> slot_bytes_;

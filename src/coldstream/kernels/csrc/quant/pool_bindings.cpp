@@ -1,9 +1,11 @@
 #include "bindings.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <tuple>
 
 #include "quant/expert_pool.h"
@@ -58,6 +60,12 @@ void preload(expert_pool& pool, int layer, const std::vector<int32_t>& experts) 
   if (problem != nullptr) throw std::invalid_argument(problem);
 }
 
+std::optional<std::vector<uintptr_t>> hold(expert_pool& pool, int layer, int32_t expert) {
+  std::vector<uintptr_t> parts;
+  for (const uint8_t* part : pool.hold(layer, expert)) parts.push_back(reinterpret_cast<uintptr_t>(part));
+  return parts.empty() ? std::nullopt : std::make_optional(parts);
+}
+
 }  // namespace
 
 void bind_expert_pool(nb::module_& m) {
@@ -81,10 +89,19 @@ void bind_expert_pool(nb::module_& m) {
       .def("preload", preload, "layer"_a, "experts"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Between steps: reads these experts of a layer into free slots. Raises ValueError if there are too few, "
            "ModelChangedError if the file cannot be read.")
+      .def("memory", [](const expert_pool& pool) {
+        const auto [begin, num_bytes] = pool.memory();
+        return std::make_pair(reinterpret_cast<uintptr_t>(begin), num_bytes);
+      }, "The address of all slots, and their bytes.")
+      .def("hold", hold, "layer"_a, "expert"_a,
+           "The addresses of an expert's matrices, which stays where it is until `release`. None, with nothing "
+           "held, if it is not in memory or too few slots would be left for other experts.")
+      .def("release", &expert_pool::release, "layer"_a, "expert"_a,
+           "Ends one `hold` of an expert. Raises ValueError if there is none.")
       .def("keep", &expert_pool::keep, "layer"_a,
            "From now on the layer's experts give their slots to no other. There must be slots for all of them.")
       .def("clear", &expert_pool::clear, nb::call_guard<nb::gil_scoped_release>(),
-           "Forgets all experts in memory, as after a change of the file.")
+           "Forgets all experts in memory that are not held, as after a change of the file.")
       .def("begin_step", &expert_pool::begin_step, "is_prefill"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Before each run of a graph. Ends what a failed run has left.")
       .def(

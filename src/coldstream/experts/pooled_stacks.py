@@ -1,0 +1,70 @@
+"""PooledStacks: experts of an open file, for slots in RAM into which their bytes are read.
+
+Which experts are there, and when they are read, is decided in C++ (`kernels/csrc/quant/expert_pool.h`) by
+those who compute; this module names stacks and sizes, and orders the slots for overwriting.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels import _csrc
+
+Array = np.ndarray[Any, Any]
+
+NUM_READERS: Final = 8  # threads: what keeps the queue of a fast disk full
+
+
+class PooledStacks:
+    """A pool over tensors [experts, rows, cols] of each layer, which needs `allocate` before it is used.
+
+    parts: (layer, part) in the pool by tensor name. An expert's number is layer · num_experts + expert.
+    """
+
+    def __init__(self, file: GGUFFile, stacks: Sequence[Sequence[TensorInfo]]) -> None:
+        self.num_experts = stacks[0][0].shape[0]
+        files = [(file.descriptor(shard), str(path)) for shard, path in enumerate(file.paths)]
+        layers = [
+            [(info.shard, info.offset, info.num_bytes // self.num_experts) for info in layer]
+            for layer in stacks
+        ]
+        self.pool = _csrc.ExpertPool(files, layers, self.num_experts, NUM_READERS)
+        self.parts: Mapping[str, tuple[int, int]] = {
+            info.name: (number, part)
+            for number, layer in enumerate(stacks)
+            for part, info in enumerate(layer)
+        }
+        self.num_layers = len(layers)
+        self.num_slots: tuple[int, ...] = ()  # by size, as `pool.slot_bytes`
+
+    @property
+    def expert_bytes(self) -> tuple[int, ...]:
+        """Bytes of an expert's slot, by layer."""
+        return tuple(self.pool.slot_bytes[self.pool.class_of(layer)] for layer in range(self.num_layers))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of all slots."""
+        sizes = self.pool.slot_bytes[: len(self.num_slots)]
+        return sum(count * size for count, size in zip(self.num_slots, sizes, strict=True))
+
+    def weight(self, info: TensorInfo) -> _csrc.Weight:
+        """A stack of the pool, for the CPU's kernels."""
+        layer, part = self.parts[info.name]
+        _, rows, cols = info.shape
+        return _csrc.Weight.from_pool(self.pool, layer, part, int(info.quant_type), rows, cols)
+
+    def allocate(self, num_slots: Mapping[int, int], num_staging: int) -> None:
+        """Allocates slots, `num_slots` by bytes of an expert; prompts reuse `num_staging`. MemoryError."""
+        self.num_slots = tuple(num_slots[size] for size in self.pool.slot_bytes)
+        self.pool.allocate(self.num_slots, num_staging)
+
+    def order(self, worth: Array) -> None:
+        """Slots whose experts are worth least are overwritten first. worth: by number of the expert."""
+        for size_class in range(len(self.num_slots)):
+            owners = self.pool.owners(size_class)
+            in_use = np.flatnonzero(owners >= 0)
+            scores = worth[owners[in_use]]
+            self.pool.set_order(size_class, in_use[np.argsort(scores, kind="stable")])

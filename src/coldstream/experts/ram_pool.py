@@ -1,0 +1,130 @@
+"""RamPool: experts in page-locked RAM under a budget, beside a GPU's slots; all others are on the disk.
+
+The CPU's threads read what the GPU asks them for into the pool and compute it there
+(`kernels/csrc/hybrid/expert_server.h`). This module is the GPU's side: it keeps an expert where it is while
+a copy reads it, and says between steps which slots are overwritten first. Those are the ones of experts that
+the GPU holds by now, as their bytes are there twice, and then those of the lowest scores.
+
+Layers are numbered from 0 without those that the GPU holds whole, as in `slot_shares.py`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from coldstream.experts.disk_tier import DiskStatistics, Progress
+from coldstream.experts.pooled_stacks import PooledStacks
+from coldstream.gguf.reader import TensorInfo
+from coldstream.kernels import _csrc
+from coldstream.kernels.cuda.host_memory import RegisteredMemory
+from coldstream.kernels.experts.table import ExpertTable
+
+Array = np.ndarray[Any, Any]
+
+
+class RamPool:
+    """The slots of `num_slots`, by bytes of an expert, for `stacks`. Raises MemoryError."""
+
+    def __init__(self, stacks: PooledStacks, num_slots: dict[int, int], num_experts_per_tok: int) -> None:
+        self.stacks = stacks
+        fewest = min(num_slots.values())
+        # Never so many that none could be kept in place.
+        num_staging = max(1, min(2 * num_experts_per_tok, fewest - num_experts_per_tok))
+        assert fewest > num_staging, "a plan has room for more than one expert"
+        stacks.allocate(num_slots, num_staging)
+        self._registered: RegisteredMemory | None = None
+        self._before = DiskStatistics.of(stacks)  # before the first step that counts
+        self._most_held = [count - num_staging for count in stacks.num_slots]
+        self._sources: dict[str, int] = {}  # by tensor: where expert 0 is mapped
+        self._matrices: list[list[tuple[int, int]]] = []  # by layer: part and first byte of gate, up, down
+
+    def weight(self, info: TensorInfo, source: int) -> _csrc.Weight:
+        """A stack for the CPU's kernels, expert 0 of which is mapped at the address `source`."""
+        self._sources[info.name] = source
+        return self.stacks.weight(info)
+
+    def add_layer(self, stacks: Sequence[ExpertTable]) -> None:
+        """Adds the next layer's gate, up and down, whose `host` weights are of `weight`, or rows of those."""
+        layer = len(self._matrices)
+        parts = [
+            (part, self._sources[name])
+            for name, (number, part) in self.stacks.parts.items()
+            if number == layer
+        ]
+        # Gate and up may be rows of one part: the one that begins last before it.
+        nearest = [max((begin, part) for part, begin in parts if begin <= each.source) for each in stacks]
+        self._matrices.append(
+            [(part, each.source - begin) for each, (begin, part) in zip(stacks, nearest, strict=True)]
+        )
+
+    def hold(self, layer: int, expert: int) -> tuple[int, ...] | None:
+        """The addresses of gate, up and down of an expert in the pool, which stays there until `release`.
+
+        None if it is on the disk, or too few slots would be left for others.
+        """
+        parts = self.stacks.pool.hold(layer, expert)
+        if parts is None:
+            return None
+        return tuple(parts[part] + first for part, first in self._matrices[layer])
+
+    def release(self, layer: int, expert: int) -> None:
+        """Ends one `hold`."""
+        self.stacks.pool.release(layer, expert)
+
+    def empty(self) -> None:
+        """Forgets all experts, and locks the memory; between steps, once before it is filled."""
+        self.stacks.pool.clear()
+        self._before = DiskStatistics.of(self.stacks)
+        # None: the system refuses. Copies from it are slower then, and nothing else changes.
+        self._registered = RegisteredMemory.register(*self.stacks.pool.memory(), is_read_only=False)
+
+    def brought(self, experts: Iterable[int]) -> Iterator[list[int]]:
+        """Reads experts, by ascending number, into the empty pool: as many at a time as may be held.
+
+        Each time they are yielded, and leave the pool then. No step may run. Raises ModelChangedError.
+        """
+        pool, num_experts = self.stacks.pool, self.stacks.num_experts
+        for layer, numbers in groupby(experts, lambda number: number // num_experts):
+            ids, most = list(numbers), self._most_held[pool.class_of(layer)]
+            for begin in range(0, len(ids), most):
+                portion = ids[begin : begin + most]
+                pool.preload(layer, [number % num_experts for number in portion])
+                yield portion
+                pool.clear()
+
+    def load(self, experts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
+        """Reads experts, given by layer, into slots that must be free. Raises ModelChangedError.
+
+        progress is called with (experts read, experts in all).
+        """
+        done, num_all = 0, sum(map(len, experts))
+        for layer, ids in enumerate(experts):
+            self.stacks.pool.preload(layer, list(ids))
+            done += len(ids)
+            if progress is not None and ids:
+                progress(done, num_all)
+
+    def order(self, scores: Array, on_gpu: Array) -> None:
+        """Orders the slots for overwriting; at any time. scores: by number, from 0 on; on_gpu: bool."""
+        self.stacks.order(np.where(on_gpu, scores - scores.max() - 1.0, scores))
+
+    def statistics(self) -> DiskStatistics:
+        """What the pool has done since `empty`."""
+        now, before = DiskStatistics.of(self.stacks), self._before
+        return replace(
+            now,
+            hits=now.hits - before.hits,
+            misses=now.misses - before.misses,
+            bytes_read=now.bytes_read - before.bytes_read,
+            wait_s=now.wait_s - before.wait_s,
+            retries=now.retries - before.retries,
+        )
+
+    def close(self) -> None:
+        """Unlocks the memory, which no copy may read any more."""
+        if self._registered is not None:
+            self._registered.close()
+            self._registered = None
