@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from coldstream.experts.disk_tier import NUM_READERS
+from coldstream.experts.pooled_stacks import NUM_READERS
 from coldstream.gguf.reader import GGUFFile
 from coldstream.placement.hardware import Hardware
 from memory_limit import MemoryLimit, memory_limit

@@ -23,7 +23,8 @@ import numpy as np
 from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM, EngineConfig
 from coldstream.engine.machine import measured_hardware
-from coldstream.engine.planning import plan_model, with_workers
+from coldstream.engine.planning import plan_model
+from coldstream.engine.workers import with_workers
 from coldstream.errors import OutOfMemoryError
 from coldstream.experts.prefetch_statistics import PrefetchStatistics
 from coldstream.experts.step_times import PARTS

@@ -40,8 +40,9 @@ from coldstream.assets import demo_model_path
 from coldstream.decoding import TokenChooser
 from coldstream.engine import LLM, EngineConfig
 from coldstream.engine.machine import measured_hardware
-from coldstream.engine.planning import bundled_profile, expected_uses, plan_model, with_workers
+from coldstream.engine.planning import bundled_profile, expected_uses, plan_model
 from coldstream.engine.routing_profile import record_routing
+from coldstream.engine.workers import with_workers
 from coldstream.errors import OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer

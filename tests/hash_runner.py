@@ -11,7 +11,7 @@ from builders import Dims, write_gguf
 from coldstream.decoding import Logits
 from coldstream.engine import EngineConfig, OpenedModel, SamplingParams
 from coldstream.engine.budgets import ALL_BYTES
-from coldstream.engine.planning import Planned
+from coldstream.engine.planned import Planned
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer

@@ -118,7 +118,12 @@ def test_every_field_of_json_is_documented_and_exists(
     commands = {
         "show": [("show", demo, "--tensors"), ("show", str(llama))],
         "bench": [quick, (*quick, "--ram", "30M")],
-        "plan": [("plan", *on_cpu), ("plan", *on_cpu, "--ram", "24M", "-c", "512")],
+        "plan": [
+            ("plan", *on_cpu),
+            ("plan", *on_cpu, "--ram", "24M", "-c", "512"),
+            ("plan", "--vram", "470M", "--ram", "1165M", "-c", "512"),
+            ("plan", "--vram", "470M", "--ram", "1164M", "-c", "512"),
+        ],
     }
     actual = {verb: set[str]() for verb in commands}
     for verb, calls in commands.items():

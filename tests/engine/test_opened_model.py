@@ -9,10 +9,10 @@ from coldstream.assets import demo_model_path
 from coldstream.engine import EngineConfig, SamplingParams, device_choice, open_model
 from coldstream.engine.device_choice import choose_device
 from coldstream.engine.opened_model import sampling_defaults
-from coldstream.engine.planning import plan_model, with_prefetch
+from coldstream.engine.planning import plan_model
+from coldstream.engine.workers import with_prefetch
 from coldstream.errors import DeviceError, InconsistentError, OutOfMemoryError
 from coldstream.gguf import GGUFFile
-from coldstream.kernels.cuda.device import Gpu
 from coldstream.models import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan_file import save_plan
@@ -32,18 +32,6 @@ def test_a_gpu_that_cannot_be_used_is_named_and_the_cpu_computes(monkeypatch: py
     assert choose_device(EngineConfig("m.gguf", device="cpu"))[2] == ()
     with pytest.raises(DeviceError, match="too old"):
         choose_device(EngineConfig("m.gguf", device="cuda"))
-
-
-def test_a_budget_that_a_gpu_does_not_keep_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Gpu("some", (9, 0), 1, 2, 1)
-    monkeypatch.setattr(device_choice, "gpu_is_visible", lambda: True)
-    monkeypatch.setattr(device_choice, "find_gpu", lambda: gpu)
-    config, found, warnings = choose_device(EngineConfig("m.gguf", ram="4G"))
-    assert (config.device, found) == ("cuda", gpu)
-    assert warnings == (
-        "--ram bounds models on the CPU: with a GPU, experts beyond --vram stay in the mapped file",
-    )
-    assert choose_device(EngineConfig("m.gguf"))[2] == ()
 
 
 def test_without_a_gpu_there_is_nothing_to_warn_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from builders import write_gguf
 from coldstream.assets import demo_model_path, demo_profile_path
 from coldstream.engine.config import DEFAULT_CTX_SIZE, EngineConfig
 from coldstream.engine.opened_model import open_model
-from coldstream.engine.planning import Planned, bundled_profile, plan_by_name, plan_model
+from coldstream.engine.planned import Planned
+from coldstream.engine.planning import bundled_profile, plan_by_name, plan_model
 from coldstream.errors import ConfigError, InconsistentError, ModelNotFoundError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.spec import ModelSpec

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coldstream.assets import demo_model_path
-from coldstream.engine import LLM, EngineConfig, SamplingParams, planning
+from coldstream.engine import LLM, EngineConfig, SamplingParams, workers
 from coldstream.engine.machine import hardware_with
 from coldstream.engine.planning import plan_model
 from coldstream.gguf.reader import GGUFFile
@@ -44,7 +44,7 @@ def test_auto_is_a_number_once_a_model_is_open() -> None:
 def test_only_what_is_left_open_is_decided(asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
     vram = budget_for_a_part_of_the_experts(MACHINE)
     gains = iter([1e-5, -1e-5])
-    monkeypatch.setattr(planning, "prefetch_gain", lambda *of: next(gains))
+    monkeypatch.setattr(workers, "prefetch_gain", lambda *of: next(gains))
     config = EngineConfig(
         str(demo_model_path()), device="cuda", vram=vram, ctx_size=256, prefetch=asked, threads=3
     )

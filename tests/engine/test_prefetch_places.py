@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from builders import Dims, write_gguf
-from coldstream.engine import EngineConfig, planning
-from coldstream.engine.planning import Planned, plan_model
+from coldstream.engine import EngineConfig, workers
+from coldstream.engine.planned import Planned
+from coldstream.engine.planning import plan_model
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.experts.prefetching import LAYERS_AHEAD, MAX_PREFETCHED, Prefetching
 from coldstream.gguf.reader import GGUFFile
@@ -93,7 +94,7 @@ def test_trap_16_a_ring_without_a_place_refuses_what_was_asked_for(
     settings = {"ctx_size": 64, "vram": budget}
     with pytest.raises(ConfigError, match=r"--prefetch 2: places for an expert of each of 3 layers take \d+"):
         plan_of(path, **settings, prefetch=2)
-    monkeypatch.setattr(planning, "prefetch_gain", lambda *of: 1.0)
+    monkeypatch.setattr(workers, "prefetch_gain", lambda *of: 1.0)
     for prefetch in ("auto", 0):
         planned = plan_of(path, **settings, prefetch=prefetch)
         assert (planned.run.prefetch, planned.run.prefetch_bytes, planned.config.prefetch) == (0, 0, 0)

@@ -13,7 +13,8 @@ from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.engine import EngineConfig, open_model
 from coldstream.engine.config import cache_bytes_per_token
-from coldstream.engine.planning import Planned, bundled_profile, plan_model
+from coldstream.engine.planned import Planned
+from coldstream.engine.planning import bundled_profile, plan_model
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf import GGUFFile
 from coldstream.models import ModelSpec

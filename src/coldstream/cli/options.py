@@ -124,7 +124,8 @@ def engine_options(command: Command) -> Command:
         option(
             "--ram",
             metavar="SIZE|auto",
-            help="RAM for weights, e.g. 8G; experts beyond it come from the disk [default: what is free].",
+            help="RAM to use, also beside a GPU, e.g. 8G; experts beyond it come from the disk [default: "
+            "what is free].",
         ),
         option(
             "--prefetch",

@@ -1,7 +1,7 @@
 """`coldstream plan`: what goes where under a budget, the speed to expect, and what more memory would add."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
@@ -21,8 +21,9 @@ from coldstream.cli.options import (
 from coldstream.cli.tables import print_table
 from coldstream.cli.terminal import ProgressLine, format_bytes, note
 from coldstream.placement.forecast import Forecast, forecast, rates_used
-from coldstream.placement.plan import PlanOptions
+from coldstream.placement.plan import PlacementPlan, PlanOptions
 from coldstream.placement.plan_file import plan_to_json, save_plan
+from coldstream.placement.pool_plan import PoolPlan
 from coldstream.placement.run_plan import RunPlan
 
 _PART_NAMES = {
@@ -97,8 +98,10 @@ def command(
     for warning in planned.warnings:
         note(f"warning: {warning}")
     plan, known = planned.plan, planned.known
-    expected = forecast(plan, known)
-    richer = forecast(planned.larger_plan, known) if planned.larger_plan else None
+    pool = planned.run.pool
+    expected = forecast(plan, known, pool=pool)
+    richer = forecast(planned.larger_plan, known, pool=pool) if planned.larger_plan else None
+    more_ram = forecast(plan, known, pool=planned.more_ram.pool) if planned.more_ram else None
     if out is not None:
         save_plan(planned.run, out)
     if as_json:
@@ -109,20 +112,24 @@ def command(
             "hit_rates_from": known.curve.source,
             "forecast": asdict(expected),
             "forecast_with_next_gib": asdict(richer) if richer else None,
+            "forecast_with_next_gib_of_ram": asdict(more_ram) if more_ram else None,
         }
         click.echo(json.dumps(document))
         return
     _print_places(planned.run)
-    _print_speeds(expected, richer)
+    if pool is None:
+        _print_speeds(expected, {"with 1 GiB more": richer})
+    else:
+        _print_speeds(expected, {"1 GiB more on GPU": richer, "1 GiB more RAM": more_ram}, has_disk=True)
     if planned.run.streamed:
         note(_described_misses(planned.run))
     if plan.layer_weights:
         note(f"a use of an expert counts for {_described(plan.layer_weights)}")
     if not plan.is_all_resident:
         note(f"hit rates: {known.curve.source}")
-    if measured := known.rates.describe_measured(rates_used(plan)):
+    if measured := known.rates.describe_measured(rates_used(plan, pool)):
         note(f"measured {planned.hardware.measured_at}: {measured}; --measure does it again")
-    if assumed := known.rates.describe_assumed(rates_used(plan)):
+    if assumed := known.rates.describe_assumed(rates_used(plan, pool)):
         note(f"not measured on this machine but assumed: {assumed}")
 
 
@@ -151,18 +158,43 @@ def _print_places(run: RunPlan) -> None:
             rows.append((what, fast, format_bytes(count * size)))
     rows.append(("free", fast, format_bytes(plan.budget_bytes - plan.total_bytes)))
     rows.append(("together", fast, format_bytes(plan.budget_bytes)))
-    num_cold = plan.num_all - plan.num_resident
-    if num_cold:
+    if run.pool is not None:
+        rows += _rows_of_pool(plan, run.pool)
+    elif num_cold := plan.num_all - plan.num_resident:
         rows.append((f"{num_cold} of {plan.num_all} experts", slow, format_bytes(plan.cold_bytes)))
     print_table(("what", "where", "size"), rows, left=("what", "where"))
+
+
+def _rows_of_pool(plan: PlacementPlan, pool: PoolPlan) -> list[tuple[str, str, str]]:
+    """What is in RAM beside a GPU, and on the disk."""
+    names = {
+        "buffers": "requests to the CPU, experts on their way",
+        "workspace": "workspace of the CPU's threads",
+        "reserve": "reserve of the driver and the program",
+    }
+    rows = [(names[name], "RAM", format_bytes(size)) for name, size in asdict(pool.fixed).items()]
+    for size, count in pool.slots.items():
+        rows.append((f"{count} experts of {size / 2**20:.2f} MiB", "RAM", format_bytes(count * size)))
+    rows.append(("free", "RAM", format_bytes(pool.budget_bytes - pool.total_bytes)))
+    rows.append(("together", "RAM", format_bytes(pool.budget_bytes)))
+    both = zip(plan.resident, pool.loaded, strict=True)
+    missing = [plan.model.num_experts - len({*on_gpu, *in_ram}) for on_gpu, in_ram in both]
+    if any(missing):
+        num_bytes = sum(count * size for count, size in zip(missing, plan.expert_bytes, strict=True))
+        rows.append((f"{sum(missing)} of {plan.num_all} experts", "disk", format_bytes(num_bytes)))
+    return rows
 
 
 def _described_misses(run: RunPlan) -> str:
     """What is done about experts that are not in the GPU's memory."""
     by_bus = ", ".join(map(str, run.streamed[1:]))
+    threads = f"{run.threads} CPU threads compute"
+    if run.pool is None:
+        first = f"of 1, 2, … experts that a token misses {by_bus} come over the bus, {threads} the others"
+    else:
+        first = f"{threads} all experts that a token misses, in RAM"
     return (
-        f"of 1, 2, … experts that a token misses {by_bus} come over the bus, {run.threads} CPU threads "
-        f"compute the others, and some of prompts in steps of up to {run.max_cpu_rows} tokens; up to "
+        f"{first}, and some of prompts in steps of up to {run.max_cpu_rows} tokens; up to "
         f"{format_bytes(run.copy_bytes_per_step)} of experts are copied into slots beside a step"
     )
 
@@ -179,15 +211,22 @@ def _described(layer_weights: Sequence[float]) -> str:
     return ", ".join(runs)
 
 
-def _print_speeds(expected: Forecast, richer: Forecast | None) -> None:
-    """Speeds in tokens per second, what bounds them, and with one more GiB."""
-    more = [richer] if richer else []
+def _print_speeds(
+    expected: Forecast, others: Mapping[str, Forecast | None], *, has_disk: bool = False
+) -> None:
+    """Speeds in tokens per second, what bounds them, and those with more memory, by name.
+
+    has_disk: whether some of the experts that a GPU lacks are on the disk.
+    """
+    richer = {name: one for name, one in others.items() if one is not None}
+    more = list(richer.values())
 
     def row(name: str, of: Callable[[Forecast], str], ceiling: str = "") -> list[str]:
         return [name, of(expected), ceiling, *map(of, more)]
 
     rows = [
         row("hit rate", lambda one: f"{one.hit_rate:.1%}"),
+        *([row("from the disk", lambda one: f"{one.disk_rate:.1%}")] if has_disk else []),
         row("decode, tok/s", lambda one: f"{one.decode:.1f}", f"{expected.decode_ceiling:.1f}"),
     ]
     if expected.prefetch_gain_s:
@@ -195,7 +234,7 @@ def _print_speeds(expected: Forecast, richer: Forecast | None) -> None:
     for length, ceiling in expected.prefill_ceiling.items():
         speed = partial(_prefill_speed, length)
         rows.append(row(f"prefill of {length}, tok/s", speed, f"{ceiling:.0f}"))
-    columns = ("expected", "of this plan", "at most", *(["with 1 GiB more"] if richer else []))
+    columns = ("expected", "of this plan", "at most", *richer)
     print_table(columns, rows, left=("expected",))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coldstream.engine.planning import Planned
+from coldstream.engine.planned import Planned
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.models.runner import ModelRunner

@@ -22,32 +22,41 @@ def budget_bytes(config: EngineConfig, hardware: Hardware) -> int:
             return config.vram
         assert hardware.gpu is not None, "a configuration for a GPU needs one, or a budget"
         return hardware.gpu.free_bytes
+    return ram_bytes(config, hardware)
+
+
+def ram_bytes(config: EngineConfig, hardware: Hardware) -> int:
+    """Bytes of RAM: what the configuration allows, or else most of what is available."""
     return config.ram if isinstance(config.ram, int) else int(hardware.ram_available_bytes * _AUTO_RAM_SHARE)
 
 
 def advised(
-    error: BudgetTooSmallError, config: EngineConfig, spec: ModelSpec, attempt: Callable[[int], None]
+    error: BudgetTooSmallError, config: EngineConfig, spec: ModelSpec, attempt: Callable[[int], object]
 ) -> OutOfMemoryError:
-    """`error` with advice. `attempt` plans with a budget, and raises like `error` if it is too small.
+    """`error` with advice. `attempt` plans with another budget of its memory, and raises like `error` if that
+    is too small.
 
-    If `config` has a budget, the advice is a budget in whole MiB with which `attempt` succeeds.
+    If `config` has a budget, the advice is one in whole MiB with which `attempt` succeeds.
     """
-    name = "vram" if config.device == "cuda" else "ram"
-    if not isinstance(getattr(config, name), int):
-        other = ", or --device cpu" if name == "vram" else "; more of it is free when other programs end"
-        return OutOfMemoryError(f"{error}. Choose a smaller --ctx-size or a smaller quantisation{other}")
+    has_caches = (error.tier == "vram") == (config.device == "cuda")
+    if not isinstance(getattr(config, error.tier), int):
+        smaller = "smaller --ctx-size" if has_caches else "larger --vram"
+        other = (
+            ", or --device cpu" if error.tier == "vram" else "; more of it is free when other programs end"
+        )
+        return OutOfMemoryError(f"{error}. Choose a {smaller} or a smaller quantisation{other}")
     least = error.least_bytes
-    if not config.ctx_size:
+    if has_caches and not config.ctx_size:
         ctx_size = min(_WORTHWHILE_CTX_SIZE, spec.context_length)
         least += int(ctx_size * cache_bytes_per_token(config, spec) / DEFAULT_CACHE_SHARE)
     budget = -(-least // _UNIT)
     while (problem := _problem(attempt, budget * _UNIT)) is not None:
         budget = max(budget + 1, -(-problem.least_bytes // _UNIT))
-    other = ", or a smaller --ctx-size" if config.ctx_size else ""
-    return OutOfMemoryError(f"{error}; try --{name} {budget}M{other}")
+    other = ", or a smaller --ctx-size" if has_caches and config.ctx_size else ""
+    return OutOfMemoryError(f"{error}; try --{error.tier} {budget}M{other}")
 
 
-def _problem(attempt: Callable[[int], None], budget: int) -> BudgetTooSmallError | None:
+def _problem(attempt: Callable[[int], object], budget: int) -> BudgetTooSmallError | None:
     try:
         attempt(budget)
     except BudgetTooSmallError as error:

@@ -34,7 +34,7 @@ class EngineConfig:
     model: str  # path, or org/repo[:QUANT]
     ctx_size: int | None = None  # tokens, prompt and answer together; None or 0: chosen by `resolve`
     vram: int | str = "auto"  # bytes, also as "6G"; kept as an int. auto: what is free
-    ram: int | str = "auto"  # the same for weights in RAM; auto: what is available
+    ram: int | str = "auto"  # the same of RAM, also beside a GPU; auto: most of what is available
     plan: str | None = None  # a file of `coldstream plan`, instead of budgets, context, caches and window
     threads: int | Literal["auto"] = "auto"  # auto: one per physical core
     device: str = "auto"  # auto: cuda if there is a GPU that this version can use

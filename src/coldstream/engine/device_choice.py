@@ -20,7 +20,7 @@ def choose_device(config: EngineConfig) -> tuple[EngineConfig, Gpu | None, tuple
     if config.device == "cpu" or (not _asks_for_a_gpu(config) and not gpu_is_visible()):
         return replace(config, device="cpu"), None, ()
     try:
-        return replace(config, device="cuda"), find_gpu(), _unused_on_gpu(config)
+        return replace(config, device="cuda"), find_gpu(), ()
     except DeviceError as error:
         if _asks_for_a_gpu(config):
             raise
@@ -46,10 +46,3 @@ def device_to_plan_for(config: EngineConfig) -> tuple[EngineConfig, Gpu | None, 
 
 def _asks_for_a_gpu(config: EngineConfig) -> bool:
     return config.device == "cuda" or config.vram != "auto"
-
-
-def _unused_on_gpu(config: EngineConfig) -> tuple[str, ...]:
-    """Warnings about settings that have no effect on a GPU."""
-    if config.ram == "auto":
-        return ()
-    return ("--ram bounds models on the CPU: with a GPU, experts beyond --vram stay in the mapped file",)

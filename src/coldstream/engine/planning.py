@@ -5,39 +5,32 @@ them out.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from coldstream.assets import demo_profile_path
-from coldstream.engine.budgets import ALL_BYTES, advised, budget_bytes
+from coldstream.engine.budgets import ALL_BYTES, advised, budget_bytes, ram_bytes
 from coldstream.engine.config import EngineConfig, cache_bytes_per_token, resolve
 from coldstream.engine.device_choice import OpenProgress, device_to_plan_for
 from coldstream.engine.machine import measured_hardware
+from coldstream.engine.planned import Planned
+from coldstream.engine.workers import with_places, with_workers
 from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError
-from coldstream.experts.prefetching import LAYERS_AHEAD, Prefetching
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.fixed_part import fixed_parts_on_gpu, least_bytes
 from coldstream.models.footprint import model_sizes, routed_model
+from coldstream.models.host_part import host_part, mapped_bytes
 from coldstream.models.ram_budget import RamNeeds, sizes_in_ram
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.cost import (
-    COPY_BYTES_PER_STEP,
-    MAX_CPU_ROWS,
-    PREFETCHED,
-    prefetch_gain,
-    streamed_by_misses,
-)
 from coldstream.placement.disk_rate import measure_disk
-from coldstream.placement.forecast import NEXT_BYTES, Known, hit_rates_of
+from coldstream.placement.forecast import NEXT_BYTES
 from coldstream.placement.hardware import Hardware
-from coldstream.placement.hit_rates import PUBLISHED, HitCurve
 from coldstream.placement.plan import (
     BudgetTooSmallError,
     PlacementPlan,
@@ -46,44 +39,12 @@ from coldstream.placement.plan import (
     plan_placement,
 )
 from coldstream.placement.plan_file import load_plan
-from coldstream.placement.rates import Rates
+from coldstream.placement.pool_plan import PoolPlan, plan_pool
 from coldstream.placement.routing_trace import RoutingTrace
 from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan, the plan with more memory, and the inputs of both."""
-
-    run: RunPlan
-    larger_plan: PlacementPlan | None  # None: all is resident already, or not asked for
-    sizes: ModelSizes
-    config: EngineConfig  # with a concrete device, context and prefetching
-    hardware: Hardware
-    trace: RoutingTrace | None
-    disk_bytes_per_s: float | None = None
-    warnings: tuple[str, ...] = ()  # about the device, for people
-
-    @property
-    def plan(self) -> PlacementPlan:
-        """What lies where."""
-        return self.run.placement
-
-    @cached_property
-    def known(self) -> Known:
-        """Inputs of forecasts. Replays the trace if there is one, in seconds for a large model."""
-        weights = self.plan.expert_weights
-        curve = HitCurve.from_trace(self.trace, weights) if self.trace else PUBLISHED
-        return Known(
-            self.sizes,
-            Rates.of(self.hardware, self.disk_bytes_per_s),
-            curve,
-            self.run.expected_uses,
-            may_prefetch=self.config.prefetch != 0,
-        )
 
 
 def plan_model(
@@ -129,7 +90,27 @@ def plan_model(
         hardware,
         trace,
     )
-    return with_workers(planned, asked, measured)
+    ram = ram_bytes(config, hardware)
+
+    def make_pool(threads: int, max_cpu_rows: int) -> PoolPlan | None:
+        try:
+            return model.pool(placement, ram, threads, max_cpu_rows)
+        except BudgetTooSmallError as error:
+            raise advised(
+                error, asked, spec, lambda bytes_: model.pool(placement, bytes_, threads, max_cpu_rows)
+            ) from None
+
+    planned = with_workers(planned, asked, measured, make_pool)
+    return _with_more_ram(planned, model, more_bytes)
+
+
+def _with_more_ram(planned: Planned, model: "_Model", more_bytes: int) -> Planned:
+    """Adds the plan with more RAM beside a GPU, if experts are on the disk."""
+    run = planned.run
+    if run.pool is None or not more_bytes:
+        return planned
+    larger = model.pool(run.placement, run.pool.budget_bytes + more_bytes, run.threads, run.max_cpu_rows)
+    return replace(planned, more_ram=replace(run, pool=larger))
 
 
 def _check_layers(options: PlanOptions, num_layers: int) -> None:
@@ -207,76 +188,17 @@ class _Model:
             for part, budget in zip(parts, budgets, strict=True)
         ]
 
+    def pool(self, placement: PlacementPlan, ram: int, threads: int, max_cpu_rows: int) -> PoolPlan | None:
+        """The pool in `ram` bytes of RAM beside a GPU; None if the whole file finds room there."""
+        fixed = host_part(self.file, self.spec, placement, threads, max_cpu_rows)
+        if fixed.total + mapped_bytes(self.file, self.spec, placement) <= ram:
+            return None
+        in_slots = sizes_in_ram(self.file, self.spec, 0)[1].expert_bytes
+        return plan_pool(placement, in_slots, fixed, ram, uses=self.uses)
+
     def try_budget(self, config: EngineConfig, budget: int) -> None:
         """Raises as `place` if `budget` is not enough."""
         self.place(self.with_context(config, budget), [budget])
-
-
-def with_workers(planned: Planned, asked: EngineConfig, measured: Callable[[], Hardware] | None) -> Planned:
-    """Adds threads and, on a GPU that does not hold all experts, what is done about the others.
-
-    Raises ConfigError for prefetched experts that were asked for and have no place.
-    """
-    config, plan = planned.config, planned.plan
-    assert isinstance(config.threads, int)
-    if plan.tier == "ram":
-        return replace(
-            planned, run=replace(planned.run, threads=config.threads), config=with_prefetch(config, 0)
-        )
-    if plan.is_all_resident:
-        return replace(planned, config=with_prefetch(config, 0))
-    if measured is not None:
-        planned = replace(planned, hardware=measured())
-    # One core is for the thread that launches and waits for the GPU.
-    num_cores = planned.hardware.num_physical_cores
-    threads = max(1, num_cores - 1) if asked.threads == "auto" else config.threads
-    known = planned.known if config.prefetch == "auto" else None
-    if known is not None:
-        gain = prefetch_gain(known.model, known.rates, hit_rates_of(plan, known))
-        config = with_prefetch(config, PREFETCHED if gain > 0 else 0)
-    streamed = streamed_by_misses(
-        plan.model.num_experts_per_tok, max(plan.expert_bytes), Rates.of(planned.hardware)
-    )
-    run = replace(
-        planned.run,
-        threads=threads,
-        streamed=streamed,
-        max_cpu_rows=min(MAX_CPU_ROWS, plan.fixed.chunk_size),
-        copy_bytes_per_step=COPY_BYTES_PER_STEP,
-    )
-    run, config = with_places(run, config, plan.ring_bytes, None if known else "--prefetch")
-    return replace(planned, run=run, config=config)
-
-
-def with_prefetch(config: EngineConfig, count: int) -> EngineConfig:
-    """`config` with `count` prefetched experts in place of `auto`."""
-    return replace(config, prefetch=count) if config.prefetch == "auto" else config
-
-
-def with_places(
-    run: RunPlan, config: EngineConfig, cap_bytes: int, source: str | None
-) -> tuple[RunPlan, EngineConfig]:
-    """Both with as many prefetched experts as `config` has and as fit into `cap_bytes` of the ring, guessed
-    as many layers ahead as `run` says.
-
-    source: the setting that asked for a number of them, or None. Raises ConfigError if there is one and not
-    even one expert of each layer fits.
-    """
-    count, plan = config.prefetch, run.placement
-    assert isinstance(count, int)
-    if count == 0 or plan.is_all_resident:
-        return replace(run, prefetch=0, prefetch_bytes=0, layers_ahead=0), config
-    wanted, largest = Prefetching(run.layers_ahead or LAYERS_AHEAD, count), max(plan.expert_bytes)
-    fitting = wanted.fitting(min(cap_bytes, plan.ring_bytes), largest)
-    if fitting is None and source is not None:
-        least = wanted.num_layers * largest
-        raise ConfigError(
-            f"{source} {count}: places for an expert of each of {wanted.num_layers} layers take {least} "
-            f"bytes, and the cap in the ring is {cap_bytes}: choose --prefetch 0, or a larger --vram"
-        )
-    ahead, experts, num_bytes = astuple(fitting) if fitting else (0, 0, 0)
-    run = replace(run, prefetch=experts, prefetch_bytes=num_bytes, layers_ahead=ahead)
-    return run, replace(config, prefetch=experts)
 
 
 def expected_uses(trace: RoutingTrace | None) -> Array | None:
@@ -314,6 +236,7 @@ def _given_plan(
         "cache_type_v": plan.fixed.kv_type,
         "threads": run.threads or "auto" if config.threads == "auto" else config.threads,
         "prefetch": config.prefetch if is_asked else run.prefetch,
+        **({"ram": run.pool.budget_bytes} if run.pool else {}),
         "attention_window": run.attention_window,
     }
     config = resolve(replace(config, **said), spec, hardware.num_physical_cores, ALL_BYTES)
@@ -336,7 +259,8 @@ def _given_plan(
     larger = None
     if more_bytes and not run.placement.is_all_resident:
         larger = replace(model, uses=run.expected_uses).place(config, [plan.budget_bytes + more_bytes])[0][0]
-    return Planned(run, larger, sizes, config, hardware, trace)
+    planned = Planned(run, larger, sizes, config, hardware, trace)
+    return _with_more_ram(planned, replace(model, uses=run.expected_uses), more_bytes)
 
 
 def _sizes(config: EngineConfig, file: GGUFFile, spec: ModelSpec) -> ModelSizes:
@@ -374,7 +298,7 @@ def plan_by_name(
             config, file, spec, hardware, trace=trace, options=options, more_bytes=NEXT_BYTES
         )
     planned = replace(planned, warnings=warnings)
-    if planned.plan.tier == "ram" and not planned.plan.is_all_resident:
+    if planned.reads_disk:
         matrix_bytes = max(planned.sizes.expert_bytes) // 3
         planned = replace(planned, disk_bytes_per_s=measure_disk(path, matrix_bytes))
     return planned

@@ -19,9 +19,8 @@ from cuda.bindings import driver
 
 from coldstream.errors import ColdstreamError, DeviceError, ModelChangedError
 from coldstream.experts.host import HostExperts
-from coldstream.experts.landing import LandingCopy
+from coldstream.experts.landing import STAGING_BUFFERS, LandingCopy
 
-NUM_BUFFERS = 2
 NUM_READERS = 8
 READ_BYTES = 4 * 2**20
 
@@ -113,16 +112,16 @@ class StagedCopies:
         self._host = host
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._buffers = [
-            torch.empty(landing_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(NUM_BUFFERS)
+            torch.empty(landing_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(STAGING_BUFFERS)
         ]
-        self._free: list[torch.cuda.Event | None] = [None] * NUM_BUFFERS
+        self._free: list[torch.cuda.Event | None] = [None] * STAGING_BUFFERS
         self._count = 0
         # A thread gets the device's context with its first call to the runtime.
         self._in_order = ThreadPoolExecutor(1, initializer=torch.cuda.synchronize)
         self._readers = ThreadPoolExecutor(NUM_READERS)
 
     def begin(self, copies: Sequence[LandingCopy], landing: int, after: torch.cuda.Event | None) -> Transfer:
-        index, self._count = self._count % NUM_BUFFERS, self._count + 1
+        index, self._count = self._count % STAGING_BUFFERS, self._count + 1
         future = self._in_order.submit(self._bring, index, copies, landing, after)
         return Transfer(num_bytes_of(copies), future)
 

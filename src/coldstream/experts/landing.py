@@ -18,6 +18,7 @@ Array = np.ndarray[Any, Any]
 ALIGNMENT = 256
 MIN_LANDINGS = 3  # one is read, one is written, and one waits
 LANDING_BYTES = 32 * 2**20
+STAGING_BUFFERS = 2  # page-locked, of a landing each, for experts that are read from the file
 FIRST_BUS_RATE, FIRST_CPU_RATE = 20e9, 10e9  # bytes a second, before any was measured
 
 

@@ -40,10 +40,10 @@ from coldstream.layers.moe import MoeWeights
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cuda_logits import Sampler
 from coldstream.models.fixed_part import GRAPH_BYTES, RESERVE_BYTES
+from coldstream.models.fixed_part import HEAD_ROWS as HEAD_ROWS
 from coldstream.models.spec import ModelSpec
 
 MAX_DECODE_ROWS = 64  # rows of a step whose graph includes the head
-HEAD_ROWS = 64
 MAX_SEGMENTS = 64
 GATES, UPS = ".ffn_gate_exps.", ".ffn_up_exps."
 MAX_EXPERTS = EXPERTS_PER_LANE[-1] * WARP_SIZE

@@ -26,6 +26,7 @@ _SHORT_CHUNK = 2048  # shorter ones don't fill a GPU
 MAX_GRAPHS = 48
 GRAPH_BYTES = MAX_GRAPHS * 4 * 2**20
 RESERVE_BYTES = 256 * 2**20
+HEAD_ROWS = 64  # of one call of the head, whose logits fit into page-locked memory of the host
 _FLOATS_BESIDE_EXPERTS = 16  # activations of a token in hidden states, plus one per expert
 
 

@@ -16,13 +16,28 @@ from coldstream.placement.sizes import ModelSizes
 Array = np.ndarray[Any, Any]
 
 
-def decode_ceiling(model: ModelSizes, rates: Rates, hit_rates: Sequence[float], tier: Tier) -> float:
-    """Tokens per second if all memories are read at the same time. hit_rates: of each layer."""
+def decode_ceiling(
+    model: ModelSizes,
+    rates: Rates,
+    hit_rates: Sequence[float],
+    tier: Tier,
+    disk_rates: Sequence[float] | None = None,
+) -> float:
+    """Tokens per second if all memories are read at the same time. hit_rates: of each layer.
+
+    disk_rates: shares of experts that are only on the disk, beside a GPU; None: none are.
+    """
     chosen = [model.num_experts_per_tok * size for size in model.expert_bytes]
     cold = sum((1.0 - rate) * num_bytes for rate, num_bytes in zip(hit_rates, chosen, strict=True))
     fast = model.dense_token_bytes + sum(chosen) - cold
     if tier == "vram":
-        return 1 / max(fast / rates.vram_bytes_per_s, cold / _cold_bytes_per_s(rates))
+        shares = disk_rates or [0.0] * model.num_layers
+        read = sum(share * num_bytes for share, num_bytes in zip(shares, chosen, strict=True))
+        return 1 / max(
+            fast / rates.vram_bytes_per_s,
+            cold / _cold_bytes_per_s(rates),
+            read / rates.disk_bytes_per_s,
+        )
     return 1 / max((fast + cold) / rates.read_bytes_per_s, cold / rates.disk_bytes_per_s)
 
 
@@ -34,10 +49,12 @@ def prefill_ceiling(
     num_tokens: int,
     chunk_size: int,
     tier: Tier,
+    on_disk: Array | None = None,
 ) -> float:
     """Tokens per second if each step copies its cold experts once, while others are multiplied.
 
-    resident: bool [layers, experts]; uses as in `plan_placement`.
+    resident: bool [layers, experts]; uses as in `plan_placement`. on_disk: as `resident`, the experts that
+    are only there, beside a GPU; None: none are.
     """
     cold_rate = _cold_bytes_per_s(rates) if tier == "vram" else rates.disk_bytes_per_s
     ops_rate = rates.product_ops_per_s + rates.cpu_ops_per_s if tier == "vram" else rates.cpu_ops_per_s
@@ -47,7 +64,10 @@ def prefill_ceiling(
         count = min(chunk_size, num_tokens - start)
         touched = expected_touched(expected_rows(model, uses, count), count) * sizes
         ops = 2 * count * model.token_parameters
-        seconds += max(float(touched[~resident].sum()) / cold_rate, ops / ops_rate)
+        read = 0.0 if on_disk is None else float(touched[on_disk].sum())
+        seconds += max(
+            float(touched[~resident].sum()) / cold_rate, ops / ops_rate, read / rates.disk_bytes_per_s
+        )
     return num_tokens / seconds
 
 

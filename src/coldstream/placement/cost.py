@@ -54,13 +54,16 @@ class Split:
     seconds: float
 
 
-def split_misses(num_misses: int, expert_bytes: int, rates: Rates) -> Split:
-    """The fastest way to share `num_misses` experts of a token between the CPU and the bus."""
+def split_misses(num_misses: int, expert_bytes: int, rates: Rates, *, streams: bool = True) -> Split:
+    """The fastest way to share `num_misses` experts of a token between the CPU and the bus.
+
+    streams: whether the GPU may read them over the bus.
+    """
     splits = [
         Split(
             num_misses - num_bus, num_bus, _cold_seconds(num_misses - num_bus, num_bus, expert_bytes, rates)
         )
-        for num_bus in range(num_misses + 1)
+        for num_bus in range(num_misses + 1 if streams else 1)
     ]
     return min(splits, key=lambda split: (split.seconds, split.num_bus))
 
@@ -72,8 +75,18 @@ def streamed_by_misses(num_experts_per_tok: int, expert_bytes: int, rates: Rates
     )
 
 
-def decode_seconds(model: ModelSizes, rates: Rates, hit_rates: Sequence[float], context: int = 0) -> float:
-    """Expected seconds a token with a GPU, `context` tokens into a sequence. hit_rates: of each layer."""
+def decode_seconds(
+    model: ModelSizes,
+    rates: Rates,
+    hit_rates: Sequence[float],
+    context: int = 0,
+    *,
+    streams: bool = True,
+) -> float:
+    """Expected seconds a token with a GPU, `context` tokens into a sequence. hit_rates: of each layer.
+
+    streams: whether the GPU may read missing experts over the bus.
+    """
     launches = model.num_layers * (LAYER_LAUNCHES - EXPERT_LAUNCHES)
     seconds = launches * LAUNCH_S
     seconds += (model.dense_token_bytes + model.state_bytes) / (VRAM_SHARE * rates.vram_bytes_per_s)
@@ -81,7 +94,7 @@ def decode_seconds(model: ModelSizes, rates: Rates, hit_rates: Sequence[float], 
     for size, hit_rate in zip(model.expert_bytes, hit_rates, strict=True):
         odds = _odds_of_misses(model.num_experts_per_tok, 1.0 - hit_rate)
         seconds += sum(
-            odd * _experts_seconds(model.num_experts_per_tok - misses, misses, size, rates)
+            odd * _experts_seconds(model.num_experts_per_tok - misses, misses, size, rates, streams=streams)
             for misses, odd in enumerate(odds)
         )
         if hit_rate < 1.0:
@@ -123,6 +136,18 @@ def prefetch_gain(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -
     return gain
 
 
+def disk_seconds(model: ModelSizes, rates: Rates, disk_rates: Sequence[float]) -> float:
+    """Seconds that a token waits for the disk beside a GPU, before the CPU computes what has been read.
+
+    disk_rates: the share of a token's experts that are only there, by layer.
+    """
+    seconds = 0.0
+    for size, disk_rate in zip(model.expert_bytes, disk_rates, strict=True):
+        seconds += disk_rate * model.num_experts_per_tok * size / rates.disk_bytes_per_s
+        seconds += (1.0 - (1.0 - disk_rate) ** model.num_experts_per_tok) * DISK_ROUND_S
+    return seconds
+
+
 def decode_seconds_on_cpu(
     model: ModelSizes, rates: Rates, hit_rates: Sequence[float], context: int = 0
 ) -> float:
@@ -140,15 +165,27 @@ def decode_seconds_on_cpu(
 
 
 def prefill_seconds(
-    model: ModelSizes, rates: Rates, resident: Array, uses: Array | None, num_tokens: int, chunk_size: int
+    model: ModelSizes,
+    rates: Rates,
+    resident: Array,
+    uses: Array | None,
+    num_tokens: int,
+    chunk_size: int,
+    on_disk: Array | None = None,
 ) -> float:
-    """Seconds for a prompt with a GPU. resident: bool [layers, experts]; uses as in `plan_placement`."""
+    """Seconds for a prompt with a GPU. resident: bool [layers, experts]; uses as in `plan_placement`.
+
+    on_disk: as `resident`, the experts that are only there; None: none are.
+    """
     seconds = 0.0
     for start in range(0, num_tokens, chunk_size):
         count = min(chunk_size, num_tokens - start)
         rows = expected_rows(model, uses, count)
         touched = expected_touched(rows, count)
         stream = _stream_seconds(model, rates, rows[~resident], touched[~resident], _sizes(model)[~resident])
+        if on_disk is not None:
+            read = float((touched * _sizes(model))[on_disk].sum())
+            stream = max(stream, read / rates.disk_bytes_per_s)
         moved = float((touched * _sizes(model)).sum()) + model.dense_bytes
         pairs = count * (start + count / 2) * model.attention_width
         compute = (
@@ -205,10 +242,12 @@ def _misses_per_s(rates: Rates, *, beside_link: bool = False) -> float:
     return min(MISSES_SHARE * read, rates.cpu_bytes_per_s)
 
 
-def _experts_seconds(num_resident: int, num_misses: int, expert_bytes: int, rates: Rates) -> float:
+def _experts_seconds(
+    num_resident: int, num_misses: int, expert_bytes: int, rates: Rates, *, streams: bool = True
+) -> float:
     on_gpu = EXPERT_LAUNCHES * LAUNCH_S
     on_gpu += num_resident * expert_bytes / (VRAM_SHARE * rates.vram_bytes_per_s)
-    return max(on_gpu, split_misses(num_misses, expert_bytes, rates).seconds)
+    return max(on_gpu, split_misses(num_misses, expert_bytes, rates, streams=streams).seconds)
 
 
 def _odds_of_misses(num_experts: int, miss_rate: float) -> list[float]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -10,12 +11,14 @@ from coldstream.placement.ceilings import decode_ceiling, prefill_ceiling
 from coldstream.placement.cost import (
     decode_seconds,
     decode_seconds_on_cpu,
+    disk_seconds,
     prefetch_gain,
     prefill_seconds,
     prefill_seconds_on_cpu,
 )
 from coldstream.placement.hit_rates import HitCurve, expected_hit_rates
 from coldstream.placement.plan import PlacementPlan
+from coldstream.placement.pool_plan import PoolPlan
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes
 
@@ -30,6 +33,7 @@ class Forecast:
     """Expected figures of a plan. Tokens per second of one sequence."""
 
     hit_rate: float  # share of a token's routed experts that are in fast memory
+    disk_rate: float  # share of them that are only on the disk
     cold_token_bytes: int  # bytes of a token's experts that are elsewhere
     decode: float  # at the given context, with prefetching if it saves time and is allowed
     decode_ceiling: float  # what bytes and rates allow at most
@@ -49,8 +53,11 @@ class Known:
     may_prefetch: bool = True
 
 
-def forecast(plan: PlacementPlan, known: Known, context: int = 0) -> Forecast:
-    """The forecast of `plan`, a plan of `known.model`, with decoding after `context` tokens."""
+def forecast(plan: PlacementPlan, known: Known, context: int = 0, pool: PoolPlan | None = None) -> Forecast:
+    """The forecast of `plan`, a plan of `known.model`, with decoding after `context` tokens.
+
+    pool: the experts in RAM beside a GPU; None: all that it lacks are mapped.
+    """
     model = known.model
     rates = hit_rates_of(plan, known)
     chosen = [model.num_experts_per_tok * size for size in model.expert_bytes]
@@ -58,23 +65,30 @@ def forecast(plan: PlacementPlan, known: Known, context: int = 0) -> Forecast:
     resident = np.zeros((model.num_layers, model.num_experts), bool)
     resident.ravel()[plan.resident_numbers()] = True
     on_gpu = plan.tier == "vram"
-    if on_gpu:
+    on_disk, disk_rates = None, [0.0 if on_gpu else 1 - rate for rate in rates]
+    if pool is not None:
+        on_disk, disk_rates = ~resident & ~_in_pool(pool, model), _disk_rates(plan, pool, known)
+        decode = decode_seconds(model, known.rates, rates, context, streams=False)
+        decode, gain = decode + disk_seconds(model, known.rates, disk_rates), 0.0
+    elif on_gpu:
         decode, gain = decode_forecast(known, rates, context)
     else:
         decode, gain = decode_seconds_on_cpu(model, known.rates, rates, context), 0.0
-    prefill = prefill_seconds if on_gpu else prefill_seconds_on_cpu
+    prefill = partial(prefill_seconds, on_disk=on_disk) if on_gpu else prefill_seconds_on_cpu
+    read = sum(rate * num_bytes for rate, num_bytes in zip(disk_rates, chosen, strict=True))
     lengths = [length for length in PROMPT_LENGTHS if length <= plan.fixed.ctx_size]
     chunk_size = plan.fixed.chunk_size
     given = (model, known.rates, resident, known.uses)
     return Forecast(
         hit_rate=1 - cold / max(1, sum(chosen)),
+        disk_rate=read / max(1, sum(chosen)),
         cold_token_bytes=round(cold),
         decode=1 / decode,
-        decode_ceiling=decode_ceiling(model, known.rates, rates, plan.tier),
+        decode_ceiling=decode_ceiling(model, known.rates, rates, plan.tier, disk_rates),
         prefetch_gain_s=gain,
         prefill={length: length / prefill(*given, length, chunk_size) for length in lengths},
         prefill_ceiling={
-            length: prefill_ceiling(*given, length, chunk_size, plan.tier) for length in lengths
+            length: prefill_ceiling(*given, length, chunk_size, plan.tier, on_disk) for length in lengths
         },
     )
 
@@ -84,6 +98,23 @@ def hit_rates_of(plan: PlacementPlan, known: Known) -> tuple[float, ...]:
     return expected_hit_rates(known.curve, [len(ids) for ids in plan.resident], known.model.num_experts)
 
 
+def _in_pool(pool: PoolPlan, model: ModelSizes) -> Array:
+    """bool [layers, experts]: those that begin in the pool."""
+    found = np.zeros((model.num_layers, model.num_experts), bool)
+    for layer, ids in enumerate(pool.loaded):
+        found[layer, list(ids)] = True
+    return found
+
+
+def _disk_rates(plan: PlacementPlan, pool: PoolPlan, known: Known) -> list[float]:
+    """By layer, the share of uses that find their expert in neither memory."""
+    num_experts = known.model.num_experts
+    both = [{*on_gpu, *in_ram} for on_gpu, in_ram in zip(plan.resident, pool.loaded, strict=True)]
+    counts = [len(ids) for ids, size in zip(both, pool.expert_bytes, strict=True) if size]
+    rate = 1.0 - known.curve.at(sum(counts) / (len(counts) * num_experts))
+    return [rate if size else 0.0 for size in pool.expert_bytes]
+
+
 def decode_forecast(known: Known, hit_rates: Sequence[float], context: int = 0) -> tuple[float, float]:
     """(seconds per token, `prefetch_gain`) of `known.model` with a GPU. hit_rates: of each layer."""
     seconds = decode_seconds(known.model, known.rates, hit_rates, context)
@@ -91,8 +122,10 @@ def decode_forecast(known: Known, hit_rates: Sequence[float], context: int = 0) 
     return seconds - (max(0.0, gain) if known.may_prefetch else 0.0), gain
 
 
-def rates_used(plan: PlacementPlan) -> tuple[str, ...]:
+def rates_used(plan: PlacementPlan, pool: PoolPlan | None = None) -> tuple[str, ...]:
     """Names of the rates on which its forecast depends."""
+    if pool is not None:
+        return (*rates_used(plan), "disk_bytes_per_s")
     if plan.tier == "ram":
         return ("read_bytes_per_s",) if plan.is_all_resident else ("read_bytes_per_s", "disk_bytes_per_s")
     on_gpu = ("vram_bytes_per_s", "product_ops_per_s")

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from coldstream.errors import GenerationFault
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS as MAX_MAILBOX_ROWS
 
 Array = np.ndarray[Any, Any]
 
-MAX_MAILBOX_ROWS = 64
 WORDS_PER_LINE = 16  # of a cache line
 ROWS_SHIFT = 16  # a request is layer + 1 in the bits below, the number of rows in those above
 

@@ -1,0 +1,52 @@
+"""Planned: a plan with all that it was made from."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from coldstream.engine.config import EngineConfig
+from coldstream.placement.forecast import Known
+from coldstream.placement.hardware import Hardware
+from coldstream.placement.hit_rates import PUBLISHED, HitCurve
+from coldstream.placement.plan import PlacementPlan
+from coldstream.placement.rates import Rates
+from coldstream.placement.routing_trace import RoutingTrace
+from coldstream.placement.run_plan import RunPlan
+from coldstream.placement.sizes import ModelSizes
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, plans with more memory, and the inputs of all."""
+
+    run: RunPlan
+    larger_plan: PlacementPlan | None  # with more fast memory; None: all is resident, or not asked for
+    sizes: ModelSizes
+    config: EngineConfig  # with a concrete device, context and prefetching
+    hardware: Hardware
+    trace: RoutingTrace | None
+    disk_bytes_per_s: float | None = None
+    more_ram: RunPlan | None = None  # with more RAM beside a GPU; None: the file is mapped, or not asked for
+    warnings: tuple[str, ...] = ()  # about the device, for people
+
+    @property
+    def plan(self) -> PlacementPlan:
+        """What lies where."""
+        return self.run.placement
+
+    @property
+    def reads_disk(self) -> bool:
+        """Whether some experts are only on the disk."""
+        return self.run.pool is not None or (self.plan.tier == "ram" and not self.plan.is_all_resident)
+
+    @cached_property
+    def known(self) -> Known:
+        """Inputs of forecasts. Replays the trace if there is one, in seconds for a large model."""
+        weights = self.plan.expert_weights
+        curve = HitCurve.from_trace(self.trace, weights) if self.trace else PUBLISHED
+        return Known(
+            self.sizes,
+            Rates.of(self.hardware, self.disk_bytes_per_s),
+            curve,
+            self.run.expected_uses,
+            may_prefetch=self.config.prefetch != 0,
+        )
