@@ -13,7 +13,7 @@ from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 
-MAX_FEW_ROWS = 8  # rows of activations in one launch with weights of floats
+MAX_FEW_ROWS = 8  # up to which a warp takes all rows of activations, and a launch has the whole router
 MAX_PAIR_ROWS = 64  # in one launch of experts, where every pair of a row and an expert has its own blocks
 WARP_SIZE = 32
 COPY_BYTES = 16

@@ -9,6 +9,7 @@ import torch
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
+from coldstream.kernels.cuda.limits import MAX_OVERLAP_ROWS
 from coldstream.kernels.cuda.many_tiles import (
     BLOCK_SIZE,
     IN_PLACE,
@@ -41,7 +42,7 @@ LARGE_TILINGS: Mapping[QuantType, tuple[Tiling, ...]] = {
     for quant_type, tilings in DENSE_TILINGS.items()
 }
 SMALL_GROUP = 12  # pairs an expert, on average
-MAX_OVERLAP_PAIRS = 512  # as `overlaps`, for rows of eight experts each
+MAX_OVERLAP_PAIRS = 8 * MAX_OVERLAP_ROWS  # as `overlaps`, for rows of eight experts each
 
 
 class ExpertsJob(ctypes.Structure):
