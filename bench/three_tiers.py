@@ -100,10 +100,13 @@ def run(options: argparse.Namespace, ram: int | None) -> dict[str, Any]:
     command = (sys.executable, __file__, str(options.model), "--worker", "--vram", str(options.vram))
     command += ("--prompt", str(options.prompt), "--tokens", str(options.tokens))
     if ram is None:
-        return _last_line(command)
-    with memory_limit(f"tiers-{ram}", ram) as limit:
-        found = _last_line(limit.command(*command, "--ram", str(ram)))
-        return {**found, "cgroup_peak": limit.peak_bytes, "kills": limit.num_kills}
+        found = _last_line(command)
+    else:
+        with memory_limit(f"tiers-{ram}", ram) as limit:
+            found = _last_line(limit.command(*command, "--ram", str(ram)))
+            found |= {"cgroup_peak": limit.peak_bytes, "kills": limit.num_kills}
+    print(f"--ram {ram or 'auto'}:", json.dumps(summary(found, options.tokens)), file=sys.stderr)
+    return found
 
 
 def _last_line(command: Sequence[str]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Settings for every test: reproducible properties, and no memory that happens to hold the right answer."""
 
+import gc
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -82,6 +83,15 @@ def _poisoned_for_the_package(make: Callable[..., np.ndarray]) -> Callable[..., 
 def poison(array: np.ndarray) -> None:
     """Fill with NaN or the largest integer. Bytes of that make NaN of floats that are laid over them."""
     array.fill(np.nan if array.dtype.kind in "fc" else np.iinfo(array.dtype).max)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_of_other_tests(request: pytest.FixtureRequest) -> None:
+    """Tests marked `alone` compare what is free: what earlier tests left in cycles (errors hold frames, frames
+    hold runners) must not be freed in the middle of one."""
+    if "alone" in request.keywords:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,6 @@
 """A model of a GPU on the host, runner, operations, launchers and kernels: the bits of the CPU."""
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -205,3 +206,23 @@ def test_experts_of_weighted_layers_are_protected_and_change_no_bit(path_of_expe
     assert np.array_equal(logits[:40], logits[40:])
     assert hits[0][0] > 1.5 * hits[1][0]
     assert hits[1][1] > 1.5 * hits[0][1]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("options", [None, {}, {"in_ram": 0.25}], ids=["resident", "partly", "tiers"])
+def test_trap_24_a_closed_runner_waits_for_no_garbage_collection(
+    options: dict[str, float] | None, tmp_path: Path
+) -> None:
+    """Else the next model finds its memory taken."""
+    path = write_mixed_layers(tmp_path, "qwen35moe")
+    gc.collect()
+    gc.disable()
+    try:
+        with open_cuda(path) if options is None else open_partly(path, 0.25, **options) as runner:
+            runner.prefill(token_ids(5))
+            loaded = runner.runner._loaded
+            held = [weakref.ref(each) for each in (loaded.memory, loaded.ops, loaded.ops.model_executor)]
+            del loaded
+        assert [each() for each in held] == [None] * len(held)
+    finally:
+        gc.enable()

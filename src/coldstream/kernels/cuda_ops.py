@@ -4,6 +4,7 @@ Few rows and many rows have kernels of their own that compute the same bits; eve
 current stream and can be captured into a CUDA graph.
 """
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -79,7 +80,8 @@ class CudaOps(CudaProducts):
         self._max_rows = max_rows
         self._max_positions = max_positions
         self._rope_tables: dict[RopeSpec, torch.Tensor] = {}
-        kernels = MoeKernels(self)
+        # Weakly: in a cycle, device memory would stay until the next garbage collection.
+        kernels = MoeKernels(weakref.proxy(self))
         self.model_executor = make_executor(kernels)
         self.executor: Executor = self.model_executor
         if own is not None:
