@@ -1,7 +1,8 @@
 """Writes a random-weight file of the shape and types of Qwen3.6-35B-A3B Q4_K_M, about 21 GB, whose routing
-is as local as that of trained models.
+is as local as that of trained models, or of the dense Qwen3.6-27B, about 16 GB.
 
     python bench/full_size_model.py full.gguf
+    python bench/full_size_model.py dense.gguf --shape 27B
     python bench/full_size_model.py routing.gguf --layers 4 --vocab 32768      the same construction, smaller
 
 Types are those of the files that plain llama-quantize made: 301 tensors F32, 355 Q4_K, 30 Q5_K, 47 Q6_K.
@@ -44,6 +45,11 @@ from random_model import (
 
 F32 = gguf.GGMLQuantizationType.F32
 FULL_SHAPE = Shape(layers=40, experts=256, experts_per_token=8, vocab=248320, context=262144)
+DENSE_SHAPE = Shape(
+    hidden=5120, layers=64, heads=24, kv_heads=4, value_heads=48, vocab=248320, context=262144,
+    dense_ffn=17408,
+)  # fmt: skip
+SHAPES = {"35B-A3B": FULL_SHAPE, "27B": DENSE_SHAPE}
 
 BLOCK = 256  # elements of a K-quant block
 PROTECTED = 256  # channels that only the embedding writes: one block
@@ -56,7 +62,7 @@ OWN_SHARE = 0.40  # of the token alone
 CODE_STEPS = 3.0  # quantisation steps per standard deviation of the code
 ROUTER_GAIN = 4.0
 
-POOL_BYTES = 48 << 20
+POOL_BYTES = 48 << 20  # at least, and at least twice the largest matrix
 EMBEDDING_DEVIATION = 4.6  # of the protected channels too: levels 0 … 15 in steps of 1
 OUTPUT_GAIN = 0.5  # of matrices that add to the stream, so that the embedding stays a large part of it
 HEAD_NOISE = 1.15 / 16  # of the head's other channels, low enough for the signature, 1.15, to win
@@ -90,10 +96,15 @@ class Pool:
 
 
 def make_pool(
-    rng: np.random.Generator, qtype: gguf.GGMLQuantizationType, deviation: float, num_silent: int
+    rng: np.random.Generator,
+    qtype: gguf.GGMLQuantizationType,
+    deviation: float,
+    num_silent: int,
+    num_blocks: int,
 ) -> Pool:
+    """num_silent: blocks of scale 0; num_blocks: of the largest matrix."""
     size = gguf.GGML_QUANT_SIZES[qtype][1]
-    blocks = random_blocks(rng, qtype, POOL_BYTES // size, BLOCK, deviation)
+    blocks = random_blocks(rng, qtype, max(POOL_BYTES // size, 2 * num_blocks), BLOCK, deviation)
     silent = blocks[:num_silent].copy()
     scale = slice(208, 210) if qtype == Q6_K else slice(0, 4)
     silent[:, scale] = 0
@@ -162,10 +173,12 @@ class FullSizeWriter:
         """The one pool of this type and deviation."""
         key = (qtype, deviation)
         if key not in self.pools:
-            widest = max(
-                self.shape.heads * self.shape.head_dim, self.shape.value_heads * self.shape.state_dim
+            s = self.shape
+            widest = max(s.heads * s.head_dim, s.value_heads * s.state_dim, s.dense_ffn)
+            largest = s.hidden * s.dense_ffn
+            self.pools[key] = make_pool(
+                self.rng, qtype, deviation, PROTECTED * widest // BLOCK, largest // BLOCK
             )
-            self.pools[key] = make_pool(self.rng, qtype, deviation, PROTECTED * widest // BLOCK)
         return self.pools[key]
 
     def floats(self, name: str, values: np.ndarray) -> None:
@@ -257,6 +270,12 @@ class FullSizeWriter:
             down = f"{name}.ffn_down_{suffix}.weight"
             self.matrix(down, down_type, *stack, s.hidden, s.expert_ffn, adds_to_stream=True)
 
+    def dense(self, name: str, down_type: gguf.GGMLQuantizationType) -> None:
+        s = self.shape
+        self.matrix(f"{name}.ffn_gate.weight", Q4_K, s.dense_ffn, s.hidden)
+        self.matrix(f"{name}.ffn_up.weight", Q4_K, s.dense_ffn, s.hidden)
+        self.matrix(f"{name}.ffn_down.weight", down_type, s.hidden, s.dense_ffn, adds_to_stream=True)
+
     def plan(self) -> None:
         """All tensors."""
         s = self.shape
@@ -272,12 +291,14 @@ class FullSizeWriter:
                 self.attention(name, Q6_K if takes_more_bits(layer // 4, s.layers) else Q4_K)
             else:
                 self.delta_net(name)
-            self.experts(name, Q6_K if takes_more_bits(layer, s.layers) else Q4_K)
+            ffn = self.dense if s.dense_ffn else self.experts
+            ffn(name, Q6_K if takes_more_bits(layer, s.layers) else Q4_K)
 
     def write_header(self, path: Path) -> int:
         """Everything before the data; returns where the data begins."""
-        out = gguf.GGUFWriter(path, "qwen35moe")
-        add_metadata(out, self.shape, "Qwen3.6-35B-A3B shape, random weights")
+        out = gguf.GGUFWriter(path, self.shape.architecture)
+        size = "27B" if self.shape.dense_ffn else "35B-A3B"
+        add_metadata(out, self.shape, f"Qwen3.6-{size} shape, random weights")
         tokens = [*byte_tokens(), *(merge.replace(" ", "") for merge in MERGES)]
         tokens += [f"Ġ{token_id}" for token_id in range(len(tokens), self.shape.vocab - 1)]
         end_id = len(tokens)
@@ -337,12 +358,14 @@ class FullSizeWriter:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path)
-    parser.add_argument("--layers", type=int, default=FULL_SHAPE.layers)
+    parser.add_argument("--shape", choices=SHAPES, default="35B-A3B")
+    parser.add_argument("--layers", type=int, help="instead of the shape's")
     parser.add_argument("--vocab", type=int, default=FULL_SHAPE.vocab)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
-    shape = replace(FULL_SHAPE, layers=options.layers, vocab=options.vocab)
+    shape = SHAPES[options.shape]
+    shape = replace(shape, layers=options.layers or shape.layers, vocab=options.vocab)
     seconds = FullSizeWriter(options.path, shape, options.seed, options.threads).write()
     print(f"{options.path}: {options.path.stat().st_size / 1e9:.2f} GB in {seconds:.1f} s")
     return 0

@@ -24,7 +24,7 @@ Q6_K = gguf.GGMLQuantizationType.Q6_K
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a `qwen35moe` model; the defaults are the cut used for CPU benchmarks."""
+    """Dimensions of a model; the defaults are the cut used for CPU benchmarks."""
 
     hidden: int = 2048
     layers: int = 4
@@ -39,6 +39,12 @@ class Shape:
     state_dim: int = 128
     vocab: int = 1024
     context: int = 32768
+    dense_ffn: int = 0  # of every layer, which then has no experts
+
+    @property
+    def architecture(self) -> str:
+        """As `general.architecture` says it."""
+        return "qwen35" if self.dense_ffn else "qwen35moe"
 
 
 def random_blocks(
@@ -70,6 +76,13 @@ def random_blocks(
 def add_metadata(out: gguf.GGUFWriter, shape: Shape, name: str) -> None:
     """The model's numbers under their real keys."""
     out.add_name(name)
+    experts = {
+        "expert_count": shape.experts,
+        "expert_used_count": shape.experts_per_token,
+        "expert_feed_forward_length": shape.expert_ffn,
+        "expert_shared_feed_forward_length": shape.expert_ffn,
+    }
+    arch = shape.architecture
     for key, value in {
         "block_count": shape.layers,
         "context_length": shape.context,
@@ -79,10 +92,7 @@ def add_metadata(out: gguf.GGUFWriter, shape: Shape, name: str) -> None:
         "attention.key_length": shape.head_dim,
         "attention.value_length": shape.head_dim,
         "rope.dimension_count": 64,
-        "expert_count": shape.experts,
-        "expert_used_count": shape.experts_per_token,
-        "expert_feed_forward_length": shape.expert_ffn,
-        "expert_shared_feed_forward_length": shape.expert_ffn,
+        **({"feed_forward_length": shape.dense_ffn} if shape.dense_ffn else experts),
         "ssm.conv_kernel": 4,
         "ssm.state_size": shape.state_dim,
         "ssm.group_count": shape.key_heads,
@@ -90,10 +100,10 @@ def add_metadata(out: gguf.GGUFWriter, shape: Shape, name: str) -> None:
         "ssm.inner_size": shape.value_heads * shape.state_dim,
         "full_attention_interval": 4,
     }.items():
-        out.add_uint32(f"qwen35moe.{key}", value)
-    out.add_float32("qwen35moe.attention.layer_norm_rms_epsilon", 1e-6)
-    out.add_float32("qwen35moe.rope.freq_base", 1e7)
-    out.add_array("qwen35moe.rope.dimension_sections", [11, 11, 10, 0])
+        out.add_uint32(f"{arch}.{key}", value)
+    out.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-6)
+    out.add_float32(f"{arch}.rope.freq_base", 1e7)
+    out.add_array(f"{arch}.rope.dimension_sections", [11, 11, 10, 0])
     out.add_file_type(15)
     out.add_quantization_version(2)
 
@@ -125,7 +135,7 @@ class RandomModelWriter:
     def __init__(self, path: Path, shape: Shape, seed: int) -> None:
         self.shape = shape
         self.rng = np.random.default_rng(seed)
-        self.out = gguf.GGUFWriter(path, "qwen35moe")
+        self.out = gguf.GGUFWriter(path, shape.architecture)
 
     def quantised(self, name: str, qtype: gguf.GGMLQuantizationType, *dims: int) -> None:
         *stack, rows, cols = dims

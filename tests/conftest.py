@@ -87,8 +87,8 @@ def poison(array: np.ndarray) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_left_of_other_tests(request: pytest.FixtureRequest) -> None:
-    """Tests marked `alone` compare what is free: what earlier tests left in cycles (errors hold frames, frames
-    hold runners) must not be freed in the middle of one."""
+    """Tests marked `alone` compare what is free of the device's memory. What earlier tests left in cycles
+    (errors hold frames, which hold runners) must not be freed in the middle of one."""
     if "alone" in request.keywords:
         gc.collect()
         torch.cuda.empty_cache()

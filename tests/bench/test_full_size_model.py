@@ -14,7 +14,7 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import RoutingCpuOps
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.spec import ModelSpec
-from full_size_model import CODE, FULL_SHAPE, PROTECTED, FullSizeWriter, token_levels
+from full_size_model import CODE, DENSE_SHAPE, FULL_SHAPE, PROTECTED, FullSizeWriter, token_levels
 from gpu import FIRST_ID, WALK_TOKENS, check_walk
 from random_model import Shape
 from routing_locality import RoutingReader, lru_hit_rate, next_token_reuse
@@ -52,17 +52,35 @@ def values(tensor: gguf.ReaderTensor) -> np.ndarray:
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
 
 
-def test_types_and_size_are_those_of_published_files() -> None:
-    writer = FullSizeWriter(Path("unwritten.gguf"), replace(FULL_SHAPE, vocab=512), seed=0, threads=1)
+def of_published_size(shape: Shape) -> tuple[Counter[str], int]:
+    """Tensors by type, and their bytes with the whole vocabulary."""
+    writer = FullSizeWriter(Path("unwritten.gguf"), replace(shape, vocab=512), seed=0, threads=1)
     writer.plan()
-    counts = Counter(tensor.qtype.name for tensor in writer.tensors)
-    assert counts == {"F32": 301, "Q4_K": 355, "Q5_K": 30, "Q6_K": 47}
     tables = {"token_embd.weight", "output.weight"}
     num_bytes = sum(
-        tensor.num_bytes * (FULL_SHAPE.vocab // 512 if tensor.name in tables else 1)
-        for tensor in writer.tensors
+        tensor.num_bytes * (shape.vocab // 512 if tensor.name in tables else 1) for tensor in writer.tensors
     )
+    return Counter(tensor.qtype.name for tensor in writer.tensors), num_bytes
+
+
+def test_types_and_size_are_those_of_published_files() -> None:
+    counts, num_bytes = of_published_size(FULL_SHAPE)
+    assert counts == {"F32": 301, "Q4_K": 355, "Q5_K": 30, "Q6_K": 47}
     assert round(num_bytes / 2**30, 1) == 19.7
+
+
+def test_the_dense_shape_has_the_tensors_and_size_of_published_files() -> None:
+    counts, num_bytes = of_published_size(DENSE_SHAPE)
+    assert sum(counts.values()) == 851
+    assert 15 < num_bytes / 2**30 < 16.5
+
+
+def test_dense_text_walks_through_the_vocabulary_too(tmp_path: Path) -> None:
+    path = tmp_path / "dense.gguf"
+    FullSizeWriter(path, replace(SMALL, dense_ffn=768), seed=3, threads=2).write()
+    with LLM(path, device="cpu", ctx_size=2 * WALK_TOKENS) as llm:
+        assert llm.opened.runner.spec.architecture == "qwen35"
+        check_walk(llm)
 
 
 def test_text_walks_through_the_vocabulary(path: Path) -> None:
