@@ -19,6 +19,8 @@ from report_first_page import first_page
 from report_gpu import (
     gpu,
     gpu_attention,
+    gpu_dense,
+    gpu_dense_profile,
     gpu_depth,
     gpu_first_token,
     gpu_hybrid,
@@ -341,6 +343,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpu_attention": gpu_attention,
     "gpu_depth": gpu_depth,
     "gpu_profile": gpu_profile,
+    "gpu_dense": gpu_dense,
+    "gpu_dense_profile": gpu_dense_profile,
     "gpu_profile_rows": gpu_profile_rows,
     "gpu_rows": gpu_rows,
     "gpu_sanitizer": gpu_sanitizer,

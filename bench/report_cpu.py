@@ -59,7 +59,7 @@ def cpu_rows() -> str:
         "model", "sequences", "coldstream tok/s", "of one", "llama.cpp tok/s", "of one",
         "ratio (min–max of pairs)",
     ]  # fmt: skip
-    rows, results = [], [load("cpu_rows_demo")]
+    rows, results = [], [load("cpu_rows_demo"), load("cpu_rows_cut")]
     for r in results:
         one = r["cases"]["1"]
         rows += [

@@ -130,9 +130,38 @@ def gpu_rows() -> str:
 
 def gpu_profile_rows() -> str:
     """Where the time of a step goes by its number of rows: the kinds that take most of any."""
-    results = [
-        load(f"gpu/profile_rows/{path.stem}") for path in (RESULTS / "gpu/profile_rows").glob("*.json")
+    paths = (RESULTS / "gpu/profile_rows").glob("*.json")
+    return _kinds_by_rows([load(f"gpu/profile_rows/{path.stem}") for path in paths])
+
+
+def gpu_dense() -> str:
+    """The dense model on a GPU: prompts, decoding and steps by their number of rows."""
+    names = [gpu_name(case).replace("gpu/", "gpu/27b/") for case in GPU_CASES]
+    results = [load(name) for name in names if has(name)]
+    rows = [
+        [
+            r["case"],
+            f"{r['median_tok_s']:.0f} ± {50 * r['spread']:.1f} %",
+            f"{100 * r['share_of_floor']:.0f} %" if "share_of_floor" in r else "",
+        ]
+        for r in results
     ]
+    steps = load("gpu/27b/rows")
+    rows += [
+        [f"a step of {count} behind 512, ms", f"{ms:.2f}", ""]
+        for count, ms in steps["depths"][0]["step_ms"].items()
+    ]
+    r = results[0]
+    note = f"{r['machine']['gpu']}, commit {r['commit']}: `{r['command']}` and `{steps['command']}`"
+    return table(["27B shape, Q4_K_M", "tok/s", "of bandwidth"], rows) + f"\n{note}\n"
+
+
+def gpu_dense_profile() -> str:
+    """Where the time of a step of the dense model goes."""
+    return _kinds_by_rows([load(f"gpu/27b/profile_{count}") for count in (1, 16)])
+
+
+def _kinds_by_rows(results: list[dict[str, Any]]) -> str:
     results.sort(key=lambda r: r["rows"])
     times = [{kind["kind"]: kind["us"] for kind in r["kinds"]} for r in results]
     most = {kind: max(each.get(kind, 0.0) for each in times) for kind in set().union(*times)}
@@ -141,7 +170,8 @@ def gpu_profile_rows() -> str:
     rows.append(["launches", *(str(r["launches_per_step"]) for r in results)])
     rows.append(["whole step", *(f"{r['step_us']:.0f}" for r in results)])
     r = results[0]
-    note = f"{r['machine']['gpu']}, commit {r['commit']}: `python bench/gpu_profile.py full.gguf --rows …`"
+    command = r["command"].rsplit(" ", 1)[0]
+    note = f"{r['machine']['gpu']}, commit {r['commit']}: `{command} …`"
     return table(["µs of kernels", *(f"{r['rows']} rows" for r in results)], rows) + f"\n{note}\n"
 
 
