@@ -18,6 +18,9 @@
 namespace coldstream {
 
 inline constexpr int panel_rows = 32;
+// Blocks of so many rows are streams too many for the hardware's prefetching, which sees a row's next block
+// only when all others have been read.
+inline constexpr int64_t prefetch_groups = 2;
 
 struct accumulators {
   float lane[8][panel_rows][tile_rows];
@@ -43,6 +46,10 @@ static inline void store_half_panel(const accumulators& p, int num_lanes, int n,
   }
 }
 
+static inline void prefetch_bytes(const uint8_t* from, size_t count) {
+  for (size_t i = 0; i < count; i += 64) _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T1);
+}
+
 // `kernel` has a panel type, load(panel, row, blocks) for one weight row of one group, clear(panel, row), and
 // multiply(panel, x, stride, num_tiles, g, p), which adds group g of all tiles to p.
 template <quant_type Q, typename kernel>
@@ -51,6 +58,7 @@ void many_of_type(const weight_rows& w, const activation_tile* x, int num_tiles,
   using format = format_512<Q>;
   using block = typename format::block;
   constexpr int step_blocks = format::super_block ? 1 : 8;
+  constexpr int64_t step_bytes = step_blocks * static_cast<int64_t>(sizeof(block));
   const int64_t groups = num_groups(w.cols), num_blocks = w.cols / (format::super_block ? 256 : 32);
   auto& panel = *reinterpret_cast<typename kernel::panel*>(memory);
   auto* p = reinterpret_cast<accumulators*>(memory + sizeof(typename kernel::panel));
@@ -58,9 +66,14 @@ void many_of_type(const weight_rows& w, const activation_tile* x, int num_tiles,
     const int rows = static_cast<int>(w.count - n < panel_rows ? w.count - n : panel_rows);
     for (int i = rows; i < panel_rows; i++) kernel::clear(panel, i);
     for (int64_t g = 0; g < groups; g++) {
-      const int64_t first = g * step_blocks;
+      const int64_t first = g * step_blocks, ahead = g + prefetch_groups;
+      // Behind its last group, a panel's rows are followed by those of the next one.
+      const int64_t to_ahead = ahead < groups ? ahead * step_bytes
+                                              : panel_rows * w.row_bytes + (ahead - groups) * step_bytes;
       for (int i = 0; i < rows; i++) {
-        const auto* row = reinterpret_cast<const block*>(w.data + (n + i) * w.row_bytes);
+        const uint8_t* data = w.data + (n + i) * w.row_bytes;
+        prefetch_bytes(data + to_ahead, step_bytes);
+        const auto* row = reinterpret_cast<const block*>(data);
         if (first + step_blocks <= num_blocks) {
           kernel::load(panel, i, row + first);
         } else {
