@@ -71,17 +71,33 @@ def test_another_text_or_more_memory_than_a_budget_is_no_result(
 ) -> None:
     model = tmp_path / "tiny.gguf"
     model.write_bytes(b"123")
-    options = Namespace(model=model, budgets=[100], vram=5, prompt=1, tokens=COUNT)
+    options = Namespace(model=model, budgets=[100], vram=5, prompt=1, tokens=COUNT, no_cgroup=False)
     monkeypatch.setattr(
         three_tiers, "run", lambda options, ram: found(disk=None) if ram is None else found(**fields)
     )
     if said is None:
         result = three_tiers.compare(options)
+        assert result["cgroup"]
         assert result["budgets"]["100"]["tok_s"] == COUNT // three_tiers.PARTS / 0.5
         assert "tokens" not in result["mapped"]
         return
     with pytest.raises(AssertionError, match=said):
         three_tiers.compare(options)
+
+
+@pytest.mark.parametrize("ram", [None, 7])
+def test_without_a_cgroup_a_run_still_has_its_budget(
+    ram: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "tiny.gguf"
+    model.write_bytes(b"123")
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(three_tiers, "_last_line", lambda command: commands.append(command) or found())
+    monkeypatch.delattr(three_tiers, "memory_limit")
+    options = Namespace(model=model, vram=5, prompt=1, tokens=COUNT, no_cgroup=True)
+    assert three_tiers.run(options, ram) == found()
+    (command,) = commands
+    assert command[-2:] == (("--ram", "7") if ram else ("--tokens", str(COUNT)))
 
 
 def test_the_memory_of_a_process_is_what_the_system_counts() -> None:
