@@ -172,7 +172,8 @@ def _kinds_by_rows(results: list[dict[str, Any]]) -> str:
     r = results[0]
     command = r["command"].rsplit(" ", 1)[0]
     note = f"{r['machine']['gpu']}, commit {r['commit']}: `{command} …`"
-    return table(["µs of kernels", *(f"{r['rows']} rows" for r in results)], rows) + f"\n{note}\n"
+    heads = (f"{r['rows']} row{'s' * (r['rows'] > 1)}" for r in results)
+    return table(["µs of kernels", *heads], rows) + f"\n{note}\n"
 
 
 def gpu_hybrid(name: str = "gpu/hybrid") -> str:
