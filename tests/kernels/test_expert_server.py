@@ -3,12 +3,12 @@
 import os
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 import torch
 from cpu_cases import same_bits
+from expert_client import LIMIT_S, ROWS, ExpertClient
 from quant_cases import VECTOR_TIERS, load
 from random_blocks import activations, random_weight
 
@@ -16,8 +16,7 @@ from coldstream.errors import ModelChangedError
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 
-NUM_EXPERTS, E, F, ROWS, RANKS = 6, 512, 256, 16, 3
-LIMIT_S = 20.0  # only for a server that is broken
+NUM_EXPERTS, E, F, RANKS = 6, 512, 256, 3
 Experts = tuple[_csrc.Weight, _csrc.Weight, _csrc.Weight]
 
 
@@ -34,27 +33,9 @@ def experts(seed: int = 1, size: int = F, types: Types = K_TYPES) -> Experts:
     return gate, up, down
 
 
-class Client:
-    """The other side of the mailbox."""
-
+class Client(ExpertClient):
     def __init__(self, threads: int = 2, tier: str = "auto") -> None:
-        self.request, self.done = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
-        self.x = torch.zeros(ROWS, E)
-        self.ids = torch.zeros(ROWS, RANKS, dtype=torch.int32)
-        self.out = torch.full((ROWS, RANKS, E), 7.0)
-        self.runtime = _csrc.Runtime(threads, tier)
-        self.server = _csrc.ExpertServer(self.runtime, self.request, self.done, self.x, self.ids, self.out)
-
-    def ask(self, layer: int, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        self.out.fill_(7.0)
-        self.x[: len(x)], self.ids[: len(x)] = x, ids
-        self.done[0] = 0
-        self.request[0] = (layer + 1) | len(x) << 16
-        deadline = time.monotonic() + LIMIT_S
-        while self.done[0] == 0:
-            assert time.monotonic() < deadline, "no answer came"
-        assert self.request[0] == 0
-        return self.out[: len(x)].clone()
+        super().__init__(E, RANKS, threads, tier)
 
 
 def plainly(client: Client, x: torch.Tensor, ids: torch.Tensor, weights: Experts) -> torch.Tensor:

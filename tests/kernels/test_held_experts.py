@@ -3,7 +3,6 @@
 import ctypes
 import os
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cpu_cases import same_bits
+from expert_client import ROWS, ExpertClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_cases import ExpertFile, owners
@@ -24,8 +24,7 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 
 K_TYPES = (QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K)
-NUM_LAYERS, ROWS, RANKS = 3, 16, 3
-LIMIT_S = 20.0  # only for a server that is broken
+NUM_LAYERS, RANKS = 3, 3
 
 
 @pytest.fixture(scope="module")
@@ -43,29 +42,14 @@ def bytes_at(file: ExpertFile, layer: int, addresses: list[int]) -> list[bytes]:
     return [ctypes.string_at(address, size) for address, size in zip(addresses, sizes, strict=True)]
 
 
-class Client:
-    """The other side of a server's mailbox."""
+class Client(ExpertClient):
+    """Asks a server of all layers of a file, which has them through a pool."""
 
     def __init__(self, pool: _csrc.ExpertPool, file: ExpertFile, *, is_prefill: bool = False) -> None:
-        self.request, self.done = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
-        self.x, self.out = torch.zeros(ROWS, E), torch.zeros(ROWS, RANKS, E)
-        self.ids = torch.zeros(ROWS, RANKS, dtype=torch.int32)
-        self.runtime = _csrc.Runtime(2)
-        parts = (self.request, self.done, self.x, self.ids, self.out)
-        self.server = _csrc.ExpertServer(self.runtime, *parts, is_prefill=is_prefill)
+        super().__init__(E, RANKS, is_prefill=is_prefill)
         for layer in range(len(file.layers)):
             assert self.server.add_layer(*file.weights(pool, layer), pool) == layer
         self.server.begin()
-
-    def ask(self, layer: int, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        self.out.fill_(7.0)
-        self.x[: len(x)], self.ids[: len(x)] = x, ids
-        self.done[0] = 0
-        self.request[0] = (layer + 1) | len(x) << 16
-        deadline = time.monotonic() + LIMIT_S
-        while self.done[0] == 0:
-            assert time.monotonic() < deadline, "no answer came"
-        return self.out[: len(x)].clone()
 
     def check(self, file: ExpertFile, layer: int, seed: int, rows: int, elsewhere: float = 0.3) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from expert_client import LIMIT_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_blocks import activations
-from test_expert_server import LIMIT_S, NUM_EXPERTS, RANKS, experts, random_ids
+from test_expert_server import NUM_EXPERTS, RANKS, experts, random_ids
 from test_expert_server import E as WIDTH
 
 from coldstream.gguf.quant_types import QuantType

@@ -1,12 +1,14 @@
-"""Opening a model on a GPU, and a GPU without memory."""
+"""Opening a model on a GPU, what its chains are held to, and a GPU without memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from cuda.bindings import driver
 from one_sequence import OneSequence
+from runner_cases import token_ids
 
 from coldstream.experts.prefetching import Prefetching
 from coldstream.kvcache import CacheSize
@@ -79,3 +81,13 @@ def no_memory_left() -> Iterator[None]:
     finally:
         for address in taken:
             driver.cuMemFree(address)
+
+
+def check_chains(runner: OneSequence, plain: OneSequence, lengths: Iterable[int] = (1, 5, 20, 130)) -> None:
+    """Tokens that follow prompts of these lengths have the same logits."""
+    for length in lengths:
+        for each in (runner, plain):
+            each.reset()
+            each.prefill(token_ids(length))
+        for token in (3, 1, 2):
+            assert np.array_equal(runner.decode(token), plain.decode(token)), length

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from builders import Dims, write_gguf
+from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.reference_ops import ReferenceOps
@@ -93,3 +94,10 @@ def reference_logits(path: Path, ids: list[int], kv_type: str = "f32") -> torch.
     cache = ModelCache(spec, ops, num_states=1, context_length=len(ids), kv_type=kv_type)
     rows = Rows(torch.arange(len(ids), dtype=torch.int32), torch.zeros(len(ids), dtype=torch.int32))
     return model.logits(model.forward(torch.tensor(ids, dtype=torch.int32), rows, cache))
+
+
+def write_family(folder: Path, name: str) -> Path:
+    """A model with experts, many of which a short text does not use; "demo" is the bundled one."""
+    if name == "demo":
+        return demo_model_path()
+    return write_gguf(folder / "tiny.gguf", name, types=MIX, dims=Dims(experts=32, experts_used=4))[0]

@@ -11,9 +11,8 @@ import pytest
 import torch
 from cuda_runner_cases import open_cuda, open_partly
 from one_sequence import OneSequence, chosen_after, step_rows
-from runner_cases import MIX, VARIANTS, reference_logits, token_ids, write_variant
+from runner_cases import VARIANTS, reference_logits, token_ids, write_family, write_variant
 
-from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.decoding import SamplingParams
 from coldstream.errors import ModelChangedError
@@ -61,12 +60,7 @@ class Model(NamedTuple):
 
 @pytest.fixture(scope="module", params=["demo", "qwen3moe", "qwen3next"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of each family with experts, many of which a short text does not use."""
-    if request.param == "demo":
-        return demo_model_path()
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    write_gguf(path, request.param, types=MIX, dims=Dims(experts=32, experts_used=4))
-    return path
+    return write_family(tmp_path_factory.mktemp("models"), request.param)
 
 
 @pytest.fixture(scope="module")

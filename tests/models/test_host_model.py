@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from cuda_runner_cases import open_cuda, open_partly
+from cuda_runner_cases import check_chains, open_cuda, open_partly
 from one_sequence import OneSequence, chosen_after, open_cpu
 from runner_cases import MIXED_LAYERS, token_ids, write_mixed_layers
 from tree_cases import CONTEXT, Oracle, Prompts, Tree, check_batch_of_trees, prompt
@@ -51,15 +51,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
     with gpu_on(compiled_for_the_host):
         yield
-
-
-def check_chains(runner: OneSequence, plain: OneSequence, counts: tuple[int, ...] = (1, 5, 20, 130)) -> None:
-    for length in counts:
-        for each in (runner, plain):
-            each.reset()
-            each.prefill(token_ids(length))
-        for token in (3, 1, 2):
-            assert np.array_equal(runner.decode(token), plain.decode(token)), length
 
 
 @pytest.mark.usefixtures("gpu")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_runner_cases import open_partly
-from one_sequence import OneSequence, open_cpu
+from cuda_runner_cases import check_chains, open_partly
+from one_sequence import open_cpu
 from runner_cases import token_ids, write_mixed_layers
 from tree_cases import CONTEXT
 
@@ -38,15 +38,6 @@ def many_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
     with gpu_on(compiled_for_the_host):
         yield
-
-
-def check_chains(runner: OneSequence, plain: OneSequence, lengths: tuple[int, ...]) -> None:
-    for length in lengths:
-        for each in (runner, plain):
-            each.reset()
-            each.prefill(token_ids(length))
-        for token in (3, 1, 2):
-            assert np.array_equal(runner.decode(token), plain.decode(token)), length
 
 
 @pytest.mark.usefixtures("gpu")
