@@ -52,6 +52,29 @@ sys.argv = ["coldstream", "ls"]
 sys.exit(main())
 """
 
+# Runs a verb that gets a signal while the callback of a weak reference runs, and then waits for its effect.
+_IN_A_FINALIZER = """
+import os, signal, sys, weakref
+from coldstream.__main__ import main
+from coldstream.cli import interrupts, ls
+class Collected: pass
+number = int(sys.argv.pop())
+def wait(as_json):
+    weakref.finalize(Collected(), os.kill, os.getpid(), number)
+    print("it was ignored", flush=True)
+    while True:
+        signal.pause()
+set_timer = signal.setitimer
+def end_at_once(which, seconds):
+    signal.setitimer = set_timer
+    signal.raise_signal(signal.SIGALRM)
+if sys.argv.pop() == "at once":
+    signal.setitimer = end_at_once
+ls.command.callback = wait
+interrupts.GRACE_S = 600
+sys.argv = ["coldstream", "ls"]
+sys.exit(main())
+"""
 
 # Chats, and sends itself SIGTERM when its line editor draws: in callbacks of an event loop too.
 _CHAT = """
@@ -145,6 +168,15 @@ def test_sigterm_ends_a_computation_outside_of_python() -> None:
         _deliver(process.pid, signal.SIGTERM)
         _, notes = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, notes) == (143, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("alarm", ["later", "at once"])
+def test_a_signal_in_a_finalizer_is_not_lost(alarm: str, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", _IN_A_FINALIZER, alarm, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stdout) == (128 + number, "it was ignored\n")
+    assert "Traceback" not in done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,15 @@
 
 The first one raises KeyboardInterrupt or TerminatedError in the main thread, which cleans up. That has to
 wait for the end of a long computation; so a thread of its own watches, and ends the process on the spot at
-the second Ctrl-C, or when SIGTERM has been waiting for too long, because of a computation or because what it
-raised was swallowed (by a finalizer, say). Child processes end with their standard input.
+the second Ctrl-C, or when SIGTERM has been waiting for too long. Python ignores what is raised in a finalizer
+or in a callback of a weak reference: there it is raised again a moment later. Child processes end with their
+standard input.
 """
 
 import os
 import select
 import signal
+import sys
 import termios
 import threading
 import time
@@ -20,6 +22,7 @@ from typing import Final, NoReturn, Self
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 EXIT_TERMINATED: Final = 128 + signal.SIGTERM
 GRACE_S: Final = 5.0  # for cleaning up after SIGTERM
+RETRY_S: Final = 0.001  # until what a finalizer swallowed is raised again
 _HANDLED: Final = b"\0"  # no signal has this number
 _TERMINATED: Final = b"\xff"  # nor this one
 _SIGTERM: Final = bytes([signal.SIGTERM])
@@ -38,6 +41,7 @@ class Interrupts:
         self._interrupted = self._terminated = False
         self._previous: dict[int, signal._HANDLER] = {}
         self._previous_wakeup = -1
+        self._previous_hook = sys.unraisablehook
         self._leave: Callable[[], None] | None = None
         self._read = self._write = -1
         self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
@@ -50,11 +54,15 @@ class Interrupts:
         self._previous_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number, handler in ((signal.SIGINT, self._interrupt), (signal.SIGTERM, self._terminate)):
             self._previous[number] = signal.signal(number, handler)
+        self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._ignored
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        sys.unraisablehook = self._previous_hook
+        if signal.SIGALRM in self._previous:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_wakeup)
@@ -98,6 +106,26 @@ class Interrupts:
                 raise TerminatedError(EXIT_TERMINATED)
             self._leave()
 
+    def _ignored(self, unraisable: "sys.UnraisableHookArgs") -> None:
+        """Python's hook for exceptions that it cannot raise."""
+        if issubclass(unraisable.exc_type, KeyboardInterrupt | TerminatedError):
+            self._raise_later(unraisable.exc_type)
+        else:
+            self._previous_hook(unraisable)
+
+    def _raise_later(self, kind: type[BaseException]) -> None:
+        def raise_again(number: int, frame: FrameType | None) -> None:
+            while frame is not None:
+                if frame.f_code is Interrupts._ignored.__code__:  # which cannot raise either
+                    self._raise_later(kind)
+                    return
+                frame = frame.f_back
+            raise kind(EXIT_TERMINATED) if kind is TerminatedError else kind
+
+        previous = signal.signal(signal.SIGALRM, raise_again)
+        self._previous.setdefault(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_REAL, RETRY_S)
+
     def _watch(self) -> None:
         interrupts = 0
         while data := os.read(self._read, 1):
@@ -118,7 +146,7 @@ class Interrupts:
             data = os.read(self._read, 1)
             if not data:
                 return
-            if data not in (_HANDLED, _TERMINATED):
+            if data[0] in (signal.SIGINT, signal.SIGTERM):
                 break
         self._end(EXIT_TERMINATED)
 
