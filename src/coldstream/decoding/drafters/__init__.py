@@ -1,0 +1,1 @@
+"""Drafters, which propose tokens for the model to verify."""

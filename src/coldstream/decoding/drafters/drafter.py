@@ -1,0 +1,34 @@
+"""What every drafter does."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from coldstream.decoding.token_tree import TokenTree
+
+
+class Drafter(Protocol):
+    """Proposes what may follow one sequence, whose computed tokens it is told of.
+
+    A drafter may be wrong in any way, or fail: tokens do not depend on what it proposes.
+    """
+
+    @property
+    def name(self) -> str:
+        """As statistics call it."""
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether `extend` needs hidden states."""
+
+    def cut(self, length: int) -> None:
+        """The sequence now has only its first `length` computed tokens."""
+
+    def extend(self, token_ids: Sequence[int], hidden: Any) -> None:
+        """The model has computed these tokens after those before.
+
+        hidden: float32 [len(token_ids), E], the states after them that the model's head reads, on the model's
+        device and valid during this call; None if the drafter wants none.
+        """
+
+    def propose(self, context: Sequence[int], budget: int) -> TokenTree:
+        """At most `budget` nodes (≥ 1) after `context`: the computed tokens, then the root."""
