@@ -1,4 +1,4 @@
-"""Logits to tokens: sampling, stop strings, the autoregressive loop. Knows token ids, not tensors."""
+"""Logits to tokens: sampling, stop strings, drafts, and the loops. Knows token ids, not tensors."""
 
 from coldstream.decoding.ahead import generate_tokens_ahead
 from coldstream.decoding.autoregressive import Continuation, generate_tokens
@@ -12,12 +12,16 @@ from coldstream.decoding.choice import (
     choose_tokens,
 )
 from coldstream.decoding.device_logits import AnyLogits, DeviceChoice, DeviceLogits, DeviceStep
+from coldstream.decoding.drafters.drafter import Drafter
 from coldstream.decoding.logprobs import RankedLogprob
 from coldstream.decoding.sampling import SEED_BITS, derived_seed, sample_token
 from coldstream.decoding.sampling_params import Logits, LogitsProcessor, SamplingParams
+from coldstream.decoding.speculative import Drafts, begin_picks, generate_tokens_speculatively
 from coldstream.decoding.stop import StopMatcher
+from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 
 __all__ = [
+    "NO_DRAFT",
     "SEED_BITS",
     "AnyLogits",
     "Choice",
@@ -26,6 +30,8 @@ __all__ = [
     "DeviceChoice",
     "DeviceLogits",
     "DeviceStep",
+    "Drafter",
+    "Drafts",
     "Logits",
     "LogitsProcessor",
     "Outcome",
@@ -34,10 +40,13 @@ __all__ = [
     "StartedChoices",
     "StopMatcher",
     "TokenChooser",
+    "TokenTree",
     "begin_choices",
+    "begin_picks",
     "choose_tokens",
     "derived_seed",
     "generate_tokens",
     "generate_tokens_ahead",
+    "generate_tokens_speculatively",
     "sample_token",
 ]

@@ -193,6 +193,11 @@ class TokenChooser:
 def only_token(started: StartedChoices) -> Chosen:
     """The token of the only choice. Raises its error."""
     (outcome,) = started.outcomes()
+    return chosen_or_raised(outcome)
+
+
+def chosen_or_raised(outcome: Outcome) -> Chosen:
+    """The token. Raises the error if there is one instead."""
     if not isinstance(outcome, Chosen):
         raise outcome
     return outcome

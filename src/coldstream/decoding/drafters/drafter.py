@@ -9,7 +9,7 @@ from coldstream.decoding.token_tree import TokenTree
 class Drafter(Protocol):
     """Proposes what may follow one sequence, whose computed tokens it is told of.
 
-    A drafter may be wrong in any way, or fail: tokens do not depend on what it proposes.
+    A drafter may be wrong in any way: tokens do not depend on what it proposes. Its methods do not raise.
     """
 
     @property
@@ -21,7 +21,9 @@ class Drafter(Protocol):
         """Whether `extend` needs hidden states."""
 
     def cut(self, length: int) -> None:
-        """The sequence now has only its first `length` computed tokens."""
+        """The sequence now has `length` computed tokens: the first of those that the drafter was told of, and
+        if there are more, others that it will not be told of.
+        """
 
     def extend(self, token_ids: Sequence[int], hidden: Any) -> None:
         """The model has computed these tokens after those before.

@@ -1,0 +1,146 @@
+"""The speculative loop: one step computes the last token and a draft of what may follow it, and tokens are
+chosen along the draft as far as they agree with it.
+
+Every token is chosen from the logits after exactly the tokens before it, and a row's bits do not depend on
+the rest of its tree. So the tokens are those of the plain loop at any temperature, whatever was drafted, and
+a draft decides only how many of them one step gives.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, overload
+
+from coldstream.decoding.autoregressive import Continuation
+from coldstream.decoding.choice import Chosen, TokenChooser, begin_choices, chosen_or_raised
+from coldstream.decoding.device_logits import AnyLogits
+from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
+
+ROOT = -1  # the node before all others of a tree
+
+
+class TreeModel(Protocol):
+    """A model, with one sequence, that computes draft trees."""
+
+    def append(self, token_ids: Sequence[int]) -> AnyLogits:
+        """Compute tokens after those that it holds; logits [vocab] after the last, until the next call."""
+
+    def verify(self, token_ids: Sequence[int], parents: Sequence[int]) -> Sequence[AnyLogits]:
+        """Compute a tree after the tokens that it holds; logits [vocab] after each row, until the next call.
+
+        parents: by row an earlier row, or −1. `commit` has to follow.
+        """
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Hold this path of the tree, and forget its other rows."""
+
+
+class Drafts(Protocol):
+    """Says what is drafted before each step, and is told what came of it."""
+
+    def draft(self, context: Sequence[int], most: int) -> TokenTree:
+        """At most `most` nodes (≥ 0) after `context`: the tokens that the model holds, then the root."""
+
+    def verified(self, nodes: Sequence[int], seconds: float) -> None:
+        """The path of the last draft that was accepted, and how long computing and committing took."""
+
+
+Pick = Callable[[int, Sequence[int]], Chosen]
+"""The token after a node of a tree; `context`: all tokens so far. Asked from the root on, along a path."""
+
+Begin = Callable[[Sequence[AnyLogits], TokenTree, Sequence[int]], Pick]
+"""Begins to choose the tokens after the root and each node of a tree, from the logits after each; `context`:
+the tokens up to the root.
+"""
+
+
+def generate_tokens_speculatively(
+    model: TreeModel,
+    logits: AnyLogits,
+    prompt_ids: Sequence[int],
+    begin: Begin,
+    drafts: Drafts,
+    *,
+    end_ids: frozenset[int],
+    max_tokens: int,
+) -> Iterator[Chosen]:
+    """Yield the tokens that `generate_tokens` yields, with their log-probabilities.
+
+    The model holds the prompt, and `logits` [vocab] follow it. No row is computed that would exceed the
+    positions of `max_tokens` tokens.
+
+    When this iterator ends or is closed, the model holds the prompt and every yielded token but the last, as
+    after the plain loop. If the token after a row cannot be chosen, that row is not held. Raises as
+    `generate_tokens`.
+    """
+    vocab_size = len(logits)
+    tokens = Continuation(prompt_ids, end_ids=end_ids, max_tokens=max_tokens)
+    chosen = begin([logits], NO_DRAFT, tokens.ids)(ROOT, tokens.ids)
+    tokens.append(chosen.token_id, vocab_size)
+    yield chosen
+    while not tokens.has_ended:
+        tree = drafts.draft(tokens.ids, tokens.num_left - 1)
+        start = time.perf_counter()
+        rows = _compute(model, tokens.ids[-1], tree)
+        nodes, held = [ROOT], []
+        seconds = 0.0
+        try:
+            pick = begin(rows, tree, tokens.ids)
+            seconds = time.perf_counter() - start
+            while True:
+                chosen = pick(nodes[-1], tokens.ids)
+                held.append(1 + nodes[-1])
+                tokens.append(chosen.token_id, vocab_size)
+                yield chosen
+                node = tree.child(nodes[-1], chosen.token_id)
+                if node is None or tokens.has_ended:
+                    break
+                nodes.append(node)
+        finally:
+            start = time.perf_counter()
+            if tree:
+                model.commit(held)
+            drafts.verified(nodes[1:], seconds + time.perf_counter() - start)
+
+
+def _compute(model: TreeModel, root: int, tree: TokenTree) -> Sequence[AnyLogits]:
+    """The logits after the root and each node."""
+    if not tree:
+        return [model.append((root,))]
+    return model.verify((root, *tree.token_ids), (ROOT, *(1 + parent for parent in tree.parents)))
+
+
+def begin_picks(
+    chooser: TokenChooser, rows: Sequence[AnyLogits], tree: TokenTree, context: Sequence[int]
+) -> Pick:
+    """A `Begin` by a chooser: all tokens at once where a device chooses, which the host then waits for once;
+    otherwise only those that are asked for.
+    """
+    choices = [chooser.choice(rows[0], context)]
+    if not choices[0].is_on_device:
+        return lambda node, path: chooser(rows[1 + node], path)
+    paths: list[list[int]] = []
+    for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
+        paths.append([*(paths[parent] if parent >= 0 else ()), token_id])
+        choices.append(chooser.choice(rows[1 + node], _Extended(context, paths[node])))
+    outcomes = begin_choices(choices).outcomes()
+    return lambda node, path: chosen_or_raised(outcomes[1 + node])
+
+
+class _Extended(Sequence[int]):
+    """The tokens of `first`, then those of `last`; nothing is copied, as contexts are long."""
+
+    def __init__(self, first: Sequence[int], last: Sequence[int]) -> None:
+        self._first, self._last = first, last
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._last)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        behind = range(len(self))[index] - len(self._first)
+        return self._last[behind] if behind >= 0 else self._first[behind]
