@@ -30,6 +30,7 @@ class CpuRunner(ModelRunner):
     # Rows of the captured graph: enough to keep matrix units busy, few enough for activations to stay small.
     chunk_size = 512
     head_rows = 16
+    gives_hidden = True
 
     def __init__(
         self,
@@ -201,6 +202,11 @@ class CpuRunner(ModelRunner):
             logits[start : start + len(part)] = self._head.outputs[: len(part)]
         self._check_file()
         return logits
+
+    def _hidden_of(self, rows: Array) -> Array:
+        """A copy."""
+        hidden: Array = self._trunk.outputs[rows]
+        return hidden
 
     def _commit(self, path: AcceptedPath) -> None:
         self._path.write(path)

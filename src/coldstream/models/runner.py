@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from coldstream.errors import host_memory_errors
+from coldstream.errors import InvalidRequestError, UnsupportedError, host_memory_errors
 from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.gguf.reader import GGUFFile
@@ -27,6 +27,7 @@ from coldstream.models.spec import ModelSpec
 
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int], None]
+OnChunk = Callable[[TokenIds[int], Any], None]
 
 
 class WholeOrCleared:
@@ -63,6 +64,7 @@ class ModelRunner(ABC):
     chunk_size: int  # rows of a step
     head_rows: int  # rows of one call of the head
     cache_size: CacheSize  # what all sequences hold together
+    gives_hidden = False  # whether `hidden` has what steps compute
     _sequences: SequenceCache
     _limits: BatchLimits
 
@@ -70,6 +72,7 @@ class ModelRunner(ABC):
         self.file = file
         self.spec = spec
         self.context_length = context_length
+        self._num_rows = 0  # of the last step, 0 if it failed
 
     @abstractmethod
     def _launch(self, segments: Collection[CheckedSegment]) -> None:
@@ -81,6 +84,10 @@ class ModelRunner(ABC):
 
         Calls `_check_file` before it returns them.
         """
+
+    def _hidden_of(self, rows: Array) -> Any:
+        """What `hidden` returns for rows that the last step has; for runners that give hidden states."""
+        raise NotImplementedError
 
     @abstractmethod
     def _commit(self, path: AcceptedPath) -> None:
@@ -200,13 +207,44 @@ class ModelRunner(ABC):
                     self._commit(path)
         self._sequences.settle(sequence, len(path.rows))
 
+    def hidden(self, rows: Collection[int]) -> Any:
+        """Hidden states after the last norm, which the head reads, of rows of the last step's batch.
+
+        float32 [len(rows), E] on the model's device, valid until the next step. Raises InvalidRequestError
+        for rows that the step did not have, and UnsupportedError unless the runner `gives_hidden`.
+        """
+        self._check_gives_hidden()
+        indices = np.asarray(rows if isinstance(rows, np.ndarray) else list(rows), np.int64)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < self._num_rows:
+            raise InvalidRequestError(
+                f"hidden states of rows {indices.min()} … {indices.max()}, but the last step computed "
+                f"{self._num_rows}"
+            )
+        return self._hidden_of(indices)
+
+    def _check_gives_hidden(self) -> None:
+        if not self.gives_hidden:
+            raise UnsupportedError(
+                f"a model on the device {self.tier} does not give its hidden states: draft without them"
+            )
+
     @host_memory_errors()
-    def extend(self, sequence: Sequence, token_ids: TokenIds[int], progress: Progress | None = None) -> Any:
+    def extend(
+        self,
+        sequence: Sequence,
+        token_ids: TokenIds[int],
+        progress: Progress | None = None,
+        on_chunk: OnChunk | None = None,
+    ) -> Any:
         """Appends any number of tokens, at least one, in steps; the logits [vocab] after the last.
 
-        progress is called with (tokens done, tokens in all) after each step. An exception that it raises, or
-        any error after the first step, leaves the sequence empty. Raises as `step`.
+        After each step on_chunk is called with the step's tokens and their `hidden` states, then progress
+        with (tokens done, tokens in all). An exception that they raise, or any error after the first step,
+        leaves the sequence empty. Raises as `step`, and UnsupportedError for an on_chunk without hidden
+        states.
         """
+        if on_chunk is not None:
+            self._check_gives_hidden()
         chunks = self._chunks(sequence, token_ids)
         self._check_file()
         done = 0
@@ -214,8 +252,10 @@ class ModelRunner(ABC):
             done += len(chunk)
             wanted = np.arange(len(chunk) - 1 if done == len(token_ids) else len(chunk), len(chunk))
             (logits,) = self._step([CheckedSegment.chain(sequence, chunk, wanted)])
-            if progress is not None:
-                with WholeOrCleared(self._sequences, [sequence]):
+            with WholeOrCleared(self._sequences, [sequence]):
+                if on_chunk is not None:
+                    on_chunk(chunk.tolist(), self.hidden(range(len(chunk))))
+                if progress is not None:
                     progress(done, len(token_ids))
         return logits[0]
 
@@ -227,6 +267,7 @@ class ModelRunner(ABC):
         """
         sequence = self.new_sequence()
         chunks = self._chunks(sequence, token_ids)
+        self._num_rows = 0
         result = np.empty((len(token_ids), self.spec.vocab_size), np.float32)
         try:
             self._check_file()
@@ -252,6 +293,7 @@ class ModelRunner(ABC):
 
     def _step(self, segments: Collection[CheckedSegment]) -> tuple[Any, ...]:
         sequences = [segment.sequence for segment in segments]
+        self._num_rows = 0
         with self._typed_errors(), WholeOrCleared(self._sequences, sequences):
             self._launch(segments)
             wanted, start = [], 0
@@ -259,6 +301,7 @@ class ModelRunner(ABC):
                 wanted.append(segment.wanted + start if start else segment.wanted)
                 start += len(segment.token_ids)
             logits = self._logits_of(np.concatenate(wanted) if len(wanted) > 1 else wanted[0])
+        self._num_rows = start
         for segment in segments:
             if segment.parents is None:
                 self._sequences.append(segment.sequence, len(segment.token_ids))
