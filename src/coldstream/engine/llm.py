@@ -9,14 +9,13 @@ One request computes at a time, and a list of prompts is one; those of other thr
 """
 
 import os
-import secrets
 import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Never, Self, overload
 
-from coldstream.decoding import SEED_BITS, Logits, SamplingParams
+from coldstream.decoding import Logits, SamplingParams
 from coldstream.engine.config import CacheType, EngineConfig
 from coldstream.engine.generation import Request, cancelled_piece, completion, generate_pieces
 from coldstream.engine.live_sequence import LiveSequence
@@ -28,13 +27,12 @@ from coldstream.engine.prompts import (
     TokenIds,
     as_conversations,
     as_prompts,
-    checked_ids,
     one_params,
     params_of_each,
-    read_prompt,
     template_settings,
 )
 from coldstream.engine.request import Piece, RequestOutput
+from coldstream.engine.request_reader import RequestReader
 from coldstream.engine.side_by_side import generate_side_by_side
 from coldstream.engine.stream import Stream
 from coldstream.engine.turns import Turns
@@ -126,6 +124,7 @@ class LLM:
 
     def _take(self, opened: OpenedModel) -> None:
         self._opened = opened
+        self._reader = RequestReader(opened)
         self._sequence = LiveSequence(opened.runner)
         self._turns = Turns()
         self._closing = threading.Lock()
@@ -189,7 +188,7 @@ class LLM:
         items = as_prompts(prompts)
         names = [f"prompts[{index}]" for index in range(len(items))] if len(items) > 1 else ["prompt"]
         params = params_of_each(sampling_params, len(items), self._opened.default_sampling)
-        requests = [self._request(*each) for each in zip(items, names, params, strict=False)]
+        requests = [self._reader.of_prompt(*each) for each in zip(items, names, params, strict=False)]
         return self._complete_all(requests)
 
     def stream(
@@ -202,7 +201,7 @@ class LLM:
         """Complete one prompt piece by piece. `progress` is called with (prompt tokens done, in all)."""
         self._turns.check()
         params = one_params(sampling_params, self._opened.default_sampling)
-        return self._stream(self._request(prompt, "prompt", params), progress)
+        return self._stream(self._reader.of_prompt(prompt, "prompt", params), progress)
 
     @overload
     def chat(
@@ -245,7 +244,7 @@ class LLM:
         conversations = as_conversations(messages)
         params = params_of_each(sampling_params, len(conversations), self._opened.default_sampling)
         requests = [
-            self._chat_request(conversation, each, settings)
+            self._reader.of_chat(conversation, each, settings)
             for conversation, each in zip(conversations, params, strict=True)
         ]
         return self._complete_all(requests)
@@ -266,7 +265,7 @@ class LLM:
         self._turns.check()
         settings = template_settings(chat_template_kwargs, tools, add_generation_prompt)
         params = one_params(sampling_params, self._opened.default_sampling)
-        return self._stream(self._chat_request(messages, params, settings), progress)
+        return self._stream(self._reader.of_chat(messages, params, settings), progress)
 
     def forget(self) -> None:
         """Free the caches of the last prompt, for others that use the runner."""
@@ -281,7 +280,7 @@ class LLM:
         if the result wouldn't fit.
         """
         self._turns.check()
-        ids = self._checked_ids(token_ids, "token_ids", self._ctx_size)
+        ids = self._reader.checked_ids(token_ids, "token_ids", self._opened.ctx_size)
         need = len(ids) * self._opened.tokenizer.vocab_size * 4
         free = Hardware.measure().ram_available_bytes
         if need > free:
@@ -292,69 +291,6 @@ class LLM:
         with self._turns.turn():
             self._sequence.forget()
             return self._opened.runner.logits(ids)
-
-    @property
-    def _ctx_size(self) -> int:
-        assert self._opened.config.ctx_size, "an opened model has a concrete context"
-        return self._opened.config.ctx_size
-
-    @host_memory_errors()
-    def _chat_request(
-        self, messages: Conversation, params: SamplingParams, settings: Mapping[str, Any]
-    ) -> Request:
-        chat = self._opened.chat_template.render(messages, **settings)
-        token_ids = self._opened.tokenizer.encode_segments(chat.segments, max_tokens=self._ctx_size - 1)
-        return self._with_params(None, token_ids, "prompt", params)
-
-    @host_memory_errors()
-    def _request(self, prompt: object, name: str, params: SamplingParams) -> Request:
-        read = read_prompt(prompt, name)
-        if read.token_ids is not None:
-            token_ids = self._checked_ids(read.token_ids, name, self._ctx_size - 1)
-        else:
-            token_ids = self._encoded(read.text or "", name)
-        return self._with_params(read.text, token_ids, name, params)
-
-    def _encoded(self, text: str, name: str) -> list[int]:
-        try:
-            return self._opened.tokenizer.encode(text, parse_special=True, max_tokens=self._ctx_size - 1)
-        except InvalidRequestError as error:
-            raise InvalidRequestError(str(error).replace("prompt", name, 1)) from error
-
-    def _with_params(
-        self, prompt: str | None, token_ids: Sequence[int], name: str, params: SamplingParams
-    ) -> Request:
-        if not token_ids:
-            raise InvalidRequestError(f"{name}: it is empty, give at least one character or token")
-        opened = self._opened
-        stop_token_ids = frozenset(params.stop_token_ids or ())
-        if stop_token_ids and max(stop_token_ids) >= opened.tokenizer.vocab_size:
-            raise InvalidRequestError(
-                f"stop_token_ids: {max(stop_token_ids)} is not a token id of a vocabulary of "
-                f"{opened.tokenizer.vocab_size}"
-            )
-        room = self._ctx_size - len(token_ids)
-        seeds = (params.seed, opened.config.seed, secrets.randbits(SEED_BITS))
-        return Request(
-            prompt=prompt,
-            prompt_token_ids=tuple(token_ids),
-            params=params,
-            seed=next(seed for seed in seeds if seed is not None),
-            max_tokens=min(room, params.max_tokens or room),
-            end_ids=frozenset() if params.ignore_eos else opened.tokenizer.eos_ids,
-            stop_token_ids=stop_token_ids,
-            tier=opened.runner.tier,
-            threads=opened.runner.threads,
-        )
-
-    def _checked_ids(self, token_ids: object, name: str, max_tokens: int) -> list[int]:
-        return checked_ids(
-            token_ids,
-            name,
-            max_tokens=max_tokens,
-            ctx_size=self._ctx_size,
-            vocab_size=self._opened.tokenizer.vocab_size,
-        )
 
     def _stream(self, request: Request, progress: Progress | None = None) -> Stream:
         if progress is not None and not callable(progress):

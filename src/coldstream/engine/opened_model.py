@@ -54,6 +54,12 @@ class OpenedModel:
         return self.planned.config
 
     @property
+    def ctx_size(self) -> int:
+        """Tokens of a prompt and its answer together."""
+        assert self.config.ctx_size, "an opened model has a concrete context"
+        return self.config.ctx_size
+
+    @property
     def plan(self) -> RunPlan:
         """The plan that the runner carries out."""
         return self.planned.run
