@@ -73,6 +73,17 @@ def test_rms_norm(exact: ReferenceOps, cpu: CpuOps, size: int) -> None:
     assert_same_bits(exact, cpu, "rms_norm", random(1, 500, size), random(2, size), EPS)
 
 
+@pytest.mark.parametrize("size", [64, 100, 256])
+def test_rms_norm_pair(exact: ReferenceOps, cpu: CpuOps, size: int) -> None:
+    """Each half with its own weights, whatever lies in the other."""
+    x, y = random(1, 50, size), random(2, 50, size, scale=30)
+    weights = random(3, size), random(4, size)
+    assert_same_bits(exact, cpu, "rms_norm_pair", x, weights[0], y, weights[1], EPS)
+    pair = exact.rms_norm_pair(x, weights[0], y, weights[1], EPS)
+    assert torch.equal(pair[:, :size], exact.rms_norm(x, weights[0], EPS))
+    assert torch.equal(pair[:, size:], exact.rms_norm(y, weights[1], EPS))
+
+
 def test_swiglu_and_add(exact: ReferenceOps, cpu: CpuOps) -> None:
     for name in ("swiglu", "add"):
         assert_same_bits(exact, cpu, name, random(1, 9, 300, scale=20), random(2, 9, 300))

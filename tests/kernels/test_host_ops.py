@@ -17,6 +17,7 @@ from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.ops import ExpertWeights
 from coldstream.kernels.quantize.cuda import quantize_cuda
+from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kernels.swiglu.reference import swiglu_exact
 from host_device import HostMemory
 
@@ -35,6 +36,19 @@ def on_host(ops: CudaOps, x: torch.Tensor) -> Activations:
     rows.values.copy_(x)
     quantize_cuda(rows.values, rows.quantised)
     return rows
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_two_norms_side_by_side(tokens: int) -> None:
+    """What products read of them, in both forms."""
+    ops, exact = host_ops(), ReferenceOps(exact=True)
+    x, y = activations(1, tokens, HIDDEN), activations(2, tokens, HIDDEN)
+    weights = [torch.rand(HIDDEN) for _ in range(2)]
+    pair = ops.rms_norm_pair(x, weights[0], y, weights[1], 1e-6)
+    expected = exact.rms_norm_pair(x, weights[0], y, weights[1], 1e-6)
+    assert_same(pair.values, expected)
+    for code in vars(on_host(ops, expected).quantised):
+        assert_same(getattr(pair.quantised, code), getattr(on_host(ops, expected).quantised, code))
 
 
 @pytest.mark.parametrize("tokens", [2, 11])

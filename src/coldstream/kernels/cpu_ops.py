@@ -58,6 +58,14 @@ class CpuOps(ComposedOps):
         self._maps: dict[tuple[GGUFFile, int], _csrc.MappedFile] = {}
         self._mapped_weights: list[tuple[_csrc.MappedFile, TensorInfo]] = []
 
+    @classmethod
+    def beside(cls, other: "CpuOps") -> "CpuOps":
+        """Plain operations over the threads and the mapped files of others, whatever kind those are."""
+        ops = cls.__new__(cls)
+        ops._runtime, ops._maps = other._runtime, other._maps
+        ops._arena, ops._mapped_weights = None, []
+        return ops
+
     @property
     def runtime(self) -> _csrc.Runtime:
         """The threads and the tier, for others that need them."""
@@ -161,6 +169,13 @@ class CpuOps(ComposedOps):
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         out = self._empty(*x.shape)
         _csrc.rms_norm(self._runtime, x, weight, eps, out)
+        return out
+
+    def rms_norm_pair(self, x: Array, x_weight: Array, y: Array, y_weight: Array, eps: float) -> Array:
+        size = x.shape[1]
+        out = self._empty(x.shape[0], 2 * size)
+        _csrc.rms_norm(self._runtime, x, x_weight, eps, out[:, :size])
+        _csrc.rms_norm(self._runtime, y, y_weight, eps, out[:, size:])
         return out
 
     def linear(self, x: Array, weights: Sequence[_csrc.Weight]) -> tuple[Array, ...]:

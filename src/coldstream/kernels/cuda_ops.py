@@ -53,6 +53,7 @@ from coldstream.kernels.ops import (
     Rows,
 )
 from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
 from coldstream.kernels.rope.cuda import gather_angles_cuda
 from coldstream.kernels.rope.reference import rope_angles
@@ -100,6 +101,19 @@ class CudaOps(CudaProducts):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Activations:
         out = self.activations(*x.shape)
         self.launch(rms_norm_cuda, x, weight, eps, out.values, out.quantised)
+        return out
+
+    def rms_norm_pair(
+        self, x: torch.Tensor, x_weight: torch.Tensor, y: torch.Tensor, y_weight: torch.Tensor, eps: float
+    ) -> Activations:
+        size = x.shape[1]
+        out = self.activations(x.shape[0], 2 * size)
+        halves = out.values[:, :size], out.values[:, size:]
+        for half, rows, weight in zip(halves, (x, y), (x_weight, y_weight), strict=True):
+            normed = self.empty(*x.shape)  # the kernel writes whole rows
+            self.launch(rms_norm_cuda, rows, weight, eps, normed, None)
+            self.launch(_copy, normed, half)
+        self.launch(quantize_cuda, out.values, out.quantised)
         return out
 
     def add_norm(
@@ -218,3 +232,7 @@ class CudaOps(CudaProducts):
     def finish_step(self) -> None:
         """Call after the last operation of a step."""
         self.model_executor.finish_step()
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)

@@ -197,6 +197,9 @@ class Ops(Protocol):
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """x / sqrt(mean(x²) + eps) · weight over the last dimension of [T, E]."""
 
+    def rms_norm_pair(self, x: Array, x_weight: Array, y: Array, y_weight: Array, eps: float) -> Array:
+        """The `rms_norm` of x and that of y, both [T, E], side by side: [T, 2·E]."""
+
     def linear(self, x: Array, weights: Sequence[Weight]) -> tuple[Array, ...]:
         """x [T, in] times each of `weights` [out, in], one [T, out] per weight; x is quantised once."""
 

@@ -94,6 +94,11 @@ class ReferenceOps(ComposedOps):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._rms_norm(x, weight, eps)
 
+    def rms_norm_pair(
+        self, x: torch.Tensor, x_weight: torch.Tensor, y: torch.Tensor, y_weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return torch.cat((self._rms_norm(x, x_weight, eps), self._rms_norm(y, y_weight, eps)), dim=-1)
+
     def linear(self, x: torch.Tensor, weights: Sequence[Weight]) -> tuple[torch.Tensor, ...]:
         return tuple(self._multiply(x, weight) for weight in weights)
 
