@@ -288,6 +288,16 @@ def gated_delta_net(runtime: Runtime, qkv: Annotated[NDArray[numpy.float32], dic
     `Ops.gated_delta_net`: qkv [T, C], z and out [T, NV·d], alpha and beta [T, NV], conv_taps [C, taps], a and dt_bias [NV], norm [d], float32; key_head_ids int32 [NV]; conv_state [states, taps − 1, C] and state [states, NV, d, d], contiguous float32, advanced; state_ids int32 [T]. conv_taps and key_head_ids are copied. With batch, rows of trees leave both states alone and are written to kept: qkv [R, C], alpha and beta [R, NV], contiguous float32. ValueError when run with a state_id outside the states or whose rows are not adjacent; then nothing has changed.
     """
 
+def commit_delta_net(runtime: Runtime, qkv: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], alpha: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], beta: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], conv_taps: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], a: Annotated[NDArray[numpy.float32], dict(shape=(None,), device='cpu')], dt_bias: Annotated[NDArray[numpy.float32], dict(shape=(None,), device='cpu')], norm: Annotated[NDArray[numpy.float32], dict(shape=(None,), device='cpu')], key_head_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], num_key_heads: int, eps: float, conv_state: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu')], state: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None, None), order='C', device='cpu')], state_id: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], kept_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """
+    `Ops.commit_delta_net`: advances the states of number state_id [1] as `gated_delta_net` does for a chain of the rows kept_ids int32 [T] of qkv [R, C], alpha and beta [R, NV], contiguous float32. Uses out [T, NV·d]. ValueError when run with a state or a row that does not exist; then nothing has changed.
+    """
+
+def commit_attention(runtime: Runtime, k_cache: Annotated[NDArray, dict(shape=(None, None, None, None), device='cpu')], v_cache: Annotated[NDArray, dict(shape=(None, None, None, None), device='cpu')], first: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], sources: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], table: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')]) -> None:
+    """
+    `Ops.commit_attention`: moves the row at index first[0] + sources[i] of a sequence, whose blocks of the caches [blocks, positions, G, row] table int32 [n] has, to index first[0] + i, for ascending sources int32 [T]. ValueError when run with an index or a block that does not exist; then nothing has changed.
+    """
+
 class ExpertServer:
     """
     Threads that compute routed experts when asked through words in memory.

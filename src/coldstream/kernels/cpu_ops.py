@@ -18,7 +18,7 @@ from coldstream.kernels import _csrc
 from coldstream.kernels.arena import Arena
 from coldstream.kernels.composed_ops import ComposedOps
 from coldstream.kernels.gathered_rows import read_rows
-from coldstream.kernels.ops import BatchRows, DeltaNetWeights, RopeSpec, Rows
+from coldstream.kernels.ops import BatchRows, CommittedPath, DeltaNetWeights, KeptInputs, RopeSpec, Rows
 
 Array = np.ndarray[Any, Any]
 Outputs = TypeVar("Outputs")
@@ -241,6 +241,25 @@ class CpuOps(ComposedOps):
             batch_rows(rows.batch), kept,
         )  # fmt: skip
         return out
+
+    def commit_attention(self, k_cache: Array, v_cache: Array, path: CommittedPath) -> None:
+        sources = path.sources[: self._num_rows_of(path)]
+        _csrc.commit_attention(self._runtime, k_cache, v_cache, path.first, sources, path.table)
+
+    def commit_delta_net(
+        self, weights: DeltaNetWeights, conv_state: Array, state: Array, kept: KeptInputs, path: CommittedPath
+    ) -> None:
+        kept_ids = path.kept[: self._num_rows_of(path)]
+        out = self._empty(len(kept_ids), state.shape[1] * state.shape[-1])
+        _csrc.commit_delta_net(
+            self._runtime, kept.qkv, kept.alpha, kept.beta, weights.conv_taps, weights.a, weights.dt_bias,
+            weights.norm, weights.key_head_ids, weights.num_key_heads, weights.eps, conv_state, state,
+            path.state_id, kept_ids, out,
+        )  # fmt: skip
+
+    def _num_rows_of(self, path: CommittedPath) -> int:
+        """A captured commit is run with the rows of each path."""
+        return len(path.sources) if self._arena is not None else int(path.count[0])
 
     def choose_experts(self, x: Array, weight: _csrc.Weight, num_experts_per_tok: int) -> tuple[Array, Array]:
         ids = self._empty(x.shape[0], num_experts_per_tok, dtype=np.dtype(np.int32))

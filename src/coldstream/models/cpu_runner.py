@@ -10,6 +10,7 @@ from coldstream.experts.disk_tier import DiskStatistics, DiskTier
 from coldstream.experts.pooled_cpu_ops import PooledCpuOps, UnreadPooledCpuOps
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps, RoutingCpuOps, UnreadCpuOps
+from coldstream.kernels.ops import MAX_TREE_ROWS
 from coldstream.kvcache.batch import BatchArrays, BatchLimits, BatchSize, CheckedSegment, PathArrays
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.kvcache.sequence_cache import AcceptedPath, SequenceCache
@@ -59,6 +60,9 @@ class CpuRunner(ModelRunner):
         self._trunk = ops.capture(
             self.chunk_size, lambda: self._model.forward(inputs.token_ids, inputs.rows, caches)
         )
+        self._committed = None
+        if self.cache_size.num_tree_rows:
+            self._committed = ops.capture(MAX_TREE_ROWS, lambda: self._model.commit(self._path.path, caches))
         self._head_input = ops.zeros((self.head_rows, spec.hidden_size), "float32")
         self._head = ops.capture(self.head_rows, lambda: self._model.logits(self._head_input))
 
@@ -162,8 +166,9 @@ class CpuRunner(ModelRunner):
     @property
     def activation_bytes(self) -> int:
         """Memory between the operations of a step."""
-        scratch = max(graph.graph.scratch_bytes for graph in (self._trunk, self._head))
-        return self._trunk.arena.num_bytes + self._head.arena.num_bytes + scratch
+        graphs = [graph for graph in (self._trunk, self._head, self._committed) if graph is not None]
+        scratch = max(graph.graph.scratch_bytes for graph in graphs)
+        return sum(graph.arena.num_bytes for graph in graphs) + scratch
 
     @property
     def disk(self) -> DiskStatistics | None:
@@ -209,5 +214,6 @@ class CpuRunner(ModelRunner):
         return hidden
 
     def _commit(self, path: AcceptedPath) -> None:
+        assert self._committed is not None, "a cache without rows of trees has none to commit"
         self._path.write(path)
-        self._model.commit(self._path.path, self._sequences.tensors)
+        self._committed.run(len(path.rows))

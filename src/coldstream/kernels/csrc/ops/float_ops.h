@@ -116,10 +116,23 @@ struct delta_net_arguments {
   row_layout layout;
   kept_inputs kept;
   output_rows out;  // [T, value heads · head_size]
+  // Null, or [T]: the rows are one chain of the state layout.state_ids[0], whose inputs are these rows of `kept`. It
+  // advances the states; z is not read, and what is written to out means nothing.
+  const int32_t* replayed = nullptr;
 
   int64_t num_channels() const { return (2 * num_key_heads + num_value_heads) * head_size; }
 };
 std::unique_ptr<op> make_gated_delta_net(const float_kernels& kernels, delta_net_arguments arguments);
+
+struct move_rows_arguments {
+  std::byte* caches[2];  // [blocks, positions, row], contiguous
+  int64_t num_blocks, num_positions, row_bytes;
+  const int32_t* first;    // [1], the index in the sequence that sources count from
+  const int32_t* sources;  // [T], ascending, sources[i] >= i: moved to first + i
+  const int32_t* table;    // [table_blocks], the sequence's blocks
+  int64_t table_blocks;
+};
+std::unique_ptr<op> make_move_rows(const move_rows_arguments& arguments);
 
 struct router_arguments {
   int64_t capacity;  // rows

@@ -2,7 +2,7 @@
 // columns), then the gated norm. Every token takes the same step, in prefill as in decode.
 //
 // Rows of a draft tree do not change the state of their sequence: each starts from a copy of its parent's, in the
-// worker's memory, and its raw inputs are kept, so that the accepted rows can be replayed as a chain.
+// worker's memory, and its raw inputs are kept. A replay is a chain of accepted rows, from their kept inputs.
 #include <algorithm>
 #include <utility>
 
@@ -32,7 +32,7 @@ class gated_delta_net_op : public op {
   const char* name() const override { return "gated_delta_net"; }
   int num_stages() const override { return 4; }
   size_t scratch_bytes() const override {
-    const int64_t num_states = 1 + (a_.kept.num_rows > 0 ? MAX_TREE_ROWS : 0);
+    const int64_t num_states = 1 + (a_.kept.num_rows > 0 && !a_.replayed ? MAX_TREE_ROWS : 0);
     return sizeof(float) * num_states * block_floats();
   }
   size_t shared_bytes() const override {
@@ -43,6 +43,7 @@ class gated_delta_net_op : public op {
     if (stage == 0) return true;
     if (stage == 1) return rows * a_.num_channels() <= SMALL_WORK / 4;
     if (stage == 2) return false;
+    if (a_.replayed) return true;
     return norms_in_step() || rows * a_.num_value_heads * a_.head_size <= SMALL_WORK / 4;
   }
 
@@ -53,7 +54,7 @@ class gated_delta_net_op : public op {
       convolve_heads(rows, w);
     } else if (stage == 2) {
       advance_states(rows, w);
-    } else if (!norms_in_step()) {
+    } else if (!a_.replayed && !norms_in_step()) {
       norm_heads(rows, w);
     }
   }
@@ -76,13 +77,13 @@ class gated_delta_net_op : public op {
     num_runs_ = 0;
     std::fill(uses_.begin(), uses_.end(), state_use::none);
     for (int32_t first = 0, end; first < rows; first = end) {
-      end = group_end(a_.layout, first, rows);
+      end = a_.replayed ? rows : group_end(a_.layout, first, rows);
       const state_run run = {first, end - first, a_.layout.state_ids[first], a_.layout.in_tree(first)};
       if (const char* fault = run_fault(run)) return w.fail(fault);
       uses_[run.state_id] = run.is_tree ? state_use::read : state_use::advanced;
       runs_[num_runs_++] = run;
     }
-    single_ = rows == num_runs_;
+    single_ = rows == num_runs_ && !a_.replayed;
     for (int64_t i = 0; i < num_runs_; i++) single_ = single_ && !runs_[i].is_tree;
   }
 
@@ -96,6 +97,11 @@ class gated_delta_net_op : public op {
     }
     if (uses_[run.state_id] == state_use::advanced || (uses_[run.state_id] == state_use::read && !run.is_tree)) {
       return "gated_delta_net: the rows of a state must be adjacent";
+    }
+    for (int32_t i = 0; a_.replayed && i < run.num_rows; i++) {
+      if (a_.replayed[i] < 0 || a_.replayed[i] >= a_.kept.num_rows) {
+        return "gated_delta_net: a replayed row lies outside the kept inputs";
+      }
     }
     if (!a_.layout.in_batch()) return nullptr;
     for (int32_t row = run.first_row; row < run.first_row + run.num_rows; row++) {
@@ -127,7 +133,7 @@ class gated_delta_net_op : public op {
 
   void open_gates(int rows, int64_t first, worker& w) {
     for (int64_t row = first; row < std::min<int64_t>(first + GATE_ROWS_PER_TASK, rows); row++) {
-      kernels_.delta_gates(a_.alpha.row(row), a_.beta.row(row), a_.a, a_.dt_bias, decay(w, rows, row),
+      kernels_.delta_gates(a_.alpha.row(source(row)), a_.beta.row(source(row)), a_.a, a_.dt_bias, decay(w, rows, row),
                            beta(w, rows, row), a_.num_value_heads);
       if (!a_.layout.in_tree(row)) continue;
       const int64_t kept = a_.layout.batch.kept[row] * a_.num_value_heads;
@@ -136,9 +142,12 @@ class gated_delta_net_op : public op {
     }
   }
 
+  // The row of qkv, alpha and beta that a row reads.
+  int64_t source(int64_t row) const { return a_.replayed ? a_.replayed[row] : row; }
+
   // Raw channels of the token `index` of a run; negative indices are in the state.
   const float* raw_input(const state_run& run, int64_t index, int64_t channel) const {
-    if (index >= 0) return a_.qkv.row(run.first_row + index) + channel;
+    if (index >= 0) return a_.qkv.row(source(run.first_row + index)) + channel;
     return conv_row(run.state_id, index + a_.num_taps - 1) + channel;
   }
   float* conv_row(int64_t state_id, int64_t index) const {

@@ -151,14 +151,23 @@ std::vector<int32_t> checked_key_heads(const ids_1d& key_head_ids, int64_t num_v
   return {heads, heads + num_value_heads};
 }
 
-void gated_delta_net(runtime& rt, const array_2d& qkv, const array_2d& z, const array_2d& alpha,
-                     const array_2d& beta, const array_2d& conv_taps, const array_1d& a,
-                     const array_1d& dt_bias, const array_1d& norm, const ids_1d& key_head_ids,
-                     int64_t num_key_heads, float eps, const state_3d& conv_state, const state_4d& state,
-                     const ids_1d& state_ids, const array_2d& out, const batch_rows* batch,
-                     const optional_kept& kept) {
-  const int64_t rows = size_of(qkv, 0), channels = size_of(qkv, 1), num_states = size_of(state, 0);
-  const int64_t heads = size_of(state, 1), size = size_of(state, 2), taps = size_of(conv_taps, 1);
+// Weights and states of a gated DeltaNet, as the bindings take them.
+struct delta_net_parts {
+  const array_2d& conv_taps;
+  const array_1d& a;
+  const array_1d& dt_bias;
+  const array_1d& norm;
+  const ids_1d& key_head_ids;
+  int64_t num_key_heads;
+  float eps;
+  const state_3d& conv_state;
+  const state_4d& state;
+};
+
+// Arguments without rows; `channels` of qkv.
+delta_net_arguments checked(const delta_net_parts& parts, int64_t channels) {
+  const int64_t num_states = size_of(parts.state, 0), heads = size_of(parts.state, 1), size = size_of(parts.state, 2);
+  const int64_t taps = size_of(parts.conv_taps, 1), num_key_heads = parts.num_key_heads;
   check_head_size(size, "the head size of state");
   if (heads < 1 || num_key_heads < 1) {
     refuse("gated_delta_net needs at least one key head and one value head");
@@ -169,34 +178,87 @@ void gated_delta_net(runtime& rt, const array_2d& qkv, const array_2d& z, const 
            " key and " + std::to_string(heads) + " value heads of " + std::to_string(size) +
            " need another number");
   }
-  check(state, "state", {num_states, heads, size, size});
-  check(conv_state, "conv_state", {num_states, taps - 1, channels});
-  check(conv_taps, "conv_taps", {channels, taps});
-  delta_net_arguments arguments = {
-      .capacity = rows,
-      .num_key_heads = num_key_heads,
-      .num_value_heads = heads,
-      .head_size = size,
-      .num_taps = taps,
-      .qkv = input(qkv, "qkv", rows, channels),
-      .z = input(z, "z", rows, heads * size),
-      .alpha = input(alpha, "alpha", rows, heads),
-      .beta = input(beta, "beta", rows, heads),
-      .taps = taps_by_tap(conv_taps),
-      .a = vector(a, "a", heads),
-      .dt_bias = vector(dt_bias, "dt_bias", heads),
-      .norm = vector(norm, "norm", size),
-      .key_head_ids = checked_key_heads(key_head_ids, heads, num_key_heads),
-      .eps = eps,
-      .conv_state = conv_state.data(),
-      .state = state.data(),
-      .num_states = num_states,
-      .layout = layout_of(nullptr, ids(state_ids, "state_ids", rows), batch, rows),
-      .kept = kept_of(kept, channels, heads),
-      .out = output(out, "out", rows, heads * size),
-  };
+  check(parts.state, "state", {num_states, heads, size, size});
+  check(parts.conv_state, "conv_state", {num_states, taps - 1, channels});
+  check(parts.conv_taps, "conv_taps", {channels, taps});
+  delta_net_arguments result = {};
+  result.num_key_heads = num_key_heads;
+  result.num_value_heads = heads;
+  result.head_size = size;
+  result.num_taps = taps;
+  result.taps = taps_by_tap(parts.conv_taps);
+  result.a = vector(parts.a, "a", heads);
+  result.dt_bias = vector(parts.dt_bias, "dt_bias", heads);
+  result.norm = vector(parts.norm, "norm", size);
+  result.key_head_ids = checked_key_heads(parts.key_head_ids, heads, num_key_heads);
+  result.eps = parts.eps;
+  result.conv_state = parts.conv_state.data();
+  result.state = parts.state.data();
+  result.num_states = num_states;
+  return result;
+}
+
+void gated_delta_net(runtime& rt, const array_2d& qkv, const array_2d& z, const array_2d& alpha,
+                     const array_2d& beta, const array_2d& conv_taps, const array_1d& a,
+                     const array_1d& dt_bias, const array_1d& norm, const ids_1d& key_head_ids,
+                     int64_t num_key_heads, float eps, const state_3d& conv_state, const state_4d& state,
+                     const ids_1d& state_ids, const array_2d& out, const batch_rows* batch,
+                     const optional_kept& kept) {
+  const int64_t rows = size_of(qkv, 0), channels = size_of(qkv, 1);
+  delta_net_arguments arguments =
+      checked({conv_taps, a, dt_bias, norm, key_head_ids, num_key_heads, eps, conv_state, state}, channels);
+  const int64_t heads = arguments.num_value_heads, size = arguments.head_size;
+  arguments.capacity = rows;
+  arguments.qkv = input(qkv, "qkv", rows, channels);
+  arguments.z = input(z, "z", rows, heads * size);
+  arguments.alpha = input(alpha, "alpha", rows, heads);
+  arguments.beta = input(beta, "beta", rows, heads);
+  arguments.layout = layout_of(nullptr, ids(state_ids, "state_ids", rows), batch, rows);
+  arguments.kept = kept_of(kept, channels, heads);
+  arguments.out = output(out, "out", rows, heads * size);
   submit_with(rt, make_gated_delta_net(kernels_of(rt), std::move(arguments)), rows, qkv, z, alpha, beta, a,
               dt_bias, norm, conv_state, state, state_ids, out);
+}
+
+void commit_delta_net(runtime& rt, const array_2d& qkv, const array_2d& alpha, const array_2d& beta,
+                      const array_2d& conv_taps, const array_1d& a, const array_1d& dt_bias, const array_1d& norm,
+                      const ids_1d& key_head_ids, int64_t num_key_heads, float eps, const state_3d& conv_state,
+                      const state_4d& state, const ids_1d& state_id, const ids_1d& kept_ids, const array_2d& out) {
+  const int64_t rows = size_of(kept_ids, 0), channels = size_of(qkv, 1);
+  delta_net_arguments arguments =
+      checked({conv_taps, a, dt_bias, norm, key_head_ids, num_key_heads, eps, conv_state, state}, channels);
+  const int64_t heads = arguments.num_value_heads;
+  arguments.capacity = rows;
+  arguments.kept = kept_of(std::tuple(qkv, alpha, beta), channels, heads);
+  arguments.qkv = {qkv.data(), channels};
+  arguments.alpha = {alpha.data(), heads};
+  arguments.beta = {beta.data(), heads};
+  arguments.layout = {nullptr, ids(state_id, "state_id", 1)};
+  arguments.replayed = ids(kept_ids, "kept_ids", rows);
+  arguments.out = output(out, "out", rows, heads * arguments.head_size);
+  submit_with(rt, make_gated_delta_net(kernels_of(rt), std::move(arguments)), rows, qkv, alpha, beta, a, dt_bias,
+              norm, conv_state, state, state_id, kept_ids, out);
+}
+
+void commit_attention(runtime& rt, const cache_4d& k_cache, const cache_4d& v_cache, const ids_1d& first,
+                      const ids_1d& sources, const ids_1d& table) {
+  const int64_t rows = size_of(sources, 0), blocks = size_of(k_cache, 0), positions = size_of(k_cache, 1);
+  const std::vector<int64_t> shape = {blocks, positions, size_of(k_cache, 2), size_of(k_cache, 3)};
+  check_contiguous(k_cache, "k_cache", shape);
+  check_contiguous(v_cache, "v_cache", shape);
+  if (k_cache.dtype() != v_cache.dtype()) refuse("k_cache and v_cache must be of one type");
+  const int64_t table_blocks = size_of(table, 0);
+  const move_rows_arguments arguments = {
+      .caches = {static_cast<std::byte*>(k_cache.data()), static_cast<std::byte*>(v_cache.data())},
+      .num_blocks = blocks,
+      .num_positions = positions,
+      .row_bytes = shape[2] * shape[3] * static_cast<int64_t>(k_cache.itemsize()),
+      .first = ids(first, "first", 1),
+      .sources = ids(sources, "sources", rows),
+      .table = ids(table, "table", table_blocks),
+      .table_blocks = table_blocks,
+  };
+  submit_with(rt, make_move_rows(arguments), rows, k_cache, v_cache, first, sources, table);
 }
 
 }  // namespace
@@ -240,6 +302,21 @@ void bind_mixers(nb::module_& m) {
         "beta [R, NV], contiguous float32. "
         "ValueError when run with a state_id outside the states or whose rows are not adjacent; then nothing has "
         "changed.");
+  m.def("commit_delta_net", commit_delta_net, "runtime"_a, nb::arg("qkv").noconvert(),
+        nb::arg("alpha").noconvert(), nb::arg("beta").noconvert(), nb::arg("conv_taps").noconvert(),
+        nb::arg("a").noconvert(), nb::arg("dt_bias").noconvert(), nb::arg("norm").noconvert(),
+        nb::arg("key_head_ids").noconvert(), "num_key_heads"_a, "eps"_a, nb::arg("conv_state").noconvert(),
+        nb::arg("state").noconvert(), nb::arg("state_id").noconvert(), nb::arg("kept_ids").noconvert(),
+        nb::arg("out").noconvert(),
+        "`Ops.commit_delta_net`: advances the states of number state_id [1] as `gated_delta_net` does for a chain of "
+        "the rows kept_ids int32 [T] of qkv [R, C], alpha and beta [R, NV], contiguous float32. Uses out [T, NV·d]. "
+        "ValueError when run with a state or a row that does not exist; then nothing has changed.");
+  m.def("commit_attention", commit_attention, "runtime"_a, nb::arg("k_cache").noconvert(),
+        nb::arg("v_cache").noconvert(), nb::arg("first").noconvert(), nb::arg("sources").noconvert(),
+        nb::arg("table").noconvert(),
+        "`Ops.commit_attention`: moves the row at index first[0] + sources[i] of a sequence, whose blocks of the "
+        "caches [blocks, positions, G, row] table int32 [n] has, to index first[0] + i, for ascending sources "
+        "int32 [T]. ValueError when run with an index or a block that does not exist; then nothing has changed.");
 }
 
 }  // namespace coldstream

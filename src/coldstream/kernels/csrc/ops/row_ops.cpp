@@ -126,7 +126,49 @@ class combine_op : public op {
   combine_arguments a_;
 };
 
+class move_rows_op : public op {
+ public:
+  explicit move_rows_op(const move_rows_arguments& arguments) : a_(arguments) {}
+  const char* name() const override { return "move_rows"; }
+  // A few rows that mostly stay where they are.
+  bool runs_alone(int, int) const override { return true; }
+  void run(int, int rows, worker& w) override {
+    if (w.take() != 0) return;
+    if (const char* fault = fault_of(rows)) return w.fail(fault);
+    for (int row = 0; row < rows; row++) {
+      if (a_.sources[row] == row) continue;
+      const int64_t from = offset(a_.sources[row]), to = offset(row);
+      for (std::byte* cache : a_.caches) std::copy_n(cache + from, a_.row_bytes, cache + to);
+    }
+  }
+
+ private:
+  const char* fault_of(int rows) const {
+    for (int row = 0; row < rows; row++) {
+      const int64_t index = static_cast<int64_t>(*a_.first) + a_.sources[row];
+      if (*a_.first < 0 || a_.sources[row] < row || index / a_.num_positions >= a_.table_blocks) {
+        return "commit_attention: a row lies outside its sequence";
+      }
+      for (int64_t at : {index, static_cast<int64_t>(*a_.first) + row}) {
+        const int32_t block = a_.table[at / a_.num_positions];
+        if (block < 0 || block >= a_.num_blocks) return "commit_attention: a block lies outside the caches";
+      }
+    }
+    return nullptr;
+  }
+  int64_t offset(int64_t row) const {
+    const int64_t index = *a_.first + row;
+    return (a_.table[index / a_.num_positions] * a_.num_positions + index % a_.num_positions) * a_.row_bytes;
+  }
+
+  const move_rows_arguments a_;
+};
+
 }  // namespace
+
+std::unique_ptr<op> make_move_rows(const move_rows_arguments& arguments) {
+  return std::make_unique<move_rows_op>(arguments);
+}
 
 std::unique_ptr<op> make_add(const float_kernels& kernels, input_rows x, input_rows y, output_rows out,
                              int64_t size) {
