@@ -37,6 +37,7 @@ CONTEXT_FIELDS = {
     "n_seq_max": Field(12, "<I", 1),
     "n_threads": Field(28, "<i", 4),
     "n_threads_batch": Field(32, "<i", 4),
+    "ctx_type": Field(36, "<i", 0),
     "rope_scaling_type": Field(40, "<i", -1),
     "pooling_type": Field(44, "<i", -1),
     "attention_type": Field(48, "<i", -1),

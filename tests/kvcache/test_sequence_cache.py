@@ -245,6 +245,29 @@ def test_a_row_that_was_left_out_gives_its_block_back() -> None:
             cache.take_back(each)
 
 
+@pytest.mark.parametrize("length", [0, 1, BLOCK_POSITIONS, BLOCK_POSITIONS + 1, 2 * BLOCK_POSITIONS + 5])
+def test_a_cut_leaves_blocks_for_what_remains(length: int) -> None:
+    cache = SequenceCache(Shape(layer_kinds=("attention",)), CpuOps(1), SIZE, "f32")
+    sequence, count = cache.new(), 2 * BLOCK_POSITIONS + 5
+    cache.reserve([Demand(sequence, count)])
+    cache.append(sequence, count)
+    cache.cut(sequence, length)
+    assert sequence.length == length
+    assert len(sequence.blocks) == -(-length // BLOCK_POSITIONS) == SIZE.num_blocks - cache.blocks.num_free
+    for wrong in (-1, length + 1):
+        with pytest.raises(InvalidRequestError, match=f"of {length} positions and 0 .* cut to {wrong}"):
+            cache.cut(sequence, wrong)
+    cache.checkpoint(sequence)
+    with pytest.raises(InvalidRequestError, match="and 1 checkpoints"):
+        cache.cut(sequence, 0)
+
+
+def test_a_recurrent_sequence_is_not_cut() -> None:
+    cache = SequenceCache(Shape(), CpuOps(1), SIZE, "f32")
+    with pytest.raises(AssertionError, match="only at its end"):
+        cache.cut(cache.new(), 0)
+
+
 def test_a_pool_says_how_many_blocks_there_are_and_what_to_do() -> None:
     pool = BlockPool(3, "blocks", "release some")
     taken = pool.take(2)

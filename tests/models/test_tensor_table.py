@@ -54,15 +54,15 @@ def qwen36(is_moe: bool, num_nextn_layers: int = 0) -> ModelSpec:
 
 
 def split_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name → shape in a file of the usual kind: nothing fused, no optional tensor."""
+    """Name → shape in a file of the usual kind: nothing fused, no tables of MTP blocks."""
     requirements = list(global_tensors(spec))
     for block in range(spec.num_blocks):
         requirements += block_tensors(spec, block)
     return {
         name: shapes[0]
         for alternatives in requirements
-        if {} not in alternatives
         for name, shapes in alternatives[0].items()
+        if {} not in alternatives or name.endswith("shared_head_norm.weight")
     }
 
 
@@ -98,8 +98,10 @@ def test_shapes_of_published_files() -> None:
 def test_gg11_every_tensor_is_required(load_spec: LoadSpec, arch: str) -> None:
     complete = tiny(arch, nextn=True)
     for name in complete.tensors:
-        if name in ("output.weight", "blk.4.nextn.eh_proj.weight"):
-            continue  # without the first the output is tied; without the second the block is no MTP block
+        if name in ("output.weight", "blk.4.nextn.eh_proj.weight", "blk.4.nextn.shared_head_norm.weight"):
+            # Without the first the output is tied, without the second the block is no MTP block, and the
+            # model's last norm stands for the third.
+            continue
         model = tiny(arch, nextn=True)
         del model.tensors[name]
         with pytest.raises(InconsistentError, match=name.replace(".", r"\.")):
@@ -194,6 +196,12 @@ def test_mtp_block_with_its_own_tables(load_spec: LoadSpec) -> None:
     model.tensors["blk.4.nextn.embed_tokens.weight"] = np.zeros((8, 32), np.float32)
     with pytest.raises(InconsistentError, match=r"blk\.4\.nextn\.embed_tokens\.weight"):
         load_spec(model)
+
+
+def test_mtp_block_without_a_norm_of_its_own(load_spec: LoadSpec) -> None:
+    model = tiny(nextn=True)
+    del model.tensors["blk.4.nextn.shared_head_norm.weight"]
+    assert load_spec(model) == load_spec(tiny(nextn=True))
 
 
 @pytest.mark.parametrize("type_name", ["BF16", "F16", "Q8_0", "Q4_0"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from coldstream.errors import InvalidRequestError
 from coldstream.kernels.ops import BLOCK_POSITIONS, Ops
-from coldstream.kvcache.cache import CacheShape, CacheSize, ModelCache, num_blocks_of
+from coldstream.kvcache.cache import CacheShape, CacheSize, DeltaNetState, ModelCache, num_blocks_of
 from coldstream.kvcache.pool import BlockPool
 from coldstream.kvcache.sequence import Checkpoint, PendingTree, Sequence
 
@@ -154,6 +154,21 @@ class SequenceCache:
         if sequence.length <= max([0, *(each.length for each in sequence.checkpoints)]):
             raise InvalidRequestError(f"no row after {sequence.length} tokens can have been left out")
         sequence.length -= 1
+        self._trim(sequence)
+
+    def cut(self, sequence: Sequence, length: int) -> None:
+        """Cuts a sequence without checkpoints back to its first `length` positions, if no layer is recurrent.
+
+        Raises InvalidRequestError for a length that it does not have, and for a sequence with checkpoints.
+        """
+        self._check_settled(sequence)
+        assert not any(isinstance(layer, DeltaNetState) for layer in self.tensors.layers), "only at its end"
+        if not 0 <= length <= sequence.length or sequence.checkpoints:
+            raise InvalidRequestError(
+                f"a sequence of {sequence.length} positions and {len(sequence.checkpoints)} checkpoints "
+                f"cannot be cut to {length}"
+            )
+        sequence.length = length
         self._trim(sequence)
 
     def accept(self, sequence: Sequence, rows: Collection[int]) -> AcceptedPath:

@@ -63,10 +63,20 @@ class CausalLM:
         """
         if token_ids.shape[0] == 0:
             raise InvalidRequestError("there are no tokens to compute: a forward pass needs at least one")
-        ops, eps = self.ops, self.spec.rms_norm_eps
+        angles = self.angles(rows)
+        return self.through_blocks(self.ops.embed(self.token_embd, token_ids), angles, rows, cache)
+
+    def angles(self, rows: Rows) -> Array:
+        """`Ops.rope_angles` of the rows; None for a model that does not attend."""
         attends = "attention" in self.spec.layer_kinds
-        angles = ops.rope_angles(rows.positions, self.spec.attention.rope) if attends else None
-        x = ops.embed(self.token_embd, token_ids)
+        return self.ops.rope_angles(rows.positions, self.spec.attention.rope) if attends else None
+
+    def through_blocks(self, x: Array, angles: Array, rows: Rows, cache: ModelCache) -> Array:
+        """Hidden states after the last norm, [T, E], of what enters the first block, x [T, E].
+
+        Advances the states in `cache` that `rows` names.
+        """
+        ops, eps = self.ops, self.spec.rms_norm_eps
         norms = [block.attn_norm for block in self.blocks] + [self.output_norm]
         normed = ops.rms_norm(x, norms[0], eps)
         for block, state, next_norm in zip(self.blocks, cache.layers, norms[1:], strict=True):

@@ -15,6 +15,7 @@ from coldstream.kvcache.batch import BatchArrays, BatchLimits, BatchSize, Checke
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.kvcache.sequence_cache import AcceptedPath, SequenceCache
 from coldstream.models.causal_lm import CausalLM
+from coldstream.models.cpu_mtp import CpuMtp
 from coldstream.models.footprint import dense_bytes
 from coldstream.models.ram_budget import RamNeeds, disk_tier_of
 from coldstream.models.runner import Array, ModelRunner, Progress
@@ -48,6 +49,7 @@ class CpuRunner(ModelRunner):
         self._disk = disk
         self._model = CausalLM.load(file, spec, ops)
         # With slots, the cache takes memory from experts; without, memory is used only once it is written.
+        self._kv_type = kv_type
         self.cache_size = cache_size or CacheSize.shared(
             spec, context_length, kv_type, is_scarce=disk is not None
         )
@@ -178,6 +180,19 @@ class CpuRunner(ModelRunner):
         """Experts of the first `count` rows of the last step: int32 [count, layers, K], a copy.
 
         Only for a mixture of experts that was loaded with record_routing.
+    @host_memory_errors()
+    def load_mtp(self) -> CpuMtp:
+        """Loads the MTP block of the file, with as much room for sequences as this runner has.
+
+        It has to be given up before the runner is closed. Raises UnsupportedError if the file has no such
+        block, InconsistentError, ModelChangedError and OutOfMemoryError.
+        """
+        ops = CpuOps.beside(self._ops)
+        size = CacheSize(self.cache_size.num_blocks, self.cache_size.num_states)
+        mtp = CpuMtp(self.file, self._model, ops, self.context_length, self._kv_type, size)
+        self._check_file()
+        return mtp
+
         """
         assert isinstance(self._ops, RoutingCpuOps), "routing is not recorded"
         return np.stack([ids[:count] for ids in self._ops.topk_ids], axis=1)

@@ -43,6 +43,12 @@ def trunk_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
     return sum(info.num_bytes for info in tensors.values() if _active_share(spec, info) > 0)
 
 
+def nextn_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
+    """Bytes of all weights of blocks for multi-token prediction, without those that they share."""
+    blocks = ((_BLOCK.match(info.name), info.num_bytes) for info in tensors.values())
+    return sum(size for block, size in blocks if block and int(block[1]) >= spec.num_layers)
+
+
 def file_bytes(matrix_bytes: int) -> int:
     """Bytes of an expert's matrix where it is mapped, the same as in the file."""
     return matrix_bytes

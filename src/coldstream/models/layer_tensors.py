@@ -122,13 +122,16 @@ def _gated_shared_expert_tensors(size: int, hidden: int) -> tuple[Requirement, .
 
 
 def nextn_tensors(hidden: int, vocab_size: int) -> tuple[Requirement, ...]:
-    """Tensors of a block for multi-token prediction beside its layer; its tables may be the model's own."""
+    """Tensors of a block for multi-token prediction beside its layer; some may be the model's own."""
     table = (vocab_size, hidden)
     required = {
         "nextn.eh_proj.weight": (hidden, 2 * hidden),
         "nextn.enorm.weight": (hidden,),
         "nextn.hnorm.weight": (hidden,),
-        "nextn.shared_head_norm.weight": (hidden,),
     }
-    own_tables = {"nextn.embed_tokens.weight": table, "nextn.shared_head_head.weight": table}
-    return (*each(required), *((*requirement, {}) for requirement in each(own_tables)))
+    own = {
+        "nextn.shared_head_norm.weight": (hidden,),
+        "nextn.embed_tokens.weight": table,
+        "nextn.shared_head_head.weight": table,
+    }
+    return (*each(required), *((*requirement, {}) for requirement in each(own)))

@@ -18,12 +18,25 @@ from coldstream.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Block:
-    """One layer of the trunk."""
+    """One layer."""
 
     attn_norm: Array  # [E]
     mixer: AttentionWeights | GatedDeltaNetWeights
     ffn_norm: Array  # [E]; before the FFN, whatever the file calls it
     ffn: MoeWeights | DenseFfnWeights
+
+
+@dataclass(frozen=True)
+class NextnBlock:
+    """A block for multi-token prediction; None: the model's own is used."""
+
+    eh_proj: Weight  # [E, 2·E], columns of the normed embedding, then of the normed hidden state
+    enorm: Array  # [E]
+    hnorm: Array  # [E]
+    block: Block
+    token_embd: Weight | None  # [vocab, E]
+    output_norm: Array | None  # [E]
+    output: Weight | None  # [vocab, E]
 
 
 @dataclass(frozen=True)
@@ -68,8 +81,8 @@ class Loader:
         return tuple(load(name) for name in names)
 
     def block(self, index: int) -> Block:
-        """The weights of layer `index` of the trunk."""
-        prefix, layer = f"blk.{index}.", self.spec.layers[index]
+        """The weights of a layer, of the trunk or, from `spec.num_layers` on, of an MTP block."""
+        prefix, layer = f"blk.{index}.", self.spec.blocks[index]
         return Block(
             attn_norm=self.vector(f"{prefix}attn_norm.weight"),
             mixer=self.attention(prefix, layer.mixer)
@@ -77,6 +90,23 @@ class Loader:
             else self.gated_delta_net(prefix, layer.mixer, self.architecture.gathered(layer)),
             ffn_norm=self.vector(f"{prefix}{self.architecture.ffn_norm}.weight"),
             ffn=self.moe(prefix, layer.ffn) if isinstance(layer.ffn, MoeSpec) else self.dense_ffn(prefix),
+        )
+
+    def nextn(self, index: int) -> NextnBlock:
+        """The MTP block `index`, at least `spec.num_layers`."""
+        prefix = f"blk.{index}.nextn."
+        embedding, norm, head = (
+            prefix + name if f"{prefix}{name}.weight" in self.file.tensors else None
+            for name in ("embed_tokens", "shared_head_norm", "shared_head_head")
+        )
+        return NextnBlock(
+            eh_proj=self.weight(f"{prefix}eh_proj"),
+            enorm=self.vector(f"{prefix}enorm.weight"),
+            hnorm=self.vector(f"{prefix}hnorm.weight"),
+            block=self.block(index),
+            token_embd=self.mapped(embedding) if embedding else None,
+            output_norm=self.vector(f"{norm}.weight") if norm else None,
+            output=self.weight(head) if head else None,
         )
 
     def attention(self, prefix: str, spec: AttentionSpec) -> AttentionWeights:
