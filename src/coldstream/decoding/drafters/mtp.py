@@ -1,0 +1,211 @@
+"""Drafts by a model's own block for multi-token prediction (`models/mtp.py`), of one sequence.
+
+Row p of the block is token x_{p+1} after the trunk's hidden state h_p, from row 0 on. The row of the last
+computed token's state waits for the next token, which is the root of a proposal. A proposal computes the rows
+that wait in one run, whose output predicts the first drafted token, and then one row for each drafted token
+that is followed further, whose hidden state is the output before it. Those rows are forgotten afterwards:
+accepted tokens come back with the trunk's hidden states.
+
+The draft is a chain of the likeliest tokens, and beside each the next likely ones as leaves, best first. A
+row of the chain is computed only if the tree has room for what it predicts.
+
+Hidden states are float32 in the host's memory. Knows nothing of how many nodes pay.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any, Protocol
+
+import numpy as np
+
+from coldstream.decoding.sampling_params import Logits
+from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
+from coldstream.decoding.tree_builder import NO_CANDIDATES, Candidates, Path, build_tree, top_log_probs
+from coldstream.errors import GenerationFault, OutOfMemoryError
+
+Hidden = np.ndarray[Any, Any]  # float32 [E], or [rows, E]
+
+# More rows than a draft tree can have accepted are of a prompt, and are computed when they are told.
+MAX_WAITING_ROWS = 64
+
+
+class DraftBlock(Protocol):
+    """The block's rows of one sequence; see `models.cpu_mtp.MtpSequence`."""
+
+    @property
+    def length(self) -> int:
+        """Rows so far."""
+
+    @property
+    def room(self) -> int:
+        """Rows that may follow."""
+
+    def append(self, token_ids: Sequence[int], hidden: Hidden) -> Hidden:
+        """Appends at least one row and at most `room`, states [rows, E]; the output of the last, [E].
+
+        Raises GenerationFault for states that are not finite, and OutOfMemoryError, with no row appended.
+        """
+
+    def logits(self, output: Hidden) -> Logits:
+        """float32 [vocab] of the token after a row, from its output."""
+
+    def cut(self, length: int) -> None:
+        """Forgets all rows but the first `length`."""
+
+
+class MtpDrafter:
+    """A `Drafter`.
+
+    max_steps: depth of the tree. branching: candidates at each depth. A node whose path is less likely than
+    min_probability, by the block, is not proposed.
+
+    Once something is not finite, or the block has no memory, it proposes nothing until the next `cut`.
+
+    It may be cut to any length. If the state of the last token then is not known, it proposes nothing until
+    it is told of a further token, and the block goes on without the rows that it cannot compute. That is so
+    for all lengths but the present one and those of waiting rows. A length beyond the present one says that
+    the tokens between were computed without the drafter being told.
+    """
+
+    name = "mtp"
+    wants_hidden = True
+
+    def __init__(
+        self, block: DraftBlock, *, max_steps: int = 4, branching: int = 4, min_probability: float = 0.02
+    ) -> None:
+        assert max_steps > 0
+        assert branching > 0
+        self._block = block
+        self._max_steps, self._branching = max_steps, branching
+        self._min_log_prob = float(np.log(min_probability)) if min_probability > 0 else -np.inf
+        self._is_off = False
+        self._length = 0  # computed tokens
+        self._end = 0  # the rows before it are in the block, or among the missing ones
+        self._missing: list[int] = []  # rows that cannot be computed, ascending
+        # Rows that wait: the states of the last computed tokens, and all their next tokens but the last.
+        self._states: Hidden | None = None
+        self._tokens: list[int] = []
+        self._root: int | None = None  # the token with which the block already has the last waiting row
+
+    def cut(self, length: int) -> None:
+        """See `Drafter` and the class."""
+        self._take_root_back()
+        if length == self._length and not self._is_off:
+            return
+        self._is_off = False
+        first = self._length - (0 if self._states is None else len(self._states))
+        if self._states is not None and first < length <= self._length:
+            self._states = self._states[: length - first]
+            self._tokens = self._tokens[: length - first - 1]
+        else:
+            self._forget_waiting()
+            last = max(0, length - 1)  # the row that waits for a token, whose state is not known
+            self._end = min(self._end, last)
+            del self._missing[bisect_left(self._missing, self._end) :]
+            self._block.cut(self._end - len(self._missing))
+            self._skip(last)
+        self._length = length
+
+    def extend(self, token_ids: Sequence[int], hidden: Any) -> None:
+        """See `Drafter`."""
+        first, self._length = self._length, self._length + len(token_ids)
+        if self._is_off or not token_ids:
+            return
+        tokens, states = list(token_ids), np.array(hidden, np.float32)
+        if self._root != tokens[0]:
+            self._take_root_back()
+        if self._states is None:
+            self._skip(first)
+            self._tokens, self._states = tokens[1:], states
+        elif self._root is not None:
+            self._root, self._tokens, self._states = None, tokens[1:], states
+        else:
+            self._tokens += tokens
+            self._states = np.concatenate((self._states, states))
+        if len(self._tokens) > MAX_WAITING_ROWS:
+            self._compute_prompt(self._tokens, self._states)
+
+    def propose(self, context: Sequence[int], budget: int) -> TokenTree:
+        """See `Drafter`. NO_DRAFT too for a context that is not one token longer than what was told."""
+        if self._is_off or self._states is None or len(context) != self._length + 1:
+            return NO_DRAFT
+        self._take_root_back()
+        try:
+            output = self._block.append([*self._tokens, context[-1]], self._states)
+            self._root, self._end = context[-1], self._length
+            self._tokens, self._states = [], self._states[-1:]
+            return self._drafted(output, budget)
+        except (GenerationFault, OutOfMemoryError):
+            self._turn_off()
+            return NO_DRAFT
+
+    def _drafted(self, output: Hidden, budget: int) -> TokenTree:
+        num_rows = self._block.length
+        chain = _Chain(self._block, output, self._max_steps, self._branching, self._min_log_prob)
+        try:
+            return build_tree(chain.candidates, budget)
+        finally:
+            self._block.cut(num_rows)
+
+    def _compute_prompt(self, tokens: list[int], states: Hidden) -> None:
+        """Computes all waiting rows but that of the last state."""
+        try:
+            self._block.append(tokens, states[:-1])
+        except (GenerationFault, OutOfMemoryError):
+            self._turn_off()
+            return
+        self._end += len(tokens)
+        self._tokens, self._states = [], states[-1:].copy()
+
+    def _take_root_back(self) -> None:
+        """The last waiting row has no token again."""
+        if self._root is not None:
+            self._root = None
+            self._end -= 1
+            self._block.cut(self._block.length - 1)
+
+    def _skip(self, end: int) -> None:
+        """The block goes on at row `end` without those before it."""
+        self._missing += range(self._end, end)
+        self._end = end
+
+    def _turn_off(self) -> None:
+        self._take_root_back()
+        self._forget_waiting()
+        self._is_off = True
+
+    def _forget_waiting(self) -> None:
+        self._tokens, self._states = [], None
+
+
+class _Chain:
+    """Candidates along the chain of the likeliest tokens, whose rows it appends to the block.
+
+    A row is appended when the candidates after it are asked for, which the builder of a tree does only for a
+    node of the tree that has room for more.
+    """
+
+    def __init__(
+        self, block: DraftBlock, output: Hidden, max_steps: int, branching: int, min_log_prob: float
+    ) -> None:
+        self._block = block
+        self._output = output  # of the row of the root, then of the last node of the chain with a row
+        self._max_steps, self._branching, self._min_log_prob = max_steps, branching, min_log_prob
+        self._path: Path = ()  # to the node of the chain that is to be followed next
+        self._log_prob = 0.0  # of that path
+
+    def candidates(self, path: Path) -> Candidates:
+        """A `tree_builder.Source`. Raises GenerationFault for logits that are not finite, and as `append`."""
+        if path != self._path or len(path) == self._max_steps or (path and not self._block.room):
+            return NO_CANDIDATES
+        if path:
+            self._output = self._block.append(path[-1:], self._output[None])
+        logits = np.asarray(self._block.logits(self._output))
+        token_ids, log_probs = (values[0] for values in top_log_probs(logits[None], self._branching))
+        if not isfinite(log_probs[0]):
+            raise GenerationFault("logits of a draft are not finite")
+        kept = self._log_prob + log_probs >= self._min_log_prob
+        self._path = (*path, int(token_ids[0]))
+        self._log_prob += float(log_probs[0])
+        return token_ids[kept].tolist(), log_probs[kept].tolist()

@@ -1,0 +1,355 @@
+"""The drafter over a block's rows: which rows there are after any calls, what it proposes, and its errors."""
+
+from collections.abc import Sequence
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from coldstream.decoding.drafters.drafter import Drafter
+from coldstream.decoding.drafters.mtp import MAX_WAITING_ROWS, MtpDrafter
+from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
+from coldstream.errors import GenerationFault, OutOfMemoryError
+
+VOCAB = 12
+Row = tuple[int, bytes]  # a token, and the state before it
+COUNTS = st.sampled_from((1, 1, 2, 3, MAX_WAITING_ROWS, MAX_WAITING_ROWS + 1, 150))
+
+
+def state_of(token_ids: Sequence[int]) -> np.ndarray:
+    """The trunk's hidden state after all these tokens, [2]."""
+    return np.random.default_rng([1, *token_ids]).normal(size=2).astype(np.float32)
+
+
+class HashBlock:
+    """A block whose output is a hash of all rows, so that every row shows in what it predicts."""
+
+    def __init__(self, capacity: int = 10_000) -> None:
+        self.rows: list[Row] = []
+        self.capacity = capacity
+        self.runs: list[int] = []  # rows of each call
+        self.logits_of: dict[bytes, np.ndarray] = {}  # by output, in place of the hash
+
+    @property
+    def length(self) -> int:
+        return len(self.rows)
+
+    @property
+    def room(self) -> int:
+        return self.capacity - self.length
+
+    def append(self, token_ids: Sequence[int], hidden: np.ndarray) -> np.ndarray:
+        assert 0 < len(token_ids) == len(hidden)
+        if len(token_ids) > self.room:
+            raise OutOfMemoryError("rows of a draft")
+        if not np.isfinite(hidden).all():
+            raise GenerationFault("not finite")
+        self.runs.append(len(token_ids))
+        self.rows += [(token, state.tobytes()) for token, state in zip(token_ids, hidden, strict=True)]
+        return output_of(self.rows)
+
+    def logits(self, output: np.ndarray) -> np.ndarray:
+        return self.logits_of.get(output.tobytes(), logits_of(output))
+
+    def cut(self, length: int) -> None:
+        assert length <= self.length
+        del self.rows[length:]
+
+
+def output_of(rows: Sequence[Row]) -> np.ndarray:
+    seed = [crc32(state, token) for token, state in rows]
+    return np.random.default_rng(seed).normal(size=2).astype(np.float32)
+
+
+def logits_of(output: np.ndarray) -> np.ndarray:
+    return np.random.default_rng(list(output.tobytes())).normal(0, 2, VOCAB).astype(np.float32)
+
+
+def expected_chain(rows: list[Row], depth: int) -> tuple[list[int], list[float]]:
+    """The likeliest token at each depth, and the log-probability of the path to it."""
+    rows, tokens, log_probs = list(rows), [], []
+    for _ in range(depth):
+        output = output_of(rows)
+        logits = logits_of(output).astype(np.float64)
+        tokens.append(int(logits.argmax()))
+        normalised = logits.max() - np.log(np.exp(logits).sum())
+        log_probs.append((log_probs[-1] if log_probs else 0.0) + float(normalised))
+        rows.append((tokens[-1], output.tobytes()))
+    return tokens, log_probs
+
+
+class Told:
+    """A drafter, the sequence it is told of, and by the contract the rows that its block has to have."""
+
+    def __init__(self, **options: Any) -> None:
+        self.block = HashBlock()
+        options = {"max_steps": 3, "branching": 1, "min_probability": 0.0} | options
+        self.drafter: Drafter = MtpDrafter(self.block, **options)
+        self.tokens: list[int] = []
+        self.missing: set[int] = set()  # rows
+        self.first_known: int | None = 0  # the first state that the drafter still has, None: not the last
+
+    def extend(self, token_ids: list[int]) -> None:
+        first = len(self.tokens)
+        if self.first_known is None:
+            self.missing.add(first - 1)
+            self.first_known = first
+        self.tokens += token_ids
+        ends = range(first + 1, len(self.tokens) + 1)
+        told = np.stack([state_of(self.tokens[:end]) for end in ends])
+        self.drafter.extend(token_ids, told)
+        told[:] = np.nan  # valid during the call only
+        if len(self.tokens) - 1 - self.first_known > MAX_WAITING_ROWS:
+            self.first_known = len(self.tokens) - 1
+
+    def propose(self, root: int, budget: int = 64) -> TokenTree:
+        tree = self.drafter.propose([*self.tokens, root], budget)
+        if self.tokens and self.first_known is not None:
+            self.first_known = len(self.tokens) - 1
+        return tree
+
+    def cut(self, length: int) -> None:
+        self.drafter.cut(length)
+        if length < len(self.tokens):
+            is_known = self.first_known is not None and self.first_known < length
+            if not is_known:
+                self.first_known = None if length else 0
+                self.missing = {row for row in self.missing if row < length - 1}
+            del self.tokens[length:]
+
+    def rows(self, root: int) -> list[Row]:
+        context = [*self.tokens, root]
+        known = [row for row in range(len(self.tokens)) if row not in self.missing]
+        return [(context[row + 1], state_of(context[: row + 1]).tobytes()) for row in known]
+
+
+class AnyCalls(RuleBasedStateMachine):
+    """In any order of calls the block has the rows of a drafter that was told the same at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = Told()
+        self.random = np.random.default_rng(5)
+
+    @rule(count=COUNTS)
+    def extend(self, count: int) -> None:
+        self.told.extend(self.random.integers(0, VOCAB, count).tolist())
+
+    @rule(root=st.integers(0, VOCAB - 1), data=st.data())
+    def propose_and_accept(self, root: int, data: st.DataObject) -> None:
+        """Or reject the whole draft, root included."""
+        told = self.told
+        tree = told.propose(root)
+        if not told.tokens or told.first_known is None:
+            assert tree == NO_DRAFT
+            return
+        assert told.block.rows == told.rows(root)
+        tokens, log_probs = expected_chain(told.rows(root), 3)
+        assert list(tree.token_ids) == tokens
+        assert np.allclose(tree.log_probs, log_probs)
+        assert tree.parents == (-1, 0, 1)
+        accepted = data.draw(st.integers(-1, 3))
+        if accepted >= 0:
+            told.extend([root, *tokens[:accepted]])
+
+    @precondition(lambda self: self.told.tokens)
+    @rule(data=st.data())
+    def cut(self, data: st.DataObject) -> None:
+        last = len(self.told.tokens)
+        self.told.cut(data.draw(st.sampled_from(sorted({0, 1, last // 2, max(0, last - 2), last - 1, last}))))
+
+
+TestAnyCalls = AnyCalls.TestCase
+TestAnyCalls.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_a_step_after_a_verified_one_computes_its_rows_and_the_root_in_one_run() -> None:
+    told = Told()
+    told.extend([3])
+    told.extend([1, 2, 5, 7])
+    assert told.block.runs == []
+    told.propose(4)
+    assert told.block.runs == [5, 1, 1]
+    told.extend([4, 8, 9])  # the root, which has been computed, and two that were accepted
+    told.propose(0)
+    assert told.block.runs[3:] == [3, 1, 1]
+
+
+def test_a_prompt_is_computed_when_it_is_told() -> None:
+    told = Told()
+    told.extend(list(range(10)) * 10)
+    assert told.block.runs == [99]
+    told.extend([1, 2])
+    assert told.block.runs == [99]
+    told.propose(3)
+    assert told.block.runs == [99, 3, 1, 1]
+
+
+def test_another_root_replaces_the_row_of_the_first() -> None:
+    told = Told()
+    told.extend([1, 2])
+    told.propose(3)
+    told.propose(4)
+    assert told.block.rows == told.rows(4)
+    told.extend([5, 6])
+    told.propose(7)
+    assert told.block.rows == told.rows(7)
+
+
+@pytest.mark.parametrize("branching", [1, 2, 5, VOCAB + 3])
+@pytest.mark.parametrize("budget", [1, 2, 3, 7, 64])
+def test_the_tree_is_the_likeliest_of_the_chain_and_its_siblings(branching: int, budget: int) -> None:
+    told = Told(max_steps=4, branching=branching)
+    told.extend([1, 2, 3])
+    tree = told.propose(4, budget)
+    nodes: list[tuple[float, tuple[int, ...]]] = []
+    chain, before, rows = (), 0.0, told.rows(4)
+    for _ in range(4):
+        output = output_of(rows)
+        logits = logits_of(output).astype(np.float64)
+        log_probs = before + logits - np.log(np.exp(logits).sum())
+        best = np.argsort(-log_probs, kind="stable")[:branching]
+        nodes += [(log_probs[token], (*chain, int(token))) for token in best]
+        chain, before = (*chain, int(best[0])), log_probs[best[0]]
+        rows = [*rows, (chain[-1], output.tobytes())]
+    nodes = sorted(nodes, reverse=True)[:budget]
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+        paths.append((*(() if parent < 0 else paths[parent]), token))
+    assert paths == [path for _, path in nodes]
+    assert np.allclose(tree.log_probs, [log_prob for log_prob, _ in nodes])
+    assert len(told.block.runs) <= 1 + max(len(path) for path in paths)
+
+
+def test_a_row_is_computed_only_if_the_tree_has_room_for_what_it_predicts() -> None:
+    told = Told(max_steps=8)
+    told.extend([1])
+    for budget in (1, 2, 5):
+        told.block.runs.clear()
+        assert len(told.propose(2, budget)) == budget
+        assert len(told.block.runs) == budget
+
+
+@pytest.mark.parametrize("min_probability", [0.9, 0.2, 0.02])
+def test_unlikely_paths_are_neither_followed_nor_proposed(min_probability: float) -> None:
+    told = Told(max_steps=8, branching=3, min_probability=min_probability)
+    every = Told(max_steps=8, branching=3)
+    for each in (told, every):
+        each.extend([1, 2])
+    tree, whole = told.propose(3), every.propose(3)
+    count = sum(log_prob >= np.log(min_probability) for log_prob in whole.log_probs)
+    assert tree == whole.first(count)
+    assert count < len(whole)
+    assert len(told.block.runs) <= 1 + max(tree.depths, default=0)
+
+
+def test_nothing_is_proposed_before_a_state_is_known_and_for_another_context() -> None:
+    told = Told()
+    assert told.propose(1) == NO_DRAFT
+    told.extend([1, 2])
+    for context in ([1, 2], [1, 2, 3, 4]):
+        assert told.drafter.propose(context, 8) == NO_DRAFT
+    assert told.propose(3) != NO_DRAFT
+    told.cut(1)  # whose state has been used
+    assert told.propose(2) == NO_DRAFT
+    told.extend([2])
+    assert told.propose(3) != NO_DRAFT
+    assert told.block.rows == told.rows(3)
+    assert told.missing == {0}
+
+
+def test_a_cut_within_what_waits_loses_nothing() -> None:
+    told = Told()
+    told.extend([1, 2, 3, 4])
+    told.cut(2)
+    assert told.propose(9) != NO_DRAFT
+    assert told.block.rows == told.rows(9)
+    assert not told.missing
+
+
+def test_a_drafter_may_begin_within_a_sequence() -> None:
+    """Such as one whose first tokens were computed for another request."""
+    told = Told()
+    told.drafter.cut(5)
+    told.tokens, told.first_known, told.missing = [1, 2, 3, 4, 5], None, {0, 1, 2, 3}
+    assert told.propose(6) == NO_DRAFT
+    told.extend([6, 7])
+    assert told.propose(8) != NO_DRAFT
+    assert told.block.rows == told.rows(8)
+    told.extend([8])
+    told.drafter.cut(12)  # four more that it was not told of
+    told.tokens += [0, 1, 2, 3]
+    told.first_known, told.missing = None, told.missing | {7, 8, 9, 10}
+    told.extend([4, 5])
+    assert told.propose(6) != NO_DRAFT
+    assert told.block.rows == told.rows(6)
+    told.cut(7)
+    told.extend([1])
+    assert told.propose(2) != NO_DRAFT
+    assert told.block.rows == told.rows(2)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("count", [1, MAX_WAITING_ROWS + 5], ids=["step", "prompt"])
+def test_states_that_are_not_finite_stop_it_until_a_cut(bad: float, count: int) -> None:
+    told = Told()
+    told.extend([1, 2, 3])
+    told.propose(4)
+    told.extend([4])
+    states = np.zeros((count, 2), np.float32)
+    states[count // 2, 1] = bad
+    told.drafter.extend([5] * count, states)
+    told.tokens += [5] * count
+    for _ in range(2):
+        assert told.propose(6) == NO_DRAFT
+        told.drafter.extend([6], np.zeros((1, 2), np.float32))
+        told.tokens.append(6)
+    told.first_known = None  # of a state that was told while it was off
+    told.cut(4)
+    told.extend([7, 8])
+    assert told.propose(9) != NO_DRAFT
+    assert told.block.rows == told.rows(9)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_logits_that_are_not_finite_stop_it_until_a_cut(bad: float, depth: int) -> None:
+    told = Told()
+    told.extend([1, 2])
+    rows = told.rows(3)
+    tokens, _ = expected_chain(rows, 3)
+    for token in tokens[:depth]:
+        rows.append((token, output_of(rows).tobytes()))
+    logits = np.zeros(VOCAB, np.float32)
+    logits[7] = bad
+    told.block.logits_of[output_of(rows).tobytes()] = logits
+    assert told.propose(3) == NO_DRAFT
+    told.block.logits_of.clear()
+    assert told.propose(3) == NO_DRAFT
+    told.first_known = None
+    told.drafter.extend([3], state_of([1, 2, 3])[None])
+    told.tokens.append(3)
+    told.cut(2)
+    assert told.propose(3) == NO_DRAFT
+    told.extend([3])
+    assert told.propose(4) != NO_DRAFT
+    assert told.block.rows == told.rows(4)
+
+
+def test_it_stops_where_the_block_has_no_room() -> None:
+    told = Told(max_steps=8)
+    told.extend([1, 2, 3])
+    told.block.capacity = 5
+    assert len(told.propose(4)) == 3  # rows: three computed, then two of the draft, and what those predict
+    told.extend([4, 5, 6])
+    assert told.propose(7) == NO_DRAFT
+    assert told.propose(7) == NO_DRAFT
+    told.block.capacity = 100
+    told.cut(0)
+    told.extend([1, 2])
+    assert told.propose(3) != NO_DRAFT
+    assert told.block.rows == told.rows(3)
