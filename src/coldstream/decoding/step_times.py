@@ -1,0 +1,120 @@
+"""What a step costs by its number of rows, learned from the steps that were taken.
+
+Rows are counted one by one up to 8, beyond that in ranges: a range is about as wide as what changes the cost
+of a step, and few enough ranges are left to be measured all.
+
+An estimate is a median of the last measurements, in which one loses half its weight with every 256 steps. So
+a slow step changes nothing where steps are many, and where they are rare the new ones outweigh the stale. A
+range without any for 1024 steps counts as never measured. The first measurement of a range is left out: it
+may have paid for what is made at the first use.
+
+It knows no clock and no device. Times are seconds.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Final
+
+MAX_ROWS: Final = 64
+_LAST_ROWS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, MAX_ROWS)  # of each range
+_HALF_LIFE: Final = 256.0  # in steps
+_FORGOTTEN: Final = 1024  # steps
+_NUM_KEPT: Final = 9
+_MEDIAN: Final = 0.45  # the share of the weight up to a median: below half, so that of two it is the lower
+_ROW_SHARE: Final = 0.3  # of a step of one row: what a further row costs, as long as that is not measured
+
+
+class RecentMedian:
+    """The median of the last 9 of many values but the first, newer ones weighing more.
+
+    value: None without values. Of two it is the lower, as what disturbs a step makes it slower.
+    """
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_NUM_KEPT)  # with the step of each
+        self._is_first = True
+
+    def add(self, value: float, step: int) -> None:
+        """A value of a step, which is not before those of the values added before."""
+        if self._is_first:
+            self._is_first = False
+            return
+        self._recent.append((step, value))
+        weighted = sorted((value, 0.5 ** ((step - at) / _HALF_LIFE)) for at, value in self._recent)
+        wanted = _MEDIAN * sum(weight for _, weight in weighted)
+        sums = accumulate(weight for _, weight in weighted)
+        self.value = next(value for (value, _), total in zip(weighted, sums, strict=True) if total >= wanted)
+
+
+class StepTimes:
+    """The seconds of a step by its number of rows, from 1 to `MAX_ROWS`."""
+
+    def __init__(self) -> None:
+        self._medians = [RecentMedian() for _ in _LAST_ROWS]
+        self._newest = [0] * len(_LAST_ROWS)  # the last step of each range that was not left out
+        self._num_steps = 0
+        self._estimates: list[float] = []
+
+    def record(self, num_rows: int, seconds: float) -> None:
+        """A step of this many rows took so long."""
+        assert seconds > 0, "a step takes time"
+        self._num_steps += 1
+        each = row_range(num_rows)
+        self._medians[each].add(seconds, self._num_steps)
+        if self._medians[each].value is not None:
+            self._newest[each] = self._num_steps
+        known = {
+            rows: median.value
+            for rows, median, newest in zip(_LAST_ROWS, self._medians, self._newest, strict=True)
+            if median.value is not None and self._num_steps - newest < _FORGOTTEN
+        }
+        if known:
+            self._estimates = [_estimate(known, rows) for rows in _LAST_ROWS]
+
+    def age(self, num_rows: int) -> int:
+        """How many steps ago a step with about as many rows was measured; all steps if none was."""
+        return self._num_steps - self._newest[row_range(num_rows)]
+
+    def seconds(self, num_rows: int) -> float | None:
+        """The estimate for a step of `num_rows`; None before anything is known.
+
+        For rows that were not measured: on a straight line between the nearest that were, or, beyond all, on
+        that through the fewest and the most; but never less than for fewer rows that were measured. Below all
+        measured, and if there is only one, each row after the first is taken to cost 0.3 of a step of one
+        row.
+        """
+        each = row_range(num_rows)
+        return self._estimates[each] if self._estimates else None
+
+
+def row_range(num_rows: int) -> int:
+    """The number of the range that a number of rows belongs to."""
+    assert 1 <= num_rows <= MAX_ROWS, f"a step with a draft has 1 to {MAX_ROWS} rows, not {num_rows}"
+    return bisect_left(_LAST_ROWS, num_rows)
+
+
+def _estimate(known: Mapping[int, float], rows: int) -> float:
+    """See `StepTimes.seconds`. known: the measured seconds by rows, ascending; not empty."""
+    if rows in known:
+        return known[rows]
+    fewer = [at for at in known if at < rows]
+    more = [at for at in known if at > rows]
+    if not fewer:
+        return known[more[0]] * _assumed_cost(rows) / _assumed_cost(more[0])
+    base = fewer[-1]
+    if more:
+        per_row = (known[more[0]] - known[base]) / (more[0] - base)
+    elif len(fewer) > 1:
+        per_row = (known[base] - known[fewer[0]]) / (base - fewer[0])
+    else:
+        per_row = known[base] * _ROW_SHARE / _assumed_cost(base)
+    least = max(known[at] for at in fewer)
+    return max(least, known[base] + per_row * (rows - base))
+
+
+def _assumed_cost(rows: int) -> float:
+    """Of a step, in steps of one row."""
+    return 1.0 + _ROW_SHARE * (rows - 1)

@@ -1,0 +1,196 @@
+"""How many nodes of a draft a step verifies, and whether to draft at all: by expected tokens a second.
+
+A step with the root and n nodes yields 1 + the sum of the nodes' probabilities to be accepted, and takes the
+time of the draft and that of 1 + n rows. With mixtures of experts that time is neither convex nor smooth in
+n: rows share experts, kernels change and expert caches miss. So every size is looked at, and none is taken
+that is expected to be slower than a plain step without a draft.
+
+Estimates of what is not done grow stale, so a small share of the time goes into doing it anyway. Half the
+share pays for *probes*, steps with another size than the best; half for *explorations*, drafts made although
+drafts have not paid lately. Each waits until its expected overhead has been earned, and pays the real one.
+The overhead of a step is what it takes beyond the time in which the best size is expected to yield as many
+tokens.
+
+Everything is a pure function of the calls so far: times are passed in.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+
+from coldstream.decoding.step_times import MAX_ROWS, RecentMedian, StepTimes, row_range
+
+_GAIN_WEIGHT = 1 / 8  # of the newest draft in the mean gain of drafts
+_STALE = 128  # steps after which a time should be measured again
+_PROBE_DISTANCE = 16  # steps from one probe to the next, at least
+_MOST_SAVED = 4096  # steps whose shares are saved for probes: at a half percent, the time of 20 steps
+_LEAST_OVERHEAD_S = 1e-9
+
+
+class SizeReason(Enum):
+    """Why a size was chosen."""
+
+    FASTEST = "the most expected tokens a second"
+    PLAIN = "no size is expected to be faster than a plain step"
+    PROBE = "measured again although another size is expected to be faster"
+    UNMEASURED = "no plain step has been measured yet"
+
+
+@dataclass(frozen=True)
+class TreeSize:
+    """How many of a draft's first nodes to verify, and why."""
+
+    num_nodes: int
+    reason: SizeReason
+    rate: float | None = None  # expected tokens a second; of 0 nodes: those of a plain step without a draft
+    best_rate: float | None = None  # of the size that is expected to be the fastest
+    tokens: float = 1.0  # expected of the step
+    draft_s: float = 0.0  # what the draft took
+    is_exploration: bool = False  # the draft was made although drafts have not paid lately
+
+
+def expected_rates(
+    probabilities: Sequence[float],
+    step_s: Callable[[int], float],
+    draft_s: float,
+    extra_s: Sequence[float] | None = None,
+) -> list[float]:
+    """The expected tokens a second by number of nodes, for all that fit into `MAX_ROWS` rows.
+
+    probabilities: by node, that it and the path to it are accepted. step_s(rows): the seconds of a step.
+    draft_s: those of the draft, which a plain step (0 nodes) does without. extra_s: by number of nodes, from
+    0 on, what a step is expected to take beyond `step_s`, such as for experts that are not resident.
+    """
+    num_sizes = min(len(probabilities) + 1, MAX_ROWS)
+    tokens = accumulate(probabilities, initial=1.0)
+    extra = [0.0] * num_sizes if extra_s is None else extra_s
+    return [
+        expected / (step_s(1 + n) + extra[n] + (draft_s if n else 0.0))
+        for n, expected in zip(range(num_sizes), tokens, strict=False)
+    ]
+
+
+class SizePolicy:
+    """Decides for the drafts of one drafter, whose steps' times it is told.
+
+    times: may be shared with the policies of other drafters. probe_share: of the time, at most, that goes
+    into what is not expected to pay.
+
+    For every step: `should_draft`; if so, a draft and `choose`; then the step and `record`.
+    """
+
+    def __init__(self, times: StepTimes, *, probe_share: float = 0.01) -> None:
+        self._times = times
+        self._draft_times = RecentMedian()
+        self._num_drafts = 0
+        self._gain_s = 0.0  # the mean expected gain of a draft over a plain step
+        self._for_drafts = _Purse(probe_share / 2)
+        self._for_probes = _Purse(probe_share / 2)
+        self._num_since_probe = 0
+
+    @property
+    def pays(self) -> bool:
+        """Whether drafts have paid lately."""
+        return self._gain_s >= 0
+
+    def should_draft(self) -> bool:
+        """Whether the next step should have a draft."""
+        if self._times.seconds(1) is None:
+            return False
+        return self.pays or self._for_drafts.affords(self._usual_draft_s)
+
+    def choose(
+        self, probabilities: Sequence[float], draft_s: float, extra_s: Sequence[float] | None = None
+    ) -> TreeSize:
+        """The size for a draft that took `draft_s`; see `expected_rates` for the rest.
+
+        Calculates with the usual time of a draft, not with that of this one.
+        """
+        self._num_drafts += 1
+        self._draft_times.add(draft_s, self._num_drafts)
+        if self._times.seconds(1) is None:
+            return TreeSize(0, SizeReason.UNMEASURED, draft_s=draft_s)
+        is_exploration = not self.pays
+        tokens = list(accumulate(probabilities, initial=1.0))
+        rates = expected_rates(probabilities, self._known_s, self._usual_draft_s, extra_s)
+        best = rates.index(max(rates))  # the smallest of equal ones
+        self._note_gain(
+            tokens[best] / rates[0] - tokens[best] / rates[best] if best else -self._usual_draft_s
+        )
+        probe = self._probe(rates, best, tokens)
+        n, reason = best, SizeReason.FASTEST if best else SizeReason.PLAIN
+        if probe is not None:
+            n, reason = probe, SizeReason.PROBE
+        return TreeSize(n, reason, rates[n], rates[best], tokens[n], draft_s, is_exploration)
+
+    def record(self, step_s: float, size: TreeSize | None = None) -> None:
+        """A step took `step_s` besides its draft; size: what was chosen for it, None without a draft."""
+        num_nodes, draft_s = (size.num_nodes, size.draft_s) if size else (0, 0.0)
+        self._times.record(1 + num_nodes, step_s)
+        self._num_since_probe += 1
+        taken_s = draft_s + step_s
+        if size is not None and size.best_rate is not None:
+            overhead_s = max(0.0, taken_s - size.tokens / size.best_rate)
+            if size.reason is SizeReason.PROBE:
+                self._for_probes.spend(overhead_s)
+                self._num_since_probe = 0
+            elif size.is_exploration and num_nodes == 0:
+                self._for_drafts.spend(overhead_s)
+        self._for_drafts.earn(taken_s)
+        self._for_probes.earn(taken_s)
+
+    @property
+    def _usual_draft_s(self) -> float:
+        return self._draft_times.value or 0.0
+
+    def _known_s(self, num_rows: int) -> float:
+        seconds = self._times.seconds(num_rows)
+        assert seconds is not None, "sizes are compared once a step was measured"
+        return seconds
+
+    def _note_gain(self, gain_s: float) -> None:
+        """Take a draft's gain into the mean. One that pays after a time without starts it anew."""
+        before_s = max(0.0, self._gain_s) if gain_s > 0 else self._gain_s
+        self._gain_s = before_s + _GAIN_WEIGHT * (gain_s - before_s)
+
+    def _probe(self, rates: Sequence[float], best: int, tokens: Sequence[float]) -> int | None:
+        """The size to probe in this step: that whose time is the stalest for the overhead of a probe."""
+        if self._num_since_probe < _PROBE_DISTANCE:
+            return None
+        fastest: dict[int, int] = {}  # size by range of rows
+        for n, rate in enumerate(rates):
+            known = fastest.setdefault(row_range(1 + n), n)
+            if rate > rates[known]:
+                fastest[row_range(1 + n)] = n
+        wanted, urgency, overhead_s = None, 0.0, 0.0
+        for each, n in fastest.items():
+            age = self._times.age(1 + n)
+            if each == row_range(1 + best) or age < _STALE:
+                continue
+            taken_s = tokens[n] / rates[n] + (0.0 if n else self._usual_draft_s)
+            expected_s = max(_LEAST_OVERHEAD_S, taken_s - tokens[n] / rates[best])
+            if age / expected_s > urgency:
+                wanted, urgency, overhead_s = n, age / expected_s, expected_s
+        return wanted if self._for_probes.affords(overhead_s) else None
+
+
+class _Purse:
+    """Seconds that may be spent on something: a share of what all steps took, not saved up without end."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._left_s = 0.0
+
+    def earn(self, seconds: float) -> None:
+        """A step took so long."""
+        earned_s = self._share * seconds
+        self._left_s = min(self._left_s + earned_s, _MOST_SAVED * earned_s)
+
+    def affords(self, seconds: float) -> bool:
+        """Whether so much is left."""
+        return self._left_s >= seconds
+
+    def spend(self, seconds: float) -> None:
+        """It took so long, which may be more than is left."""
+        self._left_s -= seconds

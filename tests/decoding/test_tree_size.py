@@ -1,0 +1,233 @@
+"""The size of a draft: the best of all, never slower than plain on purpose, and probes at a price."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coldstream.decoding.step_times import MAX_ROWS, StepTimes, row_range
+from coldstream.decoding.tree_size import SizePolicy, SizeReason, TreeSize, expected_rates
+
+Seconds = Callable[[int], float]  # of a step, by rows
+
+milliseconds = st.integers(1, 60).map(lambda ms: ms / 1000)
+step_times = st.lists(milliseconds, min_size=MAX_ROWS, max_size=MAX_ROWS)
+probabilities = st.lists(st.floats(0.0, 1.0), max_size=80)
+
+
+def _known(seconds: Seconds, rows: Sequence[int] = range(1, MAX_ROWS + 1)) -> StepTimes:
+    times = StepTimes()
+    for each in rows:
+        for _ in range(2):
+            times.record(each, seconds(each))
+    return times
+
+
+def _chain(acceptance: float, length: int) -> list[float]:
+    return [acceptance**depth for depth in range(1, length + 1)]
+
+
+@given(probabilities, step_times, milliseconds, st.none() | st.lists(milliseconds, min_size=81, max_size=81))
+def test_rates_are_tokens_over_seconds(
+    nodes: list[float], seconds: list[float], draft_s: float, extra_s: list[float] | None
+) -> None:
+    rates = expected_rates(nodes, lambda rows: seconds[rows - 1], draft_s, extra_s)
+    assert len(rates) == min(len(nodes), MAX_ROWS - 1) + 1
+    for n, rate in enumerate(rates):
+        extra = 0.0 if extra_s is None else extra_s[n]
+        taken = seconds[n] + extra + (draft_s if n else 0.0)
+        assert rate == pytest.approx((1.0 + sum(nodes[:n])) / taken)
+
+
+@given(probabilities, step_times, milliseconds, st.none() | st.lists(milliseconds, min_size=81, max_size=81))
+def test_the_size_is_the_best_of_all_and_never_slower_than_plain(
+    nodes: list[float], seconds: list[float], draft_s: float, extra_s: list[float] | None
+) -> None:
+    times = _known(lambda rows: seconds[rows - 1])
+    policy = SizePolicy(times)
+    policy.choose((), draft_s)  # the first draft's time is left out
+    size = policy.choose(nodes, draft_s, extra_s)
+    estimates = [times.seconds(rows) for rows in range(1, MAX_ROWS + 1)]
+    rates = expected_rates(nodes, lambda rows: estimates[rows - 1] or 0.0, draft_s, extra_s)
+    best = max(range(len(rates)), key=lambda n: (rates[n], -n))
+    assert size.num_nodes == best
+    assert size.reason is (SizeReason.FASTEST if best else SizeReason.PLAIN)
+    assert size.rate == size.best_rate == rates[best] >= rates[0]
+
+
+def test_several_local_maxima_are_no_reason_to_stop() -> None:
+    """Steps of a mixture of experts (vllm-mlx #763, NemotronH): 2 rows are slower than 1, 3 the fastest."""
+    seconds = {1: 8.47e-3, 2: 13.49e-3, 3: 15.64e-3, 5: 20.67e-3, 8: 28.13e-3}
+    policy = SizePolicy(_known(seconds.__getitem__, list(seconds)))
+    size = policy.choose(_chain(0.58, 7), 0.0)
+    assert size.num_nodes == 2
+    assert size.rate == pytest.approx(122.5, abs=0.1)
+    rates = expected_rates(_chain(0.58, 7), lambda rows: seconds.get(rows, 1.0), 0.0)
+    by_rows = [rates[rows - 1] for rows in seconds]
+    assert by_rows == pytest.approx([118, 117, 122.5, 108, 84], abs=0.6)
+
+
+def test_nodes_that_touch_more_cold_experts_are_worth_less() -> None:
+    times, nodes = _known(lambda rows: 0.01 + 0.0005 * rows, range(1, 9)), _chain(0.8, 7)
+    assert SizePolicy(times).choose(nodes, 0.0).num_nodes == 7
+    cold = [0.0, 0.0, 0.0, *(0.02 * n for n in range(1, 6))]
+    assert SizePolicy(times).choose(nodes, 0.0, cold).num_nodes == 2
+
+
+def test_trees_beyond_the_most_rows_are_cut() -> None:
+    times = _known(lambda rows: 0.01, [1, 64])
+    assert SizePolicy(times).choose([1.0] * 200, 0.0).num_nodes == MAX_ROWS - 1
+
+
+def test_nothing_is_drafted_before_a_plain_step_was_measured() -> None:
+    policy = SizePolicy(StepTimes())
+    for _ in range(2):
+        assert not policy.should_draft()
+        assert policy.choose([1.0], 0.001) == TreeSize(0, SizeReason.UNMEASURED, draft_s=0.001)
+        policy.record(0.01)
+    assert policy.should_draft()
+    assert policy.choose([1.0], 0.001).num_nodes == 1
+
+
+@given(st.integers(1, 4), st.booleans())
+def test_some_slow_steps_or_drafts_do_not_end_speculation(num_slow: int, is_draft: bool) -> None:
+    policy = SizePolicy(StepTimes())
+    slow = set(range(100, 100 + num_slow))
+    chosen = []
+    for step in range(130):
+        size = None
+        if policy.should_draft():
+            size = policy.choose(_chain(0.9, 3), 5.0 if is_draft and step in slow else 0.001)
+        num_nodes = size.num_nodes if size else 0
+        chosen.append(num_nodes)
+        policy.record(5.0 if not is_draft and step in slow else 0.01 + 0.001 * num_nodes, size)
+    assert sum(each < 3 for each in chosen[20:]) <= 2, "but for probes"
+
+
+class _Run:
+    """Steps of a simulated model and drafter, with what the policy made of them."""
+
+    def __init__(self, seed: int = 0, noise: float = 0.0) -> None:
+        self.policy = SizePolicy(StepTimes())
+        self.sizes: list[TreeSize | None] = []
+        self.taken_s: list[float] = []
+        self._draws, self._noise = random.Random(seed), noise
+
+    def go(self, num_steps: int, seconds: Seconds, nodes: Sequence[float], draft_s: float) -> None:
+        for _ in range(num_steps):
+            size = None
+            if self.policy.should_draft():
+                size = self.policy.choose(nodes, self._noisy(draft_s))
+            step_s = self._noisy(seconds(1 + (size.num_nodes if size else 0)))
+            self.policy.record(step_s, size)
+            self.sizes.append(size)
+            self.taken_s.append(step_s + (size.draft_s if size else 0.0))
+
+    def _noisy(self, value: float) -> float:
+        return value * (1.0 + self._noise * self._draws.random())
+
+    def reasons(self) -> Counter[SizeReason | None]:
+        return Counter(None if size is None else size.reason for size in self.sizes)
+
+
+@settings(max_examples=30)
+@given(
+    st.floats(0.0, 0.95),
+    st.floats(0.0, 2.0),
+    st.sampled_from([0.0, 1e-5, 1e-3, 1e-2]),
+    st.sampled_from([0.0, 0.2]),
+    st.integers(0, 3),
+)
+def test_what_does_not_pay_takes_a_bounded_share_of_the_time(
+    acceptance: float, row_share: float, draft_s: float, noise: float, seed: int
+) -> None:
+    """Before every probe, all those before it were earned; and so for explorations."""
+    run = _Run(seed, noise)
+    run.go(1500, lambda rows: 0.01 * (1 + row_share * (rows - 1)), _chain(acceptance, 15), draft_s)
+    spent = {"probe": 0.0, "exploration": 0.0}
+    last_probe = -1000
+    passed_s = 0.0
+    for step, (size, taken_s) in enumerate(zip(run.sizes, run.taken_s, strict=True)):
+        if size is not None and size.best_rate is not None:
+            is_probe = size.reason is SizeReason.PROBE
+            kind = "probe" if is_probe else "exploration"
+            if is_probe or (size.is_exploration and size.num_nodes == 0):
+                assert spent[kind] <= 0.005 * passed_s + 1e-9
+                spent[kind] += max(0.0, taken_s - size.tokens / size.best_rate)
+            if is_probe:
+                assert step - last_probe >= 16
+                last_probe = step
+            assert is_probe or (size.rate or 0.0) >= size.best_rate
+        passed_s += taken_s
+    assert run.reasons()[SizeReason.PROBE] > 0
+
+
+def test_a_drafter_that_does_not_pay_is_rarely_asked() -> None:
+    """And costs no more than it may, though its drafts take a fifth of a step."""
+    run = _Run()
+    run.go(4000, lambda rows: 0.01 * rows, _chain(0.1, 6), 0.002)
+    asked = [size for size in run.sizes if size is not None]
+    assert 10 < len(asked) < 200
+    assert sum(run.taken_s) < 4000 * 0.01 * 1.012
+
+
+def test_a_drafter_that_pays_again_is_used_again() -> None:
+    run = _Run()
+    seconds: Seconds = lambda rows: 0.01 + 0.001 * (rows - 1)  # noqa: E731
+    run.go(2000, seconds, _chain(0.02, 6), 0.002)
+    assert not run.policy.pays
+    run.go(100, seconds, _chain(0.8, 6), 0.002)
+    assert run.policy.pays
+    assert all(
+        size is not None and size.num_nodes >= 4
+        for size in run.sizes[-16:]
+        if size and size.reason is SizeReason.FASTEST
+    )
+    assert run.sizes[-1] is not None
+
+
+def test_stale_times_are_found_out() -> None:
+    """Steps of many rows were slow for a while, with something else on the machine."""
+    run = _Run()
+    run.go(500, lambda rows: 0.01 * rows, _chain(0.9, 7), 0.0005)
+    assert {size.num_nodes for size in run.sizes[-50:] if size} <= {0, 1}
+    run.go(2500, lambda rows: 0.01 + 0.0005 * (rows - 1), _chain(0.9, 7), 0.0005)
+    assert Counter(size.num_nodes for size in run.sizes[-200:] if size).most_common(1)[0][0] >= 5
+
+
+def test_probes_visit_every_range_of_rows_and_plain_steps() -> None:
+    run = _Run()
+    run.go(20000, lambda rows: 0.01 + 0.002 * (rows - 1), _chain(0.7, 24), 0.001)
+    probed = Counter(
+        row_range(1 + size.num_nodes) for size in run.sizes if size and size.reason is SizeReason.PROBE
+    )
+    best = Counter(
+        row_range(1 + size.num_nodes) for size in run.sizes if size and size.reason is SizeReason.FASTEST
+    )
+    assert {*probed, best.most_common(1)[0][0]} == set(range(row_range(25) + 1))
+
+
+def test_a_cheap_drafter_without_a_draft_is_asked_often() -> None:
+    """That of repeated text: it costs nothing, and most of the time it has nothing."""
+    run = _Run()
+    run.go(1000, lambda rows: 0.01 + 0.001 * (rows - 1), [], 2e-5)
+    assert sum(size is not None for size in run.sizes) > 900
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32))
+def test_it_is_a_pure_function_of_what_it_was_told(seed: int) -> None:
+    runs = [_Run(seed, noise=0.5) for _ in range(2)]
+    for run in runs:
+        run.go(300, lambda rows: 0.01 + 0.002 * (rows - 1), _chain(0.6, 9), 0.002)
+    assert runs[0].sizes == runs[1].sizes
+
+
+def test_the_best_size_of_equal_ones_is_the_smallest() -> None:
+    times = _known(lambda rows: 0.01 * rows, range(1, 9))
+    assert SizePolicy(times).choose([1.0] * 7, 0.0).num_nodes == 0
+    assert list(accumulate([1.0] * 7))[-1] == 7.0
