@@ -99,7 +99,7 @@ def test_catch_up_uses_the_trunks_states_whatever_is_accepted(tmp_path: Path, na
     random = Random(name)
     with open_runner(path) as runner:
         block = runner.load_mtp()
-        drafted = Drafted(runner, block, max_steps=4, branching=3, min_probability=0.0)
+        drafted = Drafted(runner, block, max_steps=4, branching=3, min_followed=0.0)
         drafted.tell(token_ids(20))
         lengths = set()
         for round_ in range(24):
@@ -138,7 +138,7 @@ def test_states_after_the_last_norm_come_from_the_trunk_and_within_the_chain(
         expected.append((int(tokens[0]), before + float(log_probs[0])))
         outputs = reference.feed_block([expected[-1][0]], outputs.hidden[-1:])
     with open_runner(path) as runner:
-        drafted = Drafted(runner, runner.load_mtp(), max_steps=depth, branching=1, min_probability=0.0)
+        drafted = Drafted(runner, runner.load_mtp(), max_steps=depth, branching=1, min_followed=0.0)
         drafted.tell(ids[:-1])
         tree = drafted.propose(ids[-1])
     assert tree.parents == (-1, 0, 1, 2, 3)
@@ -147,7 +147,7 @@ def test_states_after_the_last_norm_come_from_the_trunk_and_within_the_chain(
 
 def test_it_drafts_up_to_the_end_of_the_context(tmp_path: Path) -> None:
     with open_runner(write_variant(tmp_path, "moe")) as runner:
-        drafted = Drafted(runner, runner.load_mtp(), max_steps=4, branching=1, min_probability=0.0)
+        drafted = Drafted(runner, runner.load_mtp(), max_steps=4, branching=1, min_followed=0.0)
         drafted.tell(token_ids(CONTEXT - 3))
         for room in (3, 2, 1):
             assert len(drafted.propose(1)) == 1 + room
@@ -161,7 +161,7 @@ def test_the_demo_models_block_knows_what_its_trunk_will_say() -> None:
     source = Path(argparse.__file__).read_text()
     with open_runner(demo_model_path()) as runner:
         prompt = Tokenizer.from_metadata(runner.file.metadata).encode(source)[:200]
-        drafted = Drafted(runner, runner.load_mtp(), max_steps=2, branching=1, min_probability=0.0)
+        drafted = Drafted(runner, runner.load_mtp(), max_steps=2, branching=1, min_followed=0.0)
         drafted.tell(prompt)
         plain = runner.new_sequence()
         logits = runner.extend(plain, prompt)

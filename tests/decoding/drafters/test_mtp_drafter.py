@@ -87,7 +87,7 @@ class Told:
 
     def __init__(self, **options: Any) -> None:
         self.block = HashBlock()
-        options = {"max_steps": 3, "branching": 1, "min_probability": 0.0} | options
+        options = {"max_steps": 3, "branching": 1, "min_followed": 0.0} | options
         self.drafter: Drafter = MtpDrafter(self.block, **options)
         self.tokens: list[int] = []
         self.missing: set[int] = set()  # rows
@@ -234,17 +234,19 @@ def test_a_row_is_computed_only_if_the_tree_has_room_for_what_it_predicts() -> N
         assert len(told.block.runs) == budget
 
 
-@pytest.mark.parametrize("min_probability", [0.9, 0.2, 0.02])
-def test_unlikely_paths_are_neither_followed_nor_proposed(min_probability: float) -> None:
-    told = Told(max_steps=8, branching=3, min_probability=min_probability)
+@pytest.mark.parametrize("min_followed", [0.9, 0.2, 0.02])
+def test_unlikely_paths_are_not_followed(min_followed: float) -> None:
+    told = Told(max_steps=8, branching=3, min_followed=min_followed)
     every = Told(max_steps=8, branching=3)
     for each in (told, every):
         each.extend([1, 2])
     tree, whole = told.propose(3), every.propose(3)
-    count = sum(log_prob >= np.log(min_probability) for log_prob in whole.log_probs)
-    assert tree == whole.first(count)
-    assert count < len(whole)
-    assert len(told.block.runs) <= 1 + max(tree.depths, default=0)
+    nodes = zip(whole.token_ids, whole.parents, whole.log_probs, strict=True)
+    followed = [-1, *(i for i, log_prob in enumerate(whole.log_probs) if log_prob >= np.log(min_followed))]
+    expected = [(token, log_prob) for token, parent, log_prob in nodes if parent in followed]
+    assert list(zip(tree.token_ids, tree.log_probs, strict=True)) == expected
+    assert 3 <= len(expected) < len(whole)
+    assert len(told.block.runs) == max(tree.depths)
 
 
 def test_nothing_is_proposed_before_a_state_is_known_and_for_another_context() -> None:

@@ -14,7 +14,7 @@ Hidden states are float32 in the host's memory. Knows nothing of how many nodes 
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from math import isfinite
+from math import inf, isfinite, log
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from coldstream.decoding.sampling_params import Logits
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.decoding.tree_builder import NO_CANDIDATES, Candidates, Path, build_tree, top_log_probs
-from coldstream.errors import GenerationFault, OutOfMemoryError
+from coldstream.errors import ColdstreamError, GenerationFault
 
 Hidden = np.ndarray[Any, Any]  # float32 [E], or [rows, E]
 
@@ -44,7 +44,7 @@ class DraftBlock(Protocol):
     def append(self, token_ids: Sequence[int], hidden: Hidden) -> Hidden:
         """Appends at least one row and at most `room`, states [rows, E]; the output of the last, [E].
 
-        Raises GenerationFault for states that are not finite, and OutOfMemoryError, with no row appended.
+        Raises a ColdstreamError for states that are not finite, and if it fails, with no row appended.
         """
 
     def logits(self, output: Hidden) -> Logits:
@@ -58,9 +58,14 @@ class MtpDrafter:
     """A `Drafter`.
 
     max_steps: depth of the tree. branching: candidates at each depth. A node whose path is less likely than
-    min_probability, by the block, is not proposed.
+    min_followed, by the block, is a leaf.
 
-    Once something is not finite, or the block has no memory, it proposes nothing until the next `cut`.
+    The defaults: on greedy text of the demo model, with a row of the block at 0.08 or 0.24 of a step of the
+    model and a further row of the step at 0.1 or 0.3, they give at least 0.96 of the tokens per time of the
+    best depth up to 8 and the best limit up to 0.5; on text sampled at temperature 1 at least 0.83.
+
+    Once something is not finite, or the block has no memory or fails otherwise, it proposes nothing until
+    the next `cut`.
 
     It may be cut to any length. If the state of the last token then is not known, it proposes nothing until
     it is told of a further token, and the block goes on without the rows that it cannot compute. That is so
@@ -72,13 +77,13 @@ class MtpDrafter:
     wants_hidden = True
 
     def __init__(
-        self, block: DraftBlock, *, max_steps: int = 4, branching: int = 4, min_probability: float = 0.02
+        self, block: DraftBlock, *, max_steps: int = 6, branching: int = 4, min_followed: float = 0.2
     ) -> None:
         assert max_steps > 0
         assert branching > 0
         self._block = block
         self._max_steps, self._branching = max_steps, branching
-        self._min_log_prob = float(np.log(min_probability)) if min_probability > 0 else -np.inf
+        self._min_log_prob = log(min_followed) if min_followed > 0 else -inf
         self._is_off = False
         self._length = 0  # computed tokens
         self._end = 0  # the rows before it are in the block, or among the missing ones
@@ -136,7 +141,7 @@ class MtpDrafter:
             self._root, self._end = context[-1], self._length
             self._tokens, self._states = [], self._states[-1:]
             return self._drafted(output, budget)
-        except (GenerationFault, OutOfMemoryError):
+        except ColdstreamError:
             self._turn_off()
             return NO_DRAFT
 
@@ -152,7 +157,7 @@ class MtpDrafter:
         """Computes all waiting rows but that of the last state."""
         try:
             self._block.append(tokens, states[:-1])
-        except (GenerationFault, OutOfMemoryError):
+        except ColdstreamError:
             self._turn_off()
             return
         self._end += len(tokens)
@@ -197,7 +202,9 @@ class _Chain:
 
     def candidates(self, path: Path) -> Candidates:
         """A `tree_builder.Source`. Raises GenerationFault for logits that are not finite, and as `append`."""
-        if path != self._path or len(path) == self._max_steps or (path and not self._block.room):
+        if path != self._path or len(path) == self._max_steps or self._log_prob < self._min_log_prob:
+            return NO_CANDIDATES
+        if path and not self._block.room:
             return NO_CANDIDATES
         if path:
             self._output = self._block.append(path[-1:], self._output[None])
@@ -205,7 +212,6 @@ class _Chain:
         token_ids, log_probs = (values[0] for values in top_log_probs(logits[None], self._branching))
         if not isfinite(log_probs[0]):
             raise GenerationFault("logits of a draft are not finite")
-        kept = self._log_prob + log_probs >= self._min_log_prob
         self._path = (*path, int(token_ids[0]))
         self._log_prob += float(log_probs[0])
-        return token_ids[kept].tolist(), log_probs[kept].tolist()
+        return token_ids.tolist(), log_probs.tolist()
