@@ -176,10 +176,6 @@ class CpuRunner(ModelRunner):
     def disk(self) -> DiskStatistics | None:
         return self._disk.statistics() if self._disk else None
 
-    def topk_ids(self, count: int) -> Array:
-        """Experts of the first `count` rows of the last step: int32 [count, layers, K], a copy.
-
-        Only for a mixture of experts that was loaded with record_routing.
     @host_memory_errors()
     def load_mtp(self) -> CpuMtp:
         """Loads the MTP block of the file, with as much room for sequences as this runner has.
@@ -193,6 +189,10 @@ class CpuRunner(ModelRunner):
         self._check_file()
         return mtp
 
+    def topk_ids(self, count: int) -> Array:
+        """Experts of the first `count` rows of the last step: int32 [count, layers, K], a copy.
+
+        Only for a mixture of experts that was loaded with record_routing.
         """
         assert isinstance(self._ops, RoutingCpuOps), "routing is not recorded"
         return np.stack([ids[:count] for ids in self._ops.topk_ids], axis=1)
