@@ -92,6 +92,7 @@ class RandomDrafts:
     most: int
     told: list[int] = field(default_factory=list)  # accepted nodes of each step
     sizes: list[int] = field(default_factory=list)
+    num_cut: int = 0
 
     def draft(self, context: Sequence[int], most: int) -> TokenTree:
         rng = np.random.default_rng([self.seed, *context])
@@ -104,9 +105,10 @@ class RandomDrafts:
         self.sizes.append(len(pairs))
         return TokenTree(token_ids, parents, (0.0,) * len(pairs))
 
-    def verified(self, nodes: Sequence[int], seconds: float) -> None:
+    def verified(self, nodes: Sequence[int], seconds: float, *, is_cut: bool) -> None:
         assert seconds > 0
         self.told.append(len(nodes))
+        self.num_cut += is_cut
 
 
 class Run:
@@ -248,6 +250,7 @@ def test_steps_are_saved_and_drafts_are_told_of_each() -> None:
     assert run.plain.num_steps == 35
     assert run.other.num_steps == len(drafts.told) < 25
     assert sum(drafts.told) + len(drafts.told) == 35
+    assert drafts.num_cut == 1
 
 
 def test_trap_42_no_node_is_drafted_beyond_the_last_token() -> None:

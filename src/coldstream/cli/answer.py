@@ -11,6 +11,7 @@ from typing import TextIO
 from coldstream.cli.main import current_interrupts
 from coldstream.cli.tables import width_of, wrap
 from coldstream.cli.terminal import ProgressLine, note, visible
+from coldstream.decoding import SpeculationStatistics
 from coldstream.engine import Statistics, Stream
 from coldstream.engine.request import FinishReason
 
@@ -46,6 +47,7 @@ class Answer:
             self.finish_reason,
             f"context {used} of {self.ctx_size}",
             "" if s.expert_hit_rate is None else f"{s.expert_hit_rate:.0%} of experts at hand",
+            _drafts(s.speculation),
             f"{s.tier}, {_count(s.threads, 'thread')}",
             f"seed {s.seed}",
         ]
@@ -90,6 +92,12 @@ def show_answer(stream: Stream, line: ProgressLine, quiet: bool, ctx_size: int, 
     if not quiet:
         note("\n".join(wrap(answer.describe(), width_of(sys.stderr), SEPARATOR)))
     return answer
+
+
+def _drafts(speculation: SpeculationStatistics | None) -> str:
+    if speculation is None or not speculation.drafted:
+        return ""
+    return f"{speculation.tokens_per_step:.2f} tokens a step by {speculation.drafter}"
 
 
 def _count(number: int, noun: str) -> str:

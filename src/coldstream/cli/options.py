@@ -18,7 +18,7 @@ from coldstream.cli.foreign_options import foreign_options
 from coldstream.cli.main import Session
 from coldstream.decoding import SamplingParams
 from coldstream.engine import sizes
-from coldstream.engine.config import TIERS, EngineConfig
+from coldstream.engine.config import SPEC_TYPES, TIERS, EngineConfig
 from coldstream.errors import ConfigError
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 
@@ -154,6 +154,18 @@ def engine_options(command: Command) -> Command:
             "--tier",
             type=click.Choice(TIERS),
             help="Instruction set of CPU kernels [default: auto, the best there is].",
+        ),
+        option(
+            "--spec-type",
+            metavar="|".join(SPEC_TYPES),
+            help="What drafts tokens for the model to verify, which changes none [default: auto, the "
+            "file's own block for that, on a CPU].",
+        ),
+        option(
+            "--tree-budget",
+            type=parse_number_or_auto,
+            metavar="N|auto",
+            help="Tokens of a draft [default: auto, as many as pay].",
         ),
         option(
             "--offline", is_flag=True, default=None, help="Never ask the hub; use what is on this machine."

@@ -16,7 +16,13 @@ from coldstream.decoding.drafters.drafter import Drafter
 from coldstream.decoding.logprobs import RankedLogprob
 from coldstream.decoding.sampling import SEED_BITS, derived_seed, sample_token
 from coldstream.decoding.sampling_params import Logits, LogitsProcessor, SamplingParams
-from coldstream.decoding.speculative import Drafts, begin_picks, generate_tokens_speculatively
+from coldstream.decoding.speculation import (
+    FixedSizes,
+    SizesByCost,
+    Speculation,
+    SpeculationStatistics,
+)
+from coldstream.decoding.speculative import Drafts, Pick, begin_picks, generate_tokens_speculatively
 from coldstream.decoding.stop import StopMatcher
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 
@@ -32,11 +38,16 @@ __all__ = [
     "DeviceStep",
     "Drafter",
     "Drafts",
+    "FixedSizes",
     "Logits",
     "LogitsProcessor",
     "Outcome",
+    "Pick",
     "RankedLogprob",
     "SamplingParams",
+    "SizesByCost",
+    "Speculation",
+    "SpeculationStatistics",
     "StartedChoices",
     "StopMatcher",
     "TokenChooser",

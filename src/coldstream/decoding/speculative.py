@@ -40,8 +40,11 @@ class Drafts(Protocol):
     def draft(self, context: Sequence[int], most: int) -> TokenTree:
         """At most `most` nodes (≥ 0) after `context`: the tokens that the model holds, then the root."""
 
-    def verified(self, nodes: Sequence[int], seconds: float) -> None:
-        """The path of the last draft that was accepted, and how long computing and committing took."""
+    def verified(self, nodes: Sequence[int], seconds: float, *, is_cut: bool) -> None:
+        """The path of the last draft that was accepted, and how long computing and committing took.
+
+        is_cut: whether generation ended along the path, so that what follows its last node was not tried.
+        """
 
 
 Pick = Callable[[int, Sequence[int]], Chosen]
@@ -82,7 +85,7 @@ def generate_tokens_speculatively(
         start = time.perf_counter()
         rows = _compute(model, tokens.ids[-1], tree)
         nodes, held = [ROOT], []
-        seconds = 0.0
+        seconds, is_cut = 0.0, True
         try:
             pick = begin(rows, tree, tokens.ids)
             seconds = time.perf_counter() - start
@@ -93,13 +96,14 @@ def generate_tokens_speculatively(
                 yield chosen
                 node = tree.child(nodes[-1], chosen.token_id)
                 if node is None or tokens.has_ended:
+                    is_cut = tokens.has_ended
                     break
                 nodes.append(node)
         finally:
             start = time.perf_counter()
             if tree:
                 model.commit(held)
-            drafts.verified(nodes[1:], seconds + time.perf_counter() - start)
+            drafts.verified(nodes[1:], seconds + time.perf_counter() - start, is_cut=is_cut)
 
 
 def _compute(model: TreeModel, root: int, tree: TokenTree) -> Sequence[AnyLogits]:

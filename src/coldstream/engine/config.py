@@ -9,13 +9,17 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from coldstream.decoding.speculation import MAX_TREE_NODES
 from coldstream.engine.sizes import parse_size
 from coldstream.errors import ConfigError, OutOfMemoryError, shown
 from coldstream.experts.prefetching import MAX_PREFETCHED
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, INTEGER_CACHE_TYPES
+from coldstream.kernels.ops import MAX_TREE_ROWS
 from coldstream.models.spec import ModelSpec
+from coldstream.placement import run_plan
 
 DEVICES = ("auto", "cpu", "cuda")
+SPEC_TYPES = ("auto", *run_plan.SPEC_TYPES)
 TIERS = ("auto", "generic", "avx2", "avx512", "amx")
 MAX_THREADS = 1024
 MAX_BYTES = 2**60
@@ -25,6 +29,13 @@ DEFAULT_CACHE_SHARE = 0.25  # of available memory, for the cache of a default co
 CacheType = Literal["i16", "i8", "i4", "i3"]
 # For types of llama.cpp that do not exist here.
 NEAREST_CACHE_TYPES = {"f16": "i16", "bf16": "i16", "f32": "i16", "q8_0": "i8", "q4_0": "i4"}
+
+
+# Settings that a plan contains.
+_PLANNED = (
+    *("vram", "ram", "ctx_size", "cache_type_k", "cache_type_v", "attention_window"),
+    *("spec_type", "tree_budget"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,9 @@ class EngineConfig:
     tier: str = "auto"  # of CPU kernels; auto: the fastest that this CPU has
     # Experts of a layer that a GPU fetches before its router has run, at most; auto: where that should pay.
     prefetch: int | Literal["auto"] = "auto"
+    # What drafts tokens for the model to verify, which changes none; auto: the file's MTP block, on a CPU.
+    spec_type: str = "auto"
+    tree_budget: int | Literal["auto"] = "auto"  # nodes of a draft tree; auto: as many as pay in each step
     seed: int | None = None  # for requests that name none; None: a fresh one for each
     offline: bool = False  # never ask the hub; only local files and its cache
 
@@ -71,6 +85,9 @@ class EngineConfig:
             _check_integer("prefetch", self.prefetch, 0, MAX_PREFETCHED)
         if self.device == "cpu" and self.prefetch not in ("auto", 0):
             raise ConfigError("prefetch is over the bus of a GPU, and the device is the CPU: leave it out")
+        _check_choice("spec_type", self.spec_type, SPEC_TYPES)
+        if self.tree_budget != "auto":
+            _check_integer("tree_budget", self.tree_budget, 1, MAX_TREE_NODES)
         _check_choice("cache_type_k", self.cache_type_k, INTEGER_CACHE_TYPES, NEAREST_CACHE_TYPES)
         _check_choice("cache_type_v", self.cache_type_v, INTEGER_CACHE_TYPES, NEAREST_CACHE_TYPES)
         if self.cache_type_k != self.cache_type_v:
@@ -85,7 +102,7 @@ class EngineConfig:
     def _check_plan(self) -> None:
         if not isinstance(self.plan, str) or not self.plan:
             raise ConfigError(f"plan (--plan) must be the path of a file, not {shown(self.plan)}")
-        for name in ("vram", "ram", "ctx_size", "cache_type_k", "cache_type_v", "attention_window"):
+        for name in _PLANNED:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"{name} (--{flag}) is part of the plan: leave it out, or --plan")
@@ -115,8 +132,9 @@ def resolve(config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: i
 
     free_bytes: device memory available for caches. The tier is not resolved here, since only the compiled
     kernels list their tiers; the opened model reports its choice. Raises ConfigError for a context beyond the
-    model's, OutOfMemoryError if caches exceed the memory.
+    model's and for drafts that it cannot have, OutOfMemoryError if caches exceed the memory.
     """
+    _check_drafts(config, spec)
     threads = num_cores if config.threads == "auto" else config.threads
     try:
         token_bytes = cache_bytes_per_token(config, spec)
@@ -128,6 +146,26 @@ def resolve(config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: i
     affordable = int(free_bytes * DEFAULT_CACHE_SHARE) // max(1, token_bytes)
     ctx_size = max(1, min(spec.context_length, DEFAULT_CTX_SIZE, affordable))
     return replace(config, threads=threads, ctx_size=ctx_size)
+
+
+def tree_rows_of(config: EngineConfig) -> int:
+    """Rows of a draft tree for which a `config` with concrete drafts needs memory."""
+    if config.spec_type in ("auto", "none"):
+        return 0
+    return MAX_TREE_ROWS if config.tree_budget == "auto" else 1 + config.tree_budget
+
+
+def automatic_spec_type(config: EngineConfig, spec: ModelSpec) -> str:
+    """What drafts if nothing is asked for and there is memory for it."""
+    return "mtp" if spec.num_nextn_layers and config.device == "cpu" else "none"
+
+
+def _check_drafts(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raises ConfigError for drafts that the model cannot have."""
+    if config.spec_type == "mtp" and not spec.num_nextn_layers:
+        raise ConfigError("spec_type mtp: the file has no block for multi-token prediction: try ngram")
+    if config.spec_type == "mtp" and config.device == "cuda":
+        raise ConfigError("spec_type mtp is computed on the CPU alone, and the device is a GPU: try ngram")
 
 
 def cache_bytes_per_token(config: EngineConfig, spec: ModelSpec) -> int:

@@ -13,14 +13,19 @@ from typing import Self
 from coldstream.decoding import (
     AnyLogits,
     Chosen,
+    Pick,
     SamplingParams,
+    SpeculationStatistics,
     StartedChoices,
     StopMatcher,
     TokenChooser,
+    TokenTree,
     begin_choices,
+    begin_picks,
     derived_seed,
     generate_tokens,
     generate_tokens_ahead,
+    generate_tokens_speculatively,
 )
 from coldstream.engine.live_sequence import LiveSequence
 from coldstream.engine.request import (
@@ -68,6 +73,8 @@ def generate_pieces(
 ) -> Generator[Piece, None, None]:
     """Yield a piece per token and a last one with the statistics. Raises what computing raises."""
     answer = Answer(request, tokenizer, model.expert_uses)
+    if model.speculation is not None:
+        model.speculation.start()
     reason: FinishReason = "length"
     try:
         for chosen in _chosen_tokens(request, model, answer.chooser, _watched(progress, is_cancelled)):
@@ -80,7 +87,8 @@ def generate_pieces(
                 break
     except _CancelledError:
         reason = "cancelled"
-    yield answer.last_piece(reason, model.num_reused, model.expert_uses)
+    drafts = model.speculation.statistics() if model.speculation else None
+    yield answer.last_piece(reason, model.num_reused, model.expert_uses, drafts)
 
 
 def _chosen_tokens(
@@ -103,9 +111,30 @@ def _chosen_tokens(
         model.trust_after(started)
         return started
 
+    def begin_rows(rows: Sequence[AnyLogits], tree: TokenTree, context: Sequence[int]) -> Pick:
+        pick = begin_picks(chooser, rows, tree, context)
+
+        def trusted(node: int, context: Sequence[int]) -> Chosen:
+            chosen = pick(node, context)
+            model.trust()
+            return chosen
+
+        return trusted
+
     prompt_ids, end_ids, max_tokens = request.prompt_token_ids, request.all_end_ids, request.max_tokens
     num_held = model.start(prompt_ids)
     logits = model.append(prompt_ids[num_held:], progress)
+    if model.speculation is not None:
+        yield from generate_tokens_speculatively(
+            model,
+            logits,
+            prompt_ids,
+            begin_rows,
+            model.speculation,
+            end_ids=end_ids,
+            max_tokens=max_tokens,
+        )
+        return
     if model.takes_chosen and chooser.is_for_device:
         loop = generate_tokens_ahead(model, logits, prompt_ids, begin, end_ids=end_ids, max_tokens=max_tokens)
         yield from map(Chosen, loop)
@@ -148,7 +177,13 @@ class Answer:
             self._stop_piece = piece
         return piece
 
-    def last_piece(self, reason: FinishReason, num_reused: int, expert_uses: tuple[int, int] | None) -> Piece:
+    def last_piece(
+        self,
+        reason: FinishReason,
+        num_reused: int,
+        expert_uses: tuple[int, int] | None,
+        speculation: SpeculationStatistics | None = None,
+    ) -> Piece:
         """The last piece of an answer, which ends for `reason` unless it has stopped by itself."""
         return replace(
             self._stop_piece,
@@ -156,7 +191,7 @@ class Answer:
             finish_reason="stop" if self.has_stopped else reason,
             stop_reason=self._text.stop_reason,
             statistics=self._clock.statistics(
-                self._request, num_reused, _hit_rate(self._uses_before, expert_uses)
+                self._request, num_reused, _hit_rate(self._uses_before, expert_uses), speculation
             ),
         )
 
@@ -239,7 +274,13 @@ class _Clock:
         if self._num_tokens == 1:
             self._first = self._last
 
-    def statistics(self, request: Request, num_reused: int, hit_rate: float | None) -> Statistics:
+    def statistics(
+        self,
+        request: Request,
+        num_reused: int,
+        hit_rate: float | None,
+        speculation: SpeculationStatistics | None = None,
+    ) -> Statistics:
         return Statistics(
             prompt_tokens=len(request.prompt_token_ids),
             reused_tokens=num_reused,
@@ -250,6 +291,7 @@ class _Clock:
             threads=request.threads,
             seed=request.seed,
             expert_hit_rate=hit_rate,
+            speculation=speculation,
         )
 
 

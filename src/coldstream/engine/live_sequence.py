@@ -9,24 +9,30 @@ state only if a token was chosen from its last logits, which fails unless all of
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from coldstream import kvcache
-from coldstream.decoding import AnyLogits, Chosen, StartedChoices
+from coldstream.decoding import AnyLogits, Chosen, Speculation, StartedChoices
 from coldstream.kvcache import Batch, ChosenToken, Segment
 from coldstream.models.runner import ModelRunner, Progress
 
 
 class LiveSequence:
-    """One sequence of a runner, and which tokens it holds; implements decoding's `AheadModel`.
+    """One sequence of a runner, and which tokens it holds; implements decoding's `AheadModel`, `TreeModel`.
 
     After an exception while computing, or without a call of `trust` or `trust_after` after it, the state
     counts as unknown and the next prompt starts from an empty one.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, speculation: Speculation | None = None) -> None:
+        """speculation: its drafter is told of the tokens that the sequence holds."""
         self._runner = runner
+        self.speculation = speculation
+        self._drafter = speculation.drafter if speculation else None
         self._sequence = runner.new_sequence()
         self._token_ids: list[int] | None = None  # None: unknown
-        self._unsettled: list[int] = []  # those before the token of `append_chosen`
+        self._unsettled: list[int] = []  # those before the token of `append_chosen` or the tree of `verify`
+        self._tree_ids: Sequence[int] = ()
         self._proof: StartedChoices | None = None  # whose success shows that the last logits are finite
         self._is_trusted = False
         self._num_reused = 0
@@ -58,6 +64,7 @@ class LiveSequence:
         """Free the sequence's memory; the next prompt starts from an empty state."""
         self._token_ids = None
         self._runner.clear(self._sequence)
+        self._cut_draft(0)
 
     def hand_over(self) -> tuple[list[int], kvcache.Sequence]:
         """Passes the live tokens, none if no prompt may extend them, and their sequence to the caller.
@@ -74,6 +81,7 @@ class LiveSequence:
         self._sequence = sequence
         self._token_ids = token_ids
         self._is_trusted = True
+        self._cut_draft(0)
 
     def start(self, prompt_ids: Sequence[int]) -> int:
         """How many tokens of the prompt the sequence holds, all of its own or none.
@@ -85,12 +93,17 @@ class LiveSequence:
         if self._num_reused == 0:
             self._runner.clear(self._sequence)
         self._token_ids = list(prompt_ids[: self._num_reused])
+        self._cut_draft(self._num_reused)
         return self._num_reused
 
     def append(self, token_ids: Sequence[int], progress: Progress | None = None) -> AnyLogits:
         """Append tokens, of a prompt those that `start` did not find; logits [vocab] after the last."""
         live = self._taken()
-        logits: AnyLogits = self._runner.extend(self._sequence, token_ids, progress)
+        drafter = self._drafter
+        on_chunk = drafter.extend if drafter is not None and drafter.wants_hidden else None
+        logits: AnyLogits = self._runner.extend(self._sequence, token_ids, progress, on_chunk)
+        if drafter is not None and on_chunk is None:
+            drafter.extend(token_ids, None)
         live += token_ids
         self._token_ids = live
         return logits
@@ -116,6 +129,25 @@ class LiveSequence:
             live.append(token_id)
         self._token_ids = live
 
+    def verify(self, token_ids: Sequence[int], parents: Sequence[int]) -> Sequence[AnyLogits]:
+        """Compute a draft tree, see `Segment`; logits [vocab] after each row. `commit` has to follow."""
+        live = self._taken()
+        (rows,) = self._runner.step(Batch((Segment(self._sequence, token_ids, parents),)))
+        self._unsettled, self._tree_ids = live, token_ids
+        logits: Sequence[AnyLogits] = rows
+        return logits
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Hold a path of the tree, after each of whose rows a token was chosen."""
+        drafter, live = self._drafter, self._unsettled
+        token_ids = [self._tree_ids[row] for row in rows]
+        hidden = self._runner.hidden(np.array(rows)) if drafter and drafter.wants_hidden and rows else None
+        self._runner.commit(self._sequence, rows)
+        live += token_ids
+        self._token_ids, self._is_trusted = live, True
+        if drafter is not None and rows:
+            drafter.extend(token_ids, hidden)
+
     def _extendable(self) -> list[int]:
         """The live tokens, if a prompt may extend them; none otherwise."""
         proof, is_trusted = self._proof, self._is_trusted
@@ -126,6 +158,10 @@ class LiveSequence:
         if proof is not None:
             is_trusted = all(isinstance(outcome, Chosen) for outcome in proof.outcomes())
         return live if is_trusted else []
+
+    def _cut_draft(self, length: int) -> None:
+        if self._drafter is not None:
+            self._drafter.cut(length)
 
     def _taken(self) -> list[int]:
         """The live tokens, which are unknown until what follows has succeeded."""

@@ -67,6 +67,8 @@ class LLM:
         attention_window: int | None = None,
         tier: str = "auto",
         prefetch: int | Literal["auto"] = "auto",
+        spec_type: str = "auto",
+        tree_budget: int | Literal["auto"] = "auto",
         seed: int | None = None,
         offline: bool = False,
         policy: Policy | None = None,
@@ -88,6 +90,9 @@ class LLM:
             the other settings it changes what the model says.
         tier: kernels of the CPU; auto: the fastest that it has.
         prefetch: most experts of a layer that a GPU fetches before they are chosen; auto: where that pays.
+        spec_type: what drafts tokens for the model to verify: mtp, ngram or none; auto: the file's own block
+            for multi-token prediction, on a CPU. No token depends on it.
+        tree_budget: tokens of a draft; auto: as many as pay in each step.
         seed: for requests that name none; None: a fresh one for each.
         offline: never ask the hub.
         policy: decides which experts stay in fast memory, for this model alone; None: the product's.
@@ -106,6 +111,8 @@ class LLM:
             "attention_window": attention_window,
             "tier": tier,
             "prefetch": prefetch,
+            "spec_type": spec_type,
+            "tree_budget": tree_budget,
             "seed": seed,
             "offline": offline,
         }
@@ -125,7 +132,7 @@ class LLM:
     def _take(self, opened: OpenedModel) -> None:
         self._opened = opened
         self._reader = RequestReader(opened)
-        self._sequence = LiveSequence(opened.runner)
+        self._sequence = LiveSequence(opened.runner, opened.speculation)
         self._turns = Turns()
         self._closing = threading.Lock()
         self._is_released = False

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from coldstream.decoding import SamplingParams
+from coldstream.decoding import SamplingParams, Speculation
 from coldstream.engine.config import EngineConfig
 from coldstream.engine.device_choice import OpenProgress, choose_device
+from coldstream.engine.drafting import open_speculation
 from coldstream.engine.machine import hardware_with, measured_hardware
 from coldstream.engine.own_parts import OwnParts
 from coldstream.engine.planned import Planned
@@ -47,6 +48,7 @@ class OpenedModel:
     has_chat_template: bool  # without one, using `chat_template` raises an error
     default_sampling: SamplingParams
     device_warnings: tuple[str, ...] = ()  # why the device is not the expected one
+    speculation: Speculation | None = None  # of one sequence
 
     @property
     def config(self) -> EngineConfig:
@@ -100,6 +102,7 @@ def open_model(
         default_sampling = sampling_defaults(file.metadata)
         template = ChatTemplate.from_metadata(file.metadata, tokenizer.vocabulary)
         runner = load_runner(config, file, spec, planned.run, progress, own)
+        speculation = open_speculation(planned.run, runner)
         cleanup.pop_all()
     return OpenedModel(
         planned,
@@ -109,6 +112,7 @@ def open_model(
         CHAT_TEMPLATE_KEY in file.metadata,
         default_sampling,
         device_warnings,
+        speculation,
     )
 
 

@@ -5,7 +5,9 @@ them out.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,18 @@ import numpy as np
 
 from coldstream.assets import demo_profile_path
 from coldstream.engine.budgets import ALL_BYTES, advised, budget_bytes, ram_bytes
-from coldstream.engine.config import EngineConfig, cache_bytes_per_token, resolve
+from coldstream.engine.config import (
+    EngineConfig,
+    automatic_spec_type,
+    cache_bytes_per_token,
+    resolve,
+    tree_rows_of,
+)
 from coldstream.engine.device_choice import OpenProgress, device_to_plan_for
 from coldstream.engine.machine import measured_hardware
 from coldstream.engine.planned import Planned
 from coldstream.engine.workers import with_places, with_workers
-from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError
+from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError, OutOfMemoryError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
@@ -61,13 +69,45 @@ def plan_model(
     """Plans an open model on the device of `config`, which is cpu or cuda.
 
     Follows the plan that `config` names, or its budgets, or else free memory. A trace of the model gives the
-    uses of experts. more_bytes: further fast memory, for `larger_plan`. measured: returns `hardware` with
+    uses of experts. Drafts that are not asked for are taken only where they leave all experts in fast memory.
+    more_bytes: further fast memory, for `larger_plan`. measured: returns `hardware` with
     rates; called only if a choice depends on them. Raises ConfigError and OutOfMemoryError as `resolve` and
     `plan_placement`, with a sufficient budget as advice; as `load_plan`; and ConfigError for a plan for the
     other device, for pinned or weighted layers that do not exist, and for prefetched experts that were asked
     for and have no place.
     """
-    options = options or PlanOptions()
+    plan = partial(
+        _plan_asked,
+        file=file,
+        spec=spec,
+        hardware=hardware,
+        trace=trace,
+        options=options or PlanOptions(),
+        more_bytes=more_bytes,
+        measured=measured,
+    )
+    if config.plan is not None or config.spec_type != "auto":
+        return plan(config)
+    drafts = automatic_spec_type(config, spec)
+    if drafts != "none":
+        with suppress(OutOfMemoryError):
+            planned = plan(replace(config, spec_type=drafts))
+            if planned.plan.is_all_resident:
+                return planned
+    return plan(replace(config, spec_type="none"))
+
+
+def _plan_asked(
+    config: EngineConfig,
+    file: GGUFFile,
+    spec: ModelSpec,
+    hardware: Hardware,
+    trace: RoutingTrace | None,
+    options: PlanOptions,
+    more_bytes: int,
+    measured: Callable[[], Hardware] | None,
+) -> Planned:
+    """`plan_model` for drafts that are not chosen here."""
     _check_layers(options, spec.num_layers)
     spec = spec.with_window(config.attention_window)
     model = _Model(file, spec, options, expected_uses(trace), hardware.num_physical_cores)
@@ -83,7 +123,14 @@ def plan_model(
         raise advised(error, asked, spec, lambda bytes_: model.try_budget(asked, bytes_)) from None
     (placement, sizes), *larger = places
     planned = Planned(
-        RunPlan(placement, 0, model.uses_as_data, attention_window=config.attention_window),
+        RunPlan(
+            placement,
+            0,
+            model.uses_as_data,
+            attention_window=config.attention_window,
+            spec_type=config.spec_type,
+            tree_budget=0 if config.tree_budget == "auto" else config.tree_budget,
+        ),
         larger[0][0] if larger else None,
         sizes,
         config,
@@ -158,6 +205,8 @@ class _Model:
             config.ctx_size,
             config.cache_type_k,
             cache_bytes_per_token(config, self.spec),
+            num_tree_rows=tree_rows_of(config),
+            has_mtp=config.spec_type == "mtp",
         )
 
     def with_context(self, config: EngineConfig, budget: int) -> EngineConfig:
@@ -182,7 +231,7 @@ class _Model:
             return [(plan, needs.parts_for(plan)[0]) for plan in plans]
         sizes = self.sizes(config)
         memory = (config.ctx_size, config.cache_type_k)
-        parts = fixed_parts_on_gpu(self.file, self.spec, sizes, *memory, budgets)
+        parts = fixed_parts_on_gpu(self.file, self.spec, sizes, *memory, budgets, tree_rows_of(config))
         return [
             (plan_placement(sizes, part, budget, uses=self.uses, options=self.options), sizes)
             for part, budget in zip(parts, budgets, strict=True)
@@ -238,6 +287,8 @@ def _given_plan(
         "prefetch": config.prefetch if is_asked else run.prefetch,
         **({"ram": run.pool.budget_bytes} if run.pool else {}),
         "attention_window": run.attention_window,
+        "spec_type": run.spec_type,
+        "tree_budget": run.tree_budget or "auto",
     }
     config = resolve(replace(config, **said), spec, hardware.num_physical_cores, ALL_BYTES)
     assert isinstance(config.threads, int)

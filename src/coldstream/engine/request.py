@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from coldstream.decoding import SpeculationStatistics
+
 FinishReason = Literal["stop", "length", "cancelled"]
 """stop: an end token or a stop string; length: max_tokens or the end of the context; cancelled: by the
 caller.
@@ -26,6 +28,7 @@ class Statistics:
     threads: int
     seed: int  # gives the same tokens again
     expert_hit_rate: float | None = None  # share of expert uses that were in fast memory; None: all are
+    speculation: SpeculationStatistics | None = None  # None: nothing was drafted
 
     @property
     def prompt_tokens_per_s(self) -> float:

@@ -9,6 +9,7 @@ from typing import Protocol, Self
 
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS, Array, KeptInputs, Ops
+from coldstream.placement.plan import FixedPart
 
 MAX_SEQUENCES = 16
 
@@ -72,7 +73,20 @@ class CacheSize:
         return cls(num_blocks, num_sequences, num_trees * MAX_TREE_ROWS)
 
     @classmethod
-    def shared(cls, shape: CacheShape, context_length: int, kv_type: str, *, is_scarce: bool) -> Self:
+    def planned(cls, fixed: FixedPart) -> Self:
+        """What a plan with this fixed part has memory for."""
+        return cls(num_blocks_of(fixed.ctx_size), fixed.num_sequences, fixed.num_tree_rows)
+
+    @classmethod
+    def shared(
+        cls,
+        shape: CacheShape,
+        context_length: int,
+        kv_type: str,
+        *,
+        is_scarce: bool,
+        num_tree_rows: int = 0,
+    ) -> Self:
         """For one sequence of up to `context_length` positions, or for several that share its blocks.
 
         Unless memory is scarce, there are as many states as blocks, up to MAX_SEQUENCES, beyond which a
@@ -86,7 +100,7 @@ class CacheSize:
         if is_scarce and one_state:
             kv_bytes = num_blocks * BLOCK_POSITIONS * _kv_bytes(shape, kv_type)
             num_states = min(num_states, 1 + kv_bytes // 4 // one_state)
-        return cls(num_blocks, num_states)
+        return cls(num_blocks, num_states, num_tree_rows)
 
 
 class ModelCache:
@@ -196,6 +210,11 @@ def state_bytes(shape: CacheShape) -> int:
     """Bytes of the recurrent states of one sequence."""
     size = shape.num_value_heads * shape.ssm_state_size**2 + (shape.conv_kernel - 1) * shape.conv_dim
     return 4 * shape.layer_kinds.count("delta_net") * size
+
+
+def kept_bytes(shape: CacheShape) -> int:
+    """Bytes of the inputs that are kept of a row of a draft tree."""
+    return 4 * shape.layer_kinds.count("delta_net") * (shape.conv_dim + 2 * shape.num_value_heads)
 
 
 def _kv_bytes(shape: CacheShape, kv_type: str) -> int:

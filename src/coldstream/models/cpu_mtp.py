@@ -67,6 +67,11 @@ class CpuMtp:
         scratch = max(graph.graph.scratch_bytes for graph in (self._block, self._head))
         return self._block.arena.num_bytes + self._head.arena.num_bytes + scratch + self._hidden.nbytes
 
+    @property
+    def num_bytes(self) -> int:
+        """All memory that it takes beside the trunk."""
+        return self.weight_bytes + self.cache_bytes + self.activation_bytes
+
     def new_sequence(self) -> "MtpSequence":
         """An empty sequence. It takes no memory before its first row."""
         return MtpSequence(self, self._sequences.new())

@@ -43,15 +43,17 @@ class CpuRunner(ModelRunner):
         kv_type: str,
         disk: DiskTier | None = None,
         cache_size: CacheSize | None = None,
+        num_tree_rows: int = 0,
     ) -> None:
+        """cache_size: None for one that suits the memory, with `num_tree_rows`."""
         super().__init__(file, spec, context_length)
         self._ops = ops
         self._disk = disk
+        self._kv_type = kv_type
         self._model = CausalLM.load(file, spec, ops)
         # With slots, the cache takes memory from experts; without, memory is used only once it is written.
-        self._kv_type = kv_type
         self.cache_size = cache_size or CacheSize.shared(
-            spec, context_length, kv_type, is_scarce=disk is not None
+            spec, context_length, kv_type, is_scarce=disk is not None, num_tree_rows=num_tree_rows
         )
         self._sequences = SequenceCache(spec, ops, self.cache_size, kv_type)
         caches, num_blocks = self._sequences.tensors, num_blocks_of(context_length)
@@ -102,7 +104,7 @@ class CpuRunner(ModelRunner):
             ops = PooledCpuOps(plan.threads, tier, disk.stacks)
         else:
             ops = RoutingCpuOps(plan.threads, tier) if record_routing else CpuOps(plan.threads, tier)
-        cache_size = cache_size or CacheSize(num_blocks_of(fixed.ctx_size), fixed.num_sequences)
+        cache_size = cache_size or CacheSize.planned(fixed)
         runner = cls(file, spec, ops, fixed.ctx_size, fixed.kv_type, disk, cache_size)
         assert runner.chunk_size == fixed.chunk_size, "a plan for this runner has its steps"
         if disk is not None:
@@ -123,8 +125,12 @@ class CpuRunner(ModelRunner):
         kv_type: str,
         kv_token_bytes: int = 0,
         cache_size: CacheSize | None = None,
+        num_tree_rows: int = 0,
+        has_mtp: bool = False,
     ) -> RamNeeds:
         """The RAM that the runner would need, counted by runners that read no weights.
+
+        has_mtp: with that of `load_mtp`.
 
         Raises UnsupportedError for a tier this machine lacks.
         """
@@ -133,7 +139,7 @@ class CpuRunner(ModelRunner):
             ops: CpuOps = UnreadCpuOps(threads, tier)
             if disk is not None:
                 ops = UnreadPooledCpuOps(threads, tier, disk.stacks)
-            unread = cls(file, spec, ops, context_length, kv_type, disk, cache_size)
+            unread = cls(file, spec, ops, context_length, kv_type, disk, cache_size, num_tree_rows)
             return FixedPart(
                 ctx_size=context_length,
                 kv_type=kv_type,
@@ -142,6 +148,8 @@ class CpuRunner(ModelRunner):
                 caches=unread._sequences.tensors.num_bytes,
                 workspace=unread.activation_bytes,
                 num_sequences=unread.cache_size.num_states,
+                num_tree_rows=unread.cache_size.num_tree_rows,
+                drafter=unread._mtp(UnreadCpuOps.beside(ops)).num_bytes if has_mtp else 0,
             )
 
         return RamNeeds.of(file, spec, kv_token_bytes, count)
@@ -183,11 +191,13 @@ class CpuRunner(ModelRunner):
         It has to be given up before the runner is closed. Raises UnsupportedError if the file has no such
         block, InconsistentError, ModelChangedError and OutOfMemoryError.
         """
-        ops = CpuOps.beside(self._ops)
-        size = CacheSize(self.cache_size.num_blocks, self.cache_size.num_states)
-        mtp = CpuMtp(self.file, self._model, ops, self.context_length, self._kv_type, size)
+        mtp = self._mtp(CpuOps.beside(self._ops))
         self._check_file()
         return mtp
+
+    def _mtp(self, ops: CpuOps) -> CpuMtp:
+        size = CacheSize(self.cache_size.num_blocks, self.cache_size.num_states)
+        return CpuMtp(self.file, self._model, ops, self.context_length, self._kv_type, size)
 
     def topk_ids(self, count: int) -> Array:
         """Experts of the first `count` rows of the last step: int32 [count, layers, K], a copy.

@@ -27,7 +27,7 @@ from coldstream.kernels.experts.executor import ExecutorFactory
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.ops import SHORT_CONTEXT
 from coldstream.kvcache.batch import BatchLimits, CheckedSegment
-from coldstream.kvcache.cache import CacheSize, num_blocks_of
+from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence import Sequence
 from coldstream.kvcache.sequence_cache import AcceptedPath
 from coldstream.models.captured_steps import CapturedSteps
@@ -166,7 +166,7 @@ class CudaRunner(ModelRunner):
         stays open then.
         """
         placement, fixed = plan.placement, plan.placement.fixed
-        cache_size = cache_size or CacheSize(num_blocks_of(fixed.ctx_size), fixed.num_sequences)
+        cache_size = cache_size or CacheSize.planned(fixed)
         limits = Limits(cache_size, fixed.ctx_size, fixed.kv_type)
         if not placement.is_all_resident:
             pinned = placement.pinned_layers

@@ -12,7 +12,7 @@ from coldstream.experts.prefetching import LAYERS_AHEAD, MAX_PREFETCHED, Prefetc
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.workspace_sizes import FEW_ROWS, most_partial_bytes
 from coldstream.kernels.cuda.device import missing_packages
-from coldstream.kvcache.cache import CacheSize
+from coldstream.kvcache.cache import CacheSize, kept_bytes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
@@ -37,6 +37,7 @@ def fixed_parts_on_gpu(
     ctx_size: int,
     kv_type: str,
     budgets: Sequence[int],
+    num_tree_rows: int = 0,
 ) -> list[FixedPart]:
     """The fixed part for each budget in bytes, with the largest prefill steps of modest activations.
 
@@ -47,7 +48,9 @@ def fixed_parts_on_gpu(
 
     @cache
     def part(chunk_size: int, is_scarce: bool = True) -> FixedPart:
-        cache_size = CacheSize.shared(spec, ctx_size, kv_type, is_scarce=is_scarce)
+        cache_size = CacheSize.shared(
+            spec, ctx_size, kv_type, is_scarce=is_scarce, num_tree_rows=num_tree_rows
+        )
         return count(file, spec, sizes, cache_size, ctx_size, kv_type, chunk_size)
 
     def is_modest(chunk_size: int, budget: int) -> bool:
@@ -109,6 +112,7 @@ def _counted(
         graphs=plan.graphs,
         reserve=plan.reserve,
         num_sequences=cache_size.num_states,
+        num_tree_rows=cache_size.num_tree_rows,
     )
 
 
@@ -126,11 +130,14 @@ def _estimated(
         kv_type=kv_type,
         chunk_size=chunk_size,
         weights=sizes.dense_bytes,
-        caches=ctx_size * sizes.kv_token_bytes + cache_size.num_states * sizes.state_bytes,
+        caches=ctx_size * sizes.kv_token_bytes
+        + cache_size.num_states * sizes.state_bytes
+        + cache_size.num_tree_rows * kept_bytes(spec),
         workspace=_workspace_bytes(spec, ctx_size, chunk_size),
         graphs=GRAPH_BYTES,
         reserve=RESERVE_BYTES,
         num_sequences=cache_size.num_states,
+        num_tree_rows=cache_size.num_tree_rows,
     )
 
 

@@ -46,6 +46,7 @@ class FixedPart:
     graphs: int = 0  # captured steps
     reserve: int = 0  # the driver's own
     num_sequences: int = 1  # recurrent states in the caches
+    num_tree_rows: int = 0  # rows of draft trees in the caches
 
     def __post_init__(self) -> None:
         for name, num_bytes in self.parts.items():

@@ -27,7 +27,7 @@ from coldstream.placement.run_plan import COUNTS, RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 FORMAT: Final = "coldstream plan"
-VERSION: Final = 7
+VERSION: Final = 8
 MAX_BYTES: Final = 1 << 24
 _NO_USES: Final = "uses are not lists of numbers"
 _AGAIN: Final = "make it again with `coldstream plan --out`"
@@ -123,6 +123,7 @@ def _plan(document: dict[str, Any]) -> RunPlan:
         uses=None if document["uses"] is None else tuple(_numbers(row, _NO_USES) for row in document["uses"]),
         streamed=_counts(document["streamed"]),
         attention_window=window,
+        spec_type=document["spec_type"],
         pool=None if document["pool"] is None else _pool(document["pool"]),
         **{name: document[name] for name in COUNTS},
     )

@@ -22,7 +22,9 @@ COUNTS: Final = (
     "layers_ahead",
     "max_cpu_rows",
     "copy_bytes_per_step",
+    "tree_budget",
 )
+SPEC_TYPES: Final = ("none", "mtp", "ngram")
 
 
 _MAX_ROWS: Final = 2**16 - 1  # in a request to the CPU
@@ -44,6 +46,8 @@ class RunPlan:
     max_cpu_rows: int = 0  # most tokens of a prefill step of which the CPU computes missing experts
     copy_bytes_per_step: int = 0  # most bytes of experts that begin to be copied into slots beside a step
     attention_window: int | None = None  # positions that a token attends to, its own included; None: all
+    spec_type: str = "none"  # what drafts tokens, of SPEC_TYPES
+    tree_budget: int = 0  # nodes of a draft tree; 0: as many as pay in each step
     # Experts in RAM beside a GPU, with others on the disk; None: all experts that the GPU lacks are mapped.
     pool: PoolPlan | None = None
 
@@ -63,6 +67,10 @@ class RunPlan:
             raise ValueError(f"max_cpu_rows: {self.max_cpu_rows}, a step asks the CPU for at most {most}")
         if self.attention_window is not None and self.attention_window < 1:
             raise ValueError(f"attention_window: {self.attention_window} positions")
+        if self.spec_type not in SPEC_TYPES:
+            raise ValueError(f"spec_type: {self.spec_type!r} is none of {', '.join(SPEC_TYPES)}")
+        if self.spec_type != "none" and self.placement.fixed.num_tree_rows <= max(1, self.tree_budget):
+            raise ValueError(f"tree_budget: no room for the rows of {self.tree_budget or 1} nodes and a root")
         if self.pool is not None:
             self._check_pool(self.pool)
         if any(count > misses for misses, count in enumerate(self.streamed)):
