@@ -174,7 +174,7 @@ def test_a_change_of_the_text_is_followed() -> None:
     assert model.expected("d", tree)[0] < 0.35
 
 
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 1.0])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 1.0, 1000.0])
 def test_a_drafter_may_say_anything_about_itself(wrong: float) -> None:
     model, tree = AcceptanceModel(), TokenTree((1, 2), (-1, 0), (wrong, wrong))
     for accepted in ([], [0], [0, 1]):

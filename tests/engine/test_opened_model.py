@@ -49,7 +49,7 @@ def test_prefetching_is_decided_where_nothing_was_said() -> None:
 def test_warnings_are_those_of_the_device_and_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = replace(open_hash_model(tmp_path / "tiny.gguf"), device_warnings=("slow",))
+    opened = replace(open_hash_model(tmp_path / "tiny.gguf"), open_warnings=("slow",))
     monkeypatch.setattr(opened.runner, "warnings", ("odd",))
     assert opened.warnings == ("slow", "odd")
     opened.close()

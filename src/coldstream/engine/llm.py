@@ -118,7 +118,7 @@ class LLM:
         }
         config = EngineConfig.from_options({**settings, **unknown})
         opened = open_model(config, own=OwnParts(policy, executor))
-        for warning in opened.device_warnings:
+        for warning in opened.open_warnings:
             warnings.warn(warning, stacklevel=2)
         self._take(opened)
 

@@ -13,8 +13,14 @@ from coldstream.engine.drafting import open_speculation
 from coldstream.engine.machine import hardware_with, measured_hardware
 from coldstream.engine.own_parts import OwnParts
 from coldstream.engine.planned import Planned
-from coldstream.engine.planning import bundled_profile, plan_model
-from coldstream.errors import InconsistentError, InvalidRequestError, host_memory_errors
+from coldstream.engine.planning import NOTHING_IS_DRAFTED, bundled_profile, plan_model
+from coldstream.errors import (
+    InconsistentError,
+    InvalidRequestError,
+    ModelFormatError,
+    OutOfMemoryError,
+    host_memory_errors,
+)
 from coldstream.gguf.chat_template import FIELD as CHAT_TEMPLATE_KEY
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.hub import resolve_model
@@ -47,7 +53,7 @@ class OpenedModel:
     chat_template: ChatTemplate
     has_chat_template: bool  # without one, using `chat_template` raises an error
     default_sampling: SamplingParams
-    device_warnings: tuple[str, ...] = ()  # why the device is not the expected one
+    open_warnings: tuple[str, ...] = ()  # why the device or what drafts is not the expected one
     speculation: Speculation | None = None  # of one sequence
 
     @property
@@ -68,8 +74,8 @@ class OpenedModel:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings about the device and the file."""
-        return self.device_warnings + self.runner.warnings
+        """Warnings about the device, drafts and the file."""
+        return self.open_warnings + self.runner.warnings
 
     def close(self) -> None:
         """Release the file, the memory and the process that renders templates."""
@@ -83,7 +89,8 @@ def open_model(
 ) -> OpenedModel:
     """Find, check and load the model that `config` names. Raises as `LLM` says; nothing stays open then."""
     own = own or OwnParts()
-    config, gpu, device_warnings = choose_device(config)
+    config, gpu, warnings = choose_device(config)
+    is_auto = config.spec_type == "auto"
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with ExitStack() as cleanup:
         file = cleanup.enter_context(GGUFFile.open(path))
@@ -96,13 +103,18 @@ def open_model(
             trace=bundled_profile(file, spec),
             measured=partial(measured_hardware, gpu, progress),
         )
-        config = planned.config
+        config, warnings = planned.config, warnings + planned.warnings
         own.check(config, planned.run)
         tokenizer = Tokenizer.from_metadata(file.metadata)
         default_sampling = sampling_defaults(file.metadata)
         template = ChatTemplate.from_metadata(file.metadata, tokenizer.vocabulary)
         runner = load_runner(config, file, spec, planned.run, progress, own)
-        speculation = open_speculation(planned.run, runner)
+        try:
+            speculation = open_speculation(planned.run, runner)
+        except (ModelFormatError, OutOfMemoryError) as error:
+            if not is_auto:
+                raise
+            speculation, warnings = None, (*warnings, NOTHING_IS_DRAFTED.format(error))
         cleanup.pop_all()
     return OpenedModel(
         planned,
@@ -111,7 +123,7 @@ def open_model(
         template,
         CHAT_TEMPLATE_KEY in file.metadata,
         default_sampling,
-        device_warnings,
+        warnings,
         speculation,
     )
 

@@ -26,7 +26,7 @@ class Planned:
     trace: RoutingTrace | None
     disk_bytes_per_s: float | None = None
     more_ram: RunPlan | None = None  # with more RAM beside a GPU; None: the file is mapped, or not asked for
-    warnings: tuple[str, ...] = ()  # about the device, for people
+    warnings: tuple[str, ...] = ()  # about the device and drafts, for people
 
     @property
     def plan(self) -> PlacementPlan:

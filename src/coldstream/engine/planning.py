@@ -5,11 +5,10 @@ them out.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -53,6 +52,7 @@ from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 Array = np.ndarray[Any, Any]
+NOTHING_IS_DRAFTED: Final = "nothing is drafted: {}"
 
 
 def plan_model(
@@ -88,13 +88,17 @@ def plan_model(
     )
     if config.plan is not None or config.spec_type != "auto":
         return plan(config)
-    drafts = automatic_spec_type(config, spec)
+    drafts, warnings = automatic_spec_type(config, spec), tuple[str, ...]()
     if drafts != "none":
-        with suppress(OutOfMemoryError):
+        try:
             planned = plan(replace(config, spec_type=drafts))
             if planned.plan.is_all_resident:
                 return planned
-    return plan(replace(config, spec_type="none"))
+        except OutOfMemoryError:
+            pass  # perhaps there is enough without drafts
+        except ModelFormatError as error:
+            warnings = (NOTHING_IS_DRAFTED.format(error),)
+    return replace(plan(replace(config, spec_type="none")), warnings=warnings)
 
 
 def _plan_asked(
@@ -348,7 +352,7 @@ def plan_by_name(
         planned = plan_model(
             config, file, spec, hardware, trace=trace, options=options, more_bytes=NEXT_BYTES
         )
-    planned = replace(planned, warnings=warnings)
+    planned = replace(planned, warnings=warnings + planned.warnings)
     if planned.reads_disk:
         matrix_bytes = max(planned.sizes.expert_bytes) // 3
         planned = replace(planned, disk_bytes_per_s=measure_disk(path, matrix_bytes))

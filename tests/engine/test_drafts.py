@@ -1,0 +1,266 @@
+"""Answers with drafts, right or wrong, are those without, to the last statistic that is not of drafts."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from builders import make_model, write_gguf, write_model
+from coldstream.assets import demo_model_path
+from coldstream.decoding import FixedSizes, SizesByCost, Speculation, TokenTree
+from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model
+from coldstream.errors import ConfigError, InconsistentError
+
+PROMPTS = ["def add(a, b):\n", "import os\nimport sys\n\n\ndef main() -> None:\n    ", "class Shape:"]
+BUDGETS = [1, 2, 3, 7, 8, 15, 16, 22, 63]
+
+
+@dataclass
+class Scripted:
+    """A drafter that proposes what `draft` makes of the context, and checks what it is told."""
+
+    kind: str
+    answers: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)  # of the plain model
+    vocab_size: int = 6144
+    end_id: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    wants_hidden: bool = True
+    name: str = "scripted"
+
+    def cut(self, length: int) -> None:
+        assert length in (0, len(self.token_ids))
+        del self.token_ids[length:]
+
+    def extend(self, token_ids: Sequence[int], hidden: Any) -> None:
+        assert np.asarray(hidden).shape[0] == len(token_ids)
+        self.token_ids += token_ids
+
+    def propose(self, context: Sequence[int], budget: int) -> TokenTree:
+        assert self.token_ids == list(context[:-1])
+        return getattr(self, self.kind)(list(context), budget)
+
+    def right(self, context: list[int], budget: int) -> TokenTree:
+        for prompt, answer in self.answers.items():
+            if tuple(context[: len(prompt)]) == prompt:
+                return _chain(answer[len(context) - len(prompt) :][:budget])
+        return TokenTree()
+
+    def mostly_right(self, context: list[int], budget: int) -> TokenTree:
+        tokens = list(self.right(context, budget).token_ids)
+        tokens[len(context) % 3 :] = [self.vocab_size - 1] * len(tokens[len(context) % 3 :])
+        return _chain(tokens)
+
+    def random(self, context: list[int], budget: int) -> TokenTree:
+        rng = np.random.default_rng(context)
+        right, token_ids, parents = list(self.right(context, budget).token_ids), [], []
+        while len(parents) < budget:
+            parents.append(int(rng.integers(-1, len(parents))))
+            token_ids.append(int(rng.choice([*right, rng.integers(self.vocab_size)])))
+        return TokenTree(tuple(token_ids), tuple(parents), (0.0,) * budget)
+
+    def wrong(self, context: list[int], budget: int) -> TokenTree:
+        return _chain([self.vocab_size - 1 - len(context) % 7] * budget)
+
+    def empty(self, context: list[int], budget: int) -> TokenTree:
+        return TokenTree()
+
+    def repeating(self, context: list[int], budget: int) -> TokenTree:
+        return _chain(context[-1:] * budget)
+
+    def ending(self, context: list[int], budget: int) -> TokenTree:
+        return _chain([self.end_id] * budget)
+
+    def not_a_number(self, context: list[int], budget: int) -> TokenTree:
+        tree = self.right(context, budget)
+        return replace(tree, log_probs=(float("nan"),) * len(tree))
+
+
+def _chain(token_ids: Sequence[int]) -> TokenTree:
+    count = len(token_ids)
+    return TokenTree(tuple(token_ids), tuple(range(-1, count - 1)), tuple(-0.1 * i for i in range(count)))
+
+
+KINDS = ["right", "mostly_right", "random", "wrong", "empty", "repeating", "ending", "not_a_number"]
+
+
+class Pair:
+    """A model without drafts and the same with a scripted drafter."""
+
+    def __init__(self, path: Path, ctx_size: int = 512) -> None:
+        config = EngineConfig(str(path), device="cpu", threads=1, ctx_size=ctx_size)
+        self.plain = LLM.from_opened(open_model(replace(config, spec_type="none")))
+        self.opened = open_model(replace(config, spec_type="ngram"))
+        self._last: LLM | None = None
+        self.vocab_size = self.opened.runner.spec.vocab_size
+
+    def speculating(self, drafter: Any, sizes: FixedSizes | SizesByCost) -> LLM:
+        """An LLM over the same runner; the one before gives its sequence up."""
+        if self._last is not None:
+            self._last.forget()
+        self._last = LLM.from_opened(replace(self.opened, speculation=Speculation(drafter, sizes)))
+        return self._last
+
+    def scripted(self, kind: str, prompts: Sequence[str], params: SamplingParams) -> Scripted:
+        outputs = self.plain.generate(prompts, replace(params, max_tokens=64))
+        answers = {output.prompt_token_ids: output.token_ids for output in outputs}
+        end_id = min(self.opened.tokenizer.eos_ids)
+        return Scripted(kind, answers, self.vocab_size, end_id)
+
+    def close(self) -> None:
+        self.plain.close()
+        self.opened.close()
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Pair]:
+    pair = Pair(demo_model_path())
+    yield pair
+    pair.close()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    (path,) = write_gguf(tmp_path_factory.mktemp("drafts") / "tiny.gguf", "qwen35", quant="Q4_K")
+    pair = Pair(path)
+    yield pair
+    pair.close()
+
+
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=40),
+    "seeded": SamplingParams(seed=3, max_tokens=40),
+    "penalties": SamplingParams(seed=4, max_tokens=40, frequency_penalty=0.4, repeat_last_n=16, logprobs=2),
+    "stops": SamplingParams(temperature=0.0, max_tokens=40, stop=["return", "\n\n"]),
+    "least": SamplingParams(temperature=0.0, max_tokens=40, min_tokens=20),
+}
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_draft_leaves_the_answers_of_the_demo_model(
+    demo: Pair, kind: str, params: SamplingParams
+) -> None:
+    drafter = demo.scripted(kind, PROMPTS, params)
+    budget = BUDGETS[(KINDS.index(kind) + len(PARAMS)) % len(BUDGETS)]
+    llm = demo.speculating(drafter, FixedSizes(budget))
+    for prompt in PROMPTS:
+        (plain,), (drafted,) = demo.plain.generate(prompt, params), llm.generate(prompt, params)
+        _check_same(plain, drafted)
+        if kind == "right" and plain.statistics.generated_tokens > 8:
+            assert drafted.statistics.speculation.tokens_per_step > min(budget, 4)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("kind", ["right", "random"])
+def test_any_budget_leaves_the_answers_of_a_dense_model(tiny: Pair, kind: str, budget: int) -> None:
+    params = SamplingParams(seed=budget, max_tokens=64, ignore_eos=True)
+    llm = tiny.speculating(tiny.scripted(kind, PROMPTS, params), FixedSizes(budget))
+    for prompt in PROMPTS:
+        _check_same(tiny.plain.generate(prompt, params)[0], llm.generate(prompt, params)[0])
+
+
+def _check_same(plain: Any, drafted: Any) -> None:
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.text == plain.text
+    assert drafted.outputs[0].logprobs == plain.outputs[0].logprobs
+    assert (drafted.finish_reason, drafted.outputs[0].stop_reason) == (
+        plain.finish_reason,
+        plain.outputs[0].stop_reason,
+    )
+    assert drafted.statistics.generated_tokens == plain.statistics.generated_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("taken", [1, 3, 4, 10])
+def test_a_stream_that_is_left_within_a_run_goes_on_as_without_drafts(
+    demo: Pair, kind: str, taken: int
+) -> None:
+    llms = [demo.plain, demo.speculating(demo.scripted(kind, PROMPTS, PARAMS["greedy"]), FixedSizes(6))]
+    texts, reused = [], []
+    for llm in llms:
+        llm.forget()
+        stream = llm.stream(PROMPTS[1], PARAMS["greedy"])
+        tokens = [token for _, piece in zip(range(taken), stream, strict=False) for token in piece.token_ids]
+        stream.close()
+        prompt = [*llm.opened.tokenizer.encode(PROMPTS[1]), *tokens]
+        (output,) = llm.generate(prompt, PARAMS["greedy"])
+        texts.append(output.token_ids)
+        reused.append(output.statistics.reused_tokens)
+    assert texts[0] == texts[1]
+    assert reused[0] == reused[1] > 0
+
+
+@pytest.mark.parametrize("spec_type", ["mtp", "ngram", "auto"])
+@pytest.mark.parametrize("tree_budget", ["auto", 3])
+def test_the_products_own_drafters_leave_the_answers(
+    demo: Pair, spec_type: str, tree_budget: int | str
+) -> None:
+    config = EngineConfig(
+        str(demo_model_path()),
+        device="cpu",
+        threads=1,
+        ctx_size=512,
+        spec_type=spec_type,
+        tree_budget=tree_budget,
+    )
+    with LLM.from_opened(open_model(config)) as llm:
+        for params in (PARAMS["greedy"], PARAMS["penalties"]):
+            for prompt in PROMPTS:
+                (plain,), (drafted,) = demo.plain.generate(prompt, params), llm.generate(prompt, params)
+                _check_same(plain, drafted)
+                speculation = drafted.statistics.speculation
+                assert speculation.steps + speculation.accepted == len(drafted.token_ids) - 1
+                if (spec_type, tree_budget, params) == ("mtp", 3, PARAMS["greedy"]):
+                    assert speculation.tokens_per_step > 1.8
+        chat = llm.generate("def f(x):", PARAMS["greedy"])[0]
+        longer = llm.generate([*chat.prompt_token_ids, *chat.token_ids], PARAMS["greedy"])[0]
+        assert longer.statistics.reused_tokens == len(chat.prompt_token_ids) + len(chat.token_ids) - 1
+
+
+def test_lists_and_several_answers_have_no_drafts_and_the_same_text(demo: Pair) -> None:
+    llm = demo.speculating(demo.scripted("right", PROMPTS, PARAMS["greedy"]), FixedSizes(4))
+    params = replace(PARAMS["seeded"], n=2)
+    both = [[each.outputs for each in model.generate(PROMPTS, params)] for model in (demo.plain, llm)]
+    for plain, listed in zip(*both, strict=True):
+        assert [each.token_ids for each in plain] == [each.token_ids for each in listed]
+    assert llm.generate(PROMPTS[0], PARAMS["greedy"])[0].token_ids
+
+
+def test_a_file_without_a_block_has_no_drafts_by_default(tiny: Pair) -> None:
+    path = str(tiny.opened.runner.file.paths[0])
+    with LLM(path, device="cpu") as llm:
+        assert llm.opened.plan.spec_type == "none"
+        assert llm.generate("def", PARAMS["greedy"])[0].statistics.speculation is None
+    with pytest.raises(ConfigError, match="no block for multi-token prediction: try ngram"):
+        LLM(path, device="cpu", spec_type="mtp")
+
+
+def test_a_damaged_block_is_said_and_left_out_unless_it_was_asked_for(tmp_path: Path) -> None:
+    model = make_model(nextn=True)
+    name = "blk.4.nextn.enorm.weight"
+    model.tensors[name][:] = np.inf
+    path = str(write_model(tmp_path / "damaged.gguf", model)[0])
+    with pytest.warns(UserWarning, match="nothing is drafted: .*enorm"), LLM(path, device="cpu") as llm:
+        assert llm.generate("def", PARAMS["greedy"])[0].token_ids
+    with pytest.raises(InconsistentError, match="enorm"):
+        LLM(path, device="cpu", spec_type="mtp")
+
+
+def test_drafts_take_no_experts_out_of_memory_unless_they_are_asked_for(demo: Pair) -> None:
+    config = EngineConfig(str(demo_model_path()), device="cpu", ctx_size=256)
+    whole = open_model(config)
+    assert whole.plan.spec_type == "mtp"
+    need = whole.plan.placement.total_bytes
+    whole.close()
+    for ram, spec_type in ((need, "mtp"), (need - 1, "none")):
+        opened = open_model(replace(config, ram=ram))
+        assert opened.plan.spec_type == spec_type
+        assert opened.plan.placement.is_all_resident
+        opened.close()
+    asked = open_model(replace(config, ram=need - 1, spec_type="mtp"))
+    assert asked.plan.spec_type == "mtp"
+    assert not asked.plan.placement.is_all_resident
+    asked.close()
