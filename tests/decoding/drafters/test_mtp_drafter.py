@@ -189,6 +189,13 @@ def test_a_prompt_is_computed_when_it_is_told() -> None:
     assert told.block.runs == [99, 3, 1, 1]
 
 
+def test_as_many_rows_as_a_tree_may_have_wait() -> None:
+    for count in (MAX_WAITING_ROWS, MAX_WAITING_ROWS + 1):
+        told = Told()
+        told.extend([1] * (count + 1))
+        assert told.block.runs == [count] * (count > MAX_WAITING_ROWS)
+
+
 def test_another_root_replaces_the_row_of_the_first() -> None:
     told = Told()
     told.extend([1, 2])
