@@ -74,8 +74,9 @@ def expected_rates(
 class SizePolicy:
     """Decides for the drafts of one drafter, whose steps' times it is told.
 
-    times: may be shared with the policies of other drafters. probe_share: of the time, at most, that goes
-    into probes and explorations. A draft that is not used while drafts pay on the whole is neither.
+    times: may be shared with the policies of other drafters, one of which is told of each step. probe_share:
+    of the time, at most, that goes into probes and explorations. A draft that is not used while drafts pay on
+    the whole is neither.
 
     For every step: `should_draft`; if so, a draft and `choose`; then the step and `record`.
     """
