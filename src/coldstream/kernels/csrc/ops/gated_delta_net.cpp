@@ -2,7 +2,8 @@
 // columns), then the gated norm. Every token takes the same step, in prefill as in decode.
 //
 // Rows of a draft tree do not change the state of their sequence: each starts from a copy of its parent's, in the
-// worker's memory, and its raw inputs are kept. A replay is a chain of accepted rows, from their kept inputs.
+// worker's memory, or takes that copy over where no later row needs it, and its raw inputs are kept. A replay is a
+// chain of accepted rows, from their kept inputs.
 #include <algorithm>
 #include <utility>
 
@@ -27,7 +28,7 @@ enum class state_use : uint8_t { none, read, advanced };
 class gated_delta_net_op : public op {
  public:
   gated_delta_net_op(const float_kernels& kernels, delta_net_arguments arguments)
-      : kernels_(kernels), a_(std::move(arguments)), runs_(a_.capacity), uses_(a_.num_states) {}
+      : kernels_(kernels), a_(std::move(arguments)), runs_(a_.capacity), uses_(a_.num_states), slots_(a_.capacity), takes_over_(a_.capacity) {}
 
   const char* name() const override { return "gated_delta_net"; }
   int num_stages() const override { return 4; }
@@ -81,10 +82,26 @@ class gated_delta_net_op : public op {
       const state_run run = {first, end - first, a_.layout.state_ids[first], a_.layout.in_tree(first)};
       if (const char* fault = run_fault(run)) return w.fail(fault);
       uses_[run.state_id] = run.is_tree ? state_use::read : state_use::advanced;
+      if (run.is_tree) plan_copies(run);
       runs_[num_runs_++] = run;
     }
     single_ = rows == num_runs_ && !a_.replayed;
     for (int64_t i = 0; i < num_runs_; i++) single_ = single_ && !runs_[i].is_tree;
+  }
+
+  // Which copy of the state each row of a tree has: that of its parent if it is the parent's last child, which comes
+  // after the others.
+  void plan_copies(const state_run& run) {
+    int32_t last_child[MAX_TREE_ROWS], num_slots = 0;
+    const int32_t* parents = a_.layout.batch.parents;
+    for (int32_t i = 0; i < run.num_rows; i++) {
+      if (const int32_t parent = parents[run.first_row + i]; parent >= 0) last_child[parent - run.first_row] = i;
+    }
+    for (int32_t i = 0; i < run.num_rows; i++) {
+      const int32_t row = run.first_row + i, parent = parents[row];
+      takes_over_[row] = parent >= 0 && last_child[parent - run.first_row] == i;
+      slots_[row] = takes_over_[row] ? slots_[parent] : num_slots++;
+    }
   }
 
   // Whether a task of the recurrence has whole heads, so that it norms them as well.
@@ -218,33 +235,36 @@ class gated_delta_net_op : public op {
     }
   }
 
-  // block: of all rows of the run. Each row takes one step from its parent's state.
+  // block: of all rows of the run. Rows that follow each other in one copy of the state advance it together.
   void walk_tree(const delta_block& block, const state_run& run, int64_t columns, worker& w) {
-    for (int64_t i = 0; i < run.num_rows; i++) {
-      const int64_t parent = a_.layout.batch.parents[run.first_row + i];
+    const int32_t* parents = a_.layout.batch.parents + run.first_row;
+    const uint8_t* takes_over = takes_over_.data() + run.first_row;
+    for (int64_t i = 0, end; i < run.num_rows; i = end) {
+      for (end = i + 1; end < run.num_rows && takes_over[end] && parents[end] == run.first_row + end - 1;) end++;
       delta_block step = block;
-      step.num_rows = 1;
+      step.num_rows = end - i;
       step.q += i * block.row_stride;
       step.k += i * block.row_stride;
       step.v += i * block.row_stride;
       step.decay += i * block.gate_stride;
       step.beta += i * block.gate_stride;
       step.out += i * block.out_stride;
-      step.state = node_state(i, w);
+      step.state = copy_of(run.first_row + i, w);
       step.state_stride = columns;
-      const bool is_root = parent < 0;
-      const float* from = is_root ? block.state : node_state(parent - run.first_row, w);
-      const int64_t stride = is_root ? block.state_stride : columns;
-      for (int64_t key = 0; key < a_.head_size; key++) {
-        std::copy_n(from + key * stride, block.num_columns, step.state + key * columns);
+      if (!takes_over[i]) {
+        const float* from = parents[i] < 0 ? block.state : copy_of(parents[i], w);
+        const int64_t stride = parents[i] < 0 ? block.state_stride : columns;
+        for (int64_t key = 0; key < a_.head_size; key++) {
+          std::copy_n(from + key * stride, block.num_columns, step.state + key * columns);
+        }
       }
       kernels_.delta_advance(step);
     }
   }
 
-  // Private memory: what delta_advance takes, then the states of a tree's rows [head_size, columns].
-  float* node_state(int64_t index, const worker& w) const {
-    return reinterpret_cast<float*>(w.memory->data()) + (1 + index) * block_floats();
+  // Private memory: what delta_advance takes, then copies of the state [head_size, columns].
+  float* copy_of(int64_t row, const worker& w) const {
+    return reinterpret_cast<float*>(w.memory->data()) + (1 + slots_[row]) * block_floats();
   }
 
   delta_block block_of(int rows, const state_run& run, int64_t head, int64_t column, int64_t columns, worker& w) {
@@ -287,6 +307,8 @@ class gated_delta_net_op : public op {
   const delta_net_arguments a_;
   std::vector<state_run> runs_;
   std::vector<state_use> uses_;
+  std::vector<int32_t> slots_;       // by row of a tree: its copy of the state, in the worker's memory
+  std::vector<uint8_t> takes_over_;  // by row of a tree: whether that copy was its parent's
   int64_t num_runs_ = 0;
   bool single_ = false;  // decoding: one row for each state
 };
