@@ -29,13 +29,26 @@ _ROW_SHARE: Final = 0.3  # of a step of one row: what a further row costs, as lo
 class RecentMedian:
     """The median of the last 9 of many values but the first, newer ones weighing more.
 
-    value: None without values. Of two it is the lower, as what disturbs a step makes it slower.
+    Of two it is the lower, as what disturbs a step makes it slower. It is computed when it is asked for, as
+    that is rare beside values of steps without drafts.
     """
 
     def __init__(self) -> None:
-        self.value: float | None = None
         self._recent: deque[tuple[int, float]] = deque(maxlen=_NUM_KEPT)  # with the step of each
         self._is_first = True
+        self._median: float | None = None  # None: not computed since the last value
+
+    @property
+    def has_value(self) -> bool:
+        """Whether there are values."""
+        return bool(self._recent)
+
+    @property
+    def value(self) -> float | None:
+        """The median; None without values."""
+        if self._median is None and self._recent:
+            self._median = self._compute()
+        return self._median
 
     def add(self, value: float, step: int) -> None:
         """A value of a step, which is not before those of the values added before."""
@@ -43,10 +56,14 @@ class RecentMedian:
             self._is_first = False
             return
         self._recent.append((step, value))
-        weighted = sorted((value, 0.5 ** ((step - at) / _HALF_LIFE)) for at, value in self._recent)
+        self._median = None
+
+    def _compute(self) -> float:
+        newest, _ = self._recent[-1]
+        weighted = sorted((value, 0.5 ** ((newest - at) / _HALF_LIFE)) for at, value in self._recent)
         wanted = _MEDIAN * sum(weight for _, weight in weighted)
         sums = accumulate(weight for _, weight in weighted)
-        self.value = next(value for (value, _), total in zip(weighted, sums, strict=True) if total >= wanted)
+        return next(value for (value, _), total in zip(weighted, sums, strict=True) if total >= wanted)
 
 
 class StepTimes:
@@ -56,7 +73,7 @@ class StepTimes:
         self._medians = [RecentMedian() for _ in _LAST_ROWS]
         self._newest = [0] * len(_LAST_ROWS)  # the last step of each range that was not left out
         self._num_steps = 0
-        self._estimates: list[float] = []
+        self._estimates: list[float] = []  # empty: not computed since the last step
 
     def record(self, num_rows: int, seconds: float) -> None:
         """A step of this many rows took so long."""
@@ -64,15 +81,14 @@ class StepTimes:
         self._num_steps += 1
         each = row_range(num_rows)
         self._medians[each].add(seconds, self._num_steps)
-        if self._medians[each].value is not None:
+        if self._medians[each].has_value:
             self._newest[each] = self._num_steps
-        known = {
-            rows: median.value
-            for rows, median, newest in zip(_LAST_ROWS, self._medians, self._newest, strict=True)
-            if median.value is not None and self._num_steps - newest < _FORGOTTEN
-        }
-        if known:
-            self._estimates = [_estimate(known, rows) for rows in _LAST_ROWS]
+        self._estimates = []
+
+    @property
+    def has_any(self) -> bool:
+        """Whether anything is known."""
+        return any(self._newest)
 
     def age(self, num_rows: int) -> int:
         """How many steps ago a step with about as many rows was measured; all steps if none was."""
@@ -86,8 +102,19 @@ class StepTimes:
         measured, and if there is only one, each row after the first is taken to cost 0.3 of a step of one
         row.
         """
-        each = row_range(num_rows)
-        return self._estimates[each] if self._estimates else None
+        if not self._estimates and self.has_any:
+            known = self._known(_FORGOTTEN) or self._known(self._num_steps)
+            self._estimates = [_estimate(known, rows) for rows in _LAST_ROWS]
+        return self._estimates[row_range(num_rows)] if self._estimates else None
+
+    def _known(self, most_steps: int) -> dict[int, float]:
+        """The medians by the most rows of their range, of ranges measured so many steps ago at most."""
+        medians = zip(_LAST_ROWS, self._medians, self._newest, strict=True)
+        return {
+            rows: median.value
+            for rows, median, newest in medians
+            if self._num_steps - newest < most_steps and median.value is not None
+        }
 
 
 def row_range(num_rows: int) -> int:

@@ -97,7 +97,7 @@ class SizePolicy:
 
     def should_draft(self) -> bool:
         """Whether the next step should have a draft."""
-        if self._times.seconds(1) is None:
+        if not self._times.has_any:
             return False
         return self.pays or self._for_drafts.affords(self._usual_draft_s)
 
