@@ -147,3 +147,33 @@ def test_wrong_arrays_are_refused(fastest: _csrc.Runtime) -> None:
         _csrc.combine_experts(fastest, torch.zeros(2, 3, 8), torch.zeros(2, 3), x, torch.zeros(2, 2), x)
     with pytest.raises(ValueError, match="a shared expert comes with its gate"):
         _csrc.combine_experts(fastest, torch.zeros(2, 3, 8), torch.zeros(2, 3), x, None, x)
+
+
+def _top_log_probs(runtime: _csrc.Runtime, logits: torch.Tensor, k: int) -> Results:
+    ids, log_probs = torch.empty(len(logits), k, dtype=torch.int32), torch.empty(len(logits), k)
+    _csrc.top_log_probs(runtime, logits, ids, log_probs)
+    return ids, log_probs
+
+
+@pytest.mark.parametrize("size", [*AWKWARD_SIZES, 6144])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_the_likeliest_tokens_and_their_log_probabilities(
+    runtimes: Runtimes, size: int, num_rows: int
+) -> None:
+    logits, k = random(9, num_rows, size, scale=4), min(4, size)
+    logits[-1, size // 2 :] = logits[-1, : size - size // 2].clone()  # ties
+    exact_log_probs = torch.log_softmax(logits.double(), dim=1)
+    order = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :k]
+    for runtime in runtimes:
+        ids, log_probs = _top_log_probs(runtime, logits, k)
+        assert torch.equal(ids.long(), order)
+        torch.testing.assert_close(log_probs.double(), exact_log_probs.gather(1, order), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("at", [0, 7, 6143])
+def test_log_probabilities_of_damaged_logits_are_no_numbers(runtimes: Runtimes, bad: float, at: int) -> None:
+    logits = random(9, 1, 6144)
+    logits[0, at] = bad
+    for runtime in runtimes:
+        assert not _top_log_probs(runtime, logits, 4)[1].isfinite().any()

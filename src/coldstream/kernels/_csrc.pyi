@@ -267,6 +267,11 @@ def combine_experts(runtime: Runtime, routed: Annotated[NDArray[numpy.float32], 
     out [T, E] = Σ_k topk_weights[:, k] · routed[:, k] in rank order + sigmoid(shared_gate) · shared; routed [T, K, E], topk_weights [T, K], shared [T, E], shared_gate [T, 1], float32. With shared and shared_gate None, the sum alone.
     """
 
+def top_log_probs(runtime: Runtime, logits: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu')], log_probs: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """
+    The k greatest of each row of logits [T, V], float32, of equal ones the lowest ids first: ids int32 and log_probs float32 [T, k], contiguous; log_probs of a softmax over the row, NaN unless all logits are finite.
+    """
+
 def router(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], weight: Weight, topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu')], topk_weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
     """
     `Ops.router`: x [T, E] float32, weight F32, F16 or BF16 [experts, E]; writes contiguous topk_ids int32 [T, K] and topk_weights float32 [T, K].

@@ -267,6 +267,17 @@ class CpuOps(ComposedOps):
         _csrc.router(self._runtime, x, weight, ids, topk_weights)
         return ids, topk_weights
 
+    def top_log_probs(self, logits: Array, k: int) -> tuple[Array, Array]:
+        """The k greatest of each row of float32 logits [T, V], of equal ones the lowest ids first.
+
+        int32 ids and float32 log-probabilities [T, k], of a softmax over the row; these are NaN unless all
+        logits are finite. For drafts: the bits depend on the tier.
+        """
+        shape = logits.shape[0], min(k, logits.shape[1])
+        ids, log_probs = self._empty(*shape, dtype=np.dtype(np.int32)), self._empty(*shape)
+        _csrc.top_log_probs(self._runtime, logits, ids, log_probs)
+        return ids, log_probs
+
     def routed_experts(
         self, x: Array, topk_ids: Array, gate: _csrc.Weight, up: _csrc.Weight, down: _csrc.Weight
     ) -> Array:

@@ -39,8 +39,9 @@ class CpuMtp:
         context_length: int,
         kv_type: str,
         cache_size: CacheSize,
+        branching: int,
     ) -> None:
-        """Raises as `MtpModel.load`."""
+        """branching: candidates that `MtpSequence.candidates` gives. Raises as `MtpModel.load`."""
         self.context_length = context_length
         self.weight_bytes = nextn_bytes(trunk.spec, file.tensors)  # mapped ones included, shared ones not
         self._model = model = MtpModel.load(file, trunk, ops)
@@ -54,7 +55,7 @@ class CpuMtp:
             self.chunk_size, lambda: model.forward(inputs.token_ids, hidden, inputs.rows, caches)
         )
         self._head_input = ops.zeros((1, spec.hidden_size), "float32")
-        self._head = ops.capture(1, lambda: model.logits(self._head_input))
+        self._head = ops.capture(1, lambda: ops.top_log_probs(model.logits(self._head_input), branching))
 
     @property
     def cache_bytes(self) -> int:
@@ -101,12 +102,12 @@ class CpuMtp:
         self._block.run(count)
         return count
 
-    def logits(self, output: Array) -> Array:
-        """See `MtpSequence.logits`."""
+    def candidates(self, output: Array) -> tuple[list[int], list[float]]:
+        """See `MtpSequence.candidates`."""
         self._head_input[0] = output
         self._head.run(1)
-        logits: Array = self._head.outputs[0].copy()
-        return logits
+        token_ids, log_probs = self._head.outputs
+        return token_ids[0].tolist(), log_probs[0].tolist()
 
     def cut(self, sequence: kvcache.Sequence, length: int) -> None:
         """See `MtpSequence.cut`."""
@@ -147,9 +148,12 @@ class MtpSequence:
             raise GenerationFault("hidden states that a draft is to follow are not finite")
         return self._block.append(self._sequence, token_ids, hidden)
 
-    def logits(self, output: Array) -> Array:
-        """float32 logits [vocab] of the token after a row, from its output [E]."""
-        return self._block.logits(output)
+    def candidates(self, output: Array) -> tuple[list[int], list[float]]:
+        """The likeliest tokens after a row, the best first, and their log-probabilities, from its output [E].
+
+        NaN if a logit is not finite.
+        """
+        return self._block.candidates(output)
 
     def cut(self, length: int) -> None:
         """Forgets all rows but the first `length`. Raises InvalidRequestError if there are fewer."""

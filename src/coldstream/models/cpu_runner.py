@@ -149,7 +149,7 @@ class CpuRunner(ModelRunner):
                 workspace=unread.activation_bytes,
                 num_sequences=unread.cache_size.num_states,
                 num_tree_rows=unread.cache_size.num_tree_rows,
-                drafter=unread._mtp(UnreadCpuOps.beside(ops)).num_bytes if has_mtp else 0,
+                drafter=unread._mtp(UnreadCpuOps.beside(ops), 1).num_bytes if has_mtp else 0,
             )
 
         return RamNeeds.of(file, spec, kv_token_bytes, count)
@@ -185,19 +185,20 @@ class CpuRunner(ModelRunner):
         return self._disk.statistics() if self._disk else None
 
     @host_memory_errors()
-    def load_mtp(self) -> CpuMtp:
+    def load_mtp(self, branching: int = 4) -> CpuMtp:
         """Loads the MTP block of the file, with as much room for sequences as this runner has.
 
-        It has to be given up before the runner is closed. Raises UnsupportedError if the file has no such
-        block, InconsistentError, ModelChangedError and OutOfMemoryError.
+        branching: candidates after a row that `MtpSequence.candidates` gives. The block has to be given up
+        before the runner is closed. Raises UnsupportedError if the file has no such block,
+        InconsistentError, ModelChangedError and OutOfMemoryError.
         """
-        mtp = self._mtp(CpuOps.beside(self._ops))
+        mtp = self._mtp(CpuOps.beside(self._ops), branching)
         self._check_file()
         return mtp
 
-    def _mtp(self, ops: CpuOps) -> CpuMtp:
+    def _mtp(self, ops: CpuOps, branching: int) -> CpuMtp:
         size = CacheSize(self.cache_size.num_blocks, self.cache_size.num_states)
-        return CpuMtp(self.file, self._model, ops, self.context_length, self._kv_type, size)
+        return CpuMtp(self.file, self._model, ops, self.context_length, self._kv_type, size, branching)
 
     def topk_ids(self, count: int) -> Array:
         """Experts of the first `count` rows of the last step: int32 [count, layers, K], a copy.

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from coldstream.decoding.drafters.drafter import Drafter
-from coldstream.decoding.drafters.mtp import MAX_WAITING_ROWS, MtpDrafter
+from coldstream.decoding.drafters.mtp import MtpDrafter
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
+from coldstream.decoding.tree_builder import top_log_probs
 from coldstream.errors import GenerationFault, OutOfMemoryError
 
 VOCAB = 12
 Row = tuple[int, bytes]  # a token, and the state before it
-COUNTS = st.sampled_from((1, 1, 2, 3, MAX_WAITING_ROWS, MAX_WAITING_ROWS + 1, 150))
+MAX_WAITING = 9
+COUNTS = st.sampled_from((1, 1, 2, 3, MAX_WAITING, MAX_WAITING + 1, 30))
 
 
 def state_of(token_ids: Sequence[int]) -> np.ndarray:
@@ -28,9 +30,10 @@ def state_of(token_ids: Sequence[int]) -> np.ndarray:
 class HashBlock:
     """A block whose output is a hash of all rows, so that every row shows in what it predicts."""
 
-    def __init__(self, capacity: int = 10_000) -> None:
+    def __init__(self, branching: int) -> None:
+        self.branching = branching
         self.rows: list[Row] = []
-        self.capacity = capacity
+        self.capacity = 10_000
         self.runs: list[int] = []  # rows of each call
         self.logits_of: dict[bytes, np.ndarray] = {}  # by output, in place of the hash
 
@@ -52,8 +55,10 @@ class HashBlock:
         self.rows += [(token, state.tobytes()) for token, state in zip(token_ids, hidden, strict=True)]
         return output_of(self.rows)
 
-    def logits(self, output: np.ndarray) -> np.ndarray:
-        return self.logits_of.get(output.tobytes(), logits_of(output))
+    def candidates(self, output: np.ndarray) -> tuple[list[int], list[float]]:
+        logits = self.logits_of.get(output.tobytes(), logits_of(output))
+        (token_ids,), (log_probs,) = top_log_probs(logits[None], self.branching)
+        return token_ids.tolist(), log_probs.tolist()
 
     def cut(self, length: int) -> None:
         assert length <= self.length
@@ -85,35 +90,41 @@ def expected_chain(rows: list[Row], depth: int) -> tuple[list[int], list[float]]
 class Told:
     """A drafter, the sequence it is told of, and by the contract the rows that its block has to have."""
 
-    def __init__(self, **options: Any) -> None:
-        self.block = HashBlock()
-        options = {"max_steps": 3, "branching": 1, "min_followed": 0.0} | options
+    def __init__(self, *, branching: int = 1, **options: Any) -> None:
+        self.block = HashBlock(branching)
+        options = {"max_steps": 3, "min_followed": 0.0, "max_waiting": MAX_WAITING} | options
         self.drafter: Drafter = MtpDrafter(self.block, **options)
         self.tokens: list[int] = []
         self.missing: set[int] = set()  # rows
         self.first_known: int | None = 0  # the first state that the drafter still has, None: not the last
+        self.root: int | None = None  # of the last proposal, until it is told of tokens
 
     def extend(self, token_ids: list[int]) -> None:
         first = len(self.tokens)
         if self.first_known is None:
             self.missing.add(first - 1)
             self.first_known = first
+        elif self.root == token_ids[0]:
+            self.first_known = first  # the row of the state before is in the block
+        self.root = None
         self.tokens += token_ids
         ends = range(first + 1, len(self.tokens) + 1)
         told = np.stack([state_of(self.tokens[:end]) for end in ends])
         self.drafter.extend(token_ids, told)
         told[:] = np.nan  # valid during the call only
-        if len(self.tokens) - 1 - self.first_known > MAX_WAITING_ROWS:
-            self.first_known = len(self.tokens) - 1
+        first_kept = max(self.first_known, len(self.tokens) - MAX_WAITING)
+        self.missing |= set(range(self.first_known, first_kept))
+        self.first_known = first_kept
 
     def propose(self, root: int, budget: int = 64) -> TokenTree:
         tree = self.drafter.propose([*self.tokens, root], budget)
         if self.tokens and self.first_known is not None:
-            self.first_known = len(self.tokens) - 1
+            self.first_known, self.root = len(self.tokens) - 1, root
         return tree
 
     def cut(self, length: int) -> None:
         self.drafter.cut(length)
+        self.root = None
         if length < len(self.tokens):
             is_known = self.first_known is not None and self.first_known < length
             if not is_known:
@@ -179,21 +190,20 @@ def test_a_step_after_a_verified_one_computes_its_rows_and_the_root_in_one_run()
     assert told.block.runs[3:] == [3, 1, 1]
 
 
-def test_a_prompt_is_computed_when_it_is_told() -> None:
+@pytest.mark.parametrize("counts", [[100], [1] * 100, [60, 1, 39]])
+def test_the_last_rows_wait_for_a_proposal_and_those_before_are_left_out(counts: list[int]) -> None:
     told = Told()
-    told.extend(list(range(10)) * 10)
-    assert told.block.runs == [99]
-    told.extend([1, 2])
-    assert told.block.runs == [99]
+    for count in counts:
+        told.extend(list(range(10)) * (count // 10) + [3] * (count % 10))
+    assert told.block.runs == []
     told.propose(3)
-    assert told.block.runs == [99, 3, 1, 1]
-
-
-def test_as_many_rows_as_a_tree_may_have_wait() -> None:
-    for count in (MAX_WAITING_ROWS, MAX_WAITING_ROWS + 1):
-        told = Told()
-        told.extend([1] * (count + 1))
-        assert told.block.runs == [count] * (count > MAX_WAITING_ROWS)
+    assert told.block.runs == [MAX_WAITING, 1, 1]
+    assert told.block.rows == told.rows(3)
+    assert told.missing == set(range(100 - MAX_WAITING))
+    told.extend([3, 4])
+    told.propose(5)
+    assert told.block.runs[3:] == [2, 1, 1]
+    assert len(told.block.rows) == MAX_WAITING + 2
 
 
 def test_another_root_replaces_the_row_of_the_first() -> None:
@@ -303,7 +313,7 @@ def test_a_drafter_may_begin_within_a_sequence() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("count", [1, MAX_WAITING_ROWS + 5], ids=["step", "prompt"])
+@pytest.mark.parametrize("count", [1, MAX_WAITING], ids=["step", "prompt"])
 def test_states_that_are_not_finite_stop_it_until_a_cut(bad: float, count: int) -> None:
     told = Told()
     told.extend([1, 2, 3])

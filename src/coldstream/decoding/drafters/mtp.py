@@ -19,15 +19,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from coldstream.decoding.sampling_params import Logits
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
-from coldstream.decoding.tree_builder import NO_CANDIDATES, Candidates, Path, build_tree, top_log_probs
+from coldstream.decoding.tree_builder import NO_CANDIDATES, Candidates, Path, build_tree
 from coldstream.errors import ColdstreamError, GenerationFault
 
 Hidden = np.ndarray[Any, Any]  # float32 [E], or [rows, E]
-
-# More rows than a draft tree can have accepted are of a prompt, and are computed when they are told.
-MAX_WAITING_ROWS = 64
 
 
 class DraftBlock(Protocol):
@@ -47,8 +43,8 @@ class DraftBlock(Protocol):
         Raises a ColdstreamError for states that are not finite, and if it fails, with no row appended.
         """
 
-    def logits(self, output: Hidden) -> Logits:
-        """float32 [vocab] of the token after a row, from its output."""
+    def candidates(self, output: Hidden) -> Candidates:
+        """The likeliest tokens after a row, the best first, from its output; NaN unless all is finite."""
 
     def cut(self, length: int) -> None:
         """Forgets all rows but the first `length`."""
@@ -57,8 +53,10 @@ class DraftBlock(Protocol):
 class MtpDrafter:
     """A `Drafter`.
 
-    max_steps: depth of the tree. branching: candidates at each depth. A node whose path is less likely than
-    min_followed, by the block, is a leaf.
+    max_steps: depth of the tree. A node whose path is less likely than min_followed, by the block, is a leaf.
+    max_waiting: rows that may wait. The block goes on without those before them, so that neither a long
+    prompt nor tokens without drafts cost anything. With the last 256 rows of 2,600, drafts of the demo model
+    are as good as with all of them: 3.50 tokens a step against 3.42; with 64 rows 3.24.
 
     The defaults: on greedy text of the demo model, with a row of the block at 0.08 or 0.24 of a step of the
     model and a further row of the step at 0.1 or 0.3, they give at least 0.96 of the tokens per time of the
@@ -77,19 +75,19 @@ class MtpDrafter:
     wants_hidden = True
 
     def __init__(
-        self, block: DraftBlock, *, max_steps: int = 6, branching: int = 4, min_followed: float = 0.2
+        self, block: DraftBlock, *, max_steps: int = 6, min_followed: float = 0.2, max_waiting: int = 256
     ) -> None:
         assert max_steps > 0
-        assert branching > 0
+        assert max_waiting > 0
         self._block = block
-        self._max_steps, self._branching = max_steps, branching
+        self._max_steps, self._max_waiting = max_steps, max_waiting
         self._min_log_prob = log(min_followed) if min_followed > 0 else -inf
         self._is_off = False
         self._length = 0  # computed tokens
         self._end = 0  # the rows before it are in the block, or among the missing ones
         self._missing: list[int] = []  # rows that cannot be computed, ascending
         # Rows that wait: the states of the last computed tokens, and all their next tokens but the last.
-        self._states: Hidden | None = None
+        self._states: list[Hidden] = []
         self._tokens: list[int] = []
         self._root: int | None = None  # the token with which the block already has the last waiting row
 
@@ -99,10 +97,9 @@ class MtpDrafter:
         if length == self._length and not self._is_off:
             return
         self._is_off = False
-        first = self._length - (0 if self._states is None else len(self._states))
-        if self._states is not None and first < length <= self._length:
-            self._states = self._states[: length - first]
-            self._tokens = self._tokens[: length - first - 1]
+        first = self._length - len(self._states)
+        if first < length <= self._length:
+            del self._states[length - first :], self._tokens[length - first - 1 :]
         else:
             self._forget_waiting()
             last = max(0, length - 1)  # the row that waits for a token, whose state is not known
@@ -117,27 +114,26 @@ class MtpDrafter:
         first, self._length = self._length, self._length + len(token_ids)
         if self._is_off or not token_ids:
             return
-        tokens, states = list(token_ids), np.array(hidden, np.float32)
-        if self._root != tokens[0]:
+        if self._root != token_ids[0]:
             self._take_root_back()
-        if self._states is None:
+        if not self._states:
             self._skip(first)
-            self._tokens, self._states = tokens[1:], states
-        elif self._root is not None:
-            self._root, self._tokens, self._states = None, tokens[1:], states
-        else:
-            self._tokens += tokens
-            self._states = np.concatenate((self._states, states))
-        if len(self._tokens) > MAX_WAITING_ROWS:
-            self._compute_prompt(self._tokens, self._states)
+        if self._root is not None or not self._states:
+            self._root, self._tokens, self._states = None, [], []
+            token_ids = token_ids[1:]
+        self._tokens += token_ids
+        self._states.extend(np.array(hidden, np.float32))
+        if (too_many := len(self._states) - self._max_waiting) > 0:
+            self._skip(self._end + too_many)
+            del self._tokens[:too_many], self._states[:too_many]
 
     def propose(self, context: Sequence[int], budget: int) -> TokenTree:
         """See `Drafter`. NO_DRAFT too for a context that is not one token longer than what was told."""
-        if self._is_off or self._states is None or len(context) != self._length + 1:
+        if self._is_off or not self._states or len(context) != self._length + 1:
             return NO_DRAFT
         self._take_root_back()
         try:
-            output = self._block.append([*self._tokens, context[-1]], self._states)
+            output = self._block.append([*self._tokens, context[-1]], np.stack(self._states))
             self._root, self._end = context[-1], self._length
             self._tokens, self._states = [], self._states[-1:]
             return self._drafted(output, budget)
@@ -147,21 +143,11 @@ class MtpDrafter:
 
     def _drafted(self, output: Hidden, budget: int) -> TokenTree:
         num_rows = self._block.length
-        chain = _Chain(self._block, output, self._max_steps, self._branching, self._min_log_prob)
+        chain = _Chain(self._block, output, self._max_steps, self._min_log_prob)
         try:
             return build_tree(chain.candidates, budget)
         finally:
             self._block.cut(num_rows)
-
-    def _compute_prompt(self, tokens: list[int], states: Hidden) -> None:
-        """Computes all waiting rows but that of the last state."""
-        try:
-            self._block.append(tokens, states[:-1])
-        except ColdstreamError:
-            self._turn_off()
-            return
-        self._end += len(tokens)
-        self._tokens, self._states = [], states[-1:].copy()
 
     def _take_root_back(self) -> None:
         """The last waiting row has no token again."""
@@ -181,7 +167,7 @@ class MtpDrafter:
         self._is_off = True
 
     def _forget_waiting(self) -> None:
-        self._tokens, self._states = [], None
+        self._tokens, self._states = [], []
 
 
 class _Chain:
@@ -191,12 +177,10 @@ class _Chain:
     node of the tree that has room for more.
     """
 
-    def __init__(
-        self, block: DraftBlock, output: Hidden, max_steps: int, branching: int, min_log_prob: float
-    ) -> None:
+    def __init__(self, block: DraftBlock, output: Hidden, max_steps: int, min_log_prob: float) -> None:
         self._block = block
         self._output = output  # of the row of the root, then of the last node of the chain with a row
-        self._max_steps, self._branching, self._min_log_prob = max_steps, branching, min_log_prob
+        self._max_steps, self._min_log_prob = max_steps, min_log_prob
         self._path: Path = ()  # to the node of the chain that is to be followed next
         self._log_prob = 0.0  # of that path
 
@@ -208,10 +192,9 @@ class _Chain:
             return NO_CANDIDATES
         if path:
             self._output = self._block.append(path[-1:], self._output[None])
-        logits = np.asarray(self._block.logits(self._output))
-        token_ids, log_probs = (values[0] for values in top_log_probs(logits[None], self._branching))
+        token_ids, log_probs = self._block.candidates(self._output)
         if not isfinite(log_probs[0]):
             raise GenerationFault("logits of a draft are not finite")
-        self._path = (*path, int(token_ids[0]))
-        self._log_prob += float(log_probs[0])
-        return token_ids.tolist(), log_probs.tolist()
+        self._path = (*path, token_ids[0])
+        self._log_prob += log_probs[0]
+        return token_ids, log_probs

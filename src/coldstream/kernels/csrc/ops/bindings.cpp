@@ -95,6 +95,18 @@ void router(runtime& rt, const array_2d& x, const weight& matrix, const ids_2d& 
   submit_with(rt, make_router(kernels_of(rt), arguments), rows, x, topk_ids, topk_weights);
 }
 
+void top_log_probs(runtime& rt, const array_2d& logits, const ids_2d& ids, const array_2d& log_probs) {
+  const int64_t rows = size_of(logits, 0), size = size_of(logits, 1), k = size_of(ids, 1);
+  if (k < 1 || k > size) {
+    refuse("cannot choose " + std::to_string(k) + " of " + std::to_string(size) + " tokens");
+  }
+  check_contiguous(ids, "ids", {rows, k});
+  check_contiguous(log_probs, "log_probs", {rows, k});
+  auto next = make_top_log_probs(kernels_of(rt), input(logits, "logits", rows, size), size, k, ids.data(),
+                                 log_probs.data());
+  submit_with(rt, std::move(next), rows, logits, ids, log_probs);
+}
+
 void bind_row_ops(nb::module_& m) {
   m.def("add", add, "runtime"_a, nb::arg("x").noconvert(), nb::arg("y").noconvert(),
         nb::arg("out").noconvert(), "out = x + y, all float32 [T, E]. `out` may be x or y.");
@@ -115,6 +127,10 @@ void bind_row_ops(nb::module_& m) {
         "routed "
         "[T, K, E], topk_weights [T, K], shared [T, E], shared_gate [T, 1], float32. With shared and "
         "shared_gate None, the sum alone.");
+  m.def("top_log_probs", top_log_probs, "runtime"_a, nb::arg("logits").noconvert(), nb::arg("ids").noconvert(),
+        nb::arg("log_probs").noconvert(),
+        "The k greatest of each row of logits [T, V], float32, of equal ones the lowest ids first: ids int32 and "
+        "log_probs float32 [T, k], contiguous; log_probs of a softmax over the row, NaN unless all logits are finite.");
   m.def("router", router, "runtime"_a, nb::arg("x").noconvert(), "weight"_a, nb::arg("topk_ids").noconvert(),
         nb::arg("topk_weights").noconvert(),
         "`Ops.router`: x [T, E] float32, weight F32, F16 or BF16 [experts, E]; writes contiguous topk_ids "

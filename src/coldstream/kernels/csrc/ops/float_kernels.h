@@ -137,6 +137,8 @@ struct float_kernels {
                       int64_t num_outputs, float* out, int64_t out_stride, int64_t n);
   void (*product_bf16)(const float* x, int64_t x_stride, int64_t num_rows, const bfloat16* weight,
                        int64_t num_outputs, float* out, int64_t out_stride, int64_t n);
+  // Σ exp(x − maximum)
+  float (*sum_exp)(const float* x, float maximum, int64_t n);
   // Softmax of logits [n] in place, the k most probable (ties: lowest id), their probabilities renormalised.
   void (*softmax_topk)(float* logits, int64_t n, int64_t k, int32_t* ids, float* weights);
 };

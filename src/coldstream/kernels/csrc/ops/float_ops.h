@@ -71,6 +71,11 @@ struct combine_arguments {
 };
 std::unique_ptr<op> make_combine_experts(const float_kernels& kernels, const combine_arguments& arguments);
 
+// The k greatest of each row of logits [T, size], of equal ones the lowest ids first, and their logarithms of a softmax
+// over the row; NaN unless all logits are finite. ids and log_probs [T, k] are contiguous.
+std::unique_ptr<op> make_top_log_probs(const float_kernels& kernels, input_rows logits, int64_t size, int64_t k,
+                                       int32_t* ids, float* log_probs);
+
 struct attention_arguments {
   int64_t capacity;  // rows
   int64_t num_heads, num_kv_heads, head_size, num_rope_pairs;

@@ -20,4 +20,5 @@
 .product_f32 = product<float>,
 .product_f16 = product<float16>,
 .product_bf16 = product<bfloat16>,
+.sum_exp = sum_exp,
 .softmax_topk = softmax_topk,

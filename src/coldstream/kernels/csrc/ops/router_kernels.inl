@@ -75,6 +75,14 @@ static void softmax_in_place(float* x, int64_t n) {
   for (int64_t i = 0; i < n; i += 16) store16(x + i, div16(load16(x + i, n - i), sum), n - i);
 }
 
+static float sum_exp(const float* x, float maximum, int64_t n) {
+  vec16 sum = zero16();
+  for (int64_t i = 0; i < n; i += 16) {
+    sum = add16(sum, keep16(exp16(sub16(load16(x + i, n - i), splat16(maximum))), n - i, 0.0f));
+  }
+  return sum16(sum);
+}
+
 static void softmax_topk(float* logits, int64_t n, int64_t k, int32_t* ids, float* weights) {
   softmax_in_place(logits, n);
   // Insertion into the sorted best so far. Only a greater probability displaces, so ties keep the lower id,

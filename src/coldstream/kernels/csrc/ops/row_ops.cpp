@@ -126,6 +126,43 @@ class combine_op : public op {
   combine_arguments a_;
 };
 
+class top_log_probs_op : public op {
+ public:
+  top_log_probs_op(const float_kernels& kernels, input_rows logits, int64_t size, int64_t k, int32_t* ids,
+                   float* log_probs)
+      : kernels_(kernels), logits_(logits), size_(size), k_(k), ids_(ids), log_probs_(log_probs) {}
+  const char* name() const override { return "top_log_probs"; }
+  bool runs_alone(int, int rows) const override { return rows == 1 || rows * size_ <= SMALL_WORK; }
+  void run(int, int rows, worker& w) override {
+    for (int64_t row = w.take(); row < rows; row = w.take()) choose(logits_.row(row), ids_ + row * k_, log_probs_ + row * k_);
+  }
+
+ private:
+  void choose(const float* logits, int32_t* ids, float* values) const {
+    // As in softmax_topk: the best so far, sorted, and only a greater one displaces.
+    int64_t count = 0;
+    for (int64_t i = 0; i < size_; i++) {
+      if (count == k_ && !(logits[i] > values[k_ - 1])) continue;
+      int64_t place = count < k_ ? count++ : k_ - 1;
+      for (; place > 0 && logits[i] > values[place - 1]; place--) {
+        values[place] = values[place - 1];
+        ids[place] = ids[place - 1];
+      }
+      values[place] = logits[i];
+      ids[place] = static_cast<int32_t>(i);
+    }
+    // Infinite and NaN logits make the sum NaN, or the difference to it.
+    const float maximum = values[0], sum = std::log(kernels_.sum_exp(logits, maximum, size_));
+    for (int64_t i = 0; i < k_; i++) values[i] = values[i] - maximum - sum;
+  }
+
+  const float_kernels& kernels_;
+  input_rows logits_;
+  int64_t size_, k_;
+  int32_t* ids_;
+  float* log_probs_;
+};
+
 class move_rows_op : public op {
  public:
   explicit move_rows_op(const move_rows_arguments& arguments) : a_(arguments) {}
@@ -165,6 +202,11 @@ class move_rows_op : public op {
 };
 
 }  // namespace
+
+std::unique_ptr<op> make_top_log_probs(const float_kernels& kernels, input_rows logits, int64_t size, int64_t k,
+                                       int32_t* ids, float* log_probs) {
+  return std::make_unique<top_log_probs_op>(kernels, logits, size, k, ids, log_probs);
+}
 
 std::unique_ptr<op> make_move_rows(const move_rows_arguments& arguments) {
   return std::make_unique<move_rows_op>(arguments);
