@@ -1,0 +1,367 @@
+"""A DFlash drafter in PyTorch: the context of a sequence, and drafts of whole blocks after it.
+
+A committed row is the residual streams of the target after some of its layers. It becomes one vector, of
+which every layer keeps keys and values. A draft computes a block of noise rows at the positions behind: the
+anchor, which is the newest token, and mask tokens. They attend to the context and to each other, and what a
+row gives through the target's head are the candidates at its position. Keys and values of noise rows are
+forgotten with the draft.
+
+A target accepts only what it would have said itself, so that nothing here changes a token: arithmetic is
+PyTorch's, in the type given at load, and the same for the same calls.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from coldstream.errors import GenerationFault, OutOfMemoryError
+from coldstream.models.dflash_context import ContextRows
+from coldstream.models.dflash_file import DflashFile
+from coldstream.models.dflash_lattice import DraftLattice
+from coldstream.models.dflash_spec import DflashLayer, DflashSpec, tensor_shapes
+
+CHUNK_ROWS: Final = 512  # of a prompt that are computed at once
+
+Embed = Callable[[Sequence[int]], Any]  # token ids → float32 [n, E], an array or a tensor
+Head = Callable[[Any], Any]  # a tensor of hidden states, float32 [n, E] → float32 logits [n, V]
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A short causal convolution of noise rows, whose weights depend on the row.
+
+    The same row gives the weights of both sides, before a sublayer and behind it.
+    """
+
+    base: torch.Tensor  # [2, kernel, E]
+    proj: torch.Tensor  # [2 · kernel · groups, E]
+
+    def dynamic(self, x: torch.Tensor) -> torch.Tensor:
+        """The weights of normed rows x [B, E] by side and distance: [B, 2, kernel, groups]."""
+        return functional.linear(x, self.proj).view(len(x), 2, self.base.shape[1], -1)
+
+    def apply(self, x: torch.Tensor, dynamic: torch.Tensor, side: int) -> torch.Tensor:
+        """Rows [B, E], of which each is a weighted sum of rows of x [B, E] up to its own."""
+        num_rows, width = x.shape
+        group = width // dynamic.shape[-1]
+        result = torch.zeros_like(x)
+        for distance in range(self.base.shape[1]):
+            weights = self.base[side, distance] + dynamic[:, side, distance].repeat_interleave(group, dim=-1)
+            result += weights * functional.pad(x, (0, 0, distance, 0))[:num_rows]
+        return result
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The weights of a layer: matrices [out, in], vectors of norms float32."""
+
+    layer: DflashLayer
+    attn_norm: torch.Tensor
+    attn_q: torch.Tensor
+    attn_k: torch.Tensor
+    attn_v: torch.Tensor
+    attn_output: torch.Tensor
+    attn_q_norm: torch.Tensor
+    attn_k_norm: torch.Tensor
+    ffn_norm: torch.Tensor
+    ffn_gate: torch.Tensor
+    ffn_up: torch.Tensor
+    ffn_down: torch.Tensor
+    attn_conv: Convolution | None
+    ffn_conv: Convolution | None
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Scores of a candidate after the one before it."""
+
+    predecessor: torch.Tensor  # [V, rank]
+    successor: torch.Tensor  # [V, rank]
+    hidden: torch.Tensor  # [rank, E]
+
+
+class DflashModel:
+    """The weights of a drafter on a device, and the embedding and head of its target."""
+
+    def __init__(self, spec: DflashSpec, tensors: dict[str, torch.Tensor], embed: Embed, head: Head) -> None:
+        """tensors: those of `tensor_shapes`, on one device; norms float32, the others of one type."""
+        self.spec, self.embed, self.head = spec, embed, head
+        self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        self.fc, self.hidden_norm = tensors["fc.weight"], tensors["enc.output_norm.weight"]
+        self.output_norm = tensors["output_norm.weight"]
+        self.dtype, self.device = self.fc.dtype, self.fc.device
+        self.layers = tuple(
+            _layer_weights(layer, tensors, f"blk.{index}.") for index, layer in enumerate(spec.layers)
+        )
+        self.selector = None
+        if spec.second is not None:
+            names = ("predecessor", "successor", "hidden")
+            self.selector = Selector(*(tensors[f"selector_{name}.weight"] for name in names))
+
+    @classmethod
+    def load(
+        cls,
+        file: DflashFile,
+        embed: Embed,
+        head: Head,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Copies the weights to a device.
+
+        embed, head: of the target, called while drafting. dtype: None for float32 on the CPU and bfloat16
+        elsewhere. Raises ModelChangedError if the file shrank, and OutOfMemoryError.
+        """
+        dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
+        tensors: dict[str, torch.Tensor] = {}
+        with torch_errors("loading a drafter"):
+            for name in tensor_shapes(file.spec):
+                kept = torch.float32 if name.endswith("norm.weight") else dtype
+                tensors[name] = file.read(name).to(device=device, dtype=kept)
+        return cls(file.spec, tensors, embed, head)
+
+    def new_sequence(self) -> "DflashSequence":
+        """An empty sequence. It takes no memory before its first row."""
+        return DflashSequence(self)
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMS norm over the last dimension, computed in float32."""
+        return functional.rms_norm(x.float(), weight.shape, weight, self.spec.rms_norm_eps).to(self.dtype)
+
+    def rotations(self, positions: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines for heads of rows at positions [n]: both [n, 1, head_dim / 2], float32."""
+        cos, sin = self.spec.rope.cos_sin(positions, self.spec.head_dim)
+        return torch.from_numpy(cos).to(self.device)[:, None], torch.from_numpy(sin).to(self.device)[:, None]
+
+    def keys_values(
+        self, x: torch.Tensor, weights: LayerWeights, rotations: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [n, num_kv_heads, head_dim] of rows [n, E]."""
+        shape = (len(x), self.spec.num_kv_heads, self.spec.head_dim)
+        keys = self.norm(functional.linear(x, weights.attn_k).view(shape), weights.attn_k_norm)
+        return _rotated(keys, rotations), functional.linear(x, weights.attn_v).view(shape)
+
+
+class DflashSequence:
+    """The context of one sequence.
+
+    `length` counts the committed rows. Some of them may be missing, which makes drafts worse: those that were
+    computed without the drafter being told, and after a cut those of a window that were beyond it before.
+    """
+
+    def __init__(self, model: DflashModel) -> None:
+        spec = model.spec
+        self._model = model
+        self._contexts = tuple(
+            ContextRows(spec.num_kv_heads, spec.head_dim, layer.window, model.dtype, model.device)
+            for layer in spec.layers
+        )
+        self.length = 0
+
+    @property
+    def spec(self) -> DflashSpec:
+        return self._model.spec
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last committed row is there."""
+        return self.length > 0 and all(rows.last_position == self.length - 1 for rows in self._contexts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of keys and values."""
+        return sum(rows.num_bytes for rows in self._contexts)
+
+    @torch.inference_mode()
+    def append(self, features: Any) -> None:
+        """Appends rows: float32 features [n, spec.feature_size], an array or a tensor.
+
+        Raises OutOfMemoryError or GenerationFault if PyTorch fails, with the sequence as it was. Values that
+        are not finite show in the drafts of whoever attends to them.
+        """
+        model, first = self._model, self.length
+        with torch_errors("the context of a drafter"):
+            try:
+                for start in range(0, len(features), CHUNK_ROWS):
+                    part = torch.as_tensor(features[start : start + CHUNK_ROWS])
+                    self._append(part.to(model.device, model.dtype))
+            except BaseException:
+                self.cut(first)
+                raise
+
+    def _append(self, features: torch.Tensor) -> None:
+        model = self._model
+        context = model.norm(functional.linear(features, model.fc), model.hidden_norm)
+        positions = np.arange(self.length, self.length + len(features))
+        rotations = model.rotations(positions)
+        for weights, rows in zip(model.layers, self._contexts, strict=True):
+            rows.append(*model.keys_values(context, weights, rotations), positions)
+        self.length += len(features)
+
+    def cut(self, length: int) -> None:
+        """The sequence now has `length` rows. Further ones than there were are missing."""
+        for rows in self._contexts:
+            rows.cut(length)
+        self.length = length
+
+    @torch.inference_mode()
+    def draft(self, anchor: int, num_rows: int, num_candidates: int) -> DraftLattice:
+        """Drafts num_rows − 1 positions after the token `anchor`, which follows the committed rows.
+
+        num_rows: 2 … spec.block_size; a longer block is not a longer draft of a shorter one.
+        num_candidates: of every position, for a drafter of the first kind; the second has its own number.
+        Raises OutOfMemoryError or GenerationFault if PyTorch fails.
+        """
+        assert 2 <= num_rows <= self.spec.block_size, "a block has an anchor and masks"
+        with torch_errors("a draft"):
+            hidden = self.hidden(anchor, num_rows)[1:]
+            logits = torch.as_tensor(self._model.head(hidden.float())).to(self._model.device).float()
+            if self._model.selector is None:
+                return _marginals(logits, num_candidates)
+            return self._selected(self._model.selector, hidden, logits, anchor)
+
+    def hidden(self, anchor: int, num_rows: int) -> torch.Tensor:
+        """What the head reads of every row of the block, [num_rows, E]; see `draft`."""
+        model, spec = self._model, self.spec
+        token_ids = [anchor, *[spec.mask_id] * (num_rows - 1)]
+        x = torch.as_tensor(model.embed(token_ids)).to(model.device, model.dtype)
+        positions = np.arange(self.length, self.length + num_rows)
+        rotations = model.rotations(positions)
+        for weights, rows in zip(model.layers, self._contexts, strict=True):
+            x = x + self._attention(x, weights, rows, positions, rotations)
+            x = x + self._feed_forward(x, weights)
+        return model.norm(x, model.output_norm)
+
+    def _attention(
+        self,
+        x: torch.Tensor,
+        weights: LayerWeights,
+        rows: ContextRows,
+        positions: NDArray[np.int64],
+        rotations: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """What attention adds to the residual stream x [B, E]."""
+        model, spec, count = self._model, self.spec, len(x)
+        x = model.norm(x, weights.attn_norm)
+        conv, dynamic = weights.attn_conv, None
+        if conv is not None:
+            dynamic = conv.dynamic(x)
+            x = conv.apply(x, dynamic, 0)
+        queries = functional.linear(x, weights.attn_q).view(count, spec.num_heads, spec.head_dim)
+        queries = _rotated(model.norm(queries, weights.attn_q_norm), rotations)
+        window = weights.layer.window
+        first = 0 if window is None else int(positions[0]) - window + 1
+        old_keys, old_values, old_positions = rows.rows_from(first)
+        keys, values = model.keys_values(x, weights, rotations)
+        mask = _visible(weights.layer, positions, np.concatenate((old_positions, positions)))
+        mixed = _attend(
+            queries,
+            torch.cat((old_keys, keys)),
+            torch.cat((old_values, values)),
+            None if mask is None else torch.from_numpy(mask).to(model.device),
+        )
+        result = functional.linear(mixed, weights.attn_output)
+        return result if conv is None or dynamic is None else conv.apply(result, dynamic, 1)
+
+    def _feed_forward(self, x: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
+        """What the FFN adds to the residual stream x [B, E]."""
+        x = self._model.norm(x, weights.ffn_norm)
+        conv, dynamic = weights.ffn_conv, None
+        if conv is not None:
+            dynamic = conv.dynamic(x)
+            x = conv.apply(x, dynamic, 0)
+        gated = functional.silu(functional.linear(x, weights.ffn_gate)) * functional.linear(x, weights.ffn_up)
+        result = functional.linear(gated, weights.ffn_down)
+        return result if conv is None or dynamic is None else conv.apply(result, dynamic, 1)
+
+    def _selected(
+        self, selector: Selector, hidden: torch.Tensor, logits: torch.Tensor, anchor: int
+    ) -> DraftLattice:
+        """The lattice of a drafter of the second kind: scores are over the candidates of the head alone."""
+        assert self.spec.second is not None
+        own, token_ids = logits.topk(self.spec.second.selector_top_k, dim=-1)  # both [L, K]
+        before = torch.cat((torch.full_like(token_ids[:1], anchor), token_ids[:-1]))
+        projected = functional.linear(hidden, selector.hidden)[:, None]  # [L, 1, rank]
+        pairs = (selector.predecessor[before] * projected) @ selector.successor[token_ids].transpose(1, 2)
+        log_probs = functional.log_softmax(own[:, None].double() + pairs.double(), dim=-1)
+        return DraftLattice(token_ids.cpu().numpy(), log_probs.cpu().numpy())
+
+
+@contextmanager
+def torch_errors(what: str) -> Iterator[None]:
+    """Raises coldstream's errors for those of PyTorch inside."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemoryError(
+            f"no memory for {what}: choose a smaller --ctx-size, or draft in another way"
+        ) from error
+    except RuntimeError as error:
+        raise GenerationFault(f"{what} failed: {error!s:.120}; draft in another way") from error
+
+
+def _layer_weights(layer: DflashLayer, tensors: dict[str, torch.Tensor], prefix: str) -> LayerWeights:
+    def conv(name: str) -> Convolution | None:
+        base = tensors.get(f"{prefix}{name}_base")
+        return None if base is None else Convolution(base, tensors[f"{prefix}{name}_proj.weight"])
+
+    names = (
+        "attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm", "attn_k_norm", "ffn_norm",
+        "ffn_gate", "ffn_up", "ffn_down",
+    )  # fmt: skip
+    plain = {name: tensors[f"{prefix}{name}.weight"] for name in names}
+    return LayerWeights(layer=layer, **plain, attn_conv=conv("attn_conv"), ffn_conv=conv("ffn_conv"))
+
+
+def _rotated(heads: torch.Tensor, rotations: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Heads [n, heads, head_dim], whose halves are rotated against each other."""
+    cos, sin = rotations
+    low, high = heads.float().chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(heads.dtype)
+
+
+def _visible(
+    layer: DflashLayer, queries: NDArray[np.int64], keys: NDArray[np.int64]
+) -> NDArray[np.bool_] | None:
+    """Which rows at positions `keys` [L] those at `queries` [B] attend to: [B, L]; None for all."""
+    ahead = keys[None] - queries[:, None]
+    if layer.window is None:
+        return ahead <= 0 if layer.is_causal else None
+    near = ahead > -layer.window
+    return near & (ahead <= 0 if layer.is_causal else ahead < layer.window)
+
+
+def _attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention of queries [B, heads, d] to keys and values [L, kv_heads, d]: [B, heads · d].
+
+    mask: bool [B, L], true where a key is seen; None: all are.
+    """
+    count, num_heads, head_dim = queries.shape
+    num_kv_heads = keys.shape[1]
+    # The queries of all heads that share keys are rows of one product, so that keys are not repeated.
+    group = num_heads // num_kv_heads
+    grouped = queries.view(count, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    mixed = functional.scaled_dot_product_attention(
+        grouped.reshape(1, num_kv_heads, group * count, head_dim),
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        None if mask is None else mask.repeat(group, 1),
+    )
+    by_row = mixed.view(num_kv_heads, group, count, head_dim).permute(2, 0, 1, 3)
+    return by_row.reshape(count, num_heads * head_dim)
+
+
+def _marginals(logits: torch.Tensor, num_candidates: int) -> DraftLattice:
+    """The likeliest tokens of every row of logits [L, V], whatever the token before."""
+    best, token_ids = logits.topk(min(num_candidates, logits.shape[-1]), dim=-1)
+    log_probs = best.double() - logits.double().logsumexp(dim=-1, keepdim=True)
+    return DraftLattice(token_ids.cpu().numpy(), log_probs.cpu().numpy())

@@ -1,0 +1,78 @@
+"""Keys and values that one layer of a DFlash drafter keeps of committed rows."""
+
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_FIRST_ROWS: Final = 1024
+
+
+class ContextRows:
+    """Rows by ascending position; positions may be missing.
+
+    With a window only the last rows are sure to be kept: those that a row behind the last one attends to.
+    """
+
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._window = window
+        self._shape = (num_kv_heads, head_dim)
+        self._keys = torch.empty((0, *self._shape), dtype=dtype, device=device)
+        self._values = torch.empty_like(self._keys)
+        self._positions = np.empty(0, np.int64)
+        self._count = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all rows that there is room for."""
+        return 2 * self._keys.numel() * self._keys.element_size()
+
+    @property
+    def last_position(self) -> int:
+        """Of the last row, −1 if there are none."""
+        return int(self._positions[self._count - 1]) if self._count else -1
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, positions: NDArray[np.int64]) -> None:
+        """Rows [n, num_kv_heads, head_dim] behind the last one; positions: int64 [n], ascending."""
+        if self._window is not None:
+            # Of its own rows those that nothing behind the last one attends to.
+            first = max(0, len(positions) - self._window)
+            keys, values, positions = keys[first:], values[first:], positions[first:]
+        count = len(positions)
+        if self._count + count > len(self._positions):
+            self._make_room(count)
+        end = self._count + count
+        self._keys[self._count : end] = keys
+        self._values[self._count : end] = values
+        self._positions[self._count : end] = positions
+        self._count = end
+
+    def cut(self, length: int) -> None:
+        """Forgets the rows from position `length` on."""
+        self._count = int(np.searchsorted(self._positions[: self._count], length))
+
+    def rows_from(self, position: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
+        """Keys, values and positions of the kept rows from `position` on: views until the next call."""
+        first = int(np.searchsorted(self._positions[: self._count], position))
+        part = slice(first, self._count)
+        return self._keys[part], self._values[part], self._positions[part]
+
+    def _make_room(self, count: int) -> None:
+        """Moves the rows to the front of other memory, of a window's rows only those that are needed."""
+        kept = self._count if self._window is None else min(self._count, self._window)
+        capacity = max(_FIRST_ROWS, 2 * len(self._positions), kept + count)
+        if self._window is not None:
+            capacity = min(capacity, 2 * self._window)
+        part = slice(self._count - kept, self._count)
+        keys = self._keys.new_empty((capacity, *self._shape))
+        values = torch.empty_like(keys)
+        positions = np.empty(capacity, np.int64)
+        keys[:kept], values[:kept], positions[:kept] = (
+            self._keys[part],
+            self._values[part],
+            self._positions[part],
+        )
+        self._keys, self._values, self._positions, self._count = keys, values, positions, kept
