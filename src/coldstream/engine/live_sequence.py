@@ -14,7 +14,7 @@ import numpy as np
 from coldstream import kvcache
 from coldstream.decoding import AnyLogits, Chosen, Speculation, StartedChoices
 from coldstream.kvcache import Batch, ChosenToken, Segment
-from coldstream.models.runner import ModelRunner, Progress
+from coldstream.models.runner import ModelRunner, Progress, States
 
 
 class LiveSequence:
@@ -99,9 +99,9 @@ class LiveSequence:
     def append(self, token_ids: Sequence[int], progress: Progress | None = None) -> AnyLogits:
         """Append tokens, of a prompt those that `start` did not find; logits [vocab] after the last."""
         live = self._taken()
-        drafter = self._drafter
-        on_chunk = drafter.extend if drafter is not None and drafter.wants_hidden else None
-        logits: AnyLogits = self._runner.extend(self._sequence, token_ids, progress, on_chunk)
+        drafter, states = self._drafter, self._told_states()
+        on_chunk = drafter.extend if drafter is not None and states is not None else None
+        logits: AnyLogits = self._runner.extend(self._sequence, token_ids, progress, on_chunk, states)
         if drafter is not None and on_chunk is None:
             drafter.extend(token_ids, None)
         live += token_ids
@@ -141,12 +141,22 @@ class LiveSequence:
         """Hold a path of the tree, after each of whose rows a token was chosen."""
         drafter, live = self._drafter, self._unsettled
         token_ids = [self._tree_ids[row] for row in rows]
-        hidden = self._runner.hidden(np.array(rows)) if drafter and drafter.wants_hidden and rows else None
+        states = self._told_states()
+        told = states(np.array(rows)) if states is not None and rows else None
         self._runner.commit(self._sequence, rows)
         live += token_ids
         self._token_ids, self._is_trusted = live, True
         if drafter is not None and rows:
-            drafter.extend(token_ids, hidden)
+            drafter.extend(token_ids, told)
+
+    def _told_states(self) -> States | None:
+        """What the drafter is told of rows beside their tokens; None: nothing."""
+        drafter = self._drafter
+        if drafter is None:
+            return None
+        if drafter.taps:
+            return self._runner.features
+        return self._runner.hidden if drafter.wants_hidden else None
 
     def _extendable(self) -> list[int]:
         """The live tokens, if a prompt may extend them; none otherwise."""

@@ -7,6 +7,7 @@ arithmetic of its own, so that an implementation of `Ops` may record it and play
 MTP blocks, which predict further tokens, lie behind the trunk in the file and are not loaded here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -21,6 +22,12 @@ from coldstream.layers.moe import MoeWeights, moe
 from coldstream.models.loader import Block, Loader
 from coldstream.models.sanity import check_small_tensors
 from coldstream.models.spec import ModelSpec
+
+OnLayer = Callable[[int, Array], None]
+
+
+def ignore_layer(layer: int, x: Array) -> None:
+    """For callers that need no residual streams."""
 
 
 @dataclass(frozen=True)
@@ -56,32 +63,42 @@ class CausalLM:
             warnings=check_small_tensors(spec, loader.vectors),
         )
 
-    def forward(self, token_ids: Array, rows: Rows, cache: ModelCache) -> Array:
+    def forward(
+        self, token_ids: Array, rows: Rows, cache: ModelCache, on_layer: OnLayer = ignore_layer
+    ) -> Array:
         """Hidden states after the last norm, [T, E], of int32 token_ids [T] at `rows`.
 
-        Advances the states in `cache` that `rows` names. InvalidRequestError without rows.
+        on_layer is called with each layer and the residual stream after it, [T, E], whose memory is used
+        again once no one refers to it. Advances the states in `cache` that `rows` names. InvalidRequestError
+        without rows.
         """
         if token_ids.shape[0] == 0:
             raise InvalidRequestError("there are no tokens to compute: a forward pass needs at least one")
         angles = self.angles(rows)
-        return self.through_blocks(self.ops.embed(self.token_embd, token_ids), angles, rows, cache)
+        embedded = self.ops.embed(self.token_embd, token_ids)
+        return self.through_blocks(embedded, angles, rows, cache, on_layer)
 
     def angles(self, rows: Rows) -> Array:
         """`Ops.rope_angles` of the rows; None for a model that does not attend."""
         attends = "attention" in self.spec.layer_kinds
         return self.ops.rope_angles(rows.positions, self.spec.attention.rope) if attends else None
 
-    def through_blocks(self, x: Array, angles: Array, rows: Rows, cache: ModelCache) -> Array:
+    def through_blocks(
+        self, x: Array, angles: Array, rows: Rows, cache: ModelCache, on_layer: OnLayer = ignore_layer
+    ) -> Array:
         """Hidden states after the last norm, [T, E], of what enters the first block, x [T, E].
 
-        Advances the states in `cache` that `rows` names.
+        on_layer: see `forward`. Advances the states in `cache` that `rows` names.
         """
         ops, eps = self.ops, self.spec.rms_norm_eps
         norms = [block.attn_norm for block in self.blocks] + [self.output_norm]
         normed = ops.rms_norm(x, norms[0], eps)
-        for block, state, next_norm in zip(self.blocks, cache.layers, norms[1:], strict=True):
+        for layer, (block, state, next_norm) in enumerate(
+            zip(self.blocks, cache.layers, norms[1:], strict=True)
+        ):
             x, normed = ops.add_norm(x, self.mix(block, normed, angles, state, rows), block.ffn_norm, eps)
             x, normed = ops.add_norm(x, self.feed_forward(block, normed), next_norm, eps)
+            on_layer(layer, x)
         return normed
 
     def commit(self, path: CommittedPath, cache: ModelCache) -> None:

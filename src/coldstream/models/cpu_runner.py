@@ -1,6 +1,7 @@
 """A model on the CPU: weights mapped, the forward pass captured once and replayed by C++."""
 
 from collections.abc import Collection
+from collections.abc import Sequence as TokenIds
 from typing import Self
 
 import numpy as np
@@ -44,9 +45,12 @@ class CpuRunner(ModelRunner):
         disk: DiskTier | None = None,
         cache_size: CacheSize | None = None,
         num_tree_rows: int = 0,
+        taps: tuple[int, ...] = (),
     ) -> None:
-        """cache_size: None for one that suits the memory, with `num_tree_rows`."""
+        """cache_size: None for one that suits the memory, with `num_tree_rows`. taps: see `features`."""
         super().__init__(file, spec, context_length)
+        assert all(0 <= tap < spec.num_layers for tap in taps), "taps are layers of the trunk"
+        self.taps = taps
         self._ops = ops
         self._disk = disk
         self._kv_type = kv_type
@@ -61,8 +65,14 @@ class CpuRunner(ModelRunner):
         size = BatchSize(self.chunk_size, self.chunk_size, num_blocks)
         self._inputs = inputs = BatchArrays(ops.zeros((size.num_values,), "int32"), size)
         self._path = PathArrays(ops.zeros((PathArrays.num_values(num_blocks),), "int32"), num_blocks)
+        self._tapped: dict[int, Array] = {}  # residual streams [chunk_size, E] by layer
+
+        def keep_tapped(layer: int, x: Array) -> None:
+            if layer in taps:
+                self._tapped[layer] = x
+
         self._trunk = ops.capture(
-            self.chunk_size, lambda: self._model.forward(inputs.token_ids, inputs.rows, caches)
+            self.chunk_size, lambda: self._model.forward(inputs.token_ids, inputs.rows, caches, keep_tapped)
         )
         self._committed = None
         if self.cache_size.num_tree_rows:
@@ -83,6 +93,7 @@ class CpuRunner(ModelRunner):
         policy: Policy | None = None,
         progress: Progress | None = None,
         cache_size: CacheSize | None = None,
+        taps: tuple[int, ...] = (),
     ) -> Self:
         """Carries out `plan` on an open file: maps weights, allocates slots for experts and fills them,
         captures the forward pass. The runner then closes the file.
@@ -91,7 +102,7 @@ class CpuRunner(ModelRunner):
         plan's, one context of positions); memory is touched only as it fills. tier: of the kernels. With
         record_routing, `topk_ids` has what each step's routers chose, if all experts are mapped. `policy`
         says which experts stay in slots (default: `DecayedFrequency`). progress is called with (done, total)
-        while the file is read.
+        while the file is read. taps: layers after which `features` has the residual stream.
 
         Raises InconsistentError for weights that contradict the format's conventions, UnsupportedError
         for a tier this machine lacks, OutOfMemoryError; the file stays open then.
@@ -105,7 +116,7 @@ class CpuRunner(ModelRunner):
         else:
             ops = RoutingCpuOps(plan.threads, tier) if record_routing else CpuOps(plan.threads, tier)
         cache_size = cache_size or CacheSize.planned(fixed)
-        runner = cls(file, spec, ops, fixed.ctx_size, fixed.kv_type, disk, cache_size)
+        runner = cls(file, spec, ops, fixed.ctx_size, fixed.kv_type, disk, cache_size, taps=taps)
         assert runner.chunk_size == fixed.chunk_size, "a plan for this runner has its steps"
         if disk is not None:
             disk.load(plan.loaded, progress)
@@ -127,10 +138,11 @@ class CpuRunner(ModelRunner):
         cache_size: CacheSize | None = None,
         num_tree_rows: int = 0,
         has_mtp: bool = False,
+        taps: tuple[int, ...] = (),
     ) -> RamNeeds:
         """The RAM that the runner would need, counted by runners that read no weights.
 
-        has_mtp: with that of `load_mtp`.
+        has_mtp: with that of `load_mtp`. taps: as in `load`.
 
         Raises UnsupportedError for a tier this machine lacks.
         """
@@ -139,7 +151,7 @@ class CpuRunner(ModelRunner):
             ops: CpuOps = UnreadCpuOps(threads, tier)
             if disk is not None:
                 ops = UnreadPooledCpuOps(threads, tier, disk.stacks)
-            unread = cls(file, spec, ops, context_length, kv_type, disk, cache_size, num_tree_rows)
+            unread = cls(file, spec, ops, context_length, kv_type, disk, cache_size, num_tree_rows, taps)
             return FixedPart(
                 ctx_size=context_length,
                 kv_type=kv_type,
@@ -238,6 +250,22 @@ class CpuRunner(ModelRunner):
         """A copy."""
         hidden: Array = self._trunk.outputs[rows]
         return hidden
+
+    def _features_of(self, rows: Array) -> Array:
+        """A copy."""
+        return np.concatenate([self._tapped[tap][rows] for tap in self.taps], axis=1)
+
+    def embed(self, token_ids: TokenIds[int]) -> Array:
+        """The rows of the embedding table for tokens of the vocabulary, float32 [n, E]: for drafters."""
+        ids = np.array(token_ids, np.int32)
+        embedded: Array = CpuOps.beside(self._ops).embed(self._model.token_embd, ids)
+        return embedded
+
+    def head(self, hidden: Array) -> Array:
+        """Logits [n, vocab] of hidden states [n, E] that are not of a step: for drafters."""
+        states = np.ascontiguousarray(hidden, np.float32)
+        logits: Array = CpuOps.beside(self._ops).linear(states, (self._model.output,))[0]
+        return logits
 
     def _commit(self, path: AcceptedPath) -> None:
         assert self._committed is not None, "a cache without rows of trees has none to commit"

@@ -28,6 +28,7 @@ from coldstream.models.spec import ModelSpec
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int], None]
 OnChunk = Callable[[TokenIds[int], Any], None]
+States = Callable[[Collection[int]], Any]  # of rows of the last step: `ModelRunner.hidden` or `.features`
 
 
 class WholeOrCleared:
@@ -65,6 +66,7 @@ class ModelRunner(ABC):
     head_rows: int  # rows of one call of the head
     cache_size: CacheSize  # what all sequences hold together
     gives_hidden = False  # whether `hidden` has what steps compute
+    taps: tuple[int, ...] = ()  # layers after which `features` has the residual stream
     _sequences: SequenceCache
     _limits: BatchLimits
 
@@ -87,6 +89,10 @@ class ModelRunner(ABC):
 
     def _hidden_of(self, rows: Array) -> Any:
         """What `hidden` returns for rows that the last step has; for runners that give hidden states."""
+        raise NotImplementedError
+
+    def _features_of(self, rows: Array) -> Any:
+        """What `features` returns for rows that the last step has; for runners with taps."""
         raise NotImplementedError
 
     @abstractmethod
@@ -213,20 +219,34 @@ class ModelRunner(ABC):
         float32 [len(rows), E] on the model's device, valid until the next step. Raises InvalidRequestError
         for rows that the step did not have, and UnsupportedError unless the runner `gives_hidden`.
         """
-        self._check_gives_hidden()
-        indices = np.asarray(rows if isinstance(rows, np.ndarray) else list(rows), np.int64)
-        if len(indices) and not 0 <= indices.min() <= indices.max() < self._num_rows:
-            raise InvalidRequestError(
-                f"hidden states of rows {indices.min()} … {indices.max()}, but the last step computed "
-                f"{self._num_rows}"
-            )
-        return self._hidden_of(indices)
-
-    def _check_gives_hidden(self) -> None:
         if not self.gives_hidden:
             raise UnsupportedError(
                 f"a model on the device {self.tier} does not give its hidden states: draft without them"
             )
+        return self._hidden_of(self._computed(rows))
+
+    def features(self, rows: Collection[int]) -> Any:
+        """Residual streams of rows of the last step's batch after the layers `taps`, one behind the other.
+
+        float32 [len(rows), len(taps) · E] on the model's device, valid until the next step. Raises
+        InvalidRequestError for rows that the step did not have, and UnsupportedError without taps.
+        """
+        if not self.taps:
+            raise UnsupportedError(
+                f"the model on the device {self.tier} was loaded without keeping residual streams: draft "
+                "without them"
+            )
+        return self._features_of(self._computed(rows))
+
+    def _computed(self, rows: Collection[int]) -> Array:
+        """The rows as int64 [n], if the last step had them."""
+        indices = np.asarray(rows if isinstance(rows, np.ndarray) else list(rows), np.int64)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < self._num_rows:
+            raise InvalidRequestError(
+                f"states of rows {indices.min()} … {indices.max()}, but the last step computed "
+                f"{self._num_rows}"
+            )
+        return indices
 
     @host_memory_errors()
     def extend(
@@ -235,16 +255,18 @@ class ModelRunner(ABC):
         token_ids: TokenIds[int],
         progress: Progress | None = None,
         on_chunk: OnChunk | None = None,
+        states: States | None = None,
     ) -> Any:
         """Appends any number of tokens, at least one, in steps; the logits [vocab] after the last.
 
-        After each step on_chunk is called with the step's tokens and their `hidden` states, then progress
-        with (tokens done, tokens in all). An exception that they raise, or any error after the first step,
-        leaves the sequence empty. Raises as `step`, and UnsupportedError for an on_chunk without hidden
-        states.
+        After each step on_chunk is called with the step's tokens and their states, then progress with (tokens
+        done, tokens in all). states: `hidden` (the default) or `features`. An exception that they raise, or
+        any error after the first step, leaves the sequence empty. Raises as `step`, and UnsupportedError for
+        an on_chunk without such states.
         """
+        states = states or self.hidden
         if on_chunk is not None:
-            self._check_gives_hidden()
+            states(())  # raises before anything has changed if there are none
         chunks = self._chunks(sequence, token_ids)
         self._check_file()
         done = 0
@@ -254,7 +276,7 @@ class ModelRunner(ABC):
             (logits,) = self._step([CheckedSegment.chain(sequence, chunk, wanted)])
             with WholeOrCleared(self._sequences, [sequence]):
                 if on_chunk is not None:
-                    on_chunk(chunk.tolist(), self.hidden(range(len(chunk))))
+                    on_chunk(chunk.tolist(), states(range(len(chunk))))
                 if progress is not None:
                     progress(done, len(token_ids))
         return logits[0]

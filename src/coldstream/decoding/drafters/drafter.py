@@ -20,6 +20,13 @@ class Drafter(Protocol):
     def wants_hidden(self) -> bool:
         """Whether `extend` needs hidden states."""
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the model, ascending, after which `extend` needs the residual stream.
+
+        Such a drafter wants no hidden states. Empty for one that needs no residual streams.
+        """
+
     def cut(self, length: int) -> None:
         """The sequence now has `length` computed tokens: the first of those that the drafter was told of, and
         if there are more, others that it will not be told of.
@@ -28,8 +35,10 @@ class Drafter(Protocol):
     def extend(self, token_ids: Sequence[int], hidden: Any) -> None:
         """The model has computed these tokens after those before.
 
-        hidden: float32 [len(token_ids), E], the states after them that the model's head reads, on the model's
-        device and valid during this call; None if the drafter wants none.
+        hidden: float32 [len(token_ids), E], the states after them that the model's head reads; for a drafter
+        with taps, [len(token_ids), len(taps) · E], its features: the residual streams after the tapped
+        layers, one behind the other. On the model's device and valid during this call. None if the drafter
+        wants neither.
         """
 
     def propose(self, context: Sequence[int], budget: int) -> TokenTree:

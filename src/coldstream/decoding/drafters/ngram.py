@@ -43,6 +43,7 @@ class NgramDrafter:
         self._orders = range(min_n, max_n + 1)
         self._most_matches = most_matches
         self._token_ids: list[int] = []
+        self._num_indexed = 0  # tokens that the tables below have taken in
         # By hash of the last n tokens: the length of the told sequence when they were last its end.
         self._latest: dict[int, int] = {}
         # By n and length: the length before at which the sequence had the same end, or 0.
@@ -56,41 +57,50 @@ class NgramDrafter:
     def wants_hidden(self) -> bool:
         return False
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
     def cut(self, length: int) -> None:
-        while len(self._token_ids) > length:
-            end = len(self._token_ids)
+        while self._num_indexed > length:
             for n in self._orders:
                 earlier = self._earlier[n].pop()
-                if end < n:
+                if self._num_indexed < n:
                     continue
                 if earlier:
-                    self._latest[self._hash(n)] = earlier
+                    self._latest[self._hash(n, self._num_indexed)] = earlier
                 else:
-                    del self._latest[self._hash(n)]
-            self._token_ids.pop()
+                    del self._latest[self._hash(n, self._num_indexed)]
+            self._num_indexed -= 1
+        del self._token_ids[length:]
 
     def extend(self, token_ids: Sequence[int], hidden: Any) -> None:
-        for token_id in token_ids:
-            self._token_ids.append(token_id)
-            end = len(self._token_ids)
+        self._token_ids += token_ids
+
+    def _index(self) -> None:
+        """Takes in all that was told. Only before a draft, so that tokens without drafts cost nothing."""
+        for end in range(self._num_indexed + 1, len(self._token_ids) + 1):
             for n in self._orders:
                 if end < n:
                     self._earlier[n].append(0)
                     continue
-                key = self._hash(n)
+                key = self._hash(n, end)
                 self._earlier[n].append(self._latest.get(key, 0))
                 self._latest[key] = end
+        self._num_indexed = len(self._token_ids)
 
     def propose(self, context: Sequence[int], budget: int) -> TokenTree:
         """The tree described above. It looks at `most_matches` earlier ends for every n."""
+        self._index()
         for n in reversed(self._orders):
             ends = self._matches(context, n)
             if ends:
                 return build_tree(_Continuations(context, ends, n).after, budget)
         return NO_DRAFT
 
-    def _hash(self, n: int) -> int:
-        return hash((n, *self._token_ids[-n:]))
+    def _hash(self, n: int, end: int) -> int:
+        """Of the n tokens that end the first `end`."""
+        return hash((n, *self._token_ids[end - n : end]))
 
     def _matches(self, context: Sequence[int], n: int) -> list[int]:
         """The lengths, descending, at which `context` has had its last n tokens as its end before."""
