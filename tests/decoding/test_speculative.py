@@ -250,7 +250,7 @@ def test_steps_are_saved_and_drafts_are_told_of_each() -> None:
     assert run.plain.num_steps == 35
     assert run.other.num_steps == len(drafts.told) < 25
     assert sum(drafts.told) + len(drafts.told) == 35
-    assert drafts.num_cut == 1
+    assert drafts.num_cut == (drafts.sizes[-1] > 0)
 
 
 def test_trap_42_no_node_is_drafted_beyond_the_last_token() -> None:

@@ -125,18 +125,20 @@ class Speculation:
         """A tree of at most `most` nodes after `context`, perhaps an empty one."""
         self._tree, self._draft_s = NO_DRAFT, 0.0
         budget = self._sizes.budget(min(most, MAX_TREE_NODES))
-        if budget > 0:
-            start = time.perf_counter()
-            tree = self.drafter.propose(context, budget)
-            self._draft_s = time.perf_counter() - start
-            self._tree = tree.first(self._sizes.size(tree, self._draft_s))
+        if budget <= 0:
+            return NO_DRAFT
+        start = time.perf_counter()
+        tree = self.drafter.propose(context, budget)
+        self._draft_s = time.perf_counter() - start
+        self._tree = tree.first(self._sizes.size(tree, self._draft_s))
         return self._tree
 
     def verified(self, nodes: Sequence[int], seconds: float, *, is_cut: bool) -> None:
         """See `Drafts`."""
         self._sizes.record(self._tree, nodes, seconds, is_cut=is_cut)
         self._counts[len(self._tree)] += 1
-        self._accepted.update(range(1, len(nodes) + 1))
+        if nodes:
+            self._accepted.update(range(1, len(nodes) + 1))
         self._total_draft_s += self._draft_s
         self._total_verify_s += seconds
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, overload
 
+import numpy as np
+
 from coldstream.decoding.autoregressive import Continuation
 from coldstream.decoding.choice import Chosen, TokenChooser, begin_choices, chosen_or_raised
 from coldstream.decoding.device_logits import AnyLogits
@@ -82,35 +84,43 @@ def generate_tokens_speculatively(
     yield chosen
     while not tokens.has_ended:
         tree = drafts.draft(tokens.ids, tokens.num_left - 1)
+        if tree:
+            yield from _verified(model, tokens, tree, begin, drafts, vocab_size)
+            continue
         start = time.perf_counter()
-        rows = _compute(model, tokens.ids[-1], tree)
-        nodes, held = [ROOT], []
-        seconds, is_cut = 0.0, True
-        try:
-            pick = begin(rows, tree, tokens.ids)
-            seconds = time.perf_counter() - start
-            while True:
-                chosen = pick(nodes[-1], tokens.ids)
-                held.append(1 + nodes[-1])
-                tokens.append(chosen.token_id, vocab_size)
-                yield chosen
-                node = tree.child(nodes[-1], chosen.token_id)
-                if node is None or tokens.has_ended:
-                    is_cut = tokens.has_ended
-                    break
-                nodes.append(node)
-        finally:
-            start = time.perf_counter()
-            if tree:
-                model.commit(held)
-            drafts.verified(nodes[1:], seconds + time.perf_counter() - start, is_cut=is_cut)
+        rows = [model.append(tokens.ids[-1:])]
+        chosen = begin(rows, tree, tokens.ids)(ROOT, tokens.ids)
+        drafts.verified((), time.perf_counter() - start, is_cut=False)
+        tokens.append(chosen.token_id, vocab_size)
+        yield chosen
 
 
-def _compute(model: TreeModel, root: int, tree: TokenTree) -> Sequence[AnyLogits]:
-    """The logits after the root and each node."""
-    if not tree:
-        return [model.append((root,))]
-    return model.verify((root, *tree.token_ids), (ROOT, *(1 + parent for parent in tree.parents)))
+def _verified(
+    model: TreeModel, tokens: Continuation, tree: TokenTree, begin: Begin, drafts: Drafts, vocab_size: int
+) -> Iterator[Chosen]:
+    """Compute the last token and a draft, and yield the tokens along it."""
+    start = time.perf_counter()
+    parents = (ROOT, *(1 + parent for parent in tree.parents))
+    rows = model.verify((tokens.ids[-1], *tree.token_ids), parents)
+    nodes, held = [ROOT], []
+    seconds, is_cut = 0.0, True
+    try:
+        pick = begin(rows, tree, tokens.ids)
+        seconds = time.perf_counter() - start
+        while True:
+            chosen = pick(nodes[-1], tokens.ids)
+            held.append(1 + nodes[-1])
+            tokens.append(chosen.token_id, vocab_size)
+            yield chosen
+            node = tree.child(nodes[-1], chosen.token_id)
+            if node is None or tokens.has_ended:
+                is_cut = tokens.has_ended
+                return
+            nodes.append(node)
+    finally:
+        start = time.perf_counter()
+        model.commit(held)
+        drafts.verified(nodes[1:], seconds + time.perf_counter() - start, is_cut=is_cut)
 
 
 def begin_picks(
@@ -119,6 +129,8 @@ def begin_picks(
     """A `Begin` by a chooser: all tokens at once where a device chooses, which the host then waits for once;
     otherwise only those that are asked for.
     """
+    if isinstance(rows[0], np.ndarray):
+        return lambda node, path: chooser(rows[1 + node], path)
     choices = [chooser.choice(rows[0], context)]
     if not choices[0].is_on_device:
         return lambda node, path: chooser(rows[1 + node], path)
