@@ -12,7 +12,7 @@ from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MatrixShape, instance_
 from coldstream.kernels.linear.cuda import SLICES, LinearMatrix, share_blocks
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 
-MAX_STACK_BYTES = 32  # a few registers set aside; an array in local memory is more
+MAX_STACK_BYTES = 40  # a few registers set aside; an array in local memory is more
 INSTANCES = [
     ("quantize/quantize.cu", "coldstream::quantize<256>"),
     ("quantize/quantize.cu", "coldstream::quantize<32>"),
@@ -32,6 +32,18 @@ INSTANCES = [
             ("experts/few.cu", "expert_gate_up"),
             ("experts/few.cu", "expert_down"),
         )
+    ),
+    *(
+        ("experts/grouped.cu", instance_for(f"coldstream::{name}", types))
+        for types in (
+            INTEGER_TYPES,
+            {QuantType.Q4_K},
+            {QuantType.Q5_K, QuantType.Q6_K},
+            {QuantType.Q6_K},
+            {QuantType.Q4_K, QuantType.Q8_0},
+            {QuantType.Q5_0},
+        )
+        for name in ("grouped_gate_up", "grouped_down")
     ),
 ]
 

@@ -26,6 +26,7 @@ from coldstream.kernels.attention.planes import LARGEST_TWO_PLANE_CODE, LOW_UNIT
 from coldstream.kernels.cuda import few_shapes, many_tiles
 from coldstream.kernels.cuda.compiler import KERNELS, CompileError, _compile
 from coldstream.kernels.experts import cuda as experts_few
+from coldstream.kernels.experts import cuda_grouped as experts_grouped
 from coldstream.kernels.experts import cuda_many as experts_many
 from coldstream.kernels.experts import (
     partition,
@@ -39,7 +40,7 @@ from coldstream.kernels.gated_delta_net import cuda as delta_net
 from coldstream.kernels.linear import cuda as linear_few
 from coldstream.kernels.linear import cuda_float_many as float_many
 from coldstream.kernels.linear import cuda_many as linear_many
-from coldstream.kernels.linear.reference import BLOCK_TYPES
+from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS
 from coldstream.kernels.rms_norm import cuda as rms_norm
 from coldstream.kernels.router import cuda as router
@@ -86,11 +87,16 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
     },
     "attention/merge.cu": {"merge_arguments": merge.MergeArguments},
     "experts/few.cu": {
-        "ExpertMatrix": experts_few._ExpertMatrix,
-        "GateUp": experts_few._GateUp,
-        "Down": experts_few._Down,
-        "PairRows": experts_few._PairRows,
+        "ExpertMatrix": experts_few.ExpertMatrix,
+        "GateUp": experts_few.GateUp,
+        "Down": experts_few.Down,
+        "PairRows": experts_few.PairRowsArgument,
         "MatrixShape": few_shapes.MatrixShape,
+    },
+    "experts/grouped.cu": {
+        "Chosen": experts_grouped.Chosen,
+        "TokenRows": experts_grouped.TokenRows,
+        "GroupedPlan": experts_grouped.GroupedPlan,
     },
     "experts/many.cu": {
         "experts_job<true>": experts_many.ExpertsJob,
@@ -236,6 +242,14 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         for tilings in linear_many.TILINGS.values()
         for tiling in tilings
         for number in ("rows", "tokens", "threads", "shared_bytes")
+    },
+    "experts/grouped.cu": {
+        "expert_warps": experts_few.WARPS,
+        "first_bits": experts_grouped.FIRST_BITS,
+        **{
+            f"grouped_blocks({1 << int(kind)}u)": experts_grouped.blocks_per_processor([kind])
+            for kind in INTEGER_TYPES
+        },
     },
     "linear/few.cu": {
         "linear_max_matrices": linear_few.MAX_MATRICES,
