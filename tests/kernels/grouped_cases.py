@@ -46,12 +46,13 @@ class Layer:
         shared_types: Types | None,
         shared_size: int = 0,
         device: str = "cpu",
+        seed: int = 0,
     ) -> "Layer":
         """sizes: experts, FFN size, columns."""
         num_experts, size, cols = sizes
         shapes = [(size, cols), (size, cols), (cols, size)]
         stacks = [
-            random_weight(kind, (num_experts, *shape), i)
+            random_weight(kind, (num_experts, *shape), seed + i)
             for i, (kind, shape) in enumerate(zip(types, shapes, strict=True))
         ]
         shared_shapes = [(shared_size, cols), (shared_size, cols), (cols, shared_size)]

@@ -72,9 +72,9 @@ def test_pairs_whose_expert_is_not_there_are_left_alone() -> None:
 
 def test_addresses_by_pair_of_which_some_differ_and_some_are_missing() -> None:
     layer = Layer.random((Q4K, Q4K, Q8), (6, 32, 256), None)
-    twin = Layer.random((Q4K, Q4K, Q8), (6, 32, 256), None)
+    twin = Layer.random((Q4K, Q4K, Q8), (6, 32, 256), None, seed=20)
     x, ids = activations(5, 8, 256), distinct_ids(8, 3, 6, seed=5)
-    expected, _ = layer.run(x, ChosenIds(ids, 6), MAX_ITEM_ROWS)
+    expected, other_expected = (each.run(x, ChosenIds(ids, 6), MAX_ITEM_ROWS)[0] for each in (layer, twin))
     is_elsewhere = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.3
     is_missing = torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)) < 0.2
     tables = []
@@ -85,8 +85,15 @@ def test_addresses_by_pair_of_which_some_differ_and_some_are_missing() -> None:
         tables.append(replace(own, addresses=addresses.where(~is_missing.flatten(), 0)))
     weights = replace(layer.weights, gate=tables[0], up=tables[1], down=tables[2])
     actual, _ = layer.run(x, ChosenIds(ids, 6, by_pair=True), MAX_ITEM_ROWS, weights)
+    expected[is_elsewhere] = other_expected[is_elsewhere]
     assert actual[is_missing].isnan().all()
     assert_same(actual[~is_missing], expected[~is_missing])
+
+
+def test_more_pairs_than_threads() -> None:
+    """In a group's list, and in the sums over all lists."""
+    layer = Layer.random((Q8, Q8, Q8), (70, 32, 32), None)
+    layer.check(activations(6, MAX_GROUPED_ROWS, 32), distinct_ids(MAX_GROUPED_ROWS, 13, 70, seed=6))
 
 
 def test_more_tokens_and_floats_are_for_other_kernels() -> None:

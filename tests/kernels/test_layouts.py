@@ -40,6 +40,7 @@ from coldstream.kernels.gated_delta_net import cuda as delta_net
 from coldstream.kernels.linear import cuda as linear_few
 from coldstream.kernels.linear import cuda_float_many as float_many
 from coldstream.kernels.linear import cuda_many as linear_many
+from coldstream.kernels.linear import few_layouts
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS
 from coldstream.kernels.rms_norm import cuda as rms_norm
@@ -121,6 +122,7 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "LinearMatrices": linear_few.LinearMatrices,
         "LinearInputs": linear_few.LinearInputs,
     },
+    "linear/parts.cu": {"BlockRows": linear_few.BlockRows},
     "linear/float_many.cu": {"float_job": float_many.FloatJob},
     "linear/many.cu": {"linear_job": linear_many.LinearJob},
     "rms_norm/rms_norm.cu": {"Norm": rms_norm._Norm, "Outputs": rms_norm._Outputs, **ANSWER},
@@ -253,23 +255,33 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     },
     "linear/few.cu": {
         "linear_max_matrices": linear_few.MAX_MATRICES,
-        "slice_rows": linear_few.SLICE_ROWS,
-        "float_tile_threads": linear_few.WARPS * 32,
-        "float_tile_tokens": linear_few.FLOAT_TILE_TOKENS,
+        "slice_rows": few_layouts.SLICE_ROWS,
+        "float_tile_threads": few_layouts.WARPS * 32,
+        "float_tile_tokens": few_layouts.FLOAT_TILE_TOKENS,
         **{
             f"float_stages({slices}) * sizeof(FloatStage<{value}, float_tile_rows({slices})>)": (
-                linear_few.float_tile_bytes([quant_type], slices)
+                few_layouts.float_tile_bytes([quant_type], slices)
             )
             for quant_type, value in FLOAT_VALUES.items()
-            for slices in linear_few.FLOAT_STAGES
+            for slices in few_layouts.FLOAT_STAGES
         },
         **{
-            f"tile_blocks({slices})": blocks
-            for slices, blocks in linear_few.TILE_BLOCKS_PER_PROCESSOR.items()
+            f"tile_blocks({slices // sets}, {sets})": few_layouts.tile_blocks(slices, few_layouts.Walk.TILES)
+            for slices, sets in few_layouts.SETS.items()
         },
         "block_row_bytes": few_shapes.BLOCK_GROUP_BYTES,
         "block_types": sum(1 << int(quant_type) for quant_type in BLOCK_TYPES),
         **{f"int({each.name.lower()})": int(each) for each in QuantType},
+    },
+    "linear/parts.cu": {
+        "part_unit_rows": few_shapes.PART_UNIT_ROWS,
+        "part_groups * group_elements": few_shapes.PART_COLS,
+        "part_row_bytes": few_shapes.PART_ROW_BYTES,
+        "slice_rows": few_layouts.SLICE_ROWS,
+        **{
+            f"part_blocks({slices // sets}, {sets})": few_layouts.tile_blocks(slices, few_layouts.Walk.PARTS)
+            for slices, sets in few_layouts.SETS.items()
+        },
     },
     "quantize/quantize.cu": {"block_elements": BLOCK_SIZE},
     "rms_norm/rms_norm.cu": {"group_elements": GROUP_SIZE},

@@ -174,6 +174,16 @@ __device__ __forceinline__ void add_pass_of_rows(const Staged& staged, const Mat
   if (is_type<types, q5_0>(type)) return add_blocks_of_rows<FormatQ5_0>(staged, shape, pass, x, kept);
 }
 
+// Calls store(t, row, place of its sum) for all sums of a unit, by one warp.
+template <typename Store>
+__device__ __forceinline__ void for_each_sum(const MatrixShape& shape, int count, int first_row, Store&& store) {
+#pragma unroll 1
+  for (int i = threadIdx.x % warp_size; i < count * shape.unit_rows; i += warp_size) {
+    const int t = i / (4 << shape.spread), row = first_row + i % (4 << shape.spread);
+    if (row < shape.num_rows) store(t, row, i);
+  }
+}
+
 // All units of the warp. Calls finish(first row of a unit) by all lanes when its sums are in `kept`, which the finish
 // leaves to the next unit.
 template <Types types, typename Finish>

@@ -1,4 +1,4 @@
-"""The FFNs of routed and shared experts for up to 32 tokens, an expert's pairs together, in CUDA C++: two launches.
+"""The FFNs of experts for up to 32 tokens, an expert's pairs together, in CUDA C++: two launches.
 
 `experts_few_cuda` computes the same pair by pair.
 """

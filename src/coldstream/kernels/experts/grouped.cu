@@ -34,16 +34,6 @@ __device__ __forceinline__ Groups lists_of(uint8_t* memory, const GroupedPlan& p
   return {reinterpret_cast<uint16_t*>(memory + plan.members_at), reinterpret_cast<uint16_t*>(memory + plan.items_at)};
 }
 
-// Calls store(t, row, place of its sum) for all sums of a unit, by one warp.
-template <typename Store>
-__device__ __forceinline__ void for_each_sum(const MatrixShape& shape, int count, int first_row, Store&& store) {
-#pragma unroll 1
-  for (int i = threadIdx.x % warp_size; i < count * shape.unit_rows; i += warp_size) {
-    const int t = i / (4 << shape.spread), row = first_row + i % (4 << shape.spread);
-    if (row < shape.num_rows) store(t, row, i);
-  }
-}
-
 // The rows of an item for the warp's matrix, in shared memory at `memory`. A matrix of the other kind beside it, if
 // there is one, needs another form.
 template <Types types>
