@@ -37,10 +37,14 @@ INSTANCES = [
             ("linear/few.cu", "linear_one"),
             ("linear/few.cu", "linear_rows"),
             *(("linear/few.cu", "linear_few", *numbers) for numbers in TILE_INSTANCES),
-            *(("linear/parts.cu", "linear_parts", *numbers) for numbers in TILE_INSTANCES),
             ("experts/few.cu", "expert_gate_up"),
             ("experts/few.cu", "expert_down"),
         )
+    ),
+    *(
+        ("linear/parts.cu", instance_for("coldstream::linear_parts", types, *numbers))
+        for types in (FEW_TYPES, {QuantType.Q4_K}, {QuantType.Q6_K}, {QuantType.Q8_0, QuantType.Q5_K})
+        for numbers in TILE_INSTANCES
     ),
     *(
         ("experts/grouped.cu", instance_for(f"coldstream::{name}", types))

@@ -68,17 +68,21 @@ __device__ __forceinline__ void clear_scratch(const Scratch& scratch, const Chos
   __syncthreads();
 }
 
-__device__ __forceinline__ void find_leaders(const Scratch& scratch, const Chosen& chosen) {
+__device__ __forceinline__ void find_leaders(const Scratch& scratch, const Chosen& chosen,
+                                             const int64_t* next_addresses) {
 #pragma unroll 1
-  for (int pair = threadIdx.x; pair < chosen.num_pairs(); pair += expert_threads)
+  for (int pair = threadIdx.x; pair < chosen.num_pairs(); pair += expert_threads) {
+    if (next_addresses) bring_near(next_addresses + chosen.entry(pair));
     if (chosen.address(pair) != 0) atomicMin(scratch.owner + chosen.ids[pair], uint32_t(pair));
+  }
   __syncthreads();
 #pragma unroll 1
   for (int pair = threadIdx.x; pair < chosen.num_pairs(); pair += expert_threads) {
     const int64_t address = chosen.address(pair);
     scratch.leader[pair] = no_pair;
     if (address == 0) continue;
-    const int owner = scratch.owner[chosen.ids[pair]], leader = chosen.address(owner) == address ? owner : pair;
+    const int owner = scratch.owner[chosen.ids[pair]];
+    const int leader = !chosen.by_pair || chosen.address(owner) == address ? owner : pair;
     scratch.leader[pair] = leader;
     atomicOr(scratch.tokens + leader, 1u << pair / chosen.num_ranks);
   }
@@ -107,10 +111,11 @@ __device__ __forceinline__ int sum_to_here(int own, int& total) {
   return own;
 }
 
-// Writes the lists by the whole block, after `clear_scratch`. Returns the number of items.
+// Writes the lists by the whole block, after `clear_scratch`, and brings another table of addresses near, if there is
+// one. Returns the number of items.
 __device__ __forceinline__ int group_rows(const Scratch& scratch, const Chosen& chosen, const Groups& groups,
-                                          int item_rows) {
-  find_leaders(scratch, chosen);
+                                          int item_rows, const int64_t* next_addresses) {
+  find_leaders(scratch, chosen, next_addresses);
   const int num_pairs = chosen.num_pairs();
   int before = 0;  // items and members, in this order from the top
 #pragma unroll 1

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(expert_threads, grouped_blocks(types))
   wait_for_previous_grid();
   // Not earlier: `grouped_down` relies on the ids as soon as it runs.
   release_next_grid();
-  const int num_items = group_rows(scratch, chosen, groups, plan.item_rows);
+  const int num_items = group_rows(scratch, chosen, groups, plan.item_rows, matrices.matrix[1].addresses);
   const Ring ring = warp_ring(memory, plan.stage_bytes, plan.stages);
   int turn = 0;
   for_each_part(groups, num_items, chosen, plan, matrices.matrix[0].shape, [&](const Item& item, int begin, int end) {
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(expert_threads, grouped_blocks(types))
   const Scratch scratch(memory, chosen);
   const Groups groups = lists_of(memory, plan);
   clear_scratch(scratch, chosen);
-  const int num_items = group_rows(scratch, chosen, groups, plan.item_rows);
+  const int num_items = group_rows(scratch, chosen, groups, plan.item_rows, nullptr);
   const Ring ring = warp_ring(memory, plan.stage_bytes, plan.stages);
   bool has_waited = false;
   for_each_part(groups, num_items, chosen, plan, matrices.down.shape, [&](const Item& item, int begin, int end) {

@@ -24,6 +24,7 @@ from coldstream.kernels.linear.few_layouts import (
     SLICES,
     Layout,
     Walk,
+    Weight,
     float_tiles,
     layout_for,
     sets_of,
@@ -105,8 +106,8 @@ def fits_few(weights: Sequence[QuantTensor], x: torch.Tensor) -> bool:
 
 def needs_block_rows(weights: Sequence[QuantTensor], x: torch.Tensor) -> bool:
     """Whether `linear_few_cuda` needs x quantised for blocks of 32; the same on every device."""
-    types = [weight.quant_type for weight in weights]
-    return not BLOCK_TYPES.isdisjoint(types) and Walk.of(types, *x.shape) is Walk.PARTS
+    has_blocks = any(weight.quant_type in BLOCK_TYPES for weight in weights)
+    return has_blocks and Walk.of(_sizes(weights), len(x)) is Walk.PARTS
 
 
 def has_aligned_floats(weight: QuantTensor, x: torch.Tensor) -> bool:
@@ -144,16 +145,17 @@ def linear_few_cuda(
     num_rows = outs[0].shape[0]
     _check(weights, outs, activations, x, num_rows)
     limits, groups = device_limits(), _groups(weights)
-    layout = layout_for(limits, [(w.quant_type, w.shape[0], w.shape[1]) for w in weights], num_rows)
-    if layout.walk is Walk.PARTS and block_rows is None and not BLOCK_TYPES.isdisjoint(_types(weights)):
+    layout = layout_for(limits, _sizes(weights), num_rows)
+    has_blocks = any(weight.quant_type in BLOCK_TYPES for weight in weights)
+    if layout.walk is Walk.PARTS and has_blocks and block_rows is None:
         raise ValueError("so many columns need rows quantised for blocks of 32")
     max_blocks = limits.num_processors * layout.plan.blocks_per_processor // layout.num_parts(num_rows)
     inputs = _inputs(activations, x, num_rows, groups, layout.part_rows)
     _launch(_matrices(weights, layout, outs, max_blocks), inputs, block_rows, layout)
 
 
-def _types(weights: Sequence[QuantTensor]) -> list[QuantType]:
-    return [weight.quant_type for weight in weights]
+def _sizes(weights: Sequence[QuantTensor]) -> list[Weight]:
+    return [(weight.quant_type, weight.shape[0], weight.shape[1]) for weight in weights]
 
 
 def _inputs(

@@ -1,6 +1,6 @@
 """How products with up to 64 rows are shared out: kernels, rows at a time, and a block's shared memory."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -28,8 +28,10 @@ SLICES = (1, 2, 4, 8)  # that a block can take
 SETS = {1: 1, 2: 1, 4: 2, 8: 2}  # of warps, which share the slices
 MAX_TILE_ROWS = SLICE_ROWS * SLICES[-1]
 MAX_WARP_ROWS = 4  # up to which a warp multiplies one row after the other
-# Values of all rows that a block holds at once. Beyond, a processor would have less than sixteen warps.
-MAX_RESIDENT_VALUES = {1: 61440, 2: MAX_TILE_ROWS * 2048}  # by sets
+# Values of all rows that a block holds at once. With more a processor would have less than sixteen warps.
+MAX_RESIDENT_VALUES = {1: 16 * 4096, 2: 64 * 2048}  # by sets
+# Of fewer weight rows parts would be too few blocks, and up to so many columns rows are parted instead.
+MIN_PARTED_WEIGHT_ROWS, MAX_WHOLE_COLS = 4096, 8192
 FLOAT_TILE_TOKENS, FLOAT_STAGE_VALUES = 16, 128  # rows of activations, and inputs of a stage
 FLOAT_TILE_ROWS = {2: 4, 4: 16, 8: 16}  # rows of weights, by slices
 FLOAT_STAGES = {2: 6, 4: 4, 8: 4}  # by slices
@@ -45,6 +47,9 @@ PARTIAL_BYTES = WARPS * WARP_SIZE * 16  # accumulators of a slice that warps exc
 ROW_BYTES = 16  # between quantised rows in shared memory
 
 
+Weight = tuple[QuantType, int, int]  # rows and columns
+
+
 class Walk(Enum):
     """Which kernel multiplies integer types, and how its blocks walk over weights and rows."""
 
@@ -54,13 +59,15 @@ class Walk(Enum):
     PARTS = auto()  # the same, with a part of the columns of all rows at a time
 
     @classmethod
-    def of(cls, types: Iterable[QuantType], num_rows: int, cols: int) -> "Walk":
+    def of(cls, weights: Sequence["Weight"], num_rows: int) -> "Walk":
         """The walk for so many rows; the same on every device, as plans are made without one."""
         if num_rows == 1:
             return cls.ONE
-        if set(PASS_COLS).issuperset(types):
+        if all(kind in PASS_COLS for kind, *_ in weights):
             return cls.TILES
-        if num_rows * cols > MAX_RESIDENT_VALUES[sets_of(slices_of(num_rows))]:
+        cols, weight_rows = weights[0][2], sum(rows for _, rows, _ in weights)
+        is_wide = num_rows * cols > MAX_RESIDENT_VALUES[sets_of(slices_of(num_rows))]
+        if is_wide and (weight_rows >= MIN_PARTED_WEIGHT_ROWS or cols > MAX_WHOLE_COLS):
             return cls.PARTS
         return cls.ROWS if num_rows <= MAX_WARP_ROWS else cls.TILES
 
@@ -128,16 +135,12 @@ def float_tile_bytes(types: Sequence[QuantType], slices: int) -> int:
     return max((stages * (x_bytes + rows * each) for each in row_bytes), default=0)
 
 
-Shape = tuple[QuantType, int, int]  # of a weight, with its rows and columns
-
-
-def layout_for(limits: DeviceLimits, weights: Sequence[Shape], num_rows: int) -> Layout:
+def layout_for(limits: DeviceLimits, weights: Sequence[Weight], num_rows: int) -> Layout:
     """For all rows in one part, if they fit into shared memory together, otherwise for more parts.
 
     ValueError if a single row does not fit.
     """
-    types, cols = [kind for kind, *_ in weights], weights[0][2]
-    part_rows, walk = num_rows, Walk.of(types, num_rows, cols)
+    part_rows, walk = num_rows, Walk.of(weights, num_rows)
     while part_rows > 0:
         layout = _layout(limits, weights, part_rows, walk)
         if layout is not None:
@@ -146,10 +149,10 @@ def layout_for(limits: DeviceLimits, weights: Sequence[Shape], num_rows: int) ->
             walk = Walk.TILES
         else:
             part_rows = part_rows // 2 if part_rows <= SLICE_ROWS else slices_of(part_rows) // 2 * SLICE_ROWS
-    raise ValueError(f"a row of {cols} activations does not fit a block's shared memory")
+    raise ValueError(f"a row of {weights[0][2]} activations does not fit a block's shared memory")
 
 
-def _layout(limits: DeviceLimits, weights: Sequence[Shape], part_rows: int, walk: Walk) -> Layout | None:
+def _layout(limits: DeviceLimits, weights: Sequence[Weight], part_rows: int, walk: Walk) -> Layout | None:
     by_walk = {Walk.TILES: tile_shape, Walk.PARTS: part_shape}
     types = [kind for kind, *_ in weights]
     shapes = [(matrix_shape if w[0] in PASS_COLS else by_walk.get(walk, matrix_shape))(*w) for w in weights]
