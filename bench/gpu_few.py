@@ -29,7 +29,7 @@ from coldstream.kernels.cuda.few_shapes import FEW_TYPES, instance_for
 from coldstream.kernels.cuda.program import Kernel
 from coldstream.kernels.experts import cuda as experts
 from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows, launch_down, launch_gate_up
-from coldstream.kernels.experts.moe import MAX_UNGROUPED_ROWS
+from coldstream.kernels.experts.moe import MAX_GROUPED_ROWS
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear import cuda as linear
 from coldstream.kernels.linear.cuda import linear_few_cuda
@@ -125,7 +125,7 @@ def expert_cases(down_type: QuantType, rows: int, with_shared: bool = True) -> I
 def all_cases(rows: int) -> Iterator[Case]:
     for name, (cols, matrices) in LINEAR_CASES.items():
         yield linear_case(name, cols, matrices, rows)
-    for down_type in (Q4K, Q6K) if rows <= MAX_UNGROUPED_ROWS else ():
+    for down_type in (Q4K, Q6K) if rows <= MAX_GROUPED_ROWS else ():
         yield from expert_cases(down_type, rows)
 
 

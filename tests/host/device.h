@@ -100,6 +100,11 @@ inline unsigned long long atomicMax(unsigned long long* to, unsigned long long v
   if (value > before) *to = value;
   return before;
 }
+inline unsigned int atomicMin(unsigned int* to, unsigned int value) {
+  const unsigned int before = *to;
+  if (value < before) *to = value;
+  return before;
+}
 inline unsigned int atomicOr(unsigned int* to, unsigned int value) {
   const unsigned int before = *to;
   *to |= value;

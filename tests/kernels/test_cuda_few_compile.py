@@ -8,16 +8,23 @@ from machine_code import stack_bytes
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.compiler import KERNELS, compile_instance
-from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MatrixShape, instance_for, matrix_shape, tile_shape
-from coldstream.kernels.linear.cuda import SLICES, LinearMatrix, share_blocks
+from coldstream.kernels.cuda.few_shapes import (
+    FEW_TYPES,
+    MatrixShape,
+    instance_for,
+    matrix_shape,
+    part_shape,
+    tile_shape,
+)
+from coldstream.kernels.linear.cuda import TILE_INSTANCES, LinearMatrix, share_blocks
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 
-MAX_STACK_BYTES = 32  # a few registers set aside; an array in local memory is more
+MAX_STACK_BYTES = 40  # a few registers set aside; an array in local memory is more
 INSTANCES = [
     ("quantize/quantize.cu", "coldstream::quantize<256>"),
     ("quantize/quantize.cu", "coldstream::quantize<32>"),
     *(
-        (source, instance_for(f"coldstream::{name}", types, *slices))
+        (source, instance_for(f"coldstream::{name}", types, *numbers))
         for types in (
             FEW_TYPES,
             {QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0},
@@ -26,12 +33,30 @@ INSTANCES = [
             {QuantType.Q8_0},
             {QuantType.F32},
         )
-        for source, name, *slices in (
+        for source, name, *numbers in (
             ("linear/few.cu", "linear_one"),
-            *(("linear/few.cu", "linear_few", slices) for slices in SLICES),
+            ("linear/few.cu", "linear_rows"),
+            *(("linear/few.cu", "linear_few", *numbers) for numbers in TILE_INSTANCES),
             ("experts/few.cu", "expert_gate_up"),
             ("experts/few.cu", "expert_down"),
         )
+    ),
+    *(
+        ("linear/parts.cu", instance_for("coldstream::linear_parts", types, *numbers))
+        for types in (FEW_TYPES, {QuantType.Q4_K}, {QuantType.Q6_K}, {QuantType.Q8_0, QuantType.Q5_K})
+        for numbers in TILE_INSTANCES
+    ),
+    *(
+        ("experts/grouped.cu", instance_for(f"coldstream::{name}", types))
+        for types in (
+            INTEGER_TYPES,
+            {QuantType.Q4_K},
+            {QuantType.Q5_K, QuantType.Q6_K},
+            {QuantType.Q6_K},
+            {QuantType.Q4_K, QuantType.Q8_0},
+            {QuantType.Q5_0},
+        )
+        for name in ("grouped_gate_up", "grouped_down")
     ),
 ]
 
@@ -53,7 +78,8 @@ def test_a_unit_fits_its_slot_wherever_it_begins(quant_type: QuantType) -> None:
     step = 1 if quant_type not in INTEGER_TYPES else quant_type.block_elements
     for cols in range(step, 8192, 7 * step):
         walks = [matrix_shape(quant_type, 100, cols)]
-        walks += [tile_shape(quant_type, 100, cols)] if quant_type in INTEGER_TYPES else []
+        if quant_type in INTEGER_TYPES:
+            walks += [walk(quant_type, 100, cols) for walk in (tile_shape, part_shape)]
         for shape in walks:
             is_whole = shape.num_passes == 1
             last = (shape.unit_rows - 1) * shape.stage_stride

@@ -9,10 +9,12 @@ from guarded import Guarded
 from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import QuantActivations
+from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES, GROUP_TYPES, PASS_COLS
-from coldstream.kernels.linear.cuda import FLOAT_ROW_BYTES, linear_few_cuda
-from coldstream.kernels.linear.reference import linear_exact
+from coldstream.kernels.linear import few_layouts
+from coldstream.kernels.linear.cuda import linear_few_cuda
+from coldstream.kernels.linear.few_layouts import FLOAT_ROW_BYTES, Walk
+from coldstream.kernels.linear.reference import INTEGER_TYPES, linear_exact
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
 
@@ -25,8 +27,8 @@ GAP = 16  # elements between the rows of an output
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 1000)
 
 
-def quantized(x: torch.Tensor) -> QuantActivations:
-    out = empty_activations(*x.shape, torch.device("cuda"))
+def quantized(x: torch.Tensor, scale_size: int = GROUP_SIZE) -> QuantActivations:
+    out = empty_activations(*x.shape, torch.device("cuda"), scale_size)
     quantize_cuda(x, out)
     return out
 
@@ -47,6 +49,7 @@ def run(x: torch.Tensor, weights: Sequence[QuantTensor]) -> list[torch.Tensor]:
         [out.tensor for out in outs],
         activations=quantized(x) if any(is_integer) else None,
         x=None if all(is_integer) else x,
+        block_rows=None if all(is_integer) or x.shape[1] % BLOCK_SIZE else quantized(x, BLOCK_SIZE),
     )
     return [out.checked() for out in outs]
 
@@ -60,6 +63,20 @@ def test_every_length_of_a_row(quant_type: QuantType) -> None:
         for rows in (*range(1, 9), *several):
             x = activations(rows, rows, cols)
             assert_same(run(x, [on_gpu(weight)])[0], linear_exact(x, weight))
+
+
+@pytest.mark.parametrize("walk", [Walk.ROWS, Walk.TILES, Walk.PARTS], ids=lambda walk: walk.name)
+@pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
+def test_every_walk(monkeypatch: pytest.MonkeyPatch, quant_type: QuantType, walk: Walk) -> None:
+    """Whichever is chosen, with one set of warps and with two."""
+    monkeypatch.setattr(Walk, "of", lambda *_: walk)
+    for cols in (quant_type.block_elements, 1024, 2560, 17408):
+        weight = random_weight(quant_type, (70, cols), seed=cols)
+        for rows in (2, 7) if walk is Walk.ROWS else (2, 8, 9, 31, 64):
+            x = activations(rows, rows, cols)
+            for sets in (1, 2) if rows == 31 else (2,):
+                monkeypatch.setitem(few_layouts.SETS, 4, sets)
+                assert_same(run(x, [on_gpu(weight)])[0], linear_exact(x, weight))
 
 
 @pytest.mark.parametrize("quant_type", sorted(FEW_TYPES), ids=lambda t: t.name)

@@ -16,10 +16,14 @@ from coldstream.kernels.arithmetic.reference import (
     quantize_activations,
 )
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES, PASS_COLS
-from coldstream.kernels.linear.cuda import fits_few, linear_few_cuda
-from coldstream.kernels.linear.reference import linear_exact
+from coldstream.kernels.cuda.limits import DeviceLimits
+from coldstream.kernels.linear import few_layouts
+from coldstream.kernels.linear.cuda import fits_few, linear_few_cuda, needs_block_rows
+from coldstream.kernels.linear.few_layouts import Walk, layout_for
+from coldstream.kernels.linear.reference import INTEGER_TYPES, linear_exact
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
+from host_device import LIMITS
 
 pytestmark = pytest.mark.usefixtures("host")
 
@@ -38,7 +42,8 @@ def run(x: torch.Tensor, weights: Sequence[QuantTensor]) -> list[torch.Tensor]:
     """The products, in one launch."""
     outs = [Guarded(x.shape[0], weight.shape[0], device=CPU, gap=16) for weight in weights]
     codes = None if x.shape[1] % BLOCK_SIZE else quantised(x)
-    linear_few_cuda(weights, [out.tensor for out in outs], activations=codes, x=x)
+    by_block = None if x.shape[1] % BLOCK_SIZE else quantised(x, BLOCK_SIZE)
+    linear_few_cuda(weights, [out.tensor for out in outs], activations=codes, x=x, block_rows=by_block)
     return [out.checked() for out in outs]
 
 
@@ -155,12 +160,65 @@ def test_rows_of_floats_that_begin_anywhere_are_for_another_kernel() -> None:
     assert fits_few([weight], shifted[:8]), "up to eight rows may begin anywhere"
 
 
-def test_rows_that_leave_no_room_for_others_in_a_part_are_for_another_kernel() -> None:
-    def fits(rows: int, cols: int) -> bool:
-        weight = random_weight(QuantType.Q8_0, (1, cols), 1)
+def test_up_to_64_rows_of_any_width_are_for_these_kernels() -> None:
+    def fits(rows: int, cols: int, quant_type: QuantType = QuantType.Q8_0) -> bool:
+        weight = on_gpu(random_weight(quant_type, (1, cols), 1), device="cpu")
         return fits_few([weight], torch.zeros(rows, cols))
 
     assert fits(64, 4096)
     assert not fits(65, 512)
-    assert fits(15, 17408)
-    assert not fits(16, 17408)
+    assert fits(64, 17408)
+    assert fits(15, 17408, QuantType.F16)
+    assert not fits(16, 17408, QuantType.F16)
+
+
+@pytest.mark.parametrize("walk", [Walk.ROWS, Walk.TILES, Walk.PARTS], ids=lambda walk: walk.name)
+@pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
+def test_every_walk(monkeypatch: pytest.MonkeyPatch, quant_type: QuantType, walk: Walk) -> None:
+    """Whichever is chosen, at sizes that its units and passes do and do not divide."""
+    monkeypatch.setattr(Walk, "of", lambda *_: walk)
+    step = quant_type.block_elements
+    for cols, count in ((step, 5), (1024, 32), (1024 + step, 33), (2560, 70), (3072, 31), (4096 + step, 40)):
+        weight = random_weight(quant_type, (count, cols), seed=cols)
+        for rows in (2, 7) if walk is Walk.ROWS else (2, 8, 9, 31):
+            check(activations(rows, rows, cols), [weight])
+
+
+@pytest.mark.parametrize("rows", [33, 64])
+def test_parts_of_columns_for_two_sets_of_warps(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(Walk, "of", lambda *_: Walk.PARTS)
+    weights = [random_weight(kind, (35, 1280), seed=3) for kind in (QuantType.Q5_K, QuantType.F16)]
+    check(activations(3, rows, 1280), weights)
+
+
+@pytest.mark.parametrize("walk", [Walk.TILES, Walk.PARTS], ids=lambda walk: walk.name)
+def test_one_set_of_warps_and_two_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, walk: Walk) -> None:
+    x, weight = activations(3, 27, 2304), random_weight(QuantType.Q6_K, (37, 2304), seed=3)
+    monkeypatch.setattr(Walk, "of", lambda *_: walk)
+    for sets in (1, 2):
+        monkeypatch.setitem(few_layouts.SETS, 4, sets)
+        check(x, [weight])
+
+
+@pytest.mark.parametrize(
+    "limits", [LIMITS, DeviceLimits(132, 227 << 10, 228 << 10)], ids=["99 KiB", "Hopper"]
+)
+def test_layouts_fit_their_device(limits: DeviceLimits) -> None:
+    for quant_type in (QuantType.Q4_K, QuantType.Q6_K, QuantType.Q8_0):
+        for cols in (256, 2048, 5120, 17408):
+            for rows in range(1, 65):
+                layout = layout_for(limits, [(quant_type, 100_000, cols)], rows)
+                assert layout.plan.shared_bytes + 1024 <= limits.shared_per_block
+                used = layout.plan.blocks_per_processor * (layout.plan.shared_bytes + 1024)
+                assert used <= limits.shared_per_processor
+                if limits is not LIMITS and layout.walk is not Walk.ROWS:
+                    assert layout.part_rows == rows, "no row is read for a part of the rows only"
+
+
+def test_rows_in_another_form_are_asked_for() -> None:
+    weight = on_gpu(random_weight(QuantType.Q8_0, (5, 17408), 1), device="cpu")
+    x = torch.zeros(16, 17408)
+    assert needs_block_rows([weight], x)
+    assert not needs_block_rows([weight], x[:3])
+    with pytest.raises(ValueError, match="quantised for blocks of 32"):
+        linear_few_cuda([weight], [torch.zeros(16, 5)], x=x)

@@ -26,6 +26,7 @@ from coldstream.kernels.attention.planes import LARGEST_TWO_PLANE_CODE, LOW_UNIT
 from coldstream.kernels.cuda import few_shapes, many_tiles
 from coldstream.kernels.cuda.compiler import KERNELS, CompileError, _compile
 from coldstream.kernels.experts import cuda as experts_few
+from coldstream.kernels.experts import cuda_grouped as experts_grouped
 from coldstream.kernels.experts import cuda_many as experts_many
 from coldstream.kernels.experts import (
     partition,
@@ -39,7 +40,8 @@ from coldstream.kernels.gated_delta_net import cuda as delta_net
 from coldstream.kernels.linear import cuda as linear_few
 from coldstream.kernels.linear import cuda_float_many as float_many
 from coldstream.kernels.linear import cuda_many as linear_many
-from coldstream.kernels.linear.reference import BLOCK_TYPES
+from coldstream.kernels.linear import few_layouts
+from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS
 from coldstream.kernels.rms_norm import cuda as rms_norm
 from coldstream.kernels.router import cuda as router
@@ -86,11 +88,16 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
     },
     "attention/merge.cu": {"merge_arguments": merge.MergeArguments},
     "experts/few.cu": {
-        "ExpertMatrix": experts_few._ExpertMatrix,
-        "GateUp": experts_few._GateUp,
-        "Down": experts_few._Down,
-        "PairRows": experts_few._PairRows,
+        "ExpertMatrix": experts_few.ExpertMatrix,
+        "GateUp": experts_few.GateUp,
+        "Down": experts_few.Down,
+        "PairRows": experts_few.PairRowsArgument,
         "MatrixShape": few_shapes.MatrixShape,
+    },
+    "experts/grouped.cu": {
+        "Chosen": experts_grouped.Chosen,
+        "TokenRows": experts_grouped.TokenRows,
+        "GroupedPlan": experts_grouped.GroupedPlan,
     },
     "experts/many.cu": {
         "experts_job<true>": experts_many.ExpertsJob,
@@ -115,6 +122,7 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "LinearMatrices": linear_few.LinearMatrices,
         "LinearInputs": linear_few.LinearInputs,
     },
+    "linear/parts.cu": {"BlockRows": linear_few.BlockRows},
     "linear/float_many.cu": {"float_job": float_many.FloatJob},
     "linear/many.cu": {"linear_job": linear_many.LinearJob},
     "rms_norm/rms_norm.cu": {"Norm": rms_norm._Norm, "Outputs": rms_norm._Outputs, **ANSWER},
@@ -237,25 +245,43 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         for tiling in tilings
         for number in ("rows", "tokens", "threads", "shared_bytes")
     },
+    "experts/grouped.cu": {
+        "expert_warps": experts_few.WARPS,
+        "first_bits": experts_grouped.FIRST_BITS,
+        **{
+            f"grouped_blocks({1 << int(kind)}u)": experts_grouped.blocks_per_processor([kind])
+            for kind in INTEGER_TYPES
+        },
+    },
     "linear/few.cu": {
         "linear_max_matrices": linear_few.MAX_MATRICES,
-        "slice_rows": linear_few.SLICE_ROWS,
-        "float_tile_threads": linear_few.WARPS * 32,
-        "float_tile_tokens": linear_few.FLOAT_TILE_TOKENS,
+        "slice_rows": few_layouts.SLICE_ROWS,
+        "float_tile_threads": few_layouts.WARPS * 32,
+        "float_tile_tokens": few_layouts.FLOAT_TILE_TOKENS,
         **{
             f"float_stages({slices}) * sizeof(FloatStage<{value}, float_tile_rows({slices})>)": (
-                linear_few.float_tile_bytes([quant_type], slices)
+                few_layouts.float_tile_bytes([quant_type], slices)
             )
             for quant_type, value in FLOAT_VALUES.items()
-            for slices in linear_few.FLOAT_STAGES
+            for slices in few_layouts.FLOAT_STAGES
         },
         **{
-            f"tile_blocks({slices})": blocks
-            for slices, blocks in linear_few.TILE_BLOCKS_PER_PROCESSOR.items()
+            f"tile_blocks({slices // sets}, {sets})": few_layouts.tile_blocks(slices, few_layouts.Walk.TILES)
+            for slices, sets in few_layouts.SETS.items()
         },
         "block_row_bytes": few_shapes.BLOCK_GROUP_BYTES,
         "block_types": sum(1 << int(quant_type) for quant_type in BLOCK_TYPES),
         **{f"int({each.name.lower()})": int(each) for each in QuantType},
+    },
+    "linear/parts.cu": {
+        "part_unit_rows": few_shapes.PART_UNIT_ROWS,
+        "part_groups * group_elements": few_shapes.PART_COLS,
+        "part_row_bytes": few_shapes.PART_ROW_BYTES,
+        "slice_rows": few_layouts.SLICE_ROWS,
+        **{
+            f"part_blocks({slices // sets}, {sets})": few_layouts.tile_blocks(slices, few_layouts.Walk.PARTS)
+            for slices, sets in few_layouts.SETS.items()
+        },
     },
     "quantize/quantize.cu": {"block_elements": BLOCK_SIZE},
     "rms_norm/rms_norm.cu": {"group_elements": GROUP_SIZE},

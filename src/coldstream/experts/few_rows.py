@@ -15,6 +15,7 @@ from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.kernels.cuda.activations import Activations, as_floats
 from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
 from coldstream.kernels.cuda.loader import CudaWeight
+from coldstream.kernels.experts.cuda_grouped import ChosenIds
 from coldstream.kernels.experts.cuda_layer import stacks_of
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
@@ -130,7 +131,8 @@ class FewRows:
         )
         of_pairs = replace(weights, gate=gate, up=up, down=down)
         pairs = self._pairs[: tokens * ranks].view(tokens, ranks)
-        routed, shared = self._kernels.outputs(x, pairs, of_pairs, can_group=False)
+        chosen = ChosenIds(routing.ids, len(weights.gate.addresses), by_pair=True)
+        routed, shared = self._kernels.outputs(x, pairs, of_pairs, chosen)
         box = self._mailbox
         elsewhere = RowsElsewhere(pair_addresses.cpu_ids, box.out[:tokens], box.done, pair_addresses.stamps)
         return ExpertOutputs(routed, shared, routing, elsewhere)

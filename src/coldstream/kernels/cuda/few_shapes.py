@@ -23,6 +23,8 @@ BANK_BYTES = 128  # one word of each bank of shared memory
 NUM_GROUPS = 8  # of four lanes in a warp
 PASS_COLS = {QuantType.F32: 1024, QuantType.F16: 2048, QuantType.BF16: 2048}  # 4 KiB of the one row
 INTEGER_PASS_COLS = NUM_GROUPS * GROUP_SIZE
+PART_COLS, PART_UNIT_ROWS = 4 * GROUP_SIZE, 2 * TILE_ROWS
+PART_ROW_BYTES = PART_COLS + 16 + PART_COLS // GROUP_SIZE * (32 + 4)  # codes, sums or scales of 32, scales
 FEW_TYPES = INTEGER_TYPES | set(PASS_COLS)
 GROUP_TYPES = INTEGER_TYPES - BLOCK_TYPES
 GROUP_BYTES = GROUP_SIZE + 16 + 4  # codes, sums of 32 and scale of a group of activations in shared memory
@@ -93,20 +95,35 @@ def matrix_shape(quant_type: QuantType, rows: int, cols: int, spread: int | None
 def tile_shape(quant_type: QuantType, rows: int, cols: int) -> MatrixShape:
     """The walk of a block over a matrix [rows, cols] of an integer type, for several rows of activations."""
     spread = natural_spread(quant_type, cols)
-    shape = _shape(quant_type, rows, cols, TILE_ROWS << spread, spread)
+    return _with_tile_stride(_shape(quant_type, rows, cols, TILE_ROWS << spread, spread), quant_type)
+
+
+def part_shape(quant_type: QuantType, rows: int, cols: int) -> MatrixShape:
+    """As `tile_shape`, where a stage has as many columns of the activations; see products_parts.cuh."""
+    return _with_tile_stride(_shape(quant_type, rows, cols, PART_UNIT_ROWS, 1, PART_COLS), quant_type)
+
+
+def _with_tile_stride(shape: MatrixShape, quant_type: QuantType) -> MatrixShape:
+    """Rows that a warp reads at the same time begin in different banks."""
     is_aligned = quant_type.block_bytes % COPY_BYTES == 0
     least = _chunk_bytes(shape.pass_bytes) + (0 if is_aligned else COPY_BYTES)
-    # Rows that a warp reads at the same time then begin in different banks.
     shape.stage_stride = -(-(least - COPY_BYTES) // BANK_BYTES) * BANK_BYTES + COPY_BYTES
     return shape
 
 
-def _shape(quant_type: QuantType, rows: int, cols: int, unit_rows: int, spread: int) -> MatrixShape:
+def _shape(
+    quant_type: QuantType,
+    rows: int,
+    cols: int,
+    unit_rows: int,
+    spread: int,
+    pass_cols: int = INTEGER_PASS_COLS,
+) -> MatrixShape:
     """All but the stride of the ring's rows."""
     if quant_type not in FEW_TYPES:
         raise ValueError(f"the kernels for a few rows do not read {quant_type.name}")
     row_bytes = quant_type.row_bytes(cols)
-    pass_cols = PASS_COLS.get(quant_type, INTEGER_PASS_COLS)
+    pass_cols = PASS_COLS.get(quant_type, pass_cols)
     return MatrixShape(
         type=int(quant_type),
         num_rows=rows,

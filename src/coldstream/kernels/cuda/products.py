@@ -16,7 +16,7 @@ from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MAX_FEW_ROWS
 from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.dequantize.cuda import dequantize_cuda
-from coldstream.kernels.linear.cuda import fits_few, linear_few_cuda
+from coldstream.kernels.linear.cuda import fits_few, linear_few_cuda, needs_block_rows
 from coldstream.kernels.linear.cuda_float_many import float_linear_many
 from coldstream.kernels.linear.cuda_many import linear_many
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
@@ -74,7 +74,10 @@ class CudaProducts(CudaLoader):
         matrices = [self._multipliable(weight) for weight in weights]
         outs = tuple(self.empty(x.shape[0], weight.shape[0]) for weight in matrices)
         if x.shape[0] <= MAX_FEW_ROWS or fits_few(matrices, x.values):
-            self.launch(self._linear_few, x, matrices, outs)
+            block_rows = None
+            if needs_block_rows(matrices, x.values):
+                (block_rows,) = self.quantised_for(x, (QuantType.Q8_0,))
+            self.launch(self._linear_few, x, block_rows, matrices, outs)
             return outs
         rows = self.quantised_for(x, [weight.quant_type for weight in matrices])
         for codes, weight, out in zip(rows, matrices, outs, strict=True):
@@ -91,8 +94,13 @@ class CudaProducts(CudaLoader):
         return out
 
     @staticmethod
-    def _linear_few(x: Activations, weights: Sequence[QuantTensor], outs: Sequence[torch.Tensor]) -> None:
-        linear_few_cuda(weights, outs, activations=x.quantised, x=x.values)
+    def _linear_few(
+        x: Activations,
+        block_rows: QuantActivations | None,
+        weights: Sequence[QuantTensor],
+        outs: Sequence[torch.Tensor],
+    ) -> None:
+        linear_few_cuda(weights, outs, activations=x.quantised, x=x.values, block_rows=block_rows)
 
     def _multipliable(self, weight: CudaWeight) -> QuantTensor:
         """The weight itself, or its values as float32 if the products have no kernel for its type."""

@@ -70,23 +70,28 @@ __device__ __forceinline__ void copy_row(const SharedRow& x, const int8_t* q, co
   }
 }
 
+// Keeps group `group` of a row, quantised by the whole warp.
+template <int scale_elements>
+__device__ __forceinline__ void keep_group(const SharedRow& x, int group, const GroupShare& share) {
+  const int lane = threadIdx.x % warp_size;
+  uint8_t* chunk = x.codes + swizzled(group * 16 + lane / 2) * 16;
+  reinterpret_cast<uint2*>(chunk)[lane % 2] = share.codes;
+  if constexpr (scale_elements == block_elements) {
+    if (lane % 4 == 0) x.scales[group * scales_in_group + lane / 4] = share.scale;
+  } else {
+    const int sum = share.sum + __shfl_xor_sync(all_lanes, share.sum, 2);
+    if (lane % 4 == 0) reinterpret_cast<int16_t*>(x.sums)[group * 8 + lane / 4] = int16_t(sum);
+    if (lane == 0) x.scales[group] = share.scale;
+  }
+}
+
 // Quantises one row of floats, aligned to 16 bytes, into shared memory by the whole block.
 template <int scale_elements>
 __device__ __forceinline__ void quantize_into(const SharedRow& x, const float* values, int cols) {
-  const int lane = threadIdx.x % warp_size;
   for (int group = threadIdx.x / warp_size; group < x.groups; group += blockDim.x / warp_size) {
     float share_of[8];
     load_share(values + group * group_elements, cols - group * group_elements, share_of);
-    const GroupShare share = quantize_group<scale_elements>(share_of);
-    uint8_t* chunk = x.codes + swizzled(group * 16 + lane / 2) * 16;
-    reinterpret_cast<uint2*>(chunk)[lane % 2] = share.codes;
-    if constexpr (scale_elements == block_elements) {
-      if (lane % 4 == 0) x.scales[group * scales_in_group + lane / 4] = share.scale;
-    } else {
-      const int sum = share.sum + __shfl_xor_sync(all_lanes, share.sum, 2);
-      if (lane % 4 == 0) reinterpret_cast<int16_t*>(x.sums)[group * 8 + lane / 4] = int16_t(sum);
-      if (lane == 0) x.scales[group] = share.scale;
-    }
+    keep_group<scale_elements>(x, group, quantize_group<scale_elements>(share_of));
   }
 }
 
@@ -126,45 +131,71 @@ __device__ __forceinline__ int dot_mins(const uint32_t (&mins)[2], uint4 sums) {
   return __dp2a_hi(int(sums.w), int(mins[1]), total);
 }
 
+// A lane's super-block of a pass, and the quad of weight rows that it works on.
+struct LanePlace {
+  int s, quad, g;
+  int at;       // the super-block in the row of x, the first one if the lane has none
+  bool exists;  // whether the lane has one
+
+  __device__ __forceinline__ LanePlace(const MatrixShape& shape, int pass, int groups) {
+    const int lane = threadIdx.x % warp_size, group = lane / 4, super_block = pass * 8 + (group & ((8 >> shape.spread) - 1));
+    s = lane % 4;
+    quad = group >> (3 - shape.spread);
+    exists = super_block < groups;
+    g = exists ? group & ((8 >> shape.spread) - 1) : 0;
+    at = exists ? super_block : 0;
+  }
+};
+
+// The codes of x under the lane's quarter of its super-block.
+template <typename Format>
+__device__ __forceinline__ void load_quarter(const SharedRow& x, const LanePlace& place, uint32_t (&codes)[16]) {
+#pragma unroll
+  for (int c = 0; c < 4; c++) {
+    const uint4 chunk = load_chunk(x, place.at * 16 + Format::chunk(place.s, c));
+    codes[4 * c] = chunk.x, codes[4 * c + 1] = chunk.y;
+    codes[4 * c + 2] = chunk.z, codes[4 * c + 3] = chunk.w;
+  }
+}
+
+// p with the super-block of the row that the lane keeps, of which the lane has the shares `part`.
+template <typename Format>
+__device__ __forceinline__ float add_super_block(const HeaderK& header, const int (&part)[4], const SharedRow& x,
+                                                 const LanePlace& place, float p) {
+  const float product = float(exchange_sums(part)), a = x.scales[place.at];
+  float sum = __fmaf_rn(header.d * a, product, p);
+  if constexpr (Format::has_mins) {
+    const int mins = dot_mins(header.mins, load_16(x.sums + place.at * 16));
+    sum = __fmaf_rn(-(header.dmin * a), float(mins), sum);
+  }
+  return place.exists ? sum : p;
+}
+
 template <typename Format>
 __device__ __forceinline__ void add_super_blocks(const Staged& staged, const MatrixShape& shape, int pass,
                                                  const SharedRow& x, float& p) {
-  const int lane = threadIdx.x % warp_size, s = lane % 4, group = lane / 4;
-  const int quad = group >> (3 - shape.spread), g = group & ((8 >> shape.spread) - 1);
-  const int super_block = pass * 8 + g;
-  const bool exists = super_block < x.groups;
-  const int offset = exists ? g * Format::bytes : 0, at = exists ? super_block : 0;
+  const LanePlace place(shape, pass, x.groups);
+  const int offset = place.g * Format::bytes;
   uint32_t codes_x[16], scales[4];
-#pragma unroll
-  for (int c = 0; c < 4; c++) {
-    const uint4 chunk = load_chunk(x, at * 16 + Format::chunk(s, c));
-    codes_x[4 * c] = chunk.x, codes_x[4 * c + 1] = chunk.y;
-    codes_x[4 * c + 2] = chunk.z, codes_x[4 * c + 3] = chunk.w;
-  }
-  const uint8_t* own = staged.row<Format::is_aligned>(quad * 4 + s) + offset;
+  load_quarter<Format>(x, place, codes_x);
+  const uint8_t* own = staged.row<Format::is_aligned>(place.quad * 4 + place.s) + offset;
   HeaderK header;
   if constexpr (Format::has_mins) {
     header = unpack_header_k(load_16(own));
-    exchange_scales(header.scales, s, scales);
+    exchange_scales(header.scales, place.s, scales);
   } else {
     header.d = Format::d(own);
   }
   int part[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const uint8_t* block = staged.row<Format::is_aligned>(quad * 4 + (s ^ i)) + offset;
-    if constexpr (!Format::has_mins) scales[i] = Format::scales(block, s);
+    const uint8_t* block = staged.row<Format::is_aligned>(place.quad * 4 + (place.s ^ i)) + offset;
+    if constexpr (!Format::has_mins) scales[i] = Format::scales(block, place.s);
     uint32_t codes[16];
-    Format::unpack(block, s, codes);
+    Format::unpack(block, place.s, codes);
     part[i] = Format::dot(codes, codes_x, scales[i]);
   }
-  const float product = float(exchange_sums(part)), a = x.scales[at];
-  float sum = __fmaf_rn(header.d * a, product, p);
-  if constexpr (Format::has_mins) {
-    const int mins = dot_mins(header.mins, load_16(x.sums + at * 16));
-    sum = __fmaf_rn(-(header.dmin * a), float(mins), sum);
-  }
-  p = exists ? sum : p;
+  p = add_super_block<Format>(header, part, x, place, p);
 }
 
 template <typename Format>
@@ -291,43 +322,61 @@ __device__ __forceinline__ float sum_up_groups(float sum, int spread) {
   return sum;
 }
 
+// The weight row of a unit whose sum a lane has after `sum_up_groups`, and whether it is the lane that writes it.
+struct LaneRow {
+  int row;
+  bool writes;
+
+  __device__ __forceinline__ explicit LaneRow(const MatrixShape& shape) {
+    const int lane = threadIdx.x % warp_size, group = lane / 4;
+    row = (group >> (3 - shape.spread)) * 4 + lane % 4;
+    writes = (group & ((8 >> shape.spread) - 1)) == 0;
+  }
+};
+
+// Walks the warp's units: add(staged, pass) for every pass of a unit, then end_unit(first row).
+template <typename Add, typename EndUnit>
+__device__ __forceinline__ void walk_units(const Work& work, const Ring& ring, Cursor ahead, Add&& add,
+                                           EndUnit&& end_unit) {
+  const MatrixShape& shape = work.shape;
+  const int row_step = shape.num_passes == 1 ? 0 : shape.row_bytes;
+  int index = 0;
+  for (Cursor now = {work.first_unit, 0}; now.unit < work.num_units; now.advance(work)) {
+    const int first_row = now.unit * shape.unit_rows;
+    const uint64_t from = reinterpret_cast<uint64_t>(work.data) + int64_t(first_row) * shape.row_bytes;
+    const uint32_t address = uint32_t(from) + now.pass * shape.pass_bytes;
+    ring.wait();
+    add({ring.stage_at(index), address, shape.stage_stride, row_step}, now.pass);
+    __syncwarp();
+    ahead.start_copies(work, ring.stage_at(index));
+    ahead.advance(work);
+    index = ring.after(index);
+    if (now.pass + 1 == shape.num_passes) end_unit(first_row);
+  }
+}
+
 // All units of the warp. Calls finish(row, sums) with the sums of weight row `row` in the lanes that write
 // them, and with a row out of range in the others.
 template <Types types, int T, typename Finish>
 __device__ __forceinline__ void multiply(const Work& work, const Ring& ring, Cursor ahead, const Inputs& x,
                                          Finish&& finish) {
   const MatrixShape& shape = work.shape;
-  const int lane = threadIdx.x % warp_size;
   float p[T] = {};
-  int index = 0;
-  for (Cursor now = {work.first_unit, 0}; now.unit < work.num_units; now.advance(work)) {
-    const int first_row = now.unit * shape.unit_rows;
-    const uint64_t from = reinterpret_cast<uint64_t>(work.data) + int64_t(first_row) * shape.row_bytes;
-    const uint32_t address = uint32_t(from) + now.pass * shape.pass_bytes;
-    const int row_step = shape.num_passes == 1 ? 0 : shape.row_bytes;
-    ring.wait();
-    add_pass<types, T>({ring.stage_at(index), address, shape.stage_stride, row_step}, shape, now.pass, x, p);
-    __syncwarp();
-    ahead.start_copies(work, ring.stage_at(index));
-    ahead.advance(work);
-    index = ring.after(index);
-    if (now.pass + 1 == shape.num_passes) {
-      int row = first_row;
-      bool writes = lane == 0;
-      if (is_float<types>(shape.type)) {
-        sum_up_values(p);
-      } else {
-        const int group = lane / 4;
-        row += (group >> (3 - shape.spread)) * 4 + lane % 4;
-        writes = (group & ((8 >> shape.spread) - 1)) == 0;
+  const auto add = [&](const Staged& staged, int pass) { add_pass<types, T>(staged, shape, pass, x, p); };
+  walk_units(work, ring, ahead, add, [&](int first_row) {
+    const LaneRow lane(shape);
+    if (is_float<types>(shape.type)) {
+      sum_up_values(p);
+    } else {
 #pragma unroll
-        for (int t = 0; t < T; t++) p[t] = sum_up_groups(p[t], shape.spread);
-      }
-      finish(writes ? row : shape.num_rows, p);
-#pragma unroll
-      for (int t = 0; t < T; t++) p[t] = 0;
+      for (int t = 0; t < T; t++) p[t] = sum_up_groups(p[t], shape.spread);
     }
-  }
+    const bool is_first = threadIdx.x % warp_size == 0;
+    const bool writes = is_float<types>(shape.type) ? is_first : lane.writes;
+    finish(writes ? first_row + (is_float<types>(shape.type) ? 0 : lane.row) : shape.num_rows, p);
+#pragma unroll
+    for (int t = 0; t < T; t++) p[t] = 0;
+  });
 }
 
 }  // namespace coldstream

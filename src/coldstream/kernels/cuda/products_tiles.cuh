@@ -4,7 +4,8 @@
 // A block takes units of sixteen weight rows times `1 << spread`, a pass of columns at a time, through one
 // ring of shared memory. Its warps share a unit by accumulator: a warp has one p of docs/arithmetic.md, of
 // all products of sixteen weight rows with all rows of x. The sums over the eight are taken across the warps.
-// Rows of x come in slices of eight, which meet the same unpacked weights. In the integer products
+// Rows of x come in slices of eight, which meet the same unpacked weights. Where two sets of eight warps share a block,
+// each has half of the slices. In the integer products
 // lane = 4 g + c has of the weights rows g and g + 8, of slice n row 8 n + g of x, and of the results of these
 // rows (g, 2 c), (g, 2 c + 1), (g + 8, 2 c) and (g + 8, 2 c + 1).
 #pragma once
@@ -14,8 +15,12 @@
 
 namespace coldstream {
 
-constexpr int tile_warps = 8;
+constexpr int tile_warps = 8;  // of a set
+constexpr int tile_threads = tile_warps * warp_size;
 constexpr int slice_rows = 8;
+
+__device__ __forceinline__ int tile_set() { return threadIdx.x / tile_threads; }
+__device__ __forceinline__ int warp_of_set() { return threadIdx.x / warp_size % tile_warps; }
 
 // Quantised rows in shared memory; rows of codes are 16 bytes apart from a multiple of 128.
 struct TileRows {
@@ -24,8 +29,14 @@ struct TileRows {
   float* scales;
   int groups;
   int num_rows;
+  int first = 0;  // row of the warp's set
 
   __device__ __forceinline__ int row_bytes() const { return groups * 256 + 16; }
+
+  // Σ minimum · sum under group `at` of all rows' groups.
+  __device__ __forceinline__ int add_mins(const uint32_t (&mins)[2], int at) const {
+    return dot_mins(mins, load_16(sums + at * 16));
+  }
 };
 
 __device__ __forceinline__ TileRows tile_rows(uint8_t* memory, int num_rows, int groups) {
@@ -44,7 +55,7 @@ __device__ __forceinline__ TileRows tile_block_rows(uint8_t* memory, int num_row
 __device__ __forceinline__ void quantize_tile_rows(const TileRows& x, const float* values, int stride,
                                                    int cols) {
   const int lane = threadIdx.x % warp_size;
-  for (int i = threadIdx.x / warp_size; i < x.num_rows * x.groups; i += tile_warps) {
+  for (int i = threadIdx.x / warp_size; i < x.num_rows * x.groups; i += blockDim.x / warp_size) {
     const int t = i / x.groups, first = i % x.groups * group_elements;
     float share_of[8];
     load_share(values + int64_t(t) * stride + first, cols - first, share_of);
@@ -77,7 +88,8 @@ struct TileGroup {
 };
 
 __device__ __forceinline__ TileGroup tile_group(const TileRows& x, int slice, int group) {
-  const int lane = threadIdx.x % warp_size, c = lane % 4, last = x.num_rows - 1, first = slice * slice_rows;
+  const int lane = threadIdx.x % warp_size, c = lane % 4, last = x.num_rows - 1;
+  const int first = x.first + slice * slice_rows;
   return {x.codes + min(first + lane / 4, last) * x.row_bytes() + group * 256 + 4 * c,
           {min(first + 2 * c, last) * x.groups + group, min(first + 2 * c + 1, last) * x.groups + group}};
 }
@@ -111,9 +123,9 @@ __device__ __forceinline__ void add_products(float (&p)[4], const int (&sums)[4]
 }
 
 // Q4_K and Q5_K: two sub-blocks share 32 bytes of low bits; sub-block j has bit j of the bytes of high bits.
-template <bool has_fifth_bit, int slices>
-__device__ __forceinline__ void add_block_k(const uint8_t* block, const uint8_t* block_8, const TileRows& x,
-                                            int group, float (&p)[slices][4]) {
+template <bool has_fifth_bit, int slices, typename Rows>
+__device__ __forceinline__ void add_block_k(const uint8_t* block, const uint8_t* block_8, const Rows& x, int group,
+                                            float (&p)[slices][4]) {
   const int c = threadIdx.x % 4;
   const HeaderK header = unpack_header_k(load_16(block)), header_8 = unpack_header_k(load_16(block_8));
   uint32_t high[4] = {0, 0, 0, 0};
@@ -150,11 +162,10 @@ __device__ __forceinline__ void add_block_k(const uint8_t* block, const uint8_t*
 #pragma unroll
   for (int n = 0; n < slices; n++) {
     const TileGroup& own = inputs[n];
-    const uint4 x_sums = load_16(x.sums + own.at[0] * 16), x_sums_1 = load_16(x.sums + own.at[1] * 16);
     const float a = x.scales[own.at[0]], a_1 = x.scales[own.at[1]];
     add_products(p[n], sums[n], header.d, header_8.d, a, a_1);
-    const int mins[4] = {dot_mins(header.mins, x_sums), dot_mins(header.mins, x_sums_1),
-                         dot_mins(header_8.mins, x_sums), dot_mins(header_8.mins, x_sums_1)};
+    const int mins[4] = {x.add_mins(header.mins, own.at[0]), x.add_mins(header.mins, own.at[1]),
+                         x.add_mins(header_8.mins, own.at[0]), x.add_mins(header_8.mins, own.at[1])};
     add_products(p[n], mins, -header.dmin, -header_8.dmin, a, a_1);
   }
 }
@@ -259,7 +270,7 @@ __device__ __forceinline__ void add_block_32(const uint8_t* block, const uint8_t
 template <typename Format, int slices>
 __device__ __forceinline__ void add_blocks_32(const uint8_t* row, const uint8_t* row_8, int pass,
                                               int num_blocks, const TileRows& x, float (&p)[slices][4]) {
-  const int j = threadIdx.x / warp_size;
+  const int j = warp_of_set();
   for (int g = 0; g < 8; g++) {
     const int group = pass * 8 + g, offset = (g * 8 + j) * Format::bytes;
     if (group * 8 + j >= num_blocks) return;
@@ -271,7 +282,7 @@ __device__ __forceinline__ void add_blocks_32(const uint8_t* row, const uint8_t*
 template <Types types, int slices>
 __device__ __forceinline__ void add_tile(const Staged& staged, const MatrixShape& shape, int pass,
                                          const TileRows& x, float (&p)[slices][4]) {
-  const int warp = threadIdx.x / warp_size, g = warp & ((8 >> shape.spread) - 1), group = pass * 8 + g;
+  const int warp = warp_of_set(), g = warp & ((8 >> shape.spread) - 1), group = pass * 8 + g;
   const int first_row = (warp >> (3 - shape.spread)) * 16 + threadIdx.x % warp_size / 4;
   const uint8_t *row = staged.row<false>(first_row), *row_8 = staged.row<false>(first_row + 8);
   const int num_blocks = shape.num_cols / 32, type = shape.type;
@@ -293,7 +304,7 @@ __device__ __forceinline__ void stage_tile(uint8_t* memory, const MatrixShape& s
   const int first_row = unit * shape.unit_rows, rows = min(shape.unit_rows, shape.num_rows - first_row);
   const int skipped = pass * shape.pass_bytes, bytes = min(shape.pass_bytes, shape.row_bytes - skipped);
   const uint8_t* first = data + int64_t(first_row) * shape.row_bytes + skipped;
-  for (int r = threadIdx.x / warp_size; r < rows; r += tile_warps) {
+  for (int r = threadIdx.x / warp_size; r < rows; r += blockDim.x / warp_size) {
     const uint8_t* row = first + r * shape.row_bytes;
     const int before = reinterpret_cast<uint64_t>(row) & 15;
 #pragma unroll 3
@@ -316,6 +327,11 @@ __device__ __forceinline__ Cursor fill_tile_ring(const Work& work, const Ring& r
   return ahead;
 }
 
+// The thread's accumulators of a slice in [slices, warps, lanes].
+__device__ __forceinline__ float4& partial_of(float* partial, int slice) {
+  return reinterpret_cast<float4*>(partial)[slice * tile_threads + threadIdx.x % tile_threads];
+}
+
 // The sums of a unit from the accumulators of its warps, [slices, warps, lanes, 4]: finish(row of the matrix, t,
 // sum).
 template <int slices, typename Finish>
@@ -333,10 +349,11 @@ __device__ __forceinline__ void finish_tile(const float* partial, const MatrixSh
   }
 }
 
-// All units of the block.
-template <Types types, int slices, typename Finish>
-__device__ __forceinline__ void multiply_tiles_few(const Work& work, const Ring& ring, Cursor ahead,
-                                                   const TileRows& x, float* partial, Finish&& finish) {
+// All units of the block, whose warps have `slices` each.
+template <Types types, int slices, int sets, typename Finish>
+__device__ __forceinline__ void multiply_tiles_few(const Work& work, const Ring& ring, Cursor ahead, TileRows x,
+                                                   float* partial, Finish&& finish) {
+  x.first = tile_set() * slices * slice_rows;
   const MatrixShape& shape = work.shape;
   float p[slices][4] = {};
   int index = 0;
@@ -351,8 +368,7 @@ __device__ __forceinline__ void multiply_tiles_few(const Work& work, const Ring&
     if (is_last) {
 #pragma unroll
       for (int n = 0; n < slices; n++) {
-        float4* const to = reinterpret_cast<float4*>(partial) + n * tile_warps * warp_size;
-        to[threadIdx.x] = {p[n][0], p[n][1], p[n][2], p[n][3]};
+        partial_of(partial, tile_set() * slices + n) = {p[n][0], p[n][1], p[n][2], p[n][3]};
         p[n][0] = p[n][1] = p[n][2] = p[n][3] = 0;
       }
     }
@@ -360,7 +376,7 @@ __device__ __forceinline__ void multiply_tiles_few(const Work& work, const Ring&
     start_tile_copies(work, ahead, ring.stage_at(index));
     ahead.advance(work);
     index = ring.after(index);
-    if (is_last) finish_tile<slices>(partial, shape, first_row, finish);
+    if (is_last) finish_tile<slices * sets>(partial, shape, first_row, finish);
   }
 }
 

@@ -100,6 +100,11 @@ struct Ring {
     if (stages >= 3) wait_for_copies<2>();
     __syncwarp();
   }
+  // For the thread's copies that began before those of a ring that has just been filled.
+  __device__ __forceinline__ void wait_for_earlier_copies() const {
+    if (stages == 1) wait_for_copies<1>();
+    if (stages >= 2) wait_for_copies<2>();
+  }
 };
 
 struct Cursor {

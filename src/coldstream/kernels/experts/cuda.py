@@ -52,21 +52,21 @@ class ExpertMatrices:
         return topk_ids.shape[1] + (self.shared is not None)
 
 
-class _ExpertMatrix(ctypes.Structure):
+class ExpertMatrix(ctypes.Structure):
     """As in few.cu."""
 
     _fields_ = (("addresses", ctypes.c_void_p), ("shared", ctypes.c_void_p), ("shape", MatrixShape * 2))
 
 
-class _GateUp(ctypes.Structure):
-    _fields_ = (("matrix", _ExpertMatrix * 2),)
+class GateUp(ctypes.Structure):
+    _fields_ = (("matrix", ExpertMatrix * 2),)
 
 
-class _Down(ctypes.Structure):
-    _fields_ = (("down", _ExpertMatrix),)
+class Down(ctypes.Structure):
+    _fields_ = (("down", ExpertMatrix),)
 
 
-class _PairRows(ctypes.Structure):
+class PairRowsArgument(ctypes.Structure):
     _fields_ = (("routed", ctypes.c_void_p), ("shared", ctypes.c_void_p))
 
 
@@ -77,9 +77,11 @@ class PairRows:
     routed: torch.Tensor  # float32 [T, K, width], contiguous, on 16 bytes
     shared: torch.Tensor | None  # float32 [T, shared width], likewise
 
-    def as_c(self) -> _PairRows:
+    def as_c(self) -> PairRowsArgument:
         """The two addresses."""
-        return _PairRows(self.routed.data_ptr(), None if self.shared is None else self.shared.data_ptr())
+        return PairRowsArgument(
+            self.routed.data_ptr(), None if self.shared is None else self.shared.data_ptr()
+        )
 
     def check(self, width: int, shared_width: int | None, tokens: int, ranks: int) -> None:
         """ValueError unless both have these shapes and are contiguous."""
@@ -110,7 +112,7 @@ def experts_few_cuda(
     [T, K, F] and [T, Fs], and the results `outs` [T, K, E] and [T, E], but no rows of pairs whose expert has
     address 0. ValueError for types that must be dequantised first and for shapes that do not fit.
     """
-    _check(weights, topk_ids, hidden, outs, activations, x)
+    check_experts(weights, topk_ids, hidden, outs, activations, x)
     launch_gate_up(weights, topk_ids, hidden, activations, x)
     launch_down(weights, topk_ids, hidden, outs)
 
@@ -123,7 +125,7 @@ def launch_gate_up(
     x: torch.Tensor | None,
 ) -> None:
     """The first launch of `experts_few_cuda`, without its checks."""
-    gate_up = _gate_up(weights)
+    gate_up = gate_up_of(weights)
     shapes = [shape for matrix in gate_up.matrix for shape in matrix.shape]
     groups = -(-weights.gate.cols // GROUP_SIZE)
     ranks, pairs = topk_ids.shape[1], weights.pairs_per_token(topk_ids)
@@ -145,7 +147,7 @@ def launch_gate_up(
 
 def launch_down(weights: ExpertMatrices, topk_ids: torch.Tensor, hidden: PairRows, outs: PairRows) -> None:
     """The second launch, right behind the first: it reads the ids before that kernel has ended."""
-    down = _Down(_matrix(weights.down, weights.shared[2] if weights.shared else None))
+    down = Down(matrix_of(weights.down, weights.shared[2] if weights.shared else None))
     groups = -(-max(shape.num_cols for shape in down.down.shape) // GROUP_SIZE)
     ranks, pairs = topk_ids.shape[1], weights.pairs_per_token(topk_ids)
     args: list[Argument] = [down, hidden.as_c(), outs.as_c(), topk_ids, ranks, pairs]
@@ -181,24 +183,24 @@ def _launch(
     )
 
 
-def _matrix(table: ExpertTable, shared: QuantTensor | None, spread: int | None = None) -> _ExpertMatrix:
+def matrix_of(table: ExpertTable, shared: QuantTensor | None, spread: int | None = None) -> ExpertMatrix:
     routed_shape = matrix_shape(table.quant_type, table.rows, table.cols, spread)
     if shared is None:
-        return _ExpertMatrix(table.addresses.data_ptr(), None, (routed_shape, routed_shape))
+        return ExpertMatrix(table.addresses.data_ptr(), None, (routed_shape, routed_shape))
     shared_shape = matrix_shape(shared.quant_type, shared.shape[0], shared.shape[1], spread)
-    return _ExpertMatrix(table.addresses.data_ptr(), shared.blocks.data_ptr(), (routed_shape, shared_shape))
+    return ExpertMatrix(table.addresses.data_ptr(), shared.blocks.data_ptr(), (routed_shape, shared_shape))
 
 
-def _gate_up(weights: ExpertMatrices) -> _GateUp:
+def gate_up_of(weights: ExpertMatrices) -> GateUp:
     """One spread for gate and up, as a warp takes the same rows of both, whatever their types."""
     types = {weights.gate.quant_type, weights.up.quant_type}
     types |= {tensor.quant_type for tensor in (weights.shared or ())[:2]}
     spread = min(natural_spread(quant_type, weights.gate.cols) for quant_type in types)
     gate, up, _ = weights.shared or (None, None, None)
-    return _GateUp((_matrix(weights.gate, gate, spread), _matrix(weights.up, up, spread)))
+    return GateUp((matrix_of(weights.gate, gate, spread), matrix_of(weights.up, up, spread)))
 
 
-def _check(
+def check_experts(
     weights: ExpertMatrices,
     topk_ids: torch.Tensor,
     hidden: PairRows,

@@ -1,6 +1,6 @@
 """The launches of a layer's experts, in memory that the caller allocates."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -10,6 +10,7 @@ from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES
 from coldstream.kernels.cuda.many_tiles import Tiling
 from coldstream.kernels.experts import cuda as experts_few
+from coldstream.kernels.experts import cuda_grouped as experts_grouped
 from coldstream.kernels.experts import cuda_many as experts_many
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import INTEGER_TYPES
@@ -23,13 +24,13 @@ def stacks_of(weights: ExpertWeights) -> Stacks:
     return weights.gate, weights.up, weights.down
 
 
-def is_one_launch(weights: ExpertWeights) -> bool:
-    """Whether one launch for few rows can compute routed and shared experts; False without a shared one."""
+def is_one_launch(weights: ExpertWeights, readable: Collection[QuantType]) -> bool:
+    """Whether a launch that reads these types can have the shared expert too; False without a shared one."""
     if weights.shared_gate is None:
         return False
     types = [w.quant_type for w in (weights.shared_gate, weights.shared_up, weights.shared_down)]
     are_alike = (types[0] in INTEGER_TYPES) == (types[1] in INTEGER_TYPES)
-    return are_alike and all(quant_type in FEW_TYPES for quant_type in types)
+    return are_alike and all(quant_type in readable for quant_type in types)
 
 
 def all_experts_few(
@@ -40,13 +41,25 @@ def all_experts_few(
     outs: experts_few.PairRows,
 ) -> None:
     """`experts_few_cuda` with a layer's weights; the shared expert only if `outs.shared` is given."""
+    matrices = _matrices(weights, has_shared=outs.shared is not None)
+    experts_few.experts_few_cuda(matrices, ids, hidden, outs, activations=x.quantised, x=x.values)
+
+
+def all_experts_grouped(
+    x: Activations,
+    chosen: experts_grouped.ChosenIds,
+    weights: ExpertWeights,
+    hidden: experts_few.PairRows,
+    outs: experts_few.PairRows,
+) -> None:
+    """`all_experts_few` with `experts_grouped_cuda`."""
+    matrices = _matrices(weights, has_shared=outs.shared is not None)
+    experts_grouped.experts_grouped_cuda(matrices, chosen, hidden, outs, activations=x.quantised, x=x.values)
+
+
+def _matrices(weights: ExpertWeights, *, has_shared: bool) -> experts_few.ExpertMatrices:
     shared = (weights.shared_gate, weights.shared_up, weights.shared_down)
-    experts_few.experts_few_cuda(
-        experts_few.ExpertMatrices(
-            weights.gate, weights.up, weights.down, None if outs.shared is None else shared
-        ),
-        ids, hidden, outs, activations=x.quantised, x=x.values,
-    )  # fmt: skip
+    return experts_few.ExpertMatrices(weights.gate, weights.up, weights.down, shared if has_shared else None)
 
 
 def gate_up_many(

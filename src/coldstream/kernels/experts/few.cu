@@ -1,15 +1,11 @@
 // Routed experts and the shared one for few tokens. Every (token, rank) pair has blocks of its own,
 // and behind a token's ranks comes its shared expert. Routed experts are found through tables of addresses;
 // the pairs of an expert with the address 0 are left out.
-#include "cuda/products_few.cuh"
+#include "experts/few.cuh"
 
 extern __shared__ float4 dynamic_shared[];
 
 namespace coldstream {
-
-constexpr int expert_warps = 4;
-constexpr int expert_threads = expert_warps * warp_size;
-constexpr int expert_max_unit_rows = 32;
 
 // Blocks on a processor at once, which limit the registers of a thread. A launch reads one or two types; code
 // for more than three needs more registers, and would spill.
@@ -18,30 +14,6 @@ constexpr int expert_blocks(Types types) {
   for (; types != 0; types &= types - 1) num_types++;
   return num_types > 3 ? 4 : 6;
 }
-
-// Shared memory for each group of a row that weights in blocks of 32 read.
-constexpr int block_row_bytes_of(Types types) { return types & block_types ? block_row_bytes : 0; }
-
-// A matrix of every routed expert and of the shared one: shapes in that order.
-struct ExpertMatrix {
-  const int64_t* addresses;
-  const uint8_t* shared;
-  MatrixShape shape[2];
-};
-
-struct GateUp {
-  ExpertMatrix matrix[2];  // gate, up
-};
-
-struct Down {
-  ExpertMatrix down;
-};
-
-// Activations of one launch: of routed experts [T, ranks, width], of the shared one [T, shared width].
-struct PairRows {
-  float* routed;
-  float* shared;
-};
 
 struct Pair {
   int token, rank;
@@ -71,17 +43,6 @@ __device__ __forceinline__ Work share_units(const MatrixShape& shape, const uint
   const int num_blocks = gridDim.x, block = blockIdx.x;
   return {shape, data, data == nullptr ? 0 : num_units, team * num_blocks + block, num_blocks * num_teams};
 }
-
-__device__ __forceinline__ Ring warp_ring(uint8_t* memory, int stage_bytes, int stages) {
-  return {memory + threadIdx.x / warp_size * stages * stage_bytes, stage_bytes, stages};
-}
-
-__device__ __forceinline__ uint8_t* behind_rings(uint8_t* memory, int stage_bytes, int stages) {
-  return memory + expert_warps * stages * stage_bytes;
-}
-
-// Waits for the other warp of a pair of warps: barrier 0 is the block's.
-__device__ __forceinline__ void sync_pair(int pair) { meet_at<2 * warp_size>(pair + 1); }
 
 // h = silu(gate x) · (up x). Of two neighbouring warps one has the rows of a unit of gate, the other those of
 // up.

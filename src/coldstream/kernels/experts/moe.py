@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import torch
@@ -17,9 +17,12 @@ from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.products import CudaProducts
 from coldstream.kernels.dequantize.cuda import dequantize_matrices_cuda
 from coldstream.kernels.experts.cuda import PairRows
+from coldstream.kernels.experts.cuda_grouped import MAX_GROUPED_ROWS as MAX_LAUNCH_ROWS
+from coldstream.kernels.experts.cuda_grouped import ChosenIds
 from coldstream.kernels.experts.cuda_layer import (
     Stacks,
     all_experts_few,
+    all_experts_grouped,
     down_many,
     experts_of_values,
     gate_up_many,
@@ -36,25 +39,30 @@ from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.router.cuda import Ahead, router_choose_cuda, router_few_cuda
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
 
-# Up to so many, few experts have several rows, and grouping them takes longer than it saves.
-MAX_UNGROUPED_ROWS = 16
+# Up to the first number of tokens each pair is computed on its own, up to the second one pairs of an expert
+# read it together in the launches for few, and beyond they are sorted for the tensor cores.
+MAX_PAIRWISE_ROWS, MAX_GROUPED_ROWS = 3, 16
 
 
 class Form(Enum):
     """Which kernels compute routed experts."""
 
     FEW = auto()  # a few tokens in a launch, each pair on its own
+    GROUPED = auto()  # the same, pairs of an expert together
     MANY = auto()  # tensor cores, pairs of an expert together
     FLOATS = auto()  # for types without a product kernel: token by token, over dequantised experts
 
     @classmethod
-    def of(cls, tokens: int, stacks: Stacks, *, can_group: bool) -> "Form":
-        """The form for so many tokens; can_group: whether all pairs of an expert have the same address."""
+    def of(cls, tokens: int, stacks: Stacks, *, by_pair: bool) -> "Form":
+        """The form for so many tokens; by_pair: whether pairs of an expert may have different addresses."""
         types = [stack.quant_type for stack in stacks]
         if not FEW_TYPES.issuperset(types):
             return cls.FLOATS
-        is_many = can_group and tokens > MAX_UNGROUPED_ROWS and INTEGER_TYPES.issuperset(types)
-        return cls.MANY if is_many else cls.FEW
+        if tokens <= MAX_PAIRWISE_ROWS or not INTEGER_TYPES.issuperset(types):
+            return cls.FEW
+        if tokens <= (MAX_LAUNCH_ROWS if by_pair else MAX_GROUPED_ROWS):
+            return cls.GROUPED
+        return cls.FEW if by_pair else cls.MANY
 
 
 @dataclass(frozen=True)
@@ -69,10 +77,14 @@ class _Grouped:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Inputs of a layer's routed experts, and memory for their outputs: `routed` float32 [T, K, E]."""
+    """Inputs of a layer's routed experts, and memory for their outputs: `routed` float32 [T, K, E].
+
+    of_pairs: see `MoeKernels.outputs`.
+    """
 
     x: Activations
     ids: torch.Tensor
+    of_pairs: ChosenIds | None
     routed: torch.Tensor
     form: Form
     grouped: _Grouped | None  # of MANY
@@ -128,16 +140,20 @@ class MoeKernels:
         return Routing(ids, weights, gate)
 
     def outputs(
-        self, x: Activations, ids: torch.Tensor, weights: ExpertWeights, *, can_group: bool = True
+        self, x: Activations, ids: torch.Tensor, weights: ExpertWeights, of_pairs: ChosenIds | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Outputs of the routed experts [T, K, E], undefined where an address is 0, and of `shared`."""
-        is_few = Form.of(len(ids), stacks_of(weights), can_group=can_group) is Form.FEW
-        if is_few and len(ids) <= MAX_PAIR_ROWS and is_one_launch(weights):
+        """Outputs of the routed experts [T, K, E], undefined where an address is 0, and of `shared`.
+
+        of_pairs: the experts of the pairs, if tables are by pair and `ids` are the pairs' places in them.
+        """
+        form = Form.of(len(ids), stacks_of(weights), by_pair=of_pairs is not None)
+        types = {Form.FEW: FEW_TYPES, Form.GROUPED: INTEGER_TYPES}.get(form)
+        if types is not None and len(ids) <= MAX_PAIR_ROWS and is_one_launch(weights, types):
             routed, shared = self.device.empty(*ids.shape, x.shape[1]), self.device.empty(*x.shape)
-            self._few(x, ids, weights, routed, shared)
+            self._few(Pairs(x, ids, of_pairs, routed, form, None), weights, shared)
             return routed, shared
         outputs = self.shared(x, weights)
-        pairs = self.pairs(x, ids, weights, can_group=can_group)
+        pairs = self.pairs(x, ids, weights, of_pairs)
         self.compute(pairs, weights, pairs.places)
         return pairs.routed, outputs
 
@@ -149,14 +165,14 @@ class MoeKernels:
         return self.device.linear(self.device.swiglu(gate, up), (weights.shared_down,))[0]
 
     def pairs(
-        self, x: Activations, ids: torch.Tensor, weights: ExpertWeights, *, can_group: bool = True
+        self, x: Activations, ids: torch.Tensor, weights: ExpertWeights, of_pairs: ChosenIds | None = None
     ) -> Pairs:
         """Memory for the routed experts of a layer; for MANY, queues the grouping of pairs by expert."""
         device, stacks = self.device, stacks_of(weights)
         routed = device.empty(*ids.shape, x.shape[1])
-        form = Form.of(len(ids), stacks, can_group=can_group)
+        form = Form.of(len(ids), stacks, by_pair=of_pairs is not None)
         if form is not Form.MANY:
-            return Pairs(x, ids, routed, form, None)
+            return Pairs(x, ids, of_pairs, routed, form, None)
         gate, up, down = stacks
         num_pairs, num_experts = ids.numel(), len(gate.addresses)
         groups = Groups(
@@ -171,7 +187,7 @@ class MoeKernels:
         products: tuple[torch.Tensor, ...] = (hidden.values,)
         if gate.quant_type != up.quant_type:
             products = (device.empty(*hidden.shape), device.empty(*hidden.shape))
-        return Pairs(x, ids, routed, form, _Grouped(groups, inputs, products, hidden))
+        return Pairs(x, ids, of_pairs, routed, form, _Grouped(groups, inputs, products, hidden))
 
     def compute(self, pairs: Pairs, weights: ExpertWeights, places: slice) -> None:
         """Computes the pairs whose experts have an address in `weights`; for MANY, all lie in `places`."""
@@ -179,26 +195,28 @@ class MoeKernels:
             self._many(pairs.grouped, pairs, stacks_of(weights), places)
         elif pairs.form is Form.FLOATS:
             self._as_floats(pairs.x, pairs.ids, stacks_of(weights), pairs.routed)
+        elif pairs.form is Form.GROUPED:
+            self._few(pairs, weights, None)
         else:
             for first in range(0, len(pairs.ids), MAX_PAIR_ROWS):
                 part = slice(first, min(first + MAX_PAIR_ROWS, len(pairs.ids)))
                 rows = pairs.x.rows(first, part.stop - first)
-                self._few(rows, pairs.ids[part], weights, pairs.routed[part], None)
+                self._few(
+                    replace(pairs, x=rows, ids=pairs.ids[part], routed=pairs.routed[part]), weights, None
+                )
 
-    def _few(
-        self,
-        x: Activations,
-        ids: torch.Tensor,
-        weights: ExpertWeights,
-        routed: torch.Tensor,
-        shared: torch.Tensor | None,
-    ) -> None:
+    def _few(self, pairs: Pairs, weights: ExpertWeights, shared: torch.Tensor | None) -> None:
         """For at most MAX_PAIR_ROWS tokens; with the shared expert if `shared` is given."""
+        ids, outs = pairs.ids, PairRows(pairs.routed, shared)
         hidden = PairRows(
             self.device.empty(*ids.shape, weights.gate.rows),
             None if shared is None else self.device.empty(len(ids), weights.shared_gate.shape[0]),
         )
-        self.device.launch(all_experts_few, x, ids, weights, hidden, PairRows(routed, shared))
+        if pairs.form is Form.GROUPED:
+            chosen = pairs.of_pairs or ChosenIds(ids, len(weights.gate.addresses))
+            self.device.launch(all_experts_grouped, pairs.x, chosen, weights, hidden, outs)
+        else:
+            self.device.launch(all_experts_few, pairs.x, ids, weights, hidden, outs)
 
     def _many(self, grouped: _Grouped, pairs: Pairs, stacks: Stacks, places: slice) -> None:
         launch, products, hidden = self.device.launch, grouped.products, grouped.hidden

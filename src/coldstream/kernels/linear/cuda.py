@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,46 +13,45 @@ from coldstream.kernels.cuda.few_shapes import (
     GROUP_TYPES,
     MAX_FEW_ROWS,
     PASS_COLS,
-    SLACK_BYTES,
     MatrixShape,
-    RingPlan,
     instance_for,
-    matrix_shape,
-    plan_ring,
-    row_group_bytes,
-    tile_shape,
 )
-from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
-from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.limits import device_limits
+from coldstream.kernels.cuda.program import Argument, CudaProgram
+from coldstream.kernels.linear.few_layouts import (
+    FLOAT_ROW_BYTES,
+    MAX_TILE_ROWS,
+    SLICES,
+    Layout,
+    Walk,
+    Weight,
+    float_tiles,
+    layout_for,
+    sets_of,
+)
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
 
 MAX_MATRICES = 8
-WARPS = 8
-BLOCKS_PER_PROCESSOR = 2
-SLICE_ROWS = 8  # of activations that meet the same unpacked weights
-SLICES = (1, 2, 4, 8)  # that a block can take
-MAX_TILE_ROWS = SLICE_ROWS * SLICES[-1]
-MAX_TILE_VALUES = MAX_TILE_ROWS * 4096  # of rows; where a block may have 227 KiB, two parts
-FLOAT_TILE_TOKENS, FLOAT_STAGE_VALUES = 16, 128  # rows of activations, and inputs of a stage
-FLOAT_TILE_ROWS = {2: 4, 4: 16, 8: 16}  # rows of weights, by slices
-FLOAT_STAGES = {2: 6, 4: 4, 8: 4}  # by slices
-FLOAT_ROW_BYTES = 16  # to which rows of floats are aligned where there are more than eight
-TILE_BLOCKS_PER_PROCESSOR = {1: 3, 2: 3, 4: 2, 8: 1}  # by slices, as in few.cu
-PARTIAL_BYTES = WARPS * 32 * 16  # accumulators of a slice that warps exchange
-ROW_BYTES = 16  # between quantised rows in shared memory
-ONE, FEW = "coldstream::linear_one", "coldstream::linear_few"
+MAX_FLOAT_VALUES = MAX_TILE_ROWS * 4096  # of rows that a matrix of floats meets
+ONE, ROWS, FEW = "coldstream::linear_one", "coldstream::linear_rows", "coldstream::linear_few"
+PARTS = "coldstream::linear_parts"
+TILE_INSTANCES = tuple((slices // sets_of(slices), sets_of(slices)) for slices in SLICES)
 PROGRAM = CudaProgram(
     Path(__file__).with_name("few.cu"),
     (
-        instance_for(ONE, FEW_TYPES),
-        *(instance_for(FEW, FEW_TYPES, slices) for slices in SLICES),
+        *(instance_for(kernel, FEW_TYPES) for kernel in (ONE, ROWS)),
+        *(instance_for(FEW, FEW_TYPES, *numbers) for numbers in TILE_INSTANCES),
     ),
+)
+PARTS_PROGRAM = CudaProgram(
+    Path(__file__).with_name("parts.cu"),
+    tuple(instance_for(PARTS, FEW_TYPES, *numbers) for numbers in TILE_INSTANCES),
 )
 
 
 class LinearMatrix(ctypes.Structure):
-    """As in few.cu."""
+    """As in few.cuh."""
 
     _fields_ = (
         ("weight", ctypes.c_void_p),
@@ -66,13 +64,19 @@ class LinearMatrix(ctypes.Structure):
 
 
 class LinearMatrices(ctypes.Structure):
-    """As in few.cu."""
+    """As in few.cuh."""
 
     _fields_ = (("at", LinearMatrix * MAX_MATRICES), ("count", ctypes.c_int32))
 
 
+class BlockRows(ctypes.Structure):
+    """As in parts.cu."""
+
+    _fields_ = (("q", ctypes.c_void_p), ("scales", ctypes.c_void_p))
+
+
 class LinearInputs(ctypes.Structure):
-    """As in few.cu."""
+    """As in few.cuh."""
 
     _fields_ = (
         ("q", ctypes.c_void_p),
@@ -89,13 +93,21 @@ class LinearInputs(ctypes.Structure):
 def fits_few(weights: Sequence[QuantTensor], x: torch.Tensor) -> bool:
     """Whether `linear_few_cuda` is the best kernel for the float32 x [T, K], or its codes, times weights.
 
-    It reads weights of integers once for each part of the rows; where their columns leave room for only a few
-    in a part, kernels for many rows are faster. The choice is the same on every device, as plans are made
-    without one.
+    The choice is the same on every device, as plans are made without one.
     """
     num_rows, cols = x.shape
-    fits = num_rows <= MAX_TILE_ROWS and num_rows * cols <= MAX_TILE_VALUES and len(weights) <= MAX_MATRICES
-    return fits and (num_rows <= MAX_FEW_ROWS or all(has_aligned_floats(weight, x) for weight in weights))
+    if num_rows > MAX_TILE_ROWS or len(weights) > MAX_MATRICES:
+        return False
+    has_floats = any(weight.quant_type in PASS_COLS for weight in weights)
+    if has_floats and num_rows * cols > MAX_FLOAT_VALUES:
+        return False
+    return num_rows <= MAX_FEW_ROWS or all(has_aligned_floats(weight, x) for weight in weights)
+
+
+def needs_block_rows(weights: Sequence[QuantTensor], x: torch.Tensor) -> bool:
+    """Whether `linear_few_cuda` needs x quantised for blocks of 32; the same on every device."""
+    has_blocks = any(weight.quant_type in BLOCK_TYPES for weight in weights)
+    return has_blocks and Walk.of(_sizes(weights), len(x)) is Walk.PARTS
 
 
 def has_aligned_floats(weight: QuantTensor, x: torch.Tensor) -> bool:
@@ -118,114 +130,32 @@ def linear_few_cuda(
     *,
     activations: QuantActivations | None = None,
     x: torch.Tensor | None = None,
+    block_rows: QuantActivations | None = None,
 ) -> None:
     """Write x [T, K] times each of `weights` [N, K] into the `outs` float32 [T, N], in one launch.
 
     T ≤ MAX_TILE_ROWS. Weights of Q4_K, Q5_K and Q6_K need the quantised `activations` (laid out as
     `quantize/cuda.py` has it, with a scale for each 256 inputs), other types the float32 `x`, which the
-    kernel quantises for blocks of 32. A weight's bytes are contiguous and aligned to 16 bytes for Q4_K and
-    Q5_K, 4 for F32, otherwise 2. Rows of x and outs may have any stride, but rows of x are aligned to 16
-    bytes for blocks of 32 and, like those of the weight, for floats with more than MAX_FEW_ROWS. ValueError
-    for other types (dequantise them first) and shapes that do not fit.
+    kernel quantises for blocks of 32; where `needs_block_rows`, they need `block_rows`, x so quantised. A
+    weight's bytes are contiguous and aligned to 16 bytes for Q4_K and Q5_K, 4 for F32, otherwise 2. Rows of x
+    and outs may have any stride, but rows of x are aligned to 16 bytes for blocks of 32 and, like those of
+    the weight, for floats with more than MAX_FEW_ROWS. ValueError for other types (dequantise them first)
+    and shapes that do not fit.
     """
     num_rows = outs[0].shape[0]
     _check(weights, outs, activations, x, num_rows)
     limits, groups = device_limits(), _groups(weights)
-    layout = _layout(limits, weights, num_rows, groups)
+    layout = layout_for(limits, _sizes(weights), num_rows)
+    has_blocks = any(weight.quant_type in BLOCK_TYPES for weight in weights)
+    if layout.walk is Walk.PARTS and has_blocks and block_rows is None:
+        raise ValueError("so many columns need rows quantised for blocks of 32")
     max_blocks = limits.num_processors * layout.plan.blocks_per_processor // layout.num_parts(num_rows)
     inputs = _inputs(activations, x, num_rows, groups, layout.part_rows)
-    _launch(_matrices(weights, layout, outs, max_blocks), inputs, layout)
+    _launch(_matrices(weights, layout, outs, max_blocks), inputs, block_rows, layout)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """How a launch is shared out.
-
-    part_rows: rows of activations that a block takes; stage_bytes: for integer types; value_stage_bytes: of
-    the warps' rings for others.
-    """
-
-    shapes: Sequence[MatrixShape]
-    part_rows: int
-    stage_bytes: int
-    value_stage_bytes: int
-    plan: RingPlan
-
-    @property
-    def slices(self) -> int:
-        """Slices of `part_rows`, of the numbers that there are kernels for."""
-        return slices_of(self.part_rows)
-
-    def num_parts(self, num_rows: int) -> int:
-        """Parts of `num_rows`, each with blocks of its own."""
-        return -(-num_rows // self.part_rows)
-
-
-def float_tiles(shape: MatrixShape, part_rows: int) -> int:
-    """Tiles, each with a block, of a matrix of floats for more than a slice of rows; 0 for what has none."""
-    if part_rows <= SLICE_ROWS or shape.type not in PASS_COLS:
-        return 0
-    tile_rows = FLOAT_TILE_ROWS[slices_of(part_rows)]
-    return -(-int(shape.num_rows) // tile_rows) * -(-part_rows // FLOAT_TILE_TOKENS)
-
-
-def slices_of(num_rows: int) -> int:
-    """The fewest slices that a kernel takes at once and that hold so many rows."""
-    return next(slices for slices in SLICES if num_rows <= slices * SLICE_ROWS)
-
-
-def _layout(limits: DeviceLimits, weights: Sequence[QuantTensor], num_rows: int, groups: int) -> _Layout:
-    """For all rows in one part, if they fit into shared memory together, otherwise for more parts."""
-    part_rows, is_single = num_rows, num_rows == 1
-    while part_rows > 0:
-        layout = _layout_of(limits, weights, part_rows, groups, is_single=is_single)
-        if layout is not None:
-            return layout
-        part_rows = part_rows // 2 if part_rows <= SLICE_ROWS else slices_of(part_rows) // 2 * SLICE_ROWS
-    raise ValueError(f"a row of {groups * GROUP_SIZE} activations does not fit a block's shared memory")
-
-
-def _layout_of(
-    limits: DeviceLimits, weights: Sequence[QuantTensor], part_rows: int, groups: int, *, is_single: bool
-) -> _Layout | None:
-    """is_single: of one row, which has a kernel of its own; a part of one row has that of the others."""
-    types = [weight.quant_type for weight in weights]
-    walks = [matrix_shape if is_single or kind in PASS_COLS else tile_shape for kind in types]
-    shapes = [walk(w.quant_type, w.shape[0], w.shape[1]) for walk, w in zip(walks, weights, strict=True)]
-    stage_bytes = max(
-        (s.stage_bytes for s, kind in zip(shapes, types, strict=True) if kind not in PASS_COLS), default=0
-    )
-    value_bytes = max(
-        (s.stage_bytes for s, kind in zip(shapes, types, strict=True) if kind in PASS_COLS), default=0
-    )
-    # One block if it has a warp for every unit: the next kernel then fits beside it and loads its first
-    # weights early.
-    units = sum(float_tiles(shape, part_rows) or shape.num_units for shape in shapes)
-    is_small = units <= limits.num_processors * (WARPS if is_single else 1)
-    slices = slices_of(part_rows)
-    most = BLOCKS_PER_PROCESSOR if is_single else TILE_BLOCKS_PER_PROCESSOR[slices]
-    max_blocks = 1 if is_small else most
-    row_bytes = groups * row_group_bytes(types, at_once=False)
-    if is_single:
-        stage_bytes = max(stage_bytes, value_bytes)
-        plan = plan_ring(limits, WARPS * stage_bytes, row_bytes + SLACK_BYTES, max_blocks)
-    else:
-        others = part_rows * (row_bytes + ROW_BYTES) + slices * PARTIAL_BYTES + SLACK_BYTES
-        if slices == 1:
-            plan = plan_ring(limits, max(stage_bytes, WARPS * value_bytes), others, max_blocks)
-        else:
-            plan = plan_ring(
-                limits, stage_bytes, others, max_blocks, least_bytes=float_tile_bytes(types, slices)
-            )
-    return None if plan is None else _Layout(shapes, part_rows, stage_bytes, value_bytes, plan)
-
-
-def float_tile_bytes(types: Sequence[QuantType], slices: int) -> int:
-    """Shared memory for a tile of floats in a launch with weights of `types`."""
-    x_bytes = FLOAT_TILE_TOKENS * (4 * FLOAT_STAGE_VALUES + FLOAT_ROW_BYTES)
-    rows, stages = FLOAT_TILE_ROWS[slices], FLOAT_STAGES[slices]
-    row_bytes = [kind.row_bytes(FLOAT_STAGE_VALUES) + FLOAT_ROW_BYTES for kind in types if kind in PASS_COLS]
-    return max((stages * (x_bytes + rows * each) for each in row_bytes), default=0)
+def _sizes(weights: Sequence[QuantTensor]) -> list[Weight]:
+    return [(weight.quant_type, weight.shape[0], weight.shape[1]) for weight in weights]
 
 
 def _inputs(
@@ -242,7 +172,7 @@ def _inputs(
 
 def _matrices(
     weights: Sequence[QuantTensor],
-    layout: _Layout,
+    layout: Layout,
     outs: Sequence[torch.Tensor],
     max_blocks: int,
 ) -> LinearMatrices:
@@ -273,18 +203,27 @@ def share_blocks(shapes: Sequence[MatrixShape], max_blocks: int) -> list[int]:
     ]
 
 
-def _launch(table: LinearMatrices, inputs: LinearInputs, layout: _Layout) -> None:
-    last, plan = table.at[table.count - 1], layout.plan
-    types = [shape.type for shape in layout.shapes]
-    name, sizes = instance_for(ONE, types), [layout.stage_bytes]
-    if inputs.num_rows > 1:
-        name = instance_for(FEW, types, layout.slices)
-        sizes = [layout.stage_bytes, layout.value_stage_bytes]
-    PROGRAM.kernel(name).launch(
+def _launch(
+    table: LinearMatrices, inputs: LinearInputs, block_rows: QuantActivations | None, layout: Layout
+) -> None:
+    last, types = table.at[table.count - 1], [shape.type for shape in layout.shapes]
+    arguments: list[Argument] = [table, inputs]
+    sets = sets_of(layout.slices)
+    if layout.walk is Walk.PARTS:
+        kernel = PARTS_PROGRAM.kernel(instance_for(PARTS, types, layout.slices // sets, sets))
+        rows = BlockRows()
+        if block_rows is not None:
+            rows = BlockRows(block_rows.q.data_ptr(), block_rows.scales.data_ptr())
+        arguments.append(rows)
+    elif layout.walk is Walk.TILES:
+        kernel = PROGRAM.kernel(instance_for(FEW, types, layout.slices // sets, sets))
+    else:
+        kernel = PROGRAM.kernel(instance_for(ONE if layout.walk is Walk.ONE else ROWS, types))
+    kernel.launch(
         (last.first_block + last.num_blocks, layout.num_parts(inputs.num_rows), 1),
-        WARPS * 32,
-        (table, inputs, *sizes, plan.stages),
-        shared_bytes=plan.shared_bytes,
+        layout.threads,
+        (*arguments, *layout.numbers),
+        shared_bytes=layout.plan.shared_bytes,
         overlap=True,
     )
 

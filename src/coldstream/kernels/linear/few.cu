@@ -1,110 +1,11 @@
 // y = x · Wᵀ for up to 64 rows of x and several matrices in one launch: every weight is read once, or once for
 // each part of the rows.
-#include "cuda/products_tiles.cuh"
-#include "linear/float_tiles.cuh"
+#include "cuda/products_rows.cuh"
+#include "linear/few.cuh"
 
 extern __shared__ float4 dynamic_shared[];
 
 namespace coldstream {
-
-constexpr int linear_warps = 8;
-constexpr int linear_threads = linear_warps * warp_size;
-constexpr int linear_max_matrices = 8;
-
-// One matrix, and its blocks of the grid.
-struct LinearMatrix {
-  const uint8_t* weight;
-  float* out;  // [T, out_stride]
-  int out_stride;
-  int first_block;
-  int num_blocks;
-  MatrixShape shape;
-
-  __device__ __forceinline__ void store(int t, int row, float y) const {
-    out[int64_t(t) * out_stride + row] = y;
-  }
-};
-
-struct LinearMatrices {
-  LinearMatrix at[linear_max_matrices];
-  int count;
-};
-
-// The rows of x, quantised for types with super-blocks and as they are, for all others; either may be missing.
-struct LinearInputs {
-  const int8_t* q;
-  const float* scales;
-  const int16_t* sums;
-  const float* values;
-  int stride;  // of values
-  int num_rows;
-  int groups;
-  int part_rows;  // that a block takes: those from blockIdx.y * part_rows on
-
-  __device__ __forceinline__ int first_row() const { return blockIdx.y * part_rows; }
-
-  // The block's part.
-  __device__ __forceinline__ LinearInputs part() const {
-    const int64_t first = first_row(), first_group = first * groups;
-    LinearInputs own = *this;
-    own.q += first_group * group_elements;
-    own.scales += first_group;
-    own.sums += first_group * (group_elements / sum_elements);
-    own.values += first * stride;
-    own.num_rows = min(part_rows, num_rows - int(first));
-    return own;
-  }
-};
-
-__device__ __forceinline__ int this_matrix(const LinearMatrices& matrices) {
-  int which = 0;
-  while (which + 1 < matrices.count && int(blockIdx.x) >= matrices.at[which + 1].first_block) which++;
-  return which;
-}
-
-// Units by warps of all blocks of the matrix, or by blocks.
-__device__ __forceinline__ Work share_units(const LinearMatrix& matrix, bool by_warps) {
-  Work work;
-  work.shape = matrix.shape;
-  work.data = matrix.weight;
-  work.num_units = (matrix.shape.num_rows + matrix.shape.unit_rows - 1) / matrix.shape.unit_rows;
-  work.first_unit = blockIdx.x - matrix.first_block;
-  work.unit_stride = matrix.num_blocks;
-  if (by_warps) {
-    work.first_unit += threadIdx.x / warp_size * matrix.num_blocks;
-    work.unit_stride *= linear_warps;
-  }
-  return work;
-}
-
-// One warp a unit: all types for one row, and float types for up to T, of which the first is row `first_row`.
-template <Types types, int T>
-__device__ __forceinline__ void multiply_by_warps(const LinearMatrix& matrix, const LinearInputs& x, int first_row,
-                                                  uint8_t* memory, int stage_bytes, int stages) {
-  const Work work = share_units(matrix, true);
-  const Ring ring = {memory + threadIdx.x / warp_size * stages * stage_bytes, stage_bytes, stages};
-  const Cursor ahead = fill_ring(work, ring);
-  wait_for_previous_grid();
-  uint8_t* behind = memory + linear_warps * stages * stage_bytes;
-  const int type = matrix.shape.type, cols = matrix.shape.num_cols;
-  const bool is_block = is_block_type<types>(type);
-  const SharedRow row_x = is_block ? shared_block_row(behind, x.groups) : shared_row(behind, x.groups);
-  const Inputs inputs = {row_x, x.values, x.stride, x.num_rows};
-  if (is_float<types>(type)) {
-    warm_values(x.values, x.stride, x.num_rows, cols);
-  } else if (is_block) {
-    quantize_into<block_elements>(inputs.quantized, x.values, cols);
-  } else {
-    copy_row(inputs.quantized, x.q, x.scales, x.sums);
-  }
-  __syncthreads();
-  multiply<types, T>(work, ring, ahead, inputs, [&](int row, const float(&y)[T]) {
-    if (row >= matrix.shape.num_rows) return;
-#pragma unroll
-    for (int t = 0; t < T; t++)
-      if (t < x.num_rows) matrix.store(first_row + t, row, y[t]);
-  });
-}
 
 template <Types types>
 __global__ void __launch_bounds__(linear_threads, 3)
@@ -115,51 +16,64 @@ __global__ void __launch_bounds__(linear_threads, 3)
   multiply_by_warps<types, 1>(matrices.at[this_matrix(matrices)], x, 0, memory, stage_bytes, stages);
 }
 
-// A tile of a matrix of floats, whose blocks take the tiles of the part's rows side by side.
-template <Types types, int slices>
-__device__ __forceinline__ void multiply_floats(const LinearMatrix& matrix, const LinearInputs& all, uint8_t* memory) {
+// Up to eight rows, of which a warp multiplies one after the other with the codes that it has unpacked.
+template <Types types>
+__global__ void __launch_bounds__(linear_threads, 2)
+    linear_rows(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs all,
+                int stage_bytes, int value_stage_bytes, int stages, int accumulators_at, int sums_at, int sums_bytes) {
+  uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
+  release_next_grid();
+  const LinearMatrix& matrix = matrices.at[this_matrix(matrices)];
   const MatrixShape& shape = matrix.shape;
+  if (is_float<types>(shape.type)) {
+    constexpr Types floats = types & float_types;
+    return multiply_by_warps<floats, 8>(matrix, all.part(), all.first_row(), memory, value_stage_bytes, stages);
+  }
+  const int warp = threadIdx.x / warp_size;
+  const Work work = share_units(matrix, true);
+  const Ring ring = {memory + warp * stages * stage_bytes, stage_bytes, stages};
+  const Cursor ahead = fill_ring(work, ring);
+  wait_for_previous_grid();
   const LinearInputs x = all.part();
-  constexpr int tile_rows = float_tile_rows(slices);
-  const int row_tiles = (shape.num_rows + tile_rows - 1) / tile_rows;
-  const int index = blockIdx.x - matrix.first_block;
-  const FloatTile tile = {matrix.weight,  x.values,       x.stride,
-                          shape.num_rows, x.num_rows,     shape.num_cols,
-                          index % row_tiles * tile_rows, index / row_tiles * float_tile_tokens};
-  const auto finish = [&](int row, int t, float y) {
-    if (row < shape.num_rows && t < x.num_rows) matrix.store(all.first_row() + t, row, y);
-  };
-  if (is_type<types, f32>(shape.type)) multiply_float_tile<float, slices>(tile, memory, finish);
-  if (is_type<types, f16>(shape.type)) multiply_float_tile<Half, slices>(tile, memory, finish);
-  if (is_type<types, bf16>(shape.type)) multiply_float_tile<Bfloat16, slices>(tile, memory, finish);
+  uint8_t* const behind = memory + linear_warps * stages * stage_bytes;
+  SharedRows rows = shared_rows(behind, all.part_rows, x.num_rows, x.groups);
+  if (is_block_type<types>(shape.type)) {
+    rows = shared_block_rows(behind, all.part_rows, x.num_rows, x.groups);
+    quantize_rows<block_elements>(rows, shape.num_cols, [&](int t) { return x.values + int64_t(t) * x.stride; });
+  } else {
+    copy_rows(rows, x.q, x.scales, x.sums, [](int t) { return t; });
+    wait_for_copies<0>();
+  }
+  __syncthreads();
+  RowSums kept = {reinterpret_cast<float*>(memory + accumulators_at) + warp * all.part_rows * warp_size,
+                  reinterpret_cast<float*>(memory + sums_at + warp * sums_bytes)};
+  multiply_rows<types>(work, ring, ahead, rows, kept, [&](int first_row) {
+    for_each_sum(shape, x.num_rows, first_row,
+                 [&](int t, int row, int i) { matrix.store(all.first_row() + t, row, kept.sums[i]); });
+  });
 }
 
 // Blocks on a processor at once, which limit the registers of a thread.
-constexpr int tile_blocks(int slices) { return slices <= 2 ? 3 : slices <= 4 ? 2 : 1; }
+constexpr int tile_blocks(int slices, int sets) { return sets > 1 ? 1 : slices <= 2 ? 3 : slices <= 4 ? 2 : 1; }
 
-// Two rows or more, up to `slices` times eight in a part. `value_stage_bytes` is for the rings of float matrices
-// with up to eight rows.
-template <Types types, int slices>
-__global__ void __launch_bounds__(linear_threads, tile_blocks(slices))
+// Two rows or more, up to `slices` times eight for each set of warps in a part. `value_stage_bytes` is for the rings
+// of float matrices with up to eight rows.
+template <Types types, int slices, int sets>
+__global__ void __launch_bounds__(sets* tile_threads, tile_blocks(slices, sets))
     linear_few(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs all,
                int stage_bytes, int value_stage_bytes, int stages) {
   uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
   release_next_grid();
   const LinearMatrix& matrix = matrices.at[this_matrix(matrices)];
-  if (is_float<types>(matrix.shape.type)) {
-    constexpr Types floats = types & float_types;
-    if constexpr (slices == 1)
-      return multiply_by_warps<floats, 8>(matrix, all.part(), all.first_row(), memory, value_stage_bytes, stages);
-    else
-      return multiply_floats<types, slices>(matrix, all, memory);
-  }
+  if (is_float<types>(matrix.shape.type))
+    return multiply_any_floats<types, slices * sets>(matrix, all, memory, value_stage_bytes, stages);
   const Work work = share_units(matrix, false);
   const Ring ring = {memory, stage_bytes, stages};
   const Cursor ahead = fill_tile_ring(work, ring);
   wait_for_previous_grid();
   const LinearInputs x = all.part();
   float* partial = reinterpret_cast<float*>(memory + stages * stage_bytes);
-  uint8_t* behind = reinterpret_cast<uint8_t*>(partial + slices * 4 * linear_threads);
+  uint8_t* behind = reinterpret_cast<uint8_t*>(partial + slices * sets * 4 * tile_threads);
   TileRows rows = tile_rows(behind, x.num_rows, x.groups);
   if (is_block_type<types>(matrix.shape.type)) {
     rows = tile_block_rows(behind, x.num_rows, x.groups);
@@ -167,7 +81,7 @@ __global__ void __launch_bounds__(linear_threads, tile_blocks(slices))
   } else {
     copy_tile_rows(rows, x.q, x.scales, x.sums);
   }
-  multiply_tiles_few<types, slices>(work, ring, ahead, rows, partial, [&](int row, int t, float y) {
+  multiply_tiles_few<types, slices, sets>(work, ring, ahead, rows, partial, [&](int row, int t, float y) {
     if (row < matrix.shape.num_rows && t < x.num_rows) matrix.store(all.first_row() + t, row, y);
   });
 }

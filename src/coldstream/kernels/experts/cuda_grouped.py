@@ -1,0 +1,251 @@
+"""The FFNs of experts for up to 32 tokens, an expert's pairs together, in CUDA C++: two launches.
+
+`experts_few_cuda` computes the same pair by pair.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.cuda.few_shapes import (
+    SLACK_BYTES,
+    WARP_SIZE,
+    MatrixShape,
+    instance_for,
+    plan_ring,
+    row_group_bytes,
+)
+from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
+from coldstream.kernels.cuda.program import Argument, CudaProgram
+from coldstream.kernels.experts.cuda import (
+    WARPS,
+    Down,
+    ExpertMatrices,
+    PairRows,
+    check_experts,
+    gate_up_of,
+    matrix_of,
+)
+from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
+
+MAX_GROUPED_ROWS = 32
+MAX_ITEM_ROWS = 8
+ITEM_ROWS = 4  # pairs of an expert that a block takes together
+FIRST_BITS = 12  # of an item's first pair
+GATE_UP, DOWN = "coldstream::grouped_gate_up", "coldstream::grouped_down"
+PROGRAM = CudaProgram(
+    Path(__file__).with_name("grouped.cu"),
+    tuple(instance_for(name, INTEGER_TYPES) for name in (GATE_UP, DOWN)),
+)
+
+
+class Chosen(ctypes.Structure):
+    """As in group_rows.cuh."""
+
+    _fields_ = (
+        ("ids", ctypes.c_void_p),
+        ("addresses", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_int32),
+        ("num_ranks", ctypes.c_int32),
+        ("num_experts", ctypes.c_int32),
+        ("by_pair", ctypes.c_int32),
+    )
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a token and a rank."""
+        return int(self.num_tokens) * int(self.num_ranks)
+
+
+class TokenRows(ctypes.Structure):
+    """As in grouped.cu."""
+
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("stride", ctypes.c_int32),
+        ("groups", ctypes.c_int32),
+    )
+
+
+class GroupedPlan(ctypes.Structure):
+    """As in group_rows.cuh."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32)
+        for name in (
+            *("item_rows", "has_shared", "stage_bytes", "stages", "rows_at", "accumulators_at"),
+            *("sums_at", "unit_rows", "members_at", "items_at"),
+        )
+    )
+
+
+@dataclass(frozen=True)
+class ChosenIds:
+    """Which experts a step's tokens chose: int32 ids [T, K], contiguous, each at most once in a row.
+
+    by_pair: tables have an address for each pair (token · K + rank) rather than for each of `num_experts`.
+    """
+
+    ids: torch.Tensor
+    num_experts: int
+    by_pair: bool = False
+
+
+def experts_grouped_cuda(
+    weights: ExpertMatrices,
+    chosen: ChosenIds,
+    hidden: PairRows,
+    outs: PairRows,
+    *,
+    activations: QuantActivations | None = None,
+    x: torch.Tensor | None = None,
+    item_rows: int = ITEM_ROWS,
+) -> None:
+    """As `experts_few_cuda`, for T ≤ MAX_GROUPED_ROWS and weights of integer types.
+
+    Pairs of an expert that have the same address read it together, up to `item_rows` of them.
+    """
+    check_experts(weights, chosen.ids, hidden, outs, activations, x)
+    tensors = (weights.gate, weights.up, weights.down, *(weights.shared or ()))
+    fits = len(chosen.ids) <= MAX_GROUPED_ROWS and chosen.ids.numel() < 1 << FIRST_BITS
+    if not fits or not INTEGER_TYPES.issuperset(each.quant_type for each in tensors):
+        raise ValueError(f"{len(chosen.ids)} tokens of such experts are not computed by groups")
+    launch_grouped_gate_up(weights, chosen, hidden, activations, x, item_rows)
+    launch_grouped_down(weights, chosen, hidden, outs, item_rows)
+
+
+def launch_grouped_gate_up(
+    weights: ExpertMatrices,
+    chosen: ChosenIds,
+    hidden: PairRows,
+    activations: QuantActivations | None,
+    x: torch.Tensor | None,
+    item_rows: int = ITEM_ROWS,
+) -> None:
+    """The first launch of `experts_grouped_cuda`, without its checks."""
+    gate_up = gate_up_of(weights)
+    rows = TokenRows(groups=-(-weights.gate.cols // GROUP_SIZE))
+    if activations is not None:
+        rows.q, rows.scales = activations.q.data_ptr(), activations.scales.data_ptr()
+        rows.sums = activations.sums.data_ptr()
+    if x is not None:
+        rows.values, rows.stride = x.data_ptr(), x.stride(0)
+    shapes = [shape for matrix in gate_up.matrix for shape in matrix.shape]
+    row_bytes = rows.groups * row_group_bytes((shape.type for shape in shapes), at_once=True)
+    launch = _Launch.of(GATE_UP, shapes, WARPS // 2, row_bytes, chosen, weights, item_rows)
+    launch.run([gate_up, hidden.as_c(), _chosen(chosen, weights.gate.addresses), rows])
+
+
+def launch_grouped_down(
+    weights: ExpertMatrices,
+    chosen: ChosenIds,
+    hidden: PairRows,
+    outs: PairRows,
+    item_rows: int = ITEM_ROWS,
+) -> None:
+    """The second launch, right behind the first: it reads the ids before that kernel has ended."""
+    down = Down(matrix_of(weights.down, weights.shared[2] if weights.shared else None))
+    shapes = list(down.down.shape)
+    groups = -(-max(shape.num_cols for shape in shapes) // GROUP_SIZE)
+    row_bytes = groups * row_group_bytes((shape.type for shape in shapes), at_once=False)
+    launch = _Launch.of(DOWN, shapes, WARPS, row_bytes, chosen, weights, item_rows)
+    launch.run([down, hidden.as_c(), outs.as_c(), _chosen(chosen, weights.down.addresses)])
+
+
+def _chosen(chosen: ChosenIds, addresses: torch.Tensor) -> Chosen:
+    tokens, ranks = chosen.ids.shape
+    pointers = chosen.ids.data_ptr(), addresses.data_ptr()
+    return Chosen(*pointers, tokens, ranks, chosen.num_experts, chosen.by_pair)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A kernel, its blocks and their shared memory."""
+
+    instance: str
+    num_blocks: int
+    shared_bytes: int
+    plan: GroupedPlan
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        shapes: Sequence[MatrixShape],
+        teams: int,
+        row_bytes: int,
+        chosen: ChosenIds,
+        weights: ExpertMatrices,
+        item_rows: int,
+    ) -> "_Launch":
+        """teams: of a block, which take units in turn; row_bytes: of a row of activations."""
+        limits, (tokens, ranks) = device_limits(), chosen.ids.shape
+        has_shared = weights.shared is not None
+        types = [shape.type for shape in shapes]
+        for rows in range(min(item_rows, tokens), 0, -1):
+            plan, shared_bytes, blocks = plan_groups(limits, shapes, row_bytes, chosen, rows)
+            if shared_bytes:
+                break
+        else:
+            raise ValueError(f"activations of {row_bytes} bytes a row do not fit a block's shared memory")
+        plan.has_shared = has_shared
+        num_shared = -(-tokens // plan.item_rows) if has_shared else 0
+        most_units = max(shape.num_units for shape in shapes) * (tokens * ranks + num_shared)
+        most_blocks = limits.num_processors * blocks
+        return cls(instance_for(name, types), min(most_blocks, -(-most_units // teams)), shared_bytes, plan)
+
+    def run(self, args: Sequence[Argument]) -> None:
+        """Queues it."""
+        PROGRAM.kernel(self.instance).launch(
+            (self.num_blocks, 1, 1),
+            WARPS * WARP_SIZE,
+            (*args, self.plan),
+            shared_bytes=self.shared_bytes,
+            overlap=True,
+        )
+
+
+def plan_groups(
+    limits: DeviceLimits, shapes: Sequence[MatrixShape], row_bytes: int, chosen: ChosenIds, item_rows: int
+) -> tuple[GroupedPlan, int, int]:
+    """The places in a block's memory, its bytes, 0 if they do not fit, and the blocks of a processor."""
+    num_pairs = chosen.ids.numel()
+    stage_bytes = max(shape.stage_bytes for shape in shapes)
+    has_passes = any(shape.num_passes > 1 for shape in shapes)
+    unit_rows = max(int(shape.unit_rows) for shape in shapes)
+    sizes = {
+        "rows_at": item_rows * row_bytes + SLACK_BYTES,
+        "accumulators_at": 4 * WARPS * item_rows * WARP_SIZE * has_passes,
+        "sums_at": 4 * WARPS * 2 * item_rows * unit_rows,
+        "members_at": 2 * num_pairs,
+        "items_at": 2 * num_pairs,
+    }
+    others = sum(map(_aligned, sizes.values()))
+    scratch = _aligned(4 * (chosen.num_experts + 3 * num_pairs))
+    most = blocks_per_processor([shape.type for shape in shapes])
+    ring = plan_ring(limits, WARPS * stage_bytes, others, most, least_bytes=scratch + others)
+    plan = GroupedPlan(item_rows=item_rows, stage_bytes=stage_bytes, unit_rows=unit_rows)
+    if ring is None:
+        return plan, 0, 0
+    plan.stages = ring.stages
+    at = max(ring.stages * WARPS * stage_bytes, scratch)
+    for name, size in sizes.items():
+        setattr(plan, name, at)
+        at += _aligned(size)
+    return plan, at, ring.blocks_per_processor
+
+
+def blocks_per_processor(types: Sequence[int]) -> int:
+    """The most blocks on a processor, as in grouped.cu."""
+    return 4 if {int(each) for each in BLOCK_TYPES}.isdisjoint(int(each) for each in types) else 3
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16
