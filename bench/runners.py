@@ -43,13 +43,16 @@ def open_cpu_runner(
     progress: Progress | None = None,
     cache_size: CacheSize | None = None,
     attention_window: int | None = None,
+    taps: tuple[int, ...] = (),
 ) -> CpuRunner:
     """The model at `path`, within `ram_bytes` if given. Raises as `CpuRunner.load`, and
     BudgetTooSmallError.
     """
     file, spec = open_model_file(path)
     try:
-        needs = CpuRunner.needs(file, spec, threads, tier, context_length, kv_type, cache_size=cache_size)
+        needs = CpuRunner.needs(
+            file, spec, threads, tier, context_length, kv_type, cache_size=cache_size, taps=taps
+        )
         placement = needs.place(ALL_BYTES if ram_bytes is None else ram_bytes, None, PlanOptions())
         return CpuRunner.load(
             file,
@@ -60,6 +63,7 @@ def open_cpu_runner(
             policy=policy,
             progress=progress,
             cache_size=cache_size,
+            taps=taps,
         )
     except BaseException:
         file.close()

@@ -1,0 +1,304 @@
+"""The drafter's arithmetic beside two implementations of others, and the traps of its format."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tools.llama_cpp_dflash import open_drafter
+
+from coldstream.errors import GenerationFault, OutOfMemoryError
+from coldstream.models.dflash import DflashModel, DflashSequence
+from coldstream.models.dflash_file import DflashFile
+from dflash_cases import (
+    ALL_SLIDING,
+    ANCHOR,
+    CASES,
+    CHUNKS,
+    MIXED,
+    NUM_ROWS,
+    VOCAB,
+    WIDTH,
+    as_in_gguf,
+    config,
+    features,
+    open_model,
+    random_tensors,
+    spec_of,
+    target_tables,
+    write_folder,
+    write_gguf_drafter,
+)
+
+RECORD = Path(__file__).parent / "dflash_published.npz"
+TOLERANCE = 1e-4
+SECOND = [name for name in CASES if name.startswith("second")]
+# llama.cpp has one flag of causality for all layers, and windows that end on the left only.
+FOR_LLAMA_CPP = [name for name in CASES if name not in ("mixed", "second, narrow")]
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, np.ndarray]:
+    """By the published implementation; see record_dflash.py."""
+    with np.load(RECORD) as arrays:
+        return dict(arrays)
+
+
+def hidden_after(sequence: DflashSequence, num_rows: int = NUM_ROWS) -> np.ndarray:
+    return np.asarray(sequence.hidden(ANCHOR, num_rows))
+
+
+def sequence_with(model: DflashModel, rows: np.ndarray) -> DflashSequence:
+    sequence = model.new_sequence()
+    sequence.append(rows)
+    return sequence
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hidden_states_are_those_of_the_published_implementation(
+    recorded: dict[str, np.ndarray], name: str
+) -> None:
+    model = open_model(CASES[name])
+    rows = features(model.spec, sum(CHUNKS))
+    sequence, expected = model.new_sequence(), recorded[f"{name}/hidden"]
+    for draft, count in enumerate(CHUNKS):
+        sequence.append(rows[sequence.length : sequence.length + count])
+        assert np.abs(hidden_after(sequence) - expected[draft]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_selected_tokens_and_probabilities_are_those_of_the_published_implementation(
+    recorded: dict[str, np.ndarray], name: str
+) -> None:
+    model = open_model(CASES[name])
+    sequence = sequence_with(model, features(model.spec, sum(CHUNKS)))
+    lattice = sequence.draft(ANCHOR, NUM_ROWS, 1)
+    assert lattice.is_conditional
+    before = 0
+    for depth, token in enumerate(recorded[f"{name}/greedy"]):
+        before = int(lattice.log_probs[depth, before].argmax())
+        assert lattice.token_ids[depth, before] == token
+    before = 0
+    for depth, token in enumerate(recorded[f"{name}/sampled"]):
+        found = dict(zip(lattice.token_ids[depth], np.exp(lattice.log_probs[depth, before]), strict=True))
+        candidates = recorded[f"{name}/candidates"][depth]
+        expected = dict(zip(candidates, recorded[f"{name}/probs"][depth], strict=True))
+        assert found == pytest.approx(expected, abs=TOLERANCE)
+        before = lattice.token_ids[depth].tolist().index(token)
+
+
+@pytest.mark.parametrize("name", FOR_LLAMA_CPP)
+def test_logits_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
+    """From the same file, but for the tables of the target, which llama.cpp wants in it."""
+    spec = spec_of(CASES[name])
+    tensors = random_tensors(spec)
+    embedding, head = target_tables()
+    tables = {"token_embd.weight": embedding, "output.weight": head}
+    own = write_gguf_drafter(tmp_path / "own.gguf", spec, tensors)
+    theirs = write_gguf_drafter(
+        tmp_path / "theirs.gguf", spec, tensors | tables, changes={"tokenizer.ggml.model": "no_vocab"}
+    )
+    with DflashFile.open(own) as file:
+        assert file.spec == as_in_gguf(spec)
+        model = DflashModel.load(file, lambda ids: embedding[list(ids)], lambda x: np.asarray(x) @ head.T)
+    rows = features(spec, sum(CHUNKS))
+    block = [ANCHOR] + [spec.mask_id] * (NUM_ROWS - 1)
+    sequence = model.new_sequence()
+    with open_drafter(theirs, is_causal=spec.layers[0].is_causal) as drafter:
+        for count in CHUNKS:
+            part = rows[sequence.length : sequence.length + count]
+            sequence.append(part)
+            drafter.append(part)
+            expected = drafter.draft(block)
+            assert np.abs(hidden_after(sequence) @ head.T - expected).max() < TOLERANCE
+
+
+def test_candidates_of_the_first_kind_are_the_likeliest_tokens_of_every_row() -> None:
+    model = open_model(config())
+    sequence = sequence_with(model, features(model.spec, 9))
+    logits = (hidden_after(sequence, 4) @ target_tables()[1].T).astype(np.float64)[1:]
+    log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    lattice = sequence.draft(ANCHOR, 4, 6)
+    order = np.argsort(-logits, axis=1)[:, :6]
+    assert not lattice.is_conditional
+    assert np.array_equal(lattice.token_ids, order)
+    assert np.allclose(lattice.log_probs, np.take_along_axis(log_probs, order, 1), atol=1e-5)
+    assert sequence.draft(ANCHOR, 4, VOCAB + 5).token_ids.shape == (3, VOCAB)
+
+
+def test_a_draft_is_the_same_whatever_the_chunks_its_rows_came_in() -> None:
+    model = open_model(config(**MIXED))
+    rows = features(model.spec, 1100)
+    expected = hidden_after(sequence_with(model, rows))
+    sequence = model.new_sequence()
+    for part in np.split(rows, [1, 3, 600, 1099]):
+        sequence.append(part)
+    assert np.allclose(hidden_after(sequence), expected, atol=1e-5)
+
+
+def test_a_shorter_block_is_not_the_beginning_of_a_longer_one() -> None:
+    model = open_model(config())
+    sequence = sequence_with(model, features(model.spec, 5))
+    assert not np.allclose(hidden_after(sequence, 8)[:4], hidden_after(sequence, 4), atol=1e-2)
+    causal = open_model(config(is_causal=True))
+    sequence = sequence_with(causal, features(causal.spec, 5))
+    assert np.allclose(hidden_after(sequence, 8)[:4], hidden_after(sequence, 4), atol=1e-5)
+
+
+def test_trap_31_rows_of_the_context_do_not_pass_the_norm_of_a_layer_but_that_of_its_keys() -> None:
+    values = config()
+    spec = spec_of(values)
+    plain, changed = random_tensors(spec), random_tensors(spec)
+    for index in range(spec.num_layers):
+        changed[f"blk.{index}.attn_norm.weight"] *= 3
+        plain[f"blk.{index}.attn_k_norm.weight"][:] = 2
+        changed[f"blk.{index}.attn_k_norm.weight"][:] = 2
+    kept = []
+    for tensors in (plain, changed):
+        sequence = sequence_with(open_model(values, tensors=tensors), features(spec, 4))
+        kept.append([rows.rows_from(0)[0].numpy() for rows in sequence._contexts])
+    for keys, others in zip(*kept, strict=True):
+        assert np.array_equal(keys, others)
+        assert np.allclose((keys**2).mean(axis=-1), 4, atol=1e-3)  # as rotations keep lengths
+
+
+def test_trap_32_the_row_of_the_anchor_predicts_nothing() -> None:
+    model = open_model(config())
+    sequence = sequence_with(model, features(model.spec, 5))
+    assert len(sequence.draft(ANCHOR, 8, 3).token_ids) == 7
+    with pytest.raises(AssertionError, match="an anchor and masks"):
+        sequence.draft(ANCHOR, 9, 3)
+
+
+@pytest.mark.parametrize(
+    ("values", "nearest_unseen"),
+    [
+        (config(**ALL_SLIDING), 9),
+        (config(**ALL_SLIDING, is_causal=False), 9),
+        (config(), None),
+        (config(**MIXED), None),
+    ],
+    ids=["causal", "bidirectional", "full", "mixed"],
+)
+def test_trap_33_only_rows_within_the_window_are_seen(
+    values: dict[str, Any], nearest_unseen: int | None
+) -> None:
+    """The anchor is one position behind the last row of the context."""
+    model = open_model(values)
+    rows = features(model.spec, 30)
+    expected = hidden_after(sequence_with(model, rows))
+    for distance in (1, 8, 9, 30):
+        changed = rows.copy()
+        changed[30 - distance] += 1
+        seen = nearest_unseen is None or distance < nearest_unseen
+        found = hidden_after(sequence_with(model, changed))
+        assert np.array_equal(found, expected) == (not seen), distance
+
+
+@pytest.mark.parametrize("is_causal", [None, True, False])
+def test_trap_33_layers_with_a_window_are_causal_unless_the_file_says_otherwise(
+    is_causal: bool | None,
+) -> None:
+    changes = {} if is_causal is None else {"is_causal": is_causal}
+    mixed, sliding = (spec_of(config(**layers, **changes)) for layers in (MIXED, ALL_SLIDING))
+    default = [True, True, False]
+    assert [layer.is_causal for layer in mixed.layers] == (default if is_causal is None else [is_causal] * 3)
+    assert all(layer.is_causal for layer in sliding.layers) == (is_causal is not False)
+
+
+@pytest.mark.parametrize("name", ["mixed", "second"])
+def test_trap_34_a_draft_leaves_nothing_behind(name: str) -> None:
+    model = open_model(CASES[name])
+    rows = features(model.spec, 20)
+    sequence = sequence_with(model, rows[:12])
+    first = hidden_after(sequence)
+    sequence.draft(7, 8, 3)
+    assert np.array_equal(hidden_after(sequence), first)
+    sequence.append(rows[12:])
+    assert np.array_equal(hidden_after(sequence), hidden_after(twice(model, rows, 12)))
+    sequence.cut(0)
+    assert not sequence.has_last
+    sequence.append(rows)
+    assert np.allclose(hidden_after(sequence), hidden_after(sequence_with(model, rows)), atol=1e-5)
+
+
+def twice(model: DflashModel, rows: np.ndarray, first: int) -> DflashSequence:
+    sequence = sequence_with(model, rows[:first])
+    sequence.append(rows[first:])
+    return sequence
+
+
+def test_memory_is_that_of_the_windows_where_layers_have_one() -> None:
+    model = open_model(config(**ALL_SLIDING | {"sliding_window": 100}))
+    sequence = model.new_sequence()
+    assert sequence.num_bytes == 0
+    rows = features(model.spec, 3000)
+    for start in range(0, 3000, 150):
+        sequence.append(rows[start : start + 150])
+    spec = model.spec
+    assert sequence.num_bytes == 2 * 4 * spec.kv_dim * 3 * 200
+    assert spec.context_rows(3000) == 300
+    assert spec_of(config(**MIXED)).context_rows(3000) == 9 + 9 + 3000
+    expected = hidden_after(sequence_with(model, rows))
+    assert np.allclose(hidden_after(sequence), expected, atol=1e-5)
+
+
+def test_rows_that_were_not_told_are_missing_and_the_others_keep_their_positions() -> None:
+    model = open_model(config(**ALL_SLIDING))
+    rows = features(model.spec, 40)
+    sequence = sequence_with(model, rows[:5])
+    sequence.cut(20)
+    assert not sequence.has_last
+    sequence.append(rows[20:])
+    assert sequence.has_last
+    # The rows that are missing are beyond every window.
+    assert np.allclose(hidden_after(sequence), hidden_after(sequence_with(model, rows)), atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_show_in_the_draft(bad: float) -> None:
+    for name in ("full", "second"):
+        model = open_model(CASES[name])
+        rows = features(model.spec, 6)
+        rows[4, 7] = bad
+        assert not sequence_with(model, rows).draft(ANCHOR, 4, 3).is_finite
+
+
+def test_errors_of_pytorch_are_ours_and_leave_the_sequence_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = open_model(config())
+    sequence = sequence_with(model, features(model.spec, 3))
+    expected = hidden_after(sequence)
+    with pytest.raises(GenerationFault, match="the context of a drafter failed"):
+        sequence.append(np.zeros((2, 5), np.float32))
+
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        raise torch.OutOfMemoryError("none")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "keys_values", fail)
+        with pytest.raises(OutOfMemoryError, match="no memory for the context of a drafter"):
+            sequence.append(features(model.spec, 2))
+        with pytest.raises(OutOfMemoryError, match="no memory for a draft"):
+            sequence.draft(ANCHOR, 4, 3)
+    assert sequence.length == 3
+    assert np.array_equal(hidden_after(sequence), expected)
+
+
+@pytest.mark.parametrize("name", ["mixed, bidirectional", "second"])
+def test_bfloat16_is_near_float32(tmp_path: Path, name: str) -> None:
+    spec = spec_of(CASES[name])
+    embedding, head = target_tables()
+    folder = write_folder(tmp_path / "drafter", CASES[name], random_tensors(spec))
+    found = []
+    for dtype in (None, torch.bfloat16):
+        with DflashFile.open(folder) as file:
+            model = DflashModel.load(
+                file, lambda ids: embedding[list(ids)], lambda x: np.asarray(x) @ head.T, dtype=dtype
+            )
+        found.append(sequence_with(model, features(spec, 20)).hidden(ANCHOR, 6).float().numpy())
+        assert model.num_bytes < 4 * sum(value.size for value in random_tensors(spec).values()) + 1
+    assert model.dtype == torch.bfloat16
+    similarity = (found[0] * found[1]).sum() / np.sqrt((found[0] ** 2).sum() * (found[1] ** 2).sum())
+    assert similarity > 0.999
+    assert found[0].shape[1] == WIDTH
