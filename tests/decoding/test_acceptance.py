@@ -157,7 +157,7 @@ def test_evidence_fades_with_steps_that_drafted_nothing() -> None:
         model.record("d", tree, [])
     expected = [model.expected("d", tree)[0]]
     for _ in range(4):
-        for _ in range(400):
+        for _ in range(16 * 400):
             model.record("d", NO_DRAFT, [])
         expected += model.expected("d", tree)
     assert expected[0] < 0.02

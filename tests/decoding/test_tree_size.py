@@ -103,7 +103,8 @@ def test_some_slow_steps_or_drafts_do_not_end_speculation(num_slow: int, is_draf
             size = policy.choose(_chain(0.9, 3), 5.0 if is_draft and step in slow else 0.001)
         num_nodes = size.num_nodes if size else 0
         chosen.append(num_nodes)
-        policy.record(5.0 if not is_draft and step in slow else 0.01 + 0.001 * num_nodes, size)
+        step_s = 5.0 if not is_draft and step in slow else 0.01 + 0.001 * num_nodes
+        policy.record(step_s, size, size.tokens if size and num_nodes else 1.0)
     assert sum(each < 3 for each in chosen[20:]) <= 2, "but for probes"
 
 
@@ -111,9 +112,11 @@ class _Run:
     """Steps of a simulated model and drafter, with what the policy made of them."""
 
     def __init__(self, seed: int = 0, noise: float = 0.0) -> None:
-        self.policy = SizePolicy(StepTimes())
+        self.times = StepTimes()
+        self.policy = SizePolicy(self.times)
         self.sizes: list[TreeSize | None] = []
         self.taken_s: list[float] = []
+        self.worth_s: list[float] = []  # of the tokens that each step gave
         self._draws, self._noise = random.Random(seed), noise
 
     def go(self, num_steps: int, seconds: Seconds, nodes: Sequence[float], draft_s: float) -> None:
@@ -122,9 +125,12 @@ class _Run:
             if self.policy.should_draft():
                 size = self.policy.choose(nodes, self._noisy(draft_s))
             step_s = self._noisy(seconds(1 + (size.num_nodes if size else 0)))
-            self.policy.record(step_s, size)
+            tokens = size.tokens if size and size.num_nodes else 1.0
+            self.policy.record(step_s, size, tokens)
             self.sizes.append(size)
             self.taken_s.append(step_s + (size.draft_s if size else 0.0))
+            plain_s = self.times.seconds(1) or 0.0
+            self.worth_s.append(tokens * plain_s / 1.1 if size and size.num_nodes else step_s)
 
     def _noisy(self, value: float) -> float:
         return value * (1.0 + self._noise * self._draws.random())
@@ -150,13 +156,14 @@ def test_what_does_not_pay_takes_a_bounded_share_of_the_time(
     spent = {"probe": 0.0, "exploration": 0.0}
     last_probe = -1000
     passed_s = 0.0
-    for step, (size, taken_s) in enumerate(zip(run.sizes, run.taken_s, strict=True)):
+    for step, (size, taken_s, worth_s) in enumerate(zip(run.sizes, run.taken_s, run.worth_s, strict=True)):
         if size is not None and size.best_rate is not None:
             is_probe = size.reason is SizeReason.PROBE
             kind = "probe" if is_probe else "exploration"
-            if is_probe or (size.is_exploration and size.num_nodes == 0):
+            if is_probe or size.is_exploration:
                 assert spent[kind] <= 0.005 * passed_s + 1e-9
-                spent[kind] += max(0.0, taken_s - size.tokens / size.best_rate)
+                worth_s = size.tokens / size.best_rate if is_probe else worth_s
+                spent[kind] += max(0.0, taken_s - worth_s)
             if is_probe:
                 assert step - last_probe >= 16
                 last_probe = step

@@ -221,6 +221,50 @@ def test_the_products_own_drafters_leave_the_answers(
         assert longer.statistics.reused_tokens == len(chat.prompt_token_ids) + len(chat.token_ids) - 1
 
 
+class Sleepy(FixedSizes):
+    """Chains of 3 nodes, but for a while of every while."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        object.__setattr__(self, "asked", [])
+
+    @property
+    def is_idle(self) -> bool:  # type: ignore[override]
+        return len(self.asked) % 20 >= 10
+
+    def budget(self, most: int) -> int:
+        self.asked.append(most)
+        return 0 if self.is_idle else super().budget(most)
+
+
+class Told(Scripted):
+    """Is told of gaps too."""
+
+    gaps: int = 0
+
+    def cut(self, length: int) -> None:
+        self.gaps += length > len(self.token_ids)
+        self.token_ids = [*self.token_ids, *[-1] * length][:length]
+
+    def propose(self, context: Sequence[int], budget: int) -> TokenTree:
+        if len(self.token_ids) + 1 != len(context):
+            return TokenTree()
+        assert all(mine in (-1, token) for mine, token in zip(self.token_ids, context, strict=False))
+        return self.right(list(context), budget)
+
+
+def test_a_drafter_is_told_of_no_token_while_nothing_is_drafted_for_long(demo: Pair) -> None:
+    params = replace(PARAMS["greedy"], max_tokens=120, ignore_eos=True)
+    (plain,) = demo.plain.generate(PROMPTS[0], params)
+    drafter = Told("right", {plain.prompt_token_ids: plain.token_ids}, demo.vocab_size)
+    llm = demo.speculating(drafter, Sleepy())
+    for prompt in (PROMPTS[0], [*plain.prompt_token_ids, *plain.token_ids]):
+        (expected,), (drafted,) = demo.plain.generate(prompt, params), llm.generate(prompt, params)
+        _check_same(expected, drafted)
+    assert drafter.gaps >= 2
+    assert -1 in drafter.token_ids
+
+
 def test_lists_and_several_answers_have_no_drafts_and_the_same_text(demo: Pair) -> None:
     llm = demo.speculating(demo.scripted("right", PROMPTS, PARAMS["greedy"]), FixedSizes(4))
     params = replace(PARAMS["seeded"], n=2)

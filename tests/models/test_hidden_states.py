@@ -103,7 +103,7 @@ def test_each_chunk_of_a_prompt_is_told_before_its_progress(runner: OneSequence)
 
     def on_chunk(chunk: Sequence[int], hidden: np.ndarray) -> None:
         calls.append(list(chunk))
-        told.append(hidden)
+        told.append(hidden.copy())
 
     runner.runner.extend(runner.sequence, ids, lambda done, total: calls.append(done), on_chunk)
     assert calls == [ids[:size], size, ids[size:], CONTEXT]

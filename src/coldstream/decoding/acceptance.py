@@ -10,8 +10,8 @@ The estimate for a node of conditional probability p, from hits h of trials t at
     (h + 8 r) / (t + 8)    with    r = (H + 8 p) / (T + 8),
 
 so that a new drafter is believed, and depths that are rarely reached follow the others. Evidence loses 1 /
-`memory` of its weight with every step, drafted or not: an estimate that stopped all drafting returns to the
-drafter's own in a few hundred steps, and is put to the test again.
+`memory` of its weight with every step with a draft, and a sixteenth of that with every other: an estimate
+that stopped all drafting returns to the drafter's own in some thousand steps, and is put to the test again.
 
 All is a pure function of the calls so far. Memory is bounded: 14 ranges of probability at 17 depths a
 drafter.
@@ -29,19 +29,20 @@ _EDGES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 
 _DEEPEST: Final = 16  # deeper nodes count as this deep
 _ALL_DEPTHS: Final = 0
 _PRIOR_TRIALS: Final = 8.0
+_PLAIN_STEP: Final = 1 / 16  # as a part of one with a draft
 
 
 class AcceptanceModel:
     """The shares of accepted nodes of any number of drafters, by their names.
 
-    memory: in steps.
+    memory: in steps with drafts.
     """
 
     def __init__(self, memory: float = 256.0) -> None:
         assert memory > 1, "a step keeps some of the evidence before it"
         self._kept = 1.0 - 1.0 / memory
         self._shares: dict[tuple[str, int, int], _Share] = {}
-        self._num_steps: dict[str, int] = {}
+        self._num_steps: dict[str, float] = {}
 
     def expected(self, drafter: str, tree: TokenTree) -> tuple[float, ...]:
         """By node: the probability that it is accepted, and with it the path to it.
@@ -64,7 +65,8 @@ class AcceptanceModel:
 
         Not for a step in which generation ended on an accepted node, whose children have not been tried.
         """
-        now = self._num_steps[drafter] = self._num_steps.get(drafter, 0) + 1
+        now = self._num_steps.get(drafter, 0.0) + (1.0 if tree else _PLAIN_STEP)
+        self._num_steps[drafter] = now
         parents = [-1, *accepted]
         assert all(tree.parents[node] == parent for node, parent in zip(accepted, parents, strict=False)), (
             "accepted nodes are a path from the root"
@@ -81,7 +83,7 @@ class AcceptanceModel:
 
     def _given_parent(self, drafter: str, depth: int, probability: float) -> float:
         """The estimate of the module's docstring."""
-        now, score = self._num_steps.get(drafter, 0), _score(probability)
+        now, score = self._num_steps.get(drafter, 0.0), _score(probability)
         for cell in (_ALL_DEPTHS, min(depth, _DEEPEST)):
             share = self._shares.get((drafter, cell, score), _NO_SHARE).at(now, self._kept)
             probability = (share.hits + _PRIOR_TRIALS * probability) / (share.trials + _PRIOR_TRIALS)
@@ -94,15 +96,15 @@ class _Share:
 
     hits: float
     trials: float
-    step: int
+    step: float
 
-    def at(self, step: int, kept: float) -> "_Share":
+    def at(self, step: float, kept: float) -> "_Share":
         """What is left of it at a later step."""
         weight = kept ** (step - self.step)
         return _Share(self.hits * weight, self.trials * weight, step)
 
 
-_NO_SHARE: Final = _Share(0.0, 0.0, 0)
+_NO_SHARE: Final = _Share(0.0, 0.0, 0.0)
 
 
 def _conditional(tree: TokenTree, node: int) -> float:

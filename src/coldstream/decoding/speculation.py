@@ -17,6 +17,8 @@ MAX_TREE_NODES: Final = MAX_TREE_ROWS - 1  # beside the root
 _FIRST_BUDGET: Final = 8
 _MORE_NODES: Final = 2  # than were useful lately, since a draft costs more the more nodes are asked for
 _USEFUL_KEPT: Final = 0.95
+_AWAKE_STEPS: Final = 512  # of _WAKE_DISTANCE steps in which drafts do not pay
+_WAKE_DISTANCE: Final = 4096
 
 
 class TreeSizes(Protocol):
@@ -24,6 +26,10 @@ class TreeSizes(Protocol):
 
     def budget(self, most: int) -> int:
         """Nodes that the drafter is asked for, at most `most`; 0: the next step is a plain one."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing will be drafted for long, so that the drafter need not be told of tokens."""
 
     def size(self, tree: TokenTree, draft_s: float) -> int:
         """How many of the first nodes of `tree` are verified; drafting it took `draft_s` seconds."""
@@ -37,6 +43,7 @@ class FixedSizes:
     """Trees of `num_nodes` nodes, whatever they cost."""
 
     num_nodes: int
+    is_idle = False
 
     def budget(self, most: int) -> int:
         return min(self.num_nodes, most)
@@ -51,6 +58,9 @@ class FixedSizes:
 class SizesByCost:
     """Trees of as many nodes as give the most expected tokens a second, by what was accepted and what steps
     took so far; see `tree_size.py` and `acceptance.py`.
+
+    Being told of tokens costs a drafter time too. Once drafts have not paid for 512 steps, it is told of 512
+    in 4,096 steps only, and asked among these.
     """
 
     def __init__(self, drafter_name: str) -> None:
@@ -59,10 +69,15 @@ class SizesByCost:
         self._policy = SizePolicy(StepTimes())
         self._chosen: TreeSize | None = None
         self._useful = float(_FIRST_BUDGET)  # nodes, a maximum that decays
+        self._num_lost = 0  # steps since drafts paid
+
+    @property
+    def is_idle(self) -> bool:
+        return self._num_lost % _WAKE_DISTANCE >= _AWAKE_STEPS
 
     def budget(self, most: int) -> int:
         self._chosen = None
-        if most < 1 or not self._policy.should_draft():
+        if most < 1 or self.is_idle or not self._policy.should_draft():
             return 0
         return min(most, round(self._useful) + _MORE_NODES)
 
@@ -72,7 +87,8 @@ class SizesByCost:
         return self._chosen.num_nodes
 
     def record(self, tree: TokenTree, nodes: Sequence[int], seconds: float, *, is_cut: bool) -> None:
-        self._policy.record(seconds, self._chosen)
+        self._policy.record(seconds, self._chosen, 1.0 + len(nodes))
+        self._num_lost = 0 if self._policy.pays else self._num_lost + 1
         if not is_cut:
             self._acceptance.record(self._name, tree, nodes)
 
@@ -120,6 +136,11 @@ class Speculation:
         self._counts: Counter[int] = Counter()
         self._accepted: Counter[int] = Counter()
         self._total_draft_s = self._total_verify_s = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing will be drafted for long, so that the drafter need not be told of tokens."""
+        return self._sizes.is_idle
 
     def draft(self, context: Sequence[int], most: int) -> TokenTree:
         """A tree of at most `most` nodes after `context`, perhaps an empty one."""

@@ -7,9 +7,11 @@ that is expected to be slower than a plain step without a draft.
 
 Estimates of what is not done grow stale, so a small share of the time goes into doing it anyway. Half the
 share pays for *probes*, steps with another size than the best; half for *explorations*, drafts made although
-drafts have not paid lately. Each waits until its expected overhead has been earned, and pays the real one.
-The overhead of a step is what it takes beyond the time in which the best size is expected to yield as many
-tokens.
+drafts have not paid lately. Each waits until its expected overhead has been earned, and pays the real one: of
+a probe what it takes beyond the time in which the best size is expected to yield as many tokens, of an
+exploration what it takes beyond as many plain steps as it gave tokens.
+
+Whether drafts pay is not a matter of estimates, which may be wrong together, but of what they gave and took.
 
 Everything is a pure function of the calls so far: times are passed in.
 """
@@ -21,7 +23,13 @@ from itertools import accumulate
 
 from coldstream.decoding.step_times import MAX_ROWS, RecentMedian, StepTimes, row_range
 
-_GAIN_WEIGHT = 1 / 8  # of the newest draft in the mean gain of drafts
+_GAIN_WEIGHT = 1 / 16  # of the newest draft in the mean gain of drafts
+# In plain steps: the mean gain that is believed at first, the least that is remembered, and the least that
+# counts of one draft, as something else may have slowed its step.
+_FIRST_GAIN, _LEAST_MEAN_GAIN, _LEAST_GAIN = 0.25, -0.5, -1.0
+# How much faster than plain ones steps with drafts have to be. Steps of many rows leave a CPU's caches to
+# other weights: plain steps of the demo model between them take a sixth longer than without any drafts.
+_MARGIN = 1.1
 _STALE = 128  # steps after which a time should be measured again
 _PROBE_DISTANCE = 16  # steps from one probe to the next, at least
 _MOST_SAVED = 4096  # steps whose shares are saved for probes: at a half percent, the time of 20 steps
@@ -85,15 +93,15 @@ class SizePolicy:
         self._times = times
         self._draft_times = RecentMedian()
         self._num_drafts = 0
-        self._gain_s = 0.0  # the mean expected gain of a draft over a plain step
+        self._gain = _FIRST_GAIN  # the mean gain of drafts, in plain steps
         self._for_drafts = _Purse(probe_share / 2)
         self._for_probes = _Purse(probe_share / 2)
         self._num_since_probe = 0
 
     @property
     def pays(self) -> bool:
-        """Whether drafts have paid lately."""
-        return self._gain_s >= 0
+        """Whether drafts have paid lately, by the tokens that they gave and the time that they took."""
+        return self._gain >= 0
 
     def should_draft(self) -> bool:
         """Whether the next step should have a draft."""
@@ -116,30 +124,39 @@ class SizePolicy:
         tokens = list(accumulate(probabilities, initial=1.0))
         rates = expected_rates(probabilities, self._known_s, self._usual_draft_s, extra_s)
         best = rates.index(max(rates))  # the smallest of equal ones
-        self._note_gain(
-            tokens[best] / rates[0] - tokens[best] / rates[best] if best else -self._usual_draft_s
-        )
         probe = self._probe(rates, best, tokens)
         n, reason = best, SizeReason.FASTEST if best else SizeReason.PLAIN
         if probe is not None:
             n, reason = probe, SizeReason.PROBE
         return TreeSize(n, reason, rates[n], rates[best], tokens[n], draft_s, is_exploration)
 
-    def record(self, step_s: float, size: TreeSize | None = None) -> None:
-        """A step took `step_s` besides its draft; size: what was chosen for it, None without a draft."""
+    def record(self, step_s: float, size: TreeSize | None = None, tokens: float = 1.0) -> None:
+        """A step gave `tokens` and took `step_s` besides its draft.
+
+        size: what was chosen for it, None without a draft.
+        """
         num_nodes, draft_s = (size.num_nodes, size.draft_s) if size else (0, 0.0)
         self._times.record(1 + num_nodes, step_s)
         self._num_since_probe += 1
         taken_s = draft_s + step_s
         if size is not None and size.best_rate is not None:
-            overhead_s = max(0.0, taken_s - size.tokens / size.best_rate)
             if size.reason is SizeReason.PROBE:
-                self._for_probes.spend(overhead_s)
+                self._for_probes.spend(max(0.0, taken_s - size.tokens / size.best_rate))
                 self._num_since_probe = 0
-            elif size.is_exploration and num_nodes == 0:
-                self._for_drafts.spend(overhead_s)
+            else:
+                gain_s = self._gain_of(num_nodes, tokens, taken_s, draft_s)
+                if size.is_exploration:
+                    self._for_drafts.spend(max(0.0, -gain_s))
         self._for_drafts.earn(taken_s)
         self._for_probes.earn(taken_s)
+
+    def _gain_of(self, num_nodes: int, tokens: float, taken_s: float, draft_s: float) -> float:
+        """Takes a draft's gain over plain steps, in seconds, into the mean."""
+        plain_s = self._known_s(1)
+        gain_s = tokens * plain_s / _MARGIN - taken_s if num_nodes else -draft_s
+        newest = max(_LEAST_GAIN, gain_s / plain_s)
+        self._gain = max(_LEAST_MEAN_GAIN, self._gain + _GAIN_WEIGHT * (newest - self._gain))
+        return gain_s
 
     @property
     def _usual_draft_s(self) -> float:
@@ -149,11 +166,6 @@ class SizePolicy:
         seconds = self._times.seconds(num_rows)
         assert seconds is not None, "sizes are compared once a step was measured"
         return seconds
-
-    def _note_gain(self, gain_s: float) -> None:
-        """Take a draft's gain into the mean. One that pays after a time without starts it anew."""
-        before_s = max(0.0, self._gain_s) if gain_s > 0 else self._gain_s
-        self._gain_s = before_s + _GAIN_WEIGHT * (gain_s - before_s)
 
     def _probe(self, rates: Sequence[float], best: int, tokens: Sequence[float]) -> int | None:
         """The size to probe in this step: that whose time is the stalest for the overhead of a probe."""

@@ -29,6 +29,7 @@ class LiveSequence:
         self._runner = runner
         self.speculation = speculation
         self._drafter = speculation.drafter if speculation else None
+        self._is_behind = False  # whether the drafter was not told of the last tokens
         self._sequence = runner.new_sequence()
         self._token_ids: list[int] | None = None  # None: unknown
         self._unsettled: list[int] = []  # those before the token of `append_chosen` or the tree of `verify`
@@ -100,10 +101,18 @@ class LiveSequence:
         """Append tokens, of a prompt those that `start` did not find; logits [vocab] after the last."""
         live = self._taken()
         drafter, states = self._drafter, self._told_states()
-        on_chunk = drafter.extend if drafter is not None and states is not None else None
-        logits: AnyLogits = self._runner.extend(self._sequence, token_ids, progress, on_chunk, states)
-        if drafter is not None and on_chunk is None:
+        if drafter is None:
+            logits: AnyLogits = self._runner.extend(self._sequence, token_ids, progress)
+        elif states is None:
+            logits = self._runner.extend(self._sequence, token_ids, progress)
             drafter.extend(token_ids, None)
+        elif self.speculation is not None and self.speculation.is_idle:
+            logits = self._runner.extend(self._sequence, token_ids, progress)
+            self._is_behind = True
+        else:
+            if self._is_behind:
+                self._cut_draft(len(live))
+            logits = self._runner.extend(self._sequence, token_ids, progress, drafter.extend, states)
         live += token_ids
         self._token_ids = live
         return logits
@@ -172,6 +181,7 @@ class LiveSequence:
     def _cut_draft(self, length: int) -> None:
         if self._drafter is not None:
             self._drafter.cut(length)
+            self._is_behind = False
 
     def _taken(self) -> list[int]:
         """The live tokens, which are unknown until what follows has succeeded."""

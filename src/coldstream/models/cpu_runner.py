@@ -246,13 +246,11 @@ class CpuRunner(ModelRunner):
         self._check_file()
         return logits
 
-    def _hidden_of(self, rows: Array) -> Array:
-        """A copy."""
+    def _hidden_of(self, rows: Array | slice) -> Array:
         hidden: Array = self._trunk.outputs[rows]
         return hidden
 
-    def _features_of(self, rows: Array) -> Array:
-        """A copy."""
+    def _features_of(self, rows: Array | slice) -> Array:
         return np.concatenate([self._tapped[tap][rows] for tap in self.taps], axis=1)
 
     def embed(self, token_ids: TokenIds[int]) -> Array:

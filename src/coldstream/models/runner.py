@@ -87,11 +87,11 @@ class ModelRunner(ABC):
         Calls `_check_file` before it returns them.
         """
 
-    def _hidden_of(self, rows: Array) -> Any:
+    def _hidden_of(self, rows: Array | slice) -> Any:
         """What `hidden` returns for rows that the last step has; for runners that give hidden states."""
         raise NotImplementedError
 
-    def _features_of(self, rows: Array) -> Any:
+    def _features_of(self, rows: Array | slice) -> Any:
         """What `features` returns for rows that the last step has; for runners with taps."""
         raise NotImplementedError
 
@@ -238,8 +238,10 @@ class ModelRunner(ABC):
             )
         return self._features_of(self._computed(rows))
 
-    def _computed(self, rows: Collection[int]) -> Array:
-        """The rows as int64 [n], if the last step had them."""
+    def _computed(self, rows: Collection[int]) -> Array | slice:
+        """The rows as int64 [n] or, of adjacent ones, a slice, if the last step had them."""
+        if isinstance(rows, range) and rows.step == 1 and 0 <= rows.start <= rows.stop <= self._num_rows:
+            return slice(rows.start, rows.stop)  # as after every token, whose time counts
         indices = np.asarray(rows if isinstance(rows, np.ndarray) else list(rows), np.int64)
         if len(indices) and not 0 <= indices.min() <= indices.max() < self._num_rows:
             raise InvalidRequestError(
@@ -266,7 +268,7 @@ class ModelRunner(ABC):
         """
         states = states or self.hidden
         if on_chunk is not None:
-            states(())  # raises before anything has changed if there are none
+            states(range(0))  # raises before anything has changed if there are none
         chunks = self._chunks(sequence, token_ids)
         self._check_file()
         done = 0

@@ -1,0 +1,101 @@
+"""Drafts of one sequence: their sizes, when the drafter rests, and the statistics of a request."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from coldstream.decoding import NO_DRAFT, FixedSizes, SizesByCost, Speculation, TokenTree
+
+PLAIN_S, DRAFT_S = 0.01, 0.0
+
+
+class Chains:
+    """Proposes chains of as many nodes as are asked for."""
+
+    name = "chains"
+    wants_hidden = False
+    taps: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def cut(self, length: int) -> None: ...
+
+    def extend(self, token_ids: Sequence[int], hidden: Any) -> None: ...
+
+    def propose(self, context: Sequence[int], budget: int) -> TokenTree:
+        self.asked.append(budget)
+        return TokenTree((7,) * budget, tuple(range(-1, budget - 1)), tuple(-0.1 * i for i in range(budget)))
+
+
+def _go(speculation: Speculation, num_steps: int, accepted: int, row_s: float) -> list[int]:
+    """Sizes of so many steps, of which each accepts at most `accepted` nodes."""
+    sizes = []
+    for _ in range(num_steps):
+        tree = speculation.draft([1, 2, 3], 100)
+        sizes.append(len(tree))
+        path = range(min(accepted, len(tree)))
+        speculation.verified(path, PLAIN_S + row_s * len(tree), is_cut=False)
+    return sizes
+
+
+@pytest.mark.parametrize("num_nodes", [0, 1, 5, 63])
+def test_fixed_sizes_have_so_many_nodes_as_far_as_there_is_room(num_nodes: int) -> None:
+    speculation = Speculation(Chains(), FixedSizes(num_nodes))
+    assert len(speculation.draft([1], 100)) == num_nodes
+    assert len(speculation.draft([1], 3)) == min(num_nodes, 3)
+    assert speculation.draft([1], 0) == NO_DRAFT
+
+
+def test_no_tree_has_more_rows_than_one_may_have() -> None:
+    assert len(Speculation(Chains(), FixedSizes(500)).draft([1], 1000)) == 63
+
+
+def test_drafts_that_pay_are_long_and_those_that_do_not_are_rare() -> None:
+    paying, losing = (Speculation(Chains(), SizesByCost("chains")) for _ in range(2))
+    sizes = _go(paying, 600, accepted=9, row_s=0.0005)[-100:]
+    assert sum(size >= 6 for size in sizes) > 90
+    sizes = _go(losing, 600, accepted=0, row_s=0.005)
+    assert sizes[-500:].count(0) > 480
+    assert not paying.is_idle
+
+
+def test_a_drafter_that_does_not_pay_rests_and_wakes() -> None:
+    drafter = Chains()
+    speculation = Speculation(drafter, SizesByCost("chains"))
+    _go(speculation, 100, accepted=0, row_s=0.005)
+    idle, asked = [], []
+    for _ in range(9000):
+        drafter.asked.clear()
+        _go(speculation, 1, accepted=0, row_s=0.005)
+        idle.append(speculation.is_idle)
+        asked.append(bool(drafter.asked))
+    assert 0.8 < sum(idle) / len(idle) < 0.9
+    for was_idle, was_asked in zip(idle, asked[1:], strict=False):
+        assert not (was_idle and was_asked)
+    assert any(asked[4000:])
+    while speculation.is_idle:
+        _go(speculation, 1, accepted=0, row_s=0.005)
+    assert max(_go(speculation, 500, accepted=9, row_s=0.0005)) >= 6
+    assert not speculation.is_idle
+
+
+def test_statistics_are_those_of_a_request() -> None:
+    speculation = Speculation(Chains(), FixedSizes(4))
+    _go(speculation, 3, accepted=1, row_s=0.001)
+    speculation.start()
+    _go(speculation, 2, accepted=3, row_s=0.001)
+    speculation.draft([1], 0)
+    speculation.verified((), PLAIN_S, is_cut=False)
+    found = speculation.statistics()
+    assert (found.drafter, found.steps, found.drafted_steps, found.drafted) == ("chains", 3, 2, 8)
+    assert (found.accepted_by_depth, found.sizes) == ((2, 2, 2), ((0, 1), (4, 2)))
+    assert (found.accepted, found.tokens_per_step, found.accepted_per_draft) == (6, 3.0, 3.0)
+    assert found.verify_s == pytest.approx(2 * (PLAIN_S + 0.004) + PLAIN_S)
+    assert found.draft_s > 0
+
+
+def test_statistics_of_no_step() -> None:
+    found = Speculation(Chains(), FixedSizes(4)).statistics()
+    assert (found.steps, found.tokens_per_step, found.accepted_per_draft) == (0, 0.0, 0.0)
