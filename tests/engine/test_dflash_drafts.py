@@ -1,0 +1,113 @@
+"""A DFlash drafter is told the residual streams of a sequence, and leaves its answers as they are."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from builders import write_gguf
+from coldstream.decoding import FixedSizes, Speculation, TokenTree
+from coldstream.decoding.drafters.dflash import DflashDrafter
+from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model
+from coldstream.engine.live_sequence import LiveSequence
+from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.dflash import DflashModel
+from coldstream.models.dflash_file import DflashFile
+from coldstream.models.dflash_spec import check_target
+from dflash_cases import MIXED, SECOND, config, random_tensors, spec_of, write_folder
+
+TAPS = (0, 1, 3)
+PROMPTS = ["def add(a, b):\n", "and the re in d", "class Shape:"]
+
+
+@dataclass
+class Recorder:
+    """A drafter that keeps what it is told and proposes one node."""
+
+    taps: tuple[int, ...] = TAPS
+    name: str = "recorder"
+    wants_hidden: bool = False
+    token_ids: list[int] = field(default_factory=list)
+    rows: list[np.ndarray] = field(default_factory=list)
+
+    def cut(self, length: int) -> None:
+        del self.token_ids[length:], self.rows[length:]
+
+    def extend(self, token_ids: Sequence[int], hidden: Any) -> None:
+        assert len(token_ids) == len(hidden)
+        self.token_ids += token_ids
+        self.rows += list(np.array(hidden))
+
+    def propose(self, context: Sequence[int], budget: int) -> TokenTree:
+        return TokenTree((context[-1],), (-1,), (-0.1,))
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuRunner]:
+    """Of a tiny model, loaded with taps."""
+    monkeypatch.setattr(CpuRunner, "load", partial(CpuRunner.load, taps=TAPS))
+    (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen35moe")
+    opened = open_model(EngineConfig(str(path), device="cpu", threads=2, ctx_size=600, spec_type="ngram"))
+    assert isinstance(opened.runner, CpuRunner)
+    yield opened.runner
+    opened.close()
+
+
+def test_a_drafter_with_taps_is_told_the_features_of_every_committed_token(runner: CpuRunner) -> None:
+    drafter = Recorder()
+    live = LiveSequence(runner, Speculation(drafter, FixedSizes(4)))
+    prompt = [i % 300 for i in range(530)]
+    live.append(prompt[live.start(prompt) :])
+    live.verify([1, 2, 3, 4], [-1, 0, 0, 2])
+    live.commit([0, 2, 3])
+    live.append([9])
+    live.verify([5, 6], [-1, 0])
+    live.commit([0])
+    expected_ids = [*prompt, 1, 3, 4, 9, 5]
+    assert drafter.token_ids == expected_ids
+    told = np.stack(drafter.rows)
+    live.verify([7], [-1])
+    live.commit([])
+    assert drafter.token_ids == expected_ids
+    live.forget()
+    assert drafter.token_ids == []
+    sequence, expected = runner.new_sequence(), []
+    runner.extend(sequence, expected_ids, None, lambda chunk, rows: expected.append(rows), runner.features)
+    assert np.array_equal(told, np.concatenate(expected))
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_answers_are_those_of_the_plain_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: bool
+) -> None:
+    """With a drafter of random weights, over the target's own embedding and head."""
+    (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen35moe")
+    engine = EngineConfig(str(path), device="cpu", threads=2, ctx_size=512)
+    plain = LLM.from_opened(open_model(replace(engine, spec_type="none")))
+    monkeypatch.setattr(CpuRunner, "load", partial(CpuRunner.load, taps=TAPS))
+    opened = open_model(replace(engine, spec_type="ngram"))
+    runner = opened.runner
+    assert isinstance(runner, CpuRunner)
+    values = config(**MIXED, hidden_size=256, vocab_size=320, num_target_layers=4)
+    values["dflash_config"] = {"target_layer_ids": list(TAPS), "mask_token_id": 319}
+    if second:
+        values["dflash_config"] |= SECOND
+        values["architectures"] = ["DFlash2DraftModel"]
+    folder = write_folder(tmp_path / "drafter", values, random_tensors(spec_of(values)))
+    with DflashFile.open(folder) as file:
+        check_target(file.spec, runner.spec)
+        assert file.spec.taps == runner.taps
+        model = DflashModel.load(file, runner.embed, runner.head)
+    drafter = DflashDrafter(model.new_sequence())
+    drafting = LLM.from_opened(replace(opened, speculation=Speculation(drafter, FixedSizes(7))))
+    for seed, prompt in enumerate(PROMPTS):
+        params = SamplingParams(seed=seed, max_tokens=40, ignore_eos=True)
+        (expected,), (found,) = plain.generate(prompt, params), drafting.generate(prompt, params)
+        assert found.token_ids == expected.token_ids
+        assert found.statistics.speculation.drafted > 100
+    plain.close()
+    opened.close()
