@@ -15,6 +15,7 @@ from typing import Any
 
 from report_accuracy import activation_scales, agreement_by_architecture, kv_types
 from report_cpu import cpu_attention, cpu_pairs, cpu_rows
+from report_drafts import cpu_drafts, cpu_drafts_by_size
 from report_first_page import first_page
 from report_gpu import (
     gpu,
@@ -325,6 +326,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "templates": templates,
     "text": text,
     "cpu_attention": cpu_attention,
+    "cpu_drafts": cpu_drafts,
+    "cpu_drafts_by_size": cpu_drafts_by_size,
     "cpu_pairs": cpu_pairs,
     "cpu_rows": cpu_rows,
     "gpu": gpu,

@@ -79,7 +79,7 @@ class Way:
     """A way to generate, and what it took."""
 
     drafter: str  # none, mtp or ngram
-    budget: int | str  # nodes of a tree, "auto", or "chain N"
+    budget: int | str  # nodes of a tree, or "auto"
     speculation: Speculation | None
     seconds: list[float] = field(default_factory=list)  # of each answer
     statistics: list[SpeculationStatistics] = field(default_factory=list)

@@ -1,0 +1,58 @@
+"""The figures of drafts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from report_tables import load, table
+
+DRAFTERS = ("mtp", "ngram")
+
+Way = Mapping[str, Any]
+
+
+def _of(ways: Sequence[Way], drafter: str) -> tuple[Way, Way]:
+    """The best fixed size of a drafter, and the sizes by cost."""
+    fixed = [way for way in ways if way["drafter"] == drafter and way["budget"] != "auto"]
+    auto = next(way for way in ways if way["drafter"] == drafter and way["budget"] == "auto")
+    return max(fixed, key=lambda way: float(way["ratio"])), auto
+
+
+def cpu_drafts() -> str:
+    """By kind of text: the best fixed size of each drafter, and the sizes that it chooses itself."""
+    r = load("cpu_speculation")
+    header = ["text", "sampling", "none, tok/s"]
+    for drafter in DRAFTERS:
+        header += [f"{drafter}, best size", "tokens a step", "speed", f"{drafter}, by cost"]
+    rows = []
+    for each in r["results"]:
+        plain = next(way for way in each["ways"] if way["drafter"] == "none")
+        row = [each["kind"], each["sampling"], f"{plain['tok_s']:.0f}"]
+        for drafter in DRAFTERS:
+            best, auto = _of(each["ways"], drafter)
+            row += [str(best["budget"]), f"{best['tokens_per_step']:.2f}", f"{best['ratio']:.2f}×"]
+            row.append(f"{auto['ratio']:.2f}×")
+        rows.append(row)
+    conditions = (
+        f"{r['texts']} texts of each kind, {r['new_tokens']} tokens each, {r['threads']} threads, "
+        f"{r['tier']}, {r['cpu']}, commit {r['commit']}: `{r['command']}`"
+    )
+    return table(header, rows) + f"\n{conditions}\n"
+
+
+def cpu_drafts_by_size() -> str:
+    """Tokens a step and speed of every size on code, greedily."""
+    r = load("cpu_speculation")
+    ways = next(
+        each["ways"] for each in r["results"] if (each["kind"], each["sampling"]) == ("code", "greedy")
+    )
+    header = ["nodes", *(f"{drafter}, {what}" for drafter in DRAFTERS for what in ("tokens a step", "speed"))]
+    found = {(way["drafter"], way["budget"]): way for way in ways}
+    budgets = [budget for drafter, budget in found if drafter == DRAFTERS[0]]
+    rows = []
+    for budget in budgets:
+        row = ["by cost" if budget == "auto" else str(budget)]
+        for drafter in DRAFTERS:
+            way = found[drafter, budget]
+            row += [f"{way['tokens_per_step']:.2f}", f"{way['ratio']:.2f}×"]
+        rows.append(row)
+    return table(header, rows)
