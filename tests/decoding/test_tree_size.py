@@ -82,14 +82,28 @@ def test_trees_beyond_the_most_rows_are_cut() -> None:
     assert SizePolicy(times).choose([1.0] * 200, 0.0).num_nodes == MAX_ROWS - 1
 
 
-def test_nothing_is_drafted_before_a_plain_step_was_measured() -> None:
+def test_nothing_is_drafted_before_plain_steps_were_measured() -> None:
     policy = SizePolicy(StepTimes())
-    for _ in range(2):
+    assert policy.choose([1.0], 0.001) == TreeSize(0, SizeReason.UNMEASURED, draft_s=0.001)
+    for _ in range(4):
         assert not policy.should_draft()
-        assert policy.choose([1.0], 0.001) == TreeSize(0, SizeReason.UNMEASURED, draft_s=0.001)
         policy.record(0.01)
     assert policy.should_draft()
     assert policy.choose([1.0], 0.001).num_nodes == 1
+
+
+def test_plain_steps_are_measured_that_follow_each_other() -> None:
+    """One after a step with a draft takes longer; here three times."""
+    times = StepTimes()
+    policy = SizePolicy(times)
+    drafted = True
+    for _ in range(2000):
+        size = policy.choose(_chain(0.9, 3), 0.0) if policy.should_draft() else None
+        num_nodes = size.num_nodes if size else 0
+        policy.record(0.012 if num_nodes else 0.03 if drafted else 0.01, size, 1.0 + num_nodes)
+        drafted = num_nodes > 0
+    assert times.seconds(1) == 0.01
+    assert times.seconds(4) == 0.012
 
 
 @given(st.integers(1, 4), st.booleans())

@@ -85,6 +85,10 @@ class StepTimes:
             self._newest[each] = self._num_steps
         self._estimates = []
 
+    def skip(self) -> None:
+        """A step went by whose time says nothing."""
+        self._num_steps += 1
+
     @property
     def has_any(self) -> bool:
         """Whether anything is known."""

@@ -11,7 +11,9 @@ drafts have not paid lately. Each waits until its expected overhead has been ear
 a probe what it takes beyond the time in which the best size is expected to yield as many tokens, of an
 exploration what it takes beyond as many plain steps as it gave tokens.
 
-Whether drafts pay is not a matter of estimates, which may be wrong together, but of what they gave and took.
+Whether drafts pay is not a matter of estimates, which may be wrong together, but of what they gave and took,
+compared with plain steps that follow each other: one after a step with a draft finds other weights in the
+caches, and on a CPU its other threads asleep. So every 256 steps 4 are plain ones.
 
 Everything is a pure function of the calls so far: times are passed in.
 """
@@ -34,6 +36,7 @@ _STALE = 128  # steps after which a time should be measured again
 _PROBE_DISTANCE = 16  # steps from one probe to the next, at least
 _MOST_SAVED = 4096  # steps whose shares are saved for probes: at a half percent, the time of 20 steps
 _LEAST_OVERHEAD_S = 1e-9
+_PLAIN_STEPS, _PLAIN_DISTANCE = 4, 256
 
 
 class SizeReason(Enum):
@@ -97,6 +100,7 @@ class SizePolicy:
         self._for_drafts = _Purse(probe_share / 2)
         self._for_probes = _Purse(probe_share / 2)
         self._num_since_probe = 0
+        self._num_steps = self._num_plain = 0  # in all, and the last ones without a draft
 
     @property
     def pays(self) -> bool:
@@ -105,7 +109,7 @@ class SizePolicy:
 
     def should_draft(self) -> bool:
         """Whether the next step should have a draft."""
-        if not self._times.has_any:
+        if not self._times.has_any or self._num_steps % _PLAIN_DISTANCE < _PLAIN_STEPS:
             return False
         return self.pays or self._for_drafts.affords(self._usual_draft_s)
 
@@ -136,7 +140,12 @@ class SizePolicy:
         size: what was chosen for it, None without a draft.
         """
         num_nodes, draft_s = (size.num_nodes, size.draft_s) if size else (0, 0.0)
-        self._times.record(1 + num_nodes, step_s)
+        if num_nodes or self._num_plain or not self._times.has_any:
+            self._times.record(1 + num_nodes, step_s)
+        else:
+            self._times.skip()
+        self._num_plain = 0 if size else self._num_plain + 1
+        self._num_steps += 1
         self._num_since_probe += 1
         taken_s = draft_s + step_s
         if size is not None and size.best_rate is not None:
