@@ -146,6 +146,7 @@ def test_a_shorter_block_is_not_the_beginning_of_a_longer_one() -> None:
     assert np.allclose(hidden_after(sequence, 8)[:4], hidden_after(sequence, 4), atol=1e-5)
 
 
+@torch.inference_mode()
 def test_trap_31_rows_of_the_context_do_not_pass_the_norm_of_a_layer_but_that_of_its_keys() -> None:
     values = config()
     spec = spec_of(values)
@@ -157,7 +158,9 @@ def test_trap_31_rows_of_the_context_do_not_pass_the_norm_of_a_layer_but_that_of
     kept = []
     for tensors in (plain, changed):
         sequence = sequence_with(open_model(values, tensors=tensors), features(spec, 4))
-        kept.append([rows.rows_from(0)[0].numpy() for rows in sequence._contexts])
+        none = torch.empty(0, spec.num_kv_heads, spec.head_dim)
+        at = np.empty(0, np.int64)
+        kept.append([rows.with_block(0, none, none, at)[0].numpy() for rows in sequence._contexts])
     for keys, others in zip(*kept, strict=True):
         assert np.array_equal(keys, others)
         assert np.allclose((keys**2).mean(axis=-1), 4, atol=1e-3)  # as rotations keep lengths
@@ -272,16 +275,22 @@ def test_errors_of_pytorch_are_ours_and_leave_the_sequence_as_it_was(monkeypatch
     with pytest.raises(GenerationFault, match="the context of a drafter failed"):
         sequence.append(np.zeros((2, 5), np.float32))
 
-    def fail(*arguments: Any, **keywords: Any) -> Any:
-        raise torch.OutOfMemoryError("none")
+    keys_values, calls = model.keys_values, []
+
+    def fail_at_the_second_layer(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) % 2 == 0:
+            raise torch.OutOfMemoryError("none")
+        return keys_values(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(model, "keys_values", fail)
+        patched.setattr(model, "keys_values", fail_at_the_second_layer)
         with pytest.raises(OutOfMemoryError, match="no memory for the context of a drafter"):
             sequence.append(features(model.spec, 2))
         with pytest.raises(OutOfMemoryError, match="no memory for a draft"):
             sequence.draft(ANCHOR, 4, 3)
     assert sequence.length == 3
+    assert sequence.has_last
     assert np.array_equal(hidden_after(sequence), expected)
 
 

@@ -40,6 +40,7 @@ def transformers_rope(theta: float, head_dim: int, yarn: Yarn | None) -> Qwen3Ro
         (1e4, 64, Yarn(4.0, 32768, yarn_magnitude(4.0), 16.0, 2.0)),
         (1e7, 32, Yarn(1.0, 4096, 1.0)),
         (1e4, 16, Yarn(8.0, 8, yarn_magnitude(8.0))),  # all dimensions beyond the ramp
+        (1e4, 16, Yarn(8.0, 262144, yarn_magnitude(8.0))),  # a ramp that goes on behind the last
     ],
 )
 def test_trap_27_frequencies_and_magnitude_are_transformers_own(

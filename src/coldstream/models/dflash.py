@@ -12,7 +12,7 @@ PyTorch's, in the type given at load, and the same for the same calls.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import numpy as np
@@ -84,6 +84,25 @@ class Selector:
     predecessor: torch.Tensor  # [V, rank]
     successor: torch.Tensor  # [V, rank]
     hidden: torch.Tensor  # [rank, E]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Where the rows of a draft are."""
+
+    positions: NDArray[np.int64]  # [B]
+    rotations: tuple[torch.Tensor, torch.Tensor]  # see `DflashModel.rotations`
+    masks: dict[DflashLayer, torch.Tensor | None] = field(default_factory=dict)
+
+    def mask(self, layer: DflashLayer, keys: NDArray[np.int64], device: torch.device) -> torch.Tensor | None:
+        """Which of the rows at positions `keys` [L] each row attends to: bool [B, L]; None for all.
+
+        Layers that are alike keep the same rows, and share it.
+        """
+        if layer not in self.masks:
+            visible = _visible(layer, self.positions, keys)
+            self.masks[layer] = None if visible is None else torch.from_numpy(visible).to(device)
+        return self.masks[layer]
 
 
 class DflashModel:
@@ -227,15 +246,16 @@ class DflashSequence:
                 return _marginals(logits, num_candidates)
             return self._selected(self._model.selector, hidden, logits, anchor)
 
+    @torch.inference_mode()
     def hidden(self, anchor: int, num_rows: int) -> torch.Tensor:
         """What the head reads of every row of the block, [num_rows, E]; see `draft`."""
         model, spec = self._model, self.spec
         token_ids = [anchor, *[spec.mask_id] * (num_rows - 1)]
         x = torch.as_tensor(model.embed(token_ids)).to(model.device, model.dtype)
         positions = np.arange(self.length, self.length + num_rows)
-        rotations = model.rotations(positions)
+        block = _Block(positions, model.rotations(positions))
         for weights, rows in zip(model.layers, self._contexts, strict=True):
-            x = x + self._attention(x, weights, rows, positions, rotations)
+            x = x + self._attention(x, weights, rows, block)
             x = x + self._feed_forward(x, weights)
         return model.norm(x, model.output_norm)
 
@@ -244,8 +264,7 @@ class DflashSequence:
         x: torch.Tensor,
         weights: LayerWeights,
         rows: ContextRows,
-        positions: NDArray[np.int64],
-        rotations: tuple[torch.Tensor, torch.Tensor],
+        block: _Block,
     ) -> torch.Tensor:
         """What attention adds to the residual stream x [B, E]."""
         model, spec, count = self._model, self.spec, len(x)
@@ -255,18 +274,12 @@ class DflashSequence:
             dynamic = conv.dynamic(x)
             x = conv.apply(x, dynamic, 0)
         queries = functional.linear(x, weights.attn_q).view(count, spec.num_heads, spec.head_dim)
-        queries = _rotated(model.norm(queries, weights.attn_q_norm), rotations)
+        queries = _rotated(model.norm(queries, weights.attn_q_norm), block.rotations)
         window = weights.layer.window
-        first = 0 if window is None else int(positions[0]) - window + 1
-        old_keys, old_values, old_positions = rows.rows_from(first)
-        keys, values = model.keys_values(x, weights, rotations)
-        mask = _visible(weights.layer, positions, np.concatenate((old_positions, positions)))
-        mixed = _attend(
-            queries,
-            torch.cat((old_keys, keys)),
-            torch.cat((old_values, values)),
-            None if mask is None else torch.from_numpy(mask).to(model.device),
-        )
+        first = 0 if window is None else int(block.positions[0]) - window + 1
+        keys, values = model.keys_values(x, weights, block.rotations)
+        keys, values, positions = rows.with_block(first, keys, values, block.positions)
+        mixed = _attend(queries, keys, values, block.mask(weights.layer, positions, model.device))
         result = functional.linear(mixed, weights.attn_output)
         return result if conv is None or dynamic is None else conv.apply(result, dynamic, 1)
 

@@ -38,34 +38,43 @@ class ContextRows:
     def append(self, keys: torch.Tensor, values: torch.Tensor, positions: NDArray[np.int64]) -> None:
         """Rows [n, num_kv_heads, head_dim] behind the last one; positions: int64 [n], ascending."""
         if self._window is not None:
-            # Of its own rows those that nothing behind the last one attends to.
+            # Those before them are attended to by nothing behind the last one.
             first = max(0, len(positions) - self._window)
             keys, values, positions = keys[first:], values[first:], positions[first:]
-        count = len(positions)
-        if self._count + count > len(self._positions):
-            self._make_room(count)
-        end = self._count + count
-        self._keys[self._count : end] = keys
-        self._values[self._count : end] = values
-        self._positions[self._count : end] = positions
-        self._count = end
+        self._count = self._write(keys, values, positions)
 
     def cut(self, length: int) -> None:
         """Forgets the rows from position `length` on."""
         self._count = int(np.searchsorted(self._positions[: self._count], length))
 
-    def rows_from(self, position: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
-        """Keys, values and positions of the kept rows from `position` on: views until the next call."""
-        first = int(np.searchsorted(self._positions[: self._count], position))
-        part = slice(first, self._count)
+    def with_block(
+        self, first_position: int, keys: torch.Tensor, values: torch.Tensor, positions: NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
+        """Keys, values and positions of the kept rows from `first_position` on and of a block behind them.
+
+        Views until the next call, after which the block is forgotten.
+        """
+        end = self._write(keys, values, positions)
+        first = int(np.searchsorted(self._positions[: self._count], first_position))
+        part = slice(first, end)
         return self._keys[part], self._values[part], self._positions[part]
+
+    def _write(self, keys: torch.Tensor, values: torch.Tensor, positions: NDArray[np.int64]) -> int:
+        """Puts rows behind the last one; where they end."""
+        if self._count + len(positions) > len(self._positions):
+            self._make_room(len(positions))
+        end = self._count + len(positions)
+        self._keys[self._count : end] = keys
+        self._values[self._count : end] = values
+        self._positions[self._count : end] = positions
+        return end
 
     def _make_room(self, count: int) -> None:
         """Moves the rows to the front of other memory, of a window's rows only those that are needed."""
         kept = self._count if self._window is None else min(self._count, self._window)
         capacity = max(_FIRST_ROWS, 2 * len(self._positions), kept + count)
         if self._window is not None:
-            capacity = min(capacity, 2 * self._window)
+            capacity = min(capacity, max(2 * self._window, kept + count))
         part = slice(self._count - kept, self._count)
         keys = self._keys.new_empty((capacity, *self._shape))
         values = torch.empty_like(keys)
