@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,18 @@ class Recorder:
         return TokenTree((context[-1],), (-1,), (-0.1,))
 
 
+def load_with_taps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has models loaded on the CPU keep the residual streams after `TAPS`, whatever their plan says."""
+    load = CpuRunner.load
+    monkeypatch.setattr(
+        CpuRunner, "load", lambda *arguments, **options: load(*arguments, **options | {"taps": TAPS})
+    )
+
+
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuRunner]:
     """Of a tiny model, loaded with taps."""
-    monkeypatch.setattr(CpuRunner, "load", partial(CpuRunner.load, taps=TAPS))
+    load_with_taps(monkeypatch)
     (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen35moe")
     opened = open_model(EngineConfig(str(path), device="cpu", threads=2, ctx_size=600, spec_type="ngram"))
     assert isinstance(opened.runner, CpuRunner)
@@ -88,7 +95,7 @@ def test_answers_are_those_of_the_plain_model(
     (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen35moe")
     engine = EngineConfig(str(path), device="cpu", threads=2, ctx_size=512)
     plain = LLM.from_opened(open_model(replace(engine, spec_type="none")))
-    monkeypatch.setattr(CpuRunner, "load", partial(CpuRunner.load, taps=TAPS))
+    load_with_taps(monkeypatch)
     opened = open_model(replace(engine, spec_type="ngram"))
     runner = opened.runner
     assert isinstance(runner, CpuRunner)

@@ -9,7 +9,7 @@ import torch
 from tools.llama_cpp_dflash import open_drafter
 
 from coldstream.errors import GenerationFault, OutOfMemoryError
-from coldstream.models.dflash import DflashModel, DflashSequence
+from coldstream.models.dflash import DflashModel, DflashSequence, torch_errors
 from coldstream.models.dflash_file import DflashFile
 from dflash_cases import (
     ALL_SLIDING,
@@ -232,17 +232,31 @@ def twice(model: DflashModel, rows: np.ndarray, first: int) -> DflashSequence:
     return sequence
 
 
-def test_memory_is_that_of_the_windows_where_layers_have_one() -> None:
-    model = open_model(config(**ALL_SLIDING | {"sliding_window": 100}))
-    sequence = model.new_sequence()
+@pytest.mark.parametrize(
+    ("layers", "kept"),
+    [
+        (ALL_SLIDING | {"sliding_window": 100}, [200, 200, 200]),
+        (ALL_SLIDING | {"sliding_window": 2}, [10, 10, 10]),
+        (MIXED, [18, 18, 2 * 3008]),
+        ({}, [2 * 3008] * 3),
+    ],
+    ids=["sliding", "narrow", "mixed", "full"],
+)
+def test_memory_is_bounded_by_the_windows_where_layers_have_one(
+    layers: dict[str, Any], kept: list[int]
+) -> None:
+    model = open_model(config(**layers))
+    spec, sequence = model.spec, model.new_sequence()
     assert sequence.num_bytes == 0
-    rows = features(model.spec, 3000)
+    rows = features(spec, 3000)
     for start in range(0, 3000, 150):
         sequence.append(rows[start : start + 150])
-    spec = model.spec
-    assert sequence.num_bytes == 2 * 4 * spec.kv_dim * 3 * 200
-    assert spec.context_rows(3000) == 300
-    assert spec_of(config(**MIXED)).context_rows(3000) == 9 + 9 + 3000
+        sequence.draft(ANCHOR, 8, 3)
+    assert spec.context_rows(3000) == sum(kept)
+    row_bytes = 2 * 4 * spec.kv_dim
+    assert sequence.num_bytes <= row_bytes * sum(kept)
+    if max(kept) <= 200:
+        assert sequence.num_bytes == row_bytes * sum(kept)
     expected = hidden_after(sequence_with(model, rows))
     assert np.allclose(hidden_after(sequence), expected, atol=1e-5)
 
@@ -274,6 +288,8 @@ def test_errors_of_pytorch_are_ours_and_leave_the_sequence_as_it_was(monkeypatch
     expected = hidden_after(sequence)
     with pytest.raises(GenerationFault, match="the context of a drafter failed"):
         sequence.append(np.zeros((2, 5), np.float32))
+    with pytest.raises(OutOfMemoryError, match="no memory for a test"), torch_errors("a test"):
+        torch.empty(1 << 60, dtype=torch.uint8)
 
     keys_values, calls = model.keys_values, []
 

@@ -309,6 +309,16 @@ def test_what_is_no_file_is_not_waited_for(folder: Path) -> None:
         DflashFile.open(folder)
     with pytest.raises(ModelNotFoundError):
         DflashFile.open(folder / "absent")
+    for name in (INDEX, "config.json"):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+        with pytest.raises(UnsupportedError, match=rf"{name} is not a regular file"):
+            DflashFile.open(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS])
+def test_a_file_of_a_folder_stands_for_it(folder: Path, name: str) -> None:
+    assert read_all(folder / name).keys() == read_all(folder).keys()
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(folder: Path) -> None:

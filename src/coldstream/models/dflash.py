@@ -312,11 +312,12 @@ def torch_errors(what: str) -> Iterator[None]:
     """Raises coldstream's errors for those of PyTorch inside."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemoryError(
-            f"no memory for {what}: choose a smaller --ctx-size, or draft in another way"
-        ) from error
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        # On the CPU PyTorch has no type of its own for it.
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error):
+            raise OutOfMemoryError(
+                f"no memory for {what}: choose a smaller --ctx-size, or draft in another way"
+            ) from error
         raise GenerationFault(f"{what} failed: {error!s:.120}; draft in another way") from error
 
 

@@ -11,20 +11,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from coldstream.errors import (
-    InconsistentError,
-    LimitError,
-    ModelNotFoundError,
-    UnsupportedError,
-)
-from coldstream.gguf.messages import DAMAGED, shorten
+from coldstream.errors import InconsistentError, UnsupportedError
+from coldstream.gguf.messages import shorten
 from coldstream.gguf.metadata import Metadata, Value
 from coldstream.models import dflash_spec as limits
 from coldstream.models.dflash_numbers import check_numbers, read_second
 from coldstream.models.dflash_rope import DflashRope, Yarn, yarn_magnitude
 from coldstream.models.dflash_spec import DflashSpec, layers_of
 from coldstream.models.hyperparameters import MAX_HEADS
-from coldstream.models.strict_json import parse_object
+from coldstream.models.strict_json import read_object
 
 MAX_CONFIG_BYTES: Final = 1 << 20
 _SECTION: Final = "dflash_config"
@@ -65,7 +60,8 @@ def read_config(path: Path) -> DflashSpec:
     Raises ModelNotFoundError if it cannot be read, and otherwise InconsistentError, LimitError,
     DuplicateError or UnsupportedError, naming the key.
     """
-    return spec_of_config(_parsed(path), path)
+    config = read_object(path, MAX_CONFIG_BYTES, "A drafter's folder has it beside its weights")
+    return spec_of_config(config, path)
 
 
 def spec_of_config(config: Mapping[str, Any], path: Path) -> DflashSpec:
@@ -101,19 +97,6 @@ def spec_of_config(config: Mapping[str, Any], path: Path) -> DflashSpec:
         spec, keys, taps="target_layer_ids", num_kv_heads="num_key_value_heads", head_dim="head_dim"
     )
     return spec
-
-
-def _parsed(path: Path) -> Mapping[str, Any]:
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise ModelNotFoundError(
-            f"{shorten(path)}: {error.strerror}. A drafter's folder has it beside its weights"
-        ) from error
-    if len(text) > MAX_CONFIG_BYTES:
-        raise LimitError(f"{shorten(path)} has more than {MAX_CONFIG_BYTES} bytes: {DAMAGED}")
-    return parse_object(text, path)
 
 
 def _flattened(config: Mapping[str, Any], path: Path) -> Metadata:

@@ -1,12 +1,10 @@
 """Keys and values that one layer of a DFlash drafter keeps of committed rows."""
 
-from typing import Final
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_FIRST_ROWS: Final = 1024
+from coldstream.models.dflash_spec import FIRST_CONTEXT_ROWS
 
 
 class ContextRows:
@@ -72,7 +70,7 @@ class ContextRows:
     def _make_room(self, count: int) -> None:
         """Moves the rows to the front of other memory, of a window's rows only those that are needed."""
         kept = self._count if self._window is None else min(self._count, self._window)
-        capacity = max(_FIRST_ROWS, 2 * len(self._positions), kept + count)
+        capacity = max(FIRST_CONTEXT_ROWS, 2 * len(self._positions), kept + count)
         if self._window is not None:
             capacity = min(capacity, max(2 * self._window, kept + count))
         part = slice(self._count - kept, self._count)

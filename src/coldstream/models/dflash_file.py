@@ -24,7 +24,7 @@ from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.models.dflash_config import read_config
 from coldstream.models.dflash_gguf import spec_of_metadata
 from coldstream.models.dflash_spec import DflashSpec, tensor_shapes
-from coldstream.models.safetensors_file import SafetensorsFile
+from coldstream.models.safetensors_file import FILE_NAME, INDEX_NAME, SafetensorsFile
 
 CONFIG_NAME: Final = "config.json"
 
@@ -104,12 +104,14 @@ class DflashFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Opens a folder, or a GGUF file.
+        """Opens a folder, which a file of it may stand for, or a GGUF file.
 
         Raises ModelNotFoundError if a file is absent or unreadable, and otherwise a subclass of
         ModelFormatError if it is not valid in every respect.
         """
         path = Path(path)
+        if path.name in (CONFIG_NAME, FILE_NAME, INDEX_NAME):
+            path = path.parent
         with ExitStack() as cleanup:
             tensors: _Tensors
             if path.is_dir():

@@ -25,6 +25,7 @@ MAX_TAP_ID: Final = 1 << 10
 MAX_CONV_KERNEL: Final = 16
 MAX_SELECTOR_RANK: Final = 1 << 12
 MAX_SELECTOR_TOP_K: Final = 256
+FIRST_CONTEXT_ROWS: Final = 1024  # of a layer that take memory at once
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,16 @@ class DflashSpec:
         return self.num_kv_heads * self.head_dim
 
     def context_rows(self, context_length: int) -> int:
-        """Rows of keys and values that all layers together keep of a context; a row is 2 · kv_dim values."""
+        """The most rows of keys and values for which all layers together take memory in such a context.
+
+        A row is 2 · kv_dim values. Room is doubled whenever it is too small, and never kept for more than
+        twice the rows of a window or for a window and a block.
+        """
+        room = max(FIRST_CONTEXT_ROWS, 2 * (context_length + self.block_size))
         windows = (layer.window for layer in self.layers)
-        return sum(context_length if window is None else min(window, context_length) for window in windows)
+        return sum(
+            room if window is None else min(room, window + max(window, self.block_size)) for window in windows
+        )
 
 
 def tensor_shapes(spec: DflashSpec) -> dict[str, tuple[int, ...]]:

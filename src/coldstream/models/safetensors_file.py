@@ -6,7 +6,6 @@ that says something else than the files. Weights are read by pread and never map
 """
 
 import os
-import stat
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +20,17 @@ from coldstream.errors import (
     InconsistentError,
     LimitError,
     ModelChangedError,
-    ModelNotFoundError,
     UnsupportedError,
 )
 from coldstream.gguf.messages import DAMAGED, INCOMPLETE, shorten
-from coldstream.models.strict_json import parse_object
+from coldstream.models.strict_json import open_regular, parse_object, read_object
 
 FILE_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 MAX_HEADER_BYTES: Final = 1 << 24
 MAX_FILES: Final = 256
 DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ADVICE: Final = "Give a folder with the drafter's weights and config.json"
 _MAX_READ_BYTES: Final = 1 << 30  # Linux reads at most 2 GiB at once
 
 
@@ -119,9 +118,7 @@ class SafetensorsFile:
 
 def _listed(index: Path) -> dict[str, str]:
     """The file of every tensor by an index."""
-    if index.stat().st_size > MAX_HEADER_BYTES:
-        raise LimitError(f"{shorten(index)} has more than {MAX_HEADER_BYTES} bytes: {DAMAGED}")
-    listed = parse_object(index.read_bytes(), index).get("weight_map")
+    listed = read_object(index, MAX_HEADER_BYTES, _ADVICE).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise InconsistentError(f"{shorten(index)}: weight_map: expected the file of every tensor: {DAMAGED}")
     for name in listed.values():
@@ -138,15 +135,7 @@ def _listed(index: Path) -> dict[str, str]:
 
 def _places(path: Path, cleanup: ExitStack) -> dict[str, _Place]:
     """Where the tensors of one file lie; `cleanup` closes it."""
-    try:
-        # Before it is opened, because opening alone has effects on some devices.
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise UnsupportedError(f"{shorten(path)} is not a regular file: download it again")
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    except OSError as error:
-        raise ModelNotFoundError(
-            f"{shorten(path)}: {error.strerror}. Give a folder with the drafter's weights and config.json"
-        ) from error
+    descriptor = open_regular(path, _ADVICE)
     cleanup.callback(os.close, descriptor)
     header, data_start = _header(path, descriptor)
     try:
