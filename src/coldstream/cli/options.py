@@ -162,6 +162,11 @@ def engine_options(command: Command) -> Command:
             "file's own block for that, on a CPU].",
         ),
         option(
+            "--model-draft",
+            metavar="PATH",
+            help="A DFlash drafter for the model: a GGUF file, or a folder with safetensors and config.json.",
+        ),
+        option(
             "--tree-budget",
             type=parse_number_or_auto,
             metavar="N|auto",

@@ -58,6 +58,7 @@ class EngineConfig:
     prefetch: int | Literal["auto"] = "auto"
     # What drafts tokens for the model to verify, which changes none; auto: the file's MTP block, on a CPU.
     spec_type: str = "auto"
+    model_draft: str | None = None  # a drafter's file or folder, for spec_type dflash, which auto then is
     tree_budget: int | Literal["auto"] = "auto"  # nodes of a draft tree; auto: as many as pay in each step
     seed: int | None = None  # for requests that name none; None: a fresh one for each
     offline: bool = False  # never ask the hub; only local files and its cache
@@ -86,6 +87,8 @@ class EngineConfig:
         if self.device == "cpu" and self.prefetch not in ("auto", 0):
             raise ConfigError("prefetch is over the bus of a GPU, and the device is the CPU: leave it out")
         _check_choice("spec_type", self.spec_type, SPEC_TYPES)
+        if self.model_draft is not None:
+            self._check_model_draft()
         if self.tree_budget != "auto":
             _check_integer("tree_budget", self.tree_budget, 1, MAX_TREE_NODES)
         _check_choice("cache_type_k", self.cache_type_k, INTEGER_CACHE_TYPES, NEAREST_CACHE_TYPES)
@@ -99,6 +102,16 @@ class EngineConfig:
         if not isinstance(self.offline, bool):
             raise ConfigError(f"offline must be True or False, not {shown(self.offline)}")
 
+    def _check_model_draft(self) -> None:
+        if not isinstance(self.model_draft, str) or not self.model_draft:
+            raise ConfigError(
+                f"model_draft (--model-draft) must be the path of a drafter, not {shown(self.model_draft)}"
+            )
+        if self.spec_type not in ("auto", "dflash"):
+            raise ConfigError(
+                f"model_draft (--model-draft) is for spec_type dflash, not {self.spec_type}: leave one out"
+            )
+
     def _check_plan(self) -> None:
         if not isinstance(self.plan, str) or not self.plan:
             raise ConfigError(f"plan (--plan) must be the path of a file, not {shown(self.plan)}")
@@ -109,7 +122,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":
-        """The configuration with these fields; `model` and `plan` may be path objects.
+        """The configuration with these fields; `model`, `plan` and `model_draft` may be path objects.
 
         Raises ConfigError, with advice, for a key that is none.
         """
@@ -121,7 +134,7 @@ class EngineConfig:
                 raise ConfigError(f"unknown setting {key}: {advice}")
         paths = {
             name: os.fspath(options[name])
-            for name in ("model", "plan")
+            for name in ("model", "plan", "model_draft")
             if isinstance(options.get(name), os.PathLike)
         }
         return cls(**{**options, **paths})
@@ -164,8 +177,12 @@ def _check_drafts(config: EngineConfig, spec: ModelSpec) -> None:
     """Raises ConfigError for drafts that the model cannot have."""
     if config.spec_type == "mtp" and not spec.num_nextn_layers:
         raise ConfigError("spec_type mtp: the file has no block for multi-token prediction: try ngram")
-    if config.spec_type == "mtp" and config.device == "cuda":
-        raise ConfigError("spec_type mtp is computed on the CPU alone, and the device is a GPU: try ngram")
+    if config.spec_type == "dflash" and config.model_draft is None:
+        raise ConfigError("spec_type dflash: no drafter is given: name its file or folder with --model-draft")
+    if config.spec_type in ("mtp", "dflash") and config.device == "cuda":
+        raise ConfigError(
+            f"spec_type {config.spec_type} is computed on the CPU alone, and the device is a GPU: try ngram"
+        )
 
 
 def cache_bytes_per_token(config: EngineConfig, spec: ModelSpec) -> int:

@@ -68,6 +68,7 @@ class LLM:
         tier: str = "auto",
         prefetch: int | Literal["auto"] = "auto",
         spec_type: str = "auto",
+        model_draft: str | os.PathLike[str] | None = None,
         tree_budget: int | Literal["auto"] = "auto",
         seed: int | None = None,
         offline: bool = False,
@@ -90,8 +91,10 @@ class LLM:
             the other settings it changes what the model says.
         tier: kernels of the CPU; auto: the fastest that it has.
         prefetch: most experts of a layer that a GPU fetches before they are chosen; auto: where that pays.
-        spec_type: what drafts tokens for the model to verify: mtp, ngram or none; auto: the file's own block
-            for multi-token prediction, on a CPU. No token depends on it.
+        spec_type: what drafts tokens for the model to verify: mtp, dflash, ngram or none; auto: the drafter
+            that is named, or the file's own block for multi-token prediction, on a CPU. No token depends on
+            it.
+        model_draft: a DFlash drafter: a GGUF file, or a folder with safetensors and config.json.
         tree_budget: tokens of a draft; auto: as many as pay in each step.
         seed: for requests that name none; None: a fresh one for each.
         offline: never ask the hub.
@@ -112,6 +115,7 @@ class LLM:
             "tier": tier,
             "prefetch": prefetch,
             "spec_type": spec_type,
+            "model_draft": model_draft,
             "tree_budget": tree_budget,
             "seed": seed,
             "offline": offline,

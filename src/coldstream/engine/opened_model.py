@@ -9,11 +9,12 @@ from typing import Any
 from coldstream.decoding import SamplingParams, Speculation
 from coldstream.engine.config import EngineConfig
 from coldstream.engine.device_choice import OpenProgress, choose_device
+from coldstream.engine.draft_file import NOTHING_IS_DRAFTED, open_draft
 from coldstream.engine.drafting import open_speculation
 from coldstream.engine.machine import hardware_with, measured_hardware
 from coldstream.engine.own_parts import OwnParts
 from coldstream.engine.planned import Planned
-from coldstream.engine.planning import NOTHING_IS_DRAFTED, bundled_profile, plan_model
+from coldstream.engine.planning import bundled_profile, plan_model
 from coldstream.errors import (
     InconsistentError,
     InvalidRequestError,
@@ -95,26 +96,29 @@ def open_model(
     with ExitStack() as cleanup:
         file = cleanup.enter_context(GGUFFile.open(path))
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        planned = plan_model(
-            config,
-            file,
-            spec,
-            Hardware.measure() if gpu is None else hardware_with(gpu),
-            trace=bundled_profile(file, spec),
-            measured=partial(measured_hardware, gpu, progress),
-        )
-        config, warnings = planned.config, warnings + planned.warnings
-        own.check(config, planned.run)
-        tokenizer = Tokenizer.from_metadata(file.metadata)
-        default_sampling = sampling_defaults(file.metadata)
-        template = ChatTemplate.from_metadata(file.metadata, tokenizer.vocabulary)
-        runner = load_runner(config, file, spec, planned.run, progress, own)
-        try:
-            speculation = open_speculation(planned.run, runner)
-        except (ModelFormatError, OutOfMemoryError) as error:
-            if not is_auto:
-                raise
-            speculation, warnings = None, (*warnings, NOTHING_IS_DRAFTED.format(error))
+        with open_draft(config, spec) as draft:
+            planned = plan_model(
+                draft.config,
+                file,
+                spec,
+                Hardware.measure() if gpu is None else hardware_with(gpu),
+                trace=bundled_profile(file, spec),
+                measured=partial(measured_hardware, gpu, progress),
+                draft=draft.needs,
+            )
+            config, warnings = planned.config, warnings + draft.warnings + planned.warnings
+            own.check(config, planned.run)
+            tokenizer = Tokenizer.from_metadata(file.metadata)
+            default_sampling = sampling_defaults(file.metadata)
+            template = ChatTemplate.from_metadata(file.metadata, tokenizer.vocabulary)
+            taps = draft.needs.taps if draft.needs and planned.run.spec_type == "dflash" else ()
+            runner = load_runner(config, file, spec, planned.run, progress, own, taps)
+            try:
+                speculation = open_speculation(planned.run, runner, draft.file)
+            except (ModelFormatError, OutOfMemoryError) as error:
+                if not is_auto:
+                    raise
+                speculation, warnings = None, (*warnings, NOTHING_IS_DRAFTED.format(error))
         cleanup.pop_all()
     return OpenedModel(
         planned,
@@ -135,10 +139,11 @@ def load_runner(
     plan: RunPlan,
     progress: OpenProgress | None,
     own: OwnParts,
+    taps: tuple[int, ...] = (),
 ) -> ModelRunner:
     """The model of an open file on the device of a resolved `config`, as `plan` says.
 
-    Raises as the runners' `load`.
+    taps: layers whose residual streams a drafter reads; none on a GPU. Raises as the runners' `load`.
     """
     loading = partial(progress, "loading") if progress else None
     policy = CheckedPolicy(own.policy) if own.policy else None
@@ -155,7 +160,7 @@ def load_runner(
             progress=loading,
             compiling=partial(progress, "compiling kernels") if progress else None,
         )
-    return CpuRunner.load(file, spec, plan, tier=config.tier, policy=policy, progress=loading)
+    return CpuRunner.load(file, spec, plan, tier=config.tier, policy=policy, progress=loading, taps=taps)
 
 
 def sampling_defaults(metadata: Mapping[str, Any]) -> SamplingParams:

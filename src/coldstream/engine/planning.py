@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from coldstream.engine.config import (
     tree_rows_of,
 )
 from coldstream.engine.device_choice import OpenProgress, device_to_plan_for
+from coldstream.engine.draft_file import NOTHING_IS_DRAFTED, DraftNeeds, open_draft
 from coldstream.engine.machine import measured_hardware
 from coldstream.engine.planned import Planned
 from coldstream.engine.workers import with_places, with_workers
@@ -52,7 +53,6 @@ from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 Array = np.ndarray[Any, Any]
-NOTHING_IS_DRAFTED: Final = "nothing is drafted: {}"
 
 
 def plan_model(
@@ -65,16 +65,17 @@ def plan_model(
     options: PlanOptions | None = None,
     more_bytes: int = 0,
     measured: Callable[[], Hardware] | None = None,
+    draft: DraftNeeds | None = None,
 ) -> Planned:
     """Plans an open model on the device of `config`, which is cpu or cuda.
 
     Follows the plan that `config` names, or its budgets, or else free memory. A trace of the model gives the
     uses of experts. Drafts that are not asked for are taken only where they leave all experts in fast memory.
-    more_bytes: further fast memory, for `larger_plan`. measured: returns `hardware` with
-    rates; called only if a choice depends on them. Raises ConfigError and OutOfMemoryError as `resolve` and
-    `plan_placement`, with a sufficient budget as advice; as `load_plan`; and ConfigError for a plan for the
-    other device, for pinned or weighted layers that do not exist, and for prefetched experts that were asked
-    for and have no place.
+    more_bytes: further fast memory, for `larger_plan`. measured: returns `hardware` with rates; called only
+    if a choice depends on them. draft: the drafter for spec_type dflash. Raises ConfigError and
+    OutOfMemoryError as `resolve` and `plan_placement`, with a sufficient budget as advice; as `load_plan`;
+    and ConfigError for a plan for the other device, for pinned or weighted layers that do not exist, and for
+    prefetched experts that were asked for and have no place.
     """
     plan = partial(
         _plan_asked,
@@ -85,6 +86,7 @@ def plan_model(
         options=options or PlanOptions(),
         more_bytes=more_bytes,
         measured=measured,
+        draft=draft,
     )
     if config.plan is not None or config.spec_type != "auto":
         return plan(config)
@@ -110,11 +112,12 @@ def _plan_asked(
     options: PlanOptions,
     more_bytes: int,
     measured: Callable[[], Hardware] | None,
+    draft: DraftNeeds | None,
 ) -> Planned:
     """`plan_model` for drafts that are not chosen here."""
     _check_layers(options, spec.num_layers)
     spec = spec.with_window(config.attention_window)
-    model = _Model(file, spec, options, expected_uses(trace), hardware.num_physical_cores)
+    model = _Model(file, spec, options, expected_uses(trace), hardware.num_physical_cores, draft)
     if config.plan is not None:
         return _given_plan(config, model, hardware, trace, more_bytes)
     asked, budget = config, budget_bytes(config, hardware)
@@ -188,6 +191,7 @@ class _Model:
     options: PlanOptions
     uses: Array | None
     num_cores: int
+    draft: DraftNeeds | None
 
     @property
     def uses_as_data(self) -> tuple[tuple[float, ...], ...] | None:
@@ -211,7 +215,14 @@ class _Model:
             cache_bytes_per_token(config, self.spec),
             num_tree_rows=tree_rows_of(config),
             has_mtp=config.spec_type == "mtp",
+            **self._draft_needs(config),
         )
+
+    def _draft_needs(self, config: EngineConfig) -> dict[str, Any]:
+        if config.spec_type != "dflash":
+            return {}
+        assert self.draft is not None, "a drafter is open where one is planned"
+        return {"drafter_bytes": self.draft.num_bytes(config.ctx_size or 1), "taps": self.draft.taps}
 
     def with_context(self, config: EngineConfig, budget: int) -> EngineConfig:
         """`config` with threads and a context. A requested context is not reduced: planning then fails with
@@ -349,9 +360,18 @@ def plan_by_name(
             trace = RoutingTrace.load(profile, routed_model(file, spec))
         config, gpu, warnings = device_to_plan_for(config)
         hardware = measured_hardware(gpu, progress, again=measure)
-        planned = plan_model(
-            config, file, spec, hardware, trace=trace, options=options, more_bytes=NEXT_BYTES
-        )
+        with open_draft(config, spec) as draft:
+            planned = plan_model(
+                draft.config,
+                file,
+                spec,
+                hardware,
+                trace=trace,
+                options=options,
+                more_bytes=NEXT_BYTES,
+                draft=draft.needs,
+            )
+            warnings += draft.warnings
     planned = replace(planned, warnings=warnings + planned.warnings)
     if planned.reads_disk:
         matrix_bytes = max(planned.sizes.expert_bytes) // 3

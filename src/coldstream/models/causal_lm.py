@@ -74,9 +74,10 @@ class CausalLM:
         """
         if token_ids.shape[0] == 0:
             raise InvalidRequestError("there are no tokens to compute: a forward pass needs at least one")
-        angles = self.angles(rows)
-        embedded = self.ops.embed(self.token_embd, token_ids)
-        return self.through_blocks(embedded, angles, rows, cache, on_layer)
+        # The embedding is in no variable here, which would keep its memory from being used again.
+        return self.through_blocks(
+            self.ops.embed(self.token_embd, token_ids), self.angles(rows), rows, cache, on_layer
+        )
 
     def angles(self, rows: Rows) -> Array:
         """`Ops.rope_angles` of the rows; None for a model that does not attend."""

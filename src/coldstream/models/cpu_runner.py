@@ -138,11 +138,12 @@ class CpuRunner(ModelRunner):
         cache_size: CacheSize | None = None,
         num_tree_rows: int = 0,
         has_mtp: bool = False,
+        drafter_bytes: int = 0,
         taps: tuple[int, ...] = (),
     ) -> RamNeeds:
         """The RAM that the runner would need, counted by runners that read no weights.
 
-        has_mtp: with that of `load_mtp`. taps: as in `load`.
+        has_mtp: with that of `load_mtp`. drafter_bytes: of another drafter. taps: as in `load`.
 
         Raises UnsupportedError for a tier this machine lacks.
         """
@@ -161,7 +162,7 @@ class CpuRunner(ModelRunner):
                 workspace=unread.activation_bytes,
                 num_sequences=unread.cache_size.num_states,
                 num_tree_rows=unread.cache_size.num_tree_rows,
-                drafter=unread._mtp(UnreadCpuOps.beside(ops), 1).num_bytes if has_mtp else 0,
+                drafter=unread._mtp(UnreadCpuOps.beside(ops), 1).num_bytes if has_mtp else drafter_bytes,
             )
 
         return RamNeeds.of(file, spec, kv_token_bytes, count)

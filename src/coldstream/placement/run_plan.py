@@ -24,7 +24,7 @@ COUNTS: Final = (
     "copy_bytes_per_step",
     "tree_budget",
 )
-SPEC_TYPES: Final = ("none", "mtp", "ngram")
+SPEC_TYPES: Final = ("none", "mtp", "dflash", "ngram")
 
 
 _MAX_ROWS: Final = 2**16 - 1  # in a request to the CPU

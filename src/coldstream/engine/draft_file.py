@@ -1,0 +1,97 @@
+"""The file of a drafter that a configuration names."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from coldstream.engine.config import EngineConfig
+from coldstream.errors import ColdstreamError, ConfigError
+from coldstream.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from coldstream.models.dflash_file import DflashFile
+    from coldstream.models.dflash_spec import DflashSpec
+
+NOTHING_IS_DRAFTED: Final = "nothing is drafted: {}"
+_VALUE_BYTES: Final = 4  # float32, on the CPU
+
+
+@dataclass(frozen=True)
+class DraftNeeds:
+    """What a drafter needs of a model and of its memory."""
+
+    spec: "DflashSpec"
+    num_values: int  # of its weights
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the model after which it reads the residual stream."""
+        return self.spec.taps
+
+    def num_bytes(self, context_length: int) -> int:
+        """Of its weights, and of its keys and values of a context."""
+        rows = self.spec.context_rows(context_length)
+        return _VALUE_BYTES * (self.num_values + 2 * rows * self.spec.kv_dim)
+
+
+@dataclass(frozen=True)
+class OpenDraft:
+    """The drafter of `config`, if there is one that fits."""
+
+    config: EngineConfig
+    file: "DflashFile | None" = None
+    needs: DraftNeeds | None = None
+    warnings: tuple[str, ...] = ()
+
+
+@contextmanager
+def open_draft(config: EngineConfig, target: ModelSpec) -> Iterator[OpenDraft]:
+    """Opens the drafter that `config` names, and checks it against the model.
+
+    The configuration is then one for dflash. A drafter that is damaged or does not fit raises ConfigError or
+    a ModelFormatError if that was asked for; if spec_type is auto, the context is without a drafter, and with
+    a warning.
+    """
+    if config.model_draft is None:
+        yield OpenDraft(config)
+        return
+    try:
+        file = _open(config, config.model_draft, target)
+    except ColdstreamError as error:
+        if config.spec_type != "auto":
+            raise
+        without = replace(config, model_draft=None, spec_type="none")
+        yield OpenDraft(without, warnings=(NOTHING_IS_DRAFTED.format(error),))
+        return
+    with file:
+        if config.plan is None:  # which says itself what drafts
+            config = replace(config, spec_type="dflash")
+        yield OpenDraft(config, file, DraftNeeds(file.spec, _num_values(file.spec)))
+
+
+def _num_values(spec: "DflashSpec") -> int:
+    from coldstream.models.dflash_spec import tensor_shapes
+
+    return sum(prod(shape) for shape in tensor_shapes(spec).values())
+
+
+def _open(config: EngineConfig, path: str, target: ModelSpec) -> "DflashFile":
+    if config.device == "cuda":
+        raise ConfigError("spec_type dflash is computed on the CPU alone, and the device is a GPU: try ngram")
+    # Imported here because it needs PyTorch, which a machine without a GPU does not have.
+    try:
+        from coldstream.models.dflash_file import DflashFile
+        from coldstream.models.dflash_spec import check_target
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"model_draft: drafters are computed by PyTorch, and {error.name} is missing: pip install torch"
+        ) from error
+    file = DflashFile.open(path)
+    try:
+        check_target(file.spec, target)
+    except BaseException:
+        file.close()
+        raise
+    return file

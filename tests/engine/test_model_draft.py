@@ -1,0 +1,118 @@
+"""A drafter that is named: opened, planned, used and refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from builders import write_gguf
+from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model
+from coldstream.engine.planning import plan_by_name
+from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError
+from coldstream.placement.plan_file import save_plan
+from dflash_cases import MIXED, config, random_tensors, spec_of, write_folder
+
+PARAMS = SamplingParams(seed=3, max_tokens=40, ignore_eos=True)
+PROMPTS = ["def add(a, b):\n", "class Shape:"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", "qwen35moe")[0])
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(_write(tmp_path_factory.mktemp("drafter") / "drafter"))
+
+
+def _write(folder: Path, **changes: object) -> Path:
+    values = config(**MIXED, hidden_size=256, vocab_size=320, num_target_layers=4)
+    values["dflash_config"] = {"target_layer_ids": [0, 1, 3], "mask_token_id": 319}
+    values |= changes
+    return write_folder(folder, values, random_tensors(spec_of(values)))
+
+
+@pytest.mark.parametrize("spec_type", ["auto", "dflash"])
+@pytest.mark.parametrize("tree_budget", ["auto", 5])
+def test_answers_are_those_without_it(
+    model: str, drafter: str, spec_type: str, tree_budget: int | str
+) -> None:
+    with (
+        LLM(model, device="cpu", spec_type="none") as plain,
+        LLM(
+            model, device="cpu", spec_type=spec_type, model_draft=drafter, tree_budget=tree_budget
+        ) as drafting,
+    ):
+        assert drafting.opened.plan.spec_type == "dflash"
+        for prompt in PROMPTS:
+            (expected,), (found,) = plain.generate(prompt, PARAMS), drafting.generate(prompt, PARAMS)
+            assert found.token_ids == expected.token_ids
+            speculation = found.statistics.speculation
+            assert speculation is not None
+            assert speculation.drafter == "dflash"
+            assert tree_budget == "auto" or speculation.drafted > 100
+
+
+def test_its_memory_and_the_states_that_it_reads_are_in_the_plan(model: str, drafter: str) -> None:
+    plain = plan_by_name(EngineConfig(model, device="cpu", ctx_size=256)).plan.fixed
+    both = plan_by_name(EngineConfig(model, device="cpu", ctx_size=256, model_draft=drafter)).plan.fixed
+    spec = spec_of(json.loads((Path(drafter) / "config.json").read_text()))
+    num_weights = sum(values.size for values in random_tensors(spec).values())
+    assert both.drafter == 4 * (num_weights + 2 * spec.context_rows(256) * spec.kv_dim)
+    assert plain.drafter == 0
+    assert both.workspace > plain.workspace
+    assert both.num_tree_rows == 64
+
+
+def test_a_saved_plan_asks_for_its_drafter(model: str, drafter: str, tmp_path: Path) -> None:
+    planned = plan_by_name(EngineConfig(model, device="cpu", ctx_size=256, model_draft=drafter))
+    path = tmp_path / "plan.json"
+    save_plan(planned.run, path)
+    with pytest.raises(ConfigError, match="no drafter is given: name its file or folder with --model-draft"):
+        open_model(EngineConfig(model, device="cpu", plan=str(path)))
+    opened = open_model(EngineConfig(model, device="cpu", plan=str(path), model_draft=drafter))
+    assert opened.plan == planned.run
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 512}, "a vocabulary of 512 tokens, and the model has 320"),
+        ({"hidden_size": 512}, "a hidden size of 512, and the model has 256"),
+        ({"num_target_layers": 8}, "8 layers, and the model has 4"),
+    ],
+)
+def test_one_that_does_not_fit_is_refused_or_left_out_with_a_warning(
+    model: str, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    other = str(_write(tmp_path / "other", **changes))
+    with pytest.raises(ConfigError, match=message):
+        LLM(model, device="cpu", spec_type="dflash", model_draft=other)
+    with pytest.warns(UserWarning, match=f"nothing is drafted: .*{message}"):
+        llm = LLM(model, device="cpu", model_draft=other)
+    with llm:
+        assert llm.opened.plan.spec_type == "none"
+        assert llm.generate("def", PARAMS)[0].statistics.speculation is None
+
+
+def test_one_that_is_none_is_refused(model: str, drafter: str, tmp_path: Path) -> None:
+    for path, kind in ((model, ModelFormatError), (str(tmp_path / "absent"), ModelNotFoundError)):
+        with pytest.raises(kind):
+            LLM(model, device="cpu", spec_type="dflash", model_draft=path)
+    with pytest.raises(ConfigError, match="no drafter is given"):
+        LLM(model, device="cpu", spec_type="dflash")
+    for spec_type in ("mtp", "ngram", "none"):
+        with pytest.raises(ConfigError, match=f"is for spec_type dflash, not {spec_type}: leave one out"):
+            EngineConfig(model, spec_type=spec_type, model_draft=drafter)
+    with pytest.raises(ConfigError, match="must be the path of a drafter, not ''"):
+        EngineConfig(model, model_draft="")
+
+
+def test_without_pytorch_the_advice_is_to_install_it(
+    model: str, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "coldstream.models.dflash_file", None)
+    with pytest.raises(ConfigError, match="is missing: pip install torch"):
+        LLM(model, device="cpu", spec_type="dflash", model_draft=drafter)
