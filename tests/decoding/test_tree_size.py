@@ -85,7 +85,7 @@ def test_trees_beyond_the_most_rows_are_cut() -> None:
 def test_nothing_is_drafted_before_plain_steps_were_measured() -> None:
     policy = SizePolicy(StepTimes())
     assert policy.choose([1.0], 0.001) == TreeSize(0, SizeReason.UNMEASURED, draft_s=0.001)
-    for _ in range(4):
+    for _ in range(6):
         assert not policy.should_draft()
         policy.record(0.01)
     assert policy.should_draft()
@@ -144,7 +144,7 @@ class _Run:
             self.sizes.append(size)
             self.taken_s.append(step_s + (size.draft_s if size else 0.0))
             plain_s = self.times.seconds(1) or 0.0
-            self.worth_s.append(tokens * plain_s / 1.1 if size and size.num_nodes else step_s)
+            self.worth_s.append(tokens * plain_s / (1.1 if size and size.num_nodes else 1.0))
 
     def _noisy(self, value: float) -> float:
         return value * (1.0 + self._noise * self._draws.random())

@@ -13,7 +13,7 @@ exploration what it takes beyond as many plain steps as it gave tokens.
 
 Whether drafts pay is not a matter of estimates, which may be wrong together, but of what they gave and took,
 compared with plain steps that follow each other: one after a step with a draft finds other weights in the
-caches, and on a CPU its other threads asleep. So every 256 steps 4 are plain ones.
+caches, and on a CPU its other threads asleep. So of every 256 steps 6 are plain ones.
 
 Everything is a pure function of the calls so far: times are passed in.
 """
@@ -36,7 +36,7 @@ _STALE = 128  # steps after which a time should be measured again
 _PROBE_DISTANCE = 16  # steps from one probe to the next, at least
 _MOST_SAVED = 4096  # steps whose shares are saved for probes: at a half percent, the time of 20 steps
 _LEAST_OVERHEAD_S = 1e-9
-_PLAIN_STEPS, _PLAIN_DISTANCE = 4, 256
+_PLAIN_STEPS, _PLAIN_DISTANCE = 6, 256
 
 
 class SizeReason(Enum):
@@ -140,7 +140,7 @@ class SizePolicy:
         size: what was chosen for it, None without a draft.
         """
         num_nodes, draft_s = (size.num_nodes, size.draft_s) if size else (0, 0.0)
-        if num_nodes or self._num_plain or not self._times.has_any:
+        if num_nodes or self._num_plain > 1 or not self._times.has_any:
             self._times.record(1 + num_nodes, step_s)
         else:
             self._times.skip()
@@ -153,16 +153,19 @@ class SizePolicy:
                 self._for_probes.spend(max(0.0, taken_s - size.tokens / size.best_rate))
                 self._num_since_probe = 0
             else:
-                gain_s = self._gain_of(num_nodes, tokens, taken_s, draft_s)
+                gain_s = self._gain_of(num_nodes, tokens, taken_s)
                 if size.is_exploration:
                     self._for_drafts.spend(max(0.0, -gain_s))
         self._for_drafts.earn(taken_s)
         self._for_probes.earn(taken_s)
 
-    def _gain_of(self, num_nodes: int, tokens: float, taken_s: float, draft_s: float) -> float:
-        """Takes a draft's gain over plain steps, in seconds, into the mean."""
+    def _gain_of(self, num_nodes: int, tokens: float, taken_s: float) -> float:
+        """Takes a draft's gain over plain steps, in seconds, into the mean.
+
+        Also that of one that was not used, whose step may be slow because of those before it.
+        """
         plain_s = self._known_s(1)
-        gain_s = tokens * plain_s / _MARGIN - taken_s if num_nodes else -draft_s
+        gain_s = tokens * plain_s / (_MARGIN if num_nodes else 1.0) - taken_s
         newest = max(_LEAST_GAIN, gain_s / plain_s)
         self._gain = max(_LEAST_MEAN_GAIN, self._gain + _GAIN_WEIGHT * (newest - self._gain))
         return gain_s
