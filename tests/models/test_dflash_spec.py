@@ -190,6 +190,11 @@ BROKEN: dict[str, tuple[type[ModelFormatError], str, dict[str, Any]]] = {
     "twice": (InconsistentError, "ascending", {"dflash_config": SECTION | {"target_layer_ids": [1, 1]}}),
     "negative": (InconsistentError, "-1", {"dflash_config": SECTION | {"target_layer_ids": [-1, 1]}}),
     "beyond": (InconsistentError, "layer 8", {"dflash_config": SECTION | {"target_layer_ids": [1, 8]}}),
+    "many taps": (
+        LimitError,
+        "100 layers, the limit is 64",
+        {"dflash_config": SECTION | {"target_layer_ids": list(range(100))}},
+    ),
     "wide taps": (
         InconsistentError,
         "target_layer_ids",
@@ -260,7 +265,8 @@ def test_numbers_of_the_second_kind_are_checked(key: str, value: Any, kind: type
         ("", InconsistentError),
         ("[1]", InconsistentError),
         ("{", InconsistentError),
-        ('{"a": NaN}', InconsistentError),
+        (json.dumps(TINY | {"unused": float("nan")}), InconsistentError),
+        (json.dumps(TINY | {"unused": float("-inf")}), InconsistentError),
         ("[" * 100_000, InconsistentError),
         ('{"a": ' + "9" * 5000 + "}", InconsistentError),
         ('{"a": 1, "a": 2}', DuplicateError),
