@@ -92,7 +92,8 @@ class _Tensors(Protocol):
 class DflashFile:
     """An open drafter. Use as a context manager, or call `close`.
 
-    spec, path; num_values: of all tensors together.
+    path  as it was given, of a folder the folder itself
+    spec  what config.json or the metadata says
     """
 
     def __init__(
