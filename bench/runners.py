@@ -13,6 +13,7 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kvcache import CacheSize
 from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.draft_room import DraftRoom
 from coldstream.models.fixed_part import fixed_parts_on_gpu
 from coldstream.models.footprint import model_sizes, routed_model
 from coldstream.models.ram_budget import disk_tier
@@ -51,7 +52,14 @@ def open_cpu_runner(
     file, spec = open_model_file(path)
     try:
         needs = CpuRunner.needs(
-            file, spec, threads, tier, context_length, kv_type, cache_size=cache_size, taps=taps
+            file,
+            spec,
+            threads,
+            tier,
+            context_length,
+            kv_type,
+            cache_size=cache_size,
+            draft=DraftRoom(taps=taps),
         )
         placement = needs.place(ALL_BYTES if ram_bytes is None else ram_bytes, None, PlanOptions())
         return CpuRunner.load(

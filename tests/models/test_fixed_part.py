@@ -137,7 +137,9 @@ def test_a_small_budget_takes_small_steps_of_prefill(tmp_path: Path) -> None:
         assert [parts[2]] == fixed_parts_on_gpu(file, spec, sizes, CTX, "i16", budgets[2:3])
     for budget, part in zip(budgets, parts, strict=True):
         if part.chunk_size > 256:
-            assert part.workspace <= 0.5 * (budget - part.total + part.workspace)
+            # States for further sequences come from what all experts leave free.
+            left = budget - part.total + part.workspace + (part.num_sequences - 1) * sizes.state_bytes
+            assert part.workspace <= 0.5 * left
     chunks = [part.chunk_size for part in parts]
     assert chunks == sorted(chunks)
     assert (chunks[0], chunks[-1]) == (256, 16384)

@@ -31,6 +31,7 @@ from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.draft_room import DraftRoom
 from coldstream.models.fixed_part import fixed_parts_on_gpu, least_bytes
 from coldstream.models.footprint import model_sizes, routed_model
 from coldstream.models.host_part import host_part, mapped_bytes
@@ -213,16 +214,16 @@ class _Model:
             config.ctx_size,
             config.cache_type_k,
             cache_bytes_per_token(config, self.spec),
-            num_tree_rows=tree_rows_of(config),
-            has_mtp=config.spec_type == "mtp",
-            **self._draft_needs(config),
+            draft=self._draft_room(config),
         )
 
-    def _draft_needs(self, config: EngineConfig) -> dict[str, Any]:
+    def _draft_room(self, config: EngineConfig) -> DraftRoom:
+        room = DraftRoom(tree_rows_of(config), has_mtp=config.spec_type == "mtp")
         if config.spec_type != "dflash":
-            return {}
+            return room
         assert self.draft is not None, "a drafter is open where one is planned"
-        return {"drafter_bytes": self.draft.num_bytes(config.ctx_size or 1), "taps": self.draft.taps}
+        num_bytes = self.draft.num_bytes(config.ctx_size or 1)
+        return replace(room, drafter_bytes=num_bytes, taps=self.draft.taps)
 
     def with_context(self, config: EngineConfig, budget: int) -> EngineConfig:
         """`config` with threads and a context. A requested context is not reduced: planning then fails with

@@ -16,7 +16,8 @@ from coldstream.kvcache.batch import BatchArrays, BatchLimits, BatchSize, Checke
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.kvcache.sequence_cache import AcceptedPath, SequenceCache
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.cpu_mtp import CpuMtp
+from coldstream.models.cpu_mtp import BRANCHING, CpuMtp
+from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
 from coldstream.models.footprint import dense_bytes
 from coldstream.models.ram_budget import RamNeeds, disk_tier_of
 from coldstream.models.runner import Array, ModelRunner, Progress
@@ -44,10 +45,9 @@ class CpuRunner(ModelRunner):
         kv_type: str,
         disk: DiskTier | None = None,
         cache_size: CacheSize | None = None,
-        num_tree_rows: int = 0,
         taps: tuple[int, ...] = (),
     ) -> None:
-        """cache_size: None for one that suits the memory, with `num_tree_rows`. taps: see `features`."""
+        """cache_size: None for one that suits the memory, without draft trees. taps: see `features`."""
         super().__init__(file, spec, context_length)
         assert all(0 <= tap < spec.num_layers for tap in taps), "taps are layers of the trunk"
         self.taps = taps
@@ -57,7 +57,7 @@ class CpuRunner(ModelRunner):
         self._model = CausalLM.load(file, spec, ops)
         # With slots, the cache takes memory from experts; without, memory is used only once it is written.
         self.cache_size = cache_size or CacheSize.shared(
-            spec, context_length, kv_type, is_scarce=disk is not None, num_tree_rows=num_tree_rows
+            spec, context_length, kv_type, is_scarce=disk is not None
         )
         self._sequences = SequenceCache(spec, ops, self.cache_size, kv_type)
         caches, num_blocks = self._sequences.tensors, num_blocks_of(context_length)
@@ -136,14 +136,9 @@ class CpuRunner(ModelRunner):
         kv_type: str,
         kv_token_bytes: int = 0,
         cache_size: CacheSize | None = None,
-        num_tree_rows: int = 0,
-        has_mtp: bool = False,
-        drafter_bytes: int = 0,
-        taps: tuple[int, ...] = (),
+        draft: DraftRoom = NO_DRAFTS,
     ) -> RamNeeds:
-        """The RAM that the runner would need, counted by runners that read no weights.
-
-        has_mtp: with that of `load_mtp`. drafter_bytes: of another drafter. taps: as in `load`.
+        """The RAM that the runner and what drafts for it would need, counted by runners that read no weights.
 
         Raises UnsupportedError for a tier this machine lacks.
         """
@@ -152,7 +147,17 @@ class CpuRunner(ModelRunner):
             ops: CpuOps = UnreadCpuOps(threads, tier)
             if disk is not None:
                 ops = UnreadPooledCpuOps(threads, tier, disk.stacks)
-            unread = cls(file, spec, ops, context_length, kv_type, disk, cache_size, num_tree_rows, taps)
+            size = cache_size or CacheSize.shared(
+                spec,
+                context_length,
+                kv_type,
+                is_scarce=disk is not None,
+                num_tree_rows=draft.num_tree_rows,
+            )
+            unread = cls(file, spec, ops, context_length, kv_type, disk, size, taps=draft.taps)
+            drafter = draft.drafter_bytes
+            if draft.has_mtp:
+                drafter = unread._mtp(UnreadCpuOps.beside(ops), BRANCHING).num_bytes
             return FixedPart(
                 ctx_size=context_length,
                 kv_type=kv_type,
@@ -162,7 +167,7 @@ class CpuRunner(ModelRunner):
                 workspace=unread.activation_bytes,
                 num_sequences=unread.cache_size.num_states,
                 num_tree_rows=unread.cache_size.num_tree_rows,
-                drafter=unread._mtp(UnreadCpuOps.beside(ops), 1).num_bytes if has_mtp else drafter_bytes,
+                drafter=drafter,
             )
 
         return RamNeeds.of(file, spec, kv_token_bytes, count)
@@ -198,7 +203,7 @@ class CpuRunner(ModelRunner):
         return self._disk.statistics() if self._disk else None
 
     @host_memory_errors()
-    def load_mtp(self, branching: int = 4) -> CpuMtp:
+    def load_mtp(self, branching: int = BRANCHING) -> CpuMtp:
         """Loads the MTP block of the file, with as much room for sequences as this runner has.
 
         branching: candidates after a row that `MtpSequence.candidates` gives. The block has to be given up

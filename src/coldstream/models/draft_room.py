@@ -1,0 +1,17 @@
+"""What drafts take of a runner's memory."""
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class DraftRoom:
+    """Beside what a runner without drafts takes."""
+
+    num_tree_rows: int = 0  # of draft trees that are pending
+    has_mtp: bool = False  # whether the file's block for multi-token prediction drafts
+    drafter_bytes: int = 0  # of another drafter
+    taps: tuple[int, ...] = ()  # layers whose residual streams it reads
+
+
+NO_DRAFTS: Final = DraftRoom()
