@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coldstream.decoding.step_times import MAX_ROWS, StepTimes
+from coldstream.decoding.row_times import MAX_ROWS, StepTimes
 from coldstream.decoding.tree_size import SizePolicy, SizeReason, TreeSize, expected_rates
 
 Seconds = Callable[[int], float]  # of a step, by rows

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from coldstream.decoding.acceptance import AcceptanceModel
 from coldstream.decoding.drafters.drafter import Drafter
-from coldstream.decoding.step_times import StepTimes
+from coldstream.decoding.row_times import StepTimes
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.decoding.tree_size import SizePolicy, TreeSize
 from coldstream.kernels.ops import MAX_TREE_ROWS

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 
-from coldstream.decoding.step_times import MAX_ROWS, RecentMedian, StepTimes, row_range
+from coldstream.decoding.row_times import MAX_ROWS, RecentMedian, StepTimes, row_range
 
 _GAIN_WEIGHT = 1 / 16  # of the newest draft in the mean gain of drafts
 # In plain steps: the mean gain that is believed at first, the least that is remembered, and the least that

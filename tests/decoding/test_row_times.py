@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.decoding.step_times import MAX_ROWS, RecentMedian, StepTimes, row_range
+from coldstream.decoding.row_times import MAX_ROWS, RecentMedian, StepTimes, row_range
 
 seconds = st.integers(1, 1000).map(lambda ms: ms / 1000)
 rows = st.integers(1, MAX_ROWS)
