@@ -85,7 +85,7 @@ def test_trees_beyond_the_most_rows_are_cut() -> None:
 def test_nothing_is_drafted_before_plain_steps_were_measured() -> None:
     policy = SizePolicy(StepTimes())
     assert policy.choose([1.0], 0.001) == TreeSize(0, SizeReason.UNMEASURED, draft_s=0.001)
-    for _ in range(6):
+    for _ in range(24):
         assert not policy.should_draft()
         policy.record(0.01)
     assert policy.should_draft()
@@ -119,7 +119,7 @@ def test_some_slow_steps_or_drafts_do_not_end_speculation(num_slow: int, is_draf
         chosen.append(num_nodes)
         step_s = 5.0 if not is_draft and step in slow else 0.01 + 0.001 * num_nodes
         policy.record(step_s, size, size.tokens if size and num_nodes else 1.0)
-    assert sum(each < 3 for each in chosen[20:]) <= 2, "but for probes"
+    assert sum(each < 3 for each in chosen[26:]) <= 2, "but for probes"
 
 
 class _Run:
@@ -215,7 +215,7 @@ def test_stale_times_are_found_out() -> None:
     run = _Run()
     run.go(500, lambda rows: 0.01 * rows, _chain(0.9, 7), 0.0005)
     assert {size.num_nodes for size in run.sizes[-50:] if size} <= {0, 1}
-    run.go(2500, lambda rows: 0.01 + 0.0005 * (rows - 1), _chain(0.9, 7), 0.0005)
+    run.go(6000, lambda rows: 0.01 + 0.0005 * (rows - 1), _chain(0.9, 7), 0.0005)
     assert Counter(size.num_nodes for size in run.sizes[-200:] if size).most_common(1)[0][0] >= 5
 
 

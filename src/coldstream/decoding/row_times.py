@@ -5,7 +5,7 @@ of a step, and few enough ranges are left to be measured all.
 
 An estimate is a median of the last measurements, in which one loses half its weight with every 256 steps. So
 a slow step changes nothing where steps are many, and where they are rare the new ones outweigh the stale. A
-range without any for 1024 steps counts as never measured. The first measurement of a range is left out: it
+range without any for 16,384 steps counts as never measured. The first measurement of a range is left out: it
 may have paid for what is made at the first use.
 
 It knows no clock and no device. Times are seconds.
@@ -20,7 +20,7 @@ from typing import Final
 MAX_ROWS: Final = 64
 _LAST_ROWS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, MAX_ROWS)  # of each range
 _HALF_LIFE: Final = 256.0  # in steps
-_FORGOTTEN: Final = 1024  # steps
+_FORGOTTEN: Final = 16384  # steps
 _NUM_KEPT: Final = 9
 _MEDIAN: Final = 0.45  # the share of the weight up to a median: below half, so that of two it is the lower
 _ROW_SHARE: Final = 0.3  # of a step of one row: what a further row costs, as long as that is not measured

@@ -13,7 +13,7 @@ exploration what it takes beyond as many plain steps as it gave tokens.
 
 Whether drafts pay is not a matter of estimates, which may be wrong together, but of what they gave and took,
 compared with plain steps that follow each other: one after a step with a draft finds other weights in the
-caches, and on a CPU its other threads asleep. So of every 256 steps 6 are plain ones.
+caches, and on a CPU its other threads asleep. So of every 256 steps 6 are plain ones, and the first 24.
 
 Everything is a pure function of the calls so far: times are passed in.
 """
@@ -36,7 +36,7 @@ _STALE = 128  # steps after which a time should be measured again
 _PROBE_DISTANCE = 16  # steps from one probe to the next, at least
 _MOST_SAVED = 4096  # steps whose shares are saved for probes: at a half percent, the time of 20 steps
 _LEAST_OVERHEAD_S = 1e-9
-_PLAIN_STEPS, _PLAIN_DISTANCE = 6, 256
+_FIRST_PLAIN_STEPS, _PLAIN_STEPS, _PLAIN_DISTANCE = 24, 6, 256
 
 
 class SizeReason(Enum):
@@ -109,7 +109,9 @@ class SizePolicy:
 
     def should_draft(self) -> bool:
         """Whether the next step should have a draft."""
-        if not self._times.has_any or self._num_steps % _PLAIN_DISTANCE < _PLAIN_STEPS:
+        if not self._times.has_any or self._num_steps < _FIRST_PLAIN_STEPS:
+            return False
+        if self._num_steps % _PLAIN_DISTANCE < _PLAIN_STEPS:
             return False
         return self.pays or self._for_drafts.affords(self._usual_draft_s)
 
