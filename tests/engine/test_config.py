@@ -106,7 +106,7 @@ def test_budgets_are_bytes_or_auto(text: int | str, num_bytes: int | str) -> Non
 def test_resolving_makes_auto_concrete_and_leaves_the_rest(spec: ModelSpec) -> None:
     config = EngineConfig("m.gguf", seed=3, tier="generic")
     resolved = resolve(config, spec, CORES, FREE)
-    assert resolved == replace(config, threads=4, ctx_size=DEFAULT_CTX_SIZE)
+    assert resolved == replace(config, threads=4, ctx_size=DEFAULT_CTX_SIZE, spec_type="none")
     assert resolve(resolved, spec, CORES, FREE) == resolved
     assert json.loads(json.dumps(asdict(resolved)))["threads"] == 4
     assert resolve(replace(config, threads=7, ctx_size=0), spec, CORES, FREE).threads == 7

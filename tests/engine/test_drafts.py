@@ -13,6 +13,7 @@ from coldstream.assets import demo_model_path
 from coldstream.decoding import FixedSizes, SizesByCost, Speculation, TokenTree
 from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model
 from coldstream.errors import ConfigError, InconsistentError
+from coldstream.models.cpu_runner import CpuRunner
 
 PROMPTS = ["def add(a, b):\n", "import os\nimport sys\n\n\ndef main() -> None:\n    ", "class Shape:"]
 BUDGETS = [1, 2, 3, 7, 8, 15, 16, 22, 63]
@@ -194,7 +195,7 @@ def test_a_stream_that_is_left_within_a_run_goes_on_as_without_drafts(
     assert reused[0] == reused[1] > 0
 
 
-@pytest.mark.parametrize("spec_type", ["mtp", "ngram", "auto"])
+@pytest.mark.parametrize("spec_type", ["mtp", "ngram"])
 @pytest.mark.parametrize("tree_budget", ["auto", 3])
 def test_the_products_own_drafters_leave_the_answers(
     demo: Pair, spec_type: str, tree_budget: int | str
@@ -283,29 +284,30 @@ def test_a_file_without_a_block_has_no_drafts_by_default(tiny: Pair) -> None:
         LLM(path, device="cpu", spec_type="mtp")
 
 
-def test_a_damaged_block_is_said_and_left_out_unless_it_was_asked_for(tmp_path: Path) -> None:
+def test_a_damaged_block_is_an_error_where_it_is_asked_for(tmp_path: Path) -> None:
     model = make_model(nextn=True)
-    name = "blk.4.nextn.enorm.weight"
-    model.tensors[name][:] = np.inf
+    model.tensors["blk.4.nextn.enorm.weight"][:] = np.inf
     path = str(write_model(tmp_path / "damaged.gguf", model)[0])
-    with pytest.warns(UserWarning, match="nothing is drafted: .*enorm"), LLM(path, device="cpu") as llm:
+    with LLM(path, device="cpu") as llm:
         assert llm.generate("def", PARAMS["greedy"])[0].token_ids
     with pytest.raises(InconsistentError, match="enorm"):
         LLM(path, device="cpu", spec_type="mtp")
 
 
-def test_drafts_take_no_experts_out_of_memory_unless_they_are_asked_for(demo: Pair) -> None:
+def test_the_memory_of_drafts_is_in_the_plan(demo: Pair) -> None:
     config = EngineConfig(str(demo_model_path()), device="cpu", ctx_size=256)
-    whole = open_model(config)
-    assert whole.plan.spec_type == "mtp"
-    need = whole.plan.placement.total_bytes
-    whole.close()
-    for ram, spec_type in ((need, "mtp"), (need - 1, "none")):
-        opened = open_model(replace(config, ram=ram))
-        assert opened.plan.spec_type == spec_type
-        assert opened.plan.placement.is_all_resident
-        opened.close()
-    asked = open_model(replace(config, ram=need - 1, spec_type="mtp"))
-    assert asked.plan.spec_type == "mtp"
-    assert not asked.plan.placement.is_all_resident
-    asked.close()
+    plain = open_model(config)
+    assert plain.plan.spec_type == "none"
+    need = plain.plan.placement.total_bytes
+    plain.close()
+    drafting = open_model(replace(config, spec_type="mtp"))
+    fixed, runner = drafting.plan.placement.fixed, drafting.runner
+    assert isinstance(runner, CpuRunner)
+    assert fixed.drafter == runner.load_mtp().num_bytes
+    assert fixed.num_tree_rows == 64
+    assert drafting.plan.placement.total_bytes > need + fixed.drafter
+    drafting.close()
+    scarce = open_model(replace(config, ram=need, spec_type="mtp"))
+    assert scarce.plan.spec_type == "mtp"
+    assert not scarce.plan.placement.is_all_resident
+    scarce.close()

@@ -69,8 +69,7 @@ def check_runs_as_planned(config: EngineConfig) -> Planned:
         assert opened.config.ctx_size == runner.context_length == placement.fixed.ctx_size
         assert runner.threads == planned.run.threads
         assert runner.chunk_size == placement.fixed.chunk_size
-        drafter_bytes = runner.load_mtp().num_bytes if planned.run.spec_type == "mtp" else 0
-        assert taken_bytes(runner) + drafter_bytes == placement.total_bytes <= placement.budget_bytes
+        assert taken_bytes(runner) == placement.total_bytes <= placement.budget_bytes
         assert (runner.disk is None) == placement.is_all_resident
         if runner.disk is not None:
             assert runner.disk.num_slots == placement.num_resident

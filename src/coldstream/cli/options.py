@@ -159,7 +159,7 @@ def engine_options(command: Command) -> Command:
             "--spec-type",
             metavar="|".join(SPEC_TYPES),
             help="What drafts tokens for the model to verify, which changes none [default: auto, the "
-            "file's own block for that, on a CPU].",
+            "drafter of --model-draft, or none].",
         ),
         option(
             "--model-draft",

@@ -56,7 +56,7 @@ class EngineConfig:
     tier: str = "auto"  # of CPU kernels; auto: the fastest that this CPU has
     # Experts of a layer that a GPU fetches before its router has run, at most; auto: where that should pay.
     prefetch: int | Literal["auto"] = "auto"
-    # What drafts tokens for the model to verify, which changes none; auto: the file's MTP block, on a CPU.
+    # What drafts tokens for the model to verify, which changes none; auto: a drafter that is named, or none.
     spec_type: str = "auto"
     model_draft: str | None = None  # a drafter's file or folder, for spec_type dflash, which auto then is
     tree_budget: int | Literal["auto"] = "auto"  # nodes of a draft tree; auto: as many as pay in each step
@@ -141,12 +141,14 @@ class EngineConfig:
 
 
 def resolve(config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: int) -> EngineConfig:
-    """`config` with `ctx_size` and `threads` made concrete for this model and machine. Pure.
+    """`config` with `ctx_size`, `threads` and `spec_type` made concrete for this model and machine. Pure.
 
     free_bytes: device memory available for caches. The tier is not resolved here, since only the compiled
     kernels list their tiers; the opened model reports its choice. Raises ConfigError for a context beyond the
     model's and for drafts that it cannot have, OutOfMemoryError if caches exceed the memory.
     """
+    if config.spec_type == "auto":
+        config = replace(config, spec_type="none")
     _check_drafts(config, spec)
     threads = num_cores if config.threads == "auto" else config.threads
     try:
@@ -162,15 +164,10 @@ def resolve(config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: i
 
 
 def tree_rows_of(config: EngineConfig) -> int:
-    """Rows of a draft tree for which a `config` with concrete drafts needs memory."""
-    if config.spec_type in ("auto", "none"):
+    """Rows of a draft tree for which a resolved `config` needs memory."""
+    if config.spec_type == "none":
         return 0
     return MAX_TREE_ROWS if config.tree_budget == "auto" else 1 + config.tree_budget
-
-
-def automatic_spec_type(config: EngineConfig, spec: ModelSpec) -> str:
-    """What drafts if nothing is asked for and there is memory for it."""
-    return "mtp" if spec.num_nextn_layers and config.device == "cpu" else "none"
 
 
 def _check_drafts(config: EngineConfig, spec: ModelSpec) -> None:

@@ -6,7 +6,6 @@ them out.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,16 @@ from coldstream.assets import demo_profile_path
 from coldstream.engine.budgets import ALL_BYTES, advised, budget_bytes, ram_bytes
 from coldstream.engine.config import (
     EngineConfig,
-    automatic_spec_type,
     cache_bytes_per_token,
     resolve,
     tree_rows_of,
 )
 from coldstream.engine.device_choice import OpenProgress, device_to_plan_for
-from coldstream.engine.draft_file import NOTHING_IS_DRAFTED, DraftNeeds, open_draft
+from coldstream.engine.draft_file import DraftNeeds, open_draft
 from coldstream.engine.machine import measured_hardware
 from coldstream.engine.planned import Planned
 from coldstream.engine.workers import with_places, with_workers
-from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError, OutOfMemoryError
+from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
@@ -71,51 +69,13 @@ def plan_model(
     """Plans an open model on the device of `config`, which is cpu or cuda.
 
     Follows the plan that `config` names, or its budgets, or else free memory. A trace of the model gives the
-    uses of experts. Drafts that are not asked for are taken only where they leave all experts in fast memory.
-    more_bytes: further fast memory, for `larger_plan`. measured: returns `hardware` with rates; called only
-    if a choice depends on them. draft: the drafter for spec_type dflash. Raises ConfigError and
-    OutOfMemoryError as `resolve` and `plan_placement`, with a sufficient budget as advice; as `load_plan`;
-    and ConfigError for a plan for the other device, for pinned or weighted layers that do not exist, and for
-    prefetched experts that were asked for and have no place.
+    uses of experts. more_bytes: further fast memory, for `larger_plan`. measured: returns `hardware` with
+    rates; called only if a choice depends on them. draft: the drafter for spec_type dflash. Raises
+    ConfigError and OutOfMemoryError as `resolve` and `plan_placement`, with a sufficient budget as advice; as
+    `load_plan`; and ConfigError for a plan for the other device, for pinned or weighted layers that do not
+    exist, and for prefetched experts that were asked for and have no place.
     """
-    plan = partial(
-        _plan_asked,
-        file=file,
-        spec=spec,
-        hardware=hardware,
-        trace=trace,
-        options=options or PlanOptions(),
-        more_bytes=more_bytes,
-        measured=measured,
-        draft=draft,
-    )
-    if config.plan is not None or config.spec_type != "auto":
-        return plan(config)
-    drafts, warnings = automatic_spec_type(config, spec), tuple[str, ...]()
-    if drafts != "none":
-        try:
-            planned = plan(replace(config, spec_type=drafts))
-            if planned.plan.is_all_resident:
-                return planned
-        except OutOfMemoryError:
-            pass  # perhaps there is enough without drafts
-        except ModelFormatError as error:
-            warnings = (NOTHING_IS_DRAFTED.format(error),)
-    return replace(plan(replace(config, spec_type="none")), warnings=warnings)
-
-
-def _plan_asked(
-    config: EngineConfig,
-    file: GGUFFile,
-    spec: ModelSpec,
-    hardware: Hardware,
-    trace: RoutingTrace | None,
-    options: PlanOptions,
-    more_bytes: int,
-    measured: Callable[[], Hardware] | None,
-    draft: DraftNeeds | None,
-) -> Planned:
-    """`plan_model` for drafts that are not chosen here."""
+    options = options or PlanOptions()
     _check_layers(options, spec.num_layers)
     spec = spec.with_window(config.attention_window)
     model = _Model(file, spec, options, expected_uses(trace), hardware.num_physical_cores, draft)
