@@ -71,6 +71,8 @@ def test_a_saved_plan_asks_for_its_drafter(model: str, drafter: str, tmp_path: P
     save_plan(planned.run, path)
     with pytest.raises(ConfigError, match="no drafter is given: name its file or folder with --model-draft"):
         open_model(EngineConfig(model, device="cpu", plan=str(path)))
+    with pytest.raises(ModelNotFoundError, match="absent"):
+        open_model(EngineConfig(model, device="cpu", plan=str(path), model_draft=str(tmp_path / "absent")))
     opened = open_model(EngineConfig(model, device="cpu", plan=str(path), model_draft=drafter))
     assert opened.plan == planned.run
     opened.close()

@@ -60,13 +60,13 @@ def open_draft(config: EngineConfig, target: ModelSpec) -> Iterator[OpenDraft]:
     try:
         file = _open(config, config.model_draft, target)
     except ColdstreamError as error:
-        if config.spec_type != "auto":
+        if config.spec_type != "auto" or config.plan is not None:  # a plan says itself what drafts
             raise
         without = replace(config, model_draft=None, spec_type="none")
         yield OpenDraft(without, warnings=(NOTHING_IS_DRAFTED.format(error),))
         return
     with file:
-        if config.plan is None:  # which says itself what drafts
+        if config.plan is None:
             config = replace(config, spec_type="dflash")
         yield OpenDraft(config, file, DraftNeeds(file.spec, _num_values(file.spec)))
 
