@@ -141,11 +141,11 @@ class ExpertLayer:
 
 @contextmanager
 def forced(walk: Walk | None, sets: int | None):
-    kept_of, kept_sets = Walk.of, dict(few_layouts.SETS)
+    kept_of, kept_sets = Walk.of, {each: dict(by_slices) for each, by_slices in few_layouts.SETS.items()}
     if walk is not None:
         Walk.of = lambda *_: walk
-    if sets is not None:
-        few_layouts.SETS.update({4: sets, 8: sets})
+    if walk in few_layouts.SETS and sets is not None:
+        few_layouts.SETS[walk].update({4: sets, 8: sets})
     try:
         yield
     finally:

@@ -16,7 +16,9 @@ from coldstream.kernels.cuda.few_shapes import (
     part_shape,
     tile_shape,
 )
-from coldstream.kernels.linear.cuda import TILE_INSTANCES, LinearMatrix, share_blocks
+from coldstream.kernels.linear.cuda import INSTANCES as LINEAR_INSTANCES
+from coldstream.kernels.linear.cuda import LinearMatrix, share_blocks
+from coldstream.kernels.linear.few_layouts import Walk
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 
 MAX_STACK_BYTES = 40  # a few registers set aside; an array in local memory is more
@@ -36,7 +38,7 @@ INSTANCES = [
         for source, name, *numbers in (
             ("linear/few.cu", "linear_one"),
             ("linear/few.cu", "linear_rows"),
-            *(("linear/few.cu", "linear_few", *numbers) for numbers in TILE_INSTANCES),
+            *(("linear/few.cu", "linear_few", *numbers) for numbers in LINEAR_INSTANCES[Walk.TILES]),
             ("experts/few.cu", "expert_gate_up"),
             ("experts/few.cu", "expert_down"),
         )
@@ -44,7 +46,7 @@ INSTANCES = [
     *(
         ("linear/parts.cu", instance_for("coldstream::linear_parts", types, *numbers))
         for types in (FEW_TYPES, {QuantType.Q4_K}, {QuantType.Q6_K}, {QuantType.Q8_0, QuantType.Q5_K})
-        for numbers in TILE_INSTANCES
+        for numbers in LINEAR_INSTANCES[Walk.PARTS]
     ),
     *(
         ("experts/grouped.cu", instance_for(f"coldstream::{name}", types))

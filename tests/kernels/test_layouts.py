@@ -267,7 +267,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         },
         **{
             f"tile_blocks({slices // sets}, {sets})": few_layouts.tile_blocks(slices, few_layouts.Walk.TILES)
-            for slices, sets in few_layouts.SETS.items()
+            for slices, sets in few_layouts.SETS[few_layouts.Walk.TILES].items()
         },
         "block_row_bytes": few_shapes.BLOCK_GROUP_BYTES,
         "block_types": sum(1 << int(quant_type) for quant_type in BLOCK_TYPES),
@@ -280,7 +280,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "slice_rows": few_layouts.SLICE_ROWS,
         **{
             f"part_blocks({slices // sets}, {sets})": few_layouts.tile_blocks(slices, few_layouts.Walk.PARTS)
-            for slices, sets in few_layouts.SETS.items()
+            for slices, sets in few_layouts.SETS[few_layouts.Walk.PARTS].items()
         },
     },
     "quantize/quantize.cu": {"block_elements": BLOCK_SIZE},

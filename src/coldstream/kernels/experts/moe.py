@@ -41,7 +41,7 @@ from coldstream.kernels.swiglu.cuda import swiglu_cuda
 
 # Up to the first number of tokens each pair is computed on its own, up to the second one pairs of an expert
 # read it together in the launches for few, and beyond they are sorted for the tensor cores.
-MAX_PAIRWISE_ROWS, MAX_GROUPED_ROWS = 3, 16
+MAX_PAIRWISE_ROWS, MAX_GROUPED_ROWS = 8, 16
 
 
 class Form(Enum):

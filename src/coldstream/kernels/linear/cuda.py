@@ -21,13 +21,13 @@ from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.linear.few_layouts import (
     FLOAT_ROW_BYTES,
     MAX_TILE_ROWS,
-    SLICES,
+    SETS,
     Layout,
     Walk,
     Weight,
     float_tiles,
+    is_large,
     layout_for,
-    sets_of,
 )
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
@@ -36,17 +36,19 @@ MAX_MATRICES = 8
 MAX_FLOAT_VALUES = MAX_TILE_ROWS * 4096  # of rows that a matrix of floats meets
 ONE, ROWS, FEW = "coldstream::linear_one", "coldstream::linear_rows", "coldstream::linear_few"
 PARTS = "coldstream::linear_parts"
-TILE_INSTANCES = tuple((slices // sets_of(slices), sets_of(slices)) for slices in SLICES)
+INSTANCES = {
+    walk: tuple((slices // count, count) for slices, count in sets.items()) for walk, sets in SETS.items()
+}  # slices of a set of warps, and sets
 PROGRAM = CudaProgram(
     Path(__file__).with_name("few.cu"),
     (
         *(instance_for(kernel, FEW_TYPES) for kernel in (ONE, ROWS)),
-        *(instance_for(FEW, FEW_TYPES, *numbers) for numbers in TILE_INSTANCES),
+        *(instance_for(FEW, FEW_TYPES, *numbers) for numbers in INSTANCES[Walk.TILES]),
     ),
 )
 PARTS_PROGRAM = CudaProgram(
     Path(__file__).with_name("parts.cu"),
-    tuple(instance_for(PARTS, FEW_TYPES, *numbers) for numbers in TILE_INSTANCES),
+    tuple(instance_for(PARTS, FEW_TYPES, *numbers) for numbers in INSTANCES[Walk.PARTS]),
 )
 
 
@@ -99,6 +101,8 @@ def fits_few(weights: Sequence[QuantTensor], x: torch.Tensor) -> bool:
     if num_rows > MAX_TILE_ROWS or len(weights) > MAX_MATRICES:
         return False
     has_floats = any(weight.quant_type in PASS_COLS for weight in weights)
+    if not has_floats and all(is_large(weight.shape[0], cols, num_rows) for weight in weights):
+        return False
     if has_floats and num_rows * cols > MAX_FLOAT_VALUES:
         return False
     return num_rows <= MAX_FEW_ROWS or all(has_aligned_floats(weight, x) for weight in weights)
@@ -208,7 +212,7 @@ def _launch(
 ) -> None:
     last, types = table.at[table.count - 1], [shape.type for shape in layout.shapes]
     arguments: list[Argument] = [table, inputs]
-    sets = sets_of(layout.slices)
+    sets = layout.walk.sets(layout.slices) if layout.walk in SETS else 1
     if layout.walk is Walk.PARTS:
         kernel = PARTS_PROGRAM.kernel(instance_for(PARTS, types, layout.slices // sets, sets))
         rows = BlockRows()

@@ -1,6 +1,6 @@
 """How products with up to 64 rows are shared out: kernels, rows at a time, and a block's shared memory."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -20,18 +20,22 @@ from coldstream.kernels.cuda.few_shapes import (
     tile_shape,
 )
 from coldstream.kernels.cuda.limits import DeviceLimits
+from coldstream.kernels.linear.reference import BLOCK_TYPES
 
 WARPS = 8  # of a block, or of each of its sets
 BLOCKS_PER_PROCESSOR = 2  # where warps take units for themselves
 SLICE_ROWS = 8  # of activations that meet the same unpacked weights
 SLICES = (1, 2, 4, 8)  # that a block can take
-SETS = {1: 1, 2: 1, 4: 2, 8: 2}  # of warps, which share the slices
 MAX_TILE_ROWS = SLICE_ROWS * SLICES[-1]
-MAX_WARP_ROWS = 4  # up to which a warp multiplies one row after the other
-# Values of all rows that a block holds at once. With more a processor would have less than sixteen warps.
-MAX_RESIDENT_VALUES = {1: 16 * 4096, 2: 64 * 2048}  # by sets
-# Of fewer weight rows parts would be too few blocks, and up to so many columns rows are parted instead.
-MIN_PARTED_WEIGHT_ROWS, MAX_WHOLE_COLS = 4096, 8192
+# Borders as measured on Hopper by bench/gpu_few_variants.py, with shapes of 35B-A3B and of the dense 27B.
+MAX_WARP_ROWS = 3  # up to which a warp multiplies one row after the other
+MAX_RESIDENT_VALUES = 16 * 4096  # of all rows that a block holds at once
+MAX_WHOLE_COLS = 8192
+MIN_PARTED_WEIGHT_ROWS = 4096  # with fewer, units of a whole part are too few blocks
+# Two sets of warps gain more by unpacking these than by parts of the columns.
+QUICK_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K})
+# Beyond so many rows the kernel for many is faster with a matrix that has enough rows and columns for it.
+MAX_LARGE_ROWS, MIN_LARGE_SIDE = 32, 4096
 FLOAT_TILE_TOKENS, FLOAT_STAGE_VALUES = 16, 128  # rows of activations, and inputs of a stage
 FLOAT_TILE_ROWS = {2: 4, 4: 16, 8: 16}  # rows of weights, by slices
 FLOAT_STAGES = {2: 6, 4: 4, 8: 4}  # by slices
@@ -58,18 +62,34 @@ class Walk(Enum):
     TILES = auto()  # tensor cores; a block takes a unit and holds whole rows
     PARTS = auto()  # the same, with a part of the columns of all rows at a time
 
+    def sets(self, slices: int) -> int:
+        """Sets of warps of a block, which share so many slices."""
+        return SETS[self][slices]
+
     @classmethod
     def of(cls, weights: Sequence["Weight"], num_rows: int) -> "Walk":
         """The walk for so many rows; the same on every device, as plans are made without one."""
         if num_rows == 1:
             return cls.ONE
-        if all(kind in PASS_COLS for kind, *_ in weights):
+        kinds = {kind for kind, *_ in weights}
+        if kinds.issubset(PASS_COLS):
             return cls.TILES
+        if num_rows <= SLICE_ROWS:
+            return cls.ROWS if num_rows <= MAX_WARP_ROWS else cls.TILES
+        return cls.PARTS if cls._has_parts(kinds, weights, num_rows) else cls.TILES
+
+    @staticmethod
+    def _has_parts(kinds: Set[QuantType], weights: Sequence["Weight"], num_rows: int) -> bool:
         cols, weight_rows = weights[0][2], sum(rows for _, rows, _ in weights)
-        is_wide = num_rows * cols > MAX_RESIDENT_VALUES[sets_of(slices_of(num_rows))]
-        if is_wide and (weight_rows >= MIN_PARTED_WEIGHT_ROWS or cols > MAX_WHOLE_COLS):
-            return cls.PARTS
-        return cls.ROWS if num_rows <= MAX_WARP_ROWS else cls.TILES
+        if cols > MAX_WHOLE_COLS or not kinds.isdisjoint(BLOCK_TYPES):
+            return True
+        if num_rows * cols <= MAX_RESIDENT_VALUES or weight_rows < MIN_PARTED_WEIGHT_ROWS:
+            return False
+        return num_rows <= 2 * SLICE_ROWS or not kinds <= QUICK_TYPES | PASS_COLS.keys()
+
+
+# Sets of warps of a block, by slices. One set that takes parts is as fast with four slices.
+SETS = {Walk.TILES: {1: 1, 2: 1, 4: 2, 8: 2}, Walk.PARTS: {1: 1, 2: 1, 4: 1, 8: 2}}
 
 
 @dataclass(frozen=True)
@@ -93,8 +113,7 @@ class Layout:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        has_sets = self.walk in (Walk.TILES, Walk.PARTS)
-        return WARPS * WARP_SIZE * (sets_of(self.slices) if has_sets else 1)
+        return WARPS * WARP_SIZE * (self.walk.sets(self.slices) if self.walk in SETS else 1)
 
     def num_parts(self, num_rows: int) -> int:
         """Parts of `num_rows`, each with blocks of its own."""
@@ -106,15 +125,14 @@ def slices_of(num_rows: int) -> int:
     return next(slices for slices in SLICES if num_rows <= slices * SLICE_ROWS)
 
 
-def sets_of(slices: int) -> int:
-    """Sets of warps of a block for so many slices."""
-    return SETS[slices]
+def is_large(weight_rows: int, cols: int, num_rows: int) -> bool:
+    """Whether the kernel for many rows is faster with a matrix of an integer type."""
+    return num_rows > MAX_LARGE_ROWS and min(weight_rows, cols) >= MIN_LARGE_SIDE
 
 
 def tile_blocks(slices: int, walk: Walk) -> int:
     """The most blocks on a processor, which limit the registers of a thread, as in few.cu and parts.cu."""
-    sets = sets_of(slices)
-    return 1 if sets > 1 else (PART_BLOCKS if walk is Walk.PARTS else TILE_BLOCKS)[slices]
+    return 1 if walk.sets(slices) > 1 else (PART_BLOCKS if walk is Walk.PARTS else TILE_BLOCKS)[slices]
 
 
 def float_tiles(shape: MatrixShape, part_rows: int) -> int:
