@@ -41,6 +41,7 @@ params_of_rows = st.builds(
     repeat_last_n=st.sampled_from([None, 0, 1, 3, 4, 64]),
     logprobs=st.sampled_from([None, None, 2]),
     logits_processors=st.sampled_from([None, None, [forbid_one], [fail]]),
+    logit_bias=st.sampled_from([None, None, None, {2: 5.0, 4: -100.0}]),
 )
 rows_of_choices = st.lists(
     st.tuples(

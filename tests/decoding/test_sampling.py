@@ -164,6 +164,16 @@ def test_penalties_come_before_the_argmax() -> None:
     assert sample_token(logits, [0], params, seed=0) == 1
 
 
+def test_biases_are_added_before_penalties() -> None:
+    logits = np.array([-1.0, 2.0, 4.0], dtype=np.float32)
+    greedy = replace(PLAIN, temperature=0.0)
+    assert sample_token(logits, [1], replace(greedy, logit_bias={0: 6.0}), seed=0) == 0
+    # A penalty divides the positive logit that the bias has made; a negative one it would multiply.
+    params = replace(greedy, logit_bias={0: 9.0}, repetition_penalty=4.0)
+    assert sample_token(logits, [0], params, seed=0) == 2
+    assert logits[0] == -1.0
+
+
 def test_logits_processors_run_in_order_and_may_forbid() -> None:
     def forbid_zero(context: object, logits: Logits) -> Logits:
         return np.concatenate([np.array([-np.inf], dtype=np.float32), logits[1:]])

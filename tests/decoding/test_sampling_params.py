@@ -70,6 +70,13 @@ NOT_INTEGERS = (1.0, True, "1", 10**100)
         ("stop_token_ids", [1.0]),
         ("stop_token_ids", [True]),
         ("stop_token_ids", [1] * 1025),
+        ("logit_bias", 5),
+        ("logit_bias", [3]),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"1": 1.0}),
+        ("logit_bias", {1: 101.0}),
+        ("logit_bias", {1: float("nan")}),
+        ("logit_bias", dict.fromkeys(range(1025), 0.0)),
         ("logits_processors", max),
         ("logits_processors", [max, "min"]),
     ],
@@ -101,6 +108,12 @@ def test_messages_name_field_limit_and_value(settings: Any, message: str) -> Non
 @pytest.mark.parametrize("stop", ["ab", ["ab"], ("ab",)])
 def test_stop_is_one_string_or_several(stop: Any) -> None:
     assert SamplingParams(stop=stop).stop == ("ab",)
+
+
+def test_biases_are_kept_by_token_id_however_they_are_given() -> None:
+    assert SamplingParams(logit_bias={7: 2, 3: -1.5}).logit_bias == ((3, -1.5), (7, 2.0))
+    assert SamplingParams(logit_bias=((7, 2.0), (3, -1.5))) == SamplingParams(logit_bias={3: -1.5, 7: 2})
+    assert SamplingParams(logit_bias={}) == SamplingParams()
 
 
 def test_none_is_nothing_to_stop_at() -> None:

@@ -209,9 +209,11 @@ def test_progress_is_told_to_a_function(llm: LLM) -> None:
         llm.stream("def", progress=5)  # type: ignore[arg-type]
 
 
-def test_a_stop_token_outside_the_vocabulary_is_refused(llm: LLM, runner: HashRunner) -> None:
+def test_stop_tokens_and_biases_outside_the_vocabulary_are_refused(llm: LLM, runner: HashRunner) -> None:
     with pytest.raises(InvalidRequestError, match="stop_token_ids: 320 is not a token id of a vocabulary of"):
         llm.generate(["def", "the"], [GREEDY, SamplingParams(stop_token_ids=[1, 320])])
+    with pytest.raises(InvalidRequestError, match="logit_bias: 320 is not a token id of a vocabulary of 320"):
+        llm.generate(["def", "the"], [GREEDY, SamplingParams(logit_bias={320: 1.0, 1: 1.0})])
     assert runner.computed == 0
 
 

@@ -133,7 +133,7 @@ def choose_tokens(choices: Sequence[Choice]) -> list[Outcome]:
 
 def _wants_logits(params: SamplingParams) -> bool:
     """Whether all logits are looked at on the host, whatever token is chosen."""
-    return bool(params.logits_processors) or params.logprobs is not None
+    return bool(params.logits_processors or params.logit_bias) or params.logprobs is not None
 
 
 def _brought(rows: Sequence[AnyLogits]) -> list[Logits]:

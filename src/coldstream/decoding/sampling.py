@@ -18,11 +18,11 @@ integer arithmetic. This is the definition that a faster version has to reproduc
 
 Temperature 0 takes the largest logit. Ties always go to the lowest id.
 
-Before that, a logit is changed by penalties, then by logits processors, and set to −inf where the token is
-forbidden. Answers after a prompt's first draw with seeds of their own, see `derived_seed`.
+Before that, a logit is changed by its bias, then by penalties, then by logits processors, and set to −inf
+where the token is forbidden. Answers after a prompt's first draw with seeds of their own, see `derived_seed`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,8 @@ def sample_token(
     a logits processor raises or returns something else than logits.
     """
     check_logits(logits, len(context))
+    if params.logit_bias:
+        logits = _biased(logits, params.logit_bias)
     if params.has_penalties:
         logits = apply_penalties(logits, context, params)
     if params.logits_processors:
@@ -216,6 +218,14 @@ def _exp(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _high64(a: int, b: int) -> int:
     return a * b >> 64
+
+
+def _biased(logits: Logits, biases: Mapping[int, float] | Sequence[tuple[int, float]]) -> Logits:
+    """A copy of `logits` [vocab] with the biases of some tokens added in float32."""
+    pairs = dict(biases)
+    biased = logits.copy()
+    biased[list(pairs)] += np.fromiter(pairs.values(), np.float32, len(pairs))
+    return biased
 
 
 def _processed(logits: Logits, context: Sequence[int], processors: Sequence[LogitsProcessor]) -> Logits:

@@ -3,7 +3,7 @@
 Names and defaults are llama.cpp's where the idea is the same, the Python spellings vLLM's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -24,6 +24,7 @@ returns anything else ends the request with InvalidRequestError.
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
 MAX_SEED = 2**64 - 1
 MAX_N = 1024
 MAX_LOGPROBS = 1024
@@ -35,13 +36,14 @@ class SamplingParams:
     """One request's sampling settings, checked on creation (InvalidRequestError names the field and its
     range).
 
-    The steps run in this order: penalties, logits processors, tokens that `min_tokens` forbids, top-k, top-p,
-    min-p, temperature. `temperature` 0 takes the largest logit that is left before top-k. Meaning of each
-    step: `coldstream.decoding.sampling`. Neither `n` nor `logprobs` changes a token of the first answer.
+    The steps run in this order: biases, penalties, logits processors, tokens that `min_tokens` forbids,
+    top-k, top-p, min-p, temperature. `temperature` 0 takes the largest logit that is left before top-k.
+    Meaning of each step: `coldstream.decoding.sampling`. Neither `n` nor `logprobs` changes a token of the
+    first answer.
 
-    Where something has to be known of all logits (`logprobs`, `logits_processors`, and `min_tokens` for as
-    long as it forbids tokens), a GPU's logits are brought to the host and the token is chosen there, by the
-    same definition and with the same result.
+    Where something has to be known of all logits (`logprobs`, `logit_bias`, `logits_processors`, and
+    `min_tokens` for as long as it forbids tokens), a GPU's logits are brought to the host and the token is
+    chosen there, by the same definition and with the same result.
     """
 
     temperature: float = 0.8
@@ -71,6 +73,8 @@ class SamplingParams:
     # penalty, filter or temperature has changed.
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # not served: see `LLM.logits`
+    # What is added to the logits of some tokens, by token id, −100 to 100; kept as a tuple of pairs by id.
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None
 
     def __post_init__(self) -> None:
         _check_real("temperature", self.temperature, 0, 1e6)
@@ -104,6 +108,7 @@ class SamplingParams:
             )
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_stop_token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _checked_biases(self.logit_bias))
         object.__setattr__(self, "logits_processors", _checked_processors(self.logits_processors))
 
     @property
@@ -154,6 +159,22 @@ def _checked_stop_token_ids(ids: object) -> tuple[int, ...]:
         if not is_integer or not 0 <= token_id <= _MAX_COUNT:
             raise InvalidRequestError(f"stop_token_ids: {shown(token_id)} is not a token id")
     return tuple(int(token_id) for token_id in ids)
+
+
+def _checked_biases(biases: object) -> tuple[tuple[int, float], ...]:
+    wanted = "a mapping of token ids to numbers"
+    pairs = _as_tuple("logit_bias", wanted, list(biases.items()) if isinstance(biases, Mapping) else biases)
+    if len(pairs) > MAX_LOGIT_BIASES:
+        raise InvalidRequestError(f"logit_bias: at most {MAX_LOGIT_BIASES} tokens, not {len(pairs)}")
+    checked: dict[int, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise InvalidRequestError(f"logit_bias must be {wanted}, not {shown(biases)}")
+        token_id, bias = pair
+        _check_integer("logit_bias: a token id", token_id, 0, _MAX_COUNT)
+        _check_real(f"logit_bias: the bias of token {token_id}", bias, -100, 100)
+        checked[token_id] = float(bias)
+    return tuple(sorted(checked.items()))
 
 
 def _checked_processors(processors: object) -> tuple[LogitsProcessor, ...]:

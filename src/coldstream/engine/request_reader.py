@@ -56,6 +56,11 @@ class RequestReader:
                 f"stop_token_ids: {max(stop_token_ids)} is not a token id of a vocabulary of "
                 f"{opened.tokenizer.vocab_size}"
             )
+        biases = dict(params.logit_bias or ())
+        if biases and max(biases) >= opened.tokenizer.vocab_size:
+            raise InvalidRequestError(
+                f"logit_bias: {max(biases)} is not a token id of a vocabulary of {opened.tokenizer.vocab_size}"
+            )
         room = self._opened.ctx_size - len(token_ids)
         seeds = (params.seed, opened.config.seed, secrets.randbits(SEED_BITS))
         return Request(
