@@ -18,6 +18,8 @@ escaped.
     ├── DeviceError                     72   no GPU, one that is not supported, or one that failed
     ├── StorageError                    73   a file that could not be written; message: file, reason, advice
     ├── ModelChangedError               74   the model file shrank or changed while in use
+    ├── QueueFullError                  75   too many requests wait already; message: how many
+    ├── DeadlineError                   75   a request that was not finished by its deadline
     ├── ConfigError                      2   an unknown or contradictory setting
     └── InvalidRequestError              2   a prompt, message list or sampling setting that cannot be served
         ├── ContextFullError                 a prompt with more tokens than the context has room for
@@ -133,6 +135,18 @@ class ModelChangedError(ColdstreamError):
     """The model file shrank or changed while in use."""
 
     exit_code = 74
+
+
+class QueueFullError(ColdstreamError):
+    """Too many requests wait already; nothing of the refused one was computed."""
+
+    exit_code = 75
+
+
+class DeadlineError(ColdstreamError):
+    """A request was not finished by its deadline."""
+
+    exit_code = 75
 
 
 class ConfigError(ColdstreamError):
