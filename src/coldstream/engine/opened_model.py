@@ -69,6 +69,21 @@ class OpenedModel:
         return self.config.ctx_size
 
     @property
+    def seed(self) -> int | None:
+        """For requests that name none; None: a fresh one for each."""
+        return self.config.seed
+
+    @property
+    def tier(self) -> str:
+        """Of CPU kernels, as the runner chose it."""
+        return self.runner.tier
+
+    @property
+    def threads(self) -> int:
+        """CPU threads that compute."""
+        return self.runner.threads
+
+    @property
     def plan(self) -> RunPlan:
         """The plan that the runner carries out."""
         return self.planned.run

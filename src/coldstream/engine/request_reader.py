@@ -2,19 +2,46 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from coldstream.decoding import SEED_BITS, SamplingParams
 from coldstream.engine.generation import Request
-from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.prompts import Conversation, checked_ids, read_prompt
 from coldstream.errors import InvalidRequestError, host_memory_errors
+from coldstream.gguf.chat_template import ChatTemplate
+from coldstream.gguf.tokenizer import Tokenizer
+
+
+class ReadsText(Protocol):
+    """What reading a request takes of a model: `OpenedModel`, or one that another process computes."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def chat_template(self) -> ChatTemplate: ...
+
+    @property
+    def ctx_size(self) -> int:
+        """Tokens of a prompt and its answer together."""
+
+    @property
+    def seed(self) -> int | None:
+        """For requests that name none; None: a fresh one for each."""
+
+    @property
+    def tier(self) -> str:
+        """Of CPU kernels."""
+
+    @property
+    def threads(self) -> int:
+        """CPU threads that compute."""
 
 
 class RequestReader:
-    """Makes the requests of an opened model. Raises InvalidRequestError for what can't be served."""
+    """Makes the requests of a model. Raises InvalidRequestError for what can't be served."""
 
-    def __init__(self, opened: OpenedModel) -> None:
+    def __init__(self, opened: ReadsText) -> None:
         self._opened = opened
 
     @host_memory_errors()
@@ -59,10 +86,11 @@ class RequestReader:
         biases = dict(params.logit_bias or ())
         if biases and max(biases) >= opened.tokenizer.vocab_size:
             raise InvalidRequestError(
-                f"logit_bias: {max(biases)} is not a token id of a vocabulary of {opened.tokenizer.vocab_size}"
+                f"logit_bias: {max(biases)} is not a token id of a vocabulary of "
+                f"{opened.tokenizer.vocab_size}"
             )
         room = self._opened.ctx_size - len(token_ids)
-        seeds = (params.seed, opened.config.seed, secrets.randbits(SEED_BITS))
+        seeds = (params.seed, opened.seed, secrets.randbits(SEED_BITS))
         return Request(
             prompt=prompt,
             prompt_token_ids=tuple(token_ids),
@@ -71,8 +99,8 @@ class RequestReader:
             max_tokens=min(room, params.max_tokens or room),
             end_ids=frozenset() if params.ignore_eos else opened.tokenizer.eos_ids,
             stop_token_ids=stop_token_ids,
-            tier=opened.runner.tier,
-            threads=opened.runner.threads,
+            tier=opened.tier,
+            threads=opened.threads,
         )
 
     def checked_ids(self, token_ids: object, name: str, max_tokens: int) -> list[int]:
