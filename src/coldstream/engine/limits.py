@@ -1,0 +1,34 @@
+"""How much an engine takes on at once."""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from coldstream.errors import ConfigError, shown
+
+MAX_RUNNING: Final = 64
+MAX_WAITING: Final = 65536
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Checked on creation: ConfigError names the setting and its range."""
+
+    max_running: int = MAX_RUNNING  # sequences in a step, if the model has memory for as many
+    max_waiting: int = 512  # answers in the queue; a request that has no room there raises QueueFullError
+    # Steps with decoding rows take no more rows of prompts than keep to this, by what steps took so far.
+    # Infinite: as many as a step takes.
+    target_step_ms: float = 50.0
+
+    def __post_init__(self) -> None:
+        _check_integer("max_running", self.max_running, 1, MAX_RUNNING)
+        _check_integer("max_waiting", self.max_waiting, 1, MAX_WAITING)
+        target = self.target_step_ms
+        is_number = isinstance(target, (int, float)) and not isinstance(target, bool)
+        if not is_number or math.isnan(target) or target <= 0:
+            raise ConfigError(f"target_step_ms must be a number above 0, not {shown(target)}")
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name} must be an integer from {low} to {high}, not {shown(value)}")
