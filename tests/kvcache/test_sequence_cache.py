@@ -64,13 +64,18 @@ class Sequences(RuleBasedStateMachine):
         self.recurrent.conv_state[sequence.state] += sum(tokens)
 
     def reserve(self, *demands: Demand) -> bool:
-        before = self.snapshot()
+        unchanged = self.snapshot()
         try:
             self.cache.check_room(demands)
         except OutOfMemoryError:
-            assert self.snapshot() == before
+            assert self.snapshot() == unchanged
             return False
+        before, need = self.cache.free, self.cache.need_of(demands)
         self.cache.reserve(demands)
+        after = self.cache.free
+        assert need.num_blocks == before.num_blocks - after.num_blocks
+        assert need.num_states == before.num_states - after.num_states
+        assert need.num_tree_rows == before.num_tree_rows - after.num_tree_rows
         return True
 
     def snapshot(self) -> object:

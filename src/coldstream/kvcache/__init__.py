@@ -10,8 +10,9 @@ from coldstream.kvcache.cache import (
     num_blocks_of,
     state_bytes,
 )
+from coldstream.kvcache.prefix_cache import Pin, Prefix, PrefixCache, PrefixStatistics
 from coldstream.kvcache.sequence import Checkpoint, Sequence
-from coldstream.kvcache.sequence_cache import SequenceCache
+from coldstream.kvcache.sequence_cache import Demand, SequenceCache
 
 __all__ = [
     "AttentionState",
@@ -20,8 +21,13 @@ __all__ = [
     "Checkpoint",
     "ChosenToken",
     "DeltaNetState",
+    "Demand",
     "LayerState",
     "ModelCache",
+    "Pin",
+    "Prefix",
+    "PrefixCache",
+    "PrefixStatistics",
     "Segment",
     "Sequence",
     "SequenceCache",

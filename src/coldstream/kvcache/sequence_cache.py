@@ -5,6 +5,7 @@ sequence that writes to a shared one first copies it. Every method checks its ar
 room, before it changes anything.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -59,6 +60,22 @@ class SequenceCache:
     def close(self) -> None:
         """Gives the memory of keys, values and states back; sequences can only be released afterwards."""
         self.__dict__.pop("tensors", None)
+
+    @property
+    def free_size(self) -> CacheSize:
+        """What is not in use."""
+        return CacheSize(self.blocks.num_free, self.states.num_free, self.tree_rows.num_free)
+
+    def freed_by(self, sequences: Collection[Sequence]) -> CacheSize:
+        """What releasing these sequences, each named once and without pending trees, would free."""
+        blocks = Counter(block for sequence in sequences for block in sequence.blocks)
+        states = Counter(
+            state
+            for sequence in sequences
+            for state in (sequence.state, *(each.state for each in sequence.checkpoints))
+            if state is not None
+        )
+        return CacheSize(self.blocks.num_freed(blocks), self.states.num_freed(states))
 
     def new(self) -> Sequence:
         """An empty sequence. It takes no memory before its first step."""
@@ -217,8 +234,20 @@ class SequenceCache:
                 "made after one that was restored, or is another sequence's"
             )
 
+    @property
+    def free(self) -> CacheSize:
+        """What nobody has."""
+        return CacheSize(self.blocks.num_free, self.states.num_free, self.tree_rows.num_free)
+
     def check_room(self, demands: Collection[Demand]) -> None:
         """Raises OutOfMemoryError if there is no room for what `reserve` would take."""
+        need = self.need_of(demands)
+        self.blocks.check(need.num_blocks)
+        self.states.check(need.num_states)
+        self.tree_rows.check(need.num_tree_rows)
+
+    def need_of(self, demands: Collection[Demand]) -> CacheSize:
+        """What `reserve` would take, copies of what is shared included."""
         num_blocks = num_states = num_tree_rows = 0
         given_up: dict[int, int] = {}  # references that earlier demands give up, by block
         states_given_up: dict[int, int] = {}
@@ -238,9 +267,7 @@ class SequenceCache:
                     states_given_up[sequence.state] = before + 1
                     num_states += 1
             num_tree_rows += 0 if demand.parents is None else demand.num_rows
-        self.blocks.check(num_blocks)
-        self.states.check(num_states)
-        self.tree_rows.check(num_tree_rows)
+        return CacheSize(num_blocks, num_states, num_tree_rows)
 
     def _own_last_block(self, sequence: Sequence) -> None:
         for block in _last_block(sequence):

@@ -20,7 +20,7 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache.batch import Batch, BatchLimits, CheckedSegment, Segment, check_batch, check_segment
 from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence import Checkpoint, Sequence
-from coldstream.kvcache.sequence_cache import AcceptedPath, SequenceCache
+from coldstream.kvcache.sequence_cache import AcceptedPath, Demand, SequenceCache
 from coldstream.models.footprint import bytes_per_token
 from coldstream.models.sanity import check_logits
 from coldstream.models.spec import ModelSpec
@@ -169,9 +169,27 @@ class ModelRunner(ABC):
         """Frees the memory of the sequence, which cannot be used afterwards."""
         self._sequences.release(sequence)
 
+    @property
+    def free_size(self) -> CacheSize:
+        """Blocks, states and rows of trees that no sequence has."""
+        return self._sequences.free_size
+
+    def freed_by(self, sequences: Collection[Sequence]) -> CacheSize:
+        """What releasing these sequences together would free; they have no pending trees."""
+        return self._sequences.freed_by(sequences)
+
     def clear(self, sequence: Sequence) -> None:
         """Empties the sequence and drops its checkpoints."""
         self._sequences.clear(sequence)
+
+    @property
+    def free(self) -> CacheSize:
+        """What of `cache_size` no sequence and no checkpoint has."""
+        return self._sequences.free
+
+    def need_of(self, demands: Collection[Demand]) -> CacheSize:
+        """What a step with these rows takes, copies of what sequences share included."""
+        return self._sequences.need_of(demands)
 
     def checkpoint(self, sequence: Sequence) -> Checkpoint:
         """A point for `restore`. It takes a recurrent state as soon as the sequence goes on."""
