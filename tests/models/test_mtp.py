@@ -70,9 +70,16 @@ def states(count: int, hidden_size: int = 256) -> np.ndarray:
     return np.random.default_rng(count).normal(size=(count, hidden_size)).astype(np.float32)
 
 
+def appended(sequence: MtpSequence, ids: list[int], hidden: np.ndarray) -> np.ndarray:
+    """The output after the last row."""
+    sequence.append(ids, list(hidden))
+    assert sequence.output is not None
+    return sequence.output
+
+
 def outputs_of(sequence: MtpSequence, ids: list[int], hidden: np.ndarray) -> np.ndarray:
     """After each row."""
-    return np.stack([sequence.append([token], hidden[i : i + 1]) for i, token in enumerate(ids)])
+    return np.stack([appended(sequence, [token], hidden[i : i + 1]) for i, token in enumerate(ids)])
 
 
 @pytest.mark.parametrize("kv_type", ["f32", "i16", "i4"])
@@ -82,9 +89,12 @@ def test_the_graph_computes_what_the_reference_defines(tmp_path: Path, name: str
     expected = Reference(path, exact=True, kv_type=kv_type).feed_block(ids, hidden)
     with open_cpu(path, threads=2, context_length=64, kv_type=kv_type) as runner:
         sequence = runner.load_mtp().new_sequence()
-        found = outputs_of(sequence, ids, hidden)
+        found, candidates = [], []
+        for i, token in enumerate(ids):
+            found.append(appended(sequence, [token], hidden[i : i + 1]))
+            candidates.append(next(sequence.chain(1)))
         assert np.array_equal(found, expected.hidden)
-        token_ids_, log_probs = zip(*(sequence.candidates(row) for row in found), strict=True)
+        token_ids_, log_probs = zip(*candidates, strict=True)
         expected_ids, expected_log_probs = top_log_probs(expected.logits, 4)
         assert np.array_equal(token_ids_, expected_ids)
         assert np.allclose(log_probs, expected_log_probs, rtol=1e-5, atol=1e-5)
@@ -106,13 +116,13 @@ def test_rows_do_not_depend_on_tier_threads_or_how_they_are_told(path: Path, tie
     with open_cpu(path, threads=2, tier="generic", context_length=count) as runner:
         plain = runner.load_mtp()
         sequence = plain.new_sequence()
-        expected = sequence.append(ids, hidden)
+        expected = appended(sequence, ids, hidden)
         cached = keys_and_values(plain, sequence)
     with open_cpu(path, threads=threads, tier=tier, context_length=count) as runner:
         block = runner.load_mtp()
         sequence, start = block.new_sequence(), 0
         for size in (1, 2, 15, 16, 64, count):
-            output = sequence.append(ids[start : start + size], hidden[start : start + size])
+            output = appended(sequence, ids[start : start + size], hidden[start : start + size])
             start += size
         assert np.array_equal(output, expected)
         assert np.array_equal(keys_and_values(block, sequence), cached)
@@ -123,7 +133,7 @@ def test_sequences_do_not_disturb_each_other(block: CpuMtp) -> None:
     expected = outputs_of(block.new_sequence(), ids, hidden)
     first, second = block.new_sequence(), block.new_sequence()
     for i, token in enumerate(ids):
-        output = first.append([token], hidden[i : i + 1])
+        output = appended(first, [token], hidden[i : i + 1])
         second.append([7], hidden[3:4])
         assert np.array_equal(output, expected[i])
 
@@ -138,7 +148,7 @@ def test_rows_behind_a_cut_never_were(block: CpuMtp) -> None:
         sequence.append([5, 6, 7], hidden[:3])
         sequence.cut(length)
         assert sequence.length == length
-        output = sequence.append(ids[length : length + 2], hidden[length : length + 2])
+        output = appended(sequence, ids[length : length + 2], hidden[length : length + 2])
         assert np.array_equal(output, expected[length + 1])
 
 

@@ -3,6 +3,7 @@
 It reads the embedding and the head of the trunk that it was loaded beside, and computes with its threads.
 """
 
+from collections.abc import Generator
 from collections.abc import Sequence as TokenIds
 from typing import Any, Final
 
@@ -42,7 +43,7 @@ class CpuMtp:
         cache_size: CacheSize,
         branching: int,
     ) -> None:
-        """branching: candidates that `MtpSequence.candidates` gives. Raises as `MtpModel.load`."""
+        """branching: candidates after each row. Raises as `MtpModel.load`."""
         self.context_length = context_length
         self.weight_bytes = nextn_bytes(trunk.spec, file.tensors)  # mapped ones included, shared ones not
         self._model = model = MtpModel.load(file, trunk, ops)
@@ -80,7 +81,7 @@ class CpuMtp:
 
     @host_memory_errors()
     def append(self, sequence: kvcache.Sequence, token_ids: TokenIds[int], hidden: Array) -> Array:
-        """See `MtpSequence.append`."""
+        """Appends rows after states [rows, E]; the output of the last, [E]. See `MtpSequence.append`."""
         first = sequence.length
         try:
             for start in range(0, len(token_ids), self.chunk_size):
@@ -104,7 +105,7 @@ class CpuMtp:
         return count
 
     def candidates(self, output: Array) -> tuple[list[int], list[float]]:
-        """See `MtpSequence.candidates`."""
+        """The likeliest tokens after a row, the best first, and their log-probabilities, from its output."""
         self._head_input[0] = output
         self._head.run(1)
         token_ids, log_probs = self._head.outputs
@@ -122,6 +123,7 @@ class MtpSequence:
 
     def __init__(self, block: CpuMtp, sequence: kvcache.Sequence) -> None:
         self._block, self._sequence = block, sequence
+        self.output: Array | None = None  # the block's, after the last row that was appended, float32 [E]
 
     @property
     def length(self) -> int:
@@ -133,28 +135,45 @@ class MtpSequence:
         """Rows that may follow."""
         return self._block.context_length - self.length
 
-    def append(self, token_ids: TokenIds[int], hidden: Array) -> Array:
-        """Appends at least one row and at most `room`; the block's output after the last, float32 [E].
+    def keep(self, hidden: Array) -> list[Array]:
+        """Copies of hidden states [rows, E], one for each row."""
+        return list(np.array(hidden, np.float32))
 
-        hidden: float32 [len(token_ids), E], the state before each token. Raises GenerationFault for states
-        that are not finite, OutOfMemoryError and ModelChangedError, each with no row appended.
+    def append(self, token_ids: TokenIds[int], states: TokenIds[Array]) -> None:
+        """Appends at least one row and at most `room`: each a token and the state before it, float32 [E].
+
+        Raises GenerationFault for states that are not finite, OutOfMemoryError and ModelChangedError, each
+        with no row appended.
         """
-        assert 0 < len(token_ids) == len(hidden), "a row is a token and a hidden state"
+        assert 0 < len(token_ids) == len(states), "a row is a token and a hidden state"
         if len(token_ids) > self.room:
             raise OutOfMemoryError(
                 f"{len(token_ids)} rows of a draft, but {self.room} fit into the context: try a larger "
                 "--ctx-size"
             )
+        hidden = np.stack(states)
         if not np.isfinite(hidden).all():
             raise GenerationFault("hidden states that a draft is to follow are not finite")
-        return self._block.append(self._sequence, token_ids, hidden)
+        self.output = self._block.append(self._sequence, token_ids, hidden)
 
-    def candidates(self, output: Array) -> tuple[list[int], list[float]]:
-        """The likeliest tokens after a row, the best first, and their log-probabilities, from its output [E].
+    def chain(self, num_steps: int) -> Generator[tuple[list[int], list[float]], None, None]:
+        """Candidates after the last row that was appended, then after the best of them, and so on.
 
-        NaN if a logit is not finite.
+        At most num_steps times, while there is room, each computed when it is asked for; log-probabilities
+        are NaN if a logit is not finite. The rows in between are gone when the generator is closed or at its
+        end. Raises as `append`.
         """
-        return self._block.candidates(output)
+        assert self.output is not None, "candidates follow rows that were appended"
+        num_rows, output = self.length, self.output
+        try:
+            for step in range(num_steps):
+                candidates = self._block.candidates(output)
+                yield candidates
+                if step + 1 == num_steps or not self.room:
+                    return
+                output = self._block.append(self._sequence, candidates[0][:1], output[None])
+        finally:
+            self.cut(num_rows)
 
     def cut(self, length: int) -> None:
         """Forgets all rows but the first `length`. Raises InvalidRequestError if there are fewer."""

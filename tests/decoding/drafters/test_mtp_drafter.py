@@ -1,6 +1,6 @@
 """The drafter over a block's rows: which rows there are after any calls, what it proposes, and its errors."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from coldstream.decoding.drafters.drafter import Drafter
 from coldstream.decoding.drafters.mtp import MtpDrafter
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
-from coldstream.decoding.tree_builder import top_log_probs
+from coldstream.decoding.tree_builder import Candidates, top_log_probs
 from coldstream.errors import GenerationFault, OutOfMemoryError
 
 VOCAB = 12
@@ -45,17 +45,33 @@ class HashBlock:
     def room(self) -> int:
         return self.capacity - self.length
 
-    def append(self, token_ids: Sequence[int], hidden: np.ndarray) -> np.ndarray:
-        assert 0 < len(token_ids) == len(hidden)
+    def keep(self, hidden: np.ndarray) -> list[np.ndarray]:
+        return list(hidden.copy())
+
+    def append(self, token_ids: Sequence[int], states: Sequence[np.ndarray]) -> None:
+        assert 0 < len(token_ids) == len(states)
+        hidden = np.stack(states)
         if len(token_ids) > self.room:
             raise OutOfMemoryError("rows of a draft")
         if not np.isfinite(hidden).all():
             raise GenerationFault("not finite")
         self.runs.append(len(token_ids))
         self.rows += [(token, state.tobytes()) for token, state in zip(token_ids, hidden, strict=True)]
-        return output_of(self.rows)
 
-    def candidates(self, output: np.ndarray) -> tuple[list[int], list[float]]:
+    def chain(self, num_steps: int) -> Generator[Candidates, None, None]:
+        num_rows = self.length
+        try:
+            for step in range(num_steps):
+                output = output_of(self.rows)
+                candidates = self._candidates(output)
+                yield candidates
+                if step + 1 == num_steps or not self.room:
+                    return
+                self.append(candidates[0][:1], [output])
+        finally:
+            self.cut(num_rows)
+
+    def _candidates(self, output: np.ndarray) -> Candidates:
         logits = self.logits_of.get(output.tobytes(), logits_of(output))
         (token_ids,), (log_probs,) = top_log_probs(logits[None], self.branching)
         return token_ids.tolist(), log_probs.tolist()

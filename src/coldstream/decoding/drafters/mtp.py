@@ -9,25 +9,25 @@ accepted tokens come back with the trunk's hidden states.
 The draft is a chain of the likeliest tokens, and beside each the next likely ones as leaves, best first. A
 row of the chain is computed only if the tree has room for what it predicts.
 
-Hidden states are float32 in the host's memory. Knows nothing of how many nodes pay.
+Hidden states stay where the block computes; here they are no more than things to hand over. Knows nothing of
+how many nodes pay.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from math import inf, isfinite, log
 from typing import Any, Protocol
-
-import numpy as np
 
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.decoding.tree_builder import NO_CANDIDATES, Candidates, Path, build_tree
 from coldstream.errors import ColdstreamError, GenerationFault
 
-Hidden = np.ndarray[Any, Any]  # float32 [E], or [rows, E]
+State = Any  # a row's hidden state, as the block keeps it
 
 
 class DraftBlock(Protocol):
-    """The block's rows of one sequence; see `models.cpu_mtp.MtpSequence`."""
+    """The block's rows of one sequence; see `models.cpu_mtp.MtpSequence` and `models.cuda_mtp`."""
 
     @property
     def length(self) -> int:
@@ -37,14 +37,21 @@ class DraftBlock(Protocol):
     def room(self) -> int:
         """Rows that may follow."""
 
-    def append(self, token_ids: Sequence[int], hidden: Hidden) -> Hidden:
-        """Appends at least one row and at most `room`, states [rows, E]; the output of the last, [E].
+    def keep(self, hidden: Any) -> list[State]:
+        """Copies of hidden states [rows, E] that a runner returned, one for each row."""
+
+    def append(self, token_ids: Sequence[int], states: Sequence[State]) -> None:
+        """Appends at least one row and at most `room`: each a token, and the state before it.
 
         Raises a ColdstreamError for states that are not finite, and if it fails, with no row appended.
         """
 
-    def candidates(self, output: Hidden) -> Candidates:
-        """The likeliest tokens after a row, the best first, from its output; NaN unless all is finite."""
+    def chain(self, num_steps: int) -> Generator[Candidates, None, None]:
+        """The likeliest tokens after the last row, the best first; then those after the best one, and so on.
+
+        At most num_steps times, while there is room. Log-probabilities are NaN unless all is finite. The rows
+        in between do not count, and are gone when the generator is closed. Raises as `append`.
+        """
 
     def cut(self, length: int) -> None:
         """Forgets all rows but the first `length`."""
@@ -88,7 +95,7 @@ class MtpDrafter:
         self._end = 0  # the rows before it are in the block, or among the missing ones
         self._missing: list[int] = []  # rows that cannot be computed, ascending
         # Rows that wait: the states of the last computed tokens, and all their next tokens but the last.
-        self._states: list[Hidden] = []
+        self._states: list[State] = []
         self._tokens: list[int] = []
         self._root: int | None = None  # the token with which the block already has the last waiting row
 
@@ -123,10 +130,12 @@ class MtpDrafter:
             self._root, self._tokens, self._states = None, [], []
             token_ids = token_ids[1:]
         self._tokens += token_ids
-        self._states.extend(np.array(hidden, np.float32))
-        if (too_many := len(self._states) - self._max_waiting) > 0:
+        if (too_many := len(self._states) + len(hidden) - self._max_waiting) > 0:
             self._skip(self._end + too_many)
-            del self._tokens[:too_many], self._states[:too_many]
+            del self._tokens[:too_many]
+            hidden = hidden[max(0, too_many - len(self._states)) :]
+            del self._states[:too_many]
+        self._states += self._block.keep(hidden)
 
     def propose(self, context: Sequence[int], budget: int) -> TokenTree:
         """See `Drafter`. NO_DRAFT too for a context that is not one token longer than what was told."""
@@ -134,21 +143,17 @@ class MtpDrafter:
             return NO_DRAFT
         self._take_root_back()
         try:
-            output = self._block.append([*self._tokens, context[-1]], np.stack(self._states))
+            self._block.append([*self._tokens, context[-1]], self._states)
             self._root, self._end = context[-1], self._length
             self._tokens, self._states = [], self._states[-1:]
-            return self._drafted(output, budget)
+            return self._drafted(budget)
         except ColdstreamError:
             self._turn_off()
             return NO_DRAFT
 
-    def _drafted(self, output: Hidden, budget: int) -> TokenTree:
-        num_rows = self._block.length
-        chain = _Chain(self._block, output, self._max_steps, self._min_log_prob)
-        try:
-            return build_tree(chain.candidates, budget)
-        finally:
-            self._block.cut(num_rows)
+    def _drafted(self, budget: int) -> TokenTree:
+        with closing(self._block.chain(min(self._max_steps, budget))) as steps:
+            return build_tree(_Chain(steps, self._min_log_prob).candidates, budget)
 
     def _take_root_back(self) -> None:
         """The last waiting row has no token again."""
@@ -172,30 +177,27 @@ class MtpDrafter:
 
 
 class _Chain:
-    """Candidates along the chain of the likeliest tokens, whose rows it appends to the block.
+    """Candidates along the chain of the likeliest tokens.
 
-    A row is appended when the candidates after it are asked for, which the builder of a tree does only for a
-    node of the tree that has room for more.
+    A step of the block is taken when the candidates after its row are asked for, which the builder of a tree
+    does only for a node of the tree that has room for more.
     """
 
-    def __init__(self, block: DraftBlock, output: Hidden, max_steps: int, min_log_prob: float) -> None:
-        self._block = block
-        self._output = output  # of the row of the root, then of the last node of the chain with a row
-        self._max_steps, self._min_log_prob = max_steps, min_log_prob
+    def __init__(self, steps: Iterator[Candidates], min_log_prob: float) -> None:
+        self._steps, self._min_log_prob = steps, min_log_prob
         self._path: Path = ()  # to the node of the chain that is to be followed next
         self._log_prob = 0.0  # of that path
 
     def candidates(self, path: Path) -> Candidates:
-        """A `tree_builder.Source`. Raises GenerationFault for logits that are not finite, and as `append`."""
-        if path != self._path or len(path) == self._max_steps or self._log_prob < self._min_log_prob:
+        """A `tree_builder.Source`. Raises GenerationFault for logits that are not finite, and as `chain`."""
+        if path != self._path or self._log_prob < self._min_log_prob:
             return NO_CANDIDATES
-        if path and not self._block.room:
+        found = next(self._steps, None)
+        if found is None:
             return NO_CANDIDATES
-        if path:
-            self._output = self._block.append(path[-1:], self._output[None])
-        token_ids, log_probs = self._block.candidates(self._output)
+        token_ids, log_probs = found
         if not isfinite(log_probs[0]):
             raise GenerationFault("logits of a draft are not finite")
         self._path = (*path, token_ids[0])
         self._log_prob += log_probs[0]
-        return token_ids, log_probs
+        return found
