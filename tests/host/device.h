@@ -158,6 +158,7 @@ inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
 }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float sqrtf(float x) { return __builtin_sqrtf(x); }
+inline float logf(float x) { return __builtin_logf(x); }
 inline float fabsf(float x) { return __builtin_fabsf(x); }
 inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
 inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }

@@ -48,6 +48,7 @@ from coldstream.kernels.router import cuda as router
 from coldstream.kernels.router.reference import SMALLEST_SUM
 from coldstream.kernels.sample import admit
 from coldstream.kernels.sample import cuda as sample
+from coldstream.kernels.top_log_probs import cuda as top_log_probs
 
 FLOAT_VALUES = {QuantType.F32: "float", QuantType.F16: "Half", QuantType.BF16: "Bfloat16"}
 Layout = type[ctypes.Structure] | np.dtype  # type: ignore[type-arg]
@@ -138,8 +139,9 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "Admission": admit._Admission,
         "Chosen": np.dtype([("token", np.int32), ("fault", np.int32)]),
     },
+    "top_log_probs/top_log_probs.cu": {"Logits": sample.Logits, "TopPart": top_log_probs.Part},
     "sample/sample.cu": {
-        "Logits": sample._Logits,
+        "Logits": sample.Logits,
         "RowSettings": sample._RowSettings,
         "Sampling": sample._Sampling,
     },
@@ -294,6 +296,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "smallest_sum": SMALLEST_SUM,
         "sizeof(uint64_t) * scratch_numbers<8>": router._scratch_bytes(1, 8),
     },
+    "top_log_probs/top_log_probs.cu": {"most_ranks": top_log_probs.MAX_RANKS},
     "sample/sample.cu": {
         "sizeof(SamplerRow)": sample.ROW_BYTES,
         "sizeof(RowSettings) / 4": sample.SETTINGS_WORDS,

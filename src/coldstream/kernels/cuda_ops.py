@@ -57,6 +57,7 @@ from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
 from coldstream.kernels.rope.cuda import gather_angles_cuda
 from coldstream.kernels.rope.reference import rope_angles
+from coldstream.kernels.top_log_probs.cuda import top_log_probs_cuda, workspace_bytes
 
 
 class CudaOps(CudaProducts):
@@ -228,6 +229,15 @@ class CudaOps(CudaProducts):
 
     def experts(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         return self.executor.compute(x, routing, weights)
+
+    def top_log_probs(self, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `top_log_probs_cuda`: int32 ids and float32 log-probabilities [T, k]."""
+        rows, vocab = logits.shape
+        ids, log_probs = self.empty(rows, k, dtype=torch.int32), self.empty(rows, k)
+        parts = self.empty(workspace_bytes(rows, vocab), dtype=torch.uint8)
+        arrivals = self.zeroed("top log probs", rows)
+        self.launch(top_log_probs_cuda, logits, parts, arrivals, ids, log_probs)
+        return ids, log_probs
 
     def finish_step(self) -> None:
         """Call after the last operation of a step."""

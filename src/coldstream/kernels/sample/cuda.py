@@ -44,7 +44,7 @@ class _RowSettings(ctypes.Structure):
 SETTINGS_WORDS = ctypes.sizeof(_RowSettings) // 4  # of 32 bits, for one row
 
 
-class _Logits(ctypes.Structure):
+class Logits(ctypes.Structure):
     _fields_ = (
         ("first", ctypes.c_void_p),
         ("row_stride", ctypes.c_int32),
@@ -55,7 +55,7 @@ class _Logits(ctypes.Structure):
 
 class _Sampling(ctypes.Structure):
     _fields_ = (
-        ("logits", _Logits),
+        ("logits", Logits),
         ("settings", ctypes.c_void_p),
         ("recent", ctypes.c_void_p),
         ("unpenalised", ctypes.c_void_p),
@@ -125,7 +125,7 @@ def sample_cuda(
     if not 1 <= vocab <= MAX_VOCAB or logits.stride(1) != 1:
         raise ValueError(f"cannot sample from {vocab} logits (at most {MAX_VOCAB}, adjacent)")
     aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 4 == 0
-    where = _Logits(logits.data_ptr(), logits.stride(0), vocab, int(aligned))
+    where = Logits(logits.data_ptr(), logits.stride(0), vocab, int(aligned))
     memory = (settings, recent, unpenalised, workspace, chosen, earlier)
     sampling = _Sampling(where, *(tensor.data_ptr() for tensor in memory))
     grid = (-(-vocab // BLOCK_TOKENS), num_rows, 1)  # one block for 2048 tokens of a row

@@ -1,0 +1,57 @@
+"""The likeliest tokens after rows of logits, in CUDA C++: for drafts, whose bits no text depends on."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.sample.cuda import BLOCK_TOKENS, THREADS, Logits
+
+MAX_RANKS = 4
+PROGRAM = CudaProgram(Path(__file__).with_name("top_log_probs.cu"), ("top_log_probs",))
+
+
+class Part(ctypes.Structure):
+    """As `TopPart` in top_log_probs.cu."""
+
+    _fields_ = (
+        ("keys", ctypes.c_uint64 * MAX_RANKS),
+        ("maximum", ctypes.c_float),
+        ("sum", ctypes.c_float),
+        ("has_bad", ctypes.c_uint32),
+    )
+
+
+def num_parts(vocab: int) -> int:
+    """Blocks, and so parts, of a row."""
+    return -(-vocab // BLOCK_TOKENS)
+
+
+def workspace_bytes(num_rows: int, vocab: int) -> int:
+    """Of the parts of all rows."""
+    return num_rows * num_parts(vocab) * ctypes.sizeof(Part)
+
+
+def top_log_probs_cuda(
+    logits: torch.Tensor,
+    parts: torch.Tensor,
+    arrivals: torch.Tensor,
+    ids: torch.Tensor,
+    log_probs: torch.Tensor,
+) -> None:
+    """Writes the greatest logits of each row of float32 [T, V] into int32 ids and float32 log_probs [T, k].
+
+    The greatest first, of equal ones the lowest id; log_probs are those of a softmax over the row, NaN unless
+    all its logits are finite. parts: uint8 [workspace_bytes]; arrivals: int32 [T], zero before and after.
+    ValueError unless 1 ≤ k ≤ MAX_RANKS and k ≤ V.
+    """
+    (rows, vocab), ranks = logits.shape, ids.shape[1]
+    if not 1 <= ranks <= min(MAX_RANKS, vocab) or ids.shape != log_probs.shape or len(ids) != rows:
+        raise ValueError(f"{tuple(ids.shape)} of the likeliest tokens of logits {(rows, vocab)}")
+    if parts.numel() < workspace_bytes(rows, vocab) or len(arrivals) < rows:
+        raise ValueError(f"{parts.numel()} bytes of workspace for logits {(rows, vocab)}")
+    aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 4 == 0
+    source = Logits(logits.data_ptr(), logits.stride(0), vocab, aligned)
+    args = (source, ranks, parts, arrivals, ids, log_probs)
+    PROGRAM.kernel("top_log_probs").launch((num_parts(vocab), rows, 1), THREADS, args)
