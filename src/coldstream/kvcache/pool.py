@@ -1,6 +1,6 @@
 """Reference counts of a fixed number of blocks. Pure: knows numbers, not memory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from coldstream.errors import OutOfMemoryError
 
@@ -55,3 +55,7 @@ class BlockPool:
     def count(self, block: int) -> int:
         """References to `block`."""
         return self._counts[block]
+
+    def num_freed(self, references: Mapping[int, int]) -> int:
+        """Blocks without any reference, once so many of each block's were given up."""
+        return sum(self._counts[block] == count for block, count in references.items())

@@ -1,0 +1,280 @@
+"""Prefixes of prompts whose keys, values and recurrent states are kept for later prompts.
+
+A prompt begins with a branch of the longest kept prefix: the blocks of keys and values are shared, nothing is
+copied, and every token after it has the bits of a prompt computed from its start. A recurrent state describes
+one length only, so the cache says where a prompt's computation is to pause for `keep`: at borders that the
+caller knows, where it parts from prompts seen before, and often enough that little is computed twice.
+
+Namespaces share nothing. A prefix is let go when its memory is needed: the one that costs least to compute
+again, by its tokens beyond the nearest kept prefix and by how often and how recently it was of use.
+"""
+
+from collections.abc import Collection
+from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from coldstream.errors import InvalidRequestError
+from coldstream.kvcache.cache import CacheSize
+from coldstream.kvcache.prefix_cuts import choose_cuts
+from coldstream.kvcache.prefix_tree import Array, Node, PrefixTree
+from coldstream.kvcache.sequence import Sequence
+
+MAX_REPLAY = 2048  # tokens of a known prefix that are computed again, if there are states enough
+MAX_PASSED = 4096  # prompts that are remembered without anything kept of them
+MAX_PASSED_TOKENS = 4 << 20
+HALF_LIFE = 64  # prompts after which a use counts half
+
+
+class SequenceMemory(Protocol):
+    """The part of a `ModelRunner` that the cache needs."""
+
+    def new_sequence(self) -> Sequence: ...
+    def branch(self, sequence: Sequence) -> Sequence: ...
+    def release(self, sequence: Sequence) -> None: ...
+    @property
+    def free_size(self) -> CacheSize: ...
+    def freed_by(self, sequences: Collection[Sequence]) -> CacheSize: ...
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What a prompt begins with."""
+
+    sequence: Sequence  # the caller's, who releases it
+    length: int  # tokens of the prompt that it holds; at least one is left to compute
+    cuts: tuple[int, ...]  # longer lengths at which a step is to end and `PrefixCache.keep` to be called
+
+
+@dataclass(frozen=True)
+class PrefixStatistics:
+    """Counts since the cache was made, and what it holds."""
+
+    prompts: int = 0
+    hits: int = 0  # prompts of which something was kept
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    repeated_tokens: int = 0  # known from prompts before, and yet to be computed again
+    keeps: int = 0
+    refused: int = 0  # prefixes not kept as all that is kept is pinned
+    evictions: int = 0
+    kept: int = 0  # now
+    pinned: int = 0  # now
+    remembered_tokens: int = 0  # now, of prompts of which nothing is kept
+
+
+@dataclass(eq=False)
+class _Kept:
+    node: "Node[_Kept]"
+    namespace: str
+    sequence: Sequence
+    uses: float  # decayed, as of prompt number `last_use`
+    last_use: int
+    num_pins: int = 0
+    is_gone: bool = False
+
+
+class Pin:
+    """A prefix that stays until `PrefixCache.unpin` or `clear`."""
+
+    def __init__(self, kept: _Kept) -> None:
+        self._kept: _Kept | None = kept
+        self.length = kept.node.length
+
+    def take(self) -> _Kept | None:
+        """What is pinned, once."""
+        kept, self._kept = self._kept, None
+        return kept
+
+
+class PrefixCache:
+    """Kept prefixes of one model. It owns the sequences of kept prefixes and no other; one thread uses it."""
+
+    def __init__(self, sequences: SequenceMemory, *, max_states: int, max_replay: int = MAX_REPLAY) -> None:
+        """max_states: prefixes kept at a time; 0 keeps none."""
+        self._memory = sequences
+        self._max_states = max_states
+        self._max_replay = max_replay
+        self._tree: PrefixTree[_Kept] = PrefixTree(MAX_PASSED, MAX_PASSED_TOKENS)
+        self._kept: set[_Kept] = set()
+        self._prompts = self._hits = self._prompt_tokens = self._reused_tokens = self._repeated_tokens = 0
+        self._keeps = self._refused = self._evictions = 0
+
+    def begin(self, token_ids: TokenIds[int], borders: Collection[int] = (), namespace: str = "") -> Prefix:
+        """A sequence with the longest kept prefix of a prompt, for the caller to extend and to release.
+
+        borders: lengths after which later prompts may go on differently. Remembers that the prompt passed.
+        Raises InvalidRequestError for a prompt without tokens, with nothing changed.
+        """
+        ids = _as_array(token_ids)
+        self._prompts += 1
+        self._prompt_tokens += len(ids)
+        found, matched = self._tree.find(namespace, ids)
+        held = [node.entry for node in found if node.entry is not None and node.length < len(ids)]
+        if held:
+            self._use(held[-1])
+            self._hits += 1
+            length, sequence = held[-1].node.length, self._memory.branch(held[-1].sequence)
+        else:
+            length, sequence = 0, self._memory.new_sequence()
+        self._reused_tokens += length
+        self._repeated_tokens += min(matched, len(ids) - 1) - length
+        if self._max_states:
+            self._tree.remember(namespace, ids)
+        cuts = choose_cuts(
+            length,
+            len(ids),
+            parting=matched,
+            borders=borders,
+            max_replay=self._max_replay,
+            limit=min(self._max_states, max(1, self._max_states // 2)),
+        )
+        return Prefix(sequence, length, cuts)
+
+    def keep(self, token_ids: TokenIds[int], sequence: Sequence, namespace: str = "") -> None:
+        """Keeps all that a sequence holds, `sequence.length` of `token_ids`; the caller goes on with it.
+
+        Only for a sequence whose step has ended and after whose last token finite logits were seen or a token
+        was chosen: a NaN in a state would be in every later answer. The sequence shares its memory with the
+        kept prefix from then on, so its next step takes a state, and a block where it is within one. Nothing
+        is kept if all that is kept already is pinned. Raises InvalidRequestError as `ModelRunner.branch`, and
+        for a sequence longer than `token_ids`, with nothing changed.
+        """
+        if sequence.length > len(token_ids):
+            raise InvalidRequestError(
+                f"a sequence of {sequence.length} tokens cannot be kept with {len(token_ids)} token ids"
+            )
+        if not sequence.length or not self._max_states:
+            return
+        ids = _as_array(token_ids[: sequence.length])
+        found, _ = self._tree.find(namespace, ids)
+        if found and found[-1].length == len(ids) and found[-1].entry is not None:
+            self._use(found[-1].entry)
+            return
+        branch = self._memory.branch(sequence)
+        if len(self._kept) >= self._max_states and not self._evict_one():
+            self._memory.release(branch)
+            self._refused += 1
+            return
+        node = self._tree.insert(namespace, ids)
+        kept = _Kept(node, namespace, branch, 1.0, self._prompts)
+        self._tree.set_entry(node, kept)
+        self._kept.add(kept)
+        self._keeps += 1
+
+    def make_room(self, num_blocks: int, num_states: int) -> bool:
+        """Lets prefixes go until so many blocks and states are free.
+
+        False, with nothing changed, if they cannot be, as sequences in use or pins have the others.
+        """
+        free = self._memory.free_size
+        loose = [kept for kept in self._kept if not kept.num_pins]
+        if not _covers(free, num_blocks, num_states):
+            all_loose = self._memory.freed_by([kept.sequence for kept in loose])
+            most = CacheSize(free.num_blocks + all_loose.num_blocks, free.num_states + all_loose.num_states)
+            if not _covers(most, num_blocks, num_states):
+                return False
+        while not _covers(free := self._memory.free_size, num_blocks, num_states):
+            self._evict_one(free.num_blocks < num_blocks, free.num_states < num_states)
+        return True
+
+    def pin(self, token_ids: TokenIds[int], namespace: str = "") -> Pin | None:
+        """Holds on to the longest kept prefix of `token_ids`; None if there is none."""
+        found, _ = self._tree.find(namespace, _as_array(token_ids))
+        held = [node.entry for node in found if node.entry is not None]
+        if not held:
+            return None
+        held[-1].num_pins += 1
+        return Pin(held[-1])
+
+    def unpin(self, pin: Pin) -> None:
+        """Lets go of a pin; a second time, and after `clear`, does nothing."""
+        kept = pin.take()
+        if kept is not None and not kept.is_gone:
+            kept.num_pins -= 1
+
+    def clear(self, namespace: str | None = None) -> None:
+        """Forgets all prefixes of a namespace, or of all; pins are void then."""
+        for each in self._tree.namespaces if namespace is None else (namespace,):
+            for kept in self._tree.remove(each):
+                self._drop(kept)
+
+    def statistics(self) -> PrefixStatistics:
+        """Counts so far."""
+        return PrefixStatistics(
+            prompts=self._prompts,
+            hits=self._hits,
+            prompt_tokens=self._prompt_tokens,
+            reused_tokens=self._reused_tokens,
+            repeated_tokens=self._repeated_tokens,
+            keeps=self._keeps,
+            refused=self._refused,
+            evictions=self._evictions,
+            kept=len(self._kept),
+            pinned=sum(kept.num_pins > 0 for kept in self._kept),
+            remembered_tokens=self._tree.num_passed_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the cache contradicts itself or its sequences."""
+        self._tree.check()
+        entries = {node.entry for node in self._tree.nodes() if node.entry is not None}
+        assert entries == self._kept, "the tree and the list of what is kept differ"
+        assert len(self._kept) <= self._max_states, "too many prefixes are kept"
+        assert len({id(kept.sequence) for kept in self._kept}) == len(self._kept), "a sequence is kept twice"
+        for kept in self._kept:
+            sequence = kept.sequence
+            assert kept.node.entry is kept, "a kept prefix is at another node"
+            assert not kept.is_gone, "a prefix that was let go is listed"
+            assert not sequence.is_released, "the sequence of a kept prefix was released"
+            assert sequence.pending is None, "the sequence of a kept prefix has a pending tree"
+            assert sequence.length == kept.node.length, "a kept prefix has another length than its tokens"
+            assert kept.num_pins >= 0, "a pin was given back twice"
+
+    def _use(self, kept: _Kept) -> None:
+        kept.uses = self._uses(kept) + 1
+        kept.last_use = self._prompts
+
+    def _uses(self, kept: _Kept) -> float:
+        """Uses, each counting half after HALF_LIFE further prompts."""
+        return float(kept.uses * 0.5 ** ((self._prompts - kept.last_use) / HALF_LIFE))
+
+    def _worth(self, kept: _Kept) -> float:
+        """Tokens to compute again for want of the prefix, by its uses."""
+        above = (node for node in kept.node.path if node is not kept.node and node.entry is not None)
+        ancestor = next(above, None)
+        return self._uses(kept) * (kept.node.length - (ancestor.length if ancestor else 0))
+
+    def _evict_one(self, needs_blocks: bool = False, needs_states: bool = False) -> bool:
+        """Lets the loose prefix of least worth go, preferably one that frees what is needed."""
+        loose = sorted((kept for kept in self._kept if not kept.num_pins), key=self._worth)
+        if not loose:
+            return False
+
+        def helps(kept: _Kept) -> bool:
+            freed = self._memory.freed_by([kept.sequence])
+            return bool(needs_blocks and freed.num_blocks) or bool(needs_states and freed.num_states)
+
+        victim = next((kept for kept in loose if helps(kept)), loose[0])
+        victim.node.entry = None
+        self._tree.tidy(victim.node)
+        self._drop(victim)
+        self._evictions += 1
+        return True
+
+    def _drop(self, kept: _Kept) -> None:
+        kept.is_gone = True
+        self._kept.remove(kept)
+        self._memory.release(kept.sequence)
+
+
+def _as_array(token_ids: TokenIds[int]) -> Array:
+    if not len(token_ids):
+        raise InvalidRequestError("a prompt without tokens has nothing to begin with: give at least one")
+    return np.asarray(token_ids, np.int32)
+
+
+def _covers(size: CacheSize, num_blocks: int, num_states: int) -> bool:
+    return size.num_blocks >= num_blocks and size.num_states >= num_states
