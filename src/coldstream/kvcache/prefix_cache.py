@@ -35,7 +35,7 @@ class SequenceMemory(Protocol):
     def branch(self, sequence: Sequence) -> Sequence: ...
     def release(self, sequence: Sequence) -> None: ...
     @property
-    def free_size(self) -> CacheSize: ...
+    def free(self) -> CacheSize: ...
     def freed_by(self, sequences: Collection[Sequence]) -> CacheSize: ...
 
 
@@ -169,14 +169,14 @@ class PrefixCache:
 
         False, with nothing changed, if they cannot be, as sequences in use or pins have the others.
         """
-        free = self._memory.free_size
+        free = self._memory.free
         loose = [kept for kept in self._kept if not kept.num_pins]
         if not _covers(free, num_blocks, num_states):
             all_loose = self._memory.freed_by([kept.sequence for kept in loose])
             most = CacheSize(free.num_blocks + all_loose.num_blocks, free.num_states + all_loose.num_states)
             if not _covers(most, num_blocks, num_states):
                 return False
-        while not _covers(free := self._memory.free_size, num_blocks, num_states):
+        while not _covers(free := self._memory.free, num_blocks, num_states):
             self._evict_one(free.num_blocks < num_blocks, free.num_states < num_states)
         return True
 

@@ -61,11 +61,6 @@ class SequenceCache:
         """Gives the memory of keys, values and states back; sequences can only be released afterwards."""
         self.__dict__.pop("tensors", None)
 
-    @property
-    def free_size(self) -> CacheSize:
-        """What is not in use."""
-        return CacheSize(self.blocks.num_free, self.states.num_free, self.tree_rows.num_free)
-
     def freed_by(self, sequences: Collection[Sequence]) -> CacheSize:
         """What releasing these sequences, each named once and without pending trees, would free."""
         blocks = Counter(block for sequence in sequences for block in sequence.blocks)

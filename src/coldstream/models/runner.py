@@ -169,11 +169,6 @@ class ModelRunner(ABC):
         """Frees the memory of the sequence, which cannot be used afterwards."""
         self._sequences.release(sequence)
 
-    @property
-    def free_size(self) -> CacheSize:
-        """Blocks, states and rows of trees that no sequence has."""
-        return self._sequences.free_size
-
     def freed_by(self, sequences: Collection[Sequence]) -> CacheSize:
         """What releasing these sequences together would free; they have no pending trees."""
         return self._sequences.freed_by(sequences)
