@@ -11,9 +11,11 @@ from coldstream.decoding.choice import (
     begin_choices,
     choose_tokens,
 )
+from coldstream.decoding.constraints import Grammar, RepetitionStop, Thought
 from coldstream.decoding.device_logits import AnyLogits, DeviceChoice, DeviceLogits, DeviceStep
 from coldstream.decoding.drafters.drafter import Drafter
 from coldstream.decoding.logprobs import RankedLogprob
+from coldstream.decoding.repetition import RepetitionWatch
 from coldstream.decoding.sampling import SEED_BITS, derived_seed, sample_token
 from coldstream.decoding.sampling_params import Logits, LogitsProcessor, SamplingParams
 from coldstream.decoding.speculation import (
@@ -39,17 +41,21 @@ __all__ = [
     "Drafter",
     "Drafts",
     "FixedSizes",
+    "Grammar",
     "Logits",
     "LogitsProcessor",
     "Outcome",
     "Pick",
     "RankedLogprob",
+    "RepetitionStop",
+    "RepetitionWatch",
     "SamplingParams",
     "SizesByCost",
     "Speculation",
     "SpeculationStatistics",
     "StartedChoices",
     "StopMatcher",
+    "Thought",
     "TokenChooser",
     "TokenTree",
     "begin_choices",

@@ -4,14 +4,14 @@ The tokens of a step are chosen together, in one call of the device. Each is the
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from coldstream.decoding.device_logits import AnyLogits, DeviceChoice, DeviceStep
 from coldstream.decoding.logprobs import RankedLogprob, token_logprobs
 from coldstream.decoding.sampling import no_token_left, recent_tokens, sample_token
-from coldstream.decoding.sampling_params import Logits, SamplingParams
+from coldstream.decoding.sampling_params import Logits, LogitsProcessor, SamplingParams
 from coldstream.errors import GenerationFault, InvalidRequestError
 from coldstream.kernels.sample.settings import RowSettings
 from coldstream.models.sanity import damaged_logits
@@ -163,8 +163,17 @@ class TokenChooser:
     """Chooses the tokens after a prompt of `num_prompt_tokens`, none of `end_ids` before `min_tokens`."""
 
     def __init__(
-        self, params: SamplingParams, seed: int, num_prompt_tokens: int, end_ids: Collection[int]
+        self,
+        params: SamplingParams,
+        seed: int,
+        num_prompt_tokens: int,
+        end_ids: Collection[int],
+        constraint: LogitsProcessor | None = None,
     ) -> None:
+        """constraint: what carries out the grammar and the thought's budget of `params`, if it has any."""
+        assert params.is_constrained == (constraint is not None), "what a request demands is carried out"
+        if constraint is not None:
+            params = replace(params, logits_processors=(*(params.logits_processors or ()), constraint))
         self._params = params
         self._seed = seed
         self._first_end = num_prompt_tokens + params.min_tokens  # position where end tokens begin

@@ -236,6 +236,8 @@ def _processed(logits: Logits, context: Sequence[int], processors: Sequence[Logi
         name = f"logits_processors[{index}] ({shown(getattr(processor, '__name__', processor))})"
         try:
             processed = processor(context, processed)
+        except InvalidRequestError:
+            raise
         except Exception as error:
             raise InvalidRequestError(f"{name} raised {type(error).__name__}: {error}") from error
         if not isinstance(processed, np.ndarray):

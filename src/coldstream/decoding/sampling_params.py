@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coldstream.decoding.checks import MAX_COUNT, check_flag, check_integer, check_real
+from coldstream.decoding.constraints import Grammar, RepetitionStop, Thought
 from coldstream.errors import InvalidRequestError, shown
 
 Logits = NDArray[np.float32]  # [vocab]
@@ -28,7 +30,6 @@ MAX_LOGIT_BIASES = 1024
 MAX_SEED = 2**64 - 1
 MAX_N = 1024
 MAX_LOGPROBS = 1024
-_MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,14 @@ class SamplingParams:
     """One request's sampling settings, checked on creation (InvalidRequestError names the field and its
     range).
 
-    The steps run in this order: biases, penalties, logits processors, tokens that `min_tokens` forbids,
-    top-k, top-p, min-p, temperature. `temperature` 0 takes the largest logit that is left before top-k.
-    Meaning of each step: `coldstream.decoding.sampling`. Neither `n` nor `logprobs` changes a token of the
-    first answer.
+    The steps run in this order: biases, penalties, logits processors, what a grammar or a thought's budget
+    forbids, tokens that `min_tokens` forbids, top-k, top-p, min-p, temperature. `temperature` 0 takes the
+    largest logit that is left before top-k. Meaning of each step: `coldstream.decoding.sampling`. Neither `n`
+    nor `logprobs` changes a token of the first answer.
 
-    Where something has to be known of all logits (`logprobs`, `logit_bias`, `logits_processors`, and
-    `min_tokens` for as long as it forbids tokens), a GPU's logits are brought to the host and the token is
-    chosen there, by the same definition and with the same result.
+    Where something has to be known of all logits (`logprobs`, `logit_bias`, `logits_processors`, `grammar`,
+    a thought's budget, and `min_tokens` for as long as it forbids tokens), a GPU's logits are brought to the
+    host and the token is chosen there, by the same definition and with the same result.
     """
 
     temperature: float = 0.8
@@ -75,65 +76,67 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # not served: see `LLM.logits`
     # What is added to the logits of some tokens, by token id, −100 to 100; kept as a tuple of pairs by id.
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None
+    grammar: Grammar | None = None  # what the answer is made to match
+    thought: Thought | None = None  # where a thought before the answer ends, and when it has to
+    repetition: RepetitionStop | None = None  # ends an answer that repeats itself
 
     def __post_init__(self) -> None:
-        _check_real("temperature", self.temperature, 0, 1e6)
-        _check_real("top_p", self.top_p, 0, 1)
-        _check_real("min_p", self.min_p, 0, 1)
-        _check_real("repetition_penalty", self.repetition_penalty, 0.01, 100)
-        _check_real("presence_penalty", self.presence_penalty, -2, 2)
-        _check_real("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check_integer("top_k", self.top_k, -1, _MAX_COUNT)
+        check_real("temperature", self.temperature, 0, 1e6)
+        check_real("top_p", self.top_p, 0, 1)
+        check_real("min_p", self.min_p, 0, 1)
+        check_real("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        check_real("presence_penalty", self.presence_penalty, -2, 2)
+        check_real("frequency_penalty", self.frequency_penalty, -2, 2)
+        check_integer("top_k", self.top_k, -1, MAX_COUNT)
         object.__setattr__(self, "top_k", max(0, self.top_k))
-        _check_integer("repeat_last_n", self.repeat_last_n, 0, _MAX_COUNT, optional=True)
-        _check_integer("seed", self.seed, 0, MAX_SEED, optional=True)
-        _check_integer("max_tokens", self.max_tokens, 1, _MAX_COUNT, optional=True)
-        _check_integer("min_tokens", self.min_tokens, 0, _MAX_COUNT)
+        check_integer("repeat_last_n", self.repeat_last_n, 0, MAX_COUNT, optional=True)
+        check_integer("seed", self.seed, 0, MAX_SEED, optional=True)
+        check_integer("max_tokens", self.max_tokens, 1, MAX_COUNT, optional=True)
+        check_integer("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens must be at most max_tokens, {self.max_tokens}, not {self.min_tokens}"
             )
-        _check_flag("ignore_eos", self.ignore_eos)
-        _check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
-        _check_integer("n", self.n, 1, MAX_N)
+        check_flag("ignore_eos", self.ignore_eos)
+        check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
+        check_integer("n", self.n, 1, MAX_N)
         if self.n > 1 and self.temperature == 0:
             raise InvalidRequestError(
                 f"n must be 1 at temperature 0, where all answers are the same, not {self.n}"
             )
-        _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         if self.prompt_logprobs is not None:
             raise InvalidRequestError(
                 f"prompt_logprobs must be None, not {shown(self.prompt_logprobs)}: LLM.logits(token_ids) "
                 "gives the logits after each token of a prompt"
             )
+        self._check_constraints()
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_stop_token_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _checked_biases(self.logit_bias))
         object.__setattr__(self, "logits_processors", _checked_processors(self.logits_processors))
+
+    def _check_constraints(self) -> None:
+        for name, kind in (("grammar", Grammar), ("thought", Thought), ("repetition", RepetitionStop)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise InvalidRequestError(f"{name} must be a {kind.__name__} or None, not {shown(value)}")
+        if self.grammar is not None and (self.min_tokens > 0 or self.ignore_eos):
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise InvalidRequestError(
+                f"{name} and grammar exclude each other: the grammar says where an answer ends"
+            )
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar or a thought's budget decides which tokens may follow."""
+        return self.grammar is not None or (self.thought is not None and self.thought.budget is not None)
 
     @property
     def has_penalties(self) -> bool:
         """Whether any penalty changes any logit."""
         active = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return active and self.repeat_last_n != 0
-
-
-def _check_real(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be a number from {low:g} to {high:g}, not {shown(value)}")
-
-
-def _check_integer(name: str, value: object, low: int, high: int, *, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        none = ", or None" if optional else ""
-        raise InvalidRequestError(f"{name} must be an integer from {low} to {high}{none}, not {shown(value)}")
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise InvalidRequestError(f"{name} must be True or False, not {shown(value)}")
 
 
 def _checked_stop(stop: object) -> tuple[str, ...]:
@@ -156,7 +159,7 @@ def _checked_stop_token_ids(ids: object) -> tuple[int, ...]:
         raise InvalidRequestError(f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS} ids, not {len(ids)}")
     for token_id in ids:
         is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
-        if not is_integer or not 0 <= token_id <= _MAX_COUNT:
+        if not is_integer or not 0 <= token_id <= MAX_COUNT:
             raise InvalidRequestError(f"stop_token_ids: {shown(token_id)} is not a token id")
     return tuple(int(token_id) for token_id in ids)
 
@@ -171,8 +174,8 @@ def _checked_biases(biases: object) -> tuple[tuple[int, float], ...]:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise InvalidRequestError(f"logit_bias must be {wanted}, not {shown(biases)}")
         token_id, bias = pair
-        _check_integer("logit_bias: a token id", token_id, 0, _MAX_COUNT)
-        _check_real(f"logit_bias: the bias of token {token_id}", bias, -100, 100)
+        check_integer("logit_bias: a token id", token_id, 0, MAX_COUNT)
+        check_real(f"logit_bias: the bias of token {token_id}", bias, -100, 100)
         checked[token_id] = float(bias)
     return tuple(sorted(checked.items()))
 
