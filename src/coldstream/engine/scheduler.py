@@ -1,0 +1,123 @@
+"""Who takes part in the next step, and with how many rows. A state machine over numbers: it knows neither
+models nor memory nor clocks.
+
+Answers wait until they are admitted, run until they are removed, and wait again if their memory is taken. The
+order of arrival counts, a step of priority like `_STEPS_PER_PRIORITY` steps of it, so that nobody waits
+forever. Among namespaces the one with the fewest running answers is next. Of those that run, memory is taken
+from the last in the order, so that the first one always gets on.
+
+Each step has a row of every answer that decodes. Prompts share the other rows evenly, short ones first done;
+if there are too many for that, those that were served longest ago are next.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+QUANTUM: Final = 32  # rows that a prompt gets at least, where so many are wanted and allowed
+_STEPS_PER_PRIORITY: Final = 256
+
+
+@dataclass(eq=False)
+class _Entry:
+    """An answer."""
+
+    key: int
+    rank: tuple[int, int]  # place in the order, all different
+    namespace: str
+    leader: int | None
+    last_served: int = -1  # step
+
+
+class Scheduler:
+    """Answers by their keys, which are ascending in order of arrival."""
+
+    def __init__(self, max_running: int, num_rows: int) -> None:
+        """max_running: answers at once. num_rows: of a step."""
+        self._max_running = max_running
+        self._num_rows = num_rows
+        self._waiting: dict[int, _Entry] = {}
+        self._running: dict[int, _Entry] = {}
+        self._num_steps = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> Sequence[int]:
+        """Those that are admitted, the first in the order first."""
+        return [entry.key for entry in sorted(self._running.values(), key=lambda entry: entry.rank)]
+
+    def add(self, key: int, *, priority: int = 0, namespace: str = "", leader: int | None = None) -> None:
+        """A new answer waits. leader: one that it branches off, see `candidate`."""
+        rank = (self._num_steps - priority * _STEPS_PER_PRIORITY, key)
+        self._waiting[key] = _Entry(key, rank, namespace, leader)
+
+    def remove(self, key: int) -> None:
+        """Forgets an answer, in whichever state it is."""
+        self._waiting.pop(key, None)
+        self._running.pop(key, None)
+
+    def candidate(self, is_ready: Callable[[int], bool]) -> int | None:
+        """The answer to admit next, if there may be another one.
+
+        One with a leader is ready once `is_ready(leader)`.
+        """
+        if len(self._running) >= self._max_running:
+            return None
+        ready = [entry for entry in self._waiting.values() if entry.leader is None or is_ready(entry.leader)]
+        if not ready:
+            return None
+        num_running = Counter(entry.namespace for entry in self._running.values())
+        return min(ready, key=lambda entry: (num_running[entry.namespace], entry.rank)).key
+
+    def admit(self, key: int) -> None:
+        """A waiting answer has memory from now on."""
+        self._running[key] = self._waiting.pop(key)
+
+    def preempt(self) -> int | None:
+        """The last of the running answers waits again; None, and nothing changes, if it is the only one."""
+        if len(self._running) < 2:
+            return None
+        last = max(self._running.values(), key=lambda entry: entry.rank)
+        self._waiting[last.key] = self._running.pop(last.key)
+        return last.key
+
+    def share(self, wanted: Mapping[int, int], most_prompt_rows: Callable[[int], int]) -> dict[int, int]:
+        """Rows of each running answer in the next step, at least one each for those that take part.
+
+        wanted: rows that each could use, ≥ 1; 1: it decodes. most_prompt_rows: of all prompts in a step with
+        so many decoding rows; at least one prompt gets a row anyway.
+        """
+        entries = sorted(self._running.values(), key=lambda entry: (entry.last_served, entry.rank))
+        prompts = [entry for entry in entries if wanted[entry.key] > 1]
+        kept_free = min(QUANTUM, self._num_rows // 2) if prompts else 0
+        decoding = [entry for entry in entries if wanted[entry.key] == 1]
+        decoding = decoding[: max(1, self._num_rows - kept_free)]
+        shares = {entry.key: 1 for entry in decoding}
+        left = self._num_rows - len(decoding)
+        if decoding:
+            left = min(left, max(1, most_prompt_rows(len(decoding))))
+        served = prompts[: min(left, max(1, left // QUANTUM))]
+        rows = _evenly([wanted[entry.key] for entry in served], left)
+        shares |= {entry.key: count for entry, count in zip(served, rows, strict=True)}
+        return shares
+
+    def served(self, shares: Mapping[int, int]) -> None:
+        """The step with these rows is taken."""
+        for key in shares:
+            if key in self._running:
+                self._running[key].last_served = self._num_steps
+        self._num_steps += 1
+
+
+def _evenly(wanted: Sequence[int], num_rows: int) -> list[int]:
+    """Shares out rows: nobody gets more than it wants, nor less than another unless it wants no more."""
+    shares = [0] * len(wanted)
+    by_want = sorted(range(len(wanted)), key=lambda i: wanted[i])
+    for place, i in enumerate(by_want):
+        shares[i] = min(wanted[i], num_rows // (len(wanted) - place))
+        num_rows -= shares[i]
+    return shares

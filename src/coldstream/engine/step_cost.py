@@ -1,0 +1,77 @@
+"""What a step costs by its number of rows, and how many rows of prompts keep to a target.
+
+Learned from the steps that were taken. Rows are counted in ranges, each of which begins a third or a half
+later than the one before; an estimate is a median of what steps of the range took lately. A range that was
+not measured for `_FORGOTTEN` steps counts as never measured. It knows no clock; times are seconds.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from coldstream.decoding.row_times import RecentMedian
+
+_FIRST_ROWS: Final = 16  # of prompts, as long as nothing is known
+_FORGOTTEN: Final = 1024  # steps
+_SLOWDOWN: Final = 2.0  # of steps that miss the target by decoding alone, so that prompts get on too
+
+
+class StepCost:
+    """The seconds of a step by its number of rows, up to `num_rows`."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._rows = _ranges(num_rows)
+        self._medians = [RecentMedian() for _ in self._rows]
+        self._newest = [0] * len(self._rows)  # of each range, its last step
+        self._num_steps = 0
+
+    def record(self, num_rows: int, seconds: float) -> None:
+        """A step of this many rows took so long."""
+        self._num_steps += 1
+        each = bisect_right(self._rows, num_rows) - 1
+        if self._num_steps - self._newest[each] >= _FORGOTTEN:
+            self._medians[each] = RecentMedian()
+        self._medians[each].add(seconds, self._num_steps)
+        self._newest[each] = self._num_steps
+
+    def most_prompt_rows(self, num_decoding: int, target_s: float) -> int:
+        """How many rows of prompts, at least one, keep a step with so many decoding rows within the target.
+
+        Where decoding alone takes more than half of it, they may about double the step. Beyond what was
+        measured, the next range is tried if it keeps to the target at the same cost of a row.
+        """
+        known = self._known()
+        if not known:
+            return _FIRST_ROWS
+        allowed_s = max(target_s, _SLOWDOWN * _seconds(known, num_decoding))
+        end = bisect_left(self._rows, max(known)) + 2
+        fitting = [rows for rows in self._rows[:end] if _seconds(known, rows) <= allowed_s]
+        return max(1, max(fitting, default=0) - num_decoding)
+
+    def _known(self) -> dict[int, float]:
+        """Medians by the first number of rows of their range, ascending."""
+        medians = zip(self._rows, self._medians, self._newest, strict=True)
+        return {
+            rows: median.value
+            for rows, median, newest in medians
+            if median.value is not None and self._num_steps - newest < _FORGOTTEN
+        }
+
+
+def _ranges(num_rows: int) -> Sequence[int]:
+    """Where each range begins: 1, 2, 3, 4, 6, 8, 12, 16, 24, … num_rows."""
+    powers = [2**power for power in range(num_rows.bit_length())]
+    starts = {start for power in powers for start in (power, power + power // 2) if start < num_rows}
+    return [*sorted(starts), num_rows]
+
+
+def _seconds(known: Mapping[int, float], rows: int) -> float:
+    """On a straight line between the nearest that are known; outside of these, in proportion to the rows."""
+    fewer = [at for at in known if at <= rows]
+    more = [at for at in known if at >= rows]
+    if not (fewer and more):
+        nearest = fewer[-1] if fewer else more[0]
+        return known[nearest] * rows / nearest
+    low, high = fewer[-1], more[0]
+    share = 0.0 if low == high else (rows - low) / (high - low)
+    return known[low] + share * (known[high] - known[low])

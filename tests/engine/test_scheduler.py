@@ -1,0 +1,207 @@
+"""Who takes part in a step: everybody some time, nobody beyond what there is, and evenly."""
+
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from coldstream.engine.scheduler import QUANTUM, Scheduler
+
+MAX_RUNNING, NUM_ROWS = 4, 96
+
+
+def always(key: int) -> bool:
+    return True
+
+
+def every_row(num_decoding: int) -> int:
+    return NUM_ROWS
+
+
+def filled(wanted: dict[int, int], max_running: int = 64, num_rows: int = NUM_ROWS) -> Scheduler:
+    """All answers run."""
+    scheduler = Scheduler(max_running, num_rows)
+    for key in wanted:
+        scheduler.add(key)
+        scheduler.admit(key)
+    return scheduler
+
+
+wants = st.lists(st.integers(1, 200), min_size=1, max_size=40).map(lambda each: dict(enumerate(each)))
+
+
+@given(wants, st.integers(1, 200), st.integers(0, 300))
+def test_a_step_has_no_more_rows_than_it_takes_nor_than_are_wanted(
+    wanted: dict[int, int], num_rows: int, most: int
+) -> None:
+    shares = filled(wanted, num_rows=num_rows).share(wanted, lambda num_decoding: most)
+    assert shares
+    assert all(1 <= shares[key] <= wanted[key] for key in shares)
+    assert sum(shares.values()) <= num_rows
+    decoding = [key for key in shares if wanted[key] == 1]
+    prompts = [key for key in shares if wanted[key] > 1]
+    if decoding and prompts:
+        assert sum(shares[key] for key in prompts) <= max(1, most)
+
+
+@given(wants)
+def test_every_answer_that_decodes_has_a_row_of_each_step(wanted: dict[int, int]) -> None:
+    shares = filled(wanted).share(wanted, every_row)
+    assert all(shares[key] == 1 for key, want in wanted.items() if want == 1)
+
+
+@given(st.lists(st.integers(2, 500), min_size=1, max_size=NUM_ROWS // QUANTUM))
+def test_prompts_share_rows_evenly_and_leave_none_unused(wants: list[int]) -> None:
+    wanted = dict(enumerate(wants))
+    shares = filled(wanted).share(wanted, every_row)
+    assert sum(shares.values()) == min(NUM_ROWS, sum(wants))
+    cut_short = [shares[key] for key, want in wanted.items() if shares[key] < want]
+    assert all(share >= max(shares.values()) - 1 for share in cut_short)
+
+
+@given(st.integers(1, 60), st.integers(1, 64), st.integers(2, 40))
+def test_no_running_answer_is_left_out_for_long(num_decoding: int, num_prompts: int, num_rows: int) -> None:
+    """Even with fewer rows than answers: each is served again within as many steps as there are answers."""
+    wanted = {key: 1 if key < num_decoding else 1000 for key in range(num_decoding + num_prompts)}
+    scheduler = filled(wanted, max_running=200, num_rows=num_rows)
+    last = dict.fromkeys(wanted, 0)
+    for step in range(1, 300):
+        shares = scheduler.share(wanted, lambda num_decoding: 1)
+        scheduler.served(shares)
+        last |= dict.fromkeys(shares, step)
+        assert all(step - at <= 2 * len(wanted) + 1 for at in last.values())
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.sampled_from("abc")), min_size=1, max_size=30))
+def test_the_order_is_that_of_arrival_within_a_priority_and_a_namespace(given: list[tuple[int, str]]) -> None:
+    scheduler = Scheduler(64, NUM_ROWS)
+    for key, (priority, namespace) in enumerate(given):
+        scheduler.add(key, priority=priority, namespace=namespace)
+    order = []
+    while (next_key := scheduler.candidate(always)) is not None:
+        scheduler.admit(next_key)
+        order.append(next_key)
+    assert sorted(order) == list(range(len(given)))
+    for namespace in "abc":
+        own = [key for key in order if given[key][1] == namespace]
+        assert own == sorted(own, key=lambda key: (-given[key][0], key))
+
+
+def test_one_key_that_floods_the_queue_leaves_another_its_share() -> None:
+    scheduler = Scheduler(2, NUM_ROWS)
+    for key in range(1000):
+        scheduler.add(key, namespace="flood")
+    for _ in range(2):
+        scheduler.admit(scheduler.candidate(always) or 0)
+    scheduler.add(1000, namespace="other")
+    scheduler.remove(0)
+    assert scheduler.candidate(always) == 1000
+
+
+def test_a_low_priority_is_not_starved() -> None:
+    """High ones that keep coming overtake it for some time only."""
+    scheduler = Scheduler(1, NUM_ROWS)
+    scheduler.add(0, priority=-1)
+    for key in range(1, 2000):
+        scheduler.add(key, priority=1)
+        admitted = scheduler.candidate(always)
+        if admitted == 0:
+            assert key > 256
+            return
+        assert admitted is not None
+        scheduler.admit(admitted)
+        scheduler.served({admitted: 1})
+        scheduler.remove(admitted)
+    raise AssertionError("the answer of low priority never ran")
+
+
+def test_an_answer_waits_for_its_leader_alone() -> None:
+    scheduler = Scheduler(4, NUM_ROWS)
+    scheduler.add(0)
+    scheduler.add(1, leader=0)
+    scheduler.add(2)
+    scheduler.admit(0)
+    assert scheduler.candidate(lambda leader: False) == 2
+    assert scheduler.candidate(always) == 1
+
+
+def test_memory_is_taken_from_the_latest_and_never_from_the_first() -> None:
+    scheduler = filled({0: 1, 1: 1, 2: 1})
+    assert [scheduler.preempt() for _ in range(3)] == [2, 1, None]
+    assert scheduler.running == [0]
+    assert [scheduler.candidate(always)] == [1]
+
+
+@dataclass
+class Answer:
+    prompt_left: int
+    tokens_left: int
+
+
+class Served(RuleBasedStateMachine):
+    """Any order of arrivals, cancels and lost memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = Scheduler(MAX_RUNNING, NUM_ROWS)
+        self.answers: dict[int, Answer] = {}
+        self.num_added = 0
+
+    @rule(prompt=st.integers(1, 300), tokens=st.integers(1, 5), priority=st.integers(-1, 1))
+    def add(self, prompt: int, tokens: int, priority: int) -> None:
+        self.answers[self.num_added] = Answer(prompt, tokens)
+        self.scheduler.add(self.num_added, priority=priority, namespace=str(self.num_added % 2))
+        self.num_added += 1
+
+    @precondition(lambda self: self.answers)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.answers)))
+        del self.answers[key]
+        self.scheduler.remove(key)
+
+    @rule()
+    def lose_memory(self) -> None:
+        first = self.scheduler.running[:1]
+        preempted = self.scheduler.preempt()
+        assert self.scheduler.running[:1] == first
+        if preempted is not None:
+            self.answers[preempted].prompt_left += 3
+
+    @rule()
+    def step(self) -> None:
+        self.take_step()
+
+    def take_step(self) -> None:
+        while (key := self.scheduler.candidate(always)) is not None:
+            self.scheduler.admit(key)
+        wanted = {key: self.answers[key].prompt_left or 1 for key in self.scheduler.running}
+        assert bool(wanted) == bool(self.answers), "there is a step as long as there are answers"
+        if not wanted:
+            return
+        shares = self.scheduler.share(wanted, lambda num_decoding: 20)
+        self.scheduler.served(shares)
+        assert shares
+        for key, count in shares.items():
+            answer = self.answers[key]
+            answer.prompt_left = max(0, answer.prompt_left - count)
+            answer.tokens_left -= answer.prompt_left == 0
+            if not answer.tokens_left:
+                del self.answers[key]
+                self.scheduler.remove(key)
+
+    @invariant()
+    def everybody_runs_or_waits(self) -> None:
+        running = self.scheduler.running
+        assert len(set(running)) == len(running) <= MAX_RUNNING
+        assert len(running) + self.scheduler.num_waiting == len(self.answers)
+
+    def teardown(self) -> None:
+        for _ in range(20 * len(self.answers) + 1):
+            self.take_step()
+        assert not self.answers, "all are served in the end"
+
+
+TestServed = Served.TestCase
+TestServed.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
