@@ -13,7 +13,9 @@ from typing import Self
 from coldstream.decoding import (
     AnyLogits,
     Chosen,
+    LogitsProcessor,
     Pick,
+    RepetitionWatch,
     SamplingParams,
     SpeculationStatistics,
     StartedChoices,
@@ -70,9 +72,13 @@ def generate_pieces(
     tokenizer: Tokenizer,
     is_cancelled: Callable[[], bool],
     progress: Progress | None = None,
+    constraint: LogitsProcessor | None = None,
 ) -> Generator[Piece, None, None]:
-    """Yield a piece per token and a last one with the statistics. Raises what computing raises."""
-    answer = Answer(request, tokenizer, model.expert_uses)
+    """Yield a piece per token and a last one with the statistics. Raises what computing raises.
+
+    constraint: see `Answer`.
+    """
+    answer = Answer(request, tokenizer, model.expert_uses, constraint)
     if model.speculation is not None:
         model.speculation.start()
     reason: FinishReason = "length"
@@ -149,22 +155,34 @@ def _chosen_tokens(
 class Answer:
     """The state of one answer: choice of tokens, pieces, text, counts and times since its creation."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, expert_uses: tuple[int, int] | None) -> None:
-        """expert_uses: of the model so far, see `ModelRunner`."""
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        expert_uses: tuple[int, int] | None,
+        constraint: LogitsProcessor | None = None,
+    ) -> None:
+        """expert_uses: of the model so far, see `ModelRunner`; constraint: that of the request, by
+        `Grammars.constraint`.
+        """
         self._request = request
         self._tokenizer = tokenizer
         self._uses_before = expert_uses
         self._clock = _Clock()
         self._text = _AnswerText(request, tokenizer)
         self._stop_piece = _no_token(request)
+        self._repetition = (
+            None if request.params.repetition is None else RepetitionWatch(request.params.repetition)
+        )
+        self._is_repeating = False
         self.chooser = TokenChooser(
-            request.params, request.seed, len(request.prompt_token_ids), request.all_end_ids
+            request.params, request.seed, len(request.prompt_token_ids), request.all_end_ids, constraint
         )
 
     @property
     def has_stopped(self) -> bool:
-        """Whether an end token or a stop string has come up."""
-        return self._text.has_ended
+        """Whether an end token or a stop string has come up, or the answer repeats itself."""
+        return self._text.has_ended or self._is_repeating
 
     def push(self, chosen: Chosen) -> Piece:
         """Appends a token. Its piece is to be shown, unless the answer has stopped: then `last_piece` has
@@ -173,6 +191,7 @@ class Answer:
         self._clock.count_token()
         token_id = chosen.token_id
         piece = Piece(self._text.push(token_id), (token_id,), _logprobs(chosen, self._tokenizer))
+        self._is_repeating = self._repetition is not None and self._repetition.push(token_id)
         if self.has_stopped:
             self._stop_piece = piece
         return piece
@@ -188,7 +207,7 @@ class Answer:
         return replace(
             self._stop_piece,
             text=self._stop_piece.text + self._text.finish(),
-            finish_reason="stop" if self.has_stopped else reason,
+            finish_reason="stop" if self._text.has_ended else "repetition" if self._is_repeating else reason,
             stop_reason=self._text.stop_reason,
             statistics=self._clock.statistics(
                 self._request, num_reused, _hit_rate(self._uses_before, expert_uses), speculation

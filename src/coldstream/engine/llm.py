@@ -317,7 +317,10 @@ class LLM:
                     yield cancelled_piece(request)
                     return
                 tokenizer = self._opened.tokenizer
-                for piece in generate_pieces(request, self._sequence, tokenizer, is_cancelled, heard):
+                constraint = self._opened.grammars.constraint(request)
+                for piece in generate_pieces(
+                    request, self._sequence, tokenizer, is_cancelled, heard, constraint
+                ):
                     self._turns.pause()
                     yield piece
                     self._turns.resume()
@@ -337,7 +340,12 @@ class LLM:
 
         with self._turns.turn():
             return generate_side_by_side(
-                requests, self._sequence, runner, self._opened.tokenizer, between_steps
+                requests,
+                self._sequence,
+                runner,
+                self._opened.tokenizer,
+                self._opened.grammars,
+                between_steps,
             )
 
     def _complete(self, request: Request) -> RequestOutput:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from coldstream.decoding import SamplingParams, Speculation
@@ -11,6 +11,7 @@ from coldstream.engine.config import EngineConfig
 from coldstream.engine.device_choice import OpenProgress, choose_device
 from coldstream.engine.draft_file import NOTHING_IS_DRAFTED, open_draft
 from coldstream.engine.drafting import open_speculation
+from coldstream.engine.grammar import Grammars
 from coldstream.engine.machine import hardware_with, measured_hardware
 from coldstream.engine.own_parts import OwnParts
 from coldstream.engine.planned import Planned
@@ -67,6 +68,11 @@ class OpenedModel:
         """Tokens of a prompt and its answer together."""
         assert self.config.ctx_size, "an opened model has a concrete context"
         return self.config.ctx_size
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """The grammars of requests to this model, which it keeps compiled."""
+        return Grammars(self.tokenizer)
 
     @property
     def seed(self) -> int | None:

@@ -9,9 +9,9 @@ from typing import Literal
 
 from coldstream.decoding import SpeculationStatistics
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "repetition"]
 """stop: an end token or a stop string; length: max_tokens or the end of the context; cancelled: by the
-caller.
+caller; repetition: the answer repeated itself, and the request wanted that to end it.
 """
 
 

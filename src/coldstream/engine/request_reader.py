@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from coldstream.decoding import SEED_BITS, SamplingParams
 from coldstream.engine.generation import Request
+from coldstream.engine.grammar import Grammars
 from coldstream.engine.prompts import Conversation, checked_ids, read_prompt
 from coldstream.errors import InvalidRequestError, host_memory_errors
 from coldstream.gguf.chat_template import ChatTemplate
@@ -20,6 +21,9 @@ class ReadsText(Protocol):
 
     @property
     def chat_template(self) -> ChatTemplate: ...
+
+    @property
+    def grammars(self) -> Grammars: ...
 
     @property
     def ctx_size(self) -> int:
@@ -89,6 +93,7 @@ class RequestReader:
                 f"logit_bias: {max(biases)} is not a token id of a vocabulary of "
                 f"{opened.tokenizer.vocab_size}"
             )
+        opened.grammars.check(params)
         room = self._opened.ctx_size - len(token_ids)
         seeds = (params.seed, opened.seed, secrets.randbits(SEED_BITS))
         return Request(

@@ -12,6 +12,7 @@ from coldstream import kvcache
 from coldstream.decoding import AnyLogits, Choice, Chosen, Continuation, Outcome, choose_tokens
 from coldstream.engine.batching import Need, Room, next_turn, share_rows
 from coldstream.engine.generation import Answer, Request, completion
+from coldstream.engine.grammar import Grammars
 from coldstream.engine.live_sequence import LiveSequence, num_live_prefix
 from coldstream.engine.request import Piece, RequestOutput
 from coldstream.errors import ColdstreamError
@@ -25,6 +26,7 @@ def generate_side_by_side(
     live: LiveSequence,
     runner: ModelRunner,
     tokenizer: Tokenizer,
+    grammars: Grammars,
     between_steps: Callable[[], None],
 ) -> list[RequestOutput]:
     """All answers to each of `requests`, in order. `live`, of `runner`, then holds the last answer.
@@ -33,7 +35,7 @@ def generate_side_by_side(
     so that it is always that of the first prompt with an error. Other errors, and those of `between_steps`,
     are raised at once. After an error there are no sequences, and `live` is empty.
     """
-    with _SideBySide(requests, live, runner, tokenizer) as steps:
+    with _SideBySide(requests, live, runner, tokenizer, grammars) as steps:
         while steps.unfinished:
             steps.step()
             between_steps()
@@ -110,11 +112,16 @@ class _SideBySide:
     """
 
     def __init__(
-        self, requests: Sequence[Request], live: LiveSequence, runner: ModelRunner, tokenizer: Tokenizer
+        self,
+        requests: Sequence[Request],
+        live: LiveSequence,
+        runner: ModelRunner,
+        tokenizer: Tokenizer,
+        grammars: Grammars,
     ) -> None:
         self._runner = runner
         self._live = live
-        self._tokenizer = tokenizer
+        self._tokenizer, self._grammars = tokenizer, grammars
         self._requests = requests
         size = runner.cache_size
         self._room = Room(size.num_blocks, size.num_states, runner.chunk_size)
@@ -213,7 +220,8 @@ class _SideBySide:
                 best, num_best = held.sequence, count
         job.sequence = self._runner.new_sequence() if best is None else self._runner.branch(best)
         if job.answer is None:
-            job.answer = Answer(job.request, self._tokenizer, self._runner.expert_uses)
+            constraint = self._grammars.constraint(job.request)
+            job.answer = Answer(job.request, self._tokenizer, self._runner.expert_uses, constraint)
             job.num_reused = num_best
 
     def _give_back(self, job: _Job) -> None:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Self
 
 from coldstream.decoding import SamplingParams
+from coldstream.engine.grammar import Grammars
 from coldstream.engine.opened_model import OpenedModel, sampling_defaults
 from coldstream.engine.request_reader import RequestReader
 from coldstream.errors import ModelChangedError
@@ -132,6 +133,11 @@ class ServedModel:
     def threads(self) -> int:
         """CPU threads that compute."""
         return self.facts.threads
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Checks the grammars of requests before an engine sees them."""
+        return Grammars(self.tokenizer)
 
     @cached_property
     def requests(self) -> RequestReader:

@@ -1,0 +1,258 @@
+"""Grammars of requests over a model's tokens, compiled by llguidance within fixed limits.
+
+Unit of work: one `Grammar` → a matcher that says which tokens may follow. Knows nothing of logits, to which
+`constraint.py` applies what it says. What a schema, regular expression or Lark text may hold is said by
+llguidance's documentation. The cost of compiling is bounded by the size of the text, by the number of a
+schema's properties (the time is quadratic in them) and by limits on states, symbols and steps.
+"""
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from coldstream.decoding import Grammar, LogitsProcessor, SamplingParams, Thought
+from coldstream.engine.constraint import AnswerConstraint, Mask, ThoughtTokens, overrunning_tokens
+from coldstream.engine.generation import Request
+from coldstream.errors import ConfigError, InvalidRequestError
+from coldstream.gguf.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_PROPERTIES = 3000  # of all objects of a schema
+MAX_COMPILED = 32  # grammars that are kept, the least recently used go first
+MAX_LEXER_STATES = 50_000  # about 2 kB each
+MAX_GRAMMAR_SYMBOLS = 200_000
+# Between the tokens of JSON: a blank, or a new line with its indentation. Without a limit a model can write
+# blanks for ever.
+JSON_WHITESPACE = r"[ ]|\n[ \t]{0,64}"
+
+
+class Grammars:
+    """The grammars of requests to one model. May be shared between threads.
+
+    Nothing is loaded before the first grammar. Raises ConfigError if llguidance is not installed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._overrunning: tuple[str, tuple[tuple[int, ...], ...]] | None = None  # of the last closing tag
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises InvalidRequestError if the grammar of `params` is wrong, too large, or matches no answer."""
+        if params.grammar is not None:
+            self._prototype(params.grammar)
+
+    def constraint(self, request: Request) -> LogitsProcessor | None:
+        """What carries out the grammar and the thought's budget of one answer; None if it has neither.
+
+        It is for that answer alone. Raises as `check`.
+        """
+        params = request.params
+        if not params.is_constrained:
+            return None
+        grammar = None if params.grammar is None else self.matcher(params.grammar)
+        thought = (
+            None if params.thought is None else self._thought_tokens(params.thought, grammar is not None)
+        )
+        return AnswerConstraint(
+            grammar, thought, len(request.prompt_token_ids), request.all_end_ids, self._tokenizer.token_bytes
+        )
+
+    def matcher(self, grammar: Grammar) -> "TokenMatcher":
+        """A matcher at the beginning of an answer. Raises as `check`."""
+        return TokenMatcher(self._prototype(grammar), self._tokenizer.vocab_size, self._whitespace)
+
+    def _thought_tokens(self, thought: Thought, is_before_grammar: bool) -> ThoughtTokens:
+        overrunning: tuple[tuple[int, ...], ...] = ()
+        if is_before_grammar:
+            with self._lock:
+                if self._overrunning is None or self._overrunning[0] != thought.closing:
+                    ids = overrunning_tokens(thought.closing, self._tokenizer)
+                    self._overrunning = thought.closing, ids
+                overrunning = self._overrunning[1]
+        return ThoughtTokens.of(thought, self._tokenizer, overrunning)
+
+    def _prototype(self, grammar: Grammar) -> "LLMatcher":
+        with self._lock:
+            if grammar in self._compiled:
+                self._compiled.move_to_end(grammar)
+                return self._compiled[grammar]
+            compiled = _compiled(grammar, self._token_table)
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            return compiled
+
+    @cached_property
+    def _token_table(self) -> "LLTokenizer":
+        """llguidance's view of the vocabulary: control tokens are no text, all end tokens end an answer."""
+        _require_llguidance()
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        ends = sorted(self._tokenizer.eos_ids)
+        if not ends:
+            raise InvalidRequestError(
+                "grammar: the model's vocabulary has no end token, so no grammar can end its answers"
+            )
+        return LLTokenizer(
+            TokenizerWrapper(_Vocabulary(self._tokenizer, ends[0])), self._tokenizer.vocab_size, ends
+        )
+
+    @cached_property
+    def _whitespace(self) -> Mask:
+        """The tokens that are blanks and new lines, a few at most."""
+        ids = range(self._tokenizer.vocab_size)
+        texts = (self._tokenizer.token_bytes(index) for index in ids)
+        return np.fromiter((0 < len(text) <= 8 and not text.strip() for text in texts), bool, len(ids))
+
+
+class TokenMatcher:
+    """A grammar at some point of an answer. Belongs to one answer."""
+
+    def __init__(self, prototype: "LLMatcher", vocab_size: int, whitespace: Mask) -> None:
+        self._prototype, self._vocab_size = prototype, vocab_size
+        self._matcher = prototype.deep_copy()
+        self.whitespace = whitespace
+
+    def fresh(self) -> "TokenMatcher":
+        """The same grammar at the beginning."""
+        return TokenMatcher(self._prototype, self._vocab_size, self.whitespace)
+
+    def accepts(self, token_id: int) -> bool:
+        """Whether `token_id` may follow."""
+        return self._matcher.validate_tokens([token_id]) == 1
+
+    def append(self, token_id: int) -> None:
+        """Takes a token. Raises InvalidRequestError if it may not follow, or at a limit of llguidance."""
+        if not self._matcher.consume_token(token_id):
+            reason = _one_line(self._matcher.get_error()) or "it may not follow"
+            raise InvalidRequestError(f"grammar: token {token_id} of the answer cannot be matched: {reason}")
+
+    def mask(self) -> Mask:
+        """Which tokens may follow, end tokens among them exactly if the answer may end here.
+
+        Raises InvalidRequestError at a limit of llguidance.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        mask = np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
+        if self._matcher.is_error():
+            reason = _one_line(self._matcher.get_error())
+            raise InvalidRequestError(f"grammar: it is too complex to go on with the answer: {reason}")
+        return mask
+
+
+class _Vocabulary:
+    """The attributes that llguidance reads of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, end_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = end_id
+        self.bos_token_id = tokenizer.bos_id
+        self.tokens = [tokenizer.token_bytes(index) for index in range(tokenizer.vocab_size)]
+        self.special_token_ids = sorted(tokenizer.vocabulary.control_ids.values())
+
+    def __call__(self, text: bytes) -> list[int]:
+        ids = self._tokenizer.encode(text.decode("utf-8", "replace"))
+        return ids[1:] if self._tokenizer.vocabulary.add_bos else ids
+
+
+def _compiled(grammar: Grammar, tokens: "LLTokenizer") -> "LLMatcher":
+    from llguidance import LLMatcher
+
+    schema, source = None, ""
+    if grammar.kind in ("json_schema", "json_object"):
+        schema = _schema(grammar.text) if grammar.kind == "json_schema" else {"type": "object"}
+        options: Any = {"whitespace_pattern": JSON_WHITESPACE}
+        if grammar.is_lenient:
+            options["lenient"] = options["coerce_one_of"] = True
+        source = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+    elif grammar.kind == "regex":
+        source = LLMatcher.grammar_from_regex(grammar.text)
+    else:
+        source = LLMatcher.grammar_from_lark(grammar.text)
+    matcher = LLMatcher(tokens, source, log_level=0, limits=_limits())
+    if matcher.is_error():
+        reason = _one_line(matcher.get_error())
+        raise InvalidRequestError(f"grammar ({grammar.kind}){_place(schema, reason)}: {reason}")
+    _check_not_empty(grammar, matcher)
+    return matcher
+
+
+def _limits() -> "LLParserLimits":
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_lexer_states=MAX_LEXER_STATES, max_grammar_size=MAX_GRAMMAR_SYMBOLS, verbose_errors=False
+    )
+
+
+def _check_not_empty(grammar: Grammar, matcher: "LLMatcher") -> None:
+    """Raises InvalidRequestError if no token can begin an answer."""
+    trial = matcher.deep_copy()
+    mask = trial.compute_bitmask()
+    if trial.is_error() or not any(mask) or (trial.is_stopped() and not trial.is_accepting()):
+        raise InvalidRequestError(f"grammar ({grammar.kind}): no answer can match it")
+
+
+def _schema(text: str) -> Any:
+    """The schema, checked for what bounds the time of compiling it."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"grammar (json_schema): the schema is not JSON: {error}") from None
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequestError("grammar (json_schema): a schema is an object, or true or false")
+    count = sum(
+        len(value)
+        for _, node in _objects(schema)
+        for key, value in node.items()
+        if key in ("properties", "required", "patternProperties") and isinstance(value, dict | list)
+    )
+    if count > MAX_PROPERTIES:
+        raise InvalidRequestError(
+            f"grammar (json_schema): {count} properties, at most {MAX_PROPERTIES} can be served"
+        )
+    return schema
+
+
+def _objects(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every object in a JSON value, with its JSON pointer."""
+    waiting: list[tuple[str, Any]] = [("", schema)]
+    while waiting:
+        pointer, value = waiting.pop()
+        if isinstance(value, dict):
+            yield pointer, value
+            waiting += [(f"{pointer}/{key}", item) for key, item in reversed(value.items())]
+        elif isinstance(value, list):
+            waiting += [(f"{pointer}/{i}", item) for i, item in reversed(list(enumerate(value)))]
+
+
+def _place(schema: Any, reason: str) -> str:
+    """Where in a schema lies what the reason names, as far as that can be told."""
+    names = re.findall(r'"([^"]+)"', reason) or reason.split(": ")[-1:]
+
+    def is_named(node: dict[str, Any]) -> bool:
+        return any(key in names or (key == "type" and value in names) for key, value in node.items())
+
+    found = next((pointer for pointer, node in _objects(schema) if is_named(node)), None)
+    return "" if found is None else f" at #{found}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.replace("<non-verbose/>", "").split())
+
+
+def _require_llguidance() -> None:
+    try:
+        import llguidance  # noqa: F401
+    except ImportError:
+        raise ConfigError("grammars need the package llguidance: pip install 'coldstream[serve]'") from None
