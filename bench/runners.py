@@ -13,7 +13,7 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kvcache import CacheSize
 from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.draft_room import DraftRoom
+from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
 from coldstream.models.fixed_part import fixed_parts_on_gpu
 from coldstream.models.footprint import model_sizes, routed_model
 from coldstream.models.ram_budget import disk_tier
@@ -78,15 +78,22 @@ def open_cpu_runner(
         raise
 
 
-def resident_plan(file: GGUFFile, spec: ModelSpec, context_length: int, kv_type: str = "i16") -> RunPlan:
+def resident_plan(
+    file: GGUFFile,
+    spec: ModelSpec,
+    context_length: int,
+    kv_type: str = "i16",
+    draft: DraftRoom = NO_DRAFTS,
+) -> RunPlan:
     """All experts on the GPU, for one sequence, in prefill steps as the product chooses for what is free.
 
     It may need more than is free: a runner refuses it then.
     """
     sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
     free = [find_gpu().free_bytes]
-    (fixed,) = fixed_parts_on_gpu(file, spec, sizes, context_length, kv_type, free)
-    return RunPlan(plan_placement(sizes, replace(fixed, num_sequences=1), ALL_BYTES), threads=0)
+    (fixed,) = fixed_parts_on_gpu(file, spec, sizes, context_length, kv_type, free, draft)
+    placement = plan_placement(sizes, replace(fixed, num_sequences=1), ALL_BYTES)
+    return RunPlan(placement, threads=0, spec_type="mtp" if draft.has_mtp else "none")
 
 
 def partial_plan(

@@ -1,12 +1,13 @@
 """Answers with drafts, right or wrong, are those without, to the last statistic that is not of drafts."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from scripted_drafts import BUDGETS, KINDS, Scripted, check_same
 
 from builders import make_model, write_gguf, write_model
 from coldstream.assets import demo_model_path
@@ -16,76 +17,6 @@ from coldstream.errors import ConfigError, InconsistentError
 from coldstream.models.cpu_runner import CpuRunner
 
 PROMPTS = ["def add(a, b):\n", "import os\nimport sys\n\n\ndef main() -> None:\n    ", "class Shape:"]
-BUDGETS = [1, 2, 3, 7, 8, 15, 16, 22, 63]
-
-
-@dataclass
-class Scripted:
-    """A drafter that proposes what `draft` makes of the context, and checks what it is told."""
-
-    kind: str
-    answers: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)  # of the plain model
-    vocab_size: int = 6144
-    end_id: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    wants_hidden: bool = True
-    taps: tuple[int, ...] = ()
-    name: str = "scripted"
-
-    def cut(self, length: int) -> None:
-        assert length in (0, len(self.token_ids))
-        del self.token_ids[length:]
-
-    def extend(self, token_ids: Sequence[int], hidden: Any) -> None:
-        assert np.asarray(hidden).shape[0] == len(token_ids)
-        self.token_ids += token_ids
-
-    def propose(self, context: Sequence[int], budget: int) -> TokenTree:
-        assert self.token_ids == list(context[:-1])
-        return getattr(self, self.kind)(list(context), budget)
-
-    def right(self, context: list[int], budget: int) -> TokenTree:
-        for prompt, answer in self.answers.items():
-            if tuple(context[: len(prompt)]) == prompt:
-                return _chain(answer[len(context) - len(prompt) :][:budget])
-        return TokenTree()
-
-    def mostly_right(self, context: list[int], budget: int) -> TokenTree:
-        tokens = list(self.right(context, budget).token_ids)
-        tokens[len(context) % 3 :] = [self.vocab_size - 1] * len(tokens[len(context) % 3 :])
-        return _chain(tokens)
-
-    def random(self, context: list[int], budget: int) -> TokenTree:
-        rng = np.random.default_rng(context)
-        right, token_ids, parents = list(self.right(context, budget).token_ids), [], []
-        while len(parents) < budget:
-            parents.append(int(rng.integers(-1, len(parents))))
-            token_ids.append(int(rng.choice([*right, rng.integers(self.vocab_size)])))
-        return TokenTree(tuple(token_ids), tuple(parents), (0.0,) * budget)
-
-    def wrong(self, context: list[int], budget: int) -> TokenTree:
-        return _chain([self.vocab_size - 1 - len(context) % 7] * budget)
-
-    def empty(self, context: list[int], budget: int) -> TokenTree:
-        return TokenTree()
-
-    def repeating(self, context: list[int], budget: int) -> TokenTree:
-        return _chain(context[-1:] * budget)
-
-    def ending(self, context: list[int], budget: int) -> TokenTree:
-        return _chain([self.end_id] * budget)
-
-    def not_a_number(self, context: list[int], budget: int) -> TokenTree:
-        tree = self.right(context, budget)
-        return replace(tree, log_probs=(float("nan"),) * len(tree))
-
-
-def _chain(token_ids: Sequence[int]) -> TokenTree:
-    count = len(token_ids)
-    return TokenTree(tuple(token_ids), tuple(range(-1, count - 1)), tuple(-0.1 * i for i in range(count)))
-
-
-KINDS = ["right", "mostly_right", "random", "wrong", "empty", "repeating", "ending", "not_a_number"]
 
 
 class Pair:
@@ -150,7 +81,7 @@ def test_any_draft_leaves_the_answers_of_the_demo_model(
     llm = demo.speculating(drafter, FixedSizes(budget))
     for prompt in PROMPTS:
         (plain,), (drafted,) = demo.plain.generate(prompt, params), llm.generate(prompt, params)
-        _check_same(plain, drafted)
+        check_same(plain, drafted)
         if kind == "right" and plain.statistics.generated_tokens > 8:
             assert drafted.statistics.speculation.tokens_per_step > min(budget, 4)
 
@@ -161,18 +92,7 @@ def test_any_budget_leaves_the_answers_of_a_dense_model(tiny: Pair, kind: str, b
     params = SamplingParams(seed=budget, max_tokens=64, ignore_eos=True)
     llm = tiny.speculating(tiny.scripted(kind, PROMPTS, params), FixedSizes(budget))
     for prompt in PROMPTS:
-        _check_same(tiny.plain.generate(prompt, params)[0], llm.generate(prompt, params)[0])
-
-
-def _check_same(plain: Any, drafted: Any) -> None:
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.text == plain.text
-    assert drafted.outputs[0].logprobs == plain.outputs[0].logprobs
-    assert (drafted.finish_reason, drafted.outputs[0].stop_reason) == (
-        plain.finish_reason,
-        plain.outputs[0].stop_reason,
-    )
-    assert drafted.statistics.generated_tokens == plain.statistics.generated_tokens
+        check_same(tiny.plain.generate(prompt, params)[0], llm.generate(prompt, params)[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -212,7 +132,7 @@ def test_the_products_own_drafters_leave_the_answers(
         for params in (PARAMS["greedy"], PARAMS["penalties"]):
             for prompt in PROMPTS:
                 (plain,), (drafted,) = demo.plain.generate(prompt, params), llm.generate(prompt, params)
-                _check_same(plain, drafted)
+                check_same(plain, drafted)
                 speculation = drafted.statistics.speculation
                 assert speculation.steps + speculation.accepted == len(drafted.token_ids) - 1
                 if (spec_type, tree_budget, params) == ("mtp", 3, PARAMS["greedy"]):
@@ -261,7 +181,7 @@ def test_a_drafter_is_told_of_no_token_while_nothing_is_drafted_for_long(demo: P
     llm = demo.speculating(drafter, Sleepy())
     for prompt in (PROMPTS[0], [*plain.prompt_token_ids, *plain.token_ids]):
         (expected,), (drafted,) = demo.plain.generate(prompt, params), llm.generate(prompt, params)
-        _check_same(expected, drafted)
+        check_same(expected, drafted)
     assert drafter.gaps >= 2
     assert -1 in drafter.token_ids
 

@@ -9,9 +9,10 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.cuda.memory import MemoryPlan
 from coldstream.kvcache import CacheSize, state_bytes
-from coldstream.models.cuda_model import Limits, Loaded, StepShape, count_memory, plan_memory
+from coldstream.models.cuda_model import Limits, Loaded, count_memory, plan_memory
 from coldstream.models.fixed_part import CHUNK_SIZES
 from coldstream.models.spec import ModelSpec
+from coldstream.models.step_inputs import StepShape
 
 
 @pytest.mark.parametrize("chunk_size", [64, CHUNK_SIZES[0]])

@@ -22,7 +22,8 @@ from coldstream.experts.prefetching import Prefetching
 from coldstream.experts.segments import SlotSegments
 from coldstream.kvcache import CacheSize
 from coldstream.models.captured_steps import CapturedStep
-from coldstream.models.cuda_model import Loaded, StepShape
+from coldstream.models.cuda_model import Loaded
+from coldstream.models.step_inputs import StepShape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

@@ -23,8 +23,9 @@ from coldstream.experts.prefetching import Prefetching
 from coldstream.kernels.ops import SHORT_CONTEXT
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models import cuda_runner
-from coldstream.models.cuda_model import Loaded, StepShape
+from coldstream.models.cuda_model import Loaded
 from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.step_inputs import StepShape
 from host_device import HostDevice
 from host_gpu import gpu_on
 from runners import open_model_file, partial_plan

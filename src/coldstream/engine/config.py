@@ -163,6 +163,9 @@ def resolve(config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: i
     return replace(config, threads=threads, ctx_size=ctx_size)
 
 
+DFLASH_ON_GPU = "spec_type dflash is computed on the CPU alone, and the device is a GPU: try mtp or ngram"
+
+
 def tree_rows_of(config: EngineConfig) -> int:
     """Rows of a draft tree for which a resolved `config` needs memory."""
     if config.spec_type == "none":
@@ -176,10 +179,8 @@ def _check_drafts(config: EngineConfig, spec: ModelSpec) -> None:
         raise ConfigError("spec_type mtp: the file has no block for multi-token prediction: try ngram")
     if config.spec_type == "dflash" and config.model_draft is None:
         raise ConfigError("spec_type dflash: no drafter is given: name its file or folder with --model-draft")
-    if config.spec_type in ("mtp", "dflash") and config.device == "cuda":
-        raise ConfigError(
-            f"spec_type {config.spec_type} is computed on the CPU alone, and the device is a GPU: try ngram"
-        )
+    if config.spec_type == "dflash" and config.device == "cuda":
+        raise ConfigError(DFLASH_ON_GPU)
 
 
 def cache_bytes_per_token(config: EngineConfig, spec: ModelSpec) -> int:

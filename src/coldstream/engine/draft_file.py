@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from coldstream.engine.config import EngineConfig
+from coldstream.engine.config import DFLASH_ON_GPU, EngineConfig
 from coldstream.errors import ColdstreamError, ConfigError
 from coldstream.models.spec import ModelSpec
 
@@ -79,7 +79,7 @@ def _num_values(spec: "DflashSpec") -> int:
 
 def _open(config: EngineConfig, path: str, target: ModelSpec) -> "DflashFile":
     if config.device == "cuda":
-        raise ConfigError("spec_type dflash is computed on the CPU alone, and the device is a GPU: try ngram")
+        raise ConfigError(DFLASH_ON_GPU)
     # Imported here because it needs PyTorch, which a machine without a GPU does not have.
     try:
         from coldstream.models.dflash_file import DflashFile

@@ -17,7 +17,7 @@ def open_speculation(
 ) -> Speculation | None:
     """Drafts for one sequence of the runner; None without.
 
-    draft: an open drafter for the model, which may be closed afterwards. Raises as `CpuRunner.load_mtp` and
+    draft: an open drafter for the model, which may be closed afterwards. Raises as `ModelRunner.load_mtp` and
     `DflashModel.load`.
     """
     if plan.spec_type == "none":
@@ -30,9 +30,9 @@ def open_speculation(
 def _drafter(plan: RunPlan, runner: ModelRunner, draft: "DflashFile | None") -> Drafter:
     if plan.spec_type == "ngram":
         return NgramDrafter()
-    assert isinstance(runner, CpuRunner), "a plan for a GPU has no drafts by a block or another model"
     if plan.spec_type == "mtp":
         return MtpDrafter(runner.load_mtp().new_sequence())
+    assert isinstance(runner, CpuRunner), "a plan for a GPU has no drafts by another model"
     # Imported here because they need PyTorch, which a machine without a GPU does not have.
     from coldstream.decoding.drafters.dflash import DflashDrafter
     from coldstream.models.dflash import DflashModel

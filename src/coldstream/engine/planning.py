@@ -207,7 +207,8 @@ class _Model:
             return [(plan, needs.parts_for(plan)[0]) for plan in plans]
         sizes = self.sizes(config)
         memory = (config.ctx_size, config.cache_type_k)
-        parts = fixed_parts_on_gpu(self.file, self.spec, sizes, *memory, budgets, tree_rows_of(config))
+        room = self._draft_room(config)
+        parts = fixed_parts_on_gpu(self.file, self.spec, sizes, *memory, budgets, room)
         return [
             (plan_placement(sizes, part, budget, uses=self.uses, options=self.options), sizes)
             for part, budget in zip(parts, budgets, strict=True)

@@ -8,6 +8,7 @@ from typing import Any, overload
 import numpy as np
 import torch
 
+from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.device import device_errors
 from coldstream.kernels.cuda.staged import StagedRing
 from coldstream.kernels.sample.admit import Admission, admission_values, admit_rows
@@ -211,6 +212,41 @@ class CudaLogits:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return np.asarray(self.step.bring([self.row])[0], dtype=dtype)
+
+
+@dataclass
+class StepOutputs:
+    """What the last step has left on the device, until the next one."""
+
+    hidden_size: int
+    logits: torch.Tensor | None = None  # of all rows
+    hidden: Activations | None = None  # hidden states of all rows
+    states: torch.Tensor | None = None  # their float32 values, if they are kept beside logits
+
+    def forget(self) -> None:
+        """Frees them."""
+        self.logits = self.hidden = self.states = None
+
+    def logits_of(self, rows: Array, head: Callable[[Activations], torch.Tensor]) -> torch.Tensor:
+        """Logits of rows, int64 [n] with n ≥ 1; head: computes them of hidden states."""
+        first, count, indices = int(rows[0]), len(rows), None
+        if not np.array_equal(rows, np.arange(first, first + count)):
+            indices = torch.from_numpy(rows).cuda()
+        if (logits := self.logits) is not None:
+            return logits[first : first + count] if indices is None else logits.index_select(0, indices)
+        assert self.hidden is not None, "logits belong to a step"
+        return head(self.hidden.rows(first, count) if indices is None else self.hidden.take(indices))
+
+    def states_of(self, rows: Array | slice) -> torch.Tensor:
+        """Hidden states float32 [n, E], of a slice as a view. RuntimeError if another step has begun."""
+        if isinstance(rows, slice) and rows.start == rows.stop:
+            return torch.empty((0, self.hidden_size), device="cuda")
+        states = self.hidden.values if self.hidden is not None else self.states
+        if states is None:
+            raise RuntimeError("these hidden states are gone: the device has computed another step since")
+        if isinstance(rows, slice):
+            return states[rows]
+        return states.index_select(0, torch.from_numpy(rows).cuda())
 
 
 def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:

@@ -22,29 +22,29 @@ from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
-from coldstream.kernels.cuda.staged import StagedMemory, StagedRing
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.executor import ExecutorFactory, ModelExecutor, ResidentExecutor
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.linear.reference import INTEGER_TYPES
-from coldstream.kernels.ops import MAX_SHORT_CHAIN, CommittedPath, Ops, Rows
+from coldstream.kernels.ops import MAX_SHORT_CHAIN
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
 from coldstream.kernels.sample.admit import PROGRAM as ADMISSION
 from coldstream.kernels.sample.cuda import PROGRAM as SAMPLER
-from coldstream.kvcache.batch import BatchArrays, BatchSize, PathArrays
-from coldstream.kvcache.cache import CacheSize, num_blocks_of
+from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.layers.moe import MoeWeights
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cuda_logits import Sampler
+from coldstream.models.cuda_mtp import MAX_MTP_ROWS, LoadedMtp
 from coldstream.models.fixed_part import GRAPH_BYTES, RESERVE_BYTES
 from coldstream.models.fixed_part import HEAD_ROWS as HEAD_ROWS
+from coldstream.models.mtp import MtpModel
 from coldstream.models.spec import ModelSpec
+from coldstream.models.step_inputs import Commits, Inputs, StepShape
 
 MAX_DECODE_ROWS = 64  # rows of a step whose graph includes the head
-MAX_SEGMENTS = 64
 GATES, UPS = ".ffn_gate_exps.", ".ffn_up_exps."
 MAX_EXPERTS = EXPERTS_PER_LANE[-1] * WARP_SIZE
 
@@ -73,22 +73,6 @@ class CudaMemoryPlan:
 
 
 @dataclass(frozen=True)
-class StepShape:
-    """The properties of a step that select its captured graph: equal for all steps that share one."""
-
-    num_rows: int
-    has_trees: bool = False  # whether there may be rows of draft trees
-    has_prompts: bool = False  # whether a chain may be a long one
-    has_several: bool = False  # whether a long chain may have rows of other sequences beside it
-    is_deep: bool = False  # whether there may be positions of SHORT_CONTEXT and beyond
-
-    @classmethod
-    def prompt(cls, num_rows: int) -> Self:
-        """The shape of a step with one chain."""
-        return cls(num_rows, has_prompts=num_rows > MAX_SHORT_CHAIN)
-
-
-@dataclass(frozen=True)
 class Limits:
     """Capacity of a runner: sequences, tokens of each, the type of their keys and values, and experts."""
 
@@ -99,6 +83,7 @@ class Limits:
     whole_layers: frozenset[int] = frozenset()  # layers with all experts on the device, outside of slots
     ring_bytes: int = 0  # of the ring into which missing experts are copied
     prefetching: Prefetching | None = None  # of experts into the ring before their router has run
+    has_mtp: bool = False  # whether the file's block for multi-token prediction is loaded too
 
     def __post_init__(self) -> None:
         """UnsupportedError if there are no GPU kernels for the type of keys and values."""
@@ -124,78 +109,6 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """The inputs of a step, in memory that captured graphs read.
-
-    The arrays of a step of any size are adjacent, so that one copy transfers them.
-    """
-
-    memory: StagedRing
-    num_blocks: int  # of a sequence, at most
-
-    @classmethod
-    def into(cls, ops: Ops, num_rows: int, context_length: int) -> Self:
-        """For steps of up to `num_rows` rows."""
-        num_blocks = num_blocks_of(context_length)
-        size = BatchSize(num_rows, min(num_rows, MAX_SEGMENTS), num_blocks)
-        return cls(StagedRing(ops.zeros((size.num_values,), "int32")), num_blocks)
-
-    def _size(self, num_rows: int) -> BatchSize:
-        return BatchSize(num_rows, min(num_rows, MAX_SEGMENTS), self.num_blocks)
-
-    def on_host(self, num_rows: int) -> BatchArrays:
-        """Inputs of the next step of `num_rows` rows, to be written before `copy`."""
-        return BatchArrays(self.memory.next_on_host(), self._size(num_rows))
-
-    def copy(self, num_rows: int) -> None:
-        """Queues the copy of the inputs that were written last, of a step of `num_rows` rows."""
-        self.memory.copy(self._size(num_rows).num_values)
-
-    def columns(self, num_rows: int) -> torch.Tensor:
-        """The columns on the device that each row of a step of `num_rows` rows has a number in."""
-        columns: torch.Tensor = BatchArrays(self.memory.values, self._size(num_rows)).columns
-        return columns
-
-    def take(self, shape: StepShape) -> tuple[torch.Tensor, Rows]:
-        """The token ids [rows] and their `Rows` on the device."""
-        arrays = BatchArrays(self.memory.values, self._size(shape.num_rows))
-        rows = arrays.rows
-        assert rows.batch is not None
-        batch = replace(
-            rows.batch,
-            has_trees=shape.has_trees,
-            has_prompts=shape.has_prompts,
-            has_several=shape.has_several,
-            is_deep=shape.is_deep,
-        )
-        return arrays.token_ids, replace(rows, batch=batch)
-
-
-@dataclass(frozen=True)
-class Commits:
-    """The path of a draft tree to commit, in memory that a captured graph reads."""
-
-    memory: StagedMemory
-    num_blocks: int
-
-    @classmethod
-    def into(cls, ops: Ops, context_length: int) -> Self:
-        """For sequences of up to `context_length` positions."""
-        num_blocks = num_blocks_of(context_length)
-        return cls(StagedMemory(ops.zeros((PathArrays.num_values(num_blocks),), "int32")), num_blocks)
-
-    @property
-    def on_host(self) -> PathArrays:
-        """To be written when the last step has ended."""
-        return PathArrays(self.memory.on_host, self.num_blocks)
-
-    def take(self) -> CommittedPath:
-        """Queues the copy of `on_host`; the path on the device."""
-        self.memory.copy(PathArrays.num_values(self.num_blocks))
-        return PathArrays(self.memory.values, self.num_blocks).path
-
-
-@dataclass(frozen=True)
 class Loaded:
     """A model, its caches and its inputs in some memory."""
 
@@ -208,6 +121,7 @@ class Loaded:
     hidden: Activations  # [most rows of a graph, E], hidden states of captured steps
     sampler: Sampler
     weight_bytes: int
+    mtp: LoadedMtp | None
 
     @classmethod
     def into(
@@ -235,17 +149,25 @@ class Loaded:
         if isinstance(ops.model_executor, PartialExecutor):
             mixtures = (block.ffn for block in model.blocks if isinstance(block.ffn, MoeWeights))
             ops.model_executor.number_layers((moe.ffn_gate_inp, moe.experts) for moe in mixtures)
+        mtp_weights = MtpModel.load(file, model, ops) if limits.has_mtp else None
         weight_bytes = memory.persistent_bytes
         sequences = SequenceCache(spec, ops, limits.cache_size, limits.kv_type)
         inputs = Inputs.into(ops, rows, limits.context_length)
         commits = Commits.into(ops, limits.context_length)
         hidden = ops.activations(min(rows, MAX_GRAPH_ROWS), spec.hidden_size, persistent=True)
         sampler = Sampler(ops.zeros, limits.most_chosen, limits.context_length)
-        return cls(memory, ops, model, sequences, inputs, commits, hidden, sampler, weight_bytes)
+        mtp = None
+        if mtp_weights is not None:
+            sizes = (limits.cache_size, limits.context_length, limits.kv_type)
+            mtp = LoadedMtp.into(memory, ops, mtp_weights, *sizes)
+        return cls(memory, ops, model, sequences, inputs, commits, hidden, sampler, weight_bytes, mtp)
 
     def logits(self, shape: StepShape) -> torch.Tensor:
         """The logits [rows, vocab] after each row of the inputs."""
-        logits: torch.Tensor = self.model.logits(self.step(shape))
+        hidden = self.step(shape)
+        if self.mtp is not None:
+            self.mtp.trunk_states[: shape.num_rows].copy_(hidden.values)
+        logits: torch.Tensor = self.model.logits(hidden)
         return logits
 
     def kept_step(self, shape: StepShape) -> Activations:
@@ -280,7 +202,7 @@ def _model_executor_factory(
         num_layers=spec.num_layers,
         mailbox=host.mailbox if host else Mailbox.planned(spec.num_experts_per_tok, spec.hidden_size),
         host=host,
-        whole_layers=limits.whole_layers,
+        whole_layers=limits.whole_layers | ({spec.num_layers} if limits.has_mtp else set()),
         ring_bytes=limits.ring_bytes,
         prefetching=limits.prefetching,
     )
@@ -319,6 +241,8 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
         loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
     if has_trees:
         loaded.commit()
+    if loaded.mtp is not None:
+        loaded.mtp.run_all([1, MAX_MTP_ROWS])
     return CudaMemoryPlan(
         weights=loaded.weight_bytes,
         caches=memory.persistent_bytes - loaded.weight_bytes,
@@ -339,6 +263,8 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
             loaded.model.logits(hidden.rows(0, min(shape.num_rows, HEAD_ROWS)))
         if limits.has_trees:
             loaded.commit()
+        if loaded.mtp is not None:
+            loaded.mtp.run_all(sorted(sizes & set(range(1, MAX_MTP_ROWS + 1))))
     chosen = {(program, instance) for program in (SAMPLER, ADMISSION) for instance in program.instances}
     return noted | chosen
 

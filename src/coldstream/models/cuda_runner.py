@@ -31,24 +31,24 @@ from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence import Sequence
 from coldstream.kvcache.sequence_cache import AcceptedPath
 from coldstream.models.captured_steps import CapturedSteps
-from coldstream.models.cuda_logits import OnDevice, StepLogits
+from coldstream.models.cuda_logits import OnDevice, StepLogits, StepOutputs
 from coldstream.models.cuda_model import (
     HEAD_ROWS,
     MAX_DECODE_ROWS,
-    MAX_SEGMENTS,
     SMALLEST_PADDED_ROWS,
     Limits,
     Loaded,
-    StepShape,
     check_supported,
     check_types,
     kernels_of,
     padded_rows,
     plan_memory,
 )
+from coldstream.models.cuda_mtp import CudaMtp
 from coldstream.models.ram_pool import ram_pool
-from coldstream.models.runner import Array, ModelRunner, Progress, WholeOrCleared, no_progress
+from coldstream.models.runner import Array, ModelRunner, MtpBlock, Progress, WholeOrCleared, no_progress
 from coldstream.models.spec import ModelSpec
+from coldstream.models.step_inputs import MAX_SEGMENTS, StepShape
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
 
@@ -85,9 +85,9 @@ class CudaRunner(ModelRunner):
         self._partial: PartialExperts | None = None
         self._num_steps = 0
         self._in_flight: list[tuple[int, tuple[Sequence, ...]]] = []  # running steps' numbers and sequences
-        self._hidden: Activations | None = None
         self._steps = CapturedSteps()
-        self._logits_on_device: torch.Tensor | None = None
+        self._outputs = StepOutputs(spec.hidden_size)
+        self.gives_hidden = limits.has_mtp
         self._can_make_room = False
         try:
             with device_errors():
@@ -178,6 +178,7 @@ class CudaRunner(ModelRunner):
                 ring_bytes=placement.ring_bytes,
                 prefetching=Prefetching.of(plan),
             )
+        limits = replace(limits, has_mtp=plan.spec_type == "mtp")
         spec = spec.with_window(plan.attention_window)
         return cls(file, spec, plan, limits, policy, executor, progress, compiling)
 
@@ -188,7 +189,7 @@ class CudaRunner(ModelRunner):
 
     def _release(self) -> None:
         """Frees the device's memory, also if loading failed half-way."""
-        self._forget_outputs()
+        self._outputs.forget()
         self._in_flight.clear()
         if "_sequences" in self.__dict__:
             self._sequences.close()
@@ -241,11 +242,6 @@ class CudaRunner(ModelRunner):
         return self._partial.stream_counters if self._partial else None
 
     @property
-    def cpu_work(self) -> list[tuple[int, int, float]]:
-        """The CPU's work, for each layer that may miss: requests, (token, expert) pairs, seconds."""
-        return self._partial.host.server.work() if self._partial else []
-
-    @property
     def warnings(self) -> tuple[str, ...]:
         return self._warnings
 
@@ -257,7 +253,7 @@ class CudaRunner(ModelRunner):
         if is_known or (self._partial and self._partial.must_wait):
             self._settle()
         self._num_steps += 1
-        self._forget_outputs()
+        self._outputs.forget()
         self._sequences.reserve([segment.demand for segment in segments])
         shape = self._shape_of(segments)
         wants_all = all(len(segment.wanted) == len(segment.token_ids) for segment in segments)
@@ -314,14 +310,16 @@ class CudaRunner(ModelRunner):
     def _run(self, shape: StepShape, segments: Collection[CheckedSegment], *, with_head: bool) -> None:
         """Runs a step on the inputs that have been written, for hidden states or logits."""
         self._start_step(shape)
+        outputs, mtp = self._outputs, self._loaded.mtp
         if with_head:
-            self._logits_on_device = self._computed_logits(shape)
+            outputs.logits = self._computed_logits(shape)
+            outputs.states = mtp.trunk_states[: shape.num_rows] if mtp else None
         elif self.limits.is_captured(shape.num_rows):
-            self._hidden = self._steps.run(
+            outputs.hidden = self._steps.run(
                 ("hidden", shape), lambda: self._loaded.kept_step(shape), lambda kept: kept, self._make_room
             )
         else:
-            self._hidden = self._uncaptured(shape)
+            outputs.hidden = self._uncaptured(shape)
         self._in_flight.append((self._num_steps, tuple(segment.sequence for segment in segments)))
         if self._partial:
             self._partial.launched()
@@ -373,22 +371,25 @@ class CudaRunner(ModelRunner):
 
     def _on_device(self, rows: Array) -> torch.Tensor:
         """Logits of at most HEAD_ROWS rows of the last step."""
-        count = len(rows)
-        if not count:
+        if not len(rows):
             return torch.empty((0, self.spec.vocab_size), device="cuda")
-        first, indices = int(rows[0]), None
-        if not np.array_equal(rows, np.arange(first, first + count)):
-            indices = torch.from_numpy(rows).cuda()
-        if (logits := self._logits_on_device) is not None:
-            return logits[first : first + count] if indices is None else logits.index_select(0, indices)
-        assert self._hidden is not None, "logits belong to a step"
-        hidden = self._hidden.rows(first, count) if indices is None else self._hidden.take(indices)
-        result: torch.Tensor = self._loaded.model.logits(hidden)
-        return result
+        return self._outputs.logits_of(rows, self._loaded.model.logits)
 
-    def _forget_outputs(self) -> None:
-        """Frees the outputs of the last step."""
-        self._hidden = self._logits_on_device = None
+    def _hidden_of(self, rows: Array | slice) -> torch.Tensor:
+        with device_errors():
+            return self._outputs.states_of(rows)
+
+    def load_mtp(self) -> MtpBlock:
+        mtp, context_length = self._loaded.mtp, self.context_length
+        if mtp is None:
+            return super().load_mtp()
+        return CudaMtp(mtp, context_length, self._steps, self._begin_beside, self._make_room)
+
+    def _begin_beside(self) -> None:
+        """Before a step that is none of the model's, but uses its workspace."""
+        self._num_steps += 1
+        self._can_make_room = True
+        self._outputs.forget()
 
     def _download(self, parts: Iterable[torch.Tensor]) -> Array:
         """A host copy [n, vocab] of the parts' rows in order, at most HEAD_ROWS."""

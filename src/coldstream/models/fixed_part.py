@@ -13,6 +13,8 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.workspace_sizes import FEW_ROWS, most_partial_bytes
 from coldstream.kernels.cuda.device import missing_packages
 from coldstream.kvcache.cache import CacheSize, kept_bytes
+from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
+from coldstream.models.footprint import nextn_bytes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
@@ -37,7 +39,7 @@ def fixed_parts_on_gpu(
     ctx_size: int,
     kv_type: str,
     budgets: Sequence[int],
-    num_tree_rows: int = 0,
+    draft: DraftRoom = NO_DRAFTS,
 ) -> list[FixedPart]:
     """The fixed part for each budget in bytes, with the largest prefill steps of modest activations.
 
@@ -49,9 +51,9 @@ def fixed_parts_on_gpu(
     @cache
     def part(chunk_size: int, is_scarce: bool = True) -> FixedPart:
         cache_size = CacheSize.shared(
-            spec, ctx_size, kv_type, is_scarce=is_scarce, num_tree_rows=num_tree_rows
+            spec, ctx_size, kv_type, is_scarce=is_scarce, num_tree_rows=draft.num_tree_rows
         )
-        return count(file, spec, sizes, cache_size, ctx_size, kv_type, chunk_size)
+        return count(file, spec, sizes, cache_size, ctx_size, kv_type, chunk_size, has_mtp=draft.has_mtp)
 
     def is_modest(chunk_size: int, budget: int) -> bool:
         left = budget - _without_workspace(part(chunk_size))
@@ -91,11 +93,13 @@ def _counted(
     ctx_size: int,
     kv_type: str,
     chunk_size: int,
+    *,
+    has_mtp: bool,
 ) -> FixedPart:
     # Imported here because its kernels need packages that a machine without a GPU may not have.
     from coldstream.models.cuda_model import Limits, count_memory
 
-    limits, ring_bytes = Limits(cache_size, ctx_size, kv_type), 0
+    limits, ring_bytes = Limits(cache_size, ctx_size, kv_type, has_mtp=has_mtp), 0
     if spec.is_moe:
         # With the memory of prefetching other than places; the placement itself counts experts and the ring.
         most = Prefetching(LAYERS_AHEAD, MAX_PREFETCHED)
@@ -124,13 +128,18 @@ def _estimated(
     ctx_size: int,
     kv_type: str,
     chunk_size: int,
+    *,
+    has_mtp: bool,
 ) -> FixedPart:
+    mtp_bytes = nextn_bytes(spec, file.tensors) if has_mtp else 0
+    num_layers = spec.layer_kinds.count("attention")
+    kv_token_bytes = sizes.kv_token_bytes // num_layers if num_layers else 0
     return FixedPart(
         ctx_size=ctx_size,
         kv_type=kv_type,
         chunk_size=chunk_size,
-        weights=sizes.dense_bytes,
-        caches=ctx_size * sizes.kv_token_bytes
+        weights=sizes.dense_bytes + mtp_bytes,
+        caches=ctx_size * (sizes.kv_token_bytes + (kv_token_bytes if has_mtp else 0))
         + cache_size.num_states * sizes.state_bytes
         + cache_size.num_tree_rows * kept_bytes(spec),
         workspace=_workspace_bytes(spec, ctx_size, chunk_size),

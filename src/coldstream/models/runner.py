@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as TokenIds
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -29,6 +29,13 @@ Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int], None]
 OnChunk = Callable[[TokenIds[int], Any], None]
 States = Callable[[Collection[int]], Any]  # of rows of the last step: `ModelRunner.hidden` or `.features`
+
+
+class MtpBlock(Protocol):
+    """A model's block for multi-token prediction."""
+
+    def new_sequence(self) -> Any:
+        """An empty sequence: a block as `decoding.drafters.mtp` has it."""
 
 
 class WholeOrCleared:
@@ -250,6 +257,17 @@ class ModelRunner(ABC):
                 "without them"
             )
         return self._features_of(self._computed(rows))
+
+    def load_mtp(self) -> MtpBlock:
+        """The file's block for multi-token prediction, with as much room for sequences as this runner has.
+
+        It has to be given up before the runner is closed. Raises UnsupportedError if the runner has none to
+        give, InconsistentError, ModelChangedError and OutOfMemoryError.
+        """
+        raise UnsupportedError(
+            f"the model on the device {self.tier} was loaded without its block for multi-token prediction: "
+            "plan with spec_type mtp"
+        )
 
     def _computed(self, rows: Collection[int]) -> Array | slice:
         """The rows as int64 [n] or, of adjacent ones, a slice, if the last step had them."""

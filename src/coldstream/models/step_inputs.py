@@ -1,0 +1,101 @@
+"""What a step of a GPU's runner reads, in memory that captured graphs know."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from coldstream.kernels.cuda.staged import StagedMemory, StagedRing
+from coldstream.kernels.ops import MAX_SHORT_CHAIN, CommittedPath, Ops, Rows
+from coldstream.kvcache.batch import BatchArrays, BatchSize, PathArrays
+from coldstream.kvcache.cache import num_blocks_of
+
+MAX_SEGMENTS = 64
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The properties of a step that select its captured graph: equal for all steps that share one."""
+
+    num_rows: int
+    has_trees: bool = False  # whether there may be rows of draft trees
+    has_prompts: bool = False  # whether a chain may be a long one
+    has_several: bool = False  # whether a long chain may have rows of other sequences beside it
+    is_deep: bool = False  # whether there may be positions of SHORT_CONTEXT and beyond
+
+    @classmethod
+    def prompt(cls, num_rows: int) -> Self:
+        """The shape of a step with one chain."""
+        return cls(num_rows, has_prompts=num_rows > MAX_SHORT_CHAIN)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a step, in memory that captured graphs read.
+
+    The arrays of a step of any size are adjacent, so that one copy transfers them.
+    """
+
+    memory: StagedRing
+    num_blocks: int  # of a sequence, at most
+
+    @classmethod
+    def into(cls, ops: Ops, num_rows: int, context_length: int) -> Self:
+        """For steps of up to `num_rows` rows."""
+        num_blocks = num_blocks_of(context_length)
+        size = BatchSize(num_rows, min(num_rows, MAX_SEGMENTS), num_blocks)
+        return cls(StagedRing(ops.zeros((size.num_values,), "int32")), num_blocks)
+
+    def _size(self, num_rows: int) -> BatchSize:
+        return BatchSize(num_rows, min(num_rows, MAX_SEGMENTS), self.num_blocks)
+
+    def on_host(self, num_rows: int) -> BatchArrays:
+        """Inputs of the next step of `num_rows` rows, to be written before `copy`."""
+        return BatchArrays(self.memory.next_on_host(), self._size(num_rows))
+
+    def copy(self, num_rows: int) -> None:
+        """Queues the copy of the inputs that were written last, of a step of `num_rows` rows."""
+        self.memory.copy(self._size(num_rows).num_values)
+
+    def columns(self, num_rows: int) -> torch.Tensor:
+        """The columns on the device that each row of a step of `num_rows` rows has a number in."""
+        columns: torch.Tensor = BatchArrays(self.memory.values, self._size(num_rows)).columns
+        return columns
+
+    def take(self, shape: StepShape) -> tuple[torch.Tensor, Rows]:
+        """The token ids [rows] and their `Rows` on the device."""
+        arrays = BatchArrays(self.memory.values, self._size(shape.num_rows))
+        rows = arrays.rows
+        assert rows.batch is not None
+        batch = replace(
+            rows.batch,
+            has_trees=shape.has_trees,
+            has_prompts=shape.has_prompts,
+            has_several=shape.has_several,
+            is_deep=shape.is_deep,
+        )
+        return arrays.token_ids, replace(rows, batch=batch)
+
+
+@dataclass(frozen=True)
+class Commits:
+    """The path of a draft tree to commit, in memory that a captured graph reads."""
+
+    memory: StagedMemory
+    num_blocks: int
+
+    @classmethod
+    def into(cls, ops: Ops, context_length: int) -> Self:
+        """For sequences of up to `context_length` positions."""
+        num_blocks = num_blocks_of(context_length)
+        return cls(StagedMemory(ops.zeros((PathArrays.num_values(num_blocks),), "int32")), num_blocks)
+
+    @property
+    def on_host(self) -> PathArrays:
+        """To be written when the last step has ended."""
+        return PathArrays(self.memory.on_host, self.num_blocks)
+
+    def take(self) -> CommittedPath:
+        """Queues the copy of `on_host`; the path on the device."""
+        self.memory.copy(PathArrays.num_values(self.num_blocks))
+        return PathArrays(self.memory.values, self.num_blocks).path

@@ -1,0 +1,156 @@
+"""Answers of a GPU with drafts are those without, wherever experts lie; on the host too."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cuda.bindings")
+
+from scripted_drafts import KINDS, Scripted, check_same
+
+from builders import Dims, write_gguf
+from coldstream.assets import demo_model_path
+from coldstream.decoding import Drafter, FixedSizes, Speculation
+from coldstream.decoding.drafters import MtpDrafter, NgramDrafter
+from coldstream.engine import LLM, SamplingParams
+from coldstream.engine.opened_model import OpenedModel
+from coldstream.kvcache import CacheSize
+from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.draft_room import DraftRoom
+from hash_runner import opened_with
+from host_device import HostDevice
+from host_gpu import gpu_on
+from runners import open_model_file, resident_plan
+
+CONTEXT = 192
+SIZE = CacheSize.of(3, CONTEXT, num_trees=1)
+PROMPTS = ["def add(a, b):\n", "import os\nimport sys\n\n\ndef main() -> None:\n    ", "class Shape:"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32)
+SEEDED = SamplingParams(seed=3, max_tokens=32)
+PARAMS = [
+    GREEDY,
+    SEEDED,
+    replace(SEEDED, frequency_penalty=0.4, repeat_last_n=16, logprobs=2),
+    replace(GREEDY, stop=["return", "\n\n"], min_tokens=4),
+]
+
+
+def scripted(
+    kind: str, plain: LLM, prompts: Sequence[Any], params: SamplingParams, *, wants_hidden: bool
+) -> Scripted:
+    outputs = plain.generate(list(prompts), replace(params, max_tokens=48))
+    answers = {output.prompt_token_ids: output.token_ids for output in outputs}
+    tokenizer = plain.opened.tokenizer
+    end_id = min(tokenizer.eos_ids, default=0)
+    return Scripted(kind, answers, tokenizer.vocab_size, end_id, wants_hidden=wants_hidden)
+
+
+def check_drafts(
+    plain: LLM,
+    opened: OpenedModel,
+    drafter: Drafter,
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    budget: int,
+) -> float:
+    """Tokens a step over all prompts, of which the last is continued from the state of its answer."""
+    llm = LLM.from_opened(replace(opened, speculation=Speculation(drafter, FixedSizes(budget))))
+    steps = []
+    for prompt in prompts:
+        (expected,), (found,) = plain.generate(prompt, params), llm.generate(prompt, params)
+        check_same(expected, found)
+        steps.append(found.statistics.speculation.tokens_per_step)
+    longer = [*found.prompt_token_ids, *found.token_ids, 5, 6]
+    (expected,), (found,) = plain.generate(longer, params), llm.generate(longer, params)
+    check_same(expected, found)
+    assert found.statistics.reused_tokens == expected.statistics.reused_tokens > 0
+    llm.forget()
+    return sum(steps) / len(steps)
+
+
+@pytest.fixture
+def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
+    with gpu_on(compiled_for_the_host):
+        yield
+
+
+@contextmanager
+def on_the_host(path: Path, *, has_mtp: bool) -> Iterator[OpenedModel]:
+    file, spec = open_model_file(path)
+    room = DraftRoom(SIZE.num_tree_rows, has_mtp=has_mtp)
+    plan = resident_plan(file, spec, CONTEXT, draft=room)
+    with CudaRunner.load(file, spec, plan, cache_size=SIZE) as runner:
+        yield opened_with(runner, CONTEXT)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("has_mtp", [False, True])
+def test_drafts_on_the_host(tmp_path: Path, has_mtp: bool) -> None:
+    (path,) = write_gguf(
+        tmp_path / "tiny.gguf", "qwen35moe", dims=Dims(layers=2, interval=2), nextn=has_mtp, quant="Q8_0"
+    )
+    params = replace(SEEDED, max_tokens=8, ignore_eos=True)
+    prompts = [[1, 2, 3, 1, 2], [7, 8, 9]]
+    with on_the_host(path, has_mtp=False) as plain_model, on_the_host(path, has_mtp=has_mtp) as opened:
+        plain = LLM.from_opened(plain_model)
+        if has_mtp:
+            check_drafts(
+                plain, opened, MtpDrafter(opened.runner.load_mtp().new_sequence()), prompts, params, 3
+            )
+        for kind in ("right", "random"):
+            drafter = scripted(kind, plain, prompts, params, wants_hidden=has_mtp)
+            tokens_per_step = check_drafts(plain, opened, drafter, prompts, params, 4)
+            assert kind == "random" or tokens_per_step > 2
+
+
+@pytest.fixture(scope="module", params=["auto", "30M"], ids=["resident", "partly"])
+def models(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, LLM]]:
+    """Without and with room for drafts."""
+    options = {"device": "cuda", "ctx_size": CONTEXT, "vram": request.param}
+    with (
+        LLM(demo_model_path(), **options) as plain,
+        LLM(demo_model_path(), spec_type="mtp", **options) as drafting,
+    ):
+        yield plain, drafting
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "seeded", "penalties", "stops"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_draft_leaves_the_answers(models: tuple[LLM, LLM], kind: str, params: SamplingParams) -> None:
+    plain, drafting = models
+    budget = (1, 2, 3, 7, 8, 15, 16, 22, 63)[(KINDS.index(kind) + PARAMS.index(params)) % 9]
+    drafter = scripted(kind, plain, PROMPTS, params, wants_hidden=True)
+    check_drafts(plain, drafting.opened, drafter, PROMPTS, params, budget)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "seeded", "penalties", "stops"])
+@pytest.mark.parametrize("budget", [1, 3, 8, 24])
+def test_the_products_own_drafters_leave_the_answers(
+    models: tuple[LLM, LLM], budget: int, params: SamplingParams
+) -> None:
+    plain, drafting = models
+    drafters = MtpDrafter(drafting.opened.runner.load_mtp().new_sequence()), NgramDrafter()
+    for drafter in drafters:
+        tokens_per_step = check_drafts(plain, drafting.opened, drafter, PROMPTS, params, budget)
+        assert drafter.name == "ngram" or params is not GREEDY or tokens_per_step > 1.5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec_type", ["mtp", "ngram"])
+def test_sizes_by_cost_leave_the_answers(spec_type: str) -> None:
+    options = {"device": "cuda", "ctx_size": CONTEXT}
+    with (
+        LLM(demo_model_path(), **options) as plain,
+        LLM(demo_model_path(), spec_type=spec_type, **options) as drafting,
+    ):
+        for params in PARAMS:
+            for prompt in PROMPTS:
+                (expected,), (found,) = plain.generate(prompt, params), drafting.generate(prompt, params)
+                check_same(expected, found)
+                assert found.statistics.speculation is not None
