@@ -177,7 +177,8 @@ class PrefixCache:
             if not _covers(most, num_blocks, num_states):
                 return False
         while not _covers(free := self._memory.free, num_blocks, num_states):
-            self._evict_one(free.num_blocks < num_blocks, free.num_states < num_states)
+            if not self._evict_one(free.num_blocks < num_blocks, free.num_states < num_states):
+                return False
         return True
 
     def pin(self, token_ids: TokenIds[int], namespace: str = "") -> Pin | None:

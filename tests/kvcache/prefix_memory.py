@@ -1,0 +1,65 @@
+"""A `SequenceCache` as `PrefixCache` uses it, whose contents say which tokens they are of."""
+
+import zlib
+from collections.abc import Collection
+
+import numpy as np
+from test_cache import Shape
+
+from coldstream.kernels.cpu_ops import CpuOps
+from coldstream.kernels.ops import BLOCK_POSITIONS
+from coldstream.kvcache import AttentionState, CacheSize, DeltaNetState, Demand, Sequence, SequenceCache
+
+
+class Memory:
+    """Keys hold the tokens, and a state is a checksum of all tokens before it."""
+
+    def __init__(self, num_blocks: int, num_states: int) -> None:
+        self.cache = SequenceCache(Shape(), CpuOps(1), CacheSize(num_blocks, num_states), "f32")
+        self.new_sequence = self.cache.new
+        self.branch = self.cache.branch
+        self.release = self.cache.release
+        self.freed_by = self.cache.freed_by
+
+    @property
+    def free(self) -> CacheSize:
+        return self.cache.free
+
+    def need(self, sequence: Sequence, count: int) -> CacheSize:
+        return self.cache.need_of([Demand(sequence, count)])
+
+    def extend(self, sequence: Sequence, token_ids: Collection[int]) -> None:
+        """Computes what follows of `token_ids`, for which there has to be room."""
+        self.check(sequence, token_ids)
+        ids, start = np.array(token_ids, np.int32), sequence.length
+        demand = Demand(sequence, len(ids) - start)
+        self.cache.check_room([demand])
+        self.cache.reserve([demand])
+        self.cache.append(sequence, demand.num_rows)
+        indices = np.arange(start, len(ids))
+        places = np.array(sequence.blocks)[indices // BLOCK_POSITIONS], indices % BLOCK_POSITIONS
+        recurrent, attention, _ = self.cache.tensors.layers
+        assert isinstance(attention, AttentionState)
+        assert isinstance(recurrent, DeltaNetState)
+        attention.k[places] = attention.v[places] = ids[start:, None, None]
+        recurrent.state[sequence.state] = recurrent.conv_state[sequence.state] = checksum(ids)
+
+    def check(self, sequence: Sequence, token_ids: Collection[int]) -> None:
+        """Asserts that the sequence holds the first of `token_ids`."""
+        ids, length = np.array(token_ids, np.int32), sequence.length
+        if not length:
+            return
+        indices = np.arange(length)
+        places = np.array(sequence.blocks)[indices // BLOCK_POSITIONS], indices % BLOCK_POSITIONS
+        recurrent, attention, _ = self.cache.tensors.layers
+        assert isinstance(attention, AttentionState)
+        assert isinstance(recurrent, DeltaNetState)
+        for cached in (attention.k, attention.v):
+            assert (cached[places] == ids[:length, None, None]).all()
+        for states in (recurrent.state, recurrent.conv_state):
+            assert (states[sequence.state] == checksum(ids[:length])).all()
+
+
+def checksum(ids: np.ndarray) -> int:
+    """A number that float32 holds exactly."""
+    return zlib.crc32(ids.tobytes()) & 0xFFFFFF
