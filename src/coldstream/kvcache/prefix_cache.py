@@ -181,6 +181,17 @@ class PrefixCache:
                 return False
         return True
 
+    def forget(self, token_ids: TokenIds[int], namespace: str = "") -> None:
+        """Lets the kept prefix of exactly these tokens go, unless it is pinned.
+
+        So a sequence that began with it owns its memory alone, and can go on where there is no other.
+        """
+        found, _ = self._tree.find(namespace, _as_array(token_ids))
+        if found and found[-1].length == len(token_ids):
+            kept = found[-1].entry
+            if kept is not None and not kept.num_pins:
+                self._evict(kept)
+
     def pin(self, token_ids: TokenIds[int], namespace: str = "") -> Pin | None:
         """Holds on to the longest kept prefix of `token_ids`; None if there is none."""
         found, _ = self._tree.find(namespace, _as_array(token_ids))
@@ -259,11 +270,14 @@ class PrefixCache:
             return bool(needs_blocks and freed.num_blocks) or bool(needs_states and freed.num_states)
 
         victim = next((kept for kept in loose if helps(kept)), loose[0])
+        self._evict(victim)
+        return True
+
+    def _evict(self, victim: _Kept) -> None:
         victim.node.entry = None
         self._tree.tidy(victim.node)
         self._drop(victim)
         self._evictions += 1
-        return True
 
     def _drop(self, kept: _Kept) -> None:
         kept.is_gone = True
