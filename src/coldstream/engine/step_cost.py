@@ -12,6 +12,7 @@ from typing import Final
 from coldstream.decoding.row_times import RecentMedian
 
 _FIRST_ROWS: Final = 16  # of prompts, as long as nothing is known
+_RANGES_BEYOND: Final = 3  # of the first range beyond what was measured: up to twice its rows
 _FORGOTTEN: Final = 1024  # steps
 _SLOWDOWN: Final = 2.0  # of steps that miss the target by decoding alone, so that prompts get on too
 
@@ -38,13 +39,14 @@ class StepCost:
         """How many rows of prompts, at least one, keep a step with so many decoding rows within the target.
 
         Where decoding alone takes more than half of it, they may about double the step. Beyond what was
-        measured, the next range is tried if it keeps to the target at the same cost of a row.
+        measured, up to twice as many rows are tried if they keep to the target at the same cost of a row.
         """
         known = self._known()
         if not known:
             return _FIRST_ROWS
         allowed_s = max(target_s, _SLOWDOWN * _seconds(known, num_decoding))
-        end = bisect_left(self._rows, max(known)) + 2
+        tried = max(max(known), num_decoding + _FIRST_ROWS)
+        end = bisect_left(self._rows, tried) + _RANGES_BEYOND
         fitting = [rows for rows in self._rows[:end] if _seconds(known, rows) <= allowed_s]
         return max(1, max(fitting, default=0) - num_decoding)
 

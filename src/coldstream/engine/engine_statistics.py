@@ -1,0 +1,67 @@
+"""The engine in numbers, for people and their dashboards."""
+
+from dataclasses import dataclass
+
+from coldstream.kvcache import CacheSize, PrefixStatistics
+from coldstream.models.runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """Counts are since the engine was made, unless they are of now."""
+
+    running: int  # answers with memory, now
+    waiting: int  # answers without, now
+    finished_requests: int  # cancelled and failed ones not included
+    cancelled_requests: int
+    failed_requests: int
+    prompt_tokens: int  # of requests that have begun
+    reused_tokens: int  # of these, not computed again
+    generated_tokens: int
+    steps: int
+    computed_rows: int  # of all steps
+    step_s: float  # time of all steps
+    ahead_steps: int  # launched before the host knew the tokens
+    preemptions: int  # answers that lost their memory for a while
+    memory: CacheSize  # of all sequences
+    free_memory: CacheSize  # now; what kept prefixes take is not free, but is given up where it is needed
+    prefixes: PrefixStatistics
+    expert_hits: int | None  # uses of experts in fast memory; None: all are there
+    expert_misses: int | None
+    drafted_tokens: int = 0  # verified nodes of drafts
+    accepted_tokens: int = 0  # of these, the model's own choice
+
+
+@dataclass
+class EngineCounts:
+    """What an engine counts; see `EngineStatistics`."""
+
+    finished_requests: int = 0
+    cancelled_requests: int = 0
+    failed_requests: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    computed_rows: int = 0
+    step_s: float = 0.0
+    ahead_steps: int = 0
+    preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def statistics(
+        self, runner: ModelRunner, *, running: int, waiting: int, prefixes: PrefixStatistics
+    ) -> EngineStatistics:
+        """All of it, with what a runner and its cache say now."""
+        hits, misses = runner.expert_uses or (None, None)
+        return EngineStatistics(
+            running=running,
+            waiting=waiting,
+            memory=runner.cache_size,
+            free_memory=runner.free,
+            prefixes=prefixes,
+            expert_hits=hits,
+            expert_misses=misses,
+            **vars(self),
+        )

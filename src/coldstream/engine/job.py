@@ -1,0 +1,141 @@
+"""A request in the engine, and its answers: their tokens so far, and their sequences in the model's memory."""
+
+from collections.abc import Sequence
+
+from coldstream import kvcache
+from coldstream.decoding import AnyLogits, Choice, Chosen, Continuation
+from coldstream.engine.generation import Answer, Request
+from coldstream.engine.opened_model import OpenedModel
+from coldstream.engine.request import FinishReason, Piece
+from coldstream.engine.submission import Submission
+from coldstream.models.runner import ModelRunner
+
+
+class Job:
+    """An answer from its submission to its last piece. It computes nothing by itself."""
+
+    def __init__(
+        self, key: int, submission: Submission, index: int, request: Request, leader: "Job | None"
+    ) -> None:
+        """key: the scheduler's. index: of the answer. leader: the first answer to the same prompt, if not
+        this one.
+        """
+        self.key = key
+        self.submission = submission
+        self.index = index
+        self.request = request
+        self.leader = leader
+        self.sequence: kvcache.Sequence | None = None  # None: it has no memory
+        self.num_shared = 0  # tokens of the sequence when it last shared all memory with a kept prefix
+        self.cuts: tuple[int, ...] = ()  # lengths at which a step ends, for a prefix to be kept
+        self.num_reused = 0
+        self.is_over = False
+        self._answer: Answer | None = None  # from its first step on
+        self._tokens = Continuation(
+            request.prompt_token_ids, end_ids=request.all_end_ids, max_tokens=request.max_tokens
+        )
+
+    @property
+    def request_id(self) -> int:
+        return self.submission.request_id
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt and all tokens chosen so far."""
+        return self._tokens.ids
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_left(self) -> int:
+        """The most tokens that may still be chosen."""
+        return self._tokens.num_left
+
+    @property
+    def num_computed(self) -> int:
+        return 0 if self.sequence is None else self.sequence.length
+
+    @property
+    def num_wanted(self) -> int:
+        """Rows of the next step: up to a cut, or up to the last token."""
+        done = self.num_computed
+        end = next((cut for cut in self.cuts if cut > done), len(self.token_ids))
+        return end - done
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens, those chosen included, that are not computed."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def fork(self) -> int:
+        """Where the other answers to the prompt branch off: before its last token, whose logits all need."""
+        return self.num_prompt - 1
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether a token was chosen after the last row, so that all its logits were finite."""
+        return self.num_prompt <= self.num_computed == len(self.token_ids) - 1
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the job ever had memory."""
+        return self._answer is not None
+
+    @property
+    def answer(self) -> Answer:
+        assert self._answer is not None, "an answer begins with its first step"
+        return self._answer
+
+    def begin(self, prefix: kvcache.Prefix, opened: OpenedModel) -> bool:
+        """Takes the sequence of a prefix. Whether it is the first of this answer.
+
+        Raises as `Grammars.constraint`, with nothing changed.
+        """
+        has_begun = self.has_begun
+        if self._answer is None:
+            constraint = opened.grammars.constraint(self.request)
+            self._answer = Answer(self.request, opened.tokenizer, opened.runner.expert_uses, constraint)
+            self.num_reused = min(prefix.length, self.num_prompt)
+        self.sequence, self.num_shared = prefix.sequence, prefix.length
+        forks = {self.fork} if self.leader is None and self.request.params.n > 1 else set()
+        self.cuts = tuple(sorted(cut for cut in {*prefix.cuts, *forks} if cut > prefix.length))
+        return not has_begun
+
+    def choice(self, logits: AnyLogits, unseen: int | None = None) -> Choice:
+        """The `Choice` of the next token from the logits [vocab] after all tokens; see `Choice`."""
+        return self.answer.chooser.choice(logits, self.token_ids, unseen)
+
+    def accept(self, chosen: Chosen, runner: ModelRunner) -> list[Piece]:
+        """Appends the next token. Its pieces; the last has a finish reason if the answer is over now."""
+        self._tokens.append(chosen.token_id, runner.spec.vocab_size)
+        piece = self.answer.push(chosen)
+        pieces = [] if self.answer.has_stopped else [piece]
+        if self.answer.has_stopped or self._tokens.has_ended:
+            pieces.append(self.last_piece("length", runner))
+        return pieces
+
+    def last_piece(self, reason: FinishReason, runner: ModelRunner) -> Piece:
+        """The end of the answer, for `reason` unless it has stopped by itself."""
+        self.is_over = True
+        return self.answer.last_piece(reason, self.num_reused, runner.expert_uses)
+
+    def next_tokens(self, count: int) -> Sequence[int]:
+        """The tokens of its next rows."""
+        return self.token_ids[self.num_computed : self.num_computed + count]
+
+
+class ServedRequest:
+    """A submission whose events are not all told."""
+
+    def __init__(self, submission: Submission, first_key: int) -> None:
+        """first_key: of the first answer; the others have those after it."""
+        self.submission = submission
+        self.jobs: list[Job] = []  # of all answers
+        self.has_started = False
+        self.num_told = 0  # tokens of the prompt, in `PromptProgress`
+        for index, request in enumerate(submission.request.answers()):
+            leader = self.jobs[0] if self.jobs else None
+            self.jobs.append(Job(first_key + index, submission, index, request, leader))

@@ -1,0 +1,82 @@
+"""The model's memory as jobs use it: they begin with kept prefixes, make room for each other, and leave
+prefixes behind. Decides nothing about who runs.
+"""
+
+from collections.abc import Collection, Mapping
+
+from coldstream.engine.job import Job
+from coldstream.engine.opened_model import OpenedModel
+from coldstream.kernels.ops import BLOCK_POSITIONS
+from coldstream.kvcache import Demand, PrefixCache
+
+
+class JobMemory:
+    """A runner's memory and its prefix cache, both for jobs alone."""
+
+    def __init__(self, opened: OpenedModel) -> None:
+        self._opened = opened
+        self._runner = opened.runner
+        self.cache = PrefixCache(opened.runner, max_states=opened.runner.cache_size.num_states)
+
+    def begin(self, job: Job, running: Collection[Job], headroom: int) -> bool | None:
+        """Gives the job a sequence with the longest kept prefix of its tokens, if there is room beside what
+        the running ones are about to need.
+
+        headroom: blocks that have to stay free. True if the answer begins, False if it goes on; None without
+        room, with nothing changed. Without running jobs there is always room; see `fits`. Raises as
+        `Job.begin`, with nothing changed.
+        """
+        submission = job.submission
+        prefix = self.cache.begin(job.token_ids, submission.borders, submission.namespace)
+        rest = Demand(prefix.sequence, len(job.token_ids) - prefix.length)
+        demands = [*(demand_of(each, each.num_missing) for each in running), rest]
+        try:
+            has_room = not running or self._make_room(demands, headroom)
+            begins = job.begin(prefix, self._opened) if has_room else None
+        except BaseException:
+            self._runner.release(prefix.sequence)
+            raise
+        if begins is None:
+            self._runner.release(prefix.sequence)
+        return begins
+
+    def fits(self, counts: Mapping[Job, int]) -> bool:
+        """Makes room for a step with these rows, by letting kept prefixes go. False if there is too little.
+
+        A prefix that a job shares memory with, and that keeps it from going on, is let go too.
+        """
+        demands = [demand_of(job, count) for job, count in counts.items()]
+        if self._make_room(demands):
+            return True
+        for job in counts:
+            if job.sequence is not None and job.num_computed == job.num_shared:
+                self.cache.forget(job.token_ids[: job.num_shared], job.submission.namespace)
+        return self._make_room(demands)
+
+    def keep(self, job: Job, running: Collection[Job]) -> None:
+        """Keeps the prefix that the job holds, from whose last row finite logits were seen.
+
+        Not if the job, or one of those that run, could not go on then for want of memory.
+        """
+        assert job.sequence is not None
+        demands = [demand_of(each, 1) for each in running if each is not job]
+        is_within = job.sequence.length % BLOCK_POSITIONS > 0
+        if job.is_over or self._make_room([*demands, demand_of(job, 1)], int(is_within), 1):
+            self.cache.keep(job.token_ids, job.sequence, job.submission.namespace)
+            job.num_shared = job.sequence.length
+
+    def release(self, job: Job) -> None:
+        """Frees the job's sequence; its tokens stay."""
+        if job.sequence is not None:
+            sequence, job.sequence = job.sequence, None
+            self._runner.release(sequence)
+
+    def _make_room(self, demands: Collection[Demand], more_blocks: int = 0, more_states: int = 0) -> bool:
+        need = self._runner.need_of(demands)
+        return self.cache.make_room(need.num_blocks + more_blocks, need.num_states + more_states)
+
+
+def demand_of(job: Job, num_rows: int) -> Demand:
+    """Memory for the next rows of a job."""
+    assert job.sequence is not None, "a job without memory does not run"
+    return Demand(job.sequence, num_rows)

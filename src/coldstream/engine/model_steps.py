@@ -1,0 +1,72 @@
+"""Steps of the model for jobs: rows go in, and the choice of the tokens after them is begun.
+
+Where a device chooses tokens, the step after them may be launched before the host knows them. Decides nothing
+about who runs, and changes no job.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from coldstream.decoding import AnyLogits, Choice, Outcome, SamplingParams, StartedChoices, begin_choices
+from coldstream.engine.job import Job
+from coldstream.kvcache import Batch, ChosenToken, Segment
+from coldstream.models.runner import ModelRunner
+
+_LIKELIEST = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step under way."""
+
+    counts: Mapping[Job, int]  # rows
+    asked: Sequence[
+        Job
+    ]  # whose logits are looked at: all that end at a cut or have all their tokens computed
+    started: StartedChoices  # for each of `asked`
+
+    def outcomes(self) -> Mapping[Job, Outcome]:
+        """What was chosen after the last row of each of `asked`. Waits for the device; raises its errors."""
+        return dict(zip(self.asked, self.started.outcomes(), strict=True))
+
+
+def launch(runner: ModelRunner, counts: Mapping[Job, int]) -> Launched:
+    """Begins a step with the next rows of each job. Raises as `ModelRunner.step`.
+
+    At a cut the likeliest token is chosen, which shows that the logits, and so the state, are finite.
+    """
+    segments, asked = [], []
+    for job, count in counts.items():
+        assert job.sequence is not None
+        end = job.num_computed + count
+        is_asked = end in job.cuts or end == len(job.token_ids)
+        segments.append(Segment(job.sequence, job.next_tokens(count), None, None if is_asked else ()))
+        if is_asked:
+            asked.append(job)
+    rows = [logits[0] for logits in runner.step(Batch(tuple(segments))) if len(logits)]
+    choices = [_choice(job, logits) for job, logits in zip(asked, rows, strict=True)]
+    return Launched(counts, asked, begin_choices(choices))
+
+
+def launch_ahead(runner: ModelRunner, before: Launched) -> Launched:
+    """Begins the step of the tokens that `before` is choosing, whose choices must all be on the device.
+
+    Jobs that have no token left to choose after those take no part. Where a token turns out to be the
+    answer's last by its id, or there is none, the step leaves its row out: see `ModelRunner.take_back`.
+    """
+    going_on = [(i, job) for i, job in enumerate(before.asked) if job.num_left > 1]
+    segments, results = [], []
+    for i, job in going_on:
+        assert job.sequence is not None
+        results.append(before.started.index(i))
+        segments.append(Segment(job.sequence, ChosenToken(results[-1], job.request.all_end_ids)))
+    rows = [logits[0] for logits in runner.step(Batch(tuple(segments)))]
+    jobs = [job for _, job in going_on]
+    choices = [job.choice(logits, unseen) for job, logits, unseen in zip(jobs, rows, results, strict=True)]
+    return Launched(dict.fromkeys(jobs, 1), jobs, begin_choices(choices))
+
+
+def _choice(job: Job, logits: AnyLogits) -> Choice:
+    if job.num_missing:
+        return Choice(logits, job.token_ids[: job.num_computed], _LIKELIEST, seed=0)
+    return job.choice(logits)
