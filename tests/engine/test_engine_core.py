@@ -233,7 +233,7 @@ def test_preempted_answers_are_computed_anew_with_the_same_bits(path: Path) -> N
 
 
 def test_a_prompt_is_read_in_parts_beside_answers_that_go_on(opened: OpenedModel) -> None:
-    """Where a row takes a millisecond, 50 rows keep to a target of 50 ms; without others it is read at once."""
+    """At a millisecond a row, 50 rows keep to a target of 50 ms; without others it is read at once."""
     clock = FakeClock(tick=0.0)
     with engine_of(opened, EngineLimits(target_step_ms=50), clock) as client:
         speaking = client.add([1], replace(SAMPLED, max_tokens=300))

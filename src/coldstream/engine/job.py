@@ -1,4 +1,4 @@
-"""A request in the engine, and its answers: their tokens so far, and their sequences in the model's memory."""
+"""A request in the engine and its answers: their tokens so far, their sequences in the model's memory."""
 
 from collections.abc import Sequence
 
