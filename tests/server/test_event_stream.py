@@ -1,0 +1,83 @@
+"""The events of one request on their way to its reader."""
+
+import asyncio
+
+from coldstream.engine.events import Delta, Event, Failed, Started
+from coldstream.engine.request import Piece
+from coldstream.errors import GenerationFault
+from coldstream.server.client import SlowReaderError
+from coldstream.server.event_stream import MAX_UNREAD_BYTES, EventStream
+
+
+def stream(num_answers: int = 1) -> tuple[EventStream, list[EventStream]]:
+    left: list[EventStream] = []
+    return EventStream(1, num_answers, left.append), left
+
+
+def last(index: int) -> Delta:
+    return Delta(1, index, Piece("", finish_reason="stop"))
+
+
+async def test_it_ends_after_the_last_event_of_the_last_answer() -> None:
+    events, left = stream(num_answers=2)
+    pushed: list[Event] = [Started(1, 0, 3), last(1), Delta(1, 0, Piece("a")), last(0)]
+    for event in pushed:
+        assert not events.has_ended
+        assert events.push(event, 10)
+    assert events.has_ended
+    assert [event async for event in events] == pushed
+    await events.aclose()
+    assert left == []
+
+
+async def test_a_failure_is_the_last_event_whatever_comes_after_it() -> None:
+    events, _ = stream()
+    error = GenerationFault("logits that are not finite")
+    events.push(Delta(1, 0, Piece("a")), 10)
+    events.fail(error)
+    events.fail(GenerationFault("another"))
+    assert events.push(last(0), 10)
+    assert [event async for event in events] == [Delta(1, 0, Piece("a")), Failed(1, error)]
+
+
+async def test_unread_bytes_are_bounded_and_the_last_event_is_taken_beyond_the_bound() -> None:
+    events, _ = stream()
+    assert events.push(Delta(1, 0, Piece("a")), MAX_UNREAD_BYTES)
+    assert events.push(last(0), 10)
+    assert [event async for event in events][-1] == last(0)
+    events, _ = stream()
+    assert events.push(Delta(1, 0, Piece("a")), MAX_UNREAD_BYTES)
+    assert not events.push(Delta(1, 0, Piece("b")), 1)
+    assert events.push(Delta(1, 0, Piece("c")), 1)  # of an engine that has not heard of it yet
+    first, failed = [event async for event in events]
+    assert first == Delta(1, 0, Piece("a"))
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, SlowReaderError)
+
+
+async def test_reading_makes_room() -> None:
+    events, _ = stream()
+    for _ in range(3):
+        assert events.push(Delta(1, 0, Piece("a")), MAX_UNREAD_BYTES)
+        await anext(events)
+
+
+async def test_waiting_for_an_event_may_be_cancelled_and_loses_none() -> None:
+    events, left = stream()
+    waiting = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    events.push(Started(1, 0, 3), 10)
+    assert await anext(events) == Started(1, 0, 3)
+    assert left == []
+
+
+async def test_leaving_early_is_told_once_and_ends_who_waits() -> None:
+    events, left = stream()
+    waiting = asyncio.ensure_future(anext(events, None))
+    await asyncio.sleep(0)
+    await events.aclose()
+    await events.aclose()
+    assert await waiting is None
+    assert left == [events]
