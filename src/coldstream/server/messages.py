@@ -1,0 +1,142 @@
+"""What the API process and the engine process say to each other, over a pair of sockets that only they hold.
+
+A frame is the length of its payload in four bytes, big-endian, and the payload, one message as `codec` writes
+it. First comes `Open`; then the engine process answers `Loading` any number of times, and `Ready` or `Died`.
+Closing the socket ends the engine process.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from coldstream.engine.config import EngineConfig
+from coldstream.engine.engine_statistics import EngineStatistics
+from coldstream.engine.events import Delta, Failed, PromptProgress, Started
+from coldstream.engine.limits import EngineLimits
+from coldstream.engine.submission import Submission
+from coldstream.errors import ColdstreamError
+from coldstream.server.codec import ProtocolError, decode, encode
+from coldstream.server.served_model import EngineFacts
+
+MAX_FRAME_BYTES: Final = 16 << 20
+_LENGTH: Final = struct.Struct(">I")
+
+
+@dataclass(frozen=True)
+class Open:
+    """Open this model. `version` is the package's, which may have been upgraded under a running server."""
+
+    version: str
+    config: EngineConfig
+    limits: EngineLimits
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """End the answers of a request."""
+
+    request_id: int
+
+
+@dataclass(frozen=True)
+class Count:
+    """Tell the engine's statistics."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How far opening is: `done` of `total` of `what`."""
+
+    what: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The model is open; submissions may come."""
+
+    facts: EngineFacts
+
+
+@dataclass(frozen=True)
+class Died:
+    """The engine process ends, for this reason."""
+
+    error: ColdstreamError
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A submission waits or runs; its events follow."""
+
+    request_id: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A submission that the engine did not take."""
+
+    request_id: int
+    error: ColdstreamError
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The answer to `Count`."""
+
+    ticket: int
+    statistics: EngineStatistics
+
+
+@dataclass(frozen=True)
+class Alive:
+    """Steps go on, though no event came of them lately."""
+
+
+ToEngine = Open | Submission | Cancel | Count
+FromEngine = (
+    Loading | Ready | Died | Accepted | Refused | Counted | Alive | Started | PromptProgress | Delta | Failed
+)
+
+
+def framed(message: ToEngine | FromEngine, direction: Any) -> bytes:
+    """The frame of a message of `direction`, `ToEngine` or `FromEngine`.
+
+    Raises ProtocolError if it is too large, or holds what is no data.
+    """
+    payload = encode(message, direction)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ProtocolError(
+            f"a {type(message).__name__} of {len(payload)} bytes, allowed are {MAX_FRAME_BYTES}"
+        )
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def payload_length(header: bytes) -> int:
+    """Bytes of the payload behind these four. Raises ProtocolError if they are too many."""
+    (length,) = _LENGTH.unpack(header)
+    if length > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {length} bytes, allowed are {MAX_FRAME_BYTES}")
+    return int(length)
+
+
+class ToEngineReader:
+    """Cuts what arrives into messages to the engine. Holds one unfinished frame at most."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[ToEngine]:
+        """The messages that are whole now. Raises ProtocolError at the first that is none."""
+        self._data += data
+        while len(self._data) >= _LENGTH.size:
+            end = _LENGTH.size + payload_length(bytes(self._data[: _LENGTH.size]))
+            if len(self._data) < end:
+                return
+            payload = bytes(self._data[_LENGTH.size : end])
+            del self._data[:end]
+            yield decode(payload, ToEngine)
