@@ -1,0 +1,357 @@
+"""Supervisor: keeps one engine process running, and is the `EngineClient` of it.
+
+Each process has its own table of streams: when it ends, each of them ends with one error, and nothing of an
+older process reaches a later one's requests. Requests are taken only between `Ready` and the end of a
+process.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final, Self
+
+from coldstream import __version__
+from coldstream.engine.config import EngineConfig
+from coldstream.engine.engine_statistics import EngineStatistics
+from coldstream.engine.events import Delta, Failed, PromptProgress, Started
+from coldstream.engine.limits import EngineLimits
+from coldstream.engine.submission import Submission
+from coldstream.errors import ColdstreamError, InvalidRequestError, QueueFullError
+from coldstream.server.client import Health, ServiceUnavailable, State
+from coldstream.server.codec import ProtocolError
+from coldstream.server.engine_child import END_S, ENGINE_COMMAND, EngineChild, cause_of_death
+from coldstream.server.event_stream import EventStream
+from coldstream.server.messages import (
+    Accepted,
+    Alive,
+    Cancel,
+    Count,
+    Counted,
+    Died,
+    FromEngine,
+    Loading,
+    Open,
+    Ready,
+    Refused,
+)
+from coldstream.server.restarts import RestartPolicy, Restarts
+from coldstream.server.served_model import EngineFacts, ServedModel
+
+FIRST_LOAD_S: Final = 5.0  # what `Retry-After` says while nothing is known about loading
+
+OnProgress = Callable[[str, int, int], None]
+OnState = Callable[[Health], None]
+
+
+@dataclass
+class _Running:
+    """One process and what is under way in it."""
+
+    child: EngineChild
+    streams: dict[int, EventStream] = field(default_factory=dict)
+    taken: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # submissions not answered yet
+    counts: dict[int, asyncio.Future[EngineStatistics]] = field(default_factory=dict)
+    last_progress: float = 0.0
+
+
+class Supervisor:
+    """An engine process that is started again when it dies. An async context manager for one event loop.
+
+    on_progress: told how loading goes. on_state: told of each change of state, for logs.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        limits: EngineLimits,
+        *,
+        name: str,
+        policy: RestartPolicy | None = None,
+        command: Sequence[str] = ENGINE_COMMAND,
+        on_progress: OnProgress | None = None,
+        on_state: OnState | None = None,
+    ) -> None:
+        self._config = config
+        self._limits = limits
+        self._name = name
+        self._command = command
+        self._policy = policy or RestartPolicy()
+        self._restarts = Restarts(self._policy)
+        self._on_progress = on_progress
+        self._on_state = on_state
+        self._state: State = "loading"
+        self._loading = Loading("", 0, 0)
+        self._reason = ""
+        self._back_at = time.monotonic() + FIRST_LOAD_S
+        self._load_s = FIRST_LOAD_S
+        self._created = int(time.time())
+        self._model: ServedModel | None = None
+        self._running: _Running | None = None
+        self._is_ready = False
+        self._num_tickets = 0
+        self._task: asyncio.Task[None] | None = None
+        self._opened: asyncio.Future[ServedModel] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._opened = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._supervise(), name="engine")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def model(self) -> ServedModel:
+        """The model. Raises ServiceUnavailable before it was ready for the first time."""
+        if self._model is None:
+            raise self._unavailable()
+        return self._model
+
+    @property
+    def pid(self) -> int | None:
+        """The running process's id."""
+        return self._running.child.pid if self._running else None
+
+    async def opened(self) -> ServedModel:
+        """The model, when it is ready for the first time. Raises what opening it raised."""
+        assert self._opened is not None
+        return await asyncio.shield(self._opened)
+
+    async def submit(self, submission: Submission) -> EventStream:
+        """Begin a request, see `EngineClient`; the reader closes the stream in every case."""
+        running = self._ready()
+        request_id = submission.request_id
+        if len(running.streams) >= self._limits.max_waiting + self._limits.max_running:
+            raise QueueFullError(
+                f"{len(running.streams)} requests are under way, which is the limit: try again later"
+            )
+        if request_id in running.streams:
+            raise InvalidRequestError(f"request {request_id}: this id is in use")
+        stream = EventStream(request_id, submission.request.params.n, self._left)
+        taken = asyncio.get_running_loop().create_future()
+        try:
+            running.child.send(submission)
+        except ProtocolError as error:
+            raise InvalidRequestError(f"request {request_id}: {error}") from error
+        if not running.streams:
+            running.last_progress = time.monotonic()
+        running.streams[request_id], running.taken[request_id] = stream, taken
+        try:
+            await taken
+        except ColdstreamError:
+            running.streams.pop(request_id, None)
+            raise
+        except asyncio.CancelledError:
+            await stream.aclose()
+            raise
+        finally:
+            running.taken.pop(request_id, None)
+        return stream
+
+    async def cancel(self, request_id: int) -> None:
+        """End the answers of a request as cancelled; unknown ids are ignored."""
+        if self._running is not None and request_id in self._running.streams:
+            self._running.child.send(Cancel(request_id))
+
+    async def health(self) -> Health:
+        """The engine's state, at once."""
+        running, now = self._running, time.monotonic()
+        is_due = running is not None and running.streams
+        loading = self._loading if self._state in ("loading", "restarting") else Loading("", 0, 0)
+        return Health(
+            state=self._state,
+            last_progress_age_s=now - running.last_progress if running is not None and is_due else 0.0,
+            retry_after_s=0.0 if self._state in ("ready", "stopping") else max(1.0, self._back_at - now),
+            what=loading.what,
+            done=loading.done,
+            total=loading.total,
+            reason=self._reason,
+            restarts=self._restarts.total,
+        )
+
+    async def statistics(self) -> EngineStatistics:
+        """Counts of the running engine. Raises ServiceUnavailable if none runs."""
+        running = self._running if self._is_ready else None
+        if running is None:
+            raise self._unavailable()
+        self._num_tickets += 1
+        ticket = self._num_tickets
+        running.counts[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            running.child.send(Count(ticket))
+            return await running.counts[ticket]
+        finally:
+            running.counts.pop(ticket, None)
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no more requests and wait for those under way; after `grace_s` they end with an error."""
+        self._set_state("stopping", "the server stops")
+        deadline = time.monotonic() + grace_s
+        while self._running is not None and self._running.streams and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        self.abort()
+
+    def abort(self) -> None:
+        """Take no more requests, and end those under way with an error now."""
+        self._set_state("stopping", "the server stops")
+        if self._running is not None:
+            for request_id in self._running.streams:
+                self._running.child.send(Cancel(request_id))
+            _fail_all(self._running, self._unavailable())
+
+    async def close(self) -> None:
+        """End the process and what is under way. Closing twice is allowed."""
+        self.abort()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        if self._running is not None:
+            await self._running.child.end(0.0)
+            self._running = None
+        if self._opened is not None and not self._opened.done():
+            self._opened.cancel()
+
+    def _ready(self) -> _Running:
+        if self._state != "ready" or self._running is None:
+            raise self._unavailable()
+        return self._running
+
+    def _unavailable(self) -> ServiceUnavailable:
+        what = {
+            "loading": "the model is being loaded",
+            "ready": "the engine has just ended",
+            "restarting": f"the engine ended ({self._reason}) and is being started again",
+            "failed": f"the engine cannot be kept running ({self._reason})",
+            "stopping": "the server stops",
+        }[self._state]
+        return ServiceUnavailable(f"{what}: try again later", max(1.0, self._back_at - time.monotonic()))
+
+    def _set_state(self, state: State, reason: str = "") -> None:
+        if self._state == "stopping":
+            return
+        self._state, self._reason = state, reason
+        if self._on_state is not None:
+            is_down = state in ("restarting", "failed")
+            after = max(0.0, self._back_at - time.monotonic()) if is_down else 0.0
+            self._on_state(Health(state, reason=reason, retry_after_s=after, restarts=self._restarts.total))
+
+    async def _supervise(self) -> None:
+        while self._state != "stopping":
+            error = await self._run_once()
+            if self._model is None:
+                assert self._opened is not None
+                self._set_state("failed", str(error))
+                self._opened.set_exception(error)
+                return
+            restart = self._restarts.died()
+            self._back_at = time.monotonic() + restart.delay_s + self._load_s
+            self._set_state("failed" if restart.is_broken else "restarting", str(error))
+            self._end_streams()
+            await asyncio.sleep(restart.delay_s)
+
+    async def _run_once(self) -> ColdstreamError:
+        """Start a process and serve it to its end; why it ended."""
+        started = time.monotonic()
+        self._loading = Loading("starting", 0, 0)
+        try:
+            child = await EngineChild.start(self._command)
+        except ColdstreamError as error:
+            return error
+        self._running = _Running(child)
+        last: ColdstreamError | None = None
+        grace_s = 0.0  # for what was never ready, or says what is no message
+        try:
+            child.send(Open(__version__, self._config, self._limits))
+            async for message, num_bytes in child.messages():
+                match message:
+                    case Died(error=last):
+                        pass
+                    case Ready(facts=facts):
+                        await self._take_model(facts)
+                        self._load_s = time.monotonic() - started
+                        self._is_ready = True
+                        self._set_state("ready")
+                    case _:
+                        self._take(message, num_bytes, self._running)
+            grace_s = 1.0
+        except asyncio.CancelledError:
+            await child.end(END_S if self._is_ready else 0.0)
+            raise
+        except ColdstreamError as error:
+            last = error
+        finally:
+            self._is_ready = False
+        return cause_of_death(await child.end(grace_s), last)
+
+    def _end_streams(self) -> None:
+        """The process is gone: all that waits for it ends with the error that says so."""
+        running, self._running = self._running, None
+        if running is not None:
+            _fail_all(running, self._unavailable())
+
+    async def _take_model(self, facts: EngineFacts) -> None:
+        if self._model is None or self._model.facts != facts:
+            self._model = await asyncio.to_thread(ServedModel.read, self._name, self._created, facts)
+        assert self._opened is not None
+        if not self._opened.done():
+            self._opened.set_result(self._model)
+
+    def _take(self, message: FromEngine, num_bytes: int, running: _Running) -> None:
+        running.last_progress = time.monotonic()
+        match message:
+            case Loading():
+                self._loading = message
+                if self._on_progress is not None:
+                    self._on_progress(message.what, message.done, message.total)
+            case Accepted(request_id=request_id):
+                if (taken := running.taken.get(request_id)) is not None and not taken.done():
+                    taken.set_result(None)
+            case Refused(request_id=request_id, error=error):
+                if (taken := running.taken.get(request_id)) is not None and not taken.done():
+                    taken.set_exception(error)
+            case Counted(ticket=ticket, statistics=statistics):
+                if (counted := running.counts.get(ticket)) is not None and not counted.done():
+                    counted.set_result(statistics)
+            case Started() | PromptProgress() | Delta() | Failed():
+                self._pass_on(message, num_bytes, running)
+            case Alive():
+                pass
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} out of turn")
+
+    def _pass_on(
+        self, event: Started | PromptProgress | Delta | Failed, num_bytes: int, running: _Running
+    ) -> None:
+        stream = running.streams.get(event.request_id)
+        if stream is None:  # its reader has left
+            return
+        if not stream.push(event, num_bytes):
+            running.child.send(Cancel(event.request_id))
+        if stream.has_ended:
+            del running.streams[event.request_id]
+            if isinstance(event, Delta):
+                self._restarts.answered()
+
+    def _left(self, stream: EventStream) -> None:
+        """The reader of a stream has closed it before its end."""
+        running = self._running
+        if running is not None and running.streams.get(stream.request_id) is stream:
+            del running.streams[stream.request_id]
+            running.child.send(Cancel(stream.request_id))
+
+
+def _fail_all(running: _Running, error: ServiceUnavailable) -> None:
+    for taken in running.taken.values():
+        if not taken.done():
+            taken.set_exception(error)
+    for counted in running.counts.values():
+        if not counted.done():
+            counted.set_exception(error)
+    for stream in running.streams.values():
+        stream.fail(error)
+    running.streams.clear()

@@ -1,0 +1,124 @@
+"""An engine process that computes nothing: a script, for faults that a model would not show on demand.
+
+Everything but the engine is the product's: messages, connection, loop. Its answers repeat the prompt. What is
+special is asked for by the first token of a prompt, or by the first argument, the file of a script of starts:
+one word a line, taken in turn by each process that starts; the last one stays.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from coldstream.engine.events import Delta, Event, Started
+from coldstream.engine.request import Piece, Statistics
+from coldstream.engine.submission import Submission
+from coldstream.errors import GenerationFault, InvalidRequestError, OutOfMemoryError
+from coldstream.gguf.reader import GGUFFile
+from coldstream.server import engine_process
+from coldstream.server.messages import Open
+from coldstream.server.served_model import EngineFacts
+
+DIE, GARBAGE, HANG, REFUSE, FLOOD, RAISE, WAIT = 901, 902, 903, 904, 905, 906, 907
+CTX_SIZE = 4096
+FLOOD_CHARS = 4096
+
+
+class ScriptedEngine:
+    """Gives each request one token a step."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, list[int]] = {}
+        self._running: dict[int, Submission] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._running
+
+    def add(self, submission: Submission) -> None:
+        if submission.request.prompt_token_ids[0] == REFUSE:
+            raise InvalidRequestError("prompt: refused")
+        self._running[submission.request_id] = submission
+        ids = submission.request.prompt_token_ids
+        self._left[submission.request_id] = [ids[i % len(ids)] for i in range(submission.request.max_tokens)]
+
+    def cancel(self, request_id: int) -> None:
+        if request_id in self._left:
+            self._left[request_id] = []
+
+    def step(self) -> list[Event]:
+        return [event for submission in list(self._running.values()) for event in self._advance(submission)]
+
+    def _advance(self, submission: Submission) -> list[Event]:
+        request_id, request = submission.request_id, submission.request
+        kind = request.prompt_token_ids[0]
+        if kind == DIE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == RAISE:
+            raise GenerationFault("the step failed")
+        if kind == GARBAGE:
+            os.write(int(sys.argv[-2]), b"\0\0\0\5hello")
+        if kind == HANG:
+            signal.pause()
+        left = self._left[request_id]
+        if kind == WAIT and left:  # until it is cancelled
+            os.sched_yield()
+            return []
+        if not left:
+            del self._left[request_id], self._running[request_id]
+            return [Delta(request_id, 0, Piece("", finish_reason="length", statistics=statistics(request)))]
+        token_id = left.pop(0)
+        text = "x" * FLOOD_CHARS if kind == FLOOD else f"{token_id} "
+        begun = [Started(request_id, 0, len(request.prompt_token_ids))]
+        is_first = len(left) == request.max_tokens - 1
+        return [*(begun if is_first else []), Delta(request_id, 0, Piece(text, (token_id,)))]
+
+
+def statistics(request: object) -> Statistics:
+    """Counts that nobody looks at."""
+    return Statistics(1, 0, 1, 0.1, 0.1, "none", 1, 0)
+
+
+@contextmanager
+def open_scripted(
+    message: Open, progress: engine_process.OpenProgress
+) -> Iterator[tuple[ScriptedEngine, EngineFacts]]:
+    """Read the model's header, and do what the next line of the script says."""
+    script = Path(sys.argv[1])
+    lines = script.read_text().splitlines()
+    script.write_text("\n".join(lines[1:] or lines))
+    progress("loading", 1, 2)
+    if lines[0] == "fail":
+        raise OutOfMemoryError("needs 9 GiB, 1 GiB is free")
+    if lines[0] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if lines[0] == "hang":
+        signal.pause()
+    with GGUFFile.open(message.config.model) as file:
+        facts = EngineFacts(
+            path=str(file.paths[0]),
+            fingerprint="0" * 32 if lines[0] == "other" else file.fingerprint,
+            architecture="qwen35moe",
+            ctx_size=CTX_SIZE,
+            tier="none",
+            threads=1,
+            device="cpu",
+            seed=None,
+            spec_type="none",
+            cache_type="i16",
+            fast_tier="ram",
+            budget_bytes=0,
+            resident_experts=0,
+            num_experts=0,
+        )
+    yield ScriptedEngine(), facts
+
+
+def main(arguments: Sequence[str]) -> int:
+    return engine_process.run(arguments[2:], open_scripted)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

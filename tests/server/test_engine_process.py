@@ -1,0 +1,207 @@
+"""The real engine process on the demo model: the same answers as in this process, and what ends it."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from coldstream.assets import demo_model_path
+from coldstream.decoding import SamplingParams
+from coldstream.engine import LLM, CompletionOutput, EngineConfig
+from coldstream.engine.events import Delta, Event, Failed, PromptProgress, Started
+from coldstream.engine.generation import completion
+from coldstream.engine.limits import EngineLimits
+from coldstream.engine.submission import Submission
+from coldstream.errors import InvalidRequestError, ModelNotFoundError
+from coldstream.server.client import ServiceUnavailable
+from coldstream.server.event_stream import EventStream
+from coldstream.server.restarts import RestartPolicy
+from coldstream.server.supervisor import Supervisor
+
+CONFIG = EngineConfig(str(demo_model_path()), ctx_size=1024, threads=1, device="cpu")
+PROMPTS = ["import os\n", "def main(", "class Point:\n    def __init__(self", "for i in"]
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(demo_model_path(), ctx_size=1024, threads=1, device="cpu") as llm:
+        yield llm
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[Supervisor]:
+    """One process for the tests of this file, which end it now and then."""
+    policy = RestartPolicy(first_delay_s=0.0, max_delay_s=0.0, max_deaths=100)
+    async with Supervisor(CONFIG, EngineLimits(), name="demo", policy=policy) as supervisor:
+        await supervisor.opened()
+        yield supervisor
+
+
+_ids = iter(range(10**9))
+
+
+async def begin(
+    engine: Supervisor, prompt: str, params: SamplingParams, progress: bool = False
+) -> EventStream:
+    request = engine.model.requests.of_prompt(prompt, "prompt", params)
+    return await engine.submit(Submission(next(_ids), request, progress=progress))
+
+
+async def rest(stream: EventStream) -> list[Event]:
+    return [event async for event in stream]
+
+
+async def submit(
+    engine: Supervisor, prompt: str, params: SamplingParams, progress: bool = False
+) -> list[Event]:
+    return await rest(await begin(engine, prompt, params, progress))
+
+
+def outputs(events: list[Event], n: int = 1) -> list[CompletionOutput]:
+    pieces = [event for event in events if isinstance(event, Delta)]
+    return [
+        completion(index, [event.piece for event in pieces if event.index == index]) for index in range(n)
+    ]
+
+
+def same(one: CompletionOutput, other: CompletionOutput) -> bool:
+    return (one.text, one.token_ids, one.finish_reason, one.stop_reason, one.logprobs) == (
+        *(other.text, other.token_ids, other.finish_reason),
+        *(other.stop_reason, other.logprobs),
+    )
+
+
+async def test_concurrent_answers_equal_those_of_the_library(engine: Supervisor, llm: LLM) -> None:
+    settings = [
+        SamplingParams(temperature=0, max_tokens=20, logprobs=2),
+        SamplingParams(seed=7, max_tokens=30, n=2),
+        SamplingParams(seed=8, max_tokens=30, stop=[")"], logit_bias={5: 3.0}),
+        SamplingParams(seed=9, max_tokens=25, presence_penalty=0.5),
+    ]
+    pairs = [(prompt, params) for prompt in PROMPTS for params in settings]
+    expected = [llm.generate(prompt, params)[0] for prompt, params in pairs]
+    answers = await asyncio.gather(*(submit(engine, *pair) for pair in pairs))
+    for (_, params), events, wanted in zip(pairs, answers, expected, strict=True):
+        assert isinstance(events[0], Started)
+        for got, each in zip(outputs(events, params.n), wanted.outputs, strict=True):
+            assert same(got, each)
+
+
+async def test_the_model_is_known_without_being_opened(engine: Supervisor, llm: LLM) -> None:
+    model = engine.model
+    assert (model.name, model.ctx_size) == ("demo", 1024)
+    assert model.default_sampling == llm.opened.default_sampling
+    assert model.facts.fingerprint == llm.opened.runner.file.fingerprint
+    assert model.has_chat_template == llm.opened.has_chat_template
+    messages = [{"role": "user", "content": "hello"}]
+    request = model.requests.of_chat(messages, SamplingParams(seed=1), {})
+    own = llm.opened.chat_template.render(messages)
+    assert request.prompt_token_ids == tuple(llm.opened.tokenizer.encode_segments(own.segments))
+
+
+async def test_statistics_come_from_the_process(engine: Supervisor) -> None:
+    await submit(engine, "a", SamplingParams(max_tokens=2))
+    before = await engine.statistics()
+    await submit(engine, "b", SamplingParams(max_tokens=3, seed=1, ignore_eos=True))
+    after = await engine.statistics()
+    assert after.generated_tokens - before.generated_tokens == 3
+    assert (after.running, after.waiting) == (0, 0)
+
+
+async def test_progress_of_a_long_prompt_is_told(engine: Supervisor) -> None:
+    events = await submit(engine, "x = 1\n" * 190, SamplingParams(max_tokens=1), progress=True)
+    told = [event for event in events if isinstance(event, PromptProgress)]
+    assert all(event.done <= event.total for event in told)
+
+
+async def test_a_prompt_beyond_the_context_is_refused(engine: Supervisor) -> None:
+    request = engine.model.requests.of_prompt("a", "prompt", SamplingParams(max_tokens=1))
+    wrong = type(request)(**{**vars(request), "prompt_token_ids": (1,) * 1024})
+    with pytest.raises(InvalidRequestError):
+        await engine.submit(Submission(next(_ids), wrong))
+    outside = type(request)(**{**vars(request), "prompt_token_ids": (10**6,)})
+    with pytest.raises(InvalidRequestError):
+        await engine.submit(Submission(next(_ids), outside))
+
+
+async def test_functions_cannot_cross_and_the_error_says_so(engine: Supervisor) -> None:
+    params = SamplingParams(logits_processors=[lambda ids, logits: logits])
+    request = engine.model.requests.of_prompt("a", "prompt", params)
+    with pytest.raises(InvalidRequestError, match="no data"):
+        await engine.submit(Submission(next(_ids), request))
+
+
+async def test_kill_9_under_load_gives_each_request_one_error_and_service_returns(
+    engine: Supervisor, llm: LLM
+) -> None:
+    params = SamplingParams(seed=3, max_tokens=900, ignore_eos=True)
+    for _ in range(3):
+        restarts = (await engine.health()).restarts
+        streams = [await begin(engine, prompt, params) for prompt in PROMPTS * 2]
+        assert isinstance(await anext(streams[0]), Started)
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        for events in await asyncio.gather(*map(rest, streams)):
+            assert isinstance(events[-1], Failed)
+            assert isinstance(events[-1].error, ServiceUnavailable)
+            assert events[-1].error.retry_after_s >= 1
+            assert sum(isinstance(event, Failed) for event in events) == 1
+        while (health := await engine.health()).state != "ready":
+            assert health.retry_after_s >= 1
+            await asyncio.to_thread(os.sched_yield)
+        assert health.restarts == restarts + 1
+        short = SamplingParams(temperature=0, max_tokens=12)
+        (after,) = outputs(await submit(engine, PROMPTS[0], short))
+        assert same(after, llm.generate(PROMPTS[0], short)[0].outputs[0])
+
+
+async def test_sigterm_and_ctrl_c_of_a_whole_group_leave_the_engine_to_its_parent(engine: Supervisor) -> None:
+    pid = engine.pid
+    assert pid is not None
+    assert os.getpgid(pid) != os.getpgid(0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(pid, number)
+    await submit(engine, "a", SamplingParams(max_tokens=2))
+    assert engine.pid == pid
+
+
+async def test_a_model_that_is_not_there_is_the_error_of_opening() -> None:
+    config = EngineConfig("/nonexistent/model.gguf")
+    async with Supervisor(config, EngineLimits(), name="none") as supervisor:
+        with pytest.raises(ModelNotFoundError, match="no such file"):
+            await supervisor.opened()
+
+
+_PARENT = """
+import asyncio, sys
+from coldstream.assets import demo_model_path
+from coldstream.engine import EngineConfig
+from coldstream.engine.limits import EngineLimits
+from coldstream.server.supervisor import Supervisor
+
+async def main():
+    config = EngineConfig(str(demo_model_path()), ctx_size=256, threads=1, device="cpu")
+    async with Supervisor(config, EngineLimits(), name="demo") as engine:
+        await engine.opened()
+        print(engine.pid, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_the_engine_dies_with_its_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        gone, alive = psutil.wait_procs([child], timeout=10)
+    assert (gone, alive) == ([child], [])
