@@ -177,4 +177,5 @@ async def test_an_error_of_the_application_is_still_one_line() -> None:
 @pytest.mark.parametrize("path", ["/health", "/metrics"])
 async def test_machines_that_ask_all_the_time_are_logged_when_something_is_wrong(path: str) -> None:
     assert await requested(path, start(200), END) == []
-    assert len(await requested(path, start(503), END)) == 1
+    assert await requested(path, start(503), END) == []  # of an engine that loads, or is lost
+    assert len(await requested(path, start(500), END)) == 1

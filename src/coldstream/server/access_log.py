@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coldstream.server.log import Log
 
 _QUIET_PATHS: Final = frozenset({"/health", "/metrics"})  # that machines ask every few seconds
+_QUIET_STATUSES: Final = (200, 503)  # the log says once when the engine is lost
 CLIENT_GONE: Final = 499  # as nginx calls a request whose client left before its answer began
 
 
@@ -35,7 +36,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, watched)
         finally:
-            if status >= 400 or not is_whole or scope["path"] not in _QUIET_PATHS:
+            if scope["path"] not in _QUIET_PATHS or status not in _QUIET_STATUSES:
                 self._write(scope, status, is_whole, time.monotonic() - started)
 
     def _write(self, scope: Scope, status: int, is_whole: bool, duration_s: float) -> None:
