@@ -284,15 +284,30 @@ class FullSizeWriter:
         self.table("output.weight", Q6_K, np.roll(self.levels, 1, axis=0), head_blocks, HEAD_NOISE)
         for layer in range(s.layers):
             name = f"blk.{layer}"
-            self.floats(f"{name}.attn_norm.weight", np.ones(s.hidden))
-            self.floats(f"{name}.post_attention_norm.weight", np.ones(s.hidden))
             if (layer + 1) % 4 == 0:
                 # llama-quantize counts these by themselves, against the layers of both kinds.
                 self.attention(name, Q6_K if takes_more_bits(layer // 4, s.layers) else Q4_K)
             else:
                 self.delta_net(name)
-            ffn = self.dense if s.dense_ffn else self.experts
-            ffn(name, Q6_K if takes_more_bits(layer, s.layers) else Q4_K)
+            self.rest_of_block(name, Q6_K if takes_more_bits(layer, s.layers) else Q4_K)
+        if s.has_nextn:
+            self.nextn(f"blk.{s.layers}")
+
+    def rest_of_block(self, name: str, down_type: gguf.GGMLQuantizationType) -> None:
+        """Norms and FFN of a block."""
+        self.floats(f"{name}.attn_norm.weight", np.ones(self.shape.hidden))
+        self.floats(f"{name}.post_attention_norm.weight", np.ones(self.shape.hidden))
+        ffn = self.dense if self.shape.dense_ffn else self.experts
+        ffn(name, down_type)
+
+    def nextn(self, name: str) -> None:
+        """A block for multi-token prediction, whose predictions are random."""
+        hidden = self.shape.hidden
+        self.attention(name, Q6_K)
+        self.rest_of_block(name, Q6_K)
+        self.matrix(f"{name}.nextn.eh_proj.weight", Q4_K, hidden, 2 * hidden)
+        for norm in ("enorm", "hnorm", "shared_head_norm"):
+            self.floats(f"{name}.nextn.{norm}.weight", np.ones(hidden))
 
     def write_header(self, path: Path) -> int:
         """Everything before the data; returns where the data begins."""
@@ -360,12 +375,15 @@ def main() -> int:
     parser.add_argument("path", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="35B-A3B")
     parser.add_argument("--layers", type=int, help="instead of the shape's")
+    parser.add_argument("--nextn", action="store_true", help="with a block for multi-token prediction")
     parser.add_argument("--vocab", type=int, default=FULL_SHAPE.vocab)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     shape = SHAPES[options.shape]
-    shape = replace(shape, layers=options.layers or shape.layers, vocab=options.vocab)
+    shape = replace(
+        shape, layers=options.layers or shape.layers, vocab=options.vocab, has_nextn=options.nextn
+    )
     seconds = FullSizeWriter(options.path, shape, options.seed, options.threads).write()
     print(f"{options.path}: {options.path.stat().st_size / 1e9:.2f} GB in {seconds:.1f} s")
     return 0

@@ -18,8 +18,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-import numpy as np
-
 from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM, EngineConfig
 from coldstream.engine.machine import measured_hardware
@@ -110,15 +108,14 @@ def counted(runner: Any) -> dict[str, float]:
     if cache is None or on_gpu is None:
         return {}
     times = on_gpu.step_times
-    work = np.array(runner.cpu_work, np.float64).reshape(-1, 3).sum(axis=0)
     counters = cache.counters
     return {
         "hits": float(counters.hits.sum()),
         "misses": float(counters.misses.sum()),
         "copies": float(counters.copies.sum()),
-        "cpu_requests": float(work[0]),
-        "cpu_pairs": float(work[1]),
-        "cpu_seconds": float(work[2]),
+        "cpu_requests": float(sum(on_gpu.cpu_requests)),
+        "cpu_pairs": float(sum(on_gpu.cpu_pairs)),
+        "cpu_seconds": sum(on_gpu.cpu_s),
         "bus_pairs": float(sum(times.bus_pairs)),
         **{f"{part}_seconds": seconds for part, seconds in times.parts.items()},
     }

@@ -40,6 +40,7 @@ class Shape:
     vocab: int = 1024
     context: int = 32768
     dense_ffn: int = 0  # of every layer, which then has no experts
+    has_nextn: bool = False  # whether a block for multi-token prediction follows the layers
 
     @property
     def architecture(self) -> str:
@@ -84,7 +85,8 @@ def add_metadata(out: gguf.GGUFWriter, shape: Shape, name: str) -> None:
     }
     arch = shape.architecture
     for key, value in {
-        "block_count": shape.layers,
+        "block_count": shape.layers + shape.has_nextn,
+        **({"nextn_predict_layers": 1} if shape.has_nextn else {}),
         "context_length": shape.context,
         "embedding_length": shape.hidden,
         "attention.head_count": shape.heads,

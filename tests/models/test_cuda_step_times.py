@@ -55,22 +55,22 @@ def test_parts_of_every_layer_add_up_to_the_span_of_its_steps(runner: OneSequenc
 
 
 def test_a_layer_without_requests_to_the_cpu_does_not_wait(runner: OneSequence) -> None:
-    before = [requests for requests, _, _ in runner.cpu_work]
+    before = np.array(runner.gpu_experts.cpu_requests)
     decode(runner)
-    asked = np.array([requests for requests, _, _ in runner.cpu_work]) - before
+    asked = np.array(runner.gpu_experts.cpu_requests) - before
     wait = np.array(times_of(runner).wait)
     assert (wait[asked == 0] == 0).all()
     assert wait.sum() > 0 or not asked.any()
 
 
 def test_bus_pairs_are_what_slots_and_the_cpu_leave_over(runner: OneSequence) -> None:
-    pairs_before = np.array([pairs for _, pairs, _ in runner.cpu_work])
+    pairs_before = np.array(runner.gpu_experts.cpu_pairs)
     cache = runner.expert_cache
     assert cache is not None
     misses_before = cache.counters.misses.copy()
     decode(runner)
     runner.prefill(token_ids(100))  # the last token is counted when the next step has begun
-    on_cpu = np.array([pairs for _, pairs, _ in runner.cpu_work]) - pairs_before
+    on_cpu = np.array(runner.gpu_experts.cpu_pairs) - pairs_before
     misses = cache.counters.misses - misses_before
     times = times_of(runner)
     assert (np.array(times.bus_pairs) == misses - on_cpu).all()

@@ -1,0 +1,156 @@
+"""Drafts of the full-size model on a GPU: tokens per second, by size of the draft and memory for experts.
+
+    python bench/gpu_speculation.py full-nextn.gguf      writes the model file first if it isn't there (22 GB)
+
+The file's weights are random, and so is what its block for multi-token prediction predicts. The block runs
+as in the product, with all that it costs; its tokens are then replaced: by the right ones, which are known as
+the greedy text walks through the vocabulary, as often as published for each depth, otherwise by wrong ones.
+"""
+
+import argparse
+import math
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from coldstream.decoding import FixedSizes, SamplingParams, SizesByCost, Speculation, TokenTree
+from coldstream.decoding.drafters import MtpDrafter
+from coldstream.engine import LLM, OpenedModel
+from device import describe
+from full_size_model import FULL_SHAPE, FullSizeWriter
+from gpu import numbers
+from results import ROOT, write_result
+
+# The share of positions whose token is right, at depths 1, 2, 3: llama.cpp's of the 35B at temperature 0.6.
+# Each further one is right as often as the third, given the one before.
+ACCEPTED = (0.80, 0.70, 0.63)
+SHORT_PROMPT, WARM_TOKENS, TIMED_TOKENS = 64, 512, 384
+FIRST_ID, TEXT_STEP = 1000, 20_011  # of the first generated ids of texts
+MAX_DEPTH = 16
+
+
+def chances() -> list[float]:
+    """Of the token at each depth to be right, given that those before it are."""
+    given = [b / a for a, b in zip((1.0, *ACCEPTED), ACCEPTED, strict=False)]
+    return given + [given[-1]] * (MAX_DEPTH - len(given))
+
+
+class StatedDrafter(MtpDrafter):
+    """The block's own cost, and the acceptance of `ACCEPTED`: a function of position and depth alone."""
+
+    def propose(self, context: Sequence[int], budget: int) -> TokenTree:
+        """See `Drafter`."""
+        super().propose(context, budget)
+        random, given = Random(len(context)), chances()
+        count = min(budget, MAX_DEPTH)
+        token_ids, is_right = [], True
+        for depth in range(count):
+            is_right = is_right and random.random() < given[depth]
+            token_ids.append((context[-1] + 1 if is_right else FIRST_ID) + depth)
+        log_probs = [sum(map(math.log, given[: depth + 1])) for depth in range(count)]
+        return TokenTree(tuple(token_ids), tuple(range(-1, count - 1)), tuple(log_probs))
+
+
+def text(opened: OpenedModel, speculation: Speculation | None, first_id: int, warm: int) -> dict[str, Any]:
+    """Seconds of a token, and what the drafts brought. Raises RuntimeError if the text leaves the walk."""
+    llm = LLM.from_opened(replace(opened, speculation=speculation))
+    prompt = [first_id - SHORT_PROMPT + i for i in range(SHORT_PROMPT)]
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=warm + TIMED_TOKENS)
+    stream, token_ids, times = llm.stream(prompt, params), [], []
+    for piece in stream:
+        token_ids += piece.token_ids
+        times.append((len(token_ids), time.perf_counter()))
+    last = piece.statistics
+    llm.forget()
+    if token_ids != [first_id + i for i in range(warm + TIMED_TOKENS)]:
+        raise RuntimeError(f"not a figure of this model: text from {first_id} left the walk")
+    count, start = next(each for each in times if each[0] >= warm)
+    seconds = (times[-1][1] - start) / (len(token_ids) - count)
+    found = None if last is None else last.speculation
+    if found is None:
+        return {"seconds": seconds}
+    return {
+        "seconds": seconds,
+        "tokens_per_step": found.tokens_per_step,
+        "nodes_per_step": found.drafted / found.steps,
+        "draft_ms": 1e3 * found.draft_s / found.steps,
+        "verify_ms": 1e3 * found.verify_s / found.steps,
+        "accepted_by_depth": list(found.accepted_by_depth),
+        "steps": found.steps,
+    }
+
+
+def cell(opened: OpenedModel, budget: int | str, first_ids: Sequence[int], warm: int) -> dict[str, Any]:
+    """Texts with one size of drafts; 0: without, as the product generates then."""
+    speculation = None
+    if budget != 0:
+        drafter = StatedDrafter(opened.runner.load_mtp().new_sequence(), max_steps=MAX_DEPTH)
+        sizes = SizesByCost("mtp") if budget == "auto" else FixedSizes(int(budget))
+        speculation = Speculation(drafter, sizes)
+    found = [text(opened, speculation, first_id, warm) for first_id in first_ids]
+    result = {"budget": budget, "tok_s": 1 / statistics.median(each["seconds"] for each in found)}
+    result["texts"] = found
+    print(
+        budget,
+        f"{result['tok_s']:.1f} tok/s",
+        {k: v for k, v in found[-1].items() if k != "seconds"},
+        flush=True,
+    )
+    return result
+
+
+def measure(options: argparse.Namespace, vram: str) -> dict[str, Any]:
+    """All sizes with so much memory; texts that are new to the cache, without drafts first and last."""
+    ctx_size = SHORT_PROMPT + WARM_TOKENS + TIMED_TOKENS + 80
+    settings = {"device": "cuda", "vram": vram, "ctx_size": ctx_size, "spec_type": "mtp"}
+    with LLM(options.model, **settings) as llm:
+        opened, rows, next_id = llm.opened, [], FIRST_ID
+        placement = opened.planned.run.placement
+        is_resident = placement.is_all_resident
+        warm = 64 if is_resident else WARM_TOKENS
+        for budget in (0, *options.budgets, "auto", 0):
+            first_ids = [next_id + i * TEXT_STEP for i in range(options.texts)]
+            next_id = (next_id + options.texts * TEXT_STEP) % (FULL_SHAPE.vocab - 100_000) + 17
+            rows.append(cell(opened, budget, [each % 200_000 + FIRST_ID for each in first_ids], warm))
+        resident_bytes = placement.resident_bytes
+    return {
+        "vram": vram,
+        "experts_gib": None if is_resident else resident_bytes / 2**30,
+        "rows": rows,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "speculation.json")
+    parser.add_argument("--vram", nargs="+", default=["auto", "7G", "4G"], help="memory, one after the other")
+    parser.add_argument("--budgets", type=numbers, default=[1, 2, 3, 4, 8, 16])
+    parser.add_argument("--texts", type=int, default=2)
+    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    options = parser.parse_args()
+    if not options.model.exists():
+        shape = replace(FULL_SHAPE, has_nextn=True)
+        FullSizeWriter(options.model, shape, 0, len(os.sched_getaffinity(0))).write()
+    words = ["python", "bench/gpu_speculation.py", options.model.name, "--vram", *options.vram]
+    words += ["--budgets", ",".join(map(str, options.budgets)), "--texts", str(options.texts)]
+    result = {
+        "command": shlex.join(words),
+        "machine": describe("cuda"),
+        "accepted": ACCEPTED,
+        "timed_tokens": TIMED_TOKENS,
+        "cells": [measure(options, vram) for vram in options.vram],
+    }
+    write_result(result, options.out, options.commit)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
