@@ -1,0 +1,135 @@
+"""The engine on a GPU, whose steps are launched before their tokens are known: the answers of the CPU."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cuda.bindings")
+
+from engine_clients import alone, engine_of
+from test_ahead_on_gpu import ALL_KINDS, GREEDY, WAYS
+from test_lists_on_gpu import on_cpu, path
+
+from coldstream.engine import LLM
+from host_device import HostDevice
+from host_gpu import gpu_on
+
+__all__ = ["path"]
+
+
+@pytest.fixture(scope="module")
+def models(path: Path, compiled_for_the_host: HostDevice) -> Iterator[tuple[LLM, LLM]]:
+    """With experts that come and go, whose steps are told apart: what is hardest to get right."""
+    with gpu_on(compiled_for_the_host), WAYS["some experts"](path) as gpu, on_cpu(path) as cpu:
+        yield gpu, cpu
+
+
+def check_side_by_side(gpu: LLM, cpu: LLM, at_once: int) -> None:
+    """Answers of all kinds, so many at once, some of which end while a step with their next row runs."""
+    for start in range(0, len(ALL_KINDS), at_once):
+        kinds = ALL_KINDS[start : start + at_once]
+        wanted = [alone(cpu, [number + 1, 2, 3], params) for number, params in enumerate(kinds)]
+        with engine_of(gpu.opened) as client:
+            ids = [client.add([number + 1, 2, 3], params) for number, params in enumerate(kinds)]
+            client.drain()
+            for number, each in enumerate(ids):
+                found = client.answers(each)[0][:5]
+                assert found == wanted[number][0][:5], kinds[number]
+
+
+def test_answers_side_by_side_are_those_of_the_cpu(models: tuple[LLM, LLM]) -> None:
+    check_side_by_side(*models, at_once=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_trap_26_answers_side_by_side_on_a_gpu_are_those_of_the_cpu(path: Path, way: str) -> None:
+    with WAYS[way](path) as gpu, on_cpu(path) as cpu:
+        for at_once in (1, 2, len(ALL_KINDS)):
+            check_side_by_side(gpu, cpu, at_once)
+
+
+def test_steps_of_answers_that_only_decode_are_launched_ahead(models: tuple[LLM, LLM]) -> None:
+    gpu, cpu = models
+    params = replace(GREEDY, max_tokens=8)
+    wanted = [alone(cpu, [number], params)[0][1] for number in range(3)]
+    with engine_of(gpu.opened) as client:
+        ids = [client.add([number], params) for number in range(3)]
+        client.drain()
+        assert [tuple(client.tokens_so_far(each)) for each in ids] == wanted
+        assert client.engine.statistics().ahead_steps == 7, "all but the first"
+
+
+def test_one_that_comes_while_steps_fly_is_taken_on(models: tuple[LLM, LLM]) -> None:
+    gpu, cpu = models
+    params = replace(GREEDY, max_tokens=8)
+    wanted = [alone(cpu, [number], params)[0][1] for number in range(3)]
+    with engine_of(gpu.opened) as client:
+        ids = [client.add([number], params) for number in range(2)]
+        for _ in range(4):
+            client.step()
+        ids.append(client.add([2], params))
+        client.drain()
+        assert [tuple(client.tokens_so_far(each)) for each in ids] == wanted
+        steps = client.engine.statistics().steps
+        assert steps < 20, "they decode together"
+
+
+def test_cancel_invalidates_a_step_that_flies(models: tuple[LLM, LLM]) -> None:
+    gpu, cpu = models
+    params = replace(GREEDY, max_tokens=8)
+    wanted = alone(cpu, [1], params)[0][1]
+    with engine_of(gpu.opened) as client:
+        other, victim = client.add([1], params), client.add([2], params)
+        for _ in range(4):
+            client.step()
+        before = client.tokens_so_far(victim)
+        client.engine.cancel(victim)
+        client.drain()
+        assert client.tokens_so_far(victim) == before
+        assert client.outputs(victim)[0].finish_reason == "cancelled"
+        assert tuple(client.tokens_so_far(other)) == wanted
+
+
+def test_what_a_stop_string_ends_in_flight_is_kept_once_it_has_landed(models: tuple[LLM, LLM]) -> None:
+    """The step after it has computed the last token too, whose logits are finite."""
+    gpu, cpu = models
+    prompt = list(range(20))
+    text = cpu.generate([prompt], replace(GREEDY, max_tokens=9))[0].text
+    params = replace(GREEDY, max_tokens=9, stop=[text[2:4]])
+    with engine_of(gpu.opened) as client:
+        first = client.add(prompt, params)
+        client.drain()
+        (output,) = client.outputs(first)
+        assert output.finish_reason == "stop"
+        turn = [*prompt, *output.token_ids, 7]
+        second = client.add(turn, GREEDY)
+        client.drain()
+        assert client.num_reused(second) == len(turn) - 1
+        assert client.answers(second)[0][:3] == alone(cpu, turn, GREEDY)[0][:3]
+
+
+def test_an_interrupted_flight_is_computed_again(
+    models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, cpu = models
+    params = replace(GREEDY, max_tokens=7)
+    wanted = [alone(cpu, [number], params)[0][1] for number in range(2)]
+    step, calls = gpu.opened.runner.step, []
+
+    def interrupted(batch: object) -> Sequence[np.ndarray]:
+        calls.append(batch)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step(batch)  # type: ignore[arg-type]
+
+    with engine_of(gpu.opened) as client, monkeypatch.context() as patched:
+        patched.setattr(gpu.opened.runner, "step", interrupted)
+        ids = [client.add([number], params) for number in range(2)]
+        with pytest.raises(KeyboardInterrupt):
+            client.drain()
+        client.drain()
+        assert [tuple(client.tokens_so_far(each)) for each in ids] == wanted
