@@ -1,0 +1,89 @@
+"""The text of answers: reasoning, content and calls of tools, told apart while they come. Knows no HTTP.
+
+Which format a model writes its calls in is read off its chat template, which shows it to the model.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coldstream.decoding import Grammar
+from coldstream.errors import InvalidRequestError
+from coldstream.server.output.call_format import CallFormat
+from coldstream.server.output.events import (
+    Content,
+    OutputEvent,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallCut,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from coldstream.server.output.hermes_calls import HermesCalls
+from coldstream.server.output.parser import THINK, THINK_END, OutputParser
+from coldstream.server.output.tools import ToolSignatures
+from coldstream.server.output.xml_calls import XmlCalls
+
+__all__ = [
+    "Content",
+    "OutputEvent",
+    "OutputParser",
+    "Reasoning",
+    "ToolCallArguments",
+    "ToolCallCut",
+    "ToolCallEnd",
+    "ToolCallStart",
+    "call_format",
+    "forced_calls",
+    "output_parser",
+    "prompt_opens_thought",
+]
+
+
+def call_format(template_source: str) -> CallFormat | None:
+    """The format of calls that a chat template shows to the model; None if it shows none that is known."""
+    if "<function=" in template_source and "<parameter=" in template_source:
+        return XmlCalls()
+    if "<tool_call>" in template_source and "arguments" in template_source:
+        return HermesCalls()
+    return None
+
+
+def output_parser(
+    template_source: str, tools: Sequence[Mapping[str, Any]], *, is_thinking: bool
+) -> OutputParser:
+    """A parser for one answer of the model with this chat template.
+
+    tools: those that may be called, in the shape of OpenAI's or Anthropic's API; without any, calls are
+    content. is_thinking: whether the prompt ends inside a thought, see `prompt_opens_thought`.
+    """
+    return OutputParser(
+        call_format(template_source),
+        ToolSignatures.of(tools),
+        has_thoughts=THINK_END in template_source,
+        is_thinking=is_thinking,
+    )
+
+
+def prompt_opens_thought(prompt: str) -> bool:
+    """Whether a rendered prompt, or the end of it, leaves a thought open for the answer to go on with."""
+    return prompt.rstrip().endswith(THINK)
+
+
+def forced_calls(
+    template_source: str, tools: Sequence[Mapping[str, Any]], *, is_parallel: bool = False
+) -> Grammar:
+    """The grammar of an answer that is one call of one of `tools`, or several if `is_parallel`.
+
+    For `tool_choice`: "required" with all tools, or one that is named. Raises InvalidRequestError if there
+    are no tools, or if the model's chat template shows no format of calls.
+    """
+    calls, signatures = call_format(template_source), ToolSignatures.of(tools)
+    if not signatures.schemas:
+        raise InvalidRequestError(
+            "tool_choice: a call is required, and there are no tools: give at least one"
+        )
+    if calls is None:
+        raise InvalidRequestError(
+            "tool_choice: this model's chat template shows no known format of calls: leave tool_choice out"
+        )
+    return calls.forced(signatures, is_parallel=is_parallel)

@@ -1,0 +1,206 @@
+"""Tells reasoning, content and calls apart in the text of an answer, while it comes.
+
+What is told does not depend on where the text is cut into pieces, except for how the texts of events are cut.
+A thought ends at its closing tag, or where a call of a known tool begins: models forget to close it. One that
+never ends is reasoning to the last. Blanks around tags are no part of what lies between them.
+"""
+
+import secrets
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Final
+
+from coldstream.server.output.call_format import Begun, CallFormat, CallReader, begins, num_held
+from coldstream.server.output.events import (
+    Content,
+    OutputEvent,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallCut,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from coldstream.server.output.tools import ToolSignatures
+
+THINK: Final = "<think>"
+THINK_END: Final = "</think>"
+
+
+class _Phase(Enum):
+    HEAD = auto()  # before anything but blanks
+    THOUGHT = auto()
+    TEXT = auto()
+    CALL = auto()
+
+
+def new_call_id() -> str:
+    """An id that no other call has."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+class OutputParser:
+    """The parser of one answer. The unit of work is `push`: a piece of text in, what it tells out."""
+
+    def __init__(
+        self,
+        calls: CallFormat | None,
+        tools: ToolSignatures,
+        *,
+        has_thoughts: bool,
+        is_thinking: bool,
+        new_id: Callable[[], str] = new_call_id,
+    ) -> None:
+        """calls: None if calls are content. has_thoughts: whether tags of thoughts count at all.
+        is_thinking: whether the answer begins inside a thought.
+        """
+        self._calls, self._tools = (calls, tools) if tools.schemas else (None, tools)
+        self._new_id = new_id
+        self._text = ""  # that is undecided
+        self._phase = _Phase.HEAD if has_thoughts or is_thinking else _Phase.TEXT
+        self._is_thinking = is_thinking
+        self._blanks = _Blanks(keeps_first=not is_thinking)
+        self._reader: CallReader | None = None
+        self._num_calls = 0
+        self._read: list[str] = []  # of the call so far
+        self._is_close_due = False  # whether a call ended the thought, so that its closing tag may follow
+        self._has_content = False
+
+    def push(self, text: str) -> list[OutputEvent]:
+        """What is known now. Never raises."""
+        self._text += text
+        return self._advance(is_last=False)
+
+    def finish(self) -> list[OutputEvent]:
+        """The rest, when nothing more will come."""
+        return self._advance(is_last=True)
+
+    def _advance(self, *, is_last: bool) -> list[OutputEvent]:
+        events: list[OutputEvent] = []
+        steps = {
+            _Phase.HEAD: self._read_head,
+            _Phase.THOUGHT: self._read_text,
+            _Phase.TEXT: self._read_text,
+            _Phase.CALL: self._read_call,
+        }
+        while steps[self._phase](events, is_last):
+            pass
+        return events
+
+    def _read_head(self, events: list[OutputEvent], is_last: bool) -> bool:
+        """Reads a tag before everything else. Whether to go on."""
+        blanks = len(self._text) - len(self._text.lstrip())
+        tags = (THINK,) if self._is_thinking else (THINK, THINK_END)
+        tag = begins(self._text[blanks:], tags)
+        if tag is True and not is_last:
+            return False
+        if isinstance(tag, str):
+            self._text = self._text[blanks + len(tag) :]
+            self._blanks = _Blanks(keeps_first=False)
+        is_thought = tag == THINK or (self._is_thinking and tag != THINK_END)
+        self._phase = _Phase.THOUGHT if is_thought else _Phase.TEXT
+        return True
+
+    def _read_text(self, events: list[OutputEvent], is_last: bool) -> bool:
+        """Reads text up to the next tag that counts. Whether to go on."""
+        is_thought = self._phase is _Phase.THOUGHT
+        openers = self._calls.openers if self._calls is not None else ()
+        tags = (*openers, THINK_END) if is_thought or self._is_close_due else openers
+        found = [(place, tag) for tag in tags if (place := self._text.find(tag)) >= 0]
+        if not found:
+            held = 0 if is_last else num_held(self._text, tags)
+            self._tell(len(self._text) - held, events)
+            if is_last:
+                self._tell_blanks(events)
+            return False
+        place, tag = min(found)
+        self._tell(place, events)
+        if tag == THINK_END:
+            self._text = self._text[len(tag) :]
+            self._end_thought(is_closed=True)
+            return True
+        assert self._calls is not None
+        begun = self._calls.begin(self._text, self._tools, is_last=is_last, is_thinking=is_thought)
+        if begun is True:
+            return False
+        if isinstance(begun, Begun):
+            self._begin_call(begun, events)
+        else:
+            self._tell(1, events)
+        return True
+
+    def _begin_call(self, begun: Begun, events: list[OutputEvent]) -> None:
+        if self._phase is _Phase.THOUGHT:
+            self._end_thought(is_closed=False)
+        self._reader, self._phase = begun.reader, _Phase.CALL
+        self._read = [self._text[: begun.num_read]]
+        self._text = self._text[begun.num_read :]
+        events.append(ToolCallStart(self._num_calls, self._new_id(), begun.reader.name))
+
+    def _read_call(self, events: list[OutputEvent], is_last: bool) -> bool:
+        """Reads on in a call. Whether to go on."""
+        assert self._reader is not None
+        index = self._num_calls
+        progress = self._reader.read(self._text, is_last=is_last)
+        fragment = "".join(progress.fragments)
+        if fragment:
+            events.append(ToolCallArguments(index, fragment))
+        self._read.append(self._text[: progress.num_read])
+        self._text = self._text[progress.num_read :]
+        if progress.has_ended:
+            events.append(ToolCallEnd(index))
+        elif is_last:
+            events.append(ToolCallCut(index, "".join(self._read) + self._text))
+            self._text = ""
+        else:
+            return False
+        self._num_calls += 1
+        self._reader, self._read = None, []
+        self._phase = _Phase.TEXT
+        self._blanks = _Blanks(keeps_first=self._has_content)
+        return True
+
+    def _end_thought(self, *, is_closed: bool) -> None:
+        self._phase = _Phase.TEXT
+        self._is_close_due = not is_closed
+        self._blanks = _Blanks(keeps_first=self._has_content)
+
+    def _tell(self, num_chars: int, events: list[OutputEvent]) -> None:
+        """Tells the first characters of the text, all but blanks that a tag may follow."""
+        text = self._blanks.push(self._text[:num_chars])
+        self._text = self._text[num_chars:]
+        self._tell_text(text, events)
+
+    def _tell_blanks(self, events: list[OutputEvent]) -> None:
+        """Tells blanks at the end of the answer, which no tag follows; those behind a call are none of it."""
+        if self._num_calls == 0:
+            self._tell_text(self._blanks.flush(), events)
+
+    def _tell_text(self, text: str, events: list[OutputEvent]) -> None:
+        if not text:
+            return
+        is_thought = self._phase is _Phase.THOUGHT
+        self._has_content |= not is_thought
+        events.append(Reasoning(text) if is_thought else Content(text))
+
+
+class _Blanks:
+    """Holds blanks back until text follows them."""
+
+    def __init__(self, *, keeps_first: bool) -> None:
+        self.held = ""
+        self._keeps = keeps_first
+
+    def push(self, text: str) -> str:
+        """What is to be told now."""
+        text = self.held + text
+        kept = text.rstrip()
+        self.held = text[len(kept) :]
+        if not kept:
+            return ""
+        told = kept if self._keeps else kept.lstrip()
+        self._keeps = True
+        return told
+
+    def flush(self) -> str:
+        """The blanks that are held, unless nothing came before them that they could be part of."""
+        return self.held if self._keeps else ""

@@ -1,0 +1,129 @@
+"""Answers as models of two families write them, tools that they call, and what events of a parser say."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from coldstream.server.output import (
+    Content,
+    OutputEvent,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallCut,
+    ToolCallEnd,
+    ToolCallStart,
+    output_parser,
+)
+
+# What the chat templates of the two families show of their calls, shortened.
+XML_TEMPLATE = """{{ '<think>\\n</think>' }}<tool_call>
+<function=example_function_name>
+<parameter=example_parameter_1>
+value_1
+</parameter>
+</function>
+</tool_call>"""
+HERMES_TEMPLATE = """{{ '</think>' }}<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>"""
+TEMPLATES = {"xml": XML_TEMPLATE, "hermes": HERMES_TEMPLATE}
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "write_file",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "path": {"type": "string"},
+                    "content": {"type": "string"},
+                    "mode": {"type": "integer"},
+                    "executable": {"type": "boolean"},
+                    "owner": {"type": ["string", "null"]},
+                    "tags": {"type": "array", "items": {"type": "string"}},
+                    "ratio": {"type": "number"},
+                    "options": {"$ref": "#/$defs/options"},
+                },
+                "required": ["path", "content"],
+                "$defs": {"options": {"type": "object", "properties": {"deep": {"type": "boolean"}}}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "list_files"}},
+]
+
+Call = tuple[str, dict[str, Any]]
+
+
+def rendered(family: str, name: str, arguments: Mapping[str, Any]) -> str:
+    """A call as the family's template writes it into a conversation."""
+    if family == "hermes":
+        body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+        return f"<tool_call>\n{body}\n</tool_call>"
+    parameters = "".join(
+        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+        for key, value in arguments.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+def events_of(
+    family: str,
+    pieces: str | Iterable[str],
+    *,
+    is_thinking: bool = False,
+    tools: Sequence[Mapping[str, Any]] = TOOLS,
+) -> list[OutputEvent]:
+    """All events of an answer that comes in pieces; a string is one piece a character."""
+    parser = output_parser(TEMPLATES.get(family, ""), tools, is_thinking=is_thinking)
+    events = [event for piece in pieces for event in parser.push(piece)]
+    return [*events, *parser.finish()]
+
+
+def joined(events: Sequence[OutputEvent]) -> list[OutputEvent]:
+    """The events, with texts that follow each other in one, and no ids."""
+    result: list[OutputEvent] = []
+    for event in events:
+        last = result[-1] if result else None
+        match event, last:
+            case Content(text), Content(before):
+                result[-1] = Content(before + text)
+            case Reasoning(text), Reasoning(before):
+                result[-1] = Reasoning(before + text)
+            case ToolCallArguments(index, fragment), ToolCallArguments(_, before):
+                result[-1] = ToolCallArguments(index, before + fragment)
+            case ToolCallStart(index, _, name), _:
+                result.append(ToolCallStart(index, "", name))
+            case _:
+                result.append(event)
+    return result
+
+
+def content_of(events: Sequence[OutputEvent]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Content))
+
+
+def reasoning_of(events: Sequence[OutputEvent]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Reasoning))
+
+
+def calls_of(events: Sequence[OutputEvent]) -> list[Call]:
+    """The complete calls, their arguments read as JSON."""
+    names: dict[int, str] = {}
+    texts: dict[int, str] = {}
+    ended: list[int] = []
+    for event in events:
+        match event:
+            case ToolCallStart(index, _, name):
+                assert index == len(names)
+                names[index], texts[index] = name, ""
+            case ToolCallArguments(index, fragment):
+                texts[index] += fragment
+            case ToolCallEnd(index):
+                ended.append(index)
+    return [(names[index], json.loads(texts[index])) for index in ended]
+
+
+def cut_calls_of(events: Sequence[OutputEvent]) -> list[str]:
+    return [event.text for event in events if isinstance(event, ToolCallCut)]

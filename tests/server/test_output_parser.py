@@ -1,0 +1,358 @@
+"""Reasoning, content and calls are told apart in any answer, wherever its text is cut into pieces."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coldstream.server.output import (
+    Content,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+    call_format,
+    output_parser,
+    prompt_opens_thought,
+)
+from output_samples import (
+    HERMES_TEMPLATE,
+    TOOLS,
+    XML_TEMPLATE,
+    Call,
+    calls_of,
+    content_of,
+    cut_calls_of,
+    events_of,
+    joined,
+    reasoning_of,
+    rendered,
+)
+
+FAMILIES = ("xml", "hermes")
+WRITE: Call = ("write_file", {"path": "/tmp/a b.py", "content": "def f():\n\n    return '<b>'\n"})
+LIST: Call = ("list_files", {})
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def summary(events: Any) -> tuple[str, str, list[Call]]:
+    return reasoning_of(events), content_of(events), calls_of(events)
+
+
+# --- which format ----------------------------------------------------------------------------------------
+
+
+def test_the_format_is_read_off_the_template() -> None:
+    assert type(call_format(XML_TEMPLATE)).__name__ == "XmlCalls"
+    assert type(call_format(HERMES_TEMPLATE)).__name__ == "HermesCalls"
+    assert call_format("{{ messages }}") is None
+
+
+def test_without_a_format_or_tools_calls_are_content() -> None:
+    text = f"Look: {rendered('xml', *WRITE)}\n"
+    assert joined(events_of("none", text)) == [Content(text)]
+    assert joined(events_of("xml", text, tools=[])) == [Content(text)]
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {
+            "type": "function",
+            "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}},
+        },
+        {"type": "function", "name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}},
+        {"name": "f", "input_schema": {"properties": {"n": {"type": "integer"}}}},
+    ],
+)
+def test_tools_come_in_the_shapes_of_three_interfaces(tool: Any) -> None:
+    assert calls_of(events_of("xml", rendered("xml", "f", {"n": 3}), tools=[tool])) == [("f", {"n": 3})]
+
+
+# --- thoughts --------------------------------------------------------------------------------------------
+
+
+@every_family
+def test_a_thought_that_the_template_opened_is_reasoning_from_the_first_character(family: str) -> None:
+    events = events_of(family, "So.\n\nYes.\n</think>\n\nHello.\n", is_thinking=True)
+    assert joined(events) == [Reasoning("So.\n\nYes."), Content("Hello.\n")]
+
+
+@every_family
+def test_a_thought_that_the_model_opens(family: str) -> None:
+    for is_thinking in (False, True):
+        events = events_of(family, "\n<think>\nSo.\n</think>\n\nHello", is_thinking=is_thinking)
+        assert joined(events) == [Reasoning("So."), Content("Hello")]
+
+
+@every_family
+def test_a_thought_that_never_closes_is_all_reasoning(family: str) -> None:
+    events = events_of(family, "So <b> and </thin and so on", is_thinking=True)
+    assert joined(events) == [Reasoning("So <b> and </thin and so on")]
+
+
+def test_an_empty_thought_and_a_closing_tag_without_a_thought_are_nothing() -> None:
+    assert joined(events_of("xml", "<think>\n\n</think>\n\nHi")) == [Content("Hi")]
+    assert joined(events_of("xml", "</think>\n\nHi")) == [Content("Hi")]
+    assert joined(events_of("xml", "</think>", is_thinking=True)) == []
+
+
+def test_a_tag_inside_of_an_answer_is_content() -> None:
+    text = "  Use <think> and </think>.\n"
+    assert joined(events_of("xml", text)) == [Content(text)]
+
+
+def test_a_template_without_thoughts_has_none() -> None:
+    parser = output_parser("plain", TOOLS, is_thinking=False)
+    assert joined([*parser.push("<think>a</think>b"), *parser.finish()]) == [Content("<think>a</think>b")]
+
+
+def test_whether_a_prompt_leaves_a_thought_open() -> None:
+    assert prompt_opens_thought("<|im_start|>assistant\n<think>\n")
+    assert not prompt_opens_thought("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not prompt_opens_thought("<|im_start|>assistant\n")
+
+
+# --- calls -----------------------------------------------------------------------------------------------
+
+
+@every_family
+def test_text_before_calls_between_them_and_behind_them(family: str) -> None:
+    text = (
+        f"I will.\n</think>\n\nFirst.\n\n{rendered(family, *WRITE)}\n{rendered(family, *LIST)}\n"
+        f"Then.\n\n{rendered(family, *WRITE)}\n"
+    )
+    events = events_of(family, text, is_thinking=True)
+    assert summary(events) == ("I will.", "First.\nThen.", [WRITE, LIST, WRITE])
+    kinds = [type(event).__name__ for event in joined(events)]
+    call = ["ToolCallStart", "ToolCallArguments", "ToolCallEnd"]
+    assert kinds == ["Reasoning", "Content", *call, *call, "Content", *call]
+
+
+@every_family
+def test_xml_of_a_streamed_call_never_leaks_as_content(family: str) -> None:
+    for text in (rendered(family, *WRITE), rendered(family, *WRITE) + "\n", rendered(family, *LIST) * 2):
+        assert content_of(events_of(family, text)) == ""
+
+
+@every_family
+def test_a_tool_call_inside_an_unclosed_thought_is_a_call(family: str) -> None:
+    text = f"I should write it.\n{rendered(family, *WRITE)}"
+    assert summary(events_of(family, text, is_thinking=True)) == ("I should write it.", "", [WRITE])
+    late = events_of(family, f"{text}\n</think>\n\nDone.", is_thinking=True)
+    assert summary(late) == ("I should write it.", "Done.", [WRITE])
+
+
+@every_family
+def test_a_call_of_no_tool_in_a_thought_is_a_thought(family: str) -> None:
+    text = f"Like {rendered(family, 'other', {})}?"
+    assert summary(events_of(family, f"{text}</think>Hi", is_thinking=True)) == (text, "Hi", [])
+
+
+@every_family
+def test_a_call_of_an_unknown_function_is_told_for_the_client_to_refuse(family: str) -> None:
+    call = ("delete_all", {"n": 3, "why": "a b", "deep": {"x": [None]}})
+    assert calls_of(events_of(family, rendered(family, *call))) == [call]
+
+
+@every_family
+def test_parameter_order_and_line_breaks_are_kept(family: str) -> None:
+    arguments = {"content": "\n\na\n\tb  \n\n", "path": " x ", "mode": 7}
+    (call,) = calls_of(events_of(family, rendered(family, "write_file", arguments)))
+    assert list(call[1].items()) == list(arguments.items())
+
+
+def test_ids_are_different() -> None:
+    events = events_of("xml", rendered("xml", *LIST) * 3)
+    ids = {event.id for event in events if isinstance(event, ToolCallStart)}
+    assert len(ids) == 3
+    assert all(len(each) == 29 and each.startswith("call_") for each in ids)
+
+
+def test_strings_are_told_while_they_are_written() -> None:
+    parser = output_parser(XML_TEMPLATE, TOOLS, is_thinking=False)
+    head = parser.push("<tool_call>\n<function=write_file>\n<parameter=content>\none\ntw")
+    assert joined(head) == [ToolCallStart(0, "", "write_file"), ToolCallArguments(0, '{"content": "one\\ntw')]
+    assert parser.push("o\n</par") == [ToolCallArguments(0, "o")]
+    assert joined(parser.push("ameters>\n")) == [ToolCallArguments(0, "\\n</parameters>")]
+
+
+# --- calls that are not quite right ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("xml", "<tool_call>\nwrite_file(path)\n</tool_call>"),
+        ("xml", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
+        ("xml", "<tool_call>\n<function=write_file>{}</function>\n</tool_call>"),
+        ("xml", "<tool_call>\n<function=wri\nte>\n</function>\n</tool_call>"),
+        ("xml", "<function=other>\n</function>"),
+        ("xml", "The tag <tool_call> begins a call, <function=NAME> follows."),
+        ("xml", "<tool_call>"),
+        ("xml", "<tool_call>\n<function=write_file>\n"),
+        ("xml", f"<tool_call>\n<function={'x' * 300}>\n</function>"),
+        ("hermes", "<tool_call>\n{'name': 'write_file'}\n</tool_call>"),
+        ("hermes", '<tool_call>\n{"name": "write_file", "arguments": {}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "write_file", "arguments": [1]}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": NaN}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1e999}}\n</tool_call>'),
+        ("hermes", "<tool_call>\nlist_files\n</tool_call>"),
+        ("hermes", '<tool_call>\n{"name": "list_files", "argu'),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": ' + "[" * 100_000),
+    ],
+)
+def test_malformed_calls_come_back_as_content(family: str, text: str) -> None:
+    events = joined(events_of(family, [text[:5000], text[5000:]]))
+    assert events == [Content(text)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<function=list_files>\n</function>",
+        "<function=list_files>\n</function>\n</tool_call>",
+        "<tool_call><function=list_files></function></tool_call>",
+        "<tool_call>\n<function=list_files>\n</tool_call>",
+        "<tool_call>\n<function=list_files>\n</function>",
+        "<tool_call>\n<function=list_files>\n</function>\n</tool_c",
+    ],
+)
+def test_tags_that_models_leave_out(text: str) -> None:
+    assert summary(events_of("xml", text)) == ("", "", [LIST])
+
+
+def test_a_value_without_its_closing_tag_ends_with_the_call() -> None:
+    text = "<tool_call>\n<function=write_file>\n<parameter=path>\n/a\n</function>\n</tool_call>"
+    call = ("write_file", {"path": "/a"})
+    assert summary(events_of("xml", text)) == ("", "", [call])
+    assert summary(events_of("xml", f"{text}\n{rendered('xml', *LIST)}")) == ("", "", [call, LIST])
+
+
+def test_a_value_may_hold_the_tags_of_calls() -> None:
+    text = (
+        "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\nand\n</function>\n</tool_call>\n"
+        "</parameter> or </function>"
+    )
+    call = ("write_file", {"content": text, "path": "/a"})
+    assert summary(events_of("xml", rendered("xml", *call))) == ("", "", [call])
+    assert summary(events_of("hermes", rendered("hermes", *call))) == ("", "", [call])
+
+
+def test_a_repeated_parameter_counts_once() -> None:
+    text = (
+        "<tool_call>\n<function=write_file>\n<parameter=path>\na\n</parameter>\n"
+        "<parameter=path>\nb\n</parameter>\n<parameter=mode>\n1\n</parameter>\n</function>\n</tool_call>"
+    )
+    assert summary(events_of("xml", text)) == ("", "", [("write_file", {"path": "a", "mode": 1})])
+
+
+def test_line_breaks_in_strings_of_json_need_no_escape() -> None:
+    text = '<tool_call>\n{"name": "write_file", "arguments": {"content": "a\nb"}}\n</tool_call>'
+    assert calls_of(events_of("hermes", text)) == [("write_file", {"content": "a\nb"})]
+
+
+def test_arguments_of_json_within_a_string_are_opened() -> None:
+    text = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
+    assert calls_of(events_of("hermes", text)) == [("f", {"a": 1})]
+
+
+@given(length=st.integers(0, 200))
+def test_an_answer_that_ends_inside_a_call_has_no_half_of_it(length: int) -> None:
+    """Told calls that end are whole; of others the text is there, for a client that wants it."""
+    whole = rendered("xml", *WRITE)
+    text = whole[: min(length, len(whole))]
+    events = events_of("xml", text)
+    if "</function>" in text:
+        assert summary(events) == ("", "", [WRITE])
+        return
+    assert calls_of(events) == []
+    assert cut_calls_of(events) in ([], [text])
+    assert not any(isinstance(event, ToolCallEnd) for event in events)
+    if not cut_calls_of(events):
+        assert content_of(events) == text
+
+
+# --- properties ------------------------------------------------------------------------------------------
+
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<function=write_file>", "<function=other>", "</function>"),
+    *("<parameter=path>", "<parameter=mode>", "<parameter=x>", "</parameter>", "<think>", "</think>"),
+    *("\n", "\n\n", " ", "a", "é", '"', "<", ">", "</", "5", "true", "null", "[1]", "{}", "\\"),
+    *('{"name": "write_file", "arguments": {"path": "x"}}', '{"name": ', '"</tool_call>"', "}"),
+]
+texts = st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join)
+
+
+@settings(max_examples=400)
+@given(
+    family=st.sampled_from(FAMILIES),
+    text=texts,
+    cuts=st.lists(st.integers(0, 200)),
+    is_thinking=st.booleans(),
+)
+def test_events_do_not_depend_on_where_the_text_is_cut(
+    family: str, text: str, cuts: list[int], is_thinking: bool
+) -> None:
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    pieces = [text[start:end] for start, end in pairwise(places)]
+    whole = joined(events_of(family, [text], is_thinking=is_thinking))
+    assert joined(events_of(family, pieces, is_thinking=is_thinking)) == whole
+    assert joined(events_of(family, text, is_thinking=is_thinking)) == whole
+    for _, arguments in calls_of(whole):
+        assert isinstance(arguments, dict)
+
+
+strings = st.text(st.sampled_from("ab \n\t\"\\<>/é{}'"), max_size=12) | st.sampled_from(
+    ["</parameter>", "<parameter=a>", "</function>", "</tool_call>", "<tool_call>", "null", "5", "\n", ""]
+)
+values = {
+    "path": strings,
+    "content": strings,
+    "mode": st.integers(-(2**70), 2**70),
+    "executable": st.booleans(),
+    "owner": st.none() | st.text("abc ", min_size=1).filter(str.strip),
+    "tags": st.lists(strings, max_size=3),
+    "ratio": st.floats(allow_nan=False, allow_infinity=False),
+    "options": st.fixed_dictionaries({}, optional={"deep": st.booleans()}),
+}
+arguments = st.lists(st.sampled_from(sorted(values)), unique=True).flatmap(
+    lambda names: st.tuples(*(st.tuples(st.just(name), values[name]) for name in names)).map(dict)
+)
+calls = st.lists(st.tuples(st.just("write_file"), arguments), max_size=3)
+plain_texts = st.text("abc <>é", max_size=8).map(str.strip)
+
+
+@settings(max_examples=300)
+@given(
+    family=st.sampled_from(FAMILIES),
+    reasoning=plain_texts,
+    content=plain_texts,
+    calls=calls,
+    step=st.integers(1, 9),
+)
+def test_what_is_rendered_is_read(
+    family: str, reasoning: str, content: str, calls: list[Call], step: int
+) -> None:
+    text = f"{reasoning}\n</think>\n\n{content}"
+    if calls:
+        text += "\n\n" + "\n".join(rendered(family, *call) for call in calls)
+    pieces = [text[start : start + step] for start in range(0, len(text), step)]
+    events = events_of(family, pieces, is_thinking=True)
+    assert summary(events) == (reasoning, content, calls)
+    assert [list(call[1]) for call in calls_of(events)] == [list(call[1]) for call in calls]
+
+
+def test_a_long_string_is_not_held_back() -> None:
+    call = ("write_file", {"content": "x y\n" * 50_000})
+    text = rendered("xml", *call)
+    parser = output_parser(XML_TEMPLATE, TOOLS, is_thinking=False)
+    events = []
+    for start in range(0, len(text), 400):
+        events += parser.push(text[start : start + 400])
+        assert len(parser._text) < 50
+    assert calls_of([*events, *parser.finish()]) == [call]
