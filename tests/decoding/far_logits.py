@@ -27,6 +27,7 @@ class FarChoice:
     device: FarDevice
     first: int
     count: int
+    has_indices = True
 
     def index(self, row: int) -> int:
         return self.first + row

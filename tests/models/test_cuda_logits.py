@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings")
 
-from coldstream.decoding import Choice, Chosen, Logits, Outcome, SamplingParams, choose_tokens
+from coldstream.decoding import Choice, Chosen, Logits, Outcome, SamplingParams, begin_choices, choose_tokens
 from coldstream.errors import GenerationFault
 from coldstream.models.cuda_logits import RECENT_OF_A_ROW, OnDevice, Sampler, StepLogits
 from host_device import HostDevice
@@ -214,7 +214,9 @@ def test_rows_beyond_the_memory_wait_for_those_before_them(gpu: Counted) -> None
         choices = [Choice(values[i], context, PENALISED, 0) for i, context in enumerate(contexts)]
         expected, logits = choose_tokens(choices), on_device(values, num_rows=2)
         before = gpu.counts
-        assert choose_tokens(far(choices, logits, range(len(choices)))) == expected
+        started = begin_choices(far(choices, logits, range(len(choices))))
+        assert not started.is_on_device, "some results are gone when others are chosen"
+        assert started.outcomes() == expected
         assert (gpu.counts - before).waits == num_parts, contexts
 
 

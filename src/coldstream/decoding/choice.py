@@ -85,6 +85,11 @@ class StartedChoices:
     device: DeviceChoice | None
     on_host: dict[int, Outcome]
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether a device makes all choices, each of which has an `index`."""
+        return self.device is not None and self.device.has_indices and not self.on_host
+
     def index(self, choice: int) -> int:
         """The device's result for one of the choices, which must be on it; see `ChosenToken`."""
         assert self.device is not None, "the device chooses none of these tokens"

@@ -10,6 +10,10 @@ from coldstream.kernels.sample.settings import RowSettings
 class DeviceChoice(Protocol):
     """Tokens that a device is choosing."""
 
+    @property
+    def has_indices(self) -> bool:
+        """Whether `index` may be asked: not if the device had no room for all rows at once."""
+
     def index(self, row: int) -> int:
         """The number of the device's result for the row-th of the rows, as a `ChosenToken` names it."""
 

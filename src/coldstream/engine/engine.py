@@ -267,9 +267,9 @@ class Engine:
 
     def _may_fly(self, step: Launched) -> bool:
         """Whether the next step has the same answers, all of whose tokens the device chooses."""
-        if not self._runner.takes_chosen or self._scheduler.num_waiting:
+        if not (self._runner.takes_chosen and step.started.is_on_device) or self._scheduler.num_waiting:
             return False
-        return [job.key for job in step.asked] == self._scheduler.running and all(
+        return {job.key for job in step.asked} == set(self._scheduler.running) and all(
             job.num_missing == 0 and job.answer.chooser.is_for_device for job in step.asked
         )
 

@@ -133,6 +133,11 @@ class DeviceChoice:
     is_kept: Callable[[], bool]  # until later choices use the same memory
     before: tuple[Result, ...] = ()  # of rows that were chosen by launches before
 
+    @property
+    def has_indices(self) -> bool:
+        """See decoding's `DeviceChoice`."""
+        return not self.before
+
     def index(self, row: int) -> int:
         """See decoding's `DeviceChoice`."""
         assert not self.before, "results of several launches are not kept together"
