@@ -24,7 +24,7 @@ from coldstream.models.draft_room import DraftRoom
 from hash_runner import opened_with
 from host_device import HostDevice
 from host_gpu import gpu_on
-from runners import open_model_file, resident_plan
+from runners import open_model_file, partial_plan, resident_plan
 
 CONTEXT = 192
 SIZE = CacheSize.of(3, CONTEXT, num_trees=1)
@@ -107,15 +107,24 @@ def test_drafts_on_the_host(tmp_path: Path, has_mtp: bool) -> None:
             assert kind == "random" or tokens_per_step > 2
 
 
-@pytest.fixture(scope="module", params=["auto", "30M"], ids=["resident", "partly"])
+@pytest.fixture(scope="module", params=[None, 0.4, 0.0], ids=["resident", "partly", "none"])
 def models(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, LLM]]:
-    """Without and with room for drafts."""
-    options = {"device": "cuda", "ctx_size": CONTEXT, "vram": request.param}
-    with (
-        LLM(demo_model_path(), **options) as plain,
-        LLM(demo_model_path(), spec_type="mtp", **options) as drafting,
-    ):
-        yield plain, drafting
+    """The demo model, resident without drafts, and with room for them and a share of the experts in slots."""
+    file, spec = open_model_file(demo_model_path())
+    if request.param is None:
+        plan = resident_plan(file, spec, CONTEXT, draft=DraftRoom(SIZE.num_tree_rows, has_mtp=True))
+    else:
+        count = round(request.param * spec.num_experts)
+        sizes = {"context_length": CONTEXT, "chunk_size": 256, "ring_bytes": 8 * 2**20, "threads": 2}
+        plan = partial_plan(file, spec, count, **sizes)
+    fixed = replace(plan.placement.fixed, num_tree_rows=SIZE.num_tree_rows)
+    plan = replace(plan, placement=replace(plan.placement, fixed=fixed), spec_type="mtp")
+    with LLM(demo_model_path(), device="cuda", ctx_size=CONTEXT) as plain:
+        runner = CudaRunner.load(file, spec, plan, cache_size=SIZE)
+        try:
+            yield plain, LLM.from_opened(replace(plain.opened, runner=runner))
+        finally:
+            runner.close()
 
 
 @pytest.mark.gpu

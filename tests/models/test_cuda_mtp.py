@@ -14,6 +14,7 @@ from one_sequence import OneSequence, open_cpu
 from runner_cases import token_ids
 
 from coldstream.assets import demo_model_path
+from coldstream.decoding.tree_builder import top_log_probs
 from coldstream.errors import OutOfMemoryError, UnsupportedError
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models import cuda_mtp
@@ -170,6 +171,20 @@ def test_what_fails_leaves_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         both.on_gpu.append([3], on_gpu[2:3])
         both.on_cpu.append([3], on_cpu[2:3])
         check_chain(both, 4)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_candidates_are_among_the_first_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a vocabulary has more, with log-probabilities over these alone."""
+    monkeypatch.setattr(cuda_mtp, "MAX_DRAFT_IDS", 40)
+    with pair(write_variant(tmp_path, "dense")) as both:
+        on_gpu, _ = states_of(both, 3)
+        both.on_gpu.append([1, 2, 3], on_gpu)
+        logits = both.gpu.runner._loaded.mtp.model.logits(both.gpu.runner._loaded.mtp.last).numpy()
+        (found,) = both.on_gpu.chain(1)
+        expected_ids, expected = top_log_probs(logits[:, :40], BRANCHING)
+        assert found[0] == expected_ids[0].tolist()
+        np.testing.assert_allclose(found[1], expected[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("gpu")

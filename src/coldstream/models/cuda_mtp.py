@@ -19,7 +19,8 @@ from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.device import device_errors
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.cuda_ops import CudaOps
-from coldstream.kernels.ops import MAX_SHORT_CHAIN, SHORT_CONTEXT
+from coldstream.kernels.ops import MAX_SHORT_CHAIN, SHORT_CONTEXT, Weight
+from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.top_log_probs.cuda import MAX_RANKS
 from coldstream.kvcache.batch import CheckedSegment
 from coldstream.kvcache.cache import CacheSize
@@ -31,6 +32,9 @@ from coldstream.models.step_inputs import Inputs, StepShape
 BRANCHING: Final = MAX_RANKS  # candidates after a row
 MAX_MTP_ROWS = 64  # of a run; more are several runs
 TokenIds = np.ndarray[tuple[int], np.dtype[np.int32]]
+# Candidates are among the first ids, as a head of 248,320 rows takes longer to read than the block. Byte pairs
+# were merged in the order of how often they occur, so that the first ids are those of most text.
+MAX_DRAFT_IDS = 2**16
 MAX_CHAIN = 64  # steps of a chain, whose candidates reach the host together
 
 
@@ -41,6 +45,7 @@ class LoadedMtp:
     memory: Memory
     ops: CudaOps
     model: MtpModel
+    head: QuantTensor  # of the first MAX_DRAFT_IDS tokens
     sequences: SequenceCache
     inputs: Inputs
     trunk_states: torch.Tensor  # float32 [MAX_MTP_ROWS, E], of the rows of the trunk's last step
@@ -59,6 +64,7 @@ class LoadedMtp:
             memory,
             ops,
             model,
+            _first_rows(model.layer.output, MAX_DRAFT_IDS),
             SequenceCache(model.layer.spec, ops, CacheSize(size.num_blocks, size.num_states), kv_type),
             Inputs.into(ops, MAX_MTP_ROWS, context_length),
             memory.persistent((MAX_MTP_ROWS, hidden_size), torch.float32),
@@ -98,7 +104,8 @@ class LoadedMtp:
             self.ops.finish_step()
 
     def _run_head(self) -> None:
-        token_ids, log_probs = self.ops.top_log_probs(self.model.logits(self.last), BRANCHING)
+        (logits,) = self.ops.linear(self.last, (self.head,))
+        token_ids, log_probs = self.ops.top_log_probs(logits, BRANCHING)
         self.candidates[0].copy_(token_ids[0])
         self.candidates[1].copy_(log_probs[0].view(torch.int32))
 
@@ -110,6 +117,13 @@ class LoadedMtp:
             for size in sizes:
                 for has_prompts in {False, size > MAX_SHORT_CHAIN}:
                     self.run_rows(StepShape(size, has_prompts=has_prompts, is_deep=is_deep))
+
+
+def _first_rows(weight: Weight, count: int) -> QuantTensor:
+    """A view of at most so many rows."""
+    assert isinstance(weight, QuantTensor), "a head is a matrix"
+    rows, cols = weight.shape
+    return QuantTensor(weight.blocks[:count], weight.quant_type, (min(rows, count), cols))
 
 
 class CudaMtp:
