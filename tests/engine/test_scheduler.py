@@ -60,6 +60,13 @@ def test_prompts_share_rows_evenly_and_leave_none_unused(wants: list[int]) -> No
     assert all(share >= max(shares.values()) - 1 for share in cut_short)
 
 
+@given(st.lists(st.integers(2, QUANTUM), min_size=1, max_size=60))
+def test_short_prompts_leave_no_row_unused_either(wants: list[int]) -> None:
+    wanted = dict(enumerate(wants))
+    shares = filled(wanted).share(wanted, every_row)
+    assert sum(shares.values()) >= min(NUM_ROWS - QUANTUM, sum(wants))
+
+
 @given(st.integers(1, 60), st.integers(1, 64), st.integers(2, 40))
 def test_no_running_answer_is_left_out_for_long(num_decoding: int, num_prompts: int, num_rows: int) -> None:
     """Even with fewer rows than answers: each is served again within as many steps as there are answers."""

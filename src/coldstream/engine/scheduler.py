@@ -13,6 +13,7 @@ if there are too many for that, those that were served longest ago are next.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 QUANTUM: Final = 32  # rows that a prompt gets at least, where so many are wanted and allowed
@@ -100,7 +101,8 @@ class Scheduler:
         left = self._num_rows - len(decoding)
         if decoding:
             left = min(left, max(1, most_prompt_rows(len(decoding))))
-        served = prompts[: min(left, max(1, left // QUANTUM))]
+        least = accumulate(min(wanted[entry.key], QUANTUM) for entry in prompts)
+        served = prompts[: max(min(left, 1), sum(rows <= left for rows in least))]
         rows = _evenly([wanted[entry.key] for entry in served], left)
         shares |= {entry.key: count for entry, count in zip(served, rows, strict=True)}
         return shares
