@@ -62,7 +62,7 @@ def rendered(family: str, name: str, arguments: Mapping[str, Any]) -> str:
         body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
         return f"<tool_call>\n{body}\n</tool_call>"
     parameters = "".join(
-        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n</parameter>\n"
         for key, value in arguments.items()
     )
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"

@@ -3,10 +3,11 @@
 Which format a model writes its calls in is read off its chat template, which shows it to the model.
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from coldstream.decoding import Grammar
+from coldstream.decoding import Grammar, Thought
 from coldstream.errors import InvalidRequestError
 from coldstream.server.output.call_format import CallFormat
 from coldstream.server.output.events import (
@@ -36,14 +37,20 @@ __all__ = [
     "forced_calls",
     "output_parser",
     "prompt_opens_thought",
+    "thought_after",
 ]
+
+
+# In the source of a template, where line breaks and quotes may be escaped.
+_HERMES_EXAMPLE: Final = re.compile(r'<tool_call>(?:\\n|\s)*\{\s*\\?"name\\?"')
+_CLOSING_TEXT: Final = re.compile(rf"""(['"])((?:\\n|\n)+{THINK_END}(?:\\n|\n)*)\1""")
 
 
 def call_format(template_source: str) -> CallFormat | None:
     """The format of calls that a chat template shows to the model; None if it shows none that is known."""
     if "<function=" in template_source and "<parameter=" in template_source:
         return XmlCalls()
-    if "<tool_call>" in template_source and "arguments" in template_source:
+    if _HERMES_EXAMPLE.search(template_source):
         return HermesCalls()
     return None
 
@@ -87,3 +94,30 @@ def forced_calls(
             "tool_choice: this model's chat template shows no known format of calls: leave tool_choice out"
         )
     return calls.forced(signatures, is_parallel=is_parallel)
+
+
+def thought_after(
+    template_source: str,
+    prompt: str,
+    *,
+    budget: int | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> Thought | None:
+    """The thought that an answer to a prompt with this end may begin with; None if it has none.
+
+    For `SamplingParams.thought`, so that a grammar begins behind it, and that it ends, in the words of the
+    template, after `budget` tokens.
+    """
+    if THINK_END not in template_source or prompt.rstrip().endswith(THINK_END):
+        return None
+    found = _CLOSING_TEXT.search(template_source)
+    closing = f"\n{THINK_END}\n\n" if found is None else found[2].replace("\\n", "\n")
+    calls = call_format(template_source) if tools else None
+    return Thought(
+        is_open=prompt_opens_thought(prompt),
+        opening=THINK,
+        closing=THINK_END,
+        budget=budget,
+        forced=closing,
+        tool_call="" if calls is None else calls.openers[0],
+    )
