@@ -78,24 +78,38 @@ def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def on_the_host(path: Path, *, has_mtp: bool) -> Iterator[OpenedModel]:
+def open_runner(path: Path, *, share: float | None, has_mtp: bool) -> CudaRunner:
+    """With room for trees. share: of the experts that are in slots; None: all are on the device."""
     file, spec = open_model_file(path)
-    room = DraftRoom(SIZE.num_tree_rows, has_mtp=has_mtp)
-    plan = resident_plan(file, spec, CONTEXT, draft=room)
-    with CudaRunner.load(file, spec, plan, cache_size=SIZE) as runner:
+    if share is None:
+        plan = resident_plan(file, spec, CONTEXT, draft=DraftRoom(SIZE.num_tree_rows, has_mtp=has_mtp))
+    else:
+        sizes = {"context_length": CONTEXT, "chunk_size": 256, "ring_bytes": 8 * 2**20, "threads": 2}
+        plan = partial_plan(file, spec, round(share * spec.num_experts), **sizes)
+    fixed = replace(plan.placement.fixed, num_tree_rows=SIZE.num_tree_rows)
+    placement = replace(plan.placement, fixed=fixed)
+    plan = replace(plan, placement=placement, spec_type="mtp" if has_mtp else "none")
+    return CudaRunner.load(file, spec, plan, cache_size=SIZE)
+
+
+@contextmanager
+def on_the_host(path: Path, *, has_mtp: bool, share: float | None = None) -> Iterator[OpenedModel]:
+    with open_runner(path, share=share, has_mtp=has_mtp) as runner:
         yield opened_with(runner, CONTEXT)
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("has_mtp", [False, True])
-def test_drafts_on_the_host(tmp_path: Path, has_mtp: bool) -> None:
+@pytest.mark.parametrize(("has_mtp", "share"), [(False, None), (True, None), (True, 0.5)])
+def test_drafts_on_the_host(tmp_path: Path, has_mtp: bool, share: float | None) -> None:
     (path,) = write_gguf(
         tmp_path / "tiny.gguf", "qwen35moe", dims=Dims(layers=2, interval=2), nextn=has_mtp, quant="Q8_0"
     )
-    params = replace(SEEDED, max_tokens=8, ignore_eos=True)
-    prompts = [[1, 2, 3, 1, 2], [7, 8, 9]]
-    with on_the_host(path, has_mtp=False) as plain_model, on_the_host(path, has_mtp=has_mtp) as opened:
+    params = replace(SEEDED, max_tokens=6, ignore_eos=True)
+    prompts = [[1, 2, 3, 1, 2]]
+    with (
+        on_the_host(path, has_mtp=False) as plain_model,
+        on_the_host(path, has_mtp=has_mtp, share=share) as opened,
+    ):
         plain = LLM.from_opened(plain_model)
         if has_mtp:
             check_drafts(
@@ -110,21 +124,11 @@ def test_drafts_on_the_host(tmp_path: Path, has_mtp: bool) -> None:
 @pytest.fixture(scope="module", params=[None, 0.4, 0.0], ids=["resident", "partly", "none"])
 def models(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, LLM]]:
     """The demo model, resident without drafts, and with room for them and a share of the experts in slots."""
-    file, spec = open_model_file(demo_model_path())
-    if request.param is None:
-        plan = resident_plan(file, spec, CONTEXT, draft=DraftRoom(SIZE.num_tree_rows, has_mtp=True))
-    else:
-        count = round(request.param * spec.num_experts)
-        sizes = {"context_length": CONTEXT, "chunk_size": 256, "ring_bytes": 8 * 2**20, "threads": 2}
-        plan = partial_plan(file, spec, count, **sizes)
-    fixed = replace(plan.placement.fixed, num_tree_rows=SIZE.num_tree_rows)
-    plan = replace(plan, placement=replace(plan.placement, fixed=fixed), spec_type="mtp")
-    with LLM(demo_model_path(), device="cuda", ctx_size=CONTEXT) as plain:
-        runner = CudaRunner.load(file, spec, plan, cache_size=SIZE)
-        try:
-            yield plain, LLM.from_opened(replace(plain.opened, runner=runner))
-        finally:
-            runner.close()
+    with (
+        LLM(demo_model_path(), device="cuda", ctx_size=CONTEXT) as plain,
+        open_runner(demo_model_path(), share=request.param, has_mtp=True) as runner,
+    ):
+        yield plain, LLM.from_opened(replace(plain.opened, runner=runner))
 
 
 @pytest.mark.gpu

@@ -32,8 +32,8 @@ from coldstream.models.step_inputs import Inputs, StepShape
 BRANCHING: Final = MAX_RANKS  # candidates after a row
 MAX_MTP_ROWS = 64  # of a run; more are several runs
 TokenIds = np.ndarray[tuple[int], np.dtype[np.int32]]
-# Candidates are among the first ids, as a head of 248,320 rows takes longer to read than the block. Byte pairs
-# were merged in the order of how often they occur, so that the first ids are those of most text.
+# Candidates are among the first ids, as a head of 248,320 rows takes longer to read than the block. Byte
+# pairs were merged in the order of how often they occur, so that the first ids are those of most text.
 MAX_DRAFT_IDS = 2**16
 MAX_CHAIN = 64  # steps of a chain, whose candidates reach the host together
 
