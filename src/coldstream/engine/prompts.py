@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coldstream.decoding import SamplingParams
-from coldstream.errors import InvalidRequestError, shown
+from coldstream.errors import ContextFullError, InvalidRequestError, shown
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
@@ -129,7 +129,8 @@ def checked_ids(
     """
     ids = _token_ids(token_ids, name)
     if not 1 <= len(ids) <= max_tokens:
-        raise InvalidRequestError(
+        kind = ContextFullError if len(ids) > max_tokens else InvalidRequestError
+        raise kind(
             f"{name}: {len(ids)} tokens: a context of {ctx_size} has room for 1 to {max_tokens}; shorten the "
             "prompt or raise ctx_size (--ctx-size)"
         )

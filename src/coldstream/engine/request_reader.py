@@ -73,7 +73,7 @@ class RequestReader:
                 text, parse_special=True, max_tokens=self._opened.ctx_size - 1
             )
         except InvalidRequestError as error:
-            raise InvalidRequestError(str(error).replace("prompt", name, 1)) from error
+            raise type(error)(str(error).replace("prompt", name, 1)) from error
 
     def _with_params(
         self, prompt: str | None, token_ids: Sequence[int], name: str, params: SamplingParams

@@ -1,0 +1,136 @@
+"""One answer of a chat: pieces of text become content, reasoning and calls, as deltas and as a message."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from coldstream.engine.request import Piece, Statistics
+from coldstream.gguf.tokenizer import Tokenizer
+from coldstream.server.http.accounts import ending_of
+from coldstream.server.http.logprob_shapes import chat_logprobs
+from coldstream.server.output import (
+    Content,
+    OutputEvent,
+    OutputParser,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallCut,
+    ToolCallStart,
+)
+
+Fields = dict[str, Any]
+
+
+@dataclass
+class _Call:
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+
+class ChatAnswer:
+    """One answer, from its first piece to its last.
+
+    num_top: likeliest tokens to tell of; None: nothing. max_calls: calls beyond so many are left out.
+    """
+
+    def __init__(
+        self, parser: OutputParser, tokenizer: Tokenizer, num_top: int | None, *, max_calls: int | None = None
+    ) -> None:
+        self._parser = parser
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._max_calls = max_calls
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, _Call] = {}
+        self._all_logprobs: list[Fields] = []
+        self._unsent_logprobs: list[Fields] = []
+        self.reasoning_tokens = 0
+        self.statistics: Statistics | None = None
+        self.ending: Fields = {}
+
+    def push(self, piece: Piece) -> list[Fields]:
+        """The deltas that a piece gives, perhaps none: a tag may be under way. The last piece gives the rest,
+        and sets `ending` and `statistics`.
+        """
+        events = self._parser.push(piece.text) if piece.text else []
+        if piece.finish_reason is not None:
+            events = [*events, *self._parser.finish()]
+        if self._num_top is not None:
+            found = chat_logprobs(piece, self._tokenizer, self._num_top)
+            self._all_logprobs += found
+            self._unsent_logprobs += found
+        deltas = [delta for event in events for delta in self._deltas(event)]
+        if not self._content and not self._calls and self._reasoning:
+            self.reasoning_tokens += len(piece.token_ids)
+        if piece.finish_reason is not None:
+            self.statistics = piece.statistics
+            self.ending = ending_of(piece, has_calls=bool(self._calls))
+        return deltas
+
+    def take_logprobs(self) -> Fields | None:
+        """`logprobs` of the tokens since this was asked last; None if they are not wanted."""
+        if self._num_top is None:
+            return None
+        taken, self._unsent_logprobs = self._unsent_logprobs, []
+        return {"content": taken, "refusal": None}
+
+    @property
+    def logprobs(self) -> Fields | None:
+        """`logprobs` of all tokens; None if they are not wanted."""
+        return None if self._num_top is None else {"content": self._all_logprobs, "refusal": None}
+
+    @property
+    def message(self) -> Fields:
+        """The whole answer as OpenAI's message."""
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        message: Fields = {"role": "assistant", "content": content or None, "refusal": None}
+        if not self._calls:
+            message["content"] = content
+        if reasoning:
+            message |= _reasoning(reasoning)
+        if self._calls:
+            message["tool_calls"] = [self._call(call) for _, call in sorted(self._calls.items())]
+        return message
+
+    def _deltas(self, event: OutputEvent) -> Sequence[Fields]:
+        match event:
+            case Content(text=text):
+                self._content.append(text)
+                return [{"content": text}]
+            case Reasoning(text=text):
+                self._reasoning.append(text)
+                return [_reasoning(text)]
+            case ToolCallStart(index=index) | ToolCallArguments(index=index) if self._is_beyond(index):
+                return []
+            case ToolCallStart(index=index, id=call_id, name=name):
+                self._calls[index] = _Call(call_id, name)
+                function = {"name": name, "arguments": ""}
+                return [_call_delta(index, {"id": call_id, "type": "function", "function": function})]
+            case ToolCallArguments(index=index, json_fragment=fragment):
+                self._calls[index].arguments.append(fragment)
+                return [_call_delta(index, {"function": {"arguments": fragment}})]
+            case ToolCallCut(index=index, text=text) if not self._is_beyond(index):
+                # A call of which only a part was written is none. Who reads along has that part already.
+                del self._calls[index]
+                self._content.append(text)
+                return [{"content": text}]
+            case _:
+                return []
+
+    def _is_beyond(self, index: int) -> bool:
+        return self._max_calls is not None and index >= self._max_calls
+
+    def _call(self, call: _Call) -> Fields:
+        function = {"name": call.name, "arguments": "".join(call.arguments)}
+        return {"id": call.id, "type": "function", "function": function}
+
+
+def _reasoning(text: str) -> Fields:
+    """Under the two names that clients know."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call_delta(index: int, call: Mapping[str, Any]) -> Fields:
+    return {"tool_calls": [{"index": index, **call}]}

@@ -1,0 +1,91 @@
+"""From the body of a chat request to what the engine computes, and to the parsers of its answers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from coldstream.decoding import Grammar, RepetitionStop
+from coldstream.engine.generation import Request as EngineRequest
+from coldstream.server.http.chat_answer import ChatAnswer
+from coldstream.server.http.chat_request import (
+    ChatRequest,
+    NamedChoice,
+    check_served,
+    template_settings_of,
+)
+from coldstream.server.http.fields import sampling_of
+from coldstream.server.http.models import context_errors
+from coldstream.server.http.settings import ServerSettings
+from coldstream.server.output import forced_calls, output_parser, prompt_opens_thought, thought_after
+from coldstream.server.served_model import ServedModel
+
+_TAIL_TOKENS: Final = 16  # of a prompt, which hold the tag that opens a thought, or the one that closes it
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation that can be computed."""
+
+    body: ChatRequest
+    served: ServedModel
+    request: EngineRequest
+    tools: Tools  # that the answer may call
+    is_thinking: bool  # whether the prompt ends inside a thought
+
+    def answers(self) -> list[ChatAnswer]:
+        """Empty answers, one for each that was asked for."""
+        source = self.served.template_source or ""
+        return [
+            ChatAnswer(
+                output_parser(source, self.tools, is_thinking=self.is_thinking),
+                self.served.tokenizer,
+                self.body.num_logprobs,
+                max_calls=1 if self.body.parallel_tool_calls is False else None,
+            )
+            for _ in range(self.request.params.n)
+        ]
+
+
+def read_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) -> Chat:
+    """Render and encode a conversation; this blocks. Raises ProblemError and InvalidRequestError."""
+    check_served(body)
+    tools = [tool.model_dump(exclude_unset=True) for tool in body.usable_tools]
+    source = served.template_source or ""
+    grammar = _grammar(body, tools, source)
+    params = sampling_of(
+        body,
+        served.default_sampling,
+        settings,
+        max_tokens=body.most_tokens,
+        logprobs=body.num_logprobs,
+        grammar=grammar,
+        repetition=RepetitionStop() if body.stop_repetition else None,
+    )
+    messages = [message.for_template() for message in body.messages]
+    with context_errors(served, "messages"):
+        request = served.requests.of_chat(messages, params, template_settings_of(body, tools))
+    tail = served.tokenizer.decode(request.prompt_token_ids[-_TAIL_TOKENS:], skip_special=False)
+    if grammar is not None or body.thinking_budget is not None:
+        thought = thought_after(source, tail, budget=body.thinking_budget, tools=tools)
+        request = replace(request, params=replace(params, thought=thought))
+    return Chat(body, served, request, tools, prompt_opens_thought(tail))
+
+
+def _grammar(body: ChatRequest, tools: Tools, source: str) -> Grammar | None:
+    """What the answer is made to match: a call that is demanded, or a format."""
+    choice = body.tool_choice
+    if isinstance(choice, NamedChoice):
+        named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+        return forced_calls(source, named)
+    if choice == "required":
+        return forced_calls(source, tools, is_parallel=body.parallel_tool_calls is not False)
+    form = body.response_format
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return Grammar("json_object")
+    is_strict = form.json_schema is not None and form.json_schema.strict
+    return Grammar("json_schema", json.dumps(form.schema_given), is_lenient=not is_strict)

@@ -1,0 +1,118 @@
+"""GET /health, /metrics and /props: how the server is, in words for machines and for people."""
+
+from dataclasses import asdict
+from typing import Any, Final
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from coldstream.engine.engine_statistics import EngineStatistics
+from coldstream.server.client import EngineClient, Health, ServiceUnavailable
+from coldstream.server.http.metrics import CONTENT_TYPE, Metrics
+from coldstream.server.http.problems import Problem
+from coldstream.server.http.responses import HealthBody, Props, documented
+from coldstream.server.http.settings import ServerSettings
+from coldstream.server.served_model import ServedModel
+
+_STALLED_RETRY_S: Final = 5.0
+_DEFAULT_FIELDS: Final = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "repeat_last_n",
+)
+
+
+def state_router(client: EngineClient, settings: ServerSettings, metrics: Metrics) -> APIRouter:
+    """The routes over an engine."""
+    router = APIRouter()
+
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health", response_model=None, responses=documented(HealthBody))
+    async def health() -> Response:
+        """Whether requests make progress: 200, or 503 with what is wrong."""
+        return _health_response(await client.health(), settings.stall_s)
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics_text() -> Response:
+        """Counts and times, for Prometheus."""
+        return Response(metrics.render(await _statistics(client)), media_type=CONTENT_TYPE)
+
+    @router.get("/props", response_model=None, responses=documented(Props))
+    async def props() -> dict[str, Any]:
+        """The model, where it lies, and what is done to be fast. Does not wait for the engine's steps."""
+        return _props(client.model, await client.health(), await _statistics(client))
+
+    return router
+
+
+async def _statistics(client: EngineClient) -> EngineStatistics | None:
+    try:
+        return await client.statistics()
+    except ServiceUnavailable:
+        return None
+
+
+def _health_response(health: Health, stall_s: float) -> Response:
+    is_stalled = health.last_progress_age_s > stall_s
+    if health.state == "ready" and not is_stalled:
+        return JSONResponse({"status": "ok"})
+    status = "stalled" if health.state == "ready" else health.state
+    reason = f"no progress for {health.last_progress_age_s:.0f} s" if is_stalled else health.reason
+    problem = Problem(
+        503,
+        f"the engine is {status}" + (f": {reason}" if reason else ""),
+        "unavailable_error",
+        "service_unavailable",
+        retry_after_s=health.retry_after_s or _STALLED_RETRY_S,
+    )
+    progress = {"what": health.what, "done": health.done, "total": health.total}
+    body = {**problem.body, "status": status, "progress": progress, "restarts": health.restarts}
+    return JSONResponse(body, problem.status, headers=problem.headers)
+
+
+def _props(served: ServedModel, health: Health, statistics: EngineStatistics | None) -> dict[str, Any]:
+    facts = served.facts
+    counts = None if statistics is None else asdict(statistics)
+    defaults = {name: getattr(served.default_sampling, name) for name in _DEFAULT_FIELDS}
+    return {
+        "model_alias": served.name,
+        "state": health.state,
+        "restarts": health.restarts,
+        "default_generation_settings": {"n_ctx": served.ctx_size, "params": defaults},
+        "chat_template": served.template_source,
+        "model": {
+            "architecture": facts.architecture,
+            "fingerprint": facts.fingerprint,
+            "ctx_size": facts.ctx_size,
+            "vocab_size": served.tokenizer.vocab_size,
+        },
+        "placement": {
+            "device": facts.device,
+            "threads": facts.threads,
+            "tier": facts.tier,
+            "fast_memory": facts.fast_tier,
+            "budget_bytes": facts.budget_bytes,
+            "resident_experts": facts.resident_experts,
+            "experts": facts.num_experts,
+            "expert_hits": None if statistics is None else statistics.expert_hits,
+            "expert_misses": None if statistics is None else statistics.expert_misses,
+        },
+        "cache": {
+            "type": facts.cache_type,
+            "memory": counts and counts["memory"],
+            "free": counts and counts["free_memory"],
+            "prefixes": counts and counts["prefixes"],
+        },
+        "speculation": {
+            "type": facts.spec_type,
+            "drafted_tokens": counts and counts["drafted_tokens"],
+            "accepted_tokens": counts and counts["accepted_tokens"],
+        },
+        "statistics": counts,
+        "warnings": list(facts.warnings),
+    }
