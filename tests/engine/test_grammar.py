@@ -7,60 +7,34 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coldstream.assets import demo_model_path
-from coldstream.decoding import FixedSizes, Grammar, RepetitionStop, Speculation, Thought
-from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model
+from coldstream.decoding import Grammar
+from coldstream.engine import LLM, SamplingParams
 from coldstream.engine.grammar import MAX_COMPILED, MAX_PROPERTIES, Grammars
 from coldstream.errors import InvalidRequestError
+from grammar_cases import POINT, PROMPT, answer, of_schema, opened_demo
 
-POINT = {
-    "type": "object",
-    "properties": {
-        "x": {"type": "integer", "minimum": 0, "maximum": 99},
-        "name": {"type": "string", "maxLength": 9},
-    },
-    "required": ["x", "name"],
-    "additionalProperties": False,
-}
 ANY_OF_FOUR = {"anyOf": [{"properties": {f"p{i}": {"type": "string"}}} for i in range(4)]}
-PROMPT = 'points = [{"x": 1, "name": "a"}, {"x": 2, "name": "b"}, '
 
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[LLM]:
-    with LLM.from_opened(
-        open_model(EngineConfig(str(demo_model_path()), device="cpu", spec_type="none"))
-    ) as llm:
+    with opened_demo("none") as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def drafting() -> Iterator[LLM]:
-    config = EngineConfig(str(demo_model_path()), device="cpu", spec_type="ngram")
-    opened = open_model(config)
-    assert opened.speculation is not None
-    always = replace(opened, speculation=Speculation(opened.speculation.drafter, FixedSizes(8)))
-    with LLM.from_opened(always) as llm:
+    with opened_demo("ngram") as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def grammars(plain: LLM) -> Grammars:
     return plain.opened.grammars
-
-
-def answer(llm: LLM, grammar: Grammar, prompt: str = PROMPT, **params: Any) -> Any:
-    wanted = {"temperature": 0.9, "seed": 5, "max_tokens": 400, "grammar": grammar} | params
-    return llm.generate(prompt, SamplingParams(**wanted))[0]
-
-
-def of_schema(schema: Any) -> Grammar:
-    return Grammar("json_schema", json.dumps(schema))
 
 
 # --- answers ---------------------------------------------------------------------------------------------
@@ -198,134 +172,6 @@ def test_blanks_between_tokens_of_json_are_bounded(grammars: Grammars, plain: LL
         assert matcher.accepts(token_id)
         matcher.append(token_id)
     assert not all(matcher.accepts(token_id) for token_id in encode(" " * 8))
-
-
-# --- which tokens may follow -----------------------------------------------------------------------------
-
-
-def test_end_tokens_may_follow_exactly_where_the_answer_may_end(grammars: Grammars, plain: LLM) -> None:
-    tokenizer = plain.opened.tokenizer
-    matcher = grammars.matcher(Grammar("regex", "ab(cd)?"))
-    ends = sorted(tokenizer.eos_ids)
-    seen = ""
-    for character in "abcd":
-        assert matcher.mask()[ends].all() == matcher.mask()[ends].any() == (seen in ("ab", "abcd"))
-        matcher.append(tokenizer.encode(character)[0])
-        seen += character
-    assert np.flatnonzero(matcher.mask()).tolist() == ends
-
-
-def test_no_control_token_is_text_of_an_answer(grammars: Grammars, plain: LLM) -> None:
-    vocabulary = plain.opened.tokenizer.vocabulary
-    mask = grammars.matcher(Grammar("regex", r"(?s:.)*")).mask()
-    others = set(vocabulary.control_ids.values()) - plain.opened.tokenizer.eos_ids
-    assert not mask[sorted(others)].any()
-    assert mask.sum() > len(mask) // 2
-
-
-class Request:
-    """What `Grammars.constraint` reads of a request."""
-
-    def __init__(self, params: SamplingParams, end_ids: frozenset[int]) -> None:
-        self.params, self.prompt_token_ids, self.all_end_ids = params, (1, 2, 3), end_ids
-
-
-@settings(max_examples=60)
-@given(data=st.data())
-def test_each_node_of_a_tree_sees_its_own_prefix(grammars: Grammars, plain: LLM, data: st.DataObject) -> None:
-    """Whatever was asked before: the answer is a pure function of the prefix."""
-    thought = data.draw(st.sampled_from([None, Thought(is_open=True, budget=4), Thought(is_open=True)]))
-    params = SamplingParams(grammar=of_schema(POINT), thought=thought)
-    request: Any = Request(params, plain.opened.tokenizer.eos_ids)
-    used = grammars.constraint(request)
-    assert used is not None
-    nodes: list[tuple[int, ...]] = [()]
-    for _ in range(data.draw(st.integers(2, 25))):
-        parent = data.draw(st.sampled_from(nodes))
-        fresh = grammars.constraint(request)
-        assert fresh is not None
-        zeros = np.zeros(plain.opened.tokenizer.vocab_size, dtype=np.float32)
-        expected = fresh((1, 2, 3, *parent), zeros.copy())
-        assert np.array_equal(used((1, 2, 3, *parent), zeros.copy()), expected)
-        allowed = set(np.flatnonzero(np.isfinite(expected)).tolist()) - plain.opened.tokenizer.eos_ids
-        if allowed:
-            nodes.append((*parent, data.draw(st.sampled_from(sorted(allowed)))))
-
-
-# --- thoughts --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("budget", [0, 1, 7])
-def test_a_thought_is_closed_at_its_budget_and_the_grammar_begins_behind_it(
-    plain: LLM, drafting: LLM, budget: int
-) -> None:
-    thought = Thought(is_open=True, budget=budget)
-    outputs = [answer(llm, of_schema(POINT), thought=thought) for llm in (plain, drafting)]
-    assert outputs[0].token_ids == outputs[1].token_ids
-    reasoning, closed, text = outputs[0].text.partition("\n</think>\n\n")
-    assert closed
-    assert bool(reasoning) == bool(budget)
-    assert set(json.loads(text)) == {"x", "name"}
-    assert "</think>" not in text
-
-
-def test_a_budget_without_a_grammar_closes_the_thought_once(plain: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=60, thought=Thought(is_open=True, budget=10))
-    text = plain.generate(PROMPT, params)[0].text
-    assert text.count("</think>") == 1
-    free = plain.generate(PROMPT, replace(params, thought=None))[0]
-    assert text.startswith(plain.opened.tokenizer.decode(free.token_ids[:10]))
-
-
-def test_a_thought_that_never_began_is_not_closed(plain: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=40, thought=Thought(is_open=False, budget=0))
-    free = plain.generate(PROMPT, replace(params, thought=None))[0]
-    assert plain.generate(PROMPT, params)[0].token_ids == free.token_ids
-
-
-def test_a_budget_never_cuts_a_character(plain: LLM) -> None:
-    """The character's bytes are tokens of their own; what closes the thought waits for the last of them."""
-    tokenizer = plain.opened.tokenizer
-    by_bytes = {tokenizer.token_bytes(index): index for index in range(tokenizer.vocab_size)}
-    first, *rest = [by_bytes[bytes([byte])] for byte in "𝛑".encode()]
-    params = SamplingParams(thought=Thought(is_open=True, budget=1))
-    request: Any = Request(params, frozenset())
-    constraint = plain.opened.grammars.constraint(request)
-    assert constraint is not None
-    context = [1, 2, 3, first]
-    zeros = np.zeros(tokenizer.vocab_size, dtype=np.float32)
-    for token_id in rest:
-        assert np.isfinite(constraint(context, zeros.copy())).all()
-        context.append(token_id)
-    assert np.isfinite(constraint(context, zeros.copy())).sum() == 1
-
-
-def test_a_thought_before_a_grammar_holds_no_end_token_and_runs_into_no_text(plain: LLM) -> None:
-    tokenizer = plain.opened.tokenizer
-    request: Any = Request(
-        SamplingParams(grammar=of_schema(POINT), thought=Thought(is_open=True)), tokenizer.eos_ids
-    )
-    constraint = plain.opened.grammars.constraint(request)
-    assert constraint is not None
-    context = [1, 2, 3, *tokenizer.encode("so </think")]
-    left = constraint(context, np.zeros(tokenizer.vocab_size, dtype=np.float32))
-    kept = [tokenizer.token_bytes(index) for index in np.flatnonzero(np.isfinite(left))]
-    assert all(not text.startswith(b">") or not text[1:].strip() for text in kept)
-    assert b">" in kept
-    assert not np.isfinite(left[sorted(tokenizer.eos_ids)]).any()
-
-
-# --- repetition ------------------------------------------------------------------------------------------
-
-
-def test_endless_repetition_ends_and_says_so(plain: LLM, drafting: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=300, repetition=RepetitionStop(min_tokens=40))
-    prompt = "x = 1\n" * 6
-    outputs = [llm.generate(prompt, params)[0] for llm in (plain, drafting)]
-    assert [output.finish_reason for output in outputs] == ["repetition", "repetition"]
-    assert outputs[0].token_ids == outputs[1].token_ids
-    assert len(outputs[0].token_ids) == 40
-    assert plain.generate(prompt, replace(params, repetition=None))[0].finish_reason == "length"
 
 
 # --- bad grammars ----------------------------------------------------------------------------------------

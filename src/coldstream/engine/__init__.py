@@ -1,6 +1,6 @@
 """Requests: configuration, `LLM`, streams and their statistics. Knows nothing of HTTP or terminals."""
 
-from coldstream.decoding import SamplingParams
+from coldstream.decoding import Grammar, RepetitionStop, SamplingParams, Thought
 from coldstream.engine.config import EngineConfig
 from coldstream.engine.llm import LLM
 from coldstream.engine.opened_model import OpenedModel, open_model
@@ -15,15 +15,18 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "Executor",
+    "Grammar",
     "Logprob",
     "OpenedModel",
     "Piece",
     "Policy",
+    "RepetitionStop",
     "RequestOutput",
     "SamplingParams",
     "Statistics",
     "Stream",
     "TextPrompt",
+    "Thought",
     "TokensPrompt",
     "open_model",
 ]

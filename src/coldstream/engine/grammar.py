@@ -46,6 +46,12 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._overrunning: tuple[str, tuple[tuple[int, ...], ...]] | None = None  # of the last closing tag
 
+    def prepare(self) -> None:
+        """Reads the vocabulary now, about 2 s for 250,000 tokens, which the first grammar would wait for."""
+        if self._tokenizer.eos_ids:
+            with self._lock:
+                _ = self._token_table, self._whitespace
+
     def check(self, params: SamplingParams) -> None:
         """Raises InvalidRequestError if the grammar of `params` is wrong, too large, or matches no answer."""
         if params.grammar is not None:

@@ -244,6 +244,7 @@ def _open(message: Open, progress: OpenProgress) -> Iterator[tuple[Computes, Eng
 
     opened = open_model(message.config, progress=progress)
     with closing(opened), closing(Engine(opened, message.limits)) as engine:
+        opened.grammars.prepare()
         yield engine, EngineFacts.of(opened)
 
 

@@ -1,0 +1,227 @@
+"""What may follow depends on the tokens of an answer only: in trees, behind thoughts, beside other requests."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coldstream.decoding import Grammar, RepetitionStop, Thought
+from coldstream.engine import LLM, SamplingParams
+from coldstream.engine.engine import Engine
+from coldstream.engine.events import Delta, Failed
+from coldstream.engine.grammar import Grammars
+from coldstream.engine.request_reader import RequestReader
+from coldstream.engine.submission import Submission
+from coldstream.errors import InvalidRequestError
+from grammar_cases import POINT, PROMPT, answer, of_schema, opened_demo
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[LLM]:
+    with opened_demo("none") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[LLM]:
+    with opened_demo("ngram") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def grammars(plain: LLM) -> Grammars:
+    return plain.opened.grammars
+
+
+# --- which tokens may follow -----------------------------------------------------------------------------
+
+
+def test_end_tokens_may_follow_exactly_where_the_answer_may_end(grammars: Grammars, plain: LLM) -> None:
+    tokenizer = plain.opened.tokenizer
+    matcher = grammars.matcher(Grammar("regex", "ab(cd)?"))
+    ends = sorted(tokenizer.eos_ids)
+    seen = ""
+    for character in "abcd":
+        assert matcher.mask()[ends].all() == matcher.mask()[ends].any() == (seen in ("ab", "abcd"))
+        matcher.append(tokenizer.encode(character)[0])
+        seen += character
+    assert np.flatnonzero(matcher.mask()).tolist() == ends
+
+
+def test_no_control_token_is_text_of_an_answer(grammars: Grammars, plain: LLM) -> None:
+    vocabulary = plain.opened.tokenizer.vocabulary
+    mask = grammars.matcher(Grammar("regex", r"(?s:.)*")).mask()
+    others = set(vocabulary.control_ids.values()) - plain.opened.tokenizer.eos_ids
+    assert not mask[sorted(others)].any()
+    assert mask.sum() > len(mask) // 2
+
+
+class Request:
+    """What `Grammars.constraint` reads of a request."""
+
+    def __init__(self, params: SamplingParams, end_ids: frozenset[int]) -> None:
+        self.params, self.prompt_token_ids, self.all_end_ids = params, (1, 2, 3), end_ids
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_each_node_of_a_tree_sees_its_own_prefix(grammars: Grammars, plain: LLM, data: st.DataObject) -> None:
+    """Whatever was asked before: the answer is a pure function of the prefix."""
+    thought = data.draw(st.sampled_from([None, Thought(is_open=True, budget=4), Thought(is_open=True)]))
+    params = SamplingParams(grammar=of_schema(POINT), thought=thought)
+    request: Any = Request(params, plain.opened.tokenizer.eos_ids)
+    used = grammars.constraint(request)
+    assert used is not None
+    nodes: list[tuple[int, ...]] = [()]
+    for _ in range(data.draw(st.integers(2, 25))):
+        parent = data.draw(st.sampled_from(nodes))
+        fresh = grammars.constraint(request)
+        assert fresh is not None
+        zeros = np.zeros(plain.opened.tokenizer.vocab_size, dtype=np.float32)
+        expected = fresh((1, 2, 3, *parent), zeros.copy())
+        assert np.array_equal(used((1, 2, 3, *parent), zeros.copy()), expected)
+        allowed = set(np.flatnonzero(np.isfinite(expected)).tolist()) - plain.opened.tokenizer.eos_ids
+        if allowed:
+            nodes.append((*parent, data.draw(st.sampled_from(sorted(allowed)))))
+
+
+# --- thoughts --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7])
+def test_a_thought_is_closed_at_its_budget_and_the_grammar_begins_behind_it(
+    plain: LLM, drafting: LLM, budget: int
+) -> None:
+    thought = Thought(is_open=True, budget=budget)
+    outputs = [answer(llm, of_schema(POINT), thought=thought) for llm in (plain, drafting)]
+    assert outputs[0].token_ids == outputs[1].token_ids
+    reasoning, closed, text = outputs[0].text.partition("\n</think>\n\n")
+    assert closed
+    assert bool(reasoning) == bool(budget)
+    assert set(json.loads(text)) == {"x", "name"}
+    assert "</think>" not in text
+
+
+def test_a_budget_without_a_grammar_closes_the_thought_once(plain: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, thought=Thought(is_open=True, budget=10))
+    text = plain.generate(PROMPT, params)[0].text
+    assert text.count("</think>") == 1
+    free = plain.generate(PROMPT, replace(params, thought=None))[0]
+    assert text.startswith(plain.opened.tokenizer.decode(free.token_ids[:10]))
+
+
+def test_a_thought_that_never_began_is_not_closed(plain: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, thought=Thought(is_open=False, budget=0))
+    free = plain.generate(PROMPT, replace(params, thought=None))[0]
+    assert plain.generate(PROMPT, params)[0].token_ids == free.token_ids
+
+
+def test_a_budget_never_cuts_a_character(plain: LLM) -> None:
+    """The character's bytes are tokens of their own; what closes the thought waits for the last of them."""
+    tokenizer = plain.opened.tokenizer
+    by_bytes = {tokenizer.token_bytes(index): index for index in range(tokenizer.vocab_size)}
+    first, *rest = [by_bytes[bytes([byte])] for byte in "𝛑".encode()]
+    params = SamplingParams(thought=Thought(is_open=True, budget=1))
+    request: Any = Request(params, frozenset())
+    constraint = plain.opened.grammars.constraint(request)
+    assert constraint is not None
+    context = [1, 2, 3, first]
+    zeros = np.zeros(tokenizer.vocab_size, dtype=np.float32)
+    for token_id in rest:
+        assert np.isfinite(constraint(context, zeros.copy())).all()
+        context.append(token_id)
+    assert np.isfinite(constraint(context, zeros.copy())).sum() == 1
+
+
+def test_a_thought_before_a_grammar_holds_no_end_token_and_runs_into_no_text(plain: LLM) -> None:
+    tokenizer = plain.opened.tokenizer
+    request: Any = Request(
+        SamplingParams(grammar=of_schema(POINT), thought=Thought(is_open=True)), tokenizer.eos_ids
+    )
+    constraint = plain.opened.grammars.constraint(request)
+    assert constraint is not None
+    context = [1, 2, 3, *tokenizer.encode("so </think")]
+    left = constraint(context, np.zeros(tokenizer.vocab_size, dtype=np.float32))
+    kept = [tokenizer.token_bytes(index) for index in np.flatnonzero(np.isfinite(left))]
+    assert all(not text.startswith(b">") or not text[1:].strip() for text in kept)
+    assert b">" in kept
+    assert not np.isfinite(left[sorted(tokenizer.eos_ids)]).any()
+
+
+# --- repetition ------------------------------------------------------------------------------------------
+
+
+def test_endless_repetition_ends_and_says_so(plain: LLM, drafting: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=300, repetition=RepetitionStop(min_tokens=40))
+    prompt = "x = 1\n" * 6
+    outputs = [llm.generate(prompt, params)[0] for llm in (plain, drafting)]
+    assert [output.finish_reason for output in outputs] == ["repetition", "repetition"]
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert len(outputs[0].token_ids) == 40
+    assert plain.generate(prompt, replace(params, repetition=None))[0].finish_reason == "length"
+
+
+# --- beside other requests -------------------------------------------------------------------------------
+
+
+def test_demands_of_requests_in_one_step_are_their_own(plain: LLM) -> None:
+    """Each answer is the one that its request gets alone, with neighbours that are cancelled on the way."""
+    thought = Thought(is_open=True, budget=5)
+    each = [
+        SamplingParams(temperature=0.9, seed=seed, max_tokens=40, **demand)
+        for seed, demand in enumerate(
+            [
+                {"grammar": of_schema(POINT)},
+                {},
+                {"grammar": Grammar("regex", "[a-z ]{3,40}\\.")},
+                {"thought": thought},
+                {"grammar": of_schema(POINT), "thought": thought},
+                {"grammar": Grammar("json_object")},
+                {"repetition": RepetitionStop(max_period=4, repeats=2, min_tokens=4)},
+                {"grammar": Grammar("lark", 'start: ("a" | "b"){5,9}')},
+            ]
+        )
+    ]
+    alone = [plain.generate(PROMPT, params)[0].outputs[0] for params in each]
+    reader = RequestReader(plain.opened)
+    engine = Engine(plain.opened)
+    for request_id in range(2 * len(each)):
+        request = reader.of_prompt(PROMPT, "prompt", each[request_id // 2])
+        engine.add(Submission(request_id, request))
+    tokens: dict[int, list[int]] = {request_id: [] for request_id in range(2 * len(each))}
+    reasons = {}
+    while not engine.is_idle:
+        for event in engine.step():
+            if isinstance(event, Delta):
+                tokens[event.request_id] += event.piece.token_ids
+                reasons[event.request_id] = event.piece.finish_reason
+        engine.cancel(1 + 2 * (len(tokens[0]) % len(each)))
+    assert [tuple(tokens[2 * i]) for i in range(len(each))] == [output.token_ids for output in alone]
+    assert [reasons[2 * i] for i in range(len(each))] == [output.finish_reason for output in alone]
+    engine.close()
+
+
+def test_a_grammar_that_grows_too_complex_ends_its_own_request(plain: LLM) -> None:
+    reader = RequestReader(plain.opened)
+    engine = Engine(plain.opened)
+    costly = Grammar("regex", "(((a{1,100}){1,100}){1,100}){1,100}")
+    for request_id, grammar in enumerate([costly, of_schema(POINT)]):
+        params = SamplingParams(temperature=0.9, seed=5, max_tokens=400, grammar=grammar)
+        engine.add(Submission(request_id, reader.of_prompt(PROMPT, "prompt", params)))
+    text, failed = "", []
+    while not engine.is_idle:
+        for event in engine.step():
+            if isinstance(event, Failed):
+                failed.append(event)
+            elif isinstance(event, Delta) and event.request_id == 1:
+                text += event.piece.text
+    assert [each.request_id for each in failed] == [0]
+    assert isinstance(failed[0].error, InvalidRequestError)
+    assert "too complex" in str(failed[0].error)
+    assert text == answer(plain, of_schema(POINT)).text
+    engine.close()
