@@ -155,6 +155,44 @@ def test_a_cancelled_answer_is_continued_without_re_prefill(opened: OpenedModel)
         assert client.num_reused(second) == len(turn) - 2
 
 
+def test_with_one_state_alone_a_turn_goes_on_where_the_last_one_ended(path: Path) -> None:
+    """The kept prefix gives its state to the turn that begins with it."""
+    with opened_model(path, CacheSize(3, 1)) as opened, engine_of(opened) as client:
+        prompt, expected = list(range(100)), []
+        for turn in range(3):
+            each = client.add(prompt, SAMPLED)
+            client.drain()
+            assert client.num_reused(each) == (len(prompt) - 2 if turn else 0)
+            expected.append((list(prompt), client.answers(each)))
+            prompt += [*client.outputs(each)[0].token_ids, turn]
+    with opened_model(path) as opened:
+        for prompt, answers in expected:
+            assert alone(LLM.from_opened(opened), prompt, SAMPLED) == answers
+
+
+def test_no_prefix_is_kept_at_the_cost_of_an_answer_that_runs(path: Path) -> None:
+    """As a sequence that shares its state with a kept prefix needs another one to go on."""
+    with opened_model(path, CacheSize(20, 4)) as opened, engine_of(opened) as client:
+        for each in range(4):
+            client.add([each] * 100, replace(SAMPLED, max_tokens=30), borders=(50,))
+        client.drain()
+        assert client.engine.statistics().preemptions == 0
+
+
+def test_a_prompt_that_is_cancelled_half_way_leaves_nothing_that_is_not_known_to_be_finite(
+    opened: OpenedModel,
+) -> None:
+    """CA03: no logits were seen after what was computed."""
+    with engine_of(opened) as client:
+        first = client.add([3] * 600, SAMPLED)
+        client.step()
+        client.engine.cancel(first)
+        client.drain()
+        second = client.add([3] * 600, SAMPLED)
+        client.drain()
+        assert client.num_reused(second) == 0
+
+
 def test_cancel_invalidates_stale_work(opened: OpenedModel) -> None:
     """One that comes while a step computes: what the step gives for the request is told to nobody."""
     with engine_of(opened) as client:

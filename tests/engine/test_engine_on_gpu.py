@@ -13,7 +13,11 @@ from engine_clients import alone, engine_of
 from test_ahead_on_gpu import ALL_KINDS, GREEDY, WAYS
 from test_lists_on_gpu import on_cpu, path
 
+from coldstream.decoding import Outcome
 from coldstream.engine import LLM
+from coldstream.engine.job import Job
+from coldstream.engine.model_steps import Launched
+from coldstream.errors import GenerationFault
 from host_device import HostDevice
 from host_gpu import gpu_on
 
@@ -94,22 +98,46 @@ def test_cancel_invalidates_a_step_that_flies(models: tuple[LLM, LLM]) -> None:
         assert tuple(client.tokens_so_far(other)) == wanted
 
 
-def test_what_a_stop_string_ends_in_flight_is_kept_once_it_has_landed(models: tuple[LLM, LLM]) -> None:
-    """The step after it has computed the last token too, whose logits are finite."""
+@pytest.mark.parametrize("ending", ["stop string", "stop token", "length"])
+def test_what_ends_in_flight_is_continued_without_re_prefill(models: tuple[LLM, LLM], ending: str) -> None:
+    """After a stop string the step in flight has computed the last token too; after the others it has not."""
     gpu, cpu = models
     prompt = list(range(20))
-    text = cpu.generate([prompt], replace(GREEDY, max_tokens=9))[0].text
-    params = replace(GREEDY, max_tokens=9, stop=[text[2:4]])
+    output = cpu.generate([prompt], replace(GREEDY, max_tokens=5))[0].outputs[0]
+    params = {
+        "stop string": replace(GREEDY, max_tokens=9, stop=[output.text[2:4]]),
+        "stop token": replace(GREEDY, max_tokens=9, stop_token_ids=[output.token_ids[3]]),
+        "length": replace(GREEDY, max_tokens=4),
+    }[ending]
     with engine_of(gpu.opened) as client:
         first = client.add(prompt, params)
         client.drain()
-        (output,) = client.outputs(first)
-        assert output.finish_reason == "stop"
-        turn = [*prompt, *output.token_ids, 7]
+        turn = [*prompt, *client.outputs(first)[0].token_ids, 7]
         second = client.add(turn, GREEDY)
         client.drain()
-        assert client.num_reused(second) == len(turn) - 1
+        assert client.num_reused(second) == len(turn) - (1 if ending == "stop string" else 2)
         assert client.answers(second)[0][:3] == alone(cpu, turn, GREEDY)[0][:3]
+
+
+def test_what_ends_in_flight_is_kept_only_if_what_lands_is_finite(
+    models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, cpu = models
+    prompt = list(range(20))
+    text = cpu.generate([prompt], replace(GREEDY, max_tokens=5))[0].text
+    outcomes = Launched.outcomes
+
+    def damaged(self: Launched) -> dict[Job, Outcome]:
+        fault = GenerationFault("not finite")
+        return {job: fault if job.is_over else outcome for job, outcome in outcomes(self).items()}
+
+    with engine_of(gpu.opened) as client, monkeypatch.context() as patched:
+        patched.setattr(Launched, "outcomes", damaged)
+        first = client.add(prompt, replace(GREEDY, max_tokens=9, stop=[text[2:4]]))
+        client.drain()
+        second = client.add([*prompt, *client.outputs(first)[0].token_ids, 7], GREEDY)
+        client.drain()
+        assert client.num_reused(second) == len(prompt) - 1, "what was kept before the answer"
 
 
 def test_an_interrupted_flight_is_computed_again(
