@@ -1,4 +1,4 @@
-"""What may follow depends on the tokens of an answer only: in trees, behind thoughts, beside other requests."""
+"""What may follow depends on the tokens of an answer only: in trees, behind thoughts, beside others."""
 
 import json
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from coldstream.decoding import Grammar, RepetitionStop, Thought
 from coldstream.engine import LLM, SamplingParams
+from coldstream.engine.constraint import MAX_GAP_BYTES, AnswerConstraint, ThoughtTokens
 from coldstream.engine.engine import Engine
 from coldstream.engine.events import Delta, Failed
 from coldstream.engine.grammar import Grammars
@@ -151,6 +152,42 @@ def test_a_thought_before_a_grammar_holds_no_end_token_and_runs_into_no_text(pla
     assert all(not text.startswith(b">") or not text[1:].strip() for text in kept)
     assert b">" in kept
     assert not np.isfinite(left[sorted(tokenizer.eos_ids)]).any()
+
+
+def test_a_few_blanks_lie_between_a_thought_and_its_grammar(plain: LLM) -> None:
+    tokenizer = plain.opened.tokenizer
+    request: Any = Request(SamplingParams(grammar=of_schema(POINT), thought=Thought(True)), tokenizer.eos_ids)
+    constraint = plain.opened.grammars.constraint(request)
+    assert constraint is not None
+    (blank,) = tokenizer.encode("\n")
+    context = [1, 2, 3, *tokenizer.encode("so </think>")]
+    zeros = np.zeros(tokenizer.vocab_size, dtype=np.float32)
+    for _ in range(MAX_GAP_BYTES):
+        left = constraint(context, zeros.copy())
+        assert np.isfinite(left[[blank, *tokenizer.encode("{")]]).all()
+        assert not np.isfinite(left[tokenizer.encode("a")]).any()
+        context.append(blank)
+    left = constraint(context, zeros.copy())
+    assert not np.isfinite(left[blank])
+    context += tokenizer.encode("{")
+    assert np.isfinite(constraint(context, zeros.copy())[blank])
+
+
+def test_an_answer_before_a_grammar_may_begin_with_a_thought_or_not(plain: LLM) -> None:
+    """The opening tag has to be one token for that, as it is in the vocabularies of models that think."""
+    tokenizer = plain.opened.tokenizer
+    (opening,) = tokenizer.encode("def")
+    thought = replace(ThoughtTokens.of(Thought(False, budget=2), tokenizer, ()), opening_id=opening)
+    matcher = plain.opened.grammars.matcher(of_schema(POINT))
+    constraint = AnswerConstraint(matcher, thought, 0, tokenizer.eos_ids, tokenizer.token_bytes)
+    zeros = np.zeros(tokenizer.vocab_size, dtype=np.float32)
+    (brace,) = tokenizer.encode("{")
+    first = constraint((), zeros.copy())
+    assert np.isfinite(first[[opening, brace]]).all()
+    assert np.isfinite(constraint((opening,), zeros.copy())).sum() > 1000
+    assert not np.isfinite(constraint((brace,), zeros.copy())[opening])
+    inside = (opening, *tokenizer.encode("a = 1")[:2])
+    assert np.flatnonzero(np.isfinite(constraint(inside, zeros.copy()))).tolist() == [thought.forced_ids[0]]
 
 
 # --- repetition ------------------------------------------------------------------------------------------
