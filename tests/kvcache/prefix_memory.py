@@ -1,7 +1,9 @@
-"""A `SequenceCache` as `PrefixCache` uses it, whose contents say which tokens they are of."""
+"""What prefix caches and tiers keep, with contents that say which tokens they are of."""
 
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 from test_cache import Shape
@@ -12,7 +14,10 @@ from coldstream.kvcache import AttentionState, CacheSize, DeltaNetState, Demand,
 
 
 class Memory:
-    """Keys hold the tokens, and a state is a checksum of all tokens before it."""
+    """A `SequenceCache` as `PrefixCache` uses it.
+
+    Keys hold the tokens, and a state is a checksum of all tokens before it.
+    """
 
     def __init__(self, num_blocks: int, num_states: int) -> None:
         self.cache = SequenceCache(Shape(), CpuOps(1), CacheSize(num_blocks, num_states), "f32")
@@ -24,6 +29,10 @@ class Memory:
     @property
     def free(self) -> CacheSize:
         return self.cache.free
+
+    @contextmanager
+    def contents(self) -> Iterator[SequenceCache]:
+        yield self.cache
 
     def need(self, sequence: Sequence, count: int) -> CacheSize:
         return self.cache.need_of([Demand(sequence, count)])
@@ -58,6 +67,28 @@ class Memory:
             assert (cached[places] == ids[:length, None, None]).all()
         for states in (recurrent.state, recurrent.conv_state):
             assert (states[sequence.state] == checksum(ids[:length])).all()
+
+
+@dataclass
+class Source:
+    """A prefix to be saved: bytes that say where they are from, and which blocks were read."""
+
+    length: int
+    position_bytes: int = 10
+    state_bytes: int = 5
+    read: list[int] = field(default_factory=list)
+
+    def read_block(self, index: int) -> bytes:
+        self.read.append(index)
+        positions = min(BLOCK_POSITIONS, self.length - index * BLOCK_POSITIONS)
+        return bytes([index]) * positions * self.position_bytes
+
+    def read_state(self) -> bytes:
+        return bytes([self.length % 251]) * self.state_bytes
+
+
+def ids_of(length: int, start: int = 0) -> np.ndarray:
+    return np.arange(start, start + length, dtype=np.int32)
 
 
 def checksum(ids: np.ndarray) -> int:

@@ -6,7 +6,8 @@ one length only, so the cache says where a prompt's computation is to pause for 
 caller knows, where it parts from prompts seen before, and often enough that little is computed twice.
 
 Namespaces share nothing. A prefix is let go when its memory is needed: the one that costs least to compute
-again, by its tokens beyond the nearest kept prefix and by how often and how recently it was of use.
+again, by its tokens beyond the nearest kept prefix and by how often and how recently it was of use. Tiers
+take the bytes of prefixes that are let go, and give them back to later prompts.
 """
 
 from collections.abc import Collection
@@ -17,8 +18,11 @@ from typing import Protocol
 import numpy as np
 
 from coldstream.errors import InvalidRequestError
-from coldstream.kvcache.cache import CacheSize
+from coldstream.kernels.ops import BLOCK_POSITIONS
+from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.kvcache.prefix_cuts import choose_cuts
+from coldstream.kvcache.prefix_tier import PrefixTier, TierStatistics
+from coldstream.kvcache.prefix_tiers import Contents, PrefixTiers
 from coldstream.kvcache.prefix_tree import Array, Node, PrefixTree
 from coldstream.kvcache.sequence import Sequence
 
@@ -28,7 +32,7 @@ MAX_PASSED_TOKENS = 4 << 20
 HALF_LIFE = 64  # prompts after which a use counts half
 
 
-class SequenceMemory(Protocol):
+class SequenceMemory(Contents, Protocol):
     """The part of a `ModelRunner` that the cache needs."""
 
     def new_sequence(self) -> Sequence: ...
@@ -60,9 +64,11 @@ class PrefixStatistics:
     keeps: int = 0
     refused: int = 0  # prefixes not kept as all that is kept is pinned
     evictions: int = 0
+    restored: int = 0  # prefixes that came back from a tier
     kept: int = 0  # now
     pinned: int = 0  # now
     remembered_tokens: int = 0  # now, of prompts of which nothing is kept
+    tiers: tuple[TierStatistics, ...] = ()
 
 
 @dataclass(eq=False)
@@ -73,6 +79,7 @@ class _Kept:
     uses: float  # decayed, as of prompt number `last_use`
     last_use: int
     num_pins: int = 0
+    is_saved: bool = False  # or refused, by the tiers that last
     is_gone: bool = False
 
 
@@ -92,15 +99,23 @@ class Pin:
 class PrefixCache:
     """Kept prefixes of one model. It owns the sequences of kept prefixes and no other; one thread uses it."""
 
-    def __init__(self, sequences: SequenceMemory, *, max_states: int, max_replay: int = MAX_REPLAY) -> None:
-        """max_states: prefixes kept at a time; 0 keeps none."""
+    def __init__(
+        self,
+        sequences: SequenceMemory,
+        *,
+        max_states: int,
+        max_replay: int = MAX_REPLAY,
+        tiers: Collection[PrefixTier] = (),
+    ) -> None:
+        """max_states: prefixes kept at a time, 0 for none. tiers: the fastest first, now its own."""
         self._memory = sequences
         self._max_states = max_states
         self._max_replay = max_replay
         self._tree: PrefixTree[_Kept] = PrefixTree(MAX_PASSED, MAX_PASSED_TOKENS)
         self._kept: set[_Kept] = set()
         self._prompts = self._hits = self._prompt_tokens = self._reused_tokens = self._repeated_tokens = 0
-        self._keeps = self._refused = self._evictions = 0
+        self._keeps = self._refused = self._evictions = self._restored = 0
+        self._tiers = PrefixTiers(sequences, tiers)
 
     def begin(self, token_ids: TokenIds[int], borders: Collection[int] = (), namespace: str = "") -> Prefix:
         """A sequence with the longest kept prefix of a prompt, for the caller to extend and to release.
@@ -112,14 +127,17 @@ class PrefixCache:
         self._prompts += 1
         self._prompt_tokens += len(ids)
         found, matched = self._tree.find(namespace, ids)
-        held = [node.entry for node in found if node.entry is not None and node.length < len(ids)]
+        entries = [node.entry for node in found if node.entry is not None and node.length < len(ids)]
+        held = entries[-1] if entries else None
+        held = self._restore(namespace, ids, held) or held
         if held:
-            self._use(held[-1])
+            self._use(held)
             self._hits += 1
-            length, sequence = held[-1].node.length, self._memory.branch(held[-1].sequence)
+            length, sequence = held.node.length, self._memory.branch(held.sequence)
         else:
             length, sequence = 0, self._memory.new_sequence()
         self._reused_tokens += length
+        matched = max(matched, length)
         self._repeated_tokens += min(matched, len(ids) - 1) - length
         if self._max_states:
             self._tree.remember(namespace, ids)
@@ -158,10 +176,7 @@ class PrefixCache:
             self._memory.release(branch)
             self._refused += 1
             return
-        node = self._tree.insert(namespace, ids)
-        kept = _Kept(node, namespace, branch, 1.0, self._prompts)
-        self._tree.set_entry(node, kept)
-        self._kept.add(kept)
+        self._enter(namespace, ids, branch)
         self._keeps += 1
 
     def make_room(self, num_blocks: int, num_states: int) -> bool:
@@ -184,7 +199,8 @@ class PrefixCache:
     def forget(self, token_ids: TokenIds[int], namespace: str = "") -> None:
         """Lets the kept prefix of exactly these tokens go, unless it is pinned.
 
-        So a sequence that began with it owns its memory alone, and can go on where there is no other.
+        So a sequence that began with it owns its memory alone, and can go on where there is no other. Tiers
+        get the prefix as if its memory had been needed.
         """
         found, _ = self._tree.find(namespace, _as_array(token_ids))
         if found and found[-1].length == len(token_ids):
@@ -212,6 +228,30 @@ class PrefixCache:
         for each in self._tree.namespaces if namespace is None else (namespace,):
             for kept in self._tree.remove(each):
                 self._drop(kept)
+        self._tiers.clear(namespace)
+
+    def save_one(self) -> bool:
+        """Gives the tiers that last the kept prefix of most worth that they lack: for idle moments.
+
+        False if there is none. Raises DeviceError.
+        """
+        unsaved = [kept for kept in self._kept if not kept.is_saved]
+        if not self._tiers.has_lasting or not unsaved:
+            return False
+        kept = max(unsaved, key=self._worth)
+        self._tiers.save(kept.namespace, kept.node.token_ids, kept.sequence, only_lasting=True)
+        kept.is_saved = True
+        return True
+
+    def close(self) -> None:
+        """Saves what lasts, frees the memory of all prefixes and closes the tiers. Raises DeviceError."""
+        try:
+            while self.save_one():
+                pass
+        finally:
+            for kept in tuple(self._kept):
+                self._remove(kept)
+            self._tiers.close()
 
     def statistics(self) -> PrefixStatistics:
         """Counts so far."""
@@ -224,9 +264,11 @@ class PrefixCache:
             keeps=self._keeps,
             refused=self._refused,
             evictions=self._evictions,
+            restored=self._restored,
             kept=len(self._kept),
             pinned=sum(kept.num_pins > 0 for kept in self._kept),
             remembered_tokens=self._tree.num_passed_tokens,
+            tiers=self._tiers.statistics(),
         )
 
     def check_integrity(self) -> None:
@@ -274,10 +316,45 @@ class PrefixCache:
         return True
 
     def _evict(self, victim: _Kept) -> None:
-        victim.node.entry = None
-        self._tree.tidy(victim.node)
-        self._drop(victim)
+        self._tiers.save(victim.namespace, victim.node.token_ids, victim.sequence)
+        self._remove(victim)
         self._evictions += 1
+
+    def _restore(self, namespace: str, ids: Array, held: _Kept | None) -> _Kept | None:
+        """A prefix from a tier, kept from now on, that is longer than the one held by a block at least."""
+        start = held.node.length if held else 0
+        length = self._tiers.longest(namespace, ids, len(ids) - 1) if self._max_states else 0
+        if length < start + BLOCK_POSITIONS:
+            return None
+        if held:
+            held.num_pins += 1
+        try:
+            is_room = self.make_room(num_blocks_of(length) - start // BLOCK_POSITIONS, 1)
+            if not is_room or (len(self._kept) >= self._max_states and not self._evict_one()):
+                return None
+            # What was let go for its room may have pushed it out of its tier.
+            base = held.sequence if held else None
+            sequence = self._tiers.restored(namespace, ids, start + BLOCK_POSITIONS, base)
+        finally:
+            if held:
+                held.num_pins -= 1
+        if sequence is None:
+            return None
+        self._restored += 1
+        return self._enter(namespace, ids[: sequence.length], sequence)
+
+    def _enter(self, namespace: str, ids: Array, sequence: Sequence) -> _Kept:
+        """Makes `sequence`, the cache's own from then on, a kept prefix."""
+        node = self._tree.insert(namespace, ids)
+        kept = _Kept(node, namespace, sequence, 1.0, self._prompts)
+        self._tree.set_entry(node, kept)
+        self._kept.add(kept)
+        return kept
+
+    def _remove(self, kept: _Kept) -> None:
+        kept.node.entry = None
+        self._tree.tidy(kept.node)
+        self._drop(kept)
 
     def _drop(self, kept: _Kept) -> None:
         kept.is_gone = True

@@ -7,11 +7,20 @@ room, before it changes anything.
 
 from collections import Counter
 from collections.abc import Collection
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 
 from coldstream.errors import InvalidRequestError
 from coldstream.kernels.ops import BLOCK_POSITIONS, Ops
 from coldstream.kvcache.cache import CacheShape, CacheSize, DeltaNetState, ModelCache, num_blocks_of
+from coldstream.kvcache.cache_bytes import (
+    block_bytes,
+    read_block,
+    read_state,
+    state_bytes_of,
+    write_block,
+    write_state,
+)
 from coldstream.kvcache.pool import BlockPool
 from coldstream.kvcache.sequence import Checkpoint, PendingTree, Sequence
 
@@ -83,6 +92,62 @@ class SequenceCache:
         self.blocks.share(copy.blocks)
         self.states.share(_states_of(copy.state))
         return copy
+
+    def read_block(self, sequence: Sequence, index: int) -> bytes:
+        """Keys and values of the committed positions in the sequence's block number `index`."""
+        self._check_settled(sequence)
+        positions = min(BLOCK_POSITIONS, sequence.length - index * BLOCK_POSITIONS)
+        return read_block(self.tensors, sequence.blocks[index], positions)
+
+    def read_state(self, sequence: Sequence) -> bytes:
+        """The recurrent state of a sequence that is not empty."""
+        self._check_settled(sequence)
+        assert sequence.state is not None, "an empty sequence has no state"
+        return read_state(self.tensors, sequence.state)
+
+    def written(
+        self, length: int, blocks: Listed[bytes], state: bytes, base: Sequence | None = None
+    ) -> Sequence:
+        """A new sequence with what `read_block`, from some block on, and `read_state` gave.
+
+        It shares the blocks before those with `base`, whose tokens there have to be the same. Raises
+        OutOfMemoryError, and InvalidRequestError for bytes of other sizes, with nothing changed.
+        """
+        first = num_blocks_of(length) - len(blocks)
+        sizes = [
+            min(BLOCK_POSITIONS, length - index * BLOCK_POSITIONS)
+            for index in range(first, first + len(blocks))
+        ]
+        if (
+            length < 1
+            or first < 0
+            or [len(block) for block in blocks] != [block_bytes(self.tensors, size) for size in sizes]
+            or len(state) != state_bytes_of(self.tensors)
+        ):
+            raise InvalidRequestError(
+                f"{len(blocks)} blocks and a state are not those of {length} positions of this cache: they "
+                "are of another model or type of cache"
+            )
+        shared: list[int] = []
+        if first:
+            assert base is not None, "a sequence begins with its first block"
+            self._check_settled(base)
+            assert base.length >= first * BLOCK_POSITIONS, "shared blocks are whole"
+            shared = base.blocks[:first]
+        self.blocks.check(len(blocks))
+        self.states.check(1)
+        (state_id,) = self.states.take(1)
+        taken = self.blocks.take(len(blocks))
+        try:
+            for block, size, content in zip(taken, sizes, blocks, strict=True):
+                write_block(self.tensors, block, size, content)
+            write_state(self.tensors, state_id, state)
+        except BaseException:
+            self.blocks.release(taken)
+            self.states.release([state_id])
+            raise
+        self.blocks.share(shared)
+        return Sequence(self, length, [*shared, *taken], state_id)
 
     def checkpoint(self, sequence: Sequence) -> Checkpoint:
         """Keeps the recurrent state as it is now; nothing is copied."""

@@ -5,9 +5,9 @@ are wanted. Knows nothing of text, sampling or requests.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as TokenIds
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -179,6 +179,12 @@ class ModelRunner(ABC):
     def freed_by(self, sequences: Collection[Sequence]) -> CacheSize:
         """What releasing these sequences together would free; they have no pending trees."""
         return self._sequences.freed_by(sequences)
+
+    @contextmanager
+    def contents(self) -> Iterator[SequenceCache]:
+        """The memory of sequences, for their bytes to be read and written; a device's errors are typed."""
+        with self._typed_errors():
+            yield self._sequences
 
     def clear(self, sequence: Sequence) -> None:
         """Empties the sequence and drops its checkpoints."""

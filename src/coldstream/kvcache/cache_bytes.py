@@ -1,0 +1,79 @@
+"""Blocks and recurrent states of a `ModelCache` as bytes, on any device: for memory beside it, and for files.
+
+The bytes are those of the arrays, layer by layer, and only of positions that are committed: what else lies in
+a block may be another caller's.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from coldstream.kernels.ops import BLOCK_POSITIONS, Array
+from coldstream.kvcache.cache import AttentionState, DeltaNetState, ModelCache
+
+
+def block_bytes(cache: ModelCache, num_positions: int = BLOCK_POSITIONS) -> int:
+    """Bytes of the first positions of a block."""
+    return sum(_num_bytes(part) for part in _block_parts(cache, 0, num_positions))
+
+
+def state_bytes_of(cache: ModelCache) -> int:
+    """Bytes of a recurrent state of all layers."""
+    return sum(_num_bytes(part) for part in _state_parts(cache, 0))
+
+
+def read_block(cache: ModelCache, block: int, num_positions: int) -> bytes:
+    """Keys and values of the first positions of a block."""
+    return _read(_block_parts(cache, block, num_positions))
+
+
+def read_state(cache: ModelCache, state_id: int) -> bytes:
+    """The recurrent state of number `state_id`."""
+    return _read(_state_parts(cache, state_id))
+
+
+def write_block(cache: ModelCache, block: int, num_positions: int, content: bytes) -> None:
+    """Mutates the first positions of a block; content: as `read_block` gives it, of as many positions."""
+    _write(_block_parts(cache, block, num_positions), content)
+
+
+def write_state(cache: ModelCache, state_id: int, content: bytes) -> None:
+    """Mutates a recurrent state; content: as `read_state` gives it."""
+    _write(_state_parts(cache, state_id), content)
+
+
+def _block_parts(cache: ModelCache, block: int, num_positions: int) -> Iterator[Array]:
+    for layer in cache.layers:
+        if isinstance(layer, AttentionState):
+            yield layer.k[block, :num_positions]
+            yield layer.v[block, :num_positions]
+
+
+def _state_parts(cache: ModelCache, state_id: int) -> Iterator[Array]:
+    for layer in cache.layers:
+        if isinstance(layer, DeltaNetState):
+            yield layer.conv_state[state_id]
+            yield layer.state[state_id]
+
+
+def _num_bytes(part: Array) -> int:
+    return int(part.nbytes)
+
+
+def _read(parts: Iterator[Array]) -> bytes:
+    hosts = (part if isinstance(part, np.ndarray) else part.cpu().numpy() for part in parts)
+    return b"".join(host.tobytes() for host in hosts)
+
+
+def _write(parts: Iterator[Array], content: bytes) -> None:
+    start = 0
+    for part in parts:
+        # A tensor's type has the name of NumPy's, behind that of PyTorch.
+        element = np.dtype(str(part.dtype).removeprefix("torch."))
+        host = np.frombuffer(content, element, int(np.prod(part.shape)), start).reshape(part.shape)
+        if isinstance(part, np.ndarray):
+            part[...] = host
+        else:
+            part.copy_(part.new_tensor(host))
+        start += host.nbytes
+    assert start == len(content), "bytes of another cache"
