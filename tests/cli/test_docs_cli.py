@@ -1,9 +1,12 @@
 """docs/cli.md and README.md are true: sessions, exit codes, and fields of JSON."""
 
 import json
+import os
 import re
 import shutil
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dic
     with HubServer({"tiny-Q4_K_M.gguf": demo_model_path().read_bytes()}) as hub:
         cache = {"HF_HUB_CACHE": str(folder / "cache"), "HF_HUB_DISABLE_XET": "1"}
         yield folder, {"HF_ENDPOINT": hub.endpoint, "CUDA_VISIBLE_DEVICES": "", **cache}
+    if (folder / "serve.pid").exists():
+        with suppress(ProcessLookupError):  # a server that its session did not end
+            os.kill(int((folder / "serve.pid").read_text()), signal.SIGKILL)
 
 
 def test_every_session_prints_what_the_page_says(

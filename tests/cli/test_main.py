@@ -57,7 +57,7 @@ def test_short_help_in_the_list_is_the_verbs_own(verb: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["frob"], 2, "no command frob: there are run, bench,"),
+        (["frob"], 2, "no command frob: there are run, serve,"),
         (["bnech"], 2, "no command bnech: did you mean bench?"),
         (["chat"], 2, "no command chat: did you mean run?"),
         (["models/a.gguf"], 2, "did you mean coldstream run models/a.gguf?"),
@@ -120,6 +120,8 @@ _NAMES = {
     "run": "--prompt -p --file -f --system-prompt -sys --n-predict -n --ctx-size -c --threads -t --temp "
     "--top-k --top-p --min-p --repeat-penalty --repeat-last-n --presence-penalty --frequency-penalty "
     "--seed -s --ignore-eos --cache-type-k -ctk --cache-type-v -ctv --offline --chat-template-kwargs",
+    "serve": "--host --port --api-key --api-key-file --alias --parallel --ctx-size -c --threads -t --vram "
+    "--ram --model-draft --offline",
     "bench": "--n-prompt -p --n-gen -n --n-depth -d --repetitions -r --threads -t --ctx-size -c",
     "plan": "--ctx-size -c --threads -t --vram --ram --pin-layers --out",
     "profile": "--ctx-size -c --threads -t --text --plot",

@@ -14,8 +14,8 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Final, NoReturn, Self
 
@@ -87,6 +87,16 @@ class Interrupts:
         self._leave = None
         if self._terminated:
             raise TerminatedError(EXIT_TERMINATED)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """An event loop handles the signals in this block, and gives up its handlers before the end."""
+        try:
+            yield
+        finally:
+            for number, handler in ((signal.SIGINT, self._interrupt), (signal.SIGTERM, self._terminate)):
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
 
     def forget(self) -> None:
         """The last Ctrl-C has had its effect: the next one is a first one again."""

@@ -30,6 +30,7 @@ from coldstream.errors import ColdstreamError, escape_controls
 
 VERBS = {
     "run": "Generate or chat in the terminal.",
+    "serve": "Serve a model over HTTP.",
     "bench": "Measure prefill and decode speed.",
     "plan": "Show what goes where, and the speed to expect.",
     "profile": "Record which experts a text uses.",
@@ -40,6 +41,7 @@ VERBS = {
 _OTHER_NAMES = {
     "chat": "run",
     "generate": "run",
+    "server": "serve",
     "list": "ls",
     "download": "pull",
     "info": "show",
@@ -52,6 +54,7 @@ coldstream {__version__} runs Mixture-of-Experts language models from GGUF files
   coldstream run                      try the bundled demo model, which completes Python code
   coldstream run model.gguf           chat with a model
   coldstream run org/repo:Q4_K_M      download a model and chat
+  coldstream serve model.gguf         answers over OpenAI's and Anthropic's interfaces
   coldstream plan model.gguf          what goes into which memory, and the speed to expect
   coldstream --help                   all commands"""
 EXIT_BROKEN_PIPE = 141

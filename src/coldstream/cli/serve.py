@@ -1,0 +1,152 @@
+"""`coldstream serve`: a model behind OpenAI's and Anthropic's interfaces."""
+
+import asyncio
+import importlib.util
+import logging
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from coldstream.cli.main import Session
+from coldstream.cli.model_argument import model_or_bundled
+from coldstream.cli.options import common_options, engine_config, engine_options
+from coldstream.cli.terminal import ProgressLine, note
+from coldstream.engine.limits import MAX_RUNNING, EngineLimits
+from coldstream.errors import ConfigError
+
+_STDERR: Final = 2
+_PACKAGES: Final = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
+
+
+def parse_parallel(text: str) -> int:
+    """How many answers run side by side. Raises click.BadParameter."""
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= MAX_RUNNING):
+        raise click.BadParameter(f"{text!r} is not a number from 1 to {MAX_RUNNING}")
+    return int(text)
+
+
+@click.command("serve", short_help="Serve a model over HTTP.")
+@click.argument("model", required=False)
+@click.option("--host", default="127.0.0.1", help="Address to listen on [default: 127.0.0.1, this machine].")
+@click.option("--port", type=int, default=8080, help="Port to listen on; 0: any [default: 8080].")
+@click.option(
+    "--api-key",
+    "api_keys",
+    multiple=True,
+    metavar="KEY",
+    help="Ask clients for this key; may be given several times. Others on this machine can see it here.",
+)
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Ask clients for one of the keys in FILE, one a line.",
+)
+@click.option(
+    "--allow",
+    "allowed",
+    multiple=True,
+    metavar="NAME",
+    help="A host name or, as https://..., an origin of web pages by which the server may be used too; may "
+    "be given several times.",
+)
+@click.option("--alias", metavar="NAME", help="Name of the model for clients [default: the file's].")
+@click.option(
+    "--parallel",
+    type=parse_parallel,
+    metavar="N",
+    help=f"Answers that are computed side by side, at most [default: {MAX_RUNNING}, or what fits].",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(("text", "json")),
+    default="text",
+    help="What a line of the log is [default: text].",
+)
+@engine_options
+@common_options
+@click.pass_obj
+def command(
+    session: Session,
+    /,
+    model: str | None,
+    host: str,
+    port: int,
+    api_keys: tuple[str, ...],
+    api_key_file: Path | None,
+    allowed: tuple[str, ...],
+    alias: str | None,
+    parallel: int | None,
+    log_format: str,
+    **options: Any,
+) -> int:
+    """Serve MODEL, the bundled demo model by default, over OpenAI's and Anthropic's interfaces.
+
+    \b
+    coldstream serve model.gguf                       on http://127.0.0.1:8080/v1
+    coldstream serve org/repo:Q4_K_M --vram 8G
+    coldstream serve model.gguf --host 0.0.0.0 --api-key-file keys
+
+    Ctrl-C or SIGTERM lets answers under way finish; the second one ends them.
+    """
+    _check_packages()
+    from coldstream.server.http.settings import ServerSettings, check_exposure, read_api_keys
+
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        api_keys=(*api_keys, *(read_api_keys(api_key_file) if api_key_file else ())),
+        allowed_hosts=tuple(name for name in allowed if "://" not in name),
+        allowed_origins=tuple(name for name in allowed if "://" in name),
+    )
+    check_exposure(settings)
+    return _serve(session, settings, model, alias, parallel, log_format, options)
+
+
+def _serve(
+    session: Session,
+    settings: Any,
+    model: str | None,
+    alias: str | None,
+    parallel: int | None,
+    log_format: Any,
+    options: Mapping[str, Any],
+) -> int:
+    from coldstream.server.log import Log, LogHandler
+    from coldstream.server.serving import Service, serve
+    from coldstream.server.web_server import bind
+
+    path = model_or_bundled(model)
+    service = Service(
+        name=alias or name_of(path),
+        config=engine_config(path, options),
+        limits=EngineLimits() if parallel is None else EngineLimits(max_running=parallel),
+        settings=settings,
+    )
+    if session.verbose:
+        note("\n".join(f"{name}: {value}" for name, value in asdict(service.config).items()))
+    interrupts = session.interrupts
+    with bind(settings.host, settings.port) as listener, Log(_STDERR, log_format) as log:
+        logging.basicConfig(handlers=[LogHandler(log)], force=True)
+        with ProgressLine() as line, interrupts.lent() if interrupts else nullcontext():
+            cut_by = asyncio.run(serve(service, listener, log, line.update))
+        log.write("info", "stopped", "stopped")
+    return 0 if cut_by is None else 128 + cut_by
+
+
+def name_of(model: str) -> str:
+    """What clients call a model by default: a hub name as it is, a file without its folder and ending."""
+    return Path(model).name.removesuffix(".gguf") if Path(model).exists() else model
+
+
+def _check_packages() -> None:
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"coldstream serve needs {', '.join(missing)}, which this installation lacks: "
+            "pip install 'coldstream[serve]'"
+        )

@@ -1,0 +1,163 @@
+"""Serves a model over HTTP from its loading to the last answer: what `coldstream serve` does."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, Self
+
+from coldstream.engine.config import EngineConfig
+from coldstream.engine.limits import EngineLimits
+from coldstream.server.access_log import AccessLog
+from coldstream.server.client import Health
+from coldstream.server.engine_child import ENGINE_COMMAND
+from coldstream.server.http.app import create_app
+from coldstream.server.http.settings import ServerSettings
+from coldstream.server.log import Log
+from coldstream.server.served_model import ServedModel
+from coldstream.server.supervisor import OnProgress, Supervisor
+from coldstream.server.web_server import WebServer, url_of
+
+DRAIN_S: Final = 30.0  # for answers under way when the server is asked to stop
+_CLOSE_S: Final = 5.0  # then for their connections
+
+
+@dataclass(frozen=True)
+class Service:
+    """What is served, and how."""
+
+    name: str  # of the model, as clients ask for it
+    config: EngineConfig
+    limits: EngineLimits
+    settings: ServerSettings
+    drain_s: float = DRAIN_S
+    command: Sequence[str] = field(default=ENGINE_COMMAND)  # of the engine process
+
+
+class Stop:
+    """SIGINT and SIGTERM while an event loop runs: the first asks to stop, the second to stop at once."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.forced = asyncio.Event()
+        self.last: int | None = None  # number of the signal
+
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._take, number)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    def _take(self, number: int) -> None:
+        self.last = number
+        (self.forced if self.asked.is_set() else self.asked).set()
+
+
+async def serve(service: Service, listener: socket.socket, log: Log, on_progress: OnProgress) -> int | None:
+    """Serve on a listening socket until a signal; then let answers under way finish, for `drain_s` at most.
+
+    Returns the number of the second signal, if that cut answers off. Raises what opening the model raises.
+    """
+    with Stop() as stop:
+        supervisor = Supervisor(
+            service.config,
+            service.limits,
+            name=service.name,
+            command=service.command,
+            on_progress=on_progress,
+            on_state=_StateLog(log),
+        )
+        async with supervisor as engine:
+            web = WebServer(AccessLog(create_app(engine, service.settings), log), listener)
+            serving = asyncio.create_task(web.run(), name="web")
+            log.write("info", "loading", f"loading {service.name}; until then {url_of(listener)} answers 503")
+            try:
+                opened = asyncio.create_task(engine.opened())
+                await _first_of(opened, stop.asked.wait(), serving)
+                if opened.done():
+                    _say_ready(log, service, opened.result(), url_of(listener))
+                    await _first_of(stop.asked.wait(), serving)
+                else:
+                    opened.cancel()
+                await _stop(engine, web, serving, stop, log, service.drain_s)
+            finally:
+                await _leave(web, serving)
+            return stop.last if stop.forced.is_set() else None
+
+
+async def _stop(
+    engine: Supervisor, web: WebServer, serving: "asyncio.Task[None]", stop: Stop, log: Log, drain_s: float
+) -> None:
+    """Take no more connections, and wait for answers under way, for connections, or for the second signal."""
+    log.write(
+        "info", "stopping", f"stopping: answers under way have {drain_s:g} s; a second signal ends them"
+    )
+    web.stop()
+    await _first_of(engine.drain(drain_s), stop.forced.wait())
+    engine.abort()
+    await _first_of(serving, stop.forced.wait(), asyncio.sleep(_CLOSE_S))
+
+
+async def _leave(web: WebServer, serving: "asyncio.Task[None]") -> None:
+    web.stop()
+    if not serving.done():
+        forcing = asyncio.create_task(web.force())
+        await asyncio.wait({serving})
+        forcing.cancel()
+    await serving
+
+
+async def _first_of(*waits: "asyncio.Task[Any] | Coroutine[Any, Any, Any]") -> None:
+    """Wait until one of these is done; those that only this function has are cancelled then."""
+    own = {asyncio.create_task(each) for each in waits if not isinstance(each, asyncio.Task)}
+    given = {each for each in waits if isinstance(each, asyncio.Task)}
+    try:
+        await asyncio.wait(own | given, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in own:
+            task.cancel()
+
+
+def _say_ready(log: Log, service: Service, model: ServedModel, url: str) -> None:
+    facts = model.facts
+    for warning in facts.warnings:
+        log.write("warning", "warning", warning)
+    where = facts.device if facts.device == "cuda" else f"{facts.tier}, {facts.threads} threads"
+    log.write(
+        "info",
+        "ready",
+        f"serving {model.name} at {url}/v1 (context {model.ctx_size}, {where})",
+        model=model.name,
+        url=url,
+        ctx_size=model.ctx_size,
+        device=facts.device,
+        threads=facts.threads,
+        protected=bool(service.settings.api_keys),
+    )
+
+
+class _StateLog:
+    """Says when the engine is lost and when it is back."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._was_down = False
+
+    def __call__(self, health: Health) -> None:
+        if health.state in ("restarting", "failed") and health.restarts:
+            self._was_down = True
+            level = "warning" if health.state == "restarting" else "error"
+            text = f"the engine is lost: {health.reason}; back in about {health.retry_after_s:.1f} s"
+            self._log.write(level, "engine_lost", text, restarts=health.restarts, state=health.state)
+        elif health.state == "ready" and self._was_down:
+            self._was_down = False
+            self._log.write("info", "engine_back", "the engine is back", restarts=health.restarts)

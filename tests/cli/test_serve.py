@@ -1,0 +1,227 @@
+"""`coldstream serve`: a real server on a free port, from its first line to its exit code."""
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx2
+import psutil
+import pytest
+
+from coldstream.cli import serve as serve_verb
+from coldstream.cli.interrupts import EXIT_TERMINATED, Interrupts, TerminatedError
+from coldstream.cli.serve import name_of, parse_parallel
+
+Run = Callable[..., tuple[int, str, str]]
+SERVE = [sys.executable, "-m", "coldstream", "serve", "--port", "0", "--threads", "1", "--device", "cpu"]
+SHORT = {"model": "demo", "prompt": "def main(", "max_tokens": 4, "temperature": 0}
+LONG = {"model": "demo", "prompt": "import", "max_tokens": 3000, "stream": True, "ignore_eos": True}
+
+
+class Server:
+    """A server process and its log, a JSON object a line."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        self.lines: list[dict[str, Any]] = []
+
+    def wait_for(self, event: str) -> dict[str, Any]:
+        assert self.process.stderr is not None
+        for text in self.process.stderr:
+            self.lines.append(json.loads(text))
+            if self.lines[-1]["event"] == event:
+                return self.lines[-1]
+        raise AssertionError(f"it ended without {event}: {self.lines}")
+
+    def finish(self) -> int:
+        """Its exit code, after all of its log."""
+        assert self.process.stderr is not None
+        self.lines += map(json.loads, self.process.stderr)
+        return self.process.wait()
+
+
+@contextmanager
+def serving(*arguments: str, **options: Any) -> Iterator[tuple[Server, httpx2.Client]]:
+    """A server that has loaded its model, and a client for it."""
+    command = [*SERVE, "--ctx-size", "4096", "--log-format", "json", *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options
+    ) as process:
+        try:
+            server = Server(process)
+            with httpx2.Client(base_url=server.wait_for("ready")["url"], timeout=60) as client:
+                yield server, client
+        finally:
+            process.kill()
+
+
+def wait_until_refused(url: str) -> None:
+    """Wait until nothing listens there."""
+    with suppress(httpx2.ConnectError):
+        while True:
+            httpx2.get(f"{url}/health")
+
+
+def few_descriptors() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+
+def test_sigterm_lets_answers_finish_and_refuses_new_ones(tmp_path: Path) -> None:
+    """PR01, in PR07's surroundings: locale C, no home, a folder that cannot be written, 64 descriptors."""
+    tmp_path.chmod(0o500)
+    poor = {
+        "env": {"LC_ALL": "C", "PATH": os.environ["PATH"]},
+        "cwd": tmp_path,
+        "preexec_fn": few_descriptors,
+    }
+    with serving("--alias", "tiny", **poor) as (server, client):
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["tiny"]
+        first = client.post("/v1/completions", json={**SHORT, "model": "tiny"}).json()
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert children
+        with client.stream("POST", "/v1/completions", json={**LONG, "model": "tiny"}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for("stopping")
+            wait_until_refused(str(client.base_url))
+            data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        assert data[-1] == "[DONE]"
+        assert any(json.loads(line)["choices"][0]["finish_reason"] == "length" for line in data[:-1])
+        assert server.finish() == 0
+        assert psutil.wait_procs(children, timeout=10)[1] == []
+    assert first["choices"][0]["finish_reason"] in ("length", "stop")
+    assert server.lines[-1]["event"] == "stopped"
+    paths = [line["path"] for line in server.lines if line["event"] == "request"]
+    assert paths.count("/v1/completions") == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_cuts_answers_off(number: signal.Signals) -> None:
+    with serving() as (server, client):
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        with client.stream("POST", "/v1/completions", json=LONG) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            for child in children:
+                child.suspend()
+            server.process.send_signal(number)
+            server.wait_for("stopping")
+            server.process.send_signal(number)
+            rest = "\n".join(lines)
+        assert '"error"' in rest
+        assert "server stops" in rest
+        assert server.finish() == 128 + number
+        assert psutil.wait_procs(children, timeout=10)[1] == []
+
+
+def test_a_lost_engine_is_in_the_log_and_comes_back() -> None:
+    with serving() as (server, client):
+        (engine,) = psutil.Process(server.process.pid).children()
+        engine.kill()
+        assert "signal 9" in server.wait_for("engine_lost")["message"]
+        answer = client.post("/v1/completions", json=SHORT)
+        if answer.status_code == 503:  # unless it was back sooner
+            assert int(answer.headers["retry-after"]) >= 1
+            server.wait_for("engine_back")
+            answer = client.post("/v1/completions", json=SHORT)
+        assert answer.status_code == 200
+
+
+def test_beyond_loopback_it_wants_a_key(run: Run) -> None:
+    """AU05."""
+    code, out, error = run("serve", "--host", "0.0.0.0", "--port", "0")
+    assert (code, out) == (2, "")
+    assert "--api-key-file" in error
+
+
+def test_a_port_that_is_taken_is_named(run: Run) -> None:
+    """PR08."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, _, error = run("serve", "--port", port)
+    assert code == 2
+    assert f"--port {port} on 127.0.0.1 is in use" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--host", "192.0.2.1", "--api-key", "k"), "--host 192.0.2.1 cannot be listened on"),
+        (("--host", "no.such.name.invalid", "--api-key", "k"), "--host no.such.name.invalid is no address"),
+        (("--port", "65536"), "port must be a number from 0 to 65535"),
+        (("--parallel", "0"), "is not a number from 1 to 64"),
+        (("--api-key-file", "/nonexistent"), "--api-key-file /nonexistent: No such file"),
+        (("--api-key", "two words"), "api key"),
+        (("--ctx-size", "8q"), "is not a size"),
+    ],
+)
+def test_wrong_settings_are_one_line_before_anything_is_loaded(
+    run: Run, arguments: tuple[str, ...], message: str
+) -> None:
+    code, out, error = run("serve", "--port", "0", *arguments)
+    assert (code, out) == (2, "")
+    assert message in error
+    assert "two words" not in error
+    assert error.count("\n") == 1
+
+
+def test_a_model_that_does_not_open_ends_the_server_with_its_exit_code() -> None:
+    done = subprocess.run([*SERVE, "/nonexistent/model.gguf"], capture_output=True, text=True, check=False)
+    assert done.returncode == 66
+    assert done.stderr.splitlines()[-1].startswith("error: /nonexistent/model.gguf: no such file")
+
+
+def test_without_its_packages_it_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_verb, "_PACKAGES", ("json", "no_such_package"))
+    code, _, error = run("serve")
+    assert code == 2
+    assert "needs no_such_package" in error
+    assert "pip install 'coldstream[serve]'" in error
+
+
+def test_its_packages_are_those_of_the_extra() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extra = project["optional-dependencies"]["serve"]
+    names = {line.split(">")[0].replace("-", "_") for line in extra}
+    assert names == set(serve_verb._PACKAGES)
+
+
+def test_its_help_has_at_most_25_options(run: Run) -> None:
+    _, shown, _ = run("serve", "--help")
+    assert sum(line.startswith("  -") for line in shown.splitlines()) <= 25
+
+
+def test_names_of_models() -> None:
+    assert name_of("org/repo:Q4_K_M") == "org/repo:Q4_K_M"
+    assert name_of(__file__) == "test_serve.py"
+
+
+def test_numbers_of_answers_side_by_side() -> None:
+    assert (parse_parallel("1"), parse_parallel("64")) == (1, 64)
+    for text in ("0", "65", "-1", "x", "9" * 99, "²"):
+        with pytest.raises(click.BadParameter):
+            parse_parallel(text)
+
+
+def test_signals_lent_to_an_event_loop_come_back() -> None:
+    with Interrupts() as interrupts:
+        with interrupts.lent():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(TerminatedError) as raised:
+            signal.raise_signal(signal.SIGTERM)
+        assert raised.value.code == EXIT_TERMINATED
