@@ -176,7 +176,8 @@ def test_no_prefix_is_kept_at_the_cost_of_an_answer_that_runs(path: Path) -> Non
         for each in range(4):
             client.add([each] * 100, replace(SAMPLED, max_tokens=30), borders=(50,))
         client.drain()
-        assert client.engine.statistics().preemptions == 0
+        statistics = client.engine.statistics()
+        assert (statistics.preemptions, statistics.prefixes.evictions) == (0, 0)
 
 
 def test_a_prompt_that_is_cancelled_half_way_leaves_nothing_that_is_not_known_to_be_finite(

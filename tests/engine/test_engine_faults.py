@@ -109,8 +109,9 @@ def test_damaged_logits_fail_one_and_are_never_kept(
 
 
 @pytest.mark.parametrize("error", [OutOfMemoryError, DeviceError, ModelChangedError, GenerationFault])
+@pytest.mark.parametrize("max_running", [2, 4])
 def test_an_error_of_a_whole_step_fails_those_in_it_once(
-    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch, error: type[ColdstreamError]
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch, error: type[ColdstreamError], max_running: int
 ) -> None:
     launch, num_steps = opened.runner._launch, itertools.count()
 
@@ -121,12 +122,16 @@ def test_an_error_of_a_whole_step_fails_those_in_it_once(
 
     llm = LLM.from_opened(opened)
     wanted = alone(llm, PROMPTS[0], SAMPLED)
-    with engine_of(opened, EngineLimits(max_running=2)) as client, monkeypatch.context() as patched:
+    with engine_of(opened, EngineLimits(max_running=max_running)) as client, monkeypatch.context() as patched:
         patched.setattr(opened.runner, "_launch", failing)
-        ids = [client.add(prompt, SAMPLED) for prompt in PROMPTS]
+        both = client.add(PROMPTS[1], replace(SAMPLED, n=2))
+        client.step()
+        client.step()
+        ids = [both, *(client.add(prompt, SAMPLED) for prompt in PROMPTS)]
         client.drain()
-        assert [type(client.error(each)) for each in ids[:2]] == [error] * 2
-        assert client.error(ids[2]) is None, "it was not in the step"
+        in_it = 1 + (max_running - 2)
+        assert [type(client.error(each)) for each in ids[:in_it]] == [error] * in_it
+        assert [client.error(each) for each in ids[in_it:]] == [None] * (4 - in_it), "they were not in it"
         again = client.add(PROMPTS[0], SAMPLED)
         client.drain()
         assert client.answers(again) == wanted
