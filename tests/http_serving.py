@@ -3,21 +3,44 @@
 import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx2
 
 from coldstream.assets import demo_model_path
 from coldstream.engine import EngineConfig, OpenedModel, open_model
+from coldstream.gguf.chat_template import ChatTemplate
+from coldstream.server.local_client import LocalClient
+from coldstream.server.served_model import ServedModel
 
 URL = "http://127.0.0.1:8080"
 CTX_SIZE = 2048
+TEMPLATE = Path(__file__).with_name("gguf") / "chatml.jinja"
 
 Connect = Callable[..., AbstractAsyncContextManager[httpx2.AsyncClient]]
 
 
 def open_demo() -> OpenedModel:
     return open_model(EngineConfig.from_options({"model": str(demo_model_path()), "ctx_size": CTX_SIZE}))
+
+
+class WithTemplate:
+    """A client whose model has another chat template: that of Qwen's family, with tools and thoughts."""
+
+    def __init__(self, client: LocalClient) -> None:
+        source = TEMPLATE.read_text()
+        vocabulary = client.model.tokenizer.vocabulary
+        self._client = client
+        self.model: ServedModel = replace(
+            client.model,
+            template_source=source,
+            chat_template=ChatTemplate(source, vocabulary.control_ids, {}),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
 
 
 def events_of(text: str) -> list[Any]:

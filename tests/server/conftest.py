@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from coldstream.engine import LLM
 from coldstream.server.http import ServerSettings, create_app
 from coldstream.server.local_client import LocalClient
-from http_serving import URL, Connect, open_demo
+from http_serving import URL, Connect, WithTemplate, open_demo
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +53,30 @@ async def http(connect: Connect) -> AsyncIterator[httpx2.AsyncClient]:
 @pytest.fixture
 def openai(http: httpx2.AsyncClient) -> AsyncOpenAI:
     """The official client, which refuses answers in another shape than its API's."""
+    return official(http)
+
+
+@pytest.fixture(scope="session")
+def thinker(local_client: LocalClient) -> Iterator[WithTemplate]:
+    """The engine with a chat template that has tools and thoughts."""
+    client = WithTemplate(local_client)
+    yield client
+    client.model.chat_template.close()
+
+
+@pytest.fixture
+async def thinking_http(connect: Connect, thinker: WithTemplate) -> AsyncIterator[httpx2.AsyncClient]:
+    async with connect(thinker) as http:
+        yield http
+
+
+@pytest.fixture
+def thinking(thinking_http: httpx2.AsyncClient) -> AsyncOpenAI:
+    """The official client of a model that thinks and calls tools."""
+    return official(thinking_http)
+
+
+def official(http: httpx2.AsyncClient) -> AsyncOpenAI:
     return AsyncOpenAI(
         base_url=f"{URL}/v1",
         api_key="none",

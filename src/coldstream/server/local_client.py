@@ -35,16 +35,16 @@ class LocalClient:
     def __init__(self, opened: OpenedModel, name: str, limits: EngineLimits | None = None) -> None:
         """name: of the model, as clients ask for it."""
         self._model = ServedModel.of_opened(name, int(time.time()), opened)
-        self._engine = Engine(opened, limits or EngineLimits())
-        self._statistics = self._engine.statistics()
+        engine = Engine(opened, limits or EngineLimits())
+        self._statistics = engine.statistics()
         self._moved_at = time.monotonic()
         self._fault: str | None = None
         self._streams: dict[int, EventStream] = {}  # whose last event has not come; the loop's alone
         self._condition = threading.Condition()
-        self._work: deque[Callable[[], None]] = deque()
+        self._work: deque[Callable[[Engine], None]] = deque()
         self._is_closing = self._has_ended = False
         self._loop: asyncio.AbstractEventLoop | None = None  # of the last request
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(engine,), name="engine", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -73,7 +73,7 @@ class LocalClient:
         stream = EventStream(request_id, submission.request.params.n, self._leave)
         self._streams[request_id] = stream
         try:
-            await self._call(lambda: self._engine.add(submission))
+            await self._call(lambda engine: engine.add(submission))
         except BaseException:
             self._leave(stream)
             self._check_running()
@@ -82,7 +82,7 @@ class LocalClient:
 
     async def cancel(self, request_id: int) -> None:
         """See `EngineClient.cancel`."""
-        self._post(lambda: self._engine.cancel(request_id))
+        self._post(lambda engine: engine.cancel(request_id))
 
     async def health(self) -> Health:
         """See `EngineClient.health`."""
@@ -98,17 +98,17 @@ class LocalClient:
 
     def _leave(self, stream: EventStream) -> None:
         self._streams.pop(stream.request_id, None)
-        self._post(lambda: self._engine.cancel(stream.request_id))
+        self._post(lambda engine: engine.cancel(stream.request_id))
 
-    async def _call(self, work: Callable[[], T]) -> T:
+    async def _call(self, work: Callable[[Engine], T]) -> T:
         """The result of `work`, which the engine's thread does between steps. Raises its error."""
         self._check_running()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
-        def do() -> None:
+        def do(engine: Engine) -> None:
             try:
-                settle = partial(future.set_result, work())
+                settle = partial(future.set_result, work(engine))
             except Exception as error:
                 settle = partial(future.set_exception, error)
             loop.call_soon_threadsafe(_settle, future, settle)
@@ -122,7 +122,7 @@ class LocalClient:
         if self._fault is not None or self._is_closing:
             raise ServiceUnavailable(f"the engine has ended: {self._fault or 'it was closed'}")
 
-    def _post(self, work: Callable[[], None]) -> bool:
+    def _post(self, work: Callable[[Engine], None]) -> bool:
         """Whether the engine's thread will do `work`; it does none after its end."""
         with self._condition:
             if not self._has_ended:
@@ -130,35 +130,35 @@ class LocalClient:
                 self._condition.notify()
             return not self._has_ended
 
-    def _run(self) -> None:
-        """The engine's thread."""
+    def _run(self, engine: Engine) -> None:
+        """The engine's thread, to which it belongs."""
         fault: Exception | None = None
         while fault is None:
             with self._condition:
-                self._condition.wait_for(lambda: self._work or self._is_closing or not self._engine.is_idle)
+                self._condition.wait_for(lambda: self._work or self._is_closing or not engine.is_idle)
                 if self._is_closing:
                     break
                 work, self._work = self._work, deque()
             try:
                 for each in work:
-                    each()
-                if not self._engine.is_idle:
-                    self._in_loop(partial(self._deliver, self._engine.step()))
-                self._statistics = self._engine.statistics()
+                    each(engine)
+                if not engine.is_idle:
+                    self._in_loop(partial(self._deliver, engine.step()))
+                self._statistics = engine.statistics()
             except Exception as error:  # of the engine itself: requests' own are events
                 fault = error
             self._moved_at = time.monotonic()
-        self._end(fault)
+        self._end(engine, fault)
 
-    def _end(self, fault: Exception | None) -> None:
+    def _end(self, engine: Engine, fault: Exception | None) -> None:
         if fault is not None:
             self._fault = f"{type(fault).__name__}: {fault}"
-        self._engine.close()
+        engine.close()
         with self._condition:
             self._has_ended = True
             work = self._work
         for each in work:
-            each()
+            each(engine)
         self._in_loop(self._fail_all)
 
     def _in_loop(self, work: Callable[[], None]) -> None:

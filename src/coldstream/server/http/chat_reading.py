@@ -12,6 +12,7 @@ from coldstream.server.http.chat_request import (
     ChatRequest,
     NamedChoice,
     check_served,
+    messages_for_template,
     template_settings_of,
 )
 from coldstream.server.http.fields import sampling_of
@@ -64,7 +65,7 @@ def read_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) 
         grammar=grammar,
         repetition=RepetitionStop() if body.stop_repetition else None,
     )
-    messages = [message.for_template() for message in body.messages]
+    messages = messages_for_template(body)
     with context_errors(served, "messages"):
         request = served.requests.of_chat(messages, params, template_settings_of(body, tools))
     tail = served.tokenizer.decode(request.prompt_token_ids[-_TAIL_TOKENS:], skip_special=False)

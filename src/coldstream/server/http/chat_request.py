@@ -1,6 +1,7 @@
 """The body of a chat completion request, and what the model's chat template is given of it."""
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Field
@@ -171,6 +172,26 @@ def template_settings_of(request: ChatRequest, tools: Sequence[Mapping[str, Any]
     if request.enable_thinking is not None:
         settings["enable_thinking"] = request.enable_thinking
     return {**settings, "tools": tools or None, "add_generation_prompt": True}
+
+
+def messages_for_template(request: ChatRequest) -> list[dict[str, Any]]:
+    """The messages in the shape that templates read. What agents send as several system messages at the
+    beginning is one: templates refuse others.
+    """
+    messages = [message.for_template() for message in request.messages]
+    leading = list(takewhile(lambda message: message["role"] == "system", messages))
+    if len(leading) <= 1:
+        return messages
+    texts = [_plain_text(message["content"]) for message in leading]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[len(leading) :]]
+
+
+def _plain_text(content: str | list[dict[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    if any(part["type"] != "text" for part in content):
+        raise refused("messages: only text parts are read", "messages")
+    return "".join(part.get("text") or "" for part in content)
 
 
 def check_served(request: ChatRequest) -> None:

@@ -1,0 +1,253 @@
+"""Connections that close, clients that do not read, prefills that take long, and errors in the middle."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+from starlette.types import ASGIApp, Message
+
+from coldstream.engine.events import Delta, Event, Failed, Started
+from coldstream.engine.request import Piece
+from coldstream.engine.submission import Submission
+from coldstream.errors import (
+    ColdstreamError,
+    DeadlineError,
+    DeviceError,
+    GenerationFault,
+    InvalidRequestError,
+    ModelChangedError,
+    OutOfMemoryError,
+    QueueFullError,
+)
+from coldstream.server.client import ServiceUnavailable
+from coldstream.server.http import ServerSettings, create_app
+from coldstream.server.local_client import LocalClient
+from http_serving import Connect, events_of
+
+LONG = {"prompt": "import os\n", "max_tokens": 1900, "ignore_eos": True}
+
+
+class Call:
+    """One request to an application, whose client may go away or stop reading at any point."""
+
+    def __init__(self, path: str, body: Any, num_read: int | None = None) -> None:
+        """num_read: messages that the client takes; it takes no more then. None: all."""
+        self._path = path
+        self._body = json.dumps(body).encode()
+        self._num_read = num_read
+        self._has_asked = False
+        self.gone = asyncio.Event()
+        self.sent: asyncio.Queue[Message] = asyncio.Queue()
+
+    async def __call__(self, app: ASGIApp) -> None:
+        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+            "scheme": "http", "path": self._path, "raw_path": self._path.encode(), "query_string": b"",
+            "headers": headers, "server": ("127.0.0.1", 8080), "client": ("127.0.0.1", 1),
+        }  # fmt: skip
+        await app(scope, self._receive, self._send)
+
+    async def _receive(self) -> Message:
+        if not self._has_asked:
+            self._has_asked = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if self._num_read is not None and self.sent.qsize() >= self._num_read:
+            await asyncio.Event().wait()
+        self.sent.put_nowait(message)
+
+
+async def idle(client: LocalClient) -> None:
+    """Waits until nothing is computed; the test's own time limit says that it takes too long."""
+    while True:
+        statistics = await client.statistics()
+        if statistics.running == statistics.waiting == 0:
+            return
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("num_events", [0, 1, 2, 20])
+async def test_sc04_a_closed_connection_ends_a_stream_at_once(
+    local_client: LocalClient, path: str, num_events: int
+) -> None:
+    body = {**LONG, "messages": [{"role": "user", "content": "import os"}], "stream": True}
+    call, before = Call(path, body), await local_client.statistics()
+    serving = asyncio.create_task(call(create_app(local_client, ServerSettings())))
+    for _ in range(num_events):
+        await call.sent.get()
+    call.gone.set()
+    await serving
+    await idle(local_client)
+    after = await local_client.statistics()
+    assert after.generated_tokens - before.generated_tokens < 1800
+    assert after.finished_requests == before.finished_requests
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_sc04_a_closed_connection_ends_what_would_come_at_once(
+    local_client: LocalClient, path: str
+) -> None:
+    body = {**LONG, "messages": [{"role": "user", "content": "import os"}]}
+    call, before = Call(path, body), await local_client.statistics()
+    serving = asyncio.create_task(call(create_app(local_client, ServerSettings())))
+    while (await local_client.statistics()).generated_tokens == before.generated_tokens:
+        await asyncio.sleep(0)
+    call.gone.set()
+    await serving
+    await idle(local_client)
+    after = await local_client.statistics()
+    assert after.cancelled_requests == before.cancelled_requests + 1
+    assert after.generated_tokens - before.generated_tokens < 1800
+
+
+async def test_sc05_a_client_that_stops_reading_is_left(local_client: LocalClient) -> None:
+    call = Call("/v1/completions", {**LONG, "stream": True}, num_read=3)
+    before = await local_client.statistics()
+    await call(create_app(local_client, ServerSettings(slow_reader_s=0.01)))
+    await idle(local_client)
+    assert (await local_client.statistics()).cancelled_requests == before.cancelled_requests + 1
+
+
+class Scripted:
+    """A client whose requests go as a script says; the model is a real one."""
+
+    def __init__(self, client: LocalClient, *script: Event | ColdstreamError | asyncio.Event) -> None:
+        self.model = client.model
+        self._client = client
+        self._script = script
+        self.cancelled: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def submit(self, submission: Submission) -> AsyncIterator[Event]:
+        if self._script and isinstance(self._script[0], ColdstreamError):
+            raise self._script[0]
+        return self._events()
+
+    async def cancel(self, request_id: int) -> None:
+        self.cancelled.append(request_id)
+
+    async def _events(self) -> AsyncIterator[Event]:
+        for each in self._script:
+            if isinstance(each, asyncio.Event):
+                await each.wait()
+            else:
+                assert not isinstance(each, ColdstreamError)
+                yield each
+
+
+PIECE = Delta(1, 0, Piece("abc", (1,)))
+BODIES = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+}
+STATUSES = [
+    (QueueFullError("full"), 429, "1"),
+    (ServiceUnavailable("down", 7.2), 503, "8"),
+    (DeadlineError("late"), 504, None),
+    (ModelChangedError("changed"), 503, "5"),
+    (OutOfMemoryError("memory"), 503, "5"),
+    (GenerationFault("NaN"), 500, None),
+    (DeviceError("lost"), 500, None),
+    (InvalidRequestError("top_k: bad"), 400, None),
+]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("error", "status", "retry_after"), STATUSES, ids=lambda value: type(value).__name__)
+async def test_errors_before_the_first_token_are_statuses(
+    connect: Connect,
+    local_client: LocalClient,
+    path: str,
+    stream: bool,
+    error: Any,
+    status: int,
+    retry_after: Any,
+) -> None:
+    """Whether the engine refuses the request or it fails at once, and also in a stream."""
+    for script in ((error,), (Failed(1, error),)):
+        async with connect(Scripted(local_client, *script)) as http:
+            response = await http.post(path, json={**BODIES[path], "stream": stream})
+        assert response.status_code == status
+        assert response.headers.get("retry-after") == retry_after
+        assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+        assert "/" not in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_error_in_the_middle_is_the_last_event_and_never_a_silent_end(
+    connect: Connect, local_client: LocalClient, path: str
+) -> None:
+    client = Scripted(local_client, Started(1, 0, 1), PIECE, Failed(1, GenerationFault("NaN logits")))
+    async with connect(client) as http:
+        stream = await http.post(path, json={**BODIES[path], "stream": True})
+        whole = await http.post(path, json=BODIES[path])
+    events = events_of(stream.text)
+    assert events[-1] == "[DONE]"
+    assert events[-2]["error"]["message"] == "NaN logits"
+    reasons = [choice["finish_reason"] for event in events[:-2] for choice in event["choices"]]
+    assert set(reasons) == {None}
+    assert whole.status_code == 500
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_answers_that_the_engine_cancels_are_errors_and_not_short_answers(
+    connect: Connect, local_client: LocalClient, path: str
+) -> None:
+    last = Delta(1, 0, Piece("", (), finish_reason="cancelled"))
+    async with connect(Scripted(local_client, Started(1, 0, 1), PIECE, last)) as http:
+        stream = await http.post(path, json={**BODIES[path], "stream": True})
+        whole = await http.post(path, json=BODIES[path])
+    assert events_of(stream.text)[-2]["error"]["code"] == "service_unavailable"
+    assert (whole.status_code, "retry-after" in whole.headers) == (503, True)
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_sc07_comments_keep_a_connection_alive_that_has_nothing_to_say(
+    local_client: LocalClient, path: str
+) -> None:
+    call = Call(path, {**BODIES[path], "stream": True})
+    client = Scripted(local_client, Started(1, 0, 1), asyncio.Event())
+    serving = asyncio.create_task(call(create_app(client, ServerSettings(keep_alive_s=0.001))))  # type: ignore[arg-type]
+    bodies: list[bytes] = []
+    while bodies.count(b": keep-alive\n\n") < 3:
+        bodies.append((await call.sent.get()).get("body", b""))
+    call.gone.set()
+    await serving
+    assert client.cancelled == [1]
+
+
+async def test_an_unexpected_error_is_a_500_without_details(
+    connect: Connect, local_client: LocalClient
+) -> None:
+    class Broken(Scripted):
+        async def submit(self, submission: Submission) -> AsyncIterator[Event]:
+            raise RuntimeError("/home/secret/model.gguf")
+
+    app = create_app(Broken(local_client), ServerSettings())  # type: ignore[arg-type]
+    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        response = await http.post("/v1/completions", json={"prompt": "a"})
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+    assert "secret" not in response.text
+
+
+async def test_a_deadline_ends_a_request_with_its_own_status(
+    connect: Connect, local_client: LocalClient
+) -> None:
+    async with connect(request_timeout_s=0.05) as http:
+        response = await http.post("/v1/completions", json=LONG)
+    assert response.status_code == 504
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    await idle(local_client)
