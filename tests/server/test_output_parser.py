@@ -161,8 +161,10 @@ def test_a_call_of_an_unknown_function_is_told_for_the_client_to_refuse(family: 
 @every_family
 def test_parameter_order_and_line_breaks_are_kept(family: str) -> None:
     arguments = {"content": "\n\na\n\tb  \n\n", "path": " x ", "mode": 7}
-    (call,) = calls_of(events_of(family, rendered(family, "write_file", arguments)))
-    assert list(call[1].items()) == list(arguments.items())
+    text = rendered(family, "write_file", arguments)
+    for pieces in (text, [text]):
+        (call,) = calls_of(events_of(family, pieces))
+        assert list(call[1].items()) == list(arguments.items())
 
 
 def test_ids_are_different() -> None:

@@ -24,6 +24,7 @@ from coldstream.server.output.typed_values import JSON_TYPES, finite_json, typed
         ({"type": "null"}, "None", None),
         ({"type": ["string", "null"]}, "null", None),
         ({"type": ["string", "null"]}, "nothing", "nothing"),
+        ({"type": ["string", "null"]}, '"quoted"', '"quoted"'),
         ({"type": ["string", "integer"]}, "5", 5),
         ({"type": ["string", "integer"]}, "5 apples", "5 apples"),
         ({"type": ["string", "integer"]}, "true", "true"),
