@@ -51,6 +51,12 @@ def computed(cache: PrefixCache, memory: Memory, ids: list[int], namespace: str 
     return prefix.length
 
 
+def check_no_page_is_left_over(tier: PrefixRam | PrefixDisk) -> None:
+    pages = {key: page for key, (page, _) in tier._index._pages.items()}
+    roots = {tier._keys(namespace).root for namespace in ("", "other key")}
+    assert all(page.parent in pages or page.parent in roots for page in pages.values())
+
+
 class Tiers(RuleBasedStateMachine):
     """Whatever is begun with holds its own tokens, and no tier takes more than its budget."""
 
@@ -115,9 +121,7 @@ class Tiers(RuleBasedStateMachine):
             assert tier.damaged == 0
             assert not tier.problem
         for owner in self.cache._tiers._tiers:
-            pages = {key: page for key, (page, _) in owner._index._pages.items()}
-            roots = {owner._keys(namespace).root for namespace in ("", "other key")}
-            assert all(page.parent in pages or page.parent in roots for page in pages.values())
+            check_no_page_is_left_over(owner)
         for tier in self.cache.statistics().tiers:
             if tier.name == "disk":
                 files = Path(self.folder.name).glob("*/*.prefix")
@@ -177,6 +181,42 @@ def test_what_does_not_fit_into_a_budget_pushes_nothing_out(tmp_path: Path) -> N
         assert tier.save("", ids_of(900, 5000), Source(900))
         assert tier.longest("", ids_of(700), 700) < 600
         assert tier.statistics().num_bytes <= 20_000
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_of_a_prefix_the_pages_that_others_continue_go_last(tmp_path: Path, restarts: bool) -> None:
+    """Otherwise those after them would take room and never be found."""
+    ram, disk = PrefixRam(25_000), PrefixDisk(tmp_path, IDENTITY, 25_000)
+    for number in range(40):
+        length = 256 * (1 + number * 7 % 5)
+        ids = ids_of(length, 10_000 * (number * 5 % 3))
+        for tier in (ram, disk):
+            assert tier.save("", ids, Source(length))
+            tier.load("", ids_of(600, 10_000), 600, 0)
+            check_no_page_is_left_over(tier)
+        if restarts:
+            disk.close()
+            disk = PrefixDisk(tmp_path, IDENTITY, 25_000)
+            assert disk.statistics().damaged == 0
+            check_no_page_is_left_over(disk)
+        assert disk.longest("", ids, length) == ram.longest("", ids, length) == length
+    assert ram.statistics().evicted > 0
+
+
+def test_a_prefix_that_another_is_restored_upon_stays(memory: Memory) -> None:
+    """There would be room for the longer one only without it."""
+    cache = with_ram(memory)
+    computed(cache, memory, text(0, 4000))
+    assert cache.make_room(20, 8)
+    base, other = memory.new_sequence(), memory.new_sequence()
+    memory.extend(base, text(0, 260))
+    cache.keep(text(0, 260), base)
+    memory.release(base)
+    memory.extend(other, text(7000, 1024))
+    assert cache.begin(text(0, 4100)).length == 260
+    memory.release(other)
+    assert cache.begin(text(0, 4100)).length == 3999
+    cache.check_integrity()
 
 
 def test_pc03_an_equal_hash_of_other_tokens_is_never_a_hit(memory: Memory) -> None:
