@@ -21,7 +21,7 @@ from coldstream.server.supervisor import OnProgress, Supervisor
 from coldstream.server.web_server import WebServer, url_of
 
 DRAIN_S: Final = 30.0  # for answers under way when the server is asked to stop
-_CLOSE_S: Final = 5.0  # then for their connections
+CLOSE_S: Final = 5.0  # then for their connections
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Service:
     limits: EngineLimits
     settings: ServerSettings
     drain_s: float = DRAIN_S
+    close_s: float = CLOSE_S
     command: Sequence[str] = field(default=ENGINE_COMMAND)  # of the engine process
 
 
@@ -88,23 +89,25 @@ async def serve(service: Service, listener: socket.socket, log: Log, on_progress
                     await _first_of(stop.asked.wait(), serving)
                 else:
                     opened.cancel()
-                await _stop(engine, web, serving, stop, log, service.drain_s)
+                await _stop(engine, web, serving, stop, log, service)
             finally:
                 await _leave(web, serving)
             return stop.last if stop.forced.is_set() else None
 
 
 async def _stop(
-    engine: Supervisor, web: WebServer, serving: "asyncio.Task[None]", stop: Stop, log: Log, drain_s: float
+    engine: Supervisor, web: WebServer, serving: "asyncio.Task[None]", stop: Stop, log: Log, service: Service
 ) -> None:
     """Take no more connections, and wait for answers under way, for connections, or for the second signal."""
     log.write(
-        "info", "stopping", f"stopping: answers under way have {drain_s:g} s; a second signal ends them"
+        "info",
+        "stopping",
+        f"stopping: answers under way have {service.drain_s:g} s; a second signal ends them",
     )
     web.stop()
-    await _first_of(engine.drain(drain_s), stop.forced.wait())
+    await _first_of(engine.drain(service.drain_s), stop.forced.wait())
     engine.abort()
-    await _first_of(serving, stop.forced.wait(), asyncio.sleep(_CLOSE_S))
+    await _first_of(serving, stop.forced.wait(), asyncio.sleep(service.close_s))
 
 
 async def _leave(web: WebServer, serving: "asyncio.Task[None]") -> None:
