@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -18,9 +19,20 @@ from coldstream.engine.events import Delta, Event, Failed, PromptProgress, Start
 from coldstream.engine.generation import completion
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.submission import Submission
-from coldstream.errors import InvalidRequestError, ModelNotFoundError
+from coldstream.errors import ConfigError, InvalidRequestError, ModelNotFoundError
+from coldstream.server import engine_process
 from coldstream.server.client import ServiceUnavailable
+from coldstream.server.codec import decode
 from coldstream.server.event_stream import EventStream
+from coldstream.server.messages import (
+    Cancel,
+    Died,
+    FromEngine,
+    Open,
+    ToEngine,
+    framed,
+    payload_length,
+)
 from coldstream.server.restarts import RestartPolicy
 from coldstream.server.supervisor import Supervisor
 
@@ -178,6 +190,40 @@ async def test_a_model_that_is_not_there_is_the_error_of_opening() -> None:
     async with Supervisor(config, EngineLimits(), name="none") as supervisor:
         with pytest.raises(ModelNotFoundError, match="no such file"):
             await supervisor.opened()
+
+
+def told(*frames: bytes) -> tuple[FromEngine, int]:
+    """The last thing that an engine process says to a parent who sends these bytes, and its exit code."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for frame in frames:
+            ours.sendall(frame)
+        code = engine_process.serve(theirs, engine_process.open_real)
+        data = ours.recv(1 << 20)
+    return decode(data[4 : 4 + payload_length(data[:4])], FromEngine), code
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        (b"\0\0\0\5hello",),
+        (b"\xff\xff\xff\xff",),
+        (framed(Cancel(1), ToEngine),),
+        (framed(Open("0.0.0", CONFIG, EngineLimits()), ToEngine) * 2,),
+    ],
+)
+async def test_malformed_frames_end_the_process_with_an_error_that_is_told(frames: tuple[bytes, ...]) -> None:
+    """PR10."""
+    last, code = told(*frames)
+    assert isinstance(last, Died)
+    assert code == last.error.exit_code != 0
+
+
+async def test_an_upgrade_under_a_running_server_is_named() -> None:
+    last, _ = told(framed(Open("0.0.0", CONFIG, EngineLimits()), ToEngine))
+    assert isinstance(last, Died)
+    assert isinstance(last.error, ConfigError)
+    assert "start the server again" in str(last.error)
 
 
 _PARENT = """

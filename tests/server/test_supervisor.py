@@ -26,6 +26,7 @@ from coldstream.errors import (
     OutOfMemoryError,
     QueueFullError,
 )
+from coldstream.server import supervisor as supervisor_module
 from coldstream.server.client import Health, ServiceUnavailable, SlowReaderError
 from coldstream.server.event_stream import MAX_UNREAD_BYTES, EventStream
 from coldstream.server.restarts import RestartPolicy
@@ -289,6 +290,18 @@ async def test_health_tells_of_an_engine_that_does_not_move(start: Start) -> Non
         assert (await supervisor.health()).last_progress_age_s > first
         await stream.aclose()
         assert (await supervisor.health()).last_progress_age_s == 0
+        kill(supervisor)
+
+
+async def test_statistics_of_an_engine_that_does_not_answer_are_refused_and_nothing_waits(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "COUNT_S", 0.0)
+    async with start() as supervisor:
+        await supervisor.opened()
+        await supervisor.submit(submission(1, HANG))
+        with pytest.raises(ServiceUnavailable, match="step that takes long"):
+            await supervisor.statistics()
         kill(supervisor)
 
 

@@ -238,7 +238,8 @@ def run(arguments: Sequence[str], open_engine: OpenEngine) -> int:
 
 
 @contextmanager
-def _open(message: Open, progress: OpenProgress) -> Iterator[tuple[Computes, EngineFacts]]:
+def open_real(message: Open, progress: OpenProgress) -> Iterator[tuple[Computes, EngineFacts]]:
+    """Open the model and an engine on it; both are closed at the end of the block. Raises as `open_model`."""
     from coldstream.engine.engine import Engine
     from coldstream.engine.opened_model import open_model
 
@@ -249,4 +250,4 @@ def _open(message: Open, progress: OpenProgress) -> Iterator[tuple[Computes, Eng
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:], _open))
+    sys.exit(run(sys.argv[1:], open_real))

@@ -40,6 +40,7 @@ from coldstream.server.restarts import RestartPolicy, Restarts
 from coldstream.server.served_model import EngineFacts, ServedModel
 
 FIRST_LOAD_S: Final = 5.0  # what `Retry-After` says while nothing is known about loading
+COUNT_S: Final = 1.0  # for the engine to tell its statistics between two steps
 
 OnProgress = Callable[[str, int, int], None]
 OnState = Callable[[Health], None]
@@ -54,6 +55,7 @@ class _Running:
     taken: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # submissions not answered yet
     counts: dict[int, asyncio.Future[EngineStatistics]] = field(default_factory=dict)
     last_progress: float = 0.0
+    last_counts: EngineStatistics | None = None
 
 
 class Supervisor:
@@ -174,7 +176,10 @@ class Supervisor:
         )
 
     async def statistics(self) -> EngineStatistics:
-        """Counts of the running engine. Raises ServiceUnavailable if none runs."""
+        """Counts of the running engine; in a step that takes long those that it told last.
+
+        Raises ServiceUnavailable if none runs, or it has told none.
+        """
         running = self._running if self._is_ready else None
         if running is None:
             raise self._unavailable()
@@ -183,9 +188,15 @@ class Supervisor:
         running.counts[ticket] = asyncio.get_running_loop().create_future()
         try:
             running.child.send(Count(ticket))
-            return await running.counts[ticket]
+            async with asyncio.timeout(COUNT_S):
+                running.last_counts = await running.counts[ticket]
+        except TimeoutError:
+            if running.last_counts is None:
+                raise ServiceUnavailable("the engine is in a step that takes long: try again later") from None
         finally:
             running.counts.pop(ticket, None)
+        assert running.last_counts is not None
+        return running.last_counts
 
     async def drain(self, grace_s: float) -> None:
         """Take no more requests and wait for those under way; after `grace_s` they end with an error."""
