@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coldstream.decoding import Grammar
+from coldstream.decoding import Grammar, Thought
 from coldstream.engine import LLM, SamplingParams
 from coldstream.engine.grammar import MAX_COMPILED, MAX_PROPERTIES, Grammars
 from coldstream.errors import InvalidRequestError
@@ -138,6 +138,22 @@ def test_gr03_a_grammar_that_is_complete_inside_an_accepted_draft_ends_there(
     outputs = [answer(llm, of_schema(POINT), prompt=line * 12, temperature=0) for llm in (plain, drafting)]
     assert outputs[0].token_ids == outputs[1].token_ids
     assert outputs[1].text == '{"x": 7, "name": "abc"}'
+    assert outputs[1].finish_reason == "stop"
+    statistics = outputs[1].statistics.speculation
+    assert statistics is not None
+    assert statistics.accepted > 0
+
+
+def test_gr03_a_thought_that_ends_inside_an_accepted_draft_is_followed_by_its_grammar(
+    plain: LLM, drafting: LLM
+) -> None:
+    line = 'so\n</think>\n\n{"x": 7, "name": "abc"}\nprint(1)\n'
+    outputs = [
+        answer(llm, of_schema(POINT), prompt=line * 12, temperature=0, thought=Thought(is_open=True))
+        for llm in (plain, drafting)
+    ]
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[1].text == line.removesuffix("\nprint(1)\n")
     assert outputs[1].finish_reason == "stop"
     statistics = outputs[1].statistics.speculation
     assert statistics is not None
