@@ -109,7 +109,7 @@ def engine_of(
     before = opened.runner.free
     engine = Engine(opened, limits or EngineLimits(), clock or FakeClock())
     yield Client(engine, opened)
-    engine._memory.cache.check_integrity()
+    engine.check_integrity()
     engine.close()
     assert opened.runner.free == before, "all memory is given back"
 

@@ -11,7 +11,7 @@ pytest.importorskip("cuda.bindings")
 
 from engine_clients import alone, engine_of
 from test_ahead_on_gpu import ALL_KINDS, GREEDY, WAYS
-from test_lists_on_gpu import on_cpu, path
+from test_lists_on_gpu import SEEDED, on_cpu, path
 
 from coldstream.decoding import Outcome
 from coldstream.engine import LLM
@@ -138,6 +138,21 @@ def test_what_ends_in_flight_is_kept_only_if_what_lands_is_finite(
         second = client.add([*prompt, *client.outputs(first)[0].token_ids, 7], GREEDY)
         client.drain()
         assert client.num_reused(second) == len(prompt) - 1, "what was kept before the answer"
+
+
+def test_a_request_that_is_cancelled_while_one_of_its_answers_lands_gives_all_memory_back(
+    models: tuple[LLM, LLM],
+) -> None:
+    gpu, _ = models
+    params = replace(SEEDED, temperature=1.0, n=2, max_tokens=30, stop=list("aeiou"))
+    with engine_of(gpu.opened) as client:
+        each = client.add([1, 2, 3], params)
+        while not any(piece[-1].finish_reason for piece in client.pieces(each).values()):
+            client.step()
+        assert not client.is_over(each)
+        client.engine.cancel(each)
+        client.drain()
+        assert sorted(output.finish_reason for output in client.outputs(each)) == ["cancelled", "stop"]
 
 
 def test_an_interrupted_flight_is_computed_again(

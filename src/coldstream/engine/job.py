@@ -1,4 +1,4 @@
-"""A request in the engine and its answers: their tokens so far, their sequences in the model's memory."""
+"""One answer in the engine: its tokens so far, and its sequence in the model's memory."""
 
 from collections.abc import Sequence
 
@@ -125,17 +125,3 @@ class Job:
     def next_tokens(self, count: int) -> Sequence[int]:
         """The tokens of its next rows."""
         return self.token_ids[self.num_computed : self.num_computed + count]
-
-
-class ServedRequest:
-    """A submission whose events are not all told."""
-
-    def __init__(self, submission: Submission, first_key: int) -> None:
-        """first_key: of the first answer; the others have those after it."""
-        self.submission = submission
-        self.jobs: list[Job] = []  # of all answers
-        self.has_started = False
-        self.num_told = 0  # tokens of the prompt, in `PromptProgress`
-        for index, request in enumerate(submission.request.answers()):
-            leader = self.jobs[0] if self.jobs else None
-            self.jobs.append(Job(first_key + index, submission, index, request, leader))

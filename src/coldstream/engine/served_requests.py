@@ -1,0 +1,235 @@
+"""The requests of an engine from their submission to their last event: who waits, who has memory, what is
+told, and how each ends. Takes no steps.
+"""
+
+from collections.abc import Collection, Iterable
+
+from coldstream.engine.engine_statistics import EngineCounts, EngineStatistics
+from coldstream.engine.events import Delta, Event, Failed, PromptProgress, Started
+from coldstream.engine.generation import cancelled_piece
+from coldstream.engine.job import Job
+from coldstream.engine.job_memory import JobMemory
+from coldstream.engine.opened_model import OpenedModel
+from coldstream.engine.request import Piece
+from coldstream.engine.scheduler import Scheduler
+from coldstream.engine.submission import Submission
+from coldstream.errors import ColdstreamError, DeadlineError, InvalidRequestError, QueueFullError
+
+
+class ServedRequest:
+    """A submission whose events are not all told."""
+
+    def __init__(self, submission: Submission, first_key: int) -> None:
+        """first_key: of the first answer; the others have those after it."""
+        self.submission = submission
+        self.jobs: list[Job] = []  # of all answers
+        self.has_started = False
+        self.num_told = 0  # tokens of the prompt, in `PromptProgress`
+        for index, request in enumerate(submission.request.answers()):
+            leader = self.jobs[0] if self.jobs else None
+            self.jobs.append(Job(first_key + index, submission, index, request, leader))
+
+
+class ServedRequests:
+    """All requests of one engine, their answers as jobs, and the events that nobody has taken yet."""
+
+    def __init__(self, opened: OpenedModel, max_running: int, max_waiting: int) -> None:
+        self._opened = opened
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self.memory = JobMemory(opened)
+        self.scheduler = Scheduler(max_running, opened.runner.chunk_size)
+        self.counts = EngineCounts()
+        self.cancelled: set[int] = set()  # ids whose answers are yet to end
+        self._requests: dict[int, ServedRequest] = {}
+        self._jobs: dict[int, Job] = {}  # unfinished, by key
+        self._next_key = 0
+        self._can_admit = False  # whether anything has changed since an answer was refused for want of memory
+        self._is_short = False  # whether an answer has lost its memory since one was finished
+        self._events: list[Event] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def running(self) -> list[Job]:
+        """The jobs that have memory, the first in the scheduler's order first."""
+        return [self._jobs[key] for key in self.scheduler.running]
+
+    def job(self, key: int) -> Job:
+        """An unfinished job by its key."""
+        return self._jobs[key]
+
+    def add(self, submission: Submission) -> None:
+        """A request waits. Raises as `Engine.add`, with nothing changed."""
+        if submission.request_id in self._requests:
+            raise InvalidRequestError(f"request {submission.request_id} is being served: give each a new id")
+        submission.check(self._opened.runner.spec.vocab_size, self._opened.ctx_size)
+        if len(self._requests) >= self._max_waiting + self._max_running:
+            raise QueueFullError(
+                f"{self._max_waiting} requests wait already, which is the limit: try again later"
+            )
+        request = ServedRequest(submission, self._next_key)
+        self._next_key += len(request.jobs)
+        self._requests[submission.request_id] = request
+        for job in request.jobs:
+            self._jobs[job.key] = job
+            leader = job.leader.key if job.leader else None
+            priority, namespace = submission.priority, submission.namespace
+            self.scheduler.add(job.key, priority=priority, namespace=namespace, leader=leader)
+        self._can_admit = True
+
+    def cancel(self, request_id: int) -> None:
+        """Marks a request; unknown ones are ignored."""
+        if request_id in self._requests:
+            self.cancelled.add(request_id)
+
+    def admit(self) -> None:
+        """Gives memory to answers that wait, as many as there is room for."""
+        while self._can_admit and (key := self.scheduler.candidate(self._is_ready)) is not None:
+            job, running = self._jobs[key], self.running
+            try:
+                begins = self.memory.begin(job, running, len(running) if self._is_short else 0)
+            except ColdstreamError as error:
+                self.fail([job], error)
+                continue
+            if begins is None:
+                self._can_admit = False
+                return
+            self.scheduler.admit(key)
+            if begins:
+                self._tell_start(job)
+
+    def preempt(self) -> bool:
+        """Takes the memory of the last of the running answers. False if there is only one."""
+        key = self.scheduler.preempt()
+        if key is None:
+            return False
+        self.memory.release(self._jobs[key])
+        self.counts.preemptions += 1
+        self._is_short = True
+        return True
+
+    def tell_progress(self, jobs: Collection[Job]) -> None:
+        """Tells how far the prompts of jobs are that a step had rows of."""
+        for job in jobs:
+            request = self._requests[job.request_id]
+            wants = request.submission.progress and job.leader is None
+            if wants and request.num_told < job.num_computed < job.num_prompt:
+                request.num_told = job.num_computed
+                self._events.append(PromptProgress(job.request_id, job.num_computed, job.num_prompt))
+
+    def tell(self, job: Job, pieces: Collection[Piece]) -> None:
+        """Tells pieces of one more token. If the answer is over, it is not scheduled any more."""
+        self.counts.generated_tokens += 1
+        self._events += [Delta(job.request_id, job.index, piece) for piece in pieces]
+        if job.is_over:
+            self._forget(job)
+            request = self._requests[job.request_id]
+            if all(each.is_over for each in request.jobs):
+                del self._requests[job.request_id]
+                self.counts.finished_requests += 1
+
+    def keep(self, job: Job) -> None:
+        """Keeps the prefix that a job holds, whose last logits are known to be finite."""
+        self.memory.keep(job, self.running)
+        self._can_admit = True
+
+    def let_go(self, job: Job, *, is_trusted: bool) -> None:
+        """Frees the memory of an answer that is over; what it computed is kept if it can be trusted."""
+        if is_trusted and job.sequence is not None:
+            self.keep(job)
+        self.memory.release(job)
+        self._can_admit = True
+
+    def fail(self, jobs: Iterable[Job], error: ColdstreamError) -> None:
+        """Ends all requests that have one of these jobs, each with one event."""
+        for job in jobs:
+            self.memory.release(job)
+            request = self._requests.pop(job.request_id, None)
+            if request is not None:
+                for each in request.jobs:
+                    each.is_over = True
+                    self.memory.release(each)
+                    self._forget(each)
+                self.counts.failed_requests += 1
+                self._events.append(Failed(job.request_id, error))
+
+    def end_cancelled(self) -> None:
+        """Ends the answers of all requests that are marked."""
+        cancelled, self.cancelled = self.cancelled, set()
+        for request_id in sorted(cancelled & self._requests.keys()):
+            for job in self._requests.pop(request_id).jobs:
+                if job.is_over:
+                    self.memory.release(job)
+                    continue
+                if job.has_begun:
+                    piece = job.last_piece("cancelled", self._opened.runner)
+                else:
+                    piece = cancelled_piece(job.request)
+                self._events.append(Delta(request_id, job.index, piece))
+                self._forget(job)
+                self.let_go(job, is_trusted=job.is_trusted)
+            self.counts.cancelled_requests += 1
+
+    def end_overdue(self, now: float) -> None:
+        """Ends the requests whose deadline has come."""
+        for request in tuple(self._requests.values()):
+            deadline = request.submission.deadline
+            if deadline is not None and now >= deadline:
+                what = "was not finished" if request.has_started else "had not begun"
+                name = f"request {request.submission.request_id}"
+                self.fail(request.jobs[:1], DeadlineError(f"{name} {what} by its deadline: allow more time"))
+
+    def start_over(self, flying: Collection[Job]) -> None:
+        """After an exception in a step: where no token follows what is computed, it is computed again.
+
+        flying: those of a step whose outcome is lost.
+        """
+        for job in (*self._jobs.values(), *flying):
+            if job.is_over:
+                self.memory.release(job)
+            elif job.sequence is not None and (job.num_missing <= 0 or job.sequence.pending):
+                self._opened.runner.clear(job.sequence)
+                job.num_shared = 0
+
+    def drop_all(self, flying: Collection[Job]) -> None:
+        """Forgets all requests without an event, and all kept prefixes."""
+        for job in (*self._jobs.values(), *flying):
+            self.memory.release(job)
+            self.scheduler.remove(job.key)
+        self._jobs.clear()
+        self._requests.clear()
+        self.memory.cache.clear()
+
+    def take_events(self) -> list[Event]:
+        """What happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def statistics(self) -> EngineStatistics:
+        """Counts up to now."""
+        return self.counts.statistics(
+            self._opened.runner,
+            running=len(self.scheduler.running),
+            waiting=self.scheduler.num_waiting,
+            prefixes=self.memory.cache.statistics(),
+        )
+
+    def _is_ready(self, leader: int) -> bool:
+        job = self._jobs.get(leader)
+        return job is None or job.num_computed >= job.fork
+
+    def _tell_start(self, job: Job) -> None:
+        request = self._requests[job.request_id]
+        if not request.has_started:
+            request.has_started = True
+            self._events.append(Started(job.request_id, job.num_reused, job.num_prompt))
+            self.counts.prompt_tokens += job.num_prompt
+            self.counts.reused_tokens += job.num_reused
+
+    def _forget(self, job: Job) -> None:
+        self.scheduler.remove(job.key)
+        self._jobs.pop(job.key, None)
+        self._can_admit = True
+        self._is_short = False
