@@ -253,13 +253,21 @@ async def test_calls_are_one_at_a_time_where_they_must_not_be_parallel(thinking:
 
 
 async def test_a_call_that_is_cut_off_is_none(thinking: AsyncOpenAI) -> None:
-    request = {**GREEDY, "max_tokens": 12, "tools": TOOLS, "tool_choice": "required"}
-    more: Any = {"extra_body": {"enable_thinking": False}}
-    completion = await thinking.chat.completions.create(**request, **more)
-    assert completion.choices[0].finish_reason == "length"
-    assert completion.choices[0].message.tool_calls is None
-    content = completion.choices[0].message.content
-    assert text_of(await streamed(thinking, **request, **more)) == content
+    """Its text is content, also for those who have read along, and have a part of it already."""
+    named: Any = {"type": "function", "function": {"name": "turn"}}
+    more: Any = {"tools": TOOLS, "tool_choice": named, "extra_body": {"enable_thinking": False}}
+    num_begun = 0
+    for max_tokens in range(4, 40, 4):
+        request = {**GREEDY, "max_tokens": max_tokens, **more}
+        (choice,) = (await thinking.chat.completions.create(**request)).choices
+        if choice.finish_reason == "tool_calls":
+            break
+        assert choice.message.tool_calls is None
+        chunks = await streamed(thinking, **request)
+        assert text_of(chunks) == choice.message.content != ""
+        num_begun += any(c.delta.tool_calls for chunk in chunks for c in chunk.choices)
+        assert [c.finish_reason for chunk in chunks for c in chunk.choices][-1] == "length"
+    assert num_begun
 
 
 async def test_without_tool_choice_none_is_called_and_no_tool_is_shown(thinking: AsyncOpenAI) -> None:

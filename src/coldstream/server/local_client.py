@@ -19,6 +19,7 @@ from coldstream.engine.events import Delta, Event
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.submission import Submission
+from coldstream.errors import InvalidRequestError
 from coldstream.server.client import Health, ServiceUnavailable
 from coldstream.server.event_stream import EventStream
 from coldstream.server.served_model import ServedModel
@@ -70,6 +71,8 @@ class LocalClient:
     async def submit(self, submission: Submission) -> AsyncIterator[Event]:
         """See `EngineClient.submit`."""
         request_id = submission.request_id
+        if request_id in self._streams:
+            raise InvalidRequestError(f"request {request_id} is being served: give each a new id")
         stream = EventStream(request_id, submission.request.params.n, self._leave)
         self._streams[request_id] = stream
         try:
@@ -142,9 +145,9 @@ class LocalClient:
             try:
                 for each in work:
                     each(engine)
-                if not engine.is_idle:
-                    self._in_loop(partial(self._deliver, engine.step()))
+                events = [] if engine.is_idle else engine.step()
                 self._statistics = engine.statistics()
+                self._in_loop(partial(self._deliver, events))
             except Exception as error:  # of the engine itself: requests' own are events
                 fault = error
             self._moved_at = time.monotonic()

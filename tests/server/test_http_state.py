@@ -1,0 +1,156 @@
+"""What machines ask a server of itself: health, metrics, properties, its document."""
+
+from typing import Any
+
+import httpx2
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from coldstream.engine.engine_statistics import EngineStatistics
+from coldstream.server.client import Health, ServiceUnavailable
+from coldstream.server.local_client import LocalClient
+from coldstream.server.served_model import ServedModel
+from http_serving import Connect
+
+BODY = {"prompt": "import os\n", "max_tokens": 5, "ignore_eos": True}
+
+
+class InState:
+    """An engine in some state; before it was ready for the first time it has no model."""
+
+    def __init__(self, health: Health, model: ServedModel | None) -> None:
+        self._health = health
+        self._model = model
+
+    @property
+    def model(self) -> ServedModel:
+        if self._model is None:
+            raise ServiceUnavailable("the model is loading", 3)
+        return self._model
+
+    async def health(self) -> Health:
+        return self._health
+
+    async def statistics(self) -> EngineStatistics:
+        raise ServiceUnavailable("there is no engine", 3)
+
+
+@pytest.mark.parametrize(
+    ("health", "status", "retry_after", "message"),
+    [
+        (Health("loading", retry_after_s=3, what="weights", done=1, total=4), "loading", "3", "is loading"),
+        (Health("restarting", retry_after_s=0.2, reason="it died"), "restarting", "1", "restarting: it died"),
+        (Health("failed", reason="it died too often"), "failed", "5", "failed: it died too often"),
+        (Health("stopping"), "stopping", "5", "the engine is stopping"),
+        (Health("ready", last_progress_age_s=61), "stalled", "5", "stalled: no progress for 61 s"),
+    ],
+    ids=lambda value: getattr(value, "state", None),
+)  # fmt: skip
+async def test_health_means_progress(
+    connect: Connect, local_client: LocalClient, health: Health, status: str, retry_after: str, message: str
+) -> None:
+    async with connect(InState(health, local_client.model)) as http:
+        response = await http.get("/health")
+        assert (await http.head("/health")).status_code == 503
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == retry_after
+    assert response.json()["status"] == status
+    assert message in response.json()["error"]["message"]
+    assert response.json()["progress"] == {"what": health.what, "done": health.done, "total": health.total}
+
+
+async def test_an_engine_that_works_is_healthy_also_after_a_pause(
+    connect: Connect, local_client: LocalClient
+) -> None:
+    async with connect(InState(Health("ready", last_progress_age_s=59), local_client.model)) as http:
+        assert (await http.get("/health")).status_code == 200
+    async with connect() as http:
+        assert (await http.get("/health")).json() == {"status": "ok"}
+        assert (await http.head("/health")).status_code == 200
+
+
+async def test_before_the_model_is_known_every_route_says_when_to_come_back(connect: Connect) -> None:
+    async with connect(InState(Health("loading"), None)) as http:
+        for method, path, body in (
+            ("POST", "/v1/completions", BODY),
+            ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ("POST", "/tokenize", {"content": "a"}),
+            ("POST", "/detokenize", {"tokens": [1]}),
+            ("GET", "/v1/models", None),
+            ("GET", "/v1/models/demo", None),
+            ("GET", "/props", None),
+        ):
+            response = await http.request(method, path, json=body)
+            assert (response.status_code, response.headers["retry-after"]) == (503, "3"), path
+        assert (await http.get("/metrics")).status_code == 200
+
+
+def samples(text: str) -> dict[str, float]:
+    """Values by name, or by name and the value of their only label."""
+    families = text_string_to_metric_families(text)
+    found = [sample for family in families for sample in family.samples]
+    return {" ".join([each.name, *each.labels.values()]): each.value for each in found}
+
+
+async def test_metrics_count_requests_tokens_and_times(http: httpx2.AsyncClient) -> None:
+    before = samples((await http.get("/metrics")).text)
+    await http.post("/v1/completions", json=BODY)
+    await http.post("/v1/completions", json={**BODY, "prompt": ""})
+    await http.post("/v1/completions", json={**BODY, "response_format": None, "stop_token_ids": [6144]})
+    response = await http.get("/metrics")
+    after = samples(response.text)
+
+    def grown(name: str) -> float:
+        return after[name] - before[name]
+
+    assert response.headers["content-type"].startswith("text/plain")
+    assert grown("coldstream_generated_tokens_total") == 5
+    assert grown("coldstream_prompt_tokens_total") == 3
+    assert grown("coldstream_requests_total finished") == 1
+    assert grown("coldstream_http_requests_total ok") == 1
+    assert grown("coldstream_time_to_first_token_seconds_count") == 1
+    assert grown("coldstream_inter_token_seconds_count") == 4
+    assert grown("coldstream_steps_total") >= 5
+    assert after["coldstream_requests_running"] == 0
+    assert all(":" not in name for name in after)
+
+
+async def test_requests_that_the_engine_refuses_are_errors_in_the_metrics(
+    connect: Connect, local_client: LocalClient
+) -> None:
+    class Down(InState):
+        async def submit(self, submission: Any) -> Any:
+            raise ServiceUnavailable("down")
+
+        async def cancel(self, request_id: int) -> None: ...
+
+    async with connect(Down(Health("ready"), local_client.model)) as http:
+        await http.post("/v1/completions", json=BODY)
+        after = samples((await http.get("/metrics")).text)
+    assert after["coldstream_http_requests_total error"] == 1
+    assert "coldstream_steps_total" not in after
+
+
+async def test_props_say_where_the_model_lies_and_what_is_cached_and_drafted(
+    connect: Connect, http: httpx2.AsyncClient, local_client: LocalClient
+) -> None:
+    props = (await http.get("/props")).json()
+    facts = local_client.model.facts
+    assert props["model_alias"] == "demo"
+    assert props["placement"]["resident_experts"] == facts.resident_experts
+    assert props["cache"]["type"] == facts.cache_type
+    assert props["cache"]["prefixes"]["kept"] >= 0
+    assert props["speculation"]["type"] == facts.spec_type
+    assert props["default_generation_settings"]["n_ctx"] == 2048
+    assert facts.path not in str(props)
+    async with connect(InState(Health("restarting"), local_client.model)) as other:
+        down = (await other.get("/props")).json()
+    assert (down["state"], down["statistics"], down["cache"]["prefixes"]) == ("restarting", None, None)
+
+
+async def test_the_document_describes_every_route_and_its_errors(http: httpx2.AsyncClient) -> None:
+    document = (await http.get("/openapi.json")).json()
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            assert operation["summary"], path
+            assert path == "/metrics" or {"200", "400", "401", "503"} <= operation["responses"].keys()

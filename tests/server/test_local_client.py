@@ -1,0 +1,131 @@
+"""An engine in this process behind the client's interface."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coldstream.decoding import SamplingParams
+from coldstream.engine.events import Delta, Event, Failed, Started
+from coldstream.engine.limits import EngineLimits
+from coldstream.engine.submission import Submission
+from coldstream.errors import InvalidRequestError, QueueFullError
+from coldstream.server.client import ServiceUnavailable, SlowReaderError
+from coldstream.server.local_client import LocalClient
+from hash_runner import open_hash_model
+
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[LocalClient]:
+    opened = open_hash_model(tmp_path / "tiny.gguf")
+    with LocalClient(opened, "tiny", EngineLimits(max_running=2, max_waiting=1)) as client:
+        yield client
+    opened.close()
+
+
+def submission(client: LocalClient, request_id: int, params: SamplingParams = PARAMS) -> Submission:
+    return Submission(request_id, client.model.requests.of_prompt("def", "prompt", params))
+
+
+async def events_of(client: LocalClient, request_id: int, params: SamplingParams = PARAMS) -> list[Event]:
+    return [event async for event in await client.submit(submission(client, request_id, params))]
+
+
+async def test_events_come_in_order_and_end_with_the_last_answer(client: LocalClient) -> None:
+    first, *others = await events_of(client, 1, SamplingParams(max_tokens=3, n=2, ignore_eos=True, seed=1))
+    assert isinstance(first, Started)
+    deltas = [event for event in others if isinstance(event, Delta)]
+    assert len(deltas) == len(others)
+    for index in (0, 1):
+        own = [event.piece for event in deltas if event.index == index]
+        assert [piece.finish_reason for piece in own] == [None] * (len(own) - 1) + ["length"]
+        assert sum(len(piece.token_ids) for piece in own) == 3
+
+
+async def test_requests_side_by_side_are_each_what_they_are_alone(client: LocalClient) -> None:
+    alone = await events_of(client, 1)
+    both = await asyncio.gather(events_of(client, 2), events_of(client, 3))
+
+    def tokens(events: list[Event]) -> list[int]:
+        return [token for event in events if isinstance(event, Delta) for token in event.piece.token_ids]
+
+    assert [tokens(events) for events in both] == [tokens(alone)] * 2
+
+
+async def test_refusals_are_raised_and_leave_nothing_behind(client: LocalClient) -> None:
+    long = SamplingParams(temperature=0, ignore_eos=True)
+    begun = [await client.submit(submission(client, i, long)) for i in (1, 2, 3)]
+    with pytest.raises(QueueFullError):
+        await client.submit(submission(client, 4, long))
+    with pytest.raises(InvalidRequestError, match="request 1"):
+        await client.submit(submission(client, 1))
+    for events in begun:
+        assert isinstance([event async for event in events][-1], Delta)
+    assert len(await events_of(client, 4)) > 1
+
+
+async def test_closing_the_events_cancels_the_request(client: LocalClient) -> None:
+    events = await client.submit(submission(client, 1, SamplingParams(temperature=0, ignore_eos=True)))
+    await anext(events)
+    await events.aclose()  # type: ignore[attr-defined]
+    await events_of(client, 2)
+    assert (await client.statistics()).cancelled_requests == 1
+
+
+async def test_a_cancelled_request_ends_as_cancelled(client: LocalClient) -> None:
+    events = await client.submit(submission(client, 1, SamplingParams(temperature=0, ignore_eos=True)))
+    await anext(events)
+    await client.cancel(1)
+    await client.cancel(99)
+    *_, last = [event async for event in events]
+    assert isinstance(last, Delta)
+    assert last.piece.finish_reason == "cancelled"
+
+
+async def test_closing_the_client_fails_what_runs_and_refuses_what_comes(tmp_path: Path) -> None:
+    opened = open_hash_model(tmp_path / "tiny.gguf")
+    client = LocalClient(opened, "tiny")
+    events = await client.submit(submission(client, 1, SamplingParams(temperature=0, ignore_eos=True)))
+    client.close()
+    client.close()
+    *_, last = [event async for event in events]
+    assert isinstance(last, Failed)
+    assert isinstance(last.error, ServiceUnavailable)
+    with pytest.raises(ServiceUnavailable):
+        await client.submit(submission(client, 2))
+    with pytest.raises(ServiceUnavailable):
+        await client.statistics()
+    assert (await client.health()).state == "stopping"
+    opened.close()
+
+
+async def test_an_engine_that_breaks_fails_its_requests_and_says_so(
+    client: LocalClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: object) -> list[Event]:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr("coldstream.engine.engine.Engine.step", broken)
+    (last,) = await events_of(client, 1)
+    assert isinstance(last, Failed)
+    assert (await client.health()).state == "failed"
+    assert "a defect" in (await client.health()).reason
+    with pytest.raises(ServiceUnavailable, match="a defect"):
+        await client.submit(submission(client, 2))
+
+
+async def test_sc05_a_reader_that_falls_too_far_behind_is_ended_and_others_go_on(
+    client: LocalClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coldstream.server.event_stream.MAX_UNREAD_BYTES", 200)
+    events = await client.submit(submission(client, 1, SamplingParams(temperature=0, ignore_eos=True)))
+    while (await client.statistics()).cancelled_requests == 0:
+        await asyncio.sleep(0)
+    *_, last = [event async for event in events]
+    assert isinstance(last, Failed)
+    assert isinstance(last.error, SlowReaderError)
+    monkeypatch.undo()
+    assert isinstance((await events_of(client, 2))[-1], Delta)
