@@ -253,6 +253,13 @@ def test_a_repeated_parameter_counts_once() -> None:
     assert summary(events_of("xml", text)) == ("", "", [("write_file", {"path": "a", "mode": 1})])
 
 
+@every_family
+def test_a_string_may_hold_any_number_of_closing_tags(family: str) -> None:
+    """Each is looked at once: one by one, with all that came before, 1,500 of them would take minutes."""
+    call = ("write_file", {"content": "</tool_call></parameter>" * 1500})
+    assert summary(events_of(family, rendered(family, *call))) == ("", "", [call])
+
+
 def test_line_breaks_in_strings_of_json_need_no_escape() -> None:
     text = '<tool_call>\n{"name": "write_file", "arguments": {"content": "a\nb"}}\n</tool_call>'
     assert calls_of(events_of("hermes", text)) == [("write_file", {"content": "a\nb"})]

@@ -21,32 +21,40 @@ _CLOSE: Final = "</tool_call>"
 
 
 class HermesCalls:
-    """The format; see the module's docstring."""
+    """The format, for one answer; see the module's docstring."""
 
     openers = (_OPEN,)
 
+    def __init__(self) -> None:
+        self._num_tried = 0  # characters of an undecided call before which no closing tag ends it
+
     def begin(self, text: str, tools: ToolSignatures, *, is_last: bool, is_thinking: bool) -> Begun | bool:
         """See `CallFormat`. Without the closing tag a call ends with the answer."""
-        body = text[len(_OPEN) :].lstrip()
-        if body and body[0] != "{":
+        begun = self._begin(text, tools, is_last=is_last, is_thinking=is_thinking)
+        if begun is not True:
+            self._num_tried = 0
+        return begun
+
+    def _begin(self, text: str, tools: ToolSignatures, *, is_last: bool, is_thinking: bool) -> Begun | bool:
+        if text[len(_OPEN) :].lstrip()[:1] not in ("{", ""):
             return False
-        end = text.find(_CLOSE)
-        while end >= 0:
-            written = text[len(_OPEN) : end]
+        while (end := text.find(_CLOSE, max(self._num_tried, len(_OPEN)))) >= 0:
             try:
-                return _begun(
-                    finite_json(written, is_strict=False), end + len(_CLOSE), tools, is_thinking=is_thinking
-                )
+                call = finite_json(text[len(_OPEN) : end], is_strict=False)
             except ValueError as error:
                 if not _is_inside_string(error):
                     return False
-            end = text.find(_CLOSE, end + 1)
+                self._num_tried = end + 1
+                continue
+            return _begun(call, end + len(_CLOSE), tools, is_thinking=is_thinking)
+        self._num_tried = max(self._num_tried, len(text) - len(_CLOSE) + 1)
         if not is_last:
             return True
         try:
-            return _begun(finite_json(body, is_strict=False), len(text), tools, is_thinking=is_thinking)
+            call = finite_json(text[len(_OPEN) :], is_strict=False)
         except ValueError:
             return False
+        return _begun(call, len(text), tools, is_thinking=is_thinking)
 
     def forced(self, tools: ToolSignatures, *, is_parallel: bool) -> Grammar:
         """See `CallFormat`."""

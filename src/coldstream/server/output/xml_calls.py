@@ -36,6 +36,7 @@ _MAX_NAME_CHARS: Final = 256
 
 _AFTER_FUNCTION: Final = (_PARAMETER, _FUNCTION_END, _CLOSE)
 _VALUE_ENDS: Final = (f"\n{_PARAMETER_END}", _PARAMETER_END, f"\n{_FUNCTION_END}", _FUNCTION_END)
+_BLANKS: Final = re.compile(r"[ \t\r\n]*")
 _VALUE_END: Final = re.compile(f"\n?({re.escape(_PARAMETER_END)}|{re.escape(_FUNCTION_END)})")
 
 
@@ -198,9 +199,9 @@ def _value_end(text: str, start: int, *, is_last: bool) -> tuple[int, int | None
 
 
 def _skip_blanks(text: str, start: int) -> int:
-    while start < len(text) and text[start] in " \t\r\n":
-        start += 1
-    return start
+    blanks = _BLANKS.match(text, start)
+    assert blanks is not None, "it matches nothing, too"
+    return blanks.end()
 
 
 def _function_rules(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
