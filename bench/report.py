@@ -15,7 +15,7 @@ from typing import Any
 
 from report_accuracy import activation_scales, agreement_by_architecture, kv_types
 from report_cpu import cpu_attention, cpu_pairs, cpu_rows
-from report_drafts import cpu_drafts, cpu_drafts_by_size
+from report_drafts import cpu_drafts, cpu_drafts_by_size, gpu_drafts
 from report_first_page import first_page
 from report_gpu import (
     gpu,
@@ -36,7 +36,7 @@ from report_gpu import (
     same_bits,
 )
 from report_residents import planned_residents
-from report_streaming import gpu_ahead, gpu_pairs, gpu_streaming, gpu_streaming_depth
+from report_streaming import gpu_ahead, gpu_pairs, gpu_pairs_again, gpu_streaming, gpu_streaming_depth
 from report_tables import Row, load, table
 from report_tests import draft_trees, gpu_sanitizer, gpu_tests, planted_faults
 
@@ -328,6 +328,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "cpu_attention": cpu_attention,
     "cpu_drafts": cpu_drafts,
     "cpu_drafts_by_size": cpu_drafts_by_size,
+    "gpu_drafts": gpu_drafts,
     "cpu_pairs": cpu_pairs,
     "cpu_rows": cpu_rows,
     "gpu": gpu,
@@ -343,6 +344,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpu_streaming": gpu_streaming,
     "gpu_streaming_depth": gpu_streaming_depth,
     "gpu_pairs": gpu_pairs,
+    "gpu_pairs_again": gpu_pairs_again,
     "gpu_attention": gpu_attention,
     "gpu_depth": gpu_depth,
     "gpu_profile": gpu_profile,

@@ -56,3 +56,24 @@ def cpu_drafts_by_size() -> str:
             row += [f"{way['tokens_per_step']:.2f}", f"{way['ratio']:.2f}×"]
         rows.append(row)
     return table(header, rows)
+
+
+def gpu_drafts() -> str:
+    """Without drafts, by every size, and by cost; by memory for experts."""
+    r = load("gpu/speculation")
+    header = ["experts on the GPU", "nodes", "tok/s", "speed", "tokens a step", "drafting, ms", "step, ms"]
+    rows = []
+    for cell in r["cells"]:
+        where = "all" if cell["experts_gib"] is None else f"{cell['experts_gib']:.1f} GiB"
+        plain = [row["tok_s"] for row in cell["rows"] if row["budget"] == 0]
+        for row in cell["rows"][:-1]:
+            last = row["texts"][-1]
+            name = {0: "none", "auto": "by cost"}.get(row["budget"], str(row["budget"]))
+            speed = row["tok_s"] * len(plain) / sum(plain)
+            found = [
+                f"{last[key]:.2f}" for key in ("tokens_per_step", "draft_ms", "verify_ms") if key in last
+            ]
+            rows.append([where, name, f"{row['tok_s']:.0f}", f"{speed:.2f}×", *(found or ["1.00", "", ""])])
+    accepted = ", ".join(f"{share:.0%}" for share in r["accepted"])
+    conditions = f"Accepted at depths 1, 2, 3: {accepted}. {r['machine']['gpu']}, commit {r['commit']}: `{r['command']}`"
+    return table(header, rows) + f"\n{conditions}\n"

@@ -1,5 +1,7 @@
 """The blocks on prompts with experts in host memory, and on commits measured one after the other."""
 
+from collections.abc import Sequence
+
 from report_tables import RESULTS, Row, load, table
 
 
@@ -81,16 +83,28 @@ def gpu_ahead() -> str:
 
 def gpu_pairs() -> str:
     """An older commit and a newer one in the same call on the same machine."""
+    return _pairs((("", "gpu/pairs/hybrid_{}"), ("", "gpu/pairs/streaming_{}")))
+
+
+def gpu_pairs_again() -> str:
+    """The same old commit and a later one, decoding twice."""
+    folder = "gpu/pairs/h100/"
+    files = (folder + "hybrid_{}", folder + "hybrid_{}_again", folder + "streaming_{}")
+    return _pairs(tuple(zip(("", " again", ""), files, strict=True)))
+
+
+def _pairs(files: Sequence[tuple[str, str]]) -> str:
+    """files: what is said of the runs, and the name with the place of old and new."""
     rows: list[Row] = []
-    for name, per_step in (("hybrid", 1), ("streaming", None)):
-        old, new = (load(f"gpu/pairs/{name}_{age}") for age in ("old", "new"))
+    for again, name in files:
+        old, new = (load(name.format(age)) for age in ("old", "new"))
         for before, after in zip(old["rows"], new["rows"], strict=True):
             gib = after.get("experts_gib", after.get("experts_bytes", 0) / 2**30)
             is_whole = gib is None or after.get("experts_share") == 1
             rows.append(
                 [
                     "all" if is_whole else f"{gib:.4g} GiB",
-                    "decoding, 1 row" if per_step else f"a prompt of {after['tokens']:,}",
+                    f"a prompt of {after['tokens']:,}" if "tokens" in after else f"decoding, 1 row{again}",
                     "yes" if after.get("prefetch") else "",
                     *(f"{row['tok_s']:,.0f}" for row in (before, after)),
                     f"{after['tok_s'] / before['tok_s']:.2f}",
