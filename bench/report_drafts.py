@@ -75,5 +75,6 @@ def gpu_drafts() -> str:
             ]
             rows.append([where, name, f"{row['tok_s']:.0f}", f"{speed:.2f}×", *(found or ["1.00", "", ""])])
     accepted = ", ".join(f"{share:.0%}" for share in r["accepted"])
-    conditions = f"Accepted at depths 1, 2, 3: {accepted}. {r['machine']['gpu']}, commit {r['commit']}: `{r['command']}`"
+    where = f"{r['machine']['gpu']}, commit {r['commit']}"
+    conditions = f"Accepted at depths 1, 2, 3: {accepted}. {where}: `{r['command']}`"
     return table(header, rows) + f"\n{conditions}\n"
