@@ -22,8 +22,8 @@ TEMPLATE = Path(__file__).with_name("gguf") / "chatml.jinja"
 Connect = Callable[..., AbstractAsyncContextManager[httpx2.AsyncClient]]
 
 
-def open_demo() -> OpenedModel:
-    return open_model(EngineConfig.from_options({"model": str(demo_model_path()), "ctx_size": CTX_SIZE}))
+def open_demo(ctx_size: int = CTX_SIZE) -> OpenedModel:
+    return open_model(EngineConfig.from_options({"model": str(demo_model_path()), "ctx_size": ctx_size}))
 
 
 class WithTemplate:

@@ -1,0 +1,60 @@
+"""RQ01: whatever the documented routes are sent, they answer in a documented shape, and never with a 5xx."""
+
+from collections.abc import Iterator
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.schemas import BaseSchema
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from coldstream.server.http import ServerSettings, create_app
+from coldstream.server.local_client import LocalClient
+from http_serving import open_demo
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+ROUTES = [
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+    "GET /v1/models",
+    "GET /v1/models/{name}",
+    "POST /tokenize",
+    "POST /detokenize",
+    "GET /health",
+    "GET /metrics",
+    "GET /props",
+]
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[BaseSchema]:
+    opened = open_demo(ctx_size=64)
+    with LocalClient(opened, "demo") as client:
+        app = create_app(client, ServerSettings(allowed_hosts=("testserver",), max_n=2, max_prompts=4))
+        yield schemathesis.openapi.from_asgi("/openapi.json", app)
+    opened.close()
+
+
+def test_all_routes_are_tried(api: BaseSchema) -> None:
+    assert sorted(result.ok().label for result in api.get_all_operations()) == sorted(ROUTES)
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("route", ROUTES)
+def test_rq01_no_request_is_an_error_of_the_server(api: BaseSchema, route: str, mode: GenerationMode) -> None:
+    (operation,) = [each for result in api.get_all_operations() if (each := result.ok()).label == route]
+    if mode is GenerationMode.NEGATIVE and not operation.body:
+        pytest.skip("it takes nothing that could be wrong")
+
+    @settings(max_examples=8 if "chat" in route else 30, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def answers(case: schemathesis.Case) -> None:
+        case.call_and_validate(checks=CHECKS)
+
+    answers()
