@@ -256,7 +256,7 @@ def test_a_repeated_parameter_counts_once() -> None:
 @every_family
 def test_a_string_may_hold_any_number_of_closing_tags(family: str) -> None:
     """Each is looked at once: one by one, with all that came before, 1,500 of them would take minutes."""
-    call = ("write_file", {"content": "</tool_call></parameter>" * 1500})
+    call = ("write_file", {"content": "</tool_call>, </parameter>, " * 1500})
     assert summary(events_of(family, rendered(family, *call))) == ("", "", [call])
 
 
