@@ -23,7 +23,7 @@ def test_the_breaker_opens_exactly_after_so_many_deaths_in_a_row(
     restarts, in_a_row = Restarts(policy), 0
     for died in is_death:
         if not died:
-            restarts.answered()
+            restarts.moved()
             in_a_row = 0
             continue
         in_a_row += 1
@@ -39,7 +39,7 @@ def test_the_breaker_opens_exactly_after_so_many_deaths_in_a_row(
 def test_delays_double_up_to_the_longest() -> None:
     restarts = Restarts(RestartPolicy(0.5, 3.0, max_deaths=6, cool_down_s=60.0))
     assert [restarts.died().delay_s for _ in range(7)] == [0.5, 1.0, 2.0, 3.0, 3.0, 60.0, 60.0]
-    restarts.answered()
+    restarts.moved()
     assert restarts.died().delay_s == 0.5
 
 

@@ -201,13 +201,33 @@ async def test_after_the_cool_down_one_start_is_tried(start: Start) -> None:
         assert await answer(supervisor, 2) == "5 6 5 "
 
 
-async def test_answers_in_between_keep_the_breaker_closed(start: Start) -> None:
+async def test_tokens_in_between_keep_the_breaker_closed(start: Start) -> None:
     async with start() as supervisor:
         await supervisor.opened()
-        for round_ in range(QUICK.max_deaths + 2):
-            assert await answer(supervisor, 2 * round_) == "5 6 5 "
-            await all_of(await supervisor.submit(submission(2 * round_ + 1, DIE)))
+        for _ in range(QUICK.max_deaths + 1):
+            unfinished = await supervisor.submit(submission(1, 5, max_tokens=4000))
+            assert isinstance(await anext(unfinished), Started)
+            assert isinstance(await anext(unfinished), Delta)
+            kill(supervisor)
+            await all_of(unfinished)
             await until_ready(supervisor)
+
+
+async def test_a_model_that_was_replaced_is_read_again_and_one_that_was_not_is_kept(start: Start) -> None:
+    async with start("serve", "serve", "other") as supervisor:
+        model = await supervisor.opened()
+        kill(supervisor)
+        while (await supervisor.health()).restarts < 1:
+            await asyncio.to_thread(os.sched_yield)
+        await until_ready(supervisor)
+        assert supervisor.model.tokenizer is model.tokenizer
+        kill(supervisor)
+        while (await supervisor.health()).restarts < 2:
+            await asyncio.to_thread(os.sched_yield)
+        while "was replaced" not in (await supervisor.health()).reason:
+            await asyncio.to_thread(os.sched_yield)
+        with pytest.raises(ServiceUnavailable, match="was replaced"):
+            await supervisor.submit(submission(1, 5))
 
 
 async def test_a_refused_request_raises_and_leaves_nothing(start: Start) -> None:

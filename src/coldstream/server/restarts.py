@@ -1,6 +1,6 @@
-"""When an engine that died is started again. Pure: told of deaths and answers, and of the time.
+"""When an engine that died is started again. Pure: told of deaths and of tokens.
 
-The first death is forgiven at once; those without an answer in between wait twice as long each time, and
+The first death is forgiven at once; those without a token in between wait twice as long each time, and
 after `max_deaths` of them the breaker opens: requests are refused for `cool_down_s`, then one start is tried,
 and the next death opens the breaker again.
 """
@@ -16,7 +16,7 @@ class RestartPolicy:
 
     first_delay_s: float = 0.1
     max_delay_s: float = 10.0
-    max_deaths: int = 5  # in a row, without an answer in between
+    max_deaths: int = 5  # in a row, without a token in between
     cool_down_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -40,8 +40,8 @@ class Restarts:
         self._in_a_row = 0
         self.total = 0
 
-    def answered(self) -> None:
-        """An answer was finished: what dies now is not what died before."""
+    def moved(self) -> None:
+        """A token was computed: what dies now is not what died before."""
         self._in_a_row = 0
 
     def died(self) -> Restart:

@@ -4,7 +4,7 @@ The tokenizer, the chat template and the sampling defaults are read again from t
 opened model knows comes from the engine process as `EngineFacts`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
@@ -73,6 +73,7 @@ class ServedModel:
     chat_template: ChatTemplate
     template_source: str | None  # None: the model has no chat template, and using `chat_template` raises
     default_sampling: SamplingParams
+    grammars: Grammars  # checks those of requests before an engine sees them
 
     @classmethod
     def read(cls, name: str, created: int, facts: EngineFacts) -> Self:
@@ -93,6 +94,7 @@ class ServedModel:
                 ChatTemplate.from_metadata(metadata, tokenizer.vocabulary),
                 _text_or_none(metadata.get(CHAT_TEMPLATE_KEY)),
                 sampling_defaults(metadata),
+                Grammars(tokenizer),
             )
 
     @classmethod
@@ -107,7 +109,14 @@ class ServedModel:
             opened.chat_template,
             _text_or_none(source),
             opened.default_sampling,
+            opened.grammars,
         )
+
+    def opened_anew(self, facts: EngineFacts) -> Self:
+        """This model, opened by another engine; what was read of its file is shared. Raises as `read`."""
+        if facts.fingerprint != self.facts.fingerprint:
+            return self.read(self.name, self.created, facts)
+        return replace(self, facts=facts)
 
     @property
     def has_chat_template(self) -> bool:
@@ -133,11 +142,6 @@ class ServedModel:
     def threads(self) -> int:
         """CPU threads that compute."""
         return self.facts.threads
-
-    @cached_property
-    def grammars(self) -> Grammars:
-        """Checks the grammars of requests before an engine sees them."""
-        return Grammars(self.tokenizer)
 
     @cached_property
     def requests(self) -> RequestReader:

@@ -306,8 +306,10 @@ class Supervisor:
             _fail_all(running, self._unavailable())
 
     async def _take_model(self, facts: EngineFacts) -> None:
-        if self._model is None or self._model.facts != facts:
+        if self._model is None:
             self._model = await asyncio.to_thread(ServedModel.read, self._name, self._created, facts)
+        elif self._model.facts != facts:
+            self._model = await asyncio.to_thread(self._model.opened_anew, facts)
         assert self._opened is not None
         if not self._opened.done():
             self._opened.set_result(self._model)
@@ -345,8 +347,8 @@ class Supervisor:
             running.child.send(Cancel(event.request_id))
         if stream.has_ended:
             del running.streams[event.request_id]
-            if isinstance(event, Delta):
-                self._restarts.answered()
+        if isinstance(event, Delta):
+            self._restarts.moved()
 
     def _left(self, stream: EventStream) -> None:
         """The reader of a stream has closed it before its end."""
