@@ -24,7 +24,13 @@ from coldstream.decoding.speculation import (
     Speculation,
     SpeculationStatistics,
 )
-from coldstream.decoding.speculative import Drafts, Pick, begin_picks, generate_tokens_speculatively
+from coldstream.decoding.speculative import (
+    Drafts,
+    Pick,
+    begin_picks,
+    generate_tokens_speculatively,
+    verify_draft,
+)
 from coldstream.decoding.stop import StopMatcher
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 
@@ -66,4 +72,5 @@ __all__ = [
     "generate_tokens_ahead",
     "generate_tokens_speculatively",
     "sample_token",
+    "verify_draft",
 ]

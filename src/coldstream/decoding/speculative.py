@@ -20,11 +20,8 @@ from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 ROOT = -1  # the node before all others of a tree
 
 
-class TreeModel(Protocol):
+class DraftModel(Protocol):
     """A model, with one sequence, that computes draft trees."""
-
-    def append(self, token_ids: Sequence[int]) -> AnyLogits:
-        """Compute tokens after those that it holds; logits [vocab] after the last, until the next call."""
 
     def verify(self, token_ids: Sequence[int], parents: Sequence[int]) -> Sequence[AnyLogits]:
         """Compute a tree after the tokens that it holds; logits [vocab] after each row, until the next call.
@@ -34,6 +31,13 @@ class TreeModel(Protocol):
 
     def commit(self, rows: Sequence[int]) -> None:
         """Hold this path of the tree, and forget its other rows."""
+
+
+class TreeModel(DraftModel, Protocol):
+    """One that computes chains as well."""
+
+    def append(self, token_ids: Sequence[int]) -> AnyLogits:
+        """Compute tokens after those that it holds; logits [vocab] after the last, until the next call."""
 
 
 class Drafts(Protocol):
@@ -85,7 +89,7 @@ def generate_tokens_speculatively(
     while not tokens.has_ended:
         tree = drafts.draft(tokens.ids, tokens.num_left - 1)
         if tree:
-            yield from _verified(model, tokens, tree, begin, drafts, vocab_size)
+            yield from verify_draft(model, tokens, tree, begin, drafts, vocab_size)
             continue
         start = time.perf_counter()
         rows = [model.append(tokens.ids[-1:])]
@@ -95,10 +99,14 @@ def generate_tokens_speculatively(
         yield chosen
 
 
-def _verified(
-    model: TreeModel, tokens: Continuation, tree: TokenTree, begin: Begin, drafts: Drafts, vocab_size: int
+def verify_draft(
+    model: DraftModel, tokens: Continuation, tree: TokenTree, begin: Begin, drafts: Drafts, vocab_size: int
 ) -> Iterator[Chosen]:
-    """Compute the last token and a draft, and yield the tokens along it."""
+    """Compute the last of `tokens` and a draft that is not empty, and yield the tokens along it, which are
+    appended to `tokens`.
+
+    The model holds all tokens but the last, now and when this iterator ends or is closed.
+    """
     start = time.perf_counter()
     parents = (ROOT, *(1 + parent for parent in tree.parents))
     rows = model.verify((tokens.ids[-1], *tree.token_ids), parents)

@@ -10,12 +10,14 @@ before it; so who runs when, what is computed twice and what is found in the cac
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Final
 
 from coldstream.decoding import Chosen, Outcome
 from coldstream.engine.engine_statistics import EngineStatistics
 from coldstream.engine.events import Event
 from coldstream.engine.job import Job
+from coldstream.engine.job_drafts import JobDrafts
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.model_steps import Launched, launch, launch_ahead
 from coldstream.engine.opened_model import OpenedModel
@@ -23,6 +25,7 @@ from coldstream.engine.served_requests import ServedRequests
 from coldstream.engine.step_cost import StepCost
 from coldstream.engine.submission import Submission
 from coldstream.errors import ColdstreamError, InvalidRequestError, OutOfMemoryError
+from coldstream.kernels.ops import MAX_TREE_ROWS
 
 _USUAL_LIMITS: Final = EngineLimits()
 
@@ -45,6 +48,8 @@ class Engine:
         self._served = ServedRequests(opened, max_running, limits.max_waiting)
         self._cost = StepCost(chunk_size)
         self._flying: Launched | None = None  # a step whose tokens the host has not looked at
+        self._drafts = JobDrafts(opened.runner, opened.speculation) if opened.speculation else None
+        self._undrafted_since: float | None = None  # when a step began for which nothing was drafted
         self._is_closed = False
 
     def add(self, submission: Submission) -> None:
@@ -114,6 +119,9 @@ class Engine:
     def _compute(self) -> None:
         """A step with rows of those that run."""
         start = self._clock()
+        alone = self._alone()
+        if alone is not None and self._draft(alone):
+            return
         counts = self._rows_of_all()
         if not counts:
             return
@@ -122,6 +130,8 @@ class Engine:
             return
         self._served.scheduler.served({job.key: count for job, count in counts.items()})
         self._served.tell_progress(counts.keys())
+        if self._drafts is not None and alone is not None:
+            self._drafts.tell(alone, counts[alone])
         if self._may_fly(launched):
             self._flying = launched
             return
@@ -129,6 +139,41 @@ class Engine:
         seconds = self._clock() - start
         self._served.counts.step_s += seconds
         self._cost.record(sum(counts.values()), seconds)
+
+    def _alone(self) -> Job | None:
+        """The only answer there is, if there may be drafts for it."""
+        if self._drafts is None or self._served.scheduler.num_waiting:
+            return None
+        running = self._served.running
+        return running[0] if len(running) == 1 else None
+
+    def _draft(self, job: Job) -> bool:
+        """A step that verifies a draft of the only answer. False, with no step taken, if there is none."""
+        drafts, served = self._drafts, self._served
+        most = min(MAX_TREE_ROWS, job.num_left)
+        if drafts is None or not job.is_trusted or not served.memory.fits({job: most}):
+            return False
+        start = self._clock()
+        tree = drafts.draft(job)
+        if not tree:
+            self._undrafted_since = start
+            return False
+        served.counts.count_draft(len(tree))
+        try:
+            with closing(drafts.verified(job, tree)) as tokens:
+                for count, chosen in enumerate(tokens):
+                    served.tell(job, job.push(chosen))
+                    served.counts.accepted_tokens += count > 0
+                    if job.has_ended or job.request_id in served.cancelled:
+                        break
+        except ColdstreamError as error:
+            served.fail([job], error)
+            return True
+        if job.has_ended:
+            served.finish(job)
+            served.let_go(job, is_trusted=True)
+        served.counts.step_s += self._clock() - start
+        return True
 
     def _rows_of_all(self) -> dict[Job, int]:
         """The rows of the next step, for which there is memory then, if need be that of the last answers."""
@@ -166,6 +211,8 @@ class Engine:
     def _may_fly(self, step: Launched) -> bool:
         """Whether the next step has the same answers, all of whose tokens the device chooses."""
         scheduler = self._served.scheduler
+        if self._alone() is not None:
+            return False
         if not (self._runner.takes_chosen and step.started.is_on_device) or scheduler.num_waiting:
             return False
         return {job.key for job in step.asked} == set(scheduler.running) and all(
@@ -191,6 +238,9 @@ class Engine:
             self._flying = None
             self._served.fail(launched.counts, error)
             return
+        if self._drafts is not None and self._undrafted_since is not None:
+            self._drafts.computed_plainly(self._clock() - self._undrafted_since)
+            self._undrafted_since = None
         ahead = following.counts if following else {}
         for job, outcome in outcomes.items():
             if job.sequence is None or job.request_id in self._served.cancelled:
@@ -208,11 +258,13 @@ class Engine:
             if not isinstance(outcome, Chosen):
                 raise outcome
             if job.num_missing <= 0:
-                self._served.tell(job, job.accept(outcome, self._runner))
+                job.tokens.append(outcome.token_id, self._runner.spec.vocab_size)
+                self._served.tell(job, job.push(outcome))
         except ColdstreamError as error:
             self._served.fail([job], error)
             return
-        if job.is_over:
+        if job.has_ended:
+            self._served.finish(job)
             # A row that follows a stop string may be under way, after which the sequence is worth keeping.
             if job.num_missing:
                 self._served.let_go(job, is_trusted=True)

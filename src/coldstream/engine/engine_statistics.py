@@ -50,6 +50,12 @@ class EngineCounts:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
+    def count_draft(self, num_nodes: int) -> None:
+        """A step that verifies a draft of so many nodes."""
+        self.steps += 1
+        self.computed_rows += 1 + num_nodes
+        self.drafted_tokens += num_nodes
+
     def statistics(
         self, runner: ModelRunner, *, running: int, waiting: int, prefixes: PrefixStatistics
     ) -> EngineStatistics:

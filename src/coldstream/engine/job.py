@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from coldstream import kvcache
-from coldstream.decoding import AnyLogits, Choice, Chosen, Continuation
+from coldstream.decoding import AnyLogits, Choice, Chosen, Continuation, SpeculationStatistics
 from coldstream.engine.generation import Answer, Request
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.request import FinishReason, Piece
@@ -30,8 +30,9 @@ class Job:
         self.cuts: tuple[int, ...] = ()  # lengths at which a step ends, for a prefix to be kept
         self.num_reused = 0
         self.is_over = False
+        self.speculation: SpeculationStatistics | None = None
         self._answer: Answer | None = None  # from its first step on
-        self._tokens = Continuation(
+        self.tokens = Continuation(
             request.prompt_token_ids, end_ids=request.all_end_ids, max_tokens=request.max_tokens
         )
 
@@ -42,7 +43,7 @@ class Job:
     @property
     def token_ids(self) -> list[int]:
         """The prompt and all tokens chosen so far."""
-        return self._tokens.ids
+        return self.tokens.ids
 
     @property
     def num_prompt(self) -> int:
@@ -51,7 +52,7 @@ class Job:
     @property
     def num_left(self) -> int:
         """The most tokens that may still be chosen."""
-        return self._tokens.num_left
+        return self.tokens.num_left
 
     @property
     def num_computed(self) -> int:
@@ -108,19 +109,20 @@ class Job:
         """The `Choice` of the next token from the logits [vocab] after all tokens; see `Choice`."""
         return self.answer.chooser.choice(logits, self.token_ids, unseen)
 
-    def accept(self, chosen: Chosen, runner: ModelRunner) -> list[Piece]:
-        """Appends the next token. Its pieces; the last has a finish reason if the answer is over now."""
-        self._tokens.append(chosen.token_id, runner.spec.vocab_size)
+    def push(self, chosen: Chosen) -> list[Piece]:
+        """The pieces of a token that was appended to `tokens`; without the answer's last."""
         piece = self.answer.push(chosen)
-        pieces = [] if self.answer.has_stopped else [piece]
-        if self.answer.has_stopped or self._tokens.has_ended:
-            pieces.append(self.last_piece("length", runner))
-        return pieces
+        return [] if self.answer.has_stopped else [piece]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no token follows, so that `last_piece` does."""
+        return self.answer.has_stopped or self.tokens.has_ended
 
     def last_piece(self, reason: FinishReason, runner: ModelRunner) -> Piece:
-        """The end of the answer, for `reason` unless it has stopped by itself."""
+        """The end of the answer, for `reason` unless it has stopped by itself. The job is over then."""
         self.is_over = True
-        return self.answer.last_piece(reason, self.num_reused, runner.expert_uses)
+        return self.answer.last_piece(reason, self.num_reused, runner.expert_uses, self.speculation)
 
     def next_tokens(self, count: int) -> Sequence[int]:
         """The tokens of its next rows."""

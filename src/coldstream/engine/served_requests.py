@@ -120,15 +120,18 @@ class ServedRequests:
                 self._events.append(PromptProgress(job.request_id, job.num_computed, job.num_prompt))
 
     def tell(self, job: Job, pieces: Collection[Piece]) -> None:
-        """Tells pieces of one more token. If the answer is over, it is not scheduled any more."""
+        """Tells the pieces of one more token."""
         self.counts.generated_tokens += 1
         self._events += [Delta(job.request_id, job.index, piece) for piece in pieces]
-        if job.is_over:
-            self._forget(job)
-            request = self._requests[job.request_id]
-            if all(each.is_over for each in request.jobs):
-                del self._requests[job.request_id]
-                self.counts.finished_requests += 1
+
+    def finish(self, job: Job) -> None:
+        """Tells the last piece of an answer, which is not scheduled any more."""
+        piece = job.last_piece("length", self._opened.runner)
+        self._events.append(Delta(job.request_id, job.index, piece))
+        self._forget(job)
+        if all(each.is_over for each in self._requests[job.request_id].jobs):
+            del self._requests[job.request_id]
+            self.counts.finished_requests += 1
 
     def keep(self, job: Job) -> None:
         """Keeps the prefix that a job holds, whose last logits are known to be finite."""

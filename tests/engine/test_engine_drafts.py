@@ -1,0 +1,186 @@
+"""Drafts in an engine: for an answer that is alone, and with the tokens that it has without."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+from engine_clients import Answer, Client, alone, engine_of
+from scripted_drafts import KINDS
+from test_drafts import PARAMS, PROMPTS, Pair, Told
+
+from coldstream.assets import demo_model_path
+from coldstream.decoding import FixedSizes, Grammar, Logits, SizesByCost, Speculation
+from coldstream.engine import LLM, EngineConfig, OpenedModel, SamplingParams, open_model
+from coldstream.errors import InvalidRequestError
+
+GREEDY = PARAMS["greedy"]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Pair]:
+    pair = Pair(demo_model_path())
+    yield pair
+    pair.close()
+
+
+def told(demo: Pair, params: SamplingParams = GREEDY, kind: str = "right") -> Told:
+    """A drafter that knows the answers, and checks what it is told of."""
+    return Told(kind, demo.scripted(kind, PROMPTS, params).answers, demo.vocab_size)
+
+
+def drafting(demo: Pair, drafter: Told, num_nodes: int = 6) -> OpenedModel:
+    return replace(demo.opened, speculation=Speculation(drafter, FixedSizes(num_nodes)))
+
+
+def ids_of(demo: Pair, prompt: str) -> list[int]:
+    return demo.opened.tokenizer.encode(prompt)
+
+
+def plain(demo: Pair, prompt: str, params: SamplingParams) -> list[Answer]:
+    demo.plain.forget()
+    return alone(demo.plain, ids_of(demo, prompt), replace(params, seed=params.seed or 0))
+
+
+def seeded(params: SamplingParams) -> SamplingParams:
+    return replace(params, seed=params.seed or 0)
+
+
+def add(client: Client, demo: Pair, prompt: str, params: SamplingParams) -> int:
+    return client.add(ids_of(demo, prompt), seeded(params))
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_an_answer_that_is_alone_is_drafted(demo: Pair, params: SamplingParams) -> None:
+    opened = drafting(demo, told(demo, seeded(params)))
+    with engine_of(opened) as client:
+        for prompt in PROMPTS:
+            each = add(client, demo, prompt, params)
+            client.drain()
+            assert client.answers(each) == plain(demo, prompt, params)
+            speculation = client.outputs(each)[0].statistics.speculation
+            assert speculation is not None
+            assert speculation.accepted > 0
+        statistics = client.engine.statistics()
+        assert statistics.accepted_tokens > 0.4 * statistics.generated_tokens
+        assert statistics.steps < statistics.generated_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_draft_leaves_the_answers(demo: Pair, kind: str) -> None:
+    drafter = demo.scripted(kind, PROMPTS, GREEDY)
+    lenient = Told(kind, drafter.answers, drafter.vocab_size, drafter.end_id)
+    lenient.propose = lambda context, budget: getattr(lenient, kind)(list(context), budget)  # type: ignore[method-assign]
+    with engine_of(drafting(demo, lenient)) as client:
+        each = add(client, demo, PROMPTS[0], GREEDY)
+        client.drain()
+        assert client.answers(each) == plain(demo, PROMPTS[0], GREEDY)
+
+
+def test_it_is_drafted_again_once_the_others_are_gone(demo: Pair) -> None:
+    """In between it decodes beside them, of which the drafter is not told."""
+    drafter = told(demo)
+    short = replace(GREEDY, max_tokens=4)
+    with engine_of(drafting(demo, drafter, num_nodes=2)) as client:
+        first = add(client, demo, PROMPTS[0], GREEDY)
+        for _ in range(4):
+            client.step()
+        before = client.engine.statistics().drafted_tokens
+        second = add(client, demo, PROMPTS[1], short)
+        while not client.is_over(second):
+            client.step()
+        between = client.engine.statistics().drafted_tokens
+        client.drain()
+        assert 0 < before == between < client.engine.statistics().drafted_tokens
+        assert client.answers(first) == plain(demo, PROMPTS[0], GREEDY)
+        assert client.answers(second) == plain(demo, PROMPTS[1], short)
+    assert drafter.gaps > 0
+
+
+def test_the_next_turn_is_drafted_from_what_is_reused(demo: Pair) -> None:
+    with engine_of(drafting(demo, told(demo))) as client:
+        first = add(client, demo, PROMPTS[1], GREEDY)
+        client.drain()
+        turn = [*ids_of(demo, PROMPTS[1]), *client.tokens_so_far(first), 7, 7]
+        second = client.add(turn, seeded(GREEDY))
+        client.drain()
+        assert client.num_reused(second) == len(turn) - 3
+        demo.plain.forget()
+        assert client.answers(second) == alone(demo.plain, turn, seeded(GREEDY))
+
+
+@pytest.mark.parametrize("spec_type", ["mtp", "ngram"])
+def test_the_products_own_drafters_leave_the_answers(demo: Pair, spec_type: str) -> None:
+    config = EngineConfig(str(demo_model_path()), device="cpu", threads=1, ctx_size=512, spec_type=spec_type)
+    opened = open_model(replace(config, tree_budget=3))
+    with LLM.from_opened(opened), engine_of(opened) as client:
+        for prompt in PROMPTS:
+            each = add(client, demo, prompt, GREEDY)
+            client.drain()
+            assert client.answers(each) == plain(demo, prompt, GREEDY)
+        assert client.engine.statistics().drafted_tokens > 0
+
+
+def test_sizes_are_chosen_by_what_steps_take(demo: Pair) -> None:
+    drafter = told(demo)
+    opened = replace(demo.opened, speculation=Speculation(drafter, SizesByCost("scripted")))
+    with engine_of(opened) as client:
+        each = add(client, demo, PROMPTS[0], GREEDY)
+        client.drain()
+        speculation = client.outputs(each)[0].statistics.speculation
+        assert speculation is not None
+        assert speculation.steps + speculation.accepted == len(client.tokens_so_far(each)) - 1
+        assert client.answers(each) == plain(demo, PROMPTS[0], GREEDY)
+
+
+def test_cancel_invalidates_the_rest_of_a_draft(demo: Pair) -> None:
+    num_prompt = len(ids_of(demo, PROMPTS[0]))
+
+    with engine_of(drafting(demo, told(demo))) as client:
+
+        def cancel(token_ids: Sequence[int], logits: Logits) -> Logits:
+            if len(token_ids) == num_prompt + 5:
+                client.engine.cancel(0)
+            return logits
+
+        each = add(client, demo, PROMPTS[0], replace(GREEDY, logits_processors=[cancel]))
+        client.drain()
+        (output,) = client.outputs(each)
+        assert output.finish_reason == "cancelled"
+        assert 5 <= len(output.token_ids) <= 6
+        wanted = plain(demo, PROMPTS[0], GREEDY)[0][1]
+        assert output.token_ids == wanted[: len(output.token_ids)]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_along_a_draft(demo: Pair, error: type[BaseException]) -> None:
+    """One of the request ends it; after an interruption it goes on with the same tokens."""
+    num_prompt, raised = len(ids_of(demo, PROMPTS[0])), []
+
+    def fail(token_ids: Sequence[int], logits: Logits) -> Logits:
+        if len(token_ids) == num_prompt + 5 and not raised:
+            raised.append(error)
+            raise error
+        return logits
+
+    with engine_of(drafting(demo, told(demo))) as client:
+        each = add(client, demo, PROMPTS[0], replace(GREEDY, logits_processors=[fail]))
+        if error is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                client.drain()
+            client.drain()
+            assert client.answers(each) == plain(demo, PROMPTS[0], GREEDY)
+        else:
+            client.drain()
+            assert isinstance(client.error(each), InvalidRequestError)
+            assert len(client.tokens_so_far(each)) == 5
+
+
+def test_a_grammar_holds_along_drafts(demo: Pair) -> None:
+    params = replace(GREEDY, grammar=Grammar("regex", "[a-z]{20,30} = [0-9]+"), max_tokens=30)
+    wanted = plain(demo, PROMPTS[0], params)
+    drafter = Told("right", {tuple(ids_of(demo, PROMPTS[0])): wanted[0][1]}, demo.vocab_size)  # type: ignore[dict-item]
+    with engine_of(drafting(demo, drafter)) as client:
+        each = add(client, demo, PROMPTS[0], params)
+        client.drain()
+        assert client.answers(each) == wanted
+        assert client.engine.statistics().accepted_tokens > 0
