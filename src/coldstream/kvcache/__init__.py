@@ -11,6 +11,9 @@ from coldstream.kvcache.cache import (
     state_bytes,
 )
 from coldstream.kvcache.prefix_cache import Pin, Prefix, PrefixCache, PrefixStatistics
+from coldstream.kvcache.prefix_disk import PrefixDisk
+from coldstream.kvcache.prefix_ram import PrefixRam
+from coldstream.kvcache.prefix_tier import PrefixTier, TierStatistics
 from coldstream.kvcache.sequence import Checkpoint, Sequence
 from coldstream.kvcache.sequence_cache import Demand, SequenceCache
 
@@ -27,10 +30,14 @@ __all__ = [
     "Pin",
     "Prefix",
     "PrefixCache",
+    "PrefixDisk",
+    "PrefixRam",
     "PrefixStatistics",
+    "PrefixTier",
     "Segment",
     "Sequence",
     "SequenceCache",
+    "TierStatistics",
     "num_blocks_of",
     "state_bytes",
 ]

@@ -231,14 +231,15 @@ class PrefixCache:
         self._tiers.clear(namespace)
 
     def save_one(self) -> bool:
-        """Gives the tiers that last the kept prefix of most worth that they lack: for idle moments.
+        """Gives the tiers that last a kept prefix that they lack: for idle moments.
 
-        False if there is none. Raises DeviceError.
+        Of those without a shorter one that they lack, which would make the work longer, the one of most
+        worth. False if there is none. Raises DeviceError.
         """
-        unsaved = [kept for kept in self._kept if not kept.is_saved]
+        unsaved = {kept for kept in self._kept if not kept.is_saved}
         if not self._tiers.has_lasting or not unsaved:
             return False
-        kept = max(unsaved, key=self._worth)
+        kept = max((each for each in unsaved if _ancestor(each) not in unsaved), key=self._worth)
         self._tiers.save(kept.namespace, kept.node.token_ids, kept.sequence, only_lasting=True)
         kept.is_saved = True
         return True
@@ -297,9 +298,8 @@ class PrefixCache:
 
     def _worth(self, kept: _Kept) -> float:
         """Tokens to compute again for want of the prefix, by its uses."""
-        above = (node for node in kept.node.path if node is not kept.node and node.entry is not None)
-        ancestor = next(above, None)
-        return self._uses(kept) * (kept.node.length - (ancestor.length if ancestor else 0))
+        ancestor = _ancestor(kept)
+        return self._uses(kept) * (kept.node.length - (ancestor.node.length if ancestor else 0))
 
     def _evict_one(self, needs_blocks: bool = False, needs_states: bool = False) -> bool:
         """Lets the loose prefix of least worth go, preferably one that frees what is needed."""
@@ -360,6 +360,12 @@ class PrefixCache:
         kept.is_gone = True
         self._kept.remove(kept)
         self._memory.release(kept.sequence)
+
+
+def _ancestor(kept: _Kept) -> _Kept | None:
+    """The longest kept prefix of a kept prefix."""
+    above = (node.entry for node in kept.node.path if node is not kept.node)
+    return next((entry for entry in above if entry is not None), None)
 
 
 def _as_array(token_ids: TokenIds[int]) -> Array:
