@@ -8,6 +8,7 @@ from engine_clients import Answer, Client, alone, engine_of
 from scripted_drafts import KINDS
 from test_drafts import PARAMS, PROMPTS, Pair, Told
 
+from coldstream import kvcache
 from coldstream.assets import demo_model_path
 from coldstream.decoding import FixedSizes, Grammar, Logits, SizesByCost, Speculation
 from coldstream.engine import LLM, EngineConfig, OpenedModel, SamplingParams, open_model
@@ -154,7 +155,8 @@ def test_cancel_invalidates_the_rest_of_a_draft(demo: Pair) -> None:
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_error_along_a_draft(demo: Pair, error: type[BaseException]) -> None:
     """One of the request ends it; after an interruption it goes on with the same tokens."""
-    num_prompt, raised = len(ids_of(demo, PROMPTS[0])), []
+    num_prompt = len(ids_of(demo, PROMPTS[0]))
+    raised: list[type[BaseException]] = []
 
     def fail(token_ids: Sequence[int], logits: Logits) -> Logits:
         if len(token_ids) == num_prompt + 5 and not raised:
@@ -184,3 +186,22 @@ def test_a_grammar_holds_along_drafts(demo: Pair) -> None:
         client.drain()
         assert client.answers(each) == wanted
         assert client.engine.statistics().accepted_tokens > 0
+
+
+def test_an_interrupted_commit_is_computed_again(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, calls = drafting(demo, told(demo)), []
+    commit = opened.runner.commit
+
+    def interrupted(sequence: kvcache.Sequence, rows: Sequence[int]) -> None:
+        calls.append(rows)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        commit(sequence, rows)
+
+    with engine_of(opened) as client, monkeypatch.context() as patched:
+        patched.setattr(opened.runner, "commit", interrupted)
+        each = add(client, demo, PROMPTS[0], GREEDY)
+        with pytest.raises(KeyboardInterrupt):
+            client.drain()
+        client.drain()
+        assert client.answers(each) == plain(demo, PROMPTS[0], GREEDY)
