@@ -61,10 +61,10 @@ def rendered(family: str, name: str, arguments: Mapping[str, Any]) -> str:
     if family == "hermes":
         body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
         return f"<tool_call>\n{body}\n</tool_call>"
-    parameters = "".join(
-        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n</parameter>\n"
-        for key, value in arguments.items()
-    )
+    parameters = ""
+    for key, value in arguments.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        parameters += f"<parameter={key}>\n{text}\n</parameter>\n"
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 

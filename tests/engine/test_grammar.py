@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from coldstream.decoding import Grammar, Thought
 from coldstream.engine import LLM, SamplingParams
 from coldstream.engine.grammar import MAX_COMPILED, MAX_PROPERTIES, Grammars
-from coldstream.errors import InvalidRequestError
+from coldstream.errors import ConfigError, InvalidRequestError
 from grammar_cases import POINT, PROMPT, answer, of_schema, opened_demo
 
 ANY_OF_FOUR = {"anyOf": [{"properties": {f"p{i}": {"type": "string"}}} for i in range(4)]}
@@ -253,3 +254,13 @@ def test_keywords_that_cannot_be_enforced_are_ignored_only_if_asked_for(plain: L
     with pytest.raises(InvalidRequestError, match="uniqueItems"):
         answer(plain, Grammar("json_schema", schema))
     assert isinstance(json.loads(answer(plain, Grammar("json_schema", schema, is_lenient=True)).text), list)
+
+
+def test_without_llguidance_a_grammar_is_refused_and_all_else_works(
+    plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    grammars = Grammars(plain.opened.tokenizer)
+    with pytest.raises(ConfigError, match=r"coldstream\[serve\]"):
+        grammars.check(SamplingParams(grammar=Grammar("json_object")))
+    grammars.check(SamplingParams())
