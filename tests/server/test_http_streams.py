@@ -180,6 +180,8 @@ async def test_errors_before_the_first_token_are_statuses(
             response = await http.post(path, json={**BODIES[path], "stream": stream})
         assert response.status_code == status
         assert response.headers.get("retry-after") == retry_after
+        in_vain = status >= 500 and retry_after is None
+        assert response.headers.get("x-should-retry") == ("false" if in_vain else None)
         assert response.json()["error"].keys() == {"message", "type", "param", "code"}
         assert "/" not in response.json()["error"]["message"]
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from coldstream.errors import ColdstreamError
 from coldstream.server.client import EngineClient
 from coldstream.server.http.answers import Serving
+from coldstream.server.http.anthropic import anthropic_router
 from coldstream.server.http.chat import chat_router
 from coldstream.server.http.completions import completions_router
 from coldstream.server.http.guard import Guard
@@ -50,6 +51,7 @@ def create_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
     serving = Serving(client, settings, metrics)
     app.include_router(chat_router(serving))
     app.include_router(completions_router(serving))
+    app.include_router(anthropic_router(serving))
     app.include_router(models_router(client))
     app.include_router(tokens_router(client))
     app.include_router(state_router(client, settings, metrics))

@@ -27,7 +27,9 @@ def chat_router(serving: Serving) -> APIRouter:
     """The route over an engine."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", response_model=None, responses=documented(ChatCompletion))
+    @router.post(
+        "/v1/chat/completions", response_model=None, responses=documented(ChatCompletion, streams=True)
+    )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         served = served_model(serving.client, body.model)

@@ -18,7 +18,13 @@ from coldstream.server.http.chat_request import (
 from coldstream.server.http.fields import sampling_of
 from coldstream.server.http.models import context_errors
 from coldstream.server.http.settings import ServerSettings
-from coldstream.server.output import forced_calls, output_parser, prompt_opens_thought, thought_after
+from coldstream.server.output import (
+    OutputParser,
+    forced_calls,
+    output_parser,
+    prompt_opens_thought,
+    thought_after,
+)
 from coldstream.server.served_model import ServedModel
 
 _TAIL_TOKENS: Final = 16  # of a prompt, which hold the tag that opens a thought, or the one that closes it
@@ -36,16 +42,21 @@ class Chat:
     tools: Tools  # that the answer may call
     is_thinking: bool  # whether the prompt ends inside a thought
 
+    @property
+    def max_calls(self) -> int | None:
+        """Calls of an answer that count; None: all."""
+        return 1 if self.body.parallel_tool_calls is False else None
+
+    def parser(self) -> OutputParser:
+        """A parser for one answer."""
+        source = self.served.template_source or ""
+        return output_parser(source, self.tools, is_thinking=self.is_thinking)
+
     def answers(self) -> list[ChatAnswer]:
         """Empty answers, one for each that was asked for."""
-        source = self.served.template_source or ""
+        tokenizer, num_top = self.served.tokenizer, self.body.num_logprobs
         return [
-            ChatAnswer(
-                output_parser(source, self.tools, is_thinking=self.is_thinking),
-                self.served.tokenizer,
-                self.body.num_logprobs,
-                max_calls=1 if self.body.parallel_tool_calls is False else None,
-            )
+            ChatAnswer(self.parser(), tokenizer, num_top, max_calls=self.max_calls)
             for _ in range(self.request.params.n)
         ]
 

@@ -105,7 +105,7 @@ def completions_router(serving: Serving) -> APIRouter:
     """The route over an engine."""
     router = APIRouter()
 
-    @router.post("/v1/completions", response_model=None, responses=documented(Completion))
+    @router.post("/v1/completions", response_model=None, responses=documented(Completion, streams=True))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Go on from a prompt."""
         served = served_model(serving.client, body.model)

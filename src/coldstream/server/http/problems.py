@@ -63,10 +63,12 @@ class Problem:
 
     @property
     def headers(self) -> dict[str, str]:
-        """`Retry-After` where another try may succeed; clients must not try again where it cannot."""
-        if self.retry_after_s is None:
-            return {}
-        return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+        """`Retry-After` where another try may succeed. Official clients try again after other failures, too,
+        unless they are told that it would be in vain.
+        """
+        if self.retry_after_s is not None:
+            return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+        return {"x-should-retry": "false"} if self.status >= 500 else {}
 
     def body_for(self, path: str) -> dict[str, Any]:
         """In the shape of the API that `path` belongs to."""

@@ -129,6 +129,46 @@ class Props(_Shape):
     speculation: dict[str, Any]
 
 
+class AnthropicErrorDetail(_Shape):
+    """What was wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(_Shape):
+    """The body of every answer that is no success, of Anthropic's API."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class AnthropicUsage(_Shape):
+    """Counts of tokens."""
+
+    input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessageShape(_Shape):
+    """The answer of POST /v1/messages without `stream`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[dict[str, Any]]
+    model: str
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class TokenCountShape(_Shape):
+    """A count of tokens."""
+
+    input_tokens: int
+
+
 _REFUSALS = {
     400: "The request cannot be served as it is.",
     401: "A valid API key is needed.",
@@ -144,9 +184,14 @@ _REFUSALS = {
 }
 
 
-def documented(answer: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """A route's answers for the OpenAPI document: `answer`, and the errors that all routes share."""
+def documented(
+    answer: type[BaseModel], error: type[BaseModel] = ErrorBody, *, streams: bool = False
+) -> dict[int | str, dict[str, Any]]:
+    """A route's answers for the OpenAPI document: `answer`, what all routes refuse, as `error`, and whether
+    the answer may also be a stream of events.
+    """
     errors: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorBody, "description": what} for status, what in _REFUSALS.items()
+        status: {"model": error, "description": what} for status, what in _REFUSALS.items()
     }
-    return {200: {"model": answer}, **errors}
+    events: dict[str, Any] = {"content": {"text/event-stream": {}}} if streams else {}
+    return {200: {"model": answer, **events}, **errors}
