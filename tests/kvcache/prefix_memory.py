@@ -10,7 +10,7 @@ from test_cache import Shape
 
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.ops import BLOCK_POSITIONS
-from coldstream.kvcache import AttentionState, CacheSize, DeltaNetState, Demand, Sequence, SequenceCache
+from coldstream.kvcache import AttentionState, CacheSize, Demand, Sequence, SequenceCache
 
 
 class Memory:
@@ -19,8 +19,9 @@ class Memory:
     Keys hold the tokens, and a state is a checksum of all tokens before it.
     """
 
-    def __init__(self, num_blocks: int, num_states: int) -> None:
-        self.cache = SequenceCache(Shape(), CpuOps(1), CacheSize(num_blocks, num_states), "f32")
+    def __init__(self, num_blocks: int, num_states: int, *, is_recurrent: bool = True) -> None:
+        shape = Shape() if is_recurrent else Shape(layer_kinds=("attention",))
+        self.cache = SequenceCache(shape, CpuOps(1), CacheSize(num_blocks, num_states), "f32")
         self.new_sequence = self.cache.new
         self.branch = self.cache.branch
         self.release = self.cache.release
@@ -47,11 +48,11 @@ class Memory:
         self.cache.append(sequence, demand.num_rows)
         indices = np.arange(start, len(ids))
         places = np.array(sequence.blocks)[indices // BLOCK_POSITIONS], indices % BLOCK_POSITIONS
-        recurrent, attention, _ = self.cache.tensors.layers
-        assert isinstance(attention, AttentionState)
-        assert isinstance(recurrent, DeltaNetState)
-        attention.k[places] = attention.v[places] = ids[start:, None, None]
-        recurrent.state[sequence.state] = recurrent.conv_state[sequence.state] = checksum(ids)
+        for layer in self.cache.tensors.layers:
+            if isinstance(layer, AttentionState):
+                layer.k[places] = layer.v[places] = ids[start:, None, None]
+            else:
+                layer.state[sequence.state] = layer.conv_state[sequence.state] = checksum(ids)
 
     def check(self, sequence: Sequence, token_ids: Collection[int]) -> None:
         """Asserts that the sequence holds the first of `token_ids`."""
@@ -60,13 +61,13 @@ class Memory:
             return
         indices = np.arange(length)
         places = np.array(sequence.blocks)[indices // BLOCK_POSITIONS], indices % BLOCK_POSITIONS
-        recurrent, attention, _ = self.cache.tensors.layers
-        assert isinstance(attention, AttentionState)
-        assert isinstance(recurrent, DeltaNetState)
-        for cached in (attention.k, attention.v):
-            assert (cached[places] == ids[:length, None, None]).all()
-        for states in (recurrent.state, recurrent.conv_state):
-            assert (states[sequence.state] == checksum(ids[:length])).all()
+        for layer in self.cache.tensors.layers:
+            if isinstance(layer, AttentionState):
+                for cached in (layer.k, layer.v):
+                    assert (cached[places] == ids[:length, None, None]).all()
+            else:
+                for states in (layer.state, layer.conv_state):
+                    assert (states[sequence.state] == checksum(ids[:length])).all()
 
 
 @dataclass

@@ -34,9 +34,15 @@ def num_common(first: list[int], second: list[int]) -> int:
 class Prefixes(RuleBasedStateMachine):
     """Sequences hold what they say at every moment, and the memory of all of them is accounted for."""
 
-    @initialize(max_states=st.integers(0, 5), num_blocks=st.integers(4, 16), num_states=st.integers(1, 7))
-    def open(self, max_states: int, num_blocks: int, num_states: int) -> None:
-        self.memory = Memory(num_blocks, num_states)
+    @initialize(
+        max_states=st.integers(0, 5),
+        num_blocks=st.integers(4, 16),
+        num_states=st.integers(1, 7),
+        is_recurrent=st.booleans(),
+    )
+    def open(self, max_states: int, num_blocks: int, num_states: int, is_recurrent: bool) -> None:
+        self.memory = Memory(num_blocks, num_states, is_recurrent=is_recurrent)
+        self.is_recurrent = is_recurrent
         self.cache = PrefixCache(self.memory, max_states=max_states)
         self.max_states = max_states
         self.live: list[tuple[str, list[int], Sequence]] = []
@@ -68,7 +74,10 @@ class Prefixes(RuleBasedStateMachine):
         before = self.cache.statistics()
         prefix = self.cache.begin(ids, borders, namespace)
         after = self.cache.statistics()
-        assert prefix.length == prefix.sequence.length == max(map(len, held), default=0)
+        lengths = [len(each) for each in held]
+        if not self.is_recurrent:
+            lengths += [min(num_common(each, ids), len(ids) - 1) for each in kept]
+        assert prefix.length == prefix.sequence.length == max(lengths, default=0)
         assert after.reused_tokens - before.reused_tokens == prefix.length
         assert after.repeated_tokens - before.repeated_tokens == min(matched, len(ids) - 1) - prefix.length
         assert all(prefix.length < cut < len(ids) for cut in prefix.cuts)
@@ -100,7 +109,19 @@ class Prefixes(RuleBasedStateMachine):
         pinned = {id(pin._kept) for _, _, pin in self.pins}
         self.cache.keep(ids, sequence, namespace)
         is_full = len(pinned) >= self.max_states
-        assert ids in self.kept(namespace) or is_full
+        kept = [each if self.is_recurrent else each[: len(ids)] for each in self.kept(namespace)]
+        assert ids in kept or is_full
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), share=st.floats(0, 1))
+    def forget(self, data: st.DataObject, share: float) -> None:
+        namespace, ids, _ = data.draw(st.sampled_from(self.live))
+        ids = ids[: 1 + int(share * (len(ids) - 1))]
+        self.cache.forget(ids, namespace)
+        pinned = [each for owner, each, _ in self.pins if owner == namespace]
+        left = [each for each in self.kept(namespace) if each not in pinned]
+        assert ids not in left
+        assert self.is_recurrent or not any(each[: len(ids)] == ids for each in left)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -380,3 +401,42 @@ def test_gaps_of_cuts_are_filled_only_as_far_as_states_allow(memory: Memory) -> 
     cuts = PrefixCache(memory, max_states=4).begin(text(0, 15_000)).cuts
     assert len(cuts) == 2
     assert all(before < after for before, after in pairwise(cuts))
+
+
+def test_a_model_without_recurrent_layers_begins_with_any_part_of_what_is_kept() -> None:
+    memory = Memory(60, 20, is_recurrent=False)
+    cache = PrefixCache(memory, max_states=8)
+    computed(cache, memory, text(0, 7000))
+    assert cache.statistics().keeps == 1
+    for parting in (6999, 6200, 257, 256, 1):
+        assert computed(cache, memory, text(0, parting) + text(9000, 100)) == parting
+    assert computed(cache, memory, text(0, 300)) == 299
+    cache.check_integrity()
+
+
+def test_what_a_longer_prefix_has_too_goes_at_once_without_recurrent_layers() -> None:
+    memory = Memory(60, 20, is_recurrent=False)
+    cache = PrefixCache(memory, max_states=2)
+    for ids in (text(0, 2000), text(5000, 50), text(0, 2100)):
+        computed(cache, memory, ids)
+    assert cache.begin(text(5000, 50)).length == 49
+    assert cache.begin(text(0, 2100)).length == 2099
+    assert cache.statistics().evictions == 0
+    short = memory.new_sequence()
+    memory.extend(short, text(0, 70))
+    cache.keep(text(0, 70), short)
+    assert cache.statistics().kept == 2
+
+
+def test_a_sequence_that_is_a_part_of_a_kept_prefix_can_own_its_memory() -> None:
+    memory = Memory(2, 4, is_recurrent=False)
+    cache = PrefixCache(memory, max_states=2)
+    sequence = memory.new_sequence()
+    memory.extend(sequence, text(0, 512))
+    cache.keep(text(0, 512), sequence)
+    memory.release(sequence)
+    prefix = cache.begin(text(0, 300) + text(9000, 212))
+    assert prefix.length == 300
+    assert not cache.make_room(1, 0)
+    cache.forget(text(0, 300))
+    assert memory.need(prefix.sequence, 212) == CacheSize(0, 0)

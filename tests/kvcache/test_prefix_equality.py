@@ -3,10 +3,12 @@
 import inspect
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from builders import write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.gguf import GGUFFile, Tokenizer
 from coldstream.kvcache import (
@@ -186,3 +188,22 @@ def test_pc02_prompts_through_a_full_cache_give_what_they_give_alone(
     cache.clear()
     runner.release(ballast)
     assert runner.free == SIZE
+
+
+def test_a_model_without_recurrent_layers_begins_with_parts_of_prompts(tmp_path: Path) -> None:
+    """The part ends within a block, which the prompt that goes on has to copy."""
+    (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen3moe")
+    with open_cpu_runner(path, threads=2, context_length=1024, cache_size=SIZE) as runner:
+        cache = PrefixCache(runner, max_states=4)
+        ids = np.random.default_rng(1).integers(0, runner.spec.vocab_size, 900).tolist()
+        for prompt, held in (
+            (ids, 0),
+            (ids[:300] + ids[500:800], 300),
+            (ids, 899),
+            (ids[:300], 299),
+            (ids[:256] + ids[:9], 256),
+        ):
+            length, result = through_cache(runner, cache, prompt)
+            assert length == held
+            assert result == alone(runner, cache, prompt)
+            cache.check_integrity()

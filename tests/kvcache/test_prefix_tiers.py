@@ -68,13 +68,15 @@ class Tiers(RuleBasedStateMachine):
         max_states=st.integers(1, 4),
         kilobytes=st.tuples(*[st.sampled_from((0, 60, 200, 2000))] * 2),
         which=st.sampled_from(("ram", "disk", "both")),
+        is_recurrent=st.booleans(),
     )
-    def open(self, max_states: int, kilobytes: tuple[int, int], which: str) -> None:
+    def open(self, max_states: int, kilobytes: tuple[int, int], which: str, is_recurrent: bool) -> None:
         self.max_states, self.budgets, self.which = max_states, [1000 * each for each in kilobytes], which
+        self.is_recurrent = is_recurrent
         self.restart()
 
     def restart(self) -> None:
-        self.memory = Memory(num_blocks=14, num_states=6)
+        self.memory = Memory(num_blocks=14, num_states=6, is_recurrent=self.is_recurrent)
         tiers: list[PrefixTier] = []
         if self.which != "disk":
             tiers.append(PrefixRam(self.budgets[0]))

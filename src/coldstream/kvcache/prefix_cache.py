@@ -3,7 +3,8 @@
 A prompt begins with a branch of the longest kept prefix: the blocks of keys and values are shared, nothing is
 copied, and every token after it has the bits of a prompt computed from its start. A recurrent state describes
 one length only, so the cache says where a prompt's computation is to pause for `keep`: at borders that the
-caller knows, where it parts from prompts seen before, and often enough that little is computed twice.
+caller knows, where it parts from prompts seen before, and often enough that little is computed twice. A model
+without such states begins with a part of what is kept, and pauses once, before a prompt's last token.
 
 Namespaces share nothing. A prefix is let go when its memory is needed: the one that costs least to compute
 again, by its tokens beyond the nearest kept prefix and by how often and how recently it was of use. Tiers
@@ -12,8 +13,6 @@ take the bytes of prefixes that are let go, and give them back to later prompts.
 
 from collections.abc import Collection
 from collections.abc import Sequence as TokenIds
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -21,79 +20,16 @@ from coldstream.errors import InvalidRequestError
 from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.kvcache.prefix_cuts import choose_cuts
-from coldstream.kvcache.prefix_tier import PrefixTier, TierStatistics
-from coldstream.kvcache.prefix_tiers import Contents, PrefixTiers
-from coldstream.kvcache.prefix_tree import Array, Node, PrefixTree
+from coldstream.kvcache.prefix_records import Kept, Pin, Prefix, PrefixStatistics, SequenceMemory
+from coldstream.kvcache.prefix_tier import PrefixTier
+from coldstream.kvcache.prefix_tiers import PrefixTiers
+from coldstream.kvcache.prefix_tree import Array, PrefixTree
 from coldstream.kvcache.sequence import Sequence
 
 MAX_REPLAY = 2048  # tokens of a known prefix that are computed again, if there are states enough
 MAX_PASSED = 4096  # prompts that are remembered without anything kept of them
 MAX_PASSED_TOKENS = 4 << 20
 HALF_LIFE = 64  # prompts after which a use counts half
-
-
-class SequenceMemory(Contents, Protocol):
-    """The part of a `ModelRunner` that the cache needs."""
-
-    def new_sequence(self) -> Sequence: ...
-    def branch(self, sequence: Sequence) -> Sequence: ...
-    def release(self, sequence: Sequence) -> None: ...
-    @property
-    def free(self) -> CacheSize: ...
-    def freed_by(self, sequences: Collection[Sequence]) -> CacheSize: ...
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """What a prompt begins with."""
-
-    sequence: Sequence  # the caller's, who releases it
-    length: int  # tokens of the prompt that it holds; at least one is left to compute
-    cuts: tuple[int, ...]  # longer lengths at which a step is to end and `PrefixCache.keep` to be called
-
-
-@dataclass(frozen=True)
-class PrefixStatistics:
-    """Counts since the cache was made, and what it holds."""
-
-    prompts: int = 0
-    hits: int = 0  # prompts of which something was kept
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    repeated_tokens: int = 0  # known from prompts before, and yet to be computed again
-    keeps: int = 0
-    refused: int = 0  # prefixes not kept as all that is kept is pinned
-    evictions: int = 0
-    restored: int = 0  # prefixes that came back from a tier
-    kept: int = 0  # now
-    pinned: int = 0  # now
-    remembered_tokens: int = 0  # now, of prompts of which nothing is kept
-    tiers: tuple[TierStatistics, ...] = ()
-
-
-@dataclass(eq=False)
-class _Kept:
-    node: "Node[_Kept]"
-    namespace: str
-    sequence: Sequence
-    uses: float  # decayed, as of prompt number `last_use`
-    last_use: int
-    num_pins: int = 0
-    is_saved: bool = False  # or refused, by the tiers that last
-    is_gone: bool = False
-
-
-class Pin:
-    """A prefix that stays until `PrefixCache.unpin` or `clear`."""
-
-    def __init__(self, kept: _Kept) -> None:
-        self._kept: _Kept | None = kept
-        self.length = kept.node.length
-
-    def take(self) -> _Kept | None:
-        """What is pinned, once."""
-        kept, self._kept = self._kept, None
-        return kept
 
 
 class PrefixCache:
@@ -111,11 +47,13 @@ class PrefixCache:
         self._memory = sequences
         self._max_states = max_states
         self._max_replay = max_replay
-        self._tree: PrefixTree[_Kept] = PrefixTree(MAX_PASSED, MAX_PASSED_TOKENS)
-        self._kept: set[_Kept] = set()
+        self._tree: PrefixTree[Kept] = PrefixTree(MAX_PASSED, MAX_PASSED_TOKENS)
+        self._kept: set[Kept] = set()
         self._prompts = self._hits = self._prompt_tokens = self._reused_tokens = self._repeated_tokens = 0
         self._keeps = self._refused = self._evictions = self._restored = 0
         self._tiers = PrefixTiers(sequences, tiers)
+        with sequences.contents() as cache:
+            self._is_recurrent = cache.is_recurrent
 
     def begin(self, token_ids: TokenIds[int], borders: Collection[int] = (), namespace: str = "") -> Prefix:
         """A sequence with the longest kept prefix of a prompt, for the caller to extend and to release.
@@ -129,13 +67,15 @@ class PrefixCache:
         found, matched = self._tree.find(namespace, ids)
         entries = [node.entry for node in found if node.entry is not None and node.length < len(ids)]
         held = entries[-1] if entries else None
-        held = self._restore(namespace, ids, held) or held
-        if held:
-            self._use(held)
-            self._hits += 1
-            length, sequence = held.node.length, self._memory.branch(held.sequence)
-        else:
-            length, sequence = 0, self._memory.new_sequence()
+        length = held.node.length if held else 0
+        if not self._is_recurrent:
+            longer, common = self._tree.nearest(namespace, ids)
+            if longer is not None and min(common, len(ids) - 1) > length:
+                held, length = longer, min(common, len(ids) - 1)
+        restored = self._restore(namespace, ids, held, length)
+        if restored:
+            held, length = restored, restored.node.length
+        sequence = self._begun(held, length) if held else self._memory.new_sequence()
         self._reused_tokens += length
         matched = max(matched, length)
         self._repeated_tokens += min(matched, len(ids) - 1) - length
@@ -144,9 +84,9 @@ class PrefixCache:
         cuts = choose_cuts(
             length,
             len(ids),
-            parting=matched,
-            borders=borders,
-            max_replay=self._max_replay,
+            parting=matched if self._is_recurrent else 0,
+            borders=borders if self._is_recurrent else (),
+            max_replay=self._max_replay if self._is_recurrent else len(ids),
             limit=min(self._max_states, max(1, self._max_states // 2)),
         )
         return Prefix(sequence, length, cuts)
@@ -167,11 +107,13 @@ class PrefixCache:
         if not sequence.length or not self._max_states:
             return
         ids = _as_array(token_ids[: sequence.length])
-        found, _ = self._tree.find(namespace, ids)
-        if found and found[-1].length == len(ids) and found[-1].entry is not None:
-            self._use(found[-1].entry)
+        known = self._tree.continuing(namespace, ids)
+        if known and (known[0].node.length == len(ids) or not self._is_recurrent):
+            self._use(known[0])
             return
         branch = self._memory.branch(sequence)
+        if not self._is_recurrent:
+            self._remove_parts(namespace, ids)
         if len(self._kept) >= self._max_states and not self._evict_one():
             self._memory.release(branch)
             self._refused += 1
@@ -197,15 +139,16 @@ class PrefixCache:
         return True
 
     def forget(self, token_ids: TokenIds[int], namespace: str = "") -> None:
-        """Lets the kept prefix of exactly these tokens go, unless it is pinned.
+        """Lets the kept prefix of exactly these tokens go, and one that a sequence of them is a part of,
+        unless it is pinned.
 
         So a sequence that began with it owns its memory alone, and can go on where there is no other. Tiers
         get the prefix as if its memory had been needed.
         """
-        found, _ = self._tree.find(namespace, _as_array(token_ids))
-        if found and found[-1].length == len(token_ids):
-            kept = found[-1].entry
-            if kept is not None and not kept.num_pins:
+        ids = _as_array(token_ids)
+        for kept in self._tree.continuing(namespace, ids):
+            is_same = kept.node.length == len(ids)
+            if (is_same or not self._is_recurrent) and not kept.num_pins:
                 self._evict(kept)
 
     def pin(self, token_ids: TokenIds[int], namespace: str = "") -> Pin | None:
@@ -288,15 +231,15 @@ class PrefixCache:
             assert sequence.length == kept.node.length, "a kept prefix has another length than its tokens"
             assert kept.num_pins >= 0, "a pin was given back twice"
 
-    def _use(self, kept: _Kept) -> None:
+    def _use(self, kept: Kept) -> None:
         kept.uses = self._uses(kept) + 1
         kept.last_use = self._prompts
 
-    def _uses(self, kept: _Kept) -> float:
+    def _uses(self, kept: Kept) -> float:
         """Uses, each counting half after HALF_LIFE further prompts."""
         return float(kept.uses * 0.5 ** ((self._prompts - kept.last_use) / HALF_LIFE))
 
-    def _worth(self, kept: _Kept) -> float:
+    def _worth(self, kept: Kept) -> float:
         """Tokens to compute again for want of the prefix, by its uses."""
         ancestor = _ancestor(kept)
         return self._uses(kept) * (kept.node.length - (ancestor.node.length if ancestor else 0))
@@ -307,7 +250,7 @@ class PrefixCache:
         if not loose:
             return False
 
-        def helps(kept: _Kept) -> bool:
+        def helps(kept: Kept) -> bool:
             freed = self._memory.freed_by([kept.sequence])
             return bool(needs_blocks and freed.num_blocks) or bool(needs_states and freed.num_states)
 
@@ -315,14 +258,25 @@ class PrefixCache:
         self._evict(victim)
         return True
 
-    def _evict(self, victim: _Kept) -> None:
+    def _evict(self, victim: Kept) -> None:
         self._tiers.save(victim.namespace, victim.node.token_ids, victim.sequence)
         self._remove(victim)
         self._evictions += 1
 
-    def _restore(self, namespace: str, ids: Array, held: _Kept | None) -> _Kept | None:
-        """A prefix from a tier, kept from now on, that is longer than the one held by a block at least."""
-        start = held.node.length if held else 0
+    def _begun(self, kept: Kept, length: int) -> Sequence:
+        """A sequence with the first `length` tokens of a kept prefix."""
+        self._use(kept)
+        self._hits += 1
+        sequence = self._memory.branch(kept.sequence)
+        if length < sequence.length:
+            with self._memory.contents() as cache:
+                cache.cut(sequence, length)
+        return sequence
+
+    def _restore(self, namespace: str, ids: Array, held: Kept | None, start: int) -> Kept | None:
+        """A prefix from a tier, kept from now on, that is longer than the `start` tokens held by a block at
+        least.
+        """
         length = self._tiers.longest(namespace, ids, len(ids) - 1) if self._max_states else 0
         if length < start + BLOCK_POSITIONS:
             return None
@@ -343,26 +297,32 @@ class PrefixCache:
         self._restored += 1
         return self._enter(namespace, ids[: sequence.length], sequence)
 
-    def _enter(self, namespace: str, ids: Array, sequence: Sequence) -> _Kept:
+    def _enter(self, namespace: str, ids: Array, sequence: Sequence) -> Kept:
         """Makes `sequence`, the cache's own from then on, a kept prefix."""
         node = self._tree.insert(namespace, ids)
-        kept = _Kept(node, namespace, sequence, 1.0, self._prompts)
+        kept = Kept(node, namespace, sequence, 1.0, self._prompts)
         self._tree.set_entry(node, kept)
         self._kept.add(kept)
         return kept
 
-    def _remove(self, kept: _Kept) -> None:
+    def _remove_parts(self, namespace: str, ids: Array) -> None:
+        """Removes kept prefixes of `ids`, for a model that can begin with a part of a longer one."""
+        for node in self._tree.find(namespace, ids)[0]:
+            if node.entry is not None and not node.entry.num_pins:
+                self._remove(node.entry)
+
+    def _remove(self, kept: Kept) -> None:
         kept.node.entry = None
         self._tree.tidy(kept.node)
         self._drop(kept)
 
-    def _drop(self, kept: _Kept) -> None:
+    def _drop(self, kept: Kept) -> None:
         kept.is_gone = True
         self._kept.remove(kept)
         self._memory.release(kept.sequence)
 
 
-def _ancestor(kept: _Kept) -> _Kept | None:
+def _ancestor(kept: Kept) -> Kept | None:
     """The longest kept prefix of a kept prefix."""
     above = (node.entry for node in kept.node.path if node is not kept.node)
     return next((entry for entry in above if entry is not None), None)

@@ -69,6 +69,33 @@ class PrefixTree(Generic[T]):
             node = child
         return found, matched
 
+    def nearest(self, namespace: str, tokens: Array) -> tuple[T | None, int]:
+        """The entry with the most tokens in common with `tokens`, at its beginning, and how many they are."""
+        found, matched = self.find(namespace, tokens)
+        nodes = [(node, node.length) for node in found]
+        last = found[-1] if found else self._roots.get(namespace)
+        if last is not None and last.length < matched:
+            nodes.append((last.children[int(tokens[last.length])], matched))
+        for node, common in reversed(nodes):
+            entry = node.entry or next(self.below(node), None)
+            if entry is not None:
+                return entry, common
+        return None, 0
+
+    def continuing(self, namespace: str, tokens: Array) -> list[T]:
+        """Entries of prefixes that begin with all of `tokens`, or are those."""
+        found, matched = self.find(namespace, tokens)
+        if matched < len(tokens):
+            return []
+        node = found[-1] if found else self._roots[namespace]
+        if node.length < matched:
+            node = node.children[int(tokens[node.length])]
+        return [*([] if node.entry is None else [node.entry]), *self.below(node)]
+
+    def below(self, node: Node[T]) -> Iterator[T]:
+        """Entries of longer prefixes."""
+        return (each.entry for each in _below(node) if each.entry is not None)
+
     def remember(self, namespace: str, tokens: Array) -> None:
         """Notes that a prompt passed; may forget those that passed longest ago."""
         found, matched = self.find(namespace, tokens)

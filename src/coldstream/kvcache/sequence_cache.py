@@ -81,6 +81,11 @@ class SequenceCache:
         )
         return CacheSize(self.blocks.num_freed(blocks), self.states.num_freed(states))
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether sequences have states that describe their end only, so that `cut` is impossible."""
+        return any(isinstance(layer, DeltaNetState) for layer in self.tensors.layers)
+
     def new(self) -> Sequence:
         """An empty sequence. It takes no memory before its first step."""
         return Sequence(self)
@@ -239,7 +244,7 @@ class SequenceCache:
         Raises InvalidRequestError for a length that it does not have, and for a sequence with checkpoints.
         """
         self._check_settled(sequence)
-        assert not any(isinstance(layer, DeltaNetState) for layer in self.tensors.layers), "only at its end"
+        assert not self.is_recurrent, "only at its end"
         if not 0 <= length <= sequence.length or sequence.checkpoints:
             raise InvalidRequestError(
                 f"a sequence of {sequence.length} positions and {len(sequence.checkpoints)} checkpoints "
