@@ -2,10 +2,12 @@
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any
 
 import httpx2
 import pytest
+from fastapi import FastAPI
 from openai import AsyncOpenAI
 
 from coldstream.engine import LLM
@@ -30,13 +32,18 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def connect(local_client: LocalClient) -> Connect:
     """`connect(**settings)`: an HTTP client of a server with these settings."""
 
+    @cache
+    def plain_app(client: Any) -> FastAPI:
+        return create_app(client, ServerSettings())
+
     @asynccontextmanager
     async def connected(client: Any = local_client, **settings: Any) -> AsyncIterator[httpx2.AsyncClient]:
-        transport = httpx2.ASGITransport(create_app(client, ServerSettings(**settings)))
+        app = create_app(client, ServerSettings(**settings)) if settings else plain_app(client)
+        transport = httpx2.ASGITransport(app)
         async with httpx2.AsyncClient(transport=transport, base_url=URL) as http:
             yield http
 
