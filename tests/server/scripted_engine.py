@@ -23,7 +23,7 @@ from coldstream.server.served_model import EngineFacts
 
 DIE, GARBAGE, HANG, REFUSE, FLOOD, RAISE, WAIT = 901, 902, 903, 904, 905, 906, 907
 CTX_SIZE = 4096
-FLOOD_CHARS = 4096
+FLOOD_CHARS = 1 << 16
 
 
 class ScriptedEngine:
@@ -59,7 +59,7 @@ class ScriptedEngine:
         if kind == RAISE:
             raise GenerationFault("the step failed")
         if kind == GARBAGE:
-            os.write(int(sys.argv[-2]), b"\0\0\0\5hello")
+            os.write(int(sys.argv[2]), b"\0\0\0\5hello")
         if kind == HANG:
             signal.pause()
         left = self._left[request_id]

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from coldstream import __version__
 from coldstream.assets import demo_model_path
 from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM, CompletionOutput, EngineConfig
@@ -175,6 +176,16 @@ async def test_kill_9_under_load_gives_each_request_one_error_and_service_return
         assert same(after, llm.generate(PROMPTS[0], short)[0].outputs[0])
 
 
+async def test_closing_a_stream_early_frees_the_engine(engine: Supervisor) -> None:
+    before = (await engine.statistics()).cancelled_requests
+    stream = await begin(engine, "import", SamplingParams(seed=1, max_tokens=900, ignore_eos=True))
+    assert isinstance(await anext(stream), Started)
+    await stream.aclose()
+    while (after := await engine.statistics()).cancelled_requests == before:
+        assert after.running == 1
+    assert (after.running, after.waiting) == (0, 0)
+
+
 async def test_sigterm_and_ctrl_c_of_a_whole_group_leave_the_engine_to_its_parent(engine: Supervisor) -> None:
     pid = engine.pid
     assert pid is not None
@@ -192,13 +203,13 @@ async def test_a_model_that_is_not_there_is_the_error_of_opening() -> None:
             await supervisor.opened()
 
 
-def told(*frames: bytes) -> tuple[FromEngine, int]:
+def told(*frames: bytes, version: str = __version__) -> tuple[FromEngine, int]:
     """The last thing that an engine process says to a parent who sends these bytes, and its exit code."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         for frame in frames:
             ours.sendall(frame)
-        code = engine_process.serve(theirs, engine_process.open_real)
+        code = engine_process.serve(theirs, engine_process.open_real, version)
         data = ours.recv(1 << 20)
     return decode(data[4 : 4 + payload_length(data[:4])], FromEngine), code
 
@@ -209,7 +220,7 @@ def told(*frames: bytes) -> tuple[FromEngine, int]:
         (b"\0\0\0\5hello",),
         (b"\xff\xff\xff\xff",),
         (framed(Cancel(1), ToEngine),),
-        (framed(Open("0.0.0", CONFIG, EngineLimits()), ToEngine) * 2,),
+        (framed(Open(CONFIG, EngineLimits()), ToEngine) * 2,),
     ],
 )
 async def test_malformed_frames_end_the_process_with_an_error_that_is_told(frames: tuple[bytes, ...]) -> None:
@@ -219,8 +230,16 @@ async def test_malformed_frames_end_the_process_with_an_error_that_is_told(frame
     assert code == last.error.exit_code != 0
 
 
+async def test_the_engine_leaves_when_its_socket_closes() -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with theirs:
+        assert engine_process.serve(theirs, engine_process.open_real) == 0
+
+
 async def test_an_upgrade_under_a_running_server_is_named() -> None:
-    last, _ = told(framed(Open("0.0.0", CONFIG, EngineLimits()), ToEngine))
+    """Whatever its messages look like by then."""
+    last, _ = told(b"\0\0\0\5hello", version="0.0.0")
     assert isinstance(last, Died)
     assert isinstance(last.error, ConfigError)
     assert "start the server again" in str(last.error)

@@ -147,7 +147,7 @@ def test_an_error_of_another_module_arrives_as_its_nearest_known_ancestor() -> N
 
 
 def test_configuration_and_limits_arrive_equal() -> None:
-    opened = Open("1.2.3", EngineConfig("m.gguf", vram="6G", threads=3, seed=2**64 - 1), EngineLimits(7))
+    opened = Open(EngineConfig("m.gguf", vram="6G", threads=3, seed=2**64 - 1), EngineLimits(7))
     assert decode(encode(opened, ToEngine), ToEngine) == opened
 
 
@@ -201,7 +201,7 @@ def hostile(plain: Any) -> bytes:
         hostile({"EngineStatistics": []}),
         hostile({"os.system": ["true"]}),
         hostile({"Died": [{"error": ["GenerationFault", "m"]}]}),  # of the other direction
-        hostile({"Open": ["1", {"EngineConfig": []}, {"EngineLimits": []}]}),
+        hostile({"Open": [{"EngineConfig": []}, {"EngineLimits": []}]}),
     ],
 )
 def test_hostile_frames_are_refused(data: bytes) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Final, Self
 
+from coldstream import __version__
 from coldstream.errors import ColdstreamError, GenerationFault
 from coldstream.server.codec import decode
 from coldstream.server.messages import FromEngine, ToEngine, framed, payload_length
@@ -34,12 +35,15 @@ class EngineChild:
 
     @classmethod
     async def start(cls, command: Sequence[str] = ENGINE_COMMAND) -> Self:
-        """Start `command` with the numbers of its socket and of this process. Raises GenerationFault."""
+        """Start `command` with the numbers of its socket and of this process, and the package's version.
+
+        Raises GenerationFault.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *(*command, str(theirs.fileno()), str(os.getpid())),
+                    *(*command, str(theirs.fileno()), str(os.getpid()), __version__),
                     pass_fds=(theirs.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,

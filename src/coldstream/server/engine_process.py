@@ -1,9 +1,9 @@
 """The engine process: opens a model, then computes what it is told over a socket, in one thread.
 
-Started by the API process as `python -m coldstream.server.engine_process SOCKET PARENT`, never forked. It
-ends when the socket closes and when its parent dies. Ctrl-C and SIGTERM are the parent's affair, which lets
-requests finish first. Events that the parent does not read pile up to `MAX_UNSENT_BYTES`; then no step is
-computed until it reads again.
+Started by the API process as `python -m coldstream.server.engine_process SOCKET PARENT VERSION`, never
+forked. It ends when the socket closes and when its parent dies. Ctrl-C and SIGTERM are the parent's affair,
+which lets requests finish first. Events that the parent does not read pile up to `MAX_UNSENT_BYTES`; then no
+step is computed until it reads again.
 """
 
 import ctypes
@@ -136,14 +136,15 @@ class _Connection:
             raise _ClosedError from error
 
 
-def serve(channel: socket.socket, open_engine: OpenEngine) -> int:
+def serve(channel: socket.socket, open_engine: OpenEngine, version: str = __version__) -> int:
     """Serve the parent at the other end of `channel` until it closes; the process's exit code.
 
-    An error of opening or of the whole engine is the last thing that is sent.
+    version: the parent's. An error of opening or of the whole engine is the last thing that is sent.
     """
     connection = _Connection(channel)
     try:
         try:
+            _check_version(version)
             message = _first_message(connection)
             with host_memory_errors(), open_engine(message, _throttled(connection)) as (engine, facts):
                 connection.send(Ready(facts))
@@ -162,16 +163,20 @@ def serve(channel: socket.socket, open_engine: OpenEngine) -> int:
         return 0
 
 
+def _check_version(version: str) -> None:
+    """The package may have been upgraded under a running server, whose messages would be others."""
+    if version != __version__:
+        raise ConfigError(
+            f"coldstream was upgraded from {version} to {__version__} while its server was running: start "
+            "the server again"
+        )
+
+
 def _first_message(connection: _Connection) -> Open:
     while not (messages := connection.received(None)):
         continue
     if len(messages) != 1 or not isinstance(messages[0], Open):
         raise ProtocolError("the first message does not say what to open")
-    if messages[0].version != __version__:
-        raise ConfigError(
-            f"coldstream was upgraded from {messages[0].version} to {__version__} while its server was "
-            "running: start the server again"
-        )
     return messages[0]
 
 
@@ -228,13 +233,16 @@ def die_with(parent: int) -> None:
 
 
 def run(arguments: Sequence[str], open_engine: OpenEngine) -> int:
-    """The process's main function. arguments: number of the inherited socket, and of the parent process."""
-    descriptor, parent = map(int, arguments)
+    """The process's main function.
+
+    arguments: the numbers of the inherited socket and of the parent process, and the parent's version.
+    """
+    descriptor, parent = map(int, arguments[:2])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     die_with(parent)
     with socket.socket(fileno=descriptor) as channel:
-        return serve(channel, open_engine)
+        return serve(channel, open_engine, arguments[2])
 
 
 @contextmanager

@@ -25,9 +25,8 @@ _LENGTH: Final = struct.Struct(">I")
 
 @dataclass(frozen=True)
 class Open:
-    """Open this model. `version` is the package's, which may have been upgraded under a running server."""
+    """Open this model."""
 
-    version: str
     config: EngineConfig
     limits: EngineLimits
 

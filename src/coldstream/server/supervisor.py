@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Self
 
-from coldstream import __version__
 from coldstream.engine.config import EngineConfig
 from coldstream.engine.engine_statistics import EngineStatistics
 from coldstream.engine.events import Delta, Failed, PromptProgress, Started
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.submission import Submission
-from coldstream.errors import ColdstreamError, InvalidRequestError, QueueFullError
+from coldstream.errors import ColdstreamError, GenerationFault, InvalidRequestError, QueueFullError
 from coldstream.server.client import Health, ServiceUnavailable, State
 from coldstream.server.codec import ProtocolError
 from coldstream.server.engine_child import END_S, ENGINE_COMMAND, EngineChild, cause_of_death
@@ -253,7 +252,10 @@ class Supervisor:
 
     async def _supervise(self) -> None:
         while self._state != "stopping":
-            error = await self._run_once()
+            try:
+                error = await self._run_once()
+            except Exception as unexpected:  # or nobody would start the next one
+                error = GenerationFault(f"unexpected {type(unexpected).__name__}: {unexpected}")
             if self._model is None:
                 assert self._opened is not None
                 self._set_state("failed", str(error))
@@ -277,7 +279,7 @@ class Supervisor:
         last: ColdstreamError | None = None
         grace_s = 0.0  # for what was never ready, or says what is no message
         try:
-            child.send(Open(__version__, self._config, self._limits))
+            child.send(Open(self._config, self._limits))
             async for message, num_bytes in child.messages():
                 match message:
                     case Died(error=last):
