@@ -22,8 +22,9 @@ TEMPLATE = Path(__file__).with_name("gguf") / "chatml.jinja"
 Connect = Callable[..., AbstractAsyncContextManager[httpx2.AsyncClient]]
 
 
-def open_demo(ctx_size: int = CTX_SIZE) -> OpenedModel:
-    return open_model(EngineConfig.from_options({"model": str(demo_model_path()), "ctx_size": ctx_size}))
+def open_demo(ctx_size: int = CTX_SIZE, spec_type: str = "auto") -> OpenedModel:
+    options = {"model": str(demo_model_path()), "ctx_size": ctx_size, "spec_type": spec_type}
+    return open_model(EngineConfig.from_options(options))
 
 
 class WithTemplate:

@@ -1,13 +1,19 @@
 """Completions through the official client: texts, lists, token ids, log-probabilities, streams."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import httpx2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
 from coldstream.decoding import derived_seed
 from coldstream.engine import LLM, SamplingParams
-from http_serving import events_of
+from coldstream.server.http.answers import MAX_BORDERS, borders_of
+from coldstream.server.local_client import LocalClient
+from http_serving import Connect, events_of, open_demo
 
 PROMPT = "import os\nimport sys\n"
 GREEDY: Any = {"model": "demo", "temperature": 0, "max_tokens": 16}
@@ -71,6 +77,46 @@ async def test_a_stream_is_the_answer(http: httpx2.AsyncClient, openai: AsyncOpe
         assert [t for each in own for t in each["logprobs"]["text_offset"]] == choice.logprobs.text_offset
 
 
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[LocalClient]:
+    """An engine that drafts."""
+    opened = open_demo(spec_type="ngram")
+    with LocalClient(opened, "demo") as client:
+        yield client
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"temperature": 1.3, "seed": 5},
+        {"n": 3, "temperature": 1.0, "seed": 5},
+        {"logprobs": 2},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+        {"stop": ["\nimport"]},
+        {"min_p": 0.2, "top_p": 0.7, "top_k": 3, "temperature": 2.0, "seed": 9},
+        {"logit_bias": {"1": 5, "2": -100}},
+    ],
+    ids=lambda more: ",".join(more) or "plain",
+)
+async def test_rq05_nothing_depends_on_drafts(
+    connect: Connect, drafting: LocalClient, llm: LLM, more: dict[str, Any]
+) -> None:
+    prompt = "import argparse\nimport collections\n" * 6
+    body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, **more}
+    async with connect(drafting) as http, connect() as plain:
+        answers = [(await each.post("/v1/completions", json=body)).json() for each in (http, plain)]
+        drafted = answers[0]["usage"]["completion_tokens_details"]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    params = {name: value for name, value in body.items() if name not in ("prompt", "logit_bias")}
+    bias = {int(name): value for name, value in more.get("logit_bias", {}).items()}
+    (expected,) = llm.generate(prompt, SamplingParams(**params, logit_bias=bias))
+    assert [each["text"] for each in answers[0]["choices"]] == [each.text for each in expected.outputs]
+    if not more:
+        assert drafted["accepted_prediction_tokens"] > 0
+
+
 async def test_tokens_go_to_text_and_back(http: httpx2.AsyncClient, llm: LLM) -> None:
     text = "def naïve() -> str:\n    return '<|im_end|>'\n"
     tokens = (await http.post("/tokenize", json={"content": text})).json()["tokens"]
@@ -81,3 +127,13 @@ async def test_tokens_go_to_text_and_back(http: httpx2.AsyncClient, llm: LLM) ->
     pieces = (await http.post("/tokenize", json={"content": text, "with_pieces": True})).json()["tokens"]
     assert [piece["id"] for piece in pieces] == tokens
     assert (await http.post("/detokenize", json={"tokens": [6144]})).status_code == 400
+
+
+@given(st.lists(st.integers(0, 3), max_size=60))
+def test_prefixes_are_kept_after_the_first_turn_and_the_last_ones(token_ids: list[int]) -> None:
+    borders, ends = borders_of(token_ids, frozenset({0})), [i + 1 for i, t in enumerate(token_ids) if t == 0]
+    assert list(borders) == sorted(set(borders))
+    assert len(borders) == min(len(ends), MAX_BORDERS)
+    assert set(borders) <= set(ends)
+    assert borders[:1] == tuple(ends[:1])
+    assert borders[-1:] == tuple(ends[-1:])
