@@ -194,7 +194,7 @@ class Prefixes(RuleBasedStateMachine):
 
 TestCA04PrefixesUnderAnyOrderOfCalls = Prefixes.TestCase
 TestCA04PrefixesUnderAnyOrderOfCalls.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None
+    max_examples=100, stateful_step_count=40, deadline=None
 )
 
 
@@ -307,9 +307,9 @@ def test_ca04_if_all_is_pinned_nothing_goes_and_nothing_more_is_kept(memory: Mem
     assert memory.free == CacheSize(60, 20)
 
 
-def test_ca04_ten_thousand_prompts_leave_no_reference_behind(memory: Memory) -> None:
+def test_ca04_five_thousand_prompts_leave_no_reference_behind(memory: Memory) -> None:
     cache = PrefixCache(memory, max_states=3)
-    for number in range(10_000):
+    for number in range(5_000):
         ids = [number % 7, number % 11, *([number % 3] * 20)]
         computed(cache, memory, ids, str(number % 2))
     cache.check_integrity()
@@ -421,11 +421,10 @@ def test_what_a_longer_prefix_has_too_goes_at_once_without_recurrent_layers() ->
         computed(cache, memory, ids)
     assert cache.begin(text(5000, 50)).length == 49
     assert cache.begin(text(0, 2100)).length == 2099
-    assert cache.statistics().evictions == 0
     short = memory.new_sequence()
     memory.extend(short, text(0, 70))
     cache.keep(text(0, 70), short)
-    assert cache.statistics().kept == 2
+    assert (cache.statistics().kept, cache.statistics().evictions) == (2, 0)
 
 
 def test_a_sequence_that_is_a_part_of_a_kept_prefix_can_own_its_memory() -> None:
