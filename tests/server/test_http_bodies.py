@@ -279,3 +279,20 @@ async def test_unknown_fields_are_ignored(http: httpx2.AsyncClient) -> None:
     more = {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "wings": [1, None], "user": "me"}
     for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
         assert (await http.post(path, json={**body, **more})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "nonsense"},
+        {"$ref": "#/$defs/missing"},
+        {"type": "string", "pattern": "(a+" * 2000},
+        {"enum": []},
+        {"enum": ["x" * 100] * 10_000},
+        {"type": "object", "properties": {f"p{i}": {} for i in range(5000)}},
+    ],
+    ids=lambda schema: json.dumps(schema)[:40],
+)
+async def test_gr01_schemas_that_cannot_be_kept_to_are_refused(http: httpx2.AsyncClient, schema: Any) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    await refused(http, "/v1/chat/completions", {**CHAT, "response_format": form})

@@ -5,6 +5,7 @@ Unit of work: one HTTP request, with one submission for each of its prompts. Kno
 
 import asyncio
 import itertools
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, suppress
@@ -33,7 +34,8 @@ class Serving:
     client: EngineClient
     settings: ServerSettings
     metrics: Metrics
-    request_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    # From a random start, as other applications may ask the same engine.
+    request_ids: Iterator[int] = field(default_factory=lambda: itertools.count(secrets.randbits(40) << 20))
 
     def submission(
         self, request: Request, end_ids: frozenset[int], namespace: str, *, progress: bool = False
