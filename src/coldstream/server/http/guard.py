@@ -121,7 +121,8 @@ class Guard:
         if any(not length.isdecimal() or len(length) > 18 for length in lengths):
             raise _refused(400, "Content-Length: not a number")
         if any(int(length) > self._settings.max_body_bytes for length in lengths):
-            raise _refused(413, f"the body is larger than {self._settings.max_body_bytes} bytes")
+            limit = self._settings.max_body_bytes
+            raise _refused(413, f"the body is larger than {limit} bytes", "body_too_large")
 
     def _bounded(self, receive: Receive) -> Receive:
         """`receive`, with an error once a body is longer than the limit, whatever its headers said."""
@@ -162,5 +163,5 @@ def _without_port(host: str) -> str:
     return name if is_port and (":" not in name or name.endswith("]")) else ""
 
 
-def _refused(status: int, message: str) -> ProblemError:
-    return ProblemError(Problem(status, message))
+def _refused(status: int, message: str, code: str | None = None) -> ProblemError:
+    return ProblemError(Problem(status, message, code=code))
