@@ -309,6 +309,32 @@ def test_pc01_a_file_is_not_found_under_another_key(tmp_path: Path) -> None:
     assert all(b"key of" not in part for each in names_and_bytes for part in each)
 
 
+def test_files_of_models_that_are_not_in_use_count_against_the_budget(tmp_path: Path) -> None:
+    """As of versions that will not come back: those used longest ago go first."""
+    for identity in (b"oldest", b"in use", b"newest"):
+        with opened(tmp_path, identity) as disk:
+            assert disk.save("", ids_of(LENGTH), Source(LENGTH))
+            one = disk.statistics().num_bytes
+    with opened(tmp_path, b"in use"), opened(tmp_path, budget=2 * one):
+        assert len([*tmp_path.glob("*/*.prefix")]) == 2
+    with opened(tmp_path, b"newest") as disk:
+        assert load(disk) is not None
+    with opened(tmp_path, b"in use") as disk:
+        assert load(disk) is not None
+    with opened(tmp_path, budget=0):
+        assert not [*tmp_path.glob("*/*.prefix")]
+
+
+def test_damaged_files_are_removed_when_the_folder_is_opened(tmp_path: Path, file: Path) -> None:
+    file.write_bytes(b"half")
+    foreign = file.with_name("foreign.prefix")
+    foreign.write_bytes(b"half")
+    for damaged in (2, 1):
+        with opened(tmp_path) as disk:
+            assert disk.statistics().damaged == damaged
+    assert foreign.exists()
+
+
 def test_files_can_be_read_by_their_owner_only(tmp_path: Path, file: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700

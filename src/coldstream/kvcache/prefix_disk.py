@@ -5,35 +5,30 @@ type of cache and version, and are checked before anything of them is used: what
 writable by others is a miss. A disk that cannot be written to ends the saving, not the requests.
 """
 
-import fcntl
 import os
-import re
 import secrets
-import stat
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from coldstream.errors import StorageError
-from coldstream.files import cannot_write, write_file
+from coldstream.files import write_file
 from coldstream.kvcache.prefix_file import (
     DamagedFileError,
     PageContent,
     PagePlace,
-    ReadAt,
     encode,
     file_bytes,
     parse,
 )
+from coldstream.kvcache.prefix_folder import NAME, SUFFIX, TEMPORARY, limit_others, locked, opened
 from coldstream.kvcache.prefix_pages import Array, Page, PageIndex, PageKeys, sha256
 from coldstream.kvcache.prefix_tier import PrefixSource, SavedPrefix, TierStatistics, page_bytes
 
-SUFFIX = ".prefix"
 PART_BYTES = 64 << 20  # of pages, from which on a file is written and another begun
-_TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")  # what `write_file` leaves if the machine goes down
 
 
 @dataclass(eq=False)
@@ -58,9 +53,10 @@ class PrefixDisk:
     def __init__(self, folder: Path, identity: bytes, budget_bytes: int) -> None:
         """Opens the folder of a model in `folder`, made if there is none.
 
-        identity: says which model, types of cache and version wrote the bytes. The budget is for each
-        identity. Raises StorageError if the folder cannot be used, is another user's or may be written to by
-        others, or if another process uses it.
+        identity: says which model, types of cache and version wrote the bytes. Files of others that no
+        process uses have room only as far as the budget allows at this moment. Raises StorageError if the
+        folder cannot be used, is another user's or may be written to by others, or if another process uses
+        it.
         """
         self._identity = sha256(identity)
         self._budget_bytes = budget_bytes
@@ -71,7 +67,7 @@ class PrefixDisk:
         self._saved = self._loaded = self._evicted = self._damaged = 0
         self._problem = ""
         self._last_use_ns = 0
-        self._lock = _locked(self._folder)
+        self._lock = locked(self._folder)
         try:
             self._scan()
         except OSError as error:
@@ -92,7 +88,7 @@ class PrefixDisk:
         state = b""
         for each in found.places[first_block:]:
             try:
-                with _opened(each.file.path) as (read_at, _):
+                with opened(each.file.path) as (read_at, _):
                     page = each.place.read(read_at)
             except (OSError, DamagedFileError):
                 self._damaged += 1
@@ -168,14 +164,19 @@ class PrefixDisk:
     def _scan(self) -> None:
         found: list[tuple[int, str, _File, tuple[PagePlace, ...]]] = []
         for entry in sorted(self._folder.iterdir()):
-            if _TEMPORARY.fullmatch(entry.name):
+            if TEMPORARY.fullmatch(entry.name):
                 entry.unlink(missing_ok=True)
             elif entry.name.endswith(SUFFIX):
                 try:
-                    with _opened(entry) as (read_at, status):
+                    with opened(entry) as (read_at, status):
                         header = parse(read_at, status.st_size, self._identity)
                 except (OSError, DamagedFileError):
                     self._damaged += 1
+                    if NAME.fullmatch(
+                        entry.name.removesuffix(SUFFIX)
+                    ):  # another's file is not ours to remove
+                        with suppress(OSError):
+                            entry.unlink()
                     continue
                 file = _File(entry, header.root, status.st_size)
                 found.append((status.st_mtime_ns, entry.name, file, header.places))
@@ -183,6 +184,8 @@ class PrefixDisk:
             self._last_use_ns = max(self._last_use_ns, used_ns)
             self._add(file, places)
         self._make_room(0, set())
+        limit_others(self._folder, max(0, self._budget_bytes - self._num_bytes))
+        os.utime(self._lock)
 
     def _add(self, file: _File, places: Collection[PagePlace]) -> None:
         file.keys = [place.page.key for place in places if self._index.add(place.page, _Place(file, place))]
@@ -237,40 +240,3 @@ class PrefixDisk:
             self._index.remove(key)
         del self._files[file.path]
         self._num_bytes -= file.num_bytes
-
-
-def _locked(folder: Path) -> int:
-    """A descriptor that keeps other processes from using the folder, which is made if there is none."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_is_ours(folder.lstat(), folder, stat.S_ISDIR)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(folder / "lock", flags, 0o600)
-    except DamagedFileError as error:
-        raise StorageError(f"{error}: choose a folder that only you may write to") from error
-    except OSError as error:
-        raise cannot_write(folder, error, 0) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise StorageError(
-            f"{folder} is in use by another process: give each server a folder of its own"
-        ) from error
-    return descriptor
-
-
-def _check_is_ours(status: os.stat_result, path: Path, is_kind: Callable[[int], bool]) -> None:
-    if not is_kind(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise DamagedFileError(f"{path} is a link, another user's, or may be written to by others")
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[ReadAt, os.stat_result]]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        status = os.fstat(descriptor)
-        _check_is_ours(status, path, stat.S_ISREG)
-        yield lambda offset, count: os.pread(descriptor, count, offset), status
-    finally:
-        os.close(descriptor)
