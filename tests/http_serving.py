@@ -1,5 +1,6 @@
 """The bundled model for tests of the HTTP interface, and what they read of it."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -48,3 +49,12 @@ def events_of(text: str) -> list[Any]:
     """The JSON values of an event stream, with "[DONE]" as it is."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+async def idle(client: LocalClient) -> None:
+    """Waits until nothing is computed; the test's own time limit says that it takes too long."""
+    while True:
+        statistics = await client.statistics()
+        if statistics.running == statistics.waiting == 0:
+            return
+        await asyncio.sleep(0)

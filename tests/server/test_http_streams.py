@@ -26,7 +26,7 @@ from coldstream.errors import (
 from coldstream.server.client import ServiceUnavailable
 from coldstream.server.http import ServerSettings, create_app
 from coldstream.server.local_client import LocalClient
-from http_serving import Connect, events_of
+from http_serving import Connect, events_of, idle
 
 LONG = {"prompt": "import os\n", "max_tokens": 1900, "ignore_eos": True}
 
@@ -63,15 +63,6 @@ class Call:
         if self._num_read is not None and self.sent.qsize() >= self._num_read:
             await asyncio.Event().wait()
         self.sent.put_nowait(message)
-
-
-async def idle(client: LocalClient) -> None:
-    """Waits until nothing is computed; the test's own time limit says that it takes too long."""
-    while True:
-        statistics = await client.statistics()
-        if statistics.running == statistics.waiting == 0:
-            return
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from coldstream.decoding import SamplingParams
@@ -12,6 +13,7 @@ from coldstream.engine.limits import EngineLimits
 from coldstream.engine.submission import Submission
 from coldstream.errors import InvalidRequestError, QueueFullError
 from coldstream.server.client import ServiceUnavailable, SlowReaderError
+from coldstream.server.http import ServerSettings, create_app
 from coldstream.server.local_client import LocalClient
 from hash_runner import open_hash_model
 
@@ -65,6 +67,26 @@ async def test_refusals_are_raised_and_leave_nothing_behind(client: LocalClient)
     for events in begun:
         assert isinstance([event async for event in events][-1], Delta)
     assert len(await events_of(client, 4)) > 1
+
+
+async def test_sc03_exactly_the_overflow_is_told_to_come_back_and_the_rest_is_answered(
+    client: LocalClient,
+) -> None:
+    transport = httpx2.ASGITransport(create_app(client, ServerSettings()))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        body = {"prompt": "def", "max_tokens": 200, "ignore_eos": True}
+        answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(20)))
+        later = await http.post("/v1/completions", json=body)
+    statuses = [answer.status_code for answer in answers]
+    assert set(statuses) == {200, 429}
+    assert statuses.count(200) >= 3
+    for answer in answers:
+        if answer.status_code == 429:
+            assert answer.headers["retry-after"] == "1"
+            assert answer.json()["error"]["code"] == "queue_full"
+        else:
+            assert answer.json()["usage"]["completion_tokens"] == 200
+    assert later.status_code == 200
 
 
 async def test_closing_the_events_cancels_the_request(client: LocalClient) -> None:
