@@ -205,6 +205,29 @@ def test_of_a_prefix_the_pages_that_others_continue_go_last(tmp_path: Path, rest
     assert ram.statistics().evicted > 0
 
 
+def test_with_ram_a_partial_hit_replays_at_most_2048_tokens_though_states_are_few() -> None:
+    memory = Memory(num_blocks=60, num_states=4)
+    cache = with_ram(memory, 1 << 24)
+    computed(cache, memory, text(0, 9000))
+    assert cache.statistics().kept == 2
+    for parting in (8999, 8100, 6200, 4100, 3000, 2100):
+        held = computed(cache, memory, text(0, parting) + text(20_000, 100))
+        assert parting - held <= 2048
+
+
+def test_what_is_let_go_goes_to_the_fastest_tier_and_idle_moments_serve_the_others(tmp_path: Path) -> None:
+    memory = Memory(num_blocks=20, num_states=8)
+    disk = PrefixDisk(tmp_path, IDENTITY, 1 << 24)
+    cache = PrefixCache(memory, max_states=4, tiers=[PrefixRam(1 << 24), disk])
+    computed(cache, memory, text(0, 700))
+    assert cache.make_room(20, 8)
+    assert [tier.saved for tier in cache.statistics().tiers] == [1, 0]
+    computed(cache, memory, text(2000, 700))
+    assert cache.save_one()
+    assert [tier.saved for tier in cache.statistics().tiers] == [1, 1]
+    cache.close()
+
+
 def test_a_prefix_that_another_is_restored_upon_stays(memory: Memory) -> None:
     """There would be room for the longer one only without it."""
     cache = with_ram(memory)

@@ -29,6 +29,7 @@ from coldstream.kvcache.sequence import Sequence
 MAX_REPLAY = 2048  # tokens of a known prefix that are computed again, if there are states enough
 MAX_PASSED = 4096  # prompts that are remembered without anything kept of them
 MAX_PASSED_TOKENS = 4 << 20
+MAX_CUTS = 64  # of a prompt, if there is a tier that takes what has no room any more
 HALF_LIFE = 64  # prompts after which a use counts half
 
 
@@ -54,6 +55,9 @@ class PrefixCache:
         self._tiers = PrefixTiers(sequences, tiers)
         with sequences.contents() as cache:
             self._is_recurrent = cache.is_recurrent
+        # One prompt leaves half of the states to others, unless what it pushes out goes to RAM.
+        share = min(max_states, max(1, max_states // 2))
+        self._max_cuts = max(share, MAX_CUTS) if max_states and self._tiers.is_fast else share
 
     def begin(self, token_ids: TokenIds[int], borders: Collection[int] = (), namespace: str = "") -> Prefix:
         """A sequence with the longest kept prefix of a prompt, for the caller to extend and to release.
@@ -87,7 +91,7 @@ class PrefixCache:
             parting=matched if self._is_recurrent else 0,
             borders=borders if self._is_recurrent else (),
             max_replay=self._max_replay if self._is_recurrent else len(ids),
-            limit=min(self._max_states, max(1, self._max_states // 2)),
+            limit=self._max_cuts,
         )
         return Prefix(sequence, length, cuts)
 
@@ -183,7 +187,7 @@ class PrefixCache:
         if not self._tiers.has_lasting or not unsaved:
             return False
         kept = max((each for each in unsaved if _ancestor(each) not in unsaved), key=self._worth)
-        self._tiers.save(kept.namespace, kept.node.token_ids, kept.sequence, only_lasting=True)
+        self._tiers.save(kept.namespace, kept.node.token_ids, kept.sequence)
         kept.is_saved = True
         return True
 
@@ -259,7 +263,7 @@ class PrefixCache:
         return True
 
     def _evict(self, victim: Kept) -> None:
-        self._tiers.save(victim.namespace, victim.node.token_ids, victim.sequence)
+        self._tiers.take(victim.namespace, victim.node.token_ids, victim.sequence)
         self._remove(victim)
         self._evictions += 1
 

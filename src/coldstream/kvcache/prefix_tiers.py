@@ -40,6 +40,7 @@ class PrefixTiers:
         self._memory = memory
         self._tiers = tuple(tiers)
         self.has_lasting = any(tier.is_lasting for tier in tiers)
+        self.is_fast = bool(tiers) and not self._tiers[0].is_lasting  # `take` writes no file
 
     def longest(self, namespace: str, ids: Array, limit: int) -> int:
         """Tokens of the longest prefix of `ids` that a tier has, at most `limit`; 0 for none."""
@@ -63,15 +64,21 @@ class PrefixTiers:
                     return cache.written(saved.length, saved.blocks, saved.state, base)
         return None
 
-    def save(self, namespace: str, ids: Array, sequence: Sequence, *, only_lasting: bool = False) -> None:
-        """Gives the tiers a prefix that is a sequence's, unless it is shorter than a block."""
-        if len(ids) < BLOCK_POSITIONS or not self._tiers:
+    def take(self, namespace: str, ids: Array, sequence: Sequence) -> None:
+        """Gives the fastest tier a prefix that loses its memory; slower ones would hold steps up."""
+        self._save(self._tiers[:1], namespace, ids, sequence)
+
+    def save(self, namespace: str, ids: Array, sequence: Sequence) -> None:
+        """Gives a prefix that is a sequence's to the tiers that last."""
+        self._save([tier for tier in self._tiers if tier.is_lasting], namespace, ids, sequence)
+
+    def _save(self, tiers: Collection[PrefixTier], namespace: str, ids: Array, sequence: Sequence) -> None:
+        if len(ids) < BLOCK_POSITIONS or not tiers:
             return
         with self._memory.contents() as cache:
             source = _Source(cache, sequence)
-            for tier in self._tiers:
-                if tier.is_lasting or not only_lasting:
-                    tier.save(namespace, ids, source)
+            for tier in tiers:
+                tier.save(namespace, ids, source)
 
     def clear(self, namespace: str | None) -> None:
         """Forgets a namespace, or all."""
