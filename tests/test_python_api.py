@@ -14,6 +14,7 @@ import pytest
 import coldstream
 from coldstream import ConfigError
 from coldstream.cli.run import command as run_command
+from coldstream.cli.serve import command as serve_command
 from coldstream.engine import LLM, EngineConfig
 from coldstream.engine.own_parts import OwnParts
 
@@ -147,7 +148,8 @@ def test_the_settings_of_llm_are_the_fields_of_its_configuration() -> None:
 
 
 def test_the_settings_of_llm_are_flags_of_the_command_line() -> None:
-    flags = {flag for parameter in run_command.params for flag in parameter.opts}
+    commands = run_command, serve_command
+    flags = {flag for command in commands for parameter in command.params for flag in parameter.opts}
     for field in fields(EngineConfig):
         assert field.name == "model" or f"--{field.name.replace('_', '-')}" in flags
 

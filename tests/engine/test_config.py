@@ -9,9 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import Dims, make_model, write_model
-from coldstream.engine.config import DEFAULT_CTX_SIZE, EngineConfig, cache_bytes_per_token, resolve
+from coldstream.engine.config import (
+    DEFAULT_CTX_SIZE,
+    MAX_PARALLEL,
+    PARALLEL_SHARE,
+    EngineConfig,
+    cache_bytes_per_token,
+    resolve,
+    with_contexts,
+)
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kvcache.cache import context_bytes
 from coldstream.models.layer_specs import AttentionSpec
 from coldstream.models.spec import ModelSpec
 from specs import with_layers
@@ -166,3 +175,16 @@ def test_types_of_caches_are_for_both_devices_and_for_heads_of_whole_blocks(spec
         resolve(
             EngineConfig("m.gguf", device="cpu"), with_layers(spec, AttentionSpec, head_dim=40), CORES, FREE
         )
+
+
+@pytest.mark.parametrize("budget", [2**20, 2**26, 2**28, 2**40])
+def test_contexts_side_by_side_take_a_share_of_the_budget(spec: ModelSpec, budget: int) -> None:
+    config = resolve(EngineConfig("m.gguf", ctx_size=1024, parallel="auto"), spec, 2, 2**50)
+    found = with_contexts(config, spec, budget).parallel
+    each = context_bytes(spec, 1024, "i16")
+    assert isinstance(found, int)
+    assert found == 1 or found * each <= budget * PARALLEL_SHARE
+    assert found == MAX_PARALLEL or 2 * found * each > budget * PARALLEL_SHARE
+    assert found & (found - 1) == 0
+    asked = replace(config, parallel=3)
+    assert with_contexts(asked, spec, budget) == asked

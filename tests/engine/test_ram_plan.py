@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
-from coldstream.engine import EngineConfig, open_model
+from coldstream.engine import LLM, EngineConfig, open_model
 from coldstream.engine.config import cache_bytes_per_token
 from coldstream.engine.planned import Planned
 from coldstream.engine.planning import bundled_profile, plan_model
@@ -241,3 +241,16 @@ def test_a_default_context_takes_a_share_of_what_the_rest_leaves(left: int) -> N
     ctx_size = plan(replace(config, ctx_size=None, ram=least + left)).config.ctx_size
     affordable = int(left * SHARE) // cache_bytes_per_token(CONFIG, spec)
     assert ctx_size == max(1, min(affordable, spec.context_length))
+
+
+@pytest.mark.parametrize("parallel", [1, 3, "auto"])
+def test_whole_contexts_are_planned_counted_and_allocated(models: list[Path], parallel: int | str) -> None:
+    config = EngineConfig(str(models[0]), device="cpu", threads=1, ram="2G", ctx_size=300, parallel=parallel)
+    planned = check_runs_as_planned(config)
+    fixed, count = planned.run.placement.fixed, planned.config.parallel
+    assert fixed.num_contexts == count
+    assert isinstance(count, int)
+    with LLM(models[0], device="cpu", threads=1, ctx_size=300, parallel=count) as llm:
+        size = llm.opened.runner.cache_size
+        assert size.num_blocks == 2 * count
+        assert size.num_states >= (2 * count if count > 1 else 1)

@@ -59,7 +59,8 @@ def parse_parallel(text: str) -> int:
     "--parallel",
     type=parse_parallel,
     metavar="N",
-    help=f"Answers that are computed side by side, at most [default: {MAX_RUNNING}, or what fits].",
+    help=f"Answers that are computed side by side, at most, and whole contexts that there is memory for "
+    f"[default: {MAX_RUNNING}, and as many as an eighth of the memory holds].",
 )
 @click.option(
     "--log-format",
@@ -123,7 +124,7 @@ def _serve(
     path = model_or_bundled(model)
     service = Service(
         name=alias or name_of(path),
-        config=engine_config(path, options),
+        config=engine_config(path, {**options, **_contexts(parallel, options)}),
         limits=EngineLimits() if parallel is None else EngineLimits(max_running=parallel),
         settings=settings,
     )
@@ -136,6 +137,13 @@ def _serve(
             cut_by = asyncio.run(serve(service, listener, log, line.update))
         log.write("info", "stopped", "stopped")
     return 0 if cut_by is None else 128 + cut_by
+
+
+def _contexts(parallel: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The setting of whole contexts, which a plan has of its own."""
+    if options.get("plan") is not None:
+        return {}
+    return {"parallel": "auto" if parallel is None else parallel}
 
 
 def name_of(model: str) -> str:

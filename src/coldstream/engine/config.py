@@ -15,6 +15,7 @@ from coldstream.errors import ConfigError, OutOfMemoryError, shown
 from coldstream.experts.prefetching import MAX_PREFETCHED
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, INTEGER_CACHE_TYPES
 from coldstream.kernels.ops import MAX_TREE_ROWS
+from coldstream.kvcache.cache import context_bytes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement import run_plan
 
@@ -25,6 +26,8 @@ MAX_THREADS = 1024
 MAX_BYTES = 2**60
 DEFAULT_CTX_SIZE = 32768  # what `ctx_size` resolves to if the model and the memory allow it
 DEFAULT_CACHE_SHARE = 0.25  # of available memory, for the cache of a default context
+MAX_PARALLEL = 64  # whole contexts
+PARALLEL_SHARE = 0.125  # of the budget, for the caches of as many contexts as fit there
 
 CacheType = Literal["i16", "i8", "i4", "i3"]
 # For types of llama.cpp that do not exist here.
@@ -34,7 +37,7 @@ NEAREST_CACHE_TYPES = {"f16": "i16", "bf16": "i16", "f32": "i16", "q8_0": "i8", 
 # Settings that a plan contains.
 _PLANNED = (
     *("vram", "ram", "ctx_size", "cache_type_k", "cache_type_v", "attention_window"),
-    *("spec_type", "tree_budget"),
+    *("spec_type", "tree_budget", "parallel"),
 )
 
 
@@ -60,6 +63,8 @@ class EngineConfig:
     spec_type: str = "auto"
     model_draft: str | None = None  # a drafter's file or folder, for spec_type dflash, which auto then is
     tree_budget: int | Literal["auto"] = "auto"  # nodes of a draft tree; auto: as many as pay in each step
+    # Whole contexts that there is memory for together; auto: as many as a share of the memory holds.
+    parallel: int | Literal["auto"] = 1
     seed: int | None = None  # for requests that name none; None: a fresh one for each
     offline: bool = False  # never ask the hub; only local files and its cache
 
@@ -91,6 +96,8 @@ class EngineConfig:
             self._check_model_draft()
         if self.tree_budget != "auto":
             _check_integer("tree_budget", self.tree_budget, 1, MAX_TREE_NODES)
+        if self.parallel != "auto":
+            _check_integer("parallel", self.parallel, 1, MAX_PARALLEL)
         _check_choice("cache_type_k", self.cache_type_k, INTEGER_CACHE_TYPES, NEAREST_CACHE_TYPES)
         _check_choice("cache_type_v", self.cache_type_v, INTEGER_CACHE_TYPES, NEAREST_CACHE_TYPES)
         if self.cache_type_k != self.cache_type_v:
@@ -161,6 +168,22 @@ def resolve(config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: i
     affordable = int(free_bytes * DEFAULT_CACHE_SHARE) // max(1, token_bytes)
     ctx_size = max(1, min(spec.context_length, DEFAULT_CTX_SIZE, affordable))
     return replace(config, threads=threads, ctx_size=ctx_size)
+
+
+def with_contexts(config: EngineConfig, spec: ModelSpec, budget: int) -> EngineConfig:
+    """A resolved `config` with a concrete `parallel`, for a budget of device memory in bytes.
+
+    Of MAX_PARALLEL, a half of it and so on the most whose caches take up to PARALLEL_SHARE of the budget.
+    """
+    if config.parallel != "auto":
+        return config
+    assert config.ctx_size, "the context of a resolved configuration is known"
+    affordable = int(budget * PARALLEL_SHARE)
+    each = context_bytes(spec, config.ctx_size, config.cache_type_k)
+    parallel = MAX_PARALLEL
+    while parallel > 1 and parallel * each > affordable:
+        parallel //= 2
+    return replace(config, parallel=parallel)
 
 
 DFLASH_ON_GPU = "spec_type dflash is computed on the CPU alone, and the device is a GPU: try mtp or ngram"

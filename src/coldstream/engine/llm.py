@@ -70,6 +70,7 @@ class LLM:
         spec_type: str = "auto",
         model_draft: str | os.PathLike[str] | None = None,
         tree_budget: int | Literal["auto"] = "auto",
+        parallel: int | Literal["auto"] = 1,
         seed: int | None = None,
         offline: bool = False,
         policy: Policy | None = None,
@@ -95,6 +96,8 @@ class LLM:
             that is named, or none. No token depends on it.
         model_draft: a DFlash drafter: a GGUF file, or a folder with safetensors and config.json.
         tree_budget: tokens of a draft; auto: as many as pay in each step.
+        parallel: whole contexts that there is memory for together, up to 64; auto: as many as an eighth of
+            the memory holds. Prompts of a list share it, however many they are.
         seed: for requests that name none; None: a fresh one for each.
         offline: never ask the hub.
         policy: decides which experts stay in fast memory, for this model alone; None: the product's.
@@ -116,6 +119,7 @@ class LLM:
             "spec_type": spec_type,
             "model_draft": model_draft,
             "tree_budget": tree_budget,
+            "parallel": parallel,
             "seed": seed,
             "offline": offline,
         }

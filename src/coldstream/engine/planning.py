@@ -18,6 +18,7 @@ from coldstream.engine.config import (
     cache_bytes_per_token,
     resolve,
     tree_rows_of,
+    with_contexts,
 )
 from coldstream.engine.device_choice import OpenProgress, device_to_plan_for
 from coldstream.engine.draft_file import DraftNeeds, open_draft
@@ -175,6 +176,7 @@ class _Model:
             config.cache_type_k,
             cache_bytes_per_token(config, self.spec),
             draft=self._draft_room(config),
+            num_contexts=_contexts(config),
         )
 
     def _draft_room(self, config: EngineConfig) -> DraftRoom:
@@ -186,9 +188,12 @@ class _Model:
         return replace(room, drafter_bytes=num_bytes, taps=self.draft.taps)
 
     def with_context(self, config: EngineConfig, budget: int) -> EngineConfig:
-        """`config` with threads and a context. A requested context is not reduced: planning then fails with
-        the bytes that are needed.
+        """`config` with threads, a context and how many. A requested context is not reduced: planning then
+        fails with the bytes that are needed.
         """
+        return with_contexts(self._with_one_context(config, budget), self.spec, budget)
+
+    def _with_one_context(self, config: EngineConfig, budget: int) -> EngineConfig:
         if config.ctx_size:
             return resolve(config, self.spec, self.num_cores, ALL_BYTES)
         if config.device == "cuda":
@@ -208,7 +213,7 @@ class _Model:
         sizes = self.sizes(config)
         memory = (config.ctx_size, config.cache_type_k)
         room = self._draft_room(config)
-        parts = fixed_parts_on_gpu(self.file, self.spec, sizes, *memory, budgets, room)
+        parts = fixed_parts_on_gpu(self.file, self.spec, sizes, *memory, budgets, room, _contexts(config))
         return [
             (plan_placement(sizes, part, budget, uses=self.uses, options=self.options), sizes)
             for part, budget in zip(parts, budgets, strict=True)
@@ -225,6 +230,11 @@ class _Model:
     def try_budget(self, config: EngineConfig, budget: int) -> None:
         """Raises as `place` if `budget` is not enough."""
         self.place(self.with_context(config, budget), [budget])
+
+
+def _contexts(config: EngineConfig) -> int:
+    """Whole contexts of a configuration that may not be resolved."""
+    return 1 if config.parallel == "auto" else config.parallel
 
 
 def expected_uses(trace: RoutingTrace | None) -> Array | None:
@@ -266,6 +276,7 @@ def _given_plan(
         "attention_window": run.attention_window,
         "spec_type": run.spec_type,
         "tree_budget": run.tree_budget or "auto",
+        "parallel": plan.fixed.num_contexts,
     }
     config = resolve(replace(config, **said), spec, hardware.num_physical_cores, ALL_BYTES)
     assert isinstance(config.threads, int)

@@ -12,6 +12,7 @@ from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS, Array, KeptIn
 from coldstream.placement.plan import FixedPart
 
 MAX_SEQUENCES = 16
+STATES_OF_CONTEXT = 2  # where there is memory for several
 
 
 class CacheShape(Protocol):
@@ -75,7 +76,8 @@ class CacheSize:
     @classmethod
     def planned(cls, fixed: FixedPart) -> Self:
         """What a plan with this fixed part has memory for."""
-        return cls(num_blocks_of(fixed.ctx_size), fixed.num_sequences, fixed.num_tree_rows)
+        num_blocks = fixed.num_contexts * num_blocks_of(fixed.ctx_size)
+        return cls(num_blocks, fixed.num_sequences, fixed.num_tree_rows)
 
     @classmethod
     def shared(
@@ -86,13 +88,15 @@ class CacheSize:
         *,
         is_scarce: bool,
         num_tree_rows: int = 0,
+        num_contexts: int = 1,
     ) -> Self:
-        """For one sequence of up to `context_length` positions, or for several that share its blocks.
+        """For `num_contexts` sequences of up to `context_length` positions, or for more that share blocks.
 
         Unless memory is scarce, there are as many states as blocks, up to MAX_SEQUENCES, beyond which a
         further sequence hardly lowers the cost of a row. `is_scarce` says that the cache takes memory from
         experts: all states but one then take at most a quarter of the bytes of keys and values, as a state of
-        a large model is as large as thousands of positions, and a single sequence needs only one.
+        a large model is as large as thousands of positions, and a single sequence needs only one. With
+        several contexts there are at least two states for each, as prefixes kept for later have them too.
         """
         num_blocks = num_blocks_of(context_length)
         num_states = min(num_blocks, MAX_SEQUENCES)
@@ -100,7 +104,9 @@ class CacheSize:
         if is_scarce and one_state:
             kv_bytes = num_blocks * BLOCK_POSITIONS * _kv_bytes(shape, kv_type)
             num_states = min(num_states, 1 + kv_bytes // 4 // one_state)
-        return cls(num_blocks, num_states, num_tree_rows)
+        if num_contexts > 1:
+            num_states = max(num_states, STATES_OF_CONTEXT * num_contexts)
+        return cls(num_contexts * num_blocks, num_states, num_tree_rows)
 
 
 class ModelCache:
@@ -210,6 +216,12 @@ def state_bytes(shape: CacheShape) -> int:
     """Bytes of the recurrent states of one sequence."""
     size = shape.num_value_heads * shape.ssm_state_size**2 + (shape.conv_kernel - 1) * shape.conv_dim
     return 4 * shape.layer_kinds.count("delta_net") * size
+
+
+def context_bytes(shape: CacheShape, context_length: int, kv_type: str) -> int:
+    """Bytes of each of several whole contexts, with its states."""
+    num_positions = num_blocks_of(context_length) * BLOCK_POSITIONS
+    return num_positions * _kv_bytes(shape, kv_type) + STATES_OF_CONTEXT * state_bytes(shape)
 
 
 def kept_bytes(shape: CacheShape) -> int:

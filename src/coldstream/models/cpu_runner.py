@@ -137,6 +137,7 @@ class CpuRunner(ModelRunner):
         kv_token_bytes: int = 0,
         cache_size: CacheSize | None = None,
         draft: DraftRoom = NO_DRAFTS,
+        num_contexts: int = 1,
     ) -> RamNeeds:
         """The RAM that the runner and what drafts for it would need, counted by runners that read no weights.
 
@@ -153,6 +154,7 @@ class CpuRunner(ModelRunner):
                 kv_type,
                 is_scarce=disk is not None,
                 num_tree_rows=draft.num_tree_rows,
+                num_contexts=num_contexts,
             )
             unread = cls(file, spec, ops, context_length, kv_type, disk, size, taps=draft.taps)
             drafter = draft.drafter_bytes
@@ -165,6 +167,7 @@ class CpuRunner(ModelRunner):
                 weights=dense_bytes(spec, file.tensors),
                 caches=unread._sequences.tensors.num_bytes,
                 workspace=unread.activation_bytes,
+                num_contexts=num_contexts,
                 num_sequences=unread.cache_size.num_states,
                 num_tree_rows=unread.cache_size.num_tree_rows,
                 drafter=drafter,

@@ -12,6 +12,7 @@ from coldstream.experts.prefetching import LAYERS_AHEAD, MAX_PREFETCHED, Prefetc
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.workspace_sizes import FEW_ROWS, most_partial_bytes
 from coldstream.kernels.cuda.device import missing_packages
+from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kvcache.cache import CacheSize, kept_bytes
 from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
 from coldstream.models.footprint import nextn_bytes
@@ -40,6 +41,7 @@ def fixed_parts_on_gpu(
     kv_type: str,
     budgets: Sequence[int],
     draft: DraftRoom = NO_DRAFTS,
+    num_contexts: int = 1,
 ) -> list[FixedPart]:
     """The fixed part for each budget in bytes, with the largest prefill steps of modest activations.
 
@@ -51,9 +53,15 @@ def fixed_parts_on_gpu(
     @cache
     def part(chunk_size: int, is_scarce: bool = True) -> FixedPart:
         cache_size = CacheSize.shared(
-            spec, ctx_size, kv_type, is_scarce=is_scarce, num_tree_rows=draft.num_tree_rows
+            spec,
+            ctx_size,
+            kv_type,
+            is_scarce=is_scarce,
+            num_tree_rows=draft.num_tree_rows,
+            num_contexts=num_contexts,
         )
-        return count(file, spec, sizes, cache_size, ctx_size, kv_type, chunk_size, has_mtp=draft.has_mtp)
+        counted = count(file, spec, sizes, cache_size, ctx_size, kv_type, chunk_size, has_mtp=draft.has_mtp)
+        return replace(counted, num_contexts=num_contexts)
 
     def is_modest(chunk_size: int, budget: int) -> bool:
         left = budget - _without_workspace(part(chunk_size))
@@ -139,7 +147,9 @@ def _estimated(
         kv_type=kv_type,
         chunk_size=chunk_size,
         weights=sizes.dense_bytes + mtp_bytes,
-        caches=ctx_size * (sizes.kv_token_bytes + (kv_token_bytes if has_mtp else 0))
+        caches=cache_size.num_blocks
+        * BLOCK_POSITIONS
+        * (sizes.kv_token_bytes + (kv_token_bytes if has_mtp else 0))
         + cache_size.num_states * sizes.state_bytes
         + cache_size.num_tree_rows * kept_bytes(spec),
         workspace=_workspace_bytes(spec, ctx_size, chunk_size),

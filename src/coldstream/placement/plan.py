@@ -36,7 +36,7 @@ _MEMORY_NAMES: Final = {"vram": "the GPU's memory", "ram": "RAM"}
 class FixedPart:
     """Bytes that do not depend on the placement of experts, by purpose."""
 
-    ctx_size: int  # tokens that the caches hold
+    ctx_size: int  # tokens of a sequence, at most
     kv_type: str
     chunk_size: int  # tokens that prefill computes at once
     weights: int  # all but the routed experts
@@ -45,6 +45,7 @@ class FixedPart:
     drafter: int = 0  # weights and caches of a draft model
     graphs: int = 0  # captured steps
     reserve: int = 0  # the driver's own
+    num_contexts: int = 1  # whole contexts that the caches hold together
     num_sequences: int = 1  # recurrent states in the caches
     num_tree_rows: int = 0  # rows of draft trees in the caches
 
