@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -19,7 +20,7 @@ import psutil
 import pytest
 
 from coldstream.cli import serve as serve_verb
-from coldstream.cli.interrupts import EXIT_TERMINATED, Interrupts, TerminatedError
+from coldstream.cli.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupts, TerminatedError
 from coldstream.cli.serve import name_of, parse_parallel
 
 Run = Callable[..., tuple[int, str, str]]
@@ -106,8 +107,7 @@ def test_sigterm_lets_answers_finish_and_refuses_new_ones(tmp_path: Path) -> Non
     assert paths.count("/v1/completions") == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_cuts_answers_off(number: signal.Signals) -> None:
+def test_a_second_signal_cuts_answers_off() -> None:
     with serving() as (server, client):
         children = psutil.Process(server.process.pid).children(recursive=True)
         with client.stream("POST", "/v1/completions", json=LONG) as stream:
@@ -115,13 +115,13 @@ def test_a_second_signal_cuts_answers_off(number: signal.Signals) -> None:
             next(lines)
             for child in children:
                 child.suspend()
-            server.process.send_signal(number)
+            server.process.send_signal(signal.SIGTERM)
             server.wait_for("stopping")
-            server.process.send_signal(number)
+            server.process.send_signal(signal.SIGINT)
             rest = "\n".join(lines)
         assert '"error"' in rest
         assert "server stops" in rest
-        assert server.finish() == 128 + number
+        assert server.finish() == EXIT_INTERRUPTED
         assert psutil.wait_procs(children, timeout=10)[1] == []
 
 
@@ -136,6 +136,19 @@ def test_a_lost_engine_is_in_the_log_and_comes_back() -> None:
             server.wait_for("engine_back")
             answer = client.post("/v1/completions", json=SHORT)
         assert answer.status_code == 200
+
+
+def test_the_examples_of_clients_get_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "examples" / "clients.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    own = [block for block in blocks if block.startswith(("from openai ", "from anthropic "))]
+    assert len(own) == 2
+    with serving("--api-key", "KEY", "--alias", "MODEL") as (_, client):
+        refused = client.get("/v1/models")
+        for code in own:
+            exec(code.replace("http://127.0.0.1:8080", str(client.base_url).rstrip("/")), {})
+            assert capsys.readouterr().out.strip()
+    assert refused.status_code == 401
 
 
 def test_beyond_loopback_it_wants_a_key(run: Run) -> None:
