@@ -2,6 +2,7 @@
 and all memory accounted for. On a model that hashes its tokens, with far too little memory.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -134,3 +135,22 @@ def test_any_order_of_arrivals_cancels_and_steps(size: CacheSize) -> None:
     case = machine.TestCase
     case.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
     case().runTest()
+
+
+@pytest.mark.parametrize("num_blocks", [3, 6])
+def test_prompts_at_their_first_rows_make_way_for_one_that_grows(tmp_path: Path, num_blocks: int) -> None:
+    """They share no memory with a kept prefix that could be let go in their place."""
+    params = replace(KINDS[0], max_tokens=30)
+    prompts = [[7] * 254, *([number] * 200 for number in range(num_blocks - 1))]
+    opened = opened_hash_model(tmp_path / "tiny.gguf", CacheSize(num_blocks, 9))
+    with LLM.from_opened(opened) as llm:
+        client = Client(Engine(opened, EngineLimits(target_step_ms=20), FakeClock()), opened)
+        ids = [client.add(prompts[0], params)]
+        for _ in range(6):
+            client.step()
+        ids += [client.add(prompt, params) for prompt in prompts[1:]]
+        client.drain()
+        assert client.engine.statistics().preemptions > 0
+        answers = [client.answers(each) for each in ids]
+        client.engine.close()
+        assert answers == [alone(llm, prompt, params) for prompt in prompts]

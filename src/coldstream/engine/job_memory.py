@@ -49,7 +49,7 @@ class JobMemory:
         if self._make_room(demands):
             return True
         for job in counts:
-            if job.sequence is not None and job.num_computed == job.num_shared:
+            if 0 < job.num_shared == job.num_computed:
                 self.cache.forget(job.token_ids[: job.num_shared], job.submission.namespace)
         return self._make_room(demands)
 
