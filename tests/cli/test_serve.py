@@ -26,7 +26,7 @@ from coldstream.cli.serve import name_of, parse_parallel
 Run = Callable[..., tuple[int, str, str]]
 SERVE = [sys.executable, "-m", "coldstream", "serve", "--port", "0", "--threads", "1", "--device", "cpu"]
 SHORT = {"model": "demo", "prompt": "def main(", "max_tokens": 4, "temperature": 0}
-LONG = {"model": "demo", "prompt": "import", "max_tokens": 3000, "stream": True, "ignore_eos": True}
+LONG = {"model": "demo", "prompt": "import", "max_tokens": 1000, "stream": True, "ignore_eos": True}
 
 
 class Server:
@@ -143,7 +143,7 @@ def test_the_examples_of_clients_get_an_answer(capsys: pytest.CaptureFixture[str
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     own = [block for block in blocks if block.startswith(("from openai ", "from anthropic "))]
     assert len(own) == 2
-    with serving("--api-key", "KEY", "--alias", "MODEL") as (_, client):
+    with serving("--api-key", "KEY", "--alias", "MODEL", "--ctx-size", "256") as (_, client):
         refused = client.get("/v1/models")
         for code in own:
             exec(code.replace("http://127.0.0.1:8080", str(client.base_url).rstrip("/")), {})
