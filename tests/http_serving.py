@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,9 @@ import httpx2
 
 from coldstream.assets import demo_model_path
 from coldstream.engine import EngineConfig, OpenedModel, open_model
+from coldstream.engine.events import Event
+from coldstream.engine.submission import Submission
+from coldstream.errors import ColdstreamError
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.server.local_client import LocalClient
 from coldstream.server.served_model import ServedModel
@@ -43,6 +46,35 @@ class WithTemplate:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
+
+
+class Scripted:
+    """A client whose requests go as a script says; the model is a real one."""
+
+    def __init__(self, client: LocalClient, *script: Event | ColdstreamError | asyncio.Event) -> None:
+        self.model = client.model
+        self._client = client
+        self._script = script
+        self.cancelled: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def submit(self, submission: Submission) -> AsyncIterator[Event]:
+        if self._script and isinstance(self._script[0], ColdstreamError):
+            raise self._script[0]
+        return self._events()
+
+    async def cancel(self, request_id: int) -> None:
+        self.cancelled.append(request_id)
+
+    async def _events(self) -> AsyncIterator[Event]:
+        for each in self._script:
+            if isinstance(each, asyncio.Event):
+                await each.wait()
+            else:
+                assert not isinstance(each, ColdstreamError)
+                yield each
 
 
 def events_of(text: str) -> list[Any]:

@@ -14,7 +14,6 @@ from coldstream.engine.events import Delta, Event, Failed, Started
 from coldstream.engine.request import Piece
 from coldstream.engine.submission import Submission
 from coldstream.errors import (
-    ColdstreamError,
     DeadlineError,
     DeviceError,
     GenerationFault,
@@ -26,7 +25,7 @@ from coldstream.errors import (
 from coldstream.server.client import ServiceUnavailable
 from coldstream.server.http import ServerSettings, create_app
 from coldstream.server.local_client import LocalClient
-from http_serving import Connect, events_of, idle
+from http_serving import Connect, Scripted, events_of, idle
 
 LONG = {"prompt": "import os\n", "max_tokens": 1900, "ignore_eos": True}
 
@@ -132,35 +131,6 @@ async def test_sc05_a_client_that_stops_reading_is_left(local_client: LocalClien
     await call(create_app(local_client, ServerSettings(slow_reader_s=0.01)))
     await idle(local_client)
     assert (await local_client.statistics()).cancelled_requests == before.cancelled_requests + 1
-
-
-class Scripted:
-    """A client whose requests go as a script says; the model is a real one."""
-
-    def __init__(self, client: LocalClient, *script: Event | ColdstreamError | asyncio.Event) -> None:
-        self.model = client.model
-        self._client = client
-        self._script = script
-        self.cancelled: list[int] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    async def submit(self, submission: Submission) -> AsyncIterator[Event]:
-        if self._script and isinstance(self._script[0], ColdstreamError):
-            raise self._script[0]
-        return self._events()
-
-    async def cancel(self, request_id: int) -> None:
-        self.cancelled.append(request_id)
-
-    async def _events(self) -> AsyncIterator[Event]:
-        for each in self._script:
-            if isinstance(each, asyncio.Event):
-                await each.wait()
-            else:
-                assert not isinstance(each, ColdstreamError)
-                yield each
 
 
 PIECE = Delta(1, 0, Piece("abc", (1,)))

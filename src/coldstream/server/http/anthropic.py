@@ -18,7 +18,7 @@ from coldstream.server.http.chat_request import ChatRequest
 from coldstream.server.http.guard import namespace_of
 from coldstream.server.http.models import served_model
 from coldstream.server.http.problems import CONTEXT_FULL, ProblemError, problem_of, refused
-from coldstream.server.http.responses import (
+from coldstream.server.http.shapes import (
     AnthropicError,
     AnthropicMessageShape,
     TokenCountShape,

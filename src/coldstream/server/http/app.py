@@ -19,6 +19,7 @@ from coldstream.server.http.guard import Guard
 from coldstream.server.http.metrics import Metrics
 from coldstream.server.http.models import models_router
 from coldstream.server.http.problems import Problem, ProblemError, problem_of
+from coldstream.server.http.responses import responses_router
 from coldstream.server.http.settings import ServerSettings
 from coldstream.server.http.state import state_router
 from coldstream.server.http.tokens import tokens_router
@@ -52,6 +53,7 @@ def create_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
     app.include_router(chat_router(serving))
     app.include_router(completions_router(serving))
     app.include_router(anthropic_router(serving))
+    app.include_router(responses_router(serving))
     app.include_router(models_router(client))
     app.include_router(tokens_router(client))
     app.include_router(state_router(client, settings, metrics))

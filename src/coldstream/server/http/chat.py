@@ -19,7 +19,7 @@ from coldstream.server.http.chat_request import ChatRequest
 from coldstream.server.http.guard import namespace_of
 from coldstream.server.http.models import served_model
 from coldstream.server.http.problems import problem_of
-from coldstream.server.http.responses import ChatCompletion, documented
+from coldstream.server.http.shapes import ChatCompletion, documented
 from coldstream.server.http.sse import DONE, KEEP_ALIVE, StreamedAnswer, respond_unless_gone, sse
 
 

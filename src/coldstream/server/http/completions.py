@@ -22,8 +22,8 @@ from coldstream.server.http.guard import namespace_of
 from coldstream.server.http.logprob_shapes import CompletionLogprobs
 from coldstream.server.http.models import context_errors, served_model
 from coldstream.server.http.problems import problem_of
-from coldstream.server.http.responses import Completion, documented
 from coldstream.server.http.settings import ServerSettings
+from coldstream.server.http.shapes import Completion, documented
 from coldstream.server.http.sse import DONE, KEEP_ALIVE, StreamedAnswer, respond_unless_gone, sse
 from coldstream.server.served_model import ServedModel
 

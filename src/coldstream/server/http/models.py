@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from coldstream.errors import ContextFullError, shown
 from coldstream.server.client import EngineClient
 from coldstream.server.http.problems import CONTEXT_FULL, Problem, ProblemError, refused
-from coldstream.server.http.responses import Model, ModelList, documented
+from coldstream.server.http.shapes import Model, ModelList, documented
 from coldstream.server.served_model import ServedModel
 
 

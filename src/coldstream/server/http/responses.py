@@ -1,197 +1,149 @@
-"""The shapes of answers, as the OpenAPI document states them."""
-
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict
-
-
-class _Shape(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-
-class ErrorDetail(_Shape):
-    """What was wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(_Shape):
-    """The body of every answer that is no success."""
-
-    error: ErrorDetail
-
-
-class Usage(_Shape):
-    """Counts of tokens."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class ChatMessageShape(_Shape):
-    """An answer."""
-
-    role: Literal["assistant"]
-    content: str | None
-
-
-class ChatChoice(_Shape):
-    """One of the answers."""
-
-    index: int
-    message: ChatMessageShape
-    finish_reason: Literal["stop", "length", "tool_calls"]
-
-
-class ChatCompletion(_Shape):
-    """The answer of POST /v1/chat/completions without `stream`."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class CompletionChoice(_Shape):
-    """One of the answers."""
-
-    index: int
-    text: str
-    finish_reason: Literal["stop", "length"]
-
-
-class Completion(_Shape):
-    """The answer of POST /v1/completions without `stream`."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-
-
-class Model(_Shape):
-    """A model."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-
-
-class ModelList(_Shape):
-    """The models."""
-
-    object: Literal["list"]
-    data: list[Model]
-
-
-class Piece(_Shape):
-    """A token with its text."""
-
-    id: int
-    piece: str
-
-
-class Tokenized(_Shape):
-    """Token ids, or tokens with their texts."""
-
-    tokens: list[int] | list[Piece]
-
-
-class Detokenized(_Shape):
-    """A text."""
-
-    content: str
-
-
-class HealthBody(_Shape):
-    """The engine makes progress."""
-
-    status: Literal["ok"]
-
-
-class Props(_Shape):
-    """The model, where it lies, and what is done to be fast."""
-
-    model_alias: str
-    state: str
-    model: dict[str, Any]
-    placement: dict[str, Any]
-    cache: dict[str, Any]
-    speculation: dict[str, Any]
-
-
-class AnthropicErrorDetail(_Shape):
-    """What was wrong."""
-
-    type: str
-    message: str
-
-
-class AnthropicError(_Shape):
-    """The body of every answer that is no success, of Anthropic's API."""
-
-    type: Literal["error"]
-    error: AnthropicErrorDetail
-
-
-class AnthropicUsage(_Shape):
-    """Counts of tokens."""
-
-    input_tokens: int
-    output_tokens: int
-
-
-class AnthropicMessageShape(_Shape):
-    """The answer of POST /v1/messages without `stream`."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    content: list[dict[str, Any]]
-    model: str
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-    stop_sequence: str | None
-    usage: AnthropicUsage
-
-
-class TokenCountShape(_Shape):
-    """A count of tokens."""
-
-    input_tokens: int
-
-
-_REFUSALS = {
-    400: "The request cannot be served as it is.",
-    401: "A valid API key is needed.",
-    403: "The Host or Origin header is not one of this server's.",
-    404: "There is no such model.",
-    413: "The body is too large.",
-    415: "The body is no application/json.",
-    429: "Too many requests wait already.",
-    431: "The headers are too large.",
-    500: "Computing failed.",
-    503: "There is no engine for now.",
-    504: "The request was not finished by its deadline.",
-}
-
-
-def documented(
-    answer: type[BaseModel], error: type[BaseModel] = ErrorBody, *, streams: bool = False
-) -> dict[int | str, dict[str, Any]]:
-    """A route's answers for the OpenAPI document: `answer`, what all routes refuse, as `error`, and whether
-    the answer may also be a stream of events.
-    """
-    errors: dict[int | str, dict[str, Any]] = {
-        status: {"model": error, "description": what} for status, what in _REFUSALS.items()
+"""POST /v1/responses: OpenAI's newer interface over the same chats. It keeps nothing between requests."""
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse, Response
+
+from coldstream.engine.events import Delta
+from coldstream.engine.request import Statistics
+from coldstream.server.http.answers import Answers, Serving
+from coldstream.server.http.chat_reading import Chat, read_chat
+from coldstream.server.http.guard import namespace_of
+from coldstream.server.http.models import served_model
+from coldstream.server.http.problems import problem_of
+from coldstream.server.http.responses_answer import ResponseItems
+from coldstream.server.http.responses_request import FlatTool, ResponsesRequest
+from coldstream.server.http.shapes import ResponseShape, documented
+from coldstream.server.http.sse import KEEP_ALIVE, StreamedAnswer, respond_unless_gone, sse
+
+Fields = dict[str, Any]
+
+
+def responses_router(serving: Serving) -> APIRouter:
+    """The route over an engine."""
+    router = APIRouter()
+
+    @router.post("/v1/responses", response_model=None, responses=documented(ResponseShape, streams=True))
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        served = served_model(serving.client, body.model)
+        chat = await run_in_threadpool(read_chat, body.as_chat(), served, serving.settings)
+        namespace = namespace_of(request.scope, None)
+        answers = Answers(serving, [serving.submission(chat.request, served.tokenizer.eos_ids, namespace)])
+        answer = _Answer(body, chat)
+        if not body.stream:
+            return await respond_unless_gone(request, answer.whole(answers))
+        await answers.begin_stream()
+        events = answer.events(answers, serving.settings.keep_alive_s)
+        return StreamedAnswer(events, answers.close, serving.settings.slow_reader_s)
+
+    return router
+
+
+class _Answer:
+    """The response to one request."""
+
+    def __init__(self, body: ResponsesRequest, chat: Chat) -> None:
+        self._items = ResponseItems(chat.parser(), chat.max_calls)
+        self._num_events = 0
+        params = chat.request.params
+        form = body.text.format if body.text else None
+        choice = body.tool_choice or "auto"
+        self._fields: Fields = {
+            "id": f"resp_{secrets.token_hex(12)}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": chat.served.name,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "text": {
+                "format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}
+            },
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [_shown(tool) for tool in body.functions],
+            "truncation": "disabled",
+        }
+
+    async def whole(self, answers: Answers) -> Response:
+        """The answer at once."""
+        async with answers, aclosing(answers.events(keep_alive_s=3600)) as events:
+            async for item in events:
+                if item is not None and isinstance(item[1], Delta):
+                    self._items.push(item[1].piece)
+        return JSONResponse(self._ended())
+
+    async def events(self, answers: Answers, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
+        """The stream, each event under its own name; what fails in the middle is said in its last one."""
+        begun = self._response("in_progress")
+        for chunk in self._sent(
+            {"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")
+        ):
+            yield chunk
+        try:
+            async with aclosing(answers.events(keep_alive_s)) as events:
+                async for item in events:
+                    if item is None:
+                        yield KEEP_ALIVE
+                    elif isinstance(item[1], Delta):
+                        for chunk in self._sent(self._items.push(item[1].piece)):
+                            yield chunk
+            ended = self._ended()
+            last = {"type": f"response.{ended['status']}", "response": ended}
+        except Exception as error:
+            problem = problem_of(error)
+            detail = {"code": "server_error", "message": problem.body["error"]["message"]}
+            last = {"type": "response.failed", "response": {**self._response("failed"), "error": detail}}
+        for chunk in self._sent([last]):
+            yield chunk
+
+    def _sent(self, events: Iterable[Fields]) -> list[bytes]:
+        chunks = []
+        for event in events:
+            chunks.append(sse({**event, "sequence_number": self._num_events}, event=event["type"]))
+            self._num_events += 1
+        return chunks
+
+    def _response(self, status: str, **more: Any) -> Fields:
+        fields = {"status": status, "error": None, "incomplete_details": None, "output": self._items.output}
+        return {**self._fields, **fields, **more}
+
+    def _ended(self) -> Fields:
+        assert self._items.statistics is not None, "an answer ends with its statistics"
+        usage = _usage(self._items.statistics, self._items.reasoning_tokens)
+        if not self._items.is_incomplete:
+            return self._response("completed", usage=usage)
+        return self._response("incomplete", usage=usage, incomplete_details={"reason": "max_output_tokens"})
+
+
+def _shown(tool: FlatTool) -> Fields:
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": bool(tool.strict),
     }
-    events: dict[str, Any] = {"content": {"text/event-stream": {}}} if streams else {}
-    return {200: {"model": answer, **events}, **errors}
+
+
+def _usage(statistics: Statistics, reasoning_tokens: int) -> Fields:
+    total = statistics.prompt_tokens + statistics.generated_tokens
+    return {
+        "input_tokens": statistics.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": statistics.reused_tokens, "cache_write_tokens": 0},
+        "output_tokens": statistics.generated_tokens,
+        "output_tokens_details": {"reasoning_tokens": min(reasoning_tokens, statistics.generated_tokens)},
+        "total_tokens": total,
+    }

@@ -10,8 +10,8 @@ from coldstream.engine.engine_statistics import EngineStatistics
 from coldstream.server.client import EngineClient, Health, ServiceUnavailable
 from coldstream.server.http.metrics import CONTENT_TYPE, Metrics
 from coldstream.server.http.problems import Problem
-from coldstream.server.http.responses import HealthBody, Props, documented
 from coldstream.server.http.settings import ServerSettings
+from coldstream.server.http.shapes import HealthBody, Props, documented
 from coldstream.server.served_model import ServedModel
 
 _STALLED_RETRY_S: Final = 5.0

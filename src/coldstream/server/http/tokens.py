@@ -10,7 +10,7 @@ from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.server.client import EngineClient
 from coldstream.server.http.completion_request import TokenIds
 from coldstream.server.http.fields import Body, Flag, Text
-from coldstream.server.http.responses import Detokenized, Tokenized, documented
+from coldstream.server.http.shapes import Detokenized, Tokenized, documented
 
 
 class TokenizeRequest(Body):

@@ -1,0 +1,207 @@
+"""The shapes of answers, as the OpenAPI document states them."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Shape(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class ErrorDetail(_Shape):
+    """What was wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(_Shape):
+    """The body of every answer that is no success."""
+
+    error: ErrorDetail
+
+
+class Usage(_Shape):
+    """Counts of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatMessageShape(_Shape):
+    """An answer."""
+
+    role: Literal["assistant"]
+    content: str | None
+
+
+class ChatChoice(_Shape):
+    """One of the answers."""
+
+    index: int
+    message: ChatMessageShape
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatCompletion(_Shape):
+    """The answer of POST /v1/chat/completions without `stream`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CompletionChoice(_Shape):
+    """One of the answers."""
+
+    index: int
+    text: str
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(_Shape):
+    """The answer of POST /v1/completions without `stream`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class Model(_Shape):
+    """A model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(_Shape):
+    """The models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Piece(_Shape):
+    """A token with its text."""
+
+    id: int
+    piece: str
+
+
+class Tokenized(_Shape):
+    """Token ids, or tokens with their texts."""
+
+    tokens: list[int] | list[Piece]
+
+
+class Detokenized(_Shape):
+    """A text."""
+
+    content: str
+
+
+class HealthBody(_Shape):
+    """The engine makes progress."""
+
+    status: Literal["ok"]
+
+
+class Props(_Shape):
+    """The model, where it lies, and what is done to be fast."""
+
+    model_alias: str
+    state: str
+    model: dict[str, Any]
+    placement: dict[str, Any]
+    cache: dict[str, Any]
+    speculation: dict[str, Any]
+
+
+class AnthropicErrorDetail(_Shape):
+    """What was wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(_Shape):
+    """The body of every answer that is no success, of Anthropic's API."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class AnthropicUsage(_Shape):
+    """Counts of tokens."""
+
+    input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessageShape(_Shape):
+    """The answer of POST /v1/messages without `stream`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[dict[str, Any]]
+    model: str
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class ResponseShape(_Shape):
+    """The answer of POST /v1/responses without `stream`."""
+
+    id: str
+    object: Literal["response"]
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+
+
+class TokenCountShape(_Shape):
+    """A count of tokens."""
+
+    input_tokens: int
+
+
+_REFUSALS = {
+    400: "The request cannot be served as it is.",
+    401: "A valid API key is needed.",
+    403: "The Host or Origin header is not one of this server's.",
+    404: "There is no such model.",
+    413: "The body is too large.",
+    415: "The body is no application/json.",
+    429: "Too many requests wait already.",
+    431: "The headers are too large.",
+    500: "Computing failed.",
+    503: "There is no engine for now.",
+    504: "The request was not finished by its deadline.",
+}
+
+
+def documented(
+    answer: type[BaseModel], error: type[BaseModel] = ErrorBody, *, streams: bool = False
+) -> dict[int | str, dict[str, Any]]:
+    """A route's answers for the OpenAPI document: `answer`, what all routes refuse, as `error`, and whether
+    the answer may also be a stream of events.
+    """
+    errors: dict[int | str, dict[str, Any]] = {
+        status: {"model": error, "description": what} for status, what in _REFUSALS.items()
+    }
+    events: dict[str, Any] = {"content": {"text/event-stream": {}}} if streams else {}
+    return {200: {"model": answer, **events}, **errors}
