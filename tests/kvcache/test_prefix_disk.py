@@ -262,12 +262,12 @@ def test_ca07_a_folder_that_vanishes_ends_the_saving_but_not_the_cache(tmp_path:
 
 
 def test_ca08_after_kills_at_any_moment_only_whole_files_are_found(tmp_path: Path) -> None:
-    for seed in range(4):
+    for seed in range(3):
         worker = subprocess.Popen(
             [sys.executable, str(WORKER), str(tmp_path), str(seed)], stdout=subprocess.PIPE, text=True
         )
         assert worker.stdout is not None
-        for _ in range(2 + 7 * seed):
+        for _ in range(2 + 9 * seed):
             assert worker.stdout.readline()
         worker.kill()
         worker.stdout.close()
@@ -341,15 +341,18 @@ def test_files_can_be_read_by_their_owner_only(tmp_path: Path, file: Path) -> No
 
 
 def test_a_smaller_budget_removes_what_was_used_longest_ago(tmp_path: Path) -> None:
+    """Times of use survive a restart, however close they are."""
+    starts = range(0, 50_000, 5000)
     with opened(tmp_path) as disk:
-        for start in (0, 5000, 9000):
+        for start in starts:
             assert disk.save("", ids_of(LENGTH, start), Source(LENGTH))
-        assert load(disk) is not None
-        one = disk.statistics().num_bytes // 3
-    with opened(tmp_path, budget=2 * one) as disk:
-        lengths = [disk.longest("", ids_of(400, start), 400) for start in (0, 5000, 9000)]
-        assert lengths == [LENGTH, 0, LENGTH]
-        assert len([*tmp_path.glob("*/*.prefix")]) == 2
+        for start in starts[4::-1]:
+            assert disk.load("", ids_of(LENGTH + 1, start), LENGTH, 0) is not None
+        one = disk.statistics().num_bytes // len(starts)
+    with opened(tmp_path, budget=5 * one) as disk:
+        lengths = [disk.longest("", ids_of(400, start), 400) for start in starts]
+        assert lengths == [LENGTH] * 5 + [0] * 5
+        assert len([*tmp_path.glob("*/*.prefix")]) == 5
 
 
 def test_long_prefixes_are_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,10 +185,9 @@ def test_what_does_not_fit_into_a_budget_pushes_nothing_out(tmp_path: Path) -> N
         assert tier.statistics().num_bytes <= 20_000
 
 
-@pytest.mark.parametrize("restarts", [False, True])
-def test_of_a_prefix_the_pages_that_others_continue_go_last(tmp_path: Path, restarts: bool) -> None:
-    """Otherwise those after them would take room and never be found."""
-    ram, disk = PrefixRam(25_000), PrefixDisk(tmp_path, IDENTITY, 25_000)
+def fill(folder: Path, *, restarts: bool) -> None:
+    """Saves prefixes that continue each other beyond the budget, and checks what is left."""
+    ram, disk = PrefixRam(25_000), PrefixDisk(folder, IDENTITY, 25_000)
     for number in range(40):
         length = 256 * (1 + number * 7 % 5)
         ids = ids_of(length, 10_000 * (number * 5 % 3))
@@ -198,11 +197,20 @@ def test_of_a_prefix_the_pages_that_others_continue_go_last(tmp_path: Path, rest
             check_no_page_is_left_over(tier)
         if restarts:
             disk.close()
-            disk = PrefixDisk(tmp_path, IDENTITY, 25_000)
+            disk = PrefixDisk(folder, IDENTITY, 25_000)
             assert disk.statistics().damaged == 0
             check_no_page_is_left_over(disk)
         assert disk.longest("", ids, length) == ram.longest("", ids, length) == length
     assert ram.statistics().evicted > 0
+
+
+def test_of_a_prefix_the_pages_that_others_continue_go_last(tmp_path: Path) -> None:
+    """Otherwise those after them would take room and never be found."""
+    fill(tmp_path, restarts=False)
+
+
+def test_the_order_in_which_pages_go_survives_restarts(tmp_path: Path) -> None:
+    fill(tmp_path, restarts=True)
 
 
 def test_with_ram_a_partial_hit_replays_at_most_2048_tokens_though_states_are_few() -> None:
