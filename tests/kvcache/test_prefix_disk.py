@@ -112,7 +112,7 @@ def test_ca06_a_file_that_vanishes_is_a_miss(tmp_path: Path, file: Path) -> None
         assert disk.statistics().damaged == 1
 
 
-def test_ca06_files_of_another_version_or_model_are_misses(
+def test_trap_54_ca06_files_of_another_version_or_model_are_misses(
     tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path, b"another model") as disk:

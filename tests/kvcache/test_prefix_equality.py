@@ -114,7 +114,7 @@ def alone(runner: CpuRunner, cache: PrefixCache, ids: list[int]) -> list[bytes]:
 
 
 @pytest.mark.parametrize(("chunk", "with_tree"), [(512, False), (100, True)])
-def test_ca01_hits_give_the_tokens_of_a_cold_run(
+def test_trap_54_ca01_hits_give_the_tokens_of_a_cold_run(
     runner: CpuRunner, cache: PrefixCache, source_ids: list[int], chunk: int, with_tree: bool
 ) -> None:
     """Miss, the whole prompt again, one token more, a part, a prompt shorter than what is kept, in turn."""
@@ -149,6 +149,24 @@ def test_ca05_a_kept_state_is_that_of_the_tokens_before_it(
     assert contents(runner, prefix.sequence) == contents(runner, cold)
     for each in (sequence, prefix.sequence, cold):
         runner.release(each)
+
+
+@pytest.mark.parametrize("count", [1, 2, 512])
+def test_trap_56_the_first_tokens_after_a_hit_are_of_the_right_rows(
+    runner: CpuRunner, cache: PrefixCache, source_ids: list[int], count: int
+) -> None:
+    """Wherever the kept prefix ends within a step of `chunk_size` rows."""
+    lengths = [runner.chunk_size + offset for offset in (-1, 0, 1)]
+    sequence = runner.new_sequence()
+    for length in lengths:
+        runner.extend(sequence, source_ids[sequence.length : length])
+        cache.keep(source_ids, sequence)
+    runner.release(sequence)
+    for length in lengths:
+        ids = source_ids[:length] + source_ids[2000 : 2000 + count]
+        prefix = cache.begin(ids)
+        assert prefix.length == length
+        assert continued(runner, prefix.sequence, ids) == alone(runner, cache, ids)
 
 
 def test_the_next_turn_computes_only_what_is_new(
