@@ -324,3 +324,19 @@ def test_the_higher_priority_is_first(opened: OpenedModel) -> None:
             client.step()
         assert not client.events[low]
         client.drain()
+
+
+def test_with_one_state_alone_a_prompt_that_parts_from_a_kept_one_begins_anew(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Without recurrent layers a part of the longer one is found, which would not give its state up."""
+    path = write_gguf(tmp_path_factory.mktemp("engine") / "attention.gguf", "qwen3moe")[0]
+    prompts = [list(range(100)), [*range(60), 7, 7], [*range(80), 9]]
+    with opened_model(path, CacheSize(3, 1)) as opened, engine_of(opened) as client:
+        answers = []
+        for prompt in prompts:
+            each = client.add(prompt, SAMPLED)
+            client.drain()
+            answers.append(client.answers(each))
+    with opened_model(path) as opened:
+        assert answers == [alone(LLM.from_opened(opened), prompt, SAMPLED) for prompt in prompts]
