@@ -236,6 +236,55 @@ def test_what_is_let_go_goes_to_the_fastest_tier_and_idle_moments_serve_the_othe
     cache.close()
 
 
+class Failing(Source):
+    """The machine's memory runs out at one of the reads."""
+
+    def __init__(self, length: int, num_reads: int) -> None:
+        super().__init__(length)
+        self.num_reads = num_reads
+
+    def read_block(self, index: int) -> bytes:
+        if len(self.read) == self.num_reads:
+            raise MemoryError
+        return super().read_block(index)
+
+
+@pytest.mark.parametrize("num_reads", range(4))
+def test_a_save_that_ends_at_any_read_leaves_pages_in_order(
+    tmp_path: Path, num_reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coldstream.kvcache.prefix_disk.PART_BYTES", 3000)
+    for tier in (PrefixRam(20_000), PrefixDisk(tmp_path, IDENTITY, 20_000)):
+        assert tier.save("", ids_of(256), Source(256))
+        with pytest.raises(MemoryError):
+            tier.save("", ids_of(1000, start=9000), Failing(1000, num_reads))
+        assert tier.longest("", ids_of(1000, start=9000), 1000) == 0
+        for number in range(8):
+            assert tier.save("", ids_of(300, start=20_000 * number), Source(300))
+            check_no_page_is_left_over(tier)
+        assert tier.save("", ids_of(1000, start=9000), Source(1000))
+        assert tier.longest("", ids_of(1000, start=9000), 1000) == 1000
+
+
+def test_without_memory_for_its_bytes_a_prefix_is_just_let_go(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading it is made to fail as it does when memory has run out."""
+    cache = with_ram(memory)
+    computed(cache, memory, text(0, 700))
+
+    def run_out(*_: object) -> bytes:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("coldstream.kvcache.sequence_cache.read_block", run_out)
+        assert cache.make_room(20, 8)
+    assert cache.statistics().out_of_memory == 1
+    assert computed(cache, memory, text(0, 700)) == 0
+    assert cache.make_room(20, 8)
+    assert computed(cache, memory, text(0, 700)) == 699
+
+
 def test_a_prefix_that_another_is_restored_upon_stays(memory: Memory) -> None:
     """There would be room for the longer one only without it."""
     cache = with_ram(memory)

@@ -102,7 +102,7 @@ class PrefixCache:
         was chosen: a NaN in a state would be in every later answer. The sequence shares its memory with the
         kept prefix from then on, so its next step takes a state, and a block where it is within one. Nothing
         is kept if all that is kept already is pinned. Raises InvalidRequestError as `ModelRunner.branch`, and
-        for a sequence longer than `token_ids`, with nothing changed.
+        for a sequence longer than `token_ids`, and DeviceError, with nothing kept.
         """
         if sequence.length > len(token_ids):
             raise InvalidRequestError(
@@ -116,12 +116,16 @@ class PrefixCache:
             self._use(known[0])
             return
         branch = self._memory.branch(sequence)
-        if not self._is_recurrent:
-            self._remove_parts(namespace, ids)
-        if len(self._kept) >= self._max_states and not self._evict_one():
+        try:
+            if not self._is_recurrent:
+                self._remove_parts(namespace, ids)
+            if len(self._kept) >= self._max_states and not self._evict_one():
+                self._memory.release(branch)
+                self._refused += 1
+                return
+        except BaseException:
             self._memory.release(branch)
-            self._refused += 1
-            return
+            raise
         self._enter(namespace, ids, branch)
         self._keeps += 1
 
@@ -216,6 +220,7 @@ class PrefixCache:
             kept=len(self._kept),
             pinned=sum(kept.num_pins > 0 for kept in self._kept),
             remembered_tokens=self._tree.num_passed_tokens,
+            out_of_memory=self._tiers.out_of_memory,
             tiers=self._tiers.statistics(),
         )
 

@@ -114,21 +114,23 @@ class PrefixDisk:
             return False
         self._touch(self._index.place(page).file for page in pages if page in self._index)
         numbers = {page.key: number for number, page in enumerate(pages)}
-        for part in parts:
-            self._make_room(file_bytes(part, source), needed)
-            contents = [
-                PageContent(
-                    page,
-                    source.read_block(numbers[page.key]) if len(page.tokens) else b"",
-                    source.read_state() if page.is_end else b"",
-                )
-                for page in part
-            ]
-            path = self._write(keys.root, contents)
-            if path is None:
-                return False
-            needed.add(path)
-        self._touch(self._index.place(page).file for page in pages if page in self._index)
+        try:
+            for part in parts:
+                self._make_room(file_bytes(part, source), needed)
+                contents = [
+                    PageContent(
+                        page,
+                        source.read_block(numbers[page.key]) if len(page.tokens) else b"",
+                        source.read_state() if page.is_end else b"",
+                    )
+                    for page in part
+                ]
+                path = self._write(keys.root, contents)
+                if path is None:
+                    return False
+                needed.add(path)
+        finally:
+            self._touch(self._index.place(page).file for page in pages if page in self._index)
         self._saved += 1
         return True
 

@@ -46,17 +46,19 @@ class PrefixRam:
             return False
         self._touch([page for page in pages if page in self._index])
         needed = {page.key for page in pages}
-        for number, (page, size) in enumerate(zip(pages, sizes, strict=True)):
-            if page in self._index:
-                continue
-            self._make_room(size, needed)
-            content = source.read_block(number) if len(page.tokens) else b""
-            state = source.read_state() if page.is_end else b""
-            own = Page(page.key, page.parent, page.tokens.copy(), page.is_end)
-            self._index.add(own, (own, content, state))
-            self._used[own.key] = namespace, size
-            self._num_bytes += size
-        self._touch(pages)
+        try:
+            for number, (page, size) in enumerate(zip(pages, sizes, strict=True)):
+                if page in self._index:
+                    continue
+                self._make_room(size, needed)
+                content = source.read_block(number) if len(page.tokens) else b""
+                state = source.read_state() if page.is_end else b""
+                own = Page(page.key, page.parent, page.tokens.copy(), page.is_end)
+                self._index.add(own, (own, content, state))
+                self._used[own.key] = namespace, size
+                self._num_bytes += size
+        finally:
+            self._touch([page for page in pages if page.key in self._used])
         self._saved += 1
         return True
 

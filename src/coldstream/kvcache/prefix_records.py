@@ -47,6 +47,7 @@ class PrefixStatistics:
     kept: int = 0  # now
     pinned: int = 0  # now
     remembered_tokens: int = 0  # now, of prompts of which nothing is kept
+    out_of_memory: int = 0  # prefixes that tiers lacked RAM to take or to give back
     tiers: tuple[TierStatistics, ...] = ()
 
 

@@ -40,6 +40,7 @@ class PrefixTiers:
         self._memory = memory
         self._tiers = tuple(tiers)
         self.has_lasting = any(tier.is_lasting for tier in tiers)
+        self.out_of_memory = 0  # prefixes not saved or restored as the machine's memory had run out
         self.is_fast = bool(tiers) and not self._tiers[0].is_lasting  # `take` writes no file
 
     def longest(self, namespace: str, ids: Array, limit: int) -> int:
@@ -58,10 +59,13 @@ class PrefixTiers:
         for tier in order:
             if tier.longest(namespace, ids, limit) < least:
                 continue
-            saved = tier.load(namespace, ids, limit, first_block)
-            if saved is not None:
-                with self._memory.contents() as cache:
-                    return cache.written(saved.length, saved.blocks, saved.state, base)
+            try:
+                saved = tier.load(namespace, ids, limit, first_block)
+                if saved is not None:
+                    with self._memory.contents() as cache:
+                        return cache.written(saved.length, saved.blocks, saved.state, base)
+            except MemoryError:
+                self.out_of_memory += 1
         return None
 
     def take(self, namespace: str, ids: Array, sequence: Sequence) -> None:
@@ -78,7 +82,10 @@ class PrefixTiers:
         with self._memory.contents() as cache:
             source = _Source(cache, sequence)
             for tier in tiers:
-                tier.save(namespace, ids, source)
+                try:
+                    tier.save(namespace, ids, source)
+                except MemoryError:
+                    self.out_of_memory += 1
 
     def clear(self, namespace: str | None) -> None:
         """Forgets a namespace, or all."""
