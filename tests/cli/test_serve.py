@@ -21,7 +21,9 @@ import pytest
 
 from coldstream.cli import serve as serve_verb
 from coldstream.cli.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupts, TerminatedError
-from coldstream.cli.serve import name_of, parse_parallel
+from coldstream.cli.serve import name_of, parse_parallel, prompt_cache
+from coldstream.errors import ConfigError
+from coldstream.server.messages import PromptCache
 
 Run = Callable[..., tuple[int, str, str]]
 SERVE = [sys.executable, "-m", "coldstream", "serve", "--port", "0", "--threads", "1", "--device", "cpu"]
@@ -225,6 +227,21 @@ def test_numbers_of_answers_side_by_side() -> None:
     for text in ("0", "65", "-1", "x", "9" * 99, "²"):
         with pytest.raises(click.BadParameter):
             parse_parallel(text)
+
+
+def test_places_of_kept_prefixes() -> None:
+    assert prompt_cache(()) == PromptCache()
+    assert prompt_cache(("8G", "/var/prompts")) == PromptCache(8 << 30, "/var/prompts")
+    assert prompt_cache(("prompts",)) == PromptCache(0, os.path.abspath("prompts"))
+    for two in (("8G", "4G"), ("/a", "/b")):
+        with pytest.raises(ConfigError, match="one size of RAM and one folder"):
+            prompt_cache(two)
+
+
+def test_the_option_of_tests_works_and_is_not_shown(run: Run) -> None:
+    _, shown, _ = run("serve", "--help")
+    assert "--tier" not in shown
+    assert run("serve", "--port", "0", "--tier", "none")[0] == 2
 
 
 def test_signals_lent_to_an_event_loop_come_back() -> None:

@@ -48,6 +48,9 @@ class ScriptedEngine:
         if request_id in self._left:
             self._left[request_id] = []
 
+    def rest(self) -> bool:
+        return False
+
     def step(self) -> list[Event]:
         return [event for submission in list(self._running.values()) for event in self._advance(submission)]
 

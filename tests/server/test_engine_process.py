@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -30,6 +31,7 @@ from coldstream.server.messages import (
     Died,
     FromEngine,
     Open,
+    PromptCache,
     ToEngine,
     framed,
     payload_length,
@@ -196,6 +198,32 @@ async def test_sigterm_and_ctrl_c_of_a_whole_group_leave_the_engine_to_its_paren
     assert engine.pid == pid
 
 
+async def test_prefixes_in_files_are_used_by_the_next_process_and_change_no_token(
+    llm: LLM, tmp_path: Path
+) -> None:
+    prompt = "def double(x):\n    return 2 * x\n\n" * 40
+    params = SamplingParams(temperature=0, max_tokens=12)
+    (cold,) = llm.generate(prompt, params)[0].outputs
+    policy = RestartPolicy(first_delay_s=0.0, max_delay_s=0.0)
+    cache = PromptCache(ram_bytes=1 << 24, folder=str(tmp_path))
+    async with Supervisor(CONFIG, EngineLimits(), name="demo", policy=policy, cache=cache) as engine:
+        await engine.opened()
+        assert same(outputs(await submit(engine, prompt, params))[0], cold)
+        while (await engine.statistics()).prefixes.tiers[-1].saved == 0:
+            await asyncio.sleep(0)
+        for restarts in (1, 2, 3):
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGKILL)
+            while (await engine.health()).restarts < restarts:
+                await asyncio.to_thread(os.sched_yield)
+            while (await engine.health()).state != "ready":
+                await asyncio.to_thread(os.sched_yield)
+            started, *rest = await submit(engine, prompt, params)
+            assert isinstance(started, Started)
+            assert started.num_reused > 0
+            assert same(outputs(rest)[0], cold)
+
+
 async def test_a_model_that_is_not_there_is_the_error_of_opening() -> None:
     config = EngineConfig("/nonexistent/model.gguf")
     async with Supervisor(config, EngineLimits(), name="none") as supervisor:
@@ -220,7 +248,7 @@ def told(*frames: bytes, version: str = __version__) -> tuple[FromEngine, int]:
         (b"\0\0\0\5hello",),
         (b"\xff\xff\xff\xff",),
         (framed(Cancel(1), ToEngine),),
-        (framed(Open(CONFIG, EngineLimits()), ToEngine) * 2,),
+        (framed(Open(CONFIG, EngineLimits(), PromptCache()), ToEngine) * 2,),
     ],
 )
 async def test_malformed_frames_end_the_process_with_an_error_that_is_told(frames: tuple[bytes, ...]) -> None:

@@ -28,6 +28,7 @@ from coldstream.server.messages import (
     FromEngine,
     Loading,
     Open,
+    PromptCache,
     ToEngine,
     ToEngineReader,
     framed,
@@ -147,7 +148,11 @@ def test_an_error_of_another_module_arrives_as_its_nearest_known_ancestor() -> N
 
 
 def test_configuration_and_limits_arrive_equal() -> None:
-    opened = Open(EngineConfig("m.gguf", vram="6G", threads=3, seed=2**64 - 1), EngineLimits(7))
+    opened = Open(
+        EngineConfig("m.gguf", vram="6G", threads=3, seed=2**64 - 1),
+        EngineLimits(7),
+        PromptCache(1 << 30, "/tmp/prompts"),
+    )
     assert decode(encode(opened, ToEngine), ToEngine) == opened
 
 

@@ -3,11 +3,12 @@
 import asyncio
 import importlib.util
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -16,10 +17,25 @@ from coldstream.cli.model_argument import model_or_bundled
 from coldstream.cli.options import common_options, engine_config, engine_options
 from coldstream.cli.terminal import ProgressLine, note
 from coldstream.engine.limits import MAX_RUNNING, EngineLimits
+from coldstream.engine.sizes import parse_size
 from coldstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from coldstream.server.messages import PromptCache
 
 _STDERR: Final = 2
 _PACKAGES: Final = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
+
+
+class _Serve(click.Command):
+    """Shows the options of `engine_options` but for that of tests, so that what matters is found."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        params = super().get_params(ctx)
+        for param in params:
+            if isinstance(param, click.Option) and param.name == "tier":
+                param.hidden = True
+        return params
 
 
 def parse_parallel(text: str) -> int:
@@ -29,7 +45,7 @@ def parse_parallel(text: str) -> int:
     return int(text)
 
 
-@click.command("serve", short_help="Serve a model over HTTP.")
+@click.command("serve", cls=_Serve, short_help="Serve a model over HTTP.")
 @click.argument("model", required=False)
 @click.option("--host", default="127.0.0.1", help="Address to listen on [default: 127.0.0.1, this machine].")
 @click.option("--port", type=int, default=8080, help="Port to listen on; 0: any [default: 8080].")
@@ -63,6 +79,14 @@ def parse_parallel(text: str) -> int:
     f"[default: {MAX_RUNNING}, and as many as an eighth of the memory holds].",
 )
 @click.option(
+    "--prompt-cache",
+    "kept",
+    multiple=True,
+    metavar="SIZE|FOLDER",
+    help="Keep prefixes of prompts that have no room in the model's memory: in RAM up to SIZE, or in FOLDER, "
+    "from where they are used after a restart too; may be given once for each.",
+)
+@click.option(
     "--log-format",
     type=click.Choice(("text", "json")),
     default="text",
@@ -82,6 +106,7 @@ def command(
     allowed: tuple[str, ...],
     alias: str | None,
     parallel: int | None,
+    kept: tuple[str, ...],
     log_format: str,
     **options: Any,
 ) -> int:
@@ -105,7 +130,7 @@ def command(
         allowed_origins=tuple(name for name in allowed if "://" in name),
     )
     check_exposure(settings)
-    return _serve(session, settings, model, alias, parallel, log_format, options)
+    return _serve(session, settings, model, alias, parallel, kept, log_format, options)
 
 
 def _serve(
@@ -114,6 +139,7 @@ def _serve(
     model: str | None,
     alias: str | None,
     parallel: int | None,
+    kept: Sequence[str],
     log_format: Any,
     options: Mapping[str, Any],
 ) -> int:
@@ -127,6 +153,7 @@ def _serve(
         config=engine_config(path, {**options, **_contexts(parallel, options)}),
         limits=EngineLimits() if parallel is None else EngineLimits(max_running=parallel),
         settings=settings,
+        cache=prompt_cache(kept),
     )
     if session.verbose:
         note("\n".join(f"{name}: {value}" for name, value in asdict(service.config).items()))
@@ -137,6 +164,21 @@ def _serve(
             cut_by = asyncio.run(serve(service, listener, log, line.update))
         log.write("info", "stopped", "stopped")
     return 0 if cut_by is None else 128 + cut_by
+
+
+def prompt_cache(places: Sequence[str]) -> "PromptCache":
+    """Where prefixes are kept, of sizes of RAM and folders. Raises ConfigError for two of a kind."""
+    from coldstream.server.messages import PromptCache
+
+    sizes, folders = [], []
+    for place in places:
+        try:
+            sizes.append(parse_size(place))
+        except ValueError:
+            folders.append(place)
+    if len(sizes) > 1 or len(folders) > 1:
+        raise ConfigError("--prompt-cache: give one size of RAM and one folder at most")
+    return PromptCache(sizes[0] if sizes else 0, os.path.abspath(folders[0]) if folders else None)
 
 
 def _contexts(parallel: int | None, options: Mapping[str, Any]) -> dict[str, Any]:

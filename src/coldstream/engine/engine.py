@@ -9,7 +9,7 @@ before it; so who runs when, what is computed twice and what is found in the cac
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from typing import Final
 
@@ -26,6 +26,7 @@ from coldstream.engine.step_cost import StepCost
 from coldstream.engine.submission import Submission
 from coldstream.errors import ColdstreamError, InvalidRequestError, OutOfMemoryError
 from coldstream.kernels.ops import MAX_TREE_ROWS
+from coldstream.kvcache import PrefixTier
 
 _USUAL_LIMITS: Final = EngineLimits()
 
@@ -38,14 +39,19 @@ class Engine:
         opened: OpenedModel,
         limits: EngineLimits = _USUAL_LIMITS,
         clock: Callable[[], float] = time.monotonic,
+        tiers: Collection[PrefixTier] = (),
     ) -> None:
-        """clock: seconds; that of `Submission.deadline`, and by which steps are measured."""
+        """clock: seconds; that of `Submission.deadline`, and by which steps are measured.
+
+        tiers: where kept prefixes go that have no room in the model's memory, the fastest first; now the
+        engine's own.
+        """
         self._runner = opened.runner
         self._target_s = limits.target_step_ms / 1000
         self._clock = clock
         chunk_size = opened.runner.chunk_size
         max_running = min(limits.max_running, opened.runner.cache_size.num_states, chunk_size)
-        self._served = ServedRequests(opened, max_running, limits.max_waiting)
+        self._served = ServedRequests(opened, max_running, limits.max_waiting, tiers)
         self._cost = StepCost(chunk_size)
         self._flying: Launched | None = None  # a step whose tokens the host has not looked at
         self._drafts = JobDrafts(opened.runner, opened.speculation) if opened.speculation else None
@@ -107,11 +113,20 @@ class Engine:
         """Raises AssertionError if the kept prefixes contradict themselves or their memory."""
         self._served.memory.cache.check_integrity()
 
+    def rest(self) -> bool:
+        """Saves a kept prefix to the tiers that last, for moments when nobody waits. False if all are saved.
+
+        Raises DeviceError.
+        """
+        return not self._is_closed and self._served.memory.cache.save_one()
+
     def close(self) -> None:
         """Drops all requests, without events, and all memory of the model that the engine has.
 
-        The model stays open. Closing twice is allowed.
+        Prefixes that are to last are saved first. The model stays open. Closing twice is allowed.
         """
+        if self._is_closed:
+            return
         self._is_closed = True
         flying, self._flying = self._flying, None
         self._served.drop_all(tuple(flying.counts) if flying else ())

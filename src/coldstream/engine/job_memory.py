@@ -7,16 +7,17 @@ from collections.abc import Collection, Mapping
 from coldstream.engine.job import Job
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.kernels.ops import BLOCK_POSITIONS
-from coldstream.kvcache import Demand, PrefixCache
+from coldstream.kvcache import Demand, PrefixCache, PrefixTier
 
 
 class JobMemory:
     """A runner's memory and its prefix cache, both for jobs alone."""
 
-    def __init__(self, opened: OpenedModel) -> None:
+    def __init__(self, opened: OpenedModel, tiers: Collection[PrefixTier] = ()) -> None:
+        """tiers: of kept prefixes, see `PrefixCache`."""
         self._opened = opened
         self._runner = opened.runner
-        self.cache = PrefixCache(opened.runner, max_states=opened.runner.cache_size.num_states)
+        self.cache = PrefixCache(opened.runner, max_states=opened.runner.cache_size.num_states, tiers=tiers)
 
     def begin(self, job: Job, running: Collection[Job], headroom: int) -> bool | None:
         """Gives the job a sequence with the longest kept prefix of its tokens, if there is room beside what

@@ -14,6 +14,7 @@ from coldstream.engine.request import Piece
 from coldstream.engine.scheduler import Scheduler
 from coldstream.engine.submission import Submission
 from coldstream.errors import ColdstreamError, DeadlineError, InvalidRequestError, QueueFullError
+from coldstream.kvcache import PrefixTier
 
 
 class ServedRequest:
@@ -33,11 +34,14 @@ class ServedRequest:
 class ServedRequests:
     """All requests of one engine, their answers as jobs, and the events that nobody has taken yet."""
 
-    def __init__(self, opened: OpenedModel, max_running: int, max_waiting: int) -> None:
+    def __init__(
+        self, opened: OpenedModel, max_running: int, max_waiting: int, tiers: Collection[PrefixTier] = ()
+    ) -> None:
+        """tiers: of kept prefixes, see `PrefixCache`."""
         self._opened = opened
         self._max_running = max_running
         self._max_waiting = max_waiting
-        self.memory = JobMemory(opened)
+        self.memory = JobMemory(opened, tiers)
         self.scheduler = Scheduler(max_running, opened.runner.chunk_size)
         self.counts = EngineCounts()
         self.cancelled: set[int] = set()  # ids whose answers are yet to end
@@ -197,13 +201,13 @@ class ServedRequests:
                 job.num_shared = 0
 
     def drop_all(self, flying: Collection[Job]) -> None:
-        """Forgets all requests without an event, and all kept prefixes."""
+        """Forgets all requests without an event, and all kept prefixes but those in tiers that last."""
         for job in (*self._jobs.values(), *flying):
             self.memory.release(job)
             self.scheduler.remove(job.key)
         self._jobs.clear()
         self._requests.clear()
-        self.memory.cache.clear()
+        self.memory.cache.close()
 
     def take_events(self) -> list[Event]:
         """What happened since the last call."""

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from pathlib import Path
 from typing import Final, NoReturn, Protocol
 
 from coldstream import __version__
@@ -62,6 +63,8 @@ class Computes(Protocol):
     def cancel(self, request_id: int) -> None: ...
 
     def step(self) -> Sequence[Event]: ...
+
+    def rest(self) -> bool: ...
 
     def statistics(self) -> EngineStatistics: ...
 
@@ -197,7 +200,8 @@ def _throttled(connection: _Connection) -> OpenProgress:
 def _serve(connection: _Connection, engine: Computes) -> NoReturn:
     while True:
         is_due = not engine.is_idle and connection.num_unsent < MAX_UNSENT_BYTES
-        for message in connection.received(0 if is_due else None):
+        may_rest = engine.is_idle and engine.rest()
+        for message in connection.received(0 if is_due or may_rest else None):
             _take(message, connection, engine)
         if is_due and not engine.is_idle:
             for event in engine.step():
@@ -248,11 +252,17 @@ def run(arguments: Sequence[str], open_engine: OpenEngine) -> int:
 @contextmanager
 def open_real(message: Open, progress: OpenProgress) -> Iterator[tuple[Computes, EngineFacts]]:
     """Open the model and an engine on it; both are closed at the end of the block. Raises as `open_model`."""
+    from coldstream.engine.cache_tiers import CacheTiers, open_tiers
     from coldstream.engine.engine import Engine
     from coldstream.engine.opened_model import open_model
 
+    cache = message.cache
+    settings = CacheTiers(cache.ram_bytes, None if cache.folder is None else Path(cache.folder))
     opened = open_model(message.config, progress=progress)
-    with closing(opened), closing(Engine(opened, message.limits)) as engine:
+    with (
+        closing(opened),
+        closing(Engine(opened, message.limits, tiers=open_tiers(settings, opened))) as engine,
+    ):
         opened.grammars.prepare()
         yield engine, EngineFacts.of(opened)
 

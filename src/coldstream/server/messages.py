@@ -24,11 +24,20 @@ _LENGTH: Final = struct.Struct(">I")
 
 
 @dataclass(frozen=True)
+class PromptCache:
+    """Where prefixes of prompts are kept beside the model's own memory."""
+
+    ram_bytes: int = 0  # 0: not in RAM
+    folder: str | None = None  # None: not in files
+
+
+@dataclass(frozen=True)
 class Open:
     """Open this model."""
 
     config: EngineConfig
     limits: EngineLimits
+    cache: PromptCache
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from coldstream.server.engine_child import ENGINE_COMMAND
 from coldstream.server.http.app import create_app
 from coldstream.server.http.settings import ServerSettings
 from coldstream.server.log import Log
+from coldstream.server.messages import PromptCache
 from coldstream.server.served_model import ServedModel
-from coldstream.server.supervisor import OnProgress, Supervisor
+from coldstream.server.supervisor import NO_CACHE, OnProgress, Supervisor
 from coldstream.server.web_server import WebServer, url_of
 
 DRAIN_S: Final = 30.0  # for answers under way when the server is asked to stop
@@ -32,6 +33,7 @@ class Service:
     config: EngineConfig
     limits: EngineLimits
     settings: ServerSettings
+    cache: PromptCache = NO_CACHE
     drain_s: float = DRAIN_S
     close_s: float = CLOSE_S
     command: Sequence[str] = field(default=ENGINE_COMMAND)  # of the engine process
@@ -73,6 +75,7 @@ async def serve(service: Service, listener: socket.socket, log: Log, on_progress
             service.config,
             service.limits,
             name=service.name,
+            cache=service.cache,
             command=service.command,
             on_progress=on_progress,
             on_state=_StateLog(log),

@@ -32,6 +32,7 @@ from coldstream.server.messages import (
     FromEngine,
     Loading,
     Open,
+    PromptCache,
     Ready,
     Refused,
 )
@@ -39,6 +40,7 @@ from coldstream.server.restarts import RestartPolicy, Restarts
 from coldstream.server.served_model import EngineFacts, ServedModel
 
 FIRST_LOAD_S: Final = 5.0  # what `Retry-After` says while nothing is known about loading
+NO_CACHE: Final = PromptCache()
 COUNT_S: Final = 1.0  # for the engine to tell its statistics between two steps
 
 OnProgress = Callable[[str, int, int], None]
@@ -69,6 +71,7 @@ class Supervisor:
         limits: EngineLimits,
         *,
         name: str,
+        cache: PromptCache = NO_CACHE,
         policy: RestartPolicy | None = None,
         command: Sequence[str] = ENGINE_COMMAND,
         on_progress: OnProgress | None = None,
@@ -76,6 +79,7 @@ class Supervisor:
     ) -> None:
         self._config = config
         self._limits = limits
+        self._cache = cache
         self._name = name
         self._command = command
         self._policy = policy or RestartPolicy()
@@ -279,7 +283,7 @@ class Supervisor:
         last: ColdstreamError | None = None
         grace_s = 0.0  # for what was never ready, or says what is no message
         try:
-            child.send(Open(self._config, self._limits))
+            child.send(Open(self._config, self._limits, self._cache))
             async for message, num_bytes in child.messages():
                 match message:
                     case Died(error=last):
