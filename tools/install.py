@@ -26,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = ROOT / "docs" / "results" / "install.json"
 MIN_PYTHON = (3, 11)
+IN_TEST = {"cuda", "serve"}
 COMPILERS = ("c++", "g++", "clang++")
 # Of what pip prints where no terminal shows its progress bars: what says how far it is.
 TELLING = re.compile(
@@ -104,12 +105,12 @@ def install(folder: Path, extras: set[str], oldest: bool) -> int:
 
 
 def with_implied(extras: set[str]) -> set[str]:
-    """The extra `test` has all of `cuda`."""
-    return extras | {"cuda"} if "test" in extras else extras
+    """The extra `test` has all of the others."""
+    return extras | IN_TEST if "test" in extras else extras
 
 
 def without_implied(extras: set[str]) -> set[str]:
-    return extras - {"cuda"} if "test" in extras else extras
+    return extras - IN_TEST if "test" in extras else extras
 
 
 def read_stamp(path: Path) -> dict:
