@@ -1,0 +1,93 @@
+"""Requests as coding agents send them, with fields that mean nothing here and long instructions."""
+
+from typing import Any
+
+import httpx2
+
+from http_serving import events_of
+
+LONG = "You are a coding agent. Follow the rules. " * 20
+CLAUDE_CODE: Any = {
+    "model": "demo",
+    "max_tokens": 32000,
+    "stream": True,
+    "metadata": {"user_id": '{"device_id":"d","account_uuid":"","session_id":"s"}'},
+    "system": [
+        {"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": LONG, "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+    ],
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "<system-reminder>Today is Monday.</system-reminder>"},
+                {"type": "text", "text": "import os", "cache_control": {"type": "ephemeral"}},
+            ],
+        }
+    ],
+    "tools": [
+        {
+            "name": "Bash",
+            "description": "Runs a command.",
+            "input_schema": {
+                "$schema": "https://json-schema.org/draft/2020-12/schema",
+                "type": "object",
+                "properties": {"command": {"type": "string"}, "timeout": {"type": "number"}},
+                "required": ["command"],
+                "additionalProperties": False,
+            },
+        }
+    ],
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "medium"},
+}
+CODEX: Any = {
+    "model": "demo",
+    "instructions": LONG,
+    "input": [
+        {
+            "type": "message",
+            "role": "developer",
+            "content": [{"type": "input_text", "text": "<permissions>"}],
+        },
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "import os"}]},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "name": "exec_command",
+            "description": "Runs a command.",
+            "strict": False,
+            "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"]},
+        },
+        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
+        {"type": "web_search", "external_web_access": False},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "019a",
+    "text": {"verbosity": "medium"},
+}
+
+
+async def test_the_request_of_claude_code_is_served(thinking_http: httpx2.AsyncClient) -> None:
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219", "x-app": "cli"}
+    response = await thinking_http.post("/v1/messages?beta=true", json=CLAUDE_CODE, headers=headers)
+    assert response.status_code == 200
+    kinds = [event["type"] for event in events_of(response.text)]
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+    counted = {name: CLAUDE_CODE[name] for name in ("model", "messages", "system", "tools")}
+    assert (await thinking_http.post("/v1/messages/count_tokens?beta=true", json=counted)).status_code == 200
+
+
+async def test_the_request_of_codex_is_served(thinking_http: httpx2.AsyncClient) -> None:
+    response = await thinking_http.post("/v1/responses", json=CODEX, headers={"originator": "codex_cli_rs"})
+    assert response.status_code == 200
+    kinds = [event["type"] for event in events_of(response.text)]
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.incomplete")
