@@ -21,6 +21,8 @@ from coldstream.engine.sizes import parse_size
 from coldstream.errors import ConfigError
 
 if TYPE_CHECKING:
+    from coldstream.server.http.settings import ServerSettings
+    from coldstream.server.log import LogFormat
     from coldstream.server.messages import PromptCache
 
 _STDERR: Final = 2
@@ -107,7 +109,7 @@ def command(
     alias: str | None,
     parallel: int | None,
     kept: tuple[str, ...],
-    log_format: str,
+    log_format: "LogFormat",
     **options: Any,
 ) -> int:
     """Serve MODEL, the bundled demo model by default, over OpenAI's and Anthropic's interfaces.
@@ -135,12 +137,12 @@ def command(
 
 def _serve(
     session: Session,
-    settings: Any,
+    settings: "ServerSettings",
     model: str | None,
     alias: str | None,
     parallel: int | None,
     kept: Sequence[str],
-    log_format: Any,
+    log_format: "LogFormat",
     options: Mapping[str, Any],
 ) -> int:
     from coldstream.server.log import Log, LogHandler
