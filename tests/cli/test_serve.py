@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,13 @@ def serving(*arguments: str, **options: Any) -> Iterator[tuple[Server, httpx2.Cl
 
 def wait_until_refused(url: str) -> None:
     """Wait until nothing listens there."""
-    with suppress(httpx2.ConnectError):
-        while True:
+    while True:
+        try:
             httpx2.get(f"{url}/health")
+        except httpx2.ConnectError:
+            return
+        except httpx2.TransportError:  # of a connection that had come before it listened no more
+            continue
 
 
 def few_descriptors() -> None:
