@@ -36,6 +36,7 @@ from report_gpu import (
     same_bits,
 )
 from report_residents import planned_residents
+from report_serving import serving
 from report_streaming import gpu_ahead, gpu_pairs, gpu_pairs_again, gpu_streaming, gpu_streaming_depth
 from report_tables import Row, load, table
 from report_tests import draft_trees, gpu_sanitizer, gpu_tests, planted_faults
@@ -329,6 +330,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "cpu_drafts": cpu_drafts,
     "cpu_drafts_by_size": cpu_drafts_by_size,
     "gpu_drafts": gpu_drafts,
+    "serving": serving,
     "cpu_pairs": cpu_pairs,
     "cpu_rows": cpu_rows,
     "gpu": gpu,
