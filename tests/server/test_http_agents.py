@@ -90,4 +90,5 @@ async def test_the_request_of_codex_is_served(thinking_http: httpx2.AsyncClient)
     response = await thinking_http.post("/v1/responses", json=CODEX, headers={"originator": "codex_cli_rs"})
     assert response.status_code == 200
     kinds = [event["type"] for event in events_of(response.text)]
-    assert (kinds[0], kinds[-1]) == ("response.created", "response.incomplete")
+    assert kinds[0] == "response.created"
+    assert kinds[-1] in ("response.completed", "response.incomplete")

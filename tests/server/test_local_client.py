@@ -1,6 +1,7 @@
 """An engine in this process behind the client's interface."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import httpx2
 import pytest
 
 from coldstream.decoding import SamplingParams
+from coldstream.engine.engine import Engine
 from coldstream.engine.events import Delta, Event, Failed, Started
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.submission import Submission
@@ -18,6 +20,7 @@ from coldstream.server.local_client import LocalClient
 from hash_runner import open_hash_model
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, ignore_eos=True)  # until the context is full
 
 
 @pytest.fixture
@@ -26,6 +29,23 @@ def client(tmp_path: Path) -> Iterator[LocalClient]:
     with LocalClient(opened, "tiny", EngineLimits(max_running=2, max_waiting=1)) as client:
         yield client
     opened.close()
+
+
+class Gate:
+    """Lets the engine make so many steps, until it is opened for all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: int = 0) -> None:
+        self._steps = threading.Semaphore(steps)
+        step = Engine.step
+
+        def counted(engine: Engine) -> list[Event]:
+            self._steps.acquire()
+            return step(engine)
+
+        monkeypatch.setattr(Engine, "step", counted)
+
+    def open(self) -> None:
+        self._steps.release(1 << 20)
 
 
 def submission(client: LocalClient, request_id: int, params: SamplingParams = PARAMS) -> Submission:
@@ -57,61 +77,87 @@ async def test_requests_side_by_side_are_each_what_they_are_alone(client: LocalC
     assert [tokens(events) for events in both] == [tokens(alone)] * 2
 
 
-async def test_refusals_are_raised_and_leave_nothing_behind(client: LocalClient) -> None:
-    long = SamplingParams(temperature=0, ignore_eos=True)
-    begun = [await client.submit(submission(client, i, long)) for i in (1, 2, 3)]
-    with pytest.raises(QueueFullError):
-        await client.submit(submission(client, 4, long))
+async def test_refusals_are_raised_and_leave_nothing_behind(
+    client: LocalClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    long = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    first = await client.submit(submission(client, 1, long))
     with pytest.raises(InvalidRequestError, match="request 1"):
         await client.submit(submission(client, 1))
-    for events in begun:
+    submits = [asyncio.create_task(client.submit(submission(client, i, long))) for i in (2, 3, 4)]
+    await asyncio.sleep(0)
+    gate.open()
+    second, third, fourth = await asyncio.gather(*submits, return_exceptions=True)
+    assert isinstance(fourth, QueueFullError)
+    for events in (first, second, third):
+        assert not isinstance(events, BaseException)
         assert isinstance([event async for event in events][-1], Delta)
     assert len(await events_of(client, 4)) > 1
 
 
 async def test_sc03_exactly_the_overflow_is_told_to_come_back_and_the_rest_is_answered(
-    client: LocalClient,
+    client: LocalClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gate = Gate(monkeypatch)
     transport = httpx2.ASGITransport(create_app(client, ServerSettings()))
     async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
-        body = {"prompt": "def", "max_tokens": 200, "ignore_eos": True}
-        answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(20)))
+        body = {"prompt": "def", "max_tokens": 50, "ignore_eos": True}
+        asking = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(20)]
+        while len(client._streams) + sum(task.done() for task in asking) < len(asking):
+            await asyncio.sleep(0)
+        gate.open()
+        answers = await asyncio.gather(*asking)
         later = await http.post("/v1/completions", json=body)
     statuses = [answer.status_code for answer in answers]
-    assert set(statuses) == {200, 429}
-    assert statuses.count(200) >= 3
+    assert (statuses.count(200), statuses.count(429)) == (3, 17)
     for answer in answers:
         if answer.status_code == 429:
             assert answer.headers["retry-after"] == "1"
             assert answer.json()["error"]["code"] == "queue_full"
         else:
-            assert answer.json()["usage"]["completion_tokens"] == 200
+            assert answer.json()["usage"]["completion_tokens"] == 50
     assert later.status_code == 200
 
 
-async def test_closing_the_events_cancels_the_request(client: LocalClient) -> None:
-    events = await client.submit(submission(client, 1, SamplingParams(temperature=0, ignore_eos=True)))
+async def test_closing_the_events_cancels_the_request(
+    client: LocalClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, steps=3)
+    events = await client.submit(submission(client, 1, ENDLESS))
     await anext(events)
     await events.aclose()  # type: ignore[attr-defined]
+    gate.open()
     await events_of(client, 2)
     assert (await client.statistics()).cancelled_requests == 1
 
 
-async def test_a_cancelled_request_ends_as_cancelled(client: LocalClient) -> None:
-    events = await client.submit(submission(client, 1, SamplingParams(temperature=0, ignore_eos=True)))
+async def test_a_cancelled_request_ends_as_cancelled(
+    client: LocalClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, steps=3)
+    events = await client.submit(submission(client, 1, ENDLESS))
     await anext(events)
     await client.cancel(1)
     await client.cancel(99)
+    gate.open()
     *_, last = [event async for event in events]
     assert isinstance(last, Delta)
     assert last.piece.finish_reason == "cancelled"
 
 
-async def test_closing_the_client_fails_what_runs_and_refuses_what_comes(tmp_path: Path) -> None:
+async def test_closing_the_client_fails_what_runs_and_refuses_what_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, steps=3)
     opened = open_hash_model(tmp_path / "tiny.gguf")
     client = LocalClient(opened, "tiny")
-    events = await client.submit(submission(client, 1, SamplingParams(temperature=0, ignore_eos=True)))
-    client.close()
+    events = await client.submit(submission(client, 1, ENDLESS))
+    closing = asyncio.create_task(asyncio.to_thread(client.close))
+    while (await client.health()).state != "stopping":
+        await asyncio.sleep(0)
+    gate.open()
+    await closing
     client.close()
     *_, last = [event async for event in events]
     assert isinstance(last, Failed)
@@ -120,7 +166,6 @@ async def test_closing_the_client_fails_what_runs_and_refuses_what_comes(tmp_pat
         await client.submit(submission(client, 2))
     with pytest.raises(ServiceUnavailable):
         await client.statistics()
-    assert (await client.health()).state == "stopping"
     opened.close()
 
 
@@ -142,12 +187,15 @@ async def test_an_engine_that_breaks_fails_its_requests_and_says_so(
 async def test_sc05_a_reader_that_falls_too_far_behind_is_ended_and_others_go_on(
     client: LocalClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coldstream.server.event_stream.MAX_UNREAD_BYTES", 200)
-    events = await client.submit(submission(client, 1, SamplingParams(temperature=0, ignore_eos=True)))
-    while (await client.statistics()).cancelled_requests == 0:
-        await asyncio.sleep(0)
+    gate = Gate(monkeypatch, steps=8)
+    with monkeypatch.context() as patched:
+        patched.setattr("coldstream.server.event_stream.MAX_UNREAD_BYTES", 200)
+        events = await client.submit(submission(client, 1, ENDLESS))
+        while not events.has_ended:  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
+    gate.open()
     *_, last = [event async for event in events]
     assert isinstance(last, Failed)
     assert isinstance(last.error, SlowReaderError)
-    monkeypatch.undo()
     assert isinstance((await events_of(client, 2))[-1], Delta)
+    assert (await client.statistics()).cancelled_requests == 1
