@@ -75,8 +75,7 @@ class CudaRunner(ModelRunner):
     ) -> None:
         super().__init__(file, spec, limits.context_length)
         self.gpu = find_gpu()
-        self.limits = limits
-        self.cache_size = limits.cache_size
+        self.limits, self.cache_size = limits, limits.cache_size
         check_supported(spec)
         check_types(file.tensors)
         self.chunk_size = plan.placement.fixed.chunk_size
