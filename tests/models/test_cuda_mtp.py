@@ -19,7 +19,7 @@ from coldstream.errors import OutOfMemoryError, UnsupportedError
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models import cuda_mtp
 from coldstream.models.cpu_mtp import MtpSequence
-from coldstream.models.cuda_mtp import BRANCHING, MAX_MTP_ROWS, CudaMtpSequence
+from coldstream.models.cuda_mtp import BRANCHING, CudaMtpSequence
 from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.draft_room import DraftRoom
 from host_device import HostDevice
@@ -28,7 +28,7 @@ from runners import open_model_file, partial_plan, resident_plan
 
 TREES = CacheSize.of(3, CONTEXT, num_trees=1)
 NAMES = [name for name in VARIANTS if name != "floats"]
-PROMPT = 2 * MAX_MTP_ROWS + 5
+FEW_ROWS = 8  # of a run on the host, where they take long
 
 
 class Pair(NamedTuple):
@@ -81,9 +81,11 @@ def _states(runner: OneSequence, block: CudaMtpSequence | MtpSequence, count: in
 
 def check_rows_and_chains(both: Pair) -> None:
     """Runs of any length, chains in between that leave no trace, and cuts."""
-    on_gpu, on_cpu = states_of(both, PROMPT)
-    ids, start = token_ids(PROMPT + 1)[1:], 0
-    for count in (1, 3, 2, 9, 16, PROMPT - 31):
+    most = cuda_mtp.MAX_MTP_ROWS
+    counts = (1, 3, 2, most + 1, *(() if most == FEW_ROWS else (16, 2 * most)))
+    on_gpu, on_cpu = states_of(both, sum(counts))
+    ids, start = token_ids(sum(counts) + 1)[1:], 0
+    for count in counts:
         part = slice(start, start + count)
         both.on_gpu.append(ids[part], on_gpu[part])
         both.on_cpu.append(ids[part], on_cpu[part])
@@ -122,7 +124,8 @@ def check_trees(both: Pair) -> None:
 
 
 @pytest.fixture
-def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
+def gpu(compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(cuda_mtp, "MAX_MTP_ROWS", FEW_ROWS)
     with gpu_on(compiled_for_the_host):
         yield
 
@@ -151,7 +154,8 @@ def test_deep_contexts_have_steps_of_their_own(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.usefixtures("gpu")
 def test_what_fails_leaves_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pair(write_variant(tmp_path, "dense")) as both:
-        on_gpu, on_cpu = states_of(both, PROMPT)
+        count = FEW_ROWS + 3
+        on_gpu, on_cpu = states_of(both, count)
         both.on_gpu.append([1, 2], on_gpu[:2])
         both.on_cpu.append([1, 2], on_cpu[:2])
         block, run_rows = both.on_gpu._block, []
@@ -164,7 +168,7 @@ def test_what_fails_leaves_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patched:
             patched.setattr(block, "_run_rows", fail_at_the_second)
             with pytest.raises(RuntimeError, match="made to fail"):
-                both.on_gpu.append(token_ids(PROMPT), on_gpu)
+                both.on_gpu.append(token_ids(count), on_gpu)
         assert both.on_gpu.length == 2
         with pytest.raises(OutOfMemoryError, match="599 rows of a draft, but 598 fit"):
             both.on_gpu.append([0] * (CONTEXT - 1), on_gpu[:1] * (CONTEXT - 1))
@@ -188,7 +192,8 @@ def test_candidates_are_among_the_first_ids(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_chain_ends_with_the_context(tmp_path: Path) -> None:
+def test_a_chain_ends_with_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_mtp, "MAX_MTP_ROWS", 64)
     with open_gpu(write_variant(tmp_path, "dense")) as runner:
         sequence = runner.load_mtp().new_sequence()
         state = sequence.keep(torch.ones(1, runner.spec.hidden_size))

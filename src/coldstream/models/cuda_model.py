@@ -37,14 +37,13 @@ from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.layers.moe import MoeWeights
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cuda_logits import Sampler
-from coldstream.models.cuda_mtp import MAX_MTP_ROWS, LoadedMtp
+from coldstream.models.cuda_mtp import LoadedMtp
 from coldstream.models.fixed_part import GRAPH_BYTES, RESERVE_BYTES
 from coldstream.models.fixed_part import HEAD_ROWS as HEAD_ROWS
 from coldstream.models.mtp import MtpModel
 from coldstream.models.spec import ModelSpec
-from coldstream.models.step_inputs import Commits, Inputs, StepShape
+from coldstream.models.step_inputs import MAX_DECODE_ROWS, Commits, Inputs, StepShape
 
-MAX_DECODE_ROWS = 64  # rows of a step whose graph includes the head
 GATES, UPS = ".ffn_gate_exps.", ".ffn_up_exps."
 MAX_EXPERTS = EXPERTS_PER_LANE[-1] * WARP_SIZE
 
@@ -242,7 +241,7 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
     if has_trees:
         loaded.commit()
     if loaded.mtp is not None:
-        loaded.mtp.run_all([1, MAX_MTP_ROWS])
+        loaded.mtp.run_all()
     return CudaMemoryPlan(
         weights=loaded.weight_bytes,
         caches=memory.persistent_bytes - loaded.weight_bytes,
@@ -264,7 +263,7 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
         if limits.has_trees:
             loaded.commit()
         if loaded.mtp is not None:
-            loaded.mtp.run_all(sorted(sizes & set(range(1, MAX_MTP_ROWS + 1))))
+            loaded.mtp.run_all()
     chosen = {(program, instance) for program in (SAMPLER, ADMISSION) for instance in program.instances}
     return noted | chosen
 

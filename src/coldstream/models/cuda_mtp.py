@@ -4,7 +4,7 @@ It reads the embedding and the head of the trunk that it was loaded beside, and 
 workspace, on its stream. Its experts are all on the device.
 """
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from functools import partial
@@ -27,10 +27,11 @@ from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.models.captured_steps import CapturedSteps
 from coldstream.models.mtp import MtpModel
-from coldstream.models.step_inputs import Inputs, StepShape
+from coldstream.models.step_inputs import MAX_DECODE_ROWS, Inputs, StepShape
 
 BRANCHING: Final = MAX_RANKS  # candidates after a row
-MAX_MTP_ROWS = 64  # of a run; more are several runs
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of captured runs; others have rows of no sequence at their end
+MAX_MTP_ROWS = SIZES[-1]  # of a run; more are several runs
 TokenIds = np.ndarray[tuple[int], np.dtype[np.int32]]
 # Candidates are among the first ids, as a head of 248,320 rows takes longer to read than the block. Byte
 # pairs were merged in the order of how often they occur, so that the first ids are those of most text.
@@ -48,8 +49,8 @@ class LoadedMtp:
     head: QuantTensor  # of the first MAX_DRAFT_IDS tokens
     sequences: SequenceCache
     inputs: Inputs
-    trunk_states: torch.Tensor  # float32 [MAX_MTP_ROWS, E], of the rows of the trunk's last step
-    states: torch.Tensor  # the same, before each row of a run
+    trunk_states: torch.Tensor  # float32 [MAX_DECODE_ROWS, E], of the rows of the trunk's last step
+    states: torch.Tensor  # float32 [MAX_MTP_ROWS, E], before each row of a run
     outputs: Activations  # [MAX_MTP_ROWS, E], of a run
     last: Activations  # [1, E], the output that candidates follow
     candidates: torch.Tensor  # int32 [2, BRANCHING]: ids, and log-probabilities as their bits
@@ -67,7 +68,7 @@ class LoadedMtp:
             _first_rows(model.layer.output, MAX_DRAFT_IDS),
             SequenceCache(model.layer.spec, ops, CacheSize(size.num_blocks, size.num_states), kv_type),
             Inputs.into(ops, MAX_MTP_ROWS, context_length),
-            memory.persistent((MAX_MTP_ROWS, hidden_size), torch.float32),
+            memory.persistent((MAX_DECODE_ROWS, hidden_size), torch.float32),
             memory.persistent((MAX_MTP_ROWS, hidden_size), torch.float32),
             ops.activations(MAX_MTP_ROWS, hidden_size, persistent=True),
             ops.activations(1, hidden_size, persistent=True),
@@ -109,14 +110,20 @@ class LoadedMtp:
         self.candidates[0].copy_(token_ids[0])
         self.candidates[1].copy_(log_probs[0].view(torch.int32))
 
-    def run_all(self, sizes: Iterable[int]) -> None:
-        """Every kind of step, with runs of so many rows: to count memory and find kernels."""
+    def run_all(self) -> None:
+        """Every kind of step, with runs of all sizes: to count memory and find kernels."""
         self.run_head()
         for is_deep in (False, True):
             self.run_link(StepShape(1, is_deep=is_deep))
-            for size in sizes:
-                for has_prompts in {False, size > MAX_SHORT_CHAIN}:
-                    self.run_rows(StepShape(size, has_prompts=has_prompts, is_deep=is_deep))
+            for size in SIZES:
+                if size <= MAX_MTP_ROWS:
+                    self.run_rows(_shape_of(size, is_deep=is_deep))
+
+
+def _shape_of(num_rows: int, *, is_deep: bool) -> StepShape:
+    """The shape of a run, with the next size that there is a graph for."""
+    padded = next(size for size in SIZES if size >= num_rows)
+    return StepShape(padded, has_prompts=padded > MAX_SHORT_CHAIN, is_deep=is_deep)
 
 
 def _first_rows(weight: Weight, count: int) -> QuantTensor:
@@ -207,11 +214,10 @@ class CudaMtp:
         sequences.check_room([segment.demand])
         sequences.reserve([segment.demand])
         end = sequence.length + len(token_ids)
-        padded = 1 << (len(token_ids) - 1).bit_length()  # so that there are few graphs
-        shape = StepShape(padded, has_prompts=padded > MAX_SHORT_CHAIN, is_deep=end > SHORT_CONTEXT)
-        arrays = inputs.on_host(padded)
+        shape = _shape_of(len(token_ids), is_deep=end > SHORT_CONTEXT)
+        arrays = inputs.on_host(shape.num_rows)
         arrays.pad(arrays.write([segment]))
-        inputs.copy(padded)
+        inputs.copy(shape.num_rows)
         return shape
 
     def _run(self, kind: str, shape: object, step: Callable[[], None]) -> None:

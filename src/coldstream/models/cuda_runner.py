@@ -34,7 +34,6 @@ from coldstream.models.captured_steps import CapturedSteps
 from coldstream.models.cuda_logits import OnDevice, StepLogits, StepOutputs
 from coldstream.models.cuda_model import (
     HEAD_ROWS,
-    MAX_DECODE_ROWS,
     SMALLEST_PADDED_ROWS,
     Limits,
     Loaded,
@@ -48,7 +47,7 @@ from coldstream.models.cuda_mtp import CudaMtp
 from coldstream.models.ram_pool import ram_pool
 from coldstream.models.runner import Array, ModelRunner, MtpBlock, Progress, WholeOrCleared, no_progress
 from coldstream.models.spec import ModelSpec
-from coldstream.models.step_inputs import MAX_SEGMENTS, StepShape
+from coldstream.models.step_inputs import MAX_DECODE_ROWS, MAX_SEGMENTS, StepShape
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
 

@@ -11,6 +11,7 @@ from coldstream.kvcache.batch import BatchArrays, BatchSize, PathArrays
 from coldstream.kvcache.cache import num_blocks_of
 
 MAX_SEGMENTS = 64
+MAX_DECODE_ROWS = 64  # rows of a step whose graph includes the head
 
 
 @dataclass(frozen=True)
