@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from coldstream.decoding import Drafter, FixedSizes, SizesByCost, Speculation
 from coldstream.decoding.drafters import MtpDrafter, NgramDrafter
 from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.runner import ModelRunner
+from coldstream.models.runner import ModelRunner, States
 from coldstream.placement.run_plan import RunPlan
 
 if TYPE_CHECKING:
@@ -25,6 +25,13 @@ def open_speculation(
     drafter = _drafter(plan, runner, draft)
     sizes = FixedSizes(plan.tree_budget) if plan.tree_budget else SizesByCost(drafter.name)
     return Speculation(drafter, sizes)
+
+
+def told_states(runner: ModelRunner, drafter: Drafter) -> States | None:
+    """What the drafter is told of rows beside their tokens; None: nothing."""
+    if drafter.taps:
+        return runner.features
+    return runner.hidden if drafter.wants_hidden else None
 
 
 def _drafter(plan: RunPlan, runner: ModelRunner, draft: "DflashFile | None") -> Drafter:

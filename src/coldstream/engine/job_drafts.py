@@ -17,6 +17,7 @@ from coldstream.decoding import (
     begin_picks,
     verify_draft,
 )
+from coldstream.engine.drafting import told_states
 from coldstream.engine.job import Job
 from coldstream.kvcache import Batch, Segment
 from coldstream.models.runner import ModelRunner, States
@@ -93,10 +94,7 @@ class JobDrafts:
 
     @property
     def _states(self) -> States | None:
-        """What the drafter is told of rows beside their tokens; None: nothing."""
-        if self._drafter.taps:
-            return self._runner.features
-        return self._runner.hidden if self._drafter.wants_hidden else None
+        return told_states(self._runner, self._drafter)
 
     def _begin(self, job: Job) -> None:
         if job is not self._job:

@@ -13,6 +13,7 @@ import numpy as np
 
 from coldstream import kvcache
 from coldstream.decoding import AnyLogits, Chosen, Speculation, StartedChoices
+from coldstream.engine.drafting import told_states
 from coldstream.kvcache import Batch, ChosenToken, Segment
 from coldstream.models.runner import ModelRunner, Progress, States
 
@@ -159,13 +160,7 @@ class LiveSequence:
             drafter.extend(token_ids, told)
 
     def _told_states(self) -> States | None:
-        """What the drafter is told of rows beside their tokens; None: nothing."""
-        drafter = self._drafter
-        if drafter is None:
-            return None
-        if drafter.taps:
-            return self._runner.features
-        return self._runner.hidden if drafter.wants_hidden else None
+        return None if self._drafter is None else told_states(self._runner, self._drafter)
 
     def _extendable(self) -> list[int]:
         """The live tokens, if a prompt may extend them; none otherwise."""

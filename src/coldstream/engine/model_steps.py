@@ -20,9 +20,8 @@ class Launched:
     """A step under way."""
 
     counts: Mapping[Job, int]  # rows
-    asked: Sequence[
-        Job
-    ]  # whose logits are looked at: all that end at a cut or have all their tokens computed
+    # Whose logits are looked at: all that end at a cut or have all their tokens computed.
+    asked: Sequence[Job]
     started: StartedChoices  # for each of `asked`
 
     def outcomes(self) -> Mapping[Job, Outcome]:

@@ -209,7 +209,7 @@ class CpuRunner(ModelRunner):
     def load_mtp(self, branching: int = BRANCHING) -> CpuMtp:
         """Loads the MTP block of the file, with as much room for sequences as this runner has.
 
-        branching: candidates after a row that `MtpSequence.candidates` gives. The block has to be given up
+        branching: candidates after each row. The block has to be given up
         before the runner is closed. Raises UnsupportedError if the file has no such block,
         InconsistentError, ModelChangedError and OutOfMemoryError.
         """
