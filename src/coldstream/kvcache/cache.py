@@ -4,6 +4,8 @@ Keys and values are contiguous for each sequence, or in blocks of positions. The
 earlier position by overwriting; a recurrent state describes only the sequence's present end.
 """
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -170,6 +172,12 @@ class ModelCache:
             return KeptInputs(*(ops.zeros((num_tree_rows, width), "float32") for width in widths))
 
         self.layers = tuple(layer_state(kind) for kind in shape.layer_kinds)
+
+    def with_layers(self, layers: Sequence[int]) -> Self:
+        """A cache of these layers alone, over the same memory."""
+        some = copy(self)
+        some.layers = tuple(self.layers[layer] for layer in layers)
+        return some
 
     def tensors(self) -> tuple[Array, ...]:
         """All arrays, layer by layer."""

@@ -4,7 +4,7 @@ All device memory is counted before anything is copied, by loading the model and
 tensors without memory (`kernels/cuda/memory.py`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -32,12 +32,13 @@ from coldstream.kernels.ops import MAX_SHORT_CHAIN
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
 from coldstream.kernels.sample.admit import PROGRAM as ADMISSION
 from coldstream.kernels.sample.cuda import PROGRAM as SAMPLER
-from coldstream.kvcache.cache import CacheSize
+from coldstream.kvcache.cache import CacheSize, ModelCache
 from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.layers.moe import MoeWeights
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cuda_logits import Sampler
 from coldstream.models.cuda_mtp import LoadedMtp
+from coldstream.models.distinct_layers import distinct_layers
 from coldstream.models.fixed_part import GRAPH_BYTES, RESERVE_BYTES
 from coldstream.models.fixed_part import HEAD_ROWS as HEAD_ROWS
 from coldstream.models.mtp import MtpModel
@@ -115,6 +116,7 @@ class Loaded:
     ops: CudaOps
     model: CausalLM
     sequences: SequenceCache
+    states: ModelCache  # of the model's layers
     inputs: Inputs
     commits: Commits
     hidden: Activations  # [most rows of a graph, E], hidden states of captured steps
@@ -159,7 +161,13 @@ class Loaded:
         if mtp_weights is not None:
             sizes = (limits.cache_size, limits.context_length, limits.kv_type)
             mtp = LoadedMtp.into(memory, ops, mtp_weights, *sizes)
-        return cls(memory, ops, model, sequences, inputs, commits, hidden, sampler, weight_bytes, mtp)
+        states = sequences.tensors
+        return cls(memory, ops, model, sequences, states, inputs, commits, hidden, sampler, weight_bytes, mtp)
+
+    def with_layers(self, layers: Sequence[int]) -> Self:
+        """The same with some of the layers only, for finding out what they launch."""
+        blocks = tuple(self.model.blocks[layer] for layer in layers)
+        return replace(self, model=replace(self.model, blocks=blocks), states=self.states.with_layers(layers))
 
     def logits(self, shape: StepShape) -> torch.Tensor:
         """The logits [rows, vocab] after each row of the inputs."""
@@ -180,14 +188,14 @@ class Loaded:
         self.memory.start_step()
         token_ids, rows = self.inputs.take(shape)
         try:
-            hidden: Activations = self.model.forward(token_ids, rows, self.sequences.tensors)
+            hidden: Activations = self.model.forward(token_ids, rows, self.states)
             return hidden
         finally:
             self.ops.finish_step()  # joins other streams, also before a capture is abandoned
 
     def commit(self) -> None:
         """Advances the caches of a sequence by the rows in `commits`."""
-        self.model.commit(self.commits.take(), self.sequences.tensors)
+        self.model.commit(self.commits.take(), self.states)
 
 
 def _model_executor_factory(
@@ -254,6 +262,8 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
 def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int) -> Noted:
     """The kernels that steps of any size launch, and those of choosing tokens."""
     loaded = Loaded.into(MemoryPlan(), file, spec, limits, chunk_size, notes_kernels=True)
+    distance = limits.prefetching.distance if limits.prefetching else 0
+    loaded = loaded.with_layers(distinct_layers(loaded.model.blocks, distance))
     # A kernel is launched for one range of row counts, so that these counts meet all of them.
     sizes = {2**i for i in range(chunk_size.bit_length())} | {2**i + 1 for i in range(6)}
     with note_kernels() as noted:

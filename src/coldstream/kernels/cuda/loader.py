@@ -64,7 +64,10 @@ class CudaLoader:
 
     def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> QuantTensor:
         """As F32, the only type that its kernel reads."""
-        values = self.float_array(self.read_values(file, info))
+        if self.planning:
+            values = self.memory.persistent(info.shape, torch.float32)
+        else:
+            values = self.float_array(self.read_values(file, info))
         return QuantTensor.from_bytes(values.view(torch.uint8), QuantType.F32, info.shape)
 
     def read_values(self, file: GGUFFile, info: TensorInfo) -> np.ndarray[Any, Any]:

@@ -123,7 +123,7 @@ class MemoryPlan(Memory):
     def _workspace_part(
         self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        return _shaped(self._persistent_bytes(start, num_bytes), shape, dtype)
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 class DeviceMemory(Memory):
