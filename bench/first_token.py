@@ -5,7 +5,7 @@
 The model file is read first, so that it is in the page cache. Each start is a process of its own, timed from
 its launch to the first byte of its answer: once with nothing kept from earlier starts (compiled kernels and
 measured rates lie in the user's directories, which are empty then), several times with both, and once more
-under `sampled_start.py`, which says where the time goes.
+of each kind under `sampled_start.py`, which says where the time goes.
 """
 
 import argparse
@@ -52,25 +52,38 @@ def timed(command: list[str], home: Path) -> tuple[float, float]:
     return first_s, end_s
 
 
+def sampled(argv: list[str], home: Path) -> dict[str, Any]:
+    """Seconds of a start under `sampled_start.py`, by phase and by function."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder, "profile.json")
+        script = Path(__file__).with_name("sampled_start.py")
+        _, total_s = timed([sys.executable, str(script), str(kept), *argv], home)
+        found: dict[str, Any] = json.loads(kept.read_text())
+    phases: dict[str, float] = found["phases_s"]
+    phases["start and end of Python"] = total_s - sum(phases.values())
+    return {
+        "total_s": total_s,
+        "phases_s": dict(sorted(phases.items(), key=lambda item: -item[1])),
+        "functions_s": found["functions_s"],
+    }
+
+
 def measure(model: Path, vram: str) -> dict[str, Any]:
     """All starts; see the module docstring."""
     argv = arguments(model, vram)
     command = [sys.executable, "-m", "coldstream", *argv]
-    with tempfile.TemporaryDirectory() as folder:
-        home, kept = Path(folder, "home"), Path(folder, "profile.json")
-        home.mkdir()
-        first_s, _ = timed(command, home)
-        later_s = [timed(command, home)[0] for _ in range(STARTS)]
-        watched = [sys.executable, str(Path(__file__).with_name("sampled_start.py")), str(kept), *argv]
-        _, watched_s = timed(watched, home)
-        phases: dict[str, float] = json.loads(kept.read_text())
-        phases["start and end of Python"] = watched_s - sum(phases.values())
+    with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as empty:
+        first_s, _ = timed(command, Path(home))
+        later_s = [timed(command, Path(home))[0] for _ in range(STARTS)]
+        later, first = sampled(argv, Path(home)), sampled(argv, Path(empty))
     return {
         "vram": vram,
         "first_start_s": first_s,
         "later_starts_s": later_s,
-        "profiled_run_s": watched_s,
-        "phases_s": dict(sorted(phases.items(), key=lambda item: -item[1])),
+        "profiled_run_s": later["total_s"],
+        "phases_s": later["phases_s"],
+        "functions_s": later["functions_s"],
+        "profiled_first_run": first,
     }
 
 
@@ -79,9 +92,6 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--vram", default="6G")
     parser.add_argument("--out", type=Path)
-    parser.add_argument(
-        "--profile-into", type=Path, help="of this process; what the benchmark calls itself with"
-    )
     parser.add_argument("--commit", help="of these sources, where there is no repository")
     options = parser.parse_args()
     write_model(options.model, FULL_SHAPE.layers, FULL_SHAPE.vocab)

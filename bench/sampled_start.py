@@ -3,7 +3,8 @@
     python bench/sampled_start.py phases.json run model.gguf -p ... -n 1
 
 A thread looks every few milliseconds at what the main thread is doing. Imports nothing else, so that little
-but the command line is timed.
+but the command line is timed. The file gets seconds by phase, and for each of the functions of coldstream,
+and of the modules whose import was asked for, the seconds that they or what they called took.
 """
 
 import json
@@ -11,10 +12,12 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 
 SAMPLE_S = 0.002
+NUM_FUNCTIONS = 120  # that are written
 # Where a sample counts: the first of these (module, function) that is on its stack.
 PHASES: dict[str, tuple[tuple[str, str], ...]] = {
     "import": (("importlib", "_find_and_load"),),
@@ -44,6 +47,7 @@ class Sampler(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.wall_s: Counter[str] = Counter()
+        self.function_s: Counter[str] = Counter()
         self._main = threading.main_thread().ident
         self.ends = threading.Event()
 
@@ -53,6 +57,8 @@ class Sampler(threading.Thread):
             frame = sys._current_frames().get(self._main or 0)
             now = time.perf_counter()
             self.wall_s[phase_of(frame)] += now - last
+            for name in set(functions_on(frame)):
+                self.function_s[name] += now - last
             last = now
 
 
@@ -65,6 +71,18 @@ def phase_of(frame: FrameType | None) -> str:
     return next(
         (phase for phase, names in PHASES.items() if any(name in on_stack for name in names)), "other"
     )
+
+
+def functions_on(frame: FrameType | None) -> Iterator[str]:
+    """The functions of coldstream on a stack, and the modules that are being imported."""
+    while frame is not None:
+        module, function = _name(frame.f_code)
+        if module == "importlib":
+            if function == "_find_and_load":
+                yield f"import {frame.f_locals.get('name')}"
+        elif module:
+            yield f"{module}.{function}"
+        frame = frame.f_back
 
 
 def _name(code: CodeType) -> tuple[str, str]:
@@ -94,7 +112,8 @@ def profile(argv: list[str], out: Path) -> None:
         sampler.join()
     seconds = dict(sampler.wall_s)
     seconds["other"] = max(0.0, total - sum(s for phase, s in seconds.items() if phase != "other"))
-    out.write_text(json.dumps(seconds))
+    functions = dict(sampler.function_s.most_common(NUM_FUNCTIONS))
+    out.write_text(json.dumps({"phases_s": seconds, "functions_s": functions}))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ def test_a_start_is_divided_into_phases(tmp_path: Path) -> None:
     script = ROOT / "bench" / "sampled_start.py"
     argv = ["run", str(demo_model_path()), "--device", "cpu", "-p", "import", "-n", "1", "--quiet", "--raw"]
     subprocess.run([sys.executable, str(script), str(out), *argv], check=True, capture_output=True)
-    phases = json.loads(out.read_text())
+    kept = json.loads(out.read_text())
+    phases, functions = kept["phases_s"], kept["functions_s"]
     assert phases["import"] > 0
     assert phases.keys() <= {*sampled_start.PHASES, "other"}
+    assert functions["cli.main.main"] >= functions["engine.opened_model.open_model"] > 0
+    assert any(name.startswith("import coldstream") for name in functions)

@@ -71,8 +71,10 @@ class CudaLoader:
         return QuantTensor.from_bytes(values.view(torch.uint8), QuantType.F32, info.shape)
 
     def read_values(self, file: GGUFFile, info: TensorInfo) -> np.ndarray[Any, Any]:
-        data = torch.from_numpy(file.read(info))
-        tensor = QuantTensor.from_bytes(data, info.quant_type, info.shape)
+        data = file.read(info)
+        if info.quant_type is QuantType.F32:
+            return data.view(np.float32).reshape(info.shape)
+        tensor = QuantTensor.from_bytes(torch.from_numpy(data), info.quant_type, info.shape)
         values: np.ndarray[Any, Any] = dequantize(tensor).numpy()
         return values
 
