@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from gpu_peer_figures import peer_figures
 from report_tables import load, table
 
 PROMPT = 2048  # tokens
@@ -11,7 +12,7 @@ SIZES = ((0, "0"), (3, "0.15"), (10, "0.6"))
 
 def first_page() -> str:
     """Generation and prompts of the full-size model by the memory that they take on a GPU."""
-    decode, prefill, peer = load("gpu/hybrid"), load("gpu/streaming"), load("gpu/peer_llama_cpp")
+    decode, prefill, peer = load("gpu/hybrid"), load("gpu/streaming"), peer_figures()
     rows = []
     for gib, share in SIZES:
         (ours,) = [

@@ -4,6 +4,7 @@ import statistics
 from typing import Any
 
 from full_size_forecast import expected_tok_s
+from gpu_peer_figures import peer_figures
 from report_tables import RESULTS, has, load, table
 
 GPU_CASES = ("pp168", "pp512", "pp2048", "pp8192", "tg128", "tg128 @ d8192", "tg128 @ d16384")
@@ -18,7 +19,7 @@ def gpu_name(case: str) -> str:
 
 def gpu() -> str:
     """The full-size model on a GPU beside llama.cpp; nothing while it isn't measured."""
-    peer = load("gpu/peer_llama_cpp")["tok_s"]
+    peer = peer_figures()["tok_s"]
     rows, machines = [], set()
     for case in GPU_CASES:
         if not has(gpu_name(case)):
@@ -46,7 +47,7 @@ def gpu_depth() -> str:
     results = [load(name) for name in ("gpu/depth", "gpu/depth_i8") if has(name)]
     if not results:
         return ""
-    peer = load("gpu/peer_llama_cpp")["depth"]
+    peer = peer_figures()["depth"]
     rows = []
     for number, depth in enumerate(str(each["depth"]) for each in results[0]["depths"]):
         at = [r["depths"][number] for r in results]
@@ -180,7 +181,7 @@ def gpu_hybrid(name: str = "gpu/hybrid") -> str:
     """Decoding with a part of the experts on the GPU; nothing while it isn't measured."""
     if not has(name):
         return ""
-    r, peer = load(name), load("gpu/peer_llama_cpp")["partial"]["decode_tok_s"]
+    r, peer = load(name), peer_figures()["partial"]["decode_tok_s"]
     whole = {row["depth"]: row["tok_s"] for row in r["rows"] if row["experts_share"] >= 1.0}
     header = ["experts on the GPU", "context", "tok/s", "of all resident"]
     header += ["llama.cpp", "hits", "prefetched a layer", "of the floor", "forecast"]

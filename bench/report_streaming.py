@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
+from gpu_peer_figures import peer_figures
 from report_tables import RESULTS, Row, load, table
 
 
 def gpu_streaming() -> str:
     """Prefill with a part of the experts on the GPU."""
     r = load("gpu/streaming")
-    none_resident = load("gpu/peer_llama_cpp")["partial"]["prefill_tok_s_none_resident"]
+    none_resident = peer_figures()["partial"]["prefill_tok_s_none_resident"]
     header = ["experts on the GPU", "tokens", "tok/s", "spread", "bus alone", "of the floor", "llama.cpp"]
     rows = []
     for row in r["rows"]:
