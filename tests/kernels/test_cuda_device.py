@@ -1,12 +1,16 @@
 """Failures of a GPU are reported as errors of coldstream; simulated, so that no GPU is needed."""
 
+import ctypes
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 from cuda.bindings import driver
 
 from coldstream.errors import ColdstreamError, DeviceError, OutOfMemoryError
-from coldstream.kernels.cuda import program
-from coldstream.kernels.cuda.device import device_errors
+from coldstream.kernels.cuda import device, program
+from coldstream.kernels.cuda.device import device_errors, find_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +64,43 @@ def test_an_error_that_is_kept_keeps_no_tensors(error: Exception) -> None:
     with pytest.raises(ColdstreamError) as caught, device_errors():
         step()
     assert not Tensor.alive, caught
+
+
+@pytest.mark.parametrize("found", [0, 100])
+def test_the_context_is_made_beside_the_import_of_pytorch(
+    found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another thread, which has ended before PyTorch is asked; without a device there is none."""
+    calls: list[tuple[str, bool]] = []
+
+    def noted(name: str, status: int = 0) -> object:
+        def call(*args: object) -> int:
+            calls.append((name, threading.current_thread() is threading.main_thread()))
+            return status
+
+        return call
+
+    names = {"cuInit": 0, "cuDeviceGet": found, "cuDevicePrimaryCtxRetain": 0}
+    driver = SimpleNamespace(**{name: noted(name, status) for name, status in names.items()})
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(device, "missing_packages", lambda: ())
+    monkeypatch.setattr(device, "gpu_is_visible", lambda: True)
+
+    def is_available() -> bool:
+        calls.append(("PyTorch", True))
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    with pytest.raises(DeviceError, match="has no CUDA"):
+        find_gpu()
+    made = [(name, False) for name in names if name != "cuDevicePrimaryCtxRetain" or not found]
+    assert calls == [*made, ("PyTorch", True)]
+
+
+def test_a_driver_that_makes_no_context_is_found_out_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    monkeypatch.setattr(device, "missing_packages", lambda: ())
+    monkeypatch.setattr(device, "gpu_is_visible", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match="the driver shows none"):
+        find_gpu()

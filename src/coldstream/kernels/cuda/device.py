@@ -2,7 +2,10 @@
 
 import ctypes
 import importlib.util
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -50,7 +53,8 @@ def find_gpu() -> Gpu:
         raise DeviceError(
             f"device cuda: packages are missing ({', '.join(missing)}){no_gpu}: {INSTALL}, or use device cpu"
         )
-    import torch
+    with _context_beside():
+        import torch
 
     if not torch.cuda.is_available():
         cause = (
@@ -69,6 +73,29 @@ def find_gpu() -> Gpu:
             f"{MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} (Ampere) or later: use device cpu"
         )
     return Gpu(properties.name, capability, properties.multi_processor_count, total, free)
+
+
+@contextmanager
+def _context_beside() -> Iterator[None]:
+    """Has the driver make the context of the first device within, on a thread of its own.
+
+    That takes a good part of the time of importing PyTorch, which would ask for the same context later.
+    """
+    thread = threading.Thread(target=_retain_context)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _retain_context() -> None:
+    """Makes the primary context, which lasts as long as the process. What fails here fails again later."""
+    with suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        device, context = ctypes.c_int(0), ctypes.c_void_p(0)
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def measure_copy_bandwidth() -> float:
