@@ -1,13 +1,15 @@
 """Drafters that propose what a test wants, right or wrong, and check what they are told."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from coldstream.decoding import TokenTree
+from draft_kinds import DRAFTS, Drafting
 
+__all__ = ["BUDGETS", "KINDS", "Scripted", "check_same"]
+
+KINDS = list(DRAFTS)
 BUDGETS = [1, 2, 3, 7, 8, 15, 16, 22, 63]
 
 
@@ -35,50 +37,15 @@ class Scripted:
 
     def propose(self, context: Sequence[int], budget: int) -> TokenTree:
         assert self.token_ids == list(context[:-1])
-        return getattr(self, self.kind)(list(context), budget)
+        at = Drafting(context, self._following(context), self.vocab_size, self.end_id)
+        return DRAFTS[self.kind](at, budget)
 
-    def right(self, context: list[int], budget: int) -> TokenTree:
+    def _following(self, context: Sequence[int]) -> tuple[int, ...]:
+        """What the plain model answered after `context`; nothing for prompts that it was not asked."""
         for prompt, answer in self.answers.items():
             if tuple(context[: len(prompt)]) == prompt:
-                return chain(answer[len(context) - len(prompt) :][:budget])
-        return TokenTree()
-
-    def mostly_right(self, context: list[int], budget: int) -> TokenTree:
-        tokens = list(self.right(context, budget).token_ids)
-        tokens[len(context) % 3 :] = [self.vocab_size - 1] * len(tokens[len(context) % 3 :])
-        return chain(tokens)
-
-    def random(self, context: list[int], budget: int) -> TokenTree:
-        rng = np.random.default_rng(context)
-        right, token_ids, parents = list(self.right(context, budget).token_ids), [], []
-        while len(parents) < budget:
-            parents.append(int(rng.integers(-1, len(parents))))
-            token_ids.append(int(rng.choice([*right, rng.integers(self.vocab_size)])))
-        return TokenTree(tuple(token_ids), tuple(parents), (0.0,) * budget)
-
-    def wrong(self, context: list[int], budget: int) -> TokenTree:
-        return chain([self.vocab_size - 1 - len(context) % 7] * budget)
-
-    def empty(self, context: list[int], budget: int) -> TokenTree:
-        return TokenTree()
-
-    def repeating(self, context: list[int], budget: int) -> TokenTree:
-        return chain(context[-1:] * budget)
-
-    def ending(self, context: list[int], budget: int) -> TokenTree:
-        return chain([self.end_id] * budget)
-
-    def not_a_number(self, context: list[int], budget: int) -> TokenTree:
-        tree = self.right(context, budget)
-        return replace(tree, log_probs=(float("nan"),) * len(tree))
-
-
-def chain(token_ids: Sequence[int]) -> TokenTree:
-    count = len(token_ids)
-    return TokenTree(tuple(token_ids), tuple(range(-1, count - 1)), tuple(-0.1 * i for i in range(count)))
-
-
-KINDS = ["right", "mostly_right", "random", "wrong", "empty", "repeating", "ending", "not_a_number"]
+                return answer[len(context) - len(prompt) :]
+        return ()
 
 
 def check_same(plain: Any, drafted: Any) -> None:
