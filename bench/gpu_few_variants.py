@@ -1,6 +1,6 @@
 """Times every variant of the kernels for few rows, and checks their bits against those of the older kernels.
 
-    python bench/gpu_few_variants.py [--only experts linear] [--rows 1 2 4 ...] [--quick] [--out FILE]
+    python bench/gpu_few_variants.py [--only experts linear router] [--rows 1 2 4 ...] [--quick] [--out FILE]
 
 The constants that choose a kernel are set to every value in turn, so that their borders can be read off.
 """
@@ -30,6 +30,8 @@ from coldstream.kernels.linear.cuda_many import linear_many
 from coldstream.kernels.linear.few_layouts import Walk
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
+from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda
+from coldstream.kernels.router.cuda import MAX_TOKENS, NormBefore, router_few_cuda
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
 
 HIDDEN, FFN, EXPERTS, TOP_K, LAUNCHES = (
@@ -139,6 +141,29 @@ class ExpertLayer:
         return run
 
 
+def router_variants(rows: int) -> tuple[dict[str, Call], list[torch.Tensor], int]:
+    """The norm of a sum and the router behind it, in two launches and in one."""
+    experts = [torch.randn(EXPERTS, HIDDEN, device=CUDA) * HIDDEN**-0.5 for _ in range(LAUNCHES)]
+    gate, norm_weight = torch.randn(1, HIDDEN, device=CUDA), torch.randn(HIDDEN, device=CUDA)
+    x, update = (torch.randn(rows, HIDDEN, device=CUDA) for _ in range(2))
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    codes, arrivals = empty_activations(rows, HIDDEN, CUDA), torch.zeros(1, dtype=torch.int32, device=CUDA)
+    ids = torch.empty(rows, TOP_K, dtype=torch.int32, device=CUDA)
+    weights, shared = torch.empty(rows, TOP_K, device=CUDA), torch.empty(rows, 1, device=CUDA)
+    chosen = ids, weights, shared, torch.empty(rows, EXPERTS, device=CUDA), arrivals
+    norm = NormBefore(x, update, total, norm_weight, 1e-6, codes)
+
+    def apart(i: int) -> None:
+        add_rms_norm_cuda(x, update, total, norm_weight, 1e-6, normed, codes)
+        router_few_cuda(normed, experts[i], gate, *chosen)
+
+    def at_once(i: int) -> None:
+        router_few_cuda(normed, experts[i], gate, *chosen, norm=norm)
+
+    outs = [total, normed, codes.scales, weights, shared]
+    return {"apart": apart, "at once": at_once}, outs, experts[0].nbytes
+
+
 @contextmanager
 def forced(walk: Walk | None, sets: int | None):
     kept_of, kept_sets = Walk.of, {each: dict(by_slices) for each, by_slices in few_layouts.SETS.items()}
@@ -240,7 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", default=["experts", "linear"])
+    parser.add_argument("--only", nargs="+", default=["experts", "linear", "router"])
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="fewer shapes and routings")
@@ -286,6 +311,12 @@ def main() -> None:
                 measure(record, calls, lambda _, outs=outs: outs)
                 keep(record)
             torch.cuda.empty_cache()
+    if "router" in arguments.only:
+        for rows in sorted({rows for rows in arguments.rows if rows <= MAX_TOKENS} | {2, 4}):
+            calls, outs, num_bytes = router_variants(rows)
+            record = {"case": "norm and router", "rows": rows, "floor_us": num_bytes / bandwidth}
+            measure(record, calls, lambda _, outs=outs: outs)
+            keep(record)
     wrong = [record["case"] for record in results if not all(record["same"].values())]
     print(f"{time.perf_counter() - begin:.0f} s; {'all bits equal' if not wrong else f'DIFFERENT: {wrong}'}")
 

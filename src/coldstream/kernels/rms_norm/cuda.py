@@ -81,7 +81,9 @@ def add_rms_norm_cuda(
     _launch(COMBINE_SHARED if shared else COMBINE, args, tensors, x.shape[1], weight, eps, out, quantized)
 
 
-class _Norm(ctypes.Structure):
+class Norm(ctypes.Structure):
+    """As in norm_row.cuh."""
+
     _fields_ = (
         ("weight", ctypes.c_void_p),
         ("cols", ctypes.c_int32),
@@ -94,7 +96,9 @@ class _Answer(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("done", "late"))
 
 
-class _Outputs(ctypes.Structure):
+class NormOutputs(ctypes.Structure):
+    """As in norm_row.cuh."""
+
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("y", "q", "scales", "sums"))
 
 
@@ -110,7 +114,7 @@ def _launch(
 ) -> None:
     rows, cols = tensors[0].shape
     padded = padded_cols(cols)
-    outputs = _Outputs()
+    outputs = NormOutputs()
     if out is not None:
         tensors = (*tensors, out)
         outputs.y = out.data_ptr()
@@ -127,7 +131,7 @@ def _launch(
     PROGRAM.kernel(kernel.format(str(aligned).lower())).launch(
         (rows, 1, 1),
         THREADS_FEW if rows <= FEW_ROWS else THREADS_MANY,
-        (*args, _Norm(weight.data_ptr(), cols, padded, eps), outputs),
+        (*args, Norm(weight.data_ptr(), cols, padded, eps), outputs),
         shared_bytes=4 * padded,
         overlap=overlaps(rows),
     )

@@ -1,29 +1,13 @@
 // RMS norm of rows, with the sum x + update before it and the quantisation after it in the same launch. One
 // block a row; see cuda.py for the launchers.
 #include "cuda/answer.cuh"
-#include "cuda/quantize.cuh"
-#include "cuda/vectors.cuh"
+#include "rms_norm/norm_row.cuh"
 
 using namespace coldstream;
 
 constexpr int max_threads = 512;
 
 extern __shared__ float4 dynamic_shared[];  // x of the row, or x + update, padded with zeros to whole groups
-
-struct Norm {
-  const float* weight;  // [cols]
-  int cols;
-  int padded;  // cols rounded up to 256
-  float eps;
-};
-
-// Results: [rows, cols], and quantised; either may be null.
-struct Outputs {
-  float* y;
-  int8_t* q;
-  float* scales;
-  int16_t* sums;
-};
 
 // The experts' outputs of one token, kept apart by rank, and the shared expert's.
 struct Experts {
@@ -80,41 +64,18 @@ __device__ __forceinline__ float4 combine_experts(const Experts& experts, int i,
   else return sum;
 }
 
-// 1 / sqrt(mean of squares + eps) of the row in shared memory, in all lanes of a warp. Loads of an
-// accumulator's next sixteen values overlap with additions.
-__device__ __forceinline__ float inverse_norm(const Norm& norm) {
-  constexpr int steps = group_elements / 16;
-  const float* row = reinterpret_cast<const float*>(dynamic_shared) + threadIdx.x % 16;
-  float x[steps], next[steps];
-#pragma unroll
-  for (int j = 0; j < steps; j++) x[j] = row[j * 16];
-  float p = 0.0f;
-#pragma unroll 1
-  for (int i = group_elements; i <= norm.padded; i += group_elements) {
-    const int ahead = i < norm.padded ? i : 0;
-#pragma unroll
-    for (int j = 0; j < steps; j++) next[j] = row[ahead + j * 16];
-#pragma unroll
-    for (int j = 0; j < steps; j++) p = __fmaf_rn(x[j], x[j], p);
-#pragma unroll
-    for (int j = 0; j < steps; j++) x[j] = next[j];
-  }
-  return inverse_sqrt(sum_of_sixteen_lanes(p, 1) / float(norm.cols) + norm.eps);
-}
-
 // (x · s) · w of the row in shared memory, a group by each warp in turn; `w` holds those of the warp's first
 // group.
 template <bool aligned>
-__device__ __forceinline__ void scale_row(const Norm& norm, float s, Eight w, const Outputs& out) {
+__device__ __forceinline__ void scale_row(const Norm& norm, float s, Eight w, const NormOutputs& out) {
   const int num_warps = blockDim.x / warp_size, num_groups = norm.padded / group_elements;
   const int64_t row = blockIdx.x;
   const QuantRow quantised = quant_row(out.q, out.scales, out.sums, row, norm.padded);
   for (int group = threadIdx.x / warp_size; group < num_groups; group += num_warps) {
     const int place = group * (group_elements / 4) + 2 * (threadIdx.x % warp_size);
     const Eight x = {dynamic_shared[place], dynamic_shared[place + 1]};
-    const float y[8] = {x.low.x * s * w.low.x,   x.low.y * s * w.low.y,   x.low.z * s * w.low.z,
-                        x.low.w * s * w.low.w,   x.high.x * s * w.high.x, x.high.y * s * w.high.y,
-                        x.high.z * s * w.high.z, x.high.w * s * w.high.w};
+    float y[8];
+    scale_eight(x, s, w, y);
     if (out.y) store_eight<aligned>(out.y + row * norm.cols, group, norm.cols, y);
     if (out.q) store_group(quantize_group(y), quantised, group);
     if (group + num_warps < num_groups) w = load_eight<aligned>(norm.weight, group + num_warps, norm.cols);
@@ -123,11 +84,11 @@ __device__ __forceinline__ void scale_row(const Norm& norm, float s, Eight w, co
 
 // One row, once it is in shared memory. The weights of the warp's first group are loaded before any wait.
 template <bool aligned>
-__device__ __forceinline__ void norm_row(const Norm& norm, Eight first_weights, const Outputs& out) {
+__device__ __forceinline__ void norm_row(const Norm& norm, Eight first_weights, const NormOutputs& out) {
   __shared__ float s;
   __syncthreads();
   if (threadIdx.x < warp_size) {
-    const float found = inverse_norm(norm);
+    const float found = inverse_norm(norm, reinterpret_cast<const float*>(dynamic_shared));
     if (threadIdx.x == 0) s = found;
   }
   __syncthreads();
@@ -137,7 +98,7 @@ __device__ __forceinline__ void norm_row(const Norm& norm, Eight first_weights, 
 // grid (rows); dynamic shared memory: 4 · padded bytes.
 template <bool aligned>
 __global__ void __launch_bounds__(max_threads)
-    rms_norm_rows(const float* x, int x_stride, Norm norm, Outputs out) {
+    rms_norm_rows(const float* x, int x_stride, Norm norm, NormOutputs out) {
   const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
   wait_for_previous_grid();
   release_next_grid();
@@ -153,7 +114,7 @@ __global__ void __launch_bounds__(max_threads)
 // The same of x + update, which is also written: `sum` may be x.
 template <bool aligned>
 __global__ void __launch_bounds__(max_threads)
-    add_rms_norm_rows(const float* x, const float* update, float* sum, Norm norm, Outputs out) {
+    add_rms_norm_rows(const float* x, const float* update, float* sum, Norm norm, NormOutputs out) {
   const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
   wait_for_previous_grid();
   release_next_grid();
@@ -176,7 +137,7 @@ __global__ void __launch_bounds__(max_threads)
     combine_rms_norm_rows(const float* x, const float* routed, const float* topk_weights, int num_ranks,
                           const float* shared, const float* shared_gate, const int* cpu_ids,
                           const float* cpu_rows, const __grid_constant__ Answer answer, LayerStamps* stamps,
-                          float* sum, Norm norm, Outputs out) {
+                          float* sum, Norm norm, NormOutputs out) {
   const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
   // The places of pairs, and the router's times, were written before the previous kernel began.
   const bool keeps_time = stamps != nullptr && blockIdx.x == 0 && threadIdx.x == 0;

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.experts.partition import MAX_RANKS, Sharing
+from coldstream.kernels.rms_norm.cuda import Norm, NormOutputs
 
 MAX_TOKENS = 8  # in the single launch
 MAX_CHOSEN = MAX_RANKS
@@ -28,7 +30,11 @@ SHARED_BYTES = 97 * 1024  # available on every supported device
 PROGRAM = CudaProgram(
     Path(__file__).with_name("router.cu"),
     (
-        *(f"router_few<{aligned}, {n}>" for aligned in ("true", "false") for n in EXPERTS_PER_LANE),
+        *(
+            f"router_few<{aligned}, {n}, {norms}>"
+            for aligned, norms in (("true", "false"), ("false", "false"), ("true", "true"))
+            for n in EXPERTS_PER_LANE
+        ),
         *(f"router_choose<{n}>" for n in EXPERTS_PER_LANE),
     ),
 )
@@ -65,6 +71,59 @@ class _Results(ctypes.Structure):
     )
 
 
+class _Norming(ctypes.Structure):
+    """As in norms.cuh."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("update", ctypes.c_void_p),
+        ("sum", ctypes.c_void_p),
+        ("norm", Norm),
+        ("out", NormOutputs),
+    )
+
+
+@dataclass(frozen=True)
+class NormBefore:
+    """The norm of a sum that a router's launch computes first: `add_rms_norm_cuda` for the router's x.
+
+    x, update: float32 [T, E]; total [T, E] is none of them. weight: float32 [E]. quantised: the norm's codes,
+    which are written beside the router's x.
+    """
+
+    x: torch.Tensor
+    update: torch.Tensor
+    total: torch.Tensor
+    weight: torch.Tensor
+    eps: float
+    quantised: QuantActivations
+
+    @staticmethod
+    def is_supported(num_tokens: int, cols: int) -> bool:
+        """Whether rows of `cols` values stay in shared memory as a whole."""
+        if not 0 < num_tokens <= MAX_TOKENS or cols % GROUP_SIZE:
+            return False
+        return bool(_share_out(num_tokens, cols)[0].chunk >= cols)
+
+    def argument(self, out: torch.Tensor) -> _Norming:
+        """For the kernel, with the router's x as `out`. ValueError for tensors that it cannot take."""
+        shape, tensors = self.x.shape, (self.x, self.update, self.total, self.weight, out)
+        rows = tensors[:3] + tensors[4:]
+        if any(each.shape != shape for each in rows) or self.weight.numel() != shape[1]:
+            raise ValueError(f"a norm of rows {tuple(shape)} by {self.weight.numel()} weights")
+        is_whole = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in tensors)
+        if not is_whole or not self.is_supported(*shape) or tuple(self.quantised.q.shape) != tuple(shape):
+            raise ValueError(f"rows {tuple(shape)} are not normed in a router's launch")
+        q, scales, sums = self.quantised.q, self.quantised.scales, self.quantised.sums
+        return _Norming(
+            self.x.data_ptr(),
+            self.update.data_ptr(),
+            self.total.data_ptr(),
+            Norm(self.weight.data_ptr(), shape[1], shape[1], self.eps),
+            NormOutputs(out.data_ptr(), q.data_ptr(), scales.data_ptr(), sums.data_ptr()),
+        )
+
+
 @dataclass(frozen=True)
 class Ahead:
     """A later layer's router, applied to the same x to guess its choice.
@@ -98,11 +157,12 @@ def router_few_cuda(
     arrivals: torch.Tensor,
     sharing: Sharing | None = None,
     ahead: Ahead | None = None,
+    norm: NormBefore | None = None,
 ) -> None:
     """Products, softmax, the K largest and their renormalisation, for up to 8 tokens.
 
     With `sharing`, also shares the chosen experts out like `partition_experts_cuda`. With `ahead`, also
-    writes its guess.
+    writes its guess. With `norm`, first writes x, and what else that says.
 
     x float32 [T, E] with any row stride; weight float32 [experts, E] and the shared expert's gate
     shared_weight [1, E], contiguous. Writes int32 topk_ids [T, K], float32 topk_weights [T, K] and
@@ -128,10 +188,14 @@ def router_few_cuda(
     results = _Results(
         logits.data_ptr(), _address(shared_gate), topk_ids.data_ptr(), topk_weights.data_ptr(), count
     )
-    PROGRAM.kernel(f"router_few<{str(aligned).lower()}, {per_lane}>").launch(
+    norming = _Norming() if norm is None else norm.argument(x)
+    if norm is not None and not aligned:
+        raise ValueError("a router with a norm before it needs weights that are aligned to 16 bytes")
+    instance = f"router_few<{str(aligned).lower()}, {per_lane}, {str(norm is not None).lower()}>"
+    PROGRAM.kernel(instance).launch(
         (-(-(num_rows + 1) // shares.num_rows), 1, 1),
         THREADS,
-        (x, x.stride(0), shares, weights, results, arrivals, sharing or Sharing(), _ahead_of(ahead)),
+        (x, x.stride(0), shares, weights, results, arrivals, sharing or Sharing(), _ahead_of(ahead), norming),
         shared_bytes=max(shared_bytes, _scratch_bytes(num_choices, per_lane)),
         overlap=True,
     )

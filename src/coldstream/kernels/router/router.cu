@@ -5,6 +5,7 @@
 #include "cuda/last_block.cuh"
 #include "experts/partition.cuh"
 #include "router/choose.cuh"
+#include "router/norms.cuh"
 
 using namespace coldstream;
 
@@ -100,14 +101,16 @@ struct Shares {
 };
 
 // The products of the warp's token with its two rows, each in the lanes of its half. The one thread for which
-// `begins` is not null writes there when x was available.
-template <bool aligned>
-__device__ __forceinline__ float multiply(const float* x, int x_stride, const Shares& shares,
+// `begins` is not null writes there when x was available. norms: x is what `norming` makes, of one chunk.
+template <bool aligned, bool norms>
+__device__ __forceinline__ float multiply(const float* x, int x_stride, const Norming& norming, const Shares& shares,
                                           const Weights& weights, const Ahead& ahead, uint64_t* begins) {
   const int column = threadIdx.x % 16, chunk = shares.chunk;
   float* shared_weights = reinterpret_cast<float*>(dynamic_shared);
   float* shared_x = shared_weights + shares.num_rows * (chunk + row_padding);
   float p = 0.0f;
+  Eight norm_weights;
+  if constexpr (norms) norm_weights = load_eight<true>(norming.norm.weight, first_group(norming.norm), weights.cols);
 #pragma unroll 1
   for (int begin = 0; begin < weights.cols; begin += chunk) {
     const int left = (weights.cols - begin + column_multiple - 1) / column_multiple * column_multiple;
@@ -122,8 +125,9 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const Sh
       wait_for_previous_grid();
       if (begins) *begins = now_ns();
     }
+    if constexpr (norms) stage_norms<block_threads>(norming, shares.num_tokens, shared_x, chunk, norm_weights);
 #pragma unroll 1
-    for (int t = 0; t < shares.num_tokens; t++) {
+    for (int t = 0; !norms && t < shares.num_tokens; t++) {
       stage<aligned>(shared_x + t * chunk, x + int64_t(t) * x_stride, begin, size, weights.cols);
     }
     commit_copies();
@@ -139,15 +143,17 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const Sh
 
 // Up to 8 tokens. grid (ceil((num_experts + 1) / shares.num_rows)), with 2 · num_experts + 1 where there is a later
 // layer. Each block computes the products of its rows; the last one to finish chooses and shares the pairs out.
-template <bool aligned, int per_lane>
+// With `norms`, x is written here, and x_stride is its columns.
+template <bool aligned, int per_lane, bool norms>
 __global__ void __launch_bounds__(block_threads)
     router_few(const float* x, int x_stride, Shares shares, Weights weights, Results out, uint32_t* arrivals,
-               const __grid_constant__ Sharing sharing, const __grid_constant__ Ahead ahead) {
+               const __grid_constant__ Sharing sharing, const __grid_constant__ Ahead ahead,
+               const __grid_constant__ Norming norming) {
   release_next_grid();
   if (blockIdx.x == 0) bring_slots_near(sharing, weights.num_experts);
   const bool keeps_time = sharing.stamps && blockIdx.x == 0 && threadIdx.x == 0;
   uint64_t* begins = keeps_time ? &sharing.stamps->router.begins : nullptr;
-  const float product = multiply<aligned>(x, x_stride, shares, weights, ahead, begins);
+  const float product = multiply<aligned, norms>(x, x_stride, norming, shares, weights, ahead, begins);
   const int row = blockIdx.x * shares.num_rows + shares.row(), token = shares.token();
   if (shares.row() < shares.num_rows && threadIdx.x % 16 == 0) {
     if (row < weights.num_experts) out.logits[token * weights.num_experts + row] = product;
