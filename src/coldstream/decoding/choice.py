@@ -3,16 +3,18 @@
 The tokens of a step are chosen together, in one call of the device. Each is the same as if chosen alone.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from coldstream.decoding.device_logits import AnyLogits, DeviceChoice, DeviceStep
-from coldstream.decoding.logprobs import RankedLogprob, token_logprobs
-from coldstream.decoding.sampling import no_token_left, recent_tokens, sample_token
+from coldstream.decoding.logprobs import RankedLogprob, logprobs_of_ranks
+from coldstream.decoding.sampling import changed_logits, no_token_left, recent_tokens
 from coldstream.decoding.sampling_params import Logits, LogitsProcessor, SamplingParams
 from coldstream.errors import GenerationFault, InvalidRequestError
+from coldstream.kernels import _csrc
 from coldstream.kernels.sample.settings import RowSettings
 from coldstream.models.sanity import damaged_logits
 
@@ -45,7 +47,7 @@ class Choice:
 
     @property
     def settings(self) -> RowSettings:
-        """The settings for a device."""
+        """The settings for a device, or for C++."""
         params = self.params
         context = self.context
         if self.unseen is not None and params.has_penalties:
@@ -100,11 +102,8 @@ class StartedChoices:
         outcomes = dict(self.on_host)
         results = [] if self.device is None else self.device.results()
         for i, position, (token_id, fault) in zip(self.on_device, self.positions, results, strict=True):
-            outcomes[i] = Chosen(token_id) if fault == 0 else self._error(fault, position)
+            outcomes[i] = Chosen(token_id) if fault == 0 else no_token(fault, self.vocab_size, position)
         return [outcomes[i] for i in range(len(outcomes))]
-
-    def _error(self, fault: int, position: int) -> GenerationFault:
-        return no_token_left(position) if fault < 0 else damaged_logits(fault, self.vocab_size, position)
 
 
 def begin_choices(choices: Sequence[Choice]) -> StartedChoices:
@@ -120,9 +119,10 @@ def begin_choices(choices: Sequence[Choice]) -> StartedChoices:
         rows = [each.row for each in far if not isinstance(each, np.ndarray)]
         assert len(set(rows)) == len(rows), "penalties of two choices would meet in one row"
         device = _step_of(far).begin(rows, [choices[i].settings for i in on_device])
-    near = [i for i in range(len(choices)) if i not in on_device]
+    near = [i for i, choice in enumerate(choices) if not choice.is_on_device]
     brought = _brought([choices[i].logits for i in near])
-    on_host = {i: _chosen_here(choices[i], logits) for i, logits in zip(near, brought, strict=True)}
+    here = _chosen_here([choices[i] for i in near], brought)
+    on_host = dict(zip(near, here, strict=True))
     positions = tuple(choices[i].position for i in on_device)
     vocab_size = len(choices[0].logits) if choices else 0
     return StartedChoices(on_device, positions, vocab_size, device, on_host)
@@ -154,14 +154,55 @@ def _step_of(rows: Sequence[AnyLogits]) -> DeviceStep:
     return steps[0]
 
 
-def _chosen_here(choice: Choice, logits: Logits) -> Outcome:
-    params = choice.params
+def _chosen_here(choices: Sequence[Choice], rows: Sequence[Logits]) -> list[Outcome]:
+    """What `sample_token` and `token_logprobs` give for each of these choices, from its logits."""
+    made = [_row_choice(choice, logits) for choice, logits in zip(choices, rows, strict=True)]
+    _csrc.choose_tokens([each for each in made if isinstance(each, _csrc.TokenChoice)])
+    return [
+        _outcome(choice, logits, each) if isinstance(each, _csrc.TokenChoice) else each
+        for choice, logits, each in zip(choices, rows, made, strict=True)
+    ]
+
+
+def _row_choice(choice: Choice, logits: Logits) -> _csrc.TokenChoice | GenerationFault | InvalidRequestError:
+    """A choice for C++, which does not know logits processors; or their error."""
+    params, settings = choice.params, choice.settings
+    if not params.logits_processors:
+        biases = {**dict(params.logit_bias or ()), **dict.fromkeys(choice.forbidden_ids, -math.inf)}
+        return _csrc.TokenChoice(
+            logits,
+            None,
+            **vars(settings),
+            biased=tuple(biases),
+            biases=tuple(biases.values()),
+            logprobs=params.logprobs,
+        )
     try:
-        token_id = sample_token(logits, choice.context, params, choice.seed, choice.forbidden_ids)
+        changed = changed_logits(logits, choice.context, params, choice.forbidden_ids)
     except (GenerationFault, InvalidRequestError) as error:
         return error
-    count = params.logprobs
-    return Chosen(token_id, None if count is None else token_logprobs(logits, token_id, count))
+    settings = replace(settings, recent=())
+    return _csrc.TokenChoice(
+        logits,
+        np.ascontiguousarray(changed),
+        **vars(settings),
+        biased=(),
+        biases=(),
+        logprobs=params.logprobs,
+    )
+
+
+def _outcome(choice: Choice, logits: Logits, made: _csrc.TokenChoice) -> Outcome:
+    if made.fault:
+        return no_token(made.fault, len(logits), choice.position)
+    if choice.params.logprobs is None:
+        return Chosen(made.token)
+    return Chosen(made.token, logprobs_of_ranks(logits, made.token, *made.ranked))
+
+
+def no_token(fault: int, vocab_size: int, position: int) -> GenerationFault:
+    """The error for what a device or C++ says of a row without a token; see `DeviceChoice.results`."""
+    return no_token_left(position) if fault < 0 else damaged_logits(fault, vocab_size, position)
 
 
 class TokenChooser:
@@ -189,6 +230,13 @@ class TokenChooser:
         """Whether a device makes all choices, if the logits are on one."""
         forbids = self._params.min_tokens > 0 and len(self._end_ids) > 0
         return not (forbids or _wants_logits(self._params))
+
+    @property
+    def is_for_rounds(self) -> bool:
+        """Whether a device makes all choices from logits, seed and position alone, so that it can go on
+        without the host. A penalty depends on tokens that the host has not seen.
+        """
+        return self.is_for_device and not self._params.has_penalties
 
     def choice(self, logits: AnyLogits, context: Sequence[int], unseen: int | None = None) -> Choice:
         """The `Choice` of the token after `context`, all ids so far, from the logits [vocab] after it.

@@ -5,6 +5,7 @@ tokens at temperature 1 as `coldstream.decoding.sampling` defines them.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,17 +20,24 @@ def token_logprobs(logits: Logits, chosen_id: int, count: int) -> list[RankedLog
 
     logits: finite float32 [vocab]. The likeliest token has rank 1; of equal ones the lowest id goes first.
     """
-    largest = logits.max()
-    log_total = math.log(int(token_weights(logits, 1.0).sum()) / WEIGHT_ONE)
     ids = top_k_ids(logits, count) if count else np.empty(0, np.int64)
     ids = ids[np.argsort(-logits[ids], kind="stable")]
-    ranked = [(int(token_id), rank) for rank, token_id in enumerate(ids, start=1)]
-    if chosen_id not in ids:
-        ranked.append((chosen_id, _rank(logits, chosen_id)))
-    return [
-        (token_id, float(np.float64(logits[token_id]) - np.float64(largest)) - log_total, rank)
-        for token_id, rank in ranked
-    ]
+    total = int(token_weights(logits, 1.0).sum())
+    return logprobs_of_ranks(logits, chosen_id, ids.tolist(), _rank(logits, chosen_id), total)
+
+
+def logprobs_of_ranks(
+    logits: Logits, chosen_id: int, likeliest: Sequence[int], rank: int, total: int
+) -> list[RankedLogprob]:
+    """`token_logprobs`, if the ids of the likeliest tokens, the rank of the chosen one and the weight of all
+    tokens are known.
+    """
+    log_total = math.log(total / WEIGHT_ONE)
+    ranked = list(zip(likeliest, range(1, len(likeliest) + 1), strict=True))
+    if rank > len(likeliest):
+        ranked.append((chosen_id, rank))
+    largest = float(logits[likeliest[0]] if likeliest else logits.max())
+    return [(token_id, float(logits[token_id]) - largest - log_total, rank) for token_id, rank in ranked]
 
 
 def _rank(logits: Logits, token_id: int) -> int:

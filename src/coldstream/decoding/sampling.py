@@ -58,6 +58,22 @@ def sample_token(
     of `seed`. Raises GenerationFault if a logit is not finite, or if no token is left, InvalidRequestError if
     a logits processor raises or returns something else than logits.
     """
+    logits = changed_logits(logits, context, params, forbidden_ids)
+    best = int(np.argmax(logits))  # the first NaN if there is one
+    if not np.isfinite(logits[best]):
+        raise no_token_left(len(context))
+    if params.temperature == 0:
+        return best
+    kept = keep_tokens(logits, params)
+    return draw_token(kept, logits[kept], params.temperature, random_bits(seed, len(context)))
+
+
+def changed_logits(
+    logits: Logits, context: Sequence[int], params: SamplingParams, forbidden_ids: Collection[int]
+) -> Logits:
+    """The logits [vocab] after biases, penalties, processors and forbidden tokens, from which `sample_token`
+    chooses; the given ones are not changed. Raises as `sample_token`.
+    """
     check_logits(logits, len(context))
     if params.logit_bias:
         logits = _biased(logits, params.logit_bias)
@@ -68,13 +84,7 @@ def sample_token(
     if forbidden_ids:
         logits = logits.copy()
         logits[list(forbidden_ids)] = -np.inf
-    best = int(np.argmax(logits))  # the first NaN if there is one
-    if not np.isfinite(logits[best]):
-        raise no_token_left(len(context))
-    if params.temperature == 0:
-        return best
-    kept = keep_tokens(logits, params)
-    return draw_token(kept, logits[kept], params.temperature, random_bits(seed, len(context)))
+    return logits
 
 
 def no_token_left(position: int) -> GenerationFault:

@@ -303,6 +303,34 @@ def commit_attention(runtime: Runtime, k_cache: Annotated[NDArray, dict(shape=(N
     `Ops.commit_attention`: moves the row at index first[0] + sources[i] of a sequence, whose blocks of the caches [blocks, positions, G, row] table int32 [n] has, to index first[0] + i, for ascending sources int32 [T]. ValueError when run with an index or a block that does not exist; then nothing has changed.
     """
 
+class TokenChoice:
+    """A row of logits, what determines the token after it, and that token."""
+
+    def __init__(self, logits: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], changed: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, *, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float, presence_penalty: float, frequency_penalty: float, recent: Sequence[int], seed: int, position: int, biased: Sequence[int], biases: Sequence[float], logprobs: int | None) -> None:
+        """
+        logits, changed: float32 [vocab], contiguous, which it keeps; with `changed` the token is chosen from these, which need not be finite. ValueError for tokens outside of the vocabulary.
+        """
+
+    @property
+    def token(self) -> int: ...
+
+    @property
+    def fault(self) -> int:
+        """
+        0, or how many logits are not finite, or -1 if the best one is not once all are changed.
+        """
+
+    @property
+    def ranked(self) -> tuple[list[int], int, int]:
+        """
+        Of the logits: the likeliest tokens by rank, the rank of the chosen one, and the weight of all at temperature 1. Only with `logprobs`.
+        """
+
+def choose_tokens(choices: Sequence[TokenChoice]) -> None:
+    """
+    Chooses the token of each row, as decoding.sampling defines it. ValueError for rows of different vocabularies.
+    """
+
 class ExpertServer:
     """
     Threads that compute routed experts when asked through words in memory.

@@ -53,6 +53,7 @@ void bind_expert_pool(nb::module_& m);  // ExpertPool
 void bind_ops(nb::module_& m);      // rms_norm, add, swiglu, rope_angles, router, combine_experts and bind_mixers
 void bind_mixers(nb::module_& m);   // attention, gated_delta_net
 
+void bind_sampler(nb::module_& m);  // TokenChoice, choose_tokens
 void bind_hybrid(nb::module_& m);   // ExpertServer
 
 }  // namespace coldstream

@@ -6,5 +6,6 @@ NB_MODULE(_csrc, m) {
   coldstream::bind_expert_pool(m);
   coldstream::bind_quant(m);
   coldstream::bind_ops(m);
+  coldstream::bind_sampler(m);
   coldstream::bind_hybrid(m);
 }

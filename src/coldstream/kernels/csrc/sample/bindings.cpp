@@ -1,0 +1,120 @@
+#include "bindings.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+
+#include "sample/sampler.h"
+
+namespace coldstream {
+
+namespace {
+
+using namespace nb::literals;
+using logits_1d = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// A row and what becomes of it.
+struct choice {
+  token_settings settings;
+  logits_1d logits;
+  std::optional<logits_1d> changed;
+  std::optional<ranked_tokens> ranked;
+  chosen_token chosen = {};
+};
+
+void check_ids(const std::vector<int32_t>& ids, int64_t vocab) {
+  for (const int32_t id : ids) {
+    if (id < 0 || id >= vocab) {
+      throw std::invalid_argument("token " + std::to_string(id) + " is not of a vocabulary of " +
+                                  std::to_string(vocab));
+    }
+  }
+}
+
+std::unique_ptr<choice> make_choice(logits_1d logits, std::optional<logits_1d> changed, double temperature,
+                                    int64_t top_k, double top_p, double min_p, float repetition_penalty,
+                                    float presence_penalty, float frequency_penalty,
+                                    std::vector<int32_t> recent, uint64_t seed, uint64_t position,
+                                    std::vector<int32_t> biased, std::vector<float> biases,
+                                    std::optional<int64_t> logprobs) {
+  const auto vocab = int64_t(logits.shape(0));
+  if (vocab < 1 || (changed && int64_t(changed->shape(0)) != vocab)) {
+    throw std::invalid_argument("logits and changed must be of one vocabulary");
+  }
+  if (biased.size() != biases.size()) throw std::invalid_argument("each of biased has one of biases");
+  check_ids(recent, vocab);
+  check_ids(biased, vocab);
+  std::sort(recent.begin(), recent.end());
+  auto made = std::make_unique<choice>();
+  made->settings = {temperature,
+                    top_p,
+                    min_p,
+                    seed,
+                    position,
+                    repetition_penalty,
+                    presence_penalty,
+                    frequency_penalty,
+                    top_k,
+                    changed.has_value(),
+                    std::move(recent),
+                    std::move(biased),
+                    std::move(biases)};
+  if (logprobs) {
+    made->ranked.emplace();
+    made->ranked->likeliest.resize(std::clamp<int64_t>(*logprobs, 0, vocab));
+  }
+  made->logits = std::move(logits);
+  made->changed = std::move(changed);
+  return made;
+}
+
+token_row row_of(choice& each) {
+  return {each.logits.data(), each.changed ? each.changed->data() : nullptr, &each.settings, &each.chosen,
+          each.ranked ? &*each.ranked : nullptr};
+}
+
+void choose_tokens(const std::vector<choice*>& choices) {
+  if (choices.empty()) return;
+  const auto vocab = int64_t(choices[0]->logits.shape(0));
+  std::vector<token_row> rows;
+  for (choice* each : choices) {
+    if (int64_t(each->logits.shape(0)) != vocab) throw std::invalid_argument("rows are of one vocabulary");
+    rows.push_back(row_of(*each));
+  }
+  nb::gil_scoped_release unlocked;
+  const auto bytes = std::make_unique_for_overwrite<std::byte[]>(row_memory::num_bytes(vocab));
+  const row_memory memory(bytes.get(), vocab);
+  for (const token_row& row : rows) finish_row(row, vocab, memory);
+}
+
+}  // namespace
+
+void bind_sampler(nb::module_& m) {
+  nb::class_<choice>(m, "TokenChoice", "A row of logits, what determines the token after it, and that token.")
+      .def(nb::new_(&make_choice), "logits"_a.noconvert(), "changed"_a.noconvert().none(), nb::kw_only(),
+           "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "repetition_penalty"_a, "presence_penalty"_a,
+           "frequency_penalty"_a, "recent"_a, "seed"_a, "position"_a, "biased"_a, "biases"_a,
+           "logprobs"_a.none(),
+           "logits, changed: float32 [vocab], contiguous, which it keeps; with `changed` the token is chosen "
+           "from these, which need not be finite. ValueError for tokens outside of the vocabulary.")
+      .def_prop_ro("token", [](const choice& each) { return each.chosen.token; })
+      .def_prop_ro("fault", [](const choice& each) { return each.chosen.fault; },
+                   "0, or how many logits are not finite, or -1 if the best one is not once all are changed.")
+      .def_prop_ro(
+          "ranked",
+          [](const choice& each) {
+            const ranked_tokens& ranked = each.ranked.value();
+            return std::make_tuple(ranked.likeliest, ranked.rank, ranked.total);
+          },
+          "Of the logits: the likeliest tokens by rank, the rank of the chosen one, and the weight of all at "
+          "temperature 1. Only with `logprobs`.");
+  m.def("choose_tokens", &choose_tokens, "choices"_a,
+        "Chooses the token of each row, as decoding.sampling defines it. ValueError for rows of different "
+        "vocabularies.");
+}
+
+}  // namespace coldstream
