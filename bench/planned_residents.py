@@ -179,7 +179,7 @@ def texts_of(path: Path, count: int, threads: int) -> list[Text]:
             texts = [tokenizer.encode(each.text[: 16 * TOKENS]) for each in load_corpus().held_out]
             return [Text(ids, bundled) for ids in texts if len(ids) > TOKENS][:count]
     texts = []
-    with open_cpu_runner(path, threads=threads, context_length=PROFILE_TOKENS, record_routing=True) as runner:
+    with open_cpu_runner(path, threads=threads, context_length=PROFILE_TOKENS) as runner:
         for first in first_ids(count, spec.vocab_size):
             before = range(first - PROFILE_TOKENS, first)
             texts.append(Text(range(first, first + TOKENS + 1), record_routing(runner, model, before)))

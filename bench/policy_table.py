@@ -50,9 +50,7 @@ def even_windows(tokenizer: Tokenizer, files: Sequence[SourceFile], count: int) 
 def record(num_windows: int, threads: int) -> tuple[RoutingTrace, RoutingTrace]:
     """Traces of held-out and of training files."""
     corpus = load_corpus()
-    with open_cpu_runner(
-        demo_model_path(), threads=threads, context_length=WINDOW, record_routing=True
-    ) as runner:
+    with open_cpu_runner(demo_model_path(), threads=threads, context_length=WINDOW) as runner:
         model = routed_model(runner.file, runner.spec)
         tokenizer = Tokenizer.from_metadata(runner.file.metadata)
         texts = [

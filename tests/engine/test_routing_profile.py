@@ -52,7 +52,7 @@ def token_ids(count: int) -> list[int]:
 
 
 def open_runner(path: Path, context_length: int) -> CpuRunner:
-    return open_cpu_runner(path, threads=2, context_length=context_length, record_routing=True)
+    return open_cpu_runner(path, threads=2, context_length=context_length)
 
 
 def record(path: Path, ids: Sequence[int], context_length: int) -> np.ndarray:

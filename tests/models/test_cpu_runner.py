@@ -1,6 +1,7 @@
 """CpuRunner: whole models through the C++ graph, held to the exact PyTorch definition and to themselves."""
 
 import os
+from base64 import b64decode
 from pathlib import Path
 
 import numpy as np
@@ -115,3 +116,23 @@ def test_activations_share_memory_between_layers(tmp_path: Path) -> None:
         with open_cpu(path, threads=1, context_length=16) as runner:
             sizes.append(runner.activation_bytes)
     assert sizes[0] == sizes[1]
+
+
+def test_uses_of_experts_are_what_the_routers_of_decode_steps_chose(moe_path: Path) -> None:
+    ids = token_ids(CpuRunner.chunk_size // 4 + 3)
+    with open_cpu(moe_path, threads=2, context_length=len(ids)) as runner:
+        runner.prefill(ids[:-3])
+        picture = runner.expert_map()
+        assert picture is not None
+        assert set(b64decode(picture.uses)) == {0}, "a prompt's steps say little"
+        chosen = np.zeros((runner.spec.num_layers, runner.spec.num_experts), bool)
+        for token_id in ids[-3:]:
+            runner.decode(token_id)
+            for layer, experts in enumerate(runner.topk_ids(1)[0]):
+                chosen[layer, experts] = True
+        picture = runner.expert_map()
+    assert picture is not None
+    assert picture.layers == tuple(range(runner.spec.num_layers))
+    assert picture.resident is None
+    uses = np.frombuffer(b64decode(picture.uses), np.uint8).reshape(chosen.shape)
+    assert np.array_equal(uses > 0, chosen)

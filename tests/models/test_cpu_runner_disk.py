@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -230,3 +231,19 @@ def test_pr04_a_forked_child_gets_an_error_and_the_parent_goes_on(
                 os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
         assert np.array_equal(runner.logits(ids), mapped[0])
+
+
+def test_the_picture_of_experts_has_their_uses_and_those_in_ram(moe_path: Path) -> None:
+    ram = least_ram(moe_path, context_length=CONTEXT, threads=2) + int(0.25 * expert_bytes(moe_path))
+    with open_cpu(moe_path, threads=2, context_length=CONTEXT, ram_bytes=ram) as runner:
+        runner.prefill(token_ids(20))
+        runner.decode(3)
+        picture = runner.expert_map()
+        there = statistics(runner).num_slots
+    assert picture is not None
+    assert picture.resident is not None
+    uses = np.frombuffer(b64decode(picture.uses), np.uint8)
+    resident = np.frombuffer(b64decode(picture.resident), np.uint8)
+    assert resident.sum() == there
+    assert 0 < np.count_nonzero(uses) <= len(picture.layers) * runner.spec.num_experts_per_tok
+    assert resident[uses > 0].all(), "what the last step used is there"

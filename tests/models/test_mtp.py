@@ -222,7 +222,7 @@ def test_its_memory_is_counted(path: Path) -> None:
 
 def test_the_trunk_is_the_same_with_it(path: Path) -> None:
     ids = token_ids(20)
-    with open_cpu(path, threads=2, context_length=64, record_routing=True) as runner:
+    with open_cpu(path, threads=2, context_length=64) as runner:
         expected = runner.prefill(ids)
         routed, activation_bytes = runner.topk_ids(20), runner.activation_bytes
         block = runner.load_mtp()

@@ -249,7 +249,7 @@ def damaged(path: Path, fresh: Answers, tmp_path_factory: pytest.TempPathFactory
     that expert is used.
     """
     ids = [*PROMPT, *fresh(PROMPT)]
-    with open_cpu(path, threads=2, context_length=CONTEXT, record_routing=True) as runner:
+    with open_cpu(path, threads=2, context_length=CONTEXT) as runner:
         runner.prefill(ids)
         chosen = runner.topk_ids(len(ids))
         num_layers, num_experts = runner.spec.num_layers, runner.spec.num_experts

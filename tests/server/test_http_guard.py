@@ -12,6 +12,7 @@ from starlette.routing import Route
 from coldstream.server import http as http_room
 from coldstream.server.http import ServerSettings, create_app
 from coldstream.server.http.guard import OPEN_PATHS
+from coldstream.server.http.page import PAGE_FILES
 from coldstream.server.local_client import LocalClient
 from http_serving import URL, Connect
 
@@ -24,7 +25,7 @@ def routes(client: LocalClient) -> list[tuple[str, str]]:
     """Every method and path of the application."""
     paths = create_app(client, ServerSettings()).openapi()["paths"]
     found = [(method.upper(), path) for path, methods in paths.items() for method in methods]
-    return [*found, ("GET", "/openapi.json"), ("GET", "/nowhere"), ("GET", "/")]
+    return [*found, ("GET", "/openapi.json"), ("GET", "/nowhere"), *(("GET", path) for path in PAGE_FILES)]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from contextlib import closing
 from typing import Final
 
 from coldstream.decoding import Chosen, Outcome
-from coldstream.engine.engine_statistics import EngineStatistics
+from coldstream.engine.engine_statistics import EngineStatistics, LiveState
 from coldstream.engine.events import Event
 from coldstream.engine.job import Job
 from coldstream.engine.job_drafts import JobDrafts
@@ -104,6 +104,10 @@ class Engine:
     def statistics(self) -> EngineStatistics:
         """Counts up to now."""
         return self._served.statistics()
+
+    def live(self) -> LiveState:
+        """The same with the experts, as they are now."""
+        return LiveState(self.statistics(), self._runner.expert_map())
 
     def clear_prefixes(self, namespace: str | None = None) -> None:
         """Forgets the kept prefixes of a namespace, or of all."""

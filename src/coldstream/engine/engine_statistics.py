@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from coldstream.experts.expert_map import ExpertMap
 from coldstream.kvcache import CacheSize, PrefixStatistics
 from coldstream.models.runner import ModelRunner
 
@@ -28,8 +29,17 @@ class EngineStatistics:
     prefixes: PrefixStatistics
     expert_hits: int | None  # uses of experts in fast memory; None: all are there
     expert_misses: int | None
-    drafted_tokens: int = 0  # verified nodes of drafts
+    drafts: int = 0  # steps that verified one
+    drafted_tokens: int = 0  # their nodes
     accepted_tokens: int = 0  # of these, the model's own choice
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """The engine as it is between two steps."""
+
+    statistics: EngineStatistics
+    experts: ExpertMap | None  # None: nothing notes their uses
 
 
 @dataclass
@@ -47,6 +57,7 @@ class EngineCounts:
     step_s: float = 0.0
     ahead_steps: int = 0
     preemptions: int = 0
+    drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
@@ -54,6 +65,7 @@ class EngineCounts:
         """A step that verifies a draft of so many nodes."""
         self.steps += 1
         self.computed_rows += 1 + num_nodes
+        self.drafts += 1
         self.drafted_tokens += num_nodes
 
     def statistics(

@@ -45,7 +45,6 @@ def profile_text(config: EngineConfig, text: str, progress: OpenProgress | None 
             spec,
             planned.run,
             tier=config.tier,
-            record_routing=True,
             progress=partial(progress, "loading") if progress else None,
         )
         recording = partial(progress, "recording") if progress else None

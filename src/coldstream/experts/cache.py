@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from coldstream.experts.expert_map import ExpertUses
 from coldstream.experts.slots import SlotPool, SlotState
 from coldstream.placement.policies import Policy
 
@@ -72,6 +73,11 @@ class Counters:
         self.failed_copies = np.zeros(num_layers, np.int64)
         self.evictions = np.zeros(num_layers, np.int64)
 
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Hits and misses of all layers."""
+        return int(self.hits.sum()), int(self.misses.sum())
+
 
 class ExpertCache:
     """The slots, the experts in them, and the admissions that `policy` decides.
@@ -94,6 +100,7 @@ class ExpertCache:
         num_layers = len(layer_bytes)
         size = num_layers * num_experts
         self.counters = Counters(num_layers)
+        self.uses = ExpertUses(num_layers, num_experts)
         if unknown := set(num_slots) - set(layer_bytes):
             raise ValueError(f"no expert has {sorted(unknown)} bytes")
         self._num_experts = num_experts
@@ -202,6 +209,7 @@ class ExpertCache:
             return
         self._last_used = used
         self._count_uses(used, table[used])
+        self.uses.observe(used)
         self._policy.observe(used)
         missed = used[self._absent[used]]
         self._admit(missed[np.lexsort((missed, -self._policy.scores[missed]))])

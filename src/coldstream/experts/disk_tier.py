@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
+from coldstream.experts.expert_map import ExpertMap, ExpertUses
 from coldstream.experts.pooled_stacks import PooledStacks
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.placement.policies import DecayedFrequency, Policy
@@ -81,6 +82,7 @@ class DiskTier:
         self.pool = self.stacks.pool
         self._policy = policy or DecayedFrequency()
         self._policy.start(np.zeros(self.num_experts))
+        self._uses = ExpertUses(self.stacks.num_layers, self.stacks.num_experts)
         self._is_prefill = False
 
     @property
@@ -130,12 +132,18 @@ class DiskTier:
     def end_step(self) -> None:
         """Call after the graph has run: has the policy observe it, and orders the slots."""
         if not self._is_prefill:
-            self._policy.observe(self.pool.used())
+            used = self.pool.used()
+            self._policy.observe(used)
+            self._uses.observe(used)
         self.stacks.order(self._policy.scores)
 
     def forget(self) -> None:
         """Empties all slots after a step that failed, as their bytes may be incomplete."""
         self.pool.clear()
+
+    def expert_map(self) -> ExpertMap:
+        """Recent uses, and which experts are in RAM. Between steps."""
+        return ExpertMap.of(range(self.stacks.num_layers), self._uses, self.stacks.in_memory())
 
     def statistics(self) -> DiskStatistics:
         """What the tier has done so far."""

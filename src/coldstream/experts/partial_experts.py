@@ -10,6 +10,7 @@ from coldstream.experts.cache import ExpertCache
 from coldstream.experts.chosen_experts import ExpertIds
 from coldstream.experts.disk_tier import DiskStatistics, Progress
 from coldstream.experts.executor import PartialExecutor
+from coldstream.experts.expert_map import ExpertMap
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.host import HostExperts
 from coldstream.experts.prefetch_statistics import GuessCounter, PrefetchStatistics
@@ -74,8 +75,7 @@ class PartialExperts:
         executor, plan = self._executor, self._plan
         assert executor is not None, "slots are for the layers of an executor"
         layers = executor.tables.layers
-        if plan.miss_times is not None:
-            executor.few.times.copy_(torch.tensor(plan.miss_times.words(), dtype=torch.int32))
+        executor.few.streamed[: len(plan.streamed)].copy_(torch.tensor(plan.streamed, dtype=torch.int32))
         shares = slot_shares(plan)
         assert shares.layer_bytes == [expert_bytes(stacks) for stacks in layers], "a plan has their sizes"
         counts = shares.num_slots
@@ -114,6 +114,14 @@ class PartialExperts:
     @property
     def stream_counters(self) -> StreamCounters | None:
         return None if self._stream is None else self._stream.counters
+
+    def expert_map(self) -> ExpertMap | None:
+        """Recent uses and the experts in slots, of the layers that may miss some; None before `fill`."""
+        if self._residency is None:
+            return None
+        placement = self._plan.placement
+        layers = [each for each in range(placement.model.num_layers) if each not in placement.pinned_layers]
+        return ExpertMap.of(layers, self._residency.cache.uses, self._residency.resident)
 
     def statistics(self) -> GpuExpertStatistics | None:
         """Counts and times since the model was opened; None before `fill`. Waits for a running step."""

@@ -61,6 +61,14 @@ class PooledStacks:
         self.num_slots = tuple(num_slots[size] for size in self.pool.slot_bytes)
         self.pool.allocate(self.num_slots, num_staging)
 
+    def in_memory(self) -> Array:
+        """Which experts are in slots, bool [layers, experts]. Between steps."""
+        there = np.zeros(self.num_layers * self.num_experts, bool)
+        for size_class in range(len(self.num_slots)):
+            owners = self.pool.owners(size_class)
+            there[owners[owners >= 0]] = True
+        return there.reshape(self.num_layers, self.num_experts)
+
     def order(self, worth: Array) -> None:
         """Slots whose experts are worth least are overwritten first. worth: by number of the expert."""
         for size_class in range(len(self.num_slots)):

@@ -262,10 +262,13 @@ class CpuOps(ComposedOps):
         return len(path.sources) if self._arena is not None else int(path.count[0])
 
     def choose_experts(self, x: Array, weight: _csrc.Weight, num_experts_per_tok: int) -> tuple[Array, Array]:
-        ids = self._empty(x.shape[0], num_experts_per_tok, dtype=np.dtype(np.int32))
+        ids = self._empty_ids(x.shape[0], num_experts_per_tok)
         topk_weights = self._empty(x.shape[0], num_experts_per_tok)
         _csrc.router(self._runtime, x, weight, ids, topk_weights)
         return ids, topk_weights
+
+    def _empty_ids(self, num_rows: int, num_experts_per_tok: int) -> Array:
+        return self._empty(num_rows, num_experts_per_tok, dtype=np.dtype(np.int32))
 
     def top_log_probs(self, logits: Array, k: int) -> tuple[Array, Array]:
         """The k greatest of each row of float32 logits [T, V], of equal ones the lowest ids first.
@@ -314,8 +317,8 @@ def batch_rows(rows: BatchRows | None) -> _csrc.BatchRows | None:
 class RoutingCpuOps(CpuOps):
     """`CpuOps` that keep the choices of routers.
 
-    Each call of a router appends its ids, int32 [T, K], to `topk_ids`. The reference prevents a captured
-    graph from reusing their memory, so that after a run they are those of that run.
+    Each call of a router appends its ids, int32 [T, K], to `topk_ids`. They have memory of their own, so that
+    after a run of a captured graph they are those of that run.
     """
 
     def __init__(self, threads: int, tier: str = "auto") -> None:
@@ -326,3 +329,7 @@ class RoutingCpuOps(CpuOps):
         ids, topk_weights = super().choose_experts(x, weight, num_experts_per_tok)
         self.topk_ids.append(ids)
         return ids, topk_weights
+
+    def _empty_ids(self, num_rows: int, num_experts_per_tok: int) -> Array:
+        """Not from the arena, where arrays that are never freed would each keep a larger block from reuse."""
+        return np.empty((num_rows, num_experts_per_tok), np.int32)

@@ -8,6 +8,7 @@ import numpy as np
 
 from coldstream.errors import host_memory_errors
 from coldstream.experts.disk_tier import DiskStatistics, DiskTier
+from coldstream.experts.expert_map import ExpertMap, ExpertUses
 from coldstream.experts.pooled_cpu_ops import PooledCpuOps, UnreadPooledCpuOps
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps, RoutingCpuOps, UnreadCpuOps
@@ -19,6 +20,7 @@ from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cpu_mtp import BRANCHING, CpuMtp
 from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
 from coldstream.models.footprint import dense_bytes
+from coldstream.models.layer_specs import MoeSpec
 from coldstream.models.ram_budget import RamNeeds, disk_tier_of
 from coldstream.models.runner import Array, ModelRunner, Progress
 from coldstream.models.spec import ModelSpec
@@ -74,6 +76,12 @@ class CpuRunner(ModelRunner):
         self._trunk = ops.capture(
             self.chunk_size, lambda: self._model.forward(inputs.token_ids, inputs.rows, caches, keep_tapped)
         )
+        self._moe_layers = [
+            number for number, layer in enumerate(spec.layers) if isinstance(layer.ffn, MoeSpec)
+        ]
+        self._uses: ExpertUses | None = None
+        if self._moe_layers and disk is None:
+            self._uses = ExpertUses(len(self._moe_layers), spec.num_experts)
         self._committed = None
         if self.cache_size.num_tree_rows:
             self._committed = ops.capture(MAX_TREE_ROWS, lambda: self._model.commit(self._path.path, caches))
@@ -89,7 +97,6 @@ class CpuRunner(ModelRunner):
         plan: RunPlan,
         *,
         tier: str = "auto",
-        record_routing: bool = False,
         policy: Policy | None = None,
         progress: Progress | None = None,
         cache_size: CacheSize | None = None,
@@ -99,8 +106,7 @@ class CpuRunner(ModelRunner):
         captures the forward pass. The runner then closes the file.
 
         The plan's context bounds a sequence, and cache_size what all of them hold together (default: the
-        plan's, one context of positions); memory is touched only as it fills. tier: of the kernels. With
-        record_routing, `topk_ids` has what each step's routers chose, if all experts are mapped. `policy`
+        plan's, one context of positions); memory is touched only as it fills. tier: of the kernels. `policy`
         says which experts stay in slots (default: `DecayedFrequency`). progress is called with (done, total)
         while the file is read. taps: layers after which `features` has the residual stream.
 
@@ -114,7 +120,7 @@ class CpuRunner(ModelRunner):
         if disk is not None:
             ops = PooledCpuOps(plan.threads, tier, disk.stacks)
         else:
-            ops = RoutingCpuOps(plan.threads, tier) if record_routing else CpuOps(plan.threads, tier)
+            ops = RoutingCpuOps(plan.threads, tier)
         cache_size = cache_size or CacheSize.planned(fixed)
         runner = cls(file, spec, ops, fixed.ctx_size, fixed.kv_type, disk, cache_size, taps=taps)
         assert runner.chunk_size == fixed.chunk_size, "a plan for this runner has its steps"
@@ -224,10 +230,16 @@ class CpuRunner(ModelRunner):
     def topk_ids(self, count: int) -> Array:
         """Experts of the first `count` rows of the last step: int32 [count, layers, K], a copy.
 
-        Only for a mixture of experts that was loaded with record_routing.
+        Only for a mixture of experts of which all are mapped.
         """
         assert isinstance(self._ops, RoutingCpuOps), "routing is not recorded"
         return np.stack([ids[:count] for ids in self._ops.topk_ids], axis=1)
+
+    def expert_map(self) -> ExpertMap | None:
+        """Of all experts; None for a model without any."""
+        if self._disk is not None:
+            return self._disk.expert_map()
+        return None if self._uses is None else ExpertMap.of(self._moe_layers, self._uses, None)
 
     def _launch(self, segments: Collection[CheckedSegment]) -> None:
         self._sequences.reserve([segment.demand for segment in segments])
@@ -236,6 +248,9 @@ class CpuRunner(ModelRunner):
     def _run_trunk(self, count: int) -> None:
         if self._disk is None:
             self._trunk.run(count)
+            if self._uses is not None and count <= MAX_TREE_ROWS:  # more rows are those of prompts
+                assert isinstance(self._ops, RoutingCpuOps), "mapped experts are chosen by ops that keep ids"
+                self._uses.observe_ids([ids[:count] for ids in self._ops.topk_ids])
             return
         self._disk.begin_step(count)
         try:

@@ -13,6 +13,7 @@ from coldstream.errors import ColdstreamError, OutOfMemoryError
 from coldstream.experts.cache import ExpertCache
 from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.experts.executor import PartialExecutor
+from coldstream.experts.expert_map import ExpertMap
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.prefetching import Prefetching
@@ -224,10 +225,10 @@ class CudaRunner(ModelRunner):
 
     @property
     def expert_uses(self) -> tuple[int, int] | None:
-        if self.expert_cache is None:
-            return None
-        counters = self.expert_cache.counters
-        return int(counters.hits.sum()), int(counters.misses.sum())
+        return None if self.expert_cache is None else self.expert_cache.counters.totals
+
+    def expert_map(self) -> ExpertMap | None:
+        return self._partial.expert_map() if self._partial else None
 
     @property
     def expert_cache(self) -> ExpertCache | None:
@@ -378,9 +379,10 @@ class CudaRunner(ModelRunner):
             return self._outputs.states_of(rows)
 
     def load_mtp(self) -> MtpBlock:
-        if self._loaded.mtp is None:
+        mtp, context_length = self._loaded.mtp, self.context_length
+        if mtp is None:
             return super().load_mtp()
-        return CudaMtp(self._loaded, self.context_length, self._steps, self._begin_beside, self._make_room)
+        return CudaMtp(mtp, context_length, self._steps, self._begin_beside, self._make_room)
 
     def _begin_beside(self) -> None:
         """Before a step that is none of the model's, but uses its workspace."""

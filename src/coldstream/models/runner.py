@@ -15,6 +15,7 @@ import numpy as np
 
 from coldstream.errors import InvalidRequestError, UnsupportedError, host_memory_errors
 from coldstream.experts.disk_tier import DiskStatistics
+from coldstream.experts.expert_map import ExpertMap
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache.batch import Batch, BatchLimits, CheckedSegment, Segment, check_batch, check_segment
@@ -142,6 +143,10 @@ class ModelRunner(ABC):
     def expert_uses(self) -> tuple[int, int] | None:
         """(hits, misses) of experts in fast memory so far; None if all are there."""
         return None if self.disk is None else (self.disk.hits, self.disk.misses)
+
+    def expert_map(self) -> ExpertMap | None:
+        """Recent uses of experts, and where they lie; None if nothing notes their uses."""
+        return None
 
     @property
     def bytes_per_token(self) -> int:

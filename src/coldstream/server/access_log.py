@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coldstream.server.log import Log
 
-_QUIET_PATHS: Final = frozenset({"/health", "/metrics"})  # that machines ask every few seconds
+_QUIET_PATHS: Final = frozenset({"/health", "/live", "/metrics"})  # that machines ask every few seconds
 _QUIET_STATUSES: Final = (200, 503)  # the log says once when the engine is lost
 CLIENT_GONE: Final = 499  # as nginx calls a request whose client left before its answer began
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from coldstream.engine.engine_statistics import EngineStatistics
+from coldstream.engine.engine_statistics import EngineStatistics, LiveState
 from coldstream.engine.events import Event
 from coldstream.engine.submission import Submission
 from coldstream.errors import ColdstreamError
@@ -65,3 +65,6 @@ class EngineClient(Protocol):
 
     async def statistics(self) -> EngineStatistics:
         """Counts of the running engine. Raises ServiceUnavailable if none runs."""
+
+    async def live(self) -> LiveState:
+        """The same with the experts, where they lie and how they are used. Raises as `statistics`."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, NoReturn, Protocol
 
 from coldstream import __version__
-from coldstream.engine.engine_statistics import EngineStatistics
+from coldstream.engine.engine_statistics import LiveState
 from coldstream.engine.events import Event
 from coldstream.engine.submission import Submission
 from coldstream.errors import ColdstreamError, ConfigError, GenerationFault, host_memory_errors
@@ -66,7 +66,7 @@ class Computes(Protocol):
 
     def rest(self) -> bool: ...
 
-    def statistics(self) -> EngineStatistics: ...
+    def live(self) -> LiveState: ...
 
 
 OpenEngine = Callable[[Open, OpenProgress], AbstractContextManager[tuple[Computes, EngineFacts]]]
@@ -222,7 +222,7 @@ def _take(message: ToEngine, connection: _Connection, engine: Computes) -> None:
         case Cancel(request_id=request_id):
             engine.cancel(request_id)
         case Count(ticket=ticket):
-            connection.send(Counted(ticket, engine.statistics()))
+            connection.send(Counted(ticket, engine.live()))
         case Open():
             raise ProtocolError("a model is open already")
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Final, Self, TypeVar
 
 from coldstream.engine.engine import Engine
-from coldstream.engine.engine_statistics import EngineStatistics
+from coldstream.engine.engine_statistics import EngineStatistics, LiveState
 from coldstream.engine.events import Delta, Event
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.opened_model import OpenedModel
@@ -98,6 +98,10 @@ class LocalClient:
         """See `EngineClient.statistics`; as of the last step."""
         self._check_running()
         return self._statistics
+
+    async def live(self) -> LiveState:
+        """See `EngineClient.live`."""
+        return await self._call(Engine.live)
 
     def _leave(self, stream: EventStream) -> None:
         self._streams.pop(stream.request_id, None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coldstream.engine.config import EngineConfig
-from coldstream.engine.engine_statistics import EngineStatistics
+from coldstream.engine.engine_statistics import LiveState
 from coldstream.engine.events import Delta, Failed, PromptProgress, Started
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.submission import Submission
@@ -49,7 +49,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Count:
-    """Tell the engine's statistics."""
+    """Tell the engine's state."""
 
     ticket: int
 
@@ -97,7 +97,7 @@ class Counted:
     """The answer to `Count`."""
 
     ticket: int
-    statistics: EngineStatistics
+    live: LiveState
 
 
 @dataclass(frozen=True)

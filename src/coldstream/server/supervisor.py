@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from coldstream.engine.config import EngineConfig
-from coldstream.engine.engine_statistics import EngineStatistics
+from coldstream.engine.engine_statistics import EngineStatistics, LiveState
 from coldstream.engine.events import Delta, Failed, PromptProgress, Started
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.submission import Submission
@@ -54,9 +54,9 @@ class _Running:
     child: EngineChild
     streams: dict[int, EventStream] = field(default_factory=dict)
     taken: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # submissions not answered yet
-    counts: dict[int, asyncio.Future[EngineStatistics]] = field(default_factory=dict)
+    counts: dict[int, asyncio.Future[LiveState]] = field(default_factory=dict)
     last_progress: float = 0.0
-    last_counts: EngineStatistics | None = None
+    last_counts: LiveState | None = None
 
 
 class Supervisor:
@@ -179,7 +179,11 @@ class Supervisor:
         )
 
     async def statistics(self) -> EngineStatistics:
-        """Counts of the running engine; in a step that takes long those that it told last.
+        """See `EngineClient.statistics`, and `live`."""
+        return (await self.live()).statistics
+
+    async def live(self) -> LiveState:
+        """The running engine's state; in a step that takes long the one that it told last.
 
         Raises ServiceUnavailable if none runs, or it has told none.
         """
@@ -333,9 +337,9 @@ class Supervisor:
             case Refused(request_id=request_id, error=error):
                 if (taken := running.taken.get(request_id)) is not None and not taken.done():
                     taken.set_exception(error)
-            case Counted(ticket=ticket, statistics=statistics):
+            case Counted(ticket=ticket, live=live):
                 if (counted := running.counts.get(ticket)) is not None and not counted.done():
-                    counted.set_result(statistics)
+                    counted.set_result(live)
             case Started() | PromptProgress() | Delta() | Failed():
                 self._pass_on(message, num_bytes, running)
             case Alive():

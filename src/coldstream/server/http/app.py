@@ -18,6 +18,7 @@ from coldstream.server.http.completions import completions_router
 from coldstream.server.http.guard import Guard
 from coldstream.server.http.metrics import Metrics
 from coldstream.server.http.models import models_router
+from coldstream.server.http.page import page_router
 from coldstream.server.http.problems import Problem, ProblemError, problem_of
 from coldstream.server.http.responses import responses_router
 from coldstream.server.http.settings import ServerSettings
@@ -57,6 +58,7 @@ def create_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
     app.include_router(models_router(client))
     app.include_router(tokens_router(client))
     app.include_router(state_router(client, settings, metrics))
+    app.include_router(page_router())
     _add_handlers(app)
     app.add_middleware(Guard, settings=settings)
     if settings.allowed_origins:

@@ -12,10 +12,11 @@ from urllib.parse import urlsplit
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coldstream.server.http.page import PAGE_FILES
 from coldstream.server.http.problems import Problem, ProblemError
 from coldstream.server.http.settings import ServerSettings, is_loopback
 
-OPEN_PATHS: Final = frozenset({"/health"})
+OPEN_PATHS: Final = frozenset({"/health", *PAGE_FILES})
 _BODY_METHODS: Final = frozenset({"POST", "PUT", "PATCH"})
 
 Headers = Iterable[tuple[bytes, bytes]]

@@ -129,6 +129,16 @@ class Props(_Shape):
     speculation: dict[str, Any]
 
 
+class Live(_Shape):
+    """The engine's state at a moment, for pages that draw it. Rates are differences of two such states."""
+
+    model_alias: str | None
+    state: str
+    clock_s: float
+    statistics: dict[str, Any] | None
+    experts: dict[str, Any] | None
+
+
 class AnthropicErrorDetail(_Shape):
     """What was wrong."""
 

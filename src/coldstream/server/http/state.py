@@ -1,17 +1,18 @@
-"""GET /health, /metrics and /props: how the server is, in words for machines and for people."""
+"""GET /health, /live, /metrics and /props: how the server is, in words for machines and for people."""
 
+import time
 from dataclasses import asdict
 from typing import Any, Final
 
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
-from coldstream.engine.engine_statistics import EngineStatistics
+from coldstream.engine.engine_statistics import EngineStatistics, LiveState
 from coldstream.server.client import EngineClient, Health, ServiceUnavailable
 from coldstream.server.http.metrics import CONTENT_TYPE, Metrics
 from coldstream.server.http.problems import Problem
 from coldstream.server.http.settings import ServerSettings
-from coldstream.server.http.shapes import HealthBody, Props, documented
+from coldstream.server.http.shapes import HealthBody, Live, Props, documented
 from coldstream.server.served_model import ServedModel
 
 _STALLED_RETRY_S: Final = 5.0
@@ -47,7 +48,28 @@ def state_router(client: EngineClient, settings: ServerSettings, metrics: Metric
         """The model, where it lies, and what is done to be fast. Does not wait for the engine's steps."""
         return _props(client.model, await client.health(), await _statistics(client))
 
+    @router.get("/live", response_model=None, responses=documented(Live))
+    async def live() -> dict[str, Any]:
+        """The engine's counts and its experts as they are, to be asked for every second. Does not wait for
+        the engine's steps.
+        """
+        return _live(await client.health(), _model(client), await _live_state(client))
+
     return router
+
+
+def _model(client: EngineClient) -> ServedModel | None:
+    try:
+        return client.model
+    except ServiceUnavailable:
+        return None
+
+
+async def _live_state(client: EngineClient) -> LiveState | None:
+    try:
+        return await client.live()
+    except ServiceUnavailable:
+        return None
 
 
 async def _statistics(client: EngineClient) -> EngineStatistics | None:
@@ -73,6 +95,19 @@ def _health_response(health: Health, stall_s: float) -> Response:
     progress = {"what": health.what, "done": health.done, "total": health.total}
     body = {**problem.body, "status": status, "progress": progress, "restarts": health.restarts}
     return JSONResponse(body, problem.status, headers=problem.headers)
+
+
+def _live(health: Health, served: ServedModel | None, live: LiveState | None) -> dict[str, Any]:
+    return {
+        "model_alias": served and served.name,
+        "state": health.state,
+        "reason": health.reason,
+        "progress": {"what": health.what, "done": health.done, "total": health.total},
+        "restarts": health.restarts,
+        "clock_s": time.monotonic(),
+        "statistics": live and asdict(live.statistics),
+        "experts": asdict(live.experts) if live and live.experts else None,
+    }
 
 
 def _props(served: ServedModel, health: Health, statistics: EngineStatistics | None) -> dict[str, Any]:

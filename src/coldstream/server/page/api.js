@@ -1,0 +1,76 @@
+// Requests to the server that this page came from, with the key where it wants one.
+
+const STORED = "coldstream-key";
+let key = sessionStorage.getItem(STORED) ?? "";
+
+export class ServerError extends Error {
+  // status: of HTTP; 0 if no answer came
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+// Kept until the tab is closed.
+export function useKey(text) {
+  key = text;
+  sessionStorage.setItem(STORED, text);
+}
+
+export async function getJson(path) {
+  const response = await request(path, {});
+  return response.json();
+}
+
+// The JSON values of a stream of events, up to [DONE]. Throws ServerError for one that says so or ends early.
+export async function* events(path, body, signal) {
+  const response = await request(path, {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+    signal,
+  });
+  for await (const line of lines(response.body)) {
+    if (!line.startsWith("data:")) continue;
+    const data = line.slice(5).trim();
+    if (data === "[DONE]") return;
+    const value = JSON.parse(data);
+    if (value.error) throw new ServerError(response.status, value.error.message);
+    yield value;
+  }
+  throw new ServerError(0, "The connection ended before the answer did.");
+}
+
+async function* lines(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n");
+    rest = parts.pop();
+    yield* parts;
+  }
+}
+
+async function request(path, options) {
+  const headers = { ...options.headers };
+  if (key) headers.Authorization = `Bearer ${key}`;
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers, cache: "no-store" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError(0, "The server does not answer.");
+  }
+  if (!response.ok) throw new ServerError(response.status, await complaint(response));
+  return response;
+}
+
+async function complaint(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `The server answered with status ${response.status}.`;
+  }
+}

@@ -1,0 +1,79 @@
+// The engine as it is: asks the server once a second, and shows figures and rates between two answers.
+
+import { getJson } from "./api.js";
+
+const EVERY_MS = 1000;
+const show = (id, text) => {
+  const element = document.getElementById(id);
+  if (element.textContent !== text) element.textContent = text;
+};
+
+export class Engine {
+  // map: a HeatMap; onRefused: called when the server wants a key
+  constructor(map, onRefused) {
+    this.map = map;
+    this.onRefused = onRefused;
+    this.before = null;
+    document.addEventListener("visibilitychange", () => this.start());
+  }
+
+  // Asks at once, and then for as long as the page is seen.
+  start() {
+    clearTimeout(this.timer);
+    if (document.visibilityState === "hidden") return;
+    this.look().finally(() => {
+      clearTimeout(this.timer);
+      this.timer = setTimeout(() => this.start(), EVERY_MS);
+    });
+  }
+
+  async look() {
+    try {
+      this.take(await getJson("live"));
+    } catch (error) {
+      show("state", error.message);
+      if (error.status === 401) this.onRefused();
+    }
+  }
+
+  take(live) {
+    show("model", live.model_alias ?? "no model yet");
+    show("state", stateOf(live));
+    const now = live.statistics;
+    if (now) this.figures(now, live);
+    this.map.show(live.experts);
+    this.before = now && { statistics: now, clock: live.clock_s };
+  }
+
+  figures(now, live) {
+    const since = (name) => now[name] - (this.before?.statistics[name] ?? now[name]);
+    const seconds = live.clock_s - (this.before?.clock ?? live.clock_s);
+    const rate = (name) => (seconds > 0 ? (since(name) / seconds).toFixed(1) : "–");
+    show("decode-rate", rate("generated_tokens"));
+    show("prompt-rate", rate("prompt_tokens"));
+    show("running", `${now.running}`);
+    show("waiting", `${now.waiting}`);
+    show("hit-rate", hitRate(now, since));
+    show("accepted", now.drafts ? (1 + now.accepted_tokens / now.drafts).toFixed(2) : "no drafts");
+    show("reused", percent(now.reused_tokens, now.prompt_tokens));
+    show("prefixes", `${now.prefixes.kept}`);
+    show("blocks", percent(now.memory.num_blocks - now.free_memory.num_blocks, now.memory.num_blocks));
+  }
+}
+
+function stateOf(live) {
+  const progress = live.progress.total ? `: ${live.progress.what}, ${percent(live.progress.done, live.progress.total)}` : "";
+  const reason = live.reason ? ` (${live.reason})` : "";
+  return `${live.state}${progress}${reason}`;
+}
+
+// Of the uses since the last answer, or since the start if there were none.
+function hitRate(now, since) {
+  if (now.expert_hits === null) return "all";
+  const recent = since("expert_hits") + since("expert_misses");
+  return recent ? percent(since("expert_hits"), recent) : percent(now.expert_hits, now.expert_hits + now.expert_misses);
+}
+
+function percent(part, whole) {
+  return whole ? `${Math.round((100 * part) / whole)} %` : "–";
+}
