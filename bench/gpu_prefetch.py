@@ -34,6 +34,8 @@ from coldstream.kernels.cuda.program import Noted, load_kernels, note_kernels
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.prefetch import TALLIES
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
+from coldstream.kernels.experts.split import MAX_NS, MissTimes
 from coldstream.kernels.experts.stamps import read_stamps
 from device import describe, graph_seconds
 from full_size_model import FULL_SHAPE
@@ -72,7 +74,8 @@ def make_ops(memory: Memory, mailbox: Mailbox, layers: Layers, prefetching: Pref
     partial = executor_of(ops)
     partial.number_layers(zip(layers.routers, layers.experts, strict=True))
     if not is_plan:
-        partial.few.streamed.copy_(torch.arange(len(partial.few.streamed)))
+        only_bus = MissTimes(1, (MAX_NS,) * MAX_MAILBOX_ROWS)
+        partial.few.times.copy_(torch.tensor(only_bus.words(), dtype=torch.int32))
     return ops
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
+
 from coldstream.decoding import FixedSizes, SamplingParams, SizesByCost, Speculation, TokenTree
 from coldstream.decoding.drafters import MtpDrafter
 from coldstream.engine import LLM, OpenedModel
@@ -27,6 +29,7 @@ from device import describe
 from full_size_model import FULL_SHAPE, FullSizeWriter
 from gpu import numbers
 from results import ROOT, write_result
+from scripted_rounds import script_rounds
 
 # The share of positions whose token is right, at depths 1, 2, 3: llama.cpp's of the 35B at temperature 0.6.
 # Each further one is right as often as the third, given the one before.
@@ -34,6 +37,9 @@ ACCEPTED = (0.80, 0.70, 0.63)
 SHORT_PROMPT, WARM_TOKENS, TIMED_TOKENS = 64, 512, 384
 FIRST_ID, TEXT_STEP = 1000, 20_011  # of the first generated ids of texts
 MAX_DEPTH = 16
+# The host reads what was chosen before it drafts again; or the device goes on by itself, in rounds, where it
+# holds all experts and drafts have one size.
+BY = ("host", "device")
 
 
 def chances() -> list[float]:
@@ -42,20 +48,40 @@ def chances() -> list[float]:
     return given + [given[-1]] * (MAX_DEPTH - len(given))
 
 
+def right_depths(position: int) -> int:
+    """How many tokens of a draft after a root at `position` are right: of position alone."""
+    random, count = Random(1 + position), 0
+    for chance in chances():
+        if random.random() >= chance:
+            break
+        count += 1
+    return count
+
+
 class StatedDrafter(MtpDrafter):
-    """The block's own cost, and the acceptance of `ACCEPTED`: a function of position and depth alone."""
+    """The block's own cost, and the acceptance of `ACCEPTED`."""
 
     def propose(self, context: Sequence[int], budget: int) -> TokenTree:
         """See `Drafter`."""
         super().propose(context, budget)
-        random, given = Random(len(context)), chances()
-        count = min(budget, MAX_DEPTH)
-        token_ids, is_right = [], True
-        for depth in range(count):
-            is_right = is_right and random.random() < given[depth]
-            token_ids.append((context[-1] + 1 if is_right else FIRST_ID) + depth)
+        given, count = chances(), min(budget, MAX_DEPTH)
+        num_right = right_depths(len(context) - 1)
+        token_ids = [(context[-1] + 1 if depth < num_right else FIRST_ID) + depth for depth in range(count)]
         log_probs = [sum(map(math.log, given[: depth + 1])) for depth in range(count)]
         return TokenTree(tuple(token_ids), tuple(range(-1, count - 1)), tuple(log_probs))
+
+
+def write_script(script: torch.Tensor, first_id: int) -> None:
+    """The drafts of rounds in the text from `first_id` on."""
+    first = first_id - SHORT_PROMPT  # the token at position 0
+    rows = [
+        [
+            first + position + 1 + depth if depth < right_depths(position) else FIRST_ID + depth
+            for depth in range(MAX_DEPTH)
+        ]
+        for position in range(len(script))
+    ]
+    script.copy_(torch.tensor(rows, dtype=torch.int32))
 
 
 def text(opened: OpenedModel, speculation: Speculation | None, first_id: int, warm: int) -> dict[str, Any]:
@@ -84,21 +110,38 @@ def text(opened: OpenedModel, speculation: Speculation | None, first_id: int, wa
         "verify_ms": 1e3 * found.verify_s / found.steps,
         "accepted_by_depth": list(found.accepted_by_depth),
         "steps": found.steps,
+        "rounds": found.rounds,
     }
 
 
-def cell(opened: OpenedModel, budget: int | str, first_ids: Sequence[int], warm: int) -> dict[str, Any]:
-    """Texts with one size of drafts; 0: without, as the product generates then."""
-    speculation = None
+def cell(
+    opened: OpenedModel, budget: int | str, first_ids: Sequence[int], warm: int, by: str
+) -> dict[str, Any]:
+    """Texts with one size of drafts; 0: without, as the product generates then. by: who drafts, see `BY`."""
+    speculation = script = None
     if budget != 0:
-        drafter = StatedDrafter(opened.runner.load_mtp().new_sequence(), max_steps=MAX_DEPTH)
+        block: Any = opened.runner.load_mtp()
+        if by == "host":
+            block.rounds = None
+        elif block.rounds is not None:
+            script = script_rounds(block, opened.runner.context_length, MAX_DEPTH)
+        drafter = StatedDrafter(block.new_sequence(), max_steps=MAX_DEPTH)
         sizes = SizesByCost("mtp") if budget == "auto" else FixedSizes(int(budget))
         speculation = Speculation(drafter, sizes)
-    found = [text(opened, speculation, first_id, warm) for first_id in first_ids]
-    result = {"budget": budget, "tok_s": 1 / statistics.median(each["seconds"] for each in found)}
+    found = []
+    for first_id in first_ids:
+        if script is not None:
+            write_script(script, first_id)
+        found.append(text(opened, speculation, first_id, warm))
+    result = {
+        "budget": budget,
+        "by": by if budget else None,
+        "tok_s": 1 / statistics.median(each["seconds"] for each in found),
+    }
     result["texts"] = found
     print(
         budget,
+        result["by"],
         f"{result['tok_s']:.1f} tok/s",
         {k: v for k, v in found[-1].items() if k != "seconds"},
         flush=True,
@@ -115,10 +158,11 @@ def measure(options: argparse.Namespace, vram: str) -> dict[str, Any]:
         placement = opened.planned.run.placement
         is_resident = placement.is_all_resident
         warm = 64 if is_resident else WARM_TOKENS
-        for budget in (0, *options.budgets, "auto", 0):
+        cells = [(budget, by) for budget in (*options.budgets, "auto") for by in options.by]
+        for budget, by in ((0, ""), *cells, (0, "")):
             first_ids = [next_id + i * TEXT_STEP for i in range(options.texts)]
             next_id = (next_id + options.texts * TEXT_STEP) % (FULL_SHAPE.vocab - 100_000) + 17
-            rows.append(cell(opened, budget, [each % 200_000 + FIRST_ID for each in first_ids], warm))
+            rows.append(cell(opened, budget, [each % 200_000 + FIRST_ID for each in first_ids], warm, by))
         resident_bytes = placement.resident_bytes
     return {
         "vram": vram,
@@ -133,6 +177,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "speculation.json")
     parser.add_argument("--vram", nargs="+", default=["auto", "7G", "4G"], help="memory, one after the other")
     parser.add_argument("--budgets", type=numbers, default=[1, 2, 3, 4, 8, 16])
+    parser.add_argument("--by", nargs="+", choices=BY, default=list(BY), help="what accepts drafts")
     parser.add_argument("--texts", type=int, default=2)
     parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
@@ -140,6 +185,7 @@ def main() -> int:
         shape = replace(FULL_SHAPE, has_nextn=True)
         FullSizeWriter(options.model, shape, 0, len(os.sched_getaffinity(0))).write()
     words = ["python", "bench/gpu_speculation.py", options.model.name, "--vram", *options.vram]
+    words += ["--by", *options.by]
     words += ["--budgets", ",".join(map(str, options.budgets)), "--texts", str(options.texts)]
     result = {
         "command": shlex.join(words),

@@ -11,6 +11,8 @@ from coldstream.engine.budgets import ALL_BYTES
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
+from coldstream.kernels.experts.split import MissTimes
 from coldstream.kvcache import CacheSize
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
@@ -112,7 +114,7 @@ def partial_plan(
     """With slots for the first `num_resident` experts of each layer, and all of `pinned` layers.
 
     num_in_ram: how many of the others the pool in RAM begins with, of each layer; None: the file is mapped.
-    streamed: the share of what a token misses that the GPU reads over the bus. Of `prefetching` as much as
+    streamed: the share of the missing experts that the GPU reads over the bus. Of `prefetching` as much as
     fits into the ring.
     """
     sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
@@ -131,7 +133,7 @@ def partial_plan(
     run = RunPlan(
         placement,
         threads,
-        streamed=tuple(round(streamed * misses) for misses in range(spec.num_experts_per_tok + 1)),
+        miss_times=_miss_times(streamed),
         max_cpu_rows=min(MAX_CPU_ROWS, chunk_size),
         copy_bytes_per_step=COPY_BYTES_PER_STEP,
         pool=None if num_in_ram is None else _pool(file, spec, placement, num_in_ram),
@@ -142,6 +144,13 @@ def partial_plan(
     return replace(
         run, prefetch=fitting.experts, prefetch_bytes=fitting.cap_bytes, layers_ahead=fitting.distance
     )
+
+
+def _miss_times(streamed: float) -> MissTimes | None:
+    """By which the bus reads that share of the missing experts, whatever their numbers of rows."""
+    if not streamed:
+        return None
+    return MissTimes(max(1, round(1e6 * (1 - streamed))), (round(1e6 * streamed),) * MAX_MAILBOX_ROWS)
 
 
 def _pool(file: GGUFFile, spec: ModelSpec, placement: PlacementPlan, count: int) -> PoolPlan:

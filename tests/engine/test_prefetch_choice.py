@@ -12,8 +12,9 @@ from coldstream.engine.planning import plan_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.spec import ModelSpec
-from coldstream.placement.cost import COPY_BYTES_PER_STEP, MAX_CPU_ROWS, PREFETCHED
+from coldstream.placement.cost import COPY_BYTES_PER_STEP, MAX_CPU_ROWS, PREFETCHED, miss_times
 from coldstream.placement.hardware import GpuHardware, Hardware
+from coldstream.placement.rates import Rates
 
 MACHINE = Hardware(
     "a CPU", ("avx2",), 4, 4, 2**35, 2**33, 5e10,
@@ -58,7 +59,8 @@ def test_only_what_is_left_open_is_decided(asked: int, monkeypatch: pytest.Monke
     for planned in decided:
         assert planned.hardware == MACHINE
         assert planned.run.threads == 3
-        assert len(planned.run.streamed) == spec.num_experts_per_tok + 1
+        rates = Rates.of(planned.hardware)
+        assert planned.run.miss_times == miss_times(max(planned.plan.expert_bytes), rates)
         assert planned.run.max_cpu_rows == min(MAX_CPU_ROWS, planned.plan.fixed.chunk_size)
         assert planned.run.copy_bytes_per_step == COPY_BYTES_PER_STEP
 

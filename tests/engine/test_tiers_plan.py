@@ -97,7 +97,7 @@ def test_a_pool_in_any_budget_or_an_advice_that_is_accepted(
     with GGUFFile.open(path) as file:
         sizes = sizes_in_ram(file, ModelSpec.from_gguf(file.metadata, file.tensors), 0)[1].expert_bytes
     assert all(size in (0, other) for size, other in zip(run.pool.expert_bytes, sizes, strict=True))
-    assert (set(run.streamed), run.prefetch, planned.config.prefetch) == ({0}, 0, 0)
+    assert (run.miss_times, run.prefetch, planned.config.prefetch) == (None, 0, 0)
     assert planned.reads_disk
 
 
@@ -108,7 +108,7 @@ def test_the_file_is_mapped_where_it_finds_room_beside_all_else(
     assert mapped.pool is None
     assert pooled.pool is not None
     assert mapped == plan(path, config).run, "nothing else is changed by a budget that suffices"
-    assert replace(pooled, pool=None, streamed=mapped.streamed, prefetch=mapped.prefetch).placement == (
+    assert replace(pooled, pool=None, miss_times=mapped.miss_times, prefetch=mapped.prefetch).placement == (
         mapped.placement
     )
 

@@ -13,8 +13,9 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import dot_lanes
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.experts.mailbox import Mailbox
-from coldstream.kernels.experts.partition import PairAddresses, partition_experts_cuda, sharing_of
+from coldstream.kernels.experts.partition import Places, partition_experts_cuda, sharing_of
 from coldstream.kernels.experts.prefetch import PROGRAM
+from coldstream.kernels.experts.split import NUM_WORDS
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.router.cuda import Ahead, router_few_cuda
 from coldstream.kernels.router.reference import choose_experts_exact
@@ -123,20 +124,18 @@ def test_nothing_arrives_once_its_layer_has_been_shared_out() -> None:
     assert brought(ring, 4, memories) == [7, 8, 9]
 
 
-def share_out(
-    ring: PrefetchRing, layer: int, ids: torch.Tensor, stacks: Sequence[ExpertTable]
-) -> PairAddresses:
+def share_out(ring: PrefetchRing, layer: int, ids: torch.Tensor, stacks: Sequence[ExpertTable]) -> Places:
     """The places of pairs of a layer that makes no guess."""
     tokens = len(ids)
-    places = PairAddresses(
-        torch.zeros(3, tokens, RANKS, dtype=torch.int64, device=CUDA),
+    places = Places(
+        torch.zeros(3, EXPERTS, dtype=torch.int64, device=CUDA),
         torch.zeros(tokens, RANKS, dtype=torch.int32, device=CUDA),
     )
     mailbox = Mailbox.create(RANKS, COLS)
-    streamed = torch.zeros(RANKS + 1, dtype=torch.int32, device=CUDA)
+    times = torch.zeros(NUM_WORDS, dtype=torch.int32, device=CUDA)
     used = torch.zeros(tokens, RANKS, dtype=torch.int32, device=CUDA)
     sharing = sharing_of(
-        stacks, streamed, mailbox, layer, places, used, ring.prefetched(layer, stacks),
+        stacks, times, mailbox, layer, places, used, ring.prefetched(layer, stacks),
         ring.notes(layer, is_guessing=False),
     )  # fmt: skip
     partition_experts_cuda(ids.to(CUDA), random(0, tokens, COLS).to(CUDA), sharing)
@@ -154,10 +153,10 @@ def test_trap_17_an_expert_is_found_once_all_of_it_is_there(tokens: int) -> None
     places = share_out(ring, 2, ids, stacks)
     assert (places.cpu_ids.cpu() == torch.tensor([[3, -1, 20, -1]])).all()
     prefetched = ring.prefetched(2, stacks)
-    for rank, place in ((1, 0), (3, 1)):
+    for expert, place in ((9, 0), (31, 1)):
         for matrix in range(3):
             expected = prefetched.data + place * prefetched.place_bytes + prefetched.offsets[matrix]
-            assert (places.addresses[matrix, :, rank] == expected).all()
+            assert places.addresses[matrix, expert] == expected
     # Nor by another layer whose places are the same.
     assert (share_out(ring, 4, ids, stacks).cpu_ids.cpu() == ids).all()
 

@@ -9,7 +9,14 @@ from cuda_row_cases import CUDA, random
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
-from coldstream.kernels.experts.partition import MAX_RANKS, PairAddresses, Sharing, sharing_of
+from coldstream.kernels.experts.partition import (
+    Places,
+    Sharing,
+    begin_of,
+    partition_experts_cuda,
+    sharing_of,
+)
+from coldstream.kernels.experts.split import MAX_NS, NUM_WORDS, MissTimes
 from coldstream.kernels.experts.stamps import LAYER_STAMPS, SUMS, WORDS, read_stamps
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertOutputs, Routing, RowsElsewhere
@@ -48,18 +55,18 @@ class Layer:
         slots = torch.zeros(EXPERTS, dtype=torch.int64, device=CUDA)
         slots[resident] = SLOT
         table = ExpertTable(slots, QuantType.Q4_K, 256, 256, True, None, MAPPED, STEP)
-        streamed = torch.zeros(MAX_RANKS + 1, dtype=torch.int32, device=CUDA)
+        times = torch.zeros(NUM_WORDS, dtype=torch.int32, device=CUDA)
         if not on_cpu:
-            streamed.copy_(torch.arange(MAX_RANKS + 1))
+            times.copy_(torch.tensor(MissTimes(1, (MAX_NS,) * MAX_MAILBOX_ROWS).words()))
         self.mailbox = Mailbox.create(RANKS, COLS)
         self.stamps = torch.zeros((LAYER + 1, WORDS), dtype=torch.int64, device=CUDA)
-        self.pair_addresses = PairAddresses(
-            torch.empty(3, tokens, RANKS, dtype=torch.int64, device=CUDA),
+        self.places = Places(
+            torch.empty(3, EXPERTS, dtype=torch.int64, device=CUDA),
             torch.empty(tokens, RANKS, dtype=torch.int32, device=CUDA),
             self.stamps[LAYER],
         )
         used = torch.empty(tokens, RANKS, dtype=torch.int32, device=CUDA)
-        self.sharing = sharing_of([table] * 3, streamed, self.mailbox, LAYER, self.pair_addresses, used)
+        self.sharing = sharing_of([table] * 3, times, self.mailbox, LAYER, self.places, used)
         self.used = used
         self.ids = torch.empty(tokens, RANKS, dtype=torch.int32, device=CUDA)
         self.weights = torch.empty(tokens, RANKS, device=CUDA)
@@ -72,12 +79,14 @@ class Layer:
         tokens = len(self.x)
         router_few_cuda(
             self.x, self.weight, self.gate, self.ids, self.weights, self.shared_gate, self.logits,
-            self.arrivals, self.sharing,
+            self.arrivals, self.sharing if tokens == 1 else begin_of(self.sharing),
         )  # fmt: skip
+        if tokens > 1:
+            partition_experts_cuda(self.ids, self.x, self.sharing)
         torch.cuda.synchronize()
         self.mailbox.done[0] = 1  # there is no CPU's answer to wait for
-        box, stamps = self.mailbox, self.pair_addresses.stamps if stamped else None
-        elsewhere = RowsElsewhere(self.pair_addresses.cpu_ids, box.out[:tokens], box.done, stamps)
+        box, stamps = self.mailbox, self.places.stamps if stamped else None
+        elsewhere = RowsElsewhere(self.places.cpu_ids, box.out[:tokens], box.done, stamps)
         routing = Routing(self.ids, self.weights, self.shared_gate)
         experts = ExpertOutputs(self.routed, torch.zeros_like(self.x), routing, elsewhere)
         total, out = torch.empty_like(self.x), torch.empty_like(self.x)
@@ -120,7 +129,7 @@ def test_all_experts_resident_nothing_crosses_the_bus_and_nothing_waits() -> Non
 @pytest.mark.gpu
 def test_without_a_place_no_time_is_kept() -> None:
     layer = Layer(MAX_MAILBOX_ROWS // 8, [0, 5], on_cpu=False)
-    layer.pair_addresses = replace(layer.pair_addresses, stamps=None)
+    layer.places = replace(layer.places, stamps=None)
     layer.sharing.stamps = None
     layer.run()
     assert not layer.stamps.any()

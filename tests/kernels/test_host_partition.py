@@ -17,15 +17,12 @@ from test_expert_server import E as WIDTH
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
-from coldstream.kernels.experts.partition import (
-    PairAddresses,
-    Prefetched,
-    partition_experts_cuda,
-    sharing_of,
-)
-from coldstream.kernels.experts.shapes import MATRICES
+from coldstream.kernels.experts.partition import Places, Prefetched, partition_experts_cuda, sharing_of
+from coldstream.kernels.experts.shapes import MATRICES, MAX_MAILBOX_ROWS
+from coldstream.kernels.experts.split import NUM_WORDS, WHOLE, MissTimes, streamed_experts
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.table import ExpertTable
+from coldstream.kernels.router.cuda import router_few_cuda
 from host_device import HostDevice
 from same_bits import assert_same_bits
 
@@ -41,7 +38,8 @@ class Layer:
     number: int
     slots: list[list[int]]  # by matrix and expert; 0: none
     mapped: list[int]  # by matrix; 0: the GPU cannot read it
-    streamed: list[int]  # of a token's n missing experts
+    times: MissTimes | None
+    rows_per_read: int = 1
     keys: list[int] = field(default_factory=list)  # of places of the ring
     num_experts: int = 0
 
@@ -51,32 +49,32 @@ class Layer:
 
 STEPS = (48, 80, 112)
 RING, PLACE_BYTES, OFFSETS = 1 << 40, 4096, (0, 256, 1024)
+ON_CPU = (0, 0, 0)
+Rows = Sequence[Sequence[int]]
 
 
-def expected(layer: Layer, ids: Sequence[Sequence[int]]) -> tuple[list[list[tuple[int, ...]]], set[int], int]:
-    """(gate, up, down, CPU's expert) of each pair, the ring's places that are used, pairs from the bus."""
+def expected(layer: Layer, ids: Rows) -> tuple[dict[int, tuple[int, ...]], set[int], set[int]]:
+    """(gate, up, down) of each chosen expert, the ring's places that are used, the experts from the bus."""
     used_places: set[int] = set()
-    from_bus, pairs = 0, []
-    for token in ids:
-        row: list[tuple[int, ...]] = []
-        for expert in token:
-            row.append((*(slots[expert] for slots in layer.slots), -1))
-        missing = [rank for rank, place in enumerate(row) if 0 in place[:MATRICES]]
-        for rank in list(missing):
-            wanted = (layer.number << 16 | token[rank]) + 1
-            found = [place for place, key in enumerate(layer.keys) if key & ~USED == wanted]
-            if found:
-                used_places.add(found[0])
-                missing.remove(rank)
-                row[rank] = (*(RING + found[0] * PLACE_BYTES + offset for offset in OFFSETS), -1)
-        num_streamed = layer.streamed[len(missing)] if layer.mapped[0] else 0
-        for rank in missing[:num_streamed]:
-            row[rank] = (*(layer.mapped[m] + token[rank] * STEPS[m] for m in range(MATRICES)), -1)
-        for rank in missing[num_streamed:]:
-            row[rank] = (0, 0, 0, token[rank])
-        from_bus += len(missing[:num_streamed])
-        pairs.append(row)
-    return pairs, used_places, from_bus
+    places, missing = {}, []
+    for expert in dict.fromkeys(expert for token in ids for expert in token):
+        places[expert] = tuple(slots[expert] for slots in layer.slots)
+        if 0 not in places[expert]:
+            continue
+        wanted = (layer.number << 16 | expert) + 1
+        found = [place for place, key in enumerate(layer.keys) if key & ~USED == wanted]
+        if found:
+            used_places.add(found[0])
+            places[expert] = tuple(RING + found[0] * PLACE_BYTES + offset for offset in OFFSETS)
+        else:
+            missing.append(expert)
+            places[expert] = ON_CPU
+    if not layer.mapped[0] or layer.times is None:
+        return places, used_places, set()
+    streamed = streamed_experts(ids, missing, layer.times, layer.rows_per_read)
+    for expert in streamed:
+        places[expert] = tuple(layer.mapped[m] + expert * STEPS[m] for m in range(MATRICES))
+    return places, used_places, streamed
 
 
 class Shared:
@@ -84,12 +82,13 @@ class Shared:
 
     def __init__(self, layer: Layer, ids: torch.Tensor, x: torch.Tensor) -> None:
         tokens, ranks = ids.shape
+        self.ids, self.x = ids, x
         self.box = Mailbox._of(ranks, x.shape[1], tokens)
         self.used = torch.full((tokens, ranks), NOTHING_WRITTEN).int()
         self.box.words.fill_(NOTHING_WRITTEN)
         self.box.x.fill_(NOTHING_WRITTEN)
-        self.pair_addresses = PairAddresses(
-            torch.full((MATRICES, tokens, ranks), NOTHING_WRITTEN),
+        self.places = Places(
+            torch.full((MATRICES, layer.num_experts), NOTHING_WRITTEN),
             torch.full((tokens, ranks), NOTHING_WRITTEN).int(),
             torch.zeros(WORDS, dtype=torch.int64),
         )
@@ -98,15 +97,50 @@ class Shared:
             self.keys.data_ptr(), RING, PLACE_BYTES, (ctypes.c_int64 * MATRICES)(*OFFSETS), len(layer.keys)
         )
         self._slots = [torch.tensor(slots) for slots in layer.slots]
-        self._streamed = torch.tensor(layer.streamed, dtype=torch.int32)
+        words = (0,) * NUM_WORDS if layer.times is None else layer.times.words()
+        self._times = torch.tensor(words, dtype=torch.int32)
         stacks = [
             ExpertTable(slots, QuantType.Q8_0, 1, 32, True, None, mapped, step)
             for slots, mapped, step in zip(self._slots, layer.mapped, STEPS, strict=True)
         ]
-        sharing = sharing_of(
-            stacks, self._streamed, self.box, layer.number, self.pair_addresses, self.used, prefetched
-        )
-        partition_experts_cuda(ids, x, sharing)
+        self.sharing = sharing_of(
+            stacks, self._times, self.box, layer.number, self.places, self.used, prefetched,
+            rows_per_read=layer.rows_per_read,
+        )  # fmt: skip
+
+    def share_out(self) -> None:
+        partition_experts_cuda(self.ids, self.x, self.sharing)
+
+    def check(self, layer: Layer) -> None:
+        """Holds everything that was written to `expected`."""
+        rows = self.ids.tolist()
+        places, used_places, streamed = expected(layer, rows)
+        nothing = (NOTHING_WRITTEN,) * MATRICES
+        wanted = [places.get(expert, nothing) for expert in range(layer.num_experts)]
+        assert [tuple(place) for place in self.places.addresses.T.tolist()] == wanted
+        cpu_ids = [[expert if places[expert] == ON_CPU else -1 for expert in token] for token in rows]
+        assert self.places.cpu_ids.tolist() == self.box.ids.tolist() == cpu_ids
+        assert self.used.tolist() == rows
+        for token, each in enumerate(cpu_ids):
+            is_sent = any(expert >= 0 for expert in each)
+            kept = torch.full_like(self.x[token], NOTHING_WRITTEN)
+            assert torch.equal(self.box.x[token], self.x[token] if is_sent else kept)
+        is_asked = any(expert >= 0 for token in cpu_ids for expert in token)
+        request = (layer.number + 1) | len(rows) << ROWS_SHIFT
+        assert self.box.request.item() == (request if is_asked else NOTHING_WRITTEN)
+        assert self.box.done[0].item() == (0 if is_asked else NOTHING_WRITTEN)
+        assert self.places.stamps is not None
+        assert self.places.stamps[2].item() == sum(expert in streamed for token in rows for expert in token)
+        assert [key % (1 << 32) for key in self.keys.tolist()] == [
+            key | USED * (place in used_places) for place, key in enumerate(layer.keys)
+        ]
+
+
+@st.composite
+def miss_times(draw: st.DrawFn) -> MissTimes:
+    time, share = st.integers(1, 4000), st.integers(1, WHOLE)
+    cpu = draw(st.lists(time, min_size=MAX_MAILBOX_ROWS, max_size=MAX_MAILBOX_ROWS))
+    return MissTimes(draw(time), tuple(cpu), draw(time), draw(share), draw(share))
 
 
 @st.composite
@@ -120,7 +154,6 @@ def layers(draw: st.DrawFn) -> tuple[Layer, list[list[int]]]:
     mapped = (
         [draw(st.integers(1, 1 << 46)) for _ in range(MATRICES)] if draw(st.booleans()) else [0] * MATRICES
     )
-    streamed = [draw(st.integers(0, n)) for n in range(ranks + 1)]
     number = draw(st.integers(0, MAX_LAYERS - 1))
     key = st.one_of(
         st.just(0),
@@ -133,13 +166,14 @@ def layers(draw: st.DrawFn) -> tuple[Layer, list[list[int]]]:
     )
     keys = draw(st.lists(key, max_size=8, unique_by=lambda key: key & ~USED))
     row = st.permutations(range(num_experts)).map(lambda order: list(order[:ranks]))
-    ids = draw(st.lists(row, min_size=1, max_size=5))
-    return Layer(number, slots, mapped, streamed, keys), ids
+    ids = draw(st.lists(row, min_size=1, max_size=9))
+    times = draw(st.one_of(st.none(), miss_times(), miss_times()))
+    return Layer(number, slots, mapped, times, draw(st.sampled_from([1, 2, 8])), keys), ids
 
 
 @pytest.mark.usefixtures("host")
 @given(drawn=layers(), cols=st.sampled_from([1, 4, 31, 64, 1100]), gap=st.sampled_from([0, 1, 4]))
-@settings(max_examples=100)
+@settings(max_examples=150, deadline=None)
 def test_every_pair_goes_to_the_place_that_is_its(
     drawn: tuple[Layer, list[list[int]]], cols: int, gap: int
 ) -> None:
@@ -147,49 +181,85 @@ def test_every_pair_goes_to_the_place_that_is_its(
     ids = torch.tensor(rows, dtype=torch.int32)
     x = torch.randn(len(rows), cols + gap, generator=torch.Generator().manual_seed(cols))[:, :cols]
     shared = Shared(layer, ids, x)
-    pairs, used_places, from_bus = expected(layer, rows)
-    assert [
-        [(*place, cpu) for place, cpu in zip(zip(*addresses, strict=True), cpu_ids, strict=True)]
-        for addresses, cpu_ids in zip(
-            shared.pair_addresses.addresses.transpose(0, 1).tolist(),
-            shared.pair_addresses.cpu_ids.tolist(),
-            strict=True,
-        )
-    ] == pairs
-    cpu_ids = [[pair[-1] for pair in token] for token in pairs]
-    assert shared.box.ids.tolist() == cpu_ids
-    assert shared.used.tolist() == rows
-    for token, each in enumerate(cpu_ids):
-        is_sent = any(expert >= 0 for expert in each)
-        assert torch.equal(shared.box.x[token], x[token] if is_sent else torch.full((cols,), -77.0))
-    is_asked = any(expert >= 0 for token in cpu_ids for expert in token)
-    request = (layer.number + 1) | len(rows) << ROWS_SHIFT
-    assert shared.box.request.item() == (request if is_asked else NOTHING_WRITTEN)
-    assert shared.box.done[0].item() == (0 if is_asked else NOTHING_WRITTEN)
-    assert shared.pair_addresses.stamps is not None
-    assert shared.pair_addresses.stamps[2].item() == from_bus
-    assert [key % (1 << 32) for key in shared.keys.tolist()] == [
-        key | USED * (place in used_places) for place, key in enumerate(layer.keys)
-    ]
+    shared.share_out()
+    shared.check(layer)
+
+
+def random_layer(experts: int, missing: float, seed: int, rows_per_read: int = 8) -> Layer:
+    """With times of which neither side wins alone."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = (torch.rand(experts, generator=generator) >= missing).long() * 1000
+    cpu = tuple(30 + 3 * max(0, rows - 4) for rows in range(1, MAX_MAILBOX_ROWS + 1))
+    times = MissTimes(100, cpu, 20, 900, 800)
+    return Layer(2, [slots.tolist()] * MATRICES, [1 << 30, 2 << 30, 3 << 30], times, rows_per_read)
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("tokens", [33, 64])
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "experts"), [(2, 8, 256), (33, 8, 256), (64, 8, 40), (64, 16, 1024), (64, 1, 3)]
+)
+@pytest.mark.parametrize("missing", [1.0, 0.2])
+def test_steps_of_every_size(tokens: int, ranks: int, experts: int, missing: float) -> None:
+    """Most experts are wanted by several tokens; some are read over the bus, some computed by the CPU."""
+    generator = torch.Generator().manual_seed(tokens)
+    odds = torch.rand(experts, generator=generator) ** 4 + 1e-3
+    ids = torch.multinomial(odds.expand(tokens, -1), min(ranks, experts), generator=generator).int()
+    layer = random_layer(experts, missing, seed=tokens)
+    shared = Shared(layer, ids, torch.randn(tokens, 40, generator=generator))
+    shared.share_out()
+    shared.check(layer)
+    _, _, streamed = expected(layer, ids.tolist())
+    if experts > 40 and missing == 1.0:
+        assert 0 < len(streamed) < len(ids.unique()), "both sides have some"
+
+
+@pytest.mark.usefixtures("host")
+def test_all_tokens_want_other_experts() -> None:
+    """As many experts as a block has threads."""
+    ids = torch.arange(1024, dtype=torch.int32).view(64, 16)
+    layer = random_layer(1024, 1.0, seed=1)
+    shared = Shared(layer, ids, torch.randn(64, 4, generator=torch.Generator().manual_seed(1)))
+    shared.share_out()
+    shared.check(layer)
+
+
+@pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("asking", [0, -1])
-def test_more_tokens_than_warps(tokens: int, asking: int) -> None:
-    """Each warp takes several; one token asks for all, the first or the last of its warp."""
-    num_experts, ranks = 12, 8
+def test_one_pair_of_many_tokens_is_missing(asking: int) -> None:
+    num_experts, ranks, tokens = 12, 8, 64
     slots = [[1000 * (m + 1) + e for e in range(num_experts)] for m in range(MATRICES)]
     for matrix in slots:
         matrix[11] = 0
-    layer = Layer(2, slots, [0] * MATRICES, [0] * (ranks + 1))
+    layer = Layer(2, slots, [0] * MATRICES, None)
     rows = [[(token + rank) % 11 for rank in range(ranks)] for token in range(tokens)]
     rows[asking][3] = 11
     x = torch.randn(tokens, 40, generator=torch.Generator().manual_seed(tokens))
     shared = Shared(layer, torch.tensor(rows, dtype=torch.int32), x)
-    assert shared.pair_addresses.cpu_ids.ge(0).nonzero().tolist() == [[asking % tokens, 3]]
-    assert shared.box.request.item() == 3 | tokens << ROWS_SHIFT
-    assert shared.used.tolist() == rows
+    shared.share_out()
+    shared.check(layer)
+    assert shared.places.cpu_ids.ge(0).nonzero().tolist() == [[asking % tokens, 3]]
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("experts", [6, 40])
+@pytest.mark.parametrize("missing", [0.0, 0.5, 1.0])
+def test_a_single_token_is_shared_out_by_its_router_alike(experts: int, missing: float) -> None:
+    """The launch for one token and that for several put its pairs into the same places."""
+    ranks, cols = min(experts, 16), 48
+    layer, generator = random_layer(experts, missing, 3, 1), torch.Generator().manual_seed(experts)
+    x, weight = (torch.randn(n, cols, generator=generator) for n in (1, experts))
+    shared = Shared(layer, torch.zeros(1, ranks, dtype=torch.int32), x)
+    router_few_cuda(
+        x, weight, None, shared.ids, torch.empty(1, ranks), None, torch.empty(1, experts),
+        torch.zeros(1, dtype=torch.int32), shared.sharing,
+    )  # fmt: skip
+    shared.check(layer)
+
+
+def test_sizes_beyond_a_block_are_refused() -> None:
+    layer = random_layer(1025, 1.0, seed=1)
+    with pytest.raises(ValueError, match="at most 64, 16 and 1024"):
+        Shared(layer, torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 4))
 
 
 def test_the_cpu_answers_what_the_device_asks(host: HostDevice) -> None:
@@ -208,9 +278,9 @@ def test_the_cpu_answers_what_the_device_asks(host: HostDevice) -> None:
         x = activations(number, tokens, WIDTH)
         slots = torch.arange(NUM_EXPERTS) % 2 * 1000  # those of even numbers are missing
         stacks = [ExpertTable(slots, QuantType.Q4_K, 1, 256, True) for _ in range(MATRICES)]
-        places = PairAddresses(torch.zeros(MATRICES, tokens, ranks).long(), torch.zeros(tokens, ranks).int())
-        streamed = torch.zeros(ranks + 1, dtype=torch.int32)
-        partition_experts_cuda(ids, x, sharing_of(stacks, streamed, box, number, places, used))
+        places = Places(torch.zeros(MATRICES, NUM_EXPERTS).long(), torch.zeros(tokens, ranks).int())
+        times = torch.zeros(NUM_WORDS, dtype=torch.int32)
+        partition_experts_cuda(ids, x, sharing_of(stacks, times, box, number, places, used))
         deadline = time.monotonic() + LIMIT_S
         while done[0] == 0:
             assert time.monotonic() < deadline, "no answer came"

@@ -12,9 +12,10 @@ from test_host_partition import USED
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import dot_lanes
 from coldstream.kernels.experts.mailbox import Mailbox
-from coldstream.kernels.experts.partition import PairAddresses, Prefetched, PrefetchNotes, sharing_of
+from coldstream.kernels.experts.partition import Places, Prefetched, PrefetchNotes, begin_of, sharing_of
 from coldstream.kernels.experts.prefetch import TALLIES
 from coldstream.kernels.experts.shapes import MATRICES
+from coldstream.kernels.experts.split import NUM_WORDS
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.router.cuda import Ahead, router_choose_cuda, router_few_cuda
@@ -138,7 +139,7 @@ def test_router_of_any_shape(experts: int, cols: int, ranks: int, tokens: int, g
 
 def test_what_is_chosen_is_shared_out_and_the_ring_emptied(host: HostDevice) -> None:
     """The places that are filled next are counted by their layers and forgotten; the next kernel is told."""
-    tokens, ranks, experts, cols, layer = 3, 4, 20, 48, 2
+    tokens, ranks, experts, cols, layer = 1, 8, 20, 48, 2
     generator = torch.Generator().manual_seed(1)
     x, weight = (
         torch.randn(tokens, cols, generator=generator),
@@ -148,8 +149,8 @@ def test_what_is_chosen_is_shared_out_and_the_ring_emptied(host: HostDevice) -> 
     slots = (torch.arange(experts) % 2) * 1000
     stacks = [ExpertTable(slots, QuantType.F32, 1, 4, True) for _ in range(MATRICES)]
     box, noted = Mailbox._of(ranks, cols, tokens), torch.full((tokens, ranks), -7).int()
-    places = PairAddresses(
-        torch.full((MATRICES, tokens, ranks), -7), torch.full((tokens, ranks), -7).int(),
+    places = Places(
+        torch.full((MATRICES, experts), -7), torch.full((tokens, ranks), -7).int(),
         torch.zeros(WORDS, dtype=torch.int64),
     )  # fmt: skip
     ids, _ = choose_experts_exact(dot_lanes(x, weight), ranks)
@@ -162,7 +163,8 @@ def test_what_is_chosen_is_shared_out_and_the_ring_emptied(host: HostDevice) -> 
     emptied = torch.tensor([used - (1 << 32), next_layer + 8, 0], dtype=torch.int32)
     reached, tallies = torch.zeros(1, dtype=torch.int32), torch.zeros(5, len(TALLIES), dtype=torch.int32)
     notes = PrefetchNotes(emptied.data_ptr(), 3, reached.data_ptr(), tallies.data_ptr())
-    sharing = sharing_of(stacks, torch.zeros(ranks + 1).int(), box, layer, places, noted, prefetched, notes)
+    times = torch.zeros(NUM_WORDS, dtype=torch.int32)
+    sharing = sharing_of(stacks, times, box, layer, places, noted, prefetched, notes)
     arrivals = torch.zeros(1, dtype=torch.int32)
     router_few_cuda(x, weight, shared, *outs.tensors, arrivals, sharing)
     outs.check(x, weight, shared)
@@ -170,7 +172,7 @@ def test_what_is_chosen_is_shared_out_and_the_ring_emptied(host: HostDevice) -> 
     assert on_cpu.any()
     assert torch.equal(places.cpu_ids, torch.where(on_cpu, ids, -1))
     there = torch.where(ids == come, (1 << 30) + 4096 + 256, 1000)
-    assert torch.equal(places.addresses[1], torch.where(on_cpu, 0, there))
+    assert torch.equal(places.addresses[1, ids.long()], torch.where(on_cpu, 0, there))
     assert torch.equal(noted, ids)
     assert torch.equal(box.x, torch.where(on_cpu.any(dim=1, keepdim=True), x, 0.0))
     assert box.request.item() == (layer + 1) | tokens << 16
@@ -180,3 +182,27 @@ def test_what_is_chosen_is_shared_out_and_the_ring_emptied(host: HostDevice) -> 
     assert keys.tolist() == [0, (here | USED) - (1 << 32), 0, 0], "whoever was used is marked"
     assert places.stamps is not None
     assert 0 < places.stamps[0] < places.stamps[1]
+
+
+def test_of_several_tokens_the_router_notes_only_when_it_begins(host: HostDevice) -> None:
+    tokens, ranks, experts, cols = 3, 2, 9, 32
+    generator = torch.Generator().manual_seed(2)
+    x, weight = (torch.randn(n, cols, generator=generator) for n in (tokens, experts))
+    shared, outs = torch.randn(1, cols, generator=generator), Outputs(tokens, ranks, experts)
+    stacks = [ExpertTable(torch.zeros(experts).long(), QuantType.F32, 1, 4, True) for _ in range(MATRICES)]
+    places = Places(
+        torch.full((MATRICES, experts), -7), torch.full((tokens, ranks), -7).int(),
+        torch.zeros(WORDS, dtype=torch.int64),
+    )  # fmt: skip
+    times, noted = torch.zeros(NUM_WORDS, dtype=torch.int32), torch.full((tokens, ranks), -7).int()
+    box, arrivals = Mailbox._of(ranks, cols, tokens), torch.zeros(1, dtype=torch.int32)
+    sharing = sharing_of(stacks, times, box, 0, places, noted)
+    router_few_cuda(x, weight, shared, *outs.tensors, arrivals, begin_of(sharing))
+    outs.check(x, weight, shared)
+    assert places.stamps is not None
+    assert places.stamps[0] > 0
+    assert not places.stamps[1:].any()
+    assert noted.eq(-7).all()
+    assert box.request.item() == 0
+    with pytest.raises(ValueError, match="3 tokens are shared out by a launch of their own"):
+        router_few_cuda(x, weight, shared, *outs.tensors, arrivals, sharing)

@@ -33,6 +33,7 @@ from coldstream.kernels.experts import (
     place_group,
     prefetch,
     shapes,
+    split,
     stamps,
     wait_answer,
 )
@@ -44,6 +45,8 @@ from coldstream.kernels.linear import few_layouts
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS
 from coldstream.kernels.rms_norm import cuda as rms_norm
+from coldstream.kernels.rounds import cuda as rounds
+from coldstream.kernels.rounds.reference import NUM_COLUMNS
 from coldstream.kernels.router import cuda as router
 from coldstream.kernels.router.reference import SMALLEST_SUM
 from coldstream.kernels.sample import admit
@@ -56,7 +59,7 @@ Layout = type[ctypes.Structure] | np.dtype  # type: ignore[type-arg]
 TILING = "coldstream::many::{}"
 SHARED_OUT = {
     "Stack": partition.Stack,
-    "PairAddresses": partition._PairAddresses,
+    "Places": partition._Places,
     "Mailbox": partition._Mailbox,
     "Prefetched": partition.Prefetched,
     "PrefetchNotes": partition.PrefetchNotes,
@@ -133,6 +136,10 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "Results": router._Results,
         "Ahead": router._Ahead,
         "Sharing": partition.Sharing,
+    },
+    "rounds/rounds.cu": {
+        "RoundState": rounds.DeviceState,
+        "Round": rounds.Round,
     },
     "sample/admit.cu": {
         "StepRows": admit._StepRows,
@@ -224,11 +231,15 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "partition_threads": partition.THREADS,
         "sizeof(LayerStamps) / 8": stamps.WORDS,
         "num_sums": len(stamps.SUMS),
+        "most_rows": shapes.MAX_MAILBOX_ROWS,
+        "most_ranks": shapes.MAX_RANKS,
+        "most_experts": shapes.MAX_EXPERTS,
+        "sizeof(MissTimes) / 4": split.NUM_WORDS,
     },
     "experts/place_group.cu": {"max_group": shapes.MAX_GROUP, "place_threads": place_group.THREADS},
     "experts/prefetch.cu": {
         "warp_size": prefetch.THREADS,
-        "most_guesses": few_shapes.MAX_FEW_ROWS * partition.MAX_RANKS,
+        "most_guesses": few_shapes.MAX_FEW_ROWS * shapes.MAX_RANKS,
     },
     "gated_delta_net/decode.cu": {
         "max_tree_rows": MAX_TREE_ROWS,
@@ -287,8 +298,12 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     },
     "quantize/quantize.cu": {"block_elements": BLOCK_SIZE},
     "rms_norm/rms_norm.cu": {"group_elements": GROUP_SIZE},
+    "rounds/rounds.cu": {
+        "num_columns": NUM_COLUMNS,
+        "sizeof(RowSettings) / 4": sample.SETTINGS_WORDS,
+    },
     "router/router.cu": {
-        "most_chosen": partition.MAX_RANKS,
+        "most_chosen": shapes.MAX_RANKS,
         "block_threads": router.THREADS,
         "choose_threads": router.CHOOSE_THREADS,
         "row_padding": router.ROW_PADDING,

@@ -11,7 +11,7 @@ import torch
 from coldstream.experts.few_rows import FewRows
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.kernels.experts.cuda_layer import stacks_of
-from coldstream.kernels.experts.partition import PairAddresses
+from coldstream.kernels.experts.partition import Places
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertWeights, Routing
 
@@ -35,7 +35,7 @@ class BusBytes:
         compute, fetch = FewRows.compute, PrefetchRing.fetch
 
         def computed(few: FewRows, x: Any, routing: Routing, weights: ExpertWeights) -> Any:
-            self._note_reads(few._tables.number_of(weights), stacks_of(weights), routing.pair_addresses)
+            self._note_reads(few._tables.number_of(weights), stacks_of(weights), routing.ids, routing.places)
             return compute(few, x, routing, weights)
 
         def fetched(ring: PrefetchRing, layer: int, rows: int, stacks: Sequence[ExpertTable]) -> None:
@@ -49,12 +49,14 @@ class BusBytes:
             patch.setattr(PrefetchRing, "fetch", fetched)
             yield self
 
-    def _note_reads(self, layer: int, stacks: Sequence[ExpertTable], places: PairAddresses) -> None:
+    def _note_reads(
+        self, layer: int, stacks: Sequence[ExpertTable], ids: torch.Tensor, places: Places
+    ) -> None:
         """Each expert once, however many pairs it has."""
         assert not places.cpu_ids.ge(0).any(), "the CPU computes nothing"
-        for stack, addresses in zip(stacks, places.addresses, strict=True):
+        for stack, addresses in zip(stacks, places.addresses[:, ids.unique().long()], strict=True):
             end = stack.mapped + len(stack.addresses) * stack.step
-            read = {address for address in addresses.reshape(-1).tolist() if stack.mapped <= address < end}
+            read = {address for address in addresses.tolist() if stack.mapped <= address < end}
             self.read[layer] += len(read) * stack.matrix_bytes
 
     def _note_copies(self, ring: PrefetchRing, layer: int, stacks: Sequence[ExpertTable], fetch: Any) -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from coldstream.placement.cost import (
     decode_seconds,
     decode_seconds_on_cpu,
+    miss_times,
     prefetch_gain,
     prefill_seconds,
     split_misses,
-    streamed_by_misses,
 )
 from coldstream.placement.forecast import NEXT_BYTES, Known, forecast
 from coldstream.placement.hardware import GpuHardware, Hardware
@@ -89,8 +89,8 @@ def test_misses_are_split_no_worse_than_by_one_side_alone(misses: int, size: int
     split = split_misses(misses, size, machine)
     assert split.num_cpu + split.num_bus == misses
     by_bus = misses * size / (0.85 * machine.link_bytes_per_s)
-    assert 0 <= split.seconds <= by_bus * (1 + 1e-9)
-    assert split_misses(misses + 1, size, machine).seconds >= split.seconds * (1 - 1e-9)
+    assert 0 <= split.seconds <= by_bus * (1 + 1e-2)
+    assert split_misses(misses + 1, size, machine).seconds >= split.seconds * (1 - 1e-2)
 
 
 def test_a_slow_link_leaves_all_to_the_cpu_and_a_slow_cpu_to_the_link() -> None:
@@ -101,8 +101,17 @@ def test_a_slow_link_leaves_all_to_the_cpu_and_a_slow_cpu_to_the_link() -> None:
     both = split_misses(8, Q4_BYTES, H200)
     assert min(both.num_cpu, both.num_bus) > 0
     assert split_misses(0, Q4_BYTES, H200).seconds == 0.0
-    table = streamed_by_misses(8, Q4_BYTES, H200)
+    table = miss_times(Q4_BYTES, H200).by_misses(8)
     assert table == tuple(split_misses(misses, Q4_BYTES, H200).num_bus for misses in range(9))
+
+
+def test_several_rows_take_the_cpu_longer_where_it_is_bound_by_products() -> None:
+    times = miss_times(Q4_BYTES, H200)
+    assert list(times.cpu) == sorted(times.cpu)
+    assert times.cpu[0] == times.cpu[7] < times.cpu[-1], "eight rows wait for memory, 64 do not"
+    assert times.bus == pytest.approx(1e9 * Q4_BYTES / (0.72 * H200.link_beside_read), rel=1e-3)
+    slow = miss_times(Q4_BYTES, replace(H200, cpu_bytes_per_s=2 * 8.5e9))
+    assert slow.cpu[1] == pytest.approx(1.4 * slow.cpu[0], rel=1e-3)
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=2), rates)

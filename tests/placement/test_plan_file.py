@@ -21,6 +21,8 @@ from coldstream.errors import (
     TruncatedError,
     UnsupportedError,
 )
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
+from coldstream.kernels.experts.split import MissTimes
 from coldstream.placement import plan_file
 from coldstream.placement.plan import PlanOptions, plan_placement
 from coldstream.placement.plan_file import load_plan, plan_from_json, plan_to_json, save_plan
@@ -32,11 +34,12 @@ MODEL = sizes(10, 30, 10)
 OPTIONS = PlanOptions(num_pinned_layers=1, layer_weights=((2, 1.5),))
 PLACEMENT = plan_placement(MODEL, fixed(weights=40, caches=5), 155, options=OPTIONS)
 USES = tuple((0.5, 0.25, 0.0, 1 / 3) for _ in range(3))
+TIMES = MissTimes(30, tuple(range(20, 20 + MAX_MAILBOX_ROWS)), 6, 900, 800)
 PLAN = RunPlan(
     PLACEMENT,
     threads=3,
     uses=USES,
-    streamed=(0, 1),
+    miss_times=TIMES,
     prefetch=2,
     prefetch_bytes=18,
     layers_ahead=1,
@@ -44,9 +47,10 @@ PLAN = RunPlan(
     copy_bytes_per_step=300,
     attention_window=5,
 )
+TIMES_OF = json.loads(plan_to_json(PLAN))["miss_times"]
 POOL_SIZES = replace(MODEL, expert_bytes=(16, 48, 16))  # in slots in RAM
 POOL = plan_pool(PLACEMENT, POOL_SIZES.expert_bytes, HostPart(3, 2, 1), 300)
-POOLED = replace(PLAN, streamed=(0, 0), prefetch=0, prefetch_bytes=0, layers_ahead=0, pool=POOL)
+POOLED = replace(PLAN, miss_times=None, prefetch=0, prefetch_bytes=0, layers_ahead=0, pool=POOL)
 
 
 @given(models(), st.integers(0, 1000), st.integers(0, 9), st.integers(0, 3))
@@ -83,7 +87,7 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
     ("spoil", "kind", "said"),
     [
         (change(format="other"), UnsupportedError, "format"),
-        (change(version=1), UnsupportedError, "version: 1, this program knows 9"),
+        (change(version=1), UnsupportedError, "version: 1, this program knows 10"),
         (change(more=1), InconsistentError, "unknown: more"),
         (lambda document: document.pop("tier"), InconsistentError, "missing or unknown: tier"),
         (change(model=None), InconsistentError, "model"),
@@ -123,7 +127,12 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
         (change(copy_bytes_per_step=None), InconsistentError, "copy_bytes_per_step is None"),
         (change(attention_window=0), InconsistentError, "attention_window: 0 positions"),
         (change(attention_window=1.5), InconsistentError, "attention_window is 1.5"),
-        (change(streamed=[0, 2]), InconsistentError, "more experts are streamed than are missing"),
+        (change(miss_times=[0, 2]), InconsistentError, "miss_times has other fields"),
+        (change(miss_times=TIMES_OF | {"cpu": [1, 2]}), InconsistentError, "times of 2 numbers of rows"),
+        (change(miss_times=TIMES_OF | {"bus": 0}), InconsistentError, "no number of nanoseconds"),
+        (change(miss_times=TIMES_OF | {"bus": 0.5}), InconsistentError, "bus of miss_times is 0.5"),
+        (change(miss_times=TIMES_OF | {"answer": 2**31}), InconsistentError, "no number of nanoseconds"),
+        (change(miss_times=TIMES_OF | {"bus_left": 1025}), InconsistentError, "takes from 1 to 1024 1024ths"),
         (change(uses=0.5), InconsistentError, "plan"),
         (change(uses=[[0.5] * 4] * 2), InconsistentError, "not those of every expert"),
         (change(uses=[[0.5] * 3 + [True]] * 3), InconsistentError, "uses are not lists of numbers"),
@@ -167,7 +176,7 @@ def test_a_pool_that_is_none_is_refused(spoil: Callable[[dict[str, Any]], None],
 
 
 def test_a_plan_with_a_pool_reads_nothing_over_the_bus_and_lacks_an_expert() -> None:
-    for fields in ({"streamed": (0, 1)}, {"prefetch": 1, "prefetch_bytes": 9, "layers_ahead": 1}):
+    for fields in ({"miss_times": TIMES}, {"prefetch": 1, "prefetch_bytes": 9, "layers_ahead": 1}):
         with pytest.raises(ValueError, match="over the bus from memory that a pool does not keep"):
             replace(POOLED, **fields)  # type: ignore[arg-type]
     whole = plan_placement(MODEL, fixed(), 10**6)

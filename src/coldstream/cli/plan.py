@@ -121,7 +121,7 @@ def command(
         _print_speeds(expected, {"with 1 GiB more": richer})
     else:
         _print_speeds(expected, {"1 GiB more on GPU": richer, "1 GiB more RAM": more_ram}, has_disk=True)
-    if planned.run.streamed:
+    if planned.run.threads and not plan.is_all_resident and plan.tier == "vram":
         note(_described_misses(planned.run))
     if plan.layer_weights:
         note(f"a use of an expert counts for {_described(plan.layer_weights)}")
@@ -187,9 +187,9 @@ def _rows_of_pool(plan: PlacementPlan, pool: PoolPlan) -> list[tuple[str, str, s
 
 def _described_misses(run: RunPlan) -> str:
     """What is done about experts that are not in the GPU's memory."""
-    by_bus = ", ".join(map(str, run.streamed[1:]))
     threads = f"{run.threads} CPU threads compute"
-    if run.pool is None:
+    if run.miss_times is not None:
+        by_bus = ", ".join(map(str, run.miss_times.by_misses(run.placement.model.num_experts_per_tok)[1:]))
         first = f"of 1, 2, … experts that a token misses {by_bus} come over the bus, {threads} the others"
     else:
         first = f"{threads} all experts that a token misses, in RAM"

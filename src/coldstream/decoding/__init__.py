@@ -16,6 +16,7 @@ from coldstream.decoding.device_logits import AnyLogits, DeviceChoice, DeviceLog
 from coldstream.decoding.drafters.drafter import Drafter
 from coldstream.decoding.logprobs import RankedLogprob
 from coldstream.decoding.repetition import RepetitionWatch
+from coldstream.decoding.rounds import Rounds, generate_in_rounds
 from coldstream.decoding.sampling import SEED_BITS, derived_seed, sample_token
 from coldstream.decoding.sampling_params import Logits, LogitsProcessor, SamplingParams
 from coldstream.decoding.speculation import (
@@ -55,6 +56,7 @@ __all__ = [
     "RankedLogprob",
     "RepetitionStop",
     "RepetitionWatch",
+    "Rounds",
     "SamplingParams",
     "SizesByCost",
     "Speculation",
@@ -68,6 +70,7 @@ __all__ = [
     "begin_picks",
     "choose_tokens",
     "derived_seed",
+    "generate_in_rounds",
     "generate_tokens",
     "generate_tokens_ahead",
     "generate_tokens_speculatively",

@@ -31,6 +31,10 @@ class TreeSizes(Protocol):
     def is_idle(self) -> bool:
         """Whether nothing will be drafted for long, so that the drafter need not be told of tokens."""
 
+    @property
+    def round_nodes(self) -> int:
+        """Nodes of every round, where a device drafts and verifies by itself; 0: sizes differ by step."""
+
     def size(self, tree: TokenTree, draft_s: float) -> int:
         """How many of the first nodes of `tree` are verified; drafting it took `draft_s` seconds."""
 
@@ -44,6 +48,10 @@ class FixedSizes:
 
     num_nodes: int
     is_idle = False
+
+    @property
+    def round_nodes(self) -> int:
+        return self.num_nodes
 
     def budget(self, most: int) -> int:
         return min(self.num_nodes, most)
@@ -62,6 +70,8 @@ class SizesByCost:
     Being told of tokens costs a drafter time too. Once drafts have not paid for 512 steps, it is told of 512
     in 4,096 steps only, and asked among these.
     """
+
+    round_nodes = 0
 
     def __init__(self, drafter_name: str) -> None:
         self._name = drafter_name
@@ -104,7 +114,8 @@ class SpeculationStatistics:
     accepted_by_depth: tuple[int, ...]  # accepted nodes; depth 1 first
     sizes: tuple[tuple[int, int], ...]  # (nodes, steps with as many), ascending
     draft_s: float  # time of drafting
-    verify_s: float  # of computing steps, choosing and committing
+    verify_s: float  # of computing steps, choosing and committing; of rounds, all of their time
+    rounds: int = 0  # of the steps, those that the device drafted and accepted by itself
 
     @property
     def accepted(self) -> int:
@@ -136,11 +147,17 @@ class Speculation:
         self._counts: Counter[int] = Counter()
         self._accepted: Counter[int] = Counter()
         self._total_draft_s = self._total_verify_s = 0.0
+        self._num_rounds = 0
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing will be drafted for long, so that the drafter need not be told of tokens."""
         return self._sizes.is_idle
+
+    @property
+    def round_nodes(self) -> int:
+        """See `TreeSizes`."""
+        return self._sizes.round_nodes
 
     def draft(self, context: Sequence[int], most: int) -> TokenTree:
         """A tree of at most `most` nodes after `context`, perhaps an empty one."""
@@ -157,10 +174,18 @@ class Speculation:
     def verified(self, nodes: Sequence[int], seconds: float, *, is_cut: bool) -> None:
         """See `Drafts`."""
         self._sizes.record(self._tree, nodes, seconds, is_cut=is_cut)
-        self._counts[len(self._tree)] += 1
-        if nodes:
-            self._accepted.update(range(1, len(nodes) + 1))
         self._total_draft_s += self._draft_s
+        self._count(len(self._tree), len(nodes), seconds)
+
+    def accepted(self, num_drafted: int, num_accepted: int, seconds: float) -> None:
+        """See `Drafts`."""
+        self._num_rounds += 1
+        self._count(num_drafted, num_accepted, seconds)
+
+    def _count(self, num_drafted: int, num_accepted: int, seconds: float) -> None:
+        self._counts[num_drafted] += 1
+        if num_accepted:
+            self._accepted.update(range(1, num_accepted + 1))
         self._total_verify_s += seconds
 
     def statistics(self) -> SpeculationStatistics:
@@ -176,4 +201,5 @@ class Speculation:
             sizes=tuple(sorted((size, count) for size, count in self._counts.items() if count)),
             draft_s=self._total_draft_s,
             verify_s=self._total_verify_s,
+            rounds=self._num_rounds,
         )

@@ -15,6 +15,7 @@ import numpy as np
 from coldstream.decoding.autoregressive import Continuation
 from coldstream.decoding.choice import Chosen, TokenChooser, begin_choices, chosen_or_raised
 from coldstream.decoding.device_logits import AnyLogits
+from coldstream.decoding.rounds import BeginRounds, generate_in_rounds
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 
 ROOT = -1  # the node before all others of a tree
@@ -52,6 +53,9 @@ class Drafts(Protocol):
         is_cut: whether generation ended along the path, so that what follows its last node was not tried.
         """
 
+    def accepted(self, num_drafted: int, num_accepted: int, seconds: float) -> None:
+        """What came of a round that a device drafted by itself, and how long it took."""
+
 
 Pick = Callable[[int, Sequence[int]], Chosen]
 """The token after a node of a tree; `context`: all tokens so far. Asked from the root on, along a path."""
@@ -71,8 +75,11 @@ def generate_tokens_speculatively(
     *,
     end_ids: frozenset[int],
     max_tokens: int,
+    begin_rounds: BeginRounds | None = None,
 ) -> Iterator[Chosen]:
     """Yield the tokens that `generate_tokens` yields, with their log-probabilities.
+
+    begin_rounds: called once, after the first token; if there are rounds, the others come from them.
 
     The model holds the prompt, and `logits` [vocab] follow it. No row is computed that would exceed the
     positions of `max_tokens` tokens.
@@ -86,6 +93,10 @@ def generate_tokens_speculatively(
     chosen = begin([logits], NO_DRAFT, tokens.ids)(ROOT, tokens.ids)
     tokens.append(chosen.token_id, vocab_size)
     yield chosen
+    rounds = begin_rounds(tokens.ids, tokens.num_left) if begin_rounds and not tokens.has_ended else None
+    if rounds is not None:
+        yield from generate_in_rounds(rounds, tokens, drafts, vocab_size)
+        return
     while not tokens.has_ended:
         tree = drafts.draft(tokens.ids, tokens.num_left - 1)
         if tree:

@@ -16,6 +16,7 @@ from coldstream.decoding import (
     LogitsProcessor,
     Pick,
     RepetitionWatch,
+    Rounds,
     SamplingParams,
     SpeculationStatistics,
     StartedChoices,
@@ -127,6 +128,11 @@ def _chosen_tokens(
 
         return trusted
 
+    def begin_rounds(context: Sequence[int], num_left: int) -> Rounds | None:
+        if not chooser.is_for_rounds:
+            return None
+        return model.begin_rounds(context, num_left, chooser.choice(logits, context).settings, end_ids)
+
     prompt_ids, end_ids, max_tokens = request.prompt_token_ids, request.all_end_ids, request.max_tokens
     num_held = model.start(prompt_ids)
     logits = model.append(prompt_ids[num_held:], progress)
@@ -139,6 +145,7 @@ def _chosen_tokens(
             model.speculation,
             end_ids=end_ids,
             max_tokens=max_tokens,
+            begin_rounds=begin_rounds,
         )
         return
     if model.takes_chosen and chooser.is_for_device:

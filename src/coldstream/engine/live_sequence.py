@@ -13,7 +13,11 @@ import numpy as np
 
 from coldstream import kvcache
 from coldstream.decoding import AnyLogits, Chosen, Speculation, StartedChoices
+from coldstream.decoding.drafters import MtpDrafter
 from coldstream.engine.drafting import told_states
+from coldstream.engine.live_rounds import LiveRounds
+from coldstream.kernels.rounds.reference import RoundText
+from coldstream.kernels.sample.settings import RowSettings
 from coldstream.kvcache import Batch, ChosenToken, Segment
 from coldstream.models.runner import ModelRunner, Progress, States
 
@@ -158,6 +162,31 @@ class LiveSequence:
         self._token_ids, self._is_trusted = live, True
         if drafter is not None and rows:
             drafter.extend(token_ids, told)
+
+    def begin_rounds(
+        self, context: Sequence[int], num_left: int, settings: RowSettings, end_ids: frozenset[int]
+    ) -> LiveRounds | None:
+        """See `decoding.rounds.BeginRounds`; settings: of the token after `context`.
+
+        None where the device cannot draft by itself: not the file's block on a GPU with all experts, no size
+        that is the same for all drafts, or no room for a second recurrent state, to which the sequence goes
+        back if it ends elsewhere.
+        """
+        speculation, drafter = self.speculation, self._drafter
+        if speculation is None or not isinstance(drafter, MtpDrafter) or speculation.round_nodes < 1:
+            return None
+        text = RoundText(speculation.round_nodes, context[-1], num_left, settings, end_ids)
+        before = self._runner.checkpoint(self._sequence)
+        device = drafter.begin_rounds(context, self._sequence, text)
+        if device is None:
+            self._runner.drop(self._sequence, before)
+            return None
+        live = self._taken()
+
+        def hold(token_ids: Sequence[int]) -> None:
+            self._token_ids, self._is_trusted = [*live, *token_ids], True
+
+        return LiveRounds(self._runner, self._sequence, drafter, device, before, context[-1], hold)
 
     def _told_states(self) -> States | None:
         return None if self._drafter is None else told_states(self._runner, self._drafter)

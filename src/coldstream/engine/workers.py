@@ -11,8 +11,8 @@ from coldstream.placement.cost import (
     COPY_BYTES_PER_STEP,
     MAX_CPU_ROWS,
     PREFETCHED,
+    miss_times,
     prefetch_gain,
-    streamed_by_misses,
 )
 from coldstream.placement.forecast import hit_rates_of
 from coldstream.placement.hardware import Hardware
@@ -55,14 +55,13 @@ def with_workers(
         copy_bytes_per_step=COPY_BYTES_PER_STEP,
         pool=make_pool(threads, max_cpu_rows),
     )
-    is_asked, ranks = config.prefetch != "auto", plan.model.num_experts_per_tok
+    is_asked = config.prefetch != "auto"
     if run.pool is not None:
         # Its experts do not stay where they are while a step runs, so that the GPU reads none of them.
-        run = replace(run, streamed=(0,) * (ranks + 1))
         config = with_prefetch(config, 0)
     else:
         rates = Rates.of(planned.hardware)
-        run = replace(run, streamed=streamed_by_misses(ranks, max(plan.expert_bytes), rates))
+        run = replace(run, miss_times=miss_times(max(plan.expert_bytes), rates))
         if not is_asked:
             known = planned.known
             gain = prefetch_gain(known.model, known.rates, hit_rates_of(plan, known))

@@ -85,7 +85,7 @@ class PartialExecutor:
         if not weights.gate.is_partial:
             routed, shared = self._kernels.outputs(x, routing.ids, weights)
             return ExpertOutputs(routed, shared, routing)
-        rows = self.many if routing.pair_addresses is None else self.few
+        rows = self.many if routing.places is None else self.few
         return rows.compute(x, routing, weights)
 
     def finish_step(self) -> None:

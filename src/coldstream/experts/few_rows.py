@@ -1,11 +1,12 @@
 """Experts of steps of few rows: the device shares pairs out, and the GPU and the CPU compute them together.
 
-The router's launch writes for each pair where its expert is read (`kernels/experts/partition.cuh`): in a
-slot, in the ring of prefetched experts, in the mapped file over the bus, or by the CPU. The whole step can be
-captured in a graph.
+The router's launch, or one behind it, writes where each chosen expert is read, once for all its rows
+(`kernels/experts/partition.cuh`): in a slot, in the ring of prefetched experts, in the mapped file over the
+bus, or by the CPU. The whole step can be captured in a graph.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -15,11 +16,11 @@ from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.kernels.cuda.activations import Activations, as_floats
 from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
 from coldstream.kernels.cuda.loader import CudaWeight
-from coldstream.kernels.experts.cuda_grouped import ChosenIds
 from coldstream.kernels.experts.cuda_layer import stacks_of
-from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
-from coldstream.kernels.experts.moe import MoeKernels
-from coldstream.kernels.experts.partition import MAX_RANKS, PairAddresses, sharing_of
+from coldstream.kernels.experts.mailbox import Mailbox
+from coldstream.kernels.experts.moe import MoeKernels, rows_per_read
+from coldstream.kernels.experts.partition import Places, sharing_of
+from coldstream.kernels.experts.split import NUM_WORDS
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
 from coldstream.kernels.quant_tensor import QuantTensor
@@ -29,7 +30,7 @@ from coldstream.kernels.router.cuda import Ahead
 class FewRows:
     """Steps of at most MAX_MAILBOX_ROWS rows.
 
-    streamed: int32 [MAX_RANKS + 1] on the device, see `sharing_of`; stamps: int64 [layers, WORDS], see
+    times: int32 [NUM_WORDS] on the device, see `sharing_of`; stamps: int64 [layers, WORDS], see
     `kernels/experts/stamps.py`; chosen: what a step's routers choose. Without `ring` nothing is prefetched.
     """
 
@@ -44,9 +45,8 @@ class FewRows:
         device = kernels.device
         self._kernels, self._device, self._tables = kernels, device, tables
         self._mailbox, self.chosen, self._ring = mailbox, chosen, ring
-        self.streamed = device.zeros((MAX_RANKS + 1,), "int32")
+        self.times = device.zeros((NUM_WORDS,), "int32")
         self.stamps = device.memory.persistent((chosen.num_layers, WORDS), torch.int64).zero_()
-        self._pairs = device.int_vector(range(MAX_MAILBOX_ROWS * MAX_RANKS))
         self._beside: torch.cuda.Stream | None = None  # stream of prefetches, joined only at a step's end
         if ring is not None and not device.planning:
             self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -66,32 +66,31 @@ class FewRows:
         num_experts_per_tok: int,
         experts: ExpertWeights,
     ) -> Routing:
-        """See `Executor`; `Routing.pair_addresses` says where all pairs are computed."""
+        """See `Executor`; `Routing.places` says where all experts are computed."""
         tokens, ranks = x.shape[0], num_experts_per_tok
         is_one_launch = self._kernels.routes_at_once(tokens, shared_gate)
         layer, stacks = self._tables.number_of(experts), stacks_of(experts)
-        pair_addresses = PairAddresses(
-            self._device.empty(3, tokens, ranks, dtype=torch.int64),
+        places = Places(
+            self._device.empty(len(stacks), len(stacks[0].addresses), dtype=torch.int64),
             self._device.empty(tokens, ranks, dtype=torch.int32),
             self.stamps[layer] if is_one_launch else None,
         )
-        used = self.chosen.used[layer]
+        shared_out = partial(
+            sharing_of, stacks, self.times, self._mailbox, layer, places, self.chosen.used[layer],
+            rows_per_read=rows_per_read(tokens, ranks, stacks),
+        )  # fmt: skip
         ring = self._ring if is_one_launch and self.guesses(tokens) else None
         if ring is None:
-            sharing = sharing_of(stacks, self.streamed, self._mailbox, layer, pair_addresses, used)
-            routing = self._kernels.route(x, weight, shared_gate, ranks, sharing)
-            return replace(routing, pair_addresses=pair_addresses)
+            routing = self._kernels.route(x, weight, shared_gate, ranks, shared_out())
+            return replace(routing, places=places)
         later = layer + ring.distance
         is_guessing = later < len(self._tables.layers)
-        sharing = sharing_of(
-            stacks, self.streamed, self._mailbox, layer, pair_addresses, used, ring.prefetched(layer, stacks),
-            ring.notes(layer, is_guessing=is_guessing),
-        )  # fmt: skip
+        sharing = shared_out(ring.prefetched(layer, stacks), ring.notes(layer, is_guessing=is_guessing))
         ahead = self._ahead(later, tokens, ranks) if is_guessing else None
         routing = self._kernels.route(x, weight, shared_gate, ranks, sharing, ahead)
         if is_guessing:
             self._fetch(ring, later, tokens)
-        return replace(routing, pair_addresses=pair_addresses)
+        return replace(routing, places=places)
 
     def _ahead(self, later: int, tokens: int, ranks: int) -> Ahead:
         router = self._tables.routers[later]
@@ -122,17 +121,12 @@ class FewRows:
 
     def compute(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         """Queues the pairs that have an address; the CPU computes the others meanwhile."""
-        tokens, ranks = routing.ids.shape
-        pair_addresses: PairAddresses = routing.pair_addresses
-        # Addresses are by pair, since pairs of one expert may be computed in different places.
+        places: Places = routing.places
         gate, up, down = (
-            replace(stack, addresses=addresses.view(-1))
-            for stack, addresses in zip(stacks_of(weights), pair_addresses.addresses, strict=True)
+            replace(stack, addresses=addresses)
+            for stack, addresses in zip(stacks_of(weights), places.addresses, strict=True)
         )
-        of_pairs = replace(weights, gate=gate, up=up, down=down)
-        pairs = self._pairs[: tokens * ranks].view(tokens, ranks)
-        chosen = ChosenIds(routing.ids, len(weights.gate.addresses), by_pair=True)
-        routed, shared = self._kernels.outputs(x, pairs, of_pairs, chosen)
+        routed, shared = self._kernels.outputs(x, routing.ids, replace(weights, gate=gate, up=up, down=down))
         box = self._mailbox
-        elsewhere = RowsElsewhere(pair_addresses.cpu_ids, box.out[:tokens], box.done, pair_addresses.stamps)
+        elsewhere = RowsElsewhere(places.cpu_ids, box.out[: len(routing.ids)], box.done, places.stamps)
         return ExpertOutputs(routed, shared, routing, elsewhere)

@@ -75,7 +75,8 @@ class PartialExperts:
         executor, plan = self._executor, self._plan
         assert executor is not None, "slots are for the layers of an executor"
         layers = executor.tables.layers
-        executor.few.streamed[: len(plan.streamed)].copy_(torch.tensor(plan.streamed, dtype=torch.int32))
+        if plan.miss_times is not None:
+            executor.few.times.copy_(torch.tensor(plan.miss_times.words(), dtype=torch.int32))
         shares = slot_shares(plan)
         assert shares.layer_bytes == [expert_bytes(stacks) for stacks in layers], "a plan has their sizes"
         counts = shares.num_slots

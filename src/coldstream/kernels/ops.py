@@ -120,7 +120,7 @@ class Routing:
     ids: Array  # int32 [T, K], in descending order of weight
     weights: Array  # [T, K], renormalised
     shared_gate: Array  # [T, 1]; None without a shared expert
-    pair_addresses: Any = None  # where each pair is computed, for `Ops` that share pairs out
+    places: Any = None  # where experts are computed, for `Ops` that share pairs out
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,12 @@ Array = np.ndarray[Any, Any]
 _COLUMNS = 7  # of `BatchArrays`: token ids and the six arrays of `Rows`
 
 
+def rows_of(columns: Any, tables: Any) -> tuple[Any, Rows]:
+    """Token ids and `Rows` over the columns of a batch, int32 [_COLUMNS, rows], and its tables of blocks."""
+    token_ids, positions, state_ids, segments, indices, parents, kept = columns
+    return token_ids, Rows(positions, state_ids, BatchRows(segments, tables, indices, parents, kept))
+
+
 @dataclass(frozen=True)
 class ChosenToken:
     """A token that the device has chosen, or will have before the step, and the host does not know yet.
@@ -199,8 +205,7 @@ class BatchArrays:
         columns = _COLUMNS * size.num_rows
         self.columns = memory[:columns].reshape(_COLUMNS, size.num_rows)  # token ids first
         self._tables = memory[columns : size.num_values].reshape(size.num_segments, size.num_blocks)
-        self.token_ids, positions, state_ids, segments, indices, parents, kept = self.columns
-        self.rows = Rows(positions, state_ids, BatchRows(segments, self._tables, indices, parents, kept))
+        self.token_ids, self.rows = rows_of(self.columns, self._tables)
 
     def write(self, segments: Collection[CheckedSegment]) -> int:
         """Writes the rows of segments, whose memory must be reserved. Returns their number."""

@@ -223,6 +223,16 @@ class SequenceCache:
             else:
                 sequence.pending = PendingTree(demand.parents, tuple(self.tree_rows.take(demand.num_rows)))
 
+    def lengthen(self, sequence: Sequence, num_rows: int) -> bool:
+        """Gives the sequence blocks for so many rows after its positions; whether it had too few.
+
+        Raises OutOfMemoryError with nothing changed.
+        """
+        missing = num_blocks_of(sequence.length + num_rows) - len(sequence.blocks)
+        self.blocks.check(max(0, missing))
+        sequence.blocks += self.blocks.take(max(0, missing))
+        return missing > 0
+
     def append(self, sequence: Sequence, num_rows: int) -> None:
         """Commits a chain of rows that a step has computed."""
         sequence.length += num_rows

@@ -13,6 +13,7 @@ from coldstream import kvcache
 from coldstream.errors import GenerationFault, OutOfMemoryError, host_memory_errors
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps
+from coldstream.kernels.rounds.reference import RoundText
 from coldstream.kvcache.batch import BatchArrays, BatchSize, CheckedSegment
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.kvcache.sequence_cache import SequenceCache
@@ -174,6 +175,9 @@ class MtpSequence:
                 output = self._block.append(self._sequence, candidates[0][:1], output[None])
         finally:
             self.cut(num_rows)
+
+    def begin_rounds(self, sequence: kvcache.Sequence, text: RoundText) -> None:
+        """None: the host takes part in every step here."""
 
     def cut(self, length: int) -> None:
         """Forgets all rows but the first `length`. Raises InvalidRequestError if there are fewer."""

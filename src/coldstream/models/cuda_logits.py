@@ -78,6 +78,16 @@ class Sampler:
             row += len(segment.token_ids)
         admit_rows(admissions, self._admissions, self._results, columns)
 
+    def choose(
+        self, logits: torch.Tensor, settings: torch.Tensor, chosen: torch.Tensor, *, draws: bool
+    ) -> None:
+        """Queues the choice of the tokens after rows of logits, without penalties, into `chosen`.
+
+        settings, chosen: as `sample_cuda` has them, on the device already.
+        """
+        memory = (self._recent, self._unpenalised, self._workspace)
+        sample_cuda(logits, settings, *memory, chosen, chosen, draws=draws)
+
     def _parts(self, settings: Sequence[RowSettings]) -> Iterator[slice]:
         """Slices of the rows that fit the memory, nearly always one."""
         first = num_recent = 0

@@ -28,7 +28,8 @@ from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.linear.reference import INTEGER_TYPES
-from coldstream.kernels.ops import MAX_SHORT_CHAIN
+from coldstream.kernels.ops import MAX_SHORT_CHAIN, Rows
+from coldstream.kernels.rounds.cuda import PROGRAM as ROUNDS
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
 from coldstream.kernels.sample.admit import PROGRAM as ADMISSION
 from coldstream.kernels.sample.cuda import PROGRAM as SAMPLER
@@ -38,6 +39,7 @@ from coldstream.layers.moe import MoeWeights
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cuda_logits import Sampler
 from coldstream.models.cuda_mtp import LoadedMtp
+from coldstream.models.cuda_rounds import RoundMemory
 from coldstream.models.distinct_layers import distinct_layers
 from coldstream.models.fixed_part import GRAPH_BYTES, RESERVE_BYTES
 from coldstream.models.fixed_part import HEAD_ROWS as HEAD_ROWS
@@ -123,6 +125,7 @@ class Loaded:
     sampler: Sampler
     weight_bytes: int
     mtp: LoadedMtp | None
+    rounds: RoundMemory | None  # of drafts by `mtp`, if all experts are on the device
 
     @classmethod
     def into(
@@ -157,12 +160,15 @@ class Loaded:
         commits = Commits.into(ops, limits.context_length)
         hidden = ops.activations(min(rows, MAX_GRAPH_ROWS), spec.hidden_size, persistent=True)
         sampler = Sampler(ops.zeros, limits.most_chosen, limits.context_length)
-        mtp = None
+        mtp = rounds = None
         if mtp_weights is not None:
             sizes = (limits.cache_size, limits.context_length, limits.kv_type)
             mtp = LoadedMtp.into(memory, ops, mtp_weights, *sizes)
+            if limits.has_trees and limits.expert_bytes is None:
+                rounds = RoundMemory.into(ops, limits.context_length)
         states = sequences.tensors
-        return cls(memory, ops, model, sequences, states, inputs, commits, hidden, sampler, weight_bytes, mtp)
+        parts = (memory, ops, model, sequences, states, inputs, commits, hidden, sampler, weight_bytes)
+        return cls(*parts, mtp, rounds)
 
     def with_layers(self, layers: Sequence[int]) -> Self:
         """The same with some of the layers only, for finding out what they launch."""
@@ -171,9 +177,13 @@ class Loaded:
 
     def logits(self, shape: StepShape) -> torch.Tensor:
         """The logits [rows, vocab] after each row of the inputs."""
-        hidden = self.step(shape)
+        return self.logits_after(*self.inputs.take(shape))
+
+    def logits_after(self, token_ids: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """The logits [rows, vocab] after rows, valid until the next step."""
+        hidden = self._forward(token_ids, rows)
         if self.mtp is not None:
-            self.mtp.trunk_states[: shape.num_rows].copy_(hidden.values)
+            self.mtp.trunk_states[: len(token_ids)].copy_(hidden.values)
         logits: torch.Tensor = self.model.logits(hidden)
         return logits
 
@@ -185,8 +195,10 @@ class Loaded:
 
     def step(self, shape: StepShape) -> Activations:
         """The hidden states of the inputs, valid until the next step."""
+        return self._forward(*self.inputs.take(shape))
+
+    def _forward(self, token_ids: torch.Tensor, rows: Rows) -> Activations:
         self.memory.start_step()
-        token_ids, rows = self.inputs.take(shape)
         try:
             hidden: Activations = self.model.forward(token_ids, rows, self.states)
             return hidden
@@ -274,7 +286,9 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
             loaded.commit()
         if loaded.mtp is not None:
             loaded.mtp.run_all()
-    chosen = {(program, instance) for program in (SAMPLER, ADMISSION) for instance in program.instances}
+    chosen = {
+        (program, instance) for program in (SAMPLER, ADMISSION, ROUNDS) for instance in program.instances
+    }
     return noted | chosen
 
 

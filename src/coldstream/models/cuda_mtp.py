@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 import torch
@@ -19,15 +19,20 @@ from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.device import device_errors
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.cuda_ops import CudaOps
-from coldstream.kernels.ops import MAX_SHORT_CHAIN, SHORT_CONTEXT, Weight
+from coldstream.kernels.ops import MAX_SHORT_CHAIN, SHORT_CONTEXT, Rows, Weight
 from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.kernels.rounds.reference import RoundText
 from coldstream.kernels.top_log_probs.cuda import MAX_RANKS
 from coldstream.kvcache.batch import CheckedSegment
 from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.models.captured_steps import CapturedSteps
+from coldstream.models.cuda_rounds import CudaRounds, TextRounds
 from coldstream.models.mtp import MtpModel
 from coldstream.models.step_inputs import MAX_DECODE_ROWS, Inputs, StepShape
+
+if TYPE_CHECKING:
+    from coldstream.models.cuda_model import Loaded
 
 BRANCHING: Final = MAX_RANKS  # candidates after a row
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of captured runs; others have rows of no sequence at their end
@@ -77,12 +82,15 @@ class LoadedMtp:
 
     def run_rows(self, shape: StepShape) -> None:
         """Rows of the inputs after `states`, with the results in `outputs`."""
-        self.memory.start_step()
         token_ids, rows = self.inputs.take(shape)
-        states = self.states[: shape.num_rows]
+        self.compute_rows(token_ids, self.states[: shape.num_rows], rows)
+
+    def compute_rows(self, token_ids: torch.Tensor, states: torch.Tensor, rows: Rows) -> None:
+        """Rows after `states`, with the results in `outputs`."""
+        self.memory.start_step()
         try:
             found = self.model.forward(token_ids, states, rows, self.sequences.tensors)
-            self.outputs.rows(0, shape.num_rows).copy_(found)
+            self.outputs.rows(0, len(token_ids)).copy_(found)
         finally:
             self.ops.finish_step()
 
@@ -95,10 +103,14 @@ class LoadedMtp:
         """The likeliest of `candidates` as the token of the inputs' only row after `last`, which is replaced;
         then as `run_head`.
         """
-        self.memory.start_step()
         token_ids, rows = self.inputs.take(shape)
+        token_ids.copy_(self.candidates[0, :1])
+        self.compute_link(token_ids, rows)
+
+    def compute_link(self, token_ids: torch.Tensor, rows: Rows) -> None:
+        """A row after `last`, which is replaced; then as `run_head`."""
+        self.memory.start_step()
         try:
-            token_ids.copy_(self.candidates[0, :1])
             self.last.copy_(self.model.forward(token_ids, self.last.values, rows, self.sequences.tensors))
             self._run_head()
         finally:
@@ -142,14 +154,16 @@ class CudaMtp:
 
     def __init__(
         self,
-        loaded: LoadedMtp,
+        loaded: "Loaded",
         context_length: int,
         steps: CapturedSteps,
         begin: Callable[[], None],
         make_room: Callable[[], bool],
     ) -> None:
+        assert loaded.mtp is not None, "the runner was loaded with its block"
         self.context_length = context_length
-        self._loaded, self._steps = loaded, steps
+        self.rounds = CudaRounds(loaded, steps, begin, make_room) if loaded.rounds else None
+        self._loaded, self._steps = loaded.mtp, steps
         self._begin, self._make_room = begin, make_room
         self._found = torch.zeros((MAX_CHAIN, 2, BRANCHING), dtype=torch.int32, pin_memory=True)
 
@@ -266,6 +280,13 @@ class CudaMtpSequence:
         log-probabilities are NaN if a logit is not finite. Raises as `append`.
         """
         yield from self._block.draft(self._sequence, min(num_steps, 1 + self.room, MAX_CHAIN))
+
+    def begin_rounds(self, sequence: kvcache.Sequence, text: RoundText) -> TextRounds | None:
+        """Rounds after the last row, which is the text's root; directly after `append`. See
+        `CudaRounds.start`. The rows that they keep are in the block afterwards.
+        """
+        rounds = self._block.rounds
+        return None if rounds is None else rounds.start(sequence, self._sequence, text)
 
     def cut(self, length: int) -> None:
         """Forgets all rows but the first `length`. Raises InvalidRequestError if there are fewer."""

@@ -379,10 +379,9 @@ class CudaRunner(ModelRunner):
             return self._outputs.states_of(rows)
 
     def load_mtp(self) -> MtpBlock:
-        mtp, context_length = self._loaded.mtp, self.context_length
-        if mtp is None:
+        if self._loaded.mtp is None:
             return super().load_mtp()
-        return CudaMtp(mtp, context_length, self._steps, self._begin_beside, self._make_room)
+        return CudaMtp(self._loaded, self.context_length, self._steps, self._begin_beside, self._make_room)
 
     def _begin_beside(self) -> None:
         """Before a step that is none of the model's, but uses its workspace."""

@@ -15,6 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
+from coldstream.kernels.experts.split import MAX_NS, WHOLE, MissTimes
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes
 
@@ -36,6 +38,10 @@ CPU_LAYER_S: Final = 6e-5  # per layer, independent of bytes
 CPU_ROW_S: Final = 1.2e-5  # per layer and row of a prompt on one core, beside products
 BUS_SHARE: Final = 0.85  # kernels that read over the bus, against copies
 BUS_BESIDE_SHARE: Final = 0.72  # the same while the CPU computes
+# Products of several rows on the CPU, in the time of one row's: by further rows, and on tiles (docs/log.md).
+PRODUCT_OF_ROW: Final = 0.4
+PRODUCT_OF_TILE: Final = 3.0
+PRODUCT_OF_TILE_ROW: Final = 0.03
 PREFETCHED: Final = 2  # experts of a layer that are worth guessing
 GUESSED: Final = 0.74  # share of missing experts that are guessed two layers ahead, in a trained model
 GUESS_S: Final = 1.8e-6  # per layer: a second router in its router's launch, and a branch of the graph
@@ -43,6 +49,7 @@ GUESS_S: Final = 1.8e-6  # per layer: a second router in its router's launch, an
 MAX_CPU_ROWS: Final = 2048
 # Copies into slots beside a step. More would take memory bandwidth from the CPU's experts (docs/log.md).
 COPY_BYTES_PER_STEP: Final = 64 * 2**20
+_ROWS: Final = range(1, MAX_MAILBOX_ROWS + 1)
 
 
 @dataclass(frozen=True)
@@ -59,20 +66,36 @@ def split_misses(num_misses: int, expert_bytes: int, rates: Rates, *, streams: b
 
     streams: whether the GPU may read them over the bus.
     """
-    splits = [
-        Split(
-            num_misses - num_bus, num_bus, _cold_seconds(num_misses - num_bus, num_bus, expert_bytes, rates)
-        )
-        for num_bus in range(num_misses + 1 if streams else 1)
-    ]
-    return min(splits, key=lambda split: (split.seconds, split.num_bus))
+    num_bus = miss_times(expert_bytes, rates).num_streamed([1] * num_misses) if streams and num_misses else 0
+    num_cpu = num_misses - num_bus
+    return Split(num_cpu, num_bus, _cold_seconds(num_cpu, num_bus, expert_bytes, rates))
 
 
-def streamed_by_misses(num_experts_per_tok: int, expert_bytes: int, rates: Rates) -> tuple[int, ...]:
-    """How many of 0 … `num_experts_per_tok` missed experts of a token the GPU reads over the bus."""
-    return tuple(
-        split_misses(misses, expert_bytes, rates).num_bus for misses in range(num_experts_per_tok + 1)
+def miss_times(expert_bytes: int, rates: Rates) -> MissTimes:
+    """What a missing expert of so many bytes takes on either side, by which they share a step's."""
+    alone, beside = _misses_per_s(rates), _misses_per_s(rates, beside_link=True)
+    bus_alone, bus_beside = BUS_SHARE * rates.link_bytes_per_s, BUS_BESIDE_SHARE * rates.link_beside_read
+    products = [_product_seconds(rows) * expert_bytes / rates.cpu_bytes_per_s for rows in _ROWS]
+    return MissTimes(
+        _nanoseconds(expert_bytes / bus_beside),
+        tuple(_nanoseconds(max(expert_bytes / beside, seconds)) for seconds in products),
+        round(1e9 * rates.handshake_s),
+        _share(bus_beside, bus_alone),
+        _share(beside, alone),
     )
+
+
+def _product_seconds(rows: int) -> float:
+    """The CPU's time for the products of `rows` rows with weights in a cache, in that for one row."""
+    return min(1 + PRODUCT_OF_ROW * (rows - 1), PRODUCT_OF_TILE + PRODUCT_OF_TILE_ROW * (rows - 1))
+
+
+def _nanoseconds(seconds: float) -> int:
+    return min(max(1, round(1e9 * seconds)), MAX_NS)
+
+
+def _share(slower: float, faster: float) -> int:
+    return min(max(1, round(WHOLE * slower / faster)), WHOLE)
 
 
 def decode_seconds(
@@ -116,7 +139,7 @@ def prefetch_gain(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -
             continue
         odds = _odds_of_misses(chosen, 1.0 - hit_rate)
         fetched = [min(misses, PREFETCHED) for misses in range(chosen + 1)]
-        read = streamed_by_misses(chosen, size, rates)
+        read = miss_times(size, rates).by_misses(chosen)
         expert_s = size / (BUS_SHARE * rates.link_bytes_per_s)
         busy = min(1.0, _mean(odds, fetched) * expert_s / layer_s)
         in_time = GUESSED * (1.0 - busy)

@@ -20,6 +20,7 @@ from coldstream.errors import (
 )
 from coldstream.files import write_file
 from coldstream.gguf.messages import shorten
+from coldstream.kernels.experts.split import MissTimes
 from coldstream.placement.plan import FixedPart, PlacementPlan
 from coldstream.placement.pool_plan import HostPart, PoolPlan
 from coldstream.placement.routing_trace import RoutedModel
@@ -27,7 +28,7 @@ from coldstream.placement.run_plan import COUNTS, RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 FORMAT: Final = "coldstream plan"
-VERSION: Final = 9
+VERSION: Final = 10
 MAX_BYTES: Final = 1 << 24
 _NO_USES: Final = "uses are not lists of numbers"
 _AGAIN: Final = "make it again with `coldstream plan --out`"
@@ -121,7 +122,7 @@ def _plan(document: dict[str, Any]) -> RunPlan:
     return RunPlan(
         placement=_placement(document),
         uses=None if document["uses"] is None else tuple(_numbers(row, _NO_USES) for row in document["uses"]),
-        streamed=_counts(document["streamed"]),
+        miss_times=None if document["miss_times"] is None else _miss_times(document["miss_times"]),
         attention_window=window,
         spec_type=document["spec_type"],
         pool=None if document["pool"] is None else _pool(document["pool"]),
@@ -153,6 +154,16 @@ def _placement(document: dict[str, Any]) -> PlacementPlan:
         pinned_layers=_counts(document["pinned_layers"]),
         layer_weights=_numbers(document["layer_weights"], "weights of layers are no numbers"),
     )
+
+
+def _miss_times(document: object) -> MissTimes:
+    """Raises ValueError for values that are none of such times."""
+    if not isinstance(document, dict) or document.keys() != {field.name for field in fields(MissTimes)}:
+        raise ValueError("miss_times has other fields than expected")
+    for name, value in document.items():
+        if name != "cpu" and not _is_count(value):
+            raise ValueError(f"{name} of miss_times is {value!r}")
+    return MissTimes(**document | {"cpu": _counts(document["cpu"])})
 
 
 def _pool(document: object) -> PoolPlan:

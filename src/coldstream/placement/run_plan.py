@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from coldstream.kernels.experts.split import MissTimes
 from coldstream.placement.plan import PlacementPlan
 from coldstream.placement.pool_plan import PoolPlan
 
@@ -38,8 +39,8 @@ class RunPlan:
     threads: int  # of the CPU for computing; 0: the GPU holds all experts
     # Expected uses a step of each expert, [layers][experts]; None: nothing is known.
     uses: tuple[tuple[float, ...], ...] | None = None
-    # How many of a token's 0, 1, … missing experts the GPU reads over the bus; empty if none can be missing.
-    streamed: tuple[int, ...] = ()
+    # What a missing expert takes, by which the bus and the CPU share; None: the GPU reads none over the bus.
+    miss_times: MissTimes | None = None
     prefetch: int = 0  # experts of a layer that the GPU fetches before its router has run, at most
     prefetch_bytes: int = 0  # most of the ring that their places take; prefill uses all of it
     layers_ahead: int = 0  # the number of layers from the router that guesses them to theirs
@@ -53,7 +54,7 @@ class RunPlan:
 
     def __post_init__(self) -> None:
         model = self.placement.model
-        if min(*(getattr(self, name) for name in COUNTS), *self.streamed, 0) < 0:
+        if min(getattr(self, name) for name in COUNTS) < 0:
             raise ValueError("a number below 0")
         if self.prefetch_bytes > self.placement.ring_bytes:
             raise ValueError(
@@ -73,8 +74,6 @@ class RunPlan:
             raise ValueError(f"tree_budget: no room for the rows of {self.tree_budget or 1} nodes and a root")
         if self.pool is not None:
             self._check_pool(self.pool)
-        if any(count > misses for misses, count in enumerate(self.streamed)):
-            raise ValueError("more experts are streamed than are missing")
         if self.uses is not None:
             shape = [len(row) for row in self.uses]
             if shape != [model.num_experts] * model.num_layers:
@@ -91,7 +90,7 @@ class RunPlan:
             raise ValueError("a pool in RAM for other layers than those that may miss an expert")
         if any(ids and ids[-1] >= placement.model.num_experts for ids in pool.loaded):
             raise ValueError(f"an expert in RAM from {placement.model.num_experts} on")
-        if self.prefetch or any(self.streamed):
+        if self.prefetch or self.miss_times is not None:
             raise ValueError("experts over the bus from memory that a pool does not keep in place")
 
     @property

@@ -14,7 +14,8 @@ how many nodes pay.
 """
 
 from bisect import bisect_left
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
+from collections.abc import Sequence as Listed
 from contextlib import closing
 from math import inf, isfinite, log
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ from typing import Any, Protocol
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.decoding.tree_builder import NO_CANDIDATES, Candidates, Path, build_tree
 from coldstream.errors import ColdstreamError, GenerationFault
+from coldstream.kernels.rounds.reference import Accepted, RoundText
+from coldstream.kvcache import Sequence
 
 State = Any  # a row's hidden state, as the block keeps it
 
@@ -40,7 +43,7 @@ class DraftBlock(Protocol):
     def keep(self, hidden: Any) -> list[State]:
         """Copies of hidden states [rows, E] that a runner returned, one for each row."""
 
-    def append(self, token_ids: Sequence[int], states: Sequence[State]) -> None:
+    def append(self, token_ids: Listed[int], states: Listed[State]) -> None:
         """Appends at least one row and at most `room`: each a token, and the state before it.
 
         Raises a ColdstreamError for states that are not finite, and if it fails, with no row appended.
@@ -53,8 +56,27 @@ class DraftBlock(Protocol):
         in between do not count, and are gone when the generator is closed. Raises as `append`.
         """
 
+    def begin_rounds(self, sequence: Sequence, text: RoundText) -> "DeviceRounds | None":
+        """Rounds of a text after the last row, its root, where the block's device runs them by itself.
+
+        sequence: the model's, which holds the text but the root. None if there are none for it.
+        """
+
     def cut(self, length: int) -> None:
         """Forgets all rows but the first `length`."""
+
+
+class DeviceRounds(Protocol):
+    """See `models.cuda_rounds.TextRounds`."""
+
+    def launch(self) -> None:
+        """Queue a round."""
+
+    def take(self) -> Accepted:
+        """Wait for the oldest round."""
+
+    def end(self) -> int:
+        """Wait for all; how many rows the model's sequence and the block have more than before."""
 
 
 class MtpDrafter:
@@ -117,7 +139,7 @@ class MtpDrafter:
             self._skip(last)
         self._length = length
 
-    def extend(self, token_ids: Sequence[int], hidden: Any) -> None:
+    def extend(self, token_ids: Listed[int], hidden: Any) -> None:
         """See `Drafter`."""
         first, self._length = self._length, self._length + len(token_ids)
         if self._is_off or not token_ids:
@@ -137,19 +159,44 @@ class MtpDrafter:
             del self._states[:too_many]
         self._states += self._block.keep(hidden)
 
-    def propose(self, context: Sequence[int], budget: int) -> TokenTree:
+    def propose(self, context: Listed[int], budget: int) -> TokenTree:
         """See `Drafter`. NO_DRAFT too for a context that is not one token longer than what was told."""
-        if self._is_off or not self._states or len(context) != self._length + 1:
-            return NO_DRAFT
-        self._take_root_back()
         try:
-            self._block.append([*self._tokens, context[-1]], self._states)
-            self._root, self._end = context[-1], self._length
-            self._tokens, self._states = [], self._states[-1:]
-            return self._drafted(budget)
+            return self._drafted(budget) if self._catch_up(context) else NO_DRAFT
         except ColdstreamError:
             self._turn_off()
             return NO_DRAFT
+
+    def begin_rounds(self, context: Listed[int], sequence: Sequence, text: RoundText) -> DeviceRounds | None:
+        """Rounds after `context`, see `propose` and `DraftBlock`; unless None, `end_rounds` has to follow.
+
+        Raises DeviceError if they cannot be begun, with `sequence` empty.
+        """
+        try:
+            is_known = self._catch_up(context)
+        except ColdstreamError:
+            self._turn_off()
+            return None
+        return self._block.begin_rounds(sequence, text) if is_known else None
+
+    def end_rounds(self, num_rows: int) -> None:
+        """Rounds have ended after so many rows: tokens that the model has computed, as has the block."""
+        self._forget_waiting()
+        self._length += num_rows
+        self._end += num_rows
+        self._take_root_back()
+
+    def _catch_up(self, context: Listed[int]) -> bool:
+        """Computes the rows that wait, with the last of `context` as root; whether the block knows the state
+        before it. Raises as `append`.
+        """
+        if self._is_off or not self._states or len(context) != self._length + 1:
+            return False
+        self._take_root_back()
+        self._block.append([*self._tokens, context[-1]], self._states)
+        self._root, self._end = context[-1], self._length
+        self._tokens, self._states = [], self._states[-1:]
+        return True
 
     def _drafted(self, budget: int) -> TokenTree:
         with closing(self._block.chain(min(self._max_steps, budget))) as steps:

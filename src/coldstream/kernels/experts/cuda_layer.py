@@ -54,7 +54,15 @@ def all_experts_grouped(
 ) -> None:
     """`all_experts_few` with `experts_grouped_cuda`."""
     matrices = _matrices(weights, has_shared=outs.shared is not None)
-    experts_grouped.experts_grouped_cuda(matrices, chosen, hidden, outs, activations=x.quantised, x=x.values)
+    experts_grouped.experts_grouped_cuda(
+        matrices, chosen, hidden, outs, activations=x.quantised, x=x.values,
+        item_rows=item_rows_of(stacks_of(weights)),
+    )  # fmt: skip
+
+
+def item_rows_of(stacks: Stacks) -> int:
+    """The pairs of an expert that a block takes together: more where each read may go over the bus."""
+    return experts_grouped.MAX_ITEM_ROWS if stacks[0].is_partial else experts_grouped.ITEM_ROWS
 
 
 def _matrices(weights: ExpertWeights, *, has_shared: bool) -> experts_few.ExpertMatrices:
@@ -78,9 +86,8 @@ def gate_up_many(
     gate, up, down = stacks
     ffn_size, hidden_size = gate.rows, gate.cols
     tables = experts_many.ExpertTables(gate.addresses, up.addresses, down.addresses)
-    first, second, last = _tilings(ids, stacks)
-    tile_tokens = min(first.tokens, second.tokens, last.tokens)
-    experts_many.plan_tiles(ids.numel(), tables, groups, tile_tokens)
+    first, second, _ = _tilings(ids.numel(), stacks)
+    experts_many.plan_tiles(ids.numel(), tables, groups, tile_tokens(ids.numel(), stacks))
     if len(outs) == 1:
         experts_many.experts_gate_up_many(x[0], tables, first, ffn_size, hidden_size, groups, outs[0])
         return
@@ -98,15 +105,20 @@ def down_many(
     routed: torch.Tensor,
 ) -> None:
     """The down products of the tiles of `groups`: hidden [T · K, F] by place → float32 `routed` [T, K, E]."""
-    tiling, down = _tilings(ids, stacks)[-1], stacks[-1]
+    tiling, down = _tilings(ids.numel(), stacks)[-1], stacks[-1]
     experts_many.experts_product_many(
         hidden, down.addresses, tiling, down.rows, down.cols, groups, routed, by_token=False
     )
 
 
-def _tilings(ids: torch.Tensor, stacks: Sequence[ExpertTable]) -> tuple[Tiling, ...]:
+def tile_tokens(num_pairs: int, stacks: Stacks) -> int:
+    """The pairs of an expert that the kernels for many rows take together."""
+    return min(tiling.tokens for tiling in _tilings(num_pairs, stacks))
+
+
+def _tilings(num_pairs: int, stacks: Sequence[ExpertTable]) -> tuple[Tiling, ...]:
     types = [stack.quant_type for stack in stacks]
-    return experts_many.choose_tilings(ids.numel(), len(stacks[0].addresses), *types)
+    return experts_many.choose_tilings(num_pairs, len(stacks[0].addresses), *types)
 
 
 def experts_of_values(

@@ -17,7 +17,6 @@ from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.products import CudaProducts
 from coldstream.kernels.dequantize.cuda import dequantize_matrices_cuda
 from coldstream.kernels.experts.cuda import PairRows
-from coldstream.kernels.experts.cuda_grouped import MAX_GROUPED_ROWS as MAX_LAUNCH_ROWS
 from coldstream.kernels.experts.cuda_grouped import ChosenIds
 from coldstream.kernels.experts.cuda_layer import (
     Stacks,
@@ -27,10 +26,12 @@ from coldstream.kernels.experts.cuda_layer import (
     experts_of_values,
     gate_up_many,
     is_one_launch,
+    item_rows_of,
     stacks_of,
+    tile_tokens,
 )
 from coldstream.kernels.experts.cuda_many import Groups, group_pairs, max_tiles
-from coldstream.kernels.experts.partition import Sharing, partition_experts_cuda
+from coldstream.kernels.experts.partition import Sharing, begin_of, partition_experts_cuda
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import INTEGER_TYPES, activation_scale_size
 from coldstream.kernels.ops import ExpertWeights, Routing
@@ -42,6 +43,8 @@ from coldstream.kernels.swiglu.cuda import swiglu_cuda
 # Up to the first number of tokens each pair is computed on its own, up to the second one pairs of an expert
 # read it together in the launches for few, and beyond they are sorted for the tensor cores.
 MAX_PAIRWISE_ROWS, MAX_GROUPED_ROWS = 8, 16
+# The first one where experts may be read over the bus, which takes so long that no pair reads one again.
+MAX_PAIRWISE_BUS_ROWS = 1
 
 
 class Form(Enum):
@@ -53,16 +56,29 @@ class Form(Enum):
     FLOATS = auto()  # for types without a product kernel: token by token, over dequantised experts
 
     @classmethod
-    def of(cls, tokens: int, stacks: Stacks, *, by_pair: bool) -> "Form":
-        """The form for so many tokens; by_pair: whether pairs of an expert may have different addresses."""
+    def of(cls, tokens: int, stacks: Stacks) -> "Form":
+        """The form for so many tokens."""
         types = [stack.quant_type for stack in stacks]
         if not FEW_TYPES.issuperset(types):
             return cls.FLOATS
-        if tokens <= MAX_PAIRWISE_ROWS or not INTEGER_TYPES.issuperset(types):
+        if tokens <= _most_pairwise(stacks) or not INTEGER_TYPES.issuperset(types):
             return cls.FEW
-        if tokens <= (MAX_LAUNCH_ROWS if by_pair else MAX_GROUPED_ROWS):
-            return cls.GROUPED
-        return cls.FEW if by_pair else cls.MANY
+        return cls.GROUPED if tokens <= MAX_GROUPED_ROWS else cls.MANY
+
+
+def _most_pairwise(stacks: Stacks) -> int:
+    return MAX_PAIRWISE_BUS_ROWS if stacks[0].is_partial else MAX_PAIRWISE_ROWS
+
+
+def rows_per_read(tokens: int, num_ranks: int, stacks: Stacks) -> int:
+    """For how many of an expert's rows the kernels of a step read it once."""
+    match Form.of(tokens, stacks):
+        case Form.GROUPED:
+            return item_rows_of(stacks)
+        case Form.MANY:
+            return tile_tokens(tokens * num_ranks, stacks)
+        case _:
+            return 1
 
 
 @dataclass(frozen=True)
@@ -77,14 +93,10 @@ class _Grouped:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Inputs of a layer's routed experts, and memory for their outputs: `routed` float32 [T, K, E].
-
-    of_pairs: see `MoeKernels.outputs`.
-    """
+    """Inputs of a layer's routed experts, and memory for their outputs: `routed` float32 [T, K, E]."""
 
     x: Activations
     ids: torch.Tensor
-    of_pairs: ChosenIds | None
     routed: torch.Tensor
     form: Form
     grouped: _Grouped | None  # of MANY
@@ -133,27 +145,27 @@ class MoeKernels:
         if shared_gate is not None:
             gate, gate_weight = device.empty(num_rows, 1), as_floats(shared_gate)
         logits = device.empty(num_rows, weight.shape[0])
+        behind = sharing if num_rows > 1 else None  # for a launch behind the router's
         device.launch(
             router_few_cuda, x.values, as_floats(weight), gate_weight, ids, weights, gate, logits,
-            device.zeroed("router", 1), sharing, ahead,
+            device.zeroed("router", 1), begin_of(behind) if behind else sharing, ahead,
         )  # fmt: skip
+        if behind:
+            device.launch(partition_experts_cuda, ids, x.values, behind)
         return Routing(ids, weights, gate)
 
     def outputs(
-        self, x: Activations, ids: torch.Tensor, weights: ExpertWeights, of_pairs: ChosenIds | None = None
+        self, x: Activations, ids: torch.Tensor, weights: ExpertWeights
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Outputs of the routed experts [T, K, E], undefined where an address is 0, and of `shared`.
-
-        of_pairs: the experts of the pairs, if tables are by pair and `ids` are the pairs' places in them.
-        """
-        form = Form.of(len(ids), stacks_of(weights), by_pair=of_pairs is not None)
+        """Outputs of the routed experts [T, K, E], undefined where an address is 0, and of `shared`."""
+        form = Form.of(len(ids), stacks_of(weights))
         types = {Form.FEW: FEW_TYPES, Form.GROUPED: INTEGER_TYPES}.get(form)
         if types is not None and len(ids) <= MAX_PAIR_ROWS and is_one_launch(weights, types):
             routed, shared = self.device.empty(*ids.shape, x.shape[1]), self.device.empty(*x.shape)
-            self._few(Pairs(x, ids, of_pairs, routed, form, None), weights, shared)
+            self._few(Pairs(x, ids, routed, form, None), weights, shared)
             return routed, shared
         outputs = self.shared(x, weights)
-        pairs = self.pairs(x, ids, weights, of_pairs)
+        pairs = self.pairs(x, ids, weights)
         self.compute(pairs, weights, pairs.places)
         return pairs.routed, outputs
 
@@ -164,15 +176,13 @@ class MoeKernels:
         gate, up = self.device.linear(x, (weights.shared_gate, weights.shared_up))
         return self.device.linear(self.device.swiglu(gate, up), (weights.shared_down,))[0]
 
-    def pairs(
-        self, x: Activations, ids: torch.Tensor, weights: ExpertWeights, of_pairs: ChosenIds | None = None
-    ) -> Pairs:
+    def pairs(self, x: Activations, ids: torch.Tensor, weights: ExpertWeights) -> Pairs:
         """Memory for the routed experts of a layer; for MANY, queues the grouping of pairs by expert."""
         device, stacks = self.device, stacks_of(weights)
         routed = device.empty(*ids.shape, x.shape[1])
-        form = Form.of(len(ids), stacks, by_pair=of_pairs is not None)
+        form = Form.of(len(ids), stacks)
         if form is not Form.MANY:
-            return Pairs(x, ids, of_pairs, routed, form, None)
+            return Pairs(x, ids, routed, form, None)
         gate, up, down = stacks
         num_pairs, num_experts = ids.numel(), len(gate.addresses)
         groups = Groups(
@@ -187,7 +197,7 @@ class MoeKernels:
         products: tuple[torch.Tensor, ...] = (hidden.values,)
         if gate.quant_type != up.quant_type:
             products = (device.empty(*hidden.shape), device.empty(*hidden.shape))
-        return Pairs(x, ids, of_pairs, routed, form, _Grouped(groups, inputs, products, hidden))
+        return Pairs(x, ids, routed, form, _Grouped(groups, inputs, products, hidden))
 
     def compute(self, pairs: Pairs, weights: ExpertWeights, places: slice) -> None:
         """Computes the pairs whose experts have an address in `weights`; for MANY, all lie in `places`."""
@@ -213,7 +223,7 @@ class MoeKernels:
             None if shared is None else self.device.empty(len(ids), weights.shared_gate.shape[0]),
         )
         if pairs.form is Form.GROUPED:
-            chosen = pairs.of_pairs or ChosenIds(ids, len(weights.gate.addresses))
+            chosen = ChosenIds(ids, len(weights.gate.addresses))
             self.device.launch(all_experts_grouped, pairs.x, chosen, weights, hidden, outs)
         else:
             self.device.launch(all_experts_few, pairs.x, ids, weights, hidden, outs)

@@ -1,5 +1,5 @@
-// Chooses the place of each (token, expert) pair: a slot, host memory over the bus, or the CPU, which gets its
-// pairs through the mailbox. See partition.py.
+// Chooses the place of each expert that a step's tokens chose: a slot, host memory over the bus, or the CPU, which
+// gets its pairs through the mailbox. See partition.py.
 #pragma once
 
 #include "cuda/stamps.cuh"
@@ -8,6 +8,8 @@ namespace coldstream {
 
 constexpr int num_matrices = 3;  // gate, up, down
 constexpr int num_tallies = 3;
+constexpr int most_rows = 64;
+constexpr int most_ranks = 16;
 
 // One matrix of a layer's experts: addresses of slots by expert (0: none), and the device's address of the
 // mapping, or 0.
@@ -17,11 +19,21 @@ struct Stack {
   int64_t step;  // bytes from expert to expert of the mapping
 };
 
-// By pair: addresses of its matrices for the GPU (0: the CPU computes it), and the expert that the CPU
-// computes (−1: none).
-struct PairAddresses {
+// By expert that was chosen: addresses of its matrices for the GPU (0: the CPU computes it); by pair: the expert
+// that the CPU computes (−1: none).
+struct Places {
   int64_t* addresses[num_matrices];
   int* cpu_ids;
+};
+
+// What a missing expert takes, in nanoseconds; see split.py.
+struct MissTimes {
+  int bus;  // 0: the bus reads none
+  int answer;
+  int ahead;  // of the bus when the CPU begins
+  int bus_left, cpu_left;  // in 1024ths
+  int cpu[most_rows];      // of 1, 2, … rows
+  int streamed[most_ranks + 1];  // how many of one token's n missing experts are read over the bus
 };
 
 // See csrc/hybrid/expert_server.h.
@@ -52,12 +64,13 @@ struct PrefetchNotes {
 
 struct Sharing {
   Stack matrix[num_matrices];
-  const int* streamed;  // [ranks + 1]: how many of a token's n missing experts are read over the bus
-  PairAddresses pairs;
+  const MissTimes* times;
+  Places places;
   Mailbox box;
   int* used;            // [tokens, ranks]: all experts of the layer's tokens, for the cache of slots
   LayerStamps* stamps;  // or null
   uint32_t request;     // for the CPU: the layer and the number of rows; 0: nothing is shared out
+  int rows_per_read;    // of an expert that is read over the bus
   Prefetched prefetched;
   PrefetchNotes notes;
 
@@ -124,7 +137,7 @@ __device__ __forceinline__ bool find_prefetched(const Sharing& sharing, int id,
   return false;
 }
 
-// By a block, after all warps have shared out their tokens: counts the experts in places that are filled next,
+// By a block, after all pairs have been shared out: counts the experts in places that are filled next,
 // and clears their keys. The places are filled after this kernel has ended.
 __device__ __forceinline__ void make_room(const Sharing& sharing) {
   const PrefetchNotes& notes = sharing.notes;
@@ -139,59 +152,63 @@ __device__ __forceinline__ void make_room(const Sharing& sharing) {
   if (threadIdx.x == 0) *reinterpret_cast<volatile uint32_t*>(notes.reached) = sharing.layer() + 1;
 }
 
-// Writes the place of the lane's pair for the GPU and for the CPU.
-__device__ __forceinline__ void place_pair(const Sharing& sharing, int pair, int id,
-                                           const int64_t (&addresses)[num_matrices], int cpu_id) {
+// The addresses of an expert's slot or of the place where it has been prefetched. False if there is neither.
+__device__ __forceinline__ bool find_on_device(const Sharing& sharing, int id, int64_t (&addresses)[num_matrices]) {
 #pragma unroll
-  for (int i = 0; i < num_matrices; i++) sharing.pairs.addresses[i][pair] = addresses[i];
-  sharing.pairs.cpu_ids[pair] = sharing.box.ids[pair] = cpu_id;
+  for (int i = 0; i < num_matrices; i++) addresses[i] = sharing.matrix[i].slots[id];
+  const bool has_slot = addresses[0] != 0 && addresses[1] != 0 && addresses[2] != 0;
+  return has_slot || find_prefetched(sharing, id, addresses);
+}
+
+// Of a missing expert, over the bus or, for the CPU, 0.
+__device__ __forceinline__ void find_elsewhere(const Sharing& sharing, int id, bool is_on_cpu,
+                                               int64_t (&addresses)[num_matrices]) {
+#pragma unroll
+  for (int i = 0; i < num_matrices; i++)
+    addresses[i] = is_on_cpu ? 0 : sharing.matrix[i].mapped + id * sharing.matrix[i].step;
+}
+
+__device__ __forceinline__ void place_expert(const Sharing& sharing, int id,
+                                             const int64_t (&addresses)[num_matrices]) {
+#pragma unroll
+  for (int i = 0; i < num_matrices; i++) sharing.places.addresses[i][id] = addresses[i];
+}
+
+// Writes for the lane's pair what the CPU has to know.
+__device__ __forceinline__ void place_pair(const Sharing& sharing, int pair, int id, bool is_on_cpu) {
+  sharing.places.cpu_ids[pair] = sharing.box.ids[pair] = is_on_cpu ? id : -1;
   sharing.used[pair] = id;
 }
 
-// Shares out the pairs of a token by one warp, whose lane k has the id of rank k. If the CPU computes any of
+// Shares out the pairs of the only token by one warp, whose lane k has the id of rank k. If the CPU computes any of
 // them, sends it the token's x and returns true in all lanes.
-__device__ __forceinline__ bool share_out(const Sharing& sharing, int token, int id, int num_ranks,
-                                          const float* x, int cols) {
-  const int lane = threadIdx.x % warp_size, pair = token * num_ranks + lane;
+__device__ __forceinline__ bool share_out(const Sharing& sharing, int id, int num_ranks, const float* x, int cols) {
+  const int lane = threadIdx.x % warp_size;
   const bool exists = lane < num_ranks;
-  int64_t slots[num_matrices] = {};
-  if (exists) {
-#pragma unroll
-    for (int i = 0; i < num_matrices; i++) slots[i] = sharing.matrix[i].slots[id];
-  }
-  bool is_missing = exists && (slots[0] == 0 || slots[1] == 0 || slots[2] == 0);
-  // A separate path for the most frequent case.
-  if (!__any_sync(all_lanes, is_missing)) {
-    if (exists) place_pair(sharing, pair, id, slots, -1);
-    return false;
-  }
-  if (is_missing) is_missing = !find_prefetched(sharing, id, slots);
+  int64_t addresses[num_matrices] = {};
+  const bool is_missing = exists && !find_on_device(sharing, id, addresses);
   const uint32_t missing = __ballot_sync(all_lanes, is_missing);
   const int before = __popc(missing & ((1u << lane) - 1));
   bool is_on_cpu = is_missing;
   if (missing != 0 && sharing.matrix[0].mapped != 0) {
-    is_on_cpu = is_missing && before >= sharing.streamed[__popc(missing)];
+    is_on_cpu = is_missing && before >= sharing.times->streamed[__popc(missing)];
   }
+  if (is_missing) find_elsewhere(sharing, id, is_on_cpu, addresses);
   if (exists) {
-    if (is_missing) {
-#pragma unroll
-      for (int i = 0; i < num_matrices; i++) {
-        slots[i] = is_on_cpu ? 0 : sharing.matrix[i].mapped + id * sharing.matrix[i].step;
-      }
-    }
-    place_pair(sharing, pair, id, slots, is_on_cpu ? id : -1);
+    place_expert(sharing, id, addresses);
+    place_pair(sharing, lane, id, is_on_cpu);
   }
   const uint32_t on_cpu = __ballot_sync(all_lanes, is_on_cpu);
   if (sharing.stamps && lane == 0 && missing != on_cpu) {
     add_up(&sharing.stamps->router.pairs, __popc(missing & ~on_cpu));
   }
   if (on_cpu == 0) return false;
-  send_row(x, sharing.box.x + int64_t(token) * cols, cols);
+  send_row(x, sharing.box.x, cols);
   __threadfence_system();
   return true;
 }
 
-// By one thread, after all warps have shared out their tokens.
+// By one thread, after all pairs have been shared out.
 __device__ __forceinline__ void ask_the_cpu(const Sharing& sharing) {
   store_relaxed_system(sharing.box.done, 0);
   store_release_system(sharing.box.request, sharing.request);

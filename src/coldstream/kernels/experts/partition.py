@@ -1,8 +1,8 @@
-"""The place where each (token, expert) pair is computed, chosen on the device in one launch.
+"""The place where each expert of a step is computed, chosen on the device.
 
-A pair goes to exactly one place: *resident*, a slot in the device's memory; *streamed*, host memory that the
-GPU reads over the bus; or the *CPU*. Of a token's n missing experts, those of the first ranks are streamed; n
-alone decides how many.
+All pairs of an expert go to the same place: *resident*, a slot in the device's memory; *streamed*, host
+memory that the GPU reads over the bus; or the *CPU*. `split.py` says which missing experts are streamed. The
+pairs of one token are shared out by its router's launch, those of several by a launch of their own.
 """
 
 import ctypes
@@ -14,12 +14,12 @@ import torch
 
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, ROWS_SHIFT, Mailbox
-from coldstream.kernels.experts.shapes import MATRICES
+from coldstream.kernels.experts.shapes import MATRICES, MAX_EXPERTS, MAX_RANKS
+from coldstream.kernels.experts.split import NUM_WORDS
 from coldstream.kernels.experts.table import ExpertTable
 
 PROGRAM = CudaProgram(Path(__file__).with_name("partition.cu"), ("partition_experts",))
 THREADS = 1024
-MAX_RANKS = 16
 
 
 class Stack(ctypes.Structure):
@@ -28,7 +28,7 @@ class Stack(ctypes.Structure):
     _fields_ = (("slots", ctypes.c_void_p), ("mapped", ctypes.c_int64), ("step", ctypes.c_int64))
 
 
-class _PairAddresses(ctypes.Structure):
+class _Places(ctypes.Structure):
     _fields_ = (("addresses", ctypes.c_void_p * MATRICES), ("cpu_ids", ctypes.c_void_p))
 
 
@@ -64,24 +64,25 @@ class Sharing(ctypes.Structure):
 
     _fields_ = (
         ("matrix", Stack * MATRICES),
-        ("streamed", ctypes.c_void_p),
-        ("pairs", _PairAddresses),
+        ("times", ctypes.c_void_p),
+        ("places", _Places),
         ("box", _Mailbox),
         ("used", ctypes.c_void_p),
         ("stamps", ctypes.c_void_p),
         ("request", ctypes.c_uint32),
+        ("rows_per_read", ctypes.c_int32),
         ("prefetched", Prefetched),
         ("notes", PrefetchNotes),
     )
 
 
 @dataclass(frozen=True)
-class PairAddresses:
-    """Where the pairs of a step are computed, T ≤ MAX_MAILBOX_ROWS.
+class Places:
+    """Where the experts of a step are computed, T ≤ MAX_MAILBOX_ROWS.
 
-    addresses: int64 [3, T, K], of gate, up and down for the GPU, 0 for the CPU's pairs; cpu_ids: int32
-    [T, K], the experts that the CPU computes, −1 for the GPU's pairs; stamps: int64 [WORDS] for the times of
-    the layer (`stamps.py`), or None.
+    addresses: int64 [3, experts], of gate, up and down for the GPU, 0 for the CPU's experts, undefined for
+    those that no token chose; cpu_ids: int32 [T, K], the experts that the CPU computes, −1 for the GPU's
+    pairs; stamps: int64 [WORDS] for the times of the layer (`stamps.py`), or None.
     """
 
     addresses: torch.Tensor
@@ -96,40 +97,54 @@ def stack_of(table: ExpertTable) -> Stack:
 
 def sharing_of(
     stacks: Sequence[ExpertTable],
-    streamed: torch.Tensor,
+    times: torch.Tensor,
     mailbox: Mailbox,
     layer: int,
-    pair_addresses: PairAddresses,
+    places: Places,
     used: torch.Tensor,
     prefetched: Prefetched | None = None,
     notes: PrefetchNotes | None = None,
+    rows_per_read: int = 1,
 ) -> Sharing:
     """The argument of kernels that share out a layer's pairs.
 
-    stacks: gate, up, down of the layer, with the addresses of slots; streamed: int32 [K + 1] on the device,
-    how many of a token's n missing experts the GPU reads over the bus, if they are mapped; used: int32 [rows,
-    K] on the device, at least T rows, where all ids are noted. ValueError for sizes out of range.
+    stacks: gate, up, down of the layer, with the addresses of slots; times: int32 [NUM_WORDS] on the device,
+    `MissTimes.words`, or 0 if the GPU reads none over the bus; used: int32 [rows, K] on the device, at least
+    T rows, where all ids are noted; rows_per_read: as many of an expert's rows as one read over the bus is
+    for. ValueError for sizes out of range.
     """
-    _, tokens, ranks = pair_addresses.addresses.shape
-    if not 0 < tokens <= MAX_MAILBOX_ROWS or ranks > MAX_RANKS or len(streamed) < ranks + 1:
-        raise ValueError(f"{tokens} tokens of {ranks} experts: at most {MAX_MAILBOX_ROWS} of {MAX_RANKS}")
+    tokens, ranks = places.cpu_ids.shape
+    num_experts = len(stacks[0].addresses)
+    if not 0 < tokens <= MAX_MAILBOX_ROWS or ranks > MAX_RANKS or num_experts > MAX_EXPERTS:
+        raise ValueError(
+            f"{tokens} tokens of {ranks} of {num_experts} experts: "
+            f"at most {MAX_MAILBOX_ROWS}, {MAX_RANKS} and {MAX_EXPERTS}"
+        )
+    if tuple(places.addresses.shape) != (MATRICES, num_experts) or len(times) != NUM_WORDS:
+        raise ValueError(f"places and times of {num_experts} experts have other shapes")
     if len(used) < tokens or used.shape[1] != ranks:
         raise ValueError(f"ids of {tokens} tokens and {ranks} ranks do not fit into {tuple(used.shape)}")
     parts = (mailbox.request, mailbox.done, mailbox.x, mailbox.ids)
     return Sharing(
         (Stack * MATRICES)(*map(stack_of, stacks)),
-        streamed.data_ptr(),
-        _PairAddresses(
-            (ctypes.c_void_p * MATRICES)(*(matrix.data_ptr() for matrix in pair_addresses.addresses)),
-            pair_addresses.cpu_ids.data_ptr(),
+        times.data_ptr(),
+        _Places(
+            (ctypes.c_void_p * MATRICES)(*(matrix.data_ptr() for matrix in places.addresses)),
+            places.cpu_ids.data_ptr(),
         ),
         _Mailbox(*(part.data_ptr() for part in parts)),
         used.data_ptr(),
-        None if pair_addresses.stamps is None else pair_addresses.stamps.data_ptr(),
+        None if places.stamps is None else places.stamps.data_ptr(),
         (layer + 1) | tokens << ROWS_SHIFT,
+        rows_per_read,
         prefetched or Prefetched(),
         notes or PrefetchNotes(),
     )
+
+
+def begin_of(sharing: Sharing) -> Sharing:
+    """For the router of several tokens, whose pairs the launch behind it shares out by `sharing`."""
+    return Sharing(stamps=sharing.stamps)
 
 
 def partition_experts_cuda(topk_ids: torch.Tensor, x: torch.Tensor, sharing: Sharing) -> None:

@@ -9,7 +9,8 @@ import torch
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
-from coldstream.kernels.experts.partition import MAX_RANKS, Sharing
+from coldstream.kernels.experts.partition import Sharing
+from coldstream.kernels.experts.shapes import MAX_RANKS
 from coldstream.kernels.rms_norm.cuda import Norm, NormOutputs
 
 MAX_TOKENS = 8  # in the single launch
@@ -161,8 +162,9 @@ def router_few_cuda(
 ) -> None:
     """Products, softmax, the K largest and their renormalisation, for up to 8 tokens.
 
-    With `sharing`, also shares the chosen experts out like `partition_experts_cuda`. With `ahead`, also
-    writes its guess. With `norm`, first writes x, and what else that says.
+    With `sharing`, also shares the chosen experts of a single token out like `partition_experts_cuda`; if it
+    is `begin_of` one, notes when the router begins. With `ahead`, also writes its guess.
+    With `norm`, first writes x, and what else that says.
 
     x float32 [T, E] with any row stride; weight float32 [experts, E] and the shared expert's gate
     shared_weight [1, E], contiguous. Writes int32 topk_ids [T, K], float32 topk_weights [T, K] and
@@ -173,6 +175,8 @@ def router_few_cuda(
     num_experts = weight.shape[0]
     if num_tokens > MAX_TOKENS or (shared_weight is None) != (shared_gate is None) or x.stride(1) != 1:
         raise ValueError(f"not a router's arguments: {num_tokens} tokens (at most {MAX_TOKENS})")
+    if sharing is not None and sharing.request and num_tokens != 1:
+        raise ValueError(f"pairs of {num_tokens} tokens are shared out by a launch of their own")
     per_lane = _experts_per_lane(num_experts, topk_ids, topk_weights)
     if num_tokens == 0:
         return

@@ -142,7 +142,8 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const No
 }
 
 // Up to 8 tokens. grid (ceil((num_experts + 1) / shares.num_rows)), with 2 · num_experts + 1 where there is a later
-// layer. Each block computes the products of its rows; the last one to finish chooses and shares the pairs out.
+// layer. Each block computes the products of its rows; the last one to finish chooses, and shares the pairs of a
+// single token out.
 // With `norms`, x is written here, and x_stride is its columns.
 template <bool aligned, int per_lane, bool norms>
 __global__ void __launch_bounds__(block_threads)
@@ -178,7 +179,7 @@ __global__ void __launch_bounds__(block_threads)
     const int id = choose_experts<per_lane>(logits + place * weights.num_experts, weights.num_experts, scratch,
                                             {ids + place * out.count, kept + place * out.count, out.count});
     if (!is_guess && sharing.request) {
-      is_asked = share_out(sharing, place, id, out.count, x + int64_t(place) * x_stride, weights.cols);
+      is_asked = share_out(sharing, id, out.count, x, weights.cols);
     }
   }
   if (!sharing.request) return;

@@ -1,0 +1,35 @@
+"""Rounds whose drafts are written beforehand: for tests, and for models whose weights are random."""
+
+import torch
+
+from coldstream.kernels.rounds.cuda import RoundKernels
+from coldstream.models.cuda_mtp import CudaMtp
+from coldstream.models.cuda_rounds import CudaRounds
+
+
+class ScriptedRounds(CudaRounds):
+    """The block runs with all that it costs; its tokens are replaced by those of `script`.
+
+    script: int32 [positions, depths] on the device, the draft after a root at a position.
+    """
+
+    kind = "scripted round"
+
+    def __init__(self, rounds: CudaRounds, script: torch.Tensor) -> None:
+        super().__init__(rounds.loaded, rounds._steps, rounds._begin, rounds._make_room)
+        self.script = script
+
+    def extend_draft(self, kernels: RoundKernels, depth: int) -> None:
+        """See `CudaRounds`."""
+        super().extend_draft(kernels, depth)
+        arrays = self.memory.arrays
+        token = self.script[:, depth].index_select(0, arrays.state[:1])  # the root's position
+        arrays.model_columns[1 + depth : 2 + depth].copy_(token)
+
+
+def script_rounds(block: CudaMtp, num_positions: int, num_depths: int) -> torch.Tensor:
+    """Makes the block's rounds scripted ones; the script, to be written before each text."""
+    assert block.rounds is not None, "rounds need all experts on the device"
+    script = torch.zeros((num_positions, num_depths), dtype=torch.int32, device="cuda")
+    block.rounds = ScriptedRounds(block.rounds, script)
+    return script

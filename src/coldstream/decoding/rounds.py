@@ -1,0 +1,72 @@
+"""The speculative loop for a device that drafts, verifies and accepts by itself: rounds are launched before
+the host has seen what those before them gave.
+
+A round drafts a chain and keeps what agrees with the tokens that are chosen after it
+(`kernels/rounds/reference.py`). Each token is chosen from the logits after exactly the tokens before it, so
+the tokens are those of the plain loop. The device knows where a text ends by a token or by its length; where
+the host ends it otherwise, by a stop string or by closing, rounds in flight have kept tokens that it does not
+want, and the model goes back.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from coldstream.decoding.autoregressive import Continuation
+from coldstream.decoding.choice import Chosen, no_token
+from coldstream.kernels.rounds.reference import Accepted
+
+
+class Rounds(Protocol):
+    """Rounds after the last of some tokens, the root, which the model does not hold yet."""
+
+    def launch(self) -> None:
+        """Queue a round; at most two may be in flight. One after the end of the text does nothing."""
+
+    def take(self) -> Accepted:
+        """Wait for the oldest round in flight, and return what came of it."""
+
+    def end(self, num_kept: int) -> None:
+        """Wait for all rounds. The model then holds what it held before them, and so many tokens from the
+        root on.
+        """
+
+
+BeginRounds = Callable[[Sequence[int], int], Rounds | None]
+"""Begins rounds after all tokens so far, of which the model holds all but the last, with so many that may
+follow; None if there are none for this text.
+"""
+
+
+class RoundStatistics(Protocol):
+    """Is told what came of rounds; see `speculative.Drafts`."""
+
+    def accepted(self, num_drafted: int, num_accepted: int, seconds: float) -> None: ...
+
+
+def generate_in_rounds(
+    rounds: Rounds, tokens: Continuation, statistics: RoundStatistics, vocab_size: int
+) -> Iterator[Chosen]:
+    """Yield the tokens that follow `tokens`, which are appended to it, until generation ends.
+
+    The model holds all tokens but the last, now and when this iterator ends or is closed; if the token after
+    a row cannot be chosen, not that row either. Raises as `generate_tokens`.
+    """
+    num_kept, start = 0, time.perf_counter()
+    try:
+        rounds.launch()
+        while not tokens.has_ended:
+            if tokens.num_left > 1:
+                rounds.launch()
+            accepted = rounds.take()
+            now = time.perf_counter()
+            statistics.accepted(accepted.num_drafted, max(0, len(accepted.token_ids) - 1), now - start)
+            start = now
+            for token_id in accepted.token_ids:
+                tokens.append(token_id, vocab_size)
+                num_kept += 1
+                yield Chosen(token_id)
+            if accepted.fault:
+                raise no_token(accepted.fault, vocab_size, len(tokens.ids))
+    finally:
+        rounds.end(num_kept)

@@ -1,0 +1,103 @@
+"""How the missing experts of a step are shared out between the bus and the CPU. Pure, without tensors.
+
+Each missing expert is read once in a step, for all rows that chose it: by the GPU over the bus, which takes
+the same time for one row and for several, or by the CPU, which takes longer for several. So those of the most
+rows are the bus's. `partition.cuh` chooses the same on the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS
+
+WHOLE: Final = 1024  # of `MissTimes.bus_left` and `cpu_left`
+MAX_NS: Final = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class MissTimes:
+    """Times of an expert that is not in the GPU's memory, in nanoseconds.
+
+    bus: a read over the bus while the CPU reads too. cpu: the CPU's time for 1, 2, … MAX_MAILBOX_ROWS rows
+    of it while the bus is busy. answer: between the GPU's request and the CPU's first read, and back.
+    bus_left and cpu_left: what is left when the other side has ended takes so many 1024ths of its time, from
+    1 on. Creation raises ValueError for numbers out of range.
+    """
+
+    bus: int
+    cpu: tuple[int, ...]
+    answer: int = 0
+    bus_left: int = WHOLE
+    cpu_left: int = WHOLE
+
+    def __post_init__(self) -> None:
+        if len(self.cpu) != MAX_MAILBOX_ROWS:
+            raise ValueError(f"times of {len(self.cpu)} numbers of rows, not of {MAX_MAILBOX_ROWS}")
+        if not all(1 <= time <= MAX_NS for time in (self.bus, *self.cpu)) or not 0 <= self.answer <= MAX_NS:
+            raise ValueError("a time of a missing expert that is no number of nanoseconds up to two seconds")
+        if not all(1 <= share <= WHOLE for share in (self.bus_left, self.cpu_left)):
+            raise ValueError(f"what is left takes from 1 to {WHOLE} 1024ths of its time")
+
+    def nanoseconds(self, by_bus: Sequence[int], by_cpu: Sequence[int], rows_per_read: int = 1) -> int:
+        """Until all are computed, from the numbers of rows of each.
+
+        rows_per_read: of an expert that is read over the bus, the rows that one read is for.
+        """
+        bus = self.bus * sum(-(-rows // rows_per_read) for rows in by_bus)
+        return self._together(bus, sum(self.cpu[rows - 1] for rows in by_cpu), waits=bool(by_cpu))
+
+    def _together(self, bus: int, cpu: int, *, waits: bool) -> int:
+        if not waits:
+            return bus * self.bus_left // WHOLE
+        bus = max(0, bus - self._ahead)
+        both = min(bus, cpu)
+        left = (bus - both) * self.bus_left + (cpu - both) * self.cpu_left
+        return self.answer + both + left // WHOLE
+
+    @property
+    def _ahead(self) -> int:
+        """What the bus has done before the CPU begins, in time beside the CPU."""
+        return min(self.answer * WHOLE // self.bus_left, MAX_NS)
+
+    def num_streamed(self, rows: Sequence[int], rows_per_read: int = 1) -> int:
+        """How many experts the bus reads, those of the most rows first: the fastest way, and the least such.
+
+        rows: of each missing expert, from 1 to MAX_MAILBOX_ROWS, in any order.
+        """
+        ordered = sorted(rows, reverse=True)
+        bus, cpu = 0, sum(self.cpu[count - 1] for count in ordered)
+        best, best_time = 0, self._together(0, cpu, waits=bool(ordered))
+        for number, count in enumerate(ordered, start=1):
+            bus += self.bus * -(-count // rows_per_read)
+            cpu -= self.cpu[count - 1]
+            time = self._together(bus, cpu, waits=number < len(ordered))
+            if time < best_time:
+                best, best_time = number, time
+        return best
+
+    def by_misses(self, most: int) -> tuple[int, ...]:
+        """How many of one row's 0, 1, … `most` missing experts the bus reads."""
+        return tuple(self.num_streamed([1] * misses) for misses in range(most + 1))
+
+    def words(self) -> tuple[int, ...]:
+        """As `MissTimes` of partition.cuh has them."""
+        times = self.bus, self.answer, self._ahead, self.bus_left, self.cpu_left
+        return *times, *self.cpu, *self.by_misses(MAX_RANKS)
+
+
+NUM_WORDS: Final = 5 + MAX_MAILBOX_ROWS + MAX_RANKS + 1
+
+
+def streamed_experts(
+    topk_ids: Sequence[Sequence[int]], missing: Sequence[int], times: MissTimes, rows_per_read: int = 1
+) -> set[int]:
+    """Those of the `missing` experts that the bus reads in a step with these choices of its rows.
+
+    Of experts that equally many rows chose, those come first whose first pair of a row and a rank does.
+    """
+    pairs = [expert for row in topk_ids for expert in row]
+    chosen = [expert for expert in dict.fromkeys(pairs) if expert in set(missing)]
+    rows = {expert: pairs.count(expert) for expert in chosen}
+    count = times.num_streamed(list(rows.values()), rows_per_read)
+    return set(sorted(chosen, key=lambda expert: -rows[expert])[:count])

@@ -1,0 +1,133 @@
+"""The decisions of `reference.py` on the device, over memory that a captured round reads and writes."""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.ops import MAX_TREE_ROWS
+from coldstream.kernels.rounds.reference import NUM_COLUMNS, RoundState
+from coldstream.kernels.sample.admit import MAX_ENDS
+from coldstream.kernels.sample.cuda import SETTINGS_WORDS
+
+MAX_ROUND_ROWS = MAX_TREE_ROWS
+RESULT_WORDS = 2  # before the tokens of a result: how many there are, and the fault
+THREADS = 32
+PROGRAM = CudaProgram(
+    Path(__file__).with_name("rounds.cu"), ("extend_draft", "write_model_rows", "accept_rows")
+)
+
+
+class DeviceState(ctypes.Structure):
+    """`RoundState` of rounds.cu."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32)
+        for name in (
+            *("length", "block_length", "left", "root"),
+            *("last_row", "state_id", "block_state_id", "num_ends"),
+        )
+    )
+
+
+class Round(ctypes.Structure):
+    """`Round` of rounds.cu."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("state", "model_rows", "block_rows", "link_row", "kept", "count", "first"),
+                *("settings", "chosen", "ends", "candidate", "result"),
+            )
+        ),
+        ("num_rows", ctypes.c_int32),
+    )
+
+
+STATE_WORDS = ctypes.sizeof(DeviceState) // 4
+
+
+class RoundArrays:
+    """Everything that rounds of up to MAX_ROUND_ROWS rows read and write, int32 in one piece of memory.
+
+    The memory, [`num_values`], is the host's or a device's. In front are the tables of blocks, then what the
+    host writes once for a text, `num_written` in all, then what only the device writes.
+    """
+
+    def __init__(self, memory: Any, num_blocks: int) -> None:
+        """num_blocks: of a sequence, at most."""
+        self._memory, self._end = memory, 0
+        self.table, self.block_table = self._next(num_blocks), self._next(num_blocks)
+        self.state = self._next(STATE_WORDS)
+        self.kept, self.sources = self._next(MAX_ROUND_ROWS), self._next(MAX_ROUND_ROWS)
+        self.settings = self._next(MAX_ROUND_ROWS * SETTINGS_WORDS).reshape(MAX_ROUND_ROWS, SETTINGS_WORDS)
+        self.ends = self._next(MAX_ENDS)
+        self.num_written = self._end
+        self.model_columns = self._next(NUM_COLUMNS * MAX_ROUND_ROWS)
+        self.block_columns = self._next(NUM_COLUMNS * MAX_ROUND_ROWS)
+        self.link_columns = self._next(NUM_COLUMNS)
+        self.count, self.first = self._next(1), self._next(1)
+        self.chosen = self._next(2 * MAX_ROUND_ROWS).reshape(MAX_ROUND_ROWS, 2)
+        self.result = self._next(RESULT_WORDS + MAX_ROUND_ROWS)
+
+    @staticmethod
+    def num_values(num_blocks: int) -> int:
+        """int32 values for sequences of up to `num_blocks` blocks."""
+        per_row = 2 + SETTINGS_WORDS + 2 * NUM_COLUMNS + 2 + 1
+        single = STATE_WORDS + MAX_ENDS + NUM_COLUMNS + 2 + RESULT_WORDS
+        return 2 * num_blocks + per_row * MAX_ROUND_ROWS + single
+
+    @property
+    def last_row(self) -> Any:
+        """[1], the row that was kept last."""
+        at: int = DeviceState.last_row.offset // 4
+        return self.state[at : at + 1]
+
+    @property
+    def state_id(self) -> Any:
+        """[1], the recurrent state of the model's sequence."""
+        at: int = DeviceState.state_id.offset // 4
+        return self.state[at : at + 1]
+
+    def write_state(self, state: RoundState, state_id: int, block_state_id: int, num_ends: int) -> None:
+        """Writes the state before the first round; only to memory of the host."""
+        values = (state.length, state.block_length, state.left, state.root)
+        self.state[:] = (*values, 0, state_id, block_state_id, num_ends)
+
+    def _next(self, count: int) -> Any:
+        first, self._end = self._end, self._end + count
+        return self._memory[first : self._end]
+
+
+class RoundKernels:
+    """Launches the decisions of rounds of `num_rows` rows, over arrays on the device.
+
+    candidate: int32 [1], the likeliest token after the last row of the block that was computed.
+    """
+
+    def __init__(self, arrays: RoundArrays, num_rows: int, candidate: torch.Tensor) -> None:
+        assert 2 <= num_rows <= MAX_ROUND_ROWS, "a round has a root, a draft, and no more rows than a tree"
+        parts = (
+            *(arrays.state, arrays.model_columns, arrays.block_columns, arrays.link_columns, arrays.kept),
+            *(arrays.count, arrays.first, arrays.settings, arrays.chosen, arrays.ends, candidate),
+            arrays.result,
+        )
+        self._round = Round(*(part.data_ptr() for part in parts), num_rows)
+
+    def extend_draft(self, depth: int) -> None:
+        """Token number `depth` of the draft, and the link's row after it; see `link_row`."""
+        self._launch("extend_draft", depth)
+
+    def write_model_rows(self) -> None:
+        """See `model_rows`; the settings of the sampler get the positions of the tokens after them."""
+        self._launch("write_model_rows")
+
+    def accept_rows(self) -> None:
+        """See `accept` and `block_rows`; the tokens go into `result`, behind their number and the fault."""
+        self._launch("accept_rows")
+
+    def _launch(self, kernel: str, *args: int) -> None:
+        PROGRAM.kernel(kernel).launch((1, 1, 1), THREADS, (self._round, *args))

@@ -1,0 +1,157 @@
+"""Rounds give the plain loop's tokens, whatever they draft, and leave the same model."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coldstream.decoding import Continuation, SamplingParams, TokenChooser, generate_in_rounds
+from coldstream.errors import GenerationFault
+from coldstream.kernels.rounds.reference import Accepted, RoundState, accept
+
+VOCAB = 4  # so few that random drafts are often right
+ENDS = frozenset({3})
+PARAMS = SamplingParams(temperature=1.0)
+
+
+def logits_after(token_ids: Sequence[int], dies_at: int | None) -> np.ndarray:
+    values = np.random.default_rng(list(token_ids)).normal(size=VOCAB).astype(np.float32)
+    if len(token_ids) == dies_at:
+        values[3] = np.nan
+    return values
+
+
+def chosen_after(token_ids: Sequence[int], dies_at: int | None) -> tuple[int, int]:
+    """What a device makes of it: the token, and how many logits are not finite."""
+    logits = logits_after(token_ids, dies_at)
+    num_bad = int((~np.isfinite(logits)).sum())
+    return (0, num_bad) if num_bad else (TokenChooser(PARAMS, 7, 1, ())(logits, token_ids).token_id, 0)
+
+
+@dataclass
+class HashRounds:
+    """Rounds over logits that are a function of all tokens, with random drafts, as a device computes them:
+    ahead of what is taken.
+    """
+
+    held: list[int]  # tokens of the model
+    root: int
+    left: int
+    seed: int
+    num_nodes: int
+    dies_at: int | None = None
+    most_ahead: int = 0
+    ended: int | None = None  # rows that were wanted
+    _results: list[Accepted] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.first = len(self.held)
+        self._state = RoundState(len(self.held), len(self.held), self.left, self.root)
+
+    def launch(self) -> None:
+        assert len(self._results) < 2
+        rng = np.random.default_rng([self.seed, self._state.length, self._state.left])
+        draft = rng.integers(0, VOCAB, self.num_nodes).tolist()
+        rows = [self._state.root, *draft]
+        chosen = [chosen_after([*self.held, *rows[: row + 1]], self.dies_at) for row in range(len(rows))]
+        accepted, self._state = accept(self._state, draft, chosen, ENDS)
+        self.held += rows[: len(accepted.token_ids)]
+        self._results.append(accepted)
+        self.most_ahead = max(self.most_ahead, len(self._results))
+
+    def take(self) -> Accepted:
+        return self._results.pop(0)
+
+    def end(self, num_kept: int) -> None:
+        assert self.ended is None
+        self._results.clear()
+        assert self.first + num_kept <= len(self.held)
+        self.ended = num_kept
+        del self.held[self.first + num_kept :]
+
+
+@dataclass
+class Told:
+    """What statistics were told."""
+
+    drafted: list[int] = field(default_factory=list)
+    accepted_: list[int] = field(default_factory=list)
+
+    def accepted(self, num_drafted: int, num_accepted: int, seconds: float) -> None:
+        assert seconds >= 0
+        assert num_accepted <= num_drafted
+        self.drafted.append(num_drafted)
+        self.accepted_.append(num_accepted)
+
+
+def plain(prompt: list[int], max_tokens: int, dies_at: int | None) -> tuple[list[int], bool]:
+    """The tokens after the first one, and whether the last could not be chosen."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        token, fault = chosen_after(tokens, dies_at)
+        if fault:
+            return tokens[len(prompt) :], True
+        tokens.append(token)
+        if token in ENDS:
+            break
+    return tokens[len(prompt) :], False
+
+
+prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3)
+
+
+@given(prompts, st.integers(2, 24), st.integers(1, 5), st.integers(0, 9), st.none() | st.integers(3, 12))
+def test_rounds_are_the_plain_loop(
+    prompt: list[int], max_tokens: int, num_nodes: int, seed: int, dies_at: int | None
+) -> None:
+    expected, fails = plain(prompt, max_tokens, dies_at)
+    if not expected or expected[0] in ENDS:
+        return
+    tokens = Continuation(prompt, end_ids=ENDS, max_tokens=max_tokens)
+    tokens.append(expected[0], VOCAB)
+    rounds = HashRounds(list(prompt), expected[0], max_tokens - 1, seed, num_nodes, dies_at)
+    told, found = Told(), [expected[0]]
+    with pytest.raises(GenerationFault) if fails else nullcontext():
+        for chosen in generate_in_rounds(rounds, tokens, told, VOCAB):
+            found.append(chosen.token_id)
+    assert found == expected
+    assert tokens.ids == [*prompt, *expected]
+    # Of a text that fails, the last token's row is not held either: none could be chosen after it.
+    assert rounds.held == [*prompt, *expected[:-1]]
+    num_tokens = sum(told.accepted_) + len(told.drafted)
+    assert len(expected) - 1 <= num_tokens <= len(expected) - 1 + fails
+    assert max_tokens <= 2 or rounds.most_ahead == 2
+
+
+@given(prompts, st.integers(1, 6), st.integers(0, 9), st.integers(1, 5))
+def test_a_text_that_is_left_is_that_of_the_plain_loop(
+    prompt: list[int], num_nodes: int, seed: int, num_taken: int
+) -> None:
+    expected, _ = plain(prompt, 20, None)
+    if len(expected) <= num_taken + 1:
+        return
+    tokens = Continuation(prompt, end_ids=ENDS, max_tokens=20)
+    tokens.append(expected[0], VOCAB)
+    rounds = HashRounds(list(prompt), expected[0], 19, seed, num_nodes)
+    loop = generate_in_rounds(rounds, tokens, Told(), VOCAB)
+    found = [next(loop).token_id for _ in range(num_taken)]
+    loop.close()
+    assert found == expected[1 : 1 + num_taken]
+    assert rounds.held == [*prompt, *expected[:num_taken]]
+
+
+def test_nothing_is_kept_of_rounds_that_fail_to_begin() -> None:
+    class Failing(HashRounds):
+        def launch(self) -> None:
+            raise GenerationFault("made to fail")
+
+    tokens = Continuation([1], end_ids=ENDS, max_tokens=5)
+    tokens.append(2, VOCAB)
+    rounds = Failing([1], 2, 4, 0, 2)
+    with pytest.raises(GenerationFault, match="made to fail"):
+        list(generate_in_rounds(rounds, tokens, Told(), VOCAB))
+    assert (rounds.ended, rounds.held) == (0, [1])

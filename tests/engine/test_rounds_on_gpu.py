@@ -1,0 +1,165 @@
+"""Answers whose rounds a device drafts and accepts by itself are those without drafts, and so is what they
+leave; on the host too.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings")
+
+from scripted_drafts import KINDS, Scripted, check_same
+from test_drafts_on_gpu import CONTEXT, open_runner, scripted
+
+from builders import Dims, write_gguf
+from coldstream.assets import demo_model_path
+from coldstream.decoding import FixedSizes, Speculation
+from coldstream.decoding.drafters import MtpDrafter
+from coldstream.engine import LLM, SamplingParams
+from hash_runner import opened_with
+from host_device import HostDevice
+from host_gpu import gpu_on
+from scripted_rounds import script_rounds
+
+DEPTHS = 63
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+SEEDED = replace(GREEDY, temperature=0.9, seed=3)
+PROMPTS = ["def add(a, b):\n", "import os\nimport sys\n\n\ndef main() -> None:\n    ", "class Shape:"]
+
+
+@dataclass
+class Models:
+    """The same model without drafts, and with a block whose drafts are written beforehand."""
+
+    plain: LLM
+    drafting: LLM
+    script: torch.Tensor
+
+    def sized(self, num_nodes: int) -> LLM:
+        """Drafts of so many tokens."""
+        speculation = self.drafting.opened.speculation
+        assert speculation is not None
+        opened = replace(
+            self.drafting.opened, speculation=Speculation(speculation.drafter, FixedSizes(num_nodes))
+        )
+        return LLM.from_opened(opened)
+
+    def write(self, drafter: Scripted, answers: dict[tuple[int, ...], tuple[int, ...]]) -> None:
+        """The drafts of `drafter` after each token of these texts, the last of which counts."""
+        rows = torch.full((len(self.script), DEPTHS), drafter.vocab_size - 1, dtype=torch.int32)
+        for prompt, answer in answers.items():
+            text = [*prompt, *answer]
+            for length in range(len(prompt) + 1, len(text) + 1):
+                drafter.token_ids = text[: length - 1]
+                tree = drafter.propose(text[:length], DEPTHS)
+                rows[length - 1, : len(tree)] = torch.tensor(tree.token_ids, dtype=torch.int32)
+        self.script.copy_(rows)
+
+
+@contextmanager
+def models_of(path: Path) -> Iterator[Models]:
+    with (
+        open_runner(path, share=None, has_mtp=False) as one,
+        open_runner(path, share=None, has_mtp=True) as two,
+    ):
+        block = two.load_mtp()
+        script = script_rounds(block, CONTEXT, DEPTHS)
+        speculation = Speculation(MtpDrafter(block.new_sequence()), FixedSizes(3))
+        plain, opened = LLM.from_opened(opened_with(one, CONTEXT)), opened_with(two, CONTEXT)
+        yield Models(plain, LLM.from_opened(replace(opened, speculation=speculation)), script)
+
+
+def check_texts(
+    models: Models, kind: str, prompts: Sequence[Any], params: SamplingParams, num_nodes: int
+) -> float:
+    """Tokens a round over all prompts; the last answer is continued from what it left."""
+    drafter, llm, steps = (
+        scripted(kind, models.plain, prompts, params, wants_hidden=True),
+        models.sized(num_nodes),
+        [],
+    )
+    for prompt in prompts:
+        (expected,) = models.plain.generate(prompt, params)
+        models.write(drafter, {expected.prompt_token_ids: drafter.answers[expected.prompt_token_ids]})
+        (found,) = llm.generate(prompt, params)
+        check_same(expected, found)
+        statistics = found.statistics.speculation
+        assert statistics.rounds == statistics.steps > 0
+        steps.append(statistics.tokens_per_step)
+    longer = [*found.prompt_token_ids, *found.token_ids, 5, 6]
+    (expected,), (found,) = models.plain.generate(longer, params), llm.generate(longer, params)
+    check_same(expected, found)
+    assert found.statistics.reused_tokens == expected.statistics.reused_tokens > 0
+    llm.forget()
+    models.plain.forget()
+    return sum(steps) / len(steps)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rounds")
+    dims = Dims(layers=2, interval=2)
+    return write_gguf(folder / "tiny.gguf", "qwen35moe", dims=dims, nextn=True, quant="Q8_0")[0]
+
+
+@pytest.fixture(scope="module")
+def models(path: Path, compiled_for_the_host: HostDevice) -> Iterator[Models]:
+    with gpu_on(compiled_for_the_host), models_of(path) as models:
+        yield models
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "num_nodes"), [("right", GREEDY, 3), ("mostly_right", SEEDED, 2), ("wrong", GREEDY, 1)]
+)
+def test_rounds_on_the_host(models: Models, kind: str, params: SamplingParams, num_nodes: int) -> None:
+    tokens = check_texts(models, kind, [[1, 2, 3, 1, 2]], params, num_nodes)
+    assert kind == "wrong" or tokens > 1.2
+
+
+def test_an_answer_ends_where_the_plain_one_does(models: Models) -> None:
+    """With an end token in the middle of a draft, and where the caller leaves."""
+    prompt = [1, 2, 3]
+    (plain,) = models.plain.generate(prompt, GREEDY)
+    drafter = Scripted("right", {tuple(prompt): plain.token_ids}, 300, wants_hidden=True)
+    models.write(drafter, drafter.answers)
+    llm = models.sized(3)
+    params = replace(GREEDY, stop_token_ids=[plain.token_ids[2]])
+    (expected,), (found,) = models.plain.generate(prompt, params), llm.generate(prompt, params)
+    check_same(expected, found)
+    for num_taken in (1, 3):
+        models.plain.forget()
+        llm.forget()
+        with llm.stream(prompt, GREEDY) as stream:
+            taken = [token_id for _ in range(num_taken) for token_id in next(stream).token_ids]
+        assert tuple(taken) == plain.token_ids[:num_taken]
+        longer = [*prompt, *taken, 6]
+        once = replace(GREEDY, max_tokens=2)
+        (expected,), (found,) = models.plain.generate(longer, once), llm.generate(longer, once)
+        check_same(expected, found)
+        assert found.statistics.reused_tokens == len(longer) - 2
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Models]:
+    with models_of(demo_model_path()) as models:
+        yield models
+
+
+PARAMS = [
+    replace(GREEDY, max_tokens=32, ignore_eos=False),
+    replace(SEEDED, max_tokens=32, ignore_eos=False),
+    replace(GREEDY, max_tokens=32, stop=["return", "\n\n"], ignore_eos=False),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "seeded", "stops"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_draft_of_a_round_leaves_the_answers(demo: Models, kind: str, params: SamplingParams) -> None:
+    num_nodes = (1, 2, 3, 7, 8, 15, 16, 22, 63)[(KINDS.index(kind) + PARAMS.index(params)) % 9]
+    check_texts(demo, kind, PROMPTS, params, num_nodes)

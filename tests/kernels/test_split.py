@@ -1,0 +1,102 @@
+"""The choice of who reads a missing expert: no other choice of the same order is faster, by definition."""
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS
+from coldstream.kernels.experts.split import MAX_NS, NUM_WORDS, WHOLE, MissTimes, streamed_experts
+
+FLAT = (50,) * MAX_MAILBOX_ROWS
+rows = st.lists(st.integers(1, 12), max_size=10)
+
+
+@st.composite
+def miss_times(draw: st.DrawFn) -> MissTimes:
+    time, share = st.integers(1, 3000), st.integers(1, WHOLE)
+    grown = draw(st.lists(st.integers(0, 300), min_size=MAX_MAILBOX_ROWS, max_size=MAX_MAILBOX_ROWS))
+    cpu = [draw(time)]
+    for more in grown[1:]:
+        cpu.append(cpu[-1] + more)
+    return MissTimes(draw(time), tuple(cpu), draw(st.integers(0, 500)), draw(share), draw(share))
+
+
+def split_at(numbers: list[int], count: int) -> tuple[list[int], list[int]]:
+    ordered = sorted(numbers, reverse=True)
+    return ordered[:count], ordered[count:]
+
+
+@given(rows, miss_times(), st.sampled_from([1, 4, 8]))
+def test_no_number_is_faster_and_none_as_fast_is_less(
+    numbers: list[int], times: MissTimes, rows_per_read: int
+) -> None:
+    count = times.num_streamed(numbers, rows_per_read)
+    taken = [
+        times.nanoseconds(*split_at(numbers, number), rows_per_read) for number in range(len(numbers) + 1)
+    ]
+    assert count == taken.index(min(taken))
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=7), miss_times())
+@settings(max_examples=60)
+def test_where_one_read_is_enough_no_other_experts_of_that_number_are_better(
+    numbers: list[int], times: MissTimes
+) -> None:
+    """The bus takes as long for each, the CPU longest for those of the most rows."""
+    count = times.num_streamed(numbers, rows_per_read=8)
+    chosen = times.nanoseconds(*split_at(numbers, count), rows_per_read=8)
+    for by_bus in combinations(range(len(numbers)), count):
+        by_cpu = [rows for i, rows in enumerate(numbers) if i not in by_bus]
+        assert times.nanoseconds([numbers[i] for i in by_bus], by_cpu, rows_per_read=8) >= chosen
+
+
+def test_both_sides_end_at_about_the_same_time() -> None:
+    times = MissTimes(100, FLAT)
+    assert times.num_streamed([1] * 30) == 10
+    assert times.nanoseconds([1] * 10, [1] * 20) == 1000
+    slow_cpu = MissTimes(100, tuple(50 * rows for rows in range(1, MAX_MAILBOX_ROWS + 1)))
+    assert slow_cpu.num_streamed([10, 1, 1, 1], rows_per_read=16) == 1
+    assert slow_cpu.num_streamed([10, 1, 1, 1], rows_per_read=1) == 0, "ten reads take longer than ten rows"
+
+
+def test_one_side_alone_is_faster_than_beside_the_other() -> None:
+    times = MissTimes(100, FLAT, answer=10, bus_left=512, cpu_left=256)
+    assert times.nanoseconds([1] * 4, []) == 200
+    assert times.nanoseconds([], [1] * 4) == 10 + 50
+    assert times.nanoseconds([1], [1] * 4) == 10 + 80 + 120 // 4
+    assert times.nanoseconds([1, 1, 1], [1]) == 10 + 50 + 230 // 2
+
+
+def test_the_first_of_equals_is_streamed() -> None:
+    times = MissTimes(50, FLAT)
+    ids = [[9, 4, 1], [2, 4, 9], [3, 5, 9]]
+    assert streamed_experts(ids, [1, 2, 3, 4, 5, 9], times, rows_per_read=8) == {9, 4, 1}
+    assert streamed_experts(ids, [2, 3, 5], times, rows_per_read=8) == {2}
+    assert streamed_experts(ids, [], times) == set()
+    assert times.by_misses(4) == (0, 0, 1, 1, 2)
+
+
+def test_words_are_what_the_device_reads() -> None:
+    times = MissTimes(7, tuple(range(1, MAX_MAILBOX_ROWS + 1)), 3, 900, 800)
+    words = times.words()
+    assert len(words) == NUM_WORDS
+    assert words[:7] == (7, 3, 3 * 1024 // 900, 900, 800, 1, 2)
+    assert words[-MAX_RANKS - 1 :] == times.by_misses(MAX_RANKS)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ((0, FLAT), "no number of nanoseconds"),
+        ((5, (*FLAT[1:], 0)), "no number of nanoseconds"),
+        ((MAX_NS + 1, FLAT), "no number of nanoseconds"),
+        ((5, FLAT, -1), "no number of nanoseconds"),
+        ((5, FLAT[1:]), "times of 63 numbers of rows"),
+        ((5, FLAT, 0, WHOLE + 1), "from 1 to 1024 1024ths"),
+    ],
+)
+def test_times_that_are_none_are_refused(values: tuple[int, tuple[int, ...]], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        MissTimes(*values)
