@@ -36,7 +36,7 @@ PARTS = ("prefill", "decode", "steps", "sequences")
 SWEEP_TOKENS = 48  # decoded with each number of threads
 MAIN, BRANCH = 0, 1  # sequences
 LISTS = {
-    "cpu_layers": ([0, 16, 34, 40], "layers whose experts are on the CPU: one placement each"),
+    "cpu_layers": ([0, 40, 34, 16], "layers whose experts are on the CPU: one placement each"),
     "prompts": ([168, 512, 2048, 8192], "tokens"),
     "decode_depths": ([0, 8192, 16384], ""),
     "step_depths": ([512, 32768, 131072], ""),

@@ -7,6 +7,7 @@ another layout a field would hold another's value, and what is measured would no
 
 import ctypes
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -173,12 +174,15 @@ class Library:
         self.ContextParams = struct_of("context parameters", self.context_defaults, CONTEXT_LAYOUTS)
         self._declare("llama_model_load_from_file", Pointer, [ctypes.c_char_p, self.ModelParams])
         self._declare("llama_init_from_model", Pointer, [Pointer, self.ContextParams])
-        self._on_log = OnLog(
-            lambda level, line, _: self.log.append((level, line.decode(errors="replace").strip()))
-        )
+        self._on_log = OnLog(self._logged)
         self.c.llama_log_set(self._on_log, None)
         self.c.ggml_backend_load_all_from_path(str(file.parent).encode())
         self.c.llama_backend_init()
+
+    def _logged(self, level: int, line: bytes, _: object) -> None:
+        self.log.append((level, line.decode(errors="replace").strip()))
+        if level == LOG_ERROR:  # at once: the library ends the process where a launch fails
+            print(self.log[-1][1], file=sys.stderr, flush=True)
 
     def _declare(self, name: str, result: Any, arguments: list[Any]) -> None:
         function = getattr(self.c, name)

@@ -203,11 +203,12 @@ def test_weights_are_counted_by_kind_of_memory() -> None:
 
 
 def test_a_file_that_is_no_model_is_an_error_with_the_librarys_words(
-    library: Library, tmp_path: Path
+    library: Library, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "none.gguf").write_bytes(b"nothing")
     with pytest.raises(RuntimeError, match=r"loading .*none\.gguf failed: \S+"):
         Model(library, tmp_path / "none.gguf", 0, 0)
+    assert "none.gguf" in capsys.readouterr().err
 
 
 def test_a_build_without_a_gpu_is_not_measured_as_one(library: Library) -> None:
