@@ -76,7 +76,13 @@ class ComposedOps(ABC):
         """
 
     def add_norm(
-        self, x: Array, update: Array | ExpertOutputs, weight: Array, eps: float
+        self,
+        x: Array,
+        update: Array | ExpertOutputs,
+        weight: Array,
+        eps: float,
+        *,
+        for_router: bool = False,
     ) -> tuple[Array, Array]:
         if isinstance(update, ExpertOutputs):
             routing = update.routing

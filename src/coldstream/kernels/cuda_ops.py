@@ -6,6 +6,7 @@ current stream and can be captured into a CUDA graph.
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -57,7 +58,11 @@ from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
 from coldstream.kernels.rope.cuda import gather_angles_cuda
 from coldstream.kernels.rope.reference import rope_angles
+from coldstream.kernels.router.cuda import NormBefore
 from coldstream.kernels.top_log_probs.cuda import top_log_probs_cuda, workspace_bytes
+
+# Each block of a router's launch norms all rows, so that with more of them a launch of its own is faster.
+MAX_NORMED_ROWS = 2
 
 
 class CudaOps(CudaProducts):
@@ -118,9 +123,19 @@ class CudaOps(CudaProducts):
         return out
 
     def add_norm(
-        self, x: torch.Tensor, update: torch.Tensor | ExpertOutputs, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        update: torch.Tensor | ExpertOutputs,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        for_router: bool = False,
     ) -> tuple[torch.Tensor, Activations]:
         total, out = self.empty(*x.shape), self.activations(*x.shape)
+        is_small = x.shape[0] <= MAX_NORMED_ROWS and NormBefore.is_supported(*x.shape)
+        if for_router and is_small and isinstance(update, torch.Tensor):
+            # It keeps x and the update alive: the router's launch reads them while it writes its results.
+            return total, replace(out, before=NormBefore(x, update, total, weight, eps, out.quantised))
         self.launch(add_rms_norm_cuda, x, update, total, weight, eps, out.values, out.quantised)
         return total, out
 
@@ -225,6 +240,20 @@ class CudaOps(CudaProducts):
         num_experts_per_tok: int,
         experts: ExpertWeights,
     ) -> Routing:
+        norm = x.before
+        is_ours = self.executor is self.model_executor
+        if norm is not None and not (is_ours and MoeKernels.routes_at_once(x.shape[0], shared_gate)):
+            x = replace(x, before=None)
+            self.launch(
+                add_rms_norm_cuda,
+                norm.x,
+                norm.update,
+                norm.total,
+                norm.weight,
+                norm.eps,
+                x.values,
+                x.quantised,
+            )
         return self.executor.route(x, weight, shared_gate, num_experts_per_tok, experts)
 
     def experts(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:

@@ -204,9 +204,17 @@ class Ops(Protocol):
         """x [T, in] times each of `weights` [out, in], one [T, out] per weight; x is quantised once."""
 
     def add_norm(
-        self, x: Array, update: Array | ExpertOutputs, weight: Array, eps: float
+        self,
+        x: Array,
+        update: Array | ExpertOutputs,
+        weight: Array,
+        eps: float,
+        *,
+        for_router: bool = False,
     ) -> tuple[Array, Array]:
         """x + update, and its `rms_norm`: the step between two parts of a block.
+
+        for_router: nothing reads the two before the norm was given to `router`, which may compute them.
 
         The update of experts is Σ_k weight_k · routed_k in rank order + sigmoid(shared_gate) · shared, the
         last only where there is a shared expert.

@@ -97,7 +97,10 @@ class CausalLM:
         for layer, (block, state, next_norm) in enumerate(
             zip(self.blocks, cache.layers, norms[1:], strict=True)
         ):
-            x, normed = ops.add_norm(x, self.mix(block, normed, angles, state, rows), block.ffn_norm, eps)
+            mixed = self.mix(block, normed, angles, state, rows)
+            routes = isinstance(block.ffn, MoeWeights)
+            x, normed = ops.add_norm(x, mixed, block.ffn_norm, eps, for_router=routes)
+            del mixed  # or its memory would not be used again
             x, normed = ops.add_norm(x, self.feed_forward(block, normed), next_norm, eps)
             on_layer(layer, x)
         return normed

@@ -6,6 +6,7 @@ import torch
 
 from coldstream.kernels.arithmetic.reference import QuantActivations
 from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.kernels.router.cuda import NormBefore
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,7 @@ class Activations:
 
     values: torch.Tensor  # float32 [T, K]
     quantised: QuantActivations
+    before: NormBefore | None = None  # what the router's launch has to compute them from, if it has to
 
     @property
     def shape(self) -> torch.Size:

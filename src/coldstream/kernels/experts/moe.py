@@ -129,7 +129,10 @@ class MoeKernels:
         sharing: Sharing | None = None,
         ahead: Ahead | None = None,
     ) -> Routing:
-        """`Ops.router`; also shares out the chosen pairs if `sharing` is given."""
+        """`Ops.router`; also shares out the chosen pairs if `sharing` is given.
+
+        x has nothing to be computed `before` unless this `routes_at_once`.
+        """
         assert isinstance(weight, QuantTensor)
         assert shared_gate is None or isinstance(shared_gate, QuantTensor)
         device, num_rows = self.device, x.shape[0]
@@ -148,7 +151,7 @@ class MoeKernels:
         behind = sharing if num_rows > 1 else None  # for a launch behind the router's
         device.launch(
             router_few_cuda, x.values, as_floats(weight), gate_weight, ids, weights, gate, logits,
-            device.zeroed("router", 1), begin_of(behind) if behind else sharing, ahead,
+            device.zeroed("router", 1), begin_of(behind) if behind else sharing, ahead, x.before,
         )  # fmt: skip
         if behind:
             device.launch(partition_experts_cuda, ids, x.values, behind)
