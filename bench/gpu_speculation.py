@@ -29,7 +29,6 @@ from device import describe
 from full_size_model import FULL_SHAPE, FullSizeWriter
 from gpu import numbers
 from results import ROOT, write_result
-from scripted_rounds import script_rounds
 
 # The share of positions whose token is right, at depths 1, 2, 3: llama.cpp's of the 35B at temperature 0.6.
 # Each further one is right as often as the third, given the one before.
@@ -38,7 +37,7 @@ SHORT_PROMPT, WARM_TOKENS, TIMED_TOKENS = 64, 512, 384
 FIRST_ID, TEXT_STEP = 1000, 20_011  # of the first generated ids of texts
 MAX_DEPTH = 16
 # The host reads what was chosen before it drafts again; or the device goes on by itself, in rounds, where it
-# holds all experts and drafts have one size.
+# holds all experts.
 BY = ("host", "device")
 
 
@@ -115,16 +114,18 @@ def text(opened: OpenedModel, speculation: Speculation | None, first_id: int, wa
 
 
 def cell(
-    opened: OpenedModel, budget: int | str, first_ids: Sequence[int], warm: int, by: str
+    opened: OpenedModel, budget: int | str, first_ids: Sequence[int], warm: int, by: str = "host"
 ) -> dict[str, Any]:
     """Texts with one size of drafts; 0: without, as the product generates then. by: who drafts, see `BY`."""
     speculation = script = None
     if budget != 0:
         block: Any = opened.runner.load_mtp()
-        if by == "host":
-            block.rounds = None
-        elif block.rounds is not None:
+        if by == "device":
+            from scripted_rounds import script_rounds  # it needs a GPU's packages
+
             script = script_rounds(block, opened.runner.context_length, MAX_DEPTH)
+        elif opened.runner.tier == "cuda":
+            block.rounds = None
         drafter = StatedDrafter(block.new_sequence(), max_steps=MAX_DEPTH)
         sizes = SizesByCost("mtp") if budget == "auto" else FixedSizes(int(budget))
         speculation = Speculation(drafter, sizes)
@@ -158,7 +159,8 @@ def measure(options: argparse.Namespace, vram: str) -> dict[str, Any]:
         placement = opened.planned.run.placement
         is_resident = placement.is_all_resident
         warm = 64 if is_resident else WARM_TOKENS
-        cells = [(budget, by) for budget in (*options.budgets, "auto") for by in options.by]
+        ways = options.by if is_resident else ["host"]
+        cells = [(budget, by) for budget in (*options.budgets, "auto") for by in ways]
         for budget, by in ((0, ""), *cells, (0, "")):
             first_ids = [next_id + i * TEXT_STEP for i in range(options.texts)]
             next_id = (next_id + options.texts * TEXT_STEP) % (FULL_SHAPE.vocab - 100_000) + 17

@@ -69,6 +69,7 @@ def gpu_drafts() -> str:
         for row in cell["rows"][:-1]:
             last = row["texts"][-1]
             name = {0: "none", "auto": "by cost"}.get(row["budget"], str(row["budget"]))
+            name += ", by the device" if row.get("by") == "device" else ""
             speed = row["tok_s"] * len(plain) / sum(plain)
             found = [
                 f"{last[key]:.2f}" for key in ("tokens_per_step", "draft_ms", "verify_ms") if key in last

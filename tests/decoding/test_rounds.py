@@ -42,7 +42,6 @@ class HashRounds:
     root: int
     left: int
     seed: int
-    num_nodes: int
     dies_at: int | None = None
     most_ahead: int = 0
     ended: int | None = None  # rows that were wanted
@@ -52,10 +51,10 @@ class HashRounds:
         self.first = len(self.held)
         self._state = RoundState(len(self.held), len(self.held), self.left, self.root)
 
-    def launch(self) -> None:
+    def launch(self, num_nodes: int) -> None:
         assert len(self._results) < 2
         rng = np.random.default_rng([self.seed, self._state.length, self._state.left])
-        draft = rng.integers(0, VOCAB, self.num_nodes).tolist()
+        draft = rng.integers(0, VOCAB, num_nodes).tolist()
         rows = [self._state.root, *draft]
         chosen = [chosen_after([*self.held, *rows[: row + 1]], self.dies_at) for row in range(len(rows))]
         accepted, self._state = accept(self._state, draft, chosen, ENDS)
@@ -75,17 +74,22 @@ class HashRounds:
 
 
 @dataclass
-class Told:
-    """What statistics were told."""
+class Sizes:
+    """Rounds of any sizes, and what was told of them."""
 
-    drafted: list[int] = field(default_factory=list)
-    accepted_: list[int] = field(default_factory=list)
+    sizes: list[int]  # in turn
+    num_launched: int = 0
+    told: list[Accepted] = field(default_factory=list)
 
-    def accepted(self, num_drafted: int, num_accepted: int, seconds: float) -> None:
+    def next_round(self) -> int:
+        self.num_launched += 1
+        return self.sizes[self.num_launched % len(self.sizes)]
+
+    def round_ended(self, accepted: Accepted, seconds: float) -> None:
         assert seconds >= 0
-        assert num_accepted <= num_drafted
-        self.drafted.append(num_drafted)
-        self.accepted_.append(num_accepted)
+        size = self.sizes[(1 + len(self.told)) % len(self.sizes)]
+        assert len(accepted.token_ids) - 1 <= accepted.num_drafted <= size
+        self.told.append(accepted)
 
 
 def plain(prompt: list[int], max_tokens: int, dies_at: int | None) -> tuple[list[int], bool]:
@@ -101,43 +105,44 @@ def plain(prompt: list[int], max_tokens: int, dies_at: int | None) -> tuple[list
     return tokens[len(prompt) :], False
 
 
+sizes = st.lists(st.integers(0, 5), min_size=1, max_size=3)
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3)
 
 
-@given(prompts, st.integers(2, 24), st.integers(1, 5), st.integers(0, 9), st.none() | st.integers(3, 12))
+@given(prompts, st.integers(2, 24), sizes, st.integers(0, 9), st.none() | st.integers(3, 12))
 def test_rounds_are_the_plain_loop(
-    prompt: list[int], max_tokens: int, num_nodes: int, seed: int, dies_at: int | None
+    prompt: list[int], max_tokens: int, sizes: list[int], seed: int, dies_at: int | None
 ) -> None:
     expected, fails = plain(prompt, max_tokens, dies_at)
     if not expected or expected[0] in ENDS:
         return
     tokens = Continuation(prompt, end_ids=ENDS, max_tokens=max_tokens)
     tokens.append(expected[0], VOCAB)
-    rounds = HashRounds(list(prompt), expected[0], max_tokens - 1, seed, num_nodes, dies_at)
-    told, found = Told(), [expected[0]]
+    rounds = HashRounds(list(prompt), expected[0], max_tokens - 1, seed, dies_at)
+    drafts, found = Sizes(sizes), [expected[0]]
     with pytest.raises(GenerationFault) if fails else nullcontext():
-        for chosen in generate_in_rounds(rounds, tokens, told, VOCAB):
+        for chosen in generate_in_rounds(rounds, tokens, drafts, VOCAB):
             found.append(chosen.token_id)
     assert found == expected
     assert tokens.ids == [*prompt, *expected]
     # Of a text that fails, the last token's row is not held either: none could be chosen after it.
     assert rounds.held == [*prompt, *expected[:-1]]
-    num_tokens = sum(told.accepted_) + len(told.drafted)
-    assert len(expected) - 1 <= num_tokens <= len(expected) - 1 + fails
+    assert [token for each in drafts.told for token in each.token_ids] == expected[1:]
+    assert [each.is_last for each in drafts.told] == [False] * (len(drafts.told) - 1) + [True]
     assert max_tokens <= 2 or rounds.most_ahead == 2
 
 
-@given(prompts, st.integers(1, 6), st.integers(0, 9), st.integers(1, 5))
+@given(prompts, sizes, st.integers(0, 9), st.integers(1, 5))
 def test_a_text_that_is_left_is_that_of_the_plain_loop(
-    prompt: list[int], num_nodes: int, seed: int, num_taken: int
+    prompt: list[int], sizes: list[int], seed: int, num_taken: int
 ) -> None:
     expected, _ = plain(prompt, 20, None)
     if len(expected) <= num_taken + 1:
         return
     tokens = Continuation(prompt, end_ids=ENDS, max_tokens=20)
     tokens.append(expected[0], VOCAB)
-    rounds = HashRounds(list(prompt), expected[0], 19, seed, num_nodes)
-    loop = generate_in_rounds(rounds, tokens, Told(), VOCAB)
+    rounds = HashRounds(list(prompt), expected[0], 19, seed)
+    loop = generate_in_rounds(rounds, tokens, Sizes(sizes), VOCAB)
     found = [next(loop).token_id for _ in range(num_taken)]
     loop.close()
     assert found == expected[1 : 1 + num_taken]
@@ -146,12 +151,12 @@ def test_a_text_that_is_left_is_that_of_the_plain_loop(
 
 def test_nothing_is_kept_of_rounds_that_fail_to_begin() -> None:
     class Failing(HashRounds):
-        def launch(self) -> None:
+        def launch(self, num_nodes: int) -> None:
             raise GenerationFault("made to fail")
 
     tokens = Continuation([1], end_ids=ENDS, max_tokens=5)
     tokens.append(2, VOCAB)
-    rounds = Failing([1], 2, 4, 0, 2)
+    rounds = Failing([1], 2, 4, 0)
     with pytest.raises(GenerationFault, match="made to fail"):
-        list(generate_in_rounds(rounds, tokens, Told(), VOCAB))
+        list(generate_in_rounds(rounds, tokens, Sizes([2]), VOCAB))
     assert (rounds.ended, rounds.held) == (0, [1])

@@ -18,7 +18,7 @@ from test_drafts_on_gpu import CONTEXT, open_runner, scripted
 
 from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
-from coldstream.decoding import FixedSizes, Speculation
+from coldstream.decoding import FixedSizes, SizesByCost, Speculation
 from coldstream.decoding.drafters import MtpDrafter
 from coldstream.engine import LLM, SamplingParams
 from hash_runner import opened_with
@@ -144,6 +144,22 @@ def test_an_answer_ends_where_the_plain_one_does(models: Models) -> None:
         assert found.statistics.reused_tokens == len(longer) - 2
 
 
+def check_sizes_by_cost(models: Models, prompts: Sequence[Any], params: SamplingParams) -> None:
+    """Rounds of any sizes, in whatever order times make them."""
+    speculation = models.drafting.opened.speculation
+    assert speculation is not None
+    speculation = Speculation(speculation.drafter, SizesByCost("mtp"))
+    llm = LLM.from_opened(replace(models.drafting.opened, speculation=speculation))
+    drafter = scripted("mostly_right", models.plain, prompts, params, wants_hidden=True)
+    for prompt in prompts:
+        (expected,) = models.plain.generate(prompt, params)
+        models.write(drafter, {expected.prompt_token_ids: drafter.answers[expected.prompt_token_ids]})
+        (found,) = llm.generate(prompt, params)
+        check_same(expected, found)
+        assert found.statistics.speculation.rounds == found.statistics.speculation.steps > 0
+    llm.forget()
+
+
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Models]:
     with models_of(demo_model_path()) as models:
@@ -163,3 +179,10 @@ PARAMS = [
 def test_any_draft_of_a_round_leaves_the_answers(demo: Models, kind: str, params: SamplingParams) -> None:
     num_nodes = (1, 2, 3, 7, 8, 15, 16, 22, 63)[(KINDS.index(kind) + PARAMS.index(params)) % 9]
     check_texts(demo, kind, PROMPTS, params, num_nodes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "seeded", "stops"])
+def test_rounds_by_cost_leave_the_answers(demo: Models, params: SamplingParams) -> None:
+    for _ in range(4):
+        check_sizes_by_cost(demo, PROMPTS, params)

@@ -20,8 +20,10 @@ from coldstream.kernels.rounds.reference import Accepted
 class Rounds(Protocol):
     """Rounds after the last of some tokens, the root, which the model does not hold yet."""
 
-    def launch(self) -> None:
-        """Queue a round; at most two may be in flight. One after the end of the text does nothing."""
+    def launch(self, num_nodes: int) -> None:
+        """Queue a round that drafts so many tokens; at most two may be in flight. One after the end of the
+        text does nothing.
+        """
 
     def take(self) -> Accepted:
         """Wait for the oldest round in flight, and return what came of it."""
@@ -38,14 +40,16 @@ follow; None if there are none for this text.
 """
 
 
-class RoundStatistics(Protocol):
-    """Is told what came of rounds; see `speculative.Drafts`."""
+class RoundDrafts(Protocol):
+    """Says how much each round drafts, and is told what came of it; see `speculative.Drafts`."""
 
-    def accepted(self, num_drafted: int, num_accepted: int, seconds: float) -> None: ...
+    def next_round(self) -> int: ...
+
+    def round_ended(self, accepted: Accepted, seconds: float) -> None: ...
 
 
 def generate_in_rounds(
-    rounds: Rounds, tokens: Continuation, statistics: RoundStatistics, vocab_size: int
+    rounds: Rounds, tokens: Continuation, drafts: RoundDrafts, vocab_size: int
 ) -> Iterator[Chosen]:
     """Yield the tokens that follow `tokens`, which are appended to it, until generation ends.
 
@@ -54,13 +58,13 @@ def generate_in_rounds(
     """
     num_kept, start = 0, time.perf_counter()
     try:
-        rounds.launch()
+        rounds.launch(drafts.next_round())
         while not tokens.has_ended:
             if tokens.num_left > 1:
-                rounds.launch()
+                rounds.launch(drafts.next_round())
             accepted = rounds.take()
             now = time.perf_counter()
-            statistics.accepted(accepted.num_drafted, max(0, len(accepted.token_ids) - 1), now - start)
+            drafts.round_ended(accepted, now - start)
             start = now
             for token_id in accepted.token_ids:
                 tokens.append(token_id, vocab_size)

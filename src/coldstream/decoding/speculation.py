@@ -8,10 +8,12 @@ from typing import Final, Protocol
 
 from coldstream.decoding.acceptance import AcceptanceModel
 from coldstream.decoding.drafters.drafter import Drafter
+from coldstream.decoding.round_sizes import FixedRounds, RoundsByCost, RoundSizes
 from coldstream.decoding.row_times import StepTimes
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.decoding.tree_size import SizePolicy, TreeSize
 from coldstream.kernels.ops import MAX_TREE_ROWS
+from coldstream.kernels.rounds.reference import Accepted
 
 MAX_TREE_NODES: Final = MAX_TREE_ROWS - 1  # beside the root
 _FIRST_BUDGET: Final = 8
@@ -32,8 +34,8 @@ class TreeSizes(Protocol):
         """Whether nothing will be drafted for long, so that the drafter need not be told of tokens."""
 
     @property
-    def round_nodes(self) -> int:
-        """Nodes of every round, where a device drafts and verifies by itself; 0: sizes differ by step."""
+    def rounds(self) -> RoundSizes:
+        """The sizes where a device drafts and accepts by itself."""
 
     def size(self, tree: TokenTree, draft_s: float) -> int:
         """How many of the first nodes of `tree` are verified; drafting it took `draft_s` seconds."""
@@ -50,8 +52,8 @@ class FixedSizes:
     is_idle = False
 
     @property
-    def round_nodes(self) -> int:
-        return self.num_nodes
+    def rounds(self) -> RoundSizes:
+        return FixedRounds(self.num_nodes)
 
     def budget(self, most: int) -> int:
         return min(self.num_nodes, most)
@@ -71,9 +73,8 @@ class SizesByCost:
     in 4,096 steps only, and asked among these.
     """
 
-    round_nodes = 0
-
     def __init__(self, drafter_name: str) -> None:
+        self.rounds: RoundSizes = RoundsByCost()
         self._name = drafter_name
         self._acceptance = AcceptanceModel()
         self._policy = SizePolicy(StepTimes())
@@ -138,7 +139,7 @@ class Speculation:
 
     def __init__(self, drafter: Drafter, sizes: TreeSizes) -> None:
         self.drafter = drafter
-        self._sizes = sizes
+        self._sizes, self._rounds = sizes, sizes.rounds
         self.start()
 
     def start(self) -> None:
@@ -148,6 +149,7 @@ class Speculation:
         self._accepted: Counter[int] = Counter()
         self._total_draft_s = self._total_verify_s = 0.0
         self._num_rounds = 0
+        self._rounds.start()
 
     @property
     def is_idle(self) -> bool:
@@ -155,9 +157,13 @@ class Speculation:
         return self._sizes.is_idle
 
     @property
-    def round_nodes(self) -> int:
-        """See `TreeSizes`."""
-        return self._sizes.round_nodes
+    def most_round_nodes(self) -> int:
+        """The most tokens that a round drafts."""
+        return self._rounds.most
+
+    def next_round(self) -> int:
+        """See `Drafts`."""
+        return self._rounds.next()
 
     def draft(self, context: Sequence[int], most: int) -> TokenTree:
         """A tree of at most `most` nodes after `context`, perhaps an empty one."""
@@ -177,10 +183,11 @@ class Speculation:
         self._total_draft_s += self._draft_s
         self._count(len(self._tree), len(nodes), seconds)
 
-    def accepted(self, num_drafted: int, num_accepted: int, seconds: float) -> None:
+    def round_ended(self, accepted: Accepted, seconds: float) -> None:
         """See `Drafts`."""
+        self._rounds.record(accepted, seconds)
         self._num_rounds += 1
-        self._count(num_drafted, num_accepted, seconds)
+        self._count(accepted.num_drafted, max(0, len(accepted.token_ids) - 1), seconds)
 
     def _count(self, num_drafted: int, num_accepted: int, seconds: float) -> None:
         self._counts[num_drafted] += 1

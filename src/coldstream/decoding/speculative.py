@@ -17,6 +17,7 @@ from coldstream.decoding.choice import Chosen, TokenChooser, begin_choices, chos
 from coldstream.decoding.device_logits import AnyLogits
 from coldstream.decoding.rounds import BeginRounds, generate_in_rounds
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
+from coldstream.kernels.rounds.reference import Accepted
 
 ROOT = -1  # the node before all others of a tree
 
@@ -53,8 +54,11 @@ class Drafts(Protocol):
         is_cut: whether generation ended along the path, so that what follows its last node was not tried.
         """
 
-    def accepted(self, num_drafted: int, num_accepted: int, seconds: float) -> None:
-        """What came of a round that a device drafted by itself, and how long it took."""
+    def next_round(self) -> int:
+        """How many tokens a device is to draft in the next round that it runs by itself."""
+
+    def round_ended(self, accepted: Accepted, seconds: float) -> None:
+        """What came of the first round that was not told yet, and how long it took."""
 
 
 Pick = Callable[[int, Sequence[int]], Chosen]

@@ -35,10 +35,10 @@ class LiveRounds:
         self._token_ids = [root]  # and those of the rounds that were taken
         self._has_failed = False
 
-    def launch(self) -> None:
+    def launch(self, num_nodes: int) -> None:
         """See `Rounds`."""
         with self._whole_or_empty():
-            self._device.launch()
+            self._device.launch(num_nodes)
 
     def take(self) -> Accepted:
         """See `Rounds`."""

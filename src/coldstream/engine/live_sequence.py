@@ -168,14 +168,13 @@ class LiveSequence:
     ) -> LiveRounds | None:
         """See `decoding.rounds.BeginRounds`; settings: of the token after `context`.
 
-        None where the device cannot draft by itself: not the file's block on a GPU with all experts, no size
-        that is the same for all drafts, or no room for a second recurrent state, to which the sequence goes
-        back if it ends elsewhere.
+        None where the device cannot draft by itself: not the file's block on a GPU with all experts, or no
+        room for a second recurrent state, to which the sequence goes back if it ends elsewhere.
         """
         speculation, drafter = self.speculation, self._drafter
-        if speculation is None or not isinstance(drafter, MtpDrafter) or speculation.round_nodes < 1:
+        if speculation is None or not isinstance(drafter, MtpDrafter):
             return None
-        text = RoundText(speculation.round_nodes, context[-1], num_left, settings, end_ids)
+        text = RoundText(speculation.most_round_nodes, context[-1], num_left, settings, end_ids)
         before = self._runner.checkpoint(self._sequence)
         device = drafter.begin_rounds(context, self._sequence, text)
         if device is None:

@@ -120,7 +120,8 @@ class CudaRounds:
         loaded, mtp, arrays = self.loaded, self.mtp, self.memory.arrays
         num_rows = shape.num_rows
         kernels = RoundKernels(arrays, num_rows, mtp.candidates[0, :1])
-        self._draft(kernels, shape)
+        if num_rows > 1:
+            self._draft(kernels, shape)
         kernels.write_model_rows()
         columns = arrays.model_columns[: NUM_COLUMNS * num_rows].view(NUM_COLUMNS, num_rows)
         step = StepShape(num_rows, has_trees=True, is_deep=shape.is_deep)
@@ -178,15 +179,19 @@ class TextRounds:
         self._cache: SequenceCache = rounds.loaded.sequences
         self._block_cache: SequenceCache = rounds.mtp.sequences
         self._first, self._block_first = sequence.length, block_rows.length
-        self._num_rows = min(1 + text.num_nodes, text.left, MAX_ROUND_ROWS)
+        self._most_rows = min(1 + text.most_nodes, text.left, MAX_ROUND_ROWS)
         self._num_held = 0  # rows that rounds have kept, as far as the host knows
         self._left = text.left  # tokens that may be chosen after those
-        self._in_flight: list[tuple[Any, torch.cuda.Event]] = []  # results
+        self._in_flight: list[tuple[int, Any, torch.cuda.Event]] = []  # rows, results, when they are there
 
-    def launch(self) -> None:
-        """Queues a round behind those before. Raises DeviceError, OutOfMemoryError."""
+    def launch(self, num_nodes: int) -> None:
+        """Queues a round with a draft of so many tokens, at most those of the text, behind those before.
+
+        Raises DeviceError, OutOfMemoryError.
+        """
         assert len(self._in_flight) < NUM_AHEAD, "a result would be overwritten before it was read"
-        num_more = min((len(self._in_flight) + 1) * self._num_rows, self._left)
+        num_rows = min(1 + num_nodes, self._most_rows)
+        num_more = min(num_rows + sum(rows for rows, _, _ in self._in_flight), self._left)
         is_longer = self._cache.lengthen(self._sequence, self._num_held + num_more)
         is_longer |= self._block_cache.lengthen(self._block_rows, self._num_held + num_more)
         with device_errors():
@@ -195,22 +200,22 @@ class TextRounds:
                 self._rounds.memory.staged.copy(2 * self._rounds.memory.num_blocks)
             end = max(self._first, self._block_first) + self._num_held + num_more
             draws = self._text.settings.temperature != 0
-            self._rounds.launch(RoundShape(self._num_rows, end > SHORT_CONTEXT, draws))
+            self._rounds.launch(RoundShape(num_rows, end > SHORT_CONTEXT, draws))
             results, ended = self._rounds.memory.results.copy(), torch.cuda.Event()  # type: ignore[no-untyped-call]
             ended.record(torch.cuda.current_stream())
-        self._in_flight.append((results, ended))
+        self._in_flight.append((num_rows, results, ended))
 
     def take(self) -> Accepted:
         """Waits for the oldest round in flight; what came of it. Raises DeviceError."""
-        results, ended = self._in_flight.pop(0)
+        num_rows, results, ended = self._in_flight.pop(0)
         with device_errors():
             ended.synchronize()
         count, fault, *token_ids = results.tolist()
-        num_nodes = max(0, min(self._num_rows, self._left) - 1)
+        num_nodes = max(0, min(num_rows, self._left) - 1)
         self._num_held += count
         is_over = fault != 0 or (count > 0 and token_ids[count - 1] in self._text.end_ids)
         self._left = 0 if is_over else self._left - count
-        return Accepted(tuple(token_ids[:count]), fault, num_nodes)
+        return Accepted(tuple(token_ids[:count]), fault, num_nodes, self._left == 0)
 
     def end(self) -> int:
         """Waits for all rounds; then the sequences have what was kept. Returns how many rows that are."""
@@ -226,9 +231,9 @@ class TextRounds:
 
         Raises OutOfMemoryError with nothing changed.
         """
-        parents = tuple(range(-1, self._num_rows - 1))
-        demand = Demand(self._sequence, self._num_rows)
-        tree, block = replace(demand, parents=parents), Demand(self._block_rows, self._num_rows)
+        parents = tuple(range(-1, self._most_rows - 1))
+        demand = Demand(self._sequence, self._most_rows)
+        tree, block = replace(demand, parents=parents), Demand(self._block_rows, self._most_rows)
         self._block_cache.check_room([block])
         self._cache.states.check(self._cache.need_of([demand]).num_states)
         self._cache.check_room([tree])
@@ -237,7 +242,7 @@ class TextRounds:
 
     def write(self) -> None:
         """Queues what the first round reads."""
-        path = self._cache.accept(self._sequence, range(self._num_rows))
+        path = self._cache.accept(self._sequence, range(self._most_rows))
         memory, text = self._rounds.memory, self._text
         host = memory.staged.next_on_host()
         arrays = RoundArrays(host, memory.num_blocks)
@@ -246,10 +251,10 @@ class TextRounds:
         block_state = self._block_rows.state
         assert block_state is not None
         arrays.write_state(state, path.state, block_state, len(text.end_ids))
-        arrays.kept[: self._num_rows] = path.kept
-        arrays.sources[: self._num_rows] = path.rows
-        settings = [text.settings] * self._num_rows
-        write_rows(settings, range(self._num_rows), arrays.settings[: self._num_rows], host[:0])
+        arrays.kept[: self._most_rows] = path.kept
+        arrays.sources[: self._most_rows] = path.rows
+        settings = [text.settings] * self._most_rows
+        write_rows(settings, range(self._most_rows), arrays.settings[: self._most_rows], host[:0])
         arrays.ends[: len(text.end_ids)] = list(text.end_ids)
         memory.staged.copy(arrays.num_written)
 

@@ -69,8 +69,8 @@ class DraftBlock(Protocol):
 class DeviceRounds(Protocol):
     """See `models.cuda_rounds.TextRounds`."""
 
-    def launch(self) -> None:
-        """Queue a round."""
+    def launch(self, num_nodes: int) -> None:
+        """Queue a round with a draft of so many tokens."""
 
     def take(self) -> Accepted:
         """Wait for the oldest round."""

@@ -109,7 +109,7 @@ class RoundKernels:
     """
 
     def __init__(self, arrays: RoundArrays, num_rows: int, candidate: torch.Tensor) -> None:
-        assert 2 <= num_rows <= MAX_ROUND_ROWS, "a round has a root, a draft, and no more rows than a tree"
+        assert 1 <= num_rows <= MAX_ROUND_ROWS, "a round has a root, and no more rows than a tree"
         parts = (
             *(arrays.state, arrays.model_columns, arrays.block_columns, arrays.link_columns, arrays.kept),
             *(arrays.count, arrays.first, arrays.settings, arrays.chosen, arrays.ends, candidate),

@@ -34,13 +34,14 @@ class Accepted:
     token_ids: tuple[int, ...]  # chosen after the first rows, which are kept
     fault: int  # why there is no token after the next row, which is not kept; 0 if that was not the end
     num_drafted: int  # rows beside the root that could have been kept
+    is_last: bool  # whether the text has ended
 
 
 @dataclass(frozen=True)
 class RoundText:
     """What the rounds of a text begin with."""
 
-    num_nodes: int  # tokens of a draft, at least one
+    most_nodes: int  # tokens of a draft, at least one
     root: int  # the token that was chosen last
     left: int  # tokens that may be chosen after it, at least two
     settings: RowSettings  # of the token after the root, without penalties
@@ -94,7 +95,7 @@ def accept(
     root = token_ids[-1] if token_ids else state.root
     after = RoundState(state.length + count, state.block_length + count, left, root)
     num_drafted = max(0, min(len(draft), state.left - 1))
-    return Accepted(tuple(token_ids), fault, num_drafted), after
+    return Accepted(tuple(token_ids), fault, num_drafted, after.left == 0), after
 
 
 def block_rows(state: RoundState, token_ids: Sequence[int], num_rows: int, state_id: int) -> list[RowColumns]:

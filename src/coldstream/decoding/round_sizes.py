@@ -1,0 +1,105 @@
+"""How many tokens each round drafts, where a device drafts and accepts by itself (`rounds.py`).
+
+A round is launched before the host knows what the one before it gave, so its size is chosen by what came of
+those before that.
+"""
+
+from collections import deque
+from dataclasses import dataclass, replace
+from math import log
+from typing import Final, Protocol
+
+from coldstream.decoding.acceptance import AcceptanceModel
+from coldstream.decoding.row_times import StepTimes
+from coldstream.decoding.token_tree import TokenTree
+from coldstream.decoding.tree_size import SizePolicy, TreeSize
+from coldstream.kernels.rounds.reference import Accepted
+
+# Each size is a captured graph, which takes the time of many rounds to make, and neighbours differ little.
+SIZES: Final = (0, 1, 2, 3, 4, 6, 8)
+_BELIEVED: Final = 0.75  # chance of a drafted token to be right, before any was tried
+
+
+class RoundSizes(Protocol):
+    """Chooses the sizes of a text's rounds."""
+
+    @property
+    def most(self) -> int:
+        """The most tokens that are drafted."""
+
+    def start(self) -> None:
+        """A text begins; rounds that were not recorded are none of its own."""
+
+    def next(self) -> int:
+        """Tokens that the next round drafts."""
+
+    def record(self, accepted: Accepted, seconds: float) -> None:
+        """What came of the first round that was not recorded yet, and how long it took."""
+
+
+@dataclass(frozen=True)
+class FixedRounds:
+    """Rounds that draft `most` tokens."""
+
+    most: int
+
+    def start(self) -> None:
+        """See `RoundSizes`."""
+
+    def next(self) -> int:
+        """See `RoundSizes`."""
+        return self.most
+
+    def record(self, accepted: Accepted, seconds: float) -> None:
+        """See `RoundSizes`."""
+
+
+class RoundsByCost:
+    """Rounds of as many tokens as give the most a second, by what was accepted and how long rounds took.
+
+    The policy is that of trees (`tree_size.py`). The time of a round includes that of its draft, and one
+    without a draft is the plain step that it is compared with; its block goes on, so that it costs a little
+    more than a step of a model without drafts. Acceptance is counted by depth (`acceptance.py`), since the
+    host does not see what the device's block says of its tokens before they are verified.
+    """
+
+    most = SIZES[-1]
+
+    def __init__(self) -> None:
+        self._acceptance = AcceptanceModel()
+        self._policy = SizePolicy(StepTimes())
+        self._launched: deque[TreeSize | None] = deque()
+        self._is_first = True
+
+    def start(self) -> None:
+        """See `RoundSizes`."""
+        self._launched.clear()
+        self._is_first = True
+
+    def next(self) -> int:
+        """See `RoundSizes`."""
+        size = None
+        if self._policy.should_draft():
+            size = self._policy.choose(self._acceptance.expected(_NAME, _chain(self.most)), 0.0)
+            size = replace(size, num_nodes=max(each for each in SIZES if each <= size.num_nodes))
+        self._launched.append(size)
+        return size.num_nodes if size else 0
+
+    def record(self, accepted: Accepted, seconds: float) -> None:
+        """See `RoundSizes`. The first round of a text is begun with work that others do without."""
+        size = self._launched.popleft()
+        num_accepted = max(0, len(accepted.token_ids) - 1)
+        if not self._is_first:
+            self._policy.record(seconds, size, 1.0 + num_accepted)
+        self._is_first = False
+        if not accepted.is_last:
+            self._acceptance.record(_NAME, _chain(accepted.num_drafted), range(num_accepted))
+
+
+_NAME: Final = "rounds"
+
+
+def _chain(num_nodes: int) -> TokenTree:
+    """A draft of which nothing is known but its length."""
+    log_probs = tuple((1 + node) * log(_BELIEVED) for node in range(num_nodes))
+    return TokenTree((0,) * num_nodes, tuple(range(-1, num_nodes - 1)), log_probs)

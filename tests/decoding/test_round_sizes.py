@@ -1,0 +1,88 @@
+"""Sizes of rounds by what came of those before, on a made-up device whose costs are known."""
+
+import random
+from collections import deque
+
+import pytest
+
+from coldstream.decoding.round_sizes import SIZES, FixedRounds, RoundsByCost
+from coldstream.kernels.rounds.reference import Accepted
+
+STEP_S, ROW_S, LINK_S = 2e-3, 3e-4, 2.5e-4
+
+
+def time_of(num_nodes: int) -> float:
+    return STEP_S + num_nodes * (ROW_S + LINK_S)
+
+
+def accepted(num_drafted: int, num_right: int, *, is_last: bool = False) -> Accepted:
+    count = min(num_drafted, num_right)
+    return Accepted((0,) * (1 + count), 0, num_drafted, is_last)
+
+
+def generate(
+    sizes: RoundsByCost, chance: float, num_rounds: int, seed: int = 1
+) -> tuple[list[int], float, float]:
+    """The sizes of rounds whose tokens are right so often, two at a time in flight; tokens and seconds."""
+    rng, chosen, in_flight, tokens, seconds = random.Random(seed), [], deque([sizes.next()]), 0, 0.0
+    for _ in range(num_rounds):
+        in_flight.append(sizes.next())
+        num_nodes = in_flight.popleft()
+        num_right = next((n for n in range(num_nodes) if rng.random() >= chance), num_nodes)
+        chosen.append(num_nodes)
+        tokens += 1 + num_right
+        seconds += time_of(num_nodes)
+        sizes.record(accepted(num_nodes, num_right), time_of(num_nodes))
+    return chosen, tokens, seconds
+
+
+@pytest.mark.parametrize(("chance", "least_gain"), [(0.95, 1.9), (0.8, 1.35)])
+def test_drafts_that_pay_are_nearly_as_fast_as_the_best_size(chance: float, least_gain: float) -> None:
+    sizes = RoundsByCost()
+    generate(sizes, chance, 200)
+    _, tokens, seconds = generate(sizes, chance, 2000)
+    assert tokens / seconds * STEP_S > least_gain
+    rates = [sum(chance**i for i in range(1 + n)) / time_of(n) for n in SIZES]
+    assert tokens / seconds > 0.92 * max(rates)
+
+
+def test_drafts_that_do_not_pay_are_rare() -> None:
+    sizes = RoundsByCost()
+    generate(sizes, 0.05, 500)
+    chosen, tokens, seconds = generate(sizes, 0.05, 3000)
+    assert sum(n > 0 for n in chosen) < 0.1 * len(chosen)
+    assert tokens / seconds * STEP_S > 0.97
+
+
+def test_only_sizes_that_have_graphs_are_chosen() -> None:
+    sizes = RoundsByCost()
+    chosen = [n for chance in (0.9, 0.3, 0.7) for n in generate(sizes, chance, 400)[0]]
+    assert set(chosen) <= set(SIZES)
+    assert max(chosen) <= sizes.most
+    assert len(set(chosen)) > 2
+
+
+def test_rounds_in_flight_at_the_end_of_a_text_are_forgotten() -> None:
+    sizes = RoundsByCost()
+    sizes.next()
+    sizes.next()
+    sizes.start()
+    assert sizes.next() == 0
+    sizes.record(accepted(0, 0, is_last=True), 1.0)
+    with pytest.raises(IndexError):
+        sizes.record(accepted(0, 0), 1.0)
+
+
+def test_the_first_round_of_a_text_tells_no_time() -> None:
+    """It is begun with work that no other has, and would make drafts look slow or plain steps."""
+    sizes = RoundsByCost()
+    for _ in range(40):
+        sizes.start()
+        sizes.next()
+        sizes.record(accepted(0, 0), 5.0)
+    assert not sizes._policy._times.has_any
+
+
+def test_fixed_rounds_have_one_size() -> None:
+    sizes = FixedRounds(3)
+    assert (sizes.next(), sizes.next(), sizes.most) == (3, 3, 3)
