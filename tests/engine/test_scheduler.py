@@ -1,4 +1,4 @@
-"""Who takes part in a step: everybody some time, nobody beyond what there is, and evenly."""
+"""Who takes part in a step: everybody some time, nobody beyond what there is, and short prompts first."""
 
 from dataclasses import dataclass
 
@@ -41,8 +41,9 @@ def test_a_step_has_no_more_rows_than_it_takes_nor_than_are_wanted(
     assert sum(shares.values()) <= num_rows
     decoding = [key for key in shares if wanted[key] == 1]
     prompts = [key for key in shares if wanted[key] > 1]
-    if decoding and prompts:
+    if prompts:
         assert sum(shares[key] for key in prompts) <= max(1, most)
+    assert len(decoding) + len(prompts) == len(shares)
 
 
 @given(wants)
@@ -52,12 +53,20 @@ def test_every_answer_that_decodes_has_a_row_of_each_step(wanted: dict[int, int]
 
 
 @given(st.lists(st.integers(2, 500), min_size=1, max_size=NUM_ROWS // QUANTUM))
-def test_prompts_share_rows_evenly_and_leave_none_unused(wants: list[int]) -> None:
+def test_short_prompts_go_first_and_no_row_is_unused(wants: list[int]) -> None:
     wanted = dict(enumerate(wants))
     shares = filled(wanted).share(wanted, every_row)
     assert sum(shares.values()) == min(NUM_ROWS, sum(wants))
-    cut_short = [shares[key] for key, want in wanted.items() if shares[key] < want]
-    assert all(share >= max(shares.values()) - 1 for share in cut_short)
+    assert all(shares[key] >= min(want, QUANTUM) for key, want in wanted.items())
+    cut_short = [want for key, want in wanted.items() if shares[key] < want]
+    favoured = [want for key, want in wanted.items() if shares[key] > QUANTUM]
+    assert not cut_short or all(want <= min(cut_short) for want in favoured if want not in cut_short)
+    assert sum(QUANTUM < shares[key] < want for key, want in wanted.items()) <= 1
+
+
+def test_a_prompt_is_done_in_the_step_after_its_arrival_beside_a_long_one() -> None:
+    wanted = {0: 5000, 1: NUM_ROWS - QUANTUM}
+    assert filled(wanted).share(wanted, every_row) == {0: QUANTUM, 1: NUM_ROWS - QUANTUM}
 
 
 @given(st.lists(st.integers(2, QUANTUM), min_size=1, max_size=60))

@@ -1,5 +1,8 @@
 """How many rows of prompts fit into a step, from what steps took: no clock, no model."""
 
+import itertools
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +34,53 @@ def test_steps_keep_to_the_target_and_use_it(row_s: float, constant_s: float, nu
 def test_prompts_get_on_where_decoding_alone_misses_the_target() -> None:
     taken = settled(0.01, 0.1, num_decoding=4, target_s=0.05)
     assert 0.15 < taken[-1] <= 2 * 0.14 + 1e-9
+
+
+def settled_alone(cost: StepCost, seconds_of: Callable[[int], float], target_s: float) -> list[int]:
+    """The rows of 50 steps of a long prompt that is alone."""
+    taken = []
+    for _ in range(50):
+        taken.append(cost.prompt_rows_alone(target_s))
+        cost.record(taken[-1], seconds_of(taken[-1]))
+    return taken
+
+
+@given(st.floats(1e-5, 1e-2), st.floats(0, 0.1), st.floats(1e-3, 1.0))
+def test_prompts_alone_take_short_steps_where_these_cost_little(
+    row_s: float, constant_s: float, target_s: float
+) -> None:
+    """Where a step takes `constant_s` and so much for each row."""
+
+    def seconds(rows: int) -> float:
+        return constant_s + rows * row_s
+
+    taken = settled_alone(StepCost(NUM_ROWS), seconds, target_s)
+    assert taken[0] == NUM_ROWS
+    assert all(fewer >= rows // 2 for rows, fewer in itertools.pairwise(taken)), "in small steps"
+    settled = taken[-1]
+    assert seconds(settled) / settled <= 1.11 * seconds(NUM_ROWS) / NUM_ROWS
+    is_least = seconds(settled // 2) / max(1, settled // 2) > 1.09 * seconds(NUM_ROWS) / NUM_ROWS
+    assert is_least or seconds(settled) < 0.7 * target_s or settled == 1
+
+
+def test_prompts_alone_take_whole_steps_where_fewer_rows_take_as_long() -> None:
+    """As where the bytes of all experts are moved for any number of rows."""
+    taken = settled_alone(StepCost(NUM_ROWS), lambda rows: 0.4, 0.05)
+    assert taken.count(NUM_ROWS) >= len(taken) - 2
+    assert min(taken) >= NUM_ROWS // 2
+
+
+def test_what_fewer_rows_cost_is_learned_from_steps_that_had_them() -> None:
+    cost = StepCost(NUM_ROWS)
+    for _ in range(3):
+        cost.record(128, 0.3)
+    assert cost.prompt_rows_alone(0.05) == NUM_ROWS, "what all rows cost is not known"
+    for _ in range(3):
+        cost.record(NUM_ROWS, 0.4)
+    assert cost.prompt_rows_alone(0.05) == NUM_ROWS
+    for _ in range(9):
+        cost.record(384, 0.3)
+    assert cost.prompt_rows_alone(0.05) == 384
 
 
 def test_a_slow_step_changes_nothing_but_slow_ones_do() -> None:

@@ -212,6 +212,8 @@ class Engine:
         """Rows of prompts in a step with so many decoding ones."""
         if math.isinf(self._target_s):
             return self._runner.chunk_size
+        if num_decoding == 0:
+            return self._cost.prompt_rows_alone(self._target_s)
         return self._cost.most_prompt_rows(num_decoding, self._target_s)
 
     def _land(self, flying: Launched) -> None:

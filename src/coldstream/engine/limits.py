@@ -16,8 +16,9 @@ class EngineLimits:
 
     max_running: int = MAX_RUNNING  # sequences in a step, if the model has memory for as many
     max_waiting: int = 512  # answers in the queue; a request that has no room there raises QueueFullError
-    # Steps with decoding rows take no more rows of prompts than keep to this, by what steps took so far.
-    # Infinite: as many as a step takes.
+    # Steps with decoding rows take no more rows of prompts than keep to this, by what steps took so far, and
+    # steps of prompts alone are a third of it long, if that makes a row hardly dearer. Infinite: as many as
+    # a step takes.
     target_step_ms: float = 50.0
 
     def __post_init__(self) -> None:

@@ -6,8 +6,9 @@ order of arrival counts, a step of priority like `_STEPS_PER_PRIORITY` steps of 
 forever. Among namespaces the one with the fewest running answers is next. Of those that run, memory is taken
 from the last in the order, so that the first one always gets on.
 
-Each step has a row of every answer that decodes. Prompts share the other rows evenly, short ones first done;
-if there are too many for that, those that were served longest ago are next.
+Each step has a row of every answer that decodes. Of the other rows each prompt gets some, and the shortest as
+many as it wants, so that it waits little for long ones; if there are too many prompts for that, those that
+were served longest ago are next.
 """
 
 from collections import Counter
@@ -90,7 +91,7 @@ class Scheduler:
         """Rows of each running answer in the next step, at least one each for those that take part.
 
         wanted: rows that each could use, ≥ 1; 1: it decodes. most_prompt_rows: of all prompts in a step with
-        so many decoding rows; at least one prompt gets a row anyway.
+        so many decoding rows, or none; at least one prompt gets a row anyway.
         """
         entries = sorted(self._running.values(), key=lambda entry: (entry.last_served, entry.rank))
         prompts = [entry for entry in entries if wanted[entry.key] > 1]
@@ -99,11 +100,11 @@ class Scheduler:
         decoding = decoding[: max(1, self._num_rows - kept_free)]
         shares = {entry.key: 1 for entry in decoding}
         left = self._num_rows - len(decoding)
-        if decoding:
+        if prompts:
             left = min(left, max(1, most_prompt_rows(len(decoding))))
         least = accumulate(min(wanted[entry.key], QUANTUM) for entry in prompts)
         served = prompts[: max(min(left, 1), sum(rows <= left for rows in least))]
-        rows = _evenly([wanted[entry.key] for entry in served], left)
+        rows = _shortest_first([wanted[entry.key] for entry in served], left)
         shares |= {entry.key: count for entry, count in zip(served, rows, strict=True)}
         return shares
 
@@ -115,11 +116,15 @@ class Scheduler:
         self._num_steps += 1
 
 
-def _evenly(wanted: Sequence[int], num_rows: int) -> list[int]:
-    """Shares out rows: nobody gets more than it wants, nor less than another unless it wants no more."""
-    shares = [0] * len(wanted)
-    by_want = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    for place, i in enumerate(by_want):
-        shares[i] = min(wanted[i], num_rows // (len(wanted) - place))
-        num_rows -= shares[i]
+def _shortest_first(wanted: Sequence[int], num_rows: int) -> list[int]:
+    """Shares out rows: up to `QUANTUM` to each, the others to those that want the fewest.
+
+    num_rows: enough for the first part, unless there is but one.
+    """
+    shares = [min(rows, QUANTUM, num_rows) for rows in wanted]
+    left = num_rows - sum(shares)
+    for i in sorted(range(len(wanted)), key=lambda i: wanted[i]):
+        more = min(wanted[i] - shares[i], left)
+        shares[i] += more
+        left -= more
     return shares

@@ -1,4 +1,4 @@
-"""What a step costs by its number of rows, and how many rows of prompts keep to a target.
+"""What a step costs by its number of rows, and how many rows of prompts it has therefore.
 
 Learned from the steps that were taken. Rows are counted in ranges, each of which begins a third or a half
 later than the one before; an estimate is a median of what steps of the range took lately. A range that was
@@ -15,6 +15,8 @@ _FIRST_ROWS: Final = 16  # of prompts, as long as nothing is known
 _RANGES_BEYOND: Final = 3  # of the first range beyond what was measured: up to twice its rows
 _FORGOTTEN: Final = 1024  # steps
 _SLOWDOWN: Final = 2.0  # of steps that miss the target by decoding alone, so that prompts get on too
+_ALONE: Final = 1 / 3  # of the target, that a step of prompts alone takes at least
+_DEARER: Final = 1.1  # a row of such a step against one of the cheapest step
 
 
 class StepCost:
@@ -49,6 +51,27 @@ class StepCost:
         end = bisect_left(self._rows, tried) + _RANGES_BEYOND
         fitting = [rows for rows in self._rows[:end] if _seconds(known, rows) <= allowed_s]
         return max(1, max(fitting, default=0) - num_decoding)
+
+    def prompt_rows_alone(self, target_s: float) -> int:
+        """How many rows of prompts a step without decoding ones takes: few, so that a prompt that comes
+        meanwhile waits little, but not so few that a row gets much dearer or the step much shorter than
+        the target.
+
+        All, as long as it is not known what they cost; then fewer are tried, a range at a time.
+        """
+        known, most_rows = self._known(), self._rows[-1]
+        if most_rows not in known:
+            return most_rows
+        cheapest_s = min(seconds / rows for rows, seconds in known.items())
+        best = most_rows
+        for rows in reversed(self._rows[:-1]):
+            seconds = _seconds(known, rows)
+            if seconds < _ALONE * target_s or seconds > _DEARER * cheapest_s * rows:
+                break
+            best = rows
+            if rows not in known:
+                break
+        return best
 
     def _known(self) -> dict[int, float]:
         """Medians by the first number of rows of their range, ascending."""
