@@ -38,7 +38,7 @@ def encode(value: object, hint: Any) -> bytes:
     """`value`, which must be of type `hint`, as JSON. Raises ProtocolError for what is not data."""
     try:
         plain = _encoder(hint)(value)
-        return json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+        return _WRITER.encode(plain).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError, AttributeError) as error:
         raise ProtocolError(f"{type(value).__name__} cannot be sent: {error}") from error
 
@@ -46,7 +46,7 @@ def encode(value: object, hint: Any) -> bytes:
 def decode(data: bytes, hint: Any) -> Any:
     """A value of type `hint`. Raises ProtocolError for anything else."""
     try:
-        plain = json.loads(data.decode("utf-8", "surrogatepass"), parse_int=_whole)
+        plain = _READER.decode(data.decode("utf-8", "surrogatepass"))
         return _decoder(hint)(plain)
     except ProtocolError:
         raise
@@ -58,6 +58,11 @@ def _whole(digits: str) -> int:
     if len(digits) > MAX_DIGITS + 1:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
+
+
+# Made once: making one takes longer than a message with a token.
+_WRITER: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_READER: Final = json.JSONDecoder(parse_int=_whole)
 
 
 def _as_it_is(value: Any) -> Any:

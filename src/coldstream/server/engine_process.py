@@ -88,13 +88,17 @@ class _Connection:
         self.num_unsent = 0  # bytes
         self.last_sent = time.monotonic()
 
-    def send(self, message: FromEngine) -> None:
-        """Queue a message and send what the socket takes. Raises ProtocolError, `_ClosedError`."""
-        frame = framed(message, FromEngine)
-        self._unsent.append(frame)
-        self.num_unsent += len(frame)
-        self.last_sent = time.monotonic()
-        self._flush()
+    def send(self, *messages: FromEngine) -> None:
+        """Queue messages and send what the socket takes, so that those of a step wake the parent once.
+
+        Raises ProtocolError, `_ClosedError`.
+        """
+        frames = b"".join(framed(message, FromEngine) for message in messages)
+        if frames:
+            self._unsent.append(frames)
+            self.num_unsent += len(frames)
+            self.last_sent = time.monotonic()
+            self._flush()
 
     def flush(self) -> None:
         """Wait until all is sent. Raises `_ClosedError`."""
@@ -204,8 +208,7 @@ def _serve(connection: _Connection, engine: Computes) -> NoReturn:
         for message in connection.received(0 if is_due or may_rest else None):
             _take(message, connection, engine)
         if is_due and not engine.is_idle:
-            for event in engine.step():
-                connection.send(event)
+            connection.send(*engine.step())
             if time.monotonic() - connection.last_sent >= ALIVE_S:
                 connection.send(Alive())
 
