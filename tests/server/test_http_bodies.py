@@ -263,7 +263,7 @@ async def test_rq10_unknown_routes_and_methods_say_nothing_of_the_machine(http: 
         ("GET", "/v1/chat/completions", 405),
         ("DELETE", "/v1/models", 405),
         ("HEAD", "/v1/models", 405),
-        ("TRACE", "/", 404),
+        ("TRACE", "/", 405),
         ("GET", "/docs", 404),
     ):
         response = await http.request(method, path, json={} if method == "POST" else None)

@@ -173,6 +173,25 @@ async def test_death_garbage_and_errors_of_the_engine_are_one_clear_error_each(
         assert await answer(supervisor, 2) == "5 6 5 "
 
 
+async def test_an_engine_that_hangs_is_ended_and_its_requests_get_one_clear_error(start: Start) -> None:
+    states: list[str] = []
+    policy = RestartPolicy(first_delay_s=0.0, max_delay_s=0.0, hang_s=0.2)
+    async with start(policy=policy, states=states) as supervisor:
+        await supervisor.opened()
+        pid = supervisor.pid
+        streams = [await supervisor.submit(submission(1, WAIT)), await supervisor.submit(submission(2, HANG))]
+        for stream in streams:
+            events = await all_of(stream)
+            assert [type(event) for event in events if isinstance(event, Failed)] == [Failed]
+            assert isinstance(events[-1], Failed)
+            assert isinstance(events[-1].error, ServiceUnavailable)
+            assert "it made no progress for" in str(events[-1].error)
+        await until_ready(supervisor)
+        assert supervisor.pid != pid
+        assert states == ["ready", "restarting", "ready"]
+        assert await answer(supervisor, 3) == "5 6 5 "
+
+
 async def test_the_breaker_opens_after_deaths_in_a_row_and_starts_no_process_meanwhile(start: Start) -> None:
     states: list[str] = []
     async with start("serve", "die", states=states) as supervisor:

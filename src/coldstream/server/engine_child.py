@@ -85,6 +85,11 @@ class EngineChild:
                     await asyncio.sleep(0)
                 yield message, length
 
+    def kill(self) -> None:
+        """End the process, whatever it does; `messages` ends then."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
     async def end(self, grace_s: float = END_S) -> int:
         """Close the socket, wait up to `grace_s` for the process to leave, and end it if it does not.
 
@@ -96,8 +101,7 @@ class EngineChild:
         if grace_s > 0:
             with suppress(TimeoutError):
                 return await asyncio.wait_for(self._process.wait(), grace_s)
-        with suppress(ProcessLookupError):
-            self._process.kill()
+        self.kill()
         return await self._process.wait()
 
 

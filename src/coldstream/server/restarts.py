@@ -12,14 +12,19 @@ from coldstream.errors import ConfigError
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Delays between a death and the next start, in seconds."""
+    """Delays between a death and the next start, in seconds, and when a process that lives counts as dead."""
 
     first_delay_s: float = 0.1
     max_delay_s: float = 10.0
     max_deaths: int = 5  # in a row, without a token in between
     cool_down_s: float = 60.0
+    # Without a sign of life while requests run, until the process is ended. No step takes that long, not even
+    # one of a long prompt whose experts all come from a slow disk.
+    hang_s: float = 600.0
 
     def __post_init__(self) -> None:
+        if not self.hang_s > 0:
+            raise ConfigError(f"hang_s must be more than 0 seconds, not {self.hang_s}")
         if not 0 <= self.first_delay_s <= self.max_delay_s or self.cool_down_s < 0 or self.max_deaths < 1:
             raise ConfigError(f"restarts need delays from 0 on and at least one death, not {self}")
 

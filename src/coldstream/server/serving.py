@@ -81,7 +81,11 @@ async def serve(service: Service, listener: socket.socket, log: Log, on_progress
             on_state=_StateLog(log),
         )
         async with supervisor as engine:
-            web = WebServer(AccessLog(create_app(engine, service.settings), log), listener)
+            web = WebServer(
+                AccessLog(create_app(engine, service.settings), log),
+                listener,
+                service.settings.slow_headers_s,
+            )
             serving = asyncio.create_task(web.run(), name="web")
             log.write("info", "loading", f"loading {service.name}; until then {url_of(listener)} answers 503")
             try:

@@ -22,6 +22,7 @@ from coldstream.server.client import Health, ServiceUnavailable, State
 from coldstream.server.codec import ProtocolError
 from coldstream.server.engine_child import END_S, ENGINE_COMMAND, EngineChild, cause_of_death
 from coldstream.server.event_stream import EventStream
+from coldstream.server.hang_watch import until_hung
 from coldstream.server.messages import (
     Accepted,
     Alive,
@@ -57,6 +58,11 @@ class _Running:
     counts: dict[int, asyncio.Future[LiveState]] = field(default_factory=dict)
     last_progress: float = 0.0
     last_counts: LiveState | None = None
+    hang: GenerationFault | None = None  # for which the process was ended
+
+    def silence_s(self) -> float:
+        """Seconds since its last sign of life while requests wait for it; 0 if none waits."""
+        return time.monotonic() - self.last_progress if self.streams else 0.0
 
 
 class Supervisor:
@@ -165,11 +171,10 @@ class Supervisor:
     async def health(self) -> Health:
         """The engine's state, at once."""
         running, now = self._running, time.monotonic()
-        is_due = running is not None and running.streams
         loading = self._loading if self._state in ("loading", "restarting") else Loading("", 0, 0)
         return Health(
             state=self._state,
-            last_progress_age_s=now - running.last_progress if running is not None and is_due else 0.0,
+            last_progress_age_s=running.silence_s() if running is not None else 0.0,
             retry_after_s=0.0 if self._state in ("ready", "stopping") else max(1.0, self._back_at - now),
             what=loading.what,
             done=loading.done,
@@ -283,7 +288,8 @@ class Supervisor:
             child = await EngineChild.start(self._command)
         except ColdstreamError as error:
             return error
-        self._running = _Running(child)
+        self._running = running = _Running(child)
+        watch = asyncio.create_task(self._end_if_hung(running))
         last: ColdstreamError | None = None
         grace_s = 0.0  # for what was never ready, or says what is no message
         try:
@@ -298,7 +304,7 @@ class Supervisor:
                         self._is_ready = True
                         self._set_state("ready")
                     case _:
-                        self._take(message, num_bytes, self._running)
+                        self._take(message, num_bytes, running)
             grace_s = 1.0
         except asyncio.CancelledError:
             await child.end(END_S if self._is_ready else 0.0)
@@ -307,7 +313,14 @@ class Supervisor:
             last = error
         finally:
             self._is_ready = False
-        return cause_of_death(await child.end(grace_s), last)
+            watch.cancel()
+        code = await child.end(grace_s)
+        return running.hang or cause_of_death(code, last)
+
+    async def _end_if_hung(self, running: _Running) -> None:
+        silent = await until_hung(running.silence_s, self._policy.hang_s)
+        running.hang = GenerationFault(f"it made no progress for {silent:.0f} s")
+        running.child.kill()
 
     def _end_streams(self) -> None:
         """The process is gone: all that waits for it ends with the error that says so."""

@@ -6,12 +6,14 @@ import ipaddress
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Final
+from functools import partial
+from typing import Any, Final, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from coldstream.errors import ConfigError
+from coldstream.server.patient_protocol import PatientProtocol
 
 _BACKLOG: Final = 2048
 _MAX_UNREAD_HEADERS: Final = 64 << 10  # bytes of a request before its headers are whole
@@ -28,11 +30,12 @@ class _Uvicorn(uvicorn.Server):
 class WebServer:
     """Serves `app` on a listening socket. For one event loop."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, listener: socket.socket, slow_headers_s: float = 10.0) -> None:
+        """slow_headers_s: that a client may take for the headers of a request."""
         config = uvicorn.Config(
             app,
             loop="asyncio",
-            http="h11",
+            http=cast(Any, partial(PatientProtocol, slow_headers_s=slow_headers_s)),
             ws="none",
             lifespan="on",
             log_config=None,

@@ -103,6 +103,8 @@ def _refusal(path: str, error: HTTPException) -> Problem:
             return Problem(405, "this route does not take this method", code="method_not_allowed")
         case 400:
             return Problem(400, "the body is not JSON that can be read", code="invalid_json")
+        case 408:
+            return Problem(408, "the rest of the body did not come", code="slow_body")
         case 413:
             return Problem(413, "the body is too large", code="body_too_large")
         case status:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Final
 from urllib.parse import urlsplit
 
+import anyio
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -126,13 +127,19 @@ class Guard:
             raise _refused(413, f"the body is larger than {limit} bytes", "body_too_large")
 
     def _bounded(self, receive: Receive) -> Receive:
-        """`receive`, with an error once a body is longer than the limit, whatever its headers said."""
-        taken = 0
+        """`receive`, with an error once a body is too long, whatever its headers said, or stops coming."""
+        taken, is_whole = 0, False
 
         async def bounded() -> Message:
-            nonlocal taken
-            message = await receive()
+            nonlocal taken, is_whole
+            if is_whole:  # what comes now is that the client has gone
+                return await receive()
+            with anyio.move_on_after(self._settings.slow_body_s) as patience:
+                message = await receive()
+            if patience.cancelled_caught:
+                raise HTTPException(408, headers={"Connection": "close"})
             if message["type"] == "http.request":
+                is_whole = not message.get("more_body", False)
                 taken += len(message.get("body", b""))
                 if taken > self._settings.max_body_bytes:
                     raise HTTPException(413)  # FastAPI passes no other exception on from here

@@ -30,13 +30,15 @@ class ServerSettings:
     max_prompts: int = 64  # of one completion request
     keep_alive_s: float = 10.0  # between comments in a stream that has nothing else to say
     slow_reader_s: float = 60.0  # that a client may leave what it was sent unread
+    slow_headers_s: float = 10.0  # for all headers of a request, from its connection or its first byte
+    slow_body_s: float = 10.0  # between two parts of a body
     stall_s: float = 60.0  # without progress while requests wait, until the server calls itself unhealthy
     request_timeout_s: float | None = None  # from arrival to the last token; None: no limit
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_header_bytes", "max_headers", "max_n", "max_prompts"):
             _check_number(name, getattr(self, name), 1, 1 << 40)
-        for name in ("keep_alive_s", "slow_reader_s", "stall_s"):
+        for name in ("keep_alive_s", "slow_reader_s", "slow_headers_s", "slow_body_s", "stall_s"):
             _check_number(name, getattr(self, name), 1e-3, 1e9)
         if self.request_timeout_s is not None:
             _check_number("request_timeout_s", self.request_timeout_s, 1e-3, 1e9)

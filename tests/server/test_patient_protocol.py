@@ -1,0 +1,104 @@
+"""Clients that take their time: a bound for headers, one for each part of a body, and none for answers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx2
+import pytest
+
+from coldstream.server.http import ServerSettings, create_app
+from coldstream.server.local_client import LocalClient
+from coldstream.server.web_server import WebServer, bind
+
+SHORT_S, LONG_S = 0.05, 60.0
+HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 16\r\n"
+JSON = b"Content-Type: application/json\r\n\r\n"
+
+
+@asynccontextmanager
+async def serving(client: LocalClient, headers_s: float, body_s: float) -> AsyncIterator[int]:
+    """The port of a server with these bounds."""
+    settings = ServerSettings(slow_headers_s=headers_s, slow_body_s=body_s)
+    with bind("127.0.0.1", 0) as listener:
+        server = WebServer(create_app(client, settings), listener, settings.slow_headers_s)
+        running = asyncio.create_task(server.run())
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.stop()
+            await running
+
+
+async def rest_of(reader: asyncio.StreamReader) -> bytes:
+    """All that comes until the server closes."""
+    return await asyncio.wait_for(reader.read(), LONG_S)
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", HEAD, HEAD + b"X: 1\r\n"])
+async def test_rq09_headers_that_do_not_come_end_the_connection(
+    local_client: LocalClient, sent: bytes
+) -> None:
+    async with serving(local_client, SHORT_S, LONG_S) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        assert (await rest_of(reader)).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+
+async def test_rq09_bytes_now_and_then_do_not_put_it_off(local_client: LocalClient) -> None:
+    async with serving(local_client, 10 * SHORT_S, LONG_S) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD)
+
+        async def drip() -> None:
+            while True:
+                writer.write(b"X: 1\r\n")
+                await asyncio.sleep(SHORT_S)
+
+        dripping = asyncio.create_task(drip())
+        assert (await rest_of(reader)).startswith(b"HTTP/1.1 408 ")
+        dripping.cancel()
+        writer.close()
+
+
+async def test_rq09_later_requests_of_a_connection_are_bounded_too(local_client: LocalClient) -> None:
+    async with serving(local_client, SHORT_S, LONG_S) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"\r\n")
+        assert (await reader.readuntil(b'{"status":"ok"}')).startswith(b"HTTP/1.1 200 ")
+        writer.write(HEAD)
+        assert (await rest_of(reader)).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+
+async def test_rq09_a_body_that_stops_coming_is_refused_and_the_connection_closed(
+    local_client: LocalClient,
+) -> None:
+    async with serving(local_client, LONG_S, SHORT_S) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(POST + JSON + b'{"content"')
+        answer = await rest_of(reader)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b'"slow_body"' in answer
+        writer.close()
+
+
+async def test_answers_may_take_longer_than_requests(local_client: LocalClient) -> None:
+    body = {"prompt": "import os", "max_tokens": 300, "ignore_eos": True}
+    async with serving(local_client, SHORT_S, SHORT_S) as port:
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LONG_S) as http:
+            response = await http.post("/v1/completions", json=body)
+        assert response.json()["usage"]["completion_tokens"] == 300
+
+
+async def test_rq09_slow_clients_do_not_hold_up_others(local_client: LocalClient) -> None:
+    async with serving(local_client, LONG_S, LONG_S) as port:
+        slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
+        for _, writer in slow:
+            writer.write(HEAD)
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LONG_S) as http:
+            assert (await http.get("/health")).status_code == 200
+        for _, writer in slow:
+            writer.close()
