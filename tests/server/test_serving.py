@@ -20,6 +20,7 @@ from coldstream.assets import demo_model_path
 from coldstream.engine import EngineConfig
 from coldstream.engine.limits import EngineLimits
 from coldstream.server.http import ServerSettings
+from coldstream.server.http.volatile_lines import DROPPED
 from coldstream.server.log import Log
 from coldstream.server.serving import Service, serve
 from coldstream.server.web_server import bind, url_of
@@ -50,14 +51,14 @@ Begin = Callable[..., AbstractAsyncContextManager[Served]]
 @pytest.fixture
 def begin(tmp_path: Path) -> Begin:
     @asynccontextmanager
-    async def begun(word: str, **settings: Any) -> AsyncIterator[Served]:
+    async def begun(word: str, *, drop_volatile: bool = False, **settings: Any) -> AsyncIterator[Served]:
         script = tmp_path / "script"
         script.write_text(word)
         service = Service(
             name="demo",
             config=EngineConfig(str(demo_model_path())),
             limits=EngineLimits(),
-            settings=ServerSettings(),
+            settings=ServerSettings(drop_volatile=drop_volatile),
             command=(sys.executable, str(SCRIPT), str(script)),
             **settings,
         )
@@ -127,6 +128,20 @@ async def test_the_second_signal_is_told_to_the_caller(begin: Begin) -> None:
             signal.raise_signal(signal.SIGTERM)
             assert "server stops" in (await stream.aread()).decode()
         assert await served.task == signal.SIGTERM
+
+
+async def test_a_server_that_drops_lines_says_which_at_its_start(begin: Begin) -> None:
+    async with begin("serve", drop_volatile=True) as served:
+        await served.until("drops")
+        line = os.pread(served.log, 1 << 20, 0).decode()
+        assert all(each.what in line.replace("\\", "") for each in DROPPED)
+        signal.raise_signal(signal.SIGTERM)
+        assert await served.task is None
+    async with begin("serve") as served:
+        await served.until("ready")
+        signal.raise_signal(signal.SIGTERM)
+        assert await served.task is None
+        assert "drops" not in served.events()
 
 
 async def test_a_model_that_does_not_open_is_raised_and_nothing_listens(begin: Begin) -> None:

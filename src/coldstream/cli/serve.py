@@ -89,6 +89,12 @@ def parse_parallel(text: str) -> int:
     "from where they are used after a restart too; may be given once for each.",
 )
 @click.option(
+    "--drop-volatile",
+    is_flag=True,
+    help="Leave lines out of system prompts that coding agents change with each request or day, so that kept "
+    "prefixes still fit: docs/server.md lists them. The model is not told what they say.",
+)
+@click.option(
     "--log-format",
     type=click.Choice(("text", "json")),
     default="text",
@@ -109,6 +115,7 @@ def command(
     alias: str | None,
     parallel: int | None,
     kept: tuple[str, ...],
+    drop_volatile: bool,
     log_format: "LogFormat",
     **options: Any,
 ) -> int:
@@ -130,6 +137,7 @@ def command(
         api_keys=(*api_keys, *(read_api_keys(api_key_file) if api_key_file else ())),
         allowed_hosts=tuple(name for name in allowed if "://" not in name),
         allowed_origins=tuple(name for name in allowed if "://" in name),
+        drop_volatile=drop_volatile,
     )
     check_exposure(settings)
     return _serve(session, settings, model, alias, parallel, kept, log_format, options)

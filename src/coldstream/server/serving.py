@@ -15,6 +15,7 @@ from coldstream.server.client import Health
 from coldstream.server.engine_child import ENGINE_COMMAND
 from coldstream.server.http.app import create_app
 from coldstream.server.http.settings import ServerSettings
+from coldstream.server.http.volatile_lines import DROPPED
 from coldstream.server.log import Log
 from coldstream.server.messages import PromptCache
 from coldstream.server.served_model import ServedModel
@@ -153,6 +154,9 @@ def _say_ready(log: Log, service: Service, model: ServedModel, url: str) -> None
         threads=facts.threads,
         protected=bool(service.settings.api_keys),
     )
+    if service.settings.drop_volatile:
+        what = "; ".join(each.what for each in DROPPED)
+        log.write("info", "drops", f"the model is not shown these parts of system prompts: {what}")
 
 
 class _StateLog:

@@ -18,6 +18,7 @@ from coldstream.server.http.chat_request import (
 from coldstream.server.http.fields import sampling_of
 from coldstream.server.http.models import context_errors
 from coldstream.server.http.settings import ServerSettings
+from coldstream.server.http.volatile_lines import without_volatile
 from coldstream.server.output import (
     OutputParser,
     forced_calls,
@@ -77,6 +78,8 @@ def read_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) 
         repetition=RepetitionStop() if body.stop_repetition else None,
     )
     messages = messages_for_template(body)
+    if settings.drop_volatile:
+        messages = without_volatile(messages)
     with context_errors(served, "messages"):
         request = served.requests.of_chat(messages, params, template_settings_of(body, tools))
     tail = served.tokenizer.decode(request.prompt_token_ids[-_TAIL_TOKENS:], skip_special=False)

@@ -32,6 +32,7 @@ class ServerSettings:
     slow_reader_s: float = 60.0  # that a client may leave what it was sent unread
     slow_headers_s: float = 10.0  # for all headers of a request, from its connection or its first byte
     slow_body_s: float = 10.0  # between two parts of a body
+    drop_volatile: bool = False  # leave out lines of system prompts that change, see `volatile_lines.py`
     stall_s: float = 60.0  # without progress while requests wait, until the server calls itself unhealthy
     request_timeout_s: float | None = None  # from arrival to the last token; None: no limit
 

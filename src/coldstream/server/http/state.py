@@ -13,6 +13,7 @@ from coldstream.server.http.metrics import CONTENT_TYPE, Metrics
 from coldstream.server.http.problems import Problem
 from coldstream.server.http.settings import ServerSettings
 from coldstream.server.http.shapes import HealthBody, Live, Props, documented
+from coldstream.server.http.volatile_lines import DROPPED
 from coldstream.server.served_model import ServedModel
 
 _STALLED_RETRY_S: Final = 5.0
@@ -46,7 +47,8 @@ def state_router(client: EngineClient, settings: ServerSettings, metrics: Metric
     @router.get("/props", response_model=None, responses=documented(Props))
     async def props() -> dict[str, Any]:
         """The model, where it lies, and what is done to be fast. Does not wait for the engine's steps."""
-        return _props(client.model, await client.health(), await _statistics(client))
+        known = _props(client.model, await client.health(), await _statistics(client))
+        return {**known, "dropped_lines": [each.name for each in DROPPED] if settings.drop_volatile else []}
 
     @router.get("/live", response_model=None, responses=documented(Live))
     async def live() -> dict[str, Any]:
