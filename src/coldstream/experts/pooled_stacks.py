@@ -64,9 +64,8 @@ class PooledStacks:
     def in_memory(self) -> Array:
         """Which experts are in slots, bool [layers, experts]. Between steps."""
         there = np.zeros(self.num_layers * self.num_experts, bool)
-        for size_class in range(len(self.num_slots)):
-            owners = self.pool.owners(size_class)
-            there[owners[owners >= 0]] = True
+        owners = np.concatenate([self.pool.owners(each) for each, _ in enumerate(self.num_slots)])
+        there[owners[owners > -1]] = True
         return there.reshape(self.num_layers, self.num_experts)
 
     def order(self, worth: Array) -> None:
