@@ -7,7 +7,7 @@ For each budget of experts, texts continue a prompt in steps of so many rows: fi
 set comes in, then those that are timed, with their logits on the host. Beside each stands the floor: the
 experts that the step's rows want and no slot has, each once, over what RAM and bus read together. The logits
 behind the same tokens must be the same whatever the rows of a step. With --old the sources in that folder,
-with their extension built, are measured too, before and after these.
+with their extension built, are measured after these.
 """
 
 import argparse
@@ -41,8 +41,18 @@ from gpu import FIRST_ID, numbers, write_model
 from gpu_hybrid import GIB, Machine, plan_with
 from results import ROOT, write_result
 
-DEPTH, WARM_STEPS, TIMED_STEPS = 512, 48, 16
-COMPARED = WARM_STEPS + TIMED_STEPS  # tokens behind the prompt, after which logits are compared
+DEPTH, WARM_STEPS, TIMED_STEPS = 512, 24, 8
+COMPARED = 64  # tokens behind the prompt, after which logits are compared
+
+
+def warm_steps(rows: int) -> int:
+    """Steps of so many rows that come before the timed ones, which reach the token of the comparison."""
+    return max(WARM_STEPS, -(-COMPARED // rows) - TIMED_STEPS)
+
+
+def num_tokens(rows: int) -> int:
+    """Tokens behind the prompt of all steps of so many rows."""
+    return rows * (warm_steps(rows) + TIMED_STEPS)
 
 
 class Steps:
@@ -50,30 +60,31 @@ class Steps:
 
     def __init__(self, runner: Any, sizes: Several[int], both_bytes_per_s: float) -> None:
         self._runner, self._sizes, self._both = runner, np.array(sizes), both_bytes_per_s
-        self._prompt: Sequence = runner.new_sequence()
-        runner.extend(self._prompt, [FIRST_ID + i for i in range(DEPTH)])
 
     def of(self, rows: int) -> dict[str, Any]:
-        """Figures of steps of so many rows, in a branch of their own."""
-        runner, branch = self._runner, self._runner.branch(self._prompt)
+        """Figures of steps of so many rows, behind a prompt of their own."""
+        runner = self._runner
+        sequence: Sequence = runner.new_sequence()
+        runner.extend(sequence, [FIRST_ID + i for i in range(DEPTH)])
         seconds, floors, wanted, digest = [], [], [], ""
-        for number in range(WARM_STEPS + TIMED_STEPS):
-            if number == WARM_STEPS:
+        num_warm = warm_steps(rows)
+        for number in range(num_warm + TIMED_STEPS):
+            if number == num_warm:
                 before = runner.gpu_experts
             first = DEPTH + number * rows
             resident = runner._partial._residency.resident.copy()
             start = time.perf_counter()
-            logits = np.asarray(runner.extend(branch, [FIRST_ID + first + i for i in range(rows)]))
+            logits = np.asarray(runner.extend(sequence, [FIRST_ID + first + i for i in range(rows)]))
             taken = time.perf_counter() - start
             if first + rows == DEPTH + COMPARED:
                 digest = hashlib.sha256(np.ascontiguousarray(logits)).hexdigest()[:16]
-            if number >= WARM_STEPS:
+            if number >= num_warm:
                 seconds.append(taken)
                 union, missing = self._wanted(rows, resident)
                 floors.append(missing / self._both)
                 wanted.append(union)
         after = runner.gpu_experts
-        runner.release(branch)
+        runner.release(sequence)
         per_step = 1e3 / TIMED_STEPS
         return {
             "rows": rows,
@@ -97,7 +108,7 @@ class Steps:
 
 def measure(path: Path, budgets: Several[float], rows: Several[int]) -> list[dict[str, Any]]:
     """A row for each budget, in GiB, and number of rows."""
-    hardware, ctx_size = measured_hardware(find_gpu()), DEPTH + COMPARED * max(rows)
+    hardware, ctx_size = measured_hardware(find_gpu()), DEPTH + max(map(num_tokens, rows))
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         config = EngineConfig(str(path), device="cuda", vram=100 * GIB, ctx_size=ctx_size)
@@ -166,8 +177,7 @@ def main() -> int:
     }
     if options.old is not None:
         result |= {"old_commit": options.old_commit, "old_rows": measured_in(options.old, options)}
-        result["rows_again"] = measured_in(ROOT, options)
-    for name in ("rows", "old_rows", "rows_again"):
+    for name in ("rows", "old_rows"):
         check_logits(result.get(name, []))
     write_result(result, options.out, options.commit)
     return 0

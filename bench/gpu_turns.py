@@ -12,6 +12,7 @@ token and an expert.
 import argparse
 import itertools
 import json
+import math
 import os
 import shlex
 import statistics
@@ -43,16 +44,16 @@ def decoding(hybrid: Any, path: Path, budgets: list[float]) -> list[dict[str, An
     machine = hybrid.Machine(path, ctx_size, spec.vocab_size, hardware, sizes)
     rows = []
     for gib in budgets:
-        (row,) = hybrid.measure(machine, gib, [0], 0)
-        pairs = sum(text["cpu_pairs"] for text in row["texts"])
-        seconds = sum(text["cpu_seconds"] for text in row["texts"])
+        (row,) = hybrid.measure(machine, None if gib == math.inf else gib, [0], 0)
+        pairs = sum(text.get("cpu_pairs", 0) for text in row["texts"])
+        seconds = sum(text.get("cpu_seconds", 0) for text in row["texts"])
         cpu_us = 1e6 * seconds / pairs if pairs else None
         rows.append({"what": "decode", "gib": gib, "tok_s": row["tok_s"], "cpu_us_a_pair": cpu_us})
     return rows
 
 
 def prompts(streaming: Any, path: Path, budgets: list[float], lengths: list[int]) -> list[dict[str, Any]]:
-    """A row for each budget, all experts too, and length, by the `gpu_streaming` of either side."""
+    """A row for each budget and length, by the `gpu_streaming` of either side."""
     hardware = streaming.measured_hardware(streaming.find_gpu())
     setting = streaming.Setting(
         path=path,
@@ -68,9 +69,14 @@ def prompts(streaming: Any, path: Path, budgets: list[float], lengths: list[int]
     resident_s: dict[int, float] = {}
     return [
         {"what": row["tokens"], "gib": gib, "tok_s": row["tok_s"]}
-        for gib in (None, *budgets)
-        for row in streaming.measure(setting, gib, resident_s, first_ids)
+        for gib in budgets
+        for row in streaming.measure(setting, None if gib == math.inf else gib, resident_s, first_ids)
     ]
+
+
+def budget(text: str) -> float:
+    """GiB; infinity for all experts."""
+    return math.inf if text in ("all", "inf") else float(text)
 
 
 def turn(root: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -88,7 +94,8 @@ def turn(root: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def words(options: argparse.Namespace) -> list[str]:
-    return ["--experts", *map(str, options.experts), "--prompts", ",".join(map(str, options.prompts))]
+    budgets = ["--decode", *map(str, options.decode), "--prefill", *map(str, options.prefill)]
+    return [*budgets, "--prompts", ",".join(map(str, options.prompts))]
 
 
 def compared(turns: dict[str, list[list[dict[str, Any]]]]) -> list[dict[str, Any]]:
@@ -96,7 +103,8 @@ def compared(turns: dict[str, list[list[dict[str, Any]]]]) -> list[dict[str, Any
     rows = []
     for cells in zip(*(cells for side in SIDES for cells in turns[side]), strict=True):
         olds, news = cells[: len(turns["old"])], cells[len(turns["old"]) :]
-        row: dict[str, Any] = {"what": cells[0]["what"], "gib": cells[0]["gib"]}
+        gib = cells[0]["gib"]
+        row: dict[str, Any] = {"what": cells[0]["what"], "gib": None if gib == math.inf else gib}
         for side, found in zip(SIDES, (olds, news), strict=True):
             row[f"{side}_tok_s"] = [cell["tok_s"] for cell in found]
             if cells[0].get("cpu_us_a_pair") is not None:
@@ -126,8 +134,9 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--old", type=Path, help="the older sources, with their extension built")
     parser.add_argument("--old-commit")
-    parser.add_argument("--experts", type=float, nargs="*", default=[0.0, 3.0], help="GiB")
-    parser.add_argument("--prompts", type=numbers, default=[168, 512])
+    parser.add_argument("--decode", type=budget, nargs="*", default=[0.0, 3.0], help="GiB of experts, or all")
+    parser.add_argument("--prefill", type=budget, nargs="*", default=[math.inf, 0.0], help="the same")
+    parser.add_argument("--prompts", type=numbers, default=[168, 512], help="tokens")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="of these sources, where they are without their repository")
@@ -140,9 +149,9 @@ def main() -> int:
     import gpu_hybrid
     import gpu_streaming
 
-    rows = decoding(gpu_hybrid, options.model, options.experts)
-    if options.prompts:
-        rows += prompts(gpu_streaming, options.model, options.experts, options.prompts)
+    rows = decoding(gpu_hybrid, options.model, options.decode) if options.decode else []
+    if options.prefill:
+        rows += prompts(gpu_streaming, options.model, options.prefill, options.prompts)
     options.rows.write_text(json.dumps(rows))
     return 0
 

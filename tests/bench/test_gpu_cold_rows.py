@@ -27,7 +27,7 @@ def runner(tmp_path: Path, host: HostDevice) -> Iterator[CudaRunner]:
     sizes = {"context_length": 256, "chunk_size": 512, "ring_bytes": 2**20}
     plan = partial_plan(file, spec, 0, **sizes, threads=1, streamed=0.5)
     with gpu_on(host):
-        runner = CudaRunner.load(file, spec, plan, cache_size=CacheSize.of(2, 256))
+        runner = CudaRunner.load(file, spec, plan, cache_size=CacheSize.of(1, 256))
         yield runner
         runner.close()
 

@@ -1,6 +1,7 @@
 """Two commits in turns: which figures are compared, and whose sources a turn runs."""
 
 import json
+import math
 from argparse import Namespace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from gpu_turns import compared, turn
 
 
 def cells(*tok_s: float, cpu_us: float | None = None) -> list[dict[str, object]]:
-    whats = [("decode", 0.0), (168, None)]
+    whats = [("decode", 0.0), (168, math.inf)]
     return [
         {"what": what, "gib": gib, "tok_s": speed, **({"cpu_us_a_pair": cpu_us} if what == "decode" else {})}
         for (what, gib), speed in zip(whats, tok_s, strict=True)
@@ -33,7 +34,7 @@ def test_the_ratio_is_that_of_the_medians_of_a_cell() -> None:
         "new_cpu_us_a_pair": [40.0, 41.0, 42.0],
         "ratio": 0.5,
     }
-    assert (prompt["what"], prompt["ratio"]) == (168, 2.0)
+    assert (prompt["what"], prompt["gib"], prompt["ratio"]) == (168, None, 2.0)
     assert "old_cpu_us_a_pair" not in prompt
 
 
@@ -72,7 +73,7 @@ def measure(machine, gib, depths, prefetch):
     }
     for name, text in modules.items():
         (tmp_path / "bench" / f"{name}.py").write_text(text)
-    options = Namespace(model=tmp_path / "m.gguf", experts=[1.0, 2.0], prompts=[])
+    options = Namespace(model=tmp_path / "m.gguf", decode=[1.0, 2.0], prefill=[], prompts=[])
     assert turn(tmp_path, options) == [
         {"what": "decode", "gib": 1.0, "tok_s": 10.0, "cpu_us_a_pair": pytest.approx(2.0)},
         {"what": "decode", "gib": 2.0, "tok_s": 20.0, "cpu_us_a_pair": pytest.approx(4.0)},
@@ -85,8 +86,19 @@ def test_words_are_read_as_they_were(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(gpu_turns, "run", lambda options: seen.append(options) or {})
     monkeypatch.setattr(
         "sys.argv",
-        ["gpu_turns.py", "m.gguf", "--experts", "0", "3", "--prompts", "168,512", "--out", str(out)],
+        [
+            "gpu_turns.py",
+            "m.gguf",
+            "--decode",
+            "--prefill",
+            "all",
+            "3",
+            "--prompts",
+            "168",
+            "--out",
+            str(out),
+        ],
     )
     assert gpu_turns.main() == 0
-    assert (seen[0].experts, seen[0].prompts) == ([0.0, 3.0], [168, 512])
+    assert (seen[0].decode, seen[0].prefill, seen[0].prompts) == ([], [math.inf, 3.0], [168])
     assert json.loads(out.read_text())["commit"]
