@@ -7,6 +7,7 @@ others on the disk.
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
 from coldstream.kernels.experts.table import ExpertTable
+
+EXPERT_DIMS = 3  # of a tensor with a layer's experts
 
 
 class HostExperts:
@@ -41,7 +44,19 @@ class HostExperts:
         ranks = bulk.ids.shape[1]
         self.wanted_ids = torch.zeros((chunk_size, ranks), dtype=torch.int32, pin_memory=True)
         self._registered: dict[int, RegisteredMemory | None] = {}
+        self._begun: dict[int, Future[RegisteredMemory | None]] = {}  # by address, until they are asked for
         self._places: dict[int, tuple[GGUFFile, int, int]] = {}  # address → file, shard, bytes
+
+    def map_ahead(self, file: GGUFFile) -> None:
+        """Begins on a thread what `map_weight` does first for a file, which it then waits for."""
+        if self.pool is not None:
+            return
+        with_experts = {info.shard for info in file.tensors.values() if len(info.shape) == EXPERT_DIMS}
+        pool = ThreadPoolExecutor(1)
+        for shard in sorted(with_experts):
+            mapped = self.ops.mapped_file(file, shard)
+            self._begun[mapped.address] = pool.submit(_register, mapped)
+        pool.shutdown(wait=False)  # the thread ends with its work
 
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> tuple[Any, int, int]:
         """A stack of experts, the address at which it is mapped, and that for the device, 0 if the device
@@ -53,10 +68,8 @@ class HostExperts:
         if self.pool is not None:
             return self.pool.weight(info, weight.address), weight.address, 0
         if mapped.address not in self._registered:
-            if mapped.size < os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
-                # Registering locks the pages, and would read them from the disk one by one.
-                mapped.read_ahead(0, mapped.size)
-            self._registered[mapped.address] = RegisteredMemory.register(mapped.address, mapped.size)
+            begun = self._begun.pop(mapped.address, None)
+            self._registered[mapped.address] = _register(mapped) if begun is None else begun.result()
         registered = self._registered[mapped.address]
         return weight, weight.address, 0 if registered is None else weight.address + registered.offset
 
@@ -116,9 +129,20 @@ class HostExperts:
         """Ends the threads and unregisters the file. The device must no longer read from it."""
         self.server.end()
         self.bulk_server.end()
-        for registered in self._registered.values():
+        # What was begun and never asked for is waited for, as it locks memory that is about to be unmapped.
+        begun = [each.result() for each in self._begun.values() if each.exception() is None]
+        self._begun.clear()
+        for registered in (*self._registered.values(), *begun):
             if registered is not None:
                 registered.close()
         self._registered.clear()
         if self.pool is not None:
             self.pool.close()
+
+
+def _register(mapped: _csrc.MappedFile) -> RegisteredMemory | None:
+    """Locks a mapped file for the device; None if the system refuses."""
+    if mapped.size < os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
+        # Registering locks the pages, and would read them from the disk one by one.
+        mapped.read_ahead(0, mapped.size)
+    return RegisteredMemory.register(mapped.address, mapped.size)

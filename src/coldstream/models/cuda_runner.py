@@ -90,10 +90,11 @@ class CudaRunner(ModelRunner):
         self._can_make_room = False
         try:
             with device_errors():
-                load_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling or no_progress)
                 if limits.expert_bytes is not None:
                     mailbox = Mailbox.create(spec.num_experts_per_tok, spec.hidden_size)
                     self._partial = PartialExperts(mailbox, plan, ram_pool(plan, file, spec))
+                    self._partial.host.map_ahead(file)  # beside what comes next
+                load_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling or no_progress)
                 self._load(executor, progress)
                 if self._partial:
                     self._partial.fill(policy, progress)

@@ -1,0 +1,90 @@
+"""A file whose pages are locked beside what else is loaded."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from builders import write_gguf
+from coldstream.experts import host
+from coldstream.experts.host import HostExperts
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cuda.host_memory import RegisteredMemory
+from coldstream.kernels.experts.mailbox import Mailbox
+
+EXPERTS = "blk.0.ffn_gate_exps.weight"
+
+
+class Registered(RegisteredMemory):
+    """Memory that no device knows."""
+
+    def __init__(self, address: int, closed: list[int]) -> None:
+        super().__init__(address, address + 64)
+        self._closed = closed
+
+    def close(self) -> None:
+        self._closed.append(self._address)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> GGUFFile:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    return GGUFFile.open(path)
+
+
+@pytest.fixture
+def experts(monkeypatch: pytest.MonkeyPatch) -> HostExperts:
+    monkeypatch.setattr(host.torch.Tensor, "pin_memory", lambda tensor: tensor)
+    zeros = host.torch.zeros
+    monkeypatch.setattr(host.torch, "zeros", lambda *size, pin_memory=False, **how: zeros(*size, **how))
+    return HostExperts(1, Mailbox._of(2, 256, 1), Mailbox._of(2, 256, 1), 8)
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_the_first_experts_wait_for_what_was_begun(
+    is_ahead: bool, file: GGUFFile, experts: HostExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for the file, on another thread if it was begun, and with the same addresses either way."""
+    closed: list[int] = []
+    calls: list[bool] = []
+
+    def register(address: int, num_bytes: int) -> RegisteredMemory:
+        calls.append(threading.current_thread() is threading.main_thread())
+        return Registered(address, closed)
+
+    monkeypatch.setattr(RegisteredMemory, "register", register)
+    if is_ahead:
+        experts.map_ahead(file)
+    for name in (EXPERTS, "blk.1.ffn_down_exps.weight"):
+        _, address, mapped = experts.map_weight(file, file.tensors[name])
+        assert mapped == address + 64
+    assert calls == [not is_ahead]
+    assert experts.is_readable
+    experts.close()
+    assert len(closed) == 1
+
+
+def test_what_was_begun_for_nothing_is_unlocked(
+    file: GGUFFile, experts: HostExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where loading has failed before anything was mapped."""
+    closed: list[int] = []
+    monkeypatch.setattr(RegisteredMemory, "register", lambda address, _: Registered(address, closed))
+    experts.map_ahead(file)
+    experts.close()
+    assert len(closed) == 1
+
+
+def test_an_error_is_that_of_the_first_experts(
+    file: GGUFFile, experts: HostExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def register(address: int, num_bytes: int) -> RegisteredMemory:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(RegisteredMemory, "register", register)
+    experts.map_ahead(file)
+    with pytest.raises(RuntimeError, match="no driver"):
+        experts.map_weight(file, file.tensors[EXPERTS])
+    experts.map_ahead(file)
+    experts.close()
