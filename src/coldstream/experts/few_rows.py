@@ -75,9 +75,11 @@ class FewRows:
             self._device.empty(tokens, ranks, dtype=torch.int32),
             self.stamps[layer] if is_one_launch else None,
         )
+        # Planning must not ask for a device's limits, which decide on the kernels of a step.
+        per_read = 1 if self._device.planning else rows_per_read(tokens, ranks, stacks)
         shared_out = partial(
             sharing_of, stacks, self.times, self._mailbox, layer, places, self.chosen.used[layer],
-            rows_per_read=rows_per_read(tokens, ranks, stacks),
+            rows_per_read=per_read,
         )  # fmt: skip
         ring = self._ring if is_one_launch and self.guesses(tokens) else None
         if ring is None:
