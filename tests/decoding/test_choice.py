@@ -25,6 +25,10 @@ def forbid_one(context: Sequence[int], logits: Logits) -> Logits:
     return np.where(np.arange(len(logits)) == 1, -np.inf, logits).astype(np.float32)
 
 
+def keep_all(context: Sequence[int], logits: Logits) -> Logits:
+    return logits
+
+
 def fail(context: Sequence[int], logits: Logits) -> Logits:
     raise ValueError("made to fail")
 
@@ -95,6 +99,13 @@ def test_rows_on_a_device_and_here_may_be_mixed() -> None:
     assert (step.chosen, step.brought) == ([[1, 3]], [])
 
 
+def test_a_forbidden_token_is_chosen_neither_on_a_device_nor_here() -> None:
+    values = np.array([[1.0, 3.0, 2.0]] * 2, np.float32)
+    step = FarStep(values)
+    chosen = choose_tokens([Choice(logits, [0], GREEDY, 0, {1}) for logits in (step[0], values[1])])
+    assert chosen == [Chosen(2), Chosen(2)]
+
+
 def test_rows_of_another_step_are_refused_and_a_row_twice() -> None:
     steps = [FarStep(np.eye(2, 6, dtype=np.float32)) for _ in range(2)]
     with pytest.raises(AssertionError, match="in one row"):
@@ -126,6 +137,16 @@ def test_a_node_of_a_tree_has_penalties_for_its_own_path() -> None:
     paths = [[0], [0, 1], [0, 2]]
     chosen = choose_tokens([Choice(step[i], path, params, 0) for i, path in enumerate(paths)])
     assert chosen == [Chosen(1), Chosen(2), Chosen(1)]
+
+
+def test_a_penalty_counts_once_also_where_processors_see_it() -> None:
+    logits = np.array([2.0, 1.5], np.float32)
+    for processors in (None, [keep_all]):
+        for presence_penalty, token_id in ((0.3, 0), (0.6, 1)):
+            params = SamplingParams(
+                temperature=0, presence_penalty=presence_penalty, logits_processors=processors
+            )
+            assert choose_tokens([Choice(logits, [0], params, 0)]) == [Chosen(token_id)]
 
 
 def test_the_error_of_a_row_alone_is_raised() -> None:

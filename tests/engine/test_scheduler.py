@@ -58,10 +58,9 @@ def test_short_prompts_go_first_and_no_row_is_unused(wants: list[int]) -> None:
     shares = filled(wanted).share(wanted, every_row)
     assert sum(shares.values()) == min(NUM_ROWS, sum(wants))
     assert all(shares[key] >= min(want, QUANTUM) for key, want in wanted.items())
-    cut_short = [want for key, want in wanted.items() if shares[key] < want]
-    favoured = [want for key, want in wanted.items() if shares[key] > QUANTUM]
-    assert not cut_short or all(want <= min(cut_short) for want in favoured if want not in cut_short)
-    assert sum(QUANTUM < shares[key] < want for key, want in wanted.items()) <= 1
+    favoured = [key for key, want in wanted.items() if shares[key] > min(want, QUANTUM)]
+    shorter = {other for key in favoured for other, want in wanted.items() if want < wanted[key]}
+    assert all(shares[key] == wanted[key] for key in shorter)
 
 
 def test_a_prompt_is_done_in_the_step_after_its_arrival_beside_a_long_one() -> None:
