@@ -57,13 +57,27 @@ def test_every_layer_and_number_of_rows(tier: str, threads: int) -> None:
     layers = [experts(seed=10 * i, size=F * (1 + i % 2)) for i in range(3)]
     assert [client.server.add_layer(*layer) for layer in layers] == [0, 1, 2]
     client.server.begin()
-    for rows in (1, 2, 10, 11, 16):  # up to 10 they are few
+    for rows in (1, 2, 10, 11, 16):  # of up to 32 pairs the server computes they are few
         for number, layer in enumerate(layers):
             for elsewhere in (0.0, 0.5, 1.0):
                 x, ids = activations(rows + number, rows, E), random_ids(rows, elsewhere, seed=rows)
                 assert same_bits(client.ask(number, x, ids), plainly(client, x, ids, layer))
     client.server.end()
     client.server.check()
+
+
+@pytest.mark.parametrize("tier", ["generic", *VECTOR_TIERS])
+def test_rows_that_want_the_same_expert(tier: str) -> None:
+    """As many as are multiplied together, one more, and pairs on both sides of what is few."""
+    client, weights = Client(3, tier), experts()
+    client.server.add_layer(*weights)
+    client.server.begin()
+    for rows, pairs in ((8, 8), (9, 9), (16, 16), (16, 32), (16, 33)):
+        ids = torch.full((rows * RANKS,), -1, dtype=torch.int32)
+        places = torch.arange(pairs)
+        ids[places % rows * RANKS + places // rows] = (4 - places // rows).int()  # expert 4, then 3, then 2
+        x, chosen = activations(rows, rows, E), ids.view(rows, RANKS)
+        assert same_bits(client.ask(0, x, chosen), plainly(client, x, chosen, weights)), (rows, pairs)
 
 
 @pytest.mark.parametrize("tier", ["generic", *VECTOR_TIERS])

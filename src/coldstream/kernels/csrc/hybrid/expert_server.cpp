@@ -128,15 +128,19 @@ void expert_server::compute(uint32_t layer, uint32_t rows) {
   const auto& of = layers_[layer];
   of.pool == nullptr ? compute(of, static_cast<int>(rows)) : compute_pooled(of, static_cast<int>(rows));
   const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
-  const int64_t num_pairs = int64_t{rows} * box_.num_ranks;
   work_[layer].requests++;
-  work_[layer].pairs += num_pairs - std::count(box_.ids, box_.ids + num_pairs, not_here);
+  work_[layer].pairs += num_pairs(static_cast<int>(rows));
   work_[layer].seconds += taken.count();
 }
 
+// Of a request: those that are computed here.
+int64_t expert_server::num_pairs(int rows) const {
+  const int64_t all = int64_t{rows} * box_.num_ranks;
+  return all - std::count(box_.ids, box_.ids + all, not_here);
+}
+
 void expert_server::compute(const layer& of, int rows) {
-  const bool is_few = rows * box_.num_ranks <= few_experts_op::max_pairs;
-  threads_->run(is_few ? of.few : of.many, rows);
+  threads_->run(num_pairs(rows) <= few_experts_op::max_pairs ? of.few : of.many, rows);
 }
 
 void expert_server::compute_pooled(const layer& of, int rows) {

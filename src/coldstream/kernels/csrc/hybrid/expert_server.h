@@ -83,6 +83,7 @@ class expert_server {
     std::shared_ptr<expert_pool> pool;
     int pool_layer;
   };
+  int64_t num_pairs(int rows) const;
   void compute(const layer& of, int rows);
   void compute_pooled(const layer& of, int rows);
   std::vector<layer> layers_;
