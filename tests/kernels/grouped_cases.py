@@ -93,7 +93,7 @@ class Layer:
         quantize_cuda(there, codes)
         experts_grouped_cuda(
             weights,
-            ChosenIds(chosen.ids.to(self.device), chosen.num_experts, chosen.by_pair),
+            ChosenIds(chosen.ids.to(self.device), chosen.num_experts),
             PairRows(hidden[0], hidden[1] if self.shared else None),
             PairRows(routed.tensor, outs.tensor if self.shared else None),
             activations=codes,

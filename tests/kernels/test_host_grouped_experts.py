@@ -1,6 +1,5 @@
 """Experts computed by groups of pairs: the GPU's kernels on the host against the reference, bit for bit."""
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -68,26 +67,6 @@ def test_pairs_whose_expert_is_not_there_are_left_alone() -> None:
     assert shared is not None
     assert still_shared is not None
     assert_same(still_shared, shared)
-
-
-def test_addresses_by_pair_of_which_some_differ_and_some_are_missing() -> None:
-    layer = Layer.random((Q4K, Q4K, Q8), (6, 32, 256), None)
-    twin = Layer.random((Q4K, Q4K, Q8), (6, 32, 256), None, seed=20)
-    x, ids = activations(5, 8, 256), distinct_ids(8, 3, 6, seed=5)
-    expected, other_expected = (each.run(x, ChosenIds(ids, 6), MAX_ITEM_ROWS)[0] for each in (layer, twin))
-    is_elsewhere = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.3
-    is_missing = torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)) < 0.2
-    tables = []
-    for name in ("gate", "up", "down"):
-        own, other = (getattr(each.weights, name) for each in (layer, twin))
-        flat = ids.long().flatten()
-        addresses = torch.where(is_elsewhere.flatten(), other.addresses[flat], own.addresses[flat])
-        tables.append(replace(own, addresses=addresses.where(~is_missing.flatten(), 0)))
-    weights = replace(layer.weights, gate=tables[0], up=tables[1], down=tables[2])
-    actual, _ = layer.run(x, ChosenIds(ids, 6, by_pair=True), MAX_ITEM_ROWS, weights)
-    expected[is_elsewhere] = other_expected[is_elsewhere]
-    assert actual[is_missing].isnan().all()
-    assert_same(actual[~is_missing], expected[~is_missing])
 
 
 def test_more_pairs_than_threads() -> None:

@@ -52,7 +52,6 @@ class Chosen(ctypes.Structure):
         ("num_tokens", ctypes.c_int32),
         ("num_ranks", ctypes.c_int32),
         ("num_experts", ctypes.c_int32),
-        ("by_pair", ctypes.c_int32),
     )
 
     @property
@@ -88,14 +87,10 @@ class GroupedPlan(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ChosenIds:
-    """Which experts a step's tokens chose: int32 ids [T, K], contiguous, each at most once in a row.
-
-    by_pair: tables have an address for each pair (token · K + rank) rather than for each of `num_experts`.
-    """
+    """Which of `num_experts` a step's tokens chose: int32 ids [T, K], contiguous, none twice in a row."""
 
     ids: torch.Tensor
     num_experts: int
-    by_pair: bool = False
 
 
 def experts_grouped_cuda(
@@ -110,7 +105,7 @@ def experts_grouped_cuda(
 ) -> None:
     """As `experts_few_cuda`, for T ≤ MAX_GROUPED_ROWS and weights of integer types.
 
-    Pairs of an expert that have the same address read it together, up to `item_rows` of them.
+    Pairs of an expert read it together, up to `item_rows` of them.
     """
     check_experts(weights, chosen.ids, hidden, outs, activations, x)
     tensors = (weights.gate, weights.up, weights.down, *(weights.shared or ()))
@@ -162,7 +157,7 @@ def launch_grouped_down(
 def _chosen(chosen: ChosenIds, addresses: torch.Tensor) -> Chosen:
     tokens, ranks = chosen.ids.shape
     pointers = chosen.ids.data_ptr(), addresses.data_ptr()
-    return Chosen(*pointers, tokens, ranks, chosen.num_experts, chosen.by_pair)
+    return Chosen(*pointers, tokens, ranks, chosen.num_experts)
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,16 @@ namespace coldstream {
 constexpr int no_pair = 0xffff;
 constexpr int first_bits = 12;  // of an entry in the list of items; the bits above are its number of pairs minus 1
 
-// Which experts the tokens have, each at most once. Pairs of one expert are in one group if they have one address.
+// Which experts the tokens have, each at most once.
 struct Chosen {
   const int* ids;            // [tokens, ranks], each 0 … num_experts − 1
-  const int64_t* addresses;  // by expert or by pair; the pairs with 0 are in no group
+  const int64_t* addresses;  // by expert; the pairs of one with 0 are in no group
   int num_tokens;            // up to 32
   int num_ranks;
   int num_experts;
-  int by_pair;
 
   __device__ __forceinline__ int num_pairs() const { return num_tokens * num_ranks; }
-  __device__ __forceinline__ int entry(int pair) const { return by_pair ? pair : ids[pair]; }
-  __device__ __forceinline__ int64_t address(int pair) const { return addresses[entry(pair)]; }
+  __device__ __forceinline__ int64_t address(int pair) const { return addresses[ids[pair]]; }
 };
 
 // Where things lie in a block's dynamic shared memory, in bytes.
@@ -72,17 +70,15 @@ __device__ __forceinline__ void find_leaders(const Scratch& scratch, const Chose
                                              const int64_t* next_addresses) {
 #pragma unroll 1
   for (int pair = threadIdx.x; pair < chosen.num_pairs(); pair += expert_threads) {
-    if (next_addresses) bring_near(next_addresses + chosen.entry(pair));
+    if (next_addresses) bring_near(next_addresses + chosen.ids[pair]);
     if (chosen.address(pair) != 0) atomicMin(scratch.owner + chosen.ids[pair], uint32_t(pair));
   }
   __syncthreads();
 #pragma unroll 1
   for (int pair = threadIdx.x; pair < chosen.num_pairs(); pair += expert_threads) {
-    const int64_t address = chosen.address(pair);
     scratch.leader[pair] = no_pair;
-    if (address == 0) continue;
-    const int owner = scratch.owner[chosen.ids[pair]];
-    const int leader = !chosen.by_pair || chosen.address(owner) == address ? owner : pair;
+    if (chosen.address(pair) == 0) continue;
+    const int leader = scratch.owner[chosen.ids[pair]];
     scratch.leader[pair] = leader;
     atomicOr(scratch.tokens + leader, 1u << pair / chosen.num_ranks);
   }
@@ -158,7 +154,7 @@ struct Item {
   }
   __device__ __forceinline__ const uint8_t* data_of(const ExpertMatrix& matrix, const Chosen& chosen) const {
     if (is_shared()) return matrix.shared;
-    return reinterpret_cast<const uint8_t*>(matrix.addresses[chosen.entry(members[0])]);
+    return reinterpret_cast<const uint8_t*>(matrix.addresses[chosen.ids[members[0]]]);
   }
 };
 
