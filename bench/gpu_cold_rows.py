@@ -7,11 +7,13 @@ For each budget of experts, texts continue a prompt in steps of so many rows: fi
 set comes in, then those that are timed, with their logits on the host. Beside each stands the floor: the
 experts that the step's rows want and no slot has, each once, over what RAM and bus read together. The logits
 behind the same tokens must be the same whatever the rows of a step. With --old the sources in that folder,
-with their extension built, are measured after these.
+with their extension built, are measured after these. With --cpu-times experts are shared out as if the
+CPU took so many times as long for one as the plan says: whether the plan's rates share them well.
 """
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import shlex
@@ -21,10 +23,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence as Several
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from coldstream.engine import LLM, EngineConfig
 from coldstream.engine.machine import measured_hardware
@@ -106,8 +110,17 @@ class Steps:
         return float(chosen.sum(axis=1).mean()), float((missing * self._sizes[: len(missing)]).sum())
 
 
-def measure(path: Path, budgets: Several[float], rows: Several[int]) -> list[dict[str, Any]]:
-    """A row for each budget, in GiB, and number of rows."""
+def share_by(runner: Any, times: Any, scale: float) -> None:
+    """Has experts shared out as if the CPU took `scale` times as long as the plan's `times` say."""
+    cpu = tuple(max(1, round(scale * time)) for time in times.cpu)
+    words = torch.tensor(replace(times, cpu=cpu).words(), dtype=torch.int32)
+    runner._partial._executor.few.times.copy_(words)
+
+
+def measure(
+    path: Path, budgets: Several[float], rows: Several[int], scales: Several[float]
+) -> list[dict[str, Any]]:
+    """A row for each budget, in GiB, scale of the CPU's times (none: as planned) and number of rows."""
     hardware, ctx_size = measured_hardware(find_gpu()), DEPTH + max(map(num_tokens, rows))
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
@@ -122,29 +135,39 @@ def measure(path: Path, budgets: Several[float], rows: Several[int]) -> list[dic
             save_plan(run, kept)
             with LLM(path, device="cuda", plan=str(kept), prefetch=0) as llm:
                 steps = Steps(llm.opened.runner, run.placement.expert_bytes, both)
-                for count in rows:
-                    found.append(
-                        {"gib": gib, "resident_bytes": run.placement.resident_bytes, **steps.of(count)}
-                    )
+                for scale, count in itertools.product(scales or [None], rows):
+                    if scale is not None:
+                        share_by(llm.opened.runner, run.miss_times, scale)
+                    given = {"gib": gib, "resident_bytes": run.placement.resident_bytes, "cpu_times": scale}
+                    found.append(given | steps.of(count))
                     print(found[-1], file=sys.stderr, flush=True)
     return found
 
 
-def measured_in(root: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measured_in(root: Path, options: argparse.Namespace, scales: Several[float]) -> list[dict[str, Any]]:
     """`measure` in a process over the sources below `root`."""
     # -P: not the folder of this file, whose benchmarks are those of these sources.
     paths = [str(root / "src"), str(root / "bench"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder, "rows.json")
-        command = [sys.executable, "-P", __file__, str(options.model), *words(options), "--kept", str(kept)]
+        command = [
+            sys.executable,
+            "-P",
+            __file__,
+            str(options.model),
+            *words(options, scales),
+            "--kept",
+            str(kept),
+        ]
         subprocess.run(command, env=environment, check=True)
         found: list[dict[str, Any]] = json.loads(kept.read_text())
     return found
 
 
-def words(options: argparse.Namespace) -> list[str]:
-    return ["--experts", *map(str, options.experts), "--rows", ",".join(map(str, options.rows))]
+def words(options: argparse.Namespace, scales: Several[float]) -> list[str]:
+    asked = ["--experts", *map(str, options.experts), "--rows", ",".join(map(str, options.rows))]
+    return [*asked, "--cpu-times", *map(str, scales)] if scales else asked
 
 
 def check_logits(rows: Several[dict[str, Any]]) -> None:
@@ -160,6 +183,7 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--experts", type=float, nargs="*", default=[0.0, 3.0], help="GiB")
     parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--cpu-times", type=float, nargs="*", default=[], help="as many times the plan's")
     parser.add_argument("--old", type=Path, help="the older sources, with their extension built")
     parser.add_argument("--old-commit")
     parser.add_argument("--out", type=Path)
@@ -167,16 +191,18 @@ def main() -> int:
     parser.add_argument("--kept", type=Path, help=argparse.SUPPRESS)  # of one side, in its own process
     options = parser.parse_args()
     if options.kept is not None:
-        options.kept.write_text(json.dumps(measure(options.model, options.experts, options.rows)))
+        rows = measure(options.model, options.experts, options.rows, options.cpu_times)
+        options.kept.write_text(json.dumps(rows))
         return 0
     write_model(options.model, FULL_SHAPE.layers, FULL_SHAPE.vocab)
+    asked = words(options, options.cpu_times)
     result = {
-        "command": shlex.join(["python", "bench/gpu_cold_rows.py", options.model.name, *words(options)]),
+        "command": shlex.join(["python", "bench/gpu_cold_rows.py", options.model.name, *asked]),
         "machine": describe("cuda"),
-        "rows": measured_in(ROOT, options),
+        "rows": measured_in(ROOT, options, options.cpu_times),
     }
     if options.old is not None:
-        result |= {"old_commit": options.old_commit, "old_rows": measured_in(options.old, options)}
+        result |= {"old_commit": options.old_commit, "old_rows": measured_in(options.old, options, [])}
     for name in ("rows", "old_rows"):
         check_logits(result.get(name, []))
     write_result(result, options.out, options.commit)
