@@ -19,7 +19,7 @@ import torch
 import device
 import gpu_few
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.cuda.program import load_kernels, note_kernels
+from coldstream.kernels.cuda.program import loading_kernels, note_kernels
 from coldstream.kernels.experts import cuda as pairwise
 from coldstream.kernels.experts import cuda_grouped as grouped
 from coldstream.kernels.experts import cuda_layer, cuda_many
@@ -274,8 +274,8 @@ def load(calls: dict[str, Call]) -> dict[str, str]:
             noted |= found
         except ValueError as error:
             refused[name] = str(error)
-    load_kernels(noted, lambda *_: None)
-    return refused
+    with loading_kernels(noted):
+        return refused
 
 
 def measure(

@@ -30,7 +30,7 @@ from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.prefetching import Prefetching
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kernels.cuda.memory import ALIGNMENT, DeviceMemory, Memory, MemoryPlan
-from coldstream.kernels.cuda.program import Noted, load_kernels, note_kernels
+from coldstream.kernels.cuda.program import Noted, loading_kernels, note_kernels
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.prefetch import TALLIES
@@ -122,7 +122,8 @@ class Stepper:
     @classmethod
     def ready(cls, layers: Layers, prefetching: Prefetching | None) -> "Stepper":
         planned, noted = plan_steps(layers, prefetching)
-        load_kernels(noted, lambda done, total: None)
+        with loading_kernels(noted):
+            pass
         shape = layers.shape
         mailbox = Mailbox.create(shape.experts_per_token, shape.hidden)
         memory = DeviceMemory(planned.persistent_bytes, planned.workspace_bytes)

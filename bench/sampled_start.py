@@ -21,7 +21,7 @@ NUM_FUNCTIONS = 120  # that are written
 # Where a sample counts: the first of these (module, function) that is on its stack.
 PHASES: dict[str, tuple[tuple[str, str], ...]] = {
     "import": (("importlib", "_find_and_load"),),
-    "compile or load kernels": (("kernels.cuda.program", "load_kernels"),),
+    "compile or load kernels": (("kernels.cuda.program", "loading_kernels"),),
     "copy weights to the GPU": (("kernels.cuda.loader", "CudaLoader.finish_loading"),),
     "page-lock the file": (("kernels.cuda.host_memory", "RegisteredMemory.register"),),
     "map the file": (("experts.host", "HostExperts.map_weight"),),
@@ -34,7 +34,7 @@ PHASES: dict[str, tuple[tuple[str, str], ...]] = {
     "plan": (("engine.planning", "plan_model"),),
     "tokenizer": (("gguf.tokenizer", "Tokenizer.from_metadata"),),
     "read the header": (("gguf.reader", "GGUFFile.open"), ("models.spec", "ModelSpec.from_gguf")),
-    "first steps of each kind": (("models.cuda_runner", "CudaRunner._load"),),
+    "first steps of each kind": (("models.cuda_runner", "CudaRunner._run_first_steps"),),
     "look for a GPU": (("kernels.cuda.device", "find_gpu"),),
     "load, other": (("engine.opened_model", "open_model"),),
     "prompt and first token": (("cli.answer", "show_answer"),),

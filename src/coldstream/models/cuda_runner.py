@@ -23,7 +23,7 @@ from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.compiler import default_cache
 from coldstream.kernels.cuda.device import device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
-from coldstream.kernels.cuda.program import load_kernels
+from coldstream.kernels.cuda.program import loading_kernels
 from coldstream.kernels.experts.executor import ExecutorFactory
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.ops import SHORT_CONTEXT
@@ -46,7 +46,7 @@ from coldstream.models.cuda_model import (
 )
 from coldstream.models.cuda_mtp import CudaMtp
 from coldstream.models.ram_pool import ram_pool
-from coldstream.models.runner import Array, ModelRunner, MtpBlock, Progress, WholeOrCleared, no_progress
+from coldstream.models.runner import Array, ModelRunner, MtpBlock, Progress, WholeOrCleared
 from coldstream.models.spec import ModelSpec
 from coldstream.models.step_inputs import MAX_DECODE_ROWS, MAX_SEGMENTS, StepShape
 from coldstream.placement.policies import Policy
@@ -82,20 +82,21 @@ class CudaRunner(ModelRunner):
         self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size)
         self._limits = BatchLimits(spec.vocab_size, limits.context_length, self.chunk_size, MAX_SEGMENTS)
         self._partial: PartialExperts | None = None
-        self._num_steps = 0
         self._in_flight: list[tuple[int, tuple[Sequence, ...]]] = []  # running steps' numbers and sequences
         self._steps = CapturedSteps()
         self._outputs = StepOutputs(spec.hidden_size)
         self.gives_hidden = limits.has_mtp
-        self._can_make_room = False
+        self._num_steps, self._can_make_room = 0, False
         try:
             with device_errors():
                 if limits.expert_bytes is not None:
                     mailbox = Mailbox.create(spec.num_experts_per_tok, spec.hidden_size)
                     self._partial = PartialExperts(mailbox, plan, ram_pool(plan, file, spec))
                     self._partial.host.map_ahead(file)  # beside what comes next
-                load_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling or no_progress)
-                self._load(executor, progress)
+                with loading_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling):
+                    self._load(executor, progress)
+                self._warnings = (*self._loaded.model.warnings, *filter(None, [default_cache().problem]))
+                self._run_first_steps()
                 if self._partial:
                     self._partial.fill(policy, progress)
         except BaseException:
@@ -103,7 +104,7 @@ class CudaRunner(ModelRunner):
             raise
 
     def _load(self, executor_factory: ExecutorFactory | None, progress: Progress | None) -> None:
-        """Allocates all device memory, copies the weights and runs the first steps."""
+        """Allocates all device memory and copies the weights, without a kernel of this package."""
         memory = DeviceMemory(self.plan.weights + self.plan.caches, self.plan.workspace)
         host = self._partial.host if self._partial else None
         sizes = (self.file, self.spec, self.limits, self.chunk_size)
@@ -114,13 +115,12 @@ class CudaRunner(ModelRunner):
             executor = self._loaded.ops.model_executor
             assert isinstance(executor, PartialExecutor)
             self._partial.attach(executor)
-        problem = default_cache().problem
-        self._warnings = self._loaded.model.warnings + ((problem,) if problem else ())
         self._loaded.ops.finish_loading(progress)
         self.file.check_unchanged()  # or the copied weights may be of two versions
-        host_logits = torch.empty((HEAD_ROWS, self.spec.vocab_size), dtype=torch.float32)
-        self._host_logits = host_logits.pin_memory()
-        # The first step of each kind is slow, so it is run here, with rows of no sequence.
+        self._host_logits = torch.empty((HEAD_ROWS, self.spec.vocab_size), pin_memory=True)
+
+    def _run_first_steps(self) -> None:
+        """Runs the first step of each kind, which is slow, with rows of no sequence."""
         many = StepShape.prompt(MAX_MAILBOX_ROWS + 1 if self._partial else SMALLEST_PADDED_ROWS)
         for shape, compute in ((StepShape(1), self._computed_logits), (many, self._loaded.step)):
             self._loaded.inputs.on_host(shape.num_rows).pad(0)

@@ -4,7 +4,7 @@
     program.kernel("linear_few<1>").launch((grid, 1, 1), 256, (x, weight, 3, 1.5))
 
 Loading a kernel needs its first use outside a graph capture; after that launches are captured like any other.
-Compiling takes up to a second each, so `note_kernels` finds out which ones are needed and `load_kernels`
+Compiling takes up to a second each, so `note_kernels` finds out which ones are needed and `loading_kernels`
 compiles them together.
 """
 
@@ -134,16 +134,26 @@ def note_kernels() -> Iterator[Noted]:
         _noted.reset(token)
 
 
-def load_kernels(noted: Collection[tuple[CudaProgram, str]], progress: Callable[[int, int], None]) -> None:
-    """Compiles and loads the kernels for the current device, with one thread per core.
+@contextmanager
+def loading_kernels(
+    noted: Collection[tuple[CudaProgram, str]], progress: Callable[[int, int], None] | None = None
+) -> Iterator[None]:
+    """Compiles and loads the kernels for the current device, with one thread per core, beside what is within.
 
-    progress is called with (done, total) kernels. Raises as `CudaProgram.kernel`.
+    At the end they are there; progress is then called with (done, total) kernels. Raises as
+    `CudaProgram.kernel`.
     """
     # A thread gets the device's context with its first call to the runtime.
     with ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.synchronize) as pool:
-        loaded = pool.map(lambda kernel: kernel[0].kernel(kernel[1]), noted)
-        for done, _ in enumerate(loaded, start=1):
-            progress(done, len(noted))
+        try:
+            loaded = pool.map(lambda kernel: kernel[0].kernel(kernel[1]), noted)
+            yield
+            for done, _ in enumerate(loaded, start=1):
+                if progress is not None:
+                    progress(done, len(noted))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _function(instance: str) -> str:
