@@ -30,13 +30,15 @@ def test_shares_are_those_of_their_definition(history: list[list[int]]) -> None:
     np.testing.assert_allclose(uses.shares(), by_definition(history), rtol=1e-12)
 
 
-@given(steps)
+@given(
+    st.lists(st.lists(st.integers(0, 99), min_size=LAYERS, max_size=LAYERS) | st.just([7] * 6), max_size=9)
+)
 def test_ids_by_layer_are_the_same_uses(history: list[list[int]]) -> None:
     by_number, by_layer = ExpertUses(LAYERS, EXPERTS), ExpertUses(LAYERS, EXPERTS)
     for used in history:
-        by_number.observe(np.array(used, np.int64))
-        ids = [[each % EXPERTS for each in used if each // EXPERTS == layer] for layer in range(LAYERS)]
-        by_layer.observe_ids([np.array([row], np.int32) for row in ids])
+        ids = np.array(used, np.int32).reshape(LAYERS, -1) % EXPERTS
+        by_number.observe(np.unique(ids + EXPERTS * np.arange(LAYERS)[:, None]))
+        by_layer.observe_ids(ids)
     assert np.array_equal(by_number.shares(), by_layer.shares())
 
 

@@ -18,31 +18,27 @@ class ExpertUses:
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._sums = np.zeros((num_layers, num_experts))
+        self._first = num_experts * np.arange(num_layers)[:, None]  # numbers of the layers' first experts
         self._all = 0.0
         self._weight = 1.0  # of the next step; growing, so that a step touches only what it used
 
     def observe(self, used: Array) -> None:
         """A step used these experts: int64 numbers, layer · experts + expert; repeated ones count once."""
         self._sums.reshape(-1)[used] += self._weight
-        self._count_step()
-
-    def observe_ids(self, ids: Sequence[Array]) -> None:
-        """The same by layer: the experts of the step's rows, int32 [rows, K] each."""
-        for sums, of_layer in zip(self._sums, ids, strict=True):
-            sums[of_layer] += self._weight
-        self._count_step()
-
-    def shares(self) -> Array:
-        """float64 [layers, experts] from 0 to 1; all 0 before the first step."""
-        return self._sums / (self._all or 1.0)
-
-    def _count_step(self) -> None:
         self._all += self._weight
         self._weight /= DECAY
         if self._weight > _MAX_WEIGHT:
             self._sums /= self._weight
             self._all /= self._weight
             self._weight = 1.0
+
+    def observe_ids(self, ids: Array) -> None:
+        """The same by layer: the experts of the step's rows, int [layers, rows · K]."""
+        self.observe((ids + self._first).reshape(-1))
+
+    def shares(self) -> Array:
+        """float64 [layers, experts] from 0 to 1; all 0 before the first step."""
+        return self._sums / (self._all or 1.0)
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,8 @@ class CpuRunner(ModelRunner):
             self._trunk.run(count)
             if self._uses is not None and count <= MAX_TREE_ROWS:  # more rows are those of prompts
                 assert isinstance(self._ops, RoutingCpuOps), "mapped experts are chosen by ops that keep ids"
-                self._uses.observe_ids([ids[:count] for ids in self._ops.topk_ids])
+                ids = np.concatenate([each[:count] for each in self._ops.topk_ids])
+                self._uses.observe_ids(ids.reshape(len(self._moe_layers), -1))
             return
         self._disk.begin_step(count)
         try:
