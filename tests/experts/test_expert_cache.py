@@ -341,3 +341,11 @@ def test_trap_16_scores_decay() -> None:
         if expert == 0:
             assert caller.readable <= {0}
     assert caller.readable == {1}, "thirty uses long ago weigh less than sixty now"
+
+
+def test_uses_are_noted_of_steps_that_train_and_of_no_others() -> None:
+    cache = ExpertCache([1, 1], 4, {1: 2}, DecayedFrequency())
+    for step, (used, trains) in enumerate((([1, 6], True), ([0, 2, 3], False))):
+        cache.start_step()
+        cache.finish_step(step, np.array(used), trains=trains)
+    assert cache.uses.shares().tolist() == [[0, 1, 0, 0], [0, 0, 1, 0]]

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from base64 import b64decode
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -129,6 +130,19 @@ async def test_statistics_come_from_the_process(engine: Supervisor) -> None:
     after = await engine.statistics()
     assert after.generated_tokens - before.generated_tokens == 3
     assert (after.running, after.waiting) == (0, 0)
+
+
+async def test_the_live_state_has_the_uses_of_experts(engine: Supervisor, llm: LLM) -> None:
+    await submit(engine, "a", SamplingParams(max_tokens=5, ignore_eos=True))
+    live = await engine.live()
+    assert live.statistics == await engine.statistics()
+    assert live.experts is not None
+    spec = llm.opened.runner.spec
+    assert (len(live.experts.layers), live.experts.num_experts) == (spec.num_layers, spec.num_experts)
+    uses = b64decode(live.experts.uses)
+    assert len(uses) == spec.num_layers * spec.num_experts
+    assert any(uses)
+    assert live.experts.resident is None
 
 
 async def test_progress_of_a_long_prompt_is_told(engine: Supervisor) -> None:

@@ -1,13 +1,17 @@
 """What machines ask a server of itself: health, metrics, properties, its document."""
 
+import re
+from base64 import b64decode
+from importlib.resources import files
 from typing import Any
 
 import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coldstream.engine.engine_statistics import EngineStatistics
+from coldstream.engine.engine_statistics import EngineStatistics, LiveState
 from coldstream.server.client import Health, ServiceUnavailable
+from coldstream.server.http.page import PAGE_FILES
 from coldstream.server.local_client import LocalClient
 from coldstream.server.served_model import ServedModel
 from http_serving import Connect
@@ -32,6 +36,9 @@ class InState:
         return self._health
 
     async def statistics(self) -> EngineStatistics:
+        raise ServiceUnavailable("there is no engine", 3)
+
+    async def live(self) -> LiveState:
         raise ServiceUnavailable("there is no engine", 3)
 
 
@@ -146,6 +153,56 @@ async def test_props_say_where_the_model_lies_and_what_is_cached_and_drafted(
     async with connect(InState(Health("restarting"), local_client.model)) as other:
         down = (await other.get("/props")).json()
     assert (down["state"], down["statistics"], down["cache"]["prefixes"]) == ("restarting", None, None)
+
+
+async def test_the_live_state_has_counts_and_every_expert(
+    http: httpx2.AsyncClient, local_client: LocalClient
+) -> None:
+    before = (await http.get("/live")).json()
+    await http.post("/v1/completions", json={**BODY, "max_tokens": 9})
+    live = (await http.get("/live")).json()
+    assert (live["model_alias"], live["state"], live["reason"], live["restarts"]) == ("demo", "ready", "", 0)
+    assert live["statistics"]["generated_tokens"] - before["statistics"]["generated_tokens"] == 9
+    assert live["clock_s"] > before["clock_s"]
+    experts = live["experts"]
+    assert len(experts["layers"]) * experts["num_experts"] == local_client.model.facts.num_experts
+    assert len(b64decode(experts["uses"])) == local_client.model.facts.num_experts
+    assert experts["uses"] != before["experts"]["uses"]
+    assert experts["resident"] is None
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_the_live_state_is_told_when_there_is_no_engine(
+    connect: Connect, local_client: LocalClient, is_known: bool
+) -> None:
+    health = Health("restarting", what="weights", done=1, total=4, reason="it died", restarts=2)
+    async with connect(InState(health, local_client.model if is_known else None)) as http:
+        response = await http.get("/live")
+    live = response.json()
+    assert response.status_code == 200
+    assert live["model_alias"] == ("demo" if is_known else None)
+    assert (live["state"], live["reason"], live["restarts"]) == ("restarting", "it died", 2)
+    assert live["progress"] == {"what": "weights", "done": 1, "total": 4}
+    assert (live["statistics"], live["experts"]) == (None, None)
+
+
+async def test_the_page_is_all_files_of_its_folder_under_a_strict_policy(http: httpx2.AsyncClient) -> None:
+    folder = files("coldstream.server") / "page"
+    assert {name for name, _ in PAGE_FILES.values()} == {each.name for each in folder.iterdir()}
+    for path, (name, media_type) in PAGE_FILES.items():
+        response = await http.get(path)
+        assert response.content == (folder / name).read_bytes()
+        assert response.headers["content-type"] == media_type
+        policy = response.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; ")
+        assert "unsafe" not in policy
+        assert "*" not in policy
+        assert response.headers["x-content-type-options"] == "nosniff"
+        head = await http.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert not re.search(rb"https?://(?!www\.w3\.org)", response.content)
+    index = (await http.get("/")).text
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\bon[a-z]+=|\bstyle=", index)
 
 
 async def test_the_document_describes_every_route_and_its_errors(http: httpx2.AsyncClient) -> None:
