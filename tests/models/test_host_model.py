@@ -129,7 +129,7 @@ def test_wherever_experts_are(
         open_cpu(path_of_experts, threads=1, context_length=CONTEXT) as plain,
         open_partly(path_of_experts, share, **options) as runner,
     ):
-        check_chains(runner, plain, (1, 5, 20, 90))
+        check_chains(runner, plain, (1, 5, 20, 40, 90))
 
 
 @pytest.mark.usefixtures("gpu")
