@@ -37,6 +37,10 @@ class Scripted:
 
     def propose(self, context: Sequence[int], budget: int) -> TokenTree:
         assert self.token_ids == list(context[:-1])
+        return self.drafted(context, budget)
+
+    def drafted(self, context: Sequence[int], budget: int) -> TokenTree:
+        """What `propose` returns, whatever the drafter was told."""
         at = Drafting(context, self._following(context), self.vocab_size, self.end_id)
         return DRAFTS[self.kind](at, budget)
 

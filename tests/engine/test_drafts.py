@@ -171,7 +171,7 @@ class Told(Scripted):
         if len(self.token_ids) + 1 != len(context):
             return TokenTree()
         assert all(mine in (-1, token) for mine, token in zip(self.token_ids, context, strict=False))
-        return self.right(list(context), budget)
+        return self.drafted(context, budget)
 
 
 def test_a_drafter_is_told_of_no_token_while_nothing_is_drafted_for_long(demo: Pair) -> None:
