@@ -81,6 +81,9 @@ class Sizes:
     num_launched: int = 0
     told: list[Accepted] = field(default_factory=list)
 
+    def begin_rounds(self) -> None:
+        assert self.num_launched == 0
+
     def next_round(self) -> int:
         self.num_launched += 1
         return self.sizes[self.num_launched % len(self.sizes)]
@@ -160,3 +163,23 @@ def test_nothing_is_kept_of_rounds_that_fail_to_begin() -> None:
     with pytest.raises(GenerationFault, match="made to fail"):
         list(generate_in_rounds(rounds, tokens, Sizes([2]), VOCAB))
     assert (rounds.ended, rounds.held) == (0, [1])
+
+
+@given(prompts, sizes, st.integers(0, 9), st.integers(1, 4))
+def test_a_few_rounds_lose_nothing(prompt: list[int], sizes: list[int], seed: int, most: int) -> None:
+    """All that were launched are taken, and the next ones go on from there."""
+    expected, _ = plain(prompt, 20, None)
+    if len(expected) < 2:
+        return
+    tokens = Continuation(prompt, end_ids=ENDS, max_tokens=20)
+    tokens.append(expected[0], VOCAB)
+    while not tokens.has_ended:
+        held = tokens.ids[:-1]
+        rounds, drafts = HashRounds(held, tokens.ids[-1], tokens.num_left, seed, None), Sizes(sizes)
+        found = [
+            each.token_id for each in generate_in_rounds(rounds, tokens, drafts, VOCAB, most_rounds=most)
+        ]
+        assert found
+        assert drafts.num_launched == most or tokens.has_ended
+        assert rounds.held == tokens.ids[:-1]
+    assert tokens.ids == [*prompt, *expected]

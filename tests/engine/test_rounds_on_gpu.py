@@ -5,6 +5,7 @@ leave; on the host too.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 pytest.importorskip("cuda.bindings")
 
+from engine_clients import alone, engine_of
 from scripted_drafts import KINDS, Scripted, check_same
 from test_drafts_on_gpu import CONTEXT, open_runner, scripted
 
@@ -20,7 +22,10 @@ from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.decoding import FixedSizes, SizesByCost, Speculation
 from coldstream.decoding.drafters import MtpDrafter
-from coldstream.engine import LLM, SamplingParams
+from coldstream.decoding.round_sizes import FixedRounds
+from coldstream.decoding.speculation import TreeSizes
+from coldstream.engine import LLM, SamplingParams, job_drafts
+from coldstream.engine.opened_model import OpenedModel
 from hash_runner import opened_with
 from host_device import HostDevice
 from host_gpu import gpu_on
@@ -40,14 +45,16 @@ class Models:
     drafting: LLM
     script: torch.Tensor
 
-    def sized(self, num_nodes: int) -> LLM:
-        """Drafts of so many tokens."""
+    def opened(self, num_nodes: int) -> OpenedModel:
+        """With drafts of so many tokens."""
         speculation = self.drafting.opened.speculation
         assert speculation is not None
-        opened = replace(
+        return replace(
             self.drafting.opened, speculation=Speculation(speculation.drafter, FixedSizes(num_nodes))
         )
-        return LLM.from_opened(opened)
+
+    def sized(self, num_nodes: int) -> LLM:
+        return LLM.from_opened(self.opened(num_nodes))
 
     def write(self, drafter: Scripted, answers: dict[tuple[int, ...], tuple[int, ...]]) -> None:
         """The drafts of `drafter` after each token of these texts, the last of which counts."""
@@ -55,8 +62,7 @@ class Models:
         for prompt, answer in answers.items():
             text = [*prompt, *answer]
             for length in range(len(prompt) + 1, len(text) + 1):
-                drafter.token_ids = text[: length - 1]
-                tree = drafter.propose(text[:length], DEPTHS)
+                tree = drafter.drafted(text[:length], DEPTHS)
                 rows[length - 1, : len(tree)] = torch.tensor(tree.token_ids, dtype=torch.int32)
         self.script.copy_(rows)
 
@@ -144,11 +150,44 @@ def test_an_answer_ends_where_the_plain_one_does(models: Models) -> None:
         assert found.statistics.reused_tokens == len(longer) - 2
 
 
-def check_sizes_by_cost(models: Models, prompts: Sequence[Any], params: SamplingParams) -> None:
-    """Rounds of any sizes, in whatever order times make them."""
+def check_engine(models: Models, prompt: list[int], params: SamplingParams) -> None:
+    """An answer that is alone at first and in the end, and beside another in between."""
+    drafter = scripted("mostly_right", models.plain, [prompt], params, wants_hidden=True)
+    models.write(drafter, drafter.answers)
+    wanted = alone(models.plain, prompt, params)
+    other, few = [4, 5], replace(params, max_tokens=3)
+    wanted_of_other = alone(models.plain, other, few)
+    with engine_of(models.opened(3)) as client:
+        first = client.add(prompt, params)
+        while len(client.tokens_so_far(first)) < 4:
+            client.step()
+        assert not client.is_over(first)
+        second = client.add(other, few)
+        client.drain()
+        assert (client.answers(first), client.answers(second)) == (wanted, wanted_of_other)
+        statistics = client.outputs(first)[0].statistics
+        assert statistics is not None
+        assert statistics.speculation is not None
+        assert 1 < statistics.speculation.rounds < len(wanted[0][1])  # type: ignore[arg-type]
+        counts = client.engine.statistics()
+        assert counts.drafts >= statistics.speculation.rounds - 2
+        assert counts.accepted_tokens == statistics.speculation.accepted
+        again = client.add([*prompt, *client.tokens_so_far(first), 6], few)
+        client.drain()
+        longer = alone(models.plain, [*prompt, *client.tokens_so_far(first), 6], few)
+        assert client.answers(again) == longer
+
+
+def test_an_engine_drafts_an_answer_that_is_alone(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_drafts, "MAX_TREE_ROWS", 8)  # of a few rounds
+    check_engine(models, [1, 2, 3, 1], replace(SEEDED, max_tokens=14))
+
+
+def check_sizes(models: Models, sizes: TreeSizes, prompts: Sequence[Any], params: SamplingParams) -> None:
+    """Rounds of changing sizes, none among them."""
     speculation = models.drafting.opened.speculation
     assert speculation is not None
-    speculation = Speculation(speculation.drafter, SizesByCost("mtp"))
+    speculation = Speculation(speculation.drafter, sizes)
     llm = LLM.from_opened(replace(models.drafting.opened, speculation=speculation))
     drafter = scripted("mostly_right", models.plain, prompts, params, wants_hidden=True)
     for prompt in prompts:
@@ -158,6 +197,27 @@ def check_sizes_by_cost(models: Models, prompts: Sequence[Any], params: Sampling
         check_same(expected, found)
         assert found.statistics.speculation.rounds == found.statistics.speculation.steps > 0
     llm.forget()
+
+
+class InTurn(FixedRounds):
+    """Rounds of one token, of most and of none, in turn."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        object.__setattr__(self, "turns", cycle((1, most, 0)))
+
+    def next(self) -> int:
+        return next(self.turns)
+
+
+class SizesInTurn(FixedSizes):
+    @property
+    def rounds(self) -> InTurn:
+        return InTurn(self.num_nodes)
+
+
+def test_rounds_of_changing_sizes_leave_the_answers(models: Models) -> None:
+    check_sizes(models, SizesInTurn(3), [[1, 2, 3, 1, 2]], replace(SEEDED, max_tokens=9))
 
 
 @pytest.fixture(scope="module")
@@ -185,4 +245,12 @@ def test_any_draft_of_a_round_leaves_the_answers(demo: Models, kind: str, params
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "seeded", "stops"])
 def test_rounds_by_cost_leave_the_answers(demo: Models, params: SamplingParams) -> None:
     for _ in range(4):
-        check_sizes_by_cost(demo, PROMPTS, params)
+        check_sizes(demo, SizesByCost("mtp"), PROMPTS, params)
+    check_sizes(demo, SizesInTurn(5), PROMPTS, params)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "seeded", "stops"])
+def test_an_engine_on_a_gpu_drafts_an_answer_that_is_alone(demo: Models, params: SamplingParams) -> None:
+    (prompt,) = {output.prompt_token_ids for output in demo.plain.generate(PROMPTS[:1], params)}
+    check_engine(demo, list(prompt), replace(params, seed=3))

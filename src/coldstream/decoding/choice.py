@@ -6,6 +6,7 @@ The tokens of a step are chosen together, in one call of the device. Each is the
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
@@ -15,8 +16,11 @@ from coldstream.decoding.sampling import changed_logits, no_token_left, recent_t
 from coldstream.decoding.sampling_params import Logits, LogitsProcessor, SamplingParams
 from coldstream.errors import GenerationFault, InvalidRequestError
 from coldstream.kernels import _csrc
+from coldstream.kernels.rounds.reference import RoundText
 from coldstream.kernels.sample.settings import RowSettings
 from coldstream.models.sanity import damaged_logits
+
+_NO_LOGITS: Final = np.empty(0, np.float32)  # where only settings are wanted
 
 
 @dataclass(frozen=True)
@@ -231,12 +235,15 @@ class TokenChooser:
         forbids = self._params.min_tokens > 0 and len(self._end_ids) > 0
         return not (forbids or _wants_logits(self._params))
 
-    @property
-    def is_for_rounds(self) -> bool:
-        """Whether a device makes all choices from logits, seed and position alone, so that it can go on
-        without the host. A penalty depends on tokens that the host has not seen.
+    def round_text(self, context: Sequence[int], num_left: int, most_nodes: int) -> RoundText | None:
+        """What rounds after `context` begin with; None unless a device makes all choices by itself.
+
+        It must not need the host in between: a penalty depends on tokens that the host has not seen.
         """
-        return self.is_for_device and not self._params.has_penalties
+        if not self.is_for_device or self._params.has_penalties:
+            return None
+        settings = self.choice(_NO_LOGITS, context).settings
+        return RoundText(most_nodes, context[-1], num_left, settings, frozenset(self._end_ids))
 
     def choice(self, logits: AnyLogits, context: Sequence[int], unseen: int | None = None) -> Choice:
         """The `Choice` of the token after `context`, all ids so far, from the logits [vocab] after it.

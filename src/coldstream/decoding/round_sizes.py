@@ -21,14 +21,14 @@ _BELIEVED: Final = 0.75  # chance of a drafted token to be right, before any was
 
 
 class RoundSizes(Protocol):
-    """Chooses the sizes of a text's rounds."""
+    """Chooses the sizes of rounds that follow each other."""
 
     @property
     def most(self) -> int:
         """The most tokens that are drafted."""
 
     def start(self) -> None:
-        """A text begins; rounds that were not recorded are none of its own."""
+        """The first of them is next; rounds that were not recorded are none of these."""
 
     def next(self) -> int:
         """Tokens that the next round drafts."""
@@ -86,7 +86,7 @@ class RoundsByCost:
         return size.num_nodes if size else 0
 
     def record(self, accepted: Accepted, seconds: float) -> None:
-        """See `RoundSizes`. The first round of a text is begun with work that others do without."""
+        """See `RoundSizes`. The first one is begun with work that others do without."""
         size = self._launched.popleft()
         num_accepted = max(0, len(accepted.token_ids) - 1)
         if not self._is_first:

@@ -9,7 +9,7 @@ want, and the model goes back.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 from coldstream.decoding.autoregressive import Continuation
@@ -43,26 +43,37 @@ follow; None if there are none for this text.
 class RoundDrafts(Protocol):
     """Says how much each round drafts, and is told what came of it; see `speculative.Drafts`."""
 
+    def begin_rounds(self) -> None: ...
+
     def next_round(self) -> int: ...
 
     def round_ended(self, accepted: Accepted, seconds: float) -> None: ...
 
 
 def generate_in_rounds(
-    rounds: Rounds, tokens: Continuation, drafts: RoundDrafts, vocab_size: int
-) -> Iterator[Chosen]:
-    """Yield the tokens that follow `tokens`, which are appended to it, until generation ends.
+    rounds: Rounds,
+    tokens: Continuation,
+    drafts: RoundDrafts,
+    vocab_size: int,
+    *,
+    most_rounds: int | None = None,
+) -> Generator[Chosen]:
+    """Yield the tokens that follow `tokens`, which are appended to it, until generation ends, or for so many
+    rounds.
 
     The model holds all tokens but the last, now and when this iterator ends or is closed; if the token after
     a row cannot be chosen, not that row either. Raises as `generate_tokens`.
     """
-    num_kept, start = 0, time.perf_counter()
+    num_kept, num_launched, num_taken, start = 0, 1, 0, time.perf_counter()
+    drafts.begin_rounds()
     try:
         rounds.launch(drafts.next_round())
-        while not tokens.has_ended:
-            if tokens.num_left > 1:
+        while not tokens.has_ended and num_taken < num_launched:
+            if tokens.num_left > 1 and num_launched != most_rounds:
                 rounds.launch(drafts.next_round())
+                num_launched += 1
             accepted = rounds.take()
+            num_taken += 1
             now = time.perf_counter()
             drafts.round_ended(accepted, now - start)
             start = now

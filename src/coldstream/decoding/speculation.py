@@ -149,7 +149,6 @@ class Speculation:
         self._accepted: Counter[int] = Counter()
         self._total_draft_s = self._total_verify_s = 0.0
         self._num_rounds = 0
-        self._rounds.start()
 
     @property
     def is_idle(self) -> bool:
@@ -160,6 +159,10 @@ class Speculation:
     def most_round_nodes(self) -> int:
         """The most tokens that a round drafts."""
         return self._rounds.most
+
+    def begin_rounds(self) -> None:
+        """See `Drafts`."""
+        self._rounds.start()
 
     def next_round(self) -> int:
         """See `Drafts`."""

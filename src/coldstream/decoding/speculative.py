@@ -7,7 +7,7 @@ a draft decides only how many of them one step gives.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Protocol, overload
 
 import numpy as np
@@ -53,6 +53,9 @@ class Drafts(Protocol):
 
         is_cut: whether generation ended along the path, so that what follows its last node was not tried.
         """
+
+    def begin_rounds(self) -> None:
+        """A device begins to draft by itself. Rounds before that were not told are none of these."""
 
     def next_round(self) -> int:
         """How many tokens a device is to draft in the next round that it runs by itself."""
@@ -116,7 +119,7 @@ def generate_tokens_speculatively(
 
 def verify_draft(
     model: DraftModel, tokens: Continuation, tree: TokenTree, begin: Begin, drafts: Drafts, vocab_size: int
-) -> Iterator[Chosen]:
+) -> Generator[Chosen]:
     """Compute the last of `tokens` and a draft that is not empty, and yield the tokens along it, which are
     appended to `tokens`.
 

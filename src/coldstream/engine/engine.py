@@ -9,7 +9,7 @@ before it; so who runs when, what is computed twice and what is found in the cac
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import closing
 from typing import Final
 
@@ -173,16 +173,14 @@ class Engine:
         if drafts is None or not job.is_trusted or not served.memory.fits({job: most}):
             return False
         start = self._clock()
-        tree = drafts.draft(job)
-        if not tree:
-            self._undrafted_since = start
-            return False
-        served.counts.count_draft(len(tree))
         try:
-            with closing(drafts.verified(job, tree)) as tokens:
-                for count, chosen in enumerate(tokens):
+            tokens = self._drafted(drafts, job)
+            if tokens is None:
+                self._undrafted_since = start
+                return False
+            with closing(tokens):
+                for chosen in tokens:
                     served.tell(job, job.push(chosen))
-                    served.counts.accepted_tokens += count > 0
                     if job.has_ended or job.request_id in served.cancelled:
                         break
         except ColdstreamError as error:
@@ -193,6 +191,20 @@ class Engine:
             served.let_go(job, is_trusted=True)
         served.counts.step_s += self._clock() - start
         return True
+
+    def _drafted(self, drafts: JobDrafts, job: Job) -> Generator[Chosen] | None:
+        """Tokens of the only answer along a draft, or along those of a few rounds; None if there are none."""
+        counts, memory = self._served.counts, self._served.memory
+        # A device that drafts by itself takes a state to go back to.
+        if drafts.has_rounds and memory.fits({job: min(MAX_TREE_ROWS, job.num_left)}, more_states=1):
+            rounds = drafts.in_rounds(job, counts.count_round)
+            if rounds is not None:
+                return rounds
+        tree = drafts.draft(job)
+        if not tree:
+            return None
+        counts.count_draft(len(tree))
+        return drafts.verified(job, tree, counts.count_accepted)
 
     def _rows_of_all(self) -> dict[Job, int]:
         """The rows of the next step, for which there is memory then, if need be that of the last answers."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from coldstream.experts.expert_map import ExpertMap
+from coldstream.kernels.rounds.reference import Accepted
 from coldstream.kvcache import CacheSize, PrefixStatistics
 from coldstream.models.runner import ModelRunner
 
@@ -67,6 +68,19 @@ class EngineCounts:
         self.computed_rows += 1 + num_nodes
         self.drafts += 1
         self.drafted_tokens += num_nodes
+
+    def count_accepted(self) -> None:
+        """A token of a draft is the model's own choice."""
+        self.accepted_tokens += 1
+
+    def count_round(self, accepted: Accepted) -> None:
+        """A step that a device drafted and verified by itself."""
+        if accepted.num_drafted:
+            self.count_draft(accepted.num_drafted)
+        else:
+            self.steps += 1
+            self.computed_rows += 1
+        self.accepted_tokens += max(0, len(accepted.token_ids) - 1)
 
     def statistics(
         self, runner: ModelRunner, *, running: int, waiting: int, prefixes: PrefixStatistics

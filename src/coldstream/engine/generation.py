@@ -129,9 +129,9 @@ def _chosen_tokens(
         return trusted
 
     def begin_rounds(context: Sequence[int], num_left: int) -> Rounds | None:
-        if not chooser.is_for_rounds:
-            return None
-        return model.begin_rounds(context, num_left, chooser.choice(logits, context).settings, end_ids)
+        assert model.speculation is not None
+        text = chooser.round_text(context, num_left, model.speculation.most_round_nodes)
+        return None if text is None else model.begin_rounds(context, text)
 
     prompt_ids, end_ids, max_tokens = request.prompt_token_ids, request.all_end_ids, request.max_tokens
     num_held = model.start(prompt_ids)

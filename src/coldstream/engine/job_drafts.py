@@ -4,7 +4,8 @@ The drafter follows one sequence at a time. Beside others an answer decodes plai
 of nothing; it takes part again, with a gap in what it knows, when an answer is alone.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 
 import numpy as np
 
@@ -15,10 +16,15 @@ from coldstream.decoding import (
     Speculation,
     TokenTree,
     begin_picks,
+    generate_in_rounds,
     verify_draft,
 )
+from coldstream.decoding.drafters import MtpDrafter
 from coldstream.engine.drafting import told_states
 from coldstream.engine.job import Job
+from coldstream.engine.rounds import SequenceRounds, begin_rounds
+from coldstream.kernels.ops import MAX_TREE_ROWS
+from coldstream.kernels.rounds.reference import Accepted
 from coldstream.kvcache import Batch, Segment
 from coldstream.models.runner import ModelRunner, States
 
@@ -60,10 +66,11 @@ class JobDrafts:
         if self._job is not None:
             self._job.speculation = self._speculation.statistics()
 
-    def verified(self, job: Job, tree: TokenTree) -> Generator[Chosen]:
+    def verified(self, job: Job, tree: TokenTree, on_accepted: Callable[[], None]) -> Generator[Chosen]:
         """Computes a draft, and yields the tokens along it, which `Job.tokens` then has.
 
-        Closing the iterator early is allowed. Raises what the step, the choice and the commit raise.
+        on_accepted: is called for each token that was drafted. Closing the iterator early is allowed. Raises
+        what the step, the choice and the commit raise.
         """
 
         def begin(rows: Sequence[AnyLogits], tree: TokenTree, context: Sequence[int]) -> Pick:
@@ -71,8 +78,45 @@ class JobDrafts:
 
         model, vocab_size = _OneJob(self, job), self._runner.spec.vocab_size
         try:
-            yield from verify_draft(model, job.tokens, tree, begin, self._speculation, vocab_size)
+            with closing(
+                verify_draft(model, job.tokens, tree, begin, self._speculation, vocab_size)
+            ) as tokens:
+                for count, chosen in enumerate(tokens):
+                    if count > 0:
+                        on_accepted()
+                    yield chosen
         finally:
+            job.speculation = self._speculation.statistics()
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether a device may draft by itself."""
+        return isinstance(self._drafter, MtpDrafter) and self._drafter.runs_rounds
+
+    def in_rounds(self, job: Job, on_round: Callable[[Accepted], None]) -> Generator[Chosen] | None:
+        """A few rounds that the device drafts by itself, as `verified` has one step; None if it does not.
+
+        They have MAX_TREE_ROWS rows together, so that others do not wait for long. on_round: is told of each.
+        """
+        speculation, chooser = self._speculation, job.answer.chooser
+        text = chooser.round_text(job.token_ids, job.num_left, speculation.most_round_nodes)
+        if text is None or job.sequence is None:
+            return None
+        self._begin(job)
+        self._follow(job, job.num_computed)
+        rounds = begin_rounds(
+            self._runner, job.sequence, speculation, text, job.token_ids, self._known.extend
+        )
+        return None if rounds is None else self._tokens_of(job, rounds, _Counted(speculation, on_round))
+
+    def _tokens_of(self, job: Job, rounds: SequenceRounds, drafts: "_Counted") -> Generator[Chosen]:
+        vocab_size = self._runner.spec.vocab_size
+        most = max(1, MAX_TREE_ROWS // (1 + self._speculation.most_round_nodes))
+        try:
+            yield from generate_in_rounds(rounds, job.tokens, drafts, vocab_size, most_rounds=most)
+        finally:
+            if rounds.has_failed:
+                self._known = []
             job.speculation = self._speculation.statistics()
 
     def step(self, job: Job, token_ids: Sequence[int], parents: Sequence[int]) -> Sequence[AnyLogits]:
@@ -113,6 +157,18 @@ class JobDrafts:
             self._drafter.cut(length)
         self._known = job.token_ids[:length]
         self._followed = job
+
+
+class _Counted:
+    """Drafts of rounds, of which somebody else is told too."""
+
+    def __init__(self, speculation: Speculation, on_round: Callable[[Accepted], None]) -> None:
+        self.begin_rounds, self.next_round = speculation.begin_rounds, speculation.next_round
+        self._speculation, self._on_round = speculation, on_round
+
+    def round_ended(self, accepted: Accepted, seconds: float) -> None:
+        self._speculation.round_ended(accepted, seconds)
+        self._on_round(accepted)
 
 
 class _OneJob:

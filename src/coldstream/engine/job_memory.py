@@ -41,18 +41,18 @@ class JobMemory:
             self._runner.release(prefix.sequence)
         return begins
 
-    def fits(self, counts: Mapping[Job, int]) -> bool:
+    def fits(self, counts: Mapping[Job, int], more_states: int = 0) -> bool:
         """Makes room for a step with these rows, by letting kept prefixes go. False if there is too little.
 
         A prefix that a job shares memory with, and that keeps it from going on, is let go too.
         """
         demands = [demand_of(job, count) for job, count in counts.items()]
-        if self._make_room(demands):
+        if self._make_room(demands, more_states=more_states):
             return True
         for job in counts:
             if 0 < job.num_shared == job.num_computed:
                 self.cache.forget(job.token_ids[: job.num_shared], job.submission.namespace)
-        return self._make_room(demands)
+        return self._make_room(demands, more_states=more_states)
 
     def keep(self, job: Job, running: Collection[Job]) -> None:
         """Keeps the prefix that the job holds, from whose last row finite logits were seen.

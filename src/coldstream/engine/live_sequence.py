@@ -13,11 +13,9 @@ import numpy as np
 
 from coldstream import kvcache
 from coldstream.decoding import AnyLogits, Chosen, Speculation, StartedChoices
-from coldstream.decoding.drafters import MtpDrafter
 from coldstream.engine.drafting import told_states
-from coldstream.engine.live_rounds import LiveRounds
+from coldstream.engine.rounds import SequenceRounds, begin_rounds
 from coldstream.kernels.rounds.reference import RoundText
-from coldstream.kernels.sample.settings import RowSettings
 from coldstream.kvcache import Batch, ChosenToken, Segment
 from coldstream.models.runner import ModelRunner, Progress, States
 
@@ -163,29 +161,19 @@ class LiveSequence:
         if drafter is not None and rows:
             drafter.extend(token_ids, told)
 
-    def begin_rounds(
-        self, context: Sequence[int], num_left: int, settings: RowSettings, end_ids: frozenset[int]
-    ) -> LiveRounds | None:
-        """See `decoding.rounds.BeginRounds`; settings: of the token after `context`.
-
-        None where the device cannot draft by itself: not the file's block on a GPU with all experts, or no
-        room for a second recurrent state, to which the sequence goes back if it ends elsewhere.
-        """
-        speculation, drafter = self.speculation, self._drafter
-        if speculation is None or not isinstance(drafter, MtpDrafter):
-            return None
-        text = RoundText(speculation.most_round_nodes, context[-1], num_left, settings, end_ids)
-        before = self._runner.checkpoint(self._sequence)
-        device = drafter.begin_rounds(context, self._sequence, text)
-        if device is None:
-            self._runner.drop(self._sequence, before)
-            return None
-        live = self._taken()
+    def begin_rounds(self, context: Sequence[int], text: RoundText) -> SequenceRounds | None:
+        """Rounds after `context`, as `rounds.begin_rounds` has them."""
+        live, speculation = self._token_ids, self.speculation
+        assert live is not None, "tokens follow those of a known sequence"
+        assert speculation is not None, "rounds are of drafts"
 
         def hold(token_ids: Sequence[int]) -> None:
             self._token_ids, self._is_trusted = [*live, *token_ids], True
 
-        return LiveRounds(self._runner, self._sequence, drafter, device, before, context[-1], hold)
+        rounds = begin_rounds(self._runner, self._sequence, speculation, text, context, hold)
+        if rounds is not None:
+            self._forget_tokens()
+        return rounds
 
     def _told_states(self) -> States | None:
         return None if self._drafter is None else told_states(self._runner, self._drafter)

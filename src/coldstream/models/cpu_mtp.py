@@ -176,8 +176,10 @@ class MtpSequence:
         finally:
             self.cut(num_rows)
 
+    runs_rounds = False  # the host takes part in every step here
+
     def begin_rounds(self, sequence: kvcache.Sequence, text: RoundText) -> None:
-        """None: the host takes part in every step here."""
+        """None, see `runs_rounds`."""
 
     def cut(self, length: int) -> None:
         """Forgets all rows but the first `length`. Raises InvalidRequestError if there are fewer."""

@@ -281,6 +281,11 @@ class CudaMtpSequence:
         """
         yield from self._block.draft(self._sequence, min(num_steps, 1 + self.room, MAX_CHAIN))
 
+    @property
+    def runs_rounds(self) -> bool:
+        """Whether there are rounds: if all of the model's experts are on the device."""
+        return self._block.rounds is not None
+
     def begin_rounds(self, sequence: kvcache.Sequence, text: RoundText) -> TextRounds | None:
         """Rounds after the last row, which is the text's root; directly after `append`. See
         `CudaRounds.start`. The rows that they keep are in the block afterwards.

@@ -182,6 +182,7 @@ class TextRounds:
         self._most_rows = min(1 + text.most_nodes, text.left, MAX_ROUND_ROWS)
         self._num_held = 0  # rows that rounds have kept, as far as the host knows
         self._left = text.left  # tokens that may be chosen after those
+        self._last_row: int | None = None  # of the last round that was taken, if it kept any
         self._in_flight: list[tuple[int, Any, torch.cuda.Event]] = []  # rows, results, when they are there
 
     def launch(self, num_nodes: int) -> None:
@@ -213,18 +214,24 @@ class TextRounds:
         count, fault, *token_ids = results.tolist()
         num_nodes = max(0, min(num_rows, self._left) - 1)
         self._num_held += count
+        self._last_row = count - 1 if count else None
         is_over = fault != 0 or (count > 0 and token_ids[count - 1] in self._text.end_ids)
         self._left = 0 if is_over else self._left - count
         return Accepted(tuple(token_ids[:count]), fault, num_nodes, self._left == 0)
 
-    def end(self) -> int:
-        """Waits for all rounds; then the sequences have what was kept. Returns how many rows that are."""
+    def end(self) -> tuple[int, torch.Tensor | None]:
+        """Waits for all rounds; then the sequences have what was kept.
+
+        Returns how many rows that are, and the model's hidden state [E] of the last one, if no round after it
+        has written over it.
+        """
         while self._in_flight:
             self.take()
         self._cache.settle(self._sequence, self._num_held)
         self._block_cache.append(self._block_rows, self._num_held)
         self._block_cache.cut(self._block_rows, self._block_rows.length)
-        return self._num_held
+        row = self._last_row
+        return self._num_held, None if row is None else self._rounds.mtp.trunk_states[row].clone()
 
     def reserve(self) -> None:
         """Takes memory for a round, with room for a state that nobody shares.

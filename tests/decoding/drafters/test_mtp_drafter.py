@@ -1,6 +1,7 @@
 """The drafter over a block's rows: which rows there are after any calls, what it proposes, and its errors."""
 
 from collections.abc import Generator, Sequence
+from itertools import pairwise
 from typing import Any
 from zlib import crc32
 
@@ -10,15 +11,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from coldstream.decoding.drafters.drafter import Drafter
+from coldstream import kvcache
 from coldstream.decoding.drafters.mtp import MtpDrafter
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.decoding.tree_builder import Candidates, top_log_probs
 from coldstream.errors import GenerationFault, OutOfMemoryError
+from coldstream.kernels.rounds.reference import RoundText
+from coldstream.kernels.sample.settings import RowSettings
 
 VOCAB = 12
 Row = tuple[int, bytes]  # a token, and the state before it
 MAX_WAITING = 9
+TEXT = RoundText(3, 0, 9, RowSettings(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, 0), frozenset())
 COUNTS = st.sampled_from((1, 1, 2, 3, MAX_WAITING, MAX_WAITING + 1, 30))
 
 
@@ -35,6 +39,7 @@ class HashBlock:
         self.rows: list[Row] = []
         self.capacity = 10_000
         self.runs: list[int] = []  # rows of each call
+        self.device = object()  # in place of rounds
         self.logits_of: dict[bytes, np.ndarray] = {}  # by output, in place of the hash
 
     @property
@@ -76,6 +81,12 @@ class HashBlock:
         (token_ids,), (log_probs,) = top_log_probs(logits[None], self.branching)
         return token_ids.tolist(), log_probs.tolist()
 
+    runs_rounds = True
+
+    def begin_rounds(self, sequence: kvcache.Sequence, text: RoundText) -> Any:
+        assert text is TEXT
+        return self.device
+
     def cut(self, length: int) -> None:
         assert length <= self.length
         del self.rows[length:]
@@ -109,7 +120,7 @@ class Told:
     def __init__(self, *, branching: int = 1, **options: Any) -> None:
         self.block = HashBlock(branching)
         options = {"max_steps": 3, "min_followed": 0.0, "max_waiting": MAX_WAITING} | options
-        self.drafter: Drafter = MtpDrafter(self.block, **options)
+        self.drafter = MtpDrafter(self.block, **options)
         self.tokens: list[int] = []
         self.missing: set[int] = set()  # rows
         self.first_known: int | None = 0  # the first state that the drafter still has, None: not the last
@@ -182,6 +193,24 @@ class AnyCalls(RuleBasedStateMachine):
         accepted = data.draw(st.integers(-1, 3))
         if accepted >= 0:
             told.extend([root, *tokens[:accepted]])
+
+    @rule(tokens=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4), is_known=st.booleans())
+    def rounds(self, tokens: list[int], is_known: bool) -> None:
+        """A device computes rows of all tokens but the last, which is the next root."""
+        told, (root, *following) = self.told, tokens
+        rounds = told.drafter.begin_rounds([*told.tokens, root], kvcache.Sequence(None), TEXT)
+        if not told.tokens or told.first_known is None:
+            assert rounds is None
+            return
+        assert rounds is told.block.device
+        assert told.block.rows == told.rows(root)
+        told.first_known, told.root = len(told.tokens) - 1, root
+        for token, after in pairwise(tokens):
+            told.tokens.append(token)
+            told.block.rows.append((after, state_of(told.tokens).tobytes()))
+        told.drafter.end_rounds(len(following), state_of(told.tokens) if is_known else None)
+        if following:
+            told.first_known, told.root = len(told.tokens) - 1 if is_known else None, None
 
     @precondition(lambda self: self.told.tokens)
     @rule(data=st.data())

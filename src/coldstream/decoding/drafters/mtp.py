@@ -56,6 +56,10 @@ class DraftBlock(Protocol):
         in between do not count, and are gone when the generator is closed. Raises as `append`.
         """
 
+    @property
+    def runs_rounds(self) -> bool:
+        """Whether `begin_rounds` may begin any."""
+
     def begin_rounds(self, sequence: Sequence, text: RoundText) -> "DeviceRounds | None":
         """Rounds of a text after the last row, its root, where the block's device runs them by itself.
 
@@ -75,8 +79,10 @@ class DeviceRounds(Protocol):
     def take(self) -> Accepted:
         """Wait for the oldest round."""
 
-    def end(self) -> int:
-        """Wait for all; how many rows the model's sequence and the block have more than before."""
+    def end(self) -> tuple[int, State | None]:
+        """Wait for all; how many rows the model's sequence and the block have more than before, and the
+        model's state of the last one, unless it is gone.
+        """
 
 
 class MtpDrafter:
@@ -167,6 +173,11 @@ class MtpDrafter:
             self._turn_off()
             return NO_DRAFT
 
+    @property
+    def runs_rounds(self) -> bool:
+        """Whether the block's device can run rounds by itself."""
+        return self._block.runs_rounds
+
     def begin_rounds(self, context: Listed[int], sequence: Sequence, text: RoundText) -> DeviceRounds | None:
         """Rounds after `context`, see `propose` and `DraftBlock`; unless None, `end_rounds` has to follow.
 
@@ -179,12 +190,17 @@ class MtpDrafter:
             return None
         return self._block.begin_rounds(sequence, text) if is_known else None
 
-    def end_rounds(self, num_rows: int) -> None:
-        """Rounds have ended after so many rows: tokens that the model has computed, as has the block."""
-        self._forget_waiting()
+    def end_rounds(self, num_rows: int, state: State | None) -> None:
+        """Rounds have ended after so many rows: tokens that the model has computed, as has the block.
+
+        state: that of the last one, as the block keeps it; None if it is not known.
+        """
+        if num_rows == 0:
+            return
         self._length += num_rows
         self._end += num_rows
         self._take_root_back()
+        self._tokens, self._states = [], [] if state is None else [state]
 
     def _catch_up(self, context: Listed[int]) -> bool:
         """Computes the rows that wait, with the last of `context` as root; whether the block knows the state

@@ -1,4 +1,4 @@
-"""Rounds that a device drafts and accepts by itself, of the live sequence.
+"""Rounds that a device drafts and accepts by itself, of one sequence.
 
 What a text leaves is what the plain loop leaves. If it ends where the device did not expect it, rounds in
 flight have kept more: then the sequence goes back to where the rounds began, and computes the tokens that
@@ -9,12 +9,38 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from coldstream import kvcache
+from coldstream.decoding import Speculation
 from coldstream.decoding.drafters import DeviceRounds, MtpDrafter
-from coldstream.kernels.rounds.reference import Accepted
+from coldstream.kernels.rounds.reference import Accepted, RoundText
 from coldstream.models.runner import ModelRunner
 
 
-class LiveRounds:
+def begin_rounds(
+    runner: ModelRunner,
+    sequence: kvcache.Sequence,
+    speculation: Speculation,
+    text: RoundText,
+    context: Sequence[int],
+    hold: Callable[[Sequence[int]], None],
+) -> "SequenceRounds | None":
+    """Rounds of a text, whose tokens so far are `context`, all but the last in `sequence`.
+
+    hold: see `SequenceRounds`. None, with nothing changed, where the device cannot draft by itself: not the
+    file's block on a GPU with all experts, or no room for a second recurrent state, to which the sequence
+    goes back if it ends elsewhere. Raises DeviceError, with the sequence empty.
+    """
+    drafter = speculation.drafter
+    if not isinstance(drafter, MtpDrafter) or not drafter.runs_rounds:
+        return None
+    before = runner.checkpoint(sequence)
+    device = drafter.begin_rounds(context, sequence, text)
+    if device is None:
+        runner.drop(sequence, before)
+        return None
+    return SequenceRounds(runner, sequence, drafter, device, before, text.root, hold)
+
+
+class SequenceRounds:
     """Implements decoding's `Rounds`. After an exception, the sequence is empty."""
 
     def __init__(
@@ -33,7 +59,7 @@ class LiveRounds:
         self._runner, self._sequence, self._drafter, self._device = runner, sequence, drafter, device
         self._before, self._hold = before, hold
         self._token_ids = [root]  # and those of the rounds that were taken
-        self._has_failed = False
+        self.has_failed = False
 
     def launch(self, num_nodes: int) -> None:
         """See `Rounds`."""
@@ -49,11 +75,11 @@ class LiveRounds:
 
     def end(self, num_kept: int) -> None:
         """See `Rounds`. Nothing to do after an exception."""
-        if self._has_failed:
+        if self.has_failed:
             return
         with self._whole_or_empty():
-            num_held = self._device.end()
-            self._drafter.end_rounds(num_held)
+            num_held, state = self._device.end()
+            self._drafter.end_rounds(num_held, state)
             wanted = self._token_ids[:num_kept]
             if num_held > num_kept:
                 self._runner.restore(self._sequence, self._before)
@@ -68,7 +94,7 @@ class LiveRounds:
         try:
             yield
         except BaseException:
-            self._has_failed = True
+            self.has_failed = True
             self._runner.clear(self._sequence)
             self._drafter.cut(0)
             raise
