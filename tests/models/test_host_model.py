@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -150,6 +151,14 @@ def test_the_runner_does_what_its_plan_says(path_of_experts: Path) -> None:
         counters = runner.expert_cache.counters
         assert counters.copies.sum() == plan.placement.num_resident
         assert counters.misses.sum() > 0
+        picture = runner.runner.expert_map()
+        assert picture is not None
+        assert picture.resident is not None
+        shape = len(picture.layers), picture.num_experts
+        assert shape == (spec.num_layers, spec.num_experts)
+        resident = np.frombuffer(b64decode(picture.resident), np.uint8).reshape(shape)
+        assert np.array_equal(resident, np.tile(np.arange(spec.num_experts) < 2, (spec.num_layers, 1)))
+        assert any(b64decode(picture.uses))
 
 
 @pytest.mark.usefixtures("gpu")
