@@ -16,7 +16,7 @@ from coldstream.kernels.memory_readers import MemoryReaders
 
 BUFFER_BYTES = 256 * 2**20
 PIECE_BYTES = 2 * 2**20  # about one expert of a 35B model
-BURST_S = 0.25  # of copies at a time
+BURST_S = 0.1  # of copies at a time
 NUM_BURSTS = 3
 
 _MATRIX_SIZE = 4096
@@ -38,7 +38,7 @@ class LinkRates:
 
 
 def measure_link(num_threads: int, reader_bytes: int) -> LinkRates:
-    """Rates of copies of expert-sized pieces, beside `num_threads` readers; the best of three. About 3 s.
+    """Rates of copies of expert-sized pieces, beside `num_threads` readers; the best of three. About 1 s.
 
     reader_bytes: memory that the threads read, beyond any cache. Raises DeviceError, OutOfMemoryError.
     """
