@@ -16,7 +16,7 @@ _RANGES_BEYOND: Final = 3  # of the first range beyond what was measured: up to 
 _FORGOTTEN: Final = 1024  # steps
 _SLOWDOWN: Final = 2.0  # of steps that miss the target by decoding alone, so that prompts get on too
 _ALONE: Final = 1 / 3  # of the target, that a step of prompts alone takes at least
-_DEARER: Final = 1.1  # a row of such a step against one of the cheapest step
+_DEARER: Final = 1.15  # a row of such a step against one of a whole step
 
 
 class StepCost:
@@ -62,15 +62,16 @@ class StepCost:
         known, most_rows = self._known(), self._rows[-1]
         if most_rows not in known:
             return most_rows
-        cheapest_s = min(seconds / rows for rows, seconds in known.items())
-        best = most_rows
+        whole_s, best = known[most_rows] / most_rows, most_rows
         for rows in reversed(self._rows[:-1]):
             seconds = _seconds(known, rows)
-            if seconds < _ALONE * target_s or seconds > _DEARER * cheapest_s * rows:
+            if seconds < _ALONE * target_s:
                 break
-            best = rows
-            if rows not in known:
-                break
+            # Fewer may be cheap although these seem dear: they may have been measured in a bad moment.
+            if seconds <= _DEARER * whole_s * rows:
+                best = rows
+                if rows not in known:
+                    break
         return best
 
     def _known(self) -> dict[int, float]:
