@@ -13,6 +13,10 @@ CLAUDE_CODE: Any = {
     "stream": True,
     "metadata": {"user_id": '{"device_id":"d","account_uuid":"","session_id":"s"}'},
     "system": [
+        {
+            "type": "text",
+            "text": "x-anthropic-billing-header: cc_version=2.1.177; cc_entrypoint=cli; cch=36ee5;",
+        },
         {"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}},
         {"type": "text", "text": LONG, "cache_control": {"type": "ephemeral", "ttl": "1h"}},
     ],
@@ -74,6 +78,67 @@ CODEX: Any = {
     "prompt_cache_key": "019a",
     "text": {"verbosity": "medium"},
 }
+
+
+# What follows in the next request, after the tool has run.
+CLAUDE_CODE_TURN: Any = [
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "I look at it.", "signature": "c2ln"},
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "toolu_01", "name": "Bash", "input": {"command": "ls"}},
+            {"type": "tool_use", "id": "toolu_02", "name": "Bash", "input": {"command": "cat a"}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "toolu_01", "content": "a.py", "is_error": False},
+            {
+                "type": "tool_result",
+                "tool_use_id": "toolu_02",
+                "content": [{"type": "text", "text": "cat: a: No such file"}],
+                "is_error": True,
+                "cache_control": {"type": "ephemeral"},
+            },
+            {"type": "text", "text": "<system-reminder>Use the list of tasks.</system-reminder>"},
+        ],
+    },
+]
+CODEX_TURN: Any = [
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "Z0FBQQ=="},
+    {
+        "type": "message",
+        "role": "assistant",
+        "id": "msg_1",
+        "content": [{"type": "output_text", "text": "I look."}],
+    },
+    {"type": "function_call", "name": "exec_command", "arguments": '{"cmd":"ls"}', "call_id": "call_1"},
+    {"type": "function_call_output", "call_id": "call_1", "output": "Exit code: 0\nOutput:\na.py\n"},
+]
+
+
+async def test_claude_code_goes_on_after_its_tools_have_run(thinking_http: httpx2.AsyncClient) -> None:
+    body = {**CLAUDE_CODE, "messages": CLAUDE_CODE["messages"] + CLAUDE_CODE_TURN}
+    response = await thinking_http.post("/v1/messages?beta=true", json=body)
+    assert response.status_code == 200
+    assert events_of(response.text)[-1]["type"] == "message_stop"
+    longer, shorter = [
+        (await thinking_http.post("/v1/messages/count_tokens", json=counted)).json()["input_tokens"]
+        for counted in (
+            {"messages": each, "tools": body["tools"]} for each in (body["messages"], CLAUDE_CODE["messages"])
+        )
+    ]
+    assert longer > shorter + 20
+
+
+async def test_codex_goes_on_after_its_tools_have_run(thinking_http: httpx2.AsyncClient) -> None:
+    body = {**CODEX, "input": CODEX["input"] + CODEX_TURN}
+    first, second = [await thinking_http.post("/v1/responses", json=each) for each in (CODEX, body)]
+    assert second.status_code == 200
+    usages = [events_of(each.text)[-1]["response"]["usage"]["input_tokens"] for each in (first, second)]
+    assert usages[1] > usages[0] + 20
 
 
 async def test_the_request_of_claude_code_is_served(thinking_http: httpx2.AsyncClient) -> None:

@@ -30,6 +30,8 @@ def test_au05_other_addresses_without_a_key_are_refused_unless_told_so(host: str
         ({"host": ""}, "host must be"),
         ({"max_body_bytes": 0}, "max_body_bytes must be"),
         ({"keep_alive_s": float("nan")}, "keep_alive_s must be"),
+        ({"slow_headers_s": 0}, "slow_headers_s must be"),
+        ({"slow_body_s": -1}, "slow_body_s must be"),
         ({"request_timeout_s": 0}, "request_timeout_s must be"),
         ({"api_keys": ("",)}, "api key: 0 characters"),
         ({"api_keys": ("a b",)}, "api key: 3 characters"),

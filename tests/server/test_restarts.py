@@ -44,8 +44,15 @@ def test_delays_double_up_to_the_longest() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"first_delay_s": -1.0}, {"max_delay_s": 0.01}, {"max_deaths": 0}, {"cool_down_s": -1.0}]
+    "wrong",
+    [
+        {"first_delay_s": -1.0},
+        {"max_delay_s": 0.01},
+        {"max_deaths": 0},
+        {"cool_down_s": -1.0},
+        {"hang_s": 0.0},
+    ],
 )
 def test_impossible_policies_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="restarts need"):
+    with pytest.raises(ConfigError, match=r"restarts need|hang_s must be more than 0"):
         RestartPolicy(**wrong)  # type: ignore[arg-type]
