@@ -39,7 +39,11 @@ class FewRows:
         whole_layers: Collection[int] = (),
     ) -> None:
         self.device, self.rng = device, np.random.default_rng(seed)
-        device.kernels |= {"router_few": self._route, "prefetch_experts": self._fetch}
+        device.kernels |= {
+            "router_few": self._route,
+            "partition_experts": self._share_out,
+            "prefetch_experts": self._fetch,
+        }
         self.file = GGUFFile.open(path)
         self.spec = ModelSpec.from_gguf(self.file.metadata, self.file.tensors)
         mailbox = Mailbox.create(self.spec.num_experts_per_tok, self.spec.hidden_size)
@@ -112,14 +116,25 @@ class FewRows:
 
     def _route(self, *args: Any) -> None:
         """Like router.cu: guesses at a later layer's experts. Kernels synchronise by keys: no race."""
-        *_, self.sharing, ahead = args
-        writes = []
-        if ahead.ids:
-            assert self.sharing.notes.emptied, "keys are emptied where a later layer is guessed at"
-            num_guesses = (self.sharing.request >> 16) * self.spec.num_experts_per_tok
-            writes.append((ahead.ids, 4 * num_guesses))
-        self._guessed = writes
-        self.device.queue("router", writes=writes)
+        _, _, shares, *_, sharing, ahead, _ = args
+        num_guesses = shares.num_tokens * self.spec.num_experts_per_tok
+        self._guessed = [(ahead.ids, 4 * num_guesses)] if ahead.ids else []
+        self.device.queue("router", writes=self._guessed)
+        if shares.num_tokens == 1:
+            self._note(sharing)
+        else:
+            assert not sharing.request, "a launch behind this one shares out"
+
+    def _share_out(self, *args: Any) -> None:
+        """Like partition.cu, for several rows."""
+        self.device.queue("partition")
+        self._note(args[-1])
+
+    def _note(self, sharing: Any) -> None:
+        assert sharing.notes.emptied or not self._guessed, (
+            "keys are emptied where a later layer is guessed at"
+        )
+        self.sharing = sharing
 
     def _fetch(self, target: Any) -> None:
         """Like prefetch.cu: fills places with guessed experts."""
