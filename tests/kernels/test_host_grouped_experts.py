@@ -1,6 +1,5 @@
 """Experts computed by groups of pairs: the GPU's kernels on the host against the reference, bit for bit."""
 
-
 import pytest
 import torch
 from gpu_cases import assert_same

@@ -1,5 +1,7 @@
 """Operations that pass activations from launch to launch, on the host: products get the form they read."""
 
+from typing import Any
+
 import pytest
 import torch
 from gpu_cases import assert_same, on_gpu
@@ -7,15 +9,16 @@ from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.activations import Activations
-from coldstream.kernels.cuda_ops import CudaOps
+from coldstream.kernels.cuda_ops import MAX_NORMED_ROWS, CudaOps
 from coldstream.kernels.dequantize.code_tables import code_table
 from coldstream.kernels.dequantize.cuda import dequantize_matrices_cuda
 from coldstream.kernels.dequantize.reference import dequantize
+from coldstream.kernels.experts.executor import ResidentExecutor
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.reference import routed_experts
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import linear_exact
-from coldstream.kernels.ops import ExpertWeights
+from coldstream.kernels.ops import ExpertWeights, Routing
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kernels.swiglu.reference import swiglu_exact
@@ -49,6 +52,40 @@ def test_two_norms_side_by_side(tokens: int) -> None:
     assert_same(pair.values, expected)
     for code in vars(on_host(ops, expected).quantised):
         assert_same(getattr(pair.quantised, code), getattr(on_host(ops, expected).quantised, code))
+
+
+class OwnExecutor(ResidentExecutor):
+    """One that reads its input before its router runs."""
+
+    def route(self, x: Activations, *args: Any) -> Routing:
+        assert x.before is None, "the norm is there"
+        return super().route(x, *args)
+
+
+@pytest.mark.parametrize("tokens", [1, MAX_NORMED_ROWS, MAX_NORMED_ROWS + 1])
+@pytest.mark.parametrize("is_own", [False, True], ids=["ours", "own"])
+def test_a_norm_for_a_router_is_a_norm(tokens: int, is_own: bool) -> None:
+    """Whoever computes it: all that is read afterwards has the bits of a norm by itself."""
+    router, gate = (random_weight(QuantType.F32, (rows, HIDDEN), rows) for rows in (20, 1))
+    x, update, weight = activations(1, tokens, HIDDEN), activations(2, tokens, HIDDEN), torch.rand(HIDDEN)
+    found = []
+    for for_router in (False, True):
+        ops = host_ops()
+        if is_own:
+            ops.executor = OwnExecutor(MoeKernels(ops))
+        total, normed = ops.add_norm(x, update, weight, 1e-6, for_router=for_router)
+        assert (normed.before is not None) == (for_router and tokens <= MAX_NORMED_ROWS)
+        routing = ops.router(
+            normed,
+            on_gpu(router, device="cpu"),
+            on_gpu(gate, device="cpu"),
+            4,
+            ExpertWeights(None, None, None),
+        )
+        codes = vars(normed.quantised).values()
+        found.append((total, normed.values, *codes, routing.ids, routing.weights, routing.shared_gate))
+    for apart, together in zip(*found, strict=True):
+        assert_same(together, apart)
 
 
 @pytest.mark.parametrize("tokens", [2, 11])
