@@ -30,12 +30,14 @@ _PACKAGES: Final = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
 class _Serve(click.Command):
-    """Shows the options of `engine_options` but for that of tests, so that what matters is found."""
+    """Shows the options of `engine_options` but for that of tests and one that few want, so that what matters
+    is found.
+    """
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         params = super().get_params(ctx)
         for param in params:
-            if isinstance(param, click.Option) and param.name == "tier":
+            if isinstance(param, click.Option) and param.name in ("tier", "attention_window"):
                 param.hidden = True
         return params
 
