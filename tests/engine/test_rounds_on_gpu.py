@@ -250,7 +250,7 @@ def test_rounds_by_cost_leave_the_answers(demo: Models, params: SamplingParams) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "seeded", "stops"])
+@pytest.mark.parametrize("params", PARAMS[:2], ids=["greedy", "seeded"])  # long enough for the other one
 def test_an_engine_on_a_gpu_drafts_an_answer_that_is_alone(demo: Models, params: SamplingParams) -> None:
     (prompt,) = {output.prompt_token_ids for output in demo.plain.generate(PROMPTS[:1], params)}
     check_engine(demo, list(prompt), replace(params, seed=3))

@@ -6,6 +6,17 @@ from typing import Self
 import torch
 from cuda.bindings import driver
 
+from coldstream.errors import DeviceError
+
+# Of a process or thread that has no context, and of memory that is locked already: no refusal by the system.
+_OWN_FAULTS = (
+    driver.CUresult.CUDA_ERROR_NOT_INITIALIZED,
+    driver.CUresult.CUDA_ERROR_DEINITIALIZED,
+    driver.CUresult.CUDA_ERROR_INVALID_CONTEXT,
+    driver.CUresult.CUDA_ERROR_CONTEXT_IS_DESTROYED,
+    driver.CUresult.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED,
+)
+
 
 class RegisteredMemory:
     """A mapping of host memory that the device may read until `close`.
@@ -23,15 +34,20 @@ class RegisteredMemory:
 
         is_read_only: whether the host cannot write them, as those of a mapped file. Reasons are the limit of
         memory that a process may lock, platforms that do not share file mappings with devices, and drivers
-        without read-only registration.
+        without read-only registration. Raises DeviceError for a call that says nothing of the system.
         """
-        torch.cuda.current_stream()  # makes the device's context current
+        # A thread gets the device's context with its first call to the runtime, as this is one.
+        torch.cuda.synchronize()
         begin = address // mmap.PAGESIZE * mmap.PAGESIZE
         end = -(-(address + num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         flags = driver.CU_MEMHOSTREGISTER_DEVICEMAP
         if is_read_only:
             flags |= driver.CU_MEMHOSTREGISTER_READ_ONLY
         (status,) = driver.cuMemHostRegister(begin, end - begin, flags)
+        if status in _OWN_FAULTS:
+            raise DeviceError(
+                f"host memory cannot be locked for the GPU: {status.name}; open the model again"
+            )
         if status != driver.CUresult.CUDA_SUCCESS:
             return None
         status, pointer = driver.cuMemHostGetDevicePointer(begin, 0)
