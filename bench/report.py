@@ -37,7 +37,14 @@ from report_gpu import (
 )
 from report_residents import planned_residents
 from report_serving import serving
-from report_streaming import gpu_ahead, gpu_pairs, gpu_pairs_again, gpu_streaming, gpu_streaming_depth
+from report_streaming import (
+    gpu_ahead,
+    gpu_pairs,
+    gpu_pairs_again,
+    gpu_streaming,
+    gpu_streaming_depth,
+    gpu_turns,
+)
 from report_tables import Row, load, table
 from report_tests import draft_trees, gpu_sanitizer, gpu_tests, planted_faults
 
@@ -347,6 +354,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpu_streaming_depth": gpu_streaming_depth,
     "gpu_pairs": gpu_pairs,
     "gpu_pairs_again": gpu_pairs_again,
+    "gpu_turns": gpu_turns,
     "gpu_attention": gpu_attention,
     "gpu_depth": gpu_depth,
     "gpu_profile": gpu_profile,

@@ -94,6 +94,25 @@ def gpu_pairs_again() -> str:
     return _pairs(tuple(zip(("", " again", ""), files, strict=True)))
 
 
+def gpu_turns() -> str:
+    """The old commit and a later one in turns."""
+    results = [load(f"gpu/pairs/h100/turns_{name}") for name in ("decode", "prefill")]
+    rows: list[Row] = []
+    for row in (row for result in results for row in result["rows"]):
+        what = "decoding, 1 row" if row["what"] == "decode" else f"a prompt of {row['what']:,}"
+        speeds = (" ".join(f"{each:,.0f}" for each in row[f"{side}_tok_s"]) for side in ("old", "new"))
+        of_pairs = (row.get(f"{side}_cpu_us_a_pair", ()) for side in ("old", "new"))
+        pairs = (" ".join(f"{each:.1f}" for each in of_side) for of_side in of_pairs)
+        gib = "all" if row["gib"] is None else f"{row['gib']:g} GiB"
+        rows.append([gib, what, *speeds, *pairs, f"{row['ratio']:.2f}"])
+    header = ["experts on the GPU", "what", "before, tok/s", "after, tok/s", "CPU before, µs a pair", "after"]
+    commands = " and ".join(
+        f"`{r['command']} --old DIR --old-commit {r['old_commit']}` (commit {r['commit']})" for r in results
+    )
+    machine = results[0]["machine"]
+    return table([*header, "ratio"], rows) + f"\n{machine['gpu']}, {machine['cores']} cores: {commands}\n"
+
+
 def _pairs(files: Sequence[tuple[str, str]]) -> str:
     """files: what is said of the runs, and the name with the place of old and new."""
     rows: list[Row] = []

@@ -140,7 +140,7 @@ class Shared:
 def miss_times(draw: st.DrawFn) -> MissTimes:
     time, share = st.integers(1, 4000), st.integers(1, WHOLE)
     cpu = draw(st.lists(time, min_size=MAX_MAILBOX_ROWS, max_size=MAX_MAILBOX_ROWS))
-    return MissTimes(draw(time), tuple(cpu), draw(time), draw(share), draw(share))
+    return MissTimes(draw(time), tuple(cpu), draw(time), draw(share), draw(share), draw(share))
 
 
 @st.composite

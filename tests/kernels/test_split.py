@@ -20,7 +20,7 @@ def miss_times(draw: st.DrawFn) -> MissTimes:
     cpu = [draw(time)]
     for more in grown[1:]:
         cpu.append(cpu[-1] + more)
-    return MissTimes(draw(time), tuple(cpu), draw(st.integers(0, 500)), draw(share), draw(share))
+    return MissTimes(draw(time), tuple(cpu), draw(st.integers(0, 500)), draw(share), draw(share), draw(share))
 
 
 def split_at(numbers: list[int], count: int) -> tuple[list[int], list[int]]:
@@ -78,6 +78,12 @@ def test_the_first_of_equals_is_streamed() -> None:
     assert times.by_misses(4) == (0, 0, 1, 1, 2)
 
 
+def test_a_step_of_one_row_has_a_time_of_its_own() -> None:
+    times, fast = MissTimes(100, FLAT, row_share=512), MissTimes(50, FLAT)
+    assert times.by_misses(8) == fast.by_misses(8) != MissTimes(100, FLAT).by_misses(8)
+    assert times.num_streamed([1] * 8) < times.by_misses(8)[-1]
+
+
 def test_words_are_what_the_device_reads() -> None:
     times = MissTimes(7, tuple(range(1, MAX_MAILBOX_ROWS + 1)), 3, 900, 800)
     words = times.words()
@@ -95,6 +101,7 @@ def test_words_are_what_the_device_reads() -> None:
         ((5, FLAT, -1), "no number of nanoseconds"),
         ((5, FLAT[1:]), "times of 63 numbers of rows"),
         ((5, FLAT, 0, WHOLE + 1), "from 1 to 1024 1024ths"),
+        ((5, FLAT, 0, 1, 1, 0), "from 1 to 1024 1024ths"),
     ],
 )
 def test_times_that_are_none_are_refused(values: tuple[int, tuple[int, ...]], said: str) -> None:

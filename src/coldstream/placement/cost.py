@@ -38,6 +38,9 @@ CPU_LAYER_S: Final = 6e-5  # per layer, independent of bytes
 CPU_ROW_S: Final = 1.2e-5  # per layer and row of a prompt on one core, beside products
 BUS_SHARE: Final = 0.85  # kernels that read over the bus, against copies
 BUS_BESIDE_SHARE: Final = 0.72  # the same while the CPU computes
+BUS_ROWS_SHARE: Final = (
+    0.39  # the same for kernels of several rows, which read in shorter pieces (docs/log.md)
+)
 # Products of several rows on the CPU, in the time of one row's: by further rows, and on tiles (docs/log.md).
 PRODUCT_OF_ROW: Final = 0.4
 PRODUCT_OF_TILE: Final = 3.0
@@ -66,7 +69,7 @@ def split_misses(num_misses: int, expert_bytes: int, rates: Rates, *, streams: b
 
     streams: whether the GPU may read them over the bus.
     """
-    num_bus = miss_times(expert_bytes, rates).num_streamed([1] * num_misses) if streams and num_misses else 0
+    num_bus = miss_times(expert_bytes, rates).by_misses(num_misses)[-1] if streams else 0
     num_cpu = num_misses - num_bus
     return Split(num_cpu, num_bus, _cold_seconds(num_cpu, num_bus, expert_bytes, rates))
 
@@ -75,13 +78,15 @@ def miss_times(expert_bytes: int, rates: Rates) -> MissTimes:
     """What a missing expert of so many bytes takes on either side, by which they share a step's."""
     alone, beside = _misses_per_s(rates), _misses_per_s(rates, beside_link=True)
     bus_alone, bus_beside = BUS_SHARE * rates.link_bytes_per_s, BUS_BESIDE_SHARE * rates.link_beside_read
+    bus_of_rows = BUS_ROWS_SHARE * rates.link_beside_read
     products = [_product_seconds(rows) * expert_bytes / rates.cpu_bytes_per_s for rows in _ROWS]
     return MissTimes(
-        _nanoseconds(expert_bytes / bus_beside),
+        _nanoseconds(expert_bytes / bus_of_rows),
         tuple(_nanoseconds(max(expert_bytes / beside, seconds)) for seconds in products),
         round(1e9 * rates.handshake_s),
         _share(bus_beside, bus_alone),
         _share(beside, alone),
+        _share(bus_of_rows, bus_beside),
     )
 
 

@@ -6,7 +6,7 @@ rows are the bus's. `partition.cuh` chooses the same on the device.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS
@@ -19,10 +19,11 @@ MAX_NS: Final = 2**31 - 1
 class MissTimes:
     """Times of an expert that is not in the GPU's memory, in nanoseconds.
 
-    bus: a read over the bus while the CPU reads too. cpu: the CPU's time for 1, 2, … MAX_MAILBOX_ROWS rows
-    of it while the bus is busy. answer: between the GPU's request and the CPU's first read, and back.
-    bus_left and cpu_left: what is left when the other side has ended takes so many 1024ths of its time, from
-    1 on. Creation raises ValueError for numbers out of range.
+    bus: a read over the bus while the CPU reads too, in a step of several rows. cpu: the CPU's time for 1, 2,
+    … MAX_MAILBOX_ROWS rows of it while the bus is busy. answer: between the GPU's request and the CPU's first
+    read, and back. bus_left and cpu_left: what is left when the other side has ended takes so many 1024ths of
+    its time, from 1 on. row_share: a step of one row reads over the bus in so many 1024ths of `bus`, as its
+    kernels differ. Creation raises ValueError for numbers out of range.
     """
 
     bus: int
@@ -30,14 +31,15 @@ class MissTimes:
     answer: int = 0
     bus_left: int = WHOLE
     cpu_left: int = WHOLE
+    row_share: int = WHOLE
 
     def __post_init__(self) -> None:
         if len(self.cpu) != MAX_MAILBOX_ROWS:
             raise ValueError(f"times of {len(self.cpu)} numbers of rows, not of {MAX_MAILBOX_ROWS}")
         if not all(1 <= time <= MAX_NS for time in (self.bus, *self.cpu)) or not 0 <= self.answer <= MAX_NS:
             raise ValueError("a time of a missing expert that is no number of nanoseconds up to two seconds")
-        if not all(1 <= share <= WHOLE for share in (self.bus_left, self.cpu_left)):
-            raise ValueError(f"what is left takes from 1 to {WHOLE} 1024ths of its time")
+        if not all(1 <= share <= WHOLE for share in (self.bus_left, self.cpu_left, self.row_share)):
+            raise ValueError(f"what is left, and a row's read, takes from 1 to {WHOLE} 1024ths of its time")
 
     def nanoseconds(self, by_bus: Sequence[int], by_cpu: Sequence[int], rows_per_read: int = 1) -> int:
         """Until all are computed, from the numbers of rows of each.
@@ -61,7 +63,8 @@ class MissTimes:
         return min(self.answer * WHOLE // self.bus_left, MAX_NS)
 
     def num_streamed(self, rows: Sequence[int], rows_per_read: int = 1) -> int:
-        """How many experts the bus reads, those of the most rows first: the fastest way, and the least such.
+        """How many experts of a step of several rows the bus reads, those of the most rows first: the fastest
+        way, and the least such.
 
         rows: of each missing expert, from 1 to MAX_MAILBOX_ROWS, in any order.
         """
@@ -77,8 +80,9 @@ class MissTimes:
         return best
 
     def by_misses(self, most: int) -> tuple[int, ...]:
-        """How many of one row's 0, 1, … `most` missing experts the bus reads."""
-        return tuple(self.num_streamed([1] * misses) for misses in range(most + 1))
+        """How many of the 0, 1, … `most` missing experts of a step of one row the bus reads."""
+        times = replace(self, bus=max(1, self.bus * self.row_share // WHOLE), row_share=WHOLE)
+        return tuple(times.num_streamed([1] * misses) for misses in range(most + 1))
 
     def words(self) -> tuple[int, ...]:
         """As `MissTimes` of partition.cuh has them."""
@@ -92,7 +96,8 @@ NUM_WORDS: Final = 5 + MAX_MAILBOX_ROWS + MAX_RANKS + 1
 def streamed_experts(
     topk_ids: Sequence[Sequence[int]], missing: Sequence[int], times: MissTimes, rows_per_read: int = 1
 ) -> set[int]:
-    """Those of the `missing` experts that the bus reads in a step with these choices of its rows.
+    """Those of the `missing` experts that the bus reads in a step of several rows with these choices; of one
+    row, `by_misses` says how many of its first ones.
 
     Of experts that equally many rows chose, those come first whose first pair of a row and a rank does.
     """
