@@ -1,6 +1,6 @@
 """Times every variant of the kernels for few rows, and checks their bits against those of the older kernels.
 
-    python bench/gpu_few_variants.py [--only experts linear router later] [--rows 1 2 ...] [--out FILE]
+    python bench/gpu_few_variants.py [--only experts linear router] [--rows 1 2 4 ...] [--quick] [--out FILE]
 
 The constants that choose a kernel are set to every value in turn, so that their borders can be read off.
 """
@@ -24,12 +24,10 @@ from coldstream.kernels.experts import cuda as pairwise
 from coldstream.kernels.experts import cuda_grouped as grouped
 from coldstream.kernels.experts import cuda_layer, cuda_many
 from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows
-from coldstream.kernels.experts.moe import MAX_PAIRWISE_ROWS
 from coldstream.kernels.linear import few_layouts
 from coldstream.kernels.linear.cuda import linear_few_cuda
 from coldstream.kernels.linear.cuda_many import linear_many
 from coldstream.kernels.linear.few_layouts import Walk
-from coldstream.kernels.ops import ExpertOutputs, Routing
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda
@@ -141,50 +139,6 @@ class ExpertLayer:
             cuda_layer.down_many(hidden, ids[i], tuple(self.tables), groups, outs.routed)
 
         return run
-
-
-class LayerToLayer:
-    """From the experts of a layer to what the next one begins with, with and without asking for it early."""
-
-    def __init__(self) -> None:
-        shapes = [(Q4K, FFN, HIDDEN), (Q4K, FFN, HIDDEN), (Q6K, HIDDEN, FFN)]
-        self.tables, self.memory = zip(*(gpu_few.table(*shape) for shape in shapes), strict=True)
-        shared = [tuple(gpu_few.random_matrix(*shape) for shape in shapes) for _ in range(LAUNCHES)]
-        kinds = [(Q5K, 8192), (Q4K, 4096), (Q4K, 32), (Q4K, 32)]
-        self.firsts = [tuple(gpu_few.random_matrix(*each, HIDDEN) for each in kinds) for _ in range(LAUNCHES)]
-        gate, up, down = self.tables
-        self.layers = {
-            "not asked for": [ExpertMatrices(gate, up, down, each) for each in shared],
-            "down": [ExpertMatrices(gate, up, down, each, ()) for each in shared],
-            "down and later": [
-                ExpertMatrices(gate, up, down, each, later)
-                for each, later in zip(shared, self.firsts, strict=True)
-            ],
-        }
-        chosen = sum(kind.row_bytes(cols) * size for kind, size, cols in shapes)
-        self.bytes = chosen, sum(kind.row_bytes(HIDDEN) * size for kind, size in kinds)
-
-    def variants(self, rows: int) -> tuple[dict[str, Call], list[torch.Tensor], int]:
-        ids = [routing("independent", rows, 100 * rows + i) for i in range(LAUNCHES)]
-        x, norm_weight = torch.randn(rows, HIDDEN, device=CUDA), torch.randn(HIDDEN, device=CUDA)
-        codes, normed = empty_activations(rows, HIDDEN, CUDA), torch.empty_like(x)
-        quantize_cuda(x, codes)
-        hidden = PairRows(torch.empty(rows, TOP_K, FFN, device=CUDA), torch.empty(rows, FFN, device=CUDA))
-        outs = PairRows(torch.empty(rows, TOP_K, HIDDEN, device=CUDA), torch.empty(rows, HIDDEN, device=CUDA))
-        next_codes, total = empty_activations(rows, HIDDEN, CUDA), torch.empty_like(x)
-        weights, gate = torch.rand(rows, TOP_K, device=CUDA), torch.randn(rows, 1, device=CUDA)
-        products = [torch.empty(rows, size, device=CUDA) for size in (8192, 4096, 32, 32)]
-
-        def run(layers: list[ExpertMatrices], i: int) -> None:
-            pairwise.launch_gate_up(layers[i], ids[i], hidden, codes, x)
-            pairwise.launch_down(layers[i], ids[i], hidden, outs)
-            update = ExpertOutputs(outs.routed, outs.shared, Routing(ids[i], weights, gate))
-            add_rms_norm_cuda(x, update, total, norm_weight, 1e-6, normed, next_codes)
-            linear_few_cuda(self.firsts[i], products, activations=next_codes, x=normed)
-
-        calls = {name: functools.partial(run, layers) for name, layers in self.layers.items()}
-        num_experts = sum(len(each.unique()) for each in ids) / len(ids) + 1
-        return calls, products, round(num_experts * self.bytes[0] + self.bytes[1])
 
 
 def router_variants(rows: int) -> tuple[dict[str, Call], list[torch.Tensor], int]:
@@ -311,7 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", default=["experts", "linear", "router", "later"])
+    parser.add_argument("--only", nargs="+", default=["experts", "linear", "router"])
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="fewer shapes and routings")
@@ -361,13 +315,6 @@ def main() -> None:
         for rows in sorted({rows for rows in arguments.rows if rows <= MAX_TOKENS} | {2, 4}):
             calls, outs, num_bytes = router_variants(rows)
             record = {"case": "norm and router", "rows": rows, "floor_us": num_bytes / bandwidth}
-            measure(record, calls, lambda _, outs=outs: outs)
-            keep(record)
-    if "later" in arguments.only:
-        layers = LayerToLayer()
-        for rows in (rows for rows in arguments.rows if rows <= MAX_PAIRWISE_ROWS):
-            calls, outs, num_bytes = layers.variants(rows)
-            record = {"case": "experts to projections", "rows": rows, "floor_us": num_bytes / bandwidth}
             measure(record, calls, lambda _, outs=outs: outs)
             keep(record)
     wrong = [record["case"] for record in results if not all(record["same"].values())]

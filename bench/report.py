@@ -39,6 +39,7 @@ from report_residents import planned_residents
 from report_serving import serving
 from report_streaming import (
     gpu_ahead,
+    gpu_cold_rows,
     gpu_pairs,
     gpu_pairs_again,
     gpu_streaming,
@@ -355,6 +356,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpu_pairs": gpu_pairs,
     "gpu_pairs_again": gpu_pairs_again,
     "gpu_turns": gpu_turns,
+    "gpu_cold_rows": gpu_cold_rows,
     "gpu_attention": gpu_attention,
     "gpu_depth": gpu_depth,
     "gpu_profile": gpu_profile,

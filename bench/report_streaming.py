@@ -113,6 +113,29 @@ def gpu_turns() -> str:
     return table([*header, "ratio"], rows) + f"\n{machine['gpu']}, {machine['cores']} cores: {commands}\n"
 
 
+def gpu_cold_rows() -> str:
+    """Steps of several rows whose experts are in the host's memory."""
+    r = load("gpu/cold_rows")
+    by_cpu = {row["rows"]: row["ms"] for row in r["all_on_cpu_rows"]}
+    before = {(row["gib"], row["rows"]): row["ms"] for row in r["old_rows"]}
+    header = ["experts on the GPU", "rows", "before, ms", "shared out by expert, ms", "all by the CPU, ms"]
+    rows = [
+        [
+            f"{row['gib']:g} GiB",
+            str(row["rows"]),
+            f"{before[row['gib'], row['rows']]:.1f}",
+            f"{row['ms']:.1f}",
+            f"{by_cpu[row['rows']]:.1f}" if row["gib"] == 0 else "",
+            f"{row['experts_of_a_layer']:.1f}",
+            f"{row['floor_ms']:.1f}",
+        ]
+        for row in r["rows"]
+    ]
+    commits = f"commits {r['old_commit']}, {r['commit']} and {r['all_on_cpu_commit']}"
+    where = f"{r['machine']['gpu']}, {r['machine']['cores']} cores, {commits}: `{r['command']} --old DIR`"
+    return table([*header, "experts of a layer", "floor, ms"], rows) + f"\n{where}\n"
+
+
 def _pairs(files: Sequence[tuple[str, str]]) -> str:
     """files: what is said of the runs, and the name with the place of old and new."""
     rows: list[Row] = []

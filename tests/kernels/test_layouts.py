@@ -95,8 +95,6 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "ExpertMatrix": experts_few.ExpertMatrix,
         "GateUp": experts_few.GateUp,
         "Down": experts_few.Down,
-        "LaterExperts": experts_few.LaterExperts,
-        "Later": experts_few.Later,
         "PairRows": experts_few.PairRowsArgument,
         "MatrixShape": few_shapes.MatrixShape,
     },

@@ -24,11 +24,6 @@ inline uint32_t load_acquire_system(const uint32_t* from) { return __atomic_load
 inline void store_relaxed_system(uint32_t* to, uint32_t value) { __atomic_store_n(to, value, __ATOMIC_RELAXED); }
 inline void store_release_system(uint32_t* to, uint32_t value) { __atomic_store_n(to, value, __ATOMIC_RELEASE); }
 inline void bring_near(const void* from) { __builtin_prefetch(from); }
-inline void bring_bytes_near(const uint8_t* from, uint32_t bytes) {
-  if ((reinterpret_cast<uint64_t>(from) | bytes) % 16) __builtin_trap();
-  const volatile uint8_t* const read = from;  // what does not exist is found by whoever guards the memory
-  (void)read[0], (void)read[bytes - 1];
-}
 inline void bring_close(const float* from) { __builtin_prefetch(from); }
 inline uint64_t now_ns() { return look_at_clock(); }
 

@@ -75,15 +75,6 @@ __device__ __forceinline__ void bring_near(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
 }
 
-// Prefetches so many bytes by one thread; a multiple of 16, as is the address.
-__device__ __forceinline__ void bring_bytes_near(const uint8_t* from, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes));
-#else
-  for (uint32_t i = 0; i < bytes; i += 128) bring_near(from + i);
-#endif
-}
-
 // Prefetches the sector of a float into the first-level cache.
 __device__ __forceinline__ void bring_close(const float* from) {
   float unused;

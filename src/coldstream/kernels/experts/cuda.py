@@ -4,7 +4,6 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import torch
 
@@ -30,7 +29,6 @@ from coldstream.kernels.quant_tensor import QuantTensor
 
 WARPS = 4
 BLOCKS_PER_PROCESSOR = 4
-MAX_LATER = 4
 GATE_UP, DOWN = "coldstream::expert_gate_up", "coldstream::expert_down"
 PROGRAM = CudaProgram(
     Path(__file__).with_name("few.cu"), tuple(instance_for(name, FEW_TYPES) for name in (GATE_UP, DOWN))
@@ -42,15 +40,12 @@ class ExpertMatrices:
     """The routed experts of a layer, and its shared expert if there is one.
 
     shared: gate [Fs, E], up [Fs, E], down [E, Fs]; types and Fs may differ from those of the routed experts.
-    later: what is multiplied with next; downs and up to MAX_LATER of these are asked for early, into the L2
-    cache. None: nothing is.
     """
 
     gate: ExpertTable
     up: ExpertTable
     down: ExpertTable
     shared: tuple[QuantTensor, QuantTensor, QuantTensor] | None
-    later: tuple[QuantTensor, ...] | None = None
 
     def pairs_per_token(self, topk_ids: torch.Tensor) -> int:
         """K, and one more for the shared expert."""
@@ -63,45 +58,12 @@ class ExpertMatrix(ctypes.Structure):
     _fields_ = (("addresses", ctypes.c_void_p), ("shared", ctypes.c_void_p), ("shape", MatrixShape * 2))
 
 
-class LaterExperts(ctypes.Structure):
-    """As in few.cuh."""
-
-    _fields_ = (("addresses", ctypes.c_void_p), ("shared", ctypes.c_void_p), ("bytes", ctypes.c_uint32 * 2))
-
-    @classmethod
-    def of(cls, weights: ExpertMatrices) -> Self:
-        """The downs; none where some are read over the bus, which has no cache."""
-        if weights.later is None or weights.down.is_partial:
-            return cls()
-        shared = weights.shared[2].blocks if weights.shared else None
-        sizes = weights.down.matrix_bytes, 0 if shared is None else shared.numel()
-        return cls(weights.down.addresses.data_ptr(), None if shared is None else shared.data_ptr(), sizes)
-
-
-class Later(ctypes.Structure):
-    """As in few.cuh."""
-
-    _fields_ = (
-        ("at", ctypes.c_void_p * MAX_LATER),
-        ("bytes", ctypes.c_uint32 * MAX_LATER),
-        ("count", ctypes.c_int32),
-    )
-
-    @classmethod
-    def of(cls, weights: Sequence[QuantTensor]) -> Self:
-        """The first MAX_LATER of them."""
-        blocks = [weight.blocks for weight in weights[:MAX_LATER]]
-        at = (ctypes.c_void_p * MAX_LATER)(*(each.data_ptr() for each in blocks))
-        sizes = (ctypes.c_uint32 * MAX_LATER)(*(each.numel() for each in blocks))
-        return cls(at, sizes, len(blocks))
-
-
 class GateUp(ctypes.Structure):
-    _fields_ = (("matrix", ExpertMatrix * 2), ("later", LaterExperts))
+    _fields_ = (("matrix", ExpertMatrix * 2),)
 
 
 class Down(ctypes.Structure):
-    _fields_ = (("down", ExpertMatrix), ("later", Later))
+    _fields_ = (("down", ExpertMatrix),)
 
 
 class PairRowsArgument(ctypes.Structure):
@@ -185,9 +147,7 @@ def launch_gate_up(
 
 def launch_down(weights: ExpertMatrices, topk_ids: torch.Tensor, hidden: PairRows, outs: PairRows) -> None:
     """The second launch, right behind the first: it reads the ids before that kernel has ended."""
-    down = Down(
-        matrix_of(weights.down, weights.shared[2] if weights.shared else None), Later.of(weights.later or ())
-    )
+    down = Down(matrix_of(weights.down, weights.shared[2] if weights.shared else None))
     groups = -(-max(shape.num_cols for shape in down.down.shape) // GROUP_SIZE)
     ranks, pairs = topk_ids.shape[1], weights.pairs_per_token(topk_ids)
     args: list[Argument] = [down, hidden.as_c(), outs.as_c(), topk_ids, ranks, pairs]
@@ -237,8 +197,7 @@ def gate_up_of(weights: ExpertMatrices) -> GateUp:
     types |= {tensor.quant_type for tensor in (weights.shared or ())[:2]}
     spread = min(natural_spread(quant_type, weights.gate.cols) for quant_type in types)
     gate, up, _ = weights.shared or (None, None, None)
-    matrices = matrix_of(weights.gate, gate, spread), matrix_of(weights.up, up, spread)
-    return GateUp(matrices, LaterExperts.of(weights))
+    return GateUp((matrix_of(weights.gate, gate, spread), matrix_of(weights.up, up, spread)))
 
 
 def check_experts(

@@ -69,12 +69,6 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   if (pair.is_shared) wait_for_previous_grid();
   // Not earlier: `expert_down` relies on the ids as soon as it runs.
   release_next_grid();
-  const LaterExperts& later = matrices.later;
-  if (is_here && later.addresses && threadIdx.x == 0) {
-    const uint8_t* data = pair.is_shared ? later.shared
-                                         : reinterpret_cast<const uint8_t*>(later.addresses[ids[pair.token * num_ranks + pair.rank]]);
-    bring_share_near(data, later.bytes[pair.is_shared], blockIdx.x, gridDim.x);
-  }
 
   // Gate and up may need different forms of the row.
   uint8_t* const behind = behind_rings(memory, stage_bytes, stages);
@@ -122,11 +116,6 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   const Work work = share_units(shape, down, threadIdx.x / warp_size, expert_warps);
   const Ring ring = warp_ring(memory, stage_bytes, stages);
   const Cursor ahead = fill_ring(work, ring);
-  if (int(threadIdx.x) < matrices.later.count) {
-    const Later& later = matrices.later;
-    const int share = blockIdx.y * gridDim.x + blockIdx.x;
-    bring_share_near(later.at[threadIdx.x], later.bytes[threadIdx.x], share, gridDim.x * gridDim.y);
-  }
 
   wait_for_previous_grid();
   const int cols = shape.num_cols, groups = (cols + group_elements - 1) / group_elements;

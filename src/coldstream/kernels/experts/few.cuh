@@ -19,39 +19,13 @@ struct ExpertMatrix {
   MatrixShape shape[2];
 };
 
-// The bytes of a matrix of every routed expert and of the shared one, which the next launch reads; null: none.
-struct LaterExperts {
-  const int64_t* addresses;
-  const uint8_t* shared;
-  uint32_t bytes[2];
-};
-
-// Bytes that a launch after the next one reads.
-constexpr int max_later = 4;
-struct Later {
-  const uint8_t* at[max_later];
-  uint32_t bytes[max_later];
-  int count;
-};
-
 struct GateUp {
   ExpertMatrix matrix[2];  // gate, up
-  LaterExperts later;
 };
 
 struct Down {
   ExpertMatrix down;
-  Later later;
 };
-
-// Asks for share `share` of `num_shares` of some weights, by one thread. The memory stands still while a layer's
-// routed experts are chosen and computed, and what is in the L2 cache then need not be waited for.
-__device__ __forceinline__ void bring_share_near(const uint8_t* data, uint32_t bytes, int share, int num_shares) {
-  const uint32_t before = -reinterpret_cast<uint64_t>(data) & 15;
-  if (bytes < before + 16) return;
-  const uint32_t whole = (bytes - before) & ~15u, part = (whole / num_shares + 127 + 1) & ~127u, first = share * part;
-  if (first < whole) bring_bytes_near(data + before + first, min(part, whole - first));
-}
 
 // Activations of one launch: of routed experts [T, ranks, width], of the shared one [T, shared width].
 struct PairRows {
