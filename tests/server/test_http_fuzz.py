@@ -31,6 +31,7 @@ ROUTES = [
     "POST /tokenize",
     "POST /detokenize",
     "GET /health",
+    "GET /live",
     "GET /metrics",
     "GET /props",
 ]

@@ -333,3 +333,7 @@ class RoutingCpuOps(CpuOps):
     def _empty_ids(self, num_rows: int, num_experts_per_tok: int) -> Array:
         """Not from the arena, where arrays that are never freed would each keep a larger block from reuse."""
         return np.empty((num_rows, num_experts_per_tok), np.int32)
+
+
+class UnreadRoutingCpuOps(UnreadCpuOps, RoutingCpuOps):
+    """`UnreadCpuOps` for `RoutingCpuOps`: choices that are kept need memory of their own."""

@@ -11,7 +11,7 @@ from coldstream.experts.disk_tier import DiskStatistics, DiskTier
 from coldstream.experts.expert_map import ExpertMap, ExpertUses
 from coldstream.experts.pooled_cpu_ops import PooledCpuOps, UnreadPooledCpuOps
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.cpu_ops import CpuOps, RoutingCpuOps, UnreadCpuOps
+from coldstream.kernels.cpu_ops import CpuOps, RoutingCpuOps, UnreadCpuOps, UnreadRoutingCpuOps
 from coldstream.kernels.ops import MAX_TREE_ROWS
 from coldstream.kvcache.batch import BatchArrays, BatchLimits, BatchSize, CheckedSegment, PathArrays
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
@@ -151,7 +151,7 @@ class CpuRunner(ModelRunner):
         """
 
         def count(disk: DiskTier | None) -> FixedPart:
-            ops: CpuOps = UnreadCpuOps(threads, tier)
+            ops: CpuOps = UnreadRoutingCpuOps(threads, tier)
             if disk is not None:
                 ops = UnreadPooledCpuOps(threads, tier, disk.stacks)
             size = cache_size or CacheSize.shared(
