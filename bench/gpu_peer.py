@@ -29,7 +29,7 @@ from full_size_model import FULL_SHAPE
 from gpu import FIRST_ID, numbers, write_model
 from gpu_depth import CHUNK, UNTIMED_STEPS
 from gpu_hybrid import TEXT_STEP
-from gpu_peer_library import Context, Library, Model
+from gpu_peer_library import Context, Model, library_at
 from results import ROOT, write_result
 
 PARTS = ("prefill", "decode", "steps", "sequences")
@@ -245,7 +245,7 @@ def work_of(options: argparse.Namespace, cpu_layers: int, num_layers: int) -> Wo
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Everything; see the module docstring."""
     write_model(options.model, FULL_SHAPE.layers, FULL_SHAPE.vocab)
-    library = Library(options.llama)
+    library = library_at(options.llama)
     if options.device == "cuda":
         library.require_gpu()
     result: dict[str, Any] = {

@@ -6,6 +6,7 @@ another layout a field would hold another's value, and what is measured would no
 """
 
 import ctypes
+import functools
 import re
 import sys
 import time
@@ -160,10 +161,10 @@ def library_file(path: Path) -> Path:
 
 
 class Library:
-    """The functions of libllama, with the backends that lie beside it, and what they logged."""
+    """The functions of libllama, with the backends that lie beside it, and what they logged: `library_at`."""
 
-    def __init__(self, path: Path) -> None:
-        self.file = file = library_file(path).resolve()
+    def __init__(self, file: Path) -> None:
+        self.file = file
         self.c = ctypes.CDLL(str(file))
         self.log: list[tuple[int, str]] = []
         for name, (result, arguments) in SIGNATURES.items():
@@ -175,9 +176,13 @@ class Library:
         self._declare("llama_model_load_from_file", Pointer, [ctypes.c_char_p, self.ModelParams])
         self._declare("llama_init_from_model", Pointer, [Pointer, self.ContextParams])
         self._on_log = OnLog(self._logged)
-        self.c.llama_log_set(self._on_log, None)
+        self.listen()
         self.c.ggml_backend_load_all_from_path(str(file.parent).encode())
         self.c.llama_backend_init()
+
+    def listen(self) -> None:
+        """Makes `log` the one of the process, whoever had it."""
+        self.c.llama_log_set(self._on_log, None)
 
     def _logged(self, level: int, line: bytes, _: object) -> None:
         self.log.append((level, line.decode(errors="replace").strip()))
@@ -210,12 +215,24 @@ class Library:
         return RuntimeError(f"llama.cpp: {what} failed: {' '.join(said) or 'without a message'}")
 
 
+_library_of = functools.cache(Library)
+
+
+def library_at(path: Path) -> Library:
+    """The library at `path` or in that folder, opened once and never given up: it calls its log to the end.
+
+    Raises FileNotFoundError.
+    """
+    return _library_of(library_file(path).resolve())
+
+
 class Model:
     """A model without mmap: weights are in the backends' memory, some layers' experts in that of the CPU."""
 
     def __init__(self, library: Library, path: Path, num_gpu_layers: int, num_cpu_expert_layers: int) -> None:
         """num_gpu_layers: as --n-gpu-layers, -1 for all. num_cpu_expert_layers: as --n-cpu-moe."""
         self.library = library
+        library.listen()
         cpu = library.c.ggml_backend_cpu_buffer_type()
         patterns = [EXPERTS_OF_LAYER.format(layer).encode() for layer in range(num_cpu_expert_layers)]
         overrides = (BufferOverride * (len(patterns) + 1))(*((pattern, cpu) for pattern in patterns))

@@ -31,6 +31,7 @@ from gpu_peer_library import (
     Library,
     Model,
     buffer_sizes,
+    library_at,
     library_file,
     struct_of,
 )
@@ -49,7 +50,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def library() -> Library:
-    return Library(LLAMA)
+    return library_at(LLAMA)
 
 
 @pytest.fixture(scope="module")
@@ -205,10 +206,12 @@ def test_weights_are_counted_by_kind_of_memory() -> None:
 def test_a_file_that_is_no_model_is_an_error_with_the_librarys_words(
     library: Library, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    other = Library(library.file)
     (tmp_path / "none.gguf").write_bytes(b"nothing")
     with pytest.raises(RuntimeError, match=r"loading .*none\.gguf failed: \S+"):
         Model(library, tmp_path / "none.gguf", 0, 0)
     assert "none.gguf" in capsys.readouterr().err
+    assert not other.log, "the log of a process goes to one object"
 
 
 def test_a_build_without_a_gpu_is_not_measured_as_one(library: Library) -> None:
