@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from coldstream.engine.config import (
     EngineConfig,
     cache_bytes_per_token,
     resolve,
+    tree_rows_of,
     with_contexts,
 )
 from coldstream.errors import ConfigError, OutOfMemoryError
@@ -188,3 +190,22 @@ def test_contexts_side_by_side_take_a_share_of_the_budget(spec: ModelSpec, budge
     assert found & (found - 1) == 0
     asked = replace(config, parallel=3)
     assert with_contexts(asked, spec, budget) == asked
+
+
+@pytest.mark.parametrize(
+    ("device", "spec_type", "tree_budget", "num_contexts", "rows"),
+    [
+        ("cpu", "none", 3, 4, 0),
+        ("cpu", "mtp", 3, 1, 4),
+        ("cpu", "mtp", 3, 4, 16),
+        ("cuda", "ngram", 3, 4, 16),
+        ("cuda", "mtp", 3, 4, 4),  # drafts for one sequence at a time
+        ("cpu", "ngram", 15, 8, 64),
+        ("cpu", "ngram", "auto", 1, 64),
+    ],
+)
+def test_each_context_has_room_for_a_tree(
+    device: Any, spec_type: Any, tree_budget: Any, num_contexts: int, rows: int
+) -> None:
+    config = EngineConfig("m.gguf", device=device, spec_type=spec_type, tree_budget=tree_budget)
+    assert tree_rows_of(config, num_contexts) == rows

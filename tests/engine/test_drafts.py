@@ -149,13 +149,12 @@ class Sleepy(FixedSizes):
         super().__init__(3)
         object.__setattr__(self, "asked", [])
 
-    @property
-    def is_idle(self) -> bool:  # type: ignore[override]
+    def is_idle(self, num_sequences: int = 1) -> bool:
         return len(self.asked) % 20 >= 10
 
-    def budget(self, most: int) -> int:
+    def budget(self, most: int, num_sequences: int = 1) -> int:
         self.asked.append(most)
-        return 0 if self.is_idle else super().budget(most)
+        return 0 if self.is_idle() else super().budget(most)
 
 
 class Told(Scripted):

@@ -13,6 +13,7 @@ from coldstream.decoding.choice import (
 )
 from coldstream.decoding.constraints import Grammar, RepetitionStop, Thought
 from coldstream.decoding.device_logits import AnyLogits, DeviceChoice, DeviceLogits, DeviceStep
+from coldstream.decoding.draft_sizes import FixedSizes, SizesByCost, TriedDraft
 from coldstream.decoding.drafters.drafter import Drafter
 from coldstream.decoding.logprobs import RankedLogprob
 from coldstream.decoding.repetition import RepetitionWatch
@@ -20,14 +21,15 @@ from coldstream.decoding.rounds import Rounds, generate_in_rounds
 from coldstream.decoding.sampling import SEED_BITS, derived_seed, sample_token
 from coldstream.decoding.sampling_params import Logits, LogitsProcessor, SamplingParams
 from coldstream.decoding.speculation import (
-    FixedSizes,
-    SizesByCost,
+    MAX_TREE_NODES,
+    DraftCounts,
     Speculation,
     SpeculationStatistics,
 )
 from coldstream.decoding.speculative import (
     Drafts,
     Pick,
+    begin_all_picks,
     begin_picks,
     generate_tokens_speculatively,
     verify_draft,
@@ -36,6 +38,7 @@ from coldstream.decoding.stop import StopMatcher
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 
 __all__ = [
+    "MAX_TREE_NODES",
     "NO_DRAFT",
     "SEED_BITS",
     "AnyLogits",
@@ -45,6 +48,7 @@ __all__ = [
     "DeviceChoice",
     "DeviceLogits",
     "DeviceStep",
+    "DraftCounts",
     "Drafter",
     "Drafts",
     "FixedSizes",
@@ -66,6 +70,8 @@ __all__ = [
     "Thought",
     "TokenChooser",
     "TokenTree",
+    "TriedDraft",
+    "begin_all_picks",
     "begin_choices",
     "begin_picks",
     "choose_tokens",

@@ -7,19 +7,21 @@ a draft decides only how many of them one step gives.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Protocol, overload
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Protocol, TypeVar, overload
 
 import numpy as np
 
 from coldstream.decoding.autoregressive import Continuation
-from coldstream.decoding.choice import Chosen, TokenChooser, begin_choices, chosen_or_raised
+from coldstream.decoding.choice import Choice, Chosen, Outcome, TokenChooser, begin_choices, chosen_or_raised
 from coldstream.decoding.device_logits import AnyLogits
 from coldstream.decoding.rounds import BeginRounds, generate_in_rounds
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.kernels.rounds.reference import Accepted
 
 ROOT = -1  # the node before all others of a tree
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 class DraftModel(Protocol):
@@ -42,17 +44,21 @@ class TreeModel(DraftModel, Protocol):
         """Compute tokens after those that it holds; logits [vocab] after the last, until the next call."""
 
 
-class Drafts(Protocol):
-    """Says what is drafted before each step, and is told what came of it."""
-
-    def draft(self, context: Sequence[int], most: int) -> TokenTree:
-        """At most `most` nodes (≥ 0) after `context`: the tokens that the model holds, then the root."""
+class TriedDrafts(Protocol):
+    """Is told what came of drafts."""
 
     def verified(self, nodes: Sequence[int], seconds: float, *, is_cut: bool) -> None:
         """The path of the last draft that was accepted, and how long computing and committing took.
 
         is_cut: whether generation ended along the path, so that what follows its last node was not tried.
         """
+
+
+class Drafts(TriedDrafts, Protocol):
+    """Says what is drafted before each step as well."""
+
+    def draft(self, context: Sequence[int], most: int) -> TokenTree:
+        """At most `most` nodes (≥ 0) after `context`: the tokens that the model holds, then the root."""
 
     def begin_rounds(self) -> None:
         """A device begins to draft by itself. Rounds before that were not told are none of these."""
@@ -118,7 +124,12 @@ def generate_tokens_speculatively(
 
 
 def verify_draft(
-    model: DraftModel, tokens: Continuation, tree: TokenTree, begin: Begin, drafts: Drafts, vocab_size: int
+    model: DraftModel,
+    tokens: Continuation,
+    tree: TokenTree,
+    begin: Begin,
+    drafts: TriedDrafts,
+    vocab_size: int,
 ) -> Generator[Chosen]:
     """Compute the last of `tokens` and a draft that is not empty, and yield the tokens along it, which are
     appended to `tokens`.
@@ -152,20 +163,49 @@ def verify_draft(
 def begin_picks(
     chooser: TokenChooser, rows: Sequence[AnyLogits], tree: TokenTree, context: Sequence[int]
 ) -> Pick:
-    """A `Begin` by a chooser: all tokens at once where a device chooses, which the host then waits for once;
-    otherwise only those that are asked for.
+    """A `Begin` by a chooser: see `begin_all_picks`."""
+    return begin_all_picks({None: (chooser, rows, tree, context)})[None]
+
+
+def begin_all_picks(
+    computed: Mapping[_Key, tuple[TokenChooser, Sequence[AnyLogits], TokenTree, Sequence[int]]],
+) -> dict[_Key, Pick]:
+    """What `Begin` is to give for each of several trees of one step, the chooser of each first: all tokens at
+    once where a device chooses, which the host then waits for once; otherwise only those that are asked for.
+
+    Raises the device's errors.
     """
-    if isinstance(rows[0], np.ndarray):
-        return lambda node, path: chooser(rows[1 + node], path)
-    choices = [chooser.choice(rows[0], context)]
-    if not choices[0].is_on_device:
-        return lambda node, path: chooser(rows[1 + node], path)
+    choices: list[Choice] = []
+    firsts: dict[_Key, int] = {}  # of the choices on the device
+    for key, (chooser, rows, tree, context) in computed.items():
+        if not isinstance(rows[0], np.ndarray) and chooser.choice(rows[0], context).is_on_device:
+            firsts[key] = len(choices)
+            choices += _choices_of(chooser, rows, tree, context)
+    outcomes = begin_choices(choices).outcomes() if choices else []
+    return {
+        key: partial(_taken, outcomes, firsts[key]) if key in firsts else partial(_asked, chooser, rows)
+        for key, (chooser, rows, _, _) in computed.items()
+    }
+
+
+def _choices_of(
+    chooser: TokenChooser, rows: Sequence[AnyLogits], tree: TokenTree, context: Sequence[int]
+) -> list[Choice]:
+    """After the root and each node."""
     paths: list[list[int]] = []
+    choices = [chooser.choice(rows[0], context)]
     for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
         paths.append([*(paths[parent] if parent >= 0 else ()), token_id])
         choices.append(chooser.choice(rows[1 + node], _Extended(context, paths[node])))
-    outcomes = begin_choices(choices).outcomes()
-    return lambda node, path: chosen_or_raised(outcomes[1 + node])
+    return choices
+
+
+def _taken(outcomes: Sequence[Outcome], first: int, node: int, _: Sequence[int]) -> Chosen:
+    return chosen_or_raised(outcomes[first + 1 + node])
+
+
+def _asked(chooser: TokenChooser, rows: Sequence[AnyLogits], node: int, path: Sequence[int]) -> Chosen:
+    return chooser(rows[1 + node], path)
 
 
 class _Extended(Sequence[int]):

@@ -1,9 +1,9 @@
-"""How many nodes of a draft a step verifies, and whether to draft at all: by expected tokens a second.
+"""How many nodes of drafts a step verifies, and whether to draft at all: by expected tokens a second.
 
-A step with the root and n nodes yields 1 + the sum of the nodes' probabilities to be accepted, and takes the
-time of the draft and that of 1 + n rows. With mixtures of experts that time is neither convex nor smooth in
-n: rows share experts, kernels change and expert caches miss. So every size is looked at, and none is taken
-that is expected to be slower than a plain step without a draft.
+A step with r roots, one of each sequence, and n nodes yields r + the sum of the nodes' probabilities to be
+accepted, and takes the time of the drafts and that of r + n rows. With mixtures of experts that time is
+neither convex nor smooth in n: rows share experts, kernels change and expert caches miss. So every size is
+looked at, and none is taken that is expected to be slower than a plain step without a draft.
 
 Estimates of what is not done grow stale, so a small share of the time goes into doing it anyway. Half the
 share pays for *probes*, steps with another size than the best; half for *explorations*, drafts made although
@@ -66,6 +66,7 @@ def expected_rates(
     step_s: Callable[[int], float],
     draft_s: float,
     extra_s: Sequence[float] | None = None,
+    num_roots: int = 1,
 ) -> list[float]:
     """The expected tokens a second by number of nodes, for all that fit into `MAX_ROWS` rows.
 
@@ -73,17 +74,18 @@ def expected_rates(
     draft_s: those of the draft, which a plain step (0 nodes) does without. extra_s: by number of nodes, from
     0 on, what a step is expected to take beyond `step_s`, such as for experts that are not resident.
     """
-    num_sizes = min(len(probabilities) + 1, MAX_ROWS)
-    tokens = accumulate(probabilities, initial=1.0)
+    num_sizes = min(len(probabilities), MAX_ROWS - num_roots) + 1
+    tokens = accumulate(probabilities, initial=float(num_roots))
     extra = [0.0] * num_sizes if extra_s is None else extra_s
     return [
-        expected / (step_s(1 + n) + extra[n] + (draft_s if n else 0.0))
+        expected / (step_s(num_roots + n) + extra[n] + (draft_s if n else 0.0))
         for n, expected in zip(range(num_sizes), tokens, strict=False)
     ]
 
 
 class SizePolicy:
-    """Decides for the drafts of one drafter, whose steps' times it is told.
+    """Decides for the drafts of one sequence, or of about as many sequences in each step, and is told the
+    times of their steps.
 
     times: may be shared with the policies of other drafters, one of which is told of each step. probe_share:
     of the time, at most, that goes into probes and explorations. A draft that is not used while drafts pay on
@@ -116,34 +118,40 @@ class SizePolicy:
         return self.pays or self._for_drafts.affords(self._usual_draft_s)
 
     def choose(
-        self, probabilities: Sequence[float], draft_s: float, extra_s: Sequence[float] | None = None
+        self,
+        probabilities: Sequence[float],
+        draft_s: float,
+        extra_s: Sequence[float] | None = None,
+        num_roots: int = 1,
     ) -> TreeSize:
-        """The size for a draft that took `draft_s`; see `expected_rates` for the rest.
+        """The size for drafts that took `draft_s`; see `expected_rates` for the rest.
 
         Calculates with the usual time of a draft, not with that of this one.
         """
         self._num_drafts += 1
         self._draft_times.add(draft_s, self._num_drafts)
-        if self._times.seconds(1) is None:
+        if self._times.seconds(num_roots) is None:
             return TreeSize(0, SizeReason.UNMEASURED, draft_s=draft_s)
         is_exploration = not self.pays
-        tokens = list(accumulate(probabilities, initial=1.0))
-        rates = expected_rates(probabilities, self._known_s, self._usual_draft_s, extra_s)
+        tokens = list(accumulate(probabilities, initial=float(num_roots)))
+        rates = expected_rates(probabilities, self._known_s, self._usual_draft_s, extra_s, num_roots)
         best = rates.index(max(rates))  # the smallest of equal ones
-        probe = self._probe(rates, best, tokens)
+        probe = self._probe(rates, best, tokens, num_roots)
         n, reason = best, SizeReason.FASTEST if best else SizeReason.PLAIN
         if probe is not None:
             n, reason = probe, SizeReason.PROBE
         return TreeSize(n, reason, rates[n], rates[best], tokens[n], draft_s, is_exploration)
 
-    def record(self, step_s: float, size: TreeSize | None = None, tokens: float = 1.0) -> None:
-        """A step gave `tokens` and took `step_s` besides its draft.
+    def record(
+        self, step_s: float, size: TreeSize | None = None, tokens: float = 1.0, num_roots: int = 1
+    ) -> None:
+        """A step with so many roots gave `tokens` and took `step_s` besides its draft.
 
         size: what was chosen for it, None without a draft.
         """
         num_nodes, draft_s = (size.num_nodes, size.draft_s) if size else (0, 0.0)
         if num_nodes or self._num_plain > 1 or not self._times.has_any:
-            self._times.record(1 + num_nodes, step_s)
+            self._times.record(num_roots + num_nodes, step_s)
         else:
             self._times.skip()
         self._num_plain = 0 if size else self._num_plain + 1
@@ -155,19 +163,19 @@ class SizePolicy:
                 self._for_probes.spend(max(0.0, taken_s - size.tokens / size.best_rate))
                 self._num_since_probe = 0
             else:
-                gain_s = self._gain_of(num_nodes, tokens, taken_s)
+                gain_s = self._gain_of(num_nodes, tokens / num_roots, taken_s, num_roots)
                 if size.is_exploration:
                     self._for_drafts.spend(max(0.0, -gain_s))
         self._for_drafts.earn(taken_s)
         self._for_probes.earn(taken_s)
 
-    def _gain_of(self, num_nodes: int, tokens: float, taken_s: float) -> float:
-        """Takes a draft's gain over plain steps, in seconds, into the mean.
+    def _gain_of(self, num_nodes: int, plain_steps: float, taken_s: float, num_roots: int) -> float:
+        """Takes a draft's gain over so many plain steps, in seconds, into the mean.
 
         Also that of one that was not used, whose step may be slow because of those before it.
         """
-        plain_s = self._known_s(1)
-        gain_s = tokens * plain_s / (_MARGIN if num_nodes else 1.0) - taken_s
+        plain_s = self._known_s(num_roots)
+        gain_s = plain_steps * plain_s / (_MARGIN if num_nodes else 1.0) - taken_s
         newest = max(_LEAST_GAIN, gain_s / plain_s)
         self._gain = max(_LEAST_MEAN_GAIN, self._gain + _GAIN_WEIGHT * (newest - self._gain))
         return gain_s
@@ -181,19 +189,21 @@ class SizePolicy:
         assert seconds is not None, "sizes are compared once a step was measured"
         return seconds
 
-    def _probe(self, rates: Sequence[float], best: int, tokens: Sequence[float]) -> int | None:
+    def _probe(
+        self, rates: Sequence[float], best: int, tokens: Sequence[float], num_roots: int
+    ) -> int | None:
         """The size to probe in this step: that whose time is the stalest for the overhead of a probe."""
         if self._num_since_probe < _PROBE_DISTANCE:
             return None
         fastest: dict[int, int] = {}  # size by range of rows
         for n, rate in enumerate(rates):
-            known = fastest.setdefault(row_range(1 + n), n)
-            if rate > rates[known]:
-                fastest[row_range(1 + n)] = n
+            rows = row_range(num_roots + n)
+            if rate > rates[fastest.setdefault(rows, n)]:
+                fastest[rows] = n
         wanted, urgency, overhead_s = None, 0.0, 0.0
         for each, n in fastest.items():
-            age = self._times.age(1 + n)
-            if each == row_range(1 + best) or age < _STALE:
+            age = self._times.age(num_roots + n)
+            if each == row_range(num_roots + best) or age < _STALE:
                 continue
             taken_s = tokens[n] / rates[n] + (0.0 if n else self._usual_draft_s)
             expected_s = max(_LEAST_OVERHEAD_S, taken_s - tokens[n] / rates[best])

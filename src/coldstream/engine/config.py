@@ -189,11 +189,15 @@ def with_contexts(config: EngineConfig, spec: ModelSpec, budget: int) -> EngineC
 DFLASH_ON_GPU = "spec_type dflash is computed on the CPU alone, and the device is a GPU: try mtp or ngram"
 
 
-def tree_rows_of(config: EngineConfig) -> int:
-    """Rows of a draft tree for which a resolved `config` needs memory."""
+def tree_rows_of(config: EngineConfig, num_contexts: int) -> int:
+    """Rows of draft trees, one for each context, for which a resolved `config` needs memory."""
     if config.spec_type == "none":
         return 0
-    return MAX_TREE_ROWS if config.tree_budget == "auto" else 1 + config.tree_budget
+    if config.tree_budget == "auto":
+        return MAX_TREE_ROWS
+    # A GPU drafts by the model's own block for one sequence at a time.
+    num_trees = 1 if config.device == "cuda" and config.spec_type == "mtp" else num_contexts
+    return min(MAX_TREE_ROWS, num_trees * (1 + config.tree_budget))
 
 
 def _check_drafts(config: EngineConfig, spec: ModelSpec) -> None:

@@ -30,9 +30,9 @@ class DraftNeeds:
         """Layers of the model after which it reads the residual stream."""
         return self.spec.taps
 
-    def num_bytes(self, context_length: int) -> int:
-        """Of its weights, and of its keys and values of a context."""
-        rows = self.spec.context_rows(context_length)
+    def num_bytes(self, context_length: int, num_contexts: int) -> int:
+        """Of its weights, and of its keys and values of contexts."""
+        rows = num_contexts * self.spec.context_rows(context_length)
         return _VALUE_BYTES * (self.num_values + 2 * rows * self.spec.kv_dim)
 
 

@@ -1,5 +1,6 @@
 """Opens what drafts for a model, as its plan says."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from coldstream.decoding import Drafter, FixedSizes, SizesByCost, Speculation
@@ -15,16 +16,19 @@ if TYPE_CHECKING:
 def open_speculation(
     plan: RunPlan, runner: ModelRunner, draft: "DflashFile | None" = None
 ) -> Speculation | None:
-    """Drafts for one sequence of the runner; None without.
+    """Drafts for sequences of the runner; None without.
 
     draft: an open drafter for the model, which may be closed afterwards. Raises as `ModelRunner.load_mtp` and
     `DflashModel.load`.
     """
     if plan.spec_type == "none":
         return None
-    drafter = _drafter(plan, runner, draft)
+    new_drafter = _maker(plan, runner, draft)
+    drafter = new_drafter()
     sizes = FixedSizes(plan.tree_budget) if plan.tree_budget else SizesByCost(drafter.name)
-    return Speculation(drafter, sizes)
+    # Where a device drafts by itself, it has room for the rounds of one sequence.
+    is_one = isinstance(drafter, MtpDrafter) and drafter.runs_rounds
+    return Speculation(drafter, sizes, None if is_one else new_drafter)
 
 
 def told_states(runner: ModelRunner, drafter: Drafter) -> States | None:
@@ -34,15 +38,18 @@ def told_states(runner: ModelRunner, drafter: Drafter) -> States | None:
     return runner.hidden if drafter.wants_hidden else None
 
 
-def _drafter(plan: RunPlan, runner: ModelRunner, draft: "DflashFile | None") -> Drafter:
+def _maker(plan: RunPlan, runner: ModelRunner, draft: "DflashFile | None") -> Callable[[], Drafter]:
+    """What makes a drafter for a sequence. What all of them share is loaded here."""
     if plan.spec_type == "ngram":
-        return NgramDrafter()
+        return NgramDrafter
     if plan.spec_type == "mtp":
-        return MtpDrafter(runner.load_mtp().new_sequence())
+        block = runner.load_mtp()
+        return lambda: MtpDrafter(block.new_sequence())
     assert isinstance(runner, CpuRunner), "a plan for a GPU has no drafts by another model"
     # Imported here because they need PyTorch, which a machine without a GPU does not have.
     from coldstream.decoding.drafters.dflash import DflashDrafter
     from coldstream.models.dflash import DflashModel
 
     assert draft is not None, "a plan with another model as drafter is made where that is open"
-    return DflashDrafter(DflashModel.load(draft, runner.embed, runner.head).new_sequence())
+    model = DflashModel.load(draft, runner.embed, runner.head)
+    return lambda: DflashDrafter(model.new_sequence())

@@ -9,11 +9,11 @@ before it; so who runs when, what is computed twice and what is found in the cac
 
 import math
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Final
 
-from coldstream.decoding import Chosen, Outcome
+from coldstream.decoding import AnyLogits, Chosen, Outcome, TokenTree
 from coldstream.engine.engine_statistics import EngineStatistics, LiveState
 from coldstream.engine.events import Event
 from coldstream.engine.job import Job
@@ -55,7 +55,6 @@ class Engine:
         self._cost = StepCost(chunk_size)
         self._flying: Launched | None = None  # a step whose tokens the host has not looked at
         self._drafts = JobDrafts(opened.runner, opened.speculation) if opened.speculation else None
-        self._undrafted_since: float | None = None  # when a step began for which nothing was drafted
         self._is_closed = False
 
     def add(self, submission: Submission) -> None:
@@ -138,26 +137,26 @@ class Engine:
     def _compute(self) -> None:
         """A step with rows of those that run."""
         start = self._clock()
-        alone = self._alone()
-        if alone is not None and self._draft(alone):
+        if self._in_rounds():
             return
         counts = self._rows_of_all()
         if not counts:
             return
-        launched = self._launched(counts, lambda: launch(self._runner, counts))
+        trees = self._trees(counts)
+        launched = self._launched(counts, lambda: launch(self._runner, counts, trees))
         if launched is None:
             return
         self._served.scheduler.served({job.key: count for job, count in counts.items()})
         self._served.tell_progress(counts.keys())
-        if self._drafts is not None and alone is not None:
-            self._drafts.tell(alone, counts[alone])
+        if self._drafts is not None:
+            self._drafts.tell(launched)
         if self._may_fly(launched):
             self._flying = launched
             return
         self._take(launched, None)
         seconds = self._clock() - start
         self._served.counts.step_s += seconds
-        self._cost.record(sum(counts.values()), seconds)
+        self._cost.record(sum(launched.counts.values()), seconds)
 
     def _alone(self) -> Job | None:
         """The only answer there is, if there may be drafts for it."""
@@ -166,45 +165,39 @@ class Engine:
         running = self._served.running
         return running[0] if len(running) == 1 else None
 
-    def _draft(self, job: Job) -> bool:
-        """A step that verifies a draft of the only answer. False, with no step taken, if there is none."""
-        drafts, served = self._drafts, self._served
-        most = min(MAX_TREE_ROWS, job.num_left)
-        if drafts is None or not job.is_trusted or not served.memory.fits({job: most}):
+    def _in_rounds(self) -> bool:
+        """A few steps that a device drafts and verifies by itself. False, with none taken, if it does not."""
+        drafts, served, job = self._drafts, self._served, self._alone()
+        if drafts is None or not drafts.has_rounds or job is None or not job.is_trusted:
+            return False
+        # They take a state to go back to.
+        if not served.memory.fits({job: min(MAX_TREE_ROWS, job.num_left)}, more_states=1):
             return False
         start = self._clock()
         try:
-            tokens = self._drafted(drafts, job)
+            tokens = drafts.in_rounds(job, served.counts.count_round)
             if tokens is None:
-                self._undrafted_since = start
                 return False
             with closing(tokens):
-                for chosen in tokens:
-                    served.tell(job, job.push(chosen))
-                    if job.has_ended or job.request_id in served.cancelled:
-                        break
+                self._push_all(job, tokens)
         except ColdstreamError as error:
             served.fail([job], error)
             return True
-        if job.has_ended:
-            served.finish(job)
-            served.let_go(job, is_trusted=True)
+        self._end_if_over(job)
         served.counts.step_s += self._clock() - start
         return True
 
-    def _drafted(self, drafts: JobDrafts, job: Job) -> Generator[Chosen] | None:
-        """Tokens of the only answer along a draft, or along those of a few rounds; None if there are none."""
-        counts, memory = self._served.counts, self._served.memory
-        # A device that drafts by itself takes a state to go back to.
-        if drafts.has_rounds and memory.fits({job: min(MAX_TREE_ROWS, job.num_left)}, more_states=1):
-            rounds = drafts.in_rounds(job, counts.count_round)
-            if rounds is not None:
-                return rounds
-        tree = drafts.draft(job)
-        if not tree:
-            return None
-        counts.count_draft(len(tree))
-        return drafts.verified(job, tree, counts.count_accepted)
+    def _trees(self, counts: Mapping[Job, int]) -> dict[Job, TokenTree]:
+        """Drafts for those of a step's jobs that decode."""
+        drafts, memory = self._drafts, self._served.memory
+        if drafts is None:
+            return {}
+        jobs = [job for job in counts if job.is_trusted]
+        num_free = self._runner.chunk_size - sum(counts.values())
+        most = drafts.most_nodes(len(jobs), len(counts) - len(jobs), num_free)
+        if most > 0 and not memory.fits({**counts, **{job: 1 + min(most, job.num_left - 1) for job in jobs}}):
+            most = 0
+        return drafts.draft(jobs if most > 0 else (), most)
 
     def _rows_of_all(self) -> dict[Job, int]:
         """The rows of the next step, for which there is memory then, if need be that of the last answers."""
@@ -231,6 +224,8 @@ class Engine:
     def _land(self, flying: Launched) -> None:
         """Tells the tokens of a step, once the next one is launched, if that needs no decision."""
         start = self._clock()
+        if self._drafts is not None:
+            self._drafts.draft(flying.asked, 0)
         following = None
         if self._may_fly(flying):
             going_on = {job: 1 for job in flying.asked if job.num_left > 1}
@@ -244,7 +239,7 @@ class Engine:
     def _may_fly(self, step: Launched) -> bool:
         """Whether the next step has the same answers, all of whose tokens the device chooses."""
         scheduler = self._served.scheduler
-        if self._alone() is not None:
+        if self._drafts is not None and self._drafts.may_draft(len(step.counts)):
             return False
         if not (self._runner.takes_chosen and step.started.is_on_device) or scheduler.num_waiting:
             return False
@@ -259,21 +254,22 @@ class Engine:
         except ColdstreamError as error:
             self._served.fail(counts, error)
             return None
-        self._served.counts.steps += 1
-        self._served.counts.computed_rows += sum(counts.values())
+        self._served.counts.count_step(launched.counts.values())
+        for rows in launched.tree_logits.values():
+            self._served.counts.count_draft(len(rows) - 1)
         return launched
 
     def _take(self, launched: Launched, following: Launched | None) -> None:
         """Appends the tokens of a step. following: the step that was launched after it, if any."""
+        drafts = self._drafts
         try:
             outcomes = launched.outcomes()
+            if drafts is not None and launched.tree_logits:
+                drafts.begin_picks(launched.tree_logits)
         except ColdstreamError as error:
             self._flying = None
             self._served.fail(launched.counts, error)
             return
-        if self._drafts is not None and self._undrafted_since is not None:
-            self._drafts.computed_plainly(self._clock() - self._undrafted_since)
-            self._undrafted_since = None
         ahead = following.counts if following else {}
         for job, outcome in outcomes.items():
             if job.sequence is None or job.request_id in self._served.cancelled:
@@ -283,7 +279,13 @@ class Engine:
                 continue
             if job in ahead and not _goes_on(job, outcome):
                 self._runner.take_back(job.sequence)
+            if drafts is not None and len(job.token_ids) > job.num_prompt and job.num_missing <= 0:
+                drafts.chosen(job)
             self._take_one(job, outcome)
+        if drafts is not None:
+            for job, rows in launched.tree_logits.items():
+                self._take_along(drafts, job, rows)
+            drafts.end_step()
 
     def _take_one(self, job: Job, outcome: Outcome) -> None:
         """Takes what was chosen after the last row of a job: its next token, or at a cut only a proof."""
@@ -303,6 +305,35 @@ class Engine:
                 self._served.let_go(job, is_trusted=True)
         elif job.num_computed in job.cuts:
             self._served.keep(job)
+
+    def _take_along(self, drafts: JobDrafts, job: Job, rows: Sequence[AnyLogits]) -> None:
+        """Takes the tokens along the tree of a job, unless its request has failed meanwhile."""
+        if job.sequence is None:
+            return
+        try:
+            with closing(drafts.verified(job, rows)) as tokens:
+                self._push_all(job, self._counted(tokens))
+        except ColdstreamError as error:
+            self._served.fail([job], error)
+            return
+        self._end_if_over(job)
+
+    def _counted(self, tokens: Iterable[tuple[Chosen, bool]]) -> Iterator[Chosen]:
+        for chosen, is_drafted in tokens:
+            self._served.counts.accepted_tokens += is_drafted
+            yield chosen
+
+    def _push_all(self, job: Job, tokens: Iterable[Chosen]) -> None:
+        """Tells tokens that `Job.tokens` has, up to the answer's last or a cancellation."""
+        for chosen in tokens:
+            self._served.tell(job, job.push(chosen))
+            if job.has_ended or job.request_id in self._served.cancelled:
+                break
+
+    def _end_if_over(self, job: Job) -> None:
+        if job.has_ended:
+            self._served.finish(job)
+            self._served.let_go(job, is_trusted=True)
 
 
 def _goes_on(job: Job, outcome: Outcome) -> bool:

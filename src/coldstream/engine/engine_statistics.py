@@ -1,5 +1,6 @@
 """The engine in numbers, for people and their dashboards."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from coldstream.experts.expert_map import ExpertMap
@@ -30,7 +31,7 @@ class EngineStatistics:
     prefixes: PrefixStatistics
     expert_hits: int | None  # uses of experts in fast memory; None: all are there
     expert_misses: int | None
-    drafts: int = 0  # steps that verified one
+    drafts: int = 0  # that were verified, each in a step
     drafted_tokens: int = 0  # their nodes
     accepted_tokens: int = 0  # of these, the model's own choice
 
@@ -62,24 +63,21 @@ class EngineCounts:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
-    def count_draft(self, num_nodes: int) -> None:
-        """A step that verifies a draft of so many nodes."""
+    def count_step(self, rows: Collection[int]) -> None:
+        """A step with so many rows of each answer, nodes included."""
         self.steps += 1
-        self.computed_rows += 1 + num_nodes
+        self.computed_rows += sum(rows)
+
+    def count_draft(self, num_nodes: int) -> None:
+        """A draft of so many nodes that a step verifies."""
         self.drafts += 1
         self.drafted_tokens += num_nodes
 
-    def count_accepted(self) -> None:
-        """A token of a draft is the model's own choice."""
-        self.accepted_tokens += 1
-
     def count_round(self, accepted: Accepted) -> None:
         """A step that a device drafted and verified by itself."""
+        self.count_step([1 + accepted.num_drafted])
         if accepted.num_drafted:
             self.count_draft(accepted.num_drafted)
-        else:
-            self.steps += 1
-            self.computed_rows += 1
         self.accepted_tokens += max(0, len(accepted.token_ids) - 1)
 
     def statistics(

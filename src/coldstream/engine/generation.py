@@ -130,7 +130,7 @@ def _chosen_tokens(
 
     def begin_rounds(context: Sequence[int], num_left: int) -> Rounds | None:
         assert model.speculation is not None
-        text = chooser.round_text(context, num_left, model.speculation.most_round_nodes)
+        text = chooser.round_text(context, num_left, model.speculation.rounds.most)
         return None if text is None else model.begin_rounds(context, text)
 
     prompt_ids, end_ids, max_tokens = request.prompt_token_ids, request.all_end_ids, request.max_tokens

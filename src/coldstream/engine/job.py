@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from coldstream import kvcache
-from coldstream.decoding import AnyLogits, Choice, Chosen, Continuation, SpeculationStatistics
+from coldstream.decoding import AnyLogits, Choice, Chosen, Continuation, DraftCounts
 from coldstream.engine.generation import Answer, Request
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.request import FinishReason, Piece
@@ -30,7 +30,7 @@ class Job:
         self.cuts: tuple[int, ...] = ()  # lengths at which a step ends, for a prefix to be kept
         self.num_reused = 0
         self.is_over = False
-        self.speculation: SpeculationStatistics | None = None
+        self.drafts: DraftCounts | None = None  # None: no step after its first token had a chance of any
         self._answer: Answer | None = None  # from its first step on
         self.tokens = Continuation(
             request.prompt_token_ids, end_ids=request.all_end_ids, max_tokens=request.max_tokens
@@ -122,7 +122,8 @@ class Job:
     def last_piece(self, reason: FinishReason, runner: ModelRunner) -> Piece:
         """The end of the answer, for `reason` unless it has stopped by itself. The job is over then."""
         self.is_over = True
-        return self.answer.last_piece(reason, self.num_reused, runner.expert_uses, self.speculation)
+        drafts = self.drafts.statistics() if self.drafts else None
+        return self.answer.last_piece(reason, self.num_reused, runner.expert_uses, drafts)
 
     def next_tokens(self, count: int) -> Sequence[int]:
         """The tokens of its next rows."""

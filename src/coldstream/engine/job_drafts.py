@@ -1,97 +1,156 @@
-"""Drafts for the answer that runs alone: what its drafter is told, and steps that verify a tree.
+"""Drafts for the answers that an engine decodes: what their drafters are told, and tokens along their trees.
 
-The drafter follows one sequence at a time. Beside others an answer decodes plainly, and the drafter is told
-of nothing; it takes part again, with a gap in what it knows, when an answer is alone.
+Each answer has a drafter of its own, which follows its sequence. A tree has the fewer nodes the more answers
+share a step. If there is but one drafter, as where a device drafts by itself, only an answer that is alone
+has drafts: beside others it decodes plainly, its drafter is told of nothing, and it goes on with a gap.
 """
 
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
 
 import numpy as np
 
 from coldstream.decoding import (
+    MAX_TREE_NODES,
+    NO_DRAFT,
     AnyLogits,
     Chosen,
+    DraftCounts,
     Pick,
     Speculation,
     TokenTree,
-    begin_picks,
+    TriedDraft,
+    begin_all_picks,
     generate_in_rounds,
     verify_draft,
 )
 from coldstream.decoding.drafters import MtpDrafter
-from coldstream.engine.drafting import told_states
+from coldstream.engine.draft_follower import DraftFollower
 from coldstream.engine.job import Job
+from coldstream.engine.model_steps import Launched
 from coldstream.engine.rounds import SequenceRounds, begin_rounds
 from coldstream.kernels.ops import MAX_TREE_ROWS
 from coldstream.kernels.rounds.reference import Accepted
-from coldstream.kvcache import Batch, Segment
-from coldstream.models.runner import ModelRunner, States
+from coldstream.models.runner import ModelRunner
 
 
 class JobDrafts:
-    """A drafter and the job that it follows."""
+    """Drafters and the jobs that they follow.
+
+    The order in a step: `draft`; what is launched then; `tell`; `chosen` for each job without a tree that had
+    a token before, `begin_picks` and `verified` for the others; `end_step`.
+    """
 
     def __init__(self, runner: ModelRunner, speculation: Speculation) -> None:
-        """speculation: of a drafter that nobody else uses."""
+        """speculation: of drafters that nobody else uses."""
         self._runner = runner
-        self._speculation = speculation
-        self._drafter = speculation.drafter
-        self._job: Job | None = None  # whose statistics are being made
-        self._followed: Job | None = None
-        self._known: list[int] = []  # tokens of the sequence that the drafter follows
+        self._speculation, self._sizes = speculation, speculation.sizes
+        self._is_one = speculation.more is None
+        first = DraftFollower(runner, speculation.drafter)
+        self._followers: dict[DraftFollower, Job | None] = {first: None}
+        self._start = 0.0  # of the step, once it is drafted
+        self._drafted: dict[Job, TokenTree] = {}  # in this step, empty trees included
+        self._draft_s: dict[Job, float] = {}
+        self._first_rows: dict[Job, int] = {}  # in the step, of jobs with trees
+        self._picks: Mapping[Job, Pick] = {}
+        self._tried: dict[Job, TriedDraft] = {}
 
-    def tell(self, job: Job, num_rows: int) -> None:
-        """Tells of the rows that the last step computed, all of this job."""
-        done = job.num_computed
-        self._begin(job)
-        if self._speculation.is_idle:
-            return
-        self._follow(job, done - num_rows)
-        token_ids = job.token_ids[done - num_rows : done]
-        states = self._states
-        self._drafter.extend(token_ids, None if states is None else states(range(num_rows)))
-        self._known += token_ids
+    def may_draft(self, num_jobs: int) -> bool:
+        """Whether something may be drafted soon where so many jobs run."""
+        return self._most_nodes(num_jobs) > 0 and not self._sizes.is_idle(num_jobs)
 
-    def draft(self, job: Job) -> TokenTree:
-        """What may follow the tokens of a job whose last one alone is not computed; perhaps nothing."""
-        self._begin(job)
-        if not self._speculation.is_idle:
-            self._follow(job, job.num_computed)
-        return self._speculation.draft(job.token_ids, job.num_left - 1)
+    def most_nodes(self, num_jobs: int, num_prompts: int, num_free: int) -> int:
+        """The most nodes for each of so many jobs that decode, in a step with rows of so many prompts.
 
-    def computed_plainly(self, seconds: float) -> None:
-        """The step after an empty draft took so long."""
-        self._speculation.verified((), seconds, is_cut=False)
-        if self._job is not None:
-            self._job.speculation = self._speculation.statistics()
-
-    def verified(self, job: Job, tree: TokenTree, on_accepted: Callable[[], None]) -> Generator[Chosen]:
-        """Computes a draft, and yields the tokens along it, which `Job.tokens` then has.
-
-        on_accepted: is called for each token that was drafted. Closing the iterator early is allowed. Raises
-        what the step, the choice and the commit raise.
+        num_free: rows that the step has left.
         """
+        if num_jobs == 0 or (num_prompts and (self._is_one or not self._sizes.drafts_beside_prompts)):
+            return 0
+        return max(0, min(self._most_nodes(num_jobs), num_free // num_jobs))
 
-        def begin(rows: Sequence[AnyLogits], tree: TokenTree, context: Sequence[int]) -> Pick:
-            return begin_picks(job.answer.chooser, rows, tree, context)
+    def draft(self, jobs: Collection[Job], most: int) -> dict[Job, TokenTree]:
+        """What may follow the tokens of jobs whose last one alone is not computed, at most `most` nodes each;
+        without empty trees. The time of the step begins at the end of this.
 
-        model, vocab_size = _OneJob(self, job), self._runner.spec.vocab_size
-        try:
-            with closing(
-                verify_draft(model, job.tokens, tree, begin, self._speculation, vocab_size)
-            ) as tokens:
-                for count, chosen in enumerate(tokens):
-                    if count > 0:
-                        on_accepted()
-                    yield chosen
-        finally:
-            job.speculation = self._speculation.statistics()
+        Of more jobs than can have drafts, nothing is learned either.
+        """
+        jobs = jobs if self._most_nodes(len(jobs)) > 0 else ()
+        self._draft_s, self._first_rows, self._picks, self._tried = {}, {}, {}, {}
+        budget = self._sizes.budget(most, len(jobs)) if jobs else 0
+        trees = [self._propose(job, min(budget, job.num_left - 1)) for job in jobs]
+        if budget > 0:
+            counts = self._sizes.sizes(trees, sum(self._draft_s.values()))
+            trees = [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
+        self._drafted = dict(zip(jobs, trees, strict=True))
+        self._start = time.perf_counter()
+        return {job: tree for job, tree in self._drafted.items() if tree}
+
+    def tell(self, launched: Launched) -> None:
+        """Tells of the rows that a step has committed, and notes where the others are."""
+        may_draft, end = self.may_draft(len(launched.counts)), 0
+        for job, count in launched.counts.items():
+            first, end = end, end + count
+            if job in launched.tree_logits:
+                self._first_rows[job] = first
+            elif may_draft:
+                done = job.num_computed
+                follower = self._following(job, done - count)
+                follower.extend(job.token_ids[done - count : done], follower.states_of(range(first, end)))
+
+    def chosen(self, job: Job) -> None:
+        """A token was chosen after the row of a job without a tree."""
+        self._count(job, 0, 0)
+
+    def begin_picks(self, tree_logits: Mapping[Job, Sequence[AnyLogits]]) -> None:
+        """Begins to choose the tokens along all trees of the step. Raises a device's errors."""
+        self._picks = begin_all_picks(
+            {
+                job: (job.answer.chooser, rows, self._drafted[job], job.token_ids)
+                for job, rows in tree_logits.items()
+            }
+        )
+
+    def verified(self, job: Job, rows: Sequence[AnyLogits]) -> Generator[tuple[Chosen, bool]]:
+        """Yields the tokens along a tree that was computed, each with whether it was drafted. `Job.tokens`
+        then has them, and their rows are committed.
+
+        rows: logits [vocab] after the root and each node. Closing the iterator early is allowed. Raises what
+        the choice and the commit raise.
+        """
+        pick, vocab_size = self._picks[job], self._runner.spec.vocab_size
+        trial = _Trial(self, job, rows)
+        tokens = verify_draft(trial, job.tokens, self._drafted[job], lambda *_: pick, trial, vocab_size)
+        with closing(tokens):
+            for count, chosen in enumerate(tokens):
+                yield chosen, count > 0
+
+    def commit(self, job: Job, token_ids: Sequence[int], rows: Sequence[int]) -> None:
+        """Keeps these rows, with these tokens, of the job's tree, and tells its drafter."""
+        assert job.sequence is not None
+        follower = self._following(job, job.num_computed)
+        states = follower.states_of(np.array(rows) + self._first_rows[job]) if rows else None
+        self._runner.commit(job.sequence, rows)
+        if rows:
+            follower.extend(token_ids, states)
+
+    def tried(self, job: Job, nodes: Sequence[int], *, is_cut: bool) -> None:
+        """These nodes of the job's tree were accepted; see `TriedDraft`."""
+        self._tried[job] = TriedDraft(self._drafted[job], nodes, is_cut)
+        self._count(job, len(self._drafted[job]), len(nodes))
+
+    def end_step(self) -> None:
+        """All tokens of the step are known, and all trees committed or given up."""
+        drafted, self._drafted = self._drafted, {}
+        if drafted:
+            tried = [self._tried.get(job, TriedDraft(tree, (), is_cut=True)) for job, tree in drafted.items()]
+            self._sizes.record(tried, time.perf_counter() - self._start)
 
     @property
     def has_rounds(self) -> bool:
         """Whether a device may draft by itself."""
-        return isinstance(self._drafter, MtpDrafter) and self._drafter.runs_rounds
+        drafter = self._speculation.drafter
+        return isinstance(drafter, MtpDrafter) and drafter.runs_rounds
 
     def in_rounds(self, job: Job, on_round: Callable[[Accepted], None]) -> Generator[Chosen] | None:
         """A few rounds that the device drafts by itself, as `verified` has one step; None if it does not.
@@ -99,94 +158,102 @@ class JobDrafts:
         They have MAX_TREE_ROWS rows together, so that others do not wait for long. on_round: is told of each.
         """
         speculation, chooser = self._speculation, job.answer.chooser
-        text = chooser.round_text(job.token_ids, job.num_left, speculation.most_round_nodes)
+        text = chooser.round_text(job.token_ids, job.num_left, speculation.rounds.most)
         if text is None or job.sequence is None:
             return None
-        self._begin(job)
-        self._follow(job, job.num_computed)
-        rounds = begin_rounds(
-            self._runner, job.sequence, speculation, text, job.token_ids, self._known.extend
-        )
-        return None if rounds is None else self._tokens_of(job, rounds, _Counted(speculation, on_round))
+        follower = self._following(job, job.num_computed)
+        rounds = begin_rounds(self._runner, job.sequence, speculation, text, job.token_ids, follower.computed)
+        return None if rounds is None else self._tokens_of(job, follower, rounds, on_round)
 
-    def _tokens_of(self, job: Job, rounds: SequenceRounds, drafts: "_Counted") -> Generator[Chosen]:
-        vocab_size = self._runner.spec.vocab_size
-        most = max(1, MAX_TREE_ROWS // (1 + self._speculation.most_round_nodes))
+    def _tokens_of(
+        self, job: Job, follower: DraftFollower, rounds: SequenceRounds, on_round: Callable[[Accepted], None]
+    ) -> Generator[Chosen]:
+        drafts, vocab_size = _JobRounds(self._speculation, job, on_round), self._runner.spec.vocab_size
+        most = max(1, MAX_TREE_ROWS // (1 + self._speculation.rounds.most))
         try:
             yield from generate_in_rounds(rounds, job.tokens, drafts, vocab_size, most_rounds=most)
         finally:
             if rounds.has_failed:
-                self._known = []
-            job.speculation = self._speculation.statistics()
+                follower.forget()
 
-    def step(self, job: Job, token_ids: Sequence[int], parents: Sequence[int]) -> Sequence[AnyLogits]:
-        """Computes a tree; logits [vocab] after each row."""
-        assert job.sequence is not None
-        (rows,) = self._runner.step(Batch((Segment(job.sequence, token_ids, parents),)))
-        logits: Sequence[AnyLogits] = rows
-        return logits
+    def _most_nodes(self, num_jobs: int) -> int:
+        if num_jobs == 0 or (num_jobs > 1 and self._is_one):
+            return 0
+        return min(MAX_TREE_NODES, self._runner.cache_size.num_tree_rows // num_jobs - 1)
 
-    def commit(self, job: Job, token_ids: Sequence[int], rows: Sequence[int]) -> None:
-        """Keeps these rows, with these tokens, of the last tree, and tells the drafter."""
-        assert job.sequence is not None
-        states = self._states
-        told = states(np.array(rows)) if states is not None and rows else None
-        self._runner.commit(job.sequence, rows)
-        if rows:
-            self._drafter.extend(token_ids, told)
-            self._known += token_ids
+    def _propose(self, job: Job, budget: int) -> TokenTree:
+        start = time.perf_counter()
+        tree = (
+            self._following(job, job.num_computed).propose(job.token_ids, budget) if budget > 0 else NO_DRAFT
+        )
+        self._draft_s[job] = time.perf_counter() - start
+        return tree
 
-    @property
-    def _states(self) -> States | None:
-        return told_states(self._runner, self._drafter)
+    def _following(self, job: Job, length: int) -> DraftFollower:
+        """The job's follower, behind the first so many of its tokens."""
+        follower = next((each for each, owner in self._followers.items() if owner is job), None)
+        follower = follower or self._new_follower(job)
+        follower.follow(job, job.token_ids, length)
+        return follower
 
-    def _begin(self, job: Job) -> None:
-        if job is not self._job:
-            self._job = job
-            self._speculation.start()
+    def _new_follower(self, job: Job) -> DraftFollower:
+        """Takes the follower of a job that does not run any more, which may know the beginning of this one's
+        tokens, or makes one. The others of such jobs give their memory back.
+        """
+        left = [each for each, owner in self._followers.items() if owner is None or owner.sequence is None]
+        if self._is_one:
+            left = list(self._followers)
+        if not left:
+            assert self._speculation.more is not None, "a drafter that there is once can always be taken"
+            left = [DraftFollower(self._runner, self._speculation.more())]
+        best = max(left, key=lambda each: each.num_common(job.token_ids))
+        for other in left:
+            if other is not best:
+                other.forget()
+                self._followers[other] = None
+        self._followers[best] = job
+        return best
 
-    def _follow(self, job: Job, length: int) -> None:
-        """Has the drafter know the sequence of this job, which has so many tokens."""
-        if len(self._known) == length and self._followed is job:
-            return
-        common = _num_common(self._known, job.token_ids[:length])
-        self._drafter.cut(common)
-        if common < length and self._states is None:
-            self._drafter.extend(job.token_ids[common:length], None)
-        elif common < length:
-            self._drafter.cut(length)
-        self._known = job.token_ids[:length]
-        self._followed = job
+    def _count(self, job: Job, num_drafted: int, num_accepted: int) -> None:
+        seconds = time.perf_counter() - self._start
+        _counts_of(job, self._speculation).count(
+            num_drafted, num_accepted, self._draft_s.get(job, 0.0), seconds
+        )
 
 
-class _Counted:
-    """Drafts of rounds, of which somebody else is told too."""
+class _JobRounds:
+    """A job's rounds as decoding's `Drafts`, of which somebody else is told too."""
 
-    def __init__(self, speculation: Speculation, on_round: Callable[[Accepted], None]) -> None:
-        self.begin_rounds, self.next_round = speculation.begin_rounds, speculation.next_round
-        self._speculation, self._on_round = speculation, on_round
+    def __init__(self, speculation: Speculation, job: Job, on_round: Callable[[Accepted], None]) -> None:
+        self.begin_rounds, self.next_round = speculation.rounds.start, speculation.rounds.next
+        self._rounds, self._counts = speculation.rounds, _counts_of(job, speculation)
+        self._on_round = on_round
 
     def round_ended(self, accepted: Accepted, seconds: float) -> None:
-        self._speculation.round_ended(accepted, seconds)
+        self._rounds.record(accepted, seconds)
+        self._counts.count_round(accepted, seconds)
         self._on_round(accepted)
 
 
-class _OneJob:
-    """A job as decoding's `DraftModel`."""
+class _Trial:
+    """A job's tree that is computed, as decoding's `DraftModel` and `TriedDrafts`."""
 
-    def __init__(self, drafts: JobDrafts, job: Job) -> None:
-        self._drafts, self._job = drafts, job
+    def __init__(self, drafts: JobDrafts, job: Job, rows: Sequence[AnyLogits]) -> None:
+        self._drafts, self._job, self._rows = drafts, job, rows
         self._token_ids: Sequence[int] = ()
 
     def verify(self, token_ids: Sequence[int], parents: Sequence[int]) -> Sequence[AnyLogits]:
         self._token_ids = token_ids
-        return self._drafts.step(self._job, token_ids, parents)
+        return self._rows
 
     def commit(self, rows: Sequence[int]) -> None:
         self._drafts.commit(self._job, [self._token_ids[row] for row in rows], rows)
 
+    def verified(self, nodes: Sequence[int], seconds: float, *, is_cut: bool) -> None:
+        self._drafts.tried(self._job, nodes, is_cut=is_cut)
 
-def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    pairs = zip(first, second, strict=False)
-    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
+
+def _counts_of(job: Job, speculation: Speculation) -> DraftCounts:
+    if job.drafts is None:
+        job.drafts = DraftCounts(speculation.drafter.name)
+    return job.drafts

@@ -5,9 +5,17 @@ about who runs, and changes no job.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from coldstream.decoding import AnyLogits, Choice, Outcome, SamplingParams, StartedChoices, begin_choices
+from coldstream.decoding import (
+    AnyLogits,
+    Choice,
+    Outcome,
+    SamplingParams,
+    StartedChoices,
+    TokenTree,
+    begin_choices,
+)
 from coldstream.engine.job import Job
 from coldstream.kvcache import Batch, ChosenToken, Segment
 from coldstream.models.runner import ModelRunner
@@ -19,32 +27,39 @@ _LIKELIEST = SamplingParams(temperature=0.0)
 class Launched:
     """A step under way."""
 
-    counts: Mapping[Job, int]  # rows
-    # Whose logits are looked at: all that end at a cut or have all their tokens computed.
+    counts: Mapping[Job, int]  # rows, in their order in the step
+    # Of those without trees, whose logits are looked at: all that end at a cut or have all tokens computed.
     asked: Sequence[Job]
     started: StartedChoices  # for each of `asked`
+    # Of those with trees, none of whose rows is committed: logits [vocab] after the root and each node.
+    tree_logits: Mapping[Job, Sequence[AnyLogits]] = field(default_factory=dict)
 
     def outcomes(self) -> Mapping[Job, Outcome]:
         """What was chosen after the last row of each of `asked`. Waits for the device; raises its errors."""
         return dict(zip(self.asked, self.started.outcomes(), strict=True))
 
 
-def launch(runner: ModelRunner, counts: Mapping[Job, int]) -> Launched:
+def launch(runner: ModelRunner, counts: Mapping[Job, int], trees: Mapping[Job, TokenTree]) -> Launched:
     """Begins a step with the next rows of each job. Raises as `ModelRunner.step`.
 
-    At a cut the likeliest token is chosen, which shows that the logits, and so the state, are finite.
+    trees: not empty ones, of jobs with one row, behind which they come. At a cut the likeliest token is
+    chosen, which shows that the logits, and so the state, are finite.
     """
     segments, asked = [], []
     for job, count in counts.items():
         assert job.sequence is not None
+        if job in trees:
+            segments.append(_tree_segment(job, trees[job]))
+            continue
         end = job.num_computed + count
         is_asked = end in job.cuts or end == len(job.token_ids)
         segments.append(Segment(job.sequence, job.next_tokens(count), None, None if is_asked else ()))
         if is_asked:
             asked.append(job)
-    rows = [logits[0] for logits in runner.step(Batch(tuple(segments))) if len(logits)]
-    choices = [_choice(job, logits) for job, logits in zip(asked, rows, strict=True)]
-    return Launched(counts, asked, begin_choices(choices))
+    rows = dict(zip(counts, runner.step(Batch(tuple(segments))), strict=True))
+    choices = [_choice(job, rows[job][0]) for job in asked]
+    counts = {job: count + len(trees.get(job, ())) for job, count in counts.items()}
+    return Launched(counts, asked, begin_choices(choices), {job: rows[job] for job in trees})
 
 
 def launch_ahead(runner: ModelRunner, before: Launched) -> Launched:
@@ -63,6 +78,12 @@ def launch_ahead(runner: ModelRunner, before: Launched) -> Launched:
     jobs = [job for _, job in going_on]
     choices = [job.choice(logits, unseen) for job, logits, unseen in zip(jobs, rows, results, strict=True)]
     return Launched(dict.fromkeys(jobs, 1), jobs, begin_choices(choices))
+
+
+def _tree_segment(job: Job, tree: TokenTree) -> Segment:
+    assert job.sequence is not None
+    parents = (-1, *(1 + parent for parent in tree.parents))
+    return Segment(job.sequence, (job.token_ids[-1], *tree.token_ids), parents)
 
 
 def _choice(job: Job, logits: AnyLogits) -> Choice:

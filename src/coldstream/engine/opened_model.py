@@ -56,7 +56,7 @@ class OpenedModel:
     has_chat_template: bool  # without one, using `chat_template` raises an error
     default_sampling: SamplingParams
     open_warnings: tuple[str, ...] = ()  # why the device or what drafts is not the expected one
-    speculation: Speculation | None = None  # of one sequence
+    speculation: Speculation | None = None
 
     @property
     def config(self) -> EngineConfig:

@@ -180,11 +180,12 @@ class _Model:
         )
 
     def _draft_room(self, config: EngineConfig) -> DraftRoom:
-        room = DraftRoom(tree_rows_of(config), has_mtp=config.spec_type == "mtp")
+        num_contexts = _contexts(config)
+        room = DraftRoom(tree_rows_of(config, num_contexts), has_mtp=config.spec_type == "mtp")
         if config.spec_type != "dflash":
             return room
         assert self.draft is not None, "a drafter is open where one is planned"
-        num_bytes = self.draft.num_bytes(config.ctx_size or 1)
+        num_bytes = self.draft.num_bytes(config.ctx_size or 1, num_contexts)
         return replace(room, drafter_bytes=num_bytes, taps=self.draft.taps)
 
     def with_context(self, config: EngineConfig, budget: int) -> EngineConfig:

@@ -1,0 +1,162 @@
+"""How much is drafted for a step, and how much of it is verified: a fixed number of nodes, or what pays."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+from typing import ClassVar, Final, Protocol
+
+from coldstream.decoding.acceptance import AcceptanceModel
+from coldstream.decoding.round_sizes import FixedRounds, RoundsByCost, RoundSizes
+from coldstream.decoding.row_times import StepTimes, row_range
+from coldstream.decoding.token_tree import TokenTree
+from coldstream.decoding.tree_size import SizePolicy, TreeSize
+
+_FIRST_BUDGET: Final = 8
+_MORE_NODES: Final = 2  # than were useful lately, since a draft costs more the more nodes are asked for
+_USEFUL_KEPT: Final = 0.95
+_AWAKE_STEPS: Final = 512  # of _WAKE_DISTANCE steps in which drafts do not pay
+_WAKE_DISTANCE: Final = 4096
+
+
+@dataclass(frozen=True)
+class TriedDraft:
+    """A draft of which a step verified all nodes."""
+
+    tree: TokenTree
+    accepted: Sequence[int]  # nodes, a path from the root
+    is_cut: bool = False  # whether generation ended along the path, so that what follows it was not tried
+
+
+class TreeSizes(Protocol):
+    """Chooses how much is drafted and how much of it is verified, for one sequence or several in a step."""
+
+    @property
+    def drafts_beside_prompts(self) -> bool:
+        """Whether it chooses for steps that have rows of prompts too."""
+
+    def budget(self, most: int, num_sequences: int = 1) -> int:
+        """Nodes that the drafter of each sequence is asked for, at most `most`; 0: the next step is plain."""
+
+    def is_idle(self, num_sequences: int = 1) -> bool:
+        """Whether nothing will be drafted for long where so many run, so that drafters need not be told of
+        tokens.
+        """
+
+    @property
+    def rounds(self) -> RoundSizes:
+        """The sizes where a device drafts and accepts by itself."""
+
+    def sizes(self, trees: Sequence[TokenTree], draft_s: float) -> list[int]:
+        """How many of the first nodes of each sequence's tree are verified; all took `draft_s` seconds."""
+
+    def record(self, drafts: Sequence[TriedDraft], seconds: float) -> None:
+        """What came of the drafts of each sequence of a step, which took so long besides drafting."""
+
+
+@dataclass(frozen=True)
+class FixedSizes:
+    """Trees of `num_nodes` nodes, whatever they cost."""
+
+    num_nodes: int
+    drafts_beside_prompts: ClassVar[bool] = True
+
+    @property
+    def rounds(self) -> RoundSizes:
+        return FixedRounds(self.num_nodes)
+
+    def budget(self, most: int, num_sequences: int = 1) -> int:
+        return min(self.num_nodes, most)
+
+    def is_idle(self, num_sequences: int = 1) -> bool:
+        return False
+
+    def sizes(self, trees: Sequence[TokenTree], draft_s: float) -> list[int]:
+        return [len(tree) for tree in trees]
+
+    def record(self, drafts: Sequence[TriedDraft], seconds: float) -> None:
+        pass
+
+
+class SizesByCost:
+    """Trees of as many nodes as give the most expected tokens a second, by what was accepted and what steps
+    took so far; see `tree_size.py` and `acceptance.py`.
+
+    Of several sequences' trees the likeliest nodes come first, whichever tree they are in. What pays is
+    learned apart for one sequence, two, three and so on, by the ranges of `row_times.py`.
+
+    Being told of tokens costs a drafter time too. Once drafts have not paid for 512 steps, it is told of 512
+    in 4,096 steps only, and asked among these.
+    """
+
+    drafts_beside_prompts: ClassVar[bool] = False  # their steps take a time that says nothing of others
+
+    def __init__(self, drafter_name: str) -> None:
+        self.rounds: RoundSizes = RoundsByCost()
+        self._name = drafter_name
+        self._acceptance = AcceptanceModel()
+        self._learned: dict[int, _Learned] = {}  # by range of sequences
+
+    def budget(self, most: int, num_sequences: int = 1) -> int:
+        learned = self._of(num_sequences)
+        learned.chosen = None
+        if most < 1 or learned.is_idle or not learned.policy.should_draft():
+            return 0
+        return min(most, round(learned.useful) + _MORE_NODES)
+
+    def is_idle(self, num_sequences: int = 1) -> bool:
+        return self._of(num_sequences).is_idle
+
+    def sizes(self, trees: Sequence[TokenTree], draft_s: float) -> list[int]:
+        expected = [self._acceptance.expected(self._name, tree) for tree in trees]
+        order = list(_likeliest_first(expected))
+        learned = self._of(len(trees))
+        chosen = learned.policy.choose(
+            [expected[tree][node] for tree, node in order], draft_s, num_roots=len(trees)
+        )
+        counts = Counter(tree for tree, _ in order[: chosen.num_nodes])
+        learned.chosen = chosen
+        learned.useful = max(float(max(counts.values(), default=0)), learned.useful * _USEFUL_KEPT)
+        return [counts[tree] for tree in range(len(trees))]
+
+    def record(self, drafts: Sequence[TriedDraft], seconds: float) -> None:
+        learned = self._of(len(drafts))
+        tokens = len(drafts) + sum(len(draft.accepted) for draft in drafts)
+        learned.policy.record(seconds, learned.chosen, float(tokens), len(drafts))
+        learned.num_lost = 0 if learned.policy.pays else learned.num_lost + 1
+        learned.chosen = None
+        for draft in drafts:
+            if not draft.is_cut:
+                self._acceptance.record(self._name, draft.tree, draft.accepted)
+
+    def _of(self, num_sequences: int) -> "_Learned":
+        return self._learned.setdefault(row_range(num_sequences), _Learned())
+
+
+class _Learned:
+    """Of steps with about as many sequences."""
+
+    def __init__(self) -> None:
+        self.policy = SizePolicy(StepTimes())
+        self.chosen: TreeSize | None = None  # for the next step
+        self.useful = float(_FIRST_BUDGET)  # nodes of a tree, a maximum that decays
+        self.num_lost = 0  # steps since drafts paid
+
+    @property
+    def is_idle(self) -> bool:
+        return self.num_lost % _WAKE_DISTANCE >= _AWAKE_STEPS
+
+
+def _likeliest_first(expected: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
+    """All nodes as (tree, node): of each tree in its own order, and of those that are next in their trees the
+    one of the highest probability; of equal ones that of the first tree.
+    """
+    heads = [(-nodes[0], tree, 0) for tree, nodes in enumerate(expected) if nodes]
+    heapify(heads)
+    while heads:
+        _, tree, node = heads[0]
+        yield tree, node
+        if node + 1 < len(expected[tree]):
+            heapreplace(heads, (-expected[tree][node + 1], tree, node + 1))
+        else:
+            heappop(heads)
