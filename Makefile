@@ -24,7 +24,7 @@ lint: install-test
 PYTEST_JOBS := $(if $(JOBS),-n $(JOBS) --dist worksteal)
 
 test: $(if $(OLDEST)$(LINTED),install-test,lint)
-	$(BIN)/python -m pytest $(PYTEST_JOBS)
+	$(BIN)/python -m pytest $(PYTEST_JOBS) --durations=40 --durations-min=5
 
 # The extension with AddressSanitizer and UndefinedBehaviorSanitizer, in an environment with nothing but what builds it, so that
 # it can be built while `lint` installs. Tiles are emulated, because sanitizers do not see what tile instructions read and
