@@ -12,7 +12,7 @@ from scripted_drafts import BUDGETS, KINDS, Scripted, check_same
 from builders import make_model, write_gguf, write_model
 from coldstream.assets import demo_model_path
 from coldstream.decoding import FixedSizes, SizesByCost, Speculation, TokenTree
-from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model
+from coldstream.engine import LLM, EngineConfig, RequestOutput, SamplingParams, open_model
 from coldstream.errors import ConfigError, InconsistentError
 from coldstream.models.cpu_runner import CpuRunner
 
@@ -27,6 +27,7 @@ class Pair:
         self.plain = LLM.from_opened(open_model(replace(config, spec_type="none")))
         self.opened = open_model(replace(config, spec_type="ngram"))
         self._last: LLM | None = None
+        self._expected: dict[tuple[str, str], RequestOutput] = {}
         self.vocab_size = self.opened.runner.spec.vocab_size
 
     def speculating(self, drafter: Any, sizes: FixedSizes | SizesByCost) -> LLM:
@@ -36,8 +37,15 @@ class Pair:
         self._last = LLM.from_opened(replace(self.opened, speculation=Speculation(drafter, sizes)))
         return self._last
 
+    def expected(self, prompt: str | list[int], params: SamplingParams) -> RequestOutput:
+        """The answer without drafts, computed once."""
+        key = repr(prompt), repr(params)
+        if key not in self._expected:
+            (self._expected[key],) = self.plain.generate(prompt, params)
+        return self._expected[key]
+
     def scripted(self, kind: str, prompts: Sequence[str], params: SamplingParams) -> Scripted:
-        outputs = self.plain.generate(prompts, replace(params, max_tokens=64))
+        outputs = [self.expected(prompt, replace(params, max_tokens=64)) for prompt in prompts]
         answers = {output.prompt_token_ids: output.token_ids for output in outputs}
         end_id = min(self.opened.tokenizer.eos_ids)
         return Scripted(kind, answers, self.vocab_size, end_id)
@@ -80,7 +88,7 @@ def test_any_draft_leaves_the_answers_of_the_demo_model(
     budget = BUDGETS[(KINDS.index(kind) + len(PARAMS)) % len(BUDGETS)]
     llm = demo.speculating(drafter, FixedSizes(budget))
     for prompt in PROMPTS:
-        (plain,), (drafted,) = demo.plain.generate(prompt, params), llm.generate(prompt, params)
+        plain, (drafted,) = demo.expected(prompt, params), llm.generate(prompt, params)
         check_same(plain, drafted)
         if kind == "right" and plain.statistics.generated_tokens > 8:
             assert drafted.statistics.speculation.tokens_per_step > min(budget, 4)
@@ -92,7 +100,7 @@ def test_any_budget_leaves_the_answers_of_a_dense_model(tiny: Pair, kind: str, b
     params = SamplingParams(seed=budget, max_tokens=64, ignore_eos=True)
     llm = tiny.speculating(tiny.scripted(kind, PROMPTS, params), FixedSizes(budget))
     for prompt in PROMPTS:
-        check_same(tiny.plain.generate(prompt, params)[0], llm.generate(prompt, params)[0])
+        check_same(tiny.expected(prompt, params), llm.generate(prompt, params)[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,7 +139,7 @@ def test_the_products_own_drafters_leave_the_answers(
     with LLM.from_opened(open_model(config)) as llm:
         for params in (PARAMS["greedy"], PARAMS["penalties"]):
             for prompt in PROMPTS:
-                (plain,), (drafted,) = demo.plain.generate(prompt, params), llm.generate(prompt, params)
+                plain, (drafted,) = demo.expected(prompt, params), llm.generate(prompt, params)
                 check_same(plain, drafted)
                 speculation = drafted.statistics.speculation
                 assert speculation.steps + speculation.accepted == len(drafted.token_ids) - 1
@@ -175,11 +183,11 @@ class Told(Scripted):
 
 def test_a_drafter_is_told_of_no_token_while_nothing_is_drafted_for_long(demo: Pair) -> None:
     params = replace(PARAMS["greedy"], max_tokens=120, ignore_eos=True)
-    (plain,) = demo.plain.generate(PROMPTS[0], params)
+    plain = demo.expected(PROMPTS[0], params)
     drafter = Told("right", {plain.prompt_token_ids: plain.token_ids}, demo.vocab_size)
     llm = demo.speculating(drafter, Sleepy())
     for prompt in (PROMPTS[0], [*plain.prompt_token_ids, *plain.token_ids]):
-        (expected,), (drafted,) = demo.plain.generate(prompt, params), llm.generate(prompt, params)
+        expected, (drafted,) = demo.expected(prompt, params), llm.generate(prompt, params)
         check_same(expected, drafted)
     assert drafter.gaps >= 2
     assert -1 in drafter.token_ids
