@@ -68,6 +68,28 @@ def test_json_is_one_line_with_the_samples(run: Run, path: str) -> None:
     assert (report["threads"], report["warm_up_runs"]) == (1, 1)
 
 
+@pytest.mark.parametrize("budget", [3, "auto"])
+def test_drafts_are_timed_beside_the_same_without(run: Run, budget: int | str) -> None:
+    words = ["-p", "0", "-n", "24", "-r", "2", "--threads", "1", "--device", "cpu", "--spec-type", "mtp"]
+    code, out, _ = run("bench", *words, "--tree-budget", str(budget), "--json")
+    assert code == 0
+    (found,) = json.loads(out)["drafts"]
+    assert (found["test"], found["drafter"]) == ("tg24, drafted", "mtp")
+    assert len(found["samples"]) == len(found["plain_samples"]) == 2
+    assert min(found["samples"] + found["plain_samples"]) > 0
+    assert found["steps"] + sum(found["accepted_by_depth"]) == 24
+    assert (
+        sum(count for _, count in found["reasons"])
+        == found["steps"]
+        == sum(count for _, count in found["sizes"])
+    )
+    if budget == 3:
+        assert found["reasons"] == [["fixed", found["steps"]]]
+        assert found["tokens_per_step"] > 1.5
+        code, out, _ = run("bench", *words, "--tree-budget", "3")
+        assert re.search(r"\ntg24, drafted: \S+ t/s, \S+ times as fast .* mtp gave \S+ tokens a draft", out)
+
+
 @pytest.mark.parametrize("context", [(), ("-c", "64")])
 def test_a_plan_made_by_plan_is_measured(
     run: Run, path: str, tmp_path: Path, context: tuple[str, ...]

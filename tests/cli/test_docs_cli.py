@@ -123,7 +123,7 @@ def test_every_field_of_json_is_documented_and_exists(
     quick = ("bench", *on_cpu, "-p", "8", "-n", "2", "-r", "1", "-c", "64")
     commands = {
         "show": [("show", demo, "--tensors"), ("show", str(llama))],
-        "bench": [quick, (*quick, "--ram", "30M")],
+        "bench": [quick, (*quick, "--ram", "30M"), (*quick, "-c", "128", "--spec-type", "mtp")],
         "plan": [
             ("plan", *on_cpu),
             ("plan", *on_cpu, "--ram", "24M", "-c", "512"),

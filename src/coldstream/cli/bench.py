@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import click
+import numpy as np
 
 from coldstream.cli.model_argument import model_or_bundled
 from coldstream.cli.options import Command, common_options, engine_config, engine_options, parse_counts
@@ -22,6 +23,7 @@ from coldstream.engine.benchmark import (
     times_as_forecast,
 )
 from coldstream.engine.config import cache_bytes_per_token
+from coldstream.engine.draft_benchmark import DraftedResult, DraftedTest, run_drafted
 from coldstream.engine.machine import reconsider_rates
 from coldstream.errors import ConfigError
 from coldstream.experts.disk_tier import DiskStatistics
@@ -73,18 +75,22 @@ def command(
     tests += [BenchmarkTest(0, n, depth) for depth in n_depth for n in n_gen if n]
     if not tests:
         raise click.UsageError("nothing to measure: give -p or -n a number above 0")
+    drafted = [DraftedTest(test) for test in tests if test.num_generated]
     if options["ctx_size"] is None and options["plan"] is None:
-        options["ctx_size"] = max(test.num_tokens for test in tests)
+        # Whether anything drafts is known once the model is open.
+        options["ctx_size"] = max(_num_tokens([*tests, *drafted]))
     with ProgressLine() as line:
         opened = open_model(engine_config(model_or_bundled(model), options), progress=line.update)
     for warning in opened.warnings:
         note(f"warning: {warning}")
     try:
-        _check_room(tests, opened.config.ctx_size or 0)
+        drafted = drafted if opened.speculation else []
+        _check_room([*tests, *drafted], opened.config.ctx_size or 0)
         report = _Report(opened)
         if not as_json:
             click.echo(report.describe_ceiling())
         results = _run_all(opened, tests, repetitions, seed)
+        drafts = _run_drafted(opened, drafted, repetitions, seed)
         disk, on_gpu = opened.runner.disk, opened.runner.gpu_experts
     finally:
         opened.close()
@@ -93,10 +99,13 @@ def command(
         experts = {
             "experts_on_disk": asdict(disk) if disk else None,
             "experts_on_gpu": asdict(on_gpu) if on_gpu else None,
+            "drafts": [drafts_to_json(result) for result in drafts],
         }
         click.echo(json.dumps(report.to_json(results, seed) | experts))
         return
     report.print_table(results)
+    for result in drafts:
+        click.echo(describe_drafts(result))
     if disk:
         click.echo(describe_disk(disk))
     if on_gpu:
@@ -107,15 +116,42 @@ def command(
             click.echo(describe_prefetch(on_gpu.prefetch))
 
 
-def _check_room(tests: Sequence[BenchmarkTest], ctx_size: int) -> None:
+def _check_room(tests: Sequence[BenchmarkTest | DraftedTest], ctx_size: int) -> None:
     """ConfigError, before anything is measured, if a test needs more context than there is."""
-    largest = max(tests, key=lambda test: test.num_tokens)
+    largest = tests[int(np.argmax(_num_tokens(tests)))]
     if largest.num_tokens > ctx_size:
         raise ConfigError(
             f"{largest.name} needs a context of {largest.num_tokens} tokens, there are {ctx_size}: choose "
             "smaller tests with -p, -n and -d, or a larger --ctx-size (of `coldstream plan`, where there is "
             "a --plan)"
         )
+
+
+def _num_tokens(tests: Sequence[BenchmarkTest | DraftedTest]) -> list[int]:
+    return [test.num_tokens for test in tests]
+
+
+def describe_drafts(result: DraftedResult) -> str:
+    """What drafts brought, in one line."""
+    found = result.speculation
+    return (
+        f"{result.test.name}: {result.mean:.2f} t/s, {result.mean / result.plain_mean:.2f} times as fast as "
+        f"without drafts; {found.drafter} gave {found.accepted_per_draft:.2f} tokens a draft, "
+        f"{found.tokens_per_step:.2f} a step"
+    )
+
+
+def drafts_to_json(result: DraftedResult) -> dict[str, Any]:
+    """The same as plain values. Speeds are tokens per second."""
+    found = result.speculation
+    return {
+        "test": result.test.name,
+        "samples": list(result.samples),
+        "plain_samples": list(result.plain_samples),
+        "accepted_per_draft": found.accepted_per_draft,
+        "tokens_per_step": found.tokens_per_step,
+        **asdict(found),
+    }
 
 
 def describe_disk(disk: DiskStatistics) -> str:
@@ -263,3 +299,22 @@ def _run_all(
             report = partial(line.update, test.name, total=repetitions + 1)
             results.append(run_benchmark(opened.runner, token_ids, test, repetitions, report))
     return results
+
+
+def _run_drafted(
+    opened: OpenedModel, tests: Sequence[DraftedTest], repetitions: int, seed: int
+) -> list[DraftedResult]:
+    if not tests:
+        return []
+    token_ids = benchmark_tokens(opened.tokenizer, max(test.num_prompt for test in tests), seed)
+    with ProgressLine() as line:
+        return [
+            run_drafted(
+                opened,
+                token_ids,
+                test,
+                repetitions,
+                partial(line.update, test.name, total=repetitions + 1),
+            )
+            for test in tests
+        ]

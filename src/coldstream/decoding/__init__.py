@@ -36,6 +36,7 @@ from coldstream.decoding.speculative import (
 )
 from coldstream.decoding.stop import StopMatcher
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
+from coldstream.decoding.tree_size import SizeReason
 
 __all__ = [
     "MAX_TREE_NODES",
@@ -62,6 +63,7 @@ __all__ = [
     "RepetitionWatch",
     "Rounds",
     "SamplingParams",
+    "SizeReason",
     "SizesByCost",
     "Speculation",
     "SpeculationStatistics",

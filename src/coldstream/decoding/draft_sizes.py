@@ -10,7 +10,7 @@ from coldstream.decoding.acceptance import AcceptanceModel
 from coldstream.decoding.round_sizes import FixedRounds, RoundsByCost, RoundSizes
 from coldstream.decoding.row_times import StepTimes, row_range
 from coldstream.decoding.token_tree import TokenTree
-from coldstream.decoding.tree_size import SizePolicy, TreeSize
+from coldstream.decoding.tree_size import SizePolicy, SizeReason, TreeSize
 
 _FIRST_BUDGET: Final = 8
 _MORE_NODES: Final = 2  # than were useful lately, since a draft costs more the more nodes are asked for
@@ -50,6 +50,10 @@ class TreeSizes(Protocol):
     def sizes(self, trees: Sequence[TokenTree], draft_s: float) -> list[int]:
         """How many of the first nodes of each sequence's tree are verified; all took `draft_s` seconds."""
 
+    @property
+    def reason(self) -> SizeReason:
+        """Why the next step has the sizes that `budget` and `sizes` said."""
+
     def record(self, drafts: Sequence[TriedDraft], seconds: float) -> None:
         """What came of the drafts of each sequence of a step, which took so long besides drafting."""
 
@@ -60,6 +64,7 @@ class FixedSizes:
 
     num_nodes: int
     drafts_beside_prompts: ClassVar[bool] = True
+    reason: ClassVar[SizeReason] = SizeReason.FIXED
 
     @property
     def rounds(self) -> RoundSizes:
@@ -96,10 +101,11 @@ class SizesByCost:
         self._name = drafter_name
         self._acceptance = AcceptanceModel()
         self._learned: dict[int, _Learned] = {}  # by range of sequences
+        self.reason = SizeReason.NOT_ASKED
 
     def budget(self, most: int, num_sequences: int = 1) -> int:
         learned = self._of(num_sequences)
-        learned.chosen = None
+        learned.chosen, self.reason = None, SizeReason.NOT_ASKED
         if most < 1 or learned.is_idle or not learned.policy.should_draft():
             return 0
         return min(most, round(learned.useful) + _MORE_NODES)
@@ -115,7 +121,7 @@ class SizesByCost:
             [expected[tree][node] for tree, node in order], draft_s, num_roots=len(trees)
         )
         counts = Counter(tree for tree, _ in order[: chosen.num_nodes])
-        learned.chosen = chosen
+        learned.chosen, self.reason = chosen, chosen.reason
         learned.useful = max(float(max(counts.values(), default=0)), learned.useful * _USEFUL_KEPT)
         return [counts[tree] for tree in range(len(trees))]
 

@@ -9,6 +9,7 @@ from typing import Final
 from coldstream.decoding.draft_sizes import TreeSizes, TriedDraft
 from coldstream.decoding.drafters.drafter import Drafter
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
+from coldstream.decoding.tree_size import SizeReason
 from coldstream.kernels.ops import MAX_TREE_ROWS
 from coldstream.kernels.rounds.reference import Accepted
 
@@ -28,6 +29,7 @@ class SpeculationStatistics:
     draft_s: float  # time of drafting
     verify_s: float  # of computing steps, choosing and committing; of rounds, all of their time
     rounds: int = 0  # of the steps, those that the device drafted and accepted by itself
+    reasons: tuple[tuple[str, int], ...] = ()  # (name of a `SizeReason`, other steps with it)
 
     @property
     def accepted(self) -> int:
@@ -53,11 +55,18 @@ class DraftCounts:
         self._drafter = drafter
         self._sizes: Counter[int] = Counter()
         self._accepted: Counter[int] = Counter()
+        self._reasons: Counter[SizeReason] = Counter()
         self._draft_s = self._verify_s = 0.0
         self._num_rounds = 0
 
-    def count(self, num_drafted: int, num_accepted: int, draft_s: float, seconds: float) -> None:
-        """A step verified so many nodes and took `seconds` besides drafting."""
+    def count(
+        self, num_drafted: int, num_accepted: int, draft_s: float, seconds: float, reason: SizeReason
+    ) -> None:
+        """A step verified so many nodes, for `reason`, and took `seconds` besides drafting."""
+        self._reasons[reason] += 1
+        self._count(num_drafted, num_accepted, draft_s, seconds)
+
+    def _count(self, num_drafted: int, num_accepted: int, draft_s: float, seconds: float) -> None:
         self._sizes[num_drafted] += 1
         if num_accepted:
             self._accepted.update(range(1, num_accepted + 1))
@@ -66,7 +75,7 @@ class DraftCounts:
 
     def count_round(self, accepted: Accepted, seconds: float) -> None:
         """A device drafted and verified by itself, which took `seconds`."""
-        self.count(accepted.num_drafted, max(0, len(accepted.token_ids) - 1), 0.0, seconds)
+        self._count(accepted.num_drafted, max(0, len(accepted.token_ids) - 1), 0.0, seconds)
         self._num_rounds += 1
 
     def statistics(self) -> SpeculationStatistics:
@@ -83,6 +92,7 @@ class DraftCounts:
             draft_s=self._draft_s,
             verify_s=self._verify_s,
             rounds=self._num_rounds,
+            reasons=tuple(sorted((reason.name.lower(), count) for reason, count in self._reasons.items())),
         )
 
 
@@ -129,7 +139,7 @@ class Speculation:
     def verified(self, nodes: Sequence[int], seconds: float, *, is_cut: bool) -> None:
         """See `Drafts`."""
         self.sizes.record([TriedDraft(self._tree, nodes, is_cut)], seconds)
-        self._counts.count(len(self._tree), len(nodes), self._draft_s, seconds)
+        self._counts.count(len(self._tree), len(nodes), self._draft_s, seconds, self.sizes.reason)
 
     def round_ended(self, accepted: Accepted, seconds: float) -> None:
         """See `Drafts`."""

@@ -46,6 +46,8 @@ class SizeReason(Enum):
     PLAIN = "no size is expected to be faster than a plain step"
     PROBE = "measured again although another size is expected to be faster"
     UNMEASURED = "no plain step has been measured yet"
+    NOT_ASKED = "nothing was drafted: drafts have not paid lately, or a plain step is measured"
+    FIXED = "so many are verified, whatever they cost"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from coldstream.decoding import (
     Chosen,
     DraftCounts,
     Pick,
+    SizeReason,
     Speculation,
     TokenTree,
     TriedDraft,
@@ -55,6 +56,7 @@ class JobDrafts:
         self._first_rows: dict[Job, int] = {}  # in the step, of jobs with trees
         self._picks: Mapping[Job, Pick] = {}
         self._tried: dict[Job, TriedDraft] = {}
+        self._reason = SizeReason.NOT_ASKED
 
     def may_draft(self, num_jobs: int) -> bool:
         """Whether something may be drafted soon where so many jobs run."""
@@ -82,6 +84,7 @@ class JobDrafts:
         if budget > 0:
             counts = self._sizes.sizes(trees, sum(self._draft_s.values()))
             trees = [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
+        self._reason = self._sizes.reason if jobs else SizeReason.NOT_ASKED
         self._drafted = dict(zip(jobs, trees, strict=True))
         self._start = time.perf_counter()
         return {job: tree for job, tree in self._drafted.items() if tree}
@@ -217,7 +220,7 @@ class JobDrafts:
     def _count(self, job: Job, num_drafted: int, num_accepted: int) -> None:
         seconds = time.perf_counter() - self._start
         _counts_of(job, self._speculation).count(
-            num_drafted, num_accepted, self._draft_s.get(job, 0.0), seconds
+            num_drafted, num_accepted, self._draft_s.get(job, 0.0), seconds, self._reason
         )
 
 
