@@ -162,3 +162,18 @@ def test_steps_are_launched_ahead_unless_the_host_chooses(
     assert len(steps) == GREEDY.max_tokens - 1
     list(gpu.stream([3, 1], replace(GREEDY, logprobs=0)))
     assert len(steps) == GREEDY.max_tokens - 1
+
+
+def test_a_list_leaves_live_what_a_step_ahead_has_computed_of_its_last_answer(
+    models: tuple[LLM, LLM],
+) -> None:
+    """A stop string ends it, which the host sees once the step after it is launched."""
+    gpu, cpu = models
+    text = gpu.generate([[4, 5]], GREEDY)[0].outputs[0].text
+    params = [replace(GREEDY, max_tokens=1), replace(GREEDY, stop=[text[2:4]])]
+    last = gpu.generate([[1], [4, 5]], params)[1].outputs[0]
+    assert last.finish_reason == "stop"
+    longer = [4, 5, *last.token_ids, 6]
+    found, expected = (llm.generate([longer], GREEDY)[0] for llm in (gpu, cpu))
+    assert found.statistics.reused_tokens >= len(longer) - 2
+    assert found.token_ids == expected.token_ids

@@ -193,8 +193,9 @@ def test_a_drafter_is_told_of_no_token_while_nothing_is_drafted_for_long(demo: P
     assert -1 in drafter.token_ids
 
 
-def test_lists_and_several_answers_have_no_drafts_and_the_same_text(demo: Pair) -> None:
-    llm = demo.speculating(demo.scripted("right", PROMPTS, PARAMS["greedy"]), FixedSizes(4))
+def test_lists_and_several_answers_have_the_same_text_with_drafts(demo: Pair) -> None:
+    answers = demo.scripted("right", PROMPTS, PARAMS["greedy"]).answers
+    llm = demo.speculating(Told("right", answers, demo.vocab_size), FixedSizes(4))
     params = replace(PARAMS["seeded"], n=2)
     both = [[each.outputs for each in model.generate(PROMPTS, params)] for model in (demo.plain, llm)]
     for plain, listed in zip(*both, strict=True):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from engine_clients import Answer, Client, alone, engine_of
+from engine_clients import told as told_of
 from scripted_drafts import KINDS
 from test_drafts import PARAMS, PROMPTS, Pair, Told
 
@@ -107,6 +108,28 @@ def test_the_next_turn_is_drafted_from_what_is_reused(demo: Pair) -> None:
         assert client.num_reused(second) == len(turn) - 3
         demo.plain.forget()
         assert client.answers(second) == alone(demo.plain, turn, seeded(GREEDY))
+
+
+def test_an_answer_of_a_list_is_drafted_once_it_is_alone_and_so_is_what_follows_the_list(demo: Pair) -> None:
+    """The list's engine and the sequence that is live afterwards have one drafter, which followed another
+    answer than the last one.
+    """
+    drafter = told(demo)
+    llm = LLM.from_opened(drafting(demo, drafter))
+    params = [seeded(GREEDY), replace(seeded(GREEDY), max_tokens=4)]
+    long, short = (output.outputs[0] for output in llm.generate(PROMPTS[:2], params))
+    assert short.statistics.speculation is not None
+    assert (short.statistics.speculation.steps, short.statistics.speculation.drafted) == (3, 0)
+    assert long.statistics.speculation is not None
+    assert long.statistics.speculation.accepted > 0
+    turn = [*ids_of(demo, PROMPTS[1]), *short.token_ids, 7, 7]
+    (after,) = llm.generate([turn], seeded(GREEDY))[0].outputs
+    assert after.statistics.reused_tokens == len(turn) - 3
+    llm.forget()
+    for prompt, each, answer in zip(PROMPTS, params, (long, short), strict=False):
+        assert [told_of(answer)] == plain(demo, prompt, each)
+    demo.plain.forget()
+    assert [told_of(after)] == alone(demo.plain, turn, seeded(GREEDY))
 
 
 @pytest.mark.parametrize("spec_type", ["mtp", "ngram"])

@@ -47,6 +47,16 @@ def test_the_last_border_goes_before_the_others_if_states_are_few() -> None:
     assert choose_cuts(0, 1000, parting=0, borders=borders, max_replay=2048, limit=9) == (100, 400, 900, 999)
 
 
+def test_a_prompt_that_comes_once_pauses_for_what_others_share_alone() -> None:
+    def cuts(parting: int, borders: list[int], length: int) -> tuple[int, ...]:
+        return choose_cuts(
+            0, length, parting=parting, borders=borders, max_replay=2048, limit=8, comes_again=False
+        )
+
+    assert cuts(0, [], 16_000) == ()
+    assert cuts(300, [700], 1000) == (300, 700)
+
+
 def test_a_border_just_before_the_end_stands_for_the_end() -> None:
     assert choose_cuts(0, 1000, parting=0, borders=[990], max_replay=2048, limit=9) == (990,)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import closing
 from typing import Final
 
+from coldstream import kvcache
 from coldstream.decoding import AnyLogits, Chosen, Outcome, TokenTree
 from coldstream.engine.engine_statistics import EngineStatistics, LiveState
 from coldstream.engine.events import Event
@@ -50,8 +51,8 @@ class Engine:
         self._target_s = limits.target_step_ms / 1000
         self._clock = clock
         chunk_size = opened.runner.chunk_size
-        max_running = min(limits.max_running, opened.runner.cache_size.num_states, chunk_size)
-        self._served = ServedRequests(opened, max_running, limits.max_waiting, tiers)
+        self._max_running = min(limits.max_running, opened.runner.cache_size.num_states, chunk_size)
+        self._served = ServedRequests(opened, self._max_running, limits.max_waiting, tiers)
         self._cost = StepCost(chunk_size)
         self._flying: Launched | None = None  # a step whose tokens the host has not looked at
         self._drafts = JobDrafts(opened.runner, opened.speculation) if opened.speculation else None
@@ -96,6 +97,11 @@ class Engine:
         return self._served.take_events()
 
     @property
+    def max_running(self) -> int:
+        """The most answers that have memory at a time."""
+        return self._max_running
+
+    @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do until `add`."""
         return not self._served
@@ -107,6 +113,21 @@ class Engine:
     def live(self) -> LiveState:
         """The same with the experts, as they are now."""
         return LiveState(self.statistics(), self._runner.expert_map())
+
+    def keep_prefix(self, token_ids: Sequence[int], sequence: kvcache.Sequence) -> None:
+        """Keeps all that a sequence of the model's holds for requests that begin with these tokens.
+
+        The sequence stays the caller's, and shares its memory with the kept prefix. Only for one from whose
+        last logits a token was chosen, see `PrefixCache.keep`; nothing is kept of an empty one.
+        """
+        self._served.memory.cache.keep(token_ids, sequence)
+
+    def kept_prefix(self, token_ids: Sequence[int]) -> kvcache.Prefix:
+        """The longest kept prefix of these tokens, perhaps all or none of them; its sequence is the caller's.
+
+        The sequence outlives the engine.
+        """
+        return self._served.memory.cache.begin([*token_ids, 0])  # as a prompt that goes on after them begins
 
     def clear_prefixes(self, namespace: str | None = None) -> None:
         """Forgets the kept prefixes of a namespace, or of all."""

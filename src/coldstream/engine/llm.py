@@ -18,6 +18,7 @@ from typing import Any, Literal, Never, Self, overload
 from coldstream.decoding import Logits, SamplingParams
 from coldstream.engine.config import CacheType, EngineConfig
 from coldstream.engine.generation import Request, cancelled_piece, completion, generate_pieces
+from coldstream.engine.lists import generate_list
 from coldstream.engine.live_sequence import LiveSequence
 from coldstream.engine.opened_model import OpenedModel, open_model
 from coldstream.engine.own_parts import OwnParts
@@ -33,7 +34,6 @@ from coldstream.engine.prompts import (
 )
 from coldstream.engine.request import Piece, RequestOutput
 from coldstream.engine.request_reader import RequestReader
-from coldstream.engine.side_by_side import generate_side_by_side
 from coldstream.engine.stream import Stream
 from coldstream.engine.turns import Turns
 from coldstream.errors import InvalidRequestError, OutOfMemoryError, host_memory_errors, shown
@@ -334,7 +334,6 @@ class LLM:
     @host_memory_errors()
     def _complete_all(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """All answers to each prompt, together if there are several."""
-        runner = self._opened.runner
         if sum(request.params.n for request in requests) <= 1:
             return [self._complete(request) for request in requests]
 
@@ -343,14 +342,7 @@ class LLM:
             self._turns.resume()
 
         with self._turns.turn():
-            return generate_side_by_side(
-                requests,
-                self._sequence,
-                runner,
-                self._opened.tokenizer,
-                self._opened.grammars,
-                between_steps,
-            )
+            return generate_list(requests, self._sequence, self._opened, between_steps)
 
     def _complete(self, request: Request) -> RequestOutput:
         """All answers to a prompt, one after the other."""

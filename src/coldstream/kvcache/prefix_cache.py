@@ -59,10 +59,18 @@ class PrefixCache:
         share = min(max_states, max(1, max_states // 2))
         self._max_cuts = max(share, MAX_CUTS) if max_states and self._tiers.is_fast else share
 
-    def begin(self, token_ids: TokenIds[int], borders: Collection[int] = (), namespace: str = "") -> Prefix:
+    def begin(
+        self,
+        token_ids: TokenIds[int],
+        borders: Collection[int] = (),
+        namespace: str = "",
+        *,
+        comes_again: bool = True,
+    ) -> Prefix:
         """A sequence with the longest kept prefix of a prompt, for the caller to extend and to release.
 
-        borders: lengths after which later prompts may go on differently. Remembers that the prompt passed.
+        borders: lengths after which later prompts may go on differently. comes_again: whether one may begin
+        with all of this prompt, which pauses before its last token then. Remembers that the prompt passed.
         Raises InvalidRequestError for a prompt without tokens, with nothing changed.
         """
         ids = _as_array(token_ids)
@@ -92,6 +100,7 @@ class PrefixCache:
             borders=borders if self._is_recurrent else (),
             max_replay=self._max_replay if self._is_recurrent else len(ids),
             limit=self._max_cuts,
+            comes_again=comes_again,
         )
         return Prefix(sequence, length, cuts)
 

@@ -11,21 +11,30 @@ MIN_GAP = 16  # tokens that are computed again sooner than a state of them is wo
 
 
 def choose_cuts(
-    start: int, length: int, *, parting: int, borders: Iterable[int], max_replay: int, limit: int
+    start: int,
+    length: int,
+    *,
+    parting: int,
+    borders: Iterable[int],
+    max_replay: int,
+    limit: int,
+    comes_again: bool = True,
 ) -> tuple[int, ...]:
     """At most `limit` positions, ascending, of a prompt of `length` tokens of which `start` are held.
 
     All lie between `start` and `length`, as a prompt needs its last token computed. parting: how many of the
-    first tokens other prompts began with. borders: ends of a system prompt, of tools, of messages. As far as
-    the limit allows, no cut is more than `max_replay` tokens behind the one before, and one is at the end.
-    If there are too many, the prefix that other prompts have comes first, then that up to the last border,
-    that of the whole prompt, that up to the first border, and the other borders in order.
+    first tokens other prompts began with. borders: ends of a system prompt, of tools, of messages.
+    comes_again: whether a later prompt may begin with all of this one. As far as the limit allows, no cut is
+    more than `max_replay` tokens behind the one before, and one is at the end if the prompt comes again. If
+    there are too many, the prefix that other prompts have comes first, then that up to the last border, that
+    of the whole prompt, that up to the first border, and the other borders in order.
     """
     end = length - 1
     inside = sorted({border for border in borders if start < border <= end})
     wanted = [(min(parting, end), MIN_GAP)]
     wanted += [(border, MIN_GAP) for border in inside[-1:]]
-    wanted.append((end, MIN_GAP))
+    if comes_again:
+        wanted.append((end, MIN_GAP))
     wanted += [(border, MIN_GAP) for border in inside[:1]]
     wanted += [(border, BLOCK_POSITIONS) for border in inside[1:-1]]
     cuts: list[int] = []

@@ -1,4 +1,4 @@
-"""A list of prompts on one runner: each answer is what it is alone, whatever is beside it."""
+"""A list of prompts of one LLM: each answer is what it is alone, whatever is beside it."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,9 @@ import pytest
 from builders import write_gguf
 from coldstream.decoding import Logits, derived_seed
 from coldstream.engine import LLM, CompletionOutput, SamplingParams
+from coldstream.engine.engine import Engine
+from coldstream.engine.events import Event
+from coldstream.engine.limits import EngineLimits
 from coldstream.errors import GenerationFault, InvalidRequestError, OutOfMemoryError
 from coldstream.kvcache import Batch, CacheSize
 from coldstream.models.cpu_runner import CpuRunner
@@ -155,7 +158,39 @@ def test_with_experts_on_the_disk_too(path: Path, size: CacheSize) -> None:
 def test_each_step_has_a_row_of_every_sequence(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = steps_of(llm, monkeypatch)
     llm.generate([[1, 2, 3], [4], [5, 6], [7, 8]], SAMPLED)
-    assert steps == [[3, 1, 2, 2]] + [[1] * 4] * 11
+    assert [sorted(rows) for rows in steps] == [[1, 2, 2, 3]] + [[1] * 4] * 11
+
+
+def test_a_prompt_that_comes_once_is_read_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no pause before its last token, as no later prompt of the list begins with it."""
+    steps = steps_of(llm, monkeypatch)
+    llm.generate([[1] * 100, [2] * 80], replace(SAMPLED, max_tokens=2))
+    assert [sorted(rows) for rows in steps] == [[80, 100], [1, 1]]
+
+
+def test_a_list_may_be_longer_than_a_queue(llm: LLM) -> None:
+    limits = EngineLimits()
+    count = limits.max_waiting + limits.max_running + 9
+    params = replace(SAMPLED, max_tokens=1)
+    outputs = llm.generate([[each % 256, each // 256] for each in range(count)], params)
+    assert [len(output.token_ids) for output in outputs] == [1] * count
+    assert sequences_in_use(llm)[1] <= 1
+
+
+def test_no_answer_waits_in_the_engine_where_there_is_room_for_those_that_run(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a step whose tokens a device chooses is launched ahead only if nobody waits."""
+    step, waiting = Engine.step, []
+
+    def counted(engine: Engine) -> list[Event]:
+        events = step(engine)
+        waiting.append(engine.statistics().waiting)
+        return events
+
+    monkeypatch.setattr(Engine, "step", counted)
+    llm.generate([[each] for each in range(20)], replace(SAMPLED, max_tokens=3))
+    assert max(waiting) == 0
 
 
 def test_prompts_wait_where_memory_is_too_little_for_all(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +249,34 @@ def test_an_error_is_the_one_of_the_first_prompt_that_has_one(llm: LLM) -> None:
         with pytest.raises(InvalidRequestError, match="raised ValueError: late"):
             llm.generate([[1, 2]] * len(each), each)
         assert sequences_in_use(llm) == (0, 0)
+
+
+def test_nothing_is_computed_for_prompts_after_one_with_an_error(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(token_ids: Sequence[int], logits: Logits) -> Logits:
+        if len(token_ids) == 4:
+            raise ValueError("early")
+        return logits
+
+    steps = steps_of(llm, monkeypatch)
+    params = [SAMPLED, replace(SAMPLED, logits_processors=[fail]), SAMPLED]
+    with pytest.raises(InvalidRequestError, match="early"):
+        llm.generate([[1, 2]] * 3, params)
+    assert [len(rows) for rows in steps] == [3] * 3 + [1] * 9
+
+
+def test_a_list_after_a_prompt_that_failed(llm: LLM) -> None:
+    """No token was chosen after those that its sequence has, so that no prompt may begin with them."""
+
+    def fail(token_ids: Sequence[int], logits: Logits) -> Logits:
+        raise ValueError("at once")
+
+    prompts = [[1] * 40, [2]]
+    with pytest.raises(InvalidRequestError, match="at once"):
+        llm.generate([[1] * 30], replace(SAMPLED, logits_processors=[fail]))
+    assert sequences_in_use(llm) == (1, 1)
+    assert together(llm, prompts, [SAMPLED] * 2) == alone(llm, prompts, [SAMPLED] * 2)
 
 
 @pytest.mark.parametrize("row", [0, 2])
