@@ -61,11 +61,11 @@ def go(
 def test_likelier_trees_get_more_nodes() -> None:
     """Before anything was tried, as their drafters say."""
     sizes = SizesByCost("chains")
-    trees = [chain(8, -0.02), chain(8, -1.5), NO_DRAFT]
+    trees = [chain(8, -1.5), chain(8, -0.02), NO_DRAFT]
     for counts in go(sizes, trees, 24, accepted=0, row_s=0.0):
         assert counts == [0, 0, 0]
     sizes.budget(20, 3)
-    likely, unlikely, none = sizes.sizes(trees, 1e-4)
+    unlikely, likely, none = sizes.sizes(trees, 1e-4)
     assert likely >= 4
     assert unlikely < likely
     assert none == 0

@@ -255,12 +255,18 @@ def test_only_an_answer_that_is_alone_has_drafts_of_a_drafter_that_there_is_once
         assert steps == [[3], [3], [3], [1, 3], *[[1, 1]] * 4, *[[3]] * 4]
 
 
+class Costly(FixedSizes):
+    """Sizes of which nothing is known beside prompts."""
+
+    drafts_beside_prompts = False
+
+
 @pytest.mark.parametrize("by_cost", [False, True])
 def test_a_fixed_draft_goes_beside_a_prompt_and_one_by_cost_does_not(
     opened: OpenedModel, by_cost: bool
 ) -> None:
     texts = right_texts(opened, 1)
-    sizes = SizesByCost("oracle") if by_cost else FixedSizes(2)
+    sizes = Costly(2) if by_cost else FixedSizes(2)
     drafted = drafting(opened, lambda: Oracle("right", texts, opened.runner.spec.vocab_size), sizes)
     with engine_of(drafted) as client:
         first = client.add([0, 7, 9], GREEDY)
