@@ -123,6 +123,18 @@ def test_the_end_of_the_prompt_that_was_used_last_ago_is_forgotten_first(kept: i
     assert routes.choose(6, keys[: kept + 1], ["a", "b"]) == "b"
 
 
+def test_a_prompt_that_comes_again_is_remembered_longer() -> None:
+    first, second, third = (block_keys("", [number] * BLOCK_TOKENS) for number in range(3))
+    routes = PrefixRoutes(max_blocks=2)
+    for keys in (first, second, first, third):
+        routes.choose(0, keys, ["a"])
+        routes.release(0)
+    # "b" is new, and chosen for what "a" does not know.
+    assert routes.choose(1, first, ["a", "b"]) == "a"
+    routes.release(1)
+    assert routes.choose(2, second, ["a", "b"]) == "b"
+
+
 @given(requests, replicas)
 def test_nothing_is_known_of_a_replica_that_went_away(
     asked: list[tuple[str, list[int]]], names: list[str]

@@ -85,6 +85,8 @@ def test_a_plan_brings_its_own_contexts() -> None:
         ({"max_lead": -1}, "max_lead must be"),
         ({"cpus": -1}, "cpus must be"),
         ({"gpus": "1"}, "gpus must be"),
+        ({"engine": {"device": "cuda"}}, "gpus is 0"),
+        ({"engine": {"vram": "6G"}}, "gpus is 0"),
     ],
 )
 def test_what_is_no_setting_is_refused_by_its_name(args: dict[str, Any], message: str) -> None:

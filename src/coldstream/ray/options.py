@@ -46,6 +46,11 @@ class ServiceOptions:
         for name, value in (("cpus", self.cpus), ("gpus", self.gpus)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1024:
                 raise ConfigError(f"{name} must be a number from 0 to 1024, not {shown(value)}")
+        if not self.gpus and (self.config.device == "cuda" or self.config.vram != "auto"):
+            raise ConfigError(
+                "gpus is 0, so no replica would see the GPU that engine.device or engine.vram asks for: "
+                "give gpus: 1"
+            )
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> Self:
