@@ -181,19 +181,18 @@ class ReplicasClient:
 
     async def _read(self, call: _Call) -> None:
         """Pass a request's events on to its stream, which has ended when this has."""
-        lost = "the replica that computed this answer was lost: send the request again"
         try:
-            async for batch in call.response:
-                self._heard_at = time.monotonic()
-                if not self._pass_on(call.stream, batch):
-                    return
-            call.response = None
-        except _Lost:
-            call.stream.fail(ServiceUnavailable(lost, LOST_S))
+            with suppress(*_Lost):
+                async for batch in call.response:
+                    self._heard_at = time.monotonic()
+                    if not self._pass_on(call.stream, batch):
+                        return
+                call.response = None
         except ColdstreamError as error:
             call.stream.fail(error)
         finally:
-            call.stream.fail(ServiceUnavailable(lost, LOST_S))
+            lost = "the replica that computed this answer was lost: send the request again"
+            call.stream.fail(ServiceUnavailable(lost, LOST_S))  # nothing, if it has ended
             self._end(call)
 
     def _pass_on(self, stream: EventStream, batch: Sequence[bytes]) -> bool:
@@ -236,15 +235,14 @@ class ReplicasClient:
 
     async def _look(self) -> None:
         """Read the model of a replica that has opened another one than the known, after an update."""
-        for state in await self._states() or ():
-            if self._model is None or state.facts.fingerprint != self._model.facts.fingerprint:
-                try:
-                    self._model = await asyncio.to_thread(
-                        ServedModel.read, self._name, self._created, state.facts
-                    )
-                    return
-                except ColdstreamError as error:
-                    self._reason = str(error)
+        known = None if self._model is None else self._model.facts.fingerprint
+        try:
+            facts = [state.facts for state in await self._states() or ()]
+            other = next((each for each in facts if each.fingerprint != known), None)
+            if other is not None:
+                self._model = await asyncio.to_thread(ServedModel.read, self._name, self._created, other)
+        except ColdstreamError as error:
+            self._reason = str(error)
 
     async def _states(self) -> list[ReplicaState] | None:
         """The states of all replicas that have one; None if some have not answered in time."""
