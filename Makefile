@@ -3,7 +3,7 @@ VENV := $(if $(OLDEST),.venv-oldest,.venv)
 BIN := $(VENV)/bin
 INSTALL := $(PYTHON) tools/install.py $(VENV)
 
-.PHONY: demo test test-gpu lint sanitize sanitizers sanitize-gpu clean install-test
+.PHONY: demo test test-gpu ray lint sanitize sanitizers sanitize-gpu clean install-test
 
 demo:
 	@$(INSTALL)
@@ -53,6 +53,13 @@ sanitize: install-test sanitizers
 		tests/kernels/test_cpu_experts.py tests/kernels/test_cpu_weight.py tests/kernels/test_cpu_attention.py \
 		tests/kernels/test_cpu_integer_attention.py tests/kernels/test_cpu_gated_delta_net.py
 
+# The tests that need the extra `ray`, in an environment of its own over the other one, which stays without its 380 MB.
+RAY := $(VENV)-ray
+
+ray: install-test
+	$(PYTHON) tools/install.py $(RAY) ray --beside $(VENV)
+	$(RAY)/bin/python -m pytest tests/ray/test_replicas.py
+
 # The tests that need a GPU, counted into the file that docs/performance.md is made from.
 test-gpu: install-test
 	$(BIN)/python bench/gpu_tests.py --out docs/results/gpu/tests.json
@@ -62,4 +69,4 @@ sanitize-gpu: install-test
 	$(BIN)/python bench/gpu_sanitizer.py --out docs/results/gpu/sanitizer.json
 
 clean:
-	rm -rf build dist .venv .venv-oldest
+	rm -rf build dist .venv .venv-oldest .venv-ray

@@ -1,6 +1,7 @@
 """The files in examples/ say what is true: options that exist, code that parses, one address throughout."""
 
 import ast
+import importlib
 import json
 import re
 import shlex
@@ -8,8 +9,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from coldstream.cli.serve import command
+from coldstream.ray.options import ServiceOptions
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CLIENTS = (EXAMPLES / "clients.md").read_text()
@@ -43,6 +46,17 @@ def test_the_container_starts_a_server_with_options_that_exist() -> None:
     assert used_options(" ".join(words)) <= OPTIONS
     (stop_s,) = re.findall(r"--stop-timeout (\d+)", dockerfile)
     assert_stops_in_time(int(stop_s))
+
+
+def test_ray_serves_replicas_with_settings_that_exist() -> None:
+    text = (EXAMPLES / "ray_serve.yaml").read_text()
+    config = yaml.safe_load(text)
+    (application,) = config["applications"]
+    module, name = application["import_path"].split(":")
+    assert name in importlib.import_module(module).__all__
+    options = ServiceOptions.from_args(application["args"])
+    assert (options.replicas, options.config.ctx_size) == (2, 4096)
+    assert options.settings_at(config["http_options"]["host"]).is_loopback
 
 
 def assert_stops_in_time(stop_s: int) -> None:

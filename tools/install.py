@@ -3,6 +3,7 @@
     python3 tools/install.py .venv                 what running takes: with PyTorch if there is a GPU
     python3 tools/install.py .venv test            with the extra `test`
     python3 tools/install.py .venv test --oldest   and with the oldest versions that pyproject.toml allows
+    python3 tools/install.py .venv-ray ray --beside .venv   the extra `ray`, over what another one has
 
 What is there stays: an environment with the extra `test` keeps it. Needs nothing but Python, and says so
 where that is too old.
@@ -26,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = ROOT / "docs" / "results" / "install.json"
 MIN_PYTHON = (3, 11)
-IN_TEST = {"cuda", "serve"}
+IMPLIED = {"test": {"cuda", "serve"}, "ray": {"serve"}}  # extras that an extra contains
 COMPILERS = ("c++", "g++", "clang++")
 # Of what pip prints where no terminal shows its progress bars: what says how far it is.
 TELLING = re.compile(
@@ -40,11 +41,14 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("extras", nargs="*")
     parser.add_argument("--oldest", action="store_true")
+    parser.add_argument("--beside", type=Path, metavar="FOLDER")
     options = parser.parse_args()
     problem = what_is_missing()
     if problem:
         print(problem, file=sys.stderr)
         return 1
+    if options.beside:
+        return install_beside(options.folder, set(options.extras), options.beside)
     extras = set(options.extras) or ({"cuda"} if has_gpu() else set())
     return install(options.folder, extras, options.oldest)
 
@@ -104,13 +108,30 @@ def install(folder: Path, extras: set[str], oldest: bool) -> int:
     return code
 
 
+def install_beside(folder: Path, extras: set[str], base: Path) -> int:
+    """Make `folder` an environment with the extras and all of `base`, another one, which stays as it is."""
+    wanted, stamp = requirements(extras), folder / ".installed"
+    state = hashlib.sha256(repr((str(base.resolve()), sys.version_info[:2], wanted)).encode()).hexdigest()
+    if read_stamp(stamp).get("digest") == state:
+        return 0
+    print(f"Installing {', '.join(sorted(extras))} into {folder}, beside {base}", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    found = [sysconfig.get_path("purelib", "venv", {"base": str(each.resolve())}) for each in (base, folder)]
+    # Its own .pth files count as well: one of them says where this checkout is.
+    Path(found[1], "beside.pth").write_text(f"import site; site.addsitedir({found[0]!r})\n")
+    code = pip(folder, *wanted)
+    if code == 0:
+        stamp.write_text(json.dumps({"digest": state, "extras": sorted(extras)}))
+    return code
+
+
 def with_implied(extras: set[str]) -> set[str]:
-    """The extra `test` has all of the others."""
-    return extras | IN_TEST if "test" in extras else extras
+    """With those that they contain."""
+    return extras.union(*(IMPLIED.get(extra, set()) for extra in extras))
 
 
 def without_implied(extras: set[str]) -> set[str]:
-    return extras - IN_TEST if "test" in extras else extras
+    return extras.difference(*(IMPLIED.get(extra, set()) for extra in extras))
 
 
 def read_stamp(path: Path) -> dict:
@@ -183,8 +204,11 @@ def oldest_versions() -> list[str]:
 
 
 def oldest_version(requirement: str) -> str:
-    """`name>=1.2,<3; marker` → `name==1.2; marker`. Raises ValueError for one without a lower bound."""
-    match = re.fullmatch(r"([\w.-]+)\s*>=\s*([\w.]+)(?:,[^;]*)?(;.*)?", requirement)
+    """`name[extra]>=1.2,<3; marker` → `name==1.2; marker`, as constraints name no extras.
+
+    Raises ValueError for one without a lower bound.
+    """
+    match = re.fullmatch(r"([\w.-]+)(?:\[[\w.,-]+\])?\s*>=\s*([\w.]+)(?:,[^;]*)?(;.*)?", requirement)
     if match is None:
         raise ValueError(f"pyproject.toml: {requirement!r} has no lower bound (name>=version)")
     return f"{match[1]}=={match[2]}{match[3] or ''}"

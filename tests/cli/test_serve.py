@@ -21,7 +21,7 @@ import pytest
 
 from coldstream.cli import serve as serve_verb
 from coldstream.cli.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupts, TerminatedError
-from coldstream.cli.serve import name_of, parse_parallel, prompt_cache
+from coldstream.cli.serve import parse_parallel, prompt_cache
 from coldstream.errors import ConfigError
 from coldstream.server.messages import PromptCache
 
@@ -219,11 +219,6 @@ def test_its_packages_are_those_of_the_extra() -> None:
 def test_its_help_has_at_most_25_options(run: Run) -> None:
     _, shown, _ = run("serve", "--help")
     assert sum(line.startswith("  -") for line in shown.splitlines()) <= 25
-
-
-def test_names_of_models() -> None:
-    assert name_of("org/repo:Q4_K_M") == "org/repo:Q4_K_M"
-    assert name_of(__file__) == "test_serve.py"
 
 
 def test_numbers_of_answers_side_by_side() -> None:

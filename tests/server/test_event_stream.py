@@ -55,6 +55,21 @@ async def test_unread_bytes_are_bounded_and_the_last_event_is_taken_beyond_the_b
     assert isinstance(failed.error, SlowReaderError)
 
 
+async def test_a_batch_is_all_that_has_come_and_none_after_the_end() -> None:
+    events, _ = stream()
+    events.push(Started(1, 0, 3), 10)
+    events.push(Delta(1, 0, Piece("a")), MAX_UNREAD_BYTES - 10)
+    assert await events.batch() == [Started(1, 0, 3), Delta(1, 0, Piece("a"))]
+    waiting = asyncio.create_task(events.batch())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert events.push(Delta(1, 0, Piece("b")), MAX_UNREAD_BYTES)  # as what was read made room
+    assert await waiting == [Delta(1, 0, Piece("b"))]
+    events.push(last(0), 10)
+    assert await events.batch() == [last(0)]
+    assert await events.batch() == []
+
+
 async def test_reading_makes_room() -> None:
     events, _ = stream()
     for _ in range(3):

@@ -14,6 +14,7 @@ from coldstream.engine.events import Delta, Event, Failed, Started
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.submission import Submission
 from coldstream.errors import InvalidRequestError, QueueFullError
+from coldstream.kvcache import PrefixRam
 from coldstream.server.client import ServiceUnavailable, SlowReaderError
 from coldstream.server.http import ServerSettings, create_app
 from coldstream.server.local_client import LocalClient
@@ -118,6 +119,15 @@ async def test_sc03_exactly_the_overflow_is_told_to_come_back_and_the_rest_is_an
         else:
             assert answer.json()["usage"]["completion_tokens"] == 50
     assert later.status_code == 200
+
+
+async def test_prefixes_that_have_no_room_go_to_the_tiers_it_is_given(tmp_path: Path) -> None:
+    opened = open_hash_model(tmp_path / "tiny.gguf")
+    with LocalClient(opened, "tiny", tiers=[PrefixRam(1 << 20)]) as client:
+        await events_of(client, 1)
+        (tier,) = (await client.statistics()).prefixes.tiers
+    opened.close()
+    assert (tier.name, tier.budget_bytes) == ("ram", 1 << 20)
 
 
 async def test_closing_the_events_cancels_the_request(

@@ -181,3 +181,33 @@ def test_a_dependency_without_a_lower_bound_is_refused(requirement: str) -> None
     assert (
         install.oldest_version("a-b>=1.2,<3; sys_platform == 'linux'") == "a-b==1.2; sys_platform == 'linux'"
     )
+    assert install.oldest_version("a[b,c-d]>=1.2") == "a==1.2"
+
+
+def test_an_extra_is_installed_beside_an_environment_that_it_sees(
+    tmp_path: Path, ran: Ran, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the other one has can be imported, also by its .pth files, and what is its own goes first."""
+    base, folder = tmp_path / "base", tmp_path / "beside"
+    for each in (base, folder):
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(each)], check=True)
+    site = next(base.glob("lib/python3*/site-packages"))
+    (tmp_path / "checkout").mkdir()
+    (site / "checkout.pth").write_text(f"{tmp_path / 'checkout'}\n")
+    (site / "both.py").write_text("FROM = 'base'")
+    (tmp_path / "checkout" / "edited.py").touch()
+    for _ in range(2):
+        assert install.install_beside(folder, {"ray"}, base) == 0
+    assert len(ran) == 1
+    declared = install.read_project()["project"]
+    extras = declared["optional-dependencies"]
+    wanted = declared["dependencies"] + extras["ray"] + extras["serve"]
+    assert set(ran[0]) == {each for each in wanted if not each.startswith("coldstream")}
+    assert not any(each.startswith("torch") for each in ran[0])
+    show = [str(folder / "bin" / "python"), "-c", "import both, edited; print(both.FROM)"]
+    assert subprocess.run(show, check=True, capture_output=True, text=True).stdout == "base\n"
+    (next(folder.glob("lib/python3*/site-packages")) / "both.py").write_text("FROM = 'beside'")
+    assert subprocess.run(show, check=True, capture_output=True, text=True).stdout == "beside\n"
+    monkeypatch.setattr(install, "requirements", lambda extras: ["another"])
+    install.install_beside(folder, {"ray"}, base)
+    assert ran[1:] == [("another",)]

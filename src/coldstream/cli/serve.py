@@ -156,6 +156,7 @@ def _serve(
     options: Mapping[str, Any],
 ) -> int:
     from coldstream.server.log import Log, LogHandler
+    from coldstream.server.model_name import name_of
     from coldstream.server.serving import Service, serve
     from coldstream.server.web_server import bind
 
@@ -198,11 +199,6 @@ def _contexts(parallel: int | None, options: Mapping[str, Any]) -> dict[str, Any
     if options.get("plan") is not None:
         return {}
     return {"parallel": "auto" if parallel is None else parallel}
-
-
-def name_of(model: str) -> str:
-    """What clients call a model by default: a hub name as it is, a file without its folder and ending."""
-    return Path(model).name.removesuffix(".gguf") if Path(model).exists() else model
 
 
 def _check_packages() -> None:

@@ -75,6 +75,16 @@ class EventStream:
         self._num_unread -= num_bytes
         return event
 
+    async def batch(self) -> list[Event]:
+        """All events that have come, after waiting for one; none after the last."""
+        try:
+            events = [await anext(self)]
+        except StopAsyncIteration:
+            return []
+        while self._events:
+            events.append(await anext(self))
+        return events
+
     async def aclose(self) -> None:
         """Read no more. A request that has not ended is cancelled."""
         self._events.clear()

@@ -8,7 +8,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from types import TracebackType
 from typing import Final, Self, TypeVar
@@ -20,6 +20,7 @@ from coldstream.engine.limits import EngineLimits
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.submission import Submission
 from coldstream.errors import InvalidRequestError
+from coldstream.kvcache import PrefixTier
 from coldstream.server.client import Health, ServiceUnavailable
 from coldstream.server.event_stream import EventStream
 from coldstream.server.served_model import ServedModel
@@ -33,10 +34,16 @@ T = TypeVar("T")
 class LocalClient:
     """An `EngineClient` over an open model, which stays the caller's; close the client first."""
 
-    def __init__(self, opened: OpenedModel, name: str, limits: EngineLimits | None = None) -> None:
-        """name: of the model, as clients ask for it."""
+    def __init__(
+        self,
+        opened: OpenedModel,
+        name: str,
+        limits: EngineLimits | None = None,
+        tiers: Collection[PrefixTier] = (),
+    ) -> None:
+        """name: of the model, as clients ask for it. tiers: see `Engine`."""
         self._model = ServedModel.of_opened(name, int(time.time()), opened)
-        engine = Engine(opened, limits or EngineLimits())
+        engine = Engine(opened, limits or EngineLimits(), tiers=tiers)
         self._statistics = engine.statistics()
         self._moved_at = time.monotonic()
         self._fault: str | None = None
@@ -68,7 +75,7 @@ class LocalClient:
         """The model."""
         return self._model
 
-    async def submit(self, submission: Submission) -> AsyncIterator[Event]:
+    async def submit(self, submission: Submission) -> EventStream:
         """See `EngineClient.submit`."""
         request_id = submission.request_id
         if request_id in self._streams:
