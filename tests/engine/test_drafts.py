@@ -12,8 +12,9 @@ from scripted_drafts import BUDGETS, KINDS, Scripted, check_same
 from builders import make_model, write_gguf, write_model
 from coldstream.assets import demo_model_path
 from coldstream.decoding import FixedSizes, SizesByCost, Speculation, TokenTree
+from coldstream.decoding.drafters import MtpDrafter, NgramDrafter
 from coldstream.engine import LLM, EngineConfig, RequestOutput, SamplingParams, open_model
-from coldstream.errors import ConfigError, InconsistentError
+from coldstream.errors import ConfigError, InconsistentError, InvalidRequestError
 from coldstream.models.cpu_runner import CpuRunner
 
 PROMPTS = ["def add(a, b):\n", "import os\nimport sys\n\n\ndef main() -> None:\n    ", "class Shape:"]
@@ -81,7 +82,7 @@ PARAMS = {
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_draft_leaves_the_answers_of_the_demo_model(
+def test_sp01_any_draft_leaves_the_answers_of_the_demo_model(
     demo: Pair, kind: str, params: SamplingParams
 ) -> None:
     drafter = demo.scripted(kind, PROMPTS, params)
@@ -96,7 +97,9 @@ def test_any_draft_leaves_the_answers_of_the_demo_model(
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("kind", ["right", "random"])
-def test_any_budget_leaves_the_answers_of_a_dense_model(tiny: Pair, kind: str, budget: int) -> None:
+def test_sp01_sp05_trap_more_than_four_drafts_leave_the_answers_of_a_dense_model(
+    tiny: Pair, kind: str, budget: int
+) -> None:
     params = SamplingParams(seed=budget, max_tokens=64, ignore_eos=True)
     llm = tiny.speculating(tiny.scripted(kind, PROMPTS, params), FixedSizes(budget))
     for prompt in PROMPTS:
@@ -105,7 +108,7 @@ def test_any_budget_leaves_the_answers_of_a_dense_model(tiny: Pair, kind: str, b
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("taken", [1, 3, 4, 10])
-def test_a_stream_that_is_left_within_a_run_goes_on_as_without_drafts(
+def test_sp08_a_stream_that_is_left_within_a_run_goes_on_as_without_drafts(
     demo: Pair, kind: str, taken: int
 ) -> None:
     llms = [demo.plain, demo.speculating(demo.scripted(kind, PROMPTS, PARAMS["greedy"]), FixedSizes(6))]
@@ -150,6 +153,42 @@ def test_the_products_own_drafters_leave_the_answers(
         assert longer.statistics.reused_tokens == len(chat.prompt_token_ids) + len(chat.token_ids) - 1
 
 
+@pytest.mark.parametrize("spec_type", ["mtp", "ngram"])
+def test_trap_40_trap_ngram_corrupts_states_256_greedy_tokens_and_what_follows(
+    demo: Pair, spec_type: str
+) -> None:
+    """The bundled model has recurrent layers, whose states the next turn begins with."""
+    runner = demo.opened.runner
+    drafter = NgramDrafter() if spec_type == "ngram" else MtpDrafter(runner.load_mtp().new_sequence())
+    params = SamplingParams(temperature=0.0, max_tokens=256, ignore_eos=True)
+    llm = demo.speculating(drafter, FixedSizes(7))
+    plain, (drafted,) = demo.expected(PROMPTS[1], params), llm.generate(PROMPTS[1], params)
+    check_same(plain, drafted)
+    assert drafted.statistics.speculation.accepted > 40
+    longer = [*plain.prompt_token_ids, *plain.token_ids, 5]
+    next_turn = replace(params, max_tokens=8)
+    expected, (found,) = demo.expected(longer, next_turn), llm.generate(longer, next_turn)
+    check_same(expected, found)
+    assert found.statistics.reused_tokens == len(longer) - 2
+    llm.forget()
+
+
+def test_sp01_a_draft_beyond_the_vocabulary_is_refused_before_it_is_computed(demo: Pair) -> None:
+    """No drafter of a model's own vocabulary makes one; the engine goes on with what it had."""
+
+    class Beyond(Told):
+        def propose(self, context: Sequence[int], budget: int) -> TokenTree:
+            return TokenTree((self.vocab_size,), (-1,), (0.0,))
+
+    expected = demo.expected(PROMPTS[0], PARAMS["greedy"])
+    llm = demo.speculating(Beyond("wrong", {}, demo.vocab_size), FixedSizes(1))
+    with pytest.raises(InvalidRequestError, match="token ids"):
+        llm.generate(PROMPTS[0], PARAMS["greedy"])
+    right = demo.scripted("right", PROMPTS[:1], PARAMS["greedy"])
+    (found,) = demo.speculating(right, FixedSizes(7)).generate(PROMPTS[0], PARAMS["greedy"])
+    check_same(expected, found)
+
+
 class Sleepy(FixedSizes):
     """Chains of 3 nodes, but for a while of every while."""
 
@@ -181,7 +220,7 @@ class Told(Scripted):
         return self.drafted(context, budget)
 
 
-def test_a_drafter_is_told_of_no_token_while_nothing_is_drafted_for_long(demo: Pair) -> None:
+def test_sp10_drafting_that_pauses_and_goes_on_leaves_the_answer(demo: Pair) -> None:
     params = replace(PARAMS["greedy"], max_tokens=120, ignore_eos=True)
     plain = demo.expected(PROMPTS[0], params)
     drafter = Told("right", {plain.prompt_token_ids: plain.token_ids}, demo.vocab_size)
