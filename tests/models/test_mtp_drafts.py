@@ -165,7 +165,7 @@ def test_it_drafts_up_to_the_end_of_the_context(tmp_path: Path) -> None:
         assert len(drafted.propose(1)) == 1
 
 
-def test_the_demo_models_block_knows_what_its_trunk_will_say() -> None:
+def test_trap_46_the_demo_models_block_knows_what_its_trunk_will_say() -> None:
     """Of greedy text; with a state of another position, or before its norm, far less would agree."""
     source = Path(argparse.__file__).read_text()
     with open_runner(demo_model_path()) as runner:
@@ -185,3 +185,54 @@ def test_the_demo_models_block_knows_what_its_trunk_will_say() -> None:
             drafted.verify(root, TokenTree(), [])
     assert agreed[0] > 70
     assert agreed[1] > 40
+
+
+NUM_DRAFTS = 60
+# Nodes of so many drafts. They are the same on any machine, and recorded anew for another demo model.
+ACCEPTED = {"chain": 145, "tree": 170}
+TEXT = "import os\nimport sys\n\n\ndef main() -> None:\n    "
+
+
+def accepted_of(tree: TokenTree, following: list[int]) -> int:
+    """Nodes along the path that agrees with what follows."""
+    node, count = -1, 0
+    for token in following:
+        child = tree.child(node, token)
+        if child is None:
+            break
+        node, count = child, count + 1
+    return count
+
+
+def test_sp09_a_tree_is_accepted_as_far_as_its_spine_and_further() -> None:
+    """At every place of a greedy text: the spine of a tree is the chain, so that as many of its nodes are
+    accepted, and of the tree no fewer. On any machine the sums are those that were recorded.
+    """
+    with open_runner(demo_model_path()) as runner:
+        prompt = Tokenizer.from_metadata(runner.file.metadata).encode(TEXT)
+        plain = runner.new_sequence()
+        logits, greedy = runner.extend(plain, prompt), []
+        for _ in range(NUM_DRAFTS + 4):
+            greedy.append(int(logits.argmax()))
+            logits = runner.extend(plain, greedy[-1:])
+        runner.release(plain)
+        options = {"max_steps": 4, "min_followed": 0.0}
+        chains, trees = (Drafted(runner, runner.load_mtp(branching=wide), **options) for wide in (1, 4))
+        chains.tell(prompt)
+        trees.tell(prompt)
+        counts: dict[str, list[int]] = {"chain": [], "tree": []}
+        for i, root in enumerate(greedy[:NUM_DRAFTS]):
+            chain, tree = chains.propose(root), trees.propose(root, 63)
+            following = greedy[i + 1 : i + 5]
+            assert len(tree) > len(chain) == 4
+            spine = [tree.child(-1, chain.token_ids[0])]
+            for token in chain.token_ids[1:]:
+                spine.append(tree.child(spine[-1], token))
+            assert None not in spine
+            counts["chain"].append(accepted_of(chain, following))
+            counts["tree"].append(accepted_of(tree, following))
+            assert counts["tree"][-1] >= counts["chain"][-1]
+            chains.verify(root, TokenTree(), [])
+            trees.verify(root, TokenTree(), [])
+    for kind, each in counts.items():
+        assert abs(sum(each) / ACCEPTED[kind] - 1) <= 0.02, kind
