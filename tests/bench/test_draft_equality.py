@@ -33,7 +33,9 @@ def test_pairs_of_a_drafter_and_a_size_take_turns(monkeypatch: pytest.MonkeyPatc
     assert found["command"] == "python bench/draft_equality.py --prompts 11 --pairs 10 --tokens 6"
 
 
-def test_another_answer_is_counted_and_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_trap_broken_rollback_another_answer_is_counted_and_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def answer(opened: Any, speculation: Speculation | None, prompt: Sequence[int], params: Any) -> Any:
         return (1, 2) if speculation is None or speculation.drafter.name == "ngram" else (1, 3)
 

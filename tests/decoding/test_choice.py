@@ -129,7 +129,7 @@ def test_a_device_is_told_every_setting_by_its_name() -> None:
     assert step.told == [RowSettings(**settings, recent=[0, 1, 7], seed=9, position=4)]  # type: ignore[arg-type]
 
 
-def test_a_node_of_a_tree_has_penalties_for_its_own_path() -> None:
+def test_sp07_a_node_of_a_tree_has_penalties_for_its_own_path() -> None:
     """Rows of one request, whose contexts part after its last token."""
     values = np.zeros((3, 6), np.float32)
     values[:, [1, 2, 3]] = 3.0, 2.9, 2.8

@@ -207,7 +207,7 @@ def _draw_counts(logits: Logits, params: SamplingParams, num_draws: int) -> NDAr
 
 
 @pytest.mark.parametrize(("temperature", "num_draws"), [(0.7, 20_000), (1.0, 40_000), (1.6, 20_000)])
-def test_draws_fit_the_distribution(temperature: float, num_draws: int) -> None:
+def test_sp05_draws_fit_the_distribution(temperature: float, num_draws: int) -> None:
     logits = np.random.default_rng(5).normal(size=24).astype(np.float32)
     counts = _draw_counts(logits, replace(PLAIN, temperature=temperature), num_draws)
     probabilities = np.exp((logits - logits.max()).astype(np.float64) / temperature)
@@ -216,7 +216,7 @@ def test_draws_fit_the_distribution(temperature: float, num_draws: int) -> None:
     assert _g_statistic(counts, probabilities) < _g_limit(24)
 
 
-def test_the_goodness_of_fit_notices_a_small_bias() -> None:
+def test_sp05_the_goodness_of_fit_notices_a_small_bias() -> None:
     logits = np.random.default_rng(5).normal(size=24).astype(np.float32)
     counts = _draw_counts(logits, PLAIN, 20_000)
     biased = np.exp(logits.astype(np.float64) / 1.1)

@@ -61,7 +61,7 @@ def test_drafts_that_pay_are_long_and_those_that_do_not_are_rare() -> None:
     assert not paying.is_idle
 
 
-def test_a_drafter_that_does_not_pay_rests_and_wakes() -> None:
+def test_sp10_a_drafter_that_does_not_pay_rests_and_wakes() -> None:
     drafter = Chains()
     speculation = Speculation(drafter, SizesByCost("chains"))
     _go(speculation, 100, accepted=0, row_s=0.005)

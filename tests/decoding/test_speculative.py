@@ -192,7 +192,7 @@ settings_of_runs = st.builds(
     st.integers(4, 36),
     st.booleans(),
 )
-def test_the_tokens_and_the_model_in_the_end_are_those_of_the_plain_loop(
+def test_sp05_sp07_the_tokens_and_the_model_are_those_of_the_plain_loop(
     prompt: list[int],
     drafts: RandomDrafts,
     params: SamplingParams,
@@ -206,7 +206,7 @@ def test_the_tokens_and_the_model_in_the_end_are_those_of_the_plain_loop(
 
 
 @given(prompts, drafts_of_runs, st.integers(1, 23), st.booleans())
-def test_a_loop_that_is_left_early_leaves_the_model_of_the_plain_loop(
+def test_trap_45_the_last_token_is_not_held_however_early_a_loop_is_left(
     prompt: list[int], drafts: RandomDrafts, taken: int, is_far: bool
 ) -> None:
     run = Run(prompt, drafts, SamplingParams(temperature=1.0), taken=taken, is_far=is_far)
@@ -244,7 +244,7 @@ def test_trap_43_an_end_within_an_accepted_run_cuts_tokens_and_state_at_one_plac
         assert run.other.num_steps == min(1, len(run.results[0]) - 1)
 
 
-def test_steps_are_saved_and_drafts_are_told_of_each() -> None:
+def test_trap_45_every_token_is_accepted_or_one_of_a_step() -> None:
     drafts = RandomDrafts(5, 35)
     run = Run([1], drafts, SamplingParams(temperature=1.0), max_tokens=36)
     assert run.plain.num_steps == 35
@@ -263,7 +263,7 @@ def test_trap_42_no_node_is_drafted_beyond_the_last_token() -> None:
             generated += 1 + accepted
 
 
-def test_nodes_on_a_device_are_chosen_in_one_call() -> None:
+def test_trap_44_nodes_on_a_device_have_penalties_for_the_root_too() -> None:
     rows = FarStep(np.random.default_rng(3).normal(size=(4, VOCAB)).astype(np.float32))
     tree = TokenTree((1, 2, 0), (-1, 0, -1), (0.0, 0.0, 0.0))
     params = SamplingParams(frequency_penalty=0.5, repeat_last_n=2)

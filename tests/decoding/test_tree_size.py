@@ -161,7 +161,7 @@ class _Run:
     st.sampled_from([0.0, 0.2]),
     st.integers(0, 3),
 )
-def test_what_does_not_pay_takes_a_bounded_share_of_the_time(
+def test_sp10_what_does_not_pay_takes_a_bounded_share_of_the_time(
     acceptance: float, row_share: float, draft_s: float, noise: float, seed: int
 ) -> None:
     """Before every probe, all those before it were earned; and so for explorations."""

@@ -109,7 +109,7 @@ def wanted(path: Path) -> list[list[Answer]]:
 
 @pytest.mark.parametrize("num_nodes", BUDGETS)
 @pytest.mark.parametrize("size", [ROOMY, CacheSize(num_blocks=4, num_states=3)], ids=["roomy", "tight"])
-def test_32_concurrent_requests_with_drafts_are_each_what_they_are_alone(
+def test_sp08_32_concurrent_requests_with_drafts_are_each_what_they_are_alone(
     path: Path, size: CacheSize, num_nodes: int, wanted: list[list[Answer]]
 ) -> None:
     """Drafts of all kinds, right and wrong; some neighbours are cancelled."""

@@ -156,7 +156,7 @@ def test_sizes_are_chosen_by_what_steps_take(demo: Pair) -> None:
         assert client.answers(each) == plain(demo, PROMPTS[0], GREEDY)
 
 
-def test_cancel_invalidates_the_rest_of_a_draft(demo: Pair) -> None:
+def test_sp08_cancel_invalidates_the_rest_of_a_draft(demo: Pair) -> None:
     num_prompt = len(ids_of(demo, PROMPTS[0]))
 
     with engine_of(drafting(demo, told(demo))) as client:
@@ -200,7 +200,7 @@ def test_an_error_along_a_draft(demo: Pair, error: type[BaseException]) -> None:
             assert len(client.tokens_so_far(each)) == 5
 
 
-def test_a_grammar_holds_along_drafts(demo: Pair) -> None:
+def test_sp06_a_grammar_holds_along_drafts(demo: Pair) -> None:
     params = replace(GREEDY, grammar=Grammar("regex", "[a-z]{20,30} = [0-9]+"), max_tokens=30)
     wanted = plain(demo, PROMPTS[0], params)
     drafter = Told("right", {tuple(ids_of(demo, PROMPTS[0])): wanted[0][1]}, demo.vocab_size)  # type: ignore[dict-item]
@@ -211,7 +211,7 @@ def test_a_grammar_holds_along_drafts(demo: Pair) -> None:
         assert client.engine.statistics().accepted_tokens > 0
 
 
-def test_an_interrupted_commit_is_computed_again(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sp08_an_interrupted_commit_is_computed_again(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, calls = drafting(demo, told(demo)), []
     commit = opened.runner.commit
 

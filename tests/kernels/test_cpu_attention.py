@@ -165,7 +165,7 @@ def test_no_cut_changes_a_bit(fastest: _csrc.Runtime, first: int, cuts: set[int]
 
 
 @pytest.mark.parametrize("num_rows", [2, 3, 9, 64])
-def test_rows_of_several_sequences_do_not_meet(runtimes: Runtimes, num_rows: int) -> None:
+def test_sp02_attention_of_several_sequences_does_not_meet(runtimes: Runtimes, num_rows: int) -> None:
     # Sequence s has rows at positions 40 · s …: runs of 1, 2, 3, … rows, the highest first.
     lengths: list[int] = []
     while sum(lengths) < num_rows:

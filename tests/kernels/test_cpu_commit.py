@@ -50,7 +50,7 @@ def _chain(runtime: _csrc.Runtime, case: DeltaCase, kept_ids: list[int], state_i
 
 @pytest.mark.parametrize("head_dim", [7, 16, 64])
 @pytest.mark.parametrize("kept_ids", [[0], [5], [2, 0], [1, 3, 4, 9], list(range(12))])
-def test_a_replay_leaves_the_states_of_a_chain(
+def test_sp04_trap_conv_left_behind_a_replay_leaves_both_states_of_a_chain(
     runtimes: Runtimes, head_dim: int, kept_ids: list[int]
 ) -> None:
     case = DeltaCase(2, 4, head_dim, one_state(12))

@@ -93,7 +93,7 @@ def test_experts_of_mixed_types(tier: str, types: tuple[QuantType, QuantType, Qu
 
 
 @EVERY_TIER
-def test_a_token_does_not_depend_on_the_batch(tier: str) -> None:
+def test_sp02_a_token_does_not_depend_on_the_batch(tier: str) -> None:
     runtime, ids = _csrc.Runtime(2, tier), distributions()["many tokens"]
     weights = experts(QuantType.Q5_K, QuantType.Q4_K, QuantType.Q5_0)
     x = activations(3, len(ids), E)

@@ -98,7 +98,7 @@ def test_no_cut_changes_a_bit(fastest: _csrc.Runtime, cuts: set[int]) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [2, 3, 9, 64])
-def test_rows_of_several_sequences_do_not_meet(runtimes: Runtimes, num_rows: int) -> None:
+def test_sp02_states_of_several_sequences_do_not_meet(runtimes: Runtimes, num_rows: int) -> None:
     lengths: list[int] = []
     while sum(lengths) < num_rows:
         lengths.append(min(len(lengths) + 1, num_rows - sum(lengths)))

@@ -48,7 +48,7 @@ def test_tiers_equal_generic(quant_type: QuantType, tier: str) -> None:
 @EVERY_TIER
 @INTEGER_TYPE
 @pytest.mark.parametrize("cols", [512, 2048, 2304])
-def test_rows_do_not_depend_on_the_batch(quant_type: QuantType, tier: str, cols: int) -> None:
+def test_sp02_rows_do_not_depend_on_the_batch(quant_type: QuantType, tier: str, cols: int) -> None:
     runtime = _csrc.Runtime(2, tier)
     x = activations(cols, 300, cols)
     weight = load(random_weight(quant_type, (65, cols), 1))

@@ -69,7 +69,7 @@ def test_ties_go_to_the_lowest_id(runtimes: Runtimes) -> None:
     assert results[0].tolist() == [[7, 20, 33, 0, 1, 2]]
 
 
-def test_rows_do_not_depend_on_their_neighbours(fastest: _csrc.Runtime) -> None:
+def test_sp02_routes_do_not_depend_on_their_neighbours(fastest: _csrc.Runtime) -> None:
     x, weight = random(5, 64, 100), load(random(6, 40, 100))
     together = route(fastest, x, weight, 4)
     alone = [route(fastest, row[None], weight, 4) for row in x]

@@ -90,7 +90,7 @@ def test_combine_experts_has_the_bits_of_the_written_arithmetic(
 
 
 @pytest.mark.parametrize("num_rows", [2, 5, 16, 64])
-def test_rows_do_not_depend_on_their_neighbours(fastest: _csrc.Runtime, num_rows: int) -> None:
+def test_sp02_rows_do_not_depend_on_their_neighbours(fastest: _csrc.Runtime, num_rows: int) -> None:
     x, y, weight = random(11, num_rows, 100), random(12, num_rows, 100), random(13, 100)
     together = [torch.empty(num_rows, 100) for _ in range(3)]
     alone = [torch.empty(num_rows, 100) for _ in range(3)]

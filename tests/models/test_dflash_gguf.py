@@ -27,7 +27,7 @@ def read(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", CASES)
-def test_all_conventions_give_the_spec_of_the_configuration(
+def test_trap_capture_plus_one_all_conventions_give_the_spec_of_the_configuration(
     tmp_path: Path, name: str, architecture: str
 ) -> None:
     """Mainline's layers are one more than Hugging Face's, the older ones are the same."""

@@ -63,7 +63,7 @@ def model(request: pytest.FixtureRequest, paths: dict[str, Path]) -> Iterator[Mo
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
-def test_trees_do_not_depend_on_tier_or_threads(model: Model, tier: str, threads: int) -> None:
+def test_sp03_trap_37_rows_of_trees_see_their_own_path_alone(model: Model, tier: str, threads: int) -> None:
     random = Random(f"{tier} {threads} {model.kv_type}")
     with open_runner(model.path, threads=threads, tier=tier, kv_type=model.kv_type) as runner:
         prompts = Prompts(runner)
@@ -73,7 +73,7 @@ def test_trees_do_not_depend_on_tier_or_threads(model: Model, tier: str, threads
 
 @pytest.mark.parametrize("kv_type", ["f32", "i16"])
 @pytest.mark.parametrize("window", [3, 40, 290])
-def test_trees_with_windows(small_path: Path, kv_type: str, window: int) -> None:
+def test_trap_37_trees_with_windows(small_path: Path, kv_type: str, window: int) -> None:
     """Rows of a tree lie at several depths, and so begin their windows at several positions."""
     options = {"kv_type": kv_type, "attention_window": window}
     with (
