@@ -17,9 +17,8 @@ from test_engine_core import CONTEXT, ROOMY, SAMPLED, mixed_wishes
 
 from builders import write_gguf
 from coldstream import kvcache
-from coldstream.assets import demo_model_path
 from coldstream.decoding import FixedSizes, Logits, SizesByCost, Speculation, TokenTree, TriedDraft
-from coldstream.engine import LLM, EngineConfig, OpenedModel, SamplingParams, open_model
+from coldstream.engine import LLM, OpenedModel, SamplingParams
 from coldstream.errors import InvalidRequestError
 from coldstream.kvcache import CacheSize
 from draft_kinds import DRAFTS, Drafting
@@ -371,31 +370,3 @@ def test_cancelling_one_answer_within_a_step_leaves_the_others(opened: OpenedMod
         (output,) = client.outputs(ids[2])
         assert output.finish_reason == "cancelled"
         assert list(output.token_ids) == texts[2][3 : 3 + len(output.token_ids)]
-
-
-@pytest.mark.parametrize("spec_type", ["mtp", "ngram"])
-@pytest.mark.parametrize("tree_budget", [3, "auto"])
-def test_the_products_own_drafters_follow_several_answers(spec_type: str, tree_budget: int | str) -> None:
-    config = EngineConfig(
-        str(demo_model_path()), device="cpu", threads=1, ctx_size=512, parallel=4, spec_type="none"
-    )
-    prompts = ["def add(a, b):\n", "import os\nimport sys\n", "class Shape:", "for i in range(10):\n    "]
-    params = replace(GREEDY, max_tokens=40)
-    with LLM.from_opened(open_model(config)) as llm:
-        ids = [llm.opened.tokenizer.encode(prompt) for prompt in prompts]
-        wanted = [alone(llm, each, params) for each in ids]
-    opened = open_model(replace(config, spec_type=spec_type, tree_budget=tree_budget))
-    with LLM.from_opened(opened), engine_of(opened) as client:
-        requests = [client.add(each, params) for each in ids]
-        client.drain()
-        assert [client.answers(each) for each in requests] == wanted
-        if tree_budget == 3:
-            statistics = client.engine.statistics()
-            least = {"mtp": 0.3, "ngram": 0.02}[spec_type]
-            assert statistics.accepted_tokens > least * statistics.generated_tokens
-        follow_up = [*ids[0], *client.tokens_so_far(requests[0]), *ids[1]]
-        next_turn = client.add(follow_up, params)
-        client.drain()
-        answers = client.answers(next_turn)
-    with LLM.from_opened(open_model(config)) as llm:
-        assert answers == alone(llm, follow_up, params)

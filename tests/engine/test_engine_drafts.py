@@ -228,3 +228,31 @@ def test_sp08_an_interrupted_commit_is_computed_again(demo: Pair, monkeypatch: p
             client.drain()
         client.drain()
         assert client.answers(each) == plain(demo, PROMPTS[0], GREEDY)
+
+
+@pytest.mark.parametrize("spec_type", ["mtp", "ngram"])
+@pytest.mark.parametrize("tree_budget", [3, "auto"])
+def test_the_products_own_drafters_follow_several_answers(spec_type: str, tree_budget: int | str) -> None:
+    config = EngineConfig(
+        str(demo_model_path()), device="cpu", threads=1, ctx_size=512, parallel=4, spec_type="none"
+    )
+    prompts = ["def add(a, b):\n", "import os\nimport sys\n", "class Shape:", "for i in range(10):\n    "]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, seed=1)
+    with LLM.from_opened(open_model(config)) as llm:
+        ids = [llm.opened.tokenizer.encode(prompt) for prompt in prompts]
+        wanted = [alone(llm, each, params) for each in ids]
+    opened = open_model(replace(config, spec_type=spec_type, tree_budget=tree_budget))
+    with LLM.from_opened(opened), engine_of(opened) as client:
+        requests = [client.add(each, params) for each in ids]
+        client.drain()
+        assert [client.answers(each) for each in requests] == wanted
+        if tree_budget == 3:
+            statistics = client.engine.statistics()
+            least = {"mtp": 0.3, "ngram": 0.02}[spec_type]
+            assert statistics.accepted_tokens > least * statistics.generated_tokens
+        follow_up = [*ids[0], *client.tokens_so_far(requests[0]), *ids[1]]
+        next_turn = client.add(follow_up, params)
+        client.drain()
+        answers = client.answers(next_turn)
+    with LLM.from_opened(open_model(config)) as llm:
+        assert answers == alone(llm, follow_up, params)
