@@ -76,7 +76,9 @@ def test_short_prompts_leave_no_row_unused_either(wants: list[int]) -> None:
 
 
 @given(st.integers(1, 60), st.integers(1, 64), st.integers(2, 40))
-def test_no_running_answer_is_left_out_for_long(num_decoding: int, num_prompts: int, num_rows: int) -> None:
+def test_sc01_no_running_answer_is_left_out_for_long(
+    num_decoding: int, num_prompts: int, num_rows: int
+) -> None:
     """Even with fewer rows than answers: each is served again within as many steps as there are answers."""
     wanted = {key: 1 if key < num_decoding else 1000 for key in range(num_decoding + num_prompts)}
     scheduler = filled(wanted, max_running=200, num_rows=num_rows)
@@ -103,7 +105,7 @@ def test_the_order_is_that_of_arrival_within_a_priority_and_a_namespace(given: l
         assert own == sorted(own, key=lambda key: (-given[key][0], key))
 
 
-def test_one_key_that_floods_the_queue_leaves_another_its_share() -> None:
+def test_sc02_one_key_that_floods_the_queue_leaves_another_its_share() -> None:
     scheduler = Scheduler(2, NUM_ROWS)
     for key in range(1000):
         scheduler.add(key, namespace="flood")

@@ -80,7 +80,7 @@ def test_graph_refuses_rows_outside_its_capacity(runtime: _csrc.Runtime) -> None
     assert not out.any()
 
 
-def test_empty_graph_runs(runtime: _csrc.Runtime) -> None:
+def test_pr05_empty_graph_runs(runtime: _csrc.Runtime) -> None:
     runtime.begin_capture(1)
     runtime.end_capture().run(1)
 
@@ -116,7 +116,7 @@ def test_profile_names_every_op_and_runs_it(runtime: _csrc.Runtime) -> None:
     assert out.eq(3).all()
 
 
-def test_many_tiny_jobs_with_more_threads_than_cores() -> None:
+def test_pr05_many_tiny_jobs_with_more_threads_than_cores() -> None:
     runtime = _csrc.Runtime(2 * (os.cpu_count() or 1) + 1)
     graph, _x, out = capture_sum(runtime, capacity=2, num_ops=5)
     for _ in range(4000):
@@ -124,7 +124,7 @@ def test_many_tiny_jobs_with_more_threads_than_cores() -> None:
     assert out.eq(20000).all()
 
 
-def test_concurrent_callers_take_turns() -> None:
+def test_pr05_concurrent_callers_take_turns() -> None:
     runtime = _csrc.Runtime(2)
     graphs = [capture_sum(runtime, capacity=4, num_ops=3) for _ in range(8)]
 
@@ -140,7 +140,7 @@ def test_concurrent_callers_take_turns() -> None:
     assert all(out.eq(150).all() for _, _, out in graphs)
 
 
-def test_failing_op_raises_and_leaves_the_pool_usable(runtime: _csrc.Runtime) -> None:
+def test_pr05_failing_op_raises_and_leaves_the_pool_usable(runtime: _csrc.Runtime) -> None:
     positions = torch.tensor([7], dtype=torch.int32)
     angles, one, out = torch.zeros(1, 4, 2), torch.ones(1, 1), torch.zeros(1, 1)
     runtime.begin_capture(1)

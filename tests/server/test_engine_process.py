@@ -168,7 +168,7 @@ async def test_functions_cannot_cross_and_the_error_says_so(engine: Supervisor) 
         await engine.submit(Submission(next(_ids), request))
 
 
-async def test_kill_9_under_load_gives_each_request_one_error_and_service_returns(
+async def test_pr02_kill_9_under_load_gives_each_request_one_error_and_service_returns(
     engine: Supervisor, llm: LLM
 ) -> None:
     params = SamplingParams(seed=3, max_tokens=900, ignore_eos=True)
@@ -265,14 +265,15 @@ def told(*frames: bytes, version: str = __version__) -> tuple[FromEngine, int]:
         (framed(Open(CONFIG, EngineLimits(), PromptCache()), ToEngine) * 2,),
     ],
 )
-async def test_malformed_frames_end_the_process_with_an_error_that_is_told(frames: tuple[bytes, ...]) -> None:
-    """PR10."""
+async def test_pr10_malformed_frames_end_the_process_with_an_error_that_is_told(
+    frames: tuple[bytes, ...],
+) -> None:
     last, code = told(*frames)
     assert isinstance(last, Died)
     assert code == last.error.exit_code != 0
 
 
-async def test_the_engine_leaves_when_its_socket_closes() -> None:
+async def test_pr03_the_engine_leaves_when_its_socket_closes() -> None:
     ours, theirs = socket.socketpair()
     ours.close()
     with theirs:
@@ -305,7 +306,7 @@ asyncio.run(main())
 """
 
 
-async def test_the_engine_dies_with_its_parent() -> None:
+async def test_pr03_the_engine_dies_with_its_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
