@@ -203,7 +203,7 @@ def test_sc03_exactly_the_overflow_of_the_queue_is_refused(opened: OpenedModel) 
         client.drain()
 
 
-def test_bad_submissions_change_nothing(opened: OpenedModel) -> None:
+def test_trap_52_bad_submissions_change_nothing(opened: OpenedModel) -> None:
     good = RequestReader(opened).of_prompt([1, 2, 3], "prompt", SAMPLED)
 
     def changed(**fields: object) -> Request:

@@ -215,7 +215,7 @@ async def test_sc09_a_process_that_was_suspended_goes_on_where_it_was(engine: Su
     assert (await engine.health()).restarts == restarts
 
 
-async def test_closing_a_stream_early_frees_the_engine(engine: Supervisor) -> None:
+async def test_trap_52_closing_a_stream_early_frees_the_engine(engine: Supervisor) -> None:
     before = (await engine.statistics()).cancelled_requests
     stream = await begin(engine, "import", SamplingParams(seed=1, max_tokens=900, ignore_eos=True))
     assert isinstance(await anext(stream), Started)
