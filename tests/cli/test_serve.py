@@ -83,8 +83,8 @@ def few_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 
 
-def test_sigterm_lets_answers_finish_and_refuses_new_ones(tmp_path: Path) -> None:
-    """PR01, in PR07's surroundings: locale C, no home, a folder that cannot be written, 64 descriptors."""
+def test_pr01_pr07_sigterm_lets_answers_finish_and_refuses_new_ones(tmp_path: Path) -> None:
+    """Locale C, no home, a folder that cannot be written, 64 descriptors."""
     tmp_path.chmod(0o500)
     poor = {
         "env": {"LC_ALL": "C", "PATH": os.environ["PATH"]},
@@ -113,7 +113,7 @@ def test_sigterm_lets_answers_finish_and_refuses_new_ones(tmp_path: Path) -> Non
     assert paths.count("/v1/completions") == 2
 
 
-def test_a_second_signal_cuts_answers_off() -> None:
+def test_pr01_a_second_signal_cuts_answers_off() -> None:
     with serving() as (server, client):
         children = psutil.Process(server.process.pid).children(recursive=True)
         with client.stream("POST", "/v1/completions", json=LONG) as stream:
@@ -157,15 +157,13 @@ def test_the_examples_of_clients_get_an_answer(capsys: pytest.CaptureFixture[str
     assert refused.status_code == 401
 
 
-def test_beyond_loopback_it_wants_a_key(run: Run) -> None:
-    """AU05."""
+def test_au05_beyond_loopback_it_wants_a_key(run: Run) -> None:
     code, out, error = run("serve", "--host", "0.0.0.0", "--port", "0")
     assert (code, out) == (2, "")
     assert "--api-key-file" in error
 
 
-def test_a_port_that_is_taken_is_named(run: Run) -> None:
-    """PR08."""
+def test_pr08_a_port_that_is_taken_is_named(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         code, _, error = run("serve", "--port", port)
@@ -185,7 +183,7 @@ def test_a_port_that_is_taken_is_named(run: Run) -> None:
         (("--ctx-size", "8q"), "is not a size"),
     ],
 )
-def test_wrong_settings_are_one_line_before_anything_is_loaded(
+def test_pr08_wrong_settings_are_one_line_before_anything_is_loaded(
     run: Run, arguments: tuple[str, ...], message: str
 ) -> None:
     code, out, error = run("serve", "--port", "0", *arguments)

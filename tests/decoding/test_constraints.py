@@ -79,3 +79,14 @@ def test_repetition_within_its_limits_is_left_alone() -> None:
     watch = RepetitionWatch(RepetitionStop())
     assert not any(watch.push(token_id) for token_id in [7] * 191)
     assert watch.push(7)
+
+
+def test_trap_53_tables_and_code_are_no_repetition() -> None:
+    """A token for each character, so that as much as possible looks alike."""
+    rule = "| " + " | ".join(["---"] * 12) + " |\n"
+    rows = "".join(f"| {i} | {i * i} | yes | yes | yes | yes | 0.00 | 0.00 | 0.00 |\n" for i in range(200))
+    cases = "".join(f"    elif code == {i}:\n        return NAMES[{i}]\n" for i in range(200))
+    matrix = "".join(f"    [{', '.join('1' if i == j else '0' for j in range(30))}],\n" for i in range(30))
+    for text in (rule + rows, cases, matrix, "-" * 120 + "\n" + "=" * 120, " " * 180 + "x"):
+        watch = RepetitionWatch(RepetitionStop())
+        assert not any(watch.push(ord(character)) for character in text), text[:40]

@@ -95,7 +95,7 @@ def test_each_node_of_a_tree_sees_its_own_prefix(grammars: Grammars, plain: LLM,
 
 
 @pytest.mark.parametrize("budget", [0, 1, 7])
-def test_a_thought_is_closed_at_its_budget_and_the_grammar_begins_behind_it(
+def test_trap_53_a_thought_is_closed_at_its_budget_and_the_grammar_begins_behind_it(
     plain: LLM, drafting: LLM, budget: int
 ) -> None:
     thought = Thought(is_open=True, budget=budget)
@@ -108,7 +108,7 @@ def test_a_thought_is_closed_at_its_budget_and_the_grammar_begins_behind_it(
     assert "</think>" not in text
 
 
-def test_a_budget_without_a_grammar_closes_the_thought_once(plain: LLM) -> None:
+def test_trap_53_a_budget_without_a_grammar_closes_the_thought_once(plain: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=60, thought=Thought(is_open=True, budget=10))
     text = plain.generate(PROMPT, params)[0].text
     assert text.count("</think>") == 1

@@ -180,10 +180,10 @@ def test_no_prefix_is_kept_at_the_cost_of_an_answer_that_runs(path: Path) -> Non
         assert (statistics.preemptions, statistics.prefixes.evictions) == (0, 0)
 
 
-def test_a_prompt_that_is_cancelled_half_way_leaves_nothing_that_is_not_known_to_be_finite(
+def test_ca03_a_prompt_that_is_cancelled_half_way_leaves_nothing_that_is_not_known_to_be_finite(
     opened: OpenedModel,
 ) -> None:
-    """CA03: no logits were seen after what was computed."""
+    """No logits were seen after what was computed."""
     with engine_of(opened) as client:
         first = client.add([3] * 600, SAMPLED)
         client.step()
@@ -194,7 +194,7 @@ def test_a_prompt_that_is_cancelled_half_way_leaves_nothing_that_is_not_known_to
         assert client.num_reused(second) == 0
 
 
-def test_cancel_invalidates_stale_work(opened: OpenedModel) -> None:
+def test_trap_52_cancel_invalidates_stale_work(opened: OpenedModel) -> None:
     """One that comes while a step computes: what the step gives for the request is told to nobody."""
     with engine_of(opened) as client:
 
@@ -294,7 +294,7 @@ def test_a_prompt_is_read_in_parts_beside_answers_that_go_on(opened: OpenedModel
         assert sum(steps[0]) > 400
 
 
-def test_prompts_take_turns(opened: OpenedModel) -> None:
+def test_sc01_prompts_take_turns(opened: OpenedModel) -> None:
     """A short prompt is not kept waiting by long ones before it."""
     with engine_of(opened) as client:
         for each in range(3):

@@ -78,10 +78,10 @@ def test_an_error_of_one_request_leaves_the_others_unchanged(opened: OpenedModel
 
 @pytest.mark.parametrize("row", [0, 2])
 @pytest.mark.parametrize("at_step", [0, 4])
-def test_damaged_logits_fail_one_and_are_never_kept(
+def test_nf01_ca03_damaged_logits_fail_one_and_are_never_kept(
     opened: OpenedModel, monkeypatch: pytest.MonkeyPatch, row: int, at_step: int
 ) -> None:
-    """NF01 and CA03: not even where a prompt's prefix would be kept, at the first step."""
+    """Not even where a prompt's prefix would be kept, at the first step."""
     llm = LLM.from_opened(opened)
     wanted = [alone(llm, prompt, SAMPLED) for prompt in PROMPTS]
     step, num_steps = opened.runner.step, itertools.count()
@@ -190,8 +190,8 @@ def test_a_request_ends_at_its_deadline(opened: OpenedModel) -> None:
         assert client.outputs(free)[0].finish_reason == "length"
 
 
-def test_exactly_the_overflow_of_the_queue_is_refused(opened: OpenedModel) -> None:
-    """SC03. Those that were taken on are all served, and then there is room again."""
+def test_sc03_exactly_the_overflow_of_the_queue_is_refused(opened: OpenedModel) -> None:
+    """Those that were taken on are all served, and then there is room again."""
     with engine_of(opened, EngineLimits(max_running=4, max_waiting=10)) as client:
         ids = [client.add([each], SAMPLED) for each in range(14)]
         for _ in range(20):
@@ -203,7 +203,7 @@ def test_exactly_the_overflow_of_the_queue_is_refused(opened: OpenedModel) -> No
         client.drain()
 
 
-def test_bad_submissions_change_nothing(opened: OpenedModel) -> None:
+def test_trap_52_bad_submissions_change_nothing(opened: OpenedModel) -> None:
     good = RequestReader(opened).of_prompt([1, 2, 3], "prompt", SAMPLED)
 
     def changed(**fields: object) -> Request:

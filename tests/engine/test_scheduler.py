@@ -1,6 +1,7 @@
 """Who takes part in a step: everybody some time, nobody beyond what there is, and short prompts first."""
 
 from dataclasses import dataclass
+from itertools import accumulate, cycle
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from coldstream.engine.scheduler import QUANTUM, Scheduler
 
 MAX_RUNNING, NUM_ROWS = 4, 96
+
+
+@dataclass
+class Answer:
+    prompt_left: int
+    tokens_left: int
+
+    def take(self, num_rows: int) -> bool:
+        """Computes rows of it; whether that was the last token."""
+        self.prompt_left = max(0, self.prompt_left - num_rows)
+        self.tokens_left -= self.prompt_left == 0
+        return not self.tokens_left
 
 
 def always(key: int) -> bool:
@@ -76,7 +89,9 @@ def test_short_prompts_leave_no_row_unused_either(wants: list[int]) -> None:
 
 
 @given(st.integers(1, 60), st.integers(1, 64), st.integers(2, 40))
-def test_no_running_answer_is_left_out_for_long(num_decoding: int, num_prompts: int, num_rows: int) -> None:
+def test_sc01_no_running_answer_is_left_out_for_long(
+    num_decoding: int, num_prompts: int, num_rows: int
+) -> None:
     """Even with fewer rows than answers: each is served again within as many steps as there are answers."""
     wanted = {key: 1 if key < num_decoding else 1000 for key in range(num_decoding + num_prompts)}
     scheduler = filled(wanted, max_running=200, num_rows=num_rows)
@@ -86,6 +101,83 @@ def test_no_running_answer_is_left_out_for_long(num_decoding: int, num_prompts: 
         scheduler.served(shares)
         last |= dict.fromkeys(shares, step)
         assert all(step - at <= 2 * len(wanted) + 1 for at in last.values())
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=8, max_size=8), st.lists(st.integers(0, 9), min_size=8, max_size=8)
+)
+def test_sc01_short_prompts_beside_one_of_32k_rows_are_done_in_the_step_that_they_are_alone(
+    shorts: list[int], gaps: list[int]
+) -> None:
+    """Whenever they come; and the long one gets on in every step, too."""
+    scheduler, num_rows = Scheduler(64, 512), 512
+    left = {0: 32_000}
+    arrivals = dict(enumerate(zip(accumulate(gaps), shorts, strict=True), 1))
+    scheduler.add(0)
+    for step in range(sum(gaps) + 1):
+        new = [key for key, (at, _) in arrivals.items() if at == step]
+        for key in new:
+            scheduler.add(key)
+            left[key] = arrivals[key][1]
+        while (admitted := scheduler.candidate(always)) is not None:
+            scheduler.admit(admitted)
+        wanted = {key: left[key] or 1 for key in scheduler.running}
+        shares = scheduler.share(wanted, lambda num_decoding: num_rows - num_decoding)
+        scheduler.served(shares)
+        assert shares.keys() == wanted.keys()
+        assert all(shares[key] == left[key] for key in new)
+        for key, count in shares.items():
+            left[key] = max(0, left[key] - count)
+
+
+# What comes after so many steps: rows of a prompt, tokens, priority, namespace.
+streams = st.lists(
+    st.tuples(
+        *(st.integers(0, 30), st.integers(1, 64), st.integers(1, 5)),
+        *(st.integers(-1, 1), st.sampled_from("abc")),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(streams)
+def test_sc01_nobody_starves_in_ten_thousand_steps_of_any_arrivals(
+    stream: list[tuple[int, int, int, int, str]],
+) -> None:
+    """Each running answer gets on every so many steps, and each waiting one is admitted in time.
+
+    What comes is repeated for ever, as long as there are not more than `crowd` answers under way.
+    """
+    scheduler, crowd = Scheduler(MAX_RUNNING, NUM_ROWS), 20
+    # Four portions of a prompt, each in turn with those of the other prompts, and then the tokens.
+    longest_run = 4 * MAX_RUNNING + 5
+    longest_wait = 2 * 256 + 2 * crowd * longest_run
+    answers: dict[int, Answer] = {}
+    moved: dict[int, int] = {}  # step in which an answer came, was admitted or was served
+    arrivals, next_at, num_added = cycle(stream), 0, 0
+    for step in range(10_000):
+        while next_at <= step and len(answers) < crowd:
+            gap, prompt, tokens, priority, namespace = next(arrivals)
+            answers[num_added], moved[num_added] = Answer(prompt, tokens), step
+            scheduler.add(num_added, priority=priority, namespace=namespace)
+            num_added, next_at = num_added + 1, step + gap
+        while (key := scheduler.candidate(always)) is not None:
+            scheduler.admit(key)
+            moved[key] = step
+        running = scheduler.running
+        wanted = {key: answers[key].prompt_left or 1 for key in running}
+        shares = scheduler.share(wanted, lambda num_decoding: 20) if wanted else {}
+        scheduler.served(shares)
+        for key, count in shares.items():
+            moved[key] = step
+            if answers[key].take(count):
+                del answers[key], moved[key]
+                scheduler.remove(key)
+        assert all(step - moved[key] <= MAX_RUNNING for key in running if key in moved)
+        assert all(step - at <= longest_wait for at in moved.values())
+    assert num_added > 300
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.sampled_from("abc")), min_size=1, max_size=30))
@@ -103,7 +195,7 @@ def test_the_order_is_that_of_arrival_within_a_priority_and_a_namespace(given: l
         assert own == sorted(own, key=lambda key: (-given[key][0], key))
 
 
-def test_one_key_that_floods_the_queue_leaves_another_its_share() -> None:
+def test_sc02_one_key_that_floods_the_queue_leaves_another_its_share() -> None:
     scheduler = Scheduler(2, NUM_ROWS)
     for key in range(1000):
         scheduler.add(key, namespace="flood")
@@ -146,12 +238,6 @@ def test_memory_is_taken_from_the_latest_and_never_from_the_first() -> None:
     assert [scheduler.preempt() for _ in range(3)] == [2, 1, None]
     assert scheduler.running == [0]
     assert [scheduler.candidate(always)] == [1]
-
-
-@dataclass
-class Answer:
-    prompt_left: int
-    tokens_left: int
 
 
 class Served(RuleBasedStateMachine):
@@ -199,10 +285,7 @@ class Served(RuleBasedStateMachine):
         self.scheduler.served(shares)
         assert shares
         for key, count in shares.items():
-            answer = self.answers[key]
-            answer.prompt_left = max(0, answer.prompt_left - count)
-            answer.tokens_left -= answer.prompt_left == 0
-            if not answer.tokens_left:
+            if self.answers[key].take(count):
                 del self.answers[key]
                 self.scheduler.remove(key)
 

@@ -1,7 +1,9 @@
 """The sampler in C++: the very tokens, ranks and faults of decoding's sampler, for rows of any settings."""
 
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -122,6 +124,61 @@ def test_a_token_is_chosen_from_changed_logits_and_ranked_by_those_of_the_model(
     made = row(Case(logits, [0], PLAIN, 0), changed, logprobs=1)
     _csrc.choose_tokens([made])
     assert (made.fault, made.token, made.ranked[:2]) == (0, 0, ([1], 3))
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("seed", [0, 2**64 - 1])
+def test_nf02_at_the_edges_of_every_setting_the_first_of_the_largest_is_drawn(vocab: int, seed: int) -> None:
+    """In C++ and in NumPy, at both ends of the vocabulary, with ties, and with logits of any size."""
+    edges: list[dict[str, Any]] = [
+        *({"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"top_k": 1, "top_p": 0.0}),
+        {"temperature": 1e-8, "top_k": 1},
+        {"temperature": 1e6, "top_p": 0.0},
+    ]
+    for best, at, by in itertools.product((1e-3, 3e38), (0, vocab - 1), edges):
+        logits = np.full(vocab, -best, np.float32)
+        logits[at:] = best
+        case = Case(logits, [0], replace(PLAIN, **by), seed)
+        made = row(case)
+        _csrc.choose_tokens([made])
+        if by.get("min_p") != 1.0:
+            assert (made.fault, made.token) == (0, at), (best, by)
+        assert (made.fault, made.token) == (0, sample_token(logits, [0], case.params, seed))
+        assert at <= made.token < vocab
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("seed", [0, 2**64 - 1])
+def test_nf02_next_to_temperature_zero_the_only_largest_is_drawn(vocab: int, seed: int) -> None:
+    for at in (0, vocab // 2, vocab - 1):
+        logits = np.zeros(vocab, np.float32)
+        logits[at] = 2e-6
+        case = Case(logits, [0], replace(PLAIN, temperature=1e-8), seed)
+        made = row(case)
+        _csrc.choose_tokens([made])
+        assert (made.fault, made.token) == (0, at)
+        assert sample_token(logits, [0], case.params, seed) == at
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("temperature", [0.0, 1e-8, 1.0])
+def test_nf02_rows_without_a_number_or_a_token_are_faults(vocab: int, temperature: float) -> None:
+    """Never a token: all NaN, and everything forbidden."""
+    params = replace(PLAIN, temperature=temperature)
+    for bad in (np.nan, np.inf, -np.inf):
+        case = Case(np.full(vocab, bad, np.float32), [0], params, 0)
+        made = row(case)
+        _csrc.choose_tokens([made])
+        assert made.fault == vocab
+        with pytest.raises(GenerationFault, match=f"{vocab} of {vocab} logits"):
+            sample_token(case.logits, [0], params, 0)
+    good = np.zeros(vocab, np.float32)
+    by_bias = row(Case(good, [0], params, 0), biased=range(vocab), biases=[-math.inf] * vocab)
+    by_mask = row(Case(good, [0], params, 0), np.full(vocab, -np.inf, np.float32))
+    _csrc.choose_tokens([by_bias, by_mask])
+    assert (by_bias.fault, by_mask.fault) == (-1, -1)
+    with pytest.raises(GenerationFault, match="no token can follow"):
+        sample_token(good, [0], params, 0, set(range(vocab)))
 
 
 def test_faults() -> None:

@@ -36,7 +36,7 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize("umask", [0, 0o002, 0o077])
-def test_what_is_made_is_the_users_alone(home: Path, directory: Path, umask: int) -> None:
+def test_pr09_what_is_made_is_the_users_alone(home: Path, directory: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         cache = KernelCache(directory)
@@ -66,7 +66,7 @@ UNSAFE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("which", ["directory", "above"])
 @pytest.mark.parametrize("what", UNSAFE)
-def test_a_directory_that_others_may_write_to_is_neither_read_nor_written(
+def test_pr09_a_directory_that_others_may_write_to_is_neither_read_nor_written(
     directory: Path, what: str, which: str
 ) -> None:
     KernelCache(directory).put(NAME, CODE)
@@ -82,7 +82,9 @@ def test_a_directory_that_others_may_write_to_is_neither_read_nor_written(
     assert not (directory / "other.cubin").exists()
 
 
-def test_a_directory_of_another_user_is_not_used(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pr09_a_directory_of_another_user_is_not_used(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     KernelCache(directory).put(NAME, CODE)
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
@@ -120,7 +122,7 @@ SUSPECT: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("what", SUSPECT)
-def test_an_entry_that_others_may_have_written_is_not_read_and_is_replaced(
+def test_pr09_an_entry_that_others_may_have_written_is_not_read_and_is_replaced(
     directory: Path, what: str
 ) -> None:
     if what == "another's" and os.geteuid() != 0:

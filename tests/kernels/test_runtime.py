@@ -6,8 +6,13 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +20,11 @@ from coldstream.errors import GenerationFault, ModelChangedError
 from coldstream.kernels import _csrc
 
 MIB = 1 << 20
+CHOICE: dict[str, Any] = {
+    "temperature": 1.0, "top_k": 0, "top_p": 0.9, "min_p": 0.0, "seed": 1, "position": 1,
+    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+    "recent": (), "biased": (), "biases": (), "logprobs": None,
+}  # fmt: skip
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -80,7 +90,7 @@ def test_graph_refuses_rows_outside_its_capacity(runtime: _csrc.Runtime) -> None
     assert not out.any()
 
 
-def test_empty_graph_runs(runtime: _csrc.Runtime) -> None:
+def test_pr05_empty_graph_runs(runtime: _csrc.Runtime) -> None:
     runtime.begin_capture(1)
     runtime.end_capture().run(1)
 
@@ -116,15 +126,15 @@ def test_profile_names_every_op_and_runs_it(runtime: _csrc.Runtime) -> None:
     assert out.eq(3).all()
 
 
-def test_many_tiny_jobs_with_more_threads_than_cores() -> None:
+def test_pr05_a_million_tiny_jobs_with_more_threads_than_cores() -> None:
     runtime = _csrc.Runtime(2 * (os.cpu_count() or 1) + 1)
-    graph, _x, out = capture_sum(runtime, capacity=2, num_ops=5)
+    graph, _x, out = capture_sum(runtime, capacity=2, num_ops=250)
     for _ in range(4000):
         graph.run(2)
-    assert out.eq(20000).all()
+    assert out.eq(1_000_000).all()
 
 
-def test_concurrent_callers_take_turns() -> None:
+def test_pr05_concurrent_callers_take_turns() -> None:
     runtime = _csrc.Runtime(2)
     graphs = [capture_sum(runtime, capacity=4, num_ops=3) for _ in range(8)]
 
@@ -140,7 +150,7 @@ def test_concurrent_callers_take_turns() -> None:
     assert all(out.eq(150).all() for _, _, out in graphs)
 
 
-def test_failing_op_raises_and_leaves_the_pool_usable(runtime: _csrc.Runtime) -> None:
+def test_pr05_failing_op_raises_and_leaves_the_pool_usable(runtime: _csrc.Runtime) -> None:
     positions = torch.tensor([7], dtype=torch.int32)
     angles, one, out = torch.zeros(1, 4, 2), torch.ones(1, 1), torch.zeros(1, 1)
     runtime.begin_capture(1)
@@ -155,6 +165,104 @@ def test_failing_op_raises_and_leaves_the_pool_usable(runtime: _csrc.Runtime) ->
     positions[0] = 8
     graph.run(1)
     assert out.item() == 2
+
+
+def test_pr05_of_concurrent_callers_those_alone_get_an_error_whose_op_fails() -> None:
+    runtime = _csrc.Runtime(3)
+    sums = [capture_sum(runtime, capacity=2, num_ops=3) for _ in range(4)]
+    negative, angles = torch.tensor([-1], dtype=torch.int32), torch.zeros(1, 4, 2)
+    runtime.begin_capture(1)
+    _csrc.rope_angles(runtime, negative, 1e4, angles)
+    failing = runtime.end_capture()
+    errors: list[int] = []
+
+    def fail() -> None:
+        for _ in range(50):
+            try:
+                failing.run(1)
+            except ValueError:
+                errors.append(1)
+
+    def add(graph: _csrc.Graph) -> None:
+        for _ in range(50):
+            graph.run(2)
+
+    callers = [threading.Thread(target=fail) for _ in range(4)]
+    callers += [threading.Thread(target=add, args=(graph,)) for graph, _, _ in sums]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(errors) == 200
+    assert all(out.eq(150).all() for _, _, out in sums)
+
+
+def test_pr05_a_pool_that_is_let_go_while_callers_queue_serves_them_and_ends() -> None:
+    num_before = len(os.listdir("/proc/self/task"))
+    runtime = _csrc.Runtime(4)
+    graphs = [capture_sum(runtime, capacity=4, num_ops=20) for _ in range(8)]
+    sums = [(x, out) for _, x, out in graphs]
+    all_wait = threading.Barrier(9)
+
+    def call(graph: _csrc.Graph) -> None:
+        all_wait.wait()
+        for _ in range(20):
+            graph.run(4)
+
+    callers = [threading.Thread(target=call, args=(graphs.pop()[0],)) for _ in range(8)]
+    for caller in callers:
+        caller.start()
+    all_wait.wait()
+    del runtime  # who calls holds what is left of it
+    for caller in callers:
+        caller.join()
+    callers.clear()
+    assert all(out.eq(400).all() for _, out in sums)
+    limit = time.monotonic() + 20
+    while len(os.listdir("/proc/self/task")) > num_before:  # the callers' own may take a moment to end
+        assert time.monotonic() < limit
+
+
+def long_call(
+    kind: str, mapped: _csrc.MappedFile
+) -> tuple[Callable[[], object], tuple[torch.Tensor, torch.Tensor]]:
+    """A call that does nothing in Python by which a thread would give way, and the memory that it needs."""
+    runtime = _csrc.Runtime(2)
+    graph, x, out = capture_sum(runtime, capacity=4000, num_ops=20)
+    row = _csrc.TokenChoice(np.zeros(100_000, np.float32), None, **CHOICE)
+    calls: dict[str, Callable[[], object]] = {
+        "run": partial(graph.run, 4000),
+        "profile": partial(graph.profile, 4000),
+        "op": partial(_csrc.add, runtime, x, out, out),
+        "pages": partial(_csrc.touch_pages, runtime, mapped, 0, mapped.size),
+        "choice": partial(_csrc.choose_tokens, [row]),
+    }
+    return calls[kind], (x, out)
+
+
+@pytest.mark.parametrize("kind", ["run", "profile", "op", "pages", "choice"])
+def test_pr06_python_goes_on_while_the_extension_computes(kind: str, model_path: Path) -> None:
+    """No thread has to give way here, so that others go on only when the extension lets them."""
+    compute, _memory = long_call(kind, map_file(model_path))
+    others: list[int] = []
+    seen: list[int] = []
+
+    def call() -> None:
+        for _ in range(2000):
+            compute()
+            if others:
+                break
+        seen.extend(others)
+
+    interval, caller = sys.getswitchinterval(), threading.Thread(target=call)
+    sys.setswitchinterval(1e6)
+    try:
+        caller.start()
+        others.append(1)
+        caller.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen == [1]
 
 
 def test_touch_pages_reads_the_whole_file_and_refuses_more(runtime: _csrc.Runtime, model_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from base64 import b64decode
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from random import Random
 
 import psutil
 import pytest
@@ -168,14 +169,16 @@ async def test_functions_cannot_cross_and_the_error_says_so(engine: Supervisor) 
         await engine.submit(Submission(next(_ids), request))
 
 
-async def test_kill_9_under_load_gives_each_request_one_error_and_service_returns(
+async def test_pr02_kill_9_under_load_gives_each_request_one_error_and_service_returns(
     engine: Supervisor, llm: LLM
 ) -> None:
+    """Before its first event, at that one, and at a random one in the middle."""
     params = SamplingParams(seed=3, max_tokens=900, ignore_eos=True)
-    for _ in range(3):
+    for num_events in (0, 1, Random(3).randint(2, 300)):
         restarts = (await engine.health()).restarts
         streams = [await begin(engine, prompt, params) for prompt in PROMPTS * 2]
-        assert isinstance(await anext(streams[0]), Started)
+        for _ in range(num_events):
+            await anext(streams[0])
         assert engine.pid is not None
         os.kill(engine.pid, signal.SIGKILL)
         for events in await asyncio.gather(*map(rest, streams)):
@@ -192,7 +195,27 @@ async def test_kill_9_under_load_gives_each_request_one_error_and_service_return
         assert same(after, llm.generate(PROMPTS[0], short)[0].outputs[0])
 
 
-async def test_closing_a_stream_early_frees_the_engine(engine: Supervisor) -> None:
+async def test_sc09_a_process_that_was_suspended_goes_on_where_it_was(engine: Supervisor, llm: LLM) -> None:
+    params = SamplingParams(seed=5, max_tokens=60, ignore_eos=True)
+    restarts = (await engine.health()).restarts
+    streams = [await begin(engine, prompt, params) for prompt in PROMPTS]
+    assert isinstance(await anext(streams[0]), Started)
+    assert engine.pid is not None
+    process = psutil.Process(engine.pid)
+    process.suspend()
+    while process.status() != psutil.STATUS_STOPPED:
+        await asyncio.sleep(0)
+    late = asyncio.create_task(submit(engine, PROMPTS[0], params))
+    await asyncio.sleep(0)
+    assert (await engine.health()).state == "ready"
+    process.resume()
+    answers = [*await asyncio.gather(*map(rest, streams)), await late]
+    for prompt, events in zip([*PROMPTS, PROMPTS[0]], answers, strict=True):
+        assert same(outputs(events)[0], llm.generate(prompt, params)[0].outputs[0])
+    assert (await engine.health()).restarts == restarts
+
+
+async def test_trap_52_closing_a_stream_early_frees_the_engine(engine: Supervisor) -> None:
     before = (await engine.statistics()).cancelled_requests
     stream = await begin(engine, "import", SamplingParams(seed=1, max_tokens=900, ignore_eos=True))
     assert isinstance(await anext(stream), Started)
@@ -265,14 +288,15 @@ def told(*frames: bytes, version: str = __version__) -> tuple[FromEngine, int]:
         (framed(Open(CONFIG, EngineLimits(), PromptCache()), ToEngine) * 2,),
     ],
 )
-async def test_malformed_frames_end_the_process_with_an_error_that_is_told(frames: tuple[bytes, ...]) -> None:
-    """PR10."""
+async def test_pr10_malformed_frames_end_the_process_with_an_error_that_is_told(
+    frames: tuple[bytes, ...],
+) -> None:
     last, code = told(*frames)
     assert isinstance(last, Died)
     assert code == last.error.exit_code != 0
 
 
-async def test_the_engine_leaves_when_its_socket_closes() -> None:
+async def test_pr03_the_engine_leaves_when_its_socket_closes() -> None:
     ours, theirs = socket.socketpair()
     ours.close()
     with theirs:
@@ -290,14 +314,20 @@ async def test_an_upgrade_under_a_running_server_is_named() -> None:
 _PARENT = """
 import asyncio, sys
 from coldstream.assets import demo_model_path
+from coldstream.decoding import SamplingParams
 from coldstream.engine import EngineConfig
 from coldstream.engine.limits import EngineLimits
+from coldstream.engine.submission import Submission
 from coldstream.server.supervisor import Supervisor
 
 async def main():
     config = EngineConfig(str(demo_model_path()), ctx_size=256, threads=1, device="cpu")
     async with Supervisor(config, EngineLimits(), name="demo") as engine:
         await engine.opened()
+        if sys.argv[1] == "busy":
+            params = SamplingParams(max_tokens=200, ignore_eos=True)
+            request = engine.model.requests.of_prompt("a", "prompt", params)
+            await anext(await engine.submit(Submission(1, request)))
         print(engine.pid, flush=True)
         await asyncio.Event().wait()
 
@@ -305,8 +335,10 @@ asyncio.run(main())
 """
 
 
-async def test_the_engine_dies_with_its_parent() -> None:
-    with subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True) as parent:
+@pytest.mark.parametrize("state", ["idle", "busy"])
+async def test_pr03_the_engine_dies_with_its_parent(state: str) -> None:
+    command = [sys.executable, "-c", _PARENT, state]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()

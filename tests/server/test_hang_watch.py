@@ -44,7 +44,7 @@ async def told(silences: Sequence[float]) -> float | None:
         ([0, 0, 0], None),
     ],
 )
-async def test_silence_beyond_the_limit_counts_when_it_is_seen_twice_in_turn(
+async def test_sc09_silence_beyond_the_limit_counts_when_it_is_seen_twice_in_turn(
     silences: list[float], result: float | None
 ) -> None:
     assert await told(silences) == result

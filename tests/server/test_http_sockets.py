@@ -1,10 +1,13 @@
 """The official client over a real socket: what closing it ends, and what a server reads of a body."""
 
 import asyncio
+import gc
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
 import httpx2
+import psutil
 import pytest
 from openai import AsyncOpenAI
 
@@ -25,7 +28,7 @@ async def url(local_client: LocalClient) -> AsyncIterator[str]:
         await serving
 
 
-async def test_closing_a_stream_cancels_the_request(url: str, local_client: LocalClient) -> None:
+async def test_sc04_closing_a_stream_cancels_the_request(url: str, local_client: LocalClient) -> None:
     before = await local_client.statistics()
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         stream = await client.chat.completions.create(
@@ -45,7 +48,7 @@ async def test_closing_a_stream_cancels_the_request(url: str, local_client: Loca
     assert after.generated_tokens - before.generated_tokens < 1800
 
 
-async def test_cancelling_a_call_cancels_the_request(url: str, local_client: LocalClient) -> None:
+async def test_sc04_cancelling_a_call_cancels_the_request(url: str, local_client: LocalClient) -> None:
     before = await local_client.statistics()
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         calling = asyncio.create_task(
@@ -61,6 +64,60 @@ async def test_cancelling_a_call_cancels_the_request(url: str, local_client: Loc
         await idle(local_client)
     after = await local_client.statistics()
     assert after.cancelled_requests == before.cancelled_requests + 1
+
+
+def own_objects() -> Counter[str]:
+    """The project's, by class, but for kept prefixes, whose memory has a budget."""
+    gc.collect()
+    names = (f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
+    return Counter(name for name in names if name.startswith("coldstream.") and ".kvcache." not in name)
+
+
+async def storm(http: httpx2.AsyncClient, count: int) -> None:
+    """Requests whose clients leave after 0 to 3 lines of a stream, or while they wait for all of it."""
+    body = {"prompt": "import os", "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
+
+    async def begun_and_left(number: int) -> None:
+        if number % 5 == 4:
+            calling = asyncio.create_task(http.post("/v1/completions", json=body))
+            for _ in range(number):
+                await asyncio.sleep(0)
+            calling.cancel()
+            with suppress(asyncio.CancelledError):
+                await calling
+            return
+        async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            lines = response.aiter_lines()
+            for _ in range(number % 5):
+                await anext(lines)
+
+    for first in range(0, count, 10):
+        await asyncio.gather(*map(begun_and_left, range(first, first + 10)))
+
+
+async def test_sc08_a_storm_of_cancels_leaves_nothing_behind(url: str, local_client: LocalClient) -> None:
+    process, short = psutil.Process(), {"prompt": "def main(", "max_tokens": 12, "temperature": 0}
+
+    async def weathered(count: int) -> str:
+        async with httpx2.AsyncClient(base_url=url, timeout=60) as http:
+            await storm(http, count)
+            await idle(local_client)
+            answer = await http.post("/v1/completions", json=short)
+        while local_client._streams:
+            await asyncio.sleep(0)
+        return str(answer.json()["choices"][0]["text"])
+
+    text = await weathered(20)
+    descriptors, threads, objects = process.num_fds(), process.num_threads(), own_objects()
+    before = await local_client.statistics()
+    assert await weathered(120) == text
+    after = await local_client.statistics()
+    while process.num_fds() > descriptors or process.num_threads() > threads:  # the last ones may close yet
+        await asyncio.sleep(0)
+    assert [name for name, more in (own_objects() - objects).items() if more >= 10] == []
+    assert after.finished_requests == before.finished_requests + 1
+    assert after.failed_requests == before.failed_requests
+    assert 90 <= after.cancelled_requests - before.cancelled_requests <= 120
 
 
 async def test_rq02_a_body_of_chunks_is_read_up_to_the_limit(url: str) -> None:

@@ -58,8 +58,8 @@ def test_a_line_for_machines_is_one_object() -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "json"])
-def test_log_injection_is_one_escaped_line(kind: Any) -> None:
-    """RQ12: CR, LF and ANSI in what a client sends."""
+def test_rq12_log_injection_is_one_escaped_line(kind: Any) -> None:
+    """CR, LF and ANSI in what a client sends."""
     sink = Sink()
     with Log(sink.descriptor, kind) as log:
         log.write("info", "request", "GET /a\r\n2026 forged\x1b[31m 200")
@@ -68,8 +68,8 @@ def test_log_injection_is_one_escaped_line(kind: Any) -> None:
     assert "\r" not in sink.text
 
 
-def test_a_blocked_reader_drops_lines_and_holds_up_nobody() -> None:
-    """PR07: a pipe that nobody reads."""
+def test_pr07_a_blocked_reader_drops_lines_and_holds_up_nobody() -> None:
+    """A pipe that nobody reads."""
     read, write = os.pipe()
     with os.fdopen(read) as reader, os.fdopen(write, "w") as writer:
         drained = threading.Thread(target=reader.read)
@@ -95,7 +95,7 @@ def test_lost_lines_are_counted_in_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("path", ["/dev/full", "/dev/null"])
-def test_a_full_disk_and_a_closed_stream_are_survived(path: str) -> None:
+def test_pr07_a_full_disk_and_a_closed_stream_are_survived(path: str) -> None:
     descriptor = os.open(path, os.O_WRONLY if path == "/dev/full" else os.O_RDONLY)
     with Log(descriptor) as log:
         log.write("info", "a", "b")
@@ -151,7 +151,7 @@ def start(status: int) -> Message:
 END: Message = {"type": "http.response.body", "body": b"x"}
 
 
-async def test_a_request_is_one_line_without_its_query() -> None:
+async def test_rq12_a_request_is_one_line_without_its_query() -> None:
     (line,) = await requested("/v1/completions", start(200), END)
     assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/completions", 200)
     assert line["complete"]

@@ -83,7 +83,7 @@ def prompt(first: int, **more: Any) -> dict[str, Any]:
     return {"model": "demo", "prompt": [first, 5], "max_tokens": 3000, "stream": True, **more}
 
 
-async def test_sigterm_while_loading_ends_at_once_and_leaves_nothing(begin: Begin) -> None:
+async def test_pr01_sigterm_while_loading_ends_at_once_and_leaves_nothing(begin: Begin) -> None:
     async with begin("hang") as served:
         while (answer := await served.client.get("/health")).status_code != 503:
             continue
@@ -93,7 +93,7 @@ async def test_sigterm_while_loading_ends_at_once_and_leaves_nothing(begin: Begi
         assert "ready" not in served.events()
 
 
-async def test_what_is_not_finished_in_time_ends_with_an_error_in_its_stream(begin: Begin) -> None:
+async def test_pr01_what_is_not_finished_in_time_ends_with_an_error_in_its_stream(begin: Begin) -> None:
     async with begin("serve", drain_s=0.0) as served:
         await served.until("ready")
         async with served.client.stream("POST", "/v1/completions", json=prompt(WAIT)) as stream:
@@ -104,7 +104,7 @@ async def test_what_is_not_finished_in_time_ends_with_an_error_in_its_stream(beg
         assert await served.task is None
 
 
-async def test_readers_that_have_stopped_do_not_hold_up_the_end(begin: Begin) -> None:
+async def test_pr01_readers_that_have_stopped_do_not_hold_up_the_end(begin: Begin) -> None:
     async with begin("serve", drain_s=0.0, close_s=0.0) as served:
         await served.until("ready")
         body = json.dumps(prompt(FLOOD)).encode()

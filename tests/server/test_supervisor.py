@@ -271,7 +271,7 @@ async def test_more_requests_than_the_queue_holds_are_refused_at_once(start: Sta
         kill(supervisor)
 
 
-async def test_cancelling_ends_a_request_and_closing_its_stream_forgets_it(start: Start) -> None:
+async def test_trap_52_cancelling_ends_a_request_and_closing_its_stream_forgets_it(start: Start) -> None:
     async with start() as supervisor:
         await supervisor.opened()
         kept = await supervisor.submit(submission(1, 5, max_tokens=4000))
@@ -343,7 +343,7 @@ async def test_statistics_of_an_engine_that_does_not_answer_are_refused_and_noth
         kill(supervisor)
 
 
-async def test_draining_lets_requests_finish_and_takes_no_more(start: Start) -> None:
+async def test_trap_52_draining_lets_requests_finish_and_takes_no_more(start: Start) -> None:
     async with start() as supervisor:
         await supervisor.opened()
         stream = await supervisor.submit(submission(1, 5, 6, max_tokens=300))
