@@ -21,7 +21,7 @@ import pytest
 
 from coldstream.cli import serve as serve_verb
 from coldstream.cli.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupts, TerminatedError
-from coldstream.cli.serve import parse_parallel, prompt_cache
+from coldstream.cli.serve import limits_of, parse_parallel, prompt_cache
 from coldstream.errors import ConfigError
 from coldstream.server.messages import PromptCache
 
@@ -252,3 +252,9 @@ def test_signals_lent_to_an_event_loop_come_back() -> None:
         with pytest.raises(TerminatedError) as raised:
             signal.raise_signal(signal.SIGTERM)
         assert raised.value.code == EXIT_TERMINATED
+
+
+@pytest.mark.parametrize(("num_keys", "share"), [(0, None), (1, None), (2, 256)])
+def test_sc02_of_several_keys_none_fills_the_queue(num_keys: int, share: int | None) -> None:
+    limits = limits_of(3, num_keys)
+    assert (limits.max_running, limits.max_waiting, limits.max_waiting_of_owner) == (3, 512, share)

@@ -13,6 +13,7 @@ from builders import write_gguf
 from coldstream.decoding import Logits
 from coldstream.engine import LLM, OpenedModel, SamplingParams
 from coldstream.engine.engine import Engine
+from coldstream.engine.events import Delta
 from coldstream.engine.generation import Request
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.request_reader import RequestReader
@@ -201,6 +202,35 @@ def test_sc03_exactly_the_overflow_of_the_queue_is_refused(opened: OpenedModel) 
         assert all(client.outputs(each)[0].finish_reason == "length" for each in ids)
         client.add([9], SAMPLED)
         client.drain()
+
+
+def test_sc02_one_owner_leaves_room_in_the_queue_for_another(opened: OpenedModel) -> None:
+    """Whatever parts of its namespace it names; and its requests that run are not counted as waiting."""
+    limits = EngineLimits(max_running=2, max_waiting=10, max_waiting_of_owner=4)
+    with engine_of(opened, limits) as client:
+        ids = [client.add([each], SAMPLED, namespace=f"a/{each % 3}") for each in range(6)]
+        with pytest.raises(QueueFullError, match="4 requests with this API key wait"):
+            client.add([9], SAMPLED, namespace="a/new")
+        client.step()
+        ids += [client.add([each], SAMPLED, namespace="b") for each in range(6)]
+        with pytest.raises(QueueFullError, match="10 requests wait"):
+            client.add([9], SAMPLED, namespace="c")
+        client.drain()
+        assert all(client.outputs(each)[0].finish_reason == "length" for each in ids)
+        client.add([9], SAMPLED, namespace="a")
+        client.drain()
+
+
+def test_sc02_an_owner_with_many_parts_has_one_share(opened: OpenedModel) -> None:
+    with engine_of(opened, EngineLimits(max_running=2)) as client:
+        flood = [client.add([each], SAMPLED, namespace=f"a/{each}") for each in range(6)]
+        other = client.add([7], SAMPLED, namespace="b")
+        ended = []
+        while not client.engine.is_idle:
+            told = [event for event in client.step() if isinstance(event, Delta)]
+            ended += [event.request_id for event in told if event.piece.finish_reason is not None]
+    assert ended.index(other) <= 3
+    assert set(ended) == {*flood, other}
 
 
 def test_trap_52_bad_submissions_change_nothing(opened: OpenedModel) -> None:

@@ -161,7 +161,7 @@ def test_sc01_nobody_starves_in_ten_thousand_steps_of_any_arrivals(
         while next_at <= step and len(answers) < crowd:
             gap, prompt, tokens, priority, namespace = next(arrivals)
             answers[num_added], moved[num_added] = Answer(prompt, tokens), step
-            scheduler.add(num_added, priority=priority, namespace=namespace)
+            scheduler.add(num_added, priority=priority, owner=namespace)
             num_added, next_at = num_added + 1, step + gap
         while (key := scheduler.candidate(always)) is not None:
             scheduler.admit(key)
@@ -184,7 +184,7 @@ def test_sc01_nobody_starves_in_ten_thousand_steps_of_any_arrivals(
 def test_the_order_is_that_of_arrival_within_a_priority_and_a_namespace(given: list[tuple[int, str]]) -> None:
     scheduler = Scheduler(64, NUM_ROWS)
     for key, (priority, namespace) in enumerate(given):
-        scheduler.add(key, priority=priority, namespace=namespace)
+        scheduler.add(key, priority=priority, owner=namespace)
     order = []
     while (next_key := scheduler.candidate(always)) is not None:
         scheduler.admit(next_key)
@@ -198,10 +198,10 @@ def test_the_order_is_that_of_arrival_within_a_priority_and_a_namespace(given: l
 def test_sc02_one_key_that_floods_the_queue_leaves_another_its_share() -> None:
     scheduler = Scheduler(2, NUM_ROWS)
     for key in range(1000):
-        scheduler.add(key, namespace="flood")
+        scheduler.add(key, owner="flood")
     for _ in range(2):
         scheduler.admit(scheduler.candidate(always) or 0)
-    scheduler.add(1000, namespace="other")
+    scheduler.add(1000, owner="other")
     scheduler.remove(0)
     assert scheduler.candidate(always) == 1000
 
@@ -252,7 +252,7 @@ class Served(RuleBasedStateMachine):
     @rule(prompt=st.integers(1, 300), tokens=st.integers(1, 5), priority=st.integers(-1, 1))
     def add(self, prompt: int, tokens: int, priority: int) -> None:
         self.answers[self.num_added] = Answer(prompt, tokens)
-        self.scheduler.add(self.num_added, priority=priority, namespace=str(self.num_added % 2))
+        self.scheduler.add(self.num_added, priority=priority, owner=str(self.num_added % 2))
         self.num_added += 1
 
     @precondition(lambda self: self.answers)

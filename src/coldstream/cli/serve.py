@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -164,7 +164,7 @@ def _serve(
     service = Service(
         name=alias or name_of(path),
         config=engine_config(path, {**options, **_contexts(parallel, options)}),
-        limits=EngineLimits() if parallel is None else EngineLimits(max_running=parallel),
+        limits=limits_of(parallel, len(settings.api_keys)),
         settings=settings,
         cache=prompt_cache(kept),
     )
@@ -192,6 +192,12 @@ def prompt_cache(places: Sequence[str]) -> "PromptCache":
     if len(sizes) > 1 or len(folders) > 1:
         raise ConfigError("--prompt-cache: give one size of RAM and one folder at most")
     return PromptCache(sizes[0] if sizes else 0, os.path.abspath(folders[0]) if folders else None)
+
+
+def limits_of(parallel: int | None, num_keys: int) -> EngineLimits:
+    """Those of the engine. Of several API keys none may fill more than half of the queue."""
+    limits = EngineLimits() if parallel is None else EngineLimits(max_running=parallel)
+    return limits if num_keys < 2 else replace(limits, max_waiting_of_owner=limits.max_waiting // 2)
 
 
 def _contexts(parallel: int | None, options: Mapping[str, Any]) -> dict[str, Any]:

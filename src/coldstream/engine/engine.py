@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Final
 
 from coldstream import kvcache
@@ -52,7 +53,8 @@ class Engine:
         self._clock = clock
         chunk_size = opened.runner.chunk_size
         self._max_running = min(limits.max_running, opened.runner.cache_size.num_states, chunk_size)
-        self._served = ServedRequests(opened, self._max_running, limits.max_waiting, tiers)
+        limits = replace(limits, max_running=self._max_running)
+        self._served = ServedRequests(opened, limits, tiers)
         self._cost = StepCost(chunk_size)
         self._flying: Launched | None = None  # a step whose tokens the host has not looked at
         self._drafts = JobDrafts(opened.runner, opened.speculation) if opened.speculation else None

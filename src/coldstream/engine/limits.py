@@ -16,6 +16,7 @@ class EngineLimits:
 
     max_running: int = MAX_RUNNING  # sequences in a step, if the model has memory for as many
     max_waiting: int = 512  # answers in the queue; a request that has no room there raises QueueFullError
+    max_waiting_of_owner: int | None = None  # of these, at most so many of one owner; None: all
     # Steps with decoding rows take no more rows of prompts than keep to this, by what steps took so far, and
     # steps of prompts alone are a third of it long, if that makes a row hardly dearer. Infinite: as many as
     # a step takes.
@@ -24,6 +25,8 @@ class EngineLimits:
     def __post_init__(self) -> None:
         _check_integer("max_running", self.max_running, 1, MAX_RUNNING)
         _check_integer("max_waiting", self.max_waiting, 1, MAX_WAITING)
+        if self.max_waiting_of_owner is not None:
+            _check_integer("max_waiting_of_owner", self.max_waiting_of_owner, 1, self.max_waiting)
         target = self.target_step_ms
         is_number = isinstance(target, (int, float)) and not isinstance(target, bool)
         if not is_number or math.isnan(target) or target <= 0:

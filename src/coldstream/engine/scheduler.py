@@ -3,7 +3,7 @@ models nor memory nor clocks.
 
 Answers wait until they are admitted, run until they are removed, and wait again if their memory is taken. The
 order of arrival counts, a step of priority like `_STEPS_PER_PRIORITY` steps of it, so that nobody waits
-forever. Among namespaces the one with the fewest running answers is next. Of those that run, memory is taken
+forever. Among owners the one with the fewest running answers is next. Of those that run, memory is taken
 from the last in the order, so that the first one always gets on.
 
 Each step has a row of every answer that decodes. Of the other rows each prompt gets some, and the shortest as
@@ -27,7 +27,7 @@ class _Entry:
 
     key: int
     rank: tuple[int, int]  # place in the order, all different
-    namespace: str
+    owner: str
     leader: int | None
     last_served: int = -1  # step
 
@@ -52,10 +52,10 @@ class Scheduler:
         """Those that are admitted, the first in the order first."""
         return [entry.key for entry in sorted(self._running.values(), key=lambda entry: entry.rank)]
 
-    def add(self, key: int, *, priority: int = 0, namespace: str = "", leader: int | None = None) -> None:
+    def add(self, key: int, *, priority: int = 0, owner: str = "", leader: int | None = None) -> None:
         """A new answer waits. leader: one that it branches off, see `candidate`."""
         rank = (self._num_steps - priority * _STEPS_PER_PRIORITY, key)
-        self._waiting[key] = _Entry(key, rank, namespace, leader)
+        self._waiting[key] = _Entry(key, rank, owner, leader)
 
     def remove(self, key: int) -> None:
         """Forgets an answer, in whichever state it is."""
@@ -72,8 +72,8 @@ class Scheduler:
         ready = [entry for entry in self._waiting.values() if entry.leader is None or is_ready(entry.leader)]
         if not ready:
             return None
-        num_running = Counter(entry.namespace for entry in self._running.values())
-        return min(ready, key=lambda entry: (num_running[entry.namespace], entry.rank)).key
+        num_running = Counter(entry.owner for entry in self._running.values())
+        return min(ready, key=lambda entry: (num_running[entry.owner], entry.rank)).key
 
     def admit(self, key: int) -> None:
         """A waiting answer has memory from now on."""

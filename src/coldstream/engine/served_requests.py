@@ -9,6 +9,7 @@ from coldstream.engine.events import Delta, Event, Failed, PromptProgress, Start
 from coldstream.engine.generation import cancelled_piece
 from coldstream.engine.job import Job
 from coldstream.engine.job_memory import JobMemory
+from coldstream.engine.limits import EngineLimits
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.request import Piece
 from coldstream.engine.scheduler import Scheduler
@@ -34,15 +35,12 @@ class ServedRequest:
 class ServedRequests:
     """All requests of one engine, their answers as jobs, and the events that nobody has taken yet."""
 
-    def __init__(
-        self, opened: OpenedModel, max_running: int, max_waiting: int, tiers: Collection[PrefixTier] = ()
-    ) -> None:
+    def __init__(self, opened: OpenedModel, limits: EngineLimits, tiers: Collection[PrefixTier] = ()) -> None:
         """tiers: of kept prefixes, see `PrefixCache`."""
         self._opened = opened
-        self._max_running = max_running
-        self._max_waiting = max_waiting
+        self._limits = limits
         self.memory = JobMemory(opened, tiers)
-        self.scheduler = Scheduler(max_running, opened.runner.chunk_size)
+        self.scheduler = Scheduler(limits.max_running, opened.runner.chunk_size)
         self.counts = EngineCounts()
         self.cancelled: set[int] = set()  # ids whose answers are yet to end
         self._requests: dict[int, ServedRequest] = {}
@@ -69,19 +67,30 @@ class ServedRequests:
         if submission.request_id in self._requests:
             raise InvalidRequestError(f"request {submission.request_id} is being served: give each a new id")
         submission.check(self._opened.runner.spec.vocab_size, self._opened.ctx_size)
-        if len(self._requests) >= self._max_waiting + self._max_running:
-            raise QueueFullError(
-                f"{self._max_waiting} requests wait already, which is the limit: try again later"
-            )
+        self._check_room(submission.owner)
         request = ServedRequest(submission, self._next_key)
         self._next_key += len(request.jobs)
         self._requests[submission.request_id] = request
         for job in request.jobs:
             self._jobs[job.key] = job
             leader = job.leader.key if job.leader else None
-            priority, namespace = submission.priority, submission.namespace
-            self.scheduler.add(job.key, priority=priority, namespace=namespace, leader=leader)
+            priority, owner = submission.priority, submission.owner
+            self.scheduler.add(job.key, priority=priority, owner=owner, leader=leader)
         self._can_admit = True
+
+    def _check_room(self, owner: str) -> None:
+        """Raises QueueFullError if another request of this owner has no room."""
+        limits, own = self._limits, self._limits.max_waiting_of_owner
+        if len(self._requests) >= limits.max_waiting + limits.max_running:
+            raise QueueFullError(
+                f"{limits.max_waiting} requests wait already, which is the limit: try again later"
+            )
+        if own is not None:
+            count = sum(each.submission.owner == owner for each in self._requests.values())
+            if count >= own + limits.max_running:
+                raise QueueFullError(
+                    f"{own} requests with this API key wait already, the limit of one: try again later"
+                )
 
     def cancel(self, request_id: int) -> None:
         """Marks a request; unknown ones are ignored."""

@@ -16,11 +16,16 @@ class Submission:
     request_id: int  # unique for the life of the engine, chosen by the caller
     request: Request
     borders: tuple[int, ...] = ()  # positions in the prompt worth keeping for later prompts
-    namespace: str = ""  # prefixes are shared within a namespace only, and namespaces share the engine evenly
+    namespace: str = ""  # `OWNER` or `OWNER/PART`: prefixes are shared within a namespace only
     priority: int = 0  # from −MAX_PRIORITY to MAX_PRIORITY; the higher is served first
     deadline: float | None = None  # by the engine's clock: when it has to be finished
     progress: bool = False  # whether `PromptProgress` events are wanted
     comes_again: bool = True  # whether a later prompt may begin with all of this one
+
+    @property
+    def owner(self) -> str:
+        """Whose request it is. Owners share the engine evenly, whatever parts they name."""
+        return self.namespace.partition("/")[0]
 
     def check(self, vocab_size: int, ctx_size: int) -> None:
         """Raises InvalidRequestError for what a model of this vocabulary and context cannot serve, and its
