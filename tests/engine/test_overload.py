@@ -97,7 +97,10 @@ def test_sc10_a_queue_that_is_full_keeps_what_is_done_at_capacity(opened: Opened
 
 
 def test_sc10_in_a_long_queue_deadlines_bound_the_wait(opened: OpenedModel) -> None:
+    """And those that will be late take no time of those that can still be answered."""
     result = overloaded(opened, max_waiting=100)
+    second_half = sum(step >= OVERLOADED_STEPS // 2 for step in result.answered.values())
+    assert second_half >= 0.9 * CAPACITY * OVERLOADED_STEPS / 2
     assert result.late
     assert not result.refused
     ends = {**result.answered, **result.late}

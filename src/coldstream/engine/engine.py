@@ -68,7 +68,7 @@ class Engine:
         """
         if self._is_closed:
             raise InvalidRequestError("this engine is closed")
-        self._served.add(submission)
+        self._served.add(submission, self._clock() if submission.deadline is not None else 0.0)
 
     def cancel(self, request_id: int) -> None:
         """Ends the answers of a request in the next step, with the reason `cancelled`.
@@ -86,11 +86,12 @@ class Engine:
         """
         try:
             self._served.end_cancelled()
-            self._served.end_overdue(self._clock())
+            now = self._clock()
+            self._served.end_overdue(now)
             if self._flying is not None:
                 self._land(self._flying)
             else:
-                self._served.admit()
+                self._served.admit(now)
                 self._compute()
         except BaseException:
             flying, self._flying = self._flying, None

@@ -62,10 +62,12 @@ class Scheduler:
         self._waiting.pop(key, None)
         self._running.pop(key, None)
 
-    def candidate(self, is_ready: Callable[[int], bool]) -> int | None:
+    def candidate(
+        self, is_ready: Callable[[int], bool], is_late: Callable[[int], bool] = lambda key: False
+    ) -> int | None:
         """The answer to admit next, if there may be another one.
 
-        One with a leader is ready once `is_ready(leader)`.
+        One with a leader is ready once `is_ready(leader)`. Of those of an owner the late ones come last.
         """
         if len(self._running) >= self._max_running:
             return None
@@ -73,7 +75,7 @@ class Scheduler:
         if not ready:
             return None
         num_running = Counter(entry.owner for entry in self._running.values())
-        return min(ready, key=lambda entry: (num_running[entry.owner], entry.rank)).key
+        return min(ready, key=lambda entry: (num_running[entry.owner], is_late(entry.key), entry.rank)).key
 
     def admit(self, key: int) -> None:
         """A waiting answer has memory from now on."""

@@ -3,6 +3,7 @@ told, and how each ends. Takes no steps.
 """
 
 from collections.abc import Collection, Iterable
+from typing import Final
 
 from coldstream.engine.engine_statistics import EngineCounts, EngineStatistics
 from coldstream.engine.events import Delta, Event, Failed, PromptProgress, Started
@@ -17,13 +18,18 @@ from coldstream.engine.submission import Submission
 from coldstream.errors import ColdstreamError, DeadlineError, InvalidRequestError, QueueFullError
 from coldstream.kvcache import PrefixTier
 
+_LATE_SHARE: Final = 2 / 3  # of the time up to a deadline
+
 
 class ServedRequest:
     """A submission whose events are not all told."""
 
-    def __init__(self, submission: Submission, first_key: int) -> None:
-        """first_key: of the first answer; the others have those after it."""
+    def __init__(self, submission: Submission, first_key: int, now: float) -> None:
+        """first_key: of the first answer; the others have those after it. now: by the deadline's clock."""
         self.submission = submission
+        self.late_from: float | None = None
+        if submission.deadline is not None:
+            self.late_from = now + _LATE_SHARE * (submission.deadline - now)
         self.jobs: list[Job] = []  # of all answers
         self.has_started = False
         self.num_told = 0  # tokens of the prompt, in `PromptProgress`
@@ -62,13 +68,16 @@ class ServedRequests:
         """An unfinished job by its key."""
         return self._jobs[key]
 
-    def add(self, submission: Submission) -> None:
-        """A request waits. Raises as `Engine.add`, with nothing changed."""
+    def add(self, submission: Submission, now: float) -> None:
+        """A request waits. Raises as `Engine.add`, with nothing changed.
+
+        now: by the clock of its deadline; without one it does not count.
+        """
         if submission.request_id in self._requests:
             raise InvalidRequestError(f"request {submission.request_id} is being served: give each a new id")
         submission.check(self._opened.runner.spec.vocab_size, self._opened.ctx_size)
         self._check_room(submission.owner)
-        request = ServedRequest(submission, self._next_key)
+        request = ServedRequest(submission, self._next_key, now)
         self._next_key += len(request.jobs)
         self._requests[submission.request_id] = request
         for job in request.jobs:
@@ -97,9 +106,19 @@ class ServedRequests:
         if request_id in self._requests:
             self.cancelled.add(request_id)
 
-    def admit(self) -> None:
-        """Gives memory to answers that wait, as many as there is room for."""
-        while self._can_admit and (key := self.scheduler.candidate(self._is_ready)) is not None:
+    def admit(self, now: float) -> None:
+        """Gives memory to answers that wait, as many as there is room for.
+
+        Those that have waited for most of the time up to their deadline come after all others: where more
+        comes than can be served, they would take the time of answers that can still be finished.
+        """
+
+        def is_late(key: int) -> bool:
+            job = self._jobs[key]
+            late_from = self._requests[job.request_id].late_from
+            return late_from is not None and now > late_from and not job.has_begun
+
+        while self._can_admit and (key := self.scheduler.candidate(self._is_ready, is_late)) is not None:
             job, running = self._jobs[key], self.running
             try:
                 begins = self.memory.begin(job, running, len(running) if self._is_short else 0)
