@@ -157,6 +157,8 @@ class Engine:
         self._is_closed = True
         flying, self._flying = self._flying, None
         self._served.drop_all(tuple(flying.counts) if flying else ())
+        if self._drafts is not None:
+            self._drafts.close()
 
     def _compute(self) -> None:
         """A step with rows of those that run."""
