@@ -8,6 +8,7 @@ answers is kept from list to list.
 """
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -106,6 +107,13 @@ def measure(
     }
 
 
+def command(words: Sequence[str]) -> str:
+    """As typed, but for where the result goes."""
+    pairs = zip(words, ["", *words], strict=False)
+    kept = [word for word, before in pairs if "--out" not in (word, before)]
+    return shlex.join(["python", "bench/shared_drafts.py", *kept])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=demo_model_path())
@@ -141,7 +149,7 @@ def main() -> int:
     finally:
         opened.close()
     result = {
-        "command": "python bench/shared_drafts.py",
+        "command": command(sys.argv[1:]),
         "cpu": Hardware.measure().cpu_name,
         "threads": options.threads,
         "tier": tier,
