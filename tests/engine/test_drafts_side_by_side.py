@@ -3,7 +3,7 @@ as if it were alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import count, cycle
 from pathlib import Path
@@ -11,9 +11,10 @@ from random import Random
 from typing import Any, ClassVar
 
 import pytest
+import test_engine_core
 from engine_clients import Answer, Client, alone, engine_of, rows_of_steps
 from scripted_drafts import BUDGETS, KINDS
-from test_engine_core import CONTEXT, ROOMY, SAMPLED, mixed_wishes
+from test_engine_core import ROOMY, SAMPLED, mixed_wishes
 
 from builders import write_gguf
 from coldstream import kvcache
@@ -22,8 +23,6 @@ from coldstream.engine import LLM, OpenedModel, SamplingParams
 from coldstream.errors import InvalidRequestError
 from coldstream.kvcache import CacheSize
 from draft_kinds import DRAFTS, Drafting
-from hash_runner import opened_with
-from runners import open_cpu_runner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=1)
 TREE_ROWS = 64
@@ -70,12 +69,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("drafts") / "tiny.gguf")[0]
 
 
-@contextmanager
-def opened_model(path: Path, size: CacheSize = ROOMY) -> Iterator[OpenedModel]:
-    size = replace(size, num_tree_rows=TREE_ROWS)
-    runner = open_cpu_runner(path, threads=2, context_length=CONTEXT, cache_size=size)
-    with LLM.from_opened(opened_with(runner, CONTEXT)) as llm:
-        yield llm.opened
+def opened_model(path: Path, size: CacheSize = ROOMY) -> AbstractContextManager[OpenedModel]:
+    return test_engine_core.opened_model(path, replace(size, num_tree_rows=TREE_ROWS))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings")
 
-from coldstream.decoding import Choice, Chosen, Logits, Outcome, SamplingParams, begin_choices, choose_tokens
+from coldstream.decoding import Choice, Chosen, Logits, Outcome, SamplingParams, begin_choices
 from coldstream.errors import GenerationFault
 from coldstream.models.cuda_logits import RECENT_OF_A_ROW, OnDevice, Sampler, StepLogits
 from host_device import HostDevice
@@ -101,12 +101,14 @@ def check(choices: Sequence[Choice], **memory: int) -> None:
     values = np.stack([np.asarray(choice.logits) for choice in choices])
     logits = on_device(values, **memory)
     rows = np.random.default_rng(len(choices)).permutation(len(choices)).tolist()
-    expected = shown(choose_tokens(choices))
+    expected = shown(begin_choices(choices).outcomes())
     for _ in range(2):
-        assert shown(choose_tokens(far(choices, logits, range(len(choices))))) == expected
+        assert shown(begin_choices(far(choices, logits, range(len(choices)))).outcomes()) == expected
     shuffled = far([choices[row] for row in rows], logits, rows)
-    assert shown(choose_tokens(shuffled)) == [expected[row] for row in rows]
-    assert [shown(choose_tokens([each]))[0] for each in shuffled] == [expected[row] for row in rows]
+    assert shown(begin_choices(shuffled).outcomes()) == [expected[row] for row in rows]
+    assert [shown(begin_choices([each]).outcomes())[0] for each in shuffled] == [
+        expected[row] for row in rows
+    ]
     assert np.asarray(logits).tobytes() == values.tobytes()
 
 
@@ -173,7 +175,9 @@ def rows_with_windows(vocab: int) -> list[Choice]:
 @pytest.mark.parametrize("num_rows", [1, 5, 22])
 def test_penalties_look_back_as_far_as_each_row_says(num_rows: int) -> None:
     choices = rows_with_windows(16)
-    tokens = [outcome.token_id for outcome in choose_tokens(choices) if isinstance(outcome, Chosen)]
+    tokens = [
+        outcome.token_id for outcome in begin_choices(choices).outcomes() if isinstance(outcome, Chosen)
+    ]
     assert tokens == [0, 0, 1, 1, 3, 3, 4, 4, 0, 4, 0, 4, 0, 1, 0, 0, 9, 9, 9, 9, 9, 9], "windows decide"
     check(choices, num_rows=num_rows)
 
@@ -195,7 +199,7 @@ def test_any_number_of_rows_takes_one_copy_one_wait_and_the_same_launches(
     choices = [Choice(logits[row], [1, 2, row], kinds[row % 3], 5) for row in range(count - 1)]
     choices.append(Choice(logits[7], [3], params, 5))
     before = gpu.counts
-    choose_tokens(choices)
+    begin_choices(choices).outcomes()
     assert gpu.counts - before == Counts(launches, uploads=1, waits=1, downloads=1)
 
 
@@ -212,7 +216,7 @@ def test_rows_beyond_the_memory_wait_for_those_before_them(gpu: Counted) -> None
     ):
         assert all(len(context) <= CONTEXT_LENGTH for context in contexts)
         choices = [Choice(values[i], context, PENALISED, 0) for i, context in enumerate(contexts)]
-        expected, logits = choose_tokens(choices), on_device(values, num_rows=2)
+        expected, logits = begin_choices(choices).outcomes(), on_device(values, num_rows=2)
         before = gpu.counts
         started = begin_choices(far(choices, logits, range(len(choices))))
         assert not started.is_on_device, "some results are gone when others are chosen"
@@ -230,9 +234,9 @@ def test_a_damaged_row_is_a_fault_of_its_own(gpu: Counted) -> None:
     ]
     logits = on_device(values)
     before = gpu.counts
-    outcomes = choose_tokens(far(choices, logits, range(5)))
+    outcomes = begin_choices(far(choices, logits, range(5))).outcomes()
     assert gpu.counts - before == Counts(5, uploads=1, waits=1, downloads=1), "no logits are brought for it"
-    assert shown(outcomes) == shown(choose_tokens(choices))
+    assert shown(outcomes) == shown(begin_choices(choices).outcomes())
     assert [isinstance(each, GenerationFault) for each in outcomes] == [False, True, False, True, False]
     assert "1 of 40 logits at position 2 are not finite;" in str(outcomes[1])
 
@@ -250,4 +254,4 @@ def test_logits_are_brought_by_rows_and_refused_after_another_step() -> None:
     with pytest.raises(RuntimeError, match="another step"):
         np.asarray(gone[0])
     with pytest.raises(RuntimeError, match="another step"):
-        choose_tokens([Choice(gone[0], [1], GREEDY, 0)])
+        begin_choices([Choice(gone[0], [1], GREEDY, 0)]).outcomes()

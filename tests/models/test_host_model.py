@@ -19,7 +19,7 @@ from one_sequence import OneSequence, chosen_after, open_cpu
 from runner_cases import MIXED_LAYERS, token_ids, write_mixed_layers
 from tree_cases import CONTEXT, Oracle, Prompts, Tree, check_batch_of_trees, prompt
 
-from coldstream.decoding import Choice, Chosen, SamplingParams, choose_tokens
+from coldstream.decoding import Choice, Chosen, SamplingParams, begin_choices
 from coldstream.experts.prefetching import Prefetching
 from coldstream.kernels.ops import SHORT_CONTEXT
 from coldstream.kvcache import Batch, CacheSize, Segment
@@ -101,7 +101,7 @@ def test_each_node_of_a_tree_chooses_by_its_own_path(model: Model) -> None:
             path = prompt(5) + [tree.token_ids[row] for row in tree.path(node)]
             choices.append(Choice(nodes[node], path, params, 3))
         choices.append(Choice(chain[0], [*prompt(3), 4, 4], other, 0))
-        outcomes = choose_tokens(choices)
+        outcomes = begin_choices(choices).outcomes()
         expected = [
             chosen_after(model.cpu.runner.logits(each.context)[-1], each.context, each.params, each.seed)
             for each in choices

@@ -9,7 +9,6 @@ from coldstream.decoding.choice import (
     StartedChoices,
     TokenChooser,
     begin_choices,
-    choose_tokens,
 )
 from coldstream.decoding.constraints import Grammar, RepetitionStop, Thought
 from coldstream.decoding.device_logits import AnyLogits, DeviceChoice, DeviceLogits, DeviceStep
@@ -76,7 +75,6 @@ __all__ = [
     "begin_all_picks",
     "begin_choices",
     "begin_picks",
-    "choose_tokens",
     "derived_seed",
     "generate_in_rounds",
     "generate_tokens",

@@ -111,7 +111,8 @@ class StartedChoices:
 
 
 def begin_choices(choices: Sequence[Choice]) -> StartedChoices:
-    """Begins the choices that a device can make, and makes the others.
+    """Begins the choices that a device can make, and makes the others: for each row the result of
+    `sample_token`, or the error that it raises.
 
     Rows on a device must be different rows of one step; they are copied only if the host needs them. Raises
     the device's errors.
@@ -130,14 +131,6 @@ def begin_choices(choices: Sequence[Choice]) -> StartedChoices:
     positions = tuple(choices[i].position for i in on_device)
     vocab_size = len(choices[0].logits) if choices else 0
     return StartedChoices(on_device, positions, vocab_size, device, on_host)
-
-
-def choose_tokens(choices: Sequence[Choice]) -> list[Outcome]:
-    """The result of `sample_token` for each of several rows, or the error that it raises.
-
-    Raises as `begin_choices`.
-    """
-    return begin_choices(choices).outcomes()
 
 
 def _wants_logits(params: SamplingParams) -> bool:
@@ -255,7 +248,7 @@ class TokenChooser:
         return Choice(logits, context, self._params, self._seed, forbidden_ids, unseen)
 
     def __call__(self, logits: AnyLogits, context: Sequence[int]) -> Chosen:
-        """`choose_tokens` for this row alone, raising its error."""
+        """The token after this row, which is waited for. Raises its error."""
         return only_token(begin_choices([self.choice(logits, context)]))
 
 
