@@ -181,19 +181,4 @@ struct spread_scales {
   }
 };
 
-// The float16 fields of up to eight blocks, `stride` bytes apart. In scalar registers, whose units have
-// nothing else to do.
-static inline __m256 load_halves_8(const uint8_t* field, size_t stride, int count) {
-  uint64_t words[2] = {};
-  for (int i = 0; i < count; i++)
-    words[i / 4] |= static_cast<uint64_t>(load_u16(field + i * stride)) << i % 4 * 16;
-  return _mm256_cvtph_ps(_mm_set_epi64x(static_cast<int64_t>(words[1]), static_cast<int64_t>(words[0])));
-}
-
-// The scales of up to eight blocks.
-template <typename block>
-static inline __m256 load_d_8(const block* b, int count) {
-  return load_halves_8(b->d, sizeof *b, count);
-}
-
 }  // namespace coldstream

@@ -4,17 +4,11 @@
 
 #include "quant/blocks_avx2.h"
 #include "quant/dispatch.h"
+#include "quant/few_lanes.h"
 
 namespace coldstream {
 
 namespace {
-
-constexpr int prefetch_bytes = 8192;  // see few_avx512.cpp
-
-void prefetch(const void* block, size_t bytes) {
-  const auto* p = static_cast<const char*>(block) + prefetch_bytes;
-  for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T1);
-}
 
 // Lane i: the sum of all lanes of v[i].
 __m256i sum_each(const __m256i v[8]) {
@@ -22,12 +16,6 @@ __m256i sum_each(const __m256i v[8]) {
   const __m256i high = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
   return _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20),
                           _mm256_permute2x128_si256(low, high, 0x31));
-}
-
-float sum_lanes(__m256 p) {
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(p), _mm256_extractf128_ps(p, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
 // A super-block's scales, spread over the int16 lanes that they multiply.
@@ -63,100 +51,77 @@ struct spread_scales {
   }
 };
 
-// The float16 fields at byte `offset` of up to eight blocks.
-template <typename block>
-__m256 load_halves(const block* b, size_t offset, int count) {
-  uint16_t bits[8] = {};
-  for (int i = 0; i < count; i++) bits[i] = load_u16(reinterpret_cast<const uint8_t*>(b + i) + offset);
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bits)));
-}
-
-// Up to eight super-blocks of one weight row.
 template <quant_type Q>
-void add_super_blocks(const typename format_256<Q>::block* b, int count, const activation_row* x, int64_t g,
-                      int num_rows, __m256* p) {
+struct kernel_few {
   using format = format_256<Q>;
-  __m256i dots[few_max_rows][8], min_dots[few_max_rows][8];
-  for (int i = 0; i < count; i++) {
-    prefetch(b + i, sizeof *b);
-    const codes_256 codes = format::load(b + i);
-    const spread_scales<Q> scales(b + i);
+  // With more rows, or if their number is not known, a block's codes and scales go through memory.
+  static constexpr int most_fixed_rows = 4;
+
+  template <int ROWS, bool FULL, eight E>
+  inline __attribute__((always_inline)) static void add_super_blocks(const uint8_t* data, int64_t stride, int count,
+                                                                     const activation_row* x, int64_t g,
+                                                                     int num_rows, __m256* p) {
+    using block = typename format::block;
+    if constexpr (FULL) count = 8;
+    __m256i dots[capacity_of<ROWS>][8], min_dots[capacity_of<ROWS>][8];
+    for (int i = 0; i < count; i++) {
+      const auto* b = reinterpret_cast<const block*>(data + i * stride);
+      const int64_t group = E == eight::of_a_row ? g + i : g;
+      prefetch_weights(b, sizeof *b);
+      const codes_256 codes = format::load(b);
+      const spread_scales<Q> scales(b);
+      for (int t = 0; t < num_rows; t++) {
+        const int8_t* q = x[t].q + group * group_elements;
+        const __m256i min_dot = _mm256_madd_epi16(scales.factors, load_256(x[t].sums + group * 16));
+        __m256i dot = format::has_mins ? _mm256_setzero_si256() : min_dot;
+        for (int j = 0; j < 8; j++) {
+          const __m256i pairs = _mm256_maddubs_epi16(codes.part[j], load_256(q + 32 * j));
+          dot = _mm256_add_epi32(dot, _mm256_madd_epi16(pairs, scales.part[j]));
+        }
+        dots[t][i] = dot;
+        if constexpr (format::has_mins) min_dots[t][i] = min_dot;
+      }
+    }
+    const auto* first = reinterpret_cast<const block*>(data);
+    const __m256 d = load_halves_8(first->d, stride, count);
+    __m256 dmin;
+    if constexpr (format::has_mins) dmin = load_halves_8(first->dmin, stride, count);
     for (int t = 0; t < num_rows; t++) {
-      const int8_t* q = x[t].q + (g + i) * group_elements;
-      const __m256i min_dot = _mm256_madd_epi16(scales.factors, load_256(x[t].sums + (g + i) * 16));
-      __m256i dot = format::has_mins ? _mm256_setzero_si256() : min_dot;
+      for (int i = count; i < 8; i++) {
+        dots[t][i] = _mm256_setzero_si256();
+        if constexpr (format::has_mins) min_dots[t][i] = _mm256_setzero_si256();
+      }
+      const __m256 a = E == eight::of_a_row ? _mm256_loadu_ps(x[t].scales + g) : _mm256_set1_ps(x[t].scales[g]);
+      p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, a), _mm256_cvtepi32_ps(sum_each(dots[t])), p[t]);
+      if constexpr (format::has_mins)
+        p[t] = _mm256_fnmadd_ps(_mm256_mul_ps(dmin, a), _mm256_cvtepi32_ps(sum_each(min_dots[t])), p[t]);
+    }
+  }
+
+  inline __attribute__((always_inline)) static void add_blocks(const typename format::block* b, int count,
+                                                               const activation_row* x, int64_t g, int num_rows,
+                                                               __m256* p) {
+    const codes_256 codes = format::load(b);
+    const __m256 d = _mm256_and_ps(load_d_8(b, 8), _mm256_castsi256_ps(first_lanes(count)));
+    for (int t = 0; t < num_rows; t++) {
+      const int8_t* q = x[t].q + g * group_elements;
+      __m256i dots[8];
       for (int j = 0; j < 8; j++) {
-        const __m256i pairs = _mm256_maddubs_epi16(codes.part[j], load_256(q + 32 * j));
-        dot = _mm256_add_epi32(dot, _mm256_madd_epi16(pairs, scales.part[j]));
+        // |w| is unsigned and x takes w's sign; two products of at most 128 · 127 fit int16.
+        const __m256i signed_x = _mm256_sign_epi8(load_256(q + 32 * j), codes.part[j]);
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes.part[j]), signed_x);
+        dots[j] = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
       }
-      dots[t][i] = dot;
-      if constexpr (format::has_mins) min_dots[t][i] = min_dot;
+      p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, _mm256_loadu_ps(x[t].scales + g * blocks_per_group)),
+                             _mm256_cvtepi32_ps(sum_each(dots)), p[t]);
     }
   }
-  const __m256 d = load_halves(b, offsetof(typename format::block, d), count);
-  for (int t = 0; t < num_rows; t++) {
-    float scales[8] = {};
-    for (int i = 0; i < count; i++) scales[i] = x[t].scales[g + i];
-    const __m256 a = _mm256_loadu_ps(scales);
-    for (int i = count; i < 8; i++) dots[t][i] = min_dots[t][i] = _mm256_setzero_si256();
-    p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, a), _mm256_cvtepi32_ps(sum_each(dots[t])), p[t]);
-    if constexpr (format::has_mins) {
-      const __m256 dmin = load_halves(b, offsetof(typename format::block, dmin), count);
-      p[t] = _mm256_fnmadd_ps(_mm256_mul_ps(dmin, a), _mm256_cvtepi32_ps(sum_each(min_dots[t])), p[t]);
-    }
-  }
-}
-
-// Eight blocks of 32: one activation group.
-template <quant_type Q>
-void add_blocks(const typename format_256<Q>::block* b, const activation_row* x, int64_t g, int num_rows,
-                __m256* p) {
-  const codes_256 codes = format_256<Q>::load(b);
-  const __m256 d = load_halves(b, 0, 8);
-  for (int t = 0; t < num_rows; t++) {
-    const int8_t* q = x[t].q + g * group_elements;
-    __m256i dots[8];
-    for (int j = 0; j < 8; j++) {
-      // |w| is unsigned and x takes w's sign; two products of at most 128 · 127 fit int16.
-      const __m256i signed_x = _mm256_sign_epi8(load_256(q + 32 * j), codes.part[j]);
-      const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes.part[j]), signed_x);
-      dots[j] = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-    }
-    p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, _mm256_loadu_ps(x[t].scales + g * blocks_per_group)),
-                           _mm256_cvtepi32_ps(sum_each(dots)), p[t]);
-  }
-}
-
-template <quant_type Q>
-void few_of_type(const weight_rows& w, const activation_row* x, int num_rows, float* const* out) {
-  using format = format_256<Q>;
-  using block = typename format::block;
-  const int64_t num_blocks = w.cols / (format::super_block ? 256 : 32);
-  for (int64_t n = 0; n < w.count; n++) {
-    const auto* row = reinterpret_cast<const block*>(w.data + n * w.row_bytes);
-    __m256 p[few_max_rows];
-    for (int t = 0; t < num_rows; t++) p[t] = _mm256_setzero_ps();
-    for (int64_t b = 0; b < num_blocks; b += 8) {
-      const int count = static_cast<int>(num_blocks - b < 8 ? num_blocks - b : 8);
-      if constexpr (format::super_block) {
-        add_super_blocks<Q>(row + b, count, x, b, num_rows, p);
-      } else if (count == 8) {
-        prefetch(row + b, 8 * sizeof(block));
-        add_blocks<Q>(row + b, x, b / 8, num_rows, p);
-      } else {
-        block padded[8] = {};
-        std::memcpy(padded, row + b, static_cast<size_t>(count) * sizeof(block));
-        add_blocks<Q>(padded, x, b / 8, num_rows, p);
-      }
-    }
-    for (int t = 0; t < num_rows; t++) out[t][n] = sum_lanes(p[t]);
-  }
-}
+};
 
 }  // namespace
 
 void few_avx2(const weight_rows& w, const activation_row* x, int num_rows, float* const* out) {
-  dispatch_integer(w.type, [&]<quant_type Q>() { few_of_type<Q>(w, x, num_rows, out); });
+  dispatch_integer(w.type, [&]<quant_type Q>() { few_of_type<kernel_few<Q>>(w, x, num_rows, out); });
 }
 
 }  // namespace coldstream

@@ -35,7 +35,7 @@ struct alignas(64) panel_k {
 };
 
 template <quant_type Q>
-struct kernel_k {
+struct kernel_k : kernel_512 {
   using format = format_512<Q>;
   using panel = panel_k;
 
@@ -72,16 +72,16 @@ struct kernel_k {
     to.d[row] = to.dmin[row] = 0.0f;
   }
 
-  static void multiply(panel& w, const activation_tile* x, int64_t stride, int num_tiles, int64_t g,
+  static void multiply(panel& w, const activation_tile* x, int64_t stride, int num_rows, int64_t g,
                        accumulators* p) {
-    const int lane = static_cast<int>(g % 8);
-    for (int tile = 0; tile < num_tiles; tile++) {
+    const int last = num_tiles(num_rows) - 1, lane = static_cast<int>(g % 8);
+    for (int tile = 0; tile <= last; tile++) {
       multiply_tile(w, x[tile * stride]);
       // The vector units scale the previous tile's results while the tile unit is busy with this one.
       if (tile > 0) add_results(w, x[(tile - 1) * stride], g < 8, p[tile - 1].lane[lane]);
       store_results(w);
     }
-    add_results(w, x[(num_tiles - 1) * stride], g < 8, p[num_tiles - 1].lane[lane]);
+    add_results(w, x[last * stride], g < 8, p[last].lane[lane]);
   }
 
   static void multiply_tile(const panel& w, const activation_tile& x) {
@@ -141,7 +141,7 @@ struct alignas(64) panel_32 {
 
 // Blocks of 32 have a float scale each, so that a tile product spans 32 inputs only.
 template <quant_type Q>
-struct kernel_32 {
+struct kernel_32 : kernel_512 {
   using format = format_512<Q>;
   using panel = panel_32;
 
@@ -161,9 +161,9 @@ struct kernel_32 {
     for (int i = 0; i < 8; i++) to.d[i][row] = 0.0f;
   }
 
-  static void multiply(panel& w, const activation_tile* x, int64_t stride, int num_tiles, int64_t g,
+  static void multiply(panel& w, const activation_tile* x, int64_t stride, int num_rows, int64_t g,
                        accumulators* p) {
-    for (int tile = 0; tile < num_tiles; tile++) {
+    for (int tile = 0; tile < num_tiles(num_rows); tile++) {
       const activation_tile& from = x[tile * stride];
       for (int pair = 0; pair < 4; pair++) {
         multiply_pair(w, from, pair);
@@ -231,7 +231,7 @@ constinit const quant_kernels quant_kernels_amx = {
     .quantize_row = quantize_row_avx512,
     .few = few_avx512,
     .many = many,
-    .many_bytes = std::max(many_512_bytes<panel_k>(), many_512_bytes<panel_32>()),
+    .many_bytes = std::max(panel_memory<panel_k>(), panel_memory<panel_32>()),
     .many_min_rows = 8,
     .pack = pack_avx512,
     .float_product = float_product_avx512,

@@ -26,7 +26,7 @@ struct alignas(64) panel_vnni {
 };
 
 template <quant_type Q>
-struct kernel_vnni {
+struct kernel_vnni : kernel_512 {
   using format = format_512<Q>;
   using panel = panel_vnni;
   static constexpr int span = format::super_block && !format::has_mins ? 16 : 32;
@@ -58,11 +58,11 @@ struct kernel_vnni {
     to.dmin[row] = 0.0f;
   }
 
-  static void multiply(panel& w, const activation_tile* x, int64_t stride, int num_tiles, int64_t g,
+  static void multiply(panel& w, const activation_tile* x, int64_t stride, int num_rows, int64_t g,
                        accumulators* p) {
     int tile = 0;
-    for (; tile + 2 <= num_tiles; tile += 2) multiply_tiles<4, 2>(w, x + tile * stride, stride, g, p + tile);
-    if (tile < num_tiles) multiply_tiles<8, 1>(w, x + tile * stride, stride, g, p + tile);
+    for (; tile + 2 <= num_tiles(num_rows); tile += 2) multiply_tiles<4, 2>(w, x + tile * stride, stride, g, p + tile);
+    if (tile < num_tiles(num_rows)) multiply_tiles<8, 1>(w, x + tile * stride, stride, g, p + tile);
   }
 
   template <int ROWS, int TILES>
@@ -176,7 +176,7 @@ constinit const quant_kernels quant_kernels_avx512 = {
     .quantize_row = quantize_row_avx512,
     .few = few_avx512,
     .many = many,
-    .many_bytes = many_512_bytes<panel_vnni>(),
+    .many_bytes = panel_memory<panel_vnni>(),
     .many_min_rows = 9,
     .pack = pack_avx512,
     .float_product = float_product_avx512,

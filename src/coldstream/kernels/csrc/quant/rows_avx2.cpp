@@ -1,14 +1,12 @@
-// The 256-bit tier: quantising activations, float products, SwiGLU, and the table.
-#include <cstring>
-
-#include "arithmetic.h"
-#include "quant/dequantize.h"
-#include "quant/few_avx2.h"
-#include "quant/kernels.h"
+#include "quant/rows_avx2.h"
 
 #if defined(__AVX2__)
 
-#include <immintrin.h>
+#include <cstring>
+
+#include "arithmetic.h"
+#include "quant/blocks_avx2.h"
+#include "quant/transpose_avx2.h"
 
 namespace coldstream {
 
@@ -53,28 +51,6 @@ void quantize_span(const float* x, int8_t* q, int16_t* sums, float* scale) {
   }
 }
 
-void quantize_row(const float* x, int64_t cols, activation_row out) {
-  for (int64_t g = 0; g < num_groups(cols); g++) {
-    const int64_t rest = cols - g * group_elements;
-    const float* from = x + g * group_elements;
-    float padded[group_elements] = {};
-    if (rest < group_elements) {
-      std::memcpy(padded, from, static_cast<size_t>(rest) * sizeof(float));
-      from = padded;
-    }
-    int8_t* q = out.q + g * group_elements;
-    int16_t* sums = out.sums + g * 16;
-    if (out.form == activation_form::by_group) {
-      quantize_span<group_elements>(from, q, sums, out.scales + g);
-      continue;
-    }
-    for (int b = 0; b < blocks_per_group; b++) {
-      quantize_span<block_elements>(from + b * block_elements, q + b * block_elements, sums + 2 * b,
-                                    out.scales + g * blocks_per_group + b);
-    }
-  }
-}
-
 // ROWS weight rows with one activation row: enough independent sums to hide the latency of fma.
 template <int ROWS>
 void float_dots(const float* w, int64_t stride, int64_t cols, const float* x, float* out) {
@@ -97,7 +73,79 @@ void float_dots(const float* w, int64_t stride, int64_t cols, const float* x, fl
   }
 }
 
-void float_product(const float* w, int64_t stride, int64_t count, int64_t cols, const float* const* x,
+// The sums over 16 inputs of 8 rows, and those over 32, with the row innermost.
+void pack_sums(const activation_row* x, int num_rows, activation_form form, int64_t g, int first,
+               activation_tile& tile) {
+  __m256i v[8];
+  for (int t = 0; t < 8; t++) v[t] = t < num_rows ? load_256(x[t].sums + g * 16) : _mm256_setzero_si256();
+  transpose_8x8(v);
+  if (form == activation_form::by_group) {
+    for (int i = 0; i < 8; i++)
+      _mm256_store_si256(reinterpret_cast<__m256i*>(tile.sums_16[i][first]), v[i]);
+  }
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (int i = 0; i < 4; i++) {
+    const __m256i even = _mm256_madd_epi16(v[2 * i], ones), odd = _mm256_madd_epi16(v[2 * i + 1], ones);
+    const __m256i pairs = _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xaa);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(tile.sums_32[i][first]), pairs);
+  }
+}
+
+// Up to 8 rows to rows first … first + 7 of a tile; missing ones become zeros.
+void pack_unit(const activation_row* x, int num_rows, activation_form form, int64_t g, int first,
+               activation_tile& tile) {
+  for (int part = 0; part < 8; part++) {
+    __m256i v[8];
+    for (int t = 0; t < 8; t++)
+      v[t] = t < num_rows ? load_256(x[t].q + g * group_elements + 32 * part) : _mm256_setzero_si256();
+    transpose_8x8(v);
+    for (int i = 0; i < 8; i++)
+      _mm256_store_si256(reinterpret_cast<__m256i*>(tile.q[8 * part + i][first]), v[i]);
+  }
+  pack_sums(x, num_rows, form, g, first, tile);
+  for (int t = 0; t < 8; t++) {
+    const bool exists = t < num_rows;
+    if (form == activation_form::by_group) {
+      tile.scales[first + t] = exists ? x[t].scales[g] : 0.0f;
+    } else {
+      for (int b = 0; b < blocks_per_group; b++)
+        tile.block_scales[b][first + t] = exists ? x[t].scales[g * blocks_per_group + b] : 0.0f;
+    }
+  }
+}
+
+}  // namespace
+
+void quantize_row_avx2(const float* x, int64_t cols, activation_row out) {
+  for (int64_t g = 0; g < num_groups(cols); g++) {
+    const int64_t rest = cols - g * group_elements;
+    const float* from = x + g * group_elements;
+    float padded[group_elements] = {};
+    if (rest < group_elements) {
+      std::memcpy(padded, from, static_cast<size_t>(rest) * sizeof(float));
+      from = padded;
+    }
+    int8_t* q = out.q + g * group_elements;
+    int16_t* sums = out.sums + g * 16;
+    if (out.form == activation_form::by_group) {
+      quantize_span<group_elements>(from, q, sums, out.scales + g);
+      continue;
+    }
+    for (int b = 0; b < blocks_per_group; b++) {
+      quantize_span<block_elements>(from + b * block_elements, q + b * block_elements, sums + 2 * b,
+                                    out.scales + g * blocks_per_group + b);
+    }
+  }
+}
+
+void pack_avx2(const activation_row* x, int num_rows, int64_t cols, activation_tile* out) {
+  for (int64_t g = 0; g < num_groups(cols); g++) {
+    for (int first = 0; first < tile_rows; first += 8)
+      pack_unit(x + first, num_rows - first, x->form, g, first, out[g]);
+  }
+}
+
+void float_product_avx2(const float* w, int64_t stride, int64_t count, int64_t cols, const float* const* x,
                    int num_rows, float* const* out) {
   for (int t = 0; t < num_rows; t++) {
     int64_t n = 0;
@@ -106,23 +154,9 @@ void float_product(const float* w, int64_t stride, int64_t count, int64_t cols, 
   }
 }
 
-void swiglu(const float* gate, const float* up, int64_t count, float* out) {
+void swiglu_avx2(const float* gate, const float* up, int64_t count, float* out) {
   for (int64_t i = 0; i < count; i++) out[i] = silu(gate[i]) * up[i];
 }
-
-}  // namespace
-
-constinit const quant_kernels quant_kernels_avx2 = {
-    .quantize_row = quantize_row,
-    .few = few_avx2,
-    .many = nullptr,
-    .many_bytes = 0,
-    .many_min_rows = 0,
-    .pack = nullptr,
-    .float_product = float_product,
-    .dequantize_row = dequantize_row_avx2,
-    .swiglu = swiglu,
-};
 
 }  // namespace coldstream
 

@@ -1,0 +1,83 @@
+// The part of products with many activation rows that all vector tiers share.
+//
+// Weights are taken 32 rows at a time. For each activation group their blocks are unpacked once into a panel
+// that stays in the first-level cache, and multiplied with every tile of 16 activation rows; lanes of a
+// register are activation rows. The eight accumulators of the arithmetic lie in memory, as
+// [tile][accumulator][weight row][activation row].
+#pragma once
+
+#include <cstring>
+
+#include "quant/integer_blocks.h"
+#include "quant/kernels.h"
+
+namespace coldstream {
+
+inline constexpr int panel_rows = 32;
+// Blocks of so many rows are streams too many for the hardware's prefetching, which sees a row's next block
+// only when all others have been read.
+inline constexpr int64_t prefetch_groups = 2;
+
+struct accumulators {
+  float lane[8][panel_rows][tile_rows];
+};
+
+static inline void prefetch_bytes(const uint8_t* from, size_t count) {
+  for (size_t i = 0; i < count; i += 64) __builtin_prefetch(from + i, 0, 2);
+}
+
+// Rows that are not padding; these come first.
+static inline int present_rows(float* const* out, int num_rows) {
+  while (num_rows > 0 && out[num_rows - 1] == nullptr) num_rows--;
+  return num_rows;
+}
+
+// `kernel` has a panel type, load(panel, row, blocks) for one weight row of one group, clear(panel, row),
+// multiply(panel, x, stride, num_rows, g, p), which adds group g of all tiles to p, and store(p, num_lanes, rows,
+// out, n), which sums the first `num_lanes` accumulators of a tile (the others are zero) in their order and stores
+// weight rows n … n + rows - 1.
+template <quant_type Q, typename kernel>
+void many_of_type(const weight_rows& w, const activation_tile* x, int num_tiles, float* const* out,
+                  std::byte* memory) {
+  using format = integer_format<Q>;
+  using block = typename format::block;
+  constexpr int step_blocks = format::super_block ? 1 : 8;
+  constexpr int64_t step_bytes = step_blocks * static_cast<int64_t>(sizeof(block));
+  const int64_t groups = num_groups(w.cols), num_blocks = w.cols / (format::super_block ? 256 : 32);
+  const int num_rows = present_rows(out, num_tiles * tile_rows);
+  auto& panel = *reinterpret_cast<typename kernel::panel*>(memory);
+  auto* p = reinterpret_cast<accumulators*>(memory + sizeof(typename kernel::panel));
+  for (int64_t n = 0; n < w.count; n += panel_rows) {
+    const int rows = static_cast<int>(w.count - n < panel_rows ? w.count - n : panel_rows);
+    for (int i = rows; i < panel_rows; i++) kernel::clear(panel, i);
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t first = g * step_blocks, ahead = g + prefetch_groups;
+      // Behind its last group, a panel's rows are followed by those of the next one.
+      const int64_t to_ahead = ahead < groups ? ahead * step_bytes
+                                              : panel_rows * w.row_bytes + (ahead - groups) * step_bytes;
+      for (int i = 0; i < rows; i++) {
+        const uint8_t* data = w.data + (n + i) * w.row_bytes;
+        prefetch_bytes(data + to_ahead, step_bytes);
+        const auto* row = reinterpret_cast<const block*>(data);
+        if (first + step_blocks <= num_blocks) {
+          kernel::load(panel, i, row + first);
+        } else {
+          block padded[step_blocks] = {};
+          std::memcpy(padded, row + first, static_cast<size_t>(num_blocks - first) * sizeof(block));
+          kernel::load(panel, i, padded);
+        }
+      }
+      kernel::multiply(panel, x + g, groups, num_rows, g, p);
+    }
+    const int num_lanes = format::super_block && groups < 8 ? static_cast<int>(groups) : 8;
+    for (int tile = 0; tile < num_tiles; tile++)
+      kernel::store(p[tile], num_lanes, rows, out + tile * tile_rows, n);
+  }
+}
+
+template <typename panel>
+constexpr size_t panel_memory() {
+  return sizeof(panel) + many_max_tiles * sizeof(accumulators);
+}
+
+}  // namespace coldstream
