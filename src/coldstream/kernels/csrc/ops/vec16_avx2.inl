@@ -37,7 +37,9 @@ static inline vec16 load16(const bfloat16* p) {
   return {bf16_to_float(_mm_loadu_si128(words)), bf16_to_float(_mm_loadu_si128(words + 1))};
 }
 
+// Masked moves take many times as long as others on some processors, and most vectors are whole.
 static inline vec16 load16(const float* p, int64_t left) {
+  if (left >= 16) return load16(p);
   const mask16 m = first_lanes(left);
   return {_mm256_maskload_ps(p, m.lo), _mm256_maskload_ps(p + 8, m.hi)};
 }
@@ -57,6 +59,7 @@ static inline void store16(float* p, vec16 v) {
 }
 
 static inline void store16(float* p, vec16 v, int64_t left) {
+  if (left >= 16) return store16(p, v);
   const mask16 m = first_lanes(left);
   _mm256_maskstore_ps(p, m.lo, v.lo);
   _mm256_maskstore_ps(p + 8, m.hi, v.hi);

@@ -11,16 +11,25 @@ struct codes_256 {
   __m256i part[8];  // 32 codes each
 };
 
+// Products of codes and inputs, added in pairs as int16: two of at most 128 · 127 fit.
+template <bool is_signed>
+static inline __m256i multiply_pairs(__m256i codes, __m256i inputs) {
+  // |w| is unsigned and x takes w's sign.
+  if constexpr (is_signed) return _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(inputs, codes));
+  return _mm256_maddubs_epi16(codes, inputs);
+}
+
 static inline __m256i load_256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
-// For each type: `load`, which reads one super-block (unsigned codes) or eight blocks (signed codes).
+// For each type: `load`, which reads one super-block or eight blocks. Codes are unsigned, `offset_bits` the power of
+// two that they lie above those of the type, if they do; those of Q8_0 are signed.
 template <quant_type Q>
 struct format_256;
 
 template <>
 struct format_256<quant_type::q4_k> {
   using block = block_q4_k;
-  static constexpr bool super_block = true, has_mins = true;
+  static constexpr bool super_block = true, has_mins = true, is_signed = false;
   static codes_256 load(const block* b) {
     const __m256i mask = _mm256_set1_epi8(15);
     codes_256 c;
@@ -36,7 +45,7 @@ struct format_256<quant_type::q4_k> {
 template <>
 struct format_256<quant_type::q5_k> {
   using block = block_q5_k;
-  static constexpr bool super_block = true, has_mins = true;
+  static constexpr bool super_block = true, has_mins = true, is_signed = false;
   static codes_256 load(const block* b) {
     const __m256i mask = _mm256_set1_epi8(15), sixteen = _mm256_set1_epi8(16), high = load_256(b->qh);
     codes_256 c;
@@ -54,7 +63,7 @@ struct format_256<quant_type::q5_k> {
 template <>
 struct format_256<quant_type::q6_k> {
   using block = block_q6_k;
-  static constexpr bool super_block = true, has_mins = false;
+  static constexpr bool super_block = true, has_mins = false, is_signed = false;
   static constexpr int offset_bits = 5;
   static codes_256 load(const block* b) {
     const __m256i low_mask = _mm256_set1_epi8(15), high_mask = _mm256_set1_epi8(48);
@@ -83,10 +92,11 @@ static inline __m256i load_nibbles_32(const uint8_t* qs) {
 template <>
 struct format_256<quant_type::q4_0> {
   using block = block_q4_0;
-  static constexpr bool super_block = false, has_mins = false;
+  static constexpr bool super_block = false, has_mins = false, is_signed = false;
+  static constexpr int offset_bits = 3;
   static codes_256 load(const block* b) {
     codes_256 c;
-    for (int j = 0; j < 8; j++) c.part[j] = _mm256_sub_epi8(load_nibbles_32(b[j].qs), _mm256_set1_epi8(8));
+    for (int j = 0; j < 8; j++) c.part[j] = load_nibbles_32(b[j].qs);
     return c;
   }
 };
@@ -94,18 +104,18 @@ struct format_256<quant_type::q4_0> {
 template <>
 struct format_256<quant_type::q5_0> {
   using block = block_q5_0;
-  static constexpr bool super_block = false, has_mins = false;
+  static constexpr bool super_block = false, has_mins = false, is_signed = false;
+  static constexpr int offset_bits = 4;
   static codes_256 load(const block* b) {
-    // Byte i of the 32 bits to lanes 8i … 8i + 7, then bit k of it to lane 8i + k; 16 is taken off where it
-    // is 0.
+    // Byte i of the 32 bits to lanes 8i … 8i + 7, then bit k of it to lane 8i + k.
     const __m256i spread = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
     const __m256i bits = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
     codes_256 c;
     for (int j = 0; j < 8; j++) {
       const __m256i packed = _mm256_set1_epi32(static_cast<int>(load_u32(b[j].qh)));
-      const __m256i is_low = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(packed, spread), bits),
-                                               _mm256_setzero_si256());
-      c.part[j] = _mm256_sub_epi8(load_nibbles_32(b[j].qs), _mm256_and_si256(is_low, _mm256_set1_epi8(16)));
+      const __m256i is_high =
+          _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(packed, spread), bits), bits);
+      c.part[j] = _mm256_or_si256(load_nibbles_32(b[j].qs), _mm256_and_si256(is_high, _mm256_set1_epi8(16)));
     }
     return c;
   }
@@ -114,7 +124,8 @@ struct format_256<quant_type::q5_0> {
 template <>
 struct format_256<quant_type::q8_0> {
   using block = block_q8_0;
-  static constexpr bool super_block = false, has_mins = false;
+  static constexpr bool super_block = false, has_mins = false, is_signed = true;
+  static constexpr int offset_bits = 0;
   static codes_256 load(const block* b) {
     codes_256 c;
     for (int j = 0; j < 8; j++) c.part[j] = load_256(b[j].qs);

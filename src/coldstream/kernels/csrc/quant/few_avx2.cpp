@@ -102,18 +102,22 @@ struct kernel_few {
                                                                const activation_row* x, int64_t g, int num_rows,
                                                                __m256* p) {
     const codes_256 codes = format::load(b);
+    const __m256i ones = _mm256_set1_epi16(1);
     const __m256 d = _mm256_and_ps(load_d_8(b, 8), _mm256_castsi256_ps(first_lanes(count)));
     for (int t = 0; t < num_rows; t++) {
       const int8_t* q = x[t].q + g * group_elements;
       __m256i dots[8];
       for (int j = 0; j < 8; j++) {
-        // |w| is unsigned and x takes w's sign; two products of at most 128 · 127 fit int16.
-        const __m256i signed_x = _mm256_sign_epi8(load_256(q + 32 * j), codes.part[j]);
-        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes.part[j]), signed_x);
-        dots[j] = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+        const __m256i pairs = multiply_pairs<format::is_signed>(codes.part[j], load_256(q + 32 * j));
+        dots[j] = _mm256_madd_epi16(pairs, ones);
       }
-      p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, _mm256_loadu_ps(x[t].scales + g * blocks_per_group)),
-                             _mm256_cvtepi32_ps(sum_each(dots)), p[t]);
+      __m256i dot = sum_each(dots);
+      if constexpr (!format::is_signed) {
+        const __m256i sums = _mm256_madd_epi16(load_256(x[t].sums + g * 16), ones);
+        dot = _mm256_sub_epi32(dot, _mm256_slli_epi32(sums, format::offset_bits));
+      }
+      const __m256 a = _mm256_loadu_ps(x[t].scales + g * blocks_per_group);
+      p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, a), _mm256_cvtepi32_ps(dot), p[t]);
     }
   }
 };

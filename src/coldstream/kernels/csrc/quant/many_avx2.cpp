@@ -48,8 +48,6 @@ template <quant_type Q>
 struct kernel_avx2 {
   using format = format_256<Q>;
   using panel = panel_avx2;
-  static constexpr bool has_sign = Q == quant_type::q8_0;
-  static constexpr int offset = Q == quant_type::q4_0 ? 8 : Q == quant_type::q5_0 ? 16 : 0;  // of blocks of 32
   static constexpr int span = format::super_block && !format::has_mins ? 16 : 32;
   static constexpr int num_spans = 256 / span, span_steps = span / 4;
   // Steps of four inputs whose pairs of products an int16 holds.
@@ -60,10 +58,8 @@ struct kernel_avx2 {
 
   static void load(panel& to, int row, const typename format::block* b) {
     const codes_256 codes = format::load(b);
-    for (int j = 0; j < 8; j++) {
-      const __m256i part = offset == 0 ? codes.part[j] : _mm256_add_epi8(codes.part[j], _mm256_set1_epi8(offset));
-      _mm256_store_si256(reinterpret_cast<__m256i*>(to.codes[row] + 32 * j), part);
-    }
+    for (int j = 0; j < 8; j++)
+      _mm256_store_si256(reinterpret_cast<__m256i*>(to.codes[row] + 32 * j), codes.part[j]);
     if constexpr (!format::super_block) {
       for (int j = 0; j < 8; j++) to.d[j][row] = _cvtsh_ss(load_u16(b[j].d));
     } else {
@@ -136,9 +132,7 @@ struct kernel_avx2 {
 #pragma GCC unroll 4
           for (int u = 0; u < UNITS; u++) {
             const __m256i inputs = load_256(x.q[first + k][u * unit_rows]);
-            const __m256i pairs = has_sign
-                                      ? _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(inputs, codes))
-                                      : _mm256_maddubs_epi16(codes, inputs);
+            const __m256i pairs = multiply_pairs<format::is_signed>(codes, inputs);
             sums[r][u] = k == 0 ? pairs : _mm256_add_epi16(sums[r][u], pairs);
             keep_order(sums[r][u]);
           }
@@ -195,10 +189,13 @@ struct kernel_avx2 {
                               accumulators& p) {
     __m256i total[rows_at_a_time][UNITS];
     for (int u = 0; u < UNITS; u++) {
-      // Of the pair of sums, only that of this block.
-      const int factors = b % 2 == 0 ? -offset & 0xffff : -offset * 0x10000;
-      const __m256i start =
-          _mm256_madd_epi16(load_256(x.sums_32[b / 2][u * unit_rows]), _mm256_set1_epi32(factors));
+      __m256i start = _mm256_setzero_si256();
+      if constexpr (!format::is_signed) {
+        // Of the pair of sums, only that of this block.
+        constexpr int offset = 1 << format::offset_bits;
+        const __m256i factors = _mm256_set1_epi32(b % 2 == 0 ? -offset & 0xffff : -offset * 0x10000);
+        start = _mm256_madd_epi16(load_256(x.sums_32[b / 2][u * unit_rows]), factors);
+      }
       for (int r = 0; r < rows_at_a_time; r++) total[r][u] = start;
     }
     add_span<UNITS>(w, x, n, b, total);
