@@ -17,7 +17,7 @@ Kind = Literal["answered", "refused", "cut off", "wrong", "lost"]
 KINDS: Final[Sequence[Kind]] = ("answered", "refused", "cut off", "wrong", "lost")
 UNAVAILABLE: Final = "service_unavailable"
 NUM_PREFIXES: Final = 4  # each longer than a block, as shorter ones are not kept in files
-MAX_TOKENS: Final = (4, 12, 40, 80)
+MAX_TOKENS: Final = (8, 40, 80, 120)
 _WORDS: Final = ("def", "class", "import", "return", "self", "path", "for", "in", "os", "x", "=", "(", "\n")
 
 

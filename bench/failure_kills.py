@@ -34,11 +34,12 @@ from served import Served, engine_of, served, until_idle
 
 CONTEXT, PARALLEL = 2048, 4
 MAX_MOMENT_S: Final = 4.0  # of an engine's life before it is killed
-MAX_QUIET_S, MAX_WAIT_S = 0.6, 0.3  # after a burst that was answered, and one that was not
+MAX_QUIET_S, MAX_WAIT_S = 0.8, 0.3  # after a burst that was answered, and one that was not
 EARLY_EACH: Final = 10  # of so many kills one strikes an engine that loads
 BEYOND_LOAD_S: Final = 2.0  # an engine may take so much longer to come back than to load at first
 REQUEST_S, BACK_S = 120.0, 120.0
 POLL_S: Final = 0.02
+NEW_SHARE: Final = 0.25  # of the questions
 
 
 @dataclass(frozen=True)
@@ -80,17 +81,25 @@ class Traffic:
         """Bursts of a question from each client, until `is_over`."""
         chance = random.Random(seed)
         while not self.is_over:
-            burst = [(chance.choice(self._pairs), chance.random() < 0.5) for _ in range(clients)]
-            found = await asyncio.gather(*(self._ask(*pair, streams=streams) for pair, streams in burst))
+            burst = [self._chosen(chance) for _ in range(clients)]
+            found = await asyncio.gather(*(self._ask(*pair) for pair in burst))
             is_well = all(outcome.kind == "answered" for outcome in found)
             await asyncio.sleep(chance.uniform(0.05, MAX_QUIET_S if is_well else MAX_WAIT_S))
 
-    async def _ask(self, body: Fields, expected: Fields, *, streams: bool) -> Outcome:
+    def _chosen(self, chance: random.Random) -> tuple[Fields, Fields]:
+        """A question and its answer, sometimes one that finds nothing kept, and whose prefix is written."""
+        body, expected = chance.choice(self._pairs)
+        body = {**body, "stream": chance.random() < 0.5}
+        if chance.random() < NEW_SHARE:
+            body["cache_salt"] = str(chance.getrandbits(64))
+        return body, expected
+
+    async def _ask(self, body: Fields, expected: Fields) -> Outcome:
         number, sent_s = len(self.in_flight) + len(self.outcomes), time.monotonic()
         self.in_flight.add(number)
         reused = 0
         try:
-            kind, detail, reused = await (self._stream if streams else self._whole)(body, expected)
+            kind, detail, reused = await (self._stream if body["stream"] else self._whole)(body, expected)
         except (httpx2.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
             kind, detail = "lost", f"{type(error).__name__}: {error}"
         outcome = Outcome(kind, sent_s, time.monotonic(), detail[:500], reused)
@@ -107,7 +116,7 @@ class Traffic:
 
     async def _stream(self, body: Fields, expected: Fields) -> tuple[Kind, str, int]:
         events: list[Any] = []
-        async with self._http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        async with self._http.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
                 found = json.loads(await response.aread())
                 return *judged(response.status_code, response.headers, found, expected), 0
