@@ -176,7 +176,7 @@ async def weathered(server: Served, rate: float, seconds: float, calm_s: int, se
             **found,
             "during": statistics.median(windows(steady.arrivals, storm_begin, int(took_s))),
         },
-        # What other programs on the machine take shows in seconds, and hardly in seconds of processors.
+        # What other programs on the machine take shows less in seconds of processors than in seconds.
         "tokens_a_cpu_s": {
             "before": sum(before) / (cpu[1] - cpu[0]),
             "after": sum(later[BACK_S:]) / (cpu[3] - cpu[2]),
