@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from report_accuracy import activation_scales, agreement_by_architecture, kv_types
-from report_cpu import cpu_attention, cpu_pairs, cpu_rows
+from report_cpu import cpu_attention, cpu_pairs, cpu_rows, side_by_side
 from report_drafts import cpu_drafts, cpu_drafts_by_size, gpu_drafts
+from report_failures import cancel_storm, conversations, kills
 from report_first_page import first_page
 from report_gpu import (
     gpu,
@@ -54,6 +55,7 @@ PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "install.md",
     ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "server.md",
     ROOT / "docs" / "testing.md",
     ROOT / "docs" / "text.md",
     ROOT / "docs" / "chat_templates.md",
@@ -173,23 +175,6 @@ def startup() -> str:
         ["command", f"`{r['command']}`"],
     ]
     return table(["starting", ""], rows)
-
-
-def side_by_side() -> str:
-    """Lists of prompts on the CPU, both ways."""
-    r = load("side_by_side")
-    rows = [
-        [
-            str(each["num_prompts"]),
-            f"{each['apart_tok_s']:.0f}",
-            f"{each['together_tok_s']:.0f}",
-            f"{each['ratio']:.2f} ({each['ratios'][0]:.2f}–{each['ratios'][-1]:.2f})",
-        ]
-        for each in r["lists"]
-    ]
-    header = ["prompts", "one after the other, tok/s", "side by side, tok/s", "ratio (least–most)"]
-    conditions = f"{r['new_tokens']} tokens each, {r['threads']} threads, {r['cpu']}: `{r['command']}`"
-    return table(header, rows) + f"\n{conditions}\n"
 
 
 def install() -> str:
@@ -339,6 +324,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "cpu_drafts_by_size": cpu_drafts_by_size,
     "gpu_drafts": gpu_drafts,
     "serving": serving,
+    "kills": kills,
+    "cancel_storm": cancel_storm,
+    "conversations": conversations,
     "cpu_pairs": cpu_pairs,
     "cpu_rows": cpu_rows,
     "gpu": gpu,

@@ -1,5 +1,5 @@
-"""The figures of the CPU: attention by type of keys and values, steps of several sequences, and a pair of
-commits.
+"""The figures of the CPU: attention by type of keys and values, steps of several sequences, lists of prompts,
+and a pair of commits.
 """
 
 from typing import Any
@@ -77,3 +77,20 @@ def cpu_rows() -> str:
     r = results[0]
     commits = " and ".join(dict.fromkeys(r["commit"] for r in results))
     return table(header, rows) + f"\nCommit {commits}, {r['ours']['threads']} threads: `{r['command']}`\n"
+
+
+def side_by_side() -> str:
+    """Lists of prompts on the CPU, both ways."""
+    r = load("side_by_side")
+    rows = [
+        [
+            str(each["num_prompts"]),
+            f"{each['apart_tok_s']:.0f}",
+            f"{each['together_tok_s']:.0f}",
+            f"{each['ratio']:.2f} ({each['ratios'][0]:.2f}–{each['ratios'][-1]:.2f})",
+        ]
+        for each in r["lists"]
+    ]
+    header = ["prompts", "one after the other, tok/s", "side by side, tok/s", "ratio (least–most)"]
+    conditions = f"{r['new_tokens']} tokens each, {r['threads']} threads, {r['cpu']}: `{r['command']}`"
+    return table(header, rows) + f"\n{conditions}\n"

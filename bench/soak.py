@@ -14,11 +14,8 @@ the last quarter of the time, by medians: the first quarter fills caches.
 import argparse
 import asyncio
 import json
-import os
 import random
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,16 +29,14 @@ from typing import Any, Final
 import httpx2
 import psutil
 
-from coldstream.assets import demo_model_path
 from coldstream.placement.hardware import Hardware
-from results import ROOT, write_result
+from results import write_result
+from served import Served, engine_of, model_with_tools, served, until_idle
 
-TEMPLATE: Final = ROOT / "tests" / "gguf" / "chatml.jinja"
-SERVE: Final = (sys.executable, "-m", "coldstream", "serve", "--port", "0", "--log-format", "json")
 CONTEXT, PARALLEL = 2048, 4
 MAX_GROWTH_BYTES: Final = 16 << 20  # of each process, between the quarters that are compared
 MAX_GROWTH_COUNT: Final = 4  # of descriptors and of threads: connections come and go
-START_S, REQUEST_S = 120.0, 300.0
+REQUEST_S: Final = 300.0
 SHARED: Final = "import os\nimport sys\n\n\ndef read_lines(path):\n    with open(path) as file:\n" * 12
 SCHEMA: Final = {
     "type": "object",
@@ -238,42 +233,18 @@ def complaints(grown: Mapping[str, float]) -> list[str]:
     ]
 
 
-def engine_of(api: psutil.Process) -> psutil.Process:
-    """The engine process of a server."""
-    (engine,) = [each for each in api.children() if "coldstream.server.engine_process" in each.cmdline()]
-    return engine
-
-
 def sample(api: psutil.Process, engine: psutil.Process, at_s: float, requests: int) -> Sample:
     held = [(each.memory_info().rss, each.num_fds(), each.num_threads()) for each in (api, engine)]
     return Sample(at_s, requests, *held[0], *held[1])
 
 
-def model_with_tools(folder: Path) -> Path:
-    """The bundled model with a chat template that has tools and thoughts."""
-    path = folder / "demo-with-tools.gguf"
-    command = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", "--chat-template-file", str(TEMPLATE)]
-    subprocess.run([*command, str(demo_model_path()), str(path)], check=True, capture_output=True)
-    return path
-
-
-def wait_for_url(log: Path) -> str:
-    """What a server's log says once it is ready. RuntimeError if that takes longer than START_S seconds."""
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        if found := re.search(r'"url": ?"([^"]+)"', log.read_text()):
-            return found[1]
-        time.sleep(0.1)
-    raise RuntimeError(f"the server did not become ready: {log.read_text()[-500:]}")
-
-
-async def drive(url: str, pid: int, seconds: float, clients: int, seed: int) -> dict[str, Any]:
+async def drive(server: Served, seconds: float, clients: int, seed: int) -> dict[str, Any]:
     """The traffic, and what was seen meanwhile and after it."""
-    api = psutil.Process(pid)
+    api = server.api
     engine = engine_of(api)
     samples: list[Sample] = []
     limits = httpx2.Limits(max_connections=clients, max_keepalive_connections=clients)
-    async with httpx2.AsyncClient(base_url=url, timeout=REQUEST_S, limits=limits) as http:
+    async with httpx2.AsyncClient(base_url=server.url, timeout=REQUEST_S, limits=limits) as http:
         traffic = Traffic(http, seed)
         start = time.monotonic()
 
@@ -309,32 +280,16 @@ async def drive(url: str, pid: int, seconds: float, clients: int, seed: int) -> 
     }
 
 
-async def until_idle(http: httpx2.AsyncClient) -> int:
-    """Answers that still run or wait after a minute."""
-    for _ in range(600):
-        counts = (await http.get("/props")).json()["statistics"]
-        if counts["running"] + counts["waiting"] == 0:
-            return 0
-        await asyncio.sleep(0.1)
-    return int(counts["running"] + counts["waiting"])
-
-
 def soak(seconds: float, clients: int, threads: int, seed: int) -> dict[str, Any]:
     """A server from its start to its end, with its exit code among the faults if it is not 0."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [*SERVE, str(model_with_tools(folder)), "--ctx-size", str(CONTEXT), "--device", "cpu"]
-        command += ["--threads", str(threads), "--parallel", str(PARALLEL), "--prompt-cache", "16M"]
-        log = folder / "log"
-        with log.open("w") as stderr:
-            server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, cwd=os.getcwd())
-        try:
-            result = asyncio.run(drive(wait_for_url(log), server.pid, seconds, clients, seed))
-        finally:
-            server.terminate()
-            code = server.wait()
-        if code != 0:
-            result["faults"].append(f"the server left with {code}")
+        options = ["--ctx-size", str(CONTEXT), "--threads", str(threads)]
+        options += ["--parallel", str(PARALLEL), "--prompt-cache", "16M"]
+        with served(model_with_tools(folder), folder / "log", *options) as server:
+            result = asyncio.run(drive(server, seconds, clients, seed))
+        if server.exit_code != 0:
+            result["faults"].append(f"the server left with {server.exit_code}")
         return result
 
 

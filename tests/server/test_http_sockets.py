@@ -9,6 +9,8 @@ from contextlib import suppress
 import httpx2
 import psutil
 import pytest
+from anyio import CapacityLimiter
+from anyio.to_thread import current_default_thread_limiter
 from openai import AsyncOpenAI
 
 from coldstream.server.http import ServerSettings, create_app
@@ -118,6 +120,49 @@ async def test_sc08_a_storm_of_cancels_leaves_nothing_behind(url: str, local_cli
     assert after.finished_requests == before.finished_requests + 1
     assert after.failed_requests == before.failed_requests
     assert 90 <= after.cancelled_requests - before.cancelled_requests <= 120
+
+
+MESSAGES = [{"role": "user", "content": "import os"}]
+BODIES = {
+    "/v1/completions": {"prompt": "import os"},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 9},
+    "/v1/responses": {"input": "import os"},
+}
+
+
+@pytest.fixture
+async def no_thread() -> AsyncIterator[CapacityLimiter]:
+    """The limiter of threads that read requests, with all of them taken."""
+    limiter = current_default_thread_limiter()
+    takers = [object() for _ in range(int(limiter.total_tokens))]
+    for taker in takers:
+        limiter.acquire_on_behalf_of_nowait(taker)
+    yield limiter
+    for taker in takers:
+        limiter.release_on_behalf_of(taker)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+async def test_sc08_a_client_that_leaves_before_its_request_is_read_costs_the_engine_nothing(
+    url: str, local_client: LocalClient, no_thread: CapacityLimiter, path: str, stream: bool
+) -> None:
+    before = await local_client.statistics()
+    async with httpx2.AsyncClient(base_url=url) as http, asyncio.timeout(30):
+        calling = asyncio.create_task(http.post(path, json={**BODIES[path], "stream": stream}))
+        while not no_thread.statistics().tasks_waiting:
+            await asyncio.sleep(0)
+        calling.cancel()
+        with suppress(asyncio.CancelledError):
+            await calling
+        while no_thread.statistics().tasks_waiting:
+            await asyncio.sleep(0)
+    after = await local_client.statistics()
+    assert (after.prompt_tokens, after.cancelled_requests) == (
+        before.prompt_tokens,
+        before.cancelled_requests,
+    )
 
 
 async def test_rq02_a_body_of_chunks_is_read_up_to_the_limit(url: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from coldstream.engine.events import Delta
 from coldstream.server.http.answers import Answers, Serving
@@ -40,16 +41,7 @@ def anthropic_router(serving: Serving) -> APIRouter:
     )
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation."""
-        chat = await _read(serving, body.as_answerable(), body.model)
-        namespace = namespace_of(request.scope, None)
-        answers = Answers(
-            serving, [serving.submission(chat.request, chat.served.tokenizer.eos_ids, namespace)]
-        )
-        if not body.stream:
-            return await respond_unless_gone(request, _whole(chat, answers))
-        await answers.begin_stream()
-        events = _events(chat, answers, serving.settings.keep_alive_s)
-        return StreamedAnswer(events, answers.close, serving.settings.slow_reader_s)
+        return await respond_unless_gone(request, _answer(serving, body, request.scope))
 
     @router.post(
         "/v1/messages/count_tokens",
@@ -62,6 +54,17 @@ def anthropic_router(serving: Serving) -> APIRouter:
         return {"input_tokens": len(chat.request.prompt_token_ids)}
 
     return router
+
+
+async def _answer(serving: Serving, body: MessagesRequest, scope: Scope) -> Response:
+    chat = await _read(serving, body.as_answerable(), body.model)
+    namespace = namespace_of(scope, None)
+    answers = Answers(serving, [serving.submission(chat.request, chat.served.tokenizer.eos_ids, namespace)])
+    if not body.stream:
+        return await _whole(chat, answers)
+    await answers.begin_stream()
+    events = _events(chat, answers, serving.settings.keep_alive_s)
+    return StreamedAnswer(events, answers.close, serving.settings.slow_reader_s)
 
 
 async def _read(serving: Serving, body: ChatRequest, model: str | None) -> Chat:

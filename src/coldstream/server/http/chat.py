@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from coldstream.engine.events import Delta, Event, PromptProgress, Started
 from coldstream.server.http.accounts import prompt_progress, timings, usage
@@ -32,22 +33,26 @@ def chat_router(serving: Serving) -> APIRouter:
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        served = served_model(serving.client, body.model)
-        chat = await run_in_threadpool(read_chat, body, served, serving.settings)
-        submission = serving.submission(
-            chat.request,
-            served.tokenizer.eos_ids,
-            namespace_of(request.scope, body.cache_salt),
-            progress=bool(body.return_progress and body.stream),
-        )
-        answers = Answers(serving, [submission])
-        if not body.stream:
-            return await respond_unless_gone(request, _whole(chat, answers))
-        await answers.begin_stream()
-        events = _chunks(chat, answers, serving.settings.keep_alive_s)
-        return StreamedAnswer(events, answers.close, serving.settings.slow_reader_s)
+        return await respond_unless_gone(request, _answer(serving, body, request.scope))
 
     return router
+
+
+async def _answer(serving: Serving, body: ChatRequest, scope: Scope) -> Response:
+    served = served_model(serving.client, body.model)
+    chat = await run_in_threadpool(read_chat, body, served, serving.settings)
+    submission = serving.submission(
+        chat.request,
+        served.tokenizer.eos_ids,
+        namespace_of(scope, body.cache_salt),
+        progress=bool(body.return_progress and body.stream),
+    )
+    answers = Answers(serving, [submission])
+    if not body.stream:
+        return await _whole(chat, answers)
+    await answers.begin_stream()
+    events = _chunks(chat, answers, serving.settings.keep_alive_s)
+    return StreamedAnswer(events, answers.close, serving.settings.slow_reader_s)
 
 
 async def _whole(chat: Chat, answers: Answers) -> Response:

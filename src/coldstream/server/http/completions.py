@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from coldstream.engine.events import Delta, PromptProgress
 from coldstream.engine.generation import Request as EngineRequest
@@ -108,23 +109,26 @@ def completions_router(serving: Serving) -> APIRouter:
     @router.post("/v1/completions", response_model=None, responses=documented(Completion, streams=True))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Go on from a prompt."""
-        served = served_model(serving.client, body.model)
-        requests = await run_in_threadpool(_read, body, served, serving.settings)
-        namespace = namespace_of(request.scope, body.cache_salt)
-        progress = bool(body.return_progress and body.stream)
-        submissions = [
-            serving.submission(each, served.tokenizer.eos_ids, namespace, progress=progress)
-            for each in requests
-        ]
-        answers = Answers(serving, submissions)
-        completion = _Completion(body, served, requests)
-        if not body.stream:
-            return await respond_unless_gone(request, _whole(completion, answers))
-        await answers.begin_stream()
-        events = _chunks(completion, answers, serving.settings.keep_alive_s)
-        return StreamedAnswer(events, answers.close, serving.settings.slow_reader_s)
+        return await respond_unless_gone(request, _answer(serving, body, request.scope))
 
     return router
+
+
+async def _answer(serving: Serving, body: CompletionRequest, scope: Scope) -> Response:
+    served = served_model(serving.client, body.model)
+    requests = await run_in_threadpool(_read, body, served, serving.settings)
+    namespace = namespace_of(scope, body.cache_salt)
+    progress = bool(body.return_progress and body.stream)
+    submissions = [
+        serving.submission(each, served.tokenizer.eos_ids, namespace, progress=progress) for each in requests
+    ]
+    answers = Answers(serving, submissions)
+    completion = _Completion(body, served, requests)
+    if not body.stream:
+        return await _whole(completion, answers)
+    await answers.begin_stream()
+    events = _chunks(completion, answers, serving.settings.keep_alive_s)
+    return StreamedAnswer(events, answers.close, serving.settings.slow_reader_s)
 
 
 def _read(body: CompletionRequest, served: ServedModel, settings: ServerSettings) -> list[EngineRequest]:

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from coldstream.engine.events import Delta
 from coldstream.engine.request import Statistics
@@ -32,18 +33,22 @@ def responses_router(serving: Serving) -> APIRouter:
     @router.post("/v1/responses", response_model=None, responses=documented(ResponseShape, streams=True))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation."""
-        served = served_model(serving.client, body.model)
-        chat = await run_in_threadpool(read_chat, body.as_chat(), served, serving.settings)
-        namespace = namespace_of(request.scope, None)
-        answers = Answers(serving, [serving.submission(chat.request, served.tokenizer.eos_ids, namespace)])
-        answer = _Answer(body, chat)
-        if not body.stream:
-            return await respond_unless_gone(request, answer.whole(answers))
-        await answers.begin_stream()
-        events = answer.events(answers, serving.settings.keep_alive_s)
-        return StreamedAnswer(events, answers.close, serving.settings.slow_reader_s)
+        return await respond_unless_gone(request, _respond(serving, body, request.scope))
 
     return router
+
+
+async def _respond(serving: Serving, body: ResponsesRequest, scope: Scope) -> Response:
+    served = served_model(serving.client, body.model)
+    chat = await run_in_threadpool(read_chat, body.as_chat(), served, serving.settings)
+    namespace = namespace_of(scope, None)
+    answers = Answers(serving, [serving.submission(chat.request, served.tokenizer.eos_ids, namespace)])
+    answer = _Answer(body, chat)
+    if not body.stream:
+        return await answer.whole(answers)
+    await answers.begin_stream()
+    events = answer.events(answers, serving.settings.keep_alive_s)
+    return StreamedAnswer(events, answers.close, serving.settings.slow_reader_s)
 
 
 class _Answer:

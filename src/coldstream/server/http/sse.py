@@ -59,7 +59,10 @@ class StreamedAnswer(EventSourceResponse):
 
 
 async def respond_unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The response that `work` makes. It is cancelled when the client goes away before."""
+    """The response that `work` makes. It is cancelled when the client goes away before.
+
+    It is all that a route does: what nobody waits for any more is neither read nor given to the engine.
+    """
     response = await _unless_gone(work, request.receive)
     return response or Response(status_code=CLIENT_CLOSED_REQUEST)
 
