@@ -20,12 +20,13 @@ constexpr int TILE_ROWS = 4, TILE_VECTORS = 1, DELTA_VECTORS = 1, DELTA_CHAINS =
 #include "ops/float_kernels.inl"
 #include "ops/attention_kernels.inl"
 #include "ops/integer_attention_kernels.inl"
+#include "ops/row_operands_avx2.inl"
 #include "ops/delta_net_kernels.inl"
 #include "ops/router_kernels.inl"
 
 // For attention over integers.
-using one_plane = pair_operands<1>;
-using two_planes = pair_operands<2>;
+using one_plane = row_operands<1>;
+using two_planes = row_operands<2>;
 
 }  // namespace
 

@@ -123,8 +123,7 @@ static void store_planes(float* head, void* to, int64_t n) {
 template <int PLANES>
 static inline ints16 load_operands(const int8_t* row, int64_t at, int64_t head_size) {
   if constexpr (PLANES == 1) return widen_byte_pairs(row + 2 * at);
-  const ints16 high = widen_bytes(row + at);
-  return join_ints(add_ints(times_256(high), widen_bytes(row + head_size + at)), high);
+  return join_planes(row + at, row + head_size + at);
 }
 
 template <int PLANES>
@@ -166,8 +165,8 @@ static inline void pack_integer_values(const int8_t* values, int64_t stride, int
       if constexpr (PLANES == 2) {
         store_ints(packed, load_operands<PLANES>(row, i, head_size));
       } else {
-        store_ints(packed, join_ints(widen_bytes(row + i),
-                                     p + 1 < n ? widen_bytes(row + stride + i) : splat_ints(0)));
+        // An absent neighbour meets a weight of 0.
+        store_ints(packed, join_neighbours(row + i, row + (p + 1 < n ? stride : 0) + i));
       }
     }
   }

@@ -28,11 +28,6 @@ static inline ints16 sub_ints(ints16 a, ints16 b) {
 static inline ints16 times_256(ints16 a) { return {_mm256_slli_epi32(a.lo, 8), _mm256_slli_epi32(a.hi, 8)}; }
 static inline ints16 over_256(ints16 a) { return {_mm256_srai_epi32(a.lo, 8), _mm256_srai_epi32(a.hi, 8)}; }
 
-static inline ints16 widen_bytes(const int8_t* p) {
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
-}
-
 static inline ints16 widen_byte_pairs(const int8_t* p) {
   const auto* halves = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtepi8_epi16(_mm_loadu_si128(halves)), _mm256_cvtepi8_epi16(_mm_loadu_si128(halves + 1))};
@@ -41,6 +36,26 @@ static inline ints16 widen_byte_pairs(const int8_t* p) {
 static inline ints16 join_ints(ints16 low, ints16 high) {
   return {_mm256_blend_epi16(low.lo, _mm256_slli_epi32(high.lo, 16), 0xaa),
           _mm256_blend_epi16(low.hi, _mm256_slli_epi32(high.hi, 16), 0xaa)};
+}
+
+// Lanes of two int16: of a and b, each in its order.
+static inline ints16 join_words(__m256i a, __m256i b) {
+  // Unpacking takes lanes of 128 bits each on their own: 0–3 and 8–11, 4–7 and 12–15.
+  const __m256i low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
+  return {_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31)};
+}
+
+static inline __m256i widen_to_words(const int8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+static inline ints16 join_planes(const int8_t* high, const int8_t* low) {
+  const __m256i words = widen_to_words(high);
+  return join_words(_mm256_add_epi16(_mm256_slli_epi16(words, 8), widen_to_words(low)), words);
+}
+
+static inline ints16 join_neighbours(const int8_t* first, const int8_t* second) {
+  return join_words(widen_to_words(first), widen_to_words(second));
 }
 
 static inline ints16 add_products(ints16 a, ints16 b, ints16 sum) {

@@ -25,6 +25,15 @@ static inline ints16 join_ints(ints16 low, ints16 high) {
   return {_mm512_mask_blend_epi16(0xaaaaaaaa, low.all, _mm512_slli_epi32(high.all, 16))};
 }
 
+static inline ints16 join_planes(const int8_t* high, const int8_t* low) {
+  const ints16 wide = widen_bytes(high);
+  return join_ints(add_ints(times_256(wide), widen_bytes(low)), wide);
+}
+
+static inline ints16 join_neighbours(const int8_t* first, const int8_t* second) {
+  return join_ints(widen_bytes(first), widen_bytes(second));
+}
+
 // As an instruction: of the intrinsic GCC 12 keeps sums of a loop in copies, which it spills.
 static inline ints16 add_products(ints16 a, ints16 b, ints16 sum) {
   asm("vpdpwssd %2, %1, %0" : "+v"(sum.all) : "v"(a.all), "v"(b.all));

@@ -24,12 +24,17 @@ LANEWISE_INTS(add_ints, (const ints16& a, const ints16& b), a.lane[i] + b.lane[i
 LANEWISE_INTS(sub_ints, (const ints16& a, const ints16& b), a.lane[i] - b.lane[i])
 LANEWISE_INTS(times_256, (const ints16& a), a.lane[i] * 256)
 LANEWISE_INTS(over_256, (const ints16& a), a.lane[i] >> 8)  // rounded down
-// Sixteen bytes, a lane each; thirty-two bytes, two int16 a lane.
-LANEWISE_INTS(widen_bytes, (const int8_t* p), p[i])
+// Thirty-two bytes, two int16 a lane.
 LANEWISE_INTS(widen_byte_pairs, (const int8_t* p), (p[2 * i] & 0xffff) | p[2 * i + 1] * 65536)
 // Two int16 a lane, from lanes in their range.
 LANEWISE_INTS(join_ints, (const ints16& low, const ints16& high),
               (low.lane[i] & 0xffff) | high.lane[i] * 65536)
+// Numbers in two planes, as 256 · high + low and high.
+LANEWISE_INTS(join_planes, (const int8_t* high, const int8_t* low),
+              ((256 * high[i] + low[i]) & 0xffff) | high[i] * 65536)
+// Numbers of two rows.
+LANEWISE_INTS(join_neighbours, (const int8_t* first, const int8_t* second),
+              (first[i] & 0xffff) | second[i] * 65536)
 // sum + the products of the low halves and of the high halves.
 LANEWISE_INTS(add_products, (const ints16& a, const ints16& b, const ints16& sum),
               sum.lane[i] + static_cast<int16_t>(a.lane[i]) * static_cast<int16_t>(b.lane[i]) +
