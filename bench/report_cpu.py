@@ -56,15 +56,16 @@ def cpu_pairs() -> str:
 def cpu_rows() -> str:
     """Steps of a token of each of several sequences, and how many times the tokens of one they bring."""
     header = [
-        "model", "sequences", "coldstream tok/s", "of one", "llama.cpp tok/s", "of one",
+        "model", "tier", "sequences", "coldstream tok/s", "of one", "llama.cpp tok/s", "of one",
         "ratio (min–max of pairs)",
     ]  # fmt: skip
-    rows, results = [], [load("cpu_rows_demo"), load("cpu_rows_cut")]
+    rows, results = [], [load(f"cpu_rows_{name}") for name in ("demo", "demo_avx2", "cut")]
     for r in results:
         one = r["cases"]["1"]
         rows += [
             [
                 r["model"],
+                r["ours"]["tier"],
                 name,
                 f"{case['ours_tok_s']:.0f}",
                 f"{case['ours_tok_s'] / one['ours_tok_s']:.2f}×",

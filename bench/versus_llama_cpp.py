@@ -9,6 +9,8 @@ PEER is a virtual environment with `llama-cpp-python` built from source for this
     \\
                 -DGGML_AVX512_VNNI=ON -DGGML_AVX512_VBMI=ON" pip install llama-cpp-python
 
+without the three of AVX-512 if it has AVX2 only.
+
 llama.cpp is tuned first: flash attention on and off, with and without mmap; the best setting of each figure
 is the peer. Before each run at a depth both sides go back to the state that they had there, and before each
 run of several sequences (`--sequences`) they begin these anew.
