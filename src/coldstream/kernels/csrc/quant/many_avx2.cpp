@@ -30,11 +30,15 @@ struct alignas(64) panel_avx2 {
 };
 
 // The greatest magnitude of what the codes of a type are multiplied as.
-template <quant_type Q>
-constexpr int greatest_code = Q == quant_type::q8_0                              ? 128
-                              : Q == quant_type::q6_k                            ? 63
-                              : Q == quant_type::q5_k || Q == quant_type::q5_0 ? 31
-                                                                                 : 15;
+constexpr int greatest_code(quant_type type) {
+  switch (type) {
+    case quant_type::q8_0: return 128;
+    case quant_type::q6_k: return 63;
+    case quant_type::q5_k:
+    case quant_type::q5_0: return 31;
+    default: return 15;
+  }
+}
 
 // Here the compiler may not add in another order: it would take all products first, which no registers hold.
 void keep_order(__m256i& v) { asm("" : "+x"(v)); }
@@ -51,7 +55,7 @@ struct kernel_avx2 {
   static constexpr int span = format::super_block && !format::has_mins ? 16 : 32;
   static constexpr int num_spans = 256 / span, span_steps = span / 4;
   // Steps of four inputs whose pairs of products an int16 holds.
-  static constexpr int held = 32767 / (2 * 127 * greatest_code<Q>);
+  static constexpr int held = 32767 / (2 * 127 * greatest_code(Q));
   static constexpr int steps = held >= 8 ? 8 : held >= 4 ? 4 : held >= 2 ? 2 : 1;
   // Fewer weight rows at a time where totals are touched often, so that these stay in registers.
   static constexpr int rows_at_a_time = steps >= 4 ? 4 : 2;
