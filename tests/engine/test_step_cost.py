@@ -91,6 +91,14 @@ def test_rows_that_were_dear_in_a_bad_moment_do_not_keep_steps_long() -> None:
     assert cost.prompt_rows_alone(0.05) < 64
 
 
+def test_decoding_does_not_make_it_forget_what_prompts_cost() -> None:
+    cost = StepCost(NUM_ROWS)
+    settled = settled_alone(cost, lambda rows: 0.001 * rows, 0.05)[-1]
+    for _ in range(5000):
+        cost.record(1, 0.001)
+    assert cost.prompt_rows_alone(0.05) == settled < 64
+
+
 def test_a_slow_step_changes_nothing_but_slow_ones_do() -> None:
     cost = StepCost(NUM_ROWS)
     for _ in range(9):

@@ -2,7 +2,9 @@
 
 Learned from the steps that were taken. Rows are counted in ranges, each of which begins a third or a half
 later than the one before; an estimate is a median of what steps of the range took lately. A range that was
-not measured for `_FORGOTTEN` steps counts as never measured. It knows no clock; times are seconds.
+not measured for `_FORGOTTEN` steps counts as never measured; those of more rows than answers usually decode
+grow old by such steps alone, so that what prompts cost outlasts many decoded tokens. It knows no clock; times
+are seconds.
 """
 
 from bisect import bisect_left, bisect_right
@@ -14,6 +16,7 @@ from coldstream.decoding.row_times import RecentMedian
 _FIRST_ROWS: Final = 16  # of prompts, as long as nothing is known
 _RANGES_BEYOND: Final = 3  # of the first range beyond what was measured: up to twice its rows
 _FORGOTTEN: Final = 1024  # steps
+_FEW_ROWS: Final = 16  # steps of more usually have rows of prompts
 _SLOWDOWN: Final = 2.0  # of steps that miss the target by decoding alone, so that prompts get on too
 _ALONE: Final = 1 / 3  # of the target, that a step of prompts alone takes at least
 _DEARER: Final = 1.15  # a row of such a step against one of a whole step
@@ -25,17 +28,19 @@ class StepCost:
     def __init__(self, num_rows: int) -> None:
         self._rows = _ranges(num_rows)
         self._medians = [RecentMedian() for _ in self._rows]
-        self._newest = [0] * len(self._rows)  # of each range, its last step
-        self._num_steps = 0
+        self._newest = [0] * len(self._rows)  # of each range, `_now` at its last step
+        self._num_steps = self._num_long_steps = 0
 
     def record(self, num_rows: int, seconds: float) -> None:
         """A step of this many rows took so long."""
         self._num_steps += 1
+        self._num_long_steps += num_rows > _FEW_ROWS
         each = bisect_right(self._rows, num_rows) - 1
-        if self._num_steps - self._newest[each] >= _FORGOTTEN:
+        now = self._now(self._rows[each])
+        if now - self._newest[each] >= _FORGOTTEN:
             self._medians[each] = RecentMedian()
-        self._medians[each].add(seconds, self._num_steps)
-        self._newest[each] = self._num_steps
+        self._medians[each].add(seconds, now)
+        self._newest[each] = now
 
     def most_prompt_rows(self, num_decoding: int, target_s: float) -> int:
         """How many rows of prompts, at least one, keep a step with so many decoding rows within the target.
@@ -80,8 +85,12 @@ class StepCost:
         return {
             rows: median.value
             for rows, median, newest in medians
-            if median.value is not None and self._num_steps - newest < _FORGOTTEN
+            if median.value is not None and self._now(rows) - newest < _FORGOTTEN
         }
+
+    def _now(self, rows: int) -> int:
+        """What the age of a range that begins with so many rows is counted in."""
+        return self._num_long_steps if rows > _FEW_ROWS else self._num_steps
 
 
 def _ranges(num_rows: int) -> Sequence[int]:
