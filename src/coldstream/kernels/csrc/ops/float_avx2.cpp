@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "ops/float_kernels.h"
+#include "shuffles_avx2.h"
 
 namespace coldstream {
 

@@ -155,7 +155,8 @@ static inline void pack_integer_keys(const int8_t* keys, int64_t stride, int64_t
   }
 }
 
-// values [n] → operands [n, head_size] of two planes, [(n + 1) / 2, head_size] of one, an absent neighbour 0.
+// values [n] → operands [n, head_size] of two planes, [(n + 1) / 2, head_size] of one, an absent
+// neighbour anything, as it meets a weight of 0.
 template <int PLANES>
 static inline void pack_integer_values(const int8_t* values, int64_t stride, int64_t n, int64_t head_size,
                                        int32_t* packed) {
@@ -165,7 +166,6 @@ static inline void pack_integer_values(const int8_t* values, int64_t stride, int
       if constexpr (PLANES == 2) {
         store_ints(packed, load_operands<PLANES>(row, i, head_size));
       } else {
-        // An absent neighbour meets a weight of 0.
         store_ints(packed, join_neighbours(row + i, row + (p + 1 < n ? stride : 0) + i));
       }
     }

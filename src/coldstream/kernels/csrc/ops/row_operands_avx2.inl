@@ -2,14 +2,6 @@
 // with those of several keys, and the lanes of each sum are added at the end. With few queries, which decoding
 // has, packing keys for lanes that are positions takes longer than the products do.
 
-// Lane i: the sum of all lanes of v[i].
-static inline __m256i sum_each_8(const __m256i* v) {
-  const __m256i low = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
-  const __m256i high = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
-  return _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20),
-                          _mm256_permute2x128_si256(low, high, 0x31));
-}
-
 static inline __m256i load_8_ints(const int32_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
@@ -38,7 +30,7 @@ static inline void multiply_key_rows(const int32_t* queries, int64_t stride, con
       }
     }
     alignas(32) int32_t lanes[8];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), sum_each_8(sums));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), sum_each(sums));
     for (int r = 0; r < R; r++)
       memcpy(products + r * ATTENTION_BLOCK + key, lanes + r * KEYS, KEYS * sizeof(int32_t));
   }

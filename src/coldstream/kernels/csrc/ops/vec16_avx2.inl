@@ -110,32 +110,16 @@ static inline float greatest16(vec16 v) {
   return _mm_cvtss_f32(_mm_max_ss(r, _mm_shuffle_ps(r, r, 1)));
 }
 
-static inline void transpose8(__m256* r) {
-  __m256 t[8], u[8];
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-    u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-    u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-    u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-  }
-  for (int i = 0; i < 4; i++) {
-    r[i] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
-    r[i + 4] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
-  }
-}
-
 static inline void transpose16(vec16* rows) {
-  __m256 quadrants[2][2][8];  // by half of the rows, half of the columns
+  __m256i quadrants[2][2][8];  // by half of the rows, half of the columns
   for (int i = 0; i < 16; i++) {
-    quadrants[i / 8][0][i % 8] = rows[i].lo;
-    quadrants[i / 8][1][i % 8] = rows[i].hi;
+    quadrants[i / 8][0][i % 8] = _mm256_castps_si256(rows[i].lo);
+    quadrants[i / 8][1][i % 8] = _mm256_castps_si256(rows[i].hi);
   }
   for (auto& half : quadrants) {
-    for (auto& quadrant : half) transpose8(quadrant);
+    for (auto& quadrant : half) transpose_8x8(quadrant);
   }
-  for (int i = 0; i < 16; i++) rows[i] = {quadrants[0][i / 8][i % 8], quadrants[1][i / 8][i % 8]};
+  for (int i = 0; i < 16; i++) {
+    rows[i] = {_mm256_castsi256_ps(quadrants[0][i / 8][i % 8]), _mm256_castsi256_ps(quadrants[1][i / 8][i % 8])};
+  }
 }

@@ -5,18 +5,11 @@
 #include "quant/blocks_avx2.h"
 #include "quant/dispatch.h"
 #include "quant/few_lanes.h"
+#include "shuffles_avx2.h"
 
 namespace coldstream {
 
 namespace {
-
-// Lane i: the sum of all lanes of v[i].
-__m256i sum_each(const __m256i v[8]) {
-  const __m256i low = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
-  const __m256i high = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
-  return _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20),
-                          _mm256_permute2x128_si256(low, high, 0x31));
-}
 
 // A super-block's scales, spread over the int16 lanes that they multiply.
 template <quant_type Q>

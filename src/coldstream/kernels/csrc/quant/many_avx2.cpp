@@ -12,7 +12,7 @@
 #include "quant/blocks_avx2.h"
 #include "quant/eight_lanes.h"
 #include "quant/many_panels.h"
-#include "quant/transpose_avx2.h"
+#include "shuffles_avx2.h"
 
 namespace coldstream {
 
@@ -122,7 +122,7 @@ struct kernel_avx2 {
     }
   }
 
-  // Adds the products of sub-block j to `total`; `scales` holds those of weight row n.
+  // Adds the products of sub-block j, scaled, to `total`.
   template <int UNITS>
   static void add_span(const panel& w, const activation_tile& x, int n, int j,
                        __m256i (&total)[rows_at_a_time][UNITS]) {

@@ -6,7 +6,7 @@
 
 #include "arithmetic.h"
 #include "quant/blocks_avx2.h"
-#include "quant/transpose_avx2.h"
+#include "shuffles_avx2.h"
 
 namespace coldstream {
 

@@ -1,4 +1,4 @@
-// Register transposes shared by the 256-bit kernels.
+// Transposes and sums across lanes, shared by the 256-bit kernels of all folders.
 #pragma once
 
 #include <immintrin.h>
@@ -24,6 +24,14 @@ static inline void transpose_8x8(__m256i v[8]) {
     v[c] = _mm256_permute2x128_si256(b[c], b[c + 4], 0x20);
     v[c + 4] = _mm256_permute2x128_si256(b[c], b[c + 4], 0x31);
   }
+}
+
+// Lane i: the sum of all lanes of v[i].
+static inline __m256i sum_each(const __m256i v[8]) {
+  const __m256i low = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
+  const __m256i high = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
+  return _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20),
+                          _mm256_permute2x128_si256(low, high, 0x31));
 }
 
 }  // namespace coldstream
