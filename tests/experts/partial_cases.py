@@ -43,6 +43,7 @@ class FewRows:
             "router_few": self._route,
             "partition_experts": self._share_out,
             "prefetch_experts": self._fetch,
+            "land_experts": self._land,
         }
         self.file = GGUFFile.open(path)
         self.spec = ModelSpec.from_gguf(self.file.metadata, self.file.tensors)
@@ -70,6 +71,7 @@ class FewRows:
         self.cap_bytes = prefetching.cap_bytes
         self.fetches: dict[int, Operation] = {}  # of the running step, by layer
         self.sharing: Any = None
+        self.landed = b""  # the last landing into which experts were copied
         self._guessed: list[tuple[int, int]] = []  # by the router that ran last
 
     def _layer(self, layer: int) -> ExpertWeights:
@@ -87,11 +89,15 @@ class FewRows:
         self.fetches.clear()
         for layer in range(len(self.weights)):
             self.route(layer, rows)
-            places = self.sharing.prefetched
-            if places.keys and layer in self.fetches and self.rng.random() < 0.6:
+            room = self.sharing.prefetched.room
+            if room.count and layer in self.fetches and self.rng.random() < 0.6:
                 # A key that a kernel has read orders its reads after the copy; otherwise it does not wait.
-                place = (places.data, places.count * places.place_bytes)
+                place = (room.data, room.count * room.place_bytes)
                 self.device.queue(f"experts {layer}", reads=[place], after=[self.fetches[layer]])
+            if rows > 1:
+                room = self.sharing.landing.room
+                assert self.landed == bytes(self.sharing.landing), "of this layer"
+                self.device.queue(f"landed {layer}", reads=[(room.data, room.count * room.place_bytes)])
         self.ops.finish_step()
 
     def route(self, layer: int, rows: int) -> None:
@@ -130,6 +136,19 @@ class FewRows:
         self.device.queue("partition")
         self._note(args[-1])
 
+    def _land(self, target: Any) -> None:
+        """Like land.cu, as if every place got an expert."""
+        room, (first, num_bytes) = target.landing.room, range_of(self.executor.ring)
+        prefetch, size = self.executor.prefetch, room.count * room.place_bytes
+        assert prefetch is not None
+        assert room.count == 0 or first + prefetch.num_bytes <= room.data
+        assert room.count == 0 or room.data + size <= first + num_bytes
+        assert sum(-(-target.bytes[m] // 256) * 256 for m in range(MATRICES)) <= room.place_bytes
+        self.landed = bytes(target.landing)
+        self.device.queue(
+            "land", reads=[(target.landing.list, 4 * (1 + room.count))], writes=[(room.data, size)]
+        )
+
     def _note(self, sharing: Any) -> None:
         assert sharing.notes.emptied or not self._guessed, (
             "keys are emptied where a later layer is guessed at"
@@ -138,7 +157,7 @@ class FewRows:
 
     def _fetch(self, target: Any) -> None:
         """Like prefetch.cu: fills places with guessed experts."""
-        places, (first, num_bytes) = target.places, range_of(self.executor.ring)
+        places, (first, num_bytes) = target.places.room, range_of(self.executor.ring)
         size = places.count * places.place_bytes
         cap = num_bytes if self.cap_bytes is None else self.cap_bytes
         assert first <= places.data

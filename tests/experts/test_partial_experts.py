@@ -42,7 +42,8 @@ def few_rows_of(
     path: Path, seed: int = 0, prefetching: Prefetching | None = None, whole_layers: Collection[int] = ()
 ) -> Iterator[FewRows]:
     with model_device(seed) as device:
-        runner = FewRows(device, path, seed, prefetching or Prefetching(1, 2), whole_layers)
+        prefetching = prefetching or Prefetching(1, 2, 8 * PLACE_BYTES)
+        runner = FewRows(device, path, seed, prefetching, whole_layers)
         yield runner
         runner.close()
 
@@ -104,7 +105,7 @@ def test_a_layer_without_guesses_has_no_places(path: Path) -> None:
         assert ring is not None
         tables = (stacks.gate, stacks.up, stacks.down)
         assert [bool(ring.prefetched(layer, tables).keys) for layer in range(4)] == [False, False, True, True]
-        offsets = list(ring.prefetched(2, tables).offsets)
+        offsets = list(ring.prefetched(2, tables).room.offsets)
         sizes = [table.matrix_bytes for table in tables]
         assert all(offset % 256 == 0 for offset in offsets)
         ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
@@ -127,7 +128,7 @@ def test_places_are_as_large_as_the_cap_allows_and_hold_an_expert_or_are_refused
             with pytest.raises(ValueError, match=f"an expert of {PLACE_BYTES} bytes for places of"):
                 ring.prefetched(2, tables)
             return
-        first, places = runner.executor.ring.data_ptr(), [ring.prefetched(i, tables) for i in (2, 3)]
+        first, places = runner.executor.ring.data_ptr(), [ring.prefetched(i, tables).room for i in (2, 3)]
         assert all(each.place_bytes == PLACE_BYTES for each in places)
         ends = [each.data + each.count * each.place_bytes for each in places]
         assert max(ends) == first + cap
@@ -256,7 +257,7 @@ def test_an_error_of_one_step_leaves_the_next_one_prepared_for(path: Path) -> No
             partial.start_step(1)
             runner.queue(1)
             partial.launched()
-        assert partial.must_wait, "two steps run, and there is room for what two leave"
+        assert partial.must_wait(1), "two steps run, and there is room for what two leave"
         late = partial.host.mailbox.words[WORDS_PER_LINE + 1 :][:1]
         late.fill_(3)
         with pytest.raises(GenerationFault, match="in time"):
@@ -284,13 +285,15 @@ def test_trap_26_a_step_ahead_of_the_host_teaches_what_it_used_when_it_has_ended
             used.fill_(number)
 
         for number, way in enumerate(ways):
-            must_wait = len(running) > 1 or (ways[max(0, number - 1)] == "prompt" and number > 0)
-            assert partial.must_wait == must_wait
+            rows = MAX_MAILBOX_ROWS + 1 if way == "prompt" else 2
+            is_beside_prompt = "prompt" in (way, ways[max(0, number - 1)])
+            must_wait = len(running) > 1 or (is_beside_prompt and len(running) == 1)
+            assert partial.must_wait(rows) == must_wait
             if way in ("prompt", "wait") or must_wait:
                 runner.device.current.synchronize()
                 partial.ended()
                 running.clear()
-            partial.start_step(MAX_MAILBOX_ROWS + 1 if way == "prompt" else 2)
+            partial.start_step(rows)
             runner.device.queue("routers", writes=[range_of(used)], effect=bound(note, number))
             partial.launched()
             if way == "left out":

@@ -17,7 +17,14 @@ from test_expert_server import E as WIDTH
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
-from coldstream.kernels.experts.partition import Places, Prefetched, partition_experts_cuda, sharing_of
+from coldstream.kernels.experts.partition import (
+    Landing,
+    Places,
+    Prefetched,
+    Room,
+    partition_experts_cuda,
+    sharing_of,
+)
 from coldstream.kernels.experts.shapes import MATRICES, MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import NUM_WORDS, WHOLE, MissTimes, streamed_experts
 from coldstream.kernels.experts.stamps import WORDS
@@ -39,7 +46,7 @@ class Layer:
     slots: list[list[int]]  # by matrix and expert; 0: none
     mapped: list[int]  # by matrix; 0: the GPU cannot read it
     times: MissTimes | None
-    rows_per_read: int = 1
+    num_landing: int = 64  # places for experts from the bus
     keys: list[int] = field(default_factory=list)  # of places of the ring
     num_experts: int = 0
 
@@ -49,12 +56,17 @@ class Layer:
 
 STEPS = (48, 80, 112)
 RING, PLACE_BYTES, OFFSETS = 1 << 40, 4096, (0, 256, 1024)
+LANDING = 1 << 50
 ON_CPU = (0, 0, 0)
 Rows = Sequence[Sequence[int]]
 
 
-def expected(layer: Layer, ids: Rows) -> tuple[dict[int, tuple[int, ...]], set[int], set[int]]:
-    """(gate, up, down) of each chosen expert, the ring's places that are used, the experts from the bus."""
+def expected(
+    layer: Layer, ids: Rows, *, lands: bool = True
+) -> tuple[dict[int, tuple[int, ...]], set[int], list[int]]:
+    """(gate, up, down) of each chosen expert, the ring's places that are used, the experts from the bus in
+    the order of the pairs that chose them first. lands: whether those are copied; otherwise they are mapped.
+    """
     used_places: set[int] = set()
     places, missing = {}, []
     for expert in dict.fromkeys(expert for token in ids for expert in token):
@@ -70,10 +82,13 @@ def expected(layer: Layer, ids: Rows) -> tuple[dict[int, tuple[int, ...]], set[i
             missing.append(expert)
             places[expert] = ON_CPU
     if not layer.mapped[0] or layer.times is None:
-        return places, used_places, set()
-    streamed = streamed_experts(ids, missing, layer.times, layer.rows_per_read)
-    for expert in streamed:
-        places[expert] = tuple(layer.mapped[m] + expert * STEPS[m] for m in range(MATRICES))
+        return places, used_places, []
+    chosen = streamed_experts(ids, missing, layer.times, layer.num_landing)
+    streamed = [expert for expert in places if expert in chosen]
+    for number, expert in enumerate(streamed):
+        landed = tuple(LANDING + number * PLACE_BYTES + offset for offset in OFFSETS)
+        mapped = tuple(first + expert * step for first, step in zip(layer.mapped, STEPS, strict=True))
+        places[expert] = landed if lands else mapped
     return places, used_places, streamed
 
 
@@ -93,9 +108,10 @@ class Shared:
             torch.zeros(WORDS, dtype=torch.int64),
         )
         self.keys = torch.tensor([key - (1 << 32) * (key >> 31) for key in layer.keys], dtype=torch.int32)
-        prefetched = Prefetched(
-            self.keys.data_ptr(), RING, PLACE_BYTES, (ctypes.c_int64 * MATRICES)(*OFFSETS), len(layer.keys)
-        )
+        offsets = (ctypes.c_int64 * MATRICES)(*OFFSETS)
+        prefetched = Prefetched(self.keys.data_ptr(), Room(RING, PLACE_BYTES, offsets, len(layer.keys)))
+        self.landed = torch.full((1 + layer.num_landing,), NOTHING_WRITTEN).int()
+        landing = Landing(self.landed, Room(LANDING, PLACE_BYTES, offsets, layer.num_landing))
         self._slots = [torch.tensor(slots) for slots in layer.slots]
         words = (0,) * NUM_WORDS if layer.times is None else layer.times.words()
         self._times = torch.tensor(words, dtype=torch.int32)
@@ -105,16 +121,16 @@ class Shared:
         ]
         self.sharing = sharing_of(
             stacks, self._times, self.box, layer.number, self.places, self.used, prefetched,
-            rows_per_read=layer.rows_per_read,
+            landing=landing,
         )  # fmt: skip
 
     def share_out(self) -> None:
         partition_experts_cuda(self.ids, self.x, self.sharing)
 
-    def check(self, layer: Layer) -> None:
+    def check(self, layer: Layer, *, lands: bool = True) -> None:
         """Holds everything that was written to `expected`."""
         rows = self.ids.tolist()
-        places, used_places, streamed = expected(layer, rows)
+        places, used_places, streamed = expected(layer, rows, lands=lands)
         nothing = (NOTHING_WRITTEN,) * MATRICES
         wanted = [places.get(expert, nothing) for expert in range(layer.num_experts)]
         assert [tuple(place) for place in self.places.addresses.T.tolist()] == wanted
@@ -131,6 +147,9 @@ class Shared:
         assert self.box.done[0].item() == (0 if is_asked else NOTHING_WRITTEN)
         assert self.places.stamps is not None
         assert self.places.stamps[2].item() == sum(expert in streamed for token in rows for expert in token)
+        listed = [len(streamed), *streamed] if lands else []
+        assert self.landed[: len(listed)].tolist() == listed
+        assert self.landed[len(listed) :].eq(NOTHING_WRITTEN).all()
         assert [key % (1 << 32) for key in self.keys.tolist()] == [
             key | USED * (place in used_places) for place, key in enumerate(layer.keys)
         ]
@@ -140,7 +159,7 @@ class Shared:
 def miss_times(draw: st.DrawFn) -> MissTimes:
     time, share = st.integers(1, 4000), st.integers(1, WHOLE)
     cpu = draw(st.lists(time, min_size=MAX_MAILBOX_ROWS, max_size=MAX_MAILBOX_ROWS))
-    return MissTimes(draw(time), tuple(cpu), draw(time), draw(share), draw(share), draw(share))
+    return MissTimes(draw(time), tuple(cpu), draw(time), draw(share), draw(share), draw(time))
 
 
 @st.composite
@@ -168,7 +187,7 @@ def layers(draw: st.DrawFn) -> tuple[Layer, list[list[int]]]:
     row = st.permutations(range(num_experts)).map(lambda order: list(order[:ranks]))
     ids = draw(st.lists(row, min_size=1, max_size=9))
     times = draw(st.one_of(st.none(), miss_times(), miss_times()))
-    return Layer(number, slots, mapped, times, draw(st.sampled_from([1, 2, 8])), keys), ids
+    return Layer(number, slots, mapped, times, draw(st.sampled_from([0, 1, 3, 64])), keys), ids
 
 
 @pytest.mark.usefixtures("host")
@@ -185,13 +204,13 @@ def test_every_pair_goes_to_the_place_that_is_its(
     shared.check(layer)
 
 
-def random_layer(experts: int, missing: float, seed: int, rows_per_read: int = 8) -> Layer:
+def random_layer(experts: int, missing: float, seed: int) -> Layer:
     """With times of which neither side wins alone."""
     generator = torch.Generator().manual_seed(seed)
     slots = (torch.rand(experts, generator=generator) >= missing).long() * 1000
     cpu = tuple(30 + 3 * max(0, rows - 4) for rows in range(1, MAX_MAILBOX_ROWS + 1))
     times = MissTimes(100, cpu, 20, 900, 800)
-    return Layer(2, [slots.tolist()] * MATRICES, [1 << 30, 2 << 30, 3 << 30], times, rows_per_read)
+    return Layer(2, [slots.tolist()] * MATRICES, [1 << 30, 2 << 30, 3 << 30], times, experts)
 
 
 @pytest.mark.usefixtures("host")
@@ -244,16 +263,18 @@ def test_one_pair_of_many_tokens_is_missing(asking: int) -> None:
 @pytest.mark.parametrize("experts", [6, 40])
 @pytest.mark.parametrize("missing", [0.0, 0.5, 1.0])
 def test_a_single_token_is_shared_out_by_its_router_alike(experts: int, missing: float) -> None:
-    """The launch for one token and that for several put its pairs into the same places."""
+    """The launch for one token and that for several put its pairs into the same places, except that a
+    router's streamed experts are read where they are mapped.
+    """
     ranks, cols = min(experts, 16), 48
-    layer, generator = random_layer(experts, missing, 3, 1), torch.Generator().manual_seed(experts)
+    layer, generator = random_layer(experts, missing, 3), torch.Generator().manual_seed(experts)
     x, weight = (torch.randn(n, cols, generator=generator) for n in (1, experts))
     shared = Shared(layer, torch.zeros(1, ranks, dtype=torch.int32), x)
     router_few_cuda(
         x, weight, None, shared.ids, torch.empty(1, ranks), None, torch.empty(1, experts),
         torch.zeros(1, dtype=torch.int32), shared.sharing,
     )  # fmt: skip
-    shared.check(layer)
+    shared.check(layer, lands=False)
 
 
 def test_sizes_beyond_a_block_are_refused() -> None:

@@ -12,7 +12,14 @@ from test_host_partition import USED
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import dot_lanes
 from coldstream.kernels.experts.mailbox import Mailbox
-from coldstream.kernels.experts.partition import Places, Prefetched, PrefetchNotes, begin_of, sharing_of
+from coldstream.kernels.experts.partition import (
+    Places,
+    Prefetched,
+    PrefetchNotes,
+    Room,
+    begin_of,
+    sharing_of,
+)
 from coldstream.kernels.experts.prefetch import TALLIES
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.split import NUM_WORDS
@@ -157,7 +164,8 @@ def test_what_is_chosen_is_shared_out_and_the_ring_emptied(host: HostDevice) -> 
     come = int(ids[ids % 2 == 0][0])
     here, next_layer = (layer << 16 | come) + 1, (layer + 1) << 16
     keys = torch.tensor([0, here, 0, 0], dtype=torch.int32)
-    prefetched = Prefetched(keys.data_ptr(), 1 << 30, 4096, (ctypes.c_int64 * MATRICES)(0, 256, 512), 4)
+    room = Room(1 << 30, 4096, (ctypes.c_int64 * MATRICES)(0, 256, 512), 4)
+    prefetched = Prefetched(keys.data_ptr(), room)
     # In the places of the layer after the next: one that was used, one that was not, and an empty one.
     used = next_layer + 6 | USED
     emptied = torch.tensor([used - (1 << 32), next_layer + 8, 0], dtype=torch.int32)

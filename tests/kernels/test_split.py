@@ -20,66 +20,62 @@ def miss_times(draw: st.DrawFn) -> MissTimes:
     cpu = [draw(time)]
     for more in grown[1:]:
         cpu.append(cpu[-1] + more)
-    return MissTimes(draw(time), tuple(cpu), draw(st.integers(0, 500)), draw(share), draw(share), draw(share))
+    return MissTimes(draw(time), tuple(cpu), draw(st.integers(0, 500)), draw(share), draw(share), draw(time))
 
 
-def split_at(numbers: list[int], count: int) -> tuple[list[int], list[int]]:
-    ordered = sorted(numbers, reverse=True)
-    return ordered[:count], ordered[count:]
+def split_at(numbers: list[int], count: int) -> tuple[int, list[int]]:
+    return count, sorted(numbers, reverse=True)[count:]
 
 
-@given(rows, miss_times(), st.sampled_from([1, 4, 8]))
+@given(rows, miss_times(), st.integers(0, 12))
 def test_no_number_is_faster_and_none_as_fast_is_less(
-    numbers: list[int], times: MissTimes, rows_per_read: int
+    numbers: list[int], times: MissTimes, most: int
 ) -> None:
-    count = times.num_streamed(numbers, rows_per_read)
-    taken = [
-        times.nanoseconds(*split_at(numbers, number), rows_per_read) for number in range(len(numbers) + 1)
-    ]
-    assert count == taken.index(min(taken))
+    taken = [times.nanoseconds(*split_at(numbers, number)) for number in range(len(numbers) + 1)]
+    assert times.num_streamed(numbers) == taken.index(min(taken))
+    possible = taken[: most + 1]
+    assert times.num_streamed(numbers, most) == possible.index(min(possible))
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=7), miss_times())
 @settings(max_examples=60)
-def test_where_one_read_is_enough_no_other_experts_of_that_number_are_better(
-    numbers: list[int], times: MissTimes
-) -> None:
+def test_no_other_experts_of_that_number_are_better(numbers: list[int], times: MissTimes) -> None:
     """The bus takes as long for each, the CPU longest for those of the most rows."""
-    count = times.num_streamed(numbers, rows_per_read=8)
-    chosen = times.nanoseconds(*split_at(numbers, count), rows_per_read=8)
+    count = times.num_streamed(numbers)
+    chosen = times.nanoseconds(*split_at(numbers, count))
     for by_bus in combinations(range(len(numbers)), count):
         by_cpu = [rows for i, rows in enumerate(numbers) if i not in by_bus]
-        assert times.nanoseconds([numbers[i] for i in by_bus], by_cpu, rows_per_read=8) >= chosen
+        assert times.nanoseconds(count, by_cpu) >= chosen
 
 
 def test_both_sides_end_at_about_the_same_time() -> None:
     times = MissTimes(100, FLAT)
     assert times.num_streamed([1] * 30) == 10
-    assert times.nanoseconds([1] * 10, [1] * 20) == 1000
+    assert times.nanoseconds(10, [1] * 20) == 1000
     slow_cpu = MissTimes(100, tuple(50 * rows for rows in range(1, MAX_MAILBOX_ROWS + 1)))
-    assert slow_cpu.num_streamed([10, 1, 1, 1], rows_per_read=16) == 1
-    assert slow_cpu.num_streamed([10, 1, 1, 1], rows_per_read=1) == 0, "ten reads take longer than ten rows"
+    assert slow_cpu.num_streamed([10, 1, 1, 1]) == 1, "one read is for ten rows"
 
 
 def test_one_side_alone_is_faster_than_beside_the_other() -> None:
     times = MissTimes(100, FLAT, answer=10, bus_left=512, cpu_left=256)
-    assert times.nanoseconds([1] * 4, []) == 200
-    assert times.nanoseconds([], [1] * 4) == 10 + 50
-    assert times.nanoseconds([1], [1] * 4) == 10 + 80 + 120 // 4
-    assert times.nanoseconds([1, 1, 1], [1]) == 10 + 50 + 230 // 2
+    assert times.nanoseconds(4, []) == 200
+    assert times.nanoseconds(0, [1] * 4) == 10 + 50
+    assert times.nanoseconds(1, [1] * 4) == 10 + 80 + 120 // 4
+    assert times.nanoseconds(3, [1]) == 10 + 50 + 230 // 2
 
 
 def test_the_first_of_equals_is_streamed() -> None:
     times = MissTimes(50, FLAT)
     ids = [[9, 4, 1], [2, 4, 9], [3, 5, 9]]
-    assert streamed_experts(ids, [1, 2, 3, 4, 5, 9], times, rows_per_read=8) == {9, 4, 1}
-    assert streamed_experts(ids, [2, 3, 5], times, rows_per_read=8) == {2}
+    assert streamed_experts(ids, [1, 2, 3, 4, 5, 9], times) == {9, 4, 1}
+    assert streamed_experts(ids, [1, 2, 3, 4, 5, 9], times, most=2) == {9, 4}
+    assert streamed_experts(ids, [2, 3, 5], times) == {2}
     assert streamed_experts(ids, [], times) == set()
     assert times.by_misses(4) == (0, 0, 1, 1, 2)
 
 
 def test_a_step_of_one_row_has_a_time_of_its_own() -> None:
-    times, fast = MissTimes(100, FLAT, row_share=512), MissTimes(50, FLAT)
+    times, fast = MissTimes(100, FLAT, row_bus=50), MissTimes(50, FLAT)
     assert times.by_misses(8) == fast.by_misses(8) != MissTimes(100, FLAT).by_misses(8)
     assert times.num_streamed([1] * 8) < times.by_misses(8)[-1]
 
@@ -101,7 +97,8 @@ def test_words_are_what_the_device_reads() -> None:
         ((5, FLAT, -1), "no number of nanoseconds"),
         ((5, FLAT[1:]), "times of 63 numbers of rows"),
         ((5, FLAT, 0, WHOLE + 1), "from 1 to 1024 1024ths"),
-        ((5, FLAT, 0, 1, 1, 0), "from 1 to 1024 1024ths"),
+        ((5, FLAT, 0, 1, 0), "from 1 to 1024 1024ths"),
+        ((5, FLAT, 0, 1, 1, -1), "no number of nanoseconds"),
     ],
 )
 def test_times_that_are_none_are_refused(values: tuple[int, tuple[int, ...]], said: str) -> None:

@@ -35,7 +35,7 @@ class BusBytes:
         compute, fetch = FewRows.compute, PrefetchRing.fetch
 
         def computed(few: FewRows, x: Any, routing: Routing, weights: ExpertWeights) -> Any:
-            self._note_reads(few._tables.number_of(weights), stacks_of(weights), routing.ids, routing.places)
+            self._note_reads(few, stacks_of(weights), few._tables.number_of(weights), routing)
             return compute(few, x, routing, weights)
 
         def fetched(ring: PrefetchRing, layer: int, rows: int, stacks: Sequence[ExpertTable]) -> None:
@@ -49,14 +49,15 @@ class BusBytes:
             patch.setattr(PrefetchRing, "fetch", fetched)
             yield self
 
-    def _note_reads(
-        self, layer: int, stacks: Sequence[ExpertTable], ids: torch.Tensor, places: Places
-    ) -> None:
-        """Each expert once, however many pairs it has."""
+    def _note_reads(self, few: FewRows, stacks: Sequence[ExpertTable], layer: int, routing: Routing) -> None:
+        """Each expert once, however many pairs it has: where it is mapped, or in a place of its own."""
+        places: Places = routing.places
         assert not places.cpu_ids.ge(0).any(), "the CPU computes nothing"
-        for stack, addresses in zip(stacks, places.addresses[:, ids.unique().long()], strict=True):
-            end = stack.mapped + len(stack.addresses) * stack.step
-            read = {address for address in addresses.tolist() if stack.mapped <= address < end}
+        landing = few._landing.data_ptr(), few._landing.data_ptr() + few._landing.numel()
+        for stack, addresses in zip(stacks, places.addresses[:, routing.ids.unique().long()], strict=True):
+            mapped = stack.mapped, stack.mapped + len(stack.addresses) * stack.step
+            first, end = landing if len(routing.ids) > 1 else mapped
+            read = {address for address in addresses.tolist() if first <= address < end}
             self.read[layer] += len(read) * stack.matrix_bytes
 
     def _note_copies(self, ring: PrefetchRing, layer: int, stacks: Sequence[ExpertTable], fetch: Any) -> None:
@@ -65,7 +66,7 @@ class BusBytes:
         data.fill_(POISON)
         others = whole.clone()
         fetch()
-        copied = data.view(places.count, -1).ne(POISON).any(dim=1)
+        copied = data.view(places.room.count, -1).ne(POISON).any(dim=1)
         expert_bytes = sum(stack.matrix_bytes for stack in stacks)
         self.num_copies[layer] += int(copied.sum())
         self.copied[layer] += int(copied.sum()) * expert_bytes

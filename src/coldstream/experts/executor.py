@@ -30,8 +30,9 @@ class PartialExecutor:
     """A `ModelExecutor` over slots, a ring of `ring_bytes`, the mapped file and the CPU.
 
     num_layers: of the model. `ExpertResidency` fills slots and writes their addresses into `tables`. Call
-    `number_layers` before the first step. `host` is None over a `MemoryPlan`. Long prompts and prefetching
-    use the same ring, in different steps.
+    `number_layers` before the first step. `host` is None over a `MemoryPlan`. Long prompts use all of the
+    ring, steps of few rows its begin for prefetched experts and the rest for experts that are copied when
+    they have been chosen.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class PartialExecutor:
         # Rounded down, as an allocation is rounded up to ALIGNMENT and must not exceed the plan's bytes.
         self.ring = device.memory.persistent((ring_bytes // ALIGNMENT * ALIGNMENT,), torch.uint8)
         self.prefetch: PrefetchRing | None = None
+        landing = self.ring
         if prefetching is not None:
             self.prefetch = PrefetchRing(prefetching, self.ring, device.zeros, num_layers)
+            landing = self.ring[self.prefetch.num_bytes :]
         chosen = ChosenExperts(device.zeros, num_layers, mailbox.ids.shape[1])
-        self.few = FewRows(kernels, self.tables, mailbox, chosen, self.prefetch)
+        self.few = FewRows(kernels, self.tables, mailbox, chosen, self.prefetch, landing)
         self.many = ManyRows(kernels, self.tables, host, self.ring)
 
     def number_layers(self, layers: Iterable[tuple[CudaWeight, ExpertWeights]]) -> None:

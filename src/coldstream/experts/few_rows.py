@@ -1,8 +1,9 @@
 """Experts of steps of few rows: the device shares pairs out, and the GPU and the CPU compute them together.
 
 The router's launch, or one behind it, writes where each chosen expert is read, once for all its rows
-(`kernels/experts/partition.cuh`): in a slot, in the ring of prefetched experts, in the mapped file over the
-bus, or by the CPU. The whole step can be captured in a graph.
+(`kernels/experts/partition.cuh`): in a slot, in the ring, into which experts are prefetched or, for several
+rows, copied once they are chosen, in the mapped file over the bus, or by the CPU. The whole step can be
+captured in a graph.
 """
 
 from dataclasses import replace
@@ -16,10 +17,11 @@ from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.kernels.cuda.activations import Activations, as_floats
 from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
 from coldstream.kernels.cuda.loader import CudaWeight
-from coldstream.kernels.experts.cuda_layer import stacks_of
+from coldstream.kernels.experts.cuda_layer import Stacks, stacks_of
+from coldstream.kernels.experts.land import land_experts_cuda
 from coldstream.kernels.experts.mailbox import Mailbox
-from coldstream.kernels.experts.moe import MoeKernels, rows_per_read
-from coldstream.kernels.experts.partition import Places, sharing_of
+from coldstream.kernels.experts.moe import MoeKernels
+from coldstream.kernels.experts.partition import Landing, Places, Room, sharing_of
 from coldstream.kernels.experts.split import NUM_WORDS
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
@@ -32,6 +34,8 @@ class FewRows:
 
     times: int32 [NUM_WORDS] on the device, see `sharing_of`; stamps: int64 [layers, WORDS], see
     `kernels/experts/stamps.py`; chosen: what a step's routers choose. Without `ring` nothing is prefetched.
+    landing: uint8 on the device, free for other uses between two steps, for the experts of a layer that are
+    copied over the bus; the CPU computes those for which it has no place.
     """
 
     def __init__(
@@ -41,10 +45,11 @@ class FewRows:
         mailbox: Mailbox,
         chosen: ChosenExperts,
         ring: PrefetchRing | None,
+        landing: torch.Tensor,
     ) -> None:
         device = kernels.device
         self._kernels, self._device, self._tables = kernels, device, tables
-        self._mailbox, self.chosen, self._ring = mailbox, chosen, ring
+        self._mailbox, self.chosen, self._ring, self._landing = mailbox, chosen, ring, landing
         self.times = device.zeros((NUM_WORDS,), "int32")
         self.stamps = device.memory.persistent((chosen.num_layers, WORDS), torch.int64).zero_()
         self._beside: torch.cuda.Stream | None = None  # stream of prefetches, joined only at a step's end
@@ -75,24 +80,32 @@ class FewRows:
             self._device.empty(tokens, ranks, dtype=torch.int32),
             self.stamps[layer] if is_one_launch else None,
         )
-        # Planning must not ask for a device's limits, which decide on the kernels of a step.
-        per_read = 1 if self._device.planning else rows_per_read(tokens, ranks, stacks)
+        # A single row's router shares its pairs out itself, and nothing is copied before they are computed.
+        landing = self._landing_for(stacks, tokens * ranks) if tokens > 1 or not is_one_launch else None
         shared_out = partial(
             sharing_of, stacks, self.times, self._mailbox, layer, places, self.chosen.used[layer],
-            rows_per_read=per_read,
+            landing=landing,
         )  # fmt: skip
         ring = self._ring if is_one_launch and self.guesses(tokens) else None
-        if ring is None:
-            routing = self._kernels.route(x, weight, shared_gate, ranks, shared_out())
-            return replace(routing, places=places)
-        later = layer + ring.distance
-        is_guessing = later < len(self._tables.layers)
-        sharing = shared_out(ring.prefetched(layer, stacks), ring.notes(layer, is_guessing=is_guessing))
+        later = layer + (ring.distance if ring else 0)
+        is_guessing = ring is not None and later < len(self._tables.layers)
         ahead = self._ahead(later, tokens, ranks) if is_guessing else None
+        if ring is None:
+            sharing = shared_out()
+        else:
+            sharing = shared_out(ring.prefetched(layer, stacks), ring.notes(layer, is_guessing=is_guessing))
         routing = self._kernels.route(x, weight, shared_gate, ranks, sharing, ahead)
-        if is_guessing:
+        if landing is not None and self._tables.is_readable:
+            self._device.launch(land_experts_cuda, stacks, landing)
+        if ring is not None and is_guessing:
             self._fetch(ring, later, tokens)
         return replace(routing, places=places)
+
+    def _landing_for(self, stacks: Stacks, num_pairs: int) -> Landing:
+        """Places for the experts of a layer that so many pairs may want."""
+        most = min(num_pairs, len(stacks[0].addresses))
+        chosen = self._device.empty(1 + most, dtype=torch.int32)
+        return Landing(chosen, Room.of(self._landing, stacks, most))
 
     def _ahead(self, later: int, tokens: int, ranks: int) -> Ahead:
         router = self._tables.routers[later]

@@ -41,7 +41,7 @@ class PartialExperts:
     """Experts in slots and in the host's memory, and what is done about them around each step.
 
     mailbox: for all layers of the model. pool: that of the plan, or None. A step may be launched while the
-    one before runs, but not while it `must_wait`.
+    one before runs, unless it `must_wait`.
     """
 
     def __init__(self, mailbox: Mailbox, plan: RunPlan, pool: RamPool | None = None) -> None:
@@ -160,10 +160,10 @@ class PartialExperts:
             stamps.zero_()
         return times
 
-    @property
-    def must_wait(self) -> bool:
-        """Whether no step may begin before `ended` was told of all others."""
-        return self._has_streamed or len(self._in_flight) > 1
+    def must_wait(self, rows: int) -> bool:
+        """Whether no step of `rows` rows may begin before `ended` was told of all others."""
+        streams = self._has_streamed or rows > MAX_MAILBOX_ROWS  # through a ring that other steps use as well
+        return (streams and bool(self._in_flight)) or len(self._in_flight) > 1
 
     def start_step(self, rows: int) -> None:
         """Call right before a step of `rows` rows is launched."""
@@ -171,8 +171,8 @@ class PartialExperts:
         if self._residency is not None:
             self._residency.start_step()
         if rows <= MAX_MAILBOX_ROWS:
-            if self._guesses is not None and self._has_streamed and self._stream is not None:
-                self._stream.settle()  # prefetched experts go into the same ring
+            if self._has_streamed and self._stream is not None:
+                self._stream.settle()  # experts of few rows are copied into the same ring
             self._has_streamed = False
             self.host.server.begin()
         elif self._stream is not None:

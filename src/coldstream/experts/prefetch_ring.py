@@ -11,7 +11,6 @@ before it is shared out, and set after that by copies that ended. They stay vali
 have been computed, as its places are not filled again before.
 """
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -19,9 +18,8 @@ import torch
 from coldstream.experts.chosen_experts import Zeros
 from coldstream.experts.prefetching import Prefetching
 from coldstream.kernels.cuda.memory import ALIGNMENT
-from coldstream.kernels.experts.partition import Prefetched, PrefetchNotes
+from coldstream.kernels.experts.partition import Prefetched, PrefetchNotes, Room
 from coldstream.kernels.experts.prefetch import TALLIES, prefetch_experts_cuda
-from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
 
 
@@ -37,6 +35,7 @@ class PrefetchRing:
         self._depth = prefetching.num_layers
         self._data = data[: prefetching.cap_bytes]
         self._place_bytes = len(self._data) // (self._depth * self._count) // ALIGNMENT * ALIGNMENT
+        self.num_bytes = self._depth * self._count * self._place_bytes  # of `data`, from its begin
         self._keys = zeros((self._depth, self._count), "int32")
         self._arrivals = zeros((self._count,), "int32")
         self._reached = zeros((1,), "int32")
@@ -65,12 +64,8 @@ class PrefetchRing:
         """
         if layer < self.distance:
             return Prefetched()
-        aligned = [-(-stack.matrix_bytes // ALIGNMENT) * ALIGNMENT for stack in stacks]
-        if sum(aligned) > self._place_bytes:
-            raise ValueError(f"an expert of {sum(aligned)} bytes for places of {self._place_bytes}")
-        offsets = (ctypes.c_int64 * MATRICES)(*(sum(aligned[:i]) for i in range(MATRICES)))
         keys, data = self._part(layer)
-        return Prefetched(keys.data_ptr(), data.data_ptr(), self._place_bytes, offsets, self._count)
+        return Prefetched(keys.data_ptr(), Room.of(data, stacks, self._count, self._place_bytes))
 
     def notes(self, layer: int, *, is_guessing: bool) -> PrefetchNotes:
         """For the kernel that shares out `layer`; is_guessing: whether it also guesses at a later layer."""

@@ -250,7 +250,8 @@ class CudaRunner(ModelRunner):
 
     def _launch(self, segments: Collection[CheckedSegment]) -> None:
         is_known = all(segment.chosen is None for segment in segments)
-        if is_known or (self._partial and self._partial.must_wait):
+        rows = sum(len(segment.token_ids) for segment in segments)
+        if is_known or (self._partial and self._partial.must_wait(rows)):
             self._settle()
         self._num_steps += 1
         self._outputs.forget()

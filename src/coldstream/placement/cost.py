@@ -38,9 +38,7 @@ CPU_LAYER_S: Final = 6e-5  # per layer, independent of bytes
 CPU_ROW_S: Final = 1.2e-5  # per layer and row of a prompt on one core, beside products
 BUS_SHARE: Final = 0.85  # kernels that read over the bus, against copies
 BUS_BESIDE_SHARE: Final = 0.72  # the same while the CPU computes
-BUS_ROWS_SHARE: Final = (
-    0.39  # the same for kernels of several rows, which read in shorter pieces (docs/log.md)
-)
+LANDING_SHARE: Final = 0.9  # the same where a launch copies whole experts for several rows
 # Products of several rows on the CPU, in the time of one row's: by further rows, and on tiles (docs/log.md).
 PRODUCT_OF_ROW: Final = 0.4
 PRODUCT_OF_TILE: Final = 3.0
@@ -78,15 +76,15 @@ def miss_times(expert_bytes: int, rates: Rates) -> MissTimes:
     """What a missing expert of so many bytes takes on either side, by which they share a step's."""
     alone, beside = _misses_per_s(rates), _misses_per_s(rates, beside_link=True)
     bus_alone, bus_beside = BUS_SHARE * rates.link_bytes_per_s, BUS_BESIDE_SHARE * rates.link_beside_read
-    bus_of_rows = BUS_ROWS_SHARE * rates.link_beside_read
+    landing = LANDING_SHARE * rates.link_beside_read
     products = [_product_seconds(rows) * expert_bytes / rates.cpu_bytes_per_s for rows in _ROWS]
     return MissTimes(
-        _nanoseconds(expert_bytes / bus_of_rows),
+        _nanoseconds(expert_bytes / landing),
         tuple(_nanoseconds(max(expert_bytes / beside, seconds)) for seconds in products),
         round(1e9 * rates.handshake_s),
         _share(bus_beside, bus_alone),
         _share(beside, alone),
-        _share(bus_of_rows, bus_beside),
+        _nanoseconds(expert_bytes / bus_beside),
     )
 
 

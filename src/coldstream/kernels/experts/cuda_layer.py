@@ -54,15 +54,7 @@ def all_experts_grouped(
 ) -> None:
     """`all_experts_few` with `experts_grouped_cuda`."""
     matrices = _matrices(weights, has_shared=outs.shared is not None)
-    experts_grouped.experts_grouped_cuda(
-        matrices, chosen, hidden, outs, activations=x.quantised, x=x.values,
-        item_rows=item_rows_of(stacks_of(weights)),
-    )  # fmt: skip
-
-
-def item_rows_of(stacks: Stacks) -> int:
-    """The pairs of an expert that a block takes together: more where each read may go over the bus."""
-    return experts_grouped.MAX_ITEM_ROWS if stacks[0].is_partial else experts_grouped.ITEM_ROWS
+    experts_grouped.experts_grouped_cuda(matrices, chosen, hidden, outs, activations=x.quantised, x=x.values)
 
 
 def _matrices(weights: ExpertWeights, *, has_shared: bool) -> experts_few.ExpertMatrices:

@@ -17,7 +17,6 @@ from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.products import CudaProducts
 from coldstream.kernels.dequantize.cuda import dequantize_matrices_cuda
 from coldstream.kernels.experts.cuda import PairRows
-from coldstream.kernels.experts.cuda_grouped import MAX_GROUPED_ROWS as MAX_LAUNCH_ROWS
 from coldstream.kernels.experts.cuda_grouped import ChosenIds
 from coldstream.kernels.experts.cuda_layer import (
     Stacks,
@@ -27,9 +26,7 @@ from coldstream.kernels.experts.cuda_layer import (
     experts_of_values,
     gate_up_many,
     is_one_launch,
-    item_rows_of,
     stacks_of,
-    tile_tokens,
 )
 from coldstream.kernels.experts.cuda_many import Groups, group_pairs, max_tiles
 from coldstream.kernels.experts.partition import Sharing, begin_of, partition_experts_cuda
@@ -44,9 +41,6 @@ from coldstream.kernels.swiglu.cuda import swiglu_cuda
 # Up to the first number of tokens each pair is computed on its own, up to the second one pairs of an expert
 # read it together in the launches for few, and beyond they are sorted for the tensor cores.
 MAX_PAIRWISE_ROWS, MAX_GROUPED_ROWS = 8, 16
-# The same where experts may be read over the bus, which takes so long that no pair reads one again. Groups
-# read whole rows of weights, tiles pieces of 144 bytes of many, for which the bus has more to carry.
-MAX_PAIRWISE_BUS_ROWS, MAX_GROUPED_BUS_ROWS = 1, MAX_LAUNCH_ROWS
 
 
 class Form(Enum):
@@ -63,23 +57,9 @@ class Form(Enum):
         types = [stack.quant_type for stack in stacks]
         if not FEW_TYPES.issuperset(types):
             return cls.FLOATS
-        pairwise, grouped = MAX_PAIRWISE_ROWS, MAX_GROUPED_ROWS
-        if stacks[0].is_partial:
-            pairwise, grouped = MAX_PAIRWISE_BUS_ROWS, MAX_GROUPED_BUS_ROWS
-        if tokens <= pairwise or not INTEGER_TYPES.issuperset(types):
+        if tokens <= MAX_PAIRWISE_ROWS or not INTEGER_TYPES.issuperset(types):
             return cls.FEW
-        return cls.GROUPED if tokens <= grouped else cls.MANY
-
-
-def rows_per_read(tokens: int, num_ranks: int, stacks: Stacks) -> int:
-    """For how many of an expert's rows the kernels of a step read it once."""
-    match Form.of(tokens, stacks):
-        case Form.GROUPED:
-            return item_rows_of(stacks)
-        case Form.MANY:
-            return tile_tokens(tokens * num_ranks, stacks)
-        case _:
-            return 1
+        return cls.GROUPED if tokens <= MAX_GROUPED_ROWS else cls.MANY
 
 
 @dataclass(frozen=True)

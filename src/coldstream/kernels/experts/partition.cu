@@ -41,17 +41,16 @@ __device__ __forceinline__ uint64_t min_in_block(Board& board, uint64_t value) {
 __device__ __forceinline__ uint64_t time_with(const Board& board, const Sharing& sharing, int num_tokens,
                                               int num_streamed) {
   const MissTimes& times = *sharing.times;
-  uint64_t bus = 0, cpu = 0;
+  uint64_t cpu = 0;
   int left = num_streamed, num_on_cpu = 0;
 #pragma unroll 1
   for (int rows = num_tokens; rows > 0; rows--) {
     const int all = board.with[rows], here = min(all, left);
     left -= here;
     num_on_cpu += all - here;
-    bus += uint64_t(here) * ((rows + sharing.rows_per_read - 1) / sharing.rows_per_read);
     cpu += uint64_t(all - here) * board.cpu[rows - 1];
   }
-  bus *= times.bus;
+  uint64_t bus = uint64_t(num_streamed) * times.bus;
   if (num_on_cpu == 0) return bus * times.bus_left / 1024;
   const uint64_t ahead = times.ahead;
   bus = bus > ahead ? bus - ahead : 0;
@@ -67,30 +66,47 @@ __device__ __forceinline__ int choose_split(Board& board, const Sharing& sharing
   for (int rows = 1; rows <= num_tokens; rows++) num_missing += board.with[rows];
   uint64_t best = ~uint64_t(0);
 #pragma unroll 1
-  for (int number = threadIdx.x; number <= num_missing; number += partition_threads) {
+  for (int number = threadIdx.x; number <= min(num_missing, sharing.landing.room.count);
+       number += partition_threads) {
     const uint64_t key = time_with(board, sharing, num_tokens, number) << number_bits | number;
     if (key < best) best = key;
   }
   return int(min_in_block(board, best) & ((1 << number_bits) - 1));
 }
 
+// How many threads before this one have `is_one`; with a barrier, in all threads.
+__device__ __forceinline__ int count_before(Board& board, bool is_one) {
+  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+  const uint32_t lanes = __ballot_sync(all_lanes, is_one);
+  if (lane == 0) board.counts[warp] = __popc(lanes);
+  __syncthreads();
+  int before = __popc(lanes & ((1u << lane) - 1));
+#pragma unroll 1
+  for (int w = 0; is_one && w < warp; w++) before += board.counts[w];
+  return before;
+}
+
 // Whether the bus reads the thread's missing expert, which `rows` tokens chose, if it reads `num_streamed`.
 __device__ __forceinline__ bool is_read(Board& board, bool is_missing, int rows, int num_tokens, int num_streamed) {
-  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
   int before = 0;  // missing experts of more rows
 #pragma unroll 1
   for (int more = num_tokens; is_missing && more > rows; more--) before += board.with[more];
   // Of one number of rows some may be read and some not: the first ones are.
   const bool is_border = is_missing && before < num_streamed && before + board.with[rows] > num_streamed;
-  const uint32_t lanes = __ballot_sync(all_lanes, is_border);
-  if (lane == 0) board.counts[warp] = __popc(lanes);
-  __syncthreads();
-  if (is_border) {
-    before += __popc(lanes & ((1u << lane) - 1));
-#pragma unroll 1
-    for (int w = 0; w < warp; w++) before += board.counts[w];
-  }
-  return is_missing && before < num_streamed;
+  const int earlier = count_before(board, is_border);
+  return is_missing && before + (is_border ? earlier : 0) < num_streamed;
+}
+
+// Gives the thread's expert `id`, if the bus reads it, its place, and tells the launch behind this one.
+__device__ __forceinline__ void land(Board& board, const Sharing& sharing, bool is_streamed, int id,
+                                     int64_t (&addresses)[num_matrices]) {
+  const Landing& landing = sharing.landing;
+  __syncthreads();  // the counts of `is_read` have been read
+  const int place = count_before(board, is_streamed);
+  if (!is_streamed) return;
+#pragma unroll
+  for (int i = 0; i < num_matrices; i++) addresses[i] = landing.room.address(place, i);
+  landing.list[1 + place] = id;
 }
 
 // Sends the x of the tokens that the CPU needs.
@@ -131,19 +147,21 @@ extern "C" __global__ void __launch_bounds__(partition_threads, 1)
   int64_t addresses[num_matrices] = {};
   const bool is_missing = is_first && !find_on_device(sharing, id, addresses);
   if (is_missing) atomicAdd(board.with + rows, 1);
+  int num_streamed = 0;
   if (__syncthreads_or(is_missing)) {
-    int num_streamed = 0;
-    if (sharing.matrix[0].mapped != 0 && sharing.times->bus != 0) {
+    if (sharing.matrix[0].mapped != 0 && sharing.times->bus != 0)
       num_streamed = choose_split(board, sharing, num_tokens);
-    }
     const bool is_streamed = is_read(board, is_missing, rows, num_tokens, num_streamed);
-    if (is_missing) {
-      find_elsewhere(sharing, id, !is_streamed, addresses);
-      if (!is_streamed) board.rows[id] = -1;
-      if (is_streamed && sharing.stamps) add_up(&sharing.stamps->router.pairs, rows);
+    if (is_missing && !is_streamed) {
+#pragma unroll
+      for (int i = 0; i < num_matrices; i++) addresses[i] = 0;
+      board.rows[id] = -1;
     }
+    if (is_streamed && sharing.stamps) add_up(&sharing.stamps->router.pairs, rows);
+    land(board, sharing, is_streamed, id, addresses);
     __syncthreads();
   }
+  if (pair == 0 && sharing.landing.list) sharing.landing.list[0] = num_streamed;
   if (is_first) place_expert(sharing, id, addresses);
   const bool is_on_cpu = exists && board.rows[id] < 0;
   if (exists) place_pair(sharing, pair, id, is_on_cpu);

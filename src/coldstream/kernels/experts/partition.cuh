@@ -44,13 +44,28 @@ struct Mailbox {
   int* ids;  // [capacity, ranks]
 };
 
-// Prefetched experts of one layer; see prefetch.py.
-struct Prefetched {
-  uint32_t* keys;  // [count], of the expert in each place: 0 until it is complete
-  int64_t data;    // of the first place
+// Places on the device for experts of one layer.
+struct Room {
+  int64_t data;  // of the first place
   int64_t place_bytes;
   int64_t offsets[num_matrices];  // in a place
-  int count;                      // 0: nothing is prefetched
+  int count;
+
+  __device__ __forceinline__ int64_t address(int place, int matrix) const {
+    return data + place * place_bytes + offsets[matrix];
+  }
+};
+
+// Prefetched experts of one layer; see prefetch.py.
+struct Prefetched {
+  uint32_t* keys;  // [room.count], of the expert in each place: 0 until it is complete
+  Room room;       // of no places: nothing is prefetched
+};
+
+// The experts that the next launch copies over the bus; see land.py.
+struct Landing {
+  int* list;  // their number, and the expert of each place [room.count]
+  Room room;  // of no places: the bus reads none
 };
 
 // What sharing out a layer does for prefetching.
@@ -70,7 +85,7 @@ struct Sharing {
   int* used;            // [tokens, ranks]: all experts of the layer's tokens, for the cache of slots
   LayerStamps* stamps;  // or null
   uint32_t request;     // for the CPU: the layer and the number of rows; 0: nothing is shared out
-  int rows_per_read;    // of an expert that is read over the bus
+  Landing landing;      // for several tokens
   Prefetched prefetched;
   PrefetchNotes notes;
 
@@ -124,14 +139,12 @@ __device__ __forceinline__ bool find_prefetched(const Sharing& sharing, int id,
                                                 int64_t (&slots)[num_matrices]) {
   const Prefetched& fetched = sharing.prefetched;
 #pragma unroll 1
-  for (int place = 0; place < fetched.count; place++) {
+  for (int place = 0; place < fetched.room.count; place++) {
     const uint32_t key = load_acquire(fetched.keys + place);
     if ((key & ~used_bit) != prefetch_key(sharing.layer(), id)) continue;
     if (!(key & used_bit)) atomicOr(fetched.keys + place, used_bit);
 #pragma unroll
-    for (int i = 0; i < num_matrices; i++) {
-      slots[i] = fetched.data + place * fetched.place_bytes + fetched.offsets[i];
-    }
+    for (int i = 0; i < num_matrices; i++) slots[i] = fetched.room.address(place, i);
     return true;
   }
   return false;
@@ -160,12 +173,10 @@ __device__ __forceinline__ bool find_on_device(const Sharing& sharing, int id, i
   return has_slot || find_prefetched(sharing, id, addresses);
 }
 
-// Of a missing expert, over the bus or, for the CPU, 0.
-__device__ __forceinline__ void find_elsewhere(const Sharing& sharing, int id, bool is_on_cpu,
-                                               int64_t (&addresses)[num_matrices]) {
+// Of a missing expert: in the mapped file, which is read over the bus.
+__device__ __forceinline__ void find_mapped(const Sharing& sharing, int id, int64_t (&addresses)[num_matrices]) {
 #pragma unroll
-  for (int i = 0; i < num_matrices; i++)
-    addresses[i] = is_on_cpu ? 0 : sharing.matrix[i].mapped + id * sharing.matrix[i].step;
+  for (int i = 0; i < num_matrices; i++) addresses[i] = sharing.matrix[i].mapped + id * sharing.matrix[i].step;
 }
 
 __device__ __forceinline__ void place_expert(const Sharing& sharing, int id,
@@ -193,7 +204,12 @@ __device__ __forceinline__ bool share_out(const Sharing& sharing, int id, int nu
   if (missing != 0 && sharing.matrix[0].mapped != 0) {
     is_on_cpu = is_missing && before >= sharing.times->streamed[__popc(missing)];
   }
-  if (is_missing) find_elsewhere(sharing, id, is_on_cpu, addresses);
+  if (is_on_cpu) {
+#pragma unroll
+    for (int i = 0; i < num_matrices; i++) addresses[i] = 0;
+  } else if (is_missing) {
+    find_mapped(sharing, id, addresses);
+  }
   if (exists) {
     place_expert(sharing, id, addresses);
     place_pair(sharing, lane, id, is_on_cpu);

@@ -1,8 +1,9 @@
 """The place where each expert of a step is computed, chosen on the device.
 
-All pairs of an expert go to the same place: *resident*, a slot in the device's memory; *streamed*, host
-memory that the GPU reads over the bus; or the *CPU*. `split.py` says which missing experts are streamed. The
-pairs of one token are shared out by its router's launch, those of several by a launch of their own.
+All pairs of an expert go to the same place: *resident*, a slot in the device's memory; *streamed*, over the
+bus; or the *CPU*. `split.py` says which missing experts are streamed. The pairs of one token are shared out
+by its router's launch, and streamed experts are read where the file is mapped. Those of several tokens have a
+launch of their own, and `land.py` copies streamed experts to places on the device.
 """
 
 import ctypes
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, ROWS_SHIFT, Mailbox
 from coldstream.kernels.experts.shapes import MATRICES, MAX_EXPERTS, MAX_RANKS
@@ -36,16 +38,55 @@ class _Mailbox(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("request", "done", "x", "ids"))
 
 
-class Prefetched(ctypes.Structure):
-    """The places of a layer's prefetched experts, see prefetch.py. All fields 0: there are none."""
+class Room(ctypes.Structure):
+    """Places on the device for experts of one layer. All fields 0: there are none."""
 
     _fields_ = (
-        ("keys", ctypes.c_void_p),
         ("data", ctypes.c_int64),
         ("place_bytes", ctypes.c_int64),
         ("offsets", ctypes.c_int64 * MATRICES),
         ("count", ctypes.c_int32),
     )
+
+    @classmethod
+    def of(cls, data: torch.Tensor, stacks: Sequence[ExpertTable], most: int, place_bytes: int = 0) -> "Room":
+        """At most so many places in `data`, uint8, for gate, up and down of an expert, each of them aligned.
+
+        place_bytes: of a place; by default what an expert takes. ValueError for an expert that takes more.
+        """
+        aligned = [-(-stack.matrix_bytes // ALIGNMENT) * ALIGNMENT for stack in stacks]
+        place_bytes = place_bytes or sum(aligned)
+        if sum(aligned) > place_bytes:
+            raise ValueError(f"an expert of {sum(aligned)} bytes for places of {place_bytes}")
+        offsets = (ctypes.c_int64 * MATRICES)(*(sum(aligned[:i]) for i in range(MATRICES)))
+        return cls(data.data_ptr(), place_bytes, offsets, min(most, data.numel() // place_bytes))
+
+
+class Prefetched(ctypes.Structure):
+    """The places of a layer's prefetched experts, see prefetch.py. All fields 0: there are none."""
+
+    _fields_ = (("keys", ctypes.c_void_p), ("room", Room))
+
+
+class LandingFields(ctypes.Structure):
+    """`Landing` as in partition.cuh. All fields 0: none are streamed."""
+
+    _fields_ = (("list", ctypes.c_void_p), ("room", Room))
+
+
+@dataclass(frozen=True)
+class Landing:
+    """Where streamed experts are copied, see land.py.
+
+    chosen: int32 [1 + room.count] at least, on the device, for the number of streamed experts and their ids,
+    which the launch that shares a layer out writes and the one behind it reads.
+    """
+
+    chosen: torch.Tensor
+    room: Room
+
+    def as_c(self) -> LandingFields:
+        return LandingFields(self.chosen.data_ptr(), self.room)
 
 
 class PrefetchNotes(ctypes.Structure):
@@ -70,7 +111,7 @@ class Sharing(ctypes.Structure):
         ("used", ctypes.c_void_p),
         ("stamps", ctypes.c_void_p),
         ("request", ctypes.c_uint32),
-        ("rows_per_read", ctypes.c_int32),
+        ("landing", LandingFields),
         ("prefetched", Prefetched),
         ("notes", PrefetchNotes),
     )
@@ -104,14 +145,14 @@ def sharing_of(
     used: torch.Tensor,
     prefetched: Prefetched | None = None,
     notes: PrefetchNotes | None = None,
-    rows_per_read: int = 1,
+    landing: Landing | None = None,
 ) -> Sharing:
     """The argument of kernels that share out a layer's pairs.
 
     stacks: gate, up, down of the layer, with the addresses of slots; times: int32 [NUM_WORDS] on the device,
     `MissTimes.words`, or 0 if the GPU reads none over the bus; used: int32 [rows, K] on the device, at least
-    T rows, where all ids are noted; rows_per_read: as many of an expert's rows as one read over the bus is
-    for. ValueError for sizes out of range.
+    T rows, where all ids are noted; landing: for the pairs of several tokens, of which no more experts are
+    streamed than it has places. ValueError for sizes out of range.
     """
     tokens, ranks = places.cpu_ids.shape
     num_experts = len(stacks[0].addresses)
@@ -136,7 +177,7 @@ def sharing_of(
         used.data_ptr(),
         None if places.stamps is None else places.stamps.data_ptr(),
         (layer + 1) | tokens << ROWS_SHIFT,
-        rows_per_read,
+        landing.as_c() if landing else LandingFields(),
         prefetched or Prefetched(),
         notes or PrefetchNotes(),
     )
@@ -150,7 +191,8 @@ def begin_of(sharing: Sharing) -> Sharing:
 def partition_experts_cuda(topk_ids: torch.Tensor, x: torch.Tensor, sharing: Sharing) -> None:
     """Shares out the pairs of int32 topk_ids [T, K] for float32 rows x [T, E].
 
-    Writes the addresses and the ids that `sharing` names, and asks the CPU for its pairs.
+    Writes the addresses and the ids that `sharing` names and the list of its landing, and asks the CPU for
+    its pairs.
     ValueError for arrays that do not fit.
     """
     tokens, ranks = topk_ids.shape

@@ -1,5 +1,6 @@
 // Copies experts that a later layer will probably choose over the bus, before that layer's router has run; see
 // prefetch.py.
+#include "experts/bus_copies.cuh"
 #include "experts/partition.cuh"
 
 using namespace coldstream;
@@ -17,7 +18,7 @@ struct Target {
   int64_t bytes[num_matrices];  // of an expert
   Prefetched places;
   const uint32_t* reached;  // how many layers of this step have been shared out
-  uint32_t* arrivals;       // [places.count], blocks that have finished a place; 0 before and after a launch
+  uint32_t* arrivals;       // [places.room.count], blocks that have finished a place; 0 before and after a launch
   int* tallies;             // see PrefetchNotes
 };
 
@@ -57,50 +58,39 @@ __device__ __forceinline__ int choose_missing(const Target& target, int* missing
     if (demand[i] == 0) continue;
     int place = 0;
     for (int j = 0; j < num_guesses; j++) place += demand[j] > demand[i] || (demand[j] == demand[i] && j < i);
-    if (place < target.places.count) chosen[place] = missing[i];
+    if (place < target.places.room.count) chosen[place] = missing[i];
   }
   __syncwarp();
-  return min(num_missing, target.places.count);
+  return min(num_missing, target.places.room.count);
 }
 
-// Copies the block's share of `bytes`, a multiple of sizeof(Word). False if it stopped because the layer's pairs have
-// been shared out in the meantime, so that the copy would come too late.
-template <typename Word>
-__device__ __forceinline__ bool copy_share(const uint8_t* from, uint8_t* to, int64_t bytes,
-                                           const uint32_t* reached, uint32_t layer) {
-  constexpr int64_t at_once = loads_at_once * warp_size;
-  const int64_t num_words = bytes / int64_t(sizeof(Word));
-  const Word* source = reinterpret_cast<const Word*>(from);
-  Word* copy = reinterpret_cast<Word*>(to);
-  for (int64_t begin = blockIdx.x * at_once; begin < num_words; begin += gridDim.x * at_once) {
-    const bool is_too_late = *reinterpret_cast<const volatile uint32_t*>(reached) > layer;
-    Word words[loads_at_once];
-#pragma unroll
-    for (int i = 0; i < loads_at_once; i++) {
-      const int64_t place = begin + i * warp_size + threadIdx.x;
-      if (place < num_words) words[i] = __ldcs(source + place);
+// Copies the block's share of words. False if it stopped because the layer's pairs have been shared out in the
+// meantime, so that the copy would come too late.
+struct CopyShare {
+  const uint32_t* reached;
+  uint32_t layer;
+
+  template <typename Word>
+  __device__ __forceinline__ bool operator()(const Word* from, Word* to, int64_t num_words) const {
+    Piece<Word, loads_at_once> piece;
+    for (int64_t begin = blockIdx.x * piece.num_words; begin < num_words; begin += gridDim.x * piece.num_words) {
+      const bool is_too_late = *reinterpret_cast<const volatile uint32_t*>(reached) > layer;
+      piece.load(from, begin, num_words);
+      if (__any_sync(all_lanes, is_too_late)) return false;
+      piece.store(to, begin, num_words);
     }
-    if (__any_sync(all_lanes, is_too_late)) return false;
-#pragma unroll
-    for (int i = 0; i < loads_at_once; i++) {
-      const int64_t place = begin + i * warp_size + threadIdx.x;
-      if (place < num_words) __stcg(copy + place, words[i]);
-    }
+    return true;
   }
-  return true;
-}
+};
 
 // The block's share of all matrices of an expert.
 __device__ __forceinline__ bool copy_expert(const Target& target, int id, int place) {
   for (int i = 0; i < num_matrices; i++) {
-    const int64_t from = target.matrix[i].mapped + id * target.matrix[i].step, bytes = target.bytes[i];
-    const int64_t to = target.places.data + place * target.places.place_bytes + target.places.offsets[i];
-    const uint8_t* source = reinterpret_cast<const uint8_t*>(from);
-    uint8_t* copy = reinterpret_cast<uint8_t*>(to);
-    const bool is_whole = (from | bytes) % 16 == 0
-                              ? copy_share<uint4>(source, copy, bytes, target.reached, target.layer)
-                              : copy_share<uint16_t>(source, copy, bytes, target.reached, target.layer);
-    if (!is_whole) return false;
+    const int64_t from = target.matrix[i].mapped + id * target.matrix[i].step;
+    const int64_t to = target.places.room.address(place, i);
+    if (!copy_as_words(reinterpret_cast<const uint8_t*>(from), reinterpret_cast<uint8_t*>(to), target.bytes[i],
+                       CopyShare{target.reached, target.layer}))
+      return false;
   }
   return true;
 }

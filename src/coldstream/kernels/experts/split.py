@@ -22,8 +22,8 @@ class MissTimes:
     bus: a read over the bus while the CPU reads too, in a step of several rows. cpu: the CPU's time for 1, 2,
     … MAX_MAILBOX_ROWS rows of it while the bus is busy. answer: between the GPU's request and the CPU's first
     read, and back. bus_left and cpu_left: what is left when the other side has ended takes so many 1024ths of
-    its time, from 1 on. row_share: a step of one row reads over the bus in so many 1024ths of `bus`, as its
-    kernels differ. Creation raises ValueError for numbers out of range.
+    its time, from 1 on. row_bus: of a read over the bus in a step of one row, which has other kernels; 0: as
+    long as `bus`. Creation raises ValueError for numbers out of range.
     """
 
     bus: int
@@ -31,23 +31,21 @@ class MissTimes:
     answer: int = 0
     bus_left: int = WHOLE
     cpu_left: int = WHOLE
-    row_share: int = WHOLE
+    row_bus: int = 0
 
     def __post_init__(self) -> None:
         if len(self.cpu) != MAX_MAILBOX_ROWS:
             raise ValueError(f"times of {len(self.cpu)} numbers of rows, not of {MAX_MAILBOX_ROWS}")
-        if not all(1 <= time <= MAX_NS for time in (self.bus, *self.cpu)) or not 0 <= self.answer <= MAX_NS:
+        may_be_zero = all(0 <= time <= MAX_NS for time in (self.answer, self.row_bus))
+        if not may_be_zero or not all(1 <= time <= MAX_NS for time in (self.bus, *self.cpu)):
             raise ValueError("a time of a missing expert that is no number of nanoseconds up to two seconds")
-        if not all(1 <= share <= WHOLE for share in (self.bus_left, self.cpu_left, self.row_share)):
-            raise ValueError(f"what is left, and a row's read, takes from 1 to {WHOLE} 1024ths of its time")
+        if not all(1 <= share <= WHOLE for share in (self.bus_left, self.cpu_left)):
+            raise ValueError(f"what is left takes from 1 to {WHOLE} 1024ths of its time")
 
-    def nanoseconds(self, by_bus: Sequence[int], by_cpu: Sequence[int], rows_per_read: int = 1) -> int:
-        """Until all are computed, from the numbers of rows of each.
-
-        rows_per_read: of an expert that is read over the bus, the rows that one read is for.
-        """
-        bus = self.bus * sum(-(-rows // rows_per_read) for rows in by_bus)
-        return self._together(bus, sum(self.cpu[rows - 1] for rows in by_cpu), waits=bool(by_cpu))
+    def nanoseconds(self, num_on_bus: int, by_cpu: Sequence[int]) -> int:
+        """Until all are computed. by_cpu: the numbers of rows of the CPU's experts."""
+        cpu = sum(self.cpu[rows - 1] for rows in by_cpu)
+        return self._together(num_on_bus * self.bus, cpu, waits=bool(by_cpu))
 
     def _together(self, bus: int, cpu: int, *, waits: bool) -> int:
         if not waits:
@@ -62,26 +60,25 @@ class MissTimes:
         """What the bus has done before the CPU begins, in time beside the CPU."""
         return min(self.answer * WHOLE // self.bus_left, MAX_NS)
 
-    def num_streamed(self, rows: Sequence[int], rows_per_read: int = 1) -> int:
+    def num_streamed(self, rows: Sequence[int], most: int | None = None) -> int:
         """How many experts of a step of several rows the bus reads, those of the most rows first: the fastest
         way, and the least such.
 
-        rows: of each missing expert, from 1 to MAX_MAILBOX_ROWS, in any order.
+        rows: of each missing expert, from 1 to MAX_MAILBOX_ROWS, in any order. most: that it may read.
         """
         ordered = sorted(rows, reverse=True)
-        bus, cpu = 0, sum(self.cpu[count - 1] for count in ordered)
+        cpu = sum(self.cpu[count - 1] for count in ordered)
         best, best_time = 0, self._together(0, cpu, waits=bool(ordered))
-        for number, count in enumerate(ordered, start=1):
-            bus += self.bus * -(-count // rows_per_read)
+        for number, count in enumerate(ordered[:most], start=1):
             cpu -= self.cpu[count - 1]
-            time = self._together(bus, cpu, waits=number < len(ordered))
+            time = self._together(number * self.bus, cpu, waits=number < len(ordered))
             if time < best_time:
                 best, best_time = number, time
         return best
 
     def by_misses(self, most: int) -> tuple[int, ...]:
         """How many of the 0, 1, … `most` missing experts of a step of one row the bus reads."""
-        times = replace(self, bus=max(1, self.bus * self.row_share // WHOLE), row_share=WHOLE)
+        times = replace(self, bus=self.row_bus or self.bus)
         return tuple(times.num_streamed([1] * misses) for misses in range(most + 1))
 
     def words(self) -> tuple[int, ...]:
@@ -94,15 +91,15 @@ NUM_WORDS: Final = 5 + MAX_MAILBOX_ROWS + MAX_RANKS + 1
 
 
 def streamed_experts(
-    topk_ids: Sequence[Sequence[int]], missing: Sequence[int], times: MissTimes, rows_per_read: int = 1
+    topk_ids: Sequence[Sequence[int]], missing: Sequence[int], times: MissTimes, most: int | None = None
 ) -> set[int]:
-    """Those of the `missing` experts that the bus reads in a step of several rows with these choices; of one
-    row, `by_misses` says how many of its first ones.
+    """Those of the `missing` experts that the bus reads in a step of several rows with these choices, no more
+    than `most`; of one row, `by_misses` says how many of its first ones.
 
     Of experts that equally many rows chose, those come first whose first pair of a row and a rank does.
     """
     pairs = [expert for row in topk_ids for expert in row]
     chosen = [expert for expert in dict.fromkeys(pairs) if expert in set(missing)]
     rows = {expert: pairs.count(expert) for expert in chosen}
-    count = times.num_streamed(list(rows.values()), rows_per_read)
+    count = times.num_streamed(list(rows.values()), most)
     return set(sorted(chosen, key=lambda expert: -rows[expert])[:count])

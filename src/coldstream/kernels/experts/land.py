@@ -1,0 +1,42 @@
+"""Copies the experts that a step of several rows reads over the bus to places on the device: one launch.
+
+Kernels of several rows read weights in pieces of a few hundred bytes, for which the bus has a third of its
+rate, and some of them read an expert more than once. Whole experts are copied nearly as fast as by the copy
+engines, which cannot be told addresses that the device has chosen (docs/log.md).
+"""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.experts.partition import Landing, LandingFields, Stack, stack_of
+from coldstream.kernels.experts.shapes import MATRICES
+from coldstream.kernels.experts.table import ExpertTable
+
+PROGRAM = CudaProgram(Path(__file__).with_name("land.cu"), ("land_experts",))
+THREADS = 32
+BLOCKS = 64
+
+
+class _Landed(ctypes.Structure):
+    """As in land.cu."""
+
+    _fields_ = (
+        ("matrix", Stack * MATRICES),
+        ("bytes", ctypes.c_int64 * MATRICES),
+        ("landing", LandingFields),
+    )
+
+
+def land_experts_cuda(stacks: Sequence[ExpertTable], landing: Landing) -> None:
+    """Copies the experts that `partition_experts_cuda` listed to their places.
+
+    stacks: gate, up and down of the layer, which the device reads over the bus.
+    """
+    landed = _Landed(
+        (Stack * MATRICES)(*map(stack_of, stacks)),
+        (ctypes.c_int64 * MATRICES)(*(stack.matrix_bytes for stack in stacks)),
+        landing.as_c(),
+    )
+    PROGRAM.kernel("land_experts").launch((BLOCKS, 1, 1), THREADS, (landed,), overlap=True)
