@@ -57,6 +57,7 @@ class Machine:
     vocab_size: int
     hardware: Hardware
     sizes: ModelSizes
+    parallel: int = 1  # contexts
 
 
 def plan_with(machine: Machine, expert_bytes: int) -> RunPlan:
@@ -65,7 +66,11 @@ def plan_with(machine: Machine, expert_bytes: int) -> RunPlan:
     with GGUFFile.open(machine.path) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         config = EngineConfig(
-            str(machine.path), device="cuda", vram=wanted + ROOM_BYTES, ctx_size=machine.ctx_size
+            str(machine.path),
+            device="cuda",
+            vram=wanted + ROOM_BYTES + machine.parallel * GIB // 4,
+            ctx_size=machine.ctx_size,
+            parallel=machine.parallel,
         )
         planned = plan_model(config, file, spec, machine.hardware)
     fixed = planned.plan.fixed
