@@ -54,6 +54,11 @@ class Part:
         return depths
 
 
+def line(num_rows: int) -> tuple[int, ...]:
+    """The parents of a draft tree without branches."""
+    return tuple(range(-1, num_rows - 1))
+
+
 def random_tree(committed: int, num_rows: int, seed: int) -> Part:
     """Rows that mostly follow one of the last few."""
     random = Random(seed)
@@ -67,8 +72,8 @@ def some_parts(draw: st.DrawFn, most_rows: int = 9) -> list[Part]:
     for _ in range(draw(st.integers(1, 3))):
         committed = draw(st.sampled_from([0, 1, 40, 63, 64, 65, 191, 200, 255, 256, 300]))
         num_rows = draw(st.integers(1, most_rows))
-        tree = draw(st.booleans())
-        parents = tuple(draw(st.integers(-1, i - 1)) for i in range(num_rows)) if tree else None
+        tree = tuple(draw(st.integers(-1, i - 1)) for i in range(num_rows))
+        parents = draw(st.sampled_from([None, line(num_rows), tree, tree]))
         parts.append(Part(committed, num_rows, parents))
     return parts
 
@@ -92,8 +97,12 @@ def batch_of(
                 column.append(value)
     positions, segments, indices, parents, kept = (torch.tensor(v, dtype=torch.int32) for v in values)
     tables = torch.tensor(order, dtype=torch.int32).view(len(parts), -1)
-    has_trees = bool((kept >= 0).any())
-    batch = BatchRows(segments, tables, indices, parents, kept, has_trees=has_trees, is_deep=is_deep)
+    batch = BatchRows(
+        segments, tables, indices, parents, kept,
+        has_trees=bool((kept >= 0).any()),
+        has_branches=any(part.parents not in (None, line(part.num_rows)) for part in parts),
+        is_deep=is_deep,
+    )  # fmt: skip
     return Rows(positions, segments, batch)
 
 

@@ -52,7 +52,7 @@ def test_kernels_compile_without_a_gpu(
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "is_deep", "trees", "kind"),
+    ("num_rows", "is_deep", "branches", "kind"),
     [
         (1, True, False, "fewest"),
         (1, False, False, "fewest"),
@@ -69,11 +69,11 @@ def test_kernels_compile_without_a_gpu(
     ],
 )
 def test_warpgroups_take_what_they_are_faster_at(
-    num_rows: int, is_deep: bool, trees: bool, kind: str
+    num_rows: int, is_deep: bool, branches: bool, kind: str
 ) -> None:
     shape = AttentionShape(16, 2, 256, CACHE_TYPES["i16"])
-    assert kind_of(shape, num_rows, trees, is_deep, by_warpgroups=True) == kind
-    assert kind_of(shape, num_rows, trees, is_deep, by_warpgroups=False) in (
+    assert kind_of(shape, num_rows, branches, is_deep, by_warpgroups=True) == kind
+    assert kind_of(shape, num_rows, branches, is_deep, by_warpgroups=False) in (
         "fewest", "few", "middle", "many",
     )  # fmt: skip
-    assert (kind, trees) in IntegerKernels(shape, WITH_WARPGROUPS)._forms
+    assert (kind, branches) in IntegerKernels(shape, WITH_WARPGROUPS)._forms

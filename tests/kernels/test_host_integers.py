@@ -13,6 +13,7 @@ from attention_batches import (
     Part,
     batch_of,
     check_launched,
+    line,
     random_tree,
     some_parts,
 )
@@ -33,6 +34,7 @@ from coldstream.kernels.attention.exact import (
 from coldstream.kernels.attention.exact_integers import NUM_PLANES
 from coldstream.kernels.attention.planes import round_planes
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
+from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.ops import BLOCK_POSITIONS, Rows
 from coldstream.kernels.sequences import seen
 from host_device import HostDevice
@@ -134,7 +136,7 @@ def test_warpgroups_have_the_bits_of_the_definition(cache_name: str, heads: tupl
     def check_all(parts: list[Part], window: int | None, seed: int) -> None:
         parts = [
             Part(70, 4),
-            *(replace(part, parents=None) for part in parts),
+            *(replace(part, parents=part.parents and line(part.num_rows)) for part in parts),
         ]  # too many for the kernel of few
         check(parts, cache_name, heads, window, seed, WITH_WARPGROUPS)
 
@@ -232,3 +234,19 @@ def test_a_gpu_has_those_of_many_rows_too(
     cache_name: str, heads: tuple[int, int, int], parts: list[Part], window: int | None
 ) -> None:
     check_whole(parts, cache_name, heads, window, 3, device_limits(), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("parents", "kernel"), [(line(3), "attention_integers_few"), ((-1, 0, 0), "attention_integers<")]
+)
+def test_a_draft_without_branches_takes_the_kernel_of_chains(
+    host: HostDevice, monkeypatch: pytest.MonkeyPatch, parents: tuple[int, ...], kernel: str
+) -> None:
+    """Its keys are in order of position, so that a draft of one token costs what two rows of a text do."""
+    launched: list[str] = []
+    kernel_of = CudaProgram.kernel
+    monkeypatch.setattr(
+        CudaProgram, "kernel", lambda program, name: (launched.append(name), kernel_of(program, name))[1]
+    )
+    check([Part(70, 3, parents), Part(40, 2)], "i16", (4, 2, 64), None, seed=2)
+    assert [name for name in launched if name.startswith(f"coldstream::{kernel}")] == launched != []

@@ -57,9 +57,11 @@ class BatchRows:
     parents: Array  # int32 [T], row of the batch that it follows, −1: the last committed position
     kept: Array  # int32 [T], −1 for a row of a chain
     inputs: KeptInputs | None = None  # of the layer; None for attention
-    # For launchers, before the arrays are known: whether there may be rows of trees, chains of more than
-    # MAX_SHORT_CHAIN rows, rows of several sequences, and positions of SHORT_CONTEXT and beyond.
+    # For launchers, before the arrays are known: whether there may be rows of trees, trees with a row that
+    # does not follow the one before it, chains of more than MAX_SHORT_CHAIN rows, rows of several sequences,
+    # and positions of SHORT_CONTEXT and beyond.
     has_trees: bool = True
+    has_branches: bool = True
     has_prompts: bool = True
     has_several: bool = True
     is_deep: bool = True

@@ -94,6 +94,11 @@ class CheckedSegment:
         """Whether it is a long chain."""
         return self.parents is None and len(self.token_ids) > MAX_SHORT_CHAIN
 
+    @property
+    def has_branches(self) -> bool:
+        """Whether it is a draft tree with a row that does not follow the one before it."""
+        return self.parents is not None and self.parents != tuple(range(-1, len(self.parents) - 1))
+
 
 def check_batch(batch: Batch, cache: SequenceCache, limits: BatchLimits) -> list[CheckedSegment]:
     """Raises InvalidRequestError, naming the problem, for a batch that cannot be computed."""

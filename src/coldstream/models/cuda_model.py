@@ -299,7 +299,10 @@ def _shapes(sizes: Iterable[int], has_trees: bool) -> Iterator[StepShape]:
             yield StepShape.prompt(count)
             continue
         for trees, is_prompt, is_deep in product({False, has_trees}, (False, True), (False, True)):
-            yield StepShape(count, has_trees=trees, has_prompts=is_prompt, is_deep=is_deep)
+            shape = StepShape(count, has_trees=trees, has_prompts=is_prompt, is_deep=is_deep)
+            yield shape
+            if trees:
+                yield replace(shape, has_branches=True)
 
 
 def check_supported(spec: ModelSpec) -> None:

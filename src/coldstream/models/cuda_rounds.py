@@ -157,6 +157,7 @@ def _rows_of(columns: torch.Tensor, table: torch.Tensor, step: StepShape) -> tup
     batch = replace(
         rows.batch,
         has_trees=step.has_trees,
+        has_branches=step.has_branches,
         has_prompts=step.has_prompts,
         has_several=step.has_several,
         is_deep=step.is_deep,

@@ -206,9 +206,10 @@ class IntegerKernels:
             shape.num_heads, shape.num_kv_heads, max_chunks, shape.window or 0,
         )  # fmt: skip
         assert rows.batch is not None
-        trees = rows.batch.has_trees
-        kind = kind_of(shape, num_rows, trees, rows.batch.is_deep, self._by_warpgroups)
-        form = self._forms[kind, trees]
+        trees, is_deep = rows.batch.has_trees, rows.batch.is_deep
+        branches = trees and rows.batch.has_branches
+        kind = kind_of(shape, num_rows, branches, is_deep, self._by_warpgroups)
+        form = self._forms[kind, trees and kind not in CHAINS]
         num_items = max_chunks * shape.num_kv_heads * -(-num_rows // (form.num_pairs // shape.group_size))
         at_once = max(1, self.device.shared_per_processor // (form.shared_bytes + RESERVED_SHARED_BYTES))
         self.programs[form.file].kernel(form.instance).launch(
@@ -224,17 +225,18 @@ class IntegerKernels:
         return program.kernel(program.instances[0])
 
 
-def kind_of(shape: AttentionShape, num_rows: int, trees: bool, is_deep: bool, by_warpgroups: bool) -> str:
+def kind_of(shape: AttentionShape, num_rows: int, branches: bool, is_deep: bool, by_warpgroups: bool) -> str:
     """Which form computes so many rows.
 
-    trees: whether there may be draft trees among them; is_deep: whether they may be far from their
-    sequences' first positions, so that rows had better share what they read.
+    branches: whether there may be draft trees with branches among them: those without have their keys in
+    order of position, as chains have; is_deep: whether they may be far from their sequences' first positions,
+    so that rows had better share what they read.
     """
     num_pairs = num_rows * shape.group_size
     is_small = num_pairs <= PAIRS or (not is_deep and num_rows <= FEW_ROWS)
-    if is_small and shape.group_size <= PAIRS and not trees:
+    if is_small and shape.group_size <= PAIRS and not branches:
         return "fewest" if num_pairs <= PAIRS // 2 else "few"
-    if by_warpgroups and not trees:
+    if by_warpgroups and not branches:
         return "group" if num_pairs <= GROUP_PAIRS else "groups"
     return "middle" if num_rows <= FEW_ROWS and num_pairs <= MIDDLE_PAIRS else "many"
 
@@ -303,6 +305,7 @@ def warpgroup_forms(shape: AttentionShape, trees: bool, groups: int) -> Iterator
 
 MIDDLE_PAIRS = PAIRS * 4
 GROUPS = {"group": 1, "groups": 2}
+CHAINS = ("fewest", "few", *GROUPS)  # kinds that take rows as those of chains
 FORMS: dict[str, Callable[[AttentionShape, bool], Iterator[Form]]] = {
     "fewest": partial(few_forms, halves=1),
     "few": partial(few_forms, halves=2),
