@@ -2,9 +2,9 @@
 
     python bench/gpu_streams.py full.gguf               writes the model file first if it isn't there (21 GB)
 
-An engine gets so many requests at once, each with a prompt and a text of its own. Timed are the tokens after
-those in which the working set comes in, until the first text ends. Greedy text has to walk through the
-vocabulary, as these files make it do, so that every token is checked. `gpu_peer.py` measures steps of as many
+An engine gets so many requests at once, each with a prompt and a text of its own. Timing begins when every
+text has the tokens in which the working set comes in, and ends some tokens later, while all of them go on.
+Greedy text has to walk through the vocabulary, as these files make it do, so that every token is checked. `gpu_peer.py` measures steps of as many
 sequences of llama.cpp, without a server around them.
 """
 
@@ -38,7 +38,8 @@ from gpu import FIRST_ID, numbers, write_model
 from gpu_hybrid import GIB, TEXT_STEP, Machine, plan_with
 from results import ROOT, write_result
 
-PROMPT, WARM_TOKENS, TIMED_TOKENS = 512, 96, 160
+PROMPT, WARM_TOKENS, TIMED_TOKENS = 512, 96, 128
+ROOM = 1536  # tokens that the first text may have before the last one is warm
 
 
 def request_of(prompt: list[int], count: int) -> Request:
@@ -47,18 +48,20 @@ def request_of(prompt: list[int], count: int) -> Request:
     return Request(None, tuple(prompt), params, 0, count, frozenset(), frozenset(), "", 1)
 
 
-def streams(opened: OpenedModel, prompts: list[list[int]], warm: int, timed: int) -> dict[str, Any]:
-    """All prompts at once: figures of the tokens from the `warm`-th of every text to the first text's end.
+def streams(
+    opened: OpenedModel, prompts: list[list[int]], warm: int, timed: int, most: int
+) -> dict[str, Any]:
+    """All prompts at once, until each has `warm` + `timed` tokens: figures of what comes once all have `warm`.
 
-    `token_ids` has the texts. Raises the error of a request.
+    `token_ids` has the texts. Raises the error of a request, and RuntimeError if a text reached `most`
+    tokens before.
     """
-    count = warm + timed
     token_ids: list[list[int]] = [[] for _ in prompts]
     times: list[list[float]] = [[] for _ in prompts]
     with closing(Engine(opened)) as engine:
         for number, prompt in enumerate(prompts):
-            engine.add(Submission(number, request_of(prompt, count), comes_again=False))
-        while not engine.is_idle:
+            engine.add(Submission(number, request_of(prompt, most), comes_again=False))
+        while min(map(len, token_ids)) < warm + timed:
             events = engine.step()
             now = time.perf_counter()
             for event in events:
@@ -67,14 +70,16 @@ def streams(opened: OpenedModel, prompts: list[list[int]], warm: int, timed: int
                 if isinstance(event, Delta):
                     token_ids[event.request_id] += event.piece.token_ids
                     times[event.request_id] += [now] * len(event.piece.token_ids)
-    start, end = max(each[warm] for each in times), min(each[-1] for each in times)
-    within = [[moment for moment in each if start <= moment <= end] for each in times]
+    if max(map(len, token_ids)) >= most:
+        raise RuntimeError(f"a text ended with its {most} tokens before the others had {warm + timed}")
+    start = max(each[warm - 1] for each in times)
+    within = [[moment for moment in each if moment >= start] for each in times]
     gaps = np.concatenate([np.diff(each) for each in within])
+    end = max(each[-1] for each in within)
     return {
         "streams": len(prompts),
-        "tok_s": sum(len(each) - 1 for each in within) / (end - start),
+        "tok_s": sum(moment > start for each in within for moment in each) / (end - start),
         "between_ms": {name: 1e3 * float(np.percentile(gaps, q)) for name, q in (("p50", 50), ("p95", 95))},
-        "first_token_s": max(each[0] for each in times) - min(each[0] for each in times),
         "token_ids": token_ids,
     }
 
@@ -92,9 +97,10 @@ def measure(llm: LLM, counts: list[int]) -> list[dict[str, Any]]:
         for _ in range(count):
             firsts.append(FIRST_ID + number * TEXT_STEP % (FULL_SHAPE.vocab - 20_000))
             number += 1
-        found = streams(llm.opened, [walk(first, 0, PROMPT) for first in firsts], WARM_TOKENS, TIMED_TOKENS)
+        prompts, most = [walk(first, 0, PROMPT) for first in firsts], WARM_TOKENS + TIMED_TOKENS + ROOM
+        found = streams(llm.opened, prompts, WARM_TOKENS, TIMED_TOKENS, most)
         texts = found.pop("token_ids")
-        if texts != [walk(first, PROMPT, WARM_TOKENS + TIMED_TOKENS) for first in firsts]:
+        if texts != [walk(first, PROMPT, len(text)) for first, text in zip(firsts, texts, strict=True)]:
             raise RuntimeError("not a figure of this model: a text left its walk")
         rows.append(found)
         print(rows[-1], file=sys.stderr, flush=True)
@@ -103,7 +109,8 @@ def measure(llm: LLM, counts: list[int]) -> list[dict[str, Any]]:
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Everything; see the module docstring."""
-    hardware, ctx_size = measured_hardware(find_gpu()), PROMPT + WARM_TOKENS + TIMED_TOKENS + 64
+    hardware = measured_hardware(find_gpu())
+    ctx_size = PROMPT + WARM_TOKENS + TIMED_TOKENS + ROOM
     with GGUFFile.open(options.model) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
         config = EngineConfig(str(options.model), device="cuda", vram=100 * GIB, ctx_size=ctx_size)

@@ -21,12 +21,20 @@ def test_texts_are_those_of_one_after_the_other_and_each_token_is_counted(
     monkeypatch.setattr(gpu_streams, "time", SimpleNamespace(perf_counter=count(1.0).__next__))
     prompts = [[7, 8, 9 + number] for number in range(3)]
     with LLM(demo_model_path(), device="cpu", threads=1, ctx_size=64, parallel=3) as llm:
-        found = streams(llm.opened, prompts, warm=2, timed=5)
+        found = streams(llm.opened, prompts, warm=2, timed=5, most=20)
         alone = [llm.generate([prompt], request_of(prompt, 7).params)[0].token_ids for prompt in prompts]
-    assert [tuple(each) for each in found["token_ids"]] == alone
+    assert [tuple(each[:7]) for each in found["token_ids"]] == alone
     assert found["streams"] == 3
     assert found["between_ms"] == {"p50": 1000.0, "p95": 1000.0}
     assert found["tok_s"] == 3.0
+
+
+def test_a_text_that_ends_before_the_others_are_warm_is_an_error() -> None:
+    with (
+        LLM(demo_model_path(), device="cpu", threads=1, ctx_size=64) as llm,
+        pytest.raises(RuntimeError, match="a text ended with its 7 tokens"),
+    ):
+        streams(llm.opened, [[7, 8, 9]], warm=2, timed=5, most=7)
 
 
 def test_a_walk_goes_on_where_its_prompt_ends() -> None:
