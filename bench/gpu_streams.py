@@ -4,8 +4,8 @@
 
 An engine gets so many requests at once, each with a prompt and a text of its own. Timing begins when every
 text has the tokens in which the working set comes in, and ends some tokens later, while all of them go on.
-Greedy text has to walk through the vocabulary, as these files make it do, so that every token is checked. `gpu_peer.py` measures steps of as many
-sequences of llama.cpp, without a server around them.
+Greedy text has to walk through the vocabulary, as these files make it do, so that every token is checked.
+`gpu_peer.py` measures steps of as many sequences of llama.cpp, without a server around them.
 """
 
 import argparse
