@@ -51,7 +51,7 @@ def request_of(prompt: list[int], count: int) -> Request:
 def streams(
     opened: OpenedModel, prompts: list[list[int]], warm: int, timed: int, most: int
 ) -> dict[str, Any]:
-    """All prompts at once, until each has `warm` + `timed` tokens: figures of what comes once all have `warm`.
+    """All prompts at once, until each has `warm` + `timed` tokens: figures of what comes once all are warm.
 
     `token_ids` has the texts. Raises the error of a request, and RuntimeError if a text reached `most`
     tokens before.

@@ -152,10 +152,10 @@ def test_trap_17_an_expert_is_found_once_all_of_it_is_there(tokens: int) -> None
     fetch(ring, 2, [[9, 31, 5, 6]], stacks, reached=2)
     places = share_out(ring, 2, ids, stacks)
     assert (places.cpu_ids.cpu() == torch.tensor([[3, -1, 20, -1]])).all()
-    prefetched = ring.prefetched(2, stacks)
+    room = ring.prefetched(2, stacks).room
     for expert, place in ((9, 0), (31, 1)):
         for matrix in range(3):
-            expected = prefetched.data + place * prefetched.place_bytes + prefetched.offsets[matrix]
+            expected = room.data + place * room.place_bytes + room.offsets[matrix]
             assert places.addresses[matrix, expert] == expected
     # Nor by another layer whose places are the same.
     assert (share_out(ring, 4, ids, stacks).cpu_ids.cpu() == ids).all()
