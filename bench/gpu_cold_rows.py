@@ -138,7 +138,12 @@ def measure(
                 for scale, count in itertools.product(scales or [None], rows):
                     if scale is not None:
                         share_by(llm.opened.runner, run.miss_times, scale)
-                    given = {"gib": gib, "resident_bytes": run.placement.resident_bytes, "cpu_times": scale}
+                    given = {
+                        "gib": gib,
+                        "resident_bytes": run.placement.resident_bytes,
+                        "expert_bytes": sizes.all_expert_bytes,
+                        "cpu_times": scale,
+                    }
                     found.append(given | steps.of(count))
                     print(found[-1], file=sys.stderr, flush=True)
     return found
@@ -181,8 +186,8 @@ def check_logits(rows: Several[dict[str, Any]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--experts", type=float, nargs="*", default=[0.0, 3.0], help="GiB")
-    parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--experts", type=float, nargs="*", default=[0.25, 3.0], help="GiB")
+    parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 24, 32, 64])
     parser.add_argument("--cpu-times", type=float, nargs="*", default=[], help="as many times the plan's")
     parser.add_argument("--old", type=Path, help="the older sources, with their extension built")
     parser.add_argument("--old-commit")

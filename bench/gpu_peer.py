@@ -224,7 +224,7 @@ def measure(model: Model, work: Work) -> dict[str, Any]:
 
 def work_of(options: argparse.Namespace, cpu_layers: int, num_layers: int) -> Work:
     """What is asked for; with experts on the CPU not the deepest texts, and with those of some layers there
-    no more than one prompt and no texts side by side: filling takes the time of everything else.
+    no more than one prompt: filling takes the time of everything else.
     """
     is_between = 0 < cpu_layers < num_layers
     most = options.most_depth_cpu if cpu_layers else max(options.decode_depths + options.step_depths)
@@ -234,7 +234,7 @@ def work_of(options: argparse.Namespace, cpu_layers: int, num_layers: int) -> Wo
         decode_depths=[n for n in options.decode_depths if n <= most] if "decode" in parts else [],
         step_depths=[n for n in options.step_depths if n <= most] if "steps" in parts else [],
         rows=options.rows,
-        sequences=options.sequences if "sequences" in parts and not is_between else [],
+        sequences=options.sequences if "sequences" in parts else [],
         sequence_depth=options.sequence_depth,
         generate=options.generate,
         threads=options.threads,

@@ -6,11 +6,14 @@ from typing import Any
 
 from report_tables import has, load
 
+ROWS_DEPTH = 512
 MEASURED, WRITTEN = "gpu/peer", "gpu/peer_llama_cpp"
 
 
 def peer_figures() -> dict[str, Any]:
-    """`tok_s` by test, `partial` by the share of layers with experts on the GPU, and `depth` by depth."""
+    """`tok_s` by test, `partial` by the share of layers with experts on the GPU, and `depth` by depth;
+    measured ones also have `rows` and `sequences` by that share: milliseconds of a step.
+    """
     return figures_of(load(MEASURED)) if has(MEASURED) else load(WRITTEN)
 
 
@@ -29,6 +32,11 @@ def figures_of(result: dict[str, Any]) -> dict[str, Any]:
             "prefill_tok_s_2048": {},
         },
         "depth": {"fill_tok_s": {}, "last_chunk_ms": {}, "step_ms": {}},
+        "sequences": {
+            share: {str(each["sequences"]): each["step_ms"]["median"] for each in placement["sequences"]}
+            for share, placement in placements.items()
+        },
+        "rows": {share: step_ms(placement, ROWS_DEPTH) for share, placement in placements.items()},
     }
     for share, placement in placements.items():
         prompts = {row["tokens"]: round(row["tok_s"]["median"]) for row in placement["prefill"]}
@@ -41,6 +49,17 @@ def figures_of(result: dict[str, Any]) -> dict[str, Any]:
             figures["tok_s"] |= decode_by_test(placement, result["generate"])
             figures["depth"] = by_depth(placement)
     return figures
+
+
+def nearest(by_share: dict[str, Any], share: float) -> Any:
+    """The figures of the placement with about that share of the experts on the GPU."""
+    return by_share[min(by_share, key=lambda each: abs(float(each) - share))]
+
+
+def step_ms(placement: dict[str, Any], depth: int) -> dict[str, float]:
+    """Milliseconds of a step by its rows, behind so many tokens."""
+    found = [row["step_ms"] for row in placement["depths"] if row["depth"] == depth and "step_ms" in row]
+    return {count: step["median"] for steps in found for count, step in steps.items()}
 
 
 def decode_by_share(placements: dict[str, dict[str, Any]], depth: int) -> dict[str, int]:

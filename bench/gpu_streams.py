@@ -124,7 +124,9 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             save_plan(plan, kept)
             with LLM(options.model, device="cuda", plan=str(kept)) as llm:
                 rows = measure(llm, options.streams)
-        found.append({"experts_gib": gib, "vram_bytes": plan.placement.total_bytes, "rows": rows})
+        share = plan.placement.resident_bytes / sizes.all_expert_bytes
+        vram = plan.placement.total_bytes
+        found.append({"experts_gib": gib, "experts_share": share, "vram_bytes": vram, "rows": rows})
     return found
 
 

@@ -45,6 +45,7 @@ from report_streaming import (
     gpu_pairs_again,
     gpu_streaming,
     gpu_streaming_depth,
+    gpu_streams,
     gpu_turns,
 )
 from report_tables import Row, load, table
@@ -347,6 +348,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpu_pairs_again": gpu_pairs_again,
     "gpu_turns": gpu_turns,
     "gpu_cold_rows": gpu_cold_rows,
+    "gpu_streams": gpu_streams,
     "gpu_attention": gpu_attention,
     "gpu_depth": gpu_depth,
     "gpu_profile": gpu_profile,

@@ -60,11 +60,11 @@ def cpu_drafts_by_size() -> str:
 
 def gpu_drafts() -> str:
     """Without drafts, by every size, and by cost; by memory for experts."""
-    results = [load(f"gpu/{name}") for name in ("speculation", "speculation_rounds")]
-    header = ["experts on the GPU", "commit", "nodes", "tok/s", "speed"]
+    r = load("gpu/speculation")
+    header = ["experts on the GPU", "nodes", "tok/s", "speed"]
     header += ["tokens a step", "drafting, ms", "step, ms"]
     rows = []
-    for commit, cell in [(r["commit"], cell) for r in results for cell in r["cells"]]:
+    for cell in r["cells"]:
         where = "all" if cell["experts_gib"] is None else f"{cell['experts_gib']:.1f} GiB"
         plain = [row["tok_s"] for row in cell["rows"] if row["budget"] == 0]
         for row in cell["rows"][:-1]:
@@ -76,8 +76,8 @@ def gpu_drafts() -> str:
                 f"{last[key]:.2f}" for key in ("tokens_per_step", "draft_ms", "verify_ms") if key in last
             ]
             figures = (f"{row['tok_s']:.0f}", f"{speed:.2f}×", *(found or ["1.00", "", ""]))
-            rows.append([where, commit, name, *figures])
-    accepted = ", ".join(f"{share:.0%}" for share in results[0]["accepted"])
-    commands = " and ".join(f"`{r['command']}` (commit {r['commit']})" for r in results)
-    conditions = f"Accepted at depths 1, 2, 3: {accepted}. {results[0]['machine']['gpu']}: {commands}"
+            rows.append([where, name, *figures])
+    accepted = ", ".join(f"{share:.0%}" for share in r["accepted"])
+    where = f"{r['machine']['gpu']}, commit {r['commit']}: `{r['command']}`"
+    conditions = f"Accepted at depths 1, 2, 3: {accepted}. {where}"
     return table(header, rows) + f"\n{conditions}\n"

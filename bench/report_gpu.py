@@ -58,7 +58,7 @@ def gpu_depth() -> str:
         )
         steps = peer["step_ms"].get(depth, {})
         for count in at[0]["step_ms"]:
-            ours = [f"{each['step_ms'][count]:.1f}" for each in at]
+            ours = [f"{each['step_ms'][count]:.1f}" if count in each["step_ms"] else "" for each in at]
             rows.append([f"a step of {count} at {depth}, ms", *ours, str(steps.get(count, ""))])
         if all("generated_ms" in each for each in at):
             ours = [f"{each['generated_ms']:.2f}" for each in at]

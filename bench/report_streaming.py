@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gpu_peer_figures import peer_figures
+from gpu_peer_figures import nearest, peer_figures
 from report_tables import RESULTS, Row, load, table
 
 
@@ -114,26 +114,58 @@ def gpu_turns() -> str:
 
 
 def gpu_cold_rows() -> str:
-    """Steps of several rows whose experts are in the host's memory."""
-    r = load("gpu/cold_rows")
-    by_cpu = {row["rows"]: row["ms"] for row in r["all_on_cpu_rows"]}
+    """Steps of several rows whose experts are in the host's memory, beside llama.cpp's."""
+    r, peer = load("gpu/cold_rows"), peer_figures()
     before = {(row["gib"], row["rows"]): row["ms"] for row in r["old_rows"]}
-    header = ["experts on the GPU", "rows", "before, ms", "shared out by expert, ms", "all by the CPU, ms"]
-    rows = [
-        [
-            f"{row['gib']:g} GiB",
-            str(row["rows"]),
-            f"{before[row['gib'], row['rows']]:.1f}",
-            f"{row['ms']:.1f}",
-            f"{by_cpu[row['rows']]:.1f}" if row["gib"] == 0 else "",
-            f"{row['experts_of_a_layer']:.1f}",
-            f"{row['floor_ms']:.1f}",
-        ]
-        for row in r["rows"]
-    ]
-    commits = f"commits {r['old_commit']}, {r['commit']} and {r['all_on_cpu_commit']}"
+    header = ["experts on the GPU", "rows", "before, ms", "now, ms", "llama.cpp, ms", "ratio"]
+    rows = []
+    for row in r["rows"]:
+        ms = nearest(peer["rows"], row["resident_bytes"] / row["expert_bytes"])[str(row["rows"])]
+        figures = [before[row["gib"], row["rows"]], row["ms"], ms]
+        rows.append(
+            [
+                f"{row['gib']:g} GiB",
+                str(row["rows"]),
+                *(f"{each:.1f}" for each in figures),
+                f"{ms / row['ms']:.1f}×",
+                f"{row['experts_of_a_layer']:.1f}",
+                f"{row['floor_ms']:.1f}",
+            ]
+        )
+    commits = f"commits {r['old_commit']} and {r['commit']}"
     where = f"{r['machine']['gpu']}, {r['machine']['cores']} cores, {commits}: `{r['command']} --old DIR`"
-    return table([*header, "experts of a layer", "floor, ms"], rows) + f"\n{where}\n"
+    return table([*header, "experts of a layer", "floor, ms"], rows) + f"\n{where}; {peer['source']}\n"
+
+
+def gpu_streams() -> str:
+    """Texts side by side at full size, beside llama.cpp's steps of as many sequences."""
+    r, peer = load("gpu/streams"), peer_figures()
+    header = [
+        "experts on the GPU",
+        "texts",
+        "tok/s of all",
+        "llama.cpp",
+        "ratio",
+        "between tokens, ms: p50",
+        "p95",
+    ]
+    rows = []
+    for placement in r["placements"]:
+        steps = nearest(peer["sequences"], placement["experts_share"])
+        for row in placement["rows"]:
+            theirs = 1e3 * row["streams"] / steps[str(row["streams"])]
+            rows.append(
+                [
+                    "all" if placement["experts_gib"] is None else f"{placement['experts_gib']:g} GiB",
+                    str(row["streams"]),
+                    f"{row['tok_s']:.0f}",
+                    f"{theirs:.0f}",
+                    f"{row['tok_s'] / theirs:.1f}×",
+                    *(f"{row['between_ms'][name]:.1f}" for name in ("p50", "p95")),
+                ]
+            )
+    where = f"{r['machine']['gpu']}, {r['machine']['cores']} cores, commit {r['commit']}: `{r['command']}`"
+    return table(header, rows) + f"\n{where}; {peer['source']}\n"
 
 
 def _pairs(files: Sequence[tuple[str, str]]) -> str:

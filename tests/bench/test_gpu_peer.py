@@ -117,9 +117,8 @@ def test_every_placement_has_what_was_asked_of_it(result: dict[str, Any]) -> Non
     assert [row["depth"] for row in none["depths"]] == [0, 40, 50]
     assert [row["tokens"] for row in none["prefill"]] == [20, 33]
     assert not between["prefill"]  # 2048 tokens weren't asked for
-    assert [row["sequences"] for row in whole["sequences"]] == [1, 3]
-    assert not between["sequences"]
     for placement in result["placements"]:
+        assert [row["sequences"] for row in placement["sequences"]] == [1, 3]
         assert placement["threads_tok_s"].keys() == {"1", "2"}
         assert placement["threads_tok_s"][str(placement["threads"])] == max(
             placement["threads_tok_s"].values()
@@ -242,7 +241,7 @@ def test_tables_take_the_measured_figures_as_soon_as_there_are_some(
 
 
 def test_shares_have_the_names_that_tables_look_for() -> None:
-    empty = {"prefill": [], "depths": [{"depth": 0, "decode_tok_s": {"median": 1.6}}]}
+    empty = {"prefill": [], "sequences": [], "depths": [{"depth": 0, "decode_tok_s": {"median": 1.6}}]}
     placements = [{"resident_share": 1 - number / 40, **empty} for number in (0, 16, 34, 40)]
     about = {"llama_cpp": {"version": "", "ggml": ""}, "machine": {"gpu": ""}, "date": "", "command": ""}
     figures = gpu_peer_figures.figures_of({**about, "placements": placements, "generate": 128})
@@ -262,7 +261,9 @@ def test_every_table_beside_llama_cpp_can_be_made_of_a_default_run(
             steps = dict.fromkeys(map(str, work.rows), figure)
             row |= {"step_ms": steps} if row["depth"] in work.step_depths else {}
         prompts = [{"tokens": count, "tok_s": figure} for count in work.prompts]
-        placements.append({"resident_share": 1 - number / 40, "depths": depths, "prefill": prompts})
+        sequences = [{"sequences": count, "step_ms": figure} for count in work.sequences]
+        share = {"resident_share": 1 - number / 40}
+        placements.append({**share, "depths": depths, "prefill": prompts, "sequences": sequences})
     about = {"llama_cpp": {"version": "", "ggml": ""}, "machine": {"gpu": ""}, "date": "", "command": ""}
     written = {**about, "generate": options.generate, "placements": placements}
     shutil.copytree(report_tables.RESULTS / "gpu", tmp_path / "gpu")
@@ -274,7 +275,10 @@ def test_every_table_beside_llama_cpp_can_be_made_of_a_default_run(
         report_gpu.gpu_depth,
         report_gpu.gpu_hybrid,
         report_streaming.gpu_streaming,
+        report_streaming.gpu_cold_rows,
     )
     for made in tables:
         assert " 4321 " in made() or " 4321.0 " in made() or " 4320.0 " in made(), made
     assert report_gpu.gpu().count(" 4321 ") == len(report_gpu.GPU_CASES)
+    thousands = report_streaming.gpu_streams()
+    assert all(f" {1e3 * count / 4321.0:.0f} " in thousands for count in options.sequences)

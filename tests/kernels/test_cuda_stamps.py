@@ -10,7 +10,9 @@ from cuda_row_cases import CUDA, random
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.partition import (
+    Landing,
     Places,
+    Room,
     Sharing,
     begin_of,
     partition_experts_cuda,
@@ -66,7 +68,12 @@ class Layer:
             self.stamps[LAYER],
         )
         used = torch.empty(tokens, RANKS, dtype=torch.int32, device=CUDA)
-        self.sharing = sharing_of([table] * 3, times, self.mailbox, LAYER, self.places, used)
+        places = Room.of(torch.empty(1 << 22, dtype=torch.uint8, device=CUDA), [table] * 3, EXPERTS)
+        self.landing = Landing(torch.empty(1 + EXPERTS, dtype=torch.int32, device=CUDA), places)
+        self.sharing = sharing_of(
+            [table] * 3, times, self.mailbox, LAYER, self.places, used,
+            landing=self.landing if tokens > 1 else None,
+        )  # fmt: skip
         self.used = used
         self.ids = torch.empty(tokens, RANKS, dtype=torch.int32, device=CUDA)
         self.weights = torch.empty(tokens, RANKS, device=CUDA)
