@@ -34,7 +34,7 @@ from coldstream.kernels.attention.exact import (
 from coldstream.kernels.attention.exact_integers import NUM_PLANES
 from coldstream.kernels.attention.planes import round_planes
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
-from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.program import CudaProgram, Kernel
 from coldstream.kernels.ops import BLOCK_POSITIONS, Rows
 from coldstream.kernels.sequences import seen
 from host_device import HostDevice
@@ -240,13 +240,17 @@ def test_a_gpu_has_those_of_many_rows_too(
     ("parents", "kernel"), [(line(3), "attention_integers_few"), ((-1, 0, 0), "attention_integers<")]
 )
 def test_a_draft_without_branches_takes_the_kernel_of_chains(
-    host: HostDevice, monkeypatch: pytest.MonkeyPatch, parents: tuple[int, ...], kernel: str
+    host: HostDevice, parents: tuple[int, ...], kernel: str
 ) -> None:
     """Its keys are in order of position, so that a draft of one token costs what two rows of a text do."""
     launched: list[str] = []
     kernel_of = CudaProgram.kernel
-    monkeypatch.setattr(
-        CudaProgram, "kernel", lambda program, name: (launched.append(name), kernel_of(program, name))[1]
-    )
-    check([Part(70, 3, parents), Part(40, 2)], "i16", (4, 2, 64), None, seed=2)
+
+    def noted(program: CudaProgram, name: str) -> Kernel:
+        launched.append(name)
+        return kernel_of(program, name)
+
+    with pytest.MonkeyPatch.context() as patch:  # undone before `host` is
+        patch.setattr(CudaProgram, "kernel", noted)
+        check([Part(70, 3, parents), Part(40, 2)], "i16", (4, 2, 64), None, seed=2)
     assert [name for name in launched if name.startswith(f"coldstream::{kernel}")] == launched != []

@@ -29,6 +29,7 @@ from coldstream.kernels.experts import cuda as experts_few
 from coldstream.kernels.experts import cuda_grouped as experts_grouped
 from coldstream.kernels.experts import cuda_many as experts_many
 from coldstream.kernels.experts import (
+    land,
     partition,
     place_group,
     prefetch,
@@ -61,7 +62,9 @@ SHARED_OUT = {
     "Stack": partition.Stack,
     "Places": partition._Places,
     "Mailbox": partition._Mailbox,
+    "Room": partition.Room,
     "Prefetched": partition.Prefetched,
+    "Landing": partition.LandingFields,
     "PrefetchNotes": partition.PrefetchNotes,
     "Sharing": partition.Sharing,
     "LayerStamps": stamps.LAYER_STAMPS,
@@ -108,6 +111,7 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "experts_job<false>": experts_many.ExpertsJob,
         "activations": many_tiles.ActivationsArgument,
     },
+    "experts/land.cu": {**SHARED_OUT, "Landed": land._Landed},
     "experts/partition.cu": SHARED_OUT,
     "experts/place_group.cu": {"group": place_group._Group, "tables": place_group._Tables},
     "experts/prefetch.cu": {**SHARED_OUT, "Target": prefetch._Target},
@@ -226,6 +230,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "group_threads": experts_many.GROUP_THREADS,
         "plan_threads": experts_many.PLAN_THREADS,
     },
+    "experts/land.cu": {"warp_size": land.THREADS},
     "experts/partition.cu": {
         "num_matrices": shapes.MATRICES,
         "num_tallies": len(prefetch.TALLIES),
