@@ -95,6 +95,11 @@ class CheckedSegment:
         return self.parents is None and len(self.token_ids) > MAX_SHORT_CHAIN
 
     @property
+    def end(self) -> int:
+        """The index in the sequence behind its rows."""
+        return self.sequence.length + len(self.token_ids)
+
+    @property
     def has_branches(self) -> bool:
         """Whether it is a draft tree with a row that does not follow the one before it."""
         return self.parents is not None and self.parents != tuple(range(-1, len(self.parents) - 1))

@@ -300,9 +300,7 @@ class CudaRunner(ModelRunner):
             has_branches=any(segment.has_branches for segment in segments),
             has_prompts=has_prompts,
             has_several=has_prompts and len(segments) > 1,
-            is_deep=any(
-                segment.sequence.length + len(segment.token_ids) > SHORT_CONTEXT for segment in segments
-            ),
+            is_deep=any(segment.end > SHORT_CONTEXT for segment in segments),
         )
 
     def _start_step(self, shape: StepShape) -> None:
