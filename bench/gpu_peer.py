@@ -36,7 +36,7 @@ PARTS = ("prefill", "decode", "steps", "sequences")
 SWEEP_TOKENS = 48  # decoded with each number of threads
 MAIN, BRANCH = 0, 1  # sequences
 LISTS = {
-    "cpu_layers": ([0, 40, 34, 16], "layers whose experts are on the CPU: one placement each"),
+    "cpu_layers": ([0, 40, 34, 16], "layers whose experts or FFN are on the CPU: one placement each"),
     "prompts": ([168, 512, 2048, 8192], "tokens"),
     "decode_depths": ([0, 8192, 16384], ""),
     "step_depths": ([512, 32768, 131072], ""),
@@ -259,7 +259,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     for number in options.cpu_layers:
         start = time.perf_counter()
-        with Model(library, options.model, -1 if options.device == "cuda" else 0, number) as model:
+        with Model(library, options.model, *placed(options, number)) as model:
             load_s = time.perf_counter() - start
             placement = {
                 "cpu_expert_layers": number,
@@ -274,12 +274,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def placed(options: argparse.Namespace, cpu_layers: int) -> tuple[int, int]:
+    """The layers on the GPU, −1 for all, and those of them whose experts or FFN are not."""
+    if options.device != "cuda":
+        return 0, cpu_layers
+    if options.whole_of is None or not cpu_layers:
+        return -1, cpu_layers
+    return options.whole_of - cpu_layers + 1, 0  # the head counts as one
+
+
 def command(options: argparse.Namespace) -> str:
     """The command that repeats the measurement."""
     words = ["python", "bench/gpu_peer.py", options.model.name, "--llama", options.llama.name]
     for name in LISTS:
         words += [f"--{name.replace('_', '-')}", ",".join(map(str, getattr(options, name)))]
     words += ["--parts", ",".join(options.parts)]
+    if options.whole_of is not None:
+        words += ["--whole-of", str(options.whole_of)]
     return shlex.join(words)
 
 
@@ -300,6 +311,9 @@ def arguments() -> argparse.ArgumentParser:
     for name, (default, what) in LISTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=numbers, default=default, help=what)
     parser.add_argument("--parts", type=parts_of, default=list(PARTS), help=",".join(PARTS))
+    parser.add_argument(
+        "--whole-of", type=int, metavar="LAYERS", help="layers are on the CPU whole, of so many in all"
+    )
     parser.add_argument("--most-depth-cpu", type=int, default=8192, help="with experts on the CPU")
     parser.add_argument("--sequence-depth", type=int, default=512)
     parser.add_argument("--generate", type=int, default=128)

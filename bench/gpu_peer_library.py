@@ -26,7 +26,8 @@ Pointer, Int, Unsigned, Float, Bool = (
 )
 LOAD_MODE_NONE, FLASH_ATTENTION = 0, 1
 DEVICE_GPU, LOG_ERROR = 1, 4
-EXPERTS_OF_LAYER = r"blk\.{}\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # what --n-cpu-moe matches
+# What --n-cpu-moe matches, and the FFN of a dense layer.
+EXPERTS_OF_LAYER = r"blk\.{}\.ffn_(up|down|gate|gate_up)(_(ch|)exps)?\.weight"
 MAX_OUTPUTS = 64  # rows of a step whose logits may be wanted: room for a whole micro-batch is gigabytes
 UNKNOWN_BYTES = 256  # beyond the known fields; the callee reads only its own
 

@@ -4,6 +4,7 @@ The product's plans are those of `coldstream.engine.planning`. These place what 
 profile and whether or not it is the best for the machine.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,11 +147,42 @@ def partial_plan(
     )
 
 
+def layers_plan(
+    file: GGUFFile,
+    spec: ModelSpec,
+    missing: Collection[int],
+    *,
+    context_length: int,
+    chunk_size: int,
+    threads: int,
+    streamed: float,
+    num_places: int = 2,
+) -> RunPlan:
+    """A dense model on a GPU without the FFNs of the layers `missing`, and a ring with places for so many.
+
+    streamed: the share of them that is copied over the bus in a step of few rows, above 0.
+    """
+    sizes = model_sizes(spec, file.tensors, file.fingerprint, 0, places_layers=True)
+    resident = tuple(layer for layer in range(spec.num_layers) if layer not in missing)
+    placement = PlacementPlan(
+        model=sizes.routed,
+        tier="vram",
+        budget_bytes=ALL_BYTES,
+        fixed=FixedPart(context_length, "i16", chunk_size, 0, 0, 0),
+        ring_bytes=num_places * max(sizes.expert_bytes),
+        expert_bytes=sizes.expert_bytes,
+        resident=tuple((0,) if layer in resident else () for layer in range(spec.num_layers)),
+        pinned_layers=resident,
+    )
+    return RunPlan(placement, threads, miss_times=_miss_times(streamed))
+
+
 def _miss_times(streamed: float) -> MissTimes | None:
     """By which the bus reads that share of the missing experts, whatever their numbers of rows."""
     if not streamed:
         return None
-    return MissTimes(max(1, round(1e6 * (1 - streamed))), (round(1e6 * streamed),) * MAX_MAILBOX_ROWS)
+    cpu = max(1, round(1e6 * streamed))
+    return MissTimes(max(1, round(1e6 * (1 - streamed))), (cpu,) * MAX_MAILBOX_ROWS)
 
 
 def _pool(file: GGUFFile, spec: ModelSpec, placement: PlacementPlan, count: int) -> PoolPlan:

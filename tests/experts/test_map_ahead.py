@@ -55,7 +55,7 @@ def test_the_first_experts_wait_for_what_was_begun(
 
     monkeypatch.setattr(RegisteredMemory, "register", register)
     if is_ahead:
-        experts.map_ahead(file)
+        experts.map_ahead(file, {0})
     for name in (EXPERTS, "blk.1.ffn_down_exps.weight"):
         _, address, mapped = experts.map_weight(file, file.tensors[name])
         assert mapped == address + 64
@@ -71,7 +71,7 @@ def test_what_was_begun_for_nothing_is_unlocked(
     """Where loading has failed before anything was mapped."""
     closed: list[int] = []
     monkeypatch.setattr(RegisteredMemory, "register", lambda address, _: Registered(address, closed))
-    experts.map_ahead(file)
+    experts.map_ahead(file, {0})
     experts.close()
     assert len(closed) == 1
 
@@ -83,8 +83,8 @@ def test_an_error_is_that_of_the_first_experts(
         raise RuntimeError("no driver")
 
     monkeypatch.setattr(RegisteredMemory, "register", register)
-    experts.map_ahead(file)
+    experts.map_ahead(file, {0})
     with pytest.raises(RuntimeError, match="no driver"):
         experts.map_weight(file, file.tensors[EXPERTS])
-    experts.map_ahead(file)
+    experts.map_ahead(file, {0})
     experts.close()

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from coldstream.kernels.ops import DeltaNetWeights, ExpertWeights, Rows
+from coldstream.kernels.ops import DeltaNetWeights, ExpertWeights, FfnWeights, Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.layers.attention import AttentionWeights, attention
-from coldstream.layers.dense_ffn import DenseFfnWeights, dense_ffn
 from coldstream.layers.gated_delta_net import GatedDeltaNetWeights, gated_delta_net
 from coldstream.layers.moe import MoeWeights, moe
 
@@ -92,7 +91,7 @@ def test_trap_01_routing_weights_do_not_scale_the_output() -> None:
 def test_dense_ffn() -> None:
     gate, up, down, x = matrices((F, E), (F, E), (E, F), (3, E))
     expected = ffn(x, gate, up, down)
-    torch.testing.assert_close(dense_ffn(ReferenceOps(), x, DenseFfnWeights(gate, up, down)), expected)
+    torch.testing.assert_close(ReferenceOps().ffn(x, FfnWeights(gate, up, down)), expected)
 
 
 @pytest.mark.parametrize("output_gate", [True, False], ids=["gated", "without a gate"])

@@ -20,6 +20,8 @@ from coldstream.cli.options import (
 )
 from coldstream.cli.tables import print_table
 from coldstream.cli.terminal import ProgressLine, format_bytes, note
+from coldstream.experts.layer_sides import layers_of_cpu
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.placement.forecast import Forecast, forecast, rates_used
 from coldstream.placement.plan import PlacementPlan, PlanOptions
 from coldstream.placement.plan_file import plan_to_json, save_plan
@@ -116,16 +118,17 @@ def command(
         }
         click.echo(json.dumps(document))
         return
-    _print_places(planned.run)
+    _print_places(planned.run, is_dense=known.model.is_dense)
     if pool is None:
         _print_speeds(expected, {"with 1 GiB more": richer})
     else:
         _print_speeds(expected, {"1 GiB more on GPU": richer, "1 GiB more RAM": more_ram}, has_disk=True)
     if planned.run.threads and not plan.is_all_resident and plan.tier == "vram":
-        note(_described_misses(planned.run))
+        describe = _described_layers if known.model.is_dense else _described_misses
+        note(describe(planned.run))
     if plan.layer_weights:
         note(f"a use of an expert counts for {_described(plan.layer_weights)}")
-    if not plan.is_all_resident:
+    if not plan.is_all_resident and not known.model.is_dense:
         note(f"hit rates: {known.curve.source}")
     if measured := known.rates.describe_measured(rates_used(plan, pool)):
         note(f"measured {planned.hardware.measured_at}: {measured}; --measure does it again")
@@ -133,9 +136,10 @@ def command(
         note(f"not measured on this machine but assumed: {assumed}")
 
 
-def _print_places(run: RunPlan) -> None:
+def _print_places(run: RunPlan, *, is_dense: bool) -> None:
     """One row for each thing that takes memory."""
     plan = run.placement
+    placed = "feed-forward networks" if is_dense else "experts"
     fast, slow = _FAST_NAMES[plan.tier], _SLOW_NAMES[plan.tier]
     rows = []
     for name, num_bytes in plan.fixed.parts.items():
@@ -147,21 +151,22 @@ def _print_places(run: RunPlan) -> None:
         if num_bytes:
             rows.append((what, fast, format_bytes(num_bytes)))
     if plan.ring_bytes:
-        rows.append(("experts on their way in prefill", fast, format_bytes(plan.ring_bytes)))
+        what = "layers on their way" if is_dense else "experts on their way in prefill"
+        rows.append((what, fast, format_bytes(plan.ring_bytes)))
     if run.prefetch:
         taken = format_bytes(run.prefetch_bytes)
         what = f"  of that {taken} for {run.prefetch} a layer fetched {run.layers_ahead} layers ahead"
         rows.append((what, "", ""))
     for size, count in plan.slots.items():
         if count:
-            what = f"{count} experts of {size / 2**20:.2f} MiB"
+            what = f"{count} {placed} of {size / 2**20:.2f} MiB"
             rows.append((what, fast, format_bytes(count * size)))
     rows.append(("free", fast, format_bytes(plan.budget_bytes - plan.total_bytes)))
     rows.append(("together", fast, format_bytes(plan.budget_bytes)))
     if run.pool is not None:
         rows += _rows_of_pool(plan, run.pool)
     elif num_cold := plan.num_all - plan.num_resident:
-        rows.append((f"{num_cold} of {plan.num_all} experts", slow, format_bytes(plan.cold_bytes)))
+        rows.append((f"{num_cold} of {plan.num_all} {placed}", slow, format_bytes(plan.cold_bytes)))
     print_table(("what", "where", "size"), rows, left=("what", "where"))
 
 
@@ -196,6 +201,20 @@ def _described_misses(run: RunPlan) -> str:
     return (
         f"{first}, and some of prompts in steps of up to {run.max_cpu_rows} tokens; up to "
         f"{format_bytes(run.copy_bytes_per_step)} of experts are copied into slots beside a step"
+    )
+
+
+def _described_layers(run: RunPlan) -> str:
+    """What is done about layers of a dense model that are not in the GPU's memory."""
+    assert run.miss_times is not None, "a dense model on a GPU has times of its missing layers"
+    missing = run.placement.num_all - run.placement.num_resident
+    by_cpu = ", ".join(
+        f"{len(layers_of_cpu(missing, rows, run.miss_times))} with {rows}"
+        for rows in (1, 8, MAX_MAILBOX_ROWS)
+    )
+    return (
+        f"of the {missing} missing networks {run.threads} CPU threads compute {by_cpu} tokens in a step, and "
+        "the others are copied over the bus"
     )
 
 

@@ -39,8 +39,10 @@ from coldstream.models.spec import ModelSpec
 from coldstream.placement.disk_rate import measure_disk
 from coldstream.placement.forecast import NEXT_BYTES
 from coldstream.placement.hardware import Hardware
+from coldstream.placement.layer_plan import plan_layers
 from coldstream.placement.plan import (
     BudgetTooSmallError,
+    FixedPart,
     PlacementPlan,
     PlanOptions,
     Tier,
@@ -215,16 +217,23 @@ class _Model:
         memory = (config.ctx_size, config.cache_type_k)
         room = self._draft_room(config)
         parts = fixed_parts_on_gpu(self.file, self.spec, sizes, *memory, budgets, room, _contexts(config))
-        return [
-            (plan_placement(sizes, part, budget, uses=self.uses, options=self.options), sizes)
-            for part, budget in zip(parts, budgets, strict=True)
-        ]
+        return [(self._placed(sizes, *each), sizes) for each in zip(parts, budgets, strict=True)]
+
+    def _placed(self, sizes: ModelSizes, fixed: FixedPart, budget: int) -> PlacementPlan:
+        """In `budget` bytes of a GPU's memory."""
+        if sizes.is_dense:
+            return plan_layers(sizes, fixed, budget, self.options)
+        return plan_placement(sizes, fixed, budget, uses=self.uses, options=self.options)
 
     def pool(self, placement: PlacementPlan, ram: int, threads: int, max_cpu_rows: int) -> PoolPlan | None:
         """The pool in `ram` bytes of RAM beside a GPU; None if the whole file finds room there."""
         fixed = host_part(self.file, self.spec, placement, threads, max_cpu_rows)
-        if fixed.total + mapped_bytes(self.file, self.spec, placement) <= ram:
+        parts = {"what runs beside": fixed.total}
+        parts["the mapped file"] = mapped_bytes(self.file, self.spec, placement)
+        if sum(parts.values()) <= ram:
             return None
+        if not self.spec.is_moe:
+            raise BudgetTooSmallError("ram", ram, parts)  # a dense layer is never on the disk
         in_slots = sizes_in_ram(self.file, self.spec, 0)[1].expert_bytes
         return plan_pool(placement, in_slots, fixed, ram, uses=self.uses)
 
@@ -304,7 +313,8 @@ def _given_plan(
 
 
 def _sizes(config: EngineConfig, file: GGUFFile, spec: ModelSpec) -> ModelSizes:
-    return model_sizes(spec, file.tensors, file.fingerprint, cache_bytes_per_token(config, spec))
+    kv_token_bytes = cache_bytes_per_token(config, spec)
+    return model_sizes(spec, file.tensors, file.fingerprint, kv_token_bytes, places_layers=True)
 
 
 def _all_sizes(config: EngineConfig, file: GGUFFile, spec: ModelSpec) -> tuple[ModelSizes, ...]:

@@ -47,6 +47,8 @@ def with_workers(
     # One core is for the thread that launches and waits for the GPU.
     num_cores = planned.hardware.num_physical_cores
     threads = max(1, num_cores - 1) if asked.threads == "auto" else config.threads
+    if planned.known.model.is_dense:
+        return _with_layers(planned, threads, make_pool)
     max_cpu_rows = min(MAX_CPU_ROWS, plan.fixed.chunk_size)
     run = replace(
         planned.run,
@@ -68,6 +70,19 @@ def with_workers(
             config = with_prefetch(config, PREFETCHED if gain > 0 else 0)
     run, config = with_places(run, config, plan.ring_bytes, "--prefetch" if is_asked else None)
     return replace(planned, run=run, config=config)
+
+
+def _with_layers(planned: Planned, threads: int, make_pool: MakePool) -> Planned:
+    """`with_workers` for a GPU that lacks layers of a dense model, of which no experts are guessed."""
+    config = planned.config
+    if config.prefetch not in ("auto", 0):
+        raise ConfigError(
+            f"--prefetch {config.prefetch}: a dense model has no experts to fetch ahead: leave it out"
+        )
+    make_pool(threads, 0)  # raises if there is no room in RAM
+    times = miss_times(max(planned.plan.expert_bytes), Rates.of(planned.hardware), is_layer=True)
+    run = replace(planned.run, threads=threads, miss_times=times)
+    return replace(planned, run=run, config=with_prefetch(config, 0))
 
 
 def with_prefetch(config: EngineConfig, count: int) -> EngineConfig:

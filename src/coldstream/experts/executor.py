@@ -17,13 +17,14 @@ from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels.composed_ops import ffn_of_products
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
+from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, FfnWeights, Routing
 
 
 class PartialExecutor:
@@ -65,6 +66,15 @@ class PartialExecutor:
         """
         self.tables.number(layers)
         self.many.number_layers()
+
+    def map_matrix(self, file: GGUFFile, info: TensorInfo) -> ExpertTable | None:
+        """See `ModelExecutor`: dense layers of such a model are on the device."""
+        return None
+
+    def ffn(self, x: Activations, weights: FfnWeights) -> torch.Tensor:
+        """See `ModelExecutor`."""
+        out: torch.Tensor = ffn_of_products(self._kernels.device, x, weights)
+        return out
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> ExpertTable | None:
         """See `ModelExecutor`."""

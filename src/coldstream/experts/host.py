@@ -6,7 +6,7 @@ others on the disk.
 
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -20,8 +20,6 @@ from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
 from coldstream.kernels.experts.table import ExpertTable
-
-EXPERT_DIMS = 3  # of a tensor with a layer's experts
 
 
 class HostExperts:
@@ -47,13 +45,12 @@ class HostExperts:
         self._begun: dict[int, Future[RegisteredMemory | None]] = {}  # by address, until they are asked for
         self._places: dict[int, tuple[GGUFFile, int, int]] = {}  # address → file, shard, bytes
 
-    def map_ahead(self, file: GGUFFile) -> None:
-        """Begins on a thread what `map_weight` does first for a file, which it then waits for."""
+    def map_ahead(self, file: GGUFFile, shards: Collection[int]) -> None:
+        """Begins on a thread what `map_weight` does first for `shards` of a file, which it then waits for."""
         if self.pool is not None:
             return
-        with_experts = {info.shard for info in file.tensors.values() if len(info.shape) == EXPERT_DIMS}
         pool = ThreadPoolExecutor(1)
-        for shard in sorted(with_experts):
+        for shard in sorted(shards):
             mapped = self.ops.mapped_file(file, shard)
             self._begun[mapped.address] = pool.submit(_register, mapped)
         pool.shutdown(wait=False)  # the thread ends with its work

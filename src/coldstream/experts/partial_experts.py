@@ -20,6 +20,7 @@ from coldstream.experts.segments import SlotSegments
 from coldstream.experts.slot_shares import slot_shares
 from coldstream.experts.step_times import StepTimes
 from coldstream.experts.streaming import ExpertStream, StreamCounters
+from coldstream.kernels.experts.executor import ModelExecutor
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.stamps import read_stamps
 from coldstream.placement.policies import DecayedFrequency, Policy
@@ -60,8 +61,9 @@ class PartialExperts:
         self._has_streamed = False  # whether the last step used `_stream`
         self._steps_until_growth = 0  # 0: all slots are there
 
-    def attach(self, executor: PartialExecutor) -> None:
+    def attach(self, executor: ModelExecutor) -> None:
         """Call once, before the executor's first step."""
+        assert isinstance(executor, PartialExecutor)
         self._executor = executor
         if executor.prefetch is not None:
             self._guesses = GuessCounter(executor.few.chosen.num_layers, executor.prefetch.distance)

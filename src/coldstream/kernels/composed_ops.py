@@ -2,7 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
+from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.ops import (
     BLOCK_POSITIONS,
     Array,
@@ -10,6 +12,7 @@ from coldstream.kernels.ops import (
     DeltaNetWeights,
     ExpertOutputs,
     ExpertWeights,
+    FfnWeights,
     KeptInputs,
     Routing,
     Rows,
@@ -17,11 +20,31 @@ from coldstream.kernels.ops import (
 )
 
 
+class Products(Protocol):
+    """The part of `Ops` that a feed-forward network needs."""
+
+    def linear(self, x: Array, weights: Sequence[Weight]) -> tuple[Array, ...]:
+        """See `Ops`."""
+
+    def swiglu(self, gate: Array, up: Array) -> Array:
+        """See `Ops`."""
+
+
+def ffn_of_products(ops: Products, x: Array, weights: FfnWeights) -> Array:
+    """`Ops.ffn` of weights that `ops` multiplies with."""
+    gate, up = ops.linear(x, (weights.gate, weights.up))
+    return ops.linear(ops.swiglu(gate, up), (weights.down,))[0]
+
+
 class ComposedOps(ABC):
     """`add_norm`, `router`, `experts` and commits over one operation at a time."""
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """See `Ops`."""
+
+    @abstractmethod
+    def load_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
         """See `Ops`."""
 
     @abstractmethod
@@ -90,6 +113,12 @@ class ComposedOps(ABC):
         x = self.add(x, update)
         return x, self.rms_norm(x, weight, eps)
 
+    def load_ffn_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
+        return self.load_weight(file, info)
+
+    def ffn(self, x: Array, weights: FfnWeights) -> Array:
+        return ffn_of_products(self, x, weights)
+
     def router(
         self,
         x: Array,
@@ -110,8 +139,8 @@ class ComposedOps(ABC):
         """Output of the shared expert before its gate: [T, E]; None if there is none."""
         if weights.shared_gate is None:
             return None
-        gate, up = self.linear(x, (weights.shared_gate, weights.shared_up))
-        return self.linear(self.swiglu(gate, up), (weights.shared_down,))[0]
+        shared = FfnWeights(weights.shared_gate, weights.shared_up, weights.shared_down)
+        return ffn_of_products(self, x, shared)
 
     def commit_attention(self, k_cache: Array, v_cache: Array, path: CommittedPath) -> None:
         count, first = int(path.count[0]), int(path.first[0])

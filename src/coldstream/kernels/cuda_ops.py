@@ -48,6 +48,7 @@ from coldstream.kernels.ops import (
     DeltaNetWeights,
     ExpertOutputs,
     ExpertWeights,
+    FfnWeights,
     KeptInputs,
     RopeSpec,
     Routing,
@@ -97,6 +98,13 @@ class CudaOps(CudaProducts):
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> CudaWeight:
         stack = self.model_executor.map_stack(file, info) if len(info.shape) == 3 else None
         return self.load_weight(file, info) if stack is None else stack
+
+    def load_ffn_weight(self, file: GGUFFile, info: TensorInfo) -> CudaWeight:
+        table = self.model_executor.map_matrix(file, info)
+        return self.load_weight(file, info) if table is None else table
+
+    def ffn(self, x: Activations, weights: FfnWeights) -> torch.Tensor | ExpertOutputs:
+        return self.model_executor.ffn(x, weights)
 
     def embed(self, table: CudaWeight, token_ids: torch.Tensor) -> torch.Tensor:
         assert isinstance(table, QuantTensor)

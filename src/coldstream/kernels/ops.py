@@ -126,6 +126,15 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class FfnWeights:
+    """The feed-forward network of a dense layer."""
+
+    gate: Weight  # [F, E]
+    up: Weight  # [F, E]
+    down: Weight  # [E, F]
+
+
+@dataclass(frozen=True)
 class ExpertWeights:
     """The experts of a layer: stacks of the routed ones, and the shared one with an FFN size of its own.
 
@@ -171,6 +180,9 @@ class Ops(Protocol):
 
     def load_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
         """A matrix [out, in] that every token multiplies, of any quantised or float type."""
+
+    def load_ffn_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
+        """As `load_weight`, for a matrix of `FfnWeights`: only `ffn` can read where it lies."""
 
     def load_rows(self, file: GGUFFile, info: TensorInfo, row_ids: Sequence[int]) -> Weight:
         """The rows `row_ids` of a matrix, in that order, as a matrix [len(row_ids), in] of the same type.
@@ -286,6 +298,9 @@ class Ops(Protocol):
         """Advances the states at `path.state_id` over the kept inputs of the path's rows, with the bits of a
         chain of them.
         """
+
+    def ffn(self, x: Array, weights: FfnWeights) -> Array | ExpertOutputs:
+        """down(silu(gate x) · up x): [T, E] → [T, E], or as outputs of one expert of weight 1."""
 
     def router(
         self,

@@ -1,17 +1,14 @@
 """The parts of a block, as functions over `Ops`. Knows nothing of requests or text."""
 
 from coldstream.layers.attention import AttentionWeights, attention
-from coldstream.layers.dense_ffn import DenseFfnWeights, dense_ffn
 from coldstream.layers.gated_delta_net import GatedDeltaNetWeights, gated_delta_net
 from coldstream.layers.moe import MoeWeights, moe
 
 __all__ = [
     "AttentionWeights",
-    "DenseFfnWeights",
     "GatedDeltaNetWeights",
     "MoeWeights",
     "attention",
-    "dense_ffn",
     "gated_delta_net",
     "moe",
 ]

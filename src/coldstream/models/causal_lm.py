@@ -16,7 +16,6 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.ops import Array, CommittedPath, ExpertOutputs, Ops, Rows, Weight
 from coldstream.kvcache.cache import AttentionState, LayerState, ModelCache
 from coldstream.layers.attention import AttentionWeights, attention
-from coldstream.layers.dense_ffn import dense_ffn
 from coldstream.layers.gated_delta_net import GatedDeltaNetWeights, gated_delta_net
 from coldstream.layers.moe import MoeWeights, moe
 from coldstream.models.loader import Block, Loader
@@ -132,4 +131,4 @@ class CausalLM:
         """The FFN of a block on normed x [T, E]: what `Ops.add_norm` adds to the residual stream."""
         if isinstance(block.ffn, MoeWeights):
             return moe(self.ops, x, block.ffn)
-        return dense_ffn(self.ops, x, block.ffn)
+        return self.ops.ffn(x, block.ffn)

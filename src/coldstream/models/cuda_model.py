@@ -15,6 +15,7 @@ import torch
 from coldstream.errors import OutOfMemoryError, UnsupportedError
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.host import HostExperts
+from coldstream.experts.layer_executor import LayerExecutor
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
@@ -28,7 +29,7 @@ from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.linear.reference import INTEGER_TYPES
-from coldstream.kernels.ops import MAX_SHORT_CHAIN, Rows
+from coldstream.kernels.ops import MAX_SHORT_CHAIN, FfnWeights, Rows
 from coldstream.kernels.rounds.cuda import PROGRAM as ROUNDS
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
 from coldstream.kernels.sample.admit import PROGRAM as ADMISSION
@@ -85,6 +86,7 @@ class Limits:
     whole_layers: frozenset[int] = frozenset()  # layers with all experts on the device, outside of slots
     ring_bytes: int = 0  # of the ring into which missing experts are copied
     prefetching: Prefetching | None = None  # of experts into the ring before their router has run
+    is_dense: bool = False  # whether its layers have no experts, and FFNs may be missing
     has_mtp: bool = False  # whether the file's block for multi-token prediction is loaded too
 
     def __post_init__(self) -> None:
@@ -107,7 +109,8 @@ class Limits:
 
     def is_captured(self, rows: int) -> bool:
         """Whether steps of `rows` rows are graphs: not if the host shares out their experts."""
-        return rows <= (MAX_GRAPH_ROWS if self.expert_bytes is None else MAX_MAILBOX_ROWS)
+        is_shared_out = self.expert_bytes is not None and not self.is_dense
+        return rows <= (MAX_MAILBOX_ROWS if is_shared_out else MAX_GRAPH_ROWS)
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,9 @@ class Loaded:
         if isinstance(ops.model_executor, PartialExecutor):
             mixtures = (block.ffn for block in model.blocks if isinstance(block.ffn, MoeWeights))
             ops.model_executor.number_layers((moe.ffn_gate_inp, moe.experts) for moe in mixtures)
+        if isinstance(ops.model_executor, LayerExecutor):
+            dense = (block.ffn for block in model.blocks if isinstance(block.ffn, FfnWeights))
+            ops.model_executor.number_layers(dense)
         mtp_weights = MtpModel.load(file, model, ops) if limits.has_mtp else None
         weight_bytes = memory.persistent_bytes
         sequences = SequenceCache(spec, ops, limits.cache_size, limits.kv_type)
@@ -216,12 +222,22 @@ def _model_executor_factory(
     """The factory of the executor that computes a model's experts within its limits."""
     if limits.expert_bytes is None:
         return ResidentExecutor
+    mailbox = host.mailbox if host else Mailbox.planned(max(1, spec.num_experts_per_tok), spec.hidden_size)
+    whole_layers = limits.whole_layers | ({spec.num_layers} if limits.has_mtp else set())
+    if limits.is_dense:
+        return partial(
+            LayerExecutor,
+            mailbox=mailbox,
+            host=host,
+            whole_layers=whole_layers,
+            ring_bytes=limits.ring_bytes,
+        )
     return partial(
         PartialExecutor,
         num_layers=spec.num_layers,
-        mailbox=host.mailbox if host else Mailbox.planned(spec.num_experts_per_tok, spec.hidden_size),
+        mailbox=mailbox,
         host=host,
-        whole_layers=limits.whole_layers | ({spec.num_layers} if limits.has_mtp else set()),
+        whole_layers=whole_layers,
         ring_bytes=limits.ring_bytes,
         prefetching=limits.prefetching,
     )

@@ -12,10 +12,8 @@ import torch
 from coldstream.errors import ColdstreamError, OutOfMemoryError
 from coldstream.experts.cache import ExpertCache
 from coldstream.experts.disk_tier import DiskStatistics
-from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.expert_map import ExpertMap
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
-from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.prefetching import Prefetching
 from coldstream.experts.streaming import StreamCounters
 from coldstream.gguf.reader import GGUFFile
@@ -25,7 +23,7 @@ from coldstream.kernels.cuda.device import device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import loading_kernels
 from coldstream.kernels.experts.executor import ExecutorFactory
-from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS
 from coldstream.kernels.ops import SHORT_CONTEXT
 from coldstream.kvcache.batch import BatchLimits, CheckedSegment
 from coldstream.kvcache.cache import CacheSize
@@ -45,7 +43,7 @@ from coldstream.models.cuda_model import (
     plan_memory,
 )
 from coldstream.models.cuda_mtp import CudaMtp
-from coldstream.models.ram_pool import ram_pool
+from coldstream.models.partial_model import PartialModel, partial_model
 from coldstream.models.runner import Array, ModelRunner, MtpBlock, Progress, WholeOrCleared
 from coldstream.models.spec import ModelSpec
 from coldstream.models.step_inputs import MAX_DECODE_ROWS, MAX_SEGMENTS, StepShape
@@ -81,7 +79,7 @@ class CudaRunner(ModelRunner):
         self.chunk_size = plan.placement.fixed.chunk_size
         self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size)
         self._limits = BatchLimits(spec.vocab_size, limits.context_length, self.chunk_size, MAX_SEGMENTS)
-        self._partial: PartialExperts | None = None
+        self._partial: PartialModel | None = None
         self._in_flight: list[tuple[int, tuple[Sequence, ...]]] = []  # running steps' numbers and sequences
         self._steps = CapturedSteps()
         self._outputs = StepOutputs(spec.hidden_size)
@@ -90,9 +88,7 @@ class CudaRunner(ModelRunner):
         try:
             with device_errors():
                 if limits.expert_bytes is not None:
-                    mailbox = Mailbox.create(spec.num_experts_per_tok, spec.hidden_size)
-                    self._partial = PartialExperts(mailbox, plan, ram_pool(plan, file, spec))
-                    self._partial.host.map_ahead(file)  # beside what comes next
+                    self._partial = partial_model(plan, file, spec)
                 with loading_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling):
                     self._load(executor, progress)
                 self._warnings = (*self._loaded.model.warnings, *filter(None, [default_cache().problem]))
@@ -112,9 +108,7 @@ class CudaRunner(ModelRunner):
         self._sequences = self._loaded.sequences
         self._limits = replace(self._limits, num_chosen=self._loaded.sampler.num_results)
         if self._partial:
-            executor = self._loaded.ops.model_executor
-            assert isinstance(executor, PartialExecutor)
-            self._partial.attach(executor)
+            self._partial.attach(self._loaded.ops.model_executor)
         self._loaded.ops.finish_loading(progress)
         self.file.check_unchanged()  # or the copied weights may be of two versions
         self._host_logits = torch.empty((HEAD_ROWS, self.spec.vocab_size), pin_memory=True)
@@ -174,6 +168,7 @@ class CudaRunner(ModelRunner):
             limits = replace(
                 limits,
                 expert_bytes=placement.resident_bytes - whole,
+                is_dense=not spec.is_moe,
                 whole_layers=frozenset(pinned),
                 ring_bytes=placement.ring_bytes,
                 prefetching=Prefetching.of(plan),

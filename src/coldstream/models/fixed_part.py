@@ -113,6 +113,9 @@ def _counted(
         most = Prefetching(LAYERS_AHEAD, MAX_PREFETCHED)
         ring_bytes = most.num_layers * most.experts * max(sizes.expert_bytes)
         limits = replace(limits, expert_bytes=0, ring_bytes=ring_bytes, prefetching=most)
+    elif sizes.is_dense:
+        ring_bytes = max(sizes.expert_bytes)
+        limits = replace(limits, expert_bytes=0, ring_bytes=ring_bytes, is_dense=True)
     plan = count_memory(file, spec, limits, chunk_size)
     return FixedPart(
         ctx_size=ctx_size,

@@ -14,6 +14,7 @@ from coldstream.placement.routing_trace import RoutedModel
 from coldstream.placement.sizes import ModelSizes, slot_bytes
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
+_FFN = re.compile(r"\.ffn_(gate|up|down)\.weight$")
 _GATE_UP = "ffn_gate_up_exps."  # two matrices in one tensor, separate in slots
 _EMBEDDING = "token_embd.weight"
 
@@ -60,33 +61,40 @@ def model_sizes(
     fingerprint: str,
     kv_token_bytes: int,
     matrix_room: Callable[[int], int] = slot_bytes,
+    *,
+    places_layers: bool = False,
 ) -> ModelSizes:
     """The model's sizes for placement. kv_token_bytes: of all attention layers, in the cache's type.
 
     matrix_room: bytes of a matrix in fast memory, from its bytes in the file; by default in a GPU's slot.
+    places_layers: whether the FFNs of a dense model count as experts, one of each layer.
     """
+    is_dense = places_layers and not spec.is_moe
+    num_experts, chosen = (1, 1) if is_dense else (spec.num_experts, spec.num_experts_per_tok)
     expert_bytes, routed_bytes, parameters = [0] * spec.num_layers, 0, 0
     for info in tensors.values():
         block = _BLOCK.match(info.name)
-        if block and "_exps." in info.name and int(block[1]) < spec.num_layers:
+        is_placed = bool(_FFN.search(info.name)) if is_dense else "_exps." in info.name
+        if block and is_placed and int(block[1]) < spec.num_layers:
             num_matrices = 2 if _GATE_UP in info.name else 1
-            matrix_bytes = info.num_bytes // spec.num_experts // num_matrices
+            matrix_bytes = info.num_bytes // num_experts // num_matrices
             expert_bytes[int(block[1])] += num_matrices * matrix_room(matrix_bytes)
             routed_bytes += info.num_bytes
             parameters += math.prod(info.shape)
-    chosen_bytes = routed_bytes * spec.num_experts_per_tok // max(1, spec.num_experts)
+    chosen_bytes = routed_bytes * chosen // max(1, num_experts)
     return ModelSizes(
         fingerprint=fingerprint,
-        num_experts=spec.num_experts,
-        num_experts_per_tok=spec.num_experts_per_tok,
+        num_experts=num_experts,
+        num_experts_per_tok=chosen,
         expert_bytes=tuple(expert_bytes),
         dense_bytes=trunk_bytes(spec, tensors) - routed_bytes,
         dense_token_bytes=bytes_per_token(spec, tensors) - chosen_bytes,
         kv_token_bytes=kv_token_bytes,
         state_bytes=state_bytes(spec),
         token_parameters=active_parameters(spec, tensors),
-        expert_parameters=parameters // max(1, spec.num_layers * spec.num_experts),
+        expert_parameters=parameters // max(1, spec.num_layers * num_experts),
         attention_width=spec.layer_kinds.count("attention") * spec.query_dim,
+        is_dense=is_dense,
     )
 
 

@@ -13,7 +13,7 @@ from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cpu_ops import UnreadCpuOps
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.models.fixed_part import HEAD_ROWS
-from coldstream.models.ram_budget import expert_stacks
+from coldstream.models.ram_budget import placed_stacks
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import PlacementPlan
 from coldstream.placement.pool_plan import HostPart
@@ -26,7 +26,7 @@ _LINES = 2 * 64  # of a mailbox's words
 
 def mapped_bytes(file: GGUFFile, spec: ModelSpec, placement: PlacementPlan) -> int:
     """Bytes of the parts of the file that are locked in RAM if experts are mapped."""
-    stacks = expert_stacks(file, spec)
+    stacks = placed_stacks(file, spec)
     partial = [of for layer, of in enumerate(stacks) if layer not in placement.pinned_layers]
     return sum(file.shard_bytes[shard] for shard in {info.shard for of in partial for info in of})
 
@@ -43,20 +43,26 @@ def host_part(
 
 
 def _buffer_bytes(spec: ModelSpec, placement: PlacementPlan, max_cpu_rows: int) -> int:
-    ranks, size = spec.num_experts_per_tok, spec.hidden_size
+    ranks, size = _ranks(spec), spec.hidden_size
     sizes = [placement.fixed.chunk_size * ranks * _ID, HEAD_ROWS * spec.vocab_size * _FLOAT]
     for rows in (MAX_MAILBOX_ROWS, max(1, max_cpu_rows)):
         sizes += [_LINES, rows * size * _FLOAT, rows * ranks * _ID, rows * ranks * size * _FLOAT]
-    sizes += [RingShape.of(placement.ring_bytes).landing_bytes] * STAGING_BUFFERS
+    if spec.is_moe:
+        sizes += [RingShape.of(placement.ring_bytes).landing_bytes] * STAGING_BUFFERS
     # PyTorch rounds page-locked memory up to powers of two.
     return sum(1 << (num_bytes - 1).bit_length() for num_bytes in sizes if num_bytes)
+
+
+def _ranks(spec: ModelSpec) -> int:
+    """Of a mailbox: the FFN of a dense layer is the only expert of a row."""
+    return max(1, spec.num_experts_per_tok)
 
 
 def _workspace_bytes(file: GGUFFile, spec: ModelSpec, threads: int, rows: int) -> int:
     """Of the threads that compute up to `rows` rows of a layer's experts, counted without reading any."""
     ops = UnreadCpuOps(threads)
     x = np.zeros((rows, spec.hidden_size), np.float32)
-    ids = np.zeros((rows, spec.num_experts_per_tok), np.int32)
+    ids = np.zeros((rows, _ranks(spec)), np.int32)
 
     def count(stacks: Sequence[TensorInfo]) -> int:
         first, *others, down = (ops.map_weight(file, info) for info in stacks)
@@ -66,5 +72,5 @@ def _workspace_bytes(file: GGUFFile, spec: ModelSpec, threads: int, rows: int) -
         return captured.graph.scratch_bytes
 
     # One layer of each kind.
-    kinds = {tuple((info.quant_type, info.shape) for info in of): of for of in expert_stacks(file, spec)}
+    kinds = {tuple((info.quant_type, info.shape) for info in of): of for of in placed_stacks(file, spec)}
     return max(map(count, kinds.values()))

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.ops import Array, DeltaNetWeights, ExpertWeights, Ops, Weight
+from coldstream.kernels.ops import Array, DeltaNetWeights, ExpertWeights, FfnWeights, Ops, Weight
 from coldstream.layers.attention import AttentionWeights
-from coldstream.layers.dense_ffn import DenseFfnWeights
 from coldstream.layers.gated_delta_net import GatedDeltaNetWeights
 from coldstream.layers.moe import MoeWeights
 from coldstream.models.architectures import ARCHITECTURES, Architecture, GatheredRows
@@ -23,7 +22,7 @@ class Block:
     attn_norm: Array  # [E]
     mixer: AttentionWeights | GatedDeltaNetWeights
     ffn_norm: Array  # [E]; before the FFN, whatever the file calls it
-    ffn: MoeWeights | DenseFfnWeights
+    ffn: MoeWeights | FfnWeights
 
 
 @dataclass(frozen=True)
@@ -150,12 +149,9 @@ class Loader:
             rule=rule,
         )
 
-    def dense_ffn(self, prefix: str) -> DenseFfnWeights:
-        return DenseFfnWeights(
-            ffn_gate=self.weight(f"{prefix}ffn_gate"),
-            ffn_up=self.weight(f"{prefix}ffn_up"),
-            ffn_down=self.weight(f"{prefix}ffn_down"),
-        )
+    def dense_ffn(self, prefix: str) -> FfnWeights:
+        names = [f"{prefix}{name}.weight" for name in ("ffn_gate", "ffn_up", "ffn_down")]
+        return FfnWeights(*(self.ops.load_ffn_weight(self.file, self.file.tensors[name]) for name in names))
 
     def moe(self, prefix: str, spec: MoeSpec) -> MoeWeights:
         ffn_gate_exps, ffn_up_exps = self.parts(

@@ -72,11 +72,19 @@ def split_misses(num_misses: int, expert_bytes: int, rates: Rates, *, streams: b
     return Split(num_cpu, num_bus, _cold_seconds(num_cpu, num_bus, expert_bytes, rates))
 
 
-def miss_times(expert_bytes: int, rates: Rates) -> MissTimes:
-    """What a missing expert of so many bytes takes on either side, by which they share a step's."""
+def miss_times(expert_bytes: int, rates: Rates, *, is_layer: bool = False) -> MissTimes:
+    """What a missing expert of so many bytes takes on either side, by which they share a step's.
+
+    is_layer: whether it is the FFN of a dense layer, which the CPU reads in long pieces and the copy engine
+    copies.
+    """
     alone, beside = _misses_per_s(rates), _misses_per_s(rates, beside_link=True)
     bus_alone, bus_beside = BUS_SHARE * rates.link_bytes_per_s, BUS_BESIDE_SHARE * rates.link_beside_read
     landing = LANDING_SHARE * rates.link_beside_read
+    if is_layer:
+        alone = min(CPU_SHARE * rates.read_bytes_per_s, rates.cpu_bytes_per_s)
+        beside = min(CPU_SHARE * rates.read_beside_link, rates.cpu_bytes_per_s)
+        bus_alone, bus_beside, landing = rates.link_bytes_per_s, *(2 * (rates.link_beside_read,))
     products = [_product_seconds(rows) * expert_bytes / rates.cpu_bytes_per_s for rows in _ROWS]
     return MissTimes(
         _nanoseconds(expert_bytes / landing),
@@ -117,6 +125,8 @@ def decode_seconds(
     seconds = launches * LAUNCH_S
     seconds += (model.dense_token_bytes + model.state_bytes) / (VRAM_SHARE * rates.vram_bytes_per_s)
     seconds += context * model.kv_token_bytes / (KV_SHARE * rates.vram_bytes_per_s)
+    if model.is_dense:
+        return seconds + _layers_seconds(model, rates, hit_rates)
     for size, hit_rate in zip(model.expert_bytes, hit_rates, strict=True):
         odds = _odds_of_misses(model.num_experts_per_tok, 1.0 - hit_rate)
         seconds += sum(
@@ -134,6 +144,8 @@ def prefetch_gain(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -
     Guessed experts arrive in time as far as the bus has room for them; experts that are missed nevertheless
     share the bus with them.
     """
+    if model.is_dense:
+        return 0.0
     layer_s = decode_seconds(model, rates, hit_rates) / model.num_layers
     chosen = model.num_experts_per_tok
     gain = 0.0
@@ -274,6 +286,19 @@ def _experts_seconds(
     on_gpu = EXPERT_LAUNCHES * LAUNCH_S
     on_gpu += num_resident * expert_bytes / (VRAM_SHARE * rates.vram_bytes_per_s)
     return max(on_gpu, split_misses(num_misses, expert_bytes, rates, streams=streams).seconds)
+
+
+def _layers_seconds(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -> float:
+    """Of the FFNs of a dense model: those on the GPU, then those that the CPU and the bus share."""
+    held = [size for size, rate in zip(model.expert_bytes, hit_rates, strict=True) if rate]
+    seconds = model.num_layers * EXPERT_LAUNCHES * LAUNCH_S
+    seconds += sum(held) / (VRAM_SHARE * rates.vram_bytes_per_s)
+    missing = [1] * (model.num_layers - len(held))
+    if not missing:
+        return seconds
+    times = miss_times(max(model.expert_bytes), rates, is_layer=True)
+    num_bus = times.num_streamed(missing)
+    return seconds + 1e-9 * times.nanoseconds(num_bus, missing[num_bus:])
 
 
 def _odds_of_misses(num_experts: int, miss_rate: float) -> list[float]:

@@ -214,7 +214,9 @@ def plan_placement(
         first_bytes = int(sizes[first].sum())
         ring = _ring_bytes(model, left - first_bytes) if options.has_ring else 0
         if first_bytes + ring > left:
-            raise BudgetTooSmallError(tier, budget_bytes, _least_parts(model, fixed, options))
+            raise BudgetTooSmallError(
+                tier, budget_bytes, least_parts(fixed, *_least_of_experts(model, options))
+            )
         chosen = set(first)
         rest = [number for number in order.tolist() if number not in chosen]
         taken = first + take_fitting(rest, sizes, left - ring - first_bytes)
@@ -236,12 +238,11 @@ def least_budget(model: ModelSizes, fixed: FixedPart, options: PlanOptions) -> i
     return fixed.total + sum(_least_of_experts(model, options))
 
 
-def _least_parts(model: ModelSizes, fixed: FixedPart, options: PlanOptions) -> dict[str, int]:
-    """The bytes of `least_budget`, by name for people."""
+def least_parts(fixed: FixedPart, ring: int, first: int, what: str = "experts") -> dict[str, int]:
+    """The bytes of the smallest budget, by name for people. first: of `what` must be resident."""
     names = {"weights": "weights of every token", "caches": f"caches of {fixed.ctx_size} tokens"}
     parts = {names.get(name, name): num_bytes for name, num_bytes in fixed.parts.items()}
-    ring, first = _least_of_experts(model, options)
-    return parts | {"ring": ring, "experts that must be resident": first}
+    return parts | {"ring": ring, f"{what} that must be resident": first}
 
 
 def _least_of_experts(model: ModelSizes, options: PlanOptions) -> tuple[int, int]:

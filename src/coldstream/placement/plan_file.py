@@ -49,7 +49,7 @@ def plan_from_json(text: str, sizes: Collection[ModelSizes], name: Path = Path("
     """
     document = _document(text, name)
     routed = next(iter(sizes)).routed
-    if document["model"] != asdict(routed):
+    if document["model"] not in [asdict(each.routed) for each in sizes]:
         given = document["model"]
         if isinstance(given, dict) and given.get("fingerprint") != routed.fingerprint:
             _refuse(

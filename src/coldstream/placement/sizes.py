@@ -12,7 +12,7 @@ class ModelSizes:
     """Plain numbers of one model. An expert is its gate, up and down matrices together."""
 
     fingerprint: str  # of the file, `GGUFFile.fingerprint`
-    num_experts: int  # of a layer; 0: a dense model
+    num_experts: int  # of a layer; 0: a dense model without anything to place
     num_experts_per_tok: int
     expert_bytes: tuple[int, ...]  # of one expert, by layer
     dense_bytes: int  # of all other weights that the forward pass needs, embedding included
@@ -22,6 +22,7 @@ class ModelSizes:
     token_parameters: int  # weights that one token is multiplied with
     expert_parameters: int  # weights of one expert
     attention_width: int  # elements of all query heads of all layers of full attention
+    is_dense: bool = False  # whether each layer's one expert is the FFN of a dense model
 
     @property
     def num_layers(self) -> int:

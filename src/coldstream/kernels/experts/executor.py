@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from coldstream.errors import ConfigError, shown
 from coldstream.gguf.reader import GGUFFile, TensorInfo
-from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
+from coldstream.kernels.composed_ops import ffn_of_products
+from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, FfnWeights, Routing
 
 if TYPE_CHECKING:
+    import torch
+
     from coldstream.kernels.cuda.activations import Activations
     from coldstream.kernels.cuda.loader import CudaWeight
     from coldstream.kernels.experts.moe import MoeKernels
@@ -42,6 +45,12 @@ class ModelExecutor(Executor, Protocol):
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> "ExpertTable | None":
         """A table for a stack that need not be in device memory; None: it is loaded like any weight."""
+
+    def map_matrix(self, file: GGUFFile, info: TensorInfo) -> "ExpertTable | None":
+        """The same for a matrix of a dense layer's FFN, as a stack of one."""
+
+    def ffn(self, x: "Activations", weights: FfnWeights) -> "torch.Tensor | ExpertOutputs":
+        """See `Ops.ffn`."""
 
     def finish_step(self) -> None:
         """Call after the last operation of a step; the current stream then waits for work on others."""
@@ -127,6 +136,15 @@ class ResidentExecutor:
         """See `Executor`."""
         routed, shared = self._kernels.outputs(x, routing.ids, weights)
         return ExpertOutputs(routed, shared, routing)
+
+    def map_matrix(self, file: GGUFFile, info: TensorInfo) -> "ExpertTable | None":
+        """See `ModelExecutor`."""
+        return None
+
+    def ffn(self, x: "Activations", weights: FfnWeights) -> "torch.Tensor | ExpertOutputs":
+        """See `ModelExecutor`."""
+        out: torch.Tensor = ffn_of_products(self._kernels.device, x, weights)
+        return out
 
     def finish_step(self) -> None:
         """Nothing runs beside the stream."""

@@ -11,6 +11,7 @@ import torch
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import QuantActivations
+from coldstream.kernels.composed_ops import ffn_of_products
 from coldstream.kernels.cuda.activations import Activations, as_floats
 from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MAX_FEW_ROWS, MAX_PAIR_ROWS
 from coldstream.kernels.cuda.loader import CudaWeight
@@ -32,7 +33,7 @@ from coldstream.kernels.experts.cuda_many import Groups, group_pairs, max_tiles
 from coldstream.kernels.experts.partition import Sharing, begin_of, partition_experts_cuda
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import INTEGER_TYPES, activation_scale_size
-from coldstream.kernels.ops import ExpertWeights, Routing
+from coldstream.kernels.ops import ExpertWeights, FfnWeights, Routing
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.router.cuda import Ahead, router_choose_cuda, router_few_cuda
@@ -157,8 +158,9 @@ class MoeKernels:
         """Output of the shared expert before its gate, [T, E]; None if there is none."""
         if weights.shared_gate is None:
             return None
-        gate, up = self.device.linear(x, (weights.shared_gate, weights.shared_up))
-        return self.device.linear(self.device.swiglu(gate, up), (weights.shared_down,))[0]
+        matrices = FfnWeights(weights.shared_gate, weights.shared_up, weights.shared_down)
+        shared: torch.Tensor = ffn_of_products(self.device, x, matrices)
+        return shared
 
     def pairs(self, x: Activations, ids: torch.Tensor, weights: ExpertWeights) -> Pairs:
         """Memory for the routed experts of a layer; for MANY, queues the grouping of pairs by expert."""

@@ -1,0 +1,223 @@
+"""Feed-forward networks of a dense model on a GPU that does not hold all of them.
+
+The plan says which layers lack theirs, so nothing is guessed. In each step the CPU computes some of them
+where they are mapped, and a stream of its own copies the others over the bus into a ring, each while the
+layers before it are computed. Both are part of the step, and of its graph.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from cuda.bindings import driver
+
+from coldstream.errors import DeviceError
+from coldstream.experts.copies import read_host
+from coldstream.experts.host import HostExperts
+from coldstream.experts.layer_sides import layers_of_cpu
+from coldstream.experts.partial_tables import PartialTables
+from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels.composed_ops import ffn_of_products
+from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.memory import ALIGNMENT
+from coldstream.kernels.experts.cuda_layer import Stacks
+from coldstream.kernels.experts.executor import ResidentExecutor
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
+from coldstream.kernels.experts.moe import MoeKernels
+from coldstream.kernels.experts.partition import Places, partition_experts_cuda, sharing_of
+from coldstream.kernels.experts.shapes import MATRICES
+from coldstream.kernels.experts.split import NUM_WORDS, MissTimes
+from coldstream.kernels.experts.table import ExpertTable
+from coldstream.kernels.ops import ExpertOutputs, FfnWeights, Routing, RowsElsewhere
+from coldstream.kernels.quant_tensor import QuantTensor
+
+
+@dataclass(frozen=True)
+class _MissingLayer:
+    """An FFN on the host: its matrices, and the page-locked addresses from which they are copied."""
+
+    stacks: Stacks
+    sources: tuple[int, ...]
+
+
+class LayerExecutor(ResidentExecutor):
+    """A `ModelExecutor` over weights on the device, a ring of `ring_bytes`, the mapped file and the CPU.
+
+    whole_layers: those with their FFN on the device. Call `number_layers` before the first step, and set
+    `times`, of which `host` has measured ones. `host` is None over a `MemoryPlan`.
+    """
+
+    def __init__(
+        self,
+        kernels: MoeKernels,
+        mailbox: Mailbox,
+        host: HostExperts | None,
+        whole_layers: Collection[int] = (),
+        ring_bytes: int = 0,
+    ) -> None:
+        super().__init__(kernels)
+        self._device, self._mailbox, self._host = kernels.device, mailbox, host
+        memory = self._device.memory
+        self._tables = PartialTables(memory, host, whole_layers)
+        self._ring = memory.persistent((ring_bytes // ALIGNMENT * ALIGNMENT,), torch.uint8)
+        self.times: MissTimes | None = None
+        self._missing: list[_MissingLayer] = []
+        self._numbers: dict[int, int | None] = {}  # by the identity of a layer's gate; None: on the device
+        self._place_bytes = 0
+        self._pinned: list[torch.Tensor] = []
+        zeros = self._device.zeros
+        self._ids = zeros((MAX_MAILBOX_ROWS, 1), "int32")
+        self._weights = memory.persistent((MAX_MAILBOX_ROWS, 1), torch.float32).fill_(1.0)
+        self._cpu_ids, self._used = (zeros((MAX_MAILBOX_ROWS, 1), "int32") for _ in range(2))
+        self._addresses = memory.persistent((MATRICES, 1), torch.int64)
+        self._no_bus = zeros((NUM_WORDS,), "int32")
+        self._beside: torch.cuda.Stream | None = None
+        if not self._device.planning:
+            self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # Of the running step: whether it has begun, the layers that are still to be copied, and those whose
+        # copy was queued, in order, each with its place and the event behind it.
+        self._has_begun = False
+        self._to_copy: deque[int] = deque()
+        self._copied: deque[tuple[int, int, torch.cuda.Event | None]] = deque()
+
+    def map_matrix(self, file: GGUFFile, info: TensorInfo) -> ExpertTable | None:
+        """See `ModelExecutor`."""
+        return self._tables.map_stack(file, replace(info, shape=(1, *info.shape)))
+
+    def number_layers(self, layers: Iterable[FfnWeights]) -> None:
+        """Call once after loading, with the FFNs of all layers in the model's order.
+
+        ValueError for a ring without a place for the largest one that is missing.
+        """
+        for weights in layers:
+            number = None
+            if isinstance(weights.gate, ExpertTable):
+                number = len(self._missing)
+                stacks = (weights.gate, weights.up, weights.down)
+                self._missing.append(_MissingLayer(stacks, tuple(map(self._page_locked, stacks))))
+                if self._host is not None:
+                    self._host.add_layer(stacks)
+            self._numbers[id(weights.gate)] = number
+        self._place_bytes = max((_bytes_of(layer.stacks) for layer in self._missing), default=0)
+        if self._place_bytes > self._ring.numel():
+            raise ValueError(f"an FFN of {self._place_bytes} bytes, a ring of {self._ring.numel()}")
+
+    def _page_locked(self, stack: ExpertTable) -> int:
+        """The address of page-locked bytes of a matrix: where it is mapped, or of a copy."""
+        if self._host is None or stack.mapped:
+            return stack.source
+        self._pinned.append(torch.empty(stack.matrix_bytes, dtype=torch.uint8, pin_memory=True))
+        read_host(self._host, stack.source, self._pinned[-1].numpy())
+        return self._pinned[-1].data_ptr()
+
+    def ffn(self, x: Activations, weights: FfnWeights) -> torch.Tensor | ExpertOutputs:
+        """See `ModelExecutor`."""
+        if id(weights.gate) not in self._numbers:  # none of the model's own layers
+            return super().ffn(x, weights)
+        rows = x.shape[0]
+        if not self._has_begun:
+            self._begin(rows)
+        number = self._numbers[id(weights.gate)]
+        if number is None:
+            return super().ffn(x, weights)
+        if self._device.planning:
+            return self._planned(number, x)
+        if self._copied and self._copied[0][0] == number:
+            return self._from_ring(number, x)
+        return self._by_cpu(number, x)
+
+    def _planned(self, number: int, x: Activations) -> torch.Tensor | ExpertOutputs:
+        """Counts and notes both ways, either of which a step may take."""
+        self._copied.append((number, 0, None))
+        out = self._from_ring(number, x)
+        return self._by_cpu(number, x) if x.shape[0] <= MAX_MAILBOX_ROWS else out
+
+    def _begin(self, rows: int) -> None:
+        """Decides which layers a step of `rows` rows copies, and queues the first copies."""
+        self._has_begun = True
+        if self._beside is None:
+            return
+        assert self.times is not None, "times are set before the first step"
+        of_cpu = layers_of_cpu(len(self._missing), rows, self.times)
+        self._to_copy.extend(number for number in range(len(self._missing)) if number not in of_cpu)
+        self._beside.wait_stream(torch.cuda.current_stream())
+        for place in range(self._ring.numel() // max(1, self._place_bytes)):
+            self._copy_next(self._beside, place)
+
+    def _copy_next(self, beside: torch.cuda.Stream, place: int) -> None:
+        """Queues the copy of the next layer to a place that is free once `beside` comes there."""
+        if not self._to_copy:
+            return
+        number = self._to_copy.popleft()
+        layer = self._missing[number]
+        for stack, source, target in zip(
+            layer.stacks, layer.sources, self._offsets(layer.stacks, place), strict=True
+        ):
+            address = self._ring.data_ptr() + target
+            (status,) = driver.cuMemcpyHtoDAsync(address, source, stack.matrix_bytes, beside.cuda_stream)
+            if status != driver.CUresult.CUDA_SUCCESS:
+                raise DeviceError(f"a layer cannot be copied: {driver.cuGetErrorString(status)[1].decode()}")
+        self._copied.append((number, place, _recorded(beside)))
+
+    def _offsets(self, stacks: Stacks, place: int) -> tuple[int, ...]:
+        """Of each matrix in the ring."""
+        sizes = [_aligned(stack.matrix_bytes) for stack in stacks]
+        return tuple(place * self._place_bytes + sum(sizes[:matrix]) for matrix in range(MATRICES))
+
+    def _from_ring(self, number: int, x: Activations) -> torch.Tensor:
+        """Queues the products of a layer with its bytes in the ring, and a copy to its place behind them."""
+        _, place, arrived = self._copied.popleft()
+        stacks = self._missing[number].stacks
+        matrices = [
+            QuantTensor.from_bytes(
+                self._ring[offset : offset + stack.matrix_bytes], stack.quant_type, (stack.rows, stack.cols)
+            )
+            for stack, offset in zip(stacks, self._offsets(stacks, place), strict=True)
+        ]
+        if arrived is not None:
+            torch.cuda.current_stream().wait_event(arrived)
+        out: torch.Tensor = ffn_of_products(self._device, x, FfnWeights(*matrices))
+        if self._beside is not None and self._to_copy:
+            self._beside.wait_event(_recorded(torch.cuda.current_stream()))
+            self._copy_next(self._beside, place)
+        return out
+
+    def _by_cpu(self, number: int, x: Activations) -> ExpertOutputs:
+        """Asks the CPU for a layer, as for the only expert of every row."""
+        rows = x.shape[0]
+        places = Places(self._addresses, self._cpu_ids[:rows])
+        unread = [replace(stack, mapped=0) for stack in self._missing[number].stacks]
+        sharing = sharing_of(unread, self._no_bus, self._mailbox, number, places, self._used)
+        self._device.launch(partition_experts_cuda, self._ids[:rows], x.values, sharing)
+        box = self._mailbox
+        return ExpertOutputs(
+            self._device.empty(rows, 1, x.shape[1]),
+            None,
+            Routing(self._ids[:rows], self._weights[:rows], None),
+            # Constant: the sum reads it before the launch that writes it again is known to have ended.
+            RowsElsewhere(self._cpu_ids[:rows], box.out[:rows], box.done),
+        )
+
+    def finish_step(self) -> None:
+        """See `ModelExecutor`."""
+        if self._has_begun and self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
+        self._has_begun = False
+        self._to_copy.clear()
+        self._copied.clear()
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+def _bytes_of(stacks: Stacks) -> int:
+    """Of a layer in the ring."""
+    return sum(_aligned(stack.matrix_bytes) for stack in stacks)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,28 @@
+"""What stands around the steps of a model whose GPU does not hold all of it."""
+
+from coldstream.experts.partial_experts import PartialExperts
+from coldstream.experts.partial_layers import PartialLayers
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.experts.mailbox import Mailbox
+from coldstream.models.ram_budget import placed_stacks
+from coldstream.models.ram_pool import ram_pool
+from coldstream.models.spec import ModelSpec
+from coldstream.placement.run_plan import RunPlan
+
+PartialModel = PartialExperts | PartialLayers
+
+
+def partial_model(plan: RunPlan, file: GGUFFile, spec: ModelSpec) -> PartialModel:
+    """The part of `plan` that is not on the GPU; begins to map the file, beside what comes next.
+
+    Raises MemoryError.
+    """
+    partial: PartialModel
+    if spec.is_moe:
+        mailbox = Mailbox.create(spec.num_experts_per_tok, spec.hidden_size)
+        partial = PartialExperts(mailbox, plan, ram_pool(plan, file, spec))
+    else:
+        partial = PartialLayers(Mailbox.create(1, spec.hidden_size), plan)
+    stacks = (info for layer in placed_stacks(file, spec) for info in layer)
+    partial.host.map_ahead(file, {info.shard for info in stacks})
+    return partial
