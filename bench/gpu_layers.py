@@ -45,7 +45,8 @@ from results import ROOT, write_result
 
 DEPTH = 512
 GIB = 2**30
-ROOM_BYTES = 12 * GIB  # for all but FFNs
+CONTEXTS = 3  # of a prompt, and branches of it
+ROOM_BYTES = 24 * GIB  # for all but FFNs
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Machine:
                 vram=vram,
                 ctx_size=self.ctx_size,
                 threads=threads or "auto",
+                parallel=CONTEXTS,
             )
             planned = plan_model(config, file, spec, self.hardware)
         fixed, ring = planned.plan.fixed, 2 * max(self.sizes.expert_bytes) if num_missing else 0

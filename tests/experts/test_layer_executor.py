@@ -163,11 +163,12 @@ def test_ex04_products_of_a_layer_read_its_bytes_and_no_copy_comes_before_they_h
 
 
 def test_a_step_that_failed_leaves_nothing_to_the_next_one(path: Path) -> None:
-    with model_device(0) as device:
+    with model_device(3) as device:
         steps = Steps(device, path, range(NUM_LAYERS), 1.0, 2)
         x = steps.ops.activations(1, steps.spec.hidden_size)
         steps.ops.ffn(x, steps.weights[0])
         steps.ops.finish_step()  # as a runner does it, in any case
+        device.queue("another", writes=[range_of(steps.executor._ring)])
         steps.queue(5)
         steps.close()
 
