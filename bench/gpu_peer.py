@@ -20,16 +20,19 @@ import statistics
 import sys
 import time
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coldstream.engine.sizes import parse_size
 from device import describe
 from full_size_model import FULL_SHAPE
 from gpu import FIRST_ID, numbers, write_model
 from gpu_depth import CHUNK, UNTIMED_STEPS
 from gpu_hybrid import TEXT_STEP
 from gpu_peer_library import Context, Model, library_at
+from memory_limit import filled_memory
 from results import ROOT, write_result
 
 PARTS = ("prefill", "decode", "steps", "sequences")
@@ -155,7 +158,9 @@ def few_rows(context: Context, count: int, work: Work) -> dict[str, Any]:
 
 def fastest_threads(context: Context, candidates: Sequence[int]) -> tuple[int, dict[str, float]]:
     """The number of threads that decodes fastest, and tokens a second of each."""
-    rates = {}
+    rates: dict[int, float] = {}
+    if len(candidates) == 1:
+        return candidates[0], {}
     for threads in candidates:
         context.set_threads(threads)
         (rates[threads],) = decode(context, SWEEP_TOKENS, 1)
@@ -252,14 +257,24 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "command": command(options),
         "machine": describe(options.device),
         "llama_cpp": library.about(),
-        "settings": {"flash_attention": True, "cache_type": "f16", "load_mode": "none"},
+        "settings": {
+            "flash_attention": True,
+            "cache_type": "f16",
+            "load_mode": "none" if options.ram is None else "mmap",
+            "ram_bytes": options.ram,
+        },
         "repetitions": options.repetitions,
         "generate": options.generate,
         "placements": [],
     }
     for number in options.cpu_layers:
         start = time.perf_counter()
-        with Model(library, options.model, *placed(options, number)) as model:
+        with (
+            nullcontext() if options.ram is None else filled_memory(options.ram),
+            Model(
+                library, options.model, *placed(options, number), is_mapped=options.ram is not None
+            ) as model,
+        ):
             load_s = time.perf_counter() - start
             placement = {
                 "cpu_expert_layers": number,
@@ -289,6 +304,8 @@ def command(options: argparse.Namespace) -> str:
     for name in LISTS:
         words += [f"--{name.replace('_', '-')}", ",".join(map(str, getattr(options, name)))]
     words += ["--parts", ",".join(options.parts)]
+    if options.ram is not None:
+        words += ["--ram", str(options.ram)]
     if options.whole_of is not None:
         words += ["--whole-of", str(options.whole_of)]
     return shlex.join(words)
@@ -314,6 +331,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--whole-of", type=int, metavar="LAYERS", help="layers are on the CPU whole, of so many in all"
     )
+    parser.add_argument("--ram", type=parse_size, help="memory that is left to the mapped file and all else")
     parser.add_argument("--most-depth-cpu", type=int, default=8192, help="with experts on the CPU")
     parser.add_argument("--sequence-depth", type=int, default=512)
     parser.add_argument("--generate", type=int, default=128)

@@ -228,17 +228,29 @@ def library_at(path: Path) -> Library:
 
 
 class Model:
-    """A model without mmap: weights are in the backends' memory, some layers' experts in that of the CPU."""
+    """A model whose weights are in the backends' memory, some layers' experts in that of the CPU."""
 
-    def __init__(self, library: Library, path: Path, num_gpu_layers: int, num_cpu_expert_layers: int) -> None:
-        """num_gpu_layers: as --n-gpu-layers, -1 for all. num_cpu_expert_layers: as --n-cpu-moe."""
+    def __init__(
+        self,
+        library: Library,
+        path: Path,
+        num_gpu_layers: int,
+        num_cpu_expert_layers: int,
+        *,
+        is_mapped: bool = False,
+    ) -> None:
+        """num_gpu_layers: as --n-gpu-layers, -1 for all. num_cpu_expert_layers: as --n-cpu-moe. is_mapped:
+        whether the CPU's weights are those of the mapped file, and not in memory of their own.
+        """
         self.library = library
         library.listen()
         cpu = library.c.ggml_backend_cpu_buffer_type()
         patterns = [EXPERTS_OF_LAYER.format(layer).encode() for layer in range(num_cpu_expert_layers)]
         overrides = (BufferOverride * (len(patterns) + 1))(*((pattern, cpu) for pattern in patterns))
         params: Any = library.ModelParams.from_buffer_copy(library.model_defaults)
-        params.n_gpu_layers, params.load_mode = num_gpu_layers, LOAD_MODE_NONE
+        params.n_gpu_layers = num_gpu_layers
+        if not is_mapped:
+            params.load_mode = LOAD_MODE_NONE
         params.tensor_buft_overrides = ctypes.addressof(overrides)
         start = len(library.log)
         self.handle = library.c.llama_model_load_from_file(str(path).encode(), params)

@@ -1,12 +1,22 @@
-"""A memory cgroup of our own, below the one we are in, for processes that a benchmark starts. Linux, root."""
+"""Limits of memory for processes that a benchmark starts, page cache included. Linux.
+
+A memory cgroup of our own, below the one we are in, as root; or, where none may be made, a machine whose
+other memory is taken.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 _ROOT = Path("/sys/fs/cgroup")
+_PIECE_BYTES = 2**30
+# What the kernel keeps free by itself, and small processes that start meanwhile.
+SLACK_BYTES = 3 * 2**28
 
 
 @dataclass(frozen=True)
@@ -57,3 +67,27 @@ def _own_cgroup() -> tuple[Path, str]:
         if "memory" in controllers.split(","):
             return _ROOT / "memory" / path.lstrip("/"), "memory.limit_in_bytes"
     return _ROOT / path.lstrip("/"), "memory.max"
+
+
+@contextmanager
+def filled_memory(num_bytes: int) -> Iterator[None]:
+    """Takes all memory of the machine but `num_bytes` and SLACK_BYTES, and pages of files out of it.
+
+    There is no swap, or it would be used. Raises ValueError if less is available.
+    """
+    taken = available_bytes() - num_bytes - SLACK_BYTES
+    if taken < 0:
+        raise ValueError(f"{num_bytes} bytes are to be left, and {num_bytes + taken} are available")
+    sizes = [min(_PIECE_BYTES, taken - begin) for begin in range(0, taken, _PIECE_BYTES)]
+    with ThreadPoolExecutor() as threads:
+        pieces = list(threads.map(lambda size: np.full(size, 1, np.uint8), sizes))
+    try:
+        yield
+    finally:
+        pieces.clear()
+
+
+def available_bytes() -> int:
+    """Memory that programs can get, as the kernel estimates it."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024

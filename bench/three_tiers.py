@@ -6,7 +6,8 @@
 Each run is a process of its own: it opens the model, computes a prompt, and generates the most likely tokens
 behind it. The text must be that of a run without a budget, in which the file is mapped; the peak of the
 cgroup, of the process and of what it has locked must be within the budget. Where no cgroup may be made,
-`--no-cgroup` checks the process alone: the system may then keep more of the file's pages in memory.
+`--fill` takes all other memory of the machine first, so that the system has no room for more of the file's
+pages, and `--no-cgroup` checks the process alone.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from coldstream.engine.sizes import parse_size
 from coldstream.placement.forecast import forecast
 from coldstream.placement.hardware import Hardware
 from disk_tier import forget_pages
-from memory_limit import memory_limit
+from memory_limit import filled_memory, memory_limit
 from peer_tokens import random_tokens
 from results import write_result
 
@@ -103,6 +104,9 @@ def run(options: argparse.Namespace, ram: int | None) -> dict[str, Any]:
     if ram is None or options.no_cgroup:
         budget = () if ram is None else ("--ram", str(ram))
         found = _last_line((*command, *budget))
+    elif options.fill:
+        with filled_memory(ram):
+            found = _last_line((*command, "--ram", str(ram)))
     else:
         with memory_limit(f"tiers-{ram}", ram) as limit:
             found = _last_line(limit.command(*command, "--ram", str(ram)))
@@ -134,7 +138,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "prompt": options.prompt,
         "machine": asdict(Hardware.measure()),
         "same_text": True,
-        "cgroup": not options.no_cgroup,
+        "limit": "process" if options.no_cgroup else "filled memory" if options.fill else "cgroup",
         "mapped": summary(mapped, options.tokens),
         "budgets": {ram: summary(found, options.tokens) for ram, found in runs.items()},
     }
@@ -154,15 +158,17 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=600, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=256, help="generated in each run")
     parser.add_argument("--no-cgroup", action="store_true", help="check the memory of the process alone")
+    parser.add_argument("--fill", action="store_true", help="take all other memory, instead of a cgroup")
     parser.add_argument("--worker", action="store_true", help="one run, in this process")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
     options.budgets, options.ram = options.ram, (options.ram or [None])[0]
     options.model = options.model.resolve()
     if options.worker:
         work(options)
         return
-    write_result(compare(options), options.out)
+    write_result(compare(options), options.out, options.commit)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def test_without_a_cgroup_a_run_still_has_its_budget(
     commands: list[tuple[str, ...]] = []
     monkeypatch.setattr(three_tiers, "_last_line", lambda command: commands.append(command) or found())
     monkeypatch.delattr(three_tiers, "memory_limit")
-    options = Namespace(model=model, vram=5, prompt=1, tokens=COUNT, no_cgroup=True)
+    options = Namespace(model=model, vram=5, prompt=1, tokens=COUNT, no_cgroup=True, fill=False)
     assert three_tiers.run(options, ram) == found()
     (command,) = commands
     assert command[-2:] == (("--ram", "7") if ram else ("--tokens", str(COUNT)))

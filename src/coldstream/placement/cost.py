@@ -32,7 +32,8 @@ MANY_ROWS_VRAM_SHARE: Final = 0.36  # the same in products of a prompt's rows
 PRODUCT_SHARE: Final = 0.17  # of the rate of large matrices
 FLOAT_SHARE: Final = 0.035  # attention, which computes in float32, against int8
 CPU_SHARE: Final = 0.85  # of the rate at which threads read
-MISSES_SHARE: Final = 0.6  # the same for the few experts of a layer that a GPU asks for
+MISSES_SHARE: Final = 0.6  # the same for what a GPU asks for: few experts of a layer, or a dense layer's FFN
+LAYER_PRODUCT_SHARE: Final = 0.3  # of what cores multiply, in an FFN that all of them share
 DISK_ROUND_S: Final = 4.5e-4  # per layer that misses: waking readers, and the disk's latency
 CPU_LAYER_S: Final = 6e-5  # per layer, independent of bytes
 CPU_ROW_S: Final = 1.2e-5  # per layer and row of a prompt on one core, beside products
@@ -75,17 +76,16 @@ def split_misses(num_misses: int, expert_bytes: int, rates: Rates, *, streams: b
 def miss_times(expert_bytes: int, rates: Rates, *, is_layer: bool = False) -> MissTimes:
     """What a missing expert of so many bytes takes on either side, by which they share a step's.
 
-    is_layer: whether it is the FFN of a dense layer, which the CPU reads in long pieces and the copy engine
-    copies.
+    is_layer: whether it is the FFN of a dense layer, which the copy engine copies.
     """
     alone, beside = _misses_per_s(rates), _misses_per_s(rates, beside_link=True)
     bus_alone, bus_beside = BUS_SHARE * rates.link_bytes_per_s, BUS_BESIDE_SHARE * rates.link_beside_read
     landing = LANDING_SHARE * rates.link_beside_read
+    cpu_bytes_per_s = rates.cpu_bytes_per_s
     if is_layer:
-        alone = min(CPU_SHARE * rates.read_bytes_per_s, rates.cpu_bytes_per_s)
-        beside = min(CPU_SHARE * rates.read_beside_link, rates.cpu_bytes_per_s)
-        bus_alone, bus_beside, landing = rates.link_bytes_per_s, *(2 * (rates.link_beside_read,))
-    products = [_product_seconds(rows) * expert_bytes / rates.cpu_bytes_per_s for rows in _ROWS]
+        bus_alone = bus_beside = landing = rates.link_bytes_per_s  # the CPU does not read at full speed
+        cpu_bytes_per_s *= LAYER_PRODUCT_SHARE
+    products = [_product_seconds(rows) * expert_bytes / cpu_bytes_per_s for rows in _ROWS]
     return MissTimes(
         _nanoseconds(expert_bytes / landing),
         tuple(_nanoseconds(max(expert_bytes / beside, seconds)) for seconds in products),

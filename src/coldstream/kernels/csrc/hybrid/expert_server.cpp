@@ -53,6 +53,7 @@ int expert_server::add_layer(const weight& gate, const weight& up, const weight&
     const pooled_layer from = {pool, pool_layer, box_.ids, box_.num_ranks, box_.num_ranks};
     next.arriving.push_back(std::make_unique<pooled_experts_op>(kernels_, args, from, box_.capacity));
   }
+  next.num_experts = gate.num_matrices;
   next.pool = std::move(pool);
   next.pool_layer = pool_layer;
   next.few.push_back(std::make_unique<few_experts_op>(kernels_, args));
@@ -140,7 +141,9 @@ int64_t expert_server::num_pairs(int rows) const {
 }
 
 void expert_server::compute(const layer& of, int rows) {
-  threads_->run(num_pairs(rows) <= few_experts_op::max_pairs ? of.few : of.many, rows);
+  // Of few pairs with one expert more rows than kernels for few rows take would have it read more than once.
+  const bool reads_once = of.num_experts > 1 || rows <= few_max_rows;
+  threads_->run(reads_once && num_pairs(rows) <= few_experts_op::max_pairs ? of.few : of.many, rows);
 }
 
 void expert_server::compute_pooled(const layer& of, int rows) {

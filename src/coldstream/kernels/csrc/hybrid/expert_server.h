@@ -82,6 +82,7 @@ class expert_server {
     ops arriving;   // one op, for experts that are being read into `pool`
     std::shared_ptr<expert_pool> pool;
     int pool_layer;
+    int64_t num_experts;
   };
   int64_t num_pairs(int rows) const;
   void compute(const layer& of, int rows);
