@@ -27,6 +27,7 @@ from coldstream.cli.interrupts import (
     TerminatedError,
 )
 from coldstream.errors import ColdstreamError, escape_controls
+from coldstream.garbage import starting
 
 VERBS = {
     "run": "Generate or chat in the terminal.",
@@ -86,7 +87,8 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command = importlib.import_module(f"coldstream.cli.{cmd_name}").command
+        with starting():
+            command = importlib.import_module(f"coldstream.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
 
