@@ -25,6 +25,7 @@ from coldstream.engine.events import Event
 from coldstream.engine.submission import Submission
 from coldstream.errors import ColdstreamError, ConfigError, GenerationFault, host_memory_errors
 from coldstream.garbage import starting
+from coldstream.kernels.cuda import ahead
 from coldstream.server.codec import ProtocolError
 from coldstream.server.messages import (
     Accepted,
@@ -257,6 +258,8 @@ def run(arguments: Sequence[str], open_engine: OpenEngine) -> int:
 def open_real(message: Open, progress: OpenProgress) -> Iterator[tuple[Computes, EngineFacts]]:
     """Open the model and an engine on it; both are closed at the end of the block. Raises as `open_model`."""
     with starting():
+        if message.config.device != "cpu":
+            ahead.begin()
         from coldstream.engine.cache_tiers import CacheTiers, open_tiers
         from coldstream.engine.engine import Engine
         from coldstream.engine.opened_model import open_model
