@@ -79,7 +79,6 @@ class CudaRunner(ModelRunner):
         check_supported(spec)
         check_types(file.tensors)
         self.chunk_size = plan.placement.fixed.chunk_size
-        self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size)
         self._limits = BatchLimits(spec.vocab_size, limits.context_length, self.chunk_size, MAX_SEGMENTS)
         self._partial: PartialExperts | None = None
         self._in_flight: list[tuple[int, tuple[Sequence, ...]]] = []  # running steps' numbers and sequences
@@ -93,6 +92,7 @@ class CudaRunner(ModelRunner):
                     mailbox = Mailbox.create(spec.num_experts_per_tok, spec.hidden_size)
                     self._partial = PartialExperts(mailbox, plan, ram_pool(plan, file, spec))
                     self._partial.host.map_ahead(file)  # beside what comes next
+                self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size)
                 with loading_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling):
                     self._load(executor, progress)
                 self._warnings = (*self._loaded.model.warnings, *filter(None, [default_cache().problem]))
