@@ -30,7 +30,7 @@ PHASES: dict[str, tuple[tuple[str, str], ...]] = {
         ("models.cuda_model", "kernels_of"),
         ("models.cuda_model", "count_memory"),
     ),
-    "measure the machine": (("engine.machine", "measured_hardware"),),
+    "measure the machine": (("engine.machine", "hardware_of"), ("engine.machine", "with_rates")),
     "plan": (("engine.planning", "plan_model"),),
     "tokenizer": (("gguf.tokenizer", "Tokenizer.from_metadata"),),
     "read the header": (("gguf.reader", "GGUFFile.open"), ("models.spec", "ModelSpec.from_gguf")),

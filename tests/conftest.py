@@ -90,6 +90,7 @@ def nothing_left_of_other_tests(request: pytest.FixtureRequest) -> None:
     """Tests marked `alone` compare what is free of the device's memory. What earlier tests left in cycles
     (errors hold frames, which hold runners) must not be freed in the middle of one."""
     if "alone" in request.keywords:
+        gc.unfreeze()  # commands that ran in this process froze what there was
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -9,7 +9,8 @@ import click
 import pytest
 
 from coldstream import __version__, errors
-from coldstream.cli.main import VERBS
+from coldstream.cli.main import VERBS, main
+from coldstream.kernels.cuda import ahead
 
 COLDSTREAM = [sys.executable, "-m", "coldstream"]
 
@@ -42,6 +43,26 @@ def test_the_help_of_a_verb_needs_no_torch(verb: str) -> None:
 def test_generating_on_the_cpu_needs_no_torch() -> None:
     """Whose import takes longer than a small model's answer, and more memory than many a model."""
     assert "torch" not in _imports("run", "-p", "def", "-n", "1", "--device", "cpu", "--quiet")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begins"),
+    [
+        (["run", "no-such-model.gguf"], True),
+        (["bench", "no-such-model.gguf", "--vram", "6G"], True),
+        (["run", "no-such-model.gguf", "--device", "cpu"], False),
+        (["run", "no-such-model.gguf", "--device=cpu"], False),
+        (["run", "--help"], False),
+        (["ls"], False),
+    ],
+)
+def test_a_gpu_is_made_ready_beside_the_imports_of_verbs_that_compute(
+    arguments: list[str], begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[None] = []
+    monkeypatch.setattr(ahead, "begin", lambda: begun.append(None))
+    main(arguments)
+    assert bool(begun) == begins
 
 
 @pytest.mark.parametrize("verb", VERBS)

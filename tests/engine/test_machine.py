@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 pytest.importorskip("cuda.bindings")
 
 from coldstream.engine import machine
-from coldstream.engine.machine import hardware_with, measured_hardware, reconsider_rates
+from coldstream.engine.machine import hardware_with, measured_hardware, reconsider_rates, with_rates
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda import link
 from coldstream.kernels.cuda.device import Gpu
@@ -35,6 +36,17 @@ def test_a_machine_is_measured_once(tmp_path: Path) -> None:
     again = measured_hardware(None, path=path)
     assert again.read_bytes_per_s not in (None, 123.0)
     assert again.cpu_name == Hardware.measure().cpu_name
+
+
+def test_rates_are_added_without_another_look_at_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose files of the kernel may take a while to read."""
+    path = tmp_path / "hardware.json"
+    first = measured_hardware(None, path=path)
+    here = replace(first, read_bytes_per_s=None, ram_available_bytes=123, measured_at=None)
+    monkeypatch.delattr(Hardware, "measure")
+    assert with_rates(here, path=path) == replace(first, ram_available_bytes=123)
 
 
 def test_where_nothing_can_be_kept_it_is_measured_each_time(tmp_path: Path) -> None:

@@ -96,8 +96,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def gpu(compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU on the host."""
-    monkeypatch.setattr(opened_model, "hardware_with", lambda gpu: MACHINE)
-    monkeypatch.setattr(opened_model, "measured_hardware", lambda *_: MACHINE)
+    monkeypatch.setattr(opened_model, "hardware_of", lambda gpu: MACHINE)
+    monkeypatch.setattr(opened_model, "with_rates", lambda *_: MACHINE)
     with gpu_on(compiled_for_the_host):
         yield
 

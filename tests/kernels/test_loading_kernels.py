@@ -1,5 +1,6 @@
 """Kernels that are compiled beside other work; simulated, so that no GPU is needed."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -34,6 +35,23 @@ def test_what_is_within_runs_beside_them(program: CudaProgram, monkeypatch: pyte
         goes_on.set()
     assert loaded == {"one", "two"}
     assert seen == [(1, 2), (2, 2)]
+
+
+def test_what_takes_long_to_compile_is_begun_first(
+    program: CudaProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+
+    def kernel(self: CudaProgram, instance: str) -> NotedKernel:
+        begun.append(instance)
+        return NotedKernel()
+
+    monkeypatch.setattr(CudaProgram, "kernel", kernel)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    slow = CudaProgram(Path("other.cu"), ("long", "longer"), is_slow=True)
+    with loading_kernels([(program, "one"), (slow, "long"), (program, "two"), (slow, "longer")]):
+        pass
+    assert begun == ["long", "longer", "one", "two"]
 
 
 def test_an_error_of_a_kernel_comes_at_the_end(program: CudaProgram, monkeypatch: pytest.MonkeyPatch) -> None:

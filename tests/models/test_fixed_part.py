@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,11 +10,13 @@ from builders import Dims, write_gguf
 from coldstream.engine.config import EngineConfig, cache_bytes_per_token
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
+from coldstream.kvcache import CacheSize
 from coldstream.models import fixed_part
 from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.fixed_part import fixed_parts_on_gpu
+from coldstream.models.fixed_part import CHUNK_SIZES, fixed_parts_on_gpu
 from coldstream.models.footprint import bytes_per_token, dense_bytes, model_sizes, trunk_bytes
 from coldstream.models.spec import ModelSpec
+from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
 
 CTX = 512
@@ -160,3 +163,62 @@ def test_steps_get_shorter_where_that_lets_all_experts_fit(tmp_path: Path) -> No
     assert [part.chunk_size for part in parts] == [16384, 8192, 2048, 16384]
     for budget, part in zip(budgets[:3], parts, strict=False):
         assert part.total + sizes.all_expert_bytes <= budget
+
+
+@pytest.mark.parametrize("shift", [0.25, 1, 4])
+def test_the_longest_modest_step_is_found_with_few_counts(
+    tmp_path: Path, shift: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the estimate, which says where to look first, is far off."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    _, spec, sizes = read(path)
+    sizes = replace(sizes, expert_bytes=(2**30,) * 4)
+    count, estimate = fixed_part._counted, fixed_part._estimated
+    asked: list[int] = []
+
+    def counted(*arguments: Any, **options: Any) -> FixedPart:
+        part = count(*arguments, **options)
+        asked.append(part.chunk_size)
+        return part
+
+    def shifted(*arguments: Any, **options: Any) -> FixedPart:
+        part = estimate(*arguments, **options)
+        return replace(part, workspace=int(part.workspace * shift))
+
+    monkeypatch.setattr(fixed_part, "_estimated", shifted)
+    with GGUFFile.open(path) as file:
+        caches = CacheSize.shared(spec, CTX, "i16", is_scarce=True)
+        of_size = {
+            size: count(file, spec, sizes, caches, CTX, "i16", size, has_mtp=False) for size in CHUNK_SIZES
+        }
+        monkeypatch.setattr(fixed_part, "_counted", counted)
+        most = 0
+        for budget in range(470 * 2**20, 3500 * 2**20, 101 * 2**20):
+            modest = [size for size in CHUNK_SIZES if fixed_part._is_modest(of_size[size], budget)]
+            asked.clear()
+            (part,) = fixed_parts_on_gpu(file, spec, sizes, CTX, "i16", [budget])
+            assert part == of_size[max(modest, default=CHUNK_SIZES[-1])]
+            assert len(asked) == len(set(asked)), "nothing is counted twice"
+            most = max(most, len(asked))
+    assert most <= (3 if shift == 1 else 5)
+
+
+def test_states_that_cannot_fit_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    _, spec, sizes = read(path)
+    sizes = replace(sizes, expert_bytes=(2**30,) * 4)
+    states = []
+    shared = CacheSize.shared
+
+    def noted(*arguments: Any, is_scarce: bool, **options: Any) -> CacheSize:
+        states.append(is_scarce)
+        return shared(*arguments, is_scarce=is_scarce, **options)
+
+    monkeypatch.setattr(CacheSize, "shared", noted)
+    with GGUFFile.open(path) as file:
+        fixed_parts_on_gpu(file, spec, sizes, CTX, "i16", [2**32])
+        assert all(states)
+        fixed_parts_on_gpu(file, spec, sizes, CTX, "i16", [2**36])
+        assert not all(states)

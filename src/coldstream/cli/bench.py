@@ -30,6 +30,7 @@ from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.prefetch_statistics import PrefetchStatistics
 from coldstream.experts.step_times import StepTimes, describe_parts
+from coldstream.garbage import starting
 from coldstream.kernels.cuda.device import find_gpu, measure_copy_bandwidth
 from coldstream.models.footprint import bytes_per_token, num_parameters
 from coldstream.placement.hardware import Hardware
@@ -79,7 +80,7 @@ def command(
     if options["ctx_size"] is None and options["plan"] is None:
         # Whether anything drafts is known once the model is open.
         options["ctx_size"] = max(_num_tokens([*tests, *drafted]))
-    with ProgressLine() as line:
+    with ProgressLine() as line, starting():
         opened = open_model(engine_config(model_or_bundled(model), options), progress=line.update)
     for warning in opened.warnings:
         note(f"warning: {warning}")

@@ -27,6 +27,7 @@ from coldstream.cli.interrupts import (
     TerminatedError,
 )
 from coldstream.errors import ColdstreamError, escape_controls
+from coldstream.garbage import starting
 
 VERBS = {
     "run": "Generate or chat in the terminal.",
@@ -58,6 +59,10 @@ coldstream {__version__} runs Mixture-of-Experts language models from GGUF files
   coldstream plan model.gguf          what goes into which memory, and the speed to expect
   coldstream --help                   all commands"""
 EXIT_BROKEN_PIPE = 141
+_COMPUTING = ("run", "bench")  # in this process
+_NO_GPU = {"cpu", "--device=cpu", "--help", "-h"}  # among their arguments, where no GPU is needed
+# Modules of those verbs whose libraries would otherwise wait for PyTorch's to be loaded.
+_LOADED_FIRST = ("numpy", "tokenizers", "coldstream.kernels._csrc")
 
 
 @dataclass
@@ -86,7 +91,8 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command = importlib.import_module(f"coldstream.cli.{cmd_name}").command
+        with starting():
+            command = importlib.import_module(f"coldstream.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
 
@@ -94,6 +100,9 @@ class _Verbs(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
+        if name in _COMPUTING and not ctx.resilient_parsing and _NO_GPU.isdisjoint(args):
+            with starting():
+                _begin_on_a_gpu()
         if name in VERBS or ctx.resilient_parsing or name.startswith("-"):
             return super().resolve_command(ctx, args)
         close = difflib.get_close_matches(name, VERBS, n=1)
@@ -116,6 +125,15 @@ class _Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         with _broken_pipes():
             return super().invoke(ctx)
+
+
+def _begin_on_a_gpu() -> None:
+    """Begins what a GPU needs, if there is one, beside the imports of a verb that computes."""
+    from coldstream.kernels.cuda import ahead
+
+    for name in _LOADED_FIRST:
+        importlib.import_module(name)
+    ahead.begin()
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from coldstream.cli.options import (
 from coldstream.cli.terminal import ProgressLine, note
 from coldstream.cli.text_input import prompt_of
 from coldstream.engine import LLM, SamplingParams, open_model
+from coldstream.garbage import starting
 
 MAX_QUOTED_CHARS = 60
 
@@ -126,7 +127,7 @@ def command(
 def _open(model: str, options: Mapping[str, Any]) -> LLM:
     config = engine_config(model, options)
     sampling_params(options, SamplingParams())  # a wrong setting shall not wait for the model to load
-    with ProgressLine() as line:
+    with ProgressLine() as line, starting():
         opened = open_model(config, progress=line.update)
     for warning in opened.warnings:
         note(f"warning: {warning}")

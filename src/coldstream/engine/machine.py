@@ -22,16 +22,27 @@ _FAR: Final = 1.5  # times as fast as stored rates explain, which then must be t
 _NUM_HANDSHAKES: Final = 3  # measurements, each the mean of many rounds; the best counts
 
 
+def hardware_of(gpu: Gpu | None) -> Hardware:
+    """This machine, with `gpu` as `find_gpu` gave it, and no rates."""
+    return Hardware.measure() if gpu is None else hardware_with(gpu)
+
+
 def measured_hardware(
     gpu: Gpu | None, progress: Progress | None = None, path: Path | None = None, *, again: bool = False
 ) -> Hardware:
-    """This machine, with `gpu` as `find_gpu` gave it, and its rates.
+    """This machine, with `gpu` as `find_gpu` gave it, and its rates. As `with_rates`."""
+    return with_rates(hardware_of(gpu), progress, path, again=again)
+
+
+def with_rates(
+    hardware: Hardware, progress: Progress | None = None, path: Path | None = None, *, again: bool = False
+) -> Hardware:
+    """`hardware`, which is this machine, with its rates.
 
     The rates are read from the file at `path` (None: the default one), or measured in a few seconds and
     stored there if possible; again: measured in any case. Raises DeviceError, OutOfMemoryError.
     """
     path = path or default_path()
-    hardware = Hardware.measure() if gpu is None else hardware_with(gpu)
     stored = None if again else with_stored_rates(hardware, path)
     if stored is not None:
         return stored

@@ -12,7 +12,7 @@ from coldstream.engine.device_choice import OpenProgress, choose_device
 from coldstream.engine.draft_file import NOTHING_IS_DRAFTED, open_draft
 from coldstream.engine.drafting import open_speculation
 from coldstream.engine.grammar import Grammars
-from coldstream.engine.machine import hardware_with, measured_hardware
+from coldstream.engine.machine import hardware_of, with_rates
 from coldstream.engine.own_parts import OwnParts
 from coldstream.engine.planned import Planned
 from coldstream.engine.planning import bundled_profile, plan_model
@@ -32,7 +32,6 @@ from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.runner import ModelRunner
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.checked_policy import CheckedPolicy
-from coldstream.placement.hardware import Hardware
 from coldstream.placement.run_plan import RunPlan
 
 _SAMPLING_KEYS = {
@@ -112,7 +111,7 @@ def open_model(
     """Find, check and load the model that `config` names. Raises as `LLM` says; nothing stays open then."""
     own = own or OwnParts()
     config, gpu, warnings = choose_device(config)
-    is_auto = config.spec_type == "auto"
+    hardware, is_auto = hardware_of(gpu), config.spec_type == "auto"
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with ExitStack() as cleanup:
         file = cleanup.enter_context(GGUFFile.open(path))
@@ -122,9 +121,9 @@ def open_model(
                 draft.config,
                 file,
                 spec,
-                Hardware.measure() if gpu is None else hardware_with(gpu),
+                hardware,
                 trace=bundled_profile(file, spec),
-                measured=partial(measured_hardware, gpu, progress),
+                measured=partial(with_rates, hardware, progress),
                 draft=draft.needs,
             )
             config, warnings = planned.config, warnings + draft.warnings + planned.warnings

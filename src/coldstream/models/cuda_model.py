@@ -4,7 +4,7 @@ All device memory is counted before anything is copied, by loading the model and
 tensors without memory (`kernels/cuda/memory.py`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -41,7 +41,7 @@ from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cuda_logits import Sampler
 from coldstream.models.cuda_mtp import LoadedMtp
 from coldstream.models.cuda_rounds import RoundMemory
-from coldstream.models.distinct_layers import distinct_layers
+from coldstream.models.distinct_layers import distinct_layers, distinct_mixers
 from coldstream.models.fixed_part import GRAPH_BYTES, RESERVE_BYTES
 from coldstream.models.fixed_part import HEAD_ROWS as HEAD_ROWS
 from coldstream.models.mtp import MtpModel
@@ -203,6 +203,14 @@ class Loaded:
         """The hidden states of the inputs, valid until the next step."""
         return self._forward(*self.inputs.take(shape))
 
+    def mix(self, shape: StepShape) -> None:
+        """Launches what the mixers of a step do, for finding out what that is."""
+        rows = self.inputs.take(shape)[1]
+        x = self.ops.activations(shape.num_rows, self.model.spec.hidden_size)
+        angles = self.model.angles(rows)
+        for block, state in zip(self.model.blocks, self.states.layers, strict=True):
+            self.model.mix(block, x, angles, state, rows)
+
     def _forward(self, token_ids: torch.Tensor, rows: Rows) -> Activations:
         self.memory.start_step()
         try:
@@ -291,13 +299,17 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
     """The kernels that steps of any size launch, and those of choosing tokens."""
     loaded = Loaded.into(MemoryPlan(), file, spec, limits, chunk_size, notes_kernels=True)
     distance = limits.prefetching.distance if limits.prefetching else 0
+    mixers = loaded.with_layers(distinct_mixers(loaded.model.blocks))
     loaded = loaded.with_layers(distinct_layers(loaded.model.blocks, distance))
     # A kernel is launched for one range of row counts, so that these counts meet all of them.
     sizes = {2**i for i in range(chunk_size.bit_length())} | {2**i + 1 for i in range(6)}
     with note_kernels() as noted:
-        for shape in _shapes(sizes, limits.has_trees):
+        for count in sorted(sizes):
+            shape, *others = _shapes(count, limits.has_trees)
             hidden = loaded.step(shape)
-            loaded.model.logits(hidden.rows(0, min(shape.num_rows, HEAD_ROWS)))
+            loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
+            for shape in others:
+                mixers.mix(shape)  # nothing else asks which rows they are
         if limits.has_trees:
             loaded.commit()
         if loaded.mtp is not None:
@@ -308,17 +320,16 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
     return noted | chosen
 
 
-def _shapes(sizes: Iterable[int], has_trees: bool) -> Iterator[StepShape]:
-    """Steps of `sizes` rows with all kernels. Those of steps of many rows are the same for all shapes."""
-    for count in sorted(sizes):
-        if count > 2 * MAX_DECODE_ROWS:
-            yield StepShape.prompt(count)
-            continue
-        for trees, is_prompt, is_deep in product({False, has_trees}, (False, True), (False, True)):
-            shape = StepShape(count, has_trees=trees, has_prompts=is_prompt, is_deep=is_deep)
-            yield shape
-            if trees:
-                yield replace(shape, has_branches=True)
+def _shapes(count: int, has_trees: bool) -> Iterator[StepShape]:
+    """Steps of `count` rows with all kernels. Those of steps of many rows are the same for all shapes."""
+    if count > 2 * MAX_DECODE_ROWS:
+        yield StepShape.prompt(count)
+        return
+    for trees, is_prompt, is_deep in product({False, has_trees}, (False, True), (False, True)):
+        shape = StepShape(count, has_trees=trees, has_prompts=is_prompt, is_deep=is_deep)
+        yield shape
+        if trees:
+            yield replace(shape, has_branches=True)
 
 
 def check_supported(spec: ModelSpec) -> None:

@@ -77,7 +77,6 @@ class CudaRunner(ModelRunner):
         check_supported(spec)
         check_types(file.tensors)
         self.chunk_size = plan.placement.fixed.chunk_size
-        self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size)
         self._limits = BatchLimits(spec.vocab_size, limits.context_length, self.chunk_size, MAX_SEGMENTS)
         self._partial: PartialModel | None = None
         self._in_flight: list[tuple[int, tuple[Sequence, ...]]] = []  # running steps' numbers and sequences
@@ -89,6 +88,7 @@ class CudaRunner(ModelRunner):
             with device_errors():
                 if limits.expert_bytes is not None:
                     self._partial = partial_model(plan, file, spec)
+                self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size)
                 with loading_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling):
                     self._load(executor, progress)
                 self._warnings = (*self._loaded.model.warnings, *filter(None, [default_cache().problem]))

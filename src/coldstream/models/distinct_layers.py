@@ -6,6 +6,7 @@ repeats few combinations of those. Pure.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,11 +30,26 @@ def distinct_layers(blocks: Sequence[Block], distance: int = 0) -> tuple[int, ..
     return tuple(sorted(first.values()))
 
 
+def distinct_mixers(blocks: Sequence[Block]) -> tuple[int, ...]:
+    """The first layer with a mixer of each kind, in order."""
+    first: dict[Hashable, int] = {}
+    for layer, block in enumerate(blocks):
+        first.setdefault(_kind(block.mixer), layer)
+    return tuple(first.values())
+
+
 def _kind(value: Any) -> Hashable:
     """Types and shapes of everything in `value`, without addresses and contents."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
-    if is_dataclass(value):
-        return type(value), tuple(_kind(getattr(value, field.name)) for field in fields(value))
-    kind: Hashable = value
-    return kind
+    kind: Any = type(value)
+    if (names := _fields_of(kind)) is not None:
+        return kind, tuple(_kind(getattr(value, name)) for name in names)
+    plain: Hashable = value
+    return plain
+
+
+@cache
+def _fields_of(kind: type) -> tuple[str, ...] | None:
+    """Names of the fields; None if it is no dataclass, which takes long to find out of an enumeration."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None

@@ -4,9 +4,9 @@ It is counted by the dry run that also plans the GPU's memory. Without the packa
 estimated from their widths, and the parts of attention from the context. On the CPU `CpuRunner.needs` counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from coldstream.experts.prefetching import LAYERS_AHEAD, MAX_PREFETCHED, Prefetching
 from coldstream.gguf.reader import GGUFFile
@@ -32,6 +32,9 @@ RESERVE_BYTES = 256 * 2**20
 HEAD_ROWS = 64  # of one call of the head, whose logits fit into page-locked memory of the host
 _FLOATS_BESIDE_EXPERTS = 16  # activations of a token in hidden states, plus one per expert
 
+_Count = Callable[..., FixedPart]  # `_counted` or `_estimated`
+_Parts = Callable[[int], FixedPart]  # by the tokens of a step
+
 
 def fixed_parts_on_gpu(
     file: GGUFFile,
@@ -50,8 +53,7 @@ def fixed_parts_on_gpu(
     """
     count = _estimated if missing_packages() else _counted
 
-    @cache
-    def part(chunk_size: int, is_scarce: bool = True) -> FixedPart:
+    def made(count: _Count, chunk_size: int, is_scarce: bool = True) -> FixedPart:
         cache_size = CacheSize.shared(
             spec,
             ctx_size,
@@ -63,17 +65,18 @@ def fixed_parts_on_gpu(
         counted = count(file, spec, sizes, cache_size, ctx_size, kv_type, chunk_size, has_mtp=draft.has_mtp)
         return replace(counted, num_contexts=num_contexts)
 
-    def is_modest(chunk_size: int, budget: int) -> bool:
-        left = budget - _without_workspace(part(chunk_size))
-        return part(chunk_size).workspace <= max(0, left) * _WORKSPACE_SHARES[chunk_size]
+    part = cache(partial(made, count))
+    estimate = cache(partial(made, _estimated))
 
     def choose(budget: int) -> FixedPart:
         chosen = choose_chunk(budget)
+        if chosen.total + sizes.all_expert_bytes > budget:
+            return chosen  # not counted with more states, which take no less
         generous = part(chosen.chunk_size, is_scarce=False)
         return generous if generous.total + sizes.all_expert_bytes <= budget else chosen
 
     def choose_chunk(budget: int) -> FixedPart:
-        modest = next((size for size in CHUNK_SIZES if is_modest(size, budget)), CHUNK_SIZES[-1])
+        modest = _largest_modest(part, estimate, budget)
         left = budget - sizes.all_expert_bytes
         if _without_workspace(part(modest)) < left < part(modest).total:
             shorter = [size for size in CHUNK_SIZES if _SHORT_CHUNK <= size < modest]
@@ -81,6 +84,24 @@ def fixed_parts_on_gpu(
         return part(modest)
 
     return [choose(budget) for budget in budgets]
+
+
+def _largest_modest(part: _Parts, estimate: _Parts, budget: int) -> int:
+    """The longest step of modest activations, or the shortest one if none is.
+
+    A longer step takes more workspace, and no larger a share of the rest is granted to it, so that all steps
+    that are shorter than a modest one are modest too. Few parts are counted: those about the estimated size.
+    """
+    at = next((i for i, size in enumerate(CHUNK_SIZES) if _is_modest(estimate(size), budget)), -1)
+    at %= len(CHUNK_SIZES)
+    while at > 0 and _is_modest(part(CHUNK_SIZES[at - 1]), budget):
+        at -= 1
+    return next((size for size in CHUNK_SIZES[at:] if _is_modest(part(size), budget)), CHUNK_SIZES[-1])
+
+
+def _is_modest(part: FixedPart, budget: int) -> bool:
+    left = budget - _without_workspace(part)
+    return part.workspace <= max(0, left) * _WORKSPACE_SHARES[part.chunk_size]
 
 
 def _without_workspace(part: FixedPart) -> int:

@@ -24,6 +24,8 @@ from coldstream.engine.engine_statistics import LiveState
 from coldstream.engine.events import Event
 from coldstream.engine.submission import Submission
 from coldstream.errors import ColdstreamError, ConfigError, GenerationFault, host_memory_errors
+from coldstream.garbage import starting
+from coldstream.kernels.cuda import ahead
 from coldstream.server.codec import ProtocolError
 from coldstream.server.messages import (
     Accepted,
@@ -255,13 +257,16 @@ def run(arguments: Sequence[str], open_engine: OpenEngine) -> int:
 @contextmanager
 def open_real(message: Open, progress: OpenProgress) -> Iterator[tuple[Computes, EngineFacts]]:
     """Open the model and an engine on it; both are closed at the end of the block. Raises as `open_model`."""
-    from coldstream.engine.cache_tiers import CacheTiers, open_tiers
-    from coldstream.engine.engine import Engine
-    from coldstream.engine.opened_model import open_model
+    with starting():
+        if message.config.device != "cpu":
+            ahead.begin()
+        from coldstream.engine.cache_tiers import CacheTiers, open_tiers
+        from coldstream.engine.engine import Engine
+        from coldstream.engine.opened_model import open_model
 
-    cache = message.cache
-    settings = CacheTiers(cache.ram_bytes, None if cache.folder is None else Path(cache.folder))
-    opened = open_model(message.config, progress=progress)
+        cache = message.cache
+        settings = CacheTiers(cache.ram_bytes, None if cache.folder is None else Path(cache.folder))
+        opened = open_model(message.config, progress=progress)
     with (
         closing(opened),
         closing(Engine(opened, message.limits, tiers=open_tiers(settings, opened))) as engine,

@@ -39,6 +39,7 @@ from coldstream.kernels.ops import MAX_TREE_ROWS, Rows
 
 FOLDER = Path(__file__).parent
 PREPARE = "integers_prepare.cu"
+WARPGROUPS = "integers_warpgroups.cu"
 PREPARE_THREADS, PREPARE_HEADS = 128, 8  # a block
 TILE_SCALE_BYTES = 16  # of a row in shared memory, behind the planes
 PAIRS = 16  # of a row and a query head, which a warp takes
@@ -134,7 +135,8 @@ class IntegerKernels:
         for form in self._forms.values():
             files.setdefault(form.file, set()).add(form.instance)
         self.programs = {
-            file: CudaProgram(FOLDER / file, tuple(sorted(names))) for file, names in files.items()
+            file: CudaProgram(FOLDER / file, tuple(sorted(names)), is_slow=file == WARPGROUPS)
+            for file, names in files.items()
         }
         merging = MergeKernels(shape, device.shared_per_block)
         self.programs |= merging.programs
@@ -300,7 +302,7 @@ def warpgroup_forms(shape: AttentionShape, trees: bool, groups: int) -> Iterator
     shared = num_pairs * 2 * shape.head_dim + (2 * GROUP_STAGES + 1) * tile_bytes
     shared += GROUP_STAGES * (2 * BLOCK_SIZE * 4 + 16 + NOTE_BYTES) + num_pairs * 8
     instance = _instance("attention_integers_warpgroups", shape, groups)
-    yield Form("integers_warpgroups.cu", instance, GROUP_WARPS * (groups + 1), num_pairs, shared)
+    yield Form(WARPGROUPS, instance, GROUP_WARPS * (groups + 1), num_pairs, shared)
 
 
 MIDDLE_PAIRS = PAIRS * 4

@@ -2,14 +2,12 @@
 
 import ctypes
 import importlib.util
-import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 
 from coldstream.errors import ColdstreamError, DeviceError, OutOfMemoryError
+from coldstream.kernels.cuda import ahead
 
 MIN_CAPABILITY = (8, 0)  # integer matrix instructions and asynchronous copies
 REQUIRED_PACKAGES = {"torch": "torch", "cuda.bindings": "cuda-bindings"}  # as imported, as installed
@@ -34,7 +32,7 @@ class Gpu:
 def gpu_is_visible() -> bool:
     """Whether the driver sees a device. Cheap: loads nothing but the driver."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        driver = ctypes.CDLL(ahead.DRIVER)
     except OSError:
         return False
     count = ctypes.c_int(0)
@@ -53,9 +51,10 @@ def find_gpu() -> Gpu:
         raise DeviceError(
             f"device cuda: packages are missing ({', '.join(missing)}){no_gpu}: {INSTALL}, or use device cpu"
         )
-    with _context_beside():
-        import torch
+    ahead.begin()
+    import torch
 
+    ahead.wait_for_context()  # PyTorch would ask for the same one
     if not torch.cuda.is_available():
         cause = (
             f"this PyTorch ({torch.__version__}) has no CUDA; install one that has"
@@ -73,29 +72,6 @@ def find_gpu() -> Gpu:
             f"{MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} (Ampere) or later: use device cpu"
         )
     return Gpu(properties.name, capability, properties.multi_processor_count, total, free)
-
-
-@contextmanager
-def _context_beside() -> Iterator[None]:
-    """Has the driver make the context of the first device within, on a thread of its own.
-
-    That takes a good part of the time of importing PyTorch, which would ask for the same context later.
-    """
-    thread = threading.Thread(target=_retain_context)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-
-
-def _retain_context() -> None:
-    """Makes the primary context, which lasts as long as the process. What fails here fails again later."""
-    with suppress(OSError, AttributeError):
-        driver = ctypes.CDLL("libcuda.so.1")
-        device, context = ctypes.c_int(0), ctypes.c_void_p(0)
-        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def measure_copy_bandwidth() -> float:

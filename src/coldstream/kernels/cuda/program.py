@@ -97,10 +97,11 @@ class CudaProgram:
     """The kernels `instances` of `source`: functions, or template instances as C++ writes them.
 
     Each is compiled and loaded when it is first asked for, other instances of the same templates too.
+    is_slow: whether the compiler takes more than a second for some of them.
     """
 
-    def __init__(self, source: Path, instances: Sequence[str]) -> None:
-        self.source = source
+    def __init__(self, source: Path, instances: Sequence[str], *, is_slow: bool = False) -> None:
+        self.source, self.is_slow = source, is_slow
         self.instances = tuple(instances)
         self._names = {_function(instance) for instance in instances}
         self._kernels: dict[str, Kernel] = {}
@@ -143,14 +144,16 @@ def loading_kernels(
     At the end they are there; progress is then called with (done, total) kernels. Raises as
     `CudaProgram.kernel`.
     """
+    # Slow ones first, or the last of them would be compiled alone while all other cores are idle.
+    ordered = sorted(noted, key=lambda kernel: not kernel[0].is_slow)
     # A thread gets the device's context with its first call to the runtime.
     with ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.synchronize) as pool:
         try:
-            loaded = pool.map(lambda kernel: kernel[0].kernel(kernel[1]), noted)
+            loaded = pool.map(lambda kernel: kernel[0].kernel(kernel[1]), ordered)
             yield
             for done, _ in enumerate(loaded, start=1):
                 if progress is not None:
-                    progress(done, len(noted))
+                    progress(done, len(ordered))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -103,6 +103,7 @@ ALL_TILINGS = tuple(
 PROGRAM = CudaProgram(
     Path(__file__).with_name("many.cu"),
     [instance(tiling, gated) for tiling in ALL_TILINGS for gated in (True, False)],
+    is_slow=True,
 )
 GROUP_PROGRAM = CudaProgram(Path(__file__).with_name("group.cu"), ("group_pairs", "plan_tiles"))
 

@@ -49,6 +49,7 @@ PROGRAM = CudaProgram(
 PARTS_PROGRAM = CudaProgram(
     Path(__file__).with_name("parts.cu"),
     tuple(instance_for(PARTS, FEW_TYPES, *numbers) for numbers in INSTANCES[Walk.PARTS]),
+    is_slow=True,
 )
 
 

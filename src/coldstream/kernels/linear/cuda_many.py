@@ -52,6 +52,7 @@ PROGRAM = CudaProgram(
         for tilings in TILINGS.values()
         for t in dict.fromkeys((*tilings, least_tiling(tilings[0].quant_type)))
     ),
+    is_slow=True,
 )
 
 

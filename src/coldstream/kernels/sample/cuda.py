@@ -20,7 +20,9 @@ MAX_VOCAB = BLOCK_TOKENS**2  # as one block combines the results of all blocks o
 
 SCAN = f"sampler_scan<{ROW_BYTES}>"
 PROGRAM = CudaProgram(
-    Path(__file__).with_name("sample.cu"), (SCAN, "sampler_bins", "sampler_cut", "sampler_draw")
+    Path(__file__).with_name("sample.cu"),
+    (SCAN, "sampler_bins", "sampler_cut", "sampler_draw"),
+    is_slow=True,
 )
 
 
