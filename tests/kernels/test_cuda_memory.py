@@ -121,6 +121,8 @@ def few_to_collect() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # again what was loaded before the first test
 
 
 @pytest.mark.usefixtures("few_to_collect")
