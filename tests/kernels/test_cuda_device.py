@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from cuda.bindings import driver
 
 from coldstream.errors import ColdstreamError, DeviceError, OutOfMemoryError
-from coldstream.kernels.cuda import device, program
+from coldstream.kernels.cuda import ahead, device, program
 from coldstream.kernels.cuda.device import device_errors, find_gpu
 
 
@@ -83,6 +84,9 @@ def test_the_context_is_made_beside_the_import_of_pytorch(
     names = {"cuInit": 0, "cuDeviceGet": found, "cuDevicePrimaryCtxRetain": 0}
     driver = SimpleNamespace(**{name: noted(name, status) for name, status in names.items()})
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(ahead, "_load", lambda path, mode: True)
+    monkeypatch.setattr(ahead, "_load_libraries", lambda: None)
+    monkeypatch.setattr(ahead, "_begun", cache(ahead._begun.__wrapped__))
     monkeypatch.setattr(device, "missing_packages", lambda: ())
     monkeypatch.setattr(device, "gpu_is_visible", lambda: True)
 
