@@ -205,3 +205,42 @@ def test_what_was_not_measured_is_named() -> None:
     assert (known.read_beside_link, known.link_beside_read, known.handshake_s) == (3e10, 2e10, 7e-6)
     assert known.cpu_ops_per_s == 4 * 6.8e10
     assert Rates.of(replace(bare, cpu_flags=())).cpu_bytes_per_s < known.cpu_bytes_per_s
+
+
+DENSE_SIZES = replace(
+    FULL_SIZES,
+    num_experts=1,
+    num_experts_per_tok=1,
+    expert_bytes=(GIB // 6,) * FULL_SIZES.num_layers,
+    is_dense=True,
+)
+
+
+@given(held=st.integers(0, DENSE_SIZES.num_layers - 1), machine=rates)
+def test_a_further_layer_of_a_dense_model_on_the_gpu_makes_no_token_slower(held: int, machine: Rates) -> None:
+    missing = [0.0] * DENSE_SIZES.num_layers
+    seconds = [
+        decode_seconds(DENSE_SIZES, machine, [1.0] * count + missing[count:]) for count in (held, held + 1)
+    ]
+    assert seconds[1] <= seconds[0] * 1.02
+
+
+def test_missing_layers_of_a_dense_model_take_what_was_measured() -> None:
+    """Of the 27B without 48 of 64 networks and without any of them, docs/results/gpu/27b/layers.json."""
+    sizes = replace(
+        DENSE_SIZES, expert_bytes=(161_894_400,) * 64, dense_token_bytes=5_400_000_000, state_bytes=0
+    )
+    machine = replace(H200, read_bytes_per_s=1.34e11, read_beside_link=1.106e11, link_bytes_per_s=5.18e10)
+    for missing, measured_s in ((48, 0.0661), (64, 0.0864)):
+        held = 64 - missing
+        expected = decode_seconds(sizes, machine, [1.0] * held + [0.0] * missing)
+        assert expected == pytest.approx(measured_s, rel=0.12), missing
+    assert prefetch_gain(sizes, machine, [0.0] * 64) == 0.0
+
+
+def test_a_dense_layer_is_shared_by_other_times_than_an_expert() -> None:
+    """The copy engine brings it, and all cores share its products."""
+    expert, layer = miss_times(Q4_BYTES, H200), miss_times(Q4_BYTES, H200, is_layer=True)
+    assert layer.bus < expert.bus
+    assert layer.cpu[0] == expert.cpu[0]
+    assert layer.cpu[7] > expert.cpu[7]
