@@ -223,3 +223,21 @@ def test_a_dense_model_has_a_plan_too(run: Run, model: Path, tmp_path: Path) -> 
     assert code == 0
     assert "experts" not in shown
     assert run("plan", str(path), "--device", "cpu", "--profile", "x")[0] == 65
+
+
+def test_a_dense_model_that_does_not_fit_a_gpu_says_who_computes_its_layers(
+    run: Run, model: Path, tmp_path: Path
+) -> None:
+    (path,) = write_gguf(tmp_path / "dense.gguf", "qwen35")
+    _, _, error = run("plan", str(path), "-c", "100", "--vram", "1M")
+    advised = re.search(r"try --vram (\d+)M", error)
+    assert advised, error
+    code, shown, notes = run("plan", str(path), "-c", "100", "--vram", f"{advised[1]}M")
+    assert code == 0
+    assert re.search("4 of 4 feed-forward networks +RAM", shown), shown
+    assert "layers on their way" in shown
+    assert "experts" not in shown + notes
+    by_cpu = r"(\d) with 1, \d with 8, \d with 64 tokens in a step"
+    found = re.search(rf"of the 4 missing networks \d+ CPU threads compute {by_cpu}", notes)
+    assert found, notes
+    assert int(found[1]) <= 4
