@@ -43,6 +43,7 @@ class EngineFacts:
     def of(cls, opened: OpenedModel) -> Self:
         """The facts of an open model."""
         placement, file = opened.plan.placement, opened.runner.file
+        is_moe = opened.runner.spec.is_moe  # a plan places layers of a dense model as if they were experts
         return cls(
             path=str(file.paths[0]),
             fingerprint=file.fingerprint,
@@ -56,8 +57,8 @@ class EngineFacts:
             cache_type=placement.fixed.kv_type,
             fast_tier=placement.tier,
             budget_bytes=placement.budget_bytes,
-            resident_experts=placement.num_resident,
-            num_experts=placement.num_all,
+            resident_experts=placement.num_resident if is_moe else 0,
+            num_experts=placement.num_all if is_moe else 0,
             warnings=opened.warnings,
         )
 
