@@ -71,13 +71,15 @@ def test_another_text_or_more_memory_than_a_budget_is_no_result(
 ) -> None:
     model = tmp_path / "tiny.gguf"
     model.write_bytes(b"123")
-    options = Namespace(model=model, budgets=[100], vram=5, prompt=1, tokens=COUNT, no_cgroup=False)
+    options = Namespace(
+        model=model, budgets=[100], vram=5, prompt=1, tokens=COUNT, no_cgroup=False, fill=False
+    )
     monkeypatch.setattr(
         three_tiers, "run", lambda options, ram: found(disk=None) if ram is None else found(**fields)
     )
     if said is None:
         result = three_tiers.compare(options)
-        assert result["cgroup"]
+        assert result["limit"] == "cgroup"
         assert result["budgets"]["100"]["tok_s"] == COUNT // three_tiers.PARTS / 0.5
         assert "tokens" not in result["mapped"]
         return

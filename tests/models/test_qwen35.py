@@ -311,7 +311,7 @@ def test_the_model_computes_only_through_ops(moe, gguf_path) -> None:
     with torch.no_grad(), watched:
         watching = replace(model, ops=watched)
         watching.logits(watching.forward(token_ids, rows, cache))
-    assert watched.calls == 3 + 4 * 5 + 4 * (2 if moe else 3) + 1
+    assert watched.calls == 3 + 4 * 5 + 4 * (2 if moe else 1) + 1
 
 
 def test_llama_cpp_oracle_is_consistent(gguf_path, token_ids) -> None:
