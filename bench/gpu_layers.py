@@ -33,7 +33,8 @@ from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.runner import ModelRunner
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import Hardware
-from coldstream.placement.layer_plan import plan_layers, spread_order
+from coldstream.placement.layer_plan import least_layers_budget, plan_layers, spread_order
+from coldstream.placement.plan import PlanOptions
 from coldstream.placement.plan_file import save_plan
 from coldstream.placement.rates import Rates
 from coldstream.placement.run_plan import RunPlan
@@ -74,8 +75,9 @@ class Machine:
                 parallel=CONTEXTS,
             )
             planned = plan_model(config, file, spec, self.hardware)
-        fixed, ring = planned.plan.fixed, 2 * max(self.sizes.expert_bytes) if num_missing else 0
-        placement = plan_layers(self.sizes, fixed, fixed.total + ring + held)
+        fixed = planned.plan.fixed
+        least = least_layers_budget(self.sizes, fixed, PlanOptions()) if num_missing else fixed.total
+        placement = plan_layers(self.sizes, fixed, least + held)
         assert placement.num_all - placement.num_resident == num_missing
         return with_workers(replace(planned, run=RunPlan(placement, 0)), config, None).run
 

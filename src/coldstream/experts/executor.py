@@ -17,17 +17,17 @@ from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile, TensorInfo
-from coldstream.kernels.composed_ops import ffn_of_products
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import ALIGNMENT
+from coldstream.kernels.experts.executor import WithWholeFfns
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, FfnWeights, Routing
+from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
 
 
-class PartialExecutor:
+class PartialExecutor(WithWholeFfns):
     """A `ModelExecutor` over slots, a ring of `ring_bytes`, the mapped file and the CPU.
 
     num_layers: of the model. `ExpertResidency` fills slots and writes their addresses into `tables`. Call
@@ -46,7 +46,8 @@ class PartialExecutor:
         ring_bytes: int = 0,
         prefetching: Prefetching | None = None,
     ) -> None:
-        self._kernels, device = kernels, kernels.device
+        super().__init__(kernels)
+        device = kernels.device
         self.tables = PartialTables(device.memory, host, whole_layers)
         # Rounded down, as an allocation is rounded up to ALIGNMENT and must not exceed the plan's bytes.
         self.ring = device.memory.persistent((ring_bytes // ALIGNMENT * ALIGNMENT,), torch.uint8)
@@ -66,15 +67,6 @@ class PartialExecutor:
         """
         self.tables.number(layers)
         self.many.number_layers()
-
-    def map_matrix(self, file: GGUFFile, info: TensorInfo) -> ExpertTable | None:
-        """See `ModelExecutor`: dense layers of such a model are on the device."""
-        return None
-
-    def ffn(self, x: Activations, weights: FfnWeights) -> torch.Tensor:
-        """See `ModelExecutor`."""
-        out: torch.Tensor = ffn_of_products(self._kernels.device, x, weights)
-        return out
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> ExpertTable | None:
         """See `ModelExecutor`."""

@@ -45,7 +45,7 @@ class LayerExecutor(ResidentExecutor):
     """A `ModelExecutor` over weights on the device, a ring of `ring_bytes`, the mapped file and the CPU.
 
     whole_layers: those with their FFN on the device. Call `number_layers` before the first step, and set
-    `times`, of which `host` has measured ones. `host` is None over a `MemoryPlan`.
+    `times` to those of the plan. `host` is None over a `MemoryPlan`.
     """
 
     def __init__(

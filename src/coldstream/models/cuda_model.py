@@ -44,6 +44,7 @@ from coldstream.models.cuda_rounds import RoundMemory
 from coldstream.models.distinct_layers import distinct_layers, distinct_mixers
 from coldstream.models.fixed_part import GRAPH_BYTES, RESERVE_BYTES
 from coldstream.models.fixed_part import HEAD_ROWS as HEAD_ROWS
+from coldstream.models.host_part import mailbox_ranks
 from coldstream.models.mtp import MtpModel
 from coldstream.models.spec import ModelSpec
 from coldstream.models.step_inputs import MAX_DECODE_ROWS, Commits, Inputs, StepShape
@@ -230,7 +231,7 @@ def _model_executor_factory(
     """The factory of the executor that computes a model's experts within its limits."""
     if limits.expert_bytes is None:
         return ResidentExecutor
-    mailbox = host.mailbox if host else Mailbox.planned(max(1, spec.num_experts_per_tok), spec.hidden_size)
+    mailbox = host.mailbox if host else Mailbox.planned(mailbox_ranks(spec), spec.hidden_size)
     whole_layers = limits.whole_layers | ({spec.num_layers} if limits.has_mtp else set())
     if limits.is_dense:
         return partial(

@@ -14,7 +14,8 @@ from coldstream.placement.routing_trace import RoutedModel
 from coldstream.placement.sizes import ModelSizes, slot_bytes
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
-_FFN = re.compile(r"\.ffn_(gate|up|down)\.weight$")
+FFN_MATRICES = ("ffn_gate", "ffn_up", "ffn_down")  # of a dense layer
+_FFN_ENDS = tuple(f".{name}.weight" for name in FFN_MATRICES)
 _GATE_UP = "ffn_gate_up_exps."  # two matrices in one tensor, separate in slots
 _EMBEDDING = "token_embd.weight"
 
@@ -74,7 +75,7 @@ def model_sizes(
     expert_bytes, routed_bytes, parameters = [0] * spec.num_layers, 0, 0
     for info in tensors.values():
         block = _BLOCK.match(info.name)
-        is_placed = bool(_FFN.search(info.name)) if is_dense else "_exps." in info.name
+        is_placed = info.name.endswith(_FFN_ENDS) if is_dense else "_exps." in info.name
         if block and is_placed and int(block[1]) < spec.num_layers:
             num_matrices = 2 if _GATE_UP in info.name else 1
             matrix_bytes = info.num_bytes // num_experts // num_matrices

@@ -43,7 +43,7 @@ def host_part(
 
 
 def _buffer_bytes(spec: ModelSpec, placement: PlacementPlan, max_cpu_rows: int) -> int:
-    ranks, size = _ranks(spec), spec.hidden_size
+    ranks, size = mailbox_ranks(spec), spec.hidden_size
     sizes = [placement.fixed.chunk_size * ranks * _ID, HEAD_ROWS * spec.vocab_size * _FLOAT]
     for rows in (MAX_MAILBOX_ROWS, max(1, max_cpu_rows)):
         sizes += [_LINES, rows * size * _FLOAT, rows * ranks * _ID, rows * ranks * size * _FLOAT]
@@ -53,8 +53,8 @@ def _buffer_bytes(spec: ModelSpec, placement: PlacementPlan, max_cpu_rows: int) 
     return sum(1 << (num_bytes - 1).bit_length() for num_bytes in sizes if num_bytes)
 
 
-def _ranks(spec: ModelSpec) -> int:
-    """Of a mailbox: the FFN of a dense layer is the only expert of a row."""
+def mailbox_ranks(spec: ModelSpec) -> int:
+    """Experts of a row in a mailbox: the FFN of a dense layer is the only expert of a row."""
     return max(1, spec.num_experts_per_tok)
 
 
@@ -62,7 +62,7 @@ def _workspace_bytes(file: GGUFFile, spec: ModelSpec, threads: int, rows: int) -
     """Of the threads that compute up to `rows` rows of a layer's experts, counted without reading any."""
     ops = UnreadCpuOps(threads)
     x = np.zeros((rows, spec.hidden_size), np.float32)
-    ids = np.zeros((rows, _ranks(spec)), np.int32)
+    ids = np.zeros((rows, mailbox_ranks(spec)), np.int32)
 
     def count(stacks: Sequence[TensorInfo]) -> int:
         first, *others, down = (ops.map_weight(file, info) for info in stacks)

@@ -11,6 +11,7 @@ from coldstream.layers.attention import AttentionWeights
 from coldstream.layers.gated_delta_net import GatedDeltaNetWeights
 from coldstream.layers.moe import MoeWeights
 from coldstream.models.architectures import ARCHITECTURES, Architecture, GatheredRows
+from coldstream.models.footprint import FFN_MATRICES
 from coldstream.models.layer_specs import AttentionSpec, DeltaNetSpec, MoeSpec
 from coldstream.models.spec import ModelSpec
 
@@ -150,7 +151,7 @@ class Loader:
         )
 
     def dense_ffn(self, prefix: str) -> FfnWeights:
-        names = [f"{prefix}{name}.weight" for name in ("ffn_gate", "ffn_up", "ffn_down")]
+        names = [f"{prefix}{name}.weight" for name in FFN_MATRICES]
         return FfnWeights(*(self.ops.load_ffn_weight(self.file, self.file.tensors[name]) for name in names))
 
     def moe(self, prefix: str, spec: MoeSpec) -> MoeWeights:

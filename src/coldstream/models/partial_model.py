@@ -4,6 +4,7 @@ from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.partial_layers import PartialLayers
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.experts.mailbox import Mailbox
+from coldstream.models.host_part import mailbox_ranks
 from coldstream.models.ram_budget import placed_stacks
 from coldstream.models.ram_pool import ram_pool
 from coldstream.models.spec import ModelSpec
@@ -17,12 +18,12 @@ def partial_model(plan: RunPlan, file: GGUFFile, spec: ModelSpec) -> PartialMode
 
     Raises MemoryError.
     """
+    mailbox = Mailbox.create(mailbox_ranks(spec), spec.hidden_size)
     partial: PartialModel
     if spec.is_moe:
-        mailbox = Mailbox.create(spec.num_experts_per_tok, spec.hidden_size)
         partial = PartialExperts(mailbox, plan, ram_pool(plan, file, spec))
     else:
-        partial = PartialLayers(Mailbox.create(1, spec.hidden_size), plan)
+        partial = PartialLayers(mailbox, plan)
     stacks = (info for layer in placed_stacks(file, spec) for info in layer)
     partial.host.map_ahead(file, {info.shard for info in stacks})
     return partial

@@ -13,7 +13,7 @@ import numpy as np
 
 from coldstream.experts.disk_tier import DiskTier
 from coldstream.gguf.reader import GGUFFile, TensorInfo
-from coldstream.models.footprint import file_bytes, model_sizes
+from coldstream.models.footprint import FFN_MATRICES, file_bytes, model_sizes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions, least_budget, plan_placement
 from coldstream.placement.policies import DecayedFrequency, Policy
@@ -25,7 +25,6 @@ Array = np.ndarray[Any, Any]
 CountFixed = Callable[[DiskTier | None], FixedPart]
 
 _STACKS = ("ffn_gate_up_exps", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
-_FFN = ("ffn_gate", "ffn_up", "ffn_down")
 
 
 def expert_stacks(file: GGUFFile, spec: ModelSpec) -> list[list[TensorInfo]]:
@@ -38,7 +37,7 @@ def placed_stacks(file: GGUFFile, spec: ModelSpec) -> list[list[TensorInfo]]:
     """What a GPU may lack: `expert_stacks`, or the FFNs of a dense model as stacks of one."""
     if spec.is_moe:
         return expert_stacks(file, spec)
-    names = [[f"blk.{layer}.{name}.weight" for name in _FFN] for layer in range(spec.num_layers)]
+    names = [[f"blk.{layer}.{name}.weight" for name in FFN_MATRICES] for layer in range(spec.num_layers)]
     infos = [[file.tensors[name] for name in layer] for layer in names]
     return [[replace(info, shape=(1, *info.shape)) for info in layer] for layer in infos]
 

@@ -10,13 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from coldstream.placement.plan import BudgetTooSmallError, FixedPart, PlacementPlan, PlanOptions, least_parts
+from coldstream.placement.plan import (
+    RING_LAYERS,
+    BudgetTooSmallError,
+    FixedPart,
+    PlacementPlan,
+    PlanOptions,
+    least_parts,
+)
 from coldstream.placement.ranking import layers_to_pin, take_fitting
 from coldstream.placement.sizes import ModelSizes
 
 Array = np.ndarray[Any, Any]
-
-_RING_LAYERS = 2  # one is computed while the next is copied
 
 
 def plan_layers(
@@ -61,7 +66,7 @@ def _least_of_layers(model: ModelSizes, options: PlanOptions) -> tuple[int, int]
     """Bytes of the ring, and of the layers that have to be resident; of all if that is less."""
     pinned = layers_to_pin(model.num_layers, options.num_pinned_layers)
     first = sum(model.expert_bytes[layer] for layer in pinned)
-    ring = _RING_LAYERS * max(model.expert_bytes)
+    ring = RING_LAYERS * max(model.expert_bytes)
     return (ring, first) if ring + first < model.all_expert_bytes else (0, model.all_expert_bytes)
 
 

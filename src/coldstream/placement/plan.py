@@ -28,7 +28,7 @@ Tier = Literal["vram", "ram"]
 
 _RING_SHARE: Final = 8  # the ring takes at most one eighth of the memory left for experts
 _GOOD_RING_BYTES: Final = 256 * 2**20  # smaller ones cost prompts up to half of their speed (docs/log.md)
-_RING_LAYERS: Final = 2  # one is computed while the next is copied
+RING_LAYERS: Final = 2  # one is computed while the next is copied
 _MEMORY_NAMES: Final = {"vram": "the GPU's memory", "ram": "RAM"}
 
 
@@ -275,7 +275,7 @@ def _first(order: Array, pinned: Sequence[int], options: PlanOptions, model: Mod
 
 def _smallest_ring(model: ModelSizes) -> int:
     """Room for one token's experts of a layer while those of the next arrive."""
-    return _RING_LAYERS * model.num_experts_per_tok * max(model.expert_bytes)
+    return RING_LAYERS * model.num_experts_per_tok * max(model.expert_bytes)
 
 
 def _ring_bytes(model: ModelSizes, left: int) -> int:
@@ -283,7 +283,7 @@ def _ring_bytes(model: ModelSizes, left: int) -> int:
 
     It is raised to _GOOD_RING_BYTES as far as half of `left` allows, and is at least `_smallest_ring`.
     """
-    largest = _RING_LAYERS * model.num_experts * max(model.expert_bytes)
+    largest = RING_LAYERS * model.num_experts * max(model.expert_bytes)
     good = min(_GOOD_RING_BYTES, left // 2)
     return min(largest, max(_smallest_ring(model), good, left // _RING_SHARE))
 

@@ -111,11 +111,24 @@ def made_executor(make: ExecutorFactory, product: Executor, kernels: "MoeKernels
     return CheckedExecutor(executor, name)
 
 
-class ResidentExecutor:
-    """A `ModelExecutor` with every expert in the device's memory."""
+class WithWholeFfns:
+    """The part of a `ModelExecutor` for dense layers whose FFNs are in the device's memory."""
 
     def __init__(self, kernels: "MoeKernels") -> None:
         self._kernels = kernels
+
+    def map_matrix(self, file: GGUFFile, info: TensorInfo) -> "ExpertTable | None":
+        """See `ModelExecutor`."""
+        return None
+
+    def ffn(self, x: "Activations", weights: FfnWeights) -> "torch.Tensor | ExpertOutputs":
+        """See `ModelExecutor`."""
+        out: torch.Tensor = ffn_of_products(self._kernels.device, x, weights)
+        return out
+
+
+class ResidentExecutor(WithWholeFfns):
+    """A `ModelExecutor` with every expert in the device's memory."""
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> "ExpertTable | None":
         """See `ModelExecutor`."""
@@ -136,15 +149,6 @@ class ResidentExecutor:
         """See `Executor`."""
         routed, shared = self._kernels.outputs(x, routing.ids, weights)
         return ExpertOutputs(routed, shared, routing)
-
-    def map_matrix(self, file: GGUFFile, info: TensorInfo) -> "ExpertTable | None":
-        """See `ModelExecutor`."""
-        return None
-
-    def ffn(self, x: "Activations", weights: FfnWeights) -> "torch.Tensor | ExpertOutputs":
-        """See `ModelExecutor`."""
-        out: torch.Tensor = ffn_of_products(self._kernels.device, x, weights)
-        return out
 
     def finish_step(self) -> None:
         """Nothing runs beside the stream."""

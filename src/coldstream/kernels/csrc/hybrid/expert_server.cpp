@@ -141,7 +141,7 @@ int64_t expert_server::num_pairs(int rows) const {
 }
 
 void expert_server::compute(const layer& of, int rows) {
-  // Of few pairs with one expert more rows than kernels for few rows take would have it read more than once.
+  // A kernel for few rows reads the expert again for each few_max_rows of them.
   const bool reads_once = of.num_experts > 1 || rows <= few_max_rows;
   threads_->run(reads_once && num_pairs(rows) <= few_experts_op::max_pairs ? of.few : of.many, rows);
 }
