@@ -1,6 +1,6 @@
 """Steps of a GPU that holds some experts, as its runner queues them, on the model of a device."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda_ops import CudaOps
-from coldstream.kernels.experts.mailbox import Mailbox
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.ops import ExpertWeights
 from coldstream.kernels.quant_tensor import QuantTensor
@@ -27,6 +28,13 @@ RING_BYTES = 2**22
 CHUNK = 80
 
 
+class _Ops(CudaOps):
+    """Without the products of routers of many rows."""
+
+    def linear(self, x: Activations, weights: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        return tuple(self.empty(x.shape[0], weight.shape[0]) for weight in weights)
+
+
 class FewRows:
     """Routers and experts of few rows, with prefetching; records the accesses of each launch."""
 
@@ -37,17 +45,20 @@ class FewRows:
         seed: int,
         prefetching: Prefetching,
         whole_layers: Collection[int] = (),
+        mailbox_rows: int = MAX_MAILBOX_ROWS,
     ) -> None:
         self.device, self.rng = device, np.random.default_rng(seed)
         device.kernels |= {
             "router_few": self._route,
             "partition_experts": self._share_out,
+            "ask_for_experts": self._ask,
+            "router_choose": lambda *args: None,
             "prefetch_experts": self._fetch,
             "land_experts": self._land,
         }
         self.file = GGUFFile.open(path)
         self.spec = ModelSpec.from_gguf(self.file.metadata, self.file.tensors)
-        mailbox = Mailbox.create(self.spec.num_experts_per_tok, self.spec.hidden_size)
+        mailbox = Mailbox.create(self.spec.num_experts_per_tok, self.spec.hidden_size, mailbox_rows)
         sizes = {"context_length": CHUNK, "chunk_size": CHUNK, "ring_bytes": RING_BYTES}
         plan = partial_plan(self.file, self.spec, 0, **sizes, threads=1)
         self.partial = PartialExperts(mailbox, plan)
@@ -61,7 +72,7 @@ class FewRows:
             ring_bytes=RING_BYTES,
             prefetching=prefetching,
         )
-        self.ops = CudaOps(HostMemory(), 256, 512, executor)
+        self.ops = _Ops(HostMemory(), 256, 512, executor)
         assert isinstance(self.ops.executor, PartialExecutor)
         self.executor = self.ops.executor
         self.partial.attach(self.executor)
@@ -71,6 +82,7 @@ class FewRows:
         self.cap_bytes = prefetching.cap_bytes
         self.fetches: dict[int, Operation] = {}  # of the running step, by layer
         self.sharing: Any = None
+        self.num_asked = 0  # times that the CPU was asked by a launch of its own
         self.landed = b""  # the last landing into which experts were copied
         self._guessed: list[tuple[int, int]] = []  # by the router that ran last
 
@@ -135,6 +147,11 @@ class FewRows:
         """Like partition.cu, for several rows."""
         self.device.queue("partition")
         self._note(args[-1])
+
+    def _ask(self, *args: Any) -> None:
+        """Like partition.cu, for many rows."""
+        assert bytes(args[-1]) == bytes(self.sharing), "of this layer"
+        self.num_asked += 1
 
     def _land(self, target: Any) -> None:
         """Like land.cu, as if every place got an expert."""

@@ -19,6 +19,7 @@ from partial_cases import RING_BYTES, FewRows
 from builders import write_gguf
 from coldstream.errors import GenerationFault
 from coldstream.experts import partial_experts
+from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.prefetching import Prefetching
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, WORDS_PER_LINE, Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
@@ -39,11 +40,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def few_rows_of(
-    path: Path, seed: int = 0, prefetching: Prefetching | None = None, whole_layers: Collection[int] = ()
+    path: Path,
+    seed: int = 0,
+    prefetching: Prefetching | None = None,
+    whole_layers: Collection[int] = (),
+    mailbox_rows: int = MAX_MAILBOX_ROWS,
 ) -> Iterator[FewRows]:
     with model_device(seed) as device:
         prefetching = prefetching or Prefetching(1, 2, 8 * PLACE_BYTES)
-        runner = FewRows(device, path, seed, prefetching, whole_layers)
+        runner = FewRows(device, path, seed, prefetching, whole_layers, mailbox_rows)
         yield runner
         runner.close()
 
@@ -62,6 +67,33 @@ def test_ex04_no_place_is_filled_while_its_layer_may_read_it(
             runner.device.queue(
                 "another", writes=[(runner.executor.ring.data_ptr(), runner.executor.ring.numel())]
             )
+
+
+@any_schedule
+@given(seed=seeds, rows=st.lists(st.sampled_from([1, 3, 64, 65, 100]), min_size=2, max_size=4))
+def test_ex04_experts_of_many_rows_land_beside_no_other(path: Path, seed: int, rows: list[int]) -> None:
+    """Steps whose experts the device shares out may follow one another without the host."""
+    with few_rows_of(path, seed, mailbox_rows=100) as runner:
+        assert runner.partial.shared_rows == 100
+        assert [runner.partial.must_wait(count) for count in (100, 101)] == [False, False]
+        for count in rows:
+            runner.partial.start_step(count)
+            runner.num_asked = 0
+            runner.queue(count)
+            assert runner.num_asked == (len(runner.weights) if count > MAX_MAILBOX_ROWS else 0)
+            runner.partial.launched()
+            assert [runner.partial.must_wait(each) for each in (100, 101)] == [False, True]
+            runner.device.current.synchronize()
+            runner.partial.ended()
+
+
+def test_what_the_bus_cannot_read_is_shared_out_by_the_host(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU would compute all missing experts of a prompt otherwise."""
+    monkeypatch.setattr(PartialTables, "is_readable", False)
+    with few_rows_of(path, mailbox_rows=100) as runner:
+        assert runner.partial.shared_rows == MAX_MAILBOX_ROWS
 
 
 @any_schedule
@@ -221,8 +253,9 @@ def test_mm03_slots_come_back_once_twice_their_memory_is_free(
         assert grown == [0, 0, grows, grows, grows, again, again]
 
 
-def test_ex05_steps_of_many_rows_teach_nothing(path: Path) -> None:
-    with few_rows_of(path) as runner:
+@pytest.mark.parametrize("mailbox_rows", [MAX_MAILBOX_ROWS, 100])
+def test_ex05_steps_of_many_rows_teach_nothing(path: Path, mailbox_rows: int) -> None:
+    with few_rows_of(path, mailbox_rows=mailbox_rows) as runner:
         residency = Residency()
         runner.partial._residency = residency  # type: ignore[assignment]
         for rows in (1, MAX_MAILBOX_ROWS, MAX_MAILBOX_ROWS + 1):

@@ -3,7 +3,8 @@
 import ctypes
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from test_expert_server import E as WIDTH
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
+from coldstream.kernels.experts import partition
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
 from coldstream.kernels.experts.partition import (
     Landing,
@@ -65,7 +67,7 @@ def expected(
     layer: Layer, ids: Rows, *, lands: bool = True
 ) -> tuple[dict[int, tuple[int, ...]], set[int], list[int]]:
     """(gate, up, down) of each chosen expert, the ring's places that are used, the experts from the bus in
-    the order of the pairs that chose them first. lands: whether those are copied; otherwise they are mapped.
+    ascending order. lands: whether those are copied; otherwise they are mapped.
     """
     used_places: set[int] = set()
     places, missing = {}, []
@@ -83,8 +85,11 @@ def expected(
             places[expert] = ON_CPU
     if not layer.mapped[0] or layer.times is None:
         return places, used_places, []
-    chosen = streamed_experts(ids, missing, layer.times, layer.num_landing)
-    streamed = [expert for expert in places if expert in chosen]
+    if lands:
+        chosen = streamed_experts(ids, missing, layer.times, layer.num_landing)
+    else:
+        chosen = set(missing[: layer.times.by_misses(len(missing))[-1]])  # of a single token
+    streamed = sorted(chosen)
     for number, expert in enumerate(streamed):
         landed = tuple(LANDING + number * PLACE_BYTES + offset for offset in OFFSETS)
         mapped = tuple(first + expert * step for first, step in zip(layer.mapped, STEPS, strict=True))
@@ -95,11 +100,12 @@ def expected(
 class Shared:
     """The kernel's outputs and arguments; all memory is poisoned."""
 
-    def __init__(self, layer: Layer, ids: torch.Tensor, x: torch.Tensor) -> None:
+    def __init__(self, layer: Layer, ids: torch.Tensor, x: torch.Tensor, *, notes_used: bool = True) -> None:
         tokens, ranks = ids.shape
         self.ids, self.x = ids, x
         self.box = Mailbox._of(ranks, x.shape[1], tokens)
-        self.used = torch.full((tokens, ranks), NOTHING_WRITTEN).int()
+        self.used = torch.full((tokens, ranks), NOTHING_WRITTEN).int() if notes_used else None
+        self.arrivals = torch.zeros(1, dtype=torch.int32)
         self.box.words.fill_(NOTHING_WRITTEN)
         self.box.x.fill_(NOTHING_WRITTEN)
         self.places = Places(
@@ -125,7 +131,7 @@ class Shared:
         )  # fmt: skip
 
     def share_out(self) -> None:
-        partition_experts_cuda(self.ids, self.x, self.sharing)
+        partition_experts_cuda(self.ids, self.x, self.sharing, self.arrivals)
 
     def check(self, layer: Layer, *, lands: bool = True) -> None:
         """Holds everything that was written to `expected`."""
@@ -136,7 +142,8 @@ class Shared:
         assert [tuple(place) for place in self.places.addresses.T.tolist()] == wanted
         cpu_ids = [[expert if places[expert] == ON_CPU else -1 for expert in token] for token in rows]
         assert self.places.cpu_ids.tolist() == self.box.ids.tolist() == cpu_ids
-        assert self.used.tolist() == rows
+        assert self.used is None or self.used.tolist() == rows
+        assert self.arrivals.item() == 0
         for token, each in enumerate(cpu_ids):
             is_sent = any(expert >= 0 for expert in each)
             kept = torch.full_like(self.x[token], NOTHING_WRITTEN)
@@ -215,8 +222,12 @@ def random_layer(experts: int, missing: float, seed: int) -> Layer:
 
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize(
-    ("tokens", "ranks", "experts"), [(2, 8, 256), (33, 8, 256), (64, 8, 40), (64, 16, 1024), (64, 1, 3)]
-)
+    ("tokens", "ranks", "experts"),
+    [
+        (2, 8, 256), (33, 8, 256), (64, 8, 40), (64, 16, 1024), (64, 1, 3),
+        (65, 8, 256), (168, 8, 256), (511, 4, 40), (512, 16, 1024), (512, 1, 3),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("missing", [1.0, 0.2])
 def test_steps_of_every_size(tokens: int, ranks: int, experts: int, missing: float) -> None:
     """Most experts are wanted by several tokens; some are read over the bus, some computed by the CPU."""
@@ -224,7 +235,8 @@ def test_steps_of_every_size(tokens: int, ranks: int, experts: int, missing: flo
     odds = torch.rand(experts, generator=generator) ** 4 + 1e-3
     ids = torch.multinomial(odds.expand(tokens, -1), min(ranks, experts), generator=generator).int()
     layer = random_layer(experts, missing, seed=tokens)
-    shared = Shared(layer, ids, torch.randn(tokens, 40, generator=generator))
+    x = torch.randn(tokens, 40, generator=generator)
+    shared = Shared(layer, ids, x, notes_used=tokens <= MAX_MAILBOX_ROWS)
     shared.share_out()
     shared.check(layer)
     _, _, streamed = expected(layer, ids.tolist())
@@ -244,8 +256,9 @@ def test_all_tokens_want_other_experts() -> None:
 
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("asking", [0, -1])
-def test_one_pair_of_many_tokens_is_missing(asking: int) -> None:
-    num_experts, ranks, tokens = 12, 8, 64
+@pytest.mark.parametrize("tokens", [64, 65, 512])
+def test_one_pair_of_many_tokens_is_missing(asking: int, tokens: int) -> None:
+    num_experts, ranks = 12, 8
     slots = [[1000 * (m + 1) + e for e in range(num_experts)] for m in range(MATRICES)]
     for matrix in slots:
         matrix[11] = 0
@@ -277,9 +290,47 @@ def test_a_single_token_is_shared_out_by_its_router_alike(experts: int, missing:
     shared.check(layer, lands=False)
 
 
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize(("tokens", "is_streamed"), [(256, False), (512, True)])
+def test_an_expert_of_many_rows_takes_the_cpu_long(tokens: int, is_streamed: bool) -> None:
+    layer = replace(random_layer(3, 1.0, seed=1), times=MissTimes(500, (100,) * MAX_MAILBOX_ROWS))
+    shared = Shared(layer, torch.ones(tokens, 1, dtype=torch.int32), torch.ones(tokens, 4))
+    shared.share_out()
+    shared.check(layer)
+    assert shared.places.cpu_ids.eq(-1).all().item() == is_streamed
+
+
+@pytest.mark.usefixtures("host")
+def test_many_rows_are_asked_for_by_a_launch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block would take long to send them."""
+    tokens = MAX_MAILBOX_ROWS + 1
+    layer = random_layer(8, 1.0, seed=1)
+    shared = Shared(layer, torch.arange(tokens, dtype=torch.int32)[:, None] % 8, torch.ones(tokens, 4))
+    kernel = partition.PROGRAM.kernel
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            type(partition.PROGRAM),
+            "kernel",
+            lambda program, name: kernel(name) if name == "partition_experts" else Mock(),
+        )
+        shared.share_out()
+    assert shared.places.cpu_ids.ge(0).any()
+    assert shared.box.request.item() == NOTHING_WRITTEN
+    assert shared.box.x.eq(NOTHING_WRITTEN).all()
+
+
+def test_many_rows_need_an_array_for_arrivals() -> None:
+    tokens = MAX_MAILBOX_ROWS + 1
+    shared = Shared(
+        random_layer(8, 1.0, seed=1), torch.zeros(tokens, 1, dtype=torch.int32), torch.ones(tokens, 4)
+    )
+    with pytest.raises(ValueError, match="65 tokens need an array"):
+        partition_experts_cuda(shared.ids, shared.x, shared.sharing)
+
+
 def test_sizes_beyond_a_block_are_refused() -> None:
     layer = random_layer(1025, 1.0, seed=1)
-    with pytest.raises(ValueError, match="at most 64, 16 and 1024"):
+    with pytest.raises(ValueError, match="at most 512, 16 and 1024"):
         Shared(layer, torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 4))
 
 

@@ -238,6 +238,8 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "sizeof(LayerStamps) / 8": stamps.WORDS,
         "num_sums": len(stamps.SUMS),
         "most_rows": shapes.MAX_MAILBOX_ROWS,
+        "most_shared_rows": shapes.MAX_SHARED_ROWS,
+        "ask_warps": partition.ASK_WARPS,
         "most_ranks": shapes.MAX_RANKS,
         "most_experts": shapes.MAX_EXPERTS,
         "sizeof(MissTimes) / 4": split.NUM_WORDS,

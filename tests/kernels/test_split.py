@@ -10,7 +10,7 @@ from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS
 from coldstream.kernels.experts.split import MAX_NS, NUM_WORDS, WHOLE, MissTimes, streamed_experts
 
 FLAT = (50,) * MAX_MAILBOX_ROWS
-rows = st.lists(st.integers(1, 12), max_size=10)
+rows = st.lists(st.one_of(st.integers(1, 12), st.integers(60, 512)), max_size=10)
 
 
 @st.composite
@@ -56,6 +56,13 @@ def test_both_sides_end_at_about_the_same_time() -> None:
     assert slow_cpu.num_streamed([10, 1, 1, 1]) == 1, "one read is for ten rows"
 
 
+def test_many_rows_of_an_expert_take_the_cpu_as_much_for_each() -> None:
+    times = MissTimes(100, tuple(range(10, 10 + MAX_MAILBOX_ROWS)))
+    assert [times.cpu_time(rows) for rows in (1, 64, 65, 128, 512)] == [10, 73, 74, 146, 584]
+    assert times.nanoseconds(0, [128, 1]) == 156
+    assert times.num_streamed([128, 1, 1]) == 1
+
+
 def test_one_side_alone_is_faster_than_beside_the_other() -> None:
     times = MissTimes(100, FLAT, answer=10, bus_left=512, cpu_left=256)
     assert times.nanoseconds(4, []) == 200
@@ -68,6 +75,7 @@ def test_the_first_of_equals_is_streamed() -> None:
     times = MissTimes(50, FLAT)
     ids = [[9, 4, 1], [2, 4, 9], [3, 5, 9]]
     assert streamed_experts(ids, [1, 2, 3, 4, 5, 9], times) == {9, 4, 1}
+    assert streamed_experts([row[::-1] for row in ids[::-1]], [1, 2, 3, 4, 5, 9], times) == {9, 4, 1}
     assert streamed_experts(ids, [1, 2, 3, 4, 5, 9], times, most=2) == {9, 4}
     assert streamed_experts(ids, [2, 3, 5], times) == {2}
     assert streamed_experts(ids, [], times) == set()

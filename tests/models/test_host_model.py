@@ -131,6 +131,9 @@ def test_wherever_experts_are(
         open_partly(path_of_experts, share, **options) as runner,
     ):
         check_chains(runner, plain, (1, 5, 20, 40, 90))
+        counts = runner.stream_counters
+        assert counts is not None
+        assert (counts.wanted.sum() > 0) == (streamed == 0.0), "the host shares out what the bus cannot read"
 
 
 @pytest.mark.usefixtures("gpu")

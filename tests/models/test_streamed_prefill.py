@@ -22,6 +22,7 @@ from coldstream.experts.landing import CpuShare, least_ring
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
+from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
 from coldstream.kvcache import CacheSize
 from coldstream.models.cuda_model import Limits, plan_memory
 from coldstream.models.spec import ModelSpec
@@ -114,6 +115,22 @@ def test_any_residency_ring_and_share_of_the_cpu(
         for split in CPU_SHARES.values():
             monkeypatch.setattr(CpuShare, "split", split)
             check_outputs(runner, model.outputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("streamed", [0.1, 0.5, 1.0])
+def test_steps_whose_experts_the_device_shares_out(share: float, streamed: float, model: Model) -> None:
+    """Up to MAX_SHARED_ROWS rows are captured steps; of a longer one the host shares experts out."""
+    options = {"streamed": streamed, "context_length": CONTEXT, "ring_bytes": 64 * MIB}
+    with open_partly(model.path, share, **options) as runner:  # type: ignore[arg-type]
+        assert runner.runner.limits.shared_rows == MAX_SHARED_ROWS
+        counts = runner.stream_counters
+        assert counts is not None
+        for length, expected in model.outputs.items():
+            wanted = counts.wanted.sum()
+            check_outputs(runner, {length: expected})
+            assert (counts.wanted.sum() > wanted) == (length > MAX_SHARED_ROWS)
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.experts.executor import WithWholeFfns
-from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
+from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
@@ -81,7 +81,7 @@ class PartialExecutor(WithWholeFfns):
         experts: ExpertWeights,
     ) -> Routing:
         """See `Executor`."""
-        if not experts.gate.is_partial or x.shape[0] > MAX_MAILBOX_ROWS:
+        if not experts.gate.is_partial or x.shape[0] > self.few.max_rows:
             return self._kernels.route(x, weight, shared_gate, num_experts_per_tok)
         return self.few.route(x, weight, shared_gate, num_experts_per_tok, experts)
 

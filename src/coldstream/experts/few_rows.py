@@ -19,18 +19,19 @@ from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.experts.cuda_layer import Stacks, stacks_of
 from coldstream.kernels.experts.land import land_experts_cuda
-from coldstream.kernels.experts.mailbox import Mailbox
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.partition import Landing, Places, Room, sharing_of
 from coldstream.kernels.experts.split import NUM_WORDS
 from coldstream.kernels.experts.stamps import WORDS
+from coldstream.kernels.experts.wait_answer import wait_answer_cuda
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.router.cuda import Ahead
 
 
 class FewRows:
-    """Steps of at most MAX_MAILBOX_ROWS rows.
+    """Steps of at most `max_rows` rows.
 
     times: int32 [NUM_WORDS] on the device, see `sharing_of`; stamps: int64 [layers, WORDS], see
     `kernels/experts/stamps.py`; chosen: what a step's routers choose. Without `ring` nothing is prefetched.
@@ -48,6 +49,7 @@ class FewRows:
         landing: torch.Tensor,
     ) -> None:
         device = kernels.device
+        self._max_rows = len(mailbox.ids)
         self._kernels, self._device, self._tables = kernels, device, tables
         self._mailbox, self.chosen, self._ring, self._landing = mailbox, chosen, ring, landing
         self.times = device.zeros((NUM_WORDS,), "int32")
@@ -56,6 +58,13 @@ class FewRows:
         if ring is not None and not device.planning:
             self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._has_forked = False  # whether the current step has work on `_beside`
+
+    @property
+    def max_rows(self) -> int:
+        """As many as the mailbox has; if the device cannot read experts over the bus, those of a decode step,
+        as the CPU then computes all that are missing.
+        """
+        return self._max_rows if self._tables.is_readable else min(self._max_rows, MAX_MAILBOX_ROWS)
 
     def guesses(self, num_rows: int) -> bool:
         """Whether a step of so many rows guesses at later layers' experts."""
@@ -82,10 +91,10 @@ class FewRows:
         )
         # A single row's router shares its pairs out itself, and nothing is copied before they are computed.
         landing = self._landing_for(stacks, tokens * ranks) if tokens > 1 or not is_one_launch else None
+        used = self.chosen.used[layer] if tokens <= MAX_MAILBOX_ROWS else None
         shared_out = partial(
-            sharing_of, stacks, self.times, self._mailbox, layer, places, self.chosen.used[layer],
-            landing=landing,
-        )  # fmt: skip
+            sharing_of, stacks, self.times, self._mailbox, layer, places, used, landing=landing
+        )
         ring = self._ring if is_one_launch and self.guesses(tokens) else None
         later = layer + (ring.distance if ring else 0)
         is_guessing = ring is not None and later < len(self._tables.layers)
@@ -143,5 +152,7 @@ class FewRows:
         )
         routed, shared = self._kernels.outputs(x, routing.ids, replace(weights, gate=gate, up=up, down=down))
         box = self._mailbox
+        if len(routing.ids) > MAX_MAILBOX_ROWS:
+            self._device.launch(wait_answer_cuda, box)
         elsewhere = RowsElsewhere(places.cpu_ids, box.out[: len(routing.ids)], box.done, places.stamps)
         return ExpertOutputs(routed, shared, routing, elsewhere)

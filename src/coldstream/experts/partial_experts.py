@@ -164,15 +164,21 @@ class PartialExperts:
 
     def must_wait(self, rows: int) -> bool:
         """Whether no step of `rows` rows may begin before `ended` was told of all others."""
-        streams = self._has_streamed or rows > MAX_MAILBOX_ROWS  # through a ring that other steps use as well
+        streams = self._has_streamed or rows > self.shared_rows  # through a ring that other steps use as well
         return (streams and bool(self._in_flight)) or len(self._in_flight) > 1
+
+    @property
+    def shared_rows(self) -> int:
+        """Most rows of a step whose experts the device shares out; once an executor is attached."""
+        assert self._executor is not None, "steps are those of an executor"
+        return self._executor.few.max_rows
 
     def start_step(self, rows: int) -> None:
         """Call right before a step of `rows` rows is launched."""
         self._rows = rows
         if self._residency is not None:
             self._residency.start_step()
-        if rows <= MAX_MAILBOX_ROWS:
+        if rows <= self.shared_rows:
             if self._has_streamed and self._stream is not None:
                 self._stream.settle()  # experts of few rows are copied into the same ring
             self._has_streamed = False

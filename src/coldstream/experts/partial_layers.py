@@ -21,6 +21,7 @@ class PartialLayers:
 
     disk: DiskStatistics | None = None
     cache: ExpertCache | None = None
+    shared_rows: int = MAX_MAILBOX_ROWS  # most rows of a step in which the CPU computes layers
     stream_counters: StreamCounters | None = None
 
     def __init__(self, mailbox: Mailbox, plan: RunPlan) -> None:

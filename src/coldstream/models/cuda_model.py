@@ -87,6 +87,7 @@ class Limits:
     whole_layers: frozenset[int] = frozenset()  # layers with all experts on the device, outside of slots
     ring_bytes: int = 0  # of the ring into which missing experts are copied
     prefetching: Prefetching | None = None  # of experts into the ring before their router has run
+    shared_rows: int = MAX_MAILBOX_ROWS  # most rows of a step in which the device shares missing experts out
     is_dense: bool = False  # whether its layers have no experts, and FFNs may be missing
     has_mtp: bool = False  # whether the file's block for multi-token prediction is loaded too
 
@@ -111,7 +112,7 @@ class Limits:
     def is_captured(self, rows: int) -> bool:
         """Whether steps of `rows` rows are graphs: not if the host shares out their experts."""
         is_shared_out = self.expert_bytes is not None and not self.is_dense
-        return rows <= (MAX_MAILBOX_ROWS if is_shared_out else MAX_GRAPH_ROWS)
+        return rows <= (self.shared_rows if is_shared_out else MAX_GRAPH_ROWS)
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,8 @@ def _model_executor_factory(
     """The factory of the executor that computes a model's experts within its limits."""
     if limits.expert_bytes is None:
         return ResidentExecutor
-    mailbox = host.mailbox if host else Mailbox.planned(mailbox_ranks(spec), spec.hidden_size)
+    sizes = mailbox_ranks(spec), spec.hidden_size, limits.shared_rows
+    mailbox = host.mailbox if host else Mailbox.planned(*sizes)
     whole_layers = limits.whole_layers | ({spec.num_layers} if limits.has_mtp else set())
     if limits.is_dense:
         return partial(
@@ -279,7 +281,8 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
     has_trees = limits.has_trees
     for count in (1, MAX_SHORT_CHAIN, MAX_DECODE_ROWS):
         loaded.logits(StepShape(count, has_trees))
-    for count in {padded_rows(min(chunk_size, limits.context_length, MAX_GRAPH_ROWS)), chunk_size}:
+    most = min(chunk_size, limits.context_length)
+    for count in {padded_rows(min(most, MAX_GRAPH_ROWS)), min(most, limits.shared_rows), chunk_size}:
         shape = replace(StepShape.prompt(count), has_trees=has_trees)
         hidden = loaded.kept_step(shape) if limits.is_captured(count) else loaded.step(shape)
         loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))

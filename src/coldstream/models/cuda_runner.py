@@ -109,6 +109,7 @@ class CudaRunner(ModelRunner):
         self._limits = replace(self._limits, num_chosen=self._loaded.sampler.num_results)
         if self._partial:
             self._partial.attach(self._loaded.ops.model_executor)
+            self.limits = replace(self.limits, shared_rows=self._partial.shared_rows)
         self._loaded.ops.finish_loading(progress)
         self.file.check_unchanged()  # or the copied weights may be of two versions
         self._host_logits = torch.empty((HEAD_ROWS, self.spec.vocab_size), pin_memory=True)
@@ -172,6 +173,7 @@ class CudaRunner(ModelRunner):
                 whole_layers=frozenset(pinned),
                 ring_bytes=placement.ring_bytes,
                 prefetching=Prefetching.of(plan),
+                shared_rows=plan.shared_rows,
             )
         limits = replace(limits, has_mtp=plan.spec_type == "mtp")
         spec = spec.with_window(plan.attention_window)

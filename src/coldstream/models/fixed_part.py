@@ -12,6 +12,7 @@ from coldstream.experts.prefetching import LAYERS_AHEAD, MAX_PREFETCHED, Prefetc
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.workspace_sizes import FEW_ROWS, most_partial_bytes
 from coldstream.kernels.cuda.device import missing_packages
+from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
 from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kvcache.cache import CacheSize, kept_bytes
 from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
@@ -133,7 +134,9 @@ def _counted(
         # With the memory of prefetching other than places; the placement itself counts experts and the ring.
         most = Prefetching(LAYERS_AHEAD, MAX_PREFETCHED)
         ring_bytes = most.num_layers * most.experts * max(sizes.expert_bytes)
-        limits = replace(limits, expert_bytes=0, ring_bytes=ring_bytes, prefetching=most)
+        limits = replace(
+            limits, expert_bytes=0, ring_bytes=ring_bytes, prefetching=most, shared_rows=MAX_SHARED_ROWS
+        )
     elif sizes.is_dense:
         ring_bytes = max(sizes.expert_bytes)
         limits = replace(limits, expert_bytes=0, ring_bytes=ring_bytes, is_dense=True)

@@ -18,7 +18,7 @@ def partial_model(plan: RunPlan, file: GGUFFile, spec: ModelSpec) -> PartialMode
 
     Raises MemoryError.
     """
-    mailbox = Mailbox.create(mailbox_ranks(spec), spec.hidden_size)
+    mailbox = Mailbox.create(mailbox_ranks(spec), spec.hidden_size, plan.shared_rows)
     partial: PartialModel
     if spec.is_moe:
         partial = PartialExperts(mailbox, plan, ram_pool(plan, file, spec))

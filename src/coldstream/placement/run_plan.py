@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_SHARED_ROWS
 from coldstream.kernels.experts.split import MissTimes
 from coldstream.placement.plan import PlacementPlan
 from coldstream.placement.pool_plan import PoolPlan
@@ -29,6 +30,8 @@ SPEC_TYPES: Final = ("none", "mtp", "dflash", "ngram")
 
 
 _MAX_ROWS: Final = 2**16 - 1  # in a request to the CPU
+# Of a layer's experts. The bus reads half of those that a prompt wants; the CPU takes what has no place.
+_SHARE_WITH_PLACES: Final = 0.3
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,19 @@ class RunPlan:
             raise ValueError(f"an expert in RAM from {placement.model.num_experts} on")
         if self.prefetch or self.miss_times is not None:
             raise ValueError("experts over the bus from memory that a pool does not keep in place")
+
+    @property
+    def shared_rows(self) -> int:
+        """Most rows of a step in which the GPU itself shares missing experts out.
+
+        In longer steps the host does, and copies experts group by group; so it is from MAX_MAILBOX_ROWS on
+        where the GPU reads none over the bus, or where the ring has too few places for a layer's experts.
+        """
+        placement = self.placement
+        room = placement.ring_bytes - self.prefetch_bytes
+        wanted = _SHARE_WITH_PLACES * placement.model.num_experts * max(placement.expert_bytes)
+        has_places = placement.model.num_experts > 1 and room >= wanted
+        return MAX_SHARED_ROWS if self.miss_times is not None and has_places else MAX_MAILBOX_ROWS
 
     @property
     def expected_uses(self) -> Array | None:

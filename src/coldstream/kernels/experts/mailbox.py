@@ -36,9 +36,9 @@ class Mailbox:
         return box
 
     @classmethod
-    def planned(cls, num_ranks: int, hidden_size: int) -> Self:
+    def planned(cls, num_ranks: int, hidden_size: int, rows: int = MAX_MAILBOX_ROWS) -> Self:
         """With the same shapes on the meta device, without memory."""
-        return cls._of(num_ranks, hidden_size, MAX_MAILBOX_ROWS, device="meta")
+        return cls._of(num_ranks, hidden_size, rows, device="meta")
 
     @classmethod
     def _of(cls, num_ranks: int, hidden_size: int, rows: int, **where: Any) -> Self:

@@ -31,6 +31,7 @@ from coldstream.kernels.experts.cuda_layer import (
 )
 from coldstream.kernels.experts.cuda_many import Groups, group_pairs, max_tiles
 from coldstream.kernels.experts.partition import Sharing, begin_of, partition_experts_cuda
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import INTEGER_TYPES, activation_scale_size
 from coldstream.kernels.ops import ExpertWeights, FfnWeights, Routing
@@ -124,7 +125,7 @@ class MoeKernels:
             logits, *gates = device.linear(x, (weight,) if shared_gate is None else (weight, shared_gate))
             device.launch(router_choose_cuda, logits, ids, weights)
             if sharing is not None:
-                device.launch(partition_experts_cuda, ids, x.values, sharing)
+                self._share_out(ids, x, sharing)
             return Routing(ids, weights, gates[0] if gates else None)
         gate, gate_weight = None, None
         if shared_gate is not None:
@@ -136,8 +137,12 @@ class MoeKernels:
             device.zeroed("router", 1), begin_of(behind) if behind else sharing, ahead, x.before,
         )  # fmt: skip
         if behind:
-            device.launch(partition_experts_cuda, ids, x.values, behind)
+            self._share_out(ids, x, behind)
         return Routing(ids, weights, gate)
+
+    def _share_out(self, ids: torch.Tensor, x: Activations, sharing: Sharing) -> None:
+        arrivals = self.device.zeroed("asks", 1) if len(ids) > MAX_MAILBOX_ROWS else None
+        self.device.launch(partition_experts_cuda, ids, x.values, sharing, arrivals)
 
     def outputs(
         self, x: Activations, ids: torch.Tensor, weights: ExpertWeights

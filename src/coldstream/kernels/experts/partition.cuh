@@ -32,7 +32,7 @@ struct MissTimes {
   int answer;
   int ahead;  // of the bus when the CPU begins
   int bus_left, cpu_left;  // in 1024ths
-  int cpu[most_rows];      // of 1, 2, … rows
+  int cpu[most_rows];      // of 1, 2, … rows of an expert
   int streamed[most_ranks + 1];  // how many of one token's n missing experts are read over the bus
 };
 
@@ -82,7 +82,7 @@ struct Sharing {
   const MissTimes* times;
   Places places;
   Mailbox box;
-  int* used;            // [tokens, ranks]: all experts of the layer's tokens, for the cache of slots
+  int* used;            // [tokens, ranks]: all experts of the layer's tokens, for the cache of slots; or null
   LayerStamps* stamps;  // or null
   uint32_t request;     // for the CPU: the layer and the number of rows; 0: nothing is shared out
   Landing landing;      // for several tokens
@@ -188,7 +188,7 @@ __device__ __forceinline__ void place_expert(const Sharing& sharing, int id,
 // Writes for the lane's pair what the CPU has to know.
 __device__ __forceinline__ void place_pair(const Sharing& sharing, int pair, int id, bool is_on_cpu) {
   sharing.places.cpu_ids[pair] = sharing.box.ids[pair] = is_on_cpu ? id : -1;
-  sharing.used[pair] = id;
+  if (sharing.used) sharing.used[pair] = id;
 }
 
 // Shares out the pairs of the only token by one warp, whose lane k has the id of rank k. If the CPU computes any of

@@ -3,7 +3,8 @@
 All pairs of an expert go to the same place: *resident*, a slot in the device's memory; *streamed*, over the
 bus; or the *CPU*. `split.py` says which missing experts are streamed. The pairs of one token are shared out
 by its router's launch, and streamed experts are read where the file is mapped. Those of several tokens have a
-launch of their own, and `land.py` copies streamed experts to places on the device.
+launch of their own, and `land.py` copies streamed experts to places on the device. Rows of more than
+MAX_MAILBOX_ROWS tokens are sent to the CPU by a further launch of many blocks.
 """
 
 import ctypes
@@ -15,13 +16,20 @@ import torch
 
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.cuda.program import CudaProgram
-from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, ROWS_SHIFT, Mailbox
-from coldstream.kernels.experts.shapes import MATRICES, MAX_EXPERTS, MAX_RANKS
+from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
+from coldstream.kernels.experts.shapes import (
+    MATRICES,
+    MAX_EXPERTS,
+    MAX_MAILBOX_ROWS,
+    MAX_RANKS,
+    MAX_SHARED_ROWS,
+)
 from coldstream.kernels.experts.split import NUM_WORDS
 from coldstream.kernels.experts.table import ExpertTable
 
-PROGRAM = CudaProgram(Path(__file__).with_name("partition.cu"), ("partition_experts",))
+PROGRAM = CudaProgram(Path(__file__).with_name("partition.cu"), ("partition_experts", "ask_for_experts"))
 THREADS = 1024
+ASK_WARPS = 8  # of a block, each with a token
 
 
 class Stack(ctypes.Structure):
@@ -119,7 +127,7 @@ class Sharing(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Places:
-    """Where the experts of a step are computed, T ≤ MAX_MAILBOX_ROWS.
+    """Where the experts of a step are computed, T ≤ MAX_SHARED_ROWS.
 
     addresses: int64 [3, experts], of gate, up and down for the GPU, 0 for the CPU's experts, undefined for
     those that no token chose; cpu_ids: int32 [T, K], the experts that the CPU computes, −1 for the GPU's
@@ -142,7 +150,7 @@ def sharing_of(
     mailbox: Mailbox,
     layer: int,
     places: Places,
-    used: torch.Tensor,
+    used: torch.Tensor | None,
     prefetched: Prefetched | None = None,
     notes: PrefetchNotes | None = None,
     landing: Landing | None = None,
@@ -151,20 +159,21 @@ def sharing_of(
 
     stacks: gate, up, down of the layer, with the addresses of slots; times: int32 [NUM_WORDS] on the device,
     `MissTimes.words`, or 0 if the GPU reads none over the bus; used: int32 [rows, K] on the device, at least
-    T rows, where all ids are noted; landing: for the pairs of several tokens, of which no more experts are
-    streamed than it has places. ValueError for sizes out of range.
+    T rows, where all ids are noted, or None; landing: for the pairs of several tokens, of which no more
+    experts are streamed than it has places. ValueError for sizes out of range.
     """
     tokens, ranks = places.cpu_ids.shape
     num_experts = len(stacks[0].addresses)
-    if not 0 < tokens <= MAX_MAILBOX_ROWS or ranks > MAX_RANKS or num_experts > MAX_EXPERTS:
+    if not 0 < tokens <= MAX_SHARED_ROWS or ranks > MAX_RANKS or num_experts > MAX_EXPERTS:
         raise ValueError(
             f"{tokens} tokens of {ranks} of {num_experts} experts: "
-            f"at most {MAX_MAILBOX_ROWS}, {MAX_RANKS} and {MAX_EXPERTS}"
+            f"at most {MAX_SHARED_ROWS}, {MAX_RANKS} and {MAX_EXPERTS}"
         )
     if tuple(places.addresses.shape) != (MATRICES, num_experts) or len(times) != NUM_WORDS:
         raise ValueError(f"places and times of {num_experts} experts have other shapes")
-    if len(used) < tokens or used.shape[1] != ranks:
-        raise ValueError(f"ids of {tokens} tokens and {ranks} ranks do not fit into {tuple(used.shape)}")
+    for name, ids in (("mailbox", mailbox.ids), ("used", used)):
+        if ids is not None and (len(ids) < tokens or ids.shape[1] != ranks):
+            raise ValueError(f"{name}: {tokens} tokens of {ranks} ranks do not fit into {tuple(ids.shape)}")
     parts = (mailbox.request, mailbox.done, mailbox.x, mailbox.ids)
     return Sharing(
         (Stack * MATRICES)(*map(stack_of, stacks)),
@@ -174,7 +183,7 @@ def sharing_of(
             places.cpu_ids.data_ptr(),
         ),
         _Mailbox(*(part.data_ptr() for part in parts)),
-        used.data_ptr(),
+        None if used is None else used.data_ptr(),
         None if places.stamps is None else places.stamps.data_ptr(),
         (layer + 1) | tokens << ROWS_SHIFT,
         landing.as_c() if landing else LandingFields(),
@@ -188,19 +197,23 @@ def begin_of(sharing: Sharing) -> Sharing:
     return Sharing(stamps=sharing.stamps)
 
 
-def partition_experts_cuda(topk_ids: torch.Tensor, x: torch.Tensor, sharing: Sharing) -> None:
+def partition_experts_cuda(
+    topk_ids: torch.Tensor, x: torch.Tensor, sharing: Sharing, arrivals: torch.Tensor | None = None
+) -> None:
     """Shares out the pairs of int32 topk_ids [T, K] for float32 rows x [T, E].
 
     Writes the addresses and the ids that `sharing` names and the list of its landing, and asks the CPU for
-    its pairs.
+    its pairs. arrivals: int32 [1] on the device, 0 before and after, for more than MAX_MAILBOX_ROWS tokens.
     ValueError for arrays that do not fit.
     """
     tokens, ranks = topk_ids.shape
     if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous() or x.stride(1) != 1 or len(x) != tokens:
         raise ValueError("expert ids must be contiguous int32, and rows must have unit stride")
-    PROGRAM.kernel("partition_experts").launch(
-        (1, 1, 1),
-        THREADS,
-        (topk_ids, tokens, ranks, x, x.stride(0), x.shape[1], sharing),
-        overlap=True,
-    )
+    if tokens > MAX_MAILBOX_ROWS and arrivals is None:
+        raise ValueError(f"{tokens} tokens need an array for the arrivals of blocks")
+    rows = (tokens, ranks, x, x.stride(0), x.shape[1])
+    PROGRAM.kernel("partition_experts").launch((1, 1, 1), THREADS, (topk_ids, *rows, sharing), overlap=True)
+    if tokens > MAX_MAILBOX_ROWS:
+        PROGRAM.kernel("ask_for_experts").launch(
+            (-(-tokens // ASK_WARPS), 1, 1), 32 * ASK_WARPS, (*rows, arrivals, sharing), overlap=True
+        )

@@ -4,6 +4,7 @@ from typing import Final
 
 MATRICES: Final = 3  # gate, up, down
 MAX_GROUP: Final = 64  # experts whose addresses one launch writes
-MAX_MAILBOX_ROWS: Final = 64  # of a captured step, which may ask the CPU for experts
+MAX_MAILBOX_ROWS: Final = 64  # of a decode step, which may ask the CPU for experts
+MAX_SHARED_ROWS: Final = 512  # of a captured step, whose experts the device shares out
 MAX_RANKS: Final = 16  # experts of a token
 MAX_EXPERTS: Final = 1024  # of a layer

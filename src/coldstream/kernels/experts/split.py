@@ -5,6 +5,7 @@ the same time for one row and for several, or by the CPU, which takes longer for
 rows are the bus's. `partition.cuh` chooses the same on the device.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -20,10 +21,10 @@ class MissTimes:
     """Times of an expert that is not in the GPU's memory, in nanoseconds.
 
     bus: a read over the bus while the CPU reads too, in a step of several rows. cpu: the CPU's time for 1, 2,
-    … MAX_MAILBOX_ROWS rows of it while the bus is busy. answer: between the GPU's request and the CPU's first
-    read, and back. bus_left and cpu_left: what is left when the other side has ended takes so many 1024ths of
-    its time, from 1 on. row_bus: of a read over the bus in a step of one row, which has other kernels; 0: as
-    long as `bus`. Creation raises ValueError for numbers out of range.
+    … MAX_MAILBOX_ROWS rows of it while the bus is busy; see `cpu_time` for more. answer: between the GPU's
+    request and the CPU's first read, and back. bus_left and cpu_left: what is left when the other side has
+    ended takes so many 1024ths of its time, from 1 on. row_bus: of a read over the bus in a step of one row,
+    which has other kernels; 0: as long as `bus`. Creation raises ValueError for numbers out of range.
     """
 
     bus: int
@@ -44,8 +45,14 @@ class MissTimes:
 
     def nanoseconds(self, num_on_bus: int, by_cpu: Sequence[int]) -> int:
         """Until all are computed. by_cpu: the numbers of rows of the CPU's experts."""
-        cpu = sum(self.cpu[rows - 1] for rows in by_cpu)
+        cpu = sum(map(self.cpu_time, by_cpu))
         return self._together(num_on_bus * self.bus, cpu, waits=bool(by_cpu))
+
+    def cpu_time(self, rows: int) -> int:
+        """The CPU's for any number of rows: of many, as much for each as of MAX_MAILBOX_ROWS."""
+        if rows <= MAX_MAILBOX_ROWS:
+            return self.cpu[rows - 1]
+        return self.cpu[-1] * rows // MAX_MAILBOX_ROWS
 
     def _together(self, bus: int, cpu: int, *, waits: bool) -> int:
         if not waits:
@@ -64,13 +71,13 @@ class MissTimes:
         """How many experts of a step of several rows the bus reads, those of the most rows first: the fastest
         way, and the least such.
 
-        rows: of each missing expert, from 1 to MAX_MAILBOX_ROWS, in any order. most: that it may read.
+        rows: of each missing expert, from 1 on, in any order. most: that it may read.
         """
         ordered = sorted(rows, reverse=True)
-        cpu = sum(self.cpu[count - 1] for count in ordered)
+        cpu = sum(map(self.cpu_time, ordered))
         best, best_time = 0, self._together(0, cpu, waits=bool(ordered))
         for number, count in enumerate(ordered[:most], start=1):
-            cpu -= self.cpu[count - 1]
+            cpu -= self.cpu_time(count)
             time = self._together(number * self.bus, cpu, waits=number < len(ordered))
             if time < best_time:
                 best, best_time = number, time
@@ -96,10 +103,8 @@ def streamed_experts(
     """Those of the `missing` experts that the bus reads in a step of several rows with these choices, no more
     than `most`; of one row, `by_misses` says how many of its first ones.
 
-    Of experts that equally many rows chose, those come first whose first pair of a row and a rank does.
+    Of experts that equally many rows chose, those of the lowest numbers come first.
     """
-    pairs = [expert for row in topk_ids for expert in row]
-    chosen = [expert for expert in dict.fromkeys(pairs) if expert in set(missing)]
-    rows = {expert: pairs.count(expert) for expert in chosen}
-    count = times.num_streamed(list(rows.values()), most)
-    return set(sorted(chosen, key=lambda expert: -rows[expert])[:count])
+    rows = Counter(expert for row in topk_ids for expert in row)
+    chosen = sorted(set(missing) & set(rows), key=lambda expert: (-rows[expert], expert))
+    return set(chosen[: times.num_streamed([rows[expert] for expert in chosen], most)])

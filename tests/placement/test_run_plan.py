@@ -1,0 +1,37 @@
+"""What follows from a plan, without being part of it."""
+
+from dataclasses import replace
+
+import pytest
+from plan_cases import fixed, sizes
+
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_SHARED_ROWS
+from coldstream.kernels.experts.split import MissTimes
+from coldstream.placement.plan import plan_placement
+from coldstream.placement.run_plan import RunPlan
+
+TIMES = MissTimes(30, tuple(range(20, 20 + MAX_MAILBOX_ROWS)))
+MODEL = sizes(10, 30, 10, num_experts=100)
+PLACEMENT = replace(plan_placement(MODEL, fixed(), 3000), ring_bytes=900)
+
+
+@pytest.mark.parametrize(
+    ("plan", "rows"),
+    [
+        (RunPlan(PLACEMENT, 3, miss_times=TIMES), MAX_SHARED_ROWS),
+        (RunPlan(PLACEMENT, 3), MAX_MAILBOX_ROWS),
+        (RunPlan(replace(PLACEMENT, ring_bytes=899), 3, miss_times=TIMES), MAX_MAILBOX_ROWS),
+        (
+            RunPlan(PLACEMENT, 3, miss_times=TIMES, prefetch=1, prefetch_bytes=1, layers_ahead=1),
+            MAX_MAILBOX_ROWS,
+        ),
+    ],
+    ids=["", "no bus", "small ring", "ring with guesses"],
+)
+def test_prompts_are_shared_out_by_the_device_where_the_bus_has_places(plan: RunPlan, rows: int) -> None:
+    assert plan.shared_rows == rows
+
+
+def test_a_dense_model_has_no_experts_to_share_out() -> None:
+    placement = replace(plan_placement(sizes(500, 700, num_experts=1), fixed(), 3000), ring_bytes=900)
+    assert RunPlan(placement, 3, miss_times=TIMES).shared_rows == MAX_MAILBOX_ROWS
