@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coldstream.decoding import NO_DRAFT, FixedSizes, SizesByCost, Speculation, TokenTree
 
@@ -94,6 +96,45 @@ def test_statistics_are_those_of_a_request() -> None:
     assert (found.accepted, found.tokens_per_step, found.accepted_per_draft) == (6, 3.0, 3.0)
     assert found.verify_s == pytest.approx(2 * (PLAIN_S + 0.004) + PLAIN_S)
     assert found.draft_s > 0
+
+
+def test_steps_that_follow_a_draft_without_being_asked_for_one_have_none() -> None:
+    """As where they are launched ahead; the first has a draft of which nothing was worth a row."""
+    speculation = Speculation(Chains(), SizesByCost("chains"))
+    _go(speculation, 60, accepted=0, row_s=1.0)
+    speculation.start()
+    while not speculation.will_draft(9):
+        _go(speculation, 1, accepted=0, row_s=1.0)
+    assert speculation.draft([1], 9) == NO_DRAFT
+    before = speculation.statistics()
+    for _ in range(3):
+        speculation.will_draft(9)
+        speculation.went_on(PLAIN_S, is_usual=True)
+    after = speculation.statistics()
+    assert dict(after.reasons)["plain"] == dict(before.reasons).get("plain", 0) + 1
+    assert dict(after.reasons)["not_asked"] == dict(before.reasons).get("not_asked", 0) + 2
+    assert after.drafted_steps == before.drafted_steps
+    once = Speculation(Chains(), FixedSizes(2))
+    once.draft([1], 9)
+    once.verified((), PLAIN_S, is_cut=False)
+    draft_s = once.statistics().draft_s
+    once.went_on(PLAIN_S, is_usual=True)
+    assert once.statistics().draft_s == draft_s
+    assert once.statistics().drafted == 2
+
+
+@given(st.integers(0, 400), st.integers(-1, 3))
+def test_whether_a_step_is_drafted_is_what_the_draft_then_does(num_steps: int, most: int) -> None:
+    """Asking changes nothing."""
+    speculation = Speculation(Chains(), SizesByCost("chains"))
+    _go(speculation, num_steps, accepted=num_steps % 3, row_s=0.002)
+    asked = speculation.will_draft(most)
+    assert speculation.will_draft(most) == asked
+    drafter = speculation.drafter
+    assert isinstance(drafter, Chains)
+    drafter.asked.clear()
+    speculation.draft([1], most)
+    assert bool(drafter.asked) == asked
 
 
 def test_statistics_of_no_step() -> None:

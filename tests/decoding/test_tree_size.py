@@ -106,6 +106,20 @@ def test_plain_steps_are_measured_that_follow_each_other() -> None:
     assert times.seconds(4) == 0.012
 
 
+def test_plain_steps_of_an_unusual_time_are_not_remembered() -> None:
+    """The first and the last of a run that is launched ahead; here they take half and double the time."""
+    times = StepTimes()
+    policy = SizePolicy(times)
+    for _ in range(300):
+        policy.record(0.02, is_usual=False)
+        for _ in range(3):
+            policy.record(0.01)
+        policy.record(0.005, is_usual=False)
+        policy.record(0.02, TreeSize(1, SizeReason.FASTEST), 1.5, is_usual=False)
+    assert times.seconds(1) == 0.01
+    assert times.seconds(2) == 0.02, "a step with a draft is what it is"
+
+
 @given(st.integers(1, 4), st.booleans())
 def test_some_slow_steps_or_drafts_do_not_end_speculation(num_slow: int, is_draft: bool) -> None:
     policy = SizePolicy(StepTimes())
@@ -193,6 +207,18 @@ def test_a_drafter_that_does_not_pay_is_rarely_asked() -> None:
     asked = [size for size in run.sizes if size is not None]
     assert 10 < len(asked) < 200
     assert sum(run.taken_s) < 4000 * 0.01 * 1.012
+
+
+def test_explorations_pay_for_the_plain_step_after_them() -> None:
+    """It takes twice as long, as it is not launched while another one runs."""
+    policy, passed_s, was_drafted = SizePolicy(StepTimes()), 0.0, False
+    for _ in range(4000):
+        size = policy.choose(_chain(0.1, 6), 0.002) if policy.should_draft() else None
+        step_s = 0.01 * (1 + (size.num_nodes if size else was_drafted))
+        policy.record(step_s, size, size.tokens if size and size.num_nodes else 1.0)
+        passed_s += step_s + (size.draft_s if size else 0.0)
+        was_drafted = size is not None
+    assert passed_s < 4000 * 0.01 * 1.012
 
 
 def test_a_drafter_that_pays_again_is_used_again() -> None:

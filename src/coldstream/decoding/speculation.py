@@ -123,6 +123,10 @@ class Speculation:
         """See `Drafts`."""
         return self.rounds.next()
 
+    def will_draft(self, most: int) -> bool:
+        """See `Drafts`."""
+        return self.sizes.will_draft(most)
+
     def draft(self, context: Sequence[int], most: int) -> TokenTree:
         """A tree of at most `most` nodes after `context`, perhaps an empty one."""
         self._tree, self._draft_s = NO_DRAFT, 0.0
@@ -138,8 +142,20 @@ class Speculation:
 
     def verified(self, nodes: Sequence[int], seconds: float, *, is_cut: bool) -> None:
         """See `Drafts`."""
-        self.sizes.record([TriedDraft(self._tree, nodes, is_cut)], seconds)
-        self._counts.count(len(self._tree), len(nodes), self._draft_s, seconds, self.sizes.reason)
+        self._record(nodes, seconds, is_cut=is_cut)
+
+    def went_on(self, seconds: float, *, is_usual: bool) -> None:
+        """See `Drafts`."""
+        self._record((), seconds, is_usual=is_usual)
+
+    def _record(
+        self, nodes: Sequence[int], seconds: float, *, is_cut: bool = False, is_usual: bool = True
+    ) -> None:
+        """What came of the last draft, which is over: a step that follows without one has none."""
+        tree, self._tree = self._tree, NO_DRAFT
+        draft_s, self._draft_s = self._draft_s, 0.0
+        self._counts.count(len(tree), len(nodes), draft_s, seconds, self.sizes.reason)
+        self.sizes.record([TriedDraft(tree, nodes, is_cut)], seconds, is_usual=is_usual)
 
     def round_ended(self, accepted: Accepted, seconds: float) -> None:
         """See `Drafts`."""

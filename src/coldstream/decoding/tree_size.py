@@ -13,7 +13,8 @@ exploration what it takes beyond as many plain steps as it gave tokens.
 
 Whether drafts pay is not a matter of estimates, which may be wrong together, but of what they gave and took,
 compared with plain steps that follow each other: one after a step with a draft finds other weights in the
-caches, and on a CPU its other threads asleep. So of every 256 steps 6 are plain ones, and the first 24.
+caches, on a CPU its other threads asleep, and on a GPU no step under way beside which it could be launched.
+So of every 256 steps 6 are plain ones, and the first 24; and an exploration pays for the step after it too.
 
 Everything is a pure function of the calls so far: times are passed in.
 """
@@ -105,6 +106,7 @@ class SizePolicy:
         self._for_probes = _Purse(probe_share / 2)
         self._num_since_probe = 0
         self._num_steps = self._num_plain = 0  # in all, and the last ones without a draft
+        self._has_explored = False  # in the last step
 
     @property
     def pays(self) -> bool:
@@ -145,14 +147,21 @@ class SizePolicy:
         return TreeSize(n, reason, rates[n], rates[best], tokens[n], draft_s, is_exploration)
 
     def record(
-        self, step_s: float, size: TreeSize | None = None, tokens: float = 1.0, num_roots: int = 1
+        self,
+        step_s: float,
+        size: TreeSize | None = None,
+        tokens: float = 1.0,
+        num_roots: int = 1,
+        *,
+        is_usual: bool = True,
     ) -> None:
         """A step with so many roots gave `tokens` and took `step_s` besides its draft.
 
-        size: what was chosen for it, None without a draft.
+        size: what was chosen for it, None without a draft. is_usual: whether plain steps that follow each
+        other take as long, if it is one.
         """
         num_nodes, draft_s = (size.num_nodes, size.draft_s) if size else (0, 0.0)
-        if num_nodes or self._num_plain > 1 or not self._times.has_any:
+        if num_nodes or (is_usual and self._num_plain > 1) or not self._times.has_any:
             self._times.record(num_roots + num_nodes, step_s)
         else:
             self._times.skip()
@@ -168,6 +177,9 @@ class SizePolicy:
                 gain_s = self._gain_of(num_nodes, tokens / num_roots, taken_s, num_roots)
                 if size.is_exploration:
                     self._for_drafts.spend(max(0.0, -gain_s))
+        elif size is None and self._has_explored:
+            self._for_drafts.spend(max(0.0, step_s - self._known_s(num_roots)))
+        self._has_explored = size is not None and size.is_exploration
         self._for_drafts.earn(taken_s)
         self._for_probes.earn(taken_s)
 
