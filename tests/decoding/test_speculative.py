@@ -142,8 +142,8 @@ class RandomDrafts:
         self.sizes.append(len(pairs))
         return TokenTree(token_ids, parents, (0.0,) * len(pairs))
 
-    def verified(self, nodes: Sequence[int], seconds: float, *, is_cut: bool) -> None:
-        assert seconds > 0
+    def verified(self, nodes: Sequence[int], seconds: float, choose_s: float, *, is_cut: bool) -> None:
+        assert seconds > choose_s >= 0
         self.told.append(len(nodes))
         self.num_cut += is_cut
 

@@ -130,6 +130,37 @@ def test_answers_and_the_states_that_they_leave_are_those_without_drafts(
     plain.forget()
 
 
+def test_experts_of_drafts_are_those_that_their_steps_used(
+    models: tuple[LLM, OpenedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps launched ahead and the prompt are not counted."""
+    plain, opened = models
+    verify, commit = LiveSequence.verify, LiveSequence.commit
+    before, after = [], []
+
+    def noted(self: LiveSequence, *tree: Any) -> Sequence[AnyLogits]:
+        before.append(np.array(opened.runner.expert_uses))
+        return verify(self, *tree)
+
+    def noted_commit(self: LiveSequence, rows: Sequence[int]) -> None:
+        commit(self, rows)
+        after.append(np.array(opened.runner.expert_uses))
+
+    monkeypatch.setattr(LiveSequence, "verify", noted)
+    monkeypatch.setattr(LiveSequence, "commit", noted_commit)
+    speculation = Speculation(
+        noting(plain, SEEDED), EveryFourth(), expert_uses=lambda: opened.runner.expert_uses
+    )
+    llm = LLM.from_opened(replace(opened, speculation=speculation))
+    found = llm.generate([PROMPT], SEEDED)[0].statistics.speculation
+    hits, misses = sum(one - other for one, other in zip(after, before, strict=True))
+    assert found.drafted_steps == len(before) > 1
+    assert (found.experts, found.cold_experts) == (hits + misses, misses)
+    spec = opened.runner.spec
+    assert found.experts >= found.drafted_steps * spec.num_layers * spec.num_experts_per_tok
+    llm.forget()
+
+
 @pytest.mark.parametrize(("wants_hidden", "idle_steps"), [(True, ()), (False, ()), (True, range(5, 9))])
 def test_drafters_are_told_of_each_step_once_with_its_own_states(
     models: tuple[LLM, OpenedModel],

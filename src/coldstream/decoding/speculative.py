@@ -48,10 +48,11 @@ class TreeModel(DraftModel, AheadModel, Protocol):
 class TriedDrafts(Protocol):
     """Is told what came of drafts."""
 
-    def verified(self, nodes: Sequence[int], seconds: float, *, is_cut: bool) -> None:
-        """The path of the last draft that was accepted, and how long computing and committing took.
+    def verified(self, nodes: Sequence[int], seconds: float, choose_s: float, *, is_cut: bool) -> None:
+        """The path of the last draft that was accepted, and the time of computing, choosing and committing.
 
-        is_cut: whether generation ended along the path, so that what follows its last node was not tried.
+        choose_s: of this, that of choosing. is_cut: whether generation ended along the path, so that what
+        follows its last node was not tried.
         """
 
 
@@ -177,12 +178,13 @@ def verify_draft(
     parents = (ROOT, *(1 + parent for parent in tree.parents))
     rows = model.verify((tokens.ids[-1], *tree.token_ids), parents)
     nodes, held = [ROOT], []
-    seconds, is_cut = 0.0, True
+    seconds, choose_s, is_cut = time.perf_counter() - start, 0.0, True
     try:
+        start = time.perf_counter()
         pick = begin(rows, tree, tokens.ids)
-        seconds = time.perf_counter() - start
         while True:
             chosen = pick(nodes[-1], tokens.ids)
+            choose_s += time.perf_counter() - start
             held.append(1 + nodes[-1])
             tokens.append(chosen.token_id, vocab_size)
             yield chosen
@@ -191,10 +193,12 @@ def verify_draft(
                 is_cut = tokens.has_ended
                 return
             nodes.append(node)
+            start = time.perf_counter()
     finally:
         start = time.perf_counter()
         model.commit(held)
-        drafts.verified(nodes[1:], seconds + time.perf_counter() - start, is_cut=is_cut)
+        seconds += choose_s + time.perf_counter() - start
+        drafts.verified(nodes[1:], seconds, choose_s, is_cut=is_cut)
 
 
 def begin_picks(
