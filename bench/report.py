@@ -15,7 +15,7 @@ from typing import Any
 
 from report_accuracy import activation_scales, agreement_by_architecture, kv_types
 from report_cpu import cpu_attention, cpu_pairs, cpu_rows, side_by_side
-from report_drafts import cpu_drafts, cpu_drafts_by_size, gpu_drafts
+from report_drafts import cpu_drafts, cpu_drafts_by_size, draft_equality, gpu_drafts
 from report_failures import cancel_storm, conversations, kills
 from report_first_page import first_page
 from report_gpu import (
@@ -327,6 +327,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "cpu_drafts": cpu_drafts,
     "cpu_drafts_by_size": cpu_drafts_by_size,
     "gpu_drafts": gpu_drafts,
+    "draft_equality": draft_equality,
     "serving": serving,
     "kills": kills,
     "cancel_storm": cancel_storm,

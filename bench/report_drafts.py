@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from report_tables import load, table
+from report_tables import has, load, table
 
 DRAFTERS = ("mtp", "ngram")
 
@@ -81,3 +81,20 @@ def gpu_drafts() -> str:
     where = f"{r['machine']['gpu']}, commit {r['commit']}: `{r['command']}`"
     conditions = f"Accepted at depths 1, 2, 3: {accepted}. {where}"
     return table(header, rows) + f"\n{conditions}\n"
+
+
+def draft_equality() -> str:
+    """Answers with drafts that are those without, by what drafted."""
+    found = [load(name) for name in ("draft_equality", "gpu/draft_equality") if has(name)]
+    rows, lines = [], []
+    for r in found:
+        for kind in dict.fromkeys(pair["kind"] for pair in r["pairs"]):
+            those = [pair for pair in r["pairs"] if pair["kind"] == kind]
+            sums = [f"{sum(pair[name] for pair in those):,}" for name in ("answers", "tokens", "equal")]
+            rows.append([r["model"], r["tier"], kind, *sums])
+        lines.append(
+            f"{r['model']}, {r['cpu']}: {r['equal']:,} of {r['answers']:,} answers are equal, commit "
+            f"{r['commit']}: `{r['command']}`"
+        )
+    header = ["model", "tier", "drafts", "answers", "their tokens", "equal to those without drafts"]
+    return table(header, rows) + "".join(f"\n{line}\n" for line in lines)

@@ -86,8 +86,23 @@ def test_drafts_are_timed_beside_the_same_without(run: Run, budget: int | str) -
     if budget == 3:
         assert found["reasons"] == [["fixed", found["steps"]]]
         assert found["tokens_per_step"] > 1.5
+        assert 0 < found["build_s"] < found["draft_s"]
+        assert 0 < found["choose_s"] < found["verify_s"]
+        assert found["experts"] is None
         code, out, _ = run("bench", *words, "--tree-budget", "3")
         assert re.search(r"\ntg24, drafted: \S+ t/s, \S+ times as fast .* mtp gave \S+ tokens a draft", out)
+        assert re.search(r"a step; drafting \S+ s, building trees \S+ s, sizing them \S+ s, steps \S+ s", out)
+
+
+def test_drafts_under_a_budget_of_ram_say_which_experts_they_used(run: Run) -> None:
+    words = ["-p", "0", "-n", "12", "-r", "1", "--threads", "1", "--device", "cpu", "--spec-type", "mtp"]
+    words += ["--ram", "40M", "--ctx-size", "128", "--tree-budget", "3"]
+    code, out, _ = run("bench", *words, "--json")
+    assert code == 0
+    (found,) = json.loads(out)["drafts"]
+    assert 0 < found["cold_experts"] < found["experts"]
+    assert 8 * 4 * found["drafted_steps"] <= found["experts"] <= 8 * 32 * found["drafted_steps"]
+    assert re.search(r"; \d+ experts a draft, \d+ not at hand", run("bench", *words)[1])
 
 
 @pytest.mark.parametrize("context", [(), ("-c", "64")])

@@ -20,6 +20,7 @@ class FarDevice:
 
     results: list[Result] = field(default_factory=list)
     num_waits: int = 0
+    num_known: int = 0  # of the results
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class FarChoice:
 
     def results(self) -> list[Result]:
         self.device.num_waits += 1
+        self.device.num_known = self.first + self.count
         return self.device.results[self.first : self.first + self.count]
 
 

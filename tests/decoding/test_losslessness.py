@@ -96,7 +96,7 @@ class Model:
 class Unheard:
     """Learns nothing."""
 
-    def verified(self, nodes: Sequence[int], seconds: float, *, is_cut: bool) -> None:
+    def verified(self, nodes: Sequence[int], seconds: float, choose_s: float, *, is_cut: bool) -> None:
         """Of what came of drafts."""
 
 

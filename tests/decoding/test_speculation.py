@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from coldstream.decoding import NO_DRAFT, FixedSizes, SizesByCost, Speculation, TokenTree
+from coldstream.decoding import NO_DRAFT, FixedSizes, SizesByCost, Speculation, TokenTree, TriedDraft
 
-PLAIN_S, DRAFT_S = 0.01, 0.0
+PLAIN_S, CHOOSE_S, BUILD_S = 0.01, 0.001, 0.0001
 
 
 class Chains:
@@ -26,7 +28,8 @@ class Chains:
 
     def propose(self, context: Sequence[int], budget: int) -> TokenTree:
         self.asked.append(budget)
-        return TokenTree((7,) * budget, tuple(range(-1, budget - 1)), tuple(-0.1 * i for i in range(budget)))
+        log_probs = tuple(-0.1 * i for i in range(budget))
+        return TokenTree((7,) * budget, tuple(range(-1, budget - 1)), log_probs, BUILD_S)
 
 
 def _go(speculation: Speculation, num_steps: int, accepted: int, row_s: float) -> list[int]:
@@ -36,7 +39,10 @@ def _go(speculation: Speculation, num_steps: int, accepted: int, row_s: float) -
         tree = speculation.draft([1, 2, 3], 100)
         sizes.append(len(tree))
         path = range(min(accepted, len(tree)))
-        speculation.verified(path, PLAIN_S + row_s * len(tree), is_cut=False)
+        if tree:
+            speculation.verified(path, PLAIN_S + row_s * len(tree), CHOOSE_S, is_cut=False)
+        else:
+            speculation.went_on(PLAIN_S, is_usual=True)
     return sizes
 
 
@@ -87,13 +93,99 @@ def test_statistics_are_those_of_a_request() -> None:
     speculation.start()
     _go(speculation, 2, accepted=3, row_s=0.001)
     speculation.draft([1], 0)
-    speculation.verified((), PLAIN_S, is_cut=False)
+    speculation.went_on(PLAIN_S, is_usual=True)
     found = speculation.statistics()
     assert (found.drafter, found.steps, found.drafted_steps, found.drafted) == ("chains", 3, 2, 8)
     assert (found.accepted_by_depth, found.sizes) == ((2, 2, 2), ((0, 1), (4, 2)))
     assert (found.accepted, found.tokens_per_step, found.accepted_per_draft) == (6, 3.0, 3.0)
     assert found.verify_s == pytest.approx(2 * (PLAIN_S + 0.004) + PLAIN_S)
+    assert found.choose_s == pytest.approx(2 * CHOOSE_S)
+    assert found.build_s == pytest.approx(2 * BUILD_S)
     assert found.draft_s > 0
+    assert found.size_s > 0
+    assert (found.experts, found.cold_experts, found.experts_per_draft) == (None, None, None)
+
+
+def test_steps_that_follow_a_draft_without_being_asked_for_one_have_none() -> None:
+    """As where they are launched ahead; the first has a draft of which nothing was worth a row."""
+    speculation = Speculation(Chains(), SizesByCost("chains"))
+    _go(speculation, 60, accepted=0, row_s=1.0)
+    speculation.start()
+    while not speculation.will_draft(9):
+        _go(speculation, 1, accepted=0, row_s=1.0)
+    assert speculation.draft([1], 9) == NO_DRAFT
+    before = speculation.statistics()
+    for _ in range(3):
+        speculation.will_draft(9)
+        speculation.went_on(PLAIN_S, is_usual=True)
+    after = speculation.statistics()
+    assert dict(after.reasons)["plain"] == dict(before.reasons).get("plain", 0) + 1
+    assert dict(after.reasons)["not_asked"] == dict(before.reasons).get("not_asked", 0) + 2
+    assert after.drafted_steps == before.drafted_steps
+    once = Speculation(Chains(), FixedSizes(2))
+    once.draft([1], 9)
+    once.verified((), PLAIN_S, CHOOSE_S, is_cut=False)
+    draft_s = once.statistics().draft_s
+    once.went_on(PLAIN_S, is_usual=True)
+    assert once.statistics().draft_s == draft_s
+    assert once.statistics().drafted == 2
+
+
+@given(st.integers(0, 400), st.integers(-1, 3))
+def test_whether_a_step_is_drafted_is_what_the_draft_then_does(num_steps: int, most: int) -> None:
+    """Asking changes nothing."""
+    speculation = Speculation(Chains(), SizesByCost("chains"))
+    _go(speculation, num_steps, accepted=num_steps % 3, row_s=0.002)
+    asked = speculation.will_draft(most)
+    assert speculation.will_draft(most) == asked
+    drafter = speculation.drafter
+    assert isinstance(drafter, Chains)
+    drafter.asked.clear()
+    speculation.draft([1], most)
+    assert bool(drafter.asked) == asked
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.integers(0, 9)), max_size=12))
+def test_experts_are_those_of_steps_with_nodes(steps: list[tuple[bool, int, int]]) -> None:
+    """Each: whether it has some, and its experts in fast memory and others; drafting may use some too."""
+    uses = [0, 0]
+
+    class Using(Chains):
+        def propose(self, context: Sequence[int], budget: int) -> TokenTree:
+            uses[0] += 100
+            return super().propose(context, budget)
+
+    speculation = Speculation(Using(), FixedSizes(3), expert_uses=lambda: (uses[0], uses[1]))
+    hits = misses = num_drafted = 0
+    for is_drafted, of_step, cold in steps:
+        tree = speculation.draft([1], 9 * is_drafted)
+        uses[0], uses[1] = uses[0] + of_step, uses[1] + cold
+        if tree:
+            speculation.verified((), PLAIN_S, CHOOSE_S, is_cut=False)
+            hits, misses, num_drafted = hits + of_step, misses + cold, num_drafted + 1
+        else:
+            speculation.went_on(PLAIN_S, is_usual=True)
+    found = speculation.statistics()
+    if hits + misses == 0:
+        assert (found.experts, found.cold_experts, found.experts_per_draft) == (None, None, None)
+        return
+    assert (found.experts, found.cold_experts) == (hits + misses, misses)
+    assert found.experts_per_draft == ((hits + misses) / num_drafted, misses / num_drafted)
+
+
+def test_deciding_the_size_is_part_of_the_time_that_a_draft_takes() -> None:
+    told: list[float] = []
+
+    class Noting(FixedSizes):
+        def record(self, drafts: Sequence[TriedDraft], seconds: float, *, is_usual: bool = True) -> None:
+            told.append(seconds)
+
+    speculation = Speculation(Chains(), Noting(3))
+    speculation.draft([1], 9)
+    speculation.verified((), PLAIN_S, CHOOSE_S, is_cut=False)
+    speculation.went_on(PLAIN_S, is_usual=True)
+    assert told == [PLAIN_S + speculation.statistics().size_s, PLAIN_S]
+    assert told[0] > told[1]
 
 
 def test_statistics_of_no_step() -> None:

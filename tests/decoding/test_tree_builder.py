@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coldstream.decoding import tree_builder
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.decoding.tree_builder import (
     NO_CANDIDATES,
@@ -203,6 +204,26 @@ def test_a_token_counts_once_in_a_list_and_lists_of_its_parents_do_not_matter() 
     lists: dict[Path, Candidates] = {(): ([5, 5, 6], [-0.1, -0.2, -3.0]), (5,): ([5], [-0.3])}
     tree = build_tree(lambda path: lists.get(path, NO_CANDIDATES), 9)
     assert tree == TokenTree((5, 5, 6), (-1, 0, -1), (-0.1, -0.1 - 0.3, -3.0))
+
+
+def test_the_time_of_building_is_without_that_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    def source(path: Path) -> Candidates:
+        nonlocal now
+        now += 1000.0
+        return ([7, 8], [-0.1, -0.2])
+
+    monkeypatch.setattr(tree_builder.time, "perf_counter", clock)
+    tree = build_tree(source, 9)
+    assert 0 < tree.build_s < 1000
+    assert tree.first(4).build_s == tree.build_s
+    assert tree == TokenTree(tree.token_ids, tree.parents, tree.log_probs)
 
 
 def test_nodes_are_numbers_of_python() -> None:

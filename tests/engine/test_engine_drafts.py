@@ -14,6 +14,8 @@ from coldstream.assets import demo_model_path
 from coldstream.decoding import FixedSizes, Grammar, Logits, SizesByCost, Speculation
 from coldstream.engine import LLM, EngineConfig, OpenedModel, SamplingParams, open_model
 from coldstream.errors import InvalidRequestError
+from coldstream.kvcache import Batch
+from coldstream.models.cpu_runner import CpuRunner
 
 GREEDY = PARAMS["greedy"]
 
@@ -65,6 +67,28 @@ def test_an_answer_that_is_alone_is_drafted(demo: Pair, params: SamplingParams) 
         statistics = client.engine.statistics()
         assert statistics.accepted_tokens > 0.4 * statistics.generated_tokens
         assert statistics.steps < statistics.generated_tokens
+
+
+def test_experts_of_a_step_count_for_each_answer_that_has_a_draft_in_it(
+    demo: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a step uses 7 experts and misses 2, and steps of prompts are among them."""
+    uses = [0, 0]
+    step = CpuRunner.step
+
+    def counting(self: CpuRunner, batch: Batch) -> object:
+        uses[:] = uses[0] + 5, uses[1] + 2
+        return step(self, batch)
+
+    monkeypatch.setattr(CpuRunner, "step", counting)
+    monkeypatch.setattr(CpuRunner, "expert_uses", property(lambda self: (uses[0], uses[1])))
+    with engine_of(drafting(demo, told(demo))) as client:
+        each = add(client, demo, PROMPTS[0], GREEDY)
+        client.drain()
+        found = client.outputs(each)[0].statistics.speculation
+    assert found.experts_per_draft == (7, 2)
+    assert (found.experts, found.cold_experts) == (7 * found.drafted_steps, 2 * found.drafted_steps)
+    assert 0 < found.build_s + found.choose_s < found.draft_s + found.verify_s
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -97,7 +97,9 @@ def show_answer(stream: Stream, line: ProgressLine, quiet: bool, ctx_size: int, 
 def _drafts(speculation: SpeculationStatistics | None) -> str:
     if speculation is None or not speculation.drafted:
         return ""
-    return f"{speculation.tokens_per_step:.2f} tokens a step by {speculation.drafter}"
+    uses = speculation.experts_per_draft
+    experts = f", {uses[0]:.0f} experts a draft, {uses[1]:.0f} not at hand" if uses else ""
+    return f"{speculation.tokens_per_step:.2f} tokens a step by {speculation.drafter}{experts}"
 
 
 def _count(number: int, noun: str) -> str:

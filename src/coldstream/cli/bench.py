@@ -135,10 +135,20 @@ def _num_tokens(tests: Sequence[BenchmarkTest | DraftedTest]) -> list[int]:
 def describe_drafts(result: DraftedResult) -> str:
     """What drafts brought, in one line."""
     found = result.speculation
+    uses = found.experts_per_draft
+    times = {
+        "drafting": found.draft_s,
+        "building trees": found.build_s,
+        "sizing them": found.size_s,
+        "steps": found.verify_s,
+        "choosing": found.choose_s,
+    }
+    shown = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in times.items())
     return (
         f"{result.test.name}: {result.mean:.2f} t/s, {result.mean / result.plain_mean:.2f} times as fast as "
         f"without drafts; {found.drafter} gave {found.accepted_per_draft:.2f} tokens a draft, "
-        f"{found.tokens_per_step:.2f} a step"
+        f"{found.tokens_per_step:.2f} a step; {shown}"
+        + (f"; {uses[0]:.0f} experts a draft, {uses[1]:.0f} not at hand" if uses else "")
     )
 
 

@@ -22,8 +22,11 @@ from coldstream.decoding.sampling_params import Logits, LogitsProcessor, Samplin
 from coldstream.decoding.speculation import (
     MAX_TREE_NODES,
     DraftCounts,
+    ExpertUses,
     Speculation,
     SpeculationStatistics,
+    StepCosts,
+    uses_between,
 )
 from coldstream.decoding.speculative import (
     Drafts,
@@ -51,6 +54,7 @@ __all__ = [
     "DraftCounts",
     "Drafter",
     "Drafts",
+    "ExpertUses",
     "FixedSizes",
     "Grammar",
     "Logits",
@@ -67,6 +71,7 @@ __all__ = [
     "Speculation",
     "SpeculationStatistics",
     "StartedChoices",
+    "StepCosts",
     "StopMatcher",
     "Thought",
     "TokenChooser",
@@ -81,5 +86,6 @@ __all__ = [
     "generate_tokens_ahead",
     "generate_tokens_speculatively",
     "sample_token",
+    "uses_between",
     "verify_draft",
 ]

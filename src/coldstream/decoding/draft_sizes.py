@@ -35,6 +35,9 @@ class TreeSizes(Protocol):
     def drafts_beside_prompts(self) -> bool:
         """Whether it chooses for steps that have rows of prompts too."""
 
+    def will_draft(self, most: int, num_sequences: int = 1) -> bool:
+        """Whether `budget` would ask for a node. Steps under way need not be recorded."""
+
     def budget(self, most: int, num_sequences: int = 1) -> int:
         """Nodes that the drafter of each sequence is asked for, at most `most`; 0: the next step is plain."""
 
@@ -52,10 +55,13 @@ class TreeSizes(Protocol):
 
     @property
     def reason(self) -> SizeReason:
-        """Why the next step has the sizes that `budget` and `sizes` said."""
+        """Why the first step that is not recorded has the sizes that `budget` and `sizes` said."""
 
-    def record(self, drafts: Sequence[TriedDraft], seconds: float) -> None:
-        """What came of the drafts of each sequence of a step, which took so long besides drafting."""
+    def record(self, drafts: Sequence[TriedDraft], seconds: float, *, is_usual: bool = True) -> None:
+        """What came of the drafts of each sequence of a step, which took so long besides drafting.
+
+        is_usual: whether steps without drafts that follow each other take as long, if it had none.
+        """
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,9 @@ class FixedSizes:
     def rounds(self) -> RoundSizes:
         return FixedRounds(self.num_nodes)
 
+    def will_draft(self, most: int, num_sequences: int = 1) -> bool:
+        return self.budget(most) > 0
+
     def budget(self, most: int, num_sequences: int = 1) -> int:
         return min(self.num_nodes, most)
 
@@ -79,7 +88,7 @@ class FixedSizes:
     def sizes(self, trees: Sequence[TokenTree], draft_s: float) -> list[int]:
         return [len(tree) for tree in trees]
 
-    def record(self, drafts: Sequence[TriedDraft], seconds: float) -> None:
+    def record(self, drafts: Sequence[TriedDraft], seconds: float, *, is_usual: bool = True) -> None:
         pass
 
 
@@ -103,12 +112,14 @@ class SizesByCost:
         self._learned: dict[int, _Learned] = {}  # by range of sequences
         self.reason = SizeReason.NOT_ASKED
 
+    def will_draft(self, most: int, num_sequences: int = 1) -> bool:
+        learned = self._of(num_sequences)
+        return most > 0 and not learned.is_idle and learned.policy.should_draft()
+
     def budget(self, most: int, num_sequences: int = 1) -> int:
         learned = self._of(num_sequences)
         learned.chosen, self.reason = None, SizeReason.NOT_ASKED
-        if most < 1 or learned.is_idle or not learned.policy.should_draft():
-            return 0
-        return min(most, round(learned.useful) + _MORE_NODES)
+        return min(most, round(learned.useful) + _MORE_NODES) if self.will_draft(most, num_sequences) else 0
 
     def is_idle(self, num_sequences: int = 1) -> bool:
         return self._of(num_sequences).is_idle
@@ -125,12 +136,12 @@ class SizesByCost:
         learned.useful = max(float(max(counts.values(), default=0)), learned.useful * _USEFUL_KEPT)
         return [counts[tree] for tree in range(len(trees))]
 
-    def record(self, drafts: Sequence[TriedDraft], seconds: float) -> None:
+    def record(self, drafts: Sequence[TriedDraft], seconds: float, *, is_usual: bool = True) -> None:
         learned = self._of(len(drafts))
         tokens = len(drafts) + sum(len(draft.accepted) for draft in drafts)
-        learned.policy.record(seconds, learned.chosen, float(tokens), len(drafts))
+        learned.policy.record(seconds, learned.chosen, float(tokens), len(drafts), is_usual=is_usual)
         learned.num_lost = 0 if learned.policy.pays else learned.num_lost + 1
-        learned.chosen = None
+        learned.chosen, self.reason = None, SizeReason.NOT_ASKED
         for draft in drafts:
             if not draft.is_cut:
                 self._acceptance.record(self._name, draft.tree, draft.accepted)

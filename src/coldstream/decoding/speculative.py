@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar, overload
 
 import numpy as np
 
+from coldstream.decoding.ahead import AheadModel, BeginToken, continue_ahead
 from coldstream.decoding.autoregressive import Continuation
 from coldstream.decoding.choice import Choice, Chosen, Outcome, TokenChooser, begin_choices, chosen_or_raised
 from coldstream.decoding.device_logits import AnyLogits
@@ -37,8 +38,8 @@ class DraftModel(Protocol):
         """Hold this path of the tree, and forget its other rows."""
 
 
-class TreeModel(DraftModel, Protocol):
-    """One that computes chains as well."""
+class TreeModel(DraftModel, AheadModel, Protocol):
+    """One that computes chains as well. Without `begin_ahead` it is not asked for what `AheadModel` has."""
 
     def append(self, token_ids: Sequence[int]) -> AnyLogits:
         """Compute tokens after those that it holds; logits [vocab] after the last, until the next call."""
@@ -47,18 +48,27 @@ class TreeModel(DraftModel, Protocol):
 class TriedDrafts(Protocol):
     """Is told what came of drafts."""
 
-    def verified(self, nodes: Sequence[int], seconds: float, *, is_cut: bool) -> None:
-        """The path of the last draft that was accepted, and how long computing and committing took.
+    def verified(self, nodes: Sequence[int], seconds: float, choose_s: float, *, is_cut: bool) -> None:
+        """The path of the last draft that was accepted, and the time of computing, choosing and committing.
 
-        is_cut: whether generation ended along the path, so that what follows its last node was not tried.
+        choose_s: of this, that of choosing. is_cut: whether generation ended along the path, so that what
+        follows its last node was not tried.
         """
 
 
 class Drafts(TriedDrafts, Protocol):
     """Says what is drafted before each step as well."""
 
+    def will_draft(self, most: int) -> bool:
+        """Whether `draft` would ask a drafter for `most` nodes: the tokens before them need not be known."""
+
     def draft(self, context: Sequence[int], most: int) -> TokenTree:
         """At most `most` nodes (≥ 0) after `context`: the tokens that the model holds, then the root."""
+
+    def went_on(self, seconds: float, *, is_usual: bool) -> None:
+        """A step without nodes took so long. is_usual: whether steps without drafts that follow each other
+        take as long as this one.
+        """
 
     def begin_rounds(self) -> None:
         """A device begins to draft by itself. Rounds before that were not told are none of these."""
@@ -88,18 +98,20 @@ def generate_tokens_speculatively(
     *,
     end_ids: frozenset[int],
     max_tokens: int,
+    begin_ahead: BeginToken | None = None,
     begin_rounds: BeginRounds | None = None,
 ) -> Iterator[Chosen]:
     """Yield the tokens that `generate_tokens` yields, with their log-probabilities.
 
+    begin_ahead: where the device makes all choices; then steps are launched ahead while nothing is drafted.
     begin_rounds: called once, after the first token; if there are rounds, the others come from them.
 
     The model holds the prompt, and `logits` [vocab] follow it. No row is computed that would exceed the
     positions of `max_tokens` tokens.
 
     When this iterator ends or is closed, the model holds the prompt and every yielded token but the last, as
-    after the plain loop. If the token after a row cannot be chosen, that row is not held. Raises as
-    `generate_tokens`.
+    after the plain loop; with steps launched ahead as after `generate_tokens_ahead`. If the token after a row
+    of a draft cannot be chosen, that row is not held. Raises as `generate_tokens`.
     """
     vocab_size = len(logits)
     tokens = Continuation(prompt_ids, end_ids=end_ids, max_tokens=max_tokens)
@@ -115,12 +127,38 @@ def generate_tokens_speculatively(
         if tree:
             yield from verify_draft(model, tokens, tree, begin, drafts, vocab_size)
             continue
-        start = time.perf_counter()
-        rows = [model.append(tokens.ids[-1:])]
-        chosen = begin(rows, tree, tokens.ids)(ROOT, tokens.ids)
-        drafts.verified((), time.perf_counter() - start, is_cut=False)
-        tokens.append(chosen.token_id, vocab_size)
+        yield from _plain_steps(model, tokens, begin, begin_ahead, drafts, end_ids)
+
+
+def _plain_steps(
+    model: TreeModel,
+    tokens: Continuation,
+    begin: Begin,
+    begin_ahead: BeginToken | None,
+    drafts: Drafts,
+    end_ids: frozenset[int],
+) -> Generator[Chosen]:
+    """A step without nodes, and those that can be launched ahead after it until something is drafted.
+
+    What others do with a token counts for no step. It makes a step that runs meanwhile shorter by as much as
+    a step with a draft, which does not run meanwhile, is longer than it is said to be.
+    """
+    start = time.perf_counter()
+    logits = model.append(tokens.ids[-1:])
+    if begin_ahead is None:
+        chosen = begin([logits], NO_DRAFT, tokens.ids)(ROOT, tokens.ids)
+        drafts.went_on(time.perf_counter() - start, is_usual=True)
+        tokens.append(chosen.token_id, len(logits))
         yield chosen
+        return
+
+    def may_launch() -> bool:
+        return not drafts.will_draft(tokens.num_left - 2)
+
+    for token_id, is_between in continue_ahead(model, logits, tokens, begin_ahead, end_ids, may_launch):
+        drafts.went_on(time.perf_counter() - start, is_usual=is_between)
+        yield Chosen(token_id)
+        start = time.perf_counter()
 
 
 def verify_draft(
@@ -140,12 +178,13 @@ def verify_draft(
     parents = (ROOT, *(1 + parent for parent in tree.parents))
     rows = model.verify((tokens.ids[-1], *tree.token_ids), parents)
     nodes, held = [ROOT], []
-    seconds, is_cut = 0.0, True
+    seconds, choose_s, is_cut = time.perf_counter() - start, 0.0, True
     try:
+        start = time.perf_counter()
         pick = begin(rows, tree, tokens.ids)
-        seconds = time.perf_counter() - start
         while True:
             chosen = pick(nodes[-1], tokens.ids)
+            choose_s += time.perf_counter() - start
             held.append(1 + nodes[-1])
             tokens.append(chosen.token_id, vocab_size)
             yield chosen
@@ -154,10 +193,12 @@ def verify_draft(
                 is_cut = tokens.has_ended
                 return
             nodes.append(node)
+            start = time.perf_counter()
     finally:
         start = time.perf_counter()
         model.commit(held)
-        drafts.verified(nodes[1:], seconds + time.perf_counter() - start, is_cut=is_cut)
+        seconds += choose_s + time.perf_counter() - start
+        drafts.verified(nodes[1:], seconds, choose_s, is_cut=is_cut)
 
 
 def begin_picks(

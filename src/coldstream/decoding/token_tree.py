@@ -1,6 +1,6 @@
 """A draft: tokens that may follow a sequence, as a tree. A chain is a tree with one child a node."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Self
 
 
@@ -11,12 +11,14 @@ class TokenTree:
     parents[i] is an earlier node, or −1 for the root. log_probs[i] is the drafter's log-probability of the
     path from the root to node i, never above that of its parent; nodes are in descending order of it where
     the drafter can say so, so that the first of them are the best smaller tree. No node has two children with
-    the same token.
+    the same token. build_s: the seconds that putting it together took, besides asking what may follow; trees
+    are equal whatever it was.
     """
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
+    build_s: float = field(default=0.0, compare=False)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -31,7 +33,8 @@ class TokenTree:
 
     def first(self, count: int) -> Self:
         """The tree of the first `count` nodes."""
-        return type(self)(self.token_ids[:count], self.parents[:count], self.log_probs[:count])
+        parts = (self.token_ids[:count], self.parents[:count], self.log_probs[:count])
+        return type(self)(*parts, build_s=self.build_s)
 
     def child(self, node: int, token_id: int) -> int | None:
         """The child of `node` (−1: the root) with this token."""

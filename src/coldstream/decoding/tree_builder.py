@@ -10,6 +10,7 @@ list, then the one that was offered earlier.
 """
 
 import heapq
+import time
 from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Final
@@ -44,12 +45,14 @@ def build_tree(source: Source, budget: int, *, chain_first: bool = False) -> Tok
     """
     if budget <= 0:
         return NO_DRAFT
+    start = time.perf_counter()
     growing = _GrowingTree(source)
     if chain_first:
         growing.add_line(budget)
     while len(growing.token_ids) < budget and growing.add_likeliest():
         pass
-    return TokenTree(tuple(growing.token_ids), tuple(growing.parents), tuple(growing.log_probs))
+    parts = (tuple(growing.token_ids), tuple(growing.parents), tuple(growing.log_probs))
+    return TokenTree(*parts, build_s=time.perf_counter() - start - growing.source_s)
 
 
 def marginal_source(token_ids: NDArray[np.integer], log_probs: NDArray[np.floating]) -> Source:
@@ -112,6 +115,7 @@ class _GrowingTree:
         self.token_ids: list[int] = []
         self.parents: list[int] = []
         self.log_probs: list[float] = []
+        self.source_s = 0.0  # in which the source was asked
         self._source = source
         self._paths: dict[int, Path] = {-1: ()}
         self._lists: dict[int, list[tuple[int, float]]] = {}  # by parent
@@ -157,7 +161,10 @@ class _GrowingTree:
         """Tokens and path log-probabilities of a node's children, by rank."""
         if parent not in self._lists:
             before = 0.0 if parent < 0 else self.log_probs[parent]
-            usable = _usable(self._source(self._paths[parent]))
+            start = time.perf_counter()
+            found = self._source(self._paths[parent])
+            self.source_s += time.perf_counter() - start
+            usable = _usable(found)
             self._lists[parent] = [(token_id, before + log_prob) for token_id, log_prob in usable]
         return self._lists[parent]
 

@@ -3,7 +3,8 @@
 A step with r roots, one of each sequence, and n nodes yields r + the sum of the nodes' probabilities to be
 accepted, and takes the time of the drafts and that of r + n rows. With mixtures of experts that time is
 neither convex nor smooth in n: rows share experts, kernels change and expert caches miss. So every size is
-looked at, and none is taken that is expected to be slower than a plain step without a draft.
+looked at, and none is taken that is expected to be slower than a plain step without a draft. Times are those
+of the last steps with as many rows, and hold what the experts took that such steps missed.
 
 Estimates of what is not done grow stale, so a small share of the time goes into doing it anyway. Half the
 share pays for *probes*, steps with another size than the best; half for *explorations*, drafts made although
@@ -13,7 +14,8 @@ exploration what it takes beyond as many plain steps as it gave tokens.
 
 Whether drafts pay is not a matter of estimates, which may be wrong together, but of what they gave and took,
 compared with plain steps that follow each other: one after a step with a draft finds other weights in the
-caches, and on a CPU its other threads asleep. So of every 256 steps 6 are plain ones, and the first 24.
+caches, on a CPU its other threads asleep, and on a GPU no step under way beside which it could be launched.
+So of every 256 steps 6 are plain ones, and the first 24; and an exploration pays for the step after it too.
 
 Everything is a pure function of the calls so far: times are passed in.
 """
@@ -67,20 +69,17 @@ def expected_rates(
     probabilities: Sequence[float],
     step_s: Callable[[int], float],
     draft_s: float,
-    extra_s: Sequence[float] | None = None,
     num_roots: int = 1,
 ) -> list[float]:
     """The expected tokens a second by number of nodes, for all that fit into `MAX_ROWS` rows.
 
     probabilities: by node, that it and the path to it are accepted. step_s(rows): the seconds of a step.
-    draft_s: those of the draft, which a plain step (0 nodes) does without. extra_s: by number of nodes, from
-    0 on, what a step is expected to take beyond `step_s`, such as for experts that are not resident.
+    draft_s: those of the draft, which a plain step (0 nodes) does without.
     """
     num_sizes = min(len(probabilities), MAX_ROWS - num_roots) + 1
     tokens = accumulate(probabilities, initial=float(num_roots))
-    extra = [0.0] * num_sizes if extra_s is None else extra_s
     return [
-        expected / (step_s(num_roots + n) + extra[n] + (draft_s if n else 0.0))
+        expected / (step_s(num_roots + n) + (draft_s if n else 0.0))
         for n, expected in zip(range(num_sizes), tokens, strict=False)
     ]
 
@@ -105,6 +104,7 @@ class SizePolicy:
         self._for_probes = _Purse(probe_share / 2)
         self._num_since_probe = 0
         self._num_steps = self._num_plain = 0  # in all, and the last ones without a draft
+        self._has_explored = False  # in the last step
 
     @property
     def pays(self) -> bool:
@@ -119,13 +119,7 @@ class SizePolicy:
             return False
         return self.pays or self._for_drafts.affords(self._usual_draft_s)
 
-    def choose(
-        self,
-        probabilities: Sequence[float],
-        draft_s: float,
-        extra_s: Sequence[float] | None = None,
-        num_roots: int = 1,
-    ) -> TreeSize:
+    def choose(self, probabilities: Sequence[float], draft_s: float, num_roots: int = 1) -> TreeSize:
         """The size for drafts that took `draft_s`; see `expected_rates` for the rest.
 
         Calculates with the usual time of a draft, not with that of this one.
@@ -136,7 +130,7 @@ class SizePolicy:
             return TreeSize(0, SizeReason.UNMEASURED, draft_s=draft_s)
         is_exploration = not self.pays
         tokens = list(accumulate(probabilities, initial=float(num_roots)))
-        rates = expected_rates(probabilities, self._known_s, self._usual_draft_s, extra_s, num_roots)
+        rates = expected_rates(probabilities, self._known_s, self._usual_draft_s, num_roots)
         best = rates.index(max(rates))  # the smallest of equal ones
         probe = self._probe(rates, best, tokens, num_roots)
         n, reason = best, SizeReason.FASTEST if best else SizeReason.PLAIN
@@ -145,14 +139,21 @@ class SizePolicy:
         return TreeSize(n, reason, rates[n], rates[best], tokens[n], draft_s, is_exploration)
 
     def record(
-        self, step_s: float, size: TreeSize | None = None, tokens: float = 1.0, num_roots: int = 1
+        self,
+        step_s: float,
+        size: TreeSize | None = None,
+        tokens: float = 1.0,
+        num_roots: int = 1,
+        *,
+        is_usual: bool = True,
     ) -> None:
         """A step with so many roots gave `tokens` and took `step_s` besides its draft.
 
-        size: what was chosen for it, None without a draft.
+        size: what was chosen for it, None without a draft. is_usual: whether plain steps that follow each
+        other take as long, if it is one.
         """
         num_nodes, draft_s = (size.num_nodes, size.draft_s) if size else (0, 0.0)
-        if num_nodes or self._num_plain > 1 or not self._times.has_any:
+        if num_nodes or (is_usual and self._num_plain > 1) or not self._times.has_any:
             self._times.record(num_roots + num_nodes, step_s)
         else:
             self._times.skip()
@@ -168,6 +169,9 @@ class SizePolicy:
                 gain_s = self._gain_of(num_nodes, tokens / num_roots, taken_s, num_roots)
                 if size.is_exploration:
                     self._for_drafts.spend(max(0.0, -gain_s))
+        elif size is None and self._has_explored:
+            self._for_drafts.spend(max(0.0, step_s - self._known_s(num_roots)))
+        self._has_explored = size is not None and size.is_exploration
         self._for_drafts.earn(taken_s)
         self._for_probes.earn(taken_s)
 

@@ -136,6 +136,7 @@ def _chosen_tokens(
     prompt_ids, end_ids, max_tokens = request.prompt_token_ids, request.all_end_ids, request.max_tokens
     num_held = model.start(prompt_ids)
     logits = model.append(prompt_ids[num_held:], progress)
+    is_ahead = model.takes_chosen and chooser.is_for_device
     if model.speculation is not None:
         yield from generate_tokens_speculatively(
             model,
@@ -145,10 +146,11 @@ def _chosen_tokens(
             model.speculation,
             end_ids=end_ids,
             max_tokens=max_tokens,
+            begin_ahead=begin if is_ahead else None,
             begin_rounds=begin_rounds,
         )
         return
-    if model.takes_chosen and chooser.is_for_device:
+    if is_ahead:
         loop = generate_tokens_ahead(model, logits, prompt_ids, begin, end_ids=end_ids, max_tokens=max_tokens)
         yield from map(Chosen, loop)
         return

@@ -17,13 +17,16 @@ from coldstream.decoding import (
     AnyLogits,
     Chosen,
     DraftCounts,
+    ExpertUses,
     Pick,
     SizeReason,
     Speculation,
+    StepCosts,
     TokenTree,
     TriedDraft,
     begin_all_picks,
     generate_in_rounds,
+    uses_between,
     verify_draft,
 )
 from coldstream.decoding.drafters import MtpDrafter
@@ -53,6 +56,10 @@ class JobDrafts:
         self._start = 0.0  # of the step, once it is drafted
         self._drafted: dict[Job, TokenTree] = {}  # in this step, empty trees included
         self._draft_s: dict[Job, float] = {}
+        self._build_s: dict[Job, float] = {}
+        self._size_s = self._choose_s = 0.0  # of all trees together
+        self._uses_before: ExpertUses | None = None
+        self._uses: ExpertUses | None = None  # of the step
         self._first_rows: dict[Job, int] = {}  # in the step, of jobs with trees
         self._picks: Mapping[Job, Pick] = {}
         self._tried: dict[Job, TriedDraft] = {}
@@ -73,20 +80,24 @@ class JobDrafts:
 
     def draft(self, jobs: Collection[Job], most: int) -> dict[Job, TokenTree]:
         """What may follow the tokens of jobs whose last one alone is not computed, at most `most` nodes each;
-        without empty trees. The time of the step begins at the end of this.
+        without empty trees. The time of the step begins behind the drafts.
 
         Of more jobs than can have drafts, nothing is learned either.
         """
         jobs = jobs if self._most_nodes(len(jobs)) > 0 else ()
-        self._draft_s, self._first_rows, self._picks, self._tried = {}, {}, {}, {}
+        self._draft_s, self._build_s, self._first_rows, self._picks, self._tried = {}, {}, {}, {}, {}
+        self._size_s = self._choose_s = 0.0
+        self._uses = None
         budget = self._sizes.budget(most, len(jobs)) if jobs else 0
         trees = [self._propose(job, min(budget, job.num_left - 1)) for job in jobs]
+        self._start = time.perf_counter()
         if budget > 0:
             counts = self._sizes.sizes(trees, sum(self._draft_s.values()))
             trees = [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
+            self._size_s = time.perf_counter() - self._start
+        self._uses_before = self._runner.expert_uses if any(trees) else None
         self._reason = self._sizes.reason if jobs else SizeReason.NOT_ASKED
         self._drafted = dict(zip(jobs, trees, strict=True))
-        self._start = time.perf_counter()
         return {job: tree for job, tree in self._drafted.items() if tree}
 
     def tell(self, launched: Launched) -> None:
@@ -107,12 +118,14 @@ class JobDrafts:
 
     def begin_picks(self, tree_logits: Mapping[Job, Sequence[AnyLogits]]) -> None:
         """Begins to choose the tokens along all trees of the step. Raises a device's errors."""
+        start = time.perf_counter()
         self._picks = begin_all_picks(
             {
                 job: (job.answer.chooser, rows, self._drafted[job], job.token_ids)
                 for job, rows in tree_logits.items()
             }
         )
+        self._choose_s = time.perf_counter() - start
 
     def verified(self, job: Job, rows: Sequence[AnyLogits]) -> Generator[tuple[Chosen, bool]]:
         """Yields the tokens along a tree that was computed, each with whether it was drafted. `Job.tokens`
@@ -137,10 +150,12 @@ class JobDrafts:
         if rows:
             follower.extend(token_ids, states)
 
-    def tried(self, job: Job, nodes: Sequence[int], *, is_cut: bool) -> None:
-        """These nodes of the job's tree were accepted; see `TriedDraft`."""
+    def tried(self, job: Job, nodes: Sequence[int], choose_s: float, *, is_cut: bool) -> None:
+        """These nodes of the job's tree were accepted; see `TriedDraft`. choose_s: since `begin_picks`."""
         self._tried[job] = TriedDraft(self._drafted[job], nodes, is_cut)
-        self._count(job, len(self._drafted[job]), len(nodes))
+        if self._uses is None:  # counted once a token of the step is known
+            self._uses = uses_between(self._uses_before, self._runner.expert_uses)
+        self._count(job, len(self._drafted[job]), len(nodes), self._choose_s + choose_s)
 
     def end_step(self) -> None:
         """All tokens of the step are known, and all trees committed or given up."""
@@ -194,7 +209,7 @@ class JobDrafts:
         tree = (
             self._following(job, job.num_computed).propose(job.token_ids, budget) if budget > 0 else NO_DRAFT
         )
-        self._draft_s[job] = time.perf_counter() - start
+        self._draft_s[job], self._build_s[job] = time.perf_counter() - start, tree.build_s
         return tree
 
     def _following(self, job: Job, length: int) -> DraftFollower:
@@ -222,11 +237,17 @@ class JobDrafts:
         self._followers[best] = job
         return best
 
-    def _count(self, job: Job, num_drafted: int, num_accepted: int) -> None:
-        seconds = time.perf_counter() - self._start
-        _counts_of(job, self._speculation).count(
-            num_drafted, num_accepted, self._draft_s.get(job, 0.0), seconds, self._reason
+    def _count(self, job: Job, num_drafted: int, num_accepted: int, choose_s: float = 0.0) -> None:
+        """What all answers of a step share counts for each of them."""
+        costs = StepCosts(
+            time.perf_counter() - self._start - self._size_s,
+            self._draft_s.get(job, 0.0),
+            self._build_s.get(job, 0.0),
+            self._size_s,
+            choose_s,
+            self._uses,
         )
+        _counts_of(job, self._speculation).count(num_drafted, num_accepted, self._reason, costs)
 
 
 class _JobRounds:
@@ -257,8 +278,8 @@ class _Trial:
     def commit(self, rows: Sequence[int]) -> None:
         self._drafts.commit(self._job, [self._token_ids[row] for row in rows], rows)
 
-    def verified(self, nodes: Sequence[int], seconds: float, *, is_cut: bool) -> None:
-        self._drafts.tried(self._job, nodes, is_cut=is_cut)
+    def verified(self, nodes: Sequence[int], seconds: float, choose_s: float, *, is_cut: bool) -> None:
+        self._drafts.tried(self._job, nodes, choose_s, is_cut=is_cut)
 
 
 def _counts_of(job: Job, speculation: Speculation) -> DraftCounts:

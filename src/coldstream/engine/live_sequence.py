@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from coldstream import kvcache
-from coldstream.decoding import AnyLogits, Chosen, Speculation, StartedChoices
+from coldstream.decoding import AnyLogits, Chosen, Drafter, Speculation, StartedChoices
 from coldstream.engine.drafting import told_states
 from coldstream.engine.rounds import SequenceRounds, begin_rounds
 from coldstream.kernels.rounds.reference import RoundText
@@ -103,18 +103,12 @@ class LiveSequence:
     def append(self, token_ids: Sequence[int], progress: Progress | None = None) -> AnyLogits:
         """Append tokens, of a prompt those that `start` did not find; logits [vocab] after the last."""
         live = self._taken()
-        drafter, states = self._drafter, self._told_states()
-        if drafter is None:
+        drafter, states = self._listener(len(live)), self._told_states()
+        if drafter is None or states is None:
             logits: AnyLogits = self._runner.extend(self._sequence, token_ids, progress)
-        elif states is None:
-            logits = self._runner.extend(self._sequence, token_ids, progress)
-            drafter.extend(token_ids, None)
-        elif self.speculation is not None and self.speculation.is_idle:
-            logits = self._runner.extend(self._sequence, token_ids, progress)
-            self._is_behind = True
+            if drafter is not None:
+                drafter.extend(token_ids, None)
         else:
-            if self._is_behind:
-                self._cut_draft(len(live))
             logits = self._runner.extend(self._sequence, token_ids, progress, drafter.extend, states)
         live += token_ids
         self._token_ids = live
@@ -129,7 +123,7 @@ class LiveSequence:
         return logits
 
     def settle(self, token_id: int | None) -> None:
-        """Say which token `append_chosen` had.
+        """Say which token `append_chosen` had. Its row is that of the last step.
 
         None: an end token, so that the state is that of before, from whose logits it was chosen.
         """
@@ -138,6 +132,9 @@ class LiveSequence:
             self._runner.take_back(self._sequence)
             self._proof, self._is_trusted = None, True
         else:
+            drafter, states = self._listener(len(live)), self._told_states()
+            if drafter is not None:
+                drafter.extend([token_id], None if states is None else states(range(1)))
             live.append(token_id)
         self._token_ids = live
 
@@ -174,6 +171,18 @@ class LiveSequence:
         if rounds is not None:
             self._forget_tokens()
         return rounds
+
+    def _listener(self, length: int) -> Drafter | None:
+        """The drafter, if it is told of the tokens after the first `length`, from which it then goes on."""
+        speculation, drafter = self.speculation, self._drafter
+        if speculation is None or drafter is None or self._told_states() is None:
+            return drafter
+        if speculation.is_idle:
+            self._is_behind = True
+            return None
+        if self._is_behind:
+            self._cut_draft(length)
+        return drafter
 
     def _told_states(self) -> States | None:
         return None if self._drafter is None else told_states(self._runner, self._drafter)

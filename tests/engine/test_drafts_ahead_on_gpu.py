@@ -1,0 +1,200 @@
+"""Steps between drafts are launched before their tokens are known; answers, states and what drafters are told
+are as without that. On the host.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cuda.bindings")
+
+from scripted_drafts import Scripted, check_same
+from test_drafts_on_gpu import on_the_host, scripted
+
+from builders import Dims, write_gguf
+from coldstream.decoding import AnyLogits, SizeReason, Speculation, TokenTree, TriedDraft
+from coldstream.decoding.round_sizes import FixedRounds, RoundSizes
+from coldstream.engine import LLM, OpenedModel, SamplingParams
+from coldstream.engine.live_sequence import LiveSequence
+from coldstream.kvcache import ChosenToken
+from host_device import HostDevice
+from host_gpu import gpu_on
+
+PROMPT = [1, 2, 3, 1, 2]
+SEEDED = SamplingParams(seed=3, max_tokens=13, ignore_eos=True)
+PARAMS = {
+    "greedy": replace(SEEDED, temperature=0.0),
+    "seeded": SEEDED,
+    "penalties": replace(SEEDED, frequency_penalty=0.7, repeat_last_n=3),
+    "end tokens": replace(SEEDED, temperature=1.5, top_k=0, stop_token_ids=range(0, 300, 3)),
+    "end token after some": replace(SEEDED, temperature=1.5, top_k=0, stop_token_ids=range(0, 300, 29)),
+    "two tokens": replace(SEEDED, max_tokens=2),
+}
+
+
+@dataclass
+class EveryFourth:
+    """Two nodes before every fourth step, none before others. `idle_steps`: those of a long rest."""
+
+    idle_steps: Sequence[int] = ()
+    num_steps: int = 0
+    drafts_beside_prompts = True
+    reason = SizeReason.FIXED
+
+    @property
+    def rounds(self) -> RoundSizes:
+        return FixedRounds(0)
+
+    def will_draft(self, most: int, num_sequences: int = 1) -> bool:
+        """Of the next step, while the one before is under way."""
+        return most > 0 and not self.is_idle() and self.num_steps % 4 == 2
+
+    def budget(self, most: int, num_sequences: int = 1) -> int:
+        return min(2, most) if not self.is_idle() and self.num_steps % 4 == 3 else 0
+
+    def is_idle(self, num_sequences: int = 1) -> bool:
+        return self.num_steps in self.idle_steps
+
+    def sizes(self, trees: Sequence[TokenTree], draft_s: float) -> list[int]:
+        return [len(tree) for tree in trees]
+
+    def record(self, drafts: Sequence[TriedDraft], seconds: float, *, is_usual: bool = True) -> None:
+        self.num_steps += 1
+
+
+@dataclass
+class Noting(Scripted):
+    """Keeps what it is told: tokens, −1 for those that it was not told of, and the state of each."""
+
+    states: list[Any] = field(default_factory=list)
+
+    def cut(self, length: int) -> None:
+        assert length == 0 or length >= len(self.token_ids), "no row was told that is not held"
+        self.token_ids = [*self.token_ids[:length], *[-1] * (length - len(self.token_ids))]
+        self.states = [*self.states[:length], *[None] * (length - len(self.states))]
+
+    def extend(self, token_ids: Sequence[int], hidden: Any) -> None:
+        super().extend(token_ids, hidden)
+        self.states += [None] * len(token_ids) if hidden is None else list(hidden.numpy().copy())
+
+    def propose(self, context: Sequence[int], budget: int) -> TokenTree:
+        assert len(self.token_ids) == len(context) - 1
+        assert all(known in (-1, id_) for known, id_ in zip(self.token_ids, context, strict=False))
+        return self.drafted(context, budget)
+
+
+@pytest.fixture(scope="module")
+def models(
+    tmp_path_factory: pytest.TempPathFactory, compiled_for_the_host: HostDevice
+) -> Iterator[tuple[LLM, OpenedModel]]:
+    """The model with all experts and without drafts, and with half of them in slots and with drafts."""
+    (path,) = write_gguf(
+        tmp_path_factory.mktemp("ahead") / "tiny.gguf",
+        "qwen35moe",
+        dims=Dims(layers=2, interval=2),
+        nextn=True,
+        quant="Q8_0",
+    )
+    with (
+        gpu_on(compiled_for_the_host),
+        on_the_host(path, has_mtp=False) as plain,
+        on_the_host(path, has_mtp=True, share=0.5) as opened,
+    ):
+        yield LLM.from_opened(plain), opened
+
+
+def noting(plain: LLM, params: SamplingParams, *, kind: str = "right", wants_hidden: bool = True) -> Noting:
+    found = scripted(kind, plain, [PROMPT], params, wants_hidden=wants_hidden)
+    return Noting(kind, found.answers, found.vocab_size, found.end_id, wants_hidden=wants_hidden)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_answers_and_the_states_that_they_leave_are_those_without_drafts(
+    models: tuple[LLM, OpenedModel], name: str
+) -> None:
+    plain, opened = models
+    params, kind = PARAMS[name], "random" if name == "seeded" else "right"
+    llm = LLM.from_opened(
+        replace(opened, speculation=Speculation(noting(plain, params, kind=kind), EveryFourth()))
+    )
+    prompt = PROMPT
+    for _ in range(2):
+        (expected,), (found,) = plain.generate([prompt], params), llm.generate([prompt], params)
+        check_same(expected, found)
+        assert found.statistics.reused_tokens == expected.statistics.reused_tokens
+        prompt = [*prompt, *found.token_ids, 7]
+    llm.forget()
+    plain.forget()
+
+
+def test_experts_of_drafts_are_those_that_their_steps_used(
+    models: tuple[LLM, OpenedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps launched ahead and the prompt are not counted."""
+    plain, opened = models
+    verify, commit = LiveSequence.verify, LiveSequence.commit
+    before, after = [], []
+
+    def noted(self: LiveSequence, *tree: Any) -> Sequence[AnyLogits]:
+        before.append(np.array(opened.runner.expert_uses))
+        return verify(self, *tree)
+
+    def noted_commit(self: LiveSequence, rows: Sequence[int]) -> None:
+        commit(self, rows)
+        after.append(np.array(opened.runner.expert_uses))
+
+    monkeypatch.setattr(LiveSequence, "verify", noted)
+    monkeypatch.setattr(LiveSequence, "commit", noted_commit)
+    speculation = Speculation(
+        noting(plain, SEEDED), EveryFourth(), expert_uses=lambda: opened.runner.expert_uses
+    )
+    llm = LLM.from_opened(replace(opened, speculation=speculation))
+    found = llm.generate([PROMPT], SEEDED)[0].statistics.speculation
+    hits, misses = sum(one - other for one, other in zip(after, before, strict=True))
+    assert found.drafted_steps == len(before) > 1
+    assert (found.experts, found.cold_experts) == (hits + misses, misses)
+    spec = opened.runner.spec
+    assert found.experts >= found.drafted_steps * spec.num_layers * spec.num_experts_per_tok
+    llm.forget()
+
+
+@pytest.mark.parametrize(("wants_hidden", "idle_steps"), [(True, ()), (False, ()), (True, (4,))])
+def test_drafters_are_told_of_each_step_once_with_its_own_states(
+    models: tuple[LLM, OpenedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    wants_hidden: bool,
+    idle_steps: Sequence[int],
+) -> None:
+    """As where the host chooses, which it does if it is asked for log-probabilities."""
+    plain, opened = models
+    drafters, num_launched = [], []
+    launched: list[ChosenToken] = []
+    append_chosen = LiveSequence.append_chosen
+
+    def noted(self: LiveSequence, token: ChosenToken) -> AnyLogits:
+        launched.append(token)
+        return append_chosen(self, token)
+
+    monkeypatch.setattr(LiveSequence, "append_chosen", noted)
+    for params in (SEEDED, replace(SEEDED, logprobs=0)):
+        drafter = noting(plain, SEEDED, wants_hidden=wants_hidden)
+        llm = LLM.from_opened(
+            replace(opened, speculation=Speculation(drafter, EveryFourth(idle_steps=idle_steps)))
+        )
+        launched.clear()
+        (answer,) = llm.generate([PROMPT], params)
+        num_launched.append(len(launched))
+        drafters.append((list(drafter.token_ids), list(drafter.states)))
+        llm.forget()
+    (ahead_ids, ahead_states), (ids, states) = drafters
+    assert num_launched[0] > 0 == num_launched[1]
+    assert len(ahead_ids) == len(ids) == len(PROMPT) + len(answer.token_ids) - 1
+    assert (min(*ids, *ahead_ids) < 0) == bool(idle_steps)
+    both = [at for at, pair in enumerate(zip(ahead_ids, ids, strict=True)) if min(pair) >= 0]
+    assert len(both) >= len(ids) - 2 * len(idle_steps)
+    for at in both:
+        assert ahead_ids[at] == ids[at]
+        np.testing.assert_array_equal(ahead_states[at], states[at])
