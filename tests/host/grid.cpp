@@ -5,7 +5,6 @@
 // Up to three blocks are under way at a time, and take turns after some warps. A block's
 // shared memory is what the kernels' library has of memory for each thread: it is brought in and out when another
 // block takes its turn, full of poison at first. Unit of work: one launch.
-#include <setjmp.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -13,11 +12,12 @@
 
 #include <algorithm>
 #include <memory>
-#include <random>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "groups.h"
+#include "random_bits.h"
 #include "shared_memory.h"
 #include "threads.h"
 
@@ -26,6 +26,7 @@ dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace {
 
 constexpr size_t stack_bytes = 64 << 10, most_blocks = 3;
+constexpr size_t stack_step = 9 * 64, most_offset = 16 << 10;  // of cache lines, see stack_offset
 constexpr int warp_size = 32, warps_at_once = 8;
 constexpr unsigned long long tick_ns = 1'000'000;
 
@@ -36,7 +37,9 @@ struct copy {
   const void* from;
   unsigned int bytes;
 };
-using copy_group = std::vector<copy>;
+
+// Where a thread goes on. Jumps of the compiler itself, since those of the C library took a tenth of a whole test of models.
+using place = void* [5];
 
 // Runs one thread after another, until one of them is left where it waits.
 struct fiber {
@@ -47,12 +50,11 @@ struct fiber {
   unsigned int lanes, argument;
   unsigned long long value, result;
   bool counts;
-  copy_group open_copies;
-  std::vector<copy_group> copies;
-  std::vector<void*> open_products;
-  std::vector<std::vector<void*>> products;
-  jmp_buf place;
+  in_groups<copy> copies;
+  in_groups<void*> products;
+  place goes_on;
   unsigned char* stack = nullptr;
+  size_t stack_offset = 0;  // stacks that began at the same bits of an address would share few lines of the cache
 };
 
 // Where some threads of a block meet.
@@ -74,8 +76,8 @@ struct failure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-std::mt19937_64 random_numbers;
-jmp_buf scheduler;
+random_bits random_numbers;
+place scheduler;
 fiber* running = nullptr;
 block* running_block = nullptr;
 unsigned int given_bytes = 0;
@@ -85,8 +87,11 @@ void (*kernel)(void**) = nullptr;
 void** kernel_arguments = nullptr;
 std::string error;
 
-void yield() {
-  if (!_setjmp(running->place)) _longjmp(scheduler, 1);
+// Apart from where a place is set, as the compiler asks. Callers must not rely on registers that these seem to leave alone.
+[[noreturn, gnu::noipa]] void jump(place& to) { __builtin_longjmp(to, 1); }
+
+[[gnu::noipa]] void yield() {
+  if (!__builtin_setjmp(running->goes_on)) jump(scheduler);
 }
 
 void run_threads() {
@@ -107,19 +112,19 @@ void start(fiber& thread) {
   ucontext_t context;
   getcontext(&context);
   context.uc_stack.ss_sp = thread.stack;
-  context.uc_stack.ss_size = stack_bytes;
+  context.uc_stack.ss_size = stack_bytes - thread.stack_offset;
   context.uc_link = nullptr;
   makecontext(&context, run_threads, 0);
   setcontext(&context);
 }
 
 // Until it meets others or ends.
-void resume(fiber& thread) {
+[[gnu::noipa]] void resume(fiber& thread) {
   running = &thread;
   threadIdx = thread.thread;
-  if (_setjmp(scheduler)) return;
+  if (__builtin_setjmp(scheduler)) return;
   if (!thread.is_started) start(thread);
-  _longjmp(thread.place, 1);
+  jump(thread.goes_on);
 }
 
 // The one of this number, for a new thread; they stay for the next launch.
@@ -127,12 +132,11 @@ fiber& fiber_for(size_t number, dim3 thread) {
   static std::vector<std::unique_ptr<fiber>> fibers;
   while (fibers.size() <= number) fibers.push_back(std::make_unique<fiber>());
   fiber& found = *fibers[number];
+  found.stack_offset = number * stack_step % most_offset;
   if (found.now != state::ended) found.is_started = false;
   found.thread = thread;
   found.now = state::ready;
-  found.open_copies.clear();
   found.copies.clear();
-  found.open_products.clear();
   found.products.clear();
   return found;
 }
@@ -368,33 +372,22 @@ unsigned int given_shared_bytes() { return given_bytes; }
 // A copy may land as soon as it is asked for, over what others still read, or when it is waited for.
 void begin_copy(void* to, const void* from, unsigned int bytes) {
   if (random_numbers() % 2) memcpy(to, from, bytes);
-  else running->open_copies.push_back({to, from, bytes});
+  else running->copies.give({to, from, bytes});
 }
 
-void end_group_of_copies() { running->copies.push_back(std::exchange(running->open_copies, {})); }
+void end_group_of_copies() { running->copies.end_group(); }
 
 void wait_for_groups(int pending) {
-  auto& groups = running->copies;
-  for (; int(groups.size()) > pending; groups.erase(groups.begin()))
-    for (const copy& each : groups.front()) memcpy(each.to, each.from, each.bytes);
+  while (const copy* each = running->copies.take(pending)) memcpy(each->to, each->from, each->bytes);
 }
 
-void keep_product(void* product) { running->open_products.push_back(product); }
+void keep_product(void* product) { running->products.give(product); }
 
-void begin_product_group() { running->products.push_back(std::exchange(running->open_products, {})); }
+void begin_product_group() { running->products.end_group(); }
 
 void* take_product(int pending) {
-  auto& groups = running->products;
-  while (int(groups.size()) > pending) {
-    auto& oldest = groups.front();
-    if (!oldest.empty()) {
-      void* const first = oldest.front();
-      oldest.erase(oldest.begin());
-      return first;
-    }
-    groups.erase(groups.begin());
-  }
-  return nullptr;
+  void* const* oldest = running->products.take(pending);
+  return oldest ? *oldest : nullptr;
 }
 
 const char* run_grid(void (*function)(void**), void** arguments, const unsigned int* grid, unsigned int threads,
