@@ -6,19 +6,17 @@ namespace {
 
 class random_bits {
  public:
-  using result_type = unsigned long long;
-
-  static constexpr result_type min() { return 0; }
-  static constexpr result_type max() { return ~0ull; }
-
   void seed(unsigned long long seed) { state_ = seed; }
 
-  result_type operator()() {
+  unsigned long long operator()() {
     unsigned long long mixed = state_ += 0x9e3779b97f4a7c15;
     mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9;
     mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111eb;
     return mixed ^ mixed >> 31;
   }
+
+  // Less than `count`, which is far less than 2^32.
+  unsigned long long below(unsigned long long count) { return ((*this)() >> 32) * count >> 32; }
 
  private:
   unsigned long long state_ = 0;
