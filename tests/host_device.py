@@ -7,6 +7,7 @@ instructions without an emulation need a GPU (`host/cuda/instructions.cuh`).
 import ctypes
 import hashlib
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ OPTIONS = (
     *(f"-I{HOST}", f"-I{KERNELS}"),  # in this order: the host's cuda/instructions.cuh goes first
 )
 HEADERS = [*sorted(HOST.glob("*.h")), *sorted(HOST.glob("cuda/*.cuh"))]
+# It needs a third of the time of the usual linker, which takes as long as compiling most kernels does.
+LINKER = ("-fuse-ld=gold",) if shutil.which("ld.gold") else ()
 LEAST_KIB, HOPPER_KIB = 99, 227  # shared memory of a block: on every device, and on Hopper
 MOST_AT_ONCE = 8  # instances that are compiled together; beyond, only launched ones are compiled
 LIMITS = DeviceLimits(num_processors=3, shared_per_block=99 << 10, shared_per_processor=100 << 10)
@@ -74,6 +77,7 @@ class HostDevice:
         if key not in self._libraries:
             instances = ", ".join(f"&run_thread_of<&{name}>" for name in kernels)
             options = [f'-DSOURCE="{source}"', f"-DKERNELS={instances}", "-shared", HOST / "kernels.cpp"]
+            options += LINKER
             has_more = "warpgroups" in source.stem or source.stem == "merge"
             options += [f"-DSHARED_KIB={HOPPER_KIB if has_more else LEAST_KIB}"]
             sources = [HOST / "kernels.cpp", *sorted(compiler._closure(source))]

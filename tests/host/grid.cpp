@@ -5,19 +5,17 @@
 // Up to three blocks are under way at a time, and take turns after some warps. A block's
 // shared memory is what the kernels' library has of memory for each thread: it is brought in and out when another
 // block takes its turn, full of poison at first. Unit of work: one launch.
-#include <setjmp.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <time.h>
-#include <ucontext.h>
 
 #include <algorithm>
 #include <memory>
-#include <random>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "fibers.h"
+#include "random_bits.h"
 #include "shared_memory.h"
 #include "threads.h"
 
@@ -25,35 +23,9 @@ dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace {
 
-constexpr size_t stack_bytes = 64 << 10, most_blocks = 3;
+constexpr size_t most_blocks = 3;
 constexpr int warp_size = 32, warps_at_once = 8;
 constexpr unsigned long long tick_ns = 1'000'000;
-
-enum class state { ready, in_warp, in_block, waiting, ended };
-
-struct copy {
-  void* to;
-  const void* from;
-  unsigned int bytes;
-};
-using copy_group = std::vector<copy>;
-
-// Runs one thread after another, until one of them is left where it waits.
-struct fiber {
-  dim3 thread;
-  bool is_started = false;
-  state now = state::ready;
-  meeting how;
-  unsigned int lanes, argument;
-  unsigned long long value, result;
-  bool counts;
-  copy_group open_copies;
-  std::vector<copy_group> copies;
-  std::vector<void*> open_products;
-  std::vector<std::vector<void*>> products;
-  jmp_buf place;
-  unsigned char* stack = nullptr;
-};
 
 // Where some threads of a block meet.
 struct named_barrier {
@@ -61,169 +33,137 @@ struct named_barrier {
   unsigned int times = 0;
 };
 
+// Some of a block's threads.
+struct warp_of_threads {
+  fiber** lanes;
+  int count;
+
+  fiber** begin() const { return lanes; }
+  fiber** end() const { return lanes + count; }
+};
+
 struct block {
   dim3 index;
   std::vector<fiber*> threads;
-  std::vector<std::vector<fiber*>> warps;  // that have yet to come to the next barrier
+  std::vector<warp_of_threads> warps;  // that have yet to come to the next barrier
   shared_memory::of_block shared;
   named_barrier barriers[16] = {};
   unsigned int changes = 0, changes_seen = 0, idle_warps = 0;
 };
 
-struct failure : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-std::mt19937_64 random_numbers;
-jmp_buf scheduler;
-fiber* running = nullptr;
+random_bits random_numbers;
 block* running_block = nullptr;
 unsigned int given_bytes = 0;
 unsigned long long clock_ns = 0;
 bool is_clock_real = false;
-void (*kernel)(void**) = nullptr;
-void** kernel_arguments = nullptr;
 std::string error;
-
-void yield() {
-  if (!_setjmp(running->place)) _longjmp(scheduler, 1);
-}
-
-void run_threads() {
-  for (;;) {
-    kernel(kernel_arguments);
-    running->now = state::ended;
-    yield();
-  }
-}
-
-void start(fiber& thread) {
-  if (!thread.stack) {
-    void* memory = mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) throw failure{"no memory for a stack"};
-    thread.stack = static_cast<unsigned char*>(memory);
-  }
-  thread.is_started = true;
-  ucontext_t context;
-  getcontext(&context);
-  context.uc_stack.ss_sp = thread.stack;
-  context.uc_stack.ss_size = stack_bytes;
-  context.uc_link = nullptr;
-  makecontext(&context, run_threads, 0);
-  setcontext(&context);
-}
-
-// Until it meets others or ends.
-void resume(fiber& thread) {
-  running = &thread;
-  threadIdx = thread.thread;
-  if (_setjmp(scheduler)) return;
-  if (!thread.is_started) start(thread);
-  _longjmp(thread.place, 1);
-}
-
-// The one of this number, for a new thread; they stay for the next launch.
-fiber& fiber_for(size_t number, dim3 thread) {
-  static std::vector<std::unique_ptr<fiber>> fibers;
-  while (fibers.size() <= number) fibers.push_back(std::make_unique<fiber>());
-  fiber& found = *fibers[number];
-  if (found.now != state::ended) found.is_started = false;
-  found.thread = thread;
-  found.now = state::ready;
-  found.open_copies.clear();
-  found.copies.clear();
-  found.open_products.clear();
-  found.products.clear();
-  return found;
-}
 
 [[noreturn]] void fail(const block& at, const fiber& thread, const char* what) {
   throw failure{"block " + std::to_string(at.index.x) + ", " + std::to_string(at.index.y) + ", thread " +
                 std::to_string(thread.thread.x) + ": " + what};
 }
 
-// The values of the warp's lanes that meet, made into what each gets.
-void answer(const std::vector<fiber*>& warp, unsigned int lanes) {
-  static unsigned long long values[warp_size];
-  unsigned long long ballot = 0, sum = 0, least = ~0ull;
-  int greatest_signed = -0x80000000ll;
-  for (size_t i = 0; i < warp.size(); i++) {
-    if (!(lanes >> i & 1)) continue;
-    const unsigned long long value = values[i] = warp[i]->value;
-    ballot |= static_cast<unsigned long long>(value != 0) << i;
-    sum += value;
-    least = std::min(least, value);
-    greatest_signed = std::max(greatest_signed, static_cast<int>(value));
-  }
-  for (size_t i = 0; i < warp.size(); i++) {
-    if (!(lanes >> i & 1)) continue;
-    fiber& thread = *warp[i];
-    size_t from = i;
-    switch (thread.how) {
-      case meeting::sync: break;
-      case meeting::ballot: thread.result = ballot; break;
-      case meeting::add: thread.result = sum; break;
-      case meeting::least: thread.result = least; break;
-      case meeting::greatest_signed: thread.result = static_cast<unsigned int>(greatest_signed); break;
-      case meeting::gather: thread.result = reinterpret_cast<unsigned long long>(values); break;
-      case meeting::shuffle_xor: from = i ^ thread.argument; break;
-      case meeting::shuffle_from: from = thread.argument; break;
-      case meeting::shuffle_up: from = i >= thread.argument ? i - thread.argument : i; break;
+// The lanes of a mask, from the first on.
+template <class F>
+void for_each_lane(unsigned int lanes, F visit) {
+  for (; lanes; lanes &= lanes - 1) visit(__builtin_ctz(lanes));
+}
+
+// The values of the warp's lanes that meet in the same way, made into what each gets.
+void answer(const block& at, const warp_of_threads& warp, unsigned int lanes) {
+  unsigned long long values[warp_size];
+  for_each_lane(lanes, [&](int i) { values[i] = warp.lanes[i]->value; });
+  const fiber& first = *warp.lanes[__builtin_ctz(lanes)];
+  const auto each_gets = [&](auto result) {
+    for_each_lane(lanes, [&](int i) { warp.lanes[i]->result = result(i); });
+  };
+  const auto all_get = [&](auto first_result, auto combine) {
+    unsigned long long result = first_result;
+    for_each_lane(lanes, [&](int i) { result = combine(result, values[i], i); });
+    each_gets([&](int) { return result; });
+  };
+  // A lane that does not meet the others has no value to give.
+  const auto value_of = [&](unsigned int lane) { return lanes >> lane & 1 ? values[lane] : 0xa5a5a5a5a5a5a5a5ull; };
+  const auto argument = [&](int i) { return warp.lanes[i]->argument; };
+  switch (first.how) {
+    case meeting::sync: break;
+    case meeting::ballot: all_get(0ull, [](auto sum, auto value, int i) { return sum | (value ? 1ull << i : 0); }); break;
+    case meeting::add: all_get(0ull, [](auto sum, auto value, int) { return sum + value; }); break;
+    case meeting::least: all_get(~0ull, [](auto least, auto value, int) { return std::min(least, value); }); break;
+    case meeting::greatest_signed:
+      all_get(0x80000000ull, [](auto greatest, auto value, int) {
+        return static_cast<unsigned long long>(static_cast<unsigned int>(std::max(int(greatest), int(value))));
+      });
+      break;
+    case meeting::compute: {
+      void* given[warp_size];
+      for_each_lane(lanes, [&](int i) { given[i] = reinterpret_cast<void*>(values[i]); });
+      if (!first.compute(given)) fail(at, first, "gives other operands than its warp");
+      break;
     }
-    if (thread.how == meeting::shuffle_xor || thread.how == meeting::shuffle_up ||
-        thread.how == meeting::shuffle_from) {
-      // A lane that does not meet the others has no value to give.
-      thread.result = lanes >> from & 1 ? warp[from]->value : 0xa5a5a5a5a5a5a5a5ull;
-    }
-    thread.now = state::ready;
+    case meeting::shuffle_xor: each_gets([&](int i) { return value_of(i ^ argument(i)); }); break;
+    case meeting::shuffle_from: each_gets([&](int i) { return value_of(argument(i)); }); break;
+    case meeting::shuffle_up:
+      each_gets([&](int i) { return value_of(unsigned(i) >= argument(i) ? i - argument(i) : i); });
+      break;
   }
+  for_each_lane(lanes, [&](int i) { warp.lanes[i]->now = state::ready; });
 }
 
 // Lets lanes that wait for each other go on; false if none could.
-bool meet(const block& at, const std::vector<fiber*>& warp) {
+bool meet(const block& at, const warp_of_threads& warp) {
+  unsigned int meeting = 0, in_block = 0, running = 0;
+  for (int i = 0; i < warp.count; i++) {
+    const state now = warp.lanes[i]->now;
+    meeting |= unsigned(now == state::in_warp) << i;
+    in_block |= unsigned(now == state::in_block) << i;
+    running |= unsigned(now == state::ready || now == state::waiting) << i;
+  }
   bool any = false;
-  for (fiber* first : warp) {
-    if (first->now != state::in_warp) continue;
-    bool are_there = true;
-    for (int i = 0; i < warp_size; i++) {
-      if (!(first->lanes >> i & 1)) continue;
-      if (i >= int(warp.size()) || warp[i]->now == state::ended) fail(at, *first, "waits for a lane that is not there");
-      if (warp[i]->now == state::in_block) fail(at, *first, "waits for a lane that waits for the block");
-      are_there &= warp[i]->now == state::in_warp;
-    }
-    if (!are_there) continue;
-    for (int i = 0; i < warp_size; i++) {
-      if (!(first->lanes >> i & 1)) continue;
-      if (warp[i]->how != first->how || warp[i]->lanes != first->lanes) fail(at, *first, "meets other instructions");
-    }
-    answer(warp, first->lanes);
+  for (unsigned int left = meeting; left;) {
+    const unsigned int own = left & -left;
+    const fiber& first = *warp.lanes[__builtin_ctz(left)];
+    const unsigned int lanes = first.lanes;
+    if (lanes & ~(meeting | in_block | running)) fail(at, first, "waits for a lane that is not there");
+    if (lanes & in_block) fail(at, first, "waits for a lane that waits for the block");
+    left &= ~own;
+    if (lanes & ~meeting) continue;
+    for_each_lane(lanes, [&](int i) {
+      const fiber& other = *warp.lanes[i];
+      if (other.how != first.how || other.lanes != lanes || other.compute != first.compute)
+        fail(at, first, "meets other instructions");
+    });
+    answer(at, warp, lanes);
+    left &= ~lanes;
     any = true;
   }
   return any;
 }
 
+template <class T>
+void shuffle(T* items, size_t count) {
+  for (size_t left = count; left > 1; left--) std::swap(items[left - 1], items[random_numbers.below(left)]);
+}
+
 // One warp, as far as it gets without the others of its block.
-void run_warp(const block& at, const std::vector<fiber*>& warp) {
-  std::vector<fiber*> order = warp;
+void run_warp(const block& at, const warp_of_threads& warp) {
+  fiber* order[warp_size];
+  std::copy(warp.begin(), warp.end(), order);
   do {
-    std::shuffle(order.begin(), order.end(), random_numbers);
-    for (fiber* thread : order) {
-      if (thread->now == state::ready) resume(*thread);
-    }
+    shuffle(order, warp.count);
+    run_turn(order, order + warp.count);
   } while (meet(at, warp) ||
            std::any_of(warp.begin(), warp.end(), [](fiber* thread) { return thread->now == state::ready; }));
 }
 
 void begin_warps(block& at) {
-  for (size_t i = 0; i < at.threads.size(); i += warp_size) {
-    const size_t end = std::min(i + warp_size, at.threads.size());
-    at.warps.emplace_back(at.threads.begin() + i, at.threads.begin() + end);
-  }
-  std::shuffle(at.warps.begin(), at.warps.end(), random_numbers);
+  const int count = int(at.threads.size());
+  for (int i = 0; i < count; i += warp_size) at.warps.push_back({&at.threads[i], std::min(warp_size, count - i)});
+  shuffle(at.warps.data(), at.warps.size());
 }
 
 // Puts a warp of which lanes wait for a change behind the others, which may not all wait too.
-void wait_in_line(block& at, std::vector<fiber*>& warp) {
+void wait_in_line(block& at, const warp_of_threads& warp) {
   const bool waits = std::any_of(warp.begin(), warp.end(), [](fiber* thread) { return thread->now == state::waiting; });
   if (at.changes != at.changes_seen || !waits) at.idle_warps = 0;
   at.changes_seen = at.changes;
@@ -231,8 +171,8 @@ void wait_in_line(block& at, std::vector<fiber*>& warp) {
   for (fiber* thread : warp) {
     if (thread->now == state::waiting) thread->now = state::ready;
   }
-  if (at.idle_warps++ > at.warps.size()) fail(at, *warp[0], "waits for a change that does not come");
-  at.warps.insert(at.warps.begin(), std::move(warp));
+  if (at.idle_warps++ > at.warps.size()) fail(at, *warp.lanes[0], "waits for a change that does not come");
+  at.warps.insert(at.warps.begin(), warp);
 }
 
 // Some warps, or all to the block's next barrier; false at the end.
@@ -240,7 +180,7 @@ bool run_block(block& at) {
   running_block = &at;
   if (at.warps.empty()) begin_warps(at);
   while (!at.warps.empty()) {
-    std::vector<fiber*> warp = std::move(at.warps.back());
+    const warp_of_threads warp = at.warps.back();
     at.warps.pop_back();
     run_warp(at, warp);
     wait_in_line(at, warp);
@@ -270,7 +210,7 @@ class grid_run {
     for (unsigned int z = 0; z < grid.z; z++)
       for (unsigned int y = 0; y < grid.y; y++)
         for (unsigned int x = 0; x < grid.x; x++) waiting_.push_back({x, y, z});
-    std::shuffle(waiting_.begin(), waiting_.end(), random_numbers);
+    shuffle(waiting_.data(), waiting_.size());
   }
 
   void run() {
@@ -283,7 +223,9 @@ class grid_run {
       shared_.bring_in(at.shared);
       blockIdx = at.index;
       const bool goes_on = run_block(at);
-      if (!shared_.is_whole()) fail(at, *at.threads[0], "something was written behind the dynamic shared memory");
+      // Bytes behind what the launch was given are the same for all blocks: who wrote there is known before another runs.
+      if ((!goes_on || active_.size() > 1) && !shared_.is_whole())
+        fail(at, *at.threads[0], "something was written behind the dynamic shared memory");
       if (goes_on) continue;
       shared_.leave();
       free_.push_back(active_[which].second);
@@ -317,12 +259,22 @@ class grid_run {
 
 unsigned long long meet_in_warp(meeting how, unsigned int lanes, unsigned long long value, unsigned int argument) {
   running->how = how;
+  running->compute = nullptr;
   running->lanes = lanes;
   running->value = value;
   running->argument = argument;
   running->now = state::in_warp;
   yield();
   return running->result;
+}
+
+void compute_in_warp(warp_computation compute, void* own) {
+  running->how = meeting::compute;
+  running->compute = compute;
+  running->lanes = 0xffffffffu;
+  running->value = reinterpret_cast<unsigned long long>(own);
+  running->now = state::in_warp;
+  yield();
 }
 
 int meet_in_block(bool counts, int value) {
@@ -368,33 +320,22 @@ unsigned int given_shared_bytes() { return given_bytes; }
 // A copy may land as soon as it is asked for, over what others still read, or when it is waited for.
 void begin_copy(void* to, const void* from, unsigned int bytes) {
   if (random_numbers() % 2) memcpy(to, from, bytes);
-  else running->open_copies.push_back({to, from, bytes});
+  else running->copies.give({to, from, bytes});
 }
 
-void end_group_of_copies() { running->copies.push_back(std::exchange(running->open_copies, {})); }
+void end_group_of_copies() { running->copies.end_group(); }
 
 void wait_for_groups(int pending) {
-  auto& groups = running->copies;
-  for (; int(groups.size()) > pending; groups.erase(groups.begin()))
-    for (const copy& each : groups.front()) memcpy(each.to, each.from, each.bytes);
+  while (const copy* each = running->copies.take(pending)) memcpy(each->to, each->from, each->bytes);
 }
 
-void keep_product(void* product) { running->open_products.push_back(product); }
+void keep_product(void* product) { running->products.give(product); }
 
-void begin_product_group() { running->products.push_back(std::exchange(running->open_products, {})); }
+void begin_product_group() { running->products.end_group(); }
 
 void* take_product(int pending) {
-  auto& groups = running->products;
-  while (int(groups.size()) > pending) {
-    auto& oldest = groups.front();
-    if (!oldest.empty()) {
-      void* const first = oldest.front();
-      oldest.erase(oldest.begin());
-      return first;
-    }
-    groups.erase(groups.begin());
-  }
-  return nullptr;
+  void* const* oldest = running->products.take(pending);
+  return oldest ? *oldest : nullptr;
 }
 
 const char* run_grid(void (*function)(void**), void** arguments, const unsigned int* grid, unsigned int threads,

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 void touch_shared_memory();  // of the library
@@ -20,9 +21,9 @@ class shared_memory {
   using of_block = std::vector<unsigned char>;
 
   shared_memory(const unsigned char* dynamic, size_t given, size_t available) {
-    touch_shared_memory();
-    dl_iterate_phdr(find, this);
-    if (!data_) throw std::runtime_error("the library has no shared memory");
+    static const place_of_memory found(dynamic);
+    data_ = const_cast<unsigned char*>(dynamic) - found.before_dynamic;
+    size_ = found.size;
     begin_ = dynamic + given - data_;
     end_ = dynamic + available - data_;
     memset(data_, poison, size_);
@@ -51,21 +52,36 @@ class shared_memory {
   }
 
  private:
-  static int find(dl_phdr_info* library, size_t, void* to) {
-    bool is_ours = false;
-    size_t size = 0;
-    for (int i = 0; i < library->dlpi_phnum; i++) {
-      const auto& part = library->dlpi_phdr[i];
-      const auto begin = library->dlpi_addr + part.p_vaddr, own = reinterpret_cast<ElfW(Addr)>(&find);
-      if (part.p_type == PT_LOAD) is_ours |= begin <= own && own < begin + part.p_memsz;
-      if (part.p_type == PT_TLS) size = part.p_memsz;
+  // The same for all threads of the host but for where it begins.
+  struct place_of_memory {
+    size_t before_dynamic = 0, size = 0;
+
+    explicit place_of_memory(const unsigned char* dynamic) {
+      touch_shared_memory();
+      const unsigned char* data = nullptr;
+      std::pair<const unsigned char**, size_t*> to = {&data, &size};
+      dl_iterate_phdr(find, &to);
+      if (!data) throw std::runtime_error("the library has no shared memory");
+      before_dynamic = dynamic - data;
     }
-    if (is_ours) {
-      static_cast<shared_memory*>(to)->data_ = static_cast<unsigned char*>(library->dlpi_tls_data);
-      static_cast<shared_memory*>(to)->size_ = size;
+
+    static int find(dl_phdr_info* library, size_t, void* to) {
+      bool is_ours = false;
+      size_t size = 0;
+      for (int i = 0; i < library->dlpi_phnum; i++) {
+        const auto& part = library->dlpi_phdr[i];
+        const auto begin = library->dlpi_addr + part.p_vaddr, own = reinterpret_cast<ElfW(Addr)>(&find);
+        if (part.p_type == PT_LOAD) is_ours |= begin <= own && own < begin + part.p_memsz;
+        if (part.p_type == PT_TLS) size = part.p_memsz;
+      }
+      if (is_ours) {
+        const auto& [data, bytes] = *static_cast<std::pair<const unsigned char**, size_t*>*>(to);
+        *data = static_cast<unsigned char*>(library->dlpi_tls_data);
+        *bytes = size;
+      }
+      return int(is_ours);
     }
-    return int(is_ours);
-  }
+  };
 
   unsigned char* data_ = nullptr;
   size_t size_ = 0, begin_, end_;

@@ -8,11 +8,15 @@ struct dim3 {
 // Of the thread that runs.
 extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
-// How the threads of a warp or a block meet: each gives a value, and goes on with what all values make of it; after
-// `gather` that is the address of all 32, until the warp meets again.
-enum class meeting { sync, shuffle_xor, shuffle_up, shuffle_from, ballot, add, least, greatest_signed, gather };
+// How the threads of a warp or a block meet: each gives a value, and goes on with what all values make of it.
+enum class meeting { sync, shuffle_xor, shuffle_up, shuffle_from, ballot, add, least, greatest_signed, compute };
 unsigned long long meet_in_warp(meeting how, unsigned int lanes, unsigned long long value, unsigned int argument);
 int meet_in_block(bool counts, int value);
+
+// All 32 lanes of a warp meet, each with operands of its own, and what they are to get is computed for all of them at once,
+// as by one instruction of the warp; false if lanes gave what none of them may give alone.
+using warp_computation = bool (*)(void* const* lanes);
+void compute_in_warp(warp_computation compute, void* own);
 
 // As many threads of the block as `count` says; and until another thread of the block has changed something.
 void meet_some(int barrier, int count);

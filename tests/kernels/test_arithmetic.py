@@ -70,6 +70,14 @@ def test_fma_rounds_once_near_ties(seed: int) -> None:
         assert actual[k].item() == round_to_float32(Fraction(a[k]) * Fraction(b[k]) + Fraction(c[k]))
 
 
+def test_fma_rounds_once_where_floats_have_fewer_bits() -> None:
+    """257 and almost a half of the least float: half way to 258, if it is rounded before."""
+    least = 2.0**-149
+    a, b = 2.0**-75 * (1 + 2.0**-23), 2.0**-75 * (1 - 2.0**-23)
+    assert fma(scalar(a), scalar(b), scalar(257 * least)).item() == 257 * least
+    assert fma(scalar(a), scalar(-b), scalar(-257 * least)).item() == -257 * least
+
+
 def test_fma_follows_ieee_beyond_the_finite() -> None:
     inf, nan = math.inf, math.nan
     assert fma(scalar(1.0), scalar(1.0), scalar(inf)).item() == inf

@@ -92,10 +92,22 @@ class Prompts:
 
 
 class Oracle(Prompts):
-    """Logits of plain chains."""
+    """Logits of plain chains, each of which is computed once."""
+
+    def __init__(self, runner: OneSequence) -> None:
+        super().__init__(runner)
+        self._known: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
 
     def logits(self, length: int, *chains: list[int]) -> list[np.ndarray]:
         """For each chain that follows `prompt(length)` float32 [tokens, vocab], after each of its tokens."""
+        keys = [(length, tuple(chain)) for chain in chains]
+        new = [key for key in dict.fromkeys(keys) if key not in self._known]
+        found = self.compute(length, *(list(chain) for _, chain in new))
+        self._known.update((key, np.array(each)) for key, each in zip(new, found, strict=True))
+        return [self._known[key] for key in keys]
+
+    def compute(self, length: int, *chains: list[int]) -> list[np.ndarray]:
+        """As `logits`, whatever is known."""
         sequences = [self.begin(length) for _ in chains]
         segments = [
             Segment(sequence, chain, wanted=range(len(chain)))
@@ -118,7 +130,7 @@ class Oracle(Prompts):
 class TokenByToken(Oracle):
     """The same from steps of one row, each chain on its own."""
 
-    def logits(self, length: int, *chains: list[int]) -> list[np.ndarray]:
+    def compute(self, length: int, *chains: list[int]) -> list[np.ndarray]:
         result = []
         for chain in chains:
             sequence = self.begin(length)

@@ -1,88 +1,120 @@
 // Stands for the package's cuda/tensor_cores.cuh where its kernels are compiled for the host: the same products, by
-// loops. A warp's lanes meet with what they have of the operands, read each other's, and meet again before they go on.
+// loops. A warp's lanes meet with what they have of the operands, and the product is computed for all of them.
 #pragma once
 
 #include "cuda/common.cuh"
 
 namespace coldstream {
 
-// What all lanes have given, by lane.
-template <class T>
-struct all_of_warp {
-  const unsigned long long* addresses;
+// An instruction of the warp: `compute` gets what all lanes give.
+template <class T, bool (*compute)(T* const*)>
+void compute_for_warp(T& own) {
+  compute_in_warp([](void* const* lanes) { return compute(reinterpret_cast<T* const*>(lanes)); }, &own);
+}
 
-  explicit all_of_warp(const T& own)
-      : addresses(reinterpret_cast<const unsigned long long*>(
-            meet_in_warp(meeting::gather, 0xffffffffu, reinterpret_cast<unsigned long long>(&own), 0))) {}
-  ~all_of_warp() { __syncwarp(); }
-  const T& operator[](int lane) const { return *reinterpret_cast<const T*>(addresses[lane]); }
+template <int count>
+struct matrices_to_load {
+  uint32_t address;
+  uint32_t (&r)[count];
 };
 
 template <int count>
+bool load_for_warp(matrices_to_load<count>* const* lanes) {
+  const uint8_t* const shared = reinterpret_cast<const uint8_t*>(dynamic_shared);
+  for (int lane = 0; lane < 32; lane++)
+    for (int i = 0; i < count; i++)
+      __builtin_memcpy(&lanes[lane]->r[i], shared + lanes[8 * i + lane / 4]->address + lane % 4 * 4, 4);
+  return true;
+}
+
+template <int count>
 void load_matrices_of(uint32_t (&r)[count], uint32_t address) {
-  const int lane = threadIdx.x % 32;
-  uint32_t loaded[count];
-  {
-    const all_of_warp<uint32_t> rows(address);
-    for (int i = 0; i < count; i++) {
-      const uint8_t* row = reinterpret_cast<const uint8_t*>(dynamic_shared) + rows[8 * i + lane / 4];
-      __builtin_memcpy(&loaded[i], row + lane % 4 * 4, 4);
-    }
-  }
-  for (int i = 0; i < count; i++) r[i] = loaded[i];
+  matrices_to_load<count> own = {address, r};
+  compute_for_warp<matrices_to_load<count>, load_for_warp<count>>(own);
 }
 
 inline void load_matrices(uint32_t (&r)[4], uint32_t address) { load_matrices_of(r, address); }
 inline void load_two_matrices(uint32_t (&r)[2], uint32_t address) { load_matrices_of(r, address); }
 
-inline void load_transposed_pairs(uint32_t (&r)[4], uint32_t address) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  uint32_t loaded[4] = {};
-  {
-    const all_of_warp<uint32_t> rows(address);
+inline bool load_transposed_for_warp(matrices_to_load<4>* const* lanes) {
+  const uint8_t* const shared = reinterpret_cast<const uint8_t*>(dynamic_shared);
+  for (int lane = 0; lane < 32; lane++) {
+    const int g = lane / 4, t = lane % 4;
     for (int i = 0; i < 4; i++) {
-      for (int k = 0; k < 2; k++) {
-        uint16_t pair;
-        const uint8_t* row = reinterpret_cast<const uint8_t*>(dynamic_shared) + rows[8 * i + 2 * t + k];
-        __builtin_memcpy(&pair, row + 2 * g, 2);
-        loaded[i] |= uint32_t(pair) << 16 * k;
+      uint16_t pairs[2];
+      for (int k = 0; k < 2; k++) __builtin_memcpy(&pairs[k], shared + lanes[8 * i + 2 * t + k]->address + 2 * g, 2);
+      lanes[lane]->r[i] = uint32_t(pairs[1]) << 16 | pairs[0];
+    }
+  }
+  return true;
+}
+
+inline void load_transposed_pairs(uint32_t (&r)[4], uint32_t address) {
+  matrices_to_load<4> own = {address, r};
+  compute_for_warp<matrices_to_load<4>, load_transposed_for_warp>(own);
+}
+
+// The operands of a product of 16 x 32 by 32 x 8 bytes, by rows of the one and columns of the other, and 128 sums.
+struct product_of_warp {
+  int16_t rows[16][32], columns[8][32];
+  int sums[16][8];
+
+  template <class A>
+  void set_row(int row, int word, uint32_t bytes) {
+    for (int i = 0; i < 4; i++) rows[row][4 * word + i] = A(bytes >> 8 * i);
+  }
+  template <class B>
+  void set_column(int column, int word, uint32_t bytes) {
+    for (int i = 0; i < 4; i++) columns[column][4 * word + i] = B(bytes >> 8 * i);
+  }
+
+  // Sums of 32 products, each of which fits an int. With vectors of the compiler's, because tests of whole models spent a
+  // fifth of their time here.
+  __attribute__((noinline, optimize("O3"))) void multiply() {
+    for (int row = 0; row < 16; row++) {
+      for (int column = 0; column < 8; column++) {
+        int sum = 0;
+        for (int k = 0; k < 32; k++) sum += rows[row][k] * columns[column][k];
+        sums[row][column] = sum;
       }
     }
   }
-  for (int i = 0; i < 4; i++) r[i] = loaded[i];
-}
 
-struct product_operands {
-  uint32_t a[4], b[2];
+  // A lane has four of the sums.
+  void add_to(int* d, int lane) const {
+    for (int i = 0; i < 4; i++) {
+      const int sum = sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
+      d[i] = int(static_cast<unsigned int>(d[i]) + static_cast<unsigned int>(sum));
+    }
+  }
 };
 
-// d[i] += row i / 2 times column i % 2, whose sum fits an int. On its own with vectors of the compiler's, because tests of
-// whole models spent a fifth of their time here.
+struct product_operands {
+  const uint32_t (&a)[4];
+  uint32_t b[2];
+  int (&d)[4];
+};
+
 template <class B>
-__attribute__((noinline, optimize("O3")))
-void add_dots(int (&d)[4], const int8_t (&rows)[2][32], const B (&columns)[2][32]) {
-  for (int i = 0; i < 4; i++) {
-    int sum = 0;
-    for (int k = 0; k < 32; k++) sum += rows[i / 2][k] * columns[i % 2][k];
-    d[i] = int(static_cast<unsigned int>(d[i]) + static_cast<unsigned int>(sum));
+bool multiply_for_warp(product_operands* const* lanes) {
+  product_of_warp product;
+  for (int lane = 0; lane < 32; lane++) {
+    const int g = lane / 4, t = lane % 4;
+    for (int half = 0; half < 2; half++) {
+      for (int i = 0; i < 2; i++) product.set_row<int8_t>(g + 8 * i, 4 * half + t, lanes[lane]->a[2 * half + i]);
+      product.set_column<B>(g, 4 * half + t, lanes[lane]->b[half]);
+    }
   }
+  product.multiply();
+  for (int lane = 0; lane < 32; lane++) product.add_to(lanes[lane]->d, lane);
+  return true;
 }
 
 // d += a b over 32 bytes, those of a signed.
 template <class B>
 void add_product_of_bytes(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const product_operands own = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
-  const all_of_warp<product_operands> all(own);
-  int8_t rows[2][32];
-  B columns[2][32];
-  for (int i = 0; i < 2; i++) {
-    for (int word = 0; word < 8; word++) {
-      __builtin_memcpy(&rows[i][4 * word], &all[4 * g + word % 4].a[word / 4 * 2 + i], 4);
-      __builtin_memcpy(&columns[i][4 * word], &all[(2 * t + i) * 4 + word % 4].b[word / 4], 4);
-    }
-  }
-  add_dots(d, rows, columns);
+  product_operands own = {a, {b0, b1}, d};
+  compute_for_warp<product_operands, multiply_for_warp<B>>(own);
 }
 
 inline void add_product(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -46,34 +46,53 @@ struct late_product {
 
 struct late_products {
   static constexpr int most = 64;
+  int warp;  // of the warpgroup
   late_product* each[most];
   int count = 0;
 };
 
-// Adds sixteen bytes of a row of A, times those of a row of B.
-inline void add_sixteen(unsigned int& sum, const uint32_t* x, const uint32_t* y) {
-  for (int word = 0; word < 4; word++)
-    sum += static_cast<unsigned int>(dot_bytes<int8_t, int8_t>(x[word], y[word], 0));
+// Sets sixteen bytes of a row or a column.
+template <class Set>
+void set_sixteen(uint64_t matrix, int row, int half, Set set) {
+  const uint32_t* words = described_sixteen(matrix, row, half);
+  for (int k = 0; k < 4; k++) set(4 * half + k, words[k]);
 }
 
-inline void compute(const all_of_warp<late_products>& all, int number) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32 % 4;
-  const late_product& own = *all[lane].each[number];
-  for (int half = 0; half < 2; half++) {
-    uint32_t words[2][4];
-    for (int i = 0; i < 2; i++) {
-      const uint32_t* shared = own.is_shared ? described_sixteen(own.rows, 16 * warp + 8 * i + g, half) : nullptr;
-      for (int k = 0; k < 4; k++) words[i][k] = shared ? shared[k] : all[4 * g + k].each[number]->a[2 * half + i];
-    }
-    for (int n = 0; n < own.tiles; n++) {
-      for (int i = 0; i < 4; i++) {
-        int& d = own.d[4 * n + i];
-        unsigned int sum = half || own.add ? d : 0;
-        add_sixteen(sum, words[i / 2], described_sixteen(own.matrix, 8 * n + 2 * t + i % 2, half));
-        d = int(sum);
-      }
+inline bool compute_products(late_products* const* lanes, int number) {
+  product_of_warp product;
+  const late_product& first = *lanes[0]->each[number];
+  for (int lane = 0; lane < 32; lane++) {
+    const late_product& own = *lanes[lane]->each[number];
+    const bool is_same = own.tiles == first.tiles && own.is_shared == first.is_shared && own.add == first.add &&
+                         own.rows == first.rows && own.matrix == first.matrix;
+    if (!is_same) return false;
+    for (int i = 0; i < 4; i++) product.set_row<int8_t>(lane / 4 + i % 2 * 8, i / 2 * 4 + lane % 4, own.a[i]);
+  }
+  for (int row = 0; first.is_shared && row < 16; row++)
+    for (int half = 0; half < 2; half++)
+      set_sixteen(first.rows, 16 * lanes[0]->warp + row, half,
+                  [&](int word, uint32_t bytes) { product.set_row<int8_t>(row, word, bytes); });
+  for (int n = 0; n < first.tiles; n++) {
+    for (int column = 0; column < 8; column++)
+      for (int half = 0; half < 2; half++)
+        set_sixteen(first.matrix, 8 * n + column, half,
+                    [&](int word, uint32_t bytes) { product.set_column<int8_t>(column, word, bytes); });
+    product.multiply();
+    for (int lane = 0; lane < 32; lane++) {
+      int* const d = lanes[lane]->each[number]->d + 4 * n;
+      for (int i = 0; i < 4 && !first.add; i++) d[i] = 0;
+      product.add_to(d, lane);
     }
   }
+  return true;
+}
+
+inline bool compute_all_products(late_products* const* lanes) {
+  for (int lane = 1; lane < 32; lane++)
+    if (lanes[lane]->count != lanes[0]->count) return false;
+  for (int i = 0; i < lanes[0]->count; i++)
+    if (!compute_products(lanes, i)) return false;
+  return true;
 }
 
 inline void commit_products() { begin_product_group(); }
@@ -81,11 +100,9 @@ inline void commit_products() { begin_product_group(); }
 template <int pending>
 void wait_for_products() {
   late_products own;
+  own.warp = threadIdx.x / 32 % 4;
   while (auto* next = static_cast<late_product*>(take_product(pending))) own.each[own.count++] = next;
-  {
-    const all_of_warp<late_products> all(own);
-    for (int i = 0; i < own.count; i++) compute(all, i);
-  }
+  compute_for_warp<late_products, compute_all_products>(own);
   for (int i = 0; i < own.count; i++) delete own.each[i];
 }
 

@@ -4,6 +4,7 @@ Nothing here is fast or differentiable: it is the reference for the C++ and GPU 
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -14,6 +15,9 @@ NUM_LANES = 16
 LARGEST_CODE = 127
 SMALLEST_MAXIMUM = 2.0**-100
 EXPONENT_BIAS = 127
+BITS_BEHIND_FLOAT32 = 2**29 - 1  # of float64
+HALF_WAY = 2**28  # what these are between two of float32
+SMALLEST_NORMAL = 2.0**-126  # of float32
 
 EXP_MIN, EXP_MAX = -87.33654, 88.37626
 LOG2_E = 1.4426950408889634
@@ -23,8 +27,18 @@ EXP_COEFFICIENTS = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a · b + c of float32 tensors (broadcast), rounded once to float32."""
-    product = a.double() * b.double()  # exact: 24 + 24 bits fit 53
-    c = c.double()
+    a, b, c = a.double(), b.double(), c.double()
+    total = torch.addcmul(c, a, b)  # the product is exact: 24 + 24 bits fit 53
+    # Rounding it again gives what rounding once does, unless it was rounded to half way between two of
+    # float32. Where those have fewer bits, that is elsewhere.
+    is_half_way = (total.view(torch.int64) & BITS_BEHIND_FLOAT32) == HALF_WAY
+    if (is_half_way | (total.abs() < SMALLEST_NORMAL)).any():
+        total = _rounded_to_odd(a * b, c)
+    return total.float()
+
+
+def _rounded_to_odd(product: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """product + c, float64, so that rounding it again to fewer bits gives what rounding once does."""
     total = product + c
     # The exact rounding error of the addition (Knuth's two-sum).
     c_part = total - product
@@ -32,11 +46,12 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     # Rounding twice is safe if the first rounding went to the neighbour with an odd last bit.
     is_even = (total.view(torch.int64) & 1) == 0
     towards_error = torch.nextafter(total, torch.copysign(torch.full_like(total, torch.inf), error))
-    return torch.where(is_even & error.isfinite() & (error != 0), towards_error, total).float()
+    return torch.where(is_even & error.isfinite() & (error != 0), towards_error, total)
 
 
+@cache
 def constant(value: float) -> torch.Tensor:
-    """`value` rounded to float32."""
+    """`value` rounded to float32; the same tensor each time, which must not be written to."""
     return torch.tensor(value, dtype=torch.float32)
 
 

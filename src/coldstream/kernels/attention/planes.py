@@ -6,7 +6,8 @@ import torch
 
 from coldstream.kernels.arithmetic.reference import LARGEST_CODE, SMALLEST_MAXIMUM, constant
 
-LOW_UNIT = 256  # units of the low plane are one of the high plane
+LOW_BITS = 8
+LOW_UNIT = 1 << LOW_BITS  # units of the low plane are one of the high plane
 LARGEST_TWO_PLANE_CODE = LOW_UNIT * LARGEST_CODE + LARGEST_CODE
 
 
@@ -24,7 +25,7 @@ class Planes:
     @property
     def high(self) -> torch.Tensor:
         """int32 [..., n] in −127 … 127."""
-        return self.codes if self.num_planes == 1 else (self.codes + LOW_UNIT // 2) // LOW_UNIT
+        return self.codes if self.num_planes == 1 else (self.codes + LOW_UNIT // 2) >> LOW_BITS
 
     @property
     def low(self) -> torch.Tensor:
@@ -67,5 +68,6 @@ def multiply_planes(equation: str, x: Planes, y: Planes) -> torch.Tensor:
     products of two low planes are left out.
     """
     # 64 bits hold the sums of products of 24 bits, and float64 its integers up to 53.
-    high = torch.einsum(equation, x.high.double(), (LOW_UNIT * y.high + y.low).double())
+    both = y.codes if y.num_planes == 2 else LOW_UNIT * y.codes
+    high = torch.einsum(equation, x.high.double(), both.double())
     return (high + torch.einsum(equation, x.low.double(), y.high.double())).float()
