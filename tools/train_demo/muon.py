@@ -15,9 +15,12 @@ ITERATIONS = 5
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly, of `matrices [N, r, c]` with r ≤ c; bfloat16."""
-    x = matrices.bfloat16()
-    x = x / (x.float().norm(dim=(-2, -1), keepdim=True) + 1e-7).bfloat16()
+    """The nearest semi-orthogonal matrices, roughly, of `matrices [N, r, c]` with r ≤ c.
+
+    bfloat16 on a GPU; on a CPU, most of which have no products of that type, float32.
+    """
+    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
+    x = x / (x.float().norm(dim=(-2, -1), keepdim=True) + 1e-7).to(x.dtype)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
         gram = x @ x.transpose(-1, -2)
