@@ -59,6 +59,11 @@ class Target:
         """Those of a model, on its device."""
         return cls(model.token_embd.weight.detach(), model.output.weight.detach())
 
+    def logits(self, states: Tensor) -> Tensor:
+        """Of states `[..., E]`, float32: chances near each other shall not be rounded into one."""
+        with torch.autocast(states.device.type, enabled=False):
+            return functional.linear(states.float(), self.output)
+
 
 def block_rows(windows: Windows, chosen: Tensor, anchors: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Of blocks at `anchors [b, A]` of windows `chosen [b]`: their tokens, int64 `[b, A, B]`, and the states
@@ -84,8 +89,7 @@ def draft_losses(
     token_ids, states = block_rows(windows, chosen, anchors, c.block_size)
     features = windows.features[chosen]
     hidden = model(features, embedded(token_ids, target, c), anchors)[..., 1:, :]
-    chances = functional.linear(states.to(hidden.dtype), target.output.to(hidden.dtype)).float().softmax(-1)
-    logits = functional.linear(hidden, target.output.to(hidden.dtype)).float()
+    chances, logits = target.logits(states).softmax(-1), target.logits(hidden)
 
     def cross_entropy(scores: Tensor) -> Tensor:
         # log softmax without a second tensor of the scores' size
@@ -114,7 +118,7 @@ def drafted_line(
     model: DrafterModel, target: Target, hidden: Tensor, anchor_ids: Tensor, has_selector: bool = True
 ) -> Tensor:
     """The likeliest token after the one before, row by row: `[n, B − 1]` of states `[n, B, E]`."""
-    logits = functional.linear(hidden[:, 1:].float(), target.output)
+    logits = target.logits(hidden[:, 1:])
     if not (model.config.is_second and has_selector):
         return logits.argmax(-1)
     own, candidates = logits.topk(model.config.selector_top_k, dim=-1)

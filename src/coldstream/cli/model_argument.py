@@ -1,7 +1,6 @@
 """The default of a verb's MODEL argument, the bundled demo model: how to recognise it, and its drafter."""
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 from coldstream.assets import demo_drafter_path, demo_model_path
 from coldstream.engine import EngineConfig
@@ -18,13 +17,13 @@ def model_or_bundled(model: str | None) -> str:
 def with_bundled_drafter(config: EngineConfig) -> EngineConfig:
     """`config` with the bundled drafter, if it is for the bundled model and does not say what drafts.
 
-    Unchanged where such drafts cannot be computed: on a GPU, and without PyTorch.
+    Unchanged on a GPU, where such drafts cannot be computed.
     """
     is_asked = config.model_draft is None and config.plan is None and config.spec_type in ("auto", "dflash")
     if not is_asked or not _is_bundled_path(config.model):
         return config
     path = demo_drafter_path()
-    if not path.is_file() or not is_for_cpu(config) or find_spec("torch") is None:
+    if not path.is_file() or not is_for_cpu(config):
         return config
     return replace(config, model_draft=str(path))
 

@@ -25,7 +25,7 @@ from coldstream.models.dflash_context import ContextRows
 from coldstream.models.dflash_convolution import Convolution
 from coldstream.models.dflash_file import DflashFile
 from coldstream.models.dflash_lattice import DraftLattice
-from coldstream.models.dflash_spec import DflashLayer, DflashSpec, tensor_shapes
+from coldstream.models.dflash_spec import DflashLayer, DflashSpec, tensor_shapes, visible_rows
 
 CHUNK_ROWS: Final = 512  # of a prompt that are computed at once
 # Rows that wait for a draft, so that those between drafts are computed together: a row alone takes PyTorch
@@ -79,7 +79,7 @@ class _Block:
         Layers that are alike keep the same rows, and share it.
         """
         if layer not in self.masks:
-            visible = _visible(layer, self.positions, keys)
+            visible = visible_rows(layer, self.positions, keys)
             self.masks[layer] = None if visible is None else torch.from_numpy(visible).to(device)
         return self.masks[layer]
 
@@ -129,6 +129,10 @@ class DflashModel:
         """An empty sequence. It takes no memory before its first row."""
         return DflashSequence(self)
 
+    def new_rows(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Memory for keys or values."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMS norm over the last dimension, computed in float32."""
         return functional.rms_norm(x.float(), weight.shape, weight, self.spec.rms_norm_eps).to(self.dtype)
@@ -159,7 +163,7 @@ class DflashSequence:
         spec = model.spec
         self._model = model
         self._contexts = tuple(
-            ContextRows(spec.num_kv_heads, spec.head_dim, layer.window, model.dtype, model.device)
+            ContextRows(spec.num_kv_heads, spec.head_dim, layer.window, model.new_rows)
             for layer in spec.layers
         )
         self._waiting: list[torch.Tensor] = []  # features of the last rows
@@ -345,17 +349,6 @@ def _rotated(heads: torch.Tensor, rotations: tuple[torch.Tensor, torch.Tensor]) 
     cos, sin = rotations
     low, high = heads.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(heads.dtype)
-
-
-def _visible(
-    layer: DflashLayer, queries: NDArray[np.int64], keys: NDArray[np.int64]
-) -> NDArray[np.bool_] | None:
-    """Which rows at positions `keys` [L] those at `queries` [B] attend to: [B, L]; None for all."""
-    ahead = keys[None] - queries[:, None]
-    if layer.window is None:
-        return ahead <= 0 if layer.is_causal else None
-    near = ahead > -layer.window
-    return near & (ahead <= 0 if layer.is_causal else ahead < layer.window)
 
 
 def _attend(
