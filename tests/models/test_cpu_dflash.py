@@ -93,7 +93,15 @@ def test_rows_may_be_told_in_any_pieces_and_cut(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(cpu_dflash, "MOST_WAITING", 7)
     sequence = model.new_sequence()
     assert (sequence.num_bytes, sequence.has_last) == (0, False)
-    for start, count, length in ((0, 5, 5), (5, 6, 8), (8, 3, 2), (2, 30, 32), (32, 1, 33), (33, 7, 40)):
+    for start, count, length in (
+        (0, 3, 3),
+        (3, 3, 4),
+        (4, 7, 8),
+        (8, 3, 2),
+        (2, 30, 32),
+        (32, 1, 33),
+        (33, 7, 40),
+    ):
         told = rows[start : start + count].copy()
         sequence.append(told)
         told[:] = np.nan

@@ -323,7 +323,15 @@ def test_rows_that_wait_are_copies_and_are_cut_like_others(monkeypatch: pytest.M
     rows = features(model.spec, 40)
     monkeypatch.setattr(dflash, "MOST_WAITING", 7)
     sequence = model.new_sequence()
-    for start, count, length in ((0, 5, 5), (5, 6, 8), (8, 3, 2), (2, 30, 32), (32, 1, 33), (33, 7, 40)):
+    for start, count, length in (
+        (0, 3, 3),
+        (3, 3, 4),
+        (4, 7, 8),
+        (8, 3, 2),
+        (2, 30, 32),
+        (32, 1, 33),
+        (33, 7, 40),
+    ):
         told = rows[start : start + count].copy()
         sequence.append(told)
         told[:] = np.nan
