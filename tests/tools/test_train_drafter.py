@@ -376,8 +376,11 @@ def test_both_files_fit_into_the_package() -> None:
 
 
 def test_settings_reach_fields_of_fields() -> None:
-    run = with_settings(DrafterRun(), ["shape.taps=1,7", "training.learning_rate=0.5", "minutes=2"])
+    run = with_settings(
+        DrafterRun(), ["shape.taps=1,7", "shape.is_causal=false", "training.learning_rate=0.5", "minutes=2"]
+    )
     assert run.shape.taps == (1, 7)
+    assert run.shape.is_causal is False
     assert run.training.learning_rate == 0.5
     assert run.minutes == 2.0
     with pytest.raises(SystemExit, match="DrafterConfig has no field width"):

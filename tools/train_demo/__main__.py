@@ -46,8 +46,16 @@ def _with_setting(config: Any, name: str, value: str) -> Any:
     old = getattr(config, outer)
     if dot:
         return dataclasses.replace(config, **{outer: _with_setting(old, inner, value)})
-    new = tuple(int(each) for each in value.split(",")) if isinstance(old, tuple) else type(old)(value)
-    return dataclasses.replace(config, **{outer: new})
+    return dataclasses.replace(config, **{outer: _like(old, value)})
+
+
+def _like(old: Any, value: str) -> Any:
+    """`value` as the kind of setting that `old` is."""
+    if isinstance(old, bool):
+        return {"true": True, "false": False}[value.lower()]
+    if isinstance(old, tuple):
+        return tuple(int(each) for each in value.split(","))
+    return type(old)(value)
 
 
 # Modules are imported per step: the machine that trains need not have what conversion and evaluation need.
