@@ -4,7 +4,7 @@
 
 The model continues texts of each kind, greedily and drawing by a seed. For each text all ways run in turn, in
 changing order, over one runner; tokens that differ end the run. Code is files of the standard library that
-the demo model was not trained on.
+the demo model was not trained on. With `--model-draft`, the model that it names drafts too.
 """
 
 import argparse
@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 from tools.train_demo.data import load_corpus
 
 BUDGETS = (1, 2, 3, 4, 8, 12, 16, 22, 24, 32, 40)
+DRAFTERS = ("mtp", "dflash", "ngram")
 PROMPT_CHARS = 600
 NEW_TOKENS = 160
 NUM_TEXTS = 10
@@ -78,7 +79,7 @@ def _call(random: Random) -> dict[str, Any]:
 class Way:
     """A way to generate, and what it took."""
 
-    drafter: str  # none, mtp or ngram
+    drafter: str  # none, mtp, dflash or ngram
     budget: int | str  # nodes of a tree, or "auto"
     speculation: Speculation | None
     seconds: list[float] = field(default_factory=list)  # of each answer
@@ -119,8 +120,10 @@ def _sums(rows: Iterator[tuple[int, ...]]) -> list[int]:
 
 
 @contextmanager
-def opened_model(model: Path, threads: int) -> Iterator[OpenedModel]:
+def opened_model(model: Path, drafter: Path | None, threads: int) -> Iterator[OpenedModel]:
     config = EngineConfig(str(model), device="cpu", threads=threads, ctx_size=2048, spec_type="ngram")
+    if drafter is not None:
+        config = replace(config, spec_type="dflash", model_draft=str(drafter))
     opened = open_model(config)
     try:
         yield opened
@@ -128,14 +131,20 @@ def opened_model(model: Path, threads: int) -> Iterator[OpenedModel]:
         opened.close()
 
 
-def ways(runner: CpuRunner, drafters: Sequence[str], budgets: Sequence[int]) -> list[Way]:
+def ways(opened: OpenedModel, drafters: Sequence[str], budgets: Sequence[int]) -> list[Way]:
     """Without drafts, twice, and with each drafter by every size and by cost."""
+    assert isinstance(opened.runner, CpuRunner)
     made = [Way("none", 0, None), Way("none", 0, None)]
-    block = runner.load_mtp() if "mtp" in drafters else None
+    block = opened.runner.load_mtp() if "mtp" in drafters else None
+    own = opened.speculation
 
     def drafter_of(name: str) -> Drafter:
         if name == "ngram":
             return NgramDrafter()
+        if name == "dflash":
+            assert own is not None
+            assert own.more is not None, "a drafter on the CPU is made for any number of sequences"
+            return own.more()
         assert block is not None
         return MtpDrafter(block.new_sequence(), max_steps=8)
 
@@ -165,16 +174,22 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?", default=demo_model_path())
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--texts", type=int, default=NUM_TEXTS)
-    parser.add_argument("--drafters", nargs="+", default=["mtp", "ngram"], choices=["mtp", "ngram"])
+    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS)
+    parser.add_argument("--model-draft", type=Path, help="a DFlash drafter for the model")
+    parser.add_argument("--kinds", nargs="+", help="of texts; all unless given")
     parser.add_argument("--budgets", nargs="+", type=int, default=BUDGETS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    drafters = options.drafters or (["mtp", "ngram"] if options.model_draft is None else list(DRAFTERS))
+    if "dflash" in drafters and options.model_draft is None:
+        parser.error("dflash is drafts of another model: name it with --model-draft")
     results = []
-    with opened_model(options.model, options.threads) as opened:
-        assert isinstance(opened.runner, CpuRunner)
+    with opened_model(options.model, options.model_draft, options.threads) as opened:
         for kind, prompts in texts(options.texts).items():
+            if options.kinds and kind not in options.kinds:
+                continue
             for sampling, params in SAMPLINGS.items():
-                made = ways(opened.runner, options.drafters, options.budgets)
+                made = ways(opened, drafters, options.budgets)
                 found = measure(opened, prompts, params, made, len(results))
                 results.append({"kind": kind, "sampling": sampling, "ways": found})
                 print(kind, sampling, *(_line(each) for each in found), sep="\n  ", file=sys.stderr)
@@ -198,7 +213,8 @@ def _line(way: dict[str, Any]) -> str:
 
 
 def _given(options: argparse.Namespace) -> str:
-    return "" if options.model == demo_model_path() else f" {options.model.name}"
+    model = "" if options.model == demo_model_path() else f" {options.model.name}"
+    return model + (f" --model-draft {options.model_draft.name}" if options.model_draft else "")
 
 
 if __name__ == "__main__":

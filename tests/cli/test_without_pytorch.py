@@ -12,6 +12,7 @@ from terminals import Terminal
 from builders import write_gguf
 from coldstream.engine.machine import measured_hardware
 from coldstream.placement.hardware_file import default_path
+from dflash_cases import ALL_SLIDING, config, random_tensors, spec_of, write_gguf_drafter
 
 TESTS = Path(__file__).parents[1]
 INSTALL = "pip install 'coldstream[cuda]'"
@@ -68,6 +69,17 @@ def coldstream(
     done = call(environment, "-m", "coldstream", *arguments, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done
+
+
+def test_a_drafter_in_a_gguf_file_drafts(environment: dict[str, str], model: str, tmp_path: Path) -> None:
+    values = config(True, **ALL_SLIDING, is_causal=True, hidden_size=256, vocab_size=320, num_target_layers=4)
+    values["dflash_config"] |= {"target_layer_ids": [0, 3], "mask_token_id": 319}
+    spec = spec_of(values)
+    path = write_gguf_drafter(tmp_path / "drafter.gguf", spec, random_tensors(spec))
+    arguments = ("run", model, "-p", "def", "-n", "24", "--seed", "1", "--ignore-eos", *ON_CPU)
+    drafting = coldstream(environment, *arguments, "--model-draft", str(path), "--tree-budget", "3")
+    assert "tokens a step by dflash" in drafting.stderr
+    assert drafting.stdout == coldstream(environment, *arguments).stdout
 
 
 def test_the_packages_are_out_of_reach(environment: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model
 from coldstream.engine.planning import plan_by_name
 from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError
 from coldstream.placement.plan_file import save_plan
-from dflash_cases import MIXED, config, random_tensors, spec_of, write_folder
+from dflash_cases import MIXED, config, random_tensors, spec_of, write_folder, write_gguf_drafter
 
 PARAMS = SamplingParams(seed=3, max_tokens=40, ignore_eos=True)
 PROMPTS = ["def add(a, b):\n", "class Shape:"]
@@ -65,6 +65,24 @@ def test_its_memory_and_the_states_that_it_reads_are_in_the_plan(model: str, dra
     assert both.num_tree_rows == 64
 
 
+def test_a_gguf_drafter_takes_the_memory_of_its_own_types(model: str, tmp_path: Path) -> None:
+    values = config(True, **MIXED, hidden_size=256, vocab_size=320, num_target_layers=4)
+    values["dflash_config"] |= {"target_layer_ids": [0, 1, 3], "mask_token_id": 319}
+    spec = spec_of(values)
+    tensors = random_tensors(spec)
+    planned = []
+    for kind in ("F32", "Q8_0"):
+        types = {"fc.weight": kind, "selector_successor.weight": "F16"}
+        path = write_gguf_drafter(tmp_path / f"{kind}.gguf", spec, tensors, types=types)
+        engine = EngineConfig(model, device="cpu", ctx_size=256, model_draft=str(path))
+        planned.append(plan_by_name(engine).plan.fixed.drafter)
+        with LLM(model, device="cpu", ctx_size=256, model_draft=str(path)) as llm:
+            assert llm.opened.plan.placement.fixed.drafter == planned[-1]
+    num_weights = sum(each.size for each in tensors.values())
+    assert planned[0] == 4 * (num_weights + 2 * spec.context_rows(256) * spec.kv_dim)
+    assert planned[0] - planned[1] == tensors["fc.weight"].size * (4 - 34 / 32)
+
+
 def test_a_saved_plan_asks_for_its_drafter(model: str, drafter: str, tmp_path: Path) -> None:
     planned = plan_by_name(EngineConfig(model, device="cpu", ctx_size=256, model_draft=drafter))
     path = tmp_path / "plan.json"
@@ -115,6 +133,6 @@ def test_one_that_is_none_is_refused(model: str, drafter: str, tmp_path: Path) -
 def test_without_pytorch_the_advice_is_to_install_it(
     model: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "coldstream.models.dflash_file", None)
-    with pytest.raises(ConfigError, match="is missing: pip install torch"):
+    monkeypatch.setitem(__import__("sys").modules, "coldstream.models.safetensors_file", None)
+    with pytest.raises(ConfigError, match="is missing: pip install torch, or give a GGUF file"):
         LLM(model, device="cpu", spec_type="dflash", model_draft=drafter)

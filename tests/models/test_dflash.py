@@ -9,7 +9,8 @@ import torch
 from tools.llama_cpp_dflash import open_drafter
 
 from coldstream.errors import GenerationFault, OutOfMemoryError
-from coldstream.models.dflash import DflashModel, DflashSequence, torch_errors
+from coldstream.models import dflash
+from coldstream.models.dflash import MOST_WAITING, DflashModel, DflashSequence, torch_errors
 from coldstream.models.dflash_file import DflashFile
 from dflash_cases import (
     ALL_SLIDING,
@@ -282,12 +283,15 @@ def test_values_that_are_not_finite_show_in_the_draft(bad: float) -> None:
         assert not sequence_with(model, rows).draft(ANCHOR, 4, 3).is_finite
 
 
-def test_errors_of_pytorch_are_ours_and_leave_the_sequence_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_pytorch_are_ours_and_lose_no_rows_but_those_being_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = open_model(config())
     sequence = sequence_with(model, features(model.spec, 3))
     expected = hidden_after(sequence)
     with pytest.raises(GenerationFault, match="the context of a drafter failed"):
-        sequence.append(np.zeros((2, 5), np.float32))
+        sequence.append(np.zeros((MOST_WAITING, 5), np.float32))
+    sequence.cut(3)
     with pytest.raises(OutOfMemoryError, match="no memory for a test"), torch_errors("a test"):
         torch.empty(1 << 60, dtype=torch.uint8)
 
@@ -301,13 +305,39 @@ def test_errors_of_pytorch_are_ours_and_leave_the_sequence_as_it_was(monkeypatch
 
     with monkeypatch.context() as patched:
         patched.setattr(model, "keys_values", fail_at_the_second_layer)
+        sequence.append(features(model.spec, 2))
         with pytest.raises(OutOfMemoryError, match="no memory for the context of a drafter"):
-            sequence.append(features(model.spec, 2))
+            sequence.draft(ANCHOR, 4, 3)
+        assert not sequence.has_last
         with pytest.raises(OutOfMemoryError, match="no memory for a draft"):
             sequence.draft(ANCHOR, 4, 3)
-    assert sequence.length == 3
+        sequence.append(features(model.spec, 2))
+        sequence.cut(20)  # whose rows that were told cannot be computed
+    sequence.cut(3)
     assert sequence.has_last
     assert np.array_equal(hidden_after(sequence), expected)
+
+
+def test_rows_that_wait_are_copies_and_are_cut_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = open_model(config())
+    rows = features(model.spec, 40)
+    monkeypatch.setattr(dflash, "MOST_WAITING", 7)
+    sequence = model.new_sequence()
+    for start, count, length in (
+        (0, 3, 3),
+        (3, 3, 4),
+        (4, 7, 8),
+        (8, 3, 2),
+        (2, 30, 32),
+        (32, 1, 33),
+        (33, 7, 40),
+    ):
+        told = rows[start : start + count].copy()
+        sequence.append(told)
+        told[:] = np.nan
+        sequence.cut(length)
+        assert (sequence.length, sequence.has_last) == (length, True)
+    assert np.allclose(hidden_after(sequence), hidden_after(sequence_with(model, rows)), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["mixed, bidirectional", "second"])

@@ -56,15 +56,20 @@ class RMSNorm(nn.Module):
         return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + EPS) * self.weight).to(x.dtype)
 
 
-def _rope(x: Tensor, dims: int, theta: float) -> Tensor:
-    """Rotate the pairs (i, i + dims/2) of the first `dims` of `x [B, T, H, D]` by position."""
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first half of the last dimension of `x` against the second; float32 inside."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def rope(x: Tensor, dims: int, theta: float, start: int = 0) -> Tensor:
+    """Rotate the pairs (i, i + dims/2) of the first `dims` of `x [B, T, H, D]` by position, from `start`."""
     half = dims // 2
     inverse = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)[:, None] * inverse
+    positions = torch.arange(start, start + x.shape[1], device=x.device, dtype=torch.float32)
+    angle = positions[:, None] * inverse
     cos, sin = angle.cos()[None, :, None, :], angle.sin()[None, :, None, :]
-    first, second, rest = x[..., :half].float(), x[..., half:dims].float(), x[..., dims:]
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
+    return torch.cat((rotated(x[..., :dims], cos, sin), x[..., dims:]), dim=-1)
 
 
 class Attention(nn.Module):
@@ -81,20 +86,28 @@ class Attention(nn.Module):
         self.attn_k_norm = RMSNorm(D)
         self.attn_output = nn.Linear(config.num_heads * D, E, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def projected(self, x: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys, values and gates `[B, T, heads, D]` of rows at positions from `start` on."""
         B, T, _ = x.shape
         c = self.config
         q, gate = self.attn_q(x).view(B, T, c.num_heads, 2 * c.head_dim).chunk(2, dim=-1)
         k = self.attn_k(x).view(B, T, c.num_kv_heads, c.head_dim)
         v = self.attn_v(x).view(B, T, c.num_kv_heads, c.head_dim)
-        q = _rope(self.attn_q_norm(q), c.rope_dims, c.rope_theta)
-        k = _rope(self.attn_k_norm(k), c.rope_dims, c.rope_theta)
+        q = rope(self.attn_q_norm(q), c.rope_dims, c.rope_theta, start)
+        k = rope(self.attn_k_norm(k), c.rope_dims, c.rope_theta, start)
+        return q, k, v, gate
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, is_causal: bool) -> Tensor:
+        """Output of queries and gates `[B, T, heads, D]` over keys and values `[B, L, heads, D]`."""
         mixed = functional.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=is_causal, enable_gqa=True
         )
         mixed = mixed.transpose(1, 2) * gate.sigmoid()
-        out: Tensor = self.attn_output(mixed.reshape(B, T, -1))
+        out: Tensor = self.attn_output(mixed.flatten(2))
         return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(*self.projected(x), is_causal=True)
 
 
 class DeltaNet(nn.Module):
@@ -115,11 +128,14 @@ class DeltaNet(nn.Module):
         self.ssm_norm = RMSNorm(d)
         self.ssm_out = nn.Linear(NV * d, E, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def operands(self, x: Tensor, raw: Tensor) -> tuple[Tensor, ...]:
+        """What the delta rule takes, q, k, v, g and beta, for rows `x [B, T, E]`.
+
+        raw `[B, conv_kernel − 1 + T, channels]`: `attn_qkv` of these rows and of those before them.
+        """
         B, T, _ = x.shape
         c = self.config
         NK, NV, d = c.num_key_heads, c.num_value_heads, c.ssm_state_size
-        raw = functional.pad(self.attn_qkv(x), (0, 0, c.conv_kernel - 1, 0))
         mixed = sum(
             (raw[:, j : j + T].float() * self.ssm_conv1d[:, j] for j in range(c.conv_kernel)), start=0.0
         )
@@ -130,15 +146,20 @@ class DeltaNet(nn.Module):
         beta = self.ssm_beta(x).float().sigmoid()
         g = -self.ssm_a_log.exp() * functional.softplus(self.ssm_alpha(x).float() + self.ssm_dt)
         tiles = NV // NK
-        with torch.autocast(x.device.type, enabled=False):
-            o = delta_rule_chunked(
-                q.repeat(1, 1, tiles, 1), k.repeat(1, 1, tiles, 1), v.reshape(B, T, NV, d), g, beta
-            )
-        z = self.attn_gate(x).view(B, T, NV, d)
-        out: Tensor = self.ssm_out(
-            (self.ssm_norm(o) * functional.silu(z.float())).to(z.dtype).reshape(B, T, NV * d)
-        )
+        return q.repeat(1, 1, tiles, 1), k.repeat(1, 1, tiles, 1), v.reshape(B, T, NV, d), g, beta
+
+    def gated(self, x: Tensor, o: Tensor) -> Tensor:
+        """The output of rows `x [B, T, E]` from what the delta rule gave, `[B, T, heads, d]`."""
+        z = self.attn_gate(x).view(o.shape)
+        out: Tensor = self.ssm_out((self.ssm_norm(o) * functional.silu(z.float())).to(z.dtype).flatten(2))
         return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        raw = functional.pad(self.attn_qkv(x), (0, 0, self.config.conv_kernel - 1, 0))
+        operands = self.operands(x, raw)
+        with torch.autocast(x.device.type, enabled=False):
+            o = delta_rule_chunked(*operands)
+        return self.gated(x, o)
 
 
 class _Dispatch(torch.autograd.Function):

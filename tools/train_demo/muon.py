@@ -14,10 +14,13 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 
 
-def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly, of `matrices [N, r, c]` with r ≤ c, in `dtype`."""
-    x = matrices.to(dtype)
-    x = x / (x.float().norm(dim=(-2, -1), keepdim=True) + 1e-7).to(dtype)
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """The nearest semi-orthogonal matrices, roughly, of `matrices [N, r, c]` with r ≤ c.
+
+    bfloat16 on a GPU; on a CPU, most of which have no products of that type, float32.
+    """
+    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
+    x = x / (x.float().norm(dim=(-2, -1), keepdim=True) + 1e-7).to(x.dtype)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
         gram = x @ x.transpose(-1, -2)
@@ -55,9 +58,7 @@ class Muon(torch.optim.Optimizer):
             update = update.transpose(1, 2) if tall else update
             by_shape[(update.shape[1], update.shape[2])].append((parameter, update, tall))
         for (_, columns), entries in by_shape.items():
-            update = torch.cat([update for _, update, _ in entries])
-            # CPUs without products of bfloat16 take ten times as long for them as for those of float32.
-            stacked = orthogonalise(update, torch.float32 if update.is_cpu else torch.bfloat16)
+            stacked = orthogonalise(torch.cat([update for _, update, _ in entries]))
             pieces = stacked.split([len(update) for _, update, _ in entries])
             for (parameter, _, tall), piece in zip(entries, pieces, strict=True):
                 piece = piece.transpose(1, 2) if tall else piece

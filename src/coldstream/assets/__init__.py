@@ -1,4 +1,4 @@
-"""Files that come with the package: the demo model, and which experts of it Python's source uses.
+"""Files that come with the package: the demo model, its drafter, and which experts Python's source uses.
 
 How they were made: tools/train_demo and tools/demo_profile.py in the source.
 """
@@ -15,6 +15,11 @@ def demo_model_path() -> Path:
     if not path.is_file():
         raise ModelNotFoundError("the demo model is not part of this installation: name a model to run")
     return path
+
+
+def demo_drafter_path() -> Path:
+    """Where the drafter of the demo model lies, if the installation has it."""
+    return Path(str(resources.files(__name__) / "demo-drafter.gguf"))
 
 
 def demo_profile_path() -> Path:

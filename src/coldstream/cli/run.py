@@ -14,7 +14,7 @@ from coldstream.cli.answer import show_answer
 from coldstream.cli.chat import Chat, chat_in_terminal
 from coldstream.cli.interrupts import EXIT_INTERRUPTED
 from coldstream.cli.main import Session
-from coldstream.cli.model_argument import is_bundled, model_or_bundled
+from coldstream.cli.model_argument import is_bundled, model_or_bundled, with_bundled_drafter
 from coldstream.cli.options import (
     common_options,
     engine_config,
@@ -125,7 +125,7 @@ def command(
 
 
 def _open(model: str, options: Mapping[str, Any]) -> LLM:
-    config = engine_config(model, options)
+    config = with_bundled_drafter(engine_config(model, options))
     sampling_params(options, SamplingParams())  # a wrong setting shall not wait for the model to load
     with ProgressLine() as line, starting():
         opened = open_model(config, progress=line.update)

@@ -4,15 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from coldstream.engine.config import DFLASH_ON_GPU, EngineConfig
 from coldstream.errors import ColdstreamError, ConfigError
+from coldstream.models import cpu_dflash
+from coldstream.models.dflash_file import DflashFile
+from coldstream.models.dflash_spec import DflashSpec, check_target, tensor_shapes
 from coldstream.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from coldstream.models.dflash_file import DflashFile
-    from coldstream.models.dflash_spec import DflashSpec
 
 NOTHING_IS_DRAFTED: Final = "nothing is drafted: {}"
 _VALUE_BYTES: Final = 4  # float32, on the CPU
@@ -22,8 +21,8 @@ _VALUE_BYTES: Final = 4  # float32, on the CPU
 class DraftNeeds:
     """What a drafter needs of a model and of its memory."""
 
-    spec: "DflashSpec"
-    num_values: int  # of its weights
+    spec: DflashSpec
+    weight_bytes: int
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -33,7 +32,7 @@ class DraftNeeds:
     def num_bytes(self, context_length: int, num_contexts: int) -> int:
         """Of its weights, and of its keys and values of contexts."""
         rows = num_contexts * self.spec.context_rows(context_length)
-        return _VALUE_BYTES * (self.num_values + 2 * rows * self.spec.kv_dim)
+        return self.weight_bytes + _VALUE_BYTES * 2 * rows * self.spec.kv_dim
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class OpenDraft:
     """The drafter of `config`, if there is one that fits."""
 
     config: EngineConfig
-    file: "DflashFile | None" = None
+    file: DflashFile | None = None
     needs: DraftNeeds | None = None
     warnings: tuple[str, ...] = ()
 
@@ -68,27 +67,25 @@ def open_draft(config: EngineConfig, target: ModelSpec) -> Iterator[OpenDraft]:
     with file:
         if config.plan is None:
             config = replace(config, spec_type="dflash")
-        yield OpenDraft(config, file, DraftNeeds(file.spec, _num_values(file.spec)))
+        yield OpenDraft(config, file, DraftNeeds(file.spec, _weight_bytes(file)))
 
 
-def _num_values(spec: "DflashSpec") -> int:
-    from coldstream.models.dflash_spec import tensor_shapes
+def _weight_bytes(file: DflashFile) -> int:
+    if file.gguf is not None:
+        return cpu_dflash.weight_bytes(file)
+    return _VALUE_BYTES * sum(prod(shape) for shape in tensor_shapes(file.spec).values())
 
-    return sum(prod(shape) for shape in tensor_shapes(spec).values())
 
-
-def _open(config: EngineConfig, path: str, target: ModelSpec) -> "DflashFile":
+def _open(config: EngineConfig, path: str, target: ModelSpec) -> DflashFile:
     if config.device == "cuda":
         raise ConfigError(DFLASH_ON_GPU)
-    # Imported here because it needs PyTorch, which a machine without a GPU does not have.
     try:
-        from coldstream.models.dflash_file import DflashFile
-        from coldstream.models.dflash_spec import check_target
+        file = DflashFile.open(path)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"model_draft: drafters are computed by PyTorch, and {error.name} is missing: pip install torch"
+            f"model_draft: a drafter in a folder is computed by PyTorch, and {error.name} is missing: "
+            "pip install torch, or give a GGUF file"
         ) from error
-    file = DflashFile.open(path)
     try:
         check_target(file.spec, target)
     except BaseException:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from coldstream.decoding import Drafter, FixedSizes, SizesByCost, Speculation
 from coldstream.decoding.drafters import MtpDrafter, NgramDrafter
+from coldstream.decoding.drafters.dflash import DflashDrafter
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.runner import ModelRunner, States
 from coldstream.placement.run_plan import RunPlan
@@ -46,10 +47,12 @@ def _maker(plan: RunPlan, runner: ModelRunner, draft: "DflashFile | None") -> Ca
         block = runner.load_mtp()
         return lambda: MtpDrafter(block.new_sequence())
     assert isinstance(runner, CpuRunner), "a plan for a GPU has no drafts by another model"
-    # Imported here because they need PyTorch, which a machine without a GPU does not have.
-    from coldstream.decoding.drafters.dflash import DflashDrafter
+    assert draft is not None, "a plan with another model as drafter is made where that is open"
+    if draft.gguf is not None:
+        drafting = runner.load_dflash(draft)
+        return lambda: DflashDrafter(drafting.new_sequence())
+    # Imported here because it needs PyTorch, which a machine without a GPU need not have.
     from coldstream.models.dflash import DflashModel
 
-    assert draft is not None, "a plan with another model as drafter is made where that is open"
     model = DflashModel.load(draft, runner.embed, runner.head)
     return lambda: DflashDrafter(model.new_sequence())

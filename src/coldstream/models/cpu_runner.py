@@ -17,7 +17,9 @@ from coldstream.kvcache.batch import BatchArrays, BatchLimits, BatchSize, Checke
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.kvcache.sequence_cache import AcceptedPath, SequenceCache
 from coldstream.models.causal_lm import CausalLM
+from coldstream.models.cpu_dflash import CpuDflash
 from coldstream.models.cpu_mtp import BRANCHING, CpuMtp
+from coldstream.models.dflash_file import DflashFile
 from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
 from coldstream.models.footprint import dense_bytes
 from coldstream.models.layer_specs import MoeSpec
@@ -222,6 +224,15 @@ class CpuRunner(ModelRunner):
         mtp = self._mtp(CpuOps.beside(self._ops), branching)
         self._check_file()
         return mtp
+
+    @host_memory_errors()
+    def load_dflash(self, file: DflashFile) -> CpuDflash:
+        """Loads a drafter of a GGUF file, which may be closed afterwards.
+
+        It has to be given up before the runner is closed. Raises UnsupportedError for a type of weights that
+        no kernel multiplies, ModelChangedError and OutOfMemoryError.
+        """
+        return CpuDflash(file, CpuOps.beside(self._ops), self._model.token_embd, self._model.output)
 
     def _mtp(self, ops: CpuOps, branching: int) -> CpuMtp:
         size = CacheSize(self.cache_size.num_blocks, self.cache_size.num_states)

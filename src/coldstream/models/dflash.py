@@ -11,7 +11,7 @@ PyTorch's, in the type given at load, and the same for the same calls.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
@@ -20,41 +20,20 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from coldstream.errors import GenerationFault, OutOfMemoryError
+from coldstream.errors import ColdstreamError, GenerationFault, OutOfMemoryError
 from coldstream.models.dflash_context import ContextRows
+from coldstream.models.dflash_convolution import Convolution
 from coldstream.models.dflash_file import DflashFile
 from coldstream.models.dflash_lattice import DraftLattice
-from coldstream.models.dflash_spec import DflashLayer, DflashSpec, tensor_shapes
+from coldstream.models.dflash_spec import DflashLayer, DflashSpec, tensor_shapes, visible_rows
 
 CHUNK_ROWS: Final = 512  # of a prompt that are computed at once
+# Rows that wait for a draft, so that those between drafts are computed together: a row alone takes PyTorch
+# as long as dozens of them.
+MOST_WAITING: Final = 64
 
 Embed = Callable[[Sequence[int]], Any]  # token ids → float32 [n, E], an array or a tensor
 Head = Callable[[Any], Any]  # a tensor of hidden states, float32 [n, E] → float32 logits [n, V]
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """A short causal convolution of noise rows, whose weights depend on the row.
-
-    The same row gives the weights of both sides, before a sublayer and behind it.
-    """
-
-    base: torch.Tensor  # [2, kernel, E]
-    proj: torch.Tensor  # [2 · kernel · groups, E]
-
-    def dynamic(self, x: torch.Tensor) -> torch.Tensor:
-        """The weights of normed rows x [B, E] by side and distance: [B, 2, kernel, groups]."""
-        return functional.linear(x, self.proj).view(len(x), 2, self.base.shape[1], -1)
-
-    def apply(self, x: torch.Tensor, dynamic: torch.Tensor, side: int) -> torch.Tensor:
-        """Rows [B, E], of which each is a weighted sum of rows of x [B, E] up to its own."""
-        num_rows, width = x.shape
-        group = width // dynamic.shape[-1]
-        result = torch.zeros_like(x)
-        for distance in range(self.base.shape[1]):
-            weights = self.base[side, distance] + dynamic[:, side, distance].repeat_interleave(group, dim=-1)
-            result += weights * functional.pad(x, (0, 0, distance, 0))[:num_rows]
-        return result
 
 
 @dataclass(frozen=True)
@@ -100,7 +79,7 @@ class _Block:
         Layers that are alike keep the same rows, and share it.
         """
         if layer not in self.masks:
-            visible = _visible(layer, self.positions, keys)
+            visible = visible_rows(layer, self.positions, keys)
             self.masks[layer] = None if visible is None else torch.from_numpy(visible).to(device)
         return self.masks[layer]
 
@@ -150,6 +129,10 @@ class DflashModel:
         """An empty sequence. It takes no memory before its first row."""
         return DflashSequence(self)
 
+    def new_rows(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Memory for keys or values."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMS norm over the last dimension, computed in float32."""
         return functional.rms_norm(x.float(), weight.shape, weight, self.spec.rms_norm_eps).to(self.dtype)
@@ -172,16 +155,19 @@ class DflashSequence:
     """The context of one sequence.
 
     `length` counts the committed rows. Some of them may be missing, which makes drafts worse: those that were
-    computed without the drafter being told, and after a cut those of a window that were beyond it before.
+    computed without the drafter being told, after a cut those of a window that were beyond it before, and
+    those that could not be computed. The last few rows wait until there are more of them, or a draft.
     """
 
     def __init__(self, model: DflashModel) -> None:
         spec = model.spec
         self._model = model
         self._contexts = tuple(
-            ContextRows(spec.num_kv_heads, spec.head_dim, layer.window, model.dtype, model.device)
+            ContextRows(spec.num_kv_heads, spec.head_dim, layer.window, model.new_rows)
             for layer in spec.layers
         )
+        self._waiting: list[torch.Tensor] = []  # features of the last rows
+        self._num_waiting = 0
         self.length = 0
 
     @property
@@ -191,6 +177,8 @@ class DflashSequence:
     @property
     def has_last(self) -> bool:
         """Whether the last committed row is there."""
+        if self._num_waiting:
+            return True
         return self.length > 0 and all(rows.last_position == self.length - 1 for rows in self._contexts)
 
     @property
@@ -200,34 +188,55 @@ class DflashSequence:
 
     @torch.inference_mode()
     def append(self, features: Any) -> None:
-        """Appends rows: float32 features [n, spec.feature_size], an array or a tensor.
+        """Appends rows: float32 features [n, spec.feature_size], an array or a tensor, which are copied.
 
-        Raises OutOfMemoryError or GenerationFault if PyTorch fails, with the sequence as it was. Values that
-        are not finite show in the drafts of whoever attends to them.
+        Raises OutOfMemoryError or GenerationFault if PyTorch fails, with those rows missing that were being
+        computed. Values that are not finite show in the drafts of whoever attends to them.
         """
-        model, first = self._model, self.length
+        model = self._model
+        for start in range(0, len(features), CHUNK_ROWS):
+            part = torch.as_tensor(features[start : start + CHUNK_ROWS])
+            with torch_errors("the context of a drafter"):
+                self._waiting.append(part.to(model.device, model.dtype, copy=True))
+            self._num_waiting += len(part)
+            self.length += len(part)
+            if self._num_waiting >= MOST_WAITING:
+                self._compute_waiting()
+
+    @torch.inference_mode()
+    def _compute_waiting(self) -> None:
+        if not self._num_waiting:
+            return
+        model, first, waiting = self._model, self.length - self._num_waiting, self._waiting
+        self._waiting, self._num_waiting = [], 0
         with torch_errors("the context of a drafter"):
             try:
-                for start in range(0, len(features), CHUNK_ROWS):
-                    part = torch.as_tensor(features[start : start + CHUNK_ROWS])
-                    self._append(part.to(model.device, model.dtype))
+                features = waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+                context = model.norm(functional.linear(features, model.fc), model.hidden_norm)
+                positions = np.arange(first, self.length)
+                rotations = model.rotations(positions)
+                for weights, rows in zip(model.layers, self._contexts, strict=True):
+                    rows.append(*model.keys_values(context, weights, rotations), positions)
             except BaseException:
-                self.cut(first)
+                for rows in self._contexts:
+                    rows.cut(first)
                 raise
 
-    def _append(self, features: torch.Tensor) -> None:
-        model = self._model
-        context = model.norm(functional.linear(features, model.fc), model.hidden_norm)
-        positions = np.arange(self.length, self.length + len(features))
-        rotations = model.rotations(positions)
-        for weights, rows in zip(model.layers, self._contexts, strict=True):
-            rows.append(*model.keys_values(context, weights, rotations), positions)
-        self.length += len(features)
-
     def cut(self, length: int) -> None:
-        """The sequence now has `length` rows. Further ones than there were are missing."""
-        for rows in self._contexts:
-            rows.cut(length)
+        """The sequence now has `length` rows. Further ones than there were are missing, and so are those that
+        PyTorch fails to compute here.
+        """
+        known = self.length - self._num_waiting
+        if known < length <= self.length:
+            kept = torch.cat(self._waiting)[: length - known]
+            self._waiting, self._num_waiting = [kept], len(kept)
+        else:
+            if length > self.length:
+                with suppress(ColdstreamError):
+                    self._compute_waiting()
+            self._waiting, self._num_waiting = [], 0
+            for rows in self._contexts:
+                rows.cut(length)
         self.length = length
 
     @torch.inference_mode()
@@ -249,6 +258,7 @@ class DflashSequence:
     @torch.inference_mode()
     def hidden(self, anchor: int, num_rows: int) -> torch.Tensor:
         """What the head reads of every row of the block, [num_rows, E]; see `draft`."""
+        self._compute_waiting()
         model, spec = self._model, self.spec
         token_ids = [anchor, *[spec.mask_id] * (num_rows - 1)]
         x = torch.as_tensor(model.embed(token_ids)).to(model.device, model.dtype)
@@ -339,17 +349,6 @@ def _rotated(heads: torch.Tensor, rotations: tuple[torch.Tensor, torch.Tensor]) 
     cos, sin = rotations
     low, high = heads.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(heads.dtype)
-
-
-def _visible(
-    layer: DflashLayer, queries: NDArray[np.int64], keys: NDArray[np.int64]
-) -> NDArray[np.bool_] | None:
-    """Which rows at positions `keys` [L] those at `queries` [B] attend to: [B, L]; None for all."""
-    ahead = keys[None] - queries[:, None]
-    if layer.window is None:
-        return ahead <= 0 if layer.is_causal else None
-    near = ahead > -layer.window
-    return near & (ahead <= 0 if layer.is_causal else ahead < layer.window)
 
 
 def _attend(

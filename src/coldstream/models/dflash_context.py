@@ -1,7 +1,9 @@
 """Keys and values that one layer of a DFlash drafter keeps of committed rows."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from coldstream.models.dflash_spec import FIRST_CONTEXT_ROWS
@@ -14,26 +16,26 @@ class ContextRows:
     """
 
     def __init__(
-        self, num_kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype, device: torch.device
+        self, num_kv_heads: int, head_dim: int, window: int | None, new: Callable[[tuple[int, ...]], Any]
     ) -> None:
-        self._window = window
+        """new: memory of a shape, an array or a tensor; rows are of the same kind."""
+        self._window, self._new = window, new
         self._shape = (num_kv_heads, head_dim)
-        self._keys = torch.empty((0, *self._shape), dtype=dtype, device=device)
-        self._values = torch.empty_like(self._keys)
+        self._keys, self._values = (new((0, *self._shape)) for _ in range(2))
         self._positions = np.empty(0, np.int64)
         self._count = 0
 
     @property
     def num_bytes(self) -> int:
         """Memory of all rows that there is room for."""
-        return 2 * self._keys.numel() * self._keys.element_size()
+        return int(2 * self._keys.nbytes)
 
     @property
     def last_position(self) -> int:
         """Of the last row, −1 if there are none."""
         return int(self._positions[self._count - 1]) if self._count else -1
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor, positions: NDArray[np.int64]) -> None:
+    def append(self, keys: Any, values: Any, positions: NDArray[np.int64]) -> None:
         """Rows [n, num_kv_heads, head_dim] behind the last one; positions: int64 [n], ascending."""
         if self._window is not None:
             # Those before them are attended to by nothing behind the last one.
@@ -46,8 +48,8 @@ class ContextRows:
         self._count = int(np.searchsorted(self._positions[: self._count], length))
 
     def with_block(
-        self, first_position: int, keys: torch.Tensor, values: torch.Tensor, positions: NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
+        self, first_position: int, keys: Any, values: Any, positions: NDArray[np.int64]
+    ) -> tuple[Any, Any, NDArray[np.int64]]:
         """Keys, values and positions of the kept rows from `first_position` on and of a block behind them.
 
         Views until the next call, after which the block is forgotten.
@@ -57,7 +59,7 @@ class ContextRows:
         part = slice(first, end)
         return self._keys[part], self._values[part], self._positions[part]
 
-    def _write(self, keys: torch.Tensor, values: torch.Tensor, positions: NDArray[np.int64]) -> int:
+    def _write(self, keys: Any, values: Any, positions: NDArray[np.int64]) -> int:
         """Puts rows behind the last one; where they end."""
         if self._count + len(positions) > len(self._positions):
             self._make_room(len(positions))
@@ -74,8 +76,7 @@ class ContextRows:
         if self._window is not None:
             capacity = min(capacity, max(2 * self._window, kept + count))
         part = slice(self._count - kept, self._count)
-        keys = self._keys.new_empty((capacity, *self._shape))
-        values = torch.empty_like(keys)
+        keys, values = (self._new((capacity, *self._shape)) for _ in range(2))
         positions = np.empty(capacity, np.int64)
         keys[:kept], values[:kept], positions[:kept] = (
             self._keys[part],

@@ -12,19 +12,18 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Protocol, Self
-
-import torch
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from coldstream.errors import InconsistentError, UnsupportedError
 from coldstream.gguf.messages import INCOMPLETE, RECONVERT, shorten
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.dequantize.reference import dequantize
-from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.models.dflash_config import read_config
 from coldstream.models.dflash_gguf import spec_of_metadata
 from coldstream.models.dflash_spec import DflashSpec, tensor_shapes
-from coldstream.models.safetensors_file import FILE_NAME, INDEX_NAME, SafetensorsFile
+from coldstream.models.safetensors_names import FILE_NAME, INDEX_NAME
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG_NAME: Final = "config.json"
 
@@ -86,7 +85,7 @@ class _Tensors(Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
-    def read(self, name: str) -> torch.Tensor: ...
+    def read(self, name: str) -> "torch.Tensor": ...
 
 
 class DflashFile:
@@ -117,6 +116,9 @@ class DflashFile:
             tensors: _Tensors
             if path.is_dir():
                 spec = read_config(path / CONFIG_NAME)
+                # Imported here because it needs PyTorch, which a machine without a GPU need not have.
+                from coldstream.models.safetensors_file import SafetensorsFile
+
                 tensors = cleanup.enter_context(SafetensorsFile.open(path))
                 known = _hf_names(spec)
             else:
@@ -127,12 +129,21 @@ class DflashFile:
             names = _matched(spec, tensors.shapes, known, path)
             return cls(path, spec, tensors, names, cleanup.pop_all())
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> "torch.Tensor":
         """A tensor of `tensor_shapes` on the CPU: as it is in the file if it is float, else float32.
 
         Raises ModelChangedError if the file shrank.
         """
         return self._tensors.read(self._names[name])
+
+    @property
+    def gguf(self) -> GGUFFile | None:
+        """The GGUF file; None for a folder."""
+        return self._tensors.file if isinstance(self._tensors, _GgufTensors) else None
+
+    def name_of(self, name: str) -> str:
+        """What the file calls a tensor of `tensor_shapes`."""
+        return self._names[name]
 
     def close(self) -> None:
         """Closes all files; calling twice is harmless."""
@@ -149,12 +160,17 @@ class DflashFile:
 
 class _GgufTensors:
     def __init__(self, file: GGUFFile) -> None:
-        self._file = file
+        self.file = file
         self.shapes = {name: info.shape for name, info in file.tensors.items()}
 
-    def read(self, name: str) -> torch.Tensor:
-        info = self._file.tensors[name]
-        blocks = torch.from_numpy(self._file.read(info)).view(*info.shape[:-1], -1)
+    def read(self, name: str) -> "torch.Tensor":
+        import torch
+
+        from coldstream.kernels.dequantize.reference import dequantize
+        from coldstream.kernels.quant_tensor import QuantTensor
+
+        info = self.file.tensors[name]
+        blocks = torch.from_numpy(self.file.read(info)).view(*info.shape[:-1], -1)
         return dequantize(QuantTensor(blocks, info.quant_type, info.shape))
 
 

@@ -9,6 +9,9 @@ sublayer and a selector that scores pairs of neighbouring tokens as well. `dflas
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from coldstream.errors import ConfigError
 from coldstream.models.dflash_rope import DflashRope
 from coldstream.models.spec import ModelSpec
@@ -106,6 +109,17 @@ class DflashSpec:
         return sum(
             room if window is None else min(room, window + max(window, self.block_size)) for window in windows
         )
+
+
+def visible_rows(
+    layer: DflashLayer, queries: NDArray[np.int64], keys: NDArray[np.int64]
+) -> NDArray[np.bool_] | None:
+    """Which rows at positions `keys` [L] those at `queries` [B] attend to: [B, L]; None for all."""
+    ahead = keys[None] - queries[:, None]
+    if layer.window is None:
+        return ahead <= 0 if layer.is_causal else None
+    near = ahead > -layer.window
+    return near & (ahead <= 0 if layer.is_causal else ahead < layer.window)
 
 
 def tensor_shapes(spec: DflashSpec) -> dict[str, tuple[int, ...]]:

@@ -23,10 +23,9 @@ from coldstream.errors import (
     UnsupportedError,
 )
 from coldstream.gguf.messages import DAMAGED, INCOMPLETE, shorten
+from coldstream.models.safetensors_names import FILE_NAME, INDEX_NAME
 from coldstream.models.strict_json import open_regular, parse_object, read_object
 
-FILE_NAME: Final = "model.safetensors"
-INDEX_NAME: Final = "model.safetensors.index.json"
 MAX_HEADER_BYTES: Final = 1 << 24
 MAX_FILES: Final = 256
 DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

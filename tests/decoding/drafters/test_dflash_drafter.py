@@ -99,6 +99,27 @@ def test_the_block_is_as_long_as_was_given_whatever_the_budget() -> None:
     assert context.calls == [(7, 4, 3)]
 
 
+def test_a_causal_block_has_no_more_rows_than_the_tree_may_be_deep() -> None:
+    context = ScriptedContext(MARGINAL, spec_of(config(is_causal=True)))
+    drafter = told(context, num_rows=6)
+    for budget in (1, 4, 5, 60):
+        drafter.propose([0, 1, 2, 7], budget)
+    assert [call[1] for call in context.calls] == [2, 5, 6, 6]
+
+
+@pytest.mark.parametrize("case", ["mixed, causal", "second, causal"])
+def test_a_shorter_causal_block_gives_the_same_tree(case: str) -> None:
+    values = CASES.get(case) or config(True, **ALL_SLIDING, is_causal=True)
+    model = open_model(values)
+    whole, short = (DflashDrafter(model.new_sequence()) for _ in range(2))
+    rows = features(model.spec, 30)
+    for drafter in (whole, short):
+        drafter.extend(list(range(30)), rows)
+    for budget in (1, 3, 6):
+        expected = whole.propose([*range(30), 5], 60).first(budget)
+        check_same(short.propose([*range(30), 5], budget), expected)
+
+
 def test_nothing_is_proposed_without_the_last_row_or_for_another_context() -> None:
     context = ScriptedContext(MARGINAL)
     drafter = DflashDrafter(context)

@@ -2,8 +2,8 @@
 
 A drafter of the first kind says how likely a token is at a position, one of the second how likely it is after
 the token before. Either way the draft is the likeliest tree of what it says, and costs one run however many
-nodes it has. The block is always as long as the drafter was given: of a shorter one other tokens come out,
-and with other confidence.
+nodes it has. The block is as long as the drafter was given: of a shorter one other tokens come out, and with
+other confidence. Only where no row sees those behind it, a block has no more rows than the tree may be deep.
 
 Knows nothing of how many nodes pay, nor of devices.
 """
@@ -69,6 +69,7 @@ class DflashDrafter:
         assert branching > 0
         self._context = context
         self._num_rows, self._branching = num_rows, branching
+        self._is_causal = all(layer.is_causal for layer in spec.layers)
         self._vocab_size = spec.vocab_size
         self._taps = spec.taps
         self._length = 0  # computed tokens
@@ -102,8 +103,9 @@ class DflashDrafter:
             return NO_DRAFT
         if not 0 <= context[-1] < self._vocab_size:
             return NO_DRAFT
+        num_rows = min(self._num_rows, budget + 1) if self._is_causal else self._num_rows
         try:
-            lattice = self._context.draft(context[-1], self._num_rows, self._branching)
+            lattice = self._context.draft(context[-1], num_rows, self._branching)
         except ColdstreamError:
             self._is_off = True
             return NO_DRAFT
