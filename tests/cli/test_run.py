@@ -181,7 +181,7 @@ def test_a_speed_is_shown_only_where_there_is_one(model: str, count: str, line: 
     assert b"1 thread " in done.stderr
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(["-p", ""], 2), (["", "-p", "def"], 2)])
+@pytest.mark.parametrize(("arguments", "code"), [(["-p", ""], 2), (["", "-p", "def"], 78)])
 def test_empty_texts_are_no_prompt_and_no_model(arguments: list[str], code: int) -> None:
     done = _run(*arguments)
     assert (done.returncode, done.stdout) == (code, b"")

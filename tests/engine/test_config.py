@@ -93,7 +93,7 @@ def test_wrong_settings_are_refused_by_name(options: dict[str, object], message:
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_options({"model": "m.gguf", **options})
     assert message in str(caught.value)
-    assert caught.value.exit_code == 2
+    assert caught.value.exit_code == 78
 
 
 @pytest.mark.parametrize(
