@@ -64,11 +64,16 @@ def wait(as_json):
     while True:
         signal.pause()
 set_timer = signal.setitimer
-def end_at_once(which, seconds):
+def end_at_once(which, seconds, interval):
     signal.setitimer = set_timer
     signal.raise_signal(signal.SIGALRM)
-if sys.argv.pop() == "at once":
+def lose_the_first(which, seconds, interval=0.0):
+    set_timer(which, interval, interval)
+alarm = sys.argv.pop()
+if alarm == "at once":
     signal.setitimer = end_at_once
+elif alarm == "lost":
+    signal.setitimer = lose_the_first
 ls.command.callback = wait
 interrupts.GRACE_S = 600
 sys.argv = ["coldstream", "ls"]
@@ -170,8 +175,9 @@ def test_sigterm_ends_a_computation_outside_of_python() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("alarm", ["later", "at once"])
+@pytest.mark.parametrize("alarm", ["later", "at once", "lost"])
 def test_a_signal_in_a_finalizer_is_not_lost(alarm: str, number: signal.Signals) -> None:
+    """Lost: an alarm that comes after the main thread's last look at signals, and before it falls asleep."""
     command = [sys.executable, "-c", _IN_A_FINALIZER, alarm, str(int(number))]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert (done.returncode, done.stdout) == (128 + number, "")

@@ -23,6 +23,8 @@ EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 EXIT_TERMINATED: Final = 128 + signal.SIGTERM
 GRACE_S: Final = 5.0  # for cleaning up after SIGTERM
 RETRY_S: Final = 0.001  # until what a finalizer swallowed is raised again
+# From one alarm to the next: one that comes right before the main thread falls asleep does not wake it.
+REPEAT_S: Final = 0.1
 _HANDLED: Final = b"\0"  # no signal has this number
 _TERMINATED: Final = b"\xff"  # nor this one
 _SIGTERM: Final = bytes([signal.SIGTERM])
@@ -124,17 +126,23 @@ class Interrupts:
             self._previous_hook(unraisable)
 
     def _raise_later(self, kind: type[BaseException]) -> None:
+        is_due = True
+
         def raise_again(number: int, frame: FrameType | None) -> None:
+            nonlocal is_due
             while frame is not None:
                 if frame.f_code is Interrupts._ignored.__code__:  # which cannot raise either
                     self._raise_later(kind)
                     return
                 frame = frame.f_back
-            raise kind(EXIT_TERMINATED) if kind is TerminatedError else kind
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if is_due:  # another alarm may have come by now
+                is_due = False
+                raise kind(EXIT_TERMINATED) if kind is TerminatedError else kind
 
         previous = signal.signal(signal.SIGALRM, raise_again)
         self._previous.setdefault(signal.SIGALRM, previous)
-        signal.setitimer(signal.ITIMER_REAL, RETRY_S)
+        signal.setitimer(signal.ITIMER_REAL, RETRY_S, REPEAT_S)
 
     def _watch(self) -> None:
         interrupts = 0
