@@ -147,7 +147,10 @@ class SizesByCost:
                 self._acceptance.record(self._name, draft.tree, draft.accepted)
 
     def _of(self, num_sequences: int) -> "_Learned":
-        return self._learned.setdefault(row_range(num_sequences), _Learned())
+        size = row_range(num_sequences)
+        if size not in self._learned:  # asked in every step, and made of many objects
+            self._learned[size] = _Learned()
+        return self._learned[size]
 
 
 class _Learned:
