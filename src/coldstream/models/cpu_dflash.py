@@ -8,22 +8,20 @@ Nothing here changes a token: a target accepts only what it would have said itse
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
 import numpy as np
 
-from coldstream.errors import ColdstreamError, host_memory_errors
+from coldstream.errors import host_memory_errors
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.ops import Array, Weight
-from coldstream.models.dflash_context import ContextRows
+from coldstream.models.dflash_context import CommittedRows, ContextRows
 from coldstream.models.dflash_file import DflashFile
 from coldstream.models.dflash_lattice import DraftLattice
 from coldstream.models.dflash_spec import DflashLayer, DflashSpec, tensor_shapes, visible_rows
 
-CHUNK_ROWS: Final = 512  # of a prompt that are computed at once
 MOST_WAITING: Final = 16  # rows that wait for a draft, so that those between drafts are computed together
 _CODEBOOKS: Final = ("selector_predecessor.weight", "selector_successor.weight")
 Rotations = tuple[Array, Array]  # cosines and sines [n, 1, head_dim / 2]
@@ -179,82 +177,34 @@ class CpuDflash:
         return self.product(x, conv.proj).reshape(len(x), *conv.base.shape[:3])
 
 
-class CpuDflashSequence:
-    """The context of one sequence; see `dflash.DflashSequence`."""
+class CpuDflashSequence(CommittedRows):
+    """The context of one sequence. Raises OutOfMemoryError."""
 
     def __init__(self, model: CpuDflash) -> None:
-        spec = model.spec
+        super().__init__(model.spec, _new_rows, MOST_WAITING)
         self._model = model
-        self._contexts = tuple(
-            ContextRows(spec.num_kv_heads, spec.head_dim, layer.window, _new_rows) for layer in spec.layers
-        )
-        self._waiting: list[Array] = []  # features of the last rows
-        self._num_waiting = 0
-        self.length = 0
 
     @property
     def spec(self) -> DflashSpec:
         return self._model.spec
 
-    @property
-    def has_last(self) -> bool:
-        """Whether the last committed row is there."""
-        if self._num_waiting:
-            return True
-        return self.length > 0 and all(rows.last_position == self.length - 1 for rows in self._contexts)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of keys and values."""
-        return sum(rows.num_bytes for rows in self._contexts)
-
     @host_memory_errors()
     def append(self, features: Any) -> None:
-        """Appends rows: float32 features [n, spec.feature_size], which are copied.
+        """See `CommittedRows`."""
+        super().append(features)
 
-        Raises OutOfMemoryError, with those rows missing that were being computed.
-        """
-        for start in range(0, len(features), CHUNK_ROWS):
-            part = np.array(features[start : start + CHUNK_ROWS], np.float32)
-            self._waiting.append(part)
-            self._num_waiting += len(part)
-            self.length += len(part)
-            if self._num_waiting >= MOST_WAITING:
-                self._compute_waiting()
+    def _copied(self, features: Any) -> Array:
+        return np.array(features, np.float32)
 
-    def _compute_waiting(self) -> None:
-        if not self._num_waiting:
-            return
-        model, first = self._model, self.length - self._num_waiting
-        features = np.concatenate(self._waiting)
-        self._waiting, self._num_waiting = [], 0
-        try:
-            context = model.norm(model.product(features, model.fc), model.hidden_norm)
-            positions = np.arange(first, self.length)
-            rotations = model.rotations(positions)
-            for layer, rows in zip(model.layers, self._contexts, strict=True):
-                rows.append(*model.keys_values(context, layer, rotations), positions)
-        except BaseException:
-            for rows in self._contexts:
-                rows.cut(first)
-            raise
+    def _joined(self, parts: list[Array]) -> Array:
+        return np.concatenate(parts)
 
-    def cut(self, length: int) -> None:
-        """The sequence now has `length` rows. Further ones than there were are missing, and so are those that
-        there is no memory for here.
-        """
-        known = self.length - self._num_waiting
-        if known < length <= self.length:
-            kept = np.concatenate(self._waiting)[: length - known]
-            self._waiting, self._num_waiting = [kept], len(kept)
-        else:
-            if length > self.length:
-                with suppress(ColdstreamError, MemoryError):
-                    self._compute_waiting()
-            self._waiting, self._num_waiting = [], 0
-            for rows in self._contexts:
-                rows.cut(length)
-        self.length = length
+    def _compute(self, parts: list[Array], positions: Array) -> None:
+        model = self._model
+        context = model.norm(model.product(self._joined(parts), model.fc), model.hidden_norm)
+        rotations = model.rotations(positions)
+        for layer, rows in zip(model.layers, self._contexts, strict=True):
+            rows.append(*model.keys_values(context, layer, rotations), positions)
 
     @host_memory_errors()
     def draft(self, anchor: int, num_rows: int, num_candidates: int) -> DraftLattice:

@@ -11,7 +11,7 @@ PyTorch's, in the type given at load, and the same for the same calls.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
@@ -20,14 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from coldstream.errors import ColdstreamError, GenerationFault, OutOfMemoryError
-from coldstream.models.dflash_context import ContextRows
+from coldstream.errors import GenerationFault, OutOfMemoryError
+from coldstream.models.dflash_context import CommittedRows, ContextRows
 from coldstream.models.dflash_convolution import Convolution
 from coldstream.models.dflash_file import DflashFile
 from coldstream.models.dflash_lattice import DraftLattice
 from coldstream.models.dflash_spec import DflashLayer, DflashSpec, tensor_shapes, visible_rows
 
-CHUNK_ROWS: Final = 512  # of a prompt that are computed at once
 # Rows that wait for a draft, so that those between drafts are computed together: a row alone takes PyTorch
 # as long as dozens of them.
 MOST_WAITING: Final = 64
@@ -151,93 +150,33 @@ class DflashModel:
         return _rotated(keys, rotations), functional.linear(x, weights.attn_v).view(shape)
 
 
-class DflashSequence:
-    """The context of one sequence.
-
-    `length` counts the committed rows. Some of them may be missing, which makes drafts worse: those that were
-    computed without the drafter being told, after a cut those of a window that were beyond it before, and
-    those that could not be computed. The last few rows wait until there are more of them, or a draft.
-    """
+class DflashSequence(CommittedRows):
+    """The context of one sequence. Raises OutOfMemoryError or GenerationFault if PyTorch fails."""
 
     def __init__(self, model: DflashModel) -> None:
-        spec = model.spec
+        super().__init__(model.spec, model.new_rows, MOST_WAITING)
         self._model = model
-        self._contexts = tuple(
-            ContextRows(spec.num_kv_heads, spec.head_dim, layer.window, model.new_rows)
-            for layer in spec.layers
-        )
-        self._waiting: list[torch.Tensor] = []  # features of the last rows
-        self._num_waiting = 0
-        self.length = 0
 
     @property
     def spec(self) -> DflashSpec:
         return self._model.spec
 
-    @property
-    def has_last(self) -> bool:
-        """Whether the last committed row is there."""
-        if self._num_waiting:
-            return True
-        return self.length > 0 and all(rows.last_position == self.length - 1 for rows in self._contexts)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of keys and values."""
-        return sum(rows.num_bytes for rows in self._contexts)
-
     @torch.inference_mode()
-    def append(self, features: Any) -> None:
-        """Appends rows: float32 features [n, spec.feature_size], an array or a tensor, which are copied.
-
-        Raises OutOfMemoryError or GenerationFault if PyTorch fails, with those rows missing that were being
-        computed. Values that are not finite show in the drafts of whoever attends to them.
-        """
-        model = self._model
-        for start in range(0, len(features), CHUNK_ROWS):
-            part = torch.as_tensor(features[start : start + CHUNK_ROWS])
-            with torch_errors("the context of a drafter"):
-                self._waiting.append(part.to(model.device, model.dtype, copy=True))
-            self._num_waiting += len(part)
-            self.length += len(part)
-            if self._num_waiting >= MOST_WAITING:
-                self._compute_waiting()
-
-    @torch.inference_mode()
-    def _compute_waiting(self) -> None:
-        if not self._num_waiting:
-            return
-        model, first, waiting = self._model, self.length - self._num_waiting, self._waiting
-        self._waiting, self._num_waiting = [], 0
+    def _copied(self, features: Any) -> torch.Tensor:
         with torch_errors("the context of a drafter"):
-            try:
-                features = waiting[0] if len(waiting) == 1 else torch.cat(waiting)
-                context = model.norm(functional.linear(features, model.fc), model.hidden_norm)
-                positions = np.arange(first, self.length)
-                rotations = model.rotations(positions)
-                for weights, rows in zip(model.layers, self._contexts, strict=True):
-                    rows.append(*model.keys_values(context, weights, rotations), positions)
-            except BaseException:
-                for rows in self._contexts:
-                    rows.cut(first)
-                raise
+            return torch.as_tensor(features).to(self._model.device, self._model.dtype, copy=True)
 
-    def cut(self, length: int) -> None:
-        """The sequence now has `length` rows. Further ones than there were are missing, and so are those that
-        PyTorch fails to compute here.
-        """
-        known = self.length - self._num_waiting
-        if known < length <= self.length:
-            kept = torch.cat(self._waiting)[: length - known]
-            self._waiting, self._num_waiting = [kept], len(kept)
-        else:
-            if length > self.length:
-                with suppress(ColdstreamError):
-                    self._compute_waiting()
-            self._waiting, self._num_waiting = [], 0
-            for rows in self._contexts:
-                rows.cut(length)
-        self.length = length
+    def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @torch.inference_mode()
+    def _compute(self, parts: list[torch.Tensor], positions: NDArray[np.int64]) -> None:
+        model = self._model
+        with torch_errors("the context of a drafter"):
+            context = model.norm(functional.linear(self._joined(parts), model.fc), model.hidden_norm)
+            rotations = model.rotations(positions)
+            for weights, rows in zip(model.layers, self._contexts, strict=True):
+                rows.append(*model.keys_values(context, weights, rotations), positions)
 
     @torch.inference_mode()
     def draft(self, anchor: int, num_rows: int, num_candidates: int) -> DraftLattice:

@@ -1,12 +1,17 @@
-"""Keys and values that one layer of a DFlash drafter keeps of committed rows."""
+"""What a DFlash drafter keeps of the committed rows of a sequence: keys and values, and rows that wait."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coldstream.models.dflash_spec import FIRST_CONTEXT_ROWS
+from coldstream.errors import ColdstreamError
+from coldstream.models.dflash_spec import FIRST_CONTEXT_ROWS, DflashSpec
+
+CHUNK_ROWS: Final = 512  # of a prompt that are computed at once
 
 
 class ContextRows:
@@ -84,3 +89,92 @@ class ContextRows:
             self._positions[part],
         )
         self._keys, self._values, self._positions, self._count = keys, values, positions, kept
+
+
+class CommittedRows(ABC):
+    """The committed rows of one sequence.
+
+    `length` counts them. Some may be missing, which makes drafts worse: those that were computed without the
+    drafter being told, after a cut those of a window that were beyond it before, and those that could not be
+    computed. The last few wait until there are `most_waiting` of them, or a draft. Arrays and tensors are
+    those of the subclass, and so are its errors.
+    """
+
+    def __init__(
+        self, spec: DflashSpec, new_rows: Callable[[tuple[int, ...]], Any], most_waiting: int
+    ) -> None:
+        """new_rows: as `ContextRows` takes it."""
+        self._contexts = tuple(
+            ContextRows(spec.num_kv_heads, spec.head_dim, layer.window, new_rows) for layer in spec.layers
+        )
+        self._most_waiting = most_waiting
+        self._waiting: list[Any] = []  # features of the last rows
+        self._num_waiting = 0
+        self.length = 0
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last committed row is there."""
+        if self._num_waiting:
+            return True
+        return self.length > 0 and all(rows.last_position == self.length - 1 for rows in self._contexts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of keys and values."""
+        return sum(rows.num_bytes for rows in self._contexts)
+
+    def append(self, features: Any) -> None:
+        """Appends rows: float32 features [n, spec.feature_size], which are copied.
+
+        Raises as the subclass computes, with those rows missing that were being computed. Values that are not
+        finite show in the drafts of whoever attends to them.
+        """
+        for start in range(0, len(features), CHUNK_ROWS):
+            part = self._copied(features[start : start + CHUNK_ROWS])
+            self._waiting.append(part)
+            self._num_waiting += len(part)
+            self.length += len(part)
+            if self._num_waiting >= self._most_waiting:
+                self._compute_waiting()
+
+    def cut(self, length: int) -> None:
+        """The sequence now has `length` rows. Further ones than there were are missing, and so are those that
+        cannot be computed here.
+        """
+        known = self.length - self._num_waiting
+        if known < length <= self.length:
+            kept = self._joined(self._waiting)[: length - known]
+            self._waiting, self._num_waiting = [kept], len(kept)
+        else:
+            if length > self.length:
+                with suppress(ColdstreamError, MemoryError):
+                    self._compute_waiting()
+            self._waiting, self._num_waiting = [], 0
+            for rows in self._contexts:
+                rows.cut(length)
+        self.length = length
+
+    def _compute_waiting(self) -> None:
+        if not self._num_waiting:
+            return
+        first, waiting = self.length - self._num_waiting, self._waiting
+        self._waiting, self._num_waiting = [], 0
+        try:
+            self._compute(waiting, np.arange(first, self.length))
+        except BaseException:
+            for rows in self._contexts:
+                rows.cut(first)
+            raise
+
+    @abstractmethod
+    def _copied(self, features: Any) -> Any:
+        """A copy that the drafter computes with."""
+
+    @abstractmethod
+    def _joined(self, parts: list[Any]) -> Any:
+        """All rows of the parts."""
+
+    @abstractmethod
+    def _compute(self, parts: list[Any], positions: NDArray[np.int64]) -> None:
+        """Appends the keys and values of these rows to all of `_contexts`."""
