@@ -81,11 +81,11 @@ def shared_out_by_the_host(runner: CudaRunner) -> Iterator[bool]:
         yield False
         return
     limits, few = runner.limits, runner._loaded.ops.model_executor.few
-    runner.limits, few._max_rows = replace(limits, shared_rows=MAX_MAILBOX_ROWS), MAX_MAILBOX_ROWS
+    runner.limits, few.max_rows = replace(limits, shared_rows=MAX_MAILBOX_ROWS), MAX_MAILBOX_ROWS
     try:
         yield limits.shared_rows > MAX_MAILBOX_ROWS
     finally:
-        runner.limits, few._max_rows = limits, limits.shared_rows
+        runner.limits, few.max_rows = limits, limits.shared_rows
 
 
 def prefill(runner: CudaRunner, first_id: int, length: int) -> float:

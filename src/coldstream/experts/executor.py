@@ -66,6 +66,7 @@ class PartialExecutor(WithWholeFfns):
         ValueError for experts that do not fit into the ring.
         """
         self.tables.number(layers)
+        self.few.number_layers()
         self.many.number_layers()
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> ExpertTable | None:

@@ -31,7 +31,7 @@ from coldstream.kernels.router.cuda import Ahead
 
 
 class FewRows:
-    """Steps of at most `max_rows` rows.
+    """Steps of at most `max_rows` rows, as many as the mailbox has.
 
     times: int32 [NUM_WORDS] on the device, see `sharing_of`; stamps: int64 [layers, WORDS], see
     `kernels/experts/stamps.py`; chosen: what a step's routers choose. Without `ring` nothing is prefetched.
@@ -49,7 +49,7 @@ class FewRows:
         landing: torch.Tensor,
     ) -> None:
         device = kernels.device
-        self._max_rows = len(mailbox.ids)
+        self.max_rows = len(mailbox.ids)
         self._kernels, self._device, self._tables = kernels, device, tables
         self._mailbox, self.chosen, self._ring, self._landing = mailbox, chosen, ring, landing
         self.times = device.zeros((NUM_WORDS,), "int32")
@@ -59,12 +59,14 @@ class FewRows:
             self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._has_forked = False  # whether the current step has work on `_beside`
 
-    @property
-    def max_rows(self) -> int:
-        """As many as the mailbox has; if the device cannot read experts over the bus, those of a decode step,
-        as the CPU then computes all that are missing.
+    def number_layers(self) -> None:
+        """Call once, after `PartialTables.number`.
+
+        If the device cannot read experts over the bus, the CPU computes all that are missing, and steps are
+        no longer than those of decoding.
         """
-        return self._max_rows if self._tables.is_readable else min(self._max_rows, MAX_MAILBOX_ROWS)
+        if not self._tables.is_readable:
+            self.max_rows = min(self.max_rows, MAX_MAILBOX_ROWS)
 
     def guesses(self, num_rows: int) -> bool:
         """Whether a step of so many rows guesses at later layers' experts."""
