@@ -15,6 +15,7 @@ import numpy as np
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
+from coldstream.kernels.experts.cpu_rates import random_weight
 
 DECODE_BYTES = 256 << 20  # larger than a core's share of any cache this is meant for
 
@@ -28,15 +29,6 @@ def best_seconds(call: Callable[[], None], repeats: int) -> float:
         call()
         times.append(time.perf_counter() - start)
     return min(times)
-
-
-def random_weight(quant_type: QuantType, num_rows: int, num_cols: int) -> "_csrc.Weight":
-    """Random codes under small positive float16 scales, wherever in the block the type keeps them."""
-    generator = np.random.default_rng(0)
-    pattern = generator.integers(0, 256, 1 << 20, dtype=np.uint8)
-    pattern[1::2] = pattern[1::2] & 0x1F | 0x10
-    data = np.resize(pattern, quant_type.row_bytes(num_cols) * num_rows)
-    return _csrc.Weight.from_array(data, int(quant_type), num_rows, num_cols)
 
 
 def measure(

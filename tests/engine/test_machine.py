@@ -18,6 +18,7 @@ from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda import link
 from coldstream.kernels.cuda.device import Gpu
 from coldstream.kernels.cuda.link import LinkRates
+from coldstream.kernels.experts import cpu_rates
 from coldstream.placement import hardware
 from coldstream.placement.hardware import Hardware
 
@@ -103,12 +104,14 @@ class MeasuredGpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copy, self.products, self.link = 1e12, 2e14, LinkRates(2.5e10, 2e10, 3e10)
         self.handshakes = itertools.repeat(7e-6)
+        self.expert_rates = tuple(float(rate) for rate in range(8, 1, -1))
         self.num_measured = 0
         monkeypatch.setattr(hardware, "measure_read_bandwidth", lambda threads, num_bytes: 5e10)
         monkeypatch.setattr(machine, "measure_copy_bandwidth", self.measure_copy)
         monkeypatch.setattr(link, "measure_products", lambda: self.products)
         monkeypatch.setattr(link, "measure_link", lambda threads, num_bytes: self.link)
         monkeypatch.setattr(link, "measure_handshake", lambda threads: next(self.handshakes))
+        monkeypatch.setattr(cpu_rates, "measure_expert_rates", lambda threads, num_bytes: self.expert_rates)
 
     def measure_copy(self) -> float:
         self.num_measured += 1
@@ -134,6 +137,7 @@ def test_the_gpu_is_measured_once_however_often_the_cpu_is(
     first = measured_hardware(GPU, path=path)
     assert first.gpu is not None
     assert (first.gpu.handshake_s, first.gpu.link_beside_read) == (6e-6, 2e10), "the best of several"
+    assert first.gpu.expert_bytes_per_s == measured.expert_rates
     measured_hardware(None, path=path, again=True)
     again = measured_hardware(GPU, path=path)
     assert (again.gpu, again.read_bytes_per_s) == (first.gpu, 5e10)
@@ -154,12 +158,14 @@ def test_a_run_on_a_gpu_far_faster_than_its_rates_has_it_measured_again(
     # Another program is gone that took the memory's bandwidth, and one came that takes the bus.
     measured.copy, measured.products, measured.link = 3e12, 1e14, LinkRates(1e10, 1.5e10, 4e10)
     measured.handshakes = itertools.repeat(8e-6)
+    measured.expert_rates = (9.0, 6.0, *measured.expert_rates[2:])
     assert reconsider_rates(here, of_vram(4e12), path)
     gpu = measured_hardware(GPU, path=path).gpu
     assert gpu is not None
     assert (gpu.copy_bytes_per_s, gpu.product_ops_per_s, gpu.link_bytes_per_s) == (3e12, 2e14, 2.5e10)
     assert (gpu.link_beside_read, gpu.read_beside_link) == (1.5e10, 4e10), "both of one measurement"
     assert gpu.handshake_s == 7e-6
+    assert gpu.expert_bytes_per_s == (9.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0), "the better of each number of rows"
     assert not reconsider_rates(here, of_vram(5e12), path), "once for runs of this speed"
     assert measured.num_measured == 2
     measured.link = LinkRates(3e10, 1e10, 1e10)

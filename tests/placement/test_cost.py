@@ -116,6 +116,26 @@ def test_several_rows_take_the_cpu_longer_where_it_is_bound_by_products() -> Non
     assert slow.cpu[1] == pytest.approx(1.4 * slow.cpu[0], rel=1e-3)
 
 
+def test_what_the_cores_were_measured_to_multiply_decides_and_not_what_is_assumed() -> None:
+    rates = tuple(1e9 * rate for rate in (110.0, 110.0, 76.0, 39.0, 40.0, 20.0, 10.0))
+    measured = replace(H200, expert_bytes_per_s=rates, cpu_bytes_per_s=1.0)
+    times = miss_times(Q4_BYTES, measured)
+    assert times.cpu[0] == miss_times(Q4_BYTES, H200).cpu[0], "one row waits for memory"
+    at = {rows: times.cpu[rows - 1] for rows in (8, 12, 16, 24, 32, 64)}
+    assert at[8] == at[12] == at[16] == pytest.approx(1e9 * Q4_BYTES / 39e9, rel=1e-3), (
+        "more rows never take less"
+    )
+    assert at[32] == pytest.approx(1e9 * Q4_BYTES / 20e9, rel=1e-3)
+    between = (Q4_BYTES / 40e9 + Q4_BYTES / 20e9) / 2
+    assert at[24] == pytest.approx(1e9 * between, rel=1e-3)
+    slow = replace(measured, expert_bytes_per_s=(1e8,) * 7)
+    assert split_misses(8, Q4_BYTES, slow).num_cpu == 0
+    layer, by_assumed = (
+        miss_times(Q4_BYTES, each, is_layer=True) for each in (replace(H200, expert_bytes_per_s=rates), H200)
+    )
+    assert layer == by_assumed, "all cores share a layer's network, which was not measured"
+
+
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=2), rates)
 def test_a_higher_hit_rate_is_never_slower(hit_rates: list[float], machine: Rates) -> None:
     worse, better = sorted(hit_rates)

@@ -10,7 +10,9 @@ import pytest
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hardware_file import fastest_run, store_rates, with_stored_rates
 
-GPU = GpuHardware("a GPU", "580.1", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)
+GPU = GpuHardware(
+    "a GPU", "580.1", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6, tuple(map(float, range(1, 8)))
+)
 BARE_GPU = GpuHardware("a GPU", "580.1", 2**35, 2**33)
 MACHINE = Hardware("a CPU", ("avx2",), 8, 4, 2**36, 2**35, measured_at="2026-01-02 03:04 UTC")
 
@@ -28,6 +30,16 @@ def test_rates_come_back_and_what_is_free_stays_of_today(tmp_path: Path, gpu: Gp
         measured_at=MACHINE.measured_at,
     )
     assert [child.name for child in path.parent.iterdir()] == ["hardware.json"]
+
+
+@pytest.mark.parametrize("rates", [None, 5.0, [], [1.0] * 6, [1.0] * 8, [1.0] * 6 + [0.0], [1.0] * 6 + ["1"]])
+def test_a_list_of_rates_that_is_not_whole_is_none(tmp_path: Path, rates: object) -> None:
+    path = tmp_path / "hardware.json"
+    store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=GPU), path)
+    document = json.loads(path.read_text())
+    document["gpu"]["rates"]["expert_bytes_per_s"] = rates
+    path.write_text(json.dumps(document))
+    assert with_stored_rates(replace(MACHINE, gpu=BARE_GPU), path) is None
 
 
 @pytest.mark.parametrize(

@@ -85,12 +85,18 @@ def _better(one: Hardware, other: Hardware) -> Hardware:
             product_ops_per_s=_highest(each.product_ops_per_s for each in both),
             link_bytes_per_s=_highest(each.link_bytes_per_s for each in both),
             handshake_s=min((each.handshake_s for each in both if each.handshake_s), default=None),
+            expert_bytes_per_s=_highest_each(each.expert_bytes_per_s for each in both),
         )
     return replace(one, gpu=gpu, read_bytes_per_s=_highest((one.read_bytes_per_s, other.read_bytes_per_s)))
 
 
 def _highest(rates: Iterable[float | None]) -> float | None:
     return max((rate for rate in rates if rate), default=None)
+
+
+def _highest_each(rates: Iterable[tuple[float, ...] | None]) -> tuple[float, ...] | None:
+    known = [each for each in rates if each]
+    return tuple(map(max, zip(*known, strict=True))) if known else None
 
 
 def _dated(hardware: Hardware) -> Hardware:
@@ -110,19 +116,22 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
     """`hardware` with all its rates measured now. Raises DeviceError, OutOfMemoryError."""
     threads = hardware.num_physical_cores
     report = progress or (lambda what, done, total: None)
-    report("measuring this machine", 0, 4)
+    report("measuring this machine", 0, 5)
     hardware = _dated(hardware.with_bandwidth(threads))
     if hardware.gpu is None:
         return hardware
     from coldstream.kernels.cuda.link import measure_handshake, measure_link, measure_products
+    from coldstream.kernels.experts.cpu_rates import measure_expert_rates
 
-    report("measuring this machine", 1, 4)
+    report("measuring this machine", 1, 5)
     link = measure_link(threads, hardware.reader_bytes)
-    report("measuring this machine", 2, 4)
+    report("measuring this machine", 2, 5)
     handshake_s: float | None = None
     with suppress(DeviceError):  # a driver without such operations; the GPU's work does not depend on them
         handshake_s = min(measure_handshake(threads) for _ in range(_NUM_HANDSHAKES))
-    report("measuring this machine", 3, 4)
+    report("measuring this machine", 3, 5)
+    expert_rates = measure_expert_rates(threads, hardware.reader_bytes)
+    report("measuring this machine", 4, 5)
     gpu = replace(
         hardware.gpu,
         copy_bytes_per_s=measure_copy_bandwidth(),
@@ -131,5 +140,6 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
         link_beside_read=link.beside_read,
         read_beside_link=link.read_beside,
         handshake_s=handshake_s,
+        expert_bytes_per_s=expert_rates,
     )
     return replace(hardware, gpu=gpu)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
+from coldstream.kernels.experts.shapes import EXPERT_ROWS, MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import MAX_NS, WHOLE, MissTimes
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes
@@ -40,7 +40,7 @@ CPU_ROW_S: Final = 1.2e-5  # per layer and row of a prompt on one core, beside p
 BUS_SHARE: Final = 0.85  # kernels that read over the bus, against copies
 BUS_BESIDE_SHARE: Final = 0.72  # the same while the CPU computes
 LANDING_SHARE: Final = 0.9  # the same where a launch copies whole experts for several rows
-# Products of several rows on the CPU, in the time of one row's: by further rows, and on tiles (docs/log.md).
+# Products of several rows on a CPU that was not measured, in one row's time: by further rows, and on tiles.
 PRODUCT_OF_ROW: Final = 0.4
 PRODUCT_OF_TILE: Final = 3.0
 PRODUCT_OF_TILE_ROW: Final = 0.03
@@ -81,11 +81,10 @@ def miss_times(expert_bytes: int, rates: Rates, *, is_layer: bool = False) -> Mi
     alone, beside = _misses_per_s(rates), _misses_per_s(rates, beside_link=True)
     bus_alone, bus_beside = BUS_SHARE * rates.link_bytes_per_s, BUS_BESIDE_SHARE * rates.link_beside_read
     landing = LANDING_SHARE * rates.link_beside_read
-    cpu_bytes_per_s = rates.cpu_bytes_per_s
+    products = _product_seconds(expert_bytes, rates)
     if is_layer:
         bus_alone = bus_beside = landing = rates.link_bytes_per_s  # the CPU does not read at full speed
-        cpu_bytes_per_s *= LAYER_PRODUCT_SHARE
-    products = [_product_seconds(rows) * expert_bytes / cpu_bytes_per_s for rows in _ROWS]
+        products = _assumed_product_seconds(expert_bytes, LAYER_PRODUCT_SHARE * rates.cpu_bytes_per_s)
     return MissTimes(
         _nanoseconds(expert_bytes / landing),
         tuple(_nanoseconds(max(expert_bytes / beside, seconds)) for seconds in products),
@@ -96,9 +95,19 @@ def miss_times(expert_bytes: int, rates: Rates, *, is_layer: bool = False) -> Mi
     )
 
 
-def _product_seconds(rows: int) -> float:
-    """The CPU's time for the products of `rows` rows with weights in a cache, in that for one row."""
-    return min(1 + PRODUCT_OF_ROW * (rows - 1), PRODUCT_OF_TILE + PRODUCT_OF_TILE_ROW * (rows - 1))
+def _product_seconds(expert_bytes: int, rates: Rates) -> Array:
+    """The CPU's time for an expert of 1, 2, … MAX_MAILBOX_ROWS rows, float64; never less for more rows."""
+    if not rates.expert_bytes_per_s:
+        return _assumed_product_seconds(expert_bytes, rates.cpu_bytes_per_s)
+    measured = expert_bytes / np.asarray(rates.expert_bytes_per_s)
+    return np.maximum.accumulate(np.interp(_ROWS, EXPERT_ROWS, measured))
+
+
+def _assumed_product_seconds(expert_bytes: int, cpu_bytes_per_s: float) -> Array:
+    """The same by what a CPU multiplies by one row."""
+    further = np.asarray(_ROWS) - 1
+    of_rows = np.minimum(1 + PRODUCT_OF_ROW * further, PRODUCT_OF_TILE + PRODUCT_OF_TILE_ROW * further)
+    return np.asarray(of_rows * expert_bytes / cpu_bytes_per_s)
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -277,7 +286,8 @@ def _cpu_bytes_per_s(rates: Rates) -> float:
 def _misses_per_s(rates: Rates, *, beside_link: bool = False) -> float:
     """`_cpu_bytes_per_s` for the experts that a GPU requests."""
     read = rates.read_beside_link if beside_link else rates.read_bytes_per_s
-    return min(MISSES_SHARE * read, rates.cpu_bytes_per_s)
+    products = rates.expert_bytes_per_s[0] if rates.expert_bytes_per_s else rates.cpu_bytes_per_s
+    return min(MISSES_SHARE * read, products)
 
 
 def _experts_seconds(

@@ -34,6 +34,8 @@ class GpuHardware:
     link_beside_read: float | None = None  # the same while all cores read RAM
     read_beside_link: float | None = None  # what the cores read during copies
     handshake_s: float | None = None  # the GPU raises a flag, a CPU thread answers, the GPU goes on
+    # Weights of experts that all cores multiply, for experts of EXPERT_ROWS rows each.
+    expert_bytes_per_s: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from typing import Any, Final
 
 from coldstream.errors import StorageError
 from coldstream.files import write_file
+from coldstream.kernels.experts.shapes import EXPERT_ROWS
 from coldstream.placement.hardware import GpuHardware, Hardware
 
-_VERSION: Final = 3
+_VERSION: Final = 4
 _MAX_BYTES: Final = 1 << 16
 _OPTIONAL: Final = "handshake_s"  # not every driver can be asked
 _RATES: Final = {
@@ -27,8 +28,10 @@ _RATES: Final = {
         "link_beside_read",
         "read_beside_link",
         "handshake_s",
+        "expert_bytes_per_s",
     ),
 }
+_LISTS: Final = {"expert_bytes_per_s": len(EXPERT_ROWS)}  # of several rates
 
 
 def default_path() -> Path:
@@ -47,8 +50,8 @@ def with_stored_rates(hardware: Hardware, path: Path) -> Hardware | None:
         return None
     return replace(
         hardware,
-        **entries["cpu"]["rates"],
-        gpu=hardware.gpu and replace(hardware.gpu, **entries["gpu"]["rates"]),
+        **_rates(entries["cpu"]),
+        gpu=hardware.gpu and replace(hardware.gpu, **_rates(entries["gpu"])),
         measured_at=min(entry["measured_at"] for entry in entries.values()),
     )
 
@@ -111,6 +114,11 @@ def _entry(document: dict[str, Any], name: str, hardware: Hardware) -> dict[str,
     return entry if is_whole else {}
 
 
+def _rates(entry: dict[str, Any]) -> dict[str, Any]:
+    """Those of an entry, as the fields of `Hardware` and `GpuHardware` have them."""
+    return {name: tuple(rate) if name in _LISTS else rate for name, rate in entry["rates"].items()}
+
+
 def _machine(name: str, hardware: Hardware) -> dict[str, Any]:
     """What the rates of an entry depend on; those of a GPU depend on the CPU too."""
     machine: dict[str, Any] = {"cpu": hardware.cpu_name, "cores": hardware.num_physical_cores}
@@ -122,4 +130,8 @@ def _machine(name: str, hardware: Hardware) -> dict[str, Any]:
 def _is_rate(name: str, value: object) -> bool:
     if value is None:
         return name == _OPTIONAL
+    if name in _LISTS:
+        if not isinstance(value, list) or len(value) != _LISTS[name]:
+            return False
+        return all(_is_rate("", each) for each in value)
     return isinstance(value, float) and math.isfinite(value) and value > 0

@@ -51,6 +51,8 @@ class Rates:
     num_cores: int
     handshake_s: float  # the GPU raises a flag, a thread answers, the GPU goes on
     disk_bytes_per_s: float
+    # Weights of experts of EXPERT_ROWS rows each that all cores multiply; empty: not measured.
+    expert_bytes_per_s: tuple[float, ...] = ()
     assumed: tuple[str, ...] = ()
 
     @classmethod
@@ -82,6 +84,7 @@ class Rates:
             num_cores=hardware.num_physical_cores,
             cpu_ops_per_s=hardware.num_physical_cores * ops,
             cpu_bytes_per_s=hardware.num_physical_cores * num_bytes,
+            expert_bytes_per_s=(gpu and gpu.expert_bytes_per_s) or (),
             assumed=tuple(name for name in _ASSUMED if name not in known),
         )
 

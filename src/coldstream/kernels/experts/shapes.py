@@ -8,3 +8,4 @@ MAX_MAILBOX_ROWS: Final = 64  # of a decode step, which may ask the CPU for expe
 MAX_SHARED_ROWS: Final = 512  # of a captured step, whose experts the device shares out
 MAX_RANKS: Final = 16  # experts of a token
 MAX_EXPERTS: Final = 1024  # of a layer
+EXPERT_ROWS: Final = (1, 2, 4, 8, 16, 32, 64)  # for which the CPU is measured

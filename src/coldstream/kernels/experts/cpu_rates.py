@@ -1,0 +1,64 @@
+"""How fast this machine's cores multiply experts, by the rows that an expert has.
+
+What a core multiplies depends on its instructions, on its clock while it does, and on what it shares with
+other cores, so that it is measured, with weights that lie in memory as a model's do.
+"""
+
+import time
+from typing import Any, Final
+
+import numpy as np
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels import _csrc
+from coldstream.kernels.experts.shapes import EXPERT_ROWS
+
+Ids = np.ndarray[Any, np.dtype[np.int32]]
+
+_HIDDEN, _FEED_FORWARD, _RANKS = 2048, 512, 8  # of Qwen3.5-35B-A3B
+_TYPE: Final = QuantType.Q4_K
+_EXPERTS, _FEWEST_EXPERTS = 128, 16
+_RUNS: Final = 3
+
+
+def random_weight(
+    quant_type: QuantType, num_rows: int, num_cols: int, num_matrices: int = 1
+) -> "_csrc.Weight":
+    """Random codes under small positive float16 scales, wherever in a block the type keeps them."""
+    generator = np.random.default_rng(0)
+    pattern = generator.integers(0, 256, 1 << 20, dtype=np.uint8)
+    pattern[1::2] = pattern[1::2] & 0x1F | 0x10
+    data = np.resize(pattern, quant_type.row_bytes(num_cols) * num_rows * num_matrices)
+    return _csrc.Weight.from_array(data, int(quant_type), num_rows, num_cols, num_matrices)
+
+
+def experts_of_rows(num_experts: int, rows: int) -> Ids:
+    """Choices int32 [tokens, 8] that give each of `num_experts`, a multiple of 8, so many rows."""
+    tokens = num_experts * rows // _RANKS
+    chosen: Ids = np.arange(tokens * _RANKS, dtype=np.int32).reshape(tokens, _RANKS) % np.int32(num_experts)
+    return chosen
+
+
+def measure_expert_rates(num_threads: int, num_bytes: int) -> tuple[float, ...]:
+    """Bytes of weights a second of experts that have 1, 2, 4, … rows each (`EXPERT_ROWS`).
+
+    num_bytes: memory that may be taken for weights. Longer, with fewer experts, where they have many rows.
+    """
+    runtime = _csrc.Runtime(num_threads)
+    expert_bytes = 3 * _TYPE.row_bytes(_HIDDEN) * _FEED_FORWARD
+    most = max(_FEWEST_EXPERTS, min(_EXPERTS, num_bytes // expert_bytes // _RANKS * _RANKS))
+    gate, up = (random_weight(_TYPE, _FEED_FORWARD, _HIDDEN, most) for _ in range(2))
+    down = random_weight(_TYPE, _HIDDEN, _FEED_FORWARD, most)
+    rates = []
+    for rows in EXPERT_ROWS:
+        num_experts = max(_FEWEST_EXPERTS, most // max(1, rows // _RANKS))
+        ids = experts_of_rows(num_experts, rows)
+        x = np.random.default_rng(1).standard_normal((len(ids), _HIDDEN), dtype=np.float32)
+        out = np.empty((*ids.shape, _HIDDEN), np.float32)
+        samples = []
+        for _ in range(1 + _RUNS):
+            start = time.perf_counter()
+            _csrc.routed_experts(runtime, x, ids, gate, up, down, out)
+            samples.append(time.perf_counter() - start)
+        rates.append(num_experts * expert_bytes / min(samples[1:]))
+    return tuple(rates)
