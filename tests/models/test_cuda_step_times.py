@@ -69,8 +69,8 @@ def test_bus_pairs_are_what_slots_and_the_cpu_leave_over(runner: OneSequence) ->
     assert cache is not None
     misses_before = cache.counters.misses.copy()
     decode(runner)
-    runner.prefill(token_ids(100))  # the last token is counted when the next step has begun
     on_cpu = np.array(runner.gpu_experts.cpu_pairs) - pairs_before
+    runner.prefill(token_ids(100))  # the last token is counted when the next step has begun
     misses = cache.counters.misses - misses_before
     times = times_of(runner)
     assert (np.array(times.bus_pairs) == misses - on_cpu).all()

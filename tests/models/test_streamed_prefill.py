@@ -122,8 +122,8 @@ def test_any_residency_ring_and_share_of_the_cpu(
 @pytest.mark.parametrize("streamed", [0.1, 0.5, 1.0])
 def test_steps_whose_experts_the_device_shares_out(share: float, streamed: float, model: Model) -> None:
     """Up to MAX_SHARED_ROWS rows are captured steps; of a longer one the host shares experts out."""
-    options = {"streamed": streamed, "context_length": CONTEXT, "ring_bytes": 64 * MIB}
-    with open_partly(model.path, share, **options) as runner:  # type: ignore[arg-type]
+    sizes = {"context_length": CONTEXT, "chunk_size": CONTEXT, "ring_bytes": 64 * MIB}
+    with open_partly(model.path, share, streamed=streamed, **sizes) as runner:  # type: ignore[arg-type]
         assert runner.runner.limits.shared_rows == MAX_SHARED_ROWS
         counts = runner.stream_counters
         assert counts is not None
