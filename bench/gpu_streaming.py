@@ -172,8 +172,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     resident_s: dict[int, float] = {}
     for gib in (None, *options.experts):
         rows += measure(setting, gib, resident_s, first_ids)
+    words = ["python", "bench/gpu_streaming.py", options.model.name]
+    words += ["--experts", ",".join(f"{gib:g}" for gib in options.experts)]
+    words += ["--prompts", ",".join(map(str, options.prompts)), "--texts", str(options.texts)]
     return {
-        "command": shlex.join(["python", "bench/gpu_streaming.py", options.model.name]),
+        "command": shlex.join(words),
         "machine": describe("cuda"),
         "hardware": asdict(hardware),
         "threads": setting.threads,

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import report_aims
 from report_accuracy import activation_scales, agreement_by_architecture, kv_types
-from report_cpu import cpu_attention, cpu_pairs, cpu_rows, side_by_side
-from report_drafts import cpu_drafts, cpu_drafts_by_size, draft_equality, gpu_drafts
+from report_cpu import cpu_attention, cpu_pairs, cpu_rows, disk_tier, side_by_side
+from report_drafts import cpu_drafts, cpu_drafts_by_size, demo_drafter, draft_equality, gpu_drafts
 from report_failures import cancel_storm, conversations, kills
 from report_first_page import first_page
 from report_gpu import (
@@ -46,6 +47,7 @@ from report_streaming import (
     gpu_pairs_again,
     gpu_streaming,
     gpu_streaming_depth,
+    gpu_streaming_shared,
     gpu_streams,
     gpu_turns,
 )
@@ -55,6 +57,7 @@ from report_tests import draft_trees, gpu_sanitizer, gpu_tests, planted_faults
 ROOT = Path(__file__).parent.parent
 PAGES = (
     ROOT / "README.md",
+    ROOT / "docs" / "aims.md",
     ROOT / "docs" / "install.md",
     ROOT / "docs" / "performance.md",
     ROOT / "docs" / "server.md",
@@ -276,43 +279,14 @@ def policies() -> str:
     return table(header, rows) + f"\n{size}\n"
 
 
-def disk_tier() -> str:
-    """Generation under a memory limit, with its floors."""
-    r = load("disk_tier")
-    advice = "with read-ahead" if r["peer_read_ahead"] else "without read-ahead"
-    rows = [
-        ["file, memory limit", f"{r['file_bytes'] / 1e9:.2f} GB, {r['limit_bytes'] / 1e9:.2f} GB"],
-        ["coldstream", f"{r['ours_tok_s']:.1f} tok/s"],
-        [f"llama.cpp, mmap {advice}", f"{r['llama_cpp_tok_s']:.2f} tok/s"],
-        ["text", "of both that of a run without a limit"],
-        ["ratio (min–max of pairs)", f"{r['ratio']:.1f}× ({r['ratio_min']:.1f}–{r['ratio_max']:.1f})"],
-        ["coldstream, all in memory", f"{r['in_memory_tok_s']:.1f} tok/s"],
-        [
-            "experts in memory, hit rate",
-            f"{r['slot_share']:.0%}, {r['hit_rate']:.1%}",
-        ],
-        [
-            "read a token, waited for",
-            f"{r['read_bytes_per_token'] / 1e6:.1f} MB, {1000 * r['wait_s_per_token']:.1f} ms",
-        ],
-        [
-            "the disk",
-            f"{r['disk_bytes_s'] / 1e9:.2f} GB/s in pieces of {r['read_piece_bytes'] // 1024} KiB: "
-            f"at most {r['disk_floor_tok_s']:.0f} tok/s",
-        ],
-        ["command", f"`{r['command']}`"],
-        ["commit", r["commit"]],
-    ]
-    return table(["twice the memory", ""], rows)
-
-
-BLOCKS: dict[str, Callable[[], str]] = {
+BLOCKS: dict[str, Callable[[], str]] = report_aims.BLOCKS | {
     "first_page": first_page,
     "speed": speed,
     "ceilings": ceilings,
     "memory": memory,
     "agreement": agreement,
     "agreement_by_architecture": agreement_by_architecture,
+    "demo_drafter": demo_drafter,
     "demo_model": demo_model,
     "disk_tier": disk_tier,
     "draft_trees": draft_trees,
@@ -346,6 +320,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpu_spills": gpu_spills,
     "gpu_streaming": gpu_streaming,
     "gpu_streaming_depth": gpu_streaming_depth,
+    "gpu_streaming_shared": gpu_streaming_shared,
     "gpu_pairs": gpu_pairs,
     "gpu_pairs_again": gpu_pairs_again,
     "gpu_turns": gpu_turns,

@@ -95,3 +95,33 @@ def side_by_side() -> str:
     header = ["prompts", "one after the other, tok/s", "side by side, tok/s", "ratio (least–most)"]
     conditions = f"{r['new_tokens']} tokens each, {r['threads']} threads, {r['cpu']}: `{r['command']}`"
     return table(header, rows) + f"\n{conditions}\n"
+
+
+def disk_tier() -> str:
+    """Generation under a memory limit, with its floors."""
+    r = load("disk_tier")
+    advice = "with read-ahead" if r["peer_read_ahead"] else "without read-ahead"
+    rows = [
+        ["file, memory limit", f"{r['file_bytes'] / 1e9:.2f} GB, {r['limit_bytes'] / 1e9:.2f} GB"],
+        ["coldstream", f"{r['ours_tok_s']:.1f} tok/s"],
+        [f"llama.cpp, mmap {advice}", f"{r['llama_cpp_tok_s']:.2f} tok/s"],
+        ["text", "of both that of a run without a limit"],
+        ["ratio (min–max of pairs)", f"{r['ratio']:.1f}× ({r['ratio_min']:.1f}–{r['ratio_max']:.1f})"],
+        ["coldstream, all in memory", f"{r['in_memory_tok_s']:.1f} tok/s"],
+        [
+            "experts in memory, hit rate",
+            f"{r['slot_share']:.0%}, {r['hit_rate']:.1%}",
+        ],
+        [
+            "read a token, waited for",
+            f"{r['read_bytes_per_token'] / 1e6:.1f} MB, {1000 * r['wait_s_per_token']:.1f} ms",
+        ],
+        [
+            "the disk",
+            f"{r['disk_bytes_s'] / 1e9:.2f} GB/s in pieces of {r['read_piece_bytes'] // 1024} KiB: "
+            f"at most {r['disk_floor_tok_s']:.0f} tok/s",
+        ],
+        ["command", f"`{r['command']}`"],
+        ["commit", r["commit"]],
+    ]
+    return table(["twice the memory", ""], rows)

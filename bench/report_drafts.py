@@ -1,11 +1,12 @@
 """The figures of drafts."""
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from report_tables import has, load, table
 
-DRAFTERS = ("mtp", "ngram")
+DRAFTERS = ("mtp", "dflash", "ngram")
 
 Way = Mapping[str, Any]
 
@@ -22,21 +23,31 @@ def cpu_drafts() -> str:
     r = load("cpu_speculation")
     header = ["text", "sampling", "none, tok/s"]
     for drafter in DRAFTERS:
-        header += [f"{drafter}, best size", "tokens a step", "speed", f"{drafter}, by cost"]
+        header += [f"{drafter}, best size", f"{drafter}, by cost"]
     rows = []
+    by_cost: dict[str, list[float]] = {"none, again": [], **{drafter: [] for drafter in DRAFTERS}}
     for each in r["results"]:
         plain = next(way for way in each["ways"] if way["drafter"] == "none")
+        by_cost["none, again"].append(plain["ratio"])
         row = [each["kind"], each["sampling"], f"{plain['tok_s']:.0f}"]
         for drafter in DRAFTERS:
             best, auto = _of(each["ways"], drafter)
-            row += [str(best["budget"]), f"{best['tokens_per_step']:.2f}", f"{best['ratio']:.2f}×"]
+            by_cost[drafter].append(auto["ratio"])
+            row.append(
+                f"{best['ratio']:.2f}× ({best['budget']}: {best['tokens_per_step']:.2f} tokens a step)"
+            )
             row.append(f"{auto['ratio']:.2f}×")
         rows.append(row)
+    spread = ", ".join(
+        f"{name} {fmean(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+        for name, ratios in by_cost.items()
+    )
     conditions = (
         f"{r['texts']} texts of each kind, {r['new_tokens']} tokens each, {r['threads']} threads, "
         f"{r['tier']}, {r['cpu']}, commit {r['commit']}: `{r['command']}`"
     )
-    return table(header, rows) + f"\n{conditions}\n"
+    means = f"By cost, the mean of all rows (min–max): {spread}."
+    return table(header, rows) + f"\n{means}\n\n{conditions}\n"
 
 
 def cpu_drafts_by_size() -> str:
@@ -56,6 +67,32 @@ def cpu_drafts_by_size() -> str:
             row += [f"{way['tokens_per_step']:.2f}", f"{way['ratio']:.2f}×"]
         rows.append(row)
     return table(header, rows)
+
+
+def demo_drafter() -> str:
+    """Tokens a step of the demo model by size of draft, and how often each depth is right, by drafter."""
+    r = load("demo_drafter")
+    found: dict[tuple[str, str], dict[str, Way]] = {}
+    for way in r["results"]:
+        found.setdefault((way["sampling"], way["drafter"]), {})[f"{way['shape']} of {way['nodes']}"] = way
+    shapes = list(next(iter(found.values())))
+    longest = max((shape for shape in shapes if shape.startswith("chain")), key=lambda s: int(s.split()[-1]))
+    depths = range(int(longest.split()[-1]))
+    sizes, right = [], []
+    for key, ways in found.items():
+        sizes.append([*key, *(f"{ways[shape]['tokens_per_step']:.2f}" for shape in shapes)])
+        shares = dict(enumerate(ways[longest]["accepted_by_depth"]))
+        right.append([*key, *(f"{shares.get(depth, 0):.0%}" for depth in depths)])
+    conditions = (
+        f"{r['held_out_files']} held-out files, {r['new_tokens']} tokens after a piece of each; the drafter "
+        f"has {r['bytes']:,} bytes: `{r['command']}`"
+    )
+    return (
+        table(["sampling", "tokens a step by", *shapes], sizes)
+        + f"\nAlong a {longest}, the share of steps in which as many tokens and more are right:\n\n"
+        + table(["sampling", "drafter", *(str(1 + depth) for depth in depths)], right)
+        + f"\n{conditions}\n"
+    )
 
 
 def gpu_drafts() -> str:

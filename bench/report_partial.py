@@ -29,8 +29,8 @@ def gpu_layers() -> str:
                 f"{each['missing']} of {each['layers']}, {each['cold_bytes'] / 1e9:.1f} GB",
                 f"{rate:.1f}",
                 f"{each['floor_ms'] / each['generated_ms']:.0%}",
-                f"{_decode(peer):.1f}" if peer else "",
-                f"{rate / _decode(peer):.2f}×" if peer else "",
+                f"{decode_tok_s(peer):.1f}" if peer else "",
+                f"{rate / decode_tok_s(peer):.2f}×" if peer else "",
                 *(f"{each['step_ms'][str(n)]:.0f}" for n in (8, 16, 64)),
                 " / ".join(f"{step_ms(peer, DEPTH)[str(n)]:.0f}" for n in (8, 16, 64)) if peer else "",
                 *(f"{prompt['tok_s']:.0f}" for prompt in each["prefill"]),
@@ -38,14 +38,16 @@ def gpu_layers() -> str:
             ]
         )
     note = (
-        f"llama.cpp with {whole['cpu_expert_layers']} whole layers on the CPU: {_decode(whole):.1f} tok/s. "
+        f"llama.cpp with {whole['cpu_expert_layers']} whole layers on the CPU: "
+        f"{decode_tok_s(whole):.1f} tok/s. "
         f"{r['machine']['gpu']}, {r['machine']['cores']} cores, commit {r['commit']}: `{r['command']}` and "
         f"`{load('gpu/27b/peer')['command']}`, on machines of one kind"
     )
     return table(header, rows) + f"\n{note}\n"
 
 
-def _decode(placement: dict[str, Any]) -> float:
+def decode_tok_s(placement: dict[str, Any]) -> float:
+    """Of one of gpu_peer.py's placements, at its first depth."""
     found = [row["decode_tok_s"]["median"] for row in placement["depths"] if "decode_tok_s" in row]
     return float(found[0])
 
@@ -93,7 +95,7 @@ def _tier(found: dict[str, Any], name: str, share: str, peer: dict[str, Any] | N
         share,
         f"{disk['bytes_read'] / 1e9:.1f} GB" if disk else "",
         f"{found['prompt_s']:.2f}",
-        f"{_decode(peer):.3g}" if peer else "",
+        f"{decode_tok_s(peer):.3g}" if peer else "",
     ]
 
 
@@ -103,7 +105,7 @@ def gpu_desktop() -> str:
     rows, notes = [], []
     for suffix in ("", "_slow_bus"):
         r, peer = load(f"gpu/desktop_hybrid{suffix}"), load(f"gpu/desktop_peer{suffix}")
-        by_share = {f"{each['resident_share']:.2g}": _decode(each) for each in peer["placements"]}
+        by_share = {f"{each['resident_share']:.2g}": decode_tok_s(each) for each in peer["placements"]}
         for row in r["rows"]:
             other = next(
                 (by_share[key] for key in by_share if abs(float(key) - row["experts_share"]) < SAME_SHARE),

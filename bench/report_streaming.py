@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
 from gpu_peer_figures import nearest, peer_figures
 from report_tables import RESULTS, Row, load, table
 
@@ -33,6 +34,33 @@ def gpu_streaming() -> str:
         f"`{r['command']}`"
     )
     return table(header, rows) + f"\n{machine}\n"
+
+
+def gpu_streaming_shared() -> str:
+    """Prompts whose experts the device shares out itself, beside the host's way in the same run."""
+    r = load("gpu/streaming_shared")
+    none_resident = peer_figures()["partial"]["prefill_tok_s_none_resident"]
+    header = ["experts on the GPU", "tokens", "tok/s", "shared out by the host", "ratio", "bus alone"]
+    rows: list[Row] = []
+    for row in r["rows"]:
+        if row["experts_gib"] is None:
+            continue
+        is_shared = row["tokens"] <= MAX_SHARED_ROWS
+        peer = none_resident.get(str(row["tokens"]), "") if row["experts_gib"] == 0 else ""
+        rows.append(
+            [
+                f"{row['experts_gib']:g} GiB",
+                str(row["tokens"]),
+                f"{row['tok_s']:.0f}",
+                f"{row['tokens'] / row['host_s']:.0f}" if is_shared else "",
+                f"{row['host_s'] * row['tok_s'] / row['tokens']:.2f}" if is_shared else "",
+                f"{row['tokens'] / row['bus_alone_s']:.0f}",
+                f"{row['share_of_floor']:.0%}",
+                str(peer),
+            ]
+        )
+    machine = f"{r['machine']['gpu']}, {r['machine']['cores']} cores, commit {r['commit']}: `{r['command']}`"
+    return table([*header, "of the floor", "llama.cpp"], rows) + f"\n{machine}\n"
 
 
 def gpu_streaming_depth() -> str:

@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--drafters", nargs="+", choices=DRAFTERS)
     parser.add_argument("--model-draft", type=Path, help="a DFlash drafter for the model")
     parser.add_argument("--kinds", nargs="+", help="of texts; all unless given")
-    parser.add_argument("--budgets", nargs="+", type=int, default=BUDGETS)
+    parser.add_argument("--budgets", nargs="+", type=int, default=BUDGETS, help="sizes of trees, in nodes")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     drafters = options.drafters or (["mtp", "ngram"] if options.model_draft is None else list(DRAFTERS))
@@ -213,8 +213,13 @@ def _line(way: dict[str, Any]) -> str:
 
 
 def _given(options: argparse.Namespace) -> str:
-    model = "" if options.model == demo_model_path() else f" {options.model.name}"
-    return model + (f" --model-draft {options.model_draft.name}" if options.model_draft else "")
+    parts = [] if options.model == demo_model_path() else [options.model.name]
+    for name, default in (("model_draft", None), ("texts", NUM_TEXTS), ("budgets", BUDGETS), ("kinds", None)):
+        value = getattr(options, name)
+        if value != default:
+            words = value if isinstance(value, list) else [value]
+            parts.append(" ".join(["--" + name.replace("_", "-"), *(str(word) for word in words)]))
+    return "".join(f" {part}" for part in parts)
 
 
 if __name__ == "__main__":

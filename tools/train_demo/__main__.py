@@ -25,6 +25,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, help="the figures")
     parser.add_argument("--model", type=Path, default=ASSET, help="the model whose drafter is made")
     parser.add_argument("--minutes", type=float, default=9.0, help="of a call of `drafter`, all included")
+    parser.add_argument("--files", type=int, help="held-out files that `drafter-evaluate` continues; all")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a field of the step's configuration"
     )
@@ -101,9 +102,10 @@ def _drafter_convert(arguments: argparse.Namespace) -> None:
 
 
 def _drafter_evaluate(arguments: argparse.Namespace) -> None:
-    from tools.train_demo.drafter_evaluate import evaluate_drafter
+    from tools.train_demo.drafter_evaluate import NUM_FILES, evaluate_drafter
 
-    evaluate_drafter(arguments.model, arguments.out or DRAFTER_ASSET, arguments.results or DRAFTER_RESULTS)
+    asset, results = arguments.out or DRAFTER_ASSET, arguments.results or DRAFTER_RESULTS
+    evaluate_drafter(arguments.model, asset, results, num_files=arguments.files or NUM_FILES)
 
 
 STEPS: dict[str, Callable[[argparse.Namespace], None]] = {

@@ -6,6 +6,7 @@ the run. How fast it is says `bench/speculation.py`.
 """
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ TREE_SIZES = (4, 8, 16)
 MOST_NODES = 63  # of the tree whose likeliest line is a chain
 PROMPT_CHARS = 600
 NEW_TOKENS = 160
+NUM_FILES = 45
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0, ignore_eos=True),
     "drawn": SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=1, ignore_eos=True),
@@ -130,7 +132,7 @@ def evaluate_drafter(
     out: Path,
     *,
     new_tokens: int = NEW_TOKENS,
-    num_files: int = 45,
+    num_files: int = NUM_FILES,
     threads: int = 2,
 ) -> list[dict[str, Any]]:
     """Write the figures of all ways to `out`, and return them. Raises SystemExit if tokens differ."""
@@ -141,12 +143,14 @@ def evaluate_drafter(
         for sampling, plain_params in SAMPLINGS.items():
             ways = [Way("none", "none", 0, None), *_ways(opened)]
             params = replace(plain_params, max_tokens=new_tokens)
-            for prompt in prompts:
+            for number, prompt in enumerate(prompts, 1):
                 if len({_answer(opened, way, prompt, params) for way in ways}) > 1:
                     raise SystemExit(f"drafts gave other tokens than none after {prompt!r}")
+                print(f"{sampling}: {number} of {len(prompts)} files", file=sys.stderr)
             results += [{"sampling": sampling, **way.figures()} for way in ways[1:]]
     record = {
-        "command": "python -m tools.train_demo drafter-evaluate",
+        "command": "python -m tools.train_demo drafter-evaluate"
+        + (f" --files {num_files}" if num_files != NUM_FILES else ""),
         "bytes": drafter.stat().st_size,
         "held_out_files": len(prompts),
         "new_tokens": new_tokens,

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from coldstream.assets import demo_drafter_path, demo_model_path
 from coldstream.engine import EngineConfig
-from coldstream.engine.device_choice import is_for_cpu
 from coldstream.errors import ModelNotFoundError
 from coldstream.gguf.reader import GGUFFile
 
@@ -15,17 +14,16 @@ def model_or_bundled(model: str | None) -> str:
 
 
 def with_bundled_drafter(config: EngineConfig) -> EngineConfig:
-    """`config` with the bundled drafter, if it is for the bundled model and does not say what drafts.
+    """`config` with the bundled drafter, if it asks for drafts by a DFlash drafter for the bundled model and
+    names none.
 
-    Unchanged on a GPU, where such drafts cannot be computed.
+    Unchanged if it leaves open what drafts: on two cores nothing does, as no drafts of so small a model pay.
     """
-    is_asked = config.model_draft is None and config.plan is None and config.spec_type in ("auto", "dflash")
+    is_asked = config.spec_type == "dflash" and config.model_draft is None and config.plan is None
     if not is_asked or not _is_bundled_path(config.model):
         return config
     path = demo_drafter_path()
-    if not path.is_file() or not is_for_cpu(config):
-        return config
-    return replace(config, model_draft=str(path))
+    return replace(config, model_draft=str(path)) if path.is_file() else config
 
 
 def _is_bundled_path(model: str) -> bool:

@@ -17,7 +17,7 @@ def choose_device(config: EngineConfig) -> tuple[EngineConfig, Gpu | None, tuple
     Raises DeviceError if the configuration asks for a GPU, or for memory of one, and there is none that this
     version can use.
     """
-    if is_for_cpu(config):
+    if config.device == "cpu" or (not _asks_for_a_gpu(config) and not gpu_is_visible()):
         return replace(config, device="cpu"), None, ()
     try:
         return replace(config, device="cuda"), find_gpu(), ()
@@ -25,11 +25,6 @@ def choose_device(config: EngineConfig) -> tuple[EngineConfig, Gpu | None, tuple
         if _asks_for_a_gpu(config):
             raise
         return replace(config, device="cpu"), None, (f"there is a GPU, but the CPU computes: {error}",)
-
-
-def is_for_cpu(config: EngineConfig) -> bool:
-    """Whether the CPU computes: it is asked for, or no GPU is asked for and none is visible."""
-    return config.device == "cpu" or (not _asks_for_a_gpu(config) and not gpu_is_visible())
 
 
 def device_to_plan_for(config: EngineConfig) -> tuple[EngineConfig, Gpu | None, tuple[str, ...]]:
