@@ -72,6 +72,30 @@ def test_choice(drawn: tuple[torch.Tensor, int]) -> None:
 
 
 @pytest.mark.usefixtures("host")
+@given(drawn=logit_rows(), num_padded=st.integers(0, 8))
+@settings(max_examples=30)
+def test_rows_of_no_sequence_choose_what_the_first_row_does(
+    drawn: tuple[torch.Tensor, int], num_padded: int
+) -> None:
+    logits, ranks = drawn
+    positions = torch.arange(len(logits), dtype=torch.int32)
+    positions[max(1, len(logits) - num_padded) :] = -1
+    ids, weights = choose_experts_exact(torch.where(positions[:, None] < 0, logits[0], logits), ranks)
+    out_ids = Guarded(len(logits), ranks, dtype=torch.int32, device=CPU)
+    out_weights = Guarded(len(logits), ranks, device=CPU)
+    router_choose_cuda(logits, out_ids.tensor, out_weights.tensor, positions)
+    assert_same_bits(out_ids.checked(), ids)
+    assert_same_bits(out_weights.checked(), weights)
+
+
+def test_positions_of_other_rows_are_refused() -> None:
+    ids, weights = torch.empty(4, 2, dtype=torch.int32), torch.empty(4, 2)
+    for positions in (torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="positions"):
+            router_choose_cuda(torch.zeros(4, 8), ids, weights, positions)
+
+
+@pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("ranks", [8, 9, 16])
 def test_probabilities_that_tie_though_their_exponentials_differ(ranks: int) -> None:
     """The lowest id comes first also where only the division makes two experts equal."""

@@ -21,7 +21,9 @@ from tree_cases import CONTEXT, Oracle, Prompts, Tree, check_batch_of_trees, pro
 
 from coldstream.decoding import Choice, Chosen, SamplingParams, begin_choices
 from coldstream.experts.prefetching import Prefetching
+from coldstream.kernels.experts import moe
 from coldstream.kernels.ops import SHORT_CONTEXT
+from coldstream.kernels.router.cuda import router_choose_cuda
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models import cuda_runner
 from coldstream.models.cuda_model import Loaded
@@ -134,6 +136,29 @@ def test_wherever_experts_are(
         counts = runner.stream_counters
         assert counts is not None
         assert (counts.wanted.sum() > 0) == (streamed == 0.0), "the host shares out what the bus cannot read"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_rows_of_no_sequence_want_no_experts_of_their_own(
+    path_of_experts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of 17 rows is the captured one of 18."""
+    chosen = []
+
+    def choose(
+        logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        router_choose_cuda(logits, ids, weights, positions)
+        chosen.append((positions.tolist(), ids.tolist()))
+
+    with open_partly(path_of_experts, 0.0, streamed=0.5, context_length=CONTEXT) as runner:
+        monkeypatch.setattr(moe, "router_choose_cuda", choose)
+        runner.prefill(token_ids(17))
+    assert chosen
+    for positions, ids in chosen:
+        assert positions == [*range(17), -1]
+        assert ids[17] == ids[0]
+    assert any(ids[1] != ids[0] for _, ids in chosen), "or this would see nothing"
 
 
 @pytest.mark.usefixtures("gpu")

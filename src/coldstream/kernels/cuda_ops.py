@@ -276,6 +276,11 @@ class CudaOps(CudaProducts):
         self.launch(top_log_probs_cuda, logits, parts, arrivals, ids, log_probs)
         return ids, log_probs
 
+    def start_step(self, rows: Rows) -> None:
+        """Call before the first operation of a step of `rows`, of which those of no sequence come last."""
+        self.memory.start_step()
+        self.step_positions = rows.positions
+
     def finish_step(self) -> None:
         """Call after the last operation of a step."""
         self.model_executor.finish_step()

@@ -214,7 +214,7 @@ class Loaded:
             self.model.mix(block, x, angles, state, rows)
 
     def _forward(self, token_ids: torch.Tensor, rows: Rows) -> Activations:
-        self.memory.start_step()
+        self.ops.start_step(rows)
         try:
             hidden: Activations = self.model.forward(token_ids, rows, self.states)
             return hidden

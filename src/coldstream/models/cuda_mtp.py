@@ -87,7 +87,7 @@ class LoadedMtp:
 
     def compute_rows(self, token_ids: torch.Tensor, states: torch.Tensor, rows: Rows) -> None:
         """Rows after `states`, with the results in `outputs`."""
-        self.memory.start_step()
+        self.ops.start_step(rows)
         try:
             found = self.model.forward(token_ids, states, rows, self.sequences.tensors)
             self.outputs.rows(0, len(token_ids)).copy_(found)
@@ -109,7 +109,7 @@ class LoadedMtp:
 
     def compute_link(self, token_ids: torch.Tensor, rows: Rows) -> None:
         """A row after `last`, which is replaced; then as `run_head`."""
-        self.memory.start_step()
+        self.ops.start_step(rows)
         try:
             self.last.copy_(self.model.forward(token_ids, self.last.values, rows, self.sequences.tensors))
             self._run_head()

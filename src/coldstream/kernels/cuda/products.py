@@ -30,7 +30,12 @@ class CudaProducts(CudaLoader):
 
     Over a `MemoryPlan` nothing runs; with `notes_kernels` launchers are called nevertheless, so that
     `note_kernels` records their choices.
+
+    step_positions: int32 [T] on the device, of the step that began last, negative for rows of no sequence;
+    None before any.
     """
+
+    step_positions: torch.Tensor | None = None
 
     def __init__(self, memory: Memory, *, notes_kernels: bool = False) -> None:
         super().__init__(memory)

@@ -123,7 +123,7 @@ class MoeKernels:
         weights = device.empty(num_rows, num_experts_per_tok)
         if not self.routes_at_once(num_rows, shared_gate):
             logits, *gates = device.linear(x, (weight,) if shared_gate is None else (weight, shared_gate))
-            device.launch(router_choose_cuda, logits, ids, weights)
+            device.launch(router_choose_cuda, logits, ids, weights, device.step_positions)
             if sharing is not None:
                 self._share_out(ids, x, sharing)
             return Routing(ids, weights, gates[0] if gates else None)

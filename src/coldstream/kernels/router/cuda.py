@@ -205,14 +205,23 @@ def router_few_cuda(
     )
 
 
-def router_choose_cuda(logits: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+def router_choose_cuda(
+    logits: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    positions: torch.Tensor | None = None,
+) -> None:
     """`choose_experts_exact` for float32 logits [T, experts] with any row stride.
 
-    Writes int32 topk_ids and float32 topk_weights, [T, K]. K ≤ 16, experts ≤ 1024. ValueError otherwise.
+    Writes int32 topk_ids and float32 topk_weights, [T, K]. K ≤ 16, experts ≤ 1024. positions: int32 [T]; rows
+    with a negative one choose what the first row does. ValueError otherwise.
     """
+    if positions is not None and (positions.dtype != torch.int32 or positions.shape != logits.shape[:1]):
+        raise ValueError(f"positions {tuple(positions.shape)} of {positions.dtype} for {len(logits)} rows")
     num_tokens, num_experts = logits.shape
     per_lane = _experts_per_lane(num_experts, topk_ids, topk_weights)
-    args = (logits, logits.stride(0), num_tokens, num_experts, topk_ids, topk_weights, topk_ids.shape[1])
+    outputs = topk_ids, topk_weights, topk_ids.shape[1]
+    args = (logits, logits.stride(0), num_tokens, num_experts, positions, *outputs)
     PROGRAM.kernel(f"router_choose<{per_lane}>").launch(
         (-(-num_tokens // TOKENS_PER_BLOCK), 1, 1),
         CHOOSE_THREADS,

@@ -188,17 +188,19 @@ __global__ void __launch_bounds__(block_threads)
   if (sharing.stamps && threadIdx.x == 0) sharing.stamps->router.ends = now_ns();
 }
 
-// Chooses only, from logits that are there. grid (ceil(tokens / 8)).
+// Chooses only, from logits that are there. Rows of no sequence, whose positions are negative, choose what the first
+// row does: what they compute is not used, and so they want no other experts. grid (ceil(tokens / 8)).
 template <int per_lane>
 __global__ void __launch_bounds__(choose_threads)
-    router_choose(const float* logits, int logits_stride, int num_tokens, int num_experts, int* ids,
-                  float* weights, int count) {
+    router_choose(const float* logits, int logits_stride, int num_tokens, int num_experts, const int* positions,
+                  int* ids, float* weights, int count) {
   wait_for_previous_grid();
   release_next_grid();
   const int warp = threadIdx.x / warp_size;
   const int64_t token = int64_t(blockIdx.x) * (choose_threads / warp_size) + warp;
   if (token >= num_tokens) return;
   uint64_t* scratch = reinterpret_cast<uint64_t*>(dynamic_shared) + warp * scratch_numbers<per_lane>;
-  choose_experts<per_lane>(logits + token * logits_stride, num_experts, scratch,
+  const int64_t chooser = positions != nullptr && positions[token] < 0 ? 0 : token;
+  choose_experts<per_lane>(logits + chooser * logits_stride, num_experts, scratch,
                            {ids + token * count, weights + token * count, count});
 }
