@@ -66,7 +66,8 @@ def test_what_is_asked_for_is_cut_to_what_has_places(tmp_path: Path) -> None:
 def test_trap_19_what_is_prefetched_is_within_the_budget_to_the_byte(tmp_path: Path, prefetch: int) -> None:
     """Guesses, keys and tallies lie beside the ring."""
     pytest.importorskip("cuda.bindings")
-    from coldstream.models.cuda_model import Limits, count_memory
+    from coldstream.models.cuda_limits import Limits
+    from coldstream.models.cuda_model import count_memory
 
     path, budget = tiny(tmp_path, experts_used=2)
     run = plan_of(path, ctx_size=64, vram=budget + 16 * MIB, prefetch=prefetch).run

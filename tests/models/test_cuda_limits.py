@@ -5,7 +5,7 @@ import pytest
 from coldstream.errors import UnsupportedError
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, INTEGER_CACHE_TYPES
 from coldstream.kvcache import CacheSize
-from coldstream.models.cuda_model import Limits
+from coldstream.models.cuda_limits import Limits
 
 
 @pytest.mark.parametrize("kv_type", sorted({*CACHE_LAYOUTS} - {*INTEGER_CACHE_TYPES}))

@@ -9,7 +9,8 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.cuda.memory import MemoryPlan
 from coldstream.kvcache import CacheSize, state_bytes
-from coldstream.models.cuda_model import Limits, Loaded, count_memory, plan_memory
+from coldstream.models.cuda_limits import Limits
+from coldstream.models.cuda_model import Loaded, count_memory, plan_memory
 from coldstream.models.fixed_part import CHUNK_SIZES
 from coldstream.models.spec import ModelSpec
 from coldstream.models.step_inputs import StepShape

@@ -15,7 +15,8 @@ from coldstream.engine import LLM
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models import cuda_runner
-from coldstream.models.cuda_model import Loaded, padded_rows
+from coldstream.models.cuda_limits import padded_rows
+from coldstream.models.cuda_model import Loaded
 from coldstream.models.step_inputs import StepShape
 
 

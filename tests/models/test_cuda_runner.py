@@ -26,16 +26,14 @@ from coldstream.kernels.cuda.program import CudaProgram, Kernel
 from coldstream.kernels.experts import moe
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models import cuda_runner
-from coldstream.models.cuda_model import (
+from coldstream.models.cuda_limits import (
     MAX_GRAPH_ROWS,
     SIZES_PER_DOUBLING,
     SMALLEST_PADDED_ROWS,
     Limits,
-    check_supported,
-    check_types,
-    kernels_of,
     padded_rows,
 )
+from coldstream.models.cuda_model import check_supported, check_types, kernels_of
 from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.layer_specs import AttentionSpec, DeltaNetSpec, MoeSpec
 from coldstream.models.spec import ModelSpec

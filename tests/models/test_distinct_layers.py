@@ -16,7 +16,8 @@ from coldstream.kernels.cuda.memory import MemoryPlan
 from coldstream.kernels.cuda.program import note_kernels
 from coldstream.kvcache import CacheSize
 from coldstream.models import cuda_model
-from coldstream.models.cuda_model import Limits, Loaded, kernels_of
+from coldstream.models.cuda_limits import Limits
+from coldstream.models.cuda_model import Loaded, kernels_of
 from coldstream.models.distinct_layers import distinct_layers, distinct_mixers
 from coldstream.models.loader import Block
 from coldstream.models.step_inputs import StepShape

@@ -13,6 +13,7 @@ from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kvcache import CacheSize
 from coldstream.models import fixed_part
 from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.draft_room import NO_DRAFTS
 from coldstream.models.fixed_part import CHUNK_SIZES, fixed_parts_on_gpu
 from coldstream.models.footprint import bytes_per_token, dense_bytes, model_sizes, trunk_bytes
 from coldstream.models.spec import ModelSpec
@@ -190,7 +191,7 @@ def test_the_longest_modest_step_is_found_with_few_counts(
     with GGUFFile.open(path) as file:
         caches = CacheSize.shared(spec, CTX, "i16", is_scarce=True)
         of_size = {
-            size: count(file, spec, sizes, caches, CTX, "i16", size, has_mtp=False) for size in CHUNK_SIZES
+            size: count(file, spec, sizes, caches, CTX, "i16", size, NO_DRAFTS) for size in CHUNK_SIZES
         }
         monkeypatch.setattr(fixed_part, "_counted", counted)
         most = 0

@@ -24,7 +24,8 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
 from coldstream.kvcache import CacheSize
-from coldstream.models.cuda_model import Limits, plan_memory
+from coldstream.models.cuda_limits import Limits
+from coldstream.models.cuda_model import plan_memory
 from coldstream.models.spec import ModelSpec
 
 CONTEXT = 640

@@ -186,9 +186,6 @@ def with_contexts(config: EngineConfig, spec: ModelSpec, budget: int) -> EngineC
     return replace(config, parallel=parallel)
 
 
-DFLASH_ON_GPU = "spec_type dflash is computed on the CPU alone, and the device is a GPU: try mtp or ngram"
-
-
 def tree_rows_of(config: EngineConfig, num_contexts: int) -> int:
     """Rows of draft trees, one for each context, for which a resolved `config` needs memory."""
     if config.spec_type == "none":
@@ -206,8 +203,6 @@ def _check_drafts(config: EngineConfig, spec: ModelSpec) -> None:
         raise ConfigError("spec_type mtp: the file has no block for multi-token prediction: try ngram")
     if config.spec_type == "dflash" and config.model_draft is None:
         raise ConfigError("spec_type dflash: no drafter is given: name its file or folder with --model-draft")
-    if config.spec_type == "dflash" and config.device == "cuda":
-        raise ConfigError(DFLASH_ON_GPU)
 
 
 def cache_bytes_per_token(config: EngineConfig, spec: ModelSpec) -> int:

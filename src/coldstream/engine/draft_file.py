@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Final
 
-from coldstream.engine.config import DFLASH_ON_GPU, EngineConfig
+from coldstream.engine.config import EngineConfig
 from coldstream.errors import ColdstreamError, ConfigError
 from coldstream.models import cpu_dflash
 from coldstream.models.dflash_file import DflashFile
@@ -14,7 +14,8 @@ from coldstream.models.dflash_spec import DflashSpec, check_target, tensor_shape
 from coldstream.models.spec import ModelSpec
 
 NOTHING_IS_DRAFTED: Final = "nothing is drafted: {}"
-_VALUE_BYTES: Final = 4  # float32, on the CPU
+_VALUE_BYTES: Final = {"cpu": 4, "cuda": 2}  # of the type in which PyTorch computes drafts
+_WORK_BYTES: Final = {"cpu": 0, "cuda": 64 * 2**20}  # what PyTorch takes beside: its libraries' workspaces
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class DraftNeeds:
 
     spec: DflashSpec
     weight_bytes: int
+    value_bytes: int  # of a key or value
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -32,7 +34,7 @@ class DraftNeeds:
     def num_bytes(self, context_length: int, num_contexts: int) -> int:
         """Of its weights, and of its keys and values of contexts."""
         rows = num_contexts * self.spec.context_rows(context_length)
-        return self.weight_bytes + _VALUE_BYTES * 2 * rows * self.spec.kv_dim
+        return self.weight_bytes + self.value_bytes * 2 * rows * self.spec.kv_dim
 
 
 @dataclass(frozen=True)
@@ -67,18 +69,19 @@ def open_draft(config: EngineConfig, target: ModelSpec) -> Iterator[OpenDraft]:
     with file:
         if config.plan is None:
             config = replace(config, spec_type="dflash")
-        yield OpenDraft(config, file, DraftNeeds(file.spec, _weight_bytes(file)))
+        yield OpenDraft(config, file, _needs(file, config.device))
 
 
-def _weight_bytes(file: DflashFile) -> int:
-    if file.gguf is not None:
-        return cpu_dflash.weight_bytes(file)
-    return _VALUE_BYTES * sum(prod(shape) for shape in tensor_shapes(file.spec).values())
+def _needs(file: DflashFile, device: str) -> DraftNeeds:
+    """On a resolved device."""
+    if file.gguf is not None and device == "cpu":
+        return DraftNeeds(file.spec, cpu_dflash.weight_bytes(file), _VALUE_BYTES["cpu"])
+    num_values = sum(prod(shape) for shape in tensor_shapes(file.spec).values())
+    value_bytes = _VALUE_BYTES[device]
+    return DraftNeeds(file.spec, _WORK_BYTES[device] + value_bytes * num_values, value_bytes)
 
 
 def _open(config: EngineConfig, path: str, target: ModelSpec) -> DflashFile:
-    if config.device == "cuda":
-        raise ConfigError(DFLASH_ON_GPU)
     try:
         file = DflashFile.open(path)
     except ModuleNotFoundError as error:

@@ -11,6 +11,7 @@ from coldstream.models.runner import ModelRunner, States
 from coldstream.placement.run_plan import RunPlan
 
 if TYPE_CHECKING:
+    from coldstream.models.dflash import DflashModel
     from coldstream.models.dflash_file import DflashFile
 
 
@@ -46,13 +47,21 @@ def _maker(plan: RunPlan, runner: ModelRunner, draft: "DflashFile | None") -> Ca
     if plan.spec_type == "mtp":
         block = runner.load_mtp()
         return lambda: MtpDrafter(block.new_sequence())
-    assert isinstance(runner, CpuRunner), "a plan for a GPU has no drafts by another model"
     assert draft is not None, "a plan with another model as drafter is made where that is open"
-    if draft.gguf is not None:
+    if isinstance(runner, CpuRunner) and draft.gguf is not None:
         drafting = runner.load_dflash(draft)
         return lambda: DflashDrafter(drafting.new_sequence())
-    # Imported here because it needs PyTorch, which a machine without a GPU need not have.
+    model = _by_pytorch(draft, runner)
+    return lambda: DflashDrafter(model.new_sequence())
+
+
+def _by_pytorch(draft: "DflashFile", runner: ModelRunner) -> "DflashModel":
+    # Imported here because they need PyTorch, which a machine without a GPU need not have.
     from coldstream.models.dflash import DflashModel
 
-    model = DflashModel.load(draft, runner.embed, runner.head)
-    return lambda: DflashDrafter(model.new_sequence())
+    if isinstance(runner, CpuRunner):
+        return DflashModel.load(draft, runner.embed, runner.head)
+    from coldstream.models.cuda_runner import CudaRunner
+
+    assert isinstance(runner, CudaRunner), "features are of a runner's device"
+    return DflashModel.load(draft, runner.embed, runner.head, device=runner.draft_device())

@@ -163,7 +163,7 @@ def load_runner(
 ) -> ModelRunner:
     """The model of an open file on the device of a resolved `config`, as `plan` says.
 
-    taps: layers whose residual streams a drafter reads; none on a GPU. Raises as the runners' `load`.
+    taps: layers whose residual streams a drafter reads. Raises as the runners' `load`.
     """
     loading = partial(progress, "loading") if progress else None
     policy = CheckedPolicy(own.policy) if own.policy else None
@@ -179,6 +179,7 @@ def load_runner(
             executor=own.executor,
             progress=loading,
             compiling=partial(progress, "compiling kernels") if progress else None,
+            taps=taps,
         )
     return CpuRunner.load(file, spec, plan, tier=config.tier, policy=policy, progress=loading, taps=taps)
 

@@ -16,28 +16,29 @@ from coldstream.errors import OutOfMemoryError, UnsupportedError
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.host import HostExperts
 from coldstream.experts.layer_executor import LayerExecutor
-from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile, TensorInfo
-from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.executor import ExecutorFactory, ModelExecutor, ResidentExecutor
-from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
+from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.ops import MAX_SHORT_CHAIN, FfnWeights, Rows
+from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.rounds.cuda import PROGRAM as ROUNDS
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
 from coldstream.kernels.sample.admit import PROGRAM as ADMISSION
 from coldstream.kernels.sample.cuda import PROGRAM as SAMPLER
-from coldstream.kvcache.cache import CacheSize, ModelCache
+from coldstream.kvcache.cache import ModelCache
 from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.layers.moe import MoeWeights
-from coldstream.models.causal_lm import CausalLM
+from coldstream.models.causal_lm import CausalLM, ignore_layer
+from coldstream.models.cuda_features import Features
+from coldstream.models.cuda_limits import MAX_GRAPH_ROWS, Limits, padded_rows
 from coldstream.models.cuda_logits import Sampler
 from coldstream.models.cuda_mtp import LoadedMtp
 from coldstream.models.cuda_rounds import RoundMemory
@@ -51,12 +52,6 @@ from coldstream.models.step_inputs import MAX_DECODE_ROWS, Commits, Inputs, Step
 
 GATES, UPS = ".ffn_gate_exps.", ".ffn_up_exps."
 MAX_EXPERTS = EXPERTS_PER_LANE[-1] * WARP_SIZE
-
-# Up to this size launching a step from Python takes longer than computing it, so that steps are captured.
-# Graphs exist for some sizes only; other steps are padded to the next one with rows of no sequence.
-MAX_GRAPH_ROWS = 2048
-SIZES_PER_DOUBLING = 8
-SMALLEST_PADDED_ROWS = 17
 
 
 @dataclass(frozen=True)
@@ -77,45 +72,6 @@ class CudaMemoryPlan:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Capacity of a runner: sequences, tokens of each, the type of their keys and values, and experts."""
-
-    cache_size: CacheSize
-    context_length: int
-    kv_type: str
-    expert_bytes: int | None = None  # device memory of slots; None: all experts are on the device
-    whole_layers: frozenset[int] = frozenset()  # layers with all experts on the device, outside of slots
-    ring_bytes: int = 0  # of the ring into which missing experts are copied
-    prefetching: Prefetching | None = None  # of experts into the ring before their router has run
-    shared_rows: int = MAX_MAILBOX_ROWS  # most rows of a step in which the device shares missing experts out
-    is_dense: bool = False  # whether its layers have no experts, and FFNs may be missing
-    has_mtp: bool = False  # whether the file's block for multi-token prediction is loaded too
-
-    def __post_init__(self) -> None:
-        """UnsupportedError if there are no GPU kernels for the type of keys and values."""
-        if self.kv_type not in INTEGER_CACHE_TYPES:
-            raise UnsupportedError(
-                f"no GPU kernels for keys and values in {self.kv_type} are supported: use "
-                f"one of {', '.join(INTEGER_CACHE_TYPES)}, or --device cpu"
-            )
-
-    @property
-    def has_trees(self) -> bool:
-        """Whether rows of draft trees may be computed."""
-        return self.cache_size.num_tree_rows > 0
-
-    @property
-    def most_chosen(self) -> int:
-        """The most tokens chosen at once: one for each sequence and each row of trees."""
-        return min(HEAD_ROWS, self.cache_size.num_states + self.cache_size.num_tree_rows)
-
-    def is_captured(self, rows: int) -> bool:
-        """Whether steps of `rows` rows are graphs: not if the host shares out their experts."""
-        is_shared_out = self.expert_bytes is not None and not self.is_dense
-        return rows <= (self.shared_rows if is_shared_out else MAX_GRAPH_ROWS)
-
-
-@dataclass(frozen=True)
 class Loaded:
     """A model, its caches and its inputs in some memory."""
 
@@ -127,6 +83,7 @@ class Loaded:
     inputs: Inputs
     commits: Commits
     hidden: Activations  # [most rows of a graph, E], hidden states of captured steps
+    features: Features | None  # of the last step, for a drafter that reads them
     sampler: Sampler
     weight_bytes: int
     mtp: LoadedMtp | None
@@ -167,6 +124,7 @@ class Loaded:
         inputs = Inputs.into(ops, rows, limits.context_length)
         commits = Commits.into(ops, limits.context_length)
         hidden = ops.activations(min(rows, MAX_GRAPH_ROWS), spec.hidden_size, persistent=True)
+        features = Features.into(memory, limits.taps, rows, spec.hidden_size) if limits.taps else None
         sampler = Sampler(ops.zeros, limits.most_chosen, limits.context_length)
         mtp = rounds = None
         if mtp_weights is not None:
@@ -175,7 +133,19 @@ class Loaded:
             if limits.has_trees and limits.expert_bytes is None:
                 rounds = RoundMemory.into(ops, limits.context_length)
         states = sequences.tensors
-        parts = (memory, ops, model, sequences, states, inputs, commits, hidden, sampler, weight_bytes)
+        parts = (
+            memory,
+            ops,
+            model,
+            sequences,
+            states,
+            inputs,
+            commits,
+            hidden,
+            features,
+            sampler,
+            weight_bytes,
+        )
         return cls(*parts, mtp, rounds)
 
     def with_layers(self, layers: Sequence[int]) -> Self:
@@ -193,6 +163,23 @@ class Loaded:
         if self.mtp is not None:
             self.mtp.trunk_states[: len(token_ids)].copy_(hidden.values)
         logits: torch.Tensor = self.model.logits(hidden)
+        return logits
+
+    def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Rows of the embedding table, float32 [n, E], in a step's workspace."""
+        self.memory.start_step()
+        ids = self.ops.empty(len(token_ids), dtype=torch.int32)
+        ids.copy_(torch.tensor(token_ids, dtype=torch.int32))
+        embedded: torch.Tensor = self.ops.embed(self.model.token_embd, ids)
+        return embedded
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab] of hidden states [n, E] of no step, in a step's workspace."""
+        self.memory.start_step()
+        states = self.ops.activations(*hidden.shape)
+        states.values.copy_(hidden)
+        self.ops.launch(quantize_cuda, states.values, states.quantised)
+        logits: torch.Tensor = self.model.logits(states)
         return logits
 
     def kept_step(self, shape: StepShape) -> Activations:
@@ -216,7 +203,8 @@ class Loaded:
     def _forward(self, token_ids: torch.Tensor, rows: Rows) -> Activations:
         self.ops.start_step(rows)
         try:
-            hidden: Activations = self.model.forward(token_ids, rows, self.states)
+            keep = ignore_layer if self.features is None else self.features.keep
+            hidden: Activations = self.model.forward(token_ids, rows, self.states, keep)
             return hidden
         finally:
             self.ops.finish_step()  # joins other streams, also before a capture is abandoned
@@ -370,12 +358,3 @@ def check_types(tensors: Mapping[str, TensorInfo]) -> None:
                 f"{name} is {gate.quant_type.name} and {up.name} {up.quant_type.name}: no GPU kernels "
                 "multiply by integers and by floats together; use --device cpu"
             )
-
-
-def padded_rows(count: int) -> int:
-    """Rows of the graph that computes `count` rows: `count` itself for few rows and for very many."""
-    if not SMALLEST_PADDED_ROWS <= count <= MAX_GRAPH_ROWS:
-        return count
-    step = max(1, 2 ** (count - 1).bit_length() // 2 // SIZES_PER_DOUBLING)
-    rows: int = -(-count // step) * step
-    return rows

@@ -1,6 +1,7 @@
 """Runs a model on one GPU. Steps of up to a few thousand rows are captured as CUDA graphs."""
 
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as TokenIds
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,6 @@ from coldstream.experts.cache import ExpertCache
 from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.experts.expert_map import ExpertMap
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
-from coldstream.experts.prefetching import Prefetching
 from coldstream.experts.streaming import StreamCounters
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations
@@ -30,16 +30,14 @@ from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence import Sequence
 from coldstream.kvcache.sequence_cache import AcceptedPath
 from coldstream.models.captured_steps import CapturedSteps
+from coldstream.models.cuda_limits import SMALLEST_PADDED_ROWS, Limits, padded_rows
 from coldstream.models.cuda_logits import OnDevice, StepLogits, StepOutputs
 from coldstream.models.cuda_model import (
     HEAD_ROWS,
-    SMALLEST_PADDED_ROWS,
-    Limits,
     Loaded,
     check_supported,
     check_types,
     kernels_of,
-    padded_rows,
     plan_memory,
 )
 from coldstream.models.cuda_mtp import CudaMtp
@@ -82,7 +80,7 @@ class CudaRunner(ModelRunner):
         self._in_flight: list[tuple[int, tuple[Sequence, ...]]] = []  # running steps' numbers and sequences
         self._steps = CapturedSteps()
         self._outputs = StepOutputs(spec.hidden_size)
-        self.gives_hidden = limits.has_mtp
+        self.gives_hidden, self.taps = limits.has_mtp, limits.taps
         self._num_steps, self._can_make_room = 0, False
         try:
             with device_errors():
@@ -149,33 +147,19 @@ class CudaRunner(ModelRunner):
         cache_size: CacheSize | None = None,
         progress: Progress | None = None,
         compiling: Progress | None = None,
+        taps: tuple[int, ...] = (),
     ) -> Self:
         """Carries out `plan` on an open file: copies weights to the current device, fills slots with experts.
         The runner then closes the file.
 
         The plan's context bounds a sequence, and cache_size what all of them hold together (default: the
         plan's, one context of positions). policy, executor: None for the product's. compiling is called with
-        (done, total) kernels, progress with (done, total) bytes. Raises DeviceError without a usable GPU,
-        OutOfMemoryError before anything is copied if it doesn't fit, UnsupportedError for sizes and types
-        without kernels, InconsistentError for weights that contradict the format's conventions; the file
-        stays open then.
+        (done, total) kernels, progress with (done, total) bytes. taps: layers after which `features` has the
+        residual stream. Raises DeviceError without a usable GPU, OutOfMemoryError before anything is copied
+        if it doesn't fit, UnsupportedError for sizes and types without kernels, InconsistentError for weights
+        that contradict the format's conventions; the file stays open then.
         """
-        placement, fixed = plan.placement, plan.placement.fixed
-        cache_size = cache_size or CacheSize.planned(fixed)
-        limits = Limits(cache_size, fixed.ctx_size, fixed.kv_type)
-        if not placement.is_all_resident:
-            pinned = placement.pinned_layers
-            whole = sum(placement.model.num_experts * placement.expert_bytes[layer] for layer in pinned)
-            limits = replace(
-                limits,
-                expert_bytes=placement.resident_bytes - whole,
-                is_dense=not spec.is_moe,
-                whole_layers=frozenset(pinned),
-                ring_bytes=placement.ring_bytes,
-                prefetching=Prefetching.of(plan),
-                shared_rows=plan.shared_rows,
-            )
-        limits = replace(limits, has_mtp=plan.spec_type == "mtp")
+        limits = Limits.of(plan, spec, cache_size, taps)
         spec = spec.with_window(plan.attention_window)
         return cls(file, spec, plan, limits, policy, executor, progress, compiling)
 
@@ -375,6 +359,24 @@ class CudaRunner(ModelRunner):
     def _hidden_of(self, rows: Array | slice) -> torch.Tensor:
         with device_errors():
             return self._outputs.states_of(rows)
+
+    def _features_of(self, rows: Array | slice) -> torch.Tensor:
+        assert self._loaded.features is not None, "a runner with taps keeps features"
+        return self._loaded.features.of(rows)
+
+    def draft_device(self) -> torch.device:
+        """Where features are, and what `embed` and `head` return."""
+        return self._loaded.hidden.values.device
+
+    def embed(self, token_ids: TokenIds[int]) -> torch.Tensor:
+        """As `CpuRunner.embed`, valid until the next step or call."""
+        self._begin_beside()
+        return self._loaded.embed(token_ids)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `CpuRunner.head`, valid until the next step or call."""
+        self._begin_beside()
+        return self._loaded.head(hidden)
 
     def load_mtp(self) -> MtpBlock:
         if self._loaded.mtp is None:

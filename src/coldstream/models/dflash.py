@@ -108,7 +108,7 @@ class DflashModel:
         embed: Embed,
         head: Head,
         *,
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
     ) -> Self:
         """Copies the weights to a device.

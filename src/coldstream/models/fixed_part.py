@@ -31,6 +31,7 @@ MAX_GRAPHS = 48
 GRAPH_BYTES = MAX_GRAPHS * 4 * 2**20
 RESERVE_BYTES = 256 * 2**20
 HEAD_ROWS = 64  # of one call of the head, whose logits fit into page-locked memory of the host
+_FEATURE_BYTES = 2  # bfloat16, of the rows of a step
 _FLOATS_BESIDE_EXPERTS = 16  # activations of a token in hidden states, plus one per expert
 
 _Count = Callable[..., FixedPart]  # `_counted` or `_estimated`
@@ -63,7 +64,7 @@ def fixed_parts_on_gpu(
             num_tree_rows=draft.num_tree_rows,
             num_contexts=num_contexts,
         )
-        counted = count(file, spec, sizes, cache_size, ctx_size, kv_type, chunk_size, has_mtp=draft.has_mtp)
+        counted = count(file, spec, sizes, cache_size, ctx_size, kv_type, chunk_size, draft)
         return replace(counted, num_contexts=num_contexts)
 
     part = cache(partial(made, count))
@@ -123,13 +124,14 @@ def _counted(
     ctx_size: int,
     kv_type: str,
     chunk_size: int,
-    *,
-    has_mtp: bool,
+    draft: DraftRoom,
 ) -> FixedPart:
     # Imported here because its kernels need packages that a machine without a GPU may not have.
-    from coldstream.models.cuda_model import Limits, count_memory
+    from coldstream.models.cuda_limits import Limits
+    from coldstream.models.cuda_model import count_memory
 
-    limits, ring_bytes = Limits(cache_size, ctx_size, kv_type, has_mtp=has_mtp), 0
+    limits = Limits(cache_size, ctx_size, kv_type, has_mtp=draft.has_mtp, taps=draft.taps)
+    ring_bytes = 0
     if spec.is_moe:
         # With the memory of prefetching other than places; the placement itself counts experts and the ring.
         most = Prefetching(LAYERS_AHEAD, MAX_PREFETCHED)
@@ -148,6 +150,7 @@ def _counted(
         weights=plan.weights - ring_bytes,
         caches=plan.caches,
         workspace=plan.workspace,
+        drafter=draft.drafter_bytes,
         graphs=plan.graphs,
         reserve=plan.reserve,
         num_sequences=cache_size.num_states,
@@ -163,9 +166,9 @@ def _estimated(
     ctx_size: int,
     kv_type: str,
     chunk_size: int,
-    *,
-    has_mtp: bool,
+    draft: DraftRoom,
 ) -> FixedPart:
+    has_mtp = draft.has_mtp
     mtp_bytes = nextn_bytes(spec, file.tensors) if has_mtp else 0
     num_layers = spec.layer_kinds.count("attention")
     kv_token_bytes = sizes.kv_token_bytes // num_layers if num_layers else 0
@@ -178,8 +181,10 @@ def _estimated(
         * BLOCK_POSITIONS
         * (sizes.kv_token_bytes + (kv_token_bytes if has_mtp else 0))
         + cache_size.num_states * sizes.state_bytes
-        + cache_size.num_tree_rows * kept_bytes(spec),
+        + cache_size.num_tree_rows * kept_bytes(spec)
+        + _FEATURE_BYTES * len(draft.taps) * chunk_size * spec.hidden_size,
         workspace=_workspace_bytes(spec, ctx_size, chunk_size),
+        drafter=draft.drafter_bytes,
         graphs=GRAPH_BYTES,
         reserve=RESERVE_BYTES,
         num_sequences=cache_size.num_states,

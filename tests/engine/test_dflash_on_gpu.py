@@ -1,0 +1,128 @@
+"""A DFlash drafter beside a model on a GPU reads residual streams there, and changes no answer."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cuda.bindings")
+
+from builders import Dims, write_gguf
+from coldstream.assets import demo_drafter_path, demo_model_path
+from coldstream.engine import LLM, SamplingParams
+from coldstream.engine.drafting import open_speculation
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kvcache import CacheSize
+from coldstream.models import fixed_part
+from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.dflash_file import DflashFile
+from coldstream.models.draft_room import DraftRoom
+from coldstream.models.fixed_part import fixed_parts_on_gpu
+from coldstream.models.footprint import model_sizes
+from coldstream.models.spec import ModelSpec
+from coldstream.placement.run_plan import RunPlan
+from dflash_cases import MIXED, SECOND, config, random_tensors, spec_of, write_folder
+from hash_runner import opened_with
+from host_device import HostDevice
+from host_gpu import gpu_on
+from runners import open_model_file, partial_plan, resident_plan
+
+CONTEXT = 192
+SIZE = CacheSize.of(3, CONTEXT, num_trees=1)
+TAPS = (0, 1)
+BUDGET = 5
+PROMPTS = ["def add(a, b):\n", "import os\nimport sys\n\n\ndef main() -> None:\n    ", "class Shape:"]
+
+
+@pytest.fixture
+def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
+    with gpu_on(compiled_for_the_host):
+        yield
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    dims = Dims(layers=2, interval=2)
+    (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen35moe", dims=dims, quant="Q8_0")
+    return path
+
+
+def tapped_plan(file: GGUFFile, spec: ModelSpec, share: float | None) -> RunPlan:
+    """With room for trees. share: of the experts that are in slots; None: all are on the device."""
+    if share is None:
+        plan = resident_plan(file, spec, CONTEXT, draft=DraftRoom(SIZE.num_tree_rows, taps=TAPS))
+    else:
+        sizes = {"context_length": CONTEXT, "chunk_size": 256, "ring_bytes": 8 * 2**20, "threads": 2}
+        plan = partial_plan(file, spec, round(share * spec.num_experts), **sizes)
+    fixed = replace(plan.placement.fixed, num_tree_rows=SIZE.num_tree_rows)
+    placement = replace(plan.placement, fixed=fixed)
+    return replace(plan, placement=placement, spec_type="dflash", tree_budget=BUDGET)
+
+
+def random_drafter(folder: Path, second: bool) -> DflashFile:
+    values = config(**MIXED, hidden_size=256, vocab_size=320, num_target_layers=2)
+    values["dflash_config"] = {"target_layer_ids": list(TAPS), "mask_token_id": 319}
+    if second:
+        values["dflash_config"] |= SECOND
+        values["architectures"] = ["DFlash2DraftModel"]
+    return DflashFile.open(write_folder(folder, values, random_tensors(spec_of(values))))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("share", [None, 0.5])
+@pytest.mark.parametrize("second", [False, True])
+def test_drafts_on_the_host(tmp_path: Path, tiny: Path, share: float | None, second: bool) -> None:
+    params = SamplingParams(seed=3, max_tokens=8, ignore_eos=True)
+    file, spec = open_model_file(tiny)
+    plan = tapped_plan(file, spec, share)
+    with (
+        LLM(tiny, device="cpu", threads=1, ctx_size=CONTEXT, spec_type="none") as plain,
+        CudaRunner.load(file, spec, plan, cache_size=SIZE, taps=TAPS) as runner,
+        random_drafter(tmp_path / "drafter", second) as draft,
+    ):
+        speculation = open_speculation(plan, runner, draft)
+        drafting = LLM.from_opened(replace(opened_with(runner, CONTEXT), speculation=speculation))
+        (expected,), (found,) = plain.generate([1, 2, 3], params), drafting.generate([1, 2, 3], params)
+        assert found.token_ids == expected.token_ids
+        assert found.statistics.speculation.drafter == "dflash"
+        assert found.statistics.speculation.drafted >= 2 * BUDGET
+
+
+@pytest.mark.parametrize("missing", [(), ("torch",)], ids=["counted", "estimated"])
+def test_the_plan_counts_the_drafter_and_what_is_kept_for_it(
+    missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fixed_part, "missing_packages", lambda: missing)
+    taps, num_bytes = (1, 3, 5, 7), 12_345_678
+    with GGUFFile.open(demo_model_path()) as file:
+        spec = open_model_file(demo_model_path())[1]
+        sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
+        room = DraftRoom(SIZE.num_tree_rows)
+        without, beside = (
+            fixed_parts_on_gpu(file, spec, sizes, CONTEXT, "i16", [2**33], each)[0]
+            for each in (room, replace(room, taps=taps, drafter_bytes=num_bytes))
+        )
+    assert (without.drafter, beside.drafter) == (0, num_bytes)
+    rows = beside.chunk_size
+    kept = beside.caches - without.caches
+    assert 0 <= kept - 2 * rows * len(taps) * spec.hidden_size < 4096
+    assert beside.total - without.total == kept + num_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vram", ["auto", "1100M"])
+def test_the_bundled_drafter_is_mostly_right_and_changes_no_token(vram: str) -> None:
+    options: dict[str, Any] = {"device": "cuda", "ctx_size": 512, "vram": vram}
+    draft = {"spec_type": "dflash", "model_draft": str(demo_drafter_path()), "tree_budget": 7}
+    steps = accepted = 0
+    with LLM(demo_model_path(), **options) as plain, LLM(demo_model_path(), **options, **draft) as drafting:
+        for seed, prompt in enumerate(PROMPTS):
+            for temperature in (0.0, 0.8):
+                params = SamplingParams(temperature=temperature, seed=seed, max_tokens=96, ignore_eos=True)
+                (expected,), (found,) = plain.generate(prompt, params), drafting.generate(prompt, params)
+                assert found.token_ids == expected.token_ids
+                steps += found.statistics.speculation.steps
+                accepted += found.statistics.speculation.accepted
+    assert accepted / steps > 1.8

@@ -1,0 +1,98 @@
+"""What a GPU has for a drafter is what the CPU has: residual streams, embeddings, logits; on the host."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from one_sequence import open_cpu
+
+from builders import Dims, write_gguf
+from coldstream.errors import UnsupportedError
+from coldstream.kvcache import Batch, CacheSize, Segment
+from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.draft_room import DraftRoom
+from host_device import HostDevice
+from host_gpu import gpu_on
+from runners import open_model_file, partial_plan, resident_plan
+
+CONTEXT = 192
+SIZE = CacheSize.of(3, CONTEXT, num_trees=1)
+TAPS = (0, 1)
+
+
+@pytest.fixture
+def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
+    with gpu_on(compiled_for_the_host):
+        yield
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    dims = Dims(layers=2, interval=2)
+    (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen35moe", dims=dims, quant="Q8_0")
+    return path
+
+
+def open_tapped(path: Path, share: float | None, taps: tuple[int, ...] = TAPS) -> CudaRunner:
+    """With room for trees. share: of the experts that are in slots; None: all are on the device."""
+    file, spec = open_model_file(path)
+    if share is None:
+        plan = resident_plan(file, spec, CONTEXT, draft=DraftRoom(SIZE.num_tree_rows, taps=taps))
+    else:
+        sizes = {"context_length": CONTEXT, "chunk_size": 256, "ring_bytes": 8 * 2**20, "threads": 2}
+        plan = partial_plan(file, spec, round(share * spec.num_experts), **sizes)
+    fixed = replace(plan.placement.fixed, num_tree_rows=SIZE.num_tree_rows)
+    plan = replace(plan, placement=replace(plan.placement, fixed=fixed))
+    return CudaRunner.load(file, spec, plan, cache_size=SIZE, taps=taps)
+
+
+def rounded(features: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(features).to(torch.bfloat16)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("share", [None, 0.5])
+def test_features_are_those_of_the_cpu_rounded(tiny: Path, share: float | None) -> None:
+    """Of prompts in steps of all kinds, of rows in any order, and of a tree."""
+    with (
+        open_cpu(tiny, threads=1, context_length=CONTEXT, taps=TAPS, cache_size=SIZE) as cpu,
+        open_tapped(tiny, share) as runner,
+    ):
+        both = [(each, each.new_sequence()) for each in (cpu.runner, runner)]
+        for token_ids in ([1, 2, 3], [4] * 20, [*range(5, 75)], [9]):
+            found: list[Any] = []
+            for each, sequence in both:
+                each.extend(sequence, token_ids)
+                found.append(each.features(range(len(token_ids))))
+            assert torch.equal(found[1], rounded(found[0]))
+        found = []
+        for each, sequence in both:
+            each.step(Batch((Segment(sequence, [1, 2, 3, 4], [-1, 0, 0, 2]),)))
+            found.append(each.features(np.array([3, 0, 2])))
+            each.commit(sequence, [0, 2, 3])
+        assert torch.equal(found[1], rounded(found[0]))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("quant", ["Q8_0", "Q6_K"])
+def test_the_embedding_and_the_head_are_those_of_the_cpu(tmp_path: Path, quant: str) -> None:
+    (path,) = write_gguf(tmp_path / "a.gguf", "qwen35moe", dims=Dims(layers=2, interval=2), quant=quant)
+    with open_cpu(path, threads=1, context_length=CONTEXT) as cpu, open_tapped(path, None) as runner:
+        assert isinstance(cpu.runner, CpuRunner)
+        embedded = runner.embed([3, 1, 319]).clone()
+        assert np.array_equal(embedded.numpy(), cpu.runner.embed([3, 1, 319]))
+        logits = runner.head(embedded)
+        assert np.array_equal(logits.numpy(), cpu.runner.head(embedded.numpy()))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_without_taps_there_are_no_features(tiny: Path) -> None:
+    with open_tapped(tiny, None, taps=()) as runner:
+        runner.extend(runner.new_sequence(), [1, 2])
+        with pytest.raises(UnsupportedError, match="without keeping residual streams"):
+            runner.features(range(2))
