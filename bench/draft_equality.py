@@ -6,8 +6,8 @@
 Each prompt is answered without drafts, and then with some of all pairs of a drafter and a number of nodes, so
 that the pairs are used equally often; half of the prompts greedily, half drawing by a seed. Prompts are parts
 of held-out source code for the demo model, and random tokens for others. Beside scripted drafts
-(draft_kinds.py) the product's own drafters run, as far as the file has what they need. The exit code is 1 if
-any answer differs.
+(draft_kinds.py) the product's own drafters run, as far as the file has what they need; on the CPU the demo
+model's own drafter too. The exit code is 1 if any answer differs.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from coldstream import LLM, SamplingParams
-from coldstream.assets import demo_model_path
+from coldstream.assets import demo_drafter_path, demo_model_path
 from coldstream.decoding import Drafter, FixedSizes, Speculation, TokenTree
 from coldstream.decoding.drafters import MtpDrafter, NgramDrafter
 from coldstream.engine import EngineConfig, OpenedModel, open_model
@@ -65,8 +65,10 @@ class KnownAnswer:
 
 
 def own_drafters(opened: OpenedModel) -> dict[str, Drafter]:
-    """Those that the model's file has what they need for."""
+    """Those that the model was opened with what they need for."""
     found: dict[str, Drafter] = {"ngram": NgramDrafter()}
+    if opened.speculation is not None and opened.planned.run.spec_type == "dflash":
+        found["dflash"] = opened.speculation.drafter
     try:
         found["mtp"] = MtpDrafter(opened.runner.load_mtp().new_sequence())
     except ColdstreamError as error:
@@ -143,11 +145,14 @@ def compare(
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Everything; see the module docstring."""
     settings = {name: getattr(options, name) for name in ("vram", "ram") if getattr(options, name)}
+    if options.model == demo_model_path() and options.device == "cpu":
+        settings |= {"spec_type": "dflash", "model_draft": str(demo_drafter_path())}
+    else:
+        settings["spec_type"] = "ngram" if options.without_mtp else "mtp"
     config = EngineConfig(
         str(options.model),
         device=options.device,
         ctx_size=PROMPT_TOKENS + options.tokens + MAX_NODES + 1,
-        spec_type="ngram" if options.without_mtp else "mtp",
         **settings,
     )
     opened = open_model(config)

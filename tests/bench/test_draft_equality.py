@@ -21,16 +21,16 @@ def table(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> tuple[int,
 
 def test_pairs_of_a_drafter_and_a_size_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code, found = table(
-        monkeypatch, tmp_path / "out.json", "--prompts", "11", "--pairs", "10", "--tokens", "6"
+        monkeypatch, tmp_path / "out.json", "--prompts", "12", "--pairs", "10", "--tokens", "6"
     )
     assert code == 0
-    assert found["answers"] == found["equal"] == 110
+    assert found["answers"] == found["equal"] == 120
     assert {(pair["kind"], pair["budget"]) for pair in found["pairs"]} == {
-        (kind, budget) for kind in ("ngram", "mtp", *DRAFTS) for budget in BUDGETS
+        (kind, budget) for kind in ("ngram", "mtp", "dflash", *DRAFTS) for budget in BUDGETS
     }
     assert sorted({pair["answers"] for pair in found["pairs"]}) == [1, 2]
     assert all(pair["tokens"] == 6 * pair["answers"] for pair in found["pairs"])
-    assert found["command"] == "python bench/draft_equality.py --prompts 11 --pairs 10 --tokens 6"
+    assert found["command"] == "python bench/draft_equality.py --prompts 12 --pairs 10 --tokens 6"
 
 
 def test_trap_broken_rollback_another_answer_is_counted_and_fails(
@@ -40,6 +40,6 @@ def test_trap_broken_rollback_another_answer_is_counted_and_fails(
         return (1, 2) if speculation is None or speculation.drafter.name == "ngram" else (1, 3)
 
     monkeypatch.setattr(draft_equality, "answer", answer)
-    code, found = table(monkeypatch, tmp_path / "out.json", "--prompts", "10", "--pairs", "10")
+    code, found = table(monkeypatch, tmp_path / "out.json", "--prompts", "11", "--pairs", "10")
     assert code == 1
-    assert (found["answers"], found["equal"]) == (100, len(BUDGETS))
+    assert (found["answers"], found["equal"]) == (110, len(BUDGETS))
