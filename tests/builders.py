@@ -20,13 +20,16 @@ so read the weights back from the file where their values matter.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 import gguf
 from gguf import GGMLQuantizationType as GgmlType
+from tensor_encoding import encode
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -46,14 +49,6 @@ MERGES = (
     "Ġ t", "h e", "i n", "r e", "o n", "e r", "n d", "Ġt he", "in g", "Ġ d", "e f", "Ġd ef", "re t",
     "a n", "an d",
 )  # fmt: skip
-
-# For types that are filled with random blocks: byte offset → factor of each float16 scale within a block. The
-# factor of a minimum is the mean of the codes that it shifts, so that the values are centred on 0.
-_SCALES = {
-    "Q2_K": {80: 1.0, 82: 1.5}, "Q3_K": {108: 1.0}, "Q4_K": {0: 1.0, 2: 7.5}, "Q5_K": {0: 1.0, 2: 15.5},
-    "Q6_K": {208: 1.0}, "IQ1_S": {0: 1.0}, "IQ2_XXS": {0: 1.0}, "IQ2_XS": {0: 1.0}, "IQ2_S": {0: 1.0},
-    "IQ3_XXS": {0: 1.0}, "IQ3_S": {0: 1.0}, "IQ4_NL": {0: 1.0}, "IQ4_XS": {0: 1.0},
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,21 @@ class TinyModel:
 
 def write_gguf(path: Path, arch: str = "qwen35moe", *, num_shards: int = 1, **options: Any) -> list[Path]:
     """`make_model(arch, **options)` written to `path`; returns the paths of the parts."""
-    return write_model(path, make_model(arch, **options), num_shards)
+    if num_shards > 1:
+        return write_model(path, make_model(arch, **options), num_shards)
+    types = tuple((options.pop("types", None) or {}).items())
+    path.write_bytes(_contents(arch, types, tuple(options.items())))
+    return [path]
+
+
+@lru_cache(maxsize=8)
+def _contents(arch: str, types: tuple[tuple[str, str], ...], options: tuple[tuple[str, Any], ...]) -> bytes:
+    """A file of `make_model`, kept as most tests want one of a few: making one takes 0.4 s."""
+    with TemporaryDirectory() as folder:
+        (path,) = write_model(
+            Path(folder) / "model.gguf", make_model(arch, types=dict(types), **dict(options))
+        )
+        return path.read_bytes()
 
 
 def make_model(
@@ -168,27 +177,6 @@ def write_model(path: Path, model: TinyModel, num_shards: int = 1) -> list[Path]
     writer.write_tensors_to_file()
     writer.close()
     return paths
-
-
-def encode(values: np.ndarray, type_name: str, rng: np.random.Generator) -> np.ndarray:
-    """Blocks of `type_name` for float32 `values`: uint8 [..., row bytes], or float32 / float16 as they are.
-
-    Types that the `gguf` package can't encode get random blocks whose values have the same standard
-    deviation.
-    """
-    raw_type = GgmlType[type_name]
-    if type_name == "F32":
-        return values
-    if type_name == "F16":
-        return values.astype(np.float16)
-    if type_name not in _SCALES and type_name not in ("IQ1_M", "MXFP4"):
-        return gguf.quantize(values, raw_type)
-    elements, num_bytes = gguf.GGML_QUANT_SIZES[raw_type]
-    blocks = rng.integers(0, 256, (values.size // elements, num_bytes), np.uint8)
-    _set_scales(blocks, type_name, 1.0)
-    spread = float(gguf.dequantize(blocks, raw_type).std())
-    _set_scales(blocks, type_name, float(values.std()) / spread)
-    return blocks.reshape(*values.shape[:-1], -1)
 
 
 def tokenizer_metadata(vocab_size: int) -> dict[str, Any]:
@@ -363,20 +351,6 @@ def _nextn(rng: np.random.Generator, dims: Dims) -> dict[str, np.ndarray]:
         "nextn.eh_proj.weight": _matrix(rng, dims.hidden, 2 * dims.hidden),
         **_norm(rng, dims.hidden, "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm"),
     }
-
-
-def _set_scales(blocks: np.ndarray, type_name: str, scale: float) -> None:
-    """Overwrites the scales of random blocks (uint8 [blocks, bytes]), to which values are proportional."""
-    if type_name == "MXFP4":
-        blocks[:, 0] = 127 + round(np.log2(scale))
-        return
-    if type_name == "IQ1_M":  # the four nibbles of the scale are the upper ones of four 16-bit words
-        bits = int(np.float16(scale).view(np.uint16))
-        for i in range(4):
-            blocks[:, 49 + 2 * i] = (blocks[:, 49 + 2 * i] & 0x0F) | (bits >> 4 * i & 0x0F) << 4
-        return
-    for offset, factor in _SCALES[type_name].items():
-        blocks[:, offset : offset + 2] = np.frombuffer(np.float16(scale * factor).tobytes(), np.uint8)
 
 
 def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from coldstream.placement import hardware
 from host_device import HostDevice
 
 # The definitions that kernels are compared with are many small operations of PyTorch, between which its
@@ -51,6 +52,17 @@ def pytest_configure(config: pytest.Config) -> None:
         running = gpu_on(HostDevice(Path(directory.name)))
         running.__enter__()
         config.add_cleanup(lambda: running.__exit__(None, None, None))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_measurements() -> Iterator[None]:
+    """In this process rates are measured with less memory and in less time. No test depends on how exact they
+    are, but those of a GPU, whose plans follow them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(hardware, "_BUFFER_BYTES", 2**24)
+            patch.setattr(hardware, "_WINDOW_S", 0.01)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from builders import write_gguf
+from coldstream.engine.machine import measured_hardware
 
 COLDSTREAM = [sys.executable, "-m", "coldstream"]
 # Of every verb but `pull`, which needs a hub; MODEL stands for a tiny one.
@@ -22,7 +23,7 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home with a model beside it and another in the hub's cache."""
+    """A home with a model beside it, another in the hub's cache, and the rates of this machine."""
     folder = tmp_path_factory.mktemp("pipes")
     repo, commit = folder / "cache" / "models--org--repo", "0" * 40
     (repo / "snapshots" / commit).mkdir(parents=True)
@@ -30,6 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (repo / "refs" / "main").write_text(commit)
     (repo / "snapshots" / commit / "model-Q4_K_M.gguf").write_bytes(b"x")
     (folder / "text.py").write_text("import os\n")
+    measured_hardware(None, path=folder / ".cache" / "coldstream" / "hardware.json")
     write_gguf(folder / "tiny.gguf")
     return folder
 

@@ -14,6 +14,8 @@ from coldstream.errors import InvalidRequestError, ModelChangedError, Unsupporte
 from coldstream.kernels import _csrc
 from coldstream.models.cpu_runner import CpuRunner
 
+MORE_THAN_A_CHUNK = token_ids(CpuRunner.chunk_size + 9)
+
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=list(VARIANTS))
 def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -40,12 +42,20 @@ def test_the_graph_computes_what_the_reference_defines(model_path: Path, kv_type
         assert np.array_equal(runner.logits(ids), reference_logits(model_path, ids, kv_type).numpy())
 
 
+@pytest.fixture(scope="module")
+def generic_logits(family_path: Path) -> np.ndarray:
+    """Behind `MORE_THAN_A_CHUNK`, by the slowest tier."""
+    length = len(MORE_THAN_A_CHUNK)
+    with open_cpu(family_path, threads=2, tier="generic", context_length=length) as runner:
+        return runner.prefill(MORE_THAN_A_CHUNK)
+
+
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
 @pytest.mark.parametrize("threads", [1, 3])
-def test_tokens_do_not_depend_on_tier_threads_or_chunks(family_path: Path, tier: str, threads: int) -> None:
-    ids = token_ids(CpuRunner.chunk_size + 9)
-    with open_cpu(family_path, threads=2, tier="generic", context_length=len(ids)) as runner:
-        expected = runner.prefill(ids)
+def test_tokens_do_not_depend_on_tier_threads_or_chunks(
+    family_path: Path, generic_logits: np.ndarray, tier: str, threads: int
+) -> None:
+    ids, expected = MORE_THAN_A_CHUNK, generic_logits
     with open_cpu(family_path, threads=threads, tier=tier, context_length=len(ids)) as runner:
         assert np.array_equal(runner.prefill(ids), expected)
         runner.reset()
