@@ -144,6 +144,14 @@ def test_a_higher_hit_rate_is_never_slower(hit_rates: list[float], machine: Rate
         assert fast <= slow * (1 + 1e-9)
 
 
+def test_equal_layers_add_up_like_unequal_ones() -> None:
+    """Layers that differ by the last digit are none the same, and take as long."""
+    equal = (0.7,) * 40
+    unequal = tuple(0.7 * (1 + 1e-12 * layer) for layer in range(40))
+    assert decode_seconds(FULL_SIZES, H200, equal) == pytest.approx(decode_seconds(FULL_SIZES, H200, unequal))
+    assert prefetch_gain(FULL_SIZES, H200, equal) == pytest.approx(prefetch_gain(FULL_SIZES, H200, unequal))
+
+
 def test_prefetching_pays_where_the_bus_has_time_for_it_and_enough_is_missing() -> None:
     def gain(hit_rate: float, machine: Rates = H200) -> float:
         return prefetch_gain(FULL_SIZES, machine, (hit_rate,) * 40)

@@ -8,8 +8,10 @@ The constants are the shares of measured rates that kernels reach, from docs/res
 recall of guesses, from docs/results/guess_recall.json.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import comb
 from typing import Any, Final
 
@@ -68,9 +70,15 @@ def split_misses(num_misses: int, expert_bytes: int, rates: Rates, *, streams: b
 
     streams: whether the GPU may read them over the bus.
     """
-    num_bus = miss_times(expert_bytes, rates).by_misses(num_misses)[-1] if streams else 0
+    num_bus = _shares_of_bus(num_misses, expert_bytes, rates)[-1] if streams else 0
     num_cpu = num_misses - num_bus
     return Split(num_cpu, num_bus, _cold_seconds(num_cpu, num_bus, expert_bytes, rates))
+
+
+@lru_cache(maxsize=256)
+def _shares_of_bus(most_misses: int, expert_bytes: int, rates: Rates) -> tuple[int, ...]:
+    """`MissTimes.by_misses`, which a forecast asks for thousands of times."""
+    return miss_times(expert_bytes, rates).by_misses(most_misses)
 
 
 def miss_times(expert_bytes: int, rates: Rates, *, is_layer: bool = False) -> MissTimes:
@@ -136,15 +144,22 @@ def decode_seconds(
     seconds += context * model.kv_token_bytes / (KV_SHARE * rates.vram_bytes_per_s)
     if model.is_dense:
         return seconds + _layers_seconds(model, rates, hit_rates)
-    for size, hit_rate in zip(model.expert_bytes, hit_rates, strict=True):
-        odds = _odds_of_misses(model.num_experts_per_tok, 1.0 - hit_rate)
-        seconds += sum(
-            odd * _experts_seconds(model.num_experts_per_tok - misses, misses, size, rates, streams=streams)
-            for misses, odd in enumerate(odds)
-        )
-        if hit_rate < 1.0:
-            seconds += JOIN_S
-    return seconds
+    chosen = model.num_experts_per_tok
+    by_layer = zip(model.expert_bytes, hit_rates, strict=True)
+    return seconds + sum(
+        count * _layer_experts_seconds(size, hit_rate, chosen, rates, streams=streams)
+        for (size, hit_rate), count in Counter(by_layer).items()
+    )
+
+
+def _layer_experts_seconds(size: int, hit_rate: float, chosen: int, rates: Rates, *, streams: bool) -> float:
+    """Of the experts of a layer in `decode_seconds`."""
+    odds = _odds_of_misses(chosen, 1.0 - hit_rate)
+    seconds = sum(
+        odd * _experts_seconds(chosen - misses, misses, size, rates, streams=streams)
+        for misses, odd in enumerate(odds)
+    )
+    return seconds + (JOIN_S if hit_rate < 1.0 else 0.0)
 
 
 def prefetch_gain(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -> float:
@@ -157,29 +172,35 @@ def prefetch_gain(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -
         return 0.0
     layer_s = decode_seconds(model, rates, hit_rates) / model.num_layers
     chosen = model.num_experts_per_tok
-    gain = 0.0
-    for size, hit_rate in zip(model.expert_bytes, hit_rates, strict=True):
-        if hit_rate == 1.0:
-            continue
-        odds = _odds_of_misses(chosen, 1.0 - hit_rate)
-        fetched = [min(misses, PREFETCHED) for misses in range(chosen + 1)]
-        read = miss_times(size, rates).by_misses(chosen)
-        expert_s = size / (BUS_SHARE * rates.link_bytes_per_s)
-        busy = min(1.0, _mean(odds, fetched) * expert_s / layer_s)
-        in_time = GUESSED * (1.0 - busy)
-        slowdown = 1.0 + min(1.0, busy + _mean(odds, read) * expert_s / layer_s)
-        shared = replace(
-            rates,
-            link_bytes_per_s=rates.link_bytes_per_s / slowdown,
-            link_beside_read=rates.link_beside_read / slowdown,
-        )
-        for misses, odd in enumerate(odds):
-            before = _experts_seconds(chosen - misses, misses, size, rates)
-            late = _experts_seconds(chosen - misses, misses, size, shared)
-            left = misses - fetched[misses]
-            early = _experts_seconds(chosen - left, left, size, shared)
-            gain += odd * (before - in_time * early - (1.0 - in_time) * late)
-        gain -= GUESS_S
+    by_layer = zip(model.expert_bytes, hit_rates, strict=True)
+    return sum(
+        count * _layer_prefetch_gain(size, hit_rate, chosen, layer_s, rates)
+        for (size, hit_rate), count in Counter(by_layer).items()
+        if hit_rate < 1.0
+    )
+
+
+def _layer_prefetch_gain(size: int, hit_rate: float, chosen: int, layer_s: float, rates: Rates) -> float:
+    """Of one layer in `prefetch_gain`. layer_s: the time of a token's layer."""
+    odds = _odds_of_misses(chosen, 1.0 - hit_rate)
+    fetched = [min(misses, PREFETCHED) for misses in range(chosen + 1)]
+    read = _shares_of_bus(chosen, size, rates)
+    expert_s = size / (BUS_SHARE * rates.link_bytes_per_s)
+    busy = min(1.0, _mean(odds, fetched) * expert_s / layer_s)
+    in_time = GUESSED * (1.0 - busy)
+    slowdown = 1.0 + min(1.0, busy + _mean(odds, read) * expert_s / layer_s)
+    shared = replace(
+        rates,
+        link_bytes_per_s=rates.link_bytes_per_s / slowdown,
+        link_beside_read=rates.link_beside_read / slowdown,
+    )
+    gain = -GUESS_S
+    for misses, odd in enumerate(odds):
+        before = _experts_seconds(chosen - misses, misses, size, rates)
+        late = _experts_seconds(chosen - misses, misses, size, shared)
+        left = misses - fetched[misses]
+        early = _experts_seconds(chosen - left, left, size, shared)
+        gain += odd * (before - in_time * early - (1.0 - in_time) * late)
     return gain
 
 
