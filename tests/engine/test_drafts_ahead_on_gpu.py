@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings")
 
+from engine_clients import engine_of
 from scripted_drafts import Scripted, check_same
 from test_drafts_on_gpu import on_the_host, scripted
 
@@ -18,6 +19,7 @@ from builders import Dims, write_gguf
 from coldstream.decoding import AnyLogits, SizeReason, Speculation, TokenTree, TriedDraft
 from coldstream.decoding.round_sizes import FixedRounds, RoundSizes
 from coldstream.engine import LLM, OpenedModel, SamplingParams
+from coldstream.engine.job_drafts import JobDrafts
 from coldstream.engine.live_sequence import LiveSequence
 from coldstream.kvcache import ChosenToken
 from host_device import HostDevice
@@ -198,3 +200,76 @@ def test_drafters_are_told_of_each_step_once_with_its_own_states(
     for at in both:
         assert ahead_ids[at] == ids[at]
         np.testing.assert_array_equal(ahead_states[at], states[at])
+
+
+@pytest.mark.parametrize(
+    ("name", "wants_hidden", "idle_steps"),
+    [
+        ("seeded", True, ()),
+        ("seeded", False, ()),
+        ("seeded", True, (4,)),
+        ("penalties", True, ()),
+        ("end token after some", True, ()),
+    ],
+)
+def test_an_engine_launches_steps_ahead_between_drafts_and_tells_of_each_once(
+    models: tuple[LLM, OpenedModel], name: str, wants_hidden: bool, idle_steps: Sequence[int]
+) -> None:
+    """As where the host chooses, which it does if it is asked for log-probabilities."""
+    plain, opened = models
+    drafters, num_ahead = [], []
+    for params in (PARAMS[name], replace(PARAMS[name], logprobs=0)):
+        drafter = noting(plain, PARAMS[name], wants_hidden=wants_hidden)
+        speculation = Speculation(drafter, EveryFourth(idle_steps=idle_steps))
+        with engine_of(replace(opened, speculation=speculation)) as client:
+            asked = client.add(PROMPT, params)
+            client.drain()
+            tokens = client.tokens_so_far(asked)
+            num_ahead.append(client.engine.statistics().ahead_steps)
+            drafters.append((list(drafter.token_ids), list(drafter.states)))
+        assert tokens == list(plain.generate([PROMPT], params)[0].token_ids)
+    (ahead_ids, ahead_states), (ids, states) = drafters
+    assert num_ahead[0] > 2
+    assert num_ahead[1] == 0
+    num_known = len(PROMPT) + len(tokens) - 1
+    assert num_known - 1 <= min(len(ahead_ids), len(ids)) <= max(len(ahead_ids), len(ids)) <= num_known
+    both = [at for at, pair in enumerate(zip(ahead_ids, ids, strict=False)) if min(pair) >= 0]
+    assert len(both) >= num_known - 1 - 2 * len(idle_steps)
+    for at in both:
+        assert ahead_ids[at] == ids[at]
+        np.testing.assert_array_equal(ahead_states[at], states[at])
+
+
+def test_a_drafter_is_not_told_of_a_step_behind_an_end_token(
+    models: tuple[LLM, OpenedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which was launched before it was known that the answer ends."""
+    plain, opened = models
+    taken_back = []
+    take_back = opened.runner.take_back
+    monkeypatch.setattr(
+        opened.runner, "take_back", lambda sequence: (taken_back.append(sequence), take_back(sequence))
+    )
+    for seed in range(10):
+        params = replace(PARAMS["end tokens"], seed=seed, stop_token_ids=range(0, 300, 7))
+        drafter = noting(plain, params)
+        with engine_of(replace(opened, speculation=Speculation(drafter, EveryFourth()))) as client:
+            asked = client.add(PROMPT, params)
+            client.drain()
+            known = [*PROMPT, *client.tokens_so_far(asked)]
+            assert drafter.token_ids == known[: len(drafter.token_ids)]
+            assert len(drafter.states) == len(drafter.token_ids)
+    assert taken_back, "or this would see nothing"
+
+
+def test_where_a_device_drafts_by_itself_no_step_is_launched_ahead_of_it(
+    models: tuple[LLM, OpenedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once an answer is alone it goes on in rounds, whose sizes say themselves when nothing is drafted."""
+    plain, opened = models
+    found = []
+    for idle_steps, has_rounds in (((), False), ((), True), ((0,), True)):
+        monkeypatch.setattr(JobDrafts, "has_rounds", has_rounds)
+        speculation = Speculation(noting(plain, SEEDED), EveryFourth(idle_steps=idle_steps))
+        found.append(JobDrafts(opened.runner, speculation).will_draft(1))
+    assert found == [False, True, False]

@@ -260,12 +260,14 @@ class Engine:
                 self._served.counts.ahead_steps += 1
         self._flying = following
         self._take(flying, following)
+        if self._drafts is not None and following is not None:
+            self._drafts.tell(following, [job for job in following.counts if job.goes_on])
         self._served.counts.step_s += self._clock() - start
 
     def _may_fly(self, step: Launched) -> bool:
         """Whether the next step has the same answers, all of whose tokens the device chooses."""
         scheduler = self._served.scheduler
-        if self._drafts is not None and self._drafts.may_draft(len(step.counts)):
+        if self._drafts is not None and self._drafts.will_draft(len(step.counts)):
             return False
         if not (self._runner.takes_chosen and step.started.is_on_device) or scheduler.num_waiting:
             return False

@@ -81,6 +81,11 @@ class Job:
         return self.num_prompt <= self.num_computed == len(self.token_ids) - 1
 
     @property
+    def goes_on(self) -> bool:
+        """Whether all tokens are computed, and others follow."""
+        return self.sequence is not None and not self.is_over and self.num_missing == 0
+
+    @property
     def has_begun(self) -> bool:
         """Whether the job ever had memory."""
         return self._answer is not None

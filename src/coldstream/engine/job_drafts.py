@@ -69,6 +69,13 @@ class JobDrafts:
         """Whether something may be drafted soon where so many jobs run."""
         return self._most_nodes(num_jobs) > 0 and not self._sizes.is_idle(num_jobs)
 
+    def will_draft(self, num_jobs: int) -> bool:
+        """Whether something is to be drafted before the next step of so many jobs, or by a device in it."""
+        most = self._most_nodes(num_jobs)
+        if most == 0 or self.has_rounds:
+            return self.may_draft(num_jobs)
+        return self._sizes.will_draft(most, num_jobs)
+
     def most_nodes(self, num_jobs: int, num_prompts: int, num_free: int) -> int:
         """The most nodes for each of so many jobs that decode, in a step with rows of so many prompts.
 
@@ -100,14 +107,17 @@ class JobDrafts:
         self._drafted = dict(zip(jobs, trees, strict=True))
         return {job: tree for job, tree in self._drafted.items() if tree}
 
-    def tell(self, launched: Launched) -> None:
-        """Tells of the rows that a step has committed, and notes where the others are."""
+    def tell(self, launched: Launched, jobs: Collection[Job] | None = None) -> None:
+        """Tells of the rows that a step has committed, and notes where the others are.
+
+        The step is the model's last. jobs: those of it whose tokens are known; None: all.
+        """
         may_draft, end = self.may_draft(len(launched.counts)), 0
         for job, count in launched.counts.items():
             first, end = end, end + count
             if job in launched.tree_logits:
                 self._first_rows[job] = first
-            elif may_draft:
+            elif may_draft and (jobs is None or job in jobs):
                 done = job.num_computed
                 follower = self._following(job, done - count)
                 follower.extend(job.token_ids[done - count : done], follower.states_of(range(first, end)))
