@@ -9,52 +9,31 @@ bytes of weights and the operations a second, and the rate at which the same thr
 
 import argparse
 import itertools
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
-
-import numpy as np
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
-from coldstream.kernels.experts.cpu_rates import experts_of_rows, random_weight
+from coldstream.kernels.experts.cpu_rates import experts_of_rows, random_weight, times_of_experts
 from coldstream.placement.hardware import measure_read_bandwidth
 from results import write_result
 
 HIDDEN, FEED_FORWARD = 2048, 512
-TYPES = {"gate": QuantType.Q4_K, "up": QuantType.Q4_K, "down": QuantType.Q6_K}
+INNER, OUTER = QuantType.Q4_K, QuantType.Q6_K  # of gate and up, and of down
 WARM_RUNS = 2
 
 
-def layer(num_experts: int) -> dict[str, "_csrc.Weight"]:
-    """The three matrices of so many experts."""
-    shapes = {"gate": (FEED_FORWARD, HIDDEN), "up": (FEED_FORWARD, HIDDEN), "down": (HIDDEN, FEED_FORWARD)}
-    return {name: random_weight(TYPES[name], *shape, num_experts) for name, shape in shapes.items()}
+def layer(num_experts: int) -> tuple["_csrc.Weight", "_csrc.Weight", "_csrc.Weight"]:
+    """Gate, up and down of so many experts."""
+    gate, up = (random_weight(INNER, FEED_FORWARD, HIDDEN, num_experts) for _ in range(2))
+    return gate, up, random_weight(OUTER, HIDDEN, FEED_FORWARD, num_experts)
 
 
 def expert_bytes() -> int:
     """Of one expert's weights."""
-    rows = (
-        TYPES["gate"].row_bytes(HIDDEN),
-        TYPES["up"].row_bytes(HIDDEN),
-        TYPES["down"].row_bytes(FEED_FORWARD),
-    )
-    return rows[0] * FEED_FORWARD + rows[1] * FEED_FORWARD + rows[2] * HIDDEN
-
-
-def seconds_of(
-    runtime: "_csrc.Runtime", weights: dict[str, "_csrc.Weight"], ids: np.ndarray, runs: int
-) -> float:
-    """The median of `runs` runs of the op, after a few to warm up."""
-    x = np.random.default_rng(1).standard_normal((len(ids), HIDDEN), dtype=np.float32)
-    out = np.empty((*ids.shape, HIDDEN), np.float32)
-    samples = []
-    for _ in range(WARM_RUNS + runs):
-        start = time.perf_counter()
-        _csrc.routed_experts(runtime, x, ids, weights["gate"], weights["up"], weights["down"], out)
-        samples.append(time.perf_counter() - start)
-    return float(np.median(samples[WARM_RUNS:]))
+    return 2 * INNER.row_bytes(HIDDEN) * FEED_FORWARD + OUTER.row_bytes(FEED_FORWARD) * HIDDEN
 
 
 def measure(
@@ -66,7 +45,9 @@ def measure(
         runtime = _csrc.Runtime(count, tier)
         read = measure_read_bandwidth(count)
         for each in rows:
-            seconds = seconds_of(runtime, weights, experts_of_rows(num_experts, each), runs) / num_experts
+            ids = experts_of_rows(num_experts, each)
+            samples = times_of_experts(runtime, ids, weights, WARM_RUNS + runs)
+            seconds = median(samples[WARM_RUNS:]) / num_experts
             yield {
                 "tier": runtime.tier,
                 "threads": count,

@@ -144,3 +144,13 @@ def host(compiled_for_the_host: HostDevice) -> Iterator[HostDevice]:
     """Inside a test, the GPU's kernels are launched on the host."""
     with compiled_for_the_host.installed():
         yield compiled_for_the_host
+
+
+@pytest.fixture
+def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
+    """Inside a test, the host is a GPU; see `host_gpu.py`."""
+    # Imported here because it needs packages that a machine without a GPU need not have.
+    from host_gpu import gpu_on
+
+    with gpu_on(compiled_for_the_host):
+        yield

@@ -1,7 +1,6 @@
 """The benchmark of three tiers, as far as it goes without a GPU: its runs, and what it holds them to."""
 
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,18 +10,10 @@ import pytest
 import three_tiers
 from builders import Dims, write_gguf
 from coldstream.models.cuda_runner import CudaRunner
-from host_device import HostDevice
-from host_gpu import gpu_on
 from peer_tokens import random_tokens
 from runners import open_model_file, partial_plan
 
 COUNT = 3 * three_tiers.PARTS
-
-
-@pytest.fixture
-def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
-    with gpu_on(compiled_for_the_host):
-        yield
 
 
 @pytest.mark.usefixtures("gpu")

@@ -1,6 +1,5 @@
 """A DFlash drafter beside a model on a GPU reads residual streams there, and changes no answer."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,10 @@ from coldstream.models.dflash_file import DflashFile
 from coldstream.models.draft_room import DraftRoom
 from coldstream.models.fixed_part import fixed_parts_on_gpu
 from coldstream.models.footprint import model_sizes
-from coldstream.models.spec import ModelSpec
-from coldstream.placement.run_plan import RunPlan
 from dflash_cases import MIXED, SECOND, config, random_tensors, spec_of, write_folder
 from hash_runner import opened_with
-from host_device import HostDevice
-from host_gpu import gpu_on
-from runners import open_model_file, partial_plan, resident_plan
+from runners import open_model_file
+from tree_plans import plan_with_trees
 
 CONTEXT = 192
 SIZE = CacheSize.of(3, CONTEXT, num_trees=1)
@@ -37,28 +33,10 @@ PROMPTS = ["def add(a, b):\n", "import os\nimport sys\n\n\ndef main() -> None:\n
 
 
 @pytest.fixture
-def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
-    with gpu_on(compiled_for_the_host):
-        yield
-
-
-@pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     dims = Dims(layers=2, interval=2)
     (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen35moe", dims=dims, quant="Q8_0")
     return path
-
-
-def tapped_plan(file: GGUFFile, spec: ModelSpec, share: float | None) -> RunPlan:
-    """With room for trees. share: of the experts that are in slots; None: all are on the device."""
-    if share is None:
-        plan = resident_plan(file, spec, CONTEXT, draft=DraftRoom(SIZE.num_tree_rows, taps=TAPS))
-    else:
-        sizes = {"context_length": CONTEXT, "chunk_size": 256, "ring_bytes": 8 * 2**20, "threads": 2}
-        plan = partial_plan(file, spec, round(share * spec.num_experts), **sizes)
-    fixed = replace(plan.placement.fixed, num_tree_rows=SIZE.num_tree_rows)
-    placement = replace(plan.placement, fixed=fixed)
-    return replace(plan, placement=placement, spec_type="dflash", tree_budget=BUDGET)
 
 
 def random_drafter(folder: Path, second: bool) -> DflashFile:
@@ -76,7 +54,8 @@ def random_drafter(folder: Path, second: bool) -> DflashFile:
 def test_drafts_on_the_host(tmp_path: Path, tiny: Path, share: float | None, second: bool) -> None:
     params = SamplingParams(seed=3, max_tokens=8, ignore_eos=True)
     file, spec = open_model_file(tiny)
-    plan = tapped_plan(file, spec, share)
+    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftRoom(taps=TAPS), "dflash")
+    plan = replace(plan, tree_budget=BUDGET)
     with (
         LLM(tiny, device="cpu", threads=1, ctx_size=CONTEXT, spec_type="none") as plain,
         CudaRunner.load(file, spec, plan, cache_size=SIZE, taps=TAPS) as runner,

@@ -22,9 +22,8 @@ from coldstream.kvcache import CacheSize
 from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.draft_room import DraftRoom
 from hash_runner import opened_with
-from host_device import HostDevice
-from host_gpu import gpu_on
-from runners import open_model_file, partial_plan, resident_plan
+from runners import open_model_file
+from tree_plans import plan_with_trees
 
 CONTEXT = 192
 SIZE = CacheSize.of(3, CONTEXT, num_trees=1)
@@ -72,23 +71,11 @@ def check_drafts(
     return sum(steps) / len(steps)
 
 
-@pytest.fixture
-def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
-    with gpu_on(compiled_for_the_host):
-        yield
-
-
 def open_runner(path: Path, *, share: float | None, has_mtp: bool) -> CudaRunner:
     """With room for trees. share: of the experts that are in slots; None: all are on the device."""
     file, spec = open_model_file(path)
-    if share is None:
-        plan = resident_plan(file, spec, CONTEXT, draft=DraftRoom(SIZE.num_tree_rows, has_mtp=has_mtp))
-    else:
-        sizes = {"context_length": CONTEXT, "chunk_size": 256, "ring_bytes": 8 * 2**20, "threads": 2}
-        plan = partial_plan(file, spec, round(share * spec.num_experts), **sizes)
-    fixed = replace(plan.placement.fixed, num_tree_rows=SIZE.num_tree_rows)
-    placement = replace(plan.placement, fixed=fixed)
-    plan = replace(plan, placement=placement, spec_type="mtp" if has_mtp else "none")
+    spec_type = "mtp" if has_mtp else "none"
+    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftRoom(has_mtp=has_mtp), spec_type)
     return CudaRunner.load(file, spec, plan, cache_size=SIZE)
 
 

@@ -1,6 +1,6 @@
 """Rows whose tokens the device has chosen: the kernel on the host against a definition in Python."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,15 +12,6 @@ from hypothesis import strategies as st
 from coldstream.errors import InvalidRequestError
 from coldstream.kernels.cuda.staged import StagedRing
 from coldstream.kernels.sample.admit import MAX_ENDS, Admission, admission_values, admit_rows
-from host_device import HostDevice
-from host_gpu import gpu_on
-
-
-@pytest.fixture
-def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
-    with gpu_on(compiled_for_the_host):
-        yield
-
 
 NUM_ROWS, COLUMNS, PADDED = 7, 5, 9
 

@@ -1,6 +1,6 @@
 """What a device decides between the steps of a round: the kernels on the host against their definition."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,19 +21,11 @@ from coldstream.kernels.rounds.reference import (
 )
 from coldstream.kernels.sample.cuda import SETTINGS_WORDS, _RowSettings, write_rows
 from coldstream.kernels.sample.settings import RowSettings
-from host_device import HostDevice
-from host_gpu import gpu_on
 
 NUM_BLOCKS = 3
 STATE_ID, BLOCK_STATE_ID = 5, 2
 POSITION = _RowSettings.position.offset // 4  # word of a row's settings
 SETTINGS = RowSettings(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 3, 8)
-
-
-@pytest.fixture
-def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
-    with gpu_on(compiled_for_the_host):
-        yield
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,8 @@ from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.draft_room import DraftRoom
 from host_device import HostDevice
 from host_gpu import gpu_on
-from runners import open_model_file, partial_plan, resident_plan
+from runners import open_model_file, resident_plan
+from tree_plans import plan_with_trees
 
 TREES = CacheSize.of(3, CONTEXT, num_trees=1)
 NAMES = [name for name in VARIANTS if name != "floats"]
@@ -43,14 +43,8 @@ class Pair(NamedTuple):
 def open_gpu(path: Path, share: float | None = None) -> OneSequence:
     """share: of the experts that are in slots; None: all are on the device."""
     file, spec = open_model_file(path)
-    if share is None:
-        plan = resident_plan(file, spec, CONTEXT, draft=DraftRoom(TREES.num_tree_rows, has_mtp=True))
-    else:
-        sizes = {"context_length": CONTEXT, "chunk_size": 256, "ring_bytes": 8 * 2**20, "threads": 1}
-        plan = partial_plan(file, spec, round(share * spec.num_experts), **sizes)
-    fixed = replace(plan.placement.fixed, num_tree_rows=TREES.num_tree_rows)
-    plan = replace(plan, placement=replace(plan.placement, fixed=fixed))
-    return OneSequence(CudaRunner.load(file, spec, replace(plan, spec_type="mtp"), cache_size=TREES))
+    plan = plan_with_trees(file, spec, CONTEXT, TREES, share, DraftRoom(has_mtp=True), "mtp")
+    return OneSequence(CudaRunner.load(file, spec, plan, cache_size=TREES))
 
 
 @contextmanager

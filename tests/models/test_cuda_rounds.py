@@ -1,6 +1,5 @@
 """Rounds of a model and its block: drafts, tokens and states are those of the CPU; on the host too."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,6 @@ from coldstream.kernels.sample.admit import MAX_ENDS
 from coldstream.kernels.sample.settings import RowSettings
 from coldstream.models import cuda_rounds
 from coldstream.models.cuda_rounds import TextRounds
-from host_device import HostDevice
-from host_gpu import gpu_on
 
 LENGTH, ROOT = 5, 7
 SETTINGS = RowSettings(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 3, LENGTH + 1)
@@ -57,12 +54,6 @@ def check_rounds(both: Pair) -> None:
     assert both.gpu.sequence.length == both.cpu.sequence.length == LENGTH + num_held
     assert both.on_gpu.length == both.on_cpu.length == length + num_held
     assert np.array_equal(both.gpu.prefill([root]), both.cpu.prefill([root]))
-
-
-@pytest.fixture
-def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
-    with gpu_on(compiled_for_the_host):
-        yield
 
 
 @pytest.mark.usefixtures("gpu")

@@ -1,7 +1,5 @@
 """What a GPU has for a drafter is what the CPU has: residual streams, embeddings, logits; on the host."""
 
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +14,12 @@ from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.draft_room import DraftRoom
-from host_device import HostDevice
-from host_gpu import gpu_on
-from runners import open_model_file, partial_plan, resident_plan
+from runners import open_model_file
+from tree_plans import plan_with_trees
 
 CONTEXT = 192
 SIZE = CacheSize.of(3, CONTEXT, num_trees=1)
 TAPS = (0, 1)
-
-
-@pytest.fixture
-def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
-    with gpu_on(compiled_for_the_host):
-        yield
 
 
 @pytest.fixture
@@ -39,15 +30,9 @@ def tiny(tmp_path: Path) -> Path:
 
 
 def open_tapped(path: Path, share: float | None, taps: tuple[int, ...] = TAPS) -> CudaRunner:
-    """With room for trees. share: of the experts that are in slots; None: all are on the device."""
+    """With room for trees."""
     file, spec = open_model_file(path)
-    if share is None:
-        plan = resident_plan(file, spec, CONTEXT, draft=DraftRoom(SIZE.num_tree_rows, taps=taps))
-    else:
-        sizes = {"context_length": CONTEXT, "chunk_size": 256, "ring_bytes": 8 * 2**20, "threads": 2}
-        plan = partial_plan(file, spec, round(share * spec.num_experts), **sizes)
-    fixed = replace(plan.placement.fixed, num_tree_rows=SIZE.num_tree_rows)
-    plan = replace(plan, placement=replace(plan.placement, fixed=fixed))
+    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftRoom(taps=taps))
     return CudaRunner.load(file, spec, plan, cache_size=SIZE, taps=taps)
 
 

@@ -14,8 +14,6 @@ from tree_cases import CONTEXT, Oracle, Prompts, check_batch_of_trees
 
 from coldstream.experts.layer_executor import LayerExecutor
 from coldstream.kvcache import CacheSize
-from host_device import HostDevice
-from host_gpu import gpu_on
 
 SIZE = CacheSize.of(80, CONTEXT, num_trees=8)
 
@@ -29,12 +27,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(path: Path) -> Iterator[OneSequence]:
     with open_cpu(path, threads=1, context_length=CONTEXT, cache_size=SIZE) as runner:
         yield runner
-
-
-@pytest.fixture
-def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
-    with gpu_on(compiled_for_the_host):
-        yield
 
 
 @pytest.mark.usefixtures("gpu")

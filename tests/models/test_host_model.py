@@ -29,8 +29,6 @@ from coldstream.models import cuda_runner
 from coldstream.models.cuda_model import Loaded
 from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.step_inputs import StepShape
-from host_device import HostDevice
-from host_gpu import gpu_on
 from runners import open_model_file, partial_plan
 
 SIZE = CacheSize.of(80, CONTEXT, num_trees=8)
@@ -49,12 +47,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     path = write_mixed_layers(tmp_path_factory.mktemp("models"), arch)
     with open_cpu(path, threads=1, context_length=CONTEXT, cache_size=SIZE, kv_type=kv_type) as runner:
         yield Model(path, kv_type, runner)
-
-
-@pytest.fixture
-def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
-    with gpu_on(compiled_for_the_host):
-        yield
 
 
 @pytest.mark.usefixtures("gpu")

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,6 @@ from tree_cases import CONTEXT
 from builders import Dims, write_gguf
 from coldstream.errors import ModelChangedError
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
-from host_device import HostDevice
-from host_gpu import gpu_on
 from random_residency import RandomResidency
 
 
@@ -32,12 +29,6 @@ def many_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dims = Dims(layers=2, interval=2, experts=32, experts_used=3)
     path = tmp_path_factory.mktemp("models") / "many.gguf"
     return write_gguf(path, types=types, dims=dims, num_shards=3, fused_experts=True)[0]
-
-
-@pytest.fixture
-def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
-    with gpu_on(compiled_for_the_host):
-        yield
 
 
 @pytest.mark.usefixtures("gpu")

@@ -11,10 +11,10 @@ from coldstream.errors import ColdstreamError, ConfigError
 from coldstream.models import cpu_dflash
 from coldstream.models.dflash_file import DflashFile
 from coldstream.models.dflash_spec import DflashSpec, check_target, tensor_shapes
+from coldstream.models.draft_room import DRAFT_VALUE_BYTES
 from coldstream.models.spec import ModelSpec
 
 NOTHING_IS_DRAFTED: Final = "nothing is drafted: {}"
-_VALUE_BYTES: Final = {"cpu": 4, "cuda": 2}  # of the type in which PyTorch computes drafts
 _WORK_BYTES: Final = {"cpu": 0, "cuda": 64 * 2**20}  # what PyTorch takes beside: its libraries' workspaces
 
 
@@ -75,9 +75,9 @@ def open_draft(config: EngineConfig, target: ModelSpec) -> Iterator[OpenDraft]:
 def _needs(file: DflashFile, device: str) -> DraftNeeds:
     """On a resolved device."""
     if file.gguf is not None and device == "cpu":
-        return DraftNeeds(file.spec, cpu_dflash.weight_bytes(file), _VALUE_BYTES["cpu"])
+        return DraftNeeds(file.spec, cpu_dflash.weight_bytes(file), DRAFT_VALUE_BYTES["cpu"])
     num_values = sum(prod(shape) for shape in tensor_shapes(file.spec).values())
-    value_bytes = _VALUE_BYTES[device]
+    value_bytes = DRAFT_VALUE_BYTES[device]
     return DraftNeeds(file.spec, _WORK_BYTES[device] + value_bytes * num_values, value_bytes)
 
 

@@ -107,17 +107,18 @@ class JobDrafts:
         self._drafted = dict(zip(jobs, trees, strict=True))
         return {job: tree for job, tree in self._drafted.items() if tree}
 
-    def tell(self, launched: Launched, jobs: Collection[Job] | None = None) -> None:
+    def tell(self, launched: Launched, *, is_ahead: bool = False) -> None:
         """Tells of the rows that a step has committed, and notes where the others are.
 
-        The step is the model's last. jobs: those of it whose tokens are known; None: all.
+        The step is the model's last. is_ahead: it was launched before its tokens were known, which now are of
+        those jobs that go on.
         """
         may_draft, end = self.may_draft(len(launched.counts)), 0
         for job, count in launched.counts.items():
             first, end = end, end + count
             if job in launched.tree_logits:
                 self._first_rows[job] = first
-            elif may_draft and (jobs is None or job in jobs):
+            elif may_draft and (not is_ahead or job.goes_on):
                 done = job.num_computed
                 follower = self._following(job, done - count)
                 follower.extend(job.token_ids[done - count : done], follower.states_of(range(first, end)))

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Final
 
+# Of a value of what PyTorch computes drafts with: float32 on the CPU, bfloat16 on a GPU (`dflash.py`).
+DRAFT_VALUE_BYTES: Final = {"cpu": 4, "cuda": 2}
+
 
 @dataclass(frozen=True)
 class DraftRoom:

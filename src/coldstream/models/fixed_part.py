@@ -15,7 +15,7 @@ from coldstream.kernels.cuda.device import missing_packages
 from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
 from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kvcache.cache import CacheSize, kept_bytes
-from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
+from coldstream.models.draft_room import DRAFT_VALUE_BYTES, NO_DRAFTS, DraftRoom
 from coldstream.models.footprint import nextn_bytes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import FixedPart
@@ -31,7 +31,6 @@ MAX_GRAPHS = 48
 GRAPH_BYTES = MAX_GRAPHS * 4 * 2**20
 RESERVE_BYTES = 256 * 2**20
 HEAD_ROWS = 64  # of one call of the head, whose logits fit into page-locked memory of the host
-_FEATURE_BYTES = 2  # bfloat16, of the rows of a step
 _FLOATS_BESIDE_EXPERTS = 16  # activations of a token in hidden states, plus one per expert
 
 _Count = Callable[..., FixedPart]  # `_counted` or `_estimated`
@@ -182,7 +181,7 @@ def _estimated(
         * (sizes.kv_token_bytes + (kv_token_bytes if has_mtp else 0))
         + cache_size.num_states * sizes.state_bytes
         + cache_size.num_tree_rows * kept_bytes(spec)
-        + _FEATURE_BYTES * len(draft.taps) * chunk_size * spec.hidden_size,
+        + DRAFT_VALUE_BYTES["cuda"] * len(draft.taps) * chunk_size * spec.hidden_size,
         workspace=_workspace_bytes(spec, ctx_size, chunk_size),
         drafter=draft.drafter_bytes,
         graphs=GRAPH_BYTES,

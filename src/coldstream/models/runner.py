@@ -259,7 +259,8 @@ class ModelRunner(ABC):
     def features(self, rows: Collection[int]) -> Any:
         """Residual streams of rows of the last step's batch after the layers `taps`, one behind the other.
 
-        float32 [len(rows), len(taps) · E] on the model's device, valid until the next step. Raises
+        [len(rows), len(taps) · E] on the model's device, float32 or on a GPU bfloat16, valid until the next
+        step. Raises
         InvalidRequestError for rows that the step did not have, and UnsupportedError without taps.
         """
         if not self.taps:

@@ -39,6 +39,24 @@ def experts_of_rows(num_experts: int, rows: int) -> Ids:
     return chosen
 
 
+def times_of_experts(
+    runtime: "_csrc.Runtime",
+    ids: Ids,
+    weights: tuple["_csrc.Weight", "_csrc.Weight", "_csrc.Weight"],
+    num_runs: int,
+) -> list[float]:
+    """Seconds of so many runs of the op, for choices [tokens, ranks] and gate, up and down [F, E], [E, F]."""
+    hidden_size = weights[-1].num_rows
+    x = np.random.default_rng(1).standard_normal((len(ids), hidden_size), dtype=np.float32)
+    out = np.empty((*ids.shape, hidden_size), np.float32)
+    samples = []
+    for _ in range(num_runs):
+        start = time.perf_counter()
+        _csrc.routed_experts(runtime, x, ids, *weights, out)
+        samples.append(time.perf_counter() - start)
+    return samples
+
+
 def measure_expert_rates(num_threads: int, num_bytes: int) -> tuple[float, ...]:
     """Bytes of weights a second of experts that have 1, 2, 4, … rows each (`EXPERT_ROWS`).
 
@@ -53,12 +71,6 @@ def measure_expert_rates(num_threads: int, num_bytes: int) -> tuple[float, ...]:
     for rows in EXPERT_ROWS:
         num_experts = max(_FEWEST_EXPERTS, most // max(1, rows // _RANKS))
         ids = experts_of_rows(num_experts, rows)
-        x = np.random.default_rng(1).standard_normal((len(ids), _HIDDEN), dtype=np.float32)
-        out = np.empty((*ids.shape, _HIDDEN), np.float32)
-        samples = []
-        for _ in range(1 + _RUNS):
-            start = time.perf_counter()
-            _csrc.routed_experts(runtime, x, ids, gate, up, down, out)
-            samples.append(time.perf_counter() - start)
+        samples = times_of_experts(runtime, ids, (gate, up, down), 1 + _RUNS)
         rates.append(num_experts * expert_bytes / min(samples[1:]))
     return tuple(rates)
