@@ -85,6 +85,22 @@ def test_what_pays_is_learned_by_the_number_of_sequences(num: int) -> None:
     assert sum(counts[0] > 0 for counts in again) > 80
 
 
+@pytest.mark.parametrize("row_s", [0.003, 0.01, 0.03])
+def test_a_drafter_is_told_of_at_least_64_tokens_before_it_is_asked_again(row_s: float) -> None:
+    """And of few others, where a draft takes as long as a step."""
+    sizes, told, num_told = SizesByCost("chains"), 0, 0
+    for step in range(6000):
+        is_idle = sizes.is_idle()
+        told, num_told = (0 if is_idle else told + 1), num_told + (not is_idle)
+        if (budget := sizes.budget(63)) > 0:
+            assert told > min(step, 64)
+            sizes.sizes([chain(budget)], 0.01)
+            sizes.record([TriedDraft(chain(3), ())], 0.01 + 3 * row_s)
+        else:
+            sizes.went_on(1, 0.01)
+    assert num_told < 2000
+
+
 @pytest.mark.parametrize("num", [1, 3, 9])
 def test_drafts_of_several_that_pay_are_used(num: int) -> None:
     chosen = go(SizesByCost("chains"), [chain(6)] * num, 400, accepted=6, row_s=0.0001)

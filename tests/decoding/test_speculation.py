@@ -42,7 +42,7 @@ def _go(speculation: Speculation, num_steps: int, accepted: int, row_s: float) -
         if tree:
             speculation.verified(path, PLAIN_S + row_s * len(tree), CHOOSE_S, is_cut=False)
         else:
-            speculation.went_on(PLAIN_S, is_usual=True)
+            speculation.went_on(1, PLAIN_S, is_usual=True)
     return sizes
 
 
@@ -93,7 +93,7 @@ def test_statistics_are_those_of_a_request() -> None:
     speculation.start()
     _go(speculation, 2, accepted=3, row_s=0.001)
     speculation.draft([1], 0)
-    speculation.went_on(PLAIN_S, is_usual=True)
+    speculation.went_on(1, PLAIN_S, is_usual=True)
     found = speculation.statistics()
     assert (found.drafter, found.steps, found.drafted_steps, found.drafted) == ("chains", 3, 2, 8)
     assert (found.accepted_by_depth, found.sizes) == ((2, 2, 2), ((0, 1), (4, 2)))
@@ -117,7 +117,7 @@ def test_steps_that_follow_a_draft_without_being_asked_for_one_have_none() -> No
     before = speculation.statistics()
     for _ in range(3):
         speculation.will_draft(9)
-        speculation.went_on(PLAIN_S, is_usual=True)
+        speculation.went_on(1, PLAIN_S, is_usual=True)
     after = speculation.statistics()
     assert dict(after.reasons)["plain"] == dict(before.reasons).get("plain", 0) + 1
     assert dict(after.reasons)["not_asked"] == dict(before.reasons).get("not_asked", 0) + 2
@@ -126,7 +126,7 @@ def test_steps_that_follow_a_draft_without_being_asked_for_one_have_none() -> No
     once.draft([1], 9)
     once.verified((), PLAIN_S, CHOOSE_S, is_cut=False)
     draft_s = once.statistics().draft_s
-    once.went_on(PLAIN_S, is_usual=True)
+    once.went_on(1, PLAIN_S, is_usual=True)
     assert once.statistics().draft_s == draft_s
     assert once.statistics().drafted == 2
 
@@ -164,7 +164,7 @@ def test_experts_are_those_of_steps_with_nodes(steps: list[tuple[bool, int, int]
             speculation.verified((), PLAIN_S, CHOOSE_S, is_cut=False)
             hits, misses, num_drafted = hits + of_step, misses + cold, num_drafted + 1
         else:
-            speculation.went_on(PLAIN_S, is_usual=True)
+            speculation.went_on(1, PLAIN_S, is_usual=True)
     found = speculation.statistics()
     if hits + misses == 0:
         assert (found.experts, found.cold_experts, found.experts_per_draft) == (None, None, None)
@@ -180,10 +180,15 @@ def test_deciding_the_size_is_part_of_the_time_that_a_draft_takes() -> None:
         def record(self, drafts: Sequence[TriedDraft], seconds: float, *, is_usual: bool = True) -> None:
             told.append(seconds)
 
+        def went_on(
+            self, num_steps: int, seconds: float, num_sequences: int = 1, *, is_usual: bool = True
+        ) -> None:
+            told.append(seconds)
+
     speculation = Speculation(Chains(), Noting(3))
     speculation.draft([1], 9)
     speculation.verified((), PLAIN_S, CHOOSE_S, is_cut=False)
-    speculation.went_on(PLAIN_S, is_usual=True)
+    speculation.went_on(1, PLAIN_S, is_usual=True)
     assert told == [PLAIN_S + speculation.statistics().size_s, PLAIN_S]
     assert told[0] > told[1]
 

@@ -123,6 +123,7 @@ class RandomDrafts:
     told: list[int] = field(default_factory=list)  # accepted nodes of each step
     sizes: list[int] = field(default_factory=list)
     num_cut: int = 0
+    together: int = 1
 
     def will_draft(self, most: int) -> bool:
         return (
@@ -147,9 +148,14 @@ class RandomDrafts:
         self.told.append(len(nodes))
         self.num_cut += is_cut
 
-    def went_on(self, seconds: float, *, is_usual: bool) -> None:
+    def num_together(self) -> int:
+        self.together = int(np.random.default_rng([self.seed, len(self.told), 1]).integers(4))
+        return self.together
+
+    def went_on(self, num_steps: int, seconds: float, *, is_usual: bool) -> None:
         assert seconds > 0
-        self.told.append(0)
+        assert 1 <= num_steps <= max(1, self.together)
+        self.told += [0] * num_steps
 
 
 class Run:
@@ -299,6 +305,24 @@ def test_trap_45_every_token_is_accepted_or_one_of_a_step() -> None:
     assert run.other.num_steps == len(drafts.told) < 25
     assert sum(drafts.told) + len(drafts.told) == 35
     assert drafts.num_cut == (drafts.sizes[-1] > 0)
+
+
+@pytest.mark.parametrize("taken", range(1, 8))
+def test_steps_without_drafts_are_all_told_however_early_a_loop_is_left(taken: int) -> None:
+    class Four(RandomDrafts):
+        def num_together(self) -> int:
+            self.together = 4
+            return 4
+
+        def went_on(self, num_steps: int, seconds: float, *, is_usual: bool) -> None:
+            super().went_on(num_steps, seconds, is_usual=is_usual)
+            told.append(num_steps)
+
+    told: list[int] = []
+    run = Run([2], Four(0, 0), SamplingParams(), taken=taken)
+    assert run.results[1] == run.results[0]
+    stretches, left = divmod(taken - 1, 4)
+    assert told == [4] * stretches + [left] * bool(left)
 
 
 def test_trap_42_no_node_is_drafted_beyond_the_last_token() -> None:

@@ -34,8 +34,8 @@ class PlannedDrafts(RandomDrafts):
         has_node = most > 0 and self.planned(len(self.told)) == NODE
         return TokenTree((NEVER_CHOSEN,), (-1,), (0.0,)) if has_node else NO_DRAFT
 
-    def went_on(self, seconds: float, *, is_usual: bool) -> None:
-        super().went_on(seconds, is_usual=is_usual)
+    def went_on(self, num_steps: int, seconds: float, *, is_usual: bool) -> None:
+        super().went_on(num_steps, seconds, is_usual=is_usual)
         self.events.append("told")
         self.is_usual.append(is_usual)
 

@@ -210,6 +210,50 @@ def test_a_drafter_that_does_not_pay_is_rarely_asked() -> None:
     assert sum(run.taken_s) < 4000 * 0.01 * 1.012
 
 
+losing = st.tuples(st.integers(0, 700), st.sampled_from([0.0, 1e-4, 2e-3, 1e-2]), st.integers(1, 9))
+
+
+@given(losing)
+def test_how_many_steps_have_no_draft_is_known_before(case: tuple[int, float, int]) -> None:
+    num_steps, draft_s, step_ms = case
+    run, seconds = _Run(), lambda rows: 0.001 * step_ms * rows
+    run.go(num_steps, seconds, _chain(0.1, 6), draft_s)
+    for left in reversed(range(run.policy.num_plain())):
+        assert not run.policy.should_draft()
+        run.policy.record(seconds(1))
+        assert left - 1 <= run.policy.num_plain() <= max(left + 1, 6), "those planned may come in between"
+
+
+@given(losing, st.integers(1, 40))
+def test_steps_told_of_together_are_those_told_of_one_by_one(
+    case: tuple[int, float, int], num_steps: int
+) -> None:
+    num_before, draft_s, step_ms = case
+    together, apart = _Run(), _Run()
+    for run in (together, apart):
+        run.go(num_before, lambda rows: 0.001 * step_ms * rows, _chain(0.1, 6), draft_s)
+        run.policy.record(0.001 * step_ms)
+        run.policy.record(0.001 * step_ms)
+    together.policy.went_on(num_steps, 0.001 * step_ms * num_steps)
+    for _ in range(num_steps):
+        apart.policy.went_on(1, 0.001 * step_ms)
+    assert abs(together.policy.num_plain() - apart.policy.num_plain()) <= 1
+    assert together.times.seconds(1) == pytest.approx(apart.times.seconds(1))
+    assert together.times.age(1) == apart.times.age(1)
+
+
+def test_steps_after_a_draft_are_told_of_one_by_one() -> None:
+    run = _Run()
+    run.go(40, lambda rows: 0.01 * rows, _chain(0.1, 6), 0.01)
+    after_drafts = [
+        step for step in range(40) if any(size is not None for size in run.sizes[max(0, step - 2) : step])
+    ]
+    again = _Run()
+    for step in range(40):
+        assert (again.policy.num_together == 1) == (step < 2 or step in after_drafts)
+        again.go(1, lambda rows: 0.01 * rows, _chain(0.1, 6), 0.01)
+
+
 def test_explorations_pay_for_the_plain_step_after_them() -> None:
     """It takes twice as long, as it is not launched while another one runs."""
     policy, passed_s, was_drafted = SizePolicy(StepTimes()), 0.0, False

@@ -75,19 +75,19 @@ class StepTimes:
         self._num_steps = 0
         self._estimates: list[float] = []  # empty: not computed since the last step
 
-    def record(self, num_rows: int, seconds: float) -> None:
-        """A step of this many rows took so long."""
+    def record(self, num_rows: int, seconds: float, num_steps: int = 1) -> None:
+        """So many steps of this many rows took so long together; they count as one measurement."""
         assert seconds > 0, "a step takes time"
-        self._num_steps += 1
+        self._num_steps += num_steps
         each = row_range(num_rows)
-        self._medians[each].add(seconds, self._num_steps)
+        self._medians[each].add(seconds / num_steps, self._num_steps)
         if self._medians[each].has_value:
             self._newest[each] = self._num_steps
         self._estimates = []
 
-    def skip(self) -> None:
-        """A step went by whose time says nothing."""
-        self._num_steps += 1
+    def skip(self, num_steps: int = 1) -> None:
+        """So many steps went by whose time says nothing."""
+        self._num_steps += num_steps
 
     @property
     def has_any(self) -> bool:

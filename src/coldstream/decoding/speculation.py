@@ -94,6 +94,12 @@ class DraftCounts:
         self._reasons[reason] += 1
         self._count(num_drafted, num_accepted, costs)
 
+    def count_plain(self, num_steps: int, seconds: float) -> None:
+        """So many steps, for which nothing was drafted, took so long together."""
+        self._reasons[SizeReason.NOT_ASKED] += num_steps
+        self._sizes[0] += num_steps
+        self._verify_s += seconds
+
     def _count(self, num_drafted: int, num_accepted: int, costs: StepCosts) -> None:
         self._sizes[num_drafted] += 1
         if num_accepted:
@@ -189,6 +195,7 @@ class Speculation:
         budget = self.sizes.budget(min(most, MAX_TREE_NODES))
         if budget <= 0:
             return NO_DRAFT
+        self._was_asked = True
         start = time.perf_counter()
         tree = self.drafter.propose(context, budget)
         drafted = time.perf_counter()
@@ -204,9 +211,18 @@ class Speculation:
         uses = uses_between(self._uses_before, self._expert_uses())
         self._record(TriedDraft(self._tree, nodes, is_cut), self._costs(seconds, choose_s, uses))
 
-    def went_on(self, seconds: float, *, is_usual: bool) -> None:
+    def num_together(self) -> int:
         """See `Drafts`."""
-        self._record(TriedDraft(NO_DRAFT, ()), self._costs(seconds), is_usual=is_usual)
+        return 1 if self._was_asked else self.sizes.num_together()
+
+    def went_on(self, num_steps: int, seconds: float, *, is_usual: bool) -> None:
+        """See `Drafts`."""
+        if self._was_asked:
+            assert num_steps == 1, "a step whose draft came to nothing is told of by itself"
+            self._record(TriedDraft(NO_DRAFT, ()), self._costs(seconds), is_usual=is_usual)
+            return
+        self._counts.count_plain(num_steps, seconds)
+        self.sizes.went_on(num_steps, seconds, is_usual=is_usual)
 
     def _costs(self, verify_s: float, choose_s: float = 0.0, uses: ExpertUses | None = None) -> StepCosts:
         return StepCosts(verify_s, self._draft_s, self._build_s, self._size_s, choose_s, uses)
@@ -218,7 +234,7 @@ class Speculation:
         self._forget_draft()
 
     def _forget_draft(self) -> None:
-        self._tree, self._uses_before = NO_DRAFT, None
+        self._tree, self._uses_before, self._was_asked = NO_DRAFT, None, False
         self._draft_s = self._build_s = self._size_s = 0.0
 
     def round_ended(self, accepted: Accepted, seconds: float) -> None:

@@ -65,9 +65,13 @@ class Drafts(TriedDrafts, Protocol):
     def draft(self, context: Sequence[int], most: int) -> TokenTree:
         """At most `most` nodes (≥ 0) after `context`: the tokens that the model holds, then the root."""
 
-    def went_on(self, seconds: float, *, is_usual: bool) -> None:
-        """A step without nodes took so long. is_usual: whether steps without drafts that follow each other
-        take as long as this one.
+    def num_together(self) -> int:
+        """How many steps, the next one first, have no drafts and may be told of together."""
+
+    def went_on(self, num_steps: int, seconds: float, *, is_usual: bool) -> None:
+        """So many steps without nodes took so long together: more than one only if `num_together` said so.
+
+        is_usual: whether steps without drafts that follow each other take as long.
         """
 
     def begin_rounds(self) -> None:
@@ -138,27 +142,43 @@ def _plain_steps(
     drafts: Drafts,
     end_ids: frozenset[int],
 ) -> Generator[Chosen]:
-    """A step without nodes, and those that can be launched ahead after it until something is drafted.
+    """A step without nodes, and those that can follow it until something is drafted, launched ahead where the
+    device makes all choices.
 
     What others do with a token counts for no step. It makes a step that runs meanwhile shorter by as much as
     a step with a draft, which does not run meanwhile, is longer than it is said to be.
     """
+    if begin_ahead is None:
+        yield from _steps_together(model, tokens, begin, drafts)
+        return
     start = time.perf_counter()
     logits = model.append(tokens.ids[-1:])
-    if begin_ahead is None:
-        chosen = begin([logits], NO_DRAFT, tokens.ids)(ROOT, tokens.ids)
-        drafts.went_on(time.perf_counter() - start, is_usual=True)
-        tokens.append(chosen.token_id, len(logits))
-        yield chosen
-        return
 
     def may_launch() -> bool:
         return not drafts.will_draft(tokens.num_left - 2)
 
     for token_id, is_between in continue_ahead(model, logits, tokens, begin_ahead, end_ids, may_launch):
-        drafts.went_on(time.perf_counter() - start, is_usual=is_between)
+        drafts.went_on(1, time.perf_counter() - start, is_usual=is_between)
         yield Chosen(token_id)
         start = time.perf_counter()
+
+
+def _steps_together(
+    model: TreeModel, tokens: Continuation, begin: Begin, drafts: Drafts
+) -> Generator[Chosen]:
+    """A step without nodes, and as many after it as may be told of together."""
+    most, num_steps, seconds = max(1, drafts.num_together()), 0, 0.0
+    try:
+        while num_steps < most and not tokens.has_ended:
+            start = time.perf_counter()
+            logits = model.append(tokens.ids[-1:])
+            chosen = begin([logits], NO_DRAFT, tokens.ids)(ROOT, tokens.ids)
+            seconds, num_steps = seconds + time.perf_counter() - start, num_steps + 1
+            tokens.append(chosen.token_id, len(logits))
+            yield chosen
+    finally:
+        if num_steps:
+            drafts.went_on(num_steps, seconds, is_usual=True)
 
 
 def verify_draft(

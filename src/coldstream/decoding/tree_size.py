@@ -17,13 +17,18 @@ compared with plain steps that follow each other: one after a step with a draft 
 caches, on a CPU its other threads asleep, and on a GPU no step under way beside which it could be launched.
 So of every 256 steps 6 are plain ones, and the first 24; and an exploration pays for the step after it too.
 
+How many steps will have no draft is known beforehand (`num_plain`), as nothing but their own time changes it.
+So they need not be asked about nor told of one by one, and a drafter that is not told of them loses nothing.
+
 Everything is a pure function of the calls so far: times are passed in.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
+from math import ceil
 
 from coldstream.decoding.row_times import MAX_ROWS, RecentMedian, StepTimes, row_range
 
@@ -39,6 +44,9 @@ _PROBE_DISTANCE = 16  # steps from one probe to the next, at least
 _MOST_SAVED = 4096  # steps whose shares are saved for probes: at a half percent, the time of 20 steps
 _LEAST_OVERHEAD_S = 1e-9
 _FIRST_PLAIN_STEPS, _PLAIN_STEPS, _PLAIN_DISTANCE = 24, 6, 256
+_MOST_TOGETHER = (
+    16  # steps that are told of together: enough for this to take no time, few for a time to be new
+)
 
 
 class SizeReason(Enum):
@@ -92,7 +100,8 @@ class SizePolicy:
     of the time, at most, that goes into probes and explorations. A draft that is not used while drafts pay on
     the whole is neither.
 
-    For every step: `should_draft`; if so, a draft and `choose`; then the step and `record`.
+    For every step: `should_draft`; if so, a draft and `choose`; then the step and `record`. Steps without
+    drafts may be told of together, see `num_together`.
     """
 
     def __init__(self, times: StepTimes, *, probe_share: float = 0.01) -> None:
@@ -113,11 +122,26 @@ class SizePolicy:
 
     def should_draft(self) -> bool:
         """Whether the next step should have a draft."""
+        return self.num_plain() == 0
+
+    def num_plain(self, num_roots: int = 1) -> int:
+        """How many steps, the next one first, should have no draft: 0 if the next one should have one.
+
+        Where drafts have not paid, of steps with so many roots that take as long as such steps did lately.
+        """
         if not self._times.has_any or self._num_steps < _FIRST_PLAIN_STEPS:
-            return False
-        if self._num_steps % _PLAIN_DISTANCE < _PLAIN_STEPS:
-            return False
-        return self.pays or self._for_drafts.affords(self._usual_draft_s)
+            return max(1, _FIRST_PLAIN_STEPS - self._num_steps)
+        planned = max(0, _PLAIN_STEPS - self._num_steps % _PLAIN_DISTANCE)
+        if self.pays:
+            return planned
+        return max(planned, self._for_drafts.num_steps_until(self._usual_draft_s, self._known_s(num_roots)))
+
+    @property
+    def num_together(self) -> int:
+        """How many steps without a draft `went_on` may be told of at once: those after a draft one by one, as
+        they take longer than others.
+        """
+        return _MOST_TOGETHER if self._num_plain > 1 else 1
 
     def choose(self, probabilities: Sequence[float], draft_s: float, num_roots: int = 1) -> TreeSize:
         """The size for drafts that took `draft_s`; see `expected_rates` for the rest.
@@ -152,28 +176,47 @@ class SizePolicy:
         size: what was chosen for it, None without a draft. is_usual: whether plain steps that follow each
         other take as long, if it is one.
         """
-        num_nodes, draft_s = (size.num_nodes, size.draft_s) if size else (0, 0.0)
-        if num_nodes or (is_usual and self._num_plain > 1) or not self._times.has_any:
-            self._times.record(num_roots + num_nodes, step_s)
-        else:
-            self._times.skip()
-        self._num_plain = 0 if size else self._num_plain + 1
-        self._num_steps += 1
-        self._num_since_probe += 1
-        taken_s = draft_s + step_s
-        if size is not None and size.best_rate is not None:
+        if size is None:
+            self.went_on(1, step_s, num_roots, is_usual=is_usual)
+            return
+        self._count(1, step_s, num_roots + size.num_nodes, says_more=size.num_nodes > 0)
+        self._num_plain = 0
+        taken_s = size.draft_s + step_s
+        if size.best_rate is not None:
             if size.reason is SizeReason.PROBE:
                 self._for_probes.spend(max(0.0, taken_s - size.tokens / size.best_rate))
                 self._num_since_probe = 0
             else:
-                gain_s = self._gain_of(num_nodes, tokens / num_roots, taken_s, num_roots)
+                gain_s = self._gain_of(size.num_nodes, tokens / num_roots, taken_s, num_roots)
                 if size.is_exploration:
                     self._for_drafts.spend(max(0.0, -gain_s))
-        elif size is None and self._has_explored:
-            self._for_drafts.spend(max(0.0, step_s - self._known_s(num_roots)))
-        self._has_explored = size is not None and size.is_exploration
-        self._for_drafts.earn(taken_s)
-        self._for_probes.earn(taken_s)
+        self._has_explored = size.is_exploration
+        self._earn(1, taken_s)
+
+    def went_on(self, num_steps: int, seconds: float, num_roots: int = 1, *, is_usual: bool = True) -> None:
+        """So many steps with so many roots, all without a draft, took so long together; see `num_together`.
+
+        is_usual: whether those that follow each other take as long.
+        """
+        self._count(num_steps, seconds, num_roots, says_more=is_usual and self._num_plain > 1)
+        self._num_plain += num_steps
+        if self._has_explored:
+            self._for_drafts.spend(max(0.0, seconds - num_steps * self._known_s(num_roots)))
+        self._has_explored = False
+        self._earn(num_steps, seconds)
+
+    def _count(self, num_steps: int, seconds: float, num_rows: int, *, says_more: bool) -> None:
+        """says_more: whether the time is one of such steps."""
+        if says_more or not self._times.has_any:
+            self._times.record(num_rows, seconds, num_steps)
+        else:
+            self._times.skip(num_steps)
+        self._num_steps += num_steps
+        self._num_since_probe += num_steps
+
+    def _earn(self, num_steps: int, seconds: float) -> None:
+        self._for_drafts.earn(num_steps, seconds)
+        self._for_probes.earn(num_steps, seconds)
 
     def _gain_of(self, num_nodes: int, plain_steps: float, taken_s: float, num_roots: int) -> float:
         """Takes a draft's gain over so many plain steps, in seconds, into the mean.
@@ -225,10 +268,17 @@ class _Purse:
         self._share = share
         self._left_s = 0.0
 
-    def earn(self, seconds: float) -> None:
-        """A step took so long."""
+    def earn(self, num_steps: int, seconds: float) -> None:
+        """So many steps took so long together."""
         earned_s = self._share * seconds
-        self._left_s = min(self._left_s + earned_s, _MOST_SAVED * earned_s)
+        self._left_s = min(self._left_s + earned_s, _MOST_SAVED * earned_s / num_steps)
+
+    def num_steps_until(self, seconds: float, step_s: float) -> int:
+        """After how many more steps, each of `step_s`, so much can be afforded: 0 if it can."""
+        missing_s, earned_s = seconds - self._left_s, self._share * step_s
+        if missing_s <= 0:
+            return 0
+        return ceil(missing_s / earned_s) if earned_s else sys.maxsize
 
     def affords(self, seconds: float) -> bool:
         """Whether so much is left."""

@@ -17,7 +17,7 @@ from coldstream.engine.drafting import told_states
 from coldstream.engine.rounds import SequenceRounds, begin_rounds
 from coldstream.kernels.rounds.reference import RoundText
 from coldstream.kvcache import Batch, ChosenToken, Segment
-from coldstream.models.runner import ModelRunner, Progress, States
+from coldstream.models.runner import ModelRunner, Progress
 
 
 class LiveSequence:
@@ -32,6 +32,7 @@ class LiveSequence:
         self._runner = runner
         self.speculation = speculation
         self._drafter = speculation.drafter if speculation else None
+        self._states = None if self._drafter is None else told_states(runner, self._drafter)
         self._is_behind = False  # whether the drafter was not told of the last tokens
         self._sequence = runner.new_sequence()
         self._token_ids: list[int] | None = None  # None: unknown
@@ -103,7 +104,7 @@ class LiveSequence:
     def append(self, token_ids: Sequence[int], progress: Progress | None = None) -> AnyLogits:
         """Append tokens, of a prompt those that `start` did not find; logits [vocab] after the last."""
         live = self._taken()
-        drafter, states = self._listener(len(live)), self._told_states()
+        drafter, states = self._listener(len(live)), self._states
         if drafter is None or states is None:
             logits: AnyLogits = self._runner.extend(self._sequence, token_ids, progress)
             if drafter is not None:
@@ -132,7 +133,7 @@ class LiveSequence:
             self._runner.take_back(self._sequence)
             self._proof, self._is_trusted = None, True
         else:
-            drafter, states = self._listener(len(live)), self._told_states()
+            drafter, states = self._listener(len(live)), self._states
             if drafter is not None:
                 drafter.extend([token_id], None if states is None else states(range(1)))
             live.append(token_id)
@@ -150,7 +151,7 @@ class LiveSequence:
         """Hold a path of the tree, after each of whose rows a token was chosen."""
         drafter, live = self._drafter, self._unsettled
         token_ids = [self._tree_ids[row] for row in rows]
-        states = self._told_states()
+        states = self._states
         told = states(np.array(rows)) if states is not None and rows else None
         self._runner.commit(self._sequence, rows)
         live += token_ids
@@ -175,7 +176,7 @@ class LiveSequence:
     def _listener(self, length: int) -> Drafter | None:
         """The drafter, if it is told of the tokens after the first `length`, from which it then goes on."""
         speculation, drafter = self.speculation, self._drafter
-        if speculation is None or drafter is None or self._told_states() is None:
+        if speculation is None or drafter is None or self._states is None:
             return drafter
         if speculation.is_idle:
             self._is_behind = True
@@ -183,9 +184,6 @@ class LiveSequence:
         if self._is_behind:
             self._cut_draft(length)
         return drafter
-
-    def _told_states(self) -> States | None:
-        return None if self._drafter is None else told_states(self._runner, self._drafter)
 
     def _extendable(self) -> list[int]:
         """The live tokens, if a prompt may extend them; none otherwise."""
