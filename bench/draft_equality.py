@@ -1,13 +1,14 @@
 """Answers with drafts beside answers without: by kind of draft and size of its trees, how many are equal.
 
     python bench/draft_equality.py [MODEL] --out FILE        the demo model, if none is given
-    python bench/draft_equality.py full.gguf --device cuda --vram 8G
+    python bench/draft_equality.py --device cuda --vram 475M --spec-type dflash
 
 Each prompt is answered without drafts, and then with some of all pairs of a drafter and a number of nodes, so
 that the pairs are used equally often; half of the prompts greedily, half drawing by a seed. Prompts are parts
 of held-out source code for the demo model, and random tokens for others. Beside scripted drafts
-(draft_kinds.py) the product's own drafters run, as far as the file has what they need; on the CPU the demo
-model's own drafter too. The exit code is 1 if any answer differs.
+(draft_kinds.py) the product's own drafters run, as far as the file and --spec-type have what they need: the
+demo model's own drafter with dflash, and its block for multi-token prediction with mtp or, on a CPU, with
+both. The exit code is 1 if any answer differs.
 """
 
 import argparse
@@ -145,10 +146,10 @@ def compare(
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Everything; see the module docstring."""
     settings = {name: getattr(options, name) for name in ("vram", "ram") if getattr(options, name)}
-    if options.model == demo_model_path() and options.device == "cpu":
-        settings |= {"spec_type": "dflash", "model_draft": str(demo_drafter_path())}
-    else:
-        settings["spec_type"] = "ngram" if options.without_mtp else "mtp"
+    is_demo = options.model == demo_model_path()
+    settings["spec_type"] = options.spec_type or ("dflash" if is_demo and options.device == "cpu" else "mtp")
+    if is_demo and settings["spec_type"] == "dflash":
+        settings["model_draft"] = str(demo_drafter_path())
     config = EngineConfig(
         str(options.model),
         device=options.device,
@@ -169,6 +170,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "command": f"python bench/draft_equality.py {shlex.join(options.words)}".strip(),
         "model": options.model.name,
         "tier": tier,
+        "memory": " ".join(f"--{name} {settings[name]}" for name in ("vram", "ram") if name in settings),
         "cpu": Hardware.measure().cpu_name,
         "prompts": options.prompts,
         "tokens": options.tokens,
@@ -187,7 +189,9 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--vram")
     parser.add_argument("--ram")
-    parser.add_argument("--without-mtp", action="store_true", help="of a file without the block")
+    parser.add_argument(
+        "--spec-type", choices=("mtp", "dflash", "ngram"), help="what has memory beside the model"
+    )
     parser.add_argument("--prompts", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=256, help="of an answer")
     parser.add_argument("--pairs", type=int, default=2, help="of a drafter and a size, for each prompt")

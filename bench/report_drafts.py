@@ -11,6 +11,12 @@ DRAFTERS = ("mtp", "dflash", "ngram")
 Way = Mapping[str, Any]
 
 
+EQUALITY = (
+    *("draft_equality", "draft_equality_disk"),
+    *(f"gpu/draft_equality{which}" for which in ("", "_partial", "_dflash", "_dflash_partial")),
+)
+
+
 def _of(ways: Sequence[Way], drafter: str) -> tuple[Way, Way]:
     """The best fixed size of a drafter, and the sizes by cost."""
     fixed = [way for way in ways if way["drafter"] == drafter and way["budget"] != "auto"]
@@ -121,17 +127,20 @@ def gpu_drafts() -> str:
 
 
 def draft_equality() -> str:
-    """Answers with drafts that are those without, by what drafted."""
-    found = [load(name) for name in ("draft_equality", "gpu/draft_equality") if has(name)]
-    rows, lines = [], []
-    for r in found:
-        for kind in dict.fromkeys(pair["kind"] for pair in r["pairs"]):
+    """Answers with drafts that are those without, of all, by what drafted and where the model was."""
+    found = [load(name) for name in EQUALITY if has(name)]
+    rows = []
+    for kind in sorted({pair["kind"] for r in found for pair in r["pairs"]}):
+        row = [kind]
+        for r in found:
             those = [pair for pair in r["pairs"] if pair["kind"] == kind]
-            sums = [f"{sum(pair[name] for pair in those):,}" for name in ("answers", "tokens", "equal")]
-            rows.append([r["model"], r["tier"], kind, *sums])
-        lines.append(
-            f"{r['model']}, {r['cpu']}: {r['equal']:,} of {r['answers']:,} answers are equal, commit "
-            f"{r['commit']}: `{r['command']}`"
-        )
-    header = ["model", "tier", "drafts", "answers", "their tokens", "equal to those without drafts"]
+            answers, equal = (sum(pair[name] for pair in those) for name in ("answers", "equal"))
+            row.append(f"{equal} of {answers}" if those else "")
+        rows.append(row)
+    rows.append(["all", *(f"{r['equal']} of {r['answers']}" for r in found)])
+    header = ["drafts", *(" ".join(filter(None, (r["tier"], r.get("memory")))) for r in found)]
+    lines = [
+        f"{r['model']}, {r['cpu']}, {r['tokens']} tokens an answer, commit {r['commit']}: `{r['command']}`"
+        for r in found
+    ]
     return table(header, rows) + "".join(f"\n{line}\n" for line in lines)
